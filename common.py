@@ -1,0 +1,1195 @@
+"""What the four methods share: distributed set-up, encoders, tokenizer, data, schedules, checkpoints.
+
+Nothing here knows a method, and no method file imports this one: train.py and eval.py join them.
+"""
+
+import csv
+import dataclasses
+import functools
+import heapq
+import inspect
+import io
+import itertools
+import json
+import math
+import os
+import random
+import re
+import tarfile
+import unicodedata
+import warnings
+from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from PIL import Image
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torchvision.ops import Conv2dNormActivation, masks_to_boxes, stochastic_depth
+from torchvision.transforms import v2
+
+
+class UserError(Exception):
+    """Bad input. The command line prints the message as one sentence, without a traceback."""
+
+
+def parse_spec(spec):
+    """`"name:key=value,key=value"` -> `("name", {key: value})`; a colon without `=` behind it belongs to the name."""
+    match = re.fullmatch(r"(.*?):(\w+=[^,=]*(?:,\w+=[^,=]*)*)", spec)
+    if not match:
+        return spec, {}
+    return match[1], dict(item.split("=") for item in match[2].split(","))
+
+
+def cast_knobs(knobs, defaults, what):
+    """Cast the strings of a spec to the types of `defaults` (name -> value); an unknown name raises UserError."""
+    cast = {}
+    for key, text in knobs.items():
+        if key not in defaults:
+            raise UserError(f"{what} has no setting {key!r}; it has {', '.join(sorted(defaults))}.")
+        kind = type(defaults[key])
+        try:
+            cast[key] = text.lower() in ("1", "true", "yes") if kind is bool else kind(text)
+        except ValueError:
+            raise UserError(f"{what}: {key}={text!r} is not of type {kind.__name__} (default {defaults[key]}).") from None
+    return cast
+
+
+# Distributed ---------------------------------------------------------------------------------------------------------
+
+
+def init_distributed():
+    """Join the process group that `torchrun` describes, if there is one. Returns (rank, world_size, device)."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    return rank, world_size, device
+
+
+class _Gather(torch.autograd.Function):
+    """(B, ...) on each rank -> (world, B, ...); the backward pass sums what every rank sends back to these rows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        rows = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(rows, x.contiguous())
+        return rows.view(-1, *x.shape)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return gradient[dist.get_rank()]
+
+
+def gather(x):
+    """(B, ...) on each rank -> (world * B, ...), the own rows FIRST, so that row i's positive stays in column i.
+
+    Differentiable, so that DDP's mean over ranks equals the gradient of one process on the global batch (a raw
+    all_gather would lose what the other ranks' losses say about these rows). Every rank must bring the same shape.
+    """
+    if not dist.is_initialized():
+        return x
+    return _Gather.apply(x).roll(-dist.get_rank(), 0).flatten(0, 1)
+
+
+def gather_objects(value):
+    """Any picklable value of every rank, as a list in the order of the ranks."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+# Encoders ------------------------------------------------------------------------------------------------------------
+
+
+class QuickGELU(nn.Module):
+    """x * sigmoid(1.702 x): the GELU of OpenAI's CLIP weights."""
+
+    def forward(self, x):
+        return x * torch.sigmoid(1.702 * x)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention, (B, N, d) -> (B, N, d); `mask` (B, 1, 1, N) is True where a key may be seen."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x, mask=None, causal=False):
+        B, N, d = x.shape
+        q, k, v = self.qkv(x).view(B, N, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)  # each (B, h, N, d/h)
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)            # (B, h, N, d/h)
+        return self.proj(x.transpose(1, 2).reshape(B, N, d))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block with stochastic depth."""
+
+    def __init__(self, width, heads, mlp_ratio, act, eps, drop_path):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps=eps)
+        self.attn = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width, eps=eps)
+        hidden = int(width * mlp_ratio)
+        self.mlp = nn.Sequential(
+            OrderedDict(fc1=nn.Linear(width, hidden), act=act(), fc2=nn.Linear(hidden, width))
+        )
+        self.drop_path = drop_path
+
+    def forward(self, x, mask=None, causal=False):
+        x = x + stochastic_depth(self.attn(self.norm1(x), mask, causal), self.drop_path, "row", self.training)
+        return x + stochastic_depth(self.mlp(self.norm2(x)), self.drop_path, "row", self.training)
+
+
+class Blocks(nn.ModuleList):
+    """`depth` blocks: stochastic depth growing linearly, CLIP's initialisation, optional gradient checkpointing."""
+
+    def __init__(self, depth, width, heads, mlp_ratio, act, eps, drop_path):
+        rates = torch.linspace(0, drop_path, depth).tolist()
+        super().__init__(Block(width, heads, mlp_ratio, act, eps, rate) for rate in rates)
+        self.grad_checkpoint = False
+        for block in self:
+            nn.init.normal_(block.attn.qkv.weight, std=width**-0.5)
+            nn.init.normal_(block.attn.proj.weight, std=(2 * width * depth) ** -0.5)
+            nn.init.normal_(block.mlp.fc1.weight, std=(2 * width) ** -0.5)
+            nn.init.normal_(block.mlp.fc2.weight, std=(2 * width * depth) ** -0.5)
+            for linear in (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2):
+                nn.init.zeros_(linear.bias)
+
+    def forward(self, x, mask=None, causal=False):
+        for block in self:
+            if self.grad_checkpoint and torch.is_grad_enabled():
+                x = checkpoint(block, x, mask, causal, use_reentrant=False)
+            else:
+                x = block(x, mask, causal)
+        return x
+
+
+def sincos_positions(height, width, d):
+    """(height * width, d) fixed positions: a quarter of the channels each for sin and cos of the column and the row."""
+    omega = 10000.0 ** (-torch.arange(d // 4) / (d // 4))
+    y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    angles = [p.flatten()[:, None] * omega for p in (x, y)]
+    return torch.cat([f(a) for a in angles for f in (torch.sin, torch.cos)], dim=1)
+
+
+class BatchNorm(nn.BatchNorm2d):
+    """BatchNorm2d over the GLOBAL batch: N ranks normalise, and pass gradients, as one process would. CPU and GPU."""
+
+    def forward(self, x):
+        if not (self.training and dist.is_initialized()):
+            return super().forward(x)
+        variances, means = torch.var_mean(x.float(), (0, 2, 3), correction=0)
+        means, variances = gather(torch.stack([means, variances])[None]).unbind(1)         # each (world, C)
+        mean = means.mean(0)
+        variance = (variances + (means - mean).square()).mean(0)
+        with torch.no_grad():
+            n = x.numel() / x.shape[1] * dist.get_world_size()
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * n / (n - 1), self.momentum)
+            self.num_batches_tracked += 1
+        scale = self.weight * (variance + self.eps).rsqrt()
+        return (x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]).to(x.dtype)
+
+
+class ViT(nn.Module):
+    """Vision transformer that returns ALL tokens: images (B, 3, H, W) -> (B, N, width), the CLS token, if any, first.
+
+    patch_size  pixels of a patch's side; H and W must be multiples of it
+    cls         put a CLS token first
+    positions   "learned", "sincos" or "none"; both grids are interpolated when the image is not `image_size` wide
+    pre_norm    a LayerNorm before the first block (CLIP's `ln_pre`)
+    stem        None for one patch convolution, or ((channels, stride), ...) of 3x3 convolutions with BatchNorm and ReLU whose
+                strides multiply to patch_size: small ViTs learn much faster behind it (Xiao et al. 2021, arXiv 2106.14881)
+    quick_gelu, eps, patch_bias: as the weights that you load need them
+    drop_path   stochastic depth of the last block, growing linearly from 0
+    """
+
+    def __init__(self, image_size=224, patch_size=16, width=768, depth=12, heads=12, mlp_ratio=4.0, cls=False,
+                 positions="learned", pre_norm=False, stem=None, quick_gelu=False, eps=1e-6, patch_bias=True,
+                 drop_path=0.0):
+        super().__init__()
+        self.image_size, self.patch_size, self.width = image_size, patch_size, width
+        if image_size % patch_size:
+            raise UserError(f"image_size {image_size} is not a multiple of patch_size {patch_size}.")
+        self.grid = image_size // patch_size
+        if stem:
+            if math.prod(stride for _, stride in stem) != patch_size:
+                raise UserError(f"The strides of the stem {stem} do not multiply to patch_size {patch_size}.")
+            layers, channels = [], 3
+            for out, stride in stem:
+                layers.append(Conv2dNormActivation(channels, out, 3, stride, norm_layer=BatchNorm))
+                channels = out
+            self.patch_embed = nn.Sequential(*layers, nn.Conv2d(channels, width, 1))
+        else:
+            self.patch_embed = nn.Conv2d(3, width, patch_size, patch_size, bias=patch_bias)
+        self.cls = nn.Parameter(torch.randn(1, 1, width) * 0.02) if cls else None
+        if positions == "learned":
+            self.pos = nn.Parameter(torch.randn(1, bool(cls) + self.grid**2, width) * 0.02)
+        elif positions == "sincos":
+            grid = sincos_positions(self.grid, self.grid, width)
+            self.register_buffer("pos", torch.cat([torch.zeros(int(cls), width), grid])[None])
+        elif positions == "none":
+            self.pos = None
+        else:
+            raise UserError(f"positions must be learned, sincos or none, not {positions!r}.")
+        self.norm_pre = nn.LayerNorm(width, eps=eps) if pre_norm else nn.Identity()
+        self.blocks = Blocks(depth, width, heads, mlp_ratio, QuickGELU if quick_gelu else nn.GELU, eps, drop_path)
+        self.norm = nn.LayerNorm(width, eps=eps)
+
+    def forward(self, images):
+        x = self.patch_embed(images)                         # (B, d, h, w)
+        h, w = x.shape[-2:]
+        x = x.flatten(2).transpose(1, 2)                     # (B, h*w, d)
+        if self.pos is not None:
+            pos = resize_positions(self.pos, self.cls is not None, h, w)
+        if self.cls is not None:
+            x = torch.cat([self.cls.expand(len(x), -1, -1).to(x.dtype), x], dim=1)  # (B, 1 + h*w, d)
+        if self.pos is not None:
+            x = x + pos
+        return self.norm(self.blocks(self.norm_pre(x)))
+
+
+def resize_positions(pos, has_cls, height, width):
+    """Bicubic interpolation of a square grid of positions (1, [1 +] g*g, d) to height x width; the CLS row stays."""
+    head, grid = pos[:, : int(has_cls)], pos[:, int(has_cls):]
+    side = math.isqrt(grid.shape[1])
+    if (side, side) == (height, width):
+        return pos
+    grid = grid.reshape(1, side, side, -1).permute(0, 3, 1, 2)
+    grid = F.interpolate(grid.float(), (height, width), mode="bicubic", antialias=True, align_corners=False)
+    return torch.cat([head, grid.flatten(2).transpose(1, 2).to(pos.dtype)], dim=1)
+
+
+class TextTransformer(nn.Module):
+    """Text transformer that returns ALL tokens: ids (B, L), mask (B, L) -> (B, L, width).
+
+    `mask` is True on real tokens. A bidirectional tower hides the padding from the attention; a causal one needs not:
+    padding stands behind every real token. What stands at padded positions has no meaning.
+    """
+
+    def __init__(self, vocab_size=30522, context=77, width=512, depth=12, heads=8, mlp_ratio=4.0, causal=False,
+                 quick_gelu=False, eps=1e-5, drop_path=0.0):
+        super().__init__()
+        self.vocab_size, self.context, self.width, self.causal = vocab_size, context, width, causal
+        self.embedding = nn.Embedding(vocab_size, width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.pos = nn.Parameter(torch.randn(1, context, width) * 0.01)
+        self.blocks = Blocks(depth, width, heads, mlp_ratio, QuickGELU if quick_gelu else nn.GELU, eps, drop_path)
+        self.norm = nn.LayerNorm(width, eps=eps)
+
+    def forward(self, tokens, mask=None):
+        x = self.embedding(tokens) + self.pos[:, : tokens.shape[1]]  # (B, L, d)
+        mask = None if self.causal or mask is None else mask[:, None, None, :]
+        return self.norm(self.blocks(x, mask, self.causal))
+
+
+VIT_PRESETS = {
+    # the embedded world: a convolutional stem with a receptive field of 15 pixels, and two blocks
+    "tiny": dict(image_size=48, patch_size=8, width=96, depth=2, heads=3, stem=((32, 2), (64, 2), (128, 2))),
+    "ViT-S/16": dict(patch_size=16, width=384, depth=12, heads=6),     # DeiT (arXiv 2012.12877), Table 1
+    "ViT-B/32": dict(patch_size=32, width=768, depth=12, heads=12),    # ViT (arXiv 2010.11929), Table 1
+    "ViT-B/16": dict(patch_size=16, width=768, depth=12, heads=12),    # ViT, Table 1
+    "ViT-L/14": dict(patch_size=14, width=1024, depth=24, heads=16),   # ViT, Table 1; patch 14: CLIP (arXiv 2103.00020)
+}
+TEXT_PRESETS = {
+    "tiny": dict(context=32, width=128, depth=2, heads=4),             # the embedded world
+    "12x512": dict(width=512, depth=12, heads=8),                      # CLIP, Sec. 2.4
+    "12x768": dict(width=768, depth=12, heads=12),                     # SPARC, Sec. D.1
+}
+
+
+def encoder_settings(kind, spec, presets):
+    """`encoder_settings(ViT, "ViT-B/16:drop_path=0.1", VIT_PRESETS)` -> every argument of the constructor, by name."""
+    name, knobs = parse_spec(spec)
+    if name not in presets:
+        raise UserError(f"There is no {kind.__name__} preset {name!r}; there are {', '.join(presets)}.")
+    defaults = {k: p.default for k, p in inspect.signature(kind).parameters.items()}
+    scalars = {k: value for k, value in defaults.items() if value is not None}  # a stem cannot be spelled in a spec
+    return {**defaults, **presets[name], **cast_knobs(knobs, scalars, kind.__name__)}
+
+
+# Weights of others ---------------------------------------------------------------------------------------------------
+
+CLIP_NAMES = [  # OpenCLIP and OpenAI CLIP; the image tower's names stand behind `visual.`
+    (r"(?:transformer\.)?resblocks\.(\d+)\.attn\.in_proj_", r"blocks.\1.attn.qkv."),
+    (r"(?:transformer\.)?resblocks\.(\d+)\.attn\.out_proj", r"blocks.\1.attn.proj"),
+    (r"(?:transformer\.)?resblocks\.(\d+)\.ln_([12])", r"blocks.\1.norm\2"),
+    (r"(?:transformer\.)?resblocks\.(\d+)\.mlp\.c_fc", r"blocks.\1.mlp.fc1"),
+    (r"(?:transformer\.)?resblocks\.(\d+)\.mlp\.c_proj", r"blocks.\1.mlp.fc2"),
+    (r"^conv1\.", "patch_embed."), (r"^class_embedding$", "cls"), (r"^positional_embedding$", "pos"),
+    (r"^ln_pre\.", "norm_pre."), (r"^ln_post\.|^ln_final\.", "norm."), (r"^token_embedding\.", "embedding."),
+]
+TIMM_NAMES = [(r"^patch_embed\.proj\.", "patch_embed."), (r"^cls_token$", "cls"), (r"^pos_embed$", "pos")]
+
+
+def load_encoder_weights(encoder, state_dict):
+    """Load OpenCLIP/OpenAI CLIP or timm/DINO weights, or our own, into a ViT or a TextTransformer, by name.
+
+    The tower may stand behind any prefix (`visual.`, `module.`, `teacher.backbone.`) and in nested dicts; of a student and
+    its teacher the teacher is taken. Position grids of another size are interpolated; a position of the CLS token or a bias
+    of the patch convolution that the file lacks is set to zero. Returns a list of sentences about everything that did not
+    fit: nothing is skipped in silence. Raises UserError when no block fits. OpenAI's weights need quick_gelu=True,
+    pre_norm=True, patch_bias=False, cls=True, eps=1e-5 (image) and causal=True, quick_gelu=True, context=77 (text).
+    """
+    tensors = dict(flatten(state_dict))
+    tower, inside = find_tower(tensors, isinstance(encoder, ViT))
+    own, renamed, report = encoder.state_dict(), {}, []
+    outside = [key for key in tensors if key not in inside]
+    if outside:
+        names = ", ".join(outside[:3]) + ", ..." * (len(outside) > 3)
+        report.append(f"{len(outside)} tensor(s) of other parts of the file ({names}): not used")
+    for key, value in inside.items():
+        name = key[len(tower):]
+        for pattern, replacement in CLIP_NAMES + TIMM_NAMES:
+            name = re.sub(pattern, replacement, name)
+        if name == "cls":
+            value = value.reshape(1, 1, -1)
+        if name == "pos":
+            value = value.reshape(1, -1, value.shape[-1]).float()
+            if isinstance(encoder, ViT) and name in own and value.shape[2] == encoder.width:
+                value, notes = fit_positions(value, encoder)
+                report += [f"{key}: {note}" for note in notes]
+        if name not in own:
+            report.append(f"{key}: not used")
+        elif own[name].shape != value.shape:
+            report.append(f"{key}: shape {tuple(value.shape)} does not fit {tuple(own[name].shape)}, not used")
+        else:
+            renamed[name] = value
+    if not any(name.startswith("blocks.") for name in renamed):
+        names = f"its names start with {', '.join(list(tensors)[:3])}" if tensors else "it holds no tensor"
+        why = next((line for line in report if "blocks." in line and "does not fit" in line), names)
+        raise UserError(f"No block of the file fits this {type(encoder).__name__}: {why}.")
+    if "patch_embed.weight" in renamed and "patch_embed.bias" in own.keys() - renamed.keys():
+        renamed["patch_embed.bias"] = torch.zeros(encoder.width)
+        report.append("patch_embed.bias: not in the file, set to zero")
+    report += [f"{name}: nothing in the file fits, left at its initial value" for name in own if name not in renamed]
+    encoder.load_state_dict(renamed, strict=False)
+    return report
+
+
+def flatten(tree, prefix=""):
+    """The tensors of nested dicts, with dotted names."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{key}.")
+        elif torch.is_tensor(value):
+            yield f"{prefix}{key}", value
+
+
+def find_tower(tensors, is_image):
+    """The prefix of the image or text tower's names in a file, and its tensors by their full names."""
+    found = (re.match(r"((?:.*?\.)??)(?:transformer\.)?(?:res)?blocks\.\d+\.", key) for key in tensors)
+    prefixes = sorted({match[1] for match in found if match}) or [""]
+    tower = max(prefixes, key=lambda p: (("visual." in p or "image" in p) == is_image, "teacher" in p))
+    return tower, {key: value for key, value in tensors.items()
+                   if tower == max((p for p in prefixes if key.startswith(p)), key=len, default=None)}
+
+
+def fit_positions(pos, encoder):
+    """A file's positions (1, n, d) -> (a ViT's (1, [1 +] g*g, d), notes on what changed); as they are if not square."""
+    n = pos.shape[1]
+    from_cls, to_cls = int(math.isqrt(n) ** 2 != n), int(encoder.cls is not None)
+    if math.isqrt(n - from_cls) ** 2 != n - from_cls:
+        return pos, [f"its {n} positions are not a square grid, with or without a CLS token"]
+    notes = []
+    if from_cls and not to_cls:
+        pos = pos[:, 1:]
+        notes.append("position of the CLS token not used")
+    if to_cls and not from_cls:
+        pos = torch.cat([torch.zeros_like(pos[:, :1]), pos], dim=1)
+        notes.append("no position of the CLS token, set to zero")
+    if pos.shape[1] != to_cls + encoder.grid**2:
+        notes.append(f"grid interpolated from {n - from_cls} to {encoder.grid**2} positions")
+        pos = resize_positions(pos, to_cls, encoder.grid, encoder.grid)
+    return pos, notes
+
+
+# Tokenizer -----------------------------------------------------------------------------------------------------------
+
+
+def clean_text(text):
+    """BERT's uncased normalisation: no control characters, CJK set apart, no accents, lower case."""
+    out = []
+    for char in text:
+        code, category = ord(char), unicodedata.category(char)
+        if char in "\t\n\r" or category in ("Zs", "Zl", "Zp"):
+            out.append(" ")
+        elif code == 0xFFFD or category in ("Cc", "Cf", "Co", "Cs"):  # unassigned ones (Cn) stay and end in [UNK]
+            continue
+        elif (0x4E00 <= code <= 0x9FFF or 0x3400 <= code <= 0x4DBF or 0x20000 <= code <= 0x2A6DF
+              or 0x2A700 <= code <= 0x2B81F or 0x2B920 <= code <= 0x2CEAF  # the gap is in Hugging Face's BERT too
+              or 0xF900 <= code <= 0xFAFF or 0x2F800 <= code <= 0x2FA1F):
+            out.append(f" {char} ")
+        else:
+            out.append(char)
+    text = unicodedata.normalize("NFD", "".join(out))
+    return "".join(char.lower() for char in text if unicodedata.category(char) != "Mn")
+
+
+def is_punctuation(char):
+    """ASCII symbols count as punctuation too (BERT)."""
+    return 33 <= ord(char) <= 47 or 58 <= ord(char) <= 64 or 91 <= ord(char) <= 96 or 123 <= ord(char) <= 126 \
+        or unicodedata.category(char).startswith("P")
+
+
+def split_words(text):
+    """Cleaned text -> words; every punctuation character is a word of its own."""
+    words = []
+    for chunk in clean_text(text).split():
+        for punctuation, group in itertools.groupby(chunk, is_punctuation):
+            words += list(group) if punctuation else ["".join(group)]
+    return words
+
+
+class WordPiece:
+    """BERT's uncased tokenizer: greedy longest match of words against a vocabulary, `##` inside a word.
+
+    vocab: path of a `vocab.txt` (one token a line, its id the line's number), or a list of tokens. Raises UserError when
+    one of [PAD] [UNK] [CLS] [SEP] is missing. Special tokens spelled out in a text are plain text.
+    """
+
+    def __init__(self, vocab):
+        if not isinstance(vocab, list):
+            try:
+                vocab = Path(vocab).read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
+            except OSError as error:
+                raise UserError(f"Cannot read the vocabulary {vocab}: {error.strerror}.") from None
+            except UnicodeDecodeError:
+                raise UserError(f"The vocabulary {vocab} is not UTF-8 text: give a BERT vocab.txt.") from None
+        self.vocab = vocab
+        self.ids = {token: i for i, token in enumerate(self.vocab)}
+        missing = [token for token in ("[PAD]", "[UNK]", "[CLS]", "[SEP]") if token not in self.ids]
+        if missing:
+            raise UserError(f"The vocabulary of {len(self.vocab)} tokens lacks {' '.join(missing)}: give a BERT vocab.txt, "
+                            f"one token a line.")
+        self.pad, self.unk, self.cls, self.sep = (self.ids[t] for t in ("[PAD]", "[UNK]", "[CLS]", "[SEP]"))
+        self.pieces = functools.lru_cache(maxsize=2**16)(self._pieces)
+
+    def __len__(self):
+        return len(self.vocab)
+
+    def __reduce__(self):
+        return WordPiece, (self.vocab,)
+
+    def _pieces(self, word):
+        if len(word) > 100:
+            return [self.unk]
+        pieces, start = [], 0
+        while start < len(word):
+            for end in range(len(word), start, -1):
+                piece = word[start:end] if start == 0 else "##" + word[start:end]
+                if piece in self.ids:
+                    break
+            else:
+                return [self.unk]
+            pieces.append(self.ids[piece])
+            start = end
+        return pieces
+
+    def encode(self, text, max_length=None):
+        """Text -> [CLS] ... [SEP] as a list of ids, at most `max_length` of them; the last one is [SEP] all the same.
+
+        Raises UserError when `max_length` is below 2.
+        """
+        ids = [piece for word in split_words(text) for piece in self.pieces(word)]
+        if max_length is not None:
+            if max_length < 2:
+                raise UserError(f"max_length {max_length} has no room for [CLS] and [SEP]: give 2 or more.")
+            ids = ids[: max_length - 2]
+        return [self.cls, *ids, self.sep]
+
+    def batch(self, texts, max_length):
+        """B texts -> ids (B, L) and mask (B, L), True on tokens; L is the longest of THESE texts, no more."""
+        rows = [torch.tensor(self.encode(text, max_length)) for text in texts]
+        tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.pad)
+        lengths = torch.tensor([len(row) for row in rows])
+        return tokens, torch.arange(tokens.shape[1]) < lengths[:, None]
+
+    def save(self, path):
+        Path(path).write_text("\n".join(self.vocab) + "\n", encoding="utf-8")
+
+
+def train_wordpiece(captions, size=8192):
+    """A vocabulary of at most `size` tokens: all characters, then the most frequent adjacent pair merged, again and again.
+
+    Of equally frequent pairs the alphabetically first is merged. Merging stops early when every word is one token.
+    Returns the list of tokens; raises UserError if `size` cannot hold the special tokens and the characters.
+    """
+    counts = Counter(word for caption in captions for word in split_words(caption) if len(word) <= 100)  # the rest: [UNK]
+    words = {word: [word[0], *("##" + char for char in word[1:])] for word in counts}
+    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *sorted({piece for pieces in words.values() for piece in pieces})]
+    vocab = dict.fromkeys(vocab)  # an ordered set: two different merges can give the same token
+    if len(vocab) > size:
+        raise UserError(f"A vocabulary of {size} is too small: these captions have {len(vocab)} characters and special "
+                        f"tokens; give --vocab-size {len(vocab)} or more.")
+    pairs, where = Counter(), defaultdict(set)
+    for word, pieces in words.items():
+        for pair in itertools.pairwise(pieces):
+            pairs[pair] += counts[word]
+            where[pair].add(word)
+    heap = [(-count, pair) for pair, count in pairs.items()]
+    heapq.heapify(heap)
+    while len(vocab) < size and heap:
+        count, best = heapq.heappop(heap)
+        if -count != pairs[best]:  # outdated: the pair was pushed again when its count changed
+            continue
+        merged = best[0] + best[1].removeprefix("##")
+        vocab[merged] = None
+        changed = set()
+        for word in where.pop(best):
+            old, new = words[word], []
+            for piece in old:
+                if new and (new[-1], piece) == best:
+                    new[-1] = merged
+                else:
+                    new.append(piece)
+            for pair in itertools.pairwise(old):
+                pairs[pair] -= counts[word]
+                changed.add(pair)
+            for pair in itertools.pairwise(new):
+                pairs[pair] += counts[word]
+                changed.add(pair)
+                where[pair].add(word)
+            words[word] = new
+        for pair in changed:
+            if pairs[pair]:
+                heapq.heappush(heap, (-pairs[pair], pair))
+    return list(vocab)
+
+
+# Data: the embedded world --------------------------------------------------------------------------------------------
+
+COLOURS = {"red": (0.85, 0.15, 0.15), "green": (0.15, 0.65, 0.2), "blue": (0.2, 0.3, 0.9), "yellow": (0.95, 0.85, 0.2),
+           "purple": (0.55, 0.2, 0.7), "orange": (0.95, 0.55, 0.1), "pink": (0.95, 0.6, 0.75), "white": (0.95, 0.95, 0.95)}
+SHAPES = {  # each a function of (u, v), the offset from the centre in radii (v grows downwards); negative inside
+    "circle": lambda u, v: torch.hypot(u, v) - 0.95,
+    "square": lambda u, v: torch.maximum(u.abs(), v.abs()) - 0.82,
+    "triangle": lambda u, v: torch.maximum(v - 0.75, 0.87 * u.abs() - 0.5 * v - 0.5),
+    "diamond": lambda u, v: (u.abs() + v.abs() - 1.0) * 0.71,
+    "cross": lambda u, v: torch.minimum(torch.maximum(u.abs() - 0.3, v.abs() - 0.95),
+                                        torch.maximum(u.abs() - 0.95, v.abs() - 0.3)),
+    "star": lambda u, v: torch.hypot(u, v) - 0.68 - 0.3 * torch.cos(5 * torch.atan2(u, -v)),
+    "ring": lambda u, v: (torch.hypot(u, v) - 0.7).abs() - 0.25,
+    "moon": lambda u, v: torch.maximum(torch.hypot(u, v) - 0.95, 0.75 - torch.hypot(u - 0.5, v)),
+}
+COLOUR_NAMES, SHAPE_NAMES = list(COLOURS), list(SHAPES)
+OPENINGS = ["", "", "", "a photo of", "a picture of", "there is", "we see", "this image shows", "an image with",
+            "my favourite photo of", "look at", "in this scene there is", "here we have", "close view of", "the artist drew"]
+CLOSINGS = ["", "", "", "", "in the picture", "on a plain background", "for sale", "today", "as seen yesterday",
+            "in high quality", "by an unknown author", "and nothing else", "taken with my camera", "in good condition"]
+NUMBERS = ["no", "one", "two", "three", "four", "five", "six", "seven"]
+RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
+OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+SPLITS = {"train": range(0, 8), "val": range(8, 9), "test": range(9, 10)}  # tenths of the space of scenes
+
+
+@dataclasses.dataclass
+class World:
+    """The embedded world: coloured shapes with captions, drawn from a seed. Its fields are the knobs of `shapes:...`.
+
+    A scene is a dict of tensors over B scenes with K object slots: present, colour, shape, large (B, K), centre
+    (B, K, 2) as (x, y), radius (B, K), in pixels. Scenes are dealt to train, val and test by a hash of their objects and
+    cells, so that no composition is in two splits; `heldout` colour-shape pairs never occur in train.
+    """
+
+    size: int = 48            # pixels
+    objects: int = 3          # 1 to this many objects
+    noise: float = 0.04       # standard deviation of the softened background noise
+    small: float = 0.14       # radius of a small object, share of the image
+    large: float = 0.20       # radius of a large one
+    heldout: int = 6          # colour-shape pairs that training never shows
+    relations: float = 0.3    # share of captions that relate two objects
+    fillers: bool = True      # openings, closings: words that describe nothing
+
+    def __post_init__(self):
+        self.cells = max(2, math.ceil(math.sqrt(self.objects)))
+        if not 1 <= self.objects <= 7 or not 0 <= self.heldout <= 32:
+            raise UserError(f"shapes: objects={self.objects} must be from 1 to 7, heldout={self.heldout} from 0 to 32.")
+        self.heldout_pairs = [(i % 8, (3 * i + i // 8 + 1) % 8) for i in range(self.heldout)]
+
+    # Scenes ------------------------------------------------------------------------------------------------------
+
+    def scenes(self, n, split, generator, objects=None):
+        """n scenes of the split, with 1 to `self.objects` objects, or with exactly `objects`."""
+        K, parts, found = self.objects, [], 0
+        heldout = torch.zeros(8, 8, dtype=torch.bool)
+        for colour, shape in self.heldout_pairs:
+            heldout[colour, shape] = True
+        while found < n:
+            m = max(64, math.ceil((n - found) * 10 / len(SPLITS[split]) * 1.2))
+            rand = functools.partial(torch.randint, size=(m, K), generator=generator)
+            count = torch.randint(1, K + 1, (m, 1), generator=generator) if objects is None else objects
+            scene = {"present": (torch.arange(K) < count).expand(m, K), "colour": rand(8), "shape": rand(8),
+                     "large": rand(2).bool()}
+            twin = torch.rand(m, generator=generator) < 0.15  # so that counts above one occur
+            if K > 1:
+                scene["colour"][twin, 1], scene["shape"][twin, 1] = scene["colour"][twin, 0], scene["shape"][twin, 0]
+            cell = torch.rand(m, self.cells**2, generator=generator).argsort(1)[:, :K]
+            scene["centre"] = torch.stack([cell % self.cells, cell // self.cells], -1).float()
+            code = ((scene["colour"] * 8 + scene["shape"]) * 2 + scene["large"]) * self.cells**2 + cell
+            key = (scene["present"] * (code * 2654435761 + code**2 * 40503 + 97)).sum(1)  # the order does not matter
+            keep = torch.isin((key // 128) % 10, torch.tensor(SPLITS[split]))
+            if split == "train":
+                keep &= ~(scene["present"] & heldout[scene["colour"], scene["shape"]]).any(1)
+            parts.append({name: value[keep] for name, value in scene.items()})
+            found += int(keep.sum())
+        scene = {name: torch.cat([part[name] for part in parts])[:n] for name in parts[0]}
+        radius = torch.where(scene["large"], self.large, self.small) * self.size
+        scene["radius"] = radius * (1 + 0.2 * (torch.rand(n, K, generator=generator) - 0.5))
+        step = self.size / self.cells
+        room = (step / 2 - scene["radius"]).clamp(min=0)[..., None]
+        jitter = (2 * torch.rand(n, K, 2, generator=generator) - 1) * room
+        scene["centre"] = (scene["centre"] + 0.5) * step + jitter
+        return scene
+
+    def render(self, scene, generator):
+        """Scenes -> images (B, 3, S, S) in [0, 1] and segmentation (B, S, S): 0 background, k + 1 for object k."""
+        S, (B, K) = self.size, scene["present"].shape
+        images = torch.rand(B, 3, 1, 1, generator=generator) * 0.25 + 0.15
+        noise = torch.randn(B, 3, S // 2 + 1, S // 2 + 1, generator=generator)
+        noise = F.interpolate(noise, scale_factor=2, mode="bilinear")[..., :S, :S]
+        images = images + self.noise * 1.6 * noise  # interpolation shrinks the deviation to about 1/1.6
+        pixel = torch.arange(S) + 0.5
+        offset = (pixel - scene["centre"][..., None]) / scene["radius"][..., None, None]  # (B, K, 2, S): u, v
+        segmentation = torch.zeros(B, S, S, dtype=torch.long)
+        tone = 1 + 0.15 * (2 * torch.rand(B, K, 1, generator=generator) - 1)
+        rgb = (torch.tensor(list(COLOURS.values()))[scene["colour"]] * tone).clamp(max=1)   # (B, K, 3)
+        for shape, k in itertools.product(range(8), range(K)):
+            rows = torch.nonzero(scene["present"][:, k] & (scene["shape"][:, k] == shape))[:, 0]
+            u, v = offset[rows, k, 0][:, None, :], offset[rows, k, 1][:, :, None]
+            distance = SHAPES[SHAPE_NAMES[shape]](u, v) * scene["radius"][rows, k, None, None]
+            cover = (0.5 - distance).clamp(0, 1)                                             # (b, S, S), antialiased
+            images[rows] = torch.lerp(images[rows], rgb[rows, k, :, None, None], cover[:, None])
+            segmentation[rows] = torch.where(cover > 0.5, k + 1, segmentation[rows])
+        return images.clamp_(0, 1), segmentation
+
+    def boxes(self, segmentation):
+        """Segmentation (B, S, S) -> boxes (B, K, 4) as x0, y0, x1, y1 in pixels; zeros where an object is absent."""
+        masks = segmentation[:, None] == torch.arange(1, self.objects + 1)[:, None, None]    # (B, K, S, S)
+        boxes, seen = torch.zeros(*masks.shape[:2], 4), masks.any(-1).any(-1)
+        boxes[seen] = masks_to_boxes(masks[seen]) + torch.tensor([0.0, 0.0, 1.0, 1.0])
+        return boxes
+
+    def objects_of(self, scene):
+        """Scenes -> per scene a list of objects: dicts of colour, shape, size (words) and x, y (pixels)."""
+        lists = {name: scene[name].tolist() for name in ("present", "colour", "shape", "large", "centre")}
+        return [[{"colour": COLOUR_NAMES[c], "shape": SHAPE_NAMES[s], "size": "large" if l else "small", "x": xy[0],
+                  "y": xy[1]} for p, c, s, l, xy in zip(*columns) if p] for columns in zip(*lists.values())]
+
+    # Captions ----------------------------------------------------------------------------------------------------
+
+    def caption(self, objects, rng):
+        """One caption of a scene: random order, template, detail and filler words. rng: random.Random."""
+        objects = rng.sample(objects, len(objects))
+        related = [(a, name, b) for a, b in itertools.permutations(objects, 2) for name in RELATIONS if holds(a, name, b)]
+        if related and rng.random() < self.relations:
+            a, name, b = rng.choice(related)
+            rest = [o for o in objects if o is not a and o is not b]
+            phrases = [f"{article(noun(a, rng))} {name} {article(noun(b, rng))}", *(article(noun(o, rng)) for o in rest)]
+        else:
+            groups = {}
+            for o in objects:
+                groups.setdefault((o["colour"], o["shape"]), []).append(o)
+            phrases = [article(noun(group[0], rng)) if len(group) == 1 else
+                       f"{NUMBERS[len(group)]} {colour} {shape}{'es' if shape == 'cross' else 's'}"
+                       for (colour, shape), group in groups.items()]
+        text = phrases[0]
+        for phrase in phrases[1:]:
+            text += rng.choice([" and ", " and ", " with ", " , ", " next to ", " as well as "]) + phrase
+        if self.fillers:
+            text = f"{rng.choice(OPENINGS)} {text} {rng.choice(CLOSINGS)}".strip()
+        return text
+
+    def hard_negatives(self, objects, rng):
+        """SugarCrepe's seven kinds of a scene -> {kind: (caption, negative caption)}; kinds that it does not admit lack."""
+        a = rng.choice(objects)
+        colours = {o["colour"] for o in objects}
+        other_colour = rng.choice([c for c in COLOUR_NAMES if c not in colours])
+        shapes = {o["shape"] for o in objects}
+        other_shape = rng.choice([s for s in SHAPE_NAMES if s not in shapes])
+        name = article(f"{a['colour']} {a['shape']}")
+        other_size = "small" if a["size"] == "large" else "large"
+        pairs = {
+            "replace_att": (name, article(f"{other_colour} {a['shape']}")),
+            "replace_obj": (name, article(f"{a['colour']} {other_shape}")),
+            "add_obj": (name, f"{name} and {article(f'{other_colour} {other_shape}')}"),
+        }
+        if all(o["size"] == a["size"] for o in objects if (o["colour"], o["shape"]) == (a["colour"], a["shape"])):
+            pairs["add_att"] = (name, article(f"{other_size} {a['colour']} {a['shape']}"))
+        b = next((o for o in objects if o["colour"] != a["colour"] and o["shape"] != a["shape"]), None)
+        if b is not None:
+            other = article(f"{b['colour']} {b['shape']}")
+            pairs["swap_att"] = (f"{name} and {other}",
+                                 f"{article(b['colour'] + ' ' + a['shape'])} and {article(a['colour'] + ' ' + b['shape'])}")
+            relation = next((r for r in RELATIONS if holds(a, r, b)), None)
+            single = all(sum((o["colour"], o["shape"]) == (p["colour"], p["shape"]) for o in objects) == 1 for p in (a, b))
+            if relation and single:
+                pairs["swap_obj"] = (f"{name} {relation} {other}", f"{other} {relation} {name}")
+                pairs["replace_rel"] = (f"{name} {relation} {other}", f"{name} {OPPOSITE[relation]} {other}")
+        swapped = pairs.get("swap_att")
+        if swapped and any((o["colour"], o["shape"]) in ((b["colour"], a["shape"]), (a["colour"], b["shape"]))
+                           for o in objects):
+            del pairs["swap_att"]
+        return pairs
+
+    def winoground(self, n, seed):
+        """n pairs of scenes with the same words: images (n, 2, 3, S, S) and captions, n lists of two; captions swap the
+        two objects' colours."""
+        generator = torch.Generator().manual_seed(seed)
+        scene = self.scenes(4 * n, "test", generator, objects=min(2, self.objects))
+        different = (scene["colour"][:, 0] != scene["colour"][:, 1]) & (scene["shape"][:, 0] != scene["shape"][:, 1])
+        scene = {name: value[different][:n] for name, value in scene.items()}
+        mirror = {**scene, "colour": scene["colour"].clone()}
+        mirror["colour"][:, :2] = scene["colour"][:, [1, 0]]
+        captions = [[f"{article(o[0]['colour'] + ' ' + o[0]['shape'])} and {article(o[1]['colour'] + ' ' + o[1]['shape'])}"
+                     for o in pair] for pair in zip(self.objects_of(scene), self.objects_of(mirror))]
+        images = torch.stack([self.render(s, generator)[0] for s in (scene, mirror)], dim=1)
+        return images, captions
+
+    # Samples -----------------------------------------------------------------------------------------------------
+
+    def sample_captions(self, limit):
+        """Training captions for a vocabulary, at most 5,000: they hold every word."""
+        generator, rng = torch.Generator().manual_seed(0), random.Random(0)
+        lists = self.objects_of(self.scenes(min(limit, 5000), "train", generator))
+        return [self.caption(objects, rng) for objects in lists]
+
+    def sample(self, n, split, seed, objects=None):
+        """n samples: images (n, 3, S, S) normalised, captions, scene, objects and segmentation (n, S, S)."""
+        generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+        scene = self.scenes(n, split, generator, objects)
+        images, segmentation = self.render(scene, generator)
+        lists = self.objects_of(scene)
+        return {"images": normalize(images), "captions": [self.caption(o, rng) for o in lists], "scene": scene,
+                "objects": lists, "segmentation": segmentation}
+
+
+def noun(o, rng):
+    """The object in words, now and then without its size or colour."""
+    words = [o["size"]] * (rng.random() < 0.4) + [o["colour"]] * (rng.random() < 0.9) + [o["shape"]]
+    return " ".join(words)
+
+
+def article(phrase):
+    return f"{'an' if phrase[0] in 'aeiou' else 'a'} {phrase}"
+
+
+def holds(a, relation, b):
+    """Whether object a stands in the relation to b, by a margin of 6 pixels between the centres."""
+    dx, dy = RELATIONS[relation]
+    return (a["x"] - b["x"]) * dx + (a["y"] - b["y"]) * dy > 6
+
+
+# Data: files ---------------------------------------------------------------------------------------------------------
+
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
+IMAGE_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
+
+
+def normalize(images):
+    """(..., 3, H, W) in [0, 1] -> zero mean, unit variance by CLIP's constants."""
+    return v2.functional.normalize(images, MEAN, STD)
+
+
+def train_transform(size, min_scale=0.9):
+    """RandomResizedCrop of `min_scale` to 1 of the area, horizontal flip, normalised float (3, size, size)."""
+    return v2.Compose([
+        v2.RandomResizedCrop(size, scale=(min_scale, 1.0), interpolation=v2.InterpolationMode.BICUBIC, antialias=True),
+        v2.RandomHorizontalFlip(), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
+
+
+def eval_transform(size):
+    """Shorter side to `size`, centre crop, normalised float (3, size, size)."""
+    return v2.Compose([
+        v2.Resize(size, interpolation=v2.InterpolationMode.BICUBIC, antialias=True), v2.CenterCrop(size),
+        v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
+
+
+def open_image(file, least):
+    """A path or bytes -> RGB image. JPEGs decode at 1/2, 1/4 or 1/8 where both sides stay at least `least` pixels."""
+    image = Image.open(io.BytesIO(file) if isinstance(file, bytes) else file)
+    image.draft("RGB", (least, least))
+    return image.convert("RGB")
+
+
+class Strings:
+    """A read-only list of strings in two numpy buffers: forked workers share it instead of copying it (reference counts
+    of a Python list's strings would touch, and so copy, every page)."""
+
+    def __init__(self, strings):
+        encoded = [string.encode() for string in strings]
+        self.ends = np.cumsum([len(e) for e in encoded], dtype=np.int64)
+        self.buffer = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+
+    def __len__(self):
+        return len(self.ends)
+
+    def __getitem__(self, i):
+        return self.buffer[self.ends[i - 1] if i else 0 : self.ends[i]].tobytes().decode()
+
+
+class CaptionTable:
+    """Image files with one or more captions each (and class labels where they come from class folders).
+
+    An epoch shows every image exactly once, over all ranks and workers, with its captions taking turns from epoch to epoch.
+    rows: iterable of (path, caption); rows of one path are one image; empty captions are left out and counted.
+    """
+
+    def __init__(self, rows, what, classes=None):
+        captions, self.skipped = {}, Counter()
+        for path, caption in rows:
+            if caption and caption.strip():
+                captions.setdefault(str(path), []).append(caption.strip())
+            else:
+                self.skipped["empty caption"] += 1
+        if not captions:
+            raise UserError(f"{what} has no image with a caption.")
+        self.what, self.classes = what, classes
+        self.paths = Strings(captions)
+        self.captions = Strings(itertools.chain.from_iterable(captions.values()))
+        self.first = np.cumsum([0, *map(len, captions.values())])  # captions of image i: first[i] to first[i + 1]
+        self.labels = None
+        if classes is not None:
+            index = {name: i for i, name in enumerate(classes)}
+            self.labels = np.array([index[Path(path).parent.name] for path in captions])
+
+    def __len__(self):
+        return len(self.paths)
+
+    def captions_of(self, i):
+        return [self.captions[j] for j in range(self.first[i], self.first[i + 1])]
+
+    def samples(self, seed, part, parts, start=0):
+        """Endless (path, caption) of one of `parts` disjoint parts, in an order of its epoch; `start` samples are skipped."""
+        size = (len(self) - part + parts - 1) // parts
+        if size < 1:
+            raise UserError(f"{self.what} has {len(self)} images, fewer than ranks x workers = {parts}: use fewer --workers.")
+        for epoch in itertools.count(start // size):
+            order = np.random.default_rng((seed, epoch)).permutation(len(self))[part::parts]
+            for i in order[start % size if epoch == start // size else 0 :]:
+                turn = (epoch + int(i)) % int(self.first[i + 1] - self.first[i])
+                yield self.paths[i], self.captions[self.first[i] + turn]
+
+    def sample_captions(self, limit):
+        return [self.captions[i] for i in range(min(limit, len(self.captions)))]
+
+
+class TarShards:
+    """img2dataset shards: `key.jpg` and `key.txt` (or "caption" in `key.json`) beside each other in tar files.
+
+    Each epoch deals the shuffled shards to the ranks and workers; with `resample` every worker draws shards with
+    replacement instead. A shuffle buffer of `buffer` samples mixes them. What cannot be read is skipped and counted.
+    """
+
+    def __init__(self, pattern, resample=False, buffer=1000):
+        self.what, self.paths = pattern, expand_braces(pattern)
+        missing = [path for path in self.paths if not os.path.isfile(path)]
+        if missing:
+            raise UserError(f"{len(missing)} of the {len(self.paths)} shards of {pattern} do not exist, the first is {missing[0]}.")
+        self.resample, self.buffer, self.skipped, self.classes = resample, buffer, Counter(), None
+
+    def samples(self, seed, part, parts, start=0):
+        """Endless (bytes, caption) of one of `parts` parts; `start` samples are passed over unread. What is left out
+        comes as a Skipped."""
+        if len(self.paths) < parts and not self.resample:
+            raise UserError(f"{self.what} has {len(self.paths)} shards, fewer than ranks x workers = {parts}: use fewer "
+                            f"--workers, more shards, or {self.what}:resample=1.")
+        passed = 0
+        for sample in shuffled(self._read(seed, part, parts), self.buffer, random.Random(f"{seed}-{part}-{parts}")):
+            if isinstance(sample, Skipped):
+                if passed >= start:
+                    yield sample
+            elif passed < start:
+                passed += 1
+            else:
+                yield sample
+
+    def _read(self, seed, part, parts):
+        for epoch in itertools.count():
+            if self.resample:
+                rng = np.random.default_rng((seed, epoch, part, parts))
+                shards = rng.integers(len(self.paths), size=max(1, len(self.paths) // parts))
+            else:
+                shards = np.random.default_rng((seed, epoch)).permutation(len(self.paths))[part::parts]
+            usable = 0
+            for shard in shards:
+                for sample in read_tar(self.paths[shard]):
+                    usable += not isinstance(sample, Skipped)
+                    yield sample
+            if not usable:
+                raise UserError(f"No usable sample in {', '.join(self.paths[s] for s in shards)}.")
+
+    def sample_captions(self, limit):
+        samples = itertools.chain.from_iterable(read_tar(path) for path in self.paths)
+        return [s[1] for s in itertools.islice((s for s in samples if not isinstance(s, Skipped)), limit)]
+
+
+@dataclasses.dataclass
+class Skipped:
+    """A sample that was left out, and why."""
+
+    reason: str
+    where: str
+
+
+def expand_braces(pattern):
+    """`a/{000..012}.tar` -> the 13 paths; several ranges multiply; without braces the path itself."""
+    match = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    if not match:
+        return [pattern]
+    first, last = match[1], match[2]
+    if int(last) < int(first):
+        raise UserError(f"The brace range {match[0]} of {pattern} is empty.")
+    return [path for i in range(int(first), int(last) + 1)
+            for path in expand_braces(pattern[: match.start()] + str(i).zfill(len(first)) + pattern[match.end():])]
+
+
+def shuffled(samples, size, rng):
+    """Pass an endless stream through a buffer of `size` samples, handing out a random one for each that comes in."""
+    buffer = []
+    for sample in samples:
+        if isinstance(sample, Skipped):
+            yield sample
+        elif len(buffer) < size:
+            buffer.append(sample)
+        else:
+            i = rng.randrange(size)
+            yield buffer[i]
+            buffer[i] = sample
+
+
+def read_tar(path):
+    """One shard -> (image bytes, caption) for each key, or Skipped. Members of a key stand together (img2dataset)."""
+    try:
+        if os.path.getsize(path) % 512:
+            yield Skipped("truncated shard", path)
+        with tarfile.open(path, "r|*") as tar:
+            files = ((member.name, tar.extractfile(member).read()) for member in tar if member.isfile())
+            for key, group in itertools.groupby(files, key=lambda file: file[0].split("/")[-1].split(".")[0]):
+                members = {name.split("/")[-1][len(key):].lower(): data for name, data in group}
+                image = next((members[suffix] for suffix in IMAGE_SUFFIXES if suffix in members), None)
+                caption = members.get(".txt", b"").decode("utf-8", "replace").strip()
+                if not caption and ".json" in members:
+                    caption = str(json.loads(members[".json"]).get("caption") or "").strip()
+                if image is None or not caption:
+                    yield Skipped("no image" if image is None else "empty caption", f"{path}:{key}")
+                else:
+                    yield image, caption
+    except (tarfile.TarError, OSError, EOFError, ValueError) as error:
+        yield Skipped("unreadable shard", f"{path} ({error})")
+
+
+def read_table(path, image=None, caption=None):
+    """CSV or TSV with a header -> (path, caption) rows. Columns filepath, title (OpenCLIP) or image, caption (Flickr)."""
+    with open(path, newline="", encoding="utf-8") as file:
+        header = file.readline()
+        file.seek(0)
+        reader = csv.DictReader(file, delimiter="\t" if "\t" in header else ",")
+        columns = reader.fieldnames or []
+        image = image or next((name for name in ("filepath", "image") if name in columns), "filepath")
+        caption = caption or next((name for name in ("title", "caption") if name in columns), "title")
+        for column in (image, caption):
+            if column not in columns:
+                raise UserError(f"{path} has no column {column!r}, only {', '.join(columns) or 'an empty first line'}; name "
+                                f"yours with {path}:image=COLUMN,caption=COLUMN.")
+        for row in reader:
+            if row[image]:
+                yield row[image], row[caption]
+
+
+def read_token_file(path):
+    """Flickr's `.token`: `x.jpg#0<TAB>caption` a line."""
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            name, tab, caption = line.partition("\t")
+            if not tab:
+                raise UserError(f"{path}, line {number}: no tab between the image and the caption.")
+            yield name.rpartition("#")[0] or name, caption
+
+
+def read_json(path, split):
+    """COCO captions or Karpathy's JSON -> (path, caption) rows; `split` (Karpathy only; train takes restval too)."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}.") from None
+    if "annotations" in data and "images" in data:
+        names = {image["id"]: image["file_name"] for image in data["images"]}
+        return [(names[a["image_id"]], a["caption"]) for a in data["annotations"]]
+    if isinstance(data, dict) and "images" in data and data["images"] and "sentences" in data["images"][0]:
+        splits = ("train", "restval") if split == "train" else (split,)
+        return [(os.path.join(image.get("filepath", ""), image["filename"]), sentence["raw"])
+                for image in data["images"] if image["split"] in splits for sentence in image["sentences"]]
+    raise UserError(f"{path} is neither COCO captions (images, annotations) nor Karpathy's (images with sentences).")
+
+
+def open_data(spec, image_root=None, split="train", image_size=48):
+    """A SPEC -> World, CaptionTable or TarShards. `split` chooses Karpathy's; a spec's own `split=` goes before it.
+
+    SPEC: shapes[:knob=value,...] | FILE.csv .tsv .txt [:image=COLUMN,caption=COLUMN] | 'DIR/{00000..00012}.tar'[:resample=1] |
+    FILE.json (COCO, Karpathy) [:split=val] | FILE.token | DIR of class folders.
+    image_root: directory that the file names of a table are relative to; by default the table's own.
+    image_size: of the world's pictures, unless the SPEC says it.
+    """
+    name, knobs = parse_spec(spec)
+    if name == "shapes":
+        return World(**{"size": image_size, **cast_knobs(knobs, dataclasses.asdict(World()), "shapes")})
+    suffix = Path(name).suffix
+    if suffix == ".tar":
+        return TarShards(name, **cast_knobs(knobs, {"resample": False, "buffer": 1000}, name))
+    if not os.path.exists(name):
+        raise UserError(f"--data {spec}: {name} does not exist; a SPEC is shapes, a CSV or TSV file, tar shards, a COCO or "
+                        f"Karpathy JSON, a .token file, or a directory of class folders.")
+    if os.path.isdir(name):
+        return open_class_folders(name)
+    readers = {".csv": read_table, ".tsv": read_table, ".txt": read_table, ".token": read_token_file,
+               ".json": functools.partial(read_json, split=split)}
+    if suffix not in readers:
+        raise UserError(f"--data {spec}: no reader for {suffix!r} files, only {', '.join(readers)}, .tar and directories.")
+    known = {".json": {"split": split}, ".token": {}}.get(suffix, {"image": "filepath", "caption": "title"})
+    rows = readers[suffix](name, **cast_knobs(knobs, known, name))
+    root = Path(image_root or Path(name).parent)
+    return CaptionTable(((root / path, caption) for path, caption in rows), name)
+
+
+def open_class_folders(directory):
+    """DIR/class name/image.jpg -> CaptionTable with labels; the caption is made from the folder's name."""
+    classes = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir())
+    if not classes:
+        raise UserError(f"{directory} has no class folders.")
+    rows = [(path, f"a photo of {article(name.replace('_', ' '))}.") for name in classes
+            for path in sorted(Path(directory, name).rglob("*")) if path.suffix.lower() in IMAGE_SUFFIXES]
+    return CaptionTable(rows, directory, classes)
+
+
+class Stream(IterableDataset):
+    """Endless batches of one rank from a CaptionTable or TarShards, reproducible from (seed, rank, worker, position).
+
+    A batch: images (B, 3, S, S), tokens and mask (B, L), `position`: {worker: samples drawn so far}, and `skipped`: {worker:
+    {reason: [count, last example]}}. Give the positions back to continue at the same sample.
+    """
+
+    def __init__(self, source, tokenizer, transform, image_size, context, batch_size, seed, rank=0, world_size=1,
+                 positions=None):
+        self.source, self.tokenizer, self.transform = source, tokenizer, transform
+        self.least, self.context, self.batch_size = math.ceil(1.5 * image_size), context, batch_size
+        self.seed, self.rank, self.world_size, self.positions = seed, rank, world_size, positions or {}
+
+    def __iter__(self):
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        part, parts = self.rank * workers + worker, self.world_size * workers
+        position, skipped, in_a_row = self.positions.get(worker, 0), {}, 0
+        images, captions = [], []
+        for sample in self.source.samples(self.seed, part, parts, position):
+            if not isinstance(sample, Skipped):
+                position += 1
+                sample = self.load(*sample, seed=(self.seed, part, position))
+            if isinstance(sample, Skipped):
+                count, _ = skipped.get(sample.reason, (0, None))
+                skipped[sample.reason] = [count + 1, sample.where]
+                in_a_row += 1
+                if in_a_row > 1000:
+                    raise UserError(f"{self.source.what}: 1,000 samples in a row could not be used, the last: {sample.where}.")
+                continue
+            in_a_row = 0
+            images.append(sample[0])
+            captions.append(sample[1])
+            if len(images) == self.batch_size:
+                tokens, mask = self.tokenizer.batch(captions, self.context)
+                yield {"images": torch.stack(images), "tokens": tokens, "mask": mask,
+                       "position": {worker: position}, "skipped": {worker: dict(skipped)}}
+                images, captions = [], []
+
+    def load(self, file, caption, seed):
+        """Decode and augment, with random numbers that depend on the sample's place in the stream alone."""
+        try:
+            image = open_image(file, self.least)
+        except IMAGE_ERRORS as error:
+            return Skipped("unreadable image", f"{file if isinstance(file, str) else caption} ({error})")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(mix_seed(*seed))
+            return self.transform(image), caption
+
+
+class WorldStream(IterableDataset):
+    """Endless batches of one rank from the embedded world, in the form of Stream's."""
+
+    def __init__(self, source, tokenizer, context, batch_size, seed, rank=0, world_size=1, positions=None):
+        self.source, self.tokenizer, self.context, self.batch_size = source, tokenizer, context, batch_size
+        self.seed, self.rank, self.positions = seed, rank, positions or {}
+
+    def __iter__(self):
+        info = get_worker_info()
+        worker = info.id if info else 0
+        for position in itertools.count(self.positions.get(worker, 0)):
+            sample = self.source.sample(self.batch_size, "train", mix_seed(self.seed, self.rank, worker, position))
+            tokens, mask = self.tokenizer.batch(sample["captions"], self.context)
+            yield {"images": sample["images"], "tokens": tokens, "mask": mask, "position": {worker: position + 1},
+                   "skipped": {}}
+
+
+def mix_seed(*numbers):
+    """Integers -> one seed that changes with each of them."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
+
+
+# Schedules and parameter groups --------------------------------------------------------------------------------------
+
+
+def cosine_lr(step, steps, warmup, peak):
+    """Linear warm-up to `peak` over `warmup` steps, then half a cosine to 0 at `steps`."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def param_groups(model, weight_decay):
+    """Two AdamW groups: the weights of linear and convolution layers decay; norms, biases, embeddings, positions, queries
+    and the temperature do not."""
+    decay, rest = [], []
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                matrix = isinstance(module, (nn.Linear, nn.Conv2d)) and name == "weight"
+                (decay if matrix else rest).append(parameter)
+    return [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(path, state):
+    """Write atomically: a killed process leaves the old file or the new one, never half of one."""
+    temporary = f"{path}.tmp"
+    with open(temporary, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def load_checkpoint(path, map_location="cpu"):
+    """Read a checkpoint without executing code from it. Raises UserError when it is missing or no checkpoint."""
+    try:
+        return torch.load(path, map_location=map_location, weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"There is no checkpoint {path}.") from None
+    except Exception as error:
+        raise UserError(f"{path} is not a checkpoint that can be read: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,471 @@
+"""Train one of the methods: `python train.py --method sparc`, or on 8 GPUs `torchrun --nproc_per_node=8 train.py --method sparc`.
+
+Settings come from three places, the later before the earlier: the defaults of the dataclasses, the method's --preset, the flags.
+A run's directory gets config.json, vocab.txt, log.jsonl, last.pt, eval.json and pictures.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import json
+import math
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+import typing
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
+
+import common
+import eval as evaluation
+from common import UserError
+from eval import METHODS
+
+
+@dataclasses.dataclass
+class Config:
+    """Settings of a run, whatever the method. Batch sizes are global, over all ranks."""
+
+    preset: str = "tiny"                 # a row of the method's PRESETS
+    data: str = "shapes"                 # SPEC: shapes | CSV, TSV | 'DIR/{00000..00012}.tar' | COCO, Karpathy JSON | .token | DIR
+    image_root: str | None = None        # directory that the file names of a table are relative to
+    eval_data: str | None = None         # SPEC to evaluate on at the end; None: the world's test split, else the training data
+    vocab: str | None = None             # a BERT vocab.txt; None: trained from the captions
+    vocab_size: int = 8192               # of a vocabulary trained from the captions, at most
+    out: str | None = None               # directory of the run; None: runs/METHOD, runs/METHOD-2, ...
+    image_encoder: str = "ViT-B/16"      # preset of common.VIT_PRESETS[:setting=value,...]
+    text_encoder: str = "12x512"         # preset of common.TEXT_PRESETS[:setting=value,...]
+    image_size: int | None = None        # pixels; None: the encoder's, or the world's
+    image_weights: str | None = None     # OpenCLIP, OpenAI, timm or DINO state dict for the image tower
+    text_weights: str | None = None      # OpenCLIP or OpenAI state dict for the text tower
+    crop_scale: float = 0.9              # least share of the area that training crops keep (OpenCLIP's default)
+    steps: int = 1000
+    batch: int = 128                     # pairs per step, over all ranks
+    lr: float = 5e-4                     # peak; linear warm-up, then cosine to 0
+    warmup: int = 100                    # steps
+    weight_decay: float = 0.1            # on the weights of linear and convolution layers only
+    beta2: float = 0.98                  # AdamW's second; the first is 0.9 (CLIP, Table 19)
+    adam_eps: float = 1e-6               # CLIP, Table 19
+    clip_grad: float = 1.0               # largest norm of the gradient; 0: no clipping
+    amp: Literal["bf16", "fp16", "off"] | None = None  # None: bf16 on a GPU, off on the CPU
+    workers: int = 0                     # data loading processes per rank
+    seed: int = 0
+    log_every: int = 10                  # steps
+    save_every: int = 1000               # steps
+    resume: bool = False                 # continue the run in --out with its settings; given flags go before them
+    compile: bool = False                # torch.compile
+    grad_checkpoint: bool = False        # recompute the encoders' blocks in the backward pass: less memory, a third more time
+    dry_run: bool = False                # print parameters, FLOPs and chance level of the loss, and stop
+    bench: int = 0                       # time this many steps, print the rates, and stop
+
+
+# Command line --------------------------------------------------------------------------------------------------------
+
+
+def add_fields(parser, config_class, title):
+    """A flag for each field of a dataclass, --lambda-f for lambda_f; its help is the comment behind the field.
+
+    Flags that are not given stay out of the result: presets come between the defaults and the flags.
+    """
+    group = parser.add_argument_group(title)
+    comments = dict(re.findall(r"^    (\w+): .*?#\s*(.*)$", inspect.getsource(config_class), re.MULTILINE))
+    for field in dataclasses.fields(config_class):
+        kind = field.type
+        if type(None) in typing.get_args(kind):
+            kind = typing.get_args(kind)[0]
+        text = f"{comments.get(field.name, '')} (default: {field.default})".strip().replace("%", "%%")
+        options = {"default": argparse.SUPPRESS, "help": text}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif typing.get_origin(kind) is Literal:
+            options["choices"] = typing.get_args(kind)
+        else:
+            options |= {"type": kind, "metavar": kind.__name__.upper()}
+        group.add_argument("--" + field.name.replace("_", "-"), **options)
+
+
+def parse_config(argv):
+    """Command line -> the run's settings as one dict: method, and the fields of Config and of the method's Config."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--method", required=True, choices=METHODS, help="its own flags: --method NAME --help")
+    chosen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    chosen.add_argument("--method", choices=METHODS)
+    name = chosen.parse_known_args(argv)[0].method
+    add_fields(parser, Config, "settings of a run")
+    if name:
+        add_fields(parser, METHODS[name].Config, f"settings of {name}")
+    flags = vars(parser.parse_args(argv))
+    method = METHODS[flags["method"]]
+    config = dataclasses.asdict(Config()) | dataclasses.asdict(method.Config())
+    preset = flags.get("preset", config["preset"])
+    if flags.get("resume"):
+        config |= read_config(flags)
+    elif preset not in method.PRESETS:
+        raise UserError(f"{name} has no preset {preset!r}; it has {', '.join(method.PRESETS)}.")
+    else:
+        config |= method.PRESETS[preset]
+    return config | flags
+
+
+def read_config(flags):
+    """The settings of the run that --resume continues."""
+    if "out" not in flags:
+        raise UserError("--resume needs --out, the directory of the run to continue.")
+    path = Path(flags["out"], "config.json")
+    if not path.exists():
+        raise UserError(f"Nothing to resume: {path} does not exist.")
+    config = json.loads(path.read_text())
+    if config["method"] != flags["method"]:
+        raise UserError(f"{flags['out']} is a run of --method {config['method']}, not of {flags['method']}.")
+    return {key: value for key, value in config.items() if key not in ("argv", "git", "machine")}
+
+
+def open_run(config, rank):
+    """Choose and create the run's directory; an old run is never overwritten."""
+    if not config["out"]:
+        names = (f"runs/{config['method']}{suffix}" for suffix in ("", *(f"-{i}" for i in range(2, 10**6))))
+        config["out"] = next(name for name in names if not Path(name).exists())
+    out = Path(config["out"])
+    if not config["resume"] and (out / "last.pt").exists():
+        raise UserError(f"{out} holds a run: continue it with --resume or choose another --out.")
+    if rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def write_config(config, out):
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    record = config | {"argv": sys.argv, "git": git.stdout.strip() or None,
+                       "machine": f"{platform.machine()} {platform.node()}, torch {torch.__version__}"}
+    (out / "config.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+# Building blocks of a run --------------------------------------------------------------------------------------------
+
+
+def build_tokenizer(config, source, out):
+    """The run's saved vocabulary, the user's, or one trained from (at most 100,000 of) the captions."""
+    if config["resume"]:
+        return common.WordPiece(out / "vocab.txt")
+    if config["vocab"]:
+        return common.WordPiece(config["vocab"])
+    return common.WordPiece(common.train_wordpiece(source.sample_captions(100_000), config["vocab_size"]))
+
+
+def build_loader(config, source, model, tokenizer, batch, rank, world_size, positions):
+    context, size = model.text_encoder.context, model.image_encoder.image_size
+    place = dict(batch_size=batch, seed=config["seed"], rank=rank, world_size=world_size, positions=positions)
+    if isinstance(source, common.World):
+        stream = common.WorldStream(source, tokenizer, context, **place)
+    else:
+        stream = common.Stream(source, tokenizer, common.train_transform(size, config["crop_scale"]), size, context, **place)
+    return DataLoader(stream, batch_size=None, num_workers=config["workers"], pin_memory=torch.cuda.is_available(),
+                      prefetch_factor=4 if config["workers"] else None)
+
+
+def load_weights(config, model):
+    """Pretrained towers, with a line for everything that did not fit."""
+    for flag, encoder in (("image_weights", model.image_encoder), ("text_weights", model.text_encoder)):
+        if config[flag]:
+            state = common.load_checkpoint(config[flag])
+            for line in common.load_encoder_weights(encoder, state.get("state_dict", state.get("model", state))):
+                print(f"{flag}: {line}")
+
+
+def to_device(batch, device):
+    return {key: value.to(device, non_blocking=True) if torch.is_tensor(value) else value for key, value in batch.items()}
+
+
+def fake_batch(model, n, device):
+    """Random images and captions of full length, for --dry-run."""
+    size, text = model.image_encoder.image_size, model.text_encoder
+    return {"images": torch.randn(n, 3, size, size, device=device),
+            "tokens": torch.randint(text.vocab_size, (n, text.context), device=device),
+            "mask": torch.ones(n, text.context, dtype=torch.bool, device=device)}
+
+
+def dry_run(config, model):
+    """Print what the configuration costs; the last line is JSON."""
+    print(f"{'part':16} {'parameters':>12}")
+    for name, part in (*model.named_children(), ("all", model)):
+        print(f"{name:16} {sum(p.numel() for p in part.parameters()):12,}")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(fake_batch(model, 2, "cpu"))
+    flops = counter.get_total_flops() // 2
+    print(f"forward FLOPs per sample (a multiplication and an addition are 2): {flops:,}; one step takes about 3 times that")
+    mask = fake_batch(model, config["batch"], "cpu")["mask"] if config["batch"] <= 4096 else fake_batch(model, 2, "cpu")["mask"]
+    print(json.dumps({"params": sum(p.numel() for p in model.parameters()), "flops_per_sample": flops,
+                      "chance_loss": model.chance_loss(config["batch"], mask)}))
+
+
+def matmul_rate(device, dtype):
+    """FLOP/s of a large matrix product here and now: the yardstick of --bench."""
+    n = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    best = math.inf
+    for _ in range(5):
+        synchronize(device)
+        start = time.perf_counter()
+        a @ b
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory(device):
+    """Peak memory in bytes: what CUDA allocated, or on the CPU the process's peak resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# The run -------------------------------------------------------------------------------------------------------------
+
+
+class Stop:
+    """Notes SIGTERM and SIGINT, so that the run saves and ends after the step it is in. A second signal ends it at once."""
+
+    def __init__(self):
+        self.signal = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.note)
+
+    def note(self, number, frame):
+        if self.signal is not None:
+            sys.exit(128 + number)
+        self.signal = number
+
+    def agreed(self, device):
+        """Whether any rank got a signal; every rank must call this at the same step."""
+        if not dist.is_initialized():
+            return self.signal is not None
+        flag = torch.tensor(float(self.signal is not None), device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+
+def check_finite(step, loss, batch, out):
+    """Stop at a loss that is not a number, and keep the batch that made it."""
+    if not torch.isfinite(loss):
+        path = out / f"nonfinite-step{step}.pt"
+        torch.save({key: value for key, value in batch.items() if torch.is_tensor(value)}, path)
+        raise UserError(f"The loss is {loss.item()} at step {step}; its batch is in {path}, the weights before it in {out}/last.pt "
+                        f"if a checkpoint was due. Lower --lr, raise --warmup, or use --amp bf16 or off.")
+
+
+def train_step(model, raw, optimizer, scaler, batch, autocast, clip_grad):
+    """One update. Returns the model's outputs and the gradient's norm before clipping."""
+    optimizer.zero_grad(set_to_none=True)
+    with autocast():
+        out = model(batch, common.gather)
+    scaler.scale(out["loss"]).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), clip_grad or math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    raw.after_step()
+    return out, norm
+
+
+def train(config):
+    rank, world_size, device = common.init_distributed()
+    if config["batch"] % world_size:
+        raise UserError(f"--batch {config['batch']} is global and must be a multiple of the {world_size} ranks.")
+    out = open_run(config, rank)
+    encoder = common.encoder_settings(common.ViT, config["image_encoder"], common.VIT_PRESETS)
+    source = common.open_data(config["data"], config["image_root"], image_size=config["image_size"] or encoder["image_size"])
+    if isinstance(source, common.World):
+        config["image_size"] = source.size
+    tokenizer = build_tokenizer(config, source, out)
+    torch.manual_seed(config["seed"])
+    raw = evaluation.build_model(config, tokenizer)
+    if config["dry_run"]:
+        return dry_run(config, raw)
+    if rank == 0:
+        write_config(config, out)
+        tokenizer.save(out / "vocab.txt")
+    if not config["resume"]:
+        load_weights(config, raw)
+    raw.to(device)
+    for encoder in (raw.image_encoder, raw.text_encoder):
+        encoder.blocks.grad_checkpoint = config["grad_checkpoint"]
+    optimizer = torch.optim.AdamW(common.param_groups(raw, config["weight_decay"]), betas=(0.9, config["beta2"]),
+                                  eps=config["adam_eps"], fused=True)
+    amp = config["amp"] or ("bf16" if device.type == "cuda" else "off")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}[amp]
+    scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
+
+    def autocast():
+        return torch.autocast(device.type, dtype, enabled=amp != "off")
+
+    torch.manual_seed(config["seed"] + rank)
+    step, positions, skipped = 0, {}, {}
+    if config["resume"]:
+        step, positions, skipped = load_state(out, config, rank, world_size, raw, optimizer, scaler, device)
+    model = torch.compile(raw) if config["compile"] else raw
+    if world_size > 1:
+        model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    loader = build_loader(config, source, raw, tokenizer, config["batch"] // world_size, rank, world_size, positions)
+    if config["bench"]:
+        return bench(config, raw, model, optimizer, scaler, loader, autocast, dtype, device, rank, world_size)
+
+    def save():
+        ranks = common.gather_objects({"rng": torch.get_rng_state(), "positions": positions, "skipped": skipped,
+                                       "cuda_rng": torch.cuda.get_rng_state() if device.type == "cuda" else None})
+        if rank == 0:
+            common.save_checkpoint(out / "last.pt", {
+                "method": config["method"], "step": step, "model": raw.state_dict(), "optimizer": optimizer.state_dict(),
+                "scaler": scaler.state_dict(), "workers": config["workers"], "ranks": ranks})
+
+    stop, raw_train = Stop(), raw.train()
+    bar = tqdm(total=config["steps"], initial=step, desc=config["method"], disable=rank > 0, unit="step", mininterval=1)
+    log = open(out / "log.jsonl", "a") if rank == 0 else None
+    batches, pending = iter(loader), None
+    tick, waited, since = time.perf_counter(), 0.0, step
+    while step < config["steps"]:
+        before = time.perf_counter()
+        batch = to_device(next(batches), device)
+        waited += time.perf_counter() - before
+        lr = common.cosine_lr(step, config["steps"], config["warmup"], config["lr"])
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        outputs, norm = train_step(model, raw, optimizer, scaler, batch, autocast, config["clip_grad"])
+        if pending:  # one step late, so that a GPU is never kept waiting for the check
+            check_finite(*pending, out)
+        pending = step, outputs["loss"].detach(), batch
+        step += 1
+        positions |= batch["position"]
+        skipped |= batch["skipped"]
+        bar.update()
+        due = step % config["log_every"] == 0 or step == config["steps"]
+        if due and rank == 0:
+            now = time.perf_counter()
+            record = {"step": step, **{name: float(value) for name, value in outputs.items()}, "lr": lr, "grad_norm": float(norm),
+                      "chance_loss": raw.chance_loss(config["batch"], batch["mask"]),
+                      "images_per_s": (step - since) * config["batch"] / (now - tick), "data_share": waited / (now - tick)}
+            if skipped:
+                record["skipped"] = total_skipped(skipped)
+            log.write(json.dumps(record) + "\n")
+            log.flush()
+            bar.set_postfix_str(f"loss {record['loss']:.3f}, {record['images_per_s']:.0f} images/s")
+            tick, waited, since = now, 0.0, step
+        stopping = stop.agreed(device) if due or world_size == 1 else False
+        if step % config["save_every"] == 0 or step == config["steps"] or stopping:
+            check_finite(*pending, out)
+            save()
+        if stopping:
+            bar.close()
+            if rank == 0:
+                print(f"Stopped by signal after step {step} and saved; continue with --resume --out {out}.")
+            return
+    bar.close()
+    if rank == 0:
+        finish(config, source, raw, tokenizer, device, out, skipped)
+
+
+def total_skipped(skipped):
+    """{worker: {reason: [count, example]}} -> {reason: count} of this rank."""
+    total = {}
+    for reasons in skipped.values():
+        for reason, (count, _) in reasons.items():
+            total[reason] = total.get(reason, 0) + count
+    return total
+
+
+def finish(config, source, raw, tokenizer, device, out, skipped):
+    """Say what was left out, evaluate, draw."""
+    for reasons in skipped.values():
+        for reason, (count, example) in reasons.items():
+            print(f"skipped {count} samples: {reason}, the last {example}")
+    options = types.SimpleNamespace(tasks=None, data=config["eval_data"] or config["data"], split="test", templates=None,
+                                    image_root=config["image_root"], image_size=raw.image_encoder.image_size, limit=1000)
+    if config["eval_data"]:
+        source = evaluation.open_eval_data(config["eval_data"], config["image_root"], "test", options.image_size)
+    elif not isinstance(source, common.World):
+        options.split = "train"
+    if isinstance(source, common.TarShards):
+        print("No evaluation: tar shards are for training; give --eval-data or run eval.py with other data.")
+        return
+    print(f"Evaluation on {options.data}, split {options.split}, in fp32:")
+    evaluation.report(evaluation.embedder(raw, tokenizer, config, device), source, options, out)
+
+
+def load_state(out, config, rank, world_size, raw, optimizer, scaler, device):
+    """Restore what `save` wrote -> (step, positions in the data, skipped samples) of this rank."""
+    state = common.load_checkpoint(out / "last.pt", device)
+    if state["method"] != config["method"]:
+        raise UserError(f"{out}/last.pt holds a {state['method']} model, not one of {config['method']}.")
+    raw.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    scaler.load_state_dict(state["scaler"])
+    if len(state["ranks"]) != world_size or state["workers"] != config["workers"]:
+        if rank == 0:
+            print(f"The run had {len(state['ranks'])} ranks and {state['workers']} workers, now {world_size} and {config['workers']}: the "
+                  f"data start a new order instead of the old place.")
+        config["seed"] += state["step"]
+        return state["step"], {}, {}
+    own = state["ranks"][rank]
+    torch.set_rng_state(own["rng"].cpu())
+    if own["cuda_rng"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(own["cuda_rng"].cpu())
+    return state["step"], own["positions"], own["skipped"]
+
+
+def bench(config, raw, model, optimizer, scaler, loader, autocast, dtype, device, rank, world_size):
+    """Time config["bench"] steps after three to warm up, and print rates as shares of the matmul rate of this process."""
+    batches, flops, waited = iter(loader), 0, 0.0
+    for i in range(3 + config["bench"]):
+        before = time.perf_counter()
+        batch = to_device(next(batches), device)
+        if i == 3:
+            synchronize(device)
+            start, waited = time.perf_counter(), 0.0
+        elif i > 3:
+            waited += time.perf_counter() - before
+        train_step(model, raw, optimizer, scaler, batch, autocast, config["clip_grad"])
+    synchronize(device)
+    seconds = (time.perf_counter() - start) / config["bench"]
+    with FlopCounterMode(display=False) as counter, autocast():
+        raw(batch)["loss"].backward()
+    flops, rate = counter.get_total_flops(), matmul_rate(device, dtype)
+    if rank == 0:
+        result = {"images_per_s": config["batch"] / seconds, "seconds_per_step": seconds, "flops_per_step_per_rank": flops,
+                  "flops_per_s": flops / seconds, "matmul_flops_per_s": rate, "share_of_matmul": flops / seconds / rate,
+                  "data_share": waited / config["bench"] / seconds, "peak_memory_bytes": peak_memory(device)}
+        for name, value in result.items():
+            print(f"  {name:24} {value:,.3f}")
+        print(json.dumps(result))
+
+
+def main(argv=None):
+    config = parse_config(sys.argv[1:] if argv is None else argv)
+    try:
+        train(config)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")
