@@ -460,7 +460,7 @@ class WordPiece:
     """BERT's uncased tokenizer: greedy longest match of words against a vocabulary, `##` inside a word.
 
     vocab: path of a `vocab.txt` (one token a line, its id the line's number), or a list of tokens. Raises UserError when
-    one of [PAD] [UNK] [CLS] [SEP] is missing. Special tokens spelled out in a text are plain text.
+    the file is unreadable or lacks one of [PAD] [UNK] [CLS] [SEP]. Special tokens spelled out in a text are plain text.
     """
 
     def __init__(self, vocab):
@@ -533,7 +533,6 @@ def train_wordpiece(captions, size=8192):
     counts = Counter(word for caption in captions for word in split_words(caption) if len(word) <= 100)  # the rest: [UNK]
     words = {word: [word[0], *("##" + char for char in word[1:])] for word in counts}
     vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *sorted({piece for pieces in words.values() for piece in pieces})]
-    vocab = dict.fromkeys(vocab)  # an ordered set: two different merges can give the same token
     if len(vocab) > size:
         raise UserError(f"A vocabulary of {size} is too small: these captions have {len(vocab)} characters and special "
                         f"tokens; give --vocab-size {len(vocab)} or more.")
@@ -549,7 +548,7 @@ def train_wordpiece(captions, size=8192):
         if -count != pairs[best]:  # outdated: the pair was pushed again when its count changed
             continue
         merged = best[0] + best[1].removeprefix("##")
-        vocab[merged] = None
+        vocab.append(merged)
         changed = set()
         for word in where.pop(best):
             old, new = words[word], []
@@ -569,7 +568,7 @@ def train_wordpiece(captions, size=8192):
         for pair in changed:
             if pairs[pair]:
                 heapq.heappush(heap, (-pairs[pair], pair))
-    return list(vocab)
+    return vocab
 
 
 # Data: the embedded world --------------------------------------------------------------------------------------------
@@ -588,9 +587,9 @@ SHAPES = {  # each a function of (u, v), the offset from the centre in radii (v 
     "moon": lambda u, v: torch.maximum(torch.hypot(u, v) - 0.95, 0.75 - torch.hypot(u - 0.5, v)),
 }
 COLOUR_NAMES, SHAPE_NAMES = list(COLOURS), list(SHAPES)
-OPENINGS = ["", "", "", "a photo of", "a picture of", "there is", "we see", "this image shows", "an image with",
+OPENINGS = [""] * 10 + ["a photo of", "a picture of", "there is", "we see", "this image shows", "an image with",
             "my favourite photo of", "look at", "in this scene there is", "here we have", "close view of", "the artist drew"]
-CLOSINGS = ["", "", "", "", "in the picture", "on a plain background", "for sale", "today", "as seen yesterday",
+CLOSINGS = [""] * 10 + ["in the picture", "on a plain background", "for sale", "today", "as seen yesterday",
             "in high quality", "by an unknown author", "and nothing else", "taken with my camera", "in good condition"]
 NUMBERS = ["no", "one", "two", "three", "four", "five", "six", "seven"]
 RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
@@ -604,7 +603,7 @@ class World:
 
     A scene is a dict of tensors over B scenes with K object slots: present, colour, shape, large (B, K), centre
     (B, K, 2) as (x, y), radius (B, K), in pixels. Scenes are dealt to train, val and test by a hash of their objects and
-    cells, so that no composition is in two splits; `heldout` colour-shape pairs never occur in train.
+    pixels, so that no scene is in two splits; `heldout` colour-shape pairs never occur in train.
     """
 
     size: int = 48            # pixels
@@ -617,16 +616,26 @@ class World:
     fillers: bool = True      # openings, closings: words that describe nothing
 
     def __post_init__(self):
+        limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "heldout": (0, 32), "relations": (0, 1)}
+        for name, (low, high) in limits.items():
+            if not low <= getattr(self, name) <= high:
+                raise UserError(f"shapes: {name}={getattr(self, name)} must be from {low} to {high}.")
         self.cells = max(2, math.ceil(math.sqrt(self.objects)))
-        if not 1 <= self.objects <= 7 or not 0 <= self.heldout <= 32:
-            raise UserError(f"shapes: objects={self.objects} must be from 1 to 7, heldout={self.heldout} from 0 to 32.")
+        low, high = 2.2 / self.size, 0.64 / self.cells  # about 2 pixels; little enough that no neighbour hides an object
+        if not low <= self.small < self.large <= high:
+            raise UserError(f"shapes: small={self.small} must be less than large={self.large}, both from {low:.3f} to {high:.3f} "
+                            f"with size={self.size} and objects={self.objects}.")
         self.heldout_pairs = [(i % 8, (3 * i + i // 8 + 1) % 8) for i in range(self.heldout)]
 
     # Scenes ------------------------------------------------------------------------------------------------------
 
     def scenes(self, n, split, generator, objects=None):
         """n scenes of the split, with 1 to `self.objects` objects, or with exactly `objects`."""
+        if split not in SPLITS:
+            raise UserError(f"shapes has no split {split!r}, only {', '.join(SPLITS)}.")
         K, parts, found = self.objects, [], 0
+        if objects is not None and not 1 <= objects <= K:
+            raise UserError(f"shapes: a scene of {objects} objects in a world of objects={K}.")
         heldout = torch.zeros(8, 8, dtype=torch.bool)
         for colour, shape in self.heldout_pairs:
             heldout[colour, shape] = True
@@ -637,25 +646,29 @@ class World:
             scene = {"present": (torch.arange(K) < count).expand(m, K), "colour": rand(8), "shape": rand(8),
                      "large": rand(2).bool()}
             twin = torch.rand(m, generator=generator) < 0.15  # so that counts above one occur
-            if K > 1:
-                scene["colour"][twin, 1], scene["shape"][twin, 1] = scene["colour"][twin, 0], scene["shape"][twin, 0]
+            for k in range(1, K):
+                scene["colour"][twin, k], scene["shape"][twin, k] = scene["colour"][twin, 0], scene["shape"][twin, 0]
+                twin = twin & (torch.rand(m, generator=generator) < 0.4)
             cell = torch.rand(m, self.cells**2, generator=generator).argsort(1)[:, :K]
-            scene["centre"] = torch.stack([cell % self.cells, cell // self.cells], -1).float()
-            code = ((scene["colour"] * 8 + scene["shape"]) * 2 + scene["large"]) * self.cells**2 + cell
-            key = (scene["present"] * (code * 2654435761 + code**2 * 40503 + 97)).sum(1)  # the order does not matter
-            keep = torch.isin((key // 128) % 10, torch.tensor(SPLITS[split]))
+            radius = torch.where(scene["large"], self.large, self.small) * self.size
+            scene["radius"] = radius * (1 + 0.2 * (torch.rand(m, K, generator=generator) - 0.5))
+            step = self.size / self.cells
+            room = (step / 2 - scene["radius"]).clamp(min=0)[..., None]
+            jitter = (2 * torch.rand(m, K, 2, generator=generator) - 1) * room
+            scene["centre"] = (torch.stack([cell % self.cells, cell // self.cells], -1) + 0.5) * step + jitter
+            keep = self.in_split(scene, split)
             if split == "train":
                 keep &= ~(scene["present"] & heldout[scene["colour"], scene["shape"]]).any(1)
             parts.append({name: value[keep] for name, value in scene.items()})
             found += int(keep.sum())
-        scene = {name: torch.cat([part[name] for part in parts])[:n] for name in parts[0]}
-        radius = torch.where(scene["large"], self.large, self.small) * self.size
-        scene["radius"] = radius * (1 + 0.2 * (torch.rand(n, K, generator=generator) - 0.5))
-        step = self.size / self.cells
-        room = (step / 2 - scene["radius"]).clamp(min=0)[..., None]
-        jitter = (2 * torch.rand(n, K, 2, generator=generator) - 1) * room
-        scene["centre"] = (scene["centre"] + 0.5) * step + jitter
-        return scene
+        return {name: torch.cat([part[name] for part in parts])[:n] for name in parts[0]}
+
+    def in_split(self, scene, split):
+        """Scenes -> (B,), whether what stands at which pixel puts them into the split; the order of objects does not matter."""
+        x, y = scene["centre"].long().unbind(-1)
+        code = ((scene["colour"] * 8 + scene["shape"]) * 2 + scene["large"]) * self.size**2 + y * self.size + x
+        key = (scene["present"] * (code * 2654435761 + code**2 * 40503 + 97)).sum(1)
+        return torch.isin((key // 128) % 10, torch.tensor(SPLITS[split]))
 
     def render(self, scene, generator):
         """Scenes -> images (B, 3, S, S) in [0, 1] and segmentation (B, S, S): 0 background, k + 1 for object k."""
@@ -748,17 +761,18 @@ class World:
         return pairs
 
     def winoground(self, n, seed):
-        """n pairs of scenes with the same words: images (n, 2, 3, S, S) and captions, n lists of two; captions swap the
-        two objects' colours."""
+        """n pairs of test scenes with the same words: images (n, 2, 3, S, S) normalised and captions, n lists of two that
+        swap the two objects' colours."""
         generator = torch.Generator().manual_seed(seed)
-        scene = self.scenes(4 * n, "test", generator, objects=min(2, self.objects))
-        different = (scene["colour"][:, 0] != scene["colour"][:, 1]) & (scene["shape"][:, 0] != scene["shape"][:, 1])
-        scene = {name: value[different][:n] for name, value in scene.items()}
+        world = dataclasses.replace(self, objects=max(2, self.objects))
+        scene = world.scenes(30 * n + 200, "test", generator, objects=2)  # one in 15 will do
         mirror = {**scene, "colour": scene["colour"].clone()}
         mirror["colour"][:, :2] = scene["colour"][:, [1, 0]]
+        keep = world.in_split(mirror, "test") & (scene["colour"][:, 0] != scene["colour"][:, 1]) & (scene["shape"][:, 0] != scene["shape"][:, 1])
+        scene, mirror = ({name: value[keep][:n] for name, value in s.items()} for s in (scene, mirror))
         captions = [[f"{article(o[0]['colour'] + ' ' + o[0]['shape'])} and {article(o[1]['colour'] + ' ' + o[1]['shape'])}"
                      for o in pair] for pair in zip(self.objects_of(scene), self.objects_of(mirror))]
-        images = torch.stack([self.render(s, generator)[0] for s in (scene, mirror)], dim=1)
+        images = torch.stack([normalize(self.render(s, generator)[0]) for s in (scene, mirror)], dim=1)
         return images, captions
 
     # Samples -----------------------------------------------------------------------------------------------------
@@ -798,7 +812,7 @@ def holds(a, relation, b):
 # Data: files ---------------------------------------------------------------------------------------------------------
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
-IMAGE_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+IMAGE_ERRORS = (OSError, SyntaxError, ValueError, NotImplementedError, Image.DecompressionBombError)
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
 
 
@@ -823,9 +837,11 @@ def eval_transform(size):
 
 def open_image(file, least):
     """A path or bytes -> RGB image. JPEGs decode at 1/2, 1/4 or 1/8 where both sides stay at least `least` pixels."""
-    image = Image.open(io.BytesIO(file) if isinstance(file, bytes) else file)
-    image.draft("RGB", (least, least))
-    return image.convert("RGB")
+    with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
+        image.draft("RGB", (least, least))
+        if image.mode.startswith("I"):  # 16 bits: PIL's convert would cut at 255
+            image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
+        return image.convert("RGB")
 
 
 class Strings:
@@ -833,7 +849,7 @@ class Strings:
     of a Python list's strings would touch, and so copy, every page)."""
 
     def __init__(self, strings):
-        encoded = [string.encode() for string in strings]
+        encoded = [string.encode("utf-8", "surrogatepass") for string in strings]
         self.ends = np.cumsum([len(e) for e in encoded], dtype=np.int64)
         self.buffer = np.frombuffer(b"".join(encoded), dtype=np.uint8)
 
@@ -841,25 +857,29 @@ class Strings:
         return len(self.ends)
 
     def __getitem__(self, i):
-        return self.buffer[self.ends[i - 1] if i else 0 : self.ends[i]].tobytes().decode()
+        return self.buffer[self.ends[i - 1] if i else 0 : self.ends[i]].tobytes().decode("utf-8", "surrogatepass")
 
 
 class CaptionTable:
     """Image files with one or more captions each (and class labels where they come from class folders).
 
     An epoch shows every image exactly once, over all ranks and workers, with its captions taking turns from epoch to epoch.
-    rows: iterable of (path, caption); rows of one path are one image; empty captions are left out and counted.
+    rows: iterable of (path, caption) or Skipped; rows of one path are one image; empty captions are left out and counted.
     """
 
     def __init__(self, rows, what, classes=None):
-        captions, self.skipped = {}, Counter()
-        for path, caption in rows:
-            if caption and caption.strip():
-                captions.setdefault(str(path), []).append(caption.strip())
+        captions, self.skipped = {}, {}
+        for row in rows:
+            if not isinstance(row, Skipped) and not (row[1] and row[1].strip()):
+                row = Skipped("empty caption", str(row[0]))
+            if isinstance(row, Skipped):
+                row.count(self.skipped)
             else:
-                self.skipped["empty caption"] += 1
+                captions.setdefault(str(row[0]), []).append(row[1].strip())
         if not captions:
-            raise UserError(f"{what} has no image with a caption.")
+            left_out = "; ".join(f"{n} rows left out: {reason}" for reason, (n, _) in self.skipped.items())
+            raise UserError(f"{what} has no image with a caption{left_out and f' ({left_out})'}.")
+        self.patience = min(1000, 100 + 2 * len(captions))  # so many unusable samples in a row end the run
         self.what, self.classes = what, classes
         self.paths = Strings(captions)
         self.captions = Strings(itertools.chain.from_iterable(captions.values()))
@@ -867,7 +887,7 @@ class CaptionTable:
         self.labels = None
         if classes is not None:
             index = {name: i for i, name in enumerate(classes)}
-            self.labels = np.array([index[Path(path).parent.name] for path in captions])
+            self.labels = np.array([index[Path(path).relative_to(what).parts[0]] for path in captions])
 
     def __len__(self):
         return len(self.paths)
@@ -879,7 +899,7 @@ class CaptionTable:
         """Endless (path, caption) of one of `parts` disjoint parts, in an order of its epoch; `start` samples are skipped."""
         size = (len(self) - part + parts - 1) // parts
         if size < 1:
-            raise UserError(f"{self.what} has {len(self)} images, fewer than ranks x workers = {parts}: use fewer --workers.")
+            raise StreamError(f"{self.what} has {len(self)} images, fewer than ranks x workers = {parts}: use fewer --workers.")
         for epoch in itertools.count(start // size):
             order = np.random.default_rng((seed, epoch)).permutation(len(self))[part::parts]
             for i in order[start % size if epoch == start // size else 0 :]:
@@ -902,14 +922,17 @@ class TarShards:
         missing = [path for path in self.paths if not os.path.isfile(path)]
         if missing:
             raise UserError(f"{len(missing)} of the {len(self.paths)} shards of {pattern} do not exist, the first is {missing[0]}.")
-        self.resample, self.buffer, self.skipped, self.classes = resample, buffer, Counter(), None
+        if buffer < 1:
+            raise UserError(f"{pattern}: buffer={buffer} must be at least 1.")
+        self.resample, self.buffer, self.skipped, self.classes = resample, buffer, {}, None
+        self.patience = 100_000  # so many unusable samples in a row end the run; fewer once an epoch's size is known
 
     def samples(self, seed, part, parts, start=0):
-        """Endless (bytes, caption) of one of `parts` parts; `start` samples are passed over unread. What is left out
-        comes as a Skipped."""
+        """Endless (bytes, caption, "shard:key") of one of `parts` parts; `start` samples are passed over undecoded. What is
+        left out comes as a Skipped."""
         if len(self.paths) < parts and not self.resample:
-            raise UserError(f"{self.what} has {len(self.paths)} shards, fewer than ranks x workers = {parts}: use fewer "
-                            f"--workers, more shards, or {self.what}:resample=1.")
+            raise StreamError(f"{self.what} has {len(self.paths)} shards, fewer than ranks x workers = {parts}: use fewer "
+                              f"--workers, more shards, or {self.what}:resample=1.")
         passed = 0
         for sample in shuffled(self._read(seed, part, parts), self.buffer, random.Random(f"{seed}-{part}-{parts}")):
             if isinstance(sample, Skipped):
@@ -927,17 +950,18 @@ class TarShards:
                 shards = rng.integers(len(self.paths), size=max(1, len(self.paths) // parts))
             else:
                 shards = np.random.default_rng((seed, epoch)).permutation(len(self.paths))[part::parts]
-            usable = 0
+            size = 0
             for shard in shards:
-                for sample in read_tar(self.paths[shard]):
-                    usable += not isinstance(sample, Skipped)
+                for size, sample in enumerate(read_tar(self.paths[shard]), size + 1):
                     yield sample
-            if not usable:
-                raise UserError(f"No usable sample in {', '.join(self.paths[s] for s in shards)}.")
+            self.patience = min(100_000, 100 + 50 * size)
 
     def sample_captions(self, limit):
         samples = itertools.chain.from_iterable(read_tar(path) for path in self.paths)
-        return [s[1] for s in itertools.islice((s for s in samples if not isinstance(s, Skipped)), limit)]
+        captions = [s[1] for s in itertools.islice((s for s in samples if not isinstance(s, Skipped)), limit)]
+        if not captions:
+            raise UserError(f"{self.what} has no image with a caption: a sample is KEY.jpg and KEY.txt beside each other.")
+        return captions
 
 
 @dataclasses.dataclass
@@ -946,6 +970,17 @@ class Skipped:
 
     reason: str
     where: str
+
+    def count(self, skipped):
+        """Enter it into {reason: [count, last example]}."""
+        skipped[self.reason] = [skipped.get(self.reason, (0,))[0] + 1, self.where]
+
+
+class StreamError(UserError):
+    """A UserError that stays one sentence when a DataLoader worker, which adds its traceback to the message, passes it on."""
+
+    def __init__(self, message):
+        super().__init__(message.rpartition("StreamError: ")[2].strip())
 
 
 def expand_braces(pattern):
@@ -975,29 +1010,43 @@ def shuffled(samples, size, rng):
 
 
 def read_tar(path):
-    """One shard -> (image bytes, caption) for each key, or Skipped. Members of a key stand together (img2dataset)."""
+    """One shard -> (image bytes, caption, "shard:key") for each key, or Skipped. Members of a key, which is the name up to
+    its first dot, stand together (img2dataset)."""
+    empty = True
     try:
-        if os.path.getsize(path) % 512:
-            yield Skipped("truncated shard", path)
-        with tarfile.open(path, "r|*") as tar:
-            files = ((member.name, tar.extractfile(member).read()) for member in tar if member.isfile())
-            for key, group in itertools.groupby(files, key=lambda file: file[0].split("/")[-1].split(".")[0]):
-                members = {name.split("/")[-1][len(key):].lower(): data for name, data in group}
-                image = next((members[suffix] for suffix in IMAGE_SUFFIXES if suffix in members), None)
-                caption = members.get(".txt", b"").decode("utf-8", "replace").strip()
-                if not caption and ".json" in members:
-                    caption = str(json.loads(members[".json"]).get("caption") or "").strip()
-                if image is None or not caption:
-                    yield Skipped("no image" if image is None else "empty caption", f"{path}:{key}")
-                else:
-                    yield image, caption
+        with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r|") as tar:
+            members = ((member.name, tar.extractfile(member).read()) for member in tar if member.isfile())
+            for key, group in itertools.groupby(members, key=lambda member: re.match(r"(.*/)?[^/.]*", member[0])[0]):
+                empty = False
+                yield read_sample({name[len(key):].lower(): data for name, data in group}, f"{path}:{key}")
+            file.seek(tar.offset)
+            if file.read(512) != bytes(512):  # the end of a tar is two blocks of zeros
+                yield Skipped("truncated shard", path)
+            elif empty:
+                yield Skipped("empty shard", path)
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
         yield Skipped("unreadable shard", f"{path} ({error})")
 
 
+def read_sample(members, where):
+    """{suffix: bytes} of one key -> (image bytes, caption, where), or Skipped."""
+    image = next((members[suffix] for suffix in IMAGE_SUFFIXES if suffix in members), None)
+    if image is None:
+        return Skipped("no image", where)
+    caption = members.get(".txt", b"").decode("utf-8", "replace").strip()
+    if not caption and ".json" in members:
+        try:
+            data = json.loads(members[".json"])
+        except (ValueError, RecursionError):
+            return Skipped("invalid JSON", where)
+        caption = str(isinstance(data, dict) and data.get("caption") or "").strip()
+    return (image, caption, where) if caption else Skipped("empty caption", where)
+
+
 def read_table(path, image=None, caption=None):
-    """CSV or TSV with a header -> (path, caption) rows. Columns filepath, title (OpenCLIP) or image, caption (Flickr)."""
-    with open(path, newline="", encoding="utf-8") as file:
+    """CSV or TSV with a header -> (path, caption) rows or Skipped. Columns filepath, title (OpenCLIP) or image, caption
+    (Flickr)."""
+    with open(path, newline="", encoding="utf-8-sig") as file:
         header = file.readline()
         file.seek(0)
         reader = csv.DictReader(file, delimiter="\t" if "\t" in header else ",")
@@ -1009,13 +1058,16 @@ def read_table(path, image=None, caption=None):
                 raise UserError(f"{path} has no column {column!r}, only {', '.join(columns) or 'an empty first line'}; name "
                                 f"yours with {path}:image=COLUMN,caption=COLUMN.")
         for row in reader:
-            if row[image]:
+            if None in row or not row[image]:
+                reason = "too many columns (a comma outside quotes?)" if None in row else "no image name"
+                yield Skipped(reason, f"{path}, line {reader.line_num}")
+            else:
                 yield row[image], row[caption]
 
 
 def read_token_file(path):
     """Flickr's `.token`: `x.jpg#0<TAB>caption` a line."""
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
         if line.strip():
             name, tab, caption = line.partition("\t")
             if not tab:
@@ -1024,18 +1076,27 @@ def read_token_file(path):
 
 
 def read_json(path, split):
-    """COCO captions or Karpathy's JSON -> (path, caption) rows; `split` (Karpathy only; train takes restval too)."""
+    """COCO captions or Karpathy's JSON -> (path, caption) rows or Skipped; `split` (Karpathy only; train takes restval too)."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+        data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}.") from None
-    if "annotations" in data and "images" in data:
-        names = {image["id"]: image["file_name"] for image in data["images"]}
-        return [(names[a["image_id"]], a["caption"]) for a in data["annotations"]]
-    if isinstance(data, dict) and "images" in data and data["images"] and "sentences" in data["images"][0]:
-        splits = ("train", "restval") if split == "train" else (split,)
-        return [(os.path.join(image.get("filepath", ""), image["filename"]), sentence["raw"])
-                for image in data["images"] if image["split"] in splits for sentence in image["sentences"]]
+    try:
+        if "annotations" in data and "images" in data:
+            names = {image["id"]: str(image["file_name"]) for image in data["images"]}
+            return [(names[a["image_id"]], str(a["caption"] or "")) if a["image_id"] in names else
+                    Skipped("caption without image", f"{path}, image_id {a['image_id']}") for a in data["annotations"]]
+        if "images" in data and "sentences" in data["images"][0]:
+            splits = ("train", "restval") if split == "train" else (split,)
+            images = [image for image in data["images"] if image["split"] in splits]
+            if not images:
+                raise UserError(f"{path} has no split {split!r}, only {', '.join(sorted({i['split'] for i in data['images']}))}.")
+            return [(os.path.join(image.get("filepath", ""), image["filename"]), str(sentence["raw"] or ""))
+                    for image in images for sentence in image["sentences"]]
+    except KeyError as error:
+        raise UserError(f"{path}: an image or annotation has no {error}; COCO captions and Karpathy's files do.") from None
+    except (TypeError, AttributeError, IndexError):
+        pass
     raise UserError(f"{path} is neither COCO captions (images, annotations) nor Karpathy's (images with sentences).")
 
 
@@ -1050,7 +1111,7 @@ def open_data(spec, image_root=None, split="train", image_size=48):
     name, knobs = parse_spec(spec)
     if name == "shapes":
         return World(**{"size": image_size, **cast_knobs(knobs, dataclasses.asdict(World()), "shapes")})
-    suffix = Path(name).suffix
+    suffix = Path(name).suffix.lower()
     if suffix == ".tar":
         return TarShards(name, **cast_knobs(knobs, {"resample": False, "buffer": 1000}, name))
     if not os.path.exists(name):
@@ -1063,14 +1124,19 @@ def open_data(spec, image_root=None, split="train", image_size=48):
     if suffix not in readers:
         raise UserError(f"--data {spec}: no reader for {suffix!r} files, only {', '.join(readers)}, .tar and directories.")
     known = {".json": {"split": split}, ".token": {}}.get(suffix, {"image": "filepath", "caption": "title"})
-    rows = readers[suffix](name, **cast_knobs(knobs, known, name))
+    if image_root and not os.path.isdir(image_root):
+        raise UserError(f"--image-root {image_root} is not a directory.")
     root = Path(image_root or Path(name).parent)
-    return CaptionTable(((root / path, caption) for path, caption in rows), name)
+    try:
+        rows = readers[suffix](name, **cast_knobs(knobs, known, name))
+        return CaptionTable((row if isinstance(row, Skipped) else (root / row[0], row[1]) for row in rows), name)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"Cannot read {name}: {error}; it must be UTF-8 text, quotes in pairs.") from None
 
 
 def open_class_folders(directory):
     """DIR/class name/image.jpg -> CaptionTable with labels; the caption is made from the folder's name."""
-    classes = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir())
+    classes = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir() and entry.name[0] != ".")
     if not classes:
         raise UserError(f"{directory} has no class folders.")
     rows = [(path, f"a photo of {article(name.replace('_', ' '))}.") for name in classes
@@ -1081,8 +1147,9 @@ def open_class_folders(directory):
 class Stream(IterableDataset):
     """Endless batches of one rank from a CaptionTable or TarShards, reproducible from (seed, rank, worker, position).
 
-    A batch: images (B, 3, S, S), tokens and mask (B, L), `position`: {worker: samples drawn so far}, and `skipped`: {worker:
-    {reason: [count, last example]}}. Give the positions back to continue at the same sample.
+    A batch: images (B, 3, S, S), tokens and mask (B, L), `skipped`: {worker: {reason: [count, last example]}}, and
+    `position`: {worker: (batches, samples, skipped so far)}. Give the positions of all workers (the latest of each) back to
+    continue with the next batch.
     """
 
     def __init__(self, source, tokenizer, transform, image_size, context, batch_size, seed, rank=0, world_size=1,
@@ -1092,37 +1159,37 @@ class Stream(IterableDataset):
         self.seed, self.rank, self.world_size, self.positions = seed, rank, world_size, positions or {}
 
     def __iter__(self):
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        worker, workers = whose_turn(self.positions)
         part, parts = self.rank * workers + worker, self.world_size * workers
-        position, skipped, in_a_row = self.positions.get(worker, 0), {}, 0
-        images, captions = [], []
+        batches, position, skipped = self.positions.get(worker, (0, 0, self.source.skipped if part == 0 else {}))
+        skipped, in_a_row, images, captions = dict(skipped), 0, [], []
         for sample in self.source.samples(self.seed, part, parts, position):
             if not isinstance(sample, Skipped):
                 position += 1
                 sample = self.load(*sample, seed=(self.seed, part, position))
             if isinstance(sample, Skipped):
-                count, _ = skipped.get(sample.reason, (0, None))
-                skipped[sample.reason] = [count + 1, sample.where]
+                sample.count(skipped)
                 in_a_row += 1
-                if in_a_row > 1000:
-                    raise UserError(f"{self.source.what}: 1,000 samples in a row could not be used, the last: {sample.where}.")
+                if in_a_row >= self.source.patience:
+                    raise StreamError(f"{self.source.what}: {in_a_row:,} samples in a row could not be used, the last: "
+                                      f"{sample.reason}, {sample.where}.")
                 continue
             in_a_row = 0
             images.append(sample[0])
             captions.append(sample[1])
             if len(images) == self.batch_size:
                 tokens, mask = self.tokenizer.batch(captions, self.context)
+                batches += 1
                 yield {"images": torch.stack(images), "tokens": tokens, "mask": mask,
-                       "position": {worker: position}, "skipped": {worker: dict(skipped)}}
+                       "position": {worker: (batches, position, dict(skipped))}, "skipped": {worker: dict(skipped)}}
                 images, captions = [], []
 
-    def load(self, file, caption, seed):
+    def load(self, file, caption, where=None, *, seed):
         """Decode and augment, with random numbers that depend on the sample's place in the stream alone."""
         try:
             image = open_image(file, self.least)
         except IMAGE_ERRORS as error:
-            return Skipped("unreadable image", f"{file if isinstance(file, str) else caption} ({error})")
+            return Skipped("unreadable image", f"{where or file} ({re.sub(' <.*>', '', str(error))})")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(mix_seed(*seed))
             return self.transform(image), caption
@@ -1136,13 +1203,22 @@ class WorldStream(IterableDataset):
         self.seed, self.rank, self.positions = seed, rank, positions or {}
 
     def __iter__(self):
-        info = get_worker_info()
-        worker = info.id if info else 0
-        for position in itertools.count(self.positions.get(worker, 0)):
-            sample = self.source.sample(self.batch_size, "train", mix_seed(self.seed, self.rank, worker, position))
+        worker, _ = whose_turn(self.positions)
+        for batches in itertools.count(self.positions.get(worker, (0,))[0]):
+            sample = self.source.sample(self.batch_size, "train", mix_seed(self.seed, self.rank, worker, batches))
             tokens, mask = self.tokenizer.batch(sample["captions"], self.context)
-            yield {"images": sample["images"], "tokens": tokens, "mask": mask, "position": {worker: position + 1},
+            yield {"images": sample["images"], "tokens": tokens, "mask": mask, "position": {worker: (batches + 1,)},
                    "skipped": {}}
+
+
+def whose_turn(positions):
+    """{worker: (batches, ...)} -> the worker whose stream this process continues, and the number of workers. A DataLoader
+    asks its process 0 first, so that one continues the stream with the fewest batches."""
+    info = get_worker_info()
+    if info is None:
+        return 0, 1
+    batches = [positions.get(worker, (0,))[0] for worker in range(info.num_workers)]
+    return (batches.index(min(batches)) + info.id) % info.num_workers, info.num_workers
 
 
 def mix_seed(*numbers):

@@ -142,9 +142,9 @@ def zeroshot(embed, source, options):
     """Top-1 accuracy. World: one object a scene, 64 colour-shape classes. Class folders: the folders' names."""
     if isinstance(source, common.World):
         sample = source.sample(WORLD_N, options.split, 1, objects=1)
-        names = [common.article(f"{c} {s}") for c in common.COLOUR_NAMES for s in common.SHAPE_NAMES]
+        names = [f"{c} {s}" for c in common.COLOUR_NAMES for s in common.SHAPE_NAMES]
         colour, shape = sample["scene"]["colour"][:, 0], sample["scene"]["shape"][:, 0]
-        scores = embed.images(sample["images"]) @ class_embeddings(embed.texts, names, ["a photo of {}", "{}"]).T
+        scores = embed.images(sample["images"]) @ world_classes(embed, names, "pair").T
         predicted = scores.argmax(1)
         right = predicted == colour * 8 + shape
         held = torch.tensor([pair in source.heldout_pairs for pair in zip(colour.tolist(), shape.tolist())])
@@ -217,6 +217,18 @@ def label_maps(source, sample, by):
     return ids.gather(1, segmentation.flatten(1)).view_as(segmentation), names
 
 
+PROMPTS = {  # how captions of the world speak of a class
+    "colour": ["{} " + shape for shape in common.SHAPE_NAMES],
+    "shape": [common.article(colour) + " {}" for colour in common.COLOUR_NAMES],
+    "pair": ["{}", "a photo of {}"],
+}
+
+
+def world_classes(embed, names, by):
+    """Text embeddings (C, E) of the world's colours, shapes or pairs, averaged over PROMPTS."""
+    return class_embeddings(embed.texts, names if by == "shape" else [common.article(name) for name in names], PROMPTS[by])
+
+
 def segment(patches, classes, size):
     """Patches (n, P, E), classes (C, E) -> maps (n, size, size) of 1 + the class of highest cosine, by nearest upsampling."""
     grid = int(patches.shape[1] ** 0.5)
@@ -236,7 +248,7 @@ def segmentation(embed, source, options):
     patches, result = embed.images(sample["images"], "encode_patches"), {}
     for by in ("colour", "shape", "pair"):
         truth, names = label_maps(source, sample, by)
-        predicted = segment(patches, class_embeddings(embed.texts, names, ["a photo of {}", "{}"]), source.size)
+        predicted = segment(patches, world_classes(embed, names, by), source.size)
         result[f"miou/{by}"] = mean_iou(predicted, truth)
         result[f"miou_fg/{by}"] = mean_iou(predicted, truth, foreground_only=True)
     return result
@@ -334,8 +346,7 @@ def draw_segmentation(embed, source, options, path):
     maps = {}
     for by in ("colour", "shape"):
         truth, names = label_maps(source, sample, by)
-        classes = class_embeddings(embed.texts, names, ["a photo of {}", "{}"])
-        maps[by] = truth, segment(patches, classes, source.size), names
+        maps[by] = truth, segment(patches, world_classes(embed, names, by), source.size), names
     for i, image in enumerate(sample["images"]):
         row = [(to_picture(image, side), "image")]
         for by, (truth, predicted, names) in maps.items():

@@ -1,0 +1,282 @@
+"""The tokenizer against ids of Hugging Face's BertWordPieceTokenizer, and its training against a literal reference."""
+
+import pickle
+import random
+import string
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import common
+
+BERT = Path(__file__).parents[1] / "../shared/data/bert-base-uncased-vocab.txt"
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+TINY = [*SPECIAL, "[MASK]", *"abci019—«»狗犬ßıσᄒ½", *string.punctuation, "##a", "##b", "##σ", "##ς", "##ᅡ", "##ᆫ", "##ß",
+        "##ʰ", "##ー", "un", "una", "##able", "ing", "##ing", "cafe", "mask", "sep", "h₂o"]
+WORDS = ("a an the two three red green blue yellow circle square triangle large small left right above below of is on "
+         "banana ananas bandana naan abab ababab aaaa aaaaa mississippi").split()
+
+
+@pytest.fixture(scope="module")
+def bert():
+    if not BERT.exists():
+        pytest.skip(f"{BERT} is not there")
+    return common.WordPiece(BERT)
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join(TINY) + "\n", encoding="utf-8")
+    return common.WordPiece(tmp_path / "vocab.txt")
+
+
+# Encoding ------------------------------------------------------------------------------------------------------------
+
+
+# The ids are those of tokenizers 0.23.3 (for the spelled-out special tokens: without its special tokens).
+@pytest.mark.parametrize("text, ids", [
+    ("", []),
+    (" \t \r\n\u00a0", []),
+    ('A man\'s "red-and-white" T-shirt, XL... $9.99!',
+     [1037, 2158, 1005, 1055, 1000, 2417, 1011, 1998, 1011, 2317, 1000, 1056, 1011, 3797, 1010, 28712, 1012, 1012, 1012,
+      1002, 1023, 1012, 5585, 999]),
+    ("Café Crème brûlée naïve e\u0301e\u0302 Ñandú",
+     [7668, 13675, 21382, 7987, 9307, 2063, 15743, 25212, 16660, 8566]),
+    ("İstanbul ılık Iğdır", [9960, 1104, 2140, 11722, 2243, 1045, 2290, 2094, 11722, 2099]),
+    ("straße ẞ Fußball", [2358, 27807, 1096, 11865, 19310, 7384]),
+    ("ΟΔΥΣΣΕΥΣ ΣΑΣ σας",
+     [1169, 29722, 29735, 29733, 29733, 29723, 29735, 29733, 1173, 14608, 29733, 1173, 14608, 19579]),
+    ("ﬁne oﬃce ﬂag", [1984, 2638, 100, 1985, 8490]),
+    ("狗dog犬\U00020000\U0002CEA1x", [100, 3899, 1908, 100, 100, 1060]),
+    ("a\U0002B81Fb a\U0002B820b a\U0002B920b", [1037, 100, 1038, 100, 1037, 100, 1038]),
+    ("한국어 각 か\u3099 ガ",
+     [1469, 30006, 30021, 29991, 30014, 30020, 29999, 30008, 1455, 30006, 30020, 1651, 1700]),
+    ("\U0001F469\u200d\U0001F469\u200d\U0001F467 a\U0001F600b \U0001F1E9\U0001F1EA", [100, 100, 100]),
+    ("shalom\u200f שלו\u05b9ם \u202eabc\u202c", [21146, 21297, 1266, 29799, 29792, 29800, 5925]),
+    ("का हिन्दी ラーメン xʰ",
+     [1315, 29876, 1339, 29877, 29863, 29861, 29878, 1731, 30265, 30252, 30263, 1060, 29706]),
+    ("soft\u00adware zero\u200bwidth \ufeffbom nul\0l rep\ufffdlaced",
+     [4007, 5717, 9148, 11927, 2232, 8945, 2213, 19701, 2999]),
+    ("no\u00a0break\u3000wide\u2028line\u2029para\ttab\r\nnew\x0bvt\x85nel\x1cfs",
+     [2053, 3338, 2898, 2240, 11498, 21628, 2047, 2615, 2102, 11877, 10343]),
+    ("“Hello”—world… ¿qué? «a» $5+3=8 ~x^y`|z",
+     [1523, 7592, 1524, 1517, 2088, 1529, 1094, 10861, 1029, 1077, 1037, 1090, 1002, 1019, 1009, 1017, 1027, 1022, 1066,
+      1060, 1034, 1061, 1036, 1064, 1062]),
+    ("un\ufdd0assigned \ue000private", [100, 2797]),
+    ("½ Å K １２ №5 H₂O x²", [1092, 1037, 1047, 100, 1578, 2629, 24833, 1060, 10701]),
+    ("##ing [MASK] [SEP] [unused1]",
+     [1001, 1001, 13749, 1031, 7308, 1033, 1031, 19802, 1033, 1031, 15171, 2487, 1033]),
+    ("a" * 100, [13360] + 48 * [11057] + [2050]),
+    ("a" * 101, [100]),
+    ("e\u0301" * 100, [25212] + 49 * [4402]),
+])
+def test_bert_ids(bert, text, ids):
+    assert bert.encode(text) == [101, *ids, 102]
+
+
+def test_bert_vocabulary(bert):
+    assert len(bert) == 30522 and (bert.pad, bert.unk, bert.cls, bert.sep) == (0, 100, 101, 102)
+
+
+@pytest.mark.parametrize("text, tokens", [
+    ("", ""),
+    ("  \t\r\n\u00a0\u2028\u3000", ""),
+    ("uning UNING uninging ing", "un ##ing un ##ing un ##ing ##ing ing"),
+    ("unab una", "una ##b una"),
+    ("unable", "[UNK]"),  # greedy: una first, no way back to un ##able
+    ("unz zun able", "[UNK] [UNK] [UNK]"),
+    ("Café CAFE\u0301 c\u0327afé", "cafe cafe cafe"),
+    ("a,b!?c'a", "a , b ! ? c ' a"),
+    ("a—b «c» $1+0^9`~", "a — b « c » $ 1 + 0 ^ 9 ` ~"),
+    ("[MASK] [SEP]", "[ mask ] [ sep ]"),
+    ("##ing", "# # ing"),
+    ("a狗b犬犬", "a 狗 b 犬 犬"),
+    *((f"a{char}b", "a [UNK] b") for char in "一鿿㐀䶿豈\U00020000\U0002A6DF\U0002A700\U0002B81F\U0002B920\U0002CEAF"),
+    *((f"a{char}b", "[UNK]") for char in "\U0002B820\U0002B91F\U0002CEB0あ"),
+    *((f"a{char}b", f"a {char} b") for char in string.punctuation),
+    ("aʰー", "a ##ʰ ##ー"),
+    ("İ ı I", "i ı i"),
+    ("ß ẞ aß", "ß ß a ##ß"),
+    ("ΣΣ", "σ ##σ"),
+    ("σς", "σ ##ς"),
+    ("한", "ᄒ ##ᅡ ##ᆫ"),
+    ("H₂O ½", "h₂o ½"),
+    ("a\u00adb a\u200bb a\0b a\ufffdb \ufeffa\u200f a\x1cb a\ue000b", "a ##b a ##b a ##b a ##b a a ##b a ##b"),
+    ("a\U0001F600b", "[UNK]"),
+    ("a\ufdd0b", "[UNK]"),
+    ("\u0301", ""),
+    ("a" * 100, "a" + " ##a" * 99),
+    ("a" * 101 + " b", "[UNK] b"),
+    ("a\u0301" * 100, "a" + " ##a" * 99),
+])
+def test_tokens(tiny, text, tokens):
+    ids = tiny.encode(text)
+    assert [tiny.vocab[i] for i in ids] == ["[CLS]", *tokens.split(), "[SEP]"]
+
+
+def test_a_caption_cannot_inject_a_special_token(tiny):
+    control = {tiny.ids[token] for token in ("[PAD]", "[CLS]", "[SEP]", "[MASK]")}
+    for text in ("[CLS][SEP][PAD][MASK]", " [SEP] ", "[sep]", "[\u00adSEP]"):
+        assert control.isdisjoint(tiny.encode(text)[1:-1])
+
+
+def test_truncation_keeps_sep(tiny):
+    text = "a b c " * 333 + "a"
+    whole = tiny.encode(text)
+    assert len(whole) == 1002
+    assert tiny.encode(text, 1002) == tiny.encode(text, 5000) == whole
+    for length in (2, 3, 77, 1001):
+        assert tiny.encode(text, length) == [*whole[: length - 1], tiny.sep]
+    assert tiny.encode("a b", 4) == tiny.encode("a b")
+    assert tiny.encode("", 2) == [tiny.cls, tiny.sep]
+
+
+@pytest.mark.parametrize("length", [1, 0, -1])
+def test_truncation_without_room_is_an_error(tiny, length):
+    with pytest.raises(common.UserError, match=f"max_length {length} "):
+        tiny.encode("a b c", length)
+
+
+def test_batch(tiny):
+    tokens, mask = tiny.batch(["a", "", "a b c"], 77)
+    cls, sep, pad, a, b, c = (tiny.ids[token] for token in ("[CLS]", "[SEP]", "[PAD]", "a", "b", "c"))
+    assert tokens.tolist() == [[cls, a, sep, pad, pad], [cls, sep, pad, pad, pad], [cls, a, b, c, sep]]
+    assert mask.tolist() == [[True] * 3 + [False] * 2, [True] * 2 + [False] * 3, [True] * 5]
+    assert (tokens.dtype, mask.dtype) == (torch.int64, torch.bool)
+
+    tokens, mask = tiny.batch(["a b c", "a " * 1000], 4)
+    assert tokens.tolist() == [[cls, a, b, sep], [cls, a, a, sep]] and mask.all()
+    assert tiny.batch(["", ""], 77)[0].shape == (2, 2)
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before, newline, after", [
+    ("", "\n", "\n"), ("", "\n", ""), ("", "\n", "\n\n"), ("", "\r\n", "\r\n"), ("", "\r\n", ""),
+    ("", "\r\n", "\r\n\r\n"), ("\ufeff", "\r\n", "\r\n"),
+])
+def test_vocabulary_files(tmp_path, before, newline, after):
+    file = tmp_path / "vocab.txt"
+    file.write_bytes((before + newline.join(TINY) + after).encode())
+    for vocab in (file, str(file)):
+        tokenizer = common.WordPiece(vocab)
+        assert tokenizer.vocab == TINY and len(tokenizer) == len(TINY)
+
+
+def test_a_blank_line_inside_keeps_the_ids_behind_it(tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL, "", "a"]) + "\n")
+    tokenizer = common.WordPiece(tmp_path / "vocab.txt")
+    assert len(tokenizer) == 6 and tokenizer.encode("a") == [2, 5, 3]
+
+
+def test_save_and_pickle(tmp_path, tiny):
+    tiny.save(tmp_path / "saved.txt")
+    assert (tmp_path / "saved.txt").read_bytes() == ("\n".join(TINY) + "\n").encode()
+    text = "Uning café, ΣΣ 한 z"
+    for copy in (common.WordPiece(tmp_path / "saved.txt"), common.WordPiece(TINY), pickle.loads(pickle.dumps(tiny))):
+        assert copy.vocab == TINY and len(copy) == len(tiny) and copy.encode(text) == tiny.encode(text)
+
+
+@pytest.mark.parametrize("token", SPECIAL)
+def test_missing_special_token(token):
+    with pytest.raises(common.UserError, match=rf"lacks \[{token[1:-1]}\]:"):
+        common.WordPiece([t for t in TINY if t != token])
+
+
+def test_unreadable_files(tmp_path):
+    with pytest.raises(common.UserError, match="nowhere.txt: No such file"):
+        common.WordPiece(tmp_path / "nowhere.txt")
+    with pytest.raises(common.UserError, match="directory"):
+        common.WordPiece(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\x80\xff\xfe")
+    with pytest.raises(common.UserError, match="binary is not UTF-8"):
+        common.WordPiece(tmp_path / "binary")
+    (tmp_path / "empty").touch()
+    with pytest.raises(common.UserError, match=r"lacks \[PAD\] \[UNK\] \[CLS\] \[SEP\]"):
+        common.WordPiece(tmp_path / "empty")
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+def literal_training(captions, size):
+    """Counts every pair anew before every merge; the words are plain, so split() finds them."""
+    words = Counter(word for caption in captions for word in caption.split())
+    pieces = {word: [char if i == 0 else "##" + char for i, char in enumerate(word)] for word in words}
+    vocab = SPECIAL + sorted(set(sum(pieces.values(), [])))
+    while len(vocab) < size:
+        pairs = Counter()
+        for word, p in pieces.items():
+            for i in range(len(p) - 1):
+                pairs[p[i], p[i + 1]] += words[word]
+        if not pairs:
+            break
+        x, y = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        vocab.append(x + y[2:])
+        for p in pieces.values():
+            i = 0
+            while i < len(p) - 1:
+                if (p[i], p[i + 1]) == (x, y):
+                    p[i : i + 2] = [x + y[2:]]
+                i += 1
+    return vocab
+
+
+def plain_captions(seed):
+    rng = random.Random(seed)
+    letters = "ab" if seed % 2 else "abcdefg"
+    words = WORDS + ["".join(rng.choices(letters, k=rng.randint(1, 9))) for _ in range(60)]
+    return [" ".join(rng.choices(words, k=rng.randint(1, 12))) for _ in range(60)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("size", [60, 150, 10_000])
+def test_training_equals_the_literal_one(seed, size):
+    captions = plain_captions(seed)
+    vocab = common.train_wordpiece(captions, size)
+    assert vocab == literal_training(captions, size)
+    assert len(vocab) == len(set(vocab)) and (len(vocab) == size or size == 10_000)
+
+
+def test_training_does_not_depend_on_the_order_of_the_captions():
+    captions = plain_captions(0)
+    assert common.train_wordpiece(captions, 150) == common.train_wordpiece(captions[::-1], 150)
+
+
+def test_training_by_hand():
+    captions = ["abc abc abc", "xbc xbc"]
+    vocab = common.train_wordpiece(captions, 100)
+    assert vocab == [*SPECIAL, "##b", "##c", "a", "x", "##bc", "abc", "xbc"]
+    assert common.train_wordpiece(captions, 9) == vocab[:9]
+    # ties are alphabetical: (##b, ##d) before (a, ##b); the counts are those after each merge
+    assert common.train_wordpiece(["abc abc", "abd abd abd", "zbc zbc zbc"], 100)[9:] == [
+        "##bc", "##bd", "abd", "zbc", "abc"]
+
+
+@pytest.mark.parametrize("size", [60, 10_000])
+def test_no_training_word_is_unknown(size):
+    captions = plain_captions(0) + ["Café — 3 red/blue T-shirts, ΣΑΣ 狗狗 한국 ﬁne \U0001F600!"]
+    tokenizer = common.WordPiece(common.train_wordpiece(captions, size))
+    assert tokenizer.unk not in sum(map(tokenizer.encode, captions), [])
+
+
+def test_merging_stops_when_every_word_is_one_token():
+    captions = plain_captions(0)
+    tokenizer = common.WordPiece(common.train_wordpiece(captions, 10_000))
+    assert len(tokenizer) < 10_000
+    assert all(len(tokenizer.encode(caption)) == len(caption.split()) + 2 for caption in captions)
+
+
+def test_words_above_100_characters_are_not_learned():
+    assert common.train_wordpiece(["ab " + "z" * 101], 100) == [*SPECIAL, "##b", "a", "ab"]
+    assert "z" * 100 in common.train_wordpiece(["z" * 100], 1000)
+
+
+def test_size_too_small():
+    with pytest.raises(common.UserError, match="A vocabulary of 6 is too small.* 7 "):
+        common.train_wordpiece(["ab c"], 6)
+    assert common.train_wordpiece(["ab c"], 7) == [*SPECIAL, "##b", "a", "c"]
+    assert common.train_wordpiece([], 4) == common.train_wordpiece(["", " "], 4) == SPECIAL

@@ -1,0 +1,315 @@
+"""The embedded world: its captions, labels and negatives are true, its splits share nothing."""
+
+import itertools
+import random
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+import common
+from common import COLOURS, MEAN, RELATIONS, STD, UserError, World, open_data
+
+NUMBERS = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7}
+NOUN = rf"an? (?:(small|large) )?(?:({'|'.join(COLOURS)}) )?({'|'.join(common.SHAPES)})"
+
+
+def parse(caption):
+    """Caption -> list of described objects (size, colour, shape; None: unsaid) and of relations (index, name, index)."""
+    for opening in sorted(common.OPENINGS, key=len, reverse=True):
+        if opening and caption.startswith(opening + " "):
+            caption = caption[len(opening) + 1:]
+            break
+    for closing in sorted(common.CLOSINGS, key=len, reverse=True):
+        if closing and caption.endswith(" " + closing):
+            caption = caption[: -len(closing) - 1]
+            break
+    described, relations = [], []
+    for phrase in re.split(r" and | with | , | next to | as well as ", caption):
+        if match := re.fullmatch(rf"({'|'.join(NUMBERS)}) (\w+) (crosse|\w+)s", phrase):
+            described += [(None, match[2], match[3].replace("crosse", "cross"))] * NUMBERS[match[1]]
+        else:
+            first, *rest = re.split(f" ({'|'.join(RELATIONS)}) ", phrase)
+            described.append(re.fullmatch(NOUN, first).groups())
+            if rest:
+                relations.append((len(described) - 1, rest[0], len(described)))
+                described.append(re.fullmatch(NOUN, rest[1]).groups())
+    return described, relations
+
+
+def true_of(caption, objects, of_all=False):
+    """Whether distinct objects of the scene fit the words; of_all: and whether no object is left over."""
+    described, relations = parse(caption)
+    if of_all and len(described) != len(objects):
+        return False
+    before = {"left of": lambda a, b: a["x"] < b["x"], "right of": lambda a, b: a["x"] > b["x"],
+              "above": lambda a, b: a["y"] < b["y"], "below": lambda a, b: a["y"] > b["y"]}
+    return any(
+        all(said in (None, o[key]) for d, o in zip(described, chosen) for said, key in zip(d, ("size", "colour", "shape")))
+        and all(before[name](chosen[i], chosen[j]) for i, name, j in relations)
+        for chosen in itertools.permutations(objects, len(described)))
+
+
+def thing(colour, shape, size="large", x=12.0, y=12.0):
+    return {"colour": colour, "shape": shape, "size": size, "x": x, "y": y}
+
+
+def compositions(scene):
+    """Scenes -> set of what stands at which pixel, whatever the order."""
+    x, y = scene["centre"].long().unbind(-1)
+    code = (((scene["colour"] * 8 + scene["shape"]) * 2 + scene["large"]) * 100 + x) * 100 + y + 1
+    return set(map(tuple, (code * scene["present"]).sort(1).values.tolist()))
+
+
+def scenes(world, n, split, seed=0, objects=None):
+    return world.scenes(n, split, torch.Generator().manual_seed(seed), objects)
+
+
+def test_the_parser_of_these_tests_can_say_no():
+    red, blue = thing("red", "circle", x=10.0), thing("blue", "cross", "small", x=30.0)
+    assert true_of("a photo of a large red circle left of a cross and nothing else", [red, blue], of_all=True)
+    assert not true_of("a red circle right of a blue cross", [red, blue])
+    assert not true_of("a small red circle", [red, blue])
+    assert not true_of("two red circles", [red, blue])
+    assert true_of("three blue crosses , a circle", [red, blue, blue, blue], of_all=True)
+    assert not true_of("a red circle", [red, blue], of_all=True)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"relations": 1.0}, {"objects": 4, "relations": 0.0}])
+def test_captions_describe_every_object_and_nothing_else(knobs):
+    sample = World(**knobs).sample(1500, "train", 0)
+    wrong = [(c, o) for c, o in zip(sample["captions"], sample["objects"]) if not true_of(c, o, of_all=True)]
+    assert not wrong, wrong[:3]
+
+
+def test_counts():
+    objects = [thing("red", "circle", "small"), thing("red", "circle"), thing("red", "circle")]
+    captions = {World(relations=0.0, fillers=False).caption(objects, random.Random(i)) for i in range(20)}
+    assert captions == {"three red circles"}
+    words = Counter(" ".join(World().sample(2000, "train", 0)["captions"]).split())
+    assert words["two"] > 50 and words["large"] > 100
+
+
+def test_relations_and_fillers_are_shares():
+    def share(pattern, **knobs):
+        captions = World(**knobs).sample(1000, "train", 0)["captions"]
+        return sum(bool(re.search(pattern, c)) for c in captions) / 1000
+
+    relation = "|".join(RELATIONS)
+    assert share(relation, relations=0.0) == 0
+    assert 0.5 < share(relation, relations=1.0) < 0.7   # two scenes in three have two objects
+    assert 0.1 < share(relation) < 0.3
+    filler = "|".join(filter(None, common.OPENINGS + common.CLOSINGS))
+    assert share(filler) > 0.5 and share(filler, fillers=False) == 0
+
+
+def test_training_captions_hold_every_word():
+    known = set(" ".join(World().sample_captions(100_000)).split())
+    assert set(" ".join(World().sample(3000, "test", 1)["captions"]).split()) <= known
+    assert len(World().sample_captions(10)) == 10
+
+
+@pytest.mark.parametrize("objects", [1, 2, None])
+def test_splits_share_no_scene(objects):
+    found = {split: compositions(scenes(World(), 20_000, split, objects=objects)) for split in ("train", "val", "test")}
+    for a, b in itertools.combinations(found, 2):
+        assert not found[a] & found[b]
+    assert len(found["train"]) > len(found["test"]) > 20
+
+
+@pytest.mark.parametrize("heldout", [0, 6, 32])
+def test_heldout_pairs_are_in_test_only(heldout):
+    world = World(heldout=heldout)
+    assert len(set(world.heldout_pairs)) == heldout
+
+    def pairs(split):
+        s = scenes(world, 5000, split)
+        return set(zip(s["colour"][s["present"]].tolist(), s["shape"][s["present"]].tolist()))
+
+    assert pairs("train") == set(itertools.product(range(8), range(8))) - set(world.heldout_pairs)
+    assert len(pairs("test")) == 64
+
+
+def test_same_seed_same_sample():
+    a, b, c = (World().sample(8, "train", seed) for seed in (1, 1, 2))
+    assert torch.equal(a["images"], b["images"]) and torch.equal(a["segmentation"], b["segmentation"])
+    assert a["captions"] == b["captions"] and a["objects"] == b["objects"]
+    assert not torch.equal(a["images"], c["images"]) and a["captions"] != c["captions"]
+
+
+@pytest.mark.parametrize("objects", range(1, 8))
+def test_exact_number_of_objects(objects):
+    world = World(objects=objects)
+    sample = world.sample(200, "test", 0, objects=objects)
+    assert {len(o) for o in sample["objects"]} == {objects}
+    assert (sample["segmentation"].amax((1, 2)) == objects).all()
+    free = Counter(map(len, world.sample(700, "test", 0)["objects"]))
+    assert set(free) == set(range(1, objects + 1)) and min(free.values()) > 100 / objects
+
+
+@pytest.mark.parametrize("knobs", [{}, {"objects": 7}, {"size": 16}, {"size": 33, "large": 0.32, "objects": 4}])
+def test_segmentation_shows_every_object_where_and_as_it_is(knobs):
+    world = World(**knobs)
+    sample = world.sample(300, "test", 0)
+    scene, segmentation = sample["scene"], sample["segmentation"]
+    images = sample["images"] * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]
+    assert images.min() > -1e-5 and images.max() < 1 + 1e-5
+    y, x = torch.meshgrid(*[torch.arange(world.size) + 0.5] * 2, indexing="ij")
+    for i, k in itertools.product(range(300), range(world.objects)):
+        mask = segmentation[i] == k + 1
+        assert mask.any() == scene["present"][i, k]
+        if mask.any():
+            centre, radius = scene["centre"][i, k], scene["radius"][i, k]
+            distance = torch.hypot(x[mask] - centre[0], y[mask] - centre[1])
+            assert distance.max() < 1.27 * radius  # the triangle's corners
+            if knobs == {}:
+                assert torch.hypot(x[mask].mean() - centre[0], y[mask].mean() - centre[1]) < 0.5 * radius
+                colour = torch.tensor(list(COLOURS.values())[scene["colour"][i, k]])
+                assert (images[i, :, mask].mean(1) - colour).abs().max() < 0.25
+    assert segmentation.max() <= world.objects
+
+
+def test_mean_colour_tells_the_objects_apart():
+    sample = World(noise=0.0).sample(500, "test", 0)
+    images = sample["images"] * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]
+    table, right = torch.tensor(list(COLOURS.values())), []
+    for image, segmentation, colour, present in zip(images, sample["segmentation"], sample["scene"]["colour"],
+                                                    sample["scene"]["present"]):
+        for k in present.nonzero()[:, 0].tolist():
+            seen = image[:, segmentation == k + 1].mean(1)
+            right.append(int(torch.cosine_similarity(table, seen, dim=1).argmax() == colour[k]))
+    assert sum(right) / len(right) > 0.95
+
+
+def test_sizes_do_not_overlap():
+    scene = scenes(World(), 1000, "train")
+    small, large = scene["radius"][~scene["large"]] / 48, scene["radius"][scene["large"]] / 48
+    assert 0.125 < small.min() and small.max() < 0.155 < 0.179 < large.min() and large.max() < 0.221
+
+
+def test_noise_is_the_deviation_of_the_background():
+    for noise in (0.0, 0.04, 0.1):
+        sample = World(noise=noise).sample(50, "test", 0, objects=1)
+        images = sample["images"] * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]
+        corner = images[..., :6, :6].flatten(2)[(sample["segmentation"][:, :9, :9] == 0).all(2).all(1)]
+        assert abs(corner.std(-1).mean() - noise) < 0.15 * noise + 1e-6
+
+
+def test_boxes_enclose_the_segmentation():
+    world = World()
+    sample = world.sample(100, "test", 0)
+    boxes = world.boxes(sample["segmentation"])
+    for segmentation, row, present in zip(sample["segmentation"], boxes, sample["scene"]["present"]):
+        for k in range(3):
+            ys, xs = torch.nonzero(segmentation == k + 1, as_tuple=True)
+            expected = [xs.min(), ys.min(), xs.max() + 1, ys.max() + 1] if present[k] else [0, 0, 0, 0]
+            assert row[k].tolist() == [float(v) for v in expected]
+
+
+def test_objects_are_those_of_the_scene():
+    sample = World().sample(50, "val", 3)
+    for i, objects in enumerate(sample["objects"]):
+        for k, o in enumerate(objects):
+            assert o["colour"] == common.COLOUR_NAMES[sample["scene"]["colour"][i, k]]
+            assert o["shape"] == common.SHAPE_NAMES[sample["scene"]["shape"][i, k]]
+            assert o["size"] == ("large" if sample["scene"]["large"][i, k] else "small")
+            assert [o["x"], o["y"]] == sample["scene"]["centre"][i, k].tolist()
+
+
+KINDS = {"replace_att", "replace_obj", "replace_rel", "add_att", "add_obj", "swap_att", "swap_obj"}
+
+
+@pytest.mark.parametrize("objects", [None, 7])
+def test_hard_negatives_are_false_and_their_captions_true(objects):
+    world, rng, seen = World(objects=objects or 3), random.Random(0), Counter()
+    lists = world.objects_of(scenes(world, 1500, "test", objects=objects))
+    for o in lists:
+        for kind, (caption, negative) in world.hard_negatives(o, rng).items():
+            seen[kind] += 1
+            assert true_of(caption, o), (kind, caption, o)
+            assert not true_of(negative, o), (kind, negative, o)
+            if kind.startswith("swap"):
+                assert sorted(re.findall(r"\w{2,}", caption.replace("an ", "a "))) == \
+                    sorted(re.findall(r"\w{2,}", negative.replace("an ", "a ")))
+    assert set(seen) == KINDS
+    assert min(seen.values()) > 0.4 * len(lists)
+
+
+def test_hard_negatives_that_the_scene_does_not_admit_lack():
+    one = World().hard_negatives([thing("red", "circle")], random.Random(0))
+    assert set(one) == {"replace_att", "replace_obj", "add_obj", "add_att"}
+    both_sizes = World().hard_negatives([thing("red", "circle"), thing("red", "circle", "small", 36.0)], random.Random(0))
+    assert "add_att" not in both_sizes
+    crossed = [thing("red", "circle"), thing("blue", "square", x=36.0), thing("blue", "circle", y=36.0)]
+    for seed in range(20):
+        for caption, negative in World().hard_negatives(crossed, random.Random(seed)).values():
+            assert true_of(caption, crossed) and not true_of(negative, crossed)
+
+
+class Recorder(World):
+    """Keeps the scenes that it renders."""
+
+    rendered = []
+
+    def render(self, scene, generator):
+        self.rendered.append(scene)
+        return super().render(scene, generator)
+
+
+@pytest.mark.parametrize("objects", [1, 3])
+def test_winoground_swaps_truth_with_the_same_words(objects, monkeypatch):
+    world = Recorder(objects=objects)
+    monkeypatch.setattr(Recorder, "rendered", [])
+    images, captions = world.winoground(60, seed=0)
+    assert images.shape == (60, 2, 3, 48, 48) and len(captions) == 60
+    first, second = map(world.objects_of, world.rendered)
+    for pair, a, b in zip(captions, first, second):
+        assert sorted(pair[0].split()) == sorted(pair[1].split())
+        assert true_of(pair[0], a, of_all=True) and true_of(pair[1], b, of_all=True)
+        assert not true_of(pair[0], b) and not true_of(pair[1], a)
+    assert images.min() < -1 and images.max() > 1  # normalised as sample's are
+    again, words = World(objects=objects).winoground(60, seed=0)
+    assert torch.equal(images, again) and words == captions
+
+
+def test_winoground_scenes_are_not_in_train(monkeypatch):
+    world = Recorder()
+    monkeypatch.setattr(Recorder, "rendered", [])
+    world.winoground(200, seed=0)
+    train = compositions(scenes(world, 60_000, "train", objects=2))
+    for scene in world.rendered:
+        assert not compositions(scene) & train
+
+
+def test_winoground_gives_as_many_pairs_as_asked():
+    assert [len(World().winoground(n, seed)[1]) for n in (1, 2, 5) for seed in range(20)] == [1] * 20 + [2] * 20 + [5] * 20
+
+
+@pytest.mark.parametrize("knob", ["size=0", "size=-48", "size=8", "size=100000", "objects=0", "objects=8", "noise=-1", "noise=nan",
+                                  "noise=7", "heldout=-1", "heldout=33", "relations=1.5", "relations=-0.1", "small=0", "small=-0.1",
+                                  "small=0.01", "small=0.3", "large=0.1", "large=0.9", "large=inf", "colour=3", "size=big"])
+def test_absurd_knobs_are_refused(knob):
+    name, value = knob.split("=")
+    with pytest.raises(UserError) as error:
+        open_data(f"shapes:{knob}")
+    message = str(error.value)
+    assert "shapes" in message and name in message and "\n" not in message
+    if name != "colour":
+        assert value in message
+
+
+def test_objects_and_split_are_checked():
+    with pytest.raises(UserError, match="5 objects.*objects=3"):
+        World().sample(1, "train", 0, objects=5)
+    with pytest.raises(UserError, match="0 objects"):
+        World().sample(1, "train", 0, objects=0)
+    with pytest.raises(UserError, match="'dev'.*train, val, test"):
+        World().sample(1, "dev", 0)
+
+
+def test_knobs_reach_the_world():
+    world = open_data("shapes:objects=2,noise=0.1,fillers=0", image_size=64)
+    assert world == World(size=64, objects=2, noise=0.1, fillers=False)
+    assert open_data("shapes:size=32", image_size=64).size == 32
+    assert open_data("shapes") == World()
