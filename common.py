@@ -47,14 +47,15 @@ def parse_spec(spec):
 
 def cast_knobs(knobs, defaults, what):
     """Cast the strings of a spec to the types of `defaults` (name -> value); an unknown name raises UserError."""
+    truth = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     cast = {}
     for key, text in knobs.items():
         if key not in defaults:
             raise UserError(f"{what} has no setting {key!r}; it has {', '.join(sorted(defaults))}.")
         kind = type(defaults[key])
         try:
-            cast[key] = text.lower() in ("1", "true", "yes") if kind is bool else kind(text)
-        except ValueError:
+            cast[key] = truth[text.lower()] if kind is bool else kind(text)
+        except (ValueError, KeyError):
             raise UserError(f"{what}: {key}={text!r} is not of type {kind.__name__} (default {defaults[key]}).") from None
     return cast
 
@@ -125,6 +126,8 @@ class Attention(nn.Module):
 
     def __init__(self, width, heads):
         super().__init__()
+        if width % heads:
+            raise UserError(f"width {width} is not a multiple of heads {heads}.")
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
@@ -299,8 +302,8 @@ class TextTransformer(nn.Module):
 
 
 VIT_PRESETS = {
-    # the embedded world: a convolutional stem with a receptive field of 15 pixels, and two blocks
-    "tiny": dict(image_size=48, patch_size=8, width=96, depth=2, heads=3, stem=((32, 2), (64, 2), (128, 2))),
+    # the embedded world: a convolutional stem with a receptive field of 31 pixels, and two blocks
+    "tiny": dict(image_size=48, patch_size=8, width=96, depth=2, heads=3, stem=((32, 2), (64, 2), (128, 2), (128, 1))),
     "ViT-S/16": dict(patch_size=16, width=384, depth=12, heads=6),     # DeiT (arXiv 2012.12877), Table 1
     "ViT-B/32": dict(patch_size=32, width=768, depth=12, heads=12),    # ViT (arXiv 2010.11929), Table 1
     "ViT-B/16": dict(patch_size=16, width=768, depth=12, heads=12),    # ViT, Table 1
@@ -736,11 +739,12 @@ class World:
         shapes = {o["shape"] for o in objects}
         other_shape = rng.choice([s for s in SHAPE_NAMES if s not in shapes])
         name = article(f"{a['colour']} {a['shape']}")
+        everything = " and ".join(article(f"{o['colour']} {o['shape']}") for o in objects)
         other_size = "small" if a["size"] == "large" else "large"
         pairs = {
             "replace_att": (name, article(f"{other_colour} {a['shape']}")),
             "replace_obj": (name, article(f"{a['colour']} {other_shape}")),
-            "add_obj": (name, f"{name} and {article(f'{other_colour} {other_shape}')}"),
+            "add_obj": (everything, f"{everything} and {article(f'{other_colour} {other_shape}')}"),
         }
         if all(o["size"] == a["size"] for o in objects if (o["colour"], o["shape"]) == (a["colour"], a["shape"])):
             pairs["add_att"] = (name, article(f"{other_size} {a['colour']} {a['shape']}"))
@@ -768,7 +772,8 @@ class World:
         scene = world.scenes(30 * n + 200, "test", generator, objects=2)  # one in 15 will do
         mirror = {**scene, "colour": scene["colour"].clone()}
         mirror["colour"][:, :2] = scene["colour"][:, [1, 0]]
-        keep = world.in_split(mirror, "test") & (scene["colour"][:, 0] != scene["colour"][:, 1]) & (scene["shape"][:, 0] != scene["shape"][:, 1])
+        differ = [scene[name][:, 0] != scene[name][:, 1] for name in ("colour", "shape")]
+        keep = world.in_split(mirror, "test") & differ[0] & differ[1]
         scene, mirror = ({name: value[keep][:n] for name, value in s.items()} for s in (scene, mirror))
         captions = [[f"{article(o[0]['colour'] + ' ' + o[0]['shape'])} and {article(o[1]['colour'] + ' ' + o[1]['shape'])}"
                      for o in pair] for pair in zip(self.objects_of(scene), self.objects_of(mirror))]

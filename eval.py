@@ -283,18 +283,23 @@ def to_picture(image, side):
     return to_pil_image(image.clamp(0, 1)).resize((side, side), Image.Resampling.NEAREST)
 
 
-def sheet(rows, path, side, title):
-    """Rows of (PIL image, label) cells -> one PNG with the label above each cell and a title on top."""
-    font, cell = ImageFont.load_default(13), side + 8
-    width = max(cell * max(map(len, rows)) + 8, 640)
-    page = Image.new("RGB", (width, 28 + len(rows) * (cell + 18)), "white")
+def sheet(rows, path, side, title, legend=()):
+    """Rows of (PIL image, label) cells -> one PNG: a title, a legend of (colour, name), a label of one or two lines a cell."""
+    font, cell, top = ImageFont.load_default(12), side + 8, 52 if legend else 28
+    tall = side + 20 + 14 * any("\n" in label for row in rows for _, label in row)
+    page = Image.new("RGB", (max(cell * max(map(len, rows)) + 8, 640), top + len(rows) * tall), "white")
     draw = ImageDraw.Draw(page)
     draw.text((8, 6), title, "black", font)
+    x = 8
+    for colour, name in legend:
+        draw.rectangle((x, 30, x + 12, 42), fill=colour, outline="black")
+        draw.text((x + 18, 28), name, "black", font)
+        x += 34 + int(font.getlength(name))
     for r, row in enumerate(rows):
         for c, (image, label) in enumerate(row):
-            x, y = 8 + c * cell, 28 + r * (cell + 18)
-            draw.text((x, y), label, "black", font)
-            page.paste(image.resize((side, side), Image.Resampling.NEAREST), (x, y + 18))
+            x, y = 8 + c * cell, top + (r + 1) * tall - side - 4
+            draw.multiline_text((x, y - 2), label, "black", font, anchor="ld", spacing=1)
+            page.paste(image.resize((side, side), Image.Resampling.NEAREST), (x, y))
     page.save(path)
 
 
@@ -352,12 +357,12 @@ def draw_segmentation(embed, source, options, path):
         for by, (truth, predicted, names) in maps.items():
             present = ", ".join(names[c - 1] for c in truth[i].unique().tolist() if c)
             inside = torch.where(truth[i] > 0, predicted[i], 0)
-            for label, m in ((f"truth: {present}", truth[i]), (f"{by} of each patch", predicted[i]),
-                             (f"{by}, objects only", inside)):
-                row.append((to_pil_image(PALETTE[m].permute(2, 0, 1)), label[: side // 7 + 2]))
+            for label, m in ((f"true {by}s:\n{present}", truth[i]), (f"{by} found\nfor each patch", predicted[i]),
+                             (f"{by} found,\nobjects only", inside)):
+                row.append((to_pil_image(PALETTE[m].permute(2, 0, 1)), label))
         rows.append(row)
-    legend = "; ".join(f"{by}: " + " ".join(maps[by][2]) for by in maps)
-    sheet(rows, path, side, f"Zero-shot segmentation. Palette in the order red green blue yellow purple orange pink white. {legend}")
+    legend = [(tuple(PALETTE[i + 1].tolist()), f"{c} or {s}") for i, (c, s) in enumerate(zip(maps["colour"][2], maps["shape"][2]))]
+    sheet(rows, path, side, "Zero-shot segmentation: each patch takes the class whose text is nearest", legend)
     return True
 
 
@@ -381,6 +386,8 @@ def build_model(config, tokenizer):
 def evaluate(embed, source, options):
     """Run the tasks of `options.tasks`, or all that the data can serve -> {metric: float}."""
     usable = [name for name, (_, can_use) in TASKS.items() if can_use(source)]
+    if not usable:
+        raise UserError(f"No task can evaluate on {options.data}: give --data captions, class folders, SugarCrepe or shapes.")
     result = {}
     for name in options.tasks or usable:
         if name not in usable:

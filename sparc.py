@@ -59,8 +59,8 @@ class Config:
 
 PAPER = dict(text_encoder="12x768:context=55,causal=0", lr=9e-4, weight_decay=0.2, warmup=2500, batch=16384, steps=200_000)
 PRESETS = {  # settings of this file and of train.py by name; --flags go before them
-    "tiny": dict(image_encoder="tiny", text_encoder="tiny", data="shapes", embed_dim=128, batch=128, steps=600, lr=2e-3,
-                 weight_decay=0.1, warmup=50),
+    "tiny": dict(image_encoder="tiny", text_encoder="tiny", data="shapes", embed_dim=128, h_v="residual", lambda_f=0.5,
+                 batch=128, steps=600, lr=2e-3, weight_decay=0.1, warmup=50),
     # Sec. 4.1, D.1, D.4. lr and weight decay: the middle of the paper's sweeps; batch: "16348" read as 16384
     "b32": dict(image_encoder="ViT-B/32", **PAPER),
     "b16": dict(image_encoder="ViT-B/16", **PAPER),
@@ -236,23 +236,25 @@ class Model(nn.Module):
 
 
 if __name__ == "__main__":
-    # Eight pictures of one patch row each: patch p of picture i holds a word's vector. L_f alone finds which patch is which.
+    # Made-up pictures: patch place[i, l] of picture i shows word l of its caption, as a vector; the other patches are noise.
     torch.manual_seed(0)
-    B, L, P, E = 8, 4, 9, 32
-    meaning = torch.randn(20, E)                                         # what each of 20 words looks like
-    words = torch.stack([torch.randperm(20)[:L] for _ in range(B)])      # (B, L)
-    place = torch.stack([torch.randperm(P)[:L] for _ in range(B)])       # (B, L), the patch that shows word l
-    images = 0.3 * torch.randn(B, P, E)
-    images.scatter_add_(1, place[..., None].expand(-1, -1, E), meaning[words])
-    embedding, adaptor = nn.Embedding(20, E), nn.Linear(E, E, bias=False)
+    B, L, P, E, vocabulary = 64, 4, 9, 32, 20
+    looks = torch.randn(vocabulary, E)                                   # how a word looks in a picture
+    embedding, adaptor = nn.Embedding(vocabulary, E), nn.Linear(E, E, bias=False)
     optimizer = torch.optim.Adam([*embedding.parameters(), *adaptor.parameters()], lr=1e-2)
     mask = torch.ones(B, L, dtype=torch.bool)
-    for step in range(201):
-        t, patches = embedding(words), adaptor(images)
-        loss = global_loss(patches.mean(1), t.mean(1), 10.0) + fine_grained_loss(t, patches, mask, 10.0)
+    for step in range(101):
+        words = torch.rand(B, vocabulary).argsort(1)[:, :L]              # (B, L)
+        place = torch.rand(B, P).argsort(1)[:, :L]                       # (B, L)
+        pictures = 0.3 * torch.randn(B, P, E)
+        pictures.scatter_add_(1, place[..., None].expand(-1, -1, E), looks[words])
+        t, v = embedding(words), adaptor(pictures)                       # (B, L, E), (B, P, E)
+        loss_g, loss_f = global_loss(v.mean(1), t.mean(1), 10.0), fine_grained_loss(t, v, mask, 10.0)
         optimizer.zero_grad()
-        loss.backward()
+        (0.5 * loss_g + 0.5 * loss_f).backward()
         optimizer.step()
-        if step % 50 == 0:
-            found = (alignment_weights(t, patches).argmax(-1) == place).float().mean()
-            print(f"step {step:3d}  loss {loss.item():.3f}  words aligned to the patch that shows them {found:.2f}")
+        if step % 20 == 0:
+            found = (alignment_weights(t, v).argmax(-1) == place).float().mean()
+            wrong = fine_grained_loss(t, v.roll(1, 0), mask, 10.0)
+            print(f"step {step:3d}  L_g {loss_g.item():.3f}  L_f {loss_f.item():.3f}  L_f on a wrong picture {wrong.item():.3f}  "
+                  f"words whose heaviest patch is theirs {found.item():.0%}")

@@ -132,20 +132,21 @@ def read_config(flags):
     return {key: value for key, value in config.items() if key not in ("argv", "git", "machine")}
 
 
-def open_run(config, rank):
-    """Choose and create the run's directory; an old run is never overwritten."""
+def choose_run(config):
+    """The run's directory, the same on every rank; an old run is never overwritten."""
     if not config["out"]:
         names = (f"runs/{config['method']}{suffix}" for suffix in ("", *(f"-{i}" for i in range(2, 10**6))))
-        config["out"] = next(name for name in names if not Path(name).exists())
+        config["out"] = common.gather_objects(next(name for name in names if not Path(name).exists()))[0]
     out = Path(config["out"])
     if not config["resume"] and (out / "last.pt").exists():
         raise UserError(f"{out} holds a run: continue it with --resume or choose another --out.")
-    if rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
     return out
 
 
-def write_config(config, out):
+def write_run(config, tokenizer, out):
+    """Create the run's directory with what eval.py and --resume need to build the model again."""
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(out / "vocab.txt")
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
     record = config | {"argv": sys.argv, "git": git.stdout.strip() or None,
                        "machine": f"{platform.machine()} {platform.node()}, torch {torch.__version__}"}
@@ -179,8 +180,7 @@ def load_weights(config, model):
     """Pretrained towers, with a line for everything that did not fit."""
     for flag, encoder in (("image_weights", model.image_encoder), ("text_weights", model.text_encoder)):
         if config[flag]:
-            state = common.load_checkpoint(config[flag])
-            for line in common.load_encoder_weights(encoder, state.get("state_dict", state.get("model", state))):
+            for line in common.load_encoder_weights(encoder, common.load_checkpoint(config[flag])):
                 print(f"{flag}: {line}")
 
 
@@ -289,7 +289,7 @@ def train(config):
     rank, world_size, device = common.init_distributed()
     if config["batch"] % world_size:
         raise UserError(f"--batch {config['batch']} is global and must be a multiple of the {world_size} ranks.")
-    out = open_run(config, rank)
+    out = choose_run(config)
     encoder = common.encoder_settings(common.ViT, config["image_encoder"], common.VIT_PRESETS)
     source = common.open_data(config["data"], config["image_root"], image_size=config["image_size"] or encoder["image_size"])
     if isinstance(source, common.World):
@@ -299,9 +299,6 @@ def train(config):
     raw = evaluation.build_model(config, tokenizer)
     if config["dry_run"]:
         return dry_run(config, raw)
-    if rank == 0:
-        write_config(config, out)
-        tokenizer.save(out / "vocab.txt")
     if not config["resume"]:
         load_weights(config, raw)
     raw.to(device)
@@ -335,9 +332,12 @@ def train(config):
                 "method": config["method"], "step": step, "model": raw.state_dict(), "optimizer": optimizer.state_dict(),
                 "scaler": scaler.state_dict(), "workers": config["workers"], "ranks": ranks})
 
-    stop, raw_train = Stop(), raw.train()
+    if rank == 0:
+        write_run(config, tokenizer, out)
+    stop = Stop()
+    raw.train()
     bar = tqdm(total=config["steps"], initial=step, desc=config["method"], disable=rank > 0, unit="step", mininterval=1)
-    log = open(out / "log.jsonl", "a") if rank == 0 else None
+    log = open_log(out / "log.jsonl", step) if rank == 0 else None
     batches, pending = iter(loader), None
     tick, waited, since = time.perf_counter(), 0.0, step
     while step < config["steps"]:
@@ -358,7 +358,7 @@ def train(config):
         due = step % config["log_every"] == 0 or step == config["steps"]
         if due and rank == 0:
             now = time.perf_counter()
-            record = {"step": step, **{name: float(value) for name, value in outputs.items()}, "lr": lr, "grad_norm": float(norm),
+            record = {"step": step, **{name: value.item() for name, value in outputs.items()}, "lr": lr, "grad_norm": norm.item(),
                       "chance_loss": raw.chance_loss(config["batch"], batch["mask"]),
                       "images_per_s": (step - since) * config["batch"] / (now - tick), "data_share": waited / (now - tick)}
             if skipped:
@@ -377,8 +377,17 @@ def train(config):
                 print(f"Stopped by signal after step {step} and saved; continue with --resume --out {out}.")
             return
     bar.close()
+    skipped = common.gather_objects(skipped)
     if rank == 0:
         finish(config, source, raw, tokenizer, device, out, skipped)
+
+
+def open_log(path, step):
+    """Open the log to append to, without what a killed run wrote after the checkpoint of this step."""
+    lines = path.read_text().splitlines(keepends=True) if step and path.exists() else []
+    log = open(path, "w")
+    log.writelines(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step)
+    return log
 
 
 def total_skipped(skipped):
@@ -391,8 +400,8 @@ def total_skipped(skipped):
 
 
 def finish(config, source, raw, tokenizer, device, out, skipped):
-    """Say what was left out, evaluate, draw."""
-    for reasons in skipped.values():
+    """Say what each rank's workers left out, evaluate, draw."""
+    for reasons in (reasons for workers in skipped for reasons in workers.values()):
         for reason, (count, example) in reasons.items():
             print(f"skipped {count} samples: {reason}, the last {example}")
     options = types.SimpleNamespace(tasks=None, data=config["eval_data"] or config["data"], split="test", templates=None,
@@ -402,8 +411,7 @@ def finish(config, source, raw, tokenizer, device, out, skipped):
     elif not isinstance(source, common.World):
         options.split = "train"
     if isinstance(source, common.TarShards):
-        print("No evaluation: tar shards are for training; give --eval-data or run eval.py with other data.")
-        return
+        return print("No evaluation: tar shards are for training only; give --eval-data, or run eval.py with other data.")
     print(f"Evaluation on {options.data}, split {options.split}, in fp32:")
     evaluation.report(evaluation.embedder(raw, tokenizer, config, device), source, options, out)
 

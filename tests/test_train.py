@@ -84,11 +84,11 @@ def test_unknown_preset(preset):
         train.parse_config(["--method", "sparc", "--preset", preset])
 
 
-def test_dry_run_ends_with_json():
-    done = script("--dry-run", "--out", "unused")
+def test_dry_run_ends_with_json(tmp_path):
+    done = script("--dry-run", "--out", tmp_path / "unused")
     record = json.loads(done.stdout.splitlines()[-1])
     assert set(record) == {"params", "flops_per_sample", "chance_loss"} and record["params"] > 1000
-    assert not Path("unused").exists()
+    assert not (tmp_path / "unused").exists()
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------
