@@ -616,10 +616,15 @@ class World:
     large: float = 0.20       # radius of a large one
     heldout: int = 6          # colour-shape pairs that training never shows
     relations: float = 0.3    # share of captions that relate two objects
+    kinds: float = 1.0        # share of objects whose caption names the shape; the others are a "thing"
+    colours: float = 0.9      # share of objects whose caption says the colour
+    sizes: float = 0.4        # share of single objects whose caption says the size
+    together: float = 0.0     # share of training scenes whose first object stands beside its class's constant companion
     fillers: bool = True      # openings, closings: words that describe nothing
 
     def __post_init__(self):
-        limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "heldout": (0, 32), "relations": (0, 1)}
+        limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "heldout": (0, 32), "relations": (0, 1),
+                  "kinds": (0, 1), "colours": (0, 1), "sizes": (0, 1), "together": (0, 1 if self.objects > 1 else 0)}
         for name, (low, high) in limits.items():
             if not low <= getattr(self, name) <= high:
                 raise UserError(f"shapes: {name}={getattr(self, name)} must be from {low} to {high}.")
@@ -652,6 +657,11 @@ class World:
             for k in range(1, K):
                 scene["colour"][twin, k], scene["shape"][twin, k] = scene["colour"][twin, 0], scene["shape"][twin, 0]
                 twin = twin & (torch.rand(m, generator=generator) < 0.4)
+            if split == "train" and self.together:  # red with green, circle with square: the neighbour in the lists
+                pair = torch.rand(m, generator=generator) < self.together
+                scene["present"] = scene["present"] | (pair[:, None] & (torch.arange(K) == 1))
+                for name in ("colour", "shape"):
+                    scene[name][pair, 1] = scene[name][pair, 0] ^ 1
             cell = torch.rand(m, self.cells**2, generator=generator).argsort(1)[:, :K]
             radius = torch.where(scene["large"], self.large, self.small) * self.size
             scene["radius"] = radius * (1 + 0.2 * (torch.rand(m, K, generator=generator) - 0.5))
@@ -716,20 +726,26 @@ class World:
         if related and rng.random() < self.relations:
             a, name, b = rng.choice(related)
             rest = [o for o in objects if o is not a and o is not b]
-            phrases = [f"{article(noun(a, rng))} {name} {article(noun(b, rng))}", *(article(noun(o, rng)) for o in rest)]
+            phrases = [f"{self.noun(a, rng)} {name} {self.noun(b, rng)}", *(self.noun(o, rng) for o in rest)]
         else:
             groups = {}
             for o in objects:
                 groups.setdefault((o["colour"], o["shape"]), []).append(o)
-            phrases = [article(noun(group[0], rng)) if len(group) == 1 else
-                       f"{NUMBERS[len(group)]} {colour} {shape}{'es' if shape == 'cross' else 's'}"
-                       for (colour, shape), group in groups.items()]
+            phrases = [self.noun(group[0], rng, len(group)) for group in groups.values()]
         text = phrases[0]
         for phrase in phrases[1:]:
             text += rng.choice([" and ", " and ", " with ", " , ", " next to ", " as well as "]) + phrase
         if self.fillers:
             text = f"{rng.choice(OPENINGS)} {text} {rng.choice(CLOSINGS)}".strip()
         return text
+
+    def noun(self, o, rng, count=1):
+        """The object, or `count` of its kind, in words, now and then without its size or colour."""
+        words = [o["size"]] * (count == 1 and rng.random() < self.sizes) + [o["colour"]] * (rng.random() < self.colours)
+        kind = o["shape"] if rng.random() < self.kinds else "thing"
+        if count == 1:
+            return article(" ".join([*words, kind]))
+        return " ".join([NUMBERS[count], *words, kind + ("es" if kind == "cross" else "s")])
 
     def hard_negatives(self, objects, rng):
         """SugarCrepe's seven kinds of a scene -> {kind: (caption, negative caption)}; kinds that it does not admit lack."""
@@ -796,12 +812,6 @@ class World:
         lists = self.objects_of(scene)
         return {"images": normalize(images), "captions": [self.caption(o, rng) for o in lists], "scene": scene,
                 "objects": lists, "segmentation": segmentation}
-
-
-def noun(o, rng):
-    """The object in words, now and then without its size or colour."""
-    words = [o["size"]] * (rng.random() < 0.4) + [o["colour"]] * (rng.random() < 0.9) + [o["shape"]]
-    return " ".join(words)
 
 
 def article(phrase):

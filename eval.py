@@ -144,7 +144,7 @@ def zeroshot(embed, source, options):
         sample = source.sample(WORLD_N, options.split, 1, objects=1)
         names = [f"{c} {s}" for c in common.COLOUR_NAMES for s in common.SHAPE_NAMES]
         colour, shape = sample["scene"]["colour"][:, 0], sample["scene"]["shape"][:, 0]
-        scores = embed.images(sample["images"]) @ world_classes(embed, names, "pair").T
+        scores = embed.images(sample["images"]) @ world_classes(embed, source, names, "pair").T
         predicted = scores.argmax(1)
         right = predicted == colour * 8 + shape
         held = torch.tensor([pair in source.heldout_pairs for pair in zip(colour.tolist(), shape.tolist())])
@@ -217,16 +217,11 @@ def label_maps(source, sample, by):
     return ids.gather(1, segmentation.flatten(1)).view_as(segmentation), names
 
 
-PROMPTS = {  # how captions of the world speak of a class
-    "colour": ["{} " + shape for shape in common.SHAPE_NAMES],
-    "shape": [common.article(colour) + " {}" for colour in common.COLOUR_NAMES],
-    "pair": ["{}", "a photo of {}"],
-}
-
-
-def world_classes(embed, names, by):
-    """Text embeddings (C, E) of the world's colours, shapes or pairs, averaged over PROMPTS."""
-    return class_embeddings(embed.texts, names if by == "shape" else [common.article(name) for name in names], PROMPTS[by])
+def world_classes(embed, source, names, by):
+    """Text embeddings (C, E) of the world's colours, shapes or pairs, in prompts that speak as its captions do."""
+    prompts = {"colour": [f"{{}} {kind}" for kind in (common.SHAPE_NAMES if source.kinds else ["thing"])],
+               "shape": ["{}", "a photo of {}"], "pair": ["{}", "a photo of {}"]}
+    return class_embeddings(embed.texts, [common.article(name) for name in names], prompts[by])
 
 
 def segment(patches, classes, size):
@@ -248,7 +243,7 @@ def segmentation(embed, source, options):
     patches, result = embed.images(sample["images"], "encode_patches"), {}
     for by in ("colour", "shape", "pair"):
         truth, names = label_maps(source, sample, by)
-        predicted = segment(patches, world_classes(embed, names, by), source.size)
+        predicted = segment(patches, world_classes(embed, source, names, by), source.size)
         result[f"miou/{by}"] = mean_iou(predicted, truth)
         result[f"miou_fg/{by}"] = mean_iou(predicted, truth, foreground_only=True)
     return result
@@ -351,7 +346,7 @@ def draw_segmentation(embed, source, options, path):
     maps = {}
     for by in ("colour", "shape"):
         truth, names = label_maps(source, sample, by)
-        maps[by] = truth, segment(patches, world_classes(embed, names, by), source.size), names
+        maps[by] = truth, segment(patches, world_classes(embed, source, names, by), source.size), names
     for i, image in enumerate(sample["images"]):
         row = [(to_picture(image, side), "image")]
         for by, (truth, predicted, names) in maps.items():
