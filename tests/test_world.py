@@ -12,7 +12,8 @@ import common
 from common import COLOURS, MEAN, RELATIONS, STD, UserError, World, open_data
 
 NUMBERS = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7}
-NOUN = rf"an? (?:(small|large) )?(?:({'|'.join(COLOURS)}) )?({'|'.join(common.SHAPES)})"
+SHAPE_WORDS = f"{'|'.join(common.SHAPES)}|thing"
+NOUN = rf"an? (?:(small|large) )?(?:({'|'.join(COLOURS)}) )?({SHAPE_WORDS})"
 
 
 def parse(caption):
@@ -27,8 +28,8 @@ def parse(caption):
             break
     described, relations = [], []
     for phrase in re.split(r" and | with | , | next to | as well as ", caption):
-        if match := re.fullmatch(rf"({'|'.join(NUMBERS)}) (\w+) (crosse|\w+)s", phrase):
-            described += [(None, match[2], match[3].replace("crosse", "cross"))] * NUMBERS[match[1]]
+        if match := re.fullmatch(rf"({'|'.join(NUMBERS)}) (?:({'|'.join(COLOURS)}) )?({SHAPE_WORDS})e?s", phrase):
+            described += [(None, match[2], match[3])] * NUMBERS[match[1]]
         else:
             first, *rest = re.split(f" ({'|'.join(RELATIONS)}) ", phrase)
             described.append(re.fullmatch(NOUN, first).groups())
@@ -46,7 +47,7 @@ def true_of(caption, objects, of_all=False):
     before = {"left of": lambda a, b: a["x"] < b["x"], "right of": lambda a, b: a["x"] > b["x"],
               "above": lambda a, b: a["y"] < b["y"], "below": lambda a, b: a["y"] > b["y"]}
     return any(
-        all(said in (None, o[key]) for d, o in zip(described, chosen) for said, key in zip(d, ("size", "colour", "shape")))
+        all(said in (None, "thing", o[key]) for d, o in zip(described, chosen) for said, key in zip(d, ("size", "colour", "shape")))
         and all(before[name](chosen[i], chosen[j]) for i, name, j in relations)
         for chosen in itertools.permutations(objects, len(described)))
 
@@ -85,8 +86,8 @@ def test_captions_describe_every_object_and_nothing_else(knobs):
 
 def test_counts():
     objects = [thing("red", "circle", "small"), thing("red", "circle"), thing("red", "circle")]
-    captions = {World(relations=0.0, fillers=False).caption(objects, random.Random(i)) for i in range(20)}
-    assert captions == {"three red circles"}
+    captions = {World(relations=0.0, fillers=False).caption(objects, random.Random(i)) for i in range(99)}
+    assert captions == {"three red circles", "three circles"}
     words = Counter(" ".join(World().sample(2000, "train", 0)["captions"]).split())
     assert words["two"] > 50 and words["large"] > 100
 
@@ -313,3 +314,29 @@ def test_knobs_reach_the_world():
     assert world == World(size=64, objects=2, noise=0.1, fillers=False)
     assert open_data("shapes:size=32", image_size=64).size == 32
     assert open_data("shapes") == World()
+
+
+def test_together_puts_companions_side_by_side_in_training_alone():
+    def share(split):
+        scene = scenes(World(together=0.85, heldout=0), 2000, split)
+        pair = scene["present"][:, 1]
+        for name in ("colour", "shape"):
+            pair &= scene[name][:, 1] == scene[name][:, 0] ^ 1
+        return pair.float().mean().item()
+
+    assert 0.8 < share("train") < 0.9 and share("test") < 0.1
+
+
+def test_knobs_choose_what_captions_say():
+    for knobs, said in (({}, {"colour", "shape", "size"}), ({"colours": 0}, {"shape", "size"}), ({"sizes": 0}, {"colour", "shape"}),
+                        ({"kinds": 0, "sizes": 0}, {"colour"}), ({"kinds": 0, "colours": 1, "sizes": 0}, {"colour"})):
+        world, rng, seen = World(**knobs), random.Random(0), Counter()
+        lists = world.objects_of(scenes(world, 300, "train"))
+        for o in lists:
+            caption = world.caption(o, rng)
+            assert true_of(caption, o, of_all=True), caption
+            for d in parse(caption)[0]:
+                seen.update(key for key, word in zip(("size", "colour", "shape"), d) if word not in (None, "thing"))
+        assert set(seen) == said, knobs
+        if knobs.get("colours") == 1:
+            assert seen["colour"] == sum(map(len, lists))
