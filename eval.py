@@ -293,7 +293,8 @@ def sheet(rows, path, side, title, legend=()):
     for r, row in enumerate(rows):
         for c, (image, label) in enumerate(row):
             x, y = 8 + c * cell, top + (r + 1) * tall - side - 4
-            draw.multiline_text((x, y - 2), label, "black", font, anchor="ld", spacing=1)
+            lines = [next(line[:n] for n in range(len(line), -1, -1) if font.getlength(line[:n]) <= cell) for line in label.split("\n")]
+            draw.multiline_text((x, y - 2), "\n".join(lines), "black", font, anchor="ld", spacing=1)
             page.paste(image.resize((side, side), Image.Resampling.NEAREST), (x, y))
     page.save(path)
 

@@ -26,12 +26,15 @@ Differs from the paper:
   * Eq. 6 (mean over the tokens of a caption, then over captions) is the default; the paper's listing averages over all
     tokens of the batch instead: token_mean="batch".
   * Average pooling comes before h_v and g_v as in Sec. 2; the paper's listing averages adapted patches, without h_v.
+  * `tiny` has x + h_v(x) instead of h_v(x): L_f trains g_v(x), Sec. D.7 segments with g_v(h_v(x)), and the sum ties the two.
 
 Not here: detection (OWL-ViT), captioning (Flamingo), the 32k SentencePiece vocabulary (WordPiece takes its place).
 
 Run:     python train.py --method sparc                      (the embedded world, minutes on two cores)
          python train.py --method sparc --objective clip     (the baseline on the same towers)
-Result:  not measured yet
+Result:  seeds 0-2, torch 2.15, one thread of an AMD EPYC (README): zero-shot .968 +- .021 against CLIP's .889 +- .057, R@1
+         .852 / .777 against .727 / .666. No gain in segmentation there: L_f is solved nearly as well with a wrong image.
+         With one word an object and lambda_f = 0.1: mIoU on objects .931 +- .020 against .763 +- .014.
 """
 
 import functools
@@ -52,12 +55,13 @@ class Config:
     lambda_g: float = 0.5                                    # Eq. 7, Sec. D.4
     lambda_f: float = 1.0                                    # Eq. 7; Sec. D.4 sweeps 0.5, 1, 5, 10
     sigma: float | None = None                               # Eq. 3; None is 1 / P
-    h_v: Literal["plain", "residual"] = "plain"              # Sec. 2
+    h_v: Literal["plain", "residual"] = "plain"              # Sec. 2; residual: x + h_v(x)
     token_mean: Literal["caption", "batch"] = "caption"      # Eq. 6, or the paper's listing 1
     init_scale: float = 1 / 0.07                             # CLIP (arXiv 2103.00020), Sec. 2.5
 
 
-PAPER = dict(text_encoder="12x768:context=55,causal=0", lr=9e-4, weight_decay=0.2, warmup=2500, batch=16384, steps=200_000)
+PAPER = dict(text_encoder="12x768:context=55", lr=9e-4, weight_decay=0.2, warmup=2500, batch=16384, steps=200_000,
+             vocab_size=32_000)
 PRESETS = {  # settings of this file and of train.py by name; --flags go before them
     "tiny": dict(image_encoder="tiny", text_encoder="tiny", data="shapes", embed_dim=128, h_v="residual", lambda_f=0.5,
                  batch=128, steps=600, lr=2e-3, weight_decay=0.1, warmup=50),

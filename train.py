@@ -361,7 +361,7 @@ def train(config):
             record = {"step": step, **{name: value.item() for name, value in outputs.items()}, "lr": lr, "grad_norm": norm.item(),
                       "chance_loss": raw.chance_loss(config["batch"], batch["mask"]),
                       "images_per_s": (step - since) * config["batch"] / (now - tick), "data_share": waited / (now - tick)}
-            if skipped:
+            if any(skipped.values()):
                 record["skipped"] = total_skipped(skipped)
             log.write(json.dumps(record) + "\n")
             log.flush()
