@@ -1206,7 +1206,7 @@ class Stream(IterableDataset):
         except IMAGE_ERRORS as error:
             return Skipped("unreadable image", f"{where or file} ({re.sub(' <.*>', '', str(error))})")
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(mix_seed(*seed))
+            torch.default_generator.manual_seed(mix_seed(*seed))
             return self.transform(image), caption
 
 

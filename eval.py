@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -149,11 +150,13 @@ def zeroshot(embed, source, options):
         right = predicted == colour * 8 + shape
         held = torch.tensor([pair in source.heldout_pairs for pair in zip(colour.tolist(), shape.tolist())])
         return {"zeroshot": right, "zeroshot/colour": predicted // 8 == colour, "zeroshot/shape": predicted % 8 == shape,
-                "zeroshot/heldout_pairs": right[held]}
+                **({"zeroshot/heldout_pairs": right[held]} if held.any() else {})}
     names = [common.article(name.replace("_", " ")) for name in source.classes]
-    images, kept = embed.files(source.paths)
+    chosen = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[: options.limit].tolist()
+    images, kept = embed.files([source.paths[i] for i in chosen])
+    labels = torch.as_tensor(source.labels)[chosen][kept]
     predicted = (images @ class_embeddings(embed.texts, names, options.templates or TEMPLATES).T).argmax(1)
-    return {"zeroshot": predicted == torch.as_tensor(source.labels)[kept], "zeroshot/chance": 1 / len(names)}
+    return {"zeroshot": predicted == labels, "zeroshot/chance": 1 / len(names)}
 
 
 def retrieval(embed, source, options):
@@ -318,7 +321,7 @@ def picture_samples(source, options, n):
 
 @torch.no_grad()
 def draw_alignment(embed, source, options, path):
-    """Which patches each word of a caption is aligned to (SPARC, Eq. 4): the brighter, the more weight."""
+    """Which patches each word of a caption is aligned to (SPARC, Eq. 4): the more weight, the less faded to white."""
     if not hasattr(embed.model, "align_words"):
         return False
     images, captions = picture_samples(source, options, 8)
@@ -330,11 +333,11 @@ def draw_alignment(embed, source, options, path):
         row = [(picture, "image")]
         for l in range(1, min(int(mask[i].sum()) - 1, 15)):
             light = (weights[i, l] / weights[i, l].max()).view(grid, grid)
-            light = to_pil_image(0.12 + 0.88 * light[None]).resize((side, side), Image.Resampling.NEAREST)
-            lit = Image.composite(picture, Image.new("RGB", picture.size), light)
+            light = to_pil_image(0.08 + 0.92 * light[None]).resize((side, side), Image.Resampling.NEAREST)
+            lit = Image.composite(picture, Image.new("RGB", picture.size, "white"), light)
             row.append((lit, embed.tokenizer.vocab[tokens[i, l]]))
         rows.append(row)
-    sheet(rows, path, side, "Alignment of words to patches (a_lp, Eq. 4): bright patches belong to the word above")
+    sheet(rows, path, side, "Alignment of words to patches (a_lp, Eq. 4): what is not faded to white belongs to the word above")
     return True
 
 
@@ -373,6 +376,8 @@ def build_model(config, tokenizer):
     method = METHODS[config["method"]]
     image = common.encoder_settings(common.ViT, config["image_encoder"], common.VIT_PRESETS)
     image_encoder = common.ViT(**image | {"image_size": config["image_size"] or image["image_size"]})
+    if image_encoder.cls is not None and not method.Model.takes_cls:
+        raise UserError(f"{config['method']} takes all image tokens for patches: leave out cls=1 of --image-encoder.")
     text = common.encoder_settings(common.TextTransformer, config["text_encoder"], common.TEXT_PRESETS)
     text_encoder = common.TextTransformer(**text | {"vocab_size": len(tokenizer)})
     fields = {field.name: config[field.name] for field in dataclasses.fields(method.Config)}
@@ -394,13 +399,20 @@ def evaluate(embed, source, options):
 
 
 def report(embed, source, options, run):
-    """Evaluate, print the table, write RUN/eval.json and the pictures."""
+    """Evaluate, print the table, write the pictures and RUN/eval.json, or eval-DATA-SPLIT.json beside one of other data."""
+    torch.backends.cudnn.allow_tf32 = False
     result = evaluate(embed, source, options)
     width = max(map(len, result))
     for name, value in result.items():
         print(f"  {name:{width}}  {value:.4f}" if isinstance(value, float) else f"  {name:{width}}  {value}")
-    record = {"data": options.data, "split": options.split, **result}
-    Path(run, "eval.json").write_text(json.dumps(record, indent=2) + "\n")
+    record = {"data": options.data, "split": options.split}
+    path = Path(run, "eval.json")
+    old = json.loads(path.read_text()) if path.exists() else record
+    if record.items() <= old.items():
+        record = old  # the results of other tasks on the same data stay
+    else:
+        path = Path(run, f"eval-{re.sub('[^A-Za-z0-9]+', '-', options.data).strip('-')}-{options.split}.json")
+    path.write_text(json.dumps(record | result, indent=2) + "\n")
     if is_world(source) or is_table(source):
         drawn = [name for name, draw in PICTURES.items() if draw(embed, source, options, Path(run, name))]
         if drawn:
@@ -440,7 +452,7 @@ def open_eval_data(spec, image_root, split, image_size):
 def add_arguments(parser):
     parser.add_argument("--split", default="test", help="of the world and of Karpathy's JSON (default: test)")
     parser.add_argument("--templates", nargs="+", help="zero-shot prompts with {} for 'a class name' (default: four of CLIP's)")
-    parser.add_argument("--limit", type=int, help="retrieval among the first LIMIT images")
+    parser.add_argument("--limit", type=int, help="use LIMIT images: the first for retrieval, random ones for zero-shot")
 
 
 def main(argv=None):
@@ -455,10 +467,14 @@ def main(argv=None):
     unknown = set(options.tasks or []) - set(TASKS)
     if unknown:
         raise UserError(f"There is no task {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}.")
+    if any("{}" not in template for template in options.templates or []):
+        raise UserError(f"Every one of --templates {options.templates} needs {{}} where the class name goes.")
+    if options.limit is not None and options.limit < 1:
+        raise UserError(f"--limit {options.limit} must be at least 1.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     embed, config = load_run(options.run, device)
-    options.data = options.data or config["data"]
-    options.image_root = options.image_root or config["image_root"]
+    if not options.data:
+        options.data, options.image_root = config["data"], options.image_root or config["image_root"]
     options.image_size = embed.image_size
     report(embed, open_eval_data(options.data, options.image_root, options.split, embed.image_size), options, options.run)
 

@@ -27,6 +27,8 @@ Differs from the paper:
     tokens of the batch instead: token_mean="batch".
   * Average pooling comes before h_v and g_v as in Sec. 2; the paper's listing averages adapted patches, without h_v.
   * `tiny` has x + h_v(x) instead of h_v(x): L_f trains g_v(x), Sec. D.7 segments with g_v(h_v(x)), and the sum ties the two.
+  * AdamW's second beta, its epsilon and the clipping at norm 1 are CLIP's; photographs are flipped (train.py): the paper says
+    nothing of the former and uses no augmentation (D.3).
 
 Not here: detection (OWL-ViT), captioning (Flamingo), the 32k SentencePiece vocabulary (WordPiece takes its place).
 
@@ -55,7 +57,7 @@ class Config:
     lambda_g: float = 0.5                                    # Eq. 7, Sec. D.4
     lambda_f: float = 1.0                                    # Eq. 7; Sec. D.4 sweeps 0.5, 1, 5, 10
     sigma: float | None = None                               # Eq. 3; None is 1 / P
-    h_v: Literal["plain", "residual"] = "plain"              # Sec. 2; residual: x + h_v(x)
+    h_v: Literal["plain", "residual"] = "plain"              # Sec. 2; differs: "residual" is x + h_v(x)
     token_mean: Literal["caption", "batch"] = "caption"      # Eq. 6, or the paper's listing 1
     init_scale: float = 1 / 0.07                             # CLIP (arXiv 2103.00020), Sec. 2.5
 
@@ -65,7 +67,7 @@ PAPER = dict(text_encoder="12x768:context=55", lr=9e-4, weight_decay=0.2, warmup
 PRESETS = {  # settings of this file and of train.py by name; --flags go before them
     "tiny": dict(image_encoder="tiny", text_encoder="tiny", data="shapes", embed_dim=128, h_v="residual", lambda_f=0.5,
                  batch=128, steps=600, lr=2e-3, weight_decay=0.1, warmup=50),
-    # Sec. 4.1, D.1, D.4. lr and weight decay: the middle of the paper's sweeps; batch: "16348" read as 16384
+    # Sec. 4.1, D.1, D.4. lr and weight decay: the middle of the paper's sweeps; "1.1e-4" read as 1.1e-3, batch "16348" as 16384
     "b32": dict(image_encoder="ViT-B/32", **PAPER),
     "b16": dict(image_encoder="ViT-B/16", **PAPER),
     "l14": dict(image_encoder="ViT-L/14", **{**PAPER, "steps": 250_000}),
@@ -173,6 +175,8 @@ class Model(nn.Module):
     image_encoder(images) -> (B, P, image_width); text_encoder(tokens, mask) -> (B, L, text_width); both return all tokens.
     """
 
+    takes_cls = False  # all image tokens are patches
+
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
         self.config = config
@@ -187,6 +191,7 @@ class Model(nn.Module):
             else ALIGN[config.align]
 
     def through_h_v(self, x):
+        # differs: the residual form, in `tiny`, because L_f trains g_v(x) but Sec. D.7 segments with g_v(h_v(x))
         return x + self.h_v(x) if self.config.h_v == "residual" else self.h_v(x)
 
     def forward(self, batch, gather=identity):

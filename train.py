@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -71,6 +72,11 @@ class Config:
     bench: int = 0                       # time this many steps, print the rates, and stop
 
 
+BOUNDS = {"steps": (1, math.inf), "batch": (1, math.inf), "workers": (0, 1024), "seed": (0, 2**31), "log_every": (1, math.inf),
+          "save_every": (1, math.inf), "bench": (0, math.inf), "crop_scale": (0.01, 1), "warmup": (0, math.inf), "lr": (0, math.inf),
+          "weight_decay": (0, math.inf), "clip_grad": (0, math.inf), "sigma": (0, 1)}
+
+
 # Command line --------------------------------------------------------------------------------------------------------
 
 
@@ -111,12 +117,18 @@ def parse_config(argv):
     config = dataclasses.asdict(Config()) | dataclasses.asdict(method.Config())
     preset = flags.get("preset", config["preset"])
     if flags.get("resume"):
+        if "preset" in flags or "vocab" in flags:
+            raise UserError("--resume takes preset and vocabulary from the run: leave out --preset and --vocab.")
         config |= read_config(flags)
     elif preset not in method.PRESETS:
         raise UserError(f"{name} has no preset {preset!r}; it has {', '.join(method.PRESETS)}.")
     else:
         config |= method.PRESETS[preset]
-    return config | flags
+    config |= flags
+    for name, (low, high) in BOUNDS.items():
+        if config.get(name) is not None and not low <= config[name] <= high:
+            raise UserError(f"--{name.replace('_', '-')} {config[name]} must be from {low} to {high}.")
+    return config
 
 
 def read_config(flags):
@@ -147,8 +159,11 @@ def write_run(config, tokenizer, out):
     """Create the run's directory with what eval.py and --resume need to build the model again."""
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(out / "vocab.txt")
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    record = config | {"argv": sys.argv, "git": git.stdout.strip() or None,
+    revision = None
+    if shutil.which("git"):
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+        revision = git.stdout.strip() or None
+    record = config | {"argv": sys.argv, "git": revision,
                        "machine": f"{platform.machine()} {platform.node()}, torch {torch.__version__}"}
     (out / "config.json").write_text(json.dumps(record, indent=2) + "\n")
 
@@ -173,15 +188,22 @@ def build_loader(config, source, model, tokenizer, batch, rank, world_size, posi
     else:
         stream = common.Stream(source, tokenizer, common.train_transform(size, config["crop_scale"]), size, context, **place)
     return DataLoader(stream, batch_size=None, num_workers=config["workers"], pin_memory=torch.cuda.is_available(),
-                      prefetch_factor=4 if config["workers"] else None)
+                      prefetch_factor=2 if config["workers"] else None, worker_init_fn=ignore_signals)
 
 
-def load_weights(config, model):
+def ignore_signals(worker):
+    """torchrun and Slurm signal the whole process group: the workers must live until the run has saved."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def load_weights(config, model, quiet):
     """Pretrained towers, with a line for everything that did not fit."""
     for flag, encoder in (("image_weights", model.image_encoder), ("text_weights", model.text_encoder)):
         if config[flag]:
             for line in common.load_encoder_weights(encoder, common.load_checkpoint(config[flag])):
-                print(f"{flag}: {line}")
+                if not quiet:
+                    print(f"{flag}: {line}")
 
 
 def to_device(batch, device):
@@ -205,7 +227,7 @@ def dry_run(config, model):
         model(fake_batch(model, 2, "cpu"))
     flops = counter.get_total_flops() // 2
     print(f"forward FLOPs per sample (a multiplication and an addition are 2): {flops:,}; one step takes about 3 times that")
-    mask = fake_batch(model, config["batch"], "cpu")["mask"] if config["batch"] <= 4096 else fake_batch(model, 2, "cpu")["mask"]
+    mask = torch.ones(1, model.text_encoder.context, dtype=torch.bool)
     print(json.dumps({"params": sum(p.numel() for p in model.parameters()), "flops_per_sample": flops,
                       "chance_loss": model.chance_loss(config["batch"], mask)}))
 
@@ -245,8 +267,11 @@ class Stop:
 
     def __init__(self):
         self.signal = None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.note)
+        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def restore(self):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def note(self, number, frame):
         if self.signal is not None:
@@ -262,13 +287,15 @@ class Stop:
         return bool(flag)
 
 
-def check_finite(step, loss, batch, out):
-    """Stop at a loss that is not a number, and keep the batch that made it."""
-    if not torch.isfinite(loss):
-        path = out / f"nonfinite-step{step}.pt"
-        torch.save({key: value for key, value in batch.items() if torch.is_tensor(value)}, path)
-        raise UserError(f"The loss is {loss.item()} at step {step}; its batch is in {path}, the weights before it in {out}/last.pt "
-                        f"if a checkpoint was due. Lower --lr, raise --warmup, or use --amp bf16 or off.")
+def check_finite(step, values, batch, out, rank):
+    """Stop when the loss or the gradient's norm is not a number, and keep the batch that made it."""
+    for name, value in values.items():
+        if not torch.isfinite(value):
+            path = out / f"nonfinite-step{step}-rank{rank}.pt"
+            out.mkdir(parents=True, exist_ok=True)
+            torch.save({key: value for key, value in batch.items() if torch.is_tensor(value)}, path)
+            raise UserError(f"The {name} is {value.item()} at step {step}; its batch is in {path}, the weights before it in {out}/last.pt "
+                            f"if a checkpoint was due. Lower --lr, raise --warmup, or use --amp bf16 or off.")
 
 
 def train_step(model, raw, optimizer, scaler, batch, autocast, clip_grad):
@@ -286,21 +313,24 @@ def train_step(model, raw, optimizer, scaler, batch, autocast, clip_grad):
 
 
 def train(config):
-    rank, world_size, device = common.init_distributed()
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     if config["batch"] % world_size:
         raise UserError(f"--batch {config['batch']} is global and must be a multiple of the {world_size} ranks.")
+    rank, world_size, device = common.init_distributed()
     out = choose_run(config)
     encoder = common.encoder_settings(common.ViT, config["image_encoder"], common.VIT_PRESETS)
     source = common.open_data(config["data"], config["image_root"], image_size=config["image_size"] or encoder["image_size"])
     if isinstance(source, common.World):
         config["image_size"] = source.size
+    if config["eval_data"]:  # a wrong SPEC is better found before the training than after it
+        evaluation.open_eval_data(config["eval_data"], None, "test", encoder["image_size"])
     tokenizer = build_tokenizer(config, source, out)
     torch.manual_seed(config["seed"])
     raw = evaluation.build_model(config, tokenizer)
     if config["dry_run"]:
-        return dry_run(config, raw)
+        return dry_run(config, raw) if rank == 0 else None
     if not config["resume"]:
-        load_weights(config, raw)
+        load_weights(config, raw, quiet=rank > 0)
     raw.to(device)
     for encoder in (raw.image_encoder, raw.text_encoder):
         encoder.blocks.grad_checkpoint = config["grad_checkpoint"]
@@ -349,8 +379,8 @@ def train(config):
             group["lr"] = lr
         outputs, norm = train_step(model, raw, optimizer, scaler, batch, autocast, config["clip_grad"])
         if pending:  # one step late, so that a GPU is never kept waiting for the check
-            check_finite(*pending, out)
-        pending = step, outputs["loss"].detach(), batch
+            check_finite(*pending, out, rank)
+        pending = step, {"loss": outputs["loss"].detach()} | ({} if scaler.is_enabled() else {"gradient's norm": norm}), batch
         step += 1
         positions |= batch["position"]
         skipped |= batch["skipped"]
@@ -367,9 +397,9 @@ def train(config):
             log.flush()
             bar.set_postfix_str(f"loss {record['loss']:.3f}, {record['images_per_s']:.0f} images/s")
             tick, waited, since = now, 0.0, step
-        stopping = stop.agreed(device) if due or world_size == 1 else False
+        stopping = stop.agreed(device)
         if step % config["save_every"] == 0 or step == config["steps"] or stopping:
-            check_finite(*pending, out)
+            check_finite(*pending, out, rank)
             save()
         if stopping:
             bar.close()
@@ -377,6 +407,7 @@ def train(config):
                 print(f"Stopped by signal after step {step} and saved; continue with --resume --out {out}.")
             return
     bar.close()
+    stop.restore()
     skipped = common.gather_objects(skipped)
     if rank == 0:
         finish(config, source, raw, tokenizer, device, out, skipped)
@@ -407,7 +438,7 @@ def finish(config, source, raw, tokenizer, device, out, skipped):
     options = types.SimpleNamespace(tasks=None, data=config["eval_data"] or config["data"], split="test", templates=None,
                                     image_root=config["image_root"], image_size=raw.image_encoder.image_size, limit=1000)
     if config["eval_data"]:
-        source = evaluation.open_eval_data(config["eval_data"], config["image_root"], "test", options.image_size)
+        source = evaluation.open_eval_data(config["eval_data"], None, "test", options.image_size)
     elif not isinstance(source, common.World):
         options.split = "train"
     if isinstance(source, common.TarShards):
@@ -421,9 +452,14 @@ def load_state(out, config, rank, world_size, raw, optimizer, scaler, device):
     state = common.load_checkpoint(out / "last.pt", device)
     if state["method"] != config["method"]:
         raise UserError(f"{out}/last.pt holds a {state['method']} model, not one of {config['method']}.")
-    raw.load_state_dict(state["model"])
+    try:
+        raw.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise UserError(f"{out}/last.pt holds a model of another size ({str(error).splitlines()[1].strip()}): leave out the flags "
+                        f"that change the model.") from None
     optimizer.load_state_dict(state["optimizer"])
-    scaler.load_state_dict(state["scaler"])
+    if state["scaler"]:
+        scaler.load_state_dict(state["scaler"])
     if len(state["ranks"]) != world_size or state["workers"] != config["workers"]:
         if rank == 0:
             print(f"The run had {len(state['ranks'])} ranks and {state['workers']} workers, now {world_size} and {config['workers']}: the "
@@ -450,14 +486,14 @@ def bench(config, raw, model, optimizer, scaler, loader, autocast, dtype, device
             waited += time.perf_counter() - before
         train_step(model, raw, optimizer, scaler, batch, autocast, config["clip_grad"])
     synchronize(device)
-    seconds = (time.perf_counter() - start) / config["bench"]
+    seconds, memory = (time.perf_counter() - start) / config["bench"], peak_memory(device)
     with FlopCounterMode(display=False) as counter, autocast():
         raw(batch)["loss"].backward()
     flops, rate = counter.get_total_flops(), matmul_rate(device, dtype)
     if rank == 0:
         result = {"images_per_s": config["batch"] / seconds, "seconds_per_step": seconds, "flops_per_step_per_rank": flops,
                   "flops_per_s": flops / seconds, "matmul_flops_per_s": rate, "share_of_matmul": flops / seconds / rate,
-                  "data_share": waited / config["bench"] / seconds, "peak_memory_bytes": peak_memory(device)}
+                  "data_share": waited / config["bench"] / seconds, "peak_memory_bytes": memory}
         for name, value in result.items():
             print(f"  {name:24} {value:,.3f}")
         print(json.dumps(result))

@@ -120,12 +120,13 @@ def test_sigterm_and_resume_give_the_same_weights_bit_for_bit(tmp_path, workers)
     steps = ["--steps", "40", "--workers", str(workers)]
     script(*steps, "--out", tmp_path / "whole")
     command = [sys.executable, str(ROOT / "train.py"), *SMALL, *steps, "--out", str(tmp_path / "killed")]
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True,
+                               start_new_session=True)
     log = tmp_path / "killed" / "log.jsonl"
     while not log.exists() or len(log.read_text().splitlines()) < 5:
         assert process.poll() is None
         time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)  # the data loading workers too, as torchrun and Slurm do
     assert "Stopped by signal" in process.communicate()[0]
     stopped = common.load_checkpoint(tmp_path / "killed" / "last.pt")["step"]
     assert 5 <= stopped < 40
@@ -204,7 +205,7 @@ def test_pretrained_weights_load_and_list_what_does_not_fit(tmp_path, capsys):
 
 
 def test_a_loss_that_is_not_finite_stops_with_its_batch(tmp_path):
-    with pytest.raises(common.UserError, match=r"loss is nan at step \d+; its batch is in .*nonfinite-step"):
+    with pytest.raises(common.UserError, match=r"(loss|norm) is (nan|inf) at step \d+; its batch is in .*nonfinite-step"):
         train.main([*SMALL, "--lr", "1e30", "--warmup", "1", "--clip-grad", "0", "--out", str(tmp_path / "run")])
     kept = next((tmp_path / "run").glob("nonfinite-step*.pt"))
     assert torch.load(kept, weights_only=True)["images"].shape == (8, 3, 16, 16)
@@ -241,6 +242,33 @@ def test_resume_needs_a_run_of_the_same_method(tmp_path):
     (run / "last.pt").write_bytes(b"broken")
     with pytest.raises(common.UserError, match="is not a checkpoint that can be read"):
         evaluation.main([str(run)])
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--batch", "0"], "--batch 0 must be from 1"), (["--seed", "-1"], "--seed -1"), (["--sigma", "2"], "--sigma 2.0 must be from 0 to 1"),
+    (["--image-encoder", "tiny:cls=1"], "leave out cls=1"), (["--eval-data", "nowhere"], "nowhere does not exist")])
+def test_values_out_of_range_are_refused_at_the_start(tmp_path, flags, message):
+    with pytest.raises(common.UserError, match=message):
+        train.main([*SMALL, *flags, "--out", str(tmp_path / "run")])
+
+
+def test_resume_refuses_another_model(tmp_path):
+    run = tmp_path / "run"
+    train.main([*SMALL, "--steps", "1", "--out", str(run)])
+    with pytest.raises(common.UserError, match="model of another size"):
+        train.main([*SMALL, "--resume", "--embed-dim", "7", "--out", str(run)])
+    with pytest.raises(common.UserError, match="leave out --preset"):
+        train.main([*SMALL, "--resume", "--preset", "b32", "--out", str(run)])
+
+
+def test_evaluation_of_one_task_keeps_the_other_results(tmp_path):
+    run = tmp_path / "run"
+    train.main([*SMALL, "--steps", "1", "--out", str(run)])
+    before = json.loads((run / "eval.json").read_text())
+    evaluation.main([str(run), "--task", "retrieval"])
+    assert json.loads((run / "eval.json").read_text()) == before
+    evaluation.main([str(run), "--task", "retrieval", "--split", "val"])
+    assert json.loads((run / "eval.json").read_text()) == before and len(list(run.glob("eval-shapes*val.json"))) == 1
 
 
 def test_errors_end_in_one_sentence_without_a_traceback(tmp_path):
