@@ -27,8 +27,8 @@ Differs from the paper:
     tokens of the batch instead: token_mean="batch".
   * Average pooling comes before h_v and g_v as in Sec. 2; the paper's listing averages adapted patches, without h_v.
   * `tiny` has x + h_v(x) instead of h_v(x): L_f trains g_v(x), Sec. D.7 segments with g_v(h_v(x)), and the sum ties the two.
-  * AdamW's second beta, its epsilon and the clipping at norm 1 are CLIP's; photographs are flipped (train.py): the paper says
-    nothing of the former and uses no augmentation (D.3).
+  * AdamW's second beta and epsilon are CLIP's, clipping at norm 1 is ours: the paper gives none of the three. Photographs
+    are cropped a little and flipped (train.py); the paper says only that they are resized.
 
 Not here: detection (OWL-ViT), captioning (Flamingo), the 32k SentencePiece vocabulary (WordPiece takes its place).
 
