@@ -17,7 +17,6 @@ import random
 import re
 import tarfile
 import unicodedata
-import warnings
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 
@@ -28,7 +27,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 from torchvision.ops import Conv2dNormActivation, masks_to_boxes, stochastic_depth
 from torchvision.transforms import v2
 
@@ -754,30 +753,27 @@ class World:
         other_colour = rng.choice([c for c in COLOUR_NAMES if c not in colours])
         shapes = {o["shape"] for o in objects}
         other_shape = rng.choice([s for s in SHAPE_NAMES if s not in shapes])
-        name = article(f"{a['colour']} {a['shape']}")
-        everything = " and ".join(article(f"{o['colour']} {o['shape']}") for o in objects)
+        kinds = [(o["colour"], o["shape"]) for o in objects]
+        name = coloured(a["colour"], a["shape"])
+        everything = " and ".join(coloured(*kind) for kind in kinds)
         other_size = "small" if a["size"] == "large" else "large"
         pairs = {
-            "replace_att": (name, article(f"{other_colour} {a['shape']}")),
-            "replace_obj": (name, article(f"{a['colour']} {other_shape}")),
-            "add_obj": (everything, f"{everything} and {article(f'{other_colour} {other_shape}')}"),
+            "replace_att": (name, coloured(other_colour, a["shape"])),
+            "replace_obj": (name, coloured(a["colour"], other_shape)),
+            "add_obj": (everything, f"{everything} and {coloured(other_colour, other_shape)}"),
         }
         if all(o["size"] == a["size"] for o in objects if (o["colour"], o["shape"]) == (a["colour"], a["shape"])):
             pairs["add_att"] = (name, article(f"{other_size} {a['colour']} {a['shape']}"))
         b = next((o for o in objects if o["colour"] != a["colour"] and o["shape"] != a["shape"]), None)
         if b is not None:
-            other = article(f"{b['colour']} {b['shape']}")
-            pairs["swap_att"] = (f"{name} and {other}",
-                                 f"{article(b['colour'] + ' ' + a['shape'])} and {article(a['colour'] + ' ' + b['shape'])}")
+            other = coloured(b["colour"], b["shape"])
+            swapped = (b["colour"], a["shape"]), (a["colour"], b["shape"])
+            if not any(kind in kinds for kind in swapped):
+                pairs["swap_att"] = (f"{name} and {other}", " and ".join(coloured(*kind) for kind in swapped))
             relation = next((r for r in RELATIONS if holds(a, r, b)), None)
-            single = all(sum((o["colour"], o["shape"]) == (p["colour"], p["shape"]) for o in objects) == 1 for p in (a, b))
-            if relation and single:
+            if relation and all(kinds.count((o["colour"], o["shape"])) == 1 for o in (a, b)):
                 pairs["swap_obj"] = (f"{name} {relation} {other}", f"{other} {relation} {name}")
                 pairs["replace_rel"] = (f"{name} {relation} {other}", f"{name} {OPPOSITE[relation]} {other}")
-        swapped = pairs.get("swap_att")
-        if swapped and any((o["colour"], o["shape"]) in ((b["colour"], a["shape"]), (a["colour"], b["shape"]))
-                           for o in objects):
-            del pairs["swap_att"]
         return pairs
 
     def winoground(self, n, seed):
@@ -791,8 +787,8 @@ class World:
         differ = [scene[name][:, 0] != scene[name][:, 1] for name in ("colour", "shape")]
         keep = world.in_split(mirror, "test") & differ[0] & differ[1]
         scene, mirror = ({name: value[keep][:n] for name, value in s.items()} for s in (scene, mirror))
-        captions = [[f"{article(o[0]['colour'] + ' ' + o[0]['shape'])} and {article(o[1]['colour'] + ' ' + o[1]['shape'])}"
-                     for o in pair] for pair in zip(self.objects_of(scene), self.objects_of(mirror))]
+        captions = [[" and ".join(coloured(o["colour"], o["shape"]) for o in objects) for objects in pair]
+                    for pair in zip(self.objects_of(scene), self.objects_of(mirror))]
         images = torch.stack([normalize(self.render(s, generator)[0]) for s in (scene, mirror)], dim=1)
         return images, captions
 
@@ -816,6 +812,10 @@ class World:
 
 def article(phrase):
     return f"{'an' if phrase[0] in 'aeiou' else 'a'} {phrase}"
+
+
+def coloured(colour, shape):
+    return article(f"{colour} {shape}")
 
 
 def holds(a, relation, b):

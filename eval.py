@@ -136,6 +136,8 @@ class Embedder:
 # Tasks ---------------------------------------------------------------------------------------------------------------
 
 TEMPLATES = ["a photo of {}.", "{}", "a close-up of {}.", "a picture of {}."]
+WORLD_CLASSES = {"colour": common.COLOUR_NAMES, "shape": common.SHAPE_NAMES,
+                 "pair": [f"{c} {s}" for c in common.COLOUR_NAMES for s in common.SHAPE_NAMES]}
 WORLD_N = 1000  # samples of the embedded world a task uses; its scenes come from the split's own part of the world
 
 
@@ -143,9 +145,8 @@ def zeroshot(embed, source, options):
     """Top-1 accuracy. World: one object a scene, 64 colour-shape classes. Class folders: the folders' names."""
     if isinstance(source, common.World):
         sample = source.sample(WORLD_N, options.split, 1, objects=1)
-        names = [f"{c} {s}" for c in common.COLOUR_NAMES for s in common.SHAPE_NAMES]
         colour, shape = sample["scene"]["colour"][:, 0], sample["scene"]["shape"][:, 0]
-        scores = embed.images(sample["images"]) @ world_classes(embed, source, names, "pair").T
+        scores = embed.images(sample["images"]) @ world_classes(embed, source, "pair").T
         predicted = scores.argmax(1)
         right = predicted == colour * 8 + shape
         held = torch.tensor([pair in source.heldout_pairs for pair in zip(colour.tolist(), shape.tolist())])
@@ -214,17 +215,15 @@ def label_maps(source, sample, by):
     """World sample -> class ids (n, S, S), 0 background, and the class names; by: "colour", "shape" or "pair"."""
     scene, segmentation = sample["scene"], sample["segmentation"]
     ids = {"colour": scene["colour"], "shape": scene["shape"], "pair": scene["colour"] * 8 + scene["shape"]}[by]
-    names = {"colour": common.COLOUR_NAMES, "shape": common.SHAPE_NAMES,
-             "pair": [f"{c} {s}" for c in common.COLOUR_NAMES for s in common.SHAPE_NAMES]}[by]
     ids = F.pad(ids + 1, (1, 0))                                          # (n, 1 + K)
-    return ids.gather(1, segmentation.flatten(1)).view_as(segmentation), names
+    return ids.gather(1, segmentation.flatten(1)).view_as(segmentation), WORLD_CLASSES[by]
 
 
-def world_classes(embed, source, names, by):
+def world_classes(embed, source, by):
     """Text embeddings (C, E) of the world's colours, shapes or pairs, in prompts that speak as its captions do."""
     prompts = {"colour": [f"{{}} {kind}" for kind in (common.SHAPE_NAMES if source.kinds else ["thing"])],
                "shape": ["{}", "a photo of {}"], "pair": ["{}", "a photo of {}"]}
-    return class_embeddings(embed.texts, [common.article(name) for name in names], prompts[by])
+    return class_embeddings(embed.texts, [common.article(name) for name in WORLD_CLASSES[by]], prompts[by])
 
 
 def segment(patches, classes, size):
@@ -245,8 +244,8 @@ def segmentation(embed, source, options):
     sample = source.sample(WORLD_N // 2, options.split, 5, objects=source.objects)
     patches, result = embed.images(sample["images"], "encode_patches"), {}
     for by in ("colour", "shape", "pair"):
-        truth, names = label_maps(source, sample, by)
-        predicted = segment(patches, world_classes(embed, source, names, by), source.size)
+        truth, _ = label_maps(source, sample, by)
+        predicted = segment(patches, world_classes(embed, source, by), source.size)
         result[f"miou/{by}"] = mean_iou(predicted, truth)
         result[f"miou_fg/{by}"] = mean_iou(predicted, truth, foreground_only=True)
     return result
@@ -350,7 +349,7 @@ def draw_segmentation(embed, source, options, path):
     maps = {}
     for by in ("colour", "shape"):
         truth, names = label_maps(source, sample, by)
-        maps[by] = truth, segment(patches, world_classes(embed, source, names, by), source.size), names
+        maps[by] = truth, segment(patches, world_classes(embed, source, by), source.size), names
     for i, image in enumerate(sample["images"]):
         row = [(to_picture(image, side), "image")]
         for by, (truth, predicted, names) in maps.items():
@@ -392,7 +391,7 @@ def evaluate(embed, source, options):
     result = {}
     for name in options.tasks or usable:
         if name not in usable:
-            raise UserError(f"Task {name} cannot use this data; it serves {', '.join(usable) or 'no task'}.")
+            raise UserError(f"Task {name} cannot use this data; it serves {', '.join(usable)}.")
         for key, value in TASKS[name][0](embed, source, options).items():
             result[key] = value.float().mean().item() if torch.is_tensor(value) else value
     return result
@@ -449,19 +448,15 @@ def open_eval_data(spec, image_root, split, image_size):
     return common.open_data(spec, image_root, split, image_size)
 
 
-def add_arguments(parser):
-    parser.add_argument("--split", default="test", help="of the world and of Karpathy's JSON (default: test)")
-    parser.add_argument("--templates", nargs="+", help="zero-shot prompts with {} for 'a class name' (default: four of CLIP's)")
-    parser.add_argument("--limit", type=int, help="use LIMIT images: the first for retrieval, random ones for zero-shot")
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("run", help="directory of a run of train.py")
     parser.add_argument("--task", help=f"comma-separated: {', '.join(TASKS)} (default: all that the data can serve)")
     parser.add_argument("--data", help="SPEC as of train.py, or a directory of SugarCrepe's JSON files (default: the run's)")
     parser.add_argument("--image-root", help="directory that the file names of a table or of SugarCrepe are relative to")
-    add_arguments(parser)
+    parser.add_argument("--split", default="test", help="of the world and of Karpathy's JSON (default: test)")
+    parser.add_argument("--templates", nargs="+", help="zero-shot prompts with {} for 'a class name' (default: four of CLIP's)")
+    parser.add_argument("--limit", type=int, help="use LIMIT images: the first for retrieval, random ones for zero-shot")
     options = parser.parse_args(argv)
     options.tasks = options.task.split(",") if options.task else None
     unknown = set(options.tasks or []) - set(TASKS)

@@ -72,6 +72,7 @@ PRESETS = {  # settings of this file and of train.py by name; --flags go before 
     "b16": dict(image_encoder="ViT-B/16", **PAPER),
     "l14": dict(image_encoder="ViT-L/14", **{**PAPER, "steps": 250_000}),
 }
+BOUNDS = {"sigma": (0, 1)}  # the values that train.py accepts
 
 
 def in_fp32(function):

@@ -74,7 +74,7 @@ class Config:
 
 BOUNDS = {"steps": (1, math.inf), "batch": (1, math.inf), "workers": (0, 1024), "seed": (0, 2**31), "log_every": (1, math.inf),
           "save_every": (1, math.inf), "bench": (0, math.inf), "crop_scale": (0.01, 1), "warmup": (0, math.inf), "lr": (0, math.inf),
-          "weight_decay": (0, math.inf), "clip_grad": (0, math.inf), "sigma": (0, 1)}
+          "weight_decay": (0, math.inf), "clip_grad": (0, math.inf)}
 
 
 # Command line --------------------------------------------------------------------------------------------------------
@@ -125,9 +125,9 @@ def parse_config(argv):
     else:
         config |= method.PRESETS[preset]
     config |= flags
-    for name, (low, high) in BOUNDS.items():
-        if config.get(name) is not None and not low <= config[name] <= high:
-            raise UserError(f"--{name.replace('_', '-')} {config[name]} must be from {low} to {high}.")
+    for key, (low, high) in (BOUNDS | method.BOUNDS).items():
+        if config[key] is not None and not low <= config[key] <= high:
+            raise UserError(f"--{key.replace('_', '-')} {config[key]} must be from {low} to {high}.")
     return config
 
 
@@ -210,12 +210,11 @@ def to_device(batch, device):
     return {key: value.to(device, non_blocking=True) if torch.is_tensor(value) else value for key, value in batch.items()}
 
 
-def fake_batch(model, n, device):
-    """Random images and captions of full length, for --dry-run."""
+def fake_batch(model):
+    """Two random images and captions of full length."""
     size, text = model.image_encoder.image_size, model.text_encoder
-    return {"images": torch.randn(n, 3, size, size, device=device),
-            "tokens": torch.randint(text.vocab_size, (n, text.context), device=device),
-            "mask": torch.ones(n, text.context, dtype=torch.bool, device=device)}
+    return {"images": torch.randn(2, 3, size, size), "tokens": torch.randint(text.vocab_size, (2, text.context)),
+            "mask": torch.ones(2, text.context, dtype=torch.bool)}
 
 
 def dry_run(config, model):
@@ -223,13 +222,13 @@ def dry_run(config, model):
     print(f"{'part':16} {'parameters':>12}")
     for name, part in (*model.named_children(), ("all", model)):
         print(f"{name:16} {sum(p.numel() for p in part.parameters()):12,}")
+    batch = fake_batch(model)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(fake_batch(model, 2, "cpu"))
+        model(batch)
     flops = counter.get_total_flops() // 2
     print(f"forward FLOPs per sample (a multiplication and an addition are 2): {flops:,}; one step takes about 3 times that")
-    mask = torch.ones(1, model.text_encoder.context, dtype=torch.bool)
     print(json.dumps({"params": sum(p.numel() for p in model.parameters()), "flops_per_sample": flops,
-                      "chance_loss": model.chance_loss(config["batch"], mask)}))
+                      "chance_loss": model.chance_loss(config["batch"], batch["mask"])}))
 
 
 def matmul_rate(device, dtype):
@@ -266,7 +265,7 @@ class Stop:
     """Notes SIGTERM and SIGINT, so that the run saves and ends after the step it is in. A second signal ends it at once."""
 
     def __init__(self):
-        self.signal = None
+        self.signal, self.flag = None, None
         self.before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def restore(self):
@@ -279,12 +278,13 @@ class Stop:
         self.signal = number
 
     def agreed(self, device):
-        """Whether any rank got a signal; every rank must call this at the same step."""
+        """Whether any rank had got a signal by its last call, which every rank makes once a step: one step late, so that a
+        GPU is never kept waiting for the answer."""
         if not dist.is_initialized():
             return self.signal is not None
-        flag = torch.tensor(float(self.signal is not None), device=device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
+        last, self.flag = self.flag, torch.tensor(float(self.signal is not None), device=device)
+        dist.all_reduce(self.flag, dist.ReduceOp.MAX)
+        return last is not None and bool(last)
 
 
 def check_finite(step, values, batch, out, rank):
@@ -322,8 +322,10 @@ def train(config):
     source = common.open_data(config["data"], config["image_root"], image_size=config["image_size"] or encoder["image_size"])
     if isinstance(source, common.World):
         config["image_size"] = source.size
-    if config["eval_data"]:  # a wrong SPEC is better found before the training than after it
-        evaluation.open_eval_data(config["eval_data"], None, "test", encoder["image_size"])
+    eval_source = source
+    if config["eval_data"]:  # opened now: a wrong SPEC is better found before the training than after it
+        size = config["image_size"] or encoder["image_size"]
+        eval_source = evaluation.open_eval_data(config["eval_data"], None, "test", size)
     tokenizer = build_tokenizer(config, source, out)
     torch.manual_seed(config["seed"])
     raw = evaluation.build_model(config, tokenizer)
@@ -352,7 +354,7 @@ def train(config):
         model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     loader = build_loader(config, source, raw, tokenizer, config["batch"] // world_size, rank, world_size, positions)
     if config["bench"]:
-        return bench(config, raw, model, optimizer, scaler, loader, autocast, dtype, device, rank, world_size)
+        return bench(config, raw, model, optimizer, scaler, loader, autocast, dtype, device, rank)
 
     def save():
         ranks = common.gather_objects({"rng": torch.get_rng_state(), "positions": positions, "skipped": skipped,
@@ -410,7 +412,7 @@ def train(config):
     stop.restore()
     skipped = common.gather_objects(skipped)
     if rank == 0:
-        finish(config, source, raw, tokenizer, device, out, skipped)
+        finish(config, eval_source, raw, tokenizer, device, out, skipped)
 
 
 def open_log(path, step):
@@ -437,9 +439,7 @@ def finish(config, source, raw, tokenizer, device, out, skipped):
             print(f"skipped {count} samples: {reason}, the last {example}")
     options = types.SimpleNamespace(tasks=None, data=config["eval_data"] or config["data"], split="test", templates=None,
                                     image_root=config["image_root"], image_size=raw.image_encoder.image_size, limit=1000)
-    if config["eval_data"]:
-        source = evaluation.open_eval_data(config["eval_data"], None, "test", options.image_size)
-    elif not isinstance(source, common.World):
+    if not config["eval_data"] and not isinstance(source, common.World):
         options.split = "train"
     if isinstance(source, common.TarShards):
         return print("No evaluation: tar shards are for training only; give --eval-data, or run eval.py with other data.")
@@ -473,9 +473,9 @@ def load_state(out, config, rank, world_size, raw, optimizer, scaler, device):
     return state["step"], own["positions"], own["skipped"]
 
 
-def bench(config, raw, model, optimizer, scaler, loader, autocast, dtype, device, rank, world_size):
+def bench(config, raw, model, optimizer, scaler, loader, autocast, dtype, device, rank):
     """Time config["bench"] steps after three to warm up, and print rates as shares of the matmul rate of this process."""
-    batches, flops, waited = iter(loader), 0, 0.0
+    batches, waited = iter(loader), 0.0
     for i in range(3 + config["bench"]):
         before = time.perf_counter()
         batch = to_device(next(batches), device)

@@ -23,8 +23,6 @@ SMALL = ["--method", "sparc", "--data", "shapes:size=16,objects=2", "--batch", "
 @pytest.fixture(autouse=True)
 def small_evaluation(monkeypatch):
     monkeypatch.setattr(evaluation, "WORLD_N", 24)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        monkeypatch.setattr(signal, "signal", signal.signal)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in handlers.items():
