@@ -42,16 +42,18 @@ Result:  seeds 0-2, torch 2.15, one thread of an AMD EPYC (README): zero-shot .9
 import functools
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
 class Config:
-    objective: Literal["sparc", "clip"] = "sparc"            # Eq. 7, or Eq. 1 alone
+    objective: Literal["sparc", "clip", "filip", "clip+filip", "pacl", "gloria", "mgca"] = "sparc"  # Eq. 7, or a baseline, Sec. 4
     align: Literal["sparse", "dense", "softmax"] = "sparse"  # Eq. 2-4; Table 8: sigma = 0; Table 8: softmax weights
     embed_dim: int = 512                                     # E, Sec. D.1
     lambda_g: float = 0.5                                    # Eq. 7, Sec. D.4
@@ -60,6 +62,8 @@ class Config:
     h_v: Literal["plain", "residual"] = "plain"              # Sec. 2; differs: "residual" is x + h_v(x)
     token_mean: Literal["caption", "batch"] = "caption"      # Eq. 6, or the paper's listing 1
     init_scale: float = 1 / 0.07                             # CLIP (arXiv 2103.00020), Sec. 2.5
+    filip_drop: float = 0.2                                  # FILIP: share of the tokens and patches left out, Sec. D.4
+    mgca_prototypes: int = 500                               # MGCA, Sec. D.4
 
 
 PAPER = dict(text_encoder="12x768:context=55", lr=9e-4, weight_decay=0.2, warmup=2500, batch=16384, steps=200_000,
@@ -72,7 +76,7 @@ PRESETS = {  # settings of this file and of train.py by name; --flags go before 
     "b16": dict(image_encoder="ViT-B/16", **PAPER),
     "l14": dict(image_encoder="ViT-L/14", **{**PAPER, "steps": 250_000}),
 }
-BOUNDS = {"sigma": (0, 1)}  # the values that train.py accepts
+BOUNDS = {"sigma": (0, 1), "filip_drop": (0, 0.99), "mgca_prototypes": (2, math.inf)}  # the values that train.py accepts
 
 
 def in_fp32(function):
@@ -134,18 +138,15 @@ def softmax_weights(tokens, patches):
 ALIGN = {"sparse": alignment_weights, "dense": functools.partial(alignment_weights, threshold=0.0), "softmax": softmax_weights}
 
 
-# c_l = sum_p a_lp v_p                                                                                             (Eq. 5)
 # L_f = -1/2B sum_i 1/L_i sum_j [ log softmax_k(cos(c_ij, t_ik) / tau)_j + log softmax_k(cos(t_ij, c_ik) / tau)_j ]  (Eq. 6)
 @in_fp32
-def fine_grained_loss(tokens, patches, mask, scale, align=alignment_weights, token_mean="caption", gather=identity):
-    """SPARC's local loss. tokens (B, L, E), patches (B, P, E), mask (B, L) True on words; scale: 1 / tau -> scalar.
+def sequence_loss(c, t, mask, scale, token_mean="caption", gather=identity):
+    """Eq. 6 for any c. c, t: (B, L, E), mask (B, L) True on words; scale: 1 / tau -> scalar.
 
     Negatives are the other words of the same caption: nothing leaves the rank. A caption without words adds 0.
     token_mean: "caption" is Eq. 6; "batch" divides by the words of the (gathered) batch, as the paper's listing does.
     """
-    grouped = align(tokens, patches) @ patches                           # (B, L, E), c_l
-    c, t = F.normalize(grouped, dim=-1), F.normalize(tokens, dim=-1)
-    logits = scale * c @ t.transpose(1, 2)                               # (B, L, L), [i, j, k] = cos(c_ij, t_ik) / tau
+    logits = scale * F.normalize(c, dim=-1) @ F.normalize(t, dim=-1).transpose(1, 2)  # (B, L, L), [i, j, k] = cos(c_ij, t_ik) / tau
     words = mask[:, None, :]
     hidden = torch.finfo(logits.dtype).min
     c_to_t = logits.masked_fill(~words, hidden).log_softmax(-1).diagonal(dim1=1, dim2=2)                   # (B, L)
@@ -155,6 +156,14 @@ def fine_grained_loss(tokens, patches, mask, scale, align=alignment_weights, tok
     if token_mean == "batch":
         return loss.sum() / gather(count.to(loss.dtype)[:, None]).mean().clamp(min=1 / len(count)) / len(count)
     return (loss.sum(1) / count.clamp(min=1)).mean()
+
+
+# c_l = sum_p a_lp v_p                                                                                             (Eq. 5)
+@in_fp32
+def fine_grained_loss(tokens, patches, mask, scale, align=alignment_weights, token_mean="caption", gather=identity):
+    """SPARC's local loss. tokens (B, L, E), patches (B, P, E), mask (B, L) True on words; scale: 1 / tau -> scalar."""
+    grouped = align(tokens, patches) @ patches                           # (B, L, E), c_l
+    return sequence_loss(grouped, tokens, mask, scale, token_mean, gather)
 
 
 # Model ---------------------------------------------------------------------------------------------------------------
@@ -170,6 +179,13 @@ def masked_mean(x, mask):
     return (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
+class Residual(nn.Sequential):
+    """x + h_v(x). Differs: for `tiny`, because L_f trains g_v(x) but Sec. D.7 segments with g_v(h_v(x))."""
+
+    def forward(self, x):
+        return x + super().forward(x)
+
+
 class Model(nn.Module):
     """Two towers, the adaptors of Sec. 2 and the loss of Eq. 7.
 
@@ -182,37 +198,39 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
-        self.h_v = nn.Sequential(nn.Linear(image_width, image_width), nn.GELU())
+        h_v = {"plain": nn.Sequential, "residual": Residual}[config.h_v]
+        self.h_v = h_v(nn.Linear(image_width, image_width), nn.GELU())
         self.g_v = nn.Linear(image_width, config.embed_dim, bias=False)
         self.g_t = nn.Linear(text_width, config.embed_dim, bias=False)
         nn.init.normal_(self.g_v.weight, std=image_width**-0.5)
         nn.init.normal_(self.g_t.weight, std=text_width**-0.5)
+        add_baseline_parts(self, image_width)
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
+        self.late_interaction = config.objective in SCORES  # compared by `similarity`, not by a dot product
         self.align = functools.partial(alignment_weights, threshold=config.sigma) if config.align == "sparse" \
             else ALIGN[config.align]
-
-    def through_h_v(self, x):
-        # differs: the residual form, in `tiny`, because L_f trains g_v(x) but Sec. D.7 segments with g_v(h_v(x))
-        return x + self.h_v(x) if self.config.h_v == "residual" else self.h_v(x)
 
     def forward(self, batch, gather=identity):
         """batch: images (B, 3, H, W), tokens (B, L), mask (B, L) -> {"loss": scalar, and scalars to log}."""
         cfg, words = self.config, words_only(batch["mask"])
         f_v = self.image_encoder(batch["images"])                        # (B, P, d)
         f_t = self.text_encoder(batch["tokens"], batch["mask"])          # (B, L, d)
-        v = self.g_v(self.through_h_v(f_v.mean(1)))                      # (B, E)
+        v = self.g_v(self.h_v(f_v.mean(1)))                      # (B, E)
         t = self.g_t(masked_mean(f_t, words))                            # (B, E)
         scale = self.log_scale.exp()
-        loss_g = global_loss(v, t, scale, gather)
-        out = {"loss": loss_g, "global": loss_g, "scale": scale}
         if cfg.objective == "sparc":
             patches, tokens = self.g_v(f_v), self.g_t(f_t)               # (B, P, E), (B, L, E)
             local = functools.partial(fine_grained_loss, mask=words, scale=scale, align=self.align,
                                       token_mean=cfg.token_mean, gather=gather)
-            loss_f = local(tokens, patches)
-            out |= {"loss": cfg.lambda_g * loss_g + cfg.lambda_f * loss_f, "local": loss_f}  # Eq. 7
+            loss_g, loss_f = global_loss(v, t, scale, gather), local(tokens, patches)
+            out = {"loss": cfg.lambda_g * loss_g + cfg.lambda_f * loss_f, "global": loss_g, "local": loss_f}  # Eq. 7
             with torch.no_grad():  # as low against a WRONG image's patches: L_f is solved without looking at the image
                 out["local_wrong_image"] = local(tokens.detach(), patches.detach().roll(1, 0))
+        else:
+            x = SimpleNamespace(f_v=f_v, f_t=f_t, v=v, t=t, words=words, scale=scale, gather=gather)
+            terms = {name: LOSSES[name](self, x) for name in BASELINES[cfg.objective]}
+            out = {"loss": sum(terms.values()), **terms}
+        out["scale"] = scale
         return {name: value if name == "loss" else value.detach() for name, value in out.items()}
 
     def after_step(self):
@@ -220,17 +238,16 @@ class Model(nn.Module):
         with torch.no_grad():
             self.log_scale.clamp_(0, math.log(100))
 
-    def chance_loss(self, batch_size, mask):
-        """The loss when all similarities are equal; batch_size is global."""
-        loss_g = math.log(batch_size)
-        if self.config.objective == "clip":
-            return loss_g
-        loss_f = words_only(mask).sum(1).clamp(min=1).log().mean().item()
-        return self.config.lambda_g * loss_g + self.config.lambda_f * loss_f
+    def chance_loss(self, batch_size, mask, patches):
+        """The loss when all similarities are equal; batch_size is global, patches their number P."""
+        words = words_only(mask).sum(1).clamp(min=1).float()             # (B,), L_i
+        if self.config.objective != "sparc":
+            return sum(CHANCE[name](self, batch_size, words, patches) for name in BASELINES[self.config.objective])
+        return self.config.lambda_g * math.log(batch_size) + self.config.lambda_f * words.log().mean().item()
 
     def encode_image(self, images):
         """(B, 3, H, W) -> (B, E), normalised."""
-        return F.normalize(self.g_v(self.through_h_v(self.image_encoder(images).mean(1))).float(), dim=-1)
+        return F.normalize(self.g_v(self.h_v(self.image_encoder(images).mean(1))).float(), dim=-1)
 
     def encode_text(self, tokens, mask):
         """(B, L), (B, L) -> (B, E), normalised."""
@@ -238,11 +255,276 @@ class Model(nn.Module):
 
     def encode_patches(self, images):
         """(B, 3, H, W) -> (B, P, E), normalised, through h_v and g_v as Sec. D.7 segments."""
-        return F.normalize(self.g_v(self.through_h_v(self.image_encoder(images))).float(), dim=-1)
+        return F.normalize(self.g_v(self.h_v(self.image_encoder(images))).float(), dim=-1)
+
+    def encode_tokens(self, tokens, mask):
+        """(B, L), (B, L) -> (B, L, E), normalised, zeros where no word is: FILIP's side of `similarity`. PACL's is (B, 1, E)."""
+        if self.config.objective == "pacl":
+            return self.encode_text(tokens, mask)[:, None]
+        words = words_only(mask)[..., None]
+        return F.normalize(self.g_t(self.text_encoder(tokens, mask)).float(), dim=-1) * words
+
+    def similarity(self, patches, tokens):
+        """Scores (n, m) of n images (n, P, E) and m captions (m, L, E) of encode_patches and encode_tokens: FILIP's, PACL's."""
+        return score_captions(SCORES[self.config.objective], patches, tokens)
 
     def align_words(self, images, tokens, mask):
         """a_lp of Eq. 4 for pairs: (B, 3, H, W), (B, L), (B, L) -> (B, L, P)."""
         return self.align(self.g_t(self.text_encoder(tokens, mask)), self.g_v(self.image_encoder(images)))
+
+
+# =====================================================================================================================
+# The baselines of Sec. 4, as Sec. D.3 and D.4 describe the authors' re-implementations. SPARC needs nothing below this line.
+#
+#     objective    trained on            source
+#     clip         global_loss           CLIP (arXiv 2103.00020)
+#     filip        filip_loss            FILIP (arXiv 2111.07783): each patch with its best word, each word with its best patch
+#     clip+filip   both                  Tables 9, 10
+#     pacl         pacl_loss             PACL (arXiv 2212.04994): patches weighted by their similarity with the whole caption
+#     gloria       global_loss +         GLoRIA (ICCV 2021): each word attends to the patches of EVERY image of the batch
+#                  gloria_loss
+#     mgca         global_loss +         MGCA (arXiv 2210.06044): words and patches attend to each other within the pair, and both
+#                  mgca_loss             sides of a pair predict each other's prototypes
+#
+#     symbol            name here        shape             where
+#     s^I, s^T          rows, columns    (b, B)            FILIP Eq. 4, 5; own images x captions of all ranks
+#     phi               pacl_scores      (b, B)            PACL Eq. 6
+#     a, c_ij, Z        gloria_scores    (b, B)            GLoRIA Eq. 4-6
+#     o                 words_seen,      (B, L, E),        MGCA Eq. 4; what a word sees of the patches, and a patch of the words
+#                       patches_read     (B, P, E)
+#     c_k, q            prototypes, q    (K, E), (B, K)    MGCA Eq. 7-9; K = 500
+#
+# Each takes its temperature tau learned and shared with the global loss (Sec. D.3); the sum of the terms has no weights. Where an
+# objective compares images with all captions, the b x B x P x L similarities are made for a few captions at a time and made again
+# in the backward pass. A rank computes its own images' rows only: the softmax over images takes a number a column from the others.
+# =====================================================================================================================
+
+ELEMENTS = 2**24  # similarities in memory at a time
+
+
+def pieces(images, *captions):
+    """Cut captions, tensors of B rows of which the first is (B, L, E) or (B, E), so that the similarities of images (b, P, E) and
+    one piece are at most ELEMENTS. -> a list of tuples"""
+    words = captions[0].shape[1] if captions[0].ndim == 3 else 1
+    size = max(1, ELEMENTS // (images.shape[0] * images.shape[1] * words))
+    return list(zip(*(x.split(size) for x in captions)))
+
+
+def score_captions(block, images, *captions):
+    """block(images, captions) -> (..., b, c), a few captions at a time, joined: (..., b, B)."""
+    parts = pieces(images, *captions)
+    if len(parts) == 1:
+        return block(images, *captions)
+    return torch.cat([checkpoint(block, images, *part, use_reentrant=False, preserve_rng_state=False) for part in parts], dim=-1)
+
+
+def gather_captions(tokens, mask, gather):
+    """tokens (b, L, E), mask (b, L) of each rank -> those of all ranks, padded to the longest: (B, L', E), (B, L')."""
+    longest = int(gather(torch.tensor([[tokens.shape[1]]], device=tokens.device)).max())
+    more = longest - tokens.shape[1]
+    return gather(F.pad(tokens, (0, 0, 0, more))), gather(F.pad(mask, (0, more)).to(tokens.dtype)) > 0
+
+
+def contrast(rows, columns, gather):
+    """InfoNCE both ways. rows, columns: (b, B) logits of own images x all ranks' captions, for the softmax over captions and
+    for the softmax over images; pairs on the diagonal -> scalar."""
+    b, i = len(rows), torch.arange(len(rows), device=rows.device)
+    parts = gather(columns.logsumexp(0, keepdim=True))                   # (world, B): of each rank's images, its own captions first
+    parts = torch.stack([part.roll(k * b) for k, part in enumerate(parts)])[:, :b]  # (world, b): of this rank's captions
+    return (F.cross_entropy(rows, i) + (parts.logsumexp(0) - columns.diagonal()).mean()) / 2
+
+
+def token_similarities(patches, tokens, mask):
+    """patches (b, P, E), tokens (c, L, E), mask (c, L) -> (b, P, c, L); below every cosine where there is no word."""
+    s = patches.flatten(0, 1) @ tokens.flatten(0, 1).T                   # (b * P, c * L)
+    return s.view(*patches.shape[:2], *tokens.shape[:2]).masked_fill(~mask, -2.0)
+
+
+# s^I_ij = 1/P sum_p max_l cos(v_ip, t_jl),  s^T_ij = 1/L_j sum_l max_p cos(v_ip, t_jl)
+def filip_scores(patches, tokens, mask):
+    """FILIP's similarities of b images and c captions. patches (b, P, E) and tokens (c, L, E) normalised -> (2, b, c): s^I, s^T."""
+    s = token_similarities(patches, tokens, mask)                        # (b, P, c, L)
+    s_image = s.amax(3).mean(1)                                          # (b, c)
+    s_text = s.amax(1).masked_fill(~mask, 0.0).sum(2) / mask.sum(1).clamp(min=1)
+    return torch.stack([s_image, s_text]).masked_fill(~mask.any(1), 0.0)
+
+
+@torch.no_grad()
+def most_similar(patches, tokens, mask, drop):
+    """FILIP's token dropping: keep the patches of each image, and the words of each caption, that are most similar to anything
+    on the other side of this rank's batch. -> indices of patches (b, P') and of words (b, L'), mask of the words (b, L')."""
+
+    def kept(count):
+        return torch.ceil((1 - drop) * torch.as_tensor(count) - 1e-4).int()
+
+    best_patch, best_word = torch.full(patches.shape[:2], -2.0, dtype=patches.dtype, device=patches.device), []
+    for part in pieces(patches, tokens, mask):
+        s = token_similarities(patches, *part)                           # (b, P, c, L)
+        best_patch = torch.maximum(best_patch, s.amax((2, 3)))           # (b, P)
+        best_word.append(s.amax((0, 1)))                                 # (c, L)
+    patch_index = best_patch.topk(int(kept(patches.shape[1]))).indices
+    word_index = torch.cat(best_word).topk(int(kept(tokens.shape[1]))).indices  # padding comes last
+    return patch_index, word_index, torch.arange(word_index.shape[1], device=mask.device) < kept(mask.sum(1, keepdim=True))
+
+
+@in_fp32
+def filip_loss(tokens, patches, mask, scale, drop=0.2, gather=identity):
+    """FILIP. tokens (B, L, E), patches (B, P, E), mask (B, L) True on words; scale: 1 / tau -> scalar.
+
+    drop: the share of tokens left out. As in FILIP each rank chooses among its own pairs before it gathers: with drop > 0 N ranks
+    choose a little differently from one, with drop = 0 they are equal.
+    """
+    patches, tokens = F.normalize(patches, dim=-1), F.normalize(tokens, dim=-1)
+    if drop:
+        patch_index, word_index, mask = most_similar(patches, tokens, mask, drop)
+        patches, tokens = patches.take_along_dim(patch_index[..., None], 1), tokens.take_along_dim(word_index[..., None], 1)
+    captions = gather_captions(tokens, mask, gather)
+    rows, columns = scale * score_captions(filip_scores, patches, *captions)
+    return contrast(rows, columns, gather)
+
+
+# phi_ij = sum_p softmax_p(cos(v_ip, t_j)) cos(v_ip, t_j)
+def pacl_scores(patches, t):
+    """PACL's similarity of b images and c captions. patches (b, P, E), t (c, E), normalised -> (b, c)."""
+    s = patches @ t.T                                                    # (b, P, c)
+    return (s.softmax(1) * s).sum(1)
+
+
+@in_fp32
+def pacl_loss(t, patches, scale, gather=identity):
+    """PACL. t: (B, E) caption embeddings, patches (B, P, E); scale: 1 / tau -> scalar, an addition of SPARC's authors (D.4)."""
+    patches, t = F.normalize(patches, dim=-1), F.normalize(t, dim=-1)
+    logits = scale * score_captions(pacl_scores, patches, gather(t))
+    return contrast(logits, logits, gather)
+
+
+# a_ijlp = softmax_p(t_jl . v_ip / sqrt(E)),  c_ijl = sum_p a_ijlp v_ip,  Z_ij = tau log sum_l exp(cos(c_ijl, t_jl) / tau)
+def gloria_scores(patches, tokens, mask, scale):
+    """GLoRIA's Z / tau of b images and c captions. patches (b, P, E), tokens (c, L, E), mask (c, L) -> (b, c).
+
+    c_ijl itself is never built: c.t = sum_p a_p s_p, and |c|^2 = a' V V' a.
+    """
+    (c, L, E), gram = tokens.shape, patches @ patches.transpose(1, 2)    # (b, P, P)
+    s = patches @ tokens.reshape(c * L, E).T                             # (b, P, c * L)
+    a = (s / E**0.5).softmax(1)
+    square = (a * (gram @ a)).sum(1) * tokens.reshape(c * L, E).square().sum(1)  # (b, c * L), |c|^2 |t|^2
+    cos = (a * s).sum(1) / square.clamp(min=1e-24).sqrt()
+    cos = (scale * cos).view(-1, c, L).masked_fill(~mask, torch.finfo(s.dtype).min)
+    return cos.logsumexp(2).masked_fill(~mask.any(1), 0.0)
+
+
+@in_fp32
+def gloria_loss(tokens, patches, mask, scale, gather=identity):
+    """GLoRIA's local loss. tokens (B, L, E), patches (B, P, E), mask (B, L) True on words; scale: 1 / tau -> scalar.
+
+    Similarities are divided by sqrt(E), tokens are not merged into words (D.3). Differs: one tau is GLoRIA's tau_2 and tau_3, and
+    tau_1 is 1; GLoRIA's code has a softmax over the words inside the one over patches, its paper has not.
+    """
+    captions = gather_captions(tokens, mask, gather)
+    logits = score_captions(functools.partial(gloria_scores, scale=scale), patches, *captions)
+    return contrast(logits, logits, gather)
+
+
+# q: K prototypes with equal shares of the global batch, each row sums to 1: Sinkhorn-Knopp on exp(cos(v, c) / epsilon)
+@torch.no_grad()
+def sinkhorn(scores, epsilon, iterations, gather=identity):
+    """scores (B, K) -> soft assignments (B, K) of this rank's rows, balanced over the rows of all ranks; no gradient."""
+    q = (scores / epsilon).exp()
+    for _ in range(iterations):
+        q = q / gather(q.sum(0, keepdim=True)).sum(0)
+        q = q / q.sum(1, keepdim=True)
+    return q
+
+
+@in_fp32
+def prototype_loss(v, t, prototypes, scale, epsilon=0.05, iterations=3, gather=identity):
+    """MGCA's cross-modal prototype alignment: the assignments of one side are the targets of the other.
+    v, t: (B, E), prototypes (K, E); scale: 1 / tau -> scalar."""
+    v, t, prototypes = (F.normalize(x, dim=-1) for x in (v, t, prototypes))
+    s_v, s_t = v @ prototypes.T, t @ prototypes.T                        # (B, K)
+    q_v, q_t = (sinkhorn(s, epsilon, iterations, gather) for s in (s_v, s_t))
+    return (F.cross_entropy(scale * s_v, q_t) + F.cross_entropy(scale * s_t, q_v)) / 2
+
+
+@in_fp32
+def mgca_loss(v, t, tokens, patches, mask, words_seen, patches_read, prototypes, scale, gather=identity):
+    """MGCA's token-wise and prototype losses, weights 1 (D.4); the instance-wise one is global_loss. -> scalar
+
+    v, t: (B, E); tokens, words_seen: (B, L, E); patches, patches_read: (B, P, E), both outputs of cross-attention; mask (B, L) True
+    on words; prototypes (K, E); scale: 1 / tau. No [CLS] weights (D.3). A pair without words adds nothing to the token-wise loss.
+    """
+    seen = mask.any(1, keepdim=True).expand(patches.shape[:2])           # (B, P)
+    token_wise = sequence_loss(words_seen, tokens, mask, scale) + sequence_loss(patches_read, patches, seen, scale)
+    return token_wise + prototype_loss(v, t, prototypes, scale, gather=gather)
+
+
+class CrossAttention(nn.Module):
+    """One head of width 128 (D.4): x (B, N, E) attends to y (B, M, E) where mask (B, M) is True -> (B, N, E)."""
+
+    def __init__(self, dim, width=128):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(dim, width) for _ in range(3))
+        self.out = nn.Linear(width, dim)
+
+    def forward(self, x, y, mask=None):
+        if mask is not None:
+            mask = (mask | ~mask.any(1, keepdim=True))[:, None]          # (B, 1, M); where nothing is True, everything
+        return self.out(F.scaled_dot_product_attention(self.q(x), self.k(y), self.v(y), mask))
+
+
+class Adapter(nn.Module):
+    """PACL's vision adapter: two layers with a residual connection, d -> E."""
+
+    def __init__(self, width, dim):
+        super().__init__()
+        self.main = nn.Sequential(nn.Linear(width, dim), nn.ReLU(), nn.Linear(dim, dim))
+        self.skip = nn.Linear(width, dim)
+
+    def forward(self, x):
+        return self.main(x) + self.skip(x)
+
+
+def add_baseline_parts(model, image_width):
+    """What a baseline has beyond SPARC's towers and adaptors. PACL's adapter stands in the place of h_v and g_v."""
+    cfg = model.config
+    if cfg.objective == "pacl":
+        model.h_v, model.g_v = nn.Identity(), Adapter(image_width, cfg.embed_dim)
+    if cfg.objective == "mgca":
+        model.word_attention, model.patch_attention = CrossAttention(cfg.embed_dim), CrossAttention(cfg.embed_dim)
+        model.prototypes = nn.Parameter(F.normalize(torch.randn(cfg.mgca_prototypes, cfg.embed_dim), dim=-1))
+
+
+def filip_of(model, x):
+    patches = model.g_v(model.h_v(x.f_v))  # through h_v, which nothing else would train
+    return filip_loss(model.g_t(x.f_t), patches, x.words, x.scale, model.config.filip_drop, x.gather)
+
+
+def mgca_of(model, x):
+    tokens, patches = F.normalize(model.g_t(x.f_t), dim=-1), F.normalize(model.g_v(x.f_v), dim=-1)
+    words_seen, patches_read = model.word_attention(tokens, patches), model.patch_attention(patches, tokens, x.words)
+    return mgca_loss(x.v, x.t, tokens, patches, x.words, words_seen, patches_read, model.prototypes, x.scale, x.gather)
+
+
+BASELINES = {"clip": ["global"], "filip": ["filip"], "clip+filip": ["global", "filip"], "pacl": ["pacl"],
+             "gloria": ["global", "gloria"], "mgca": ["global", "mgca"]}
+LOSSES = {
+    "global": lambda model, x: global_loss(x.v, x.t, x.scale, x.gather),
+    "filip": filip_of,
+    "pacl": lambda model, x: pacl_loss(x.t, model.g_v(x.f_v), x.scale, x.gather),
+    "gloria": lambda model, x: gloria_loss(model.g_t(x.f_t), model.g_v(x.f_v), x.words, x.scale, x.gather),
+    "mgca": mgca_of,
+}
+CHANCE = {  # words: (B,) words of each caption; Z of a caption of L words is log L higher
+    "global": lambda model, batch, words, patches: math.log(batch),
+    "filip": lambda model, batch, words, patches: math.log(batch),
+    "pacl": lambda model, batch, words, patches: math.log(batch),
+    "gloria": lambda model, batch, words, patches: math.log(batch) + (words.mean().log() - words.log().mean()).item() / 2,
+    "mgca": lambda model, batch, words, patches: words.log().mean().item() + math.log(patches) + math.log(len(model.prototypes)),
+}
+SCORES = {  # of objectives without global embeddings: how an image and a caption are compared, (n, P, E), (m, L, E) -> (n, m)
+    "filip": lambda patches, tokens: filip_scores(patches, tokens, tokens.any(-1)).mean(0),
+    "pacl": lambda patches, tokens: pacl_scores(patches, tokens[:, 0]),
+}
 
 
 if __name__ == "__main__":

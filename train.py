@@ -228,7 +228,7 @@ def dry_run(config, model):
     flops = counter.get_total_flops() // 2
     print(f"forward FLOPs per sample (a multiplication and an addition are 2): {flops:,}; one step takes about 3 times that")
     print(json.dumps({"params": sum(p.numel() for p in model.parameters()), "flops_per_sample": flops,
-                      "chance_loss": model.chance_loss(config["batch"], batch["mask"])}))
+                      "chance_loss": model.chance_loss(config["batch"], batch["mask"], model.image_encoder.grid**2)}))
 
 
 def matmul_rate(device, dtype):
@@ -391,7 +391,7 @@ def train(config):
         if due and rank == 0:
             now = time.perf_counter()
             record = {"step": step, **{name: value.item() for name, value in outputs.items()}, "lr": lr, "grad_norm": norm.item(),
-                      "chance_loss": raw.chance_loss(config["batch"], batch["mask"]),
+                      "chance_loss": raw.chance_loss(config["batch"], batch["mask"], raw.image_encoder.grid**2),
                       "images_per_s": (step - since) * config["batch"] / (now - tick), "data_share": waited / (now - tick)}
             if any(skipped.values()):
                 record["skipped"] = total_skipped(skipped)

@@ -254,7 +254,7 @@ def test_embeddings_are_normalised_and_ignore_padding():
 def test_chance_loss_is_the_loss_of_equal_similarities():
     model, batch = tiny_model(lambda_f=2.0), make_batch()
     nn.init.zeros_(model.g_t.weight)
-    assert model(batch)["loss"].item() == pytest.approx(model.chance_loss(4, batch["mask"]), abs=1e-4)
+    assert model(batch)["loss"].item() == pytest.approx(model.chance_loss(4, batch["mask"], 16), abs=1e-4)
 
 
 def test_scale_stays_within_1_and_100():
