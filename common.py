@@ -161,7 +161,7 @@ class Blocks(nn.ModuleList):
     """`depth` blocks: stochastic depth growing linearly, CLIP's initialisation, optional gradient checkpointing."""
 
     def __init__(self, depth, width, heads, mlp_ratio, act, eps, drop_path):
-        rates = torch.linspace(0, drop_path, depth).tolist()
+        rates = np.linspace(0, drop_path, depth).tolist()
         super().__init__(Block(width, heads, mlp_ratio, act, eps, rate) for rate in rates)
         self.grad_checkpoint = False
         for block in self:
@@ -744,7 +744,7 @@ class World:
         kind = o["shape"] if rng.random() < self.kinds else "thing"
         if count == 1:
             return article(" ".join([*words, kind]))
-        return " ".join([NUMBERS[count], *words, kind + ("es" if kind == "cross" else "s")])
+        return " ".join([NUMBERS[count], *words, plural(kind)])
 
     def hard_negatives(self, objects, rng):
         """SugarCrepe's seven kinds of a scene -> {kind: (caption, negative caption)}; kinds that it does not admit lack."""
@@ -808,6 +808,10 @@ class World:
         lists = self.objects_of(scene)
         return {"images": normalize(images), "captions": [self.caption(o, rng) for o in lists], "scene": scene,
                 "objects": lists, "segmentation": segmentation}
+
+
+def plural(kind):
+    return kind + ("es" if kind == "cross" else "s")
 
 
 def article(phrase):

@@ -1,21 +1,25 @@
-"""Evaluate a trained run: `python eval.py RUN --task zeroshot,retrieval --data SPEC`.
+"""Evaluate trained runs: `python eval.py RUN --task zeroshot,retrieval --data SPEC`, or several: `python eval.py RUN RUN ...`.
 
-Prints a table and writes RUN/eval.json and pictures. Everything is computed in fp32: half-precision cosines tie.
+Prints a table and writes RUN/eval.json and pictures. Everything is computed in fp32: half-precision cosines tie. Of several
+runs a last table shows mean and standard deviation over those that differ in their seed only, and a picture compares them.
 A metric is a pure function of matrices; a task gathers the matrices; TASKS says which data each task can use.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import random
 import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
+from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import to_pil_image
 
 import common
@@ -28,16 +32,21 @@ METHODS = {"sparc": sparc}
 # Metrics -------------------------------------------------------------------------------------------------------------
 
 
-def recall_at_k(queries, keys, positives, ks=(1, 5, 10), chunk=1024):
+def dot(x, y):
+    return x @ y.T
+
+
+def recall_at_k(queries, keys, positives, ks=(1, 5, 10), chunk=1024, similarity=dot):
     """Share of queries with ANY positive among their k nearest keys. queries (Q, E), keys (K, E) -> {k: float}.
 
     positives: (Q, K) boolean function given as two group-id vectors (Q,), (K,): equal ids are positives. A positive counts
-    as retrieved at its rank among the keys by dot product; on a tie the negative goes first. Ranks are made in chunks.
+    as retrieved at its rank among the keys by similarity(queries, keys) -> (Q, K); on a tie the negative goes first. Ranks are
+    made in chunks.
     """
     query_ids, key_ids = positives
     hits = {k: 0 for k in ks}
     for q, ids in zip(queries.split(chunk), query_ids.split(chunk)):
-        scores = q @ keys.T                                              # (chunk, K)
+        scores = similarity(q, keys)                                     # (chunk, K)
         positive = ids[:, None] == key_ids                               # (chunk, K)
         best = scores.masked_fill(~positive, -torch.inf).amax(1, keepdim=True)
         rank = (scores.masked_fill(positive, -torch.inf) >= best).sum(1)  # negatives before the best positive
@@ -60,21 +69,37 @@ def winoground_scores(s):
     return [x.float().mean().item() for x in (text, image, text & image)]
 
 
-def mean_iou(predicted, truth, background=0, foreground_only=False):
-    """Mean IoU of maps (n, H, W) of class ids (SPARC, Sec. 4.5, D.7): per image the mean over the foreground classes present
-    in its truth, then the mean over images that have one. truth 255 is ignored; `foreground_only` ignores background pixels.
+def k_precision(retrieved, truths, among=None):
+    """K-Precision (SPARC, Sec. 4.4): the share of a retrieved caption's words that its image's true captions contain, mean over
+    images. retrieved: n lists of words; truths: n sets of words; among: count only these (K-Pna: nouns and adjectives); a
+    caption without any of them does not count.
     """
-    means = []
-    for p, t in zip(predicted, truth):
-        valid = (t != 255) & ((t != background) if foreground_only else True)
-        ious = []
-        for c in t[valid].unique():
-            if c != background:
-                p_c, t_c = (p == c) & valid, (t == c) & valid
-                ious.append((p_c & t_c).sum() / (p_c | t_c).sum())
-        if ious:
-            means.append(torch.stack(ious).mean())
-    return torch.stack(means).mean().item() if means else float("nan")
+    counted = [[word for word in words if among is None or word in among] for words in retrieved]
+    return mean_known(sum(word in truth for word in words) / len(words) if words else None
+                      for words, truth in zip(counted, truths))
+
+
+def image_iou(predicted, truth, background=0, foreground_only=False):
+    """Mean IoU over the foreground classes present in the truth, None without one. Maps (H, W) of class ids; 255 is ignored."""
+    valid = (truth != 255) & ((truth != background) if foreground_only else True)
+    ious = []
+    for c in truth[valid].unique():
+        if c != background:
+            p_c, t_c = (predicted == c) & valid, (truth == c) & valid
+            ious.append((p_c & t_c).sum() / (p_c | t_c).sum())
+    return torch.stack(ious).mean().item() if ious else None
+
+
+def mean_iou(predicted, truth, background=0, foreground_only=False):
+    """Mean IoU of n maps (H, W) of class ids (SPARC, Sec. 4.5, D.7): per image over the foreground classes present in its truth,
+    then over images that have one. truth 255 is ignored; `foreground_only` ignores background pixels.
+    """
+    return mean_known(image_iou(p, t, background, foreground_only) for p, t in zip(predicted, truth))
+
+
+def mean_known(values):
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else float("nan")
 
 
 # Embedding -----------------------------------------------------------------------------------------------------------
@@ -83,8 +108,8 @@ def mean_iou(predicted, truth, background=0, foreground_only=False):
 class ImageFiles(Dataset):
     """Image files for evaluation: (index, image), or (index, None) where one cannot be read."""
 
-    def __init__(self, paths, size):
-        self.paths, self.size, self.transform = paths, size, common.eval_transform(size)
+    def __init__(self, paths, size, transform=None):
+        self.paths, self.size, self.transform = paths, size, transform or common.eval_transform(size)
 
     def __len__(self):
         return len(self.paths)
@@ -96,29 +121,113 @@ class ImageFiles(Dataset):
             return i, None
 
 
+class SegmentationFolder(Dataset):
+    """Pascal VOC's layout: ImageSets/Segmentation/SPLIT.txt lists ids, of images JPEGImages/ID.jpg and of maps
+    SegmentationClass/ID.png, 0 for background, 1, 2, ... for the classes, 255 for what does not count. Items: (id, image
+    (3, S, S), map (H, W)), the whole image squeezed into the square, or (id, None, None) where a file cannot be read.
+
+    classes: a file with the names of the classes 1, 2, ..., one a line; None: Pascal VOC's 20.
+    """
+
+    def __init__(self, directory, split, size, classes=None):
+        self.directory, self.size = Path(directory), size
+        lists = {path.stem: path for path in sorted(self.directory.glob("ImageSets/Segmentation/*.txt"))}
+        if split not in lists:
+            raise UserError(f"{directory}/ImageSets/Segmentation has no {split}.txt; --split can be {', '.join(lists) or 'no name'}.")
+        self.ids = lists[split].read_text().split()
+        self.classes = read_lines(classes, "--classes") if classes else VOC_CLASSES
+        self.transform = v2.Compose([v2.Resize((size, size), v2.InterpolationMode.BICUBIC, antialias=True), v2.ToImage(),
+                                     v2.ToDtype(torch.float32, scale=True), v2.Normalize(common.MEAN, common.STD)])
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, i):
+        path = self.directory / "SegmentationClass" / f"{self.ids[i]}.png"
+        try:
+            image = common.open_image(self.directory / "JPEGImages" / f"{self.ids[i]}.jpg", self.size)
+            with Image.open(path) as file:
+                truth = torch.from_numpy(np.array(file))
+        except common.IMAGE_ERRORS:
+            return self.ids[i], None, None
+        if truth.ndim != 2 or truth.dtype != torch.uint8:
+            raise UserError(f"{path} is no map of class ids (8 bits, palette or grey) but {truth.dtype} of shape {tuple(truth.shape)}: "
+                            f"save ids, not colours.")
+        highest = int(truth[truth != 255].max()) if (truth != 255).any() else 0
+        if highest > len(self.classes):
+            raise UserError(f"{path} holds class {highest}, but there are {len(self.classes)} names: give all with --classes.")
+        return self.ids[i], self.transform(image), truth
+
+    def read(self, limit=None, workers=0):
+        """The (image, map) of the items that can be read, and at the end a line about the others."""
+        items = DataLoader(Subset(self, range(min(limit or len(self), len(self)))), None, num_workers=workers)
+        unread = []
+        for name, image, truth in items:
+            if image is None:
+                unread.append(name)
+            else:
+                yield image, truth
+        if unread:
+            print(f"skipped {len(unread)} of {len(items)} images that cannot be read or have no map, the last {unread[-1]}")
+
+
+def read_lines(path, flag):
+    """The lines of a text file that are not empty."""
+    try:
+        return [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{flag} {path} cannot be read: {error}.") from None
+
+
 class Embedder:
-    """A trained model in evaluation mode: lists of captions and image tensors or files -> matrices on the CPU, fp32."""
+    """A trained model in evaluation mode: lists of captions and image tensors or files -> matrices on the CPU, fp32.
+
+    A model with `late_interaction` compares patches with tokens, by its own `similarity`: what stands for an image is then
+    (P, E) and for a caption (L, E), where others have (E,) and the dot product.
+    """
 
     def __init__(self, model, tokenizer, context, image_size, device="cpu", chunk=256, workers=0):
         self.model, self.tokenizer, self.context, self.image_size = model.eval(), tokenizer, context, image_size
         self.device, self.chunk, self.workers = device, chunk, workers
+        self.late = getattr(model, "late_interaction", False)
+        self.sides = ("encode_patches", "encode_tokens") if self.late else ("encode_image", "encode_text")
 
     @torch.no_grad()
-    def texts(self, captions):
-        """n captions -> (n, E)."""
+    def texts(self, captions, encode=None):
+        """n captions -> (n, E), or (n, L, E) padded with zeros; encode: the model's method, by default for `similarity`."""
         rows = []
         for start in range(0, len(captions), self.chunk):
             tokens, mask = self.tokenizer.batch(captions[start : start + self.chunk], self.context)
-            rows.append(self.model.encode_text(tokens.to(self.device), mask.to(self.device)).cpu())
-        return torch.cat(rows)
+            rows.append(getattr(self.model, encode or self.sides[1])(tokens.to(self.device), mask.to(self.device)).cpu())
+        longest = max(x.shape[1] for x in rows)
+        return torch.cat([F.pad(x, (0, 0, 0, longest - x.shape[1])) if x.ndim == 3 else x for x in rows])
 
     @torch.no_grad()
-    def images(self, images, encode="encode_image"):
-        """(n, 3, S, S) -> (n, E), or with encode="encode_patches" (n, P, E)."""
-        return torch.cat([getattr(self.model, encode)(x.to(self.device)).cpu() for x in images.split(self.chunk)])
+    def images(self, images, encode=None):
+        """(n, 3, S, S) -> (n, E) or (n, P, E); encode as in `texts`."""
+        encode = getattr(self.model, encode or self.sides[0])
+        return torch.cat([encode(x.to(self.device)).cpu() for x in images.split(self.chunk)])
+
+    @torch.no_grad()
+    def similarity(self, images, texts):
+        """What `images` and `texts` gave, n and m of them -> scores (n, m)."""
+        if self.late:
+            return self.model.similarity(images.to(self.device), texts.to(self.device)).cpu()
+        return dot(images, texts)
+
+    def pairs(self, images, texts):
+        """Scores (n,) of n images each with its own text."""
+        return torch.cat([self.similarity(x, y).diagonal() for x, y in zip(images.split(16), texts.split(16))])
+
+    def classify(self, images, names, templates):
+        """Zero-shot scores (n, C) of what `images` gave: of each class its templates' mean."""
+        if self.late:
+            texts = self.texts([template.format(name) for name in names for template in templates])
+            return self.similarity(images, texts).view(len(images), len(names), -1).mean(2)
+        return dot(images, class_embeddings(self.texts, names, templates))
 
     def files(self, paths):
-        """Image files -> embeddings (m, E) and the indices (m,) of the files that could be read."""
+        """Image files -> what `images` gives for the m that could be read, and their indices (m,)."""
         loader = DataLoader(ImageFiles(paths, self.image_size), self.chunk, num_workers=self.workers, collate_fn=list)
         rows, kept = [], []
         for batch in loader:
@@ -138,6 +247,10 @@ class Embedder:
 TEMPLATES = ["a photo of {}.", "{}", "a close-up of {}.", "a picture of {}."]
 WORLD_CLASSES = {"colour": common.COLOUR_NAMES, "shape": common.SHAPE_NAMES,
                  "pair": [f"{c} {s}" for c in common.COLOUR_NAMES for s in common.SHAPE_NAMES]}
+WORLD_NOUNS_ADJECTIVES = {*common.COLOUR_NAMES, "small", "large", "thing", "things", *common.SHAPE_NAMES,
+                          *(common.plural(name) for name in common.SHAPE_NAMES)}
+VOC_CLASSES = ["aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "dining table", "dog", "horse",
+               "motorbike", "person", "potted plant", "sheep", "sofa", "train", "tv monitor"]
 WORLD_N = 1000  # samples of the embedded world a task uses; its scenes come from the split's own part of the world
 
 
@@ -146,8 +259,7 @@ def zeroshot(embed, source, options):
     if isinstance(source, common.World):
         sample = source.sample(WORLD_N, options.split, 1, objects=1)
         colour, shape = sample["scene"]["colour"][:, 0], sample["scene"]["shape"][:, 0]
-        scores = embed.images(sample["images"]) @ world_classes(embed, source, "pair").T
-        predicted = scores.argmax(1)
+        predicted = embed.classify(embed.images(sample["images"]), *world_prompts(source, "pair")).argmax(1)
         right = predicted == colour * 8 + shape
         held = torch.tensor([pair in source.heldout_pairs for pair in zip(colour.tolist(), shape.tolist())])
         return {"zeroshot": right, "zeroshot/colour": predicted // 8 == colour, "zeroshot/shape": predicted % 8 == shape,
@@ -156,28 +268,34 @@ def zeroshot(embed, source, options):
     chosen = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[: options.limit].tolist()
     images, kept = embed.files([source.paths[i] for i in chosen])
     labels = torch.as_tensor(source.labels)[chosen][kept]
-    predicted = (images @ class_embeddings(embed.texts, names, options.templates or TEMPLATES).T).argmax(1)
+    predicted = embed.classify(images, names, options.templates or TEMPLATES).argmax(1)
     return {"zeroshot": predicted == labels, "zeroshot/chance": 1 / len(names)}
 
 
 def retrieval(embed, source, options):
-    """Recall at 1, 5, 10 both ways, every caption a query. World: scenes with the most objects, two captions each."""
+    """Recall at 1, 5, 10 both ways, every caption a query, and faithfulness: the K-Precision of each image's first caption.
+
+    World: scenes with the most objects, two captions each. K-Pna needs the world's word classes or a list of words.
+    """
     if isinstance(source, common.World):
         sample, rng = source.sample(WORLD_N // 2, options.split, 2, objects=source.objects), random.Random(2)
-        images = embed.images(sample["images"])
-        texts = embed.texts([source.caption(o, rng) for o in sample["objects"] for _ in range(2)])
-        image_of_text = torch.arange(len(images)).repeat_interleave(2)
-        kept = torch.arange(len(images))
+        images, kept = embed.images(sample["images"]), torch.arange(WORLD_N // 2)
+        captions = [[source.caption(o, rng) for _ in range(2)] for o in sample["objects"]]
     else:
         n = min(len(source), options.limit or len(source))
         images, kept = embed.files([source.paths[i] for i in range(n)])
         captions = [source.captions_of(i) for i in kept.tolist()]
-        texts = embed.texts([caption for group in captions for caption in group])
-        image_of_text = kept.repeat_interleave(torch.tensor([len(group) for group in captions]))
-    i2t = recall_at_k(images, texts, (kept, image_of_text))
-    t2i = recall_at_k(texts, images, (image_of_text, kept))
+    flat = [caption for group in captions for caption in group]
+    texts, image_of_text = embed.texts(flat), kept.repeat_interleave(torch.tensor([len(group) for group in captions]))
+    i2t = recall_at_k(images, texts, (kept, image_of_text), similarity=embed.similarity)
+    t2i = recall_at_k(texts, images, (image_of_text, kept), similarity=lambda texts, images: embed.similarity(images, texts).T)
+    first = [flat[j] for x in images.split(256) for j in embed.similarity(x, texts).argmax(1).tolist()]
+    retrieved = [common.split_words(caption) for caption in first]
+    truths = [set(common.split_words(" ".join(group))) for group in captions]
+    among = WORLD_NOUNS_ADJECTIVES if is_world(source) else options.nouns_adjectives
     return {f"{way}/R@{k}": value for way, table in (("i2t", i2t), ("t2i", t2i)) for k, value in table.items()} | {
-        "retrieval/images": len(images)}
+        "faithfulness/K-P": k_precision(retrieved, truths),
+        **({"faithfulness/K-Pna": k_precision(retrieved, truths, among)} if among else {}), "retrieval/images": len(images)}
 
 
 def negatives(embed, source, options):
@@ -197,7 +315,7 @@ def negatives(embed, source, options):
                 if item["filename"] in index]
     kinds, i, captions, wrong = zip(*rows)
     x = images[list(i)]
-    right = (x * embed.texts(captions)).sum(1) > (x * embed.texts(wrong)).sum(1)
+    right = embed.pairs(x, embed.texts(captions)) > embed.pairs(x, embed.texts(wrong))
     by_kind = {kind: right[torch.tensor([k == kind for k in kinds])] for kind in sorted(set(kinds))}
     return {f"negatives/{kind}": value for kind, value in by_kind.items()} | {
         "negatives": sum(value.float().mean().item() for value in by_kind.values()) / len(by_kind)}
@@ -206,9 +324,10 @@ def negatives(embed, source, options):
 def winoground(embed, source, options):
     """Winoground's text, image and group scores on pairs of scenes that swap two colours."""
     images, captions = source.winoground(WORLD_N // 2, seed=4)
-    x = embed.images(images.flatten(0, 1)).view(len(images), 2, -1)                              # (n, 2, E)
-    y = embed.texts([caption for pair in captions for caption in pair]).view(len(images), 2, -1)
-    return dict(zip(("winoground/text", "winoground/image", "winoground/group"), winoground_scores(y @ x.transpose(1, 2))))
+    x = embed.images(images.flatten(0, 1)).unflatten(0, (-1, 2))                                 # (n, 2, E)
+    y = embed.texts([caption for pair in captions for caption in pair]).unflatten(0, (-1, 2))
+    scores = torch.stack([embed.similarity(*pair).T for pair in zip(x, y)])                      # (n, 2, 2)
+    return dict(zip(("winoground/text", "winoground/image", "winoground/group"), winoground_scores(scores)))
 
 
 def label_maps(source, sample, by):
@@ -219,40 +338,57 @@ def label_maps(source, sample, by):
     return ids.gather(1, segmentation.flatten(1)).view_as(segmentation), WORLD_CLASSES[by]
 
 
-def world_classes(embed, source, by):
-    """Text embeddings (C, E) of the world's colours, shapes or pairs, in prompts that speak as its captions do."""
-    prompts = {"colour": [f"{{}} {kind}" for kind in (common.SHAPE_NAMES if source.kinds else ["thing"])],
-               "shape": ["{}", "a photo of {}"], "pair": ["{}", "a photo of {}"]}
-    return class_embeddings(embed.texts, [common.article(name) for name in WORLD_CLASSES[by]], prompts[by])
+def world_prompts(source, by):
+    """Names and templates of the world's colours, shapes or pairs, that speak as its captions do."""
+    templates = {"colour": [f"{{}} {kind}" for kind in (common.SHAPE_NAMES if source.kinds else ["thing"])],
+                 "shape": ["{}", "a photo of {}"], "pair": ["{}", "a photo of {}"]}
+    return [common.article(name) for name in WORLD_CLASSES[by]], templates[by]
+
+
+def embed_classes(embed, names, templates):
+    """Text embeddings (C, E) of class names, to compare single patches with."""
+    return class_embeddings(lambda texts: embed.texts(texts, "encode_text"), names, templates)
 
 
 def segment(patches, classes, size):
-    """Patches (n, P, E), classes (C, E) -> maps (n, size, size) of 1 + the class of highest cosine, by nearest upsampling."""
+    """Patches (n, P, E), classes (C, E) -> maps (n, H, W) of 1 + the class of highest cosine; size: (H, W), nearest upsampling."""
     grid = int(patches.shape[1] ** 0.5)
     best = (patches @ classes.T).argmax(-1).view(-1, 1, grid, grid) + 1
-    return F.interpolate(best.float(), (size, size), mode="nearest")[:, 0].long()
+    return F.interpolate(best.float(), size, mode="nearest")[:, 0].long()
 
 
 def segmentation(embed, source, options):
-    """Zero-shot segmentation (SPARC, D.7): mIoU over the foreground classes present, by colour, shape and pair.
+    """Zero-shot segmentation (SPARC, D.7): mIoU over the foreground classes present; of the world by colour, shape and pair.
 
     `miou` is the paper's: no background class, a background pixel that gets a class counts against it. `miou_fg` ignores
     background pixels: which object is where, without the objects' outlines.
     """
     if not hasattr(embed.model, "encode_patches"):
         return {}
-    sample = source.sample(WORLD_N // 2, options.split, 5, objects=source.objects)
-    patches, result = embed.images(sample["images"], "encode_patches"), {}
-    for by in ("colour", "shape", "pair"):
-        truth, _ = label_maps(source, sample, by)
-        predicted = segment(patches, world_classes(embed, source, by), source.size)
-        result[f"miou/{by}"] = mean_iou(predicted, truth)
-        result[f"miou_fg/{by}"] = mean_iou(predicted, truth, foreground_only=True)
-    return result
+    if is_world(source):
+        sample, result = source.sample(WORLD_N // 2, options.split, 5, objects=source.objects), {}
+        patches = embed.images(sample["images"], "encode_patches")
+        for by in ("colour", "shape", "pair"):
+            truth, _ = label_maps(source, sample, by)
+            found = segment(patches, embed_classes(embed, *world_prompts(source, by)), truth.shape[1:])
+            result[f"miou/{by}"] = mean_iou(found, truth)
+            result[f"miou_fg/{by}"] = mean_iou(found, truth, foreground_only=True)
+        return result
+    classes = embed_classes(embed, [common.article(name) for name in source.classes], options.templates or TEMPLATES)
+    scores, scores_fg = [], []
+    for image, truth in source.read(options.limit, embed.workers):
+        found = segment(embed.images(image[None], "encode_patches"), classes, truth.shape)[0]
+        scores.append(image_iou(found, truth))
+        scores_fg.append(image_iou(found, truth, foreground_only=True))
+    return {"miou": mean_known(scores), "miou_fg": mean_known(scores_fg), "segmentation/images": len(scores)}
 
 
 def is_world(source):
     return isinstance(source, common.World)
+
+
+def can_segment(source):
+    return is_world(source) or isinstance(source, SegmentationFolder)
 
 
 def is_table(source):
@@ -264,14 +400,15 @@ TASKS = {  # name: (function, which data it can use)
     "retrieval": (retrieval, lambda s: is_world(s) or is_table(s) and s.classes is None),
     "negatives": (negatives, lambda s: is_world(s) or isinstance(s, list)),
     "winoground": (winoground, is_world),
-    "segmentation": (segmentation, is_world),
+    "segmentation": (segmentation, can_segment),
 }
 
 
 # Pictures ------------------------------------------------------------------------------------------------------------
 
 PALETTE = torch.tensor([(40, 40, 40), (230, 60, 60), (60, 180, 75), (70, 110, 240), (245, 225, 60), (150, 60, 190),
-                        (245, 140, 40), (250, 170, 210), (240, 240, 240)], dtype=torch.uint8)
+                        (245, 140, 40), (250, 170, 210), (240, 240, 240),
+                        *((37 * i % 256, 91 * i % 256, 53 * i % 256) for i in range(9, 255)), (255, 255, 255)], dtype=torch.uint8)
 
 
 def to_picture(image, side):
@@ -321,7 +458,7 @@ def picture_samples(source, options, n):
 @torch.no_grad()
 def draw_alignment(embed, source, options, path):
     """Which patches each word of a caption is aligned to (SPARC, Eq. 4): the more weight, the less faded to white."""
-    if not hasattr(embed.model, "align_words"):
+    if not hasattr(embed.model, "align_words") or isinstance(source, SegmentationFolder):
         return False
     images, captions = picture_samples(source, options, 8)
     tokens, mask = embed.tokenizer.batch(captions, embed.context)
@@ -340,28 +477,67 @@ def draw_alignment(embed, source, options, path):
     return True
 
 
-def draw_segmentation(embed, source, options, path):
-    """Image, true and predicted segmentation of scenes by colour and by shape, with the names of what is there."""
-    if not isinstance(source, common.World) or not hasattr(embed.model, "encode_patches"):
-        return False
+def colour_map(ids):
+    """Class ids (H, W) -> PIL image."""
+    return to_pil_image(PALETTE[ids.long()].permute(2, 0, 1))
+
+
+def picture_maps(source, options):
+    """Eight samples -> images (8, 3, S, S), and for each way to name the classes, of the world by colour and by shape:
+    (its name, class names, prompts, true maps)."""
+    if isinstance(source, SegmentationFolder):
+        images, truths = zip(*itertools.islice(source.read(options.limit), 8))
+        prompts = [common.article(name) for name in source.classes], options.templates or TEMPLATES
+        return torch.stack(images), [("class", source.classes, prompts, truths)]
     sample = source.sample(8, options.split, 7, objects=source.objects)
-    patches, side, rows = embed.images(sample["images"], "encode_patches"), 144, []
-    maps = {}
-    for by in ("colour", "shape"):
-        truth, names = label_maps(source, sample, by)
-        maps[by] = truth, segment(patches, world_classes(embed, source, by), source.size), names
-    for i, image in enumerate(sample["images"]):
-        row = [(to_picture(image, side), "image")]
-        for by, (truth, predicted, names) in maps.items():
-            present = ", ".join(names[c - 1] for c in truth[i].unique().tolist() if c)
-            inside = torch.where(truth[i] > 0, predicted[i], 0)
-            for label, m in ((f"true {by}s:\n{present}", truth[i]), (f"{by} found\nfor each patch", predicted[i]),
-                             (f"{by} found,\nobjects only", inside)):
-                row.append((to_pil_image(PALETTE[m].permute(2, 0, 1)), label))
-        rows.append(row)
-    legend = [(tuple(PALETTE[i + 1].tolist()), f"{c} or {s}") for i, (c, s) in enumerate(zip(maps["colour"][2], maps["shape"][2]))]
-    sheet(rows, path, side, "Zero-shot segmentation: each patch takes the class whose text is nearest", legend)
+    return sample["images"], [(by, WORLD_CLASSES[by], world_prompts(source, by), label_maps(source, sample, by)[0])
+                              for by in ("colour", "shape")]
+
+
+def names_in(truth, names):
+    return ", ".join(names[c - 1] for c in truth.unique().tolist() if 0 < c < 255)
+
+
+def legend_of(maps):
+    """The colours that stand for classes: of the world's, for a colour and a shape each; of a folder's, those in the pictures."""
+    if len(maps) == 2:
+        return [(tuple(PALETTE[i + 1].tolist()), f"{c} or {s}") for i, (c, s) in enumerate(zip(maps[0][1], maps[1][1]))]
+    (_, names, _, truths), = maps
+    present = sorted({c for truth in truths for c in truth.unique().tolist() if 0 < c < 255})
+    return [(tuple(PALETTE[c].tolist()), names[c - 1]) for c in present]
+
+
+def found_maps(embed, images, prompts, truths):
+    """What a model finds in pictures: images (n, 3, S, S) -> n maps of their truths' sizes."""
+    classes, patches = embed_classes(embed, *prompts), embed.images(images, "encode_patches")
+    return [segment(patches[i : i + 1], classes, truth.shape)[0] for i, truth in enumerate(truths)]
+
+
+def draw_segmentation(embed, source, options, path):
+    """Image, true and found segmentation, with the names of what is there; of the world by colour and by shape."""
+    if not can_segment(source) or not hasattr(embed.model, "encode_patches"):
+        return False
+    (images, maps), side = picture_maps(source, options), 144
+    rows = [[(to_picture(image, side), "image")] for image in images]
+    for by, names, prompts, truths in maps:
+        for row, truth, found in zip(rows, truths, found_maps(embed, images, prompts, truths)):
+            row += [(colour_map(truth), f"true:\n{names_in(truth, names)}"), (colour_map(found), f"{by} found\nfor each patch"),
+                    (colour_map(torch.where(truth > 0, found, 0)), f"{by} found,\nobjects only")]
+    sheet(rows, path, side, "Zero-shot segmentation: each patch takes the class whose text is nearest", legend_of(maps))
     return True
+
+
+def draw_comparison(runs, source, options, path):
+    """Image, truth and what each run finds (SPARC, Fig. 3); of the world by colour and by shape. runs: {name: Embedder}."""
+    (images, maps), side = picture_maps(source, options), 112
+    rows = [[(to_picture(image, side), "image")] for image in images]
+    for _, names, prompts, truths in maps:
+        for row, truth in zip(rows, truths):
+            row.append((colour_map(truth), f"true:\n{names_in(truth, names)}"))
+        for name, embed in runs.items():
+            for row, found in zip(rows, found_maps(embed, images, prompts, truths)):
+                row.append((colour_map(found), name))
+    sheet(rows, path, side, "Zero-shot segmentation: each patch takes the class whose text is nearest", legend_of(maps))
 
 
 PICTURES = {"alignment.png": draw_alignment, "segmentation.png": draw_segmentation}
@@ -379,7 +555,7 @@ def build_model(config, tokenizer):
         raise UserError(f"{config['method']} takes all image tokens for patches: leave out cls=1 of --image-encoder.")
     text = common.encoder_settings(common.TextTransformer, config["text_encoder"], common.TEXT_PRESETS)
     text_encoder = common.TextTransformer(**text | {"vocab_size": len(tokenizer)})
-    fields = {field.name: config[field.name] for field in dataclasses.fields(method.Config)}
+    fields = {field.name: config.get(field.name, field.default) for field in dataclasses.fields(method.Config)}
     return method.Model(method.Config(**fields), image_encoder, text_encoder, image_encoder.width, text_encoder.width)
 
 
@@ -412,7 +588,7 @@ def report(embed, source, options, run):
     else:
         path = Path(run, f"eval-{re.sub('[^A-Za-z0-9]+', '-', options.data).strip('-')}-{options.split}.json")
     path.write_text(json.dumps(record | result, indent=2) + "\n")
-    if is_world(source) or is_table(source):
+    if is_world(source) or is_table(source) or can_segment(source):
         drawn = [name for name, draw in PICTURES.items() if draw(embed, source, options, Path(run, name))]
         if drawn:
             print("pictures: " + ", ".join(str(Path(run, name)) for name in drawn))
@@ -439,8 +615,18 @@ def embedder(model, tokenizer, config, device):
                     workers=config["workers"])
 
 
-def open_eval_data(spec, image_root, split, image_size):
-    """Like common.open_data, and a directory of SugarCrepe's JSON files -> list of their paths."""
+def is_segmentation_folder(spec):
+    return Path(spec, "SegmentationClass").is_dir()
+
+
+def default_split(spec):
+    return "val" if is_segmentation_folder(spec) else "test"  # VOC's test split has no maps
+
+
+def open_eval_data(spec, image_root, split, image_size, classes=None):
+    """Like common.open_data; a directory of SugarCrepe's JSON files -> list of their paths; Pascal VOC's -> SegmentationFolder."""
+    if is_segmentation_folder(spec):
+        return SegmentationFolder(spec, split, image_size, classes)
     if Path(spec).is_dir():
         files = [path for path in sorted(Path(spec).glob("*.json")) if "negative_caption" in path.read_text()[:4000]]
         if files:
@@ -448,14 +634,37 @@ def open_eval_data(spec, image_root, split, image_size):
     return common.open_data(spec, image_root, split, image_size)
 
 
+def differences(configs):
+    """Runs' configs -> a name for each: the settings in which they differ, the seed aside."""
+    shared = set.intersection(*map(set, configs)) - {"seed", "out", "argv", "git", "machine", "resume"}
+    keys = [key for key in configs[0] if key in shared and len({json.dumps(config[key]) for config in configs}) > 1]
+    return [", ".join(str(config[key]) if len(keys) == 1 else f"{key}={config[key]}" for key in keys) or "all" for config in configs]
+
+
+def compare(names, results):
+    """Print a table: a column for each name, a row for each metric, mean and standard deviation over the runs of the name."""
+    columns = {name: [result for other, result in zip(names, results) if other == name] for name in names}
+    print("| |" + "".join(f" {name} ({len(column)}) |" for name, column in columns.items()))
+    print("|---" * (len(columns) + 1) + "|")
+    for metric in [key for key in results[0] if all(key in result for result in results)]:
+        cells = []
+        for column in columns.values():
+            values = torch.tensor([float(result[metric]) for result in column])
+            cells.append(f"{values.mean():.3f}" + (f" ± {values.std():.3f}" if len(column) > 1 else ""))
+        print(f"| {metric} | " + " | ".join(cells) + " |")
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("run", help="directory of a run of train.py")
+    parser.add_argument("runs", nargs="+", metavar="run", help="directory of a run of train.py")
     parser.add_argument("--task", help=f"comma-separated: {', '.join(TASKS)} (default: all that the data can serve)")
-    parser.add_argument("--data", help="SPEC as of train.py, or a directory of SugarCrepe's JSON files (default: the run's)")
+    parser.add_argument("--data", help="SPEC as of train.py, a directory of SugarCrepe's JSON files, or one in Pascal VOC's layout "
+                                       "(default: the run's)")
     parser.add_argument("--image-root", help="directory that the file names of a table or of SugarCrepe are relative to")
-    parser.add_argument("--split", default="test", help="of the world and of Karpathy's JSON (default: test)")
+    parser.add_argument("--split", help="of the world, of Karpathy's JSON, of Pascal VOC's layout (default: test, of VOC val)")
     parser.add_argument("--templates", nargs="+", help="zero-shot prompts with {} for 'a class name' (default: four of CLIP's)")
+    parser.add_argument("--classes", help="file with the names of classes 1, 2, ... of a directory in VOC's layout (default: VOC's)")
+    parser.add_argument("--nouns-adjectives", help="file with the words, one a line, that K-Pna counts (default: the world's)")
     parser.add_argument("--limit", type=int, help="use LIMIT images: the first for retrieval, random ones for zero-shot")
     options = parser.parse_args(argv)
     options.tasks = options.task.split(",") if options.task else None
@@ -466,12 +675,28 @@ def main(argv=None):
         raise UserError(f"Every one of --templates {options.templates} needs {{}} where the class name goes.")
     if options.limit is not None and options.limit < 1:
         raise UserError(f"--limit {options.limit} must be at least 1.")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    embed, config = load_run(options.run, device)
-    if not options.data:
-        options.data, options.image_root = config["data"], options.image_root or config["image_root"]
-    options.image_size = embed.image_size
-    report(embed, open_eval_data(options.data, options.image_root, options.split, embed.image_size), options, options.run)
+    if options.nouns_adjectives:
+        options.nouns_adjectives = {word.lower() for word in read_lines(options.nouns_adjectives, "--nouns-adjectives")}
+    configs, results, embedders = [], [], []
+    for run in options.runs:
+        embed, config = load_run(run, "cuda" if torch.cuda.is_available() else "cpu")
+        chosen = argparse.Namespace(**vars(options))
+        if not options.data:
+            chosen.data, chosen.image_root = config["data"], options.image_root or config["image_root"]
+        chosen.split, chosen.image_size = options.split or default_split(chosen.data), embed.image_size
+        source = open_eval_data(chosen.data, chosen.image_root, chosen.split, embed.image_size, options.classes)
+        if len(options.runs) > 1:
+            print(f"{run}:")
+        results.append(report(embed, source, chosen, run))
+        configs.append(config)
+        embedders.append(embed)
+    if len(options.runs) > 1:
+        names = differences(configs)
+        compare(names, results)
+        if can_segment(source) and len({(config["data"], config["image_size"]) for config in configs}) == 1:
+            path = Path(options.runs[0], "comparison.png")
+            draw_comparison({name: embedders[names.index(name)] for name in names}, source, chosen, path)
+            print(f"picture: {path}")
 
 
 if __name__ == "__main__":

@@ -521,6 +521,14 @@ CHANCE = {  # words: (B,) words of each caption; Z of a caption of L words is lo
     "gloria": lambda model, batch, words, patches: math.log(batch) + (words.mean().log() - words.log().mean()).item() / 2,
     "mgca": lambda model, batch, words, patches: words.log().mean().item() + math.log(patches) + math.log(len(model.prototypes)),
 }
+COSTS = {  # Table 11: TFLOPS and peak MB of one update by batch size, per device
+    "clip": {2048: (1.15, 4394), 4096: (2.29, 4452), 8192: (4.57, 5889), 16384: (9.14, 8578)},
+    "pacl": {2048: (1.2, 4682), 4096: (2.46, 6267), 8192: (5.24, 9786), 16384: (12.8, 14785)},
+    "gloria": {2048: (3.34, 8013), 4096: (13.21, 13840)},
+    "mgca": {2048: (1.16, 4412), 4096: (2.31, 4462), 8192: (4.62, 5936), 16384: (9.23, 8681)},
+    "filip": {2048: (1.37, 4394), 4096: (3.17, 5230), 8192: (8.09, 8657), 16384: (27.25, 15463)},
+    "sparc": {2048: (1.15, 4408), 4096: (2.3, 4450), 8192: (4.6, 5914), 16384: (9.19, 8620)},
+}
 SCORES = {  # of objectives without global embeddings: how an image and a caption are compared, (n, P, E), (m, L, E) -> (n, m)
     "filip": lambda patches, tokens: filip_scores(patches, tokens, tokens.any(-1)).mean(0),
     "pacl": lambda patches, tokens: pacl_scores(patches, tokens[:, 0]),

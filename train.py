@@ -19,12 +19,17 @@ import sys
 import time
 import types
 import typing
+import weakref
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
@@ -70,10 +75,12 @@ class Config:
     grad_checkpoint: bool = False        # recompute the encoders' blocks in the backward pass: less memory, a third more time
     dry_run: bool = False                # print parameters, FLOPs and chance level of the loss, and stop
     bench: int = 0                       # time this many steps, print the rates, and stop
+    cost: str | None = None              # batch sizes, 2048,4096: print FLOPs and memory of an update of each objective, and stop
+    cost_ranks: int = 1                  # of --cost: ranks that share a batch
 
 
 BOUNDS = {"steps": (1, math.inf), "batch": (1, math.inf), "workers": (0, 1024), "seed": (0, 2**31), "log_every": (1, math.inf),
-          "save_every": (1, math.inf), "bench": (0, math.inf), "crop_scale": (0.01, 1), "warmup": (0, math.inf), "lr": (0, math.inf),
+          "save_every": (1, math.inf), "bench": (0, math.inf), "cost_ranks": (1, math.inf), "crop_scale": (0.01, 1), "warmup": (0, math.inf), "lr": (0, math.inf),
           "weight_decay": (0, math.inf), "clip_grad": (0, math.inf)}
 
 
@@ -210,11 +217,11 @@ def to_device(batch, device):
     return {key: value.to(device, non_blocking=True) if torch.is_tensor(value) else value for key, value in batch.items()}
 
 
-def fake_batch(model):
-    """Two random images and captions of full length."""
+def fake_batch(model, n=2):
+    """n random images and captions of full length."""
     size, text = model.image_encoder.image_size, model.text_encoder
-    return {"images": torch.randn(2, 3, size, size), "tokens": torch.randint(text.vocab_size, (2, text.context)),
-            "mask": torch.ones(2, text.context, dtype=torch.bool)}
+    return {"images": torch.randn(n, 3, size, size), "tokens": torch.randint(text.vocab_size, (n, text.context)),
+            "mask": torch.ones(n, text.context, dtype=torch.bool)}
 
 
 def dry_run(config, model):
@@ -229,6 +236,75 @@ def dry_run(config, model):
     print(f"forward FLOPs per sample (a multiplication and an addition are 2): {flops:,}; one step takes about 3 times that")
     print(json.dumps({"params": sum(p.numel() for p in model.parameters()), "flops_per_sample": flops,
                       "chance_loss": model.chance_loss(config["batch"], batch["mask"], model.image_encoder.grid**2)}))
+
+
+class LiveMemory(TorchDispatchMode):
+    """Counts the bytes of all tensors alive, real or fake: `peak` is what an allocator would have to hold."""
+
+    def __init__(self, tensors=()):
+        super().__init__()
+        self.live = self.peak = 0
+        self.known = weakref.WeakKeyDictionary()
+        for x in tensors:
+            self.add(x)
+
+    def add(self, x):
+        storage = x.untyped_storage()
+        if storage not in self.known:
+            self.known[storage] = True
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self.remove, storage.nbytes())
+
+    def remove(self, size):
+        self.live -= size
+
+    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if torch.is_tensor(x):
+                self.add(x)
+        return out
+
+
+def update_cost(config, batch, ranks):
+    """FLOPs and peak bytes of one AdamW update on one rank, fp32, captions of full length; fake tensors, nothing is computed."""
+
+    def gather(x):
+        if not x.is_floating_point():  # lengths of captions, which the loss reads
+            return np.full((ranks, 1), model.text_encoder.context)
+        return x.repeat(ranks, *[1] * (x.ndim - 1)) if ranks > 1 else x
+
+    with FakeTensorMode():
+        model = evaluation.build_model(config, range(config["vocab_size"]))
+        for encoder in (model.image_encoder, model.text_encoder):
+            encoder.blocks.grad_checkpoint = config["grad_checkpoint"]
+        data = fake_batch(model, batch // ranks)
+        with FlopCounterMode(display=False) as counter, LiveMemory([*model.parameters(), *data.values()]) as memory:
+            model(data, gather)["loss"].backward()
+    moments = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+    return counter.get_total_flops(), memory.peak + moments
+
+
+def cost(config):
+    """Print FLOPs and peak memory of one update of every objective as multiples of the first one's, beside the paper's."""
+    method, ranks = METHODS[config["method"]], config["cost_ranks"]
+    objectives = typing.get_args(method.Config.__dataclass_fields__["objective"].type)
+    try:
+        batches = [int(text) for text in config["cost"].split(",")]
+    except ValueError:
+        raise UserError(f"--cost {config['cost']} must be batch sizes with commas between them: --cost 2048,4096.") from None
+    if any(batch % ranks or batch < ranks for batch in batches):
+        raise UserError(f"--cost {config['cost']}: each batch must be a multiple of the {ranks} ranks of --cost-ranks.")
+    first = min(objectives, key=lambda name: name != "clip")
+    print(f"{'objective':12} {'batch':>7} {'TFLOP':>9} {'/' + first:>7} {'paper':>7} {'memory MB':>10} {'/' + first:>7} {'paper':>7}")
+    for batch in batches:
+        costs = {name: update_cost(config | {"objective": name}, batch, ranks) for name in objectives}
+        for name, (flops, memory) in costs.items():
+            rows = method.COSTS.get(name, {}).get(batch), method.COSTS[first].get(batch)
+            paper = [f"{own / base:.3f}" for own, base in zip(*rows)] if all(rows) else ["", ""]
+            print(f"{name:12} {batch:7} {flops / 1e12:9.3f} {flops / costs[first][0]:7.3f} {paper[0]:>7} "
+                  f"{memory / 1e6:10,.0f} {memory / costs[first][1]:7.3f} {paper[1]:>7}", flush=True)
 
 
 def matmul_rate(device, dtype):
@@ -313,6 +389,8 @@ def train_step(model, raw, optimizer, scaler, batch, autocast, clip_grad):
 
 
 def train(config):
+    if config["cost"]:
+        return cost(config)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if config["batch"] % world_size:
         raise UserError(f"--batch {config['batch']} is global and must be a multiple of the {world_size} ranks.")
@@ -325,7 +403,7 @@ def train(config):
     eval_source = source
     if config["eval_data"]:  # opened now: a wrong SPEC is better found before the training than after it
         size = config["image_size"] or encoder["image_size"]
-        eval_source = evaluation.open_eval_data(config["eval_data"], None, "test", size)
+        eval_source = evaluation.open_eval_data(config["eval_data"], None, evaluation.default_split(config["eval_data"]), size)
     tokenizer = build_tokenizer(config, source, out)
     torch.manual_seed(config["seed"])
     raw = evaluation.build_model(config, tokenizer)
@@ -437,8 +515,9 @@ def finish(config, source, raw, tokenizer, device, out, skipped):
     for reasons in (reasons for workers in skipped for reasons in workers.values()):
         for reason, (count, example) in reasons.items():
             print(f"skipped {count} samples: {reason}, the last {example}")
-    options = types.SimpleNamespace(tasks=None, data=config["eval_data"] or config["data"], split="test", templates=None,
-                                    image_root=config["image_root"], image_size=raw.image_encoder.image_size, limit=1000)
+    data = config["eval_data"] or config["data"]
+    options = types.SimpleNamespace(tasks=None, data=data, split=evaluation.default_split(data), image_root=config["image_root"],
+                                    image_size=raw.image_encoder.image_size, limit=1000, templates=None, nouns_adjectives=None)
     if not config["eval_data"] and not isinstance(source, common.World):
         options.split = "train"
     if isinstance(source, common.TarShards):

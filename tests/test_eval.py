@@ -1,6 +1,7 @@
 """Metrics on hand-made matrices, tasks on small made-up data."""
 
 import json
+import math
 import types
 
 import pytest
@@ -55,11 +56,21 @@ def test_mean_iou_by_hand():
     assert evaluation.mean_iou(predicted, truth, foreground_only=True) == pytest.approx((inside + 2 / 4) / 2)
 
 
+def test_k_precision_by_hand():
+    retrieved = [["a", "red", "red", "car"], ["two", "dogs"], ["it"]]
+    truths = [{"a", "red", "bus"}, {"two", "dogs", "run"}, {"the", "sky"}]
+    assert evaluation.k_precision(retrieved, truths) == pytest.approx((3 / 4 + 1 + 0) / 3)
+    assert evaluation.k_precision(retrieved, truths, {"red", "car", "dogs"}) == pytest.approx((2 / 3 + 1) / 2)  # "it" has none
+    assert math.isnan(evaluation.k_precision(retrieved, truths, {"moon"}))
+
+
 def test_segment_takes_the_nearest_class_of_each_patch():
     classes = torch.eye(3)
     patches = torch.eye(3)[[0, 1, 2, 2]][None]
     expected = torch.tensor([[1, 1, 2, 2], [1, 1, 2, 2], [3, 3, 3, 3], [3, 3, 3, 3]])
-    assert torch.equal(evaluation.segment(patches, classes, 4)[0], expected)
+    assert torch.equal(evaluation.segment(patches, classes, (4, 4))[0], expected)
+    wide = torch.tensor([[1, 1, 1, 2, 2, 2], [3, 3, 3, 3, 3, 3]])
+    assert torch.equal(evaluation.segment(patches, classes, (2, 6))[0], wide)
 
 
 def test_label_maps_name_the_classes_of_the_segmentation():
@@ -88,10 +99,27 @@ class Oracle:
     def encode_text(self, tokens, mask):
         return F.normalize(F.one_hot(tokens, 7).float().sum(1)[:, 4:], dim=-1)
 
+    def encode_patches(self, images):
+        quarters = F.avg_pool2d(images, images.shape[-1] // 2) * torch.tensor(common.STD)[:, None, None]  # (B, 3, 2, 2)
+        return F.normalize((quarters + torch.tensor(common.MEAN)[:, None, None]).flatten(2).transpose(1, 2), dim=-1)
 
-def embedder():
+
+class LateOracle(Oracle):
+    """The same colours, compared patch by patch: the score is that of the best patch for the worst word."""
+
+    late_interaction = True
+
+    def encode_tokens(self, tokens, mask):
+        return F.one_hot(tokens, 7).float()[:, 1:, 4:]
+
+    def similarity(self, patches, tokens):
+        best = torch.einsum("npe,mle->nmpl", patches, tokens).amax(2)                                      # (n, m, L)
+        return best.masked_fill(~tokens.any(-1), 1).amin(2)
+
+
+def embedder(model=None):
     tokenizer = common.WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *Oracle.words])
-    return evaluation.Embedder(Oracle(), tokenizer, 16, 8, chunk=2)
+    return evaluation.Embedder(model or Oracle(), tokenizer, 16, 8, chunk=2)
 
 
 def make_folders(root):
@@ -103,7 +131,7 @@ def make_folders(root):
 
 
 def options(**settings):
-    return types.SimpleNamespace(**{"templates": None, "limit": None, "image_root": None, "split": "test"} | settings)
+    return types.SimpleNamespace(**{"templates": None, "limit": None, "image_root": None, "split": "test", "nouns_adjectives": None} | settings)
 
 
 def test_zeroshot_on_class_folders_skips_and_reports_broken_images(tmp_path, capsys):
@@ -119,6 +147,107 @@ def test_retrieval_with_several_captions_per_image(tmp_path):
         "image,caption\nred/0.png,so red\nred/0.png,\"red, red\"\nblue/0.png,blue\ngreen/1.png,it is green\n")
     result = evaluation.retrieval(embedder(), common.open_data(str(tmp_path / "captions.csv")), options())
     assert result["i2t/R@1"] == result["t2i/R@1"] == 1 and result["retrieval/images"] == 3
+
+
+def test_late_interaction_is_compared_by_the_models_own_similarity(tmp_path):
+    """Pictures of two colours, that share no patch, and captions of one or two words, in chunks of two texts."""
+    rows = ["image,caption"]
+    for a, b in (("red", "green"), ("green", "blue"), ("blue", "red")):
+        image = Image.new("RGB", (8, 8), a)
+        image.paste(Image.new("RGB", (4, 8), b), (4, 0))
+        image.save(tmp_path / f"{a}.png")
+        rows.append(f"{a}.png,{b} {a}")
+    (tmp_path / "captions.csv").write_text("\n".join(rows))
+    source, late = common.open_data(str(tmp_path / "captions.csv")), embedder(LateOracle())
+    images, texts = late.images(torch.stack([evaluation.ImageFiles(source.paths, 8)[i][1] for i in range(3)])), \
+        late.texts(["red", "blue green", "green red", "blue"])
+    assert images.shape == (3, 4, 3) and texts.shape[0] == 4
+    assert late.similarity(images, texts).round(decimals=1).tolist() == [[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 0, 1]]
+    torch.testing.assert_close(late.pairs(images, texts[:3]), late.similarity(images, texts[:3]).diagonal())
+    assert late.classify(images, ["red", "blue"], ["{}", "{} green"]).round(decimals=1).tolist() == [[1, 0], [0, 1], [0.5, 0.5]]
+    result = evaluation.retrieval(late, source, options())
+    assert result["i2t/R@1"] == result["t2i/R@1"] == result["faithfulness/K-P"] == 1
+
+
+def test_faithfulness_counts_the_words_of_the_retrieved_caption(tmp_path):
+    make_folders(tmp_path)
+    (tmp_path / "captions.csv").write_text(
+        "image,caption\nred/0.png,the blue car\nblue/0.png,a red bus\ngreen/1.png,green grass\n")  # two captions are exchanged
+    source = common.open_data(str(tmp_path / "captions.csv"))
+    result = evaluation.retrieval(embedder(), source, options(nouns_adjectives={"car", "grass"}))
+    assert result["faithfulness/K-P"] == pytest.approx((0 + 0 + 1) / 3)
+    assert result["faithfulness/K-Pna"] == pytest.approx((0 + 1) / 2)                # "a red bus" holds neither word
+    assert "faithfulness/K-Pna" not in evaluation.retrieval(embedder(), source, options())
+
+
+def make_segmentation_folder(root):
+    """Two pictures, red beside blue and all green on a red ground, with maps of 1 red, 2 green, 3 blue; one broken image."""
+    for folder in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
+        (root / folder).mkdir(parents=True)
+    (root / "ImageSets/Segmentation/val.txt").write_text("a\nb\nbroken\n")
+    (root / "classes.txt").write_text("red\ngreen\nblue\n")
+    image, truth = Image.new("RGB", (40, 16), "red"), Image.new("P", (40, 16), 1)
+    truth.putpalette(list(range(256)) * 3)  # 256 colours: PNG would save four in 2 bits
+    image.paste("blue", (20, 0, 40, 16))
+    truth.paste(3, (20, 0, 40, 16))
+    truth.paste(255, (18, 0, 22, 16))
+    image.save(root / "JPEGImages/a.jpg", quality=95)
+    truth.save(root / "SegmentationClass/a.png")
+    image, truth = Image.new("RGB", (16, 40), "red"), Image.new("P", (16, 40), 0)
+    truth.putpalette(list(range(256)) * 3)
+    image.paste("lime", (0, 20, 16, 40))
+    truth.paste(2, (0, 20, 16, 40))
+    image.save(root / "JPEGImages/b.jpg", quality=95)
+    truth.save(root / "SegmentationClass/b.png")
+    (root / "JPEGImages/broken.jpg").write_bytes(b"no image")
+    truth.save(root / "SegmentationClass/broken.png")
+
+
+def test_segmentation_of_a_folder_in_pascal_vocs_layout(tmp_path, capsys):
+    make_segmentation_folder(tmp_path)
+    assert evaluation.default_split(str(tmp_path)) == "val"
+    source = evaluation.open_eval_data(str(tmp_path), None, "val", 8, tmp_path / "classes.txt")
+    (name, image, truth), embed = source[0], embedder()
+    assert (name, image.shape, truth.shape) == ("a", (3, 8, 8), (16, 40)) and sorted(truth.unique().tolist()) == [1, 3, 255]
+    result = evaluation.evaluate(embed, source, options(tasks=None, data=str(tmp_path), templates=["{}"]))
+    assert result == {"miou": 1, "miou_fg": 1, "segmentation/images": 2}
+    assert "skipped 1 of 3" in capsys.readouterr().out
+    found = evaluation.segment(embed.images(image[None], "encode_patches"), torch.eye(3), truth.shape)[0]
+    assert torch.equal(found[:, :20], torch.ones(16, 20).long()) and torch.equal(found[:, 20:], torch.full((16, 20), 3))
+    for draw in (evaluation.draw_segmentation, lambda *rest: evaluation.draw_comparison({"x": rest[0], "y": rest[0]}, *rest[1:])):
+        draw(embed, source, options(templates=["{}"]), tmp_path / "picture.png")
+        with Image.open(tmp_path / "picture.png") as picture:
+            assert picture.width > 300
+    assert not evaluation.draw_alignment(embed, source, options(), tmp_path / "no.png")
+
+
+def test_a_segmentation_folder_names_what_is_wrong(tmp_path):
+    make_segmentation_folder(tmp_path)
+    opened = lambda split="val", classes=None: evaluation.open_eval_data(str(tmp_path), None, split, 8, classes)
+    with pytest.raises(common.UserError, match="has no test.txt; --split can be val"):
+        opened("test")
+    assert len(opened().classes) == 20
+    (tmp_path / "two.txt").write_text("red\ngreen\n")
+    with pytest.raises(common.UserError, match="a.png holds class 3, but there are 2 names: give all with --classes"):
+        opened(classes=tmp_path / "two.txt")[0]
+    with pytest.raises(common.UserError, match="--classes .*none.txt cannot be read"):
+        opened(classes=tmp_path / "none.txt")
+    Image.new("RGB", (40, 16)).save(tmp_path / "SegmentationClass/a.png")
+    with pytest.raises(common.UserError, match=r"a.png is no map of class ids .* shape \(16, 40, 3\)"):
+        opened()[0]
+
+
+def test_differences_name_runs_by_the_settings_in_which_they_differ():
+    runs = [dict(objective=o, lr=0.1, seed=s, out=f"{o}{s}") for o in ("sparc", "clip") for s in (0, 1)]
+    assert evaluation.differences(runs) == ["sparc", "sparc", "clip", "clip"]
+    assert evaluation.differences(runs[:2]) == ["all", "all"]
+    runs[0] |= {"lr": 0.2, "new": 1}  # a setting that older runs lack does not count
+    assert evaluation.differences(runs)[:3] == ["objective=sparc, lr=0.2", "objective=sparc, lr=0.1", "objective=clip, lr=0.1"]
+
+
+def test_compare_prints_mean_and_deviation(capsys):
+    evaluation.compare(["a", "a", "b"], [{"x": 0.1, "y": 1}, {"x": 0.3, "y": 1}, {"x": 0.5}])
+    assert capsys.readouterr().out.splitlines() == ["| | a (2) | b (1) |", "|---|---|---|", "| x | 0.200 ± 0.141 | 0.500 |"]
 
 
 def test_negatives_on_sugarcrepe_files(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import eval as evaluation
@@ -159,7 +160,9 @@ def test_two_ranks_train_and_match_their_log(tmp_path):
 
 
 @pytest.mark.parametrize("flags", [["--amp", "bf16"], ["--grad-checkpoint"], ["--token-mean", "batch"], ["--align", "softmax"],
-                                   ["--objective", "clip"], ["--sigma", "0.3"], ["--h-v", "residual"], ["--clip-grad", "0"]])
+                                   ["--objective", "clip"], ["--objective", "filip", "--filip-drop", "0"],
+                                   ["--objective", "clip+filip"], ["--objective", "pacl"], ["--objective", "gloria"],
+                                   ["--objective", "mgca", "--mgca-prototypes", "7"], ["--sigma", "0.3"], ["--h-v", "residual"], ["--clip-grad", "0"]])
 def test_flags_train(tmp_path, flags):
     train.main([*SMALL, *flags, "--steps", "2", "--out", str(tmp_path / "run")])
     assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 2
@@ -187,6 +190,47 @@ def test_bench_prints_rates(tmp_path, capsys):
     train.main([*SMALL, "--bench", "2", "--out", str(tmp_path / "run")])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record["images_per_s"] > 0 and 0 < record["share_of_matmul"] and record["peak_memory_bytes"] > 1e6
+
+
+def test_live_memory_counts_storages_while_they_live():
+    kept = torch.zeros(1000)
+    with train.LiveMemory([kept]) as memory:
+        a = kept + 1
+        b = a[:10].view(5, 2)                 # a view holds a's storage
+        del a
+        assert memory.live == 8000
+        del b
+        assert memory.live == 4000
+        kept.mul_(2)
+        x = torch.zeros(500, requires_grad=True)
+        y = x * x                             # keeps x alone
+        assert memory.live == 4000 + 2000 + 2000
+        del y
+    assert (memory.live, memory.peak) == (6000, 8000)
+
+
+def test_cost_counts_what_a_real_update_takes():
+    config = train.parse_config(SMALL) | {"vocab_size": 50, "image_size": 16, "objective": "gloria"}
+    flops, memory = train.update_cost(config, 8, 1)
+    model = evaluation.build_model(config, range(50))
+    batch = train.fake_batch(model, 8)
+    with FlopCounterMode(display=False) as counter, train.LiveMemory([*model.parameters(), *batch.values()]) as live:
+        model(batch)["loss"].backward()
+    assert flops == counter.get_total_flops()
+    assert memory == live.peak + 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_cost_table(capsys):
+    train.main([*SMALL, "--preset", "tiny", "--cost", "2048,4096", "--cost-ranks", "256"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) == 1 + 2 * 7
+    table = {(row[0], row[1]): row[2:] for row in rows[1:]}
+    assert table["clip", "2048"][1:3] == ["1.000", "1.000"] and table["sparc", "4096"][2] == "1.004"  # 2.3 / 2.29, Table 11
+    growth = {name: float(table[name, "4096"][0]) - float(table["clip", "4096"][0]) for name in ("sparc", "filip", "gloria")}
+    assert growth["filip"] > 10 * abs(growth["sparc"]) and growth["gloria"] > 10 * abs(growth["sparc"])
+    for value, message in (("many", "must be batch sizes"), ("100", "multiple of the 256 ranks")):
+        with pytest.raises(common.UserError, match=message):
+            train.main([*SMALL, "--cost", value, "--cost-ranks", "256"])
 
 
 def test_pretrained_weights_load_and_list_what_does_not_fit(tmp_path, capsys):
@@ -257,6 +301,18 @@ def test_resume_refuses_another_model(tmp_path):
         train.main([*SMALL, "--resume", "--embed-dim", "7", "--out", str(run)])
     with pytest.raises(common.UserError, match="leave out --preset"):
         train.main([*SMALL, "--resume", "--preset", "b32", "--out", str(run)])
+
+
+def test_several_runs_are_compared(tmp_path, capsys):
+    runs = [tmp_path / name for name in ("clip-0", "clip-1", "filip-0")]
+    for run, flags in zip(runs, (["clip", "--seed", "0"], ["clip", "--seed", "1"], ["filip", "--seed", "0"])):
+        train.main([*SMALL, "--steps", "1", "--objective", *flags, "--out", str(run)])
+    capsys.readouterr()
+    evaluation.main([*map(str, runs), "--task", "zeroshot,retrieval,negatives,winoground"])
+    shown = capsys.readouterr().out
+    assert "| | clip (2) | filip (1) |" in shown and "| faithfulness/K-Pna |" in shown and (runs[0] / "comparison.png").exists()
+    values = [json.loads((run / "eval.json").read_text())["zeroshot"] for run in runs]
+    assert f"| zeroshot | {(values[0] + values[1]) / 2:.3f} ± {abs(values[0] - values[1]) / 2**0.5:.3f} | {values[2]:.3f} |" in shown
 
 
 def test_evaluation_of_one_task_keeps_the_other_results(tmp_path):
