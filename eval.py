@@ -133,7 +133,8 @@ class SegmentationFolder(Dataset):
         self.directory, self.size = Path(directory), size
         lists = {path.stem: path for path in sorted(self.directory.glob("ImageSets/Segmentation/*.txt"))}
         if split not in lists:
-            raise UserError(f"{directory}/ImageSets/Segmentation has no {split}.txt; --split can be {', '.join(lists) or 'no name'}.")
+            found = ", ".join(lists) or "nothing"
+            raise UserError(f"{directory}/ImageSets/Segmentation has no {split}.txt; --split can be {found}.")
         self.ids = lists[split].read_text().split()
         self.classes = read_lines(classes, "--classes") if classes else VOC_CLASSES
         self.transform = v2.Compose([v2.Resize((size, size), v2.InterpolationMode.BICUBIC, antialias=True), v2.ToImage(),
@@ -151,8 +152,8 @@ class SegmentationFolder(Dataset):
         except common.IMAGE_ERRORS:
             return self.ids[i], None, None
         if truth.ndim != 2 or truth.dtype != torch.uint8:
-            raise UserError(f"{path} is no map of class ids (8 bits, palette or grey) but {truth.dtype} of shape {tuple(truth.shape)}: "
-                            f"save ids, not colours.")
+            raise UserError(f"{path} is no map of class ids (8 bits, palette or grey) but {truth.dtype} of shape "
+                            f"{tuple(truth.shape)}: save ids, not colours.")
         highest = int(truth[truth != 255].max()) if (truth != 255).any() else 0
         if highest > len(self.classes):
             raise UserError(f"{path} holds class {highest}, but there are {len(self.classes)} names: give all with --classes.")
@@ -249,8 +250,8 @@ WORLD_CLASSES = {"colour": common.COLOUR_NAMES, "shape": common.SHAPE_NAMES,
                  "pair": [f"{c} {s}" for c in common.COLOUR_NAMES for s in common.SHAPE_NAMES]}
 WORLD_NOUNS_ADJECTIVES = {*common.COLOUR_NAMES, "small", "large", "thing", "things", *common.SHAPE_NAMES,
                           *(common.plural(name) for name in common.SHAPE_NAMES)}
-VOC_CLASSES = ["aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "dining table", "dog", "horse",
-               "motorbike", "person", "potted plant", "sheep", "sofa", "train", "tv monitor"]
+VOC_CLASSES = ["aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "dining table", "dog",
+               "horse", "motorbike", "person", "potted plant", "sheep", "sofa", "train", "tv monitor"]
 WORLD_N = 1000  # samples of the embedded world a task uses; its scenes come from the split's own part of the world
 
 
@@ -638,7 +639,8 @@ def differences(configs):
     """Runs' configs -> a name for each: the settings in which they differ, the seed aside."""
     shared = set.intersection(*map(set, configs)) - {"seed", "out", "argv", "git", "machine", "resume"}
     keys = [key for key in configs[0] if key in shared and len({json.dumps(config[key]) for config in configs}) > 1]
-    return [", ".join(str(config[key]) if len(keys) == 1 else f"{key}={config[key]}" for key in keys) or "all" for config in configs]
+    return [", ".join(str(config[key]) if len(keys) == 1 else f"{key}={config[key]}" for key in keys) or "all"
+            for config in configs]
 
 
 def compare(names, results):
@@ -658,8 +660,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="run", help="directory of a run of train.py")
     parser.add_argument("--task", help=f"comma-separated: {', '.join(TASKS)} (default: all that the data can serve)")
-    parser.add_argument("--data", help="SPEC as of train.py, a directory of SugarCrepe's JSON files, or one in Pascal VOC's layout "
-                                       "(default: the run's)")
+    parser.add_argument("--data", help="SPEC as of train.py, a directory of SugarCrepe's JSON files, or one in Pascal VOC's "
+                                       "layout (default: the run's)")
     parser.add_argument("--image-root", help="directory that the file names of a table or of SugarCrepe are relative to")
     parser.add_argument("--split", help="of the world, of Karpathy's JSON, of Pascal VOC's layout (default: test, of VOC val)")
     parser.add_argument("--templates", nargs="+", help="zero-shot prompts with {} for 'a class name' (default: four of CLIP's)")

@@ -62,7 +62,7 @@ class Config:
     h_v: Literal["plain", "residual"] = "plain"              # Sec. 2; differs: "residual" is x + h_v(x)
     token_mean: Literal["caption", "batch"] = "caption"      # Eq. 6, or the paper's listing 1
     init_scale: float = 1 / 0.07                             # CLIP (arXiv 2103.00020), Sec. 2.5
-    filip_drop: float = 0.2                                  # FILIP: share of the tokens and patches left out, Sec. D.4
+    filip_keep: float = 0.2                                  # FILIP: share of the other side's tokens compared with, Sec. D.4
     mgca_prototypes: int = 500                               # MGCA, Sec. D.4
 
 
@@ -76,7 +76,7 @@ PRESETS = {  # settings of this file and of train.py by name; --flags go before 
     "b16": dict(image_encoder="ViT-B/16", **PAPER),
     "l14": dict(image_encoder="ViT-L/14", **{**PAPER, "steps": 250_000}),
 }
-BOUNDS = {"sigma": (0, 1), "filip_drop": (0, 0.99), "mgca_prototypes": (2, math.inf)}  # the values that train.py accepts
+BOUNDS = {"sigma": (0, 1), "filip_keep": (0.01, 1), "mgca_prototypes": (2, math.inf)}  # the values that train.py accepts
 
 
 def in_fp32(function):
@@ -146,7 +146,8 @@ def sequence_loss(c, t, mask, scale, token_mean="caption", gather=identity):
     Negatives are the other words of the same caption: nothing leaves the rank. A caption without words adds 0.
     token_mean: "caption" is Eq. 6; "batch" divides by the words of the (gathered) batch, as the paper's listing does.
     """
-    logits = scale * F.normalize(c, dim=-1) @ F.normalize(t, dim=-1).transpose(1, 2)  # (B, L, L), [i, j, k] = cos(c_ij, t_ik) / tau
+    c, t = F.normalize(c, dim=-1), F.normalize(t, dim=-1)
+    logits = scale * c @ t.transpose(1, 2)                               # (B, L, L), [i, j, k] = cos(c_ij, t_ik) / tau
     words = mask[:, None, :]
     hidden = torch.finfo(logits.dtype).min
     c_to_t = logits.masked_fill(~words, hidden).log_softmax(-1).diagonal(dim1=1, dim2=2)                   # (B, L)
@@ -266,7 +267,7 @@ class Model(nn.Module):
 
     def similarity(self, patches, tokens):
         """Scores (n, m) of n images (n, P, E) and m captions (m, L, E) of encode_patches and encode_tokens: FILIP's, PACL's."""
-        return score_captions(SCORES[self.config.objective], patches, tokens)
+        return score(SCORES[self.config.objective], patches, tokens)
 
     def align_words(self, images, tokens, mask):
         """a_lp of Eq. 4 for pairs: (B, 3, H, W), (B, L), (B, L) -> (B, L, P)."""
@@ -287,35 +288,35 @@ class Model(nn.Module):
 #                  mgca_loss             sides of a pair predict each other's prototypes
 #
 #     symbol            name here        shape             where
-#     s^I, s^T          rows, columns    (b, B)            FILIP Eq. 4, 5; own images x captions of all ranks
-#     phi               pacl_scores      (b, B)            PACL Eq. 6
-#     a, c_ij, Z        gloria_scores    (b, B)            GLoRIA Eq. 4-6
+#     s^I, s^T          filip_scores     (b, B)            FILIP Eq. 4, 5; own images x all captions, own captions x all images
+#     phi               pacl_scores      (b, B)            PACL Eq. 6; own images x all captions
+#     a, c_ij, Z        gloria_scores    (b, B)            GLoRIA Eq. 4-6; own images x all captions
 #     o                 words_seen,      (B, L, E),        MGCA Eq. 4; what a word sees of the patches, and a patch of the words
 #                       patches_read     (B, P, E)
 #     c_k, q            prototypes, q    (K, E), (B, K)    MGCA Eq. 7-9; K = 500
 #
 # Each takes its temperature tau learned and shared with the global loss (Sec. D.3); the sum of the terms has no weights. Where an
 # objective compares images with all captions, the b x B x P x L similarities are made for a few captions at a time and made again
-# in the backward pass. A rank computes its own images' rows only: the softmax over images takes a number a column from the others.
+# in the backward pass.
 # =====================================================================================================================
 
 ELEMENTS = 2**24  # similarities in memory at a time
 
 
-def pieces(images, *captions):
-    """Cut captions, tensors of B rows of which the first is (B, L, E) or (B, E), so that the similarities of images (b, P, E) and
-    one piece are at most ELEMENTS. -> a list of tuples"""
-    words = captions[0].shape[1] if captions[0].ndim == 3 else 1
-    size = max(1, ELEMENTS // (images.shape[0] * images.shape[1] * words))
-    return list(zip(*(x.split(size) for x in captions)))
+def pieces(x, y, *more):
+    """Cut y, tensors of B rows of which the first is (B, M, E) or (B, E), so that the similarities of x (b, N, E) and one piece
+    are at most ELEMENTS. -> a list of tuples"""
+    width = y.shape[1] if y.ndim == 3 else 1
+    size = max(1, ELEMENTS // (x.shape[0] * x.shape[1] * width))
+    return list(zip(*(tensor.split(size) for tensor in (y, *more))))
 
 
-def score_captions(block, images, *captions):
-    """block(images, captions) -> (..., b, c), a few captions at a time, joined: (..., b, B)."""
-    parts = pieces(images, *captions)
+def score(block, x, *y):
+    """block(x, y) -> (b, c), for a few rows of y at a time, joined: (b, B)."""
+    parts = pieces(x, *y)
     if len(parts) == 1:
-        return block(images, *captions)
-    return torch.cat([checkpoint(block, images, *part, use_reentrant=False, preserve_rng_state=False) for part in parts], dim=-1)
+        return block(x, *y)
+    return torch.cat([checkpoint(block, x, *part, use_reentrant=False, preserve_rng_state=False) for part in parts], dim=1)
 
 
 def gather_captions(tokens, mask, gather):
@@ -325,62 +326,66 @@ def gather_captions(tokens, mask, gather):
     return gather(F.pad(tokens, (0, 0, 0, more))), gather(F.pad(mask, (0, more)).to(tokens.dtype)) > 0
 
 
-def contrast(rows, columns, gather):
-    """InfoNCE both ways. rows, columns: (b, B) logits of own images x all ranks' captions, for the softmax over captions and
-    for the softmax over images; pairs on the diagonal -> scalar."""
-    b, i = len(rows), torch.arange(len(rows), device=rows.device)
-    parts = gather(columns.logsumexp(0, keepdim=True))                   # (world, B): of each rank's images, its own captions first
+def contrast(logits, gather):
+    """InfoNCE both ways. logits: (b, B) of own images x captions of all ranks, pairs on the diagonal -> scalar.
+
+    For the softmax over images a rank needs one number a caption from each other rank, not its patches.
+    """
+    b, i = len(logits), torch.arange(len(logits), device=logits.device)
+    parts = gather(logits.logsumexp(0, keepdim=True))                    # (world, B): over each rank's images, its captions first
     parts = torch.stack([part.roll(k * b) for k, part in enumerate(parts)])[:, :b]  # (world, b): of this rank's captions
-    return (F.cross_entropy(rows, i) + (parts.logsumexp(0) - columns.diagonal()).mean()) / 2
+    return (F.cross_entropy(logits, i) + (parts.logsumexp(0) - logits.diagonal()).mean()) / 2
 
 
-def token_similarities(patches, tokens, mask):
-    """patches (b, P, E), tokens (c, L, E), mask (c, L) -> (b, P, c, L); below every cosine where there is no word."""
-    s = patches.flatten(0, 1) @ tokens.flatten(0, 1).T                   # (b * P, c * L)
-    return s.view(*patches.shape[:2], *tokens.shape[:2]).masked_fill(~mask, -2.0)
+def similarities(x, y, y_mask):
+    """x (n, N, E), y (m, M, E), y_mask (m, M) -> (n, N, m, M); below every cosine where y_mask is False."""
+    s = x.flatten(0, 1) @ y.flatten(0, 1).T                              # (n * N, m * M)
+    return s.view(*x.shape[:2], *y.shape[:2]).masked_fill(~y_mask, -2.0)
 
 
-# s^I_ij = 1/P sum_p max_l cos(v_ip, t_jl),  s^T_ij = 1/L_j sum_l max_p cos(v_ip, t_jl)
-def filip_scores(patches, tokens, mask):
-    """FILIP's similarities of b images and c captions. patches (b, P, E) and tokens (c, L, E) normalised -> (2, b, c): s^I, s^T."""
-    s = token_similarities(patches, tokens, mask)                        # (b, P, c, L)
-    s_image = s.amax(3).mean(1)                                          # (b, c)
-    s_text = s.amax(1).masked_fill(~mask, 0.0).sum(2) / mask.sum(1).clamp(min=1)
-    return torch.stack([s_image, s_text]).masked_fill(~mask.any(1), 0.0)
+# s^I_ij = 1/P sum_p max_l cos(v_ip, t_jl),  s^T_ij = 1/L_i sum_l max_p cos(t_il, v_jp)
+def filip_scores(x, y, y_mask, x_mask):
+    """The mean over x's tokens of their best match in y. x (n, N, E), y (m, M, E), normalised; masks (m, M), (n, N) -> (n, m)."""
+    best = similarities(x, y, y_mask).amax(3)                            # (n, N, m)
+    mean = best.masked_fill(~x_mask[..., None], 0.0).sum(1) / x_mask.sum(1, keepdim=True).clamp(min=1)
+    return mean.masked_fill(~y_mask.any(1), 0.0)
 
 
 @torch.no_grad()
-def most_similar(patches, tokens, mask, drop):
-    """FILIP's token dropping: keep the patches of each image, and the words of each caption, that are most similar to anything
-    on the other side of this rank's batch. -> indices of patches (b, P') and of words (b, L'), mask of the words (b, L')."""
+def most_similar(patches, tokens, mask, keep):
+    """FILIP's token dropping: a share `keep` of each image's patches, and of each caption's words, that are most similar to
+    anything on the other side of this rank's batch. -> indices (b, P') of patches, (b, L') of words, mask (b, L') of words."""
 
-    def kept(count):
-        return torch.ceil((1 - drop) * torch.as_tensor(count) - 1e-4).int()
+    def share(count):
+        return torch.ceil(keep * torch.as_tensor(count) - 1e-4).int()
 
     best_patch, best_word = torch.full(patches.shape[:2], -2.0, dtype=patches.dtype, device=patches.device), []
     for part in pieces(patches, tokens, mask):
-        s = token_similarities(patches, *part)                           # (b, P, c, L)
+        s = similarities(patches, *part)                                 # (b, P, c, L)
         best_patch = torch.maximum(best_patch, s.amax((2, 3)))           # (b, P)
         best_word.append(s.amax((0, 1)))                                 # (c, L)
-    patch_index = best_patch.topk(int(kept(patches.shape[1]))).indices
-    word_index = torch.cat(best_word).topk(int(kept(tokens.shape[1]))).indices  # padding comes last
-    return patch_index, word_index, torch.arange(word_index.shape[1], device=mask.device) < kept(mask.sum(1, keepdim=True))
+    patch_index = best_patch.topk(int(share(patches.shape[1]))).indices
+    word_index = torch.cat(best_word).topk(int(share(tokens.shape[1]))).indices  # padding comes last
+    return patch_index, word_index, torch.arange(word_index.shape[1], device=mask.device) < share(mask.sum(1, keepdim=True))
 
 
 @in_fp32
-def filip_loss(tokens, patches, mask, scale, drop=0.2, gather=identity):
+def filip_loss(tokens, patches, mask, scale, keep=0.2, gather=identity):
     """FILIP. tokens (B, L, E), patches (B, P, E), mask (B, L) True on words; scale: 1 / tau -> scalar.
 
-    drop: the share of tokens left out. As in FILIP each rank chooses among its own pairs before it gathers: with drop > 0 N ranks
-    choose a little differently from one, with drop = 0 they are equal.
+    keep: the share of its tokens that a rank sends to the others. Compared are all own patches with the words sent by all, and all
+    own words with the patches sent by all. D.4 says "20% token dropping"; Table 11's FLOPs are those of 20 % kept. As in FILIP
+    each rank chooses within its own batch, so that N ranks equal one process for keep = 1 only.
     """
     patches, tokens = F.normalize(patches, dim=-1), F.normalize(tokens, dim=-1)
-    if drop:
-        patch_index, word_index, mask = most_similar(patches, tokens, mask, drop)
-        patches, tokens = patches.take_along_dim(patch_index[..., None], 1), tokens.take_along_dim(word_index[..., None], 1)
-    captions = gather_captions(tokens, mask, gather)
-    rows, columns = scale * score_captions(filip_scores, patches, *captions)
-    return contrast(rows, columns, gather)
+    patch_index, word_index, sent = most_similar(patches, tokens, mask, keep)
+    captions = gather_captions(tokens.take_along_dim(word_index[..., None], 1), sent, gather)
+    images = gather(patches.take_along_dim(patch_index[..., None], 1))   # (world * b, P', E)
+    everything = [torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) for x in (patches, images)]
+    i_to_t = score(functools.partial(filip_scores, x_mask=everything[0]), patches, *captions)            # (b, B), s^I
+    t_to_i = score(functools.partial(filip_scores, x_mask=mask), tokens, images, everything[1])          # (b, B), s^T
+    i = torch.arange(len(patches), device=patches.device)
+    return (F.cross_entropy(scale * i_to_t, i) + F.cross_entropy(scale * t_to_i, i)) / 2
 
 
 # phi_ij = sum_p softmax_p(cos(v_ip, t_j)) cos(v_ip, t_j)
@@ -394,8 +399,7 @@ def pacl_scores(patches, t):
 def pacl_loss(t, patches, scale, gather=identity):
     """PACL. t: (B, E) caption embeddings, patches (B, P, E); scale: 1 / tau -> scalar, an addition of SPARC's authors (D.4)."""
     patches, t = F.normalize(patches, dim=-1), F.normalize(t, dim=-1)
-    logits = scale * score_captions(pacl_scores, patches, gather(t))
-    return contrast(logits, logits, gather)
+    return contrast(scale * score(pacl_scores, patches, gather(t)), gather)
 
 
 # a_ijlp = softmax_p(t_jl . v_ip / sqrt(E)),  c_ijl = sum_p a_ijlp v_ip,  Z_ij = tau log sum_l exp(cos(c_ijl, t_jl) / tau)
@@ -421,8 +425,7 @@ def gloria_loss(tokens, patches, mask, scale, gather=identity):
     tau_1 is 1; GLoRIA's code has a softmax over the words inside the one over patches, its paper has not.
     """
     captions = gather_captions(tokens, mask, gather)
-    logits = score_captions(functools.partial(gloria_scores, scale=scale), patches, *captions)
-    return contrast(logits, logits, gather)
+    return contrast(score(functools.partial(gloria_scores, scale=scale), patches, *captions), gather)
 
 
 # q: K prototypes with equal shares of the global batch, each row sums to 1: Sinkhorn-Knopp on exp(cos(v, c) / epsilon)
@@ -450,8 +453,9 @@ def prototype_loss(v, t, prototypes, scale, epsilon=0.05, iterations=3, gather=i
 def mgca_loss(v, t, tokens, patches, mask, words_seen, patches_read, prototypes, scale, gather=identity):
     """MGCA's token-wise and prototype losses, weights 1 (D.4); the instance-wise one is global_loss. -> scalar
 
-    v, t: (B, E); tokens, words_seen: (B, L, E); patches, patches_read: (B, P, E), both outputs of cross-attention; mask (B, L) True
-    on words; prototypes (K, E); scale: 1 / tau. No [CLS] weights (D.3). A pair without words adds nothing to the token-wise loss.
+    v, t: (B, E); tokens (B, L, E), patches (B, P, E), and what the cross-attention makes of them, words_seen (B, L, E) and
+    patches_read (B, P, E); mask (B, L) True on words; prototypes (K, E); scale: 1 / tau. No [CLS] weights (D.3). A pair without
+    words adds nothing to the token-wise loss.
     """
     seen = mask.any(1, keepdim=True).expand(patches.shape[:2])           # (B, P)
     token_wise = sequence_loss(words_seen, tokens, mask, scale) + sequence_loss(patches_read, patches, seen, scale)
@@ -496,7 +500,7 @@ def add_baseline_parts(model, image_width):
 
 def filip_of(model, x):
     patches = model.g_v(model.h_v(x.f_v))  # through h_v, which nothing else would train
-    return filip_loss(model.g_t(x.f_t), patches, x.words, x.scale, model.config.filip_drop, x.gather)
+    return filip_loss(model.g_t(x.f_t), patches, x.words, x.scale, model.config.filip_keep, x.gather)
 
 
 def mgca_of(model, x):
@@ -529,8 +533,16 @@ COSTS = {  # Table 11: TFLOPS and peak MB of one update by batch size, per devic
     "filip": {2048: (1.37, 4394), 4096: (3.17, 5230), 8192: (8.09, 8657), 16384: (27.25, 15463)},
     "sparc": {2048: (1.15, 4408), 4096: (2.3, 4450), 8192: (4.6, 5914), 16384: (9.19, 8620)},
 }
+
+
+def filip_similarity(patches, tokens):
+    """The mean of s^I and s^T with all tokens: n images (n, P, E), m captions (m, L, E), zeros where no word is -> (n, m)."""
+    words, everything = tokens.any(-1), torch.ones(patches.shape[:2], dtype=torch.bool, device=patches.device)
+    return (filip_scores(patches, tokens, words, everything) + filip_scores(tokens, patches, everything, words).T) / 2
+
+
 SCORES = {  # of objectives without global embeddings: how an image and a caption are compared, (n, P, E), (m, L, E) -> (n, m)
-    "filip": lambda patches, tokens: filip_scores(patches, tokens, tokens.any(-1)).mean(0),
+    "filip": filip_similarity,
     "pacl": lambda patches, tokens: pacl_scores(patches, tokens[:, 0]),
 }
 

@@ -80,8 +80,8 @@ class Config:
 
 
 BOUNDS = {"steps": (1, math.inf), "batch": (1, math.inf), "workers": (0, 1024), "seed": (0, 2**31), "log_every": (1, math.inf),
-          "save_every": (1, math.inf), "bench": (0, math.inf), "cost_ranks": (1, math.inf), "crop_scale": (0.01, 1), "warmup": (0, math.inf), "lr": (0, math.inf),
-          "weight_decay": (0, math.inf), "clip_grad": (0, math.inf)}
+          "save_every": (1, math.inf), "bench": (0, math.inf), "cost_ranks": (1, math.inf), "crop_scale": (0.01, 1), "warmup": (0, math.inf),
+          "lr": (0, math.inf), "weight_decay": (0, math.inf), "clip_grad": (0, math.inf)}
 
 
 # Command line --------------------------------------------------------------------------------------------------------

@@ -44,21 +44,28 @@ def both_ways(rows, columns, scale):
                 + [infonce([scale * columns[i][j] for i in range(n)], j) for j in range(n)])
 
 
-def literal_filip(captions, patches, scale):
-    rows = [[mean([largest([cos(p, t) for t in words]) for p in image]) for words in captions] for image in patches]
-    columns = [[mean([largest([cos(p, t) for p in image]) for t in words]) for words in captions] for image in patches]
-    return both_ways(rows, columns, scale)
+def filip_rows_and_columns(captions, patches, sent_captions, sent_patches):
+    rows = [[mean([largest([cos(p, t) for t in words]) for p in image]) for words in sent_captions]
+            for image in patches]
+    columns = [[mean([largest([cos(p, t) for p in image]) for t in words]) for words in captions]
+               for image in sent_patches]
+    return rows, columns
 
 
-def literal_drop(captions, patches, drop):
-    """Keep of each list the share 1 - drop, rounded up, whose best cosine with anything on the other side is highest."""
+def literal_filip(captions, patches, scale, sent_captions=None, sent_patches=None):
+    """Own patches against the words that are sent, own words against the patches that are sent; all of them by default."""
+    return both_ways(*filip_rows_and_columns(captions, patches, sent_captions or captions, sent_patches or patches), scale)
 
-    def keep(items, others):
+
+def literal_sent(captions, patches, keep):
+    """Of each list the share `keep`, rounded up, whose best cosine with anything on the other side is highest."""
+
+    def chosen(items, others):
         best = [max(cos(x, y).item() for other in others for y in other) for x in items]
         order = sorted(range(len(items)), key=lambda i: -best[i])
-        return [items[i] for i in order[: math.ceil((1 - drop) * len(items) - 1e-9)]]
+        return [items[i] for i in order[: math.ceil(keep * len(items) - 1e-9)]]
 
-    return [keep(words, patches) for words in captions], [keep(image, captions) for image in patches]
+    return [chosen(words, patches) for words in captions], [chosen(image, captions) for image in patches]
 
 
 def literal_pacl(t, patches, scale):
@@ -108,8 +115,8 @@ def literal_prototypes(v, t, prototypes, scale):
 
 def literal_attention(module, x, y):
     q, k, v = ([layer(item) for item in items] for layer, items in ((module.q, x), (module.k, y), (module.v, y)))
-    seen = [sum(a * value for a, value in zip(softmax([(query * key).sum() / math.sqrt(len(key)) for key in k]), v)) for query in q]
-    return [module.out(o) for o in seen]
+    weights = [softmax([(query * key).sum() / math.sqrt(len(key)) for key in k]) for query in q]
+    return [module.out(sum(a * value for a, value in zip(row, v))) for row in weights]
 
 
 def literal_within(c, t, scale):
@@ -128,17 +135,18 @@ def test_filip_loss_is_the_literal_one():
     tokens, patches, mask = ragged()
     scale = scale_of(7.0)
     expected = literal_filip(words_of(tokens, mask), patches, scale)
-    assert_same_with_gradients(sparc.filip_loss(tokens, patches, mask, scale, drop=0), expected, (tokens, patches, scale))
+    assert_same_with_gradients(sparc.filip_loss(tokens, patches, mask, scale, keep=1), expected, (tokens, patches, scale))
 
 
-@pytest.mark.parametrize("drop", [0.2, 0.5])
-def test_filip_leaves_out_the_least_similar_tokens(drop):
+@pytest.mark.parametrize("keep", [0.2, 0.6])
+def test_filip_compares_with_the_most_similar_tokens_only(keep):
     tokens, patches, mask = ragged()
-    captions, images = literal_drop(words_of(tokens, mask), patches, drop)
-    assert [len(words) for words in captions] == ([4, 2, 3] if drop == 0.2 else [3, 1, 2])
-    value = sparc.filip_loss(tokens, patches, mask, 7.0, drop)
-    assert_same_with_gradients(value, literal_filip(captions, images, 7.0), (tokens, patches))
-    assert (value - sparc.filip_loss(tokens, patches, mask, 7.0, drop=0)).abs() > 1e-3
+    captions = words_of(tokens, mask)
+    sent = literal_sent(captions, patches, keep)
+    assert [[len(items) for items in side] for side in sent] == ([[1, 1, 1], [2, 2, 2]] if keep == 0.2 else [[3, 2, 2], [4, 4, 4]])
+    value = sparc.filip_loss(tokens, patches, mask, 7.0, keep)
+    assert_same_with_gradients(value, literal_filip(captions, patches, 7.0, *sent), (tokens, patches))
+    assert (value - sparc.filip_loss(tokens, patches, mask, 7.0, keep=1)).abs() > 1e-3
 
 
 def test_pacl_loss_is_the_literal_one():
@@ -177,7 +185,8 @@ def test_sinkhorn_balances_the_prototypes():
 
 def test_cross_attention_is_the_literal_one_and_ignores_padding():
     module = sparc.CrossAttention(6, 4).double()
-    x, y, mask = torch.randn(2, 3, 6).double(), torch.randn(2, 5, 6).double(), torch.tensor([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1]]).bool()
+    x, y = torch.randn(2, 3, 6).double(), torch.randn(2, 5, 6).double()
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1]]).bool()
     for b in range(2):
         expected = torch.stack(literal_attention(module, x[b], y[b, mask[b]]))
         torch.testing.assert_close(module(x, y, mask)[b], expected)
@@ -192,7 +201,7 @@ def pure_losses(tokens, patches, mask, scale=7.0):
 
     prototypes = torch.eye(4, dtype=tokens.dtype)
     return {"filip": sparc.filip_loss(tokens, patches, mask, scale),
-            "filip, all tokens": sparc.filip_loss(tokens, patches, mask, scale, drop=0),
+            "filip, all tokens": sparc.filip_loss(tokens, patches, mask, scale, keep=1),
             "pacl": sparc.pacl_loss(t(), patches, scale), "gloria": sparc.gloria_loss(tokens, patches, mask, scale),
             "mgca": sparc.mgca_loss(patches.mean(1), t(), tokens, patches, mask, tokens + 1, patches + 1, prototypes, scale)}
 
@@ -268,7 +277,7 @@ def test_chunks_bound_the_memory_of_a_large_batch(monkeypatch):
     B, P, L = 256, 6, 5
     tokens, patches = (torch.randn(B, n, 4, requires_grad=True) for n in (L, P))
     mask = torch.ones(B, L, dtype=torch.bool)
-    for loss in (functools.partial(sparc.filip_loss, drop=0), sparc.filip_loss, sparc.gloria_loss):
+    for loss in (functools.partial(sparc.filip_loss, keep=1), sparc.filip_loss, sparc.gloria_loss):
         with Largest() as largest_tensor:
             loss(tokens, patches, mask, 7.0).backward()
         assert largest_tensor.size <= max(sparc.ELEMENTS, 2 * B * B), loss
@@ -296,7 +305,7 @@ def test_the_model_trains_on_the_sum_of_its_terms(objective):
     v, t = model.g_v(model.h_v(f_v.mean(1))), model.g_t(sparc.masked_mean(f_t, words))
     expected = {
         "global": lambda: sparc.global_loss(v, t, scale),
-        "filip": lambda: sparc.filip_loss(tokens, model.g_v(model.h_v(f_v)), words, scale, drop=0.2),
+        "filip": lambda: sparc.filip_loss(tokens, model.g_v(model.h_v(f_v)), words, scale, keep=0.2),
         "pacl": lambda: sparc.pacl_loss(t, patches, scale),
         "gloria": lambda: sparc.gloria_loss(tokens, patches, words, scale),
         "mgca": lambda: sparc.mgca_loss(v, t, *(F.normalize(x, dim=-1) for x in (tokens, patches)), words,
@@ -337,14 +346,14 @@ def test_pacl_has_an_adapter_and_mgca_its_attention():
 
 @pytest.mark.parametrize("objective", ["filip", "pacl"])
 def test_late_interaction_scores_are_those_of_the_loss(objective):
-    model, batch = tiny_model(objective=objective, filip_drop=0.0).eval(), make_batch()
+    model, batch = tiny_model(objective=objective, filip_keep=1.0).eval(), make_batch()
     patches, tokens = model.encode_patches(batch["images"]), model.encode_tokens(batch["tokens"], batch["mask"])
     scores = model.similarity(patches, F.pad(tokens, (0, 0, 0, 2)) if objective == "filip" else tokens)
     assert model.late_interaction and scores.shape == (4, 4)
     captions = words_of(tokens, tokens.any(-1))
     if objective == "filip":
-        expected = [[(mean([largest([cos(p, t) for t in words]) for p in image])
-                      + mean([largest([cos(p, t) for p in image]) for t in words])) / 2 for words in captions] for image in patches]
+        rows, columns = filip_rows_and_columns(captions, patches, captions, patches)
+        expected = [[(r + c) / 2 for r, c in zip(*pair)] for pair in zip(rows, columns)]
         assert [len(words) for words in captions] == [7, 2, 4, 1]
     else:
         expected = [[sum(a * cos(p, t) for a, p in zip(softmax([cos(p, t) for p in image]), image)) for (t,) in captions]
@@ -354,7 +363,7 @@ def test_late_interaction_scores_are_those_of_the_loss(objective):
 
 # Three ranks = one process -------------------------------------------------------------------------------------------
 
-CASES = [dict(objective=name, filip_drop=0.0) for name in OBJECTIVES] + [dict(objective="filip", filip_drop=0.5)]
+CASES = [dict(objective=name, filip_keep=1.0) for name in OBJECTIVES] + [dict(objective="filip", filip_keep=0.5)]
 
 
 def run_rank(rank, directory):
@@ -386,7 +395,7 @@ def test_three_ranks_equal_one_process(tmp_path):
     torch.multiprocessing.spawn(run_rank, (str(tmp_path),), nprocs=3)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(3)]
     for n, (model, settings) in enumerate(zip(models, CASES)):
-        loss = model(batch)["loss"] if not settings["filip_drop"] else filip_in_groups_of_two(model, batch)
+        loss = model(batch)["loss"] if settings["filip_keep"] == 1 else filip_in_groups_of_two(model, batch)
         loss.backward()
         assert mean([rank[n][0] for rank in ranks]).item() == pytest.approx(loss.item(), abs=2e-6), settings
         for name, p in model.named_parameters():
@@ -397,6 +406,6 @@ def test_three_ranks_equal_one_process(tmp_path):
 def filip_in_groups_of_two(model, batch):
     f_v, f_t = model.image_encoder(batch["images"]), model.text_encoder(batch["tokens"], batch["mask"])
     captions, images = words_of(model.g_t(f_t), sparc.words_only(batch["mask"])), list(model.g_v(model.h_v(f_v)))
-    groups = [literal_drop(captions[i : i + 2], images[i : i + 2], 0.5) for i in range(0, 6, 2)]
-    return literal_filip([words for group in groups for words in group[0]], [image for group in groups for image in group[1]],
-                         model.log_scale.exp())
+    sent = [literal_sent(captions[i : i + 2], images[i : i + 2], 0.5) for i in range(0, 6, 2)]
+    all_sent = [[item for group in sent for item in group[side]] for side in (0, 1)]
+    return literal_filip(captions, images, model.log_scale.exp(), *all_sent)

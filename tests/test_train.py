@@ -160,7 +160,7 @@ def test_two_ranks_train_and_match_their_log(tmp_path):
 
 
 @pytest.mark.parametrize("flags", [["--amp", "bf16"], ["--grad-checkpoint"], ["--token-mean", "batch"], ["--align", "softmax"],
-                                   ["--objective", "clip"], ["--objective", "filip", "--filip-drop", "0"],
+                                   ["--objective", "clip"], ["--objective", "filip", "--filip-keep", "1"],
                                    ["--objective", "clip+filip"], ["--objective", "pacl"], ["--objective", "gloria"],
                                    ["--objective", "mgca", "--mgca-prototypes", "7"], ["--sigma", "0.3"], ["--h-v", "residual"], ["--clip-grad", "0"]])
 def test_flags_train(tmp_path, flags):
