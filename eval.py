@@ -70,7 +70,7 @@ def winoground_scores(s):
 
 
 def k_precision(retrieved, truths, among=None):
-    """K-Precision (SPARC, Sec. 4.4): the share of a retrieved caption's words that its image's true captions contain, mean over
+    """K-Precision (SPARC, Sec. 4.4): the share of a retrieved caption's words that occur in its image's true captions, mean over
     images. retrieved: n lists of words; truths: n sets of words; among: count only these (K-Pna: nouns and adjectives); a
     caption without any of them does not count.
     """
@@ -144,20 +144,24 @@ class SegmentationFolder(Dataset):
         return len(self.ids)
 
     def __getitem__(self, i):
-        path = self.directory / "SegmentationClass" / f"{self.ids[i]}.png"
         try:
             image = common.open_image(self.directory / "JPEGImages" / f"{self.ids[i]}.jpg", self.size)
-            with Image.open(path) as file:
-                truth = torch.from_numpy(np.array(file))
+            with Image.open(self.map_path(self.ids[i])) as file:
+                return self.ids[i], self.transform(image), torch.from_numpy(np.array(file))
         except common.IMAGE_ERRORS:
             return self.ids[i], None, None
+
+    def map_path(self, name):
+        return self.directory / "SegmentationClass" / f"{name}.png"
+
+    def check(self, name, truth):
         if truth.ndim != 2 or truth.dtype != torch.uint8:
-            raise UserError(f"{path} is no map of class ids (8 bits, palette or grey) but {truth.dtype} of shape "
+            raise UserError(f"{self.map_path(name)} is no map of class ids (8 bits, palette or grey) but {truth.dtype} of shape "
                             f"{tuple(truth.shape)}: save ids, not colours.")
-        highest = int(truth[truth != 255].max()) if (truth != 255).any() else 0
+        highest = max((c for c in truth.unique().tolist() if c != 255), default=0)
         if highest > len(self.classes):
-            raise UserError(f"{path} holds class {highest}, but there are {len(self.classes)} names: give all with --classes.")
-        return self.ids[i], self.transform(image), truth
+            raise UserError(f"{self.map_path(name)} holds class {highest}, but there are {len(self.classes)} names: give all with "
+                            f"--classes.")
 
     def read(self, limit=None, workers=0):
         """The (image, map) of the items that can be read, and at the end a line about the others."""
@@ -166,8 +170,11 @@ class SegmentationFolder(Dataset):
         for name, image, truth in items:
             if image is None:
                 unread.append(name)
-            else:
-                yield image, truth
+                continue
+            self.check(name, truth)
+            yield image, truth
+        if len(unread) == len(items):
+            raise UserError(f"None of the {len(items)} images of {self.directory} and their maps could be read, the last is {unread[-1:]}.")
         if unread:
             print(f"skipped {len(unread)} of {len(items)} images that cannot be read or have no map, the last {unread[-1]}")
 
@@ -291,7 +298,7 @@ def retrieval(embed, source, options):
     i2t = recall_at_k(images, texts, (kept, image_of_text), similarity=embed.similarity)
     t2i = recall_at_k(texts, images, (image_of_text, kept), similarity=lambda texts, images: embed.similarity(images, texts).T)
     first = [flat[j] for x in images.split(256) for j in embed.similarity(x, texts).argmax(1).tolist()]
-    retrieved = [common.split_words(caption) for caption in first]
+    retrieved = [[word for word in common.split_words(caption) if word.isalnum()] for caption in first]  # no punctuation
     truths = [set(common.split_words(" ".join(group))) for group in captions]
     among = WORLD_NOUNS_ADJECTIVES if is_world(source) else options.nouns_adjectives
     return {f"{way}/R@{k}": value for way, table in (("i2t", i2t), ("t2i", t2i)) for k, value in table.items()} | {
@@ -499,9 +506,9 @@ def names_in(truth, names):
     return ", ".join(names[c - 1] for c in truth.unique().tolist() if 0 < c < 255)
 
 
-def legend_of(maps):
+def legend_of(source, maps):
     """The colours that stand for classes: of the world's, for a colour and a shape each; of a folder's, those in the pictures."""
-    if len(maps) == 2:
+    if is_world(source):
         return [(tuple(PALETTE[i + 1].tolist()), f"{c} or {s}") for i, (c, s) in enumerate(zip(maps[0][1], maps[1][1]))]
     (_, names, _, truths), = maps
     present = sorted({c for truth in truths for c in truth.unique().tolist() if 0 < c < 255})
@@ -524,7 +531,7 @@ def draw_segmentation(embed, source, options, path):
         for row, truth, found in zip(rows, truths, found_maps(embed, images, prompts, truths)):
             row += [(colour_map(truth), f"true:\n{names_in(truth, names)}"), (colour_map(found), f"{by} found\nfor each patch"),
                     (colour_map(torch.where(truth > 0, found, 0)), f"{by} found,\nobjects only")]
-    sheet(rows, path, side, "Zero-shot segmentation: each patch takes the class whose text is nearest", legend_of(maps))
+    sheet(rows, path, side, "Zero-shot segmentation: each patch takes the class whose text is nearest", legend_of(source, maps))
     return True
 
 
@@ -538,7 +545,7 @@ def draw_comparison(runs, source, options, path):
         for name, embed in runs.items():
             for row, found in zip(rows, found_maps(embed, images, prompts, truths)):
                 row.append((colour_map(found), name))
-    sheet(rows, path, side, "Zero-shot segmentation: each patch takes the class whose text is nearest", legend_of(maps))
+    sheet(rows, path, side, "Zero-shot segmentation: each patch takes the class whose text is nearest", legend_of(source, maps))
 
 
 PICTURES = {"alignment.png": draw_alignment, "segmentation.png": draw_segmentation}
@@ -667,7 +674,7 @@ def main(argv=None):
     parser.add_argument("--templates", nargs="+", help="zero-shot prompts with {} for 'a class name' (default: four of CLIP's)")
     parser.add_argument("--classes", help="file with the names of classes 1, 2, ... of a directory in VOC's layout (default: VOC's)")
     parser.add_argument("--nouns-adjectives", help="file with the words, one a line, that K-Pna counts (default: the world's)")
-    parser.add_argument("--limit", type=int, help="use LIMIT images: the first for retrieval, random ones for zero-shot")
+    parser.add_argument("--limit", type=int, help="use LIMIT images: random ones for zero-shot, else the first")
     options = parser.parse_args(argv)
     options.tasks = options.task.split(",") if options.task else None
     unknown = set(options.tasks or []) - set(TASKS)
@@ -679,7 +686,7 @@ def main(argv=None):
         raise UserError(f"--limit {options.limit} must be at least 1.")
     if options.nouns_adjectives:
         options.nouns_adjectives = {word.lower() for word in read_lines(options.nouns_adjectives, "--nouns-adjectives")}
-    configs, results, embedders = [], [], []
+    configs, choices, results, embedders = [], [], [], []
     for run in options.runs:
         embed, config = load_run(run, "cuda" if torch.cuda.is_available() else "cpu")
         chosen = argparse.Namespace(**vars(options))
@@ -691,11 +698,13 @@ def main(argv=None):
             print(f"{run}:")
         results.append(report(embed, source, chosen, run))
         configs.append(config)
+        choices.append(chosen)
         embedders.append(embed)
     if len(options.runs) > 1:
         names = differences(configs)
         compare(names, results)
-        if can_segment(source) and len({(config["data"], config["image_size"]) for config in configs}) == 1:
+        alike = len({(chosen.data, embed.image_size) for chosen, embed in zip(choices, embedders)}) == 1
+        if can_segment(source) and alike and all(hasattr(embed.model, "encode_patches") for embed in embedders):
             path = Path(options.runs[0], "comparison.png")
             draw_comparison({name: embedders[names.index(name)] for name in names}, source, chosen, path)
             print(f"picture: {path}")

@@ -62,7 +62,7 @@ class Config:
     h_v: Literal["plain", "residual"] = "plain"              # Sec. 2; differs: "residual" is x + h_v(x)
     token_mean: Literal["caption", "batch"] = "caption"      # Eq. 6, or the paper's listing 1
     init_scale: float = 1 / 0.07                             # CLIP (arXiv 2103.00020), Sec. 2.5
-    filip_keep: float = 0.2                                  # FILIP: share of the other side's tokens compared with, Sec. D.4
+    filip_keep: float = 0.2                                  # FILIP: share of the other side's tokens compared with; Table 11
     mgca_prototypes: int = 500                               # MGCA, Sec. D.4
 
 
@@ -229,7 +229,7 @@ class Model(nn.Module):
                 out["local_wrong_image"] = local(tokens.detach(), patches.detach().roll(1, 0))
         else:
             x = SimpleNamespace(f_v=f_v, f_t=f_t, v=v, t=t, words=words, scale=scale, gather=gather)
-            terms = {name: LOSSES[name](self, x) for name in BASELINES[cfg.objective]}
+            terms = {name: TERMS[name][0](self, x) for name in BASELINES[cfg.objective]}
             out = {"loss": sum(terms.values()), **terms}
         out["scale"] = scale
         return {name: value if name == "loss" else value.detach() for name, value in out.items()}
@@ -243,11 +243,11 @@ class Model(nn.Module):
         """The loss when all similarities are equal; batch_size is global, patches their number P."""
         words = words_only(mask).sum(1).clamp(min=1).float()             # (B,), L_i
         if self.config.objective != "sparc":
-            return sum(CHANCE[name](self, batch_size, words, patches) for name in BASELINES[self.config.objective])
+            return sum(TERMS[name][1](self, batch_size, words, patches) for name in BASELINES[self.config.objective])
         return self.config.lambda_g * math.log(batch_size) + self.config.lambda_f * words.log().mean().item()
 
     def encode_image(self, images):
-        """(B, 3, H, W) -> (B, E), normalised."""
+        """(B, 3, H, W) -> (B, E), normalised. FILIP and PACL, trained on patches, are compared by `similarity` instead."""
         return F.normalize(self.g_v(self.h_v(self.image_encoder(images).mean(1))).float(), dim=-1)
 
     def encode_text(self, tokens, mask):
@@ -275,7 +275,7 @@ class Model(nn.Module):
 
 
 # =====================================================================================================================
-# The baselines of Sec. 4, as Sec. D.3 and D.4 describe the authors' re-implementations. SPARC needs nothing below this line.
+# The baselines of Sec. 4, as Sec. D.3 and D.4 describe the authors' re-implementations. To read SPARC, stop here.
 #
 #     objective    trained on            source
 #     clip         global_loss           CLIP (arXiv 2103.00020)
@@ -295,17 +295,24 @@ class Model(nn.Module):
 #                       patches_read     (B, P, E)
 #     c_k, q            prototypes, q    (K, E), (B, K)    MGCA Eq. 7-9; K = 500
 #
-# Each takes its temperature tau learned and shared with the global loss (Sec. D.3); the sum of the terms has no weights. Where an
-# objective compares images with all captions, the b x B x P x L similarities are made for a few captions at a time and made again
-# in the backward pass.
+# Differs, or is our choice where the paper says nothing:
+#   * One learned tau for all terms of an objective (D.3: all temperatures are learned); GLoRIA's tau_1, of its attention, is 1, as the
+#     similarities are divided by sqrt(E) (D.3). The terms are added without weights.
+#   * FILIP: D.4 says "20% token dropping", but in Table 11 its local loss costs .2 of all similarities in both directions at batch
+#     sizes 2048, 4096 and 8192 (.26 at 16384; PACL's and GLoRIA's costs rise alike at their largest), so 20 % are kept.
+#   * FILIP's patches go through h_v, which FILIP alone would not train otherwise; PACL's adapter stands in the place of h_v and g_v.
+#   * MGCA's prototypes are trained from the first step; its authors' code freezes them for an epoch.
+#
+# Where an objective compares images with all captions, the b x B x P x L similarities are made for a few captions at a time and
+# made again in the backward pass.
 # =====================================================================================================================
 
-ELEMENTS = 2**24  # similarities in memory at a time
+ELEMENTS = 2**24  # similarities in memory at a time, or those of one caption
 
 
 def pieces(x, y, *more):
     """Cut y, tensors of B rows of which the first is (B, M, E) or (B, E), so that the similarities of x (b, N, E) and one piece
-    are at most ELEMENTS. -> a list of tuples"""
+    of more than a row are at most ELEMENTS. -> a list of tuples"""
     width = y.shape[1] if y.ndim == 3 else 1
     size = max(1, ELEMENTS // (x.shape[0] * x.shape[1] * width))
     return list(zip(*(tensor.split(size) for tensor in (y, *more))))
@@ -321,8 +328,9 @@ def score(block, x, *y):
 
 def gather_captions(tokens, mask, gather):
     """tokens (b, L, E), mask (b, L) of each rank -> those of all ranks, padded to the longest: (B, L', E), (B, L')."""
-    longest = int(gather(torch.tensor([[tokens.shape[1]]], device=tokens.device)).max())
-    more = longest - tokens.shape[1]
+    own = torch.tensor([[tokens.shape[1]]], device=tokens.device)
+    lengths = gather(own)
+    more = 0 if lengths is own else int(lengths.max()) - tokens.shape[1]  # one rank never waits for its GPU here
     return gather(F.pad(tokens, (0, 0, 0, more))), gather(F.pad(mask, (0, more)).to(tokens.dtype)) > 0
 
 
@@ -356,17 +364,15 @@ def most_similar(patches, tokens, mask, keep):
     """FILIP's token dropping: a share `keep` of each image's patches, and of each caption's words, that are most similar to
     anything on the other side of this rank's batch. -> indices (b, P') of patches, (b, L') of words, mask (b, L') of words."""
 
-    def share(count):
-        return torch.ceil(keep * torch.as_tensor(count) - 1e-4).int()
-
     best_patch, best_word = torch.full(patches.shape[:2], -2.0, dtype=patches.dtype, device=patches.device), []
     for part in pieces(patches, tokens, mask):
         s = similarities(patches, *part)                                 # (b, P, c, L)
         best_patch = torch.maximum(best_patch, s.amax((2, 3)))           # (b, P)
         best_word.append(s.amax((0, 1)))                                 # (c, L)
-    patch_index = best_patch.topk(int(share(patches.shape[1]))).indices
-    word_index = torch.cat(best_word).topk(int(share(tokens.shape[1]))).indices  # padding comes last
-    return patch_index, word_index, torch.arange(word_index.shape[1], device=mask.device) < share(mask.sum(1, keepdim=True))
+    patch_index = best_patch.topk(math.ceil(keep * patches.shape[1] - 1e-4)).indices
+    word_index = torch.cat(best_word).topk(math.ceil(keep * tokens.shape[1] - 1e-4)).indices  # padding comes last
+    kept = torch.ceil(keep * mask.sum(1, keepdim=True) - 1e-4)           # (b, 1)
+    return patch_index, word_index, torch.arange(word_index.shape[1], device=mask.device) < kept
 
 
 @in_fp32
@@ -374,8 +380,8 @@ def filip_loss(tokens, patches, mask, scale, keep=0.2, gather=identity):
     """FILIP. tokens (B, L, E), patches (B, P, E), mask (B, L) True on words; scale: 1 / tau -> scalar.
 
     keep: the share of its tokens that a rank sends to the others. Compared are all own patches with the words sent by all, and all
-    own words with the patches sent by all. D.4 says "20% token dropping"; Table 11's FLOPs are those of 20 % kept. As in FILIP
-    each rank chooses within its own batch, so that N ranks equal one process for keep = 1 only.
+    own words with the patches sent by all. As in FILIP each rank chooses within its own batch: N ranks equal one process for
+    keep = 1 only.
     """
     patches, tokens = F.normalize(patches, dim=-1), F.normalize(tokens, dim=-1)
     patch_index, word_index, sent = most_similar(patches, tokens, mask, keep)
@@ -403,15 +409,16 @@ def pacl_loss(t, patches, scale, gather=identity):
 
 
 # a_ijlp = softmax_p(t_jl . v_ip / sqrt(E)),  c_ijl = sum_p a_ijlp v_ip,  Z_ij = tau log sum_l exp(cos(c_ijl, t_jl) / tau)
-def gloria_scores(patches, tokens, mask, scale):
+def gloria_scores(patches, tokens, mask, gram, scale):
     """GLoRIA's Z / tau of b images and c captions. patches (b, P, E), tokens (c, L, E), mask (c, L) -> (b, c).
 
-    c_ijl itself is never built: c.t = sum_p a_p s_p, and |c|^2 = a' V V' a.
+    c_ijl itself is never built: c.t = sum_p a_p s_p, and |c|^2 = a' V V' a with gram = V V' (b, P, P).
     """
-    (c, L, E), gram = tokens.shape, patches @ patches.transpose(1, 2)    # (b, P, P)
+    c, L, E = tokens.shape
     s = patches @ tokens.reshape(c * L, E).T                             # (b, P, c * L)
     a = (s / E**0.5).softmax(1)
-    square = (a * (gram @ a)).sum(1) * tokens.reshape(c * L, E).square().sum(1)  # (b, c * L), |c|^2 |t|^2
+    least = 1e-6 * (a * gram.diagonal(dim1=1, dim2=2)[..., None]).sum(1)  # of |c|^2: where patches cancel, only rounding is left
+    square = torch.maximum((a * (gram @ a)).sum(1), least) * tokens.reshape(c * L, E).square().sum(1)  # (b, c * L), |c|^2 |t|^2
     cos = (a * s).sum(1) / square.clamp(min=1e-24).sqrt()
     cos = (scale * cos).view(-1, c, L).masked_fill(~mask, torch.finfo(s.dtype).min)
     return cos.logsumexp(2).masked_fill(~mask.any(1), 0.0)
@@ -421,11 +428,11 @@ def gloria_scores(patches, tokens, mask, scale):
 def gloria_loss(tokens, patches, mask, scale, gather=identity):
     """GLoRIA's local loss. tokens (B, L, E), patches (B, P, E), mask (B, L) True on words; scale: 1 / tau -> scalar.
 
-    Similarities are divided by sqrt(E), tokens are not merged into words (D.3). Differs: one tau is GLoRIA's tau_2 and tau_3, and
-    tau_1 is 1; GLoRIA's code has a softmax over the words inside the one over patches, its paper has not.
+    Tokens are not merged into words (D.3). GLoRIA's code has a softmax over the words inside the one over patches, its paper has not.
     """
     captions = gather_captions(tokens, mask, gather)
-    return contrast(score(functools.partial(gloria_scores, scale=scale), patches, *captions), gather)
+    block = functools.partial(gloria_scores, gram=patches @ patches.transpose(1, 2), scale=scale)
+    return contrast(score(block, patches, *captions), gather)
 
 
 # q: K prototypes with equal shares of the global batch, each row sums to 1: Sinkhorn-Knopp on exp(cos(v, c) / epsilon)
@@ -459,7 +466,7 @@ def mgca_loss(v, t, tokens, patches, mask, words_seen, patches_read, prototypes,
     """
     seen = mask.any(1, keepdim=True).expand(patches.shape[:2])           # (B, P)
     token_wise = sequence_loss(words_seen, tokens, mask, scale) + sequence_loss(patches_read, patches, seen, scale)
-    return token_wise + prototype_loss(v, t, prototypes, scale, gather=gather)
+    return token_wise / 2 + prototype_loss(v, t, prototypes, scale, gather=gather)
 
 
 class CrossAttention(nn.Module):
@@ -467,7 +474,8 @@ class CrossAttention(nn.Module):
 
     def __init__(self, dim, width=128):
         super().__init__()
-        self.q, self.k, self.v = (nn.Linear(dim, width) for _ in range(3))
+        self.q, self.v = nn.Linear(dim, width), nn.Linear(dim, width)
+        self.k = nn.Linear(dim, width, bias=False)  # it would add the same to all scores of a query
         self.out = nn.Linear(width, dim)
 
     def forward(self, x, y, mask=None):
@@ -499,8 +507,7 @@ def add_baseline_parts(model, image_width):
 
 
 def filip_of(model, x):
-    patches = model.g_v(model.h_v(x.f_v))  # through h_v, which nothing else would train
-    return filip_loss(model.g_t(x.f_t), patches, x.words, x.scale, model.config.filip_keep, x.gather)
+    return filip_loss(model.g_t(x.f_t), model.g_v(model.h_v(x.f_v)), x.words, x.scale, model.config.filip_keep, x.gather)
 
 
 def mgca_of(model, x):
@@ -511,19 +518,15 @@ def mgca_of(model, x):
 
 BASELINES = {"clip": ["global"], "filip": ["filip"], "clip+filip": ["global", "filip"], "pacl": ["pacl"],
              "gloria": ["global", "gloria"], "mgca": ["global", "mgca"]}
-LOSSES = {
-    "global": lambda model, x: global_loss(x.v, x.t, x.scale, x.gather),
-    "filip": filip_of,
-    "pacl": lambda model, x: pacl_loss(x.t, model.g_v(x.f_v), x.scale, x.gather),
-    "gloria": lambda model, x: gloria_loss(model.g_t(x.f_t), model.g_v(x.f_v), x.words, x.scale, x.gather),
-    "mgca": mgca_of,
-}
-CHANCE = {  # words: (B,) words of each caption; Z of a caption of L words is log L higher
-    "global": lambda model, batch, words, patches: math.log(batch),
-    "filip": lambda model, batch, words, patches: math.log(batch),
-    "pacl": lambda model, batch, words, patches: math.log(batch),
-    "gloria": lambda model, batch, words, patches: math.log(batch) + (words.mean().log() - words.log().mean()).item() / 2,
-    "mgca": lambda model, batch, words, patches: words.log().mean().item() + math.log(patches) + math.log(len(model.prototypes)),
+TERMS = {  # name: (loss of a model and its features x, chance level for captions of `words` (B,) words and images of `patches`)
+    "global": (lambda model, x: global_loss(x.v, x.t, x.scale, x.gather), lambda model, batch, words, patches: math.log(batch)),
+    "filip": (filip_of, lambda model, batch, words, patches: math.log(batch)),
+    "pacl": (lambda model, x: pacl_loss(x.t, model.g_v(x.f_v), x.scale, x.gather), lambda model, batch, words, patches: math.log(batch)),
+    "gloria": (lambda model, x: gloria_loss(model.g_t(x.f_t), model.g_v(x.f_v), x.words, x.scale, x.gather),
+               lambda model, batch, words, patches:  # Z of a caption of L words is log L higher
+               math.log(batch) + (words.mean().log() - words.log().mean()).item() / 2),
+    "mgca": (mgca_of, lambda model, batch, words, patches:
+             (words.log().mean().item() + math.log(patches)) / 2 + math.log(len(model.prototypes))),
 }
 COSTS = {  # Table 11: TFLOPS and peak MB of one update by batch size, per device
     "clip": {2048: (1.15, 4394), 4096: (2.29, 4452), 8192: (4.57, 5889), 16384: (9.14, 8578)},
@@ -536,7 +539,8 @@ COSTS = {  # Table 11: TFLOPS and peak MB of one update by batch size, per devic
 
 
 def filip_similarity(patches, tokens):
-    """The mean of s^I and s^T with all tokens: n images (n, P, E), m captions (m, L, E), zeros where no word is -> (n, m)."""
+    """The mean of s^I and s^T with all tokens, one score for both directions of retrieval: n images (n, P, E), m captions (m, L, E),
+    zeros where no word is -> (n, m)."""
     words, everything = tokens.any(-1), torch.ones(patches.shape[:2], dtype=torch.bool, device=patches.device)
     return (filip_scores(patches, tokens, words, everything) + filip_scores(tokens, patches, everything, words).T) / 2
 

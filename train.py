@@ -23,7 +23,6 @@ import weakref
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -80,8 +79,8 @@ class Config:
 
 
 BOUNDS = {"steps": (1, math.inf), "batch": (1, math.inf), "workers": (0, 1024), "seed": (0, 2**31), "log_every": (1, math.inf),
-          "save_every": (1, math.inf), "bench": (0, math.inf), "cost_ranks": (1, math.inf), "crop_scale": (0.01, 1), "warmup": (0, math.inf),
-          "lr": (0, math.inf), "weight_decay": (0, math.inf), "clip_grad": (0, math.inf)}
+          "save_every": (1, math.inf), "bench": (0, math.inf), "cost_ranks": (1, math.inf), "crop_scale": (0.01, 1),
+          "warmup": (0, math.inf), "lr": (0, math.inf), "weight_decay": (0, math.inf), "clip_grad": (0, math.inf)}
 
 
 # Command line --------------------------------------------------------------------------------------------------------
@@ -270,10 +269,8 @@ class LiveMemory(TorchDispatchMode):
 def update_cost(config, batch, ranks):
     """FLOPs and peak bytes of one AdamW update on one rank, fp32, captions of full length; fake tensors, nothing is computed."""
 
-    def gather(x):
-        if not x.is_floating_point():  # lengths of captions, which the loss reads
-            return np.full((ranks, 1), model.text_encoder.context)
-        return x.repeat(ranks, *[1] * (x.ndim - 1)) if ranks > 1 else x
+    def gather(x):  # lengths of captions, whole numbers, are the same on all ranks
+        return x.repeat(ranks, *[1] * (x.ndim - 1)) if ranks > 1 and x.is_floating_point() else x
 
     with FakeTensorMode():
         model = evaluation.build_model(config, range(config["vocab_size"]))
@@ -289,6 +286,8 @@ def update_cost(config, batch, ranks):
 def cost(config):
     """Print FLOPs and peak memory of one update of every objective as multiples of the first one's, beside the paper's."""
     method, ranks = METHODS[config["method"]], config["cost_ranks"]
+    if not hasattr(method, "COSTS"):
+        raise UserError(f"--cost compares the objectives of a paper's cost table; {config['method']} has none.")
     objectives = typing.get_args(method.Config.__dataclass_fields__["objective"].type)
     try:
         batches = [int(text) for text in config["cost"].split(",")]
@@ -296,8 +295,9 @@ def cost(config):
         raise UserError(f"--cost {config['cost']} must be batch sizes with commas between them: --cost 2048,4096.") from None
     if any(batch % ranks or batch < ranks for batch in batches):
         raise UserError(f"--cost {config['cost']}: each batch must be a multiple of the {ranks} ranks of --cost-ranks.")
-    first = min(objectives, key=lambda name: name != "clip")
-    print(f"{'objective':12} {'batch':>7} {'TFLOP':>9} {'/' + first:>7} {'paper':>7} {'memory MB':>10} {'/' + first:>7} {'paper':>7}")
+    first = next(iter(method.COSTS))
+    titles = f"{'TFLOP':>9} {'/' + first:>7} {'paper':>7} {'memory MB':>10} {'/' + first:>7} {'paper':>7}"
+    print(f"{'objective':12} {'batch':>7} {titles}")
     for batch in batches:
         costs = {name: update_cost(config | {"objective": name}, batch, ranks) for name in objectives}
         for name, (flops, memory) in costs.items():
@@ -390,7 +390,7 @@ def train_step(model, raw, optimizer, scaler, batch, autocast, clip_grad):
 
 def train(config):
     if config["cost"]:
-        return cost(config)
+        return cost(config) if int(os.environ.get("RANK", 0)) == 0 else None
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if config["batch"] % world_size:
         raise UserError(f"--batch {config['batch']} is global and must be a multiple of the {world_size} ranks.")

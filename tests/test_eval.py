@@ -172,7 +172,7 @@ def test_late_interaction_is_compared_by_the_models_own_similarity(tmp_path):
 def test_faithfulness_counts_the_words_of_the_retrieved_caption(tmp_path):
     make_folders(tmp_path)
     (tmp_path / "captions.csv").write_text(
-        "image,caption\nred/0.png,the blue car\nblue/0.png,a red bus\ngreen/1.png,green grass\n")  # two captions are exchanged
+        "image,caption\nred/0.png,\"the, blue car.\"\nblue/0.png,a red bus.\ngreen/1.png,green grass.\n")  # two captions are exchanged
     source = common.open_data(str(tmp_path / "captions.csv"))
     result = evaluation.retrieval(embedder(), source, options(nouns_adjectives={"car", "grass"}))
     assert result["faithfulness/K-P"] == pytest.approx((0 + 0 + 1) / 3)
@@ -229,12 +229,16 @@ def test_a_segmentation_folder_names_what_is_wrong(tmp_path):
     assert len(opened().classes) == 20
     (tmp_path / "two.txt").write_text("red\ngreen\n")
     with pytest.raises(common.UserError, match="a.png holds class 3, but there are 2 names: give all with --classes"):
-        opened(classes=tmp_path / "two.txt")[0]
+        list(opened(classes=tmp_path / "two.txt").read(workers=1))
     with pytest.raises(common.UserError, match="--classes .*none.txt cannot be read"):
         opened(classes=tmp_path / "none.txt")
     Image.new("RGB", (40, 16)).save(tmp_path / "SegmentationClass/a.png")
     with pytest.raises(common.UserError, match=r"a.png is no map of class ids .* shape \(16, 40, 3\)"):
-        opened()[0]
+        list(opened().read())
+    for name in "ab":
+        (tmp_path / f"SegmentationClass/{name}.png").unlink()
+    with pytest.raises(common.UserError, match=r"None of the 3 images of .* could be read, the last is \['broken'\]"):
+        evaluation.segmentation(embedder(), opened(), options())
 
 
 def test_differences_name_runs_by_the_settings_in_which_they_differ():
