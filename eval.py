@@ -174,7 +174,8 @@ class SegmentationFolder(Dataset):
             self.check(name, truth)
             yield image, truth
         if len(unread) == len(items):
-            raise UserError(f"None of the {len(items)} images of {self.directory} and their maps could be read, the last is {unread[-1:]}.")
+            raise UserError(f"None of the {len(items)} images of {self.directory} and their maps could be read, the last is "
+                            f"{unread[-1:]}.")
         if unread:
             print(f"skipped {len(unread)} of {len(items)} images that cannot be read or have no map, the last {unread[-1]}")
 
@@ -440,7 +441,7 @@ def sheet(rows, path, side, title, legend=()):
     for r, row in enumerate(rows):
         for c, (image, label) in enumerate(row):
             x, y = 8 + c * cell, top + (r + 1) * tall - side - 4
-            lines = [next(line[:n] for n in range(len(line), -1, -1) if font.getlength(line[:n]) <= cell) for line in label.split("\n")]
+            lines = [next(line[:n] for n in range(len(line), -1, -1) if font.getlength(line[:n]) <= side) for line in label.split("\n")]
             draw.multiline_text((x, y - 2), "\n".join(lines), "black", font, anchor="ld", spacing=1)
             page.paste(image.resize((side, side), Image.Resampling.NEAREST), (x, y))
     page.save(path)
@@ -491,15 +492,15 @@ def colour_map(ids):
 
 
 def picture_maps(source, options):
-    """Eight samples -> images (8, 3, S, S), and for each way to name the classes, of the world by colour and by shape:
-    (its name, class names, prompts, true maps)."""
+    """Eight samples -> images (8, 3, S, S), and for each way to name the classes, of the world by what its captions name of
+    colour and shape: (its name, class names, prompts, true maps)."""
     if isinstance(source, SegmentationFolder):
         images, truths = zip(*itertools.islice(source.read(options.limit), 8))
         prompts = [common.article(name) for name in source.classes], options.templates or TEMPLATES
         return torch.stack(images), [("class", source.classes, prompts, truths)]
     sample = source.sample(8, options.split, 7, objects=source.objects)
     return sample["images"], [(by, WORLD_CLASSES[by], world_prompts(source, by), label_maps(source, sample, by)[0])
-                              for by in ("colour", "shape")]
+                              for by, named in (("colour", source.colours), ("shape", source.kinds)) if named]
 
 
 def names_in(truth, names):
@@ -507,9 +508,9 @@ def names_in(truth, names):
 
 
 def legend_of(source, maps):
-    """The colours that stand for classes: of the world's, for a colour and a shape each; of a folder's, those in the pictures."""
+    """The colours that stand for classes: of the world's all, of a folder's those in the pictures."""
     if is_world(source):
-        return [(tuple(PALETTE[i + 1].tolist()), f"{c} or {s}") for i, (c, s) in enumerate(zip(maps[0][1], maps[1][1]))]
+        return [(tuple(PALETTE[i + 1].tolist()), " or ".join(both)) for i, both in enumerate(zip(*(names for _, names, _, _ in maps)))]
     (_, names, _, truths), = maps
     present = sorted({c for truth in truths for c in truth.unique().tolist() if 0 < c < 255})
     return [(tuple(PALETTE[c].tolist()), names[c - 1]) for c in present]
@@ -672,7 +673,7 @@ def main(argv=None):
     parser.add_argument("--image-root", help="directory that the file names of a table or of SugarCrepe are relative to")
     parser.add_argument("--split", help="of the world, of Karpathy's JSON, of Pascal VOC's layout (default: test, of VOC val)")
     parser.add_argument("--templates", nargs="+", help="zero-shot prompts with {} for 'a class name' (default: four of CLIP's)")
-    parser.add_argument("--classes", help="file with the names of classes 1, 2, ... of a directory in VOC's layout (default: VOC's)")
+    parser.add_argument("--classes", help="file with the names of classes 1, 2, ... of data in VOC's layout (default: VOC's)")
     parser.add_argument("--nouns-adjectives", help="file with the words, one a line, that K-Pna counts (default: the world's)")
     parser.add_argument("--limit", type=int, help="use LIMIT images: random ones for zero-shot, else the first")
     options = parser.parse_args(argv)

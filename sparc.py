@@ -287,20 +287,20 @@ class Model(nn.Module):
 #     mgca         global_loss +         MGCA (arXiv 2210.06044): words and patches attend to each other within the pair, and both
 #                  mgca_loss             sides of a pair predict each other's prototypes
 #
-#     symbol            name here        shape             where
-#     s^I, s^T          filip_scores     (b, B)            FILIP Eq. 4, 5; own images x all captions, own captions x all images
-#     phi               pacl_scores      (b, B)            PACL Eq. 6; own images x all captions
-#     a, c_ij, Z        gloria_scores    (b, B)            GLoRIA Eq. 4-6; own images x all captions
-#     o                 words_seen,      (B, L, E),        MGCA Eq. 4; what a word sees of the patches, and a patch of the words
-#                       patches_read     (B, P, E)
-#     c_k, q            prototypes, q    (K, E), (B, K)    MGCA Eq. 7-9; K = 500
+#     symbol            name here        shape             what
+#     s^I, s^T          filip_scores     (b, B)            FILIP's similarities: own images x all captions, own captions x all images
+#     phi               pacl_scores      (b, B)            PACL's compatibility, own images x all captions
+#     a, c_ij, Z        gloria_scores    (b, B)            GLoRIA's matching of own images and all captions
+#     o                 words_seen,      (B, L, E),        MGCA's cross-modal embeddings: of each word, from the patches,
+#                       patches_read     (B, P, E)         and of each patch, from the words
+#     c_k, q            prototypes, q    (K, E), (B, K)    MGCA's prototypes (500, D.4) and soft assignments
 #
 # Differs, or is our choice where the paper says nothing:
-#   * One learned tau for all terms of an objective (D.3: all temperatures are learned); GLoRIA's tau_1, of its attention, is 1, as the
-#     similarities are divided by sqrt(E) (D.3). The terms are added without weights.
+#   * One learned tau for all terms of an objective (D.3: all temperatures are learned); GLoRIA's tau_1, of its attention, is 1,
+#     as the similarities are divided by sqrt(E) (D.3). The terms are added without weights.
 #   * FILIP: D.4 says "20% token dropping", but in Table 11 its local loss costs .2 of all similarities in both directions at batch
 #     sizes 2048, 4096 and 8192 (.26 at 16384; PACL's and GLoRIA's costs rise alike at their largest), so 20 % are kept.
-#   * FILIP's patches go through h_v, which FILIP alone would not train otherwise; PACL's adapter stands in the place of h_v and g_v.
+#   * FILIP's patches go through h_v, which FILIP alone would not train otherwise; PACL's adapter replaces h_v and g_v.
 #   * MGCA's prototypes are trained from the first step; its authors' code freezes them for an epoch.
 #
 # Where an objective compares images with all captions, the b x B x P x L similarities are made for a few captions at a time and
@@ -428,7 +428,8 @@ def gloria_scores(patches, tokens, mask, gram, scale):
 def gloria_loss(tokens, patches, mask, scale, gather=identity):
     """GLoRIA's local loss. tokens (B, L, E), patches (B, P, E), mask (B, L) True on words; scale: 1 / tau -> scalar.
 
-    Tokens are not merged into words (D.3). GLoRIA's code has a softmax over the words inside the one over patches, its paper has not.
+    Tokens are not merged into words (D.3). GLoRIA's code has one more softmax, over the words, inside the one over patches; its
+    paper has not.
     """
     captions = gather_captions(tokens, mask, gather)
     block = functools.partial(gloria_scores, gram=patches @ patches.transpose(1, 2), scale=scale)
@@ -521,7 +522,8 @@ BASELINES = {"clip": ["global"], "filip": ["filip"], "clip+filip": ["global", "f
 TERMS = {  # name: (loss of a model and its features x, chance level for captions of `words` (B,) words and images of `patches`)
     "global": (lambda model, x: global_loss(x.v, x.t, x.scale, x.gather), lambda model, batch, words, patches: math.log(batch)),
     "filip": (filip_of, lambda model, batch, words, patches: math.log(batch)),
-    "pacl": (lambda model, x: pacl_loss(x.t, model.g_v(x.f_v), x.scale, x.gather), lambda model, batch, words, patches: math.log(batch)),
+    "pacl": (lambda model, x: pacl_loss(x.t, model.g_v(x.f_v), x.scale, x.gather),
+             lambda model, batch, words, patches: math.log(batch)),
     "gloria": (lambda model, x: gloria_loss(model.g_t(x.f_t), model.g_v(x.f_v), x.words, x.scale, x.gather),
                lambda model, batch, words, patches:  # Z of a caption of L words is log L higher
                math.log(batch) + (words.mean().log() - words.log().mean()).item() / 2),
@@ -539,8 +541,8 @@ COSTS = {  # Table 11: TFLOPS and peak MB of one update by batch size, per devic
 
 
 def filip_similarity(patches, tokens):
-    """The mean of s^I and s^T with all tokens, one score for both directions of retrieval: n images (n, P, E), m captions (m, L, E),
-    zeros where no word is -> (n, m)."""
+    """The mean of s^I and s^T with all tokens, one score for both directions of retrieval: n images (n, P, E), m captions
+    (m, L, E), zeros where no word is -> (n, m)."""
     words, everything = tokens.any(-1), torch.ones(patches.shape[:2], dtype=torch.bool, device=patches.device)
     return (filip_scores(patches, tokens, words, everything) + filip_scores(tokens, patches, everything, words).T) / 2
 

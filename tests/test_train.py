@@ -176,12 +176,13 @@ def test_grad_checkpoint_changes_nothing(tmp_path):
         torch.testing.assert_close(value, weights(tmp_path / "checkpoint")[name])
 
 
-def test_compile_changes_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("objective", ["sparc", "filip"])
+def test_compile_changes_nothing(tmp_path, monkeypatch, objective):
     compiled = []
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: compiled.append(1) or compile(model, backend="aot_eager"))
     for name, flags in (("plain", []), ("compiled", ["--compile"])):
-        train.main([*SMALL, *flags, "--steps", "2", "--out", str(tmp_path / name)])
+        train.main([*SMALL, *flags, "--objective", objective, "--steps", "2", "--out", str(tmp_path / name)])
     assert compiled == [1]
     for name, value in weights(tmp_path / "plain").items():
         torch.testing.assert_close(value, weights(tmp_path / "compiled")[name], rtol=1e-3, atol=1e-4)
