@@ -24,9 +24,10 @@ from torchvision.transforms.v2.functional import to_pil_image
 
 import common
 import sparc
+import sparo
 from common import UserError
 
-METHODS = {"sparc": sparc}
+METHODS = {"sparo": sparo, "sparc": sparc}
 
 
 # Metrics -------------------------------------------------------------------------------------------------------------
@@ -558,12 +559,15 @@ PICTURES = {"alignment.png": draw_alignment, "segmentation.png": draw_segmentati
 def build_model(config, tokenizer):
     """A config (the dict of a run's config.json) -> the method's model, on the CPU, freshly initialised."""
     method = METHODS[config["method"]]
+    replaced = method.replaced_blocks(config) if hasattr(method, "replaced_blocks") else 0
     image = common.encoder_settings(common.ViT, config["image_encoder"], common.VIT_PRESETS)
-    image_encoder = common.ViT(**image | {"image_size": config["image_size"] or image["image_size"]})
+    image_encoder = common.ViT(**image | {"image_size": config["image_size"] or image["image_size"],
+                                          "depth": image["depth"] - replaced})
     if image_encoder.cls is not None and not method.Model.takes_cls:
         raise UserError(f"{config['method']} takes all image tokens for patches: leave out cls=1 of --image-encoder.")
     text = common.encoder_settings(common.TextTransformer, config["text_encoder"], common.TEXT_PRESETS)
-    text_encoder = common.TextTransformer(**text | {"vocab_size": len(tokenizer)})
+    rows = max(len(tokenizer), int(common.parse_spec(config["text_encoder"])[1].get("vocab_size", 0)))
+    text_encoder = common.TextTransformer(**text | {"vocab_size": rows, "depth": text["depth"] - replaced})
     fields = {field.name: config.get(field.name, field.default) for field in dataclasses.fields(method.Config)}
     return method.Model(method.Config(**fields), image_encoder, text_encoder, image_encoder.width, text_encoder.width)
 

@@ -169,6 +169,26 @@ def test_flags_train(tmp_path, flags):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 2
 
 
+@pytest.mark.parametrize("flags", [["sparo"], ["sparo", "--grp-size", "2", "--listing", "--no-replace-block"], ["cls"], ["gap"],
+                                   ["attpool", "--heads", "separate", "--slot-norm", "--slot-projection"], ["bottleneck"],
+                                   ["fdt", "--codes", "50", "--amp", "bf16"]])
+def test_readouts_train(tmp_path, flags):
+    tower = "tiny:width=16,heads=2,depth=2"
+    train.main(["--method", "sparo", "--data", "shapes:size=16,objects=2", "--batch", "8", "--steps", "2", "--L", "4", "--V", "4",
+                "--D", "4", "--image-encoder", f"{tower},cls=1", "--text-encoder", f"{tower},causal=1", "--readout", *flags,
+                "--out", str(tmp_path / "run")])
+    assert 0 <= json.loads((tmp_path / "run" / "eval.json").read_text())["zeroshot"] <= 1
+    depth = 1 + max(int(name.split(".")[2]) for name in weights(tmp_path / "run") if name.startswith("image_encoder.blocks"))
+    assert depth == (1 if flags == ["sparo"] else 2)
+
+
+def test_dry_run_has_the_parameters_of_table_6(capsys):
+    train.main(["--method", "sparo", "--preset", "l400m-b32", "--data", "shapes", "--dry-run", "--text-encoder",
+                "12x512:causal=1,vocab_size=49408"])
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert round(record["params"] / 1e6) == 151 and round(record["flops_per_sample"] / 2e9, 1) == 6.8
+
+
 def test_grad_checkpoint_changes_nothing(tmp_path):
     for name, flags in (("plain", []), ("checkpoint", ["--grad-checkpoint"])):
         train.main([*SMALL, *flags, "--steps", "2", "--out", str(tmp_path / name)])

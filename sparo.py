@@ -1,0 +1,334 @@
+"""SPARO: Selective Attention for Robust and Compositional Transformer Encodings for Vision (Vani et al., ECCV 2024,
+arXiv 2404.15721).
+
+An encoding is made of L slots, each the result of ONE attention head with a query of its own over the transformer's outputs: a
+narrow pass that lets a slot hold one concept. In CLIP both towers have the same slots, and their similarity is the mean over slots.
+
+    symbol       name here            shape             where
+    H            x                    (B, n, d)         Sec. 3.1; all outputs of a transformer, after its last LayerNorm
+    q_l          Sparo.q              (1, L/g, g, 1, D) Eq. 1; learned query of slot l
+    K_l          Sparo.KVproj         d -> (L/g) D      Eq. 1; learned key projection, shared by g = grp_size slots (App. A)
+    W            Sparo.Wproj          D -> V            Eq. 1; learned, shared by all slots; W K_l is the value projection
+    y_l          slots                (B, L, V)         Eq. 1
+    y            normalize_slots      (B, L V)          Sec. 3.3; each slot normalised, divided by sqrt(L)
+    sim          clip_loss            scalar            Eq. 2; y^i . y^t is the mean cosine of the slots
+
+Differs from the paper:
+  * Sparo is computed in another order, equal in values and gradients: the query does not depend on the input, so K_l' q_l / sqrt(D)
+    is one vector u_l of d numbers, and K_l is applied after the attention, to L vectors instead of n positions. The (B, n, L D)
+    keys of the paper's listing are never built; listing=True computes as the listing does.
+  * The bias of KVproj adds the same to all scores of a slot and drops out of the softmax; it reaches the values unchanged.
+  * The end of a caption is WordPiece's [SEP]; the paper's tokenizer is CLIP's.
+
+Not here: DINO, the analyses of Sec. 5, ResNet towers.
+
+Run:     python train.py --method sparo                      (the embedded world, minutes on two cores)
+         python train.py --method sparo --readout cls        (CLIP; gap: CLIP+GAP)
+Result:  not measured yet.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass
+class Config:
+    readout: Literal["sparo", "cls", "gap", "attpool", "bottleneck", "fdt"] = "sparo"  # Sec. 3.2; Table 6; App. B.2
+    L: int = 128                                             # slots; C.3: 64 on Conceptual Captions, 128 on LAION
+    V: int = 64                                              # width of a slot
+    D: int = 64                                              # width of a slot's key
+    grp_size: int = 1                                        # slots that share a key projection (App. A)
+    replace_block: bool = True                               # SPARO in the place of each tower's last block (Sec. 3.2, Table 6)
+    heads: Literal["separate", "multi"] = "multi"            # attpool, Table 6: multi-head mixes the heads' outputs
+    slot_norm: bool = False                                  # attpool, Table 6: LayerNorm of each slot instead of all together
+    slot_projection: bool = False                            # attpool, Table 6: one projection for all slots, V -> V
+    embed_dim: int = 512                                     # cls, gap: width of the encoding; bottleneck: M of B.2
+    bottleneck: int = 64                                     # bottleneck: m of B.2
+    codes: int = 16384                                       # fdt, B.2
+    listing: bool = False                                    # compute SPARO as the paper's listing does: slower, for comparison
+    init_scale: float = 1 / 0.07                             # CLIP (arXiv 2103.00020), Sec. 2.5
+
+
+CLIP_VIT = "cls=1,pre_norm=1,patch_bias=0,eps=1e-5"          # CLIP's image tower
+PAPER = dict(text_encoder="12x512:causal=1", lr=5e-4, weight_decay=0.5, warmup=3600, batch=4096)
+PRESETS = {  # settings of this file and of train.py by name; --flags go before them
+    "tiny": dict(image_encoder="tiny:cls=1", text_encoder="tiny:causal=1", data="shapes", L=32, V=16, D=16, embed_dim=128,
+                 batch=128, steps=600, lr=2e-3, weight_decay=0.1, warmup=50),
+    # C.3; steps: 25 epochs of CC15M, 32 of LAION-400M
+    "cc15m-b32": dict(image_encoder=f"ViT-B/32:{CLIP_VIT}", L=64, steps=92_000, **PAPER),
+    "cc15m-b16": dict(image_encoder=f"ViT-B/16:{CLIP_VIT}", L=64, steps=92_000, **PAPER),
+    "l400m-b32": dict(image_encoder=f"ViT-B/32:{CLIP_VIT}", L=128, steps=390_000,
+                      **PAPER | dict(weight_decay=0.2, warmup=2000, batch=32768)),
+}
+BOUNDS = {"L": (1, math.inf), "V": (1, math.inf), "D": (1, math.inf), "grp_size": (1, math.inf)}
+
+
+def in_fp32(function):
+    """Leave autocast and cast half-precision arguments up (float64 stays): a softmax at scale 100 needs the digits."""
+
+    def cast(x):
+        return x.to(torch.promote_types(x.dtype, torch.float32)) if torch.is_tensor(x) and x.is_floating_point() else x
+
+    @functools.wraps(function)
+    def wrapper(x, *args, **kwargs):
+        with torch.autocast(x.device.type, enabled=False):
+            return function(cast(x), *map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
+
+    return wrapper
+
+
+def identity(x):
+    return x
+
+
+# Equations -----------------------------------------------------------------------------------------------------------
+
+# y = concat(y_1 / |y_1|, ..., y_L / |y_L|) / sqrt(L), so that y^i . y^t = mean_l sim(y^i_l, y^t_l)                (Eq. 2)
+@in_fp32
+def normalize_slots(y):
+    """Slots (B, L, V) -> encoding (B, L * V) of length 1."""
+    return F.normalize(y, dim=-1).flatten(1) / y.shape[1] ** 0.5
+
+
+@in_fp32
+def clip_loss(v, t, scale, gather=identity):
+    """CLIP's loss. v, t: (B, M) normalised encodings of pairs; scale: 1 / temperature. Returns a scalar.
+
+    gather: (B, M) -> (world * B, M) with the own rows first, differentiable; logits are local rows x global columns.
+    """
+    i = torch.arange(len(v), device=v.device)
+    return (F.cross_entropy(scale * v @ gather(t).T, i) + F.cross_entropy(scale * t @ gather(v).T, i)) / 2
+
+
+# Read-outs: (B, n, d), and of captions the index (B,) of the last token -> encoding ----------------------------------
+
+
+def hide_after(eos_idx, n):
+    """Index (B,) of the last token -> (B, n), True on the positions behind it."""
+    return torch.arange(n, device=eos_idx.device) > eos_idx[:, None]
+
+
+# y_l = W K_l H' softmax(H K_l' q_l / sqrt(D))                                                                     (Eq. 1)
+class Sparo(nn.Module):
+    """Separate-head attention read-out. d: width of x; L slots of width V, keys of width D, shared by grp_size slots.
+
+    x (B, n, d), eos_idx (B,): positions behind it are not attended to -> slots (B, L, V), and with return_attn the
+    attention (B, L, n). Parameters have the names of the paper's listing. Raises ValueError if grp_size does not divide L.
+    """
+
+    def __init__(self, d, L, V, D, grp_size=1, listing=False):
+        super().__init__()
+        if L % grp_size:
+            raise ValueError(f"L={L} slots cannot share keys in groups of grp_size={grp_size}: give a divisor of L.")
+        self.L, self.V, self.D, self.grp_size, self.nkeys, self.listing = L, V, D, grp_size, L // grp_size, listing
+        self.q = nn.Parameter(torch.randn(1, self.nkeys, grp_size, 1, D))
+        self.KVproj = nn.Linear(d, self.nkeys * D)
+        self.Wproj = nn.Linear(D, V)
+        nn.init.xavier_uniform_(self.KVproj.weight)
+        nn.init.zeros_(self.KVproj.bias)
+        nn.init.zeros_(self.Wproj.bias)
+
+    def forward(self, x, eos_idx=None, return_attn=False):
+        hidden = None if eos_idx is None else hide_after(eos_idx, x.shape[1])[:, None]  # (B, 1, n)
+        pooled, attn = (self.as_listed if self.listing else self.absorbed)(x, hidden)   # (B, L, D), (B, L, n)
+        y = self.Wproj(pooled)                                               # (B, L, V)
+        return (y, attn) if return_attn else y
+
+    def absorbed(self, x, hidden):
+        B, _, d = x.shape
+        K = self.KVproj.weight.view(self.nkeys, self.D, d)
+        u = self.q[0, :, :, 0] @ K * self.D**-0.5                            # (nkeys, grp, d), u_l = K_l' q_l / sqrt(D)
+        attn = softmax(F.linear(x, u.flatten(0, 1)).transpose(1, 2), hidden)  # (B, L, n)
+        pooled = (attn @ x).view(B, self.nkeys, self.grp_size, d)            # p_l = H' a_l
+        pooled = torch.einsum("bkgd,kDd->bkgD", pooled, K) + self.KVproj.bias.view(self.nkeys, 1, self.D)
+        return pooled.flatten(1, 2), attn
+
+    def as_listed(self, x, hidden):
+        B, n, _ = x.shape
+        kv = self.KVproj(x).view(B, n, self.nkeys, self.D).transpose(1, 2)   # (B, nkeys, n, D)
+        scores = self.q[:, :, :, 0] @ kv.transpose(2, 3) * self.D**-0.5      # (B, nkeys, grp, n)
+        attn = softmax(scores.flatten(1, 2), hidden)                         # (B, L, n)
+        return (attn.view(B, self.nkeys, self.grp_size, n) @ kv).flatten(1, 2), attn
+
+
+def softmax(scores, hidden):
+    """Softmax over the last dimension, zero where `hidden` (or nothing, if None) is True."""
+    return (scores if hidden is None else scores.masked_fill(hidden, -torch.inf)).softmax(-1)
+
+
+class CrossAttention(nn.Module):
+    """Table 6: one query per head attends to x with separate keys and values, M = L D in all; LayerNorm and projection follow,
+    over all of M or slot by slot. With heads="multi" and neither slot-wise: the attentional pooler (AttPool). -> (B, L V)"""
+
+    def __init__(self, d, L, V, D, heads, slot_norm, slot_projection):
+        super().__init__()
+        M = L * D
+        self.L, self.slot_norm, self.slot_projection = L, slot_norm, slot_projection
+        self.q = nn.Parameter(torch.randn(L, 1, D))
+        self.k, self.v = nn.Linear(d, M), nn.Linear(d, M)
+        self.mix = nn.Linear(M, M) if heads == "multi" else nn.Identity()
+        self.norm = nn.LayerNorm(D if slot_norm else M)
+        self.proj = nn.Linear(D, V) if slot_projection else nn.Linear(M, L * V)
+
+    def forward(self, x, eos_idx=None):
+        B, n, _ = x.shape
+        k, v = (layer(x).view(B, n, self.L, -1).transpose(1, 2) for layer in (self.k, self.v))   # (B, L, n, D)
+        seen = None if eos_idx is None else ~hide_after(eos_idx, n)[:, None, None]                # (B, 1, 1, n)
+        y = F.scaled_dot_product_attention(self.q.expand(B, -1, -1, -1), k, v, seen)              # (B, L, 1, D)
+        y = self.mix(y.flatten(1))                                                                # (B, L * D)
+        y = self.norm(y.view(B, self.L, -1) if self.slot_norm else y).flatten(1)
+        return self.proj(y.view(B, self.L, -1) if self.slot_projection else y).flatten(1)
+
+
+@in_fp32
+def sparsemax(z):
+    """The point of the simplex nearest to z, along the last dimension (Martins & Astudillo 2016): softmax with exact zeros."""
+    ordered = z.sort(-1, descending=True).values
+    k = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype)
+    support = 1 + k * ordered > ordered.cumsum(-1)
+    size = support.sum(-1, keepdim=True)
+    threshold = ((ordered * support).sum(-1, keepdim=True) - 1) / size
+    return (z - threshold).clamp(min=0)
+
+
+class FDT(nn.Module):
+    """Finite Discrete Tokens (B.2): each position scores the codes, the maximum over positions goes through sparsemax, and the
+    encoding is that mixture of codes. codebook: (C, E), shared by the towers. -> (B, E)"""
+
+    def __init__(self, d, codebook):
+        super().__init__()
+        self.codebook = codebook
+        self.proj = nn.Linear(d, codebook.shape[1])
+
+    def forward(self, x, eos_idx=None):
+        scores = self.proj(x) @ self.codebook.T * self.codebook.shape[1] ** -0.5                  # (B, n, C)
+        if eos_idx is not None:
+            scores = scores.masked_fill(hide_after(eos_idx, x.shape[1])[..., None], -torch.inf)
+        return sparsemax(scores.amax(1)) @ self.codebook                                          # (B, E)
+
+
+class Pool(nn.Module):
+    """CLIP: the output at [CLS] or at the end of the caption; with mean=True CLIP+GAP: the mean of all. `proj` follows. -> (B, M)"""
+
+    def __init__(self, proj, mean):
+        super().__init__()
+        self.proj, self.mean = proj, mean
+
+    def forward(self, x, eos_idx=None):
+        if not self.mean:
+            return self.proj(x[:, 0] if eos_idx is None else x[torch.arange(len(x), device=x.device), eos_idx])
+        if eos_idx is None:
+            return self.proj(x.mean(1))
+        return self.proj(x.masked_fill(hide_after(eos_idx, x.shape[1])[..., None], 0).sum(1) / (eos_idx[:, None] + 1))
+
+
+def build_readouts(cfg, image_width, text_width):
+    """The read-outs of both towers."""
+    codebook = nn.Parameter(torch.randn(cfg.codes, cfg.embed_dim) * cfg.embed_dim**-0.5) if cfg.readout == "fdt" else None
+
+    def linear(d, out, bias=False):
+        layer = nn.Linear(d, out, bias=bias)
+        nn.init.normal_(layer.weight, std=d**-0.5)
+        return layer
+
+    build = {
+        "sparo": lambda d: Sparo(d, cfg.L, cfg.V, cfg.D, cfg.grp_size, cfg.listing),
+        "cls": lambda d: Pool(linear(d, cfg.embed_dim), mean=False),
+        "gap": lambda d: Pool(linear(d, cfg.embed_dim), mean=True),
+        "attpool": lambda d: CrossAttention(d, cfg.L, cfg.V, cfg.D, cfg.heads, cfg.slot_norm, cfg.slot_projection),
+        "bottleneck": lambda d: Pool(nn.Sequential(linear(d, cfg.bottleneck), nn.Linear(cfg.bottleneck, cfg.embed_dim)), mean=False),
+        "fdt": lambda d: FDT(d, codebook),
+    }[cfg.readout]
+    return build(image_width), build(text_width)
+
+
+# Model ---------------------------------------------------------------------------------------------------------------
+
+
+def replaced_blocks(config):
+    """How many of each tower's last blocks the read-out replaces; `config`: the run's settings."""
+    return int(config["readout"] == "sparo" and config["replace_block"])
+
+
+class Model(nn.Module):
+    """CLIP with a read-out on both towers (Sec. 3.3).
+
+    image_encoder(images) -> (B, n, image_width), [CLS] first; text_encoder(tokens, mask) -> (B, L, text_width), causal.
+    """
+
+    takes_cls = True
+
+    def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
+        super().__init__()
+        self.config = config
+        self.image_encoder, self.text_encoder = image_encoder, text_encoder
+        self.image_readout, self.text_readout = build_readouts(config, image_width, text_width)
+        self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
+
+    def forward(self, batch, gather=identity):
+        """batch: images (B, 3, H, W), tokens (B, L), mask (B, L) -> {"loss": scalar, and scalars to log}."""
+        v, t = self.encode_image(batch["images"]), self.encode_text(batch["tokens"], batch["mask"])
+        scale = self.log_scale.exp()
+        return {"loss": clip_loss(v, t, scale, gather), "scale": scale.detach()}
+
+    def after_step(self):
+        """Keep the scale within [1, 100], as CLIP does."""
+        with torch.no_grad():
+            self.log_scale.clamp_(0, math.log(100))
+
+    def chance_loss(self, batch_size, mask, patches):
+        """The loss when all similarities are equal; batch_size is global."""
+        return math.log(batch_size)
+
+    def normalize(self, y):
+        return normalize_slots(y) if self.config.readout == "sparo" else F.normalize(y.float(), dim=-1)
+
+    def image_slots(self, images):
+        """(B, 3, H, W) -> the read-out's output: slots (B, L, V) of SPARO, else (B, M)."""
+        return self.image_readout(self.image_encoder(images))
+
+    def text_slots(self, tokens, mask):
+        """(B, L), (B, L) -> like image_slots; the caption ends at its last token."""
+        return self.text_readout(self.text_encoder(tokens, mask), mask.sum(1) - 1)
+
+    def encode_image(self, images):
+        """(B, 3, H, W) -> (B, M), normalised."""
+        return self.normalize(self.image_slots(images))
+
+    def encode_text(self, tokens, mask):
+        """(B, L), (B, L) -> (B, M), normalised."""
+        return self.normalize(self.text_slots(tokens, mask))
+
+
+if __name__ == "__main__":
+    # Made-up scenes of four attributes with ten values. Each of two "modalities" shows every attribute at a random position, in
+    # vectors of its own; CLIP's loss must find which read-out of the one matches which of the other.
+    torch.manual_seed(0)
+    B, attributes, values, n, d = 64, 4, 10, 12, 32
+    looks = [torch.randn(attributes, values, d) for _ in range(2)]
+    readouts = [Sparo(d, 8, 8, 8) for _ in range(2)]
+    optimizer = torch.optim.Adam([p for readout in readouts for p in readout.parameters()], lr=1e-2)
+    for step in range(201):
+        scene = torch.randint(values, (B, attributes))
+        encodings, sharp = [], []
+        for look, readout in zip(looks, readouts):
+            x = 0.3 * torch.randn(B, n, d)
+            place = torch.rand(B, n).argsort(1)[:, :attributes]              # (B, attributes)
+            x.scatter_add_(1, place[..., None].expand(-1, -1, d), look[torch.arange(attributes), scene])
+            y, attn = readout(x, return_attn=True)
+            encodings.append(normalize_slots(y))
+            sharp.append(attn.amax(-1).mean())
+        loss = clip_loss(*encodings, 20.0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 40 == 0:
+            right = (encodings[0] @ encodings[1].T).argmax(1) == torch.arange(B)
+            print(f"step {step:3d}  loss {loss.item():.3f}  pairs found {right.float().mean().item():.0%}  "
+                  f"a slot's largest attention weight {sum(sharp).item() / 2:.2f} of 1")
