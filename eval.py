@@ -308,8 +308,8 @@ def retrieval(embed, source, options):
         **({"faithfulness/K-Pna": k_precision(retrieved, truths, among)} if among else {}), "retrieval/images": len(images)}
 
 
-def negatives(embed, source, options):
-    """Share of pairs whose caption scores strictly higher than its hard negative, by SugarCrepe category."""
+def negative_pairs(embed, source, options):
+    """Hard negatives -> kinds, list of n names; what `images` gives for each pair; captions; wrong captions."""
     if isinstance(source, common.World):
         sample, rng = source.sample(WORLD_N, options.split, 3, objects=min(3, source.objects)), random.Random(3)
         images = embed.images(sample["images"])
@@ -324,7 +324,12 @@ def negatives(embed, source, options):
         rows = [(kind, index[item["filename"]], item["caption"], item["negative_caption"]) for kind, item in pairs
                 if item["filename"] in index]
     kinds, i, captions, wrong = zip(*rows)
-    x = images[list(i)]
+    return kinds, images[list(i)], captions, wrong
+
+
+def negatives(embed, source, options):
+    """Share of pairs whose caption scores strictly higher than its hard negative, by SugarCrepe category."""
+    kinds, x, captions, wrong = negative_pairs(embed, source, options)
     right = embed.pairs(x, embed.texts(captions)) > embed.pairs(x, embed.texts(wrong))
     by_kind = {kind: right[torch.tensor([k == kind for k in kinds])] for kind in sorted(set(kinds))}
     return {f"negatives/{kind}": value for kind, value in by_kind.items()} | {
@@ -393,6 +398,54 @@ def segmentation(embed, source, options):
     return {"miou": mean_known(scores), "miou_fg": mean_known(scores_fg), "segmentation/images": len(scores)}
 
 
+HEADLINES = {"zeroshot": zeroshot, "i2t/R@1": retrieval, "t2i/R@1": retrieval, "negatives": negatives}  # metric: its task
+
+
+def with_mask(embed, source, options, mask):
+    """The headline metrics while `mask` (M,) multiplies the encodings of images."""
+    embed.model.image_mask, found = mask, {}
+    for task in dict.fromkeys(HEADLINES.values()):
+        found |= task(embed, source, options)
+    embed.model.image_mask = None
+    return {key: torch.as_tensor(found[key]).float().mean().item() for key in HEADLINES}
+
+
+def slots(embed, source, options):
+    """Post-hoc concept selection (SPARO, Sec. 5.1): slots ranked by their zero-shot accuracy alone on the world's val split, the
+    best half, the best quarter and, for comparison, the worst half evaluated on the split asked for."""
+    if getattr(getattr(embed.model, "config", None), "readout", "") != "sparo":
+        return {}
+    sample, (names, templates) = source.sample(WORLD_N, "val", 8, objects=1), world_prompts(source, "pair")
+    labels = (sample["scene"]["colour"] * 8 + sample["scene"]["shape"])[:, 0]
+    texts = embed.texts([template.format(name) for name in names for template in templates], "text_slots")
+    classes = F.normalize(texts, dim=-1).unflatten(0, (len(names), -1)).mean(1)                  # (C, L, V)
+    accuracy = sparo.slot_accuracies(embed.images(sample["images"], "image_slots"), classes, labels)
+    L, V = classes.shape[1:]
+    order, result = accuracy.argsort(descending=True), {"slots/accuracy_best": accuracy.max(), "slots/accuracy_mean": accuracy.mean()}
+    for name, chosen in {"best_half": order[: L // 2], "best_quarter": order[: L // 4], "worst_half": order[L // 2 :]}.items():
+        mask = torch.zeros(L).index_fill(0, chosen, 1).repeat_interleave(V)
+        result |= {f"slots/{name}/{key}": value for key, value in with_mask(embed, source, options, mask).items()}
+    return result
+
+
+def masks(embed, source, options):
+    """Masks of the image encoding trained on the hard negatives (SPARO, Sec. 5.2, Table 5): for L parts and for single dimensions
+    the share of right negatives, and the relative change of the other metrics divided by that of the negatives."""
+    if not hasattr(embed.model, "image_mask"):
+        return {}
+    _, x, captions, wrong = negative_pairs(embed, source, options)
+    y_p, y_n = embed.texts(captions), embed.texts(wrong)
+    before, result = with_mask(embed, source, options, None), {}
+    for name, parts in (("slots", embed.model.config.L), ("dimensions", x.shape[1])):
+        mask, start, fit = sparo.train_mask(x, y_p, y_n, parts, generator=torch.Generator().manual_seed(0))
+        after = with_mask(embed, source, options, mask)
+        result |= {f"masks/{name}/negatives": fit, f"masks/{name}/kept": mask.mean().item()}
+        for key in ("zeroshot", "i2t/R@1", "t2i/R@1"):
+            change = (after[key] / before[key] - 1) / (fit / start - 1) if fit > start and before[key] else 0.0
+            result |= {f"masks/{name}/{key}": after[key], f"masks/{name}/{key}/relative_change": change}
+    return result
+
+
 def is_world(source):
     return isinstance(source, common.World)
 
@@ -411,6 +464,8 @@ TASKS = {  # name: (function, which data it can use)
     "negatives": (negatives, lambda s: is_world(s) or isinstance(s, list)),
     "winoground": (winoground, is_world),
     "segmentation": (segmentation, can_segment),
+    "slots": (slots, is_world),
+    "masks": (masks, is_world),
 }
 
 
@@ -465,6 +520,13 @@ def picture_samples(source, options, n):
     return torch.stack(images), list(captions)
 
 
+def faded(picture, weights):
+    """A PIL image, the more faded to white the less weight (P,) a patch has."""
+    grid = int(len(weights) ** 0.5)
+    light = to_pil_image(0.08 + 0.92 * (weights / weights.max()).view(1, grid, grid)).resize(picture.size, Image.Resampling.NEAREST)
+    return Image.composite(picture, Image.new("RGB", picture.size, "white"), light)
+
+
 @torch.no_grad()
 def draw_alignment(embed, source, options, path):
     """Which patches each word of a caption is aligned to (SPARC, Eq. 4): the more weight, the less faded to white."""
@@ -473,16 +535,11 @@ def draw_alignment(embed, source, options, path):
     images, captions = picture_samples(source, options, 8)
     tokens, mask = embed.tokenizer.batch(captions, embed.context)
     weights = embed.model.align_words(*(x.to(embed.device) for x in (images, tokens, mask))).cpu()  # (n, L, P)
-    grid, side, rows = int(weights.shape[2] ** 0.5), 112, []
+    side, rows = 112, []
     for i, image in enumerate(images):
         picture = to_picture(image, side)
-        row = [(picture, "image")]
-        for l in range(1, min(int(mask[i].sum()) - 1, 15)):
-            light = (weights[i, l] / weights[i, l].max()).view(grid, grid)
-            light = to_pil_image(0.08 + 0.92 * light[None]).resize((side, side), Image.Resampling.NEAREST)
-            lit = Image.composite(picture, Image.new("RGB", picture.size, "white"), light)
-            row.append((lit, embed.tokenizer.vocab[tokens[i, l]]))
-        rows.append(row)
+        rows.append([(picture, "image"), *((faded(picture, weights[i, l]), embed.tokenizer.vocab[tokens[i, l]])
+                                           for l in range(1, min(int(mask[i].sum()) - 1, 15)))])
     sheet(rows, path, side, "Alignment of words to patches (a_lp, Eq. 4): what is not faded to white belongs to the word above")
     return True
 
@@ -550,7 +607,35 @@ def draw_comparison(runs, source, options, path):
     sheet(rows, path, side, "Zero-shot segmentation: each patch takes the class whose text is nearest", legend_of(source, maps))
 
 
-PICTURES = {"alignment.png": draw_alignment, "segmentation.png": draw_segmentation}
+@torch.no_grad()
+def draw_slots(embed, source, options, path):
+    """What single slots of SPARO attend to in images and captions (Sec. 5.4). As in the paper only slots with sharp attention to
+    words, to other words than the slots above, whose image and text agree (cosine above .75), each on the samples where they do."""
+    if getattr(getattr(embed.model, "config", None), "readout", "") != "sparo" or isinstance(source, SegmentationFolder):
+        return False
+    images, captions = picture_samples(source, options, 64)
+    tokens, mask = embed.tokenizer.batch(captions, embed.context)
+    over_image, over_text, y_i, y_t = (x.cpu() for x in embed.model.attend(*(x.to(embed.device) for x in (images, tokens, mask))))
+    sharpness, word = over_text.max(-1)                                   # (n, L)
+    agree = (F.cosine_similarity(y_i, y_t, dim=-1) > 0.75) & (sharpness > 0.5) & (word > 0) & (word < mask.sum(1, keepdim=True) - 1)
+    chosen = []
+    for slot in (agree * sharpness).sum(0).argsort(descending=True).tolist():
+        if agree[:, slot].sum() >= 4 and all((word[:, slot] == word[:, other])[agree[:, slot]].float().mean() < 0.3 for other in chosen):
+            chosen.append(slot)
+    rows, side = [], 112
+    for slot in chosen[:8]:
+        row = []
+        for i in agree[:, slot].nonzero()[:8, 0].tolist():
+            patches = over_image[i, slot, -embed.model.image_encoder.grid ** 2:]  # without [CLS]
+            picture = to_picture(images[i], side)
+            row += [(picture, f"slot {slot}:\n{embed.tokenizer.vocab[tokens[i, word[i, slot]]]}"), (faded(picture, patches), "")]
+        rows.append(row)
+    if rows:
+        sheet(rows, path, side, "Slots of SPARO: the word that a slot attends to, the image, and where in it the slot attends")
+    return bool(rows)
+
+
+PICTURES = {"alignment.png": draw_alignment, "segmentation.png": draw_segmentation, "slots.png": draw_slots}
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------

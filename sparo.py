@@ -248,6 +248,50 @@ def build_readouts(cfg, image_width, text_width):
     return build(image_width), build(text_width)
 
 
+# Analyses ------------------------------------------------------------------------------------------------------------
+
+
+def slot_accuracies(y_i, y_t, labels):
+    """Zero-shot accuracy of each slot alone (Sec. 5.1). Slots y_i (n, L, V) of images, y_t (C, L, V) of classes, each of length 1
+    or not; labels (n,) -> (L,)."""
+    y_i, y_t = F.normalize(y_i, dim=-1), F.normalize(y_t, dim=-1)
+    return torch.stack([((y_i[:, l] @ y_t[:, l].T).argmax(1) == labels).float().mean() for l in range(y_i.shape[1])])
+
+
+# m = sigmoid( max(100, exp(alpha)) / 4 theta ); cross-entropy of max(100, exp(alpha)) cos(m y^i, y^p), ... cos(m y^i, y^n)    (C.1)
+def train_mask(y_i, y_p, y_n, parts, epochs=100, batch=256, generator=None):
+    """A mask of image encodings that tells captions from hard negatives (Sec. 5.2, C.1). y_i, y_p, y_n: (n, M) encodings of
+    images, captions and negatives; parts: M' equal parts that are masked together, L for slots, M for single dimensions.
+
+    Returns the mask (M,) in [0, 1] of the epoch that fits best, and the share of right pairs without it and with it.
+    """
+    theta, alpha = torch.zeros(parts, requires_grad=True), torch.tensor(math.log(100.0), requires_grad=True)
+    optimizer = torch.optim.SGD([theta, alpha], lr=0.02, momentum=0.9)
+
+    def mask():
+        return torch.sigmoid(alpha.exp().clamp(min=100) / 4 * theta).repeat_interleave(y_i.shape[1] // parts)
+
+    def logits(m, rows):
+        pairs = torch.stack([F.cosine_similarity(m * y_i[rows], y[rows], dim=-1) for y in (y_p, y_n)], dim=1)
+        return alpha.exp().clamp(min=100) * pairs                        # (b, 2)
+
+    @torch.no_grad()
+    def fit(m):
+        pairs = logits(m, slice(None))
+        return (pairs[:, 0] > pairs[:, 1]).float().mean().item()
+
+    start = fit(torch.ones(y_i.shape[1]))
+    best = (start, torch.ones(y_i.shape[1]))
+    for _ in range(epochs):
+        for rows in torch.randperm(len(y_i), generator=generator).split(batch):
+            optimizer.zero_grad()
+            pairs = logits(mask(), rows)
+            F.cross_entropy(pairs, torch.zeros(len(rows), dtype=torch.long)).backward()
+            optimizer.step()
+        best = max(best, (fit(mask()), mask().detach()), key=lambda pair: pair[0])
+    return best[1], start, best[0]
+
+
 # Model ---------------------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +314,7 @@ class Model(nn.Module):
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
         self.image_readout, self.text_readout = build_readouts(config, image_width, text_width)
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
+        self.image_mask = None  # (M,), multiplies the encodings of images: concept selection (Sec. 5.1, 5.2)
 
     def forward(self, batch, gather=identity):
         """batch: images (B, 3, H, W), tokens (B, L), mask (B, L) -> {"loss": scalar, and scalars to log}."""
@@ -298,8 +343,15 @@ class Model(nn.Module):
         return self.text_readout(self.text_encoder(tokens, mask), mask.sum(1) - 1)
 
     def encode_image(self, images):
-        """(B, 3, H, W) -> (B, M), normalised."""
-        return self.normalize(self.image_slots(images))
+        """(B, 3, H, W) -> (B, M), normalised, or masked by image_mask."""
+        y = self.normalize(self.image_slots(images))
+        return y if self.image_mask is None else y * self.image_mask.to(y.device)
+
+    def attend(self, images, tokens, mask):
+        """Attention and slots of pairs: (B, L, n) over the image's tokens, (B, L, n') over the caption's, (B, L, V), (B, L, V)."""
+        y_i, over_image = self.image_readout(self.image_encoder(images), return_attn=True)
+        y_t, over_text = self.text_readout(self.text_encoder(tokens, mask), mask.sum(1) - 1, return_attn=True)
+        return over_image, over_text, y_i, y_t
 
     def encode_text(self, tokens, mask):
         """(B, L), (B, L) -> (B, M), normalised."""

@@ -230,6 +230,35 @@ def test_parameters_and_flops_of_table_6(settings, millions, billions):
     assert round(counter.get_total_flops() / 2e9, 1) == billions
 
 
+# Analyses ------------------------------------------------------------------------------------------------------------
+
+
+def test_slot_accuracies_count_each_slot_alone():
+    classes = torch.randn(5, 3, 4)
+    labels = torch.randint(5, (40,))
+    images = classes[labels] * torch.rand(40, 3, 1)                      # the length of a slot does not matter
+    images[:, 1] = torch.randn(40, 4)                                    # this slot knows nothing
+    images[:10, 2] = classes[(labels[:10] + 1) % 5, 2]                   # this one is wrong for ten
+    accuracies = sparo.slot_accuracies(images, classes, labels)
+    assert accuracies[[0, 2]].tolist() == [1.0, 0.75] and accuracies[1] < 0.6
+
+
+@pytest.mark.parametrize("parts", [4, 12])
+def test_a_mask_learns_which_parts_tell_captions_from_negatives(parts):
+    """Of four slots one says the truth, one always the contrary, louder, and two say nothing."""
+    n = 200
+    y_i, y_p, y_n = (torch.randn(n, 4, 3) for _ in range(3))
+    y_p[:, 0], y_n[:, 0] = y_i[:, 0], -y_i[:, 0]
+    y_p[:, 1], y_n[:, 1] = -2 * y_i[:, 1], 2 * y_i[:, 1]
+    y_n[:, 2:] = y_p[:, 2:]
+    mask, before, after = sparo.train_mask(y_i.flatten(1), y_p.flatten(1), y_n.flatten(1), parts, epochs=30)
+    mask = mask.view(4, 3)
+    assert before < 0.4 and after > 0.95
+    assert (mask[0] > 0.9).all() and (mask[1] < 0.1).all() and ((0 <= mask) & (mask <= 1)).all()
+    if parts == 4:
+        assert (mask == mask[:, :1]).all()
+
+
 # Model ---------------------------------------------------------------------------------------------------------------
 
 

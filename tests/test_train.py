@@ -182,6 +182,19 @@ def test_readouts_train(tmp_path, flags):
     assert depth == (1 if flags == ["sparo"] else 2)
 
 
+def test_slots_are_selected_and_masks_trained(tmp_path):
+    tower, runs = "tiny:width=16,heads=2,depth=2", [tmp_path / "sparo", tmp_path / "gap"]
+    for run in runs:
+        train.main(["--method", "sparo", "--data", "shapes:size=16,objects=2", "--batch", "8", "--steps", "2", "--L", "4", "--V", "4",
+                    "--D", "4", "--image-encoder", f"{tower},cls=1", "--text-encoder", f"{tower},causal=1", "--readout", run.name,
+                    "--out", str(run)])
+    found, gap = (json.loads((run / "eval.json").read_text()) for run in runs)
+    assert found["slots/accuracy_mean"] <= found["slots/accuracy_best"] and "slots/best_half/negatives" in found
+    assert not any(key.startswith("slots") for key in gap)
+    for result in (found, gap):
+        assert result["masks/slots/negatives"] >= result["negatives"] - 0.2 and "masks/dimensions/zeroshot/relative_change" in result
+
+
 def test_dry_run_has_the_parameters_of_table_6(capsys):
     train.main(["--method", "sparo", "--preset", "l400m-b32", "--data", "shapes", "--dry-run", "--text-encoder",
                 "12x512:causal=1,vocab_size=49408"])
