@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import random
 import re
 import sys
@@ -61,6 +62,52 @@ def class_embeddings(encode_text, names, templates):
     texts = [template.format(name) for name in names for template in templates]
     embeddings = encode_text(texts).view(len(names), len(templates), -1)  # (C, T, E)
     return F.normalize(embeddings.mean(1), dim=-1)
+
+
+def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=1024):
+    """k nearest neighbours (DINO, Appendix): the k training features of highest cosine vote with exp(cosine / tau).
+
+    Features (N, E), labels (N,) -> accuracy; k is at most the number of training features.
+    """
+    train, test = F.normalize(train, dim=-1), F.normalize(test, dim=-1)
+    right, classes = 0, int(train_labels.max()) + 1
+    for x, labels in zip(test.split(chunk), test_labels.split(chunk)):
+        cosine, nearest = (x @ train.T).topk(min(k, len(train)))             # (chunk, k)
+        votes = torch.zeros(len(x), classes).scatter_add_(1, train_labels[nearest], (cosine / tau).exp())
+        right += (votes.argmax(1) == labels).sum().item()
+    return right / len(test)
+
+
+def linear_probe(train, train_labels, test, test_labels, weight_decays=(0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2), lr=0.1, epochs=10,
+                 batch=256):
+    """Linear classifier on frozen features: AdamW, cosine schedule (SPARO, C.1). Weight decay is chosen on the last fifth of a
+    shuffled training set, then the whole of it is used. Features (N, E), labels (N,) -> (accuracy, weight decay)."""
+    classes = int(torch.maximum(train_labels.max(), test_labels.max())) + 1
+
+    def fit(x, y, weight_decay):
+        generator = torch.Generator().manual_seed(0)
+        layer = torch.nn.Linear(x.shape[1], classes)
+        torch.nn.init.zeros_(layer.weight)
+        torch.nn.init.zeros_(layer.bias)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=lr, weight_decay=weight_decay)
+        steps = epochs * math.ceil(len(x) / batch)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        for _ in range(epochs):
+            for rows in torch.randperm(len(x), generator=generator).split(batch):
+                optimizer.zero_grad()
+                F.cross_entropy(layer(x[rows]), y[rows]).backward()
+                optimizer.step()
+                schedule.step()
+        return layer
+
+    def accuracy(layer, x, y):
+        with torch.no_grad():
+            return (layer(x).argmax(1) == y).float().mean().item()
+
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(1))
+    fitted, held = order[: len(order) * 4 // 5], order[len(order) * 4 // 5 :]
+    best = max(weight_decays, key=lambda w: accuracy(fit(train[fitted], train_labels[fitted], w), train[held], train_labels[held]))
+    return accuracy(fit(train, train_labels, best), test, test_labels), best
 
 
 def winoground_scores(s):
@@ -236,14 +283,14 @@ class Embedder:
             return self.similarity(images, texts).view(len(images), len(names), -1).mean(2)
         return dot(images, class_embeddings(self.texts, names, templates))
 
-    def files(self, paths):
+    def files(self, paths, encode=None):
         """Image files -> what `images` gives for the m that could be read, and their indices (m,)."""
         loader = DataLoader(ImageFiles(paths, self.image_size), self.chunk, num_workers=self.workers, collate_fn=list)
         rows, kept = [], []
         for batch in loader:
             good = [(i, image) for i, image in batch if image is not None]
             if good:
-                rows.append(self.images(torch.stack([image for _, image in good])))
+                rows.append(self.images(torch.stack([image for _, image in good]), encode))
                 kept += [i for i, _ in good]
         if not kept:
             raise UserError(f"None of the {len(paths)} images could be read, the first is {paths[0]}.")
@@ -398,6 +445,41 @@ def segmentation(embed, source, options):
     return {"miou": mean_known(scores), "miou_fg": mean_known(scores_fg), "segmentation/images": len(scores)}
 
 
+def labelled(embed, source, split, n):
+    """Encodings (N, E) and labels (N,) of the world's single objects (64 classes), or of class folders."""
+    if is_world(source):
+        sample = source.sample(n, split, 9, objects=1)
+        return embed.images(sample["images"], "encode_image"), (sample["scene"]["colour"] * 8 + sample["scene"]["shape"])[:, 0]
+    chosen = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:n].tolist()
+    images, kept = embed.files([source.paths[i] for i in chosen], "encode_image")
+    return images, torch.as_tensor(source.labels)[chosen][kept]
+
+
+def train_and_test(embed, source, options):
+    """Features and labels of the training part (the world's train split, or --train-data) and of the data to evaluate."""
+    train = source
+    if not is_world(source):
+        if not getattr(options, "train_data", None):
+            raise UserError("k-NN and linear probes on class folders need --train-data, the class folders to learn from.")
+        train = common.open_data(options.train_data, image_size=embed.image_size)
+        if not is_table(train) or train.classes != source.classes:
+            raise UserError(f"--train-data {options.train_data} must have the class folders of {options.data}: "
+                            f"{', '.join(source.classes)}.")
+    return *labelled(embed, train, "train", 4 * WORLD_N if is_world(source) else None), \
+        *labelled(embed, source, options.split, WORLD_N if is_world(source) else options.limit)
+
+
+def knn(embed, source, options):
+    """Accuracy of 20 nearest neighbours on the image encodings."""
+    return {"knn": knn_accuracy(*train_and_test(embed, source, options))}
+
+
+def linear(embed, source, options):
+    """Accuracy of a linear probe on the normalised image encodings."""
+    accuracy, weight_decay = linear_probe(*train_and_test(embed, source, options))
+    return {"linear": accuracy, "linear/weight_decay": weight_decay}
+
+
 HEADLINES = {"zeroshot": zeroshot, "i2t/R@1": retrieval, "t2i/R@1": retrieval, "negatives": negatives}  # metric: its task
 
 
@@ -421,7 +503,8 @@ def slots(embed, source, options):
     classes = F.normalize(texts, dim=-1).unflatten(0, (len(names), -1)).mean(1)                  # (C, L, V)
     accuracy = sparo.slot_accuracies(embed.images(sample["images"], "image_slots"), classes, labels)
     L, V = classes.shape[1:]
-    order, result = accuracy.argsort(descending=True), {"slots/accuracy_best": accuracy.max(), "slots/accuracy_mean": accuracy.mean()}
+    order = accuracy.argsort(descending=True)
+    result = {"slots/accuracy_best": accuracy.max(), "slots/accuracy_mean": accuracy.mean()}
     for name, chosen in {"best_half": order[: L // 2], "best_quarter": order[: L // 4], "worst_half": order[L // 2 :]}.items():
         mask = torch.zeros(L).index_fill(0, chosen, 1).repeat_interleave(V)
         result |= {f"slots/{name}/{key}": value for key, value in with_mask(embed, source, options, mask).items()}
@@ -464,9 +547,12 @@ TASKS = {  # name: (function, which data it can use)
     "negatives": (negatives, lambda s: is_world(s) or isinstance(s, list)),
     "winoground": (winoground, is_world),
     "segmentation": (segmentation, can_segment),
+    "knn": (knn, lambda s: is_world(s) or is_table(s) and s.classes is not None),
+    "linear": (linear, lambda s: is_world(s) or is_table(s) and s.classes is not None),
     "slots": (slots, is_world),
     "masks": (masks, is_world),
 }
+ON_REQUEST = {"knn", "linear", "slots", "masks"}  # tasks that run only where --task names them
 
 
 # Pictures ------------------------------------------------------------------------------------------------------------
@@ -497,7 +583,8 @@ def sheet(rows, path, side, title, legend=()):
     for r, row in enumerate(rows):
         for c, (image, label) in enumerate(row):
             x, y = 8 + c * cell, top + (r + 1) * tall - side - 4
-            lines = [next(line[:n] for n in range(len(line), -1, -1) if font.getlength(line[:n]) <= side) for line in label.split("\n")]
+            lines = [next(line[:n] for n in range(len(line), -1, -1) if font.getlength(line[:n]) <= side)
+                     for line in label.split("\n")]
             draw.multiline_text((x, y - 2), "\n".join(lines), "black", font, anchor="ld", spacing=1)
             page.paste(image.resize((side, side), Image.Resampling.NEAREST), (x, y))
     page.save(path)
@@ -523,7 +610,8 @@ def picture_samples(source, options, n):
 def faded(picture, weights):
     """A PIL image, the more faded to white the less weight (P,) a patch has."""
     grid = int(len(weights) ** 0.5)
-    light = to_pil_image(0.08 + 0.92 * (weights / weights.max()).view(1, grid, grid)).resize(picture.size, Image.Resampling.NEAREST)
+    light = to_pil_image(0.08 + 0.92 * (weights / weights.max()).view(1, grid, grid))
+    light = light.resize(picture.size, Image.Resampling.NEAREST)
     return Image.composite(picture, Image.new("RGB", picture.size, "white"), light)
 
 
@@ -568,7 +656,8 @@ def names_in(truth, names):
 def legend_of(source, maps):
     """The colours that stand for classes: of the world's all, of a folder's those in the pictures."""
     if is_world(source):
-        return [(tuple(PALETTE[i + 1].tolist()), " or ".join(both)) for i, both in enumerate(zip(*(names for _, names, _, _ in maps)))]
+        both = zip(*(names for _, names, _, _ in maps))
+        return [(tuple(PALETTE[i + 1].tolist()), " or ".join(names)) for i, names in enumerate(both)]
     (_, names, _, truths), = maps
     present = sorted({c for truth in truths for c in truth.unique().tolist() if 0 < c < 255})
     return [(tuple(PALETTE[c].tolist()), names[c - 1]) for c in present]
@@ -609,18 +698,23 @@ def draw_comparison(runs, source, options, path):
 
 @torch.no_grad()
 def draw_slots(embed, source, options, path):
-    """What single slots of SPARO attend to in images and captions (Sec. 5.4). As in the paper only slots with sharp attention to
-    words, to other words than the slots above, whose image and text agree (cosine above .75), each on the samples where they do."""
+    """What single slots of SPARO attend to in images and captions (Sec. 5.4): as in the paper slots with sharp attention to words,
+    to other words than the slots above, and samples in which the slot's image and text agree (cosine above .75)."""
     if getattr(getattr(embed.model, "config", None), "readout", "") != "sparo" or isinstance(source, SegmentationFolder):
         return False
     images, captions = picture_samples(source, options, 64)
     tokens, mask = embed.tokenizer.batch(captions, embed.context)
     over_image, over_text, y_i, y_t = (x.cpu() for x in embed.model.attend(*(x.to(embed.device) for x in (images, tokens, mask))))
     sharpness, word = over_text.max(-1)                                   # (n, L)
-    agree = (F.cosine_similarity(y_i, y_t, dim=-1) > 0.75) & (sharpness > 0.5) & (word > 0) & (word < mask.sum(1, keepdim=True) - 1)
+    is_word = (word > 0) & (word < mask.sum(1, keepdim=True) - 1)
+    agree = (F.cosine_similarity(y_i, y_t, dim=-1) > 0.75) & (sharpness > 0.5) & is_word
+
+    def overlap(a, b):
+        return (word[:, a] == word[:, b])[agree[:, a]].float().mean()
+
     chosen = []
     for slot in (agree * sharpness).sum(0).argsort(descending=True).tolist():
-        if agree[:, slot].sum() >= 4 and all((word[:, slot] == word[:, other])[agree[:, slot]].float().mean() < 0.3 for other in chosen):
+        if agree[:, slot].sum() >= 4 and all(overlap(slot, other) < 0.3 for other in chosen):
             chosen.append(slot)
     rows, side = [], 112
     for slot in chosen[:8]:
@@ -658,12 +752,12 @@ def build_model(config, tokenizer):
 
 
 def evaluate(embed, source, options):
-    """Run the tasks of `options.tasks`, or all that the data can serve -> {metric: float}."""
+    """Run the tasks of `options.tasks`, or those that the data can serve, without ON_REQUEST -> {metric: float}."""
     usable = [name for name, (_, can_use) in TASKS.items() if can_use(source)]
     if not usable:
         raise UserError(f"No task can evaluate on {options.data}: give --data captions, class folders, SugarCrepe or shapes.")
     result = {}
-    for name in options.tasks or usable:
+    for name in options.tasks or [name for name in usable if name not in ON_REQUEST]:
         if name not in usable:
             raise UserError(f"Task {name} cannot use this data; it serves {', '.join(usable)}.")
         for key, value in TASKS[name][0](embed, source, options).items():
@@ -756,7 +850,9 @@ def compare(names, results):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="run", help="directory of a run of train.py")
-    parser.add_argument("--task", help=f"comma-separated: {', '.join(TASKS)} (default: all that the data can serve)")
+    parser.add_argument("--task", help=f"comma-separated: {', '.join(TASKS)} (default: all that the data can serve but "
+                                       f"{', '.join(sorted(ON_REQUEST))})")
+    parser.add_argument("--train-data", help="class folders that k-NN and linear probes learn from (the world: its train split)")
     parser.add_argument("--data", help="SPEC as of train.py, a directory of SugarCrepe's JSON files, or one in Pascal VOC's "
                                        "layout (default: the run's)")
     parser.add_argument("--image-root", help="directory that the file names of a table or of SugarCrepe are relative to")

@@ -2,7 +2,7 @@
 arXiv 2404.15721).
 
 An encoding is made of L slots, each the result of ONE attention head with a query of its own over the transformer's outputs: a
-narrow pass that lets a slot hold one concept. In CLIP both towers have the same slots, and their similarity is the mean over slots.
+narrow pass, so that a slot holds one concept. In CLIP both towers have the same slots, and similarity is the mean over slots.
 
     symbol       name here            shape             where
     H            x                    (B, n, d)         Sec. 3.1; all outputs of a transformer, after its last LayerNorm
@@ -14,9 +14,9 @@ narrow pass that lets a slot hold one concept. In CLIP both towers have the same
     sim          clip_loss            scalar            Eq. 2; y^i . y^t is the mean cosine of the slots
 
 Differs from the paper:
-  * Sparo is computed in another order, equal in values and gradients: the query does not depend on the input, so K_l' q_l / sqrt(D)
-    is one vector u_l of d numbers, and K_l is applied after the attention, to L vectors instead of n positions. The (B, n, L D)
-    keys of the paper's listing are never built; listing=True computes as the listing does.
+  * Sparo is computed in another order, equal in values and gradients: the query does not depend on the input, so that
+    K_l' q_l / sqrt(D) is one vector u_l of d numbers, and K_l is applied after the attention, to L vectors instead of n positions.
+    The (B, n, L D) keys of the paper's listing are never built; listing=True computes as the listing does.
   * The bias of KVproj adds the same to all scores of a slot and drops out of the softmax; it reaches the values unchanged.
   * The end of a caption is WordPiece's [SEP]; the paper's tokenizer is CLIP's.
 
@@ -60,10 +60,10 @@ PAPER = dict(text_encoder="12x512:causal=1", lr=5e-4, weight_decay=0.5, warmup=3
 PRESETS = {  # settings of this file and of train.py by name; --flags go before them
     "tiny": dict(image_encoder="tiny:cls=1", text_encoder="tiny:causal=1", data="shapes", L=32, V=16, D=16, embed_dim=128,
                  batch=128, steps=600, lr=2e-3, weight_decay=0.1, warmup=50),
-    # C.3; steps: 25 epochs of CC15M, 32 of LAION-400M
-    "cc15m-b32": dict(image_encoder=f"ViT-B/32:{CLIP_VIT}", L=64, steps=92_000, **PAPER),
-    "cc15m-b16": dict(image_encoder=f"ViT-B/16:{CLIP_VIT}", L=64, steps=92_000, **PAPER),
-    "l400m-b32": dict(image_encoder=f"ViT-B/32:{CLIP_VIT}", L=128, steps=390_000,
+    # C.3; steps: 25 epochs of the 12.8M pairs that the authors got of CC15M, 32 of the 320M of LAION-400M
+    "cc15m-b32": dict(image_encoder=f"ViT-B/32:{CLIP_VIT}", L=64, steps=78_000, **PAPER),
+    "cc15m-b16": dict(image_encoder=f"ViT-B/16:{CLIP_VIT}", L=64, steps=78_000, **PAPER),
+    "l400m-b32": dict(image_encoder=f"ViT-B/32:{CLIP_VIT}", L=128, steps=312_000,
                       **PAPER | dict(weight_decay=0.2, warmup=2000, batch=32768)),
 }
 BOUNDS = {"L": (1, math.inf), "V": (1, math.inf), "D": (1, math.inf), "grp_size": (1, math.inf)}
@@ -214,7 +214,7 @@ class FDT(nn.Module):
 
 
 class Pool(nn.Module):
-    """CLIP: the output at [CLS] or at the end of the caption; with mean=True CLIP+GAP: the mean of all. `proj` follows. -> (B, M)"""
+    """CLIP: the output at [CLS] or at the end of the caption; with mean=True CLIP+GAP: the mean. Then `proj` -> (B, M)"""
 
     def __init__(self, proj, mean):
         super().__init__()
@@ -242,7 +242,7 @@ def build_readouts(cfg, image_width, text_width):
         "cls": lambda d: Pool(linear(d, cfg.embed_dim), mean=False),
         "gap": lambda d: Pool(linear(d, cfg.embed_dim), mean=True),
         "attpool": lambda d: CrossAttention(d, cfg.L, cfg.V, cfg.D, cfg.heads, cfg.slot_norm, cfg.slot_projection),
-        "bottleneck": lambda d: Pool(nn.Sequential(linear(d, cfg.bottleneck), nn.Linear(cfg.bottleneck, cfg.embed_dim)), mean=False),
+        "bottleneck": lambda d: Pool(nn.Sequential(linear(d, cfg.bottleneck), nn.Linear(cfg.bottleneck, cfg.embed_dim)), False),
         "fdt": lambda d: FDT(d, codebook),
     }[cfg.readout]
     return build(image_width), build(text_width)

@@ -41,6 +41,29 @@ def test_class_embeddings_average_normalised_prompts():
                                torch.stack([mean, torch.tensor([1.0, 0.0])]))
 
 
+def test_knn_is_the_literal_vote():
+    train, test = F.normalize(torch.randn(30, 4), dim=-1), F.normalize(torch.randn(25, 4), dim=-1)
+    labels, test_labels = torch.randint(3, (30,)), torch.randint(3, (25,))
+    right = 0
+    for x, label in zip(test, test_labels):
+        nearest = sorted(range(30), key=lambda i: -(x @ train[i]).item())[:7]
+        votes = [sum(math.exp((x @ train[i]).item() / 0.07) for i in nearest if labels[i] == c) for c in range(3)]
+        right += votes.index(max(votes)) == label
+    assert evaluation.knn_accuracy(3 * train, labels, test, test_labels, k=7, chunk=10) == right / 25
+    assert evaluation.knn_accuracy(train, labels, train, labels, k=1) == 1
+
+
+def test_linear_probe_finds_a_linear_rule_and_needs_its_decay():
+    x, w = F.normalize(torch.randn(600, 8), dim=-1), torch.randn(8, 3)
+    y = (x @ w).argmax(1)
+    data = x[:400], y[:400], x[400:], y[400:]
+    accuracy, decay = evaluation.linear_probe(*data, batch=32)
+    assert accuracy > 0.93 and decay < 0.1
+    none_left, _ = evaluation.linear_probe(*data, batch=32, weight_decays=(10.0,))  # lr * decay = 1
+    assert none_left < accuracy - 0.05
+    assert evaluation.linear_probe(x[:400], torch.randint(3, (400,)), x[400:], y[400:], batch=32)[0] < 0.6
+
+
 def test_winoground_scores():
     right, text_only, image_only, tie = [[2, 0], [0, 2]], [[5, 6], [1, 7]], [[5, 1], [6, 7]], [[1, 1], [1, 1]]
     text, image, group = evaluation.winoground_scores(torch.tensor([right, text_only, image_only, tie]).float())
@@ -131,7 +154,8 @@ def make_folders(root):
 
 
 def options(**settings):
-    return types.SimpleNamespace(**{"templates": None, "limit": None, "image_root": None, "split": "test", "nouns_adjectives": None} | settings)
+    defaults = {"templates": None, "limit": None, "image_root": None, "split": "test", "nouns_adjectives": None}
+    return types.SimpleNamespace(**defaults | settings)
 
 
 def test_zeroshot_on_class_folders_skips_and_reports_broken_images(tmp_path, capsys):
@@ -169,10 +193,25 @@ def test_late_interaction_is_compared_by_the_models_own_similarity(tmp_path):
     assert result["i2t/R@1"] == result["t2i/R@1"] == result["faithfulness/K-P"] == 1
 
 
+def test_knn_and_linear_probe_on_class_folders(tmp_path):
+    for part in ("train", "test"):
+        (tmp_path / part).mkdir()
+        make_folders(tmp_path / part)
+    source = common.open_data(str(tmp_path / "test"))
+    chosen = options(train_data=str(tmp_path / "train"), data=str(tmp_path / "test"))
+    assert evaluation.knn(embedder(), source, chosen) == {"knn": 1.0}
+    assert evaluation.linear(embedder(), source, chosen)["linear"] == 1
+    with pytest.raises(common.UserError, match="need --train-data"):
+        evaluation.knn(embedder(), source, options())
+    (tmp_path / "train" / "grey").mkdir()
+    with pytest.raises(common.UserError, match="must have the class folders of .*: blue, green, red"):
+        evaluation.knn(embedder(), source, chosen)
+
+
 def test_faithfulness_counts_the_words_of_the_retrieved_caption(tmp_path):
     make_folders(tmp_path)
     (tmp_path / "captions.csv").write_text(
-        "image,caption\nred/0.png,\"the, blue car.\"\nblue/0.png,a red bus.\ngreen/1.png,green grass.\n")  # two captions are exchanged
+        "image,caption\nred/0.png,\"the, blue car.\"\nblue/0.png,a red bus.\ngreen/1.png,green grass.\n")  # two exchanged
     source = common.open_data(str(tmp_path / "captions.csv"))
     result = evaluation.retrieval(embedder(), source, options(nouns_adjectives={"car", "grass"}))
     assert result["faithfulness/K-P"] == pytest.approx((0 + 0 + 1) / 3)

@@ -188,7 +188,10 @@ def test_slots_are_selected_and_masks_trained(tmp_path):
         train.main(["--method", "sparo", "--data", "shapes:size=16,objects=2", "--batch", "8", "--steps", "2", "--L", "4", "--V", "4",
                     "--D", "4", "--image-encoder", f"{tower},cls=1", "--text-encoder", f"{tower},causal=1", "--readout", run.name,
                     "--out", str(run)])
+        assert "masks/slots/negatives" not in json.loads((run / "eval.json").read_text())
+        evaluation.main([str(run), "--task", "negatives,slots,masks,knn,linear"])
     found, gap = (json.loads((run / "eval.json").read_text()) for run in runs)
+    assert 0 <= found["knn"] <= 1 and 0 <= found["linear"] <= 1
     assert found["slots/accuracy_mean"] <= found["slots/accuracy_best"] and "slots/best_half/negatives" in found
     assert not any(key.startswith("slots") for key in gap)
     for result in (found, gap):
