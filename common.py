@@ -1258,12 +1258,10 @@ def cosine_lr(step, steps, warmup, peak):
 def param_groups(model, weight_decay):
     """Two AdamW groups: the weights of linear and convolution layers decay; norms, biases, embeddings, positions, queries
     and the temperature do not."""
-    decay, rest = [], []
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad:
-                matrix = isinstance(module, (nn.Linear, nn.Conv2d)) and name == "weight"
-                (decay if matrix else rest).append(parameter)
+    matrices = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decay = [parameter for parameter in trained if id(parameter) in matrices]
+    rest = [parameter for parameter in trained if id(parameter) not in matrices]
     return [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
 
 

@@ -330,7 +330,7 @@ def zeroshot(embed, source, options):
 
 
 def retrieval(embed, source, options):
-    """Recall at 1, 5, 10 both ways, every caption a query, and faithfulness: the K-Precision of each image's first caption.
+    """Recall at 1, 5, 10 both ways, every caption a query, and faithfulness: K-Precision of the caption ranked first for each image.
 
     World: scenes with the most objects, two captions each. K-Pna needs the world's word classes or a list of words.
     """
@@ -446,10 +446,13 @@ def segmentation(embed, source, options):
 
 
 def labelled(embed, source, split, n):
-    """Encodings (N, E) and labels (N,) of the world's single objects (64 classes), or of class folders."""
+    """Encodings (N, E) and labels (N,) of the world's single objects, of the classes that it shows in training, or of class
+    folders."""
     if is_world(source):
         sample = source.sample(n, split, 9, objects=1)
-        return embed.images(sample["images"], "encode_image"), (sample["scene"]["colour"] * 8 + sample["scene"]["shape"])[:, 0]
+        labels = (sample["scene"]["colour"] * 8 + sample["scene"]["shape"])[:, 0]
+        known = ~torch.isin(labels, torch.tensor([colour * 8 + shape for colour, shape in source.heldout_pairs]))
+        return embed.images(sample["images"][known], "encode_image"), labels[known]
     chosen = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:n].tolist()
     images, kept = embed.files([source.paths[i] for i in chosen], "encode_image")
     return images, torch.as_tensor(source.labels)[chosen][kept]
@@ -486,9 +489,11 @@ HEADLINES = {"zeroshot": zeroshot, "i2t/R@1": retrieval, "t2i/R@1": retrieval, "
 def with_mask(embed, source, options, mask):
     """The headline metrics while `mask` (M,) multiplies the encodings of images."""
     embed.model.image_mask, found = mask, {}
-    for task in dict.fromkeys(HEADLINES.values()):
-        found |= task(embed, source, options)
-    embed.model.image_mask = None
+    try:
+        for task in dict.fromkeys(HEADLINES.values()):
+            found |= task(embed, source, options)
+    finally:
+        embed.model.image_mask = None
     return {key: torch.as_tensor(found[key]).float().mean().item() for key in HEADLINES}
 
 
@@ -505,7 +510,8 @@ def slots(embed, source, options):
     L, V = classes.shape[1:]
     order = accuracy.argsort(descending=True)
     result = {"slots/accuracy_best": accuracy.max(), "slots/accuracy_mean": accuracy.mean()}
-    for name, chosen in {"best_half": order[: L // 2], "best_quarter": order[: L // 4], "worst_half": order[L // 2 :]}.items():
+    choices = {"all": order, "best_half": order[: L // 2], "best_quarter": order[: L // 4], "worst_half": order[L // 2 :]}
+    for name, chosen in choices.items():
         mask = torch.zeros(L).index_fill(0, chosen, 1).repeat_interleave(V)
         result |= {f"slots/{name}/{key}": value for key, value in with_mask(embed, source, options, mask).items()}
     return result
@@ -513,18 +519,20 @@ def slots(embed, source, options):
 
 def masks(embed, source, options):
     """Masks of the image encoding trained on the hard negatives (SPARO, Sec. 5.2, Table 5): for L parts and for single dimensions
-    the share of right negatives, and the relative change of the other metrics divided by that of the negatives."""
+    the share of right pairs before and after, and the relative change of the other metrics divided by that of this share."""
     if not hasattr(embed.model, "image_mask"):
         return {}
     _, x, captions, wrong = negative_pairs(embed, source, options)
     y_p, y_n = embed.texts(captions), embed.texts(wrong)
     before, result = with_mask(embed, source, options, None), {}
     for name, parts in (("slots", embed.model.config.L), ("dimensions", x.shape[1])):
+        if x.shape[1] % parts:
+            continue
         mask, start, fit = sparo.train_mask(x, y_p, y_n, parts, generator=torch.Generator().manual_seed(0))
         after = with_mask(embed, source, options, mask)
-        result |= {f"masks/{name}/negatives": fit, f"masks/{name}/kept": mask.mean().item()}
+        result |= {f"masks/{name}/pairs_before": start, f"masks/{name}/pairs": fit, f"masks/{name}/kept": mask.mean().item()}
         for key in ("zeroshot", "i2t/R@1", "t2i/R@1"):
-            change = (after[key] / before[key] - 1) / (fit / start - 1) if fit > start and before[key] else 0.0
+            change = (after[key] / before[key] - 1) / (fit / start - 1) if fit > start and before[key] else float("nan")
             result |= {f"masks/{name}/{key}": after[key], f"masks/{name}/{key}/relative_change": change}
     return result
 
@@ -747,8 +755,13 @@ def build_model(config, tokenizer):
     text = common.encoder_settings(common.TextTransformer, config["text_encoder"], common.TEXT_PRESETS)
     rows = max(len(tokenizer), int(common.parse_spec(config["text_encoder"])[1].get("vocab_size", 0)))
     text_encoder = common.TextTransformer(**text | {"vocab_size": rows, "depth": text["depth"] - replaced})
+    if hasattr(method, "needs_cls") and method.needs_cls(config) and image_encoder.cls is None:
+        raise UserError(f"This read-out of {config['method']} takes the [CLS] token: add cls=1 to --image-encoder.")
     fields = {field.name: config.get(field.name, field.default) for field in dataclasses.fields(method.Config)}
-    return method.Model(method.Config(**fields), image_encoder, text_encoder, image_encoder.width, text_encoder.width)
+    try:
+        return method.Model(method.Config(**fields), image_encoder, text_encoder, image_encoder.width, text_encoder.width)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def evaluate(embed, source, options):
@@ -769,9 +782,13 @@ def report(embed, source, options, run):
     """Evaluate, print the table, write the pictures and RUN/eval.json, or eval-DATA-SPLIT.json beside one of other data."""
     torch.backends.cudnn.allow_tf32 = False
     result = evaluate(embed, source, options)
+    if not result:
+        tasks = ", ".join(options.tasks or ["the default tasks"])
+        raise UserError(f"{run}: this model has nothing to evaluate in {tasks} on {options.data}.")
     width = max(map(len, result))
     for name, value in result.items():
-        print(f"  {name:{width}}  {value:.4f}" if isinstance(value, float) else f"  {name:{width}}  {value}")
+        print(f"  {name:{width}}  {value:.4f}" if isinstance(value, float) and (value == 0 or abs(value) > 1e-4)
+              else f"  {name:{width}}  {value}")
     record = {"data": options.data, "split": options.split}
     path = Path(run, "eval.json")
     old = json.loads(path.read_text()) if path.exists() else record
@@ -828,9 +845,10 @@ def open_eval_data(spec, image_root, split, image_size, classes=None):
 
 def differences(configs):
     """Runs' configs -> a name for each: the settings in which they differ, the seed aside."""
-    shared = set.intersection(*map(set, configs)) - {"seed", "out", "argv", "git", "machine", "resume"}
-    keys = [key for key in configs[0] if key in shared and len({json.dumps(config[key]) for config in configs}) > 1]
-    return [", ".join(str(config[key]) if len(keys) == 1 else f"{key}={config[key]}" for key in keys) or "all"
+    every = dict.fromkeys(key for config in configs for key in config)
+    keys = [key for key in every if len({json.dumps(config[key]) for config in configs if key in config}) > 1]
+    keys = [key for key in keys if key not in ("seed", "out", "argv", "git", "machine", "resume")]
+    return [", ".join(str(config[key]) if len(keys) == 1 else f"{key}={config[key]}" for key in keys if key in config) or "all"
             for config in configs]
 
 

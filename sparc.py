@@ -33,10 +33,10 @@ Differs from the paper:
 Not here: detection (OWL-ViT), captioning (Flamingo), the 32k SentencePiece vocabulary (WordPiece takes its place).
 
 Run:     python train.py --method sparc                      (the embedded world, minutes on two cores)
-         python train.py --method sparc --objective clip     (the baseline on the same towers)
-Result:  seeds 0-2, torch 2.15, one thread of an AMD EPYC (README): zero-shot .968 +- .021 against CLIP's .889 +- .057, R@1
-         .852 / .777 against .727 / .666. No gain in segmentation there: L_f is solved nearly as well with a wrong image.
-         With one word an object and lambda_f = 0.1: mIoU on objects .931 +- .020 against .763 +- .014.
+         python train.py --method sparc --objective clip     (or filip, clip+filip, pacl, gloria, mgca: the baselines)
+Result:  seeds 0-2, torch 2.15, one thread of an AMD EPYC (README): zero-shot .968 +- .021 against CLIP's .889 +- .057 and at most
+         .899 of the other five, R@1 .852 / .777 against .727 / .666. No gain in segmentation there: L_f is solved nearly as well
+         with a wrong image. With one word an object and lambda_f = 0.1: mIoU on objects .931 +- .020 against .763 +- .014.
 """
 
 import functools

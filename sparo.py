@@ -19,8 +19,13 @@ Differs from the paper:
     The (B, n, L D) keys of the paper's listing are never built; listing=True computes as the listing does.
   * The bias of KVproj adds the same to all scores of a slot and drops out of the softmax; it reaches the values unchanged.
   * The end of a caption is WordPiece's [SEP]; the paper's tokenizer is CLIP's.
+  * CLIP+GAP takes the mean in both towers, as Sec. 3 reads; the authors' code does so for images only. Of Table 6's variants
+    without SPARO the whole encoding is normalised, not each slot: the paper does not say.
+  * FDT is the paper's summary of B.2: one projection, scores divided by sqrt(E); the original's extra layers are left out.
+  * Weight decay spares embeddings, positions and queries, images are flipped (train.py); OpenCLIP, which the authors trained with,
+    decays all matrices and does not flip.
 
-Not here: DINO, the analyses of Sec. 5, ResNet towers.
+Not here: DINO and its evaluation, ResNet towers.
 
 Run:     python train.py --method sparo                      (the embedded world, minutes on two cores)
          python train.py --method sparo --readout cls        (CLIP; gap: CLIP+GAP)
@@ -56,7 +61,7 @@ class Config:
 
 
 CLIP_VIT = "cls=1,pre_norm=1,patch_bias=0,eps=1e-5"          # CLIP's image tower
-PAPER = dict(text_encoder="12x512:causal=1", lr=5e-4, weight_decay=0.5, warmup=3600, batch=4096)
+PAPER = dict(text_encoder="12x512:causal=1", lr=5e-4, weight_decay=0.5, warmup=3600, batch=4096, clip_grad=0.0)
 PRESETS = {  # settings of this file and of train.py by name; --flags go before them
     "tiny": dict(image_encoder="tiny:cls=1", text_encoder="tiny:causal=1", data="shapes", L=32, V=16, D=16, embed_dim=128,
                  batch=128, steps=600, lr=2e-3, weight_decay=0.1, warmup=50),
@@ -66,7 +71,7 @@ PRESETS = {  # settings of this file and of train.py by name; --flags go before 
     "l400m-b32": dict(image_encoder=f"ViT-B/32:{CLIP_VIT}", L=128, steps=312_000,
                       **PAPER | dict(weight_decay=0.2, warmup=2000, batch=32768)),
 }
-BOUNDS = {"L": (1, math.inf), "V": (1, math.inf), "D": (1, math.inf), "grp_size": (1, math.inf)}
+BOUNDS = {name: (1, math.inf) for name in ("L", "V", "D", "grp_size", "embed_dim", "bottleneck", "codes")}
 
 
 def in_fp32(function):
@@ -263,13 +268,18 @@ def train_mask(y_i, y_p, y_n, parts, epochs=100, batch=256, generator=None):
     """A mask of image encodings that tells captions from hard negatives (Sec. 5.2, C.1). y_i, y_p, y_n: (n, M) encodings of
     images, captions and negatives; parts: M' equal parts that are masked together, L for slots, M for single dimensions.
 
-    Returns the mask (M,) in [0, 1] of the epoch that fits best, and the share of right pairs without it and with it.
+    Returns the mask (M,) in [0, 1] of the epoch that fits best, and the share of right pairs without it and with it. Raises
+    ValueError if parts does not divide M. As printed in C.1 the scale is at LEAST 100, where CLIP's is at most 100.
     """
-    theta, alpha = torch.zeros(parts, requires_grad=True), torch.tensor(math.log(100.0), requires_grad=True)
+    (n, M), device = y_i.shape, y_i.device
+    if M % parts:
+        raise ValueError(f"Encodings of {M} dimensions have no {parts} equal parts.")
+    theta = torch.zeros(parts, device=device, requires_grad=True)
+    alpha = torch.tensor(math.log(100.0), device=device, requires_grad=True)
     optimizer = torch.optim.SGD([theta, alpha], lr=0.02, momentum=0.9)
 
     def mask():
-        return torch.sigmoid(alpha.exp().clamp(min=100) / 4 * theta).repeat_interleave(y_i.shape[1] // parts)
+        return torch.sigmoid(alpha.exp().clamp(min=100) / 4 * theta).repeat_interleave(M // parts)
 
     def logits(m, rows):
         pairs = torch.stack([F.cosine_similarity(m * y_i[rows], y[rows], dim=-1) for y in (y_p, y_n)], dim=1)
@@ -280,13 +290,13 @@ def train_mask(y_i, y_p, y_n, parts, epochs=100, batch=256, generator=None):
         pairs = logits(m, slice(None))
         return (pairs[:, 0] > pairs[:, 1]).float().mean().item()
 
-    start = fit(torch.ones(y_i.shape[1]))
-    best = (start, torch.ones(y_i.shape[1]))
+    everything = torch.ones(M, device=device)
+    start = fit(everything)
+    best = (start, everything)
     for _ in range(epochs):
-        for rows in torch.randperm(len(y_i), generator=generator).split(batch):
+        for rows in torch.randperm(n, generator=generator).split(batch):
             optimizer.zero_grad()
-            pairs = logits(mask(), rows)
-            F.cross_entropy(pairs, torch.zeros(len(rows), dtype=torch.long)).backward()
+            F.cross_entropy(logits(mask(), rows), torch.zeros(len(rows), dtype=torch.long, device=device)).backward()
             optimizer.step()
         best = max(best, (fit(mask()), mask().detach()), key=lambda pair: pair[0])
     return best[1], start, best[0]
@@ -298,6 +308,11 @@ def train_mask(y_i, y_p, y_n, parts, epochs=100, batch=256, generator=None):
 def replaced_blocks(config):
     """How many of each tower's last blocks the read-out replaces; `config`: the run's settings."""
     return int(config["readout"] == "sparo" and config["replace_block"])
+
+
+def needs_cls(config):
+    """Whether the read-out takes the image's [CLS] token; `config`: the run's settings."""
+    return config["readout"] in ("cls", "bottleneck")
 
 
 class Model(nn.Module):
@@ -345,7 +360,7 @@ class Model(nn.Module):
     def encode_image(self, images):
         """(B, 3, H, W) -> (B, M), normalised, or masked by image_mask."""
         y = self.normalize(self.image_slots(images))
-        return y if self.image_mask is None else y * self.image_mask.to(y.device)
+        return y if self.image_mask is None else F.normalize(y * self.image_mask.to(y.device), dim=-1)
 
     def attend(self, images, tokens, mask):
         """Attention and slots of pairs: (B, L, n) over the image's tokens, (B, L, n') over the caption's, (B, L, V), (B, L, V)."""

@@ -284,8 +284,12 @@ def test_differences_name_runs_by_the_settings_in_which_they_differ():
     runs = [dict(objective=o, lr=0.1, seed=s, out=f"{o}{s}") for o in ("sparc", "clip") for s in (0, 1)]
     assert evaluation.differences(runs) == ["sparc", "sparc", "clip", "clip"]
     assert evaluation.differences(runs[:2]) == ["all", "all"]
-    runs[0] |= {"lr": 0.2, "new": 1}  # a setting that older runs lack does not count
+    runs[0] |= {"lr": 0.2, "new": 1}  # a setting of one run alone does not count
     assert evaluation.differences(runs)[:3] == ["objective=sparc, lr=0.2", "objective=sparc, lr=0.1", "objective=clip, lr=0.1"]
+    methods = [dict(method="sparc", objective="sparc"), dict(method="sparc", objective="clip"), dict(method="sparo", readout="gap"),
+               dict(method="sparo", readout="cls")]
+    assert evaluation.differences(methods) == ["method=sparc, objective=sparc", "method=sparc, objective=clip",
+                                               "method=sparo, readout=gap", "method=sparo, readout=cls"]
 
 
 def test_compare_prints_mean_and_deviation(capsys):

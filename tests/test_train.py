@@ -188,14 +188,16 @@ def test_slots_are_selected_and_masks_trained(tmp_path):
         train.main(["--method", "sparo", "--data", "shapes:size=16,objects=2", "--batch", "8", "--steps", "2", "--L", "4", "--V", "4",
                     "--D", "4", "--image-encoder", f"{tower},cls=1", "--text-encoder", f"{tower},causal=1", "--readout", run.name,
                     "--out", str(run)])
-        assert "masks/slots/negatives" not in json.loads((run / "eval.json").read_text())
+        assert "masks/slots/pairs" not in json.loads((run / "eval.json").read_text())
         evaluation.main([str(run), "--task", "negatives,slots,masks,knn,linear"])
     found, gap = (json.loads((run / "eval.json").read_text()) for run in runs)
     assert 0 <= found["knn"] <= 1 and 0 <= found["linear"] <= 1
     assert found["slots/accuracy_mean"] <= found["slots/accuracy_best"] and "slots/best_half/negatives" in found
     assert not any(key.startswith("slots") for key in gap)
     for result in (found, gap):
-        assert result["masks/slots/negatives"] >= result["negatives"] - 0.2 and "masks/dimensions/zeroshot/relative_change" in result
+        assert result["masks/slots/pairs"] >= result["masks/slots/pairs_before"] and "masks/dimensions/i2t/R@1/relative_change" in result
+    for key in ("zeroshot", "i2t/R@1", "t2i/R@1", "negatives"):          # all slots: nothing changes
+        assert found[f"slots/all/{key}"] == pytest.approx(found[key])
 
 
 def test_dry_run_has_the_parameters_of_table_6(capsys):
@@ -338,7 +340,9 @@ def test_resume_needs_a_run_of_the_same_method(tmp_path):
 
 @pytest.mark.parametrize("flags, message", [
     (["--batch", "0"], "--batch 0 must be from 1"), (["--seed", "-1"], "--seed -1"), (["--sigma", "2"], "--sigma 2.0 must be from 0 to 1"),
-    (["--image-encoder", "tiny:cls=1"], "leave out cls=1"), (["--eval-data", "nowhere"], "nowhere does not exist")])
+    (["--image-encoder", "tiny:cls=1"], "leave out cls=1"),
+    (["--method", "sparo", "--grp-size", "3", "--L", "4"], "give a divisor of L"), (["--method", "sparo", "--codes", "0"], "--codes 0"),
+    (["--method", "sparo", "--readout", "cls"], "add cls=1"), (["--eval-data", "nowhere"], "nowhere does not exist")])
 def test_values_out_of_range_are_refused_at_the_start(tmp_path, flags, message):
     with pytest.raises(common.UserError, match=message):
         train.main([*SMALL, *flags, "--out", str(tmp_path / "run")])
@@ -360,6 +364,8 @@ def test_several_runs_are_compared(tmp_path, capsys):
     capsys.readouterr()
     evaluation.main([*map(str, runs), "--task", "zeroshot,retrieval,negatives,winoground"])
     shown = capsys.readouterr().out
+    with pytest.raises(common.UserError, match="nothing to evaluate in slots on shapes"):
+        evaluation.main([str(runs[0]), "--task", "slots"])
     assert "| | clip (2) | filip (1) |" in shown and "| faithfulness/K-Pna |" in shown and (runs[0] / "comparison.png").exists()
     values = [json.loads((run / "eval.json").read_text())["zeroshot"] for run in runs]
     assert f"| zeroshot | {(values[0] + values[1]) / 2:.3f} ± {abs(values[0] - values[1]) / 2**0.5:.3f} | {values[2]:.3f} |" in shown
