@@ -6,6 +6,7 @@ A metric is a pure function of matrices; a task gathers the matrices; TASKS says
 """
 
 import argparse
+import colorsys
 import dataclasses
 import itertools
 import json
@@ -246,6 +247,7 @@ class Embedder:
     def __init__(self, model, tokenizer, context, image_size, device="cpu", chunk=256, workers=0):
         self.model, self.tokenizer, self.context, self.image_size = model.eval(), tokenizer, context, image_size
         self.device, self.chunk, self.workers = device, chunk, workers
+        self.words = self.unknown = 0  # of the texts, without [CLS] and [SEP]
         self.late = getattr(model, "late_interaction", False)
         self.sides = ("encode_patches", "encode_tokens") if self.late else ("encode_image", "encode_text")
 
@@ -255,6 +257,8 @@ class Embedder:
         rows = []
         for start in range(0, len(captions), self.chunk):
             tokens, mask = self.tokenizer.batch(captions[start : start + self.chunk], self.context)
+            self.words += int(mask.sum()) - 2 * len(tokens)
+            self.unknown += int((tokens == self.tokenizer.unk).sum())
             rows.append(getattr(self.model, encode or self.sides[1])(tokens.to(self.device), mask.to(self.device)).cpu())
         longest = max(x.shape[1] for x in rows)
         return torch.cat([F.pad(x, (0, 0, 0, longest - x.shape[1])) if x.ndim == 3 else x for x in rows])
@@ -567,7 +571,8 @@ ON_REQUEST = {"knn", "linear", "slots", "masks"}  # tasks that run only where --
 
 PALETTE = torch.tensor([(40, 40, 40), (230, 60, 60), (60, 180, 75), (70, 110, 240), (245, 225, 60), (150, 60, 190),
                         (245, 140, 40), (250, 170, 210), (240, 240, 240),
-                        *((37 * i % 256, 91 * i % 256, 53 * i % 256) for i in range(9, 255)), (255, 255, 255)], dtype=torch.uint8)
+                        *([round(255 * x) for x in colorsys.hsv_to_rgb(0.382 * i % 1, (0.95, 0.5)[i % 2], (0.95, 0.75, 0.55)[i % 3])]
+                          for i in range(9, 255)), (255, 255, 255)], dtype=torch.uint8)
 
 
 def to_picture(image, side):
@@ -661,13 +666,13 @@ def names_in(truth, names):
     return ", ".join(names[c - 1] for c in truth.unique().tolist() if 0 < c < 255)
 
 
-def legend_of(source, maps):
-    """The colours that stand for classes: of the world's all, of a folder's those in the pictures."""
+def legend_of(source, maps, found):
+    """The colours that stand for classes: of the world's all, of a folder's those in the true and found maps."""
     if is_world(source):
         both = zip(*(names for _, names, _, _ in maps))
         return [(tuple(PALETTE[i + 1].tolist()), " or ".join(names)) for i, names in enumerate(both)]
     (_, names, _, truths), = maps
-    present = sorted({c for truth in truths for c in truth.unique().tolist() if 0 < c < 255})
+    present = sorted({c for shown in (*truths, *found) for c in shown.unique().tolist() if 0 < c < 255})
     return [(tuple(PALETTE[c].tolist()), names[c - 1]) for c in present]
 
 
@@ -682,26 +687,28 @@ def draw_segmentation(embed, source, options, path):
     if not can_segment(source) or not hasattr(embed.model, "encode_patches"):
         return False
     (images, maps), side = picture_maps(source, options), 144
-    rows = [[(to_picture(image, side), "image")] for image in images]
+    rows, all_found = [[(to_picture(image, side), "image")] for image in images], []
     for by, names, prompts, truths in maps:
-        for row, truth, found in zip(rows, truths, found_maps(embed, images, prompts, truths)):
+        all_found += found_maps(embed, images, prompts, truths)
+        for row, truth, found in zip(rows, truths, all_found[-len(truths):]):
             row += [(colour_map(truth), f"true:\n{names_in(truth, names)}"), (colour_map(found), f"{by} found\nfor each patch"),
                     (colour_map(torch.where(truth > 0, found, 0)), f"{by} found,\nobjects only")]
-    sheet(rows, path, side, "Zero-shot segmentation: each patch takes the class whose text is nearest", legend_of(source, maps))
+    sheet(rows, path, side, "Zero-shot segmentation: each patch takes the class whose text is nearest", legend_of(source, maps, all_found))
     return True
 
 
 def draw_comparison(runs, source, options, path):
     """Image, truth and what each run finds (SPARC, Fig. 3); of the world by colour and by shape. runs: {name: Embedder}."""
     (images, maps), side = picture_maps(source, options), 112
-    rows = [[(to_picture(image, side), "image")] for image in images]
+    rows, all_found = [[(to_picture(image, side), "image")] for image in images], []
     for _, names, prompts, truths in maps:
         for row, truth in zip(rows, truths):
             row.append((colour_map(truth), f"true:\n{names_in(truth, names)}"))
         for name, embed in runs.items():
-            for row, found in zip(rows, found_maps(embed, images, prompts, truths)):
+            all_found += found_maps(embed, images, prompts, truths)
+            for row, found in zip(rows, all_found[-len(truths):]):
                 row.append((colour_map(found), name))
-    sheet(rows, path, side, "Zero-shot segmentation: each patch takes the class whose text is nearest", legend_of(source, maps))
+    sheet(rows, path, side, "Zero-shot segmentation: each patch takes the class whose text is nearest", legend_of(source, maps, all_found))
 
 
 @torch.no_grad()
@@ -797,8 +804,13 @@ def report(embed, source, options, run):
     else:
         path = Path(run, f"eval-{re.sub('[^A-Za-z0-9]+', '-', options.data).strip('-')}-{options.split}.json")
     path.write_text(json.dumps(record | result, indent=2) + "\n")
+    if embed.unknown > 0.1 * embed.words:
+        print(f"{embed.unknown / embed.words:.0%} of the texts' tokens are [UNK]: the run's vocabulary does not know these words; train "
+              f"on captions that hold them, or with --vocab.")
     if is_world(source) or is_table(source) or can_segment(source):
-        drawn = [name for name, draw in PICTURES.items() if draw(embed, source, options, Path(run, name))]
+        prefix = path.stem.removeprefix("eval").removeprefix("-")  # pictures of other data stand beside the run's own
+        names = {f"{prefix}-{name}" if prefix else name: draw for name, draw in PICTURES.items()}
+        drawn = [name for name, draw in names.items() if draw(embed, source, options, Path(run, name))]
         if drawn:
             print("pictures: " + ", ".join(str(Path(run, name)) for name in drawn))
     return result
@@ -848,6 +860,7 @@ def differences(configs):
     every = dict.fromkeys(key for config in configs for key in config)
     keys = [key for key in every if len({json.dumps(config[key]) for config in configs if key in config}) > 1]
     keys = [key for key in keys if key not in ("seed", "out", "argv", "git", "machine", "resume")]
+    keys.sort(key=lambda key: key not in ("method", "objective", "readout"))
     return [", ".join(str(config[key]) if len(keys) == 1 else f"{key}={config[key]}" for key in keys if key in config) or "all"
             for config in configs]
 
@@ -890,6 +903,9 @@ def main(argv=None):
         raise UserError(f"--limit {options.limit} must be at least 1.")
     if options.nouns_adjectives:
         options.nouns_adjectives = {word.lower() for word in read_lines(options.nouns_adjectives, "--nouns-adjectives")}
+    for run in options.runs:
+        if not Path(run, "config.json").exists():
+            raise UserError(f"{run} holds no run: there is no {run}/config.json.")
     configs, choices, results, embedders = [], [], [], []
     for run in options.runs:
         embed, config = load_run(run, "cuda" if torch.cuda.is_available() else "cpu")
@@ -910,7 +926,7 @@ def main(argv=None):
         alike = len({(chosen.data, embed.image_size) for chosen, embed in zip(choices, embedders)}) == 1
         if can_segment(source) and alike and all(hasattr(embed.model, "encode_patches") for embed in embedders):
             path = Path(options.runs[0], "comparison.png")
-            draw_comparison({name: embedders[names.index(name)] for name in names}, source, chosen, path)
+            draw_comparison({re.sub(r"\w+=", "", name): embedders[names.index(name)] for name in names}, source, chosen, path)
             print(f"picture: {path}")
 
 
