@@ -76,7 +76,7 @@ def test_attention_maps_are_those_of_the_slots(listing):
     module, x = build(listing=listing), torch.randn(2, 5, 6, dtype=torch.float64)
     slots, attn = module(x, torch.tensor([4, 2]), return_attn=True)
     assert torch.equal(slots, module(x, torch.tensor([4, 2]))) and attn.shape == (2, 4, 5)
-    torch.testing.assert_close(attn[0], torch.tensor(literal_slots(module, x[0])[1], dtype=torch.float64))
+    torch.testing.assert_close(attn[0], torch.stack([torch.stack(row) for row in literal_slots(module, x[0])[1]]))
     assert (attn[1, :, 3:] == 0).all() and torch.allclose(attn.sum(-1), torch.ones(2, 4).double())
 
 
