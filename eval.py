@@ -157,8 +157,8 @@ def mean_known(values):
 class ImageFiles(Dataset):
     """Image files for evaluation: (index, image), or (index, None) where one cannot be read."""
 
-    def __init__(self, paths, size, transform=None):
-        self.paths, self.size, self.transform = paths, size, transform or common.eval_transform(size)
+    def __init__(self, paths, size):
+        self.paths, self.size, self.transform = paths, size, common.eval_transform(size)
 
     def __len__(self):
         return len(self.paths)
@@ -315,20 +315,30 @@ VOC_CLASSES = ["aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "
 WORLD_N = 1000  # samples of the embedded world a task uses; its scenes come from the split's own part of the world
 
 
+def folder_images(embed, source, limit=None, encode=None):
+    """What `images` gives for the readable ones of `limit` random images of class folders, and their labels (m,)."""
+    chosen = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:limit].tolist()
+    images, kept = embed.files([source.paths[i] for i in chosen], encode)
+    return images, torch.as_tensor(source.labels)[chosen][kept]
+
+
+def pair_ids(scene):
+    """World scene -> (n, K), the objects' index in WORLD_CLASSES["pair"]."""
+    return scene["colour"] * 8 + scene["shape"]
+
+
 def zeroshot(embed, source, options):
     """Top-1 accuracy. World: one object a scene, 64 colour-shape classes. Class folders: the folders' names."""
     if isinstance(source, common.World):
         sample = source.sample(WORLD_N, options.split, 1, objects=1)
         colour, shape = sample["scene"]["colour"][:, 0], sample["scene"]["shape"][:, 0]
         predicted = embed.classify(embed.images(sample["images"]), *world_prompts(source, "pair")).argmax(1)
-        right = predicted == colour * 8 + shape
+        right = predicted == pair_ids(sample["scene"])[:, 0]
         held = torch.tensor([pair in source.heldout_pairs for pair in zip(colour.tolist(), shape.tolist())])
         return {"zeroshot": right, "zeroshot/colour": predicted // 8 == colour, "zeroshot/shape": predicted % 8 == shape,
                 **({"zeroshot/heldout_pairs": right[held]} if held.any() else {})}
     names = [common.article(name.replace("_", " ")) for name in source.classes]
-    chosen = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[: options.limit].tolist()
-    images, kept = embed.files([source.paths[i] for i in chosen])
-    labels = torch.as_tensor(source.labels)[chosen][kept]
+    images, labels = folder_images(embed, source, options.limit)
     predicted = embed.classify(images, names, options.templates or TEMPLATES).argmax(1)
     return {"zeroshot": predicted == labels, "zeroshot/chance": 1 / len(names)}
 
@@ -399,7 +409,7 @@ def winoground(embed, source, options):
 def label_maps(source, sample, by):
     """World sample -> class ids (n, S, S), 0 background, and the class names; by: "colour", "shape" or "pair"."""
     scene, segmentation = sample["scene"], sample["segmentation"]
-    ids = {"colour": scene["colour"], "shape": scene["shape"], "pair": scene["colour"] * 8 + scene["shape"]}[by]
+    ids = {"colour": scene["colour"], "shape": scene["shape"], "pair": pair_ids(scene)}[by]
     ids = F.pad(ids + 1, (1, 0))                                          # (n, 1 + K)
     return ids.gather(1, segmentation.flatten(1)).view_as(segmentation), WORLD_CLASSES[by]
 
@@ -454,12 +464,10 @@ def labelled(embed, source, split, n):
     folders."""
     if is_world(source):
         sample = source.sample(n, split, 9, objects=1)
-        labels = (sample["scene"]["colour"] * 8 + sample["scene"]["shape"])[:, 0]
+        labels = pair_ids(sample["scene"])[:, 0]
         known = ~torch.isin(labels, torch.tensor([colour * 8 + shape for colour, shape in source.heldout_pairs]))
         return embed.images(sample["images"][known], "encode_image"), labels[known]
-    chosen = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:n].tolist()
-    images, kept = embed.files([source.paths[i] for i in chosen], "encode_image")
-    return images, torch.as_tensor(source.labels)[chosen][kept]
+    return folder_images(embed, source, n, "encode_image")
 
 
 def train_and_test(embed, source, options):
@@ -501,13 +509,17 @@ def with_mask(embed, source, options, mask):
     return {key: torch.as_tensor(found[key]).float().mean().item() for key in HEADLINES}
 
 
+def has_slots(model):
+    return isinstance(model, sparo.Model) and model.config.readout == "sparo"
+
+
 def slots(embed, source, options):
     """Post-hoc concept selection (SPARO, Sec. 5.1): slots ranked by their zero-shot accuracy alone on the world's val split, the
     best half, the best quarter and, for comparison, the worst half evaluated on the split asked for."""
-    if getattr(getattr(embed.model, "config", None), "readout", "") != "sparo":
+    if not has_slots(embed.model):
         return {}
     sample, (names, templates) = source.sample(WORLD_N, "val", 8, objects=1), world_prompts(source, "pair")
-    labels = (sample["scene"]["colour"] * 8 + sample["scene"]["shape"])[:, 0]
+    labels = pair_ids(sample["scene"])[:, 0]
     texts = embed.texts([template.format(name) for name in names for template in templates], "text_slots")
     classes = F.normalize(texts, dim=-1).unflatten(0, (len(names), -1)).mean(1)                  # (C, L, V)
     accuracy = sparo.slot_accuracies(embed.images(sample["images"], "image_slots"), classes, labels)
@@ -715,7 +727,7 @@ def draw_comparison(runs, source, options, path):
 def draw_slots(embed, source, options, path):
     """What single slots of SPARO attend to in images and captions (Sec. 5.4): as in the paper slots with sharp attention to words,
     to other words than the slots above, and samples in which the slot's image and text agree (cosine above .75)."""
-    if getattr(getattr(embed.model, "config", None), "readout", "") != "sparo" or isinstance(source, SegmentationFolder):
+    if not has_slots(embed.model) or isinstance(source, SegmentationFolder):
         return False
     images, captions = picture_samples(source, options, 64)
     tokens, mask = embed.tokenizer.batch(captions, embed.context)

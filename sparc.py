@@ -217,7 +217,7 @@ class Model(nn.Module):
         cfg, words = self.config, words_only(batch["mask"])
         f_v = self.image_encoder(batch["images"])                        # (B, P, d)
         f_t = self.text_encoder(batch["tokens"], batch["mask"])          # (B, L, d)
-        v = self.g_v(self.h_v(f_v.mean(1)))                      # (B, E)
+        v = self.g_v(self.h_v(f_v.mean(1)))                              # (B, E)
         t = self.g_t(masked_mean(f_t, words))                            # (B, E)
         scale = self.log_scale.exp()
         if cfg.objective == "sparc":
@@ -520,11 +520,14 @@ def mgca_of(model, x):
 
 BASELINES = {"clip": ["global"], "filip": ["filip"], "clip+filip": ["global", "filip"], "pacl": ["pacl"],
              "gloria": ["global", "gloria"], "mgca": ["global", "mgca"]}
+def log_batch(model, batch, words, patches):
+    return math.log(batch)
+
+
 TERMS = {  # name: (loss of a model and its features x, chance level for captions of `words` (B,) words and images of `patches`)
-    "global": (lambda model, x: global_loss(x.v, x.t, x.scale, x.gather), lambda model, batch, words, patches: math.log(batch)),
-    "filip": (filip_of, lambda model, batch, words, patches: math.log(batch)),
-    "pacl": (lambda model, x: pacl_loss(x.t, model.g_v(x.f_v), x.scale, x.gather),
-             lambda model, batch, words, patches: math.log(batch)),
+    "global": (lambda model, x: global_loss(x.v, x.t, x.scale, x.gather), log_batch),
+    "filip": (filip_of, log_batch),
+    "pacl": (lambda model, x: pacl_loss(x.t, model.g_v(x.f_v), x.scale, x.gather), log_batch),
     "gloria": (lambda model, x: gloria_loss(model.g_t(x.f_t), model.g_v(x.f_v), x.words, x.scale, x.gather),
                lambda model, batch, words, patches:  # Z of a caption of L words is log L higher
                math.log(batch) + (words.mean().log() - words.log().mean()).item() / 2),
