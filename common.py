@@ -3,6 +3,7 @@
 Nothing here knows a method, and no method file imports this one: train.py and eval.py join them.
 """
 
+import contextlib
 import csv
 import dataclasses
 import functools
@@ -28,6 +29,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset, get_worker_info
+from torchvision.models import resnet
 from torchvision.ops import Conv2dNormActivation, masks_to_boxes, stochastic_depth
 from torchvision.transforms import v2
 
@@ -157,13 +159,29 @@ class Block(nn.Module):
         return x + stochastic_depth(self.mlp(self.norm2(x)), self.drop_path, "row", self.training)
 
 
-class Blocks(nn.ModuleList):
+class Chain(nn.ModuleList):
+    """Modules one after the other, each called with the output of the one before and `context`; recomputed in the backward pass
+    with grad_checkpoint. Returns the last `n` outputs, the last one last."""
+
+    grad_checkpoint = False
+
+    def forward(self, x, *context, n=1):
+        outputs = []
+        for module in self:
+            if self.grad_checkpoint and torch.is_grad_enabled():
+                x = checkpoint(module, x, *context, use_reentrant=False)
+            else:
+                x = module(x, *context)
+            outputs = [*outputs, x][-n:]
+        return outputs or [x]
+
+
+class Blocks(Chain):
     """`depth` blocks: stochastic depth growing linearly, CLIP's initialisation, optional gradient checkpointing."""
 
     def __init__(self, depth, width, heads, mlp_ratio, act, eps, drop_path):
         rates = np.linspace(0, drop_path, depth).tolist()
         super().__init__(Block(width, heads, mlp_ratio, act, eps, rate) for rate in rates)
-        self.grad_checkpoint = False
         for block in self:
             nn.init.normal_(block.attn.qkv.weight, std=width**-0.5)
             nn.init.normal_(block.attn.proj.weight, std=(2 * width * depth) ** -0.5)
@@ -171,14 +189,6 @@ class Blocks(nn.ModuleList):
             nn.init.normal_(block.mlp.fc2.weight, std=(2 * width * depth) ** -0.5)
             for linear in (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2):
                 nn.init.zeros_(linear.bias)
-
-    def forward(self, x, mask=None, causal=False):
-        for block in self:
-            if self.grad_checkpoint and torch.is_grad_enabled():
-                x = checkpoint(block, x, mask, causal, use_reentrant=False)
-            else:
-                x = block(x, mask, causal)
-        return x
 
 
 def sincos_positions(height, width, d):
@@ -254,6 +264,10 @@ class ViT(nn.Module):
         self.norm = nn.LayerNorm(width, eps=eps)
 
     def forward(self, images):
+        return self.layers(images, 1)[0]
+
+    def layers(self, images, n):
+        """The outputs (B, N, width) of the last n blocks, or of all if there are fewer, each normalised; the last one last."""
         x = self.patch_embed(images)                         # (B, d, h, w)
         h, w = x.shape[-2:]
         x = x.flatten(2).transpose(1, 2)                     # (B, h*w, d)
@@ -263,7 +277,7 @@ class ViT(nn.Module):
             x = torch.cat([self.cls.expand(len(x), -1, -1).to(x.dtype), x], dim=1)  # (B, 1 + h*w, d)
         if self.pos is not None:
             x = x + pos
-        return self.norm(self.blocks(self.norm_pre(x)))
+        return [self.norm(x) for x in self.blocks(self.norm_pre(x), n=n)]
 
 
 def resize_positions(pos, has_cls, height, width):
@@ -297,7 +311,29 @@ class TextTransformer(nn.Module):
     def forward(self, tokens, mask=None):
         x = self.embedding(tokens) + self.pos[:, : tokens.shape[1]]  # (B, L, d)
         mask = None if self.causal or mask is None else mask[:, None, None, :]
-        return self.norm(self.blocks(x, mask, self.causal))
+        return self.norm(self.blocks(x, mask, self.causal)[-1])
+
+
+class ResNet(resnet.ResNet):
+    """torchvision's ResNet up to its last feature map: images (B, 3, H, W) -> (B, h * w, width), a token for each 32 x 32 pixels.
+
+    Parameters have torchvision's names; BatchNorm is over the global batch. blocks: how many in each of the four stages.
+    """
+
+    def __init__(self, image_size=224, blocks=(3, 4, 6, 3)):
+        super().__init__(resnet.Bottleneck, list(blocks), norm_layer=BatchNorm)
+        if image_size % 32:
+            raise UserError(f"image_size {image_size} is not a multiple of 32, the stride of a ResNet.")
+        self.image_size, self.grid, self.cls, self.width = image_size, image_size // 32, None, self.fc.in_features
+        del self.avgpool, self.fc
+        for name in ("layer1", "layer2", "layer3", "layer4"):
+            setattr(self, name, Chain(getattr(self, name)))
+
+    def forward(self, images):
+        x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
+        for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
+            x = layer(x)[-1]                                 # (B, 256, H/4, W/4) ... (B, 2048, H/32, W/32)
+        return x.flatten(2).transpose(1, 2)
 
 
 VIT_PRESETS = {
@@ -308,6 +344,7 @@ VIT_PRESETS = {
     "ViT-B/16": dict(patch_size=16, width=768, depth=12, heads=12),    # ViT, Table 1
     "ViT-L/14": dict(patch_size=14, width=1024, depth=24, heads=16),   # ViT, Table 1; patch 14: CLIP (arXiv 2103.00020)
 }
+RESNET_PRESETS = {"ResNet-50": dict(blocks=(3, 4, 6, 3))}              # ResNet (arXiv 1512.03385), Table 1
 TEXT_PRESETS = {
     "tiny": dict(context=32, width=128, depth=2, heads=4),             # the embedded world
     "12x512": dict(width=512, depth=12, heads=8),                      # CLIP, Sec. 2.4
@@ -325,6 +362,13 @@ def encoder_settings(kind, spec, presets):
     return {**defaults, **presets[name], **cast_knobs(knobs, scalars, kind.__name__)}
 
 
+def image_encoder_settings(spec):
+    """A spec of --image-encoder -> (ViT or ResNet, every argument of its constructor)."""
+    if parse_spec(spec)[0] in RESNET_PRESETS:
+        return ResNet, encoder_settings(ResNet, spec, RESNET_PRESETS)
+    return ViT, encoder_settings(ViT, spec, VIT_PRESETS | dict.fromkeys(RESNET_PRESETS, {}))
+
+
 # Weights of others ---------------------------------------------------------------------------------------------------
 
 CLIP_NAMES = [  # OpenCLIP and OpenAI CLIP; the image tower's names stand behind `visual.`
@@ -340,7 +384,7 @@ TIMM_NAMES = [(r"^patch_embed\.proj\.", "patch_embed."), (r"^cls_token$", "cls")
 
 
 def load_encoder_weights(encoder, state_dict):
-    """Load OpenCLIP/OpenAI CLIP or timm/DINO weights, or our own, into a ViT or a TextTransformer, by name.
+    """Load OpenCLIP/OpenAI CLIP or timm/DINO weights, or our own, into a ViT or a TextTransformer, torchvision's into a ResNet.
 
     The tower may stand behind any prefix (`visual.`, `module.`, `teacher.backbone.`) and in nested dicts; of a student and
     its teacher the teacher is taken. Position grids of another size are interpolated; a position of the CLS token or a bias
@@ -349,7 +393,9 @@ def load_encoder_weights(encoder, state_dict):
     pre_norm=True, patch_bias=False, cls=True, eps=1e-5 (image) and causal=True, quick_gelu=True, context=77 (text).
     """
     tensors = dict(flatten(state_dict))
-    tower, inside = find_tower(tensors, isinstance(encoder, ViT))
+    is_resnet = isinstance(encoder, ResNet)
+    block = r"layer[1-4]\.\d+\." if is_resnet else r"(?:transformer\.)?(?:res)?blocks\.\d+\."
+    tower, inside = find_tower(tensors, block, isinstance(encoder, (ViT, ResNet)))
     own, renamed, report = encoder.state_dict(), {}, []
     outside = [key for key in tensors if key not in inside]
     if outside:
@@ -357,7 +403,7 @@ def load_encoder_weights(encoder, state_dict):
         report.append(f"{len(outside)} tensor(s) of other parts of the file ({names}): not used")
     for key, value in inside.items():
         name = key[len(tower):]
-        for pattern, replacement in CLIP_NAMES + TIMM_NAMES:
+        for pattern, replacement in [] if is_resnet else CLIP_NAMES + TIMM_NAMES:
             name = re.sub(pattern, replacement, name)
         if name == "cls":
             value = value.reshape(1, 1, -1)
@@ -372,9 +418,9 @@ def load_encoder_weights(encoder, state_dict):
             report.append(f"{key}: shape {tuple(value.shape)} does not fit {tuple(own[name].shape)}, not used")
         else:
             renamed[name] = value
-    if not any(name.startswith("blocks.") for name in renamed):
+    if not any(name.startswith(("blocks.", "layer")) for name in renamed):
         names = f"its names start with {', '.join(list(tensors)[:3])}" if tensors else "it holds no tensor"
-        why = next((line for line in report if "blocks." in line and "does not fit" in line), names)
+        why = next((line for line in report if re.search(r"blocks\.|layer", line) and "does not fit" in line), names)
         raise UserError(f"No block of the file fits this {type(encoder).__name__}: {why}.")
     if "patch_embed.weight" in renamed and "patch_embed.bias" in own.keys() - renamed.keys():
         renamed["patch_embed.bias"] = torch.zeros(encoder.width)
@@ -393,9 +439,9 @@ def flatten(tree, prefix=""):
             yield f"{prefix}{key}", value
 
 
-def find_tower(tensors, is_image):
-    """The prefix of the image or text tower's names in a file, and its tensors by their full names."""
-    found = (re.match(r"((?:.*?\.)??)(?:transformer\.)?(?:res)?blocks\.\d+\.", key) for key in tensors)
+def find_tower(tensors, block, is_image):
+    """The prefix of the image or text tower's names in a file, and its tensors by their full names; block: pattern of a block's."""
+    found = (re.match(rf"((?:.*?\.)??){block}", key) for key in tensors)
     prefixes = sorted({match[1] for match in found if match}) or [""]
     tower = max(prefixes, key=lambda p: (("visual." in p or "image" in p) == is_image, "teacher" in p))
     return tower, {key: value for key, value in tensors.items()
@@ -840,6 +886,11 @@ def normalize(images):
     return v2.functional.normalize(images, MEAN, STD)
 
 
+def denormalize(images):
+    """The inverse of `normalize`."""
+    return images * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]
+
+
 def train_transform(size, min_scale=0.9):
     """RandomResizedCrop of `min_scale` to 1 of the area, horizontal flip, normalised float (3, size, size)."""
     return v2.Compose([
@@ -852,6 +903,88 @@ def eval_transform(size):
     return v2.Compose([
         v2.Resize(size, interpolation=v2.InterpolationMode.BICUBIC, antialias=True), v2.CenterCrop(size),
         v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
+
+
+@dataclasses.dataclass
+class View:
+    """A kind of random view of an image: what it crops, and how often a view is blurred and solarised (BYOL, arXiv 2006.07733,
+    App. B; DINO, arXiv 2104.14294). Flips (.5 of the views), colour jitter (.8) and grey (.2) are the same for all kinds."""
+
+    size: int                # pixels of its side
+    scale: tuple             # least and largest share of the image's area that it shows
+    blur: float = 0.0        # probability
+    solarize: float = 0.0    # probability
+
+
+class Views:
+    """Several random views of each image, for objectives that compare them. Only crops are made image by image, the rest by the
+    batch: for small images most of the time would be the calls.
+
+    views: a View each; image_size: pixels of the largest: blur is relative to it.
+    """
+
+    def __init__(self, views, image_size):
+        self.views, self.image_size = views, image_size
+
+    def __call__(self, image):
+        """PIL image or (3, H, W) in [0, 1] -> a random crop (3, size, size) for each view."""
+        crops = []
+        for view in self.views:
+            box = v2.RandomResizedCrop.get_params(image, view.scale, (3 / 4, 4 / 3))
+            crop = v2.functional.resized_crop(image, *box, [view.size] * 2, v2.InterpolationMode.BICUBIC, True)
+            crops.append(crop if torch.is_tensor(crop) else v2.functional.to_dtype(v2.functional.to_image(crop), scale=True))
+        return crops
+
+    def collate(self, samples):
+        """B lists of crops -> {"views": a normalised tensor (B, 3, size, size) for each view}."""
+        return {"views": [self.distort(torch.stack(crops), view) for crops, view in zip(zip(*samples), self.views)]}
+
+    def distort(self, x, view):
+        """Flip, jitter, grey, blur, solarise and normalise (B, 3, s, s), each image by random numbers of its own."""
+        shape, some = (len(x), 1, 1, 1), lambda p: torch.rand(len(x), 1, 1, 1) < p
+        x = torch.where(some(0.5), x.flip(3), x).clamp(0, 1)             # bicubic crops overshoot
+        x = torch.where(some(0.8), jitter(x, 0.4, 0.4, 0.2, 0.1), x)
+        x = torch.where(some(0.2), luma(x).expand_as(x), x)
+        if view.blur:
+            sigma = torch.empty(shape).uniform_(0.1, 2) * self.image_size / 224
+            x = torch.where(some(view.blur), blur(x, sigma), x)
+        x = torch.where((x >= 0.5) & some(view.solarize), 1 - x, x)
+        return normalize(x)
+
+
+def luma(x):
+    """(B, 3, H, W) -> (B, 1, H, W), the grey value (ITU-R BT.601)."""
+    return (x * torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1, keepdim=True)
+
+
+def jitter(x, brightness, contrast, saturation, hue):
+    """Random colours of each image of (B, 3, H, W) in [0, 1]: factors from 1 - strength to 1 + strength, hue turned by up to
+    `hue` of a circle. All four are one linear map of the colours around the mean grey value, so that their order does not
+    matter; hue turns in the YIQ space, where v2.ColorJitter uses HSV and cuts at 0 and 1 after each step."""
+    b, c, s = (torch.empty(len(x), 1, 1).uniform_(1 - strength, 1 + strength) for strength in (brightness, contrast, saturation))
+    angle = torch.empty(len(x)).uniform_(-2 * math.pi * hue, 2 * math.pi * hue)
+    yiq = torch.tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
+    turn = torch.zeros(len(x), 3, 3)
+    turn[:, 0, 0] = 1
+    turn[:, 1, 1] = turn[:, 2, 2] = angle.cos()
+    turn[:, 2, 1], turn[:, 1, 2] = angle.sin(), -angle.sin()
+    turn[:, 1:] *= s                                                     # saturation scales I and Q
+    colours = torch.linalg.inv(yiq) @ turn @ yiq * b                     # (B, 3, 3)
+    grey = b * luma(x).mean((2, 3), keepdim=True)[:, 0]                  # (B, 1, 1)
+    return torch.baddbmm((1 - c) * grey, c * colours, x.flatten(2)).view_as(x).clamp(0, 1)
+
+
+def blur(x, sigma):
+    """Gaussian blur of (B, 3, s, s), sigma (B, 1, 1, 1) in pixels: two matrix products; at the edge the weights inside count."""
+    place = torch.arange(x.shape[-1])
+    kernel = (-(place[:, None] - place).square() / (2 * sigma.square())).exp()   # (B, 1, s, s)
+    kernel = kernel / kernel.sum(-1, keepdim=True)
+    return kernel @ x @ kernel.transpose(2, 3)
+
+
+def one_view(images):
+    """Images of a batch -> the part of the batch that holds them."""
+    return {"images": torch.stack(images)}
 
 
 def open_image(file, least):
@@ -975,6 +1108,17 @@ class TarShards:
                     yield sample
             self.patience = min(100_000, 100 + 50 * size)
 
+    def labelled(self):
+        """(image bytes, label) of every sample with a label: a whole number in `key.cls`, or as "label" in `key.json`."""
+        found = False
+        for members, _ in itertools.chain.from_iterable(tar_members(path) for path in self.paths):
+            image, label = image_of(members), label_of(members)
+            if image is not None and label is not None:
+                found = True
+                yield image, label
+        if not found:
+            raise UserError(f"{self.what} has no image with a label: a number in KEY.cls, or as \"label\" in KEY.json.")
+
     def sample_captions(self, limit):
         samples = itertools.chain.from_iterable(read_tar(path) for path in self.paths)
         captions = [s[1] for s in itertools.islice((s for s in samples if not isinstance(s, Skipped)), limit)]
@@ -1029,15 +1173,21 @@ def shuffled(samples, size, rng):
 
 
 def read_tar(path):
-    """One shard -> (image bytes, caption, "shard:key") for each key, or Skipped. Members of a key, which is the name up to
-    its first dot, stand together (img2dataset)."""
+    """One shard -> (image bytes, caption, "shard:key") for each key, or Skipped."""
+    for sample in tar_members(path):
+        yield sample if isinstance(sample, Skipped) else read_sample(*sample)
+
+
+def tar_members(path):
+    """One shard -> ({suffix: bytes}, "shard:key") for each key, or Skipped. Members of a key, which is the name up to its first
+    dot, stand together (img2dataset)."""
     empty = True
     try:
         with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r|") as tar:
             members = ((member.name, tar.extractfile(member).read()) for member in tar if member.isfile())
             for key, group in itertools.groupby(members, key=lambda member: re.match(r"(.*/)?[^/.]*", member[0])[0]):
                 empty = False
-                yield read_sample({name[len(key):].lower(): data for name, data in group}, f"{path}:{key}")
+                yield {name[len(key):].lower(): data for name, data in group}, f"{path}:{key}"
             file.seek(tar.offset)
             if file.read(512) != bytes(512):  # the end of a tar is two blocks of zeros
                 yield Skipped("truncated shard", path)
@@ -1047,9 +1197,21 @@ def read_tar(path):
         yield Skipped("unreadable shard", f"{path} ({error})")
 
 
+def image_of(members):
+    return next((members[suffix] for suffix in IMAGE_SUFFIXES if suffix in members), None)
+
+
+def label_of(members):
+    """The class of a sample, or None."""
+    try:
+        return int(members[".cls"]) if ".cls" in members else int(json.loads(members[".json"])["label"])
+    except (KeyError, ValueError, TypeError, RecursionError):
+        return None
+
+
 def read_sample(members, where):
     """{suffix: bytes} of one key -> (image bytes, caption, where), or Skipped."""
-    image = next((members[suffix] for suffix in IMAGE_SUFFIXES if suffix in members), None)
+    image = image_of(members)
     if image is None:
         return Skipped("no image", where)
     caption = members.get(".txt", b"").decode("utf-8", "replace").strip()
@@ -1166,6 +1328,7 @@ def open_class_folders(directory):
 class Stream(IterableDataset):
     """Endless batches of one rank from a CaptionTable or TarShards, reproducible from (seed, rank, worker, position).
 
+    transform: a function of an image; with Views the batch has "views" instead of images. tokenizer: None for images alone.
     A batch: images (B, 3, S, S), tokens and mask (B, L), `skipped`: {worker: {reason: [count, last example]}}, and
     `position`: {worker: (batches, samples, skipped so far)}. Give the positions of all workers (the latest of each) back to
     continue with the next batch.
@@ -1174,6 +1337,7 @@ class Stream(IterableDataset):
     def __init__(self, source, tokenizer, transform, image_size, context, batch_size, seed, rank=0, world_size=1,
                  positions=None):
         self.source, self.tokenizer, self.transform = source, tokenizer, transform
+        self.collate = getattr(transform, "collate", one_view)
         self.least, self.context, self.batch_size = math.ceil(1.5 * image_size), context, batch_size
         self.seed, self.rank, self.world_size, self.positions = seed, rank, world_size, positions or {}
 
@@ -1197,9 +1361,10 @@ class Stream(IterableDataset):
             images.append(sample[0])
             captions.append(sample[1])
             if len(images) == self.batch_size:
-                tokens, mask = self.tokenizer.batch(captions, self.context)
                 batches += 1
-                yield {"images": torch.stack(images), "tokens": tokens, "mask": mask,
+                with fixed_seed(self.seed, part, position, 1):
+                    batch = self.collate(images)
+                yield {**batch, **tokenize(self.tokenizer, captions, self.context),
                        "position": {worker: (batches, position, dict(skipped))}, "skipped": {worker: dict(skipped)}}
                 images, captions = [], []
 
@@ -1209,25 +1374,44 @@ class Stream(IterableDataset):
             image = open_image(file, self.least)
         except IMAGE_ERRORS as error:
             return Skipped("unreadable image", f"{where or file} ({re.sub(' <.*>', '', str(error))})")
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(mix_seed(*seed))
+        with fixed_seed(*seed):
             return self.transform(image), caption
 
 
 class WorldStream(IterableDataset):
-    """Endless batches of one rank from the embedded world, in the form of Stream's."""
+    """Endless batches of one rank from the embedded world, in the form of Stream's. views: None, or Views to be made of the
+    images; tokenizer: None for images alone."""
 
-    def __init__(self, source, tokenizer, context, batch_size, seed, rank=0, world_size=1, positions=None):
+    def __init__(self, source, tokenizer, context, batch_size, seed, rank=0, world_size=1, positions=None, views=None):
         self.source, self.tokenizer, self.context, self.batch_size = source, tokenizer, context, batch_size
-        self.seed, self.rank, self.positions = seed, rank, positions or {}
+        self.seed, self.rank, self.positions, self.views = seed, rank, positions or {}, views
 
     def __iter__(self):
         worker, _ = whose_turn(self.positions)
         for batches in itertools.count(self.positions.get(worker, (0,))[0]):
-            sample = self.source.sample(self.batch_size, "train", mix_seed(self.seed, self.rank, worker, batches))
-            tokens, mask = self.tokenizer.batch(sample["captions"], self.context)
-            yield {"images": sample["images"], "tokens": tokens, "mask": mask, "position": {worker: (batches + 1,)},
-                   "skipped": {}}
+            seed = mix_seed(self.seed, self.rank, worker, batches)
+            sample = self.source.sample(self.batch_size, "train", seed)
+            yield {**self.images(sample["images"], seed), **tokenize(self.tokenizer, sample["captions"], self.context),
+                   "position": {worker: (batches + 1,)}, "skipped": {}}
+
+    def images(self, images, seed):
+        if self.views is None:
+            return {"images": images}
+        with fixed_seed(seed):
+            return self.views.collate([self.views(image) for image in denormalize(images)])
+
+
+def tokenize(tokenizer, captions, context):
+    """Captions -> tokens and mask (B, L) of a batch; without a tokenizer nothing."""
+    return dict(zip(("tokens", "mask"), tokenizer.batch(captions, context))) if tokenizer else {}
+
+
+@contextlib.contextmanager
+def fixed_seed(*numbers):
+    """Random numbers that depend on `numbers` alone, and leave those outside as they were."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(mix_seed(*numbers))
+        yield
 
 
 def whose_turn(positions):
@@ -1248,11 +1432,14 @@ def mix_seed(*numbers):
 # Schedules and parameter groups --------------------------------------------------------------------------------------
 
 
+def cosine(step, steps, start, end):
+    """Half a cosine from `start` at step 0 to `end` at `steps`."""
+    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * step / max(1, steps)))
+
+
 def cosine_lr(step, steps, warmup, peak):
     """Linear warm-up to `peak` over `warmup` steps, then half a cosine to 0 at `steps`."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+    return peak * (step + 1) / warmup if step < warmup else cosine(step - warmup, steps - warmup, peak, 0.0)
 
 
 def param_groups(model, weight_decay):

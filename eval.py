@@ -459,40 +459,59 @@ def segmentation(embed, source, options):
     return {"miou": mean_known(scores), "miou_fg": mean_known(scores_fg), "segmentation/images": len(scores)}
 
 
-def labelled(embed, source, split, n):
-    """Encodings (N, E) and labels (N,) of the world's single objects, of the classes that it shows in training, or of class
-    folders."""
+def labelled(embed, source, split, n, encode):
+    """Features (N, E) and labels (N,) of the world's single objects, of the classes that it shows in training, of class folders,
+    or of tar shards with labels."""
     if is_world(source):
         sample = source.sample(n, split, 9, objects=1)
         labels = pair_ids(sample["scene"])[:, 0]
         known = ~torch.isin(labels, torch.tensor([colour * 8 + shape for colour, shape in source.heldout_pairs]))
-        return embed.images(sample["images"][known], "encode_image"), labels[known]
-    return folder_images(embed, source, n, "encode_image")
+        return embed.images(sample["images"][known], encode), labels[known]
+    if is_table(source):
+        return folder_images(embed, source, n, encode)
+    features, labels, samples = [], [], source.labelled()
+    while group := list(itertools.islice(samples, 4096)):
+        images, kept = embed.files([image for image, _ in group], encode)
+        features.append(images)
+        labels.append(torch.tensor([label for _, label in group])[kept])
+    return torch.cat(features), torch.cat(labels)
 
 
-def train_and_test(embed, source, options):
+def train_and_test(embed, source, options, encode):
     """Features and labels of the training part (the world's train split, or --train-data) and of the data to evaluate."""
     train = source
     if not is_world(source):
-        if not getattr(options, "train_data", None):
-            raise UserError("k-NN and linear probes on class folders need --train-data, the class folders to learn from.")
+        if options.train_data in (None, options.data):
+            raise UserError("k-NN and linear probes on class folders need --train-data, other class folders or tar shards with "
+                            "labels to learn from.")
         train = common.open_data(options.train_data, image_size=embed.image_size)
-        if not is_table(train) or train.classes != source.classes:
+        if not isinstance(train, common.TarShards) and getattr(train, "classes", None) != source.classes:
             raise UserError(f"--train-data {options.train_data} must have the class folders of {options.data}: "
                             f"{', '.join(source.classes)}.")
-    return *labelled(embed, train, "train", 4 * WORLD_N if is_world(source) else None), \
-        *labelled(embed, source, options.split, WORLD_N if is_world(source) else options.limit)
+    x, y, *test = *labelled(embed, train, "train", 4 * WORLD_N if is_world(source) else None, encode), \
+        *labelled(embed, source, options.split, WORLD_N if is_world(source) else options.limit, encode)
+    if not is_world(source) and y.max() >= len(source.classes):
+        raise UserError(f"--train-data {options.train_data} has label {y.max()}, but {options.data} has {len(source.classes)} "
+                        f"classes: label i is the folder at place i of the sorted names.")
+    return x, y, *test
 
 
 def knn(embed, source, options):
-    """Accuracy of 20 nearest neighbours on the image encodings."""
-    return {"knn": knn_accuracy(*train_and_test(embed, source, options))}
+    """Accuracy of 20 nearest neighbours on the image encodings; on the world of pairs, colours and shapes."""
+    train, train_labels, test, labels = train_and_test(embed, source, options, "encode_image")
+    views = {"": lambda y: y, "/colour": lambda y: y // 8, "/shape": lambda y: y % 8} if is_world(source) else {"": lambda y: y}
+    return {f"knn{name}": knn_accuracy(train, view(train_labels), test, view(labels)) for name, view in views.items()}
 
 
 def linear(embed, source, options):
-    """Accuracy of a linear probe on the normalised image encodings."""
-    accuracy, weight_decay = linear_probe(*train_and_test(embed, source, options))
-    return {"linear": accuracy, "linear/weight_decay": weight_decay}
+    """Accuracy of a linear probe on the normalised image encodings, or on what the model's paper probes."""
+    encode = "probe_features" if hasattr(embed.model, "probe_features") else "encode_image"
+    train, train_labels, test, labels = train_and_test(embed, source, options, encode)
+    views = {"": lambda y: y, "/shape": lambda y: y % 8} if is_world(source) else {"": lambda y: y}
+    result = {}
+    for name, view in views.items():
+        result[f"linear{name}"], result[f"linear{name}/weight_decay"] = linear_probe(train, view(train_labels), test, view(labels))
+    return result
 
 
 HEADLINES = {"zeroshot": zeroshot, "i2t/R@1": retrieval, "t2i/R@1": retrieval, "negatives": negatives}  # metric: its task
@@ -565,6 +584,7 @@ def is_table(source):
     return isinstance(source, common.CaptionTable)
 
 
+IMAGE_TASKS = {"knn", "linear"}  # need no text tower
 TASKS = {  # name: (function, which data it can use)
     "zeroshot": (zeroshot, lambda s: is_world(s) or is_table(s) and s.classes is not None),
     "retrieval": (retrieval, lambda s: is_world(s) or is_table(s) and s.classes is None),
@@ -589,8 +609,7 @@ PALETTE = torch.tensor([(40, 40, 40), (230, 60, 60), (60, 180, 75), (70, 110, 24
 
 def to_picture(image, side):
     """Normalised (3, H, W) -> PIL image of side x side, pixels enlarged without smoothing."""
-    image = image * torch.tensor(common.STD)[:, None, None] + torch.tensor(common.MEAN)[:, None, None]
-    return to_pil_image(image.clamp(0, 1)).resize((side, side), Image.Resampling.NEAREST)
+    return to_pil_image(common.denormalize(image).clamp(0, 1)).resize((side, side), Image.Resampling.NEAREST)
 
 
 def sheet(rows, path, side, title, legend=()):
@@ -762,34 +781,60 @@ PICTURES = {"alignment.png": draw_alignment, "segmentation.png": draw_segmentati
 # Runs ----------------------------------------------------------------------------------------------------------------
 
 
-def build_model(config, tokenizer):
-    """A config (the dict of a run's config.json) -> the method's model, on the CPU, freshly initialised."""
-    method = METHODS[config["method"]]
-    replaced = method.replaced_blocks(config) if hasattr(method, "replaced_blocks") else 0
-    image = common.encoder_settings(common.ViT, config["image_encoder"], common.VIT_PRESETS)
-    image_encoder = common.ViT(**image | {"image_size": config["image_size"] or image["image_size"],
-                                          "depth": image["depth"] - replaced})
+def hook(config, name, default, *arguments):
+    """What the method's function `name` says of a run's settings, or `default` where the method has none."""
+    function = getattr(METHODS[config["method"]], name, None)
+    return function(fill_in(config), *arguments) if function else default
+
+
+def fill_in(config):
+    """The settings of a run, those that the method did not have when it ran at their defaults."""
+    return {field.name: field.default for field in dataclasses.fields(METHODS[config["method"]].Config)} | config
+
+
+def uses_text(config):
+    return hook(config, "uses_text", True)
+
+
+def build_encoders(config, tokenizer):
+    """A config (the dict of a run's config.json) -> image and text encoder (or None), freshly initialised."""
+    method, replaced = METHODS[config["method"]], hook(config, "replaced_blocks", 0)
+    kind, image = common.image_encoder_settings(config["image_encoder"])
+    image["image_size"] = config["image_size"] or image["image_size"]
+    if kind is common.ResNet:  # has no block to replace: its text tower keeps all blocks too
+        replaced = 0
+    else:
+        image["depth"] -= replaced
+    image_encoder = kind(**image)
     if image_encoder.cls is not None and not method.Model.takes_cls:
         raise UserError(f"{config['method']} takes all image tokens for patches: leave out cls=1 of --image-encoder.")
+    if hook(config, "needs_cls", False) and image_encoder.cls is None:
+        raise UserError(f"This read-out of {config['method']} takes the [CLS] token: add cls=1 to --image-encoder.")
+    if not uses_text(config):
+        return image_encoder, None
     text = common.encoder_settings(common.TextTransformer, config["text_encoder"], common.TEXT_PRESETS)
     rows = max(len(tokenizer), int(common.parse_spec(config["text_encoder"])[1].get("vocab_size", 0)))
-    text_encoder = common.TextTransformer(**text | {"vocab_size": rows, "depth": text["depth"] - replaced})
-    if hasattr(method, "needs_cls") and method.needs_cls(config) and image_encoder.cls is None:
-        raise UserError(f"This read-out of {config['method']} takes the [CLS] token: add cls=1 to --image-encoder.")
-    fields = {field.name: config.get(field.name, field.default) for field in dataclasses.fields(method.Config)}
+    return image_encoder, common.TextTransformer(**text | {"vocab_size": rows, "depth": text["depth"] - replaced})
+
+
+def build_model(config, image_encoder, text_encoder):
+    """The method's model on its encoders."""
+    method, settings = METHODS[config["method"]], fill_in(config)
+    own = method.Config(**{field.name: settings[field.name] for field in dataclasses.fields(method.Config)})
     try:
-        return method.Model(method.Config(**fields), image_encoder, text_encoder, image_encoder.width, text_encoder.width)
+        return hook(config, "model_class", method.Model)(own, image_encoder, text_encoder, image_encoder.width,
+                                                         text_encoder.width if text_encoder else None)
     except ValueError as error:
         raise UserError(str(error)) from None
 
 
 def evaluate(embed, source, options):
     """Run the tasks of `options.tasks`, or those that the data can serve, without ON_REQUEST -> {metric: float}."""
-    usable = [name for name, (_, can_use) in TASKS.items() if can_use(source)]
+    usable = [name for name, (_, can_use) in TASKS.items() if can_use(source) and (embed.tokenizer or name in IMAGE_TASKS)]
     if not usable:
         raise UserError(f"No task can evaluate on {options.data}: give --data captions, class folders, SugarCrepe or shapes.")
     result = {}
-    for name in options.tasks or [name for name in usable if name not in ON_REQUEST]:
+    for name in options.tasks or [name for name in usable if name not in ON_REQUEST or not embed.tokenizer]:
         if name not in usable:
             raise UserError(f"Task {name} cannot use this data; it serves {', '.join(usable)}.")
         for key, value in TASKS[name][0](embed, source, options).items():
@@ -834,8 +879,8 @@ def load_run(run, device="cpu"):
         config = json.loads(Path(run, "config.json").read_text())
     except FileNotFoundError:
         raise UserError(f"{run} holds no run: there is no {run}/config.json.") from None
-    tokenizer = common.WordPiece(Path(run, "vocab.txt"))
-    model = build_model(config, tokenizer)
+    tokenizer = common.WordPiece(Path(run, "vocab.txt")) if uses_text(config) else None
+    model = build_model(config, *build_encoders(config, tokenizer))
     state = common.load_checkpoint(Path(run, "last.pt"))
     if state["method"] != config["method"]:
         raise UserError(f"{run}/last.pt holds a {state['method']} model, but config.json says {config['method']}.")
@@ -844,8 +889,8 @@ def load_run(run, device="cpu"):
 
 
 def embedder(model, tokenizer, config, device):
-    return Embedder(model, tokenizer, model.text_encoder.context, model.image_encoder.image_size, device,
-                    workers=config["workers"])
+    context = model.text_encoder.context if tokenizer else None
+    return Embedder(model, tokenizer, context, model.image_encoder.image_size, device, workers=config["workers"])
 
 
 def is_segmentation_folder(spec):
@@ -895,7 +940,8 @@ def main(argv=None):
     parser.add_argument("runs", nargs="+", metavar="run", help="directory of a run of train.py")
     parser.add_argument("--task", help=f"comma-separated: {', '.join(TASKS)} (default: all that the data can serve but "
                                        f"{', '.join(sorted(ON_REQUEST))})")
-    parser.add_argument("--train-data", help="class folders that k-NN and linear probes learn from (the world: its train split)")
+    parser.add_argument("--train-data", help="class folders, or tar shards with labels (KEY.cls, or \"label\" in KEY.json), that k-NN and "
+                                             "linear probes learn from (default: the run's data; the world: its train split)")
     parser.add_argument("--data", help="SPEC as of train.py, a directory of SugarCrepe's JSON files, or one in Pascal VOC's "
                                        "layout (default: the run's)")
     parser.add_argument("--image-root", help="directory that the file names of a table or of SugarCrepe are relative to")
@@ -924,6 +970,7 @@ def main(argv=None):
         chosen = argparse.Namespace(**vars(options))
         if not options.data:
             chosen.data, chosen.image_root = config["data"], options.image_root or config["image_root"]
+        chosen.train_data = options.train_data or config["data"]
         chosen.split, chosen.image_size = options.split or default_split(chosen.data), embed.image_size
         source = open_eval_data(chosen.data, chosen.image_root, chosen.split, embed.image_size, options.classes)
         if len(options.runs) > 1:

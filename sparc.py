@@ -235,7 +235,7 @@ class Model(nn.Module):
         out["scale"] = scale
         return {name: value if name == "loss" else value.detach() for name, value in out.items()}
 
-    def after_step(self):
+    def after_step(self, step, steps):
         """Keep 1 / tau within [1, 100], as CLIP does."""
         with torch.no_grad():
             self.log_scale.clamp_(0, math.log(100))
@@ -518,12 +518,12 @@ def mgca_of(model, x):
     return mgca_loss(x.v, x.t, tokens, patches, x.words, words_seen, patches_read, model.prototypes, x.scale, x.gather)
 
 
-BASELINES = {"clip": ["global"], "filip": ["filip"], "clip+filip": ["global", "filip"], "pacl": ["pacl"],
-             "gloria": ["global", "gloria"], "mgca": ["global", "mgca"]}
 def log_batch(model, batch, words, patches):
     return math.log(batch)
 
 
+BASELINES = {"clip": ["global"], "filip": ["filip"], "clip+filip": ["global", "filip"], "pacl": ["pacl"],
+             "gloria": ["global", "gloria"], "mgca": ["global", "mgca"]}
 TERMS = {  # name: (loss of a model and its features x, chance level for captions of `words` (B,) words and images of `patches`)
     "global": (lambda model, x: global_loss(x.v, x.t, x.scale, x.gather), log_batch),
     "filip": (filip_of, log_batch),

@@ -32,7 +32,9 @@ Run:     python train.py --method sparo                      (the embedded world
 Result:  not measured yet.
 """
 
+import copy
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -40,10 +42,12 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 @dataclass
 class Config:
+    objective: Literal["clip", "dino"] = "clip"              # Sec. 3.3; Sec. 3.4
     readout: Literal["sparo", "cls", "gap", "attpool", "bottleneck", "fdt"] = "sparo"  # Sec. 3.2; Table 6; App. B.2
     L: int = 128                                             # slots; C.3: 64 on Conceptual Captions, 128 on LAION
     V: int = 64                                              # width of a slot
@@ -58,20 +62,38 @@ class Config:
     codes: int = 16384                                       # fdt, B.2
     listing: bool = False                                    # compute SPARO as the paper's listing does: slower, for comparison
     init_scale: float = 1 / 0.07                             # CLIP (arXiv 2103.00020), Sec. 2.5
+    # dino: the defaults of its authors' training of ViT-S, which the paper follows (C.2)
+    out_dim: int = 65536                                     # dino: K, width of the distributions
+    head_width: int = 2048                                   # dino: of the head's hidden layers
+    head_bottleneck: int = 256                               # dino: width before the head's last layer
+    student_temp: float = 0.1                                # dino: tau_s
+    teacher_temp: float = 0.04                               # dino: tau_t
+    center_momentum: float = 0.9                             # dino: of the teacher's mean output
+    ema: float = 0.996                                       # dino: the teacher's momentum at first; half a cosine takes it to 1
+    freeze_last: int = 0                                     # dino: steps in which the head's last layer rests; its paper: an epoch
+    local_crops: int = 8                                     # dino: small views of an image beside the two large ones
+    local_size: int = 96                                     # dino: pixels of a small view
+    crop_border: float = 0.4                                 # dino: share of the image that parts small from large views
 
 
 CLIP_VIT = "cls=1,pre_norm=1,patch_bias=0,eps=1e-5"          # CLIP's image tower
 PAPER = dict(text_encoder="12x512:causal=1", lr=5e-4, weight_decay=0.5, warmup=3600, batch=4096, clip_grad=0.0)
 PRESETS = {  # settings of this file and of train.py by name; --flags go before them
     "tiny": dict(image_encoder="tiny:cls=1", text_encoder="tiny:causal=1", data="shapes", L=32, V=16, D=16, embed_dim=128,
-                 batch=128, steps=600, lr=2e-3, weight_decay=0.1, warmup=50),
+                 batch=128, steps=600, lr=2e-3, weight_decay=0.1, warmup=50, out_dim=1024, head_width=256, head_bottleneck=64, ema=0.99,
+                 local_crops=2, local_size=24),
     # C.3; steps: 25 epochs of the 12.8M pairs that the authors got of CC15M, 32 of the 320M of LAION-400M
     "cc15m-b32": dict(image_encoder=f"ViT-B/32:{CLIP_VIT}", L=64, steps=78_000, **PAPER),
     "cc15m-b16": dict(image_encoder=f"ViT-B/16:{CLIP_VIT}", L=64, steps=78_000, **PAPER),
     "l400m-b32": dict(image_encoder=f"ViT-B/32:{CLIP_VIT}", L=128, steps=312_000,
                       **PAPER | dict(weight_decay=0.2, warmup=2000, batch=32768)),
+    # Sec. 3.4, C.2: 100 epochs of ImageNet's 1,281,167 images on 8 GPUs, 10 of them warm-up; lr 5e-4 batch / 256
+    "dino-s16": dict(image_encoder="ViT-S/16:cls=1,drop_path=0.1", objective="dino", L=64, batch=512, steps=250_200, lr=1e-3, beta2=0.999,
+                     adam_eps=1e-8, weight_decay=0.04, weight_decay_end=0.4, warmup=25_020, clip_grad=3.0, freeze_last=2502),
 }
-BOUNDS = {name: (1, math.inf) for name in ("L", "V", "D", "grp_size", "embed_dim", "bottleneck", "codes")}
+BOUNDS = {"ema": (0, 1), "center_momentum": (0, 1), "student_temp": (1e-3, 10), "teacher_temp": (1e-3, 10), "local_crops": (0, 100),
+          "crop_border": (0.06, 0.99), "freeze_last": (0, math.inf), **{name: (1, math.inf) for name in (
+              "L", "V", "D", "grp_size", "embed_dim", "bottleneck", "codes", "out_dim", "head_width", "head_bottleneck", "local_size")}}
 
 
 def in_fp32(function):
@@ -109,6 +131,22 @@ def clip_loss(v, t, scale, gather=identity):
     """
     i = torch.arange(len(v), device=v.device)
     return (F.cross_entropy(scale * v @ gather(t).T, i) + F.cross_entropy(scale * t @ gather(v).T, i)) / 2
+
+
+# H = - sum_{x global} sum_{x' != x} P_t(x) log P_s(x'),  P_s = softmax(g_s / tau_s),  P_t = softmax((g_t - c) / tau_t)    (DINO)
+@in_fp32
+def dino_loss(student, teacher, center, student_temp, teacher_temp):
+    """DINO's loss (Caron et al. 2021, Eq. 3), mean over images and pairs of views. student (V, B, K): logits of all views, the
+    global ones first; teacher (G, B, K): of the global ones; center (K,). -> scalar, and the teacher's distributions (G, B, K).
+
+    The sum over pairs is the product of the sums, without the pairs of a view with itself.
+    """
+    p_t = ((teacher - center) / teacher_temp).softmax(-1)                # (G, B, K)
+    log_p_s = (student / student_temp).log_softmax(-1)                   # (V, B, K)
+    G, V = len(teacher), len(student)
+    every = (p_t.sum(0) * log_p_s.sum(0)).sum(-1).mean()
+    same = (p_t * log_p_s[:G]).sum((0, 2)).mean()
+    return (same - every) / (G * (V - 1)), p_t
 
 
 # Read-outs: (B, n, d), and of captions the index (B,) of the last token -> encoding ----------------------------------
@@ -315,6 +353,24 @@ def needs_cls(config):
     return config["readout"] in ("cls", "bottleneck")
 
 
+def uses_text(config):
+    """Whether the objective has a text tower; `config`: the run's settings."""
+    return config["objective"] == "clip"
+
+
+def views(config, image_size):
+    """The random views of an image that the objective compares, in the words of common.View; None: one, and its caption."""
+    if config["objective"] == "clip":
+        return None
+    border = config["crop_border"]
+    return [dict(size=image_size, scale=(border, 1.0), blur=1.0), dict(size=image_size, scale=(border, 1.0), blur=0.1, solarize=0.2),
+            *[dict(size=config["local_size"], scale=(0.05, border), blur=0.5)] * config["local_crops"]]
+
+
+def model_class(config):
+    return Model if config["objective"] == "clip" else Dino
+
+
 class Model(nn.Module):
     """CLIP with a read-out on both towers (Sec. 3.3).
 
@@ -337,7 +393,7 @@ class Model(nn.Module):
         scale = self.log_scale.exp()
         return {"loss": clip_loss(v, t, scale, gather), "scale": scale.detach()}
 
-    def after_step(self):
+    def after_step(self, step, steps):
         """Keep the scale within [1, 100], as CLIP does."""
         with torch.no_grad():
             self.log_scale.clamp_(0, math.log(100))
@@ -371,6 +427,114 @@ class Model(nn.Module):
     def encode_text(self, tokens, mask):
         """(B, L), (B, L) -> (B, M), normalised."""
         return self.normalize(self.text_slots(tokens, mask))
+
+
+# DINO with SPARO (Sec. 3.4) ------------------------------------------------------------------------------------------
+
+
+class DinoHead(nn.Module):
+    """DINO's head: three layers, then K products with directions of length 1. x (B, M) -> logits (B, K). rest: the last layer
+    gets no gradient."""
+
+    def __init__(self, M, K, width, bottleneck):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(M, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, bottleneck))
+        self.last = nn.Linear(bottleneck, K, bias=False)
+        for layer in (self.mlp[0], self.mlp[2], self.mlp[4]):
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x, rest):
+        directions = F.normalize(torch.where(rest, self.last.weight.detach(), self.last.weight), dim=-1)
+        return F.linear(F.normalize(self.mlp(x), dim=-1), directions)
+
+
+class Dino(nn.Module):
+    """DINO (arXiv 2104.14294) on a read-out: a student learns the distributions that its own moving average, the teacher, gives
+    to other views of the image. The read-out's slots go into the head as they are. What is evaluated is the teacher.
+
+    image_encoder(images) -> (B, n, image_width), [CLS] first, for images of any size; there is no text encoder.
+    """
+
+    takes_cls = True
+
+    def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
+        super().__init__()
+        readouts = {"sparo": lambda: Sparo(image_width, config.L, config.V, config.D, config.grp_size, config.listing),
+                    "cls": lambda: Pool(nn.Identity(), mean=False), "gap": lambda: Pool(nn.Identity(), mean=True)}
+        if config.readout not in readouts:
+            raise ValueError(f"--objective dino has --readout {', '.join(readouts)}, not {config.readout}.")
+        self.config, self.image_encoder, self.readout = config, image_encoder, readouts[config.readout]()
+        M = config.L * config.V if config.readout == "sparo" else image_width
+        self.head = DinoHead(M, config.out_dim, config.head_width, config.head_bottleneck)
+        self.teacher = copy.deepcopy(self.student()).requires_grad_(False)
+        self.register_buffer("center", torch.zeros(config.out_dim))
+        self.register_buffer("step", torch.tensor(0))
+
+    def student(self):
+        return nn.ModuleList([self.image_encoder, self.readout, self.head])
+
+    def train(self, mode=True):
+        """The teacher normalises by the batch as the student does, but drops nothing."""
+        super().train(mode)
+        self.teacher.eval()
+        for module in self.teacher.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.train(mode)
+        return self
+
+    def logits(self, network, views):
+        """V views (B, 3, s, s) -> (V, B, K); those of one size go through the encoder together."""
+        encoder, readout, head = network
+        y = [readout(encoder(torch.cat(list(same)))).flatten(1) for _, same in itertools.groupby(views, lambda x: x.shape[-1])]
+        return head(torch.cat(y), self.step < self.config.freeze_last).unflatten(0, (len(views), -1))
+
+    def forward(self, batch, gather=identity):
+        """batch: views, the two global ones first, each (B, 3, s, s) -> {"loss": scalar, and scalars to log}.
+
+        entropy: of the teacher's distributions; entropy_mean: of their mean. A collapse takes both to log K, or both to 0.
+        """
+        cfg = self.config
+        with torch.no_grad():
+            teacher = self.logits(self.teacher, batch["views"][:2]).float()      # (2, B, K)
+        student = self.logits(self.student(), batch["views"])                    # (V, B, K)
+        loss, p_t = dino_loss(student, teacher, self.center, cfg.student_temp, cfg.teacher_temp)
+        if self.training:
+            mean = gather(teacher.mean((0, 1))[None]).mean(0)                    # (K,), over the global batch
+            self.center.lerp_(mean, 1 - cfg.center_momentum)
+        return {"loss": loss, "entropy": entropy(p_t), "entropy_mean": entropy(p_t.mean((0, 1)))}
+
+    def after_step(self, step, steps):
+        """The teacher follows the student."""
+        momentum = 1 - (1 - self.config.ema) * (1 + math.cos(math.pi * step / steps)) / 2
+        get_ema_multi_avg_fn(momentum)(list(self.teacher.parameters()), list(self.student().parameters()), None)
+        self.step += 1
+
+    def chance_loss(self, batch_size, mask, patches):
+        """The loss when all distributions are uniform."""
+        return math.log(self.config.out_dim)
+
+    def image_slots(self, images):
+        """(B, 3, H, W) -> the teacher's read-out: slots (B, L, V) of SPARO, else (B, M)."""
+        encoder, readout, _ = self.teacher
+        return readout(encoder(images))
+
+    def encode_image(self, images):
+        """(B, 3, H, W) -> (B, M), normalised; SPARO's slots are not normalised one by one here."""
+        return F.normalize(self.image_slots(images).flatten(1).float(), dim=-1)
+
+    def probe_features(self, images):
+        """(B, 3, H, W) -> what DINO's linear probe sees (C.2): [CLS] after each of the last four blocks, or the last three and the
+        slots as they are. Without [CLS] the mean of the tokens."""
+        encoder, readout, _ = self.teacher
+        layers = encoder.layers(images, 4 if self.config.readout == "cls" else 3) if hasattr(encoder, "layers") else [encoder(images)]
+        seen = [x.mean(1) if encoder.cls is None else x[:, 0] for x in layers]
+        return torch.cat(seen if self.config.readout == "cls" else [*seen, readout(layers[-1]).flatten(1)], dim=1).float()
+
+
+def entropy(p):
+    """Of distributions (..., K): the mean of their entropies, in nats."""
+    return -(p * p.clamp(min=1e-30).log()).sum(-1).mean()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
@@ -61,6 +61,7 @@ class Config:
     lr: float = 5e-4                     # peak; linear warm-up, then cosine to 0
     warmup: int = 100                    # steps
     weight_decay: float = 0.1            # on the weights of linear and convolution layers only
+    weight_decay_end: float | None = None  # where half a cosine takes it by the last step; None: it stays
     beta2: float = 0.98                  # AdamW's second; the first is 0.9 (CLIP, Table 19)
     adam_eps: float = 1e-6               # CLIP, Table 19
     clip_grad: float = 1.0               # largest norm of the gradient; 0: no clipping
@@ -80,7 +81,8 @@ class Config:
 
 BOUNDS = {"steps": (1, math.inf), "batch": (1, math.inf), "workers": (0, 1024), "seed": (0, 2**31), "log_every": (1, math.inf),
           "save_every": (1, math.inf), "bench": (0, math.inf), "cost_ranks": (1, math.inf), "crop_scale": (0.01, 1),
-          "warmup": (0, math.inf), "lr": (0, math.inf), "weight_decay": (0, math.inf), "clip_grad": (0, math.inf)}
+          "warmup": (0, math.inf), "lr": (0, math.inf), "weight_decay": (0, math.inf), "weight_decay_end": (0, math.inf),
+          "clip_grad": (0, math.inf)}
 
 
 # Command line --------------------------------------------------------------------------------------------------------
@@ -164,7 +166,8 @@ def choose_run(config):
 def write_run(config, tokenizer, out):
     """Create the run's directory with what eval.py and --resume need to build the model again."""
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(out / "vocab.txt")
+    if tokenizer:
+        tokenizer.save(out / "vocab.txt")
     revision = None
     if shutil.which("git"):
         git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
@@ -178,7 +181,9 @@ def write_run(config, tokenizer, out):
 
 
 def build_tokenizer(config, source, out):
-    """The run's saved vocabulary, the user's, or one trained from (at most 100,000 of) the captions."""
+    """The run's saved vocabulary, the user's, or one trained from (at most 100,000 of) the captions; None without a text tower."""
+    if not evaluation.uses_text(config):
+        return None
     if config["resume"]:
         return common.WordPiece(out / "vocab.txt")
     if config["vocab"]:
@@ -187,12 +192,15 @@ def build_tokenizer(config, source, out):
 
 
 def build_loader(config, source, model, tokenizer, batch, rank, world_size, positions):
-    context, size = model.text_encoder.context, model.image_encoder.image_size
+    context, size = model.text_encoder.context if tokenizer else None, model.image_encoder.image_size
     place = dict(batch_size=batch, seed=config["seed"], rank=rank, world_size=world_size, positions=positions)
+    kinds = evaluation.hook(config, "views", None, size)
+    views = kinds and common.Views([common.View(**kind) for kind in kinds], size)
     if isinstance(source, common.World):
-        stream = common.WorldStream(source, tokenizer, context, **place)
+        stream = common.WorldStream(source, tokenizer, context, views=views, **place)
     else:
-        stream = common.Stream(source, tokenizer, common.train_transform(size, config["crop_scale"]), size, context, **place)
+        transform = views or common.train_transform(size, config["crop_scale"])
+        stream = common.Stream(source, tokenizer, transform, size, context, **place)
     return DataLoader(stream, batch_size=None, num_workers=config["workers"], pin_memory=torch.cuda.is_available(),
                       prefetch_factor=2 if config["workers"] else None, worker_init_fn=ignore_signals)
 
@@ -203,22 +211,34 @@ def ignore_signals(worker):
         signal.signal(number, signal.SIG_IGN)
 
 
-def load_weights(config, model, quiet):
+def load_weights(config, image_encoder, text_encoder, quiet):
     """Pretrained towers, with a line for everything that did not fit."""
-    for flag, encoder in (("image_weights", model.image_encoder), ("text_weights", model.text_encoder)):
+    for flag, encoder in (("image_weights", image_encoder), ("text_weights", text_encoder)):
         if config[flag]:
+            if encoder is None:
+                raise UserError(f"--{flag.replace('_', '-')} {config[flag]}: this objective has no text tower.")
             for line in common.load_encoder_weights(encoder, common.load_checkpoint(config[flag])):
                 if not quiet:
                     print(f"{flag}: {line}")
 
 
 def to_device(batch, device):
-    return {key: value.to(device, non_blocking=True) if torch.is_tensor(value) else value for key, value in batch.items()}
+    return tree_map_only(torch.Tensor, lambda x: x.to(device, non_blocking=True), batch)
 
 
-def fake_batch(model, n=2):
-    """n random images and captions of full length."""
-    size, text = model.image_encoder.image_size, model.text_encoder
+def checkpoint_blocks(model, on):
+    """Switch gradient checkpointing of all encoders in the model."""
+    for module in model.modules():
+        if isinstance(module, common.Chain):
+            module.grad_checkpoint = on
+
+
+def fake_batch(config, model, n=2):
+    """n random images and captions of full length, or as many random views as the objective compares."""
+    size, text = model.image_encoder.image_size, getattr(model, "text_encoder", None)
+    views = evaluation.hook(config, "views", None, size)
+    if views:
+        return {"views": [torch.randn(n, 3, view["size"], view["size"]) for view in views]}
     return {"images": torch.randn(n, 3, size, size), "tokens": torch.randint(text.vocab_size, (n, text.context)),
             "mask": torch.ones(n, text.context, dtype=torch.bool)}
 
@@ -228,13 +248,13 @@ def dry_run(config, model):
     print(f"{'part':16} {'parameters':>12}")
     for name, part in (*model.named_children(), ("all", model)):
         print(f"{name:16} {sum(p.numel() for p in part.parameters()):12,}")
-    batch = fake_batch(model)
+    batch = fake_batch(config, model)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(batch)
     flops = counter.get_total_flops() // 2
     print(f"forward FLOPs per sample (a multiplication and an addition are 2): {flops:,}; one step takes about 3 times that")
     print(json.dumps({"params": sum(p.numel() for p in model.parameters()), "flops_per_sample": flops,
-                      "chance_loss": model.chance_loss(config["batch"], batch["mask"], model.image_encoder.grid**2)}))
+                      "chance_loss": model.chance_loss(config["batch"], batch.get("mask"), model.image_encoder.grid**2)}))
 
 
 class LiveMemory(TorchDispatchMode):
@@ -273,11 +293,10 @@ def update_cost(config, batch, ranks):
         return x.repeat(ranks, *[1] * (x.ndim - 1)) if ranks > 1 and x.is_floating_point() else x
 
     with FakeTensorMode():
-        model = evaluation.build_model(config, range(config["vocab_size"]))
-        for encoder in (model.image_encoder, model.text_encoder):
-            encoder.blocks.grad_checkpoint = config["grad_checkpoint"]
-        data = fake_batch(model, batch // ranks)
-        with FlopCounterMode(display=False) as counter, LiveMemory([*model.parameters(), *data.values()]) as memory:
+        model = evaluation.build_model(config, *evaluation.build_encoders(config, range(config["vocab_size"])))
+        checkpoint_blocks(model, config["grad_checkpoint"])
+        data = fake_batch(config, model, batch // ranks)
+        with FlopCounterMode(display=False) as counter, LiveMemory([*model.parameters(), *tree_leaves(data)]) as memory:
             model(data, gather)["loss"].backward()
     moments = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
     return counter.get_total_flops(), memory.peak + moments
@@ -369,22 +388,27 @@ def check_finite(step, values, batch, out, rank):
         if not torch.isfinite(value):
             path = out / f"nonfinite-step{step}-rank{rank}.pt"
             out.mkdir(parents=True, exist_ok=True)
-            torch.save({key: value for key, value in batch.items() if torch.is_tensor(value)}, path)
+            torch.save({key: batch[key] for key in ("images", "views", "tokens", "mask") if key in batch}, path)
             raise UserError(f"The {name} is {value.item()} at step {step}; its batch is in {path}, the weights before it in {out}/last.pt "
                             f"if a checkpoint was due. Lower --lr, raise --warmup, or use --amp bf16 or off.")
 
 
-def train_step(model, raw, optimizer, scaler, batch, autocast, clip_grad):
-    """One update. Returns the model's outputs and the gradient's norm before clipping."""
+def train_step(config, step, model, raw, optimizer, scaler, batch, autocast):
+    """Update number `step`. Returns the model's outputs and the gradient's norm before clipping."""
+    start, end = config["weight_decay"], config["weight_decay_end"]
+    for group in optimizer.param_groups:
+        group["lr"] = common.cosine_lr(step, config["steps"], config["warmup"], config["lr"])
+        if group["weight_decay"] and end is not None:
+            group["weight_decay"] = common.cosine(step, config["steps"], start, end)
     optimizer.zero_grad(set_to_none=True)
     with autocast():
         out = model(batch, common.gather)
     scaler.scale(out["loss"]).backward()
     scaler.unscale_(optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), clip_grad or math.inf)
+    norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), config["clip_grad"] or math.inf)
     scaler.step(optimizer)
     scaler.update()
-    raw.after_step()
+    raw.after_step(step, config["steps"])
     return out, norm
 
 
@@ -396,24 +420,23 @@ def train(config):
         raise UserError(f"--batch {config['batch']} is global and must be a multiple of the {world_size} ranks.")
     rank, world_size, device = common.init_distributed()
     out = choose_run(config)
-    encoder = common.encoder_settings(common.ViT, config["image_encoder"], common.VIT_PRESETS)
-    source = common.open_data(config["data"], config["image_root"], image_size=config["image_size"] or encoder["image_size"])
+    size = config["image_size"] or common.image_encoder_settings(config["image_encoder"])[1]["image_size"]
+    source = common.open_data(config["data"], config["image_root"], image_size=size)
     if isinstance(source, common.World):
-        config["image_size"] = source.size
+        size = config["image_size"] = source.size
     eval_source = source
     if config["eval_data"]:  # opened now: a wrong SPEC is better found before the training than after it
-        size = config["image_size"] or encoder["image_size"]
         eval_source = evaluation.open_eval_data(config["eval_data"], None, evaluation.default_split(config["eval_data"]), size)
     tokenizer = build_tokenizer(config, source, out)
     torch.manual_seed(config["seed"])
-    raw = evaluation.build_model(config, tokenizer)
+    encoders = evaluation.build_encoders(config, tokenizer)
+    if not (config["resume"] or config["dry_run"]):
+        load_weights(config, *encoders, quiet=rank > 0)
+    raw = evaluation.build_model(config, *encoders)
     if config["dry_run"]:
         return dry_run(config, raw) if rank == 0 else None
-    if not config["resume"]:
-        load_weights(config, raw, quiet=rank > 0)
     raw.to(device)
-    for encoder in (raw.image_encoder, raw.text_encoder):
-        encoder.blocks.grad_checkpoint = config["grad_checkpoint"]
+    checkpoint_blocks(raw, config["grad_checkpoint"])
     optimizer = torch.optim.AdamW(common.param_groups(raw, config["weight_decay"]), betas=(0.9, config["beta2"]),
                                   eps=config["adam_eps"], fused=True)
     amp = config["amp"] or ("bf16" if device.type == "cuda" else "off")
@@ -454,10 +477,7 @@ def train(config):
         before = time.perf_counter()
         batch = to_device(next(batches), device)
         waited += time.perf_counter() - before
-        lr = common.cosine_lr(step, config["steps"], config["warmup"], config["lr"])
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        outputs, norm = train_step(model, raw, optimizer, scaler, batch, autocast, config["clip_grad"])
+        outputs, norm = train_step(config, step, model, raw, optimizer, scaler, batch, autocast)
         if pending:  # one step late, so that a GPU is never kept waiting for the check
             check_finite(*pending, out, rank)
         pending = step, {"loss": outputs["loss"].detach()} | ({} if scaler.is_enabled() else {"gradient's norm": norm}), batch
@@ -468,8 +488,9 @@ def train(config):
         due = step % config["log_every"] == 0 or step == config["steps"]
         if due and rank == 0:
             now = time.perf_counter()
-            record = {"step": step, **{name: value.item() for name, value in outputs.items()}, "lr": lr, "grad_norm": norm.item(),
-                      "chance_loss": raw.chance_loss(config["batch"], batch["mask"], raw.image_encoder.grid**2),
+            record = {"step": step, **{name: value.item() for name, value in outputs.items()},
+                      "lr": optimizer.param_groups[0]["lr"], "grad_norm": norm.item(),
+                      "chance_loss": raw.chance_loss(config["batch"], batch.get("mask"), raw.image_encoder.grid**2),
                       "images_per_s": (step - since) * config["batch"] / (now - tick), "data_share": waited / (now - tick)}
             if any(skipped.values()):
                 record["skipped"] = total_skipped(skipped)
@@ -517,11 +538,14 @@ def finish(config, source, raw, tokenizer, device, out, skipped):
             print(f"skipped {count} samples: {reason}, the last {example}")
     data = config["eval_data"] or config["data"]
     options = types.SimpleNamespace(tasks=None, data=data, split=evaluation.default_split(data), image_root=config["image_root"],
-                                    image_size=raw.image_encoder.image_size, limit=1000, templates=None, nouns_adjectives=None)
+                                    image_size=raw.image_encoder.image_size, limit=1000, templates=None, nouns_adjectives=None,
+                                    train_data=config["data"])
     if not config["eval_data"] and not isinstance(source, common.World):
         options.split = "train"
     if isinstance(source, common.TarShards):
         return print("No evaluation: tar shards are for training only; give --eval-data, or run eval.py with other data.")
+    if tokenizer is None and data == config["data"] and not isinstance(source, common.World):
+        return print("No evaluation: k-NN and linear probe need other class folders to be tried on; give --eval-data.")
     print(f"Evaluation on {options.data}, split {options.split}, in fp32:")
     evaluation.report(evaluation.embedder(raw, tokenizer, config, device), source, options, out)
 
@@ -563,7 +587,7 @@ def bench(config, raw, model, optimizer, scaler, loader, autocast, dtype, device
             start, waited = time.perf_counter(), 0.0
         elif i > 3:
             waited += time.perf_counter() - before
-        train_step(model, raw, optimizer, scaler, batch, autocast, config["clip_grad"])
+        train_step(config, i, model, raw, optimizer, scaler, batch, autocast)
     synchronize(device)
     seconds, memory = (time.perf_counter() - start) / config["bench"], peak_memory(device)
     with FlopCounterMode(display=False) as counter, autocast():

@@ -408,13 +408,17 @@ def test_resampled_shards(tmp_path):
 
 
 def same(a, b):
-    return all(torch.equal(a[k], b[k]) for k in ("images", "tokens", "mask")) and \
-        (a["position"], a["skipped"]) == (b["position"], b["skipped"])
+    tensors = [[batch["tokens"], batch["mask"], *batch.get("views", [batch.get("images")])] for batch in (a, b)]
+    return all(map(torch.equal, *tensors)) and (a["position"], a["skipped"]) == (b["position"], b["skipped"])
 
 
 def make_stream(kind, directory, positions=None, seed=0):
+    kind, _, viewed = kind.partition(" ")
+    views = common.Views([common.View(8, (0.4, 1.0), blur=0.5), common.View(4, (0.1, 0.4), solarize=0.5)], 8) if viewed else None
     if kind == "world":
-        return WorldStream(World(size=16), TOKENIZER, 16, 4, seed, positions=positions)
+        return WorldStream(World(size=16), TOKENIZER, 16, 4, seed, positions=positions, views=views)
+    if views:
+        return Stream(open_data(write_table(directory, 23, broken=(3, 4, 11))), TOKENIZER, views, 8, 16, 3, seed, positions=positions)
     if kind == "table":
         source = open_data(write_table(directory, 23, broken=(3, 4, 11)))
     else:
@@ -424,14 +428,14 @@ def make_stream(kind, directory, positions=None, seed=0):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["table", "tar", "resample", "world"])
+@pytest.mark.parametrize("kind", ["table", "tar", "resample", "world", "table views", "world views"])
 def test_a_restarted_stream_continues_the_batches(kind, workers, tmp_path):
     whole = take(loader_of(make_stream(kind, tmp_path), workers), 14)
     again = take(loader_of(make_stream(kind, tmp_path), workers), 14)
     assert all(map(same, whole, again))
     other = take(loader_of(make_stream(kind, tmp_path, seed=1), workers), 1)[0]
-    assert not torch.equal(whole[0]["images"], other["images"])
-    if kind != "world":
+    assert not same(whole[0], other | {key: whole[0][key] for key in ("tokens", "mask", "position", "skipped")})
+    if not kind.startswith("world"):
         assert sum(count for batch in whole[-2:] for reasons in batch["skipped"].values() for count, _ in reasons.values()) > 3
     for stop in (1, 6, 9):
         positions = {}
@@ -640,3 +644,81 @@ def test_cifar_shards_and_folders():
     assert batch["images"].shape == (8, 3, 32, 32) and batch["skipped"] == {0: {}}
     folders = open_data(str(SHARED / "cifar10/test"))
     assert len(folders.classes) == 10 and len(folders) == 2000 and set(folders.labels) == set(range(10))
+
+
+# Random views --------------------------------------------------------------------------------------------------------
+
+
+def strength(**changed):
+    return {"brightness": 0.0, "contrast": 0.0, "saturation": 0.0, "hue": 0.0, **changed}
+
+
+@pytest.mark.parametrize("name", ["brightness", "contrast", "saturation"])
+def test_jitter_is_torchvisions_for_each_of_its_parts(name):
+    torch.manual_seed(0)
+    x = torch.rand(5, 3, 6, 7) * 0.4 + 0.3                                # nothing is cut at 0 or 1
+    found = common.jitter(x, **strength(**{name: 0.3}))
+    adjust = getattr(common.v2.functional, f"adjust_{name}")
+    for image, changed in zip(x, found):
+        one, half = adjust(image, 1.0), adjust(image, 0.5)
+        factor = 1 - 0.5 * ((changed - one) * (half - one)).sum() / (half - one).square().sum()
+        assert 0.7 <= factor <= 1.3 and abs(factor - 1) > 1e-3
+        torch.testing.assert_close(changed, adjust(image, factor.item()), atol=1e-3, rtol=0)
+
+
+def test_hue_turns_colours_and_keeps_greys_and_brightness():
+    torch.manual_seed(0)
+    grey, x = torch.rand(4, 1, 5, 5).expand(4, 3, 5, 5), torch.rand(4, 3, 5, 5) * 0.2 + 0.4
+    torch.testing.assert_close(common.jitter(grey, **strength(hue=0.5)), grey, atol=1e-3, rtol=0)
+    turned = common.jitter(x, **strength(hue=0.5))
+    assert (turned - x).abs().max() > 0.05
+    torch.testing.assert_close(common.luma(turned), common.luma(x), atol=1e-3, rtol=0)
+    red = torch.tensor([0.6, 0.4, 0.4]).view(1, 3, 1, 1).expand(200, 3, 2, 2)
+    hues = common.jitter(red, **strength(hue=0.1))[:, :, 0, 0].argmax(1)   # a tenth of a circle from red is red still
+    assert (hues == 0).all() and (common.jitter(red, **strength(hue=0.5))[:, :, 0, 0].argmax(1).bincount(minlength=3) > 20).all()
+
+
+def test_blur_is_a_gaussian_of_its_own_for_each_image():
+    x, sigma = torch.rand(3, 3, 21, 21), torch.tensor([0.1, 0.7, 1.5]).view(3, 1, 1, 1)
+    found = common.blur(x, sigma)
+    torch.testing.assert_close(found[0], x[0])
+    for image, width, blurred in zip(x, (0.1, 0.7, 1.5), found):
+        expected = common.v2.functional.gaussian_blur(image, [17, 17], [width, width])
+        torch.testing.assert_close(blurred[:, 8:-8, 8:-8], expected[:, 8:-8, 8:-8])
+    torch.testing.assert_close(common.blur(torch.full((3, 3, 9, 9), 0.3), sigma), torch.full((3, 3, 9, 9), 0.3))
+
+
+def test_views_have_their_sizes_and_frequencies():
+    torch.manual_seed(0)
+    views = common.Views([common.View(8, (0.5, 1.0)), common.View(4, (0.05, 0.3), solarize=1.0)], 8)
+    image = torch.zeros(3, 16, 16)
+    image[0] = torch.linspace(0.05, 0.95, 16)                             # red grows from left to right, then bright and dark parts meet
+    large, small = views.collate([views(image) for _ in range(400)])["views"]
+    assert large.shape == (400, 3, 8, 8) and small.shape == (400, 3, 4, 4)
+    large, small = common.denormalize(large), common.denormalize(small)
+    grey = ((large[:, 0] - large[:, 1]).abs().amax((1, 2)) < 1e-4).float().mean()
+    flipped = (large[:, 0, :, 0] > large[:, 0, :, -1]).all(1).float().mean()
+    assert 0.13 < grey < 0.27 and 0.42 < flipped < 0.58
+    assert small.max() <= 0.51 and large.max() > 0.8                      # solarised: what is brighter than a half is turned over
+    crops = [(views(image)[0][0, 0, -1] - views(image)[0][0, 0, 0]).abs().item() for _ in range(50)]
+    assert max(crops) - min(crops) > 0.05
+
+
+def test_views_of_files_and_of_the_world_are_those_of_the_image(tmp_path):
+    table = take(make_stream("table views", tmp_path), 2)
+    world = take(make_stream("world views", tmp_path), 2)
+    for batch, n in ((table[0], 3), (world[0], 4)):
+        assert "images" not in batch and [tuple(x.shape) for x in batch["views"]] == [(n, 3, 8, 8), (n, 3, 4, 4)]
+        assert not any(torch.equal(a, b) for a, b in itertools.combinations(batch["views"][0], 2))
+    alone = Stream(open_data(write_table(tmp_path, 5)), None, common.train_transform(8), 8, None, 2, 0)
+    assert set(take(alone, 1)[0]) == {"images", "position", "skipped"}    # no tokenizer: images alone
+
+
+def test_labels_of_tar_shards(tmp_path):
+    members = {"a.jpg": picture(), "a.cls": "3", "b.jpg": picture(), "b.json": '{"label": 1}', "c.jpg": picture(), "c.json": '{"x": 1}',
+               "d.cls": "2", "e.jpg": picture(), "e.json": "{"}
+    write_tar(tmp_path / "0.tar", members)
+    assert [label for _, label in common.TarShards(str(tmp_path / "0.tar")).labelled()] == [3, 1]
+    write_tar(tmp_path / "1.tar", {"a.jpg": picture(), "a.txt": "words"})
+    with pytest.raises(UserError, match="no image with a label: a number in KEY.cls"):
+        list(common.TarShards(str(tmp_path / "1.tar")).labelled())

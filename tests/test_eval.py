@@ -154,7 +154,8 @@ def make_folders(root):
 
 
 def options(**settings):
-    defaults = {"templates": None, "limit": None, "image_root": None, "split": "test", "nouns_adjectives": None}
+    defaults = {"templates": None, "limit": None, "image_root": None, "split": "test", "nouns_adjectives": None, "data": "DATA",
+                "train_data": None}
     return types.SimpleNamespace(**defaults | settings)
 
 

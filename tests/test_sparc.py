@@ -261,7 +261,7 @@ def test_scale_stays_within_1_and_100():
     model = tiny_model()
     for value, kept in ((10.0, 100.0), (-3.0, 1.0), (2.0, math.exp(2.0))):
         nn.init.constant_(model.log_scale, value)
-        model.after_step()
+        model.after_step(0, 1)
         assert model.log_scale.exp().item() == pytest.approx(kept)
 
 

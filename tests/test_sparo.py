@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import sparo
+from ranks import on_ranks
 
 ROOT = Path(__file__).parents[1]
 READOUTS = ["sparo", "cls", "gap", "attpool", "bottleneck", "fdt"]
@@ -312,36 +311,20 @@ def test_the_last_block_is_replaced_by_sparo_alone():
     assert [sparo.replaced_blocks(settings | change) for change in ({}, {"replace_block": False}, {"readout": "gap"})] == [1, 0, 0]
 
 
-def run_rank(rank, directory):
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
-    torch.set_num_threads(1)
-    results = []
-    for readout in READOUTS:
-        model = tiny_model(readout=readout)
-        model.load_state_dict(torch.load(f"{directory}/{readout}.pt"))
-        batch = {key: value[4 * rank : 4 * rank + 4] for key, value in torch.load(f"{directory}/batch.pt").items()}
-        parallel = DistributedDataParallel(model)
-        loss = parallel(batch, common.gather)["loss"]
-        loss.backward()
-        results.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
-    torch.save(results, f"{directory}/rank{rank}.pt")
-    dist.destroy_process_group()
+def model_of(readout):
+    return tiny_model(readout=readout)
 
 
 def test_two_ranks_equal_one_process(tmp_path):
-    batch, models = make_batch(B=8), {readout: tiny_model(readout=readout) for readout in READOUTS}
-    torch.save(batch, tmp_path / "batch.pt")
+    batch, models = make_batch(B=8), {readout: model_of(readout) for readout in READOUTS}
+    ranks = on_ranks(tmp_path, model_of, models, batch)
     for readout, model in models.items():
-        torch.save(model.state_dict(), tmp_path / f"{readout}.pt")
-    torch.multiprocessing.spawn(run_rank, (str(tmp_path),), nprocs=2)
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
-    for n, (readout, model) in enumerate(models.items()):
         loss = model(batch)["loss"]
         loss.backward()
-        assert sum(rank[n][0] for rank in ranks).item() / 2 == pytest.approx(loss.item(), abs=1e-6), readout
+        assert sum(out["loss"] for out, _, _ in ranks[readout]).item() / 2 == pytest.approx(loss.item(), abs=1e-6), readout
         for name, p in model.named_parameters():
-            for rank in ranks:
-                torch.testing.assert_close(rank[n][1][name], p.grad, rtol=1e-4, atol=1e-5, msg=lambda m: f"{readout} {name}: {m}")
+            for _, gradients, _ in ranks[readout]:
+                torch.testing.assert_close(gradients[name], p.grad, rtol=1e-4, atol=1e-5, msg=lambda m: f"{readout} {name}: {m}")
 
 
 def test_the_file_works_alone_in_an_empty_directory(tmp_path):

@@ -252,8 +252,8 @@ def test_live_memory_counts_storages_while_they_live():
 def test_cost_counts_what_a_real_update_takes():
     config = train.parse_config(SMALL) | {"vocab_size": 50, "image_size": 16, "objective": "gloria"}
     flops, memory = train.update_cost(config, 8, 1)
-    model = evaluation.build_model(config, range(50))
-    batch = train.fake_batch(model, 8)
+    model = evaluation.build_model(config, *evaluation.build_encoders(config, range(50)))
+    batch = train.fake_batch(config, model, 8)
     with FlopCounterMode(display=False) as counter, train.LiveMemory([*model.parameters(), *batch.values()]) as live:
         model(batch)["loss"].backward()
     assert flops == counter.get_total_flops()
