@@ -657,6 +657,7 @@ class World:
     size: int = 48            # pixels
     objects: int = 3          # 1 to this many objects
     noise: float = 0.04       # standard deviation of the softened background noise
+    background: float = 0.25  # how far the background colours of two images can differ
     small: float = 0.14       # radius of a small object, share of the image
     large: float = 0.20       # radius of a large one
     heldout: int = 6          # colour-shape pairs that training never shows
@@ -668,7 +669,7 @@ class World:
     fillers: bool = True      # openings, closings: words that describe nothing
 
     def __post_init__(self):
-        limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "heldout": (0, 32), "relations": (0, 1),
+        limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "background": (0, 0.5), "heldout": (0, 32), "relations": (0, 1),
                   "kinds": (0, 1), "colours": (0, 1), "sizes": (0, 1), "together": (0, 1 if self.objects > 1 else 0)}
         for name, (low, high) in limits.items():
             if not low <= getattr(self, name) <= high:
@@ -731,7 +732,7 @@ class World:
     def render(self, scene, generator):
         """Scenes -> images (B, 3, S, S) in [0, 1] and segmentation (B, S, S): 0 background, k + 1 for object k."""
         S, (B, K) = self.size, scene["present"].shape
-        images = torch.rand(B, 3, 1, 1, generator=generator) * 0.25 + 0.15
+        images = 0.275 + self.background * (torch.rand(B, 3, 1, 1, generator=generator) - 0.5)
         noise = torch.randn(B, 3, S // 2 + 1, S // 2 + 1, generator=generator)
         noise = F.interpolate(noise, scale_factor=2, mode="bilinear")[..., :S, :S]
         images = images + self.noise * 1.6 * noise  # interpolation shrinks the deviation to about 1/1.6

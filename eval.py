@@ -80,9 +80,10 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=1
 
 
 def linear_probe(train, train_labels, test, test_labels, weight_decays=(0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2), lr=0.1, epochs=10,
-                 batch=256):
-    """Linear classifier on frozen features: AdamW, cosine schedule (SPARO, C.1). Weight decay is chosen on the last fifth of a
-    shuffled training set, then the whole of it is used. Features (N, E), labels (N,) -> (accuracy, weight decay)."""
+                 least_steps=1000, batch=256):
+    """Linear classifier on frozen features: AdamW, 10 epochs, cosine schedule (SPARO, C.1), but at least `least_steps`: 10 epochs of
+    ImageNet are 50,000. Weight decay is chosen on the last fifth of a shuffled training set, then the whole of it is used.
+    Features (N, E), labels (N,) -> (accuracy, weight decay)."""
     classes = int(torch.maximum(train_labels.max(), test_labels.max())) + 1
 
     def fit(x, y, weight_decay):
@@ -91,9 +92,9 @@ def linear_probe(train, train_labels, test, test_labels, weight_decays=(0, 1e-6,
         torch.nn.init.zeros_(layer.weight)
         torch.nn.init.zeros_(layer.bias)
         optimizer = torch.optim.AdamW(layer.parameters(), lr=lr, weight_decay=weight_decay)
-        steps = epochs * math.ceil(len(x) / batch)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        for _ in range(epochs):
+        rounds = max(epochs, math.ceil(least_steps / math.ceil(len(x) / batch)))
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, rounds * math.ceil(len(x) / batch))
+        for _ in range(rounds):
             for rows in torch.randperm(len(x), generator=generator).split(batch):
                 optimizer.zero_grad()
                 F.cross_entropy(layer(x[rows]), y[rows]).backward()
@@ -514,18 +515,32 @@ def linear(embed, source, options):
     return result
 
 
-HEADLINES = {"zeroshot": zeroshot, "i2t/R@1": retrieval, "t2i/R@1": retrieval, "negatives": negatives}  # metric: its task
+HEADLINES = {"zeroshot": "zeroshot", "i2t/R@1": "retrieval", "t2i/R@1": "retrieval", "negatives": "negatives"}  # metric: its task
 
 
 def with_mask(embed, source, options, mask):
-    """The headline metrics while `mask` (M,) multiplies the encodings of images."""
+    """The headline metrics that the data can serve while `mask` (M,) multiplies the encodings of images."""
     embed.model.image_mask, found = mask, {}
     try:
         for task in dict.fromkeys(HEADLINES.values()):
-            found |= task(embed, source, options)
+            function, can_use = TASKS[task]
+            if can_use(source):
+                found |= function(embed, source, options)
     finally:
         embed.model.image_mask = None
-    return {key: torch.as_tensor(found[key]).float().mean().item() for key in HEADLINES}
+    return {key: torch.as_tensor(found[key]).float().mean().item() for key in HEADLINES if key in found}
+
+
+def open_selection(embed, source, options, task, can_use, what):
+    """The data of --select, that slots or masks are chosen on, or the world. Data to evaluate cannot choose too."""
+    if options.select is None and is_world(source):
+        return source
+    if options.select in (None, options.data):
+        raise UserError(f"Task {task} needs --select, {what}, other than the data to evaluate on.")
+    selection = open_eval_data(options.select, options.image_root, "val", embed.image_size)
+    if not can_use(selection):
+        raise UserError(f"Task {task} needs {what}; --select {options.select} is something else.")
+    return selection
 
 
 def has_slots(model):
@@ -533,15 +548,20 @@ def has_slots(model):
 
 
 def slots(embed, source, options):
-    """Post-hoc concept selection (SPARO, Sec. 5.1): slots ranked by their zero-shot accuracy alone on the world's val split, the
-    best half, the best quarter and, for comparison, the worst half evaluated on the split asked for."""
+    """Post-hoc concept selection (SPARO, Sec. 5.1): slots ranked by their zero-shot accuracy alone on --select or the world's val
+    split, the best half, the best quarter and, for comparison, the worst half evaluated on the split asked for."""
     if not has_slots(embed.model):
         return {}
-    sample, (names, templates) = source.sample(WORLD_N, "val", 8, objects=1), world_prompts(source, "pair")
-    labels = pair_ids(sample["scene"])[:, 0]
+    selection = open_selection(embed, source, options, "slots", TASKS["zeroshot"][1], "class folders to rank the slots on")
+    if is_world(selection):
+        sample, (names, templates) = selection.sample(WORLD_N, "val", 8, objects=1), world_prompts(selection, "pair")
+        images, labels = embed.images(sample["images"], "image_slots"), pair_ids(sample["scene"])[:, 0]
+    else:
+        names, templates = [common.article(name.replace("_", " ")) for name in selection.classes], options.templates or TEMPLATES
+        images, labels = folder_images(embed, selection, None, "image_slots")
     texts = embed.texts([template.format(name) for name in names for template in templates], "text_slots")
     classes = F.normalize(texts, dim=-1).unflatten(0, (len(names), -1)).mean(1)                  # (C, L, V)
-    accuracy = sparo.slot_accuracies(embed.images(sample["images"], "image_slots"), classes, labels)
+    accuracy = sparo.slot_accuracies(images, classes, labels)
     L, V = classes.shape[1:]
     order = accuracy.argsort(descending=True)
     result = {"slots/accuracy_best": accuracy.max(), "slots/accuracy_mean": accuracy.mean()}
@@ -553,11 +573,13 @@ def slots(embed, source, options):
 
 
 def masks(embed, source, options):
-    """Masks of the image encoding trained on the hard negatives (SPARO, Sec. 5.2, Table 5): for L parts and for single dimensions
-    the share of right pairs before and after, and the relative change of the other metrics divided by that of this share."""
+    """Masks of the image encoding trained on the hard negatives of --select or the world (SPARO, Sec. 5.2, Table 5): for L parts
+    and for single dimensions the share of right pairs before and after, and the relative change of the other metrics divided by
+    that of this share."""
     if not hasattr(embed.model, "image_mask"):
         return {}
-    _, x, captions, wrong = negative_pairs(embed, source, options)
+    selection = open_selection(embed, source, options, "masks", TASKS["negatives"][1], "SugarCrepe's files to train the mask on")
+    _, x, captions, wrong = negative_pairs(embed, selection, options)
     y_p, y_n = embed.texts(captions), embed.texts(wrong)
     before, result = with_mask(embed, source, options, None), {}
     for name, parts in (("slots", embed.model.config.L), ("dimensions", x.shape[1])):
@@ -566,7 +588,7 @@ def masks(embed, source, options):
         mask, start, fit = sparo.train_mask(x, y_p, y_n, parts, generator=torch.Generator().manual_seed(0))
         after = with_mask(embed, source, options, mask)
         result |= {f"masks/{name}/pairs_before": start, f"masks/{name}/pairs": fit, f"masks/{name}/kept": mask.mean().item()}
-        for key in ("zeroshot", "i2t/R@1", "t2i/R@1"):
+        for key in [key for key in before if key != "negatives"]:
             change = (after[key] / before[key] - 1) / (fit / start - 1) if fit > start and before[key] else float("nan")
             result |= {f"masks/{name}/{key}": after[key], f"masks/{name}/{key}/relative_change": change}
     return result
@@ -593,8 +615,8 @@ TASKS = {  # name: (function, which data it can use)
     "segmentation": (segmentation, can_segment),
     "knn": (knn, lambda s: is_world(s) or is_table(s) and s.classes is not None),
     "linear": (linear, lambda s: is_world(s) or is_table(s) and s.classes is not None),
-    "slots": (slots, is_world),
-    "masks": (masks, is_world),
+    "slots": (slots, lambda s: not isinstance(s, (SegmentationFolder, common.TarShards))),
+    "masks": (masks, lambda s: is_world(s) or is_table(s)),
 }
 ON_REQUEST = {"knn", "linear", "slots", "masks"}  # tasks that run only where --task names them
 
@@ -771,7 +793,7 @@ def draw_slots(embed, source, options, path):
             row += [(picture, f"slot {slot}:\n{embed.tokenizer.vocab[tokens[i, word[i, slot]]]}"), (faded(picture, patches), "")]
         rows.append(row)
     if rows:
-        sheet(rows, path, side, "Slots of SPARO: the word that a slot attends to, the image, and where in it the slot attends")
+        sheet(rows, path, side, "Slots of SPARO, a row each: the word that the slot attends to, the image, and what the slot sees of it (the rest fades)")
     return bool(rows)
 
 
@@ -949,6 +971,8 @@ def main(argv=None):
     parser.add_argument("--templates", nargs="+", help="zero-shot prompts with {} for 'a class name' (default: four of CLIP's)")
     parser.add_argument("--classes", help="file with the names of classes 1, 2, ... of data in VOC's layout (default: VOC's)")
     parser.add_argument("--nouns-adjectives", help="file with the words, one a line, that K-Pna counts (default: the world's)")
+    parser.add_argument("--select", help="what `slots` ranks the slots on, class folders, and `masks` trains masks on, SugarCrepe's "
+                                         "files with images in --image-root (default: the world)")
     parser.add_argument("--limit", type=int, help="use LIMIT images: random ones for zero-shot, else the first")
     options = parser.parse_args(argv)
     options.tasks = options.task.split(",") if options.task else None

@@ -50,7 +50,7 @@ class Config:
     vocab: str | None = None             # a BERT vocab.txt; None: trained from the captions
     vocab_size: int = 8192               # of a vocabulary trained from the captions, at most
     out: str | None = None               # directory of the run; None: runs/METHOD, runs/METHOD-2, ...
-    image_encoder: str = "ViT-B/16"      # preset of common.VIT_PRESETS[:setting=value,...]
+    image_encoder: str = "ViT-B/16"      # preset of common.VIT_PRESETS[:setting=value,...], or ResNet-50
     text_encoder: str = "12x512"         # preset of common.TEXT_PRESETS[:setting=value,...]
     image_size: int | None = None        # pixels; None: the encoder's, or the world's
     image_weights: str | None = None     # OpenCLIP, OpenAI, timm or DINO state dict for the image tower
@@ -539,7 +539,7 @@ def finish(config, source, raw, tokenizer, device, out, skipped):
     data = config["eval_data"] or config["data"]
     options = types.SimpleNamespace(tasks=None, data=data, split=evaluation.default_split(data), image_root=config["image_root"],
                                     image_size=raw.image_encoder.image_size, limit=1000, templates=None, nouns_adjectives=None,
-                                    train_data=config["data"])
+                                    train_data=config["data"], select=None)
     if not config["eval_data"] and not isinstance(source, common.World):
         options.split = "train"
     if isinstance(source, common.TarShards):

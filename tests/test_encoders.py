@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torchvision
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -266,6 +267,54 @@ def test_gradient_checkpointing_changes_no_gradient():
             gradients.append([p.grad.clone() for p in encoder.parameters()])
         assert len(forwards) == 3
         assert all(torch.equal(a, b) for a, b in zip(*gradients))
+
+
+def small_resnet():
+    return common.ResNet(64, blocks=(1, 2, 1, 1))
+
+
+def test_resnet_gives_torchvisions_last_feature_map():
+    torch.manual_seed(0)
+    theirs, ours = torchvision.models.resnet50(weights=None).eval(), common.ResNet(**common.image_encoder_settings("ResNet-50")[1]).eval()
+    report = common.load_encoder_weights(ours, {f"module.{name}": value for name, value in theirs.state_dict().items()})
+    assert report == ["module.fc.weight: not used", "module.fc.bias: not used"]
+    images, maps = torch.randn(2, 3, 96, 64), []
+    theirs.layer4.register_forward_hook(lambda *args: maps.append(args[2]))
+    theirs(images)
+    with torch.no_grad():
+        tokens = ours(images)
+    assert tokens.shape == (2, 6, 2048) and (ours.width, ours.grid, ours.cls) == (2048, 7, None)
+    torch.testing.assert_close(tokens, maps[0].flatten(2).transpose(1, 2))
+
+
+def test_resnet_recomputes_its_blocks_without_changing_a_gradient():
+    images, gradients = torch.randn(2, 3, 64, 64), []
+    encoder = small_resnet().eval()
+    for on in (False, True):
+        for layer in (encoder.layer1, encoder.layer2, encoder.layer3, encoder.layer4):
+            layer.grad_checkpoint = on
+        encoder.zero_grad()
+        encoder(images).square().sum().backward()
+        gradients.append([p.grad.clone() for p in encoder.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))
+
+
+def test_resnet_refuses_other_sizes_and_other_files():
+    with pytest.raises(UserError, match="image_size 50 is not a multiple of 32"):
+        common.ResNet(50)
+    with pytest.raises(UserError, match="No block of the file fits this ResNet"):
+        common.load_encoder_weights(small_resnet(), tiny_vit().state_dict())
+
+
+def test_layers_are_the_normalised_outputs_of_the_last_blocks():
+    encoder, images, kept = tiny_vit().eval(), torch.randn(2, 3, SIZE, SIZE), []
+    for block in encoder.blocks:
+        block.register_forward_hook(lambda module, inputs, output: kept.append(encoder.norm(output)))
+    layers = encoder.layers(images, 2)
+    for found, expected in zip(layers, kept[-2:], strict=True):
+        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(layers[-1], encoder(images))
+    assert len(encoder.layers(images, 9)) == len(encoder.blocks)
 
 
 def test_stochastic_depth_drops_whole_rows_in_training_only():

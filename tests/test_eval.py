@@ -11,6 +11,7 @@ from PIL import Image
 
 import common
 import eval as evaluation
+import sparo
 
 
 def test_recall_counts_any_positive_and_loses_ties():
@@ -155,7 +156,7 @@ def make_folders(root):
 
 def options(**settings):
     defaults = {"templates": None, "limit": None, "image_root": None, "split": "test", "nouns_adjectives": None, "data": "DATA",
-                "train_data": None}
+                "train_data": None, "select": None}
     return types.SimpleNamespace(**defaults | settings)
 
 
@@ -308,6 +309,49 @@ def test_negatives_on_sugarcrepe_files(tmp_path):
     assert result["negatives/swap_att"].tolist() == [True]
     assert result["negatives/add_obj"].tolist() == [False]     # equal scores are not right
     assert result["negatives"] == 0.5
+
+
+class SlotOracle(sparo.Model):
+    """Three slots of images and captions: two give the colour, the third is constant and wrong."""
+
+    def __init__(self):
+        torch.nn.Module.__init__(self)
+        self.config, self.image_mask, self.text_encoder = sparo.Config(L=3, V=3), None, None
+
+    def image_slots(self, images):
+        colour = Oracle().encode_image(images)
+        return torch.stack([colour, torch.eye(3)[:1].expand_as(colour) * 3, colour], 1)
+
+    def text_slots(self, tokens, mask):
+        colour = Oracle().encode_text(tokens, mask)
+        return torch.stack([colour, colour.roll(1, 1) * 9, colour], 1)
+
+
+def test_slots_are_selected_and_masks_trained_on_files(tmp_path):
+    for part in ("val", "test", "crepe"):
+        (tmp_path / part).mkdir()
+    make_folders(tmp_path / "val")
+    make_folders(tmp_path / "test")
+    crepe = {str(i): {"filename": f"{word}/0.png", "caption": word, "negative_caption": other} for i, (word, other)
+             in enumerate([("red", "green"), ("green", "blue"), ("blue", "red"), ("red", "blue")])}
+    (tmp_path / "crepe" / "swap_att.json").write_text(json.dumps(crepe))
+    embed, source = embedder(SlotOracle()), common.open_data(str(tmp_path / "test"))
+    asked = options(data=str(tmp_path / "test"), select=str(tmp_path / "val"), templates=["{}"], image_root=tmp_path / "test")
+    found = evaluation.slots(embed, source, asked)
+    assert found["slots/accuracy_best"] == 1 and found["slots/accuracy_mean"] == pytest.approx((1 + 1 / 3 + 1) / 3)
+    assert found["slots/best_half/zeroshot"] == 1 and "slots/best_half/i2t/R@1" not in found and embed.model.image_mask is None
+    crepe = evaluation.open_eval_data(str(tmp_path / "crepe"), None, "test", 8)  # slots chosen on folders, evaluated on SugarCrepe
+    on_crepe = evaluation.slots(embed, crepe, options(data="crepe", select=asked.select, templates=["{}"], image_root=tmp_path / "test"))
+    assert on_crepe["slots/best_half/negatives"] == 1
+    asked.select = str(tmp_path / "crepe")
+    found = evaluation.masks(embed, source, asked)
+    assert found["masks/slots/pairs"] == 1 and found["masks/slots/zeroshot"] == 1
+    for select, task, message in ((None, "slots", "needs --select"), (asked.data, "slots", "other than the data to evaluate"),
+                                  (asked.select, "slots", "is something else"), (asked.data, "masks", "other than"),
+                                  (str(tmp_path / "val"), "masks", "SugarCrepe's files")):
+        asked.select = select
+        with pytest.raises(common.UserError, match=message):
+            getattr(evaluation, task)(embed, source, asked)
 
 
 def test_a_task_that_the_data_cannot_serve_is_an_error(tmp_path):

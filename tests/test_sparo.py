@@ -1,5 +1,6 @@
 """SPARO's equations against literal float64 loops, Table 6's sizes, its model, and two ranks against one process."""
 
+import json
 import math
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import sparo
+import train
 from ranks import on_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -234,6 +236,15 @@ def test_parameters_and_flops_of_table_6(settings, millions, billions):
 # Analyses ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("D, millions", [(32, 97), (64, 108)])
+def test_parameters_of_resnet_towers(D, millions, capsys):
+    """Table B.2; they come out if the text tower keeps its last block."""
+    train.main(["--method", "sparo", "--preset", "cc15m-r50", "--data", "shapes", "--dry-run", "--D", str(D), "--text-encoder",
+                "12x512:causal=1,vocab_size=49408"])
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert round(record["params"] / 1e6) == millions
+
+
 def test_slot_accuracies_count_each_slot_alone():
     classes = torch.randn(5, 3, 4)
     labels = torch.randint(5, (40,))
@@ -330,4 +341,4 @@ def test_two_ranks_equal_one_process(tmp_path):
 def test_the_file_works_alone_in_an_empty_directory(tmp_path):
     shutil.copy(ROOT / "sparo.py", tmp_path)
     shown = subprocess.run([sys.executable, "sparo.py"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
-    assert "pairs found 100%" in shown.splitlines()[-1]
+    assert "pairs found 100%" in shown.splitlines()[-2] and "times as long" in shown.splitlines()[-1]

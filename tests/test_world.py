@@ -189,6 +189,14 @@ def test_sizes_do_not_overlap():
     assert 0.125 < small.min() and small.max() < 0.155 < 0.179 < large.min() and large.max() < 0.221
 
 
+def test_backgrounds_differ_by_the_knob():
+    for background in (0.0, 0.1, 0.5):
+        images = common.denormalize(World(background=background, noise=0, objects=1).sample(200, "train", 0)["images"])
+        corners = images[:, :, 0, 0]
+        assert (corners - 0.275).abs().max() <= background / 2 + 1e-5
+        assert corners.std() == pytest.approx(background / 12**0.5, rel=0.1, abs=1e-5)
+
+
 def test_noise_is_the_deviation_of_the_background():
     for noise in (0.0, 0.04, 0.1):
         sample = World(noise=noise).sample(50, "test", 0, objects=1)
