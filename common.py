@@ -169,11 +169,26 @@ class Chain(nn.ModuleList):
         outputs = []
         for module in self:
             if self.grad_checkpoint and torch.is_grad_enabled():
-                x = checkpoint(module, x, *context, use_reentrant=False)
+                again = functools.partial(without_statistics, module)
+                x = checkpoint(module, x, *context, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), again()))
             else:
                 x = module(x, *context)
             outputs = [*outputs, x][-n:]
         return outputs or [x]
+
+
+@contextlib.contextmanager
+def without_statistics(module):
+    """BatchNorms of the module leave their running statistics alone: recomputing must not count a batch twice."""
+    norms = [(norm, norm.momentum, norm.num_batches_tracked.clone()) for norm in module.modules() if isinstance(norm, nn.BatchNorm2d)]
+    for norm, _, _ in norms:
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm, momentum, count in norms:
+            norm.momentum = momentum
+            norm.num_batches_tracked.copy_(count)
 
 
 class Blocks(Chain):
@@ -364,9 +379,8 @@ def encoder_settings(kind, spec, presets):
 
 def image_encoder_settings(spec):
     """A spec of --image-encoder -> (ViT or ResNet, every argument of its constructor)."""
-    if parse_spec(spec)[0] in RESNET_PRESETS:
-        return ResNet, encoder_settings(ResNet, spec, RESNET_PRESETS)
-    return ViT, encoder_settings(ViT, spec, VIT_PRESETS | dict.fromkeys(RESNET_PRESETS, {}))
+    kind = ResNet if parse_spec(spec)[0] in RESNET_PRESETS else ViT
+    return kind, encoder_settings(kind, spec, VIT_PRESETS | RESNET_PRESETS)
 
 
 # Weights of others ---------------------------------------------------------------------------------------------------
@@ -443,7 +457,7 @@ def find_tower(tensors, block, is_image):
     """The prefix of the image or text tower's names in a file, and its tensors by their full names; block: pattern of a block's."""
     found = (re.match(rf"((?:.*?\.)??){block}", key) for key in tensors)
     prefixes = sorted({match[1] for match in found if match}) or [""]
-    tower = max(prefixes, key=lambda p: (("visual." in p or "image" in p) == is_image, "teacher" in p))
+    tower = max(prefixes, key=lambda p: (is_image and "teacher" in p, ("visual." in p or "image" in p) == is_image))
     return tower, {key: value for key, value in tensors.items()
                    if tower == max((p for p in prefixes if key.startswith(p)), key=len, default=None)}
 
@@ -926,6 +940,7 @@ class Views:
 
     def __init__(self, views, image_size):
         self.views, self.image_size = views, image_size
+        self.least = max(math.ceil(view.size / view.scale[0] ** 0.5) for view in views)  # pixels of an image that fill its smallest crop
 
     def __call__(self, image):
         """PIL image or (3, H, W) in [0, 1] -> a random crop (3, size, size) for each view."""
@@ -942,13 +957,15 @@ class Views:
 
     def distort(self, x, view):
         """Flip, jitter, grey, blur, solarise and normalise (B, 3, s, s), each image by random numbers of its own."""
-        shape, some = (len(x), 1, 1, 1), lambda p: torch.rand(len(x), 1, 1, 1) < p
+        def some(p):
+            return torch.rand(len(x), 1, 1, 1) < p
+
         x = torch.where(some(0.5), x.flip(3), x).clamp(0, 1)             # bicubic crops overshoot
         x = torch.where(some(0.8), jitter(x, 0.4, 0.4, 0.2, 0.1), x)
         x = torch.where(some(0.2), luma(x).expand_as(x), x)
-        if view.blur:
-            sigma = torch.empty(shape).uniform_(0.1, 2) * self.image_size / 224
-            x = torch.where(some(view.blur), blur(x, sigma), x)
+        rows = some(view.blur).flatten()
+        sigma = torch.empty(int(rows.sum()), 1, 1, 1).uniform_(0.1, 2) * self.image_size / 224
+        x[rows] = blur(x[rows], sigma)
         x = torch.where((x >= 0.5) & some(view.solarize), 1 - x, x)
         return normalize(x)
 
@@ -984,7 +1001,7 @@ def blur(x, sigma):
 
 
 def one_view(images):
-    """Images of a batch -> the part of the batch that holds them."""
+    """B images (3, S, S) -> the images of a batch, as Views.collate gives its views."""
     return {"images": torch.stack(images)}
 
 
@@ -1067,11 +1084,12 @@ class TarShards:
     """img2dataset shards: `key.jpg` and `key.txt` (or "caption" in `key.json`) beside each other in tar files.
 
     Each epoch deals the shuffled shards to the ranks and workers; with `resample` every worker draws shards with
-    replacement instead. A shuffle buffer of `buffer` samples mixes them. What cannot be read is skipped and counted.
+    replacement instead. A shuffle buffer of `buffer` samples mixes them. What cannot be read is skipped and counted, and what
+    has no caption unless `captions` is False.
     """
 
-    def __init__(self, pattern, resample=False, buffer=1000):
-        self.what, self.paths = pattern, expand_braces(pattern)
+    def __init__(self, pattern, resample=False, buffer=1000, captions=True):
+        self.what, self.paths, self.captions = pattern, expand_braces(pattern), captions
         missing = [path for path in self.paths if not os.path.isfile(path)]
         if missing:
             raise UserError(f"{len(missing)} of the {len(self.paths)} shards of {pattern} do not exist, the first is {missing[0]}.")
@@ -1105,18 +1123,27 @@ class TarShards:
                 shards = np.random.default_rng((seed, epoch)).permutation(len(self.paths))[part::parts]
             size = 0
             for shard in shards:
-                for size, sample in enumerate(read_tar(self.paths[shard]), size + 1):
+                for size, sample in enumerate(read_tar(self.paths[shard], self.captions), size + 1):
                     yield sample
             self.patience = min(100_000, 100 + 50 * size)
 
     def labelled(self):
-        """(image bytes, label) of every sample with a label: a whole number in `key.cls`, or as "label" in `key.json`."""
-        found = False
-        for members, _ in itertools.chain.from_iterable(tar_members(path) for path in self.paths):
+        """(image bytes, label) of every sample with a label: a whole number in `key.cls`, or as "label" in `key.json`. What is left
+        out is said at the end."""
+        found, left_out = 0, {}
+        for sample in itertools.chain.from_iterable(tar_members(path) for path in self.paths):
+            if isinstance(sample, Skipped):
+                sample.count(left_out)
+                continue
+            members, where = sample
             image, label = image_of(members), label_of(members)
-            if image is not None and label is not None:
-                found = True
+            if image is None or label is None:
+                Skipped("no image" if image is None else "no label", where).count(left_out)
+            else:
+                found += 1
                 yield image, label
+        for reason, (count, example) in left_out.items():
+            print(f"left out of {self.what}: {count} with {reason}, the last {example}")
         if not found:
             raise UserError(f"{self.what} has no image with a label: a number in KEY.cls, or as \"label\" in KEY.json.")
 
@@ -1173,10 +1200,10 @@ def shuffled(samples, size, rng):
             buffer[i] = sample
 
 
-def read_tar(path):
+def read_tar(path, captions=True):
     """One shard -> (image bytes, caption, "shard:key") for each key, or Skipped."""
     for sample in tar_members(path):
-        yield sample if isinstance(sample, Skipped) else read_sample(*sample)
+        yield sample if isinstance(sample, Skipped) else read_sample(*sample, captions)
 
 
 def tar_members(path):
@@ -1205,16 +1232,19 @@ def image_of(members):
 def label_of(members):
     """The class of a sample, or None."""
     try:
-        return int(members[".cls"]) if ".cls" in members else int(json.loads(members[".json"])["label"])
+        label = int(members[".cls"]) if ".cls" in members else int(json.loads(members[".json"])["label"])
     except (KeyError, ValueError, TypeError, RecursionError):
         return None
+    return label if label >= 0 else None
 
 
-def read_sample(members, where):
-    """{suffix: bytes} of one key -> (image bytes, caption, where), or Skipped."""
+def read_sample(members, where, captions=True):
+    """{suffix: bytes} of one key -> (image bytes, caption, where), or Skipped; without `captions` the caption is empty."""
     image = image_of(members)
     if image is None:
         return Skipped("no image", where)
+    if not captions:
+        return image, "", where
     caption = members.get(".txt", b"").decode("utf-8", "replace").strip()
     if not caption and ".json" in members:
         try:
@@ -1282,25 +1312,28 @@ def read_json(path, split):
     raise UserError(f"{path} is neither COCO captions (images, annotations) nor Karpathy's (images with sentences).")
 
 
-def open_data(spec, image_root=None, split="train", image_size=48):
+def open_data(spec, image_root=None, split="train", image_size=48, captions=True):
     """A SPEC -> World, CaptionTable or TarShards. `split` chooses Karpathy's; a spec's own `split=` goes before it.
 
     SPEC: shapes[:knob=value,...] | FILE.csv .tsv .txt [:image=COLUMN,caption=COLUMN] | 'DIR/{00000..00012}.tar'[:resample=1] |
     FILE.json (COCO, Karpathy) [:split=val] | FILE.token | DIR of class folders.
     image_root: directory that the file names of a table are relative to; by default the table's own.
     image_size: of the world's pictures, unless the SPEC says it.
+    captions: False for images alone: then shards need no captions, and a directory can hold images without class folders.
     """
     name, knobs = parse_spec(spec)
     if name == "shapes":
         return World(**{"size": image_size, **cast_knobs(knobs, dataclasses.asdict(World()), "shapes")})
     suffix = Path(name).suffix.lower()
     if suffix == ".tar":
-        return TarShards(name, **cast_knobs(knobs, {"resample": False, "buffer": 1000}, name))
+        return TarShards(name, **cast_knobs(knobs, {"resample": False, "buffer": 1000}, name), captions=captions)
     if not os.path.exists(name):
         raise UserError(f"--data {spec}: {name} does not exist; a SPEC is shapes, a CSV or TSV file, tar shards, a COCO or "
                         f"Karpathy JSON, a .token file, or a directory of class folders.")
     if os.path.isdir(name):
-        return open_class_folders(name)
+        if captions or any(entry.is_dir() and entry.name[0] != "." for entry in os.scandir(name)):
+            return open_class_folders(name)
+        return CaptionTable(((path, "an image") for path in image_files(name)), name)
     readers = {".csv": read_table, ".tsv": read_table, ".txt": read_table, ".token": read_token_file,
                ".json": functools.partial(read_json, split=split)}
     if suffix not in readers:
@@ -1321,9 +1354,12 @@ def open_class_folders(directory):
     classes = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir() and entry.name[0] != ".")
     if not classes:
         raise UserError(f"{directory} has no class folders.")
-    rows = [(path, f"a photo of {article(name.replace('_', ' '))}.") for name in classes
-            for path in sorted(Path(directory, name).rglob("*")) if path.suffix.lower() in IMAGE_SUFFIXES]
+    rows = [(path, f"a photo of {article(name.replace('_', ' '))}.") for name in classes for path in image_files(Path(directory, name))]
     return CaptionTable(rows, directory, classes)
+
+
+def image_files(directory):
+    return [path for path in sorted(Path(directory).rglob("*")) if path.suffix.lower() in IMAGE_SUFFIXES]
 
 
 class Stream(IterableDataset):
@@ -1339,7 +1375,8 @@ class Stream(IterableDataset):
                  positions=None):
         self.source, self.tokenizer, self.transform = source, tokenizer, transform
         self.collate = getattr(transform, "collate", one_view)
-        self.least, self.context, self.batch_size = math.ceil(1.5 * image_size), context, batch_size
+        self.least = getattr(transform, "least", math.ceil(1.5 * image_size))
+        self.context, self.batch_size = context, batch_size
         self.seed, self.rank, self.world_size, self.positions = seed, rank, world_size, positions or {}
 
     def __iter__(self):
@@ -1380,12 +1417,12 @@ class Stream(IterableDataset):
 
 
 class WorldStream(IterableDataset):
-    """Endless batches of one rank from the embedded world, in the form of Stream's. views: None, or Views to be made of the
-    images; tokenizer: None for images alone."""
+    """Endless batches of one rank from the embedded world, in the form of Stream's. transform: None or Views; tokenizer: None for
+    images alone."""
 
-    def __init__(self, source, tokenizer, context, batch_size, seed, rank=0, world_size=1, positions=None, views=None):
+    def __init__(self, source, tokenizer, context, batch_size, seed, rank=0, world_size=1, positions=None, transform=None):
         self.source, self.tokenizer, self.context, self.batch_size = source, tokenizer, context, batch_size
-        self.seed, self.rank, self.positions, self.views = seed, rank, positions or {}, views
+        self.seed, self.rank, self.positions, self.transform = seed, rank, positions or {}, transform
 
     def __iter__(self):
         worker, _ = whose_turn(self.positions)
@@ -1396,10 +1433,10 @@ class WorldStream(IterableDataset):
                    "position": {worker: (batches + 1,)}, "skipped": {}}
 
     def images(self, images, seed):
-        if self.views is None:
+        if self.transform is None:
             return {"images": images}
         with fixed_seed(seed):
-            return self.views.collate([self.views(image) for image in denormalize(images)])
+            return self.transform.collate([self.transform(image) for image in denormalize(images)])
 
 
 def tokenize(tokenizer, captions, context):
@@ -1444,13 +1481,13 @@ def cosine_lr(step, steps, warmup, peak):
 
 
 def param_groups(model, weight_decay):
-    """Two AdamW groups: the weights of linear and convolution layers decay; norms, biases, embeddings, positions, queries
-    and the temperature do not."""
+    """Two AdamW groups, the first with `decays`: the weights of linear and convolution layers decay; norms, biases, embeddings,
+    positions, queries and the temperature do not."""
     matrices = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decay = [parameter for parameter in trained if id(parameter) in matrices]
     rest = [parameter for parameter in trained if id(parameter) not in matrices]
-    return [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return [{"params": decay, "weight_decay": weight_decay, "decays": True}, {"params": rest, "weight_decay": 0.0, "decays": False}]
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------

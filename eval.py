@@ -288,8 +288,8 @@ class Embedder:
             return self.similarity(images, texts).view(len(images), len(names), -1).mean(2)
         return dot(images, class_embeddings(self.texts, names, templates))
 
-    def files(self, paths, encode=None):
-        """Image files -> what `images` gives for the m that could be read, and their indices (m,)."""
+    def files(self, paths, encode=None, least=1):
+        """Image files -> what `images` gives for the m that could be read, and their indices (m,); at least `least` of them."""
         loader = DataLoader(ImageFiles(paths, self.image_size), self.chunk, num_workers=self.workers, collate_fn=list)
         rows, kept = [], []
         for batch in loader:
@@ -297,11 +297,11 @@ class Embedder:
             if good:
                 rows.append(self.images(torch.stack([image for _, image in good]), encode))
                 kept += [i for i, _ in good]
-        if not kept:
+        if len(kept) < least:
             raise UserError(f"None of the {len(paths)} images could be read, the first is {paths[0]}.")
         if len(kept) < len(paths):
             print(f"skipped {len(paths) - len(kept)} of {len(paths)} images that cannot be read")
-        return torch.cat(rows), torch.tensor(kept)
+        return torch.cat(rows) if rows else None, torch.tensor(kept, dtype=torch.long)
 
 
 # Tasks ---------------------------------------------------------------------------------------------------------------
@@ -321,6 +321,18 @@ def folder_images(embed, source, limit=None, encode=None):
     chosen = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:limit].tolist()
     images, kept = embed.files([source.paths[i] for i in chosen], encode)
     return images, torch.as_tensor(source.labels)[chosen][kept]
+
+
+def shard_images(embed, source, limit=None, encode=None):
+    """What `images` gives for the readable ones of the first `limit` images with labels of tar shards, and their labels (m,)."""
+    samples, features, labels = itertools.islice(source.labelled(), limit), [], []
+    while group := list(itertools.islice(samples, 4096)):
+        images, kept = embed.files([image for image, _ in group], encode, least=0)
+        features += [images] if len(kept) else []
+        labels.append(torch.tensor([label for _, label in group])[kept])
+    if not features:
+        raise UserError(f"No image of {source.what} could be read.")
+    return torch.cat(features), torch.cat(labels)
 
 
 def pair_ids(scene):
@@ -370,15 +382,15 @@ def retrieval(embed, source, options):
         **({"faithfulness/K-Pna": k_precision(retrieved, truths, among)} if among else {}), "retrieval/images": len(images)}
 
 
-def negative_pairs(embed, source, options):
+def negative_pairs(embed, source, split, image_root):
     """Hard negatives -> kinds, list of n names; what `images` gives for each pair; captions; wrong captions."""
     if isinstance(source, common.World):
-        sample, rng = source.sample(WORLD_N, options.split, 3, objects=min(3, source.objects)), random.Random(3)
+        sample, rng = source.sample(WORLD_N, split, 3, objects=min(3, source.objects)), random.Random(3)
         images = embed.images(sample["images"])
         rows = [(kind, i, *pair) for i, objects in enumerate(sample["objects"])
                 for kind, pair in sorted(source.hard_negatives(objects, rng).items())]
     else:
-        root = Path(options.image_root or ".")
+        root = Path(image_root or ".")
         pairs = [(file.stem, item) for file in source for item in json.loads(file.read_text()).values()]
         names = sorted({item["filename"] for _, item in pairs})
         images, kept = embed.files([str(root / name) for name in names])
@@ -391,7 +403,7 @@ def negative_pairs(embed, source, options):
 
 def negatives(embed, source, options):
     """Share of pairs whose caption scores strictly higher than its hard negative, by SugarCrepe category."""
-    kinds, x, captions, wrong = negative_pairs(embed, source, options)
+    kinds, x, captions, wrong = negative_pairs(embed, source, options.split, options.image_root)
     right = embed.pairs(x, embed.texts(captions)) > embed.pairs(x, embed.texts(wrong))
     by_kind = {kind: right[torch.tensor([k == kind for k in kinds])] for kind in sorted(set(kinds))}
     return {f"negatives/{kind}": value for kind, value in by_kind.items()} | {
@@ -468,33 +480,29 @@ def labelled(embed, source, split, n, encode):
         labels = pair_ids(sample["scene"])[:, 0]
         known = ~torch.isin(labels, torch.tensor([colour * 8 + shape for colour, shape in source.heldout_pairs]))
         return embed.images(sample["images"][known], encode), labels[known]
-    if is_table(source):
-        return folder_images(embed, source, n, encode)
-    features, labels, samples = [], [], source.labelled()
-    while group := list(itertools.islice(samples, 4096)):
-        images, kept = embed.files([image for image, _ in group], encode)
-        features.append(images)
-        labels.append(torch.tensor([label for _, label in group])[kept])
-    return torch.cat(features), torch.cat(labels)
+    return (folder_images if is_table(source) else shard_images)(embed, source, n, encode)
 
 
 def train_and_test(embed, source, options, encode):
     """Features and labels of the training part (the world's train split, or --train-data) and of the data to evaluate."""
-    train = source
-    if not is_world(source):
-        if options.train_data in (None, options.data):
-            raise UserError("k-NN and linear probes on class folders need --train-data, other class folders or tar shards with "
-                            "labels to learn from.")
-        train = common.open_data(options.train_data, image_size=embed.image_size)
-        if not isinstance(train, common.TarShards) and getattr(train, "classes", None) != source.classes:
-            raise UserError(f"--train-data {options.train_data} must have the class folders of {options.data}: "
-                            f"{', '.join(source.classes)}.")
-    x, y, *test = *labelled(embed, train, "train", 4 * WORLD_N if is_world(source) else None, encode), \
-        *labelled(embed, source, options.split, WORLD_N if is_world(source) else options.limit, encode)
-    if not is_world(source) and y.max() >= len(source.classes):
+    if is_world(source):
+        return *labelled(embed, source, "train", 4 * WORLD_N, encode), *labelled(embed, source, options.split, WORLD_N, encode)
+    if options.train_data is None or same_path(options.train_data, options.data):
+        raise UserError("k-NN and linear probes on class folders need --train-data, other class folders or tar shards with labels "
+                        "to learn from.")
+    train = common.open_data(options.train_data, image_size=embed.image_size)
+    if not isinstance(train, common.TarShards) and getattr(train, "classes", None) != source.classes:
+        raise UserError(f"--train-data {options.train_data} must have the class folders of {options.data}: "
+                        f"{', '.join(source.classes)}.")
+    x, y = labelled(embed, train, "train", options.train_limit, encode)
+    if y.max() >= len(source.classes):
         raise UserError(f"--train-data {options.train_data} has label {y.max()}, but {options.data} has {len(source.classes)} "
                         f"classes: label i is the folder at place i of the sorted names.")
-    return x, y, *test
+    return x, y, *labelled(embed, source, options.split, options.limit, encode)
+
+
+def same_path(a, b):
+    return Path(a).resolve() == Path(b).resolve()
 
 
 def knn(embed, source, options):
@@ -535,9 +543,9 @@ def open_selection(embed, source, options, task, can_use, what):
     """The data of --select, that slots or masks are chosen on, or the world. Data to evaluate cannot choose too."""
     if options.select is None and is_world(source):
         return source
-    if options.select in (None, options.data):
+    if options.select is None or same_path(options.select, options.data):
         raise UserError(f"Task {task} needs --select, {what}, other than the data to evaluate on.")
-    selection = open_eval_data(options.select, options.image_root, "val", embed.image_size)
+    selection = open_eval_data(options.select, options.select_root, "val", embed.image_size)
     if not can_use(selection):
         raise UserError(f"Task {task} needs {what}; --select {options.select} is something else.")
     return selection
@@ -558,7 +566,7 @@ def slots(embed, source, options):
         images, labels = embed.images(sample["images"], "image_slots"), pair_ids(sample["scene"])[:, 0]
     else:
         names, templates = [common.article(name.replace("_", " ")) for name in selection.classes], options.templates or TEMPLATES
-        images, labels = folder_images(embed, selection, None, "image_slots")
+        images, labels = folder_images(embed, selection, options.train_limit, "image_slots")
     texts = embed.texts([template.format(name) for name in names for template in templates], "text_slots")
     classes = F.normalize(texts, dim=-1).unflatten(0, (len(names), -1)).mean(1)                  # (C, L, V)
     accuracy = sparo.slot_accuracies(images, classes, labels)
@@ -579,7 +587,7 @@ def masks(embed, source, options):
     if not hasattr(embed.model, "image_mask"):
         return {}
     selection = open_selection(embed, source, options, "masks", TASKS["negatives"][1], "SugarCrepe's files to train the mask on")
-    _, x, captions, wrong = negative_pairs(embed, selection, options)
+    _, x, captions, wrong = negative_pairs(embed, selection, options.split, options.select_root)
     y_p, y_n = embed.texts(captions), embed.texts(wrong)
     before, result = with_mask(embed, source, options, None), {}
     for name, parts in (("slots", embed.model.config.L), ("dimensions", x.shape[1])):
@@ -806,7 +814,10 @@ PICTURES = {"alignment.png": draw_alignment, "segmentation.png": draw_segmentati
 def hook(config, name, default, *arguments):
     """What the method's function `name` says of a run's settings, or `default` where the method has none."""
     function = getattr(METHODS[config["method"]], name, None)
-    return function(fill_in(config), *arguments) if function else default
+    try:
+        return function(fill_in(config), *arguments) if function else default
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def fill_in(config):
@@ -831,7 +842,8 @@ def build_encoders(config, tokenizer):
     if image_encoder.cls is not None and not method.Model.takes_cls:
         raise UserError(f"{config['method']} takes all image tokens for patches: leave out cls=1 of --image-encoder.")
     if hook(config, "needs_cls", False) and image_encoder.cls is None:
-        raise UserError(f"This read-out of {config['method']} takes the [CLS] token: add cls=1 to --image-encoder.")
+        how = "choose a ViT" if kind is common.ResNet else "add cls=1 to --image-encoder"
+        raise UserError(f"This read-out of {config['method']} takes the [CLS] token: {how}.")
     if not uses_text(config):
         return image_encoder, None
     text = common.encoder_settings(common.TextTransformer, config["text_encoder"], common.TEXT_PRESETS)
@@ -850,15 +862,22 @@ def build_model(config, image_encoder, text_encoder):
         raise UserError(str(error)) from None
 
 
+def usable_tasks(source, has_text, data):
+    """The names of the tasks that the data and the model can serve. Raises UserError if there is none."""
+    usable = [name for name, (_, can_use) in TASKS.items() if can_use(source) and (has_text or name in IMAGE_TASKS)]
+    if not usable:
+        needed = "captions, class folders, SugarCrepe or shapes" if has_text else "class folders or shapes to a model without a text tower"
+        raise UserError(f"No task can evaluate on {data}: give {needed}.")
+    return usable
+
+
 def evaluate(embed, source, options):
     """Run the tasks of `options.tasks`, or those that the data can serve, without ON_REQUEST -> {metric: float}."""
-    usable = [name for name, (_, can_use) in TASKS.items() if can_use(source) and (embed.tokenizer or name in IMAGE_TASKS)]
-    if not usable:
-        raise UserError(f"No task can evaluate on {options.data}: give --data captions, class folders, SugarCrepe or shapes.")
-    result = {}
+    usable, result = usable_tasks(source, embed.tokenizer, options.data), {}
     for name in options.tasks or [name for name in usable if name not in ON_REQUEST or not embed.tokenizer]:
         if name not in usable:
-            raise UserError(f"Task {name} cannot use this data; it serves {', '.join(usable)}.")
+            why = "this data" if embed.tokenizer or name in IMAGE_TASKS else "a model without a text tower"
+            raise UserError(f"Task {name} cannot use {why}; what can be done is {', '.join(usable)}.")
         for key, value in TASKS[name][0](embed, source, options).items():
             result[key] = value.float().mean().item() if torch.is_tensor(value) else value
     return result
@@ -971,8 +990,10 @@ def main(argv=None):
     parser.add_argument("--templates", nargs="+", help="zero-shot prompts with {} for 'a class name' (default: four of CLIP's)")
     parser.add_argument("--classes", help="file with the names of classes 1, 2, ... of data in VOC's layout (default: VOC's)")
     parser.add_argument("--nouns-adjectives", help="file with the words, one a line, that K-Pna counts (default: the world's)")
+    parser.add_argument("--train-limit", type=int, help="learn from TRAIN_LIMIT images of --train-data or --select")
     parser.add_argument("--select", help="what `slots` ranks the slots on, class folders, and `masks` trains masks on, SugarCrepe's "
-                                         "files with images in --image-root (default: the world)")
+                                         "files with images in --select-root (default: the world)")
+    parser.add_argument("--select-root", help="directory that the file names of SugarCrepe as --select are relative to")
     parser.add_argument("--limit", type=int, help="use LIMIT images: random ones for zero-shot, else the first")
     options = parser.parse_args(argv)
     options.tasks = options.task.split(",") if options.task else None
@@ -994,7 +1015,8 @@ def main(argv=None):
         chosen = argparse.Namespace(**vars(options))
         if not options.data:
             chosen.data, chosen.image_root = config["data"], options.image_root or config["image_root"]
-        chosen.train_data = options.train_data or config["data"]
+        if not options.train_data and config["data"] != chosen.data and common.parse_spec(config["data"])[0] != "shapes":
+            chosen.train_data = config["data"]
         chosen.split, chosen.image_size = options.split or default_split(chosen.data), embed.image_size
         source = open_eval_data(chosen.data, chosen.image_root, chosen.split, embed.image_size, options.classes)
         if len(options.runs) > 1:

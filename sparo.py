@@ -25,8 +25,10 @@ Differs from the paper:
   * Weight decay spares embeddings, positions and queries, images are flipped (train.py); OpenCLIP, which the authors trained with,
     decays all matrices and does not flip.
   * ResNet-50 is torchvision's, not CLIP's modified one; with it the text tower keeps its last block: so Table B.2's sizes come out.
-  * DINO: the norm of the whole gradient is clipped, where DINO's code clips each parameter's; lr ends at 0, not 1e-6; no weight
-    decay of positions; colour jitter is linear (common.py). k-NN and the linear probe normalise and train as for CLIP.
+  * DINO: the whole gradient's norm is clipped, where DINO's code clips each parameter's; lr ends at 0, not 1e-6; only weights of layers
+    decay, not [CLS], positions and q; the encoder begins as CLIP's does; pixels are normalised by CLIP's mean and deviation; positions
+    are interpolated with antialiasing; colour jitter is linear (common.py). The linear probe trains by AdamW as CLIP's (C.1), on
+    features as they are, without augmentation; DINO's takes SGD, 100 epochs, random crops and flips.
 
 Not here: CLIP's own ResNet with attention pooling; visualisation of DINO's slots.
 
@@ -37,7 +39,6 @@ Result:  not measured yet.
 
 import copy
 import functools
-import itertools
 import math
 import time
 from dataclasses import dataclass
@@ -143,16 +144,21 @@ def clip_loss(v, t, scale, gather=identity):
 @in_fp32
 def dino_loss(student, teacher, center, student_temp, teacher_temp):
     """DINO's loss (Caron et al. 2021, Eq. 3), mean over images and pairs of views. student (V, B, K): logits of all views, the
-    global ones first; teacher (G, B, K): of the global ones; center (K,). -> scalar, and the teacher's distributions (G, B, K).
+    global ones first; teacher (G, B, K): of the global ones, without gradient; center (K,). -> scalar, and P_t (G, B, K).
 
     The sum over pairs is the product of the sums, without the pairs of a view with itself.
     """
-    p_t = ((teacher - center) / teacher_temp).softmax(-1)                # (G, B, K)
+    p_t = ((teacher.detach() - center) / teacher_temp).softmax(-1)       # (G, B, K)
     log_p_s = (student / student_temp).log_softmax(-1)                   # (V, B, K)
     G, V = len(teacher), len(student)
     every = (p_t.sum(0) * log_p_s.sum(0)).sum(-1).mean()
     same = (p_t * log_p_s[:G]).sum((0, 2)).mean()
     return (same - every) / (G * (V - 1)), p_t
+
+
+def entropy(p):
+    """Of distributions (..., K): the mean of their entropies, in nats."""
+    return -(p * p.clamp(min=1e-30).log()).sum(-1).mean()
 
 
 # Read-outs: (B, n, d), and of captions the index (B,) of the last token -> encoding ----------------------------------
@@ -368,9 +374,11 @@ def views(config, image_size):
     """The random views of an image that the objective compares, in the words of common.View; None: one, and its caption."""
     if config["objective"] == "clip":
         return None
-    border = config["crop_border"]
+    border, least = config["crop_border"], config["crop_least"]
+    if least > border:
+        raise ValueError(f"--crop-least {least} must not be above --crop-border {border}.")
     return [dict(size=image_size, scale=(border, 1.0), blur=1.0), dict(size=image_size, scale=(border, 1.0), blur=0.1, solarize=0.2),
-            *[dict(size=config["local_size"], scale=(config["crop_least"], border), blur=0.5)] * config["local_crops"]]
+            *[dict(size=config["local_size"], scale=(least, border), blur=0.5)] * config["local_crops"]]
 
 
 def model_class(config):
@@ -439,8 +447,7 @@ class Model(nn.Module):
 
 
 class DinoHead(nn.Module):
-    """DINO's head: three layers, then K products with directions of length 1. x (B, M) -> logits (B, K). rest: the last layer
-    gets no gradient."""
+    """DINO's head: three layers, then the cosines with K directions, in fp32: they are divided by 0.04. x (B, M) -> (B, K)"""
 
     def __init__(self, M, K, width, bottleneck):
         super().__init__()
@@ -450,19 +457,23 @@ class DinoHead(nn.Module):
             nn.init.trunc_normal_(layer.weight, std=0.02)
             nn.init.zeros_(layer.bias)
 
-    def forward(self, x, rest):
-        directions = F.normalize(torch.where(rest, self.last.weight.detach(), self.last.weight), dim=-1)
-        return F.linear(F.normalize(self.mlp(x), dim=-1), directions)
+    def forward(self, x):
+        return cosines(self.mlp(x), self.last.weight)
+
+
+@in_fp32
+def cosines(x, directions):
+    """(B, E), (K, E) -> (B, K)"""
+    return F.normalize(x, dim=-1) @ F.normalize(directions, dim=-1).T
 
 
 class Dino(nn.Module):
     """DINO (arXiv 2104.14294) on a read-out: a student learns the distributions that its own moving average, the teacher, gives
     to other views of the image. The read-out's slots go into the head as they are. What is evaluated is the teacher.
 
-    image_encoder(images) -> (B, n, image_width), [CLS] first, for images of any size; there is no text encoder.
+    image_encoder(images) -> (B, n, image_width), [CLS] first, for images of any size; if it has layers(images, n), which gives the
+    outputs of its last n blocks, the linear probe sees them. There is no text encoder.
     """
-
-    takes_cls = True
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
@@ -475,7 +486,7 @@ class Dino(nn.Module):
         self.head = DinoHead(M, config.out_dim, config.head_width, config.head_bottleneck)
         self.teacher = copy.deepcopy(self.student()).requires_grad_(False)
         self.register_buffer("center", torch.zeros(config.out_dim))
-        self.register_buffer("step", torch.tensor(0))
+        self.train()
 
     def student(self):
         return nn.ModuleList([self.image_encoder, self.readout, self.head])
@@ -490,19 +501,20 @@ class Dino(nn.Module):
         return self
 
     def logits(self, network, views):
-        """V views (B, 3, s, s) -> (V, B, K); those of one size go through the encoder together."""
+        """V views (B, 3, s, s), two large ones first -> (V, B, K); those of one size go through the encoder together."""
         encoder, readout, head = network
-        y = [readout(encoder(torch.cat(list(same)))).flatten(1) for _, same in itertools.groupby(views, lambda x: x.shape[-1])]
-        return head(torch.cat(y), self.step < self.config.freeze_last).unflatten(0, (len(views), -1))
+        y = [readout(encoder(torch.cat(same))).flatten(1) for same in (views[:2], views[2:]) if same]
+        return head(torch.cat(y)).unflatten(0, (len(views), -1))
 
     def forward(self, batch, gather=identity):
         """batch: views, the two global ones first, each (B, 3, s, s) -> {"loss": scalar, and scalars to log}.
 
-        entropy: of the teacher's distributions; entropy_mean: of their mean. A collapse takes both to log K, or both to 0.
+        entropy: of the teacher's distributions; entropy_mean: of their mean, over the images here. A collapse takes both to log K,
+        or both to 0.
         """
         cfg = self.config
         with torch.no_grad():
-            teacher = self.logits(self.teacher, batch["views"][:2]).float()      # (2, B, K)
+            teacher = self.logits(self.teacher, batch["views"][:2])              # (2, B, K)
         student = self.logits(self.student(), batch["views"])                    # (V, B, K)
         loss, p_t = dino_loss(student, teacher, self.center, cfg.student_temp, cfg.teacher_temp)
         if self.training:
@@ -510,11 +522,15 @@ class Dino(nn.Module):
             self.center.lerp_(mean, 1 - cfg.center_momentum)
         return {"loss": loss, "entropy": entropy(p_t), "entropy_mean": entropy(p_t.mean((0, 1)))}
 
+    def before_update(self, step):
+        """At first the head's last layer rests; without a gradient the optimizer does not begin to count its steps."""
+        if step < self.config.freeze_last:
+            self.head.last.weight.grad = None
+
     def after_step(self, step, steps):
         """The teacher follows the student."""
         momentum = 1 - (1 - self.config.ema) * (1 + math.cos(math.pi * step / steps)) / 2
         get_ema_multi_avg_fn(momentum)(list(self.teacher.parameters()), list(self.student().parameters()), None)
-        self.step += 1
 
     def chance_loss(self, batch_size, mask, patches):
         """The loss when all distributions are uniform."""
@@ -530,17 +546,15 @@ class Dino(nn.Module):
         return F.normalize(self.image_slots(images).flatten(1).float(), dim=-1)
 
     def probe_features(self, images):
-        """(B, 3, H, W) -> what DINO's linear probe sees (C.2): [CLS] after each of the last four blocks, or the last three and the
-        slots as they are. Without [CLS] the mean of the tokens."""
+        """(B, 3, H, W) -> what DINO's linear probe sees (C.2): [CLS] after each of the last four blocks, of which SPARO's slots, as
+        they are, replace the last; CLIP+GAP's mean does too. Of an encoder without layers the read-out alone."""
         encoder, readout, _ = self.teacher
-        layers = encoder.layers(images, 4 if self.config.readout == "cls" else 3) if hasattr(encoder, "layers") else [encoder(images)]
-        seen = [x.mean(1) if encoder.cls is None else x[:, 0] for x in layers]
-        return torch.cat(seen if self.config.readout == "cls" else [*seen, readout(layers[-1]).flatten(1)], dim=1).float()
-
-
-def entropy(p):
-    """Of distributions (..., K): the mean of their entropies, in nats."""
-    return -(p * p.clamp(min=1e-30).log()).sum(-1).mean()
+        if not hasattr(encoder, "layers"):
+            return self.image_slots(images).flatten(1).float()
+        replaced = self.config.readout == "sparo" and self.config.replace_block
+        *before, last = encoder.layers(images, 3 if replaced else 4)
+        before = [*before, last] if replaced else before
+        return torch.cat([*(x[:, 0] for x in before), readout(last).flatten(1)], dim=1).float()
 
 
 if __name__ == "__main__":

@@ -85,6 +85,9 @@ BOUNDS = {"steps": (1, math.inf), "batch": (1, math.inf), "workers": (0, 1024), 
           "clip_grad": (0, math.inf)}
 
 
+IMAGES_ALONE_IGNORE = ("vocab", "vocab_size", "text_encoder", "text_weights", "crop_scale")  # flags without effect there
+
+
 # Command line --------------------------------------------------------------------------------------------------------
 
 
@@ -124,6 +127,9 @@ def parse_config(argv):
     method = METHODS[flags["method"]]
     config = dataclasses.asdict(Config()) | dataclasses.asdict(method.Config())
     preset = flags.get("preset", config["preset"])
+    for name in () if evaluation.uses_text(config | method.PRESETS.get(preset, {}) | flags) else IMAGES_ALONE_IGNORE:
+        if name in flags:
+            raise UserError(f"--{name.replace('_', '-')} has no effect here: this objective makes views of images and takes no captions.")
     if flags.get("resume"):
         if "preset" in flags or "vocab" in flags:
             raise UserError("--resume takes preset and vocabulary from the run: leave out --preset and --vocab.")
@@ -196,8 +202,12 @@ def build_loader(config, source, model, tokenizer, batch, rank, world_size, posi
     place = dict(batch_size=batch, seed=config["seed"], rank=rank, world_size=world_size, positions=positions)
     kinds = evaluation.hook(config, "views", None, size)
     views = kinds and common.Views([common.View(**kind) for kind in kinds], size)
+    patch = size // model.image_encoder.grid
+    for kind in kinds or []:
+        if kind["size"] % patch:
+            raise UserError(f"A view of {kind['size']} pixels is not a multiple of the {patch} of a patch: choose another --local-size.")
     if isinstance(source, common.World):
-        stream = common.WorldStream(source, tokenizer, context, views=views, **place)
+        stream = common.WorldStream(source, tokenizer, context, transform=views, **place)
     else:
         transform = views or common.train_transform(size, config["crop_scale"])
         stream = common.Stream(source, tokenizer, transform, size, context, **place)
@@ -215,8 +225,6 @@ def load_weights(config, image_encoder, text_encoder, quiet):
     """Pretrained towers, with a line for everything that did not fit."""
     for flag, encoder in (("image_weights", image_encoder), ("text_weights", text_encoder)):
         if config[flag]:
-            if encoder is None:
-                raise UserError(f"--{flag.replace('_', '-')} {config[flag]}: this objective has no text tower.")
             for line in common.load_encoder_weights(encoder, common.load_checkpoint(config[flag])):
                 if not quiet:
                     print(f"{flag}: {line}")
@@ -398,12 +406,14 @@ def train_step(config, step, model, raw, optimizer, scaler, batch, autocast):
     start, end = config["weight_decay"], config["weight_decay_end"]
     for group in optimizer.param_groups:
         group["lr"] = common.cosine_lr(step, config["steps"], config["warmup"], config["lr"])
-        if group["weight_decay"] and end is not None:
+        if end is not None and group["decays"]:
             group["weight_decay"] = common.cosine(step, config["steps"], start, end)
     optimizer.zero_grad(set_to_none=True)
     with autocast():
         out = model(batch, common.gather)
     scaler.scale(out["loss"]).backward()
+    if hasattr(raw, "before_update"):
+        raw.before_update(step)
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), config["clip_grad"] or math.inf)
     scaler.step(optimizer)
@@ -421,12 +431,13 @@ def train(config):
     rank, world_size, device = common.init_distributed()
     out = choose_run(config)
     size = config["image_size"] or common.image_encoder_settings(config["image_encoder"])[1]["image_size"]
-    source = common.open_data(config["data"], config["image_root"], image_size=size)
+    source = common.open_data(config["data"], config["image_root"], image_size=size, captions=evaluation.uses_text(config))
     if isinstance(source, common.World):
         size = config["image_size"] = source.size
     eval_source = source
     if config["eval_data"]:  # opened now: a wrong SPEC is better found before the training than after it
         eval_source = evaluation.open_eval_data(config["eval_data"], None, evaluation.default_split(config["eval_data"]), size)
+        evaluation.usable_tasks(eval_source, evaluation.uses_text(config), config["eval_data"])
     tokenizer = build_tokenizer(config, source, out)
     torch.manual_seed(config["seed"])
     encoders = evaluation.build_encoders(config, tokenizer)
@@ -539,13 +550,15 @@ def finish(config, source, raw, tokenizer, device, out, skipped):
     data = config["eval_data"] or config["data"]
     options = types.SimpleNamespace(tasks=None, data=data, split=evaluation.default_split(data), image_root=config["image_root"],
                                     image_size=raw.image_encoder.image_size, limit=1000, templates=None, nouns_adjectives=None,
-                                    train_data=config["data"], select=None)
+                                    train_data=config["data"], train_limit=20_000, select=None, select_root=None)
     if not config["eval_data"] and not isinstance(source, common.World):
         options.split = "train"
     if isinstance(source, common.TarShards):
         return print("No evaluation: tar shards are for training only; give --eval-data, or run eval.py with other data.")
-    if tokenizer is None and data == config["data"] and not isinstance(source, common.World):
-        return print("No evaluation: k-NN and linear probe need other class folders to be tried on; give --eval-data.")
+    if tokenizer is None and not isinstance(source, common.World):
+        if data == config["data"]:
+            return print("No evaluation: k-NN and linear probe need other class folders to be tried on; give --eval-data.")
+        options.tasks = ["knn"]
     print(f"Evaluation on {options.data}, split {options.split}, in fp32:")
     evaluation.report(evaluation.embedder(raw, tokenizer, config, device), source, options, out)
 

@@ -416,7 +416,7 @@ def make_stream(kind, directory, positions=None, seed=0):
     kind, _, viewed = kind.partition(" ")
     views = common.Views([common.View(8, (0.4, 1.0), blur=0.5), common.View(4, (0.1, 0.4), solarize=0.5)], 8) if viewed else None
     if kind == "world":
-        return WorldStream(World(size=16), TOKENIZER, 16, 4, seed, positions=positions, views=views)
+        return WorldStream(World(size=16), TOKENIZER, 16, 4, seed, positions=positions, transform=views)
     if views:
         return Stream(open_data(write_table(directory, 23, broken=(3, 4, 11))), TOKENIZER, views, 8, 16, 3, seed, positions=positions)
     if kind == "table":
@@ -691,8 +691,9 @@ def test_blur_is_a_gaussian_of_its_own_for_each_image():
 def test_views_have_their_sizes_and_frequencies():
     torch.manual_seed(0)
     views = common.Views([common.View(8, (0.5, 1.0)), common.View(4, (0.05, 0.3), solarize=1.0)], 8)
+    assert views.least == 18                                              # 4 pixels are at least a twentieth of 18 x 18
     image = torch.zeros(3, 16, 16)
-    image[0] = torch.linspace(0.05, 0.95, 16)                             # red grows from left to right, then bright and dark parts meet
+    image[0] = torch.linspace(0.05, 0.95, 16)                             # red grows from left to right
     large, small = views.collate([views(image) for _ in range(400)])["views"]
     assert large.shape == (400, 3, 8, 8) and small.shape == (400, 3, 4, 4)
     large, small = common.denormalize(large), common.denormalize(small)
@@ -700,8 +701,29 @@ def test_views_have_their_sizes_and_frequencies():
     flipped = (large[:, 0, :, 0] > large[:, 0, :, -1]).all(1).float().mean()
     assert 0.13 < grey < 0.27 and 0.42 < flipped < 0.58
     assert small.max() <= 0.51 and large.max() > 0.8                      # solarised: what is brighter than a half is turned over
-    crops = [(views(image)[0][0, 0, -1] - views(image)[0][0, 0, 0]).abs().item() for _ in range(50)]
-    assert max(crops) - min(crops) > 0.05
+    shown = [(views(image)[0][0, 0, -1] - views(image)[0][0, 0, 0]).abs().item() for _ in range(50)]
+    assert max(shown) - min(shown) > 0.05                                 # crops of different sizes
+
+
+@pytest.mark.parametrize("blurred, solarized", [(0.0, 0.0), (0.5, 0.0), (1.0, 0.3)])
+def test_views_are_jittered_blurred_and_solarised_as_often_as_they_should(blurred, solarized):
+    torch.manual_seed(1)
+    views = common.Views([common.View(64, (1.0, 1.0), blurred, solarized)], 224)
+    image = torch.full((400, 3, 64, 64), 0.25)
+    image[:, 0, :, 32:] = 0.4                                             # an edge, and nothing that solarising turns over ...
+    image[:, :, 0, 0] = 0.9                                               # ... but one pixel
+    x = common.denormalize(views.distort(image, views.views[0]))
+    changed = ((x[:, 1, 40, 5] - 0.25).abs() > 1e-4).float().mean()
+    assert 0.76 < changed < 0.88                                          # .8 are jittered, a tenth of the others is red there and greyed
+    steps = (x[:, 0, 40, 1:] - x[:, 0, 40, :-1]).abs()
+    soft = ((steps > 0.02 * steps.amax(1, keepdim=True)).sum(1) > 1).float().mean()
+    assert abs(soft - 0.9 * blurred) < 0.1                                # a blur of less than .4 pixels shows nothing
+    if not blurred:
+        return
+    corner = torch.stack([x[:, 1, 0, 0], x[:, 1, 0, -1]])                 # the bright pixel or its mirror image
+    if blurred == 1.0:
+        dark = (corner.amax(0) < x[:, 1, 32, 32] + 0.01).float().mean()
+        assert abs(dark - solarized) < 0.1
 
 
 def test_views_of_files_and_of_the_world_are_those_of_the_image(tmp_path):
@@ -714,11 +736,31 @@ def test_views_of_files_and_of_the_world_are_those_of_the_image(tmp_path):
     assert set(take(alone, 1)[0]) == {"images", "position", "skipped"}    # no tokenizer: images alone
 
 
-def test_labels_of_tar_shards(tmp_path):
+def test_images_alone_need_no_captions(tmp_path):
+    write_tar(tmp_path / "0.tar", {f"{i}.jpg": picture() for i in range(6)})
+    shards = f"{tmp_path}/0.tar:buffer=2"
+    with pytest.raises(UserError, match="empty caption"):
+        take(stream(open_data(shards)), 1)
+    for i in range(5):
+        (tmp_path / f"{i}.jpg").write_bytes(picture())
+    with pytest.raises(UserError, match="has no class folders"):
+        open_data(str(tmp_path))
+    for spec in (shards, str(tmp_path)):
+        source = open_data(spec, captions=False)
+        batch = take(Stream(source, None, common.train_transform(8), 8, None, 4, 0), 1)[0]
+        assert batch["images"].shape == (4, 3, 8, 8) and batch["skipped"] == {0: {}}
+
+
+def test_labels_of_tar_shards(tmp_path, capsys):
     members = {"a.jpg": picture(), "a.cls": "3", "b.jpg": picture(), "b.json": '{"label": 1}', "c.jpg": picture(), "c.json": '{"x": 1}',
-               "d.cls": "2", "e.jpg": picture(), "e.json": "{"}
+               "d.cls": "2", "e.jpg": picture(), "e.cls": "-1"}
     write_tar(tmp_path / "0.tar", members)
     assert [label for _, label in common.TarShards(str(tmp_path / "0.tar")).labelled()] == [3, 1]
+    shown = capsys.readouterr().out
+    assert "2 with no label" in shown and "1 with no image" in shown
+    (tmp_path / "2.tar").write_bytes((tmp_path / "0.tar").read_bytes()[:4000])
+    assert [label for _, label in common.TarShards(str(tmp_path / "2.tar")).labelled()] == [3]
+    assert "shard" in capsys.readouterr().out
     write_tar(tmp_path / "1.tar", {"a.jpg": picture(), "a.txt": "words"})
     with pytest.raises(UserError, match="no image with a label: a number in KEY.cls"):
         list(common.TarShards(str(tmp_path / "1.tar")).labelled())

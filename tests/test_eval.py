@@ -156,7 +156,7 @@ def make_folders(root):
 
 def options(**settings):
     defaults = {"templates": None, "limit": None, "image_root": None, "split": "test", "nouns_adjectives": None, "data": "DATA",
-                "train_data": None, "select": None}
+                "train_data": None, "train_limit": None, "select": None, "select_root": None}
     return types.SimpleNamespace(**defaults | settings)
 
 
@@ -336,7 +336,7 @@ def test_slots_are_selected_and_masks_trained_on_files(tmp_path):
              in enumerate([("red", "green"), ("green", "blue"), ("blue", "red"), ("red", "blue")])}
     (tmp_path / "crepe" / "swap_att.json").write_text(json.dumps(crepe))
     embed, source = embedder(SlotOracle()), common.open_data(str(tmp_path / "test"))
-    asked = options(data=str(tmp_path / "test"), select=str(tmp_path / "val"), templates=["{}"], image_root=tmp_path / "test")
+    asked = options(data=str(tmp_path / "test"), select=str(tmp_path / "val"), templates=["{}"], select_root=tmp_path / "test")
     found = evaluation.slots(embed, source, asked)
     assert found["slots/accuracy_best"] == 1 and found["slots/accuracy_mean"] == pytest.approx((1 + 1 / 3 + 1) / 3)
     assert found["slots/best_half/zeroshot"] == 1 and "slots/best_half/i2t/R@1" not in found and embed.model.image_mask is None
@@ -347,7 +347,7 @@ def test_slots_are_selected_and_masks_trained_on_files(tmp_path):
     found = evaluation.masks(embed, source, asked)
     assert found["masks/slots/pairs"] == 1 and found["masks/slots/zeroshot"] == 1
     for select, task, message in ((None, "slots", "needs --select"), (asked.data, "slots", "other than the data to evaluate"),
-                                  (asked.select, "slots", "is something else"), (asked.data, "masks", "other than"),
+                                  (asked.select, "slots", "is something else"), (asked.data + "/", "masks", "other than"),
                                   (str(tmp_path / "val"), "masks", "SugarCrepe's files")):
         asked.select = select
         with pytest.raises(common.UserError, match=message):
