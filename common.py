@@ -317,6 +317,7 @@ class TextTransformer(nn.Module):
                  quick_gelu=False, eps=1e-5, drop_path=0.0):
         super().__init__()
         self.vocab_size, self.context, self.width, self.causal = vocab_size, context, width, causal
+        self.special = ()  # ids of the tokens that stand for no word, if someone sets them
         self.embedding = nn.Embedding(vocab_size, width)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.pos = nn.Parameter(torch.randn(1, context, width) * 0.01)
@@ -540,6 +541,7 @@ class WordPiece:
             raise UserError(f"The vocabulary of {len(self.vocab)} tokens lacks {' '.join(missing)}: give a BERT vocab.txt, "
                             f"one token a line.")
         self.pad, self.unk, self.cls, self.sep = (self.ids[t] for t in ("[PAD]", "[UNK]", "[CLS]", "[SEP]"))
+        self.special = [i for i, token in enumerate(self.vocab) if re.fullmatch(r"\[\w+\]", token)]
         self.pieces = functools.lru_cache(maxsize=2**16)(self._pieces)
 
     def __len__(self):
@@ -681,9 +683,10 @@ class World:
     sizes: float = 0.4        # share of single objects whose caption says the size
     together: float = 0.0     # share of training scenes whose first object stands beside its class's constant companion
     fillers: bool = True      # openings, closings: words that describe nothing
+    words: int = 0            # made-up words of which each caption holds up to two: a vocabulary beyond what pictures show
 
     def __post_init__(self):
-        limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "background": (0, 0.5), "heldout": (0, 32), "relations": (0, 1),
+        limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "background": (0, 0.5), "heldout": (0, 32), "relations": (0, 1), "words": (0, 4000),
                   "kinds": (0, 1), "colours": (0, 1), "sizes": (0, 1), "together": (0, 1 if self.objects > 1 else 0)}
         for name, (low, high) in limits.items():
             if not low <= getattr(self, name) <= high:
@@ -797,6 +800,9 @@ class World:
             text += rng.choice([" and ", " and ", " with ", " , ", " next to ", " as well as "]) + phrase
         if self.fillers:
             text = f"{rng.choice(OPENINGS)} {text} {rng.choice(CLOSINGS)}".strip()
+        if self.words:
+            chosen = [made_up_word(rng.randrange(self.words)) for _ in range(rng.randrange(3))]
+            text = " ".join([*chosen[:1], text, *chosen[1:]])
         return text
 
     def noun(self, o, rng, count=1):
@@ -856,7 +862,7 @@ class World:
     # Samples -----------------------------------------------------------------------------------------------------
 
     def sample_captions(self, limit):
-        """Training captions for a vocabulary, at most 5,000: they hold every word."""
+        """Training captions for a vocabulary, at most 5,000: they hold every word, or with `words` in the thousands most of them."""
         generator, rng = torch.Generator().manual_seed(0), random.Random(0)
         lists = self.objects_of(self.scenes(min(limit, 5000), "train", generator))
         return [self.caption(objects, rng) for objects in lists]
@@ -869,6 +875,13 @@ class World:
         lists = self.objects_of(scene)
         return {"images": normalize(images), "captions": [self.caption(o, rng) for o in lists], "scene": scene,
                 "objects": lists, "segmentation": segmentation}
+
+
+def made_up_word(i):
+    """Word number i of 4,900: two syllables."""
+    i = i * 1987 % 4900
+    syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+    return syllables[i // 70] + syllables[i % 70]
 
 
 def plural(kind):
@@ -1478,6 +1491,11 @@ def cosine(step, steps, start, end):
 def cosine_lr(step, steps, warmup, peak):
     """Linear warm-up to `peak` over `warmup` steps, then half a cosine to 0 at `steps`."""
     return peak * (step + 1) / warmup if step < warmup else cosine(step - warmup, steps - warmup, peak, 0.0)
+
+
+def linear_lr(step, steps, warmup, peak):
+    """Linear warm-up to `peak` over `warmup` steps, then a line to 0 at `steps`."""
+    return peak * ((step + 1) / warmup if step < warmup else (steps - step) / max(1, steps - warmup))
 
 
 def param_groups(model, weight_decay):

@@ -23,13 +23,15 @@ from PIL import Image, ImageDraw, ImageFont
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import to_pil_image
+from tqdm import tqdm
 
 import common
 import sparc
 import sparo
+import stair
 from common import UserError
 
-METHODS = {"sparo": sparo, "sparc": sparc}
+METHODS = {"sparo": sparo, "stair": stair, "sparc": sparc}
 
 
 # Metrics -------------------------------------------------------------------------------------------------------------
@@ -602,6 +604,88 @@ def masks(embed, source, options):
     return result
 
 
+def vocabulary_scores(embed, images):
+    """What `images` gave -> scores (n, |V|) of every word of the vocabulary, special tokens at -inf: STAIR's encodings are these
+    scores; of other models the similarities with the encodings of the single words (STAIR, Sec. 5.1)."""
+    if not hasattr(embed.model, "encode_words"):
+        images = embed.similarity(images, embed.texts([token.removeprefix("##") for token in embed.tokenizer.vocab]))
+    scores = word_columns(embed, images).clone()
+    scores[:, embed.tokenizer.special] = -torch.inf
+    return scores
+
+
+def label_ranks(scores, pieces, labels):
+    """Ranks from 0 of the labels among all words: scores (n, |V|), pieces: of each class the ids of its sub-words, the best of
+    which counts; labels (n,) -> (n,). Equal scores go before."""
+    own = torch.stack([scores[:, ids].amax(1) for ids in pieces], 1).gather(1, labels[:, None])   # (n, 1)
+    return (scores >= own).sum(1) - 1
+
+
+def words(embed, source, options):
+    """Interpretability (STAIR, Table 4): how often an image's label is among the k best words of the whole vocabulary; on the world
+    the colour's name, the shape's, and the better of both."""
+    if is_world(source):
+        sample = source.sample(WORLD_N, options.split, 1, objects=1)
+        scores, scene = vocabulary_scores(embed, embed.images(sample["images"])), sample["scene"]
+        labels = {f"/{by}": (WORLD_CLASSES[by], scene[by][:, 0]) for by in ("colour", "shape")}
+    else:
+        images, found = folder_images(embed, source, options.limit)
+        scores, labels = vocabulary_scores(embed, images), {"": ([name.replace("_", " ") for name in source.classes], found)}
+    ranks = {by: label_ranks(scores, [embed.tokenizer.encode(name)[1:-1] for name in names], ids) for by, (names, ids) in labels.items()}
+    if len(ranks) > 1:
+        ranks[""] = torch.stack(list(ranks.values())).amin(0)
+    return {f"words{by}/top{k}": rank < k for by, rank in ranks.items() for k in (1, 10, 50, 100)}
+
+
+def textfree(embed, source, options):
+    """Zero-shot classification and retrieval without the text tower (STAIR, Table 5): a text is the set of its tokens."""
+    if not hasattr(embed.model, "encode_words"):
+        return {}
+    sides, found = embed.sides, {}
+    embed.sides = (sides[0], "encode_words")
+    try:
+        for task in ("zeroshot", "retrieval"):
+            function, can_use = TASKS[task]
+            found |= function(embed, source, options) if can_use(source) else {}
+    finally:
+        embed.sides = sides
+    return {f"textfree/{key}": value for key, value in found.items() if key in ("zeroshot", "i2t/R@1", "t2i/R@1")}
+
+
+def sparsity(embed, source, options):
+    """How many words are active in an image's and in a caption's encoding, mean, and the dense width that they replace."""
+    if not hasattr(embed.model, "encode_words"):
+        return {}
+    images, captions = picture_samples(source, options, options.limit or 500)
+    return {"active/image": (embed.images(images) > 0).sum(1).float().mean(), "active/text": (embed.texts(captions) > 0).sum(1).float().mean()}
+
+
+def patch_maps(embed, images, names):
+    """p(h_j) of names at the patches of images (n, 3, S, S), the mean over a name's sub-words (STAIR, Sec. 7.2) -> (n, g * g, names)."""
+    pieces = [embed.tokenizer.encode(name)[1:-1] for name in names]
+    ids, patches = torch.tensor([i for own in pieces for i in own], device=embed.device), embed.model.image_encoder.grid ** 2
+    with torch.no_grad():
+        maps = torch.cat([embed.model.word_maps(x.to(embed.device), ids)[:, -patches:].cpu() for x in images.split(embed.chunk)])
+    return torch.stack([part.mean(-1) for part in maps.split([len(own) for own in pieces], -1)], -1)
+
+
+def pointing(embed, source, options):
+    """The pointing game (STAIR, Sec. 7.2): how often the centre of the patch that scores highest for a colour's or a shape's name lies on
+    an object that has it, and how often that of a random patch would."""
+    if not hasattr(embed.model, "word_maps"):
+        return {}
+    sample, grid, result = source.sample(WORLD_N // 2, options.split, 5), embed.model.image_encoder.grid, {}
+    centre = (torch.arange(grid) * 2 + 1) * source.size // (2 * grid)
+    for by, names in (("colour", common.COLOUR_NAMES), ("shape", common.SHAPE_NAMES)):
+        best = patch_maps(embed, sample["images"], names).argmax(1)                              # (n, C)
+        truth = label_maps(source, sample, by)[0][:, centre][:, :, centre].flatten(1)            # (n, g * g)
+        on = truth[:, :, None] == torch.arange(1, len(names) + 1)                                # (n, g * g, C)
+        shown = on.any(1)
+        result[f"pointing/{by}"] = on.gather(1, best[:, None])[:, 0][shown].float().mean()
+        result[f"pointing/{by}_chance"] = on.float().mean(1)[shown].mean()
+    return result
+
+
 def is_world(source):
     return isinstance(source, common.World)
 
@@ -621,12 +705,16 @@ TASKS = {  # name: (function, which data it can use)
     "negatives": (negatives, lambda s: is_world(s) or isinstance(s, list)),
     "winoground": (winoground, is_world),
     "segmentation": (segmentation, can_segment),
+    "words": (words, lambda s: is_world(s) or is_table(s) and s.classes is not None),
+    "textfree": (textfree, lambda s: is_world(s) or is_table(s)),
+    "sparsity": (sparsity, lambda s: is_world(s) or is_table(s)),
+    "pointing": (pointing, is_world),
     "knn": (knn, lambda s: is_world(s) or is_table(s) and s.classes is not None),
     "linear": (linear, lambda s: is_world(s) or is_table(s) and s.classes is not None),
     "slots": (slots, lambda s: not isinstance(s, (SegmentationFolder, common.TarShards))),
     "masks": (masks, lambda s: is_world(s) or is_table(s)),
 }
-ON_REQUEST = {"knn", "linear", "slots", "masks"}  # tasks that run only where --task names them
+ON_REQUEST = {"knn", "linear", "slots", "masks", "words", "textfree", "sparsity", "pointing"}  # tasks that run only where --task names them
 
 
 # Pictures ------------------------------------------------------------------------------------------------------------
@@ -805,7 +893,129 @@ def draw_slots(embed, source, options, path):
     return bool(rows)
 
 
-PICTURES = {"alignment.png": draw_alignment, "segmentation.png": draw_segmentation, "slots.png": draw_slots}
+def word_cloud(weights, side):
+    """[(word, weight), ...], heaviest first -> picture of side x side, letters as large as the weights."""
+    page = Image.new("RGB", (side, side), "white")
+    draw, x, y, tall = ImageDraw.Draw(page), 2, 2, 0
+    for word, weight in weights:
+        size = 8 + round(10 * weight / weights[0][1])
+        font = ImageFont.load_default(size)
+        if x + font.getlength(word) > side:
+            x, y, tall = 2, y + tall, 0
+        if y + size > side:
+            break
+        draw.text((x, y), word, "black", font)
+        x, tall = x + font.getlength(word) + size / 3, max(tall, size + 3)
+    return page
+
+
+def draw_words(embed, source, options, path):
+    """The 20 heaviest words of images' encodings, as large as their weights (STAIR, Fig. 4), beside a caption."""
+    if not hasattr(embed.model, "encode_words") or isinstance(source, SegmentationFolder):
+        return False
+    (images, captions), rows = picture_samples(source, options, 16), []
+    for image, enc, caption in zip(images, embed.images(images), captions):
+        top = [(embed.tokenizer.vocab[k], enc[k].item()) for k in enc.topk(20).indices.tolist() if enc[k] > 0]
+        rows.append([(to_picture(image, 144), caption), (word_cloud(top, 144), "")] if top else [(to_picture(image, 144), caption)])
+    pairs = [left + right for left, right in itertools.zip_longest(rows[::2], rows[1::2], fillvalue=[])]
+    sheet(pairs, path, 144, "STAIR: images, one of their captions, and the words of their encodings, as large as their weights")
+    return True
+
+
+def draw_queries(embed, source, options, path):
+    """Where words are found in images without a text tower (STAIR, Fig. 10): the words of a caption that a vocabulary entry stands for,
+    and one that the caption lacks; bright where p(h_j) is high, from its least to its largest value in the image."""
+    if not hasattr(embed.model, "word_maps") or isinstance(source, SegmentationFolder):
+        return False
+    images, captions = picture_samples(source, options, 10)
+    every = [[word for word in common.split_words(caption) if len(word) > 2 and word in embed.tokenizer.ids] for caption in captions]
+    if is_world(source):
+        every = [[word for word in own if word in WORLD_NOUNS_ADJECTIVES] for own in every]
+    rows, side = [], 112
+    for i, own in enumerate(every):
+        shown = list(dict.fromkeys(own))[:5]
+        absent = [word for other in every[i + 1 :] + every[:i] for word in other if word not in own][:1]
+        if shown + absent:
+            picture = to_picture(images[i], side)
+            maps = patch_maps(embed, images[i : i + 1], shown + absent)[0].T                     # (words, g * g)
+            maps = (maps - maps.amin(1, keepdim=True)) / (maps.amax(1, keepdim=True) - maps.amin(1, keepdim=True)).clamp(min=1e-6)
+            rows.append([(picture, captions[i])] + [(faded(picture, m), word + " (absent)" * (word in absent))
+                                                    for word, m in zip(shown + absent, maps)])
+    if not rows:
+        return False
+    sheet(rows, path, side, "STAIR: where words are found in images, without a text tower; what scores low fades")
+    return True
+
+
+def is_boolean(query):
+    return any(part in ("AND", "OR", "NOT") for part in stair.parts_of(query))
+
+
+def lower_words(expression):
+    """A boolean query with its words as the vocabulary spells them."""
+    return " ".join(part if part in stair.OPERATORS else part.lower() for part in stair.parts_of(expression))
+
+
+def word_columns(embed, encodings):
+    """Encodings without the columns that an embedding larger than the vocabulary has."""
+    return encodings[:, : len(embed.tokenizer)]
+
+
+def search(embed, source, options, run):
+    """Index images (STAIR, App. D) into RUN/index.pt and, for other engines, RUN/index.jsonl, answer --query, and show what is found in
+    RUN/search.png. A query is a caption, answered with the text tower and without it, or words with AND, OR, NOT and parentheses."""
+    if not hasattr(embed.model, "encode_words"):
+        raise UserError("--query needs a run of --method stair: other encodings have no words.")
+    if not (is_world(source) or is_table(source)):
+        raise UserError(f"--query searches shapes, captioned images or class folders; {options.data} is something else.")
+    index = stair.InvertedIndex(embed.tokenizer.vocab)
+    try:  # before all is encoded
+        for query in filter(is_boolean, options.query):
+            index.where(lower_words(query))
+    except ValueError as error:
+        raise UserError(f"--query {query!r}: {error}") from None
+    pictures, contents = {}, {}
+    if is_world(source):
+        sample = source.sample(WORLD_N, options.split, 7)
+        pictures = {str(i): image for i, image in enumerate(sample["images"])}
+        contents = dict(zip(pictures, sample["captions"]))
+        index.add(list(pictures), word_columns(embed, embed.images(sample["images"], "image_encoding")))
+    else:
+        paths = [source.paths[i] for i in range(min(len(source), options.limit or len(source)))]
+        for start in tqdm(range(0, len(paths), 1000), "images in thousands"):
+            encodings, kept = embed.files(paths[start : start + 1000], "image_encoding", least=0)
+            if len(kept):
+                index.add([paths[start + i] for i in kept.tolist()], word_columns(embed, encodings))
+            contents |= {paths[start + i]: source.captions_of(start + i)[0] for i in kept.tolist()}
+    index.save(Path(run, "index.pt"))
+    index.export(Path(run, "index.jsonl"), contents=contents)
+    print(f"{len(index)} images in {Path(run, 'index.pt')} and {Path(run, 'index.jsonl')}")
+    rows, transform = [], common.eval_transform(embed.image_size)
+    for query in options.query:
+        if is_boolean(query):
+            expression = lower_words(query)
+            parts = stair.parts_of(expression)
+            wanted = [word for before, word in zip(["", *parts], parts) if word not in stair.OPERATORS and before != "NOT"]
+            if not wanted:
+                raise UserError(f"--query {query!r} has no word to rank by: give one without NOT.")
+            answers = {"": index.search(dict.fromkeys(wanted, 1.0), 8, where=expression)}
+        else:
+            unknown = embed.unknown
+            answers = {name: index.search(word_columns(embed, embed.texts([query], encode))[0], 8, cosine=True)
+                       for name, encode in (("text tower", "encode_text"), ("words alone", "encode_words"))}
+            if embed.unknown > unknown:
+                print(f"{query}: the vocabulary does not know {(embed.unknown - unknown) // 2} of its words.")
+        for name, found in answers.items():
+            print(f"{query}{name and f' ({name})'}: " + (", ".join(f"{key} ({score:.2f})" for key, score in found) or "nothing"))
+            rows.append([(word_cloud([(word, 1.0) for word in query.split()], 112), name)] + [
+                (to_picture(pictures[key] if key in pictures else transform(common.open_image(key, embed.image_size)), 112), f"{score:.2f}")
+                for key, score in found])
+    if rows:
+        sheet(rows, Path(run, "search.png"), 112, "STAIR: what queries find, a row each, best first, with scores")
+        print(f"picture: {Path(run, 'search.png')}")
+
+
+PICTURES = {"words.png": draw_words, "queries.png": draw_queries, "alignment.png": draw_alignment, "segmentation.png": draw_segmentation, "slots.png": draw_slots}
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------
@@ -848,7 +1058,9 @@ def build_encoders(config, tokenizer):
         return image_encoder, None
     text = common.encoder_settings(common.TextTransformer, config["text_encoder"], common.TEXT_PRESETS)
     rows = max(len(tokenizer), int(common.parse_spec(config["text_encoder"])[1].get("vocab_size", 0)))
-    return image_encoder, common.TextTransformer(**text | {"vocab_size": rows, "depth": text["depth"] - replaced})
+    text_encoder = common.TextTransformer(**text | {"vocab_size": rows, "depth": text["depth"] - replaced})
+    text_encoder.special = [*getattr(tokenizer, "special", ()), *range(len(tokenizer), rows)]  # what stands for no word
+    return image_encoder, text_encoder
 
 
 def build_model(config, image_encoder, text_encoder):
@@ -883,8 +1095,9 @@ def evaluate(embed, source, options):
     return result
 
 
-def report(embed, source, options, run):
-    """Evaluate, print the table, write the pictures and RUN/eval.json, or eval-DATA-SPLIT.json beside one of other data."""
+def report(embed, source, options, run, checkpoint="last.pt"):
+    """Evaluate, print the table, write the pictures and RUN/eval.json, or eval-DATA-SPLIT.json beside one of other data; results of
+    another checkpoint than the last stand in eval-CHECKPOINT.json, without pictures."""
     torch.backends.cudnn.allow_tf32 = False
     result = evaluate(embed, source, options)
     if not result:
@@ -895,17 +1108,18 @@ def report(embed, source, options, run):
         print(f"  {name:{width}}  {value:.4f}" if isinstance(value, float) and (value == 0 or abs(value) > 1e-4)
               else f"  {name:{width}}  {value}")
     record = {"data": options.data, "split": options.split}
-    path = Path(run, "eval.json")
+    base = "eval" if checkpoint == "last.pt" else f"eval-{Path(checkpoint).stem}"
+    path = Path(run, f"{base}.json")
     old = json.loads(path.read_text()) if path.exists() else record
     if record.items() <= old.items():
         record = old  # the results of other tasks on the same data stay
     else:
-        path = Path(run, f"eval-{re.sub('[^A-Za-z0-9]+', '-', options.data).strip('-')}-{options.split}.json")
+        path = Path(run, f"{base}-{re.sub('[^A-Za-z0-9]+', '-', options.data).strip('-')}-{options.split}.json")
     path.write_text(json.dumps(record | result, indent=2) + "\n")
     if embed.unknown > 0.1 * embed.words:
         print(f"{embed.unknown / embed.words:.0%} of the texts' tokens are [UNK]: the run's vocabulary does not know these words; train "
               f"on captions that hold them, or with --vocab.")
-    if is_world(source) or is_table(source) or can_segment(source):
+    if checkpoint == "last.pt" and (is_world(source) or is_table(source) or can_segment(source)):
         prefix = path.stem.removeprefix("eval").removeprefix("-")  # pictures of other data stand beside the run's own
         names = {f"{prefix}-{name}" if prefix else name: draw for name, draw in PICTURES.items()}
         drawn = [name for name, draw in names.items() if draw(embed, source, options, Path(run, name))]
@@ -914,17 +1128,17 @@ def report(embed, source, options, run):
     return result
 
 
-def load_run(run, device="cpu"):
-    """A run's directory -> (Embedder, config). Raises UserError when it holds no run or one of an unknown method."""
+def load_run(run, device="cpu", checkpoint="last.pt"):
+    """A run's directory -> (Embedder, config); checkpoint: of its weights, the file's name. Raises UserError when it holds no run or one of an unknown method."""
     try:
         config = json.loads(Path(run, "config.json").read_text())
     except FileNotFoundError:
         raise UserError(f"{run} holds no run: there is no {run}/config.json.") from None
     tokenizer = common.WordPiece(Path(run, "vocab.txt")) if uses_text(config) else None
     model = build_model(config, *build_encoders(config, tokenizer))
-    state = common.load_checkpoint(Path(run, "last.pt"))
+    state = common.load_checkpoint(Path(run, checkpoint))
     if state["method"] != config["method"]:
-        raise UserError(f"{run}/last.pt holds a {state['method']} model, but config.json says {config['method']}.")
+        raise UserError(f"{run}/{checkpoint} holds a {state['method']} model, but config.json says {config['method']}.")
     model.load_state_dict(state["model"])
     return embedder(model.to(device), tokenizer, config, device), config
 
@@ -981,6 +1195,9 @@ def main(argv=None):
     parser.add_argument("runs", nargs="+", metavar="run", help="directory of a run of train.py")
     parser.add_argument("--task", help=f"comma-separated: {', '.join(TASKS)} (default: all that the data can serve but "
                                        f"{', '.join(sorted(ON_REQUEST))})")
+    parser.add_argument("--checkpoint", default="last.pt", help="file of the run to evaluate: last.pt, or stage-1.pt of a run in stages")
+    parser.add_argument("--query", nargs="+", help="index the images of --data and search them (STAIR): captions, or words with AND, "
+                                                   "OR, NOT and parentheses; nothing else is evaluated")
     parser.add_argument("--train-data", help="class folders, or tar shards with labels (KEY.cls, or \"label\" in KEY.json), that k-NN and "
                                              "linear probes learn from (default: the run's data; the world: its train split)")
     parser.add_argument("--data", help="SPEC as of train.py, a directory of SugarCrepe's JSON files, or one in Pascal VOC's "
@@ -1011,7 +1228,7 @@ def main(argv=None):
             raise UserError(f"{run} holds no run: there is no {run}/config.json.")
     configs, choices, results, embedders = [], [], [], []
     for run in options.runs:
-        embed, config = load_run(run, "cuda" if torch.cuda.is_available() else "cpu")
+        embed, config = load_run(run, "cuda" if torch.cuda.is_available() else "cpu", options.checkpoint)
         chosen = argparse.Namespace(**vars(options))
         if not options.data:
             chosen.data, chosen.image_root = config["data"], options.image_root or config["image_root"]
@@ -1019,13 +1236,16 @@ def main(argv=None):
             chosen.train_data = config["data"]
         chosen.split, chosen.image_size = options.split or default_split(chosen.data), embed.image_size
         source = open_eval_data(chosen.data, chosen.image_root, chosen.split, embed.image_size, options.classes)
+        if options.query:
+            search(embed, source, chosen, run)
+            continue
         if len(options.runs) > 1:
             print(f"{run}:")
-        results.append(report(embed, source, chosen, run))
+        results.append(report(embed, source, chosen, run, options.checkpoint))
         configs.append(config)
         choices.append(chosen)
         embedders.append(embed)
-    if len(options.runs) > 1:
+    if len(results) > 1:
         names = differences(configs)
         compare(names, results)
         alike = len({(chosen.data, embed.image_size) for chosen, embed in zip(choices, embedders)}) == 1

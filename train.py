@@ -5,8 +5,11 @@ A run's directory gets config.json, vocab.txt, log.jsonl, last.pt, eval.json and
 """
 
 import argparse
+import bisect
 import dataclasses
+import functools
 import inspect
+import itertools
 import json
 import math
 import os
@@ -35,6 +38,7 @@ from tqdm import tqdm
 
 import common
 import eval as evaluation
+import stair
 from common import UserError
 from eval import METHODS
 
@@ -58,8 +62,10 @@ class Config:
     crop_scale: float = 0.9              # least share of the area that training crops keep (OpenCLIP's default)
     steps: int = 1000
     batch: int = 128                     # pairs per step, over all ranks
-    lr: float = 5e-4                     # peak; linear warm-up, then cosine to 0
-    warmup: int = 100                    # steps
+    lr: float = 5e-4                     # peak; linear warm-up, then --schedule to 0
+    warmup: int = 100                    # steps, of each stage if there are several
+    schedule: Literal["cosine", "linear"] = "cosine"
+    optimizer: Literal["adamw", "lamb"] = "adamw"  # lamb: of STAIR
     weight_decay: float = 0.1            # on the weights of linear and convolution layers only
     weight_decay_end: float | None = None  # where half a cosine takes it by the last step; None: it stays
     beta2: float = 0.98                  # AdamW's second; the first is 0.9 (CLIP, Table 19)
@@ -85,6 +91,7 @@ BOUNDS = {"steps": (1, math.inf), "batch": (1, math.inf), "workers": (0, 1024), 
           "clip_grad": (0, math.inf)}
 
 
+OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True), "lamb": stair.LAMB}
 IMAGES_ALONE_IGNORE = ("vocab", "vocab_size", "text_encoder", "text_weights", "crop_scale")  # flags without effect there
 
 
@@ -401,13 +408,29 @@ def check_finite(step, values, batch, out, rank):
                             f"if a checkpoint was due. Lower --lr, raise --warmup, or use --amp bf16 or off.")
 
 
-def train_step(config, step, model, raw, optimizer, scaler, batch, autocast):
-    """Update number `step`. Returns the model's outputs and the gradient's norm before clipping."""
+def open_stage(config, stage, raw, device, world_size, fresh):
+    """The stage's parameters thawed and frozen, and its (compiled, parallel) model and new optimizer. A stage that is continued
+    is not `fresh`."""
+    if "number" in stage:
+        raw.zero_grad(set_to_none=True)  # a frozen parameter's last gradient would count in the norm
+        raw.begin_stage(stage["number"], fresh)
+    optimizer = OPTIMIZERS[config["optimizer"]](common.param_groups(raw, config["weight_decay"]), betas=(0.9, config["beta2"]),
+                                                eps=config["adam_eps"])
+    model = torch.compile(raw) if config["compile"] else raw
+    if world_size > 1:
+        # every buffer is the same on all ranks: statistics, centres and the like are of the global batch
+        model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False)
+    return model, optimizer
+
+
+def train_step(config, stage, step, model, raw, optimizer, scaler, batch, autocast):
+    """Update number `step` of a stage. Returns the model's outputs and the gradient's norm before clipping."""
     start, end = config["weight_decay"], config["weight_decay_end"]
+    schedule = {"cosine": common.cosine_lr, "linear": common.linear_lr}[config["schedule"]]
     for group in optimizer.param_groups:
-        group["lr"] = common.cosine_lr(step, config["steps"], config["warmup"], config["lr"])
+        group["lr"] = schedule(step, stage["steps"], config["warmup"], stage["lr"])
         if end is not None and group["decays"]:
-            group["weight_decay"] = common.cosine(step, config["steps"], start, end)
+            group["weight_decay"] = common.cosine(step, stage["steps"], start, end)
     optimizer.zero_grad(set_to_none=True)
     with autocast():
         out = model(batch, common.gather)
@@ -418,7 +441,7 @@ def train_step(config, step, model, raw, optimizer, scaler, batch, autocast):
     norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), config["clip_grad"] or math.inf)
     scaler.step(optimizer)
     scaler.update()
-    raw.after_step(step, config["steps"])
+    raw.after_step(step, stage["steps"])
     return out, norm
 
 
@@ -448,8 +471,6 @@ def train(config):
         return dry_run(config, raw) if rank == 0 else None
     raw.to(device)
     checkpoint_blocks(raw, config["grad_checkpoint"])
-    optimizer = torch.optim.AdamW(common.param_groups(raw, config["weight_decay"]), betas=(0.9, config["beta2"]),
-                                  eps=config["adam_eps"], fused=True)
     amp = config["amp"] or ("bf16" if device.type == "cuda" else "off")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}[amp]
     scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
@@ -458,21 +479,35 @@ def train(config):
         return torch.autocast(device.type, dtype, enabled=amp != "off")
 
     torch.manual_seed(config["seed"] + rank)
+    stages = evaluation.hook(config, "stages", [dict(steps=config["steps"], lr=config["lr"])])
+    ends = list(itertools.accumulate(stage["steps"] for stage in stages))
     step, positions, skipped = 0, {}, {}
     if config["resume"]:
-        step, positions, skipped = load_state(out, config, rank, world_size, raw, optimizer, scaler, device)
-    model = torch.compile(raw) if config["compile"] else raw
-    if world_size > 1:
-        model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+        state = load_state(out, config, raw, device)
+        step, positions, skipped = place_of(state, config, rank, world_size)
+    number = bisect.bisect_right(ends, step)
+    number = min(number, len(stages) - 1)
+    stage, begun = stages[number], ([0] + ends)[number]
+    model, optimizer = open_stage(config, stage, raw, device, world_size, fresh=step == begun)
+    if config["resume"]:
+        if step > begun:
+            try:
+                optimizer.load_state_dict(state["optimizer"])
+            except ValueError:
+                raise UserError(f"{out}/last.pt is of another stage or optimizer than step {step} of these settings: leave out the flags that "
+                                f"change --steps, --optimizer or the stages.") from None
+        if state["scaler"]:
+            scaler.load_state_dict(state["scaler"])
+        del state  # else it stays in memory
     loader = build_loader(config, source, raw, tokenizer, config["batch"] // world_size, rank, world_size, positions)
     if config["bench"]:
-        return bench(config, raw, model, optimizer, scaler, loader, autocast, dtype, device, rank)
+        return bench(config, stage, raw, model, optimizer, scaler, loader, autocast, dtype, device, rank)
 
-    def save():
+    def save(name="last.pt"):
         ranks = common.gather_objects({"rng": torch.get_rng_state(), "positions": positions, "skipped": skipped,
                                        "cuda_rng": torch.cuda.get_rng_state() if device.type == "cuda" else None})
         if rank == 0:
-            common.save_checkpoint(out / "last.pt", {
+            common.save_checkpoint(out / name, {
                 "method": config["method"], "step": step, "model": raw.state_dict(), "optimizer": optimizer.state_dict(),
                 "scaler": scaler.state_dict(), "workers": config["workers"], "ranks": ranks})
 
@@ -482,13 +517,17 @@ def train(config):
     raw.train()
     bar = tqdm(total=config["steps"], initial=step, desc=config["method"], disable=rank > 0, unit="step", mininterval=1)
     log = open_log(out / "log.jsonl", step) if rank == 0 else None
-    batches, pending = iter(loader), None
+    batches, pending, warned = iter(loader), None, set()
     tick, waited, since = time.perf_counter(), 0.0, step
     while step < config["steps"]:
+        if step == ends[number]:
+            number, begun = bisect.bisect_right(ends, step), step
+            stage = stages[number]
+            model, optimizer = open_stage(config, stage, raw, device, world_size, fresh=True)
         before = time.perf_counter()
         batch = to_device(next(batches), device)
         waited += time.perf_counter() - before
-        outputs, norm = train_step(config, step, model, raw, optimizer, scaler, batch, autocast)
+        outputs, norm = train_step(config, stage, step - begun, model, raw, optimizer, scaler, batch, autocast)
         if pending:  # one step late, so that a GPU is never kept waiting for the check
             check_finite(*pending, out, rank)
         pending = step, {"loss": outputs["loss"].detach()} | ({} if scaler.is_enabled() else {"gradient's norm": norm}), batch
@@ -505,14 +544,21 @@ def train(config):
                       "images_per_s": (step - since) * config["batch"] / (now - tick), "data_share": waited / (now - tick)}
             if any(skipped.values()):
                 record["skipped"] = total_skipped(skipped)
+            warning = raw.warn(record) if hasattr(raw, "warn") else None
+            if warning and warning not in warned:
+                bar.write(f"warning at step {step}: {warning}")
+                warned.add(warning)
             log.write(json.dumps(record) + "\n")
             log.flush()
             bar.set_postfix_str(f"loss {record['loss']:.3f}, {record['images_per_s']:.0f} images/s")
             tick, waited, since = now, 0.0, step
         stopping = stop.agreed(device)
-        if step % config["save_every"] == 0 or step == config["steps"] or stopping:
+        ended = step in ends[:-1]
+        if step % config["save_every"] == 0 or step == config["steps"] or stopping or ended:
             check_finite(*pending, out, rank)
             save()
+        if ended:
+            save(f"stage-{stage['number']}.pt")
         if stopping:
             bar.close()
             if rank == 0:
@@ -563,8 +609,8 @@ def finish(config, source, raw, tokenizer, device, out, skipped):
     evaluation.report(evaluation.embedder(raw, tokenizer, config, device), source, options, out)
 
 
-def load_state(out, config, rank, world_size, raw, optimizer, scaler, device):
-    """Restore what `save` wrote -> (step, positions in the data, skipped samples) of this rank."""
+def load_state(out, config, raw, device):
+    """Restore the weights that `save` wrote, and return all of it."""
     state = common.load_checkpoint(out / "last.pt", device)
     if state["method"] != config["method"]:
         raise UserError(f"{out}/last.pt holds a {state['method']} model, not one of {config['method']}.")
@@ -573,9 +619,11 @@ def load_state(out, config, rank, world_size, raw, optimizer, scaler, device):
     except RuntimeError as error:
         raise UserError(f"{out}/last.pt holds a model of another size ({str(error).splitlines()[1].strip()}): leave out the flags "
                         f"that change the model.") from None
-    optimizer.load_state_dict(state["optimizer"])
-    if state["scaler"]:
-        scaler.load_state_dict(state["scaler"])
+    return state
+
+
+def place_of(state, config, rank, world_size):
+    """A checkpoint -> (step, positions in the data, skipped samples) of this rank, whose random numbers it restores."""
     if len(state["ranks"]) != world_size or state["workers"] != config["workers"]:
         if rank == 0:
             print(f"The run had {len(state['ranks'])} ranks and {state['workers']} workers, now {world_size} and {config['workers']}: the "
@@ -584,12 +632,12 @@ def load_state(out, config, rank, world_size, raw, optimizer, scaler, device):
         return state["step"], {}, {}
     own = state["ranks"][rank]
     torch.set_rng_state(own["rng"].cpu())
-    if own["cuda_rng"] is not None and device.type == "cuda":
+    if own["cuda_rng"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(own["cuda_rng"].cpu())
     return state["step"], own["positions"], own["skipped"]
 
 
-def bench(config, raw, model, optimizer, scaler, loader, autocast, dtype, device, rank):
+def bench(config, stage, raw, model, optimizer, scaler, loader, autocast, dtype, device, rank):
     """Time config["bench"] steps after three to warm up, and print rates as shares of the matmul rate of this process."""
     batches, waited = iter(loader), 0.0
     for i in range(3 + config["bench"]):
@@ -600,7 +648,7 @@ def bench(config, raw, model, optimizer, scaler, loader, autocast, dtype, device
             start, waited = time.perf_counter(), 0.0
         elif i > 3:
             waited += time.perf_counter() - before
-        train_step(config, i, model, raw, optimizer, scaler, batch, autocast)
+        train_step(config, stage, i, model, raw, optimizer, scaler, batch, autocast)
     synchronize(device)
     seconds, memory = (time.perf_counter() - start) / config["bench"], peak_memory(device)
     with FlopCounterMode(display=False) as counter, autocast():
