@@ -180,7 +180,8 @@ class Chain(nn.ModuleList):
 @contextlib.contextmanager
 def without_statistics(module):
     """BatchNorms of the module leave their running statistics alone: recomputing must not count a batch twice."""
-    norms = [(norm, norm.momentum, norm.num_batches_tracked.clone()) for norm in module.modules() if isinstance(norm, nn.BatchNorm2d)]
+    norms = [(norm, norm.momentum, norm.num_batches_tracked.clone()) for norm in module.modules()
+             if isinstance(norm, nn.BatchNorm2d)]
     for norm, _, _ in norms:
         norm.momentum = 0.0
     try:
@@ -686,8 +687,8 @@ class World:
     words: int = 0            # made-up words of which each caption holds up to two: a vocabulary beyond what pictures show
 
     def __post_init__(self):
-        limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "background": (0, 0.5), "heldout": (0, 32), "relations": (0, 1), "words": (0, 4000),
-                  "kinds": (0, 1), "colours": (0, 1), "sizes": (0, 1), "together": (0, 1 if self.objects > 1 else 0)}
+        limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "background": (0, 0.5), "heldout": (0, 32),
+                  "relations": (0, 1), "words": (0, 4000), "kinds": (0, 1), "colours": (0, 1), "sizes": (0, 1), "together": (0, 1 if self.objects > 1 else 0)}
         for name, (low, high) in limits.items():
             if not low <= getattr(self, name) <= high:
                 raise UserError(f"shapes: {name}={getattr(self, name)} must be from {low} to {high}.")
@@ -953,7 +954,7 @@ class Views:
 
     def __init__(self, views, image_size):
         self.views, self.image_size = views, image_size
-        self.least = max(math.ceil(view.size / view.scale[0] ** 0.5) for view in views)  # pixels of an image that fill its smallest crop
+        self.least = max(math.ceil(view.size / view.scale[0] ** 0.5) for view in views)  # pixels that fill the least crop
 
     def __call__(self, image):
         """PIL image or (3, H, W) in [0, 1] -> a random crop (3, size, size) for each view."""
@@ -1367,7 +1368,8 @@ def open_class_folders(directory):
     classes = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir() and entry.name[0] != ".")
     if not classes:
         raise UserError(f"{directory} has no class folders.")
-    rows = [(path, f"a photo of {article(name.replace('_', ' '))}.") for name in classes for path in image_files(Path(directory, name))]
+    rows = [(path, f"a photo of {article(name.replace('_', ' '))}.") for name in classes
+            for path in image_files(Path(directory, name))]
     return CaptionTable(rows, directory, classes)
 
 

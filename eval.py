@@ -631,7 +631,8 @@ def words(embed, source, options):
     else:
         images, found = folder_images(embed, source, options.limit)
         scores, labels = vocabulary_scores(embed, images), {"": ([name.replace("_", " ") for name in source.classes], found)}
-    ranks = {by: label_ranks(scores, [embed.tokenizer.encode(name)[1:-1] for name in names], ids) for by, (names, ids) in labels.items()}
+    ranks = {by: label_ranks(scores, [embed.tokenizer.encode(name)[1:-1] for name in names], ids)
+             for by, (names, ids) in labels.items()}
     if len(ranks) > 1:
         ranks[""] = torch.stack(list(ranks.values())).amin(0)
     return {f"words{by}/top{k}": rank < k for by, rank in ranks.items() for k in (1, 10, 50, 100)}
@@ -657,11 +658,12 @@ def sparsity(embed, source, options):
     if not hasattr(embed.model, "encode_words"):
         return {}
     images, captions = picture_samples(source, options, options.limit or 500)
-    return {"active/image": (embed.images(images) > 0).sum(1).float().mean(), "active/text": (embed.texts(captions) > 0).sum(1).float().mean()}
+    return {"active/image": (embed.images(images) > 0).sum(1).float().mean(),
+            "active/text": (embed.texts(captions) > 0).sum(1).float().mean()}
 
 
 def patch_maps(embed, images, names):
-    """p(h_j) of names at the patches of images (n, 3, S, S), the mean over a name's sub-words (STAIR, Sec. 7.2) -> (n, g * g, names)."""
+    """p(h_j) of names at the patches of images (n, 3, S, S), mean over a name's sub-words (STAIR, Sec. 7.2) -> (n, g * g, names)."""
     pieces = [embed.tokenizer.encode(name)[1:-1] for name in names]
     ids, patches = torch.tensor([i for own in pieces for i in own], device=embed.device), embed.model.image_encoder.grid ** 2
     with torch.no_grad():
@@ -670,8 +672,8 @@ def patch_maps(embed, images, names):
 
 
 def pointing(embed, source, options):
-    """The pointing game (STAIR, Sec. 7.2): how often the centre of the patch that scores highest for a colour's or a shape's name lies on
-    an object that has it, and how often that of a random patch would."""
+    """The pointing game (STAIR, Sec. 7.2): how often the centre of the patch that scores highest for a colour's or a shape's name
+    lies on an object that has it, and how often that of a random patch would."""
     if not hasattr(embed.model, "word_maps"):
         return {}
     sample, grid, result = source.sample(WORLD_N // 2, options.split, 5), embed.model.image_encoder.grid, {}
@@ -714,7 +716,7 @@ TASKS = {  # name: (function, which data it can use)
     "slots": (slots, lambda s: not isinstance(s, (SegmentationFolder, common.TarShards))),
     "masks": (masks, lambda s: is_world(s) or is_table(s)),
 }
-ON_REQUEST = {"knn", "linear", "slots", "masks", "words", "textfree", "sparsity", "pointing"}  # tasks that run only where --task names them
+ON_REQUEST = {"knn", "linear", "slots", "masks", "words", "textfree", "sparsity", "pointing"}  # run only where --task names them
 
 
 # Pictures ------------------------------------------------------------------------------------------------------------
@@ -889,7 +891,8 @@ def draw_slots(embed, source, options, path):
             row += [(picture, f"slot {slot}:\n{embed.tokenizer.vocab[tokens[i, word[i, slot]]]}"), (faded(picture, patches), "")]
         rows.append(row)
     if rows:
-        sheet(rows, path, side, "Slots of SPARO, a row each: the word that the slot attends to, the image, and what the slot sees of it (the rest fades)")
+        sheet(rows, path, side, "Slots of SPARO, a row each: the word that the slot attends to, the image, and what the slot sees of "
+                                "it (the rest fades)")
     return bool(rows)
 
 
@@ -923,12 +926,13 @@ def draw_words(embed, source, options, path):
 
 
 def draw_queries(embed, source, options, path):
-    """Where words are found in images without a text tower (STAIR, Fig. 10): the words of a caption that a vocabulary entry stands for,
+    """Where words are found in images without a text tower (STAIR, Fig. 10): words of a caption that a vocabulary entry stands for,
     and one that the caption lacks; bright where p(h_j) is high, from its least to its largest value in the image."""
     if not hasattr(embed.model, "word_maps") or isinstance(source, SegmentationFolder):
         return False
     images, captions = picture_samples(source, options, 10)
-    every = [[word for word in common.split_words(caption) if len(word) > 2 and word in embed.tokenizer.ids] for caption in captions]
+    every = [[word for word in common.split_words(caption) if len(word) > 2 and word in embed.tokenizer.ids]
+             for caption in captions]
     if is_world(source):
         every = [[word for word in own if word in WORLD_NOUNS_ADJECTIVES] for own in every]
     rows, side = [], 112
@@ -962,8 +966,8 @@ def word_columns(embed, encodings):
 
 
 def search(embed, source, options, run):
-    """Index images (STAIR, App. D) into RUN/index.pt and, for other engines, RUN/index.jsonl, answer --query, and show what is found in
-    RUN/search.png. A query is a caption, answered with the text tower and without it, or words with AND, OR, NOT and parentheses."""
+    """Index images (STAIR, App. D) into RUN/index.pt and, for other engines, RUN/index.jsonl, answer --query, and show what is found
+    in RUN/search.png. A query is a caption, answered with the text tower and without it, or words with AND, OR, NOT, parentheses."""
     if not hasattr(embed.model, "encode_words"):
         raise UserError("--query needs a run of --method stair: other encodings have no words.")
     if not (is_world(source) or is_table(source)):
@@ -1007,15 +1011,16 @@ def search(embed, source, options, run):
                 print(f"{query}: the vocabulary does not know {(embed.unknown - unknown) // 2} of its words.")
         for name, found in answers.items():
             print(f"{query}{name and f' ({name})'}: " + (", ".join(f"{key} ({score:.2f})" for key, score in found) or "nothing"))
+            shown = [pictures[key] if key in pictures else transform(common.open_image(key, embed.image_size)) for key, _ in found]
             rows.append([(word_cloud([(word, 1.0) for word in query.split()], 112), name)] + [
-                (to_picture(pictures[key] if key in pictures else transform(common.open_image(key, embed.image_size)), 112), f"{score:.2f}")
-                for key, score in found])
+                (to_picture(image, 112), f"{score:.2f}") for image, (_, score) in zip(shown, found)])
     if rows:
         sheet(rows, Path(run, "search.png"), 112, "STAIR: what queries find, a row each, best first, with scores")
         print(f"picture: {Path(run, 'search.png')}")
 
 
-PICTURES = {"words.png": draw_words, "queries.png": draw_queries, "alignment.png": draw_alignment, "segmentation.png": draw_segmentation, "slots.png": draw_slots}
+PICTURES = {"words.png": draw_words, "queries.png": draw_queries, "alignment.png": draw_alignment,
+            "segmentation.png": draw_segmentation, "slots.png": draw_slots}
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------
@@ -1078,7 +1083,9 @@ def usable_tasks(source, has_text, data):
     """The names of the tasks that the data and the model can serve. Raises UserError if there is none."""
     usable = [name for name, (_, can_use) in TASKS.items() if can_use(source) and (has_text or name in IMAGE_TASKS)]
     if not usable:
-        needed = "captions, class folders, SugarCrepe or shapes" if has_text else "class folders or shapes to a model without a text tower"
+        needed = "class folders or shapes to a model without a text tower"
+        if has_text:
+            needed = "captions, class folders, SugarCrepe or shapes"
         raise UserError(f"No task can evaluate on {data}: give {needed}.")
     return usable
 
@@ -1129,7 +1136,8 @@ def report(embed, source, options, run, checkpoint="last.pt"):
 
 
 def load_run(run, device="cpu", checkpoint="last.pt"):
-    """A run's directory -> (Embedder, config); checkpoint: of its weights, the file's name. Raises UserError when it holds no run or one of an unknown method."""
+    """A run's directory -> (Embedder, config); checkpoint: of its weights, the file's name. Raises UserError when it holds no run or
+    one of an unknown method."""
     try:
         config = json.loads(Path(run, "config.json").read_text())
     except FileNotFoundError:
@@ -1195,7 +1203,7 @@ def main(argv=None):
     parser.add_argument("runs", nargs="+", metavar="run", help="directory of a run of train.py")
     parser.add_argument("--task", help=f"comma-separated: {', '.join(TASKS)} (default: all that the data can serve but "
                                        f"{', '.join(sorted(ON_REQUEST))})")
-    parser.add_argument("--checkpoint", default="last.pt", help="file of the run to evaluate: last.pt, or stage-1.pt of a run in stages")
+    parser.add_argument("--checkpoint", default="last.pt", help="file of the run to evaluate: last.pt, stage-1.pt of a run in stages")
     parser.add_argument("--query", nargs="+", help="index the images of --data and search them (STAIR): captions, or words with AND, "
                                                    "OR, NOT and parentheses; nothing else is evaluated")
     parser.add_argument("--train-data", help="class folders, or tar shards with labels (KEY.cls, or \"label\" in KEY.json), that k-NN and "

@@ -25,10 +25,10 @@ Differs from the paper:
   * Weight decay spares embeddings, positions and queries, images are flipped (train.py); OpenCLIP, which the authors trained with,
     decays all matrices and does not flip.
   * ResNet-50 is torchvision's, not CLIP's modified one; with it the text tower keeps its last block: so Table B.2's sizes come out.
-  * DINO: the whole gradient's norm is clipped, where DINO's code clips each parameter's; lr ends at 0, not 1e-6; only weights of layers
-    decay, not [CLS], positions and q; the encoder begins as CLIP's does; pixels are normalised by CLIP's mean and deviation; positions
-    are interpolated with antialiasing; colour jitter is linear (common.py). The linear probe trains by AdamW as CLIP's (C.1), on
-    features as they are, without augmentation; DINO's takes SGD, 100 epochs, random crops and flips.
+  * DINO: the whole gradient's norm is clipped, where DINO's code clips each parameter's; lr ends at 0, not 1e-6; only weights of
+    layers decay, not [CLS], positions and q; the encoder begins as CLIP's does; pixels are normalised by CLIP's mean and deviation;
+    positions are interpolated with antialiasing; colour jitter is linear (common.py). The linear probe trains by AdamW as CLIP's
+    (C.1), on features as they are, without augmentation; DINO's takes SGD, 100 epochs, random crops and flips.
 
 Not here: CLIP's own ResNet with attention pooling; visualisation of DINO's slots.
 
@@ -86,8 +86,8 @@ CLIP_VIT = "cls=1,pre_norm=1,patch_bias=0,eps=1e-5"          # CLIP's image towe
 PAPER = dict(text_encoder="12x512:causal=1", lr=5e-4, weight_decay=0.5, warmup=3600, batch=4096, clip_grad=0.0)
 PRESETS = {  # settings of this file and of train.py by name; --flags go before them
     "tiny": dict(image_encoder="tiny:cls=1", text_encoder="tiny:causal=1", data="shapes", L=32, V=16, D=16, embed_dim=128,
-                 batch=128, steps=600, lr=2e-3, weight_decay=0.1, warmup=50, out_dim=1024, head_width=256, head_bottleneck=64, ema=0.99,
-                 local_crops=2, local_size=24, crop_least=0.2, crop_border=0.5),
+                 batch=128, steps=600, lr=2e-3, weight_decay=0.1, warmup=50, out_dim=1024, head_width=256, head_bottleneck=64,
+                 ema=0.99, local_crops=2, local_size=24, crop_least=0.2, crop_border=0.5),
     # C.3; steps: 25 epochs of the 12.8M pairs that the authors got of CC15M, 32 of the 320M of LAION-400M
     "cc15m-b32": dict(image_encoder=f"ViT-B/32:{CLIP_VIT}", L=64, steps=78_000, **PAPER),
     "cc15m-b16": dict(image_encoder=f"ViT-B/16:{CLIP_VIT}", L=64, steps=78_000, **PAPER),
@@ -95,8 +95,8 @@ PRESETS = {  # settings of this file and of train.py by name; --flags go before 
     "l400m-b32": dict(image_encoder=f"ViT-B/32:{CLIP_VIT}", L=128, steps=312_000,
                       **PAPER | dict(weight_decay=0.2, warmup=2000, batch=32768)),
     # Sec. 3.4, C.2: 100 epochs of ImageNet's 1,281,167 images on 8 GPUs, 10 of them warm-up; lr 5e-4 batch / 256
-    "dino-s16": dict(image_encoder="ViT-S/16:cls=1,drop_path=0.1", objective="dino", L=64, batch=512, steps=250_200, lr=1e-3, beta2=0.999,
-                     adam_eps=1e-8, weight_decay=0.04, weight_decay_end=0.4, warmup=25_020, clip_grad=3.0, freeze_last=2502),
+    "dino-s16": dict(image_encoder="ViT-S/16:cls=1,drop_path=0.1", objective="dino", L=64, batch=512, steps=250_200, lr=1e-3,
+                     beta2=0.999, adam_eps=1e-8, weight_decay=0.04, weight_decay_end=0.4, warmup=25_020, clip_grad=3.0, freeze_last=2502),
 }
 BOUNDS = {"ema": (0, 1), "center_momentum": (0, 1), "student_temp": (1e-3, 10), "teacher_temp": (1e-3, 10), "local_crops": (0, 100),
           "crop_least": (0.01, 1), "crop_border": (0.01, 1), "freeze_last": (0, math.inf), **{name: (1, math.inf) for name in (
@@ -377,7 +377,8 @@ def views(config, image_size):
     border, least = config["crop_border"], config["crop_least"]
     if least > border:
         raise ValueError(f"--crop-least {least} must not be above --crop-border {border}.")
-    return [dict(size=image_size, scale=(border, 1.0), blur=1.0), dict(size=image_size, scale=(border, 1.0), blur=0.1, solarize=0.2),
+    large = dict(size=image_size, scale=(border, 1.0))
+    return [large | dict(blur=1.0), large | dict(blur=0.1, solarize=0.2),
             *[dict(size=config["local_size"], scale=(least, border), blur=0.5)] * config["local_crops"]]
 
 

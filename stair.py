@@ -15,14 +15,14 @@ searched with an inverted index. Three stages of training keep the words' meanin
     1 / T        scale                  scalar         Eq. 3; learned
 
 Differs from the paper:
-  * enc is computed a few samples at a time, keeping of each word its maximum and where it was: O(B |V|) instead of O(B N |V|) memory.
-    The backward pass touches only those positions, and only where enc > 0.
+  * enc is computed a few samples at a time, keeping of each word its maximum and where it was: O(B |V|) memory instead of
+    O(B N |V|). The backward pass touches only those positions, and only where enc > 0.
   * Special tokens ([CLS], [SEP], [PAD], ...) are never active, padding has no part in the maximum. The paper does not say.
   * The mean of Eq. 6 is over the global batch; lambda grows with the square of the step over the first `ramp` of a stage, as in
     SPLADE (arXiv 2107.05720), which Eq. 6 comes from.
   * In stage 2 the token embedding belongs to the text tower and trains; the frozen image head keeps the copy it had.
-  * revive_until: in stage 1 an inactive word of the caption gets the gradient that it would get if it were active, where the loss wants
-    it larger; the paper's relu gives none, and words that the image tower cannot see yet die. Not in the preset b16.
+  * revive_until: in stage 1 an inactive word of the caption gets the gradient that it would get if it were active, where the loss
+    wants it larger; the paper's relu gives none, and words that the image tower cannot see yet die. Not in the preset b16.
   * An encoding shorter than 0.5 counts as 0.5 long in the cosine: next to zero its gradient would be without bound.
   * LAMB does not scale the updates of biases, norms and the like, which begin at zero.
   * Texts are encoded as they are, without "a photo of" before each caption (Sec. 4.3); give zero-shot prompts by --templates.
@@ -58,7 +58,7 @@ class Config:
     lambda_image: float = 1e-3                               # Eq. 7; Sec. 6.3 sweeps 1e-2, 1e-3, 1e-4
     lambda_text: float = 1e-3                                # Eq. 7
     ramp: float = 0.5                                        # share of a stage in which both grow from 0
-    revive_until: int = 1                                    # last stage in which inactive words of the caption learn; differs: see above
+    revive_until: int = 1                                    # differs: last stage in which inactive words of captions learn
     bias_image: float = 0.0                                  # b of Eq. 4 at the start
     bias_text: float = 0.0
     init_scale: float = 1 / 0.07                             # CLIP (arXiv 2103.00020), Sec. 2.5
@@ -68,8 +68,8 @@ PRESETS = {  # settings of this file and of train.py by name; --flags go before 
     "tiny": dict(image_encoder="tiny", text_encoder="tiny", data="shapes:words=400", batch=128, steps=1000, lr=2e-3, lr_3=1.0,
                  weight_decay=0.1, warmup=50),
     # Sec. 4.2; stages of 300k, 300k and 600k steps
-    "b16": dict(image_encoder="ViT-B/16", text_encoder="12x512:context=76", batch=16384, steps=1_200_000, lr=1e-3, schedule="linear",
-                optimizer="lamb", weight_decay=1e-2, warmup=10_000, clip_grad=0.0, revive_until=0),
+    "b16": dict(image_encoder="ViT-B/16", text_encoder="12x512:context=76", batch=16384, steps=1_200_000, lr=1e-3,
+                schedule="linear", optimizer="lamb", weight_decay=1e-2, warmup=10_000, clip_grad=0.0, revive_until=0),
 }
 BOUNDS = {"share_1": (0, 1), "share_2": (0, 1), "lr_2": (0, 100), "lr_3": (0, 100), "lambda_image": (0, math.inf),
           "lambda_text": (0, math.inf), "ramp": (0, 1), "revive_until": (0, 3), "init_scale": (1, 100)}
@@ -216,7 +216,8 @@ class LAMB(torch.optim.Optimizer):
                 if not state:
                     state |= {"step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
                 state["step"] += 1
-                m, v = state["exp_avg"].lerp_(p.grad, 1 - beta1), state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                m = state["exp_avg"].lerp_(p.grad, 1 - beta1)
+                v = state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
                 update = (m / (1 - beta1 ** state["step"])) / ((v / (1 - beta2 ** state["step"])).sqrt() + group["eps"])
                 update += group["weight_decay"] * p
                 p_norm, u_norm = p.norm(), update.norm()
@@ -332,7 +333,8 @@ class Model(nn.Module):
         """What a record of the log says of words that die or do not leave, or None."""
         for side in ("image", "text"):
             if record[f"active_{side}"] < 1:
-                return f"{side} encodings have fewer than one active word: lower --lambda-{side} or the learning rate, or raise --bias-{side}."
+                return (f"{side} encodings have fewer than one active word: lower --lambda-{side} or the learning rate, or raise "
+                        f"--bias-{side}.")
             if self.number == 3 and self.strength == 1 and record[f"active_{side}"] > len(self.image_head.words) / 4:
                 return f"{side} encodings are not sparse, a quarter of the vocabulary is active: raise --lambda-{side}."
         return None
@@ -378,8 +380,8 @@ class InvertedIndex:
         index.search({"red": 1.0, "circle": 0.7}, k=10)        # or an encoding (|V|,) -> [(id, score), ...], best first
         index.search(query, where="red AND (circle OR star) NOT blue", boost={"red": 0.5}, block=["the"], cosine=True)
 
-    Documents are kept in segments, sorted by word. A new segment is merged with the one before as long as that is not larger, so that
-    there are few, and each document is copied few times. Deleted ones leave when `merge` makes one segment of all.
+    Documents are kept in segments, sorted by word. A new segment is merged with the one before as long as that is not larger, so
+    that there are few, and each document is copied few times. Deleted ones leave when `merge` makes one segment of all.
     """
 
     def __init__(self, vocabulary):
@@ -395,7 +397,8 @@ class InvertedIndex:
         """Add or replace documents: ids, a list of n strings; enc (n, |V|) >= 0."""
         ids = [str(name) for name in ids]
         if enc.shape != (len(ids), len(self.vocabulary)):
-            raise ValueError(f"{len(ids)} ids and a vocabulary of {len(self.vocabulary)} need encodings of that shape, not {tuple(enc.shape)}.")
+            raise ValueError(f"{len(ids)} ids and a vocabulary of {len(self.vocabulary)} need encodings of that shape, not "
+                             f"{tuple(enc.shape)}.")
         if len(set(ids)) < len(ids):
             raise ValueError("An id stands twice among the documents to add.")
         enc = enc.detach().to("cpu", torch.float32).to_sparse().coalesce()
@@ -455,8 +458,8 @@ class InvertedIndex:
         return found
 
     def where(self, expression):
-        """(rows,), True for the documents that a boolean expression of words matches: AND, OR, NOT, parentheses; words beside each other
-        are joined by AND, and AND binds more tightly than OR. Raises ValueError for what is none."""
+        """(rows,), True for the documents that a boolean expression of words matches: AND, OR, NOT, parentheses; words beside each
+        other are joined by AND, and AND binds more tightly than OR. Raises ValueError for what is none."""
         parts = parts_of(expression)
 
         def either():
@@ -493,11 +496,12 @@ class InvertedIndex:
         return found & self.alive
 
     def search(self, query, k=10, where=None, allow=None, block=(), boost=None, cosine=False):
-        """The k documents with the largest dot product with the query, or cosine: [(id, score), ...], best first; documents that share
-        no word with it are not found.
+        """The k documents with the largest dot product with the query, or cosine: [(id, score), ...], best first; documents that
+        share no word with it are not found.
 
-        query: {word: weight} or encoding (|V|,); where: a boolean expression that documents must match; allow, block: lists of words of
-        the query that alone count, or do not; boost: {word: weight} that is added to the query's. Raises ValueError for unknown words.
+        query: {word: weight} or encoding (|V|,); where: a boolean expression that documents must match; allow, block: lists of words
+        of the query that alone count, or do not; boost: {word: weight} that is added to the query's. Raises ValueError for unknown
+        words.
         """
         if isinstance(query, dict):
             weights = {self.word(word): float(weight) for word, weight in query.items()}
@@ -529,7 +533,8 @@ class InvertedIndex:
     def save(self, path):
         self.merge()
         starts, rows, weights = self.segments[0]
-        torch.save({"vocabulary": self.vocabulary, "ids": self.ids, "norms": self.norms, "starts": starts, "rows": rows, "weights": weights}, path)
+        torch.save({"vocabulary": self.vocabulary, "ids": self.ids, "norms": self.norms, "starts": starts, "rows": rows,
+                    "weights": weights}, path)
 
     @classmethod
     def load(cls, path):
@@ -542,8 +547,8 @@ class InvertedIndex:
         return index
 
     def export(self, path, scale=100, contents=None):
-        """JSON lines {"id", "contents", "vector": {token: weight}}, as impact indexes (Anserini) read them: weights are whole numbers,
-        round(scale * weight), those that round to zero are left out. contents: {id: text}."""
+        """JSON lines {"id", "contents", "vector": {token: weight}}, as impact indexes (Anserini) read them: weights are whole
+        numbers, round(scale * weight), those that round to zero are left out. contents: {id: text}."""
         words, rows, weights = self.postings(self.segments)
         order = torch.argsort(rows, stable=True)
         counts = torch.bincount(rows, minlength=len(self.ids)).tolist()
@@ -556,30 +561,33 @@ class InvertedIndex:
 
 
 def compare_heads(B=4, N=197, E=512, V=30522):
-    """Print the time of Eq. 4 and 5, forward and backward, streamed and with all logits at a time, at the start and when few words are
-    active."""
+    """Print the time of Eq. 4 and 5, forward and backward, streamed and with all logits at a time, at the start and when few words
+    are active."""
     for bias, when in ((0.0, "at the start"), (-1.8, "trained")):
         head, h = TokenProjectionHead(E, nn.Embedding(V, E), bias=bias), torch.randn(B, N, E, requires_grad=True)
         nn.init.normal_(head.embedding.weight, std=0.02)
-        forms = {"streamed": head, "dense": lambda h: torch.log1p(F.relu(F.linear(head.transform(h), head.embedding.weight, head.bias).amax(1)))}
+        def dense(h):
+            return torch.log1p(F.relu(F.linear(head.transform(h), head.embedding.weight, head.bias).amax(1)))
+
         seconds = {}
-        for name, form in forms.items():
+        for name, form in (("streamed", head), ("dense", dense)):
             start = time.perf_counter()
             enc = form(h)
             enc.sum().backward()
             seconds[name] = time.perf_counter() - start
-        print(f"head on {B} x {N} x {E}, {V:,} words, {when}, {(enc > 0).sum(1).float().mean():,.0f} active: streamed {seconds['streamed']:.2f} s, "
-              f"dense {seconds['dense']:.2f} s, {seconds['dense'] / seconds['streamed']:.1f} times as long")
+        print(f"head on {B} x {N} x {E}, {V:,} words, {when}, {(enc > 0).sum(1).float().mean():,.0f} active: streamed "
+              f"{seconds['streamed']:.2f} s, dense {seconds['dense']:.2f} s, {seconds['dense'] / seconds['streamed']:.1f} times as long")
 
 
 def compare_search(n, V=30522, active=100, words=20, E=512):
-    """Print what the index of n made-up encodings costs, and the time of a query beside a matrix product with n dense embeddings. Words
-    are as unequally frequent as 1 / sqrt(rank)."""
+    """Print what the index of n made-up encodings costs, and the time of a query beside a matrix product with n dense embeddings.
+    Words are as unequally frequent as 1 / sqrt(rank)."""
     index, frequency = InvertedIndex([f"w{i}" for i in range(V)]), (torch.arange(V) + 10.0) ** -0.5
     start, part = time.perf_counter(), 10_000
     for i in range(0, n, part):
-        where = torch.stack([torch.arange(part).repeat_interleave(active), torch.multinomial(frequency, part * active, replacement=True)])
-        index.add([str(j) for j in range(i, i + part)], torch.sparse_coo_tensor(where, torch.rand(part * active), (part, V), check_invariants=True))
+        rows, words_of = torch.arange(part).repeat_interleave(active), torch.multinomial(frequency, part * active, replacement=True)
+        enc = torch.sparse_coo_tensor(torch.stack([rows, words_of]), torch.rand(part * active), (part, V), check_invariants=True)
+        index.add([str(j) for j in range(i, i + part)], enc)
     index.merge()
     rate = n / (time.perf_counter() - start)
     size = sum(x.nbytes for x in (*index.segments[0], index.norms)) / n
@@ -592,13 +600,13 @@ def compare_search(n, V=30522, active=100, words=20, E=512):
         for i in range(20):
             answer(i)
         seconds.append((time.perf_counter() - start) / 20)
-    print(f"index of {n:,}: built at {rate:,.0f} images/s, {size:.0f} bytes an image (dense {4 * E}), {1 / seconds[0]:,.0f} queries/s, "
-          f"dense {1 / seconds[1]:,.0f}: {seconds[1] / seconds[0]:.1f} times as fast")
+    print(f"index of {n:,}: built at {rate:,.0f} images/s, {size:.0f} bytes an image (dense {4 * E}), {1 / seconds[0]:,.0f} "
+          f"queries/s, dense {1 / seconds[1]:,.0f}: {seconds[1] / seconds[0]:.1f} times as fast")
 
 
 if __name__ == "__main__":
-    # Made-up pictures: three of nine patches show the words of the caption, as vectors; the others are noise. As in stage 1 the text's
-    # encoding is its words alone. Then the pictures are indexed and searched.
+    # Made-up pictures: three of nine patches show the words of the caption, as vectors; the others are noise. As in stage 1 the
+    # text's encoding is its words alone. Then the pictures are indexed and searched.
     torch.manual_seed(0)
     B, L, N, E, V = 128, 3, 9, 32, 40
     looks, head = torch.randn(V, E), TokenProjectionHead(E, nn.Embedding(V, E))

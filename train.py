@@ -136,7 +136,8 @@ def parse_config(argv):
     preset = flags.get("preset", config["preset"])
     for name in () if evaluation.uses_text(config | method.PRESETS.get(preset, {}) | flags) else IMAGES_ALONE_IGNORE:
         if name in flags:
-            raise UserError(f"--{name.replace('_', '-')} has no effect here: this objective makes views of images and takes no captions.")
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} has no effect here: this objective makes views of images and takes no captions.")
     if flags.get("resume"):
         if "preset" in flags or "vocab" in flags:
             raise UserError("--resume takes preset and vocabulary from the run: leave out --preset and --vocab.")
@@ -212,7 +213,8 @@ def build_loader(config, source, model, tokenizer, batch, rank, world_size, posi
     patch = size // model.image_encoder.grid
     for kind in kinds or []:
         if kind["size"] % patch:
-            raise UserError(f"A view of {kind['size']} pixels is not a multiple of the {patch} of a patch: choose another --local-size.")
+            raise UserError(f"A view of {kind['size']} pixels is not a multiple of the {patch} of a patch: choose another "
+                            f"--local-size.")
     if isinstance(source, common.World):
         stream = common.WorldStream(source, tokenizer, context, transform=views, **place)
     else:
@@ -419,7 +421,8 @@ def open_stage(config, stage, raw, device, world_size, fresh):
     model = torch.compile(raw) if config["compile"] else raw
     if world_size > 1:
         # every buffer is the same on all ranks: statistics, centres and the like are of the global batch
-        model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False)
+        devices = [device.index] if device.type == "cuda" else None
+        model = DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False)
     return model, optimizer
 
 
@@ -494,8 +497,8 @@ def train(config):
             try:
                 optimizer.load_state_dict(state["optimizer"])
             except ValueError:
-                raise UserError(f"{out}/last.pt is of another stage or optimizer than step {step} of these settings: leave out the flags that "
-                                f"change --steps, --optimizer or the stages.") from None
+                raise UserError(f"{out}/last.pt is of another stage or optimizer than step {step} of these settings: leave out the flags "
+                                f"that change --steps, --optimizer or the stages.") from None
         if state["scaler"]:
             scaler.load_state_dict(state["scaler"])
         del state  # else it stays in memory
