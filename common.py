@@ -688,7 +688,8 @@ class World:
 
     def __post_init__(self):
         limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "background": (0, 0.5), "heldout": (0, 32),
-                  "relations": (0, 1), "words": (0, 4000), "kinds": (0, 1), "colours": (0, 1), "sizes": (0, 1), "together": (0, 1 if self.objects > 1 else 0)}
+                  "relations": (0, 1), "words": (0, 4000), "kinds": (0, 1), "colours": (0, 1), "sizes": (0, 1),
+                  "together": (0, 1 if self.objects > 1 else 0)}
         for name, (low, high) in limits.items():
             if not low <= getattr(self, name) <= high:
                 raise UserError(f"shapes: {name}={getattr(self, name)} must be from {low} to {high}.")
@@ -1530,4 +1531,4 @@ def load_checkpoint(path, map_location="cpu"):
     except FileNotFoundError:
         raise UserError(f"There is no checkpoint {path}.") from None
     except Exception as error:
-        raise UserError(f"{path} is not a checkpoint that can be read: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{path} is not a checkpoint that can be read: {type(error).__name__}.") from None

@@ -759,9 +759,11 @@ def picture_samples(source, options, n):
     if isinstance(source, common.World):
         sample = source.sample(n, options.split, 6, objects=min(3, source.objects))
         return sample["images"], sample["captions"]
-    found = []
+    found, order = [], range(len(source))
     files = ImageFiles(source.paths, options.image_size)
-    for i in range(len(files)):
+    if source.classes is not None:  # of all classes
+        order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0)).tolist()
+    for i in order:
         image = files[i][1]
         if image is not None:
             found.append((image, source.captions_of(i)[0]))
@@ -943,7 +945,7 @@ def draw_queries(embed, source, options, path):
             picture = to_picture(images[i], side)
             maps = patch_maps(embed, images[i : i + 1], shown + absent)[0].T                     # (words, g * g)
             maps = (maps - maps.amin(1, keepdim=True)) / (maps.amax(1, keepdim=True) - maps.amin(1, keepdim=True)).clamp(min=1e-6)
-            rows.append([(picture, captions[i])] + [(faded(picture, m), word + " (absent)" * (word in absent))
+            rows.append([(picture, captions[i])] + [(faded(picture, m), word + "\n(not in the caption)" * (word in absent))
                                                     for word, m in zip(shown + absent, maps)])
     if not rows:
         return False
@@ -960,6 +962,12 @@ def lower_words(expression):
     return " ".join(part if part in stair.OPERATORS else part.lower() for part in stair.parts_of(expression))
 
 
+def wanted_words(query):
+    """The words of a query that do not stand behind NOT."""
+    parts = stair.parts_of(lower_words(query))
+    return [word for before, word in zip(["", *parts], parts) if word not in stair.OPERATORS and before != "NOT"]
+
+
 def word_columns(embed, encodings):
     """Encodings without the columns that an embedding larger than the vocabulary has."""
     return encodings[:, : len(embed.tokenizer)]
@@ -974,8 +982,11 @@ def search(embed, source, options, run):
         raise UserError(f"--query searches shapes, captioned images or class folders; {options.data} is something else.")
     index = stair.InvertedIndex(embed.tokenizer.vocab)
     try:  # before all is encoded
-        for query in filter(is_boolean, options.query):
-            index.where(lower_words(query))
+        for query in options.query:
+            if is_boolean(query):
+                index.where(lower_words(query))
+            if not wanted_words(query):
+                raise ValueError("it has no word to rank by: give one without NOT.")
     except ValueError as error:
         raise UserError(f"--query {query!r}: {error}") from None
     pictures, contents = {}, {}
@@ -991,18 +1002,14 @@ def search(embed, source, options, run):
             if len(kept):
                 index.add([paths[start + i] for i in kept.tolist()], word_columns(embed, encodings))
             contents |= {paths[start + i]: source.captions_of(start + i)[0] for i in kept.tolist()}
-    index.save(Path(run, "index.pt"))
-    index.export(Path(run, "index.jsonl"), contents=contents)
-    print(f"{len(index)} images in {Path(run, 'index.pt')} and {Path(run, 'index.jsonl')}")
+    path = Path(run, "index.pt" if options.checkpoint == "last.pt" else f"index-{options.checkpoint}")
+    index.save(path)
+    index.export(path.with_suffix(".jsonl"), contents=contents)
+    print(f"{len(index)} images in {path} and {path.with_suffix('.jsonl')}")
     rows, transform = [], common.eval_transform(embed.image_size)
     for query in options.query:
         if is_boolean(query):
-            expression = lower_words(query)
-            parts = stair.parts_of(expression)
-            wanted = [word for before, word in zip(["", *parts], parts) if word not in stair.OPERATORS and before != "NOT"]
-            if not wanted:
-                raise UserError(f"--query {query!r} has no word to rank by: give one without NOT.")
-            answers = {"": index.search(dict.fromkeys(wanted, 1.0), 8, where=expression)}
+            answers = {"": index.search(dict.fromkeys(wanted_words(query), 1.0), 8, where=lower_words(query))}
         else:
             unknown = embed.unknown
             answers = {name: index.search(word_columns(embed, embed.texts([query], encode))[0], 8, cosine=True)
@@ -1015,7 +1022,8 @@ def search(embed, source, options, run):
             rows.append([(word_cloud([(word, 1.0) for word in query.split()], 112), name)] + [
                 (to_picture(image, 112), f"{score:.2f}") for image, (_, score) in zip(shown, found)])
     if rows:
-        sheet(rows, Path(run, "search.png"), 112, "STAIR: what queries find, a row each, best first, with scores")
+        sheet(rows, Path(run, "search.png"), 112, "STAIR: what queries find, a row each, best first; scores are cosines, of words with "
+                                                "AND, OR, NOT sums of weights")
         print(f"picture: {Path(run, 'search.png')}")
 
 
@@ -1115,13 +1123,16 @@ def report(embed, source, options, run, checkpoint="last.pt"):
         print(f"  {name:{width}}  {value:.4f}" if isinstance(value, float) and (value == 0 or abs(value) > 1e-4)
               else f"  {name:{width}}  {value}")
     record = {"data": options.data, "split": options.split}
+    if options.select:  # what the result depends on beside the data
+        record["select"] = options.select
     base = "eval" if checkpoint == "last.pt" else f"eval-{Path(checkpoint).stem}"
     path = Path(run, f"{base}.json")
     old = json.loads(path.read_text()) if path.exists() else record
     if record.items() <= old.items():
         record = old  # the results of other tasks on the same data stay
     else:
-        path = Path(run, f"{base}-{re.sub('[^A-Za-z0-9]+', '-', options.data).strip('-')}-{options.split}.json")
+        selected = "-select-" + re.sub("[^A-Za-z0-9]+", "-", options.select).strip("-") if options.select else ""
+        path = Path(run, f"{base}-{re.sub('[^A-Za-z0-9]+', '-', options.data).strip('-')}-{options.split}{selected}.json")
     path.write_text(json.dumps(record | result, indent=2) + "\n")
     if embed.unknown > 0.1 * embed.words:
         print(f"{embed.unknown / embed.words:.0%} of the texts' tokens are [UNK]: the run's vocabulary does not know these words; train "
@@ -1179,7 +1190,7 @@ def differences(configs):
     """Runs' configs -> a name for each: the settings in which they differ, the seed aside."""
     every = dict.fromkeys(key for config in configs for key in config)
     keys = [key for key in every if len({json.dumps(config[key]) for config in configs if key in config}) > 1]
-    keys = [key for key in keys if key not in ("seed", "out", "argv", "git", "machine", "resume")]
+    keys = [key for key in keys if key not in ("seed", "out", "argv", "git", "machine", "resume", "workers", "log_every", "save_every")]
     keys.sort(key=lambda key: key not in ("method", "objective", "readout"))
     return [", ".join(str(config[key]) if len(keys) == 1 else f"{key}={config[key]}" for key in keys if key in config) or "all"
             for config in configs]
@@ -1187,6 +1198,8 @@ def differences(configs):
 
 def compare(names, results):
     """Print a table: a column for each name, a row for each metric, mean and standard deviation over the runs of the name."""
+    if not any(all(key in result for result in results) for key in results[0]):
+        return print("These runs have no metric in common.")
     columns = {name: [result for other, result in zip(names, results) if other == name] for name in names}
     print("| |" + "".join(f" {name} ({len(column)}) |" for name, column in columns.items()))
     print("|---" * (len(columns) + 1) + "|")
@@ -1225,10 +1238,11 @@ def main(argv=None):
     unknown = set(options.tasks or []) - set(TASKS)
     if unknown:
         raise UserError(f"There is no task {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}.")
-    if any("{}" not in template for template in options.templates or []):
-        raise UserError(f"Every one of --templates {options.templates} needs {{}} where the class name goes.")
-    if options.limit is not None and options.limit < 1:
-        raise UserError(f"--limit {options.limit} must be at least 1.")
+    if any(re.findall(r"[{}]+", template) != ["{}"] for template in options.templates or []):
+        raise UserError(f"Every one of --templates {options.templates} needs one {{}}, where the class name goes, and no other braces.")
+    for name in ("limit", "train_limit"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1.")
     if options.nouns_adjectives:
         options.nouns_adjectives = {word.lower() for word in read_lines(options.nouns_adjectives, "--nouns-adjectives")}
     for run in options.runs:

@@ -4,14 +4,16 @@ arXiv 2404.15721).
 An encoding is made of L slots, each the result of ONE attention head with a query of its own over the transformer's outputs: a
 narrow pass, so that a slot holds one concept. In CLIP both towers have the same slots, and similarity is the mean over slots.
 
-    symbol       name here            shape             where
-    H            x                    (B, n, d)         Sec. 3.1; all outputs of a transformer, after its last LayerNorm
+    symbol       name here            shape             where (B.2 is the paper's 0.B.2; K' is K transposed)
+    H            x                    (B, n, d)         Sec. 3.1; all n outputs of a transformer, after its last LayerNorm
     q_l          Sparo.q              (1, L/g, g, 1, D) Eq. 1; learned query of slot l
     K_l          Sparo.KVproj         d -> (L/g) D      Eq. 1; learned key projection, shared by g = grp_size slots (App. A)
     W            Sparo.Wproj          D -> V            Eq. 1; learned, shared by all slots; W K_l is the value projection
     y_l          slots                (B, L, V)         Eq. 1
     y            normalize_slots      (B, L V)          Sec. 3.3; each slot normalised, divided by sqrt(L)
     sim          clip_loss            scalar            Eq. 2; y^i . y^t is the mean cosine of the slots
+    m, theta     train_mask           (M,), (parts,)    Sec. 5.2, C.1; mask of an image's encoding, M = L V
+    g_s, g_t, c  logits, center       (V, B, K), (K,)   DINO (arXiv 2104.14294), Eq. 3, 4; of student and teacher, V views
 
 Differs from the paper:
   * Sparo is computed in another order, equal in values and gradients: the query does not depend on the input, so that
@@ -24,7 +26,10 @@ Differs from the paper:
   * FDT is the paper's summary of B.2: one projection, scores divided by sqrt(E); the original's extra layers are left out.
   * Weight decay spares embeddings, positions and queries, images are flipped (train.py); OpenCLIP, which the authors trained with,
     decays all matrices and does not flip.
-  * ResNet-50 is torchvision's, not CLIP's modified one; with it the text tower keeps its last block: so Table B.2's sizes come out.
+  * ResNet-50 is torchvision's, not CLIP's modified one; with it the text tower keeps its last block: so Table B.2's sizes come out
+    (with CLIP's 49,408 tokens: --text-encoder 12x512:causal=1,vocab_size=49408).
+  * Of the masks of C.1 the one with most right pairs is kept; the paper keeps the best in SugarCrepe's mean over categories. On the
+    world they are trained on the split that they are evaluated on. eval.py keeps half or a quarter of the slots (Sec. 5.1: 32).
   * DINO: the whole gradient's norm is clipped, where DINO's code clips each parameter's; lr ends at 0, not 1e-6; only weights of
     layers decay, not [CLS], positions and q; the encoder begins as CLIP's does; pixels are normalised by CLIP's mean and deviation;
     positions are interpolated with antialiasing; colour jitter is linear (common.py). The linear probe trains by AdamW as CLIP's
@@ -34,6 +39,7 @@ Not here: CLIP's own ResNet with attention pooling; visualisation of DINO's slot
 
 Run:     python train.py --method sparo                      (the embedded world, minutes on two cores)
          python train.py --method sparo --readout cls        (CLIP; gap: CLIP+GAP)
+         python train.py --method sparo --objective dino     (DINO, images alone; --readout sparo, cls or gap)
 Result:  not measured yet.
 """
 
@@ -54,7 +60,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 class Config:
     objective: Literal["clip", "dino"] = "clip"              # Sec. 3.3; Sec. 3.4
     readout: Literal["sparo", "cls", "gap", "attpool", "bottleneck", "fdt"] = "sparo"  # Sec. 3.2; Table 6; App. B.2
-    L: int = 128                                             # slots; C.3: 64 on Conceptual Captions, 128 on LAION
+    L: int = 128                                             # slots; Sec. 4: 64 on Conceptual Captions and with DINO, 128 on LAION
     V: int = 64                                              # width of a slot
     D: int = 64                                              # width of a slot's key
     grp_size: int = 1                                        # slots that share a key projection (App. A)
@@ -87,8 +93,8 @@ PAPER = dict(text_encoder="12x512:causal=1", lr=5e-4, weight_decay=0.5, warmup=3
 PRESETS = {  # settings of this file and of train.py by name; --flags go before them
     "tiny": dict(image_encoder="tiny:cls=1", text_encoder="tiny:causal=1", data="shapes", L=32, V=16, D=16, embed_dim=128,
                  batch=128, steps=600, lr=2e-3, weight_decay=0.1, warmup=50, out_dim=1024, head_width=256, head_bottleneck=64,
-                 ema=0.99, local_crops=2, local_size=24, crop_least=0.2, crop_border=0.5),
-    # C.3; steps: 25 epochs of the 12.8M pairs that the authors got of CC15M, 32 of the 320M of LAION-400M
+                 codes=512, ema=0.99, local_crops=2, local_size=24, crop_least=0.2, crop_border=0.5),
+    # Sec. 4, Table C.3; steps: 25 epochs of the 12.8M pairs that the authors got of CC15M, 32 of the 320M of LAION-400M
     "cc15m-b32": dict(image_encoder=f"ViT-B/32:{CLIP_VIT}", L=64, steps=78_000, **PAPER),
     "cc15m-b16": dict(image_encoder=f"ViT-B/16:{CLIP_VIT}", L=64, steps=78_000, **PAPER),
     "cc15m-r50": dict(image_encoder="ResNet-50", L=128, V=32, D=32, steps=78_000, **PAPER),          # B.3; also with D=64
@@ -140,7 +146,7 @@ def clip_loss(v, t, scale, gather=identity):
     return (F.cross_entropy(scale * v @ gather(t).T, i) + F.cross_entropy(scale * t @ gather(v).T, i)) / 2
 
 
-# H = - sum_{x global} sum_{x' != x} P_t(x) log P_s(x'),  P_s = softmax(g_s / tau_s),  P_t = softmax((g_t - c) / tau_t)    (DINO)
+# mean over global x and x' != x of - P_t(x) log P_s(x'),  P_s = softmax(g_s / tau_s),  P_t = softmax((g_t - c) / tau_t)  (DINO Eq. 3)
 @in_fp32
 def dino_loss(student, teacher, center, student_temp, teacher_temp):
     """DINO's loss (Caron et al. 2021, Eq. 3), mean over images and pairs of views. student (V, B, K): logits of all views, the
@@ -518,7 +524,7 @@ class Dino(nn.Module):
             teacher = self.logits(self.teacher, batch["views"][:2])              # (2, B, K)
         student = self.logits(self.student(), batch["views"])                    # (V, B, K)
         loss, p_t = dino_loss(student, teacher, self.center, cfg.student_temp, cfg.teacher_temp)
-        if self.training:
+        if self.training:  # c = m c + (1 - m) mean g_t(x)                       (DINO Eq. 4)
             mean = gather(teacher.mean((0, 1))[None]).mean(0)                    # (K,), over the global batch
             self.center.lerp_(mean, 1 - cfg.center_momentum)
         return {"loss": loss, "entropy": entropy(p_t), "entropy_mean": entropy(p_t.mean((0, 1)))}
@@ -529,7 +535,7 @@ class Dino(nn.Module):
             self.head.last.weight.grad = None
 
     def after_step(self, step, steps):
-        """The teacher follows the student."""
+        """The teacher follows the student: theta_t = l theta_t + (1 - l) theta_s, l from `ema` to 1 by half a cosine (DINO, Sec. 3.1)."""
         momentum = 1 - (1 - self.config.ema) * (1 + math.cos(math.pi * step / steps)) / 2
         get_ema_multi_avg_fn(momentum)(list(self.teacher.parameters()), list(self.student().parameters()), None)
 

@@ -47,7 +47,7 @@ from eval import METHODS
 class Config:
     """Settings of a run, whatever the method. Batch sizes are global, over all ranks."""
 
-    preset: str = "tiny"                 # a row of the method's PRESETS
+    preset: str = "tiny"                 # a row of the method's PRESETS; its values go before the defaults named here
     data: str = "shapes"                 # SPEC: shapes | CSV, TSV | 'DIR/{00000..00012}.tar' | COCO, Karpathy JSON | .token | DIR
     image_root: str | None = None        # directory that the file names of a table are relative to
     eval_data: str | None = None         # SPEC to evaluate on at the end; None: the world's test split, else the training data
@@ -88,7 +88,7 @@ class Config:
 BOUNDS = {"steps": (1, math.inf), "batch": (1, math.inf), "workers": (0, 1024), "seed": (0, 2**31), "log_every": (1, math.inf),
           "save_every": (1, math.inf), "bench": (0, math.inf), "cost_ranks": (1, math.inf), "crop_scale": (0.01, 1),
           "warmup": (0, math.inf), "lr": (0, math.inf), "weight_decay": (0, math.inf), "weight_decay_end": (0, math.inf),
-          "clip_grad": (0, math.inf)}
+          "clip_grad": (0, math.inf), "beta2": (0, 0.999999), "adam_eps": (0, 1)}
 
 
 OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True), "lamb": stair.LAMB}
@@ -134,10 +134,9 @@ def parse_config(argv):
     method = METHODS[flags["method"]]
     config = dataclasses.asdict(Config()) | dataclasses.asdict(method.Config())
     preset = flags.get("preset", config["preset"])
-    for name in () if evaluation.uses_text(config | method.PRESETS.get(preset, {}) | flags) else IMAGES_ALONE_IGNORE:
-        if name in flags:
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} has no effect here: this objective makes views of images and takes no captions.")
+    if not evaluation.uses_text(config | method.PRESETS.get(preset, {}) | flags):
+        for flag in (flag for flag in IMAGES_ALONE_IGNORE if flag in flags):
+            raise UserError(f"--{flag.replace('_', '-')} has no effect here: this objective makes views of images and takes no captions.")
     if flags.get("resume"):
         if "preset" in flags or "vocab" in flags:
             raise UserError("--resume takes preset and vocabulary from the run: leave out --preset and --vocab.")
@@ -606,7 +605,7 @@ def finish(config, source, raw, tokenizer, device, out, skipped):
         return print("No evaluation: tar shards are for training only; give --eval-data, or run eval.py with other data.")
     if tokenizer is None and not isinstance(source, common.World):
         if data == config["data"]:
-            return print("No evaluation: k-NN and linear probe need other class folders to be tried on; give --eval-data.")
+            return print(f"No evaluation: k-NN and linear probe need other class folders to be tried on: python eval.py {out} --data DIR")
         options.tasks = ["knn"]
     print(f"Evaluation on {options.data}, split {options.split}, in fp32:")
     evaluation.report(evaluation.embedder(raw, tokenizer, config, device), source, options, out)

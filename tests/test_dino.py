@@ -364,3 +364,5 @@ def test_class_folders_and_labelled_shards_serve_knn(tmp_path, capsys):
         evaluation.main([str(run), "--data", f"{tmp_path}/test", "--train-data", f"{tmp_path}/test", "--task", "knn"])
     train.main([*SMALL, "--data", f"{tmp_path}/test", "--image-size", "16", "--batch", "2", "--out", str(tmp_path / "folders")])
     assert "No evaluation: k-NN and linear probe need other class folders" in capsys.readouterr().out
+    with pytest.raises(common.UserError, match="--train-limit 0 must be at least 1"):
+        evaluation.main([str(run), "--train-limit", "0"])

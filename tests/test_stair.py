@@ -407,7 +407,7 @@ def test_a_run_is_read_searched_and_shown(tmp_path, capsys):
     scores = (embed.images(images) @ query).clamp(min=0)
     best = index.search(query, 24, cosine=True)
     assert [score for _, score in best] == pytest.approx(scores[scores > 0].sort(descending=True).values.tolist(), abs=1e-5)
-    for query, message in (("red AND", "missing"), ("red AND qqq", "no word 'qqq'"), ("NOT red", "no word to rank by")):
+    for query, message in (("red AND", "missing"), ("red AND qqq", "no word 'qqq'"), ("NOT red", "no word to rank by"), ("", "no word to rank by")):
         with pytest.raises(common.UserError, match=message):
             evaluation.main([str(run), "--query", query])
 
