@@ -318,9 +318,19 @@ VOC_CLASSES = ["aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "
 WORLD_N = 1000  # samples of the embedded world a task uses; its scenes come from the split's own part of the world
 
 
+def random_order(source):
+    """The indices of a table's images in an order that is always the same."""
+    return torch.randperm(len(source), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def class_names(source):
+    """What prompts call the classes of class folders."""
+    return [common.article(name.replace("_", " ")) for name in source.classes]
+
+
 def folder_images(embed, source, limit=None, encode=None):
     """What `images` gives for the readable ones of `limit` random images of class folders, and their labels (m,)."""
-    chosen = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:limit].tolist()
+    chosen = random_order(source)[:limit]
     images, kept = embed.files([source.paths[i] for i in chosen], encode)
     return images, torch.as_tensor(source.labels)[chosen][kept]
 
@@ -352,7 +362,7 @@ def zeroshot(embed, source, options):
         held = torch.tensor([pair in source.heldout_pairs for pair in zip(colour.tolist(), shape.tolist())])
         return {"zeroshot": right, "zeroshot/colour": predicted // 8 == colour, "zeroshot/shape": predicted % 8 == shape,
                 **({"zeroshot/heldout_pairs": right[held]} if held.any() else {})}
-    names = [common.article(name.replace("_", " ")) for name in source.classes]
+    names = class_names(source)
     images, labels = folder_images(embed, source, options.limit)
     predicted = embed.classify(images, names, options.templates or TEMPLATES).argmax(1)
     return {"zeroshot": predicted == labels, "zeroshot/chance": 1 / len(names)}
@@ -528,17 +538,23 @@ def linear(embed, source, options):
 HEADLINES = {"zeroshot": "zeroshot", "i2t/R@1": "retrieval", "t2i/R@1": "retrieval", "negatives": "negatives"}  # metric: its task
 
 
+def headlines(embed, source, options, tasks):
+    """The headline metrics of those of the tasks that the data can serve."""
+    found = {}
+    for task in tasks:
+        function, can_use = TASKS[task]
+        found |= function(embed, source, options) if can_use(source) else {}
+    return {key: value for key, value in found.items() if key in HEADLINES}
+
+
 def with_mask(embed, source, options, mask):
-    """The headline metrics that the data can serve while `mask` (M,) multiplies the encodings of images."""
-    embed.model.image_mask, found = mask, {}
+    """The headline metrics while `mask` (M,) multiplies the encodings of images."""
+    embed.model.image_mask = mask
     try:
-        for task in dict.fromkeys(HEADLINES.values()):
-            function, can_use = TASKS[task]
-            if can_use(source):
-                found |= function(embed, source, options)
+        found = headlines(embed, source, options, dict.fromkeys(HEADLINES.values()))
     finally:
         embed.model.image_mask = None
-    return {key: torch.as_tensor(found[key]).float().mean().item() for key in HEADLINES if key in found}
+    return {key: torch.as_tensor(value).float().mean().item() for key, value in found.items()}
 
 
 def open_selection(embed, source, options, task, can_use, what):
@@ -567,7 +583,7 @@ def slots(embed, source, options):
         sample, (names, templates) = selection.sample(WORLD_N, "val", 8, objects=1), world_prompts(selection, "pair")
         images, labels = embed.images(sample["images"], "image_slots"), pair_ids(sample["scene"])[:, 0]
     else:
-        names, templates = [common.article(name.replace("_", " ")) for name in selection.classes], options.templates or TEMPLATES
+        names, templates = class_names(selection), options.templates or TEMPLATES
         images, labels = folder_images(embed, selection, options.train_limit, "image_slots")
     texts = embed.texts([template.format(name) for name in names for template in templates], "text_slots")
     classes = F.normalize(texts, dim=-1).unflatten(0, (len(names), -1)).mean(1)                  # (C, L, V)
@@ -642,15 +658,13 @@ def textfree(embed, source, options):
     """Zero-shot classification and retrieval without the text tower (STAIR, Table 5): a text is the set of its tokens."""
     if not hasattr(embed.model, "encode_words"):
         return {}
-    sides, found = embed.sides, {}
+    sides = embed.sides
     embed.sides = (sides[0], "encode_words")
     try:
-        for task in ("zeroshot", "retrieval"):
-            function, can_use = TASKS[task]
-            found |= function(embed, source, options) if can_use(source) else {}
+        found = headlines(embed, source, options, ("zeroshot", "retrieval"))
     finally:
         embed.sides = sides
-    return {f"textfree/{key}": value for key, value in found.items() if key in ("zeroshot", "i2t/R@1", "t2i/R@1")}
+    return {f"textfree/{key}": value for key, value in found.items()}
 
 
 def sparsity(embed, source, options):
@@ -700,19 +714,24 @@ def is_table(source):
     return isinstance(source, common.CaptionTable)
 
 
+def has_classes(source):
+    """The world, or class folders."""
+    return is_world(source) or is_table(source) and source.classes is not None
+
+
 IMAGE_TASKS = {"knn", "linear"}  # need no text tower
 TASKS = {  # name: (function, which data it can use)
-    "zeroshot": (zeroshot, lambda s: is_world(s) or is_table(s) and s.classes is not None),
+    "zeroshot": (zeroshot, has_classes),
     "retrieval": (retrieval, lambda s: is_world(s) or is_table(s) and s.classes is None),
     "negatives": (negatives, lambda s: is_world(s) or isinstance(s, list)),
     "winoground": (winoground, is_world),
     "segmentation": (segmentation, can_segment),
-    "words": (words, lambda s: is_world(s) or is_table(s) and s.classes is not None),
+    "words": (words, has_classes),
     "textfree": (textfree, lambda s: is_world(s) or is_table(s)),
     "sparsity": (sparsity, lambda s: is_world(s) or is_table(s)),
     "pointing": (pointing, is_world),
-    "knn": (knn, lambda s: is_world(s) or is_table(s) and s.classes is not None),
-    "linear": (linear, lambda s: is_world(s) or is_table(s) and s.classes is not None),
+    "knn": (knn, has_classes),
+    "linear": (linear, has_classes),
     "slots": (slots, lambda s: not isinstance(s, (SegmentationFolder, common.TarShards))),
     "masks": (masks, lambda s: is_world(s) or is_table(s)),
 }
@@ -762,7 +781,7 @@ def picture_samples(source, options, n):
     found, order = [], range(len(source))
     files = ImageFiles(source.paths, options.image_size)
     if source.classes is not None:  # of all classes
-        order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0)).tolist()
+        order = random_order(source)
     for i in order:
         image = files[i][1]
         if image is not None:

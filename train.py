@@ -487,8 +487,7 @@ def train(config):
     if config["resume"]:
         state = load_state(out, config, raw, device)
         step, positions, skipped = place_of(state, config, rank, world_size)
-    number = bisect.bisect_right(ends, step)
-    number = min(number, len(stages) - 1)
+    number = min(bisect.bisect_right(ends, step), len(stages) - 1)
     stage, begun = stages[number], ([0] + ends)[number]
     model, optimizer = open_stage(config, stage, raw, device, world_size, fresh=step == begun)
     if config["resume"]:
