@@ -25,13 +25,14 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import to_pil_image
 from tqdm import tqdm
 
+import bam
 import common
 import sparc
 import sparo
 import stair
 from common import UserError
 
-METHODS = {"sparo": sparo, "stair": stair, "sparc": sparc}
+METHODS = {"sparo": sparo, "stair": stair, "sparc": sparc, "bam": bam}
 
 
 # Metrics -------------------------------------------------------------------------------------------------------------

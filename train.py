@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
+import bam
 import common
 import eval as evaluation
 import stair
@@ -65,7 +66,7 @@ class Config:
     lr: float = 5e-4                     # peak; linear warm-up, then --schedule to 0
     warmup: int = 100                    # steps, of each stage if there are several
     schedule: Literal["cosine", "linear"] = "cosine"
-    optimizer: Literal["adamw", "lamb"] = "adamw"  # lamb: of STAIR
+    optimizer: Literal["adamw", "lamb", "lars"] = "adamw"  # lamb: of STAIR; lars: of BAM
     weight_decay: float = 0.1            # on the weights of linear and convolution layers only
     weight_decay_end: float | None = None  # where half a cosine takes it by the last step; None: it stays
     beta2: float = 0.98                  # AdamW's second; the first is 0.9 (CLIP, Table 19)
@@ -91,7 +92,7 @@ BOUNDS = {"steps": (1, math.inf), "batch": (1, math.inf), "workers": (0, 1024), 
           "clip_grad": (0, math.inf), "beta2": (0, 0.999999), "adam_eps": (0, 1)}
 
 
-OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True), "lamb": stair.LAMB}
+OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True), "lamb": stair.LAMB, "lars": bam.LARS}
 IMAGES_ALONE_IGNORE = ("vocab", "vocab_size", "text_encoder", "text_weights", "crop_scale")  # flags without effect there
 
 
