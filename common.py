@@ -139,6 +139,12 @@ class Attention(nn.Module):
         x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)            # (B, h, N, d/h)
         return self.proj(x.transpose(1, 2).reshape(B, N, d))
 
+    def of_first(self, x):
+        """The weights (B, heads, N) with which the first token attends to all."""
+        B, N, d = x.shape
+        q, k, _ = self.qkv(x).view(B, N, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        return (q[:, :, :1] @ k.transpose(2, 3) * (d // self.heads) ** -0.5).softmax(-1)[:, :, 0]
+
 
 class Block(nn.Module):
     """Pre-norm transformer block with stochastic depth."""
@@ -284,6 +290,19 @@ class ViT(nn.Module):
 
     def layers(self, images, n):
         """The outputs (B, N, width) of the last n blocks, or of all if there are fewer, each normalised; the last one last."""
+        return [self.norm(x) for x in self.blocks(self.embed(images), n=n)]
+
+    def cls_attention(self, images):
+        """How much each head of the last block's [CLS] token attends to the patches (DINO, BAM) -> (B, heads, h, w)."""
+        *before, last = self.blocks
+        x = self.embed(images)
+        for block in before:
+            x = block(x)
+        weights = last.attn.of_first(last.norm1(x))[:, :, 1:]                # (B, heads, h*w)
+        return weights.unflatten(2, (images.shape[2] // self.patch_size, -1))
+
+    def embed(self, images):
+        """(B, 3, H, W) -> what enters the first block, (B, N, width)."""
         x = self.patch_embed(images)                         # (B, d, h, w)
         h, w = x.shape[-2:]
         x = x.flatten(2).transpose(1, 2)                     # (B, h*w, d)
@@ -293,7 +312,7 @@ class ViT(nn.Module):
             x = torch.cat([self.cls.expand(len(x), -1, -1).to(x.dtype), x], dim=1)  # (B, 1 + h*w, d)
         if self.pos is not None:
             x = x + pos
-        return [self.norm(x) for x in self.blocks(self.norm_pre(x), n=n)]
+        return self.norm_pre(x)
 
 
 def resize_positions(pos, has_cls, height, width):

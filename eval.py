@@ -8,6 +8,7 @@ A metric is a pure function of matrices; a task gathers the matrices; TASKS says
 import argparse
 import colorsys
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -82,19 +83,25 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=1
     return right / len(test)
 
 
-def linear_probe(train, train_labels, test, test_labels, weight_decays=(0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2), lr=0.1, epochs=10,
-                 least_steps=1000, batch=256):
-    """Linear classifier on frozen features: AdamW, 10 epochs, cosine schedule (SPARO, C.1), but at least `least_steps`: 10 epochs of
-    ImageNet are 50,000. Weight decay is chosen on the last fifth of a shuffled training set, then the whole of it is used.
-    Features (N, E), labels (N,) -> (accuracy, weight decay)."""
+PROBES = {  # optimizer, its peak learning rate, a setting and the values to choose from, epochs, batch
+    "adamw": (torch.optim.AdamW, dict(lr=0.1), "weight_decay", (0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2), 10, 256),      # SPARO, C.1
+    "sgd": (functools.partial(torch.optim.SGD, momentum=0.9), {}, "lr", (0.002, 0.01, 0.05, 0.25), 100, 1024),   # BAM, Table 9b: .002
+}
+
+
+def linear_probe(train, train_labels, test, test_labels, probe="adamw", least_steps=1000):
+    """Linear classifier on frozen features, cosine schedule, for the epochs of PROBES, but at least `least_steps`: 10 epochs of
+    ImageNet are 50,000. Weight decay or learning rate is chosen on the last fifth of a shuffled training set, then the whole of it
+    is used. Features (N, E), labels (N,) -> (accuracy, {setting: value})."""
+    make, fixed, setting, values, epochs, batch = PROBES[probe]
     classes = int(torch.maximum(train_labels.max(), test_labels.max())) + 1
 
-    def fit(x, y, weight_decay):
+    def fit(x, y, value):
         generator = torch.Generator().manual_seed(0)
         layer = torch.nn.Linear(x.shape[1], classes)
         torch.nn.init.zeros_(layer.weight)
         torch.nn.init.zeros_(layer.bias)
-        optimizer = torch.optim.AdamW(layer.parameters(), lr=lr, weight_decay=weight_decay)
+        optimizer = make(layer.parameters(), **fixed, **{setting: value})
         rounds = max(epochs, math.ceil(least_steps / math.ceil(len(x) / batch)))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, rounds * math.ceil(len(x) / batch))
         for _ in range(rounds):
@@ -111,8 +118,52 @@ def linear_probe(train, train_labels, test, test_labels, weight_decays=(0, 1e-6,
 
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(1))
     fitted, held = order[: len(order) * 4 // 5], order[len(order) * 4 // 5 :]
-    best = max(weight_decays, key=lambda w: accuracy(fit(train[fitted], train_labels[fitted], w), train[held], train_labels[held]))
-    return accuracy(fit(train, train_labels, best), test, test_labels), best
+    best = max(values, key=lambda x: accuracy(fit(train[fitted], train_labels[fitted], x), train[held], train_labels[held]))
+    return accuracy(fit(train, train_labels, best), test, test_labels), {setting: best}
+
+
+def k_means(x, k, generator, rounds=100, starts=3):
+    """Clusters of x (n, E): the best of `starts` k-means, each begun by k-means++ (Arthur and Vassilvitskii 2007) -> ids (n,)."""
+    best = (math.inf, None)
+    for _ in range(starts):
+        centres = x[torch.randint(len(x), (1,), generator=generator)]
+        while len(centres) < k:  # the next one with a probability that grows with the squared distance to those there are
+            distance = torch.cdist(x, centres).square().amin(1) + 1e-12
+            centres = torch.cat([centres, x[torch.multinomial(distance, 1, generator=generator)]])
+        old = None
+        for _ in range(rounds):
+            distance, ids = torch.cdist(x, centres).min(1)
+            if old is not None and torch.equal(ids, old):
+                break
+            old, one_hot = ids, F.one_hot(ids, k).T.to(x.dtype)                  # (k, n)
+            counts = one_hot.sum(1, keepdim=True)
+            centres = torch.where(counts > 0, one_hot @ x / counts.clamp(min=1), centres)
+        best = min(best, (distance.square().sum().item(), ids), key=lambda pair: pair[0])
+    return best[1]
+
+
+def contingency(a, b):
+    """Labels a, b (n,) -> how many have each pair of them, (classes of a, classes of b), float64."""
+    a, b = (x.unique(return_inverse=True)[1] for x in (a, b))
+    return torch.bincount(a * (b.max() + 1) + b, minlength=int((a.max() + 1) * (b.max() + 1))).view(-1, int(b.max()) + 1).double()
+
+
+def nmi(a, b):
+    """Normalised mutual information of two clusterings (n,): 2 I / (H(a) + H(b)), 1 where both are the same."""
+    p = contingency(a, b) / len(a)
+    entropy_a, entropy_b, entropy = (-torch.xlogy(x, x).sum() for x in (p.sum(1), p.sum(0), p))
+    return (2 * (entropy_a + entropy_b - entropy) / (entropy_a + entropy_b)).item() if entropy_a + entropy_b > 0 else 1.0
+
+
+def ari(a, b):
+    """Adjusted Rand index of two clusterings (n,) (Hubert and Arabie 1985): 1 for the same, 0 on average for random ones."""
+    def pairs(x):
+        return (x * (x - 1) / 2).sum()
+
+    table = contingency(a, b)
+    same, in_a, in_b, total = pairs(table), pairs(table.sum(1)), pairs(table.sum(0)), pairs(table.sum())
+    expected, most = in_a * in_b / total, (in_a + in_b) / 2
+    return ((same - expected) / (most - expected)).item() if most != expected else 1.0
 
 
 def winoground_scores(s):
@@ -532,7 +583,30 @@ def linear(embed, source, options):
     views = {"": lambda y: y, "/shape": lambda y: y % 8} if is_world(source) else {"": lambda y: y}
     result = {}
     for name, view in views.items():
-        result[f"linear{name}"], result[f"linear{name}/weight_decay"] = linear_probe(train, view(train_labels), test, view(labels))
+        result[f"linear{name}"], chosen = linear_probe(train, view(train_labels), test, view(labels), options.probe)
+        result |= {f"linear{name}/{setting}": value for setting, value in chosen.items()}
+    return result
+
+
+CLUSTERINGS = (10, 20, 40, 80, 160)  # classes of a clustering task (BAM, App. I)
+
+
+def clusters(embed, source, options, repeats=10):
+    """NMI and ARI of k-means on the image encodings of t random classes, mean over ten choices of them, for each t in CLUSTERINGS
+    below the number of classes, and for all of them (BAM, App. I)."""
+    x, labels = labelled(embed, source, options.split, 4 * WORLD_N if is_world(source) else options.limit, "encode_image")
+    result, generator = {}, torch.Generator().manual_seed(0)
+    views = {"": labels, "/shape": labels % 8} if is_world(source) else {"": labels}
+    for name, truth in views.items():
+        classes = truth.unique()
+        for t in [*(t for t in CLUSTERINGS if t < len(classes)), len(classes)]:
+            scores = []
+            for _ in range(repeats if t < len(classes) else 1):
+                rows = torch.isin(truth, classes[torch.randperm(len(classes), generator=generator)[:t]])
+                found = k_means(x[rows], t, generator)
+                scores.append((nmi(truth[rows], found), ari(truth[rows], found)))
+            for metric, values in zip(("nmi", "ari"), zip(*scores)):
+                result[f"clusters{name}/{t}/{metric}"] = sum(values) / len(values)
     return result
 
 
@@ -720,7 +794,7 @@ def has_classes(source):
     return is_world(source) or is_table(source) and source.classes is not None
 
 
-IMAGE_TASKS = {"knn", "linear"}  # need no text tower
+IMAGE_TASKS = {"knn", "linear", "clusters"}  # need no text tower
 TASKS = {  # name: (function, which data it can use)
     "zeroshot": (zeroshot, has_classes),
     "retrieval": (retrieval, lambda s: is_world(s) or is_table(s) and s.classes is None),
@@ -733,10 +807,11 @@ TASKS = {  # name: (function, which data it can use)
     "pointing": (pointing, is_world),
     "knn": (knn, has_classes),
     "linear": (linear, has_classes),
+    "clusters": (clusters, has_classes),
     "slots": (slots, lambda s: not isinstance(s, (SegmentationFolder, common.TarShards))),
     "masks": (masks, lambda s: is_world(s) or is_table(s)),
 }
-ON_REQUEST = {"knn", "linear", "slots", "masks", "words", "textfree", "sparsity", "pointing"}  # run only where --task names them
+ON_REQUEST = {"knn", "linear", "clusters", "slots", "masks", "words", "textfree", "sparsity", "pointing"}  # run only where --task names them
 
 
 # Pictures ------------------------------------------------------------------------------------------------------------
@@ -1047,7 +1122,23 @@ def search(embed, source, options, run):
         print(f"picture: {Path(run, 'search.png')}")
 
 
-PICTURES = {"words.png": draw_words, "queries.png": draw_queries, "alignment.png": draw_alignment,
+@torch.no_grad()
+def draw_heads(embed, source, options, path):
+    """What [CLS] attends to in the last block: the mean over heads, then each head (BAM, Fig. 5)."""
+    encoder = embed.model.image_encoder
+    if embed.tokenizer or not isinstance(encoder, common.ViT) or encoder.cls is None:
+        return False
+    images, _ = picture_samples(source, options, 8)
+    weights, side, rows = encoder.cls_attention(images.to(embed.device)).cpu(), 112, []
+    for image, heads in zip(images, weights):                                    # heads (h, grid, grid)
+        picture = to_picture(image, side)
+        maps = [("mean of heads", heads.mean(0)), *((f"head {i}", head) for i, head in enumerate(heads, 1))]
+        rows.append([(picture, "image"), *((faded(picture, each.flatten()), name) for name, each in maps)])
+    sheet(rows, path, side, "Attention of [CLS] to the patches in the last block: what is not faded to white counts most")
+    return True
+
+
+PICTURES = {"heads.png": draw_heads, "words.png": draw_words, "queries.png": draw_queries, "alignment.png": draw_alignment,
             "segmentation.png": draw_segmentation, "slots.png": draw_slots}
 
 
@@ -1121,7 +1212,8 @@ def usable_tasks(source, has_text, data):
 def evaluate(embed, source, options):
     """Run the tasks of `options.tasks`, or those that the data can serve, without ON_REQUEST -> {metric: float}."""
     usable, result = usable_tasks(source, embed.tokenizer, options.data), {}
-    for name in options.tasks or [name for name in usable if name not in ON_REQUEST or not embed.tokenizer]:
+    by_default = [name for name in usable if name not in ON_REQUEST] if embed.tokenizer else ["knn", "linear"]
+    for name in options.tasks or by_default:
         if name not in usable:
             why = "this data" if embed.tokenizer or name in IMAGE_TASKS else "a model without a text tower"
             raise UserError(f"Task {name} cannot use {why}; what can be done is {', '.join(usable)}.")
@@ -1252,6 +1344,7 @@ def main(argv=None):
     parser.add_argument("--select", help="what `slots` ranks the slots on, class folders, and `masks` trains masks on, SugarCrepe's "
                                          "files with images in --select-root (default: the world)")
     parser.add_argument("--select-root", help="directory that the file names of SugarCrepe as --select are relative to")
+    parser.add_argument("--probe", choices=PROBES, default="adamw", help="how `linear` trains: SPARO's AdamW (default) or BAM's SGD")
     parser.add_argument("--limit", type=int, help="use LIMIT images: random ones for zero-shot, else the first")
     options = parser.parse_args(argv)
     options.tasks = options.task.split(",") if options.task else None

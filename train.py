@@ -598,7 +598,7 @@ def finish(config, source, raw, tokenizer, device, out, skipped):
     data = config["eval_data"] or config["data"]
     options = types.SimpleNamespace(tasks=None, data=data, split=evaluation.default_split(data), image_root=config["image_root"],
                                     image_size=raw.image_encoder.image_size, limit=1000, templates=None, nouns_adjectives=None,
-                                    train_data=config["data"], train_limit=20_000, select=None, select_root=None)
+                                    train_data=config["data"], train_limit=20_000, select=None, select_root=None, probe="adamw")
     if not config["eval_data"] and not isinstance(source, common.World):
         options.split = "train"
     if isinstance(source, common.TarShards):

@@ -308,6 +308,23 @@ def test_resnet_refuses_other_sizes_and_other_files():
         common.load_encoder_weights(small_resnet(), tiny_vit().state_dict())
 
 
+def test_cls_attention_is_the_softmax_of_the_last_block():
+    encoder = common.ViT(image_size=16, patch_size=4, width=12, depth=2, heads=3, cls=True, pre_norm=True).double()
+    images = torch.randn(2, 3, 16, 8, dtype=torch.double)
+    found = encoder.cls_attention(images)
+    assert found.shape == (2, 3, 4, 2)
+    inputs = []
+    encoder.blocks[1].attn.register_forward_pre_hook(lambda module, arguments: inputs.append(arguments[0]))
+    encoder(images)
+    qkv = encoder.blocks[1].attn.qkv(inputs[0])                              # (B, 9, 36)
+    for b in range(2):
+        for head in range(3):
+            q, keys = qkv[b, 0, 4 * head : 4 * head + 4], qkv[b, :, 12 + 4 * head : 16 + 4 * head]
+            scores = [math.exp((q @ key).item() / 2) for key in keys]
+            expected = torch.tensor([score / sum(scores) for score in scores[1:]], dtype=torch.double).view(4, 2)
+            torch.testing.assert_close(found[b, head], expected)
+
+
 def test_layers_are_the_normalised_outputs_of_the_last_blocks():
     encoder, images, kept = tiny_vit().eval(), torch.randn(2, 3, SIZE, SIZE), []
     for block in encoder.blocks:

@@ -1,5 +1,6 @@
 """Metrics on hand-made matrices, tasks on small made-up data."""
 
+import itertools
 import json
 import math
 import types
@@ -12,6 +13,7 @@ from PIL import Image
 import common
 import eval as evaluation
 import sparo
+import train
 
 
 def test_recall_counts_any_positive_and_loses_ties():
@@ -54,15 +56,61 @@ def test_knn_is_the_literal_vote():
     assert evaluation.knn_accuracy(train, labels, train, labels, k=1) == 1
 
 
-def test_linear_probe_finds_a_linear_rule_and_needs_its_decay():
+def test_linear_probes_find_a_linear_rule_and_need_their_settings(monkeypatch):
     x, w = F.normalize(torch.randn(600, 8), dim=-1), torch.randn(8, 3)
     y = (x @ w).argmax(1)
     data = x[:400], y[:400], x[400:], y[400:]
-    accuracy, decay = evaluation.linear_probe(*data, batch=32)
-    assert accuracy > 0.93 and decay < 0.1
-    none_left, _ = evaluation.linear_probe(*data, batch=32, weight_decays=(10.0,))  # lr * decay = 1
-    assert none_left < accuracy - 0.05
-    assert evaluation.linear_probe(x[:400], torch.randint(3, (400,)), x[400:], y[400:], batch=32)[0] < 0.6
+    for probe, setting in (("adamw", "weight_decay"), ("sgd", "lr")):
+        accuracy, chosen = evaluation.linear_probe(*data, probe)
+        assert accuracy > 0.93 and chosen.keys() == {setting}
+        assert evaluation.linear_probe(x[:400], torch.randint(3, (400,)), x[400:], y[400:], probe)[0] < 0.6
+    monkeypatch.setitem(evaluation.PROBES, "adamw", (torch.optim.AdamW, dict(lr=0.1), "weight_decay", (10.0,), 10, 32))  # lr * decay = 1
+    assert evaluation.linear_probe(*data)[0] < accuracy - 0.05
+
+
+def entropy_of(labels):
+    return -sum(labels.count(x) / len(labels) * math.log(labels.count(x) / len(labels)) for x in set(labels))
+
+
+def test_nmi_and_ari_are_the_literal_ones():
+    torch.manual_seed(0)
+    a, b = torch.randint(3, (40,)), torch.randint(2, (40,))
+    b[:25] = a[:25] % 2
+    x, y, n = a.tolist(), b.tolist(), 40
+    information = entropy_of(x) + entropy_of(y) - entropy_of(list(zip(x, y)))
+    assert evaluation.nmi(a, b) == pytest.approx(2 * information / (entropy_of(x) + entropy_of(y)))
+    pairs = list(itertools.combinations(range(n), 2))
+    in_a, in_b = ({p for p in pairs if z[p[0]] == z[p[1]]} for z in (x, y))
+    expected = len(in_a) * len(in_b) / len(pairs)
+    assert evaluation.ari(a, b) == pytest.approx((len(in_a & in_b) - expected) / ((len(in_a) + len(in_b)) / 2 - expected))
+    relabelled = torch.tensor([2, 0, 1])[a] * 7
+    assert evaluation.nmi(a, relabelled) == pytest.approx(1) == evaluation.ari(a, relabelled)
+    chance = [evaluation.ari(a, torch.randint(3, (40,))) for _ in range(200)]
+    assert abs(sum(chance) / 200) < 0.02
+
+
+def test_k_means_finds_separate_clusters_and_its_best_start():
+    torch.manual_seed(0)
+    truth = torch.arange(6).repeat_interleave(20)
+    x = 10 * torch.randn(6, 5)[truth] + torch.randn(120, 5)
+    found = evaluation.k_means(x, 6, torch.Generator().manual_seed(0))
+    assert evaluation.ari(truth, found) == pytest.approx(1)
+    same = evaluation.k_means(torch.zeros(5, 2), 2, torch.Generator().manual_seed(0))
+    assert len(same) == 5
+
+
+def test_clusters_of_a_run(tmp_path):
+    train.main(["--method", "bam", "--data", "shapes:size=16", "--batch", "8", "--steps", "1", "--image-encoder", "tiny:width=16,heads=2,cls=1",
+                "--readout", "cls", "--projector-width", "8", "--projector-dim", "4", "--out", str(tmp_path)])
+    assert (tmp_path / "heads.png").exists()
+    evaluation.main([str(tmp_path), "--task", "clusters,linear", "--probe", "sgd"])
+    result = json.loads((tmp_path / "eval.json").read_text())
+    assert {"clusters/10/nmi", "clusters/40/ari", "clusters/shape/8/nmi", "linear/lr"} <= result.keys()
+    assert all(-0.1 < result[key] <= 1 for key in result if key.startswith("clusters"))
+    with pytest.raises(common.UserError, match="No task can evaluate on .*captions.csv: give class folders or shapes"):
+        make_folders(tmp_path)
+        (tmp_path / "captions.csv").write_text("image,caption\nred/0.png,so red\n")
+        evaluation.main([str(tmp_path), "--task", "clusters", "--data", str(tmp_path / "captions.csv")])
 
 
 def test_winoground_scores():
@@ -156,7 +204,7 @@ def make_folders(root):
 
 def options(**settings):
     defaults = {"templates": None, "limit": None, "image_root": None, "split": "test", "nouns_adjectives": None, "data": "DATA",
-                "train_data": None, "train_limit": None, "select": None, "select_root": None}
+                "train_data": None, "train_limit": None, "select": None, "select_root": None, "probe": "adamw"}
     return types.SimpleNamespace(**defaults | settings)
 
 
