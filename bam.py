@@ -66,22 +66,29 @@ class Config:
     local_size: int = 96                                     # pixels of a small view
     crop_least: float = 0.05                                 # least share of the image that a small view shows (authors' code)
     crop_border: float = 0.25                                # share of the image that parts small from large views (authors' code)
+    contrastive_crop: bool = True                            # crops around what [CLS] attends to (App. G)
+    crop_start: int = 12_512                                 # steps of random crops before; App. G: 40 epochs
+    crop_every: int = 6_256                                  # steps between looks at all images; App. G: 20 epochs
+    crop_threshold: float = 0.1                              # of the attention, from 0 to 1, that a box holds (arXiv 2202.03278)
+    crop_alpha: float = 0.6                                  # centres of crops are drawn in the box by Beta(alpha, alpha)
 
 
 VIT = dict(batch=4096, steps=93_840, lr=3e-3, warmup=12_512, weight_decay=0.04, weight_decay_end=0.4, clip_grad=0.3, beta2=0.999,
            adam_eps=1e-8)
 PRESETS = {  # settings of this file and of train.py by name; --flags go before them
     "tiny": dict(image_encoder="tiny", readout="gap", data="shapes:background=0", batch=128, steps=600, lr=2e-3, weight_decay=0.1,
-                 warmup=50, teacher=False, projector_width=256, projector_dim=128, local_crops=0, local_size=24, crop_least=0.1),
+                 warmup=50, teacher=False, projector_width=256, projector_dim=128, local_crops=0, local_size=24, crop_least=0.1,
+                 contrastive_crop=False, crop_start=300, crop_every=150),
     # Sec. 4.1, App. C, Table 9a: 300 epochs of ImageNet's 1,281,167 images, 40 of them warm-up (ResNet: 10)
     "vit-s16": dict(image_encoder="ViT-S/16:cls=1,positions=sincos", **VIT),
     "vit-b16": dict(image_encoder="ViT-B/16:cls=1,positions=sincos", **VIT),
-    "r50": dict(image_encoder="ResNet-50", readout="gap", activation="relu", batch_norm=True, optimizer="lars", batch=4096, steps=93_840,
-                lr=0.3, warmup=3_128, weight_decay=1e-6, clip_grad=0.0),
+    "r50": dict(image_encoder="ResNet-50", readout="gap", activation="relu", batch_norm=True, contrastive_crop=False, optimizer="lars",
+                batch=4096, steps=93_840, lr=0.3, warmup=3_128, weight_decay=1e-6, clip_grad=0.0),
 }
 BOUNDS = {"tau": (1e-3, 10), "tau_b": (1e-3, 10), "sinkhorn_iters": (1, 1000), "top_k": (0, math.inf), "ema": (0, 1),
-          "local_crops": (0, 100), "crop_least": (0.01, 1), "crop_border": (0.01, 1),
-          **{name: (1, math.inf) for name in ("projector_width", "projector_dim", "local_size")}}
+          "local_crops": (0, 100), "crop_least": (0.01, 1), "crop_border": (0.01, 1), "crop_start": (0, math.inf),
+          "crop_threshold": (0, 1), "crop_alpha": (1e-3, 100),
+          **{name: (1, math.inf) for name in ("projector_width", "projector_dim", "local_size", "crop_every")}}
 ELEMENTS = 2**22  # of S that the loss works on at a time
 SETTLED = 100     # steps before a collapse is said: without BatchNorm all latents are alike at the start
 
@@ -268,6 +275,29 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
     return (loss, *found) if entropies else loss
 
 
+# ContrastiveCrop (App. G) --------------------------------------------------------------------------------------------
+
+
+def heat_boxes(heat, threshold):
+    """heat (B, h, w), what the heads of [CLS] attend to, summed -> (B, 4), the box around all that is above `threshold` after each
+    map is scaled to [0, 1]: left, top, right, bottom as shares of the sides."""
+    low, high = heat.amin((1, 2), keepdim=True), heat.amax((1, 2), keepdim=True)
+    seen = (heat - low) / (high - low).clamp(min=1e-12) >= threshold                 # (B, h, w)
+    sides = []
+    for inside in (seen.any(1), seen.any(2)):                                        # columns (B, w), rows (B, h)
+        n = inside.shape[1]
+        first = inside.int().argmax(1)
+        last = n - inside.flip(1).int().argmax(1)
+        sides.append((first / n, last / n))
+    (left, right), (top, bottom) = sides
+    return torch.stack([left, top, right, bottom], dim=1)
+
+
+def refreshes(config):
+    """The steps before which the boxes of all images are made anew; `config`: the run's settings."""
+    return range(config["crop_start"], config["steps"], config["crop_every"]) if config["contrastive_crop"] else ()
+
+
 # Optimizer -----------------------------------------------------------------------------------------------------------
 
 
@@ -334,8 +364,8 @@ def uses_text(config):
 
 
 def needs_cls(config):
-    """Whether h is the image's [CLS] token; `config`: the run's settings."""
-    return config["readout"] == "cls"
+    """Whether h is the image's [CLS] token, or crops follow its attention; `config`: the run's settings."""
+    return config["readout"] == "cls" or config["contrastive_crop"]
 
 
 def views(config, image_size):
@@ -344,8 +374,9 @@ def views(config, image_size):
     if least > border:
         raise ValueError(f"--crop-least {least} must not be above --crop-border {border}.")
     large = dict(size=image_size, scale=(border, 1.0))
-    return [large | dict(blur=1.0), large | dict(blur=0.1, solarize=0.2),
-            *[dict(size=config["local_size"], scale=(least, border), blur=0.5)] * config["local_crops"]]
+    kinds = [large | dict(blur=1.0), large | dict(blur=0.1, solarize=0.2),
+             *[dict(size=config["local_size"], scale=(least, border), blur=0.5)] * config["local_crops"]]
+    return [kind | dict(alpha=config["crop_alpha"]) for kind in kinds]
 
 
 class Model(nn.Module):
@@ -423,6 +454,10 @@ class Model(nn.Module):
         if cfg.target == "onehot":
             return math.log(columns - 1)
         return math.log(columns - (cfg.mask == "exclude") * columns / batch_size)
+
+    def boxes(self, images):
+        """(B, 3, H, W) -> (B, 4), where crops of these images are to lie."""
+        return heat_boxes(self.image_encoder.cls_attention(images).float().sum(1), self.config.crop_threshold)
 
     def encode_image(self, images):
         """(B, 3, H, W) -> h (B, d), normalised."""

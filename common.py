@@ -7,6 +7,7 @@ import contextlib
 import csv
 import dataclasses
 import functools
+import hashlib
 import heapq
 import inspect
 import io
@@ -961,6 +962,7 @@ class View:
 
     size: int                # pixels of its side
     scale: tuple             # least and largest share of the image's area that it shows
+    alpha: float = 1.0       # of an image with a box: the crop's centre is drawn in the box by Beta(alpha, alpha)
     blur: float = 0.0        # probability
     solarize: float = 0.0    # probability
 
@@ -976,12 +978,17 @@ class Views:
         self.views, self.image_size = views, image_size
         self.least = max(math.ceil(view.size / view.scale[0] ** 0.5) for view in views)  # pixels that fill the least crop
 
-    def __call__(self, image):
-        """PIL image or (3, H, W) in [0, 1] -> a random crop (3, size, size) for each view."""
+    def __call__(self, image, box=None):
+        """PIL image or (3, H, W) in [0, 1] -> a random crop (3, size, size) for each view. box: the part of the image in which the
+        crops' centres lie, (left, top, right, bottom) as shares of its sides (ContrastiveCrop, arXiv 2202.03278); None: anywhere."""
         crops = []
         for view in self.views:
-            box = v2.RandomResizedCrop.get_params(image, view.scale, (3 / 4, 4 / 3))
-            crop = v2.functional.resized_crop(image, *box, [view.size] * 2, v2.InterpolationMode.BICUBIC, True)
+            top, left, height, width = v2.RandomResizedCrop.get_params(image, view.scale, (3 / 4, 4 / 3))
+            if box is not None:
+                sides = v2.functional.get_size(image)
+                left, top = (round(min(max(centre * side - length / 2, 0), side - length)) for centre, side, length in zip(
+                    centre_in(box, view.alpha), reversed(sides), (width, height)))
+            crop = v2.functional.resized_crop(image, top, left, height, width, [view.size] * 2, v2.InterpolationMode.BICUBIC, True)
             crops.append(crop if torch.is_tensor(crop) else v2.functional.to_dtype(v2.functional.to_image(crop), scale=True))
         return crops
 
@@ -1002,6 +1009,35 @@ class Views:
         x[rows] = blur(x[rows], sigma)
         x = torch.where((x >= 0.5) & some(view.solarize), 1 - x, x)
         return normalize(x)
+
+
+def centre_in(box, alpha):
+    """A random place (x, y) in a box; alpha below 1 puts it rather near the edges, so that crops of an image differ more."""
+    x, y = torch.distributions.Beta(alpha, alpha).sample((2,)).tolist()
+    left, top, right, bottom = box
+    return left + x * (right - left), top + y * (bottom - top)
+
+
+class Boxes:
+    """The boxes of images by name. keys (n,) int64, hashes of the names; boxes (n, 4): left, top, right, bottom as shares."""
+
+    def __init__(self, keys, boxes):
+        keys, order = keys.sort()
+        self.keys, self.boxes = keys.numpy(), boxes[order].numpy()
+
+    @staticmethod
+    def key(name):
+        return int.from_bytes(hashlib.blake2b(str(name).encode(), digest_size=8).digest(), "little", signed=True)
+
+    def get(self, name):
+        """The box of an image, or None."""
+        key = self.key(name)
+        i = np.searchsorted(self.keys, key)
+        return self.boxes[i].tolist() if i < len(self.keys) and self.keys[i] == key else None
+
+    def state(self):
+        """What makes it again: keys and boxes."""
+        return torch.from_numpy(self.keys), torch.from_numpy(self.boxes)
 
 
 def luma(x):
@@ -1110,6 +1146,10 @@ class CaptionTable:
                 turn = (epoch + int(i)) % int(self.first[i + 1] - self.first[i])
                 yield self.paths[i], self.captions[self.first[i] + turn]
 
+    def files(self, part, parts):
+        """(path, name) of each image of one of `parts` parts, once."""
+        return ((path, path) for path in (self.paths[i] for i in range(part, len(self), parts)))
+
     def sample_captions(self, limit):
         return [self.captions[i] for i in range(min(limit, len(self.captions)))]
 
@@ -1160,6 +1200,11 @@ class TarShards:
                 for size, sample in enumerate(read_tar(self.paths[shard], self.captions), size + 1):
                     yield sample
             self.patience = min(100_000, 100 + 50 * size)
+
+    def files(self, part, parts):
+        """(bytes, name) of each image of one of `parts` parts, once."""
+        samples = itertools.chain.from_iterable(read_tar(path, self.captions) for path in self.paths[part::parts])
+        return ((sample[0], sample[2]) for sample in samples if not isinstance(sample, Skipped))
 
     def labelled(self):
         """(image bytes, label) of every sample with a label: a whole number in `key.cls`, or as "label" in `key.json`. What is left
@@ -1401,14 +1446,15 @@ class Stream(IterableDataset):
     """Endless batches of one rank from a CaptionTable or TarShards, reproducible from (seed, rank, worker, position).
 
     transform: a function of an image; with Views the batch has "views" instead of images. tokenizer: None for images alone.
+    boxes: None or Boxes, whose images are transformed with their box.
     A batch: images (B, 3, S, S), tokens and mask (B, L), `skipped`: {worker: {reason: [count, last example]}}, and
     `position`: {worker: (batches, samples, skipped so far)}. Give the positions of all workers (the latest of each) back to
     continue with the next batch.
     """
 
     def __init__(self, source, tokenizer, transform, image_size, context, batch_size, seed, rank=0, world_size=1,
-                 positions=None):
-        self.source, self.tokenizer, self.transform = source, tokenizer, transform
+                 positions=None, boxes=None):
+        self.source, self.tokenizer, self.transform, self.boxes = source, tokenizer, transform, boxes
         self.collate = getattr(transform, "collate", one_view)
         self.least = getattr(transform, "least", math.ceil(1.5 * image_size))
         self.context, self.batch_size = context, batch_size
@@ -1447,8 +1493,33 @@ class Stream(IterableDataset):
             image = open_image(file, self.least)
         except IMAGE_ERRORS as error:
             return Skipped("unreadable image", f"{where or file} ({re.sub(' <.*>', '', str(error))})")
+        box = self.boxes.get(where or file) if self.boxes else None
         with fixed_seed(*seed):
-            return self.transform(image), caption
+            return self.transform(image) if box is None else self.transform(image, box), caption
+
+
+class EachImage(IterableDataset):
+    """The images of one of `parts` parts of a CaptionTable or TarShards, each once: batches of names and images (B, 3, S, S), whole
+    and squeezed to a square, so that shares of its sides are shares of the image's. What cannot be read is left out."""
+
+    def __init__(self, source, image_size, batch_size, part=0, parts=1):
+        self.source, self.image_size, self.batch_size, self.part, self.parts = source, image_size, batch_size, part, parts
+
+    def __iter__(self):
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        files = iter(self.source.files(self.part * workers + worker, self.parts * workers))
+        while group := list(itertools.islice(files, self.batch_size)):
+            names, images = [], []
+            for file, name in group:
+                try:
+                    image = open_image(file, self.image_size).resize((self.image_size,) * 2, Image.Resampling.BICUBIC)
+                except IMAGE_ERRORS:
+                    continue
+                names.append(name)
+                images.append(v2.functional.to_dtype(v2.functional.to_image(image), scale=True))
+            if names:
+                yield names, normalize(torch.stack(images))
 
 
 class WorldStream(IterableDataset):

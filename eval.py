@@ -1177,7 +1177,7 @@ def build_encoders(config, tokenizer):
         raise UserError(f"{config['method']} takes all image tokens for patches: leave out cls=1 of --image-encoder.")
     if hook(config, "needs_cls", False) and image_encoder.cls is None:
         how = "choose a ViT" if kind is common.ResNet else "add cls=1 to --image-encoder"
-        raise UserError(f"This read-out of {config['method']} takes the [CLS] token: {how}.")
+        raise UserError(f"These settings of {config['method']} take the [CLS] token: {how}.")
     if not uses_text(config):
         return image_encoder, None
     text = common.encoder_settings(common.TextTransformer, config["text_encoder"], common.TEXT_PRESETS)

@@ -77,6 +77,7 @@ class Config:
     seed: int = 0
     log_every: int = 10                  # steps
     save_every: int = 1000               # steps
+    knn_every: int = 0                   # steps between k-NN accuracies in the log, on --eval-data or the world; 0: none
     resume: bool = False                 # continue the run in --out with its settings; given flags go before them
     compile: bool = False                # torch.compile
     grad_checkpoint: bool = False        # recompute the encoders' blocks in the backward pass: less memory, a third more time
@@ -87,7 +88,7 @@ class Config:
 
 
 BOUNDS = {"steps": (1, math.inf), "batch": (1, math.inf), "workers": (0, 1024), "seed": (0, 2**31), "log_every": (1, math.inf),
-          "save_every": (1, math.inf), "bench": (0, math.inf), "cost_ranks": (1, math.inf), "crop_scale": (0.01, 1),
+          "save_every": (1, math.inf), "knn_every": (0, math.inf), "bench": (0, math.inf), "cost_ranks": (1, math.inf), "crop_scale": (0.01, 1),
           "warmup": (0, math.inf), "lr": (0, math.inf), "weight_decay": (0, math.inf), "weight_decay_end": (0, math.inf),
           "clip_grad": (0, math.inf), "beta2": (0, 0.999999), "adam_eps": (0, 1)}
 
@@ -205,7 +206,7 @@ def build_tokenizer(config, source, out):
     return common.WordPiece(common.train_wordpiece(source.sample_captions(100_000), config["vocab_size"]))
 
 
-def build_loader(config, source, model, tokenizer, batch, rank, world_size, positions):
+def build_loader(config, source, model, tokenizer, batch, rank, world_size, positions, boxes=None):
     context, size = model.text_encoder.context if tokenizer else None, model.image_encoder.image_size
     place = dict(batch_size=batch, seed=config["seed"], rank=rank, world_size=world_size, positions=positions)
     kinds = evaluation.hook(config, "views", None, size)
@@ -219,9 +220,25 @@ def build_loader(config, source, model, tokenizer, batch, rank, world_size, posi
         stream = common.WorldStream(source, tokenizer, context, transform=views, **place)
     else:
         transform = views or common.train_transform(size, config["crop_scale"])
-        stream = common.Stream(source, tokenizer, transform, size, context, **place)
+        stream = common.Stream(source, tokenizer, transform, size, context, boxes=boxes, **place)
     return DataLoader(stream, batch_size=None, num_workers=config["workers"], pin_memory=torch.cuda.is_available(),
-                      prefetch_factor=2 if config["workers"] else None, worker_init_fn=ignore_signals)
+                      prefetch_factor=2 if config["workers"] else None, worker_init_fn=ignore_signals,
+                      generator=torch.Generator())  # else each loader draws from the random numbers of the training
+
+
+@torch.no_grad()
+def find_boxes(config, source, raw, device, rank, world_size):
+    """Look at every image of the data, a part on each rank -> the common.Boxes in which crops are to lie from now on."""
+    raw.eval()
+    images = common.EachImage(source, raw.image_encoder.image_size, 256, rank, world_size)
+    keys, boxes = [], []
+    for names, x in DataLoader(images, batch_size=None, num_workers=config["workers"], worker_init_fn=ignore_signals,
+                               generator=torch.Generator()):
+        keys += map(common.Boxes.key, names)
+        boxes += raw.boxes(x.to(device)).tolist()
+    raw.train()
+    parts = common.gather_objects((torch.tensor(keys, dtype=torch.long), torch.tensor(boxes).view(-1, 4)))
+    return common.Boxes(*map(torch.cat, zip(*parts)))
 
 
 def ignore_signals(worker):
@@ -484,7 +501,13 @@ def train(config):
     torch.manual_seed(config["seed"] + rank)
     stages = evaluation.hook(config, "stages", [dict(steps=config["steps"], lr=config["lr"])])
     ends = list(itertools.accumulate(stage["steps"] for stage in stages))
-    step, positions, skipped = 0, {}, {}
+    step, positions, skipped, boxes = 0, {}, {}, None
+    refreshes = evaluation.hook(config, "refreshes", ())
+    if refreshes and isinstance(source, common.World):
+        raise UserError("The world draws each image once, and boxes of --contrastive-crop are of images that come again: give "
+                        "--no-contrastive-crop or other data.")
+    if config["knn_every"] and not evaluation.has_classes(eval_source):
+        raise UserError(f"--knn-every needs class folders as --eval-data, or shapes, not {config['eval_data'] or config['data']}.")
     if config["resume"]:
         state = load_state(out, config, raw, device)
         step, positions, skipped = place_of(state, config, rank, world_size)
@@ -498,10 +521,16 @@ def train(config):
             except ValueError:
                 raise UserError(f"{out}/last.pt is of another stage or optimizer than step {step} of these settings: leave out the flags "
                                 f"that change --steps, --optimizer or the stages.") from None
+        if state.get("boxes"):
+            boxes = common.Boxes(*(x.cpu() for x in state["boxes"]))
         if state["scaler"]:
             scaler.load_state_dict(state["scaler"])
         del state  # else it stays in memory
-    loader = build_loader(config, source, raw, tokenizer, config["batch"] // world_size, rank, world_size, positions)
+
+    def open_loader():
+        return build_loader(config, source, raw, tokenizer, config["batch"] // world_size, rank, world_size, dict(positions), boxes)
+
+    loader = open_loader()
     if config["bench"]:
         return bench(config, stage, raw, model, optimizer, scaler, loader, autocast, dtype, device, rank)
 
@@ -511,7 +540,8 @@ def train(config):
         if rank == 0:
             common.save_checkpoint(out / name, {
                 "method": config["method"], "step": step, "model": raw.state_dict(), "optimizer": optimizer.state_dict(),
-                "scaler": scaler.state_dict(), "workers": config["workers"], "ranks": ranks})
+                "scaler": scaler.state_dict(), "workers": config["workers"], "ranks": ranks,
+                "boxes": boxes.state() if boxes else None})
 
     if rank == 0:
         write_run(config, tokenizer, out)
@@ -526,6 +556,9 @@ def train(config):
             number, begun = bisect.bisect_right(ends, step), step
             stage = stages[number]
             model, optimizer = open_stage(config, stage, raw, device, world_size, fresh=True)
+        if step in refreshes:
+            boxes = find_boxes(config, source, raw, device, rank, world_size)
+            batches = iter(open_loader())
         before = time.perf_counter()
         batch = to_device(next(batches), device)
         waited += time.perf_counter() - before
@@ -546,6 +579,10 @@ def train(config):
                       "images_per_s": (step - since) * config["batch"] / (now - tick), "data_share": waited / (now - tick)}
             if any(skipped.values()):
                 record["skipped"] = total_skipped(skipped)
+            if config["knn_every"] and step % config["knn_every"] == 0:
+                options = evaluation_options(config, eval_source, raw)
+                record |= evaluation.knn(evaluation.embedder(raw, tokenizer, config, device), eval_source, options)
+                raw.train()
             warning = raw.warn(record) if hasattr(raw, "warn") else None
             if warning and warning not in warned:
                 bar.write(f"warning at step {step}: {warning}")
@@ -595,12 +632,7 @@ def finish(config, source, raw, tokenizer, device, out, skipped):
     for reasons in (reasons for workers in skipped for reasons in workers.values()):
         for reason, (count, example) in reasons.items():
             print(f"skipped {count} samples: {reason}, the last {example}")
-    data = config["eval_data"] or config["data"]
-    options = types.SimpleNamespace(tasks=None, data=data, split=evaluation.default_split(data), image_root=config["image_root"],
-                                    image_size=raw.image_encoder.image_size, limit=1000, templates=None, nouns_adjectives=None,
-                                    train_data=config["data"], train_limit=20_000, select=None, select_root=None, probe="adamw")
-    if not config["eval_data"] and not isinstance(source, common.World):
-        options.split = "train"
+    options, data = evaluation_options(config, source, raw), config["eval_data"] or config["data"]
     if isinstance(source, common.TarShards):
         return print("No evaluation: tar shards are for training only; give --eval-data, or run eval.py with other data.")
     if tokenizer is None and not isinstance(source, common.World):
@@ -609,6 +641,17 @@ def finish(config, source, raw, tokenizer, device, out, skipped):
         options.tasks = ["knn"]
     print(f"Evaluation on {options.data}, split {options.split}, in fp32:")
     evaluation.report(evaluation.embedder(raw, tokenizer, config, device), source, options, out)
+
+
+def evaluation_options(config, source, raw):
+    """What eval.py would be called with at the end of this run."""
+    data = config["eval_data"] or config["data"]
+    options = types.SimpleNamespace(tasks=None, data=data, split=evaluation.default_split(data), image_root=config["image_root"],
+                                    image_size=raw.image_encoder.image_size, limit=1000, templates=None, nouns_adjectives=None,
+                                    train_data=config["data"], train_limit=20_000, select=None, select_root=None, probe="adamw")
+    if not config["eval_data"] and not isinstance(source, common.World):
+        options.split = "train"
+    return options
 
 
 def load_state(out, config, raw, device):

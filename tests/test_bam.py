@@ -2,9 +2,11 @@
 
 import json
 import math
+import tarfile
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import bam
@@ -297,10 +299,11 @@ def test_a_collapse_is_said(similarity, rank, step, words):
 
 
 def test_views_are_byols_with_multi_crop():
-    config = {"crop_border": 0.25, "crop_least": 0.05, "local_size": 96, "local_crops": 6}
+    config = {"crop_border": 0.25, "crop_least": 0.05, "local_size": 96, "local_crops": 6, "crop_alpha": 0.6}
     first, second, *local = bam.views(config, 224)
-    assert first == dict(size=224, scale=(0.25, 1.0), blur=1.0) and second == dict(size=224, scale=(0.25, 1.0), blur=0.1, solarize=0.2)
-    assert local == 6 * [dict(size=96, scale=(0.05, 0.25), blur=0.5)]
+    large = dict(size=224, scale=(0.25, 1.0), alpha=0.6)
+    assert first == large | dict(blur=1.0) and second == large | dict(blur=0.1, solarize=0.2)
+    assert local == 6 * [dict(size=96, scale=(0.05, 0.25), blur=0.5, alpha=0.6)]
     with pytest.raises(ValueError, match="--crop-least 0.5 must not be above --crop-border 0.25"):
         bam.views(config | {"crop_least": 0.5}, 224)
 
@@ -333,12 +336,105 @@ def test_lars_is_the_literal_one():
     torch.testing.assert_close(b.detach(), expected_b)
 
 
+# ContrastiveCrop -----------------------------------------------------------------------------------------------------
+
+
+def test_boxes_hold_what_is_above_the_threshold():
+    heat = torch.zeros(3, 4, 5)
+    heat[0, 1:3, 2] = torch.tensor([5.0, 0.6])                               # a cell of .12 counts, .1 is the threshold
+    heat[1, 3, 0], heat[1, 0, 4] = 1.0, 0.09
+    heat += torch.tensor([3.0, -1.0, 0.0]).view(3, 1, 1)                     # maps are scaled to [0, 1] first
+    found = bam.heat_boxes(heat, 0.1)
+    assert found[0].tolist() == pytest.approx([2 / 5, 1 / 4, 3 / 5, 3 / 4]) and found[1].tolist() == pytest.approx([0, 3 / 4, 1 / 5, 1])
+
+
+def test_crops_lie_in_the_box_and_spread_to_its_edges():
+    torch.manual_seed(0)
+    place = torch.stack(torch.meshgrid(torch.arange(60.0), torch.arange(80.0), indexing="ij"))   # an image that says where it is
+    image = torch.cat([place, place[:1]]) / 100
+    centres = {}
+    for alpha in (0.6, 10.0):
+        views = common.Views([common.View(8, (0.02, 0.04), alpha=alpha)], 8)
+        crops = torch.stack([views(image, (0.25, 0.5, 0.75, 1.0))[0] for _ in range(400)])
+        centres[alpha] = 100 * crops[:, :2].mean((2, 3))                     # (400, 2), y and x
+        assert centres[alpha][:, 1].min() >= 19 and centres[alpha][:, 1].max() <= 61 and centres[alpha][:, 0].min() >= 29
+    assert centres[0.6].std(0).min() > 1.3 * centres[10.0].std(0).max()
+    anywhere = torch.stack([views(image)[0] for _ in range(200)])[:, 1].mean((1, 2)) * 100
+    assert anywhere.min() < 15 and anywhere.max() > 65
+
+
+def test_boxes_of_names():
+    names = [f"shard:{i}" for i in range(50)]
+    values = torch.rand(50, 4)
+    boxes = common.Boxes(torch.tensor([common.Boxes.key(name) for name in names]), values)
+    again = common.Boxes(*boxes.state())
+    for i, name in enumerate(names):
+        assert boxes.get(name) == again.get(name) == values[i].tolist()
+    assert boxes.get("shard:50") is None and common.Boxes(torch.zeros(0, dtype=torch.long), torch.zeros(0, 4)).get("a") is None
+
+
+def make_shards(root):
+    make_photos(root / "photos")
+    for number, name in enumerate(("left", "right")):
+        with tarfile.open(root / f"{number}.tar", "w") as tar:
+            for path in sorted((root / "photos" / name).iterdir()):
+                tar.add(path, f"{name}{path.stem}.png")
+    return str(root / "{0..1}.tar")
+
+
+@pytest.mark.parametrize("kind", ["folders", "shards"])
+def test_every_image_gets_the_box_that_its_crops_lie_in(tmp_path, kind):
+    """Boxes are found by name for each image once, in two parts, and the stream crops each image in its own."""
+    spec = str(tmp_path / "photos") if kind == "folders" else None
+    shards = make_shards(tmp_path)
+    source = common.open_data(spec or shards, captions=False)
+    parts = [[name for names, _ in common.EachImage(source, 16, 4, part, 2) for name in names] for part in range(2)]
+    assert len({*parts[0], *parts[1]}) == len(parts[0]) + len(parts[1]) == 12
+    names, images = zip(*common.EachImage(source, 16, 12))
+    squeezed = common.denormalize(images[0][0])
+    assert squeezed.shape == (3, 16, 16) and squeezed[:, 8, 3].argmax() == 0                     # the whole of 40 x 24 pixels
+    boxes = {str(name): [0.1, 0.5, 0.1, 0.5] if "left" in str(name) else [0.9, 0.5, 0.9, 0.5] for name in names[0]}
+    calls = []
+
+    class Spy(common.Views):
+        def __call__(self, image, box=None):
+            calls.append((image.getpixel((6, 10))[0] > 100, box))
+            return super().__call__(image, box)
+
+    chosen = common.Boxes(torch.tensor([common.Boxes.key(name) for name in boxes]), torch.tensor(list(boxes.values())))
+    batches = iter(common.Stream(source, None, Spy([common.View(8, (0.1, 0.2))], 8), 8, None, 6, 0, boxes=chosen))
+    next(batches), next(batches)
+    assert len(calls) >= 12 and {(left, round(box[0], 1)) for left, box in calls} == {(True, 0.1), (False, 0.9)}
+
+
+def test_contrastive_crop_needs_images_that_come_again(tmp_path):
+    with pytest.raises(common.UserError, match="draws each image once"):
+        train.main([*SMALL, "--out", str(tmp_path / "a"), "--contrastive-crop", "--crop-start", "1"])
+    with pytest.raises(common.UserError, match=r"take the \[CLS\] token: add cls=1"):
+        train.main([*SMALL, "--out", str(tmp_path / "b"), "--contrastive-crop", "--image-encoder", "tiny"])
+
+
 # Runs ----------------------------------------------------------------------------------------------------------------
 
 
+def make_photos(root):
+    for name in ("left", "right"):
+        (root / name).mkdir(parents=True)
+        for i in range(6):
+            image = Image.new("RGB", (40, 24), (60, 60, 10 * i))
+            image.paste((200, 40 * i, 90), (4, 4, 14, 16) if name == "left" else (24, 8, 36, 20))
+            image.save(root / name / f"{i}.png")
+
+
 @pytest.mark.parametrize("flags", [["--teacher", "--local-crops", "2"], ["--target", "onehot", "--readout", "cls"],
-                                   ["--optimizer", "lars", "--lr", "0.3", "--mask", "zero", "--normalization", "block"]])
+                                   ["--optimizer", "lars", "--lr", "0.3", "--mask", "zero", "--normalization", "block"],
+                                   ["--image-encoder", "tiny:width=16,heads=2,depth=2,cls=1,drop_path=0.5"],
+                                   ["--contrastive-crop", "--crop-start", "1", "--crop-every", "3", "--image-size", "16"],
+                                   ["--contrastive-crop", "--crop-start", "2", "--workers", "2", "--image-size", "16"]])
 def test_a_stopped_run_continues_bit_for_bit(tmp_path, flags, monkeypatch):
+    if "--contrastive-crop" in flags:
+        make_photos(tmp_path / "photos")
+        flags = [*flags, "--data", str(tmp_path / "photos")]
     train.main([*SMALL, "--out", str(tmp_path / "whole"), *flags])
     save = common.save_checkpoint
 
@@ -358,7 +454,9 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path, flags, monkeypatch):
 
 
 def test_a_run_is_evaluated_and_logs_its_entropies(tmp_path):
-    train.main([*SMALL, "--out", str(tmp_path), "--readout", "cls", "--local-crops", "1"])
+    train.main([*SMALL, "--out", str(tmp_path), "--readout", "cls", "--local-crops", "1", "--knn-every", "2"])
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert ["knn/shape" in line for line in lines] == [False, True, False, True]
     record = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
     assert {"entropy_a", "entropy_b", "similarity", "rank"} <= record.keys()
     assert record["entropy_a"] > record["entropy_b"] > 0
