@@ -1138,7 +1138,43 @@ def draw_heads(embed, source, options, path):
     return True
 
 
-PICTURES = {"heads.png": draw_heads, "words.png": draw_words, "queries.png": draw_queries, "alignment.png": draw_alignment,
+def chart(curves, path, title, x_name):
+    """Curves {name: [(x, y), ...]} -> one PNG, both axes from 0."""
+    width, height, left, top, font = 640, 360, 56, 40, ImageFont.load_default(12)
+    page = Image.new("RGB", (width + left + 24, height + top + 44), "white")
+    draw = ImageDraw.Draw(page)
+    xs, ys = ([point[axis] for curve in curves.values() for point in curve] for axis in (0, 1))
+    x_low, x_high, y_high = 0, max(*xs, 1), 1.05 * max(*ys, 1e-9)
+
+    def place(x, y):
+        return left + (x - x_low) / (x_high - x_low) * width, top + height * (1 - y / y_high)
+
+    draw.text((left, 6), title, "black", font)
+    for i in range(6):
+        x, y = x_low + (x_high - x_low) * i / 5, y_high * i / 5
+        draw.line((*place(x_low, y), *place(x_high, y)), "#dddddd")
+        draw.text((left - 6, place(0, y)[1]), f"{y:.2f}", "black", font, anchor="rm")
+        draw.text((place(x, 0)[0], top + height + 6), f"{x:,.0f}", "black", font, anchor="ma")
+    draw.text((left + width, top + height + 24), x_name, "black", font, anchor="ra")
+    for i, (name, curve) in enumerate(curves.items(), 1):
+        colour = tuple(PALETTE[i].tolist())
+        draw.line([place(*point) for point in curve], colour, 2)
+        draw.text((place(*curve[-1])[0] - 4, place(*curve[-1])[1] - 4), name, colour, font, anchor="rs")
+    page.save(path)
+
+
+def draw_entropies(embed, source, options, path):
+    """How the entropies of A and B went in training (BAM, Fig. 3), from the run's log."""
+    log = Path(path.parent, "log.jsonl")
+    records = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    if len(records) < 2 or "entropy_a" not in records[0]:
+        return False
+    chart({name: [(record["step"], record[key]) for record in records] for name, key in (("A", "entropy_a"), ("B", "entropy_b"))}, path,
+          "Mean entropy of the rows of A and of their target B, in nats", "step")
+    return True
+
+
+PICTURES = {"entropies.png": draw_entropies, "heads.png": draw_heads, "words.png": draw_words, "queries.png": draw_queries, "alignment.png": draw_alignment,
             "segmentation.png": draw_segmentation, "slots.png": draw_slots}
 
 

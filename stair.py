@@ -21,8 +21,8 @@ Differs from the paper:
   * The mean of Eq. 6 is over the global batch; lambda grows with the square of the step over the first `ramp` of a stage, as in
     SPLADE (arXiv 2107.05720), which Eq. 6 comes from.
   * In stage 2 the token embedding belongs to the text tower and trains; the frozen image head keeps the copy it had.
-  * revive_until: in stage 1 an inactive word of the caption gets the gradient that it would get if it were active, where the loss
-    wants it larger; the paper's relu gives none, and words that the image tower cannot see yet die. Not in the preset b16.
+  * revive_until: an inactive word of the caption gets the gradient that it would get if it were active, where the loss wants it
+    larger; the paper's relu gives none, and words that the image tower cannot see yet die. Not in the preset b16.
   * An encoding shorter than 0.5 counts as 0.5 long in the cosine: next to zero its gradient would be without bound.
   * LAMB does not scale the updates of biases, norms and the like, which begin at zero.
   * Texts are encoded as they are, without "a photo of" before each caption (Sec. 4.3); give zero-shot prompts by --templates.
@@ -58,7 +58,7 @@ class Config:
     lambda_image: float = 1e-3                               # Eq. 7; Sec. 6.3 sweeps 1e-2, 1e-3, 1e-4
     lambda_text: float = 1e-3                                # Eq. 7
     ramp: float = 0.5                                        # share of a stage in which both grow from 0
-    revive_until: int = 1                                    # differs: last stage in which inactive words of captions learn
+    revive_until: int = 3                                    # differs: last stage in which inactive words of captions learn
     bias_image: float = 0.0                                  # b of Eq. 4 at the start
     bias_text: float = 0.0
     init_scale: float = 1 / 0.07                             # CLIP (arXiv 2103.00020), Sec. 2.5
@@ -66,7 +66,7 @@ class Config:
 
 PRESETS = {  # settings of this file and of train.py by name; --flags go before them
     "tiny": dict(image_encoder="tiny", text_encoder="tiny", data="shapes:words=400", batch=128, steps=1000, lr=2e-3, lr_3=1.0,
-                 weight_decay=0.1, warmup=50),
+                 share_1=0.4, share_2=0.15, lambda_image=5e-3, lambda_text=5e-3, weight_decay=0.1, warmup=50),
     # Sec. 4.2; stages of 300k, 300k and 600k steps
     "b16": dict(image_encoder="ViT-B/16", text_encoder="12x512:context=76", batch=16384, steps=1_200_000, lr=1e-3,
                 schedule="linear", optimizer="lamb", weight_decay=1e-2, warmup=10_000, clip_grad=0.0, revive_until=0),

@@ -460,6 +460,8 @@ def test_a_run_is_evaluated_and_logs_its_entropies(tmp_path):
     record = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
     assert {"entropy_a", "entropy_b", "similarity", "rank"} <= record.keys()
     assert record["entropy_a"] > record["entropy_b"] > 0
+    picture = Image.open(tmp_path / "entropies.png")
+    assert {(230, 60, 60), (60, 180, 75)} <= {colour for _, colour in picture.getcolors(10**6)}
     result = json.loads((tmp_path / "eval.json").read_text())
     assert {"knn/shape", "linear/shape"} <= result.keys()
     embed, _ = evaluation.load_run(tmp_path)

@@ -21,7 +21,7 @@ from ranks import on_ranks
 
 ROOT = Path(__file__).parents[1]
 V, E = 11, 6
-SMALL = ["--method", "stair", "--data", "shapes:size=16,objects=2,words=20", "--batch", "8", "--steps", "8", "--warmup", "1", "--log-every",
+SMALL = ["--method", "stair", "--share-1", "0.25", "--share-2", "0.25", "--data", "shapes:size=16,objects=2,words=20", "--batch", "8", "--steps", "8", "--warmup", "1", "--log-every",
          "1", "--image-encoder", "tiny:width=16,heads=2,depth=1", "--text-encoder", "tiny:width=16,heads=2,depth=1"]
 
 
