@@ -560,23 +560,32 @@ class InvertedIndex:
                     file.write(json.dumps({"id": name, "contents": (contents or {}).get(name, ""), "vector": vector}) + "\n")
 
 
-def compare_heads(B=4, N=197, E=512, V=30522):
-    """Print the time of Eq. 4 and 5, forward and backward, streamed and with all logits at a time, at the start and when few words
-    are active."""
+def compare_heads(B=16, N=197, E=512, V=30522):
+    """Print time and memory of Eq. 4 and 5, forward and backward, streamed and with all logits at a time, at the start and when few
+    words are active."""
     for bias, when in ((0.0, "at the start"), (-1.8, "trained")):
         head, h = TokenProjectionHead(E, nn.Embedding(V, E), bias=bias), torch.randn(B, N, E, requires_grad=True)
         nn.init.normal_(head.embedding.weight, std=0.02)
+
         def dense(h):
             return torch.log1p(F.relu(F.linear(head.transform(h), head.embedding.weight, head.bias).amax(1)))
 
-        seconds = {}
-        for name, form in (("streamed", head), ("dense", dense)):
+        before, seconds, memory = peak_memory(), [], []
+        for form in (head, dense):                                           # the smaller first: a peak does not go down
             start = time.perf_counter()
             enc = form(h)
             enc.sum().backward()
-            seconds[name] = time.perf_counter() - start
-        print(f"head on {B} x {N} x {E}, {V:,} words, {when}, {(enc > 0).sum(1).float().mean():,.0f} active: streamed "
-              f"{seconds['streamed']:.2f} s, dense {seconds['dense']:.2f} s, {seconds['dense'] / seconds['streamed']:.1f} times as long")
+            seconds.append(time.perf_counter() - start)
+            memory.append(peak_memory() - before)
+        print(f"head on {B} x {N} x {E}, {V:,} words, {when}, {(enc > 0).sum(1).float().mean():,.0f} active: streamed {seconds[0]:.2f} s, "
+              f"dense {seconds[1]:.2f} s: {seconds[0] / seconds[1]:.2f} times as long"
+              + (f"; {memory[0]:,.0f} and {memory[1]:,.0f} MiB" if bias == 0 else ""))
+
+
+def peak_memory():
+    """MiB that this process has held at most."""
+    import resource  # Unix alone has it
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def compare_search(n, V=30522, active=100, words=20, E=512):

@@ -283,10 +283,12 @@ def dry_run(config, model):
     for name, part in (*model.named_children(), ("all", model)):
         print(f"{name:16} {sum(p.numel() for p in part.parameters()):12,}")
     batch = fake_batch(config, model)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(batch)
-    flops = counter.get_total_flops() // 2
-    print(f"forward FLOPs per sample (a multiplication and an addition are 2): {flops:,}; one step takes about 3 times that")
+    with FlopCounterMode(display=False) as counter:
+        loss = model(batch)["loss"]
+        flops = counter.get_total_flops() // 2
+        loss.backward()
+    print(f"FLOPs per sample (a multiplication and an addition are 2): forward {flops:,}, forward and backward "
+          f"{counter.get_total_flops() // 2:,}")
     print(json.dumps({"params": sum(p.numel() for p in model.parameters()), "flops_per_sample": flops,
                       "chance_loss": model.chance_loss(config["batch"], batch.get("mask"), model.image_encoder.grid**2)}))
 
