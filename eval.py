@@ -420,19 +420,21 @@ def zeroshot(embed, source, options):
     return {"zeroshot": predicted == labels, "zeroshot/chance": 1 / len(names)}
 
 
+def captioned(embed, source, options):
+    """Encodings of images, their numbers, and the list of captions of each; of the world scenes with the most objects, two captions
+    each."""
+    if is_world(source):
+        sample, rng = source.sample(WORLD_N // 2, options.split, 2, objects=source.objects), random.Random(2)
+        return embed.images(sample["images"]), torch.arange(WORLD_N // 2), [[source.caption(o, rng) for _ in range(2)]
+                                                                            for o in sample["objects"]]
+    images, kept = embed.files([source.paths[i] for i in range(min(len(source), options.limit or len(source)))])
+    return images, kept, [source.captions_of(i) for i in kept.tolist()]
+
+
 def retrieval(embed, source, options):
     """Recall at 1, 5, 10 both ways, every caption a query, and faithfulness: K-Precision of the caption ranked first for each image.
-
-    World: scenes with the most objects, two captions each. K-Pna needs the world's word classes or a list of words.
-    """
-    if isinstance(source, common.World):
-        sample, rng = source.sample(WORLD_N // 2, options.split, 2, objects=source.objects), random.Random(2)
-        images, kept = embed.images(sample["images"]), torch.arange(WORLD_N // 2)
-        captions = [[source.caption(o, rng) for _ in range(2)] for o in sample["objects"]]
-    else:
-        n = min(len(source), options.limit or len(source))
-        images, kept = embed.files([source.paths[i] for i in range(n)])
-        captions = [source.captions_of(i) for i in kept.tolist()]
+    K-Pna needs the world's word classes or a list of words."""
+    images, kept, captions = captioned(embed, source, options)
     flat = [caption for group in captions for caption in group]
     texts, image_of_text = embed.texts(flat), kept.repeat_interleave(torch.tensor([len(group) for group in captions]))
     i2t = recall_at_k(images, texts, (kept, image_of_text), similarity=embed.similarity)
@@ -714,7 +716,14 @@ def label_ranks(scores, pieces, labels):
 
 def words(embed, source, options):
     """Interpretability (STAIR, Table 4): how often an image's label is among the k best words of the whole vocabulary; on the world
-    the colour's name, the shape's, and the better of both."""
+    the colour's name, the shape's, and the better of both. Of captioned images: the share of the ten best tokens that the image's
+    captions hold, and, by chance, those of another image."""
+    if not has_classes(source):
+        images, _, captions = captioned(embed, source, options)
+        best = vocabulary_scores(embed, images).topk(10).indices                              # (n, 10)
+        own = [torch.tensor(embed.tokenizer.encode(" ".join(group))) for group in captions]
+        return {name: torch.stack([torch.isin(row, ids).float().mean() for row, ids in zip(best, ids_of)])
+                for name, ids_of in (("words/in_captions", own), ("words/in_others_captions", own[1:] + own[:1]))}
     if is_world(source):
         sample = source.sample(WORLD_N, options.split, 1, objects=1)
         scores, scene = vocabulary_scores(embed, embed.images(sample["images"])), sample["scene"]
@@ -801,7 +810,7 @@ TASKS = {  # name: (function, which data it can use)
     "negatives": (negatives, lambda s: is_world(s) or isinstance(s, list)),
     "winoground": (winoground, is_world),
     "segmentation": (segmentation, can_segment),
-    "words": (words, has_classes),
+    "words": (words, lambda s: is_world(s) or is_table(s)),
     "textfree": (textfree, lambda s: is_world(s) or is_table(s)),
     "sparsity": (sparsity, lambda s: is_world(s) or is_table(s)),
     "pointing": (pointing, is_world),

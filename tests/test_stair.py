@@ -412,7 +412,7 @@ def test_a_run_is_read_searched_and_shown(tmp_path, capsys):
             evaluation.main([str(run), "--query", query])
 
 
-def test_files_are_searched_and_shown(tmp_path):
+def test_files_are_searched_and_shown(tmp_path, monkeypatch):
     run, colours = tmp_path / "run", ["red", "green", "blue"]
     for i, colour in enumerate(colours):
         (tmp_path / "data" / colour).mkdir(parents=True)
@@ -423,6 +423,16 @@ def test_files_are_searched_and_shown(tmp_path):
     evaluation.main([str(run), "--data", f"{tmp_path}/data", "--task", "words,textfree,sparsity", "--limit", "2"])
     evaluation.main([str(run), "--data", f"{tmp_path}/data", "--query", "red"])
     assert len(stair.InvertedIndex.load(run / "index.pt")) == 3
+    embed, config = evaluation.load_run(run)
+    scores = torch.randn(3, len(embed.tokenizer))
+    monkeypatch.setattr(evaluation, "vocabulary_scores", lambda embed, images: scores)
+    found = evaluation.words(embed, common.open_data(config["data"]), types.SimpleNamespace(limit=None))
+    for name, shift in (("words/in_captions", 0), ("words/in_others_captions", 1)):
+        captions = [embed.tokenizer.encode("中文 " + colours[(i + shift) % 3]) for i in range(3)]
+        best = [sorted(range(len(row)), key=lambda k: -row[k].item())[:10] for row in scores]
+        expected = [sum(k in caption for k in own) / 10 for own, caption in zip(best, captions)]
+        assert max(expected) > 0 and found[name].tolist() == pytest.approx(expected)
+    monkeypatch.undo()
     with pytest.raises(common.UserError, match="is something else"):
         evaluation.search(evaluation.load_run(run)[0], common.TarShards(__file__), types.SimpleNamespace(data="x", query=["red"]), run)
 
