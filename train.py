@@ -441,7 +441,9 @@ def open_stage(config, stage, raw, device, world_size, fresh):
     if world_size > 1:
         # every buffer is the same on all ranks: statistics, centres and the like are of the global batch
         devices = [device.index] if device.type == "cuda" else None
-        model = DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False)
+        known = inspect.signature(DistributedDataParallel).parameters
+        flag = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # its name before torch 2.15
+        model = DistributedDataParallel(model, device_ids=devices, **{flag: False})
     return model, optimizer
 
 
