@@ -236,8 +236,8 @@ class Matching(torch.autograd.Function):
     def backward(ctx, gradient, *_):
         z, c, S = ctx.saved_tensors
         S, factor = S.flatten(0, 1).flatten(1), gradient / ctx.pairs             # (k n, W G n)
-        grad_z = (S @ c.flatten(0, 2) * factor).view_as(z)
-        grad_c = (S.T @ z.flatten(0, 1) * factor).view_as(c) if ctx.needs_input_grad[1] else None
+        grad_z = (S @ c.flatten(0, 2)).mul_(factor).view_as(z)
+        grad_c = (S.T @ z.flatten(0, 1)).mul_(factor).view_as(c) if ctx.needs_input_grad[1] else None
         return grad_z, grad_c, *[None] * 9
 
 
@@ -484,8 +484,8 @@ def effective_rank(h):
 
 
 def compare(m, E=4096):
-    """Print time and memory of loss and gradient for m latents of m / 2 images: ours, and the equations as printed."""
-    import resource
+    """Print time and memory of loss and gradient for m latents of E numbers of m / 2 images: ours, and the equations as printed."""
+    import resource  # Unix alone has it
     z = torch.randn(m, E, requires_grad=True)
 
     def printed():
@@ -493,15 +493,14 @@ def compare(m, E=4096):
         S = mask_positives(y @ y.T, m // 2, -torch.inf)
         return matching(sinkhorn(S.detach(), 0.05, 3), attention(S, 0.1), m // 2)
 
-    report = []
-    for name, loss in (("ours", lambda: bam_loss(z, 2)), ("as printed", printed)):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss          # the peak so far: the smaller one goes first
+    before, report = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
+    for name, loss in (("ours", lambda: bam_loss(z, 2)), ("as printed", printed)):   # the smaller first: a peak does not go down
         start = time.perf_counter()
         value = loss()
         value.backward()
         seconds = time.perf_counter() - start
         peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-        report.append(f"{name}: loss {value.item():.5f}, {seconds:.2f} s, {peak:,.0f} MiB{' more' if report else ''}")
+        report.append(f"{name}: loss {value.item():.5f}, {seconds:.2f} s, {peak:,.0f} MiB")
     print(f"{m} latents of {E}, S of {m * m * 4 / 2**20:,.0f} MiB; " + "; ".join(report))
 
 
@@ -536,5 +535,5 @@ if __name__ == "__main__":
             with torch.no_grad():
                 print(f"step {step:3d}  loss {loss.item():.3f}  entropy of A {entropy_a.item():.2f}, of B {entropy_b.item():.2f}  "
                       f"nearest neighbour of the same class {nearest(labels, network(x)):.0%}, of the input {nearest(labels, x):.0%}")
-    if len(sys.argv) > 1:  # python bam.py 8192
-        compare(int(sys.argv[1]))
+    if len(sys.argv) > 1:  # python bam.py 8192 256: the loss of as many latents of 256 numbers
+        compare(*map(int, sys.argv[1:]))
