@@ -18,11 +18,18 @@ Differs from the paper:
     is a sum over rows: x = 1 / (K y), then y = 1 / (K x). Ranks exchange these vectors, one number a view. Loss and gradient are made
     some images at a time, the gradient in the place of S: there is one matrix of the size of S (two with a teacher).
   * mask="exclude", the default, leaves positives out of softmax and Sinkhorn, as the authors' code does; "zero" is Eq. 3 as printed.
+  * Table 1's model without balancing has A itself as its target: --target softmax --tau-b 0.1, both.
   * With small views the columns of S are the large views alone, as in the authors' code; targets too are of large views.
   * Three Sinkhorn iterations, columns first, so that rows sum to one; the mean over pairs of views and images, not the sum.
   * normalization="block" of Table 1: each block is a distribution, and the loss is the mean over blocks.
-  * target="onehot" is SimCLR's loss (arXiv 2002.05709): the other large views' columns are the target, one at a time.
-  * The last BatchNorm of the projector has no scale and shift; the teacher's momentum ends at 1 by half a cosine (authors' code).
+  * target="onehot" is SimCLR's loss (arXiv 2002.05709): the other large views' columns are the target, one at a time; mask, tau_b,
+    sinkhorn_iters and top_k have no part in it.
+  * top_k keeps, as the authors' code does, the columns that are largest in the mean target of an image's views; ours are then scaled
+    to the sum that the row had.
+  * With a teacher, the teacher is what is evaluated and what boxes come from, as in the authors' code.
+  * The last BatchNorm of the projector has no scale and shift; the projector's first weights are small, the teacher's momentum ends
+    at 1 by half a cosine (authors' code).
+  * The paper does not say whether ResNet-50 had a teacher: `r50` has none, and BatchNorm in the projector.
   * Weights of linear and convolution layers alone decay; pixels are normalised by CLIP's mean and deviation, colour jitter is linear
     (common.py); the optimizer's second beta is CLIP's in `tiny`.
 
@@ -38,17 +45,18 @@ import math
 import sys
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 @dataclass
 class Config:
-    target: Literal["balanced", "softmax", "onehot"] = "balanced"  # Eq. 4; Table 1 without balancing; SimCLR
+    target: Literal["balanced", "softmax", "onehot"] = "balanced"  # Eq. 4; without balancing; SimCLR
     mask: Literal["exclude", "zero", "none"] = "exclude"     # of positives: the authors' code; Eq. 3; Table 1 without
     normalization: Literal["global", "block"] = "global"     # Sec. 3.1; Table 1 without
     tau: float = 0.1                                         # temperature of A (Sec. 3.1)
@@ -65,7 +73,7 @@ class Config:
     local_crops: int = 6                                     # small views of an image beside the two large ones (Sec. 3.5)
     local_size: int = 96                                     # pixels of a small view
     crop_least: float = 0.05                                 # least share of the image that a small view shows (authors' code)
-    crop_border: float = 0.25                                # share of the image that parts small from large views (authors' code)
+    crop_border: float = 0.25                                # the largest share of small views, the least of large (authors' code)
     contrastive_crop: bool = True                            # crops around what [CLS] attends to (App. G)
     crop_start: int = 12_512                                 # steps of random crops before; App. G: 40 epochs
     crop_every: int = 6_256                                  # steps between looks at all images; App. G: 20 epochs
@@ -82,10 +90,10 @@ PRESETS = {  # settings of this file and of train.py by name; --flags go before 
     # Sec. 4.1, App. C, Table 9a: 300 epochs of ImageNet's 1,281,167 images, 40 of them warm-up (ResNet: 10)
     "vit-s16": dict(image_encoder="ViT-S/16:cls=1,positions=sincos", **VIT),
     "vit-b16": dict(image_encoder="ViT-B/16:cls=1,positions=sincos", **VIT),
-    "r50": dict(image_encoder="ResNet-50", readout="gap", activation="relu", batch_norm=True, contrastive_crop=False, optimizer="lars",
-                batch=4096, steps=93_840, lr=0.3, warmup=3_128, weight_decay=1e-6, clip_grad=0.0),
+    "r50": dict(image_encoder="ResNet-50", readout="gap", activation="relu", teacher=False, contrastive_crop=False, optimizer="lars",
+                batch=4096, steps=93_840, lr=4.8, warmup=3_128, weight_decay=1e-6, clip_grad=0.0),   # lr: 0.3 batch / 256
 }
-BOUNDS = {"tau": (1e-3, 10), "tau_b": (1e-3, 10), "sinkhorn_iters": (1, 1000), "top_k": (0, math.inf), "ema": (0, 1),
+BOUNDS = {"batch": (2, math.inf), "tau": (1e-3, 10), "tau_b": (1e-3, 10), "sinkhorn_iters": (1, 1000), "top_k": (0, math.inf), "ema": (0, 1),
           "local_crops": (0, 100), "crop_least": (0.01, 1), "crop_border": (0.01, 1), "crop_start": (0, math.inf),
           "crop_threshold": (0, 1), "crop_alpha": (1e-3, 100),
           **{name: (1, math.inf) for name in ("projector_width", "projector_dim", "local_size", "crop_every")}}
@@ -181,9 +189,11 @@ def balance(S, tau, half_steps, over, parts, gather):
 
 
 def keep_largest(t, k):
-    """Targets t (G, b, ...) -> the k largest entries of each row, scaled to the row's sum; the others become 0."""
+    """Targets t (G, b, ...) -> of each image the k columns with the largest mean over its views, scaled to the row's sum; the others
+    become 0."""
     rows = t.flatten(2)                                          # (G, b, W G n)
-    values, places = rows.topk(min(k, rows.shape[-1]))
+    places = rows.mean(0).topk(min(k, rows.shape[-1])).indices.expand(len(rows), -1, -1)
+    values = rows.gather(-1, places)
     values *= rows.sum(-1, keepdim=True) / values.sum(-1, keepdim=True)
     return torch.zeros_like(rows).scatter_(-1, places, values).view_as(t)
 
@@ -214,15 +224,15 @@ class Matching(torch.autograd.Function):
             else:
                 log_b = S_t[:, part] / tau_b + u[:, part, None, :, None] + v[:, None]
                 t = log_b.exp()                                  # (G, b, W, G, n), rows b_i^j
-                entropy_b -= inner(t, log_b, part.start)
+                entropy_b -= sum_p_log_q(t, log_b, part.start)
                 t = keep_largest(t, top_k) if top_k else t
             wanted = t.sum(0).repeat(k, 1, 1, 1, 1)              # (k, b, W, G, n), sum over j != j' of b_i^j
             wanted[:G] -= t
             a = log_a.exp()
-            loss -= inner(wanted, log_a, part.start)
-            entropy_a -= inner(a, log_a, part.start)
+            loss -= sum_p_log_q(wanted, log_a, part.start)
+            entropy_a -= sum_p_log_q(a, log_a, part.start)
             gradient = a.mul_(wanted.sum(over, keepdim=True)).sub_(wanted).div_(tau)
-            if mask == "zero":
+            if mask == "zero" and not onehot:                    # these are constants
                 positives(gradient, part.start).zero_()
             S[:, part] = gradient                                # S is not needed any more
         blocks = G if block else 1
@@ -233,6 +243,7 @@ class Matching(torch.autograd.Function):
         return loss / ctx.pairs, *entropies
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient, *_):
         z, c, S = ctx.saved_tensors
         S, factor = S.flatten(0, 1).flatten(1), gradient / ctx.pairs             # (k n, W G n)
@@ -241,8 +252,8 @@ class Matching(torch.autograd.Function):
         return grad_z, grad_c, *[None] * 9
 
 
-def inner(p, log_q, first):
-    """sum p log q over all entries; where q is 0, among the positives, p is 0 too. Changes log_q there."""
+def sum_p_log_q(p, log_q, first):
+    """Over all entries; where q is 0, among the positives, p is 0 too, and log_q is set to 0 in place."""
     own = positives(log_q, first)
     own.masked_fill_(own == -torch.inf, 0)
     return torch.einsum("kbm,kbm->kb", p.flatten(2), log_q.flatten(2)).sum()
@@ -257,9 +268,13 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
     teacher: (n_global * n, E) latents of a moving average, which make the targets and the columns (App. C). The other arguments are
     the fields of Config; iters: of Sinkhorn. gather: (m, ...) -> (world * m, ...), the own rows first, differentiable; every rank
     brings as many images. Returns a scalar, with entropies=True also the mean entropies of the rows of A and of B.
-    Raises ValueError for shapes that do not fit and for a global batch of one image.
+    Raises ValueError for shapes that do not fit, unknown words and a global batch of one image.
     """
-    G = n_global or n_views
+    for name, value in (("mask", mask), ("normalization", normalization), ("target", target)):
+        known = get_args(Config.__dataclass_fields__[name].type)
+        if value not in known:
+            raise ValueError(f"{name} is one of {', '.join(known)}, not {value!r}.")
+    G = n_views if n_global is None else n_global
     if n_views < 2 or not 1 <= G <= n_views or len(z) % n_views:
         raise ValueError(f"{len(z)} latents are not {n_views} views, two or more, of the same images, {G} of them large.")
     if teacher is not None and teacher.shape != (G * len(z) // n_views, z.shape[1]):
@@ -269,8 +284,8 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
     c = gather((z[:G] if z_t is None else z_t).flatten(0, 1)).unflatten(0, (-1, *z[:G].shape[:2]))   # (W, G, n, E)
     if c[:, 0, :, 0].numel() < 2:
         raise ValueError("The loss compares an image with others: the global batch needs two or more.")
-    if target == "onehot" and G < 2:
-        raise ValueError("SimCLR's target is another large view: there must be two or more.")
+    if target == "onehot" and (G < 2 or normalization == "block"):
+        raise ValueError("SimCLR's target is another large view, of two or more, among all columns: normalization is global.")
     half_steps = 2 * iters if target == "balanced" else 1        # the first alone, without columns: softmax
     loss, *found = Matching.apply(z, c, z_t, tau, tau_b, half_steps, mask, normalization == "block", target == "onehot", top_k, gather)
     return (loss, *found) if entropies else loss
@@ -279,13 +294,14 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
 # ContrastiveCrop (App. G) --------------------------------------------------------------------------------------------
 
 
-def heat_boxes(heat, threshold):
+def heat_boxes(heat, threshold, size):
     """heat (B, h, w), what the heads of [CLS] attend to, summed -> (B, 4), the box around all that is above `threshold` after each
-    map is scaled to [0, 1]: left, top, right, bottom as shares of the sides."""
+    map is enlarged to size x size and scaled to [0, 1]: left, top, right, bottom as shares of the sides."""
+    heat = F.interpolate(heat[:, None], size=(size, size), mode="bilinear", align_corners=False)[:, 0]
     low, high = heat.amin((1, 2), keepdim=True), heat.amax((1, 2), keepdim=True)
-    seen = (heat - low) / (high - low).clamp(min=1e-12) >= threshold                 # (B, h, w)
+    seen = (heat - low) / (high - low).clamp(min=1e-12) > threshold                  # (B, size, size)
     sides = []
-    for inside in (seen.any(1), seen.any(2)):                                        # columns (B, w), rows (B, h)
+    for inside in (seen.any(1), seen.any(2)):                                        # columns, rows (B, size)
         n = inside.shape[1]
         first = inside.int().argmax(1)
         last = n - inside.flip(1).int().argmax(1)
@@ -296,7 +312,12 @@ def heat_boxes(heat, threshold):
 
 def refreshes(config):
     """The steps before which the boxes of all images are made anew; `config`: the run's settings."""
-    return range(config["crop_start"], config["steps"], config["crop_every"]) if config["contrastive_crop"] else ()
+    if not config["contrastive_crop"]:
+        return ()
+    if config["crop_start"] >= config["steps"]:
+        raise ValueError(f"--crop-start {config['crop_start']} leaves none of --steps {config['steps']} to ContrastiveCrop: lower it, or give "
+                         f"--no-contrastive-crop.")
+    return range(config["crop_start"], config["steps"], config["crop_every"])
 
 
 # Optimizer -----------------------------------------------------------------------------------------------------------
@@ -348,6 +369,9 @@ class Projector(nn.ModuleList):
         self.activation = {"gelu": F.gelu, "relu": F.relu}[activation]
         for i, (before, after) in enumerate(((d, width), (width, width), (width, dim))):
             self.append(nn.Linear(before, after, bias=not batch_norm))
+            nn.init.trunc_normal_(self[-1].weight, std=0.02)
+            if not batch_norm:
+                nn.init.zeros_(self[-1].bias)
             if batch_norm:
                 self.append(BatchNorm(after, affine=i < 2, track_running_stats=False))
 
@@ -381,7 +405,8 @@ def views(config, image_size):
 
 
 class Model(nn.Module):
-    """An image encoder and a projector that learn by BAM, with or without a teacher. What is evaluated is h of the student.
+    """An image encoder and a projector that learn by BAM, with or without a teacher. What is evaluated is h, of the teacher if there
+    is one.
 
     image_encoder(images) -> (B, N, image_width), [CLS] first if it has one, for images of any size. There is no text encoder.
     """
@@ -406,6 +431,10 @@ class Model(nn.Module):
             module.training = mode and isinstance(module, nn.modules.batchnorm._BatchNorm)
         return self
 
+    def evaluated(self):
+        """The encoder that is evaluated."""
+        return self.teacher[0] if self.teacher else self.image_encoder
+
     def readout(self, tokens):
         """(B, N, d) -> h (B, d)"""
         return tokens[:, 0] if self.config.readout == "cls" else tokens.mean(1)
@@ -420,7 +449,7 @@ class Model(nn.Module):
         """batch: views, the two large ones first, each (B, 3, s, s) -> {"loss": scalar, and scalars to log}.
 
         entropy_a, entropy_b: of the rows of A and B; similarity: mean cosine of the latents of different images; rank: how many
-        directions h takes, (sum l)^2 / sum l^2 of the eigenvalues l of its covariance.
+        directions h takes in the global batch, (sum l)^2 / sum l^2 of the eigenvalues l of its covariance.
         """
         cfg, views = self.config, batch["views"]
         h, z = self.latents(self.student(), views, gather)
@@ -432,7 +461,7 @@ class Model(nn.Module):
                                               cfg.normalization, cfg.target, cfg.top_k, gather, entropies=True)
         B = len(views[0])
         return {"loss": loss, "entropy_a": entropy_a, "entropy_b": entropy_b, "similarity": mean_cosine(z.detach()[:B]),
-                "rank": effective_rank(h.detach()[:B])}
+                "rank": effective_rank(gather(h.detach()[:B]))}
 
     def after_step(self, step, steps):
         """The teacher follows the student: theta_t = l theta_t + (1 - l) theta_s, l from `ema` to 1 by half a cosine."""
@@ -451,34 +480,40 @@ class Model(nn.Module):
     def chance_loss(self, batch_size, mask, patches):
         """The loss when all similarities are equal; batch_size is global."""
         cfg = self.config
-        columns = (batch_size if cfg.normalization == "block" else 2 * batch_size)
         if cfg.target == "onehot":
-            return math.log(columns - 1)
+            return math.log(2 * batch_size - 1)
+        columns = batch_size if cfg.normalization == "block" else 2 * batch_size
         return math.log(columns - (cfg.mask == "exclude") * columns / batch_size)
 
     def boxes(self, images):
         """(B, 3, H, W) -> (B, 4), where crops of these images are to lie."""
-        return heat_boxes(self.image_encoder.cls_attention(images).float().sum(1), self.config.crop_threshold)
+        return heat_boxes(self.head_maps(images).float().sum(1), self.config.crop_threshold, images.shape[-1])
+
+    def head_maps(self, images):
+        """(B, 3, H, W) -> (B, heads, h, w), what [CLS] attends to in the last block."""
+        return self.evaluated().cls_attention(images)
 
     def encode_image(self, images):
         """(B, 3, H, W) -> h (B, d), normalised."""
-        return F.normalize(self.readout(self.image_encoder(images)).float(), dim=-1)
+        return F.normalize(self.readout(self.evaluated()(images)).float(), dim=-1)
 
     def probe_features(self, images):
         """(B, 3, H, W) -> what the linear probe sees (App. D.1): [CLS] beside the mean of the patches; the mean where h is the mean."""
-        tokens = self.image_encoder(images).float()
+        tokens = self.evaluated()(images).float()
         return torch.cat([tokens[:, 0], tokens[:, 1:].mean(1)], 1) if self.config.readout == "cls" else tokens.mean(1)
 
 
+@in_fp32
 def mean_cosine(z):
     """Mean cosine of different rows of z (B, E)."""
-    z = F.normalize(z.float(), dim=-1)
+    z = F.normalize(z, dim=-1)
     return (z.sum(0).square().sum() - len(z)) / (len(z) * max(1, len(z) - 1))
 
 
+@in_fp32
 def effective_rank(h):
     """(sum l)^2 / sum l^2 of the eigenvalues l of the covariance of h (B, d): d where all directions count alike, 1 where one does."""
-    h = h.float() - h.float().mean(0)
+    h = h - h.mean(0)
     gram = h @ h.T if len(h) < h.shape[1] else h.T @ h           # the same eigenvalues
     return gram.trace().square() / gram.square().sum().clamp(min=1e-30)
 

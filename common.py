@@ -962,9 +962,9 @@ class View:
 
     size: int                # pixels of its side
     scale: tuple             # least and largest share of the image's area that it shows
-    alpha: float = 1.0       # of an image with a box: the crop's centre is drawn in the box by Beta(alpha, alpha)
     blur: float = 0.0        # probability
     solarize: float = 0.0    # probability
+    alpha: float = 1.0       # of an image with a box: the crop's centre is drawn in the box by Beta(alpha, alpha)
 
 
 class Views:
@@ -976,18 +976,19 @@ class Views:
 
     def __init__(self, views, image_size):
         self.views, self.image_size = views, image_size
+        self.betas = [torch.distributions.Beta(view.alpha, view.alpha) for view in views]
         self.least = max(math.ceil(view.size / view.scale[0] ** 0.5) for view in views)  # pixels that fill the least crop
 
     def __call__(self, image, box=None):
         """PIL image or (3, H, W) in [0, 1] -> a random crop (3, size, size) for each view. box: the part of the image in which the
         crops' centres lie, (left, top, right, bottom) as shares of its sides (ContrastiveCrop, arXiv 2202.03278); None: anywhere."""
         crops = []
-        for view in self.views:
+        for view, beta in zip(self.views, self.betas):
             top, left, height, width = v2.RandomResizedCrop.get_params(image, view.scale, (3 / 4, 4 / 3))
             if box is not None:
-                sides = v2.functional.get_size(image)
-                left, top = (round(min(max(centre * side - length / 2, 0), side - length)) for centre, side, length in zip(
-                    centre_in(box, view.alpha), reversed(sides), (width, height)))
+                tall, wide = v2.functional.get_size(image)
+                x, y = beta.sample((2,)).tolist()
+                left, top = place_in(box[0], box[2], wide, width, x), place_in(box[1], box[3], tall, height, y)
             crop = v2.functional.resized_crop(image, top, left, height, width, [view.size] * 2, v2.InterpolationMode.BICUBIC, True)
             crops.append(crop if torch.is_tensor(crop) else v2.functional.to_dtype(v2.functional.to_image(crop), scale=True))
         return crops
@@ -1011,11 +1012,11 @@ class Views:
         return normalize(x)
 
 
-def centre_in(box, alpha):
-    """A random place (x, y) in a box; alpha below 1 puts it rather near the edges, so that crops of an image differ more."""
-    x, y = torch.distributions.Beta(alpha, alpha).sample((2,)).tolist()
-    left, top, right, bottom = box
-    return left + x * (right - left), top + y * (bottom - top)
+def place_in(first, last, side, length, share):
+    """Where a crop of `length` of a `side` of pixels begins, if its centre lies between two shares of the side and the crop in the image;
+    share: 0 for the first such place, 1 for the last."""
+    low, high = (min(max(edge * side - length / 2, 0), side - length) for edge in (first, last))
+    return round(low + share * (high - low))
 
 
 class Boxes:

@@ -85,7 +85,7 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=1
 
 PROBES = {  # optimizer, its peak learning rate, a setting and the values to choose from, epochs, batch
     "adamw": (torch.optim.AdamW, dict(lr=0.1), "weight_decay", (0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2), 10, 256),      # SPARO, C.1
-    "sgd": (functools.partial(torch.optim.SGD, momentum=0.9), {}, "lr", (0.002, 0.01, 0.05, 0.25), 100, 1024),   # BAM, Table 9b: .002
+    "sgd": (functools.partial(torch.optim.SGD, momentum=0.9), {}, "lr", (0.002, 0.01, 0.05, 0.3), 100, 1024),    # BAM, Table 9b: .002, ResNet .3
 }
 
 
@@ -127,17 +127,17 @@ def k_means(x, k, generator, rounds=100, starts=3):
     best = (math.inf, None)
     for _ in range(starts):
         centres = x[torch.randint(len(x), (1,), generator=generator)]
+        nearest = torch.full((len(x),), math.inf)
         while len(centres) < k:  # the next one with a probability that grows with the squared distance to those there are
-            distance = torch.cdist(x, centres).square().amin(1) + 1e-12
-            centres = torch.cat([centres, x[torch.multinomial(distance, 1, generator=generator)]])
+            nearest = torch.minimum(nearest, (x - centres[-1]).square().sum(1))
+            centres = torch.cat([centres, x[torch.multinomial(nearest + 1e-12, 1, generator=generator)]])
         old = None
         for _ in range(rounds):
             distance, ids = torch.cdist(x, centres).min(1)
             if old is not None and torch.equal(ids, old):
                 break
-            old, one_hot = ids, F.one_hot(ids, k).T.to(x.dtype)                  # (k, n)
-            counts = one_hot.sum(1, keepdim=True)
-            centres = torch.where(counts > 0, one_hot @ x / counts.clamp(min=1), centres)
+            old, counts = ids, torch.bincount(ids, minlength=k)[:, None]         # (k, 1)
+            centres = torch.where(counts > 0, torch.zeros_like(centres).index_add_(0, ids, x) / counts.clamp(min=1), centres)
         best = min(best, (distance.square().sum().item(), ids), key=lambda pair: pair[0])
     return best[1]
 
@@ -549,17 +549,23 @@ def labelled(embed, source, split, n, encode):
     return (folder_images if is_table(source) else shard_images)(embed, source, n, encode)
 
 
+def open_train_data(source, options):
+    """The data that k-NN and probes on the class folders `source` learn from. Raises UserError if it has not the same classes."""
+    if options.train_data is None or same_path(options.train_data, options.data):
+        raise UserError("k-NN and linear probes on class folders need --train-data, other class folders or tar shards with labels "
+                        "to learn from.")
+    train = common.open_data(options.train_data)
+    if not isinstance(train, common.TarShards) and getattr(train, "classes", None) != source.classes:
+        raise UserError(f"--train-data {options.train_data} must have the class folders of {options.data}: "
+                        f"{', '.join(source.classes)}.")
+    return train
+
+
 def train_and_test(embed, source, options, encode):
     """Features and labels of the training part (the world's train split, or --train-data) and of the data to evaluate."""
     if is_world(source):
         return *labelled(embed, source, "train", 4 * WORLD_N, encode), *labelled(embed, source, options.split, WORLD_N, encode)
-    if options.train_data is None or same_path(options.train_data, options.data):
-        raise UserError("k-NN and linear probes on class folders need --train-data, other class folders or tar shards with labels "
-                        "to learn from.")
-    train = common.open_data(options.train_data, image_size=embed.image_size)
-    if not isinstance(train, common.TarShards) and getattr(train, "classes", None) != source.classes:
-        raise UserError(f"--train-data {options.train_data} must have the class folders of {options.data}: "
-                        f"{', '.join(source.classes)}.")
+    train = open_train_data(source, options)
     x, y = labelled(embed, train, "train", options.train_limit, encode)
     if y.max() >= len(source.classes):
         raise UserError(f"--train-data {options.train_data} has label {y.max()}, but {options.data} has {len(source.classes)} "
@@ -1134,11 +1140,10 @@ def search(embed, source, options, run):
 @torch.no_grad()
 def draw_heads(embed, source, options, path):
     """What [CLS] attends to in the last block: the mean over heads, then each head (BAM, Fig. 5)."""
-    encoder = embed.model.image_encoder
-    if embed.tokenizer or not isinstance(encoder, common.ViT) or encoder.cls is None:
+    if not hasattr(embed.model, "head_maps") or embed.model.image_encoder.cls is None or isinstance(source, SegmentationFolder):
         return False
     images, _ = picture_samples(source, options, 8)
-    weights, side, rows = encoder.cls_attention(images.to(embed.device)).cpu(), 112, []
+    weights, side, rows = embed.model.head_maps(images.to(embed.device)).cpu(), 112, []
     for image, heads in zip(images, weights):                                    # heads (h, grid, grid)
         picture = to_picture(image, side)
         maps = [("mean of heads", heads.mean(0)), *((f"head {i}", head) for i, head in enumerate(heads, 1))]
@@ -1176,7 +1181,7 @@ def draw_entropies(embed, source, options, path):
     """How the entropies of A and B went in training (BAM, Fig. 3), from the run's log."""
     log = Path(path.parent, "log.jsonl")
     records = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    if len(records) < 2 or "entropy_a" not in records[0]:
+    if path.name != "entropies.png" or len(records) < 2 or "entropy_a" not in records[0]:  # not again for other data
         return False
     chart({name: [(record["step"], record[key]) for record in records] for name, key in (("A", "entropy_a"), ("B", "entropy_b"))}, path,
           "Mean entropy of the rows of A and of their target B, in nats", "step")
@@ -1222,7 +1227,7 @@ def build_encoders(config, tokenizer):
         raise UserError(f"{config['method']} takes all image tokens for patches: leave out cls=1 of --image-encoder.")
     if hook(config, "needs_cls", False) and image_encoder.cls is None:
         how = "choose a ViT" if kind is common.ResNet else "add cls=1 to --image-encoder"
-        raise UserError(f"These settings of {config['method']} take the [CLS] token: {how}.")
+        raise UserError(f"--readout {config['readout']} (or crops by attention) of {config['method']} takes the [CLS] token: {how}.")
     if not uses_text(config):
         return image_encoder, None
     text = common.encoder_settings(common.TextTransformer, config["text_encoder"], common.TEXT_PRESETS)

@@ -545,6 +545,10 @@ class Dino(nn.Module):
         """The loss when all distributions are uniform."""
         return math.log(self.config.out_dim)
 
+    def head_maps(self, images):
+        """(B, 3, H, W) -> (B, heads, h, w), what the teacher's [CLS] attends to in the last block."""
+        return self.teacher[0].cls_attention(images)
+
     def image_slots(self, images):
         """(B, 3, H, W) -> the teacher's read-out: slots (B, L, V) of SPARO, else (B, M)."""
         encoder, readout, _ = self.teacher

@@ -227,7 +227,7 @@ def build_loader(config, source, model, tokenizer, batch, rank, world_size, posi
 
 
 @torch.no_grad()
-def find_boxes(config, source, raw, device, rank, world_size):
+def find_boxes(config, source, raw, device, rank, world_size, autocast):
     """Look at every image of the data, a part on each rank -> the common.Boxes in which crops are to lie from now on."""
     raw.eval()
     images = common.EachImage(source, raw.image_encoder.image_size, 256, rank, world_size)
@@ -235,7 +235,8 @@ def find_boxes(config, source, raw, device, rank, world_size):
     for names, x in DataLoader(images, batch_size=None, num_workers=config["workers"], worker_init_fn=ignore_signals,
                                generator=torch.Generator()):
         keys += map(common.Boxes.key, names)
-        boxes += raw.boxes(x.to(device)).tolist()
+        with autocast():
+            boxes += raw.boxes(x.to(device)).tolist()
     raw.train()
     parts = common.gather_objects((torch.tensor(keys, dtype=torch.long), torch.tensor(boxes).view(-1, 4)))
     return common.Boxes(*map(torch.cat, zip(*parts)))
@@ -510,8 +511,13 @@ def train(config):
     if refreshes and isinstance(source, common.World):
         raise UserError("The world draws each image once, and boxes of --contrastive-crop are of images that come again: give "
                         "--no-contrastive-crop or other data.")
-    if config["knn_every"] and not evaluation.has_classes(eval_source):
-        raise UserError(f"--knn-every needs class folders as --eval-data, or shapes, not {config['eval_data'] or config['data']}.")
+    if config["knn_every"]:
+        if not evaluation.has_classes(eval_source):
+            raise UserError(f"--knn-every needs class folders as --eval-data, or shapes, not {config['eval_data'] or config['data']}.")
+        if not isinstance(eval_source, common.World):
+            known = evaluation.open_train_data(eval_source, evaluation_options(config, eval_source, size))
+            if isinstance(known, common.TarShards):
+                next(known.labelled())
     if config["resume"]:
         state = load_state(out, config, raw, device)
         step, positions, skipped = place_of(state, config, rank, world_size)
@@ -531,10 +537,12 @@ def train(config):
             scaler.load_state_dict(state["scaler"])
         del state  # else it stays in memory
 
-    def open_loader():
-        return build_loader(config, source, raw, tokenizer, config["batch"] // world_size, rank, world_size, dict(positions), boxes)
+    def open_loader(refreshed):
+        """A loader that goes on at `positions`; the data have an order of their own after each refresh of the boxes."""
+        order = config | {"seed": config["seed"] + 10**6 * refreshed}
+        return build_loader(order, source, raw, tokenizer, config["batch"] // world_size, rank, world_size, dict(positions), boxes)
 
-    loader = open_loader()
+    loader = open_loader(sum(start < step for start in refreshes))
     if config["bench"]:
         return bench(config, stage, raw, model, optimizer, scaler, loader, autocast, dtype, device, rank)
 
@@ -561,8 +569,12 @@ def train(config):
             stage = stages[number]
             model, optimizer = open_stage(config, stage, raw, device, world_size, fresh=True)
         if step in refreshes:
-            boxes = find_boxes(config, source, raw, device, rank, world_size)
-            batches = iter(open_loader())
+            batches = None  # ends its workers
+            boxes = find_boxes(config, source, raw, device, rank, world_size, autocast)
+            # from the beginning of a new order: to its old place a tar stream would be read again from its start
+            positions = {worker: (number_of, 0, *rest) for worker, (number_of, _, *rest) in positions.items()}
+            batches = iter(open_loader(sum(start <= step for start in refreshes)))
+            tick, waited, since = time.perf_counter(), 0.0, step
         before = time.perf_counter()
         batch = to_device(next(batches), device)
         waited += time.perf_counter() - before
@@ -574,7 +586,8 @@ def train(config):
         positions |= batch["position"]
         skipped |= batch["skipped"]
         bar.update()
-        due = step % config["log_every"] == 0 or step == config["steps"]
+        knn_due = config["knn_every"] and step % config["knn_every"] == 0
+        due = step % config["log_every"] == 0 or step == config["steps"] or knn_due
         if due and rank == 0:
             now = time.perf_counter()
             record = {"step": step, **{name: value.item() for name, value in outputs.items()},
@@ -583,8 +596,8 @@ def train(config):
                       "images_per_s": (step - since) * config["batch"] / (now - tick), "data_share": waited / (now - tick)}
             if any(skipped.values()):
                 record["skipped"] = total_skipped(skipped)
-            if config["knn_every"] and step % config["knn_every"] == 0:
-                options = evaluation_options(config, eval_source, raw)
+            if knn_due:
+                options = evaluation_options(config, eval_source, size)
                 record |= evaluation.knn(evaluation.embedder(raw, tokenizer, config, device), eval_source, options)
                 raw.train()
             warning = raw.warn(record) if hasattr(raw, "warn") else None
@@ -594,7 +607,7 @@ def train(config):
             log.write(json.dumps(record) + "\n")
             log.flush()
             bar.set_postfix_str(f"loss {record['loss']:.3f}, {record['images_per_s']:.0f} images/s")
-            tick, waited, since = now, 0.0, step
+            tick, waited, since = time.perf_counter(), 0.0, step
         stopping = stop.agreed(device)
         ended = step in ends[:-1]
         if step % config["save_every"] == 0 or step == config["steps"] or stopping or ended:
@@ -636,7 +649,8 @@ def finish(config, source, raw, tokenizer, device, out, skipped):
     for reasons in (reasons for workers in skipped for reasons in workers.values()):
         for reason, (count, example) in reasons.items():
             print(f"skipped {count} samples: {reason}, the last {example}")
-    options, data = evaluation_options(config, source, raw), config["eval_data"] or config["data"]
+    options = evaluation_options(config, source, raw.image_encoder.image_size)
+    data = options.data
     if isinstance(source, common.TarShards):
         return print("No evaluation: tar shards are for training only; give --eval-data, or run eval.py with other data.")
     if tokenizer is None and not isinstance(source, common.World):
@@ -647,11 +661,11 @@ def finish(config, source, raw, tokenizer, device, out, skipped):
     evaluation.report(evaluation.embedder(raw, tokenizer, config, device), source, options, out)
 
 
-def evaluation_options(config, source, raw):
+def evaluation_options(config, source, image_size):
     """What eval.py would be called with at the end of this run."""
     data = config["eval_data"] or config["data"]
     options = types.SimpleNamespace(tasks=None, data=data, split=evaluation.default_split(data), image_root=config["image_root"],
-                                    image_size=raw.image_encoder.image_size, limit=1000, templates=None, nouns_adjectives=None,
+                                    image_size=image_size, limit=1000, templates=None, nouns_adjectives=None,
                                     train_data=config["data"], train_limit=20_000, select=None, select_root=None, probe="adamw")
     if not config["eval_data"] and not isinstance(source, common.World):
         options.split = "train"

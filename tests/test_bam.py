@@ -67,11 +67,13 @@ def literal_loss(z, k, G, teacher=None, tau=0.1, tau_b=0.05, iters=3, mask="excl
     if target == "softmax":
         B = rows_to_one(B, G * n, groups)
     if top_k:
-        for r in range(G * n):
-            row = sorted((B[r, m], m) for m in range(G * n) if (r, m) in B)
-            before, kept = sum(value for value, _ in row), row[-top_k:]
-            for value, m in row:
-                B[r, m] = value * before / sum(v for v, _ in kept) if (value, m) in kept else 0 * value
+        for i in range(n):
+            means = sorted((sum(B[j * n + i, m] for j in range(G)), m) for m in range(G * n) if (i, m) in B)
+            kept = {m for _, m in means[-top_k:]}
+            for r in range(i, G * n, n):
+                row = [m for m in range(G * n) if (r, m) in B]
+                factor = sum(B[r, m] for m in row) / sum(B[r, m] for m in kept)
+                B |= {(r, m): B[r, m] * factor if m in kept else 0 * B[r, m] for m in row}
     total, pairs = 0.0, 0
     for j in range(G):
         for other in range(k):
@@ -93,7 +95,7 @@ def rows_to_one(B, rows, groups):
 
 CASES = [dict(), dict(mask="zero"), dict(mask="none"), dict(normalization="block"), dict(normalization="block", mask="zero"),
          dict(target="softmax"), dict(target="softmax", mask="none", normalization="block"), dict(target="onehot"),
-         dict(target="onehot", normalization="block", k=3, G=3), dict(top_k=2), dict(top_k=3, mask="none"), dict(iters=1, tau=0.5, tau_b=0.3),
+         dict(target="onehot", mask="zero", k=3, G=3), dict(top_k=2), dict(top_k=3, mask="none"), dict(iters=1, tau=0.5, tau_b=0.3),
          dict(k=4), dict(k=4, mask="zero", teacher=True), dict(k=3, G=3), dict(k=3, G=1), dict(teacher=True), dict(teacher=True, mask="zero"),
          dict(teacher=True, target="onehot"), dict(teacher=True, normalization="block", k=3), dict(k=4, target="onehot"),
          dict(k=4, G=3, normalization="block", mask="none")]
@@ -204,10 +206,20 @@ def test_targets_get_no_gradient():
 
 @pytest.mark.parametrize("arguments, message", [((torch.randn(5, 3), 2), "5 latents are not 2 views"), ((torch.randn(4, 3), 1), "two or more"),
                                                 ((torch.randn(4, 3), 2, torch.randn(3, 3)), "2 x 2 latents of 3"),
-                                                ((torch.randn(2, 3), 2), "global batch needs two")])
+                                                ((torch.randn(2, 3), 2), "global batch needs two"),
+                                                ((torch.randn(4, 3), 2, None, 0), "0 of them large")])
 def test_wrong_shapes_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         bam.bam_loss(*arguments)
+
+
+@pytest.mark.parametrize("settings, message", [(dict(mask="Zero"), "mask is one of exclude, zero, none, not 'Zero'"),
+                                               (dict(normalization="blocks"), "normalization is one of"), (dict(target="simclr"), "target is one"),
+                                               (dict(target="onehot", normalization="block"), "normalization is global"),
+                                               (dict(target="onehot", n_global=1), "two or more")])
+def test_unknown_words_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        bam.bam_loss(torch.randn(4, 3), 2, **settings)
 
 
 # Model ---------------------------------------------------------------------------------------------------------------
@@ -309,7 +321,7 @@ def test_views_are_byols_with_multi_crop():
 
 
 @pytest.mark.parametrize("settings", [dict(teacher=False), dict(teacher=False, mask="zero"), dict(teacher=False, normalization="block"),
-                                      dict(teacher=False, target="onehot"), dict(teacher=True, mask="none")])
+                                      dict(teacher=False, target="onehot"), dict(teacher=True, target="onehot"), dict(teacher=True, mask="none")])
 def test_chance_loss(settings):
     model, n = tiny_model(**settings), 6
     teacher = torch.ones(2 * n, 4) if settings["teacher"] else None
@@ -340,12 +352,14 @@ def test_lars_is_the_literal_one():
 
 
 def test_boxes_hold_what_is_above_the_threshold():
-    heat = torch.zeros(3, 4, 5)
+    heat = torch.zeros(2, 5, 5)
     heat[0, 1:3, 2] = torch.tensor([5.0, 0.6])                               # a cell of .12 counts, .1 is the threshold
     heat[1, 3, 0], heat[1, 0, 4] = 1.0, 0.09
-    heat += torch.tensor([3.0, -1.0, 0.0]).view(3, 1, 1)                     # maps are scaled to [0, 1] first
-    found = bam.heat_boxes(heat, 0.1)
-    assert found[0].tolist() == pytest.approx([2 / 5, 1 / 4, 3 / 5, 3 / 4]) and found[1].tolist() == pytest.approx([0, 3 / 4, 1 / 5, 1])
+    heat += torch.tensor([3.0, -1.0]).view(2, 1, 1)                          # maps are scaled to [0, 1] first
+    found = bam.heat_boxes(heat, 0.1, 5)
+    assert found[0].tolist() == pytest.approx([2 / 5, 1 / 5, 3 / 5, 3 / 5]) and found[1].tolist() == pytest.approx([0, 3 / 5, 1 / 5, 4 / 5])
+    fine = bam.heat_boxes(heat, 0.5, 50)[0]                                  # between the cells the map is enlarged linearly
+    assert fine.tolist() == pytest.approx([0.4, 0.2, 0.6, 0.4], abs=0.03)
 
 
 def test_crops_lie_in_the_box_and_spread_to_its_edges():
@@ -359,6 +373,10 @@ def test_crops_lie_in_the_box_and_spread_to_its_edges():
         centres[alpha] = 100 * crops[:, :2].mean((2, 3))                     # (400, 2), y and x
         assert centres[alpha][:, 1].min() >= 19 and centres[alpha][:, 1].max() <= 61 and centres[alpha][:, 0].min() >= 29
     assert centres[0.6].std(0).min() > 1.3 * centres[10.0].std(0).max()
+    views = common.Views([common.View(8, (0.25, 1.0), alpha=1.0)], 8)        # in the whole image it is an ordinary random crop
+    left = [[(100 * views(image, box)[0][1, :, 0].mean() < 2).item() for _ in range(400)] for box in ((0, 0, 1, 1), None)]
+    assert abs(sum(left[0]) - sum(left[1])) < 60 and sum(left[1]) < 150
+    views = common.Views([common.View(8, (0.02, 0.04), alpha=10.0)], 8)
     anywhere = torch.stack([views(image)[0] for _ in range(200)])[:, 1].mean((1, 2)) * 100
     assert anywhere.min() < 15 and anywhere.max() > 65
 
@@ -410,7 +428,9 @@ def test_every_image_gets_the_box_that_its_crops_lie_in(tmp_path, kind):
 def test_contrastive_crop_needs_images_that_come_again(tmp_path):
     with pytest.raises(common.UserError, match="draws each image once"):
         train.main([*SMALL, "--out", str(tmp_path / "a"), "--contrastive-crop", "--crop-start", "1"])
-    with pytest.raises(common.UserError, match=r"take the \[CLS\] token: add cls=1"):
+    with pytest.raises(common.UserError, match="--crop-start 9 leaves none of --steps 4"):
+        train.main([*SMALL, "--out", str(tmp_path / "a"), "--contrastive-crop", "--crop-start", "9"])
+    with pytest.raises(common.UserError, match=r"takes the \[CLS\] token: add cls=1"):
         train.main([*SMALL, "--out", str(tmp_path / "b"), "--contrastive-crop", "--image-encoder", "tiny"])
 
 
@@ -449,6 +469,12 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path, flags, monkeypatch):
         train.main([*SMALL, "--out", str(killed), *flags, "--save-every", "2"])
     monkeypatch.undo()
     train.main(["--method", "bam", "--resume", "--out", str(killed)])
+    if "--contrastive-crop" in flags:
+        boxes = common.load_checkpoint(tmp_path / "whole" / "last.pt")["boxes"]
+        assert boxes[1].shape == (12, 4) and (boxes[1][:, :2] < boxes[1][:, 2:]).all()
+        train.main([*SMALL, "--out", str(tmp_path / "random"), *flags, "--no-contrastive-crop"])
+        weights = [common.load_checkpoint(tmp_path / out / "last.pt")["model"]["projector.0.weight"] for out in ("whole", "random")]
+        assert not torch.equal(*weights)
     whole, again = (common.load_checkpoint(tmp_path / out / "last.pt")["model"] for out in ("whole", "killed"))
     assert whole.keys() == again.keys() and all(torch.equal(whole[key], again[key]) for key in whole)
 
@@ -468,6 +494,29 @@ def test_a_run_is_evaluated_and_logs_its_entropies(tmp_path):
     images = torch.randn(2, 3, 16, 16)
     tokens = embed.model.image_encoder(images)
     torch.testing.assert_close(embed.model.probe_features(images), torch.cat([tokens[:, 0], tokens[:, 1:].mean(1)], 1))
+
+
+def test_the_teacher_is_evaluated():
+    model, images = tiny_model(teacher=True).eval(), torch.randn(2, 3, 16, 16)
+    before = model.encode_image(images), model.probe_features(images), model.boxes(images)
+    nn.init.normal_(model.image_encoder.blocks[0].attn.qkv.weight)
+    assert all(map(torch.equal, before, (model.encode_image(images), model.probe_features(images), model.boxes(images))))
+    nn.init.normal_(model.teacher[0].blocks[0].attn.qkv.weight)
+    assert not torch.equal(before[0], model.encode_image(images))
+
+
+def test_knn_in_the_log_is_checked_at_the_start(tmp_path):
+    make_photos(tmp_path / "photos")
+    folders = ["--data", str(tmp_path / "photos"), "--image-size", "16", "--knn-every", "2"]
+    with pytest.raises(common.UserError, match="need --train-data"):
+        train.main([*SMALL, *folders, "--out", str(tmp_path / "a")])
+    (tmp_path / "captions.csv").write_text("image,caption\nphotos/left/0.png,a\nphotos/left/1.png,b\n")
+    with pytest.raises(common.UserError, match="--knn-every needs class folders"):
+        train.main([*SMALL, *folders, "--data", str(tmp_path / "captions.csv"), "--out", str(tmp_path / "b")])
+    make_photos(tmp_path / "others")
+    train.main([*SMALL, *folders, "--eval-data", str(tmp_path / "others"), "--log-every", "3", "--out", str(tmp_path / "c")])
+    lines = [json.loads(line) for line in (tmp_path / "c" / "log.jsonl").read_text().splitlines()]
+    assert {line["step"]: "knn" in line for line in lines} == {2: True, 3: False, 4: True}
 
 
 @pytest.mark.parametrize("preset, parameters", [("vit-s16", 21.6e6), ("vit-b16", 85.7e6), ("r50", 23.5e6)])
