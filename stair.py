@@ -30,7 +30,7 @@ Differs from the paper:
 Not here: fusing dense embeddings or other features into the index; fine-tuning.
 
 Run:     python train.py --method stair                     (the embedded world)
-Result:  shape in the 10 best of 862 words .999 (in a single stage .007), R@1 .934 / .911 (CLIP .861 / .788), 15 active words a caption,
+Result:  shape in the 10 best of 862 words .999 (in a single stage .002), R@1 .934 / .911 (CLIP .861 / .788), 15 active words a caption,
          three seeds on one thread of an AMD EPYC (README).
 """
 
