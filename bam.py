@@ -108,9 +108,10 @@ def in_fp32(function):
         return x.to(torch.promote_types(x.dtype, torch.float32)) if torch.is_tensor(x) and x.is_floating_point() else x
 
     @functools.wraps(function)
-    def wrapper(x, *args, **kwargs):
-        with torch.autocast(x.device.type, enabled=False):
-            return function(cast(x), *map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
+    def wrapper(*args, **kwargs):
+        device = next(x.device.type for x in (*args, *kwargs.values()) if torch.is_tensor(x))
+        with torch.autocast(device, enabled=False):
+            return function(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
 
     return wrapper
 

@@ -15,6 +15,7 @@ import math
 import random
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -826,6 +827,7 @@ TASKS = {  # name: (function, which data it can use)
     "slots": (slots, lambda s: not isinstance(s, (SegmentationFolder, common.TarShards))),
     "masks": (masks, lambda s: is_world(s) or is_table(s)),
 }
+OF_WORDS = {"words", "textfree", "sparsity"}  # run by default where encodings are words
 ON_REQUEST = {"knn", "linear", "clusters", "slots", "masks", "words", "textfree", "sparsity", "pointing"}  # run only where --task names them
 
 
@@ -845,7 +847,7 @@ def to_picture(image, side):
 def sheet(rows, path, side, title, legend=()):
     """Rows of (PIL image, label) cells -> one PNG: a title, a legend of (colour, name), a label of one or two lines a cell."""
     font, cell, top = ImageFont.load_default(12), side + 8, 52 if legend else 28
-    tall = side + 20 + 14 * any("\n" in label for row in rows for _, label in row)
+    tall = side + 20 + 14 * max(label.count("\n") for row in rows for _, label in row)
     page = Image.new("RGB", (max(cell * max(map(len, rows)) + 8, 640), top + len(rows) * tall), "white")
     draw = ImageDraw.Draw(page)
     draw.text((8, 6), title, "black", font)
@@ -1031,7 +1033,8 @@ def draw_words(embed, source, options, path):
     (images, captions), rows = picture_samples(source, options, 16), []
     for image, enc, caption in zip(images, embed.images(images), captions):
         top = [(embed.tokenizer.vocab[k], enc[k].item()) for k in enc.topk(20).indices.tolist() if enc[k] > 0]
-        rows.append([(to_picture(image, 144), caption), (word_cloud(top, 144), "")] if top else [(to_picture(image, 144), caption)])
+        label = "\n".join(textwrap.wrap(caption, 23)[:4])
+        rows.append([(to_picture(image, 144), label), *([(word_cloud(top, 144), "")] if top else [])])
     pairs = [left + right for left, right in itertools.zip_longest(rows[::2], rows[1::2], fillvalue=[])]
     sheet(pairs, path, 144, "STAIR: images, one of their captions, and the words of their encodings, as large as their weights")
     return True
@@ -1073,9 +1076,20 @@ def lower_words(expression):
 
 
 def wanted_words(query):
-    """The words of a query that do not stand behind NOT."""
-    parts = stair.parts_of(lower_words(query))
-    return [word for before, word in zip(["", *parts], parts) if word not in stair.OPERATORS and before != "NOT"]
+    """The words of a query that are not negated, by a NOT before them or before a parenthesis around them."""
+    wanted, negated, outside = [], False, [False]
+    for part in stair.parts_of(lower_words(query)):
+        if part == "NOT":
+            negated = not negated
+        elif part == "(":
+            outside.append(outside[-1] != negated)
+            negated = False
+        elif part == ")":
+            outside = outside[:-1] or outside
+        elif part not in stair.OPERATORS:
+            wanted += [part] if negated == outside[-1] else []
+            negated = False
+    return wanted
 
 
 def word_columns(embed, encodings):
@@ -1085,7 +1099,7 @@ def word_columns(embed, encodings):
 
 def search(embed, source, options, run):
     """Index images (STAIR, App. D) into RUN/index.pt and, for other engines, RUN/index.jsonl, answer --query, and show what is found
-    in RUN/search.png. A query is a caption, answered with the text tower and without it, or words with AND, OR, NOT, parentheses."""
+    in RUN/search.png; of other data than the run's DATA-index.pt and so on. A query is a caption, answered with the text tower and without it, or words with AND, OR, NOT, parentheses."""
     if not hasattr(embed.model, "encode_words"):
         raise UserError("--query needs a run of --method stair: other encodings have no words.")
     if not (is_world(source) or is_table(source)):
@@ -1112,7 +1126,9 @@ def search(embed, source, options, run):
             if len(kept):
                 index.add([paths[start + i] for i in kept.tolist()], word_columns(embed, encodings))
             contents |= {paths[start + i]: source.captions_of(start + i)[0] for i in kept.tolist()}
-    path = Path(run, "index.pt" if options.checkpoint == "last.pt" else f"index-{options.checkpoint}")
+    own = json.loads(Path(run, "config.json").read_text())["data"] == options.data
+    prefix = "" if own else re.sub("[^A-Za-z0-9]+", "-", options.data).strip("-") + "-"
+    path = Path(run, prefix + ("index.pt" if options.checkpoint == "last.pt" else f"index-{options.checkpoint}"))
     index.save(path)
     index.export(path.with_suffix(".jsonl"), contents=contents)
     print(f"{len(index)} images in {path} and {path.with_suffix('.jsonl')}")
@@ -1132,9 +1148,9 @@ def search(embed, source, options, run):
             rows.append([(word_cloud([(word, 1.0) for word in query.split()], 112), name)] + [
                 (to_picture(image, 112), f"{score:.2f}") for image, (_, score) in zip(shown, found)])
     if rows:
-        sheet(rows, Path(run, "search.png"), 112, "STAIR: what queries find, a row each, best first; scores are cosines, of words with "
+        sheet(rows, Path(run, f"{prefix}search.png"), 112, "STAIR: what queries find, a row each, best first; scores are cosines, of words with "
                                                 "AND, OR, NOT sums of weights")
-        print(f"picture: {Path(run, 'search.png')}")
+        print(f"picture: {Path(run, f'{prefix}search.png')}")
 
 
 @torch.no_grad()
@@ -1188,8 +1204,8 @@ def draw_entropies(embed, source, options, path):
     return True
 
 
-PICTURES = {"entropies.png": draw_entropies, "heads.png": draw_heads, "words.png": draw_words, "queries.png": draw_queries, "alignment.png": draw_alignment,
-            "segmentation.png": draw_segmentation, "slots.png": draw_slots}
+PICTURES = {"entropies.png": draw_entropies, "heads.png": draw_heads, "words.png": draw_words, "queries.png": draw_queries,
+            "alignment.png": draw_alignment, "segmentation.png": draw_segmentation, "slots.png": draw_slots}
 
 
 # Runs ----------------------------------------------------------------------------------------------------------------
@@ -1262,7 +1278,8 @@ def usable_tasks(source, has_text, data):
 def evaluate(embed, source, options):
     """Run the tasks of `options.tasks`, or those that the data can serve, without ON_REQUEST -> {metric: float}."""
     usable, result = usable_tasks(source, embed.tokenizer, options.data), {}
-    by_default = [name for name in usable if name not in ON_REQUEST] if embed.tokenizer else ["knn", "linear"]
+    wanted = OF_WORDS if hasattr(embed.model, "encode_words") else set()
+    by_default = [name for name in usable if name not in ON_REQUEST - wanted] if embed.tokenizer else ["knn", "linear"]
     for name in options.tasks or by_default:
         if name not in usable:
             why = "this data" if embed.tokenizer or name in IMAGE_TASKS else "a model without a text tower"

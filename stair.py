@@ -24,7 +24,9 @@ Differs from the paper:
   * revive_until: an inactive word of the caption gets the gradient that it would get if it were active, where the loss wants it
     larger; the paper's relu gives none, and words that the image tower cannot see yet die. Not in the preset b16.
   * An encoding shorter than 0.5 counts as 0.5 long in the cosine: next to zero its gradient would be without bound.
-  * LAMB does not scale the updates of biases, norms and the like, which begin at zero.
+  * LAMB neither scales nor decays what is no weight of a linear or convolution layer: biases, norms, positions and the token embedding.
+  * The preset tiny has its own shares of the stages, lambda and a stage 3 at full learning rate (the paper's is a tenth).
+  * The text tower sees a caption in both directions; each stage has a new optimizer. The paper does not say.
   * Texts are encoded as they are, without "a photo of" before each caption (Sec. 4.3); give zero-shot prompts by --templates.
 
 Not here: fusing dense embeddings or other features into the index; fine-tuning.
@@ -84,9 +86,10 @@ def in_fp32(function):
         return x.to(torch.promote_types(x.dtype, torch.float32)) if torch.is_tensor(x) and x.is_floating_point() else x
 
     @functools.wraps(function)
-    def wrapper(x, *args, **kwargs):
-        with torch.autocast(x.device.type, enabled=False):
-            return function(cast(x), *map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
+    def wrapper(*args, **kwargs):
+        device = next(x.device.type for x in (*args, *kwargs.values()) if torch.is_tensor(x))
+        with torch.autocast(device, enabled=False):
+            return function(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
 
     return wrapper
 
@@ -313,6 +316,7 @@ class Model(nn.Module):
         t = self.text_encoding(tokens, mask, revived)
         contrast = contrastive_loss(v, t, self.log_scale.exp(), gather)
         flops_image, flops_text = flops_loss(v, gather), flops_loss(t, gather)
+        # L = L_con + lambda_1 L_FLOPs of images + lambda_2 L_FLOPs of texts                                         (Eq. 7)
         loss = contrast + self.strength * (cfg.lambda_image * flops_image + cfg.lambda_text * flops_text)
         with torch.no_grad():
             active = (v > 0).float()
@@ -396,6 +400,8 @@ class InvertedIndex:
 
     def add(self, ids, enc):
         """Add or replace documents: ids, a list of n strings; enc (n, |V|) >= 0."""
+        if isinstance(ids, str):
+            raise ValueError(f"ids is a list of names, not the string {ids!r}.")
         ids = [str(name) for name in ids]
         if enc.shape != (len(ids), len(self.vocabulary)):
             raise ValueError(f"{len(ids)} ids and a vocabulary of {len(self.vocabulary)} need encodings of that shape, not "
@@ -423,9 +429,10 @@ class InvertedIndex:
 
     def delete(self, ids):
         """Remove documents. Raises KeyError, and removes none, if an id is unknown."""
-        rows = [self.rows[str(name)] for name in ids]
+        ids = dict.fromkeys(str(name) for name in ids)          # one that is named twice is deleted once
+        rows = [self.rows[name] for name in ids]
         for name in ids:
-            del self.rows[str(name)]
+            del self.rows[name]
         self.alive[rows] = False
 
     def postings(self, segments):
@@ -506,10 +513,12 @@ class InvertedIndex:
         """
         if isinstance(query, dict):
             weights = {self.word(word): float(weight) for word, weight in query.items()}
-        elif query.shape == (len(self.vocabulary),):
+        elif torch.is_tensor(query) and query.shape == (len(self.vocabulary),):
+            query = query.to_dense()
             weights = {i: query[i].item() for i in query.nonzero()[:, 0].tolist()}
         else:
-            raise ValueError(f"A query has shape ({len(self.vocabulary)},), one weight a word, not {tuple(query.shape)}.")
+            raise ValueError(f"A query is a dict of weights, or a tensor of shape ({len(self.vocabulary)},), one weight a word, not "
+                             f"{tuple(query.shape) if torch.is_tensor(query) else repr(query)}.")
         if k < 1:
             raise ValueError(f"k={k} must be at least 1.")
         for word, weight in (boost or {}).items():
@@ -541,6 +550,8 @@ class InvertedIndex:
     def load(cls, path):
         """Read what `save` wrote, without executing code from it."""
         state = torch.load(path, weights_only=True)
+        if "vocabulary" not in state:
+            raise ValueError(f"{path} holds no index.")
         index = cls(state["vocabulary"])
         index.ids, index.norms, index.segments = state["ids"], state["norms"], [(state["starts"], state["rows"], state["weights"])]
         index.rows = {name: i for i, name in enumerate(index.ids)}
@@ -639,7 +650,8 @@ if __name__ == "__main__":
     index = InvertedIndex([f"w{i}" for i in range(V)])
     index.add([f"picture {n} of " + " ".join(f"w{i}" for i in sorted(row)) for n, row in enumerate(words.tolist())], enc)
     a, b = words[0, :2].tolist()
-    print(f"w{a} AND w{b}:", index.search({f"w{a}": 1.0, f"w{b}": 1.0}, k=3, where=f"w{a} AND w{b}"))
+    for name, score in index.search({f"w{a}": 1.0, f"w{b}": 1.0}, k=3, where=f"w{a} AND w{b}"):
+        print(f"w{a} AND w{b}: {name}, score {score:.2f}")
     if len(sys.argv) > 1:  # python stair.py 1000000: the costs of the head, and of an index of as many images
         compare_heads()
         compare_search(int(sys.argv[1]))

@@ -100,10 +100,11 @@ IMAGES_ALONE_IGNORE = ("vocab", "vocab_size", "text_encoder", "text_weights", "c
 # Command line --------------------------------------------------------------------------------------------------------
 
 
-def add_fields(parser, config_class, title):
+def add_fields(parser, config_class, title, preset):
     """A flag for each field of a dataclass, --lambda-f for lambda_f; its help is the comment behind the field.
 
-    Flags that are not given stay out of the result: presets come between the defaults and the flags.
+    Flags that are not given stay out of the result: presets come between the defaults and the flags. preset: the values of the one
+    chosen, which help shows in the place of the defaults.
     """
     group = parser.add_argument_group(title)
     comments = dict(re.findall(r"^    (\w+): .*?#\s*(.*)$", inspect.getsource(config_class), re.MULTILINE))
@@ -111,7 +112,8 @@ def add_fields(parser, config_class, title):
         kind = field.type
         if type(None) in typing.get_args(kind):
             kind = typing.get_args(kind)[0]
-        text = f"{comments.get(field.name, '')} (default: {field.default})".strip().replace("%", "%%")
+        value = f"by the preset: {preset[field.name]}" if field.name in preset else f"default: {field.default}"
+        text = f"{comments.get(field.name, '')} ({value})".strip().replace("%", "%%")
         options = {"default": argparse.SUPPRESS, "help": text}
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -128,10 +130,12 @@ def parse_config(argv):
     parser.add_argument("--method", required=True, choices=METHODS, help="its own flags: --method NAME --help")
     chosen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     chosen.add_argument("--method", choices=METHODS)
-    name = chosen.parse_known_args(argv)[0].method
-    add_fields(parser, Config, "settings of a run")
+    chosen.add_argument("--preset", default=Config.preset)
+    known = chosen.parse_known_args(argv)[0]
+    name, values = known.method, METHODS[known.method].PRESETS.get(known.preset, {}) if known.method else {}
+    add_fields(parser, Config, "settings of a run", values)
     if name:
-        add_fields(parser, METHODS[name].Config, f"settings of {name}")
+        add_fields(parser, METHODS[name].Config, f"settings of {name}", values)
     flags = vars(parser.parse_args(argv))
     method = METHODS[flags["method"]]
     config = dataclasses.asdict(Config()) | dataclasses.asdict(method.Config())
@@ -288,6 +292,8 @@ def dry_run(config, model):
         loss = model(batch)["loss"]
         flops = counter.get_total_flops() // 2
         loss.backward()
+    if sum(p.numel() for part in model.children() for p in part.parameters()) > sum(p.numel() for p in model.parameters()):
+        print("(parameters that parts share are counted in each of them, and once in all)")
     print(f"FLOPs per sample (a multiplication and an addition are 2): forward {flops:,}, forward and backward "
           f"{counter.get_total_flops() // 2:,}")
     print(json.dumps({"params": sum(p.numel() for p in model.parameters()), "flops_per_sample": flops,
@@ -506,6 +512,9 @@ def train(config):
     torch.manual_seed(config["seed"] + rank)
     stages = evaluation.hook(config, "stages", [dict(steps=config["steps"], lr=config["lr"])])
     ends = list(itertools.accumulate(stage["steps"] for stage in stages))
+    for stage in stages:
+        if rank == 0 and 0 < stage["steps"] <= config["warmup"]:
+            print(f"--warmup {config['warmup']} is not shorter than a stage of {stage['steps']} steps: the learning rate stays below its peak.")
     step, positions, skipped, boxes = 0, {}, {}, None
     refreshes = evaluation.hook(config, "refreshes", ())
     if refreshes and isinstance(source, common.World):

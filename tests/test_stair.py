@@ -422,7 +422,8 @@ def test_files_are_searched_and_shown(tmp_path, monkeypatch):
     assert (run / "words.png").exists()                                   # an odd number of images
     evaluation.main([str(run), "--data", f"{tmp_path}/data", "--task", "words,textfree,sparsity", "--limit", "2"])
     evaluation.main([str(run), "--data", f"{tmp_path}/data", "--query", "red"])
-    assert len(stair.InvertedIndex.load(run / "index.pt")) == 3
+    index, = run.glob("*data-index.pt")
+    assert len(stair.InvertedIndex.load(index)) == 3 and not (run / "index.pt").exists()
     embed, config = evaluation.load_run(run)
     scores = torch.randn(3, len(embed.tokenizer))
     monkeypatch.setattr(evaluation, "vocabulary_scores", lambda embed, images: scores)
@@ -506,6 +507,33 @@ def test_allow_block_and_boost():
             index.search(query, **bad)
     with pytest.raises(ValueError, match=r"shape \(6,\)"):
         index.search(torch.ones(1, 6))
+
+
+@pytest.mark.parametrize("query, wanted", [("red AND ring NOT blue", "red ring"), ("ring NOT (blue OR Green)", "ring"), ("NOT (red OR blue)", ""),
+                                           ("NOT (red AND NOT blue)", "blue"), ("NOT NOT red", "red"), ("a NOT (b (c NOT d)) e", "a d e"),
+                                           ("a red circle)", "a red circle")])
+def test_queries_are_ranked_by_what_is_not_negated(query, wanted):
+    assert evaluation.wanted_words(query) == wanted.split()
+
+
+def test_an_index_names_what_it_cannot_use(tmp_path):
+    index = stair.InvertedIndex(["red", "blue"])
+    index.add(["a", "b"], torch.eye(2))
+    index.delete(["a", "a"])
+    assert len(index) == 1 and index.search({"red": 1.0}) == []
+    index.add(["a"], torch.tensor([[2.0, 0.0]]))
+    assert index.search(torch.tensor([1.0, 0.0]).to_sparse()) == [("a", 2.0)] == index.search({"red": 1.0})
+    with pytest.raises(KeyError):
+        index.delete(["b", "c"])
+    assert len(index) == 2
+    for query in ("red", torch.ones(3)):
+        with pytest.raises(ValueError, match="A query is a dict of weights"):
+            index.search(query)
+    with pytest.raises(ValueError, match="not the string 'xy'"):
+        index.add("xy", torch.eye(2))
+    torch.save({"model": 1}, tmp_path / "last.pt")
+    with pytest.raises(ValueError, match="holds no index"):
+        stair.InvertedIndex.load(tmp_path / "last.pt")
 
 
 def test_documents_are_replaced_and_deleted():

@@ -387,3 +387,19 @@ def test_errors_end_in_one_sentence_without_a_traceback(tmp_path):
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n")
     done = script("--vocab", tmp_path / "vocab.txt", check=False)
     assert "lacks [CLS] [SEP]" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_help_shows_what_the_preset_sets(capsys):
+    for argv, shown in ((["--method", "stair", "--help"], "by the preset: 0.005"), (["--method", "stair", "--preset", "b16", "--help"],
+                                                                                    "by the preset: 1200000")):
+        with pytest.raises(SystemExit):
+            train.main(argv)
+        assert shown in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("method", ["sparo", "stair", "sparc", "bam"])
+def test_losses_take_keywords(method):
+    module, rows = evaluation.METHODS[method], torch.eye(4)
+    loss = {"sparo": lambda: module.clip_loss(v=rows, t=rows, scale=1.0), "stair": lambda: module.contrastive_loss(v=rows, t=rows, scale=1.0),
+            "sparc": lambda: module.global_loss(v=rows, t=rows, scale=1.0), "bam": lambda: module.bam_loss(z=rows, n_views=2)}[method]
+    assert loss().isfinite()
