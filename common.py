@@ -1013,8 +1013,8 @@ class Views:
 
 
 def place_in(first, last, side, length, share):
-    """Where a crop of `length` of a `side` of pixels begins, if its centre lies between two shares of the side and the crop in the image;
-    share: 0 for the first such place, 1 for the last."""
+    """Where a crop of `length` of a `side` of pixels begins, if its centre lies between two shares of the side and the crop in the
+    image; share: 0 for the first such place, 1 for the last."""
     low, high = (min(max(edge * side - length / 2, 0), side - length) for edge in (first, last))
     return round(low + share * (high - low))
 

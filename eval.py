@@ -828,7 +828,7 @@ TASKS = {  # name: (function, which data it can use)
     "masks": (masks, lambda s: is_world(s) or is_table(s)),
 }
 OF_WORDS = {"words", "textfree", "sparsity"}  # run by default where encodings are words
-ON_REQUEST = {"knn", "linear", "clusters", "slots", "masks", "words", "textfree", "sparsity", "pointing"}  # run only where --task names them
+ON_REQUEST = {"knn", "linear", "clusters", "slots", "masks", "pointing"} | OF_WORDS  # run only where --task names them
 
 
 # Pictures ------------------------------------------------------------------------------------------------------------
@@ -1099,7 +1099,8 @@ def word_columns(embed, encodings):
 
 def search(embed, source, options, run):
     """Index images (STAIR, App. D) into RUN/index.pt and, for other engines, RUN/index.jsonl, answer --query, and show what is found
-    in RUN/search.png; of other data than the run's DATA-index.pt and so on. A query is a caption, answered with the text tower and without it, or words with AND, OR, NOT, parentheses."""
+    in RUN/search.png; of other data than the run's DATA-index.pt and so on. A query is a caption, answered with the text tower and
+    without it, or words with AND, OR, NOT, parentheses."""
     if not hasattr(embed.model, "encode_words"):
         raise UserError("--query needs a run of --method stair: other encodings have no words.")
     if not (is_world(source) or is_table(source)):
@@ -1148,8 +1149,8 @@ def search(embed, source, options, run):
             rows.append([(word_cloud([(word, 1.0) for word in query.split()], 112), name)] + [
                 (to_picture(image, 112), f"{score:.2f}") for image, (_, score) in zip(shown, found)])
     if rows:
-        sheet(rows, Path(run, f"{prefix}search.png"), 112, "STAIR: what queries find, a row each, best first; scores are cosines, of words with "
-                                                "AND, OR, NOT sums of weights")
+        sheet(rows, Path(run, f"{prefix}search.png"), 112, "STAIR: what queries find, a row each, best first; scores are cosines, of "
+                                                           "words with AND, OR, NOT sums of weights")
         print(f"picture: {Path(run, f'{prefix}search.png')}")
 
 

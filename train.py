@@ -88,8 +88,8 @@ class Config:
 
 
 BOUNDS = {"steps": (1, math.inf), "batch": (1, math.inf), "workers": (0, 1024), "seed": (0, 2**31), "log_every": (1, math.inf),
-          "save_every": (1, math.inf), "knn_every": (0, math.inf), "bench": (0, math.inf), "cost_ranks": (1, math.inf), "crop_scale": (0.01, 1),
-          "warmup": (0, math.inf), "lr": (0, math.inf), "weight_decay": (0, math.inf), "weight_decay_end": (0, math.inf),
+          "save_every": (1, math.inf), "knn_every": (0, math.inf), "bench": (0, math.inf), "cost_ranks": (1, math.inf),
+          "crop_scale": (0.01, 1), "warmup": (0, math.inf), "lr": (0, math.inf), "weight_decay": (0, math.inf), "weight_decay_end": (0, math.inf),
           "clip_grad": (0, math.inf), "beta2": (0, 0.999999), "adam_eps": (0, 1)}
 
 
@@ -514,7 +514,8 @@ def train(config):
     ends = list(itertools.accumulate(stage["steps"] for stage in stages))
     for stage in stages:
         if rank == 0 and 0 < stage["steps"] <= config["warmup"]:
-            print(f"--warmup {config['warmup']} is not shorter than a stage of {stage['steps']} steps: the learning rate stays below its peak.")
+            print(f"--warmup {config['warmup']} is not shorter than a stage of {stage['steps']} steps: the learning rate stays below "
+                  f"its peak.")
     step, positions, skipped, boxes = 0, {}, {}, None
     refreshes = evaluation.hook(config, "refreshes", ())
     if refreshes and isinstance(source, common.World):
