@@ -1352,7 +1352,11 @@ def is_segmentation_folder(spec):
 
 
 def default_split(spec):
-    return "val" if is_segmentation_folder(spec) else "test"  # VOC's test split has no maps
+    """The split that is evaluated where none is asked for; `all` of data that have no splits."""
+    if is_segmentation_folder(spec):
+        return "val"  # VOC's test split has no maps
+    name = common.parse_spec(spec)[0]
+    return "test" if name == "shapes" or name.lower().endswith(".json") else "all"
 
 
 def open_eval_data(spec, image_root, split, image_size, classes=None):
@@ -1437,7 +1441,10 @@ def main(argv=None):
             chosen.data, chosen.image_root = config["data"], options.image_root or config["image_root"]
         if not options.train_data and config["data"] != chosen.data and common.parse_spec(config["data"])[0] != "shapes":
             chosen.train_data = config["data"]
-        chosen.split, chosen.image_size = options.split or default_split(chosen.data), embed.image_size
+        chosen.split, chosen.image_size = default_split(chosen.data), embed.image_size
+        if options.split and chosen.split == "all":
+            raise UserError(f"--split {options.split}: {chosen.data} has no splits.")
+        chosen.split = options.split or chosen.split
         source = open_eval_data(chosen.data, chosen.image_root, chosen.split, embed.image_size, options.classes)
         if options.query:
             search(embed, source, chosen, run)

@@ -677,8 +677,8 @@ def evaluation_options(config, source, image_size):
     options = types.SimpleNamespace(tasks=None, data=data, split=evaluation.default_split(data), image_root=config["image_root"],
                                     image_size=image_size, limit=1000, templates=None, nouns_adjectives=None,
                                     train_data=config["data"], train_limit=20_000, select=None, select_root=None, probe="adamw")
-    if not config["eval_data"] and not isinstance(source, common.World):
-        options.split = "train"
+    if not config["eval_data"] and not isinstance(source, common.World) and options.split == "test":
+        options.split = "train"  # of a JSON with splits
     return options
 
 

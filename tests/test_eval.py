@@ -295,6 +295,8 @@ def make_segmentation_folder(root):
 def test_segmentation_of_a_folder_in_pascal_vocs_layout(tmp_path, capsys):
     make_segmentation_folder(tmp_path)
     assert evaluation.default_split(str(tmp_path)) == "val"
+    assert {spec: evaluation.default_split(spec) for spec in ("shapes:objects=2", "a.json", "a.json:split=val", "a.csv", "folders", "a.token")} == {
+        "shapes:objects=2": "test", "a.json": "test", "a.json:split=val": "test", "a.csv": "all", "folders": "all", "a.token": "all"}
     source = evaluation.open_eval_data(str(tmp_path), None, "val", 8, tmp_path / "classes.txt")
     (name, image, truth), embed = source[0], embedder()
     assert (name, image.shape, truth.shape) == ("a", (3, 8, 8), (16, 40)) and sorted(truth.unique().tolist()) == [1, 3, 255]

@@ -42,7 +42,7 @@ def literal_encoding(head, h, seen=None):
                 kept.append([head.embedding.weight[k] @ x + head.bias[k] for k in range(V)])
         row = []
         for k in range(V):
-            p = max((logits[k] for logits in kept), key=float) if kept else torch.tensor(0.0, dtype=h.dtype)
+            p = max((logits[k] for logits in kept), key=lambda x: x.item()) if kept else torch.tensor(0.0, dtype=h.dtype)
             row.append(torch.log(1 + p) if p > 0 and head.words[k] else p * 0)
         rows.append(torch.stack(row))
     return torch.stack(rows)
