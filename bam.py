@@ -441,10 +441,11 @@ class Model(nn.Module):
         return tokens[:, 0] if self.config.readout == "cls" else tokens.mean(1)
 
     def latents(self, network, views, gather):
-        """V views (B, 3, s, s), two large ones first -> h and z, (V B, d) and (V B, E), view by view."""
+        """V views (B, 3, s, s), two large ones first -> h and z, (V B, d) and (V B, E), view by view. The projector's BatchNorm is
+        over the large and over the small views: over all, latents that tell sizes apart, and no images, have unit variance too."""
         encoder, projector = network
-        h = torch.cat([self.readout(encoder(torch.cat(same))) for same in (views[:2], views[2:]) if same])
-        return h, projector(h, gather)
+        h = [self.readout(encoder(torch.cat(same))) for same in (views[:2], views[2:]) if same]
+        return torch.cat(h), torch.cat([projector(own, gather) for own in h])
 
     def forward(self, batch, gather=identity):
         """batch: views, the two large ones first, each (B, 3, s, s) -> {"loss": scalar, and scalars to log}.

@@ -293,6 +293,16 @@ def test_batch_norm_is_torchs_and_the_projector_has_it_without_a_teacher_only():
     torch.testing.assert_close(projector(h, bam.identity), c(nn.functional.gelu(b(nn.functional.gelu(a(h))))))
 
 
+def test_large_and_small_views_are_normalised_apart():
+    model, batch = build("alone"), make_batch()
+    _, z = model.latents(model.student(), batch["views"], bam.identity)
+    alone = model.latents(model.student(), batch["views"][:2], bam.identity)[1]
+    assert z.shape == (24, 6)
+    for part, rows in ((z[:12], alone), (z[12:], None)):
+        torch.testing.assert_close(part.mean(0), torch.zeros(6), atol=1e-5, rtol=0)      # the last BatchNorm
+        assert rows is None or torch.allclose(part, rows, atol=1e-5)
+
+
 def test_effective_rank_and_mean_cosine():
     assert bam.effective_rank(torch.tensor([[1.0, 2.0], [2.0, 4.0], [3.0, 6.0]])).item() == pytest.approx(1)
     axes = torch.cat([torch.eye(4), -torch.eye(4)])
