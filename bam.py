@@ -29,6 +29,8 @@ Differs from the paper:
   * With a teacher, the teacher is what is evaluated and what boxes come from, as in the authors' code.
   * The last BatchNorm of the projector has no scale and shift; the projector's first weights are small, the teacher's momentum ends
     at 1 by half a cosine (authors' code).
+  * BatchNorm of the projector is over the large and over the small views, each; the paper does not say. Over both together the network
+    tells sizes apart instead of images, and collapses.
   * The paper does not say whether ResNet-50 had a teacher: `r50` has none, and BatchNorm in the projector.
   * Weights of linear and convolution layers alone decay; pixels are normalised by CLIP's mean and deviation, colour jitter is linear
     (common.py); the optimizer's second beta is CLIP's in `tiny`.
@@ -36,7 +38,8 @@ Differs from the paper:
 Not here: fine-tuning, semi-supervised and transfer learning, video segmentation, detection.
 
 Run:     python train.py --method bam                        (the embedded world)
-Result:  first figures in the README: k-NN on CIFAR-10 after 300 steps .438 (untrained .271, SimCLR .460, DINO .320), one seed.
+Result:  first figures in the README: k-NN on CIFAR-10 after 300 steps .438, with two small views .476 (untrained .271, SimCLR .460,
+         DINO .320), one seed.
 """
 
 import copy
