@@ -38,8 +38,8 @@ Differs from the paper:
 Not here: fine-tuning, semi-supervised and transfer learning, video segmentation, detection.
 
 Run:     python train.py --method bam                        (the embedded world)
-Result:  first figures in the README: k-NN on CIFAR-10 after 300 steps .438, with two small views .476 (untrained .271, SimCLR .460,
-         DINO .320), one seed.
+Result:  first figures in the README: k-NN on CIFAR-10 after 300 steps .438, with two small views .476 (untrained .271; SimCLR .460
+         and .473; DINO .320), one seed.
 """
 
 import copy
