@@ -1507,8 +1507,7 @@ class EachImage(IterableDataset):
         self.source, self.image_size, self.batch_size, self.part, self.parts = source, image_size, batch_size, part, parts
 
     def __iter__(self):
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        worker, workers = whose_turn({})
         files = iter(self.source.files(self.part * workers + worker, self.parts * workers))
         while group := list(itertools.islice(files, self.batch_size)):
             names, images = [], []

@@ -1066,6 +1066,11 @@ def draw_queries(embed, source, options, path):
     return True
 
 
+def file_name(spec):
+    """A SPEC as a part of a file's name."""
+    return re.sub("[^A-Za-z0-9]+", "-", spec).strip("-")
+
+
 def is_boolean(query):
     return any(part in ("AND", "OR", "NOT") for part in stair.parts_of(query))
 
@@ -1128,7 +1133,7 @@ def search(embed, source, options, run):
                 index.add([paths[start + i] for i in kept.tolist()], word_columns(embed, encodings))
             contents |= {paths[start + i]: source.captions_of(start + i)[0] for i in kept.tolist()}
     own = json.loads(Path(run, "config.json").read_text())["data"] == options.data
-    prefix = "" if own else re.sub("[^A-Za-z0-9]+", "-", options.data).strip("-") + "-"
+    prefix = "" if own else file_name(options.data) + "-"
     path = Path(run, prefix + ("index.pt" if options.checkpoint == "last.pt" else f"index-{options.checkpoint}"))
     index.save(path)
     index.export(path.with_suffix(".jsonl"), contents=contents)
@@ -1311,8 +1316,8 @@ def report(embed, source, options, run, checkpoint="last.pt"):
     if record.items() <= old.items():
         record = old  # the results of other tasks on the same data stay
     else:
-        selected = "-select-" + re.sub("[^A-Za-z0-9]+", "-", options.select).strip("-") if options.select else ""
-        path = Path(run, f"{base}-{re.sub('[^A-Za-z0-9]+', '-', options.data).strip('-')}-{options.split}{selected}.json")
+        selected = f"-select-{file_name(options.select)}" if options.select else ""
+        path = Path(run, f"{base}-{file_name(options.data)}-{options.split}{selected}.json")
     path.write_text(json.dumps(record | result, indent=2) + "\n")
     if embed.unknown > 0.1 * embed.words:
         print(f"{embed.unknown / embed.words:.0%} of the texts' tokens are [UNK]: the run's vocabulary does not know these words; train "
