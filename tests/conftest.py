@@ -1,12 +1,52 @@
+import functools
+import os
+import signal
 import sys
 from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # threads that share so little work wait for each other
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+import eval as evaluation
+import train
+from helpers import SMALL
+
+SIGNALS = signal.SIGTERM, signal.SIGINT
 
 
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """A run that ends by an error leaves its handlers of signals behind."""
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    yield
+    for number, handler in zip(SIGNALS, handlers):
+        signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def small_evaluation():
+    """Tasks on the world take 24 scenes."""
+    evaluation.WORLD_N = 24
+
+
+@pytest.fixture(scope="session")
+def run_of(tmp_path_factory, small_evaluation):
+    """run_of("sparc"): the directory of a run with SMALL["sparc"], made once.
+    Copy it to change it."""
+
+    @functools.cache
+    def make(name):
+        run = tmp_path_factory.mktemp("runs") / name
+        train.main([*SMALL[name], "--out", str(run)])
+        return run
+
+    return make

@@ -1,0 +1,184 @@
+"""What the tests share: literal references, tiny models and runs, ranks as processes."""
+
+import datetime
+import functools
+import itertools
+import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+
+import common
+import eval as evaluation
+import train
+
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared" if (ROOT.parent / "shared").is_dir() else None
+
+# Flags of runs that take a second.
+TOWER = "tiny:width=16,heads=2,depth="
+RUN = "--batch 8 --log-every 1 --data shapes:size=16,objects=2"
+SLOTS = f"--L 4 --V 4 --D 4 --image-encoder {TOWER}2,cls=1"
+SMALL = {
+    "sparc": f"{RUN} --steps 6 --image-encoder {TOWER}1 --text-encoder {TOWER}1",
+    "sparo": f"{RUN} --steps 4 {SLOTS} --text-encoder {TOWER}2,causal=1",
+    "dino": f"{RUN} --steps 4 {SLOTS} --objective dino --out-dim 20 --head-width 8"
+            " --head-bottleneck 6 --local-size 8",
+    "stair": f"{RUN},words=20 --steps 8 --share-1 0.25 --share-2 0.25 --warmup 1"
+             f" --image-encoder {TOWER}1 --text-encoder {TOWER}1",
+    "bam": f"{RUN} --steps 4 --image-encoder {TOWER}1,cls=1 --projector-width 12"
+           " --projector-dim 6 --local-size 8",
+}
+METHOD = {"dino": "sparo"}  # whose file it is in
+SMALL = {name: ["--method", METHOD.get(name, name), *SMALL[name].split()] for name in SMALL}
+MODELS = {  # settings of the method's Config, and of its ViT
+    "sparc": (dict(embed_dim=8), {}),
+    "sparo": (dict(L=4, V=3, D=5, embed_dim=8, bottleneck=3, codes=20), dict(cls=True)),
+    "dino": (dict(objective="dino", L=4, V=3, D=5, out_dim=7, head_width=12, head_bottleneck=6),
+             dict(cls=True, depth=2)),
+    "stair": ({}, {}),
+    "bam": (dict(projector_width=12, projector_dim=6), dict(cls=True, positions="sincos")),
+}
+
+
+def cos(a, b):
+    """Cosine of two vectors (E,)."""
+    return (a * b).sum() / ((a * a).sum().sqrt() * (b * b).sum().sqrt())
+
+
+def softmax(values):
+    """A list of scalar tensors -> the list of their softmax."""
+    e = [x.exp() for x in values]
+    return [x / sum(e) for x in e]
+
+
+def tiny_model(name, stage=3, vit={}, **settings):
+    """A model of width 16 with a grid of 4 x 4 patches, for make_batch() or, of dino and bam, for
+    make_views(). vit: settings of its image encoder; settings: of its Config; stage: of STAIR."""
+    method = train.METHODS[METHOD.get(name, name)]
+    known, known_vit = MODELS[name]
+    size = dict(width=16, depth=1, heads=2)
+    stem = ((8, 2), (8, 2))
+    image = common.ViT(**dict(image_size=16, patch_size=4, stem=stem) | size | known_vit | vit)
+    text = None
+    if name not in ("dino", "bam"):
+        text = common.TextTransformer(vocab_size=30, context=12, **size, causal=name == "sparo")
+    if name == "stair":
+        nn.init.normal_(text.embedding.weight, std=0.3)
+        text.special = [0, 1, 2, 3]
+    kind = method.Dino if name == "dino" else method.Model
+    model = kind(method.Config(**known | settings), image, text, 16, text and 16)
+    if name == "stair":
+        model.begin_stage(int(stage), fresh=True)
+        model.strength.fill_(1.0)
+    return model
+
+
+def make_batch(B=4, L=9):
+    """Images (B, 3, 16, 16), tokens (B, L) and their mask (B, L), for B up to 8."""
+    lengths = torch.tensor([9, 4, 6, 3, 5, 8, 7, 4])[:B].clamp(max=L)
+    return {"images": torch.randn(B, 3, 16, 16), "tokens": torch.randint(4, 30, (B, L)),
+            "mask": torch.arange(L) < lengths[:, None]}
+
+
+def make_views(B=4, sizes=(16, 16, 8, 8)):
+    """Views of B images: a list of (B, 3, size, size)."""
+    return {"views": [torch.randn(B, 3, size, size) for size in sizes]}
+
+
+@functools.cache
+def rank_process(rank):
+    """The process that is this rank in every test: it imports torch once."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+
+def as_rank(rank, directory, world, function, arguments):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank,
+                            world_size=world, timeout=datetime.timedelta(seconds=60))
+    try:
+        torch.save(function(rank, *arguments), directory / f"rank{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def run_ranks(directory, function, world=2, *arguments):
+    """[function(rank, *arguments) of each rank], in processes joined by gloo. `function` stands at
+    the top of a test module; it returns tensors, numbers, strings, or lists and dicts of these."""
+    (directory / "store").unlink(missing_ok=True)
+    running = [rank_process(rank).submit(as_rank, rank, directory, world, function, arguments)
+               for rank in range(world)]
+    for future in running:
+        future.result()
+    return [torch.load(directory / f"rank{rank}.pt") for rank in range(world)]
+
+
+def train_models(rank, directory, world, build, names):
+    """Loss and gradients of each saved model for this rank's rows of the saved batch."""
+    results = {}
+    for name in names:
+        model = build(name)
+        model.load_state_dict(torch.load(directory / f"{name}.pt"))
+        batch = tree_map(lambda x: x.chunk(world)[rank], torch.load(directory / "batch.pt"))
+        if "mask" in batch:  # each rank cuts to its own longest caption
+            longest = int(batch["mask"].sum(1).max())
+            batch |= {key: batch[key][:, :longest] for key in ("tokens", "mask")}
+        parallel = DistributedDataParallel(model)  # kept by name: its gradient hooks die with it
+        out = parallel(batch, common.gather)
+        out["loss"].backward()
+        gradients = {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
+        out = {key: value.detach() for key, value in out.items()}
+        results[name] = out, gradients, model.state_dict()
+    return results
+
+
+def on_ranks(directory, build, models, batch, world=2):
+    """{name: [(outputs, gradients, state after the forward pass) of each rank]}.
+
+    models: {name: model}; build(name), a function at the top of a test module, makes each anew.
+    batch: tensors whose rows are dealt to the ranks, in dicts or lists.
+    """
+    torch.save(batch, directory / "batch.pt")
+    for name, model in models.items():
+        torch.save(model.state_dict(), directory / f"{name}.pt")
+    ranks = run_ranks(directory, train_models, world, directory, world, build, list(models))
+    return {name: [rank[name] for rank in ranks] for name in models}
+
+
+def train_alone(flags):
+    """Train, without the evaluation at the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "report", lambda *arguments: None)
+        train.main([str(flag) for flag in flags])
+
+
+def train_until(step, flags):
+    """Train, and stop as after a signal when this call has made so many steps."""
+    calls = itertools.count(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Stop, "agreed", lambda self, device: next(calls) == step)
+        train.main([str(flag) for flag in flags])
+
+
+def read_log(run):
+    """log.jsonl: one dict per logged step."""
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def weights(run, name="last.pt"):
+    """The model's state dict in a checkpoint of the run."""
+    return common.load_checkpoint(run / name)["model"]
+
+
+def assert_same_weights(a, b):
+    """The last weights of two runs are the same, bit for bit."""
+    a, b = weights(a), weights(b)
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
