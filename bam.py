@@ -51,7 +51,7 @@ import math
 import sys
 import time
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -65,26 +65,26 @@ class Config:
     target: Literal["balanced", "softmax", "onehot"] = "balanced"  # Eq. 4; without balancing; SimCLR
     mask: Literal["exclude", "zero", "none"] = "exclude"     # of positives: the authors' code; Eq. 3; Table 1 without
     normalization: Literal["global", "block"] = "global"     # Sec. 3.1; Table 1 without
-    tau: float = 0.1                                         # temperature of A (Sec. 3.1)
-    tau_b: float = 0.05                                      # tau_B, of the target (Sec. 3.4)
-    sinkhorn_iters: int = 3                                  # authors' code
-    top_k: int = 0                                           # entries that a row of the target keeps (authors' code: 128); 0: all
+    tau: Annotated[float, 0.001, 10] = 0.1                                         # temperature of A (Sec. 3.1)
+    tau_b: Annotated[float, 0.001, 10] = 0.05                                      # tau_B, of the target (Sec. 3.4)
+    sinkhorn_iters: Annotated[int, 1, 1000] = 3                                  # authors' code
+    top_k: Annotated[int, 0, math.inf] = 0                                           # entries that a row of the target keeps (authors' code: 128); 0: all
     teacher: bool = True                                     # targets and columns of a moving average (App. C)
-    ema: float = 0.995                                       # its momentum at first; half a cosine takes it to 1 (authors' code)
+    ema: Annotated[float, 0, 1] = 0.995                                       # its momentum at first; half a cosine takes it to 1 (authors' code)
     readout: Literal["cls", "gap"] = "cls"                   # h: [CLS], or the mean of all tokens
-    projector_width: int = 4096                              # of both hidden layers (App. C)
-    projector_dim: int = 4096                                # E
+    projector_width: Annotated[int, 1, math.inf] = 4096                              # of both hidden layers (App. C)
+    projector_dim: Annotated[int, 1, math.inf] = 4096                                # E
     batch_norm: bool | None = None                           # after each layer of the projector; None: without a teacher (App. C)
     activation: Literal["gelu", "relu"] = "gelu"             # App. C: ReLU with a ResNet
-    local_crops: int = 6                                     # small views of an image beside the two large ones (Sec. 3.5)
-    local_size: int = 96                                     # pixels of a small view
-    crop_least: float = 0.05                                 # least share of the image that a small view shows (authors' code)
-    crop_border: float = 0.25                                # the largest share of small views, the least of large (authors' code)
+    local_crops: Annotated[int, 0, 100] = 6                                     # small views of an image beside the two large ones (Sec. 3.5)
+    local_size: Annotated[int, 1, math.inf] = 96                                     # pixels of a small view
+    crop_least: Annotated[float, 0.01, 1] = 0.05                                 # least share of the image that a small view shows (authors' code)
+    crop_border: Annotated[float, 0.01, 1] = 0.25                                # the largest share of small views, the least of large (authors' code)
     contrastive_crop: bool = True                            # crops around what [CLS] attends to (App. G)
-    crop_start: int = 12_512                                 # steps of random crops before; App. G: 40 epochs
-    crop_every: int = 6_256                                  # steps between looks at all images; App. G: 20 epochs
-    crop_threshold: float = 0.1                              # of the attention, from 0 to 1, that a box holds (arXiv 2202.03278)
-    crop_alpha: float = 0.6                                  # centres of crops are drawn in the box by Beta(alpha, alpha)
+    crop_start: Annotated[int, 0, math.inf] = 12_512                                 # steps of random crops before; App. G: 40 epochs
+    crop_every: Annotated[int, 1, math.inf] = 6_256                                  # steps between looks at all images; App. G: 20 epochs
+    crop_threshold: Annotated[float, 0, 1] = 0.1                              # of the attention, from 0 to 1, that a box holds (arXiv 2202.03278)
+    crop_alpha: Annotated[float, 0.001, 100] = 0.6                                  # centres of crops are drawn in the box by Beta(alpha, alpha)
 
 
 VIT = dict(batch=4096, steps=93_840, lr=3e-3, warmup=12_512, weight_decay=0.04, weight_decay_end=0.4, clip_grad=0.3, beta2=0.999,
@@ -99,10 +99,6 @@ PRESETS = {  # settings of this file and of train.py by name; --flags go before 
     "r50": dict(image_encoder="ResNet-50", readout="gap", activation="relu", teacher=False, contrastive_crop=False, optimizer="lars",
                 batch=4096, steps=93_840, lr=4.8, warmup=3_128, weight_decay=1e-6, clip_grad=0.0),   # lr: 0.3 batch / 256
 }
-BOUNDS = {"batch": (2, math.inf), "tau": (1e-3, 10), "tau_b": (1e-3, 10), "sinkhorn_iters": (1, 1000), "top_k": (0, math.inf), "ema": (0, 1),
-          "local_crops": (0, 100), "crop_least": (0.01, 1), "crop_border": (0.01, 1), "crop_start": (0, math.inf),
-          "crop_threshold": (0, 1), "crop_alpha": (1e-3, 100),
-          **{name: (1, math.inf) for name in ("projector_width", "projector_dim", "local_size", "crop_every")}}
 ELEMENTS = 2**22  # of S that the loss works on at a time
 SETTLED = 100     # steps before a collapse is said: without BatchNorm all latents are alike at the start
 
@@ -317,14 +313,9 @@ def heat_boxes(heat, threshold, size):
     return torch.stack([left, top, right, bottom], dim=1)
 
 
-def refreshes(config):
-    """The steps before which the boxes of all images are made anew; `config`: the run's settings."""
-    if not config["contrastive_crop"]:
-        return ()
-    if config["crop_start"] >= config["steps"]:
-        raise ValueError(f"--crop-start {config['crop_start']} leaves none of --steps {config['steps']} to ContrastiveCrop: lower it, "
-                         f"or give --no-contrastive-crop.")
-    return range(config["crop_start"], config["steps"], config["crop_every"])
+def box_refreshes(args):
+    """The steps before which the boxes of all images are made anew."""
+    return range(args.crop_start, args.steps, args.crop_every) if args.contrastive_crop else ()
 
 
 # Optimizer -----------------------------------------------------------------------------------------------------------
@@ -392,26 +383,36 @@ class Projector(nn.ModuleList):
         return x
 
 
-def uses_text(config):
+def uses_text(args):
     return False
 
 
-def needs_cls(config):
-    """Whether h is the image's [CLS] token, or crops follow its attention; `config`: the run's settings."""
-    return config["readout"] == "cls" or config["contrastive_crop"]
+def needs_cls(args):
+    """The flag by which h is the image's [CLS] token, or crops follow its attention."""
+    if args.contrastive_crop:
+        return "--contrastive-crop"
+    return "--readout cls" if args.readout == "cls" else ""
 
 
-def views(config, image_size):
+def check(args):
+    if args.batch < 2:
+        raise ValueError(f"--batch {args.batch} must be 2 or more: the loss compares an image with others.")
+    if args.crop_least > args.crop_border:
+        raise ValueError(f"--crop-least {args.crop_least} must not be above --crop-border {args.crop_border}.")
+    if args.contrastive_crop and args.crop_start >= args.steps:
+        raise ValueError(f"--crop-start {args.crop_start} leaves none of --steps {args.steps} to ContrastiveCrop: lower it, "
+                         f"or give --no-contrastive-crop.")
+
+
+def views(args):
     """The random views of an image, in the words of common.View: two large ones, then the small."""
-    border, least = config["crop_border"], config["crop_least"]
-    if least > border:
-        raise ValueError(f"--crop-least {least} must not be above --crop-border {border}.")
-    if config["local_crops"] and config["local_size"] > image_size:
-        raise ValueError(f"--local-size {config['local_size']}, of small views, must not be above the {image_size} pixels of large ones.")
-    large = dict(size=image_size, scale=(border, 1.0))
+    border, least = args.crop_border, args.crop_least
+    if args.local_crops and args.local_size > args.image_size:
+        raise ValueError(f"--local-size {args.local_size}, of small views, must not be above the {args.image_size} pixels of large ones.")
+    large = dict(size=args.image_size, scale=(border, 1.0))
     kinds = [large | dict(blur=1.0), large | dict(blur=0.1, solarize=0.2),
-             *[dict(size=config["local_size"], scale=(least, border), blur=0.5)] * config["local_crops"]]
-    return [kind | dict(alpha=config["crop_alpha"]) for kind in kinds]
+             *[dict(size=args.local_size, scale=(least, border), blur=0.5)] * args.local_crops]
+    return [kind | dict(alpha=args.crop_alpha) for kind in kinds]
 
 
 class Model(nn.Module):
@@ -475,7 +476,7 @@ class Model(nn.Module):
         return {"loss": loss, "entropy_a": entropy_a, "entropy_b": entropy_b, "similarity": mean_cosine(z[0].detach()),
                 "effective_rank": effective_rank(gather(h[0].detach()))}
 
-    def after_step(self, step, steps):
+    def after_update(self, step, steps):
         """The teacher follows the student: theta_t = l theta_t + (1 - l) theta_s, l from `ema` to 1 by half a cosine."""
         if self.teacher:
             momentum = 1 - (1 - self.config.ema) * (1 + math.cos(math.pi * step / steps)) / 2

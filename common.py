@@ -406,6 +406,136 @@ def image_encoder_settings(spec):
     return kind, encoder_settings(kind, spec, VIT_PRESETS | RESNET_PRESETS)
 
 
+# What train.py and eval.py ask of a method ---------------------------------------------------------------------------
+
+
+class Method:
+    """A method's module, with the defaults below for what it leaves out. It must have Config, PRESETS and Model.
+
+    `args` is the run's settings: one object with the fields of train.py's Config and of the method's.
+    """
+
+    def __init__(self, module):
+        vars(self).update(vars(module))
+
+    def model_class(self, args):
+        """The class of the model."""
+        return self.Model
+
+    def check(self, args):
+        """Raise ValueError for settings that do not fit each other."""
+
+    def uses_text(self, args):
+        """Whether there is a text tower; without one the images' views are compared."""
+        return True
+
+    def needs_cls(self, args):
+        """The flag that needs the image's [CLS] token; "" if none does."""
+        return ""
+
+    def replaced_blocks(self, args):
+        """How many of each tower's last blocks the method replaces."""
+        return 0
+
+    def views(self, args):
+        """The random views of an image, each a dict of View's arguments; None: one image and its caption."""
+        return None
+
+    def stages(self, args):
+        """The stages of a run: (number, steps, peak learning rate) of each."""
+        return [(1, args.steps, args.lr)]
+
+    def box_refreshes(self, args):
+        """The steps before which train.py finds anew, by `boxes`, where crops are to lie."""
+        return ()
+
+
+class ModelDefaults:
+    """What a Model may leave out. It must have __init__(config, image_encoder, text_encoder, image_width, text_width),
+    forward(batch, gather) -> {"loss": scalar, other scalars to log} and encode_image(images) -> (B, E), normalised.
+    An ability that it lacks is None."""
+
+    takes_cls = True          # whether the image encoder may have a [CLS] token
+    late_interaction = False  # compare encode_patches and encode_tokens by `similarity`, not encodings by a dot product
+    slots = 0                 # how many slots image_slots, text_slots and attend give
+    mask_parts = 0            # equal parts of an encoding for which masks are trained
+
+    encode_text = None        # (tokens, mask) -> (B, E), normalised
+    encode_patches = None     # (images) -> (B, P, E), normalised
+    encode_tokens = None      # (tokens, mask) -> (B, L, E), zeros where no word is
+    similarity = None         # (patches, tokens) -> (n, m)
+    align_words = None        # (images, tokens, mask) -> (B, L, P), weights of the patches of each word
+    image_slots = None        # (images) -> (B, L, V)
+    text_slots = None         # (tokens, mask) -> (B, L, V)
+    attend = None             # (images, tokens, mask) -> attention over patches and tokens, slots of both
+    encode_words = None       # (tokens, mask) -> (B, |V|), the caption's words alone
+    image_encoding = None     # (images) -> (B, |V|), not normalised
+    word_maps = None          # (images, ids) -> (B, N, n), the score of each word at each image token
+    head_maps = None          # (images) -> (B, heads, h, w), what [CLS] attends to
+    boxes = None              # (images) -> (B, 4), where crops are to lie, as fractions of the sides
+
+    def probe_features(self, images):
+        """What a linear probe sees."""
+        return self.encode_image(images)
+
+    def chance_loss(self, batch_size, mask, patches):
+        """The loss when all similarities are equal; batch_size is global."""
+        return math.log(batch_size)
+
+    def begin_stage(self, number, fresh):
+        """A stage begins, or is continued if not fresh."""
+
+    def before_update(self, step):
+        """Called between the backward pass and the update."""
+
+    def after_update(self, step, steps):
+        """Called after each update, `step` of the `steps` of its stage."""
+
+    def diagnose(self, batch):
+        """Scalars that are computed only when a step is logged: in evaluation mode, on one rank alone."""
+        return {}
+
+    def warn(self, record):
+        """What a record of the log says against the run, or None."""
+        return None
+
+
+def build_encoders(method, args, tokenizer):
+    """The image encoder and the text encoder (None without text) of a run's settings, freshly initialised."""
+    kind, image = image_encoder_settings(args.image_encoder)
+    image["image_size"] = args.image_size or image["image_size"]
+    replaced = 0 if kind is ResNet else method.replaced_blocks(args)  # a ResNet has no block to replace
+    if kind is ViT:
+        image["depth"] -= replaced
+    image_encoder = kind(**image)
+    if image_encoder.cls is not None and not getattr(method.Model, "takes_cls", True):
+        raise UserError(f"{args.method} takes all image tokens for patches: leave out cls=1 of --image-encoder.")
+    flag = method.needs_cls(args)
+    if flag and image_encoder.cls is None:
+        remedy = "choose a ViT" if kind is ResNet else "add cls=1 to --image-encoder"
+        raise UserError(f"{flag} of {args.method} takes the [CLS] token: {remedy}.")
+    if not method.uses_text(args):
+        return image_encoder, None
+    text = encoder_settings(TextTransformer, args.text_encoder, TEXT_PRESETS)
+    asked = int(parse_spec(args.text_encoder)[1].get("vocab_size", 0))
+    text["vocab_size"] = max(len(tokenizer), asked)
+    text["depth"] -= replaced
+    text_encoder = TextTransformer(**text)
+    text_encoder.special = [*getattr(tokenizer, "special", ()), *range(len(tokenizer), text["vocab_size"])]
+    return image_encoder, text_encoder
+
+
+def build_model(method, args, image_encoder, text_encoder):
+    """The method's model on its encoders."""
+    kind = method.model_class(args)
+    complete = type(kind.__name__, (kind, ModelDefaults), {})
+    text_width = text_encoder.width if text_encoder else None
+    try:
+        return complete(args, image_encoder, text_encoder, image_encoder.width, text_width)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
 # Weights of others ---------------------------------------------------------------------------------------------------
 
 CLIP_NAMES = [  # OpenCLIP and OpenAI CLIP; the image tower's names stand behind `visual.`
@@ -1615,6 +1745,17 @@ def save_checkpoint(path, state):
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def read_config(run):
+    """The settings of a run's directory, as config.json has them."""
+    path = Path(run, "config.json")
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{run} holds no run: there is no {path}.") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}.") from None
 
 
 def load_checkpoint(path, map_location="cpu"):

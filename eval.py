@@ -34,7 +34,7 @@ import sparo
 import stair
 from common import UserError
 
-METHODS = {"sparo": sparo, "stair": stair, "sparc": sparc, "bam": bam}
+METHODS = {module.__name__: common.Method(module) for module in (sparo, stair, sparc, bam)}
 
 
 # Metrics -------------------------------------------------------------------------------------------------------------
@@ -303,8 +303,9 @@ class Embedder:
     def __init__(self, model, tokenizer, context, image_size, device="cpu", chunk=256, workers=0):
         self.model, self.tokenizer, self.context, self.image_size = model.eval(), tokenizer, context, image_size
         self.device, self.chunk, self.workers = device, chunk, workers
+        self.mask = None  # (E,), multiplies the encodings of images: concept selection (SPARO, Sec. 5.1, 5.2)
         self.words = self.unknown = 0  # of the texts, without [CLS] and [SEP]
-        self.late = getattr(model, "late_interaction", False)
+        self.late = model.late_interaction
         self.sides = ("encode_patches", "encode_tokens") if self.late else ("encode_image", "encode_text")
 
     @torch.no_grad()
@@ -323,7 +324,8 @@ class Embedder:
     def images(self, images, encode=None):
         """(n, 3, S, S) -> (n, E) or (n, P, E); encode as in `texts`."""
         encode = getattr(self.model, encode or self.sides[0])
-        return torch.cat([encode(x.to(self.device)).cpu() for x in images.split(self.chunk)])
+        rows = torch.cat([encode(x.to(self.device)).cpu() for x in images.split(self.chunk)])
+        return rows if self.mask is None else F.normalize(rows * self.mask, dim=-1)
 
     @torch.no_grad()
     def similarity(self, images, texts):
@@ -519,7 +521,7 @@ def segmentation(embed, source, options):
     `miou` is the paper's: no background class, a background pixel that gets a class counts against it. `miou_fg` ignores
     background pixels: which object is where, without the objects' outlines.
     """
-    if not hasattr(embed.model, "encode_patches"):
+    if embed.model.encode_patches is None:
         return {}
     if is_world(source):
         sample, result = source.sample(WORLD_N // 2, options.split, 5, objects=source.objects), {}
@@ -587,7 +589,7 @@ def knn(embed, source, options):
 
 def linear(embed, source, options):
     """Accuracy of a linear probe on the normalised image encodings, or on what the model's paper probes."""
-    encode = "probe_features" if hasattr(embed.model, "probe_features") else "encode_image"
+    encode = "probe_features"
     train, train_labels, test, labels = train_and_test(embed, source, options, encode)
     views = {"": lambda y: y, "/shape": lambda y: y % 8} if is_world(source) else {"": lambda y: y}
     result = {}
@@ -633,11 +635,11 @@ def headlines(embed, source, options, tasks):
 
 def with_mask(embed, source, options, mask):
     """The headline metrics while `mask` (M,) multiplies the encodings of images."""
-    embed.model.image_mask = mask
+    embed.mask = mask
     try:
         found = headlines(embed, source, options, dict.fromkeys(HEADLINES.values()))
     finally:
-        embed.model.image_mask = None
+        embed.mask = None
     return {key: torch.as_tensor(value).float().mean().item() for key, value in found.items()}
 
 
@@ -653,14 +655,10 @@ def open_selection(embed, source, options, task, can_use, what):
     return selection
 
 
-def has_slots(model):
-    return isinstance(model, sparo.Model) and model.config.readout == "sparo"
-
-
 def slots(embed, source, options):
     """Post-hoc concept selection (SPARO, Sec. 5.1): slots ranked by their zero-shot accuracy alone on --select or the world's val
     split, the best half, the best quarter and, for comparison, the worst half evaluated on the split asked for."""
-    if not has_slots(embed.model):
+    if not embed.model.slots:
         return {}
     selection = open_selection(embed, source, options, "slots", TASKS["zeroshot"][1], "class folders to rank the slots on")
     if is_world(selection):
@@ -686,13 +684,13 @@ def masks(embed, source, options):
     """Masks of the image encoding trained on the hard negatives of --select or the world (SPARO, Sec. 5.2, Table 5): for L parts
     and for single dimensions the share of right pairs before and after, and the relative change of the other metrics divided by
     that of this share."""
-    if not hasattr(embed.model, "image_mask"):
+    if not embed.model.mask_parts:
         return {}
     selection = open_selection(embed, source, options, "masks", TASKS["negatives"][1], "SugarCrepe's files to train the mask on")
     _, x, captions, wrong = negative_pairs(embed, selection, options.split, options.select_root)
     y_p, y_n = embed.texts(captions), embed.texts(wrong)
     before, result = with_mask(embed, source, options, None), {}
-    for name, parts in (("slots", embed.model.config.L), ("dimensions", x.shape[1])):
+    for name, parts in (("slots", embed.model.mask_parts), ("dimensions", x.shape[1])):
         if x.shape[1] % parts:
             continue
         mask, start, fit = sparo.train_mask(x, y_p, y_n, parts, generator=torch.Generator().manual_seed(0))
@@ -707,7 +705,7 @@ def masks(embed, source, options):
 def vocabulary_scores(embed, images):
     """What `images` gave -> scores (n, |V|) of every word of the vocabulary, special tokens at -inf: STAIR's encodings are these
     scores; of other models the similarities with the encodings of the single words (STAIR, Sec. 5.1)."""
-    if not hasattr(embed.model, "encode_words"):
+    if embed.model.encode_words is None:
         images = embed.similarity(images, embed.texts([token.removeprefix("##") for token in embed.tokenizer.vocab]))
     scores = word_columns(embed, images).clone()
     scores[:, embed.tokenizer.special] = -torch.inf
@@ -747,7 +745,7 @@ def words(embed, source, options):
 
 def textfree(embed, source, options):
     """Zero-shot classification and retrieval without the text tower (STAIR, Table 5): a text is the set of its tokens."""
-    if not hasattr(embed.model, "encode_words"):
+    if embed.model.encode_words is None:
         return {}
     sides = embed.sides
     embed.sides = (sides[0], "encode_words")
@@ -760,7 +758,7 @@ def textfree(embed, source, options):
 
 def sparsity(embed, source, options):
     """How many words are active in an image's and in a caption's encoding, mean, and the dense width that they replace."""
-    if not hasattr(embed.model, "encode_words"):
+    if embed.model.encode_words is None:
         return {}
     images, captions = picture_samples(source, options, options.limit or 500)
     return {"active/image": (embed.images(images) > 0).sum(1).float().mean(),
@@ -779,7 +777,7 @@ def patch_maps(embed, images, names):
 def pointing(embed, source, options):
     """The pointing game (STAIR, Sec. 7.2): how often the centre of the patch that scores highest for a colour's or a shape's name
     lies on an object that has it, and how often that of a random patch would."""
-    if not hasattr(embed.model, "word_maps"):
+    if embed.model.word_maps is None:
         return {}
     sample, grid, result = source.sample(WORLD_N // 2, options.split, 5), embed.model.image_encoder.grid, {}
     centre = (torch.arange(grid) * 2 + 1) * source.size // (2 * grid)
@@ -896,7 +894,7 @@ def faded(picture, weights):
 @torch.no_grad()
 def draw_alignment(embed, source, options, path):
     """Which patches each word of a caption is aligned to (SPARC, Eq. 4): the more weight, the less faded to white."""
-    if not hasattr(embed.model, "align_words") or isinstance(source, SegmentationFolder):
+    if embed.model.align_words is None or isinstance(source, SegmentationFolder):
         return False
     images, captions = picture_samples(source, options, 8)
     tokens, mask = embed.tokenizer.batch(captions, embed.context)
@@ -949,7 +947,7 @@ def found_maps(embed, images, prompts, truths):
 
 def draw_segmentation(embed, source, options, path):
     """Image, true and found segmentation, with the names of what is there; of the world by colour and by shape."""
-    if not can_segment(source) or not hasattr(embed.model, "encode_patches"):
+    if not can_segment(source) or embed.model.encode_patches is None:
         return False
     (images, maps), side = picture_maps(source, options), 144
     rows, all_found = [[(to_picture(image, side), "image")] for image in images], []
@@ -980,7 +978,7 @@ def draw_comparison(runs, source, options, path):
 def draw_slots(embed, source, options, path):
     """What single slots of SPARO attend to in images and captions (Sec. 5.4): as in the paper slots with sharp attention to words,
     to other words than the slots above, and samples in which the slot's image and text agree (cosine above .75)."""
-    if not has_slots(embed.model) or isinstance(source, SegmentationFolder):
+    if not embed.model.slots or isinstance(source, SegmentationFolder):
         return False
     images, captions = picture_samples(source, options, 64)
     tokens, mask = embed.tokenizer.batch(captions, embed.context)
@@ -1028,7 +1026,7 @@ def word_cloud(weights, side):
 
 def draw_words(embed, source, options, path):
     """The 20 heaviest words of images' encodings, as large as their weights (STAIR, Fig. 4), beside a caption."""
-    if not hasattr(embed.model, "encode_words") or isinstance(source, SegmentationFolder):
+    if embed.model.encode_words is None or isinstance(source, SegmentationFolder):
         return False
     (images, captions), rows = picture_samples(source, options, 16), []
     for image, enc, caption in zip(images, embed.images(images), captions):
@@ -1043,7 +1041,7 @@ def draw_words(embed, source, options, path):
 def draw_queries(embed, source, options, path):
     """Where words are found in images without a text tower (STAIR, Fig. 10): words of a caption that a vocabulary entry stands for,
     and one that the caption lacks; bright where p(h_j) is high, from its least to its largest value in the image."""
-    if not hasattr(embed.model, "word_maps") or isinstance(source, SegmentationFolder):
+    if embed.model.word_maps is None or isinstance(source, SegmentationFolder):
         return False
     images, captions = picture_samples(source, options, 10)
     every = [[word for word in common.split_words(caption) if len(word) > 2 and word in embed.tokenizer.ids]
@@ -1106,7 +1104,7 @@ def search(embed, source, options, run):
     """Index images (STAIR, App. D) into RUN/index.pt and, for other engines, RUN/index.jsonl, answer --query, and show what is found
     in RUN/search.png; of other data than the run's DATA-index.pt and so on. A query is a caption, answered with the text tower and
     without it, or words with AND, OR, NOT, parentheses."""
-    if not hasattr(embed.model, "encode_words"):
+    if embed.model.encode_words is None:
         raise UserError("--query needs a run of --method stair: other encodings have no words.")
     if not (is_world(source) or is_table(source)):
         raise UserError(f"--query searches shapes, captioned images or class folders; {options.data} is something else.")
@@ -1132,7 +1130,7 @@ def search(embed, source, options, run):
             if len(kept):
                 index.add([paths[start + i] for i in kept.tolist()], word_columns(embed, encodings))
             contents |= {paths[start + i]: source.captions_of(start + i)[0] for i in kept.tolist()}
-    own = json.loads(Path(run, "config.json").read_text())["data"] == options.data
+    own = common.read_config(run)["data"] == options.data
     prefix = "" if own else file_name(options.data) + "-"
     path = Path(run, prefix + ("index.pt" if options.checkpoint == "last.pt" else f"index-{options.checkpoint}"))
     index.save(path)
@@ -1162,7 +1160,7 @@ def search(embed, source, options, run):
 @torch.no_grad()
 def draw_heads(embed, source, options, path):
     """What [CLS] attends to in the last block: the mean over heads, then each head (BAM, Fig. 5)."""
-    if not hasattr(embed.model, "head_maps") or embed.model.image_encoder.cls is None or isinstance(source, SegmentationFolder):
+    if embed.model.head_maps is None or embed.model.image_encoder.cls is None or isinstance(source, SegmentationFolder):
         return False
     images, _ = picture_samples(source, options, 8)
     weights, side, rows = embed.model.head_maps(images.to(embed.device)).cpu(), 112, []
@@ -1227,60 +1225,6 @@ PICTURES = {"entropies.png": draw_entropies, "heads.png": draw_heads, "words.png
 # Runs ----------------------------------------------------------------------------------------------------------------
 
 
-def hook(config, name, default, *arguments):
-    """What the method's function `name` says of a run's settings, or `default` where the method has none."""
-    function = getattr(METHODS[config["method"]], name, None)
-    try:
-        return function(fill_in(config), *arguments) if function else default
-    except ValueError as error:
-        raise UserError(str(error)) from None
-
-
-def fill_in(config):
-    """The settings of a run, those that the method did not have when it ran at their defaults."""
-    return {field.name: field.default for field in dataclasses.fields(METHODS[config["method"]].Config)} | config
-
-
-def uses_text(config):
-    return hook(config, "uses_text", True)
-
-
-def build_encoders(config, tokenizer):
-    """A config (the dict of a run's config.json) -> image and text encoder (or None), freshly initialised."""
-    method, replaced = METHODS[config["method"]], hook(config, "replaced_blocks", 0)
-    kind, image = common.image_encoder_settings(config["image_encoder"])
-    image["image_size"] = config["image_size"] or image["image_size"]
-    if kind is common.ResNet:  # has no block to replace: its text tower keeps all blocks too
-        replaced = 0
-    else:
-        image["depth"] -= replaced
-    image_encoder = kind(**image)
-    if image_encoder.cls is not None and not method.Model.takes_cls:
-        raise UserError(f"{config['method']} takes all image tokens for patches: leave out cls=1 of --image-encoder.")
-    if hook(config, "needs_cls", False) and image_encoder.cls is None:
-        how = "choose a ViT" if kind is common.ResNet else "add cls=1 to --image-encoder"
-        what = "--contrastive-crop" if config.get("contrastive_crop") else f"--readout {config['readout']}"
-        raise UserError(f"{what} of {config['method']} takes the [CLS] token: {how}.")
-    if not uses_text(config):
-        return image_encoder, None
-    text = common.encoder_settings(common.TextTransformer, config["text_encoder"], common.TEXT_PRESETS)
-    rows = max(len(tokenizer), int(common.parse_spec(config["text_encoder"])[1].get("vocab_size", 0)))
-    text_encoder = common.TextTransformer(**text | {"vocab_size": rows, "depth": text["depth"] - replaced})
-    text_encoder.special = [*getattr(tokenizer, "special", ()), *range(len(tokenizer), rows)]  # what stands for no word
-    return image_encoder, text_encoder
-
-
-def build_model(config, image_encoder, text_encoder):
-    """The method's model on its encoders."""
-    method, settings = METHODS[config["method"]], fill_in(config)
-    own = method.Config(**{field.name: settings[field.name] for field in dataclasses.fields(method.Config)})
-    try:
-        return hook(config, "model_class", method.Model)(own, image_encoder, text_encoder, image_encoder.width,
-                                                         text_encoder.width if text_encoder else None)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-
-
 def usable_tasks(source, has_text, data):
     """The names of the tasks that the data and the model can serve. Raises UserError if there is none."""
     usable = [name for name, (_, can_use) in TASKS.items() if can_use(source) and (has_text or name in IMAGE_TASKS)]
@@ -1295,7 +1239,7 @@ def usable_tasks(source, has_text, data):
 def evaluate(embed, source, options):
     """Run the tasks of `options.tasks`, or those that the data can serve, without ON_REQUEST -> {metric: float}."""
     usable, result = usable_tasks(source, embed.tokenizer, options.data), {}
-    wanted = OF_WORDS if hasattr(embed.model, "encode_words") else set()
+    wanted = OF_WORDS if embed.model.encode_words is not None else set()
     by_default = [name for name in usable if name not in ON_REQUEST - wanted] if embed.tokenizer else ["knn", "linear"]
     for name in options.tasks or by_default:
         if name not in usable:
@@ -1342,17 +1286,23 @@ def report(embed, source, options, run, checkpoint="last.pt"):
     return result
 
 
+def read_settings(run):
+    """The settings of a run; those that its method did not have when it ran are at their defaults."""
+    saved = common.read_config(run)
+    args = METHODS[saved["method"]].Config()
+    vars(args).update(saved)
+    return args
+
+
 def load_run(run, device="cpu", checkpoint="last.pt"):
     """A run's directory -> (Embedder, config); checkpoint: of its weights, the file's name. Raises UserError when it holds no run or
     one of an unknown method."""
-    try:
-        config = json.loads(Path(run, "config.json").read_text())
-    except FileNotFoundError:
-        raise UserError(f"{run} holds no run: there is no {run}/config.json.") from None
-    tokenizer = common.WordPiece(Path(run, "vocab.txt")) if uses_text(config) else None
-    model = build_model(config, *build_encoders(config, tokenizer))
+    config = read_settings(run)
+    method = METHODS[config.method]
+    tokenizer = common.WordPiece(Path(run, "vocab.txt")) if method.uses_text(config) else None
+    model = common.build_model(method, config, *common.build_encoders(method, config, tokenizer))
     state = common.load_checkpoint(Path(run, checkpoint))
-    if state["method"] != config["method"]:
+    if state["method"] != config.method:
         raise UserError(f"{run}/{checkpoint} holds a {state['method']} model, but config.json says {config['method']}.")
     model.load_state_dict(state["model"])
     return embedder(model.to(device), tokenizer, config, device), config
@@ -1360,11 +1310,38 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
 
 def embedder(model, tokenizer, config, device):
     context = model.text_encoder.context if tokenizer else None
-    return Embedder(model, tokenizer, context, model.image_encoder.image_size, device, workers=config["workers"])
+    return Embedder(model, tokenizer, context, model.image_encoder.image_size, device, workers=config.workers)
 
 
 def is_segmentation_folder(spec):
     return Path(spec, "SegmentationClass").is_dir()
+
+
+def options_for(args, **changes):
+    """What `python eval.py RUN` would use for a run with these settings."""
+    data = args.eval_data or args.data
+    defaults = dict(tasks=None, data=data, split=default_split(data), image_root=args.image_root, image_size=args.image_size, limit=None,
+                    templates=None, nouns_adjectives=None, train_data=args.data, train_limit=None, select=None, select_root=None,
+                    classes=None, probe="adamw")
+    if not args.eval_data and common.parse_spec(data)[0] != "shapes" and defaults["split"] == "test":
+        defaults["split"] = "train"  # of a JSON with splits
+    return argparse.Namespace(**defaults | changes)
+
+
+def open_eval_set(options, image_size, captions=True):
+    """The data to evaluate on."""
+    return open_eval_data(options.data, options.image_root, options.split, image_size, options.classes)
+
+
+def check(options, data, has_text):
+    """Raise UserError where no task can be served, or k-NN has no labels to learn from."""
+    if isinstance(data, common.TarShards):
+        raise UserError("tar shards are for training only; give --eval-data, or run eval.py with other data.")
+    usable_tasks(data, has_text, options.data)
+    if not has_text and not is_world(data):
+        train = open_train_data(data, options)
+        if isinstance(train, common.TarShards):
+            next(train.labelled())
 
 
 def default_split(spec):
@@ -1447,16 +1424,15 @@ def main(argv=None):
     if options.nouns_adjectives:
         options.nouns_adjectives = {word.lower() for word in read_lines(options.nouns_adjectives, "--nouns-adjectives")}
     for run in options.runs:
-        if not Path(run, "config.json").exists():
-            raise UserError(f"{run} holds no run: there is no {run}/config.json.")
+        common.read_config(run)
     configs, choices, results, embedders = [], [], [], []
     for run in options.runs:
         embed, config = load_run(run, "cuda" if torch.cuda.is_available() else "cpu", options.checkpoint)
         chosen = argparse.Namespace(**vars(options))
         if not options.data:
-            chosen.data, chosen.image_root = config["data"], options.image_root or config["image_root"]
-        if not options.train_data and config["data"] != chosen.data and common.parse_spec(config["data"])[0] != "shapes":
-            chosen.train_data = config["data"]
+            chosen.data, chosen.image_root = config.data, options.image_root or config.image_root
+        if not options.train_data and config.data != chosen.data and common.parse_spec(config.data)[0] != "shapes":
+            chosen.train_data = config.data
         chosen.split, chosen.image_size = default_split(chosen.data), embed.image_size
         if options.split and chosen.split == "all":
             raise UserError(f"--split {options.split}: {chosen.data} has no splits.")
@@ -1468,14 +1444,14 @@ def main(argv=None):
         if len(options.runs) > 1:
             print(f"{run}:")
         results.append(report(embed, source, chosen, run, options.checkpoint))
-        configs.append(config)
+        configs.append(vars(config))
         choices.append(chosen)
         embedders.append(embed)
     if len(results) > 1:
         names = differences(configs)
         compare(names, results)
         alike = len({(chosen.data, embed.image_size) for chosen, embed in zip(choices, embedders)}) == 1
-        if can_segment(source) and alike and all(hasattr(embed.model, "encode_patches") for embed in embedders):
+        if can_segment(source) and alike and all(embed.model.encode_patches is not None for embed in embedders):
             path = Path(options.runs[0], "comparison.png")
             draw_comparison({re.sub(r"\w+=", "", name): embedders[names.index(name)] for name in names}, source, chosen, path)
             print(f"picture: {path}")

@@ -44,7 +44,7 @@ import functools
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -59,12 +59,12 @@ class Config:
     embed_dim: int = 512                                     # E, Sec. D.1
     lambda_g: float = 0.5                                    # Eq. 7, Sec. D.4
     lambda_f: float = 1.0                                    # Eq. 7; Sec. D.4 sweeps 0.5, 1, 5, 10
-    sigma: float | None = None                               # Eq. 3; None is 1 / P
+    sigma: Annotated[float, 0, 1] | None = None                               # Eq. 3; None is 1 / P
     h_v: Literal["plain", "residual"] = "plain"              # Sec. 2; differs: "residual" is x + h_v(x)
     token_mean: Literal["caption", "batch"] = "caption"      # Eq. 6, or the paper's listing 1
     init_scale: float = 1 / 0.07                             # CLIP (arXiv 2103.00020), Sec. 2.5
-    filip_keep: float = 0.2                                  # FILIP: share of the other side's tokens compared with; Table 11
-    mgca_prototypes: int = 500                               # MGCA, Sec. D.4
+    filip_keep: Annotated[float, 0.01, 1] = 0.2                                  # FILIP: share of the other side's tokens compared with; Table 11
+    mgca_prototypes: Annotated[int, 2, math.inf] = 500                               # MGCA, Sec. D.4
 
 
 PAPER = dict(text_encoder="12x768:context=55", lr=9e-4, weight_decay=0.2, warmup=2500, batch=16384, steps=200_000,
@@ -77,7 +77,6 @@ PRESETS = {  # settings of this file and of train.py by name; --flags go before 
     "b16": dict(image_encoder="ViT-B/16", **PAPER),
     "l14": dict(image_encoder="ViT-L/14", **{**PAPER, "steps": 250_000}),
 }
-BOUNDS = {"sigma": (0, 1), "filip_keep": (0.01, 1), "mgca_prototypes": (2, math.inf)}  # the values that train.py accepts
 
 
 def in_fp32(function):
@@ -227,8 +226,6 @@ class Model(nn.Module):
                                       token_mean=cfg.token_mean, gather=gather)
             loss_g, loss_f = global_loss(v, t, scale, gather), local(tokens, patches)
             out = {"loss": cfg.lambda_g * loss_g + cfg.lambda_f * loss_f, "global": loss_g, "local": loss_f}  # Eq. 7
-            with torch.no_grad():  # as low against a WRONG image's patches: L_f is solved without looking at the image
-                out["local_wrong_image"] = local(tokens.detach(), patches.detach().roll(1, 0))
         else:
             x = SimpleNamespace(f_v=f_v, f_t=f_t, v=v, t=t, words=words, scale=scale, gather=gather)
             terms = {name: TERMS[name][0](self, x) for name in BASELINES[cfg.objective]}
@@ -236,10 +233,19 @@ class Model(nn.Module):
         out["scale"] = scale
         return {name: value if name == "loss" else value.detach() for name, value in out.items()}
 
-    def after_step(self, step, steps):
+    def after_update(self, step, steps):
         """Keep 1 / tau within [1, 100], as CLIP does."""
         with torch.no_grad():
             self.log_scale.clamp_(0, math.log(100))
+
+    def diagnose(self, batch):
+        """L_f against the patches of a WRONG image. Where it is as low, L_f is solved without looking at the image."""
+        if self.config.objective != "sparc":
+            return {}
+        patches = self.g_v(self.image_encoder(batch["images"])).roll(1, 0)
+        tokens = self.g_t(self.text_encoder(batch["tokens"], batch["mask"]))
+        loss = fine_grained_loss(tokens, patches, words_only(batch["mask"]), self.log_scale.exp(), self.align)
+        return {"local_wrong_image": loss}
 
     def chance_loss(self, batch_size, mask, patches):
         """The loss when all similarities are equal; batch_size is global, patches their number P."""

@@ -50,7 +50,7 @@ import functools
 import math
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -62,32 +62,32 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 class Config:
     objective: Literal["clip", "dino"] = "clip"              # Sec. 3.3; Sec. 3.4
     readout: Literal["sparo", "cls", "gap", "attpool", "bottleneck", "fdt"] = "sparo"  # Sec. 3.2; Table 6; App. B.2
-    L: int = 128                                             # slots; Sec. 4: 64 on Conceptual Captions and with DINO, 128 on LAION
-    V: int = 64                                              # width of a slot
-    D: int = 64                                              # width of a slot's key
-    grp_size: int = 1                                        # slots that share a key projection (App. A)
+    L: Annotated[int, 1, math.inf] = 128                                             # slots; Sec. 4: 64 on Conceptual Captions and with DINO, 128 on LAION
+    V: Annotated[int, 1, math.inf] = 64                                              # width of a slot
+    D: Annotated[int, 1, math.inf] = 64                                              # width of a slot's key
+    grp_size: Annotated[int, 1, math.inf] = 1                                        # slots that share a key projection (App. A)
     replace_block: bool = True                               # SPARO in the place of each tower's last block (Sec. 3.2, Table 6)
     heads: Literal["separate", "multi"] = "multi"            # attpool, Table 6: multi-head mixes the heads' outputs
     slot_norm: bool = False                                  # attpool, Table 6: LayerNorm of each slot instead of all together
     slot_projection: bool = False                            # attpool, Table 6: one projection for all slots, V -> V
-    embed_dim: int = 512                                     # cls, gap: width of the encoding; bottleneck: M of B.2
-    bottleneck: int = 64                                     # bottleneck: m of B.2
-    codes: int = 16384                                       # fdt, B.2
+    embed_dim: Annotated[int, 1, math.inf] = 512                                     # cls, gap: width of the encoding; bottleneck: M of B.2
+    bottleneck: Annotated[int, 1, math.inf] = 64                                     # bottleneck: m of B.2
+    codes: Annotated[int, 1, math.inf] = 16384                                       # fdt, B.2
     listing: bool = False                                    # compute SPARO as the paper's listing does: slower, for comparison
     init_scale: float = 1 / 0.07                             # CLIP (arXiv 2103.00020), Sec. 2.5
     # dino: the defaults of its authors' training of ViT-S, which the paper follows (C.2)
-    out_dim: int = 65536                                     # dino: K, width of the distributions
-    head_width: int = 2048                                   # dino: of the head's hidden layers
-    head_bottleneck: int = 256                               # dino: width before the head's last layer
-    student_temp: float = 0.1                                # dino: tau_s
-    teacher_temp: float = 0.04                               # dino: tau_t
-    center_momentum: float = 0.9                             # dino: of the teacher's mean output
-    ema: float = 0.996                                       # dino: the teacher's momentum at first; half a cosine takes it to 1
-    freeze_last: int = 0                                     # dino: steps in which the head's last layer rests; its paper: an epoch
-    local_crops: int = 8                                     # dino: small views of an image beside the two large ones
-    local_size: int = 96                                     # dino: pixels of a small view
-    crop_least: float = 0.05                                 # dino: least share of the image that a small view shows
-    crop_border: float = 0.4                                 # dino: share of the image that parts small from large views
+    out_dim: Annotated[int, 1, math.inf] = 65536                                     # dino: K, width of the distributions
+    head_width: Annotated[int, 1, math.inf] = 2048                                   # dino: of the head's hidden layers
+    head_bottleneck: Annotated[int, 1, math.inf] = 256                               # dino: width before the head's last layer
+    student_temp: Annotated[float, 0.001, 10] = 0.1                                # dino: tau_s
+    teacher_temp: Annotated[float, 0.001, 10] = 0.04                               # dino: tau_t
+    center_momentum: Annotated[float, 0, 1] = 0.9                             # dino: of the teacher's mean output
+    ema: Annotated[float, 0, 1] = 0.996                                       # dino: the teacher's momentum at first; half a cosine takes it to 1
+    freeze_last: Annotated[int, 0, math.inf] = 0                                     # dino: steps in which the head's last layer rests; its paper: an epoch
+    local_crops: Annotated[int, 0, 100] = 8                                     # dino: small views of an image beside the two large ones
+    local_size: Annotated[int, 1, math.inf] = 96                                     # dino: pixels of a small view
+    crop_least: Annotated[float, 0.01, 1] = 0.05                                 # dino: least share of the image that a small view shows
+    crop_border: Annotated[float, 0.01, 1] = 0.4                                 # dino: share of the image that parts small from large views
 
 
 CLIP_VIT = "cls=1,pre_norm=1,patch_bias=0,eps=1e-5"          # CLIP's image tower
@@ -106,9 +106,6 @@ PRESETS = {  # settings of this file and of train.py by name; --flags go before 
     "dino-s16": dict(image_encoder="ViT-S/16:cls=1,drop_path=0.1", objective="dino", L=64, batch=512, steps=250_200, lr=1e-3,
                      beta2=0.999, adam_eps=1e-8, weight_decay=0.04, weight_decay_end=0.4, warmup=25_020, clip_grad=3.0, freeze_last=2502),
 }
-BOUNDS = {"ema": (0, 1), "center_momentum": (0, 1), "student_temp": (1e-3, 10), "teacher_temp": (1e-3, 10), "local_crops": (0, 100),
-          "crop_least": (0.01, 1), "crop_border": (0.01, 1), "freeze_last": (0, math.inf), **{name: (1, math.inf) for name in (
-              "L", "V", "D", "grp_size", "embed_dim", "bottleneck", "codes", "out_dim", "head_width", "head_bottleneck", "local_size")}}
 
 
 def in_fp32(function):
@@ -364,35 +361,38 @@ def train_mask(y_i, y_p, y_n, parts, epochs=100, batch=256, generator=None):
 # Model ---------------------------------------------------------------------------------------------------------------
 
 
-def replaced_blocks(config):
-    """How many of each tower's last blocks the read-out replaces; `config`: the run's settings."""
-    return int(config["readout"] == "sparo" and config["replace_block"])
+def replaced_blocks(args):
+    """How many of each tower's last blocks the read-out replaces."""
+    return int(args.readout == "sparo" and args.replace_block)
 
 
-def needs_cls(config):
-    """Whether the read-out takes the image's [CLS] token; `config`: the run's settings."""
-    return config["readout"] in ("cls", "bottleneck")
+def needs_cls(args):
+    """The flag that takes the image's [CLS] token, if any."""
+    return f"--readout {args.readout}" if args.readout in ("cls", "bottleneck") else ""
 
 
-def uses_text(config):
-    """Whether the objective has a text tower; `config`: the run's settings."""
-    return config["objective"] == "clip"
+def uses_text(args):
+    """Whether the objective has a text tower."""
+    return args.objective == "clip"
 
 
-def views(config, image_size):
+def check(args):
+    if args.crop_least > args.crop_border:
+        raise ValueError(f"--crop-least {args.crop_least} must not be above --crop-border {args.crop_border}.")
+
+
+def views(args):
     """The random views of an image that the objective compares, in the words of common.View; None: one, and its caption."""
-    if config["objective"] == "clip":
+    if args.objective == "clip":
         return None
-    border, least = config["crop_border"], config["crop_least"]
-    if least > border:
-        raise ValueError(f"--crop-least {least} must not be above --crop-border {border}.")
-    large = dict(size=image_size, scale=(border, 1.0))
+    border, least = args.crop_border, args.crop_least
+    large = dict(size=args.image_size, scale=(border, 1.0))
     return [large | dict(blur=1.0), large | dict(blur=0.1, solarize=0.2),
-            *[dict(size=config["local_size"], scale=(least, border), blur=0.5)] * config["local_crops"]]
+            *[dict(size=args.local_size, scale=(least, border), blur=0.5)] * args.local_crops]
 
 
-def model_class(config):
-    return Model if config["objective"] == "clip" else Dino
+def model_class(args):
+    return Model if args.objective == "clip" else Dino
 
 
 class Model(nn.Module):
@@ -409,7 +409,7 @@ class Model(nn.Module):
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
         self.image_readout, self.text_readout = build_readouts(config, image_width, text_width)
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
-        self.image_mask = None  # (M,), multiplies the encodings of images: concept selection (Sec. 5.1, 5.2)
+        self.slots, self.mask_parts = config.L if config.readout == "sparo" else 0, config.L
 
     def forward(self, batch, gather=identity):
         """batch: images (B, 3, H, W), tokens (B, L), mask (B, L) -> {"loss": scalar, and scalars to log}."""
@@ -417,7 +417,7 @@ class Model(nn.Module):
         scale = self.log_scale.exp()
         return {"loss": clip_loss(v, t, scale, gather), "scale": scale.detach()}
 
-    def after_step(self, step, steps):
+    def after_update(self, step, steps):
         """Keep the scale within [1, 100], as CLIP does."""
         with torch.no_grad():
             self.log_scale.clamp_(0, math.log(100))
@@ -438,9 +438,8 @@ class Model(nn.Module):
         return self.text_readout(self.text_encoder(tokens, mask), mask.sum(1) - 1)
 
     def encode_image(self, images):
-        """(B, 3, H, W) -> (B, M), normalised, or masked by image_mask."""
-        y = self.normalize(self.image_slots(images))
-        return y if self.image_mask is None else F.normalize(y * self.image_mask.to(y.device), dim=-1)
+        """(B, 3, H, W) -> (B, M), normalised."""
+        return self.normalize(self.image_slots(images))
 
     def attend(self, images, tokens, mask):
         """Attention and slots of pairs: (B, L, n) over the image's tokens, (B, L, n') over the caption's, (B, L, V), (B, L, V)."""
@@ -537,7 +536,7 @@ class Dino(nn.Module):
         if step < self.config.freeze_last:
             self.head.last.weight.grad = None
 
-    def after_step(self, step, steps):
+    def after_update(self, step, steps):
         """The teacher follows the student: theta_t = l theta_t + (1 - l) theta_s, l from `ema` to 1 by half a cosine (DINO, Sec. 3.1)."""
         momentum = 1 - (1 - self.config.ema) * (1 + math.cos(math.pi * step / steps)) / 2
         get_ema_multi_avg_fn(momentum)(list(self.teacher.parameters()), list(self.student().parameters()), None)

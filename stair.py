@@ -43,7 +43,7 @@ import re
 import sys
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -54,17 +54,17 @@ from torch.autograd.function import once_differentiable
 @dataclass
 class Config:
     stages: Literal["three", "single"] = "three"             # Sec. 3; App. A
-    share_1: float = 0.25                                    # of the steps in stage 1; Sec. 4.2: 300k of 1,200k
-    share_2: float = 0.25                                    # of the steps in stage 2
-    lr_2: float = 1.0                                        # peak learning rate of stage 2, as a multiple of --lr
-    lr_3: float = 0.1                                        # of stage 3; Sec. 4.2: 1e-4, the others 1e-3
-    lambda_image: float = 1e-3                               # Eq. 7; Sec. 6.3 sweeps 1e-2, 1e-3, 1e-4
-    lambda_text: float = 1e-3                                # Eq. 7
-    ramp: float = 0.5                                        # share of a stage in which both grow from 0
-    revive_until: int = 3                                    # differs: last stage in which inactive words of captions learn
+    share_1: Annotated[float, 0, 1] = 0.25                                    # of the steps in stage 1; Sec. 4.2: 300k of 1,200k
+    share_2: Annotated[float, 0, 1] = 0.25                                    # of the steps in stage 2
+    lr_2: Annotated[float, 0, 100] = 1.0                                        # peak learning rate of stage 2, as a multiple of --lr
+    lr_3: Annotated[float, 0, 100] = 0.1                                        # of stage 3; Sec. 4.2: 1e-4, the others 1e-3
+    lambda_image: Annotated[float, 0, math.inf] = 1e-3                               # Eq. 7; Sec. 6.3 sweeps 1e-2, 1e-3, 1e-4
+    lambda_text: Annotated[float, 0, math.inf] = 1e-3                                # Eq. 7
+    ramp: Annotated[float, 0, 1] = 0.5                                        # share of a stage in which both grow from 0
+    revive_until: Annotated[int, 0, 3] = 3                                    # differs: last stage in which inactive words of captions learn
     bias_image: float = 0.0                                  # b of Eq. 4 at the start
     bias_text: float = 0.0
-    init_scale: float = 1 / 0.07                             # CLIP (arXiv 2103.00020), Sec. 2.5
+    init_scale: Annotated[float, 1, 100] = 1 / 0.07                             # CLIP (arXiv 2103.00020), Sec. 2.5
 
 
 PRESETS = {  # settings of this file and of train.py by name; --flags go before them
@@ -74,8 +74,6 @@ PRESETS = {  # settings of this file and of train.py by name; --flags go before 
     "b16": dict(image_encoder="ViT-B/16", text_encoder="12x512:context=76", batch=16384, steps=1_200_000, lr=1e-3,
                 schedule="linear", optimizer="lamb", weight_decay=1e-2, warmup=10_000, clip_grad=0.0, revive_until=0),
 }
-BOUNDS = {"share_1": (0, 1), "share_2": (0, 1), "lr_2": (0, 100), "lr_3": (0, 100), "lambda_image": (0, math.inf),
-          "lambda_text": (0, math.inf), "ramp": (0, 1), "revive_until": (0, 3), "init_scale": (1, 100)}
 ELEMENTS = 2**23  # of the logits, and of the rows that the backward pass gathers, that exist at a time
 
 
@@ -233,16 +231,18 @@ class LAMB(torch.optim.Optimizer):
 # Model ---------------------------------------------------------------------------------------------------------------
 
 
-def stages(config):
-    """The stages of a run, each with its number, steps and peak learning rate; `config`: the run's settings."""
-    steps, lr = config["steps"], config["lr"]
-    if config["stages"] == "single":
-        return [dict(number=3, steps=steps, lr=lr)]
-    if config["share_1"] + config["share_2"] >= 1:
-        raise ValueError(f"--share-1 {config['share_1']} and --share-2 {config['share_2']} leave no steps to stage 3.")
-    first, second = round(config["share_1"] * steps), round(config["share_2"] * steps)
-    return [dict(number=1, steps=first, lr=lr), dict(number=2, steps=second, lr=lr * config["lr_2"]),
-            dict(number=3, steps=steps - first - second, lr=lr * config["lr_3"])]
+def check(args):
+    if args.stages == "three" and args.share_1 + args.share_2 >= 1:
+        raise ValueError(f"--share-1 {args.share_1} and --share-2 {args.share_2} leave no steps to stage 3.")
+
+
+def stages(args):
+    """The stages of a run: (number, steps, peak learning rate) of each."""
+    if args.stages == "single":
+        return [(3, args.steps, args.lr)]
+    first, second = round(args.share_1 * args.steps), round(args.share_2 * args.steps)
+    third = args.steps - first - second
+    return [(1, first, args.lr), (2, second, args.lr * args.lr_2), (3, third, args.lr * args.lr_3)]
 
 
 class Model(nn.Module):
@@ -327,7 +327,7 @@ class Model(nn.Module):
                 "active_image": active.sum(1).mean(), "active_text": (t > 0).float().sum(1).mean(), "words_found": found.mean(),
                 "dead": dead, "scale": self.log_scale.detach().exp(), "stage": self.stage}
 
-    def after_step(self, step, steps):
+    def after_update(self, step, steps):
         """Keep the scale within [1, 100]; the regulariser grows with the square of the step."""
         with torch.no_grad():
             self.log_scale.clamp_(0, math.log(100))

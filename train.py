@@ -1,11 +1,14 @@
-"""Train one of the methods: `python train.py --method sparc`, or on 8 GPUs `torchrun --nproc_per_node=8 train.py --method sparc`.
+"""Train a method: `python train.py --method sparc`, on 8 GPUs `torchrun --nproc_per_node=8 train.py
+--method sparc`.
 
-Settings come from three places, the later before the earlier: the defaults of the dataclasses, the method's --preset, the flags.
-A run's directory gets config.json, vocab.txt, log.jsonl, last.pt, eval.json and pictures.
+Settings come from the defaults of two dataclasses, Config below and the method's; then from the
+method's --preset, then from the flags. The run's directory gets config.json, vocab.txt, log.jsonl,
+last.pt, eval.json and pictures. To read how training works, start at train().
 """
 
 import argparse
-import bisect
+import collections
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -16,20 +19,20 @@ import math
 import os
 import platform
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-import types
 import typing
 import weakref
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeCopyMode, FakeTensorMode
+from torch._subclasses import fake_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -44,228 +47,581 @@ import stair
 from common import UserError
 from eval import METHODS
 
+Count = Annotated[int, 1, math.inf]
+CountOr0 = Annotated[int, 0, math.inf]
+NotNegative = Annotated[float, 0, math.inf]
+
 
 @dataclasses.dataclass
 class Config:
     """Settings of a run, whatever the method. Batch sizes are global, over all ranks."""
 
-    preset: str = "tiny"                 # a row of the method's PRESETS; its values go before the defaults named here
-    data: str = "shapes"                 # SPEC: shapes | CSV, TSV | 'DIR/{00000..00012}.tar' | COCO, Karpathy JSON | .token | DIR
-    image_root: str | None = None        # directory that the file names of a table are relative to
-    eval_data: str | None = None         # SPEC to evaluate on at the end; None: the world's test split, else the training data
-    vocab: str | None = None             # a BERT vocab.txt; None: trained from the captions
-    vocab_size: int = 8192               # of a vocabulary trained from the captions, at most
-    out: str | None = None               # directory of the run; None: runs/METHOD, runs/METHOD-2, ...
-    image_encoder: str = "ViT-B/16"      # preset of common.VIT_PRESETS[:setting=value,...], or ResNet-50
-    text_encoder: str = "12x512"         # preset of common.TEXT_PRESETS[:setting=value,...]
-    image_size: int | None = None        # pixels; None: the encoder's, or the world's
-    image_weights: str | None = None     # OpenCLIP, OpenAI, timm or DINO state dict for the image tower
-    text_weights: str | None = None      # OpenCLIP or OpenAI state dict for the text tower
-    crop_scale: float = 0.9              # least share of the area that training crops keep (OpenCLIP's default)
-    steps: int = 1000
-    batch: int = 128                     # pairs per step, over all ranks
-    lr: float = 5e-4                     # peak; linear warm-up, then --schedule to 0
-    warmup: int = 100                    # steps, of each stage if there are several
-    schedule: Literal["cosine", "linear"] = "cosine"
+    preset: str = "tiny"  # a row of the method's PRESETS, whose values replace the defaults here
+    # SPEC: shapes | CSV, TSV | 'DIR/{00000..00012}.tar' | COCO, Karpathy JSON | .token | DIR
+    data: str = "shapes"
+    image_root: str | None = None  # directory that the file names of a table are relative to
+    # SPEC to evaluate on at the end; None: the world's test split, else the training data
+    eval_data: str | None = None
+    vocab: str | None = None  # a BERT vocab.txt; None: trained from the captions
+    vocab_size: int = 8192  # of a vocabulary trained from the captions, at most
+    out: str | None = None  # directory of the run; None: runs/METHOD, runs/METHOD-2, ...
+    image_encoder: str = "ViT-B/16"  # row of common.VIT_PRESETS[:setting=value,...], or ResNet-50
+    text_encoder: str = "12x512"  # row of common.TEXT_PRESETS[:setting=value,...]
+    image_size: int | None = None  # pixels; None: the encoder's, or the world's
+    image_weights: str | None = None  # OpenCLIP, OpenAI, timm or DINO state dict for the image tower
+    text_weights: str | None = None  # OpenCLIP or OpenAI state dict for the text tower
+    # smallest fraction of the area that training crops keep (OpenCLIP's default)
+    crop_scale: Annotated[float, 0.01, 1] = 0.9
+    steps: Count = 1000  # updates
+    batch: Count = 128  # pairs per step, over all ranks
+    lr: NotNegative = 5e-4  # peak; linear warm-up, then --schedule to 0
+    warmup: CountOr0 = 100  # steps, of each stage if there are several
+    schedule: Literal["cosine", "linear"] = "cosine"  # of the learning rate after the warm-up
     optimizer: Literal["adamw", "lamb", "lars"] = "adamw"  # lamb: of STAIR; lars: of BAM
-    weight_decay: float = 0.1            # on the weights of linear and convolution layers only
-    weight_decay_end: float | None = None  # where half a cosine takes it by the last step; None: it stays
-    beta2: float = 0.98                  # AdamW's second; the first is 0.9 (CLIP, Table 19)
-    adam_eps: float = 1e-6               # CLIP, Table 19
-    clip_grad: float = 1.0               # largest norm of the gradient; 0: no clipping
+    weight_decay: NotNegative = 0.1  # on the weights of linear and convolution layers only
+    # where half a cosine takes it by the last step; None: it stays
+    weight_decay_end: NotNegative | None = None
+    beta2: Annotated[float, 0, 0.999999] = 0.98  # AdamW's second; the first is 0.9 (CLIP, Table 19)
+    adam_eps: Annotated[float, 0, 1] = 1e-6  # CLIP, Table 19
+    clip_grad: NotNegative = 1.0  # largest norm of the gradient; 0: no clipping
     amp: Literal["bf16", "fp16", "off"] | None = None  # None: bf16 on a GPU, off on the CPU
-    workers: int = 0                     # data loading processes per rank
-    seed: int = 0
-    log_every: int = 10                  # steps
-    save_every: int = 1000               # steps
-    knn_every: int = 0                   # steps between k-NN accuracies in the log, on --eval-data or the world; 0: none
-    resume: bool = False                 # continue the run in --out with its settings; given flags go before them
-    compile: bool = False                # torch.compile
-    grad_checkpoint: bool = False        # recompute the encoders' blocks in the backward pass: less memory, a third more time
-    dry_run: bool = False                # print parameters, FLOPs and chance level of the loss, and stop
-    bench: int = 0                       # time this many steps, print the rates, and stop
-    cost: str | None = None              # batch sizes, 2048,4096: print FLOPs and memory of an update (SPARC: of each objective), and stop
-    cost_ranks: int = 1                  # of --cost: ranks that share a batch
+    workers: Annotated[int, 0, 1024] = 0  # data loading processes per rank
+    seed: Annotated[int, 0, 2**31] = 0  # of weights, data and augmentation
+    log_every: Count = 10  # steps
+    save_every: Count = 1000  # steps
+    # steps between k-NN accuracies in the log, on --eval-data or the world; 0: none
+    knn_every: CountOr0 = 0
+    resume: bool = False  # continue the run in --out with its settings; given flags replace them
+    compile: bool = False  # torch.compile
+    # recompute the encoders' blocks in the backward pass: less memory, a third more time
+    grad_checkpoint: bool = False
+    # print parameters, FLOPs, memory and the chance level of the loss, and stop
+    dry_run: bool = False
+    ranks: Count = 1  # of --dry-run: how many ranks share the batch
+    bench: CountOr0 = 0  # time this many steps, print the rates, and stop
 
 
-BOUNDS = {"steps": (1, math.inf), "batch": (1, math.inf), "workers": (0, 1024), "seed": (0, 2**31), "log_every": (1, math.inf),
-          "save_every": (1, math.inf), "knn_every": (0, math.inf), "bench": (0, math.inf), "cost_ranks": (1, math.inf),
-          "crop_scale": (0.01, 1), "warmup": (0, math.inf), "lr": (0, math.inf), "weight_decay": (0, math.inf), "weight_decay_end": (0, math.inf),
-          "clip_grad": (0, math.inf), "beta2": (0, 0.999999), "adam_eps": (0, 1)}
+OPTIMIZERS = {
+    "adamw": functools.partial(torch.optim.AdamW, fused=True),
+    "lamb": stair.LAMB,
+    "lars": bam.LARS,
+}
+MOMENTS = {"adamw": 2, "lamb": 2, "lars": 1}  # numbers that an optimizer keeps of each parameter
+BENCH_WARMUP = 3  # steps before --bench starts its clock
+# flags without effect where the objective takes no captions
+TEXT_FLAGS = ("vocab", "vocab_size", "text_encoder", "text_weights", "crop_scale")
 
 
-OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True), "lamb": stair.LAMB, "lars": bam.LARS}
-MOMENTS = {"adamw": 2, "lamb": 2, "lars": 1}  # numbers that the optimizer keeps of a parameter
-IMAGES_ALONE_IGNORE = ("vocab", "vocab_size", "text_encoder", "text_weights", "crop_scale")  # flags without effect there
+# Command line ------------------------------------------------------------------------------------
 
 
-# Command line --------------------------------------------------------------------------------------------------------
+def comments_of(config_class):
+    """{field: the comment behind a field of a dataclass, or the one in the line above it}."""
+    comments, above = {}, ""
+    for line in inspect.getsource(config_class).splitlines():
+        field, comment = re.match(r"    (\w+): ", line), line.partition("# ")[2]
+        if field:
+            comments[field[1]] = comment or above
+        above = comment
+    return comments
 
 
-def add_fields(parser, config_class, title, preset):
-    """A flag for each field of a dataclass, --lambda-f for lambda_f; its help is the comment behind the field.
+def type_and_bounds(annotation):
+    """A field's annotation -> the type of its values, and (lowest, highest) or None."""
+    if type(None) in typing.get_args(annotation):
+        annotation = typing.get_args(annotation)[0]
+    if typing.get_origin(annotation) is Annotated:
+        kind, low, high = typing.get_args(annotation)
+        return kind, (low, high)
+    return annotation, None
 
-    Flags that are not given stay out of the result: presets come between the defaults and the flags. preset: the values of the one
-    chosen, which help shows in the place of the defaults.
-    """
-    group = parser.add_argument_group(title)
-    comments = dict(re.findall(r"^    (\w+): .*?#\s*(.*)$", inspect.getsource(config_class), re.MULTILINE))
+
+def add_flags(parser, config_class, title, preset):
+    """A flag for each field of a dataclass, --lambda-f for lambda_f. A flag that is not given stays
+    out of the result. preset: {field: value}, which help shows in the place of the defaults."""
+    group, comments = parser.add_argument_group(title), comments_of(config_class)
     for field in dataclasses.fields(config_class):
-        kind = field.type
-        if type(None) in typing.get_args(kind):
-            kind = typing.get_args(kind)[0]
-        value = f"by the preset: {preset[field.name]}" if field.name in preset else f"default: {field.default}"
-        text = f"{comments.get(field.name, '')} ({value})".strip().replace("%", "%%")
+        value = f"default: {field.default}"
+        if field.name in preset:
+            value = f"by the preset: {preset[field.name]}"
+        text = f"{comments[field.name]} ({value})".replace("%", "%%")
         options = {"default": argparse.SUPPRESS, "help": text}
+        kind, _ = type_and_bounds(field.type)
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif typing.get_origin(kind) is Literal:
             options["choices"] = typing.get_args(kind)
         else:
             options |= {"type": kind, "metavar": kind.__name__.upper()}
-        group.add_argument("--" + field.name.replace("_", "-"), **options)
+        group.add_argument(flag_of(field.name), **options)
 
 
-def parse_config(argv):
-    """Command line -> the run's settings as one dict: method, and the fields of Config and of the method's Config."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--method", required=True, choices=METHODS, help="its own flags: --method NAME --help")
-    chosen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    chosen.add_argument("--method", choices=METHODS)
-    chosen.add_argument("--preset", default=Config.preset)
-    known = chosen.parse_known_args(argv)[0]
-    name, values = known.method, METHODS[known.method].PRESETS.get(known.preset, {}) if known.method else {}
-    add_fields(parser, Config, "settings of a run", values)
-    if name:
-        add_fields(parser, METHODS[name].Config, f"settings of {name}", values)
+def flag_of(name):
+    return "--" + name.replace("_", "-")
+
+
+def parse_args(argv):
+    """Command line -> the run's settings: one object with the fields of Config, of the method's
+    Config, and `method`."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--method", choices=METHODS)
+    first.add_argument("--preset", default=Config.preset)
+    chosen = first.parse_known_args(argv)[0]
+
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    method_help = "its own flags: --method NAME --help"
+    parser.add_argument("--method", required=True, choices=METHODS, help=method_help)
+    method = METHODS.get(chosen.method)
+    preset = method.PRESETS.get(chosen.preset, {}) if method else {}
+    add_flags(parser, Config, "settings of a run", preset)
+    if method:
+        add_flags(parser, method.Config, f"settings of {chosen.method}", preset)
     flags = vars(parser.parse_args(argv))
-    method = METHODS[flags["method"]]
-    config = dataclasses.asdict(Config()) | dataclasses.asdict(method.Config())
-    preset = flags.get("preset", config["preset"])
-    if not evaluation.uses_text(config | method.PRESETS.get(preset, {}) | flags):
-        for flag in (flag for flag in IMAGES_ALONE_IGNORE if flag in flags):
-            raise UserError(f"--{flag.replace('_', '-')} has no effect here: this objective makes views of images and takes no captions.")
+
     if flags.get("resume"):
         if "preset" in flags or "vocab" in flags:
-            raise UserError("--resume takes preset and vocabulary from the run: leave out --preset and --vocab.")
-        config |= read_config(flags)
-    elif preset not in method.PRESETS:
-        raise UserError(f"{name} has no preset {preset!r}; it has {', '.join(method.PRESETS)}.")
-    else:
-        config |= method.PRESETS[preset]
-    config |= flags
-    for key, (low, high) in (BOUNDS | method.BOUNDS).items():
-        if config[key] is not None and not low <= config[key] <= high:
-            words = f"from {low} to {high}" if high < math.inf else f"{low} or more"
-            raise UserError(f"--{key.replace('_', '-')} {config[key]} must be {words}.")
-    return config
+            raise UserError("--resume takes preset and vocabulary from the run: leave out --preset "
+                            "and --vocab.")
+        preset = saved_settings(flags)
+    elif chosen.preset not in method.PRESETS:
+        names = ", ".join(method.PRESETS)
+        raise UserError(f"{chosen.method} has no preset {chosen.preset!r}; it has {names}.")
+    Settings = settings_class(method)
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    args = Settings(**{name: x for name, x in (preset | flags).items() if name in fields})
+    check_settings(args, method, flags)
+    return args
 
 
-def read_config(flags):
+def settings_class(method):
+    """The dataclass with the fields of Config, of the method's Config, and `method`."""
+    return dataclasses.make_dataclass(
+        "Settings", [("method", str, method.__name__)], bases=(method.Config, Config)
+    )
+
+
+def check_settings(args, method, flags):
+    """Raise UserError for values out of bounds, and for flags that do not fit each other."""
+    for field in dataclasses.fields(args):
+        value, (_, bounds) = getattr(args, field.name), type_and_bounds(field.type)
+        if bounds and value is not None and not bounds[0] <= value <= bounds[1]:
+            allowed = f"from {bounds[0]} to {bounds[1]}"
+            if bounds[1] == math.inf:
+                allowed = f"{bounds[0]} or more"
+            raise UserError(f"{flag_of(field.name)} {value} must be {allowed}.")
+    for name in TEXT_FLAGS:
+        if name in flags and not method.uses_text(args):
+            raise UserError(f"{flag_of(name)} has no effect here: this objective makes views of images "
+                            f"and takes no captions.")
+    try:
+        method.check(args)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+# The run's directory -----------------------------------------------------------------------------
+
+
+def saved_settings(flags):
     """The settings of the run that --resume continues."""
     if "out" not in flags:
         raise UserError("--resume needs --out, the directory of the run to continue.")
-    path = Path(flags["out"], "config.json")
-    if not path.exists():
-        raise UserError(f"Nothing to resume: {path} does not exist.")
-    config = json.loads(path.read_text())
-    if config["method"] != flags["method"]:
-        raise UserError(f"{flags['out']} is a run of --method {config['method']}, not of {flags['method']}.")
-    return {key: value for key, value in config.items() if key not in ("argv", "git", "machine")}
+    if not Path(flags["out"], "config.json").exists():
+        raise UserError(f"Nothing to resume: {flags['out']}/config.json does not exist.")
+    saved = common.read_config(flags["out"])
+    if saved["method"] != flags["method"]:
+        raise UserError(f"{flags['out']} is a run of --method {saved['method']}, not of "
+                        f"{flags['method']}.")
+    return saved
 
 
-def choose_run(config):
+def choose_run(args):
     """The run's directory, the same on every rank; an old run is never overwritten."""
-    if not config["out"]:
-        names = (f"runs/{config['method']}{suffix}" for suffix in ("", *(f"-{i}" for i in range(2, 10**6))))
-        config["out"] = common.gather_objects(next(name for name in names if not Path(name).exists()))[0]
-    out = Path(config["out"])
-    if not config["resume"] and (out / "last.pt").exists():
+    if not args.out:
+        names = (f"runs/{args.method}-{i}" for i in itertools.count(2))
+        names = itertools.chain([f"runs/{args.method}"], names)
+        free = next(name for name in names if not Path(name).exists())
+        args.out = common.gather_objects(free)[0]
+    out = Path(args.out)
+    if not args.resume and (out / "last.pt").exists():
         raise UserError(f"{out} holds a run: continue it with --resume or choose another --out.")
     return out
 
 
-def write_run(config, tokenizer, out):
+def write_run(args, tokenizer, out):
     """Create the run's directory with what eval.py and --resume need to build the model again."""
     out.mkdir(parents=True, exist_ok=True)
     if tokenizer:
         tokenizer.save(out / "vocab.txt")
     revision = None
     if shutil.which("git"):
-        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+        command = ["git", "rev-parse", "HEAD"]
+        folder = Path(__file__).parent
+        git = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         revision = git.stdout.strip() or None
-    record = config | {"argv": sys.argv, "git": revision,
-                       "machine": f"{platform.machine()} {platform.node()}, torch {torch.__version__}"}
-    (out / "config.json").write_text(json.dumps(record, indent=2) + "\n")
+    machine = f"{platform.machine()} {platform.node()}, torch {torch.__version__}"
+    record = {"argv": sys.argv, "git": revision, "machine": machine}
+    text = json.dumps(dataclasses.asdict(args) | record, indent=2)
+    (out / "config.json").write_text(text + "\n")
 
 
-# Building blocks of a run --------------------------------------------------------------------------------------------
+class Log:
+    """log.jsonl and the progress bar; warnings are printed once. On other ranks than 0 it is mute."""
+
+    def __init__(self, args, out, step, rank):
+        self.file, self.warned = None, set()
+        mute = rank > 0 or bool(args.bench)
+        self.bar = tqdm(
+            total=args.steps, initial=step, desc=args.method, unit="step", mininterval=1, disable=mute
+        )
+        if not mute:
+            self.file = self.open(out / "log.jsonl", step)
+
+    def open(self, path, step):
+        """Open to append, without what a killed run wrote after the checkpoint of this step."""
+        lines = path.read_text().splitlines(keepends=True) if step and path.exists() else []
+        file = open(path, "w")
+        for line in lines:
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                file.write(line)
+        return file
+
+    def is_due(self, args, step):
+        knn_due = args.knn_every and step % args.knn_every == 0
+        return step % args.log_every == 0 or step == args.steps or knn_due
+
+    def write(self, record, warning):
+        if warning and warning not in self.warned:
+            self.bar.write(f"warning at step {record['step']}: {warning}")
+            self.warned.add(warning)
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+        rate = record["images_per_s"]
+        self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {rate:.0f} images/s")
+
+    def stopped(self, step, out):
+        self.bar.close()
+        if self.file:
+            print(f"Stopped by signal after step {step} and saved; continue with --resume --out {out}.")
 
 
-def build_tokenizer(config, source, out):
-    """The run's saved vocabulary, the user's, or one trained from (at most 100,000 of) the captions; None without a text tower."""
-    if not evaluation.uses_text(config):
+# Building ----------------------------------------------------------------------------------------
+
+
+def open_data(args, method):
+    """The training data. Sets args.image_size where it was left to the encoder or the world."""
+    encoder = common.image_encoder_settings(args.image_encoder)[1]
+    args.image_size = args.image_size or encoder["image_size"]
+    with_text = method.uses_text(args)
+    data = common.open_data(args.data, args.image_root, "train", args.image_size, with_text)
+    if isinstance(data, common.World):
+        args.image_size = data.size
+        if method.box_refreshes(args):
+            raise UserError("The world draws each image once, and --contrastive-crop keeps boxes of "
+                            "images that come again: give --no-contrastive-crop or other data.")
+    return data
+
+
+def open_eval_data(args, method, options):
+    """The data of --eval-data or --knn-every, checked before the training; None without them."""
+    if not (args.eval_data or args.knn_every):
         return None
-    if config["resume"]:
+    with_text = method.uses_text(args)
+    if args.eval_data and not with_text:
+        options.tasks = ["knn"]  # a linear probe takes long
+    data = evaluation.open_eval_set(options, args.image_size, with_text)
+    evaluation.check(options, data, with_text)
+    if args.knn_every:
+        try:
+            knn_alone = argparse.Namespace(**vars(options) | {"tasks": ["knn"]})
+            evaluation.check(knn_alone, data, with_text)
+        except UserError as error:
+            raise UserError(f"--knn-every needs class folders as --eval-data, or shapes: {error}") from None
+    return data
+
+
+def build_tokenizer(args, data, out):
+    """The run's saved vocabulary, the user's, or one trained from at most 100,000 captions."""
+    if args.resume:
         return common.WordPiece(out / "vocab.txt")
-    if config["vocab"]:
-        return common.WordPiece(config["vocab"])
-    return common.WordPiece(common.train_wordpiece(source.sample_captions(100_000), config["vocab_size"]))
+    if args.vocab:
+        return common.WordPiece(args.vocab)
+    captions = data.sample_captions(100_000)
+    return common.WordPiece(common.train_wordpiece(captions, args.vocab_size))
 
 
-def build_loader(config, source, model, tokenizer, batch, rank, world_size, positions, boxes=None):
-    context, size = model.text_encoder.context if tokenizer else None, model.image_encoder.image_size
-    place = dict(batch_size=batch, seed=config["seed"], rank=rank, world_size=world_size, positions=positions)
-    kinds = evaluation.hook(config, "views", None, size)
-    views = kinds and common.Views([common.View(**kind) for kind in kinds], size)
-    patch = size // model.image_encoder.grid
-    for kind in kinds or []:
-        if kind["size"] % patch:
-            raise UserError(f"A view of {kind['size']} pixels is not a multiple of the {patch} of a patch: choose another "
-                            f"--local-size.")
-    if isinstance(source, common.World):
-        stream = common.WorldStream(source, tokenizer, context, transform=views, **place)
+def build_model(args, method, tokenizer):
+    """The model, its towers pretrained where weights are given. The same on every rank."""
+    torch.manual_seed(args.seed)
+    image_encoder, text_encoder = common.build_encoders(method, args, tokenizer)
+    if not (args.resume or args.dry_run):
+        load_weights("--image-weights", args.image_weights, image_encoder)
+        load_weights("--text-weights", args.text_weights, text_encoder)
+    return common.build_model(method, args, image_encoder, text_encoder)
+
+
+def load_weights(flag, path, encoder):
+    """Load a pretrained tower, with a line for everything that did not fit."""
+    if path:
+        report = common.load_encoder_weights(encoder, common.load_checkpoint(path))
+        if this_rank()[0] == 0:
+            for line in report:
+                print(f"{flag}: {line}")
+
+
+def build_transform(args, method, data, encoder):
+    """What is done to each training image: None for the world's, whose captions go with them."""
+    try:
+        views = method.views(args)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if views is None:
+        if isinstance(data, common.World):
+            return None
+        return common.train_transform(args.image_size, args.crop_scale)
+    patch = encoder.image_size // encoder.grid
+    for view in views:
+        if view["size"] % patch:
+            raise UserError(f"A view of {view['size']} pixels is not a multiple of the {patch} of a "
+                            f"patch: choose another --local-size.")
+    return common.Views([common.View(**view) for view in views], args.image_size)
+
+
+def open_loader(args, data, transform, tokenizer, context, at):
+    """This rank's batches, from the positions of `at` on."""
+    rank, world_size = this_rank()
+    refreshes = sum(step <= at.step for step in METHODS[args.method].box_refreshes(args))
+    place = dict(
+        batch_size=args.batch // world_size,
+        seed=args.seed + at.order + 10**6 * refreshes,  # new boxes, new order
+        rank=rank,
+        world_size=world_size,
+        positions=dict(at.positions),
+    )
+    if isinstance(data, common.World):
+        stream = common.WorldStream(data, tokenizer, context, transform=transform, **place)
     else:
-        transform = views or common.train_transform(size, config["crop_scale"])
-        stream = common.Stream(source, tokenizer, transform, size, context, boxes=boxes, **place)
-    return DataLoader(stream, batch_size=None, num_workers=config["workers"], pin_memory=torch.cuda.is_available(),
-                      prefetch_factor=2 if config["workers"] else None, worker_init_fn=ignore_signals,
-                      generator=torch.Generator())  # else each loader draws from the random numbers of the training
+        size = args.image_size
+        stream = common.Stream(data, tokenizer, transform, size, context, boxes=at.boxes, **place)
+    return iter(open_dataset(stream, args.workers))
 
 
-@torch.no_grad()
-def find_boxes(config, source, raw, device, rank, world_size, autocast):
-    """Look at every image of the data, a part on each rank -> the common.Boxes in which crops are to lie from now on."""
-    raw.eval()
-    images = common.EachImage(source, raw.image_encoder.image_size, 256, rank, world_size)
-    keys, boxes = [], []
-    for names, x in DataLoader(images, batch_size=None, num_workers=config["workers"], worker_init_fn=ignore_signals,
-                               generator=torch.Generator()):
-        keys += map(common.Boxes.key, names)
-        with autocast():
-            boxes += raw.boxes(x.to(device)).tolist()
-    raw.train()
-    parts = common.gather_objects((torch.tensor(keys, dtype=torch.long), torch.tensor(boxes).view(-1, 4)))
-    return common.Boxes(*map(torch.cat, zip(*parts)))
+def open_dataset(dataset, workers):
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        num_workers=workers,
+        pin_memory=torch.cuda.is_available(),
+        prefetch_factor=2 if workers else None,
+        worker_init_fn=ignore_signals,
+        generator=torch.Generator(),  # else a loader draws from the random numbers of the training
+    )
 
 
 def ignore_signals(worker):
-    """torchrun and Slurm signal the whole process group: the workers must live until the run has saved."""
+    """torchrun and Slurm signal all processes: workers must live until the run has saved."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 
-def load_weights(config, image_encoder, text_encoder, quiet):
-    """Pretrained towers, with a line for everything that did not fit."""
-    for flag, encoder in (("image_weights", image_encoder), ("text_weights", text_encoder)):
-        if config[flag]:
-            for line in common.load_encoder_weights(encoder, common.load_checkpoint(config[flag])):
-                if not quiet:
-                    print(f"{flag}: {line}")
+@torch.no_grad()
+def find_boxes(args, data, model, device, autocast):
+    """The boxes in which crops are to lie (BAM, App. G): each rank looks at its part of the images."""
+    model.eval()
+    images = common.EachImage(data, args.image_size, 256, *this_rank())
+    keys, boxes = [], []
+    for names, x in open_dataset(images, args.workers):
+        keys += map(common.Boxes.key, names)
+        with autocast():
+            boxes += model.boxes(x.to(device)).tolist()
+    model.train()
+    local = torch.tensor(keys, dtype=torch.long), torch.tensor(boxes).view(-1, 4)
+    all_keys, all_boxes = zip(*common.gather_objects(local))
+    return common.Boxes(torch.cat(all_keys), torch.cat(all_boxes))
+
+
+def this_rank():
+    """(rank, world_size)"""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
 
 
 def to_device(batch, device):
     return tree_map_only(torch.Tensor, lambda x: x.to(device, non_blocking=True), batch)
+
+
+def mixed_precision(args, device):
+    """The autocast context of --amp, as a function, and the scaler of its gradients."""
+    amp = args.amp or ("bf16" if device.type == "cuda" else "off")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}[amp]
+    autocast = functools.partial(torch.autocast, device.type, dtype, enabled=amp != "off")
+    return autocast, torch.amp.GradScaler(device.type, enabled=amp == "fp16")
+
+
+# Parts of the loop -------------------------------------------------------------------------------
+
+
+class Stage(NamedTuple):
+    """A stage of the training: STAIR has three, the others one."""
+
+    number: int
+    start: int  # step
+    end: int
+    lr: float  # peak
+
+    @property
+    def steps(self):
+        return self.end - self.start
+
+
+def plan_stages(args, method):
+    stages, start = [], 0
+    for number, steps, lr in method.stages(args):
+        stages.append(Stage(number, start, start + steps, lr))
+        start += steps
+        if this_rank()[0] == 0 and 0 < steps <= args.warmup:
+            print(f"--warmup {args.warmup} is not shorter than a stage of {steps} steps: "
+                  f"the learning rate stays below its peak.")
+    return stages
+
+
+@dataclasses.dataclass
+class Progress:
+    """All that moves while training and is saved, beside the weights and the optimizer."""
+
+    step: int = 0
+    order: int = 0  # added to --seed: in which order the data come
+    positions: dict = dataclasses.field(default_factory=dict)  # of the data's workers, as Stream's
+    skipped: dict = dataclasses.field(default_factory=dict)  # {worker: {reason: [count, example]}}
+    boxes: common.Boxes | None = None  # where crops are to lie (BAM, App. G)
+
+    def advance(self, batch):
+        self.step += 1
+        self.positions |= batch["position"]
+        self.skipped |= batch["skipped"]
+
+    def use_boxes(self, boxes):
+        """With new boxes the data start a new order, at its beginning: to the old place a tar
+        stream would have to be read again from its start."""
+        self.boxes = boxes
+        for worker, (batches, _, *rest) in self.positions.items():
+            self.positions[worker] = (batches, 0, *rest)
+
+    def skipped_counts(self):
+        """{"skipped": {reason: count}} of this rank, or nothing."""
+        total = collections.Counter()
+        for reasons in self.skipped.values():
+            for reason, (count, _) in reasons.items():
+                total[reason] += count
+        return {"skipped": dict(total)} if total else {}
+
+    def state(self, workers):
+        """What a checkpoint keeps. Every rank must call it."""
+        local = {
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+            "positions": self.positions,
+            "skipped": self.skipped,
+        }
+        return {
+            "step": self.step,
+            "order": self.order,
+            "boxes": self.boxes.state() if self.boxes else None,
+            "workers": workers,
+            "ranks": common.gather_objects(local),
+        }
+
+    def restore(self, state, workers):
+        """Take over a checkpoint, this rank's random numbers included."""
+        rank, world_size = this_rank()
+        self.step, self.order = state["step"], state.get("order", 0)
+        if state.get("boxes"):
+            self.boxes = common.Boxes(*(x.cpu() for x in state["boxes"]))
+        before = len(state["ranks"]), state["workers"]
+        if before != (world_size, workers):
+            self.order += self.step
+            if rank == 0:
+                print(f"The run had {before[0]} ranks and {before[1]} workers, now {world_size} and "
+                      f"{workers}: the data start a new order instead of the old place.")
+            return
+        local = state["ranks"][rank]
+        self.positions, self.skipped = local["positions"], local["skipped"]
+        torch.set_rng_state(local["rng"].cpu())
+        if local["cuda_rng"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(local["cuda_rng"].cpu())
+
+
+def save(path, args, model, optimizer, scaler, at):
+    """Write a checkpoint. Every rank must call it; rank 0 writes."""
+    state = {
+        "method": args.method,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+        **at.state(args.workers),
+    }
+    if this_rank()[0] == 0:
+        common.save_checkpoint(path, state)
+
+
+def load_state(path, args, model, scaler, device):
+    """Restore weights and loss scale from a checkpoint, and return all of it."""
+    state = common.load_checkpoint(path, device)
+    if state["method"] != args.method:
+        raise UserError(f"{path} holds a {state['method']} model, not one of {args.method}.")
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        detail = str(error).splitlines()[1].strip()
+        raise UserError(f"{path} holds a model of another size ({detail}): leave out the flags that "
+                        f"change the model.") from None
+    if state["scaler"]:
+        scaler.load_state_dict(state["scaler"])
+    return state
+
+
+def build_optimizer(args, model, state=None):
+    """A new optimizer, or one that continues from its saved state."""
+    groups = common.param_groups(model, args.weight_decay)
+    optimizer = OPTIMIZERS[args.optimizer](groups, betas=(0.9, args.beta2), eps=args.adam_eps)
+    if state:
+        try:
+            optimizer.load_state_dict(state)
+        except ValueError:
+            raise UserError(f"{args.out}/last.pt is of another stage or optimizer than these settings: "
+                            f"leave out the flags that change --steps, --optimizer or the "
+                            f"stages.") from None
+    return optimizer
+
+
+def set_schedules(optimizer, args, stage, step):
+    """Learning rate and weight decay at `step` of the stage."""
+    schedule = {"cosine": common.cosine_lr, "linear": common.linear_lr}[args.schedule]
+    for group in optimizer.param_groups:
+        group["lr"] = schedule(step, stage.steps, args.warmup, stage.lr)
+        if args.weight_decay_end is not None and group["decays"]:
+            ends = args.weight_decay, args.weight_decay_end
+            group["weight_decay"] = common.cosine(step, stage.steps, *ends)
+
+
+def wrap(args, model, device, world_size):
+    """The model compiled and parallel, as the settings ask."""
+    if args.compile:
+        model = torch.compile(model)
+    if world_size > 1:
+        # Every buffer is the same on all ranks: statistics, centres ... are of the global batch.
+        known = inspect.signature(DistributedDataParallel).parameters
+        flag = "broadcast_buffers"
+        if "forward_sync_buffers" in known:  # its name from torch 2.15 on
+            flag = "forward_sync_buffers"
+        devices = [device.index] if device.type == "cuda" else None
+        model = DistributedDataParallel(model, device_ids=devices, **{flag: False})
+    return model
 
 
 def checkpoint_blocks(model, on):
@@ -275,36 +631,320 @@ def checkpoint_blocks(model, on):
             module.grad_checkpoint = on
 
 
-def fake_batch(config, model, n=2):
-    """n random images and captions of full length, or as many random views as the objective compares."""
-    size, text = model.image_encoder.image_size, getattr(model, "text_encoder", None)
-    views = evaluation.hook(config, "views", None, size)
-    if views:
-        return {"views": [torch.randn(n, 3, view["size"], view["size"]) for view in views]}
-    return {"images": torch.randn(n, 3, size, size), "tokens": torch.randint(text.vocab_size, (n, text.context)),
-            "mask": torch.ones(n, text.context, dtype=torch.bool)}
+class Stop:
+    """Notes SIGTERM and SIGINT, so that the run saves and ends after the step it is in. A second
+    signal ends it at once."""
+
+    def __init__(self):
+        self.signal, self.flag, self.before = None, None, {}
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.before[number] = signal.signal(number, self.note)
+
+    def restore(self):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def note(self, number, frame):
+        if self.signal is not None:
+            sys.exit(128 + number)
+        self.signal = number
+
+    def agreed(self, device):
+        """Whether any rank had a signal at its last call, which every rank makes once a step. The
+        answer is a step late, so that no GPU is kept waiting for it."""
+        if not dist.is_initialized():
+            return self.signal is not None
+        here = torch.tensor(float(self.signal is not None), device=device)
+        last, self.flag = self.flag, here
+        dist.all_reduce(self.flag, dist.ReduceOp.MAX)
+        return last is not None and bool(last)
 
 
-def dry_run(config, model):
-    """Print what the configuration costs; the last line is JSON."""
+class FiniteCheck:
+    """Ends a run whose loss or gradient is not a number, and keeps the batch that made it. It looks
+    one step late, so that no GPU is kept waiting for it."""
+
+    def __init__(self, out, rank):
+        self.out, self.rank, self.pending = out, rank, None
+
+    def __call__(self, step, batch, loss, grad_norm):
+        self.flush()
+        self.pending = step, batch, {"loss": loss.detach(), "gradient's norm": grad_norm}
+
+    def flush(self):
+        """Look at the step that was given last."""
+        if self.pending is None:
+            return
+        (step, batch, values), self.pending = self.pending, None
+        for name, value in values.items():
+            if value is None or torch.isfinite(value):
+                continue
+            path = self.out / f"nonfinite-step{step}-rank{self.rank}.pt"
+            self.out.mkdir(parents=True, exist_ok=True)
+            kept = ("images", "views", "tokens", "mask")
+            torch.save({key: batch[key] for key in kept if key in batch}, path)
+            raise UserError(f"The {name} is {value.item()} at step {step}; its batch is in {path}, "
+                            f"the weights before it in {self.out}/last.pt if a checkpoint was due. "
+                            f"Lower --lr, raise --warmup, or use --amp bf16 or off.")
+
+
+class Clock:
+    """Images per second and the fraction of the time that waits for data, since the last reset."""
+
+    def __init__(self, batch):
+        self.batch = batch
+        self.reset()
+
+    def reset(self, device=None):
+        """Start anew; device: a GPU whose work is to end first."""
+        if device:
+            synchronize(device)
+        self.start, self.steps, self.data_time = time.perf_counter(), 0, 0.0
+
+    @contextlib.contextmanager
+    def waiting_for_data(self):
+        before = time.perf_counter()
+        yield
+        self.data_time += time.perf_counter() - before
+        self.steps += 1
+
+    def rates(self):
+        seconds = time.perf_counter() - self.start
+        images = self.steps * self.batch
+        return {"images_per_s": images / seconds, "data_share": self.data_time / seconds}
+
+
+# Training ----------------------------------------------------------------------------------------
+
+
+def train(args):
+    method = METHODS[args.method]
+    rank, world_size, device = common.init_distributed()
+    if args.batch % world_size:
+        raise UserError(f"--batch {args.batch} is global and must be a multiple of the {world_size} ranks.")
+    out = choose_run(args)
+
+    # Build: what can be wrong is found here, not after an hour.
+    data = open_data(args, method)
+    options = evaluation.options_for(args, limit=1000, train_limit=20_000)
+    eval_data = open_eval_data(args, method, options)
+    tokenizer = build_tokenizer(args, data, out) if method.uses_text(args) else None
+    model = build_model(args, method, tokenizer)
+    if args.dry_run:
+        return dry_run(args, method, model) if rank == 0 else None
+    transform = build_transform(args, method, data, model.image_encoder)
+    context = model.text_encoder.context if tokenizer else None
+    model.to(device)
+    checkpoint_blocks(model, args.grad_checkpoint)
+    torch.manual_seed(args.seed + rank)  # stochastic depth differs between ranks
+    autocast, scaler = mixed_precision(args, device)
+    stages, box_refreshes = plan_stages(args, method), method.box_refreshes(args)
+
+    # Resume: `at` is all that moves, beside the weights and the optimizer.
+    at, saved = Progress(), None
+    if args.resume:
+        saved = load_state(out / "last.pt", args, model, scaler, device)
+        at.restore(saved, args.workers)
+    if rank == 0 and not args.bench:
+        write_run(args, tokenizer, out)
+    log, stop, clock = Log(args, out, at.step, rank), Stop(), Clock(args.batch)
+    check_finite, batches = FiniteCheck(out, rank), None
+
+    for stage in stages:
+        if at.step >= stage.end:
+            continue
+        model.zero_grad(set_to_none=True)  # the last gradient of what the stage freezes would count
+        model.begin_stage(stage.number, fresh=at.step == stage.start)
+        continued = saved["optimizer"] if saved and at.step > stage.start else None
+        optimizer = build_optimizer(args, model, continued)  # each stage has its own
+        saved = continued = None  # they would stay in memory
+        parallel = wrap(args, model, device, world_size)
+        model.train()
+
+        while at.step < stage.end:
+            if at.step in box_refreshes:  # BAM, App. G: crop around what [CLS] attends to by now
+                batches = None  # ends its workers
+                at.use_boxes(find_boxes(args, data, model, device, autocast))
+            if batches is None:
+                batches = open_loader(args, data, transform, tokenizer, context, at)
+                clock.reset()
+            with clock.waiting_for_data():
+                batch = to_device(next(batches), device)
+
+            # One update.
+            step = at.step - stage.start
+            set_schedules(optimizer, args, stage, step)
+            with autocast():
+                outputs = parallel(batch, common.gather)  # {"loss": scalar, others to log}
+            scaler.scale(outputs["loss"]).backward()
+            model.before_update(step)
+            scaler.unscale_(optimizer)
+            max_norm = args.clip_grad or math.inf
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            model.after_update(step, stage.steps)
+            # With fp16 the norm may overflow: the scaler then leaves out the update.
+            check_finite(at.step, batch, outputs["loss"], None if scaler.is_enabled() else grad_norm)
+            at.advance(batch)
+            log.bar.update()
+
+            # Once in a while: time, log, evaluate, save, stop.
+            last, stopping = at.step == args.steps, stop.agreed(device)
+            if args.bench and at.step == BENCH_WARMUP:
+                clock.reset(device)
+            if args.bench and (at.step == BENCH_WARMUP + args.bench or stopping):
+                return print_rates(args, model, batch, clock, autocast, device)
+            if args.bench:
+                continue
+            if rank == 0 and log.is_due(args, at.step):
+                record = {"step": at.step, **to_floats(outputs), "grad_norm": grad_norm.item()}
+                record |= {"lr": optimizer.param_groups[0]["lr"], **clock.rates(), **at.skipped_counts()}
+                record |= diagnose(args, model, batch, autocast)
+                if args.knn_every and at.step % args.knn_every == 0:
+                    record |= knn(args, model, tokenizer, eval_data, options, device)
+                log.write(record, model.warn(record))
+                clock.reset()
+            if at.step % args.save_every == 0 or at.step == stage.end or stopping:
+                check_finite.flush()
+                save(out / "last.pt", args, model, optimizer, scaler, at)
+            if rank == 0 and at.step == stage.end and not last:
+                shutil.copy(out / "last.pt", out / f"stage-{stage.number}.pt")
+            if stopping:
+                return log.stopped(at.step, out)
+    log.bar.close()
+    stop.restore()
+    finish(args, model, tokenizer, eval_data, options, at, out, device)
+
+
+def to_floats(scalars):
+    return {name: value.item() for name, value in scalars.items()}
+
+
+@torch.no_grad()
+def diagnose(args, model, batch, autocast):
+    """What is computed only when a step is logged: the method's own scalars, and the chance level
+    of the loss."""
+    model.eval()
+    with autocast():
+        scalars = to_floats(model.diagnose(batch))
+    model.train()
+    patches = model.image_encoder.grid**2
+    return scalars | {"chance_loss": model.chance_loss(args.batch, batch.get("mask"), patches)}
+
+
+def knn(args, model, tokenizer, eval_data, options, device):
+    """k-NN accuracies on the way."""
+    embed = evaluation.embedder(model.eval(), tokenizer, args, device)
+    accuracies = evaluation.knn(embed, eval_data, options)
+    model.train()
+    return accuracies
+
+
+def finish(args, model, tokenizer, eval_data, options, at, out, device):
+    """Print what each rank's workers skipped, evaluate, draw."""
+    every_rank = common.gather_objects(at.skipped)
+    if this_rank()[0] > 0:
+        return
+    for workers in every_rank:
+        for reasons in workers.values():
+            for reason, (count, example) in reasons.items():
+                print(f"skipped {count} samples: {reason}, the last {example}")
+    with_text = tokenizer is not None
+    try:
+        if eval_data is None:
+            eval_data = evaluation.open_eval_set(options, args.image_size, with_text)
+        evaluation.check(options, eval_data, with_text)
+    except UserError as error:
+        print(f"No evaluation: {error}")
+        return
+    print(f"Evaluation on {options.data}, split {options.split}, in fp32:")
+    embed = evaluation.embedder(model.eval(), tokenizer, args, device)
+    evaluation.report(embed, eval_data, options, out)
+
+
+# What a run costs --------------------------------------------------------------------------------
+
+
+def dry_run(args, method, model):
+    """Print what the settings cost; the last line is JSON."""
     print(f"{'part':16} {'parameters':>12}")
     for name, part in (*model.named_children(), ("all", model)):
-        print(f"{name:16} {sum(p.numel() for p in part.parameters()):12,}")
-    batch = fake_batch(config, model)
+        print(f"{name:16} {count(part):12,}")
+    params = count(model)
+    if sum(count(part) for part in model.children()) > params:
+        print("(parameters that parts share are counted in each of them, and once in all)")
+    batch = fake_batch(args, method, model, 2)
     with FlopCounterMode(display=False) as counter:
         loss = model(batch)["loss"]
         flops = counter.get_total_flops() // 2
         loss.backward()
-    if sum(p.numel() for part in model.children() for p in part.parameters()) > sum(p.numel() for p in model.parameters()):
-        print("(parameters that parts share are counted in each of them, and once in all)")
-    print(f"FLOPs per sample (a multiplication and an addition are 2): forward {flops:,}, forward and backward "
-          f"{counter.get_total_flops() // 2:,}")
-    print(json.dumps({"params": sum(p.numel() for p in model.parameters()), "flops_per_sample": flops,
-                      "chance_loss": model.chance_loss(config["batch"], batch.get("mask"), model.image_encoder.grid**2)}))
+    both = counter.get_total_flops() // 2
+    print(f"FLOPs per sample (a multiplication and an addition are 2): forward {flops:,}, "
+          f"forward and backward {both:,}")
+    patches = model.image_encoder.grid**2
+    chance_loss = model.chance_loss(args.batch, batch.get("mask"), patches)
+    record = {"params": params, "flops_per_sample": flops, "chance_loss": chance_loss}
+    record |= update_cost(args, method, model)
+    if record["update_peak_bytes"]:
+        memory = record["update_peak_bytes"] / 2**20
+        print(f"one update of --batch {args.batch} on one of --ranks {args.ranks}, fp32, captions of "
+              f"full length: {record['update_flops']:,} FLOPs, peak memory {memory:,.0f} MiB")
+    print(json.dumps(record))
+
+
+def count(module):
+    return sum(p.numel() for p in module.parameters())
+
+
+def fake_batch(args, method, model, n):
+    """n random images with captions of full length, or n random images of each view."""
+    views, size = method.views(args), args.image_size
+    if views:
+        return {"views": [torch.randn(n, 3, view["size"], view["size"]) for view in views]}
+    text = model.text_encoder
+    return {
+        "images": torch.randn(n, 3, size, size),
+        "tokens": torch.randint(text.vocab_size, (n, text.context)),
+        "mask": torch.ones(n, text.context, dtype=torch.bool),
+    }
+
+
+def update_cost(args, method, model):
+    """FLOPs and peak bytes of one update on one of --ranks ranks, optimizer's state included, from
+    fake tensors: nothing is computed."""
+    if args.batch % args.ranks:
+        raise UserError(f"--batch {args.batch} must be a multiple of the {args.ranks} of --ranks.")
+
+    def gather(x):  # whole numbers are lengths of captions, which are the same on all ranks
+        if args.ranks == 1 or not x.is_floating_point():
+            return x
+        return x.repeat(args.ranks, *[1] * (x.ndim - 1))
+
+    model.zero_grad(set_to_none=True)
+    checkpoint_blocks(model, args.grad_checkpoint)
+    fake = fake_tensor.FakeTensorMode()
+    with fake_tensor.FakeCopyMode(fake):
+        model = copy.deepcopy(model)
+    try:
+        with fake:
+            batch = fake_batch(args, method, model, args.batch // args.ranks)
+            tensors = [*model.parameters(), *tree_leaves(batch)]
+            with FlopCounterMode(display=False) as counter, LiveMemory(tensors) as memory:
+                model(batch, gather)["loss"].backward()
+    except (fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException):
+        reason = f"what {args.method} computes depends on the values: measure it with --bench"
+        return {"update_flops": None, "update_peak_bytes": None, "memory_unknown": reason}
+    except ValueError as error:  # a loss that needs a larger batch
+        raise UserError(f"--batch {args.batch}: {error}") from None
+    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    moments = MOMENTS[args.optimizer] * trained
+    return {"update_flops": counter.get_total_flops(), "update_peak_bytes": memory.peak + moments}
 
 
 class LiveMemory(TorchDispatchMode):
-    """Counts the bytes of all tensors alive, real or fake: `peak` is what an allocator would have to hold."""
+    """Counts the bytes of all living tensors, real or fake: `peak` is what an allocator must hold."""
 
     def __init__(self, tensors=()):
         super().__init__()
@@ -324,7 +964,7 @@ class LiveMemory(TorchDispatchMode):
     def remove(self, size):
         self.live -= size
 
-    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if torch.is_tensor(x):
@@ -332,55 +972,32 @@ class LiveMemory(TorchDispatchMode):
         return out
 
 
-def update_cost(config, batch, ranks):
-    """FLOPs and peak bytes of one update on one rank, fp32, captions of full length; fake tensors, nothing is computed."""
-
-    def gather(x):  # lengths of captions, whole numbers, are the same on all ranks
-        return x.repeat(ranks, *[1] * (x.ndim - 1)) if ranks > 1 and x.is_floating_point() else x
-
-    model = evaluation.build_model(config, *evaluation.build_encoders(config, range(config["vocab_size"])))
-    checkpoint_blocks(model, config["grad_checkpoint"])
-    fake = FakeTensorMode()
-    with FakeCopyMode(fake):  # a model that is built as a fake one cannot make its teacher, a copy of itself
-        model = copy.deepcopy(model)
-    with fake:
-        data = fake_batch(config, model, batch // ranks)
-        with FlopCounterMode(display=False) as counter, LiveMemory([*model.parameters(), *tree_leaves(data)]) as memory:
-            model(data, gather)["loss"].backward()
-    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    return counter.get_total_flops(), memory.peak + MOMENTS[config["optimizer"]] * trained
-
-
-def cost(config):
-    """Print FLOPs and peak memory of one update; of a method whose paper has a table of costs, of every objective, as multiples of
-    the first one's, beside the paper's."""
-    method, ranks = METHODS[config["method"]], config["cost_ranks"]
-    objectives, papers = [config.get("objective", config["method"])], getattr(method, "COSTS", {})
-    if papers:
-        objectives = typing.get_args(method.Config.__dataclass_fields__["objective"].type)
-    try:
-        batches = [int(text) for text in config["cost"].split(",")]
-    except ValueError:
-        raise UserError(f"--cost {config['cost']} must be batch sizes with commas between them: --cost 2048,4096.") from None
-    if any(batch % ranks or batch < ranks for batch in batches):
-        raise UserError(f"--cost {config['cost']}: each batch must be a positive multiple of the {ranks} ranks of --cost-ranks.")
-    first = next(iter(papers), None)
-    compared = f" {'/' + first:>7} {'paper':>7}" if papers else ""
-    print(f"{'objective':12} {'batch':>7} {'TFLOP':>9}{compared} {'memory MB':>10}{compared}")
-    for batch in batches:
-        try:
-            costs = {name: update_cost(config | {"objective": name}, batch, ranks) for name in objectives}
-        except DynamicOutputShapeException:
-            raise UserError(f"--cost computes nothing, but what {config['method']} computes depends on the values: use --bench.") from None
-        except ValueError as error:  # of a loss that needs a larger batch
-            raise UserError(f"--cost {batch}: {error}") from None
-        for name, (flops, memory) in costs.items():
-            multiples = ["", ""]
-            if papers:
-                rows = papers.get(name, {}).get(batch), papers[first].get(batch)
-                paper = [f"{own / base:.3f}" for own, base in zip(*rows)] if all(rows) else ["", ""]
-                multiples = [f" {own / base:7.3f} {theirs:>7}" for own, base, theirs in zip(costs[name], costs[first], paper)]
-            print(f"{name:12} {batch:7} {flops / 1e12:9.3f}{multiples[0]} {memory / 1e6:10,.0f}{multiples[1]}", flush=True)
+def print_rates(args, model, batch, clock, autocast, device):
+    """The rates of --bench, beside that of a large matrix product here and now; the last line is
+    JSON."""
+    synchronize(device)
+    rates, steps = clock.rates(), clock.steps
+    seconds, memory = args.batch / rates["images_per_s"], peak_memory(device)
+    with FlopCounterMode(display=False) as counter, autocast():
+        model(batch)["loss"].backward()
+        product = torch.randn(8, 8, device=device) @ torch.randn(8, 8, device=device)
+    flops, matmul = counter.get_total_flops(), matmul_rate(device, product.dtype)
+    if this_rank()[0] > 0:
+        return
+    result = {
+        "images_per_s": rates["images_per_s"],
+        "seconds_per_step": seconds,
+        "flops_per_step_per_rank": flops,
+        "flops_per_s": flops / seconds,
+        "matmul_flops_per_s": matmul,
+        "share_of_matmul": flops / seconds / matmul,
+        "data_share": rates["data_share"],
+        "peak_memory_bytes": memory,
+        "steps": steps,
+    }
+    for name, value in result.items():
+        print(f"  {name:24} {value:,.3f}")
+    print(json.dumps(result))
 
 
 def matmul_rate(device, dtype):
@@ -406,356 +1023,13 @@ def peak_memory(device):
     """Peak memory in bytes: what CUDA allocated, or on the CPU the process's peak resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-# The run -------------------------------------------------------------------------------------------------------------
-
-
-class Stop:
-    """Notes SIGTERM and SIGINT, so that the run saves and ends after the step it is in. A second signal ends it at once."""
-
-    def __init__(self):
-        self.signal, self.flag = None, None
-        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def restore(self):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def note(self, number, frame):
-        if self.signal is not None:
-            sys.exit(128 + number)
-        self.signal = number
-
-    def agreed(self, device):
-        """Whether any rank had got a signal by its last call, which every rank makes once a step: one step late, so that a
-        GPU is never kept waiting for the answer."""
-        if not dist.is_initialized():
-            return self.signal is not None
-        last, self.flag = self.flag, torch.tensor(float(self.signal is not None), device=device)
-        dist.all_reduce(self.flag, dist.ReduceOp.MAX)
-        return last is not None and bool(last)
-
-
-def check_finite(step, values, batch, out, rank):
-    """Stop when the loss or the gradient's norm is not a number, and keep the batch that made it."""
-    for name, value in values.items():
-        if not torch.isfinite(value):
-            path = out / f"nonfinite-step{step}-rank{rank}.pt"
-            out.mkdir(parents=True, exist_ok=True)
-            torch.save({key: batch[key] for key in ("images", "views", "tokens", "mask") if key in batch}, path)
-            raise UserError(f"The {name} is {value.item()} at step {step}; its batch is in {path}, the weights before it in {out}/last.pt "
-                            f"if a checkpoint was due. Lower --lr, raise --warmup, or use --amp bf16 or off.")
-
-
-def open_stage(config, stage, raw, device, world_size, fresh):
-    """The stage's parameters thawed and frozen, and its (compiled, parallel) model and new optimizer. A stage that is continued
-    is not `fresh`."""
-    if "number" in stage:
-        raw.zero_grad(set_to_none=True)  # a frozen parameter's last gradient would count in the norm
-        raw.begin_stage(stage["number"], fresh)
-    optimizer = OPTIMIZERS[config["optimizer"]](common.param_groups(raw, config["weight_decay"]), betas=(0.9, config["beta2"]),
-                                                eps=config["adam_eps"])
-    model = torch.compile(raw) if config["compile"] else raw
-    if world_size > 1:
-        # every buffer is the same on all ranks: statistics, centres and the like are of the global batch
-        devices = [device.index] if device.type == "cuda" else None
-        known = inspect.signature(DistributedDataParallel).parameters
-        flag = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # its name before torch 2.15
-        model = DistributedDataParallel(model, device_ids=devices, **{flag: False})
-    return model, optimizer
-
-
-def train_step(config, stage, step, model, raw, optimizer, scaler, batch, autocast):
-    """Update number `step` of a stage. Returns the model's outputs and the gradient's norm before clipping."""
-    start, end = config["weight_decay"], config["weight_decay_end"]
-    schedule = {"cosine": common.cosine_lr, "linear": common.linear_lr}[config["schedule"]]
-    for group in optimizer.param_groups:
-        group["lr"] = schedule(step, stage["steps"], config["warmup"], stage["lr"])
-        if end is not None and group["decays"]:
-            group["weight_decay"] = common.cosine(step, stage["steps"], start, end)
-    optimizer.zero_grad(set_to_none=True)
-    with autocast():
-        out = model(batch, common.gather)
-    scaler.scale(out["loss"]).backward()
-    if hasattr(raw, "before_update"):
-        raw.before_update(step)
-    scaler.unscale_(optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), config["clip_grad"] or math.inf)
-    scaler.step(optimizer)
-    scaler.update()
-    raw.after_step(step, stage["steps"])
-    return out, norm
-
-
-def train(config):
-    if config["cost"] is not None:
-        return cost(config) if int(os.environ.get("RANK", 0)) == 0 else None
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if config["batch"] % world_size:
-        raise UserError(f"--batch {config['batch']} is global and must be a multiple of the {world_size} ranks.")
-    rank, world_size, device = common.init_distributed()
-    out = choose_run(config)
-    size = config["image_size"] or common.image_encoder_settings(config["image_encoder"])[1]["image_size"]
-    source = common.open_data(config["data"], config["image_root"], image_size=size, captions=evaluation.uses_text(config))
-    if isinstance(source, common.World):
-        size = config["image_size"] = source.size
-    eval_source = source
-    if config["eval_data"]:  # opened now: a wrong SPEC is better found before the training than after it
-        eval_source = evaluation.open_eval_data(config["eval_data"], None, evaluation.default_split(config["eval_data"]), size)
-        evaluation.usable_tasks(eval_source, evaluation.uses_text(config), config["eval_data"])
-    tokenizer = build_tokenizer(config, source, out)
-    torch.manual_seed(config["seed"])
-    encoders = evaluation.build_encoders(config, tokenizer)
-    if not (config["resume"] or config["dry_run"]):
-        load_weights(config, *encoders, quiet=rank > 0)
-    raw = evaluation.build_model(config, *encoders)
-    if config["dry_run"]:
-        return dry_run(config, raw) if rank == 0 else None
-    raw.to(device)
-    checkpoint_blocks(raw, config["grad_checkpoint"])
-    amp = config["amp"] or ("bf16" if device.type == "cuda" else "off")
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}[amp]
-    scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
-
-    def autocast():
-        return torch.autocast(device.type, dtype, enabled=amp != "off")
-
-    torch.manual_seed(config["seed"] + rank)
-    stages = evaluation.hook(config, "stages", [dict(steps=config["steps"], lr=config["lr"])])
-    ends = list(itertools.accumulate(stage["steps"] for stage in stages))
-    for stage in stages:
-        if rank == 0 and 0 < stage["steps"] <= config["warmup"]:
-            print(f"--warmup {config['warmup']} is not shorter than a stage of {stage['steps']} steps: the learning rate stays below "
-                  f"its peak.")
-    step, positions, skipped, boxes = 0, {}, {}, None
-    refreshes = evaluation.hook(config, "refreshes", ())
-    if refreshes and isinstance(source, common.World):
-        raise UserError("The world draws each image once, and boxes of --contrastive-crop are of images that come again: give "
-                        "--no-contrastive-crop or other data.")
-    classes = evaluation.has_classes(eval_source)
-    if config["knn_every"] and not classes:
-        raise UserError(f"--knn-every needs class folders as --eval-data, or shapes, not {config['eval_data'] or config['data']}.")
-    by_knn = config["knn_every"] or config["eval_data"] and tokenizer is None
-    if by_knn and classes and not isinstance(eval_source, common.World):  # labels that lack are better missed now than at the end
-        known = evaluation.open_train_data(eval_source, evaluation_options(config, eval_source, size))
-        if isinstance(known, common.TarShards):
-            next(known.labelled())
-    if config["resume"]:
-        state = load_state(out, config, raw, device)
-        step, positions, skipped = place_of(state, config, rank, world_size)
-    number = min(bisect.bisect_right(ends, step), len(stages) - 1)
-    stage, begun = stages[number], ([0] + ends)[number]
-    model, optimizer = open_stage(config, stage, raw, device, world_size, fresh=step == begun)
-    if config["resume"]:
-        if step > begun:
-            try:
-                optimizer.load_state_dict(state["optimizer"])
-            except ValueError:
-                raise UserError(f"{out}/last.pt is of another stage or optimizer than step {step} of these settings: leave out the flags "
-                                f"that change --steps, --optimizer or the stages.") from None
-        if state.get("boxes"):
-            boxes = common.Boxes(*(x.cpu() for x in state["boxes"]))
-        if state["scaler"]:
-            scaler.load_state_dict(state["scaler"])
-        del state  # else it stays in memory
-
-    def open_loader(refreshed):
-        """A loader that goes on at `positions`; the data have an order of their own after each refresh of the boxes."""
-        order = config | {"seed": config["seed"] + 10**6 * refreshed}
-        return build_loader(order, source, raw, tokenizer, config["batch"] // world_size, rank, world_size, dict(positions), boxes)
-
-    loader = open_loader(sum(start < step for start in refreshes))
-    if config["bench"]:
-        return bench(config, stage, raw, model, optimizer, scaler, loader, autocast, dtype, device, rank)
-
-    def save(name="last.pt"):
-        ranks = common.gather_objects({"rng": torch.get_rng_state(), "positions": positions, "skipped": skipped,
-                                       "cuda_rng": torch.cuda.get_rng_state() if device.type == "cuda" else None})
-        if rank == 0:
-            common.save_checkpoint(out / name, {
-                "method": config["method"], "step": step, "model": raw.state_dict(), "optimizer": optimizer.state_dict(),
-                "scaler": scaler.state_dict(), "workers": config["workers"], "ranks": ranks,
-                "boxes": boxes.state() if boxes else None})
-
-    if rank == 0:
-        write_run(config, tokenizer, out)
-    stop = Stop()
-    raw.train()
-    bar = tqdm(total=config["steps"], initial=step, desc=config["method"], disable=rank > 0, unit="step", mininterval=1)
-    log = open_log(out / "log.jsonl", step) if rank == 0 else None
-    batches, pending, warned = iter(loader), None, set()
-    tick, waited, since = time.perf_counter(), 0.0, step
-    while step < config["steps"]:
-        if step == ends[number]:
-            number, begun = bisect.bisect_right(ends, step), step
-            stage = stages[number]
-            model, optimizer = open_stage(config, stage, raw, device, world_size, fresh=True)
-        if step in refreshes:
-            batches = None  # ends its workers
-            boxes = find_boxes(config, source, raw, device, rank, world_size, autocast)
-            # from the beginning of a new order: to its old place a tar stream would be read again from its start
-            positions = {worker: (number_of, 0, *rest) for worker, (number_of, _, *rest) in positions.items()}
-            batches = iter(open_loader(sum(start <= step for start in refreshes)))
-            tick, waited, since = time.perf_counter(), 0.0, step
-        before = time.perf_counter()
-        batch = to_device(next(batches), device)
-        waited += time.perf_counter() - before
-        outputs, norm = train_step(config, stage, step - begun, model, raw, optimizer, scaler, batch, autocast)
-        if pending:  # one step late, so that a GPU is never kept waiting for the check
-            check_finite(*pending, out, rank)
-        pending = step, {"loss": outputs["loss"].detach()} | ({} if scaler.is_enabled() else {"gradient's norm": norm}), batch
-        step += 1
-        positions |= batch["position"]
-        skipped |= batch["skipped"]
-        bar.update()
-        knn_due = config["knn_every"] and step % config["knn_every"] == 0
-        due = step % config["log_every"] == 0 or step == config["steps"] or knn_due
-        if due and rank == 0:
-            now = time.perf_counter()
-            record = {"step": step, **{name: value.item() for name, value in outputs.items()},
-                      "lr": optimizer.param_groups[0]["lr"], "grad_norm": norm.item(),
-                      "chance_loss": raw.chance_loss(config["batch"], batch.get("mask"), raw.image_encoder.grid**2),
-                      "images_per_s": (step - since) * config["batch"] / (now - tick), "data_share": waited / (now - tick)}
-            if any(skipped.values()):
-                record["skipped"] = total_skipped(skipped)
-            if knn_due:
-                options = evaluation_options(config, eval_source, size)
-                record |= evaluation.knn(evaluation.embedder(raw, tokenizer, config, device), eval_source, options)
-                raw.train()
-            warning = raw.warn(record) if hasattr(raw, "warn") else None
-            if warning and warning not in warned:
-                bar.write(f"warning at step {step}: {warning}")
-                warned.add(warning)
-            log.write(json.dumps(record) + "\n")
-            log.flush()
-            bar.set_postfix_str(f"loss {record['loss']:.3f}, {record['images_per_s']:.0f} images/s")
-            tick, waited, since = time.perf_counter(), 0.0, step
-        stopping = stop.agreed(device)
-        ended = step in ends[:-1]
-        if step % config["save_every"] == 0 or step == config["steps"] or stopping or ended:
-            check_finite(*pending, out, rank)
-            save()
-        if ended:
-            save(f"stage-{stage['number']}.pt")
-        if stopping:
-            bar.close()
-            if rank == 0:
-                print(f"Stopped by signal after step {step} and saved; continue with --resume --out {out}.")
-            return
-    bar.close()
-    stop.restore()
-    skipped = common.gather_objects(skipped)
-    if rank == 0:
-        finish(config, eval_source, raw, tokenizer, device, out, skipped)
-
-
-def open_log(path, step):
-    """Open the log to append to, without what a killed run wrote after the checkpoint of this step."""
-    lines = path.read_text().splitlines(keepends=True) if step and path.exists() else []
-    log = open(path, "w")
-    log.writelines(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step)
-    return log
-
-
-def total_skipped(skipped):
-    """{worker: {reason: [count, example]}} -> {reason: count} of this rank."""
-    total = {}
-    for reasons in skipped.values():
-        for reason, (count, _) in reasons.items():
-            total[reason] = total.get(reason, 0) + count
-    return total
-
-
-def finish(config, source, raw, tokenizer, device, out, skipped):
-    """Say what each rank's workers left out, evaluate, draw."""
-    for reasons in (reasons for workers in skipped for reasons in workers.values()):
-        for reason, (count, example) in reasons.items():
-            print(f"skipped {count} samples: {reason}, the last {example}")
-    evaluation.draw_entropies(None, None, None, out / "entropies.png")  # needs the log alone
-    options = evaluation_options(config, source, raw.image_encoder.image_size)
-    data = options.data
-    if isinstance(source, common.TarShards):
-        return print("No evaluation: tar shards are for training only; give --eval-data, or run eval.py with other data.")
-    if tokenizer is None and not isinstance(source, common.World):
-        if data == config["data"]:
-            return print(f"No evaluation: k-NN and linear probe need other class folders to be tried on: python eval.py {out} --data DIR")
-        options.tasks = ["knn"]
-    print(f"Evaluation on {options.data}, split {options.split}, in fp32:")
-    evaluation.report(evaluation.embedder(raw, tokenizer, config, device), source, options, out)
-
-
-def evaluation_options(config, source, image_size):
-    """What eval.py would be called with at the end of this run."""
-    data = config["eval_data"] or config["data"]
-    options = types.SimpleNamespace(tasks=None, data=data, split=evaluation.default_split(data), image_root=config["image_root"],
-                                    image_size=image_size, limit=1000, templates=None, nouns_adjectives=None,
-                                    train_data=config["data"], train_limit=20_000, select=None, select_root=None, probe="adamw")
-    if not config["eval_data"] and not isinstance(source, common.World) and options.split == "test":
-        options.split = "train"  # of a JSON with splits
-    return options
-
-
-def load_state(out, config, raw, device):
-    """Restore the weights that `save` wrote, and return all of it."""
-    state = common.load_checkpoint(out / "last.pt", device)
-    if state["method"] != config["method"]:
-        raise UserError(f"{out}/last.pt holds a {state['method']} model, not one of {config['method']}.")
-    try:
-        raw.load_state_dict(state["model"])
-    except RuntimeError as error:
-        raise UserError(f"{out}/last.pt holds a model of another size ({str(error).splitlines()[1].strip()}): leave out the flags "
-                        f"that change the model.") from None
-    return state
-
-
-def place_of(state, config, rank, world_size):
-    """A checkpoint -> (step, positions in the data, skipped samples) of this rank, whose random numbers it restores."""
-    if len(state["ranks"]) != world_size or state["workers"] != config["workers"]:
-        if rank == 0:
-            print(f"The run had {len(state['ranks'])} ranks and {state['workers']} workers, now {world_size} and {config['workers']}: the "
-                  f"data start a new order instead of the old place.")
-        config["seed"] += state["step"]
-        return state["step"], {}, {}
-    own = state["ranks"][rank]
-    torch.set_rng_state(own["rng"].cpu())
-    if own["cuda_rng"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(own["cuda_rng"].cpu())
-    return state["step"], own["positions"], own["skipped"]
-
-
-def bench(config, stage, raw, model, optimizer, scaler, loader, autocast, dtype, device, rank):
-    """Time config["bench"] steps after three to warm up, and print rates as shares of the matmul rate of this process."""
-    batches, waited = iter(loader), 0.0
-    for i in range(3 + config["bench"]):
-        before = time.perf_counter()
-        batch = to_device(next(batches), device)
-        if i == 3:
-            synchronize(device)
-            start, waited = time.perf_counter(), 0.0
-        elif i > 3:
-            waited += time.perf_counter() - before
-        train_step(config, stage, i, model, raw, optimizer, scaler, batch, autocast)
-    synchronize(device)
-    seconds, memory = (time.perf_counter() - start) / config["bench"], peak_memory(device)
-    with FlopCounterMode(display=False) as counter, autocast():
-        raw(batch)["loss"].backward()
-    flops, rate = counter.get_total_flops(), matmul_rate(device, dtype)
-    if rank == 0:
-        result = {"images_per_s": config["batch"] / seconds, "seconds_per_step": seconds, "flops_per_step_per_rank": flops,
-                  "flops_per_s": flops / seconds, "matmul_flops_per_s": rate, "share_of_matmul": flops / seconds / rate,
-                  "data_share": waited / config["bench"] / seconds, "peak_memory_bytes": memory}
-        for name, value in result.items():
-            print(f"  {name:24} {value:,.3f}")
-        print(json.dumps(result))
-
-
 def main(argv=None):
-    config = parse_config(sys.argv[1:] if argv is None else argv)
+    args = parse_args(sys.argv[1:] if argv is None else argv)
     try:
-        train(config)
+        train(args)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
