@@ -1303,12 +1303,14 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
     model = common.build_model(method, config, *common.build_encoders(method, config, tokenizer))
     state = common.load_checkpoint(Path(run, checkpoint))
     if state["method"] != config.method:
-        raise UserError(f"{run}/{checkpoint} holds a {state['method']} model, but config.json says {config['method']}.")
+        raise UserError(f"{run}/{checkpoint} holds a {state['method']} model, but config.json says {config.method}.")
     model.load_state_dict(state["model"])
     return embedder(model.to(device), tokenizer, config, device), config
 
 
 def embedder(model, tokenizer, config, device):
+    if model.encode_text is None:  # it may learn from captions, and yet encode images alone
+        tokenizer = None
     context = model.text_encoder.context if tokenizer else None
     return Embedder(model, tokenizer, context, model.image_encoder.image_size, device, workers=config.workers)
 

@@ -851,7 +851,7 @@ def finish(args, model, tokenizer, eval_data, options, at, out, device):
         for reasons in workers.values():
             for reason, (count, example) in reasons.items():
                 print(f"skipped {count} samples: {reason}, the last {example}")
-    with_text = tokenizer is not None
+    with_text = model.encode_text is not None
     try:
         if eval_data is None:
             eval_data = evaluation.open_eval_set(options, args.image_size, with_text)

@@ -73,8 +73,9 @@ def tiny_model(name, stage=3, vit={}, **settings):
     if name == "stair":
         nn.init.normal_(text.embedding.weight, std=0.3)
         text.special = [0, 1, 2, 3]
-    kind = method.Dino if name == "dino" else method.Model
-    model = kind(method.Config(**known | settings), image, text, 16, text and 16)
+    config = method.Config(**known | settings)
+    complete = type("Model", (method.model_class(config), common.ModelDefaults), {})
+    model = complete(config, image, text, 16, text and 16)
     if name == "stair":
         model.begin_stage(int(stage), fresh=True)
         model.strength.fill_(1.0)

@@ -1,0 +1,152 @@
+"""What every method promises, and a fifth method with nothing but what a method must have."""
+
+import dataclasses
+import inspect
+import json
+import operator
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import common
+import eval as evaluation
+import toy
+import train
+from helpers import (ROOT, SMALL, assert_same_weights, make_batch, make_views, on_ranks, read_log,
+                     tiny_model, train_alone, train_until)
+from train import METHODS
+
+STABLE_FLAGS = """--preset tiny --data shapes --out DIR --steps 1 --batch 8 --lr 0.1 --amp bf16
+    --workers 1 --seed 1 --compile --grad-checkpoint --dry-run --image-root DIR"""
+STABLE_NAMES = """
+    common.WordPiece common.WordPiece.encode(self,text) common.ViT common.TextTransformer
+    sparo.Sparo(d,L,V,D,grp_size) sparo.Sparo.forward(self,x,eos_idx,return_attn)
+    sparo.normalize_slots(y) stair.TokenProjectionHead(d,embedding)
+    stair.TokenProjectionHead.forward(self,h,mask) stair.flops_loss(enc,gather) stair.InvertedIndex
+    sparc.alignment_weights(tokens,patches,threshold)
+    sparc.fine_grained_loss(tokens,patches,mask,scale) sparc.global_loss(v,t,scale,gather)
+    sparc.filip_loss sparc.pacl_loss sparc.gloria_loss sparc.mgca_loss
+    bam.attention(S,tau) bam.sinkhorn(S,tau,iters) bam.bam_loss(z,n_views,teacher)
+"""
+RUN_ALONE = """
+import runpy, sys
+for other in ("common", "train", "eval", "torchvision", "numpy", "PIL", "tqdm", "pytest"):
+    sys.modules[other] = None  # cannot be imported
+for name in sys.argv[1:]:
+    print("file", name)
+    sys.argv = [name]
+    runpy.run_path(name, run_name="__main__")
+"""
+
+
+def batch_of(name, B=4):
+    return make_views(B) if name in ("dino", "bam") else make_batch(B)
+
+
+def test_the_files_work_alone_in_an_empty_directory(tmp_path):
+    files = [f"{name}.py" for name in METHODS]
+    for file in files:
+        shutil.copy(ROOT / file, tmp_path)
+    command = [sys.executable, "-I", "-c", RUN_ALONE, *files]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.split("file ")[1:]
+    assert [text.splitlines()[0] for text in shown] == files
+    assert all(len(text.splitlines()) > 1 for text in shown)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_two_ranks_are_one_process(tmp_path, name):
+    model, batch = tiny_model(name), batch_of(name, 8)
+    ranks = on_ranks(tmp_path, tiny_model, {name: model}, batch)[name]
+    loss = model(batch)["loss"]
+    loss.backward()
+    assert sum(out["loss"] for out, *_ in ranks).item() / 2 == pytest.approx(loss.item(), abs=2e-6)
+    for _, gradients, _ in ranks:
+        for key, gradient in gradients.items():
+            expected = model.get_parameter(key).grad
+            error = (gradient - expected).abs().max()
+            assert error <= 1e-5 * (1 + expected.abs().max()), key
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_stopped_run_continues_bit_for_bit(tmp_path, run_of, name):
+    flags = [*SMALL[name], "--out", tmp_path]
+    train_until(3, flags)
+    assert [record["step"] for record in read_log(tmp_path)] == [1, 2, 3]
+    train_alone([*flags, "--resume"])
+    assert_same_weights(tmp_path, run_of(name))
+    assert len(read_log(tmp_path)) == len(read_log(run_of(name)))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_parameter_learns(name):
+    model = tiny_model(name)
+    model(batch_of(name))["loss"].backward()
+    trained = {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
+    assert [key for key, g in trained.items() if g is None or g.abs().max() == 0] == []
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_model_of_zeros_has_the_chance_loss(name):
+    """All of its similarities are equal."""
+    model, batch = tiny_model(name), batch_of(name)
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    loss = model(batch)["loss"].item()
+    assert loss == pytest.approx(model.chance_loss(4, batch.get("mask"), 16), abs=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fields_have_help_and_presets_name_fields(method):
+    comments = train.comments_of(train.Config) | train.comments_of(METHODS[method].Config)
+    settings = train.settings_class(METHODS[method])
+    names = {field.name for field in dataclasses.fields(settings)} - {"method"}
+    assert [name for name in names if not comments[name]] == []
+    for preset, values in METHODS[method].PRESETS.items():
+        assert set(values) <= names
+        args = train.parse_args(["--method", method, "--preset", preset])
+        assert {key: getattr(args, key) for key in values} == values
+    train.parse_args(["--method", method, *STABLE_FLAGS.split()])
+
+
+@pytest.mark.parametrize("name", STABLE_NAMES.split())
+def test_public_names_stay(name):
+    path, _, parameters = name.rstrip(")").partition("(")
+    module, path = path.split(".", 1)
+    found = operator.attrgetter(path)(sys.modules[module])
+    known = ",".join(inspect.signature(found).parameters)
+    assert known.startswith(parameters)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_settings_of_an_old_run_load(tmp_path, run_of, method):
+    run = shutil.copytree(run_of(method), tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    newest = dataclasses.fields(METHODS[method].Config)[-1]
+    del config["log_every"], config[newest.name]
+    gone = {"listing": True, "cost": None, "cost_ranks": 1}
+    (run / "config.json").write_text(json.dumps(config | gone))
+    args = train.parse_args(["--method", method, "--resume", "--out", str(run), "--lr", "2"])
+    assert (args.lr, args.batch, args.log_every) == (2.0, 8, train.Config.log_every)
+    assert getattr(args, newest.name) == newest.default
+    evaluation.main([str(run), "--task", "knn"])
+
+
+def test_a_method_needs_its_required_members_alone(tmp_path, monkeypatch):
+    methods = {"toy": common.Method(toy)}
+    monkeypatch.setattr(evaluation, "METHODS", methods)
+    monkeypatch.setattr(train, "METHODS", methods)
+    flags = ["--method", "toy", *SMALL["sparc"][2:]]
+    train.main([*map(str, flags), "--out", str(tmp_path / "whole")])
+    train_until(3, [*flags, "--out", tmp_path / "stopped"])
+    train_alone([*flags, "--out", tmp_path / "stopped", "--resume"])
+    assert_same_weights(tmp_path / "whole", tmp_path / "stopped")
+    result = json.loads((tmp_path / "whole" / "eval.json").read_text())
+    assert 0 <= result["knn"] <= 1 and "zeroshot" not in result
+    evaluation.main([str(tmp_path / "whole"), "--task", "knn"])
+    assert json.loads((tmp_path / "whole" / "eval.json").read_text())["knn"] == result["knn"]
