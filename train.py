@@ -104,7 +104,7 @@ BENCH_WARMUP = 3  # steps before --bench starts the clock
 TEXT_FLAGS = ("vocab", "vocab_size", "text_encoder", "text_weights", "crop_scale")
 
 
-# Training ----------------------------------------------------------------------------------------
+# Training -----------------------------------------
 
 
 def train(args):
@@ -112,9 +112,6 @@ def train(args):
     method, out = METHODS[args.method], choose_run(args)
 
     # Build: what can be wrong is found here, not after an hour.
-    if args.batch % world_size:
-        raise UserError(f"--batch {args.batch} is global and must be a multiple of the "
-                        f"{world_size} ranks.")
     data, eval_data, options = open_data(args, method)
     tokenizer = build_tokenizer(args, data, out) if method.uses_text(args) else None
     torch.manual_seed(args.seed)  # the same weights on every rank
@@ -140,7 +137,6 @@ def train(args):
         start, end = end, end + steps
         if at.step >= end:
             continue
-        model.zero_grad(set_to_none=True)  # the last gradient of what the stage freezes would count
         model.begin_stage(number, fresh=at.step == start)
         optimizer = build_optimizer(args, model, saved if at.step > start else None)
         saved = None  # it would stay in memory
@@ -171,6 +167,7 @@ def train(args):
             model.after_update(step, steps)
             check_finite(at.step, batch, outputs["loss"], grad_norm, scaler)
             at.advance(batch)
+            log.bar.update()
 
             # Once in a while: time, log, evaluate, save, stop.
             last, stopping = at.step == args.steps, stop.agreed(device)
@@ -201,7 +198,7 @@ def train(args):
     finish(args, model, tokenizer, eval_data, options, at)
 
 
-# Command line ------------------------------------------------------------------------------------
+# Command line -----------------------------------------
 
 
 def comments_of(config_class):
@@ -235,11 +232,12 @@ def add_flags(parser, config_class, title, preset):
         if field.name in preset:
             value = f"by the preset: {preset[field.name]}"
         help = f"{comments[field.name]} ({value})".replace("%", "%%")
-        options = {"type": kind, "metavar": getattr(kind, "__name__", "").upper()}
-        if kind is bool:
-            options = {"action": argparse.BooleanOptionalAction}
         if typing.get_origin(kind) is Literal:
             options = {"choices": typing.get_args(kind)}
+        elif kind is bool:
+            options = {"action": argparse.BooleanOptionalAction}
+        else:
+            options = {"type": kind, "metavar": kind.__name__.upper()}
         flag = flag_of(field.name)
         group.add_argument(flag, default=argparse.SUPPRESS, help=help, **options)
 
@@ -278,7 +276,7 @@ def parse_args(argv):
 def check_settings(args, method, flags):
     """Raise UserError for values out of bounds, and for flags that do not fit each other."""
     for field in dataclasses.fields(args):
-        value, (_, bounds) = getattr(args, field.name), type_and_bounds(field.type)
+        value, (_, bounds) = vars(args)[field.name], type_and_bounds(field.type)
         if bounds and value is not None and not bounds[0] <= value <= bounds[1]:
             allowed = f"from {bounds[0]} to {bounds[1]}"
             if bounds[1] == math.inf:
@@ -312,7 +310,7 @@ def saved_settings(flags):
     return saved
 
 
-# The run's directory -----------------------------------------------------------------------------
+# The run's directory -----------------------------------------
 
 
 def choose_run(args):
@@ -359,7 +357,6 @@ class Log:
                 self.file.write(line)
 
     def write(self, record, warning):
-        self.bar.update(record["step"] - self.bar.n)
         if warning and warning not in self.warned:
             self.bar.write(f"warning at step {record['step']}: {warning}")
             self.warned.add(warning)
@@ -375,13 +372,16 @@ class Log:
                   f"--out {out}.")
 
 
-# Data, model, optimizer --------------------------------------------------------------------------
+# Data, model, optimizer -----------------------------------------
 
 
 def open_data(args, method):
     """The training data, the data to evaluate on (None: at the end, see finish), and how to
     evaluate. Sets args.image_size where it was left to the encoder or the world."""
-    with_text = method.uses_text(args)
+    with_text, (_, world_size) = method.uses_text(args), this_rank()
+    if args.batch % world_size:
+        raise UserError(f"--batch {args.batch} is global and must be a multiple of the "
+                        f"{world_size} ranks.")
     _, encoder = common.image_encoder_settings(args.image_encoder)
     args.image_size = args.image_size or encoder["image_size"]
     data = common.open_data(args.data, args.image_root, "train", args.image_size, with_text)
@@ -547,7 +547,7 @@ def to_device(batch, device):
     return tree_map_only(torch.Tensor, lambda x: x.to(device, non_blocking=True), batch)
 
 
-# What moves while training -----------------------------------------------------------------------
+# What moves while training -----------------------------------------
 
 
 @dataclasses.dataclass
@@ -712,7 +712,7 @@ class Clock:
         return {"images_per_s": images_per_s, "data_share": self.data_time / seconds}
 
 
-# Log, evaluation, cost ---------------------------------------------------------------------------
+# Log, evaluation, cost -----------------------------------------
 
 
 def to_floats(scalars):
@@ -777,9 +777,10 @@ def dry_run(args, method, model):
 
 def made_up_batch(args, method, model, n):
     """n random images with captions of full length, or n random images of each view."""
-    views, text = method.views(args), getattr(model, "text_encoder", None)
+    views = method.views(args)
     if views:
         return {"views": [torch.randn(n, 3, view["size"], view["size"]) for view in views]}
+    text = model.text_encoder
     return {"images": torch.randn(n, 3, args.image_size, args.image_size),
             "tokens": torch.randint(text.vocab_size, (n, text.context)),
             "mask": torch.ones(n, text.context, dtype=torch.bool)}
