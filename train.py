@@ -746,10 +746,11 @@ def finish(args, model, tokenizer, eval_data, options, at):
     for reasons in itertools.chain.from_iterable(workers.values() for workers in every_rank):
         for reason, (count, example) in reasons.items():
             print(f"skipped {count} samples: {reason}, the last {example}")
+    with_text = model.encode_text is not None
     try:
         if eval_data is None:
-            eval_data = evaluation.open_eval_set(options, args.image_size, bool(tokenizer))
-        evaluation.check(options, eval_data, bool(tokenizer))
+            eval_data = evaluation.open_eval_set(options, args.image_size, with_text)
+        evaluation.check(options, eval_data, with_text)
     except UserError as error:
         return print(f"No evaluation: {error}")
     print(f"Evaluation on {options.data}, split {options.split}, in fp32:")
