@@ -21,7 +21,7 @@ between whole images and whole captions is added (L_g).
 
 Differs from the paper:
   * A token that is equally similar to all patches weighs them alike; Eq. 2 would be 0 / 0.
-  * [CLS] and [SEP] count in neither tbar nor L_f: the paper's SentencePiece has none.
+  * [CLS] and [SEP] are no words: they are left out of tbar and L_f. SentencePiece has none.
   * The text encoder is bidirectional (the paper says only that tokens are averaged).
   * Ours, as the paper names none: CLIP's second beta and epsilon for AdamW, 1 / tau within
     [1, 100], gradients clipped at norm 1, images cropped a little and flipped.
@@ -52,13 +52,13 @@ class Config:
     align: Literal["sparse", "dense", "softmax"] = "sparse"  # Eq. 2-4; Table 8: sigma 0, softmax
     embed_dim: int = 512                                 # E, Sec. D.1
     lambda_g: float = 0.5                                # Eq. 7, Sec. D.4
-    lambda_f: float = 1.0                                # Eq. 7; Sec. D.4: 0.5, 1, 5 or 10
+    lambda_f: float = 1.0                                # Eq. 7; Sec. D.4 sweeps 0.5, 1, 5, 10
     sigma: Annotated[float, 0, 1] | None = None          # Eq. 3; None is 1 / P
     h_v: Literal["plain", "residual"] = "plain"          # Sec. 2; residual is x + h_v(x)
     token_mean: Literal["caption", "batch"] = "caption"  # Eq. 6, or the paper's listing 1
     init_scale: float = 1 / 0.07                         # 1 / tau at first; CLIP, Sec. 2.5
-    filip_keep: Annotated[float, 0.01, 1] = 0.2          # fraction, see filip_loss
-    mgca_prototypes: Annotated[int, 2, math.inf] = 500   # Sec. D.4
+    filip_keep: Annotated[float, 0.01, 1] = 0.2          # FILIP: fraction of tokens kept
+    mgca_prototypes: Annotated[int, 2, math.inf] = 500   # MGCA: their number, Sec. D.4
 
 
 # Sec. 4.1, D.1, D.4. lr and weight decay are the middle of the paper's sweeps; its "1.1e-4"
@@ -75,7 +75,7 @@ PRESETS = {  # settings of this file and of train.py; flags go before them
 
 
 def in_fp32(function):
-    """Run a loss outside autocast, half precision cast to float32 (float64 stays)."""
+    """Decorate a loss: no autocast, half precision is cast to float32 (float64 stays)."""
 
     def cast(x):
         half = torch.is_tensor(x) and x.dtype in (torch.float16, torch.bfloat16)
@@ -119,7 +119,7 @@ def alignment_weights(tokens, patches, threshold=None):
     s = tokens @ patches.transpose(1, 2)                            # (B, L, P)
     low, high = s.amin(-1, keepdim=True), s.amax(-1, keepdim=True)  # (B, L, 1)
     equal = high == low  # differs: uniform weights there, because Eq. 2 is 0 / 0
-    s_hat = torch.where(equal, 1.0, (s - low) / torch.where(equal, 1.0, high - low))
+    s_hat = torch.where(equal, 1.0, (s - low) / (high - low).masked_fill(equal, 1.0))
     s_til = torch.where(s_hat < sigma, 0.0, s_hat)
     return s_til / s_til.sum(-1, keepdim=True)
 
@@ -128,7 +128,7 @@ def alignment_weights(tokens, patches, threshold=None):
 #                               + log softmax_k(cos(t_ij, c_ik) / tau)_j ]       (Eq. 6)
 @in_fp32
 def sequence_loss(c, t, mask, scale, token_mean="caption", gather=identity):
-    """Eq. 6 for any c. c, t (B, L, E), mask (B, L) True on words; scale: 1 / tau -> scalar.
+    """Eq. 6, for any c. c, t (B, L, E), mask (B, L) True on words; scale: 1 / tau -> scalar.
     Negatives are the other words of the same caption. A caption without words adds 0.
     token_mean: "caption" is Eq. 6; "batch" divides by the words of the global batch."""
     c, t = F.normalize(c, dim=-1), F.normalize(t, dim=-1)
@@ -192,7 +192,7 @@ class Model(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
 
     def forward(self, batch, gather=identity):
-        """images (B, 3, H, W), tokens (B, L), mask (B, L) -> the loss and scalars to log."""
+        """batch: images (B, 3, H, W), tokens, mask (B, L) -> the loss and scalars to log."""
         cfg, words = self.config, words_only(batch["mask"])
         f_v = self.image_encoder(batch["images"])                   # (B, P, d)
         f_t = self.text_encoder(batch["tokens"], batch["mask"])     # (B, L, d)
@@ -254,8 +254,7 @@ class Model(nn.Module):
 # lambda_f = 0.5, L_f ends at .015-.13 for the right image and at .04-.15 for a wrong one
 # (chance 2.2). Negatives are words of the same caption, so the patches can be a codebook that
 # tells words apart whatever the image shows. At lambda_f = 0.1 words are grounded: mIoU on
-# objects .842 +- .005 (CLIP .772 +- .040), but zero-shot falls to .836 +- .093. Table 8, seed
-# 0: zero-shot .992, without sparsity .987, with softmax .919; the paper has the same order.
+# objects .842 +- .005 (CLIP .772 +- .040), but zero-shot falls to .836 +- .093.
 # Below: the baselines of Sec. 4, as Sec. D.3 and D.4 describe them; b pairs on a rank, B on
 # all. The losses of an objective share one learned tau and are added without weights.
 
@@ -280,17 +279,17 @@ def gather_captions(tokens, gather):
 def contrast(logits, gather):
     """InfoNCE both ways. logits (b, B): this rank's images x all captions, its own first.
     For the softmax over images, ranks exchange a number per caption instead of patches."""
-    sums = gather(logits.logsumexp(0, keepdim=True))   # (W, B), k: of rank me+k's images
+    sums = gather(logits.logsumexp(0, keepdim=True))  # (W, B), k: over rank me + k's images
     W, b = len(sums), len(logits)
-    sums = sums.view(W, W, b)                          # k, j: and of rank me+k+j's captions
-    own = torch.stack([sums[k, -k % W] for k in range(W)])              # (W, b)
+    sums = sums.view(W, W, b)                         # k, j: for rank me + k + j's captions
+    own = torch.stack([sums[k, -k % W] for k in range(W)])  # (W, b), this rank's captions
     i_to_t = F.cross_entropy(logits, torch.arange(b, device=logits.device))
     t_to_i = own.logsumexp(0) - logits.diagonal()                       # (b,)
     return (i_to_t + t_to_i.mean()) / 2
 
 
 def best_cosines(x, y):
-    """x (n, N, E), y (m, M, E), normalised, padding is zeros -> (n, m, N), max over M."""
+    """x (n, N, E), y (m, M, E), normalised, zeros where padded -> maxima (n, m, N)."""
     s = x.flatten(0, 1) @ y.flatten(0, 1).T                             # (n * N, m * M)
     s = s.view(*x.shape[:2], *y.shape[:2]).masked_fill(~y.any(-1), -2.0)
     return s.amax(3).transpose(1, 2)
@@ -304,11 +303,11 @@ def filip_scores(x, y):
 
 
 def most_similar(x, y, keep):
-    """FILIP's token dropping: the fraction `keep` of each row of x that is most similar to
-    anything in y. x (b, N, E), y (b, M, E) -> (b, N', E), padded with zeros."""
+    """FILIP's token dropping: of each image or caption of x the fraction `keep` of tokens that
+    are most similar to any token of y. x (b, N, E), y (b, M, E) -> (b, N', E)."""
     with torch.no_grad():
         best = in_chunks(best_cosines, x, y).amax(1).masked_fill(~x.any(-1), -2.0)  # (b, N)
-        index = best.topk(math.ceil(keep * x.shape[1] - 1e-4)).indices  # (b, N')
+        index = best.topk(math.ceil(keep * x.shape[1] - 1e-4)).indices  # 1e-4: rounding
         count = torch.ceil(keep * x.any(-1).sum(1, keepdim=True) - 1e-4)
         kept = torch.arange(index.shape[1], device=x.device) < count    # (b, N')
     return x.take_along_dim(index[..., None], 1) * kept[..., None]
@@ -348,7 +347,8 @@ def pacl_loss(t, patches, scale, gather=identity):
 @in_fp32
 def gloria_loss(tokens, patches, mask, scale, gather=identity):
     """GLoRIA's local loss (ICCV 2021). tokens (b, L, E), patches (b, P, E), mask (b, L)
-    -> scalar. Tokens are not merged into words, and s is divided by sqrt(E) (D.3)."""
+    -> scalar. Tokens are not merged into words, and s is divided by sqrt(E) (D.3).
+    differs: its code, not its paper, has one more softmax, over the words, inside the first."""
     gram = patches @ patches.transpose(1, 2)                            # (b, P, P)
 
     def scores(patches, tokens):  # c is never built: |c|^2 = a' gram a
@@ -358,7 +358,7 @@ def gloria_loss(tokens, patches, mask, scale, gather=identity):
         c_square = (a * (gram @ a)).sum(1)                              # (b, c * L)
         v_square = (a * gram.diagonal(dim1=1, dim2=2)[..., None]).sum(1)
         c_square = torch.maximum(c_square, 1e-6 * v_square)  # |c| may be mere rounding
-        norms = (c_square * tokens.square().sum(1)).clamp(min=1e-24).sqrt()
+        norms = (c_square * tokens.square().sum(1)).clamp(min=1e-24).sqrt()  # |c| |t|
         cos = ((a * s).sum(1) / norms).view(-1, *words.shape)           # (b, c, L)
         z = (scale * cos).masked_fill(~words, torch.finfo(s.dtype).min).logsumexp(2)
         return z.masked_fill(~words.any(1), 0.0)                        # (b, c), Z / tau
