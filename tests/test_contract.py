@@ -104,13 +104,11 @@ def test_a_model_of_zeros_has_the_chance_loss(name):
 @pytest.mark.parametrize("method", METHODS)
 def test_fields_have_help_and_presets_name_fields(method):
     comments = train.comments_of(train.Config) | train.comments_of(METHODS[method].Config)
-    settings = train.settings_class(METHODS[method])
-    names = {field.name for field in dataclasses.fields(settings)} - {"method"}
+    names = vars(train.parse_args(["--method", method])).keys() - {"method"}
     assert [name for name in names if not comments[name]] == []
     for preset, values in METHODS[method].PRESETS.items():
-        assert set(values) <= names
         args = train.parse_args(["--method", method, "--preset", preset])
-        assert {key: getattr(args, key) for key in values} == values
+        assert vars(args) | values == vars(args)
     train.parse_args(["--method", method, *STABLE_FLAGS.split()])
 
 
