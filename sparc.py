@@ -291,7 +291,7 @@ def contrast(logits, gather):
 def best_cosines(x, y):
     """x (n, N, E), y (m, M, E), normalised, zeros where padded -> maxima (n, m, N)."""
     s = x.flatten(0, 1) @ y.flatten(0, 1).T                             # (n * N, m * M)
-    s = s.view(*x.shape[:2], *y.shape[:2]).masked_fill(~y.any(-1), -2.0)
+    s = s.view(*x.shape[:2], *y.shape[:2]).masked_fill(~y.any(-1), -2.0)  # no cosine
     return s.amax(3).transpose(1, 2)
 
 
@@ -299,7 +299,7 @@ def best_cosines(x, y):
 def filip_scores(x, y):
     """The mean over x of best_cosines. x (n, N, E), y (m, M, E) -> (n, m)."""
     mean = best_cosines(x, y).sum(2) / x.any(-1).sum(1, keepdim=True).clamp(min=1)
-    return mean.masked_fill(~y.flatten(1).any(1), 0.0)
+    return mean.masked_fill(~y.flatten(1).any(1), 0.0)  # captions without words
 
 
 def most_similar(x, y, keep):
