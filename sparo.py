@@ -59,8 +59,7 @@ class Config:
     embed_dim: Size = 512             # cls, gap, bottleneck, fdt: width of the encoding
     bottleneck: Size = 64             # bottleneck: m of App. B.2
     codes: Size = 16384               # fdt: size of the codebook (App. B.2)
-    # attpool, Table 6: multi-head mixes the outputs of the heads
-    heads: Literal["separate", "multi"] = "multi"
+    heads: Literal["separate", "multi"] = "multi"  # attpool, Table 6: multi mixes the heads
     slot_norm: bool = False           # attpool, Table 6: LayerNorm slot by slot
     slot_projection: bool = False     # attpool, Table 6: one projection V -> V for all slots
     out_dim: Size = 65536             # dino: K, width of the distributions (from here on C.2)
@@ -70,8 +69,7 @@ class Config:
     teacher_temp: Temperature = 0.04  # dino: tau_t
     center_momentum: Fraction = 0.9   # dino: momentum of the center
     ema: Fraction = 0.996             # dino: teacher's momentum; half a cosine takes it to 1
-    # dino: steps at first in which the head's last layer rests
-    freeze_last: Annotated[int, 0, math.inf] = 0
+    freeze_last: Annotated[int, 0, math.inf] = 0  # dino: first steps, the last layer rests
     local_crops: Annotated[int, 0, 100] = 8       # dino: small views, beside two large ones
     local_size: Size = 96                         # dino: pixels of a small view
     crop_least: Annotated[float, 0.01, 1] = 0.05  # dino: min. fraction shown by a small view
@@ -126,9 +124,6 @@ def after_end(eos_idx, n):
     return torch.arange(n, device=eos_idx.device) > eos_idx[:, None]
 
 
-# Equations --------------------------------------------------------------------------------
-
-
 # y_l = W K_l H' softmax(H K_l' q_l / sqrt(D))                                      (Eq. 1)
 class Sparo(nn.Module):
     """Separate-head attention, with the parameter names of App. A's listing. Raises ValueError
@@ -154,15 +149,15 @@ class Sparo(nn.Module):
         K = self.KVproj.weight.view(self.nkeys, self.D, d)         # (L/g, D, d)
         b = self.KVproj.bias.view(self.nkeys, 1, self.D)           # (L/g, 1, D)
 
-        # differs: the listing projects all positions to keys, (B, n, L D). But q_l does not
-        # depend on the input, so one vector u_l replaces q_l and K_l for all positions, and
-        # K_l comes after the attention, where L vectors are left of n. Softmax ignores
-        # q_l . b_l, the same at all positions; as the attention sums to 1, b_l is just added.
-        u = self.q[0, :, :, 0] @ K * self.D**-0.5                  # u_l = K_l' q_l / sqrt(D)
-        scores = F.linear(x, u.flatten(0, 1)).transpose(1, 2)      # (B, L, n): H u_l
+        # differs: the listing (App. A) projects every position to keys, (B, n, L D). Here K_l
+        # meets no position: the scores are H u_l, and K_l is applied to H' a_l, behind the
+        # attention. Its bias b_l adds the same to all scores of a slot, which softmax ignores;
+        # as the attention sums to 1, b_l reaches the slot unchanged.
+        u = self.q[0, :, :, 0] @ K * self.D**-0.5    # (L/g, g, d)  u_l = K_l' q_l / sqrt(D)
+        scores = F.linear(x, u.flatten(0, 1)).transpose(1, 2)      # (B, L, n)  H u_l
         if eos_idx is not None:
             scores = scores.masked_fill(after_end(eos_idx, n)[:, None], -torch.inf)
-        attn = scores.softmax(-1)                                  # (B, L, n): a_l
+        attn = scores.softmax(-1)                                  # (B, L, n)  a_l
         pooled = (attn @ x).view(B, self.nkeys, self.grp_size, d)  # H' a_l
         values = torch.einsum("bkgd,kDd->bkgD", pooled, K) + b     # K_l H' a_l + b_l
         y = self.Wproj(values.flatten(1, 2))                       # (B, L, V)
@@ -186,30 +181,25 @@ def clip_loss(v, t, scale, gather=identity):
     return (image_to_text + text_to_image) / 2
 
 
-# Model ------------------------------------------------------------------------------------
-
-
 def replaced_blocks(args):
     """How many of each tower's last blocks the read-out replaces (Sec. 3.2)."""
     return int(args.readout == "sparo" and args.replace_block)
 
 
 class Model(nn.Module):
-    """CLIP with a read-out on both towers (Sec. 3.3).
-
-    image_encoder(images) -> (B, n, image_width), [CLS] first if there is one;
-    text_encoder(tokens, mask) -> (B, n, text_width), causal.
-    """
+    """CLIP with a read-out on both towers (Sec. 3.3). image_encoder(images) -> (B, n, width),
+    [CLS] first if there is one; text_encoder(tokens, mask) -> (B, n, width), causal."""
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
-        self.config, self.mask_parts = config, config.L
+        self.config = config
         self.slots = config.L if config.readout == "sparo" else 0
+        self.mask_parts = config.L  # train_mask divides every encoding, with or without slots
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
         widths = image_width, text_width
         if config.readout == "sparo":
-            L, V, D, g = config.L, config.V, config.D, config.grp_size
-            readouts = [Sparo(d, L, V, D, g) for d in widths]
+            sizes = config.L, config.V, config.D, config.grp_size
+            readouts = [Sparo(d, *sizes) for d in widths]
         else:
             readouts = other_readouts(config, widths)              # below
         self.image_readout, self.text_readout = readouts
@@ -269,6 +259,12 @@ class Model(nn.Module):
 
 def other_readouts(config, widths):
     """The read-outs of towers of these widths."""
+
+    def projection(d, M):
+        layer = nn.Linear(d, M, bias=False)
+        nn.init.normal_(layer.weight, std=d**-0.5)
+        return layer
+
     E, m = config.embed_dim, config.bottleneck
     if config.readout in ("cls", "gap"):
         return [Pool(projection(d, E), config.readout == "gap") for d in widths]
@@ -279,12 +275,6 @@ def other_readouts(config, widths):
         return [FDT(d, codebook) for d in widths]
     return [CrossAttention(d, config.L, config.V, config.D, config.heads, config.slot_norm,
                            config.slot_projection) for d in widths]
-
-
-def projection(d, M):
-    layer = nn.Linear(d, M, bias=False)
-    nn.init.normal_(layer.weight, std=d**-0.5)
-    return layer
 
 
 class Pool(nn.Module):
@@ -450,7 +440,7 @@ class Dino(nn.Module):
                 "entropy_mean": torch.special.entr(p_t.mean((0, 1))).sum()}
 
     def before_update(self, step):
-        if step < self.config.freeze_last:  # Adam does not count steps without a gradient
+        if step < self.config.freeze_last:  # Adam does not even count the step
             self.head.last.weight.grad = None
 
     @torch.no_grad()
@@ -498,8 +488,8 @@ def check(args):
     if args.objective == "dino" and args.readout not in ("sparo", "cls", "gap"):
         raise ValueError(f"--objective dino has --readout sparo, cls, gap, not {args.readout}.")
     if args.objective == "dino" and args.crop_least > args.crop_border:
-        raise ValueError(f"--crop-least {args.crop_least} must not be above "
-                         f"--crop-border {args.crop_border}.")
+        least, most = args.crop_least, args.crop_border
+        raise ValueError(f"--crop-least {least} must not be above --crop-border {most}.")
 
 
 def views(args):
@@ -508,7 +498,8 @@ def views(args):
         return None
     large = dict(size=args.image_size, scale=(args.crop_border, 1.0))
     small = dict(size=args.local_size, scale=(args.crop_least, args.crop_border), blur=0.5)
-    return [large | dict(blur=1.0), large | dict(blur=0.1, solarize=0.2), *args.local_crops * [small]]
+    first, second = large | dict(blur=1.0), large | dict(blur=0.1, solarize=0.2)
+    return [first, second] + args.local_crops * [small]
 
 
 # Analyses ---------------------------------------------------------------------------------
@@ -523,11 +514,10 @@ def slot_accuracies(y_i, y_t, labels):
 
 
 # m = sigmoid(s theta / 4),  s = max(100, exp(alpha)),  theta in R^M'                   (C.1)
-# cross-entropy of  s cos(m y^i, y^p)  and  s cos(m y^i, y^n)
+# cross-entropy of the logits  s cos(m y^i, y^p)  and  s cos(m y^i, y^n)
 def train_mask(y_i, y_p, y_n, parts, epochs=100, batch=256, generator=None):
-    """A mask of images' encodings that tells captions from hard negatives (Sec. 5.2, C.1).
-    y_i, y_p, y_n: encodings (n, M) of images, captions, negatives; parts: M', how many parts
-    of M are masked, L for slots, M for single dimensions.
+    """A mask that tells captions from hard negatives (Sec. 5.2, C.1). y_i, y_p, y_n: encodings
+    (n, M) of images, captions, negatives; parts: M', L for slots, M for single dimensions.
 
     Returns the mask (M,) of the epoch with the most right pairs, and the fractions of right
     pairs without and with it. Raises ValueError if parts does not divide M. differs: C.1
@@ -544,32 +534,28 @@ def train_mask(y_i, y_p, y_n, parts, epochs=100, batch=256, generator=None):
         s = alpha.exp().clamp(min=100)
         return s, (s / 4 * theta).sigmoid().repeat_interleave(M // parts)
 
-    def similarities(m, rows):
-        return [F.cosine_similarity(m * y_i[rows], y[rows]) for y in (y_p, y_n)]
-
-    def right_pairs(m):
-        to_caption, to_negative = similarities(m, slice(None))
-        return (to_caption > to_negative).float().mean().item()
+    def margin(m, rows=slice(None)):
+        y = m * y_i[rows]
+        return F.cosine_similarity(y, y_p[rows]) - F.cosine_similarity(y, y_n[rows])
 
     best = y_i.new_ones(M)
-    before = after = right_pairs(best)
+    before = after = (margin(best) > 0).float().mean().item()
     for _ in range(epochs):
         for rows in torch.randperm(n, generator=generator).split(batch):
             s, m = scale_and_mask()
-            logits = s * torch.stack(similarities(m, rows), 1)     # (b, 2)
-            caption = torch.zeros(len(rows), dtype=torch.long, device=logits.device)
+            loss = F.softplus(-s * margin(m, rows)).mean()  # cross-entropy of two logits
             optimizer.zero_grad()
-            F.cross_entropy(logits, caption).backward()
+            loss.backward()
             optimizer.step()
         m = scale_and_mask()[1].detach()
-        if right_pairs(m) > after:
-            best, after = m, right_pairs(m)
+        right = (margin(m) > 0).float().mean().item()
+        if right > after:
+            best, after = m, right
     return best, before, after
 
 
 if __name__ == "__main__":
     # The read-out of ViT-B/16, forward and backward, in our order and in that of App. A.
-    torch.manual_seed(0)
     x, readout = torch.randn(16, 197, 768), Sparo(768, L=64, V=64, D=64)
 
     def as_listed(x):

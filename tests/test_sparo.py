@@ -84,13 +84,6 @@ def test_slots_are_equation_1_and_the_listing_in_values_and_gradients(grp_size, 
     assert torch.equal(slots, module(x, ends))
 
 
-def test_what_stands_behind_the_end_of_a_caption_changes_nothing():
-    module, x, ends = build(), torch.randn(2, 5, 6, dtype=torch.float64), torch.tensor([2, 0])
-    other = x.clone()
-    other[0, 3:], other[1, 1:] = 100.0, -100.0
-    assert torch.equal(module(x, ends), module(other, ends))
-
-
 def test_limits_of_the_attention():
     module = build()
     nn.init.zeros_(module.q)
@@ -234,10 +227,9 @@ def parameters_and_flops(settings):
 def test_parameters_and_flops_of_table_6(settings, millions, billions, monkeypatch):
     monkeypatch.setattr(sparo.Sparo, "forward", listing)
     assert parameters_and_flops(settings) == (millions, billions)
-
-
-def test_our_order_takes_fewer_flops_than_table_6_has():
-    assert parameters_and_flops(dict()) == (151, 6.8)
+    if settings == {}:  # SPARO in our order
+        monkeypatch.undo()
+        assert parameters_and_flops(settings) == (151, 6.8)
 
 
 @pytest.mark.parametrize("D, millions", [(32, 97), (64, 108)])
@@ -312,22 +304,9 @@ def test_encodings_ignore_padding(readout):
     torch.testing.assert_close(model.encode_text(tokens, mask), expected)
 
 
-def test_settings_decide_about_blocks_cls_and_slots():
-    for changes, blocks, flag, slots in (
-            ({}, 1, "", 4), (dict(replace_block=False), 0, "", 4), (dict(readout="gap"), 0, "", 0),
-            (dict(readout="cls"), 0, "--readout cls", 0)):
-        model = tiny_model("sparo", **changes)
-        assert sparo.replaced_blocks(model.config) == blocks
-        assert sparo.needs_cls(model.config) == flag
-        assert model.slots == slots and model.mask_parts == 4
-
-
-def test_the_scale_stays_within_clips_limits():
-    model = tiny_model("sparo")
-    for value, kept in ((7.0, math.log(100)), (-1.0, 0.0), (2.0, 2.0)):
-        nn.init.constant_(model.log_scale, value)
-        model.after_update(0, 1)
-        assert model.log_scale.item() == pytest.approx(kept)
+def test_the_last_block_is_replaced_by_sparo_alone():
+    configs = [sparo.Config(), sparo.Config(replace_block=False), sparo.Config(readout="gap")]
+    assert [sparo.replaced_blocks(config) for config in configs] == [1, 0, 0]
 
 
 def test_two_ranks_equal_one_process(tmp_path):
