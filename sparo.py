@@ -17,9 +17,10 @@ both towers have the same slots; the similarity of image and caption is the mean
 
 Differs from the paper (what concerns a variant stands at the variant):
   * Sparo.forward computes Eq. 1 in another order, with the same values and gradients.
-  * The caption ends at WordPiece's [SEP]; the paper's tokenizer is CLIP's, 49,408 tokens.
-  * Weight decay spares embeddings, positions and queries, and images are flipped (train.py);
-    the authors' OpenCLIP decays all matrices and does not flip.
+  * Captions end at WordPiece's [SEP]; the paper's tokenizer is CLIP's, with 49,408 tokens.
+  * Weight decay spares embeddings, positions and queries, images are flipped (train.py); the
+    authors' OpenCLIP decays all matrices and does not flip.
+
 Not here: CLIP's own ResNet with attention pooling; visualisation of DINO's slots.
 
 Run:     python train.py --method sparo                   (the embedded world, in minutes)
@@ -50,30 +51,30 @@ class Config:
     objective: Literal["clip", "dino"] = "clip"  # Sec. 3.3; Sec. 3.4
     # Sec. 3.2; cls: CLIP, gap: CLIP+GAP, attpool: Table 6, bottleneck, fdt: App. B.2
     readout: Literal["sparo", "cls", "gap", "attpool", "bottleneck", "fdt"] = "sparo"
-    L: Size = 128                     # slots; Sec. 4: 64 on Conceptual Captions and for DINO
+    L: Size = 128                     # slots; Sec. 4: 64 on Conceptual Captions, with DINO
     V: Size = 64                      # width of a slot (Sec. 4)
     D: Size = 64                      # width of a slot's key (Sec. 3.2)
     grp_size: Size = 1                # slots that share a key projection (App. A)
-    replace_block: bool = True        # SPARO replaces the last block of each tower (Sec. 3.2)
+    replace_block: bool = True        # SPARO in the place of a tower's last block (Sec. 4)
     init_scale: float = 1 / 0.07      # CLIP (arXiv 2103.00020), Sec. 2.5
     embed_dim: Size = 512             # cls, gap, bottleneck, fdt: width of the encoding
     bottleneck: Size = 64             # bottleneck: m of App. B.2
     codes: Size = 16384               # fdt: size of the codebook (App. B.2)
     heads: Literal["separate", "multi"] = "multi"  # attpool, Table 6: multi mixes the heads
     slot_norm: bool = False           # attpool, Table 6: LayerNorm slot by slot
-    slot_projection: bool = False     # attpool, Table 6: one projection V -> V for all slots
-    out_dim: Size = 65536             # dino: K, width of the distributions (from here on C.2)
+    slot_projection: bool = False     # attpool, Table 6: one projection for all slots
+    out_dim: Size = 65536             # dino: K, width of the distributions (all dino: C.2)
     head_width: Size = 2048           # dino: width of the head's hidden layers
     head_bottleneck: Size = 256       # dino: width before the head's last layer
     student_temp: Temperature = 0.1   # dino: tau_s
     teacher_temp: Temperature = 0.04  # dino: tau_t
     center_momentum: Fraction = 0.9   # dino: momentum of the center
-    ema: Fraction = 0.996             # dino: teacher's momentum; half a cosine takes it to 1
+    ema: Fraction = 0.996             # dino: teacher's momentum, by half a cosine to 1
     freeze_last: Annotated[int, 0, math.inf] = 0  # dino: first steps, the last layer rests
     local_crops: Annotated[int, 0, 100] = 8       # dino: small views, beside two large ones
     local_size: Size = 96                         # dino: pixels of a small view
-    crop_least: Annotated[float, 0.01, 1] = 0.05  # dino: min. fraction shown by a small view
-    crop_border: Annotated[float, 0.01, 1] = 0.4  # dino: max. of a small, min. of a large view
+    crop_least: Annotated[float, 0.01, 1] = 0.05  # dino: min. area of a small view
+    crop_border: Annotated[float, 0.01, 1] = 0.4  # dino: max. of a small, min. of a large
 
 
 CLIP_VIT = "cls=1,pre_norm=1,patch_bias=0,eps=1e-5"  # CLIP's image tower
@@ -82,8 +83,8 @@ PRESETS = {  # settings of this file and of train.py by name; --flags override t
     "tiny": dict(image_encoder="tiny:cls=1", text_encoder="tiny:causal=1", data="shapes", L=32, V=16, D=16, batch=128,
                  steps=600, lr=2e-3, weight_decay=0.1, warmup=50, embed_dim=128, codes=512, out_dim=1024, ema=0.99,
                  head_width=256, head_bottleneck=64, local_crops=2, local_size=24, crop_least=0.2, crop_border=0.5),
-    # Sec. 4, Table C.3. Steps: 25 epochs of the 12.8M pairs that the authors had of CC15M, 32 of
-    # the 320M of LAION-400M.
+    # Sec. 4, Table C.3. Steps: 25 epochs of the authors' 12.8M pairs of CC15M, 32 of their 320M
+    # of LAION-400M.
     "cc15m-b32": dict(image_encoder=f"ViT-B/32:{CLIP_VIT}", L=64, steps=78_000, **PAPER),
     "cc15m-b16": dict(image_encoder=f"ViT-B/16:{CLIP_VIT}", L=64, steps=78_000, **PAPER),
     # B.3; also with D=64. differs: ResNet-50 is torchvision's, the text tower keeps its last
@@ -120,20 +121,19 @@ def identity(x):
 
 
 def after_end(eos_idx, n):
-    """Index (B,) of the last token of captions -> (B, n), True at the positions behind it."""
+    """Index (B,) of each caption's last token -> (B, n), True at the positions behind it."""
     return torch.arange(n, device=eos_idx.device) > eos_idx[:, None]
 
 
 # y_l = W K_l H' softmax(H K_l' q_l / sqrt(D))                                      (Eq. 1)
 class Sparo(nn.Module):
-    """Separate-head attention, with the parameter names of App. A's listing. Raises ValueError
-    if grp_size does not divide L."""
+    """Separate-head attention. Its parameters have the names of the listing of App. A. Raises
+    ValueError if grp_size does not divide L."""
 
     def __init__(self, d, L, V, D, grp_size=1):
         super().__init__()
         if L % grp_size:
-            raise ValueError(f"L={L} slots cannot share keys in groups of grp_size={grp_size}: "
-                             "give a divisor of L.")
+            raise ValueError(f"grp_size={grp_size} does not divide L={L}: give a divisor of L.")
         self.D, self.grp_size, self.nkeys = D, grp_size, L // grp_size
         self.q = nn.Parameter(torch.randn(1, self.nkeys, grp_size, 1, D))
         self.KVproj = nn.Linear(d, self.nkeys * D)
@@ -149,22 +149,22 @@ class Sparo(nn.Module):
         K = self.KVproj.weight.view(self.nkeys, self.D, d)         # (L/g, D, d)
         b = self.KVproj.bias.view(self.nkeys, 1, self.D)           # (L/g, 1, D)
 
-        # differs: the listing (App. A) projects every position to keys, (B, n, L D). Here K_l
-        # meets no position: the scores are H u_l, and K_l is applied to H' a_l, behind the
-        # attention. Its bias b_l adds the same to all scores of a slot, which softmax ignores;
-        # as the attention sums to 1, b_l reaches the slot unchanged.
+        # differs: the listing projects every position to keys, (B, n, L D). Here K_l meets no
+        # position: the scores are H u_l, and K_l is applied to p_l, after the attention. Its
+        # bias b_l would add the same to all scores of a slot, which softmax ignores; as the
+        # attention sums to 1, b_l reaches the slot unchanged.
         u = self.q[0, :, :, 0] @ K * self.D**-0.5    # (L/g, g, d)  u_l = K_l' q_l / sqrt(D)
         scores = F.linear(x, u.flatten(0, 1)).transpose(1, 2)      # (B, L, n)  H u_l
         if eos_idx is not None:
             scores = scores.masked_fill(after_end(eos_idx, n)[:, None], -torch.inf)
         attn = scores.softmax(-1)                                  # (B, L, n)  a_l
-        pooled = (attn @ x).view(B, self.nkeys, self.grp_size, d)  # H' a_l
-        values = torch.einsum("bkgd,kDd->bkgD", pooled, K) + b     # K_l H' a_l + b_l
+        pooled = (attn @ x).view(B, self.nkeys, self.grp_size, d)  # (B, L/g, g, d)  p_l = H' a_l
+        values = torch.einsum("bkgd,kDd->bkgD", pooled, K) + b     # (B, L/g, g, D)  K_l p_l + b_l
         y = self.Wproj(values.flatten(1, 2))                       # (B, L, V)
         return (y, attn) if return_attn else y
 
 
-# y = concat(y_l / |y_l|) / sqrt(L),  so that  y^i . y^t = mean_l sim(y^i_l, y^t_l)     (Eq. 2)
+# y = concat(y_l / |y_l|) / sqrt(L),  so  y^i . y^t = mean_l sim(y^i_l, y^t_l)        (Eq. 2)
 @in_fp32
 def normalize_slots(y):
     """Slots (B, L, V) -> encodings (B, L V) of length 1."""
@@ -188,13 +188,13 @@ def replaced_blocks(args):
 
 class Model(nn.Module):
     """CLIP with a read-out on both towers (Sec. 3.3). image_encoder(images) -> (B, n, width),
-    [CLS] first if there is one; text_encoder(tokens, mask) -> (B, n, width), causal."""
+    with [CLS] first or without; text_encoder(tokens, mask) -> (B, n, width), causal."""
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
         self.config = config
         self.slots = config.L if config.readout == "sparo" else 0
-        self.mask_parts = config.L  # train_mask divides every encoding, with or without slots
+        self.mask_parts = config.L  # of train_mask; encodings without slots are cut too
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
         widths = image_width, text_width
         if config.readout == "sparo":
@@ -225,22 +225,23 @@ class Model(nn.Module):
         return normalize_slots(self.text_slots(tokens, mask))      # (B, L V)
 
     def image_slots(self, images, **options):
-        """(B, 3, H, W) -> (B, L, V), with return_attn=True also the attention (B, L, n)."""
+        """(B, 3, H, W) -> (B, L, V), with return_attn=True also (B, L, n)."""
         return self.image_readout(self.image_encoder(images), **options)
 
     def text_slots(self, tokens, mask, **options):
-        """(B, n), (B, n) -> (B, L, V), with return_attn=True also the attention (B, L, n)."""
-        return self.text_readout(self.text_encoder(tokens, mask), mask.sum(1) - 1, **options)
+        """(B, n), (B, n) -> (B, L, V), with return_attn=True also (B, L, n)."""
+        eos_idx = mask.sum(1) - 1                                  # (B,)
+        return self.text_readout(self.text_encoder(tokens, mask), eos_idx, **options)
 
     def attend(self, images, tokens, mask):
-        """What the slots of pairs attend to (Sec. 5.4): attention (B, L, n) over the image's
-        tokens, (B, L, n) over the caption's, and the slots (B, L, V) of both."""
+        """What the slots of pairs attend to (Sec. 5.4): weights (B, L, n) of the image's
+        tokens, weights (B, L, n) of the caption's, and the slots (B, L, V) of both."""
         y_i, over_image = self.image_slots(images, return_attn=True)
         y_t, over_text = self.text_slots(tokens, mask, return_attn=True)
         return over_image, over_text, y_i, y_t
 
 
-# To read SPARO, stop here. ------------------------------------------------------------------
+# To read SPARO, stop here. ----------------------------------------------------------------
 #
 # What was found out on the embedded world (three seeds; * one seed):
 # SPARO binds colours to shapes: swapped attributes .727 (CLIP .494, chance .50), Winoground's
@@ -278,8 +279,8 @@ def other_readouts(config, widths):
 
 
 class Pool(nn.Module):
-    """CLIP: the output at [CLS], or at the caption's end; with mean CLIP+GAP: the mean of all.
-    differs: the authors take the mean for images alone, and before the last LayerNorm."""
+    """CLIP: the output at [CLS], or at the caption's end. mean=True: CLIP+GAP, the mean of all;
+    differs: the authors take it for images alone, and before the last LayerNorm."""
 
     def __init__(self, proj, mean=False):
         super().__init__()
@@ -297,8 +298,8 @@ class Pool(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Table 6: L queries, with keys and values of width D; then LayerNorm and projection, of
-    all outputs or slot by slot. AttPool has heads="multi" and neither of them slot by slot."""
+    """Table 6: L queries, keys and values of width D; then LayerNorm and projection, of all
+    outputs or slot by slot. AttPool has heads="multi" and neither of them slot by slot."""
 
     def __init__(self, d, L, V, D, heads, slot_norm, slot_projection):
         super().__init__()
@@ -315,14 +316,14 @@ class CrossAttention(nn.Module):
         visible = None if eos_idx is None else ~after_end(eos_idx, n)[:, None, None]
         y = F.scaled_dot_product_attention(self.q.expand(B, -1, -1, -1), k, v, visible)
         y = self.mix(y.flatten(1))                                 # (B, L D)
-        y = self.norm(y.view(B, -1, *self.norm.normalized_shape))  # (B, L, D) or (B, 1, L D)
-        y = self.proj(y.view(B, -1, self.proj.in_features))        # (B, L, V) or (B, 1, L V)
+        y = self.norm(y.view(B, -1, *self.norm.normalized_shape))  # slot by slot, or all
+        y = self.proj(y.view(B, -1, self.proj.in_features))        # slot by slot, or all
         return y.view(B, 1, -1)                                    # (B, 1, L V)
 
 
 class FDT(nn.Module):
-    """Finite Discrete Tokens (B.2): every position scores the codes (C, E), which the towers
-    share; the encoding is the mixture of codes by sparsemax of the maxima over positions.
+    """Finite Discrete Tokens (B.2): each position scores the codes (C, E) that the towers
+    share; sparsemax of the maximum over positions gives the mixture of codes.
     differs: one projection, scores divided by sqrt(E); the original has more layers."""
 
     def __init__(self, d, codebook):
@@ -345,11 +346,11 @@ def sparsemax(z):
     return (z - threshold).clamp(min=0)
 
 
-# DINO (arXiv 2104.14294) with SPARO (Sec. 3.4) ----------------------------------------------
+# DINO (arXiv 2104.14294) with SPARO (Sec. 3.4) --------------------------------------------
 
 
 # P_s = softmax(g_s / tau_s),  P_t = softmax((g_t - c) / tau_t)
-# mean over large views x and views x' != x of - P_t(x) . log P_s(x')            (DINO, Eq. 3)
+# mean over large views x and views x' != x of - P_t(x) . log P_s(x')          (DINO, Eq. 3)
 @in_fp32
 def dino_loss(student, teacher, center, student_temp, teacher_temp):
     """Logits g_s (V, B, K) of all views, the G large ones first, g_t (G, B, K) of the large
@@ -388,9 +389,9 @@ class Dino(nn.Module):
     """The student learns the distributions that its moving average, the teacher, gives to
     other views. Slots enter the head as they are. The teacher is what is evaluated.
 
-    differs: the norm of the whole gradient is clipped, not each parameter's; lr ends at 0, not
-    1e-6; [CLS], positions and q do not decay; pixels are normalised, and encoders start, as
-    CLIP's; positions are interpolated with antialiasing; colour jitter is linear (common.py).
+    differs: the norm of the whole gradient is clipped, not each parameter's; lr ends at 0,
+    not 1e-6; [CLS], positions and q do not decay; pixels are normalised, and encoders start,
+    as CLIP's; positions are interpolated with antialiasing, colour jitter is linear.
     """
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
@@ -420,20 +421,20 @@ class Dino(nn.Module):
     def logits(self, network, views):
         """V views (B, 3, s, s), two large ones first -> (V, B, K). One pass for each size."""
         encode, head = network[:2], network[2]
-        batches = [torch.cat(same_size) for same_size in (views[:2], views[2:]) if same_size]
-        y = torch.cat([encode(x).flatten(1) for x in batches])     # (V B, M)
+        by_size = [torch.cat(part) for part in (views[:2], views[2:]) if part]
+        y = torch.cat([encode(x).flatten(1) for x in by_size])     # (V B, M)
         return head(y).unflatten(0, (len(views), -1))
 
     def forward(self, batch, gather=identity):
-        """batch: views, a list of (B, 3, s, s), two large ones first -> {"loss": scalar, and
-        the entropies of P_t and of its mean: a collapse takes both to log K, or both to 0}."""
+        """batch: views, a list of (B, 3, s, s), two large ones first. Returns {"loss": scalar,
+        and the entropies of P_t and of its mean: a collapse takes both to log K, or to 0}."""
         config, views = self.config, batch["views"]
         with torch.no_grad():
             teacher = self.logits(self.teacher, views[:2])         # (2, B, K)
         student = self.logits(self.student(), views)               # (V, B, K)
         loss, p_t = dino_loss(student, teacher, self.center, config.student_temp,
                               config.teacher_temp)
-        if self.training:  # c = m c + (1 - m) mean g_t, of the global batch     (DINO, Eq. 4)
+        if self.training:  # c = m c + (1 - m) mean g_t of the global batch    (DINO, Eq. 4)
             mean = gather(teacher.mean((0, 1))[None]).mean(0)      # (K,)
             self.center.lerp_(mean, 1 - config.center_momentum)
         return {"loss": loss, "entropy": torch.special.entr(p_t).sum(-1).mean(),
@@ -460,9 +461,9 @@ class Dino(nn.Module):
         return F.normalize(self.teacher[:2](images).flatten(1).float(), dim=-1)  # (B, M)
 
     def probe_features(self, images):
-        """DINO's linear probe (C.2) sees [CLS] after each of the last four blocks; slots, or
-        the mean of CLIP+GAP, replace the last. Of a ResNet it sees the read-out alone.
-        differs: the probe trains as CLIP's does (C.1), by AdamW and without augmentation."""
+        """DINO's linear probe (C.2) sees [CLS] after each of the last four blocks; the slots,
+        or the mean of CLIP+GAP, replace the last; of a ResNet it sees the read-out alone.
+        differs: it trains as CLIP's probe does (C.1), by AdamW and without augmentation."""
         encoder, readout, _ = self.teacher
         if not hasattr(encoder, "layers"):
             return readout(encoder(images)).flatten(1).float()
@@ -513,10 +514,10 @@ def slot_accuracies(y_i, y_t, labels):
     return torch.stack(right).float().mean(1)
 
 
-# m = sigmoid(s theta / 4),  s = max(100, exp(alpha)),  theta in R^M'                   (C.1)
+# m = sigmoid(s theta / 4),  s = max(100, exp(alpha)),  theta in R^M'                 (C.1)
 # cross-entropy of the logits  s cos(m y^i, y^p)  and  s cos(m y^i, y^n)
 def train_mask(y_i, y_p, y_n, parts, epochs=100, batch=256, generator=None):
-    """A mask that tells captions from hard negatives (Sec. 5.2, C.1). y_i, y_p, y_n: encodings
+    """A mask that tells captions from hard negatives (Sec. 5.2). y_i, y_p, y_n: encodings
     (n, M) of images, captions, negatives; parts: M', L for slots, M for single dimensions.
 
     Returns the mask (M,) of the epoch with the most right pairs, and the fractions of right
