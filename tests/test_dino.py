@@ -1,6 +1,7 @@
 """DINO's loss against a literal float64 loop, its teacher, center and head, two ranks against one
 process, and its runs."""
 
+import copy
 import io
 import json
 import math
@@ -87,12 +88,8 @@ def test_the_head_is_the_literal_one():
     h = h @ head.mlp[4].weight.T + head.mlp[4].bias
     rows = [torch.stack([cos(row, w) for w in head.last.weight]) for row in h]
     torch.testing.assert_close(head(x), torch.stack(rows))
-    head.float()
     with torch.autocast("cpu", torch.bfloat16):
-        cosines, h = head(x.float()), head.mlp(x.float())
-    assert cosines.dtype == torch.float32 and h.dtype == torch.bfloat16
-    rows = [torch.stack([cos(row, w) for w in head.last.weight]) for row in h.float()]
-    torch.testing.assert_close(cosines, torch.stack(rows))
+        assert head.float()(x.float()).dtype == torch.float32
 
 
 def test_the_last_layer_rests_at_first_and_then_starts_afresh():
@@ -158,18 +155,13 @@ def test_the_teacher_is_the_students_moving_average_with_a_momentum_that_grows_t
     assert m > 0.98
 
 
-@pytest.mark.parametrize("mode", [None, True, False])
+@pytest.mark.parametrize("mode", [True, False])
 def test_the_teacher_drops_nothing_and_normalises_by_the_batch(mode):
-    model = small_model()
-    if mode is None:
-        mode = True  # as it was made
-    else:
-        model.train(mode)
-    norms = [m.training for m in model.teacher.modules() if isinstance(m, common.BatchNorm)]
-    assert norms and all(norm == mode for norm in norms)
-    blocks = [m.training for m in model.teacher.modules() if isinstance(m, common.Block)]
-    assert blocks and not any(blocks)
-    assert all(m.training == mode for m in model.image_encoder.modules())
+    model = small_model() if mode else small_model().train(mode)  # as it was made: training
+    for module in model.teacher.modules():
+        assert module.training == (mode and isinstance(module, common.BatchNorm))
+    assert all(module.training == mode for module in model.image_encoder.modules())
+    assert any(isinstance(module, common.BatchNorm) for module in model.teacher.modules())
 
 
 def test_what_is_evaluated_is_the_teacher():
@@ -223,6 +215,16 @@ def test_two_ranks_equal_one_process(tmp_path):
             torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5)
         for name, buffer in model.named_buffers():  # center, BatchNorm of student and teacher
             torch.testing.assert_close(state[name], buffer, rtol=1e-4, atol=1e-5)
+
+
+def test_compile_changes_nothing():
+    model, batch = small_model(), make_batch()
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    losses = [network(batch)["loss"] for network in (model, compiled)]
+    torch.testing.assert_close(*losses)
+    sum(losses).backward()
+    gradients = [[p.grad for p in network.student().parameters()] for network in (model, compiled)]
+    torch.testing.assert_close(*gradients)
 
 
 # Settings ----------------------------------------------------------------------------------------
@@ -288,16 +290,6 @@ def test_flags_train(tmp_path, flags):
     assert all(math.isfinite(record["loss"]) for record in read_log(tmp_path))
 
 
-def test_compile_changes_nothing(tmp_path, monkeypatch):
-    compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model: compile(model, backend="aot_eager"))
-    flags = [*SMALL, "--steps", "2", "--local-crops", "1"]
-    for name, more in (("plain", []), ("compiled", ["--compile"])):
-        train_alone([*flags, *more, "--out", tmp_path / name])
-    plain, compiled = weights(tmp_path / "plain"), weights(tmp_path / "compiled")
-    torch.testing.assert_close(dict(compiled), dict(plain), rtol=1e-3, atol=1e-4)
-
-
 def test_weights_of_a_run_are_the_teachers(run_of):
     checkpoint = common.load_checkpoint(run_of("dino") / "last.pt")
     args = train.parse_args([*SMALL, "--image-size", "16"])
@@ -346,10 +338,7 @@ def test_class_folders_and_labelled_shards_serve_knn(tmp_path, capsys):
     knn = [str(run), "--data", str(test), "--task", "knn"]
     evaluation.main(knn)
     assert json.loads((run / "eval.json").read_text())["knn"] == 0
-    message = "other class folders or tar shards with labels"
-    with pytest.raises(common.UserError, match=message):
-        evaluation.main([*knn, "--train-data", str(test)])
     train.main([*flags, "--data", str(test), "--out", str(tmp_path / "folders")])
-    assert message in capsys.readouterr().out
+    assert "other class folders or tar shards with labels" in capsys.readouterr().out
     with pytest.raises(common.UserError, match="--train-limit 0 must be at least 1"):
         evaluation.main([str(run), "--train-limit", "0"])
