@@ -1,11 +1,11 @@
 """Evaluate trained runs: `python eval.py RUN --task zeroshot,retrieval --data SPEC`, or RUN RUN ...
 
-Prints a table and writes RUN/eval.json and pictures. Of several runs it also prints mean and
-standard deviation over those that differ in their seed alone, and draws a picture of all.
+Prints a table and writes RUN/eval.json and pictures; of several runs also mean and standard
+deviation over those that differ in their seed alone, and one picture of all.
 
-A metric is a pure function of matrices. An Embedder makes matrices of images and captions, in fp32,
-because cosines in half precision tie. An EvalSet gives all kinds of data the same members. TASKS
-and PICTURES list what can be measured and drawn, and what that needs of data and model.
+A metric is a pure function of matrices. An Embedder makes the matrices from images and
+captions, in fp32: cosines in half precision tie. An EvalSet gives all kinds of data the same
+members. TASKS and PICTURES list what can be measured and drawn, and what that needs.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import random
 import re
 import sys
 import textwrap
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -26,7 +27,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont, ImageOps
-from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.v2.functional import to_dtype, to_image, to_pil_image
 from tqdm import tqdm
 
@@ -40,18 +40,14 @@ from common import UserError
 METHODS = {module.__name__: common.Method(module) for module in (sparo, stair, sparc, bam)}
 
 
-# Metrics ------------------------------------------------------------------------------------------
+# Metrics ----------------------------------------------------------------------------------
 
 
-def dot(x, y):
-    return x @ y.T
-
-
-def recall_at_k(queries, keys, positives, ks=(1, 5, 10), chunk=1024, similarity=dot):
+def recall_at_k(queries, keys, positives, ks=(1, 5, 10), chunk=1024, similarity=torch.inner):
     """Fraction of queries with ANY positive among their k best keys -> {k: float}.
 
-    queries (Q, E), keys (K, E); positives: group ids (Q,), (K,), of which equal ones are a positive
-    pair; similarity(queries, keys) -> (Q, K). On a tie the negative key comes first.
+    queries (Q, E), keys (K, E); positives: ids (Q,), (K,), a positive pair has equal ids;
+    similarity(queries, keys) -> (Q, K). On a tie the negative key comes first.
     """
     query_ids, key_ids = positives
     hits = {k: 0 for k in ks}
@@ -66,9 +62,10 @@ def recall_at_k(queries, keys, positives, ks=(1, 5, 10), chunk=1024, similarity=
 
 
 def class_embeddings(encode_text, classes):
-    """Zero-shot classifier (C, E): normalised mean of a class's normalised prompts (CLIP)."""
-    embeddings = encode_text(classes.prompts).unflatten(0, (len(classes.names), -1))  # (C, T, E)
-    return F.normalize(embeddings.mean(1), dim=-1)
+    """Zero-shot classifier (C, E): mean of each class's prompts (CLIP)."""
+    prompts = encode_text(classes.prompts)                                  # (C * T, E)
+    prompts = prompts.unflatten(0, (len(classes.names), -1))                # (C, T, E)
+    return F.normalize(prompts.mean(1), dim=-1)
 
 
 def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=1024):
@@ -95,10 +92,10 @@ PROBES = {  # optimizer, its peak learning rate, a setting and its candidates, e
 
 
 def linear_probe(train, train_labels, test, test_labels, probe="adamw", min_steps=1000):
-    """Linear classifier on frozen features (N, E), labels (N,) -> (accuracy, {setting: value}).
+    """Linear classifier of features (N, E), labels (N,) -> accuracy, {setting: its value}.
 
-    It trains for the epochs of PROBES, and at least `min_steps` steps (10 epochs of ImageNet are
-    50,000), on a cosine schedule. The setting is chosen on a fifth of the training set.
+    It trains for the epochs of PROBES, and at least `min_steps` steps, on a cosine schedule. The
+    setting is chosen on a fifth of the training set.
     """
     optimizer_class, fixed, setting, candidates, epochs, batch = PROBES[probe]
     classes = int(torch.maximum(train_labels.max(), test_labels.max())) + 1
@@ -133,8 +130,8 @@ def linear_probe(train, train_labels, test, test_labels, probe="adamw", min_step
 
 
 def k_means(x, k, generator, rounds=100, starts=3):
-    """Cluster ids (n,) of x (n, E): the best of several k-means that start by k-means++ (Arthur and
-    Vassilvitskii 2007): far centres, drawn by their squared distance from those there are."""
+    """Cluster ids (n,) of x (n, E): the best of several k-means, each from centres that lie far
+    from each other (k-means++, Arthur and Vassilvitskii 2007)."""
     best = (math.inf, None)
     for _ in range(starts):
         centres = x[torch.randint(len(x), (1,), generator=generator)]
@@ -158,22 +155,21 @@ def k_means(x, k, generator, rounds=100, starts=3):
 
 
 def contingency(a, b):
-    """Labels a, b (n,) -> how often each pair of them occurs, (classes of a, classes of b)."""
+    """Labels a, b (n,) -> counts of each pair of them, (classes of a, classes of b)."""
     a, b = a.unique(return_inverse=True)[1], b.unique(return_inverse=True)[1]
     table = torch.zeros(int(a.max()) + 1, int(b.max()) + 1, dtype=torch.float64)
     return table.index_put_((a, b), torch.ones(len(a), dtype=torch.float64), accumulate=True)
 
 
 def nmi(a, b):
-    """Normalised mutual information of clusterings (n,): 2 I / (H(a) + H(b)), 1 if they agree."""
+    """Normalised mutual information of clusterings (n,): 2 I / (H(a) + H(b))."""
     p = contingency(a, b) / len(a)
     h_a, h_b, h_ab = [-torch.xlogy(q, q).sum() for q in (p.sum(1), p.sum(0), p)]
     return (2 * (h_a + h_b - h_ab) / (h_a + h_b)).item() if h_a + h_b > 0 else 1.0
 
 
 def ari(a, b):
-    """Adjusted Rand index of clusterings (n,) (Hubert and Arabie 1985): 1 if they agree, about 0 if
-    they are random."""
+    """Adjusted Rand index of clusterings (n,) (Hubert and Arabie 1985)."""
     table = contingency(a, b)
     counts = (table, table.sum(1), table.sum(0), table.sum())
     same, in_a, in_b, total = [(x * (x - 1) / 2).sum() for x in counts]     # pairs of samples
@@ -182,15 +178,15 @@ def ari(a, b):
 
 
 def winoground_scores(s):
-    """s (n, 2, 2), [pair, caption, image] -> text, image, group score (n,) bool; ties are wrong."""
+    """s (n, 2, 2), [pair, caption, image] -> text, image, group (n,) bool; ties are wrong."""
     text = (s[:, 0, 0] > s[:, 1, 0]) & (s[:, 1, 1] > s[:, 0, 1])
     image = (s[:, 0, 0] > s[:, 0, 1]) & (s[:, 1, 1] > s[:, 1, 0])
     return text, image, text & image
 
 
 def k_precision(retrieved, truths, among=None):
-    """K-Precision (SPARC, Sec. 4.4): the fraction of a retrieved caption's words that occur in its
-    image's true captions, mean over images. retrieved: n lists of words; truths: n sets; among:
+    """K-Precision (SPARC, Sec. 4.4): how many of a retrieved caption's words occur in the true
+    captions, a fraction, mean over images. retrieved: n lists of words; truths: n sets; among:
     count only these words (K-Pna: nouns and adjectives), and captions that have one."""
     precisions = []
     for words, truth in zip(retrieved, truths):
@@ -201,11 +197,8 @@ def k_precision(retrieved, truths, among=None):
 
 
 def image_iou(predicted, truth, foreground_only=False):
-    """Mean IoU over the classes 1, 2, ... in the truth, None without one (SPARC, Sec. 4.5, D.7).
-
-    Maps (H, W) of class ids; pixels with truth 255 are ignored, and with `foreground_only` those
-    with truth 0 too.
-    """
+    """Mean IoU over the classes 1, 2, ... in the truth, None without one (SPARC, D.7). Maps (H, W);
+    pixels with truth 255 are ignored, and with `foreground_only` those with truth 0 too."""
     valid = (truth != 255) & (truth != 0) if foreground_only else truth != 255
     ious = []
     for c in truth[valid & (truth != 0)].unique():
@@ -220,49 +213,7 @@ def mean(values):
     return sum(known) / len(known) if known else math.nan
 
 
-# The embedder -------------------------------------------------------------------------------------
-
-
-class Readable(Dataset):
-    """(index, read(file)), or (index, None) where a file cannot be read."""
-
-    def __init__(self, files, read):
-        self.files, self.read = files, read
-
-    def __len__(self):
-        return len(self.files)
-
-    def __getitem__(self, i):
-        try:
-            return i, self.read(self.files[i])
-        except common.IMAGE_ERRORS:
-            return i, None
-
-
-def readable(pairs, read, workers=0):
-    """(image, value) for each pair (image or file, value), without files that cannot be read: of
-    those there is a line at the end, or a UserError if none can."""
-    n, unreadable = 0, []
-    for part in chunks(pairs, 4096):
-        files = [file for file, _ in part]
-        images = enumerate(files)
-        if not torch.is_tensor(files[0]):
-            images = DataLoader(Readable(files, read), batch_size=None, num_workers=workers)
-        for i, image in images:
-            if image is None:
-                unreadable.append(files[i])
-            else:
-                yield image, part[i][1]
-        n += len(part)
-    if len(unreadable) == n:
-        raise UserError(f"None of the {n} images could be read, the last is {unreadable[-1:]}.")
-    if unreadable:
-        print(f"skipped {len(unreadable)} of {n} images that cannot be read")
-
-
-def read_image(file, size):
-    """A path or bytes -> normalised (3, size, size), the centre of the image."""
-    return common.eval_transform(size)(common.open_image(file, size))
+# The embedder -----------------------------------------------------------------------------
 
 
 def chunks(items, n):
@@ -272,13 +223,43 @@ def chunks(items, n):
         yield part
 
 
+def read_image(file, size):
+    """A path or bytes -> the centre of the image, normalised (3, size, size)."""
+    return common.eval_transform(size)(common.open_image(file, size))
+
+
+def readable(pairs, read, workers=0):
+    """Pairs (image or file, value) -> pairs (image, value) of those that can be read; then it
+    prints how many cannot. Raises UserError if none can. read: a function of a file."""
+    def attempt(file):
+        try:
+            return file if torch.is_tensor(file) else read(file)
+        except common.IMAGE_ERRORS:
+            return None
+
+    n, unreadable = 0, []
+    with ThreadPool(max(1, workers)) as pool:
+        for part in chunks(pairs, 256):
+            n += len(part)
+            images = pool.imap(attempt, [file for file, _ in part])
+            for (file, value), image in zip(part, images):
+                if image is None:
+                    unreadable.append(file)
+                else:
+                    yield image, value
+    if len(unreadable) == n:
+        raise UserError(f"None of the {n} images could be read, the last is {unreadable[-1:]}.")
+    if unreadable:
+        print(f"skipped {len(unreadable)} of {n} images that cannot be read")
+
+
 @dataclasses.dataclass
 class Embedder:
-    """A trained model in evaluation mode: captions and images -> matrices on the CPU, in fp32.
+    """A trained model in evaluation mode: captions and images -> matrices on the CPU.
 
-    An image or a caption is one vector (E,), and vectors are compared by their dot product. Of a
-    model with `late_interaction` an image is its patches (P, E), a caption its tokens (L, E), and
-    the model's own `similarity` compares them. `encode`: another method of the model.
+    Images and captions are vectors (E,), compared by their dot product. With `late_interaction`
+    they are patches (P, E) and tokens (L, E), compared by the model's own `similarity`. `encode`
+    is another method of the model to encode with.
     """
 
     model: torch.nn.Module
@@ -287,12 +268,13 @@ class Embedder:
     image_size: int
     device: str = "cpu"
     chunk: int = 256                     # images or captions at a time
-    workers: int = 0                     # processes that read images
-    mask: torch.Tensor | None = None     # (E,) multiplies encodings of images (SPARO, Sec. 5.1)
-    text_free: bool = False              # a caption is the set of its words (STAIR, Sec. 7.1)
+    workers: int = 0                     # threads that read images
+    mask: torch.Tensor | None = None     # (E,), multiplies encodings of images (SPARO)
+    text_free: bool = False              # a caption is the set of its words (STAIR)
 
     def __post_init__(self):
         self.model.eval()
+        self.read = functools.partial(read_image, size=self.image_size)
         self.tokens = self.unknown_tokens = 0  # of all captions, without [CLS] and [SEP]
 
     def encode_image(self, images):
@@ -304,7 +286,9 @@ class Embedder:
     def encode_text(self, tokens, mask):
         if self.model.late_interaction:
             return self.model.encode_tokens(tokens, mask)
-        return (self.model.encode_words if self.text_free else self.model.encode_text)(tokens, mask)
+        if self.text_free:
+            return self.model.encode_words(tokens, mask)
+        return self.model.encode_text(tokens, mask)
 
     def tokenize(self, captions):
         """n captions -> token ids and mask (n, L) on the model's device."""
@@ -330,10 +314,9 @@ class Embedder:
         return torch.cat([encode(x.to(self.device)).cpu() for x in images.split(self.chunk)])
 
     def encoded(self, pairs, encode=None):
-        """Pairs (image or file, value) -> (m, E) or (m, P, E) of the readable ones, m values."""
+        """Pairs (image or file, value) -> encodings of those that can be read, their values."""
         features, values = [], []
-        read = functools.partial(read_image, size=self.image_size)
-        for part in chunks(readable(pairs, read, self.workers), self.chunk):
+        for part in chunks(readable(pairs, self.read, self.workers), self.chunk):
             images, of_images = zip(*part)
             features.append(self.images(torch.stack(images), encode))
             values += of_images
@@ -343,7 +326,7 @@ class Embedder:
     def similarity(self, images, texts):
         """Encodings of n images and m captions -> scores (n, m)."""
         if not self.model.late_interaction:
-            return dot(images, texts)
+            return torch.inner(images, texts)
         return self.model.similarity(images.to(self.device), texts.to(self.device)).cpu()
 
     def pair_scores(self, images, texts):
@@ -354,12 +337,12 @@ class Embedder:
     def classify(self, images, classes):
         """Zero-shot scores (n, C) of encodings of images."""
         if not self.model.late_interaction:
-            return dot(images, class_embeddings(self.texts, classes))
+            return torch.inner(images, class_embeddings(self.texts, classes))
         scores = self.similarity(images, self.texts(classes.prompts))       # (n, C * T)
         return scores.unflatten(1, (len(classes.names), -1)).mean(2)
 
 
-# Data: one face for every kind --------------------------------------------------------------------
+# Data: one face for every kind ------------------------------------------------------------
 
 TEMPLATES = ["a photo of {}.", "{}", "a close-up of {}.", "a picture of {}."]
 VOC_CLASSES = [
@@ -367,7 +350,7 @@ VOC_CLASSES = [
     "dining table", "dog", "horse", "motorbike", "person", "potted plant", "sheep", "sofa", "train",
     "tv monitor"]
 COLOURS, SHAPES = common.COLOUR_NAMES, common.SHAPE_NAMES
-PAIRS = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]     # class 8 colour + shape
+PAIRS = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]     # 8 * colour + shape
 WORLD_WORDS = {"small", "large", "thing", "things", *COLOURS, *SHAPES, *map(common.plural, SHAPES)}
 WORLD_N = 1000  # samples of the embedded world that most tasks use
 
@@ -381,25 +364,28 @@ class Classes:
 
 
 class EvalSet:
-    """Data to evaluate on: every kind has these members, None where it lacks something.
+    """Data to evaluate on. Every kind has these members, None where it lacks something.
 
-    A pair is (image, value), the image a tensor (3, S, S) or a file, which may be unreadable. The
+    A pair is (image, value); an image is a tensor (3, S, S), or a file, maybe unreadable. The
     embedded world draws other scenes for each `purpose`; files are the same for all.
     """
 
     classes: Classes = None
-    groups: dict = None            # {"": (class ids (C,), names), "/colour": ..}: coarser classes
+    groups: dict = None            # {"": (ids (C,), names)}: coarser classes, "/colour"
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
-    map_classes: dict = None       # {"": Classes} of `maps`, of the world {"/colour": Classes, ..}
+    map_classes: dict = None       # {"": Classes} of `maps`, of the world {"/colour": ..}
     content_words: set = None      # nouns and adjectives
     has_splits: bool = False       # it can also be learned from and selected on
     labelled: Callable = None      # (purpose) -> pairs with class ids
     captioned: Callable = None     # () -> pairs with lists of captions
-    negatives: Callable = None     # () -> pairs with lists of (kind, caption, wrong caption)
+    negatives: Callable = None     # () -> pairs with [(kind, caption, wrong caption)]
     winoground: Callable = None    # () -> images (n, 2, 3, S, S), n pairs of captions
-    maps: Callable = None          # (purpose) -> pairs with {"": class ids (H, W)}, ids from 1
+    maps: Callable = None          # (purpose) -> pairs with {"": ids (H, W)}, from 1
     samples: Callable = None       # (n) -> images (n, 3, S, S), n captions; to look at
     documents: Callable = None     # () -> pairs with (name, caption); to search
+
+    def __init__(self, **members):
+        vars(self).update(members)
 
 
 class WorldSet(EvalSet):
@@ -411,38 +397,38 @@ class WorldSet(EvalSet):
 
     def __init__(self, world, split):
         self.world, self.split = world, split
-        templates, kinds = ["{}", "a photo of {}"], SHAPES if world.kinds else ["thing"]
-        self.classes = Classes(PAIRS, templates)
+        kinds = SHAPES if world.kinds else ["thing"]
+        self.classes = Classes(PAIRS, ["{}", "a photo of {}"])
         self.map_classes = {"/colour": Classes(COLOURS, [f"{{}} {kind}" for kind in kinds]),
-                            "/shape": Classes(SHAPES, templates), "/pair": self.classes}
+                            "/shape": Classes(SHAPES, ["{}", "a photo of {}"]),
+                            "/pair": self.classes}
         self.unseen = torch.zeros(64, dtype=torch.bool)
-        for colour, shape in world.heldout_pairs:
-            self.unseen[8 * colour + shape] = True
+        self.unseen[[8 * colour + shape for colour, shape in world.heldout_pairs]] = True
         if world.palette == 1:  # no colours to swap
             self.winoground = None
 
     def scenes(self, purpose, n=None):
-        """The sample of a purpose: its size, split, seed, and objects a scene (None: 1 or more)."""
+        """The sample of a purpose: size, split, seed, objects a scene (None: 1 or more)."""
         split, most, few = self.split, self.world.objects, min(3, self.world.objects)
-        number, split, seed, objects = {
+        return self.world.sample(*{
             "zeroshot": (WORLD_N, split, 1, 1), "captioned": (WORLD_N // 2, split, 2, most),
             "negatives": (WORLD_N, split, 3, few), "segmentation": (WORLD_N // 2, split, 5, most),
             "pointing": (WORLD_N // 2, split, 5, None), "samples": (n, split, 6, few),
             "picture": (8, split, 7, most), "documents": (WORLD_N, split, 7, None),
             "slots": (WORLD_N, "val", 8, 1), "train": (4 * WORLD_N, "train", 9, 1),
-            "test": (WORLD_N, split, 9, 1), "clusters": (4 * WORLD_N, split, 9, 1)}[purpose]
-        return self.world.sample(number, split, seed, objects)
+            "test": (WORLD_N, split, 9, 1), "clusters": (4 * WORLD_N, split, 9, 1)}[purpose])
 
     def labelled(self, purpose):
         sample = self.scenes(purpose)
-        for image, c in zip(sample["images"], pair_ids(sample["scene"])[:, 0].tolist()):
+        ids = class_ids(sample["scene"], "/pair")[:, 0].tolist()
+        for image, c in zip(sample["images"], ids):
             if purpose in ("zeroshot", "slots") or not self.unseen[c]:
                 yield image, c
 
     def captioned(self):
         sample, rng = self.scenes("captioned"), random.Random(2)
         for image, objects in zip(sample["images"], sample["objects"]):
-            yield image, [self.world.caption(objects, rng), self.world.caption(objects, rng)]
+            yield image, [self.world.caption(objects, rng) for _ in range(2)]
 
     def negatives(self):
         sample, rng = self.scenes("negatives"), random.Random(3)
@@ -454,11 +440,8 @@ class WorldSet(EvalSet):
         return self.world.winoground(WORLD_N // 2, seed=4)
 
     def maps(self, purpose):
-        sample, ways = self.scenes(purpose), ["/colour", "/shape"]
-        if purpose == "segmentation":
-            ways = ["/colour", "/shape", "/pair"]
-        elif purpose == "picture":  # only what captions name
-            ways = ["/colour"] * (self.world.colours > 0) + ["/shape"] * (self.world.kinds > 0)
+        sample = self.scenes(purpose)
+        ways = list(self.map_classes) if purpose == "segmentation" else ["/colour", "/shape"]
         truths = {way: label_maps(sample, way) for way in ways}
         for i, image in enumerate(sample["images"]):
             yield image, {way: ids[i] for way, ids in truths.items()}
@@ -472,21 +455,20 @@ class WorldSet(EvalSet):
         return zip(sample["images"], [(str(i), c) for i, c in enumerate(sample["captions"])])
 
 
-def pair_ids(scene):
-    """World scene -> (n, K), the classes of its objects."""
-    return scene["colour"] * 8 + scene["shape"]
+def class_ids(scene, way):
+    """World scene -> (n, K), the "/colour", "/shape" or "/pair" of its objects."""
+    return scene["colour"] * 8 + scene["shape"] if way == "/pair" else scene[way[1:]]
 
 
 def label_maps(sample, way):
-    """World sample -> maps (n, S, S) of 1 + the colour, shape or pair of an object, 0 elsewhere."""
-    scene, segmentation = sample["scene"], sample["segmentation"]
-    ids = pair_ids(scene) if way == "/pair" else scene[way[1:]]
-    ids = F.pad(ids + 1, (1, 0))                                            # (n, 1 + K)
+    """World sample -> maps (n, S, S) of 1 + the objects' class ids, 0 elsewhere."""
+    ids = F.pad(class_ids(sample["scene"], way) + 1, (1, 0))                # (n, 1 + K)
+    segmentation = sample["segmentation"]
     return ids.gather(1, segmentation.flatten(1)).view_as(segmentation)
 
 
 class TableSet(EvalSet):
-    """Image files with captions, or class folders, in a random order that is always the same."""
+    """Image files with captions; class folders, in a random order that is always the same."""
 
     def __init__(self, table, options, image_size):
         self.table, self.limit, self.order = table, options.limit, range(len(table))
@@ -496,13 +478,13 @@ class TableSet(EvalSet):
             self.content_words = {word.lower() for word in lines}
         if table.classes is None:
             self.captioned = self.caption_pairs
-            return
-        generator = torch.Generator().manual_seed(0)
-        self.order = torch.randperm(len(table), generator=generator).tolist()
-        names = [name.replace("_", " ") for name in table.classes]
-        self.classes = Classes(names, options.templates or TEMPLATES)
-        self.groups = {"": (torch.arange(len(names)), names)}
-        self.labelled = self.label_pairs
+        else:
+            generator = torch.Generator().manual_seed(0)
+            self.order = torch.randperm(len(table), generator=generator).tolist()
+            names = [name.replace("_", " ") for name in table.classes]
+            self.classes = Classes(names, options.templates or TEMPLATES)
+            self.groups = {"": (torch.arange(len(names)), names)}
+            self.labelled = self.label_pairs
 
     def caption_pairs(self):
         for i in self.order[: self.limit]:
@@ -534,9 +516,9 @@ def read_sugarcrepe(files, root):
 
 
 class VocSet(EvalSet):
-    """Pascal VOC's layout: ImageSets/Segmentation/SPLIT.txt lists ids, JPEGImages/ID.jpg are the
-    images, SegmentationClass/ID.png their maps, where 0 is background, 1, 2, ... are the classes,
-    and 255 does not count. The whole image is squeezed into a square."""
+    """Pascal VOC's layout: ImageSets/Segmentation/SPLIT.txt lists ids of JPEGImages/ID.jpg and
+    SegmentationClass/ID.png, maps of classes 1, 2, ..., 0 for background and 255 for what does
+    not count. The whole image is squeezed into a square."""
 
     def __init__(self, directory, options, image_size):
         self.directory, self.size, self.workers = Path(directory), image_size, options.workers
@@ -558,49 +540,47 @@ class VocSet(EvalSet):
         return common.normalize(to_dtype(to_image(image), scale=True)), truth
 
     def maps(self, purpose):
-        pairs, names = zip(self.ids, self.ids), self.map_classes[""].names
+        pairs, classes = zip(self.ids, self.ids), len(self.map_classes[""].names)
         for (image, truth), name in readable(pairs, self.read, self.workers):
             path = self.directory / "SegmentationClass" / f"{name}.png"
             if truth.ndim != 2 or truth.dtype != torch.uint8:
-                raise UserError(f"{path} is no map of class ids (8 bits, palette or grey) but "
-                                f"{truth.dtype} of shape {tuple(truth.shape)}: save ids.")
+                raise UserError(f"{path} is no map of class ids (8 bits, palette or grey): it is "
+                                f"{truth.dtype} of shape {tuple(truth.shape)}.")
             highest = int(truth.masked_fill(truth == 255, 0).max())
-            if highest > len(names):
-                raise UserError(f"{path} holds class {highest}, but there are {len(names)} names: "
+            if highest > classes:
+                raise UserError(f"{path} holds class {highest}, but there are {classes} names: "
                                 f"give all with --classes.")
             yield image, {"": truth}
 
 
 def open_eval_set(options, image_size, captions=True):
-    """options.data, a SPEC as of common.open_data, SugarCrepe's directory or Pascal VOC's layout
+    """options.data, a SPEC of common.open_data or a directory like SugarCrepe's or Pascal VOC's
     -> EvalSet. captions: False for a model without a text tower."""
-    spec, data = options.data, EvalSet()
+    spec, limit = options.data, options.limit
     if is_voc(spec):
         return VocSet(spec, options, image_size)
     files = sorted(Path(spec).glob("*.json")) if Path(spec).is_dir() else []
     files = [file for file in files if "negative_caption" in file.read_text()[:4000]]
     if files:
-        data.negatives = functools.partial(read_sugarcrepe, files, options.image_root)
-        return data
+        return EvalSet(negatives=lambda: read_sugarcrepe(files, options.image_root))
     source = common.open_data(spec, options.image_root, options.split, image_size, captions)
     if isinstance(source, common.World):
         return WorldSet(source, options.split)
     if isinstance(source, common.TarShards):  # their classes have no names: to learn from
-        data.labelled = lambda purpose: itertools.islice(source.labelled(), options.limit)
-        return data
+        return EvalSet(labelled=lambda purpose: itertools.islice(source.labelled(), limit))
     return TableSet(source, options, image_size)
 
 
 def open_training_set(options, data):
-    """What k-NN and probes on `data` learn from: --train-data, of the world its training split."""
+    """What k-NN and probes learn from: --train-data, of the world its training split."""
     if data.has_splits:
         return data
     spec, names = options.train_data, data.classes.names
     if spec is None or same_path(spec, options.data):
-        raise UserError("k-NN and linear probes on class folders need --train-data, other class "
-                        "folders or tar shards with labels to learn from.")
-    train = changed(options, data=spec, limit=options.train_limit, image_root=None)
-    train = open_eval_set(train, options.image_size)
+        raise UserError("k-NN and linear probes on class folders need --train-data, other "
+                        "class folders or tar shards with labels to learn from.")
+    changes = dict(data=spec, limit=options.train_limit, image_root=None)
+    train = open_eval_set(changed(options, **changes), options.image_size)
     if train.labelled is None or train.classes is not None and train.classes.names != names:
         raise UserError(f"--train-data {spec} must have the class folders of {options.data}: "
                         f"{', '.join(names)}.")
@@ -608,16 +588,15 @@ def open_training_set(options, data):
 
 
 def open_selection(options, data, task, chooser, needed):
-    """What slots or masks are chosen on: --select, which task `chooser` can use; of the world its
-    own splits. The data to evaluate on cannot choose too."""
+    """What slots or masks are chosen on: --select, which must suit the task `chooser`; of the
+    world its own splits. The data to evaluate cannot choose too."""
     spec = options.select
     if spec is None and data.has_splits:
         return data
     if spec is None or same_path(spec, options.data):
-        raise UserError(f"Task {task} needs --select, {needed}, other than the data to evaluate.")
-    selection = changed(options, data=spec, limit=options.train_limit, split="val",
-                        image_root=options.select_root)
-    selection = open_eval_set(selection, options.image_size)
+        raise UserError(f"Task {task} needs --select, {needed}, not the data to evaluate.")
+    changes = dict(data=spec, limit=options.train_limit, image_root=options.select_root)
+    selection = open_eval_set(changed(options, **changes, split="val"), options.image_size)
     if not TASKS[chooser].fits(selection):
         raise UserError(f"Task {task} needs {needed}; --select {spec} is something else.")
     return selection
@@ -625,9 +604,9 @@ def open_selection(options, data, task, chooser, needed):
 
 def default_split(spec):
     """The split to evaluate where none is asked for; "all" of data that have no splits."""
+    name = common.parse_spec(spec)[0]
     if is_voc(spec):
         return "val"  # VOC's test split has no maps
-    name = common.parse_spec(spec)[0]
     return "test" if name == "shapes" or name.lower().endswith(".json") else "all"
 
 
@@ -652,8 +631,10 @@ def read_lines(path, flag):
     return [line.strip() for line in lines if line.strip()]
 
 
-# Tasks for any model: functions of (embed: Embedder, data: EvalSet, options) ----------------------
-#                      -> {metric: number, or tensor whose mean it is}
+# Tasks ------------------------------------------------------------------------------------
+#
+# A task is a function of an Embedder, an EvalSet and eval.py's options -> {metric: value}, the
+# value a number, or a tensor whose mean it is. First those for any model.
 
 
 def labelled(embed, data, purpose, encode=None):
@@ -663,23 +644,23 @@ def labelled(embed, data, purpose, encode=None):
 
 
 def zeroshot(embed, data, options):
-    """Top-1 accuracy of prompts; `heldout_pairs`: of the classes that training never shows."""
+    """Top-1 accuracy; `heldout_pairs`: of the classes that training never shows."""
     x, ids = labelled(embed, data, "zeroshot")
     predicted = embed.classify(x, data.classes).argmax(1)
-    result = {f"zeroshot{by}": group[predicted] == group[ids]
-              for by, (group, _) in data.groups.items()}
+    result = {f"zeroshot{way}": group[predicted] == group[ids]
+              for way, (group, _) in data.groups.items()}
     if data.unseen is not None and data.unseen[ids].any():
         result["zeroshot/heldout_pairs"] = (predicted == ids)[data.unseen[ids]]
     return result | {"zeroshot/chance": 1 / len(data.classes.names)}
 
 
 def retrieval(embed, data, options):
-    """Recall at 1, 5, 10 both ways, every caption a query, and faithfulness: K-Precision of the
-    caption that is ranked first for each image."""
+    """Recall at 1, 5, 10 both ways, every caption a query, and faithfulness: K-Precision of each
+    image's first caption."""
     x, captions = embed.encoded(data.captioned())
-    flat = [caption for group in captions for caption in group]
+    flat = list(itertools.chain(*captions))
     y, image_ids = embed.texts(flat), torch.arange(len(x))
-    text_ids = image_ids.repeat_interleave(torch.tensor([len(group) for group in captions]))
+    text_ids = torch.tensor([i for i, group in enumerate(captions) for _ in group])
 
     def text_to_image(texts, images):
         return embed.similarity(images, texts).T
@@ -688,7 +669,6 @@ def retrieval(embed, data, options):
     t2i = recall_at_k(y, x, (text_ids, image_ids), similarity=text_to_image)
     result = {f"i2t/R@{k}": recall for k, recall in i2t.items()}
     result |= {f"t2i/R@{k}": recall for k, recall in t2i.items()}
-
     first = torch.cat([embed.similarity(part, y).argmax(1) for part in x.split(256)])
     retrieved = [common.split_words(flat[j]) for j in first.tolist()]
     retrieved = [[word for word in words if word.isalnum()] for words in retrieved]
@@ -700,9 +680,9 @@ def retrieval(embed, data, options):
 
 
 def negative_pairs(embed, data):
-    """Hard negatives -> n kinds; encodings (n, E) of their images; n captions; n wrong captions."""
+    """Hard negatives -> n kinds, encodings (n, E) of the images, n captions, n wrong ones."""
     x, groups = embed.encoded(data.negatives())
-    rows = torch.arange(len(x)).repeat_interleave(torch.tensor([len(group) for group in groups]))
+    rows = [i for i, group in enumerate(groups) for _ in group]
     kinds, captions, wrong = zip(*itertools.chain(*groups))
     return kinds, x[rows], captions, wrong
 
@@ -710,20 +690,20 @@ def negative_pairs(embed, data):
 def negatives(embed, data, options):
     """Fraction of captions that score strictly higher than their hard negative, by kind."""
     kinds, x, captions, wrong = negative_pairs(embed, data)
-    correct = embed.pair_scores(x, embed.texts(captions)) > embed.pair_scores(x, embed.texts(wrong))
+    right, wrong = [embed.pair_scores(x, embed.texts(texts)) for texts in (captions, wrong)]
     result = {}
     for kind in sorted(set(kinds)):
         rows = torch.tensor([k == kind for k in kinds])
-        result[f"negatives/{kind}"] = number(correct[rows])
+        result[f"negatives/{kind}"] = number((right > wrong)[rows])
     return result | {"negatives": mean(result.values())}
 
 
 def winoground(embed, data, options):
-    """Winoground's scores: two captions of the same words are to be matched with two images."""
+    """Winoground's scores: two captions of the same words, to be matched with two images."""
     images, captions = data.winoground()
     x = embed.images(images.flatten(0, 1)).unflatten(0, (-1, 2))            # (n, 2, E)
-    y = embed.texts([caption for pair in captions for caption in pair]).unflatten(0, (-1, 2))
-    scores = torch.stack([embed.similarity(*pair).T for pair in zip(x, y)])  # (n, 2, 2)
+    y = embed.texts(list(itertools.chain(*captions))).unflatten(0, (-1, 2))
+    scores = torch.stack([embed.similarity(*pair).T for pair in zip(x, y)])
     names = ("winoground/text", "winoground/image", "winoground/group")
     return dict(zip(names, winoground_scores(scores)))
 
@@ -731,50 +711,51 @@ def winoground(embed, data, options):
 def train_and_test(embed, data, options, encode):
     """Features and labels to learn from, and those to predict."""
     x, y = labelled(embed, open_training_set(options, data), "train", encode)
-    if y.max() >= len(data.classes.names):
-        raise UserError(f"{options.train_data}, to learn from, has label {y.max()}, but "
-                        f"{options.data} has {len(data.classes.names)} class folders: label i is "
-                        f"the folder at place i of the sorted names.")
+    classes = len(data.classes.names)
+    if y.max() >= classes:
+        raise UserError(f"--train-data {options.train_data} has label {y.max()}, but --data has "
+                        f"{classes} class folders: label 0 is the first of their sorted names.")
     return x, y, *labelled(embed, data, "test", encode)
 
 
 def knn(embed, data, options):
     """Accuracy of 20 nearest neighbours on the encodings of images."""
     x, y, test, labels = train_and_test(embed, data, options, embed.model.encode_image)
-    return {f"knn{by}": knn_accuracy(x, group[y], test, group[labels])
-            for by, (group, _) in data.groups.items()}
+    return {f"knn{way}": knn_accuracy(x, group[y], test, group[labels])
+            for way, (group, _) in data.groups.items()}
 
 
 def linear(embed, data, options):
     """Accuracy of a linear probe on what the method's paper probes."""
     x, y, test, labels = train_and_test(embed, data, options, embed.model.probe_features)
     result = {}
-    for by, (group, _) in data.groups.items():
-        if by != "/colour":  # every encoding has colours
+    for way, (group, _) in data.groups.items():
+        if way != "/colour":  # every encoding has colours
             accuracy, chosen = linear_probe(x, group[y], test, group[labels], options.probe)
-            result[f"linear{by}"] = accuracy
-            result |= {f"linear{by}/{setting}": value for setting, value in chosen.items()}
+            result[f"linear{way}"] = accuracy
+            result |= {f"linear{way}/{setting}": value for setting, value in chosen.items()}
     return result
 
 
 def clusters(embed, data, options, sizes=(10, 20, 40, 80, 160), repeats=10):
-    """NMI and ARI of k-means with as many clusters as classes (BAM, App. I): of all classes, and of
-    fewer as the mean over `repeats` random choices of them."""
+    """NMI and ARI of k-means with as many clusters as classes (BAM, App. I): of all classes, and
+    of fewer as the mean over `repeats` random choices of them."""
     x, labels = labelled(embed, data, "clusters", embed.model.encode_image)
     generator, scores = torch.Generator().manual_seed(0), collections.defaultdict(list)
-    for by, (group, _) in data.groups.items():
+    for way, (group, _) in data.groups.items():
         truth = group[labels]
         classes = truth.unique()
         smaller = [size for size in sizes if size < len(classes) for _ in range(repeats)]
-        for t in [*smaller, len(classes)] if by != "/colour" else []:
-            rows = torch.isin(truth, classes[torch.randperm(len(classes), generator=generator)[:t]])
+        for t in [*smaller, len(classes)] if way != "/colour" else []:
+            chosen = torch.randperm(len(classes), generator=generator)[:t]
+            rows = torch.isin(truth, classes[chosen])
             ids = k_means(x[rows], t, generator)
-            scores[f"clusters{by}/{t}/nmi"].append(nmi(truth[rows], ids))
-            scores[f"clusters{by}/{t}/ari"].append(ari(truth[rows], ids))
+            scores[f"clusters{way}/{t}/nmi"].append(nmi(truth[rows], ids))
+            scores[f"clusters{way}/{t}/ari"].append(ari(truth[rows], ids))
     return {name: mean(values) for name, values in scores.items()}
 
 
-# SPARC's task: segmentation -----------------------------------------------------------------------
+# SPARC's task: segmentation ---------------------------------------------------------------
 
 
 def segment(patches, classes, size):
@@ -787,14 +768,14 @@ def segment(patches, classes, size):
 def patch_classes(embed, data):
     """{way of data.map_classes: embeddings (C, E) to compare single patches with}."""
     encode = functools.partial(embed.texts, encode=embed.model.encode_text)
-    return {by: class_embeddings(encode, classes) for by, classes in data.map_classes.items()}
+    return {way: class_embeddings(encode, classes) for way, classes in data.map_classes.items()}
 
 
 def segmentation(embed, data, options):
     """Zero-shot segmentation (SPARC, D.7): mIoU of the classes in the truth, mean over images.
 
-    `miou` is the paper's: there is no background class, so that a background pixel always counts
-    against some class. `miou_fg` ignores background pixels: which object is where, not its outline.
+    As in the paper there is no class for the background, whose pixels count against the class
+    that they get. `miou_fg` ignores them: which object is where, without the outlines.
     """
     classes, scores = patch_classes(embed, data), collections.defaultdict(list)
     for part in chunks(data.maps("segmentation"), embed.chunk):
@@ -803,12 +784,12 @@ def segmentation(embed, data, options):
             for way, truth in maps.items():
                 predicted = segment(x, classes[way], truth.shape)
                 scores[f"miou{way}"].append(image_iou(predicted, truth))
-                scores[f"miou_fg{way}"].append(image_iou(predicted, truth, foreground_only=True))
+                scores[f"miou_fg{way}"].append(image_iou(predicted, truth, True))
     result = {name: mean(values) for name, values in scores.items()}
     return result | {"segmentation/images": len(next(iter(scores.values())))}
 
 
-# SPARO's tasks: slots and masks -------------------------------------------------------------------
+# SPARO's tasks: slots and masks -----------------------------------------------------------
 
 
 def headlines(embed, data, options, tasks=("zeroshot", "retrieval", "negatives")):
@@ -822,15 +803,13 @@ def headlines(embed, data, options, tasks=("zeroshot", "retrieval", "negatives")
 
 
 def slots(embed, data, options):
-    """Post-hoc concept selection (SPARO, Sec. 5.1): slots are ranked by their zero-shot accuracy
-    alone on --select, of the world on its val split; then the best half, the best quarter and, for
-    comparison, the worst half of them are evaluated."""
+    """Post-hoc concept selection (SPARO, Sec. 5.1): slots are ranked by the zero-shot accuracy
+    of each alone, on --select; then some of them are evaluated."""
     needed = "class folders to rank the slots on"
     selection = open_selection(options, data, "slots", "zeroshot", needed)
-    names, prompts = selection.classes.names, selection.classes.prompts
     x, ids = labelled(embed, selection, "slots", embed.model.image_slots)   # (n, L, V), (n,)
-    y = F.normalize(embed.texts(prompts, embed.model.text_slots), dim=-1)   # (C * T, L, V)
-    y = y.unflatten(0, (len(names), -1)).mean(1)                            # (C, L, V)
+    y = embed.texts(selection.classes.prompts, embed.model.text_slots)      # (C * T, L, V)
+    y = F.normalize(y, dim=-1).unflatten(0, (len(selection.classes.names), -1)).mean(1)
     accuracy, (L, V) = sparo.slot_accuracies(x, y, ids), y.shape[1:]        # (L,)
     order = accuracy.argsort(descending=True)
     result = {"slots/accuracy_best": accuracy.max(), "slots/accuracy_mean": accuracy.mean()}
@@ -844,14 +823,15 @@ def slots(embed, data, options):
 
 
 def masks(embed, data, options):
-    """Masks of the image encoding that are trained on hard negatives (SPARO, Sec. 5.2, Table 5), by
-    slots and by dimensions. `pairs`: the fraction of pairs that are right; `relative_change`: that
-    of another metric, divided by that of `pairs`."""
+    """Masks of the image encoding, by slots and by dimensions, trained on the hard negatives of
+    --select (SPARO, Sec. 5.2, Table 5). `pairs`: fraction of pairs that are right;
+    `relative_change`: of another metric, divided by that of `pairs`."""
     needed = "SugarCrepe's files to train the mask on"
     selection = open_selection(options, data, "masks", "negatives", needed)
     _, x, captions, wrong = negative_pairs(embed, selection)
     y_p, y_n = embed.texts(captions), embed.texts(wrong)
-    before, result = headlines(embed, data, options, ("zeroshot", "retrieval")), {}
+    tasks, result = ("zeroshot", "retrieval"), {}
+    before = headlines(embed, data, options, tasks)
     for name, parts in (("slots", embed.model.mask_parts), ("dimensions", x.shape[1])):
         if x.shape[1] % parts:
             continue
@@ -859,18 +839,17 @@ def masks(embed, data, options):
         mask, start, fit = sparo.train_mask(x, y_p, y_n, parts, generator=generator)
         result |= {f"masks/{name}/pairs_before": start, f"masks/{name}/pairs": fit,
                    f"masks/{name}/kept": mask.mean()}
-        after = headlines(dataclasses.replace(embed, mask=mask), data, options,
-                          ("zeroshot", "retrieval"))
+        after = headlines(dataclasses.replace(embed, mask=mask), data, options, tasks)
         for key, value in after.items():
-            result[f"masks/{name}/{key}"] = value
-            result[f"masks/{name}/{key}/relative_change"] = math.nan
+            change = math.nan
             if fit > start and before[key]:
                 change = (value / before[key] - 1) / (fit / start - 1)
-                result[f"masks/{name}/{key}/relative_change"] = change
+            result[f"masks/{name}/{key}"] = value
+            result[f"masks/{name}/{key}/relative_change"] = change
     return result
 
 
-# STAIR's tasks: encodings that are words ----------------------------------------------------------
+# STAIR's tasks: encodings that are words --------------------------------------------------
 
 
 def word_columns(embed, encodings):
@@ -879,49 +858,50 @@ def word_columns(embed, encodings):
 
 
 def vocabulary_scores(embed, x):
-    """What `images` gave -> scores (n, |V|) of every word, special tokens at -inf: of STAIR its
-    encodings, of others the similarities with the encodings of single words (STAIR, Sec. 5.1)."""
+    """Encodings of images -> scores (n, |V|) of all words, special tokens at -inf: of STAIR the
+    encodings, of others similarities with single words' encodings (STAIR, Sec. 5.1)."""
     if embed.model.encode_words is None:
-        x = embed.similarity(x, embed.texts([t.removeprefix("##") for t in embed.tokenizer.vocab]))
+        words = [token.removeprefix("##") for token in embed.tokenizer.vocab]
+        x = embed.similarity(x, embed.texts(words))
     scores = word_columns(embed, x).clone()
     scores[:, embed.tokenizer.special] = -torch.inf
     return scores
 
 
 def label_ranks(scores, pieces, labels):
-    """Ranks from 0 of labels (n,) among all words by scores (n, |V|); on a tie the label is last.
-
-    pieces: of each class the ids of its sub-words, the best of which counts.
-    """
+    """Ranks from 0 of labels (n,) among all words by scores (n, |V|), last on a tie. pieces: of
+    each class the ids of its sub-words, the best of which counts."""
     by_class = torch.stack([scores[:, ids].amax(1) for ids in pieces], 1)   # (n, C)
     return (scores >= by_class.gather(1, labels[:, None])).sum(1) - 1
 
 
 def words(embed, data, options):
-    """Interpretability (STAIR, Table 4): how often an image's label is among the k best words of
-    the vocabulary; of the world its colour, its shape, and the better of both. Of captioned images:
-    the fraction of the ten best tokens that occur in its captions, and in another image's."""
+    """Interpretability (STAIR, Table 4): how often an image's label is among the k best words; of
+    the world its colour, its shape, and the better of both. Of captioned images: how many of the
+    ten best tokens occur in the captions, and in another image's, a fraction."""
     encode = embed.tokenizer.encode
     if data.classes is None:
         x, captions = embed.encoded(data.captioned())
         best = vocabulary_scores(embed, x).topk(10).indices                 # (n, 10)
         ids = [torch.tensor(encode(" ".join(group))) for group in captions]
         ways = {"words/in_captions": ids, "words/in_others_captions": ids[1:] + ids[:1]}
-        return {name: torch.stack([torch.isin(*pair).float().mean() for pair in zip(best, way)])
+        return {name: mean(number(torch.isin(*pair)) for pair in zip(best, way))
                 for name, way in ways.items()}
     x, ids = labelled(embed, data, "zeroshot")
     scores, ranks = vocabulary_scores(embed, x), {}
-    for by, (group, names) in data.groups.items():
-        if by or len(data.groups) == 1:
-            ranks[by] = label_ranks(scores, [encode(name)[1:-1] for name in names], group[ids])
+    for way, (group, names) in data.groups.items():
+        if way or len(data.groups) == 1:
+            pieces = [encode(name)[1:-1] for name in names]
+            ranks[way] = label_ranks(scores, pieces, group[ids])
     ranks[""] = torch.stack(list(ranks.values())).amin(0)
-    return {f"words{by}/top{k}": rank < k for by, rank in ranks.items() for k in (1, 10, 50, 100)}
+    ks = (1, 10, 50, 100)
+    return {f"words{way}/top{k}": rank < k for way, rank in ranks.items() for k in ks}
 
 
 def textfree(embed, data, options):
     """Zero-shot classification and retrieval without the text tower (STAIR, Table 5)."""
-    text_free = dataclasses.replace(embed, text_free=True)
-    found = headlines(text_free, data, options, ("zeroshot", "retrieval"))
+    embed = dataclasses.replace(embed, text_free=True)
+    found = headlines(embed, data, options, ("zeroshot", "retrieval"))
     return {f"textfree/{key}": value for key, value in found.items()}
 
 
@@ -933,8 +913,8 @@ def sparsity(embed, data, options):
 
 
 def score_names(embed, names):
-    """-> function: images (B, 3, S, S) -> p(h_j) of the names at the patches, mean over a name's
-    sub-words (STAIR, Sec. 7.2), (B, g * g, names)."""
+    """A function: images (B, 3, S, S) -> p(h_j) of the names at the patches, (B, g * g, names),
+    the mean over a name's sub-words (STAIR, Sec. 7.2)."""
     pieces = [embed.tokenizer.encode(name)[1:-1] for name in names]
     ids = torch.tensor(sum(pieces, []), device=embed.device)
     patches = embed.model.image_encoder.grid ** 2
@@ -948,8 +928,8 @@ def score_names(embed, names):
 
 
 def pointing(embed, data, options):
-    """The pointing game (STAIR, Sec. 7.2): how often the centre of the patch where a class's name
-    scores highest lies on an object of the class; `chance`: that of a random patch."""
+    """The pointing game (STAIR, Sec. 7.2): how often the centre of the patch where a class scores
+    highest lies on an object of the class; `chance`: that of a random patch."""
     grid, hits = embed.model.image_encoder.grid, collections.defaultdict(list)
     centres = 2 * torch.arange(grid) + 1
     for part in chunks(data.maps("pointing"), embed.chunk):
@@ -966,14 +946,14 @@ def pointing(embed, data, options):
     return {name: torch.cat(values) for name, values in hits.items()}
 
 
-# What can be measured -----------------------------------------------------------------------------
+# What can be measured ---------------------------------------------------------------------
 
 
 class Task(NamedTuple):
     run: Callable
     data: tuple                  # members of EvalSet, of which the data must have one
     model: str = "encode_image"  # member of the model that must not be None or 0
-    default: str = ""            # models that run it unasked: "text", "words" (STAIR's), "images"
+    default: str = ""            # models that run it unasked: "text", "words", "images"
 
     def fits(self, data):
         return any(getattr(data, member) is not None for member in self.data)
@@ -1004,17 +984,20 @@ def number(value):
     return value.float().mean().item() if torch.is_tensor(value) else value
 
 
-# Pictures: functions of (embed, data) -> PIL image, or None where there is nothing to show --------
+# Pictures ---------------------------------------------------------------------------------
+#
+# A picture is a function of an Embedder and an EvalSet -> PIL image, None if there is nothing.
 
-INFERNO = torch.tensor([(0, 0, 4), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164)])
-HEAT = F.interpolate(INFERNO.T[None].float(), 256, mode="linear", align_corners=True)[0].byte()
+INFERNO = [(0, 0, 4), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164)]
+HEAT = torch.tensor(INFERNO).T[None].float()                                # (1, 3, 5)
+HEAT = F.interpolate(HEAT, 256, mode="linear", align_corners=True)[0].byte()  # (3, 256)
 HEAT_SCALE = to_pil_image(HEAT[:, None].expand(3, 14, 256)), "low - weight of a patch - high"
 BACKGROUND, NOT_COUNTED = (40, 40, 40), (150, 150, 150)
 CLASS_COLOURS = [  # that can be told apart; the first eight are those of the world
-    (230, 25, 75), (60, 180, 75), (0, 110, 230), (255, 225, 25), (145, 30, 180), (245, 130, 48),
-    (250, 170, 210), (255, 255, 255), (70, 240, 240), (154, 99, 36), (0, 0, 130), (191, 239, 69),
-    (128, 0, 0), (0, 128, 128), (200, 170, 255), (128, 128, 0), (255, 215, 180), (240, 50, 230),
-    (170, 255, 195), (100, 100, 110)]
+    (230, 25, 75), (60, 180, 75), (0, 110, 230), (255, 225, 25), (145, 30, 180),
+    (245, 130, 48), (250, 170, 210), (255, 255, 255), (70, 240, 240), (170, 110, 40),
+    (130, 130, 255), (191, 239, 69), (240, 50, 230), (0, 150, 136), (255, 215, 180),
+    (150, 150, 60), (170, 20, 20), (200, 170, 255), (170, 255, 195), (40, 60, 160)]
 
 
 def text(string, width, size=13):
@@ -1027,7 +1010,7 @@ def text(string, width, size=13):
 
 
 def join(pictures, down=False, gap=8):
-    """Pictures on one page: side by side with their lower edges in line, or one below the other."""
+    """Pictures on one page: side by side, lower edges in line, or one below the other."""
     widths, heights = zip(*[picture.size for picture in pictures])
     gaps = gap * (len(pictures) - 1)
     size = (max(widths), sum(heights) + gaps) if down else (sum(widths) + gaps, max(heights))
@@ -1039,8 +1022,8 @@ def join(pictures, down=False, gap=8):
 
 
 def sheet(title, rows, columns=12):
-    """Rows of cells, (heading, [(picture, label), ...]) each -> one picture. A row goes on in the
-    next line after `columns` cells."""
+    """Rows of cells, (heading, [(picture, label), ...]) each -> one picture. After `columns`
+    cells a row goes on in the next line."""
     lines = []
     for heading, cells in rows:
         boxes = [join([text(label, cell.width), cell], True, 2) for cell, label in cells]
@@ -1051,38 +1034,45 @@ def sheet(title, rows, columns=12):
     return ImageOps.expand(join([text(title, width, 16), *lines], True, 12), 10, "white")
 
 
-def to_picture(image, side=112, height=None):
-    """Normalised (3, H, W) -> PIL image of side x side, pixels enlarged without smoothing."""
+def to_picture(image, size=(112, 112)):
+    """Normalised (3, H, W) -> PIL image, its pixels enlarged without smoothing."""
     image = to_pil_image(common.denormalize(image).clamp(0, 1))
-    return image.resize((side, height or side), Image.Resampling.NEAREST)
+    return image.resize(size, Image.Resampling.NEAREST)
 
 
-def heat_map(picture, weights):
-    """A grey PIL image under the colours of its patches' weights (P,), from 0 to their maximum."""
-    grid = math.isqrt(weights.numel())
+def heat_map(image, weights):
+    """An image (3, H, W), in grey, under the colours of its patches' weights (P,) from 0 up."""
+    picture, grid = to_picture(image), math.isqrt(weights.numel())
     level = (255 * weights / weights.max().clamp(min=1e-6)).long()          # (P,)
     heat = to_pil_image(HEAT[:, level].view(3, grid, grid))
-    heat = heat.resize(picture.size, Image.Resampling.NEAREST)
     grey = ImageOps.autocontrast(ImageOps.grayscale(picture)).convert("RGB")
-    return Image.blend(grey, heat, 0.6)
+    return Image.blend(grey, heat.resize(picture.size, Image.Resampling.NEAREST), 0.6)
+
+
+def heat_sheet(title, rows):
+    """A sheet of (heading, image (3, H, W), {label: weights (P,) of its patches}) rows."""
+    cells = [(heading, [(to_picture(image), "image"),
+                        *[(heat_map(image, weights), label) for label, weights in maps]])
+             for heading, image, maps in rows]
+    return sheet(title, [("", [HEAT_SCALE]), *cells])
 
 
 def draw_alignment(embed, data):
     """Which patches each word of a caption is aligned to (SPARC, Eq. 4)."""
     images, captions = data.samples(8)
     tokens, mask = embed.tokenize(captions)
-    weights = embed.model.align_words(images.to(embed.device), tokens, mask).cpu()  # (n, L, P)
-    rows = [("", [HEAT_SCALE])]
+    weights = embed.model.align_words(images.to(embed.device), tokens, mask)  # (n, L, P)
+    rows = []
     for i, caption in enumerate(captions):
-        picture, vocab = to_picture(images[i]), embed.tokenizer.vocab
-        inner = range(1, int(mask[i].sum()) - 1)  # without [CLS] and [SEP]
-        cells = [(heat_map(picture, weights[i, l]), vocab[tokens[i, l]]) for l in inner]
-        rows.append((caption, [(picture, "image"), *cells]))
-    return sheet("SPARC: how much each patch weighs in the alignment of a word (Eq. 4)", rows)
+        inner = slice(1, int(mask[i].sum()) - 1)  # without [CLS] and [SEP]
+        words = [embed.tokenizer.vocab[token] for token in tokens[i, inner]]
+        rows.append((caption, images[i], zip(words, weights[i, inner].cpu())))
+    title = "SPARC: how much each patch weighs in the alignment of a word (Eq. 4)"
+    return heat_sheet(title, rows)
 
 
 def class_colours(data, ways):
-    """{way of data.map_classes: colours (256, 3) of the class ids}, and the legend's cells."""
+    """{way of data.map_classes: colours (256, 3) of class ids}, and the legend's cells."""
     palette, tables, legend = itertools.cycle(CLASS_COLOURS), {}, []
     for way in ways:
         names = data.map_classes[way].names
@@ -1094,66 +1084,60 @@ def class_colours(data, ways):
     return tables, legend
 
 
-def paint(ids, colours, truth, size):
-    """Class ids (H, W) -> PIL image, darker where the truth is background."""
-    shade = torch.where(truth == 0, 0.35, 1.0)[..., None]
-    image = to_pil_image((colours[ids.long()] * shade).byte().permute(2, 0, 1))
-    return image.resize(size, Image.Resampling.NEAREST)
-
-
 def draw_segmentation(runs, data):
-    """Image, true map and the map that each run finds (SPARC, Fig. 3). runs: {name: Embedder}."""
+    """Image, true map, the map that each run finds (SPARC, Fig. 3). runs: {name: Embedder}."""
     classes = {name: patch_classes(embed, data) for name, embed in runs.items()}
     samples, rows = list(itertools.islice(data.maps("picture"), 8)), []
     colours, legend = class_colours(data, samples[0][1])
     for image, truths in samples:
-        height, width = next(iter(truths.values())).shape
-        picture = to_picture(image, 144, 144 * height // width)
-        cells = [(picture, "image")]
+        cells = []
         for way, truth in truths.items():
-            cells.append((paint(truth, colours[way], truth, picture.size), f"true {way[1:]}"))
+            size, maps = (144, 144 * truth.shape[0] // truth.shape[1]), {"true": truth}
             for name, embed in runs.items():
                 patches = embed.images(image[None], embed.model.encode_patches)[0]
-                found = segment(patches, classes[name][way], truth.shape)
-                cells.append((paint(found, colours[way], truth, picture.size), f"{name} {way[1:]}"))
-        rows.append(("", cells))
-    title = ("Zero-shot segmentation: each patch takes the class whose text is nearest. No class "
-             "stands for the background, so what is found there is dark.")
+                maps[name] = segment(patches, classes[name][way], truth.shape)
+            for name, ids in maps.items():
+                shade = torch.where(truth == 0, 0.35, 1.0)[..., None]
+                painted = (colours[way][ids.long()] * shade).byte().permute(2, 0, 1)
+                picture = to_pil_image(painted).resize(size, Image.Resampling.NEAREST)
+                cells.append((picture, f"{name} {way[1:]}"))
+        rows.append(("", [(to_picture(image, size), "image"), *cells]))
+    title = ("Zero-shot segmentation: each patch takes the class whose text is nearest. No "
+             "class stands for the background, so what is found there is dark.")
     return sheet(title, [("", legend), *rows])
 
 
 def draw_slots(embed, data):
-    """What single slots attend to in images and captions (SPARO, Sec. 5.4). As in the paper, slots
-    with sharp attention to words, to other words than the slots above, and samples where the slot's
-    image and text agree (cosine above .75)."""
+    """What single slots attend to in images and captions (SPARO, Sec. 5.4): as in the paper
+    slots that attend sharply to words, and to other words than the slots above, and samples
+    where the slot's image and text agree (cosine above .75)."""
     images, captions = data.samples(64)
     tokens, mask = embed.tokenize(captions)
     attention = embed.model.attend(images.to(embed.device), tokens, mask)
     over_image, over_text, y_i, y_t = [x.cpu() for x in attention]
+    patches = embed.model.image_encoder.grid ** 2
     sharpness, word = over_text.max(-1)                                     # (n, L)
     is_word = (word > 0) & (word < mask.cpu().sum(1, keepdim=True) - 1)
     agree = (F.cosine_similarity(y_i, y_t, dim=-1) > 0.75) & (sharpness > 0.5) & is_word
-    rows, chosen = [("", [HEAT_SCALE])], []
+    rows, chosen = [], []
     for slot in (agree * sharpness).sum(0).argsort(descending=True).tolist():
         shown = agree[:, slot].nonzero()[:, 0]
-        others = word[shown][:, chosen]                                     # (shown, chosen)
-        overlap = (others == word[shown, slot][:, None]).float().mean(0)
-        if len(shown) < 4 or (overlap >= 0.3).any() or len(chosen) == 8:
+        same = word[shown][:, chosen] == word[shown, slot][:, None]         # (shown, chosen)
+        if len(shown) < 4 or (same.float().mean(0) >= 0.3).any() or len(chosen) == 8:
             continue
         chosen.append(slot)
         cells = []
         for i in shown[:5].tolist():
-            picture, patches = to_picture(images[i]), embed.model.image_encoder.grid ** 2
-            heat = heat_map(picture, over_image[i, slot, -patches:])        # without [CLS]
-            cells += [(picture, embed.tokenizer.vocab[tokens[i, word[i, slot]]]), (heat, "")]
+            heat = heat_map(images[i], over_image[i, slot, -patches:])      # without [CLS]
+            name = embed.tokenizer.vocab[tokens[i, word[i, slot]]]
+            cells.append((join([to_picture(images[i]), heat], gap=0), name))
         rows.append((f"Slot {slot}", cells))
-    title = ("SPARO: what slots attend to, a row each: above an image the word of its caption, "
-             "beside it the patches.")
-    return sheet(title, rows) if chosen else None
+    title = "SPARO: the word of a caption that a slot attends to, and where in the image it looks"
+    return sheet(title, [("", [HEAT_SCALE]), *rows]) if rows else None
 
 
 def draw_words(embed, data):
-    """The 20 heaviest words of images' encodings, as large as their weights (STAIR, Fig. 4)."""
+    """The 20 heaviest words of images' encodings, large by weight (STAIR, Fig. 4)."""
     images, captions = data.samples(16)
     cells = []
     for image, caption, enc in zip(images, captions, embed.images(images)):
@@ -1161,77 +1145,68 @@ def draw_words(embed, data):
         words = [text(embed.tokenizer.vocab[k], 100, 9 + int(8 * weight / weights[0]))
                  for k, weight in zip(ids, weights) if weight > 0]
         cloud = [join(part) for part in chunks(words or [text("no word", 100)], 3)]
-        cells.append((join([to_picture(image, 144), join(cloud, True, 2)]), caption))
-    return sheet("STAIR: images and the heaviest words of their encodings, as large as their "
-                 "weights; above them one of their captions", [("", cells)], columns=2)
+        cells.append((join([to_picture(image, (144, 144)), join(cloud, True, 2)]), caption))
+    title = "STAIR: a caption, its image, and the heaviest words of the image's encoding"
+    return sheet(title, [("", cells)], columns=2)
 
 
 def draw_queries(embed, data):
-    """Where words are found in images without a text tower (STAIR, Fig. 10): up to five words of
-    the caption, and one of another caption."""
+    """Where words are found in images without a text tower (STAIR, Fig. 10)."""
     images, captions = data.samples(10)
-    words = []
-    for caption in captions:
-        found = dict.fromkeys(common.split_words(caption))
-        found = [word for word in found if len(word) > 2 and word in embed.tokenizer.ids]
-        kept = data.content_words or found
-        words.append([word for word in found if word in kept][:5])
-    rows = [("", [HEAT_SCALE])]
-    for i, names in enumerate(words):
-        absent = [word for word in sum(words[i + 1 :] + words[:i], []) if word not in captions[i]]
-        if names:
-            picture = to_picture(images[i])
-            maps = embed.images(images[i : i + 1], score_names(embed, names + absent[:1]))[0]
-            maps = [heat_map(picture, scores - scores.min()) for scores in maps.T]
-            labels = names + [f"{word} (not in the caption)" for word in absent[:1]]
-            rows.append((captions[i], [(picture, "image"), *zip(maps, labels)]))
-    return sheet("STAIR: where words score high in an image, without a text tower", rows)
+    rows = []
+    for i, caption in enumerate(captions):
+        words = list(dict.fromkeys(common.split_words(caption)))
+        words = [word for word in words if len(word) > 2 and word in embed.tokenizer.ids]
+        if data.content_words:
+            words = [word for word in words if word in data.content_words]
+        if words:
+            maps = embed.images(images[i : i + 1], score_names(embed, words[:10]))[0].T
+            maps = maps - maps.amin(1, keepdim=True)                        # (words, g * g)
+            rows.append((caption, images[i], zip(words, maps)))
+    title = "STAIR: where words score high in an image, without a text tower"
+    return heat_sheet(title, rows)
 
 
 def draw_heads(embed, data):
-    """What [CLS] attends to in the last block: mean over heads, then each head (BAM, Fig. 5)."""
+    """What [CLS] attends to in the last block, mean over heads and each head (BAM, Fig. 5)."""
     if embed.model.image_encoder.cls is None:
         return None
     images, _ = data.samples(8)
-    rows = [("", [HEAT_SCALE])]
+    rows = []
     for image, heads in zip(images, embed.model.head_maps(images.to(embed.device)).cpu()):
-        picture = to_picture(image)
-        maps = {"mean of heads": heads.mean(0)}                             # (h, w) each
-        maps |= {f"head {i}": head for i, head in enumerate(heads, 1)}
-        cells = [(heat_map(picture, weights), name) for name, weights in maps.items()]
-        rows.append(("", [(picture, "image"), *cells]))
-    return sheet("How much [CLS] attends to each patch in the last block", rows)
+        names = ["mean of heads", *[f"head {i + 1}" for i in range(len(heads))]]
+        rows.append(("", image, zip(names, [heads.mean(0), *heads])))
+    return heat_sheet("How much [CLS] attends to each patch in the last block", rows)
 
 
 def draw_entropies(run, width=640, height=300):
     """How the entropies of A and B went in training (BAM, Fig. 3), from the run's log."""
     log = Path(run, "log.jsonl")
-    records = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    lines = log.read_text().splitlines() if log.exists() else []
+    records = [json.loads(line) for line in lines]
     if len(records) < 2 or "entropy_a" not in records[0]:
         return None
-    curves = {"entropy_a": "A, the matching", "entropy_b": "B, its target",
-              "chance_loss": "uniform rows"}
-    steps, top = records[-1]["step"], math.ceil(max(record["chance_loss"] for record in records))
+    names = {"entropy_a": "A", "entropy_b": "B, its target", "chance_loss": "uniform rows"}
+    last, top = records[-1]["step"], math.ceil(records[0]["chance_loss"])
     page = Image.new("RGB", (width + 70, height + 40), "white")
     draw, font = ImageDraw.Draw(page), ImageFont.load_default(13)
     for i in range(5):
         x, y = 45 + width * i / 4, 10 + height * (1 - i / 4)
         draw.line((45, y, 45 + width, y), "#dddddd")
         draw.text((38, y), f"{top * i / 4:g}", "black", font, anchor="rm")
-        draw.text((x, height + 16), f"{steps * i / 4:g}", "black", font, anchor="ma")
-    for key, colour in zip(curves, CLASS_COLOURS):
-        points = [(45 + width * record["step"] / steps, 10 + height * (1 - record[key] / top))
-                  for record in records]
-        draw.line(points, colour, 3)
-    legend = zip([Image.new("RGB", (120, 14), c) for c in CLASS_COLOURS], curves.values())
-    title = "BAM: mean entropy of the rows of A and of its target B, in nats, by training step"
-    return sheet(title, [("", legend), ("", [(page, "")])])
+        draw.text((x, height + 16), f"{last * i / 4:g}", "black", font, anchor="ma")
+    for key, colour in zip(names, CLASS_COLOURS):
+        points = [(record["step"] / last, record[key] / top) for record in records]
+        draw.line([(45 + width * x, 10 + height * (1 - y)) for x, y in points], colour, 3)
+    legend = zip([Image.new("RGB", (120, 14), c) for c in CLASS_COLOURS], names.values())
+    title = "BAM: mean entropy of the rows of A and of its target B, in nats, by step"
+    return sheet(title, [("", list(legend)), ("", [(page, "")])])
 
 
 PICTURES = {
     "alignment": Task(draw_alignment, ("samples",), "align_words"),
-    "segmentation": Task(lambda embed, data: draw_segmentation({"found": embed}, data), ("maps",),
-                         "encode_patches"),
+    "segmentation": Task(lambda embed, data: draw_segmentation({"found": embed}, data),
+                         ("maps",), "encode_patches"),
     "slots": Task(draw_slots, ("samples",), "slots"),
     "words": Task(draw_words, ("samples",), "encode_words"),
     "queries": Task(draw_queries, ("samples",), "word_maps"),
@@ -1239,11 +1214,11 @@ PICTURES = {
 }
 
 
-# Runs ---------------------------------------------------------------------------------------------
+# Runs -------------------------------------------------------------------------------------
 
 
 def check(options, data, has_text):
-    """The names of the tasks that data and model can serve. Raises UserError if there is none, if
+    """The names of the tasks that data and model serve. Raises UserError if there is none, if
     --task names another, or if k-NN has no labels to learn from."""
     usable = [name for name, task in TASKS.items()
               if task.fits(data) and (has_text or task.model == "encode_image")]
@@ -1254,7 +1229,8 @@ def check(options, data, has_text):
         raise UserError(f"No task can evaluate on {options.data}: give {needed}.")
     for name in set(options.tasks or []) & set(TASKS) - set(usable):
         why = "a model without a text tower" if TASKS[name].fits(data) else "this data"
-        raise UserError(f"Task {name} cannot use {why}; what can be done is {', '.join(usable)}.")
+        raise UserError(f"Task {name} cannot use {why}; what can be done is "
+                        f"{', '.join(usable)}.")
     if not has_text or "knn" in (options.tasks or []):
         next(iter(open_training_set(options, data).labelled("train")))
     return usable
@@ -1263,7 +1239,9 @@ def check(options, data, has_text):
 def evaluate(embed, data, options):
     """Run options.tasks, or the default tasks of the model -> {metric: float}."""
     usable, result = check(options, data, embed.tokenizer is not None), {}
-    kinds = {"text" if embed.tokenizer else "images", "words" if embed.model.encode_words else None}
+    kinds = ["text" if embed.tokenizer else "images"]
+    if embed.model.encode_words:
+        kinds.append("words")
     for name in usable:
         asked = name in options.tasks if options.tasks else TASKS[name].default in kinds
         if asked and TASKS[name].suits(embed.model):
@@ -1272,11 +1250,7 @@ def evaluate(embed, data, options):
 
 
 def report(embed, data, options, run):
-    """Evaluate, print a table, write the results into RUN and draw pictures -> {metric: float}.
-
-    Results of other data than the run's stand in eval-DATA-SPLIT.json, those of an earlier
-    checkpoint in eval-CHECKPOINT.json, without pictures.
-    """
+    """Evaluate, print a table, write RUN/eval.json and draw pictures -> {metric: float}."""
     torch.backends.cudnn.allow_tf32 = False
     result = evaluate(embed, data, options)
     width = max(map(len, result), default=0)
@@ -1284,21 +1258,23 @@ def report(embed, data, options, run):
         exact = not isinstance(value, float) or 0 < abs(value) <= 1e-4
         print(f"  {name:{width}}  {value if exact else f'{value:.4f}'}")
     if embed.unknown_tokens > 0.1 * embed.tokens:
-        print(f"{embed.unknown_tokens / embed.tokens:.0%} of the texts' tokens are [UNK], words "
-              f"that the run's vocabulary lacks: train on captions with them, or with --vocab.")
+        fraction = embed.unknown_tokens / embed.tokens
+        print(f"{fraction:.0%} of the texts' tokens are [UNK], words that the run's vocabulary "
+              f"lacks: train on captions with them, or with --vocab.")
     path, record = result_file(options, run)
     if result:
         path.write_text(json.dumps(record | result, indent=2) + "\n")
-    drawn = draw_pictures(embed, data, options, path) if options.checkpoint == "last.pt" else []
+    last = options.checkpoint == "last.pt"
+    drawn = draw_pictures(embed, data, options, path) if last else {}
     if not result and not drawn:
         tasks = ", ".join(options.tasks or ["the default tasks"])
-        raise UserError(f"{run}: this model has nothing to evaluate in {tasks} on {options.data}.")
+        raise UserError(f"{run}: there is nothing to evaluate in {tasks} on {options.data}.")
     return result
 
 
 def result_file(options, run):
-    """The path of the results of these options, and what stands there: results of other tasks on
-    the same data are kept."""
+    """The path of the results, and what stands there already, of other tasks: RUN/eval.json, of
+    other data eval-DATA-SPLIT.json, of an earlier checkpoint eval-CHECKPOINT.json."""
     earlier = f"-{Path(options.checkpoint).stem}" if options.checkpoint != "last.pt" else ""
     record = {"data": options.data, "split": options.split}
     if options.select:
@@ -1319,7 +1295,7 @@ def file_name(spec):
 
 @torch.no_grad()
 def draw_pictures(embed, data, options, path):
-    """Draw what --task names, or all that data and model serve, beside the results in `path`."""
+    """Draw what --task names, or all that data and model serve, beside the results."""
     pages = {"entropies": draw_entropies(path.parent)}
     for name, picture in PICTURES.items():
         asked = not options.tasks or name in options.tasks
@@ -1327,7 +1303,8 @@ def draw_pictures(embed, data, options, path):
             pages[name] = picture.run(embed, data)
     prefix = path.stem.removeprefix("eval").removeprefix("-")
     prefix = prefix and prefix + "-"
-    return save_pictures({path.parent / f"{prefix}{name}.png": pages[name] for name in pages})
+    pages = {path.parent / f"{prefix}{name}.png": page for name, page in pages.items()}
+    return save_pictures(pages)
 
 
 def save_pictures(pages):
@@ -1341,18 +1318,14 @@ def save_pictures(pages):
 
 def search(embed, data, options, run):
     """Index images (STAIR, App. D), answer --query, and show what is found: RUN/index.pt,
-    index.jsonl for other engines, search.png; of other data than the run's RUN/DATA-index.pt, ...
-
-    A query is a caption, answered with the text tower and without it, or a boolean expression.
-    """
+    index.jsonl for other engines, search.png; of other data RUN/DATA-index.pt and so on."""
     if not embed.model.encode_words:
         raise UserError("--query needs a run of --method stair: other encodings have no words.")
     if data.documents is None:
         raise UserError(f"--query searches shapes, captioned images or class folders; "
                         f"{options.data} is something else.")
-    index, captions, rows = stair.InvertedIndex(embed.tokenizer.vocab), {}, []
-    words_of = {query: positive_words(index, query) for query in options.queries}
-    images = {}
+    index, images, captions = stair.InvertedIndex(embed.tokenizer.vocab), {}, {}
+    words_of = {query: words_to_rank_by(index, query) for query in options.queries}
     for part in tqdm(chunks(data.documents(), 1000), "images in thousands"):
         encodings, values = embed.encoded(part, embed.model.image_encoding)
         index.add([name for name, _ in values], word_columns(embed, encodings))
@@ -1364,28 +1337,20 @@ def search(embed, data, options, run):
     index.save(path)
     index.export(path.with_suffix(".jsonl"), contents=captions)
     print(f"{len(index)} images in {path} and {path.with_suffix('.jsonl')}")
-
+    rows = []
     for query, words in words_of.items():
-        if words:
-            answers = {query: index.search(dict.fromkeys(words, 1.0), 8, where=query)}
-        else:
-            ways = {"text tower": embed.model.encode_text, "words alone": embed.model.encode_words}
-            encodings = {way: embed.texts([query], encode) for way, encode in ways.items()}
-            answers = {f"{query} ({way})": index.search(word_columns(embed, x)[0], 8, cosine=True)
-                       for way, x in encodings.items()}
-        for heading, found in answers.items():
+        for heading, found in answers(embed, index, query, words).items():
             best = ", ".join(f"{name} ({score:.2f})" for name, score in found) or "nothing"
             print(f"{heading}: {best}")
-            cells = [(document_picture(images[name], embed), f"{score:.2f}")
-                     for name, score in found]
+            pairs = readable([(images[name], score) for name, score in found], embed.read)
+            cells = [(to_picture(image), f"{score:.2f}") for image, score in pairs]
             rows.append((heading if cells else f"{heading}: nothing", cells))
-    save_pictures({Path(run, f"{prefix}search.png"): sheet(
-        "STAIR: what queries find, best first. Scores are cosines, of boolean queries sums of "
-        "weights.", rows)})
+    title = "STAIR: what queries find. Scores are cosines; of boolean queries sums of weights."
+    save_pictures({Path(run, f"{prefix}search.png"): sheet(title, rows)})
 
 
-def positive_words(index, query):
-    """The words of a boolean query to rank by; none of a caption. Raises UserError."""
+def words_to_rank_by(index, query):
+    """The words of a boolean query that are not negated; of a caption none."""
     try:
         if not query.strip():
             raise ValueError("it has no word to rank by.")
@@ -1394,9 +1359,16 @@ def positive_words(index, query):
         raise UserError(f"--query {query!r}: {error}") from None
 
 
-def document_picture(image, embed):
-    is_file = not torch.is_tensor(image)
-    return to_picture(read_image(image, embed.image_size) if is_file else image)
+def answers(embed, index, query, words):
+    """{heading: [(name, score), ...]}; of a caption with the text tower and without."""
+    if words:
+        return {query: index.search(dict.fromkeys(words, 1.0), 8, where=query)}
+    found = {}
+    for way, encode in (("text tower", embed.model.encode_text),
+                        ("words alone", embed.model.encode_words)):
+        x = word_columns(embed, embed.texts([query], encode))[0]
+        found[f"{query} ({way})"] = index.search(x, 8, cosine=True)
+    return found
 
 
 def embedder(model, tokenizer, args, device):
@@ -1417,23 +1389,25 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
     args = method.Config()
     vars(args).update(config)
     tokenizer = common.WordPiece(Path(run, "vocab.txt")) if method.uses_text(args) else None
-    model = common.build_model(method, args, *common.build_encoders(method, args, tokenizer))
+    encoders = common.build_encoders(method, args, tokenizer)
+    model = common.build_model(method, args, *encoders)
     state = common.load_checkpoint(Path(run, checkpoint))
     if state["method"] != args.method:
-        raise UserError(f"{run}/{checkpoint} holds a {state['method']} model, but config.json says "
-                        f"{args.method}.")
+        raise UserError(f"{run}/{checkpoint} holds a {state['method']} model, but config.json "
+                        f"says {args.method}.")
     model.load_state_dict(state["model"])
     return embedder(model.to(device), tokenizer, args, device), args
 
 
 def options_for(args, **changes):
-    """What `python eval.py RUN` uses for a run with settings `args`; `changes` as of its flags."""
+    """What `python eval.py RUN` uses for a run with settings `args`; changes: of its flags."""
     options = build_parser().parse_args(["RUN"])
     options = changed(options, **{"image_size": args.image_size} | changes)
     default_data = args.eval_data or args.data
     options.is_default_data = options.data in (None, default_data)
     if options.data is None:
-        options.data, options.image_root = default_data, options.image_root or args.image_root
+        options.data = default_data
+        options.image_root = options.image_root or args.image_root
     learns = args.data != options.data and common.parse_spec(args.data)[0] != "shapes"
     if options.train_data is None and learns:
         options.train_data = args.data
@@ -1445,8 +1419,7 @@ def options_for(args, **changes):
 
 
 def differences(configs):
-    """Settings of runs, dicts -> a name for each: the values in which they differ, the seed aside;
-    numbers with the name of their setting."""
+    """Settings of runs, dicts -> a name for each: what they differ in, the seed aside."""
     aside = "seed out argv git machine resume workers log_every save_every".split()
     keys = []
     for key in dict.fromkeys(itertools.chain(("method", "objective", "readout"), *configs)):
@@ -1455,15 +1428,15 @@ def differences(configs):
             keys.append(key)
     names = []
     for config in configs:
-        values = {key: config[key] for key in keys if key in config}
-        parts = [v if isinstance(v, str) else f"{key}={v}" for key, v in values.items()]
+        values = [(key, config[key]) for key in keys if key in config]
+        parts = [x if isinstance(x, str) else f"{key}={x}" for key, x in values]
         names.append(", ".join(parts) or "all")
     return names
 
 
 def compare(names, results):
-    """Print a table: a column for each name, a row for each metric that all runs have, with mean
-    and standard deviation over the runs of a name."""
+    """Print a table: a column for each name, a row for each metric that all runs have; mean and
+    standard deviation over the runs of a name."""
     metrics = [key for key in results[0] if all(key in result for result in results)]
     columns = collections.defaultdict(list)
     for name, result in zip(names, results):
@@ -1485,26 +1458,26 @@ def build_parser():
     add = parser.add_argument
     add("runs", nargs="+", metavar="run", help="directory of a run of train.py")
     add("--task", dest="tasks", type=lambda names: names.split(","), metavar="NAMES",
-        help=f"tasks {', '.join(TASKS)}, pictures {', '.join(PICTURES)}; comma-separated (default: "
-             f"what TASKS has for such a model, as far as the data serve it, and all pictures)")
-    add("--checkpoint", default="last.pt", help="weights: last.pt, stage-1.pt of a run in stages")
+        help=f"tasks {', '.join(TASKS)}; pictures {', '.join(PICTURES)}; comma-separated "
+             "(default: all pictures, and the tasks that TASKS marks for such a model)")
+    add("--checkpoint", default="last.pt", help="weights: last.pt, stage-1.pt of STAIR's runs")
     add("--query", dest="queries", nargs="+", metavar="QUERY",
-        help="index the images of --data and search them (STAIR), and evaluate nothing: captions, "
-             "or words with AND, OR, NOT and parentheses")
+        help="index the images of --data and search them (STAIR) for captions, or for words with "
+             "AND, OR, NOT and parentheses; evaluate nothing")
     add("--data", help="SPEC as of train.py, a directory of SugarCrepe's JSON files, or one in "
                        "Pascal VOC's layout (default: the run's --eval-data, or --data)")
     add("--image-root", help="directory that the file names of --data are relative to")
-    add("--split", help="of the world, Karpathy's JSON or VOC's layout (default: test; of VOC val)")
+    add("--split", help="of the world, Karpathy's JSON (default: test) or VOC (default: val)")
     add("--limit", type=int, help="use LIMIT images of files, of class folders random ones")
-    add("--templates", nargs="+", help="zero-shot prompts with {} for 'a NAME' (default: four)")
+    add("--templates", nargs="+", help="zero-shot prompts with {} for 'a NAME'")
     add("--classes", help="file with the names of the classes in VOC's layout, one a line")
     add("--nouns-adjectives", help="file with the words that K-Pna counts, one a line")
-    add("--train-data", help="class folders, or tar shards with labels (KEY.cls, or \"label\" in "
-                             "KEY.json), that k-NN and probes learn from (default: the run's data)")
-    add("--train-limit", type=int, help="learn from so many images of --train-data or --select")
-    add("--probe", choices=PROBES, default="adamw", help="SPARO's AdamW (default) or BAM's SGD")
-    add("--select", help="class folders that `slots` ranks slots on, or SugarCrepe's files that "
-                         "`masks` trains masks on (default: the world)")
+    add("--train-data", help="class folders, or tar shards with KEY.cls or \"label\" in KEY.json,"
+                             " for k-NN and probes to learn from (default: the run's data)")
+    add("--train-limit", type=int, help="learn from so many images of --train-data, --select")
+    add("--probe", choices=PROBES, default="adamw", help="of SPARO (adamw, default) or BAM (sgd)")
+    add("--select", help="class folders for `slots` to rank slots on, or SugarCrepe's files for "
+                         "`masks` to train masks on (default: the world)")
     add("--select-root", help="directory that the file names of --select are relative to")
     return parser
 
@@ -1545,7 +1518,8 @@ def main(argv=None):
         names = differences([common.read_config(run) for run in options.runs])
         compare(names, results)
         task = PICTURES["segmentation"]
-        if len(specs) == 1 and task.fits(data) and all(task.suits(e.model) for e in embedders):
+        suited = task.fits(data) and all(task.suits(embed.model) for embed in embedders)
+        if suited and len(specs) == 1:
             page = draw_segmentation(dict(zip(names, embedders)), data)
             save_pictures({Path(options.runs[0], "comparison.png"): page})
 

@@ -348,8 +348,8 @@ def test_slots_are_selected_and_masks_trained_on_files(tmp_path):
     found = evaluation.masks(embed, *opened(test, select=crepe, **flags))
     assert found["masks/slots/pairs"] == 1 and found["masks/slots/zeroshot"] == 1
     for select, task, message in (
-            (None, "slots", "needs --select"), (test, "slots", "other than the data to evaluate"),
-            (crepe, "slots", "is something else"), (test + "/", "masks", "other than"),
+            (None, "slots", "needs --select"), (test, "slots", "not the data to evaluate"),
+            (crepe, "slots", "is something else"), (test + "/", "masks", "not the data"),
             (val, "masks", "SugarCrepe's files")):
         with pytest.raises(common.UserError, match=message):
             evaluation.TASKS[task].run(embed, *opened(test, select=select, **flags))
