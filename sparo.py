@@ -48,7 +48,7 @@ Temperature = Annotated[float, 1e-3, 10]
 
 @dataclass
 class Config:
-    objective: Literal["clip", "dino"] = "clip"  # Sec. 3.3; Sec. 3.4
+    objective: Literal["clip", "dino"] = "clip"  # CLIP (Sec. 3.3) or DINO (Sec. 3.4)
     # Sec. 3.2; cls: CLIP, gap: CLIP+GAP, attpool: Table 6, bottleneck, fdt: App. B.2
     readout: Literal["sparo", "cls", "gap", "attpool", "bottleneck", "fdt"] = "sparo"
     L: Size = 128                     # slots; Sec. 4: 64 on Conceptual Captions, with DINO
@@ -56,11 +56,11 @@ class Config:
     D: Size = 64                      # width of a slot's key (Sec. 3.2)
     grp_size: Size = 1                # slots that share a key projection (App. A)
     replace_block: bool = True        # SPARO in the place of a tower's last block (Sec. 4)
-    init_scale: float = 1 / 0.07      # CLIP (arXiv 2103.00020), Sec. 2.5
+    init_scale: float = 1 / 0.07      # 1 / temperature at first (CLIP, Sec. 2.5)
     embed_dim: Size = 512             # cls, gap, bottleneck, fdt: width of the encoding
     bottleneck: Size = 64             # bottleneck: m of App. B.2
     codes: Size = 16384               # fdt: size of the codebook (App. B.2)
-    heads: Literal["separate", "multi"] = "multi"  # attpool, Table 6: multi mixes the heads
+    heads: Literal["separate", "multi"] = "multi"  # attpool, Table 6: multi mixes heads
     slot_norm: bool = False           # attpool, Table 6: LayerNorm slot by slot
     slot_projection: bool = False     # attpool, Table 6: one projection for all slots
     out_dim: Size = 65536             # dino: K, width of the distributions (all dino: C.2)
@@ -70,11 +70,11 @@ class Config:
     teacher_temp: Temperature = 0.04  # dino: tau_t
     center_momentum: Fraction = 0.9   # dino: momentum of the center
     ema: Fraction = 0.996             # dino: teacher's momentum, by half a cosine to 1
-    freeze_last: Annotated[int, 0, math.inf] = 0  # dino: first steps, the last layer rests
+    freeze_last: Annotated[int, 0, math.inf] = 0  # dino: steps before the last layer trains
     local_crops: Annotated[int, 0, 100] = 8       # dino: small views, beside two large ones
     local_size: Size = 96                         # dino: pixels of a small view
-    crop_least: Annotated[float, 0.01, 1] = 0.05  # dino: min. area of a small view
-    crop_border: Annotated[float, 0.01, 1] = 0.4  # dino: max. of a small, min. of a large
+    crop_least: Annotated[float, 0.01, 1] = 0.05  # dino: min. fraction of the image in small views
+    crop_border: Annotated[float, 0.01, 1] = 0.4  # dino: max. of small, min. of large views
 
 
 CLIP_VIT = "cls=1,pre_norm=1,patch_bias=0,eps=1e-5"  # CLIP's image tower
@@ -103,9 +103,8 @@ def in_fp32(function):
     """Compute in fp32, or in fp64 if an argument has it, also under autocast."""
 
     def cast(x):
-        if torch.is_tensor(x) and x.is_floating_point():
-            return x.to(torch.promote_types(x.dtype, torch.float32))
-        return x
+        half = torch.is_tensor(x) and x.dtype in (torch.float16, torch.bfloat16)
+        return x.float() if half else x
 
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
@@ -254,8 +253,8 @@ class Model(nn.Module):
 
 
 # Other read-outs --------------------------------------------------------------------------
-# x (B, n, d), and for captions the index eos_idx (B,) of the last token -> (B, 1, M)
-# differs: as a single slot, the whole encoding is normalised; the paper does not say how.
+# x (B, n, d), and for captions the index eos_idx (B,) of the last token -> (B, 1, M): one slot,
+# so the whole encoding is normalised. The paper does not say how Table 6's variants are.
 
 
 def other_readouts(config, widths):
@@ -437,8 +436,9 @@ class Dino(nn.Module):
         if self.training:  # c = m c + (1 - m) mean g_t of the global batch    (DINO, Eq. 4)
             mean = gather(teacher.mean((0, 1))[None]).mean(0)      # (K,)
             self.center.lerp_(mean, 1 - config.center_momentum)
-        return {"loss": loss, "entropy": torch.special.entr(p_t).sum(-1).mean(),
-                "entropy_mean": torch.special.entr(p_t.mean((0, 1))).sum()}
+        entropy = torch.special.entr(p_t).sum(-1).mean()           # entr(p) = -p log p
+        entropy_mean = torch.special.entr(p_t.mean((0, 1))).sum()
+        return {"loss": loss, "entropy": entropy, "entropy_mean": entropy_mean}
 
     def before_update(self, step):
         if step < self.config.freeze_last:  # Adam does not even count the step
@@ -467,10 +467,11 @@ class Dino(nn.Module):
         encoder, readout, _ = self.teacher
         if not hasattr(encoder, "layers"):
             return readout(encoder(images)).flatten(1).float()
-        replaced = replaced_blocks(self.config)
+        replaced = replaced_blocks(self.config)  # if so, three blocks and the read-out are left
         layers = encoder.layers(images, 4 - replaced)              # of (B, n, d)
-        cls = [x[:, 0] for x in (layers if replaced else layers[:-1])]
-        return torch.cat([*cls, readout(layers[-1]).flatten(1)], 1).float()
+        blocks = layers if replaced else layers[:-1]
+        features = [x[:, 0] for x in blocks] + [readout(layers[-1]).flatten(1)]
+        return torch.cat(features, 1).float()
 
 
 def model_class(args):
