@@ -1,6 +1,7 @@
-"""What the four methods share: distributed set-up, encoders, tokenizer, data, schedules, checkpoints.
+"""What the four methods share: encoders, tokenizer, data, schedules, checkpoints.
 
-Nothing here knows a method, and no method file imports this one: train.py and eval.py join them.
+Nothing here names a method, and no method file imports this one: train.py and eval.py join
+them. The embedded world stands last: with data of your own you need not read it.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import math
 import os
 import random
 import re
+import string
 import tarfile
 import unicodedata
 from collections import Counter, OrderedDict, defaultdict
@@ -31,46 +33,48 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset, get_worker_info
 from torchvision.models import resnet
-from torchvision.ops import Conv2dNormActivation, masks_to_boxes, stochastic_depth
+from torchvision.ops import Conv2dNormActivation, stochastic_depth
 from torchvision.transforms import v2
 
 
 class UserError(Exception):
-    """Bad input. The command line prints the message as one sentence, without a traceback."""
+    """Bad input: the command line prints the message, one sentence, without a traceback."""
 
 
 def parse_spec(spec):
-    """`"name:key=value,key=value"` -> `("name", {key: value})`; a colon without `=` behind it belongs to the name."""
+    """"name:key=value,key=value" -> (name, {key: value}). A name may hold other colons."""
     match = re.fullmatch(r"(.*?):(\w+=[^,=]*(?:,\w+=[^,=]*)*)", spec)
     if not match:
         return spec, {}
     return match[1], dict(item.split("=") for item in match[2].split(","))
 
 
-def cast_knobs(knobs, defaults, what):
-    """Cast the strings of a spec to the types of `defaults` (name -> value); an unknown name raises UserError."""
-    truth = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-    cast = {}
-    for key, text in knobs.items():
+def cast_settings(settings, defaults, name):
+    """Cast the strings of a spec's settings to the types of `defaults`."""
+    booleans = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    result = {}
+    for key, text in settings.items():
         if key not in defaults:
-            raise UserError(f"{what} has no setting {key!r}; it has {', '.join(sorted(defaults))}.")
+            known = ", ".join(sorted(defaults))
+            raise UserError(f"{name} has no setting {key!r}; it has {known}.")
         kind = type(defaults[key])
         try:
-            cast[key] = truth[text.lower()] if kind is bool else kind(text)
+            result[key] = booleans[text.lower()] if kind is bool else kind(text)
         except (ValueError, KeyError):
-            raise UserError(f"{what}: {key}={text!r} is not of type {kind.__name__} (default {defaults[key]}).") from None
-    return cast
+            problem = f"{key}={text!r} is not of type {kind.__name__}"
+            raise UserError(f"{name}: {problem} (default {defaults[key]}).") from None
+    return result
 
 
-# Distributed ---------------------------------------------------------------------------------------------------------
+# Distributed --------------------------------------------------------------------------
 
 
 def init_distributed():
-    """Join the process group that `torchrun` describes, if there is one. Returns (rank, world_size, device)."""
+    """Join the process group of `torchrun`, if there is one -> (rank, world_size, device)."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    cuda, device = torch.cuda.is_available(), torch.device("cpu")
     if cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if world_size > 1:
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
@@ -78,7 +82,7 @@ def init_distributed():
 
 
 class _Gather(torch.autograd.Function):
-    """(B, ...) on each rank -> (world, B, ...); the backward pass sums what every rank sends back to these rows."""
+    """(B, ...) on each rank -> (world, B, ...). Backward sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx, x):
@@ -94,10 +98,10 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(x):
-    """(B, ...) on each rank -> (world * B, ...), the own rows FIRST, so that row i's positive stays in column i.
+    """(B, ...) on each rank, of one shape -> (world * B, ...), this rank's rows FIRST.
 
-    Differentiable, so that DDP's mean over ranks equals the gradient of one process on the global batch (a raw
-    all_gather would lose what the other ranks' losses say about these rows). Every rank must bring the same shape.
+    Differentiable, so that DDP's mean over ranks is the gradient of one process on the global
+    batch. (A plain all_gather loses what the other ranks' losses contribute to these rows.)
     """
     if not dist.is_initialized():
         return x
@@ -105,7 +109,7 @@ def gather(x):
 
 
 def gather_objects(value):
-    """Any picklable value of every rank, as a list in the order of the ranks."""
+    """The (picklable) values of all ranks, as a list in the order of the ranks."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -113,7 +117,7 @@ def gather_objects(value):
     return values
 
 
-# Encoders ------------------------------------------------------------------------------------------------------------
+# Encoders -----------------------------------------------------------------------------
 
 
 class QuickGELU(nn.Module):
@@ -124,7 +128,7 @@ class QuickGELU(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, (B, N, d) -> (B, N, d); `mask` (B, 1, 1, N) is True where a key may be seen."""
+    """Multi-head self-attention, (B, N, d) -> (B, N, d)."""
 
     def __init__(self, width, heads):
         super().__init__()
@@ -135,16 +139,15 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x, mask=None, causal=False):
-        B, N, d = x.shape
-        q, k, v = self.qkv(x).view(B, N, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)  # each (B, h, N, d/h)
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)            # (B, h, N, d/h)
-        return self.proj(x.transpose(1, 2).reshape(B, N, d))
+        """mask: (B, 1, 1, N), True where a key may be attended to."""
+        q, k, v = self.split_heads(x)
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        return self.proj(x.transpose(1, 2).flatten(2))       # (B, N, d)
 
-    def of_first(self, x):
-        """The weights (B, heads, N) with which the first token attends to all."""
+    def split_heads(self, x):
+        """(B, N, d) -> queries, keys and values, each (B, heads, N, d / heads)."""
         B, N, d = x.shape
-        q, k, _ = self.qkv(x).view(B, N, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        return (q[:, :, :1] @ k.transpose(2, 3) * (d // self.heads) ** -0.5).softmax(-1)[:, :, 0]
+        return self.qkv(x).view(B, N, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
 
 
 class Block(nn.Module):
@@ -152,55 +155,57 @@ class Block(nn.Module):
 
     def __init__(self, width, heads, mlp_ratio, act, eps, drop_path):
         super().__init__()
+        hidden = int(width * mlp_ratio)
         self.norm1 = nn.LayerNorm(width, eps=eps)
         self.attn = Attention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=eps)
-        hidden = int(width * mlp_ratio)
-        self.mlp = nn.Sequential(
-            OrderedDict(fc1=nn.Linear(width, hidden), act=act(), fc2=nn.Linear(hidden, width))
-        )
+        self.mlp = nn.Sequential(OrderedDict(
+            fc1=nn.Linear(width, hidden), act=act(), fc2=nn.Linear(hidden, width)))
         self.drop_path = drop_path
 
     def forward(self, x, mask=None, causal=False):
-        x = x + stochastic_depth(self.attn(self.norm1(x), mask, causal), self.drop_path, "row", self.training)
-        return x + stochastic_depth(self.mlp(self.norm2(x)), self.drop_path, "row", self.training)
+        change = self.attn(self.norm1(x), mask, causal)
+        x = x + stochastic_depth(change, self.drop_path, "row", self.training)
+        change = self.mlp(self.norm2(x))
+        return x + stochastic_depth(change, self.drop_path, "row", self.training)
 
 
 class Chain(nn.ModuleList):
-    """Modules one after the other, each called with the output of the one before and `context`; recomputed in the backward pass
-    with grad_checkpoint. Returns the last `n` outputs, the last one last."""
+    """Modules in a row; with grad_checkpoint the backward pass computes them again."""
 
     grad_checkpoint = False
 
     def forward(self, x, *context, n=1):
+        """Call each with the output of the one before and `context` -> the last n outputs."""
         outputs = []
         for module in self:
             if self.grad_checkpoint and torch.is_grad_enabled():
-                again = functools.partial(without_statistics, module)
-                x = checkpoint(module, x, *context, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), again()))
+                contexts = functools.partial(checkpoint_contexts, module)
+                x = checkpoint(module, x, *context, use_reentrant=False, context_fn=contexts)
             else:
                 x = module(x, *context)
             outputs = [*outputs, x][-n:]
         return outputs or [x]
 
 
+def checkpoint_contexts(module):
+    """Contexts of the forward pass and of its repetition, for torch.utils.checkpoint."""
+    return contextlib.nullcontext(), unchanged_buffers(module)
+
+
 @contextlib.contextmanager
-def without_statistics(module):
-    """BatchNorms of the module leave their running statistics alone: recomputing must not count a batch twice."""
-    norms = [(norm, norm.momentum, norm.num_batches_tracked.clone()) for norm in module.modules()
-             if isinstance(norm, nn.BatchNorm2d)]
-    for norm, _, _ in norms:
-        norm.momentum = 0.0
+def unchanged_buffers(module):
+    """Put the buffers back: BatchNorm's statistics must not count a batch twice."""
+    values = [buffer.clone() for buffer in module.buffers()]
     try:
         yield
     finally:
-        for norm, momentum, count in norms:
-            norm.momentum = momentum
-            norm.num_batches_tracked.copy_(count)
+        for buffer, value in zip(module.buffers(), values):
+            buffer.copy_(value)
 
 
 class Blocks(Chain):
-    """`depth` blocks: stochastic depth growing linearly, CLIP's initialisation, optional gradient checkpointing."""
+    """`depth` blocks, initialised as CLIP's; stochastic depth grows linearly to `drop_path`."""
 
     def __init__(self, depth, width, heads, mlp_ratio, act, eps, drop_path):
         rates = np.linspace(0, drop_path, depth).tolist()
@@ -214,23 +219,15 @@ class Blocks(Chain):
                 nn.init.zeros_(linear.bias)
 
 
-def sincos_positions(height, width, d):
-    """(height * width, d) fixed positions: a quarter of the channels each for sin and cos of the column and the row."""
-    omega = 10000.0 ** (-torch.arange(d // 4) / (d // 4))
-    y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    angles = [p.flatten()[:, None] * omega for p in (x, y)]
-    return torch.cat([f(a) for a in angles for f in (torch.sin, torch.cos)], dim=1)
-
-
 class BatchNorm(nn.BatchNorm2d):
-    """BatchNorm2d over the GLOBAL batch: N ranks normalise, and pass gradients, as one process would. CPU and GPU."""
+    """BatchNorm2d over the GLOBAL batch: nn.SyncBatchNorm, but on CPUs too."""
 
     def forward(self, x):
         if not (self.training and dist.is_initialized()):
             return super().forward(x)
         variances, means = torch.var_mean(x.float(), (0, 2, 3), correction=0)
-        means, variances = gather(torch.stack([means, variances])[None]).unbind(1)         # each (world, C)
-        mean = means.mean(0)
+        means, variances = gather(torch.stack([means, variances])[None]).unbind(1)
+        mean = means.mean(0)                                 # of means (world, C)
         variance = (variances + (means - mean).square()).mean(0)
         with torch.no_grad():
             n = x.numel() / x.shape[1] * dist.get_world_size()
@@ -238,112 +235,125 @@ class BatchNorm(nn.BatchNorm2d):
             self.running_var.lerp_(variance * n / (n - 1), self.momentum)
             self.num_batches_tracked += 1
         scale = self.weight * (variance + self.eps).rsqrt()
-        return (x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]).to(x.dtype)
+        shift = self.bias - mean * scale
+        return (x * scale[:, None, None] + shift[:, None, None]).to(x.dtype)
 
 
 class ViT(nn.Module):
-    """Vision transformer that returns ALL tokens: images (B, 3, H, W) -> (B, N, width), the CLS token, if any, first.
+    """Vision transformer that returns ALL tokens: images (B, 3, H, W) -> (B, N, width).
 
-    patch_size  pixels of a patch's side; H and W must be multiples of it
-    cls         put a CLS token first
-    positions   "learned", "sincos" or "none"; both grids are interpolated when the image is not `image_size` wide
-    pre_norm    a LayerNorm before the first block (CLIP's `ln_pre`)
-    stem        None for one patch convolution, or ((channels, stride), ...) of 3x3 convolutions with BatchNorm and ReLU whose
-                strides multiply to patch_size: small ViTs learn much faster behind it (Xiao et al. 2021, arXiv 2106.14881)
-    quick_gelu, eps, patch_bias: as the weights that you load need them
-    drop_path   stochastic depth of the last block, growing linearly from 0
+    H and W must be multiples of patch_size; `cls` puts a [CLS] token first.
+    positions: "learned" or "sincos", interpolated for images that are not `image_size` wide.
+    pre_norm: a LayerNorm before the first block (CLIP's `ln_pre`).
+    stem: ((channels, stride), ...) of 3x3 convolutions in place of the patch convolution. Small
+    ViTs learn much faster behind them (Xiao et al. 2021, arXiv 2106.14881).
+    drop_path: stochastic depth of the last block, growing linearly from 0.
+    quick_gelu, eps, patch_bias: as the weights that you load need them.
     """
 
-    def __init__(self, image_size=224, patch_size=16, width=768, depth=12, heads=12, mlp_ratio=4.0, cls=False,
-                 positions="learned", pre_norm=False, stem=None, quick_gelu=False, eps=1e-6, patch_bias=True,
-                 drop_path=0.0):
+    def __init__(self, image_size=224, patch_size=16, width=768, depth=12, heads=12,
+                 mlp_ratio=4.0, cls=False, positions="learned", pre_norm=False, stem=None,
+                 quick_gelu=False, eps=1e-6, patch_bias=True, drop_path=0.0):
         super().__init__()
-        self.image_size, self.patch_size, self.width = image_size, patch_size, width
         if image_size % patch_size:
-            raise UserError(f"image_size {image_size} is not a multiple of patch_size {patch_size}: give "
-                            f"{image_size // patch_size * patch_size or patch_size}.")
+            nearest = image_size // patch_size * patch_size or patch_size
+            raise UserError(f"image_size {image_size} is not a multiple of patch_size "
+                            f"{patch_size}: give {nearest}.")
+        if positions not in ("learned", "sincos"):
+            raise UserError(f"positions must be learned or sincos, not {positions!r}.")
+        self.image_size, self.patch_size, self.width = image_size, patch_size, width
         self.grid = image_size // patch_size
         if stem:
-            if math.prod(stride for _, stride in stem) != patch_size:
-                raise UserError(f"The strides of the stem {stem} do not multiply to patch_size {patch_size}.")
-            layers, channels = [], 3
-            for out, stride in stem:
-                layers.append(Conv2dNormActivation(channels, out, 3, stride, norm_layer=BatchNorm))
-                channels = out
-            self.patch_embed = nn.Sequential(*layers, nn.Conv2d(channels, width, 1))
+            self.patch_embed = conv_stem(stem, patch_size, width)
         else:
             self.patch_embed = nn.Conv2d(3, width, patch_size, patch_size, bias=patch_bias)
         self.cls = nn.Parameter(torch.randn(1, 1, width) * 0.02) if cls else None
         if positions == "learned":
-            self.pos = nn.Parameter(torch.randn(1, bool(cls) + self.grid**2, width) * 0.02)
-        elif positions == "sincos":
-            grid = sincos_positions(self.grid, self.grid, width)
-            self.register_buffer("pos", torch.cat([torch.zeros(int(cls), width), grid])[None])
-        elif positions == "none":
-            self.pos = None
+            self.pos = nn.Parameter(torch.randn(1, cls + self.grid**2, width) * 0.02)
         else:
-            raise UserError(f"positions must be learned, sincos or none, not {positions!r}.")
+            pos = sincos_positions(self.grid, self.grid, width)
+            self.register_buffer("pos", F.pad(pos, (0, 0, int(cls), 0))[None])  # 0 for [CLS]
         self.norm_pre = nn.LayerNorm(width, eps=eps) if pre_norm else nn.Identity()
-        self.blocks = Blocks(depth, width, heads, mlp_ratio, QuickGELU if quick_gelu else nn.GELU, eps, drop_path)
+        act = QuickGELU if quick_gelu else nn.GELU
+        self.blocks = Blocks(depth, width, heads, mlp_ratio, act, eps, drop_path)
         self.norm = nn.LayerNorm(width, eps=eps)
 
     def forward(self, images):
         return self.layers(images, 1)[0]
 
     def layers(self, images, n):
-        """The outputs (B, N, width) of the last n blocks, or of all if there are fewer, each normalised; the last one last."""
+        """The outputs (B, N, width) of the last n blocks, normalised, the last one last."""
         return [self.norm(x) for x in self.blocks(self.embed(images), n=n)]
 
+    def embed(self, images):
+        """(B, 3, H, W) -> what enters the first block, (B, N, width), [CLS] first if any."""
+        x = self.patch_embed(images)                         # (B, d, h, w)
+        pos = resize_positions(self.pos, self.cls is not None, *x.shape[2:])
+        x = x.flatten(2).transpose(1, 2)                     # (B, h*w, d)
+        if self.cls is not None:
+            x = torch.cat([self.cls.expand(len(x), -1, -1).to(x.dtype), x], dim=1)
+        return self.norm_pre(x + pos)
+
     def cls_attention(self, images):
-        """How much each head of the last block's [CLS] token attends to the patches (DINO, BAM) -> (B, heads, h, w)."""
+        """How much [CLS] attends to each patch in the last block -> (B, heads, h, w)."""
         *before, last = self.blocks
         x = self.embed(images)
         for block in before:
             x = block(x)
-        weights = last.attn.of_first(last.norm1(x))[:, :, 1:]                # (B, heads, h*w)
+        q, k, _ = last.attn.split_heads(last.norm1(x))       # (B, heads, 1 + h*w, d / heads)
+        scores = q[:, :, :1] @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+        weights = scores.softmax(-1)[:, :, 0, 1:]            # (B, heads, h*w)
         return weights.unflatten(2, (images.shape[2] // self.patch_size, -1))
 
-    def embed(self, images):
-        """(B, 3, H, W) -> what enters the first block, (B, N, width)."""
-        x = self.patch_embed(images)                         # (B, d, h, w)
-        h, w = x.shape[-2:]
-        x = x.flatten(2).transpose(1, 2)                     # (B, h*w, d)
-        if self.pos is not None:
-            pos = resize_positions(self.pos, self.cls is not None, h, w)
-        if self.cls is not None:
-            x = torch.cat([self.cls.expand(len(x), -1, -1).to(x.dtype), x], dim=1)  # (B, 1 + h*w, d)
-        if self.pos is not None:
-            x = x + pos
-        return self.norm_pre(x)
+
+def conv_stem(stem, patch_size, width):
+    """((channels, stride), ...) -> convolutions from images to a map of `width` channels."""
+    if math.prod(stride for _, stride in stem) != patch_size:
+        raise UserError(f"The strides of stem {stem} must multiply to patch_size {patch_size}.")
+    layers, channels = [], 3
+    for out, stride in stem:
+        layers.append(Conv2dNormActivation(channels, out, 3, stride, norm_layer=BatchNorm))
+        channels = out
+    return nn.Sequential(*layers, nn.Conv2d(channels, width, 1))
+
+
+def sincos_positions(height, width, d):
+    """(height * width, d): a quarter each for sin, cos of the column and sin, cos of the row."""
+    omega = 10000.0 ** (-torch.arange(d // 4) / (d // 4))
+    y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    x, y = x.flatten()[:, None] * omega, y.flatten()[:, None] * omega
+    return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)
 
 
 def resize_positions(pos, has_cls, height, width):
-    """Bicubic interpolation of a square grid of positions (1, [1 +] g*g, d) to height x width; the CLS row stays."""
-    head, grid = pos[:, : int(has_cls)], pos[:, int(has_cls):]
+    """A square grid (1, [1 +] g*g, d) -> bicubic to height x width; the [CLS] row stays."""
+    cls, grid = pos[:, : int(has_cls)], pos[:, int(has_cls):]
     side = math.isqrt(grid.shape[1])
     if (side, side) == (height, width):
         return pos
-    grid = grid.reshape(1, side, side, -1).permute(0, 3, 1, 2)
-    grid = F.interpolate(grid.float(), (height, width), mode="bicubic", antialias=True, align_corners=False)
-    return torch.cat([head, grid.flatten(2).transpose(1, 2).to(pos.dtype)], dim=1)
+    grid = grid.reshape(1, side, side, -1).permute(0, 3, 1, 2).float()
+    grid = F.interpolate(grid, (height, width), mode="bicubic", antialias=True)
+    return torch.cat([cls, grid.flatten(2).transpose(1, 2).to(pos.dtype)], dim=1)
 
 
 class TextTransformer(nn.Module):
     """Text transformer that returns ALL tokens: ids (B, L), mask (B, L) -> (B, L, width).
 
-    `mask` is True on real tokens. A bidirectional tower hides the padding from the attention; a causal one needs not:
-    padding stands behind every real token. What stands at padded positions has no meaning.
+    `mask` is True on real tokens. A bidirectional tower hides the padding from the attention; a
+    causal one need not: padding stands behind every real token. Outputs there have no meaning.
     """
 
-    def __init__(self, vocab_size=30522, context=77, width=512, depth=12, heads=8, mlp_ratio=4.0, causal=False,
-                 quick_gelu=False, eps=1e-5, drop_path=0.0):
+    def __init__(self, vocab_size=30522, context=77, width=512, depth=12, heads=8, mlp_ratio=4.0,
+                 causal=False, quick_gelu=False, eps=1e-5, drop_path=0.0):
         super().__init__()
-        self.vocab_size, self.context, self.width, self.causal = vocab_size, context, width, causal
-        self.special = ()  # ids of the tokens that stand for no word, if someone sets them
+        self.vocab_size, self.context, self.width = vocab_size, context, width
+        self.causal = causal
+        self.special = ()  # ids of tokens that stand for no word; build_encoders sets them
         self.embedding = nn.Embedding(vocab_size, width)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.pos = nn.Parameter(torch.randn(1, context, width) * 0.01)
-        self.blocks = Blocks(depth, width, heads, mlp_ratio, QuickGELU if quick_gelu else nn.GELU, eps, drop_path)
+        act = QuickGELU if quick_gelu else nn.GELU
+        self.blocks = Blocks(depth, width, heads, mlp_ratio, act, eps, drop_path)
         self.norm = nn.LayerNorm(width, eps=eps)
 
     def forward(self, tokens, mask=None):
@@ -353,16 +363,17 @@ class TextTransformer(nn.Module):
 
 
 class ResNet(resnet.ResNet):
-    """torchvision's ResNet up to its last feature map: images (B, 3, H, W) -> (B, h * w, width), a token for each 32 x 32 pixels.
+    """torchvision's ResNet without its head: images (B, 3, H, W) -> tokens (B, h * w, width).
 
-    Parameters have torchvision's names; BatchNorm is over the global batch. blocks: how many in each of the four stages.
+    A token stands for 32 x 32 pixels. blocks: how many in each of the four stages.
     """
 
     def __init__(self, image_size=224, blocks=(3, 4, 6, 3)):
         super().__init__(resnet.Bottleneck, list(blocks), norm_layer=BatchNorm)
         if image_size % 32:
-            raise UserError(f"image_size {image_size} is not a multiple of 32, the stride of a ResNet.")
-        self.image_size, self.grid, self.cls, self.width = image_size, image_size // 32, None, self.fc.in_features
+            raise UserError(f"image_size {image_size} is not a multiple of 32 (ResNet's stride).")
+        self.image_size, self.grid, self.cls = image_size, image_size // 32, None
+        self.width = self.fc.in_features
         del self.avgpool, self.fc
         for name in ("layer1", "layer2", "layer3", "layer4"):
             setattr(self, name, Chain(getattr(self, name)))
@@ -370,148 +381,117 @@ class ResNet(resnet.ResNet):
     def forward(self, images):
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
-            x = layer(x)[-1]                                 # (B, 256, H/4, W/4) ... (B, 2048, H/32, W/32)
+            x = layer(x)[-1]                 # (B, 256, H/4, W/4) ... (B, 2048, H/32, W/32)
         return x.flatten(2).transpose(1, 2)
 
 
+WORLD_STEM = ((32, 2), (64, 2), (128, 2), (128, 1))  # its receptive field: 31 pixels
 VIT_PRESETS = {
-    # the embedded world: a convolutional stem with a receptive field of 31 pixels, and two blocks
-    "tiny": dict(image_size=48, patch_size=8, width=96, depth=2, heads=3, stem=((32, 2), (64, 2), (128, 2), (128, 1))),
-    "ViT-S/16": dict(patch_size=16, width=384, depth=12, heads=6),     # DeiT (arXiv 2012.12877), Table 1
-    "ViT-B/32": dict(patch_size=32, width=768, depth=12, heads=12),    # ViT (arXiv 2010.11929), Table 1
-    "ViT-B/16": dict(patch_size=16, width=768, depth=12, heads=12),    # ViT, Table 1
-    "ViT-L/14": dict(patch_size=14, width=1024, depth=24, heads=16),   # ViT, Table 1; patch 14: CLIP (arXiv 2103.00020)
+    "tiny": dict(image_size=48, patch_size=8, width=96, depth=2, heads=3, stem=WORLD_STEM),
+    "ViT-S/16": dict(patch_size=16, width=384, depth=12, heads=6),  # DeiT (2012.12877), Table 1
+    "ViT-B/32": dict(patch_size=32, width=768, depth=12, heads=12),  # ViT (2010.11929), Table 1
+    "ViT-B/16": dict(patch_size=16, width=768, depth=12, heads=12),  # ViT, Table 1
+    "ViT-L/14": dict(patch_size=14, width=1024, depth=24, heads=16),  # ViT; 14: CLIP (2103.00020)
 }
-RESNET_PRESETS = {"ResNet-50": dict(blocks=(3, 4, 6, 3))}              # ResNet (arXiv 1512.03385), Table 1
+RESNET_PRESETS = {"ResNet-50": dict(blocks=(3, 4, 6, 3))}             # (1512.03385), Table 1
 TEXT_PRESETS = {
-    "tiny": dict(context=32, width=128, depth=2, heads=4),             # the embedded world
-    "12x512": dict(width=512, depth=12, heads=8),                      # CLIP, Sec. 2.4
-    "12x768": dict(width=768, depth=12, heads=12),                     # SPARC, Sec. D.1
+    "tiny": dict(context=32, width=128, depth=2, heads=4),            # the embedded world
+    "12x512": dict(width=512, depth=12, heads=8),                     # CLIP, Sec. 2.4
+    "12x768": dict(width=768, depth=12, heads=12),                    # SPARC, Sec. D.1
 }
 
 
 def encoder_settings(kind, spec, presets):
-    """`encoder_settings(ViT, "ViT-B/16:drop_path=0.1", VIT_PRESETS)` -> every argument of the constructor, by name."""
-    name, knobs = parse_spec(spec)
+    """(ViT, "ViT-B/16:drop_path=0.1", VIT_PRESETS) -> all arguments of the constructor."""
+    name, settings = parse_spec(spec)
     if name not in presets:
-        raise UserError(f"There is no {kind.__name__} preset {name!r}; there are {', '.join(presets)}.")
+        known = ", ".join(presets)
+        raise UserError(f"There is no {kind.__name__} preset {name!r}; there are {known}.")
     defaults = {k: p.default for k, p in inspect.signature(kind).parameters.items()}
-    scalars = {k: value for k, value in defaults.items() if value is not None}  # a stem cannot be spelled in a spec
-    return {**defaults, **presets[name], **cast_knobs(knobs, scalars, kind.__name__)}
+    scalars = {k: value for k, value in defaults.items() if k != "stem"}
+    return defaults | presets[name] | cast_settings(settings, scalars, kind.__name__)
 
 
 def image_encoder_settings(spec):
-    """A spec of --image-encoder -> (ViT or ResNet, every argument of its constructor)."""
+    """A spec of --image-encoder -> (ViT or ResNet, all arguments of its constructor)."""
     kind = ResNet if parse_spec(spec)[0] in RESNET_PRESETS else ViT
     return kind, encoder_settings(kind, spec, VIT_PRESETS | RESNET_PRESETS)
 
 
-# What train.py and eval.py ask of a method ---------------------------------------------------------------------------
+# What train.py and eval.py ask of a method --------------------------------------------
 
 
 class Method:
-    """A method's module, with the defaults below for what it leaves out. It must have Config, PRESETS and Model.
+    """A method's module, with defaults for what it leaves out; it has Config, PRESETS, Model.
 
-    `args` is the run's settings: one object with the fields of train.py's Config and of the method's.
+    `args` is a run's settings: one object with the fields of train.py's Config and of this one.
     """
+
+    model_class = lambda self, args: self.Model  # the class of the model
+    check = lambda self, args: None      # raises ValueError for settings that do not fit
+    uses_text = lambda self, args: True  # whether there is a text tower
+    needs_cls = lambda self, args: ""    # the flag that needs the [CLS] token, if any
+    replaced_blocks = lambda self, args: 0  # how many of a tower's last blocks it replaces
+    views = lambda self, args: None      # arguments of View, a dict for each random view
+    stages = lambda self, args: [(1, args.steps, args.lr)]  # (number, steps, peak lr)
+    box_refreshes = lambda self, args: ()  # steps before which Model.boxes is asked anew
 
     def __init__(self, module):
         vars(self).update(vars(module))
 
-    def model_class(self, args):
-        """The class of the model."""
-        return self.Model
-
-    def check(self, args):
-        """Raise ValueError for settings that do not fit each other."""
-
-    def uses_text(self, args):
-        """Whether there is a text tower; without one the images' views are compared."""
-        return True
-
-    def needs_cls(self, args):
-        """The flag that needs the image's [CLS] token; "" if none does."""
-        return ""
-
-    def replaced_blocks(self, args):
-        """How many of each tower's last blocks the method replaces."""
-        return 0
-
-    def views(self, args):
-        """The random views of an image, each a dict of View's arguments; None: one image and its caption."""
-        return None
-
-    def stages(self, args):
-        """The stages of a run: (number, steps, peak learning rate) of each."""
-        return [(1, args.steps, args.lr)]
-
-    def box_refreshes(self, args):
-        """The steps before which train.py finds anew, by `boxes`, where crops are to lie."""
-        return ()
-
 
 class ModelDefaults:
-    """What a Model may leave out. It must have __init__(config, image_encoder, text_encoder, image_width, text_width),
-    forward(batch, gather) -> {"loss": scalar, other scalars to log} and encode_image(images) -> (B, E), normalised.
-    An ability that it lacks is None."""
+    """What a Model may leave out; an ability that it lacks is None. It must have
 
-    takes_cls = True          # whether the image encoder may have a [CLS] token
-    late_interaction = False  # compare encode_patches and encode_tokens by `similarity`, not encodings by a dot product
-    slots = 0                 # how many slots image_slots, text_slots and attend give
+    __init__(config, image_encoder, text_encoder, image_width, text_width),
+    forward(batch, gather) -> {"loss": scalar, other scalars to log},
+    encode_image(images) -> (B, E), normalised.
+    """
+
+    takes_cls = True          # the image encoder may have a [CLS] token
+    late_interaction = False  # `similarity` compares encode_patches and encode_tokens
+    slots = 0                 # number of slots of image_slots, text_slots and attend
     mask_parts = 0            # equal parts of an encoding for which masks are trained
-
     encode_text = None        # (tokens, mask) -> (B, E), normalised
     encode_patches = None     # (images) -> (B, P, E), normalised
     encode_tokens = None      # (tokens, mask) -> (B, L, E), zeros where no word is
     similarity = None         # (patches, tokens) -> (n, m)
-    align_words = None        # (images, tokens, mask) -> (B, L, P), weights of the patches of each word
+    align_words = None        # (images, tokens, mask) -> (B, L, P), weights of patches
     image_slots = None        # (images) -> (B, L, V)
     text_slots = None         # (tokens, mask) -> (B, L, V)
-    attend = None             # (images, tokens, mask) -> attention over patches and tokens, slots of both
+    attend = None             # (images, tokens, mask) -> attention over both, slots of both
     encode_words = None       # (tokens, mask) -> (B, |V|), the caption's words alone
     image_encoding = None     # (images) -> (B, |V|), not normalised
-    word_maps = None          # (images, ids) -> (B, N, n), the score of each word at each image token
+    word_maps = None          # (images, ids) -> (B, N, n), each word's scores by place
     head_maps = None          # (images) -> (B, heads, h, w), what [CLS] attends to
-    boxes = None              # (images) -> (B, 4), where crops are to lie, as fractions of the sides
+    boxes = None              # (images) -> (B, 4), where crops lie, as fractions of the sides
 
-    def probe_features(self, images):
-        """What a linear probe sees."""
-        return self.encode_image(images)
-
-    def chance_loss(self, batch_size, mask, patches):
-        """The loss when all similarities are equal; batch_size is global."""
-        return math.log(batch_size)
-
-    def begin_stage(self, number, fresh):
-        """A stage begins, or is continued if not fresh."""
-
-    def before_update(self, step):
-        """Called between the backward pass and the update."""
-
-    def after_update(self, step, steps):
-        """Called after each update, `step` of the `steps` of its stage."""
-
-    def diagnose(self, batch):
-        """Scalars that are computed only when a step is logged: in evaluation mode, on one rank alone."""
-        return {}
-
-    def warn(self, record):
-        """What a record of the log says against the run, or None."""
-        return None
+    # What a linear probe gets, and the loss of equal similarities (batch_size is global):
+    probe_features = lambda self, images: self.encode_image(images)
+    chance_loss = lambda self, batch_size, mask, patches: math.log(batch_size)
+    # A stage begins, or is continued if not fresh; before and after an update of a stage:
+    begin_stage = lambda self, number, fresh: None
+    before_update = lambda self, step: None
+    after_update = lambda self, step, steps: None
+    # When a step is logged, on one rank, in evaluation mode: scalars to log; a warning or None:
+    diagnose = lambda self, batch: {}
+    warn = lambda self, record: None
 
 
 def build_encoders(method, args, tokenizer):
-    """The image encoder and the text encoder (None without text) of a run's settings, freshly initialised."""
+    """Fresh image and text encoder of a run's settings; None for the latter without text."""
     kind, image = image_encoder_settings(args.image_encoder)
     image["image_size"] = args.image_size or image["image_size"]
-    replaced = 0 if kind is ResNet else method.replaced_blocks(args)  # a ResNet has no block to replace
-    if kind is ViT:
+    replaced = 0
+    if kind is ViT:  # a ResNet has no block to replace
+        replaced = method.replaced_blocks(args)
         image["depth"] -= replaced
     image_encoder = kind(**image)
-    if image_encoder.cls is not None and not getattr(method.Model, "takes_cls", True):
-        raise UserError(f"{args.method} takes all image tokens for patches: leave out cls=1 of --image-encoder.")
-    flag = method.needs_cls(args)
-    if flag and image_encoder.cls is None:
+    has_cls, flag = image_encoder.cls is not None, method.needs_cls(args)
+    if has_cls and not getattr(method.Model, "takes_cls", True):
+        raise UserError(f"{args.method} takes all image tokens for patches: leave out cls=1 of "
+                        f"--image-encoder.")
+    if flag and not has_cls:
         remedy = "choose a ViT" if kind is ResNet else "add cls=1 to --image-encoder"
         raise UserError(f"{flag} of {args.method} takes the [CLS] token: {remedy}.")
     if not method.uses_text(args):
@@ -521,12 +501,13 @@ def build_encoders(method, args, tokenizer):
     text["vocab_size"] = max(len(tokenizer), asked)
     text["depth"] -= replaced
     text_encoder = TextTransformer(**text)
-    text_encoder.special = [*getattr(tokenizer, "special", ()), *range(len(tokenizer), text["vocab_size"])]
+    unused = range(len(tokenizer), text["vocab_size"])
+    text_encoder.special = [*getattr(tokenizer, "special", ()), *unused]
     return image_encoder, text_encoder
 
 
 def build_model(method, args, image_encoder, text_encoder):
-    """The method's model on its encoders."""
+    """The method's model on its encoders, completed by ModelDefaults."""
     kind = method.model_class(args)
     complete = type(kind.__name__, (kind, ModelDefaults), {})
     text_width = text_encoder.width if text_encoder else None
@@ -536,64 +517,67 @@ def build_model(method, args, image_encoder, text_encoder):
         raise UserError(str(error)) from None
 
 
-# Weights of others ---------------------------------------------------------------------------------------------------
+# Weights of others --------------------------------------------------------------------
 
-CLIP_NAMES = [  # OpenCLIP and OpenAI CLIP; the image tower's names stand behind `visual.`
+OUR_NAMES = [  # patterns of other files' names -> ours
     (r"(?:transformer\.)?resblocks\.(\d+)\.attn\.in_proj_", r"blocks.\1.attn.qkv."),
     (r"(?:transformer\.)?resblocks\.(\d+)\.attn\.out_proj", r"blocks.\1.attn.proj"),
     (r"(?:transformer\.)?resblocks\.(\d+)\.ln_([12])", r"blocks.\1.norm\2"),
     (r"(?:transformer\.)?resblocks\.(\d+)\.mlp\.c_fc", r"blocks.\1.mlp.fc1"),
     (r"(?:transformer\.)?resblocks\.(\d+)\.mlp\.c_proj", r"blocks.\1.mlp.fc2"),
-    (r"^conv1\.", "patch_embed."), (r"^class_embedding$", "cls"), (r"^positional_embedding$", "pos"),
-    (r"^ln_pre\.", "norm_pre."), (r"^ln_post\.|^ln_final\.", "norm."), (r"^token_embedding\.", "embedding."),
+    (r"^conv1\.", "patch_embed."), (r"^class_embedding$", "cls"),
+    (r"^positional_embedding$", "pos"), (r"^ln_pre\.", "norm_pre."),
+    (r"^ln_(post|final)\.", "norm."),
+    (r"^token_embedding\.", "embedding."),  # so far OpenCLIP and OpenAI; now timm and DINO
+    (r"^patch_embed\.proj\.", "patch_embed."), (r"^cls_token$", "cls"), (r"^pos_embed$", "pos"),
 ]
-TIMM_NAMES = [(r"^patch_embed\.proj\.", "patch_embed."), (r"^cls_token$", "cls"), (r"^pos_embed$", "pos")]
 
 
 def load_encoder_weights(encoder, state_dict):
-    """Load OpenCLIP/OpenAI CLIP or timm/DINO weights, or our own, into a ViT or a TextTransformer, torchvision's into a ResNet.
+    """Load weights into an encoder -> a list of sentences about everything that did not fit.
 
-    The tower may stand behind any prefix (`visual.`, `module.`, `teacher.backbone.`) and in nested dicts; of a student and
-    its teacher the teacher is taken. Position grids of another size are interpolated; a position of the CLS token or a bias
-    of the patch convolution that the file lacks is set to zero. Returns a list of sentences about everything that did not
-    fit: nothing is skipped in silence. Raises UserError when no block fits. OpenAI's weights need quick_gelu=True,
-    pre_norm=True, patch_bias=False, cls=True, eps=1e-5 (image) and causal=True, quick_gelu=True, context=77 (text).
+    A ViT or TextTransformer takes those of OpenCLIP, OpenAI's CLIP, timm, DINO and ours, a
+    ResNet torchvision's. The tower may stand behind any prefix (`visual.`, `module.`) and in
+    nested dicts; of student and teacher the teacher is taken. Positions of another grid are
+    interpolated; a [CLS] position or patch bias that is missing is zero. UserError if no block
+    fits. OpenAI's image tower needs quick_gelu=1,pre_norm=1,patch_bias=0,cls=1,eps=1e-5, its
+    text tower causal=1,quick_gelu=1.
     """
     tensors = dict(flatten(state_dict))
-    is_resnet = isinstance(encoder, ResNet)
-    block = r"layer[1-4]\.\d+\." if is_resnet else r"(?:transformer\.)?(?:res)?blocks\.\d+\."
-    tower, inside = find_tower(tensors, block, isinstance(encoder, (ViT, ResNet)))
-    own, renamed, report = encoder.state_dict(), {}, []
-    outside = [key for key in tensors if key not in inside]
-    if outside:
-        names = ", ".join(outside[:3]) + ", ..." * (len(outside) > 3)
-        report.append(f"{len(outside)} tensor(s) of other parts of the file ({names}): not used")
-    for key, value in inside.items():
-        name = key[len(tower):]
-        for pattern, replacement in [] if is_resnet else CLIP_NAMES + TIMM_NAMES:
-            name = re.sub(pattern, replacement, name)
+    prefix, tower = find_tower(tensors, encoder)
+    ours, fitting, report = encoder.state_dict(), {}, []
+    for key, value in tower.items():
+        name = key.removeprefix(prefix)
+        if not isinstance(encoder, ResNet):
+            for pattern, replacement in OUR_NAMES:
+                name = re.sub(pattern, replacement, name)
         if name == "cls":
             value = value.reshape(1, 1, -1)
-        if name == "pos":
-            value = value.reshape(1, -1, value.shape[-1]).float()
-            if isinstance(encoder, ViT) and name in own and value.shape[2] == encoder.width:
-                value, notes = fit_positions(value, encoder)
-                report += [f"{key}: {note}" for note in notes]
-        if name not in own:
+        elif name == "pos":
+            value, notes = fit_positions(value, encoder)
+            report += [f"{key}: {note}" for note in notes]
+        if name not in ours:
             report.append(f"{key}: not used")
-        elif own[name].shape != value.shape:
-            report.append(f"{key}: shape {tuple(value.shape)} does not fit {tuple(own[name].shape)}, not used")
+        elif ours[name].shape != value.shape:
+            shapes = f"{tuple(value.shape)} does not fit {tuple(ours[name].shape)}"
+            report.append(f"{key}: shape {shapes}, not used")
         else:
-            renamed[name] = value
-    if not any(name.startswith(("blocks.", "layer")) for name in renamed):
-        names = f"its names start with {', '.join(list(tensors)[:3])}" if tensors else "it holds no tensor"
-        why = next((line for line in report if re.search(r"blocks\.|layer", line) and "does not fit" in line), names)
-        raise UserError(f"No block of the file fits this {type(encoder).__name__}: {why}.")
-    if "patch_embed.weight" in renamed and "patch_embed.bias" in own.keys() - renamed.keys():
-        renamed["patch_embed.bias"] = torch.zeros(encoder.width)
+            fitting[name] = value
+    if not any(name.startswith(("blocks.", "layer")) for name in fitting):
+        reason = "; ".join(report[:3]) or "it holds no tensor"
+        raise UserError(f"No block of the file fits this {type(encoder).__name__}: {reason}.")
+    others = [key for key in tensors if key not in tower]
+    if others:
+        some = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
+        report.insert(0, f"{len(others)} tensor(s) of other parts of the file ({some}): not used")
+    missing = [name for name in ours if name not in fitting]
+    if "patch_embed.bias" in missing and "patch_embed.weight" in fitting:
+        fitting["patch_embed.bias"] = torch.zeros(encoder.width)
+        missing.remove("patch_embed.bias")
         report.append("patch_embed.bias: not in the file, set to zero")
-    report += [f"{name}: nothing in the file fits, left at its initial value" for name in own if name not in renamed]
-    encoder.load_state_dict(renamed, strict=False)
+    for name in missing:
+        report.append(f"{name}: nothing in the file fits, left at its initial value")
+    encoder.load_state_dict(fitting, strict=False)
     return report
 
 
@@ -606,64 +590,79 @@ def flatten(tree, prefix=""):
             yield f"{prefix}{key}", value
 
 
-def find_tower(tensors, block, is_image):
-    """The prefix of the image or text tower's names in a file, and its tensors by their full names; block: pattern of a block's."""
-    found = (re.match(rf"((?:.*?\.)??){block}", key) for key in tensors)
-    prefixes = sorted({match[1] for match in found if match}) or [""]
-    tower = max(prefixes, key=lambda p: (is_image and "teacher" in p, ("visual." in p or "image" in p) == is_image))
-    return tower, {key: value for key, value in tensors.items()
-                   if tower == max((p for p in prefixes if key.startswith(p)), key=len, default=None)}
+def find_tower(tensors, encoder):
+    """The prefix of the encoder's tower in a file, and the tower's tensors by full name."""
+    is_image = not isinstance(encoder, TextTransformer)
+    block = r"(?:transformer\.)?(?:res)?blocks\.\d+\."
+    if isinstance(encoder, ResNet):
+        block = r"layer[1-4]\.\d+\."
+    matches = [re.match(rf"((?:.*?\.)??){block}", key) for key in tensors]
+    prefixes = sorted({match[1] for match in matches if match}) or [""]
+
+    def preference(prefix):  # for a teacher, then for a name that says image if it is one
+        says_image = "visual." in prefix or "image" in prefix
+        return is_image and "teacher" in prefix, says_image == is_image
+
+    best, tower = max(prefixes, key=preference), {}
+    for key, value in tensors.items():
+        matching = [prefix for prefix in prefixes if key.startswith(prefix)]
+        if max(matching, key=len, default=None) == best:
+            tower[key] = value
+    return best, tower
 
 
 def fit_positions(pos, encoder):
-    """A file's positions (1, n, d) -> (a ViT's (1, [1 +] g*g, d), notes on what changed); as they are if not square."""
-    n = pos.shape[1]
-    from_cls, to_cls = int(math.isqrt(n) ** 2 != n), int(encoder.cls is not None)
-    if math.isqrt(n - from_cls) ** 2 != n - from_cls:
+    """A file's positions ([1,] n, d) -> (1, m, d) for the encoder, and notes on changes."""
+    pos = pos.reshape(1, -1, pos.shape[-1]).float()
+    if not isinstance(encoder, ViT):
+        return pos, []
+    n, notes = pos.shape[1], []
+    has_cls, needs_cls = math.isqrt(n) ** 2 != n, encoder.cls is not None
+    patches = n - has_cls
+    if math.isqrt(patches) ** 2 != patches:
         return pos, [f"its {n} positions are not a square grid, with or without a CLS token"]
-    notes = []
-    if from_cls and not to_cls:
+    if has_cls and not needs_cls:
         pos = pos[:, 1:]
         notes.append("position of the CLS token not used")
-    if to_cls and not from_cls:
-        pos = torch.cat([torch.zeros_like(pos[:, :1]), pos], dim=1)
+    if needs_cls and not has_cls:
+        pos = F.pad(pos, (0, 0, 1, 0))
         notes.append("no position of the CLS token, set to zero")
-    if pos.shape[1] != to_cls + encoder.grid**2:
-        notes.append(f"grid interpolated from {n - from_cls} to {encoder.grid**2} positions")
-        pos = resize_positions(pos, to_cls, encoder.grid, encoder.grid)
+    if patches != encoder.grid**2:
+        pos = resize_positions(pos, needs_cls, encoder.grid, encoder.grid)
+        notes.append(f"grid interpolated from {patches} to {encoder.grid**2} positions")
     return pos, notes
 
 
-# Tokenizer -----------------------------------------------------------------------------------------------------------
+# Tokenizer ----------------------------------------------------------------------------
+
+SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+MAX_WORD = 100  # characters; a longer word is [UNK]
+CJK = [(0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B81F),
+       (0x2B920, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F)]  # as Hugging Face has them
 
 
 def clean_text(text):
-    """BERT's uncased normalisation: no control characters, CJK set apart, no accents, lower case."""
+    """BERT's uncased normalisation: lower case, no accents or control characters, CJK apart."""
     out = []
     for char in text:
-        code, category = ord(char), unicodedata.category(char)
+        category = unicodedata.category(char)
         if char in "\t\n\r" or category in ("Zs", "Zl", "Zp"):
             out.append(" ")
-        elif code == 0xFFFD or category in ("Cc", "Cf", "Co", "Cs"):  # unassigned ones (Cn) stay and end in [UNK]
-            continue
-        elif (0x4E00 <= code <= 0x9FFF or 0x3400 <= code <= 0x4DBF or 0x20000 <= code <= 0x2A6DF
-              or 0x2A700 <= code <= 0x2B81F or 0x2B920 <= code <= 0x2CEAF  # the gap is in Hugging Face's BERT too
-              or 0xF900 <= code <= 0xFAFF or 0x2F800 <= code <= 0x2FA1F):
+        elif any(first <= ord(char) <= last for first, last in CJK):
             out.append(f" {char} ")
-        else:
-            out.append(char)
+        elif char != "\ufffd" and category not in ("Cc", "Cf", "Co", "Cs"):
+            out.append(char)  # unassigned ones (Cn) stay too and end in [UNK]
     text = unicodedata.normalize("NFD", "".join(out))
     return "".join(char.lower() for char in text if unicodedata.category(char) != "Mn")
 
 
 def is_punctuation(char):
-    """ASCII symbols count as punctuation too (BERT)."""
-    return 33 <= ord(char) <= 47 or 58 <= ord(char) <= 64 or 91 <= ord(char) <= 96 or 123 <= ord(char) <= 126 \
-        or unicodedata.category(char).startswith("P")
+    """Unicode's punctuation, and all ASCII symbols (BERT)."""
+    return char in string.punctuation or unicodedata.category(char).startswith("P")
 
 
 def split_words(text):
-    """Cleaned text -> words; every punctuation character is a word of its own."""
+    """A text, cleaned -> its words; every punctuation character is a word of its own."""
     words = []
     for chunk in clean_text(text).split():
         for punctuation, group in itertools.groupby(chunk, is_punctuation):
@@ -672,43 +671,37 @@ def split_words(text):
 
 
 class WordPiece:
-    """BERT's uncased tokenizer: greedy longest match of words against a vocabulary, `##` inside a word.
+    """BERT's uncased tokenizer: greedy longest match against a vocabulary, `##` inside a word.
 
-    vocab: path of a `vocab.txt` (one token a line, its id the line's number), or a list of tokens. Raises UserError when
-    the file is unreadable or lacks one of [PAD] [UNK] [CLS] [SEP]. Special tokens spelled out in a text are plain text.
+    vocab: path of a `vocab.txt`, a token a line, or a list of tokens; UserError if it is
+    unreadable. Special tokens spelled out in a text are plain text.
     """
 
     def __init__(self, vocab):
         if not isinstance(vocab, list):
             try:
                 vocab = Path(vocab).read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
-            except OSError as error:
-                raise UserError(f"Cannot read the vocabulary {vocab}: {error.strerror}.") from None
-            except UnicodeDecodeError:
-                raise UserError(f"The vocabulary {vocab} is not UTF-8 text: give a BERT vocab.txt.") from None
-        self.vocab = vocab
-        self.ids = {token: i for i, token in enumerate(self.vocab)}
-        missing = [token for token in ("[PAD]", "[UNK]", "[CLS]", "[SEP]") if token not in self.ids]
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"Cannot read the vocabulary {vocab}: {error}.") from None
+        self.vocab, self.ids = vocab, {token: i for i, token in enumerate(vocab)}
+        missing = [token for token in SPECIAL_TOKENS if token not in self.ids]
         if missing:
-            raise UserError(f"The vocabulary of {len(self.vocab)} tokens lacks {' '.join(missing)}: give a BERT vocab.txt, "
-                            f"one token a line.")
-        self.pad, self.unk, self.cls, self.sep = (self.ids[t] for t in ("[PAD]", "[UNK]", "[CLS]", "[SEP]"))
-        self.special = [i for i, token in enumerate(self.vocab) if re.fullmatch(r"\[\w+\]", token)]
-        self.pieces = functools.lru_cache(maxsize=2**16)(self._pieces)
+            raise UserError(f"The vocabulary of {len(vocab)} tokens lacks {' '.join(missing)}: "
+                            f"give a BERT vocab.txt, one token a line.")
+        self.pad, self.unk, self.cls, self.sep = (self.ids[token] for token in SPECIAL_TOKENS)
+        self.special = [i for i, token in enumerate(vocab) if re.fullmatch(r"\[\w+\]", token)]
 
     def __len__(self):
         return len(self.vocab)
 
-    def __reduce__(self):
-        return WordPiece, (self.vocab,)
-
-    def _pieces(self, word):
-        if len(word) > 100:
+    def pieces(self, word):
+        """A word -> ids of its pieces."""
+        if len(word) > MAX_WORD:
             return [self.unk]
         pieces, start = [], 0
         while start < len(word):
             for end in range(len(word), start, -1):
-                piece = word[start:end] if start == 0 else "##" + word[start:end]
+                piece = "##" * (start > 0) + word[start:end]
                 if piece in self.ids:
                     break
             else:
@@ -718,19 +711,16 @@ class WordPiece:
         return pieces
 
     def encode(self, text, max_length=None):
-        """Text -> [CLS] ... [SEP] as a list of ids, at most `max_length` of them; the last one is [SEP] all the same.
-
-        Raises UserError when `max_length` is below 2.
-        """
+        """Text -> ids [CLS] ... [SEP]; what exceeds `max_length` is cut before [SEP]."""
+        if max_length is not None and max_length < 2:
+            raise UserError(f"max_length {max_length} must be 2 or more, for [CLS] and [SEP].")
         ids = [piece for word in split_words(text) for piece in self.pieces(word)]
         if max_length is not None:
-            if max_length < 2:
-                raise UserError(f"max_length {max_length} has no room for [CLS] and [SEP]: give 2 or more.")
             ids = ids[: max_length - 2]
         return [self.cls, *ids, self.sep]
 
     def batch(self, texts, max_length):
-        """B texts -> ids (B, L) and mask (B, L), True on tokens; L is the longest of THESE texts, no more."""
+        """B texts -> ids and mask (B, L), True on tokens; L is the longest of THESE texts."""
         rows = [torch.tensor(self.encode(text, max_length)) for text in texts]
         tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.pad)
         lengths = torch.tensor([len(row) for row in rows])
@@ -741,327 +731,65 @@ class WordPiece:
 
 
 def train_wordpiece(captions, size=8192):
-    """A vocabulary of at most `size` tokens: all characters, then the most frequent adjacent pair merged, again and again.
+    """A vocabulary of at most `size` tokens: all characters, then merged pairs of pieces.
 
-    Of equally frequent pairs the alphabetically first is merged. Merging stops early when every word is one token.
-    Returns the list of tokens; raises UserError if `size` cannot hold the special tokens and the characters.
+    Again and again the most frequent adjacent pair is merged, of equally frequent ones the
+    alphabetically first, until every word is one token.
     """
-    counts = Counter(word for caption in captions for word in split_words(caption) if len(word) <= 100)  # the rest: [UNK]
-    words = {word: [word[0], *("##" + char for char in word[1:])] for word in counts}
-    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *sorted({piece for pieces in words.values() for piece in pieces})]
+    counts = Counter(word for caption in captions for word in split_words(caption))
+    words = {word: [word[0], *("##" + char for char in word[1:])]
+             for word in counts if len(word) <= MAX_WORD}
+    vocab = SPECIAL_TOKENS + sorted({piece for pieces in words.values() for piece in pieces})
     if len(vocab) > size:
-        raise UserError(f"A vocabulary of {size} is too small: these captions have {len(vocab)} characters and special "
-                        f"tokens; give --vocab-size {len(vocab)} or more.")
-    pairs, where = Counter(), defaultdict(set)
+        raise UserError(f"A vocabulary of {size} is too small: these captions have {len(vocab)} "
+                        f"characters and special tokens; give --vocab-size {len(vocab)} or more.")
+    pair_counts, words_with = Counter(), defaultdict(set)
     for word, pieces in words.items():
         for pair in itertools.pairwise(pieces):
-            pairs[pair] += counts[word]
-            where[pair].add(word)
-    heap = [(-count, pair) for pair, count in pairs.items()]
+            pair_counts[pair] += counts[word]
+            words_with[pair].add(word)
+    heap = [(-count, pair) for pair, count in pair_counts.items()]
     heapq.heapify(heap)
     while len(vocab) < size and heap:
         count, best = heapq.heappop(heap)
-        if -count != pairs[best]:  # outdated: the pair was pushed again when its count changed
+        if -count != pair_counts[best]:  # outdated: the pair was pushed anew
             continue
         merged = best[0] + best[1].removeprefix("##")
         vocab.append(merged)
         changed = set()
-        for word in where.pop(best):
-            old, new = words[word], []
-            for piece in old:
-                if new and (new[-1], piece) == best:
-                    new[-1] = merged
-                else:
-                    new.append(piece)
-            for pair in itertools.pairwise(old):
-                pairs[pair] -= counts[word]
+        for word in words_with.pop(best):
+            for pair in itertools.pairwise(words[word]):
+                pair_counts[pair] -= counts[word]
                 changed.add(pair)
-            for pair in itertools.pairwise(new):
-                pairs[pair] += counts[word]
+            words[word] = merge_pair(words[word], best, merged)
+            for pair in itertools.pairwise(words[word]):
+                pair_counts[pair] += counts[word]
                 changed.add(pair)
-                where[pair].add(word)
-            words[word] = new
+                words_with[pair].add(word)
         for pair in changed:
-            if pairs[pair]:
-                heapq.heappush(heap, (-pairs[pair], pair))
+            if pair_counts[pair]:
+                heapq.heappush(heap, (-pair_counts[pair], pair))
     return vocab
 
 
-# Data: the embedded world --------------------------------------------------------------------------------------------
-
-COLOURS = {"red": (0.85, 0.15, 0.15), "green": (0.15, 0.65, 0.2), "blue": (0.2, 0.3, 0.9), "yellow": (0.95, 0.85, 0.2),
-           "purple": (0.55, 0.2, 0.7), "orange": (0.95, 0.55, 0.1), "pink": (0.95, 0.6, 0.75), "white": (0.95, 0.95, 0.95)}
-SHAPES = {  # each a function of (u, v), the offset from the centre in radii (v grows downwards); negative inside
-    "circle": lambda u, v: torch.hypot(u, v) - 0.95,
-    "square": lambda u, v: torch.maximum(u.abs(), v.abs()) - 0.82,
-    "triangle": lambda u, v: torch.maximum(v - 0.75, 0.87 * u.abs() - 0.5 * v - 0.5),
-    "diamond": lambda u, v: (u.abs() + v.abs() - 1.0) * 0.71,
-    "cross": lambda u, v: torch.minimum(torch.maximum(u.abs() - 0.3, v.abs() - 0.95),
-                                        torch.maximum(u.abs() - 0.95, v.abs() - 0.3)),
-    "star": lambda u, v: torch.hypot(u, v) - 0.68 - 0.3 * torch.cos(5 * torch.atan2(u, -v)),
-    "ring": lambda u, v: (torch.hypot(u, v) - 0.7).abs() - 0.25,
-    "moon": lambda u, v: torch.maximum(torch.hypot(u, v) - 0.95, 0.75 - torch.hypot(u - 0.5, v)),
-}
-COLOUR_NAMES, SHAPE_NAMES = list(COLOURS), list(SHAPES)
-OPENINGS = [""] * 10 + ["a photo of", "a picture of", "there is", "we see", "this image shows", "an image with",
-            "my favourite photo of", "look at", "in this scene there is", "here we have", "close view of", "the artist drew"]
-CLOSINGS = [""] * 10 + ["in the picture", "on a plain background", "for sale", "today", "as seen yesterday",
-            "in high quality", "by an unknown author", "and nothing else", "taken with my camera", "in good condition"]
-NUMBERS = ["no", "one", "two", "three", "four", "five", "six", "seven"]
-RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
-OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
-SPLITS = {"train": range(0, 8), "val": range(8, 9), "test": range(9, 10)}  # tenths of the space of scenes
-
-
-@dataclasses.dataclass
-class World:
-    """The embedded world: coloured shapes with captions, drawn from a seed. Its fields are the knobs of `shapes:...`.
-
-    A scene is a dict of tensors over B scenes with K object slots: present, colour, shape, large (B, K), centre
-    (B, K, 2) as (x, y), radius (B, K), in pixels. Scenes are dealt to train, val and test by a hash of their objects and
-    pixels, so that no scene is in two splits; `heldout` colour-shape pairs never occur in train.
-    """
-
-    size: int = 48            # pixels
-    objects: int = 3          # 1 to this many objects
-    noise: float = 0.04       # standard deviation of the softened background noise
-    background: float = 0.25  # how far the background colours of two images can differ
-    small: float = 0.14       # radius of a small object, share of the image
-    large: float = 0.20       # radius of a large one
-    palette: int = 8          # colours that objects have, the first of COLOURS; tasks with captions ask for all 8
-    heldout: int = 6          # colour-shape pairs, of the 64, that training never shows
-    relations: float = 0.3    # share of captions that relate two objects
-    kinds: float = 1.0        # share of objects whose caption names the shape; the others are a "thing"
-    colours: float = 0.9      # share of objects whose caption says the colour
-    sizes: float = 0.4        # share of single objects whose caption says the size
-    together: float = 0.0     # share of training scenes whose first object stands beside its class's constant companion
-    fillers: bool = True      # openings, closings: words that describe nothing
-    words: int = 0            # made-up words of which each caption holds up to two: a vocabulary beyond what pictures show
-
-    def __post_init__(self):
-        limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "background": (0, 0.5), "palette": (1, 8), "heldout": (0, 32),
-                  "relations": (0, 1), "words": (0, 4000), "kinds": (0, 1), "colours": (0, 1), "sizes": (0, 1),
-                  "together": (0, 1 if self.objects > 1 else 0)}
-        for name, (low, high) in limits.items():
-            if not low <= getattr(self, name) <= high:
-                raise UserError(f"shapes: {name}={getattr(self, name)} must be from {low} to {high}.")
-        self.cells = max(2, math.ceil(math.sqrt(self.objects)))
-        low, high = 2.2 / self.size, 0.64 / self.cells  # about 2 pixels; little enough that no neighbour hides an object
-        if not low <= self.small < self.large <= high:
-            raise UserError(f"shapes: small={self.small} must be less than large={self.large}, both from {low:.3f} to {high:.3f} "
-                            f"with size={self.size} and objects={self.objects}.")
-        self.heldout_pairs = [(i % 8, (3 * i + i // 8 + 1) % 8) for i in range(self.heldout)]
-
-    # Scenes ------------------------------------------------------------------------------------------------------
-
-    def scenes(self, n, split, generator, objects=None):
-        """n scenes of the split, with 1 to `self.objects` objects, or with exactly `objects`."""
-        if split not in SPLITS:
-            raise UserError(f"shapes has no split {split!r}, only {', '.join(SPLITS)}.")
-        K, parts, found = self.objects, [], 0
-        if objects is not None and not 1 <= objects <= K:
-            raise UserError(f"shapes: a scene of {objects} objects in a world of objects={K}.")
-        heldout = torch.zeros(8, 8, dtype=torch.bool)
-        for colour, shape in self.heldout_pairs:
-            heldout[colour, shape] = True
-        while found < n:
-            m = max(64, math.ceil((n - found) * 10 / len(SPLITS[split]) * 1.2))
-            rand = functools.partial(torch.randint, size=(m, K), generator=generator)
-            count = torch.randint(1, K + 1, (m, 1), generator=generator) if objects is None else objects
-            scene = {"present": (torch.arange(K) < count).expand(m, K), "colour": rand(self.palette), "shape": rand(8),
-                     "large": rand(2).bool()}
-            twin = torch.rand(m, generator=generator) < 0.15  # so that counts above one occur
-            for k in range(1, K):
-                scene["colour"][twin, k], scene["shape"][twin, k] = scene["colour"][twin, 0], scene["shape"][twin, 0]
-                twin = twin & (torch.rand(m, generator=generator) < 0.4)
-            if split == "train" and self.together:  # red with green, circle with square: the neighbour in the lists
-                pair = torch.rand(m, generator=generator) < self.together
-                scene["present"] = scene["present"] | (pair[:, None] & (torch.arange(K) == 1))
-                for name, number in (("colour", self.palette), ("shape", 8)):
-                    first = scene[name][pair, 0]
-                    scene[name][pair, 1] = torch.where(first ^ 1 < number, first ^ 1, first)
-            cell = torch.rand(m, self.cells**2, generator=generator).argsort(1)[:, :K]
-            radius = torch.where(scene["large"], self.large, self.small) * self.size
-            scene["radius"] = radius * (1 + 0.2 * (torch.rand(m, K, generator=generator) - 0.5))
-            step = self.size / self.cells
-            room = (step / 2 - scene["radius"]).clamp(min=0)[..., None]
-            jitter = (2 * torch.rand(m, K, 2, generator=generator) - 1) * room
-            scene["centre"] = (torch.stack([cell % self.cells, cell // self.cells], -1) + 0.5) * step + jitter
-            keep = self.in_split(scene, split)
-            if split == "train":
-                keep &= ~(scene["present"] & heldout[scene["colour"], scene["shape"]]).any(1)
-            parts.append({name: value[keep] for name, value in scene.items()})
-            found += int(keep.sum())
-        return {name: torch.cat([part[name] for part in parts])[:n] for name in parts[0]}
-
-    def in_split(self, scene, split):
-        """Scenes -> (B,), whether what stands at which pixel puts them into the split; the order of objects does not matter."""
-        x, y = scene["centre"].long().unbind(-1)
-        code = ((scene["colour"] * 8 + scene["shape"]) * 2 + scene["large"]) * self.size**2 + y * self.size + x
-        key = (scene["present"] * (code * 2654435761 + code**2 * 40503 + 97)).sum(1)
-        return torch.isin((key // 128) % 10, torch.tensor(SPLITS[split]))
-
-    def render(self, scene, generator):
-        """Scenes -> images (B, 3, S, S) in [0, 1] and segmentation (B, S, S): 0 background, k + 1 for object k."""
-        S, (B, K) = self.size, scene["present"].shape
-        images = 0.275 + self.background * (torch.rand(B, 3, 1, 1, generator=generator) - 0.5)
-        noise = torch.randn(B, 3, S // 2 + 1, S // 2 + 1, generator=generator)
-        noise = F.interpolate(noise, scale_factor=2, mode="bilinear")[..., :S, :S]
-        images = images + self.noise * 1.6 * noise  # interpolation shrinks the deviation to about 1/1.6
-        pixel = torch.arange(S) + 0.5
-        offset = (pixel - scene["centre"][..., None]) / scene["radius"][..., None, None]  # (B, K, 2, S): u, v
-        segmentation = torch.zeros(B, S, S, dtype=torch.long)
-        tone = 1 + 0.15 * (2 * torch.rand(B, K, 1, generator=generator) - 1)
-        rgb = (torch.tensor(list(COLOURS.values()))[scene["colour"]] * tone).clamp(max=1)   # (B, K, 3)
-        for shape, k in itertools.product(range(8), range(K)):
-            rows = torch.nonzero(scene["present"][:, k] & (scene["shape"][:, k] == shape))[:, 0]
-            u, v = offset[rows, k, 0][:, None, :], offset[rows, k, 1][:, :, None]
-            distance = SHAPES[SHAPE_NAMES[shape]](u, v) * scene["radius"][rows, k, None, None]
-            cover = (0.5 - distance).clamp(0, 1)                                             # (b, S, S), antialiased
-            images[rows] = torch.lerp(images[rows], rgb[rows, k, :, None, None], cover[:, None])
-            segmentation[rows] = torch.where(cover > 0.5, k + 1, segmentation[rows])
-        return images.clamp_(0, 1), segmentation
-
-    def boxes(self, segmentation):
-        """Segmentation (B, S, S) -> boxes (B, K, 4) as x0, y0, x1, y1 in pixels; zeros where an object is absent."""
-        masks = segmentation[:, None] == torch.arange(1, self.objects + 1)[:, None, None]    # (B, K, S, S)
-        boxes, seen = torch.zeros(*masks.shape[:2], 4), masks.any(-1).any(-1)
-        boxes[seen] = masks_to_boxes(masks[seen]) + torch.tensor([0.0, 0.0, 1.0, 1.0])
-        return boxes
-
-    def objects_of(self, scene):
-        """Scenes -> per scene a list of objects: dicts of colour, shape, size (words) and x, y (pixels)."""
-        lists = {name: scene[name].tolist() for name in ("present", "colour", "shape", "large", "centre")}
-        return [[{"colour": COLOUR_NAMES[c], "shape": SHAPE_NAMES[s], "size": "large" if l else "small", "x": xy[0],
-                  "y": xy[1]} for p, c, s, l, xy in zip(*columns) if p] for columns in zip(*lists.values())]
-
-    # Captions ----------------------------------------------------------------------------------------------------
-
-    def caption(self, objects, rng):
-        """One caption of a scene: random order, template, detail and filler words. rng: random.Random."""
-        objects = rng.sample(objects, len(objects))
-        related = [(a, name, b) for a, b in itertools.permutations(objects, 2) for name in RELATIONS if holds(a, name, b)]
-        if related and rng.random() < self.relations:
-            a, name, b = rng.choice(related)
-            rest = [o for o in objects if o is not a and o is not b]
-            phrases = [f"{self.noun(a, rng)} {name} {self.noun(b, rng)}", *(self.noun(o, rng) for o in rest)]
+def merge_pair(pieces, pair, merged):
+    """The pieces of a word, each occurrence of the pair merged, from the left."""
+    result = []
+    for piece in pieces:
+        if result and (result[-1], piece) == pair:
+            result[-1] = merged
         else:
-            groups = {}
-            for o in objects:
-                groups.setdefault((o["colour"], o["shape"]), []).append(o)
-            phrases = [self.noun(group[0], rng, len(group)) for group in groups.values()]
-        text = phrases[0]
-        for phrase in phrases[1:]:
-            text += rng.choice([" and ", " and ", " with ", " , ", " next to ", " as well as "]) + phrase
-        if self.fillers:
-            text = f"{rng.choice(OPENINGS)} {text} {rng.choice(CLOSINGS)}".strip()
-        if self.words:
-            chosen = [made_up_word(rng.randrange(self.words)) for _ in range(rng.randrange(3))]
-            text = " ".join([*chosen[:1], text, *chosen[1:]])
-        return text
-
-    def noun(self, o, rng, count=1):
-        """The object, or `count` of its kind, in words, now and then without its size or colour."""
-        words = [o["size"]] * (count == 1 and rng.random() < self.sizes) + [o["colour"]] * (rng.random() < self.colours)
-        kind = o["shape"] if rng.random() < self.kinds else "thing"
-        if count == 1:
-            return article(" ".join([*words, kind]))
-        return " ".join([NUMBERS[count], *words, plural(kind)])
-
-    def hard_negatives(self, objects, rng):
-        """SugarCrepe's seven kinds of a scene -> {kind: (caption, negative caption)}; kinds that it does not admit lack."""
-        a = rng.choice(objects)
-        colours = {o["colour"] for o in objects}
-        other_colour = rng.choice([c for c in COLOUR_NAMES if c not in colours])
-        shapes = {o["shape"] for o in objects}
-        other_shape = rng.choice([s for s in SHAPE_NAMES if s not in shapes])
-        kinds = [(o["colour"], o["shape"]) for o in objects]
-        name = coloured(a["colour"], a["shape"])
-        everything = " and ".join(coloured(*kind) for kind in kinds)
-        other_size = "small" if a["size"] == "large" else "large"
-        pairs = {
-            "replace_att": (name, coloured(other_colour, a["shape"])),
-            "replace_obj": (name, coloured(a["colour"], other_shape)),
-            "add_obj": (everything, f"{everything} and {coloured(other_colour, other_shape)}"),
-        }
-        if all(o["size"] == a["size"] for o in objects if (o["colour"], o["shape"]) == (a["colour"], a["shape"])):
-            pairs["add_att"] = (name, article(f"{other_size} {a['colour']} {a['shape']}"))
-        b = next((o for o in objects if o["colour"] != a["colour"] and o["shape"] != a["shape"]), None)
-        if b is not None:
-            other = coloured(b["colour"], b["shape"])
-            swapped = (b["colour"], a["shape"]), (a["colour"], b["shape"])
-            if not any(kind in kinds for kind in swapped):
-                pairs["swap_att"] = (f"{name} and {other}", " and ".join(coloured(*kind) for kind in swapped))
-            relation = next((r for r in RELATIONS if holds(a, r, b)), None)
-            if relation and all(kinds.count((o["colour"], o["shape"])) == 1 for o in (a, b)):
-                pairs["swap_obj"] = (f"{name} {relation} {other}", f"{other} {relation} {name}")
-                pairs["replace_rel"] = (f"{name} {relation} {other}", f"{name} {OPPOSITE[relation]} {other}")
-        return pairs
-
-    def winoground(self, n, seed):
-        """n pairs of test scenes with the same words: images (n, 2, 3, S, S) normalised and captions, n lists of two that
-        swap the two objects' colours."""
-        generator = torch.Generator().manual_seed(seed)
-        world = dataclasses.replace(self, objects=max(2, self.objects))
-        scene = world.scenes(30 * n + 200, "test", generator, objects=2)  # one in 15 will do
-        mirror = {**scene, "colour": scene["colour"].clone()}
-        mirror["colour"][:, :2] = scene["colour"][:, [1, 0]]
-        differ = [scene[name][:, 0] != scene[name][:, 1] for name in ("colour", "shape")]
-        keep = world.in_split(mirror, "test") & differ[0] & differ[1]
-        scene, mirror = ({name: value[keep][:n] for name, value in s.items()} for s in (scene, mirror))
-        captions = [[" and ".join(coloured(o["colour"], o["shape"]) for o in objects) for objects in pair]
-                    for pair in zip(self.objects_of(scene), self.objects_of(mirror))]
-        images = torch.stack([normalize(self.render(s, generator)[0]) for s in (scene, mirror)], dim=1)
-        return images, captions
-
-    # Samples -----------------------------------------------------------------------------------------------------
-
-    def sample_captions(self, limit):
-        """Training captions for a vocabulary, at most 5,000: they hold every word, or with `words` in the thousands most of them."""
-        generator, rng = torch.Generator().manual_seed(0), random.Random(0)
-        lists = self.objects_of(self.scenes(min(limit, 5000), "train", generator))
-        return [self.caption(objects, rng) for objects in lists]
-
-    def sample(self, n, split, seed, objects=None):
-        """n samples: images (n, 3, S, S) normalised, captions, scene, objects and segmentation (n, S, S)."""
-        generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
-        scene = self.scenes(n, split, generator, objects)
-        images, segmentation = self.render(scene, generator)
-        lists = self.objects_of(scene)
-        return {"images": normalize(images), "captions": [self.caption(o, rng) for o in lists], "scene": scene,
-                "objects": lists, "segmentation": segmentation}
+            result.append(piece)
+    return result
 
 
-def made_up_word(i):
-    """Word number i of 4,900: two syllables."""
-    i = i * 1987 % 4900
-    syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
-    return syllables[i // 70] + syllables[i % 70]
-
-
-def plural(kind):
-    return kind + ("es" if kind == "cross" else "s")
-
-
-def article(phrase):
-    return f"{'an' if phrase[0] in 'aeiou' else 'a'} {phrase}"
-
-
-def coloured(colour, shape):
-    return article(f"{colour} {shape}")
-
-
-def holds(a, relation, b):
-    """Whether object a stands in the relation to b, by a margin of 6 pixels between the centres."""
-    dx, dy = RELATIONS[relation]
-    return (a["x"] - b["x"]) * dx + (a["y"] - b["y"]) * dy > 6
-
-
-# Data: files ---------------------------------------------------------------------------------------------------------
+# Images and views ---------------------------------------------------------------------
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
-IMAGE_ERRORS = (OSError, SyntaxError, ValueError, NotImplementedError, Image.DecompressionBombError)
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
+IMAGE_ERRORS = (OSError, SyntaxError, ValueError, NotImplementedError,
+                Image.DecompressionBombError)  # what PIL raises for damaged files
+BICUBIC = v2.InterpolationMode.BICUBIC
 
 
 def normalize(images):
@@ -1074,104 +802,103 @@ def denormalize(images):
     return images * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]
 
 
+def to_tensor(image):
+    """PIL image -> (3, H, W) in [0, 1]."""
+    return v2.functional.to_dtype(v2.functional.to_image(image), scale=True)
+
+
 def train_transform(size, min_scale=0.9):
-    """RandomResizedCrop of `min_scale` to 1 of the area, horizontal flip, normalised float (3, size, size)."""
-    return v2.Compose([
-        v2.RandomResizedCrop(size, scale=(min_scale, 1.0), interpolation=v2.InterpolationMode.BICUBIC, antialias=True),
-        v2.RandomHorizontalFlip(), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
+    """Random crop of `min_scale` to 1 of the area, random flip -> normalised (3, size, size)."""
+    crop = v2.RandomResizedCrop(size, (min_scale, 1.0), interpolation=BICUBIC)
+    return v2.Compose([crop, v2.RandomHorizontalFlip(), to_tensor, normalize])
 
 
 def eval_transform(size):
-    """Shorter side to `size`, centre crop, normalised float (3, size, size)."""
-    return v2.Compose([
-        v2.Resize(size, interpolation=v2.InterpolationMode.BICUBIC, antialias=True), v2.CenterCrop(size),
-        v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
+    """Shorter side to `size`, centre crop -> normalised (3, size, size)."""
+    return v2.Compose([v2.Resize(size, BICUBIC), v2.CenterCrop(size), to_tensor, normalize])
+
+
+def open_image(file, min_side):
+    """A path or bytes -> RGB image; of large JPEGs a smaller one, no side below `min_side`."""
+    with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
+        image.draft("RGB", (min_side, min_side))
+        if image.mode.startswith("I"):  # 16 bits: PIL's convert would cut at 255
+            image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
+        return image.convert("RGB")
 
 
 @dataclasses.dataclass
 class View:
-    """A kind of random view of an image: what it crops, and how often a view is blurred and solarised (BYOL, arXiv 2006.07733,
-    App. B; DINO, arXiv 2104.14294). Flips (.5 of the views), colour jitter (.8) and grey (.2) are the same for all kinds."""
+    """A kind of random view of an image (BYOL, arXiv 2006.07733, App. B; DINO, 2104.14294).
+
+    All kinds are flipped (probability .5), jittered in colour (.8) and made grey (.2).
+    """
 
     size: int                # pixels of its side
-    scale: tuple             # least and largest share of the image's area that it shows
+    scale: tuple             # smallest and largest fraction of the image's area
     blur: float = 0.0        # probability
     solarize: float = 0.0    # probability
-    alpha: float = 1.0       # of an image with a box: the crop's centre is drawn in the box by Beta(alpha, alpha)
+    alpha: float = 1.0       # the crop's centre in an image's box, if any: Beta(alpha, alpha)
 
 
 class Views:
-    """Several random views of each image, for objectives that compare them. Only crops are made image by image, the rest by the
-    batch: for small images most of the time would be the calls.
+    """Several random views of each image; image_size: of the largest, blur is relative to it.
 
-    views: a View each; image_size: pixels of the largest: blur is relative to it.
+    Crops are made image by image, all else by the batch: torchvision's transforms, image by
+    image, take 6 times as long in the embedded world.
     """
 
     def __init__(self, views, image_size):
         self.views, self.image_size = views, image_size
         self.betas = [torch.distributions.Beta(view.alpha, view.alpha) for view in views]
-        self.least = max(math.ceil(view.size / view.scale[0] ** 0.5) for view in views)  # pixels that fill the least crop
+        # enough pixels for every view's smallest crop
+        self.min_side = max(math.ceil(view.size / view.scale[0] ** 0.5) for view in views)
 
     def __call__(self, image, box=None):
-        """PIL image or (3, H, W) in [0, 1] -> a random crop (3, size, size) for each view. box: the part of the image in which the
-        crops' centres lie, (left, top, right, bottom) as shares of its sides (ContrastiveCrop, arXiv 2202.03278); None: anywhere."""
+        """PIL image or (3, H, W) in [0, 1] -> a random crop (3, size, size) for each view.
+
+        box: (left, top, right, bottom), fractions of the sides, in which the crops' centres lie
+        (ContrastiveCrop, arXiv 2202.03278).
+        """
         crops = []
         for view, beta in zip(self.views, self.betas):
-            top, left, height, width = v2.RandomResizedCrop.get_params(image, view.scale, (3 / 4, 4 / 3))
+            ratio = 3 / 4, 4 / 3
+            top, left, h, w = v2.RandomResizedCrop.get_params(image, view.scale, ratio)
             if box is not None:
-                tall, wide = v2.functional.get_size(image)
+                height, width = v2.functional.get_size(image)
                 x, y = beta.sample((2,)).tolist()
-                left, top = place_in(box[0], box[2], wide, width, x), place_in(box[1], box[3], tall, height, y)
-            crop = v2.functional.resized_crop(image, top, left, height, width, [view.size] * 2, v2.InterpolationMode.BICUBIC, True)
-            crops.append(crop if torch.is_tensor(crop) else v2.functional.to_dtype(v2.functional.to_image(crop), scale=True))
+                left = crop_start(box[0] * width, box[2] * width, w, width, x)
+                top = crop_start(box[1] * height, box[3] * height, h, height, y)
+            size = [view.size, view.size]
+            crop = v2.functional.resized_crop(image, top, left, h, w, size, BICUBIC)
+            crops.append(crop if torch.is_tensor(crop) else to_tensor(crop))
         return crops
 
     def collate(self, samples):
-        """B lists of crops -> {"views": a normalised tensor (B, 3, size, size) for each view}."""
-        return {"views": [self.distort(torch.stack(crops), view) for crops, view in zip(zip(*samples), self.views)]}
+        """B lists of crops -> {"views": [normalised (B, 3, size, size) for each view]}."""
+        crops = [torch.stack(column) for column in zip(*samples)]
+        return {"views": [self.distort(x, view) for x, view in zip(crops, self.views)]}
 
     def distort(self, x, view):
-        """Flip, jitter, grey, blur, solarise and normalise (B, 3, s, s), each image by random numbers of its own."""
+        """Distort each image of (B, 3, s, s) at random, and normalise."""
         def some(p):
             return torch.rand(len(x), 1, 1, 1) < p
 
-        x = torch.where(some(0.5), x.flip(3), x).clamp(0, 1)             # bicubic crops overshoot
+        x = torch.where(some(0.5), x.flip(3), x).clamp(0, 1)  # bicubic crops overshoot
         x = torch.where(some(0.8), jitter(x, 0.4, 0.4, 0.2, 0.1), x)
         x = torch.where(some(0.2), luma(x).expand_as(x), x)
         rows = some(view.blur).flatten()
         sigma = torch.empty(int(rows.sum()), 1, 1, 1).uniform_(0.1, 2) * self.image_size / 224
         x[rows] = blur(x[rows], sigma)
-        x = torch.where((x >= 0.5) & some(view.solarize), 1 - x, x)
+        x = torch.where(some(view.solarize), v2.functional.solarize(x, 0.5), x)
         return normalize(x)
 
 
-def place_in(first, last, side, length, share):
-    """Where a crop of `length` of a `side` of pixels begins, if its centre lies between two shares of the side and the crop in the
-    image; share: 0 for the first such place, 1 for the last."""
-    low, high = (min(max(edge * side - length / 2, 0), side - length) for edge in (first, last))
-    return round(low + share * (high - low))
-
-
-class Boxes:
-    """The boxes of images by name. keys (n,) int64, hashes of the names; boxes (n, 4): left, top, right, bottom as shares."""
-
-    def __init__(self, keys, boxes):
-        keys, order = keys.sort()
-        self.keys, self.boxes = keys.numpy(), boxes[order].numpy()
-
-    @staticmethod
-    def key(name):
-        return int.from_bytes(hashlib.blake2b(str(name).encode(), digest_size=8).digest(), "little", signed=True)
-
-    def get(self, name):
-        """The box of an image, or None."""
-        key = self.key(name)
-        i = np.searchsorted(self.keys, key)
-        return self.boxes[i].tolist() if i < len(self.keys) and self.keys[i] == key else None
-
-    def state(self):
-        """What makes it again: keys and boxes."""
-        return torch.from_numpy(self.keys), torch.from_numpy(self.boxes)
+def crop_start(low, high, length, side, fraction):
+    """Where a crop of `length` pixels of a `side` starts, its centre between low and high."""
+    first = min(max(low - length / 2, 0), side - length)
+    last = min(max(high - length / 2, 0), side - length)
+    return round(first + fraction * (last - first))
 
 
 def luma(x):
@@ -1180,47 +907,88 @@ def luma(x):
 
 
 def jitter(x, brightness, contrast, saturation, hue):
-    """Random colours of each image of (B, 3, H, W) in [0, 1]: factors from 1 - strength to 1 + strength, hue turned by up to
-    `hue` of a circle. All four are one linear map of the colours around the mean grey value, so that their order does not
-    matter; hue turns in the YIQ space, where v2.ColorJitter uses HSV and cuts at 0 and 1 after each step."""
-    b, c, s = (torch.empty(len(x), 1, 1).uniform_(1 - strength, 1 + strength) for strength in (brightness, contrast, saturation))
+    """Random colours of each image of (B, 3, H, W) in [0, 1].
+
+    Factors are from 1 - strength to 1 + strength; the hue turns by up to `hue` of a circle. The
+    four are one linear map around the mean grey value, in YIQ: their order does not matter.
+    (v2.ColorJitter turns the hue in HSV and cuts at 0 and 1 after each step.)
+    """
+    b, c, s = (torch.empty(len(x), 1, 1).uniform_(1 - strength, 1 + strength)
+               for strength in (brightness, contrast, saturation))
     angle = torch.empty(len(x)).uniform_(-2 * math.pi * hue, 2 * math.pi * hue)
-    yiq = torch.tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
+    yiq = torch.tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213],
+                        [0.2115, -0.5227, 0.3112]])
     turn = torch.zeros(len(x), 3, 3)
     turn[:, 0, 0] = 1
     turn[:, 1, 1] = turn[:, 2, 2] = angle.cos()
     turn[:, 2, 1], turn[:, 1, 2] = angle.sin(), -angle.sin()
-    turn[:, 1:] *= s                                                     # saturation scales I and Q
-    colours = torch.linalg.inv(yiq) @ turn @ yiq * b                     # (B, 3, 3)
-    grey = b * luma(x).mean((2, 3), keepdim=True)[:, 0]                  # (B, 1, 1)
-    return torch.baddbmm((1 - c) * grey, c * colours, x.flatten(2)).view_as(x).clamp(0, 1)
+    turn[:, 1:] *= s                                     # saturation scales I and Q
+    colours = torch.linalg.inv(yiq) @ turn @ yiq * b     # (B, 3, 3)
+    grey = b * luma(x).mean((2, 3), keepdim=True)[:, 0]  # (B, 1, 1)
+    x = torch.baddbmm((1 - c) * grey, c * colours, x.flatten(2)).view_as(x)
+    return x.clamp(0, 1)
 
 
 def blur(x, sigma):
-    """Gaussian blur of (B, 3, s, s), sigma (B, 1, 1, 1) in pixels: two matrix products; at the edge the weights inside count."""
-    place = torch.arange(x.shape[-1])
-    kernel = (-(place[:, None] - place).square() / (2 * sigma.square())).exp()   # (B, 1, s, s)
-    kernel = kernel / kernel.sum(-1, keepdim=True)
+    """Gaussian blur of (B, 3, s, s) as two matrix products; sigma (B, 1, 1, 1) in pixels."""
+    i = torch.arange(x.shape[-1])
+    kernel = (-(i[:, None] - i).square() / (2 * sigma.square())).exp()  # (B, 1, s, s)
+    kernel = kernel / kernel.sum(-1, keepdim=True)  # at the edges: of what is inside
     return kernel @ x @ kernel.transpose(2, 3)
 
 
-def one_view(images):
-    """B images (3, S, S) -> the images of a batch, as Views.collate gives its views."""
-    return {"images": torch.stack(images)}
+class Boxes:
+    """Boxes (n, 4) of images (left, top, right, bottom, fractions) by hashes (n,) of names."""
+
+    def __init__(self, keys, boxes):
+        keys, order = keys.sort()
+        self.keys, self.boxes = keys.numpy(), boxes[order].numpy()
+
+    @staticmethod
+    def key(name):
+        digest = hashlib.blake2b(str(name).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
+
+    def get(self, name):
+        """The box of an image, or None."""
+        key = self.key(name)
+        i = np.searchsorted(self.keys, key)
+        found = i < len(self.keys) and self.keys[i] == key
+        return self.boxes[i].tolist() if found else None
+
+    def state(self):
+        """The arguments that make it again."""
+        return torch.from_numpy(self.keys), torch.from_numpy(self.boxes)
 
 
-def open_image(file, least):
-    """A path or bytes -> RGB image. JPEGs decode at 1/2, 1/4 or 1/8 where both sides stay at least `least` pixels."""
-    with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
-        image.draft("RGB", (least, least))
-        if image.mode.startswith("I"):  # 16 bits: PIL's convert would cut at 255
-            image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
-        return image.convert("RGB")
+# Data files ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Skipped:
+    """A sample that was left out, and why."""
+
+    reason: str
+    where: str
+
+    def count(self, counts):
+        """Enter it into {reason: [count, last example]}."""
+        n, _ = counts.get(self.reason, (0, None))
+        counts[self.reason] = [n + 1, self.where]
+
+
+class StreamError(UserError):
+    """A UserError in a DataLoader's worker, which adds a traceback that is cut off here."""
+
+    def __init__(self, message):
+        super().__init__(message.rpartition("StreamError: ")[2].strip())
 
 
 class Strings:
-    """A read-only list of strings in two numpy buffers: forked workers share it instead of copying it (reference counts
-    of a Python list's strings would touch, and so copy, every page)."""
+    """A read-only list of strings in two numpy buffers, which forked workers share.
+
+    (Of a list they would copy every page: each access writes a reference count.)
+    """
 
     def __init__(self, strings):
         encoded = [string.encode("utf-8", "surrogatepass") for string in strings]
@@ -1231,37 +999,41 @@ class Strings:
         return len(self.ends)
 
     def __getitem__(self, i):
-        return self.buffer[self.ends[i - 1] if i else 0 : self.ends[i]].tobytes().decode("utf-8", "surrogatepass")
+        part = self.buffer[self.ends[i - 1] if i else 0 : self.ends[i]]
+        return part.tobytes().decode("utf-8", "surrogatepass")
 
 
 class CaptionTable:
-    """Image files with one or more captions each (and class labels where they come from class folders).
+    """Image files with one or more captions each; from class folders with labels.
 
-    An epoch shows every image exactly once, over all ranks and workers, with its captions taking turns from epoch to epoch.
-    rows: iterable of (path, caption) or Skipped; rows of one path are one image; empty captions are left out and counted.
+    rows: (path, caption) or Skipped; rows of one path are one image. An epoch shows each image
+    once, over all ranks and workers, with the next of its captions.
     """
 
-    def __init__(self, rows, what, classes=None):
-        captions, self.skipped = {}, {}
+    max_bad = 1000  # unusable samples in a row that end a run
+
+    def __init__(self, rows, name, root="", classes=None):
+        captions, self.skipped = defaultdict(list), {}
         for row in rows:
-            if not isinstance(row, Skipped) and not (row[1] and row[1].strip()):
-                row = Skipped("empty caption", str(row[0]))
             if isinstance(row, Skipped):
                 row.count(self.skipped)
+                continue
+            path, caption = str(Path(root, row[0])), (row[1] or "").strip()
+            if caption:
+                captions[path].append(caption)
             else:
-                captions.setdefault(str(row[0]), []).append(row[1].strip())
+                Skipped("empty caption", path).count(self.skipped)
         if not captions:
-            left_out = "; ".join(f"{n} rows left out: {reason}" for reason, (n, _) in self.skipped.items())
-            raise UserError(f"{what} has no image with a caption{left_out and f' ({left_out})'}.")
-        self.patience = min(1000, 100 + 2 * len(captions))  # so many unusable samples in a row end the run
-        self.what, self.classes = what, classes
+            left_out = [f"; {n} rows left out: {why}" for why, (n, _) in self.skipped.items()]
+            raise UserError(f"{name} has no image with a caption{''.join(left_out)}.")
+        self.name, self.classes, self.labels = name, classes, None
         self.paths = Strings(captions)
         self.captions = Strings(itertools.chain.from_iterable(captions.values()))
-        self.first = np.cumsum([0, *map(len, captions.values())])  # captions of image i: first[i] to first[i + 1]
-        self.labels = None
+        # image i has the captions first[i] to first[i + 1] - 1
+        self.first = np.cumsum([0, *map(len, captions.values())])
         if classes is not None:
-            index = {name: i for i, name in enumerate(classes)}
-            self.labels = np.array([index[Path(path).relative_to(what).parts[0]] for path in captions])
+            folders = [Path(path).relative_to(name).parts[0] for path in captions]
+            self.labels = np.array([classes.index(folder) for folder in folders])
 
     def __len__(self):
         return len(self.paths)
@@ -1270,165 +1042,141 @@ class CaptionTable:
         return [self.captions[j] for j in range(self.first[i], self.first[i + 1])]
 
     def samples(self, seed, part, parts, start=0):
-        """Endless (path, caption) of one of `parts` disjoint parts, in an order of its epoch; `start` samples are skipped."""
+        """Endless (path, caption, path) of one of `parts` disjoint parts, from `start` on."""
         size = (len(self) - part + parts - 1) // parts
         if size < 1:
-            raise StreamError(f"{self.what} has {len(self)} images, fewer than ranks x workers = {parts}: use fewer --workers.")
+            raise StreamError(f"{self.name} has {len(self)} images, fewer than ranks x workers = "
+                              f"{parts}: use fewer --workers.")
         for epoch in itertools.count(start // size):
             order = np.random.default_rng((seed, epoch)).permutation(len(self))[part::parts]
-            for i in order[start % size if epoch == start // size else 0 :]:
-                turn = (epoch + int(i)) % int(self.first[i + 1] - self.first[i])
-                yield self.paths[i], self.captions[self.first[i] + turn]
+            for i in order[start % size if epoch == start // size else 0 :].tolist():
+                captions = self.captions_of(i)
+                yield self.paths[i], captions[(epoch + i) % len(captions)], self.paths[i]
 
     def files(self, part, parts):
-        """(path, name) of each image of one of `parts` parts, once."""
-        return ((path, path) for path in (self.paths[i] for i in range(part, len(self), parts)))
+        """(path, path) of each image of one of `parts` parts, once."""
+        return ((self.paths[i], self.paths[i]) for i in range(part, len(self), parts))
 
     def sample_captions(self, limit):
         return [self.captions[i] for i in range(min(limit, len(self.captions)))]
 
 
 class TarShards:
-    """img2dataset shards: `key.jpg` and `key.txt` (or "caption" in `key.json`) beside each other in tar files.
+    """img2dataset shards: `key.jpg` and `key.txt` (or "caption" in `key.json`) in tar files.
 
-    Each epoch deals the shuffled shards to the ranks and workers; with `resample` every worker draws shards with
-    replacement instead. A shuffle buffer of `buffer` samples mixes them. What cannot be read is skipped and counted, and what
-    has no caption unless `captions` is False.
+    An epoch deals the shuffled shards to ranks and workers; with `resample` each worker draws
+    shards with replacement. A buffer of `buffer` samples shuffles these. What is unreadable or,
+    with `captions`, has no caption is skipped and counted.
     """
 
+    classes, max_bad = None, 20_000  # unusable samples in a row that end a run
+
     def __init__(self, pattern, resample=False, buffer=1000, captions=True):
-        self.what, self.paths, self.captions = pattern, expand_braces(pattern), captions
+        self.name, self.paths, self.skipped = pattern, expand_braces(pattern), {}
+        self.resample, self.buffer = resample, buffer
+        self.wanted = "caption" if captions else None
         missing = [path for path in self.paths if not os.path.isfile(path)]
         if missing:
-            raise UserError(f"{len(missing)} of the {len(self.paths)} shards of {pattern} do not exist, the first is {missing[0]}.")
+            raise UserError(f"{len(missing)} of the {len(self.paths)} shards of {pattern} do not "
+                            f"exist, the first is {missing[0]}.")
         if buffer < 1:
             raise UserError(f"{pattern}: buffer={buffer} must be at least 1.")
-        self.resample, self.buffer, self.skipped, self.classes = resample, buffer, {}, None
-        self.patience = 100_000  # so many unusable samples in a row end the run; fewer once an epoch's size is known
 
     def samples(self, seed, part, parts, start=0):
-        """Endless (bytes, caption, "shard:key") of one of `parts` parts; `start` samples are passed over undecoded. What is
-        left out comes as a Skipped."""
+        """Endless (bytes, caption, "shard:key") or Skipped of one of `parts` disjoint parts.
+
+        Those before sample `start` are read, but not handed out.
+        """
         if len(self.paths) < parts and not self.resample:
-            raise StreamError(f"{self.what} has {len(self.paths)} shards, fewer than ranks x workers = {parts}: use fewer "
-                              f"--workers, more shards, or {self.what}:resample=1.")
-        passed = 0
-        for sample in shuffled(self._read(seed, part, parts), self.buffer, random.Random(f"{seed}-{part}-{parts}")):
-            if isinstance(sample, Skipped):
-                if passed >= start:
-                    yield sample
-            elif passed < start:
-                passed += 1
-            else:
+            raise StreamError(f"{self.name} has {len(self.paths)} shards, fewer than ranks x "
+                              f"workers = {parts}: use fewer --workers, or :resample=1.")
+        buffer, position, rng = [], 0, random.Random(f"{seed}-{part}-{parts}")
+        for sample in self.read_epochs(seed, part, parts):
+            if not isinstance(sample, Skipped):
+                if len(buffer) < self.buffer:
+                    buffer.append(sample)
+                    continue
+                i = rng.randrange(self.buffer)
+                buffer[i], sample = sample, buffer[i]
+                position += 1
+            if position > start or (position == start and isinstance(sample, Skipped)):
                 yield sample
 
-    def _read(self, seed, part, parts):
+    def read_epochs(self, seed, part, parts):
+        """Endless samples or Skipped, shard by shard."""
         for epoch in itertools.count():
             if self.resample:
                 rng = np.random.default_rng((seed, epoch, part, parts))
                 shards = rng.integers(len(self.paths), size=max(1, len(self.paths) // parts))
             else:
-                shards = np.random.default_rng((seed, epoch)).permutation(len(self.paths))[part::parts]
-            size = 0
+                rng = np.random.default_rng((seed, epoch))
+                shards = rng.permutation(len(self.paths))[part::parts]
             for shard in shards:
-                for size, sample in enumerate(read_tar(self.paths[shard], self.captions), size + 1):
-                    yield sample
-            self.patience = min(100_000, 100 + 50 * size)
+                yield from read_tar(self.paths[shard], self.wanted)
 
     def files(self, part, parts):
-        """(bytes, name) of each image of one of `parts` parts, once."""
-        samples = itertools.chain.from_iterable(read_tar(path, self.captions) for path in self.paths[part::parts])
-        return ((sample[0], sample[2]) for sample in samples if not isinstance(sample, Skipped))
+        """(bytes, "shard:key") of each image of one of `parts` parts, once."""
+        for sample in read_tars(self.paths[part::parts], self.wanted):
+            if not isinstance(sample, Skipped):
+                yield sample[0], sample[2]
 
     def labelled(self):
-        """(image bytes, label) of every sample with a label: a whole number in `key.cls`, or as "label" in `key.json`. What is left
-        out is said at the end."""
+        """(bytes, label) of every image with a label; prints at the end what was left out."""
         found, left_out = 0, {}
-        for sample in itertools.chain.from_iterable(tar_members(path) for path in self.paths):
+        for sample in read_tars(self.paths, "label"):
             if isinstance(sample, Skipped):
                 sample.count(left_out)
-                continue
-            members, where = sample
-            image, label = image_of(members), label_of(members)
-            if image is None or label is None:
-                Skipped("no image" if image is None else "no label", where).count(left_out)
             else:
                 found += 1
-                yield image, label
+                yield sample[:2]
         for reason, (count, example) in left_out.items():
-            print(f"left out of {self.what}: {count} with {reason}, the last {example}")
+            print(f"left out of {self.name}: {count} with {reason}, the last {example}")
         if not found:
-            raise UserError(f"{self.what} has no image with a label: a number in KEY.cls, or as \"label\" in KEY.json.")
+            raise UserError(f"{self.name} has no image with a label: a number in KEY.cls, or as "
+                            f"\"label\" in KEY.json.")
 
     def sample_captions(self, limit):
-        samples = itertools.chain.from_iterable(read_tar(path) for path in self.paths)
-        captions = [s[1] for s in itertools.islice((s for s in samples if not isinstance(s, Skipped)), limit)]
+        samples = read_tars(self.paths, "caption")
+        captions = (sample[1] for sample in samples if not isinstance(sample, Skipped))
+        captions = list(itertools.islice(captions, limit))
         if not captions:
-            raise UserError(f"{self.what} has no image with a caption: a sample is KEY.jpg and KEY.txt beside each other.")
+            raise UserError(f"{self.name} has no image with a caption: KEY.jpg beside KEY.txt.")
         return captions
 
 
-@dataclasses.dataclass
-class Skipped:
-    """A sample that was left out, and why."""
-
-    reason: str
-    where: str
-
-    def count(self, skipped):
-        """Enter it into {reason: [count, last example]}."""
-        skipped[self.reason] = [skipped.get(self.reason, (0,))[0] + 1, self.where]
-
-
-class StreamError(UserError):
-    """A UserError that stays one sentence when a DataLoader worker, which adds its traceback to the message, passes it on."""
-
-    def __init__(self, message):
-        super().__init__(message.rpartition("StreamError: ")[2].strip())
+def read_tars(paths, wanted):
+    return itertools.chain.from_iterable(read_tar(path, wanted) for path in paths)
 
 
 def expand_braces(pattern):
-    """`a/{000..012}.tar` -> the 13 paths; several ranges multiply; without braces the path itself."""
+    """`a/{000..012}.tar` -> the 13 paths; several ranges multiply."""
     match = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
     if not match:
         return [pattern]
-    first, last = match[1], match[2]
+    first, last = match.groups()
     if int(last) < int(first):
         raise UserError(f"The brace range {match[0]} of {pattern} is empty.")
-    return [path for i in range(int(first), int(last) + 1)
-            for path in expand_braces(pattern[: match.start()] + str(i).zfill(len(first)) + pattern[match.end():])]
+    paths = []
+    for i in range(int(first), int(last) + 1):
+        paths += expand_braces(pattern.replace(match[0], str(i).zfill(len(first)), 1))
+    return paths
 
 
-def shuffled(samples, size, rng):
-    """Pass an endless stream through a buffer of `size` samples, handing out a random one for each that comes in."""
-    buffer = []
-    for sample in samples:
-        if isinstance(sample, Skipped):
-            yield sample
-        elif len(buffer) < size:
-            buffer.append(sample)
-        else:
-            i = rng.randrange(size)
-            yield buffer[i]
-            buffer[i] = sample
+def read_tar(path, wanted="caption"):
+    """One shard -> (image bytes, caption or label, "shard:key") or Skipped for each key.
 
-
-def read_tar(path, captions=True):
-    """One shard -> (image bytes, caption, "shard:key") for each key, or Skipped."""
-    for sample in tar_members(path):
-        yield sample if isinstance(sample, Skipped) else read_sample(*sample, captions)
-
-
-def tar_members(path):
-    """One shard -> ({suffix: bytes}, "shard:key") for each key, or Skipped. Members of a key, which is the name up to its first
-    dot, stand together (img2dataset)."""
+    A key is a name up to its first dot; its members stand together (img2dataset). wanted:
+    "caption" (`key.txt` or in `key.json`), "label" (`key.cls` or in `key.json`) or None.
+    """
     empty = True
     try:
         with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r|") as tar:
-            members = ((member.name, tar.extractfile(member).read()) for member in tar if member.isfile())
-            for key, group in itertools.groupby(members, key=lambda member: re.match(r"(.*/)?[^/.]*", member[0])[0]):
+            files = (member for member in tar if member.isfile())
+            key_of = re.compile(r"(.*/)?[^/.]*")
+            for key, group in itertools.groupby(files, lambda m: key_of.match(m.name)[0]):
                 empty = False
-                yield {name[len(key):].lower(): data for name, data in group}, f"{path}:{key}"
+                data = {m.name[len(key):].lower(): tar.extractfile(m).read() for m in group}
+                yield read_sample(data, wanted, f"{path}:{key}")
             file.seek(tar.offset)
             if file.read(512) != bytes(512):  # the end of a tar is two blocks of zeros
                 yield Skipped("truncated shard", path)
@@ -1438,262 +1186,279 @@ def tar_members(path):
         yield Skipped("unreadable shard", f"{path} ({error})")
 
 
-def image_of(members):
-    return next((members[suffix] for suffix in IMAGE_SUFFIXES if suffix in members), None)
-
-
-def label_of(members):
-    """The class of a sample, or None."""
-    try:
-        label = int(members[".cls"]) if ".cls" in members else int(json.loads(members[".json"])["label"])
-    except (KeyError, ValueError, TypeError, RecursionError):
-        return None
-    return label if label >= 0 else None
-
-
-def read_sample(members, where, captions=True):
-    """{suffix: bytes} of one key -> (image bytes, caption, where), or Skipped; without `captions` the caption is empty."""
-    image = image_of(members)
-    if image is None:
+def read_sample(members, wanted, where):
+    """{suffix: bytes} of a key -> (image bytes, caption or label, where) or Skipped."""
+    images = [members[suffix] for suffix in IMAGE_SUFFIXES if suffix in members]
+    if not images:
         return Skipped("no image", where)
-    if not captions:
-        return image, "", where
-    caption = members.get(".txt", b"").decode("utf-8", "replace").strip()
-    if not caption and ".json" in members:
+    if wanted is None:
+        return images[0], "", where
+    text = members.get({"caption": ".txt", "label": ".cls"}[wanted], b"")
+    text = text.decode("utf-8", "replace").strip()
+    if not text and ".json" in members:
         try:
             data = json.loads(members[".json"])
         except (ValueError, RecursionError):
             return Skipped("invalid JSON", where)
-        caption = str(isinstance(data, dict) and data.get("caption") or "").strip()
-    return (image, caption, where) if caption else Skipped("empty caption", where)
+        if isinstance(data, dict) and data.get(wanted) is not None:
+            text = str(data[wanted]).strip()
+    if wanted == "label":
+        is_label = re.fullmatch("[0-9]{1,9}", text)
+        return (images[0], int(text), where) if is_label else Skipped("no label", where)
+    return (images[0], text, where) if text else Skipped("empty caption", where)
 
 
-def read_table(path, image=None, caption=None):
-    """CSV or TSV with a header -> (path, caption) rows or Skipped. Columns filepath, title (OpenCLIP) or image, caption
-    (Flickr)."""
+def read_table(path, image, caption):
+    """CSV or TSV with a header -> (path, caption) rows or Skipped.
+
+    Columns, where "": filepath, title (OpenCLIP) or image, caption (Flickr).
+    """
     with open(path, newline="", encoding="utf-8-sig") as file:
-        header = file.readline()
+        delimiter = "\t" if "\t" in file.readline() else ","
         file.seek(0)
-        reader = csv.DictReader(file, delimiter="\t" if "\t" in header else ",")
+        reader = csv.DictReader(file, delimiter=delimiter)
         columns = reader.fieldnames or []
-        image = image or next((name for name in ("filepath", "image") if name in columns), "filepath")
-        caption = caption or next((name for name in ("title", "caption") if name in columns), "title")
+
+        def first_known(*names):
+            return next((name for name in names if name in columns), names[0])
+
+        image = image or first_known("filepath", "image")
+        caption = caption or first_known("title", "caption")
         for column in (image, caption):
             if column not in columns:
-                raise UserError(f"{path} has no column {column!r}, only {', '.join(columns) or 'an empty first line'}; name "
-                                f"yours with {path}:image=COLUMN,caption=COLUMN.")
+                known = ", ".join(columns) or "an empty first line"
+                raise UserError(f"{path} has no column {column!r}, only {known}; name yours with "
+                                f"{path}:image=COLUMN,caption=COLUMN.")
         for row in reader:
-            if None in row or not row[image]:
-                reason = "too many columns (a comma outside quotes?)" if None in row else "no image name"
-                yield Skipped(reason, f"{path}, line {reader.line_num}")
+            where = f"{path}, line {reader.line_num}"
+            if None in row:
+                yield Skipped("too many columns (a comma outside quotes?)", where)
+            elif not row[image]:
+                yield Skipped("no image name", where)
             else:
                 yield row[image], row[caption]
 
 
 def read_token_file(path):
-    """Flickr's `.token`: `x.jpg#0<TAB>caption` a line."""
+    """Flickr's `.token`: `x.jpg#0<TAB>caption` a line -> (path, caption) rows."""
     for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
         if line.strip():
             name, tab, caption = line.partition("\t")
             if not tab:
-                raise UserError(f"{path}, line {number}: no tab between the image and the caption.")
+                raise UserError(f"{path}, line {number}: no tab between image and caption.")
             yield name.rpartition("#")[0] or name, caption
 
 
 def read_json(path, split):
-    """COCO captions or Karpathy's JSON -> (path, caption) rows or Skipped; `split` (Karpathy only; train takes restval too)."""
+    """COCO captions or Karpathy's JSON -> (path, caption) rows or Skipped."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}.") from None
+    rows, splits = [], ("train", "restval") if split == "train" else (split,)
     try:
-        if "annotations" in data and "images" in data:
+        if "annotations" in data:  # COCO
             names = {image["id"]: str(image["file_name"]) for image in data["images"]}
-            return [(names[a["image_id"]], str(a["caption"] or "")) if a["image_id"] in names else
-                    Skipped("caption without image", f"{path}, image_id {a['image_id']}") for a in data["annotations"]]
-        if "images" in data and "sentences" in data["images"][0]:
-            splits = ("train", "restval") if split == "train" else (split,)
-            images = [image for image in data["images"] if image["split"] in splits]
-            if not images:
-                raise UserError(f"{path} has no split {split!r}, only {', '.join(sorted({i['split'] for i in data['images']}))}.")
-            return [(os.path.join(image.get("filepath", ""), image["filename"]), str(sentence["raw"] or ""))
-                    for image in images for sentence in image["sentences"]]
-    except KeyError as error:
-        raise UserError(f"{path}: an image or annotation has no {error}; COCO captions and Karpathy's files do.") from None
-    except (TypeError, AttributeError, IndexError):
-        pass
-    raise UserError(f"{path} is neither COCO captions (images, annotations) nor Karpathy's (images with sentences).")
+            for annotation in data["annotations"]:
+                number, caption = annotation["image_id"], str(annotation["caption"] or "")
+                lost = Skipped("caption without image", f"{path}, image_id {number}")
+                rows.append((names[number], caption) if number in names else lost)
+            return rows
+        for image in data["images"]:
+            if image["split"] in splits:
+                name = os.path.join(image.get("filepath", ""), image["filename"])
+                rows += [(name, str(sentence["raw"] or "")) for sentence in image["sentences"]]
+        known = ", ".join(sorted({image["split"] for image in data["images"]}))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is neither COCO captions nor Karpathy's JSON: "
+                        f"{type(error).__name__}, {error}.") from None
+    if not rows:
+        raise UserError(f"{path} has no captions of split {split!r}, only of {known or 'none'}.")
+    return rows
 
 
 def open_data(spec, image_root=None, split="train", image_size=48, captions=True):
-    """A SPEC -> World, CaptionTable or TarShards. `split` chooses Karpathy's; a spec's own `split=` goes before it.
+    """A SPEC -> World, CaptionTable or TarShards.
 
-    SPEC: shapes[:knob=value,...] | FILE.csv .tsv .txt [:image=COLUMN,caption=COLUMN] | 'DIR/{00000..00012}.tar'[:resample=1] |
-    FILE.json (COCO, Karpathy) [:split=val] | FILE.token | DIR of class folders.
-    image_root: directory that the file names of a table are relative to; by default the table's own.
-    image_size: of the world's pictures, unless the SPEC says it.
-    captions: False for images alone: then shards need no captions, and a directory can hold images without class folders.
+    SPEC: shapes[:setting=value,...] | FILE.csv .tsv .txt [:image=COLUMN,caption=COLUMN] |
+    'DIR/{00000..00012}.tar'[:resample=1] | FILE.json (COCO, Karpathy) [:split=val] |
+    FILE.token | DIR of class folders. split: of Karpathy's; train takes restval too.
+    image_root: what a table's file names are relative to; None: the table's directory.
+    image_size: of the world's pictures, unless the SPEC says it. captions: False for images
+    alone: shards need no captions then, and a directory no class folders.
     """
-    name, knobs = parse_spec(spec)
+    name, settings = parse_spec(spec)
     if name == "shapes":
-        return World(**{"size": image_size, **cast_knobs(knobs, dataclasses.asdict(World()), "shapes")})
+        settings = cast_settings(settings, dataclasses.asdict(World()), "shapes")
+        return World(**{"size": image_size, **settings})
     suffix = Path(name).suffix.lower()
     if suffix == ".tar":
-        return TarShards(name, **cast_knobs(knobs, {"resample": False, "buffer": 1000}, name), captions=captions)
+        settings = cast_settings(settings, {"resample": False, "buffer": 1000}, name)
+        return TarShards(name, **settings, captions=captions)
     if not os.path.exists(name):
-        raise UserError(f"--data {spec}: {name} does not exist; a SPEC is shapes, a CSV or TSV file, tar shards, a COCO or "
-                        f"Karpathy JSON, a .token file, or a directory of class folders.")
+        raise UserError(f"--data {spec}: {name} does not exist; a SPEC is shapes, a CSV, TSV or "
+                        f".token file, tar shards, a COCO or Karpathy JSON, or class folders.")
     if os.path.isdir(name):
-        if captions or any(entry.is_dir() and entry.name[0] != "." for entry in os.scandir(name)):
-            return open_class_folders(name)
-        return CaptionTable(((path, "an image") for path in image_files(name)), name)
-    readers = {".csv": read_table, ".tsv": read_table, ".txt": read_table, ".token": read_token_file,
-               ".json": functools.partial(read_json, split=split)}
+        return open_directory(name, captions)
+    table = read_table, {"image": "", "caption": ""}
+    readers = {".csv": table, ".tsv": table, ".txt": table, ".token": (read_token_file, {}),
+               ".json": (read_json, {"split": split})}
     if suffix not in readers:
-        raise UserError(f"--data {spec}: no reader for {suffix!r} files, only {', '.join(readers)}, .tar and directories.")
-    known = {".json": {"split": split}, ".token": {}}.get(suffix, {"image": "filepath", "caption": "title"})
+        raise UserError(f"--data {spec}: no reader for {suffix!r} files, only "
+                        f"{', '.join(readers)}, .tar and directories.")
     if image_root and not os.path.isdir(image_root):
         raise UserError(f"--image-root {image_root} is not a directory.")
-    root = Path(image_root or Path(name).parent)
+    reader, defaults = readers[suffix]
+    settings = defaults | cast_settings(settings, defaults, name)
     try:
-        rows = readers[suffix](name, **cast_knobs(knobs, known, name))
-        return CaptionTable((row if isinstance(row, Skipped) else (root / row[0], row[1]) for row in rows), name)
+        return CaptionTable(reader(name, **settings), name, Path(image_root or Path(name).parent))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"Cannot read {name}: {error}; it must be UTF-8 text, quotes in pairs.") from None
+        raise UserError(f"Cannot read {name}: {error}; is it UTF-8, with closed quotes?") from None
 
 
-def open_class_folders(directory):
-    """DIR/class name/image.jpg -> CaptionTable with labels; the caption is made from the folder's name."""
-    classes = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir() and entry.name[0] != ".")
-    if not classes:
-        raise UserError(f"{directory} has no class folders.")
-    rows = [(path, f"a photo of {article(name.replace('_', ' '))}.") for name in classes
-            for path in image_files(Path(directory, name))]
-    return CaptionTable(rows, directory, classes)
+def open_directory(directory, captions):
+    """DIR/class name/image.jpg -> CaptionTable with labels, the classes' names as captions."""
+    def images_in(path):
+        return [p for p in sorted(path.rglob("*")) if p.suffix.lower() in IMAGE_SUFFIXES]
+
+    folders = sorted(path for path in Path(directory).iterdir() if path.is_dir())
+    folders = [path for path in folders if path.name[0] != "."]
+    if not folders:
+        if captions:
+            raise UserError(f"{directory} has no class folders.")
+        rows = [(path, "an image") for path in images_in(Path(directory))]
+        return CaptionTable(rows, directory)
+    rows = []
+    for folder in folders:
+        caption = f"a photo of {article(folder.name.replace('_', ' '))}."
+        rows += [(path, caption) for path in images_in(folder)]
+    return CaptionTable(rows, directory, classes=[folder.name for folder in folders])
 
 
-def image_files(directory):
-    return [path for path in sorted(Path(directory).rglob("*")) if path.suffix.lower() in IMAGE_SUFFIXES]
+# Streams and seeds --------------------------------------------------------------------
 
 
 class Stream(IterableDataset):
-    """Endless batches of one rank from a CaptionTable or TarShards, reproducible from (seed, rank, worker, position).
+    """Endless batches of one rank, reproducible from (seed, rank, worker, position).
 
-    transform: a function of an image; with Views the batch has "views" instead of images. tokenizer: None for images alone.
-    boxes: None or Boxes, whose images are transformed with their box.
-    A batch: images (B, 3, S, S), tokens and mask (B, L), `skipped`: {worker: {reason: [count, last example]}}, and
-    `position`: {worker: (batches, samples, skipped so far)}. Give the positions of all workers (the latest of each) back to
-    continue with the next batch.
+    source: CaptionTable or TarShards. transform: a function of an image, or Views. tokenizer:
+    None for images alone. boxes: None or Boxes, in which Views crops.
+    A batch has "images" (B, 3, S, S) or "views"; "tokens" and "mask" (B, L);
+    "skipped": {worker: {reason: [count, last example]}};
+    "position": {worker: (batches, samples, skipped)}: a Stream that gets the latest positions
+    of all workers continues with the next batch.
     """
 
-    def __init__(self, source, tokenizer, transform, image_size, context, batch_size, seed, rank=0, world_size=1,
-                 positions=None, boxes=None):
-        self.source, self.tokenizer, self.transform, self.boxes = source, tokenizer, transform, boxes
-        self.collate = getattr(transform, "collate", one_view)
-        self.least = getattr(transform, "least", math.ceil(1.5 * image_size))
-        self.context, self.batch_size = context, batch_size
-        self.seed, self.rank, self.world_size, self.positions = seed, rank, world_size, positions or {}
+    def __init__(self, source, tokenizer, transform, image_size, context, batch_size, seed,
+                 rank=0, world_size=1, positions=None, boxes=None):
+        self.source, self.tokenizer, self.transform = source, tokenizer, transform
+        self.context, self.batch_size, self.boxes = context, batch_size, boxes
+        self.seed, self.rank, self.world_size = seed, rank, world_size
+        self.positions, self.min_side = positions or {}, math.ceil(1.5 * image_size)
+        if isinstance(transform, Views):
+            self.min_side = transform.min_side
 
     def __iter__(self):
-        worker, workers = whose_turn(self.positions)
+        worker, workers = this_worker(self.positions)
         part, parts = self.rank * workers + worker, self.world_size * workers
-        batches, position, skipped = self.positions.get(worker, (0, 0, self.source.skipped if part == 0 else {}))
-        skipped, in_a_row, images, captions = dict(skipped), 0, [], []
+        start = 0, 0, self.source.skipped if part == 0 else {}
+        batches, position, skipped = self.positions.get(worker, start)
+        skipped, bad_in_a_row, samples = dict(skipped), 0, []
         for sample in self.source.samples(self.seed, part, parts, position):
             if not isinstance(sample, Skipped):
                 position += 1
-                sample = self.load(*sample, seed=(self.seed, part, position))
+                with fixed_seed(self.seed, part, position):
+                    sample = self.load(*sample)
             if isinstance(sample, Skipped):
                 sample.count(skipped)
-                in_a_row += 1
-                if in_a_row >= self.source.patience:
-                    raise StreamError(f"{self.source.what}: {in_a_row:,} samples in a row could not be used, the last: "
-                                      f"{sample.reason}, {sample.where}.")
+                bad_in_a_row += 1
+                if bad_in_a_row >= self.source.max_bad:
+                    raise StreamError(
+                        f"{self.source.name}: {bad_in_a_row:,} samples in a row could not be "
+                        f"used, the last: {sample.reason}, {sample.where}.")
                 continue
-            in_a_row = 0
-            images.append(sample[0])
-            captions.append(sample[1])
-            if len(images) == self.batch_size:
+            bad_in_a_row = 0
+            samples.append(sample)
+            if len(samples) == self.batch_size:
                 batches += 1
                 with fixed_seed(self.seed, part, position, 1):
-                    batch = self.collate(images)
-                yield {**batch, **tokenize(self.tokenizer, captions, self.context),
-                       "position": {worker: (batches, position, dict(skipped))}, "skipped": {worker: dict(skipped)}}
-                images, captions = [], []
+                    batch = self.collate(samples)
+                yield batch | {"position": {worker: (batches, position, dict(skipped))},
+                               "skipped": {worker: dict(skipped)}}
+                samples = []
 
-    def load(self, file, caption, where=None, *, seed):
-        """Decode and augment, with random numbers that depend on the sample's place in the stream alone."""
+    def load(self, file, caption, name):
+        """Decode and augment -> (image or crops, caption) or Skipped."""
         try:
-            image = open_image(file, self.least)
+            image = open_image(file, self.min_side)
         except IMAGE_ERRORS as error:
-            return Skipped("unreadable image", f"{where or file} ({re.sub(' <.*>', '', str(error))})")
-        box = self.boxes.get(where or file) if self.boxes else None
-        with fixed_seed(*seed):
-            return self.transform(image) if box is None else self.transform(image, box), caption
+            why = re.sub(" <.*>", "", str(error))  # PIL names an object by its address
+            return Skipped("unreadable image", f"{name} ({why})")
+        box = self.boxes.get(name) if self.boxes else None
+        return self.transform(image) if box is None else self.transform(image, box), caption
+
+    def collate(self, samples):
+        images, captions = zip(*samples)
+        if isinstance(self.transform, Views):
+            batch = self.transform.collate(images)
+        else:
+            batch = {"images": torch.stack(images)}
+        if self.tokenizer:
+            batch["tokens"], batch["mask"] = self.tokenizer.batch(captions, self.context)
+        return batch
+
+
+class WorldStream(Stream):
+    """Stream's batches from the embedded world. transform: None or Views."""
+
+    def __init__(self, source, tokenizer, context, batch_size, seed, rank=0, world_size=1,
+                 positions=None, transform=None):
+        super().__init__(source, tokenizer, transform, source.size, context, batch_size, seed,
+                         rank, world_size, positions)
+
+    def __iter__(self):
+        worker, _ = this_worker(self.positions)
+        for batches in itertools.count(self.positions.get(worker, (0,))[0]):
+            seed = mix_seed(self.seed, self.rank, worker, batches)
+            sample = self.source.sample(self.batch_size, "train", seed)
+            images = sample["images"]
+            with fixed_seed(seed):
+                if self.transform:
+                    images = [self.transform(image) for image in denormalize(images)]
+                batch = self.collate(zip(images, sample["captions"]))
+            yield batch | {"position": {worker: (batches + 1,)}, "skipped": {}}
 
 
 class EachImage(IterableDataset):
-    """The images of one of `parts` parts of a CaptionTable or TarShards, each once: batches of names and images (B, 3, S, S), whole
-    and squeezed to a square, so that shares of its sides are shares of the image's. What cannot be read is left out."""
+    """Batches of names and images (B, 3, S, S): one of `parts` parts of the data, once.
+
+    Images are squeezed to a square, so that fractions of their sides stay.
+    """
 
     def __init__(self, source, image_size, batch_size, part=0, parts=1):
-        self.source, self.image_size, self.batch_size, self.part, self.parts = source, image_size, batch_size, part, parts
+        self.source, self.size = source, (image_size, image_size)
+        self.batch_size, self.part, self.parts = batch_size, part, parts
 
     def __iter__(self):
-        worker, workers = whose_turn({})
-        files = iter(self.source.files(self.part * workers + worker, self.parts * workers))
-        while group := list(itertools.islice(files, self.batch_size)):
+        worker, workers = this_worker({})
+        files = self.source.files(self.part * workers + worker, self.parts * workers)
+        while group := list(itertools.islice(iter(files), self.batch_size)):
             names, images = [], []
             for file, name in group:
-                try:
-                    image = open_image(file, self.image_size).resize((self.image_size,) * 2, Image.Resampling.BICUBIC)
-                except IMAGE_ERRORS:
-                    continue
-                names.append(name)
-                images.append(v2.functional.to_dtype(v2.functional.to_image(image), scale=True))
+                with contextlib.suppress(*IMAGE_ERRORS):
+                    image = open_image(file, self.size[0])
+                    image = image.resize(self.size, Image.Resampling.BICUBIC)
+                    images.append(to_tensor(image))
+                    names.append(name)
             if names:
                 yield names, normalize(torch.stack(images))
 
 
-class WorldStream(IterableDataset):
-    """Endless batches of one rank from the embedded world, in the form of Stream's. transform: None or Views; tokenizer: None for
-    images alone."""
+def this_worker(positions):
+    """The worker whose stream this process continues, and the number of workers.
 
-    def __init__(self, source, tokenizer, context, batch_size, seed, rank=0, world_size=1, positions=None, transform=None):
-        self.source, self.tokenizer, self.context, self.batch_size = source, tokenizer, context, batch_size
-        self.seed, self.rank, self.positions, self.transform = seed, rank, positions or {}, transform
-
-    def __iter__(self):
-        worker, _ = whose_turn(self.positions)
-        for batches in itertools.count(self.positions.get(worker, (0,))[0]):
-            seed = mix_seed(self.seed, self.rank, worker, batches)
-            sample = self.source.sample(self.batch_size, "train", seed)
-            yield {**self.images(sample["images"], seed), **tokenize(self.tokenizer, sample["captions"], self.context),
-                   "position": {worker: (batches + 1,)}, "skipped": {}}
-
-    def images(self, images, seed):
-        if self.transform is None:
-            return {"images": images}
-        with fixed_seed(seed):
-            return self.transform.collate([self.transform(image) for image in denormalize(images)])
-
-
-def tokenize(tokenizer, captions, context):
-    """Captions -> tokens and mask (B, L) of a batch; without a tokenizer nothing."""
-    return dict(zip(("tokens", "mask"), tokenizer.batch(captions, context))) if tokenizer else {}
-
-
-@contextlib.contextmanager
-def fixed_seed(*numbers):
-    """Random numbers that depend on `numbers` alone, and leave those outside as they were."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(mix_seed(*numbers))
-        yield
-
-
-def whose_turn(positions):
-    """{worker: (batches, ...)} -> the worker whose stream this process continues, and the number of workers. A DataLoader
-    asks its process 0 first, so that one continues the stream with the fewest batches."""
+    A DataLoader asks process 0 first: it continues the stream with the fewest batches.
+    """
     info = get_worker_info()
     if info is None:
         return 0, 1
@@ -1701,12 +1466,20 @@ def whose_turn(positions):
     return (batches.index(min(batches)) + info.id) % info.num_workers, info.num_workers
 
 
+@contextlib.contextmanager
+def fixed_seed(*numbers):
+    """Random numbers that depend on `numbers` alone; those outside stay as they were."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(mix_seed(*numbers))
+        yield
+
+
 def mix_seed(*numbers):
     """Integers -> one seed that changes with each of them."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
-# Schedules and parameter groups --------------------------------------------------------------------------------------
+# Schedules ----------------------------------------------------------------------------
 
 
 def cosine(step, steps, start, end):
@@ -1716,29 +1489,37 @@ def cosine(step, steps, start, end):
 
 def cosine_lr(step, steps, warmup, peak):
     """Linear warm-up to `peak` over `warmup` steps, then half a cosine to 0 at `steps`."""
-    return peak * (step + 1) / warmup if step < warmup else cosine(step - warmup, steps - warmup, peak, 0.0)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return cosine(step - warmup, steps - warmup, peak, 0.0)
 
 
 def linear_lr(step, steps, warmup, peak):
     """Linear warm-up to `peak` over `warmup` steps, then a line to 0 at `steps`."""
-    return peak * ((step + 1) / warmup if step < warmup else (steps - step) / max(1, steps - warmup))
+    if step < warmup:
+        return peak * ((step + 1) / warmup)
+    return peak * ((steps - step) / max(1, steps - warmup))
+
+
+# Parameter groups and checkpoints -----------------------------------------------------
 
 
 def param_groups(model, weight_decay):
-    """Two AdamW groups, the first with `decays`: the weights of linear and convolution layers decay; norms, biases, embeddings,
-    positions, queries and the temperature do not."""
-    matrices = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decay = [parameter for parameter in trained if id(parameter) in matrices]
-    rest = [parameter for parameter in trained if id(parameter) not in matrices]
-    return [{"params": decay, "weight_decay": weight_decay, "decays": True}, {"params": rest, "weight_decay": 0.0, "decays": False}]
-
-
-# Checkpoints ---------------------------------------------------------------------------------------------------------
+    """Two AdamW groups: weights of linear and convolution layers decay, all others do not."""
+    matrices = set()
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            matrices.add(id(module.weight))
+    groups = [{"params": [], "weight_decay": weight_decay, "decays": True},
+              {"params": [], "weight_decay": 0.0, "decays": False}]
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            groups[id(parameter) not in matrices]["params"].append(parameter)
+    return groups
 
 
 def save_checkpoint(path, state):
-    """Write atomically: a killed process leaves the old file or the new one, never half of one."""
+    """Write atomically: a killed process leaves the old file or the new one, never a half."""
     temporary = f"{path}.tmp"
     with open(temporary, "wb") as file:
         torch.save(state, file)
@@ -1759,10 +1540,325 @@ def read_config(run):
 
 
 def load_checkpoint(path, map_location="cpu"):
-    """Read a checkpoint without executing code from it. Raises UserError when it is missing or no checkpoint."""
+    """Read a checkpoint without executing code from it; UserError if that cannot be done."""
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
     except FileNotFoundError:
         raise UserError(f"There is no checkpoint {path}.") from None
     except Exception as error:
-        raise UserError(f"{path} is not a checkpoint that can be read: {type(error).__name__}.") from None
+        why = type(error).__name__
+        raise UserError(f"{path} is not a checkpoint that can be read: {why}.") from None
+
+
+# The embedded world -------------------------------------------------------------------
+
+COLOURS = {
+    "red": (0.85, 0.15, 0.15), "green": (0.15, 0.65, 0.2), "blue": (0.2, 0.3, 0.9),
+    "yellow": (0.95, 0.85, 0.2), "purple": (0.55, 0.2, 0.7), "orange": (0.95, 0.55, 0.1),
+    "pink": (0.95, 0.6, 0.75), "white": (0.95, 0.95, 0.95),
+}
+SHAPES = {  # of (u, v), the offset from the centre in radii, v downwards: negative inside
+    "circle": lambda u, v: torch.hypot(u, v) - 0.95,
+    "square": lambda u, v: torch.maximum(u.abs(), v.abs()) - 0.82,
+    "triangle": lambda u, v: torch.maximum(v - 0.75, 0.87 * u.abs() - 0.5 * v - 0.5),
+    "diamond": lambda u, v: (u.abs() + v.abs() - 1.0) * 0.71,
+    "cross": lambda u, v: torch.minimum(torch.maximum(u.abs() - 0.3, v.abs() - 0.95),
+                                        torch.maximum(u.abs() - 0.95, v.abs() - 0.3)),
+    "star": lambda u, v: torch.hypot(u, v) - 0.68 - 0.3 * torch.cos(5 * torch.atan2(u, -v)),
+    "ring": lambda u, v: (torch.hypot(u, v) - 0.7).abs() - 0.25,
+    "moon": lambda u, v: torch.maximum(torch.hypot(u, v) - 0.95, 0.75 - torch.hypot(u - 0.5, v)),
+}
+COLOUR_NAMES, SHAPE_NAMES = list(COLOURS), list(SHAPES)
+OPENINGS = [""] * 10 + [
+    "a photo of", "a picture of", "there is", "we see", "this image shows", "an image with",
+    "my favourite photo of", "look at", "in this scene there is", "here we have", "close view of",
+    "the artist drew"]
+CLOSINGS = [""] * 10 + [
+    "in the picture", "on a plain background", "for sale", "today", "as seen yesterday",
+    "in high quality", "by an unknown author", "and nothing else", "taken with my camera",
+    "in good condition"]
+JOINTS = [" and ", " and ", " with ", " , ", " next to ", " as well as "]
+NUMBERS = ["no", "one", "two", "three", "four", "five", "six", "seven"]
+RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
+OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+SPLITS = {"train": range(0, 8), "val": range(8, 9), "test": range(9, 10)}  # tenths
+
+
+@dataclasses.dataclass
+class World:
+    """The embedded world: coloured shapes with captions, drawn from a seed.
+
+    Its fields are the settings of `shapes:...`. B scenes of at most K objects are a dict of
+    tensors: present, colour, shape, large, radius (B, K), centre (B, K, 2) as (x, y), in pixels.
+    A hash of its objects and their pixels puts a scene into train, val or test: no two splits
+    share one. `heldout` colour-shape pairs never occur in train.
+    """
+
+    size: int = 48            # pixels
+    objects: int = 3          # 1 to this many objects
+    noise: float = 0.04       # standard deviation of the softened background noise
+    background: float = 0.25  # how far the background colours of two images can differ
+    small: float = 0.14       # radius of a small object, fraction of the image
+    large: float = 0.20       # radius of a large one
+    palette: int = 8          # objects have the first of COLOURS; tasks ask for all 8
+    heldout: int = 6          # colour-shape pairs, of the 64, that training never shows
+    relations: float = 0.3    # fraction of captions that relate two objects
+    kinds: float = 1.0        # fraction of objects with their shape named, else "thing"
+    colours: float = 0.9      # fraction of objects with their colour named
+    sizes: float = 0.4        # fraction of single objects with their size named
+    together: float = 0.0     # fraction of training scenes whose object 1 goes with object 0
+    fillers: bool = True      # openings, closings: words that describe nothing
+    words: int = 0            # made-up words; a caption holds up to two
+
+    def __post_init__(self):
+        limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "background": (0, 0.5),
+                  "palette": (1, 8), "heldout": (0, 32), "relations": (0, 1), "words": (0, 4000),
+                  "kinds": (0, 1), "colours": (0, 1), "sizes": (0, 1),
+                  "together": (0, 1 if self.objects > 1 else 0)}
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise UserError(f"shapes: {name}={value} must be from {low} to {high}.")
+        self.cells = max(2, math.ceil(math.sqrt(self.objects)))  # a side; an object in a cell
+        low, high = 2.2 / self.size, 0.64 / self.cells  # 2 pixels; does not hide a neighbour
+        if not low <= self.small < self.large <= high:
+            raise UserError(
+                f"shapes: small={self.small} must be less than large={self.large}, both from "
+                f"{low:.3f} to {high:.3f} with size={self.size} and objects={self.objects}.")
+        self.heldout_pairs = [(i % 8, (3 * i + i // 8 + 1) % 8) for i in range(self.heldout)]
+
+    def scenes(self, n, split, generator, objects=None):
+        """n scenes of the split, with exactly `objects` objects, or 1 to `self.objects`."""
+        if split not in SPLITS:
+            raise UserError(f"shapes has no split {split!r}, only {', '.join(SPLITS)}.")
+        if objects is not None and not 1 <= objects <= self.objects:
+            raise UserError(f"shapes has no scene of {objects} objects: objects={self.objects}.")
+        heldout = torch.zeros(8, 8, dtype=torch.bool)
+        for colour, shape in self.heldout_pairs:
+            heldout[colour, shape] = True
+        parts, found = [], 0
+        while found < n:
+            m = max(64, math.ceil((n - found) * 10 / len(SPLITS[split]) * 1.2))
+            scene = self.draw(m, generator, objects, self.together if split == "train" else 0)
+            keep = self.in_split(scene, split)
+            if split == "train":
+                keep &= ~(scene["present"] & heldout[scene["colour"], scene["shape"]]).any(1)
+            parts.append({name: value[keep] for name, value in scene.items()})
+            found += int(keep.sum())
+        return {name: torch.cat([part[name] for part in parts])[:n] for name in parts[0]}
+
+    def draw(self, m, generator, objects, together):
+        """m scenes, whatever their split."""
+        K = self.objects
+
+        def rand(*shape):
+            return torch.rand(*shape, generator=generator)
+
+        def choices(n):
+            return torch.randint(n, (m, K), generator=generator)
+
+        count = objects
+        if objects is None:
+            count = torch.randint(1, K + 1, (m, 1), generator=generator)
+        present = (torch.arange(K) < count).expand(m, K)
+        colour, shape, large = choices(self.palette), choices(8), choices(2).bool()
+        twin = rand(m) < 0.15  # so that counts above one occur
+        for k in range(1, K):
+            colour[twin, k], shape[twin, k] = colour[twin, 0], shape[twin, 0]
+            twin = twin & (rand(m) < 0.4)
+        if together:  # red with green, circle with square: neighbours in the lists
+            pair = rand(m) < together
+            present = present | (pair[:, None] & (torch.arange(K) == 1))
+            for values, n in ((colour, self.palette), (shape, 8)):
+                first = values[pair, 0]
+                values[pair, 1] = torch.where(first ^ 1 < n, first ^ 1, first)
+        cell = rand(m, self.cells**2).argsort(1)[:, :K]
+        radius = torch.where(large, self.large, self.small) * self.size
+        radius = radius * (1 + 0.2 * (rand(m, K) - 0.5))
+        step = self.size / self.cells
+        room = (step / 2 - radius).clamp(min=0)[..., None]
+        corner = torch.stack([cell % self.cells, cell // self.cells], -1)
+        centre = (corner + 0.5) * step + (2 * rand(m, K, 2) - 1) * room
+        return {"present": present, "colour": colour, "shape": shape, "large": large,
+                "radius": radius, "centre": centre}
+
+    def in_split(self, scene, split):
+        """Scenes -> (B,) whether they are in the split; the order of objects does not matter."""
+        x, y = scene["centre"].long().unbind(-1)
+        code = (scene["colour"] * 8 + scene["shape"]) * 2 + scene["large"]
+        code = code * self.size**2 + y * self.size + x
+        key = (scene["present"] * (code * 2654435761 + code**2 * 40503 + 97)).sum(1)
+        return torch.isin((key // 128) % 10, torch.tensor(SPLITS[split]))
+
+    def render(self, scene, generator):
+        """Scenes -> images (B, 3, S, S) in [0, 1] and segmentation (B, S, S).
+
+        Segmentation is 0 on the background, k + 1 on object k.
+        """
+        S, (B, K) = self.size, scene["present"].shape
+        colour = torch.rand(B, 3, 1, 1, generator=generator) - 0.5
+        noise = torch.randn(B, 3, S // 2 + 1, S // 2 + 1, generator=generator)
+        noise = F.interpolate(noise, scale_factor=2, mode="bilinear")[..., :S, :S]
+        # interpolation shrinks the deviation to about 1 / 1.6
+        images = 0.275 + self.background * colour + self.noise * 1.6 * noise
+        offset = torch.arange(S) + 0.5 - scene["centre"][..., None]
+        offset = offset / scene["radius"][..., None, None]   # (B, K, 2, S): u, v
+        tone = 1 + 0.15 * (2 * torch.rand(B, K, 1, generator=generator) - 1)
+        rgb = torch.tensor(list(COLOURS.values()))[scene["colour"]] * tone
+        rgb = rgb.clamp(max=1)                               # (B, K, 3)
+        segmentation = torch.zeros(B, S, S, dtype=torch.long)
+        for shape, k in itertools.product(range(8), range(K)):
+            has_shape = scene["present"][:, k] & (scene["shape"][:, k] == shape)
+            rows = torch.nonzero(has_shape)[:, 0]
+            u, v = offset[rows, k, 0][:, None, :], offset[rows, k, 1][:, :, None]
+            distance = SHAPES[SHAPE_NAMES[shape]](u, v) * scene["radius"][rows, k, None, None]
+            cover = (0.5 - distance).clamp(0, 1)             # (b, S, S), antialiased
+            paint = rgb[rows, k, :, None, None]
+            images[rows] = torch.lerp(images[rows], paint, cover[:, None])
+            segmentation[rows] = torch.where(cover > 0.5, k + 1, segmentation[rows])
+        return images.clamp_(0, 1), segmentation
+
+    def objects_of(self, scene):
+        """Scenes -> for each a list of objects: dicts of colour, shape, size (words), x, y."""
+        names = ("present", "colour", "shape", "large", "centre")
+        lists = []
+        for rows in zip(*(scene[name].tolist() for name in names)):
+            objects = []
+            for present, colour, shape, large, (x, y) in zip(*rows):
+                if present:
+                    objects.append({"colour": COLOUR_NAMES[colour], "shape": SHAPE_NAMES[shape],
+                                    "size": "large" if large else "small", "x": x, "y": y})
+            lists.append(objects)
+        return lists
+
+    def caption(self, objects, rng):
+        """A caption of a scene: order, template, detail and fillers by rng, a random.Random."""
+        objects = rng.sample(objects, len(objects))
+        related = [(a, name, b) for a, b in itertools.permutations(objects, 2)
+                   for name in RELATIONS if holds(a, name, b)]
+        if related and rng.random() < self.relations:
+            a, name, b = rng.choice(related)
+            phrases = [f"{self.noun(a, rng)} {name} {self.noun(b, rng)}"]
+            phrases += [self.noun(o, rng) for o in objects if o is not a and o is not b]
+        else:
+            groups = defaultdict(list)
+            for o in objects:
+                groups[o["colour"], o["shape"]].append(o)
+            phrases = [self.noun(group[0], rng, len(group)) for group in groups.values()]
+        text = phrases[0]
+        for phrase in phrases[1:]:
+            text += rng.choice(JOINTS) + phrase
+        if self.fillers:
+            text = f"{rng.choice(OPENINGS)} {text} {rng.choice(CLOSINGS)}".strip()
+        if self.words:
+            chosen = [made_up_word(rng.randrange(self.words)) for _ in range(rng.randrange(3))]
+            text = " ".join([*chosen[:1], text, *chosen[1:]])
+        return text
+
+    def noun(self, o, rng, count=1):
+        """An object, or `count` alike, in words, at times without its size, colour or shape."""
+        words = []
+        if count == 1 and rng.random() < self.sizes:
+            words.append(o["size"])
+        if rng.random() < self.colours:
+            words.append(o["colour"])
+        kind = o["shape"] if rng.random() < self.kinds else "thing"
+        if count == 1:
+            return article(" ".join([*words, kind]))
+        return " ".join([NUMBERS[count], *words, plural(kind)])
+
+    def sample(self, n, split, seed, objects=None):
+        """n samples: normalised images, segmentation, captions, scene and objects."""
+        generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+        scene = self.scenes(n, split, generator, objects)
+        images, segmentation = self.render(scene, generator)
+        lists = self.objects_of(scene)
+        captions = [self.caption(objects, rng) for objects in lists]
+        return {"images": normalize(images), "captions": captions, "scene": scene,
+                "objects": lists, "segmentation": segmentation}
+
+    def sample_captions(self, limit):
+        """Training captions for a vocabulary, at most 5,000: they hold nearly every word."""
+        generator, rng = torch.Generator().manual_seed(0), random.Random(0)
+        scene = self.scenes(min(limit, 5000), "train", generator)
+        return [self.caption(objects, rng) for objects in self.objects_of(scene)]
+
+    def hard_negatives(self, objects, rng):
+        """{kind: (caption, negative)} of those of SugarCrepe's seven kinds that fit the scene."""
+        a = rng.choice(objects)
+        colours, shapes = {o["colour"] for o in objects}, {o["shape"] for o in objects}
+        other_colour = rng.choice([c for c in COLOUR_NAMES if c not in colours])
+        other_shape = rng.choice([s for s in SHAPE_NAMES if s not in shapes])
+        kinds = [(o["colour"], o["shape"]) for o in objects]
+        name = coloured(a["colour"], a["shape"])
+        everything = " and ".join(coloured(*kind) for kind in kinds)
+        pairs = {
+            "replace_att": (name, coloured(other_colour, a["shape"])),
+            "replace_obj": (name, coloured(a["colour"], other_shape)),
+            "add_obj": (everything, f"{everything} and {coloured(other_colour, other_shape)}"),
+        }
+        alike = [o for o in objects if (o["colour"], o["shape"]) == (a["colour"], a["shape"])]
+        if all(o["size"] == a["size"] for o in alike):
+            other_size = "small" if a["size"] == "large" else "large"
+            pairs["add_att"] = (name, article(f"{other_size} {a['colour']} {a['shape']}"))
+        unlike = [o for o in objects if o["colour"] != a["colour"] and o["shape"] != a["shape"]]
+        if not unlike:
+            return pairs
+        b = unlike[0]
+        other = coloured(b["colour"], b["shape"])
+        swapped = (b["colour"], a["shape"]), (a["colour"], b["shape"])
+        if not any(kind in kinds for kind in swapped):
+            negative = " and ".join(coloured(*kind) for kind in swapped)
+            pairs["swap_att"] = (f"{name} and {other}", negative)
+        relation = next((r for r in RELATIONS if holds(a, r, b)), None)
+        if relation and all(kinds.count((o["colour"], o["shape"])) == 1 for o in (a, b)):
+            caption = f"{name} {relation} {other}"
+            pairs["swap_obj"] = (caption, f"{other} {relation} {name}")
+            pairs["replace_rel"] = (caption, f"{name} {OPPOSITE[relation]} {other}")
+        return pairs
+
+    def winoground(self, n, seed):
+        """n pairs of test scenes with the same words, the two objects' colours swapped.
+
+        Returns images (n, 2, 3, S, S), normalised, and n lists of two captions.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        world = dataclasses.replace(self, objects=max(2, self.objects))
+        scene = world.scenes(30 * n + 200, "test", generator, objects=2)  # one in 15 will do
+        mirror = {**scene, "colour": scene["colour"].clone()}
+        mirror["colour"][:, :2] = scene["colour"][:, [1, 0]]
+        keep = world.in_split(mirror, "test")
+        for name in ("colour", "shape"):
+            keep &= scene[name][:, 0] != scene[name][:, 1]
+        images, captions = [], []
+        for s in (scene, mirror):
+            s = {name: value[keep][:n] for name, value in s.items()}
+            images.append(normalize(self.render(s, generator)[0]))
+            captions.append([" and ".join(coloured(o["colour"], o["shape"]) for o in objects)
+                             for objects in self.objects_of(s)])
+        return torch.stack(images, dim=1), [list(pair) for pair in zip(*captions)]
+
+
+def holds(a, relation, b):
+    """Whether object a stands in the relation to b, by more than 6 pixels."""
+    dx, dy = RELATIONS[relation]
+    return (a["x"] - b["x"]) * dx + (a["y"] - b["y"]) * dy > 6
+
+
+def coloured(colour, shape):
+    return article(f"{colour} {shape}")
+
+
+def article(phrase):
+    return f"{'an' if phrase[0] in 'aeiou' else 'a'} {phrase}"
+
+
+def plural(kind):
+    return kind + ("es" if kind == "cross" else "s")
+
+
+def made_up_word(i):
+    """Word number i of 4,900: two syllables."""
+    i = i * 1987 % 4900
+    syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+    return syllables[i // 70] + syllables[i % 70]
