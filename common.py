@@ -539,9 +539,8 @@ def load_encoder_weights(encoder, state_dict):
     A ViT or TextTransformer takes those of OpenCLIP, OpenAI's CLIP, timm, DINO and ours, a
     ResNet torchvision's. The tower may stand behind any prefix (`visual.`, `module.`) and in
     nested dicts; of student and teacher the teacher is taken. Positions of another grid are
-    interpolated; a [CLS] position or patch bias that is missing is zero. UserError if no block
-    fits. OpenAI's image tower needs quick_gelu=1,pre_norm=1,patch_bias=0,cls=1,eps=1e-5, its
-    text tower causal=1,quick_gelu=1.
+    interpolated, a missing [CLS] position or patch bias is zero. UserError if no block fits.
+    OpenAI's need quick_gelu=1,pre_norm=1,patch_bias=0,cls=1,eps=1e-5 or causal=1,quick_gelu=1.
     """
     tensors = dict(flatten(state_dict))
     prefix, tower = find_tower(tensors, encoder)
