@@ -247,7 +247,7 @@ def readable(pairs, read, workers=0):
                     unreadable.append(file)
                 else:
                     yield image, value
-    if len(unreadable) == n:
+    if unreadable and len(unreadable) == n:
         raise UserError(f"None of the {n} images could be read, the last is {unreadable[-1:]}.")
     if unreadable:
         print(f"skipped {len(unreadable)} of {n} images that cannot be read")
@@ -557,7 +557,7 @@ def open_eval_set(options, image_size, captions=True):
     """options.data, a SPEC of common.open_data or a directory like SugarCrepe's or Pascal VOC's
     -> EvalSet. captions: False for a model without a text tower."""
     spec, limit = options.data, options.limit
-    if is_voc(spec):
+    if Path(spec, "SegmentationClass").is_dir():
         return VocSet(spec, options, image_size)
     files = sorted(Path(spec).glob("*.json")) if Path(spec).is_dir() else []
     files = [file for file in files if "negative_caption" in file.read_text()[:4000]]
@@ -571,16 +571,23 @@ def open_eval_set(options, image_size, captions=True):
     return TableSet(source, options, image_size)
 
 
+def open_beside(options, data, spec, message, **changes):
+    """Data to learn from or to choose by: `spec`, or splits of the world's own. Raises UserError
+    with the message if there is none, or if they are the data to evaluate."""
+    if spec is None and data.has_splits:
+        return data
+    if spec is None or Path(spec).resolve() == Path(options.data).resolve():
+        raise UserError(message)
+    changes |= dict(data=spec, limit=options.train_limit)
+    return open_eval_set(argparse.Namespace(**vars(options) | changes), options.image_size)
+
+
 def open_training_set(options, data):
     """What k-NN and probes learn from: --train-data, of the world its training split."""
-    if data.has_splits:
-        return data
-    spec, names = options.train_data, data.classes.names
-    if spec is None or same_path(spec, options.data):
-        raise UserError("k-NN and linear probes on class folders need --train-data, other "
-                        "class folders or tar shards with labels to learn from.")
-    changes = dict(data=spec, limit=options.train_limit, image_root=None)
-    train = open_eval_set(changed(options, **changes), options.image_size)
+    spec = None if data.has_splits else options.train_data
+    message = ("k-NN and linear probes on class folders need --train-data, other class folders "
+               "or tar shards with labels to learn from.")
+    train, names = open_beside(options, data, spec, message, image_root=None), data.classes.names
     if train.labelled is None or train.classes is not None and train.classes.names != names:
         raise UserError(f"--train-data {spec} must have the class folders of {options.data}: "
                         f"{', '.join(names)}.")
@@ -588,38 +595,21 @@ def open_training_set(options, data):
 
 
 def open_selection(options, data, task, chooser, needed):
-    """What slots or masks are chosen on: --select, which must suit the task `chooser`; of the
-    world its own splits. The data to evaluate cannot choose too."""
-    spec = options.select
-    if spec is None and data.has_splits:
-        return data
-    if spec is None or same_path(spec, options.data):
-        raise UserError(f"Task {task} needs --select, {needed}, not the data to evaluate.")
-    changes = dict(data=spec, limit=options.train_limit, image_root=options.select_root)
-    selection = open_eval_set(changed(options, **changes, split="val"), options.image_size)
+    """What slots or masks are chosen by: --select, which must suit the task `chooser`."""
+    spec, message = options.select, f"Task {task} needs --select, {needed}"
+    selection = open_beside(options, data, spec, f"{message}, not the data to evaluate.",
+                            split="val", image_root=options.select_root)
     if not TASKS[chooser].fits(selection):
-        raise UserError(f"Task {task} needs {needed}; --select {spec} is something else.")
+        raise UserError(f"{message}; {spec} is something else.")
     return selection
 
 
 def default_split(spec):
     """The split to evaluate where none is asked for; "all" of data that have no splits."""
     name = common.parse_spec(spec)[0]
-    if is_voc(spec):
+    if Path(spec, "SegmentationClass").is_dir():
         return "val"  # VOC's test split has no maps
     return "test" if name == "shapes" or name.lower().endswith(".json") else "all"
-
-
-def is_voc(spec):
-    return Path(spec, "SegmentationClass").is_dir()
-
-
-def same_path(a, b):
-    return Path(a).resolve() == Path(b).resolve()
-
-
-def changed(options, **changes):
-    return argparse.Namespace(**vars(options) | changes)
 
 
 def read_lines(path, flag):
@@ -1231,7 +1221,8 @@ def check(options, data, has_text):
         why = "a model without a text tower" if TASKS[name].fits(data) else "this data"
         raise UserError(f"Task {name} cannot use {why}; what can be done is "
                         f"{', '.join(usable)}.")
-    if not has_text or "knn" in (options.tasks or []):
+    by_knn = not has_text or "knn" in (options.tasks or [])
+    if by_knn and not data.has_splits:
         next(iter(open_training_set(options, data).labelled("train")))
     return usable
 
@@ -1296,14 +1287,14 @@ def file_name(spec):
 @torch.no_grad()
 def draw_pictures(embed, data, options, path):
     """Draw what --task names, or all that data and model serve, beside the results."""
-    pages = {"entropies": draw_entropies(path.parent)}
+    prefix, pages = path.stem.removeprefix("eval").removeprefix("-"), {}
+    if not prefix and not options.tasks:
+        pages[path.with_name("entropies.png")] = draw_entropies(path.parent)
     for name, picture in PICTURES.items():
         asked = not options.tasks or name in options.tasks
         if asked and picture.fits(data) and picture.suits(embed.model):
-            pages[name] = picture.run(embed, data)
-    prefix = path.stem.removeprefix("eval").removeprefix("-")
-    prefix = prefix and prefix + "-"
-    pages = {path.parent / f"{prefix}{name}.png": page for name, page in pages.items()}
+            page = path.with_name(f"{prefix}-{name}.png" if prefix else f"{name}.png")
+            pages[page] = picture.run(embed, data)
     return save_pictures(pages)
 
 
@@ -1363,11 +1354,13 @@ def answers(embed, index, query, words):
     """{heading: [(name, score), ...]}; of a caption with the text tower and without."""
     if words:
         return {query: index.search(dict.fromkeys(words, 1.0), 8, where=query)}
-    found = {}
+    found, unknown = {}, embed.unknown_tokens
     for way, encode in (("text tower", embed.model.encode_text),
                         ("words alone", embed.model.encode_words)):
         x = word_columns(embed, embed.texts([query], encode))[0]
         found[f"{query} ({way})"] = index.search(x, 8, cosine=True)
+    if embed.unknown_tokens > unknown:
+        print(f"{query}: the vocabulary does not know all of its words.")
     return found
 
 
@@ -1401,8 +1394,8 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
 
 def options_for(args, **changes):
     """What `python eval.py RUN` uses for a run with settings `args`; changes: of its flags."""
-    options = build_parser().parse_args(["RUN"])
-    options = changed(options, **{"image_size": args.image_size} | changes)
+    options = vars(build_parser().parse_args(["RUN"]))
+    options = argparse.Namespace(**options | {"image_size": args.image_size} | changes)
     default_data = args.eval_data or args.data
     options.is_default_data = options.data in (None, default_data)
     if options.data is None:
@@ -1438,6 +1431,8 @@ def compare(names, results):
     """Print a table: a column for each name, a row for each metric that all runs have; mean and
     standard deviation over the runs of a name."""
     metrics = [key for key in results[0] if all(key in result for result in results)]
+    if not metrics:
+        return print("These runs have no metric in common.")
     columns = collections.defaultdict(list)
     for name, result in zip(names, results):
         columns[name].append(result)
@@ -1520,7 +1515,8 @@ def main(argv=None):
         task = PICTURES["segmentation"]
         suited = task.fits(data) and all(task.suits(embed.model) for embed in embedders)
         if suited and len(specs) == 1:
-            page = draw_segmentation(dict(zip(names, embedders)), data)
+            first = {name: embedders[names.index(name)] for name in names}
+            page = draw_segmentation(first, data)
             save_pictures({Path(options.runs[0], "comparison.png"): page})
 
 
