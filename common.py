@@ -185,7 +185,7 @@ class Chain(nn.ModuleList):
             else:
                 x = module(x, *context)
             outputs = [*outputs, x][-n:]
-        return outputs or [x]
+        return outputs or [x]  # without modules: the input
 
 
 def checkpoint_contexts(module):
@@ -227,8 +227,8 @@ class BatchNorm(nn.BatchNorm2d):
             return super().forward(x)
         variances, means = torch.var_mean(x.float(), (0, 2, 3), correction=0)
         means, variances = gather(torch.stack([means, variances])[None]).unbind(1)
-        mean = means.mean(0)                                 # of means (world, C)
-        variance = (variances + (means - mean).square()).mean(0)
+        mean = means.mean(0)                                 # (C,), of (world, C)
+        variance = (variances + (means - mean).square()).mean(0)  # within and between ranks
         with torch.no_grad():
             n = x.numel() / x.shape[1] * dist.get_world_size()
             self.running_mean.lerp_(mean, self.momentum)
@@ -424,7 +424,7 @@ def image_encoder_settings(spec):
 class Method:
     """A method's module, with defaults for what it leaves out; it has Config, PRESETS, Model.
 
-    `args` is a run's settings: one object with the fields of train.py's Config and of this one.
+    `args` is a run's settings: one object with the fields of train.py's and the method's Config.
     """
 
     model_class = lambda self, args: self.Model  # the class of the model
@@ -441,7 +441,7 @@ class Method:
 
 
 class ModelDefaults:
-    """What a Model may leave out; an ability that it lacks is None. It must have
+    """What a Model may leave out; an ability that it does not have is None. It must have
 
     __init__(config, image_encoder, text_encoder, image_width, text_width),
     forward(batch, gather) -> {"loss": scalar, other scalars to log},
@@ -462,7 +462,7 @@ class ModelDefaults:
     attend = None             # (images, tokens, mask) -> attention over both, slots of both
     encode_words = None       # (tokens, mask) -> (B, |V|), the caption's words alone
     image_encoding = None     # (images) -> (B, |V|), not normalised
-    word_maps = None          # (images, ids) -> (B, N, n), each word's scores by place
+    word_maps = None          # (images, ids) -> (B, N, n), words' scores at image tokens
     head_maps = None          # (images) -> (B, heads, h, w), what [CLS] attends to
     boxes = None              # (images) -> (B, 4), where crops lie, as fractions of the sides
 
@@ -699,8 +699,9 @@ class WordPiece:
             return [self.unk]
         pieces, start = [], 0
         while start < len(word):
+            mark = "##" if start else ""
             for end in range(len(word), start, -1):
-                piece = "##" * (start > 0) + word[start:end]
+                piece = mark + word[start:end]
                 if piece in self.ids:
                     break
             else:
@@ -894,7 +895,10 @@ class Views:
 
 
 def crop_start(low, high, length, side, fraction):
-    """Where a crop of `length` pixels of a `side` starts, its centre between low and high."""
+    """Where a crop of `length` of a side's pixels starts, its centre between low and high.
+
+    fraction: 0 for the first such start in the image, 1 for the last.
+    """
     first = min(max(low - length / 2, 0), side - length)
     last = min(max(high - length / 2, 0), side - length)
     return round(first + fraction * (last - first))
@@ -952,8 +956,8 @@ class Boxes:
         """The box of an image, or None."""
         key = self.key(name)
         i = np.searchsorted(self.keys, key)
-        found = i < len(self.keys) and self.keys[i] == key
-        return self.boxes[i].tolist() if found else None
+        is_known = i < len(self.keys) and self.keys[i] == key
+        return self.boxes[i].tolist() if is_known else None
 
     def state(self):
         """The arguments that make it again."""
@@ -1073,7 +1077,7 @@ class TarShards:
     def __init__(self, pattern, resample=False, buffer=1000, captions=True):
         self.name, self.paths, self.skipped = pattern, expand_braces(pattern), {}
         self.resample, self.buffer = resample, buffer
-        self.wanted = "caption" if captions else None
+        self.content = "caption" if captions else None
         missing = [path for path in self.paths if not os.path.isfile(path)]
         if missing:
             raise UserError(f"{len(missing)} of the {len(self.paths)} shards of {pattern} do not "
@@ -1098,7 +1102,9 @@ class TarShards:
                 i = rng.randrange(self.buffer)
                 buffer[i], sample = sample, buffer[i]
                 position += 1
-            if position > start or (position == start and isinstance(sample, Skipped)):
+                if position > start:
+                    yield sample
+            elif position >= start:
                 yield sample
 
     def read_epochs(self, seed, part, parts):
@@ -1111,26 +1117,26 @@ class TarShards:
                 rng = np.random.default_rng((seed, epoch))
                 shards = rng.permutation(len(self.paths))[part::parts]
             for shard in shards:
-                yield from read_tar(self.paths[shard], self.wanted)
+                yield from read_tar(self.paths[shard], self.content)
 
     def files(self, part, parts):
         """(bytes, "shard:key") of each image of one of `parts` parts, once."""
-        for sample in read_tars(self.paths[part::parts], self.wanted):
+        for sample in read_tars(self.paths[part::parts], self.content):
             if not isinstance(sample, Skipped):
                 yield sample[0], sample[2]
 
     def labelled(self):
         """(bytes, label) of every image with a label; prints at the end what was left out."""
-        found, left_out = 0, {}
+        total, left_out = 0, {}
         for sample in read_tars(self.paths, "label"):
             if isinstance(sample, Skipped):
                 sample.count(left_out)
             else:
-                found += 1
+                total += 1
                 yield sample[:2]
         for reason, (count, example) in left_out.items():
             print(f"left out of {self.name}: {count} with {reason}, the last {example}")
-        if not found:
+        if total == 0:
             raise UserError(f"{self.name} has no image with a label: a number in KEY.cls, or as "
                             f"\"label\" in KEY.json.")
 
@@ -1143,8 +1149,8 @@ class TarShards:
         return captions
 
 
-def read_tars(paths, wanted):
-    return itertools.chain.from_iterable(read_tar(path, wanted) for path in paths)
+def read_tars(paths, content):
+    return itertools.chain.from_iterable(read_tar(path, content) for path in paths)
 
 
 def expand_braces(pattern):
@@ -1161,10 +1167,10 @@ def expand_braces(pattern):
     return paths
 
 
-def read_tar(path, wanted="caption"):
+def read_tar(path, content="caption"):
     """One shard -> (image bytes, caption or label, "shard:key") or Skipped for each key.
 
-    A key is a name up to its first dot; its members stand together (img2dataset). wanted:
+    A key is a name up to its first dot; its files stand together (img2dataset). content:
     "caption" (`key.txt` or in `key.json`), "label" (`key.cls` or in `key.json`) or None.
     """
     empty = True
@@ -1175,7 +1181,7 @@ def read_tar(path, wanted="caption"):
             for key, group in itertools.groupby(files, lambda m: key_of.match(m.name)[0]):
                 empty = False
                 data = {m.name[len(key):].lower(): tar.extractfile(m).read() for m in group}
-                yield read_sample(data, wanted, f"{path}:{key}")
+                yield read_sample(data, content, f"{path}:{key}")
             file.seek(tar.offset)
             if file.read(512) != bytes(512):  # the end of a tar is two blocks of zeros
                 yield Skipped("truncated shard", path)
@@ -1185,23 +1191,23 @@ def read_tar(path, wanted="caption"):
         yield Skipped("unreadable shard", f"{path} ({error})")
 
 
-def read_sample(members, wanted, where):
+def read_sample(members, content, where):
     """{suffix: bytes} of a key -> (image bytes, caption or label, where) or Skipped."""
     images = [members[suffix] for suffix in IMAGE_SUFFIXES if suffix in members]
     if not images:
         return Skipped("no image", where)
-    if wanted is None:
+    if content is None:
         return images[0], "", where
-    text = members.get({"caption": ".txt", "label": ".cls"}[wanted], b"")
+    text = members.get({"caption": ".txt", "label": ".cls"}[content], b"")
     text = text.decode("utf-8", "replace").strip()
     if not text and ".json" in members:
         try:
             data = json.loads(members[".json"])
         except (ValueError, RecursionError):
             return Skipped("invalid JSON", where)
-        if isinstance(data, dict) and data.get(wanted) is not None:
-            text = str(data[wanted]).strip()
-    if wanted == "label":
+        if isinstance(data, dict) and data.get(content) is not None:
+            text = str(data[content]).strip()
+    if content == "label":
         is_label = re.fullmatch("[0-9]{1,9}", text)
         return (images[0], int(text), where) if is_label else Skipped("no label", where)
     return (images[0], text, where) if text else Skipped("empty caption", where)
@@ -1509,12 +1515,11 @@ def param_groups(model, weight_decay):
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Conv2d)):
             matrices.add(id(module.weight))
-    groups = [{"params": [], "weight_decay": weight_decay, "decays": True},
-              {"params": [], "weight_decay": 0.0, "decays": False}]
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            groups[id(parameter) not in matrices]["params"].append(parameter)
-    return groups
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decay = [parameter for parameter in trained if id(parameter) in matrices]
+    rest = [parameter for parameter in trained if id(parameter) not in matrices]
+    return [{"params": decay, "weight_decay": weight_decay, "decays": True},
+            {"params": rest, "weight_decay": 0.0, "decays": False}]
 
 
 def save_checkpoint(path, state):
@@ -1624,6 +1629,7 @@ class World:
             raise UserError(
                 f"shapes: small={self.small} must be less than large={self.large}, both from "
                 f"{low:.3f} to {high:.3f} with size={self.size} and objects={self.objects}.")
+        # every colour in turn, with another shape in each turn
         self.heldout_pairs = [(i % 8, (3 * i + i // 8 + 1) % 8) for i in range(self.heldout)]
 
     def scenes(self, n, split, generator, objects=None):
@@ -1635,15 +1641,16 @@ class World:
         heldout = torch.zeros(8, 8, dtype=torch.bool)
         for colour, shape in self.heldout_pairs:
             heldout[colour, shape] = True
-        parts, found = [], 0
-        while found < n:
-            m = max(64, math.ceil((n - found) * 10 / len(SPLITS[split]) * 1.2))
+        parts, kept = [], 0
+        while kept < n:
+            # the split is so many tenths of all scenes; draw a fifth more than needed
+            m = max(64, math.ceil((n - kept) * 10 / len(SPLITS[split]) * 1.2))
             scene = self.draw(m, generator, objects, self.together if split == "train" else 0)
             keep = self.in_split(scene, split)
             if split == "train":
                 keep &= ~(scene["present"] & heldout[scene["colour"], scene["shape"]]).any(1)
             parts.append({name: value[keep] for name, value in scene.items()})
-            found += int(keep.sum())
+            kept += int(keep.sum())
         return {name: torch.cat([part[name] for part in parts])[:n] for name in parts[0]}
 
     def draw(self, m, generator, objects, together):

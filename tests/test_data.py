@@ -287,8 +287,8 @@ def test_broken_shards(tmp_path):
     assert skips_of(str(tmp_path / "gone.tar"))[0][0] == "unreadable shard"
 
 
-@pytest.mark.parametrize("wanted", ["caption", "label", None])
-def test_damaged_shards_never_crash(tmp_path, wanted):
+@pytest.mark.parametrize("content", ["caption", "label", None])
+def test_damaged_shards_never_crash(tmp_path, content):
     members = {}
     for i in range(4):
         members |= {f"{i}.jpg": picture(), f"{i}.json": '{"caption": "n", "label": 3}'}
@@ -299,7 +299,7 @@ def test_damaged_shards_never_crash(tmp_path, wanted):
         for _ in range(rng.randrange(1, 40)):
             damaged[rng.randrange(len(data))] = rng.randrange(256)
         path.write_bytes(damaged)
-        list(common.read_tar(str(path), wanted))
+        list(common.read_tar(str(path), content))
 
 
 def test_captions_of_shards_for_the_vocabulary(tmp_path):
@@ -479,12 +479,12 @@ def test_resampled_shards(tmp_path):
     assert len(set(map(tuple, parts))) == 8
 
 
-def content(batch):
+def tensors_of(batch):
     return [batch["tokens"], batch["mask"], *batch.get("views", [batch.get("images")])]
 
 
 def same(a, b):
-    return all(map(torch.equal, content(a), content(b))) and \
+    return all(map(torch.equal, tensors_of(a), tensors_of(b))) and \
         (a["position"], a["skipped"]) == (b["position"], b["skipped"])
 
 
@@ -512,7 +512,7 @@ def make_stream(kind, directory, positions=None, seed=0):
 def test_a_restarted_stream_continues_the_batches(kind, workers, stops, tmp_path):
     whole = take(make_stream(kind, tmp_path), 14, workers)
     other = take(make_stream(kind, tmp_path, seed=1), 1)[0]
-    assert not all(map(torch.equal, content(whole[0])[2:], content(other)[2:]))
+    assert not all(map(torch.equal, tensors_of(whole[0])[2:], tensors_of(other)[2:]))
     if not kind.startswith("world"):
         skipped = [s for batch in whole[-2:] for s in batch["skipped"].values()]
         assert sum(count for reasons in skipped for count, _ in reasons.values()) > 3

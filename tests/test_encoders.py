@@ -336,8 +336,8 @@ def test_resnet_refuses_other_sizes_and_other_files():
 def test_cls_attention_is_the_softmax_of_the_last_block():
     encoder = tiny_vit(cls=True, pre_norm=True).double()
     images, inputs = torch.randn(2, 3, 16, 8, dtype=torch.double), []
-    found = encoder.cls_attention(images)
-    assert found.shape == (2, 3, 4, 2)
+    weights = encoder.cls_attention(images)
+    assert weights.shape == (2, 3, 4, 2)
     attention = encoder.blocks[1].attn
     attention.register_forward_pre_hook(lambda module, arguments: inputs.append(arguments[0]))
     encoder(images)
@@ -347,7 +347,7 @@ def test_cls_attention_is_the_softmax_of_the_last_block():
             q, k = qkv[b, 0, 4 * head:4 * head + 4], qkv[b, :, 12 + 4 * head:16 + 4 * head]
             scores = [math.exp((q @ key).item() / 2) for key in k]
             expected = [score / sum(scores) for score in scores[1:]]
-            close(found[b, head].flatten(), torch.tensor(expected), 1e-6)
+            close(weights[b, head].flatten(), torch.tensor(expected), 1e-6)
 
 
 def test_layers_are_the_normalised_outputs_of_the_last_blocks():

@@ -355,11 +355,11 @@ def test_together_puts_companions_side_by_side_in_training_alone():
     assert 0.8 < fraction("train") < 0.9 and fraction("test") < 0.1
 
 
-@pytest.mark.parametrize("settings, said", [
+@pytest.mark.parametrize("settings, named", [
     ({}, {"colour", "shape", "size"}), ({"colours": 0}, {"shape", "size"}),
     ({"sizes": 0}, {"colour", "shape"}), ({"kinds": 0, "sizes": 0}, {"colour"}),
     ({"kinds": 0, "colours": 1, "sizes": 0}, {"colour"})])
-def test_settings_choose_what_captions_say(settings, said):
+def test_settings_choose_what_captions_say(settings, named):
     world, rng, seen = World(**settings), random.Random(0), Counter()
     lists = world.objects_of(scenes(world, 300, "train"))
     for o in lists:
@@ -368,6 +368,6 @@ def test_settings_choose_what_captions_say(settings, said):
         for description in parse(caption)[0]:
             words = dict(zip(("size", "colour", "shape"), description))
             seen.update(key for key, word in words.items() if word not in (None, "thing"))
-    assert set(seen) == said
+    assert set(seen) == named
     if settings.get("colours") == 1:
         assert seen["colour"] == sum(map(len, lists))
