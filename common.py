@@ -7,7 +7,6 @@ them. The embedded world stands last: with data of your own you need not read it
 import contextlib
 import csv
 import dataclasses
-import functools
 import hashlib
 import heapq
 import inspect
@@ -180,17 +179,19 @@ class Chain(nn.ModuleList):
         outputs = []
         for module in self:
             if self.grad_checkpoint and torch.is_grad_enabled():
-                contexts = functools.partial(checkpoint_contexts, module)
-                x = checkpoint(module, x, *context, use_reentrant=False, context_fn=contexts)
+                options = checkpoint_options(module)
+                x = checkpoint(module, x, *context, use_reentrant=False, **options)
             else:
                 x = module(x, *context)
             outputs = [*outputs, x][-n:]
         return outputs or [x]  # without modules: the input
 
 
-def checkpoint_contexts(module):
-    """Contexts of the forward pass and of its repetition, for torch.utils.checkpoint."""
-    return contextlib.nullcontext(), unchanged_buffers(module)
+def checkpoint_options(module):
+    """Contexts of both forward passes; none without buffers: torch.compile takes none."""
+    if not list(module.buffers()):
+        return {}
+    return {"context_fn": lambda: (contextlib.nullcontext(), unchanged_buffers(module))}
 
 
 @contextlib.contextmanager

@@ -292,6 +292,17 @@ def test_gradient_checkpointing_changes_no_gradient():
         assert all(map(torch.equal, *gradients))
 
 
+def test_checkpointed_blocks_can_be_compiled():
+    vit, images, gradients = tiny_vit(), torch.randn(2, 3, SIZE, SIZE), []
+    vit.blocks.grad_checkpoint = True
+    for encoder in (vit, torch.compile(vit, backend="aot_eager")):
+        vit.zero_grad()
+        encoder(images).square().sum().backward()
+        gradients.append([p.grad.clone() for p in vit.parameters()])
+    for a, b in zip(*gradients):
+        close(a, b)
+
+
 def small_resnet():
     return common.ResNet(64, blocks=(1, 2, 1, 1))
 
