@@ -367,13 +367,15 @@ class EvalSet:
     """Data to evaluate on. Every kind has these members, None where it lacks something.
 
     A pair is (image, value); an image is a tensor (3, S, S), or a file, maybe unreadable. The
-    embedded world draws other scenes for each `purpose`; files are the same for all.
+    embedded world draws other scenes for each `purpose`; files are the same for all. Metrics are
+    also taken by `groups` of classes: {"/colour": (the group of each class (C,), their names)};
+    {"": ...} stands for the classes themselves. `maps` and `map_classes` have such keys, too.
     """
 
     classes: Classes = None
-    groups: dict = None            # {"": (ids (C,), names)}: coarser classes, "/colour"
+    groups: dict = None            # of the world "", "/colour", "/shape"; of folders ""
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
-    map_classes: dict = None       # {"": Classes} of `maps`, of the world {"/colour": ..}
+    map_classes: dict = None       # {"": Classes} of `maps`
     content_words: set = None      # nouns and adjectives
     has_splits: bool = False       # it can also be learned from and selected on
     labelled: Callable = None      # (purpose) -> pairs with class ids
@@ -410,19 +412,20 @@ class WorldSet(EvalSet):
     def scenes(self, purpose, n=None):
         """The sample of a purpose: size, split, seed, objects a scene (None: 1 or more)."""
         split, most, few = self.split, self.world.objects, min(3, self.world.objects)
-        return self.world.sample(*{
+        samples = {
             "zeroshot": (WORLD_N, split, 1, 1), "captioned": (WORLD_N // 2, split, 2, most),
             "negatives": (WORLD_N, split, 3, few), "segmentation": (WORLD_N // 2, split, 5, most),
             "pointing": (WORLD_N // 2, split, 5, None), "samples": (n, split, 6, few),
             "picture": (8, split, 7, most), "documents": (WORLD_N, split, 7, None),
             "slots": (WORLD_N, "val", 8, 1), "train": (4 * WORLD_N, "train", 9, 1),
-            "test": (WORLD_N, split, 9, 1), "clusters": (4 * WORLD_N, split, 9, 1)}[purpose])
+            "test": (WORLD_N, split, 9, 1), "clusters": (4 * WORLD_N, split, 9, 1)}
+        return self.world.sample(*samples[purpose])
 
     def labelled(self, purpose):
         sample = self.scenes(purpose)
         ids = class_ids(sample["scene"], "/pair")[:, 0].tolist()
         for image, c in zip(sample["images"], ids):
-            if purpose in ("zeroshot", "slots") or not self.unseen[c]:
+            if purpose in ("zeroshot", "slots") or not self.unseen[c]:  # these need no training
                 yield image, c
 
     def captioned(self):
@@ -588,7 +591,8 @@ def open_training_set(options, data):
     message = ("k-NN and linear probes on class folders need --train-data, other class folders "
                "or tar shards with labels to learn from.")
     train, names = open_beside(options, data, spec, message, image_root=None), data.classes.names
-    if train.labelled is None or train.classes is not None and train.classes.names != names:
+    others = train.classes is not None and train.classes.names != names  # shards have no names
+    if train.labelled is None or others:
         raise UserError(f"--train-data {spec} must have the class folders of {options.data}: "
                         f"{', '.join(names)}.")
     return train
@@ -720,10 +724,11 @@ def linear(embed, data, options):
     x, y, test, labels = train_and_test(embed, data, options, embed.model.probe_features)
     result = {}
     for way, (group, _) in data.groups.items():
-        if way != "/colour":  # every encoding has colours
-            accuracy, chosen = linear_probe(x, group[y], test, group[labels], options.probe)
-            result[f"linear{way}"] = accuracy
-            result |= {f"linear{way}/{setting}": value for setting, value in chosen.items()}
+        if way == "/colour":  # too easy
+            continue
+        accuracy, chosen = linear_probe(x, group[y], test, group[labels], options.probe)
+        result[f"linear{way}"] = accuracy
+        result |= {f"linear{way}/{setting}": value for setting, value in chosen.items()}
     return result
 
 
@@ -733,10 +738,12 @@ def clusters(embed, data, options, sizes=(10, 20, 40, 80, 160), repeats=10):
     x, labels = labelled(embed, data, "clusters", embed.model.encode_image)
     generator, scores = torch.Generator().manual_seed(0), collections.defaultdict(list)
     for way, (group, _) in data.groups.items():
+        if way == "/colour":
+            continue
         truth = group[labels]
         classes = truth.unique()
         smaller = [size for size in sizes if size < len(classes) for _ in range(repeats)]
-        for t in [*smaller, len(classes)] if way != "/colour" else []:
+        for t in [*smaller, len(classes)]:
             chosen = torch.randperm(len(classes), generator=generator)[:t]
             rows = torch.isin(truth, classes[chosen])
             ids = k_means(x[rows], t, generator)
@@ -875,7 +882,7 @@ def words(embed, data, options):
         best = vocabulary_scores(embed, x).topk(10).indices                 # (n, 10)
         ids = [torch.tensor(encode(" ".join(group))) for group in captions]
         ways = {"words/in_captions": ids, "words/in_others_captions": ids[1:] + ids[:1]}
-        return {name: mean(number(torch.isin(*pair)) for pair in zip(best, way))
+        return {name: torch.stack([torch.isin(*pair).float().mean() for pair in zip(best, way)])
                 for name, way in ways.items()}
     x, ids = labelled(embed, data, "zeroshot")
     scores, ranks = vocabulary_scores(embed, x), {}
@@ -1040,11 +1047,12 @@ def heat_map(image, weights):
 
 
 def heat_sheet(title, rows):
-    """A sheet of (heading, image (3, H, W), {label: weights (P,) of its patches}) rows."""
-    cells = [(heading, [(to_picture(image), "image"),
-                        *[(heat_map(image, weights), label) for label, weights in maps]])
-             for heading, image, maps in rows]
-    return sheet(title, [("", [HEAT_SCALE]), *cells])
+    """A sheet of rows (heading, image (3, H, W), [(label, weights (P,) of its patches), ...])."""
+    pages = [("", [HEAT_SCALE])]
+    for heading, image, maps in rows:
+        cells = [(heat_map(image, weights), label) for label, weights in maps]
+        pages.append((heading, [(to_picture(image), "image"), *cells]))
+    return sheet(title, pages)
 
 
 def draw_alignment(embed, data):
@@ -1217,10 +1225,11 @@ def check(options, data, has_text):
         if has_text:
             needed = "captions, class folders, SugarCrepe, VOC or shapes"
         raise UserError(f"No task can evaluate on {options.data}: give {needed}.")
-    for name in set(options.tasks or []) & set(TASKS) - set(usable):
-        why = "a model without a text tower" if TASKS[name].fits(data) else "this data"
-        raise UserError(f"Task {name} cannot use {why}; what can be done is "
-                        f"{', '.join(usable)}.")
+    for name in options.tasks or []:
+        if name in TASKS and name not in usable:
+            why = "a model without a text tower" if TASKS[name].fits(data) else "this data"
+            raise UserError(f"Task {name} cannot use {why}; what can be done is "
+                            f"{', '.join(usable)}.")
     by_knn = not has_text or "knn" in (options.tasks or [])
     if by_knn and not data.has_splits:
         next(iter(open_training_set(options, data).labelled("train")))
@@ -1376,9 +1385,9 @@ def embedder(model, tokenizer, args, device):
 def load_run(run, device="cpu", checkpoint="last.pt"):
     """A run's directory -> (Embedder, settings). Raises UserError if it holds no run."""
     config = common.read_config(run)
-    if config.get("method") not in METHODS:
+    method = METHODS.get(config.get("method"))
+    if method is None:
         raise UserError(f"{run}/config.json names no method of {', '.join(METHODS)}.")
-    method = METHODS[config["method"]]
     args = method.Config()
     vars(args).update(config)
     tokenizer = common.WordPiece(Path(run, "vocab.txt")) if method.uses_text(args) else None
