@@ -2,12 +2,12 @@
 (Shalam and Korman, ECCV 2024, arXiv 2408.02014). Images alone.
 
 A view of an image is described by its similarities to the views of all other images of the
-batch. The loss makes the views of one image agree: each predicts the description of another,
-balanced and sharpened.
+batch. The loss makes the views of one image agree: each predicts the balanced and sharpened
+description of another.
 
     symbol   name here                 shape         where
     f, g     image_encoder, projector                Sec. 3; h = f(x) is what is used later
-    z        z                         (k n, E)      Sec. 3; z = g(h), view by view, large first
+    z        z                         (k n, E)      Sec. 3; g(h), view by view, large first
     Z_m      teacher, z_m              (k n, E)      App. C; latents of a moving average
     S        similarities              (k n, W G n)  Sec. 3.1; cosines with all large views
     A        attention                 like S        Eq. 1; each row a distribution
@@ -16,13 +16,11 @@ balanced and sharpened.
     L_BAM    matching, bam_loss        (n,), scalar  Eq. 5
     n images on each of W ranks; k views of an image, the first G of them large
 
-Differs from the paper (the first four as the authors' code; variants say it at their lines):
+Differs from the paper, as the authors' code does (what concerns a variant stands there):
   * Columns of S, and targets, are large views alone; rows of all views are balanced.
   * Positives are left out (mask="exclude"); "zero" is Eq. 3 as printed.
   * Three Sinkhorn iterations, columns first; a mean over pairs and images, not a sum.
   * With a teacher, the teacher is evaluated.
-  * BatchNorm of the projector is over the images of each view, not over all views.
-  * ResNet-50's learning rate is .3 batch / 256, ViT's .003 is that of batch 4096.
 
 Not here: fine-tuning, semi-supervised and transfer learning, video segmentation, detection.
 Run:     python train.py --method bam                        (the embedded world)
@@ -76,7 +74,8 @@ PRESETS = {
                  lr=2e-3, weight_decay=0.1, warmup=50, teacher=False, projector_width=1024, projector_dim=1024,
                  local_crops=2, local_size=24, crop_least=0.2, crop_border=0.5, contrastive_crop=False,
                  crop_start=300, crop_every=150),
-    # Sec. 4.1, App. C, Table 9a: 300 epochs of 1,281,167 images; warm-up 40, ResNet-50 10
+    # Sec. 4.1, App. C, Table 9a: 300 epochs of 1,281,167 images; warm-up 40, ResNet-50 10.
+    # differs: ResNet-50's lr is .3 batch / 256, ViT's that of batch 4096 (released: .0048).
     "vit-s16": dict(image_encoder="ViT-S/16:cls=1,positions=sincos", **VIT),
     "vit-b16": dict(image_encoder="ViT-B/16:cls=1,positions=sincos", **VIT),
     "r50": dict(image_encoder="ResNet-50", readout="gap", activation="relu", teacher=False, contrastive_crop=False,
@@ -86,7 +85,7 @@ CHUNK = 2**24  # entries of S that the loss works on at a time
 
 
 def fp32(x):
-    """Half precision -> float32: softmax at temperature .05 needs the digits. float64 stays."""
+    """Half precision -> float32, for a temperature of .05 needs the digits. float64 stays."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -99,7 +98,7 @@ def identity(x):
 
 # a_i^j = softmax(s_i^j / tau)                                                       (Eq. 1)
 def attention(S, tau, log=False):
-    """S (..., rows, columns) -> A, each row a distribution, or log A, which never underflows."""
+    """S (..., rows, columns) -> A, each row a distribution; or log A, where none underflows."""
     log_A = (fp32(S) / tau).log_softmax(-1)
     return log_A if log else log_A.exp()
 
@@ -118,22 +117,23 @@ def mask_positives(S, rows, columns, mask="zero"):
 def sinkhorn(S, tau, iters, gather=identity):
     """S (..., rows, columns) -> B: exp(S / tau), columns and rows normalised in turn.
 
-    Rows have the sum 1. In the limit all columns have the same sum too: 1 if S is square, else
-    rows / columns (the authors' "doubly stochastic"). Each rank has its rows, own columns first.
+    The rows have the sum 1. In the limit the columns have the same sum too: 1 if S is square,
+    else rows / columns (so in the authors' code). With gather, S has the rows of this rank,
+    and its columns come first. There is no gradient.
     """
-    log_b = fp32(S) / tau
+    log_b = fp32(S.detach()) / tau
     del S  # as large as log_b
     for _ in range(iters):
-        log_b = log_b - over_ranks(log_b.logsumexp(-2, keepdim=True), gather)  # columns
-        log_b = log_b - log_b.logsumexp(-1, keepdim=True)                      # rows
-    return log_b.exp()
+        log_b -= over_ranks(log_b.logsumexp(-2, keepdim=True), gather)       # columns
+        log_b -= log_b.logsumexp(-1, keepdim=True)                           # rows
+    return log_b.exp_()
 
 
 def over_ranks(sums, gather):
-    """Log-sums of columns (..., 1, W m) over this rank's rows -> over the rows of all ranks.
-    Rank + r has its own m columns first; they are the block r of this rank."""
-    ranks = gather(sums[None])                               # (W, ..., 1, W m)
+    """Log-sums of columns (..., 1, W m) over the rows of this rank -> over those of all."""
+    ranks = gather(sums[None])                               # (W, ..., 1, W m), this one first
     m = sums.shape[-1] // len(ranks)
+    # The r-th next rank has first, as its own m columns, what is block r here.
     rolled = [sums.roll(r * m, -1) for r, sums in enumerate(ranks)]
     return torch.stack(rolled).logsumexp(0)
 
@@ -151,15 +151,15 @@ def matching(B, log_A):
 
 
 def similarities(z, c, rows, columns, mask):
-    """z (k, b, E), all views of b images, and c (W G n, E) -> S hat (k b, W G n); rows (k, b)
-    and columns (W G n): the numbers of their images."""
+    """z (k, b, E), all views of b images, and c (W G n, E) -> S hat (k b, W G n).
+    rows (k, b) and columns (W G n): the numbers of their images."""
     with torch.autocast(z.device.type, enabled=False):
         S = z.flatten(0, 1) @ c.T
     return mask_positives(S, rows.flatten(), columns, mask)
 
 
 def match(z, B, rows, c, columns, mask, attend, tau):
-    """z (k, b, E), B (G, b, W G n) -> of each of b images the loss, and the entropy of A."""
+    """z (k, b, E), B (G, b, W G n) -> (b,) losses of b images, (b,) entropies of A."""
     S = similarities(z, c, rows, columns, mask)
     log_A = attend(S, tau, log=True).unflatten(0, rows.shape)                # (k, b, W G n)
     entropy = torch.special.entr(log_A.detach().exp()).sum(-1).mean(0)
@@ -170,11 +170,11 @@ def match(z, B, rows, c, columns, mask, attend, tau):
 def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters=3,
              mask="exclude", normalization="global", target="balanced", top_k=0,
              gather=identity, entropies=False):
-    """Eq. 1 to 5 for z: (n_views * n, E) latents of n images, view by view, n_global large
-    views first (None: all are). teacher: such latents of a moving average, for columns and
-    targets (App. C). gather: (m, ...) -> (W m, ...), differentiable, the rows of this rank
-    first; every rank brings n images. The rest: see Config. Returns a scalar, with entropies
-    the mean entropies of A's and B's rows too. ValueError: arguments that do not fit.
+    """Eq. 1 to 5. z: (n_views * n, E) latents of n images, view by view, the n_global large
+    views first (None: all are). teacher: the latents of a moving average, like z, for columns
+    and targets (App. C). gather: (m, ...) -> (W m, ...), differentiable, the rows of this rank
+    first; every rank brings n images. The other arguments are fields of Config. Returns a
+    scalar; entropies=True: also the mean entropies of the rows of A and of B. Raises ValueError.
     """
     k, n, G = n_views, len(z) // n_views, n_views if n_global is None else n_global
     check_arguments(z, k, G, teacher, mask=mask, normalization=normalization, target=target)
@@ -183,11 +183,11 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
     c = gather(z_m[:G].flatten(0, 1))                        # (W G n, E), the columns of S
     if len(c) < 2 * G:
         raise ValueError("The loss compares images: the global batch needs two or more.")
-    row = torch.arange(k * n, device=z.device).view(k, n)
-    column = torch.arange(len(c), device=z.device)           # by rank, then by view
+    row = torch.arange(k * n, device=z.device).view(k, n)    # view by view
+    column = torch.arange(len(c), device=z.device)           # rank by rank, view by view
     rows, columns = row % n, column // (G * n) * n + column % n              # their images
     balance, attend, blocks = sinkhorn, attention, 1
-    if target == "onehot":  # SimCLR leaves out a latent itself alone; no row is -1
+    if target == "onehot":  # SimCLR leaves out the latent itself alone; -1 is no row
         rows, columns, mask = row, column.masked_fill(column >= G * n, -1), "exclude"
     if normalization == "block":
         balance, attend, blocks = by_block(sinkhorn, k, n, G), by_block(attention, k, n, G), G
@@ -205,7 +205,7 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
         if top_k and target != "onehot":
             B = keep_largest(B, top_k)
 
-    b = max(1, CHUNK // (k * len(c)))  # images at a time; the backward pass makes A again
+    b = max(1, CHUNK // (k * len(c)))  # images at a time; A is made anew to go backward
     parts = []
     for part in zip(z.split(b, 1), B.split(b, 1), rows.split(b, 1)):
         parts.append(checkpoint(match, *part, c, columns, mask, attend, tau, use_reentrant=False))
@@ -217,7 +217,7 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
 
 
 class Model(nn.Module):
-    """image_encoder(images of any size) -> (B, N, image_width), [CLS] first if it has one."""
+    """image_encoder(images of any size) -> (B, N, image_width), [CLS] first if there is one."""
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
@@ -273,7 +273,7 @@ class Model(nn.Module):
     # To read BAM, stop here. Below: evaluation, projector, variants, crops, LARS.
 
     def evaluated(self):
-        """The image encoder that is evaluated."""
+        """The image encoder that is evaluated: the teacher's, as in the authors' code."""
         return self.teacher[0] if self.teacher else self.image_encoder
 
     def encode_image(self, images):
@@ -357,7 +357,7 @@ def mean_cosine(z):
 
 
 def effective_rank(h):
-    """(sum l)^2 / sum l^2, l the eigenvalues of the covariance of h (B, d): its directions."""
+    """(sum l)^2 / sum l^2, l the eigenvalues of the covariance of h (B, d)."""
     h = fp32(h) - fp32(h).mean(0)
     with torch.autocast(h.device.type, enabled=False):
         gram = h @ h.T if len(h) < h.shape[1] else h.T @ h   # the same eigenvalues
@@ -379,7 +379,7 @@ def check_arguments(z, k, G, teacher, **words):
 
 
 def by_block(function, k, n, G):
-    """attention or sinkhorn of each block S_jj' (n, W n) alone: Table 1 without global norm."""
+    """function of each block S_jj' (n, W n) alone: Table 1 without global norm."""
 
     def wrapper(S, *args, **kwargs):
         blocks = S.view(k, len(S) // k, -1, G, n).permute(0, 3, 1, 2, 4)  # (k, G, b, W, n)
@@ -417,15 +417,16 @@ def check(args):
     if args.target == "onehot" and args.normalization == "block":
         raise ValueError("--target onehot is SimCLR's: leave out --normalization block.")
     if args.crop_least > args.crop_border:
-        raise ValueError(f"--crop-least must not be above --crop-border {args.crop_border}.")
+        raise ValueError(f"--crop-least {args.crop_least} must not be above --crop-border.")
     if args.contrastive_crop and args.crop_start >= args.steps:
-        raise ValueError("--crop-start must be below --steps, or give --no-contrastive-crop.")
+        raise ValueError(f"--crop-start {args.crop_start} must be below --steps {args.steps}: "
+                         "lower it, or give --no-contrastive-crop.")
 
 
 def views(args):
     """Two large views, then the small ones: arguments of common.View (BYOL's, Sec. 4.1)."""
     if args.local_crops and args.local_size > args.image_size:
-        raise ValueError(f"--local-size must not be above --image-size {args.image_size}.")
+        raise ValueError(f"--local-size must not be above the {args.image_size} of images.")
     large = dict(size=args.image_size, scale=(args.crop_border, 1.0), alpha=args.crop_alpha)
     small = large | dict(size=args.local_size, scale=(args.crop_least, args.crop_border))
     small = [small | dict(blur=0.5)] * args.local_crops
@@ -451,8 +452,7 @@ def heat_boxes(heat, threshold, size):
 
 
 class LARS(torch.optim.Optimizer):
-    """SGD with momentum betas[0], each tensor's gradient scaled to the tensor's norm, unless
-    `decays` of the group is False (arXiv 1708.03888). eps is not needed."""
+    """SGD with momentum betas[0]; gradients get the norms of weights (arXiv 1708.03888)."""
 
     def __init__(self, params, lr=0.3, betas=(0.9, 0), eps=0, weight_decay=1e-6, trust=1e-3):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, trust=trust))
@@ -472,17 +472,16 @@ class LARS(torch.optim.Optimizer):
 
 
 # What was found out: CIFAR-10 (k-NN) and the embedded world, 300 steps of 128 images
-# * Sharpening prevents the collapse to uniform: with tau_B = tau both entropies rise to 5.4 of
-#   5.5; with tau_B = tau / 2 balancing makes little difference (.442, without .437).
-# * Positives must be masked, and the projector needs BatchNorm: .30 without either.
+# * Sharpening prevents the collapse to uniform: with tau_B = tau both entropies rise to 5.4
+#   of 5.5; with tau_B = tau / 2 balancing makes little difference (.442, without .437).
+# * Positives must be masked, and the projector needs BatchNorm: .30 without one of them.
 # * SimCLR is better with small views, and on shapes (.71, BAM .53): targets are relations
-#   that the network sees already; of colours (.98) and shapes (.36) it learns colours.
+#   that the network sees already, so that it learns colours (.98) and not shapes (.36).
 # * Global normalisation and blocks are level. A teacher lags behind in so few steps (.34).
 
 
 if __name__ == "__main__":
-    # Free latents: views of an image are never compared, and yet become alike (Sec. 3.2).
-    # python bam.py 8192 256: one step of 8,192 latents of 256 numbers.
+    # Views that are never compared become alike (Sec. 3.2). bam.py 8192 256: one step alone
     import resource  # Unix alone has it
     m, E = [int(text) for text in sys.argv[1:]] or (256, 32)
     torch.manual_seed(0)

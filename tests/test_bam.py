@@ -23,12 +23,10 @@ from helpers import (SMALL, assert_same_weights, cos, make_views, on_ranks, read
 
 def dense_loss(z, k, G, teacher=None, tau=0.1, tau_b=0.05, iters=3, mask="exclude",
                normalization="global", target="balanced", top_k=0):
-    """Eq. 1 to 5 with matrices of all entries of all n images, which exp makes without logarithms.
-    Sinkhorn takes the rows of all k views, large views are columns and targets: the authors' code.
-    """
+    """Eq. 1 to 5 of all n images with dense matrices, and exp without logarithms. As in the
+    authors' code Sinkhorn takes the rows of all k views; large views are columns and targets."""
     n = len(z) // k
-    teacher = z.detach() if teacher is None else teacher
-    c = z[: G * n] if teacher is z or torch.equal(teacher, z.detach()) else teacher[: G * n]
+    teacher, keys = (z.detach(), z) if teacher is None else (teacher, teacher)
     views = [range(j * n, (j + 1) * n) for j in range(k)]
     blocks = [(range(k * n), range(G * n))]
     if normalization == "block":
@@ -36,16 +34,13 @@ def dense_loss(z, k, G, teacher=None, tau=0.1, tau_b=0.05, iters=3, mask="exclud
 
     def kernel(x, c, tau):
         """exp(S hat / tau), 0 where it is left out."""
-        rows = []
-        for r, a in enumerate(x):
-            row = [(cos(a, b) / tau).exp() for b in c]
-            for m in range(len(c)):
-                if target == "onehot":
-                    row[m] = 0 * row[m] if m == r else row[m]
-                elif m % n == r % n and mask != "none":
-                    row[m] = 0 * row[m] + (mask == "zero")
-            rows.append(torch.stack(row))
-        return torch.stack(rows)
+        K = [[(cos(a, b) / tau).exp() for b in c[: G * n]] for a in x]
+        for r, m in itertools.product(range(k * n), range(G * n)):
+            if target == "onehot" and r == m:
+                K[r][m] = 0 * K[r][m]
+            elif target != "onehot" and mask != "none" and r % n == m % n:
+                K[r][m] = 0 * K[r][m] + (mask == "zero")
+        return torch.stack([torch.stack(row) for row in K])
 
     def normalised(K, dim):
         """Rows (1) or columns (0) of each block with the sum 1."""
@@ -55,24 +50,21 @@ def dense_loss(z, k, G, teacher=None, tau=0.1, tau_b=0.05, iters=3, mask="exclud
             result = result.index_put(at, K[at] / K[at].sum(dim, keepdim=True))
         return result
 
-    A, B = normalised(kernel(z, c, tau), 1), kernel(teacher, teacher[: G * n], tau_b)
+    A, B = normalised(kernel(z, keys, tau), 1), kernel(teacher, teacher, tau_b)
     for _ in range(iters if target == "balanced" else 0):
         B = normalised(normalised(B, 0), 1)
-    B = normalised(B, 1)
-    if target == "onehot":
-        B = torch.eye(k * n, G * n, dtype=z.dtype)
+    B = torch.eye(k * n, G * n, dtype=z.dtype) if target == "onehot" else normalised(B, 1)
     for i in range(n if top_k else 0):
-        own = [j * n + i for j in range(G)]
-        dropped = B[own].mean(0).argsort(descending=True)[top_k:]
-        sums = B[own].sum(1, keepdim=True)
-        B[own] = B[own].index_fill(1, dropped, 0)
-        B[own] *= sums / B[own].sum(1, keepdim=True)
-    total = []
+        rows = [j * n + i for j in range(G)]
+        dropped = B[rows].mean(0).argsort(descending=True)[top_k:]
+        kept = B[rows].index_fill(1, dropped, 0)
+        B[rows] = kept * B[rows].sum(1, keepdim=True) / kept.sum(1, keepdim=True)
+    losses = []
     for j, other, i in itertools.product(range(G), range(k), range(n)):
         if j != other:
             b, a = B[j * n + i], A[other * n + i]
-            total.append(-(b[b > 0] * a[b > 0].log()).sum())
-    return sum(total) / len(total) / (G if normalization == "block" else 1)
+            losses.append(-(b[b > 0] * a[b > 0].log()).sum())
+    return sum(losses) / len(losses) / (G if normalization == "block" else 1)
 
 
 CASES = [
@@ -131,14 +123,13 @@ def losses_of_rank(rank, world):
     return results
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_make_the_dense_loss_of_all_their_images(tmp_path, world):
-    ranks = run_ranks(tmp_path, losses_of_rank, world, world)
+def test_three_ranks_make_the_dense_loss_of_all_their_images(tmp_path):
+    ranks = run_ranks(tmp_path, losses_of_rank, 3, 3)
     for case, *parts in zip(RANK_CASES, *ranks):
-        loss, gradient = expected_of(2 * world, case)
+        loss, gradient = expected_of(6, case)
         losses, gradients = zip(*parts)
         found = torch.cat([g.unflatten(0, (case.get("k", 2), -1)) for g in gradients], 1)
-        torch.testing.assert_close(sum(losses) / world, loss, rtol=1e-10, atol=0)
+        torch.testing.assert_close(sum(losses) / 3, loss, rtol=1e-10, atol=0)
         torch.testing.assert_close(found.flatten(0, 1), gradient, rtol=1e-10, atol=1e-12)
 
 
@@ -179,21 +170,15 @@ def test_the_loss_stays_finite_where_a_plain_exponential_does_not(scale):
     assert loss.isfinite() and z.grad.isfinite().all()
 
 
-def test_attention_is_a_softmax_of_whole_rows():
-    S = torch.tensor([[0.1, 0.2, 0.3], [0.0, 0.0, 0.0]])
-    e = (S / 0.1).exp()
-    torch.testing.assert_close(bam.attention(S, 0.1), e / e.sum(1, keepdim=True))
-
-
-def test_half_precision_is_cast_up():
+def test_attention_is_a_softmax_and_half_precision_is_cast_up():
     z = torch.randn(6, 4)
+    e = (z / 0.1).exp()
+    torch.testing.assert_close(bam.attention(z, 0.1), e / e.sum(1, keepdim=True))
     with torch.autocast("cpu", torch.bfloat16):
         assert bam.attention(z.bfloat16(), 0.1).dtype == torch.float32
         assert bam.sinkhorn(z.bfloat16(), 0.1, 2).dtype == torch.float32
-        torch.testing.assert_close(bam.bam_loss(z.bfloat16(), 2), bam.bam_loss(z, 2), rtol=0.01,
-                                   atol=0)
         loss = bam.bam_loss(z, 2)
-    torch.testing.assert_close(loss, bam.bam_loss(z, 2), rtol=0, atol=0)
+    assert torch.equal(loss, bam.bam_loss(z, 2))
 
 
 def test_simclr_is_the_published_loss():
@@ -245,11 +230,7 @@ def test_arguments_that_do_not_fit_are_named(arguments, settings, message):
 
 # Model --------------------------------------------------------------------------------------------
 
-MODELS = {
-    "teacher": dict(teacher=True, batch_norm=True), "alone": dict(teacher=False, readout="gap"),
-    "block": dict(teacher=False, normalization="block", mask="zero"),
-    "simclr": dict(teacher=False, target="onehot"), "bn-free": dict(teacher=True, top_k=3),
-}
+MODELS = {"teacher": dict(batch_norm=True), "bn-free": dict(), "alone": dict(teacher=False)}
 
 
 def build(name):
@@ -274,31 +255,12 @@ def test_three_ranks_are_one_process(tmp_path):
             assert worst < 1e-4, (name, key)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_parameter_of_the_student_learns_and_none_of_the_teacher(name):
-    model = build(name)
-    model(make_views())["loss"].backward()
-    for key, p in model.named_parameters():
-        if key.startswith("teacher"):
-            assert p.grad is None and not p.requires_grad
-        elif key != "image_encoder.cls":  # the mean of all tokens takes it by attention alone
-            assert p.grad.abs().max() > 0, key
-
-
 def test_the_teacher_sees_all_views():
     model, batch = build("teacher"), make_views()
-    changed = {"views": [*batch["views"][:3], batch["views"][3] + 1]}
-    for name, expected in (("student", False), ("teacher", True)):
-        model.train()
-        network = getattr(model, name)
-        network = network() if name == "student" else network
-        assert model.latents(network, batch["views"], bam.identity)[1].shape == (4, 4, 6)
-    z = model.latents(model.student(), batch["views"], bam.identity)[1].flatten(0, 1)
-    teachers = [model.latents(model.teacher, b["views"], bam.identity)[1].flatten(0, 1)
-                for b in (batch, changed)]
-    losses = [bam.bam_loss(z, 4, teacher, 2) for teacher in teachers]
-    torch.testing.assert_close(model(batch)["loss"], losses[0])
-    assert losses[0] != losses[1]
+    z, z_m = (model.latents(network, batch["views"], bam.identity)[1].flatten(0, 1)
+              for network in (model.student(), model.teacher))
+    assert z.shape == z_m.shape == (16, 6)
+    torch.testing.assert_close(model(batch)["loss"], bam.bam_loss(z, 4, z_m, 2))
 
 
 def test_the_teacher_is_the_moving_average():
@@ -365,7 +327,7 @@ def test_effective_rank_and_mean_cosine():
 
 
 @pytest.mark.parametrize("similarity, rank, step, collapsed", [
-    (0.999, 9.0, 200, True), (0.0, 1.2, 200, True), (0.999, 9.0, 50, False), (0.5, 9.0, 200, False)])
+    (0.999, 9.0, 200, True), (0.0, 1.2, 200, True), (0.999, 9.0, 50, False), (0.5, 9, 200, False)])
 def test_a_collapse_is_reported(similarity, rank, step, collapsed):
     record = {"step": step, "similarity": similarity, "effective_rank": rank}
     assert ("has collapsed" in str(tiny_model("bam").warn(record))) == collapsed
@@ -422,25 +384,24 @@ def test_boxes_hold_what_is_above_the_threshold():
     assert fine.tolist() == pytest.approx([0.4, 0.2, 0.6, 0.4], abs=0.03)
 
 
-def centres(view, box=None):
+def centres(scale, alpha, box=None):
     """Where the centres of 300 crops lie in an image of 60 x 80 pixels: (300, 2), y and x."""
     place = torch.stack(torch.meshgrid(torch.arange(60.0), torch.arange(80.0), indexing="ij"))
-    views = common.Views([view], 8)
+    views = common.Views([common.View(8, scale, alpha=alpha)], 8)
     image = torch.cat([place, place[:1]]) / 100
     return 100 * torch.stack([views(image, box)[0][:2].mean((1, 2)) for _ in range(300)])
 
 
 def test_crops_lie_in_the_box_and_spread_to_its_edges():
-    box, small = (0.25, 0.5, 0.75, 1.0), (0.02, 0.04)
-    even, middle = (centres(common.View(8, small, alpha=alpha), box) for alpha in (0.6, 10.0))
+    small, box = (0.02, 0.04), (0.25, 0.5, 0.75, 1.0)
+    even, middle = centres(small, 0.6, box), centres(small, 10.0, box)
     for found in (even, middle):
         assert found[:, 1].min() >= 19 and found[:, 1].max() <= 61 and found[:, 0].min() >= 29
     assert even.std(0).min() > 1.3 * middle.std(0).max()
-    anywhere = centres(common.View(8, small, alpha=10.0))[:, 1]
+    anywhere = centres(small, 10.0)[:, 1]
     assert anywhere.min() < 15 and anywhere.max() > 65
-    whole = centres(common.View(8, (0.25, 1.0), alpha=1.0), (0, 0, 1, 1))  # as without a box
-    random = centres(common.View(8, (0.25, 1.0), alpha=1.0))
-    torch.testing.assert_close(whole.std(0), random.std(0), rtol=0.2, atol=0)
+    whole = centres((0.25, 1.0), 1.0, (0, 0, 1, 1))  # as without a box
+    torch.testing.assert_close(whole.std(0), centres((0.25, 1.0), 1.0).std(0), rtol=0.2, atol=0)
 
 
 def test_boxes_of_names():
@@ -485,7 +446,7 @@ def test_every_image_gets_the_box_that_its_crops_lie_in(tmp_path, make):
     names, images = next(iter(common.EachImage(source, 16, 12)))
     squeezed = common.denormalize(images[0])
     assert squeezed.shape == (3, 16, 16) and squeezed[:, 8, 3].argmax() == 0     # all of 40 x 24
-    boxes = [[0.1, 0.5, 0.1, 0.5] if "left" in str(name) else [0.9, 0.5, 0.9, 0.5] for name in names]
+    boxes = [[0.1 if "left" in str(name) else 0.9, 0.5] * 2 for name in names]
     keys = torch.tensor([common.Boxes.key(str(name)) for name in names])
     calls = []
 
@@ -543,7 +504,7 @@ def test_knn_in_the_log_is_checked_at_the_start(tmp_path):
     others = make_photos(tmp_path / "others")
     (others / "left").rename(others / "top")
     for i, (more, message) in enumerate([
-            ([], "need --train-data"), (["--data", table], "No task can evaluate on .*captions.csv"),
+            ([], "need --train-data"), (["--data", table], "No task can evaluate on"),
             (["--eval-data", others], "must have the class folders of .*others: right, top")]):
         with pytest.raises(common.UserError, match=message):
             train_alone([*flags, *more, "--out", tmp_path / str(i)])
@@ -572,7 +533,7 @@ def test_presets_have_the_papers_networks(preset, parameters):
 
 
 def test_an_update_costs_what_dinos_does():
-    """Table 10, with fake tensors: ViT-S/16 and its teacher, two views of 224, 2,048 on 16 ranks."""
+    """Table 10, by fake tensors: ViT-S/16 and its teacher, two views of 224, 2,048 on 16 ranks."""
     costs = []
     for flags in ("bam --preset vit-s16 --no-contrastive-crop",
                   "sparo --preset dino-s16 --readout cls"):
@@ -588,11 +549,11 @@ def test_an_update_costs_what_dinos_does():
 
 @pytest.mark.parametrize("flags, message", [
     ("--target onehot --normalization block", "leave out --normalization block"),
-    ("--local-crops 1 --local-size 24", "--local-size must not be above --image-size 16"),
-    ("--crop-least 0.6", "--crop-least must not be above --crop-border 0.5"),
+    ("--local-crops 1 --local-size 24", "--local-size must not be above the 16"),
+    ("--crop-least 0.6", "--crop-least 0.6 must not be above"),
     ("--batch 1", "--batch 1 must be 2 or more"),
     ("--contrastive-crop --crop-start 1", "draws each image once"),
-    ("--contrastive-crop --crop-start 9", "--crop-start must be below --steps"),
+    ("--contrastive-crop --crop-start 9", "--crop-start 9 must be below --steps 4"),
     ("--readout cls --image-encoder tiny", r"the \[CLS\] token: add cls=1")])
 def test_settings_that_do_not_fit_are_refused(tmp_path, flags, message):
     with pytest.raises(common.UserError, match=message):
