@@ -1,32 +1,32 @@
 """STAIR: Learning Sparse Text and Image Representation in Grounded Tokens
 (Chen et al., 2023, arXiv 2301.13081)
 
-An image or a caption becomes one vector with a weight for each word of the vocabulary, most of
-them zero: people can read it and an inverted index can search it. Training has three stages, so
-that a word keeps its meaning; the contrastive loss alone would redefine the words.
+An image or a caption becomes one vector with a weight for each word of the vocabulary, most
+of them zero: people can read it and an inverted index can search it. Training has three
+stages, so that words keep their meaning; the contrastive loss alone would redefine them.
 
     symbol      name here            shape            where
     h_j         h                    (B, N, d)        Eq. 4; a tower's output at position j
     transform   transform            d -> E           Eq. 4; linear layer, GELU, LayerNorm
-    e, b        e, b                 (|V|, E), (|V|,) Eq. 4; e is the text tower's token embedding
+    e, b        e, b                 (|V|, E), (|V|,) Eq. 4; e: the text tower's embedding
     p(h_j)      p                    (B, N, |V|)      Eq. 4
     enc         v of images, t of texts  (B, |V|)     Eq. 5
-    mask(y)     caption_mask         (B, |V|)         Eq. 8; 1 where the caption has the token
+    mask(y)     caption_mask         (B, |V|)         Eq. 8; 1 if the caption has the token
     lambda_1,2  lambda_image, _text  scalar           Eq. 7
     1 / T       scale                scalar           Eq. 3; learned
 
 Differs from the paper:
-  * An inactive word of the caption still learns, up to stage `revive_until`: the paper's relu
-    gives it no gradient, and words that the image tower cannot see at first never come back.
-  * In the cosine an encoding shorter than 0.5 counts as 0.5 long; its gradient stays bounded.
-  * What the paper leaves open: special tokens ([CLS], [SEP], ...) are never active. In stage 2 e
-    trains with the text tower, and the frozen image head keeps a copy. The mean in Eq. 6 is over
-    the global batch. Each stage has a new optimizer. The text tower reads in both directions.
-Not here: the prompt "a photo of"; dense embeddings beside the words in the index; fine-tuning.
+  * An inactive word of the caption still learns, up to stage `revive_until`. The paper's relu
+    gives it no gradient: words that the image tower cannot see at first never come back.
+  * In the cosine an encoding shorter than 0.5 counts as 0.5 long, to bound its gradient.
+  * Where the paper is silent: special tokens ([CLS], [SEP], ...) are never active. In stage 2
+    e trains with the text tower, and the frozen image head keeps a copy. The mean of Eq. 6 is
+    over the global batch. Each stage has a new optimizer. The text tower is bidirectional.
+Not here: the prompt "a photo of"; dense embeddings beside the words in an index; fine-tuning.
 
 Run:     python train.py --method stair                     (the embedded world)
-Result:  an image's shape is among the 10 heaviest of 862 words in .999 of the cases (one stage:
-         .002); image-to-text R@1 .934 (CLIP .861); 15 active words a caption; three seeds.
+Result:  an image's shape is among its 10 heaviest of 862 words in .999 of the cases (in one
+         stage .002); image-to-text R@1 .934 (CLIP .861); 15 active words a caption; 3 seeds.
 """
 
 import ast
@@ -35,6 +35,7 @@ import math
 import re
 import sys
 from dataclasses import dataclass
+from time import process_time
 from timeit import timeit
 from typing import Annotated, Literal
 
@@ -45,25 +46,25 @@ from torch import nn
 
 @dataclass
 class Config:
-    stages: Literal["three", "single"] = "three"     # Sec. 3; single: App. A
-    share_1: Annotated[float, 0, 1] = 0.25           # of the steps in stage 1; Sec. 4.2
-    share_2: Annotated[float, 0, 1] = 0.25           # of the steps in stage 2
-    lr_2: Annotated[float, 0, 100] = 1.0             # peak in stage 2, as a multiple of --lr
-    lr_3: Annotated[float, 0, 100] = 0.1             # peak in stage 3; Sec. 4.2: 1e-4, else 1e-3
+    stages: Literal["three", "single"] = "three"        # Sec. 3; single: App. A
+    share_1: Annotated[float, 0, 1] = 0.25              # of the steps in stage 1; Sec. 4.2
+    share_2: Annotated[float, 0, 1] = 0.25              # of the steps in stage 2
+    lr_2: Annotated[float, 0, 100] = 1.0                # peak in stage 2, times --lr
+    lr_3: Annotated[float, 0, 100] = 0.1                # peak in stage 3, times --lr; 4.2
     lambda_image: Annotated[float, 0, math.inf] = 1e-3  # Eq. 7; Sec. 6.3 tries 1e-2 to 1e-4
-    lambda_text: Annotated[float, 0, math.inf] = 1e-3  # Eq. 7
-    ramp: Annotated[float, 0, 1] = 0.5               # part of a stage in which both grow from 0
-    revive_until: Annotated[int, 0, 3] = 3           # last stage in which inactive words learn
-    bias_image: float = 0.0                          # b of Eq. 4 at the start, image head
-    bias_text: float = 0.0                           # b of Eq. 4 at the start, text head
-    init_scale: Annotated[float, 1, 100] = 1 / 0.07  # CLIP (arXiv 2103.00020), Sec. 2.5
+    lambda_text: Annotated[float, 0, math.inf] = 1e-3   # Eq. 7
+    ramp: Annotated[float, 0, 1] = 0.5                  # part of a stage in which both grow
+    revive_until: Annotated[int, 0, 3] = 3              # last stage that revives words
+    bias_image: float = 0.0                             # b of the image head at the start
+    bias_text: float = 0.0                              # b of the text head at the start
+    init_scale: Annotated[float, 1, 100] = 1 / 0.07     # CLIP (arXiv 2103.00020), Sec. 2.5
 
 
 PRESETS = {  # settings of this file and of train.py
     # chosen on the val split of the embedded world
-    "tiny": dict(image_encoder="tiny", text_encoder="tiny", data="shapes:words=400", batch=128,
-                 steps=1000, lr=2e-3, lr_3=1.0, share_1=0.4, share_2=0.15, lambda_image=5e-3,
-                 lambda_text=5e-3, weight_decay=0.1, warmup=50),
+    "tiny": dict(image_encoder="tiny", text_encoder="tiny", data="shapes:words=400",
+                 batch=128, steps=1000, lr=2e-3, lr_3=1.0, share_1=0.4, share_2=0.15,
+                 lambda_image=5e-3, lambda_text=5e-3, weight_decay=0.1, warmup=50),
     # Sec. 4.2; its 30,522 tokens are BERT's: --vocab FILE
     "b16": dict(image_encoder="ViT-B/16", text_encoder="12x512:context=76", batch=16384,
                 steps=1_200_000, lr=1e-3, schedule="linear", optimizer="lamb",
@@ -79,29 +80,30 @@ def full_precision(x):
 identity = nn.Identity()
 
 
-# M(x, y) = cos(enc(x), enc(y))                                                           (Eq. 2)
-# L_con = -1/B sum_i log( e^(M(x_i, y_i) / T) / sum_j e^(M(x_i, y_j) / T) )               (Eq. 3)
+# M(x, y) = cos(enc(x), enc(y))                                                      (Eq. 2)
+# L_con = -1/B sum_i log( e^(M(x_i, y_i) / T) / sum_j e^(M(x_i, y_j) / T) )          (Eq. 3)
 def contrastive_loss(v, t, scale, gather=identity):
-    """Eq. 3 of images and of texts, averaged. v, t (B, |V|): encodings of B pairs -> scalar.
+    """Eq. 3 of images and of texts, averaged; v, t (B, |V|): encodings of B pairs -> scalar.
     gather: (B, |V|) -> (world * B, |V|), differentiable, the local rows first."""
     v = F.normalize(full_precision(v), dim=-1, eps=0.5)  # differs: eps, for short encodings
     t = F.normalize(full_precision(t), dim=-1, eps=0.5)
     target = torch.arange(len(v), device=v.device)
-    with torch.autocast(v.device.type, enabled=False):  # at scale 100 half precision is too coarse
-        image_to_text = scale * v @ gather(t).T                          # (B, world * B)
-        text_to_image = scale * t @ gather(v).T                          # (B, world * B)
-    return (F.cross_entropy(image_to_text, target) + F.cross_entropy(text_to_image, target)) / 2
+    with torch.autocast(v.device.type, enabled=False):  # half precision is too coarse here
+        image_to_text = scale * v @ gather(t).T                   # (B, world * B)
+        text_to_image = scale * t @ gather(v).T                   # (B, world * B)
+    losses = F.cross_entropy(image_to_text, target), F.cross_entropy(text_to_image, target)
+    return sum(losses) / 2
 
 
-# L_FLOPs = sum_k ( 1/N sum_i enc_k^(i) )^2                                               (Eq. 6)
+# L_FLOPs = sum_k ( 1/N sum_i enc_k^(i) )^2                                          (Eq. 6)
 def flops_loss(enc, gather=identity):
-    """A smooth count of the products in the comparison of two encodings. enc (B, |V|) -> scalar."""
+    """A smooth count of the products in comparing two encodings. enc (B, |V|) -> scalar."""
     mean = full_precision(enc).mean(0, keepdim=True)                     # (1, |V|), local
     return gather(mean).mean(0).square().sum()
 
 
-# p(h_j) = e . transform(h_j) + b                                                         (Eq. 4)
-# enc = log(1 + relu(max_j p(h_j)))                                                       (Eq. 5)
+# p(h_j) = e . transform(h_j) + b                                                    (Eq. 4)
+# enc = log(1 + relu(max_j p(h_j)))                                                  (Eq. 5)
 def encode(t, e, b, mask=None):
     """t = transform(h) (B, N, E) -> enc (B, |V|); mask (B, N): False at padding."""
     p = t @ e.T + b                                                      # (B, N, |V|)
@@ -113,10 +115,10 @@ def encode(t, e, b, mask=None):
 class StreamedEncoding(torch.autograd.Function):
     """`encode` in O(B |V|) memory instead of O(B N |V|): p never exists as a whole.
 
-    Forward keeps, for each word, only the maximum over positions and its position, a few samples
+    Forward keeps the maximum of each word over positions, and its position, for a few samples
     at a time. Backward, an entry above zero passes its gradient to that position alone:
-    d log(1 + p) = dp / (1 + p) = exp(-enc) dp. So does an entry at zero that `revived` (B, |V|)
-    marks, if a larger value lowers the loss.
+    d log(1 + p) = dp / (1 + p) = exp(-enc) dp. So does an entry at zero that `revived`
+    (B, |V|) marks, if a larger value lowers the loss.
     """
 
     CHUNK = 2**23  # numbers in memory at a time: of p, or of the rows that backward gathers
@@ -126,13 +128,13 @@ class StreamedEncoding(torch.autograd.Function):
         maxima, positions = [], []
         n = max(1, StreamedEncoding.CHUNK // (t.shape[1] * len(e)))
         for i in range(0, len(t), n):
-            p = t[i : i + n] @ e.T                                       # (n, N, |V|)
+            p = t[i : i + n] @ e.T                                # (n, N, |V|)
             if mask is not None:
                 p.masked_fill_(~mask[i : i + n, :, None], -math.inf)
-            maximum, position = p.max(1)                                 # (n, |V|)
+            maximum, position = p.max(1)                          # (n, |V|)
             maxima.append(maximum)
             positions.append(position.int())
-        p = torch.cat(maxima) + b                                        # (B, |V|)
+        p = torch.cat(maxima) + b                                 # (B, |V|)
         enc = torch.log1p(p.relu())
         if revived is not None:
             revived = revived & p.isfinite()
@@ -145,10 +147,10 @@ class StreamedEncoding(torch.autograd.Function):
         passes = enc > 0
         if revived is not None:
             passes |= revived & (gradient < 0)
-        grad_p = gradient * torch.exp(-enc) * passes                     # (B, |V|)
-        sample, word = grad_p.nonzero(as_tuple=True)                     # (n,), the active entries
-        row = sample * t.shape[1] + positions[sample, word]              # (n,), of t as (B N, E)
-        weight = grad_p[sample, word][:, None]                           # (n, 1)
+        grad_p = gradient * torch.exp(-enc) * passes              # (B, |V|)
+        sample, word = grad_p.nonzero(as_tuple=True)              # (n,), the active entries
+        row = sample * t.shape[1] + positions[sample, word]       # (n,), of t as (B N, E)
+        weight = grad_p[sample, word][:, None]                    # (n, 1)
         rows, grad_e = t.flatten(0, 1), torch.zeros_like(e)
         grad_rows = torch.zeros_like(rows)
         n = max(1, StreamedEncoding.CHUNK // t.shape[2])
@@ -159,8 +161,8 @@ class StreamedEncoding(torch.autograd.Function):
 
 
 class TokenProjectionHead(nn.Module):
-    """Eq. 4 and 5. d: width of h; embedding: nn.Embedding (|V|, E), of the text tower; special: ids
-    of the tokens that are never active; bias: b at the start."""
+    """Eq. 4 and 5. d: width of h; embedding: nn.Embedding (|V|, E), of the text tower;
+    special: ids of tokens that are never active; bias: b at the start."""
 
     def __init__(self, d, embedding, special=(), bias=0.0):
         super().__init__()
@@ -173,13 +175,13 @@ class TokenProjectionHead(nn.Module):
 
     @torch.compiler.disable  # the number of active entries differs from batch to batch
     def forward(self, h, mask=None, e=None, revived=None):
-        """h (B, N, d), mask (B, N): False at padding -> enc (B, |V|). e: another embedding."""
+        """h (B, N, d), mask (B, N): False at padding -> enc (B, |V|). e: other embedding."""
         e = self.embedding.weight if e is None else e
         b = self.bias.masked_fill(~self.valid, -math.inf)
         return StreamedEncoding.apply(self.transform(h), e, b, mask, revived)
 
 
-# mask(y)_k = 1 if token k is in the caption y                                            (Eq. 8)
+# mask(y)_k = 1 if token k is in the caption y                                       (Eq. 8)
 def caption_mask(tokens, mask, size):
     """tokens (B, L), mask (B, L): False at padding -> (B, size), 0 or 1."""
     result = torch.zeros(len(tokens), size, device=tokens.device)
@@ -198,28 +200,30 @@ def stages(args):
         return [(3, args.steps, args.lr)]
     first, second = round(args.share_1 * args.steps), round(args.share_2 * args.steps)
     third = args.steps - first - second
-    return [(1, first, args.lr), (2, second, args.lr * args.lr_2), (3, third, args.lr * args.lr_3)]
+    lr_2, lr_3 = args.lr * args.lr_2, args.lr * args.lr_3
+    return [(1, first, args.lr), (2, second, lr_2), (3, third, lr_3)]
 
 
 class Model(nn.Module):
-    """Two towers with a token projection head each. image_encoder(images) -> (B, N, image_width);
-    text_encoder(tokens, mask) -> (B, L, text_width), with `embedding`, its nn.Embedding, and
+    """Two towers with a head each. image_encoder(images) -> (B, N, image_width);
+    text_encoder(tokens, mask) -> (B, L, text_width), with `embedding`, an nn.Embedding, and
     `special`, the ids of tokens that stand for no word."""
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
-        self.config, self.image_encoder, self.text_encoder = config, image_encoder, text_encoder
+        self.config = config
+        self.image_encoder, self.text_encoder = image_encoder, text_encoder
         e, special = text_encoder.embedding, text_encoder.special
         self.image_head = TokenProjectionHead(image_width, e, special, config.bias_image)
         self.text_head = TokenProjectionHead(text_width, e, special, config.bias_text)
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
-        self.register_buffer("image_embedding", e.weight.detach().clone())  # image head, stage 2
-        self.register_buffer("strength", torch.tensor(0.0))  # of the regulariser, from 0 to 1
+        self.register_buffer("image_embedding", e.weight.detach().clone())  # e in stage 2
+        self.register_buffer("strength", torch.tensor(0.0))  # of the regulariser, 0 to 1
         self.register_buffer("stage", torch.tensor(3))  # for checkpoints and the log
         self.number = 3  # the same for `if`, which would wait for a tensor on the GPU
 
     def begin_stage(self, number, fresh):
-        """Enter stage 1, 2 or 3 of Sec. 3; fresh: at its beginning, not from a checkpoint."""
+        """Enter stage 1, 2 or 3 (Sec. 3); fresh: at its beginning, not from a checkpoint."""
         self.number = number
         self.stage.fill_(number)
         for part in (self.image_encoder, self.image_head.transform):
@@ -236,15 +240,15 @@ class Model(nn.Module):
         return result
 
     def image_e(self):
-        return self.image_embedding if self.number == 2 else self.text_encoder.embedding.weight
+        return self.image_embedding if self.number == 2 else self.image_head.embedding.weight
 
     def image_encoding(self, images, revived=None):
         """(B, 3, H, W) -> enc (B, |V|)."""
-        self.image_encoder.train(self.training and self.number != 2)  # BatchNorm is frozen, too
+        self.image_encoder.train(self.training and self.number != 2)  # freezes BatchNorm
         return self.image_head(self.image_encoder(images), None, self.image_e(), revived)
 
     def text_encoding(self, tokens, mask, revived=None):
-        """(B, L), (B, L) -> enc (B, |V|); in stage 1 of the caption's own words alone (Eq. 8)."""
+        """(B, L), (B, L) -> enc (B, |V|); in stage 1 the caption's own words alone (Eq. 8)."""
         enc = self.text_head(self.text_encoder(tokens, mask), mask, revived=revived)
         return enc * self.caption_words(tokens, mask) if self.number == 1 else enc
 
@@ -253,16 +257,17 @@ class Model(nn.Module):
         return caption_mask(tokens, mask, len(self.text_head.valid)) * self.text_head.valid
 
     def forward(self, batch, gather=identity):
-        """batch: images (B, 3, H, W), tokens (B, L), mask (B, L) -> {"loss": scalar, ...}."""
-        tokens, mask, scale = batch["tokens"], batch["mask"], self.log_scale.exp()
-        words = self.caption_words(tokens, mask)                         # (B, |V|)
-        revived = words > 0 if self.number <= self.config.revive_until else None
-        v = self.image_encoding(batch["images"], revived)                # (B, |V|)
-        t = self.text_encoding(tokens, mask, revived)                    # (B, |V|)
+        """images (B, 3, H, W), tokens (B, L), mask (B, L) -> {"loss": scalar, ...}."""
+        cfg, scale = self.config, self.log_scale.exp()
+        tokens, mask = batch["tokens"], batch["mask"]
+        words = self.caption_words(tokens, mask)                  # (B, |V|)
+        revived = words > 0 if self.number <= cfg.revive_until else None
+        v = self.image_encoding(batch["images"], revived)         # (B, |V|)
+        t = self.text_encoding(tokens, mask, revived)             # (B, |V|)
         contrast = contrastive_loss(v, t, scale, gather)
         flops_image, flops_text = flops_loss(v, gather), flops_loss(t, gather)
-        # L = L_con + lambda_1 L_FLOPs of images + lambda_2 L_FLOPs of texts              (Eq. 7)
-        flops = self.config.lambda_image * flops_image + self.config.lambda_text * flops_text
+        # L = L_con + lambda_1 L_FLOPs of images + lambda_2 L_FLOPs of texts         (Eq. 7)
+        flops = cfg.lambda_image * flops_image + cfg.lambda_text * flops_text
         loss = contrast + self.strength * flops
         log = {"contrast": contrast, "flops_image": flops_image, "flops_text": flops_text,
                "active_image": (v > 0).sum(1).float().mean(), "scale": scale,
@@ -270,7 +275,7 @@ class Model(nn.Module):
         return {"loss": loss, **{name: value.detach() for name, value in log.items()}}
 
     def after_update(self, step, steps):
-        """The regulariser grows with the square of the step (Sec. 4.2); the scale stays <= 100."""
+        """The regulariser grows with the square of the step (Sec. 4.2); scale stays <= 100."""
         with torch.no_grad():
             self.log_scale.clamp_(0, math.log(100))
         ramp = max(1, self.config.ramp * steps)
@@ -284,40 +289,41 @@ class Model(nn.Module):
         """(B, L), (B, L) -> (B, |V|), normalised."""
         return F.normalize(self.text_encoding(tokens, mask), dim=-1)
 
-    # To read STAIR, stop here. The rest is for evaluation and the log; below: LAMB, the index.
+    # To read STAIR, stop here. Below: evaluation, warnings, LAMB, the inverted index.
 
     def encode_words(self, tokens, mask):
-        """A query without the text tower: its tokens, equally weighted (Sec. 7.1). -> (B, |V|)"""
+        """A query without the text tower: its tokens, equally weighted (Sec. 7.1)."""
         return F.normalize(self.caption_words(tokens, mask), dim=-1)
 
     def word_maps(self, images, ids):
-        """p(h_j) of the words with these ids (n,) at each image token (Sec. 7.2). -> (B, N, n)"""
-        t = self.image_head.transform(self.image_encoder(images))        # (B, N, E)
+        """p(h_j) of the words with these ids (n,) in the image (Sec. 7.2). -> (B, N, n)"""
+        t = self.image_head.transform(self.image_encoder(images))  # (B, N, E)
         return F.linear(t, self.image_e()[ids], self.image_head.bias[ids])
 
     def warn(self, record):
-        """A sentence about words that die or do not leave, or None. record: of the log."""
+        """A sentence about too few or too many active words, or None. record: of the log."""
         for side in ("image", "text"):
-            active, V = record[f"active_{side}"], len(self.text_head.valid)
+            flag, active = f"--lambda-{side}", record[f"active_{side}"]
             if active < 1:
-                return f"{side} encodings have fewer than one active word: lower --lambda-{side}."
-            if active > V / 4 and self.number == 3 and self.strength == 1:
-                return f"{side} encodings are not sparse: raise --lambda-{side}."
+                return f"{side} encodings have fewer than one active word: lower {flag}."
+            grown = self.number == 3 and self.strength == 1
+            if grown and active > len(self.text_head.valid) / 4:
+                return f"{side} encodings are not sparse: raise {flag}."
         return None
 
 
-# What was found out on the embedded world (three seeds; the last two lines: one seed):
-# - Three stages keep the meaning of words, one does not (Table 7), and they retrieve better than
-#   CLIP and than one stage: R@1 .934, .861, .766. In Table 6 one stage is as good as three.
+# What was found out on the embedded world (three seeds; the last two: one seed):
+# - Three stages keep the meaning of words, one does not (Table 7). They also retrieve better
+#   than CLIP and one stage: R@1 .934, .861, .766. In Table 6 one stage is as good as three.
 # - Without the text tower text-to-image R@1 falls from .911 to .851 (Table 5: 41.1 to 21.0).
-# - The patch with the largest p(h_j) is on the word's object in .27 (colours) and .35 (shapes) of
-#   the cases, by chance in .08.
-# - Without revival words die: shape in the 10 heaviest .268 instead of .999, R@1 .396 and .926.
+# - The patch with the largest p(h_j) is on an object of the colour in .27, of the shape in
+#   .35 of the cases, by chance in .08.
+# - Without revival words die: shape in the 10 heaviest .268 (.999), R@1 .396 (.926).
 # - Lambda from 1e-3 to 2e-2 changes little: 28 to 18 active words an image.
 
 
 class LAMB(torch.optim.Optimizer):
-    """Adam, its updates scaled to the norm of their tensor (arXiv 1904.00962; Sec. 4.2); but not in
+    """Adam with updates scaled to their tensor's norm (arXiv 1904.00962; Sec. 4.2), except in
     groups with `decays` False: biases, norms, positions, the token embedding."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01):
@@ -332,7 +338,8 @@ class LAMB(torch.optim.Optimizer):
 
     def update(self, p, state, group):
         if not state:
-            state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+            state["step"] = 0
         state["step"] += 1
         beta1, beta2 = group["betas"]
         m = state["exp_avg"].lerp_(p.grad, 1 - beta1)
@@ -343,7 +350,7 @@ class LAMB(torch.optim.Optimizer):
         return torch.where(scaled, p.norm() / update.norm(), 1.0) * update
 
 
-# Inverted index (App. D) -----------------------------------------------------------------------
+# Inverted index (App. D) --------------------------------------------------------------------
 
 
 def is_boolean(text):
@@ -355,9 +362,11 @@ def parse(text):
     """A boolean query as Python's syntax tree; words side by side are joined by AND."""
     parts = []
     for part in re.findall(r"[()]|[^\s()]+", text):
-        if parts and part not in ("AND", "OR", ")") and parts[-1] not in ("and", "or", "not", "("):
+        follows_operand = parts and parts[-1] not in ("and", "or", "not", "(")
+        if follows_operand and part not in ("AND", "OR", ")"):
             parts.append("and")
-        parts.append(part.lower() if part in ("AND", "OR", "NOT", "(", ")") else repr(part))
+        is_word = part not in ("AND", "OR", "NOT", "(", ")")
+        parts.append(repr(part) if is_word else part.lower())
     try:
         return ast.parse(" ".join(parts), mode="eval").body
     except SyntaxError as error:
@@ -365,10 +374,10 @@ def parse(text):
 
 
 class InvertedIndex:
-    """Exact search of sparse encodings: for each word the documents that have it, with weights.
+    """Exact search of encodings: of each word the documents that have it, and their weights.
 
         index = InvertedIndex(vocabulary)                # list of |V| tokens
-        index.add(["a.jpg", "b.jpg"], enc)               # enc (n, |V|) >= 0, dense or sparse
+        index.add(["a.jpg", "b.jpg"], enc)               # (n, |V|) >= 0, dense or sparse
         index.search({"red": 1.0}, k=10, where="ring OR (star AND NOT blue)")
     """
 
@@ -376,7 +385,7 @@ class InvertedIndex:
         self.vocabulary = list(vocabulary)
         self.word_ids = {word: k for k, word in enumerate(self.vocabulary)}
         self.documents = {}  # id: (words, weights), both (n,)
-        self.sorted = None  # see postings
+        self.sorted = None  # what `postings` returns, until a change
 
     def __len__(self):
         return len(self.documents)
@@ -384,8 +393,8 @@ class InvertedIndex:
     def add(self, ids, enc):
         """Add documents, or replace those with the same id."""
         if isinstance(ids, str) or enc.shape != (len(ids), len(self.vocabulary)):
-            raise ValueError(f"A list of n ids needs encodings (n, {len(self.vocabulary)}), not "
-                             f"{tuple(enc.shape)}; ids: {str(ids):.50}.")
+            raise ValueError(f"A list of n ids needs encodings (n, {len(self.vocabulary)}), "
+                             f"not {tuple(enc.shape)}; ids: {str(ids):.50}.")
         enc = enc.detach().to("cpu", torch.float32).to_sparse().coalesce()
         (rows, words), weights = enc.indices().int(), enc.values()
         if not (weights >= 0).all() or weights.isinf().any():
@@ -403,24 +412,25 @@ class InvertedIndex:
         self.documents, self.sorted = documents, None
 
     def postings(self):
-        """The documents sorted by words, anew after a change: (ids, starts, rows, weights, norms).
-        Word k has the part starts[k] : starts[k + 1] of rows, which number the ids, and weights."""
+        """The documents sorted by words: (ids, starts, rows, weights, norms). Word k occurs in
+        ids[row] for row in rows[starts[k] : starts[k + 1]], with the weights there."""
         if self.sorted is None:
             empty = torch.zeros(0, dtype=torch.int), torch.zeros(0)
             words, weights = map(torch.cat, zip(empty, *self.documents.values()))
-            counts = torch.tensor([len(words) for words, _ in self.documents.values()]).long()
+            counts = torch.tensor([len(part) for part, _ in self.documents.values()]).long()
             rows = torch.arange(len(counts), dtype=torch.int).repeat_interleave(counts)
             norms = torch.zeros(len(counts)).index_add_(0, rows, weights.square()).sqrt()
             ends = torch.bincount(words, minlength=len(self.vocabulary)).cumsum(0).tolist()
             order = words.argsort(stable=True)
-            self.sorted = list(self.documents), [0, *ends], rows[order], weights[order], norms
+            ids = list(self.documents)
+            self.sorted = ids, [0, *ends], rows[order], weights[order], norms
         return self.sorted
 
     def word(self, word):
         """The id of a word, as it is written or in lower case."""
         k = self.word_ids.get(word, self.word_ids.get(word.lower()))
         if k is None:
-            raise ValueError(f"The vocabulary has no word {word!r}: give words that are one token.")
+            raise ValueError(f"The vocabulary has no word {word!r}: give single tokens.")
         return k
 
     def vector(self, weights):
@@ -431,22 +441,23 @@ class InvertedIndex:
         return result
 
     def matches(self, query, words, negated=False):
-        """A parsed boolean query -> (n,) bool, the documents that match. Its words that are not
-        negated are added to the list `words`."""
+        """A parsed boolean query -> (n,) bool, the documents that match. Appends the words
+        that are not negated to the list `words`."""
         if isinstance(query, ast.UnaryOp):
             return ~self.matches(query.operand, words, not negated)
         if isinstance(query, ast.BoolOp):
-            found = torch.stack([self.matches(part, words, negated) for part in query.values])
+            found = torch.stack([self.matches(x, words, negated) for x in query.values])
             return found.all(0) if isinstance(query.op, ast.And) else found.any(0)
         if not isinstance(query, ast.Constant):
             raise ValueError("There is nothing between two parentheses.")
+        if not negated:
+            words.append(query.value)
         k, (_, starts, rows, _, _) = self.word(query.value), self.postings()
-        words += [] if negated else [query.value]
         found = torch.zeros(len(self), dtype=torch.bool)
         return found.index_fill_(0, rows[starts[k] : starts[k + 1]].long(), True)
 
     def positive_words(self, text):
-        """The words of a boolean query that are not negated: those to rank its documents by."""
+        """The words of a boolean query that are not negated, for ranking what matches."""
         words = []
         self.matches(parse(text), words)
         if not words:
@@ -454,11 +465,11 @@ class InvertedIndex:
         return words
 
     def search(self, query, k=10, where=None, allow=None, block=(), boost=None, cosine=False):
-        """The k documents with the largest dot product (or cosine) with the query: [(id, score)].
+        """The k documents with the largest dot product, or cosine: [(id, score)], best first.
 
-        query: {word: weight} or encoding (|V|,); where: a boolean query that documents must match;
-        allow, block: words of the query that alone count, or do not; boost: {word: weight} to add.
-        Documents that share no word with the query are left out. Raises ValueError.
+        query: {word: weight} or encoding (|V|,); where: a boolean query, which documents must
+        match; allow, block: the only words of the query that count, that do not; boost:
+        {word: weight}, added to the query. Documents without a word of the query are left out.
         """
         query = self.vector(query) if isinstance(query, dict) else query
         if not torch.is_tensor(query) or query.shape != (len(self.vocabulary),) or k < 1:
@@ -483,8 +494,8 @@ class InvertedIndex:
 
     def save(self, path):
         ids, starts, rows, weights, _ = self.postings()
-        torch.save({"vocabulary": self.vocabulary, "ids": ids, "starts": torch.tensor(starts),
-                    "rows": rows, "weights": weights}, path)
+        state = {"starts": torch.tensor(starts), "rows": rows, "weights": weights}
+        torch.save({"vocabulary": self.vocabulary, "ids": ids, **state}, path)
 
     @classmethod
     def load(cls, path):
@@ -493,69 +504,73 @@ class InvertedIndex:
             raise ValueError(f"{path} holds no index.")
         index, counts = cls(state["vocabulary"]), state["starts"].diff()
         words = torch.arange(len(counts)).repeat_interleave(counts)
-        places, shape = torch.stack([state["rows"].long(), words]), (len(state["ids"]), len(counts))
-        enc = torch.sparse_coo_tensor(places, state["weights"], shape, check_invariants=True)
+        places = torch.stack([state["rows"].long(), words])
+        enc = torch.sparse_coo_tensor(places, state["weights"], check_invariants=True,
+                                      size=(len(state["ids"]), len(counts)))
         index.add(state["ids"], enc)
         return index
 
     def export(self, path, scale=100, contents=None):
-        """JSON lines for Anserini, with weights round(scale * weight). contents: {id: text}."""
+        """JSON lines for Anserini, weights as round(scale * weight). contents: {id: text}."""
         with open(path, "w", encoding="utf-8") as file:
             for name, (words, weights) in self.documents.items():
                 impacts = zip(words.tolist(), (scale * weights).round().int().tolist())
                 vector = {self.vocabulary[k]: impact for k, impact in impacts if impact}
-                line = {"id": name, "contents": (contents or {}).get(name, ""), "vector": vector}
+                text = (contents or {}).get(name, "")
+                line = {"id": name, "contents": text, "vector": vector}
                 file.write(json.dumps(line) + "\n")
 
 
 def compare_costs(n, B=16, N=197, E=512, V=30522):
-    """Print the time of Eq. 4 and 5 and of a search of n documents, and that of the plain forms."""
+    """Print the time of Eq. 4 and 5, of searching n documents, and of the plain forms."""
 
-    def seconds(function, number):
-        return timeit(function, number=number) / number
+    def seconds(function, number=1):
+        return timeit(function, timer=process_time, number=number) / number
 
+    torch.set_num_threads(1)
     t, e = nn.Parameter(torch.randn(B, N, E)), nn.Parameter(0.02 * torch.randn(V, E))
-    for b in (torch.zeros(V), torch.full((V,), -1.8)):  # all words are active; some hundred are
-        streamed = seconds(lambda: StreamedEncoding.apply(t, e, b).sum().backward(), 3)
-        plain = seconds(lambda: encode(t, e, b).sum().backward(), 3)
+    for b in (torch.zeros(V), torch.full((V,), -1.8)):  # all words are active; some hundred
+        plain = seconds(lambda: encode(t, e, b).sum().backward())
+        streamed = seconds(lambda: StreamedEncoding.apply(t, e, b).sum().backward())
         print(f"head with b = {b[0]:.1f}: {streamed:.2f} s, plain {plain:.2f} s")
-    index, frequency = InvertedIndex([f"w{k}" for k in range(V)]), (torch.arange(V) + 10.0) ** -0.5
+    index, frequency = InvertedIndex(map(str, range(V))), (torch.arange(V) + 10.0) ** -0.5
     rows = torch.arange(10_000).repeat_interleave(100)
-    for start in range(0, n, 10_000):
-        places = torch.stack([rows, torch.multinomial(frequency, len(rows), replacement=True)])
-        enc = torch.sparse_coo_tensor(places, torch.rand(len(rows)), (10_000, V),
-                                      check_invariants=True)
-        index.add([str(start + row) for row in range(10_000)], enc)
-    print(f"sorting the postings of {n:,} documents: {seconds(index.postings, 1):.1f} s")
-    query = {f"w{k}": 1.0 for k in torch.multinomial(frequency, 20).tolist()}
+    for i in range(0, n, 10_000):
+        words = torch.multinomial(frequency, len(rows), replacement=True)
+        enc = torch.sparse_coo_tensor(torch.stack([rows, words]), torch.rand(len(rows)),
+                                      (10_000, V), check_invariants=True)
+        index.add(range(i, i + 10_000), enc)
+    print(f"{n:,} documents sorted in {seconds(index.postings):.1f} s")
+    query = {str(k): 1.0 for k in torch.multinomial(frequency, 20).tolist()}
     dense, vector = torch.randn(n, E), torch.randn(E)
-    print(f"query: {1e3 * seconds(lambda: index.search(query), 20):.2f} ms, dense "
-          f"{1e3 * seconds(lambda: (dense @ vector).topk(10), 20):.2f} ms")
+    sparse = seconds(lambda: index.search(query), 20)
+    plain = seconds(lambda: (dense @ vector).topk(10), 20)
+    print(f"query of 20 words: {1e3 * sparse:.2f} ms, dense {1e3 * plain:.2f} ms")
 
 
 if __name__ == "__main__":
-    # Three of nine patches of a picture show the words of its caption, the others are noise. The
-    # text's encoding is its words alone, as in stage 1. Then the pictures are searched.
+    # Three of nine patches of a picture show the words of its caption, the others are noise.
+    # A text's encoding is its words alone, as in stage 1. Then the pictures are searched.
     torch.manual_seed(0)
     B, L, N, E, V = 128, 3, 9, 32, 40
     looks, head = torch.randn(V, E), TokenProjectionHead(E, nn.Embedding(V, E))
     optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
     for step in range(121):
-        words = torch.rand(B, V).argsort(1)[:, :L]                       # (B, L)
-        places = torch.rand(B, N).argsort(1)[:, :L, None]                # (B, L, 1)
+        words = torch.rand(B, V).argsort(1)[:, :L]                # (B, L)
+        places = torch.rand(B, N).argsort(1)[:, :L, None]         # (B, L, 1)
         pictures = 0.3 * torch.randn(B, N, E)
         pictures.scatter_add_(1, places.expand(-1, -1, E), looks[words])
-        t = caption_mask(words, torch.ones_like(words), V)               # (B, |V|)
-        v = head(pictures, revived=t > 0)                                # (B, |V|)
+        t = caption_mask(words, torch.ones_like(words), V)        # (B, |V|)
+        v = head(pictures, revived=t > 0)                         # (B, |V|)
         loss = contrastive_loss(v, t, 10.0) + 3e-3 * flops_loss(v)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if step % 30 == 0:
             right = t.gather(1, v.topk(L).indices).mean()
-            print(f"step {step:3d}  loss {loss.item():.3f}  active words {(v > 0).sum() / B:4.1f} "
-                  f"of {V}  of the three heaviest are right {right:.0%}")
-    index = InvertedIndex([f"w{k}" for k in range(V)])
+            print(f"step {step:3d}  loss {loss.item():.3f}  {(v > 0).sum() / B:4.1f} of {V} "
+                  f"words active  {right:.0%} of the three heaviest are the caption's")
+    index = InvertedIndex(f"w{k}" for k in range(V))
     index.add([" ".join(f"w{k}" for k in row) for row in words.tolist()], v)
     query = "w{} AND w{}".format(*words[0])
     found = index.search(dict.fromkeys(index.positive_words(query), 1.0), k=3, where=query)
