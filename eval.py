@@ -1324,8 +1324,15 @@ def search(embed, data, options, run):
     if data.documents is None:
         raise UserError(f"--query searches shapes, captioned images or class folders; "
                         f"{options.data} is something else.")
-    index, images, captions = stair.InvertedIndex(embed.tokenizer.vocab), {}, {}
-    words_of = {query: words_to_rank_by(index, query) for query in options.queries}
+    index, images, captions, words_of = stair.InvertedIndex(embed.tokenizer.vocab), {}, {}, {}
+    for query in options.queries:  # wrong ones are found before all images are encoded
+        try:
+            if not query.strip():
+                raise ValueError("it has no word to rank by.")
+            boolean = stair.is_boolean(query)
+            words_of[query] = index.positive_words(query) if boolean else []
+        except ValueError as error:
+            raise UserError(f"--query {query!r}: {error}") from None
     for part in tqdm(chunks(data.documents(), 1000), "images in thousands"):
         encodings, values = embed.encoded(part, embed.model.image_encoding)
         index.add([name for name, _ in values], word_columns(embed, encodings))
@@ -1349,18 +1356,9 @@ def search(embed, data, options, run):
     save_pictures({Path(run, f"{prefix}search.png"): sheet(title, rows)})
 
 
-def words_to_rank_by(index, query):
-    """The words of a boolean query that are not negated; of a caption none."""
-    try:
-        if not query.strip():
-            raise ValueError("it has no word to rank by.")
-        return index.positive_words(query) if stair.is_boolean(query) else []
-    except ValueError as error:
-        raise UserError(f"--query {query!r}: {error}") from None
-
-
 def answers(embed, index, query, words):
-    """{heading: [(name, score), ...]}; of a caption with the text tower and without."""
+    """{heading: [(name, score), ...]} of a boolean query, which has `words` to rank by, or of a
+    caption, with the text tower and without it."""
     if words:
         return {query: index.search(dict.fromkeys(words, 1.0), 8, where=query)}
     found, unknown = {}, embed.unknown_tokens
