@@ -34,8 +34,9 @@ def signals():
 
 @pytest.fixture(autouse=True, scope="session")
 def small_evaluation():
-    """Tasks on the world take 24 scenes."""
+    """Tasks on the world take 24 scenes, linear probes few steps."""
     evaluation.WORLD_N = 24
+    evaluation.linear_probe = functools.partial(evaluation.linear_probe, min_steps=50)
 
 
 @pytest.fixture(scope="session")

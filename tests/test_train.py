@@ -400,14 +400,6 @@ def test_memory_that_depends_on_values_is_not_foretold(capsys):
     assert record["update_peak_bytes"] is None and "--bench" in record["memory_unknown"]
 
 
-def test_dry_run_has_the_parameters_of_table_6(capsys):
-    train.main(["--method", "sparo", "--preset", "l400m-b32", "--data", "shapes", "--dry-run",
-                "--text-encoder", "12x512:causal=1,vocab_size=49408"])
-    record = last_json(capsys)
-    assert round(record["params"] / 1e6) == 151
-    assert round(record["flops_per_sample"] / 2e9, 1) == 6.8
-
-
 def test_live_memory_counts_storages_while_they_live():
     kept = torch.zeros(1000)
     with train.LiveMemory([kept]) as memory:
