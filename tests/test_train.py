@@ -42,14 +42,14 @@ def test_flags_go_before_presets_before_defaults(flags):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--method", "sparc", "--lamda-f", "5"], "unrecognized arguments: --lamda-f"),
-    (["--method", "sparc", "--step", "5"], "unrecognized arguments: --step"),
-    (["--method", "sparc", "--objective", "glip"], "invalid choice: 'glip'"),
-    (["--steps", "5"], "required: --method"),
+    ("--method sparc --lamda-f 5", "unrecognized arguments: --lamda-f"),
+    ("--method sparc --step 5", "unrecognized arguments: --step"),
+    ("--method sparc --objective glip", "invalid choice: 'glip'"),
+    ("--steps 5", "required: --method"),
 ])
 def test_wrong_flags_fail(arguments, message, capsys):
     with pytest.raises(SystemExit):
-        train.parse_args(arguments)
+        train.parse_args(arguments.split())
     assert message in capsys.readouterr().err
 
 
@@ -65,13 +65,8 @@ def test_help_shows_comments_and_what_the_preset_sets(capsys, flags, shown):
     assert [words for words in shown if words not in text] == []
 
 
-@pytest.mark.parametrize("preset", ["nano", "b33"])
-def test_unknown_preset(preset):
-    with pytest.raises(UserError, match="tiny, b32, b16, l14"):
-        train.parse_args(["--method", "sparc", "--preset", preset])
-
-
 @pytest.mark.parametrize("flags, message", [
+    (["--preset", "b33"], "has no preset 'b33'; it has tiny, b32, b16, l14"),
     (["--batch", "0"], "--batch 0 must be 1 or more"),
     (["--seed", "-1"], "--seed -1"),
     (["--sigma", "2"], "--sigma 2.0 must be from 0 to 1"),
@@ -80,8 +75,9 @@ def test_unknown_preset(preset):
     (["--method", "sparo", "--codes", "0"], "--codes 0"),
     (["--method", "sparo", "--readout", "cls"], "add cls=1"),
     (["--eval-data", "nowhere"], "nowhere does not exist"),
+    (["--resume"], "Nothing to resume"),
 ])
-def test_values_out_of_range_are_refused_at_the_start(tmp_path, flags, message):
+def test_wrong_settings_are_refused_at_the_start(tmp_path, flags, message):
     with pytest.raises(UserError, match=message):
         train.main([*SPARC, *flags, "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
@@ -164,20 +160,14 @@ def test_sparo_replaces_the_last_block(run_of):
 
 
 def test_slots_are_selected_and_masks_trained(tmp_path, run_of):
-    found = {}
     shutil.copytree(run_of("sparo"), tmp_path / "sparo")
-    train.main([*SMALL["sparo"], "--readout", "gap", "--out", str(tmp_path / "gap")])
-    for name in ("sparo", "gap"):
-        assert "masks/slots/pairs" not in results(tmp_path / name)
-        evaluation.main([str(tmp_path / name), "--task", "negatives,slots,masks,knn"])
-        found[name] = results(tmp_path / name)
-        before, after = (found[name][f"masks/slots/pairs{end}"] for end in ("_before", ""))
-        assert after >= before and "masks/dimensions/i2t/R@1/relative_change" in found[name]
-    sparo = found["sparo"]
-    assert 0 <= sparo["knn"] <= 1
+    train_alone([*SMALL["sparo"], "--readout", "gap", "--out", tmp_path / "gap"])
+    evaluation.main([str(tmp_path / "gap"), "--task", "slots,masks"])
+    evaluation.main([str(tmp_path / "sparo"), "--task", "negatives,slots,masks"])
+    gap, sparo = results(tmp_path / "gap"), results(tmp_path / "sparo")
+    assert not any(key.startswith("slots") for key in gap) and "masks/slots/pairs" in gap
+    assert sparo["masks/slots/pairs"] >= sparo["masks/slots/pairs_before"]
     assert sparo["slots/accuracy_mean"] <= sparo["slots/accuracy_best"]
-    assert "slots/best_half/negatives" in sparo
-    assert not any(key.startswith("slots") for key in found["gap"])
     for key in ("zeroshot", "i2t/R@1", "t2i/R@1", "negatives"):  # all slots: nothing changes
         assert sparo[f"slots/all/{key}"] == pytest.approx(sparo[key])
 
@@ -280,8 +270,6 @@ def test_progress_comes_back_from_a_checkpoint(tmp_path):
 def test_resume_needs_a_run_of_the_same_method(tmp_path, run_of):
     with pytest.raises(UserError, match="--resume needs --out"):
         train.main([*SPARC, "--resume"])
-    with pytest.raises(UserError, match="Nothing to resume"):
-        train.main([*SPARC, "--resume", "--out", str(tmp_path / "nothing")])
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     resume = functools.partial(train.main, [*SPARC, "--resume", "--out", str(run)])
     config = json.loads((run / "config.json").read_text())
