@@ -5,7 +5,6 @@ import functools
 import itertools
 import json
 import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -97,7 +96,7 @@ def make_views(B=4, sizes=(16, 16, 8, 8)):
 @functools.cache
 def rank_process(rank):
     """The process that is this rank in every test: it imports torch once."""
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    return multiprocessing.get_context("spawn").Pool(1)
 
 
 def as_rank(rank, directory, world, function, arguments):
@@ -114,10 +113,12 @@ def run_ranks(directory, function, world=2, *arguments):
     """[function(rank, *arguments) of each rank], in processes joined by gloo. `function` stands at
     the top of a test module; it returns tensors, numbers, strings, or lists and dicts of these."""
     (directory / "store").unlink(missing_ok=True)
-    running = [rank_process(rank).submit(as_rank, rank, directory, world, function, arguments)
-               for rank in range(world)]
-    for future in running:
-        future.result()
+    running = []
+    for rank in range(world):
+        task = rank, directory, world, function, arguments
+        running.append(rank_process(rank).apply_async(as_rank, task))
+    for result in running:
+        result.get(timeout=300)
     return [torch.load(directory / f"rank{rank}.pt") for rank in range(world)]
 
 
