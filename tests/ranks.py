@@ -1,1 +1,0 @@
-from helpers import on_ranks  # noqa: F401
