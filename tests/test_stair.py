@@ -428,6 +428,7 @@ def test_files_are_searched_and_their_captions_words_counted(tmp_path, monkeypat
     assert len(stair.InvertedIndex.load(index)) == 3 and not (run / "index.pt").exists()
     embed, args = evaluation.load_run(run)
     scores = torch.randn(3, len(embed.tokenizer))
+    scores[:, embed.tokenizer.encode("中文 red")] += 3.0
     monkeypatch.setattr(evaluation, "vocabulary_scores", lambda embed, images: scores)
     options = evaluation.options_for(args)
     found = evaluation.words(embed, evaluation.open_eval_set(options, 16), options)
