@@ -28,6 +28,7 @@ Result:  CIFAR-10, 300 steps of 128 images: k-NN .463; SimCLR .487, DINO .314, u
 """
 
 import copy
+import functools
 import math
 import sys
 import time
@@ -166,6 +167,9 @@ def match(z, B, rows, c, columns, mask, attend, tau):
     return matching(B, log_A), entropy
 
 
+again = functools.partial(checkpoint, match, use_reentrant=False)
+
+
 @torch.compiler.disable
 def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters=3,
              mask="exclude", normalization="global", target="balanced", top_k=0,
@@ -205,10 +209,10 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
         if top_k and target != "onehot":
             B = keep_largest(B, top_k)
 
-    b = max(1, CHUNK // (k * len(c)))  # images at a time; A is made anew to go backward
-    parts = []
+    b, parts = max(1, CHUNK // (k * len(c))), []             # images at a time
+    run = match if b >= n else again  # of several parts the backward pass makes each anew
     for part in zip(z.split(b, 1), B.split(b, 1), rows.split(b, 1)):
-        parts.append(checkpoint(match, *part, c, columns, mask, attend, tau, use_reentrant=False))
+        parts.append(run(*part, c, columns, mask, attend, tau))
     loss, entropy_a = [torch.cat(values).mean() / blocks for values in zip(*parts)]
     return (loss, entropy_a, entropy_b / blocks) if entropies else loss
 
