@@ -47,14 +47,14 @@ from torch import nn
 @dataclass
 class Config:
     stages: Literal["three", "single"] = "three"        # Sec. 3; single: App. A
-    share_1: Annotated[float, 0, 1] = 0.25              # of the steps in stage 1; Sec. 4.2
-    share_2: Annotated[float, 0, 1] = 0.25              # of the steps in stage 2
+    share_1: Annotated[float, 0, 1] = 0.25              # fraction of the steps in stage 1
+    share_2: Annotated[float, 0, 1] = 0.25              # fraction of the steps in stage 2
     lr_2: Annotated[float, 0, 100] = 1.0                # peak in stage 2, times --lr
-    lr_3: Annotated[float, 0, 100] = 0.1                # peak in stage 3, times --lr; 4.2
+    lr_3: Annotated[float, 0, 100] = 0.1                # peak in stage 3; Sec. 4.2
     lambda_image: Annotated[float, 0, math.inf] = 1e-3  # Eq. 7; Sec. 6.3 tries 1e-2 to 1e-4
     lambda_text: Annotated[float, 0, math.inf] = 1e-3   # Eq. 7
     ramp: Annotated[float, 0, 1] = 0.5                  # part of a stage in which both grow
-    revive_until: Annotated[int, 0, 3] = 3              # last stage that revives words
+    revive_until: Annotated[int, 0, 3] = 3              # last stage in which inactive words learn
     bias_image: float = 0.0                             # b of the image head at the start
     bias_text: float = 0.0                              # b of the text head at the start
     init_scale: Annotated[float, 1, 100] = 1 / 0.07     # CLIP (arXiv 2103.00020), Sec. 2.5
@@ -226,8 +226,9 @@ class Model(nn.Module):
         """Enter stage 1, 2 or 3 (Sec. 3); fresh: at its beginning, not from a checkpoint."""
         self.number = number
         self.stage.fill_(number)
-        for part in (self.image_encoder, self.image_head.transform):
-            part.requires_grad_(number != 2)
+        # stage 2 freezes the image tower and its head, but not e, which is the text tower's
+        self.image_encoder.requires_grad_(number != 2)
+        self.image_head.transform.requires_grad_(number != 2)
         self.image_head.bias.requires_grad_(number != 2)
         if fresh:
             self.strength.zero_()
@@ -240,6 +241,7 @@ class Model(nn.Module):
         return result
 
     def image_e(self):
+        """e of the image head; in stage 2 the copy from the end of stage 1."""
         return self.image_embedding if self.number == 2 else self.image_head.embedding.weight
 
     def image_encoding(self, images, revived=None):

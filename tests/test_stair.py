@@ -406,7 +406,7 @@ def test_a_run_is_read_and_searched(tmp_path, run_of, capsys):
     expected = scores[scores > 0].sort(descending=True).values.tolist()
     best = [score for _, score in index.search(query, 24, cosine=True)]
     assert best == pytest.approx(expected, abs=1e-5)
-    for query, message in (("red AND", "invalid"), ("red AND qqq", "no word 'qqq'"),
+    for query, message in (("red AND", "no boolean query"), ("red AND qqq", "no word 'qqq'"),
                            ("NOT red", "no word to rank by")):
         with pytest.raises(common.UserError, match=message):
             evaluation.main([str(run), "--query", query])
