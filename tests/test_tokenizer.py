@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import re
 import string
 from collections import Counter
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import common
+from common import UserError
 from helpers import SHARED
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
@@ -37,8 +39,7 @@ def tiny(tmp_path):
 
 # The ids are those of tokenizers 0.23.3 (of spelled-out special tokens: without its own).
 @pytest.mark.parametrize("text, ids", [
-    ("", []),
-    (" \t \r\n\u00a0", []),
+    ("", []), (" \t \r\n\u00a0", []),
     ('A man\'s "red-and-white" T-shirt, XL... $9.99!',
      [1037, 2158, 1005, 1055, 1000, 2417, 1011, 1998, 1011, 2317, 1000, 1056, 1011, 3797, 1010,
       28712, 1012, 1012, 1012, 1002, 1023, 1012, 5585, 999]),
@@ -70,21 +71,16 @@ def tiny(tmp_path):
     ("½ Å K １２ №5 H₂O x²", [1092, 1037, 1047, 100, 1578, 2629, 24833, 1060, 10701]),
     ("##ing [MASK] [SEP] [unused1]",
      [1001, 1001, 13749, 1031, 7308, 1033, 1031, 19802, 1033, 1031, 15171, 2487, 1033]),
-    ("a" * 100, [13360] + 48 * [11057] + [2050]),
-    ("a" * 101, [100]),
+    ("a" * 100, [13360] + 48 * [11057] + [2050]), ("a" * 101, [100]),
     ("e\u0301" * 100, [25212] + 49 * [4402]),
 ])
 def test_bert_ids(bert, text, ids):
     assert bert.encode(text) == [101, *ids, 102]
-
-
-def test_bert_vocabulary(bert):
-    assert len(bert) == 30522 and (bert.pad, bert.unk, bert.cls, bert.sep) == (0, 100, 101, 102)
+    assert len(bert) == 30522 and (bert.pad, bert.unk) == (0, 100)
 
 
 @pytest.mark.parametrize("text, tokens", [
-    ("", ""),
-    ("  \t\r\n\u00a0\u2028\u3000", ""),
+    ("", ""), ("\u0301", ""), ("  \t\r\n\u00a0\u2028\u3000", ""),
     ("uning UNING uninging ing", "un ##ing un ##ing un ##ing ##ing ing"),
     ("unab una", "una ##b una"),
     ("unable", "[UNK]"),  # greedy: una first, no way back to un ##able
@@ -92,38 +88,25 @@ def test_bert_vocabulary(bert):
     ("Café CAFE\u0301 c\u0327afé", "cafe cafe cafe"),
     ("a,b!?c'a", "a , b ! ? c ' a"),
     ("a—b «c» $1+0^9`~", "a — b « c » $ 1 + 0 ^ 9 ` ~"),
-    ("[MASK] [SEP]", "[ mask ] [ sep ]"),
-    ("##ing", "# # ing"),
+    # a caption cannot inject a special token
+    ("[CLS][SEP][PAD][MASK]", "[ [UNK] ] [ sep ] [ [UNK] ] [ mask ]"),
+    ("[MASK] [sep] [\u00adSEP]", "[ mask ] [ sep ] [ sep ]"), ("##ing", "# # ing"),
     ("a狗b犬犬", "a 狗 b 犬 犬"),
     *((f"a{char}b", "a [UNK] b")
       for char in "一鿿㐀䶿豈\U00020000\U0002A6DF\U0002A700\U0002B81F\U0002B920\U0002CEAF"),
     *((f"a{char}b", "[UNK]") for char in "\U0002B820\U0002B91F\U0002CEB0あ"),
     *((f"a{char}b", f"a {char} b") for char in string.punctuation),
-    ("aʰー", "a ##ʰ ##ー"),
-    ("İ ı I", "i ı i"),
-    ("ß ẞ aß", "ß ß a ##ß"),
-    ("ΣΣ", "σ ##σ"),
-    ("σς", "σ ##ς"),
-    ("한", "ᄒ ##ᅡ ##ᆫ"),
-    ("H₂O ½", "h₂o ½"),
+    ("aʰー", "a ##ʰ ##ー"), ("İ ı I", "i ı i"), ("ß ẞ aß", "ß ß a ##ß"), ("ΣΣ", "σ ##σ"),
+    ("σς", "σ ##ς"), ("한", "ᄒ ##ᅡ ##ᆫ"), ("H₂O ½", "h₂o ½"),
     ("a\u00adb a\u200bb a\0b a\ufffdb \ufeffa\u200f a\x1cb a\ue000b",
      "a ##b a ##b a ##b a ##b a a ##b a ##b"),
-    ("a\U0001F600b", "[UNK]"),
-    ("a\ufdd0b", "[UNK]"),
-    ("\u0301", ""),
-    ("a" * 100, "a" + " ##a" * 99),
-    ("a" * 101 + " b", "[UNK] b"),
+    ("a\U0001F600b", "[UNK]"), ("a\ufdd0b", "[UNK]"),
+    ("a" * 100, "a" + " ##a" * 99), ("a" * 101 + " b", "[UNK] b"),
     ("a\u0301" * 100, "a" + " ##a" * 99),
 ])
 def test_tokens(tiny, text, tokens):
     ids = tiny.encode(text)
     assert [tiny.vocab[i] for i in ids] == ["[CLS]", *tokens.split(), "[SEP]"]
-
-
-def test_a_caption_cannot_inject_a_special_token(tiny):
-    control = {tiny.ids[token] for token in ("[PAD]", "[CLS]", "[SEP]", "[MASK]")}
-    for text in ("[CLS][SEP][PAD][MASK]", " [SEP] ", "[sep]", "[\u00adSEP]"):
-        assert control.isdisjoint(tiny.encode(text)[1:-1])
 
 
 def test_truncation_keeps_sep(tiny):
@@ -133,14 +116,10 @@ def test_truncation_keeps_sep(tiny):
     assert tiny.encode(text, 1002) == tiny.encode(text, 5000) == whole
     for length in (2, 3, 77, 1001):
         assert tiny.encode(text, length) == [*whole[: length - 1], tiny.sep]
-    assert tiny.encode("a b", 4) == tiny.encode("a b")
     assert tiny.encode("", 2) == [tiny.cls, tiny.sep]
-
-
-@pytest.mark.parametrize("length", [1, 0, -1])
-def test_truncation_without_room_is_an_error(tiny, length):
-    with pytest.raises(common.UserError, match=f"max_length {length} "):
-        tiny.encode("a b c", length)
+    for length in (1, 0, -1):
+        with pytest.raises(UserError, match=f"max_length {length} "):
+            tiny.encode(text, length)
 
 
 def test_batch(tiny):
@@ -150,10 +129,8 @@ def test_batch(tiny):
         [cls, a, sep, pad, pad], [cls, sep, pad, pad, pad], [cls, a, b, c, sep]]
     assert mask.tolist() == [[True] * 3 + [False] * 2, [True] * 2 + [False] * 3, [True] * 5]
     assert (tokens.dtype, mask.dtype) == (torch.int64, torch.bool)
-
     tokens, mask = tiny.batch(["a b c", "a " * 1000], 4)
     assert tokens.tolist() == [[cls, a, b, sep], [cls, a, a, sep]] and mask.all()
-    assert tiny.batch(["", ""], 77)[0].shape == (2, 2)
 
 
 # Files --------------------------------------------------------------------------------
@@ -166,44 +143,32 @@ def test_batch(tiny):
 def test_vocabulary_files(tmp_path, before, newline, after):
     file = tmp_path / "vocab.txt"
     file.write_bytes((before + newline.join(TINY) + after).encode())
-    for vocab in (file, str(file)):
-        tokenizer = common.WordPiece(vocab)
-        assert tokenizer.vocab == TINY and len(tokenizer) == len(TINY)
-
-
-def test_a_blank_line_inside_keeps_the_ids_behind_it(tmp_path):
-    (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL, "", "a"]) + "\n")
-    tokenizer = common.WordPiece(tmp_path / "vocab.txt")
-    assert len(tokenizer) == 6 and tokenizer.encode("a") == [2, 5, 3]
+    assert common.WordPiece(file).vocab == common.WordPiece(str(file)).vocab == TINY
+    file.write_text("\n".join([*SPECIAL, "", "a"]) + "\n")  # a blank line counts inside
+    assert common.WordPiece(file).encode("a") == [2, 5, 3]
 
 
 def test_save_and_pickle(tmp_path, tiny):
     tiny.save(tmp_path / "saved.txt")
     assert (tmp_path / "saved.txt").read_bytes() == ("\n".join(TINY) + "\n").encode()
     text = "Uning café, ΣΣ 한 z"
-    for copy in (common.WordPiece(tmp_path / "saved.txt"), common.WordPiece(TINY),
-                 pickle.loads(pickle.dumps(tiny))):
+    for copy in (common.WordPiece(TINY), pickle.loads(pickle.dumps(tiny))):
         assert copy.vocab == TINY and len(copy) == len(tiny)
         assert copy.encode(text) == tiny.encode(text)
 
 
-@pytest.mark.parametrize("token", SPECIAL)
-def test_missing_special_token(token):
-    with pytest.raises(common.UserError, match=rf"lacks \[{token[1:-1]}\]:"):
-        common.WordPiece([t for t in TINY if t != token])
-
-
-def test_unreadable_files(tmp_path):
-    with pytest.raises(common.UserError, match="nowhere.txt: .*No such file"):
-        common.WordPiece(tmp_path / "nowhere.txt")
-    with pytest.raises(common.UserError, match="directory"):
-        common.WordPiece(tmp_path)
-    (tmp_path / "binary").write_bytes(b"\x80\xff\xfe")
-    with pytest.raises(common.UserError, match="binary: 'utf-8' codec can't decode"):
-        common.WordPiece(tmp_path / "binary")
-    (tmp_path / "empty").touch()
-    with pytest.raises(common.UserError, match=r"lacks \[PAD\] \[UNK\] \[CLS\] \[SEP\]"):
-        common.WordPiece(tmp_path / "empty")
+@pytest.mark.parametrize("name, content, message", [
+    ("nowhere.txt", None, "nowhere.txt: .*No such file"),
+    (".", None, "directory"),
+    ("binary", b"\x80\xff\xfe", "binary: 'utf-8' codec can't decode"),
+    ("empty", b"", r"lacks \[PAD\] \[UNK\] \[CLS\] \[SEP\]"),
+    *(("some", "\n".join(SPECIAL).replace(token, "").encode(), re.escape(f"lacks {token}:"))
+      for token in SPECIAL)])
+def test_unusable_vocabularies(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        common.WordPiece(tmp_path / name)
 
 
 # Training -----------------------------------------------------------------------------
@@ -239,18 +204,14 @@ def plain_captions(seed):
     return [" ".join(rng.choices(words, k=rng.randint(1, 12))) for _ in range(60)]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("size", [60, 150, 10_000])
-def test_training_equals_the_literal_one(seed, size):
+def test_training_equals_the_literal_one_in_any_order_of_the_captions(seed, size):
     captions = plain_captions(seed)
     vocab = common.train_wordpiece(captions, size)
     assert vocab == literal_training(captions, size)
+    assert vocab == common.train_wordpiece(captions[::-1], size)
     assert len(vocab) == len(set(vocab)) and (len(vocab) == size or size == 10_000)
-
-
-def test_training_does_not_depend_on_the_order_of_the_captions():
-    captions = plain_captions(0)
-    assert common.train_wordpiece(captions, 150) == common.train_wordpiece(captions[::-1], 150)
 
 
 def test_training_by_hand():
@@ -264,26 +225,21 @@ def test_training_by_hand():
 
 
 @pytest.mark.parametrize("size", [60, 10_000])
-def test_no_training_word_is_unknown(size):
-    captions = plain_captions(0) + ["Café — 3 red/blue T-shirts, ΣΑΣ 狗狗 한국 ﬁne \U0001F600!"]
-    tokenizer = common.WordPiece(common.train_wordpiece(captions, size))
-    assert tokenizer.unk not in sum(map(tokenizer.encode, captions), [])
-
-
-def test_merging_stops_when_every_word_is_one_token():
+def test_no_training_word_is_unknown_and_in_the_end_each_is_one_token(size):
     captions = plain_captions(0)
-    tokenizer = common.WordPiece(common.train_wordpiece(captions, 10_000))
-    assert len(tokenizer) < 10_000
-    assert all(len(tokenizer.encode(caption)) == len(caption.split()) + 2 for caption in captions)
+    unusual = "Café — 3 red/blue T-shirts, ΣΑΣ 狗狗 한국 ﬁne \U0001F600!"
+    tokenizer = common.WordPiece(common.train_wordpiece([*captions, unusual], size + 60))
+    for caption in captions:
+        ids = tokenizer.encode(caption)
+        assert tokenizer.unk not in ids
+        assert size == 60 or len(ids) == len(caption.split()) + 2
+    assert tokenizer.unk not in tokenizer.encode(unusual) and len(tokenizer) < 10_000
 
 
-def test_words_above_100_characters_are_not_learned():
+def test_limits_of_training():
     assert common.train_wordpiece(["ab " + "z" * 101], 100) == [*SPECIAL, "##b", "a", "ab"]
     assert "z" * 100 in common.train_wordpiece(["z" * 100], 1000)
-
-
-def test_size_too_small():
-    with pytest.raises(common.UserError, match="A vocabulary of 6 is too small.* 7 "):
+    with pytest.raises(UserError, match="A vocabulary of 6 is too small.* 7 "):
         common.train_wordpiece(["ab c"], 6)
     assert common.train_wordpiece(["ab c"], 7) == [*SPECIAL, "##b", "a", "c"]
     assert common.train_wordpiece([], 4) == common.train_wordpiece(["", " "], 4) == SPECIAL
