@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-import torchvision
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torchvision.models import resnet
 
 import common
 from common import UserError
@@ -15,84 +15,61 @@ from helpers import run_ranks
 
 WIDTH, HEADS, DEPTH, PATCH, SIZE = 12, 3, 2, 4, 12  # the tiny towers: a grid of 3 x 3 patches
 VOCAB, CONTEXT = 19, 7
-PARTS = ("ln1", "qkv", "out", "ln2", "fc1", "fc2")
-TIMM_BLOCK = dict(zip(PARTS, (
-    "norm1.", "attn.qkv.", "attn.proj.", "norm2.", "mlp.fc1.", "mlp.fc2.")))
-CLIP_BLOCK = dict(zip(PARTS, (
-    "ln_1.", "attn.in_proj_", "attn.out_proj.", "ln_2.", "mlp.c_fc.", "mlp.c_proj.")))
+TIMM_NAMES = [("patch_embed.", "patch_embed.proj."), ("cls", "cls_token"), ("pos", "pos_embed")]
+CLIP_NAMES = [  # ours, and those of OpenCLIP and OpenAI
+    ("embedding.", "token_embedding."), ("cls", "class_embedding"), ("pos", "positional_embedding"),
+    ("patch_embed.", "conv1."), ("norm_pre.", "ln_pre."), ("blocks.", "transformer.resblocks."),
+    (".norm1.", ".ln_1."), (".attn.qkv.", ".attn.in_proj_"), (".attn.proj.", ".attn.out_proj."),
+    (".norm2.", ".ln_2."), (".mlp.fc1.", ".mlp.c_fc."), (".mlp.fc2.", ".mlp.c_proj.")]
 
 
-def random_affine(*shape, scale=0.4):
-    return {"weight": torch.randn(shape) * scale, "bias": torch.randn(shape[0]) * scale}
+def random_weights(encoder, dtype=torch.float32):
+    """{name: random tensor} for every tensor of an encoder."""
+    state = encoder.state_dict()
+    return {name: (torch.randn(value.shape) * 0.4).to(dtype) for name, value in state.items()}
 
 
-def random_block(d=WIDTH):
-    shapes = [(d,), (3 * d, d), (d, d), (d,), (4 * d, d), (d, 4 * d)]
-    return {part: random_affine(*shape) for part, shape in zip(PARTS, shapes)}
+def renamed(state, names):
+    result = {}
+    for name, value in state.items():
+        for ours, theirs in names:
+            name = name.replace(ours, theirs)
+        result[name] = value
+    return result
 
 
-def random_image_tower(grid=SIZE // PATCH, cls=True, pre=False, bias=True):
-    tower = {"conv": {"weight": torch.randn(WIDTH, 3, PATCH, PATCH) * 0.2},
-             "pos": torch.randn(cls + grid**2, WIDTH),
-             "blocks": [random_block() for _ in range(DEPTH)], "final": random_affine(WIDTH)}
-    if bias:
-        tower["conv"]["bias"] = torch.randn(WIDTH)
-    if cls:
-        tower["cls"] = torch.randn(WIDTH)
-    if pre:
-        tower["pre"] = random_affine(WIDTH)
-    return tower
+def prefixed(prefix, state):
+    return {prefix + name: value for name, value in state.items()}
 
 
-def random_text_tower():
-    return {"embedding": torch.randn(VOCAB, WIDTH), "pos": torch.randn(CONTEXT, WIDTH),
-            "blocks": [random_block() for _ in range(DEPTH)], "final": random_affine(WIDTH)}
+def timm_names(state):
+    """Also DINO's."""
+    return renamed(state, TIMM_NAMES)
 
 
-def cast(tree, dtype):
-    if isinstance(tree, dict):
-        return {key: cast(value, dtype) for key, value in tree.items()}
-    return [cast(value, dtype) for value in tree] if isinstance(tree, list) else tree.to(dtype)
+def clip_names(image, text):
+    """Two towers as in a file of OpenCLIP or OpenAI."""
+    image = renamed(image, [*CLIP_NAMES, ("norm.", "ln_post.")])
+    text = renamed(text, [*CLIP_NAMES, ("norm.", "ln_final.")])
+    state = prefixed("visual.", image) | text
+    for name in state:
+        if name.endswith(("class_embedding", "positional_embedding")):
+            state[name] = state[name].squeeze()
+    return state | {"visual.proj": torch.randn(WIDTH, 8), "logit_scale": torch.tensor(4.6),
+                    "text_projection": torch.randn(WIDTH, 8)}
 
 
-def write(name, affine):
-    return {name + key: value for key, value in affine.items()}
+def literal_linear(x, p, name):
+    return x @ p[f"{name}.weight"].T + p[f"{name}.bias"]
 
 
-def write_blocks(blocks, prefix, names):
-    state = {}
-    for i, block in enumerate(blocks):
-        for part in block:
-            state |= write(f"{prefix}{i}.{names[part]}", block[part])
-    return state
-
-
-def write_timm(tower):
-    """A tower in the names of timm and DINO."""
-    state = write("patch_embed.proj.", tower["conv"])
-    state |= write_blocks(tower["blocks"], "blocks.", TIMM_BLOCK)
-    state |= write("norm.", tower["final"]) | {"pos_embed": tower["pos"][None]}
-    return state | ({"cls_token": tower["cls"][None, None]} if "cls" in tower else {})
-
-
-def write_clip(image, text):
-    """Two towers in the names of OpenCLIP and OpenAI."""
-    state = {"visual.class_embedding": image["cls"], "visual.positional_embedding": image["pos"],
-             "visual.proj": torch.randn(WIDTH, 8), "positional_embedding": text["pos"],
-             "text_projection": torch.randn(WIDTH, 8), "logit_scale": torch.tensor(4.6),
-             "token_embedding.weight": text["embedding"]}
-    state |= write("visual.conv1.", image["conv"]) | write("visual.ln_pre.", image["pre"])
-    state |= write("visual.ln_post.", image["final"]) | write("ln_final.", text["final"])
-    state |= write_blocks(image["blocks"], "visual.transformer.resblocks.", CLIP_BLOCK)
-    return state | write_blocks(text["blocks"], "transformer.resblocks.", CLIP_BLOCK)
-
-
-def literal_norm(x, p, eps):
+def literal_norm(x, p, name, eps):
     rows = []
     for row in x:
         mean = sum(row) / len(row)
         variance = sum((v - mean) ** 2 for v in row) / len(row)
-        rows.append((row - mean) / (variance + eps) ** 0.5 * p["weight"] + p["bias"])
+        normalised = (row - mean) / (variance + eps) ** 0.5
+        rows.append(normalised * p[f"{name}.weight"] + p[f"{name}.bias"])
     return torch.stack(rows)
 
 
@@ -104,51 +81,54 @@ def literal_quick_gelu(x):
     return x / (1 + torch.exp(-1.702 * x))
 
 
-def literal_attention(x, p, heads, sees):
+def literal_attention(x, p, name, sees):
     n, d = x.shape
-    e = d // heads
-    q, k, v = (x @ p["qkv"]["weight"].T + p["qkv"]["bias"]).split(d, dim=1)
+    e = d // HEADS
+    q, k, v = literal_linear(x, p, f"{name}.qkv").split(d, dim=1)
     rows = []
     for i in range(n):
         row = []
-        for h in range(heads):
+        for h in range(HEADS):
             part = slice(h * e, (h + 1) * e)
             keys = [j for j in range(n) if sees(i, j)]
             weights = [torch.exp(q[i, part] @ k[j, part] / e**0.5) for j in keys]
             row.append(sum(w * v[j, part] for w, j in zip(weights, keys)) / sum(weights))
         rows.append(torch.cat(row))
-    return torch.stack(rows) @ p["out"]["weight"].T + p["out"]["bias"]
+    return literal_linear(torch.stack(rows), p, f"{name}.proj")
 
 
-def literal_block(x, p, heads, act, eps, sees=lambda i, j: True):
+def literal_block(x, p, act, eps, name="", sees=lambda i, j: True):
     """One sample (N, d) through a pre-norm block; query i attends to key j where sees(i, j)."""
-    x = x + literal_attention(literal_norm(x, p["ln1"], eps), p, heads, sees)
-    hidden = act(literal_norm(x, p["ln2"], eps) @ p["fc1"]["weight"].T + p["fc1"]["bias"])
-    return x + hidden @ p["fc2"]["weight"].T + p["fc2"]["bias"]
+    normalised = literal_norm(x, p, f"{name}norm1", eps)
+    x = x + literal_attention(normalised, p, f"{name}attn", sees)
+    normalised = literal_norm(x, p, f"{name}norm2", eps)
+    hidden = act(literal_linear(normalised, p, f"{name}mlp.fc1"))
+    return x + literal_linear(hidden, p, f"{name}mlp.fc2")
 
 
-def literal_vit(tower, image, act, eps, pos=None):
-    tower, image = cast(tower, torch.float64), image.double()
-    rows = [tower["cls"]] if "cls" in tower else []
+def literal_vit(p, image, act, eps, pos=None):
+    """p: weights by our names; pos: positions (N, d) instead of theirs."""
+    p, image = {name: value.double() for name, value in p.items()}, image.double()
+    rows = [p["cls"][0, 0]] if "cls" in p else []
     for top in range(0, image.shape[1], PATCH):
         for left in range(0, image.shape[2], PATCH):
-            patch = tower["conv"]["weight"] * image[:, top:top + PATCH, left:left + PATCH]
-            rows.append(patch.sum((1, 2, 3)) + tower["conv"].get("bias", 0))
-    x = torch.stack(rows) + (tower["pos"] if pos is None else pos.double())
-    if "pre" in tower:
-        x = literal_norm(x, tower["pre"], eps)
-    for block in tower["blocks"]:
-        x = literal_block(x, block, HEADS, act, eps)
-    return literal_norm(x, tower["final"], eps)
+            patch = p["patch_embed.weight"] * image[:, top:top + PATCH, left:left + PATCH]
+            rows.append(patch.sum((1, 2, 3)) + p.get("patch_embed.bias", 0))
+    x = torch.stack(rows) + (p["pos"][0] if pos is None else pos.double())
+    if "norm_pre.weight" in p:
+        x = literal_norm(x, p, "norm_pre", eps)
+    for i in range(DEPTH):
+        x = literal_block(x, p, act, eps, f"blocks.{i}.")
+    return literal_norm(x, p, "norm", eps)
 
 
-def literal_text(tower, tokens, act, eps):
+def literal_text(p, tokens, act, eps):
     """The causal tower."""
-    tower = cast(tower, torch.float64)
-    x = torch.stack([tower["embedding"][t] + tower["pos"][i] for i, t in enumerate(tokens)])
-    for block in tower["blocks"]:
-        x = literal_block(x, block, HEADS, act, eps, lambda i, j: j <= i)
-    return literal_norm(x, tower["final"], eps)
+    p = {name: value.double() for name, value in p.items()}
+    x = torch.stack([p["embedding.weight"][t] + p["pos"][0, i] for i, t in enumerate(tokens)])
+    for i in range(DEPTH):
+        x = literal_block(x, p, act, eps, f"blocks.{i}.", lambda i, j: j <= i)
+    return literal_norm(x, p, "norm", eps)
 
 
 def cubic(x, a=-0.5):
@@ -188,28 +168,21 @@ def close(a, b, atol=1e-5, rtol=0):
     torch.testing.assert_close(a, b.to(a.dtype), atol=atol, rtol=rtol)
 
 
-ACTIVATIONS = [(nn.GELU, literal_gelu), (common.QuickGELU, literal_quick_gelu)]
-
-
-@pytest.mark.parametrize("act, literal_act", ACTIVATIONS)
+@pytest.mark.parametrize("act, literal_act", [
+    (nn.GELU, literal_gelu), (common.QuickGELU, literal_quick_gelu)])
 @pytest.mark.parametrize("kind", ["full", "padded", "causal"])
 def test_block_and_its_gradients_are_the_literal_ones(act, literal_act, kind):
-    params = write_blocks([cast(random_block(), torch.float64)], "", TIMM_BLOCK)
     block = common.Block(WIDTH, HEADS, 4.0, act, 1e-3, 0.0).double()
-    block.load_state_dict({key[2:]: value for key, value in params.items()})
+    block.load_state_dict(random_weights(block, torch.float64))
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64, requires_grad=True)
     real = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], dtype=torch.bool)
     out = block(x, real[:, None, None] if kind == "padded" else None, kind == "causal")
-
-    leaves = {key: value.clone().requires_grad_() for key, value in params.items()}
-    literal = {}
-    for part, name in TIMM_BLOCK.items():
-        literal[part] = {end: leaves[f"0.{name}{end}"] for end in ("weight", "bias")}
+    literal = {name: p.detach().clone().requires_grad_() for name, p in block.named_parameters()}
     y, expected = x.detach().clone().requires_grad_(), []
     for b in range(2):
         sees = {"full": lambda i, j: True, "padded": lambda i, j: real[b, j],
                 "causal": lambda i, j: j <= i}[kind]
-        expected.append(literal_block(y[b], literal, HEADS, literal_act, 1e-3, sees))
+        expected.append(literal_block(y[b], literal, literal_act, 1e-3, sees=sees))
     expected = torch.stack(expected)
     close(out, expected, 1e-10)
     cotangent = torch.randn_like(out)
@@ -217,7 +190,7 @@ def test_block_and_its_gradients_are_the_literal_ones(act, literal_act, kind):
     (expected * cotangent).sum().backward()
     close(x.grad, y.grad, 1e-10)
     for name, parameter in block.named_parameters():
-        close(parameter.grad, leaves[f"0.{name}"].grad, 1e-10)
+        close(parameter.grad, literal[name].grad, 1e-10)
 
 
 def test_padding_changes_nothing_at_real_tokens():
@@ -231,30 +204,19 @@ def test_padding_changes_nothing_at_real_tokens():
     assert (padded - tower(tokens))[mask].abs().max() > 1e-3
 
 
-def test_causal_tower_sees_no_later_token():
-    tower = tiny_text(causal=True)
-    tokens = torch.randint(VOCAB, (2, CONTEXT))
-    other = tokens.clone()
-    other[:, 3] = (other[:, 3] + 1) % VOCAB
-    a, b = tower(tokens), tower(other)
-    assert torch.equal(a[:, :3], b[:, :3])
-    assert ((a - b)[:, 3:].abs().amax(-1) > 1e-6).all()
-    close(a[:, :4], tower(tokens[:, :4]), 1e-6)
-
-
 @pytest.mark.parametrize("height, width", [(12, 12), (20, 16), (8, 24)])
 @pytest.mark.parametrize("cls", [True, False])
-def test_vit_at_any_size(cls, height, width):
-    tower, images = random_image_tower(cls=cls), torch.randn(2, 3, height, width)
-    vit = tiny_vit(cls=cls).eval()
-    assert common.load_encoder_weights(vit, write_timm(tower)) == []
-    grid = tower["pos"][int(cls):].view(3, 3, WIDTH)
+def test_vit_at_any_size_with_timms_weights(cls, height, width):
+    vit, images = tiny_vit(cls=cls), torch.randn(2, 3, height, width)
+    weights = random_weights(vit)
+    extra = {"head.weight": torch.randn(5, WIDTH), "blocks.0.ls1.gamma": torch.ones(WIDTH)}
+    report = common.load_encoder_weights(vit, timm_names(weights) | extra)
+    assert report == unused(*extra)
+    grid = weights["pos"][0, int(cls):].view(3, 3, WIDTH)
     grid = literal_resize(grid, height // PATCH, width // PATCH)
-    pos = torch.cat([tower["pos"][:int(cls)], grid])
-    out = vit(images)
-    assert out.shape == (2, cls + height * width // PATCH**2, WIDTH)
-    for image, tokens in zip(images, out):
-        close(tokens, literal_vit(tower, image, literal_gelu, 1e-6, pos))
+    pos = torch.cat([weights["pos"][0, :int(cls)], grid])
+    for image, tokens in zip(images, vit(images), strict=True):
+        close(tokens, literal_vit(weights, image, literal_gelu, 1e-6, pos))
 
 
 def test_sincos_positions():
@@ -269,31 +231,37 @@ def test_sincos_positions():
     assert torch.equal(vit.pos[0], expected) and "pos" not in dict(vit.named_parameters())
 
 
-def test_stem_has_the_grid_of_the_patches():
-    vit = common.ViT(**common.encoder_settings(common.ViT, "tiny", common.VIT_PRESETS))
-    assert vit(torch.randn(2, 3, 48, 48)).shape == (2, 36, 96)
-    assert vit(torch.randn(2, 3, 64, 48)).shape == (2, 48, 96)
+def small_resnet():
+    return common.ResNet(64, blocks=(1, 2, 1, 1))
 
 
-def test_gradient_checkpointing_changes_no_gradient():
-    mask = torch.arange(CONTEXT) < torch.tensor([[4], [7]])
-    images, tokens = torch.randn(2, 3, SIZE, SIZE), torch.randint(VOCAB, (2, CONTEXT))
-    for encoder, inputs in ((tiny_vit(drop_path=0.5), [images]),
-                            (tiny_text(drop_path=0.5), [tokens, mask])):
-        forwards, gradients = [], []
-        encoder.blocks[0].register_forward_pre_hook(lambda *_: forwards.append(1))
-        for grad_checkpoint in (False, True):
-            encoder.blocks.grad_checkpoint = grad_checkpoint
-            encoder.zero_grad()
-            torch.manual_seed(3)
-            encoder(*inputs).square().mul(torch.arange(WIDTH)).sum().backward()
-            gradients.append([p.grad.clone() for p in encoder.parameters()])
-        assert len(forwards) == 3
-        assert all(map(torch.equal, *gradients))
+@pytest.mark.parametrize("make, shape", [
+    (lambda: tiny_vit(drop_path=0.5), (2, 3, SIZE, SIZE)),
+    (lambda: tiny_text(drop_path=0.5), (2, CONTEXT)), (small_resnet, (2, 3, 64, 64))])
+def test_gradient_checkpointing_changes_no_gradient(make, shape):
+    encoder, inputs = make(), [torch.randn(shape)]
+    if len(shape) == 2:
+        mask = torch.arange(CONTEXT) < torch.tensor([[4], [7]])
+        inputs = [torch.randint(VOCAB, shape), mask]
+    chains = [module for module in encoder.modules() if isinstance(module, common.Chain)]
+    forwards, results = [], []
+    chains[0][0].register_forward_pre_hook(lambda *_: forwards.append(1))
+    start = {name: value.clone() for name, value in encoder.state_dict().items()}
+    for grad_checkpoint in (False, True):
+        for chain in chains:
+            chain.grad_checkpoint = grad_checkpoint
+        encoder.load_state_dict(start)
+        encoder.zero_grad()
+        torch.manual_seed(3)
+        out = encoder(*inputs)
+        (out * torch.linspace(-1, 1, out.shape[-1])).square().sum().backward()
+        buffers = [buffer.clone() for buffer in encoder.buffers()]  # a batch counts once in them
+        results.append([p.grad.clone() for p in encoder.parameters()] + buffers)
+    assert len(forwards) == 3 and all(map(torch.equal, *results))
 
 
 def test_checkpointed_blocks_can_be_compiled():
-    vit, images, gradients = tiny_vit(), torch.randn(2, 3, SIZE, SIZE), []
+    vit, images, gradients = tiny_vit(depth=1), torch.randn(2, 3, SIZE, SIZE), []
     vit.blocks.grad_checkpoint = True
     for encoder in (vit, torch.compile(vit, backend="aot_eager")):
         vit.zero_grad()
@@ -303,45 +271,19 @@ def test_checkpointed_blocks_can_be_compiled():
         close(a, b)
 
 
-def small_resnet():
-    return common.ResNet(64, blocks=(1, 2, 1, 1))
-
-
 def test_resnet_gives_torchvisions_last_feature_map():
-    theirs = torchvision.models.resnet50(weights=None).eval()
-    ours = common.ResNet(**common.image_encoder_settings("ResNet-50")[1]).eval()
+    theirs, ours = resnet.ResNet(resnet.Bottleneck, [1, 2, 1, 1]).eval(), small_resnet().eval()
     state = {f"module.{name}": value for name, value in theirs.state_dict().items()}
     report = common.load_encoder_weights(ours, state)
-    assert report == ["module.fc.weight: not used", "module.fc.bias: not used"]
+    assert report == unused("module.fc.weight", "module.fc.bias")
     images, maps = torch.randn(2, 3, 96, 64), []
     theirs.layer4.register_forward_hook(lambda *args: maps.append(args[2]))
     with torch.no_grad():
         theirs(images)
-        tokens = ours(images)
-    assert tokens.shape == (2, 6, 2048)
-    assert (ours.width, ours.grid, ours.cls) == (2048, 7, None)
-    torch.testing.assert_close(tokens, maps[0].flatten(2).transpose(1, 2))
-
-
-def test_resnet_recomputes_its_blocks_without_changing_a_gradient():
-    images, gradients, buffers = torch.randn(2, 3, 64, 64), [], []
-    start = small_resnet().state_dict()
-    for grad_checkpoint in (False, True):
-        encoder = small_resnet()
-        encoder.load_state_dict(start)
-        for layer in (encoder.layer1, encoder.layer2, encoder.layer3, encoder.layer4):
-            layer.grad_checkpoint = grad_checkpoint
-        encoder(images).square().sum().backward()
-        gradients.append([p.grad for p in encoder.parameters()])
-        buffers.append(list(encoder.buffers()))  # a batch counts once in BatchNorm's statistics
-    assert all(map(torch.equal, *gradients)) and all(map(torch.equal, *buffers))
-
-
-def test_resnet_refuses_other_sizes_and_other_files():
-    with pytest.raises(UserError, match="image_size 50 is not a multiple of 32"):
-        common.ResNet(50)
-    with pytest.raises(UserError, match="No block of the file fits this ResNet"):
-        common.load_encoder_weights(small_resnet(), tiny_vit().state_dict())
+        torch.testing.assert_close(ours(images), maps[0].flatten(2).transpose(1, 2))
+    assert (ours.width, ours.grid, ours.cls) == (2048, 2, None)
+    settings = dict(image_size=224, blocks=(3, 4, 6, 3))
+    assert common.image_encoder_settings("ResNet-50") == (common.ResNet, settings)
 
 
 def test_cls_attention_is_the_softmax_of_the_last_block():
@@ -387,8 +329,9 @@ def test_stochastic_depth_drops_whole_rows_in_training_only():
 
 CLIP_IMAGE = dict(cls=True, pre_norm=True, patch_bias=False, eps=1e-5)
 TENSORS = 4 + 12 * DEPTH  # of a tower: blocks, embeddings or convolution, positions, final norm
-IMAGE_FIRST = ["visual.class_embedding", "visual.positional_embedding", "visual.proj"]
-TEXT_FIRST = ["positional_embedding", "text_projection", "logit_scale"]
+IMAGE_FIRST = ["visual.class_embedding", "visual.positional_embedding", "visual.conv1.weight"]
+TEXT_FIRST = ["positional_embedding", "token_embedding.weight",
+              "transformer.resblocks.0.ln_1.weight"]
 
 
 def others(n, names, prefix=""):
@@ -400,80 +343,52 @@ def unused(*names):
     return [f"{name}: not used" for name in names]
 
 
-def clip_towers():
-    return random_image_tower(pre=True, bias=False), random_text_tower()
-
-
-def check_clip(image, text, state, act, quick_gelu, reports):
-    vit = tiny_vit(**CLIP_IMAGE, quick_gelu=quick_gelu)
-    tower = tiny_text(causal=True, quick_gelu=quick_gelu)
-    assert common.load_encoder_weights(vit, state) == reports[0]
-    assert common.load_encoder_weights(tower, state) == reports[1]
+@pytest.mark.parametrize("prefix, dtype, act, numbers", [
+    ("", torch.float32, literal_gelu, []), ("module.", torch.float32, literal_gelu, []),
+    ("", torch.float16, literal_quick_gelu, ["input_resolution", "context_length", "vocab_size"])])
+def test_openclip_and_openai_weights(prefix, dtype, act, numbers):
+    quick = act is literal_quick_gelu
+    vit, tower = tiny_vit(**CLIP_IMAGE, quick_gelu=quick), tiny_text(causal=True, quick_gelu=quick)
+    image, text = random_weights(vit, dtype), random_weights(tower, dtype)
+    state = prefixed(prefix, clip_names(image, text))
+    state |= {name: torch.tensor(12) for name in numbers}
+    projections = [f"{prefix}logit_scale", f"{prefix}text_projection", *numbers]
+    assert common.load_encoder_weights(vit, state) == [
+        others(TENSORS + 2 + len(numbers), TEXT_FIRST, prefix), *unused(f"{prefix}visual.proj")]
+    assert common.load_encoder_weights(tower, state) == [
+        others(TENSORS + 4, IMAGE_FIRST, prefix), *unused(*projections)]
     images, tokens = torch.randn(2, 3, SIZE, SIZE), torch.randint(VOCAB, (2, CONTEXT))
     for i in range(2):
         close(vit(images)[i], literal_vit(image, images[i], act, 1e-5))
         close(tower(tokens, tokens > 3)[i], literal_text(text, tokens[i], act, 1e-5))
 
 
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_openclip_weights(prefix):
-    image, text = clip_towers()
-    state = {prefix + key: value for key, value in write_clip(image, text).items()}
-    check_clip(image, text, state, literal_gelu, False, [
-        [others(TENSORS + 2, TEXT_FIRST, prefix), *unused(f"{prefix}visual.proj")],
-        [others(TENSORS + 4, IMAGE_FIRST, prefix),
-         *unused(f"{prefix}text_projection", f"{prefix}logit_scale")]])
-
-
-def test_openai_weights_in_fp16():
-    image, text = (cast(tower, torch.float16) for tower in clip_towers())
-    state = cast(write_clip(image, text), torch.float16)
-    numbers = ["input_resolution", "context_length", "vocab_size"]
-    state |= {name: torch.tensor(12) for name in numbers}
-    check_clip(image, text, state, literal_quick_gelu, True, [
-        [others(TENSORS + 5, TEXT_FIRST), *unused("visual.proj")],
-        [others(TENSORS + 4, IMAGE_FIRST), *unused("text_projection", "logit_scale", *numbers)]])
-
-
 def test_custom_text_prefix_and_a_missing_patch_bias():
-    image, text = clip_towers()
+    tower, vit = tiny_text(causal=True), tiny_vit(**CLIP_IMAGE | {"patch_bias": True})
+    image, text = random_weights(tiny_vit(**CLIP_IMAGE)), random_weights(tower)
     state = {}
-    for key, value in write_clip(image, text).items():
+    for key, value in clip_names(image, text).items():
         state[key if key.startswith("visual.") else f"text.{key}"] = value
-    tower, tokens = tiny_text(causal=True), torch.randint(VOCAB, (1, CONTEXT))
     common.load_encoder_weights(tower, state)
-    close(tower(tokens)[0], literal_text(text, tokens[0], literal_gelu, 1e-5))
-    vit, images = tiny_vit(**CLIP_IMAGE | {"patch_bias": True}), torch.randn(1, 3, SIZE, SIZE)
     report = common.load_encoder_weights(vit, state)
     assert "patch_embed.bias: not in the file, set to zero" in report
-    assert not vit.patch_embed.bias.any()
+    images, tokens = torch.randn(1, 3, SIZE, SIZE), torch.randint(VOCAB, (1, CONTEXT))
+    close(tower(tokens)[0], literal_text(text, tokens[0], literal_gelu, 1e-5))
     close(vit(images)[0], literal_vit(image, images[0], literal_gelu, 1e-5))
-
-
-def test_timm_weights():
-    tower, images = random_image_tower(), torch.randn(2, 3, SIZE, SIZE)
-    state = write_timm(tower) | write("head.", random_affine(5, WIDTH))
-    state["blocks.0.ls1.gamma"] = torch.ones(WIDTH)
-    vit = tiny_vit(cls=True)
-    report = common.load_encoder_weights(vit, state)
-    assert report == unused("head.weight", "head.bias", "blocks.0.ls1.gamma")
-    for image, tokens in zip(images, vit(images)):
-        close(tokens, literal_vit(tower, image, literal_gelu, 1e-6))
 
 
 @pytest.mark.parametrize("nested", [True, False])
 def test_dino_weights_take_the_teacher(nested):
-    student, teacher = random_image_tower(), random_image_tower()
-    theirs = write("backbone.", write_timm(teacher)) | {"head.mlp.0.weight": torch.zeros(3)}
-    ours = write("module.backbone.", write_timm(student))
+    vit, image = tiny_vit(cls=True), torch.randn(1, 3, SIZE, SIZE)
+    student, teacher = random_weights(vit), random_weights(vit)
+    theirs = prefixed("backbone.", timm_names(teacher)) | {"head.mlp.0.weight": torch.zeros(3)}
+    ours = prefixed("module.backbone.", timm_names(student))
     state = {"student": ours, "teacher": theirs, "epoch": 7}
     names = [f"student.{name}" for name in ours]
     expected = others(len(names) + 1, names[:3])
     if not nested:
-        state = write("teacher.", theirs)
-        expected = ("1 tensor(s) of other parts of the file (teacher.head.mlp.0.weight): "
-                    "not used")
-    vit, image = tiny_vit(cls=True), torch.randn(1, 3, SIZE, SIZE)
+        state = prefixed("teacher.", theirs)
+        expected = "1 tensor(s) of other parts of the file (teacher.head.mlp.0.weight): not used"
     assert common.load_encoder_weights(vit, state) == [expected]
     close(vit(image)[0], literal_vit(teacher, image[0], literal_gelu, 1e-6))
 
@@ -489,39 +404,30 @@ def test_weights_of_our_own_checkpoint():
         assert all(map(torch.equal, encoder.parameters(), model[name].parameters()))
 
 
-@pytest.mark.parametrize("from_cls", [True, False])
-@pytest.mark.parametrize("to_cls", [True, False])
-@pytest.mark.parametrize("size", [SIZE, 20])
-def test_position_grid_of_a_file_is_fitted(from_cls, to_cls, size):
-    tower = random_image_tower(cls=from_cls)
-    vit = tiny_vit(cls=to_cls, image_size=size)
-    report = common.load_encoder_weights(vit, write_timm(tower))
-    g = size // PATCH
-    expected = literal_resize(tower["pos"][int(from_cls):].view(3, 3, WIDTH), g, g)
-    if to_cls:
-        cls = tower["pos"][:1] if from_cls else torch.zeros(1, WIDTH)
-        expected = torch.cat([cls, expected])
-    close(vit.pos[0], expected)
-    notes = []
-    if from_cls and not to_cls:
-        notes = ["pos_embed: position of the CLS token not used", "cls_token: not used"]
-    if to_cls and not from_cls:
-        notes = ["pos_embed: no position of the CLS token, set to zero",
-                 "cls: nothing in the file fits, left at its initial value"]
+@pytest.mark.parametrize("from_cls, to_cls, notes", [
+    (True, True, []), (False, False, []),
+    (True, False, ["pos_embed: position of the CLS token not used", "cls_token: not used"]),
+    (False, True, ["pos_embed: no position of the CLS token, set to zero",
+                   "cls: nothing in the file fits, left at its initial value"])])
+@pytest.mark.parametrize("size, dtype", [
+    (SIZE, torch.float32), (20, torch.float32), (20, torch.float16)])
+def test_position_grid_of_a_file_is_fitted(from_cls, to_cls, notes, size, dtype):
+    weights = random_weights(tiny_vit(cls=from_cls), dtype)
+    vit, g = tiny_vit(cls=to_cls, image_size=size), size // PATCH
+    report = common.load_encoder_weights(vit, timm_names(weights))
     if size != SIZE:
-        notes.append("pos_embed: grid interpolated from 9 to 25 positions")
+        notes = [*notes, "pos_embed: grid interpolated from 9 to 25 positions"]
     assert sorted(report) == sorted(notes)
-
-
-def test_fp16_positions_are_interpolated_in_fp32():
-    tower = cast(random_image_tower(), torch.float16)
-    vit = tiny_vit(cls=True, image_size=20)
-    common.load_encoder_weights(vit, write_timm(tower))
-    close(vit.pos[0, 1:], literal_resize(tower["pos"][1:].view(3, 3, WIDTH), 5, 5), 1e-6)
+    pos = weights["pos"][0]
+    expected = literal_resize(pos[int(from_cls):].view(3, 3, WIDTH), g, g)
+    if to_cls:
+        cls = pos[:1] if from_cls else torch.zeros(1, WIDTH)
+        expected = torch.cat([cls, expected])
+    close(vit.pos[0], expected, 1e-6)  # interpolated in fp32
 
 
 def test_report_lists_exactly_what_did_not_fit():
-    state = write_timm(random_image_tower())
+    state = timm_names(random_weights(tiny_vit(cls=True)))
     state["pos_embed"] = torch.zeros(1, 1 + 2 * 3, WIDTH)
     state["norm.weight"] = torch.zeros(5)
     del state["blocks.1.mlp.fc1.bias"]
@@ -538,15 +444,18 @@ def test_report_lists_exactly_what_did_not_fit():
     assert torch.equal(vit.norm.bias, state["norm.bias"])
 
 
-@pytest.mark.parametrize("state, message", [
-    ({}, "No block of the file fits this ViT: it holds no tensor."),
-    ({"layer1.0.conv.weight": torch.zeros(3)}, "fits this ViT: layer1.0.conv.weight: not used"),
-    ({"blocks.0.norm1.weight": torch.zeros(99)},
-     r"blocks.0.norm1.weight: shape \(99,\) does not fit \(12,\)"),
-])
-def test_a_file_in_which_nothing_fits(state, message):
+NORM1 = "blocks.0.norm1.weight"
+
+
+@pytest.mark.parametrize("make, state, message", [
+    (tiny_vit, {}, "No block of the file fits this ViT: it holds no tensor."),
+    (tiny_vit, {"layer1.0.conv.weight": torch.zeros(3)},
+     "fits this ViT: layer1.0.conv.weight: not used"),
+    (tiny_vit, {NORM1: torch.zeros(99)}, rf"{NORM1}: shape \(99,\) does not fit \(12,\)"),
+    (small_resnet, {NORM1: torch.zeros(12)}, "No block of the file fits this ResNet")])
+def test_a_file_in_which_nothing_fits(make, state, message):
     with pytest.raises(UserError, match=message):
-        common.load_encoder_weights(tiny_vit(), state)
+        common.load_encoder_weights(make(), state)
 
 
 @pytest.mark.parametrize("spec, name, settings", [
@@ -579,24 +488,21 @@ def test_encoder_settings():
         image_size=224, patch_size=16, width=768, depth=12, heads=12, mlp_ratio=4.0, cls=True,
         positions="learned", pre_norm=False, stem=None, quick_gelu=False, eps=1e-6,
         patch_bias=True, drop_path=0.1)
-    settings = common.encoder_settings(common.TextTransformer, "12x768:causal=true",
-                                       common.TEXT_PRESETS)
-    assert settings.items() >= dict(width=768, depth=12, heads=12, causal=True).items()
 
 
 @pytest.mark.parametrize("spec, message", [
     ("ViT-Z/9", "no ViT preset 'ViT-Z/9'; there are tiny, ViT-S/16"),
-    ("tiny:colour=red", "ViT has no setting 'colour'; it has cls, depth"),
-    ("tiny:depth=two", "depth='two' is not of type int"),
     ("tiny:stem=none", "ViT has no setting 'stem'"),
     ("tiny:patch_size=4", "strides of stem .* must multiply to patch_size 4"),
     ("tiny:image_size=50", "image_size 50 is not a multiple of patch_size 8: give 48"),
     ("tiny:positions=round", "positions must be learned or sincos, not 'round'"),
     ("tiny:heads=5", "width 96 is not a multiple of heads 5"),
+    ("ResNet-50:image_size=50", "image_size 50 is not a multiple of 32"),
 ])
 def test_bad_encoder_settings(spec, message):
     with pytest.raises(UserError, match=message):
-        common.ViT(**common.encoder_settings(common.ViT, spec, common.VIT_PRESETS))
+        kind, settings = common.image_encoder_settings(spec)
+        kind(**settings)
 
 
 class Pair(nn.Module):
@@ -610,7 +516,7 @@ class Pair(nn.Module):
         y = self.norm(self.conv(x))
         z = self.linear(y.tanh().flatten(1))
         logits = z @ gather(z.sin()).T
-        return nn.functional.cross_entropy(logits, torch.arange(len(z))), y, z
+        return nn.functional.cross_entropy(logits, torch.arange(len(z))), y
 
 
 def pair_and_images(norm):
@@ -624,12 +530,11 @@ def train_pair(rank):
     model, images = pair_and_images(common.BatchNorm)
     local = images[2 * rank:2 * rank + 2]
     parallel = DistributedDataParallel(model)
-    loss, y, z = parallel(local, common.gather)
+    loss, y = parallel(local, common.gather)
     loss.backward()
     half = common.BatchNorm(3)(local.bfloat16())
-    return {"loss": loss.detach(), "y": y.detach(), "z": z.detach(), "half": half.detach(),
+    return {"loss": loss.detach(), "y": y.detach(), "half": half.detach(),
             "state": model.state_dict(), "gradients": [p.grad for p in model.parameters()],
-            "eval": model.eval()(images[:3])[1].detach(),
             "gathered": common.gather(torch.tensor([[rank, 0], [rank, 1]])),
             "objects": common.gather_objects({"rank": rank})}
 
@@ -641,17 +546,15 @@ def ranks(tmp_path_factory):
 
 def test_three_ranks_have_the_values_and_gradients_of_one_process(ranks):
     model, images = pair_and_images(nn.BatchNorm2d)
-    loss, y, z = model(images)
+    loss, y = model(images)
     loss.backward()
     close(sum(rank["loss"] for rank in ranks) / 3, loss.detach(), 1e-6, 1e-6)
     close(torch.cat([rank["y"] for rank in ranks]), y.detach(), 1e-6, 1e-6)
-    close(torch.cat([rank["z"] for rank in ranks]), z.detach(), 1e-6, 1e-6)
     for rank in ranks:
         for a, parameter in zip(rank["gradients"], model.parameters(), strict=True):
             close(a, parameter.grad, 1e-5)
         for name, value in model.state_dict().items():
             close(rank["state"][name], value, 1e-6, 1e-6)
-        close(rank["eval"], model.eval()(images[:3])[1].detach(), 1e-6, 1e-6)
     assert max(p.grad.abs().max() for p in model.parameters()) > 0.1
 
 
