@@ -31,6 +31,11 @@ STABLE_NAMES = """
     sparc.fine_grained_loss(tokens,patches,mask,scale) sparc.global_loss(v,t,scale,gather)
     sparc.filip_loss sparc.pacl_loss sparc.gloria_loss sparc.mgca_loss
     bam.attention(S,tau) bam.sinkhorn(S,tau,iters) bam.bam_loss(z,n_views,teacher)
+    sparo.clip_loss(v,t,scale,gather) stair.contrastive_loss(v,t,scale,gather)
+    sparo.Model.encode_image(self,images) sparo.Model.encode_text(self,tokens,mask)
+    stair.Model.encode_image(self,images) stair.Model.encode_text(self,tokens,mask)
+    sparc.Model.encode_image(self,images) sparc.Model.encode_text(self,tokens,mask)
+    bam.Model.encode_image(self,images)
 """
 RUN_ALONE = """
 import runpy, sys
