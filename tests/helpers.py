@@ -154,6 +154,19 @@ def on_ranks(directory, build, models, batch, world=2):
     return {name: [rank[name] for rank in ranks] for name in models}
 
 
+def assert_one_process(ranks, model, loss, tolerance=1e-5):
+    """The mean loss of the ranks, as on_ranks gives them, and each one's gradients are those of
+    `loss`, which the model has in one process."""
+    loss.backward()
+    mean = sum(out["loss"].item() for out, *_ in ranks) / len(ranks)
+    assert mean == pytest.approx(loss.item(), abs=tolerance)
+    for _, gradients, _ in ranks:
+        for name, gradient in gradients.items():
+            expected = model.get_parameter(name).grad
+            error = (gradient - expected).abs().max()
+            assert error <= tolerance * (1 + expected.abs().max()), name
+
+
 def train_alone(flags):
     """Train, without the evaluation at the end."""
     with pytest.MonkeyPatch.context() as patch:

@@ -16,8 +16,8 @@ import common
 import eval as evaluation
 import toy
 import train
-from helpers import (ROOT, SMALL, assert_same_weights, make_batch, make_views, on_ranks, read_log,
-                     tiny_model, train_alone, train_until)
+from helpers import (ROOT, SMALL, assert_one_process, assert_same_weights, make_batch, make_views,
+                     on_ranks, read_log, tiny_model, train_alone, train_until)
 from train import METHODS
 
 STABLE_FLAGS = """--preset tiny --data shapes --out DIR --steps 1 --batch 8 --lr 0.1 --amp bf16
@@ -68,14 +68,7 @@ def test_the_files_work_alone_in_an_empty_directory(tmp_path):
 def test_two_ranks_are_one_process(tmp_path, name):
     model, batch = tiny_model(name), batch_of(name, 8)
     ranks = on_ranks(tmp_path, tiny_model, {name: model}, batch)[name]
-    loss = model(batch)["loss"]
-    loss.backward()
-    assert sum(out["loss"] for out, *_ in ranks).item() / 2 == pytest.approx(loss.item(), abs=2e-6)
-    for _, gradients, _ in ranks:
-        for key, gradient in gradients.items():
-            expected = model.get_parameter(key).grad
-            error = (gradient - expected).abs().max()
-            assert error <= 1e-5 * (1 + expected.abs().max()), key
+    assert_one_process(ranks, model, model(batch)["loss"])
 
 
 @pytest.mark.parametrize("name", SMALL)
