@@ -766,7 +766,7 @@ def dry_run(args, method, model):
         params[name] = sum(p.numel() for p in part.parameters())
         print(f"{name:16} {params[name]:12,}")
     batch, patches = made_up_batch(args, method, model, 2), model.image_encoder.grid**2
-    with FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         model(batch)
     chance_loss = model.chance_loss(args.batch, batch.get("mask"), patches)
     record = {"params": params["all"], "flops_per_sample": counter.get_total_flops() // 2,
@@ -774,6 +774,17 @@ def dry_run(args, method, model):
     print(f"update_*: one update of --batch {args.batch} on one of --ranks {args.ranks}, in fp32, "
           f"captions of full length; a multiplication and an addition are 2 FLOPs")
     print(json.dumps(record))
+
+
+def flop_counter():
+    """Counts matrix products and attention, that on the CPU too, which torch 2.6 leaves out."""
+    aten, counter = torch.ops.aten, FlopCounterMode(display=False)
+    formula = counter.flop_registry
+    formula[aten._scaled_dot_product_flash_attention_for_cpu] = (
+        formula[aten._scaled_dot_product_flash_attention])
+    formula[aten._scaled_dot_product_flash_attention_for_cpu_backward] = (
+        formula[aten._scaled_dot_product_flash_attention_backward])
+    return counter
 
 
 def made_up_batch(args, method, model, n):
@@ -804,7 +815,7 @@ def update_cost(args, method, model):
         with fake:
             batch = made_up_batch(args, method, model, args.batch // args.ranks)
             tensors = [*model.parameters(), *tree_leaves(batch)]
-            with FlopCounterMode(display=False) as counter, LiveMemory(tensors) as memory:
+            with flop_counter() as counter, LiveMemory(tensors) as memory:
                 model(batch, gather)["loss"].backward()
     except (fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException):
         reason = f"what {args.method} computes depends on the values: measure it with --bench"
@@ -855,7 +866,7 @@ def print_rates(args, model, batch, clock, autocast, device):
     if device.type == "cuda":
         n, memory = 8192, torch.cuda.max_memory_allocated(device)
     seconds = args.batch / rates["images_per_s"]
-    with FlopCounterMode(display=False) as counter, autocast():
+    with flop_counter() as counter, autocast():
         model(batch)["loss"].backward()
         a = torch.randn(n, n, device=device) @ torch.eye(n, device=device)  # in autocast's type
     flops = counter.get_total_flops() - 2 * n**3

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import sparo
+import train
 from helpers import assert_one_process, cos, make_batch, on_ranks, softmax, tiny_model
 
 READOUTS = ["sparo", "cls", "gap", "attpool", "bottleneck", "fdt"]
@@ -217,7 +217,7 @@ def parameters_and_flops(settings):
         text = common.TextTransformer(49408, 77, 512, depth, 8, causal=True)
         model = sparo.Model(config, image, text, 768, 512)
         tokens = torch.zeros(1, 77, dtype=torch.long)
-        with FlopCounterMode(display=False) as counter:
+        with train.flop_counter() as counter:
             model(dict(images=torch.empty(1, 3, 224, 224), tokens=tokens, mask=tokens == 0))
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     return round(millions), round(counter.get_total_flops() / 2e9, 1)

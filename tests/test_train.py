@@ -15,7 +15,6 @@ import time
 import pytest
 import torch
 from PIL import Image
-from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import eval as evaluation
@@ -411,7 +410,7 @@ def test_the_cost_of_an_update_is_what_a_real_one_takes():
     model = train.build_model(args, method, range(50))
     cost = train.update_cost(args, method, model)
     batch = train.made_up_batch(args, method, model, 8)
-    with FlopCounterMode(display=False) as counter:
+    with train.flop_counter() as counter:
         with train.LiveMemory([*model.parameters(), *batch.values()]) as live:
             model(batch)["loss"].backward()
     moments = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
