@@ -34,9 +34,6 @@ def tiny(tmp_path):
     return common.WordPiece(tmp_path / "vocab.txt")
 
 
-# Encoding -----------------------------------------------------------------------------
-
-
 # The ids are those of tokenizers 0.23.3 (of spelled-out special tokens: without its own).
 @pytest.mark.parametrize("text, ids", [
     ("", []), (" \t \r\n\u00a0", []),
@@ -133,9 +130,6 @@ def test_batch(tiny):
     assert tokens.tolist() == [[cls, a, b, sep], [cls, a, a, sep]] and mask.all()
 
 
-# Files --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("before, newline, after", [
     ("", "\n", "\n"), ("", "\n", ""), ("", "\n", "\n\n"), ("", "\r\n", "\r\n"), ("", "\r\n", ""),
     ("", "\r\n", "\r\n\r\n"), ("\ufeff", "\r\n", "\r\n"),
@@ -169,9 +163,6 @@ def test_unusable_vocabularies(tmp_path, name, content, message):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         common.WordPiece(tmp_path / name)
-
-
-# Training -----------------------------------------------------------------------------
 
 
 def literal_training(captions, size):

@@ -147,14 +147,6 @@ def test_heldout_pairs_are_in_test_only(heldout):
     assert len(pairs("test")) == 64
 
 
-def test_same_seed_same_sample():
-    a, b, c = (World().sample(8, "train", seed) for seed in (1, 1, 2))
-    for name in ("images", "segmentation"):
-        assert torch.equal(a[name], b[name])
-    assert a["captions"] == b["captions"] and a["objects"] == b["objects"]
-    assert not torch.equal(a["images"], c["images"]) and a["captions"] != c["captions"]
-
-
 @pytest.mark.parametrize("objects", range(1, 8))
 def test_exact_number_of_objects(objects):
     world = World(objects=objects)
