@@ -148,24 +148,18 @@ def test_rows_that_say_too_little_are_counted(tmp_path):
     assert source.skipped["empty caption"][0] == 3  # a stream's counting leaves the table alone
 
 
-def test_image_root(tmp_path):
-    (tmp_path / "images").mkdir()
-    path = tmp_path / "a.csv"
-    path.write_text("filepath,title\nx.jpg,one\n/abs/y.jpg,two\n")
-    source = open_data(str(path), image_root=str(tmp_path / "images"))
-    assert list(source.paths) == [str(tmp_path / "images/x.jpg"), "/abs/y.jpg"]
-
-
-def test_coco_captions(tmp_path):
+def test_coco_captions_below_another_image_root(tmp_path):
     path = tmp_path / "captions.json"
     captions = [(3, "one"), (7, "two\n"), (3, "three"), (9, "of no image"), (7, None)]
     path.write_text(json.dumps({
-        "images": [{"id": 7, "file_name": "b.jpg"}, {"id": 3, "file_name": "a.jpg"}],
+        "images": [{"id": 7, "file_name": "/abs/b.jpg"}, {"id": 3, "file_name": "a.jpg"}],
         "annotations": [{"image_id": i, "caption": caption} for i, caption in captions]}))
-    source = open_data(str(path))
+    (tmp_path / "images").mkdir()
+    source = open_data(str(path), image_root=str(tmp_path / "images"))
     assert pairs(source) == {"a.jpg": ["one", "three"], "b.jpg": ["two"]}
+    assert list(source.paths) == [str(tmp_path / "images/a.jpg"), "/abs/b.jpg"]
     assert source.skipped == {"caption without image": [1, f"{path}, image_id 9"],
-                              "empty caption": [1, str(tmp_path / "b.jpg")]}
+                              "empty caption": [1, "/abs/b.jpg"]}
 
 
 def test_karpathy_splits(tmp_path):
@@ -188,10 +182,9 @@ def test_class_folders(tmp_path):
                  "airplane/notes.txt", ".git/x.jpg", "empty/x.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(picture())
-    source = open_data(str(tmp_path))
+    source, truck = open_data(str(tmp_path)), "a photo of a fire truck."
     assert source.classes == ["airplane", "empty", "fire_truck"]
     assert source.labels.tolist() == [0, 2, 2]
-    truck = "a photo of a fire truck."
     assert list(source.captions) == ["a photo of an airplane.", truck, truck]
 
 
@@ -338,16 +331,14 @@ def test_every_mode_and_size_decodes_to_rgb(tmp_path, width, height, mode, forma
 
 
 def test_colours_survive_decoding():
-    def first_pixel(data):
-        return common.open_image(data, 4).getpixel((0, 0))
-
-    rgba = picture(mode="RGBA", format="PNG", value=(200, 100, 50, 128))
-    assert first_pixel(rgba) == (200, 100, 50)
-    assert first_pixel(picture(mode="L", format="PNG", value=77)) == (77, 77, 77)
     palette, file = Image.new("P", (4, 4), 1), io.BytesIO()
     palette.putpalette([0, 0, 0, 10, 200, 30])
     palette.save(file, "PNG")
-    assert first_pixel(file.getvalue()) == (10, 200, 30)
+    rgba = picture(mode="RGBA", format="PNG", value=(200, 100, 50, 128))
+    grey = picture(mode="L", format="PNG", value=77)
+    for data, colour in ((file.getvalue(), (10, 200, 30)), (rgba, (200, 100, 50)),
+                         (grey, (77, 77, 77))):
+        assert common.open_image(data, 4).getpixel((0, 0)) == colour
 
 
 @pytest.mark.parametrize("format", ["PNG", "TIFF", "PPM"])
@@ -368,9 +359,7 @@ def test_drafts_are_large_enough(size, min_side):
     Image.fromarray(np.stack([x, y, (x + y) / 2], -1).astype(np.uint8)).save(file, "JPEG")
     draft = common.open_image(file.getvalue(), min_side)
     assert min(draft.size) >= min(min_side, *size)
-    assert draft.size == size or max(draft.size) < max(size)
-    if min_side == 8:
-        assert min(draft.size) < 128  # else nothing was saved
+    assert min_side > 8 or min(draft.size) < 128             # else nothing was saved
     full = Image.open(file).resize(draft.size, Image.Resampling.BOX)
     difference = np.asarray(draft, dtype=float) - np.asarray(full, dtype=float)
     assert np.abs(difference).mean() < 5
@@ -483,7 +472,7 @@ def make_stream(kind, directory, positions=None, seed=0):
 def test_a_restarted_stream_continues_the_batches(kind, workers, stops, tmp_path):
     whole = take(make_stream(kind, tmp_path), 14, workers)
     other = take(make_stream(kind, tmp_path, seed=1), 1)[0]
-    assert not all(map(torch.equal, tensors_of(whole[0])[2:], tensors_of(other)[2:]))
+    assert not torch.equal(tensors_of(whole[0])[2], tensors_of(other)[2])
     if kind.endswith("views"):
         *_, large, small = tensors_of(whole[0])
         assert large.shape[2:] == (8, 8) and small.shape[2:] == (4, 4)
@@ -511,12 +500,10 @@ def test_augmentation_changes_from_epoch_to_epoch_by_a_generator_of_its_own(tmp_
 def test_text_is_cut_to_the_longest_caption(tmp_path):
     (tmp_path / "x.jpg").write_bytes(picture())
     path = tmp_path / "a.csv"
-    path.write_text("filepath,title\nx.jpg,a photo of n1\nx.jpg,n1\n")
-    for batch in take(stream(open_data(str(path)), 1), 2):
-        length = 6 if captions_in(batch) == ["a"] else 3
+    for caption, length in (("a photo of n1", 6), ("n1", 3), ("n1 " * 50, 16)):
+        path.write_text(f"filepath,title\nx.jpg,{caption}\n")
+        batch = take(stream(open_data(str(path)), 1), 1)[0]
         assert batch["tokens"].shape == (1, length) == batch["mask"].shape and batch["mask"].all()
-    path.write_text("filepath,title\nx.jpg," + "n1 " * 50 + "\n")
-    assert take(stream(open_data(str(path)), 1), 1)[0]["tokens"].shape == (1, 16)
 
 
 # Bad samples --------------------------------------------------------------------------

@@ -192,13 +192,12 @@ def test_block_and_its_gradients_are_the_literal_ones(act, literal_act, kind):
 
 
 def test_padding_changes_nothing_at_real_tokens():
-    tower = tiny_text()
+    tower, tokens = tiny_text(), torch.randint(VOCAB, (3, CONTEXT))
     nn.init.normal_(tower.pos)
-    tokens = torch.randint(VOCAB, (3, CONTEXT))
     mask = torch.arange(CONTEXT) < torch.tensor([[4], [2], [4]])
     padded = tower(tokens, mask)
-    close(padded[:, :4][mask[:, :4]], tower(tokens[:, :4], mask[:, :4])[mask[:, :4]], 1e-6)
-    close(padded[1, :2], tower(tokens[1:2, :2])[0], 1e-6)
+    for row, ids, real in zip(padded, tokens, mask):
+        close(row[real], tower(ids[None, real])[0], 1e-6)
     assert (padded - tower(tokens))[mask].abs().max() > 1e-3
 
 
@@ -286,13 +285,11 @@ def test_resnet_gives_torchvisions_last_feature_map():
 
 def test_cls_attention_is_the_softmax_of_the_last_block():
     encoder = tiny_vit(cls=True, pre_norm=True).double()
-    images, inputs = torch.randn(2, 3, 16, 8, dtype=torch.double), []
+    images = torch.randn(2, 3, 16, 8, dtype=torch.double)
     weights = encoder.cls_attention(images)
     assert weights.shape == (2, 3, 4, 2)
-    attention = encoder.blocks[1].attn
-    attention.register_forward_pre_hook(lambda module, arguments: inputs.append(arguments[0]))
-    encoder(images)
-    qkv = attention.qkv(inputs[0])                                       # (B, 9, 36)
+    first, last = encoder.blocks
+    qkv = last.attn.qkv(last.norm1(first(encoder.embed(images))))       # (B, 9, 36)
     for b in range(2):
         for head in range(3):
             q, k = qkv[b, 0, 4 * head:4 * head + 4], qkv[b, :, 12 + 4 * head:16 + 4 * head]
@@ -302,14 +299,13 @@ def test_cls_attention_is_the_softmax_of_the_last_block():
 
 
 def test_layers_are_the_normalised_outputs_of_the_last_blocks():
-    encoder, images, outputs = tiny_vit().eval(), torch.randn(2, 3, SIZE, SIZE), []
+    encoder, images, expected = tiny_vit().eval(), torch.randn(2, 3, SIZE, SIZE), []
+    x = encoder.embed(images)
     for block in encoder.blocks:
-        block.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-    layers = encoder.layers(images, 2)
-    for layer, output in zip(layers, outputs[-2:], strict=True):
-        torch.testing.assert_close(layer, encoder.norm(output))
-    torch.testing.assert_close(layers[-1], encoder(images))
-    assert len(encoder.layers(images, 9)) == len(encoder.blocks)
+        x = block(x)
+        expected.append(encoder.norm(x))
+    for n, outputs in ((1, expected[-1:]), (2, expected), (9, expected)):
+        torch.testing.assert_close(encoder.layers(images, n), outputs)
 
 
 def test_stochastic_depth_drops_whole_rows_in_training_only():
@@ -391,15 +387,13 @@ def test_dino_weights_take_the_teacher(nested):
     close(vit(image)[0], literal_vit(teacher, image[0], literal_gelu, 1e-6))
 
 
-def test_weights_of_our_own_checkpoint():
-    towers = {"image_encoder": tiny_vit(), "text_encoder": tiny_text()}
-    model = nn.ModuleDict(towers | {"head": nn.Linear(2, 2)})
-    for parameter in model.parameters():
-        nn.init.normal_(parameter)
-    for name, encoder in (("image_encoder", tiny_vit()), ("text_encoder", tiny_text())):
-        state = {"model": model.state_dict(), "step": 3}
-        assert len(common.load_encoder_weights(encoder, state)) == 1
-        assert all(map(torch.equal, encoder.parameters(), model[name].parameters()))
+@pytest.mark.parametrize("name, encoder", [("image", tiny_vit()), ("text", tiny_text())])
+def test_weights_of_our_own_checkpoint(name, encoder):
+    weights = {"image": random_weights(tiny_vit()), "text": random_weights(tiny_text())}
+    towers = [prefixed(f"{tower}_encoder.", weights[tower]) for tower in weights]
+    state = {"model": towers[0] | towers[1] | {"head.weight": torch.zeros(2)}, "step": 3}
+    assert len(common.load_encoder_weights(encoder, state)) == 1
+    torch.testing.assert_close(dict(encoder.state_dict()), weights[name])
 
 
 @pytest.mark.parametrize("from_cls, to_cls, notes", [
@@ -459,10 +453,9 @@ def test_a_file_in_which_nothing_fits(make, state, message):
 @pytest.mark.parametrize("spec, name, settings", [
     ("tiny", "tiny", {}),
     ("ViT-B/16:drop_path=0.1,cls=1", "ViT-B/16", {"drop_path": "0.1", "cls": "1"}),
-    ("C:/data/a.csv", "C:/data/a.csv", {}),
+    ("C:/data/a.csv", "C:/data/a.csv", {}), ("a,b:c", "a,b:c", {}),
     ("C:/data/a.csv:image=path", "C:/data/a.csv", {"image": "path"}),
     ("d/{00..12}.tar:resample=1", "d/{00..12}.tar", {"resample": "1"}),
-    ("a,b:c", "a,b:c", {}),
 ])
 def test_parse_spec(spec, name, settings):
     assert common.parse_spec(spec) == (name, settings)
@@ -474,10 +467,10 @@ def test_cast_settings():
     values = {"n": 4, "x": 1e-3, "flag": True, "name": "b"}
     assert common.cast_settings(texts, defaults, "it") == values
     assert common.cast_settings({"flag": "0"}, {"flag": True}, "it") == {"flag": False}
-    with pytest.raises(UserError, match="it has no setting 'm'; it has flag, n, name, x."):
-        common.cast_settings({"m": "1"}, defaults, "it")
-    with pytest.raises(UserError, match="n='4.5' is not of type int"):
-        common.cast_settings({"n": "4.5"}, defaults, "it")
+    for texts, message in (({"m": "1"}, "it has no setting 'm'; it has flag, n, name, x."),
+                           ({"n": "4.5"}, "n='4.5' is not of type int")):
+        with pytest.raises(UserError, match=message):
+            common.cast_settings(texts, defaults, "it")
 
 
 @pytest.mark.parametrize("spec, message", [
