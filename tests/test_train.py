@@ -66,7 +66,7 @@ def test_help_shows_comments_and_what_the_preset_sets(capsys, flags, shown):
 
 @pytest.mark.parametrize("flags, message", [
     (["--preset", "b33"], "has no preset 'b33'; it has tiny, b32, b16, l14"),
-    (["--batch", "0"], "--batch 0 must be 1 or more"),
+    (["--batch", "0"], "--batch 0 must be from 1 to inf"),
     (["--seed", "-1"], "--seed -1"),
     (["--sigma", "2"], "--sigma 2.0 must be from 0 to 1"),
     (["--image-encoder", "tiny:cls=1"], "leave out cls=1"),
@@ -74,7 +74,7 @@ def test_help_shows_comments_and_what_the_preset_sets(capsys, flags, shown):
     (["--method", "sparo", "--codes", "0"], "--codes 0"),
     (["--method", "sparo", "--readout", "cls"], "add cls=1"),
     (["--eval-data", "nowhere"], "nowhere does not exist"),
-    (["--resume"], "Nothing to resume"),
+    (["--resume"], "holds no run"),
 ])
 def test_wrong_settings_are_refused_at_the_start(tmp_path, flags, message):
     with pytest.raises(UserError, match=message):
@@ -273,14 +273,13 @@ def test_resume_needs_a_run_of_the_same_method(tmp_path, run_of):
     resume = functools.partial(train.main, [*SPARC, "--resume", "--out", str(run)])
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | {"method": "stair"}))
-    with pytest.raises(UserError, match="is a run of --method stair, not of sparc"):
+    with pytest.raises(UserError, match="is a run of --method stair"):
         resume()
     (run / "config.json").write_text(json.dumps(config))
     state = common.load_checkpoint(run / "last.pt")
     torch.save(state | {"method": "bam"}, run / "last.pt")
-    for command in (resume, lambda: evaluation.main([str(run)])):
-        with pytest.raises(UserError, match="holds a bam model"):
-            command()
+    with pytest.raises(UserError, match="holds a bam model"):
+        evaluation.main([str(run)])
     (run / "last.pt").write_bytes(b"broken")
     with pytest.raises(UserError, match="is not a checkpoint that can be read"):
         evaluation.main([str(run)])
@@ -440,6 +439,6 @@ def test_cost_is_that_of_table_11():
 def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys):
     train.main([*SPARC, "--bench", "2", "--out", str(tmp_path / "run")])
     record = last_json(capsys)
-    assert record["images_per_s"] > 0 and record["share_of_matmul"] > 0
-    assert record["peak_memory_bytes"] > 1e6 and 0 < record["data_share"] < 1
+    assert record["images_per_s"] > 0 and record["peak_memory_bytes"] > 1e6
+    assert 0 < record["data_share"] < 1
     assert not (tmp_path / "run").exists()
