@@ -88,6 +88,14 @@ def make_batch(B=4, L=9):
             "mask": torch.arange(L) < lengths[:, None]}
 
 
+def padded(batch, n=3):
+    """The batch's tokens and mask with n positions more, of any words, that are masked."""
+    tokens, mask = batch["tokens"], batch["mask"]
+    B = len(tokens)
+    return (torch.cat([tokens, torch.randint(30, (B, n))], 1),
+            torch.cat([mask, torch.zeros(B, n, dtype=torch.bool)], 1))
+
+
 def make_views(B=4, sizes=(16, 16, 8, 8)):
     """Views of B images: a list of (B, 3, size, size)."""
     return {"views": [torch.randn(B, 3, size, size) for size in sizes]}

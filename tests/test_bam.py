@@ -1,7 +1,6 @@
 """BAM's loss against dense float64 matrices, on one rank and several, its model, boxes and runs."""
 
 import itertools
-import json
 import math
 import tarfile
 
@@ -13,7 +12,6 @@ from torch.nn.functional import normalize
 
 import bam
 import common
-import eval as evaluation
 import train
 from helpers import (SMALL, assert_one_process, assert_same_weights, cos, make_views, on_ranks,
                      read_log, run_ranks, tiny_model, train_alone, train_until, weights)
@@ -95,13 +93,12 @@ def expected_of(n, case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_loss_and_its_gradient_are_the_dense_ones(case, monkeypatch):
     (z, *rest), settings = latents(4, **case)
-    loss, gradient = expected_of(4, case)
+    expected = expected_of(4, case)
     for chunk in (2**22, 1):  # all images at a time, each alone
         monkeypatch.setattr(bam, "CHUNK", chunk)
-        found = bam.bam_loss(z, *rest, **settings)
-        torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-12)
-        found = torch.autograd.grad(2 * found, z)[0] / 2
-        torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-12)
+        loss = bam.bam_loss(z, *rest, **settings)
+        gradient = torch.autograd.grad(2 * loss, z)[0] / 2
+        torch.testing.assert_close((loss, gradient), expected, rtol=1e-10, atol=1e-12)
 
 
 RANK_CASES = [dict(), dict(k=4), dict(k=4, teacher=True), dict(k=3, G=1), dict(k=4, mask="zero"),
@@ -126,11 +123,10 @@ def losses_of_rank(rank, world):
 def test_three_ranks_make_the_dense_loss_of_all_their_images(tmp_path):
     ranks = run_ranks(tmp_path, losses_of_rank, 3, 3)
     for case, *parts in zip(RANK_CASES, *ranks):
-        loss, gradient = expected_of(6, case)
         losses, gradients = zip(*parts)
-        found = torch.cat([g.unflatten(0, (case.get("k", 2), -1)) for g in gradients], 1)
-        torch.testing.assert_close(sum(losses) / 3, loss, rtol=1e-10, atol=0)
-        torch.testing.assert_close(found.flatten(0, 1), gradient, rtol=1e-10, atol=1e-12)
+        views = [gradient.unflatten(0, (case.get("k", 2), -1)) for gradient in gradients]
+        found = sum(losses) / 3, torch.cat(views, 1).flatten(0, 1)
+        torch.testing.assert_close(found, expected_of(6, case), rtol=1e-10, atol=1e-12)
 
 
 def test_sinkhorn_is_the_literal_one_and_ends_balanced():
@@ -149,20 +145,19 @@ def test_sinkhorn_is_the_literal_one_and_ends_balanced():
 def test_sinkhorn_keeps_symmetry_and_minimises_equation_4():
     S = torch.randn(5, 5, dtype=torch.double)
     S = S + S.T
-    B = bam.sinkhorn(S, 0.5, 500)
+    B = bam.sinkhorn(S, 0.5, 200)
     torch.testing.assert_close(B, B.T)                           # Sec. 3.3
 
     def cost(B):
         return (-S * B).sum() + 0.5 * (B * B.log()).sum()
 
-    for _ in range(20):
+    for _ in range(10):
         other = torch.rand(5, 5, dtype=torch.double) + 0.1
-        assert cost(B) < cost(bam.sinkhorn(other.log(), 1.0, 500))
+        assert cost(B) < cost(bam.sinkhorn(other.log(), 1.0, 200))
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e3])
-def test_the_loss_stays_finite_where_a_plain_exponential_does_not(scale):
-    B = bam.sinkhorn(scale * torch.randn(6, 6), 0.05, 3)
+def test_the_loss_stays_finite_where_a_plain_exponential_does_not():
+    B = bam.sinkhorn(1e3 * torch.randn(6, 6), 0.05, 3)
     torch.testing.assert_close(B.sum(1), torch.ones(6))
     z = torch.randn(12, 4, requires_grad=True)
     loss = bam.bam_loss(z, 2, tau=1e-3, tau_b=1e-3)
@@ -181,15 +176,6 @@ def test_attention_is_a_softmax_and_half_precision_is_cast_up():
     assert torch.equal(loss, bam.bam_loss(z, 2))
 
 
-def test_simclr_is_the_published_loss():
-    """NT-Xent (arXiv 2002.05709, Eq. 1): cross-entropy over 2 n - 1 others."""
-    z = torch.randn(8, 5)
-    S = torch.cosine_similarity(z[:, None], z[None], dim=-1) / 0.1
-    labels = torch.tensor([4, 5, 6, 7, 0, 1, 2, 3])
-    expected = nn.functional.cross_entropy(S.fill_diagonal_(-torch.inf), labels)
-    torch.testing.assert_close(bam.bam_loss(z, 2, target="onehot"), expected)
-
-
 def test_entropies_and_limits():
     n = 6
     same = bam.bam_loss(torch.ones(2 * n, 4), 2, entropies=True)
@@ -203,29 +189,28 @@ def test_entropies_and_limits():
         assert entropy.item() == pytest.approx(-(P * P.log()).sum(1).mean().item(), rel=1e-4)
 
 
-def test_targets_get_no_gradient():
-    z, teacher = torch.randn(2, 6, 4).requires_grad_().unbind()
-    z.retain_grad(), teacher.retain_grad()
-    bam.bam_loss(z, 3, teacher, 2).backward()
-    assert teacher.grad is None and z.grad.abs().min() > 0
+def test_a_teacher_gets_no_gradient():
+    z, teacher = torch.randn(2, 6, 4).requires_grad_()
+    loss = bam.bam_loss(z, 3, teacher, 2)
+    assert torch.autograd.grad(loss, teacher, allow_unused=True) == (None,)
 
 
-@pytest.mark.parametrize("arguments, settings, message", [
-    ((torch.randn(5, 3), 2), {}, r"5 latents are not .* \(2, 2 large\)"),
-    ((torch.randn(4, 3), 1), {}, "two or more"),
-    ((torch.randn(4, 3), 2, torch.randn(3, 3)), {}, r"must be of all views, \(4, 3\)"),
-    ((torch.randn(6, 3), 3, torch.randn(4, 3), 2), {}, "must be of all views"),
-    ((torch.randn(2, 3), 2), {}, "global batch needs two"),
-    ((torch.randn(4, 3), 2, None, 0), {}, "0 large"),
-    ((torch.randn(4, 3), 2), dict(mask="Zero"), "is one of exclude, zero, none, not 'Zero'"),
-    ((torch.randn(4, 3), 2), dict(normalization="blocks"), "normalization is one of"),
-    ((torch.randn(4, 3), 2), dict(target="simclr"), "target is one"),
-    ((torch.randn(4, 3), 2), dict(target="onehot", normalization="block"), "is global"),
-    ((torch.randn(4, 3), 2), dict(target="onehot", n_global=1), "two or more large"),
+@pytest.mark.parametrize("shape, k, settings, message", [
+    ((5, 3), 2, {}, r"5 latents are not .* \(2, 2 large\)"),
+    ((4, 3), 1, {}, "two or more"),
+    ((4, 3), 2, dict(teacher=torch.randn(3, 3)), r"must be of all views, \(4, 3\)"),
+    ((6, 3), 3, dict(teacher=torch.randn(4, 3)), "must be of all views"),
+    ((2, 3), 2, {}, "global batch needs two"),
+    ((4, 3), 2, dict(n_global=0), "0 large"),
+    ((4, 3), 2, dict(mask="Zero"), "is one of exclude, zero, none, not 'Zero'"),
+    ((4, 3), 2, dict(normalization="blocks"), "normalization is one of"),
+    ((4, 3), 2, dict(target="simclr"), "target is one"),
+    ((4, 3), 2, dict(target="onehot", normalization="block"), "is global"),
+    ((4, 3), 2, dict(target="onehot", n_global=1), "two or more large"),
 ])
-def test_arguments_that_do_not_fit_are_named(arguments, settings, message):
+def test_arguments_that_do_not_fit_are_named(shape, k, settings, message):
     with pytest.raises(ValueError, match=message):
-        bam.bam_loss(*arguments, **settings)
+        bam.bam_loss(torch.randn(shape), k, **settings)
 
 
 # Model --------------------------------------------------------------------------------------------
@@ -241,11 +226,10 @@ def build(name):
 def test_three_ranks_are_one_process(tmp_path):
     models, batch = {name: build(name) for name in MODELS}, make_views(6)
     for name, ranks in on_ranks(tmp_path, build, models, batch, world=3).items():
-        whole = models[name]
-        out = whole(batch)
-        assert_one_process(ranks, whole, out["loss"], 1e-4)
+        out = models[name](batch)
+        assert_one_process(ranks, models[name], out["loss"], 1e-4)
         for key in ("entropy_a", "entropy_b"):
-            torch.testing.assert_close(sum(rank[0][key] for rank in ranks) / 3, out[key].detach())
+            torch.testing.assert_close(sum(rank[0][key] for rank in ranks) / 3, out[key])
         for rank in ranks:
             ours, expected = rank[0]["effective_rank"], out["effective_rank"]
             torch.testing.assert_close(ours, expected, rtol=1e-3, atol=0)
@@ -259,32 +243,17 @@ def test_the_teacher_sees_all_views():
     torch.testing.assert_close(model(batch)["loss"], bam.bam_loss(z, 4, z_m, 2))
 
 
-def test_the_teacher_is_the_moving_average():
-    model = tiny_model("bam", ema=0.9)
-    before = [p.clone() for p in model.teacher.parameters()]
-    for p in model.student().parameters():
-        p.data.add_(torch.randn_like(p))
-    for step, momentum in ((0, 0.9), (50, 0.95), (100, 1.0)):
-        model.after_update(step, 100)
-        students = list(model.student().parameters())
-        before = [momentum * t + (1 - momentum) * s for t, s in zip(before, students)]
-        torch.testing.assert_close(list(model.teacher.parameters()), before)
-
-
 def test_the_teacher_is_evaluated():
     model, images = tiny_model("bam", teacher=True).eval(), torch.randn(2, 3, 16, 16)
-
-    def seen():
-        return model.encode_image(images), model.probe_features(images), model.boxes(images)
-
-    before = seen()
-    tokens = model.teacher[0](images)
-    expected = torch.cat([tokens[:, 0], tokens[:, 1:].mean(1)], 1)
-    torch.testing.assert_close(before[1], expected)
-    nn.init.normal_(model.image_encoder.blocks[0].attn.qkv.weight)
-    assert all(map(torch.equal, before, seen()))
-    nn.init.normal_(model.teacher[0].blocks[0].attn.qkv.weight)
-    assert not torch.equal(before[0], seen()[0])
+    nn.init.normal_(model.image_encoder.blocks[0].attn.qkv.weight)  # the student alone
+    encoder = model.teacher[0]
+    tokens = encoder(images)
+    cls, patches = tokens[:, 0], tokens[:, 1:].mean(1)
+    heat = encoder.cls_attention(images).sum(1)
+    same = torch.testing.assert_close
+    same(model.encode_image(images), normalize(cls, dim=-1))
+    same(model.probe_features(images), torch.cat([cls, patches], 1))
+    same(model.boxes(images), bam.heat_boxes(heat, model.config.crop_threshold, 16))
 
 
 def test_batch_norm_is_torchs_and_the_projector_has_it_without_a_teacher_only():
@@ -301,15 +270,6 @@ def test_batch_norm_is_torchs_and_the_projector_has_it_without_a_teacher_only():
     h, projector = torch.randn(2, 4, 16), build("bn-free").projector
     gelu, (a, b, c) = nn.functional.gelu, projector
     torch.testing.assert_close(projector(h, bam.identity), c(gelu(b(gelu(a(h))))))
-
-
-def test_views_are_normalised_apart():
-    """Over all views latents that tell views apart, and no images, would have unit variance too."""
-    model, views = build("alone"), make_views(6)["views"]
-    _, z = model.latents(model.student(), views, bam.identity)
-    _, alone = model.latents(model.student(), views[:2], bam.identity)
-    torch.testing.assert_close(z.mean(1), torch.zeros(4, 6), atol=1e-5, rtol=0)
-    torch.testing.assert_close(z[:2], alone, atol=1e-5, rtol=0)
 
 
 def test_effective_rank_and_mean_cosine():
@@ -330,13 +290,12 @@ def test_a_collapse_is_reported(similarity, rank, step, collapsed):
 
 
 @pytest.mark.parametrize("settings", [
-    dict(teacher=False), dict(teacher=False, mask="zero"), dict(teacher=False, target="onehot"),
-    dict(teacher=False, normalization="block"), dict(teacher=True, mask="none")], ids=str)
+    dict(), dict(mask="zero"), dict(target="onehot"), dict(normalization="block")], ids=str)
 def test_chance_loss(settings):
-    model = tiny_model("bam", **settings)
-    teacher = torch.ones(12, 4) if settings.pop("teacher") else None
-    settings["mask"] = settings.get("mask", "exclude").replace("zero", "none")
-    loss = bam.bam_loss(torch.ones(12, 4), 2, teacher, **settings)
+    model = tiny_model("bam", teacher=False, **settings)
+    if settings.get("mask") == "zero":
+        settings["mask"] = "none"
+    loss = bam.bam_loss(torch.ones(12, 4), 2, **settings)
     assert model.chance_loss(6, None, 16) == pytest.approx(loss.item())
 
 
@@ -389,15 +348,15 @@ def centres(scale, alpha, box=None):
 
 
 def test_crops_lie_in_the_box_and_spread_to_its_edges():
-    small, box = (0.02, 0.04), (0.25, 0.5, 0.75, 1.0)
+    small, large, box = (0.02, 0.04), (0.25, 1.0), (0.25, 0.5, 0.75, 1.0)
     even, middle = centres(small, 0.6, box), centres(small, 10.0, box)
     for found in (even, middle):
         assert found[:, 1].min() >= 19 and found[:, 1].max() <= 61 and found[:, 0].min() >= 29
     assert even.std(0).min() > 1.3 * middle.std(0).max()
     anywhere = centres(small, 10.0)[:, 1]
     assert anywhere.min() < 15 and anywhere.max() > 65
-    whole = centres((0.25, 1.0), 1.0, (0, 0, 1, 1))  # as without a box
-    torch.testing.assert_close(whole.std(0), centres((0.25, 1.0), 1.0).std(0), rtol=0.2, atol=0)
+    whole, without = centres(large, 1.0, (0, 0, 1, 1)), centres(large, 1.0)
+    torch.testing.assert_close(whole.std(0), without.std(0), rtol=0.2, atol=0)
 
 
 def test_boxes_of_names():
@@ -417,23 +376,22 @@ def make_photos(root):
         for i in range(6):
             image = Image.new("RGB", (40, 24), (60, 60, 10 * i))
             image.paste((200, 40 * i, 90), place)
-            image.save(root / name / f"{i}.png")
+            image.save(root / name / f"{name}{i}.png")
     return root
 
 
 def make_shards(root):
+    photos = make_photos(root / "photos")
     for number, name in enumerate(("left", "right")):
         with tarfile.open(root / f"{number}.tar", "w") as tar:
-            for path in sorted((make_photos(root / f"photos{number}") / name).iterdir()):
-                tar.add(path, f"{name}{path.stem}.png")
+            tar.add(photos / name, "")
     return root / "{0..1}.tar"
 
 
 @pytest.mark.parametrize("make", [make_photos, make_shards])
 def test_every_image_gets_the_box_that_its_crops_lie_in(tmp_path, make):
     """Boxes are found by name for each image once, in two parts; the stream crops by its own."""
-    source = common.open_data(str(make(tmp_path / "data" if make is make_photos else tmp_path)),
-                              captions=False)
+    source = common.open_data(str(make(tmp_path)), captions=False)
     parts = []
     for part in range(2):
         batches = common.EachImage(source, 16, 4, part, 2)
@@ -461,17 +419,18 @@ def test_every_image_gets_the_box_that_its_crops_lie_in(tmp_path, make):
 # Runs ---------------------------------------------------------------------------------------------
 
 
+DROP_PATH = "tiny:width=16,heads=2,depth=2,cls=1,drop_path=0.5"
+
+
 @pytest.mark.parametrize("flags", [
-    ["--teacher", "--local-crops", "2"],
-    ["--optimizer", "lars", "--lr", "0.3", "--mask", "zero", "--normalization", "block"],
-    ["--image-encoder", "tiny:width=16,heads=2,depth=2,cls=1,drop_path=0.5", "--target", "onehot"],
-    ["--contrastive-crop", "--crop-start", "1", "--crop-every", "3", "--workers", "1"]], ids=str)
+    f"--teacher --local-crops 2 --image-encoder {DROP_PATH} --optimizer lars --lr 0.3 --mask zero"
+    " --normalization block",
+    "--target onehot --contrastive-crop --crop-start 1 --crop-every 3 --workers 1"])
 def test_a_stopped_run_continues_bit_for_bit(tmp_path, flags):
+    whole, stopped, flags = tmp_path / "whole", tmp_path / "stopped", flags.split()
     crops = "--contrastive-crop" in flags
     if crops:
-        photos = make_photos(tmp_path / "photos")
-        flags = [*flags, "--data", photos, "--image-size", "16"]
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+        flags += ["--data", make_photos(tmp_path / "photos"), "--image-size", "16"]
     train_alone([*SMALL["bam"], "--out", whole, *flags])
     train_until(2, [*SMALL["bam"], "--out", stopped, *flags])
     train_alone(["--method", "bam", "--resume", "--out", stopped])
@@ -484,30 +443,21 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path, flags):
         assert not torch.equal(weights(whole)[name], weights(tmp_path / "b")[name])
 
 
-def test_a_run_is_evaluated_and_logs_its_entropies(run_of):
-    record = read_log(run_of("bam"))[-1]
-    assert {"entropy_a", "entropy_b", "similarity", "effective_rank"} <= record.keys()
-    assert all(0 < record[name] < record["chance_loss"] for name in ("entropy_a", "entropy_b"))
-    result = json.loads((run_of("bam") / "eval.json").read_text())
-    assert {"knn/shape", "linear/shape"} <= result.keys()
-
-
 def test_knn_in_the_log_is_checked_at_the_start(tmp_path):
-    photos = make_photos(tmp_path / "photos")
-    flags = [*SMALL["bam"], "--data", photos, "--image-size", "16", "--knn-every", "2"]
-    table = tmp_path / "captions.csv"
-    table.write_text("image,caption\nphotos/left/0.png,a\nphotos/left/1.png,b\n")
-    others = make_photos(tmp_path / "others")
+    photos, others = make_photos(tmp_path / "photos"), make_photos(tmp_path / "others")
+    flags = [*SMALL["bam"], "--data", photos, "--image-size", "16", "--knn-every", "2", "--out"]
+    table, run = tmp_path / "captions.csv", tmp_path / "run"
+    table.write_text("image,caption\nphotos/left/left0.png,a\nphotos/left/left1.png,b\n")
     (others / "left").rename(others / "top")
-    for i, (more, message) in enumerate([
+    for more, message in (
             ([], "need --train-data"), (["--data", table], "No task can evaluate on"),
-            (["--eval-data", others], "must have the class folders of .*others: right, top")]):
+            (["--eval-data", others], "must have the class folders of .*others: right, top")):
         with pytest.raises(common.UserError, match=message):
-            train_alone([*flags, *more, "--out", tmp_path / str(i)])
-        assert not (tmp_path / str(i) / "last.pt").exists()
+            train_alone([*flags, run, *more])
+        assert not (run / "last.pt").exists()
     (others / "top").rename(others / "left")
-    train_alone([*flags, "--eval-data", others, "--log-every", "3", "--out", tmp_path / "run"])
-    logged = {line["step"]: "knn" in line for line in read_log(tmp_path / "run")}
+    train_alone([*flags, tmp_path / "good", "--eval-data", others, "--log-every", "3"])
+    logged = {line["step"]: "knn" in line for line in read_log(tmp_path / "good")}
     assert logged == {2: True, 3: False, 4: True}
 
 
@@ -536,21 +486,6 @@ def test_an_update_costs_what_dinos_does():
         flags = f"--method {flags} --local-crops 0 --batch 2048 --ranks 16 --image-size 224"
         args = train.parse_args(flags.split())
         method = train.METHODS[args.method]
-        model = train.build_model(args, method, None)
-        costs.append(train.update_cost(args, method, model))
-    ours, dinos = costs
+        costs.append(train.update_cost(args, method, train.build_model(args, method, None)))
     for key in ("update_flops", "update_peak_bytes"):
-        assert 0.98 * dinos[key] < ours[key] < 1.02 * dinos[key]
-
-
-@pytest.mark.parametrize("flags, message", [
-    ("--target onehot --normalization block", "leave out --normalization block"),
-    ("--local-crops 1 --local-size 24", "--local-size must not be above the 16"),
-    ("--crop-least 0.6", "--crop-least 0.6 must not be above"),
-    ("--batch 1", "--batch 1 must be 2 or more"),
-    ("--contrastive-crop --crop-start 1", "draws each image once"),
-    ("--contrastive-crop --crop-start 9", "--crop-start 9 must be below --steps 4"),
-    ("--readout cls --image-encoder tiny", r"the \[CLS\] token: add cls=1")])
-def test_settings_that_do_not_fit_are_refused(tmp_path, flags, message):
-    with pytest.raises(common.UserError, match=message):
-        train.main([*SMALL["bam"], *flags.split(), "--out", str(tmp_path / "run")])
+        assert costs[0][key] == pytest.approx(costs[1][key], rel=0.02)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sparc
-from helpers import assert_one_process, cos, make_batch, on_ranks, softmax, tiny_model
+from helpers import assert_one_process, cos, make_batch, on_ranks, padded, softmax, tiny_model
 
 # Literal references -----------------------------------------------------------------------
 
@@ -232,9 +232,7 @@ def test_residual_h_v_adds_the_patches():
 def test_embeddings_are_normalised_and_ignore_padding():
     model, batch = tiny_model("sparc").eval(), make_batch()
     text = model.encode_text(batch["tokens"], batch["mask"])
-    tokens = torch.cat([batch["tokens"], torch.randint(30, (4, 3))], 1)
-    mask = torch.cat([batch["mask"], torch.zeros(4, 3, dtype=torch.bool)], 1)
-    torch.testing.assert_close(text, model.encode_text(tokens, mask))
+    torch.testing.assert_close(text, model.encode_text(*padded(batch)))
     patches = model.encode_patches(batch["images"])
     assert patches.shape == (4, 16, 8)
     for x in (text, model.encode_image(batch["images"]), patches):
