@@ -1,28 +1,27 @@
 """BAM: Unsupervised Representation Learning by Balanced Self Attention Matching
-(Shalam and Korman, ECCV 2024, arXiv 2408.02014). Images alone.
+(Shalam and Korman, ECCV 2024, arXiv 2408.02014). It learns from images alone.
 
 A view of an image is described by its similarities to the views of all other images of the
-batch. The loss makes the views of one image agree: each predicts the balanced and sharpened
-description of another.
+batch. The loss makes the views of one image agree: the description of each predicts the
+balanced and sharpened description of another.
 
-    symbol   name here                 shape         where
-    f, g     image_encoder, projector                Sec. 3; h = f(x) is what is used later
-    z        z                         (k n, E)      Sec. 3; g(h), view by view, large first
-    Z_m      teacher, z_m              (k n, E)      App. C; latents of a moving average
-    S        similarities              (k n, W G n)  Sec. 3.1; cosines with all large views
-    A        attention                 like S        Eq. 1; each row a distribution
-    S hat    mask_positives            like S        Eq. 3; without views of the same image
-    B        sinkhorn                  like S        Eq. 4; balanced
-    L_BAM    matching, bam_loss        (n,), scalar  Eq. 5
-    n images on each of W ranks; k views of an image, the first G of them large
+    symbol    name here                  shape         where
+    h = f(x)  image_encoder, readout     (k, n, d)     Sec. 3; the representation used later
+    z = g(h)  projector, z               (k n, E)      Sec. 3; view by view, large ones first
+    Z_m       teacher, z_m               (k n, E)      App. C; latents of a moving average
+              c                          (m, E)        large views of Z or Z_m, of all ranks
+    S, S hat  similarities               (k n, m)      Sec. 3.1, Eq. 3; cosines of z and c
+    A         attention                  (k n, m)      Eq. 1; row a_i^j: view j of image i
+    B         sinkhorn                   (k n, m)      Eq. 4; balanced; T in App. C
+    L_BAM     matching, bam_loss         (n,), scalar  Eq. 5
+    n images on each of W ranks, k views of an image, G of them large; m = W G n columns
 
-Differs from the paper, as the authors' code does (what concerns a variant stands there):
+Differs from the paper, as the authors' code does (variants differ at their lines):
   * Columns of S, and targets, are large views alone; rows of all views are balanced.
   * Positives are left out (mask="exclude"); "zero" is Eq. 3 as printed.
   * Three Sinkhorn iterations, columns first; a mean over pairs and images, not a sum.
   * With a teacher, the teacher is evaluated.
-
-Not here: fine-tuning, semi-supervised and transfer learning, video segmentation, detection.
+Not here: fine-tuning, semi-supervised and transfer learning, segmentation, detection.
 Run:     python train.py --method bam                        (the embedded world)
 Result:  CIFAR-10, 300 steps of 128 images: k-NN .463; SimCLR .487, DINO .314, untrained .274.
 """
@@ -43,11 +42,11 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass
 class Config:
-    target: Literal["balanced", "softmax", "onehot"] = "balanced"  # Eq. 4; A itself; SimCLR
+    target: Literal["balanced", "softmax", "onehot"] = "balanced"  # Eq. 4; as in Eq. 2; SimCLR
     mask: Literal["exclude", "zero", "none"] = "exclude"  # positives: left out; Eq. 3; kept
-    normalization: Literal["global", "block"] = "global"  # Sec. 3.1; Table 1 without
+    normalization: Literal["global", "block"] = "global"  # of S; of its blocks (Table 1)
     tau: Annotated[float, 1e-3, 10] = 0.1  # temperature of A (Sec. 3.1)
-    tau_b: Annotated[float, 1e-3, 10] = 0.05  # tau_B, temperature of B (Sec. 3.4)
+    tau_b: Annotated[float, 1e-3, 10] = 0.05  # tau_B, of B (Sec. 3.4; lambda in App. F)
     sinkhorn_iters: Annotated[int, 1, 1000] = 3  # iterations of Sinkhorn (authors' code)
     top_k: Annotated[int, 0, math.inf] = 0  # columns of a target (authors: 128); 0: all
     teacher: bool = True  # a moving average makes targets and columns (App. C)
@@ -55,16 +54,16 @@ class Config:
     readout: Literal["cls", "gap"] = "cls"  # h: [CLS], or the mean of all tokens
     projector_width: Annotated[int, 1, math.inf] = 4096  # both hidden layers (App. C)
     projector_dim: Annotated[int, 1, math.inf] = 4096  # E (App. C)
-    batch_norm: bool | None = None  # in the projector; None: without a teacher (App. C)
+    batch_norm: bool | None = None  # in the projector; None: if no teacher (App. C)
     activation: Literal["gelu", "relu"] = "gelu"  # in the projector; ResNet: ReLU (App. C)
     local_crops: Annotated[int, 0, 100] = 6  # small views beside two large ones (Sec. 3.5)
-    local_size: Annotated[int, 1, math.inf] = 96  # pixels of a small view
+    local_size: Annotated[int, 1, math.inf] = 96  # pixels of a small view (authors)
     crop_least: Annotated[float, 0.01, 1] = 0.05  # smallest area of small views (authors)
     crop_border: Annotated[float, 0.01, 1] = 0.25  # their largest, smallest of large views
     contrastive_crop: bool = True  # crop around what [CLS] attends to (App. G)
     crop_start: Annotated[int, 0, math.inf] = 12_512  # first step with boxes: 40 epochs
     crop_every: Annotated[int, 1, math.inf] = 6_256  # steps that boxes last: 20 epochs
-    crop_threshold: Annotated[float, 0, 1] = 0.1  # attention in a box (arXiv 2202.03278)
+    crop_threshold: Annotated[float, 0, 1] = 0.1  # a box has all above (arXiv 2202.03278)
     crop_alpha: Annotated[float, 1e-3, 100] = 0.6  # centres: Beta(alpha, alpha) in the box
 
 
@@ -76,7 +75,7 @@ PRESETS = {
                  local_crops=2, local_size=24, crop_least=0.2, crop_border=0.5, contrastive_crop=False,
                  crop_start=300, crop_every=150),
     # Sec. 4.1, App. C, Table 9a: 300 epochs of 1,281,167 images; warm-up 40, ResNet-50 10.
-    # differs: ResNet-50's lr is .3 batch / 256, ViT's that of batch 4096 (released: .0048).
+    # ResNet-50's lr .3 is read as per 256 images, ViT's .003 as it is (authors: .0048).
     "vit-s16": dict(image_encoder="ViT-S/16:cls=1,positions=sincos", **VIT),
     "vit-b16": dict(image_encoder="ViT-B/16:cls=1,positions=sincos", **VIT),
     "r50": dict(image_encoder="ResNet-50", readout="gap", activation="relu", teacher=False, contrastive_crop=False,
@@ -99,50 +98,58 @@ def identity(x):
 
 # a_i^j = softmax(s_i^j / tau)                                                       (Eq. 1)
 def attention(S, tau, log=False):
-    """S (..., rows, columns) -> A, each row a distribution; or log A, where none underflows."""
+    """S (..., rows, columns) -> A, each row a distribution; or log A, without underflow."""
     log_A = (fp32(S) / tau).log_softmax(-1)
     return log_A if log else log_A.exp()
 
 
-# S(i, j) := 0 where i = j mod n                                                     (Eq. 3)
+# S hat(i, j) = 0 if i = j (mod n), else S(i, j)                                     (Eq. 3)
 def mask_positives(S, rows, columns, mask="zero"):
-    """S, and the number of the image that each of its rows and columns shows -> S hat."""
-    if mask == "none":  # Table 1 without
+    """S, and of which image each of its rows and columns is (a number) -> S hat."""
+    if mask == "none":  # Table 1 without pos. masking
         return S
     # differs: "exclude" leaves positives out of softmax and Sinkhorn (authors' code)
     value = 0.0 if mask == "zero" else -torch.inf
     return S.masked_fill(rows[:, None] == columns, value)
 
 
+# S_jj'(i, i') = cos(z_i^j, z_i'^j'),  then S hat                                (Sec. 3.1)
+def similarities(z, c, rows, columns, mask):
+    """z (k, p, E), all views of p images, and c (m, E), both of length 1 -> S hat (k p, m).
+    rows (k, p) and columns (m,): the numbers of the images."""
+    with torch.autocast(z.device.type, enabled=False):
+        S = z.flatten(0, 1) @ c.T
+    return mask_positives(S, rows.flatten(), columns, mask)
+
+
 # B = argmin_B' <-S, B'> - tau_B h(B'),  B' doubly stochastic                        (Eq. 4)
 def sinkhorn(S, tau, iters, gather=identity):
-    """S (..., rows, columns) -> B: exp(S / tau), columns and rows normalised in turn.
+    """S (..., rows, columns) -> B: K = exp(S / tau), columns and rows normalised in turn.
 
-    The rows have the sum 1. In the limit the columns have the same sum too: 1 if S is square,
-    else rows / columns (so in the authors' code). With gather, S has the rows of this rank,
-    and its columns come first. There is no gradient.
+    Each row of B has the sum 1. In the limit each column has the sum rows / columns, as in the
+    authors' code: 1 if S is square. With gather, S has the rows of this rank, and the columns
+    of this rank come first. B has no gradient (Sec. 4.1).
     """
-    log_b = fp32(S.detach()) / tau
-    del S  # as large as log_b
+    log_K = fp32(S.detach()) / tau
+    del S  # it takes as much memory as log_K
     for _ in range(iters):
-        log_b -= over_ranks(log_b.logsumexp(-2, keepdim=True), gather)       # columns
-        log_b -= log_b.logsumexp(-1, keepdim=True)                           # rows
-    return log_b.exp_()
+        log_K -= over_ranks(log_K.logsumexp(-2, keepdim=True), gather)       # columns
+        log_K -= log_K.logsumexp(-1, keepdim=True)                           # rows
+    return log_K.exp_()
 
 
-def over_ranks(sums, gather):
-    """Log-sums of columns (..., 1, W m) over the rows of this rank -> over those of all."""
-    ranks = gather(sums[None])                               # (W, ..., 1, W m), this one first
-    m = sums.shape[-1] // len(ranks)
-    # The r-th next rank has first, as its own m columns, what is block r here.
-    rolled = [sums.roll(r * m, -1) for r, sums in enumerate(ranks)]
-    return torch.stack(rolled).logsumexp(0)
+def over_ranks(log_sums, gather):
+    """Log-sums of columns (..., 1, m) over the rows of this rank -> over those of all."""
+    ranks = gather(log_sums[None])                          # (W, ..., 1, m), this one first
+    own = log_sums.shape[-1] // len(ranks)                  # columns of each rank
+    # The r-th rank after this one has its own columns first; here they are the r-th block.
+    return torch.stack([x.roll(r * own, -1) for r, x in enumerate(ranks)]).logsumexp(0)
 
 
-# L = sum_{j != j'} sum_i CE(b_i^j, a_i^j')                                          (Eq. 5)
+# L_BAM = sum_{j != j'} sum_i CE(b_i^j, a_i^j'),  CE(b, a) = -<b, log a>             (Eq. 5)
 def matching(B, log_A):
-    """B (G, n, m), log_A (k, n, m) -> (n,), of each image the mean over pairs of views."""
-    log_A = log_A.masked_fill(log_A == -torch.inf, 0)        # left out; B is 0 there
+    """B (G, p, m), log A (k, p, m) -> (p,), of each image the mean over pairs of views."""
+    log_A = log_A.masked_fill(log_A == -torch.inf, 0)        # left out; there B is 0
     loss = 0
     for j, b in enumerate(B):
         for other, log_a in enumerate(log_A):
@@ -151,23 +158,12 @@ def matching(B, log_A):
     return loss / (len(B) * (len(log_A) - 1))
 
 
-def similarities(z, c, rows, columns, mask):
-    """z (k, b, E), all views of b images, and c (W G n, E) -> S hat (k b, W G n).
-    rows (k, b) and columns (W G n): the numbers of their images."""
-    with torch.autocast(z.device.type, enabled=False):
-        S = z.flatten(0, 1) @ c.T
-    return mask_positives(S, rows.flatten(), columns, mask)
-
-
-def match(z, B, rows, c, columns, mask, attend, tau):
-    """z (k, b, E), B (G, b, W G n) -> (b,) losses of b images, (b,) entropies of A."""
+def loss_of_part(z, B, rows, c, columns, mask, attend, tau):
+    """z (k, p, E), B (G, p, m) -> (p,) losses of p images, (p,) entropies of A."""
     S = similarities(z, c, rows, columns, mask)
-    log_A = attend(S, tau, log=True).unflatten(0, rows.shape)                # (k, b, W G n)
+    log_A = attend(S, tau, log=True).unflatten(0, rows.shape)                # (k, p, m)
     entropy = torch.special.entr(log_A.detach().exp()).sum(-1).mean(0)
     return matching(B, log_A), entropy
-
-
-again = functools.partial(checkpoint, match, use_reentrant=False)
 
 
 @torch.compiler.disable
@@ -176,30 +172,31 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
              gather=identity, entropies=False):
     """Eq. 1 to 5. z: (n_views * n, E) latents of n images, view by view, the n_global large
     views first (None: all are). teacher: the latents of a moving average, like z, for columns
-    and targets (App. C). gather: (m, ...) -> (W m, ...), differentiable, the rows of this rank
+    and targets (App. C). gather: (N, ...) -> (W N, ...), differentiable, the rows of this rank
     first; every rank brings n images. The other arguments are fields of Config. Returns a
     scalar; entropies=True: also the mean entropies of the rows of A and of B. Raises ValueError.
     """
-    k, n, G = n_views, len(z) // n_views, n_views if n_global is None else n_global
+    k, n = n_views, len(z) // n_views
+    G = k if n_global is None else n_global
     check_arguments(z, k, G, teacher, mask=mask, normalization=normalization, target=target)
     z = F.normalize(fp32(z), dim=-1).view(k, n, -1)
     z_m = z if teacher is None else F.normalize(fp32(teacher.detach()), dim=-1).view_as(z)
-    c = gather(z_m[:G].flatten(0, 1))                        # (W G n, E), the columns of S
+    c = gather(z_m[:G].flatten(0, 1))                        # (m, E), the columns of S
     if len(c) < 2 * G:
         raise ValueError("The loss compares images: the global batch needs two or more.")
-    row = torch.arange(k * n, device=z.device).view(k, n)    # view by view
-    column = torch.arange(len(c), device=z.device)           # rank by rank, view by view
-    rows, columns = row % n, column // (G * n) * n + column % n              # their images
-    balance, attend, blocks = sinkhorn, attention, 1
-    if target == "onehot":  # SimCLR leaves out the latent itself alone; -1 is no row
+    row = torch.arange(k * n, device=z.device).view(k, n)    # j n + i: view j of image i
+    column = torch.arange(len(c), device=z.device)           # r G n + j n + i, r the rank
+    rows, columns = row % n, column // (G * n) * n + column % n  # images, numbered r n + i
+    balance, attend, blocks = sinkhorn, attention, 1  # blocks: of how many a row consists
+    if target == "onehot":  # SimCLR leaves out the latent itself alone; -1 matches no row
         rows, columns, mask = row, column.masked_fill(column >= G * n, -1), "exclude"
     if normalization == "block":
         balance, attend, blocks = by_block(sinkhorn, k, n, G), by_block(attention, k, n, G), G
 
-    with torch.no_grad():
+    with torch.no_grad():  # the loss has no gradient through B (Sec. 4.1)
         if target == "balanced":
             B = balance(similarities(z_m, c, rows, columns, mask), tau_b, iters, gather)
-        elif target == "softmax":
+        elif target == "softmax":  # Eq. 2, but with tau_B (Table 1 without attn. balancing)
             B = attend(similarities(z_m, c, rows, columns, mask), tau_b)
         else:
             B = torch.eye(G * n, len(c), dtype=z.dtype, device=z.device)
@@ -209,9 +206,10 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
         if top_k and target != "onehot":
             B = keep_largest(B, top_k)
 
-    b, parts = max(1, CHUNK // (k * len(c))), []             # images at a time
-    run = match if b >= n else again  # of several parts the backward pass makes each anew
-    for part in zip(z.split(b, 1), B.split(b, 1), rows.split(b, 1)):
+    p, run, parts = max(1, CHUNK // (k * len(c))), loss_of_part, []  # p images at a time
+    if p < n:  # the backward pass computes each part again, so that S is never kept whole
+        run = functools.partial(checkpoint, loss_of_part, use_reentrant=False)
+    for part in zip(z.split(p, 1), B.split(p, 1), rows.split(p, 1)):
         parts.append(run(*part, c, columns, mask, attend, tau))
     loss, entropy_a = [torch.cat(values).mean() / blocks for values in zip(*parts)]
     return (loss, entropy_a, entropy_b / blocks) if entropies else loss
@@ -247,32 +245,33 @@ class Model(nn.Module):
     def latents(self, network, views, gather):
         """k views (n, 3, s, s), two large ones first -> h (k, n, d) and z (k, n, E)."""
         encoder, projector = network
-        sizes = [same for same in (views[:2], views[2:]) if same]
-        h = torch.cat([self.readout(encoder(torch.cat(same))) for same in sizes])
+        by_size = [views[:2], views[2:]] if len(views) > 2 else [views]
+        h = torch.cat([self.readout(encoder(torch.cat(same))) for same in by_size])
         h = h.unflatten(0, (len(views), -1))
         return h, projector(h, gather)
 
     def forward(self, batch, gather=identity):
         """batch["views"]: (n, 3, s, s) each, two large ones first -> {"loss": scalar, others
         to log: entropies of A and B, mean cosine of latents, effective rank of h}."""
-        cfg, views, teacher = self.config, batch["views"], None
+        cfg, views, z_m = self.config, batch["views"], None
         if self.teacher:  # first, while no activations of the student are held
             with torch.no_grad():
-                teacher = self.latents(self.teacher, views, gather)[1].flatten(0, 1)
+                z_m = self.latents(self.teacher, views, gather)[1].flatten(0, 1)
         h, z = self.latents(self.student(), views, gather)
         loss, entropy_a, entropy_b = bam_loss(
-            z.flatten(0, 1), len(views), teacher, 2, cfg.tau, cfg.tau_b, cfg.sinkhorn_iters,
-            cfg.mask, cfg.normalization, cfg.target, cfg.top_k, gather, entropies=True)
+            z.flatten(0, 1), len(views), z_m, n_global=2, tau=cfg.tau, tau_b=cfg.tau_b,
+            iters=cfg.sinkhorn_iters, mask=cfg.mask, normalization=cfg.normalization,
+            target=cfg.target, top_k=cfg.top_k, gather=gather, entropies=True)
         return {"loss": loss, "entropy_a": entropy_a, "entropy_b": entropy_b,
                 "similarity": mean_cosine(z[0].detach()),
                 "effective_rank": effective_rank(gather(h[0].detach()))}
 
     def after_update(self, step, steps):
-        """teacher = l teacher + (1 - l) student (App. C); l goes to 1 by half a cosine."""
+        """teacher = momentum * teacher + (1 - momentum) * student (App. C)."""
         if self.teacher:
-            l = 1 - (1 - self.config.ema) * (1 + math.cos(math.pi * step / steps)) / 2
+            momentum = 1 - (1 - self.config.ema) * (1 + math.cos(math.pi * step / steps)) / 2
             for p, p_student in zip(self.teacher.parameters(), self.student().parameters()):
-                p.data.lerp_(p_student.data, 1 - l)
+                p.data.lerp_(p_student.data, 1 - momentum)
 
     # To read BAM, stop here. Below: evaluation, projector, variants, crops, LARS.
 
@@ -292,16 +291,16 @@ class Model(nn.Module):
         return torch.cat([tokens[:, 0], tokens[:, 1:].mean(1)], 1)
 
     def head_maps(self, images):
-        """(B, 3, H, W) -> (B, heads, h, w), what [CLS] attends to in the last block."""
+        """(B, 3, H, W) -> (B, heads, h, w), the attention of [CLS] in the last block."""
         return self.evaluated().cls_attention(images)
 
     def boxes(self, images):
-        """(B, 3, H, W) -> (B, 4), where crops of these images are to lie (App. G)."""
+        """(B, 3, H, W) -> (B, 4), boxes in which the centres of crops lie (App. G)."""
         heat = self.head_maps(images).float().sum(1)
         return heat_boxes(heat, self.config.crop_threshold, images.shape[-1])
 
     def chance_loss(self, batch_size, mask, patches):
-        """The loss when all similarities are equal; batch_size is global."""
+        """The loss if all similarities are equal, of two large views; batch_size is global."""
         if self.config.target == "onehot":
             return math.log(2 * batch_size - 1)
         images = batch_size - 1 if self.config.mask == "exclude" else batch_size
@@ -310,7 +309,7 @@ class Model(nn.Module):
     def warn(self, record):
         """A sentence if the network has collapsed, or None. At first latents may be alike."""
         cosine, rank = record["similarity"], record["effective_rank"]
-        if record["step"] <= 100 or cosine <= 0.99 and rank >= 1.5:
+        if record["step"] <= 100 or (cosine <= 0.99 and rank >= 1.5):
             return None
         return (f"the network has collapsed (mean cosine {cosine:.3f}, effective rank {rank:.1f}"
                 "): lower --tau-b or --lr, or use --batch-norm.")
@@ -336,12 +335,12 @@ class Projector(nn.ModuleList):
         super().__init__()
         self.activation = getattr(F, config.activation)
         batch_norm = not config.teacher if config.batch_norm is None else config.batch_norm
-        width, dim = config.projector_width, config.projector_dim
-        for before, after in ((d, width), (width, width), (width, dim)):
-            self.append(nn.Linear(before, after, bias=not batch_norm))
+        widths = [d, config.projector_width, config.projector_width, config.projector_dim]
+        for i in range(3):
+            self.append(nn.Linear(widths[i], widths[i + 1], bias=not batch_norm))
             nn.init.normal_(self[-1].weight, std=0.02)       # as in the authors' code
             if batch_norm:  # differs: the last has no scale and shift (authors' code)
-                self.append(BatchNorm(after, affine=len(self) < 5, track_running_stats=False))
+                self.append(BatchNorm(widths[i + 1], affine=i < 2, track_running_stats=False))
             else:
                 nn.init.zeros_(self[-1].bias)
 
@@ -361,7 +360,7 @@ def mean_cosine(z):
 
 
 def effective_rank(h):
-    """(sum l)^2 / sum l^2, l the eigenvalues of the covariance of h (B, d)."""
+    """(sum e)^2 / sum e^2, where e are the eigenvalues of the covariance of h (B, d)."""
     h = fp32(h) - fp32(h).mean(0)
     with torch.autocast(h.device.type, enabled=False):
         gram = h @ h.T if len(h) < h.shape[1] else h.T @ h   # the same eigenvalues
@@ -383,10 +382,9 @@ def check_arguments(z, k, G, teacher, **words):
 
 
 def by_block(function, k, n, G):
-    """function of each block S_jj' (n, W n) alone: Table 1 without global norm."""
-
+    """function of each block S_jj' (p, W n) alone: Table 1 without global norm."""
     def wrapper(S, *args, **kwargs):
-        blocks = S.view(k, len(S) // k, -1, G, n).permute(0, 3, 1, 2, 4)  # (k, G, b, W, n)
+        blocks = S.view(k, len(S) // k, -1, G, n).permute(0, 3, 1, 2, 4)  # (k, G, p, W, n)
         result = function(blocks.flatten(3), *args, **kwargs)
         return result.view(blocks.shape).permute(0, 2, 3, 1, 4).reshape(S.shape)
 
@@ -394,8 +392,8 @@ def by_block(function, k, n, G):
 
 
 def keep_largest(B, top_k):
-    """B (G, n, m) -> of each image the columns with the largest mean over its views, scaled
-    to the old sum of the row. # differs: the authors' code has it, the paper does not."""
+    """B (G, n, m) -> B, of each image the top_k columns by their mean over its views; rows keep
+    their sums. # differs: the authors' code has it, the paper does not."""
     largest = B.mean(0).topk(min(top_k, B.shape[-1])).indices.expand(len(B), -1, -1)
     kept = torch.zeros_like(B).scatter(-1, largest, B.gather(-1, largest))
     return kept * B.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True)
@@ -428,7 +426,7 @@ def check(args):
 
 
 def views(args):
-    """Two large views, then the small ones: arguments of common.View (BYOL's, Sec. 4.1)."""
+    """Arguments of common.View (BYOL's, Sec. 4.1): two large views, then the small ones."""
     if args.local_crops and args.local_size > args.image_size:
         raise ValueError(f"--local-size must not be above the {args.image_size} of images.")
     large = dict(size=args.image_size, scale=(args.crop_border, 1.0), alpha=args.crop_alpha)
@@ -443,20 +441,20 @@ def box_refreshes(args):
 
 
 def heat_boxes(heat, threshold, size):
-    """Attention of [CLS], summed over heads (B, h, w) -> (B, 4), the box around all above
-    `threshold`, a share of its range: left, top, right, bottom as shares of the sides."""
+    """Attention of [CLS], summed over heads (B, h, w) -> (B, 4), the boxes around what is above
+    `threshold` once scaled to [0, 1]: left, top, right, bottom as shares of the sides."""
     # differs: the map is enlarged before it is scaled to [0, 1]; App. G scales first
     heat = F.interpolate(heat[:, None], (size, size), mode="bilinear")[:, 0]
     low, high = heat.amin((1, 2), keepdim=True), heat.amax((1, 2), keepdim=True)
     seen = (heat - low) / (high - low).clamp(min=1e-12) > threshold          # (B, size, size)
     columns, rows = seen.any(1), seen.any(2)                                 # (B, size)
-    ways_in = columns, rows, columns.flip(1), rows.flip(1)   # from left, top, right, bottom
-    steps = torch.stack([way.int().argmax(1) for way in ways_in], 1)         # (B, 4)
-    return torch.cat([steps[:, :2], size - steps[:, 2:]], 1) / size
+    from_sides = columns, rows, columns.flip(1), rows.flip(1)  # left, top, right, bottom
+    margins = torch.stack([x.int().argmax(1) for x in from_sides], 1)       # (B, 4), pixels
+    return torch.cat([margins[:, :2], size - margins[:, 2:]], 1) / size
 
 
 class LARS(torch.optim.Optimizer):
-    """SGD with momentum betas[0]; gradients get the norms of weights (arXiv 1708.03888)."""
+    """SGD with momentum betas[0]; an update has the norm trust * |p| (arXiv 1708.03888)."""
 
     def __init__(self, params, lr=0.3, betas=(0.9, 0), eps=0, weight_decay=1e-6, trust=1e-3):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, trust=trust))
@@ -466,12 +464,10 @@ class LARS(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in [p for p in group["params"] if p.grad is not None]:
                 update = p.grad + group["weight_decay"] * p
-                if group.get("decays", True):
+                if group.get("decays", True):  # not biases, norms, positions
                     scale = group["trust"] * p.norm() / update.norm()
                     update *= torch.where((scale > 0) & scale.isfinite(), scale, 1.0)
-                if not self.state[p]:
-                    self.state[p]["momentum"] = torch.zeros_like(p)
-                momentum = self.state[p]["momentum"]
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 p.sub_(group["lr"] * momentum.mul_(group["betas"][0]).add_(update))
 
 
@@ -485,11 +481,11 @@ class LARS(torch.optim.Optimizer):
 
 
 if __name__ == "__main__":
-    # Views that are never compared become alike (Sec. 3.2). bam.py 8192 256: one step alone
+    # The two views of an image are never compared, and yet become alike (Sec. 3.2).
     import resource  # Unix alone has it
-    m, E = [int(text) for text in sys.argv[1:]] or (256, 32)
+    size = [int(text) for text in sys.argv[1:]] or (256, 32)  # bam.py 8192 256: one step
     torch.manual_seed(0)
-    z = torch.randn(m, E, requires_grad=True)
+    z = torch.randn(*size, requires_grad=True)
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     for step in range(1 if sys.argv[1:] else 241):
         loss, entropy_a, entropy_b = bam_loss(z, 2, entropies=True)
