@@ -6,24 +6,24 @@ of them zero: people can read it and an inverted index can search it. Training h
 stages, so that words keep their meaning; the contrastive loss alone would redefine them.
 
     symbol      name here            shape            where
+    f, g        image_encoder, image_head             Eq. 1; and text_encoder, text_head
     h_j         h                    (B, N, d)        Eq. 4; a tower's output at position j
-    transform   transform            d -> E           Eq. 4; linear layer, GELU, LayerNorm
+    transform   transform            d -> E           Eq. 4; in `encode` t = transform(h)
     e, b        e, b                 (|V|, E), (|V|,) Eq. 4; e: the text tower's embedding
     p(h_j)      p                    (B, N, |V|)      Eq. 4
-    enc         v of images, t of texts  (B, |V|)     Eq. 5
+    enc         v of images, t of texts  (B, |V|)     Eq. 5; the weights of the words
     mask(y)     caption_mask         (B, |V|)         Eq. 8; 1 if the caption has the token
     lambda_1,2  lambda_image, _text  scalar           Eq. 7
     1 / T       scale                scalar           Eq. 3; learned
 
 Differs from the paper:
-  * An inactive word of the caption still learns, up to stage `revive_until`. The paper's relu
-    gives it no gradient: words that the image tower cannot see at first never come back.
+  * Inactive words of the caption learn too, up to stage `revive_until`. In the paper relu stops
+    their gradient: words that the image tower does not see at first never come back.
   * In the cosine an encoding shorter than 0.5 counts as 0.5 long, to bound its gradient.
   * Where the paper is silent: special tokens ([CLS], [SEP], ...) are never active. In stage 2
     e trains with the text tower, and the frozen image head keeps a copy. The mean of Eq. 6 is
     over the global batch. Each stage has a new optimizer. The text tower is bidirectional.
 Not here: the prompt "a photo of"; dense embeddings beside the words in an index; fine-tuning.
-
 Run:     python train.py --method stair                     (the embedded world)
 Result:  an image's shape is among its 10 heaviest of 862 words in .999 of the cases (in one
          stage .002); image-to-text R@1 .934 (CLIP .861); 15 active words a caption; 3 seeds.
@@ -53,11 +53,11 @@ class Config:
     lr_3: Annotated[float, 0, 100] = 0.1                # peak in stage 3; Sec. 4.2
     lambda_image: Annotated[float, 0, math.inf] = 1e-3  # Eq. 7; Sec. 6.3 tries 1e-2 to 1e-4
     lambda_text: Annotated[float, 0, math.inf] = 1e-3   # Eq. 7
-    ramp: Annotated[float, 0, 1] = 0.5                  # part of a stage in which both grow
+    ramp: Annotated[float, 0, 1] = 0.5                  # fraction of a stage in which both grow
     revive_until: Annotated[int, 0, 3] = 3              # last stage in which inactive words learn
     bias_image: float = 0.0                             # b of the image head at the start
     bias_text: float = 0.0                              # b of the text head at the start
-    init_scale: Annotated[float, 1, 100] = 1 / 0.07     # CLIP (arXiv 2103.00020), Sec. 2.5
+    init_scale: Annotated[float, 1, 100] = 1 / 0.07     # first 1 / T; CLIP (arXiv 2103.00020)
 
 
 PRESETS = {  # settings of this file and of train.py
@@ -65,7 +65,7 @@ PRESETS = {  # settings of this file and of train.py
     "tiny": dict(image_encoder="tiny", text_encoder="tiny", data="shapes:words=400",
                  batch=128, steps=1000, lr=2e-3, lr_3=1.0, share_1=0.4, share_2=0.15,
                  lambda_image=5e-3, lambda_text=5e-3, weight_decay=0.1, warmup=50),
-    # Sec. 4.2; its 30,522 tokens are BERT's: --vocab FILE
+    # Sec. 4.2: 300,000 + 300,000 + 600,000 steps; its 30,522 tokens are BERT's: --vocab FILE
     "b16": dict(image_encoder="ViT-B/16", text_encoder="12x512:context=76", batch=16384,
                 steps=1_200_000, lr=1e-3, schedule="linear", optimizer="lamb",
                 weight_decay=1e-2, warmup=10_000, clip_grad=0.0, revive_until=0),
@@ -81,9 +81,9 @@ identity = nn.Identity()
 
 
 # M(x, y) = cos(enc(x), enc(y))                                                      (Eq. 2)
-# L_con = -1/B sum_i log( e^(M(x_i, y_i) / T) / sum_j e^(M(x_i, y_j) / T) )          (Eq. 3)
+# L_con = -1/B sum_i log( exp(M(x_i, y_i) / T) / sum_j exp(M(x_i, y_j) / T) )        (Eq. 3)
 def contrastive_loss(v, t, scale, gather=identity):
-    """Eq. 3 of images and of texts, averaged; v, t (B, |V|): encodings of B pairs -> scalar.
+    """Mean of Eq. 3 from image to text and back; v, t (B, |V|): enc of B pairs -> scalar.
     gather: (B, |V|) -> (world * B, |V|), differentiable, the local rows first."""
     v = F.normalize(full_precision(v), dim=-1, eps=0.5)  # differs: eps, for short encodings
     t = F.normalize(full_precision(t), dim=-1, eps=0.5)
@@ -95,9 +95,9 @@ def contrastive_loss(v, t, scale, gather=identity):
     return sum(losses) / 2
 
 
-# L_FLOPs = sum_k ( 1/N sum_i enc_k^(i) )^2                                          (Eq. 6)
+# L_FLOPs = sum_k ( 1/N sum_i enc_k^(i) )^2,  N: the size of the global batch        (Eq. 6)
 def flops_loss(enc, gather=identity):
-    """A smooth count of the products in comparing two encodings. enc (B, |V|) -> scalar."""
+    """A smooth count of the products that a dot product takes. enc (B, |V|) -> scalar."""
     mean = full_precision(enc).mean(0, keepdim=True)                     # (1, |V|), local
     return gather(mean).mean(0).square().sum()
 
@@ -115,10 +115,10 @@ def encode(t, e, b, mask=None):
 class StreamedEncoding(torch.autograd.Function):
     """`encode` in O(B |V|) memory instead of O(B N |V|): p never exists as a whole.
 
-    Forward keeps the maximum of each word over positions, and its position, for a few samples
-    at a time. Backward, an entry above zero passes its gradient to that position alone:
-    d log(1 + p) = dp / (1 + p) = exp(-enc) dp. So does an entry at zero that `revived`
-    (B, |V|) marks, if a larger value lowers the loss.
+    Forward takes a few samples at a time; of each word it keeps the maximum of p(h_j) over j,
+    and where it is. Backward, an entry of enc above zero passes its gradient to that position
+    alone: d log(1 + p) = dp / (1 + p) = exp(-enc) dp. An entry at zero does so too if `revived`
+    (B, |V|) marks it and a larger value lowers the loss.
     """
 
     CHUNK = 2**23  # numbers in memory at a time: of p, or of the rows that backward gathers
@@ -126,18 +126,18 @@ class StreamedEncoding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t, e, b, mask=None, revived=None):
         maxima, positions = [], []
-        n = max(1, StreamedEncoding.CHUNK // (t.shape[1] * len(e)))
-        for i in range(0, len(t), n):
-            p = t[i : i + n] @ e.T                                # (n, N, |V|)
+        size = max(1, StreamedEncoding.CHUNK // (t.shape[1] * len(e)))
+        for i in range(0, len(t), size):
+            p = t[i : i + size] @ e.T                             # (size, N, |V|)
             if mask is not None:
-                p.masked_fill_(~mask[i : i + n, :, None], -math.inf)
-            maximum, position = p.max(1)                          # (n, |V|)
+                p.masked_fill_(~mask[i : i + size, :, None], -math.inf)
+            maximum, position = p.max(1)                          # (size, |V|)
             maxima.append(maximum)
             positions.append(position.int())
-        p = torch.cat(maxima) + b                                 # (B, |V|)
-        enc = torch.log1p(p.relu())
+        max_p = torch.cat(maxima) + b                             # (B, |V|); one b for all j
+        enc = torch.log1p(max_p.relu())
         if revived is not None:
-            revived = revived & p.isfinite()
+            revived = revived & max_p.isfinite()                  # b of special tokens is -inf
         ctx.save_for_backward(t, e, enc, torch.cat(positions), revived)
         return enc
 
@@ -148,15 +148,15 @@ class StreamedEncoding(torch.autograd.Function):
         if revived is not None:
             passes |= revived & (gradient < 0)
         grad_p = gradient * torch.exp(-enc) * passes              # (B, |V|)
-        sample, word = grad_p.nonzero(as_tuple=True)              # (n,), the active entries
+        sample, word = grad_p.nonzero(as_tuple=True)              # (n,), with gradient
         row = sample * t.shape[1] + positions[sample, word]       # (n,), of t as (B N, E)
-        weight = grad_p[sample, word][:, None]                    # (n, 1)
+        grad = grad_p[sample, word][:, None]                      # (n, 1)
         rows, grad_e = t.flatten(0, 1), torch.zeros_like(e)
         grad_rows = torch.zeros_like(rows)
-        n = max(1, StreamedEncoding.CHUNK // t.shape[2])
-        for j, k, w in zip(row.split(n), word.split(n), weight.split(n)):
-            grad_rows.index_add_(0, j, (w * e[k]).to(t.dtype))
-            grad_e.index_add_(0, k, (w * rows[j]).to(e.dtype))
+        size = max(1, StreamedEncoding.CHUNK // t.shape[2])
+        for i, k, g in zip(row.split(size), word.split(size), grad.split(size)):
+            grad_rows.index_add_(0, i, (g * e[k]).to(t.dtype))
+            grad_e.index_add_(0, k, (g * rows[i]).to(e.dtype))
         return grad_rows.view_as(t), grad_e, grad_p.sum(0), None, None
 
 
@@ -196,7 +196,7 @@ def check(args):
 
 def stages(args):
     """The stages of Sec. 3: [(number, steps, peak learning rate)]."""
-    if args.stages == "single":
+    if args.stages == "single":  # nothing is masked or frozen, as in stage 3
         return [(3, args.steps, args.lr)]
     first, second = round(args.share_1 * args.steps), round(args.share_2 * args.steps)
     third = args.steps - first - second
@@ -217,10 +217,10 @@ class Model(nn.Module):
         self.image_head = TokenProjectionHead(image_width, e, special, config.bias_image)
         self.text_head = TokenProjectionHead(text_width, e, special, config.bias_text)
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
-        self.register_buffer("image_embedding", e.weight.detach().clone())  # e in stage 2
+        self.register_buffer("image_embedding", e.weight.detach().clone())  # for stage 2
         self.register_buffer("strength", torch.tensor(0.0))  # of the regulariser, 0 to 1
         self.register_buffer("stage", torch.tensor(3))  # for checkpoints and the log
-        self.number = 3  # the same for `if`, which would wait for a tensor on the GPU
+        self.number = 3  # stage as an int: to read a tensor, the program waits for the GPU
 
     def begin_stage(self, number, fresh):
         """Enter stage 1, 2 or 3 (Sec. 3); fresh: at its beginning, not from a checkpoint."""
@@ -246,16 +246,16 @@ class Model(nn.Module):
 
     def image_encoding(self, images, revived=None):
         """(B, 3, H, W) -> enc (B, |V|)."""
-        self.image_encoder.train(self.training and self.number != 2)  # freezes BatchNorm
+        self.image_encoder.train(self.training and self.number != 2)  # BatchNorm, dropout
         return self.image_head(self.image_encoder(images), None, self.image_e(), revived)
 
     def text_encoding(self, tokens, mask, revived=None):
-        """(B, L), (B, L) -> enc (B, |V|); in stage 1 the caption's own words alone (Eq. 8)."""
+        """(B, L), (B, L) -> enc (B, |V|); in stage 1 enc_mask = g(f(y)) mask(y) (Eq. 8)."""
         enc = self.text_head(self.text_encoder(tokens, mask), mask, revived=revived)
         return enc * self.caption_words(tokens, mask) if self.number == 1 else enc
 
     def caption_words(self, tokens, mask):
-        """The caption's tokens without the special ones, (B, |V|), 0 or 1."""
+        """mask(y) without the special tokens, (B, |V|), 0 or 1."""
         return caption_mask(tokens, mask, len(self.text_head.valid)) * self.text_head.valid
 
     def forward(self, batch, gather=identity):
@@ -270,18 +270,17 @@ class Model(nn.Module):
         flops_image, flops_text = flops_loss(v, gather), flops_loss(t, gather)
         # L = L_con + lambda_1 L_FLOPs of images + lambda_2 L_FLOPs of texts         (Eq. 7)
         flops = cfg.lambda_image * flops_image + cfg.lambda_text * flops_text
-        loss = contrast + self.strength * flops
+        loss = contrast + self.strength * flops  # strength grows from 0 to 1 (Sec. 4.2)
         log = {"contrast": contrast, "flops_image": flops_image, "flops_text": flops_text,
                "active_image": (v > 0).sum(1).float().mean(), "scale": scale,
                "active_text": (t > 0).sum(1).float().mean(), "stage": self.stage}
         return {"loss": loss, **{name: value.detach() for name, value in log.items()}}
 
     def after_update(self, step, steps):
-        """The regulariser grows with the square of the step (Sec. 4.2); scale stays <= 100."""
-        with torch.no_grad():
-            self.log_scale.clamp_(0, math.log(100))
-        ramp = max(1, self.config.ramp * steps)
-        self.strength.fill_(min(1.0, ((step + 1) / ramp) ** 2))
+        """Strength grows with the square of the step (Sec. 4.2); scale stays in [1, 100]."""
+        self.log_scale.data.clamp_(0, math.log(100))
+        ramp_steps = max(1, self.config.ramp * steps)
+        self.strength.fill_(min(1.0, ((step + 1) / ramp_steps) ** 2))
 
     def encode_image(self, images):
         """(B, 3, H, W) -> (B, |V|), normalised."""
@@ -298,12 +297,12 @@ class Model(nn.Module):
         return F.normalize(self.caption_words(tokens, mask), dim=-1)
 
     def word_maps(self, images, ids):
-        """p(h_j) of the words with these ids (n,) in the image (Sec. 7.2). -> (B, N, n)"""
+        """(B, 3, H, W), ids of words (n,) -> p(h_j) of these words (B, N, n) (Sec. 7.2)."""
         t = self.image_head.transform(self.image_encoder(images))  # (B, N, E)
         return F.linear(t, self.image_e()[ids], self.image_head.bias[ids])
 
     def warn(self, record):
-        """A sentence about too few or too many active words, or None. record: of the log."""
+        """A sentence if too few or too many words are active, or None. record: of the log."""
         for side in ("image", "text"):
             flag, active = f"--lambda-{side}", record[f"active_{side}"]
             if active < 1:
@@ -318,15 +317,14 @@ class Model(nn.Module):
 # - Three stages keep the meaning of words, one does not (Table 7). They also retrieve better
 #   than CLIP and one stage: R@1 .934, .861, .766. In Table 6 one stage is as good as three.
 # - Without the text tower text-to-image R@1 falls from .911 to .851 (Table 5: 41.1 to 21.0).
-# - The patch with the largest p(h_j) is on an object of the colour in .27, of the shape in
-#   .35 of the cases, by chance in .08.
-# - Without revival words die: shape in the 10 heaviest .268 (.999), R@1 .396 (.926).
+# - A colour's largest p(h_j) is on an object that has it in .27, a shape's in .35; chance .08.
+# - Without revival words die: shape in the 10 heaviest .268, with it .999; R@1 .396, .926.
 # - Lambda from 1e-3 to 2e-2 changes little: 28 to 18 active words an image.
 
 
 class LAMB(torch.optim.Optimizer):
-    """Adam with updates scaled to their tensor's norm (arXiv 1904.00962; Sec. 4.2), except in
-    groups with `decays` False: biases, norms, positions, the token embedding."""
+    """Adam; updates are scaled to the norm of their tensor (arXiv 1904.00962; Sec. 4.2), except
+    in groups with `decays` False: biases, norms, positions, the token embedding."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
@@ -345,8 +343,8 @@ class LAMB(torch.optim.Optimizer):
                 v = state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
                 m, v = m / (1 - beta1 ** state["step"]), v / (1 - beta2 ** state["step"])
                 update = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * p
-                scaled = (p.norm() > 0) & (update.norm() > 0) & group.get("decays", True)
-                trust = torch.where(scaled, p.norm() / update.norm(), 1.0)
+                is_scaled = (p.norm() > 0) & (update.norm() > 0) & group.get("decays", True)
+                trust = torch.where(is_scaled, p.norm() / update.norm(), 1.0)
                 p.sub_(group["lr"] * trust * update)
 
 
@@ -359,7 +357,7 @@ def is_boolean(text):
 
 
 def parse(text):
-    """A boolean query as Python's syntax tree; words side by side are joined by AND."""
+    """A boolean query as Python's syntax tree. Between words side by side, AND is put in."""
     parts = []
     for part in re.findall(r"[()]|[^\s()]+", text):
         follows_operand = parts and parts[-1] not in ("and", "or", "not", "(")
@@ -385,7 +383,7 @@ class InvertedIndex:
         self.vocabulary = list(vocabulary)
         self.word_ids = {word: k for k, word in enumerate(self.vocabulary)}
         self.documents = {}  # id: (words, weights), both (n,)
-        self.sorted = None  # what `postings` returns, until a change
+        self.sorted = None  # what `postings` returned last, until documents change
 
     def __len__(self):
         return len(self.documents)
@@ -412,8 +410,8 @@ class InvertedIndex:
         self.documents, self.sorted = documents, None
 
     def postings(self):
-        """The documents sorted by words: (ids, starts, rows, weights, norms). Word k occurs in
-        ids[row] for row in rows[starts[k] : starts[k + 1]], with the weights there."""
+        """The documents sorted by words: (ids, starts, rows, weights, norms of documents).
+        Word k is in ids[row] for row in rows[starts[k] : starts[k + 1]], its weights likewise."""
         if self.sorted is None:
             ids, parts = list(self.documents), list(self.documents.values())
             words = torch.cat([torch.zeros(0, dtype=torch.int), *(part for part, _ in parts)])
@@ -446,7 +444,7 @@ class InvertedIndex:
         return result
 
     def matches(self, query, words, negated=False):
-        """A parsed boolean query -> (n,) bool, the documents that match. Appends the words
+        """A parsed boolean query -> (n,) bool, the documents that match. It appends the words
         that are not negated to the list `words`."""
         if isinstance(query, ast.UnaryOp):
             return ~self.matches(query.operand, words, not negated)
@@ -470,9 +468,9 @@ class InvertedIndex:
     def search(self, query, k=10, where=None, allow=None, block=(), boost=None, cosine=False):
         """The k documents with the largest dot product, or cosine: [(id, score)], best first.
 
-        query: {word: weight} or encoding (|V|,); where: a boolean query, which documents must
-        match; allow, block: the only words of the query that count, that do not; boost:
-        {word: weight}, added to the query. Documents without a word of the query are left out.
+        query: {word: weight} or encoding (|V|,); boost: {word: weight}, added to it; allow: the
+        only words that count; block: words that do not; where: a boolean query, which documents
+        must match. Documents without a word of the query are left out.
         """
         query = self.vector(query) if isinstance(query, dict) else query
         if not torch.is_tensor(query) or query.shape != (len(self.vocabulary),) or k < 1:
@@ -546,8 +544,7 @@ def compare_costs(n, V=30522):
 
 
 if __name__ == "__main__":
-    # A picture is its caption's words as vectors, and noise. As in stage 1 a text's encoding is
-    # its words alone. Then the pictures are searched.
+    # A picture is its caption's words as vectors, and noise; a text is its words (Eq. 8).
     torch.manual_seed(0)
     B, L, N, E, V = 128, 3, 9, 32, 40
     looks, head = torch.randn(V, E), TokenProjectionHead(E, nn.Embedding(V, E))
