@@ -443,11 +443,6 @@ def tensors_of(batch):
     return [batch["tokens"], batch["mask"], *batch.get("views", [batch.get("images")])]
 
 
-def assert_same(a, b):
-    assert all(map(torch.equal, tensors_of(a), tensors_of(b)))
-    assert (a["position"], a["skipped"]) == (b["position"], b["skipped"])
-
-
 def make_stream(kind, directory, positions=None, seed=0):
     kind, _, viewed = kind.partition(" ")
     transform = common.train_transform(8)
@@ -487,7 +482,8 @@ def test_a_restarted_stream_continues_the_batches(kind, workers, stops, tmp_path
             positions |= batch["position"]
         rest = take(make_stream(kind, tmp_path, positions), 14 - stop, workers)
         for a, b in zip(whole[stop:], rest, strict=True):
-            assert_same(a, b)
+            assert all(map(torch.equal, tensors_of(a), tensors_of(b)))
+            assert (a["position"], a["skipped"]) == (b["position"], b["skipped"])
 
 
 def test_augmentation_changes_from_epoch_to_epoch_by_a_generator_of_its_own(tmp_path):
@@ -549,25 +545,22 @@ def test_a_useless_shard_is_skipped_and_counted_with_its_place(tmp_path, reason)
 
 
 @pytest.mark.parametrize("reason, settings, workers", [
-    *((reason, "", 0) for reason in BAD_SHARDS), ("table", "", 0),
+    *((reason, "", 0) for reason in BAD_SHARDS),
     ("unreadable image", ":resample=1", 0), ("unreadable image", "", 2)])
-def test_nothing_but_broken_samples_is_an_error(reason, settings, workers, tmp_path, monkeypatch):
-    for source in (CaptionTable, TarShards):
-        monkeypatch.setattr(source, "max_bad", 100)
-    if reason == "table":
-        spec, reason = write_table(tmp_path, 3, broken=range(3)), "unreadable image"
-    else:
-        spec = f"{tmp_path}/{{0..1}}.tar"
-        for i in range(2):
-            write_bad(tmp_path / f"{i}.tar", reason)
+def test_nothing_but_bad_shards_is_an_error(reason, settings, workers, tmp_path, monkeypatch):
+    monkeypatch.setattr(TarShards, "max_bad", 100)
+    for i in range(2):
+        write_bad(tmp_path / f"{i}.tar", reason)
+    spec = f"{tmp_path}/{{0..1}}.tar"
     assert failure(take, stream(open_data(spec + settings), 2), 1, workers).startswith(
         f"{spec}: 100 samples in a row could not be used, the last: {reason}, {tmp_path}")
 
 
-def test_a_wrong_image_root_ends_soon():
-    source = CaptionTable([(f"gone/{i}.jpg", "n1") for i in range(2000)], "big.csv")
+@pytest.mark.parametrize("n", [3, 2000])
+def test_a_table_of_images_that_are_not_there_ends_soon(n):
+    source = CaptionTable([(f"gone/{i}.jpg", "n1") for i in range(n)], "a.csv")
     assert failure(take, stream(source), 1).startswith(
-        "big.csv: 1,000 samples in a row could not be used, the last: unreadable image, gone/")
+        "a.csv: 1,000 samples in a row could not be used, the last: unreadable image, gone/")
 
 
 @pytest.mark.parametrize("workers, ranks, parts", [(0, 3, 3), (2, 2, 4)])

@@ -13,8 +13,9 @@ from helpers import run_ranks
 
 WIDTH, HEADS, DEPTH, PATCH, SIZE = 12, 3, 2, 4, 12  # the tiny towers: a grid of 3 x 3 patches
 VOCAB, CONTEXT = 19, 7
+# our names, and those of timm and DINO, of OpenCLIP and OpenAI
 TIMM_NAMES = [("patch_embed.", "patch_embed.proj."), ("cls", "cls_token"), ("pos", "pos_embed")]
-CLIP_NAMES = [  # ours, and those of OpenCLIP and OpenAI
+CLIP_NAMES = [
     ("embedding.", "token_embedding."), ("cls", "class_embedding"), ("pos", "positional_embedding"),
     ("patch_embed.", "conv1."), ("norm_pre.", "ln_pre."), ("blocks.", "transformer.resblocks."),
     (".norm1.", ".ln_1."), (".attn.qkv.", ".attn.in_proj_"), (".attn.proj.", ".attn.out_proj."),
@@ -38,11 +39,6 @@ def renamed(state, names):
 
 def prefixed(prefix, state):
     return {prefix + name: value for name, value in state.items()}
-
-
-def timm_names(state):
-    """Also DINO's."""
-    return renamed(state, TIMM_NAMES)
 
 
 def clip_names(image, text):
@@ -207,7 +203,7 @@ def test_vit_at_any_size_with_timms_weights(cls, height, width):
     vit, images = tiny_vit(cls=cls), torch.randn(2, 3, height, width)
     weights = random_weights(vit)
     extra = {"head.weight": torch.randn(5, WIDTH), "blocks.0.ls1.gamma": torch.ones(WIDTH)}
-    report = common.load_encoder_weights(vit, timm_names(weights) | extra)
+    report = common.load_encoder_weights(vit, renamed(weights, TIMM_NAMES) | extra)
     assert report == unused(*extra)
     grid = weights["pos"][0, int(cls):].view(3, 3, WIDTH)
     grid = literal_resize(grid, height // PATCH, width // PATCH)
@@ -375,8 +371,9 @@ def test_custom_text_prefix_and_a_missing_patch_bias():
 def test_dino_weights_take_the_teacher(nested):
     vit, image = tiny_vit(cls=True), torch.randn(1, 3, SIZE, SIZE)
     student, teacher = random_weights(vit), random_weights(vit)
-    theirs = prefixed("backbone.", timm_names(teacher)) | {"head.mlp.0.weight": torch.zeros(3)}
-    ours = prefixed("module.backbone.", timm_names(student))
+    theirs = prefixed("backbone.", renamed(teacher, TIMM_NAMES))
+    theirs["head.mlp.0.weight"] = torch.zeros(3)
+    ours = prefixed("module.backbone.", renamed(student, TIMM_NAMES))
     state = {"student": ours, "teacher": theirs, "epoch": 7}
     names = [f"student.{name}" for name in ours]
     expected = others(len(names) + 1, names[:3])
@@ -406,7 +403,7 @@ def test_weights_of_our_own_checkpoint(name, encoder):
 def test_position_grid_of_a_file_is_fitted(from_cls, to_cls, notes, size, dtype):
     weights = random_weights(tiny_vit(cls=from_cls), dtype)
     vit, g = tiny_vit(cls=to_cls, image_size=size), size // PATCH
-    report = common.load_encoder_weights(vit, timm_names(weights))
+    report = common.load_encoder_weights(vit, renamed(weights, TIMM_NAMES))
     if size != SIZE:
         notes = [*notes, "pos_embed: grid interpolated from 9 to 25 positions"]
     assert sorted(report) == sorted(notes)
@@ -419,7 +416,7 @@ def test_position_grid_of_a_file_is_fitted(from_cls, to_cls, notes, size, dtype)
 
 
 def test_report_lists_exactly_what_did_not_fit():
-    state = timm_names(random_weights(tiny_vit(cls=True)))
+    state = renamed(random_weights(tiny_vit(cls=True)), TIMM_NAMES)
     state["pos_embed"] = torch.zeros(1, 1 + 2 * 3, WIDTH)
     state["norm.weight"] = torch.zeros(5)
     del state["blocks.1.mlp.fc1.bias"]
