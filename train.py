@@ -187,7 +187,7 @@ def train(args):
             if stopping:
                 return log.stopped(at.step, out)
     log.bar.close()
-    stop.noted = True  # a signal ends the evaluation at once
+    stop.restore()  # a signal ends the evaluation at once
     finish(args, embed, eval_data, options, at)
 
 
@@ -597,8 +597,11 @@ class Stop:
 
     def __init__(self):
         self.noted, self.flag = False, torch.zeros(())
-        for number in SIGNALS:
-            signal.signal(number, self.note)
+        self.before = [signal.signal(number, self.note) for number in SIGNALS]
+
+    def restore(self):
+        for number, handler in zip(SIGNALS, self.before):
+            signal.signal(number, handler)
 
     def note(self, number, frame):
         if self.noted:
