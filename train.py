@@ -366,7 +366,7 @@ def open_data(args, method):
     data = common.open_data(args.data, args.image_root, "train", args.image_size, with_text)
     if isinstance(data, common.World):
         args.image_size = data.size
-        if method.box_refreshes(args):
+        if method.box_refreshes(args) and not args.dry_run:
             raise UserError("The world draws each image once, boxes need images that come again: "
                             "give --no-contrastive-crop or other data.")
     options = evaluation.options_for(args, limit=1000, train_limit=20_000)
@@ -686,7 +686,9 @@ def finish(args, embed, eval_data, options, at):
             eval_data = evaluation.open_eval_set(options, args.image_size, with_text)
         evaluation.check(options, eval_data, with_text)
     except UserError as error:
-        return print(f"No evaluation: {error}")
+        print(f"No evaluation: {error}")
+        page = evaluation.draw_entropies(args.out)  # it needs the log alone
+        return evaluation.save_pictures({Path(args.out, "entropies.png"): page})
     print(f"Evaluation on {options.data}, split {options.split}, in fp32:")
     embed.model.eval()
     evaluation.report(embed, eval_data, options, args.out)
