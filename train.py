@@ -104,7 +104,6 @@ def train(args):
     # Build: what can be wrong is found here, not after an hour.
     data, eval_data, options = open_data(args, method)
     tokenizer = build_tokenizer(args, data) if method.uses_text(args) else None
-    torch.manual_seed(args.seed)  # the same weights on every rank
     model = build_model(args, method, tokenizer)
     if args.dry_run:
         return dry_run(args, method, model) if rank == 0 else None
@@ -155,8 +154,7 @@ def train(args):
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
             model.after_update(step, steps)
-            if late:  # a step late, so that no GPU waits
-                check_finite(args, *late)
+            check_finite(args, late)  # a step late, so that no GPU waits
             late = at.step, batch, outputs["loss"].detach(), grad_norm
             at.advance(batch)
             log.bar.update()
@@ -180,7 +178,7 @@ def train(args):
                 model.train()
                 clock.reset()
             if at.step % args.save_every == 0 or at.step == end or stopping:
-                check_finite(args, *late)
+                check_finite(args, late)
                 save(out / "last.pt", args, model, optimizer, scaler, at)
             if rank == 0 and at.step == end and not last:
                 shutil.copy(out / "last.pt", out / f"stage-{number}.pt")
@@ -282,7 +280,7 @@ def check_settings(args, method, flags):
         if bounds and value is not None and not bounds[0] <= value <= bounds[1]:
             raise UserError(f"{flag} {value} must be from {bounds[0]} to {bounds[1]}.")
         if field.name in flags and field.name in TEXT_FLAGS and not method.uses_text(args):
-            raise UserError(f"{flag} has no effect here: {args.method} takes no captions.")
+            raise UserError(f"{flag} has no effect here: the objective takes no captions.")
     try:
         method.check(args)
     except ValueError as error:
@@ -389,7 +387,8 @@ def build_tokenizer(args, data):
 
 
 def build_model(args, method, tokenizer):
-    """The model. Pretrained towers get a line for each thing of the file that did not fit."""
+    """The model, the same on every rank. What of a file of weights does not fit is printed."""
+    torch.manual_seed(args.seed)
     towers = common.build_encoders(method, args, tokenizer)
     weights = {"--image-weights": args.image_weights, "--text-weights": args.text_weights}
     for (flag, path), tower in zip(weights.items(), towers):
@@ -644,8 +643,12 @@ class Clock:
                 "peak_memory_bytes": torch.cuda.max_memory_allocated() or process_memory}
 
 
-def check_finite(args, step, batch, loss, grad_norm):
-    """End a run whose loss or gradient is not a number, and keep the batch that made it."""
+def check_finite(args, late):
+    """End a run whose loss or gradient is not a number, and keep the batch that made it.
+    late: (step, batch, loss, grad_norm), None before the first step."""
+    if late is None:
+        return
+    step, batch, loss, grad_norm = late
     # fp16's gradient may overflow: the scaler leaves out such an update
     if torch.isfinite(loss if args.amp == "fp16" else loss + grad_norm):
         return
