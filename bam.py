@@ -171,10 +171,10 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
              mask="exclude", normalization="global", target="balanced", top_k=0,
              gather=identity, entropies=False):
     """Eq. 1 to 5. z: (n_views * n, E) latents of n images, view by view, the n_global large
-    views first (None: all are). teacher: the latents of a moving average, like z, for columns
-    and targets (App. C). gather: (N, ...) -> (W N, ...), differentiable, the rows of this rank
-    first; every rank brings n images. The other arguments are fields of Config. Returns a
-    scalar; entropies=True: also the mean entropies of the rows of A and of B. Raises ValueError.
+    views first (None: all are). teacher: such latents of a moving average, for columns and
+    targets (App. C). gather: (N, ...) -> (W N, ...), differentiable, this rank's rows first;
+    every rank brings n images. The others are fields of Config. -> scalar; entropies=True: also
+    the mean entropies of the rows of A and B. Raises ValueError for arguments that do not fit.
     """
     k, n = n_views, len(z) // n_views
     G = k if n_global is None else n_global
