@@ -192,7 +192,6 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
         rows, columns, mask = row, column.masked_fill(column >= G * n, -1), "exclude"
     if normalization == "block":
         balance, attend, blocks = by_block(sinkhorn, k, n, G), by_block(attention, k, n, G), G
-
     with torch.no_grad():  # the loss has no gradient through B (Sec. 4.1)
         if target == "balanced":
             B = balance(similarities(z_m, c, rows, columns, mask), tau_b, iters, gather)
