@@ -120,7 +120,7 @@ def train(args):
     if rank == 0 and not args.bench:
         write_run(args, tokenizer, out)
     log, stop, clock = Log(args, out, at.step), Stop(), Clock()
-    batches, late = None, None
+    batches, late = None, None  # late: the step that check_finite has not seen yet
 
     for number, steps, lr in method.stages(args):  # STAIR has three, the others one
         start, end = end, end + steps
@@ -160,7 +160,7 @@ def train(args):
             log.bar.update()
 
             # Once in a while: time, log, evaluate, save, stop.
-            last, stopping = at.step == args.steps, stop.agreed(device)
+            stopping = stop.agreed(device)  # every rank must ask in every step
             knn_due = args.knn_every and at.step % args.knn_every == 0
             if args.bench:
                 if at.step == BENCH_WARMUP:
@@ -168,7 +168,7 @@ def train(args):
                 if at.step == BENCH_WARMUP + args.bench or stopping:
                     return print_once(json.dumps(clock.rates(args.batch)))
                 continue
-            if rank == 0 and (at.step % args.log_every == 0 or last or knn_due):
+            if rank == 0 and (at.step % args.log_every == 0 or at.step == args.steps or knn_due):
                 record = {"step": at.step, "lr": optimizer.param_groups[0]["lr"]}
                 record |= measure(args, model, batch, autocast, outputs, grad_norm)
                 record |= clock.rates(args.batch) | at.skipped_counts()
@@ -180,7 +180,7 @@ def train(args):
             if at.step % args.save_every == 0 or at.step == end or stopping:
                 check_finite(args, late)
                 save(out / "last.pt", args, model, optimizer, scaler, at)
-            if rank == 0 and at.step == end and not last:
+            if rank == 0 and at.step == end < args.steps:
                 shutil.copy(out / "last.pt", out / f"stage-{number}.pt")
             if stopping:
                 return log.stopped(at.step, out)
@@ -319,7 +319,7 @@ class Log:
     """log.jsonl and the progress bar of rank 0; each warning is printed once."""
 
     def __init__(self, args, out, step):
-        self.path, self.warned = out / "log.jsonl", set()
+        self.path, self.method, self.warned = out / "log.jsonl", args.method, set()
         mute = this_rank()[0] > 0 or args.bench > 0
         self.bar = tqdm(total=args.steps, initial=step, desc=args.method, unit="step",
                         mininterval=1, disable=mute)
@@ -340,7 +340,8 @@ class Log:
 
     def stopped(self, step, out):
         self.bar.close()
-        print_once(f"Stopped by signal after step {step}; continue with --resume --out {out}.")
+        print_once(f"Stopped by signal after step {step}; continue with --resume --method "
+                   f"{self.method} --out {out}.")
 
 
 def print_once(line):
