@@ -115,7 +115,7 @@ def train(args):
     # Resume: `at` is all that moves, beside the weights and the optimizer.
     at, saved, end = Progress(), None, 0
     if args.resume:
-        saved = load_state(out / "last.pt", model, scaler, device)
+        saved = load_state(out / "last.pt", args, model, scaler, device)
         at.restore(saved, args.workers)
     if rank == 0 and not args.bench:
         write_run(args, tokenizer, out)
@@ -579,14 +579,17 @@ def save(path, args, model, optimizer, scaler, at):
         common.save_checkpoint(path, state)
 
 
-def load_state(path, model, scaler, device):
+def load_state(path, args, model, scaler, device):
     """Restore weights and loss scale from a checkpoint, and return all of it."""
     state = common.load_checkpoint(path, device)
+    if state["method"] != args.method:
+        raise UserError(f"{path} holds a {state['method']} model, not one of {args.method}.")
     try:
         model.load_state_dict(state["model"])
     except RuntimeError as error:
         detail = str(error).splitlines()[1].strip()
-        raise UserError(f"{path} holds a model of another size ({detail}).") from None
+        raise UserError(f"{path} holds a model of another size ({detail}): leave out the flags "
+                        f"that change the model.") from None
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     return state

@@ -278,8 +278,9 @@ def test_resume_needs_a_run_of_the_same_method(tmp_path, run_of):
     (run / "config.json").write_text(json.dumps(config))
     state = common.load_checkpoint(run / "last.pt")
     torch.save(state | {"method": "bam"}, run / "last.pt")
-    with pytest.raises(UserError, match="holds a bam model"):
-        evaluation.main([str(run)])
+    for command in (resume, functools.partial(evaluation.main, [str(run)])):
+        with pytest.raises(UserError, match="holds a bam model"):
+            command()
     (run / "last.pt").write_bytes(b"broken")
     with pytest.raises(UserError, match="is not a checkpoint that can be read"):
         evaluation.main([str(run)])
