@@ -7,6 +7,7 @@ them. The embedded world stands last: with data of your own you need not read it
 import contextlib
 import csv
 import dataclasses
+import functools
 import hashlib
 import heapq
 import inspect
@@ -31,7 +32,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset, get_worker_info
-from torchvision.models import resnet
+from torchvision.models import ResNet50_Weights, resnet
 from torchvision.ops import Conv2dNormActivation, stochastic_depth
 from torchvision.transforms import v2
 
@@ -814,9 +815,10 @@ def train_transform(size, min_scale=0.9):
     return v2.Compose([crop, v2.RandomHorizontalFlip(), to_tensor, normalize])
 
 
-def eval_transform(size):
-    """Shorter side to `size`, centre crop -> normalised (3, size, size)."""
-    return v2.Compose([v2.Resize(size, BICUBIC), v2.CenterCrop(size), to_tensor, normalize])
+def eval_transform(size, resize=None):
+    """Shorter side to `resize` or `size`, centre crop -> normalised (3, size, size)."""
+    resize = v2.Resize(resize or size, BICUBIC)
+    return v2.Compose([resize, v2.CenterCrop(size), to_tensor, normalize])
 
 
 def open_image(file, min_side):
@@ -1011,12 +1013,13 @@ class CaptionTable:
     """Image files with one or more captions each; from class folders with labels.
 
     rows: (path, caption) or Skipped; rows of one path are one image. An epoch shows each image
-    once, over all ranks and workers, with the next of its captions.
+    once, over all ranks and workers, with the next of its captions. classes: names of the
+    folders; classes_file: of class_names, from which their images have captions.
     """
 
     max_bad = 1000  # unusable samples in a row that end a run
 
-    def __init__(self, rows, name, root="", classes=None):
+    def __init__(self, rows, name, root="", classes=None, classes_file=None):
         captions, self.skipped = defaultdict(list), {}
         for row in rows:
             if isinstance(row, Skipped):
@@ -1030,7 +1033,7 @@ class CaptionTable:
         if not captions:
             left_out = [f"; {n} rows left out: {why}" for why, (n, _) in self.skipped.items()]
             raise UserError(f"{name} has no image with a caption{''.join(left_out)}.")
-        self.name, self.classes, self.labels = name, classes, None
+        self.name, self.classes, self.classes_file, self.labels = name, classes, classes_file, None
         self.paths = Strings(captions)
         self.captions = Strings(itertools.chain.from_iterable(captions.values()))
         # image i has the captions first[i] to first[i + 1] - 1
@@ -1043,7 +1046,15 @@ class CaptionTable:
         return len(self.paths)
 
     def captions_of(self, i):
+        if self.classes is not None:
+            return [self.class_captions[self.labels[i]]]
         return [self.captions[j] for j in range(self.first[i], self.first[i + 1])]
+
+    @functools.cached_property
+    def class_captions(self):
+        """Only who uses captions needs the names of the classes."""
+        names, _ = class_names(self.classes, self.classes_file)
+        return [f"a photo of {article(name)}." for name in names]
 
     def samples(self, seed, part, parts, start=0):
         """Endless (path, caption, path) of one of `parts` disjoint parts, from `start` on."""
@@ -1062,7 +1073,8 @@ class CaptionTable:
         return ((self.paths[i], self.paths[i]) for i in range(part, len(self), parts))
 
     def sample_captions(self, limit):
-        return [self.captions[i] for i in range(min(limit, len(self.captions)))]
+        captions = map(self.captions_of, range(len(self)))
+        return list(itertools.islice(itertools.chain.from_iterable(captions), limit))
 
 
 class TarShards:
@@ -1288,7 +1300,8 @@ def open_data(spec, image_root=None, split="train", image_size=48, captions=True
 
     SPEC: shapes[:setting=value,...] | FILE.csv .tsv .txt [:image=COLUMN,caption=COLUMN] |
     'DIR/{00000..00012}.tar'[:resample=1] | FILE.json (COCO, Karpathy) [:split=val] |
-    FILE.token | DIR of class folders. split: of Karpathy's; train takes restval too.
+    FILE.token | DIR of class folders [:classes=FILE with the classes' names, see class_names].
+    split: of Karpathy's; train takes restval too.
     image_root: what a table's file names are relative to; None: the table's directory.
     image_size: of the world's pictures, unless the SPEC says it. captions: False for images
     alone: shards need no captions then, and a directory no class folders.
@@ -1305,7 +1318,8 @@ def open_data(spec, image_root=None, split="train", image_size=48, captions=True
         raise UserError(f"--data {spec}: {name} does not exist; a SPEC is shapes, a CSV, TSV or "
                         f".token file, tar shards, a COCO or Karpathy JSON, or class folders.")
     if os.path.isdir(name):
-        return open_directory(name, captions)
+        settings = cast_settings(settings, {"classes": ""}, name)
+        return open_directory(name, captions, **settings)
     table = read_table, {"image": "", "caption": ""}
     readers = {".csv": table, ".tsv": table, ".txt": table, ".token": (read_token_file, {}),
                ".json": (read_json, {"split": split})}
@@ -1322,8 +1336,8 @@ def open_data(spec, image_root=None, split="train", image_size=48, captions=True
         raise UserError(f"Cannot read {name}: {error}; is it UTF-8, with closed quotes?") from None
 
 
-def open_directory(directory, captions):
-    """DIR/class name/image.jpg -> CaptionTable with labels, the classes' names as captions."""
+def open_directory(directory, captions, classes=None):
+    """DIR/class folder/image.jpg -> CaptionTable with labels; classes: a file of names."""
     def images_in(path):
         return [p for p in sorted(path.rglob("*")) if p.suffix.lower() in IMAGE_SUFFIXES]
 
@@ -1334,11 +1348,45 @@ def open_directory(directory, captions):
             raise UserError(f"{directory} has no class folders.")
         rows = [(path, "an image") for path in images_in(Path(directory))]
         return CaptionTable(rows, directory)
-    rows = []
-    for folder in folders:
-        caption = f"a photo of {article(folder.name.replace('_', ' '))}."
-        rows += [(path, caption) for path in images_in(folder)]
-    return CaptionTable(rows, directory, classes=[folder.name for folder in folders])
+    rows = [(path, folder.name) for folder in folders for path in images_in(folder)]
+    names = [folder.name for folder in folders]
+    return CaptionTable(rows, directory, classes=names, classes_file=classes)
+
+
+def class_names(folders, file=None):
+    """Sorted names of class folders -> names of the classes, and where these come from.
+
+    file: a NAME a line in the folders' order, or FOLDER<TAB>NAME. Without one, all 1,000 folders
+    of ImageNet (n01440764, ...) have torchvision's names; others are called like their folder.
+    """
+    if file:
+        lines = read_lines(file, "--classes")
+        if not any("\t" in line for line in lines):
+            if len(lines) != len(folders):
+                raise UserError(f"{file} has {len(lines)} names for {len(folders)} class folders.")
+            return lines, str(file)
+        pairs = [line.partition("\t") for line in lines]
+        known = {folder.strip(): name.strip() for folder, _, name in pairs}
+        for folder in folders:
+            if not known.get(folder):
+                raise UserError(f"{file} has no name for the class folder {folder}.")
+        return [known[folder] for folder in folders], str(file)
+    numbers = [folder for folder in folders if re.fullmatch(r"n\d{8}", folder)]
+    if len(numbers) == len(folders) == 1000:
+        return ResNet50_Weights.IMAGENET1K_V1.meta["categories"], "torchvision"
+    if numbers:
+        raise UserError(f"The class folder {numbers[0]} has a number of ImageNet for a name: give "
+                        f"names with --classes FILE of eval.py, or with the SPEC DIR:classes=FILE.")
+    return [folder.replace("_", " ") for folder in folders], "folders"
+
+
+def read_lines(path, flag):
+    """The lines of a text file that are not empty."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{flag} {path} cannot be read: {error}.") from None
+    return [line.strip() for line in lines if line.strip()]
 
 
 # Streams and seeds --------------------------------------------------------------------
@@ -1857,7 +1905,7 @@ def coloured(colour, shape):
 
 
 def article(phrase):
-    return f"{'an' if phrase[0] in 'aeiou' else 'a'} {phrase}"
+    return f"{'an' if phrase[0].lower() in 'aeiou' else 'a'} {phrase}"
 
 
 def plural(kind):

@@ -78,6 +78,8 @@ class Config:
     log_every: Count = 10  # steps
     save_every: Count = 1000  # steps
     knn_every: CountOrNone = 0  # steps between k-NN accuracies in the log; 0: none
+    probe: Literal["adamw", "sgd"] = "adamw"  # eval.py's linear probe: SPARO's or BAM's
+    probe_epochs: Count | None = None  # of the linear probe; None: its paper's, 10 or 100
     resume: bool = False  # continue the run in --out with its settings; given flags replace them
     compile: bool = False  # torch.compile
     grad_checkpoint: bool = False  # recompute the blocks in the backward pass: less memory
@@ -363,6 +365,8 @@ def open_data(args, method):
     encoder = common.image_encoder_settings(args.image_encoder)[1]
     args.image_size = args.image_size or encoder["image_size"]
     data = common.open_data(args.data, args.image_root, "train", args.image_size, with_text)
+    if with_text:
+        data.sample_captions(1)  # class folders may lack names
     if isinstance(data, common.World):
         args.image_size = data.size
         if method.box_refreshes(args) and not args.dry_run:

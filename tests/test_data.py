@@ -185,7 +185,7 @@ def test_class_folders(tmp_path):
     source, truck = open_data(str(tmp_path)), "a photo of a fire truck."
     assert source.classes == ["airplane", "empty", "fire_truck"]
     assert source.labels.tolist() == [0, 2, 2]
-    assert list(source.captions) == ["a photo of an airplane.", truck, truck]
+    assert source.sample_captions(9) == ["a photo of an airplane.", truck, truck]
 
 
 def test_captions_live_in_numpy_buffers():
@@ -693,3 +693,67 @@ def test_views_are_distorted_as_often_as_they_should(blurred, solarized):
     if not blurred:
         turned = (x.amax((1, 2, 3)) < 0.501).float().mean()
         assert abs(turned - solarized) < 0.1
+
+
+# Names of class folders ---------------------------------------------------------------
+
+
+def test_names_of_class_folders(tmp_path):
+    folders, file = ["n01440764", "n02102480", "old_dog"], tmp_path / "names.txt"
+    file.write_text("tench\n\nIrish setter\nold dog\n")
+    assert common.class_names(folders, file) == (["tench", "Irish setter", "old dog"], str(file))
+    file.write_text("old_dog\told dog\nn02102480\tIrish setter\nn7\tother\nn01440764\ttench\n")
+    assert common.class_names(folders, file)[0] == ["tench", "Irish setter", "old dog"]
+    assert common.class_names(["fire_truck"]) == (["fire truck"], "folders")
+
+
+def test_imagenets_thousand_folders_have_torchvisions_names():
+    numbers = [f"n{i:08}" for i in range(1000)]
+    names, source = common.class_names(numbers)
+    # indices 0, 1, 207, 999 of ImageNet's classes, sorted by their numbers
+    some = [names[i] for i in (0, 1, 207, 999)]
+    assert some == ["tench", "goldfish", "golden retriever", "toilet tissue"]
+    assert (len(names), source) == (1000, "torchvision")
+
+
+@pytest.mark.parametrize("folders, text, message", [
+    (["n01440764", "n02102480"], None, "n01440764 has a number .* DIR:classes=FILE"),
+    (["cat", "n02102480"], None, "n02102480 has a number .* --classes FILE"),
+    (["cat", "dog"], "cat\n", "names.txt has 1 names for 2 class folders"),
+    (["cat", "dog"], "cat\tcat\ndog\n", "names.txt has no name for the class folder dog"),
+    (["cat"], b"\xff", "names.txt cannot be read"),
+])
+def test_class_folders_without_names(tmp_path, folders, text, message):
+    file = tmp_path / "names.txt"
+    if text is not None:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError, match=message):
+        common.class_names(folders, file if text is not None else None)
+
+
+def test_captions_of_class_folders_need_names_and_labels_do_not(tmp_path):
+    for folder in ("n02102480", "n01440764"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "1.png").write_bytes(picture())
+    source = open_data(str(tmp_path))
+    assert source.classes == ["n01440764", "n02102480"] and source.labels.tolist() == [0, 1]
+    with pytest.raises(UserError, match="n01440764 has a number of ImageNet for a name"):
+        source.sample_captions(1)
+    (tmp_path / "names.txt").write_text("tench\nIrish setter\n")
+    source = open_data(f"{tmp_path}:classes={tmp_path}/names.txt")
+    assert source.classes == ["n01440764", "n02102480"]
+    captions = ["a photo of a tench.", "a photo of an Irish setter."]
+    assert source.sample_captions(9) == captions
+    first = list(itertools.islice(source.samples(0, 0, 1), 2))
+    assert sorted(caption for _, caption, _ in first) == captions
+    assert "no setting 'names'; it has classes" in failure(open_data, f"{tmp_path}:names=x")
+
+
+def test_photographs_are_evaluated_at_their_centre():
+    ramp = np.broadcast_to(np.arange(256, dtype=np.uint8)[:, None], (256, 128))
+    image = Image.fromarray(np.stack([ramp] * 3, -1))        # 128 wide, 256 high
+    for resize, side in ((None, 32), (32, 32), (48, 48)):
+        x = common.denormalize(common.eval_transform(32, resize)(image))[0] * 255
+        first = (2 * side - 32) / 2 * 256 / (2 * side)       # row of the image where the crop begins
+        assert x.shape == (32, 32)
+        assert abs(x[0, 0] - first) < 6 and abs(x[-1, 0] - (255 - first)) < 6

@@ -74,9 +74,14 @@ def test_help_shows_comments_and_what_the_preset_sets(capsys, flags, shown):
     (["--method", "sparo", "--codes", "0"], "--codes 0"),
     (["--method", "sparo", "--readout", "cls"], "add cls=1"),
     (["--eval-data", "nowhere"], "nowhere does not exist"),
+    (["--data", "numbers", "--vocab", "vocab.txt"], "folder n00000001 has a number of ImageNet"),
+    (["--probe-epochs", "0"], "--probe-epochs 0 must be from 1"),
     (["--resume"], "holds no run"),
 ])
-def test_wrong_settings_are_refused_at_the_start(tmp_path, flags, message):
+def test_wrong_settings_are_refused_at_the_start(tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "numbers/n00000001").mkdir(parents=True)
+    (tmp_path / "numbers/n00000001/a.png").touch()
     with pytest.raises(UserError, match=message):
         train.main([*SPARC, *flags, "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
