@@ -8,8 +8,10 @@ import contextlib
 import csv
 import dataclasses
 import functools
+import gzip
 import hashlib
 import heapq
+import html
 import inspect
 import io
 import itertools
@@ -21,6 +23,7 @@ import re
 import string
 import tarfile
 import unicodedata
+import zlib
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 
@@ -480,6 +483,11 @@ class ModelDefaults:
     warn = lambda self, record: None
 
 
+def asked_words(spec):
+    """The vocab_size that a spec of --text-encoder asks for, 0 without one."""
+    return int(parse_spec(spec)[1].get("vocab_size", 0))
+
+
 def build_encoders(method, args, tokenizer):
     """Fresh image and text encoder of a run's settings; None for the latter without text."""
     kind, image = image_encoder_settings(args.image_encoder)
@@ -499,8 +507,7 @@ def build_encoders(method, args, tokenizer):
     if not method.uses_text(args):
         return image_encoder, None
     text = encoder_settings(TextTransformer, args.text_encoder, TEXT_PRESETS)
-    asked = int(parse_spec(args.text_encoder)[1].get("vocab_size", 0))
-    text["vocab_size"] = max(len(tokenizer), asked)
+    text["vocab_size"] = max(len(tokenizer), asked_words(args.text_encoder))
     text["depth"] -= replaced
     text_encoder = TextTransformer(**text)
     unused = range(len(tokenizer), text["vocab_size"])
@@ -535,18 +542,45 @@ OUR_NAMES = [  # patterns of other files' names -> ours
 ]
 
 
-def load_encoder_weights(encoder, state_dict):
+def load_encoder_weights(encoder, state_dict, tokenizer=None):
     """Load weights into an encoder -> a list of sentences about everything that did not fit.
 
     A ViT or TextTransformer takes those of OpenCLIP, OpenAI's CLIP, timm, DINO and ours, a
     ResNet torchvision's. The tower may stand behind any prefix (`visual.`, `module.`) and in
     nested dicts; of student and teacher the teacher is taken. Positions of another grid are
-    interpolated, a missing [CLS] position or patch bias is zero. UserError if no block fits.
+    interpolated, a missing [CLS] position or patch bias is zero. UserError if no block fits, or if
+    the file is of another network or, with `tokenizer`, of another vocabulary.
     OpenAI's need quick_gelu=1,pre_norm=1,patch_bias=0,cls=1,eps=1e-5 or causal=1,quick_gelu=1.
     """
     tensors = dict(flatten(state_dict))
     prefix, tower = find_tower(tensors, encoder)
-    ours, fitting, report = encoder.state_dict(), {}, []
+    fitting, report, foreign = fit_tensors(prefix, tower, encoder, tokenizer)
+    if not any(name.startswith(("blocks.", "layer")) for name in fitting):
+        reason = "; ".join(report[:3]) or "it holds no tensor"
+        raise UserError(f"No block of the file fits this {type(encoder).__name__}: {reason}.")
+    if foreign:
+        raise UserError(f"The file is of another network than this {type(encoder).__name__}, which "
+                        f"has no place for {len(foreign)} of its tensors; the first: {foreign[0]}.")
+    others = [key for key in tensors if key not in tower]
+    if others:
+        some = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
+        report.insert(0, f"{len(others)} tensor(s) of other parts of the file ({some}): not used")
+    missing = [name for name in encoder.state_dict() if name not in fitting]
+    if "patch_embed.bias" in missing and "patch_embed.weight" in fitting:
+        fitting["patch_embed.bias"] = torch.zeros(encoder.width)
+        missing.remove("patch_embed.bias")
+        report.append("patch_embed.bias: not in the file, set to zero")
+    for name in missing:
+        report.append(f"{name}: nothing in the file fits, left at its initial value")
+    encoder.load_state_dict(fitting, strict=False)
+    return report
+
+
+def fit_tensors(prefix, tower, encoder, tokenizer):
+    """A tower's tensors -> {our name: tensor that fits}, sentences about the others, and those
+    others without which it is another network: of blocks that we have, and register tokens."""
+    ours, fitting, report, foreign = encoder.state_dict(), {}, [], []
+    blocks = {block_of(name) for name in ours} - {None}
     for key, value in tower.items():
         name = key.removeprefix(prefix)
         if not isinstance(encoder, ResNet):
@@ -557,29 +591,36 @@ def load_encoder_weights(encoder, state_dict):
         elif name == "pos":
             value, notes = fit_positions(value, encoder)
             report += [f"{key}: {note}" for note in notes]
-        if name not in ours:
-            report.append(f"{key}: not used")
-        elif ours[name].shape != value.shape:
-            shapes = f"{tuple(value.shape)} does not fit {tuple(ours[name].shape)}"
-            report.append(f"{key}: shape {shapes}, not used")
-        else:
+        elif name == "embedding.weight":
+            check_vocabulary(key, len(value), encoder, tokenizer)
+        if name in ours and ours[name].shape == value.shape:
             fitting[name] = value
-    if not any(name.startswith(("blocks.", "layer")) for name in fitting):
-        reason = "; ".join(report[:3]) or "it holds no tensor"
-        raise UserError(f"No block of the file fits this {type(encoder).__name__}: {reason}.")
-    others = [key for key in tensors if key not in tower]
-    if others:
-        some = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
-        report.insert(0, f"{len(others)} tensor(s) of other parts of the file ({some}): not used")
-    missing = [name for name in ours if name not in fitting]
-    if "patch_embed.bias" in missing and "patch_embed.weight" in fitting:
-        fitting["patch_embed.bias"] = torch.zeros(encoder.width)
-        missing.remove("patch_embed.bias")
-        report.append("patch_embed.bias: not in the file, set to zero")
-    for name in missing:
-        report.append(f"{name}: nothing in the file fits, left at its initial value")
-    encoder.load_state_dict(fitting, strict=False)
-    return report
+            continue
+        problem = f"{key}: not used"
+        if name in ours:
+            shapes = f"{tuple(value.shape)} does not fit {tuple(ours[name].shape)}"
+            problem = f"{key}: shape {shapes}, not used"
+        report.append(problem)
+        if block_of(name) in blocks or name in ("reg_token", "register_tokens"):
+            foreign.append(problem)
+    return fitting, report, foreign
+
+
+def block_of(name):
+    """Our name of a tensor -> that of its block, or None."""
+    match = re.match(r"blocks\.\d+|layer\d\.\d+", name)
+    return match and match[0]
+
+
+def check_vocabulary(key, words, encoder, tokenizer):
+    """Raise UserError if a file's embedding of so many words is of another vocabulary."""
+    is_clips = words == CLIP_TOKENS and "token_embedding" in key
+    if is_clips and isinstance(tokenizer, WordPiece):
+        raise UserError(f"{key} has CLIP's {words} tokens, others than this vocabulary: give "
+                        f"--vocab bpe_simple_vocab_16e6.txt.gz, the file that OpenCLIP ships.")
+    if words != encoder.vocab_size:
+        raise UserError(f"{key} has {words} tokens, this text tower has {encoder.vocab_size}: give "
+                        f"--vocab FILE, the vocabulary that the weights were trained with.")
 
 
 def flatten(tree, prefix=""):
@@ -637,6 +678,7 @@ def fit_positions(pos, encoder):
 # Tokenizer ----------------------------------------------------------------------------
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+CLIP_TOKENS = 49_408
 MAX_WORD = 100  # characters; a longer word is [UNK]
 CJK = [(0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B81F),
        (0x2B920, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F)]  # as Hugging Face has them
@@ -671,29 +713,69 @@ def split_words(text):
     return words
 
 
-class WordPiece:
+class Tokenizer:
+    """What both kinds share: `vocab`, its tokens in words, `ids`, the id of each, and `special`,
+    the ids that stand for no word. A kind has split(text) -> words, pieces(word) -> ids, and
+    `lines`, its file's."""
+
+    def __len__(self):
+        return len(self.vocab)
+
+    def encode(self, text, max_length=None):
+        """Text -> ids [CLS] ... [SEP]; what exceeds `max_length` is cut before [SEP]."""
+        if max_length is not None and max_length < 2:
+            raise UserError(f"max_length {max_length} must be 2 or more, for [CLS] and [SEP].")
+        ids = [piece for word in self.split(text) for piece in self.pieces(word)]
+        if max_length is not None:
+            ids = ids[: max_length - 2]
+        return [self.cls, *ids, self.sep]
+
+    def batch(self, texts, max_length):
+        """B texts -> ids and mask (B, L), True on tokens; L is the longest of THESE texts."""
+        rows = [torch.tensor(self.encode(text, max_length)) for text in texts]
+        tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.pad)
+        lengths = torch.tensor([len(row) for row in rows])
+        return tokens, torch.arange(tokens.shape[1]) < lengths[:, None]
+
+    def save(self, path):
+        Path(path).write_text("\n".join(self.lines) + "\n", encoding="utf-8")
+
+
+def open_tokenizer(path):
+    """A BERT vocab.txt -> WordPiece; CLIP's bpe_simple_vocab_16e6.txt.gz, or its text -> BPE."""
+    lines = read_vocabulary(path)
+    return BPE(lines) if "#version" in lines[0] else WordPiece(lines)
+
+
+def read_vocabulary(path):
+    """The lines of a text file, which may be compressed."""
+    opener = gzip.open if str(path).endswith(".gz") else open
+    try:
+        with opener(path, "rt", encoding="utf-8-sig") as file:
+            return file.read().rstrip("\n").split("\n")
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise UserError(f"Cannot read the vocabulary {path}: {error}.") from None
+
+
+class WordPiece(Tokenizer):
     """BERT's uncased tokenizer: greedy longest match against a vocabulary, `##` inside a word.
 
     vocab: path of a `vocab.txt`, a token a line, or a list of tokens; UserError if it is
     unreadable. Special tokens spelled out in a text are plain text.
     """
 
+    split = staticmethod(split_words)
+
     def __init__(self, vocab):
-        if not isinstance(vocab, list):
-            try:
-                vocab = Path(vocab).read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"Cannot read the vocabulary {vocab}: {error}.") from None
+        vocab = vocab if isinstance(vocab, list) else read_vocabulary(vocab)
         self.vocab, self.ids = vocab, {token: i for i, token in enumerate(vocab)}
+        self.lines = vocab
         missing = [token for token in SPECIAL_TOKENS if token not in self.ids]
         if missing:
             raise UserError(f"The vocabulary of {len(vocab)} tokens lacks {' '.join(missing)}: "
                             f"give a BERT vocab.txt, one token a line.")
         self.pad, self.unk, self.cls, self.sep = (self.ids[token] for token in SPECIAL_TOKENS)
         self.special = [i for i, token in enumerate(vocab) if re.fullmatch(r"\[\w+\]", token)]
-
-    def __len__(self):
-        return len(self.vocab)
 
     def pieces(self, word):
         """A word -> ids of its pieces."""
@@ -712,24 +794,58 @@ class WordPiece:
             start = end
         return pieces
 
-    def encode(self, text, max_length=None):
-        """Text -> ids [CLS] ... [SEP]; what exceeds `max_length` is cut before [SEP]."""
-        if max_length is not None and max_length < 2:
-            raise UserError(f"max_length {max_length} must be 2 or more, for [CLS] and [SEP].")
-        ids = [piece for word in split_words(text) for piece in self.pieces(word)]
-        if max_length is not None:
-            ids = ids[: max_length - 2]
-        return [self.cls, *ids, self.sep]
 
-    def batch(self, texts, max_length):
-        """B texts -> ids and mask (B, L), True on tokens; L is the longest of THESE texts."""
-        rows = [torch.tensor(self.encode(text, max_length)) for text in texts]
-        tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.pad)
-        lengths = torch.tensor([len(row) for row in rows])
-        return tokens, torch.arange(tokens.shape[1]) < lengths[:, None]
+class BPE(Tokenizer):
+    """CLIP's byte-pair encoding: in the bytes of a word, neighbours are merged in the file's order.
 
-    def save(self, path):
-        Path(path).write_text("\n".join(self.vocab) + "\n", encoding="utf-8")
+    lines: a comment, then pairs of pieces; </w> ends a word. The ids are OpenCLIP's, but for texts
+    that its `ftfy` repairs (quotes aside) and for special tokens spelled out, which are plain text.
+    In `vocab` "do##" is a piece after which the word goes on. No token is unknown.
+    """
+
+    def __init__(self, lines):
+        self.lines = lines[: CLIP_TOKENS - 2 * 256 - 2 + 1]
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        order = printable + [byte for byte in range(256) if byte not in printable]
+        signs = [chr(code) for code in (*printable, *range(256, 512 - len(printable)))]
+        ids = {sign: i for i, sign in enumerate([*signs, *(sign + "</w>" for sign in signs)])}
+        spelled = [bytes([byte]) for byte in order] * 2      # the bytes of each id
+        self.first, self.merges = {byte: i for i, byte in enumerate(order)}, {}
+        for number, line in enumerate(self.lines[1:], 2):
+            try:
+                a, b = line.split()
+                pair = ids[a], ids[b]
+            except (ValueError, KeyError):
+                raise UserError(f"Line {number} of the vocabulary, {line!r}, is no pair of known "
+                                f"pieces: give CLIP's bpe_simple_vocab_16e6.txt.gz.") from None
+            self.merges[pair] = ids[a + b] = len(spelled)
+            spelled.append(spelled[pair[0]] + spelled[pair[1]])
+        self.vocab = [piece.decode(errors="backslashreplace") for piece in spelled]
+        for piece, i in ids.items():
+            self.vocab[i] += "" if piece.endswith("</w>") else "##"
+        self.vocab += ["<start_of_text>", "<end_of_text>"]
+        self.ids = {token: i for i, token in enumerate(self.vocab)}
+        self.pad, self.unk, self.cls, self.sep = 0, -1, len(spelled), len(spelled) + 1
+        self.special = [self.cls, self.sep]
+
+    @staticmethod
+    def split(text):
+        """Words: letters, a digit, other characters; 's, 't, 're, 've, 'm, 'll, 'd apart."""
+        text = " ".join(html.unescape(html.unescape(text)).split()).lower()
+        text = re.sub("[\u201c-\u201f]", '"', re.sub("[\u02bc\u2018-\u201b]", "'", text))
+        kinds = {"L": "a", "N": "0"}  # in place of letters and numbers that are not ASCII
+        signs = [c if c.isascii() else kinds.get(unicodedata.category(c)[0], "-") for c in text]
+        words = re.finditer("'(?:s|t|re|ve|m|ll|d)|[a-z]+|[0-9]|[^ a-z0-9]+", "".join(signs))
+        return [text[word.start() : word.end()] for word in words]
+
+    def pieces(self, word):
+        """A word -> ids of its pieces."""
+        *ids, last = [self.first[byte] for byte in word.encode("utf-8", "replace")]
+        ids.append(last + 256)
+        while pairs := [pair for pair in itertools.pairwise(ids) if pair in self.merges]:
+            best = min(pairs, key=self.merges.get)
+            ids = merge_pair(ids, best, self.merges[best])
+        return ids
 
 
 def train_wordpiece(captions, size=8192):

@@ -1388,7 +1388,7 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
         raise UserError(f"{run}/config.json names no method of {', '.join(METHODS)}.")
     args = method.Config()
     vars(args).update(config)
-    tokenizer = common.WordPiece(Path(run, "vocab.txt")) if method.uses_text(args) else None
+    tokenizer = common.open_tokenizer(Path(run, "vocab.txt")) if method.uses_text(args) else None
     encoders = common.build_encoders(method, args, tokenizer)
     model = common.build_model(method, args, *encoders)
     state = common.load_checkpoint(Path(run, checkpoint))

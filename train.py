@@ -52,7 +52,7 @@ class Config:
     data: str = "shapes"  # SPEC: shapes | CSV, TSV | tar | COCO, Karpathy JSON | .token | DIR
     image_root: str | None = None  # directory that the file names of a table are relative to
     eval_data: str | None = None  # SPEC; None: the world's test split, else the training data
-    vocab: str | None = None  # a BERT vocab.txt; None: trained from the captions
+    vocab: str | None = None  # BERT's vocab.txt or CLIP's bpe_...txt.gz; None: from the captions
     vocab_size: int = 8192  # of a vocabulary trained from the captions, at most
     out: str | None = None  # directory of the run; None: runs/METHOD, runs/METHOD-2, ...
     image_encoder: str = "ViT-B/16"  # row of common.VIT_PRESETS[:setting=value,...], or ResNet-50
@@ -385,20 +385,26 @@ def open_data(args, method):
 
 def build_tokenizer(args, data):
     """The run's saved vocabulary, the user's, or one trained from at most 100,000 captions."""
-    if args.resume:
-        return common.WordPiece(Path(args.out, "vocab.txt"))
-    vocab = args.vocab or common.train_wordpiece(data.sample_captions(100_000), args.vocab_size)
-    return common.WordPiece(vocab)
+    if args.resume or args.vocab:
+        return common.open_tokenizer(Path(args.out, "vocab.txt") if args.resume else args.vocab)
+    asked = common.asked_words(args.text_encoder)
+    if asked > args.vocab_size and not (args.dry_run or args.bench):
+        raise UserError(f"--text-encoder {args.text_encoder} is for {asked} tokens, a vocabulary "
+                        f"trained from the captions has {args.vocab_size}: give --vocab FILE of "
+                        f"{asked} tokens, or --text-encoder without vocab_size.")
+    captions = data.sample_captions(100_000)
+    return common.WordPiece(common.train_wordpiece(captions, args.vocab_size))
 
 
 def build_model(args, method, tokenizer):
     """The model, the same on every rank. What of a file of weights does not fit is printed."""
     torch.manual_seed(args.seed)
     towers = common.build_encoders(method, args, tokenizer)
-    weights = {"--image-weights": args.image_weights, "--text-weights": args.text_weights}
-    for (flag, path), tower in zip(weights.items(), towers):
+    files = {"--image-weights": args.image_weights, "--text-weights": args.text_weights}
+    for (flag, path), tower in zip(files.items(), towers):
         if path and not args.resume and not args.dry_run:
-            for line in common.load_encoder_weights(tower, common.load_checkpoint(path)):
+            weights = common.load_checkpoint(path)
+            for line in common.load_encoder_weights(tower, weights, tokenizer):
                 print_once(f"{flag}: {line}")
     model = common.build_model(method, args, *towers)
     for module in model.modules():
@@ -712,7 +718,8 @@ def dry_run(args, method, model):
     with flop_counter() as counter:
         model(batch)
     chance_loss = model.chance_loss(args.batch, batch.get("mask"), patches)
-    record = {"params": params, "flops_per_sample": counter.get_total_flops() // 2,
+    words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
+    record = {"params": params, **words, "flops_per_sample": counter.get_total_flops() // 2,
               "chance_loss": chance_loss, **update_cost(args, method, model)}
     print(json.dumps(record))
 

@@ -202,7 +202,8 @@ def test_padding_changes_nothing_at_real_tokens():
 def test_vit_at_any_size_with_timms_weights(cls, height, width):
     vit, images = tiny_vit(cls=cls), torch.randn(2, 3, height, width)
     weights = random_weights(vit)
-    extra = {"head.weight": torch.randn(5, WIDTH), "blocks.0.ls1.gamma": torch.ones(WIDTH)}
+    extra = {"head.weight": torch.randn(5, WIDTH), "blocks.2.ls1.gamma": torch.ones(WIDTH),
+             "mask_token": torch.zeros(1, WIDTH)}            # blocks 0 and 1 are all that we have
     report = common.load_encoder_weights(vit, renamed(weights, TIMM_NAMES) | extra)
     assert report == unused(*extra)
     grid = weights["pos"][0, int(cls):].view(3, 3, WIDTH)
@@ -445,6 +446,44 @@ NORM1 = "blocks.0.norm1.weight"
 def test_a_file_in_which_nothing_fits(make, state, message):
     with pytest.raises(UserError, match=message):
         common.load_encoder_weights(make(), state)
+
+
+@pytest.mark.parametrize("make, name, shape", [
+    (tiny_vit, "blocks.0.ls1.gamma", WIDTH), (tiny_vit, "blocks.1.attn.q_norm.weight", 4),
+    (tiny_vit, "blocks.1.mlp.fc1.weight", 3 * WIDTH), (tiny_vit, "reg_token", WIDTH),
+    (tiny_vit, "register_tokens", WIDTH), (tiny_text, "blocks.1.ls_2.gamma", WIDTH),
+    (small_resnet, "layer2.1.se.fc1.weight", 8)])
+def test_weights_of_another_network_are_refused(make, name, shape):
+    """DINOv2's LayerScale and registers, norms of queries: without them the network is another."""
+    encoder = make()
+    weights = random_weights(encoder)
+    before = {key: value.clone() for key, value in encoder.state_dict().items()}
+    with pytest.raises(UserError, match=f"another network than this .*; the first: tower.{name}: "):
+        state = prefixed("tower.", weights | {name: torch.ones(shape)})
+        common.load_encoder_weights(encoder, state)
+    assert all(map(torch.equal, encoder.state_dict().values(), before.values()))
+
+
+@pytest.mark.parametrize("ours, theirs, message", [
+    (20, "embedding.weight", "embedding.weight has 19 tokens, this text tower has 20"),
+    (20, "token_embedding.weight", "token_embedding.weight has 19 tokens, .* give --vocab FILE")])
+def test_weights_of_a_vocabulary_of_another_size_are_refused(ours, theirs, message):
+    weights, tower = random_weights(tiny_text()), tiny_text(vocab_size=ours)
+    state = renamed(weights, [("embedding.weight", theirs)])
+    with pytest.raises(UserError, match=message):
+        common.load_encoder_weights(tower, state)
+
+
+def test_clips_words_need_clips_vocabulary():
+    tower = tiny_text(vocab_size=49408)
+    wordpiece = common.WordPiece(common.SPECIAL_TOKENS)
+    weights = random_weights(tower)
+    assert common.load_encoder_weights(tower, weights, wordpiece) == []      # our own file
+    weights = renamed(weights, CLIP_NAMES)
+    with pytest.raises(UserError, match="has CLIP's 49408 tokens, .* give --vocab bpe_simple"):
+        common.load_encoder_weights(tower, weights, wordpiece)
+    bpe = common.BPE(["#version: 0.2"])
+    assert common.load_encoder_weights(tower, weights, bpe) == []
 
 
 @pytest.mark.parametrize("spec, name, settings", [

@@ -1,5 +1,6 @@
-"""The tokenizer against Hugging Face's ids, and its training against a literal reference."""
+"""WordPiece against Hugging Face's ids, its training and CLIP's BPE against literal references."""
 
+import gzip
 import pickle
 import random
 import re
@@ -232,3 +233,117 @@ def test_limits_of_training():
         common.train_wordpiece(["ab c"], 6)
     assert common.train_wordpiece(["ab c"], 7) == [*SPECIAL, "##b", "a", "c"]
     assert common.train_wordpiece([], 4) == common.train_wordpiece(["", " "], 4) == SPECIAL
+
+
+# CLIP's byte-pair encoding -------------------------------------------------------------------
+
+SENTENCES = ["The dog's 2 puppies aren't here; they've 31 bones, 1/2 of them we'll \"don't\" it.",
+             "banana bandana naan abab aaaa aaaaa mississippi café naïve 狗狗 straße <b>!!</b>",
+             "o'clock ''tis 'S'T ½x² ٣٤ ⅷ \U0001F600 the then other bother mother \x7f\xad"]
+STRANGE = [byte for byte in range(256) if byte < 33 or 127 <= byte < 161 or byte == 173]
+SIGNS = [chr(byte) for byte in range(256) if byte not in STRANGE] + [chr(256 + i) for i in range(68)]
+
+
+def signs_of(word):
+    """A word -> the signs that CLIP's file has for its bytes; the last has </w>."""
+    signs = [chr(256 + STRANGE.index(b)) if b in STRANGE else chr(b) for b in word.encode()]
+    return [*signs[:-1], signs[-1] + "</w>"]
+
+
+def literal_bpe(pieces, merges):
+    """Every merge in turn, wherever it fits, from the left."""
+    for a, b in merges:
+        i = 0
+        while i < len(pieces) - 1:
+            if (pieces[i], pieces[i + 1]) == (a, b):
+                pieces[i : i + 2] = [a + b]
+            i += 1
+    return pieces
+
+
+@pytest.fixture(scope="module")
+def merges():
+    """60 pairs, each the most frequent in SENTENCES when it is merged."""
+    words, merges = [signs_of(word) for word in " ".join(SENTENCES).lower().split()], []
+    while len(merges) < 60:
+        pairs = Counter(pair for word in words for pair in zip(word, word[1:]))
+        merges.append(max(pairs, key=lambda pair: (pairs[pair], pair)))
+        words = [literal_bpe(word, merges[-1:]) for word in words]
+    assert len({a + b for a, b in merges}) == 60
+    return merges
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory, merges):
+    lines = ["a file of merges #version: 0.2", *(" ".join(pair) for pair in merges), ""]
+    path = tmp_path_factory.mktemp("bpe") / "merges.txt.gz"
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    return common.open_tokenizer(path)
+
+
+# The words are those of OpenCLIP 3.3.0's pattern.
+@pytest.mark.parametrize("text, words", [
+    ("It's DON'T we'll they've I'd i'm you're", "it 's don 't we 'll they 've i 'd i 'm you 're"),
+    ("'tis \"'s ''s x''s 's's !'re 3's é's", "'t is \"' s '' s x '' s 's 's !' re 3 's é 's"),
+    ("rock'n'roll o'clock 'sun'", "rock ' n ' roll o ' clock 's un '"),
+    ("½x² ⅷ H₂O ٣٤ 31", "½ x ² ⅷ h ₂ o ٣ ٤ 3 1"),
+    ("a_b __ a-b --- 1/2... (I'd)", "a _ b __ a - b --- 1 / 2 ... ( i 'd )"),
+    ("Café naïve 狗狗 straße e\u0301", "café naïve 狗狗 straße e \u0301"),
+    ("&amp;lt;b&gt; &eacute; a\u3000b\tc\u00a0d", "< b > é a b c d"),
+    ("emoji\U0001F600\U0001F600!", "emoji \U0001F600\U0001F600!"),
+    ("İstanbul ΣΑΣ", "i \u0307 stanbul σας"), ("", ""), (" \n ", ""),
+    ("don’t “say” ‘it’", "don 't \" say \" ' it '"),  # ftfy has these quotes straight
+])
+def test_clips_words(text, words):
+    assert common.BPE.split(text) == words.split()
+
+
+def test_bpe_is_the_literal_one(bpe, merges):
+    order = [*SIGNS, *(sign + "</w>" for sign in SIGNS), *("".join(pair) for pair in merges)]
+    assert (len(bpe), bpe.cls, bpe.sep, bpe.pad, bpe.unk) == (574, 572, 573, 0, -1)
+    rng, merged = random.Random(0), 0
+    parts = [text[i : i + 4] for text in SENTENCES for i in range(len(text))]
+    made_up = ["".join(rng.choices(parts, k=4)) for _ in range(200)]
+    for text in [*SENTENCES, *made_up]:
+        expected = []
+        for word in common.BPE.split(text):
+            expected += [order.index(p) for p in literal_bpe(signs_of(word), merges)]
+        assert bpe.encode(text) == [572, *expected, 573]
+        merged += sum(i >= 512 for i in expected)
+    assert merged > 200
+
+
+def test_bpe_says_its_pieces_in_words(bpe):
+    assert [bpe.vocab[i] for i in bpe.encode("The axe?")] == [
+        "<start_of_text>", "the", "a##", "x##", "e", "?", "<end_of_text>"]
+    assert bpe.ids["the"] == bpe.encode("the")[1] and bpe.special == [572, 573]
+    assert len(bpe.ids) == len(bpe.vocab)
+    spelled = "".join(bpe.vocab[i].replace("##", "") for i in bpe.encode("Banana and bandana")[1:-1])
+    assert spelled == "bananaandbandana"
+    assert bpe.vocab[bpe.encode("\u00fc")[1]] == "\\xc3##"      # a byte of a letter
+
+
+def test_bpe_in_batches_and_saved(bpe, tmp_path):
+    tokens, mask = bpe.batch(["a b", "", "a b c d e"], 5)
+    a, b, c = (bpe.ids[word] for word in "abc")
+    assert tokens.tolist() == [
+        [572, a, b, 573, 0], [572, 573, 0, 0, 0], [572, a, b, c, 573]]
+    assert mask.sum(1).tolist() == [4, 2, 5]
+    bpe.save(tmp_path / "vocab.txt")
+    again = common.open_tokenizer(tmp_path / "vocab.txt")
+    assert (again.vocab, again.merges) == (bpe.vocab, bpe.merges)
+
+
+def test_kinds_of_vocabularies(tmp_path, tiny):
+    tiny.save(tmp_path / "vocab.txt")
+    again = common.open_tokenizer(tmp_path / "vocab.txt")
+    assert isinstance(again, common.WordPiece) and again.vocab == tiny.vocab
+    file = tmp_path / "merges.txt"
+    for text, message in (("#version: 0.2\na b\nab\n", "Line 3 of the vocabulary, 'ab', is no"),
+                          ("#version: 0.2\na bc\n", "'a bc', is no pair of known pieces")):
+        file.write_text(text)
+        with pytest.raises(UserError, match=message):
+            common.open_tokenizer(file)
+    (tmp_path / "broken.gz").write_bytes(b"broken")
+    with pytest.raises(UserError, match="Cannot read the vocabulary .*broken.gz"):
+        common.open_tokenizer(tmp_path / "broken.gz")

@@ -76,6 +76,8 @@ def test_help_shows_comments_and_what_the_preset_sets(capsys, flags, shown):
     (["--eval-data", "nowhere"], "nowhere does not exist"),
     (["--data", "numbers", "--vocab", "vocab.txt"], "folder n00000001 has a number of ImageNet"),
     (["--probe-epochs", "0"], "--probe-epochs 0 must be from 1"),
+    (["--text-encoder", "tiny:vocab_size=8193"],
+     "vocab_size=8193 is for 8193 tokens, a vocabulary trained from the captions has 8192: give"),
     (["--resume"], "holds no run"),
 ])
 def test_wrong_settings_are_refused_at_the_start(tmp_path, monkeypatch, flags, message):
@@ -102,6 +104,19 @@ def test_a_run_writes_everything_and_eval_reads_it(tmp_path, run_of):
     assert 0 <= first["zeroshot"] <= 1
     evaluation.main([str(run)])
     assert results(run) == first
+
+
+def test_a_run_on_clips_tokens(tmp_path):
+    merges, run = tmp_path / "merges.txt", tmp_path / "run"
+    merges.write_text("of merges #version: 0.2\nr e\nre d</w>\nc i\n")
+    flags = [*SMALL["sparo"], "--steps", "2", "--out", str(run)]
+    train.main([*flags, "--vocab", str(merges)])
+    first, tokenizer = results(run), common.open_tokenizer(run / "vocab.txt")
+    assert len(weights(run)["text_encoder.embedding.weight"]) == len(tokenizer) == 517
+    evaluation.main([str(run)])
+    assert results(run) == first
+    train_alone([*flags[:-4], "--steps", "3", *flags[-2:], "--resume"])
+    assert read_log(run)[-1]["step"] == 3
 
 
 def test_evaluation_of_one_task_keeps_the_other_results(tmp_path, run_of):
@@ -369,6 +384,25 @@ def test_several_runs_are_compared(tmp_path, capsys):
 
 def last_json(capsys):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_dry_run_says_the_words_of_the_tower(capsys):
+    """A paper's number of them needs no vocabulary here, nor in a benchmark."""
+    flags = [*SPARC, "--text-encoder", "tiny:vocab_size=9000"]
+    train.main([*flags, "--dry-run"])
+    assert last_json(capsys)["vocab_size"] == 9000
+    train.main([*flags, "--bench", "1"])
+    train.main([*SMALL["dino"], "--dry-run"])
+    assert "vocab_size" not in last_json(capsys)
+
+
+def test_a_tower_of_the_papers_words_trains_on_a_vocabulary_as_large(tmp_path, run_of):
+    flags = [*SPARC, "--steps", "1", "--text-encoder"]
+    train_alone([*flags, "tiny:vocab_size=500", "--vocab-size", "500", "--out", tmp_path / "own"])
+    vocab = run_of("sparc") / "vocab.txt"
+    train_alone([*flags, "tiny:vocab_size=9000", "--vocab", vocab, "--out", tmp_path / "given"])
+    for name, words in (("own", 500), ("given", 9000)):
+        assert len(weights(tmp_path / name)["text_encoder.embedding.weight"]) == words
 
 
 def test_dry_run_ends_with_json(tmp_path, capsys):
