@@ -200,7 +200,7 @@ class Model(nn.Module):
             sizes = config.L, config.V, config.D, config.grp_size
             readouts = [Sparo(d, *sizes) for d in widths]
         else:
-            readouts = other_readouts(config, widths)              # below
+            readouts = other_readouts(config, image_encoder, *widths)  # below
         self.image_readout, self.text_readout = readouts
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
 
@@ -257,17 +257,22 @@ class Model(nn.Module):
 # so the whole encoding is normalised. The paper does not say how Table 6's variants are.
 
 
-def other_readouts(config, widths):
-    """The read-outs of towers of these widths."""
+def other_readouts(config, image_encoder, image_width, text_width):
+    """The read-outs of the two towers."""
 
     def projection(d, M):
         layer = nn.Linear(d, M, bias=False)
         nn.init.normal_(layer.weight, std=d**-0.5)
         return layer
 
-    E, m = config.embed_dim, config.bottleneck
-    if config.readout in ("cls", "gap"):
-        return [Pool(projection(d, E), config.readout == "gap") for d in widths]
+    E, m, widths = config.embed_dim, config.bottleneck, (image_width, text_width)
+    if config.readout == "cls":
+        return [Pool(projection(d, E)) for d in widths]
+    if config.readout == "gap":  # as in the authors' scripts: the mean, then the tower's LayerNorm
+        norm = getattr(image_encoder, "norm", nn.Identity())       # a ResNet has none
+        image_encoder.norm = nn.Identity()
+        mean = Pool(nn.Sequential(norm, projection(image_width, E)), mean=True)
+        return [mean, Pool(projection(text_width, E))]             # captions: their end, as CLIP
     if config.readout == "bottleneck":  # App. B.2
         return [Pool(nn.Sequential(projection(d, m), nn.Linear(m, E))) for d in widths]
     if config.readout == "fdt":
@@ -278,19 +283,15 @@ def other_readouts(config, widths):
 
 
 class Pool(nn.Module):
-    """CLIP: the output at [CLS], or at the caption's end. mean=True: CLIP+GAP, the mean of all;
-    differs: the authors take it for images alone, and before the last LayerNorm."""
+    """The output at [CLS], or at the caption's end (CLIP); mean=True: the mean of all outputs."""
 
     def __init__(self, proj, mean=False):
         super().__init__()
         self.proj, self.mean = proj, mean
 
     def forward(self, x, eos_idx=None):
-        if self.mean and eos_idx is None:
+        if self.mean:
             x = x.mean(1)
-        elif self.mean:
-            x = x.masked_fill(after_end(eos_idx, x.shape[1])[..., None], 0)
-            x = x.sum(1) / (eos_idx[:, None] + 1)
         else:
             x = x[torch.arange(len(x), device=x.device), 0 if eos_idx is None else eos_idx]
         return self.proj(x)[:, None]                               # (B, 1, M)

@@ -190,8 +190,34 @@ def test_pools_take_the_right_positions():
     assert torch.equal(last(x), x[:, :1])
     assert torch.equal(last(x, ends)[:, 0], torch.stack([x[0, 4], x[1, 1]]))
     torch.testing.assert_close(mean(x)[:, 0], x.mean(1))
-    expected = torch.stack([x[0].mean(0), x[1, :2].mean(0)])
-    torch.testing.assert_close(mean(x, ends)[:, 0], expected)
+
+
+def layer_norm(x, norm):
+    """LayerNorm of one vector (d,)."""
+    x = x - x.sum() / len(x)
+    return x / ((x * x).sum() / len(x) + norm.eps).sqrt() * norm.weight + norm.bias
+
+
+def test_clip_with_gap_takes_the_mean_of_all_image_tokens_then_the_towers_layer_norm():
+    """ankitkv/sparo-clip f013384: scripts/train_vitb32_gap.sh sets vision_cfg.global_average_pool
+    alone; VisionTransformer.forward_output: x.mean(dim=1), ln_post, @ proj. Captions: as CLIP."""
+    vit = common.ViT(16, 4, 16, depth=1, heads=2, cls=True)
+    text = common.TextTransformer(30, 12, 16, depth=1, heads=2, causal=True)
+    nn.init.normal_(vit.norm.weight), nn.init.normal_(vit.norm.bias)
+    norm, batch = vit.norm, make_batch()
+    outputs = vit.blocks(vit.embed(batch["images"]))[-1]           # not normalised
+    outputs[:, 3] *= 30  # so that the order of mean and LayerNorm matters
+    vit.blocks.forward = lambda x, n=1: [outputs]
+    model = sparo.Model(sparo.Config(readout="gap", embed_dim=8), vit, text, 16, 16)
+    v = [sum(x) / 17 for x in outputs]
+    v = [model.image_readout.proj[1].weight @ layer_norm(x, norm) for x in v]
+    expected = torch.stack([x / (x * x).sum().sqrt() for x in v])
+    torch.testing.assert_close(model.encode_image(batch["images"]), expected)
+    ends = [h[n - 1] for h, n in zip(text(batch["tokens"]), batch["mask"].sum(1))]
+    t = [model.text_readout.proj.weight @ h for h in ends]
+    expected = torch.stack([x / (x * x).sum().sqrt() for x in t])
+    torch.testing.assert_close(model.encode_text(batch["tokens"], batch["mask"]), expected)
+    assert model.image_readout.proj[0] is norm  # the weights that --image-weights has put there
 
 
 PARTIAL = [  # slot_norm, slot_projection, heads; 10^6 parameters, 10^9 multiplications
