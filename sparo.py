@@ -21,7 +21,7 @@ Differs from the paper (what concerns a variant stands at the variant):
   * Weight decay spares embeddings, positions and queries, images are flipped (train.py); the
     authors' OpenCLIP decays all matrices and does not flip.
 
-Not here: CLIP's own ResNet with attention pooling; visualisation of DINO's slots.
+Not here: CLIP's own form of ResNet-50; visualisation of DINO's slots.
 
 Run:     python train.py --method sparo                   (the embedded world, in minutes)
          python train.py --method sparo --readout cls     (CLIP; gap: CLIP+GAP)
@@ -78,20 +78,34 @@ class Config:
 
 
 CLIP_VIT = "cls=1,pre_norm=1,patch_bias=0,eps=1e-5"  # CLIP's image tower
-PAPER = dict(text_encoder="12x512:causal=1", lr=5e-4, weight_decay=0.5, warmup=3600, batch=4096, clip_grad=0.0)
+B32, B16 = f"ViT-B/32:{CLIP_VIT}", f"ViT-B/16:{CLIP_VIT}"
+PAPER = dict(text_encoder="12x512:causal=1,vocab_size=49408", lr=5e-4, weight_decay=0.5, warmup=3600, batch=4096,
+             clip_grad=0.0)
+R50 = PAPER | dict(image_encoder="ResNet-50", steps=78_280, beta2=0.999, adam_eps=1e-8)  # OpenCLIP's for a ResNet
 PRESETS = {  # settings of this file and of train.py by name; --flags override them
     "tiny": dict(image_encoder="tiny:cls=1", text_encoder="tiny:causal=1", data="shapes", L=32, V=16, D=16, batch=128,
                  steps=600, lr=2e-3, weight_decay=0.1, warmup=50, embed_dim=128, codes=512, out_dim=1024, ema=0.99,
                  head_width=256, head_bottleneck=64, local_crops=2, local_size=24, crop_least=0.2, crop_border=0.5),
-    # Sec. 4, Table C.3. Steps: 25 epochs of the authors' 12.8M pairs of CC15M, 32 of their 320M
-    # of LAION-400M.
-    "cc15m-b32": dict(image_encoder=f"ViT-B/32:{CLIP_VIT}", L=64, steps=78_000, **PAPER),
-    "cc15m-b16": dict(image_encoder=f"ViT-B/16:{CLIP_VIT}", L=64, steps=78_000, **PAPER),
-    # B.3; also with D=64. differs: ResNet-50 is torchvision's, the text tower keeps its last
-    # block: so Table B.2's sizes come out (--text-encoder 12x512:causal=1,vocab_size=49408).
-    "cc15m-r50": dict(image_encoder="ResNet-50", L=128, V=32, D=32, steps=78_000, **PAPER),
-    "l400m-b32": dict(image_encoder=f"ViT-B/32:{CLIP_VIT}", L=128, steps=312_000,
+    # Sec. 4, Table C.3. Steps: epochs times pairs of Table C.1 over the batch, 32 x 2,795,293 of
+    # CC3M, 25 x 10,030,127 of CC12M, 25 x 12,825,420 of CC15M, 32 x 319,707,672 of LAION-400M.
+    "cc3m-b32": dict(image_encoder=B32, L=64, steps=21_838, **PAPER),
+    "cc3m-b16": dict(image_encoder=B16, L=64, steps=21_838, **PAPER),
+    "cc12m-b32": dict(image_encoder=B32, L=64, steps=61_219, **PAPER),
+    "cc12m-b16": dict(image_encoder=B16, L=64, steps=61_219, **PAPER),
+    "cc15m-b32": dict(image_encoder=B32, L=64, steps=78_280, **PAPER),
+    "cc15m-b16": dict(image_encoder=B16, L=64, steps=78_280, **PAPER),
+    "l400m-b32": dict(image_encoder=B32, L=128, steps=312_214,
                       **PAPER | dict(weight_decay=0.2, warmup=2000, batch=32768)),
+    # The rows of Table B.2. differs: ResNet-50 is torchvision's; the text tower keeps its last
+    # block, so that SPARO's sizes come out.
+    "cc15m-r50": dict(L=128, V=32, D=32, **R50),
+    "cc15m-r50-d64": dict(L=128, V=32, D=64, **R50),
+    "cc15m-r50-clip": dict(readout="cls", embed_dim=1024, **R50),
+    "cc15m-r50-clip4096": dict(readout="cls", embed_dim=4096, **R50),
+    # The CLIP that STAIR compares with (arXiv 2301.13081, Sec. 4.2), on stair.py's towers
+    "stair-clip": dict(image_encoder="ViT-B/16:cls=1", text_encoder="12x512:context=76,causal=1,vocab_size=30522",
+                       readout="cls", steps=600_000, batch=16384, optimizer="lamb", beta2=0.999, lr=1e-3,
+                       schedule="linear", weight_decay=1e-2, warmup=10_000, clip_grad=0.0),
     # Sec. 3.4, C.2: 100 epochs of ImageNet's 1,281,167 images, 10 of them warm-up
     "dino-s16": dict(image_encoder="ViT-S/16:cls=1,drop_path=0.1", objective="dino", L=64, batch=512, steps=250_200,
                      lr=1e-3, beta2=0.999, adam_eps=1e-8, clip_grad=3.0, weight_decay=0.04, weight_decay_end=0.4,
@@ -266,6 +280,9 @@ def other_readouts(config, image_encoder, image_width, text_width):
         return layer
 
     E, m, widths = config.embed_dim, config.bottleneck, (image_width, text_width)
+    if config.readout == "cls" and image_encoder.cls is None:  # a ResNet; App. B.3
+        pool = AttentionPool(image_width, image_encoder.grid**2, E)
+        return [pool, Pool(projection(text_width, E))]
     if config.readout == "cls":
         return [Pool(projection(d, E)) for d in widths]
     if config.readout == "gap":  # as in the authors' scripts: the mean, then the tower's LayerNorm
@@ -295,6 +312,26 @@ class Pool(nn.Module):
         else:
             x = x[torch.arange(len(x), device=x.device), 0 if eos_idx is None else eos_idx]
         return self.proj(x)[:, None]                               # (B, 1, M)
+
+
+class AttentionPool(nn.Module):
+    """CLIP's end of a ResNet (CLIP, Sec. 2.4): the mean of the n outputs attends to them and to
+    itself, with heads of 64."""
+
+    def __init__(self, d, n, M):
+        super().__init__()
+        self.pos = nn.Parameter(torch.randn(1 + n, d) * d**-0.5)
+        self.q, self.k, self.v = nn.Linear(d, d), nn.Linear(d, d), nn.Linear(d, d)
+        self.proj = nn.Linear(d, M)
+        for layer in (self.q, self.k, self.v, self.proj):
+            nn.init.normal_(layer.weight, std=d**-0.5)
+
+    def forward(self, x, eos_idx=None):
+        x = torch.cat([x.mean(1, keepdim=True), x], 1) + self.pos  # (B, 1 + n, d)
+        q, k, v = self.q(x[:, :1]), self.k(x), self.v(x)
+        q, k, v = (y.unflatten(2, (-1, 64)).transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v)                # (B, d / 64, 1, 64)
+        return self.proj(y.transpose(1, 2).flatten(2))             # (B, 1, M)
 
 
 class CrossAttention(nn.Module):
@@ -484,6 +521,8 @@ def uses_text(args):
 
 
 def needs_cls(args):
+    if args.readout == "cls" and args.objective == "clip" and "ResNet" in args.image_encoder:
+        return ""  # AttentionPool
     return f"--readout {args.readout}" if args.readout in ("cls", "bottleneck") else ""
 
 

@@ -24,6 +24,18 @@ def assert_same_gradients(a, b, inputs):
     torch.testing.assert_close(for_a, for_b, rtol=1e-9, atol=1e-9)
 
 
+def preset_model(method, preset, *flags):
+    """The model of a preset, for a tokenizer without words."""
+    args = train.parse_args(["--method", method, "--preset", preset, *flags])
+    method = train.METHODS[method]
+    return common.build_model(method, args, *common.build_encoders(method, args, []))
+
+
+def millions(model):
+    """Its parameters, as the papers print them."""
+    return round(sum(p.numel() for p in model.parameters()) / 1e6)
+
+
 # Eq. 1 -------------------------------------------------------------------------------------------
 
 
@@ -192,6 +204,24 @@ def test_pools_take_the_right_positions():
     torch.testing.assert_close(mean(x)[:, 0], x.mean(1))
 
 
+def test_attention_pool_is_clips():
+    """openai/CLIP ea41722, clip/model.py, AttentionPool2d: positions on the mean and the outputs,
+    F.multi_head_attention_forward with the mean as the query, c_proj in the place of out_proj."""
+    x, pool = torch.randn(2, 9, 128).double(), sparo.AttentionPool(128, 9, 5).double()
+    for p in pool.parameters():
+        nn.init.normal_(p)
+    tokens = torch.cat([x.mean(1, keepdim=True), x], 1).transpose(0, 1) + pool.pos[:, None]
+    expected, _ = nn.functional.multi_head_attention_forward(
+        tokens[:1], tokens, tokens, embed_dim_to_check=128, num_heads=2, in_proj_weight=None,
+        in_proj_bias=torch.cat([pool.q.bias, pool.k.bias, pool.v.bias]), bias_k=None, bias_v=None,
+        add_zero_attn=False, dropout_p=0.0, out_proj_weight=pool.proj.weight,
+        out_proj_bias=pool.proj.bias, use_separate_proj_weight=True, training=False,
+        need_weights=False, q_proj_weight=pool.q.weight, k_proj_weight=pool.k.weight,
+        v_proj_weight=pool.v.weight)
+    assert_same_gradients(pool(x), expected.transpose(0, 1), [*pool.parameters()])
+    torch.testing.assert_close(pool(x), expected.transpose(0, 1))
+
+
 def layer_norm(x, norm):
     """LayerNorm of one vector (d,)."""
     x = x - x.sum() / len(x)
@@ -226,46 +256,48 @@ PARTIAL = [  # slot_norm, slot_projection, heads; 10^6 parameters, 10^9 multipli
     (False, False, "separate", 306, 8.8), (False, True, "separate", 172, 8.7),
     (True, False, "separate", 306, 8.8), (True, True, "separate", 172, 8.7),
 ]
-TABLE_6 = [(dict(readout="cls"), 151, 7.4), (dict(readout="gap"), 151, 7.4),
-           (dict(replace_block=False), 161, 8.0), (dict(), 151, 7.4)]
+TABLE_6 = [("--readout cls", 151, 7.4), ("--readout gap", 151, 7.4),
+           ("--no-replace-block", 161, 8.0), ("", 151, 7.4)]
 for norm, projection, heads, *sizes in PARTIAL:
-    TABLE_6.append((dict(readout="attpool", slot_norm=norm, slot_projection=projection,
-                         heads=heads), *sizes))
+    flags = "--slot-norm " * norm + "--slot-projection " * projection
+    TABLE_6.append((f"--readout attpool {flags}--heads {heads}", *sizes))
 
 
-def parameters_and_flops(settings):
+def parameters_and_flops(flags):
     """Millions of parameters and billions of multiplications of CLIP ViT-B/32 with a read-out."""
-    config = sparo.Config(L=128, V=64, D=64, **settings)
-    depth = 12 - sparo.replaced_blocks(config)
     with FakeTensorMode():
-        clip = dict(cls=True, pre_norm=True, patch_bias=False, eps=1e-5)
-        image = common.ViT(224, 32, 768, depth, 12, **clip)
-        text = common.TextTransformer(49408, 77, 512, depth, 8, causal=True)
-        model = sparo.Model(config, image, text, 768, 512)
+        model = preset_model("sparo", "l400m-b32", *flags.split())
         tokens = torch.zeros(1, 77, dtype=torch.long)
         with train.flop_counter() as counter:
             model(dict(images=torch.empty(1, 3, 224, 224), tokens=tokens, mask=tokens == 0))
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
-    return round(millions), round(counter.get_total_flops() / 2e9, 1)
+    return millions(model), round(counter.get_total_flops() / 2e9, 1)
 
 
-@pytest.mark.parametrize("settings, millions, billions", TABLE_6)
-def test_parameters_and_flops_of_table_6(settings, millions, billions, monkeypatch):
+@pytest.mark.parametrize("flags, parameters, flops", TABLE_6)
+def test_parameters_and_flops_of_table_6(flags, parameters, flops, monkeypatch):
     monkeypatch.setattr(sparo.Sparo, "forward", listing)
-    assert parameters_and_flops(settings) == (millions, billions)
-    if settings == {}:  # SPARO in our order
+    assert parameters_and_flops(flags) == (parameters, flops)
+    if not flags:  # SPARO in our order
         monkeypatch.undo()
-        assert parameters_and_flops(settings) == (151, 6.8)
+        assert parameters_and_flops(flags) == (151, 6.8)
 
 
-@pytest.mark.parametrize("D, millions", [(32, 97), (64, 108)])
-def test_parameters_of_resnet_towers(D, millions):
-    """SPARO's rows of Table B.2; they come out if the text tower keeps its last block."""
-    with FakeTensorMode():
-        text = common.TextTransformer(49408, 77, 512, 12, 8, causal=True)
-        config = sparo.Config(L=128, V=32, D=D)
-        model = sparo.Model(config, common.ResNet(224), text, 2048, 512)
-    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
+@pytest.mark.parametrize("preset, parameters", [
+    ("cc15m-r50-clip", 102), ("cc15m-r50-clip4096", 110), ("cc15m-r50", 97),
+    ("cc15m-r50-d64", 108)])
+def test_parameters_of_table_b2(preset, parameters):
+    with torch.device("meta"):
+        assert millions(preset_model("sparo", preset)) == parameters
+
+
+@pytest.mark.parametrize("name, epochs, pairs", [  # Tables C.1 and C.3
+    ("cc3m", 32, 2_795_293), ("cc12m", 25, 10_030_127), ("cc15m", 25, 12_825_420),
+    ("l400m", 32, 319_707_672)])
+def test_presets_take_the_papers_epochs(name, epochs, pairs):
+    found = [preset for key, preset in sparo.PRESETS.items() if key.startswith(name)]
+    assert found
+    for preset in found:
+        assert preset["steps"] == epochs * pairs // preset["batch"]
 
 
 # Analyses ----------------------------------------------------------------------------------------
