@@ -146,6 +146,12 @@ def test_clip_loss_is_the_literal_one():
 # Other read-outs ---------------------------------------------------------------------------------
 
 
+def layer_norm(x, norm):
+    """LayerNorm of one vector (d,)."""
+    x = x - x.sum() / len(x)
+    return x / ((x * x).sum() / len(x) + norm.eps).sqrt() * norm.weight + norm.bias
+
+
 @pytest.mark.parametrize("heads", ["separate", "multi"])
 @pytest.mark.parametrize("slot_norm", [False, True])
 @pytest.mark.parametrize("slot_projection", [False, True])
@@ -186,14 +192,23 @@ def test_sparsemax_is_the_projection_onto_the_simplex():
 
 
 def test_fdt_mixes_the_codes_that_some_position_shows():
-    codebook = nn.Parameter(torch.randn(7, 4, dtype=torch.float64))
+    """ankitkv/sparo-clip f013384, transformer.py, FDTQueryModel: q_map, / sqrt(E), / 1000."""
+    codebook = nn.Parameter(1000 * torch.randn(7, 4, dtype=torch.float64))  # so that some are 0
     module = sparo.FDT(6, codebook).double()
+    norm, first, _, norm_2, second = module.query
     x, ends = torch.randn(2, 5, 6, dtype=torch.float64), torch.tensor([4, 1])
+
+    def query(h):
+        h = first.weight @ layer_norm(h, norm) + first.bias
+        h = layer_norm(h * 0.5 * (1 + torch.erf(h / math.sqrt(2))), norm_2)
+        return second.weight @ h + second.bias
+
     for h, end, y in zip(x, ends, module(x, ends)):
-        shown = [module.proj(position) for position in h[: end + 1]]
-        scores = torch.stack([max(e @ code / 2 for e in shown) for code in codebook])
-        expected = sum(p * code for p, code in zip(sparo.sparsemax(scores), codebook))
-        torch.testing.assert_close(y, expected[None])
+        shown = [query(position) for position in h[: end + 1]]
+        scores = torch.stack([max(e @ code / 2 / 1000 for e in shown) for code in codebook])
+        p = sparo.sparsemax(scores)
+        assert 0 < (p > 0).sum() < 7
+        torch.testing.assert_close(y, sum(w * code for w, code in zip(p, codebook))[None])
 
 
 def test_pools_take_the_right_positions():
@@ -220,12 +235,6 @@ def test_attention_pool_is_clips():
         v_proj_weight=pool.v.weight)
     assert_same_gradients(pool(x), expected.transpose(0, 1), [*pool.parameters()])
     torch.testing.assert_close(pool(x), expected.transpose(0, 1))
-
-
-def layer_norm(x, norm):
-    """LayerNorm of one vector (d,)."""
-    x = x - x.sum() / len(x)
-    return x / ((x * x).sum() / len(x) + norm.eps).sqrt() * norm.weight + norm.bias
 
 
 def test_clip_with_gap_takes_the_mean_of_all_image_tokens_then_the_towers_layer_norm():
