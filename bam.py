@@ -21,6 +21,8 @@ Differs from the paper, as the authors' code does (variants differ at their line
   * Positives are left out (mask="exclude"); "zero" is Eq. 3 as printed.
   * Three Sinkhorn iterations, columns first; a mean over pairs and images, not a sum.
   * With a teacher, the teacher is evaluated.
+Ours, not the authors': the ViT starts as CLIP's does (theirs: normal, .02), the learning rate
+ends at 0 (theirs: 1e-6), colour jitter has BYOL's saturation .2 (Sec. 4.1; theirs: .4).
 Not here: fine-tuning, semi-supervised and transfer learning, segmentation, detection.
 Run:     python train.py --method bam                        (the embedded world)
 Result:  CIFAR-10, 300 steps of 128 images: k-NN .461; SimCLR .487, DINO .314, untrained .274.
@@ -75,7 +77,8 @@ PRESETS = {
                  local_crops=2, local_size=24, crop_least=0.2, crop_border=0.5, contrastive_crop=False,
                  crop_start=300, crop_every=150),
     # Sec. 4.1, App. C, Table 9a: 300 epochs of 1,281,167 images; warm-up 40, ResNet-50 10.
-    # ResNet-50's lr .3 is read as per 256 images, ViT's .003 as it is (authors: .0048).
+    # ResNet-50's lr .3 is read as per 256 images, ViT's .003 as it is. The authors' scripts
+    # differ: 400 epochs, lr .0048 that ends at .001, boxes every 40 epochs, top_k 128.
     "vit-s16": dict(image_encoder="ViT-S/16:cls=1,positions=sincos", **VIT),
     "vit-b16": dict(image_encoder="ViT-B/16:cls=1,positions=sincos", **VIT),
     "r50": dict(image_encoder="ResNet-50", readout="gap", activation="relu", teacher=False, contrastive_crop=False,
@@ -199,7 +202,7 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
             B = attend(similarities(z_m, c, rows, columns, mask), tau_b)
         else:
             B = torch.eye(G * n, len(c), dtype=z.dtype, device=z.device)
-        # differs: a small view is no target of large ones, as in the authors' code
+        # differs: in Sec. 3.5 large views match small ones, too; the authors drop these pairs
         B = B[: G * n].view(G, n, -1)
         entropy_b = torch.special.entr(B).sum(-1).mean()
         if top_k and target != "onehot":
@@ -283,7 +286,8 @@ class Model(nn.Module):
         return F.normalize(self.readout(self.evaluated()(images)).float(), dim=-1)
 
     def probe_features(self, images):
-        """What a linear probe sees: h, or [CLS] and the mean of the patches (App. D.1)."""
+        """What a linear probe sees: h, or [CLS] and the mean of the patches (App. D.1). The
+        authors' script normalises them by BatchNorm; the paper does not say so."""
         tokens = self.evaluated()(images).float()
         if self.config.readout == "gap":
             return tokens.mean(1)
@@ -375,7 +379,8 @@ def check_arguments(z, k, G, teacher, **words):
     if k < 2 or not 1 <= G <= k or len(z) % k:
         raise ValueError(f"{len(z)} latents are not two or more views ({k}, {G} large).")
     if teacher is not None and teacher.shape != z.shape:
-        raise ValueError(f"The teacher's latents must be of all views, {tuple(z.shape)}.")
+        raise ValueError(f"The teacher's latents are {tuple(teacher.shape)}; they must be of all "
+                         f"views, as the student's {tuple(z.shape)}.")
     if words["target"] == "onehot" and (G < 2 or words["normalization"] == "block"):
         raise ValueError("SimCLR takes two or more large views, normalization is global.")
 
@@ -442,7 +447,8 @@ def box_refreshes(args):
 def heat_boxes(heat, threshold, size):
     """Attention of [CLS], summed over heads (B, h, w) -> (B, 4), the boxes around what is above
     `threshold` once scaled to [0, 1]: left, top, right, bottom as shares of the sides."""
-    # differs: the map is enlarged before it is scaled to [0, 1]; App. G scales first
+    # differs: the map is enlarged before it is scaled to [0, 1], App. G scales first; boxes
+    # hold their last row and column of pixels, which the authors' code cuts off
     heat = F.interpolate(heat[:, None], (size, size), mode="bilinear")[:, 0]
     low, high = heat.amin((1, 2), keepdim=True), heat.amax((1, 2), keepdim=True)
     seen = (heat - low) / (high - low).clamp(min=1e-12) > threshold          # (B, size, size)

@@ -176,6 +176,21 @@ def test_attention_is_a_softmax_and_half_precision_is_cast_up():
     assert torch.equal(loss, bam.bam_loss(z, 2))
 
 
+def test_simclr_is_the_published_loss():
+    """SimCLR (arXiv 2002.05709), Eq. 1 and Algorithm 1: each view of n images in turn tells its
+    pair from the 2 n - 2 views of other images."""
+    n, tau = 3, 0.2
+    z = torch.randn(2 * n, 5, dtype=torch.double, requires_grad=True)
+    losses = []
+    for i in range(2 * n):
+        e = [(cos(z[i], z[k]) / tau).exp() for k in range(2 * n)]
+        losses.append(-(e[(i + n) % (2 * n)] / (sum(e) - e[i])).log())
+    found, expected = bam.bam_loss(z, 2, target="onehot", tau=tau), sum(losses) / (2 * n)
+    gradients = [torch.autograd.grad(loss, z)[0] for loss in (found, expected)]
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+
+
 def test_entropies_and_limits():
     n = 6
     same = bam.bam_loss(torch.ones(2 * n, 4), 2, entropies=True)
@@ -198,7 +213,7 @@ def test_a_teacher_gets_no_gradient():
 @pytest.mark.parametrize("shape, k, settings, message", [
     ((5, 3), 2, {}, r"5 latents are not .* \(2, 2 large\)"),
     ((4, 3), 1, {}, "two or more"),
-    ((4, 3), 2, dict(teacher=torch.randn(3, 3)), r"must be of all views, \(4, 3\)"),
+    ((4, 3), 2, dict(teacher=torch.randn(4, 5)), r"are \(4, 5\); .* student's \(4, 3\)"),
     ((6, 3), 3, dict(teacher=torch.randn(4, 3)), "must be of all views"),
     ((2, 3), 2, {}, "global batch needs two"),
     ((4, 3), 2, dict(n_global=0), "0 large"),
@@ -241,6 +256,14 @@ def test_the_teacher_sees_all_views():
               for network in (model.student(), model.teacher))
     assert z.shape == z_m.shape == (16, 6)
     torch.testing.assert_close(model(batch)["loss"], bam.bam_loss(z, 4, z_m, 2))
+
+
+def test_latents_are_normalised_view_by_view():
+    """Over all views, latents that tell views apart and no images would have unit variance."""
+    model, views = build("alone"), make_views(6)["views"]
+    z, alone = (model.latents(model.student(), v, bam.identity)[1] for v in (views, views[:2]))
+    torch.testing.assert_close(z.mean(1), torch.zeros(4, 6), atol=1e-5, rtol=0)
+    torch.testing.assert_close(z[:2], alone, atol=1e-5, rtol=0)
 
 
 def test_the_teacher_is_evaluated():
