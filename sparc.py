@@ -21,13 +21,15 @@ between whole images and whole captions is added (L_g).
 
 Differs from the paper:
   * A token that is equally similar to all patches weighs them alike; Eq. 2 would be 0 / 0.
-  * [CLS] and [SEP] are no words: they are left out of tbar and L_f. SentencePiece has none.
+  * [CLS] and [SEP] are no words: they are left out of tbar and L_f, but count among the 55
+    tokens (Sec. 4.1), so that 53 of a caption are read. SentencePiece has none.
   * The text encoder is bidirectional (the paper says only that tokens are averaged).
   * Ours, as the paper names none: CLIP's second beta and epsilon for AdamW, 1 / tau within
     [1, 100], gradients clipped at norm 1, images cropped a little and flipped.
 
 Not here: detection (OWL-ViT), captioning (Flamingo), the 32k SentencePiece vocabulary
-(WordPiece takes its place), a batch of each of several datasets in one step (D.2).
+(WordPiece takes its place), a batch of each of several datasets in one step and the labels of
+JFT as captions (D.2), Pascal Context (Table 6).
 
 Run:     python train.py --method sparc       (--objective clip, filip, ...: the baselines)
 Result:  on the embedded world, seeds 0-2: zero-shot .968 +- .021 (CLIP .889 +- .057), R@1
@@ -63,14 +65,17 @@ class Config:
 
 # Sec. 4.1, D.1, D.4. lr and weight decay are the middle of the paper's sweeps; its "1.1e-4"
 # is read as 1.1e-3 and its batch "16348" as 16384.
-PAPER = dict(text_encoder="12x768:context=55", vocab_size=32_000, batch=16384, steps=200_000,
-             lr=9e-4, weight_decay=0.2, warmup=2500)
+PAPER = dict(text_encoder="12x768:context=55,vocab_size=32000", vocab_size=32_000, batch=16384,
+             steps=200_000, lr=9e-4, weight_decay=0.2, warmup=2500)
+GLORIA = PAPER | dict(objective="gloria", batch=4096, steps=800_000)  # Sec. D.3
 PRESETS = {  # settings of this file and of train.py; flags go before them
     "tiny": dict(image_encoder="tiny", text_encoder="tiny", data="shapes", embed_dim=128, h_v="residual", lambda_f=0.5,
                  batch=128, steps=600, lr=2e-3, weight_decay=0.1, warmup=50),
     "b32": PAPER | dict(image_encoder="ViT-B/32"),
     "b16": PAPER | dict(image_encoder="ViT-B/16"),
     "l14": PAPER | dict(image_encoder="ViT-L/14", steps=250_000),
+    "gloria-b32": GLORIA | dict(image_encoder="ViT-B/32"),
+    "gloria-b16": GLORIA | dict(image_encoder="ViT-B/16"),
 }
 
 
@@ -239,7 +244,8 @@ class Model(nn.Module):
         return F.normalize(t.float(), dim=-1)
 
     def encode_patches(self, images):
-        """(B, 3, H, W) -> (B, P, E), normalised, through h_v and g_v as D.7 segments."""
+        """(B, 3, H, W) -> (B, P, E), normalised, through h_v and g_v as D.7 segments: by all the
+        data set's classes, as we read it; those of the image alone would be easier."""
         return F.normalize(self.g_v(self.h_v(self.image_encoder(images))).float(), dim=-1)
 
     def align_words(self, images, tokens, mask):
