@@ -17,7 +17,7 @@ both towers have the same slots; the similarity of image and caption is the mean
 
 Differs from the paper (what concerns a variant stands at the variant):
   * Sparo.forward computes Eq. 1 in another order, with the same values and gradients.
-  * Captions end at WordPiece's [SEP]; the paper's tokenizer is CLIP's, with 49,408 tokens.
+  * Captions end at WordPiece's [SEP]; the paper's tokens are CLIP's (--vocab bpe_...txt.gz).
   * Weight decay spares embeddings, positions and queries, images are flipped (train.py); the
     authors' OpenCLIP decays all matrices and does not flip. The image tower starts as CLIP's
     text tower does; OpenCLIP leaves it at torch's defaults, [CLS] and positions at width^-.5.
@@ -103,10 +103,10 @@ PRESETS = {  # settings of this file and of train.py by name; --flags override t
     "cc15m-r50-d64": dict(L=128, V=32, D=64, **R50),
     "cc15m-r50-clip": dict(readout="cls", embed_dim=1024, **R50),
     "cc15m-r50-clip4096": dict(readout="cls", embed_dim=4096, **R50),
-    # The CLIP that STAIR compares with (arXiv 2301.13081, Sec. 4.2), on stair.py's towers
+    # The CLIP that STAIR compares with (arXiv 2301.13081, Sec. 4.2), with LAMB's own constants
     "stair-clip": dict(image_encoder="ViT-B/16:cls=1", text_encoder="12x512:context=76,causal=1,vocab_size=30522",
-                       readout="cls", steps=600_000, batch=16384, optimizer="lamb", beta2=0.999, lr=1e-3,
-                       schedule="linear", weight_decay=1e-2, warmup=10_000, clip_grad=0.0),
+                       readout="cls", steps=600_000, batch=16384, optimizer="lamb", beta2=0.999,
+                       adam_eps=1e-6, lr=1e-3, schedule="linear", weight_decay=1e-2, warmup=10_000, clip_grad=0.0),
     # Sec. 3.4, C.2: 100 epochs of ImageNet's 1,281,167 images, 10 of them warm-up
     "dino-s16": dict(image_encoder="ViT-S/16:cls=1,drop_path=0.1", objective="dino", L=64, batch=512, steps=250_200,
                      lr=1e-3, beta2=0.999, adam_eps=1e-8, clip_grad=3.0, weight_decay=0.04, weight_decay_end=0.4,

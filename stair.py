@@ -22,8 +22,10 @@ Differs from the paper:
   * In the cosine an encoding shorter than 0.5 counts as 0.5 long, to bound its gradient.
   * Where the paper is silent: special tokens ([CLS], [SEP], ...) are never active. In stage 2
     e trains with the text tower, and the frozen image head keeps a copy. The mean of Eq. 6 is
-    over the global batch. Each stage has a new optimizer. The text tower is bidirectional.
-Not here: the prompt "a photo of"; dense embeddings beside the words in an index; fine-tuning.
+    over the global batch. Each stage has a new optimizer. How CLIP-B/16 is "modified": here the
+    image tower has no [CLS] and no LayerNorm before its blocks, the text tower sees both ways.
+Not here: the prompt "a photo of"; in an index dense embeddings beside the words, and lists of
+         words at indexing (App. D; mask what `add` gets); fine-tuning.
 Run:     python train.py --method stair                     (the embedded world)
 Result:  an image's shape is among its 10 heaviest of 862 words in .999 of the cases (in one
          stage .002); image-to-text R@1 .934 (CLIP .861); 15 active words a caption; 3 seeds.
@@ -60,15 +62,18 @@ class Config:
     init_scale: Annotated[float, 1, 100] = 1 / 0.07     # first 1 / T; CLIP (arXiv 2103.00020)
 
 
+# Sec. 4.2: 300,000 + 300,000 + 600,000 steps, BERT's 30,522 tokens (--vocab FILE). The constants
+# are LAMB's own. The CLIP that it is compared with is sparo.py's preset stair-clip.
+B16 = dict(image_encoder="ViT-B/16", text_encoder="12x512:context=76,vocab_size=30522",
+           batch=16384, steps=1_200_000, optimizer="lamb", beta2=0.999, adam_eps=1e-6, lr=1e-3,
+           schedule="linear", weight_decay=1e-2, warmup=10_000, clip_grad=0.0, revive_until=0)
 PRESETS = {  # settings of this file and of train.py
     # chosen on the val split of the embedded world
     "tiny": dict(image_encoder="tiny", text_encoder="tiny", data="shapes:words=400",
                  batch=128, steps=1000, lr=2e-3, lr_3=1.0, share_1=0.4, share_2=0.15,
                  lambda_image=5e-3, lambda_text=5e-3, weight_decay=0.1, warmup=50),
-    # Sec. 4.2: 300,000 + 300,000 + 600,000 steps; its 30,522 tokens are BERT's: --vocab FILE
-    "b16": dict(image_encoder="ViT-B/16", text_encoder="12x512:context=76", batch=16384,
-                steps=1_200_000, lr=1e-3, schedule="linear", optimizer="lamb",
-                weight_decay=1e-2, warmup=10_000, clip_grad=0.0, revive_until=0),
+    "b16": B16,
+    "b16-single": B16 | dict(stages="single", steps=600_000),  # App. A: as long as CLIP
 }
 
 
@@ -293,7 +298,8 @@ class Model(nn.Module):
     # To read STAIR, stop here. Below: evaluation, warnings, LAMB, the inverted index.
 
     def encode_words(self, tokens, mask):
-        """A query without the text tower: its tokens, equally weighted (Sec. 7.1)."""
+        """A query without the text tower: its tokens, equally weighted (Sec. 7.1). Of a class
+        also its prompt's, "photo", "of", ...: the paper does not say."""
         return F.normalize(self.caption_words(tokens, mask), dim=-1)
 
     def word_maps(self, images, ids):

@@ -19,6 +19,7 @@ import train
 from helpers import (SMALL, assert_one_process, assert_same_weights, cos, make_batch, on_ranks,
                      padded, read_log, tiny_model, train_alone, train_until, weights)
 from test_sparc import assert_same_with_gradients
+from test_sparo import preset_model
 
 V, E = 11, 6
 
@@ -280,7 +281,31 @@ def test_two_ranks_equal_one_process(tmp_path):
         assert_one_process(ranks[stage], model, model(batch)["loss"])
 
 
-# Runs ----------------------------------------------------------------------------------------
+# Presets and runs ----------------------------------------------------------------------------
+
+def test_presets_are_the_papers_model_and_steps():
+    """Sec. 4.2 and App. A, counted by hand: 140.0 million parameters."""
+    def blocks(d):
+        return 12 * (3 * d * d + 3 * d + d * d + d + 4 * d * d + 4 * d + 4 * d * d + d + 4 * d)
+
+    image = 3 * 16 * 16 * 768 + 768 + 196 * 768 + blocks(768) + 2 * 768
+    text = 30522 * 512 + 76 * 512 + blocks(512) + 2 * 512
+    heads = 768 * 512 + 512 * 512 + 2 * (512 + 2 * 512 + 30522)  # both with one embedding
+    with torch.device("meta"):
+        model = preset_model("stair", "b16")
+    assert sum(p.numel() for p in model.parameters()) == image + text + heads + 1
+    assert round((image + text + heads) / 1e6, 1) == 140.0
+    steps = {"b16": [(1, 300_000, 1e-3), (2, 300_000, 1e-3), (3, 600_000, pytest.approx(1e-4))],
+             "b16-single": [(3, 600_000, 1e-3)]}
+    for preset, stages in steps.items():
+        args = train.parse_args(["--method", "stair", "--preset", preset])
+        assert stair.stages(args) == stages
+        assert (args.optimizer, args.beta2, args.adam_eps) == ("lamb", 0.999, 1e-6)
+    clip = train.parse_args(["--method", "sparo", "--preset", "stair-clip"])
+    settings = "optimizer beta2 adam_eps lr schedule weight_decay warmup batch clip_grad steps"
+    for name in settings.split():  # as long as the single stage
+        assert getattr(clip, name) == getattr(args, name)
+
 
 def test_three_stages_have_their_steps_and_learning_rates(tmp_path):
     train_alone([*SMALL["stair"], "--lr", "1e-3", "--lr-2", "0.5", "--lr-3", "0.1",
