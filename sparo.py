@@ -110,7 +110,7 @@ PRESETS = {  # settings of this file and of train.py by name; --flags override t
     # Sec. 3.4, C.2: 100 epochs of ImageNet's 1,281,167 images, 10 of them warm-up
     "dino-s16": dict(image_encoder="ViT-S/16:cls=1,drop_path=0.1", objective="dino", L=64, batch=512, steps=250_200,
                      lr=1e-3, beta2=0.999, adam_eps=1e-8, clip_grad=3.0, weight_decay=0.04, weight_decay_end=0.4,
-                     warmup=25_020, freeze_last=2502),
+                     warmup=25_020, freeze_last=2502, probe="sgd"),
 }
 
 
@@ -506,7 +506,8 @@ class Dino(nn.Module):
     def probe_features(self, images):
         """DINO's linear probe (C.2) sees [CLS] after each of the last four blocks; the slots,
         or the mean of CLIP+GAP, replace the last; of a ResNet it sees the read-out alone.
-        differs: it trains as CLIP's probe does (C.1), by AdamW and without augmentation."""
+        differs: eval.py chooses its rate (DINO's is .001 x batch / 256); `tiny` trains it as
+        CLIP's (C.1), by AdamW and without augmentation."""
         encoder, readout, _ = self.teacher
         if not hasattr(encoder, "layers"):
             return readout(encoder(images)).flatten(1).float()
