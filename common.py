@@ -577,10 +577,11 @@ def load_encoder_weights(encoder, state_dict, tokenizer=None):
 
 
 def fit_tensors(prefix, tower, encoder, tokenizer):
-    """A tower's tensors -> {our name: tensor that fits}, sentences about the others, and those
-    others without which it is another network: of blocks that we have, and register tokens."""
+    """A tower's tensors -> {our name: tensor that fits}, sentences about the others, and those of
+    them without which it is another network: in blocks that we have, and register tokens."""
     ours, fitting, report, foreign = encoder.state_dict(), {}, [], []
-    blocks = {block_of(name) for name in ours} - {None}
+    in_blocks = [name for name in ours if name.startswith(("blocks.", "layer"))]
+    needed = {re.match(r"\w+\.\d+\.", name)[0] for name in in_blocks}
     for key, value in tower.items():
         name = key.removeprefix(prefix)
         if not isinstance(encoder, ResNet):
@@ -601,26 +602,18 @@ def fit_tensors(prefix, tower, encoder, tokenizer):
             shapes = f"{tuple(value.shape)} does not fit {tuple(ours[name].shape)}"
             problem = f"{key}: shape {shapes}, not used"
         report.append(problem)
-        if block_of(name) in blocks or name in ("reg_token", "register_tokens"):
+        if name.startswith((*needed, "reg_token", "register_tokens")):
             foreign.append(problem)
     return fitting, report, foreign
-
-
-def block_of(name):
-    """Our name of a tensor -> that of its block, or None."""
-    match = re.match(r"blocks\.\d+|layer\d\.\d+", name)
-    return match and match[0]
 
 
 def check_vocabulary(key, words, encoder, tokenizer):
     """Raise UserError if a file's embedding of so many words is of another vocabulary."""
     is_clips = words == CLIP_TOKENS and "token_embedding" in key
-    if is_clips and isinstance(tokenizer, WordPiece):
-        raise UserError(f"{key} has CLIP's {words} tokens, others than this vocabulary: give "
-                        f"--vocab bpe_simple_vocab_16e6.txt.gz, the file that OpenCLIP ships.")
-    if words != encoder.vocab_size:
-        raise UserError(f"{key} has {words} tokens, this text tower has {encoder.vocab_size}: give "
-                        f"--vocab FILE, the vocabulary that the weights were trained with.")
+    if words != encoder.vocab_size or (is_clips and isinstance(tokenizer, WordPiece)):
+        raise UserError(f"{key} has {words} tokens of another vocabulary than this text tower's "
+                        f"{encoder.vocab_size}: give theirs with --vocab; that of OpenAI's and "
+                        f"most of OpenCLIP's weights is bpe_simple_vocab_16e6.txt.gz.")
 
 
 def flatten(tree, prefix=""):
@@ -714,9 +707,8 @@ def split_words(text):
 
 
 class Tokenizer:
-    """What both kinds share: `vocab`, its tokens in words, `ids`, the id of each, and `special`,
-    the ids that stand for no word. A kind has split(text) -> words, pieces(word) -> ids, and
-    `lines`, its file's."""
+    """What both kinds share. A kind has split(text) -> words, pieces(word) -> ids; `vocab`, the
+    tokens to read, `ids` of them, `special` ids, which stand for no word, and its file's `lines`."""
 
     def __len__(self):
         return len(self.vocab)
@@ -1476,17 +1468,14 @@ def class_names(folders, file=None):
     of ImageNet (n01440764, ...) have torchvision's names; others are called like their folder.
     """
     if file:
-        lines = read_lines(file, "--classes")
-        if not any("\t" in line for line in lines):
-            if len(lines) != len(folders):
-                raise UserError(f"{file} has {len(lines)} names for {len(folders)} class folders.")
-            return lines, str(file)
-        pairs = [line.partition("\t") for line in lines]
-        known = {folder.strip(): name.strip() for folder, _, name in pairs}
-        for folder in folders:
-            if not known.get(folder):
-                raise UserError(f"{file} has no name for the class folder {folder}.")
-        return [known[folder] for folder in folders], str(file)
+        names = read_lines(file, "--classes")
+        if any("\t" in line for line in names):
+            known = dict(line.partition("\t")[::2] for line in names)
+            names = [known[folder].strip() for folder in folders if folder in known]
+        if len(names) != len(folders):
+            raise UserError(f"{file} has names for {len(names)} of {len(folders)} class folders: "
+                            f"give a NAME a line in their sorted order, or FOLDER<TAB>NAME.")
+        return names, str(file)
     numbers = [folder for folder in folders if re.fullmatch(r"n\d{8}", folder)]
     if len(numbers) == len(folders) == 1000:
         return ResNet50_Weights.IMAGENET1K_V1.meta["categories"], "torchvision"

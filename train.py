@@ -379,8 +379,17 @@ def open_data(args, method):
         eval_data = evaluation.open_eval_set(options, args.image_size, with_text)
         tasks = ["knn"] if args.knn_every else options.tasks
         wanted = argparse.Namespace(**vars(options) | {"tasks": tasks})
-        evaluation.check(wanted, eval_data, with_text)
+        check_evaluation(wanted, eval_data, with_text)
     return data, eval_data, options
+
+
+def check_evaluation(options, eval_data, with_text):
+    """evaluation.check, whose errors name flags of eval.py."""
+    try:
+        evaluation.check(options, eval_data, with_text)
+    except UserError as error:
+        raise UserError(f"{error} In training, k-NN learns from --data and is tested on "
+                        f"--eval-data; later, eval.py evaluates the run on any --data.") from None
 
 
 def build_tokenizer(args, data):
@@ -701,7 +710,7 @@ def finish(args, embed, eval_data, options, at):
     try:
         if eval_data is None:
             eval_data = evaluation.open_eval_set(options, args.image_size, with_text)
-        evaluation.check(options, eval_data, with_text)
+        check_evaluation(options, eval_data, with_text)
     except UserError as error:
         print(f"No evaluation: {error}")
         page = evaluation.draw_entropies(args.out)  # it needs the log alone

@@ -76,14 +76,16 @@ def test_help_shows_comments_and_what_the_preset_sets(capsys, flags, shown):
     (["--eval-data", "nowhere"], "nowhere does not exist"),
     (["--data", "numbers", "--vocab", "vocab.txt"], "folder n00000001 has a number of ImageNet"),
     (["--probe-epochs", "0"], "--probe-epochs 0 must be from 1"),
+    (["--data", "folders", "--knn-every", "1"], "--train-data, .* is tested on --eval-data"),
     (["--text-encoder", "tiny:vocab_size=8193"],
      "vocab_size=8193 is for 8193 tokens, a vocabulary trained from the captions has 8192: give"),
     (["--resume"], "holds no run"),
 ])
 def test_wrong_settings_are_refused_at_the_start(tmp_path, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "numbers/n00000001").mkdir(parents=True)
-    (tmp_path / "numbers/n00000001/a.png").touch()
+    for name in ("numbers/n00000001", "folders/cat"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "a.png").touch()
     with pytest.raises(UserError, match=message):
         train.main([*SPARC, *flags, "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()

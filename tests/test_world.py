@@ -129,6 +129,20 @@ def test_relations_and_fillers_are_fractions():
     assert fraction(filler) > 0.5 and fraction(filler, fillers=False) == 0
 
 
+def test_made_up_words_stand_around_a_true_caption():
+    assert len({common.made_up_word(i) for i in range(4900)}) == 4900
+    known = {common.made_up_word(i) for i in range(20)}
+    assert all(re.fullmatch("([bdfgklmnprstvz][aeiou]){2}", word) for word in known)
+    assert not known & set(" ".join(World().sample_captions(5000)).split())
+    sample, counts = World(words=20).sample(300, "train", 0), Counter()
+    for caption, objects in zip(sample["captions"], sample["objects"]):
+        words = caption.split()
+        counts[sum(word in known for word in words)] += 1
+        assert true_of(" ".join(word for word in words if word not in known), objects, of_all=True)
+    assert min(counts[n] for n in (0, 1, 2)) > 60 and counts.total() == 300
+    assert known <= set(" ".join(sample["captions"]).split())
+
+
 def test_training_captions_hold_every_word():
     world, rng, known = World(), random.Random(0), World().sample_captions(100_000)
     assert len(known) == 5000 and len(world.sample_captions(10)) == 10
