@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from torch import nn
 
 import common
@@ -36,6 +37,10 @@ STABLE_NAMES = """
     sparc.Model.encode_image(self,images) sparc.Model.encode_text(self,tokens,mask)
     bam.Model.encode_image(self,images)
 """
+PRINTED = {  # millions of parameters: SPARO, Tables 6 and B.2; BAM, Tables 4 and 8, cut off
+    "l400m-b32": 151, "cc15m-r50": 97, "cc15m-r50-d64": 108, "cc15m-r50-clip": 102,
+    "cc15m-r50-clip4096": 110, "vit-s16": 21, "vit-b16": 85, "r50": 23}
+WORDS = {"sparo": 49_408, "stair": 30_522, "stair-clip": 30_522, "sparc": 32_000}
 RUN_ALONE = """
 import runpy, sys
 for other in ("common", "train", "eval", "torchvision", "numpy", "PIL", "tqdm", "pytest"):
@@ -107,6 +112,22 @@ def test_fields_have_help_and_presets_name_fields(method):
         args = train.parse_args(["--method", method, "--preset", preset])
         assert vars(args) | values == vars(args)
     train.parse_args(["--method", method, *STABLE_FLAGS.split()])
+
+
+@pytest.mark.parametrize("name, preset", [
+    (name, preset) for name in METHODS for preset in METHODS[name].PRESETS])
+def test_presets_are_the_papers_models(name, preset):
+    """Without a further flag they have the parameters that a table prints, and the words."""
+    method, args = METHODS[name], train.parse_args(["--method", name, "--preset", preset])
+    with torch.device("meta"):
+        encoders = common.build_encoders(method, args, range(4))
+        model = common.build_model(method, args, *encoders)
+    counted = model.image_encoder if name == "bam" else model
+    millions = sum(p.numel() for p in counted.parameters()) / 1e6
+    if preset in PRINTED:
+        assert PRINTED[preset] == (int(millions) if name == "bam" else round(millions))
+    if method.uses_text(args) and preset != "tiny":
+        assert model.text_encoder.vocab_size == WORDS.get(preset, WORDS.get(name))
 
 
 @pytest.mark.parametrize("name", STABLE_NAMES.split())
