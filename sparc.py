@@ -255,6 +255,13 @@ class Model(nn.Module):
 
 
 # To read SPARC, stop here. ===============================================================
+# Check your copy. Public copies of L_f have one or more of these wrong:
+# * nothing for a token that is equally similar to all patches: 0 / 0 makes the batch nan;
+# * padding is set to -inf, and multiplied by 0 later: nan for every batch with padding;
+# * alignment weights are detached, or made of cosines: Eq. 2 takes the plain inner product;
+# * the negatives are the words of the whole batch: Eq. 6 has those of the same caption;
+# * no threshold, or 1 / 196 whatever the patches: that is 1 / P of 14 x 14 patches alone.
+#
 # What was found out on the embedded world, seeds 0-2: as in the paper, SPARC is above CLIP in
 # zero-shot, retrieval and faithfulness, at 1.09 of its time. It does not segment better: at
 # lambda_f = 0.5, L_f ends at .015-.13 for the right image and at .04-.15 for a wrong one

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.functional import normalize
 
 import sparc
 from helpers import assert_one_process, cos, make_batch, on_ranks, padded, softmax, tiny_model
@@ -13,13 +14,17 @@ from helpers import assert_one_process, cos, make_batch, on_ranks, padded, softm
 
 
 def literal_weights(tokens, patches, sigma=None):
-    """Eq. 2-4, one number at a time: tokens (L, E), patches (P, E) -> L lists of P scalars."""
+    """Eq. 2-4, one number at a time: tokens (L, E), patches (P, E) -> L lists of P scalars.
+    Where Eq. 2 is 0 / 0, all patches weigh alike."""
     P = len(patches)
     sigma = 1 / P if sigma is None else sigma
     rows = []
     for t in tokens:
         s = [(t * v).sum() for v in patches]
         low, high = min(s, key=lambda x: x.item()), max(s, key=lambda x: x.item())
+        if high == low:
+            rows.append([torch.ones_like(x) / P for x in s])
+            continue
         hat = [(x - low) / (high - low) for x in s]
         tilde = [x if x.item() >= sigma else 0 * x for x in hat]
         rows.append([x / sum(tilde) for x in tilde])
@@ -133,16 +138,48 @@ def test_token_mean_batch_divides_by_all_tokens():
     assert abs(value - sparc.fine_grained_loss(tokens, patches, mask, 7.0)) > 1e-3
 
 
-def test_gradients_flow_through_the_alignment_weights():
-    tokens, patches, mask = ragged()
+def copied_loss(tokens, patches, mask, scale, wrong):
+    """L_f as in public copies: with one thing wrong, or with none."""
+    t, v = tokens, patches
+    if wrong == "cosines":
+        t, v = normalize(t, dim=-1), normalize(v, dim=-1)
+    s = t @ v.transpose(1, 2)                                    # (B, L, P)
+    low = s.amin(-1, keepdim=True)
+    span = s.amax(-1, keepdim=True) - low
+    equal = (span == 0) & (wrong != "no epsilon")
+    s_hat = torch.where(equal, 1.0, (s - low) / (span + equal))
+    sigma = {"no threshold": 0.0, "sigma 1 / 196": 1 / 196}.get(wrong, 1 / patches.shape[1])
+    a = torch.where(s_hat < sigma, 0.0, s_hat)
+    a = a / a.sum(-1, keepdim=True)
+    a = a.detach() if wrong == "detached weights" else a
+    c, t, seen = normalize(a @ patches, dim=-1), normalize(tokens, dim=-1), mask
+    if wrong == "negatives of the batch":
+        c, t, seen = (x.flatten(0, 1)[None] for x in (c, t, mask))
+    loss = 0
+    for x, y in ((c, t), (t, c)):
+        logits = (scale * x @ y.transpose(1, 2)).masked_fill(~seen[:, None], -torch.inf)
+        if wrong == "-inf times 0":
+            logits = logits.masked_fill(~seen[:, :, None], -torch.inf)
+        log_p = logits.log_softmax(-1).diagonal(dim1=1, dim2=2).reshape(mask.shape)   # (B, L)
+        log_p = log_p * mask if wrong == "-inf times 0" else log_p.masked_fill(~mask, 0.0)
+        loss = loss - (log_p.sum(1) / mask.sum(1)).mean() / 2
+    return loss
 
-    def detached(tokens, patches):
-        return sparc.alignment_weights(tokens, patches).detach()
 
-    losses = [sparc.fine_grained_loss(tokens, patches, mask, 7.0, align)
-              for align in (sparc.alignment_weights, detached)]
-    through, around = (torch.autograd.grad(loss, patches)[0] for loss in losses)
-    assert losses[0] == losses[1] and (through - around).abs().max() > 1e-3
+@pytest.mark.parametrize("wrong", [
+    None, "no epsilon", "-inf times 0", "detached weights", "cosines", "negatives of the batch",
+    "no threshold", "sigma 1 / 196"])
+def test_wrong_copies_of_the_loss_fail_where_ours_holds(wrong):
+    tokens, patches, mask = (x.detach().clone() for x in ragged())
+    patches[0, :, 3], tokens[0, 1] = 0.0, torch.tensor([0.0, 0.0, 0.0, 2.0])   # a row of zeros
+    inputs = tokens.requires_grad_(), patches.requires_grad_()
+    expected = mean([mean(row) for row in literal_fine_grained(*inputs, mask, 7.0)])
+    assert_same_with_gradients(sparc.fine_grained_loss(*inputs, mask, 7.0), expected, inputs)
+    copy = copied_loss(*inputs, mask, 7.0, wrong)
+    if wrong is None:
+        return assert_same_with_gradients(copy, expected, inputs)
+    with pytest.raises(AssertionError):
+        assert_same_with_gradients(copy, expected, inputs)
 
 
 def test_padding_is_neither_anchor_nor_negative():
