@@ -286,7 +286,7 @@ def test_the_model_trains_on_the_sum_of_its_losses(objective):
         contexts = (model.word_attention(tokens, patches, torch.ones(4, 16) > 0),
                     model.patch_attention(patches, tokens, words))
         expected["mgca"] = sparc.mgca_loss(tokens, patches, words, *contexts, scale)
-        expected["prototype"] = sparc.prototype_loss(v, t, model.prototypes, scale)
+        expected["prototype"] = 0.5 * sparc.prototype_loss(v, t, model.prototypes, scale)
     out = model(batch)
     assert set(out) == {"loss", "scale", *TERMS[objective]} and model.diagnose(batch) == {}
     for name in TERMS[objective]:
@@ -295,6 +295,55 @@ def test_the_model_trains_on_the_sum_of_its_losses(objective):
     out["loss"].backward()
     for name, p in model.named_parameters():
         assert p.grad is not None and p.grad.abs().max() > 1e-6, name
+
+
+def mgca_of_the_public_code(v, t, pairs, prototypes, scale):
+    """MGCA's three terms with lambda 1, 1, 1, from the text of HKU-MedAI/MGCA, commit 0fe1c3b,
+    mgca_module.py: tokens weigh alike (SPARC, D.3) and have one temperature. v, t (B, E);
+    pairs: the normalised (tokens, contexts) of words and of patches, caption by caption."""
+    def sum_of_both(scores):
+        labels = torch.arange(len(scores))
+        return F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels)
+
+    def codes(out):  # (B, K)
+        Q = (out.detach() / 0.05).exp().T
+        Q = Q / Q.sum()
+        K, B = Q.shape
+        for _ in range(3):
+            Q = Q * (1 / K / Q.sum(1))[:, None]
+            Q = Q * (1 / B / Q.sum(0))
+        return (Q / Q.sum(0)).T
+
+    loss_ita = sum_of_both(scale * v @ t.T)
+    losses = [sum_of_both(scale * x @ context.T) / 2 for x, context in pairs]
+    loss_local = sum(losses) / len(v)  # of words and of patches: added
+    out_v, out_t = v @ prototypes.T, t @ prototypes.T
+    i2t = (codes(out_v) * (scale * out_t).log_softmax(1)).sum(1).mean()
+    t2i = (codes(out_t) * (scale * out_v).log_softmax(1)).sum(1).mean()
+    return loss_ita + loss_local - (i2t + t2i) / 2
+
+
+def test_mgca_weighs_its_terms_as_the_public_code():
+    model, batch = tiny_model("sparc", objective="mgca").double(), make_batch()
+    batch["images"] = batch["images"].double()
+    f_v = model.image_encoder(batch["images"])
+    f_t = model.text_encoder(batch["tokens"], batch["mask"])
+    words = sparc.words_only(batch["mask"])
+    v, t = model.g_v(model.h_v(f_v.mean(1))), model.g_t(sparc.masked_mean(f_t, words))
+    v, t, patches, tokens = (F.normalize(x, dim=-1) for x in (v, t, model.g_v(f_v), model.g_t(f_t)))
+    pairs = []
+    for image, caption, word in zip(patches, tokens, words):
+        caption = caption[word]
+        for module, x, y in ((model.word_attention, caption, image),
+                             (model.patch_attention, image, caption)):
+            pairs.append((x, F.normalize(literal_attention(module, x, y), dim=-1)))
+    prototypes = F.normalize(model.prototypes, dim=-1)
+    expected = mgca_of_the_public_code(v, t, pairs, prototypes, model.log_scale.exp()) / 2
+    gradients = torch.autograd.grad(expected, list(model.parameters()), retain_graph=True)
+    loss = model(batch)["loss"]
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    torch.testing.assert_close(found, gradients, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
