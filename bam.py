@@ -70,19 +70,20 @@ class Config:
 
 
 VIT = dict(batch=4096, steps=93_840, lr=3e-3, warmup=12_512, weight_decay=0.04, weight_decay_end=0.4, clip_grad=0.3,
-           beta2=0.999, adam_eps=1e-8)
+           beta2=0.999, adam_eps=1e-8, probe="sgd")
 PRESETS = {
     "tiny": dict(image_encoder="tiny", readout="gap", data="shapes:objects=1,background=0", batch=128, steps=600,
                  lr=2e-3, weight_decay=0.1, warmup=50, teacher=False, projector_width=1024, projector_dim=1024,
                  local_crops=2, local_size=24, crop_least=0.2, crop_border=0.5, contrastive_crop=False,
-                 crop_start=300, crop_every=150),
+                 crop_start=300, crop_every=150, probe="sgd", probe_epochs=10),
     # Sec. 4.1, App. C, Table 9a: 300 epochs of 1,281,167 images; warm-up 40, ResNet-50 10.
     # ResNet-50's lr .3 is read as per 256 images, ViT's .003 as it is. The authors' scripts
     # differ: 400 epochs, lr .0048 that ends at .001, boxes every 40 epochs, top_k 128.
     "vit-s16": dict(image_encoder="ViT-S/16:cls=1,positions=sincos", **VIT),
     "vit-b16": dict(image_encoder="ViT-B/16:cls=1,positions=sincos", **VIT),
     "r50": dict(image_encoder="ResNet-50", readout="gap", activation="relu", teacher=False, contrastive_crop=False,
-                optimizer="lars", batch=4096, steps=93_840, lr=4.8, warmup=3_128, weight_decay=1e-6, clip_grad=0.0),
+                optimizer="lars", batch=4096, steps=93_840, lr=4.8, warmup=3_128, weight_decay=1e-6, clip_grad=0.0,
+                probe="sgd"),
 }
 CHUNK = 2**24  # entries of S that the loss works on at a time
 
