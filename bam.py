@@ -22,7 +22,7 @@ Differs from the paper, as the authors' code does (variants differ at their line
   * Three Sinkhorn iterations, columns first; a mean over pairs and images, not a sum.
   * With a teacher, the teacher is evaluated.
 Ours, not the authors': the ViT starts as CLIP's does (theirs: normal, .02), the learning rate
-ends at 0 (theirs: 1e-6), colour jitter has BYOL's saturation .2 (Sec. 4.1; theirs: .4).
+ends at 0 (their default: 1e-6), colour jitter has BYOL's saturation .2 (Sec. 4.1; theirs: .4).
 Not here: fine-tuning, semi-supervised and transfer learning, segmentation, detection.
 Run:     python train.py --method bam                        (the embedded world)
 Result:  CIFAR-10, 300 steps of 128 images: k-NN .461; SimCLR .487, DINO .314, untrained .274.
