@@ -1458,7 +1458,10 @@ def open_directory(directory, captions, classes=None):
         return CaptionTable(rows, directory)
     rows = [(path, folder.name) for folder in folders for path in images_in(folder)]
     names = [folder.name for folder in folders]
-    return CaptionTable(rows, directory, classes=names, classes_file=classes)
+    table = CaptionTable(rows, directory, classes=names, classes_file=classes)
+    if not captions:
+        table.class_captions = names  # which nobody reads
+    return table
 
 
 def class_names(folders, file=None):

@@ -121,6 +121,16 @@ def test_a_run_on_clips_tokens(tmp_path):
     assert read_log(run)[-1]["step"] == 3
 
 
+def test_images_alone_need_no_names_of_imagenets_folders(tmp_path):
+    for i in range(24):
+        folder = tmp_path / f"{'test' if i % 3 else 'train'}/n0000000{i % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 20), (9 * i, 99 * (i % 2), 0)).save(folder / f"{i}.png")
+    train.main([*SMALL["bam"], "--data", str(tmp_path / "train"), "--image-size", "16",
+                "--eval-data", str(tmp_path / "test"), "--out", str(tmp_path / "run")])
+    assert 0 <= results(tmp_path / "run")["knn"] <= 1
+
+
 def test_evaluation_of_one_task_keeps_the_other_results(tmp_path, run_of):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     before = results(run)
