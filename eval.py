@@ -10,6 +10,7 @@ members. TASKS and PICTURES list what can be measured and drawn, and what that n
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -47,7 +48,8 @@ def recall_at_k(queries, keys, positives, ks=(1, 5, 10), chunk=1024, similarity=
     """Fraction of queries with ANY positive among their k best keys -> {k: float}.
 
     queries (Q, E), keys (K, E); positives: ids (Q,), (K,), a positive pair has equal ids;
-    similarity(queries, keys) -> (Q, K). On a tie the negative key comes first.
+    similarity(queries, keys) -> (Q, K). On a tie the negative key comes first. So CLIP_benchmark
+    counts; SPARO 4.2 as printed is another metric: the share of the positives in the k best.
     """
     query_ids, key_ids = positives
     hits = {k: 0 for k in ks}
@@ -83,50 +85,68 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=1
     return correct / len(test)
 
 
-PROBES = {  # optimizer, its peak learning rate, a setting and its candidates, epochs, batch size
-    "adamw": (torch.optim.AdamW, dict(lr=0.1), "weight_decay", (0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2),
-              10, 256),                                                     # SPARO, C.1
-    "sgd": (torch.optim.SGD, dict(momentum=0.9), "lr", (0.002, 0.01, 0.05, 0.3),
-            100, 1024),                                                     # BAM, Table 9b
-}
+PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100)}  # what is chosen, epochs
+RATES = (0.002, 0.01, 0.05, 0.3, 1.0)  # differs: BAM has .002 for ViT, .3 for ResNet-50
 
 
-def linear_probe(train, train_labels, test, test_labels, probe="adamw", min_steps=1000):
-    """Linear classifier of features (N, E), labels (N,) -> accuracy, {setting: its value}.
+def accuracy(head, x, labels):
+    """Fraction of features (N, E) that a linear classifier gets right."""
+    return (head(x).argmax(1) == labels).float().mean().item()
 
-    It trains for the epochs of PROBES, and at least `min_steps` steps, on a cosine schedule. The
-    setting is chosen on a fifth of the training set.
+
+def adamw_probe(x, labels, epochs=10, batch=64, peak=0.1):
+    """Linear classifier of features (N, E), labels (N,) as CLIP_benchmark trains it (SPARO, C.1)
+    -> torch.nn.Linear, its weight decay: the best of 97, found by bisection on a fifth of the
+    features that is held out. With it the classifier trains again, on all."""
+    decays, classes = np.logspace(-6, 2, 97).tolist(), int(labels.max()) + 1
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
+    held, fitted = order.tensor_split([len(x) // 5])
+
+    @common.fixed_seed(0)
+    def fit(x, labels, decay):
+        head = torch.nn.Linear(x.shape[1], classes)
+        optimizer = torch.optim.AdamW(head.parameters(), weight_decay=decay)
+        batches = [b for _ in range(epochs) for b in torch.randperm(len(x)).split(batch)]
+        for step, rows in enumerate(batches):
+            optimizer.param_groups[0]["lr"] = common.cosine(step, len(batches), peak, 0.0)
+            optimizer.zero_grad()
+            F.cross_entropy(head(x[rows]), labels[rows]).backward()
+            optimizer.step()
+        return head
+
+    @functools.cache
+    def score(i):
+        return accuracy(fit(x[fitted], labels[fitted], decays[i]), x[held], labels[held])
+
+    best = max(range(0, 97, 16), key=score)
+    for step in (8, 4, 2, 1):
+        best = max((max(best - step, 0), best, min(best + step, 96)), key=score)
+    return fit(x, labels, decays[best]), decays[best]
+
+
+@common.fixed_seed(0)
+def sgd_probe(batches, held, held_labels, classes, epochs=100):
+    """Linear classifier as BAM trains it (D.1, Table 9b) -> torch.nn.Linear, its learning rate.
+
+    batches(): an epoch of features (n, E) and labels (n,), of images cropped anew. A head for each
+    learning rate trains on the same batches, as in DINOv2's code; the best on the features that
+    are held out is the probe: it does not train again on all.
     """
-    optimizer_class, fixed, setting, candidates, epochs, batch = PROBES[probe]
-    classes = int(torch.maximum(train_labels.max(), test_labels.max())) + 1
-
-    def fit(x, y, value):
-        generator = torch.Generator().manual_seed(0)
-        layer = torch.nn.Linear(x.shape[1], classes)
-        torch.nn.init.zeros_(layer.weight)
-        torch.nn.init.zeros_(layer.bias)
-        optimizer = optimizer_class(layer.parameters(), **fixed, **{setting: value})
-        per_epoch = math.ceil(len(x) / batch)
-        rounds = max(epochs, math.ceil(min_steps / per_epoch))
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, rounds * per_epoch)
-        for _ in range(rounds):
-            for rows in torch.randperm(len(x), generator=generator).split(batch):
+    heads = [torch.nn.Linear(held.shape[1], classes) for _ in RATES]
+    parameters = [{"params": head.parameters(), "lr": rate} for head, rate in zip(heads, RATES)]
+    optimizer = torch.optim.SGD(parameters, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+    for epoch in tqdm(range(epochs), "epochs of the linear probe"):
+        # what cannot be read is printed in the first epoch alone
+        with contextlib.redirect_stdout(None if epoch else sys.stdout):
+            for x, labels in batches():
                 optimizer.zero_grad()
-                F.cross_entropy(layer(x[rows]), y[rows]).backward()
+                sum(F.cross_entropy(head(x), labels) for head in heads).backward()
                 optimizer.step()
-                schedule.step()
-        return layer
-
-    @torch.no_grad()
-    def accuracy(layer, x, y):
-        return (layer(x).argmax(1) == y).float().mean().item()
-
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(1))
-    fitted, held = order[: len(order) * 4 // 5], order[len(order) * 4 // 5 :]
-    layers = [fit(train[fitted], train_labels[fitted], value) for value in candidates]
-    scores = [accuracy(layer, train[held], train_labels[held]) for layer in layers]
-    best = candidates[scores.index(max(scores))]
-    return accuracy(fit(train, train_labels, best), test, test_labels), {setting: best}
+        schedule.step()
+    scores = [accuracy(head, held, held_labels) for head in heads]
+    best = scores.index(max(scores))
+    return heads[best], RATES[best]
 
 
 def k_means(x, k, generator, rounds=100, starts=3):
@@ -187,7 +207,11 @@ def winoground_scores(s):
 def k_precision(retrieved, truths, among=None):
     """K-Precision (SPARC, Sec. 4.4): how many of a retrieved caption's words occur in the true
     captions, a fraction, mean over images. retrieved: n lists of words; truths: n sets; among:
-    count only these words (K-Pna: nouns and adjectives), and captions that have one."""
+    count only these words (K-Pna: nouns and adjectives), and captions that have one.
+
+    differs: Adlakha et al. (2023), cited for it, drop "a", "an", "the" and count a word only as
+    often as the truth has it. SPARC counts articles: its PACL, at chance, has .26, K-Pna .03.
+    """
     precisions = []
     for words, truth in zip(retrieved, truths):
         words = [word for word in words if among is None or word in among]
@@ -223,9 +247,9 @@ def chunks(items, n):
         yield part
 
 
-def read_image(file, size):
+def read_image(file, size, resize=None):
     """A path or bytes -> the centre of the image, normalised (3, size, size)."""
-    return common.eval_transform(size)(common.open_image(file, size))
+    return common.eval_transform(size, resize)(common.open_image(file, resize or size))
 
 
 def readable(pairs, read, workers=0):
@@ -274,7 +298,9 @@ class Embedder:
 
     def __post_init__(self):
         self.model.eval()
-        self.read = functools.partial(read_image, size=self.image_size)
+        # CLIP resizes to the size of the crop, DINO and BAM to 256 for 224 (BAM, D.1)
+        resize = self.image_size if self.tokenizer else round(self.image_size * 256 / 224)
+        self.read = functools.partial(read_image, size=self.image_size, resize=resize)
         self.tokens = self.unknown_tokens = 0  # of all captions, without [CLS] and [SEP]
 
     def encode_image(self, images):
@@ -344,7 +370,7 @@ class Embedder:
 
 # Data: one face for every kind ------------------------------------------------------------
 
-TEMPLATES = ["a photo of {}.", "{}", "a close-up of {}.", "a picture of {}."]
+TEMPLATES = ["a photo of {a}.", "{a}", "a close-up of {a}.", "a picture of {a}."]
 VOC_CLASSES = [
     "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow",
     "dining table", "dog", "horse", "motorbike", "person", "potted plant", "sheep", "sofa", "train",
@@ -356,11 +382,14 @@ WORLD_N = 1000  # samples of the embedded world that most tasks use
 
 
 class Classes:
-    """Names of classes, and prompts for them: each template with "a NAME" in it."""
+    """Names of classes and their prompts. In a template {} is the name, {a} the name with its
+    article, and {c}, as in CLIP_benchmark's files, the name, too."""
 
-    def __init__(self, names, templates):
-        self.names = names
-        self.prompts = [t.format(common.article(name)) for name in names for t in templates]
+    def __init__(self, names, templates, source=None):
+        self.names, self.source, self.prompts = names, source, []
+        for name in names:
+            words = {"a": common.article(name), "c": name}
+            self.prompts += [template.format(name, **words) for template in templates]
 
 
 class EvalSet:
@@ -370,10 +399,12 @@ class EvalSet:
     embedded world draws other scenes for each `purpose`; files are the same for all. Metrics are
     also taken by `groups` of classes: {"/colour": (the group of each class (C,), their names)};
     {"": ...} stands for the classes themselves. `maps` and `map_classes` have such keys, too.
+    Only who asks for `classes` needs names and prompts; tasks without text need `groups` alone.
     """
 
-    classes: Classes = None
-    groups: dict = None            # of the world "", "/colour", "/shape"; of folders ""
+    classes: Classes = None        # where there are `groups`
+    groups: dict = None            # of the world "", "/colour", "/shape"; "": of folders
+    named: Classes = None          # what a user or folders have named, once it was asked for
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
     map_classes: dict = None       # {"": Classes} of `maps`
     content_words: set = None      # nouns and adjectives
@@ -400,9 +431,9 @@ class WorldSet(EvalSet):
     def __init__(self, world, split):
         self.world, self.split = world, split
         kinds = SHAPES if world.kinds else ["thing"]
-        self.classes = Classes(PAIRS, ["{}", "a photo of {}"])
-        self.map_classes = {"/colour": Classes(COLOURS, [f"{{}} {kind}" for kind in kinds]),
-                            "/shape": Classes(SHAPES, ["{}", "a photo of {}"]),
+        self.classes = Classes(PAIRS, ["{a}", "a photo of {a}"])
+        self.map_classes = {"/colour": Classes(COLOURS, [f"{{a}} {kind}" for kind in kinds]),
+                            "/shape": Classes(SHAPES, ["{a}", "a photo of {a}"]),
                             "/pair": self.classes}
         self.unseen = torch.zeros(64, dtype=torch.bool)
         self.unseen[[8 * colour + shape for colour, shape in world.heldout_pairs]] = True
@@ -473,21 +504,29 @@ def label_maps(sample, way):
 class TableSet(EvalSet):
     """Image files with captions; class folders, in a random order that is always the same."""
 
-    def __init__(self, table, options, image_size):
+    def __init__(self, table, options, image_size, captions):
         self.table, self.limit, self.order = table, options.limit, range(len(table))
+        self.templates = options.templates or TEMPLATES
         self.read = functools.partial(read_image, size=image_size)
         if options.nouns_adjectives:
-            lines = read_lines(options.nouns_adjectives, "--nouns-adjectives")
+            lines = common.read_lines(options.nouns_adjectives, "--nouns-adjectives")
             self.content_words = {word.lower() for word in lines}
         if table.classes is None:
             self.captioned = self.caption_pairs
         else:
             generator = torch.Generator().manual_seed(0)
             self.order = torch.randperm(len(table), generator=generator).tolist()
-            names = [name.replace("_", " ") for name in table.classes]
-            self.classes = Classes(names, options.templates or TEMPLATES)
-            self.groups = {"": (torch.arange(len(names)), names)}
+            table.classes_file = options.classes or table.classes_file
+            if not captions:  # nobody reads them, so classes need no names
+                table.class_captions = table.classes
+            self.groups = {"": (torch.arange(len(table.classes)), table.classes)}
             self.labelled = self.label_pairs
+
+    @functools.cached_property
+    def classes(self):
+        names, source = common.class_names(self.table.classes, self.table.classes_file)
+        self.named = Classes(names, self.templates, source)
+        return self.named
 
     def caption_pairs(self):
         for i in self.order[: self.limit]:
@@ -531,8 +570,10 @@ class VocSet(EvalSet):
             raise UserError(f"{directory}/ImageSets/Segmentation has no {options.split}.txt; "
                             f"--split can be {', '.join(splits) or 'nothing'}.")
         self.ids = splits[options.split].read_text().split()[: options.limit]
-        names = read_lines(options.classes, "--classes") if options.classes else VOC_CLASSES
-        self.map_classes = {"": Classes(names, options.templates or TEMPLATES)}
+        names = common.read_lines(options.classes, "--classes") if options.classes else VOC_CLASSES
+        source = options.classes or "Pascal VOC"
+        self.named = Classes(names, options.templates or TEMPLATES, source)
+        self.map_classes = {"": self.named}
 
     def read(self, name):
         """An id -> image (3, S, S), map (H, W)."""
@@ -571,7 +612,7 @@ def open_eval_set(options, image_size, captions=True):
         return WorldSet(source, options.split)
     if isinstance(source, common.TarShards):  # their classes have no names: to learn from
         return EvalSet(labelled=lambda purpose: itertools.islice(source.labelled(), limit))
-    return TableSet(source, options, image_size)
+    return TableSet(source, options, image_size, captions)
 
 
 def open_beside(options, data, spec, message, **changes):
@@ -590,8 +631,8 @@ def open_training_set(options, data):
     spec = None if data.has_splits else options.train_data
     message = ("k-NN and linear probes on class folders need --train-data, other class folders "
                "or tar shards with labels to learn from.")
-    train, names = open_beside(options, data, spec, message, image_root=None), data.classes.names
-    others = train.classes is not None and train.classes.names != names  # shards have no names
+    train, names = open_beside(options, data, spec, message, image_root=None), data.groups[""][1]
+    others = train.groups is not None and train.groups[""][1] != names  # shards have no names
     if train.labelled is None or others:
         raise UserError(f"--train-data {spec} must have the class folders of {options.data}: "
                         f"{', '.join(names)}.")
@@ -616,15 +657,6 @@ def default_split(spec):
     return "test" if name == "shapes" or name.lower().endswith(".json") else "all"
 
 
-def read_lines(path, flag):
-    """The lines of a text file that are not empty."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{flag} {path} cannot be read: {error}.") from None
-    return [line.strip() for line in lines if line.strip()]
-
-
 # Tasks ------------------------------------------------------------------------------------
 #
 # A task is a function of an Embedder, an EvalSet and eval.py's options -> {metric: value}, the
@@ -638,14 +670,20 @@ def labelled(embed, data, purpose, encode=None):
 
 
 def zeroshot(embed, data, options):
-    """Top-1 accuracy; `heldout_pairs`: of the classes that training never shows."""
+    """Top-1 and top-5 accuracy; `mean_per_class_recall`: each class of the images counts alike;
+    `heldout_pairs`: of the classes that training never shows."""
     x, ids = labelled(embed, data, "zeroshot")
-    predicted = embed.classify(x, data.classes).argmax(1)
+    scores = embed.classify(x, data.classes)                                # (n, C)
+    predicted = scores.argmax(1)
     result = {f"zeroshot{way}": group[predicted] == group[ids]
               for way, (group, _) in data.groups.items()}
+    if scores.shape[1] > 5:
+        result["zeroshot/acc5"] = (scores.topk(5).indices == ids[:, None]).any(1)
+    recalls = [number((predicted == ids)[ids == c]) for c in ids.unique()]
+    result["zeroshot/mean_per_class_recall"] = mean(recalls)
     if data.unseen is not None and data.unseen[ids].any():
         result["zeroshot/heldout_pairs"] = (predicted == ids)[data.unseen[ids]]
-    return result | {"zeroshot/chance": 1 / len(data.classes.names)}
+    return result | {"zeroshot/chance": 1 / scores.shape[1]}
 
 
 def retrieval(embed, data, options):
@@ -702,34 +740,64 @@ def winoground(embed, data, options):
     return dict(zip(names, winoground_scores(scores)))
 
 
-def train_and_test(embed, data, options, encode):
-    """Features and labels to learn from, and those to predict."""
-    x, y = labelled(embed, open_training_set(options, data), "train", encode)
-    classes = len(data.classes.names)
-    if y.max() >= classes:
-        raise UserError(f"--train-data {options.train_data} has label {y.max()}, but --data has "
-                        f"{classes} class folders: label 0 is the first of their sorted names.")
-    return x, y, *labelled(embed, data, "test", encode)
+def training_pairs(train, data, options, digits=range(10)):
+    """Pairs (image, class id) to learn from, of those whose number ends with one of the digits."""
+    classes = len(data.groups[""][1])
+    for i, (image, label) in enumerate(train.labelled("train")):
+        if label >= classes:
+            raise UserError(f"--train-data {options.train_data} has label {label}, but --data has "
+                            f"{classes} class folders: label 0 is the first of their sorted names.")
+        if i % 10 in digits:
+            yield image, label
 
 
 def knn(embed, data, options):
     """Accuracy of 20 nearest neighbours on the encodings of images."""
-    x, y, test, labels = train_and_test(embed, data, options, embed.model.encode_image)
-    return {f"knn{way}": knn_accuracy(x, group[y], test, group[labels])
+    encode, train = embed.model.encode_image, open_training_set(options, data)
+    x, ids = embed.encoded(training_pairs(train, data, options), encode)
+    test, labels = labelled(embed, data, "test", encode)
+    return {f"knn{way}": knn_accuracy(x, group[ids], test, group[labels])
             for way, (group, _) in data.groups.items()}
 
 
+def random_crops(embed, pairs):
+    """Batches of features (n, E) to probe and labels (n,), of random crops and flips of images.
+    A window of 65,536 features is shuffled and cut into 64 batches: of 1,024 (BAM, Table 9b), of
+    small data, that end within a window, of fewer, for an epoch would be a handful of updates."""
+    crop = common.train_transform(embed.image_size, min_scale=0.08)
+    read = functools.partial(common.open_image, min_side=4 * embed.image_size)
+    encode = embed.model.probe_features
+
+    def cropped():
+        for image, label in readable(pairs, read, embed.workers):
+            yield crop(common.denormalize(image) if torch.is_tensor(image) else image), label
+
+    parts = (embed.encoded(part, encode) for part in chunks(cropped(), embed.chunk))
+    for window in chunks(parts, 65_536 // embed.chunk):
+        x = torch.cat([features for features, _ in window])
+        labels = torch.tensor([label for _, labels in window for label in labels])
+        for rows in torch.randperm(len(x)).chunk(64):
+            yield x[rows], labels[rows]
+
+
 def linear(embed, data, options):
-    """Accuracy of a linear probe on what the method's paper probes."""
-    x, y, test, labels = train_and_test(embed, data, options, embed.model.probe_features)
-    result = {}
-    for way, (group, _) in data.groups.items():
-        if way == "/colour":  # too easy
-            continue
-        accuracy, chosen = linear_probe(x, group[y], test, group[labels], options.probe)
-        result[f"linear{way}"] = accuracy
-        result |= {f"linear{way}/{setting}": value for setting, value in chosen.items()}
-    return result
+    """Accuracy of a linear probe on what the method's paper probes, as its paper trains it."""
+    encode, train = embed.model.probe_features, open_training_set(options, data)
+    pairs = functools.partial(training_pairs, train, data, options)
+    setting, epochs = PROBES[options.probe]
+    epochs = options.probe_epochs or epochs
+    if options.probe == "adamw":
+        x, ids = embed.encoded(pairs(), encode)
+        head, value = adamw_probe(x, torch.tensor(ids), epochs)
+    else:
+        (x, ids), classes = embed.encoded(pairs([0]), encode), len(data.groups[""][1])
+        batches = lambda: random_crops(embed, pairs(range(1, 10)))
+        head, value = sgd_probe(batches, x, torch.tensor(ids), classes, epochs)
+    x, ids = labelled(embed, data, "test", encode)
+    predicted = head(x).argmax(1)
+    result = {f"linear{way}": group[predicted] == group[ids]
+              for way, (group, _) in data.groups.items()}
+    return result | {f"linear/{setting}": value}
 
 
 def clusters(embed, data, options, sizes=(10, 20, 40, 80, 160), repeats=10):
@@ -877,7 +945,7 @@ def words(embed, data, options):
     the world its colour, its shape, and the better of both. Of captioned images: how many of the
     ten best tokens occur in the captions, and in another image's, a fraction."""
     encode = embed.tokenizer.encode
-    if data.classes is None:
+    if data.groups is None:
         x, captions = embed.encoded(data.captioned())
         best = vocabulary_scores(embed, x).topk(10).indices                 # (n, 10)
         ids = [torch.tensor(encode(" ".join(group))) for group in captions]
@@ -888,6 +956,7 @@ def words(embed, data, options):
     scores, ranks = vocabulary_scores(embed, x), {}
     for way, (group, names) in data.groups.items():
         if way or len(data.groups) == 1:
+            names = names if way else data.classes.names
             pieces = [encode(name)[1:-1] for name in names]
             ranks[way] = label_ranks(scores, pieces, group[ids])
     ranks[""] = torch.stack(list(ranks.values())).amin(0)
@@ -960,20 +1029,20 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "zeroshot": Task(zeroshot, ("classes",), "encode_text", "text"),
+    "zeroshot": Task(zeroshot, ("groups",), "encode_text", "text"),
     "retrieval": Task(retrieval, ("captioned",), "encode_text", "text"),
     "negatives": Task(negatives, ("negatives",), "encode_text", "text"),
     "winoground": Task(winoground, ("winoground",), "encode_text", "text"),
     "segmentation": Task(segmentation, ("maps",), "encode_patches", "text"),
-    "words": Task(words, ("classes", "captioned"), "encode_text", "words"),
-    "textfree": Task(textfree, ("classes", "captioned"), "encode_words", "words"),
+    "words": Task(words, ("groups", "captioned"), "encode_text", "words"),
+    "textfree": Task(textfree, ("groups", "captioned"), "encode_words", "words"),
     "sparsity": Task(sparsity, ("samples",), "encode_words", "words"),
     "pointing": Task(pointing, ("maps",), "word_maps"),
-    "knn": Task(knn, ("classes",), "encode_image", "images"),
-    "linear": Task(linear, ("classes",), "encode_image", "images"),
-    "clusters": Task(clusters, ("classes",)),
-    "slots": Task(slots, ("classes", "captioned", "negatives"), "slots"),
-    "masks": Task(masks, ("classes", "captioned"), "mask_parts"),
+    "knn": Task(knn, ("groups",), "encode_image", "images"),
+    "linear": Task(linear, ("groups",), "encode_image", "images"),
+    "clusters": Task(clusters, ("groups",)),
+    "slots": Task(slots, ("groups", "captioned", "negatives"), "slots"),
+    "masks": Task(masks, ("groups", "captioned"), "mask_parts"),
 }
 
 
@@ -1230,6 +1299,8 @@ def check(options, data, has_text):
             why = "a model without a text tower" if TASKS[name].fits(data) else "this data"
             raise UserError(f"Task {name} cannot use {why}; what can be done is "
                             f"{', '.join(usable)}.")
+    if has_text and "zeroshot" in (options.tasks or usable):
+        data.classes  # folders without names are found here
     by_knn = not has_text or "knn" in (options.tasks or [])
     if by_knn and not data.has_splits:
         next(iter(open_training_set(options, data).labelled("train")))
@@ -1253,6 +1324,10 @@ def report(embed, data, options, run):
     """Evaluate, print a table, write RUN/eval.json and draw pictures -> {metric: float}."""
     torch.backends.cudnn.allow_tf32 = False
     result = evaluate(embed, data, options)
+    path, record = result_file(options, run)
+    if data.named:
+        record["class_names"] = data.named.source
+        print(f"Class names: {data.named.source}. First prompt: {data.named.prompts[0]!r}")
     width = max(map(len, result), default=0)
     for name, value in result.items():
         exact = not isinstance(value, float) or 0 < abs(value) <= 1e-4
@@ -1261,7 +1336,6 @@ def report(embed, data, options, run):
         fraction = embed.unknown_tokens / embed.tokens
         print(f"{fraction:.0%} of the texts' tokens are [UNK], words that the run's vocabulary "
               f"lacks: train on captions with them, or with --vocab.")
-    path, record = result_file(options, run)
     if result:
         path.write_text(json.dumps(record | result, indent=2) + "\n")
     last = options.checkpoint == "last.pt"
@@ -1415,7 +1489,24 @@ def options_for(args, **changes):
         raise UserError(f"--split {options.split}: {options.data} has no splits.")
     options.split = options.split or default_split(options.data)
     options.workers = args.workers
+    options.templates = read_templates(options.templates)
+    settings = vars(args)  # old runs have no --probe
+    options.probe = options.probe or settings.get("probe", "adamw")
+    options.probe_epochs = options.probe_epochs or settings.get("probe_epochs")
     return options
+
+
+def read_templates(given):
+    """--templates, templates or files of them -> list of templates, None if there are none."""
+    templates = []
+    for item in given or []:
+        is_file = "{" not in item and Path(item).is_file()
+        templates += (common.read_lines(item, "--templates") if is_file else []) or [item]
+    for template in templates:
+        if re.findall(r"\{\w*\}|[{}]", template) not in (["{}"], ["{a}"], ["{c}"]):
+            raise UserError(f"--templates: {template!r} is no file of templates and no template with "
+                            f"one {{}}, a class's name, or {{a}}, the name with its article.")
+    return templates or None
 
 
 def differences(configs):
@@ -1471,13 +1562,17 @@ def build_parser():
     add("--image-root", help="directory that the file names of --data are relative to")
     add("--split", help="of the world, Karpathy's JSON (default: test) or VOC (default: val)")
     add("--limit", type=int, help="use LIMIT images of files, of class folders random ones")
-    add("--templates", nargs="+", help="zero-shot prompts with {} for 'a NAME'")
-    add("--classes", help="file with the names of the classes in VOC's layout, one a line")
+    add("--templates", nargs="+", help="zero-shot prompts with {} for NAME or {a} for 'a NAME', or "
+                                       "files of them, one a line")
+    add("--classes", help="file with the names of classes, one a line, in the order of folders or "
+                          "of VOC's numbers, or as FOLDER<TAB>NAME")
     add("--nouns-adjectives", help="file with the words that K-Pna counts, one a line")
     add("--train-data", help="class folders, or tar shards with KEY.cls or \"label\" in KEY.json,"
                              " for k-NN and probes to learn from (default: the run's data)")
     add("--train-limit", type=int, help="learn from so many images of --train-data, --select")
-    add("--probe", choices=PROBES, default="adamw", help="of SPARO (adamw, default) or BAM (sgd)")
+    add("--probe", choices=PROBES, help="of SPARO (adamw), or of BAM (sgd), which encodes other "
+                                        "crops in each epoch (default: the run's)")
+    add("--probe-epochs", type=int, help="default: the run's, or 10 of adamw, 100 of sgd")
     add("--select", help="class folders for `slots` to rank slots on, or SugarCrepe's files for "
                          "`masks` to train masks on (default: the world)")
     add("--select-root", help="directory that the file names of --select are relative to")
@@ -1489,13 +1584,10 @@ def check_flags(options):
     unknown = set(options.tasks or []) - {*TASKS, *PICTURES}
     if unknown:
         raise UserError(f"There is no task {', '.join(unknown)}; there are {', '.join(TASKS)}.")
-    for template in options.templates or []:
-        if re.findall(r"[{}]+", template) != ["{}"]:
-            raise UserError(f"--templates {template!r} needs one {{}}, where the class name goes, "
-                            f"and no other braces.")
-    for flag, value in (("--limit", options.limit), ("--train-limit", options.train_limit)):
+    for name in ("limit", "train_limit", "probe_epochs"):
+        value = vars(options)[name]
         if value is not None and value < 1:
-            raise UserError(f"{flag} {value} must be at least 1.")
+            raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1.")
     for run in options.runs:
         common.read_config(run)
 

@@ -34,9 +34,8 @@ def signals():
 
 @pytest.fixture(autouse=True, scope="session")
 def small_evaluation():
-    """Tasks on the world take 24 scenes, linear probes few steps."""
+    """Tasks on the world take 24 scenes."""
     evaluation.WORLD_N = 24
-    evaluation.linear_probe = functools.partial(evaluation.linear_probe, min_steps=50)
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,14 @@
 """Metrics on hand-made matrices, tasks and pictures on small made-up data."""
 
-import functools
+import collections
+import io
 import itertools
 import json
 import math
 import shutil
+import tarfile
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,7 +50,7 @@ def test_class_embeddings_average_normalised_prompts():
         return F.normalize(torch.tensor([table[text] for text in texts]), dim=-1)
 
     mean = torch.tensor([0.3, 0.9]) / (0.09 + 0.81) ** 0.5
-    found = evaluation.class_embeddings(encode, evaluation.Classes(["x", "y"], ["see {}", "{}"]))
+    found = evaluation.class_embeddings(encode, evaluation.Classes(["x", "y"], ["see {a}", "{a}"]))
     torch.testing.assert_close(found, torch.stack([mean, torch.tensor([1.0, 0.0])]))
 
 
@@ -67,18 +70,85 @@ def test_knn_is_the_literal_vote():
     assert evaluation.knn_accuracy(train, labels, train, labels, k=1) == 1
 
 
-def test_linear_probes_find_a_linear_rule_and_need_their_settings(monkeypatch):
-    x, w = F.normalize(torch.randn(600, 8), dim=-1), torch.randn(8, 3)
-    y = (x @ w).argmax(1)
-    data, random_labels = (x[:400], y[:400], x[400:], y[400:]), torch.randint(3, (400,))
-    for probe, setting in (("adamw", "weight_decay"), ("sgd", "lr")):
-        accuracy, chosen = evaluation.linear_probe(*data, probe, min_steps=200)
-        assert accuracy > 0.93 and chosen.keys() == {setting}
-    chance, _ = evaluation.linear_probe(x[:400], random_labels, x[400:], y[400:], min_steps=200)
-    assert chance < 0.6
-    strong = torch.optim.AdamW, dict(lr=0.1), "weight_decay", (10.0,), 10, 32  # lr * decay is 1
-    monkeypatch.setitem(evaluation.PROBES, "adamw", strong)
-    assert evaluation.linear_probe(*data, min_steps=200)[0] < accuracy - 0.05
+def clip_benchmarks_probe(train, val, test, epochs=10, lr=0.1, batch=64):
+    """CLIP_benchmark 48de38c, linear_probe.py (find_peak, train, evaluate), on a CPU and with this
+    order of samples -> the weight decay and accuracy (of test) that it reports. (x, y) each."""
+
+    def fit(x, y, weight_decay):
+        torch.manual_seed(common.mix_seed(0))  # the start and the order of adamw_probe
+        model = torch.nn.Linear(x.shape[1], 20)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
+        steps, step = epochs * math.ceil(len(x) / batch), 0
+        for _ in range(epochs):
+            for rows in torch.randperm(len(x)).split(batch):
+                optimizer.param_groups[0]["lr"] = 0.5 * (1 + math.cos(math.pi * step / steps)) * lr
+                optimizer.zero_grad()
+                F.cross_entropy(model(x[rows]), y[rows]).backward()
+                optimizer.step()
+                step += 1
+        return model
+
+    def acc1(model, x, y):
+        return (model(x).argmax(1) == y).float().mean().item()
+
+    def find_peak(wd_list, idxs):
+        best_wd_idx, max_acc = 0, 0
+        for idx in idxs:
+            acc = acc1(fit(*train, wd_list[idx]), *val)
+            if max_acc < acc:
+                best_wd_idx, max_acc = idx, acc
+        return best_wd_idx
+
+    wd_list = np.logspace(-6, 2, 97).tolist()
+    peak_idx = find_peak(wd_list, [0, 16, 32, 48, 64, 80, 96])
+    step_span = 8
+    while step_span > 0:
+        left, right = max(peak_idx - step_span, 0), min(peak_idx + step_span, len(wd_list) - 1)
+        peak_idx = find_peak(wd_list, [left, peak_idx, right])
+        step_span //= 2
+    both = [torch.cat(pair) for pair in zip(val, train)]
+    return wd_list[peak_idx], acc1(fit(*both, wd_list[peak_idx]), *test)
+
+
+def noisy_features(n, classes=20, width=64):
+    """Features (n, width) of unit length, of classes that overlap, and labels (n,)."""
+    y = torch.randint(classes, (n,))
+    centres = torch.randn(classes, width, generator=torch.Generator().manual_seed(7))
+    return F.normalize(centres[y] + 2.5 * torch.randn(n, width), dim=-1), y
+
+
+def test_the_adamw_probe_chooses_as_clip_benchmark_does():
+    (x, y), test = noisy_features(750), noisy_features(2000)
+    order = torch.randperm(750, generator=torch.Generator().manual_seed(1))
+    val, train = [(x[rows], y[rows]) for rows in (order[:150], order[150:])]
+    decay, acc = clip_benchmarks_probe(train, val, test)
+    head, chosen = evaluation.adamw_probe(x, y)
+    assert chosen == pytest.approx(decay) and 1e-6 < decay < 1e2
+    # the classifier trains on all in another order than here
+    assert evaluation.accuracy(head, *test) == pytest.approx(acc, abs=0.02)
+    plain, _ = evaluation.adamw_probe(x, y, epochs=1)
+    assert evaluation.accuracy(plain, *test) != evaluation.accuracy(head, *test)
+
+
+def test_the_sgd_probe_trains_every_learning_rate_as_if_alone_and_chooses_on_what_is_held_out():
+    parts = [noisy_features(40) for _ in range(6)]
+    held, queue = noisy_features(400), iter(parts)
+    found, rate = evaluation.sgd_probe(lambda: [next(queue), next(queue)], *held, 20, epochs=3)
+    right = {}
+    with common.fixed_seed(0):
+        heads = [torch.nn.Linear(64, 20) for _ in evaluation.RATES]
+    for lr, head in zip(evaluation.RATES, heads):
+        velocity = {p: torch.zeros_like(p) for p in head.parameters()}
+        for i, (x, y) in enumerate(parts):
+            loss = F.cross_entropy(head(x), y)
+            for p, gradient in zip(velocity, torch.autograd.grad(loss, list(velocity))):
+                velocity[p] = 0.9 * velocity[p] + gradient
+                epoch_lr = lr * (1 + math.cos(math.pi * (i // 2) / 3)) / 2  # constant in an epoch
+                p.data -= epoch_lr * velocity[p]
+        right[lr] = (head(held[0]).argmax(1) == held[1]).sum().item()
+    assert rate == max(right, key=right.get) and len(set(right.values())) > 1
+    best = heads[evaluation.RATES.index(rate)]
+    torch.testing.assert_close(found.weight, best.weight, atol=1e-6, rtol=1e-4)
 
 
 def entropy_of(labels):
@@ -222,8 +292,10 @@ class SlotOracle(Oracle):
         return F.normalize(F.normalize(self.text_slots(tokens, mask), dim=-1).flatten(1), dim=-1)
 
 
-def embedder(model=None):
+def embedder(model=None, text=True):
     tokenizer = common.WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *Oracle.words])
+    if not text:
+        return evaluation.Embedder(model or Oracle(), None, None, 8, chunk=2)
     return evaluation.Embedder(model or Oracle(), tokenizer, 16, 8, chunk=2)
 
 
@@ -247,7 +319,138 @@ def test_zeroshot_on_class_folders_skips_and_reports_broken_images(tmp_path, cap
     make_folders(tmp_path)
     result = evaluation.zeroshot(embedder(), *opened(tmp_path))
     assert result["zeroshot"].tolist() == [True] * 6 and result["zeroshot/chance"] == 1 / 3
+    assert "zeroshot/acc5" not in result  # of three classes
     assert "skipped 1 of 7" in capsys.readouterr().out
+
+
+class Scores:
+    """A model whose zero-shot scores are given."""
+
+    model = Oracle()
+
+    def __init__(self, scores):
+        self.scores = scores
+
+    def encoded(self, pairs, encode=None):
+        return None, [label for _, label in pairs]
+
+    def classify(self, x, classes):
+        return self.scores
+
+
+def test_zeroshot_by_hand():
+    """Of seven classes three have images, four, two and one of them."""
+    labels, scores = [0, 0, 0, 0, 5, 5, 6], torch.zeros(7, 7)
+    scores[range(7), labels] = torch.tensor([9.0, 9, 9, 1, 9, 1, 0.5])
+    scores[3, 1:3] = 2                                                      # rank 3: in the top 5
+    scores[5, :4] = 2                                                       # rank 5
+    scores[6, :5] = 2                                                       # rank 6
+    groups = {"": (torch.arange(7), list("abcdefg"))}
+    data = evaluation.EvalSet(groups=groups, labelled=lambda purpose: zip(range(7), labels))
+    result = evaluation.zeroshot(Scores(scores), data, None)
+    assert evaluation.number(result["zeroshot"]) == pytest.approx(4 / 7)
+    assert evaluation.number(result["zeroshot/acc5"]) == pytest.approx(6 / 7)
+    recall = (3 / 4 + 1 / 2 + 0) / 3                                        # sklearn's balanced_accuracy
+    assert result["zeroshot/mean_per_class_recall"] == pytest.approx(recall)
+
+
+# prompts of "red" by templates; {c} is CLIP_benchmark's {}
+PROMPTS = {"a photo of many {}.": "a photo of many red.", "{}": "red", "a bad {c}s": "a bad reds",
+           "the toy {a}, I like it": "the toy a red, I like it"}
+
+
+def test_templates_have_the_bare_name_or_the_name_with_its_article(tmp_path):
+    make_folders(tmp_path)
+    (tmp_path / "openai.txt").write_text("\n".join(PROMPTS) + "\n\n")
+    for given in (list(PROMPTS), [str(tmp_path / "openai.txt")]):
+        data, _ = opened(tmp_path, templates=given)
+        assert data.classes.names == ["blue", "green", "red"]
+        assert data.classes.prompts[-4:] == list(PROMPTS.values())
+    both, _ = opened(tmp_path, templates=["{}", str(tmp_path / "openai.txt")])
+    assert len(both.classes.prompts) == 3 * 5
+    data, _ = opened(tmp_path)
+    assert data.classes.prompts[:4] == ["a photo of a blue.", "a blue", "a close-up of a blue.",
+                                        "a picture of a blue."]
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "classes.txt").write_text("red\n")
+    for template, message in (
+            ("empty.txt", "--templates: .*empty.txt' is no file of templates"),
+            ("classes.txt", "'red' is no file of templates and no template with one {}, a class's"),
+            ("no.txt", "no file"), ("a {b}", "'a {b}' is no file"), ("{} {}", "no file"),
+            ("{} {a}", "no file"), ("{", "no file"), ("{0}", "no file")):
+        template = str(tmp_path / template) if ".txt" in template else template
+        with pytest.raises(common.UserError, match=message):
+            opened(tmp_path, templates=[template])
+
+
+def test_the_worlds_prompts_have_articles():
+    world = common.World()
+    data = evaluation.WorldSet(world, "test")
+    assert data.classes.prompts[:4] == ["a red circle", "a photo of a red circle", "a red square",
+                                        "a photo of a red square"]
+    kinds, prompts = ["thing"], data.map_classes["/colour"].prompts
+    if world.kinds:
+        kinds = common.SHAPE_NAMES
+    colours = [f"{common.article(colour)} {kind}" for colour in common.COLOUR_NAMES
+               for kind in kinds]
+    assert prompts == colours and "an orange " + kinds[0] in prompts
+    shapes = [common.article(shape) for shape in common.SHAPE_NAMES]
+    assert data.map_classes["/shape"].prompts[::2] == shapes
+    assert data.map_classes["/shape"].prompts[1::2] == [f"a photo of {x}" for x in shapes]
+
+
+def test_classes_file_names_class_folders_and_numbers_need_it(tmp_path):
+    """Folders with numbers of ImageNet: their names are asked for where they are used, and not
+    where images are compared with images."""
+    numbers = ["n01440764", "n02102480", "n03000684"]
+    for part in ("train", "test"):
+        make_folders(tmp_path / part)
+        for word, number in zip(Oracle.words, numbers):
+            (tmp_path / part / word).rename(tmp_path / part / number)
+    names = tmp_path / "names.txt"
+    names.write_text("".join(f"{n}\t{word}\n" for n, word in zip(numbers, Oracle.words)))
+    train, test = str(tmp_path / "train"), str(tmp_path / "test")
+    flags = dict(train_data=train, probe_epochs=1)
+    for task in ("zeroshot", "slots", "words"):
+        with pytest.raises(common.UserError, match="class folder n01440764 has a number"):
+            run = evaluation.TASKS[task].run
+            run(embedder(SlotOracle()), *opened(test, select=train, **flags))
+    with pytest.raises(common.UserError, match="n01440764 has a number .* --classes FILE"):
+        evaluation.check(opened(test, **flags)[1], opened(test, **flags)[0], has_text=True)
+    for probe in ("adamw", "sgd"):
+        tasks = ["knn", "linear", "clusters"]
+        data, options = opened(test, tasks=tasks, probe=probe, **flags)
+        result = evaluation.evaluate(embedder(), data, options)
+        assert result["knn"] == 1 and "linear" in result and data.named is None
+    seen = evaluation.open_eval_set(options, 8, captions=False)             # as of BAM
+    assert seen.samples(2)[0].shape == (2, 3, 8, 8)
+    for flags in (dict(classes=str(names)), dict(data=f"{test}:classes={names}")):
+        data, options = opened(flags.pop("data", test), templates=["{}"], **flags)
+        result = evaluation.zeroshot(embedder(), data, options)
+        assert result["zeroshot"].tolist() == [True] * 6
+        assert data.named.source == str(names)
+        assert "red" in data.samples(6)[1][0] or "red" in "".join(data.samples(6)[1])
+    names.write_text("red\ngreen\n")
+    with pytest.raises(common.UserError, match="names.txt has 2 names for 3 class folders"):
+        opened(test, classes=str(names))[0].classes
+    with pytest.raises(common.UserError, match="--classes .*no.txt cannot be read"):
+        opened(test, classes=str(tmp_path / "no.txt"))[0].classes
+
+
+def test_the_results_say_where_names_come_from_and_the_first_prompt_is_printed(run_of, tmp_path,
+                                                                               capsys):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    make_folders(tmp_path / "data")
+    (tmp_path / "names.txt").write_text("sky\ngrass\nblood\n")
+    argv = [str(run), "--task", "zeroshot", "--data", str(tmp_path / "data")]
+    evaluation.main(argv)
+    written = json.loads(next(run.glob("eval-*.json")).read_text())
+    assert written["class_names"] == "folders" and "zeroshot/mean_per_class_recall" in written
+    assert "First prompt: 'a photo of a blue.'" in capsys.readouterr().out
+    evaluation.main([*argv, "--classes", str(tmp_path / "names.txt"), "--templates", "{}!"])
+    written = json.loads(next(run.glob("eval-*.json")).read_text())
+    assert written["class_names"] == str(tmp_path / "names.txt")
+    assert "First prompt: 'sky!'" in capsys.readouterr().out
 
 
 def test_retrieval_with_several_captions_per_image(tmp_path):
@@ -283,24 +486,98 @@ def test_late_interaction_is_compared_by_the_models_own_similarity(tmp_path):
     assert result["i2t/R@1"] == result["t2i/R@1"] == result["faithfulness/K-P"] == 1
 
 
-@pytest.fixture
-def short_probes(monkeypatch):
-    short = functools.partial(evaluation.linear_probe, min_steps=1)
-    monkeypatch.setattr(evaluation, "linear_probe", short)
-
-
-def test_knn_and_linear_probe_on_class_folders(tmp_path, short_probes):
+def test_knn_and_linear_probe_on_class_folders(tmp_path):
     for part in ("train", "test"):
         make_folders(tmp_path / part)
     data, options = opened(tmp_path / "test", train_data=str(tmp_path / "train"))
     assert evaluation.knn(embedder(), data, options) == {"knn": 1.0}
-    assert evaluation.linear(embedder(), data, options)["linear"] == 1
+    assert evaluation.linear(embedder(), data, options)["linear"].all()
     with pytest.raises(common.UserError, match="need --train-data"):
         evaluation.knn(embedder(), *opened(tmp_path / "test"))
     (tmp_path / "train" / "grey").mkdir()
     (tmp_path / "train" / "grey" / "0.png").write_bytes(b"no image")
     with pytest.raises(common.UserError, match="must have the class folders of .*: blue, green"):
         evaluation.knn(embedder(), data, options)
+
+
+@pytest.mark.parametrize("kind", ["folders", "shards", "world"])
+def test_random_crops_are_of_every_image_and_new_in_each_epoch(tmp_path, kind):
+    make_folders(tmp_path / "red")
+    if kind == "shards":
+        with tarfile.open(tmp_path / "0.tar", "w") as tar:
+            for i in range(6):
+                (tmp_path / "label").write_text(str(i % 3))
+                tar.add(tmp_path / "red" / Oracle.words[i % 3] / "0.png", f"{i}.png")
+                tar.add(tmp_path / "label", f"{i}.cls")
+    spec = {"folders": tmp_path / "red", "shards": tmp_path / "0.tar", "world": "shapes:size=16"}
+    pairs = list(opened(spec[kind])[0].labelled("train"))
+    embed = embedder()
+    with common.fixed_seed(1):
+        epochs = [list(evaluation.random_crops(embed, pairs)) for _ in range(2)]
+    counts = [collections.Counter(torch.cat([y for _, y in batches]).tolist())
+              for batches in epochs]
+    known = collections.Counter(label for _, label in pairs)
+    if kind == "folders":
+        known[2] -= 1                                                       # the broken image
+    assert counts == [known, known]
+    assert all(x.shape == (len(y), 3) for x, y in epochs[0])
+    first, second = [torch.cat([x for x, _ in batches]) for batches in epochs]
+    if kind == "world":  # plain pictures have the same crops
+        assert not torch.isclose(first.sort(0)[0], second.sort(0)[0]).all()
+    assert len(epochs[0]) > 1                                               # shuffled, small batches
+
+
+def test_the_sgd_probe_holds_out_a_tenth_of_the_training_images(tmp_path, monkeypatch, capsys):
+    for part in ("train", "test"):
+        for colour in Oracle.words:
+            (tmp_path / part / colour).mkdir(parents=True)
+            for n in range(10):
+                Image.new("RGB", (9, 9), colour).save(tmp_path / part / colour / f"{n}.png")
+    data, options = opened(tmp_path / "test", train_data=str(tmp_path / "train"), probe="sgd",
+                           probe_epochs=2)
+    seen, probe = [], evaluation.sgd_probe
+
+    def spy(batches, held, held_labels, *rest):
+        seen.append((sum(len(y) for _, y in batches()), len(held), len(held_labels)))
+        capsys.readouterr()
+        return probe(batches, held, held_labels, *rest)
+
+    monkeypatch.setattr(evaluation, "sgd_probe", spy)
+    result = evaluation.linear(embedder(), data, options)
+    assert seen == [(27, 3, 3)]
+    assert len(result["linear"]) == 30 and result["linear/lr"] in evaluation.RATES
+    capsys.readouterr()
+    (tmp_path / "train/red/10.png").write_bytes(b"no image")
+    data, options = opened(tmp_path / "test", train_data=str(tmp_path / "train"), probe="sgd",
+                           probe_epochs=3)
+    evaluation.linear(embedder(), data, options)
+    assert capsys.readouterr().out.count("skipped 1 of") == 1                # not in each epoch
+
+
+def test_images_are_resized_as_the_method_does():
+    """By CLIP to the size of the crop; without a text tower to 256 of 224 (DINO, BAM)."""
+    picture = Image.linear_gradient("L").resize((448, 224)).convert("RGB")
+    for text, resized in ((True, 224), (False, 256)):
+        embed = evaluation.Embedder(Oracle(), embedder().tokenizer if text else None, 16, 224)
+        buffer = io.BytesIO()
+        picture.save(buffer, "PNG")
+        large = picture.resize((2 * resized, resized), Image.Resampling.BICUBIC)
+        left, top = (2 * resized - 224) // 2, (resized - 224) // 2
+        expected = large.crop((left, top, left + 224, top + 224))
+        found = common.denormalize(embed.read(buffer.getvalue()))
+        torch.testing.assert_close(found, common.to_tensor(expected), atol=0.02, rtol=0)
+
+
+def test_the_probe_is_the_runs():
+    args = evaluation.METHODS["bam"].Config()
+    vars(args).update(data="shapes", eval_data=None, image_root=None, image_size=8, workers=0)
+    assert evaluation.options_for(args).probe == "adamw"                    # of an old run
+    assert evaluation.options_for(args).probe_epochs is None
+    vars(args).update(probe="sgd", probe_epochs=7)
+    options = evaluation.options_for(args)
+    assert (options.probe, options.probe_epochs) == ("sgd", 7)
+    options = evaluation.options_for(args, probe="adamw", probe_epochs=3)
+    assert (options.probe, options.probe_epochs) == ("adamw", 3)
 
 
 def test_faithfulness_counts_the_words_of_the_retrieved_caption(tmp_path):
@@ -452,10 +729,12 @@ def test_a_task_that_the_data_cannot_serve_is_an_error(tmp_path):
         evaluation.evaluate(embedder(), *opened(tmp_path, tasks=["segmentation"]))
 
 
-def test_clusters_and_probes_of_a_run(run_of, tmp_path, short_probes):
+def test_clusters_and_probes_of_a_run(run_of, tmp_path):
     run = shutil.copytree(run_of("bam"), tmp_path / "run")
-    evaluation.main([str(run), "--task", "clusters,linear,heads", "--probe", "sgd"])
+    flags = ["--task", "clusters,linear,heads", "--probe", "sgd", "--probe-epochs", "2"]
+    evaluation.main([str(run), *flags])
     result = json.loads((run / "eval.json").read_text())
+    assert result["linear/lr"] in evaluation.RATES
     assert {"clusters/10/nmi", "clusters/shape/8/nmi", "linear/lr"} <= result.keys()
     assert all(-0.1 < result[key] <= 1 for key in result if key.startswith("clusters"))
     make_folders(tmp_path)
@@ -495,7 +774,8 @@ def test_main_names_what_is_missing(run_of, tmp_path):
     for argv, message in (
             ([tmp_path], "holds no run"), ([tmp_path, "--task", "dance"], "no task dance"),
             ([run_of("sparc"), "--limit", "0"], "--limit 0 must be at least 1"),
-            ([run_of("sparc"), "--templates", "a photo"], "needs one {}"),
+            ([run_of("sparc"), "--templates", "a photo"], "'a photo' is no file of templates"),
+            ([run_of("sparc"), "--probe-epochs", "0"], "--probe-epochs 0 must be at least 1"),
             ([run_of("sparc"), "--query", "red"], "needs a run of --method stair"),
             ([run_of("sparc"), "--task", "slots"], "nothing to evaluate in slots")):
         with pytest.raises(common.UserError, match=message):
