@@ -287,7 +287,7 @@ class Embedder:
     """
 
     model: torch.nn.Module
-    tokenizer: common.WordPiece | None
+    tokenizer: common.Tokenizer | None
     context: int | None                  # tokens of a caption at most
     image_size: int
     device: str = "cpu"
@@ -926,7 +926,8 @@ def vocabulary_scores(embed, x):
     """Encodings of images -> scores (n, |V|) of all words, special tokens at -inf: of STAIR the
     encodings, of others similarities with single words' encodings (STAIR, Sec. 5.1)."""
     if embed.model.encode_words is None:
-        words = [token.removeprefix("##") for token in embed.tokenizer.vocab]
+        vocab = embed.tokenizer.vocab
+        words = [token.removeprefix("##").removesuffix("##") for token in vocab]
         x = embed.similarity(x, embed.texts(words))
     scores = word_columns(embed, x).clone()
     scores[:, embed.tokenizer.special] = -torch.inf
@@ -1504,8 +1505,8 @@ def read_templates(given):
         templates += (common.read_lines(item, "--templates") if is_file else []) or [item]
     for template in templates:
         if re.findall(r"\{\w*\}|[{}]", template) not in (["{}"], ["{a}"], ["{c}"]):
-            raise UserError(f"--templates: {template!r} is no file of templates and no template with "
-                            f"one {{}}, a class's name, or {{a}}, the name with its article.")
+            raise UserError(f"--templates: {template!r} is no file of templates and no template "
+                            f"with one {{}}, a class's name, or {{a}}, the name with its article.")
     return templates or None
 
 
