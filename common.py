@@ -707,8 +707,8 @@ def split_words(text):
 
 
 class Tokenizer:
-    """What both kinds share. A kind has split(text) -> words, pieces(word) -> ids; `vocab`, the
-    tokens to read, `ids` of them, `special` ids, which stand for no word, and its file's `lines`."""
+    """What both kinds share. A kind has split(text) -> words and pieces(word) -> ids; `vocab`,
+    the tokens, `ids` of them, `special` ids, which stand for no word, and its file's `lines`."""
 
     def __len__(self):
         return len(self.vocab)

@@ -754,6 +754,6 @@ def test_photographs_are_evaluated_at_their_centre():
     image = Image.fromarray(np.stack([ramp] * 3, -1))        # 128 wide, 256 high
     for resize, side in ((None, 32), (32, 32), (48, 48)):
         x = common.denormalize(common.eval_transform(32, resize)(image))[0] * 255
-        first = (2 * side - 32) / 2 * 256 / (2 * side)       # row of the image where the crop begins
+        first = (2 * side - 32) / 2 * 256 / (2 * side)      # the row where the crop begins
         assert x.shape == (32, 32)
         assert abs(x[0, 0] - first) < 6 and abs(x[-1, 0] - (255 - first)) < 6
