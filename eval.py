@@ -504,7 +504,7 @@ def label_maps(sample, way):
 class TableSet(EvalSet):
     """Image files with captions; class folders, in a random order that is always the same."""
 
-    def __init__(self, table, options, image_size, captions):
+    def __init__(self, table, options, image_size):
         self.table, self.limit, self.order = table, options.limit, range(len(table))
         self.templates = options.templates or TEMPLATES
         self.read = functools.partial(read_image, size=image_size)
@@ -517,8 +517,6 @@ class TableSet(EvalSet):
             generator = torch.Generator().manual_seed(0)
             self.order = torch.randperm(len(table), generator=generator).tolist()
             table.classes_file = options.classes or table.classes_file
-            if not captions:  # nobody reads them, so classes need no names
-                table.class_captions = table.classes
             self.groups = {"": (torch.arange(len(table.classes)), table.classes)}
             self.labelled = self.label_pairs
 
@@ -612,7 +610,7 @@ def open_eval_set(options, image_size, captions=True):
         return WorldSet(source, options.split)
     if isinstance(source, common.TarShards):  # their classes have no names: to learn from
         return EvalSet(labelled=lambda purpose: itertools.islice(source.labelled(), limit))
-    return TableSet(source, options, image_size, captions)
+    return TableSet(source, options, image_size)
 
 
 def open_beside(options, data, spec, message, **changes):
@@ -620,7 +618,8 @@ def open_beside(options, data, spec, message, **changes):
     with the message if there is none, or if they are the data to evaluate."""
     if spec is None and data.has_splits:
         return data
-    if spec is None or Path(spec).resolve() == Path(options.data).resolve():
+    places = [Path(str(s).partition(":classes=")[0]).resolve() for s in (spec, options.data)]
+    if spec is None or places[0] == places[1]:
         raise UserError(message)
     changes |= dict(data=spec, limit=options.train_limit)
     return open_eval_set(argparse.Namespace(**vars(options) | changes), options.image_size)

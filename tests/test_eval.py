@@ -492,8 +492,9 @@ def test_knn_and_linear_probe_on_class_folders(tmp_path):
     data, options = opened(tmp_path / "test", train_data=str(tmp_path / "train"))
     assert evaluation.knn(embedder(), data, options) == {"knn": 1.0}
     assert evaluation.linear(embedder(), data, options)["linear"].all()
-    with pytest.raises(common.UserError, match="need --train-data"):
-        evaluation.knn(embedder(), *opened(tmp_path / "test"))
+    for itself in (None, f"{tmp_path}/test/", f"{tmp_path}/test:classes=names.txt"):
+        with pytest.raises(common.UserError, match="need --train-data"):
+            evaluation.knn(embedder(), *opened(tmp_path / "test", train_data=itself))
     (tmp_path / "train" / "grey").mkdir()
     (tmp_path / "train" / "grey" / "0.png").write_bytes(b"no image")
     with pytest.raises(common.UserError, match="must have the class folders of .*: blue, green"):
