@@ -399,10 +399,9 @@ class EvalSet:
     embedded world draws other scenes for each `purpose`; files are the same for all. Metrics are
     also taken by `groups` of classes: {"/colour": (the group of each class (C,), their names)};
     {"": ...} stands for the classes themselves. `maps` and `map_classes` have such keys, too.
-    Only who asks for `classes` needs names and prompts; tasks without text need `groups` alone.
     """
 
-    classes: Classes = None        # where there are `groups`
+    classes: Classes = None        # of tasks with text; the others need `groups` alone
     groups: dict = None            # of the world "", "/colour", "/shape"; "": of folders
     named: Classes = None          # what a user or folders have named, once it was asked for
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
@@ -789,7 +788,8 @@ def linear(embed, data, options):
         x, ids = embed.encoded(pairs(), encode)
         head, value = adamw_probe(x, torch.tensor(ids), epochs)
     else:
-        (x, ids), classes = embed.encoded(pairs([0]), encode), len(data.groups[""][1])
+        x, ids = embed.encoded(pairs([0]), encode)
+        classes = len(data.groups[""][1])
         batches = lambda: random_crops(embed, pairs(range(1, 10)))
         head, value = sgd_probe(batches, x, torch.tensor(ids), classes, epochs)
     x, ids = labelled(embed, data, "test", encode)
@@ -1490,9 +1490,8 @@ def options_for(args, **changes):
     options.split = options.split or default_split(options.data)
     options.workers = args.workers
     options.templates = read_templates(options.templates)
-    settings = vars(args)  # old runs have no --probe
-    options.probe = options.probe or settings.get("probe", "adamw")
-    options.probe_epochs = options.probe_epochs or settings.get("probe_epochs")
+    options.probe = options.probe or vars(args).get("probe", "adamw")  # old runs have none
+    options.probe_epochs = options.probe_epochs or vars(args).get("probe_epochs")
     return options
 
 
