@@ -292,7 +292,7 @@ class ViT(nn.Module):
 
     def embed(self, images):
         """(B, 3, H, W) -> what enters the first block, (B, N, width), [CLS] first if any."""
-        x = self.patch_embed(images)                         # (B, d, h, w)
+        x = self.patch_embed(to_floats(images))              # (B, d, h, w)
         pos = resize_positions(self.pos, self.cls is not None, *x.shape[2:])
         x = x.flatten(2).transpose(1, 2)                     # (B, h*w, d)
         if self.cls is not None:
@@ -384,7 +384,7 @@ class ResNet(resnet.ResNet):
             setattr(self, name, Chain(getattr(self, name)))
 
     def forward(self, images):
-        x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
+        x = self.maxpool(self.relu(self.bn1(self.conv1(to_floats(images)))))
         for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
             x = layer(x)[-1]                 # (B, 256, H/4, W/4) ... (B, 2048, H/32, W/32)
         return x.flatten(2).transpose(1, 2)
@@ -904,7 +904,8 @@ BICUBIC = v2.InterpolationMode.BICUBIC
 
 def normalize(images):
     """(..., 3, H, W) in [0, 1] -> zero mean, unit variance by CLIP's constants."""
-    return v2.functional.normalize(images, MEAN, STD)
+    channels = zip(images.unbind(-3), MEAN, STD)  # numbers: a GPU would wait for tensors of them
+    return torch.stack([(x - mean) / std for x, mean, std in channels], -3)
 
 
 def denormalize(images):
@@ -912,15 +913,25 @@ def denormalize(images):
     return images * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]
 
 
+def to_floats(images):
+    """uint8 images, as they come from files -> normalised; floats are so already, and stay."""
+    return normalize(to_unit(images)) if images.dtype == torch.uint8 else images
+
+
+def to_unit(images):
+    """uint8 images -> floats in [0, 1]; floats stay."""
+    return v2.functional.to_dtype(images, scale=True)
+
+
 def to_tensor(image):
     """PIL image -> (3, H, W) in [0, 1]."""
-    return v2.functional.to_dtype(v2.functional.to_image(image), scale=True)
+    return to_unit(v2.functional.pil_to_tensor(image))
 
 
 def train_transform(size, min_scale=0.9):
-    """Random crop of `min_scale` to 1 of the area, random flip -> normalised (3, size, size)."""
+    """Random crop of `min_scale` to 1 of the area, random flip -> uint8 (3, size, size)."""
     crop = v2.RandomResizedCrop(size, (min_scale, 1.0), interpolation=BICUBIC)
-    return v2.Compose([crop, v2.RandomHorizontalFlip(), to_tensor, normalize])
+    return v2.Compose([crop, v2.RandomHorizontalFlip(), v2.PILToTensor()])
 
 
 def eval_transform(size, resize=None):
@@ -955,18 +966,19 @@ class View:
 class Views:
     """Several random views of each image; image_size: of the largest, blur is relative to it.
 
-    Crops are made image by image, all else by the batch: torchvision's transforms, image by
-    image, take 6 times as long in the embedded world.
+    Crops are made image by image, all else by the batch. defer: it waits until the batch is on a
+    GPU (`distort`); on the CPU the workers do it, which else would idle.
     """
 
-    def __init__(self, views, image_size):
-        self.views, self.image_size = views, image_size
+    def __init__(self, views, image_size, defer=False):
+        self.views, self.image_size, self.defer = views, image_size, defer
         self.betas = [torch.distributions.Beta(view.alpha, view.alpha) for view in views]
         # enough pixels for every view's smallest crop
         self.min_side = max(math.ceil(view.size / view.scale[0] ** 0.5) for view in views)
 
     def __call__(self, image, box=None):
-        """PIL image or (3, H, W) in [0, 1] -> a random crop (3, size, size) for each view.
+        """A PIL image, or (3, H, W) in [0, 1] -> a random crop (3, size, size) for each view,
+        of uint8 or such floats.
 
         box: (left, top, right, bottom), fractions of the sides, in which the crops' centres lie
         (ContrastiveCrop, arXiv 2202.03278).
@@ -982,27 +994,53 @@ class Views:
                 top = crop_start(box[1] * height, box[3] * height, h, height, y)
             size = [view.size, view.size]
             crop = v2.functional.resized_crop(image, top, left, h, w, size, BICUBIC)
-            crops.append(crop if torch.is_tensor(crop) else to_tensor(crop))
+            crops.append(crop if torch.is_tensor(crop) else v2.functional.pil_to_tensor(crop))
         return crops
 
     def collate(self, samples):
-        """B lists of crops -> {"views": [normalised (B, 3, size, size) for each view]}."""
+        """B lists of crops -> {"views": [normalised (B, 3, size, size) for each view]}, or with
+        `defer` {"views": [the crops], "draws": random numbers for `distort`}."""
         crops = [torch.stack(column) for column in zip(*samples)]
-        return {"views": [self.distort(x, view) for x, view in zip(crops, self.views)]}
+        draws = zip(*[self.draw(len(crops[0]), view) for view in self.views])
+        changed, colours, sigma = map(torch.stack, draws)  # (V, 5, B), (V, B, 11), (V, B)
+        # few tensors, as each takes time on its way from a worker: the rows of all changes in one
+        draws = {"rows": changed.nonzero()[:, 2], "counts": changed.sum(2).flatten().tolist(),
+                 "colours": colours, "sigma": sigma}
+        batch = {"views": crops, "draws": draws}
+        return batch if self.defer else distort(batch)
 
-    def distort(self, x, view):
-        """Distort each image of (B, 3, s, s) at random, and normalise."""
-        def some(p):
-            return torch.rand(len(x), 1, 1, 1) < p
+    def draw(self, n, view):
+        """Which of n images each of five changes befalls (5, n), their random colours (n, 11) and
+        the widths of their blur (n,) in pixels."""
+        flipped, jittered = torch.rand(n) < 0.5, torch.rand(n) < 0.8
+        colours = draw_colours(n, 0.4, 0.4, 0.2, 0.1)
+        grey, blurred = torch.rand(n) < 0.2, torch.rand(n) < view.blur
+        sigma = torch.zeros(n)
+        sigma[blurred] = torch.empty(int(blurred.sum())).uniform_(0.1, 2) * self.image_size / 224
+        solarized = torch.rand(n) < view.solarize
+        return torch.stack([flipped, jittered, grey, blurred, solarized]), colours, sigma
 
-        x = torch.where(some(0.5), x.flip(3), x).clamp(0, 1)  # bicubic crops overshoot
-        x = torch.where(some(0.8), jitter(x, 0.4, 0.4, 0.2, 0.1), x)
-        x = torch.where(some(0.2), luma(x).expand_as(x), x)
-        rows = some(view.blur).flatten()
-        sigma = torch.empty(int(rows.sum()), 1, 1, 1).uniform_(0.1, 2) * self.image_size / 224
-        x[rows] = blur(x[rows], sigma)
-        x = torch.where(some(view.solarize), v2.functional.solarize(x, 0.5), x)
-        return normalize(x)
+
+def distort(batch):
+    """A batch with "draws" -> without them, its crops distorted and normalised on their device.
+
+    Rows are numbers, not masks, and constants Python's: the host need not wait for a GPU.
+    """
+    if "draws" not in batch:
+        return batch
+    batch, views = dict(batch), []
+    draws = batch.pop("draws")
+    rows = iter(draws["rows"].split(draws["counts"]))
+    for x, colours, sigma in zip(batch["views"], draws["colours"], draws["sigma"]):
+        flipped, jittered, grey, blurred, solarized = itertools.islice(rows, 5)
+        x = to_unit(x).clamp(0, 1)                       # bicubic crops of floats overshoot
+        x[flipped] = x[flipped].flip(3)
+        x[jittered] = jitter(x[jittered], colours[jittered])
+        x[grey] = luma(x[grey]).expand(-1, 3, -1, -1)
+        x[blurred] = blur(x[blurred], sigma[blurred])
+        x[solarized] = v2.functional.solarize(x[solarized], 0.5)
+        views.append(normalize(x))
+    return batch | {"views": views}
 
 
 def crop_start(low, high, length, side, fraction):
@@ -1017,35 +1055,42 @@ def crop_start(low, high, length, side, fraction):
 
 def luma(x):
     """(B, 3, H, W) -> (B, 1, H, W), the grey value (ITU-R BT.601)."""
-    return (x * torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1, keepdim=True)
+    r, g, b = x.split(1, dim=1)
+    return 0.299 * r + 0.587 * g + 0.114 * b
 
 
-def jitter(x, brightness, contrast, saturation, hue):
-    """Random colours of each image of (B, 3, H, W) in [0, 1].
+def draw_colours(n, brightness, contrast, saturation, hue):
+    """Random changes of colour, for `jitter`: (n, 11), two factors and a 3 x 3 map of colours.
 
     Factors are from 1 - strength to 1 + strength; the hue turns by up to `hue` of a circle. The
     four are one linear map around the mean grey value, in YIQ: their order does not matter.
     (v2.ColorJitter turns the hue in HSV and cuts at 0 and 1 after each step.)
     """
-    b, c, s = (torch.empty(len(x), 1, 1).uniform_(1 - strength, 1 + strength)
+    b, c, s = (torch.empty(n, 1, 1).uniform_(1 - strength, 1 + strength)
                for strength in (brightness, contrast, saturation))
-    angle = torch.empty(len(x)).uniform_(-2 * math.pi * hue, 2 * math.pi * hue)
+    angle = torch.empty(n).uniform_(-2 * math.pi * hue, 2 * math.pi * hue)
     yiq = torch.tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213],
                         [0.2115, -0.5227, 0.3112]])
-    turn = torch.zeros(len(x), 3, 3)
+    turn = torch.zeros(n, 3, 3)
     turn[:, 0, 0] = 1
     turn[:, 1, 1] = turn[:, 2, 2] = angle.cos()
     turn[:, 2, 1], turn[:, 1, 2] = angle.sin(), -angle.sin()
     turn[:, 1:] *= s                                     # saturation scales I and Q
-    colours = torch.linalg.inv(yiq) @ turn @ yiq * b     # (B, 3, 3)
-    grey = b * luma(x).mean((2, 3), keepdim=True)[:, 0]  # (B, 1, 1)
-    x = torch.baddbmm((1 - c) * grey, c * colours, x.flatten(2)).view_as(x)
+    colours = torch.linalg.inv(yiq) @ turn @ yiq * b     # (n, 3, 3)
+    return torch.cat([x.flatten(1) for x in (b, c, c * colours)], 1)
+
+
+def jitter(x, colours):
+    """Change the colours of each image of (B, 3, H, W) in [0, 1]; colours: of draw_colours."""
+    b, c, colours = colours[:, :, None].split([1, 1, 9], 1)       # (B, 1, 1), (B, 9, 1)
+    grey = b * luma(x).mean((2, 3), keepdim=True)[:, 0]           # (B, 1, 1)
+    x = torch.baddbmm((1 - c) * grey, colours.view(-1, 3, 3), x.flatten(2)).view_as(x)
     return x.clamp(0, 1)
 
 
 def blur(x, sigma):
-    """Gaussian blur of (B, 3, s, s) as two matrix products; sigma (B, 1, 1, 1) in pixels."""
-    i = torch.arange(x.shape[-1])
+    """Gaussian blur of (B, 3, s, s) as two matrix products; sigma (B,) in pixels."""
+    i, sigma = torch.arange(x.shape[-1], device=x.device), sigma.view(-1, 1, 1, 1)
     kernel = (-(i[:, None] - i).square() / (2 * sigma.square())).exp()  # (B, 1, s, s)
     kernel = kernel / kernel.sum(-1, keepdim=True)  # at the edges: of what is inside
     return kernel @ x @ kernel.transpose(2, 3)
@@ -1505,7 +1550,8 @@ class Stream(IterableDataset):
 
     source: CaptionTable or TarShards. transform: a function of an image, or Views. tokenizer:
     None for images alone. boxes: None or Boxes, in which Views crops.
-    A batch has "images" (B, 3, S, S) or "views"; "tokens" and "mask" (B, L);
+    A batch has "images" (B, 3, S, S), of files uint8, or what Views.collate gives; "tokens" and
+    "mask" (B, L);
     "skipped": {worker: {reason: [count, last example]}};
     "position": {worker: (batches, samples, skipped)}: a Stream that gets the latest positions
     of all workers continues with the next batch.

@@ -141,7 +141,7 @@ def train(args):
             if batches is None:
                 batches = open_loader(args, data, transform, tokenizer, model, at)
                 clock.reset()
-            batch = to_device(clock.wait_for(batches), device)
+            batch = common.distort(to_device(clock.wait_for(batches), device))
 
             # One update.
             step = at.step - start
@@ -435,7 +435,8 @@ def build_transform(args, method, encoder):
         if view["size"] % patch:
             raise UserError(f"--local-size: a view of {view['size']} pixels is not a multiple of "
                             f"the {patch} of a patch.")
-    return common.Views([common.View(**view) for view in views], args.image_size)
+    defer = torch.cuda.is_available()
+    return common.Views([common.View(**view) for view in views], args.image_size, defer)
 
 
 def open_loader(args, data, transform, tokenizer, model, at):

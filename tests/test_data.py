@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import math
 import random
 import tarfile
 from pathlib import Path
@@ -11,12 +12,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 import common
 from common import CaptionTable, Skipped, Stream, TarShards, UserError, WordPiece, World
 from common import WorldStream, open_data
+from helpers import SMALL, assert_same_weights, train_alone, train_until
 
 WORDS = ["a", "photo", "of", *(f"n{i}" for i in range(200))]
 TOKENIZER = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])
@@ -626,12 +630,16 @@ def test_what_does_not_exist_or_fit(tmp_path, spec, options, message):
 # Random views -------------------------------------------------------------------------
 
 
+def recoloured(x, *strengths):
+    return common.jitter(x, common.draw_colours(len(x), *strengths))
+
+
 @pytest.mark.parametrize("part, strengths", [
     ("brightness", (0.3, 0, 0, 0)), ("contrast", (0, 0.3, 0, 0)), ("saturation", (0, 0, 0.3, 0))])
 def test_jitter_is_torchvisions_for_each_of_its_parts(part, strengths):
     x = torch.rand(5, 3, 6, 7) * 0.4 + 0.3                   # nothing is cut at 0 or 1
     adjust = getattr(v2.functional, f"adjust_{part}")
-    for image, changed in zip(x, common.jitter(x, *strengths)):
+    for image, changed in zip(x, recoloured(x, *strengths)):
         one, half = adjust(image, 1.0), adjust(image, 0.5)
         factor = 1 - 0.5 * ((changed - one) * (half - one)).sum() / (half - one).square().sum()
         assert 0.7 <= factor <= 1.3 and abs(factor - 1) > 1e-3
@@ -640,12 +648,12 @@ def test_jitter_is_torchvisions_for_each_of_its_parts(part, strengths):
 
 def test_hue_turns_colours_and_keeps_greys_and_brightness():
     grey, x = torch.rand(4, 1, 5, 5).expand(4, 3, 5, 5), torch.rand(4, 3, 5, 5) * 0.2 + 0.4
-    torch.testing.assert_close(common.jitter(grey, 0, 0, 0, 0.5), grey, atol=1e-3, rtol=0)
-    turned = common.jitter(x, 0, 0, 0, 0.5)
+    torch.testing.assert_close(recoloured(grey, 0, 0, 0, 0.5), grey, atol=1e-3, rtol=0)
+    turned = recoloured(x, 0, 0, 0, 0.5)
     assert (turned - x).abs().max() > 0.05
     torch.testing.assert_close(common.luma(turned), common.luma(x), atol=1e-3, rtol=0)
     red = torch.tensor([0.6, 0.4, 0.4]).view(1, 3, 1, 1).expand(200, 3, 2, 2)
-    little, much = (common.jitter(red, 0, 0, 0, hue)[:, :, 0, 0] for hue in (0.1, 0.5))
+    little, much = (recoloured(red, 0, 0, 0, hue)[:, :, 0, 0] for hue in (0.1, 0.5))
     assert (little.argmax(1) == 0).all()                     # by a tenth of a circle: still red
     assert (much.argmax(1).bincount(minlength=3) > 20).all()
 
@@ -681,7 +689,7 @@ def test_views_are_distorted_as_often_as_they_should(blurred, solarized):
     image = torch.full((400, 3, 64, 64), 0.25)
     image[:, 0, :, 32:] = 0.4                                # an edge, too dark to be solarised ...
     image[:, :, 0, 0] = 0.9                                  # ... but for one pixel
-    x = common.denormalize(views.distort(image, views.views[0]))
+    x = common.denormalize(views.collate(zip(image))["views"][0])
     changed = ((x[:, 1, 40, 5] - 0.25).abs() > 1e-4).float().mean()
     assert 0.76 < changed < 0.88                             # .8 are jittered, of others .2 grey
     grey = ((x[:, 0] - x[:, 1]).abs().amax((1, 2)) < 1e-4).float().mean()
@@ -757,3 +765,169 @@ def test_photographs_are_evaluated_at_their_centre():
         first = (2 * side - 32) / 2 * 256 / (2 * side)      # the row where the crop begins
         assert x.shape == (32, 32)
         assert abs(x[0, 0] - first) < 6 and abs(x[-1, 0] - (255 - first)) < 6
+
+
+# Views on a GPU -----------------------------------------------------------------------
+
+
+def jittered(x):
+    """Random colours of each image, as `distorted` draws them."""
+    b, c, s = (torch.empty(len(x), 1, 1).uniform_(1 - z, 1 + z) for z in (0.4, 0.4, 0.2))
+    angle = torch.empty(len(x)).uniform_(-0.2 * math.pi, 0.2 * math.pi)
+    yiq = torch.tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213],
+                        [0.2115, -0.5227, 0.3112]])
+    turn = torch.zeros(len(x), 3, 3)
+    turn[:, 0, 0] = 1
+    turn[:, 1, 1] = turn[:, 2, 2] = angle.cos()
+    turn[:, 2, 1], turn[:, 1, 2] = angle.sin(), -angle.sin()
+    turn[:, 1:] *= s
+    luma = (x * yiq[0].view(3, 1, 1)).sum(1, keepdim=True)
+    x = torch.baddbmm((1 - c) * (b * luma.mean((2, 3), keepdim=True)[:, 0]),
+                      c * (torch.linalg.inv(yiq) @ turn @ yiq * b), x.flatten(2)).view_as(x)
+    return x.clamp(0, 1)
+
+
+def distorted(x, view, image_size):
+    """Crops (B, 3, s, s) in [0, 1] of a kind of view, every change to all and then chosen by a
+    mask, each number drawn where it is used."""
+    def some(p):
+        return torch.rand(len(x), 1, 1, 1) < p
+
+    x = torch.where(some(0.5), x.flip(3), x).clamp(0, 1)
+    x = torch.where(some(0.8), jittered(x), x)
+    grey = (x * torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1, keepdim=True)
+    x = torch.where(some(0.2), grey.expand_as(x), x)
+    rows = some(view.blur).flatten()
+    sigma = torch.empty(int(rows.sum()), 1, 1, 1).uniform_(0.1, 2) * image_size / 224
+    x[rows] = common.blur(x[rows], sigma)
+    x = torch.where(some(view.solarize), v2.functional.solarize(x, 0.5), x)
+    return v2.functional.normalize(x, common.MEAN, common.STD)
+
+
+ALL_VIEWS = [common.View(32, (0.4, 1.0), blur=1.0), common.View(32, (0.4, 1.0), 0.1, 0.2),
+             common.View(16, (0.05, 0.4), blur=0.5), common.View(16, (0.05, 0.4), solarize=1.0)]
+
+
+def crops_of(kind, views, n=24):
+    """n lists of crops, of PIL images in uint8 or of the world's in floats."""
+    images = [Image.open(io.BytesIO(picture(50, 40))).convert("RGB")] * n
+    if kind == "world":
+        images = torch.rand(n, 3, 40, 40)
+    return [views(image) for image in images]
+
+
+@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize("kind", ["files", "world"])
+def test_views_are_distorted_by_the_same_numbers_here_and_on_a_gpu(kind, defer):
+    views = common.Views(ALL_VIEWS, 32, defer)
+    crops = crops_of(kind, views)
+    torch.manual_seed(1)
+    batch = views.collate(crops)
+    after, dtype = torch.rand(1), {"files": torch.uint8, "world": torch.float32}[kind]
+    assert ("draws" in batch) == defer and all(x.dtype == dtype for x in crops[0])
+    if defer:
+        kept = [x.clone() for x in batch["views"]]
+        assert all(x.dtype == dtype for x in kept)
+    result = common.distort(batch)
+    torch.manual_seed(1)
+    for i, x in enumerate(result["views"]):
+        column = torch.stack([sample[i] for sample in crops])
+        column = column / 255 if kind == "files" else column
+        expected = distorted(column, ALL_VIEWS[i], 32)
+        torch.testing.assert_close(x, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(torch.rand(1), after) and "draws" not in result
+    if defer:                                                # what came is left as it was
+        assert all(map(torch.equal, batch["views"], kept))
+
+
+class OnOneDevice(TorchDispatchMode):
+    """Fails when a tensor of another device, such as a constant of the host, takes part."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if torch.is_tensor(x)]
+        assert all(x.is_meta for x in tensors), function
+        return out
+
+
+@pytest.mark.parametrize("kind", ["files", "world"])
+def test_no_value_of_a_gpu_is_asked_for(kind):
+    """Meta tensors have no values: whatever depends on one, a mask's rows too, raises."""
+    views = common.Views(ALL_VIEWS, 32, defer=True)
+    batch = views.collate(crops_of(kind, views))
+    batch = tree_map_only(torch.Tensor, lambda x: x.to("meta"), batch)
+    with OnOneDevice():
+        result = common.distort(batch)
+        images = common.to_floats(torch.empty(4, 3, 8, 8, dtype=torch.uint8, device="meta"))
+    assert [x.shape[2] for x in result["views"]] == [32, 32, 16, 16]
+    assert images.dtype == torch.float32
+    with pytest.raises(AssertionError), OnOneDevice():       # the spy sees constants
+        images * torch.tensor([1.0])
+    with pytest.raises(NotImplementedError), OnOneDevice():
+        images[images > 0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_deferred_views_are_those_of_the_stream_and_continue(tmp_path, workers):
+    source, batches = open_data(write_table(tmp_path, 9)), {}
+    for defer in (False, True):
+        views = common.Views(ALL_VIEWS, 32, defer)
+        batches[defer] = take(stream(source, 3, transform=views), 4, workers)
+    positions = batches[True][0]["position"] | batches[True][1]["position"]
+    views = common.Views(ALL_VIEWS, 32, defer=True)
+    batches[True][2:] = take(stream(source, 3, transform=views, positions=positions), 2, workers)
+    for a, b in zip(batches[False], batches[True], strict=True):
+        assert b["views"][0].dtype == torch.uint8 and a["position"] == b["position"]
+        assert all(map(torch.equal, a["views"], common.distort(b)["views"]))
+
+
+def test_training_distorts_deferred_views(tmp_path, monkeypatch):
+    class Deferred(common.Views):
+        def __init__(self, views, image_size, defer):
+            super().__init__(views, image_size, defer=True)
+
+    runs = tmp_path / "here", tmp_path / "deferred"
+    train_alone([*SMALL["dino"], "--out", runs[0]])
+    monkeypatch.setattr(common, "Views", Deferred)
+    train_alone([*SMALL["dino"], "--out", runs[1], "--workers", 1])
+    assert_same_weights(*runs)
+
+
+# CLIP's images ------------------------------------------------------------------------
+
+
+def test_training_images_are_uint8_and_torchvisions():
+    image = Image.open(io.BytesIO(picture(50, 40))).convert("RGB")
+    reference = v2.Compose([
+        v2.RandomResizedCrop(16, (0.5, 1.0), interpolation=v2.InterpolationMode.BICUBIC),
+        v2.RandomHorizontalFlip(), v2.ToImage(), v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize(common.MEAN, common.STD)])
+    for seed in range(6):
+        torch.manual_seed(seed)
+        result = common.train_transform(16, 0.5)(image)
+        torch.manual_seed(seed)
+        assert result.dtype == torch.uint8 and result.shape == (3, 16, 16)
+        torch.testing.assert_close(common.to_floats(result), reference(image))
+
+
+@pytest.mark.parametrize("tower", [
+    lambda: common.ViT(32, 16, 12, 1, 2, cls=True), lambda: common.ResNet(32, (1, 1, 1, 1)),
+    lambda: common.ViT(32, 8, 12, 2, 2, stem=((4, 4), (4, 2)))])
+def test_towers_normalise_uint8(tower):
+    tower, images = tower().eval(), torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
+    floats = v2.functional.normalize(images / 255, common.MEAN, common.STD)
+    torch.testing.assert_close(tower(images), tower(floats))
+    torch.testing.assert_close(tower(common.to_floats(floats)), tower(floats))
+    if tower.cls is not None:
+        torch.testing.assert_close(tower.cls_attention(images), tower.cls_attention(floats))
+
+
+@pytest.mark.parametrize("method", ["sparc", "sparo", "stair"])
+def test_every_method_learns_from_uint8(method, tmp_path):
+    """A stopped run continues, with what is logged of its images, bit for bit."""
+    table, flags = write_table(tmp_path, 12), [*SMALL[method], "--image-size", 16, "--log-every", 1]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train_alone([*flags, "--data", table, "--out", whole])
+    train_until(2, [*flags, "--data", table, "--out", stopped])
+    train_alone(["--method", method, "--resume", "--out", stopped])
+    assert_same_weights(whole, stopped)
