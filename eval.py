@@ -48,8 +48,9 @@ def recall_at_k(queries, keys, positives, ks=(1, 5, 10), chunk=1024, similarity=
     """Fraction of queries with ANY positive among their k best keys -> {k: float}.
 
     queries (Q, E), keys (K, E); positives: ids (Q,), (K,), a positive pair has equal ids;
-    similarity(queries, keys) -> (Q, K). On a tie the negative key comes first. So CLIP_benchmark
-    counts; SPARO 4.2 as printed is another metric: the share of the positives in the k best.
+    similarity(queries, keys) -> (Q, K). On a tie the negative key comes first.
+    differs: SPARO 4.2 defines the share of the positives that are in the k best; its figures are
+    of CLIP_benchmark's code, which counts a query with any positive there, as here.
     """
     query_ids, key_ids = positives
     hits = {k: 0 for k in ks}
