@@ -33,6 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset, get_worker_info
 from torchvision.models import ResNet50_Weights, resnet
@@ -1171,6 +1172,7 @@ class CaptionTable:
     """
 
     max_bad = 1000  # unusable samples in a row that end a run
+    start = 0       # position: the number of samples so far
 
     def __init__(self, rows, name, root="", classes=None, classes_file=None):
         captions, self.skipped = defaultdict(list), {}
@@ -1191,6 +1193,7 @@ class CaptionTable:
         self.captions = Strings(itertools.chain.from_iterable(captions.values()))
         # image i has the captions first[i] to first[i + 1] - 1
         self.first = np.cumsum([0, *map(len, captions.values())])
+        self.layout = f"{len(self)} images"
         if classes is not None:
             folders = [Path(path).relative_to(name).parts[0] for path in captions]
             self.labels = np.array([classes.index(folder) for folder in folders])
@@ -1209,17 +1212,19 @@ class CaptionTable:
         names, _ = class_names(self.classes, self.classes_file)
         return [f"a photo of {article(name)}." for name in names]
 
-    def samples(self, seed, part, parts, start=0):
-        """Endless (path, caption, path) of one of `parts` disjoint parts, from `start` on."""
+    def samples(self, seed, part, parts, start=start):
+        """Endless ((path, caption, path), position behind it) of one of `parts` disjoint parts."""
         size = (len(self) - part + parts - 1) // parts
         if size < 1:
             raise StreamError(f"{self.name} has {len(self)} images, fewer than ranks x workers = "
                               f"{parts}: use fewer --workers.")
-        for epoch in itertools.count(start // size):
+        while True:
+            epoch = start // size
             order = np.random.default_rng((seed, epoch)).permutation(len(self))[part::parts]
-            for i in order[start % size if epoch == start // size else 0 :].tolist():
-                captions = self.captions_of(i)
-                yield self.paths[i], captions[(epoch + i) % len(captions)], self.paths[i]
+            for i in order[start % size :].tolist():
+                captions, start = self.captions_of(i), start + 1
+                caption = captions[(epoch + i) % len(captions)]
+                yield (self.paths[i], caption, self.paths[i]), start
 
     def files(self, part, parts):
         """(path, path) of each image of one of `parts` parts, once."""
@@ -1231,63 +1236,70 @@ class CaptionTable:
 
 
 class TarShards:
-    """img2dataset shards: `key.jpg` and `key.txt` (or "caption" in `key.json`) in tar files.
+    """img2dataset shards: `KEY.jpg` and `KEY.txt`, a caption a line, or "caption" in `KEY.json`.
 
-    An epoch deals the shuffled shards to ranks and workers; with `resample` each worker draws
-    shards with replacement. A buffer of `buffer` samples shuffles these. What is unreadable or,
-    with `captions`, has no caption is skipped and counted.
+    An epoch deals the shuffled shards to ranks and workers; `window` shards at a time, their
+    headers are read and their samples shuffled, and each is read where it lies. With `resample`
+    every window has shards drawn with replacement. caption: the captions' name in `KEY.json`,
+    if not these. What is unreadable or, with `captions`, has no caption is skipped and counted.
     """
 
-    classes, max_bad = None, 20_000  # unusable samples in a row that end a run
+    max_bad = 20_000  # unusable samples in a row that end a run
+    start = 0, 0, 0   # position: epoch, window, samples of it so far; what is before is not read
 
-    def __init__(self, pattern, resample=False, buffer=1000, captions=True):
+    def __init__(self, pattern, resample=False, window=4, caption="", captions=True):
         self.name, self.paths, self.skipped = pattern, expand_braces(pattern), {}
-        self.resample, self.buffer = resample, buffer
-        self.content = "caption" if captions else None
+        self.resample, self.window = resample, window
+        self.content = ("caption", caption) if captions else (None, "")
+        self.layout = f"{len(self.paths)} shards, window={window}, resample={resample:d}"
         missing = [path for path in self.paths if not os.path.isfile(path)]
         if missing:
             raise UserError(f"{len(missing)} of the {len(self.paths)} shards of {pattern} do not "
                             f"exist, the first is {missing[0]}.")
-        if buffer < 1:
-            raise UserError(f"{pattern}: buffer={buffer} must be at least 1.")
+        if window < 1:
+            raise UserError(f"{pattern}: window={window} must be at least 1.")
 
-    def samples(self, seed, part, parts, start=0):
-        """Endless (bytes, caption, "shard:key") or Skipped of one of `parts` disjoint parts.
-
-        Those before sample `start` are read, but not handed out.
-        """
+    def samples(self, seed, part, parts, start=start):
+        """Endless (sample, position behind it) of one of `parts` disjoint parts; a sample is
+        (bytes, caption, "shard:key") or Skipped."""
         if len(self.paths) < parts and not self.resample:
             raise StreamError(f"{self.name} has {len(self.paths)} shards, fewer than ranks x "
                               f"workers = {parts}: use fewer --workers, or :resample=1.")
-        buffer, position, rng = [], 0, random.Random(f"{seed}-{part}-{parts}")
-        for sample in self.read_epochs(seed, part, parts):
-            if not isinstance(sample, Skipped):
-                if len(buffer) < self.buffer:
-                    buffer.append(sample)
-                    continue
-                i = rng.randrange(self.buffer)
-                buffer[i], sample = sample, buffer[i]
-                position += 1
-                if position > start:
-                    yield sample
-            elif position >= start:
-                yield sample
+        epoch, window, place = start
+        while True:
+            shards = self.shards_of(epoch, seed, part, parts)[window * self.window :]
+            if len(shards) == 0:
+                epoch, window = epoch + 1, 0
+                continue
+            with contextlib.ExitStack() as files:
+                heads = [read_headers(self.paths[i], files) for i in shards[: self.window]]
+                rows = list(itertools.chain.from_iterable(heads))
+                order = np.random.default_rng((seed, epoch, part, window)).permutation(len(rows))
+                for place, i in enumerate(order[place:].tolist(), place + 1):
+                    is_last = place == len(rows)
+                    behind = (epoch, window + 1, 0) if is_last else (epoch, window, place)
+                    yield self.read(rows[i], epoch), behind
+            window, place = window + 1, 0
 
-    def read_epochs(self, seed, part, parts):
-        """Endless samples or Skipped, shard by shard."""
-        for epoch in itertools.count():
-            if self.resample:
-                rng = np.random.default_rng((seed, epoch, part, parts))
-                shards = rng.integers(len(self.paths), size=max(1, len(self.paths) // parts))
-            else:
-                rng = np.random.default_rng((seed, epoch))
-                shards = rng.permutation(len(self.paths))[part::parts]
-            for shard in shards:
-                yield from read_tar(self.paths[shard], self.content)
+    def shards_of(self, epoch, seed, part, parts):
+        """The shards of a part's epoch, in order; with `resample` an epoch is one window."""
+        if self.resample:
+            rng = np.random.default_rng((seed, epoch, part, parts))
+            return rng.integers(len(self.paths), size=self.window)
+        return np.random.default_rng((seed, epoch)).permutation(len(self.paths))[part::parts]
+
+    def read(self, row, epoch):
+        """A row of read_headers -> (bytes, caption, "shard:key") or Skipped."""
+        sample = row if isinstance(row, Skipped) else read_sample(row, *self.content)
+        if isinstance(sample, Skipped):
+            return sample
+        image, captions, where = sample
+        _, offset, _ = row  # a number of the sample: the next of its captions in each epoch
+        return image, captions[(epoch + offset // tarfile.BLOCKSIZE) % len(captions)], where
 
     def files(self, part, parts):
         """(bytes, "shard:key") of each image of one of `parts` parts, once."""
-        for sample in read_tars(self.paths[part::parts], self.content):
+        for sample in read_tars(self.paths[part::parts], *self.content):
             if not isinstance(sample, Skipped):
                 yield sample[0], sample[2]
 
@@ -1307,16 +1319,51 @@ class TarShards:
                             f"\"label\" in KEY.json.")
 
     def sample_captions(self, limit):
-        samples = read_tars(self.paths, "caption")
+        samples = itertools.islice(read_tars(self.paths, *self.content), limit + self.max_bad)
         captions = (sample[1] for sample in samples if not isinstance(sample, Skipped))
-        captions = list(itertools.islice(captions, limit))
+        captions = list(itertools.islice(itertools.chain.from_iterable(captions), limit))
         if not captions:
-            raise UserError(f"{self.name} has no image with a caption: KEY.jpg beside KEY.txt.")
+            beside = f'"{self.content[1]}" in KEY.json' if self.content[1] else "KEY.txt"
+            raise UserError(f"{self.name} has no image with a caption: KEY.jpg beside {beside}.")
         return captions
 
 
-def read_tars(paths, content):
-    return itertools.chain.from_iterable(read_tar(path, content) for path in paths)
+class Mixture:
+    """Several sources: each sample comes from one of them, drawn by weight.
+
+    A position: the number of draws so far, and the position in each source.
+    """
+
+    def __init__(self, name, sources, weights):
+        self.name, self.sources, self.weights, self.skipped = name, sources, weights, {}
+        self.start = 0, *(source.start for source in sources)
+        self.layout = "::".join(source.layout for source in sources)
+        self.max_bad = max(source.max_bad for source in sources)
+        for source in sources:
+            for reason, (count, example) in source.skipped.items():
+                before, _ = self.skipped.get(reason, (0, None))
+                self.skipped[reason] = [before + count, example]
+
+    def samples(self, seed, part, parts, start):
+        """Endless (sample, position behind it) of one of `parts` disjoint parts of each source."""
+        draws, *positions = start
+        # by seeds of their own: the same images with other captions do not come side by side
+        streams = [source.samples(mix_seed(seed, i), part, parts, positions[i])
+                   for i, source in enumerate(self.sources)]
+        for draws in itertools.count(draws + 1):
+            rng = random.Random(mix_seed(seed, part, draws))
+            i, = rng.choices(range(len(streams)), self.weights)
+            sample, positions[i] = next(streams[i])
+            yield sample, (draws, *positions)
+
+    def files(self, part, parts):
+        return itertools.chain.from_iterable(x.files(part, parts) for x in self.sources)
+
+    def sample_captions(self, limit):
+        """Captions of all sources, as many of each as its weight says."""
+        shares = [math.ceil(limit * weight / sum(self.weights)) for weight in self.weights]
+        captions = [x.sample_captions(n) for x, n in zip(self.sources, shares)]
+        return list(itertools.chain.from_iterable(captions))
 
 
 def expand_braces(pattern):
@@ -1333,50 +1380,100 @@ def expand_braces(pattern):
     return paths
 
 
-def read_tar(path, content="caption"):
-    """One shard -> (image bytes, caption or label, "shard:key") or Skipped for each key.
+KEY = re.compile(r"(.*/)?[^/.]*")
+SHARD_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, IndexError,
+                MemoryError)  # what tarfile raises for damaged files
 
-    A key is a name up to its first dot; its files stand together (img2dataset). content:
-    "caption" (`key.txt` or in `key.json`), "label" (`key.cls` or in `key.json`) or None.
+
+def read_tars(paths, content, json_key=""):
+    return itertools.chain.from_iterable(read_tar(path, content, json_key) for path in paths)
+
+
+def read_tar(path, content="caption", json_key=""):
+    """One shard -> what read_sample makes of each key, in the shard's order."""
+    with contextlib.ExitStack() as files:
+        for row in read_headers(path, files):
+            yield row if isinstance(row, Skipped) else read_sample(row, content, json_key)
+
+
+def read_headers(path, files):
+    """One shard -> (file, start, end) of each key, or Skipped: the headers are read, no images.
+
+    A key is a name up to its first dot; its files stand together (img2dataset). files: an
+    ExitStack, which closes the shard.
     """
-    empty = True
+    end = 0
     try:
-        with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r|") as tar:
-            files = (member for member in tar if member.isfile())
-            key_of = re.compile(r"(.*/)?[^/.]*")
-            for key, group in itertools.groupby(files, lambda m: key_of.match(m.name)[0]):
-                empty = False
-                data = {m.name[len(key):].lower(): tar.extractfile(m).read() for m in group}
-                yield read_sample(data, content, f"{path}:{key}")
+        file = files.enter_context(open(path, "rb", buffering=8192))  # NFS would like to read 1 MB
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            for _, group in itertools.groupby(places_of(tar), lambda place: place[0]):
+                _, starts, ends = zip(*group)
+                end = ends[-1]
+                yield file, starts[0], end
             file.seek(tar.offset)
             if file.read(512) != bytes(512):  # the end of a tar is two blocks of zeros
                 yield Skipped("truncated shard", path)
-            elif empty:
+            elif end == 0:
                 yield Skipped("empty shard", path)
-    except (tarfile.TarError, OSError, EOFError, ValueError) as error:
+    except SHARD_ERRORS as error:
         yield Skipped("unreadable shard", f"{path} ({error})")
 
 
-def read_sample(members, content, where):
-    """{suffix: bytes} of a key -> (image bytes, caption or label, where) or Skipped."""
+def places_of(tar):
+    """(key, start, end) of each file in a tar."""
+    for member in tar:
+        if tar.offset <= member.offset:
+            raise tarfile.ReadError("negative size")  # it would go round in circles
+        if member.isfile():
+            yield KEY.match(member.name)[0], member.offset, tar.offset
+
+
+def read_sample(row, content, json_key=""):
+    """A row of read_headers -> (image bytes, [captions] or label, "shard:key") or Skipped.
+
+    content: "caption" (KEY.txt, a caption a line, or "caption" in KEY.json), "label" (KEY.cls
+    or "label" in KEY.json) or None. json_key: the captions' name in KEY.json, if not these.
+    """
+    try:
+        where, members = read_members(*row)
+    except SHARD_ERRORS as error:
+        return Skipped("unreadable shard", f"{row[0].name} ({error})")
     images = [members[suffix] for suffix in IMAGE_SUFFIXES if suffix in members]
     if not images:
         return Skipped("no image", where)
     if content is None:
-        return images[0], "", where
-    text = members.get({"caption": ".txt", "label": ".cls"}[content], b"")
-    text = text.decode("utf-8", "replace").strip()
-    if not text and ".json" in members:
-        try:
-            data = json.loads(members[".json"])
-        except (ValueError, RecursionError):
-            return Skipped("invalid JSON", where)
-        if isinstance(data, dict) and data.get(content) is not None:
-            text = str(data[content]).strip()
+        return images[0], [""], where
+    try:
+        texts = find_texts(members, content, json_key)
+    except (ValueError, RecursionError):
+        return Skipped("invalid JSON", where)
     if content == "label":
-        is_label = re.fullmatch("[0-9]{1,9}", text)
-        return (images[0], int(text), where) if is_label else Skipped("no label", where)
-    return (images[0], text, where) if text else Skipped("empty caption", where)
+        is_label = len(texts) == 1 and re.fullmatch("[0-9]{1,9}", texts[0])
+        return (images[0], int(texts[0]), where) if is_label else Skipped("no label", where)
+    return (images[0], texts, where) if texts else Skipped("empty caption", where)
+
+
+def read_members(file, start, end):
+    """A row of read_headers -> "shard:key", {suffix: bytes}."""
+    data = os.pread(file.fileno(), end - start, start)
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:  # a piece of a tar is a tar
+        members = [member for member in tar if member.isfile()]
+    key = KEY.match(members[0].name)[0]
+    return f"{file.name}:{key}", {
+        x.name[len(key):].lower(): data[x.offset_data : x.offset_data + x.size] for x in members}
+
+
+def find_texts(members, content, json_key):
+    """{suffix: bytes} -> the captions or labels of a key, see read_sample."""
+    suffix = {"caption": ".txt", "label": ".cls"}[content]
+    text = b"" if json_key else members.get(suffix, b"")
+    texts = text.decode("utf-8", "replace").split("\n")
+    if not text.strip() and ".json" in members:
+        data = json.loads(members[".json"])
+        found = data.get(json_key or content) if isinstance(data, dict) else None
+        texts = found if isinstance(found, list) else [found]
+    texts = [str(text).strip() for text in texts if text is not None]
+    return [text for text in texts if text]
 
 
 def read_table(path, image, caption):
@@ -1449,23 +1546,29 @@ def read_json(path, split):
 
 
 def open_data(spec, image_root=None, split="train", image_size=48, captions=True):
-    """A SPEC -> World, CaptionTable or TarShards.
+    """A SPEC -> World, CaptionTable, TarShards or Mixture.
 
     SPEC: shapes[:setting=value,...] | FILE.csv .tsv .txt [:image=COLUMN,caption=COLUMN] |
-    'DIR/{00000..00012}.tar'[:resample=1] | FILE.json (COCO, Karpathy) [:split=val] |
-    FILE.token | DIR of class folders [:classes=FILE with the classes' names, see class_names].
+    'DIR/{00000..00012}.tar'[:resample=1,window=SHARDS,caption=NAME] | FILE.token |
+    FILE.json (COCO, Karpathy) [:split=val] | DIR of class folders [:classes=FILE with the
+    classes' names, see class_names] | SPEC[:weight=W]::SPEC[:weight=W] for a Mixture.
     split: of Karpathy's; train takes restval too.
     image_root: what a table's file names are relative to; None: the table's directory.
     image_size: of the world's pictures, unless the SPEC says it. captions: False for images
     alone: shards need no captions then, and a directory no class folders.
     """
+    if "::" in spec:
+        return open_mixture(spec, image_root, split, image_size, captions)
     name, settings = parse_spec(spec)
     if name == "shapes":
         settings = cast_settings(settings, dataclasses.asdict(World()), "shapes")
         return World(**{"size": image_size, **settings})
     suffix = Path(name).suffix.lower()
     if suffix == ".tar":
-        settings = cast_settings(settings, {"resample": False, "buffer": 1000}, name)
+        if "buffer" in settings:
+            raise UserError(f"{spec}: :buffer=SAMPLES is now :window=SHARDS, shuffled together.")
+        defaults = {"resample": False, "window": 4, "caption": ""}
+        settings = cast_settings(settings, defaults, name)
         return TarShards(name, **settings, captions=captions)
     if not os.path.exists(name):
         raise UserError(f"--data {spec}: {name} does not exist; a SPEC is shapes, a CSV, TSV or "
@@ -1487,6 +1590,25 @@ def open_data(spec, image_root=None, split="train", image_size=48, captions=True
         return CaptionTable(reader(name, **settings), name, Path(image_root or Path(name).parent))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"Cannot read {name}: {error}; is it UTF-8, with closed quotes?") from None
+
+
+def open_mixture(spec, image_root, split, image_size, captions):
+    """SPEC[:weight=W]::SPEC[:weight=W] ... -> Mixture."""
+    sources, weights = [], []
+    for part in spec.split("::"):
+        name, settings = parse_spec(part)
+        weight = cast_settings({"weight": settings.pop("weight", "1")}, {"weight": 1.0}, part)
+        weights.append(weight["weight"])
+        if not 0 < weights[-1] < math.inf:
+            raise UserError(f"{part}: the weight must be above 0.")
+        settings = ",".join(f"{key}={value}" for key, value in settings.items())
+        part = f"{name}:{settings}" if settings else name
+        sources.append(open_data(part, image_root, split, image_size, captions))
+        if isinstance(sources[-1], World) and sources[-1].size != image_size:
+            raise UserError(f"{part} draws images of {sources[-1].size} pixels, the others of "
+                            f"{spec} have {image_size}: give --image-size {sources[-1].size}, "
+                            f"or leave out size.")
+    return Mixture(spec, sources, weights)
 
 
 def open_directory(directory, captions, classes=None):
@@ -1548,13 +1670,13 @@ def read_lines(path, flag):
 class Stream(IterableDataset):
     """Endless batches of one rank, reproducible from (seed, rank, worker, position).
 
-    source: CaptionTable or TarShards. transform: a function of an image, or Views. tokenizer:
-    None for images alone. boxes: None or Boxes, in which Views crops.
+    source: CaptionTable, TarShards or Mixture. transform: a function of an image, or Views.
+    tokenizer: None for images alone. boxes: None or Boxes, in which Views crops.
     A batch has "images" (B, 3, S, S), of files uint8, or what Views.collate gives; "tokens" and
     "mask" (B, L);
     "skipped": {worker: {reason: [count, last example]}};
-    "position": {worker: (batches, samples, skipped)}: a Stream that gets the latest positions
-    of all workers continues with the next batch.
+    "position": {worker: (batches, position in the source, skipped)}: a Stream that gets the
+    latest of all workers continues with the next batch.
     """
 
     def __init__(self, source, tokenizer, transform, image_size, context, batch_size, seed,
@@ -1569,13 +1691,13 @@ class Stream(IterableDataset):
     def __iter__(self):
         worker, workers = this_worker(self.positions)
         part, parts = self.rank * workers + worker, self.world_size * workers
-        start = 0, 0, self.source.skipped if part == 0 else {}
+        start = 0, self.source.start, self.source.skipped if part == 0 else {}
         batches, position, skipped = self.positions.get(worker, start)
         skipped, bad_in_a_row, samples = dict(skipped), 0, []
-        for sample in self.source.samples(self.seed, part, parts, position):
+        for sample, position in self.source.samples(self.seed, part, parts, position):
+            numbers = tree_leaves(position)
             if not isinstance(sample, Skipped):
-                position += 1
-                with fixed_seed(self.seed, part, position):
+                with fixed_seed(self.seed, part, *numbers):
                     sample = self.load(*sample)
             if isinstance(sample, Skipped):
                 sample.count(skipped)
@@ -1589,7 +1711,7 @@ class Stream(IterableDataset):
             samples.append(sample)
             if len(samples) == self.batch_size:
                 batches += 1
-                with fixed_seed(self.seed, part, position, 1):
+                with fixed_seed(self.seed, part, *numbers, 1):
                     batch = self.collate(samples)
                 yield batch | {"position": {worker: (batches, position, dict(skipped))},
                                "skipped": {worker: dict(skipped)}}
@@ -1598,10 +1720,13 @@ class Stream(IterableDataset):
     def load(self, file, caption, name):
         """Decode and augment -> (image or crops, caption) or Skipped."""
         try:
-            image = open_image(file, self.min_side)
+            of_world = isinstance(file, Image.Image)
+            image = file if of_world else open_image(file, self.min_side)
         except IMAGE_ERRORS as error:
             why = re.sub(" <.*>", "", str(error))  # PIL names an object by its address
             return Skipped("unreadable image", f"{name} ({why})")
+        if of_world and not isinstance(self.transform, Views):  # a flip would belie its caption
+            return v2.functional.pil_to_tensor(image), caption
         box = self.boxes.get(name) if self.boxes else None
         return self.transform(image) if box is None else self.transform(image, box), caption
 
@@ -1817,6 +1942,8 @@ class World:
     fillers: bool = True      # openings, closings: words that describe nothing
     words: int = 0            # made-up words; a caption holds up to two
 
+    layout, start, skipped, max_bad = "shapes", 0, {}, 1  # of a source, see Mixture
+
     def __post_init__(self):
         limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "background": (0, 0.5),
                   "palette": (1, 8), "heldout": (0, 32), "relations": (0, 1), "words": (0, 4000),
@@ -1985,6 +2112,13 @@ class World:
         captions = [self.caption(objects, rng) for objects in lists]
         return {"images": normalize(images), "captions": captions, "scene": scene,
                 "objects": lists, "segmentation": segmentation}
+
+    def samples(self, seed, part, parts, start):
+        """Endless ((picture, caption, "shapes"), position behind it), for a Mixture."""
+        for number in itertools.count(start + 1):
+            sample = self.sample(1, "train", mix_seed(seed, part, number))
+            picture = v2.functional.to_pil_image(denormalize(sample["images"][0]).clamp(0, 1))
+            yield (picture, sample["captions"][0], "shapes"), number
 
     def sample_captions(self, limit):
         """Training captions for a vocabulary, at most 5,000: they hold nearly every word."""

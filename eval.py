@@ -599,6 +599,10 @@ def open_eval_set(options, image_size, captions=True):
     """options.data, a SPEC of common.open_data or a directory like SugarCrepe's or Pascal VOC's
     -> EvalSet. captions: False for a model without a text tower."""
     spec, limit = options.data, options.limit
+    if "::" in spec:
+        raise UserError(f"{spec} is a mixture, to train on: say with --eval-data SPEC, or eval.py "
+                        f"--data SPEC, what to evaluate on, and with its --train-data SPEC what "
+                        f"k-NN learns from.")
     if Path(spec, "SegmentationClass").is_dir():
         return VocSet(spec, options, image_size)
     files = sorted(Path(spec).glob("*.json")) if Path(spec).is_dir() else []

@@ -49,7 +49,7 @@ class Config:
     """Settings of a run, whatever the method. Batch sizes are global, over all ranks."""
 
     preset: str = "tiny"  # a row of the method's PRESETS, whose values replace the defaults here
-    data: str = "shapes"  # SPEC: shapes | CSV, TSV | tar | COCO, Karpathy JSON | .token | DIR
+    data: str = "shapes"  # SPEC: shapes | CSV, TSV | tar | COCO, Karpathy JSON | .token | DIR, A::B
     image_root: str | None = None  # directory that the file names of a table are relative to
     eval_data: str | None = None  # SPEC; None: the world's test split, else the training data
     vocab: str | None = None  # BERT's vocab.txt or CLIP's bpe_...txt.gz; None: from the captions
@@ -115,7 +115,7 @@ def train(args):
     autocast, scaler = mixed_precision(args, device)
 
     # Resume: `at` is all that moves, beside the weights and the optimizer.
-    at, saved, end = Progress(), None, 0
+    at, saved, end = Progress(layout=data.layout), None, 0
     if args.resume:
         saved = load_state(out / "last.pt", args, model, scaler, device)
         at.restore(saved, args.workers)
@@ -137,7 +137,7 @@ def train(args):
         while at.step < end:
             if at.step in method.box_refreshes(args):  # BAM: crop around what [CLS] attends to
                 batches = None  # ends its workers
-                at.use_boxes(find_boxes(args, data, model, device, autocast))
+                at.boxes = find_boxes(args, data, model, device, autocast)
             if batches is None:
                 batches = open_loader(args, data, transform, tokenizer, model, at)
                 clock.reset()
@@ -369,9 +369,9 @@ def open_data(args, method):
         data.sample_captions(1)  # class folders may lack names
     if isinstance(data, common.World):
         args.image_size = data.size
-        if method.box_refreshes(args) and not args.dry_run:
-            raise UserError("The world draws each image once, boxes need images that come again: "
-                            "give --no-contrastive-crop or other data.")
+    if common.World.layout in data.layout and method.box_refreshes(args) and not args.dry_run:
+        raise UserError("The world draws each image once, boxes need images that come again: "
+                        "give --no-contrastive-crop or other data.")
     options = evaluation.options_for(args, limit=1000, train_limit=20_000)
     if args.eval_data and not with_text:
         options.tasks = ["knn"]  # a linear probe takes long
@@ -442,11 +442,10 @@ def build_transform(args, method, encoder):
 def open_loader(args, data, transform, tokenizer, model, at):
     """This rank's batches, from the positions of `at` on."""
     rank, world_size = this_rank()
-    refreshes = sum(step <= at.step for step in METHODS[args.method].box_refreshes(args))
-    seed = args.seed + at.order + 10**6 * refreshes  # with new boxes the data get a new order
     context = model.text_encoder.context if tokenizer else None
     shared = dict(tokenizer=tokenizer, context=context, batch_size=args.batch // world_size,
-                  seed=seed, rank=rank, world_size=world_size, positions=dict(at.positions))
+                  seed=args.seed + at.order, rank=rank, world_size=world_size,
+                  positions=dict(at.positions))
     if isinstance(data, common.World):
         views = None if tokenizer else transform
         stream = common.WorldStream(data, transform=views, **shared)
@@ -542,6 +541,7 @@ class Progress:
     """All that moves while training and is saved, beside the weights and the optimizer."""
 
     step: int = 0
+    layout: str = common.World.layout  # of the data that positions are of
     order: int = 0  # added to --seed: in which order the data come
     positions: dict = dataclasses.field(default_factory=dict)  # of the data's workers, see Stream
     skipped: dict = dataclasses.field(default_factory=dict)  # {worker: {reason: [count, example]}}
@@ -551,12 +551,6 @@ class Progress:
         self.step += 1
         self.positions |= batch["position"]
         self.skipped |= batch["skipped"]
-
-    def use_boxes(self, boxes):
-        """New boxes: the data begin anew. A tar stream would be read again up to the old place."""
-        self.boxes = boxes
-        for worker, (batches, _, *rest) in self.positions.items():
-            self.positions[worker] = (batches, 0, *rest)
 
     def skipped_counts(self):
         """{"skipped": {reason: count}} of this rank, or nothing."""
@@ -571,7 +565,7 @@ class Progress:
         cuda_rng = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         local = {"rng": torch.get_rng_state(), "cuda_rng": cuda_rng,
                  "positions": self.positions, "skipped": self.skipped}
-        return {"step": self.step, "order": self.order, "workers": workers,
+        return {"step": self.step, "order": self.order, "workers": workers, "layout": self.layout,
                 "boxes": self.boxes.state() if self.boxes else None,
                 "ranks": common.gather_objects(local)}
 
@@ -581,9 +575,11 @@ class Progress:
         self.step, self.order = state["step"], state.get("order", 0)
         if state.get("boxes"):
             self.boxes = common.Boxes(*(x.cpu() for x in state["boxes"]))
-        if (len(state["ranks"]), state["workers"]) != (world_size, workers):
+        layout = state.get("layout", common.World.layout)  # files had other positions before
+        if (len(state["ranks"]), state["workers"], layout) != (world_size, workers, self.layout):
             self.order += self.step
-            return print_once("Other ranks or workers: the data start anew, in another order.")
+            return print_once("Other data, ranks, workers or code than before: the data start "
+                              "anew, in another order.")
         local = state["ranks"][rank]
         self.positions, self.skipped = local["positions"], local["skipped"]
         torch.set_rng_state(local["rng"].cpu())

@@ -105,8 +105,8 @@ def skips_of(path):
 
 
 def captions_of_samples(source, n, seed=0, part=0, parts=1, start=0):
-    samples = itertools.islice(source.samples(seed, part, parts), start, start + n)
-    return [caption for _, caption, _ in samples]
+    samples = itertools.islice(source.samples(seed, part, parts, source.start), start, start + n)
+    return [caption for (_, caption, _), _ in samples]
 
 
 # Tables -------------------------------------------------------------------------------
@@ -222,9 +222,12 @@ def test_what_a_shard_holds(tmp_path):
         "005.json": '{"caption": null}', "005.jpg": jpg, "005.txt": " ",
         "006.txt": "no image", "007.jpg": jpg,
         "a/008.jpg": jpg, "a/008.txt": "eight", "b.c/008.jpg": jpg, "b.c/008.txt": "other",
-        "009.jpg": jpg, "009.txt": b"caf\xe9"})
+        "009.jpg": jpg, "009.txt": b"caf\xe9", "x" * 200 + ".jpg": jpg,
+        "x" * 200 + ".txt": "long\u2028name", "010.jpg": jpg, "010.txt": " ten\r\n\n10\n",
+        "011.jpg": jpg, "011.json": '{"caption": ["a\\nb", "", null, 11]}'})
     samples = [s[:2] for s in common.read_tar(path) if not isinstance(s, Skipped)]
-    assert samples == [(jpg, text) for text in ("one", "two", "eight", "other", "caf\ufffd")]
+    texts = [["one"], ["two"], ["eight"], ["other"], ["caf\ufffd"], ["long\u2028name"]]
+    assert samples == [(jpg, text) for text in [*texts, ["ten", "10"], ["a\nb", "11"]]]
     assert skips_of(path) == [
         ("invalid JSON", f"{path}:003"), ("empty caption", f"{path}:004"),
         ("empty caption", f"{path}:005"), ("no image", f"{path}:006"),
@@ -273,8 +276,17 @@ def test_damaged_shards_never_crash(tmp_path, content):
     for i in range(4):
         members |= {f"{i}.jpg": picture(), f"{i}.json": '{"caption": "n", "label": 3}'}
     data = Path(write_tar(tmp_path / "a.tar", members)).read_bytes()
-    for _ in range(100):
-        path.write_bytes(damaged(data, rng, 40))
+    for turn in range(200):
+        headers = bytearray(damaged(data, rng, 40))
+        if turn % 2:  # a size, in each of the two ways to write one
+            start = 512 * rng.randrange(len(data) // 512) + 124
+            size = rng.choice([rng.randbytes(12), b"%011o\0" % rng.randrange(8**11),
+                               b"\xff" * 11 + rng.randbytes(1), b"\x80" + rng.randbytes(11)])
+            headers[start : start + 12] = size
+            header = bytes(headers[start - 124 : start + 24]) + b" " * 8
+            total = sum(header) + sum(headers[start + 32 : start + 388])
+            headers[start + 24 : start + 32] = b"%06o\0 " % total
+        path.write_bytes(headers)
         list(common.read_tar(str(path), content))
 
 
@@ -304,7 +316,7 @@ def test_labels_of_tar_shards(tmp_path, capsys):
 
 def test_images_alone_need_no_captions(tmp_path, monkeypatch):
     monkeypatch.setattr(TarShards, "max_bad", 100)
-    shards = write_tar(tmp_path / "0.tar", {f"{i}.jpg": picture() for i in range(6)}) + ":buffer=2"
+    shards = write_tar(tmp_path / "0.tar", {f"{i}.jpg": picture() for i in range(6)})
     for i in range(5):
         (tmp_path / f"{i}.jpg").write_bytes(picture())
     assert "empty caption" in failure(take, stream(open_data(shards)), 1)
@@ -396,7 +408,7 @@ def test_an_epoch_shows_every_image_once_with_the_next_of_its_captions(parts):
         for part in range(parts):
             size = len(range(part, 17, parts))
             samples = itertools.islice(source.samples(0, part, parts, epoch * size), size)
-            shown += [(path, caption) for path, caption, _ in samples]
+            shown += [(path, caption) for (path, caption, _), _ in samples]
         assert sorted(path for path, _ in shown) == sorted(source.paths)
         assert len({caption.split()[1] for _, caption in shown}) == 3  # not all with their first
         orders.append(shown)
@@ -422,25 +434,105 @@ def test_ranks_and_workers_draw_other_worlds():
         assert not torch.equal(a["images"], b["images"])
 
 
-def test_every_shard_goes_to_one_part_through_a_buffer(tmp_path):
-    spec, orders = write_shards(tmp_path, [2] * 8), []
-    source = open_data(spec + ":buffer=1")
-    for epoch in range(2):
-        dealt = [captions_of_samples(source, 4, 0, part, 4, epoch * 4) for part in range(4)]
+@pytest.mark.parametrize("window", [1, 2, 100])
+@pytest.mark.parametrize("parts", [1, 3, 4])
+def test_an_epoch_shows_every_sample_of_the_shards_once(tmp_path, window, parts):
+    source, orders = open_data(f"{write_shards(tmp_path, [2] * 8)}:window={window}"), []
+    for epoch in range(3):
+        dealt = []
+        for part in range(parts):
+            n = 2 * len(range(part, 8, parts))
+            dealt.append(captions_of_samples(source, n, 0, part, parts, epoch * n))
         assert sorted(sum(dealt, [])) == sorted(f"n{i}" for i in range(16))
         orders.append(dealt)
-    assert orders[0] != orders[1]
-    assert captions_of_samples(source, 4, 1, 0, 4) != orders[0][0]
-    first = captions_of_samples(open_data(spec + ":buffer=16"), 8)
-    shards = {int(caption[1:]) // 2 for caption in first}  # most are not read one after another
-    assert len(shards) > 4 and first != sorted(first)
+    assert orders[0] != orders[1] != orders[2]
+    assert captions_of_samples(source, 4, 1, 0, parts) != orders[0][0][:4]
+
+
+@pytest.mark.parametrize("ranks, workers", [(1, 0), (3, 0), (1, 2), (2, 2)])
+def test_ranks_and_workers_share_the_shards(tmp_path, ranks, workers):
+    sizes = [6, 2, 4, 4, 3, 5, 1, 7]
+    source = open_data(f"{write_shards(tmp_path, sizes, broken=(4, 9))}:window=2")
+    shown = []
+    for rank in range(ranks):
+        epochs = {}  # of each worker
+        for batch in take(stream(source, 1, rank=rank, world_size=ranks), 60, workers):
+            (worker, (_, (epoch, *_), _)), = batch["position"].items()
+            if epochs.get(worker, 0) == 0:  # the last sample of epoch 0 stands before epoch 1
+                shown += captions_in(batch)
+            epochs[worker] = epoch
+        assert min(epochs.values()) > 0
+    missing = {f"n{i}" for i in range(32)} - set(shown)
+    assert missing == {"n4", "n9"}
+
+
+def test_windows_mix_the_samples_of_their_shards_alone(tmp_path):
+    captions = captions_of_samples(open_data(write_shards(tmp_path, [5] * 8) + ":window=2"), 40)
+    shards = [int(caption[1:]) // 5 for caption in captions]
+    windows = [shards[i : i + 10] for i in range(0, 40, 10)]
+    assert all(len(set(window)) == 2 for window in windows) and len(set(shards)) == 8
+    assert all(window != sorted(window) for window in windows)
+
+
+def test_a_resumed_stream_opens_the_shards_of_its_window_alone(tmp_path, monkeypatch):
+    source, opened, read = open_data(write_shards(tmp_path, [5] * 40) + ":window=4"), [], []
+    real_open, pread = open, common.os.pread
+
+    def spy_open(path, *arguments, **options):
+        opened.append(Path(path).name)
+        return real_open(path, *arguments, **options)
+
+    def spy_pread(*arguments):
+        read.append(arguments)
+        return pread(*arguments)
+
+    monkeypatch.setattr(common, "open", spy_open, raising=False)
+    monkeypatch.setattr(common.os, "pread", spy_pread)
+    samples, place = source.samples(0, 0, 1), (0, 0, 0)
+    while place < (20, 3, 10):  # 70 of the 200 samples of epoch 20
+        _, place = next(samples)
+    assert place == (20, 3, 10)
+    expected, (opened[:], read[:]) = next(samples), ([], [])
+    assert next(source.samples(0, 0, 1, place)) == expected
+    order = np.random.default_rng((0, 20)).permutation(40)[12:16]
+    assert opened == [f"{i:03}.tar" for i in order] and len(read) == 1
+    opened.clear()
+    batch = take(stream(source, 10, positions={0: (402, place, {})}), 1)[0]
+    assert batch["position"] == {0: (403, (20, 4, 0), {})}
+    assert captions_in(batch)[0] == expected[0][1]
+    assert opened == [f"{i:03}.tar" for i in order]
+
+
+def test_captions_of_shards_take_turns_and_have_names(tmp_path):
+    jpg, captions = picture(), {}
+    members = {}
+    for i in range(6):
+        members |= {f"{i}.jpg": jpg, f"{i}.txt": f"n{i} n0\nn{i} n1\n\nn{i} n2\n",
+                    f"{i}.json": json.dumps({"long": f"l{i}", "label": i, "both": [f"b{i}", "x"]})}
+    spec = write_tar(tmp_path / "0.tar", members)
+    for epoch in range(3):
+        for caption in captions_of_samples(open_data(spec), 6, start=6 * epoch):
+            captions.setdefault(caption[:2], []).append(caption[3:])
+    assert [sorted(turns) for turns in captions.values()] == [["n0", "n1", "n2"]] * 6
+    assert len({turns[0] for turns in captions.values()}) > 1
+    assert open_data(spec).sample_captions(4) == ["n0 n0", "n0 n1", "n0 n2", "n1 n0"]
+    for name, expected in (("long", "l"), ("label", "")):
+        found = captions_of_samples(open_data(f"{spec}:caption={name}"), 6)
+        assert sorted(found) == [f"{expected}{i}" for i in range(6)]
+    assert open_data(f"{spec}:caption=both").sample_captions(3) == ["b0", "x", "b1"]
+    message = failure(open_data(f"{spec}:caption=gone").sample_captions, 1)
+    assert message.endswith('KEY.jpg beside "gone" in KEY.json.')
+    assert len(list(open_data(f"{spec}:caption=long").labelled())) == 6
 
 
 def test_resampled_shards(tmp_path):
-    source = open_data(write_shards(tmp_path, [1, 1, 1]) + ":resample=1,buffer=1")
+    source = open_data(write_shards(tmp_path, [1, 1, 1]) + ":resample=1,window=1")
     parts = [captions_of_samples(source, 60, 0, part, 8) for part in range(8)]
     assert all(set(part) == {"n0", "n1", "n2"} for part in parts)
     assert len(set(map(tuple, parts))) == 8
+    source = open_data(write_shards(tmp_path, [3, 3, 3]) + ":resample=1")  # 4 of 3 shards
+    counts = [captions_of_samples(source, 12).count(f"n{i}") for i in range(9)]
+    assert sum(counts) == 12 and max(counts) > 1
 
 
 def tensors_of(batch):
@@ -449,25 +541,29 @@ def tensors_of(batch):
 
 def make_stream(kind, directory, positions=None, seed=0):
     kind, _, viewed = kind.partition(" ")
-    transform = common.train_transform(8)
+    transform = None
     if viewed:
         views = [common.View(8, (0.4, 1.0), blur=0.5), common.View(4, (0.1, 0.4), solarize=0.5)]
         transform = common.Views(views, 8)
     if kind == "world":
-        transform = transform if viewed else None
         return WorldStream(World(size=16), TOKENIZER, 16, 4, seed, positions=positions,
                            transform=transform)
     if kind == "table":
         spec = write_table(directory, 23, broken=(3, 4, 11))
     else:
         spec = write_shards(directory, [7, 4, 6, 5], broken=(2, 9, 10), uncaptioned=(0, 8, 15))
-        spec += f":buffer=5,resample={int(kind == 'resample')}"
-    return stream(open_data(spec), 3, seed, transform, positions=positions)
+        spec += f":window=2,resample={int(kind == 'resample')}"
+    if kind == "mixture":
+        spec += f":weight=2::{write_table(directory, 23, broken=(3, 4, 11))}::shapes:size=16"
+    size = 16 if kind == "mixture" else 8
+    data = open_data(spec, image_size=size)
+    return stream(data, 3, seed, transform or common.train_transform(size), positions=positions)
 
 
 @pytest.mark.parametrize("workers, stops", [(0, (1, 6, 9)), (2, (7,))])
 @pytest.mark.parametrize("kind", [
-    "table", "tar", "resample", "world", "table views", "world views"])
+    "table", "tar", "resample", "world", "mixture", "table views", "world views",
+    "mixture views"])
 def test_a_restarted_stream_continues_the_batches(kind, workers, stops, tmp_path):
     whole = take(make_stream(kind, tmp_path), 14, workers)
     other = take(make_stream(kind, tmp_path, seed=1), 1)[0]
@@ -506,6 +602,74 @@ def test_text_is_cut_to_the_longest_caption(tmp_path):
         assert batch["tokens"].shape == (1, length) == batch["mask"].shape and batch["mask"].all()
 
 
+# Mixtures ------------------------------------------------------------------------------
+
+
+def test_a_mixture_draws_by_weight_and_shows_each_image_of_a_source_once(tmp_path):
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    a = CaptionTable([(f"{i}.jpg", f"a{i}") for i in range(100)], "a")
+    b = open_data(write_shards(tmp_path, [50] * 3), captions=False)
+    mixture = common.Mixture("a::b", [a, b], [3.0, 1.0])
+    names, files, last = [], itertools.islice(mixture.samples(0, 0, 1, mixture.start), 400), None
+    for (_, caption, name), last in files:
+        names.append(name)
+    from_b = [".tar:" in name for name in names]
+    assert 70 < sum(from_b) < 130 and from_b != sorted(from_b)
+    tables = [name for name, is_b in zip(names, from_b) if not is_b]
+    for epoch in range(2):
+        assert len(set(tables[100 * epoch : 100 * epoch + 100])) == 100
+    tars = [name for name, is_b in zip(names, from_b) if is_b]
+    assert len(set(tars)) == len(tars)
+    draws, in_a, in_b = last
+    assert (draws, in_a) == (400, len(tables)) and in_b == (0, 0, len(tars))
+    others = [name for (_, _, name), _ in itertools.islice(mixture.samples(0, 1, 2, last), 40)]
+    assert [".tar:" in name for name in others] != from_b[:40]
+
+
+def test_sources_of_a_mixture_have_orders_of_their_own(tmp_path):
+    spec = write_table(tmp_path, 50)
+    mixture = open_data(f"{spec}::{spec}")
+    samples = itertools.islice(mixture.samples(0, 0, 1, mixture.start), 100)
+    shown, before = ([], []), mixture.start
+    for (path, *_), position in samples:
+        shown[position[1] == before[1]].append(path)
+        before = position
+    assert shown[0][:30] != shown[1][:30]
+
+
+def test_a_mixture_has_the_words_files_and_skipped_rows_of_all(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "t.csv").write_text(f"filepath,title\nx.jpg,{name}1\ny.jpg,\n"
+                                               + f"z.jpg,{name}2\n" * 9)
+    mixture = open_data(f"{tmp_path}/a/t.csv:weight=3::{tmp_path}/b/t.csv::shapes:size=16",
+                        image_size=16)
+    captions = mixture.sample_captions(10)
+    assert captions[:8] == ["a1", *["a2"] * 5, "b1", "b2"] and len(captions) == 10
+    assert mixture.skipped == {"empty caption": [2, f"{tmp_path}/b/y.jpg"]}
+    files = [name for _, name in common.Mixture("", mixture.sources[:2], [1, 1]).files(0, 1)]
+    assert files == [f"{tmp_path}/{name}.jpg" for name in ("a/x", "a/z", "b/x", "b/z")]
+
+
+def test_a_mixture_refuses_too_few_shards(tmp_path):
+    source = open_data(f"{write_shards(tmp_path, [3])}::{write_table(tmp_path, 9)}")
+    assert "has 1 shards, fewer than ranks x workers = 2" in failure(
+        take, stream(source, rank=1, world_size=2), 9)
+
+
+def test_the_world_in_a_mixture_looks_as_it_is(tmp_path):
+    Image.new("RGB", (16, 16), (255, 0, 0)).save(tmp_path / "0.jpg")
+    (tmp_path / "t.csv").write_text("filepath,title\n0.jpg,n0\n")
+    mixture = open_data(f"{tmp_path}/t.csv::shapes:objects=1", image_size=16)
+    assert mixture.sources[1].size == 16
+    batch = take(stream(mixture, 16, transform=common.train_transform(16)), 1)[0]
+    red = torch.tensor([254, 0, 0]).view(3, 1, 1).expand(3, 16, 16)  # as JPEG has it
+    of_file = [bool((image - red).abs().max() < 9) for image in batch["images"]]
+    assert of_file == [caption == "n0" for caption in captions_in(batch)]
+    assert 2 < sum(of_file) < 14
+
+
 # Bad samples --------------------------------------------------------------------------
 
 
@@ -539,7 +703,7 @@ def write_bad(path, reason):
 def test_a_useless_shard_is_skipped_and_counted_with_its_place(tmp_path, reason):
     write_shards(tmp_path, [15])
     write_bad(tmp_path / "001.tar", reason)
-    source = open_data(f"{tmp_path}/{{000..001}}.tar:buffer=10")
+    source = open_data(f"{tmp_path}/{{000..001}}.tar")
     batches = take(stream(source, 5), 9)
     captions = {caption for batch in batches for caption in captions_in(batch)}
     assert captions == {f"n{i}" for i in range(15)}
@@ -617,9 +781,16 @@ def test_malformed_files(tmp_path, name, text, expected):
     ("table.csv", {"image_root": "/gone"}, "--image-root /gone is not a directory"),
     ("bare", {}, "no class folders"), ("folders", {}, "no image"),
     ("table.csv:colour=x", {}, "no setting 'colour'; it has caption, image"),
-    ("000.tar:shuffle=1", {}, "no setting 'shuffle'; it has buffer, resample"),
-    ("000.tar:buffer=many", {}, "buffer='many' is not of type int"),
-    ("000.tar:buffer=0", {}, "buffer=0 must be at least 1")])
+    ("000.tar:shuffle=1", {}, "no setting 'shuffle'; it has caption, resample, window"),
+    ("000.tar:window=many", {}, "window='many' is not of type int"),
+    ("000.tar:window=0", {}, "window=0 must be at least 1"),
+    ("000.tar:buffer=1000", {}, ":buffer=SAMPLES is now :window=SHARDS"),
+    ("000.tar:weight=2", {}, "no setting 'weight'"),
+    ("000.tar::gone.tar", {}, "gone.tar"),
+    ("000.tar:weight=0::table.csv", {}, "000.tar:weight=0: the weight must be above 0"),
+    ("000.tar:weight=x::table.csv", {}, "weight='x' is not of type float"),
+    ("000.tar:buffer=9,weight=2::table.csv", {}, ":window="),
+    ("000.tar::shapes:size=64", {}, "shapes:size=64 draws images of 64 pixels, the others of")])
 def test_what_does_not_exist_or_fit(tmp_path, spec, options, message):
     write_table(tmp_path, 1), write_shards(tmp_path, [1, 1])
     (tmp_path / "bare").mkdir()
@@ -753,7 +924,7 @@ def test_captions_of_class_folders_need_names_and_labels_do_not(tmp_path):
     captions = ["a photo of a tench.", "a photo of an Irish setter."]
     assert source.sample_captions(9) == captions
     first = list(itertools.islice(source.samples(0, 0, 1), 2))
-    assert sorted(caption for _, caption, _ in first) == captions
+    assert sorted(caption for (_, caption, _), _ in first) == captions
     assert "no setting 'names'; it has classes" in failure(open_data, f"{tmp_path}:names=x")
 
 

@@ -299,7 +299,7 @@ def test_class_folders_and_labelled_shards_serve_knn(tmp_path, capsys):
     save_images(tmp_path)
     run, test = tmp_path / "run", tmp_path / "test"
     flags = [*SMALL, "--image-size", "16", "--batch", "2"]
-    train.main([*flags, "--data", f"{tmp_path}/0.tar:buffer=4", "--eval-data", str(test),
+    train.main([*flags, "--data", f"{tmp_path}/0.tar", "--eval-data", str(test),
                 "--out", str(run)])
     assert json.loads((run / "eval.json").read_text())["knn"] == 1
     (test / "red").rename(test / "bat")  # sorted before blue: the labels mean other folders now

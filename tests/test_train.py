@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 
 import pytest
@@ -20,7 +21,8 @@ import common
 import eval as evaluation
 import train
 from common import UserError
-from helpers import ROOT, SMALL, assert_same_weights, read_log, train_alone, weights
+from helpers import ROOT, SMALL, assert_same_weights, read_log, train_alone, train_until
+from helpers import weights
 
 SPARC = SMALL["sparc"]
 
@@ -275,14 +277,13 @@ def test_the_first_signal_saves_and_the_second_ends_at_once(tmp_path, monkeypatc
         assert common.load_checkpoint(tmp_path / "last.pt")["step"] == 2
 
 
-def test_progress_comes_back_from_a_checkpoint(tmp_path):
+def test_progress_comes_back_from_a_checkpoint(tmp_path, capsys):
     at = train.Progress()
     for step in (1, 2):
         broken = {"unreadable image": [step, "a.png"], "empty caption": [1, "b.png"]}
         at.advance({"position": {0: (step, 8 * step, 5)}, "skipped": {0: broken}})
     assert at.skipped_counts() == {"skipped": {"unreadable image": 2, "empty caption": 1}}
-    at.use_boxes(common.Boxes(torch.tensor([3, 7]), torch.rand(2, 4)))
-    assert at.positions == {0: (2, 0, 5)}  # the data start anew where the boxes do
+    at.boxes = common.Boxes(torch.tensor([3, 7]), torch.rand(2, 4))
     torch.save(at.state(workers=1), tmp_path / "last.pt")
     drawn = torch.rand(3)
 
@@ -293,9 +294,76 @@ def test_progress_comes_back_from_a_checkpoint(tmp_path):
     assert all(map(torch.equal, again.boxes.state(), at.boxes.state()))
     assert torch.equal(torch.rand(3), drawn)
 
-    other = train.Progress()
-    other.restore(state, workers=2)  # positions are of workers that are no more
-    assert (other.step, other.order, other.positions, other.skipped) == (2, 2, {}, {})
+    old_state = {key: value for key, value in state.items() if key != "layout"}
+    for layout, state, workers in (
+            ("shapes", state, 2), ("9 images", state, 1),  # positions of other workers or data
+            ("9 images", old_state, 1)):                   # or as code before wrote them
+        other = train.Progress(layout=layout)
+        other.restore(state, workers)
+        assert (other.step, other.order, other.positions, other.skipped) == (2, 2, {}, {})
+        assert "the data start anew, in another order" in capsys.readouterr().out
+    train.Progress().restore(old_state, workers=1)         # the world's positions stay
+    assert capsys.readouterr().out == ""
+
+
+def save_photos(directory):
+    """Nine photos with captions as a table, and as two shards."""
+    for i in range(9):
+        Image.new("RGB", (20, 16), (20 * i, 100, 50)).save(directory / f"{i}.jpg")
+        (directory / f"{i}.txt").write_text(f"a photo of {i}\na picture of {i}")
+        with tarfile.open(directory / f"{i % 2}.tar", "a") as tar:
+            for suffix in ("jpg", "txt"):
+                tar.add(directory / f"{i}.{suffix}", f"{i}.{suffix}")
+    table = "filepath,title\n" + "".join(f"{i}.jpg,photo {i}\n" for i in range(9))
+    (directory / "photos.csv").write_text(table)
+
+
+@pytest.mark.parametrize("spec, workers", [
+    ("{0}/{{0..1}}.tar:window=1", 0), ("{0}/{{0..1}}.tar", 2),
+    ("{0}/{{0..1}}.tar:weight=2::{0}/photos.csv::shapes:words=9", 0)])
+def test_runs_on_shards_and_mixtures_continue_bit_for_bit(tmp_path, capsys, spec, workers):
+    save_photos(tmp_path)
+    flags = [*SPARC, "--data", spec.format(tmp_path), "--image-size", 16, "--workers", workers]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train_alone([*flags, "--out", whole])
+    train_until(3, [*flags, "--out", stopped])
+    train_alone(["--method", "sparc", "--resume", "--out", stopped])
+    assert_same_weights(whole, stopped)
+    assert "start anew" not in capsys.readouterr().out
+
+
+def test_an_old_run_on_shards_goes_on_in_another_order(tmp_path, capsys):
+    save_photos(tmp_path)
+    flags = [*SPARC, "--data", f"{tmp_path}/{{0..1}}.tar", "--image-size", 16]
+    run = tmp_path / "run"
+    train_until(3, [*flags, "--out", run])
+    state = common.load_checkpoint(run / "last.pt")
+    del state["layout"]
+    state["ranks"][0]["positions"] = {0: (3, 24, {})}
+    common.save_checkpoint(run / "last.pt", state)
+    train_alone(["--method", "sparc", "--resume", "--out", run])
+    assert "code than before: the data start anew, in another order" in capsys.readouterr().out
+    assert common.load_checkpoint(run / "last.pt")["order"] == 3
+    train_until(1, [*flags, "--out", tmp_path / "other"])
+    train_alone(["--method", "sparc", "--resume", "--out", tmp_path / "other",
+                 "--data", tmp_path / "photos.csv"])
+    assert "Other data" in capsys.readouterr().out
+
+
+def test_a_mixture_needs_data_to_evaluate_on(tmp_path, capsys):
+    save_photos(tmp_path)
+    mixture = f"{tmp_path}/photos.csv::{tmp_path}/0.tar"
+    flags = [*SPARC, "--data", mixture, "--image-size", "16", "--steps", "1"]
+    train.main([*flags, "--out", str(tmp_path / "a")])
+    message = f"{mixture} is a mixture, to train on: say with --eval-data SPEC"
+    assert f"No evaluation: {message}" in capsys.readouterr().out
+    with pytest.raises(UserError, match="is a mixture, to train on"):
+        evaluation.main([str(tmp_path / "a")])
+    train.main([*flags, "--out", str(tmp_path / "b"), "--eval-data", f"{tmp_path}/photos.csv"])
+    assert results(tmp_path / "b")["i2t/R@1"] >= 0
+    with pytest.raises(UserError, match="The world draws each image once"):
+        train.main([*SMALL["bam"], "--target", "onehot", "--contrastive-crop", "--crop-start", "1",
+                    "--data", f"{tmp_path}/photos.csv::shapes", "--out", str(tmp_path / "c")])
 
 
 def test_resume_needs_a_run_of_the_same_method(tmp_path, run_of):
