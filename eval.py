@@ -773,7 +773,7 @@ def random_crops(embed, pairs):
 
     def cropped():
         for image, label in readable(pairs, read, embed.workers):
-            yield crop(common.denormalize(image) if torch.is_tensor(image) else image), label
+            yield common.to_floats(crop(image)), label
 
     parts = (embed.encoded(part, encode) for part in chunks(cropped(), embed.chunk))
     for window in chunks(parts, 65_536 // embed.chunk):

@@ -501,6 +501,30 @@ def test_knn_and_linear_probe_on_class_folders(tmp_path):
         evaluation.knn(embedder(), data, options)
 
 
+def test_random_crops_keep_the_colours_of_files_and_tensors(tmp_path):
+    make_folders(tmp_path)
+    names = {0: [0, 0, 1.0], 1: [0, 128 / 255, 0], 2: [1.0, 0, 0]}          # blue, green, red
+    pictures = [torch.tensor(names[c])[:, None, None].expand(3, 16, 16) for c in range(3)]
+    tensors = [(common.normalize(picture), c) for c, picture in enumerate(pictures)]
+    seen = []
+
+    class Seen(Oracle):
+        def probe_features(self, images):
+            seen.append(images)
+            return self.encode_image(images)
+
+    for pairs in (tensors, list(opened(tmp_path)[0].labelled("train"))):
+        seen.clear()
+        batches = list(evaluation.random_crops(embedder(Seen()), pairs))
+        assert torch.cat(seen).dtype == torch.float32
+        assert torch.cat(seen).shape == (sum(len(y) for _, y in batches), 3, 8, 8)
+        colours = common.denormalize(torch.cat(seen)).mean((2, 3))          # (n, 3)
+        distance = torch.cdist(colours, torch.tensor(list(names.values())))
+        assert distance.amin(1).max() < 0.01 and set(distance.argmin(1).tolist()) == {0, 1, 2}
+        for x, y in batches:
+            torch.testing.assert_close(x, torch.eye(3)[2 - y], atol=0.02, rtol=0)
+
+
 @pytest.mark.parametrize("kind", ["folders", "shards", "world"])
 def test_random_crops_are_of_every_image_and_new_in_each_epoch(tmp_path, kind):
     make_folders(tmp_path / "red")
