@@ -7,6 +7,7 @@ them. The embedded world stands last: with data of your own you need not read it
 import contextlib
 import csv
 import dataclasses
+import datetime
 import functools
 import gzip
 import hashlib
@@ -81,7 +82,9 @@ def init_distributed():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if world_size > 1:
-        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+        timeout = datetime.timedelta(minutes=30)  # the others wait while rank 0 evaluates
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout,
+                                device_id=device if cuda else None)
     return rank, world_size, device
 
 

@@ -62,6 +62,7 @@ class Config:
     text_weights: str | None = None  # OpenCLIP or OpenAI weights for the text tower
     crop_scale: Annotated[float, 0.01, 1] = 0.9  # smallest area of training crops (OpenCLIP's)
     steps: Count = 1000  # updates
+    epochs: Count | None = None  # instead of --steps: how often each image of files is shown
     batch: Count = 128  # pairs per step, over all ranks
     lr: Positive = 5e-4  # peak; linear warm-up, then --schedule to 0
     warmup: CountOrNone = 100  # steps, of each stage if there are several
@@ -77,10 +78,12 @@ class Config:
     seed: Annotated[int, 0, 2**31] = 0  # of weights, data and augmentation
     log_every: Count = 10  # steps
     save_every: Count = 1000  # steps
-    knn_every: CountOrNone = 0  # steps between k-NN accuracies in the log; 0: none
+    eval_every: CountOrNone = 0  # steps between evaluations of 1,000 images in the log; 0: none
+    knn_every: CountOrNone = 0  # the same by k-NN alone
     probe: Literal["adamw", "sgd"] = "adamw"  # eval.py's linear probe: SPARO's or BAM's
     probe_epochs: Count | None = None  # of the linear probe; None: its paper's, 10 or 100
-    resume: bool = False  # continue the run in --out with its settings; given flags replace them
+    # continue the run in --out with its settings; given flags replace them; auto: or begin it
+    resume: bool = False
     compile: bool = False  # torch.compile
     grad_checkpoint: bool = False  # recompute the blocks in the backward pass: less memory
     dry_run: bool = False  # print parameters, the loss by chance, FLOPs and memory, and stop
@@ -101,10 +104,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 def train(args):
     rank, world_size, device = common.init_distributed()
+    torch.backends.cudnn.allow_tf32 = False  # on by default: convolutions of fp32 in 10 bits
+    torch.backends.cuda.matmul.allow_tf32 = False  # on in NVIDIA's containers
     method, out = METHODS[args.method], choose_run(args)
 
     # Build: what can be wrong is found here, not after an hour.
-    data, eval_data, options = open_data(args, method)
+    data, eval_data, options, watched = open_data(args, method)
     tokenizer = build_tokenizer(args, data) if method.uses_text(args) else None
     model = build_model(args, method, tokenizer)
     if args.dry_run:
@@ -157,25 +162,25 @@ def train(args):
             optimizer.zero_grad(set_to_none=True)
             model.after_update(step, steps)
             check_finite(args, late)  # a step late, so that no GPU waits
-            late = at.step, batch, outputs["loss"].detach(), grad_norm
+            late = at.step, batch, ToHost(torch.stack([outputs["loss"].detach(), grad_norm]))
             at.advance(batch)
             log.bar.update()
 
             # Once in a while: time, log, evaluate, save, stop.
             stopping = stop.agreed(device)  # every rank must ask in every step
-            knn_due = args.knn_every and at.step % args.knn_every == 0
+            eval_due = watched and at.step % watched.every == 0
             if args.bench:
                 if at.step == BENCH_WARMUP:
                     clock.reset()
                 if at.step == BENCH_WARMUP + args.bench or stopping:
                     return print_once(json.dumps(clock.rates(args.batch)))
                 continue
-            if rank == 0 and (at.step % args.log_every == 0 or at.step == args.steps or knn_due):
+            if rank == 0 and (at.step % args.log_every == 0 or at.step == args.steps or eval_due):
                 record = {"step": at.step, "lr": optimizer.param_groups[0]["lr"]}
                 record |= measure(args, model, batch, autocast, outputs, grad_norm)
                 record |= clock.rates(args.batch) | at.skipped_counts()
-                if knn_due:
-                    record |= evaluation.knn(embed, eval_data, options)
+                if eval_due:
+                    record |= evaluate_unnoticed(embed, eval_data, watched)
                 log.write(record, model.warn(record))
                 model.train()
                 clock.reset()
@@ -223,6 +228,8 @@ def add_flags(parser, config_class, title, preset):
         options = {"type": kind, "metavar": kind.__name__.upper()}
         if get_origin(kind) is Literal:
             options = {"choices": get_args(kind)}
+        elif field.name == "resume":  # alone, or --resume auto
+            options = {"nargs": "?", "const": True, "choices": ["auto"]}
         elif kind is bool:
             options = {"action": argparse.BooleanOptionalAction}
         options["help"] = f"{comments[field.name]} ({value})".replace("%", "%%")
@@ -249,6 +256,10 @@ def parse_args(argv):
     if method:
         add_flags(parser, method.Config, f"settings of {chosen.method}", preset)
     flags = vars(parser.parse_args(argv))
+    if "resume" in flags and "out" not in flags:
+        raise UserError("--resume needs --out, the directory of the run to continue.")
+    if flags.get("resume") == "auto":
+        flags["resume"] = Path(flags["out"], "last.pt").exists()
     if flags.get("resume"):
         preset = saved_settings(flags)
     elif chosen.preset not in method.PRESETS:
@@ -264,13 +275,13 @@ def parse_args(argv):
 
 def saved_settings(flags):
     """The settings of the run that --resume continues."""
-    if "preset" in flags or "vocab" in flags:
-        raise UserError("--resume takes both from the run: leave out --preset and --vocab.")
-    if "out" not in flags:
-        raise UserError("--resume needs --out, the directory of the run to continue.")
     saved = common.read_config(flags["out"])
     if saved["method"] != flags["method"]:
         raise UserError(f"{flags['out']} is a run of --method {saved['method']}.")
+    for name in ("preset", "vocab"):
+        if flags.get(name, saved[name]) != saved[name]:
+            raise UserError(f"{flags['out']} is a run of {flag_of(name)} {saved[name]}: leave out "
+                            f"{flag_of(name)} {flags[name]}, or give another --out.")
     return saved
 
 
@@ -283,12 +294,20 @@ def check_settings(args, method, flags):
             raise UserError(f"{flag} {value} must be from {bounds[0]} to {bounds[1]}.")
         if field.name in flags and field.name in TEXT_FLAGS and not method.uses_text(args):
             raise UserError(f"{flag} has no effect here: the objective takes no captions.")
+    if "epochs" in flags and "steps" in flags:
+        raise UserError("--epochs and --steps both say how long to train: give one of them.")
+    if "steps" in flags:
+        args.epochs = None  # of a run that is resumed
+    check_method(args, method)
+    if args.bench:
+        args.steps = max(args.steps, BENCH_WARMUP + args.bench)
+
+
+def check_method(args, method):
     try:
         method.check(args)
     except ValueError as error:
         raise UserError(str(error)) from None
-    if args.bench:
-        args.steps = max(args.steps, BENCH_WARMUP + args.bench)
 
 
 # The run's directory -----------------------------------------
@@ -355,8 +374,9 @@ def print_once(line):
 
 
 def open_data(args, method):
-    """The training data, the data to evaluate on (None: opened by finish), and how to evaluate.
-    Sets args.image_size where it was left to the encoder or the world."""
+    """The training data, the data to evaluate on (None: opened by finish), how to evaluate at the
+    end, and every so many steps, or None. Sets args.image_size where it was left to the encoder or
+    the world, and the steps of --epochs."""
     _, world_size = this_rank()
     if args.batch % world_size:
         raise UserError(f"--batch {args.batch} is global and must be a multiple of the "
@@ -369,18 +389,30 @@ def open_data(args, method):
         data.sample_captions(1)  # class folders may lack names
     if isinstance(data, common.World):
         args.image_size = data.size
+    if args.epochs and not args.bench:
+        args.steps = steps_of(args, data)
+        check_method(args, method)
     if common.World.layout in data.layout and method.box_refreshes(args) and not args.dry_run:
         raise UserError("The world draws each image once, boxes need images that come again: "
                         "give --no-contrastive-crop or other data.")
     options = evaluation.options_for(args, limit=1000, train_limit=20_000)
     if args.eval_data and not with_text:
         options.tasks = ["knn"]  # a linear probe takes long
-    if args.eval_data or args.knn_every:  # what is wrong with it is found before the training
+    watched = argparse.Namespace(**vars(options), every=args.eval_every or args.knn_every)
+    if not (with_text and args.eval_every):
+        watched.tasks = ["knn"]
+    watched = watched if watched.every else None
+    if args.eval_data or watched:  # what is wrong with it is found before the training
         eval_data = evaluation.open_eval_set(options, args.image_size, with_text)
-        tasks = ["knn"] if args.knn_every else options.tasks
-        wanted = argparse.Namespace(**vars(options) | {"tasks": tasks})
-        check_evaluation(wanted, eval_data, with_text)
-    return data, eval_data, options
+        check_evaluation(watched or options, eval_data, with_text)
+    return data, eval_data, options, watched
+
+
+def steps_of(args, data):
+    if not isinstance(data, common.CaptionTable):
+        raise UserError(f"--epochs {args.epochs}: how many images {args.data} has is not known; "
+                        f"give --steps, which is epochs x images / --batch.")
+    return math.ceil(args.epochs * len(data) / args.batch)
 
 
 def check_evaluation(options, eval_data, with_text):
@@ -511,7 +543,7 @@ def wrap(args, model, world_size):
     """The model compiled and parallel, as the settings ask."""
     model = torch.compile(model) if args.compile else model
     if world_size > 1:
-        model = DistributedDataParallel(model)
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         model.broadcast_buffers = False  # statistics are of the global batch, alike on all ranks
     return model
 
@@ -611,11 +643,28 @@ def load_state(path, args, model, scaler, device):
     return state
 
 
+class ToHost:
+    """A tensor on its way to the host. To wait for it is not to wait for what the GPU got to do
+    since then, as .item() does."""
+
+    def __init__(self, x):
+        self.x, self.arrived = x.to("cpu", non_blocking=True), None  # into pinned memory
+        if x.is_cuda:
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def wait(self):
+        if self.arrived:
+            self.arrived.synchronize()
+        return self.x
+
+
 class Stop:
-    """Notes SIGTERM and SIGINT: the run saves and ends after its step; a second ends it at once."""
+    """Notes SIGTERM and SIGINT: the run saves and ends after its step. A second Ctrl-C ends it at
+    once; SIGTERM may come twice, from Slurm and from torchrun."""
 
     def __init__(self):
-        self.noted, self.flag = False, torch.zeros(())
+        self.noted, self.flag = False, ToHost(torch.zeros(()))
         self.before = [signal.signal(number, self.note) for number in SIGNALS]
 
     def restore(self):
@@ -623,7 +672,7 @@ class Stop:
             signal.signal(number, handler)
 
     def note(self, number, frame):
-        if self.noted:
+        if self.noted and number == signal.SIGINT:
             sys.exit(128 + number)
         self.noted = True
 
@@ -632,9 +681,10 @@ class Stop:
         answer is a step late, so that no GPU waits for it."""
         if not dist.is_initialized():
             return self.noted
-        before, self.flag = self.flag, torch.tensor(float(self.noted), device=device)
-        dist.all_reduce(self.flag, dist.ReduceOp.MAX)
-        return bool(before)
+        before, flag = self.flag, torch.full((), float(self.noted), device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        self.flag = ToHost(flag)
+        return bool(before.wait())
 
 
 class Clock:
@@ -665,10 +715,11 @@ class Clock:
 
 def check_finite(args, late):
     """End a run whose loss or gradient is not a number, and keep the batch that made it.
-    late: (step, batch, loss, grad_norm), None before the first step."""
+    late: (step, batch, ToHost of loss and grad_norm), None before the first step."""
     if late is None:
         return
-    step, batch, loss, grad_norm = late
+    step, batch, numbers = late
+    loss, grad_norm = numbers.wait()
     # fp16's gradient may overflow: the scaler leaves out such an update
     if torch.isfinite(loss if args.amp == "fp16" else loss + grad_norm):
         return
@@ -692,6 +743,13 @@ def measure(args, model, batch, autocast, outputs, grad_norm):
     patches = model.image_encoder.grid**2
     chance_loss = model.chance_loss(args.batch, batch.get("mask"), patches)
     return {name: x.item() for name, x in scalars.items()} | {"chance_loss": chance_loss}
+
+
+def evaluate_unnoticed(embed, eval_data, options):
+    """The metrics of --eval-every. The training's random numbers go on as without it."""
+    devices = [embed.device] if embed.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        return evaluation.evaluate(embed, eval_data, options)
 
 
 def finish(args, embed, eval_data, options, at):

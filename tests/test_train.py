@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +83,8 @@ def test_help_shows_comments_and_what_the_preset_sets(capsys, flags, shown):
     (["--text-encoder", "tiny:vocab_size=8193"],
      "vocab_size=8193 is for 8193 tokens, a vocabulary trained from the captions has 8192: give"),
     (["--resume"], "holds no run"),
+    (["--epochs", "1"], "--epochs and --steps both say"),
+    (["--data", "numbers", "--eval-every", "1"], "folder n00000001 has a number of ImageNet"),
 ])
 def test_wrong_settings_are_refused_at_the_start(tmp_path, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
@@ -205,6 +208,56 @@ def test_slots_are_selected_and_masks_trained(tmp_path, run_of):
         assert sparo[f"slots/all/{key}"] == pytest.approx(sparo[key])
 
 
+@pytest.mark.parametrize("name, metric", [
+    ("sparc", "i2t/R@1"), ("stair", "textfree/zeroshot"), ("bam", "knn")])
+def test_evaluation_on_the_way_changes_nothing_but_the_log(tmp_path, monkeypatch, name, metric):
+    """With BatchNorm and stochastic depth, whatever random numbers the tasks draw."""
+    evaluate, runs = evaluation.evaluate, [tmp_path / "without", tmp_path / "with"]
+    monkeypatch.setattr(evaluation, "evaluate", lambda *a: torch.rand(5) is None or evaluate(*a))
+    flags = [f"{flag},drop_path=0.3" if "depth" in flag else flag for flag in SMALL[name]]
+    for run, more in zip(runs, (["--log-every", "2"], ["--log-every", "4", "--eval-every", "1"])):
+        train_alone([*flags, "--steps", "4", *more, "--out", run])
+    states = [common.load_checkpoint(run / "last.pt") for run in runs]
+    for key in ("model", "optimizer", "ranks"):
+        torch.testing.assert_close(*[state[key] for state in states], rtol=0, atol=0)
+    log, watched = map(read_log, runs)
+    assert len(watched) == 4 and all(0 <= record[metric] <= 1 for record in watched)
+    for record in log:
+        record |= {key: 0 for key in ("images_per_s", "data_share", "peak_memory_bytes")}
+        assert record == {key: record[key] and watched[record["step"] - 1][key] for key in record}
+        assert metric not in record
+
+
+def test_epochs_say_how_many_steps(tmp_path):
+    for i in range(12):
+        Image.new("RGB", (20, 20), (20 * i, 0, 0)).save(tmp_path / f"{i}.png")
+    rows = [f"{i}.png\tpicture number {i}" for i in range(12)]
+    (tmp_path / "data.tsv").write_text("\n".join(["filepath\ttitle", *rows]))
+    flags = [flag for flag in SPARC if flag not in ("--steps", "6")]
+    with pytest.raises(UserError, match="how many images shapes.* is not known; give --steps"):
+        train_alone([*flags, "--epochs", "1"])
+    data = ["--data", tmp_path / "data.tsv", "--image-size", "16", "--out"]
+    flags += [*data, tmp_path / "run"]
+    train_alone([*flags, "--epochs", "3"])
+    assert [record["step"] for record in read_log(tmp_path / "run")] == [1, 2, 3, 4, 5]  # 36 / 8
+    assert read_log(tmp_path / "run")[-1]["lr"] == pytest.approx(common.cosine_lr(4, 5, 50, 2e-3))
+    for more, steps in ((["--epochs", "4"], 6), (["--steps", "7"], 7), ([], 7)):
+        train_alone([*flags, "--resume", *more])
+        assert len(read_log(tmp_path / "run")) == steps
+    bam = ["--method", "bam", "--contrastive-crop", "--crop-start", "2", "--batch", "8"]
+    with pytest.raises(UserError, match="--crop-start 2 must be below --steps 2"):
+        train_alone([*bam, *data, tmp_path / "bam", "--epochs", "1"])
+
+
+def test_fp32_is_not_tf32(tmp_path):
+    """Torch has it on for convolutions, NVIDIA's containers for matrix products, too."""
+    backends = torch.backends.cudnn, torch.backends.cuda.matmul
+    for backend in backends:
+        backend.allow_tf32 = True
+    train_alone([*SPARC, "--steps", "1", "--out", tmp_path])
+    assert [backend.allow_tf32 for backend in backends] == [False, False]
+
+
 def test_grad_checkpoint_changes_nothing(tmp_path, run_of):
     train_alone([*SPARC, "--grad-checkpoint", "--out", tmp_path])
     torch.testing.assert_close(weights(tmp_path), weights(run_of("sparc")))
@@ -256,20 +309,20 @@ def test_a_signal_to_all_processes_and_resume_give_the_same_weights_bit_for_bit(
     assert [record["step"] for record in read_log(run)] == list(range(1, 31))
 
 
-@pytest.mark.parametrize("signals", [1, 2])
-def test_the_first_signal_saves_and_the_second_ends_at_once(tmp_path, monkeypatch, signals):
+@pytest.mark.parametrize("signals", ["INT", "TERM", "TERM TERM", "INT TERM", "TERM INT"])
+def test_the_first_signal_saves_and_a_second_ctrl_c_ends_at_once(tmp_path, monkeypatch, signals):
     clip, steps = train.clip_grad_norm_, itertools.count(1)
 
     def clip_and_send(*arguments):
         if next(steps) == 2:
-            for _ in range(signals):
-                signal.raise_signal(signal.SIGTERM)
+            for name in signals.split():
+                signal.raise_signal(signal.Signals[f"SIG{name}"])
         return clip(*arguments)
 
     monkeypatch.setattr(train, "clip_grad_norm_", clip_and_send)
     flags = [*SPARC, "--out", str(tmp_path)]
-    if signals == 2:
-        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+    if signals == "TERM INT":
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGINT)):
             train.main(flags)
         assert not (tmp_path / "last.pt").exists()
     else:
@@ -393,6 +446,19 @@ def test_resume_refuses_another_model(run_of, flags, message):
         train.main([*SPARC, "--resume", *flags, "--out", str(run_of("sparc"))])
 
 
+def test_resume_auto_begins_or_continues_with_one_command(tmp_path, run_of):
+    vocab = shutil.copy(run_of("sparc") / "vocab.txt", tmp_path)
+    command = [*SPARC, "--preset", "tiny", "--vocab", vocab, "--out", tmp_path / "run"]
+    for steps in (2, 4, 4):
+        train_alone([*command, "--resume", "auto", "--steps", steps])
+        assert len(read_log(tmp_path / "run")) == steps
+    for flags in (["--preset", "b32"], ["--vocab", run_of("sparc") / "vocab.txt"]):
+        with pytest.raises(UserError, match=f"leave out {flags[0]}"):
+            train_alone([*command, *flags, "--resume", "auto"])
+    with pytest.raises(UserError, match="--resume needs --out"):
+        train_alone([*SPARC, "--resume", "auto"])
+
+
 def test_runs_are_not_overwritten(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
@@ -405,13 +471,25 @@ def test_runs_are_not_overwritten(tmp_path, monkeypatch):
 # Ranks ---------------------------------------------------------------------------------------
 
 
-def test_two_ranks_train(tmp_path):
+def test_two_ranks_stop_as_slurm_stops_them_and_go_on(tmp_path):
+    """Slurm signals torchrun and its ranks, and torchrun signals the ranks again."""
     port = 20000 + os.getpid() % 20000
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
-               f"--master_port={port}", str(ROOT / "train.py"), *SPARC, "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
+               f"--master_port={port}", str(ROOT / "train.py"), *SPARC, "--resume", "auto",
+               "--out", str(tmp_path), "--steps"]
+    process = subprocess.Popen([*command, "10000"], stdout=subprocess.PIPE, text=True)
+    while not (tmp_path / "log.jsonl").exists() or len(read_log(tmp_path)) < 5:
+        assert process.poll() is None
+        time.sleep(0.02)
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for pid in (process.pid, *map(int, ranks)):
+        os.kill(pid, signal.SIGTERM)
+    assert "Stopped by signal" in process.communicate(timeout=60)[0]
+    step = common.load_checkpoint(tmp_path / "last.pt")["step"]
+    assert 5 <= step < 10000
+    done = subprocess.run([*command, str(step + 2)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert len(read_log(tmp_path)) == 6
+    assert [record["step"] for record in read_log(tmp_path)] == list(range(1, step + 3))
 
 
 def test_the_batch_is_divided_among_the_ranks(monkeypatch):
