@@ -277,6 +277,13 @@ class Model(nn.Module):
                 p.data.lerp_(p_student.data, 1 - momentum)
 
     # To read BAM, stop here. Below: evaluation, projector, variants, crops, LARS.
+    #
+    # On any `backbone`, images -> (B, d), for `views`: two or more (n, 3, s, s), large ones first,
+    # G of them; under DDP pass common.gather. "once": before the optimizer is made.
+    #     projector = Projector(d, Config(teacher=False))                   # once; has BatchNorm
+    #     h = torch.stack([backbone(view) for view in views])               # (k, n, d)
+    #     z = projector(h, gather).flatten(0, 1)                            # (k n, E)
+    #     loss = bam_loss(z, len(views), n_global=G, gather=gather)
 
     def evaluated(self):
         """The image encoder that is evaluated: the teacher's, as in the authors' code."""

@@ -127,6 +127,23 @@ def gather_objects(value):
 # Encoders -----------------------------------------------------------------------------
 
 
+class Tower(nn.Module):
+    """What the encoders share: a `locked` one (LiT, arXiv 2111.07991) has no gradients and stays
+    in evaluation mode, whoever asks."""
+
+    locked = False
+
+    def train(self, mode=True):
+        return super().train(mode and not self.locked)
+
+    def requires_grad_(self, requires_grad=True):
+        return super().requires_grad_(requires_grad and not self.locked)
+
+    def lock(self):
+        self.locked = True
+        self.requires_grad_(False).eval()
+
+
 class QuickGELU(nn.Module):
     """x * sigmoid(1.702 x): the GELU of OpenAI's CLIP weights."""
 
@@ -248,7 +265,7 @@ class BatchNorm(nn.BatchNorm2d):
         return (x * scale[:, None, None] + shift[:, None, None]).to(x.dtype)
 
 
-class ViT(nn.Module):
+class ViT(Tower):
     """Vision transformer that returns ALL tokens: images (B, 3, H, W) -> (B, N, width).
 
     H and W must be multiples of patch_size; `cls` puts a [CLS] token first.
@@ -345,7 +362,7 @@ def resize_positions(pos, has_cls, height, width):
     return torch.cat([cls, grid.flatten(2).transpose(1, 2).to(pos.dtype)], dim=1)
 
 
-class TextTransformer(nn.Module):
+class TextTransformer(Tower):
     """Text transformer that returns ALL tokens: ids (B, L), mask (B, L) -> (B, L, width).
 
     `mask` is True on real tokens. A bidirectional tower hides the padding from the attention; a
@@ -371,7 +388,7 @@ class TextTransformer(nn.Module):
         return self.norm(self.blocks(x, mask, self.causal)[-1])
 
 
-class ResNet(resnet.ResNet):
+class ResNet(Tower, resnet.ResNet):
     """torchvision's ResNet without its head: images (B, 3, H, W) -> tokens (B, h * w, width).
 
     A token stands for 32 x 32 pixels. blocks: how many in each of the four stages.
@@ -394,19 +411,30 @@ class ResNet(resnet.ResNet):
         return x.flatten(2).transpose(1, 2)
 
 
+CLIP_TOKENS = 49_408
 WORLD_STEM = ((32, 2), (64, 2), (128, 2), (128, 1))  # its receptive field: 31 pixels
+CLIP_VIT = dict(cls=True, pre_norm=True, patch_bias=False, eps=1e-5)
+CLIP_TEXT = dict(vocab_size=CLIP_TOKENS, context=77, depth=12, causal=True)
+# clip-...: CLIP's towers (2103.00020, Table 20) as OpenCLIP has them, for --init-weights. OpenAI's
+# own weights need quick_gelu=1, as all models whose name in OpenCLIP ends in -quickgelu.
 VIT_PRESETS = {
     "tiny": dict(image_size=48, patch_size=8, width=96, depth=2, heads=3, stem=WORLD_STEM),
     "ViT-S/16": dict(patch_size=16, width=384, depth=12, heads=6),  # DeiT (2012.12877), Table 1
     "ViT-B/32": dict(patch_size=32, width=768, depth=12, heads=12),  # ViT (2010.11929), Table 1
     "ViT-B/16": dict(patch_size=16, width=768, depth=12, heads=12),  # ViT, Table 1
     "ViT-L/14": dict(patch_size=14, width=1024, depth=24, heads=16),  # ViT; 14: CLIP (2103.00020)
+    "clip-b32": dict(patch_size=32, width=768, depth=12, heads=12, **CLIP_VIT),
+    "clip-b16": dict(patch_size=16, width=768, depth=12, heads=12, **CLIP_VIT),
+    "clip-l14": dict(patch_size=14, width=1024, depth=24, heads=16, **CLIP_VIT),
 }
 RESNET_PRESETS = {"ResNet-50": dict(blocks=(3, 4, 6, 3))}             # (1512.03385), Table 1
 TEXT_PRESETS = {
     "tiny": dict(context=32, width=128, depth=2, heads=4),            # the embedded world
     "12x512": dict(width=512, depth=12, heads=8),                     # CLIP, Sec. 2.4
     "12x768": dict(width=768, depth=12, heads=12),                    # SPARC, Sec. D.1
+    "clip-b32": dict(width=512, heads=8, **CLIP_TEXT),
+    "clip-b16": dict(width=512, heads=8, **CLIP_TEXT),
+    "clip-l14": dict(width=768, heads=12, **CLIP_TEXT),
 }
 
 
@@ -457,7 +485,6 @@ class ModelDefaults:
     encode_image(images) -> (B, E), normalised.
     """
 
-    takes_cls = True          # the image encoder may have a [CLS] token
     late_interaction = False  # `similarity` compares encode_patches and encode_tokens
     slots = 0                 # number of slots of image_slots, text_slots and attend
     mask_parts = 0            # equal parts of an encoding for which masks are trained
@@ -475,6 +502,9 @@ class ModelDefaults:
     head_maps = None          # (images) -> (B, heads, h, w), what [CLS] attends to
     boxes = None              # (images) -> (B, 4), where crops lie, as fractions of the sides
 
+    # Parameters (E, d) that start as CLIP's "visual.proj" and "text_projection", and its
+    # "logit_scale": those of the three that it has.
+    clip_parameters = lambda self: {}
     # What a linear probe gets, and the loss of equal similarities (batch_size is global):
     probe_features = lambda self, images: self.encode_image(images)
     chance_loss = lambda self, batch_size, mask, patches: math.log(batch_size)
@@ -488,8 +518,9 @@ class ModelDefaults:
 
 
 def asked_words(spec):
-    """The vocab_size that a spec of --text-encoder asks for, 0 without one."""
-    return int(parse_spec(spec)[1].get("vocab_size", 0))
+    """The vocab_size that a spec of --text-encoder or its preset asks for, 0 without one."""
+    name, settings = parse_spec(spec)
+    return int((TEXT_PRESETS.get(name, {}) | settings).get("vocab_size", 0))
 
 
 def build_encoders(method, args, tokenizer):
@@ -501,11 +532,8 @@ def build_encoders(method, args, tokenizer):
         replaced = method.replaced_blocks(args)
         image["depth"] -= replaced
     image_encoder = kind(**image)
-    has_cls, flag = image_encoder.cls is not None, method.needs_cls(args)
-    if has_cls and not getattr(method.Model, "takes_cls", True):
-        raise UserError(f"{args.method} takes all image tokens for patches: leave out cls=1 of "
-                        f"--image-encoder.")
-    if flag and not has_cls:
+    flag = method.needs_cls(args)
+    if flag and image_encoder.cls is None:
         remedy = "choose a ViT" if kind is ResNet else "add cls=1 to --image-encoder"
         raise UserError(f"{flag} of {args.method} takes the [CLS] token: {remedy}.")
     if not method.uses_text(args):
@@ -546,6 +574,53 @@ OUR_NAMES = [  # patterns of other files' names -> ours
 ]
 
 
+CLIP_PARTS = ("visual.proj", "text_projection", "logit_scale")  # what is in no tower
+
+
+def load_clip(towers, state_dict, tokenizer):
+    """Load a whole CLIP, as OpenCLIP or OpenAI saved it, into the image and the text tower ->
+    ({a name of CLIP_PARTS: tensor}, for load_clip_parts; sentences as of load_encoder_weights)."""
+    tensors, parts = dict(flatten(state_dict)), {}
+    for key in list(tensors):
+        for part in CLIP_PARTS:
+            if f".{key}".endswith(f".{part}"):
+                parts[part] = tensors.pop(key)
+    image = find_tower(tensors, towers[0])[1]
+    text = {key: value for key, value in tensors.items() if key not in image}
+    notes = check_gelu(text, towers[0]) + load_encoder_weights(towers[0], image)
+    return parts, notes + load_encoder_weights(towers[1], text, tokenizer)
+
+
+def load_clip_parts(model, parts):
+    """Copy what load_clip returned to the model's clip_parameters -> sentences about the rest.
+    UserError for a projection of another size: one of random numbers would ruin the others."""
+    places, notes = model.clip_parameters(), []
+    for name in CLIP_PARTS:
+        if name in places and name in parts:
+            ours, theirs = places[name], parts[name]
+            if ours.t().shape != theirs.shape:
+                raise UserError(f"{name} is {tuple(theirs.shape)} in the file, but the model needs "
+                                f"{tuple(ours.t().shape)}: give --embed-dim {theirs.shape[-1]}.")
+            ours.data.copy_(theirs.t())
+        elif name in places:
+            notes.append(f"{name}: not in the file, left at its initial value")
+        elif name in parts:
+            notes.append(f"{name}: this model has no place for it, not used")
+    return notes
+
+
+def check_gelu(tensors, encoder):
+    """Raise UserError for OpenAI's weights without QuickGELU; their files alone hold the size of
+    images. -> a list with a sentence if another file may need it, too."""
+    if not any(isinstance(module, nn.GELU) for module in encoder.modules()):
+        return []
+    if any(key.endswith("input_resolution") for key in tensors):
+        raise UserError("The file is OpenAI's, whose GELU is another one: add :quick_gelu=1 to "
+                        "--image-encoder and --text-encoder.")
+    return ["read with GELU; if its model in OpenCLIP is OpenAI's or is called ...-quickgelu, add "
+            ":quick_gelu=1 to --image-encoder and --text-encoder"]
+
+
 def load_encoder_weights(encoder, state_dict, tokenizer=None):
     """Load weights into an encoder -> a list of sentences about everything that did not fit.
 
@@ -554,9 +629,10 @@ def load_encoder_weights(encoder, state_dict, tokenizer=None):
     nested dicts; of student and teacher the teacher is taken. Positions of another grid are
     interpolated, a missing [CLS] position or patch bias is zero. UserError if no block fits, or if
     the file is of another network or, with `tokenizer`, of another vocabulary.
-    OpenAI's need quick_gelu=1,pre_norm=1,patch_bias=0,cls=1,eps=1e-5 or causal=1,quick_gelu=1.
+    CLIP's need a preset clip-..., OpenAI's with quick_gelu=1.
     """
     tensors = dict(flatten(state_dict))
+    check_gelu(tensors, encoder)
     prefix, tower = find_tower(tensors, encoder)
     fitting, report, foreign = fit_tensors(prefix, tower, encoder, tokenizer)
     if not any(name.startswith(("blocks.", "layer")) for name in fitting):
@@ -582,7 +658,8 @@ def load_encoder_weights(encoder, state_dict, tokenizer=None):
 
 def fit_tensors(prefix, tower, encoder, tokenizer):
     """A tower's tensors -> {our name: tensor that fits}, sentences about the others, and those of
-    them without which it is another network: in blocks that we have, and register tokens."""
+    them without which it is another network: in blocks that we have, register tokens, the
+    attention pooling of CLIP's ResNets."""
     ours, fitting, report, foreign = encoder.state_dict(), {}, [], []
     in_blocks = [name for name in ours if name.startswith(("blocks.", "layer"))]
     needed = {re.match(r"\w+\.\d+\.", name)[0] for name in in_blocks}
@@ -606,7 +683,7 @@ def fit_tensors(prefix, tower, encoder, tokenizer):
             shapes = f"{tuple(value.shape)} does not fit {tuple(ours[name].shape)}"
             problem = f"{key}: shape {shapes}, not used"
         report.append(problem)
-        if name.startswith((*needed, "reg_token", "register_tokens")):
+        if name.startswith((*needed, "reg_token", "register_tokens", "attnpool")):
             foreign.append(problem)
     return fitting, report, foreign
 
@@ -675,7 +752,6 @@ def fit_positions(pos, encoder):
 # Tokenizer ----------------------------------------------------------------------------
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-CLIP_TOKENS = 49_408
 MAX_WORD = 100  # characters; a longer word is [UNK]
 CJK = [(0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B81F),
        (0x2B920, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F)]  # as Hugging Face has them
@@ -1881,8 +1957,14 @@ def load_checkpoint(path, map_location="cpu"):
     except FileNotFoundError:
         raise UserError(f"There is no checkpoint {path}.") from None
     except Exception as error:
-        why = type(error).__name__
-        raise UserError(f"{path} is not a checkpoint that can be read: {why}.") from None
+        why, load = type(error).__name__, None
+        if "TorchScript" in str(error):  # OpenAI's own files
+            load = f"import torch; x = torch.jit.load('{path}', 'cpu').state_dict()"
+        elif str(path).endswith(".safetensors"):
+            load = f"import torch, safetensors.torch as s; x = s.load_file('{path}')"
+        if load:
+            why = f'convert it: python -c "{load}; torch.save(x, \'{path}.pt\')"'
+        raise UserError(f"{path} is not a checkpoint that can be read: {why}") from None
 
 
 # The embedded world -------------------------------------------------------------------

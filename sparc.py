@@ -5,7 +5,7 @@ must resemble that word more than the caption's other words (L_f). CLIP's contra
 between whole images and whole captions is added (L_g).
 
     symbol       name here                 shape        where
-    f_v          image_encoder             (B, P, d)    Sec. 2; all patches
+    f_v          Model.f_v                 (B, P, d)    Sec. 2; all patches, without [CLS]
     f_t          text_encoder              (B, L, d)    Sec. 2; all tokens
     h_v          Model.h_v                 d -> d       Sec. 2; "a single non-linear layer"
     g_v, g_t     Model.g_v, Model.g_t      d -> E       Sec. 2, D.1; linear, E = 512
@@ -180,9 +180,8 @@ class Residual(nn.Sequential):
 
 class Model(nn.Module):
     """Two encoders, the adaptors of Sec. 2 and the loss of Eq. 7. The encoders return all
-    tokens: image_encoder(images) (B, P, d), text_encoder(tokens, mask) (B, L, d)."""
-
-    takes_cls = False  # every image token must be a patch
+    tokens: image_encoder(images) (B, P, d), or (B, 1 + P, d) if its `cls`, as CLIP's [CLS] token,
+    is not None; text_encoder(tokens, mask) (B, L, d)."""
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
@@ -199,7 +198,7 @@ class Model(nn.Module):
     def forward(self, batch, gather=identity):
         """batch: images (B, 3, H, W), tokens, mask (B, L) -> the loss and scalars to log."""
         cfg, words = self.config, words_only(batch["mask"])
-        f_v = self.image_encoder(batch["images"])                   # (B, P, d)
+        f_v = self.f_v(batch["images"])                             # (B, P, d)
         f_t = self.text_encoder(batch["tokens"], batch["mask"])     # (B, L, d)
         v = self.g_v(self.h_v(f_v.mean(1)))                         # (B, E)
         t = self.g_t(masked_mean(f_t, words))                       # (B, E)
@@ -211,6 +210,11 @@ class Model(nn.Module):
         loss = cfg.lambda_g * loss_g + cfg.lambda_f * loss_f        # Eq. 7
         return {"loss": loss, "global": loss_g.detach(), "local": loss_f.detach(),
                 "scale": scale.detach()}
+
+    def f_v(self, images):
+        """(B, 3, H, W) -> all patches (B, P, d). A [CLS] token is dropped: the paper has none."""
+        tokens = self.image_encoder(images)
+        return tokens if self.image_encoder.cls is None else tokens[:, 1:]
 
     def align(self, tokens, patches):
         """Eq. 2-4, or an ablation of Table 8. (B, L, E), (B, P, E) -> a (B, L, P)."""
@@ -228,6 +232,12 @@ class Model(nn.Module):
         """Keep 1 / tau within [1, 100], as CLIP does."""
         self.log_scale.data.clamp_(0, math.log(100))
 
+    def clip_parameters(self):
+        """What starts from a whole CLIP (--init-weights); h_v, which it lacks, does not."""
+        places = {"text_projection": self.g_t.weight, "logit_scale": self.log_scale}
+        is_linear = isinstance(self.g_v, nn.Linear)  # PACL's is not
+        return places | ({"visual.proj": self.g_v.weight} if is_linear else {})
+
     def chance_loss(self, batch_size, mask, patches):
         """The loss when all similarities are equal. batch_size: global; patches: P."""
         words = words_only(mask).sum(1).clamp(min=1).float()        # (B,), L_i
@@ -236,7 +246,7 @@ class Model(nn.Module):
 
     def encode_image(self, images):
         """(B, 3, H, W) -> (B, E), normalised."""
-        return F.normalize(self.g_v(self.h_v(self.image_encoder(images).mean(1))).float(), dim=-1)
+        return F.normalize(self.g_v(self.h_v(self.f_v(images).mean(1))).float(), dim=-1)
 
     def encode_text(self, tokens, mask):
         """(B, L), (B, L) -> (B, E), normalised."""
@@ -246,12 +256,12 @@ class Model(nn.Module):
     def encode_patches(self, images):
         """(B, 3, H, W) -> (B, P, E), normalised, through h_v and g_v as D.7 segments: by all the
         data set's classes, as we read it; those of the image alone would be easier."""
-        return F.normalize(self.g_v(self.h_v(self.image_encoder(images))).float(), dim=-1)
+        return F.normalize(self.g_v(self.h_v(self.f_v(images))).float(), dim=-1)
 
     def align_words(self, images, tokens, mask):
         """The alignment weights of pairs. (B, 3, H, W), (B, L), (B, L) -> a (B, L, P)."""
         tokens = self.g_t(self.text_encoder(tokens, mask))          # (B, L, E)
-        return self.align(tokens, self.g_v(self.image_encoder(images)))
+        return self.align(tokens, self.g_v(self.f_v(images)))
 
 
 # To read SPARC, stop here. ===============================================================
@@ -261,6 +271,16 @@ class Model(nn.Module):
 # * alignment weights are detached, or made of cosines: Eq. 2 takes the plain inner product;
 # * the negatives are the words of the whole batch: Eq. 6 has those of the same caption;
 # * no threshold, or 1 / 196 whatever the patches: that is 1 / P of 14 x 14 patches alone.
+#
+# Into OpenCLIP's CLIP (`model`), for its `images` and `ids`; under DDP pass common.gather:
+#     out = model.forward_intermediates(images, ids, image_indices=1, text_indices=1,
+#                                       normalize_intermediates=True, image_output_fmt="NLC")
+#     patches = out["image_intermediates"][-1] @ model.visual.proj     # (B, P, E), no [CLS]
+#     tokens = out["text_intermediates"][-1] @ model.text_projection   # (B, L, E)
+#     words = (ids > 0) & (ids < 49406)                                # (B, L)
+#     v, t, scale = out["image_features"], out["text_features"], model.logit_scale.exp()
+#     loss_f = fine_grained_loss(tokens, patches, words, scale)
+#     loss = 0.5 * global_loss(v, t, scale, gather) + loss_f
 #
 # What was found out on the embedded world, seeds 0-2: as in the paper, SPARC is above CLIP in
 # zero-shot, retrieval and faithfulness, at 1.09 of its time. It does not segment better: at
@@ -449,7 +469,7 @@ class Baseline(Model):
 
     def forward(self, batch, gather=identity):
         cfg, words = self.config, words_only(batch["mask"])
-        f_v = self.image_encoder(batch["images"])                       # (b, P, d)
+        f_v = self.f_v(batch["images"])                                 # (b, P, d)
         f_t = self.text_encoder(batch["tokens"], batch["mask"])         # (b, L, d)
         v = self.g_v(self.h_v(f_v.mean(1)))                             # (b, E)
         t = self.g_t(masked_mean(f_t, words))                           # (b, E)

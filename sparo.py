@@ -80,9 +80,7 @@ class Config:
     crop_border: Annotated[float, 0.01, 1] = 0.4  # dino: max. of small, min. of large views
 
 
-CLIP_VIT = "cls=1,pre_norm=1,patch_bias=0,eps=1e-5"  # CLIP's image tower
-B32, B16 = f"ViT-B/32:{CLIP_VIT}", f"ViT-B/16:{CLIP_VIT}"
-PAPER = dict(text_encoder="12x512:causal=1,vocab_size=49408", lr=5e-4, weight_decay=0.5, warmup=3600, batch=4096,
+PAPER = dict(text_encoder="clip-b16", lr=5e-4, weight_decay=0.5, warmup=3600, batch=4096,
              clip_grad=0.0)
 R50 = PAPER | dict(image_encoder="ResNet-50", steps=78_280, beta2=0.999, adam_eps=1e-8)  # OpenCLIP's for a ResNet
 PRESETS = {  # settings of this file and of train.py by name; --flags override them
@@ -91,11 +89,11 @@ PRESETS = {  # settings of this file and of train.py by name; --flags override t
                  head_width=256, head_bottleneck=64, local_crops=2, local_size=24, crop_least=0.2, crop_border=0.5),
     # Sec. 4, Table C.3. Steps: epochs times pairs of Table C.1 over the batch, 32 x 2,795,293 of
     # CC3M, 25 x 10,030,127 of CC12M, 25 x 12,825,420 of CC15M, 32 x 319,707,672 of LAION-400M.
-    "cc3m-b16": dict(image_encoder=B16, L=64, steps=21_838, **PAPER),
-    "cc12m-b16": dict(image_encoder=B16, L=64, steps=61_219, **PAPER),
-    "cc15m-b32": dict(image_encoder=B32, L=64, steps=78_280, **PAPER),
-    "cc15m-b16": dict(image_encoder=B16, L=64, steps=78_280, **PAPER),
-    "l400m-b32": dict(image_encoder=B32, L=128, steps=312_214,
+    "cc3m-b16": dict(image_encoder="clip-b16", L=64, steps=21_838, **PAPER),
+    "cc12m-b16": dict(image_encoder="clip-b16", L=64, steps=61_219, **PAPER),
+    "cc15m-b32": dict(image_encoder="clip-b32", L=64, steps=78_280, **PAPER),
+    "cc15m-b16": dict(image_encoder="clip-b16", L=64, steps=78_280, **PAPER),
+    "l400m-b32": dict(image_encoder="clip-b32", L=128, steps=312_214,
                       **PAPER | dict(weight_decay=0.2, warmup=2000, batch=32768)),
     # The rows of Table B.2. differs: ResNet-50 is torchvision's; the text tower keeps its last
     # block, so that SPARO's sizes come out.
@@ -227,6 +225,14 @@ class Model(nn.Module):
         scale = self.log_scale.exp()
         return {"loss": clip_loss(v, t, scale, gather), "scale": scale.detach()}
 
+    def clip_parameters(self):
+        """What starts from a whole CLIP (--init-weights): with --readout cls the model is CLIP."""
+        places = {"logit_scale": self.log_scale}
+        if self.config.readout == "cls":
+            places["visual.proj"] = self.image_readout.proj.weight
+            places["text_projection"] = self.text_readout.proj.weight
+        return places
+
     @torch.no_grad()
     def after_update(self, step, steps):
         """Keep the scale within [1, 100], as CLIP does."""
@@ -256,6 +262,16 @@ class Model(nn.Module):
 
 
 # To read SPARO, stop here. ----------------------------------------------------------------
+#
+# Into Hugging Face's CLIP (`model`), for `images`, `ids` and their attention mask `mask`; under
+# DDP pass common.gather. "once": before the optimizer is made.
+#     image_sparo, text_sparo = Sparo(768, 64, 64, 64), Sparo(512, 64, 64, 64)  # once
+#     x = model.vision_model(pixel_values=images).last_hidden_state             # (B, n, 768)
+#     x = model.vision_model.post_layernorm(x)  # theirs are the text tower's outputs alone
+#     h = model.text_model(input_ids=ids, attention_mask=mask).last_hidden_state  # (B, n, 512)
+#     v = normalize_slots(image_sparo(x))                                       # (B, L V)
+#     t = normalize_slots(text_sparo(h, eos_idx=mask.sum(1) - 1))               # (B, L V)
+#     loss = clip_loss(v, t, model.logit_scale.exp(), gather)
 #
 # What was found out on the embedded world (three seeds; * one seed):
 # SPARO binds colours to shapes: swapped attributes .727 (CLIP .494, chance .50), Winoground's

@@ -297,6 +297,10 @@ class Model(nn.Module):
 
     # To read STAIR, stop here. Below: evaluation, warnings, LAMB, the inverted index.
 
+    def clip_parameters(self):
+        """What starts from a whole CLIP (--init-weights): there is no place for projections."""
+        return {"logit_scale": self.log_scale}
+
     def encode_words(self, tokens, mask):
         """A query without the text tower: its tokens, equally weighted (Sec. 7.1). Of a class
         also its prompt's, "photo", "of", ...: the paper does not say."""
@@ -318,6 +322,18 @@ class Model(nn.Module):
                 return f"{side} encodings are not sparse: raise {flag}."
         return None
 
+
+# Into Hugging Face's CLIP (`model`), for `images`, `ids` and their attention mask `mask`; under
+# DDP pass common.gather. "once": before the optimizer is made.
+#     e, special = model.text_model.embeddings.token_embedding, (49406, 49407)  # once
+#     image_head = TokenProjectionHead(768, e, special)                         # once
+#     text_head = TokenProjectionHead(512, e, special)                          # once
+#     h = model.vision_model(pixel_values=images).last_hidden_state             # (B, n, 768)
+#     v = image_head(model.vision_model.post_layernorm(h))                      # (B, |V|)
+#     h = model.text_model(input_ids=ids, attention_mask=mask).last_hidden_state  # (B, n, 512)
+#     t = text_head(h, mask.bool())                                             # (B, |V|)
+#     loss = contrastive_loss(v, t, model.logit_scale.exp(), gather)
+#     loss = loss + 1e-3 * (flops_loss(v, gather) + flops_loss(t, gather))
 
 # What was found out on the embedded world (three seeds; the last two: one seed):
 # - Three stages keep the meaning of words, one does not (Table 7). They also retrieve better

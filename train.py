@@ -60,6 +60,9 @@ class Config:
     image_size: int | None = None  # pixels; None: the encoder's, or the world's
     image_weights: str | None = None  # OpenCLIP, OpenAI, timm or DINO weights for the image tower
     text_weights: str | None = None  # OpenCLIP or OpenAI weights for the text tower
+    init_weights: str | None = None  # of a whole CLIP: both towers, projections, logit scale
+    lock_image: bool = False  # the image tower stays as it is, as in LiT
+    lock_text: bool = False  # the text tower stays as it is
     crop_scale: Annotated[float, 0.01, 1] = 0.9  # smallest area of training crops (OpenCLIP's)
     steps: Count = 1000  # updates
     epochs: Count | None = None  # instead of --steps: how often each image of files is shown
@@ -95,7 +98,8 @@ OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True),
               "lamb": METHODS["stair"].LAMB, "lars": METHODS["bam"].LARS}
 BENCH_WARMUP = 3  # steps before --bench starts the clock
 # flags that have no effect without captions
-TEXT_FLAGS = ("vocab", "vocab_size", "text_encoder", "text_weights", "crop_scale")
+TEXT_FLAGS = ("vocab", "vocab_size", "text_encoder", "text_weights", "init_weights", "lock_image",
+              "lock_text", "crop_scale")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -293,7 +297,8 @@ def check_settings(args, method, flags):
         if bounds and value is not None and not bounds[0] <= value <= bounds[1]:
             raise UserError(f"{flag} {value} must be from {bounds[0]} to {bounds[1]}.")
         if field.name in flags and field.name in TEXT_FLAGS and not method.uses_text(args):
-            raise UserError(f"{flag} has no effect here: the objective takes no captions.")
+            remedy = "; its tower takes --image-weights" if "weights" in flag else ""
+            raise UserError(f"{flag} has no effect here: the objective takes no captions{remedy}.")
     if "epochs" in flags and "steps" in flags:
         raise UserError("--epochs and --steps both say how long to train: give one of them.")
     if "steps" in flags:
@@ -432,7 +437,7 @@ def build_tokenizer(args, data):
     if asked > args.vocab_size and not (args.dry_run or args.bench):
         raise UserError(f"--text-encoder {args.text_encoder} is for {asked} tokens, a vocabulary "
                         f"trained from the captions has {args.vocab_size}: give --vocab FILE of "
-                        f"{asked} tokens, or --text-encoder without vocab_size.")
+                        f"{asked} tokens, or another --text-encoder or vocab_size.")
     captions = data.sample_captions(100_000)
     return common.WordPiece(common.train_wordpiece(captions, args.vocab_size))
 
@@ -440,7 +445,10 @@ def build_tokenizer(args, data):
 def build_model(args, method, tokenizer):
     """The model, the same on every rank. What of a file of weights does not fit is printed."""
     torch.manual_seed(args.seed)
-    towers = common.build_encoders(method, args, tokenizer)
+    towers, parts = common.build_encoders(method, args, tokenizer), None
+    if args.init_weights and not args.resume and not args.dry_run:
+        weights = common.load_checkpoint(args.init_weights)
+        parts, notes = common.load_clip(towers, weights, tokenizer)
     files = {"--image-weights": args.image_weights, "--text-weights": args.text_weights}
     for (flag, path), tower in zip(files.items(), towers):
         if path and not args.resume and not args.dry_run:
@@ -448,6 +456,12 @@ def build_model(args, method, tokenizer):
             for line in common.load_encoder_weights(tower, weights, tokenizer):
                 print_once(f"{flag}: {line}")
     model = common.build_model(method, args, *towers)
+    if parts is not None:
+        for line in notes + common.load_clip_parts(model, parts):
+            print_once(f"--init-weights: {line}")
+    for is_locked, tower in zip((args.lock_image, args.lock_text), towers):
+        if is_locked:
+            tower.lock()
     for module in model.modules():
         if isinstance(module, common.Chain):
             module.grad_checkpoint = args.grad_checkpoint

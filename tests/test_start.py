@@ -1,0 +1,438 @@
+"""Start from a whole CLIP, locked towers, and the lines for other projects that methods hold."""
+
+import functools
+import json
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import normalize
+from torch.utils._pytree import tree_map
+
+import common
+import eval as evaluation
+import train
+from common import UserError
+from helpers import (ROOT, SMALL, assert_one_process, assert_same_weights, make_batch, on_ranks,
+                     run_ranks, tiny_model, train_alone, train_until, weights)
+from test_encoders import (CLIP_IMAGE, CONTEXT, SIZE, VOCAB, WIDTH, clip_names, close,
+                           literal_gelu, literal_quick_gelu, literal_text, literal_vit, prefixed,
+                           random_weights, tiny_text, tiny_vit, unused)
+
+NUMBERS = {"input_resolution": torch.tensor(12), "context_length": torch.tensor(7)}  # OpenAI's
+MAYBE_QUICK = ("read with GELU; if its model in OpenCLIP is OpenAI's or is called ...-quickgelu, "
+               "add :quick_gelu=1 to --image-encoder and --text-encoder")
+
+# A whole CLIP --------------------------------------------------------------------------------
+
+
+def model_of(name, vit, tower, **settings):
+    """A method's model on two towers of test_encoders.py."""
+    method = train.METHODS[name]
+    config = method.Config(**settings)
+    complete = type("Model", (method.model_class(config), common.ModelDefaults), {})
+    return complete(config, vit, tower, WIDTH, WIDTH)
+
+
+def custom_text(state):
+    """As OpenCLIP saves a model whose text tower stands by itself, as a training checkpoint."""
+    for key in list(state):
+        if not key.startswith(("visual.", "logit_scale")):
+            state[f"text.{key}"] = state.pop(key)
+    return {"epoch": 3, "state_dict": prefixed("module.", state)}
+
+
+@pytest.mark.parametrize("act, dtype, extra, change, notes", [
+    (literal_gelu, torch.float32, {}, dict, [MAYBE_QUICK]),
+    (literal_gelu, torch.float32, {}, custom_text, [MAYBE_QUICK]),
+    (literal_quick_gelu, torch.float16, NUMBERS, dict, unused(*NUMBERS))])
+def test_sparos_clip_becomes_the_clip_of_the_file(act, dtype, extra, change, notes):
+    quick = act is literal_quick_gelu
+    vit, tower = tiny_vit(**CLIP_IMAGE, quick_gelu=quick), tiny_text(causal=True, quick_gelu=quick)
+    image, text = random_weights(vit, dtype), random_weights(tower, dtype)
+    clip = clip_names(image, text)
+    projections = clip["visual.proj"], clip["text_projection"]
+    parts, report = common.load_clip((vit, tower), change(clip | extra), None)
+    model = model_of("sparo", vit, tower, readout="cls", embed_dim=8)
+    assert report + common.load_clip_parts(model, parts) == notes
+    images, tokens = torch.randn(2, 3, SIZE, SIZE), torch.randint(VOCAB, (2, CONTEXT))
+    mask = torch.arange(CONTEXT) < torch.tensor([[4], [CONTEXT]])
+    v, t = model.encode_image(images), model.encode_text(tokens, mask)
+    for i, last in enumerate((3, CONTEXT - 1)):
+        cls = literal_vit(image, images[i], act, 1e-5)[0]
+        end = literal_text(text, tokens[i], act, 1e-5)[last]
+        close(v[i], normalize(cls @ projections[0].double(), dim=0))
+        close(t[i], normalize(end @ projections[1].double(), dim=0))
+    assert model.log_scale.item() == pytest.approx(4.6)
+
+
+NO_PLACE = [f"{name}: this model has no place for it, not used"
+            for name in ("visual.proj", "text_projection")]
+
+
+@pytest.mark.parametrize("name, settings, notes", [
+    ("sparc", {"embed_dim": 8}, []), ("sparc", {"embed_dim": 8, "objective": "clip"}, []),
+    ("sparc", {"embed_dim": 8, "objective": "pacl"}, NO_PLACE[:1]),
+    ("sparo", {"readout": "cls", "embed_dim": 8}, []),
+    ("sparo", {"L": 2, "V": 3, "D": 4}, NO_PLACE), ("stair", {}, NO_PLACE)])
+def test_what_each_method_takes(name, settings, notes):
+    model = model_of(name, tiny_vit(cls=True), tiny_text(), **settings)
+    before = {key: p.clone() for key, p in model.named_parameters()}
+    parts = {"visual.proj": torch.randn(WIDTH, 8), "text_projection": torch.randn(WIDTH, 8),
+             "logit_scale": torch.tensor(4.5)}
+    assert common.load_clip_parts(model, parts) == notes
+    changed = [key for key, p in model.named_parameters() if not torch.equal(p, before[key])]
+    assert len(changed) == 3 - len(notes)
+    for part, parameter in model.clip_parameters().items():
+        assert torch.equal(parameter, parts[part].T if parts[part].ndim else parts[part])
+    missing = [f"{part}: not in the file, left at its initial value"
+               for part in common.CLIP_PARTS if part in model.clip_parameters()]
+    assert common.load_clip_parts(model, {}) == missing
+
+
+def test_sparc_has_clips_tokens_in_its_space():
+    vit, tower = tiny_vit(**CLIP_IMAGE), tiny_text(causal=True)
+    image, text = random_weights(vit), random_weights(tower)
+    clip = clip_names(image, text)
+    parts, _ = common.load_clip((vit, tower), clip, None)
+    model = model_of("sparc", vit, tower, embed_dim=8)
+    common.load_clip_parts(model, parts)
+    x, ids = torch.randn(SIZE, SIZE).expand(1, 3, -1, -1), torch.randint(VOCAB, (1, CONTEXT))
+    patches = literal_vit(image, x[0], literal_gelu, 1e-5)[1:]
+    close(model.g_v(model.f_v(x))[0], patches @ clip["visual.proj"].double())
+    tokens = literal_text(text, ids[0], literal_gelu, 1e-5)
+    close(model.g_t(model.text_encoder(ids))[0], tokens @ clip["text_projection"].double())
+
+
+@pytest.mark.parametrize("towers, change, message", [
+    ({}, NUMBERS, "is OpenAI's, whose GELU is another one: add :quick_gelu=1"),
+    ({"cls": False}, {"visual.proj": torch.zeros(WIDTH, 5)},
+     r"visual.proj is \(12, 5\) in the file, but the model needs \(12, 8\): give --embed-dim 5"),
+    ({}, {"text_projection": torch.zeros(9, 8)}, r"text_projection is \(9, 8\) in the file")])
+def test_a_clip_that_does_not_fit_is_refused(towers, change, message):
+    vit, tower = tiny_vit(**CLIP_IMAGE | towers), tiny_text(causal=True, quick_gelu=True)
+    state = clip_names(random_weights(vit), random_weights(tower)) | change
+    with pytest.raises(UserError, match=message):
+        parts, _ = common.load_clip((vit, tower), state, None)
+        common.load_clip_parts(model_of("sparc", vit, tower, embed_dim=8), parts)
+
+
+def test_openais_weights_need_quick_gelu_in_image_weights_too():
+    vit = tiny_vit(**CLIP_IMAGE)
+    state = clip_names(random_weights(vit), random_weights(tiny_text())) | NUMBERS
+    with pytest.raises(UserError, match="add :quick_gelu=1"):
+        common.load_encoder_weights(vit, state)
+
+
+@pytest.mark.parametrize("preset, image, text, parameters", [
+    ("clip-b32", (768, 32, 12, 12), (512, 8), 151_277_313),
+    ("clip-b16", (768, 16, 12, 12), (512, 8), 149_620_737),
+    ("clip-l14", (1024, 14, 24, 16), (768, 12), 427_616_513)])
+def test_presets_of_clips_towers(preset, image, text, parameters):
+    """Sizes of CLIP's Table 20; all in all as many parameters as OpenAI's files hold."""
+    with torch.device("meta"):
+        kind, settings = common.image_encoder_settings(preset)
+        vit = kind(**settings)
+        words = common.encoder_settings(common.TextTransformer, preset, common.TEXT_PRESETS)
+        tower = common.TextTransformer(**words)
+    assert image == (vit.width, vit.patch_size, len(vit.blocks), settings["heads"])
+    assert text == (tower.width, words["heads"]) and len(tower.blocks) == 12
+    assert (vit.image_size, tower.vocab_size, tower.context) == (224, 49_408, 77)
+    assert tower.causal and common.asked_words(preset) == 49_408
+    E = text[0]
+    count = sum(p.numel() for encoder in (vit, tower) for p in encoder.parameters())
+    assert count + vit.width * E + E * E + 1 == parameters
+
+
+SMALL_CLIP = "clip-b32:width=16,heads=2,depth=1,"
+START = ["--image-encoder", f"{SMALL_CLIP}image_size=16,patch_size=8",
+         "--text-encoder", f"{SMALL_CLIP}context=32,vocab_size=1", "--embed-dim", 8]
+
+
+@pytest.fixture
+def clip_file(tmp_path, run_of):
+    """A made-up CLIP for the flags START, and these with the vocabulary of its size."""
+    flags = [*SMALL["sparc"], *START, "--vocab", run_of("sparc") / "vocab.txt"]
+    args = train.parse_args([str(flag) for flag in flags])
+    tokenizer = common.open_tokenizer(args.vocab)
+    image, text = common.build_encoders(train.METHODS["sparc"], args, tokenizer)
+    clip = clip_names(random_weights(image), random_weights(text))
+    for name in ("visual.proj", "text_projection"):
+        clip[name] = torch.randn(16, 8)
+    torch.save(clip, tmp_path / "clip.pt")
+    return clip, [*flags, "--init-weights", tmp_path / "clip.pt"]
+
+
+def test_a_run_starts_from_a_clip_and_resumes(tmp_path, capsys, clip_file):
+    clip, flags = clip_file
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train.main([*map(str, flags), "--out", str(whole), "--lr", "0"])
+    assert f"--init-weights: {MAYBE_QUICK}\n" in capsys.readouterr().out
+    trained = weights(whole)
+    for name, ours in (("visual.proj", "g_v.weight"), ("text_projection", "g_t.weight")):
+        assert torch.equal(trained[ours], clip[name].T)
+    conv = trained["image_encoder.patch_embed.weight"]
+    assert torch.equal(conv, clip["visual.conv1.weight"])
+    assert trained["log_scale"] == clip["logit_scale"]
+    assert "miou" in (whole / "eval.json").read_text()
+    train_alone([*flags, "--out", tmp_path / "long"])
+    train_until(3, [*flags, "--out", stopped])
+    (tmp_path / "clip.pt").unlink()  # a run that goes on does not read it again
+    train_alone(["--method", "sparc", "--out", stopped, "--resume"])
+    assert_same_weights(stopped, tmp_path / "long")
+
+
+@pytest.mark.parametrize("name", ["dino", "bam"])
+@pytest.mark.parametrize("flag, message", [
+    (["--init-weights", "clip.pt"], "takes no captions; its tower takes --image-weights"),
+    (["--lock-image"], "--lock-image has no effect here"),
+    (["--lock-text"], "--lock-text has no effect here")])
+def test_without_captions_there_is_no_clip_to_start_from(name, flag, message):
+    with pytest.raises(UserError, match=message):
+        train.parse_args([*SMALL[name], *flag])
+
+
+# Files of others -----------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_torchscript_archive_names_the_line_that_converts_it(tmp_path):
+    layer = nn.Linear(2, 3)
+    torch.jit.script(layer).save(tmp_path / "ViT-B-32.pt")
+    with pytest.raises(UserError, match="can be read: convert it: python -c ") as caught:
+        common.load_checkpoint(tmp_path / "ViT-B-32.pt")
+    code = re.search('python -c "(.*)"$', str(caught.value))[1]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    converted = common.load_checkpoint(tmp_path / "ViT-B-32.pt.pt")
+    assert all(map(torch.equal, converted.values(), layer.state_dict().values()))
+    assert converted.keys() == layer.state_dict().keys()
+
+
+def test_safetensors_name_the_line_that_converts_them(tmp_path):
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    path = tmp_path / "clip.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    line = f"s.load_file('{path}'); torch.save(x, '{path}.pt')\""
+    with pytest.raises(UserError, match=re.escape(line)) as caught:
+        common.load_checkpoint(path)
+    compile(re.search('python -c "(.*)"$', str(caught.value))[1], "line", "exec")
+
+
+# Locked towers -------------------------------------------------------------------------------
+
+
+def initial(flags, run):
+    """The model of a run before its first step."""
+    args = train.parse_args([str(flag) for flag in flags])
+    args.image_size = 16
+    method, tokenizer = train.METHODS[args.method], common.open_tokenizer(run / "vocab.txt")
+    return train.build_model(args, method, tokenizer).state_dict()
+
+
+@pytest.mark.parametrize("lock", ["image", "text"])
+@pytest.mark.parametrize("name", ["sparc", "sparo", "stair"])
+def test_a_locked_tower_stays_to_the_last_bit(tmp_path, name, lock):
+    """STAIR freezes and thaws the image tower; the stem has BatchNorm, blocks drop paths."""
+    flags, whole, stopped = SMALL[name], tmp_path / "whole", tmp_path / "stopped"
+    encoders = [flag + ",drop_path=0.5" if flag.startswith("tiny:") else flag for flag in flags]
+    flags = [*encoders, f"--lock-{lock}"]
+    train_alone([*flags, "--out", whole])
+    before, after = initial(flags, whole), weights(whole)
+    same = {key for key in after if torch.equal(before[key], after[key])}
+    other = {"image": "text_encoder.", "text": "image_encoder."}[lock]
+    assert {key for key in after if key.startswith(f"{lock}_encoder.")} <= same
+    assert [key for key in same if key.startswith(other)] == []
+    assert any("running_mean" in key for key in after)
+    train_until(3, [*flags, "--out", stopped])
+    train_alone([*flags, "--out", stopped, "--resume"])
+    assert_same_weights(whole, stopped)
+    moments = common.load_checkpoint(whole / "last.pt")["optimizer"]["state"]
+    embed, _ = evaluation.load_run(whole)
+    locked = set(getattr(embed.model, f"{lock}_encoder").parameters())
+    assert len(moments) == len(set(embed.model.parameters()) - locked)
+
+
+def locked_model(name):
+    """Of "stair-image", say; a locked image tower has stochastic depth, and BatchNorm."""
+    method, tower = name.split("-")
+    rate = 0.5 if tower == "image" else 0.0
+    model = tiny_model(method, vit=dict(drop_path=rate, depth=2))
+    getattr(model, f"{tower}_encoder").lock()
+    model.begin_stage(2, fresh=True)  # STAIR freezes the image tower and thaws it
+    model.begin_stage(3, fresh=True)
+    return model.train()
+
+
+def test_a_locked_tower_has_no_gradient_on_ranks_either(tmp_path):
+    names = ["sparc-text", "sparo-image", "stair-image"]
+    models, batch = {name: locked_model(name) for name in names}, make_batch(8)
+    ranks = on_ranks(tmp_path, locked_model, models, batch)
+    for name, model in models.items():
+        assert_one_process(ranks[name], model, model(batch)["loss"])
+        tower = name.split("-")[1] + "_encoder"
+        assert all(p.grad is None for p in getattr(model, tower).parameters())
+        for _, gradients, state in ranks[name]:
+            assert gradients and not any(key.startswith(tower) for key in gradients)
+            for key, value in getattr(model, tower).state_dict().items():
+                assert torch.equal(state[f"{tower}.{key}"], value)
+
+
+# SPARC on a tower with [CLS] -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", ["sparc", "filip", "clip+filip", "pacl", "gloria", "mgca"])
+def test_sparc_drops_the_cls_token(objective):
+    model = tiny_model("sparc", vit=dict(cls=True, depth=2), objective=objective)
+    batch = make_batch()
+    images, tokens, mask = batch["images"], batch["tokens"], batch["mask"]
+    assert torch.equal(model.f_v(images), model.image_encoder(images)[:, 1:])
+    assert model.encode_patches(images).shape == (4, 16, 8)
+    assert model.align_words(images, tokens, mask).shape == (4, 9, 16)
+    loss, v = model(batch)["loss"], model.encode_image(images)
+    patches, encoder = model.f_v(images), model.image_encoder
+
+    class PatchesAlone(nn.Module):
+        cls, grid = None, 4
+
+        def forward(self, images):
+            return patches
+
+    model.image_encoder = PatchesAlone()
+    assert model(batch)["loss"] == loss and torch.equal(model.encode_image(images), v)
+    model.image_encoder = encoder
+    loss.backward()
+    assert [key for key, p in model.named_parameters() if p.grad is None] == []
+
+
+# Into your model: the lines below each "stop here" -------------------------------------------
+
+
+def snippet(name):
+    """The lines of a method's file for another project -> (those to run once, the others)."""
+    text = (ROOT / f"{name}.py").read_text()
+    comments = re.search(r"# (?:Into|On any) [^\n]*\n((?: *#[^\n]*\n)+)", text)[1].splitlines()
+    lines = [line.strip()[6:] for line in comments if line.strip().startswith("#     ")]
+    once = [line for line in lines if "# once" in line]
+    return "\n".join(once), "\n".join(line for line in lines if line not in once)
+
+
+class Tokens(nn.Module):
+    """A tower of others: (B, 3, 16, 16) or (B, L) -> (B, N, width); of images [CLS] first."""
+
+    def __init__(self, width, words=0):
+        super().__init__()
+        self.embedding = nn.Embedding(words, width) if words else nn.Conv2d(3, width, 8, 8)
+        nn.init.normal_(self.embedding.weight, std=0.05)
+        self.post_layernorm = nn.LayerNorm(width)
+        self.embeddings = SimpleNamespace(token_embedding=self.embedding)
+
+    def forward(self, pixel_values=None, input_ids=None, attention_mask=None):
+        if input_ids is not None:
+            return SimpleNamespace(last_hidden_state=self.embedding(input_ids).cumsum(1))
+        x = self.embedding(pixel_values).flatten(2).transpose(1, 2)     # (B, 4, width)
+        return SimpleNamespace(last_hidden_state=torch.cat([x.mean(1, keepdim=True), x], 1))
+
+
+class OpenClip(nn.Module):
+    """What the lines use of OpenCLIP's CLIP."""
+
+    def __init__(self):
+        super().__init__()
+        self.visual, self.text = Tokens(6), Tokens(5, 49408)
+        self.visual.proj = nn.Parameter(torch.randn(6, 4))
+        self.text_projection = nn.Parameter(torch.randn(5, 4))
+        self.logit_scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward_intermediates(self, image, text, image_indices, text_indices,
+                              normalize_intermediates, image_output_fmt):
+        assert (image_indices, text_indices, normalize_intermediates) == (1, 1, True)
+        assert image_output_fmt == "NLC"
+        x = self.visual.post_layernorm(self.visual(image).last_hidden_state)
+        y = self.text.post_layernorm(self.text(input_ids=text).last_hidden_state)
+        end = y[torch.arange(len(y)), text.argmax(1)]
+        return {"image_features": normalize(x[:, 0] @ self.visual.proj, dim=-1),
+                "text_features": normalize(end @ self.text_projection, dim=-1),
+                "image_intermediates": [x[:, 1:]], "text_intermediates": [y]}
+
+
+class HuggingFace(nn.Module):
+    """What the lines use of Hugging Face's CLIPModel."""
+
+    def __init__(self):
+        super().__init__()
+        self.vision_model, self.text_model = Tokens(768), Tokens(512, 49408)
+        self.text_model.post_layernorm = nn.Identity()
+        self.logit_scale = nn.Parameter(torch.tensor(1.0))
+
+
+class Theirs(nn.Module):
+    """Another project that runs the lines of a method's file."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.once, self.lines = snippet(name)
+        self.known = dict(vars(train.METHODS[name]), d=12, G=2)
+        if name == "bam":
+            pool = nn.AdaptiveAvgPool2d(1)
+            self.backbone = nn.Sequential(nn.Conv2d(3, 12, 8, 8), pool, nn.Flatten())
+            small = dict(projector_width=12, projector_dim=6)
+            self.known["Config"] = functools.partial(train.METHODS["bam"].Config, **small)
+        else:
+            self.model = OpenClip() if name == "sparc" else HuggingFace()
+        self.known |= self._modules
+        exec(self.once, self.known)
+        made = self.known.keys() - vars(train.METHODS[name]).keys() - self._modules.keys()
+        for key in sorted(made):  # parameters in one order on all ranks
+            if isinstance(self.known[key], nn.Module):
+                setattr(self, key, self.known[key])
+
+    def forward(self, batch, gather=lambda x: x):
+        known = self.known | batch | {"gather": gather}
+        exec(self.lines, known)
+        return {"loss": known["loss"]}
+
+
+def as_they_have_it(name):
+    """A batch under the names of the lines."""
+    if name == "bam":
+        return {"views": [torch.randn(4, 3, size, size) for size in (16, 16, 8)]}
+    batch = make_batch()
+    last = batch["mask"].sum(1, keepdim=True) - 1
+    ids = torch.where(batch["mask"], batch["tokens"], 0 if name == "sparc" else 49407)
+    ids = ids.scatter(1, last, 49407)
+    ids[:, 0] = 49406
+    return {"images": batch["images"], "ids": ids, "mask": batch["mask"].long()}
+
+
+def theirs(name):
+    torch.manual_seed(3)
+    return Theirs(name)
+
+
+def small_gradients(model):
+    return [p.grad for p in model.parameters() if p.shape[:1] != (49408,)]
+
+
+def on_rank(rank, name, batch):
+    model = theirs(name)
+    loss = model(tree_map(lambda x: x.chunk(2)[rank], batch), common.gather)["loss"]
+    loss.backward()
+    return loss.item(), small_gradients(model)
+
+
+@pytest.mark.parametrize("name", train.METHODS)
+def test_the_lines_for_other_projects_run_and_two_ranks_are_one(tmp_path, name):
+    """Under DDP, which takes the mean of the ranks' gradients, with common.gather."""
+    model, batch = theirs(name), as_they_have_it(name)
+    loss = model(batch)["loss"]
+    loss.backward()
+    assert [key for key, p in model.named_parameters() if p.grad is None] == []
+    gradients = small_gradients(model)
+    (loss_0, first), (loss_1, second) = run_ranks(tmp_path, on_rank, 2, name, batch)
+    assert (loss_0 + loss_1) / 2 == pytest.approx(loss.item(), rel=1e-5)
+    for a, b, expected in zip(first, second, gradients, strict=True):
+        torch.testing.assert_close((a + b) / 2, expected, atol=1e-5, rtol=1e-4)
