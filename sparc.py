@@ -99,6 +99,17 @@ def identity(x):
     return x
 
 
+def in_rows(function, *rows, size, limit=2**24):
+    """function(*rows) -> (B, ...). Where rows of `size` numbers are more than `limit` together,
+    it gets a few rows at a time, and the backward pass computes each part again."""
+    n = max(1, limit // size)
+    if n >= len(rows[0]):
+        return function(*rows)
+    parts = zip(*[x.split(n) for x in rows])
+    return torch.cat([checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False)
+                      for part in parts])
+
+
 # L_g = -1/2B sum_i [ log softmax_j(cos(vbar_i, tbar_j) / tau)_i
 #                   + log softmax_j(cos(tbar_i, vbar_j) / tau)_i ]               (Eq. 1)
 @in_fp32
@@ -106,10 +117,15 @@ def global_loss(v, t, scale, gather=identity):
     """CLIP's loss. v, t: (B, E) embeddings of pairs; scale: 1 / tau -> scalar.
     gather: (B, E) -> (world * B, E), differentiable, with this rank's rows first."""
     v, t = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
+    all_v, all_t = gather(v), gather(t)
+
+    def losses(v, t, i):
+        v_to_t = F.cross_entropy(scale * v @ all_t.T, i, reduction="none")  # (B, world * B) logits
+        t_to_v = F.cross_entropy(scale * t @ all_v.T, i, reduction="none")
+        return (v_to_t + t_to_v) / 2                                        # (B,)
+
     i = torch.arange(len(v), device=v.device)
-    v_to_t = F.cross_entropy(scale * v @ gather(t).T, i)      # of logits (B, world * B)
-    t_to_v = F.cross_entropy(scale * t @ gather(v).T, i)
-    return (v_to_t + t_to_v) / 2
+    return in_rows(losses, v, t, i, size=len(all_v)).mean()
 
 
 # s_lp = t_l . v_p
@@ -132,10 +148,9 @@ def alignment_weights(tokens, patches, threshold=None):
 # L_f = -1/2B sum_i 1/L_i sum_j [ log softmax_k(cos(c_ij, t_ik) / tau)_j
 #                               + log softmax_k(cos(t_ij, c_ik) / tau)_j ]       (Eq. 6)
 @in_fp32
-def sequence_loss(c, t, mask, scale, token_mean="caption", gather=identity):
-    """Eq. 6, for any c. c, t (B, L, E), mask (B, L) True on words; scale: 1 / tau -> scalar.
-    Negatives are the other words of the same caption. A caption without words adds 0.
-    token_mean: "caption" is Eq. 6; "batch" divides by the words of the global batch."""
+def sequence_losses(c, t, mask, scale):
+    """sum_j of Eq. 6, for any c. c, t (B, L, E), mask (B, L) True on words; scale: 1 / tau
+    -> (B,). Negatives are the other words of the same caption. One without words has 0."""
     c, t = F.normalize(c, dim=-1), F.normalize(t, dim=-1)
     logits = scale * c @ t.transpose(1, 2)   # (B, L, L), [i, j, k] is cos(c_ij, t_ik) / tau
     no_word = ~mask[:, None, :]              # (B, 1, L)
@@ -143,12 +158,17 @@ def sequence_loss(c, t, mask, scale, token_mean="caption", gather=identity):
     c_to_t = logits.masked_fill(no_word, lowest).log_softmax(-1)
     t_to_c = logits.transpose(1, 2).masked_fill(no_word, lowest).log_softmax(-1)
     log_p = c_to_t.diagonal(dim1=1, dim2=2) + t_to_c.diagonal(dim1=1, dim2=2)   # (B, L)
-    loss = -0.5 * log_p.masked_fill(~mask, 0.0)
+    return -0.5 * log_p.masked_fill(~mask, 0.0).sum(1)
+
+
+def mean_of_words(losses, mask, token_mean="caption", gather=identity):
+    """The losses (B,) of sequence_losses -> scalar. token_mean: "caption" is Eq. 6; "batch"
+    divides by the words of the global batch."""
     count = mask.sum(1)                      # (B,), L_i
     if token_mean == "batch":
-        words = gather(count.to(loss.dtype)[:, None]).mean()  # per caption of the global batch
-        return loss.sum() / (len(count) * words).clamp(min=1)
-    return (loss.sum(1) / count.clamp(min=1)).mean()
+        words = gather(count.to(losses.dtype)[:, None]).mean()  # per caption of the global batch
+        return losses.sum() / (len(count) * words).clamp(min=1)
+    return (losses / count.clamp(min=1)).mean()
 
 
 # c_l = sum_p a_lp v_p                                                           (Eq. 5)
@@ -157,8 +177,13 @@ def fine_grained_loss(tokens, patches, mask, scale, align=alignment_weights,
                       token_mean="caption", gather=identity):
     """SPARC's local loss L_f. tokens (B, L, E), patches (B, P, E) -> scalar.
     mask (B, L): True on words; scale: 1 / tau; align(tokens, patches) -> a (B, L, P)."""
-    grouped = align(tokens, patches) @ patches   # (B, L, E), c_l
-    return sequence_loss(grouped, tokens, mask, scale, token_mean, gather)
+    def losses(tokens, patches, mask):
+        grouped = align(tokens, patches) @ patches   # (B, L, E), c_l
+        return sequence_losses(grouped, tokens, mask, scale)
+
+    size = tokens.shape[1] * patches.shape[1]                              # of a (L, P)
+    sums = in_rows(losses, tokens, patches, mask, size=size)               # (B,)
+    return mean_of_words(sums, mask, token_mean, gather)
 
 
 def words_only(mask):
@@ -294,12 +319,9 @@ class Model(nn.Module):
 
 def in_chunks(scores, x, y, limit=2**24):
     """scores(x (b, N, E), y (B, M, E)) -> (b, B), from at most `limit` similarities at a time."""
-    rows = max(1, limit // (len(x) * x.shape[1] * y.shape[1]))
-    if rows >= len(y):
-        return scores(x, y)
-    parts = [checkpoint(scores, x, part, use_reentrant=False, preserve_rng_state=False)
-             for part in y.split(rows)]  # computed again in the backward pass
-    return torch.cat(parts, dim=1)
+    size = len(x) * x.shape[1] * y.shape[1]
+    columns = in_rows(lambda part: scores(x, part).transpose(0, 1), y, size=size, limit=limit)
+    return columns.transpose(0, 1)
 
 
 def gather_captions(tokens, gather):
@@ -405,8 +427,9 @@ def mgca_loss(tokens, patches, mask, word_context, patch_context, scale):
     tokens (b, L, E), patches (b, P, E), mask (b, L) True on words; word_context (b, L, E): what
     each word gets from patches; patch_context (b, P, E): what each patch gets from words."""
     patch_mask = mask.any(1, keepdim=True).expand(patches.shape[:2])    # (b, P)
-    word_loss = sequence_loss(word_context, tokens, mask, scale)
-    return (word_loss + sequence_loss(patch_context, patches, patch_mask, scale)) / 2
+    of_words = sequence_losses(word_context, tokens, mask, scale)
+    of_patches = sequence_losses(patch_context, patches, patch_mask, scale)
+    return (mean_of_words(of_words, mask) + mean_of_words(of_patches, patch_mask)) / 2
 
 
 @in_fp32

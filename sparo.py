@@ -43,6 +43,7 @@ from typing import Annotated, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 Size = Annotated[int, 1, math.inf]
 Fraction = Annotated[float, 0, 1]
@@ -184,13 +185,22 @@ def normalize_slots(y):
 
 
 @in_fp32
-def clip_loss(v, t, scale, gather=identity):
+def clip_loss(v, t, scale, gather=identity, limit=2**24):
     """CLIP's loss, a scalar. v, t: encodings (B, M) of pairs; scale: 1 / temperature;
-    gather: (B, M) -> (world * B, M), differentiable, this rank's rows first."""
-    pair = torch.arange(len(v), device=v.device)                   # (B,)
-    image_to_text = F.cross_entropy(scale * v @ gather(t).T, pair)
-    text_to_image = F.cross_entropy(scale * t @ gather(v).T, pair)
-    return (image_to_text + text_to_image) / 2
+    gather: (B, M) -> (world * B, M), differentiable, this rank's rows first. More logits than
+    `limit` are computed a few rows at a time, and in the backward pass again."""
+    all_v, all_t = gather(v), gather(t)
+
+    def losses(v, t, pair):
+        image_to_text = F.cross_entropy(scale * v @ all_t.T, pair, reduction="none")
+        text_to_image = F.cross_entropy(scale * t @ all_v.T, pair, reduction="none")
+        return (image_to_text + text_to_image) / 2                 # (B,)
+
+    pair, n = torch.arange(len(v), device=v.device), max(1, limit // len(all_v))
+    if n >= len(v):
+        return losses(v, t, pair).mean()
+    parts = zip(v.split(n), t.split(n), pair.split(n))
+    return torch.cat([checkpoint(losses, *part, use_reentrant=False) for part in parts]).mean()
 
 
 def replaced_blocks(args):
