@@ -132,6 +132,7 @@ class Tower(nn.Module):
     in evaluation mode, whoever asks."""
 
     locked = False
+    accum_freq = 1  # see in_parts
 
     def train(self, mode=True):
         return super().train(mode and not self.locked)
@@ -142,6 +143,25 @@ class Tower(nn.Module):
     def lock(self):
         self.locked = True
         self.requires_grad_(False).eval()
+
+
+def in_parts(forward):
+    """Decorate a tower's forward: with accum_freq K it takes the rows of a batch in K parts, one
+    after the other, and the backward pass computes each part again: it needs the memory of one.
+    K that does not divide the rows makes a last part that is smaller."""
+
+    @functools.wraps(forward)
+    def wrapper(self, *inputs):
+        if self.accum_freq == 1:
+            return forward(self, *inputs)
+        run = functools.partial(forward, self)
+        if torch.is_grad_enabled():  # draws the same numbers again, for stochastic depth
+            run = functools.partial(checkpoint, run, use_reentrant=False)
+        rows = math.ceil(len(inputs[0]) / self.accum_freq)
+        inputs = [x.split(rows) for x in inputs if x is not None]
+        return torch.cat([run(*part) for part in zip(*inputs)])
+
+    return wrapper
 
 
 class QuickGELU(nn.Module):
@@ -304,6 +324,7 @@ class ViT(Tower):
         self.blocks = Blocks(depth, width, heads, mlp_ratio, act, eps, drop_path)
         self.norm = nn.LayerNorm(width, eps=eps)
 
+    @in_parts
     def forward(self, images):
         return self.layers(images, 1)[0]
 
@@ -382,6 +403,7 @@ class TextTransformer(Tower):
         self.blocks = Blocks(depth, width, heads, mlp_ratio, act, eps, drop_path)
         self.norm = nn.LayerNorm(width, eps=eps)
 
+    @in_parts
     def forward(self, tokens, mask=None):
         x = self.embedding(tokens) + self.pos[:, : tokens.shape[1]]  # (B, L, d)
         mask = None if self.causal or mask is None else mask[:, None, None, :]
@@ -420,6 +442,7 @@ CLIP_TEXT = dict(vocab_size=CLIP_TOKENS, context=77, depth=12, causal=True)
 # own weights need quick_gelu=1, as all models whose name in OpenCLIP ends in -quickgelu.
 VIT_PRESETS = {
     "tiny": dict(image_size=48, patch_size=8, width=96, depth=2, heads=3, stem=WORLD_STEM),
+    "tiny-patch": dict(image_size=48, patch_size=8, width=96, depth=2, heads=3),  # no BatchNorm
     "ViT-S/16": dict(patch_size=16, width=384, depth=12, heads=6),  # DeiT (2012.12877), Table 1
     "ViT-B/32": dict(patch_size=32, width=768, depth=12, heads=12),  # ViT (2010.11929), Table 1
     "ViT-B/16": dict(patch_size=16, width=768, depth=12, heads=12),  # ViT, Table 1

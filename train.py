@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 from tqdm import tqdm
 
 import common
@@ -89,6 +89,7 @@ class Config:
     resume: bool = False
     compile: bool = False  # torch.compile
     grad_checkpoint: bool = False  # recompute the blocks in the backward pass: less memory
+    accum_freq: Count = 1  # parts of a rank's rows that the towers take one after the other
     dry_run: bool = False  # print parameters, the loss by chance, FLOPs and memory, and stop
     ranks: Count = 1  # of --dry-run: how many ranks share the batch
     bench: CountOrNone = 0  # time this many steps, print the rates, and stop
@@ -455,6 +456,11 @@ def build_model(args, method, tokenizer):
             weights = common.load_checkpoint(path)
             for line in common.load_encoder_weights(tower, weights, tokenizer):
                 print_once(f"{flag}: {line}")
+    batch_norms = [x for x in towers[0].modules() if isinstance(x, common.BatchNorm)]
+    if args.accum_freq > 1 and batch_norms:
+        raise UserError(f"--accum-freq {args.accum_freq} computes parts of a batch, the BatchNorm "
+                        f"of {args.image_encoder} needs all of it: choose a ViT without a stem "
+                        f"(in the embedded world --image-encoder tiny-patch).")
     model = common.build_model(method, args, *towers)
     if parts is not None:
         for line in notes + common.load_clip_parts(model, parts):
@@ -465,6 +471,8 @@ def build_model(args, method, tokenizer):
     for module in model.modules():
         if isinstance(module, common.Chain):
             module.grad_checkpoint = args.grad_checkpoint
+        if isinstance(module, common.Tower):  # a teacher's, too
+            module.accum_freq = args.accum_freq
     return model
 
 
@@ -555,7 +563,11 @@ def set_schedules(optimizer, args, step, steps, lr):
 
 def wrap(args, model, world_size):
     """The model compiled and parallel, as the settings ask."""
-    model = torch.compile(model) if args.compile else model
+    if args.compile and args.accum_freq == 1:
+        model = torch.compile(model)
+    elif args.compile:  # the blocks alone: of the whole, each part would be compiled by itself
+        for blocks in [x for x in model.modules() if isinstance(x, common.Blocks)]:
+            blocks.compile()
     if world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         model.broadcast_buffers = False  # statistics are of the global batch, alike on all ranks
@@ -793,33 +805,22 @@ def dry_run(args, method, model):
     """Print what the settings cost, as JSON. A multiplication and an addition are 2 FLOPs."""
     params = sum(p.numel() for p in model.parameters())
     batch, patches = made_up_batch(args, method, model, 2), model.image_encoder.grid**2
-    with flop_counter() as counter:
+    with FlopCounter() as counter:
         model(batch)
     chance_loss = model.chance_loss(args.batch, batch.get("mask"), patches)
     words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
-    record = {"params": params, **words, "flops_per_sample": counter.get_total_flops() // 2,
+    record = {"params": params, **words, "flops_per_sample": counter.flops // 2,
               "chance_loss": chance_loss, **update_cost(args, method, model)}
     print(json.dumps(record))
 
 
-def flop_counter():
-    """Counts matrix products and attention, that on the CPU too, which torch 2.6 leaves out."""
-    aten, counter = torch.ops.aten, FlopCounterMode(display=False)
-    formula = counter.flop_registry
-    formula[aten._scaled_dot_product_flash_attention_for_cpu] = (
-        formula[aten._scaled_dot_product_flash_attention])
-    formula[aten._scaled_dot_product_flash_attention_for_cpu_backward] = (
-        formula[aten._scaled_dot_product_flash_attention_backward])
-    return counter
-
-
 def made_up_batch(args, method, model, n):
-    """n random images with captions of full length, or n random images of each view."""
+    """n random images, as of files, with captions of full length, or n random images a view."""
     views = method.views(args)
     if views:
         return {"views": [torch.randn(n, 3, view["size"], view["size"]) for view in views]}
     text = model.text_encoder
-    return {"images": torch.randn(n, 3, args.image_size, args.image_size),
+    return {"images": torch.randint(256, (n, 3, args.image_size, args.image_size)).byte(),
             "tokens": torch.randint(text.vocab_size, (n, text.context)),
             "mask": torch.ones(n, text.context, dtype=torch.bool)}
 
@@ -842,7 +843,7 @@ def update_cost(args, method, model):
         with fake:
             batch = made_up_batch(args, method, model, args.batch // args.ranks)
             tensors = [*model.parameters(), *tree_leaves(batch)]
-            with flop_counter() as counter, LiveMemory(tensors) as memory:
+            with FlopCounter() as counter, LiveMemory(tensors) as memory:
                 model(batch, gather)["loss"].backward()
     except (fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException):
         reason = f"what {args.method} computes depends on the values: measure it with --bench"
@@ -850,7 +851,28 @@ def update_cost(args, method, model):
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     moments = 1 if args.optimizer == "lars" else 2  # numbers that it keeps of each parameter
     peak = memory.peak + moments * trained
-    return {"update_flops": counter.get_total_flops(), "update_peak_bytes": peak}
+    return {"update_flops": counter.flops, "update_peak_bytes": peak}
+
+
+class FlopCounter(TorchDispatchMode):
+    """Counts matrix products, convolutions and attention. torch's FlopCounterMode keeps tensors
+    alive that are computed again in the backward pass, and knows no attention on the CPU."""
+
+    def __init__(self):
+        super().__init__()
+        aten, formula = torch.ops.aten, dict(flop_registry)
+        formula[aten._scaled_dot_product_flash_attention_for_cpu] = (
+            formula[aten._scaled_dot_product_flash_attention])
+        formula[aten._scaled_dot_product_flash_attention_for_cpu_backward] = (
+            formula[aten._scaled_dot_product_flash_attention_backward])
+        self.flops, self.formula = 0, formula
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function.overloadpacket in self.formula:
+            count = self.formula[function.overloadpacket]
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        return out
 
 
 class LiveMemory(TorchDispatchMode):

@@ -511,7 +511,7 @@ def test_cast_settings():
 
 
 @pytest.mark.parametrize("spec, message", [
-    ("ViT-Z/9", "no ViT preset 'ViT-Z/9'; there are tiny, ViT-S/16"),
+    ("ViT-Z/9", "no ViT preset 'ViT-Z/9'; there are tiny, tiny-patch, V"),
     ("tiny:stem=none", "ViT has no setting 'stem'"),
     ("tiny:patch_size=4", "strides of stem .* must multiply to patch_size 4"),
     ("tiny:image_size=50", "image_size 50 is not a multiple of patch_size 8: give 48"),

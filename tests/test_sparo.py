@@ -277,9 +277,9 @@ def parameters_and_flops(flags):
     with FakeTensorMode():
         model = preset_model("sparo", "l400m-b32", *flags.split())
         tokens = torch.zeros(1, 77, dtype=torch.long)
-        with train.flop_counter() as counter:
+        with train.FlopCounter() as counter:
             model(dict(images=torch.empty(1, 3, 224, 224), tokens=tokens, mask=tokens == 0))
-    return millions(model), round(counter.get_total_flops() / 2e9, 1)
+    return millions(model), round(counter.flops / 2e9, 1)
 
 
 @pytest.mark.parametrize("flags, parameters, flops", TABLE_6)

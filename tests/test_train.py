@@ -607,11 +607,11 @@ def test_the_cost_of_an_update_is_what_a_real_one_takes():
     model = train.build_model(args, method, range(50))
     cost = train.update_cost(args, method, model)
     batch = train.made_up_batch(args, method, model, 8)
-    with train.flop_counter() as counter:
+    with train.FlopCounter() as counter:
         with train.LiveMemory([*model.parameters(), *batch.values()]) as live:
             model(batch)["loss"].backward()
     moments = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
-    assert cost["update_flops"] == counter.get_total_flops()
+    assert cost["update_flops"] == counter.flops
     assert cost["update_peak_bytes"] == live.peak + moments
 
 

@@ -1,0 +1,189 @@
+"""--accum-freq: towers that take their rows in parts give the gradients of whole ones."""
+
+import functools
+import json
+import math
+
+import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+
+import common
+import sparc
+import sparo
+import train
+from helpers import SMALL, make_batch, make_views, run_ranks, tiny_model, train_alone, weights
+
+OBJECTIVES = {  # name: model of helpers.MODELS, its settings
+    **{name: ("sparc", dict(objective=name, filip_keep=0.5, mgca_prototypes=7))
+       for name in ("sparc", "clip", "filip", "clip+filip", "pacl", "gloria", "mgca")},
+    "listing": ("sparc", dict(token_mean="batch")),
+    "sparo": ("sparo", {}), "gap": ("sparo", dict(readout="gap")),
+    "fdt": ("sparo", dict(readout="fdt")), "dino": ("dino", {}),
+    **{f"stair{stage}": ("stair", dict(stage=stage)) for stage in (1, 2, 3)},
+    "bam": ("bam", {}), "bam-student": ("bam", dict(teacher=False, batch_norm=True)),
+    "simclr": ("bam", dict(target="onehot", teacher=False)),
+}
+FP32 = {"dino": 1e-6}  # learned positions are interpolated for small views in fp32
+TOWER = "tiny-patch:width=16,heads=2,depth="  # without BatchNorm
+SPARC = [*SMALL["sparc"], "--image-encoder", TOWER + "1", "--steps", "2", "--image-size", "16"]
+
+
+def build(name, **vit):
+    """The model of "sparc 4": objective sparc, in float64, with towers of 4 parts."""
+    objective, K = name.split()
+    method, settings = OBJECTIVES[objective]
+    model = tiny_model(method, vit=dict(stem=None) | vit, **settings).double()
+    switch(model, int(K))
+    return model
+
+
+def switch(model, K):
+    for module in model.modules():
+        if isinstance(module, common.Tower):
+            module.accum_freq = K
+
+
+def batch_of(name, B=8):
+    batch = make_views(B) if OBJECTIVES[name][0] in ("dino", "bam") else make_batch(B)
+    return tree_map(lambda x: x.double() if x.is_floating_point() else x, batch)
+
+
+def gradients(model, batch, parallel=None):
+    """Loss and gradients, once more from the same state; of all ranks if parallel is DDP's."""
+    state = tree_map(torch.clone, model.state_dict())
+    model.zero_grad()
+    loss = (parallel or model)(batch, common.gather)["loss"]
+    loss.backward()
+    model.load_state_dict(state)  # DINO's centre moves in the forward pass
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()
+                         if p.grad is not None}
+
+
+def assert_equal(result, expected, tolerance=1e-12):
+    (loss, grads), (expected_loss, expected_grads) = result, expected
+    assert loss == pytest.approx(expected_loss, abs=tolerance)
+    assert grads.keys() == expected_grads.keys()
+    for name, gradient in grads.items():
+        error = (gradient - expected_grads[name]).abs().max()
+        assert error <= tolerance * (1 + expected_grads[name].abs().max()), name
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_parts_give_the_gradients_of_the_whole(name):
+    """With 3 parts the last one is smaller; no tower sees more rows than a part has."""
+    model, batch, seen = build(f"{name} 1"), batch_of(name), []
+
+    def spy(module, inputs):
+        if isinstance(module, common.Blocks):
+            seen.append(len(inputs[0]))
+
+    expected = gradients(model, batch)
+    with register_module_forward_pre_hook(spy):
+        for K in (2, 3, 4, 100):
+            switch(model, K)
+            seen.clear()
+            assert_equal(gradients(model, batch), expected, FP32.get(name, 1e-12))
+            together = 2 if "views" in batch else 1  # views that enter the tower in one call
+            assert max(seen) == math.ceil(8 * together / K)
+
+
+def parts_on_a_rank(rank):
+    """This rank's half of each batch: parts under DDP against whole towers under DDP."""
+    for name in OBJECTIVES:
+        torch.manual_seed(0)
+        model = build(f"{name} 1")
+        batch = tree_map(lambda x: x.chunk(2)[rank], batch_of(name))
+        parallel = DistributedDataParallel(model)
+        expected = gradients(model, batch, parallel)
+        for K in (2, 4):
+            switch(model, K)
+            assert_equal(gradients(model, batch, parallel), expected, FP32.get(name, 1e-12))
+    return len(OBJECTIVES)
+
+
+def test_parts_of_two_ranks_give_the_gradients_of_the_whole(tmp_path):
+    assert run_ranks(tmp_path, parts_on_a_rank) == [len(OBJECTIVES)] * 2
+
+
+@pytest.mark.parametrize("name", ["sparc", "dino", "stair3", "bam"])
+def test_memory_falls_with_the_parts(name):
+    model, batch, peaks = build(f"{name} 1", depth=6), batch_of(name), []
+    for K in (1, 2, 4):
+        switch(model, K)
+        with train.LiveMemory() as memory:
+            model(batch)["loss"].backward()
+        model.zero_grad()
+        peaks.append(memory.peak)
+    assert peaks[1] < 0.8 * peaks[0] and peaks[2] < 0.8 * peaks[1]
+
+
+def test_parts_draw_the_same_numbers_again_in_the_backward_pass():
+    """Stochastic depth: gradients as of the parts one by one, with all that they compute kept."""
+    tower = common.ViT(16, 4, width=16, depth=3, heads=2, drop_path=0.5).double()
+    images, grads = torch.randn(6, 3, 16, 16).double(), []
+    for K in (1, 3):
+        tower.accum_freq = K
+        torch.manual_seed(1)
+        parts = images.split(6 if K == 3 else 2)
+        torch.cat([tower(part) for part in parts]).square().sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in tower.parameters()]))
+        tower.zero_grad()
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+
+
+def test_the_flag_changes_no_training(tmp_path, monkeypatch):
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: compile(model, backend="eager"))
+    train_alone([*SPARC, "--out", tmp_path / "whole"])
+    for flags in ([], ["--grad-checkpoint", "--compile"]):
+        run = tmp_path / f"parts{len(flags)}"
+        train_alone([*SPARC, "--accum-freq", 3, *flags, "--out", run])
+        torch.testing.assert_close(weights(run), weights(tmp_path / "whole"), rtol=1e-3, atol=1e-5)
+
+
+def test_dry_run_counts_parts():
+    costs, method = [], train.METHODS["sparc"]
+    for K in ("1", "4"):
+        args = train.parse_args([*SPARC, "--batch", "32", "--ranks", "2", "--accum-freq", K,
+                                 "--image-encoder", TOWER + "4", "--text-encoder", "tiny:depth=4"])
+        model = train.build_model(args, method, range(50))
+        costs.append(train.update_cost(args, method, model))
+    whole, parts = costs
+    assert parts["update_peak_bytes"] < 0.8 * whole["update_peak_bytes"]
+    assert 1.2 < parts["update_flops"] / whole["update_flops"] < 1.4  # three passes become four
+
+
+@pytest.mark.parametrize("encoder", ["tiny", "ResNet-50:image_size=64"])
+def test_batch_norm_is_refused(encoder):
+    args = train.parse_args(["--method", "bam", "--image-encoder", encoder, "--accum-freq", "2"])
+    with pytest.raises(common.UserError, match="--accum-freq 2 .* BatchNorm .* tiny-patch"):
+        train.build_model(args, train.METHODS["bam"], None)
+
+
+@pytest.mark.parametrize("loss, names", [
+    (sparc.global_loss, "v t scale"), (sparo.clip_loss, "v t scale"),
+    (sparc.fine_grained_loss, "tokens patches mask scale")])
+def test_rows_give_the_loss_of_the_whole_in_less_memory(monkeypatch, loss, names):
+    """Of logits (512, 512), or of L_f's similarities (512, 9, 16), 64 rows at a time."""
+    known = {"v": (512, 8), "t": (512, 8), "tokens": (512, 9, 8), "patches": (512, 16, 8)}
+    results = []
+    for limit in (2**24, 64 * (9 * 16 if "mask" in names else 512)):
+        torch.manual_seed(0)
+        given = {name: torch.randn(size).double().requires_grad_() for name, size in known.items()}
+        given["scale"] = torch.tensor(9.0).double().requires_grad_()
+        given["mask"] = torch.rand(512, 9) < 0.7
+        inputs = [given[name] for name in names.split()]
+        with monkeypatch.context() as patch, train.LiveMemory(inputs) as memory:
+            if loss.__module__ == "sparc":
+                patch.setattr(sparc, "in_rows", functools.partial(sparc.in_rows, limit=limit))
+                value = loss(*inputs)
+            else:
+                value = loss(*inputs, limit=limit)
+            value.backward()
+        results.append((value, memory.peak, [x.grad for x in inputs if x.requires_grad]))
+    (whole, peak, expected), (value, lower, grads) = results
+    torch.testing.assert_close([value, *grads], [whole, *expected], rtol=1e-12, atol=1e-14)
+    assert lower < peak / 2
