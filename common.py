@@ -1393,7 +1393,7 @@ class TarShards:
 
     def read(self, row, epoch):
         """A row of read_headers -> (bytes, caption, "shard:key") or Skipped."""
-        sample = row if isinstance(row, Skipped) else read_sample(row, *self.content)
+        sample = read_sample(row, *self.content)
         if isinstance(sample, Skipped):
             return sample
         image, captions, where = sample
@@ -1406,20 +1406,27 @@ class TarShards:
             if not isinstance(sample, Skipped):
                 yield sample[0], sample[2]
 
-    def labelled(self):
-        """(bytes, label) of every image with a label; prints at the end what was left out."""
-        total, left_out = 0, {}
-        for sample in read_tars(self.paths, "label"):
-            if isinstance(sample, Skipped):
-                sample.count(left_out)
-            else:
-                total += 1
-                yield sample[:2]
+    def each(self, content, limit=None):
+        """(bytes, label or [captions]) of every image with a "label" or a "caption", or of `limit`
+        samples, drawn at random, always the same; prints at the end what was left out."""
+        total, left_out, samples = 0, {}, read_tars(self.paths, content)
+        with contextlib.ExitStack() as files:
+            if limit:
+                rows = [row for path in self.paths for row in read_headers(path, files)]
+                rows = random.Random(0).sample(rows, min(limit, len(rows)))
+                samples = (read_sample(row, content) for row in rows)
+            for sample in samples:
+                if isinstance(sample, Skipped):
+                    sample.count(left_out)
+                else:
+                    total += 1
+                    yield sample[:2]
         for reason, (count, example) in left_out.items():
             print(f"left out of {self.name}: {count} with {reason}, the last {example}")
         if total == 0:
-            raise UserError(f"{self.name} has no image with a label: a number in KEY.cls, or as "
-                            f"\"label\" in KEY.json.")
+            needed = {"label": "a number in KEY.cls", "caption": "lines in KEY.txt"}[content]
+            raise UserError(f'{self.name} has no image with a {content}: {needed}, or "{content}" '
+                            f"in KEY.json.")
 
     def sample_captions(self, limit):
         samples = itertools.islice(read_tars(self.paths, *self.content), limit + self.max_bad)
@@ -1496,7 +1503,7 @@ def read_tar(path, content="caption", json_key=""):
     """One shard -> what read_sample makes of each key, in the shard's order."""
     with contextlib.ExitStack() as files:
         for row in read_headers(path, files):
-            yield row if isinstance(row, Skipped) else read_sample(row, content, json_key)
+            yield read_sample(row, content, json_key)
 
 
 def read_headers(path, files):
@@ -1537,6 +1544,8 @@ def read_sample(row, content, json_key=""):
     content: "caption" (KEY.txt, a caption a line, or "caption" in KEY.json), "label" (KEY.cls
     or "label" in KEY.json) or None. json_key: the captions' name in KEY.json, if not these.
     """
+    if isinstance(row, Skipped):
+        return row
     try:
         where, members = read_members(*row)
     except SHARD_ERRORS as error:
@@ -1758,13 +1767,16 @@ def class_names(folders, file=None):
     return [folder.replace("_", " ") for folder in folders], "folders"
 
 
-def read_lines(path, flag):
-    """The lines of a text file that are not empty."""
+def read_text(path, flag):
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{flag} {path} cannot be read: {error}.") from None
-    return [line.strip() for line in lines if line.strip()]
+
+
+def read_lines(path, flag):
+    """The lines of a text file that are not empty."""
+    return [line.strip() for line in read_text(path, flag).splitlines() if line.strip()]
 
 
 # Streams and seeds --------------------------------------------------------------------
@@ -2302,7 +2314,7 @@ def coloured(colour, shape):
 
 
 def article(phrase):
-    return f"{'an' if phrase[0].lower() in 'aeiou' else 'a'} {phrase}"
+    return f"{'an' if phrase.lower().startswith(tuple('aeiou')) else 'a'} {phrase}"
 
 
 def plural(kind):

@@ -272,8 +272,9 @@ def readable(pairs, read, workers=0):
                     unreadable.append(file)
                 else:
                     yield image, value
-    if unreadable and len(unreadable) == n:
-        raise UserError(f"None of the {n} images could be read, the last is {unreadable[-1:]}.")
+    if len(unreadable) == n:
+        last = str(unreadable[-1:])[:200]  # it may be bytes
+        raise UserError(f"None of the {n} images could be read, the last is {last}.")
     if unreadable:
         print(f"skipped {len(unreadable)} of {n} images that cannot be read")
 
@@ -384,10 +385,10 @@ WORLD_N = 1000  # samples of the embedded world that most tasks use
 
 class Classes:
     """Names of classes and their prompts. In a template {} is the name, {a} the name with its
-    article, and {c}, as in CLIP_benchmark's files, the name, too."""
+    article, and {c}, as in CLIP_benchmark's files, the name, too. source: the names' origin."""
 
     def __init__(self, names, templates, source=None):
-        self.names, self.source, self.prompts = names, source, []
+        self.names, self.templates, self.source, self.prompts = names, templates, source, []
         for name in names:
             words = {"a": common.article(name), "c": name}
             self.prompts += [template.format(name, **words) for template in templates]
@@ -412,7 +413,7 @@ class EvalSet:
     labelled: Callable = None      # (purpose) -> pairs with class ids
     captioned: Callable = None     # () -> pairs with lists of captions
     negatives: Callable = None     # () -> pairs with [(kind, caption, wrong caption)]
-    winoground: Callable = None    # () -> images (n, 2, 3, S, S), n pairs of captions
+    winoground: Callable = None    # () -> pairs with (number, caption), each number twice
     maps: Callable = None          # (purpose) -> pairs with {"": ids (H, W)}, from 1
     samples: Callable = None       # (n) -> images (n, 3, S, S), n captions; to look at
     documents: Callable = None     # () -> pairs with (name, caption); to search
@@ -471,7 +472,9 @@ class WorldSet(EvalSet):
             yield image, [(kind, *pairs[kind]) for kind in sorted(pairs)]
 
     def winoground(self):
-        return self.world.winoground(WORLD_N // 2, seed=4)
+        images, captions = self.world.winoground(WORLD_N // 2, seed=4)
+        for i, two in enumerate(captions):
+            yield from zip(images[i], [(i, caption) for caption in two])
 
     def maps(self, purpose):
         sample = self.scenes(purpose)
@@ -507,10 +510,8 @@ class TableSet(EvalSet):
     def __init__(self, table, options, image_size):
         self.table, self.limit, self.order = table, options.limit, range(len(table))
         self.templates = options.templates or TEMPLATES
+        self.content_words = options.nouns_adjectives
         self.read = functools.partial(read_image, size=image_size)
-        if options.nouns_adjectives:
-            lines = common.read_lines(options.nouns_adjectives, "--nouns-adjectives")
-            self.content_words = {word.lower() for word in lines}
         if table.classes is None:
             self.captioned = self.caption_pairs
         else:
@@ -543,6 +544,80 @@ class TableSet(EvalSet):
         for i in range(len(self.table))[: self.limit]:
             path = self.table.paths[i]
             yield path, (path, self.table.captions_of(i)[0])
+
+
+def shard_splits(directory):
+    """The splits of a directory in CLIP_benchmark's layout, none of other data."""
+    files = [*Path(directory).glob("*/nshards.txt"), *Path(directory).glob("*/0.tar")]
+    return sorted({file.parent.name for file in files})
+
+
+class ShardSet(EvalSet):
+    """CLIP_benchmark's layout: SPLIT/0.tar, 1.tar, ..., as many as SPLIT/nshards.txt says, with
+    KEY.cls, the number of a line of classnames.txt; or, if dataset_type.txt says "retrieval", with
+    KEY.txt, a caption a line."""
+
+    def __init__(self, directory, options, image_size):
+        self.directory, self.options = Path(directory), options
+        self.read = functools.partial(read_image, size=image_size)
+        if options.split not in shard_splits(directory):
+            raise UserError(f"{directory} has no split {options.split}; --split can be "
+                            f"{', '.join(shard_splits(directory))}.")
+        file, kind = self.directory / options.split / "nshards.txt", "classification"
+        n = common.read_text(file, "--data").strip()
+        if not re.fullmatch("[1-9][0-9]{0,6}", n):
+            raise UserError(f"{file} holds {n!r}; it must be the number of 0.tar, 1.tar, ...")
+        self.shards = common.TarShards(f"{file.parent}/{{0..{int(n) - 1}}}.tar")
+        file = self.directory / "dataset_type.txt"
+        if file.is_file():
+            kind = common.read_text(file, "--data").strip().lower()
+        if kind == "retrieval":
+            self.content_words = options.nouns_adjectives
+            self.captioned = lambda: self.shards.each("caption", options.limit)
+        elif kind == "classification":
+            self.names_file = str(options.classes or self.directory / "classnames.txt")
+            lines = common.read_text(self.names_file, "--classes").splitlines()
+            self.names = [line.strip() for line in lines]  # CLEVR has a class without a name
+            self.groups = {"": (torch.arange(len(lines)), self.names)}
+            self.labelled = self.label_pairs
+        else:  # VOC2007's images with several labels
+            raise UserError(f"{file} says {kind!r}: only classification, with one label an image, "
+                            f"and retrieval can be evaluated.")
+
+    @functools.cached_property
+    def classes(self):
+        file, templates = self.directory / "zeroshot_classification_templates.txt", TEMPLATES
+        if self.options.templates or file.is_file():
+            templates = self.options.templates or read_templates([str(file)])
+        self.named = Classes(self.names, templates, self.names_file)
+        return self.named
+
+    def label_pairs(self, purpose, limit=None):
+        for image, label in self.shards.each("label", limit or self.options.limit):
+            if label >= len(self.names):
+                raise UserError(f"{self.shards.name} holds class {label}, but {self.names_file} "
+                                f"has {len(self.names)} names, the first of class 0.")
+            yield image, label
+
+    def samples(self, n):
+        pairs = self.captioned() if self.captioned else self.label_pairs("samples", n)
+        images, values = zip(*itertools.islice(readable(pairs, self.read), n))
+        if self.captioned:
+            return torch.stack(images), [captions[0] for captions in values]
+        names = [common.article(self.names[label]) for label in values]
+        return torch.stack(images), [f"a photo of {name}." for name in names]
+
+
+def read_winoground(file, root, limit):
+    """Winoground's examples.jsonl -> the pairs of EvalSet.winoground. root: where NAME.png lie."""
+    for number, line in enumerate(common.read_lines(file, "--data")[:limit]):
+        try:
+            row = json.loads(line)
+            images = [str(Path(root, f"{row[name]}.png")) for name in ("image_0", "image_1")]
+            yield from zip(images, [(number, row["caption_0"]), (number, row["caption_1"])])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{file}, sample {number + 1}: {type(error).__name__}, {error}; it "
+                            f"must have image_0, image_1, caption_0, caption_1.") from None
 
 
 def read_sugarcrepe(files, root):
@@ -596,8 +671,8 @@ class VocSet(EvalSet):
 
 
 def open_eval_set(options, image_size, captions=True):
-    """options.data, a SPEC of common.open_data or a directory like SugarCrepe's or Pascal VOC's
-    -> EvalSet. captions: False for a model without a text tower."""
+    """options.data, a SPEC of common.open_data or a directory like CLIP_benchmark's, Winoground's,
+    SugarCrepe's or Pascal VOC's -> EvalSet. captions: False for a model without a text tower."""
     spec, limit = options.data, options.limit
     if "::" in spec:
         raise UserError(f"{spec} is a mixture, to train on: say with --eval-data SPEC, or eval.py "
@@ -605,6 +680,12 @@ def open_eval_set(options, image_size, captions=True):
                         f"k-NN learns from.")
     if Path(spec, "SegmentationClass").is_dir():
         return VocSet(spec, options, image_size)
+    if shard_splits(spec):
+        return ShardSet(spec, options, image_size)
+    examples = Path(spec, "examples.jsonl") if Path(spec).is_dir() else Path(spec)
+    if examples.suffix == ".jsonl" and examples.is_file():
+        root = options.image_root or examples.parent / "images"
+        return EvalSet(winoground=lambda: read_winoground(examples, root, limit))
     files = sorted(Path(spec).glob("*.json")) if Path(spec).is_dir() else []
     files = [file for file in files if "negative_caption" in file.read_text()[:4000]]
     if files:
@@ -613,7 +694,7 @@ def open_eval_set(options, image_size, captions=True):
     if isinstance(source, common.World):
         return WorldSet(source, options.split)
     if isinstance(source, common.TarShards):  # their classes have no names: to learn from
-        return EvalSet(labelled=lambda purpose: itertools.islice(source.labelled(), limit))
+        return EvalSet(labelled=lambda purpose: itertools.islice(source.each("label"), limit))
     return TableSet(source, options, image_size)
 
 
@@ -623,7 +704,10 @@ def open_beside(options, data, spec, message, **changes):
     if spec is None and data.has_splits:
         return data
     places = [Path(str(s).partition(":classes=")[0]).resolve() for s in (spec, options.data)]
-    if spec is None or places[0] == places[1]:
+    if spec is not None and "train" in shard_splits(spec):
+        changes["split"] = "train"
+    is_other_split = options.split != "train" == changes.get("split")
+    if spec is None or places[0] == places[1] and not is_other_split:
         raise UserError(message)
     changes |= dict(data=spec, limit=options.train_limit)
     return open_eval_set(argparse.Namespace(**vars(options) | changes), options.image_size)
@@ -657,7 +741,8 @@ def default_split(spec):
     name = common.parse_spec(spec)[0]
     if Path(spec, "SegmentationClass").is_dir():
         return "val"  # VOC's test split has no maps
-    return "test" if name == "shapes" or name.lower().endswith(".json") else "all"
+    is_split = name == "shapes" or name.lower().endswith(".json") or shard_splits(spec)
+    return "test" if is_split else "all"
 
 
 # Tasks ------------------------------------------------------------------------------------
@@ -735,9 +820,11 @@ def negatives(embed, data, options):
 
 def winoground(embed, data, options):
     """Winoground's scores: two captions of the same words, to be matched with two images."""
-    images, captions = data.winoground()
-    x = embed.images(images.flatten(0, 1)).unflatten(0, (-1, 2))            # (n, 2, E)
-    y = embed.texts(list(itertools.chain(*captions))).unflatten(0, (-1, 2))
+    x, values = embed.encoded(data.winoground())
+    count = collections.Counter(pair for pair, _ in values)
+    rows = [i for i, (pair, _) in enumerate(values) if count[pair] == 2]    # both can be read
+    y = embed.texts([values[i][1] for i in rows])
+    x, y = x[rows].unflatten(0, (-1, 2)), y.unflatten(0, (-1, 2))           # (n, 2, E)
     scores = torch.stack([embed.similarity(*pair).T for pair in zip(x, y)])
     names = ("winoground/text", "winoground/image", "winoground/group")
     return dict(zip(names, winoground_scores(scores)))
@@ -749,7 +836,7 @@ def training_pairs(train, data, options, digits=range(10)):
     for i, (image, label) in enumerate(train.labelled("train")):
         if label >= classes:
             raise UserError(f"--train-data {options.train_data} has label {label}, but --data has "
-                            f"{classes} class folders: label 0 is the first of their sorted names.")
+                            f"{classes} classes: label 0 is the first of the sorted class folders.")
         if i % 10 in digits:
             yield image, label
 
@@ -962,7 +1049,7 @@ def words(embed, data, options):
     for way, (group, names) in data.groups.items():
         if way or len(data.groups) == 1:
             names = names if way else data.classes.names
-            pieces = [encode(name)[1:-1] for name in names]
+            pieces = [encode(name)[1:-1] or embed.tokenizer.special for name in names]
             ranks[way] = label_ranks(scores, pieces, group[ids])
     ranks[""] = torch.stack(list(ranks.values())).amin(0)
     ks = (1, 10, 50, 100)
@@ -1297,7 +1384,7 @@ def check(options, data, has_text):
     if not usable:
         needed = "class folders or shapes to a model without a text tower"
         if has_text:
-            needed = "captions, class folders, SugarCrepe, VOC or shapes"
+            needed = "captions, class folders, SugarCrepe, Winoground, VOC or shapes"
         raise UserError(f"No task can evaluate on {options.data}: give {needed}.")
     for name in options.tasks or []:
         if name in TASKS and name not in usable:
@@ -1332,6 +1419,7 @@ def report(embed, data, options, run):
     path, record = result_file(options, run)
     if data.named:
         record["class_names"] = data.named.source
+        record["templates"] = data.named.templates
         print(f"Class names: {data.named.source}. First prompt: {data.named.prompts[0]!r}")
     width = max(map(len, result), default=0)
     for name, value in result.items():
@@ -1488,13 +1576,18 @@ def options_for(args, **changes):
         options.data = default_data
         options.image_root = options.image_root or args.image_root
     learns = args.data != options.data and common.parse_spec(args.data)[0] != "shapes"
-    if options.train_data is None and learns:
+    if options.train_data is None and "train" in shard_splits(options.data):
+        options.train_data = options.data
+    elif options.train_data is None and learns:
         options.train_data = args.data
     if options.split and default_split(options.data) == "all":
         raise UserError(f"--split {options.split}: {options.data} has no splits.")
     options.split = options.split or default_split(options.data)
     options.workers = args.workers
     options.templates = read_templates(options.templates)
+    if options.nouns_adjectives:
+        lines = common.read_lines(options.nouns_adjectives, "--nouns-adjectives")
+        options.nouns_adjectives = {word.lower() for word in lines}
     options.probe = options.probe or vars(args).get("probe", "adamw")  # old runs have none
     options.probe_epochs = options.probe_epochs or vars(args).get("probe_epochs")
     return options
@@ -1549,6 +1642,22 @@ def compare(names, results):
         print(f"| {metric} | " + " | ".join(cells) + " |")
 
 
+SUMMARY = ("zeroshot", "zeroshot/mean_per_class_recall", "i2t/R@1", "t2i/R@1", "negatives",
+           "winoground/group", "miou", "knn", "linear")
+
+
+def summarize(results):
+    """{data: {metric: value}} -> print a table: a row for each data, a column for each metric of
+    SUMMARY, and its mean over those that have it."""
+    metrics = [key for key in SUMMARY if any(key in result for result in results.values())]
+    means = {key: mean([result.get(key) for result in results.values()]) for key in metrics}
+    print("| |" + "".join(f" {key} |" for key in metrics))
+    print("|---" * (len(metrics) + 1) + "|")
+    for name, result in [*results.items(), ("mean", means)]:
+        cells = [f"{result[key]:.4f}" if key in result else "" for key in metrics]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
 def build_parser():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -1561,18 +1670,23 @@ def build_parser():
     add("--query", dest="queries", nargs="+", metavar="QUERY",
         help="index the images of --data and search them (STAIR) for captions, or for words with "
              "AND, OR, NOT and parentheses; evaluate nothing")
-    add("--data", help="SPEC as of train.py, a directory of SugarCrepe's JSON files, or one in "
-                       "Pascal VOC's layout (default: the run's --eval-data, or --data)")
+    add("--data", nargs="+", metavar="SPEC",
+        help="as of train.py, a directory in the layout of CLIP_benchmark's webdatasets, Pascal "
+             "VOC, Winoground, or of SugarCrepe's JSON files; of several also a table (default: "
+             "the run's --eval-data, or --data)")
     add("--image-root", help="directory that the file names of --data are relative to")
-    add("--split", help="of the world, Karpathy's JSON (default: test) or VOC (default: val)")
-    add("--limit", type=int, help="use LIMIT images of files, of class folders random ones")
+    add("--split", help="of the world, Karpathy's JSON, CLIP_benchmark's sets (default: test) or "
+                        "VOC (default: val)")
+    add("--limit", type=int, help="use LIMIT images of files, of class folders and "
+                                  "CLIP_benchmark's sets random ones")
     add("--templates", nargs="+", help="zero-shot prompts with {} for NAME or {a} for 'a NAME', or "
                                        "files of them, one a line")
     add("--classes", help="file with the names of classes, one a line, in the order of folders or "
                           "of VOC's numbers, or as FOLDER<TAB>NAME")
     add("--nouns-adjectives", help="file with the words that K-Pna counts, one a line")
     add("--train-data", help="class folders, or tar shards with KEY.cls or \"label\" in KEY.json,"
-                             " for k-NN and probes to learn from (default: the run's data)")
+                             " for k-NN and probes to learn from (default: the split train of "
+                             "CLIP_benchmark's sets, or the run's data)")
     add("--train-limit", type=int, help="learn from so many images of --train-data, --select")
     add("--probe", choices=PROBES, help="of SPARO (adamw), or of BAM (sgd), which encodes other "
                                         "crops in each epoch (default: the run's)")
@@ -1596,6 +1710,23 @@ def check_flags(options):
         common.read_config(run)
 
 
+def open_sets(embed, args, options):
+    """Each of --data -> options for it, EvalSet. Several serve those of --task that they can."""
+    sets, specs = [], options.data or [None]
+    for spec in specs:
+        changes = vars(options) | {"data": spec, "image_size": embed.image_size}
+        chosen = options_for(args, **changes)
+        data = open_eval_set(chosen, embed.image_size, captions=embed.tokenizer is not None)
+        if options.tasks and len(specs) > 1:
+            every = PICTURES | TASKS
+            chosen.tasks = [name for name in options.tasks if every[name].fits(data)]
+        if options.tasks and not chosen.tasks:
+            print(f"{spec} is left out: it serves none of {', '.join(options.tasks)}.")
+        else:
+            sets.append((chosen, data))
+    return sets
+
+
 def main(argv=None):
     options = build_parser().parse_args(argv)
     check_flags(options)
@@ -1603,18 +1734,24 @@ def main(argv=None):
     for run in options.runs:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         embed, args = load_run(run, device, options.checkpoint)
-        chosen = options_for(args, **vars(options), image_size=embed.image_size)
-        data = open_eval_set(chosen, embed.image_size, captions=embed.tokenizer is not None)
-        print(f"{run} on {chosen.data}, split {chosen.split}:")
-        if options.queries:
-            search(embed, data, chosen, run)
-            continue
-        results.append(report(embed, data, chosen, run))
         embedders.append(embed)
-        specs.add((chosen.data, embed.image_size))
-    if len(results) > 1:
+        results.append({})
+        for chosen, data in open_sets(embed, args, options):
+            print(f"{run} on {chosen.data}, split {chosen.split}:")
+            if options.queries:
+                search(embed, data, chosen, run)
+                continue
+            fresh = dataclasses.replace(embed)  # it counts the tokens of this data alone
+            results[-1][chosen.data] = report(fresh, data, chosen, run)
+            specs.add((chosen.data, embed.image_size))
+        if len(results[-1]) > 1:
+            summarize(results[-1])
+    if len(results) > 1 and specs:
         names = differences([common.read_config(run) for run in options.runs])
-        compare(names, results)
+        for of_runs in zip(*[result.items() for result in results]):
+            if len(results[0]) > 1:
+                print(f"{of_runs[0][0]}:")
+            compare(names, [result for _, result in of_runs])
         task = PICTURES["segmentation"]
         suited = task.fits(data) and all(task.suits(embed.model) for embed in embedders)
         if suited and len(specs) == 1:

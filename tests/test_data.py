@@ -304,14 +304,14 @@ def test_labels_of_tar_shards(tmp_path, capsys):
         "a.jpg": jpg, "a.cls": "3", "b.jpg": jpg, "b.json": '{"label": 1}',
         "c.jpg": jpg, "c.json": '{"x": 1}', "d.cls": "2", "e.jpg": jpg, "e.cls": "-1",
         "f.jpg": jpg, "f.json": '{"label": 0}', "g.jpg": jpg, "g.cls": "9" * 5000})
-    assert [label for _, label in TarShards(path).labelled()] == [3, 1, 0]
+    assert [label for _, label in TarShards(path).each("label")] == [3, 1, 0]
     output = capsys.readouterr().out
     assert "3 with no label" in output and "1 with no image" in output
     Path(path).write_bytes(Path(path).read_bytes()[:4000])
-    assert [label for _, label in TarShards(path).labelled()][:1] == [3]
+    assert [label for _, label in TarShards(path).each("label")][:1] == [3]
     assert "shard" in capsys.readouterr().out
     shards = TarShards(write_tar(tmp_path / "1.tar", {"a.jpg": jpg, "a.txt": "words"}))
-    assert "no image with a label: a number in KEY.cls" in failure(list, shards.labelled())
+    assert "no image with a label: a number in KEY.cls" in failure(list, shards.each("label"))
 
 
 def test_images_alone_need_no_captions(tmp_path, monkeypatch):
@@ -522,7 +522,7 @@ def test_captions_of_shards_take_turns_and_have_names(tmp_path):
     assert open_data(f"{spec}:caption=both").sample_captions(3) == ["b0", "x", "b1"]
     message = failure(open_data(f"{spec}:caption=gone").sample_captions, 1)
     assert message.endswith('KEY.jpg beside "gone" in KEY.json.')
-    assert len(list(open_data(f"{spec}:caption=long").labelled())) == 6
+    assert len(list(open_data(f"{spec}:caption=long").each("label"))) == 6
 
 
 def test_resampled_shards(tmp_path):

@@ -1,0 +1,293 @@
+"""The field's evaluation sets: CLIP_benchmark's webdatasets, several at once, Winoground."""
+
+import io
+import json
+import shutil
+import tarfile
+
+import pytest
+import torch
+from PIL import Image
+
+import common
+import eval as evaluation
+from test_eval import Oracle, SlotOracle, embedder, make_folders, opened
+
+JPEG = {"quality": 100, "subsampling": 0}  # so that colours stay
+NAMES = ["blue", "green", "red"]
+
+
+def encode(colour, suffix="jpg"):
+    file = io.BytesIO()
+    settings = {"jpg": JPEG, "webp": {"lossless": True}}.get(suffix, {})
+    kind = {"jpg": "jpeg"}.get(suffix, suffix)
+    Image.new("RGB", (20, 12), colour).save(file, kind, **settings)
+    return file.getvalue()
+
+
+def write_split(directory, shards, nshards=None):
+    """shards: a list of dicts {name of a member: bytes or text}; CLIP_benchmark's SPLIT/*.tar."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for i, members in enumerate(shards):
+        with tarfile.open(directory / f"{i}.tar", "w") as tar:
+            for name, data in members.items():
+                data = data if isinstance(data, bytes) else data.encode()
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    (directory / "nshards.txt").write_text(f"{nshards or len(shards)}\n")
+
+
+def write_labelled(directory, split="test", extra=(), names=NAMES):
+    """Six images of three colours in two shards, of three formats."""
+    shards = [{}, {}]
+    for i in range(6):
+        suffix, colour = ("jpg", "webp", "png")[i % 3], NAMES[i % 3]
+        shards[i // 3] |= {f"s{i:07}.{suffix}": encode(colour, suffix), f"s{i:07}.cls": f"{i % 3}"}
+    shards[1] |= dict(extra)
+    write_split(directory / split, shards)
+    (directory / "classnames.txt").write_text("".join(f"{name}\n" for name in names))
+    (directory / "zeroshot_classification_templates.txt").write_text("a {c}.\nthe {c}\n")
+    return str(directory)
+
+
+def write_captioned(directory, captions):
+    """captions: [(colour, text of KEY.txt), ...]."""
+    members = {}
+    for i, (colour, text) in enumerate(captions):
+        members |= {f"s{i}.jpg": encode(colour), f"s{i}.txt": text}
+    write_split(directory / "test", [members])
+    (directory / "dataset_type.txt").write_text("retrieval\n")
+    return str(directory)
+
+
+def test_the_names_and_prompts_of_a_folder_are_used_unless_others_are_given(tmp_path):
+    spec = write_labelled(tmp_path / "colours")
+    data, options = opened(spec)
+    assert options.split == "test" and options.data == spec
+    assert data.classes.prompts == ["a blue.", "the blue", "a green.", "the green", "a red.",
+                                    "the red"]
+    result = evaluation.zeroshot(embedder(), data, options)
+    assert result["zeroshot"].tolist() == [True] * 6 and result["zeroshot/chance"] == 1 / 3
+    (tmp_path / "names.txt").write_text("sky\n\nblood\n")
+    data, _ = opened(spec, classes=str(tmp_path / "names.txt"), templates=["{a}!"])
+    assert data.classes.prompts == ["a sky!", "a !", "a blood!"]  # CLEVR has a name like this
+    (tmp_path / "colours" / "zeroshot_classification_templates.txt").unlink()
+    assert opened(spec)[0].classes.prompts[0] == "a photo of a blue."
+
+
+def test_the_results_say_where_names_and_prompts_come_from(run_of, tmp_path):
+    run, spec = shutil.copytree(run_of("sparc"), tmp_path / "run"), write_labelled(tmp_path / "w")
+    evaluation.main([str(run), "--task", "zeroshot", "--data", spec])
+    written = json.loads(next(run.glob("eval-*-test.json")).read_text())
+    assert written["class_names"] == f"{spec}/classnames.txt"
+    assert written["templates"] == ["a {c}.", "the {c}"]
+
+
+def test_folders_and_the_same_images_in_class_folders_have_the_same_results(run_of, tmp_path):
+    embed, _ = evaluation.load_run(run_of("sparc"))
+    make_folders(tmp_path / "folders")
+    (tmp_path / "folders" / "red" / "broken.png").unlink()
+    files = {name: sorted((tmp_path / "folders" / name).iterdir()) for name in NAMES}
+    members = {}
+    for label, name in enumerate(NAMES):
+        for path in files[name]:
+            members |= {f"{name}{path.stem}.png": path.read_bytes(),
+                        f"{name}{path.stem}.cls": str(label)}
+    for split in ("test", "train"):
+        write_split(tmp_path / "shards" / split, [members])
+    (tmp_path / "shards" / "classnames.txt").write_text("\n".join(NAMES))
+    results = []
+    for spec, train in (("shards", None), ("folders", tmp_path / "shards" / "train" / "0.tar")):
+        tasks = ["zeroshot", "knn", "linear"]
+        data, options = opened(tmp_path / spec, tasks=tasks, train_data=train and str(train),
+                               templates=["a {c}"], image_size=16)
+        results.append(evaluation.evaluate(embed, data, options))
+    assert results[0] == results[1] and {"zeroshot", "knn", "linear"} <= results[0].keys()
+
+
+def test_knn_learns_from_the_split_train_or_else_from_train_data(tmp_path):
+    spec = write_labelled(tmp_path / "with")
+    write_labelled(tmp_path / "with", "train")
+    data, options = opened(spec, train_limit=4)
+    train = evaluation.open_training_set(options, data)
+    assert options.train_data == spec and len(list(train.labelled("train"))) == 4
+    assert evaluation.knn(embedder(), data, options)["knn"] > 0.3
+    assert evaluation.knn(embedder(), *opened(spec))["knn"] == 1
+    with pytest.raises(common.UserError, match="need --train-data, other class folders"):
+        evaluation.knn(embedder(), *opened(spec, split="train"))
+    alone = write_labelled(tmp_path / "alone")
+    with pytest.raises(common.UserError, match="need --train-data, other class folders"):
+        evaluation.knn(embedder(), *opened(alone))
+    make_folders(tmp_path / "folders")
+    for train in (spec, str(tmp_path / "folders"), f"{spec}/train/{{0..1}}.tar"):
+        assert evaluation.knn(embedder(), *opened(alone, train_data=train))["knn"] == 1
+    write_labelled(tmp_path / "others", "train", names=["a", "b", "c"])
+    with pytest.raises(common.UserError, match="must have the class folders of .*blue, green, red"):
+        evaluation.knn(embedder(), *opened(alone, train_data=str(tmp_path / "others")))
+
+
+def test_slots_are_selected_on_the_split_train(tmp_path):
+    spec = write_labelled(tmp_path / "w")
+    write_labelled(tmp_path / "w", "train")
+    result = evaluation.slots(embedder(SlotOracle()), *opened(spec, select=spec))
+    assert result["slots/accuracy_best"] == 1 and result["slots/best_half/zeroshot"] == 1
+
+
+def test_retrieval_with_several_captions_an_image(tmp_path, capsys):
+    spec = write_captioned(tmp_path / "coco", [
+        ("red", "red\nred red\r\n"), ("green", "green"), ("blue", " \n\n"), ("blue", "blue")])
+    data, options = opened(spec)
+    assert [captions for _, captions in data.captioned()] == [["red", "red red"], ["green"],
+                                                              ["blue"]]
+    assert "1 with empty caption, the last " in capsys.readouterr().out
+    result = evaluation.retrieval(embedder(), data, options)
+    assert result["i2t/R@1"] == result["t2i/R@1"] == 1 and result["retrieval/images"] == 3
+    images, captions = data.samples(2)
+    assert captions == ["red", "green"] and images.shape == (2, 3, 8, 8)
+    with pytest.raises(common.UserError, match="Task zeroshot cannot use this data"):
+        evaluation.check(opened(spec, tasks=["zeroshot"])[1], data, has_text=True)
+    words = tmp_path / "words.txt"
+    words.write_text("Red\n")
+    result = evaluation.retrieval(embedder(), *opened(spec, nouns_adjectives=str(words)))
+    assert result["faithfulness/K-Pna"] == 1
+    none = write_captioned(tmp_path / "none", [("red", "\n")])
+    with pytest.raises(common.UserError, match="no image with a caption: lines in KEY.txt"):
+        list(opened(none)[0].captioned())
+
+
+def test_a_limit_takes_random_images_that_are_always_the_same(tmp_path):
+    members = [{f"{c}-{i}.png": encode(NAMES[c], "png"), f"{c}-{i}.cls": str(c)}
+               for c in range(3) for i in range(20)]
+    write_split(tmp_path / "test", [dict(sum((list(m.items()) for m in members), []))])
+    (tmp_path / "classnames.txt").write_text("\n".join(NAMES))
+    labels = [label for _, label in opened(tmp_path, limit=12)[0].labelled("test")]
+    assert len(labels) == 12 and len(set(labels)) == 3
+    assert labels == [label for _, label in opened(tmp_path, limit=12)[0].labelled("test")]
+    images, captions = opened(tmp_path)[0].samples(9)
+    assert images.shape == (9, 3, 8, 8) and len(set(captions)) == 3
+    colours = common.denormalize(images).mean((2, 3)).argmax(1).tolist()
+    assert [["red", "green", "blue"][c] for c in colours] == [c.split()[-1][:-1] for c in captions]
+
+
+def test_what_cannot_be_read_is_skipped_and_reported(tmp_path, capsys):
+    extra = {"t1.jpg": b"no image", "t1.cls": "1", "t2.jpg": encode("red"), "t3.cls": "0",
+             "t4.jpg": encode("red"), "t4.cls": "0 2"}
+    data, options = opened(write_labelled(tmp_path, extra=extra))
+    assert evaluation.zeroshot(embedder(), data, options)["zeroshot"].tolist() == [True] * 6
+    printed = capsys.readouterr().out
+    assert "skipped 1 of 7 images that cannot be read" in printed
+    assert "2 with no label, the last " in printed and "1 with no image" in printed
+    write_split(tmp_path / "test", [{"a.jpg": b"x" * 5000, "a.cls": "1"}])
+    with pytest.raises(common.UserError, match="None of the 1 images") as error:
+        evaluation.zeroshot(embedder(), *opened(tmp_path))
+    assert len(str(error.value)) < 300
+
+
+def test_a_folder_names_what_is_wrong(tmp_path):
+    def problem(message, spec=tmp_path / "w", **flags):
+        with pytest.raises(common.UserError, match=message):
+            list(opened(spec, **flags)[0].labelled("test"))
+
+    spec = tmp_path / "w"
+    write_labelled(spec, extra={"x.jpg": encode("red"), "x.cls": "3"})
+    problem("holds class 3, but .*classnames.txt has 3 names, the first of class 0")
+    problem("has no split val; --split can be test", split="val")
+    (spec / "classnames.txt").unlink()
+    problem("--classes .*classnames.txt cannot be read")
+    (spec / "dataset_type.txt").write_text("multilabel\n")
+    problem("dataset_type.txt says 'multilabel': only classification, with one label an image")
+    for text in ("", "two", "0", "-1"):
+        (spec / "test" / "nshards.txt").write_text(text)
+        problem(f"nshards.txt holds '{text}'; it must be the number of 0.tar, 1.tar")
+    (spec / "test" / "nshards.txt").write_text("3")
+    problem("1 of the 3 shards of .* do not exist, the first is .*2.tar")
+    (spec / "test" / "nshards.txt").unlink()
+    problem("--data .*nshards.txt cannot be read: .*No such file")
+    write_labelled(tmp_path / "t")
+    (tmp_path / "t" / "zeroshot_classification_templates.txt").write_text("a photo\n")
+    with pytest.raises(common.UserError, match="'a photo' is no file of templates and no template"):
+        opened(tmp_path / "t")[0].classes
+
+
+def test_several_data_make_one_table(run_of, tmp_path, capsys):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    specs = [write_labelled(tmp_path / "a"), write_labelled(tmp_path / "b"),
+             write_captioned(tmp_path / "c", [("red", "red"), ("blue", "blue")])]
+    evaluation.main([str(run), "--data", *specs, "--task", "zeroshot,retrieval"])
+    results = [json.loads(next(run.glob(f"eval-*-{name}-test.json")).read_text())
+               for name in "abc"]
+    a, b, c = results
+    table = capsys.readouterr().out.splitlines()[-6:]
+    recall, r1 = "zeroshot/mean_per_class_recall", "i2t/R@1"
+    assert table[0] == f"| | zeroshot | {recall} | {r1} | t2i/R@1 |"
+    assert table[2] == f"| {specs[0]} | {a['zeroshot']:.4f} | {a[recall]:.4f} |  |  |"
+    assert table[4] == f"| {specs[2]} |  |  | {c[r1]:.4f} | {c['t2i/R@1']:.4f} |"
+    mean = (a["zeroshot"] + b["zeroshot"]) / 2
+    assert table[5].startswith(f"| mean | {mean:.4f} | ") and f" | {c[r1]:.4f} | " in table[5]
+    assert not {"i2t/R@1", "words/top1"} & a.keys() and "zeroshot" not in c
+    evaluation.main([str(run), str(run), "--data", *specs[1:], "--task", "zeroshot"])
+    printed = capsys.readouterr().out
+    assert printed.count(f"{specs[2]} is left out: it serves none of zeroshot.") == 2
+    with pytest.raises(common.UserError, match="no split val"):  # before any is evaluated
+        evaluation.main([str(run), "--data", *specs, "--split", "val"])
+    assert "split val:" not in capsys.readouterr().out
+
+
+def test_several_runs_on_several_data_are_compared_on_each(run_of, tmp_path, capsys):
+    runs = [shutil.copytree(run_of("sparc"), tmp_path / name) for name in "xy"]
+    specs = [write_labelled(tmp_path / "a"), write_labelled(tmp_path / "b")]
+    evaluation.main([*map(str, runs), "--data", *specs, "--task", "zeroshot"])
+    printed = capsys.readouterr().out
+    for spec in specs:
+        assert f"{spec}:\n| | all (2) |" in printed
+
+
+def write_winoground(directory):
+    """Two pairs, the second one without its second image."""
+    (directory / "images").mkdir(parents=True)
+    rows = []
+    for i, (a, b) in enumerate([("red", "blue"), ("green", "red")]):
+        rows.append({"id": i, "image_0": f"ex_{i}_img_0", "image_1": f"ex_{i}_img_1",
+                     "caption_0": a, "caption_1": b, "tag": "x"})
+        Image.new("RGB", (16, 16), a).save(directory / "images" / f"ex_{i}_img_0.png")
+        if i == 0:
+            Image.new("RGB", (16, 16), b).save(directory / "images" / f"ex_{i}_img_1.png")
+    (directory / "examples.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_winogrounds_own_files(tmp_path, capsys):
+    write_winoground(tmp_path / "w")
+    (tmp_path / "w" / "images").rename(tmp_path / "photos")
+    for spec in (tmp_path / "w", tmp_path / "w" / "examples.jsonl"):
+        data, options = opened(spec, image_root=str(tmp_path / "photos"))
+        assert evaluation.check(options, data, has_text=True) == ["winoground"]
+        result = evaluation.winoground(embedder(), data, options)
+        assert {key: value.tolist() for key, value in result.items()} == {
+            "winoground/text": [True], "winoground/image": [True], "winoground/group": [True]}
+        assert "skipped 1 of 4 images" in capsys.readouterr().out
+    (tmp_path / "photos").rename(tmp_path / "w" / "images")  # where they lie in the release
+    data, options = opened(tmp_path / "w", limit=1)
+    assert evaluation.winoground(embedder(), data, options)["winoground/text"].tolist() == [True]
+    assert "skipped" not in capsys.readouterr().out
+    file = tmp_path / "w" / "examples.jsonl"
+    for text in ('{"image_0": "x"}', "no JSON", "[1]"):
+        file.write_text(text)
+        with pytest.raises(common.UserError, match="examples.jsonl, sample 1: .* must have image_0"):
+            evaluation.winoground(embedder(), *opened(tmp_path / "w"))
+    file.write_text("\n")
+    with pytest.raises(common.UserError, match="None of the 0 images could be read"):
+        evaluation.winoground(embedder(), *opened(tmp_path / "w"))
+
+
+class Blind(Oracle):
+    """A model to which all images look the same."""
+
+    def encode_image(self, images):
+        return torch.ones(len(images), 3) / 3**0.5
+
+
+def test_winogrounds_ties_are_wrong(tmp_path):
+    write_winoground(tmp_path)
+    result = evaluation.winoground(embedder(Blind()), *opened(tmp_path, limit=1))
+    assert not any(value.any() for value in result.values())
