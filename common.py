@@ -21,9 +21,11 @@ import math
 import os
 import random
 import re
+import stat
 import string
 import tarfile
 import unicodedata
+import warnings
 import zlib
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
@@ -840,7 +842,10 @@ class Tokenizer:
 def open_tokenizer(path):
     """A BERT vocab.txt -> WordPiece; CLIP's bpe_simple_vocab_16e6.txt.gz, or its text -> BPE."""
     lines = read_vocabulary(path)
-    return BPE(lines) if "#version" in lines[0] else WordPiece(lines)
+    try:
+        return BPE(lines) if "#version" in lines[0] else WordPiece(lines)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def read_vocabulary(path):
@@ -850,7 +855,8 @@ def read_vocabulary(path):
         with opener(path, "rt", encoding="utf-8-sig") as file:
             return file.read().rstrip("\n").split("\n")
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise UserError(f"Cannot read the vocabulary {path}: {error}.") from None
+        raise UserError(f"Cannot read the vocabulary {path}: {error}; give a BERT vocab.txt or "
+                        f"CLIP's bpe_simple_vocab_16e6.txt.gz.") from None
 
 
 class WordPiece(Tokenizer):
@@ -870,6 +876,10 @@ class WordPiece(Tokenizer):
         if missing:
             raise UserError(f"The vocabulary of {len(vocab)} tokens lacks {' '.join(missing)}: "
                             f"give a BERT vocab.txt, one token a line.")
+        for i, token in enumerate(vocab):
+            if self.ids[token] != i:  # but for its last line
+                raise UserError(f"Line {self.ids[token] + 1} of the vocabulary, {token!r}, stands "
+                                f"in line {i + 1} already: give each token one line.")
         self.pad, self.unk, self.cls, self.sep = (self.ids[token] for token in SPECIAL_TOKENS)
         self.special = [i for i, token in enumerate(vocab) if re.fullmatch(r"\[\w+\]", token)]
 
@@ -916,6 +926,9 @@ class BPE(Tokenizer):
                                 f"pieces: give CLIP's bpe_simple_vocab_16e6.txt.gz.") from None
             self.merges[pair] = ids[a + b] = len(spelled)
             spelled.append(spelled[pair[0]] + spelled[pair[1]])
+        if not any("</w>" in line for line in self.lines):
+            raise UserError("No line of the vocabulary has </w>, the end of a word, as with GPT-2's"
+                            " merges.txt: give CLIP's bpe_simple_vocab_16e6.txt.gz.")
         self.vocab = [piece.decode(errors="backslashreplace") for piece in spelled]
         for piece, i in ids.items():
             self.vocab[i] += "" if piece.endswith("</w>") else "##"
@@ -1001,8 +1014,10 @@ def merge_pair(pieces, pair, merged):
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
-IMAGE_ERRORS = (OSError, SyntaxError, ValueError, NotImplementedError,
-                Image.DecompressionBombError)  # what PIL raises for damaged files
+IMAGE_ERRORS = (OSError, SyntaxError, ValueError, NotImplementedError,  # of damaged files, by PIL
+                Image.DecompressionBombError, Image.DecompressionBombWarning)
+# images of more than PIL's MAX_IMAGE_PIXELS are refused, not decoded with a warning
+warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
 BICUBIC = v2.InterpolationMode.BICUBIC
 
 
@@ -1046,7 +1061,11 @@ def eval_transform(size, resize=None):
 
 def open_image(file, min_side):
     """A path or bytes -> RGB image; of large JPEGs a smaller one, no side below `min_side`."""
-    with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
+    if isinstance(file, bytes):
+        file = io.BytesIO(file)
+    elif not stat.S_ISREG(os.stat(file).st_mode):
+        raise OSError("no regular file")  # of a FIFO it would wait for ever
+    with Image.open(file) as image:
         image.draft("RGB", (min_side, min_side))
         if image.mode.startswith("I"):  # 16 bits: PIL's convert would cut at 255
             image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
@@ -1229,15 +1248,32 @@ class Boxes:
 
 @dataclasses.dataclass
 class Skipped:
-    """A sample that was left out, and why."""
+    """A sample that was left out, or a shard, and why."""
 
     reason: str
     where: str
+    shard: str | None = None  # it is counted once, not once an epoch
 
     def count(self, counts):
-        """Enter it into {reason: [count, last example]}."""
-        n, _ = counts.get(self.reason, (0, None))
-        counts[self.reason] = [n + 1, self.where]
+        """Enter it into {reason: [count, last example, *shards]}."""
+        shards = [self.shard] if self.shard else []
+        counts.update(total_skipped([counts, {self.reason: [1, self.where, *shards]}]))
+
+
+def total_skipped(parts):
+    """Several of Skipped.count's {reason: [count, last example, *shards]} -> one."""
+    total = {}
+    for reason, (n, example, *shards) in itertools.chain.from_iterable(p.items() for p in parts):
+        before, _, *known = total.get(reason, (0, None))
+        shards = sorted({*known, *shards})
+        total[reason] = [len(shards) or before + n, example, *shards]
+    return total
+
+
+def describe_skipped(counts):
+    """{reason: [count, last example, ...]} -> "2 x empty caption, the last a.csv, line 3; ..."."""
+    return "; ".join(f"{n} x {reason}, the last {example}"
+                     for reason, (n, example, *_) in counts.items())
 
 
 class StreamError(UserError):
@@ -1289,8 +1325,8 @@ class CaptionTable:
             else:
                 Skipped("empty caption", path).count(self.skipped)
         if not captions:
-            left_out = [f"; {n} rows left out: {why}" for why, (n, _) in self.skipped.items()]
-            raise UserError(f"{name} has no image with a caption{''.join(left_out)}.")
+            left_out = describe_skipped(self.skipped) or "nothing"
+            raise UserError(f"{name} has no image with a caption (left out: {left_out}).")
         self.name, self.classes, self.classes_file, self.labels = name, classes, classes_file, None
         self.paths = Strings(captions)
         self.captions = Strings(itertools.chain.from_iterable(captions.values()))
@@ -1334,8 +1370,12 @@ class CaptionTable:
         return ((self.paths[i], self.paths[i]) for i in range(part, len(self), parts))
 
     def sample_captions(self, limit):
-        captions = map(self.captions_of, range(len(self)))
-        return list(itertools.islice(itertools.chain.from_iterable(captions), limit))
+        """At most so many captions, spread over the table: class folders stand in order."""
+        n = min(limit, len(self.captions))
+        chosen = [i * len(self.captions) // n for i in range(n)]
+        if self.classes is not None:  # an image has one
+            return [self.class_captions[self.labels[i]] for i in chosen]
+        return [self.captions[i] for i in chosen]
 
 
 class TarShards:
@@ -1358,7 +1398,8 @@ class TarShards:
         missing = [path for path in self.paths if not os.path.isfile(path)]
         if missing:
             raise UserError(f"{len(missing)} of the {len(self.paths)} shards of {pattern} do not "
-                            f"exist, the first is {missing[0]}.")
+                            f"exist, the first is {missing[0]}; several are named with braces, "
+                            f"DIR/{{00000..00012}}.tar.")
         if window < 1:
             raise UserError(f"{pattern}: window={window} must be at least 1.")
 
@@ -1421,21 +1462,29 @@ class TarShards:
                 else:
                     total += 1
                     yield sample[:2]
-        for reason, (count, example) in left_out.items():
-            print(f"left out of {self.name}: {count} with {reason}, the last {example}")
+        left_out = describe_skipped(left_out)
         if total == 0:
             needed = {"label": "a number in KEY.cls", "caption": "lines in KEY.txt"}[content]
-            raise UserError(f'{self.name} has no image with a {content}: {needed}, or "{content}" '
-                            f"in KEY.json.")
+            raise UserError(f"{self.name} has no image with a {content} (left out: {left_out}): "
+                            f'{needed}, or "{content}" in KEY.json.')
+        if left_out:
+            print(f"left out of {self.name}: {left_out}")
 
     def sample_captions(self, limit):
-        samples = itertools.islice(read_tars(self.paths, *self.content), limit + self.max_bad)
-        captions = (sample[1] for sample in samples if not isinstance(sample, Skipped))
-        captions = list(itertools.islice(itertools.chain.from_iterable(captions), limit))
+        captions, left_out = [], {}
+        samples = read_tars(self.paths, *self.content)
+        for sample in itertools.islice(samples, limit + self.max_bad):
+            if isinstance(sample, Skipped):
+                sample.count(left_out)
+            else:
+                captions += sample[1]
+            if len(captions) >= limit:
+                break
         if not captions:
             beside = f'"{self.content[1]}" in KEY.json' if self.content[1] else "KEY.txt"
-            raise UserError(f"{self.name} has no image with a caption: KEY.jpg beside {beside}.")
-        return captions
+            raise UserError(f"{self.name} has no image with a caption (left out: "
+                            f"{describe_skipped(left_out)}): KEY.jpg beside {beside}.")
+        return captions[:limit]
 
 
 class Mixture:
@@ -1445,14 +1494,11 @@ class Mixture:
     """
 
     def __init__(self, name, sources, weights):
-        self.name, self.sources, self.weights, self.skipped = name, sources, weights, {}
+        self.name, self.sources, self.weights = name, sources, weights
+        self.skipped = total_skipped(source.skipped for source in sources)
         self.start = 0, *(source.start for source in sources)
         self.layout = "::".join(source.layout for source in sources)
         self.max_bad = max(source.max_bad for source in sources)
-        for source in sources:
-            for reason, (count, example) in source.skipped.items():
-                before, _ = self.skipped.get(reason, (0, None))
-                self.skipped[reason] = [before + count, example]
 
     def samples(self, seed, part, parts, start):
         """Endless (sample, position behind it) of one of `parts` disjoint parts of each source."""
@@ -1483,7 +1529,8 @@ def expand_braces(pattern):
         return [pattern]
     first, last = match.groups()
     if int(last) < int(first):
-        raise UserError(f"The brace range {match[0]} of {pattern} is empty.")
+        raise UserError(f"The brace range {match[0]} of {pattern} is empty: give the "
+                        f"lower number first.")
     paths = []
     for i in range(int(first), int(last) + 1):
         paths += expand_braces(pattern.replace(match[0], str(i).zfill(len(first)), 1))
@@ -1522,11 +1569,13 @@ def read_headers(path, files):
                 yield file, starts[0], end
             file.seek(tar.offset)
             if file.read(512) != bytes(512):  # the end of a tar is two blocks of zeros
-                yield Skipped("truncated shard", path)
+                yield Skipped("truncated shard", path, path)
             elif end == 0:
-                yield Skipped("empty shard", path)
+                yield Skipped("empty shard", path, path)
     except SHARD_ERRORS as error:
-        yield Skipped("unreadable shard", f"{path} ({error})")
+        is_tar = end or isinstance(error, OSError)
+        hint = "" if is_tar else "; a shard is a tar that is not compressed"
+        yield Skipped("unreadable shard", f"{path} ({error}{hint})", path)
 
 
 def places_of(tar):
@@ -1549,7 +1598,7 @@ def read_sample(row, content, json_key=""):
     try:
         where, members = read_members(*row)
     except SHARD_ERRORS as error:
-        return Skipped("unreadable shard", f"{row[0].name} ({error})")
+        return Skipped("unreadable shard", f"{row[0].name} ({error})", row[0].name)
     images = [members[suffix] for suffix in IMAGE_SUFFIXES if suffix in members]
     if not images:
         return Skipped("no image", where)
@@ -1593,30 +1642,58 @@ def read_table(path, image, caption):
 
     Columns, where "": filepath, title (OpenCLIP) or image, caption (Flickr).
     """
+    rows = read_rows(path)
+    _, columns = next(rows, (1, []))
+    if isinstance(columns, Skipped):
+        raise UserError(f"{columns.where}: {columns.reason}; it must name the columns.")
+
+    def first_known(*names):
+        return next((name for name in names if name in columns), names[0])
+
+    image = image or first_known("filepath", "image")
+    caption = caption or first_known("title", "caption")
+    for column in (image, caption):
+        if column not in columns:
+            known = ", ".join(columns) or "an empty first line"
+            raise UserError(f"{path} has no column {column!r}, only {known}; name yours with "
+                            f"{path}:image=COLUMN,caption=COLUMN.")
+    i, j = columns.index(image), columns.index(caption)
+    for number, cells in rows:
+        where = f"{path}, line {number}"
+        if isinstance(cells, Skipped):
+            yield cells
+        elif len(cells) > len(columns):
+            yield Skipped("too many columns (a comma outside quotes?)", where)
+        elif len(cells) < len(columns):
+            yield Skipped("too few columns", where)
+        elif not cells[i]:
+            yield Skipped("no image name", where)
+        else:
+            yield cells[i], cells[j]
+
+
+def read_rows(path):
+    """CSV or TSV -> (number of the first line, cells or Skipped) of each row.
+
+    Of a broken row, such as one whose quote never ends, the first line alone is left out.
+    """
     with open(path, newline="", encoding="utf-8-sig") as file:
-        delimiter = "\t" if "\t" in file.readline() else ","
-        file.seek(0)
-        reader = csv.DictReader(file, delimiter=delimiter)
-        columns = reader.fieldnames or []
-
-        def first_known(*names):
-            return next((name for name in names if name in columns), names[0])
-
-        image = image or first_known("filepath", "image")
-        caption = caption or first_known("title", "caption")
-        for column in (image, caption):
-            if column not in columns:
-                known = ", ".join(columns) or "an empty first line"
-                raise UserError(f"{path} has no column {column!r}, only {known}; name yours with "
-                                f"{path}:image=COLUMN,caption=COLUMN.")
-        for row in reader:
-            where = f"{path}, line {reader.line_num}"
-            if None in row:
-                yield Skipped("too many columns (a comma outside quotes?)", where)
-            elif not row[image]:
-                yield Skipped("no image name", where)
-            else:
-                yield row[image], row[caption]
+        lines = list(file)
+    delimiter = "\t" if lines and "\t" in lines[0] else ","
+    start = 0
+    while start < len(lines):
+        rest, is_whole = [lines[start]], lines[start].count('"') % 2 == 0
+        if not is_whole:  # a quote is open, or stands for itself
+            rest = map(lines.__getitem__, range(start, len(lines)))
+        reader = csv.reader(rest, delimiter=delimiter, strict=not is_whole)
+        try:
+            cells, lines_of_row = next(reader), reader.line_num
+        except csv.Error as error:
+            where, lines_of_row = f"{path}, line {start + 1} ({error})", 1
+            cells = Skipped("broken row (an open quote?)", where)
+        if cells or start == 0:
+            yield start + 1, cells
+        start += lines_of_row
 
 
 def read_token_file(path):
@@ -1653,7 +1730,8 @@ def read_json(path, split):
         raise UserError(f"{path} is neither COCO captions nor Karpathy's JSON: "
                         f"{type(error).__name__}, {error}.") from None
     if not rows:
-        raise UserError(f"{path} has no captions of split {split!r}, only of {known or 'none'}.")
+        raise UserError(f"{path} has no captions of split {split!r}, only of {known or 'none'}: "
+                        f"give {path}:split=NAME.")
     return rows
 
 
@@ -1683,8 +1761,8 @@ def open_data(spec, image_root=None, split="train", image_size=48, captions=True
         settings = cast_settings(settings, defaults, name)
         return TarShards(name, **settings, captions=captions)
     if not os.path.exists(name):
-        raise UserError(f"--data {spec}: {name} does not exist; a SPEC is shapes, a CSV, TSV or "
-                        f".token file, tar shards, a COCO or Karpathy JSON, or class folders.")
+        raise UserError(f"{spec}: {name} does not exist; a SPEC is shapes, a CSV, TSV or .token "
+                        f"file, tar shards, a COCO or Karpathy JSON, or class folders.")
     if os.path.isdir(name):
         settings = cast_settings(settings, {"classes": ""}, name)
         return open_directory(name, captions, **settings)
@@ -1692,7 +1770,7 @@ def open_data(spec, image_root=None, split="train", image_size=48, captions=True
     readers = {".csv": table, ".tsv": table, ".txt": table, ".token": (read_token_file, {}),
                ".json": (read_json, {"split": split})}
     if suffix not in readers:
-        raise UserError(f"--data {spec}: no reader for {suffix!r} files, only "
+        raise UserError(f"{spec}: no reader for {suffix!r} files, only "
                         f"{', '.join(readers)}, .tar and directories.")
     if image_root and not os.path.isdir(image_root):
         raise UserError(f"--image-root {image_root} is not a directory.")
@@ -1700,8 +1778,8 @@ def open_data(spec, image_root=None, split="train", image_size=48, captions=True
     settings = defaults | cast_settings(settings, defaults, name)
     try:
         return CaptionTable(reader(name, **settings), name, Path(image_root or Path(name).parent))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"Cannot read {name}: {error}; is it UTF-8, with closed quotes?") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"Cannot read {name}: {error}; is it UTF-8?") from None
 
 
 def open_mixture(spec, image_root, split, image_size, captions):
@@ -1725,17 +1803,23 @@ def open_mixture(spec, image_root, split, image_size, captions):
 
 def open_directory(directory, captions, classes=None):
     """DIR/class folder/image.jpg -> CaptionTable with labels; classes: a file of names."""
-    def images_in(path):
-        return [p for p in sorted(path.rglob("*")) if p.suffix.lower() in IMAGE_SUFFIXES]
-
     folders = sorted(path for path in Path(directory).iterdir() if path.is_dir())
     folders = [path for path in folders if path.name[0] != "."]
+    if captions and not folders:
+        raise UserError(f"{directory} has no class folders.")
+    rows, empty = [], []
+    for folder in folders or [Path(directory)]:
+        images = [p for p in sorted(folder.rglob("*")) if p.suffix.lower() in IMAGE_SUFFIXES]
+        rows += [(path, "an image") for path in images]
+        if not images:
+            empty.append(folder.name)
+    if not rows:
+        raise UserError(f"{directory} has no images ({' '.join(IMAGE_SUFFIXES)}).")
+    if captions and empty:
+        raise UserError(f"{len(empty)} of the {len(folders)} class folders of {directory} have "
+                        f"no images: {', '.join(empty[:10])}; remove them, or add their images.")
     if not folders:
-        if captions:
-            raise UserError(f"{directory} has no class folders.")
-        rows = [(path, "an image") for path in images_in(Path(directory))]
         return CaptionTable(rows, directory)
-    rows = [(path, folder.name) for folder in folders for path in images_in(folder)]
     names = [folder.name for folder in folders]
     table = CaptionTable(rows, directory, classes=names, classes_file=classes)
     if not captions:

@@ -612,11 +612,9 @@ class Progress:
 
     def skipped_counts(self):
         """{"skipped": {reason: count}} of this rank, or nothing."""
-        total = {}
-        for reasons in self.skipped.values():
-            for reason, (count, _) in reasons.items():
-                total[reason] = total.get(reason, 0) + count
-        return {"skipped": total} if total else {}
+        total = common.total_skipped(self.skipped.values())
+        counts = {reason: count for reason, (count, *_) in total.items()}
+        return {"skipped": counts} if counts else {}
 
     def state(self, workers):
         """What a checkpoint keeps. Every rank must call it."""
@@ -779,14 +777,12 @@ def evaluate_unnoticed(embed, eval_data, options):
 
 
 def finish(args, embed, eval_data, options, at):
-    """Print what every rank's workers skipped, evaluate, draw."""
-    every_rank = common.gather_objects(at.skipped)
+    """Print what all workers of all ranks skipped, evaluate, draw."""
+    every_rank = common.gather_objects(common.total_skipped(at.skipped.values()))
     if this_rank()[0] > 0:
         return
-    for workers in every_rank:
-        for reasons in workers.values():
-            for reason, (count, example) in reasons.items():
-                print(f"skipped {count} samples: {reason}, the last {example}")
+    for reason, (count, example, *_) in common.total_skipped(every_rank).items():
+        print(f"skipped {count} x {reason}, the last {example}")
     with_text = embed.model.encode_text is not None
     try:
         if eval_data is None:

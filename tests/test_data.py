@@ -1,11 +1,17 @@
 """Files of every SPEC: what is read, skipped and counted, or refused; the order of a Stream."""
 
+import ast
+import gzip
 import io
 import itertools
 import json
 import math
+import os
 import random
+import subprocess
+import sys
 import tarfile
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +26,7 @@ from torchvision.transforms import v2
 import common
 from common import CaptionTable, Skipped, Stream, TarShards, UserError, WordPiece, World
 from common import WorldStream, open_data
-from helpers import SMALL, assert_same_weights, train_alone, train_until
+from helpers import ROOT, SMALL, assert_same_weights, read_log, train_alone, train_until
 
 WORDS = ["a", "photo", "of", *(f"n{i}" for i in range(200))]
 TOKENIZER = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])
@@ -145,11 +151,60 @@ def test_rows_that_say_too_little_are_counted(tmp_path):
     source = open_data(str(path))
     assert pairs(source) == {"x.jpg": ["one"]}
     assert source.skipped == {
-        "empty caption": [3, str(tmp_path / "w.jpg")], "no image name": [1, f"{path}, line 6"],
+        "too few columns": [1, f"{path}, line 3"],
+        "empty caption": [2, str(tmp_path / "w.jpg")], "no image name": [1, f"{path}, line 6"],
         "too many columns (a comma outside quotes?)": [1, f"{path}, line 7"]}
     (tmp_path / "x.jpg").write_bytes(picture())
     assert take(stream(source, 2), 1)[0]["skipped"] == {0: source.skipped}
-    assert source.skipped["empty caption"][0] == 3  # a stream's counting leaves the table alone
+    assert source.skipped["empty caption"][0] == 2  # a stream's counting leaves the table alone
+
+
+ROWS = "".join(f"{i}.jpg,n{i}\n" for i in range(9))
+LONG = "x" * 131_073
+BROKEN = "broken row (an open quote?)"
+TOO_MANY = "too many columns (a comma outside quotes?)"
+
+
+@pytest.mark.parametrize("row, lost, count, line", [  # the last line; `row` begins in line 13
+    ('x.jpg,"a dog\n', BROKEN, 1, 13),
+    ('x.jpg,"a dog\n' + ROWS + 'y.jpg,"a cat"\n', BROKEN, 1, 13),
+    ('x.jpg,"a dog\n\ny.jpg,a cat\nz.jpg,"a cow\n', BROKEN, 2, 16),
+    ('x.jpg,"a dog" and "a cat\n', BROKEN, 1, 13),
+    (f"x.jpg,{LONG}\n", BROKEN, 1, 13),
+    (f'x.jpg,"a dog\n{ROWS * 2000}', BROKEN, 1, 13),
+    ("x.jpg\n\nz.jpg\n", "too few columns", 2, 15), ("x.jpg,a,dog\n", TOO_MANY, 1, 13)])
+def test_a_broken_row_is_counted_by_its_line_and_the_others_are_used(
+        tmp_path, row, lost, count, line):
+    path = tmp_path / "a.csv"
+    path.write_text('image,caption\na.jpg,"one\nline"\n' + ROWS + row + ROWS)
+    source = open_data(str(path))
+    (found, (n, where)), = source.skipped.items()
+    assert (found, n, where.partition(" (")[0]) == (lost, count, f"{path}, line {line}")
+    names, turns = {"a.jpg", *(f"{i}.jpg" for i in range(9))}, row.count("0.jpg") + 2
+    assert set(pairs(source)) == names | {"y.jpg"} if "y.jpg" in row else names
+    assert pairs(source)["a.jpg"] == ["one\nline"] and pairs(source)["3.jpg"] == ["n3"] * turns
+
+
+def test_text_beside_quotes_in_one_line_is_used(tmp_path):
+    path = tmp_path / "a.tsv"
+    path.write_text('caption\timage\n"Go" said a sign\tx.jpg\na 5" pipe\ty.jpg\n')
+    source = open_data(str(path))
+    assert pairs(source) == {"x.jpg": ["Go said a sign"], "y.jpg": ['a 5" pipe']}
+    assert source.skipped == {}
+
+
+def test_captions_for_the_vocabulary_are_spread_over_the_table(tmp_path):
+    for name in ("cat", "dog", "owl", "pig"):
+        for i in range(25):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / f"{i}.jpg").touch()
+    source = open_data(str(tmp_path))
+    captions = source.sample_captions(8)
+    assert captions == [c for c in source.class_captions for _ in range(2)]
+    assert len(source.sample_captions(9)) == 9 and len(source.sample_captions(1000)) == 100
+    table = CaptionTable([(f"{i // 5}.jpg", f"n{i}") for i in range(50)], "x")
+    assert table.sample_captions(5) == ["n0", "n10", "n20", "n30", "n40"]
+    assert table.sample_captions(50) == table.sample_captions(99) == [f"n{i}" for i in range(50)]
 
 
 def test_coco_captions_below_another_image_root(tmp_path):
@@ -183,13 +238,29 @@ def test_karpathy_splits(tmp_path):
 
 def test_class_folders(tmp_path):
     for name in ("fire_truck/1.jpg", "fire_truck/2.PNG", "airplane/deep/1.jpeg",
-                 "airplane/notes.txt", ".git/x.jpg", "empty/x.md"):
+                 "airplane/notes.txt", ".git/x.jpg"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(picture())
     source, truck = open_data(str(tmp_path)), "a photo of a fire truck."
-    assert source.classes == ["airplane", "empty", "fire_truck"]
-    assert source.labels.tolist() == [0, 2, 2]
+    assert source.classes == ["airplane", "fire_truck"]
+    assert source.labels.tolist() == [0, 1, 1]
     assert source.sample_captions(9) == ["a photo of an airplane.", truck, truck]
+
+
+def test_folders_without_images_are_named(tmp_path):
+    for name in ("cat", "notes", "void"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "notes/x.md").touch()
+    for captions in (True, False):
+        assert f"{tmp_path} has no images (.jpg " in failure(
+            open_data, str(tmp_path), captions=captions)
+        assert f"{tmp_path}/void has no images" in failure(
+            open_data, f"{tmp_path}/void", captions=False)
+    (tmp_path / "cat/1.jpg").write_bytes(picture())
+    message = failure(open_data, str(tmp_path))
+    assert message.startswith(
+        f"2 of the 3 class folders of {tmp_path} have no images: notes, void; remove")
+    assert len(open_data(str(tmp_path), captions=False)) == 1  # images alone need no classes
 
 
 def test_captions_live_in_numpy_buffers():
@@ -258,8 +329,9 @@ def test_broken_shards(tmp_path):
         bad.write_bytes(content)
         assert [reason for reason, _ in skips_of(bad)] == [expected]
     bad.write_bytes(b"")
-    assert skips_of(bad)[0][1] == f"{bad} (empty file)"
-    assert skips_of(tmp_path / "gone.tar")[0][0] == "unreadable shard"
+    assert skips_of(bad)[0][1].startswith(f"{bad} (empty file; ")
+    (reason, where), = skips_of(tmp_path / "gone.tar")
+    assert reason == "unreadable shard" and "No such file" in where and "compressed" not in where
 
 
 def damaged(data, rng, n):
@@ -295,7 +367,64 @@ def test_captions_of_shards_for_the_vocabulary(tmp_path):
     assert source.sample_captions(100) == ["n0", "n2", "n3", "n4", "n5"]
     assert source.sample_captions(2) == ["n0", "n2"]
     none = open_data(write_tar(tmp_path / "none.tar", {"0.txt": "no image"}))
-    assert "none.tar has no image with a caption" in failure(none.sample_captions, 10)
+    message = failure(none.sample_captions, 10)
+    assert "none.tar has no image with a caption" in message
+    assert f"1 x no image, the last {tmp_path}/none.tar:0" in message
+
+
+NO_SHARDS = {
+    "gzip": gzip.compress(random.Random(0).randbytes(20_000)), "text": b"a text\n" * 200,
+    "short text": b"a text\n", "empty file": b"", "empty tar": bytes(10_240)}
+
+
+@pytest.mark.parametrize("kind, reason", [
+    ("gzip", "(invalid header; "), ("text", "(invalid header; "),
+    ("short text", "(truncated header; "), ("empty file", "(empty file; "), ("empty tar", "")])
+def test_a_shard_that_is_none_says_why(tmp_path, kind, reason):
+    path = tmp_path / "a.tar"
+    path.write_bytes(NO_SHARDS[kind])
+    source, expected = open_data(str(path)), "empty shard, the last {}"
+    if reason:
+        expected = "unreadable shard, the last {} " + reason
+        expected += "a shard is a tar that is not compressed"
+    for function in (lambda: source.sample_captions(9), lambda: list(source.each("label"))):
+        assert f"(left out: 1 x {expected.format(path)}" in failure(function)
+
+
+def test_a_bad_shard_is_counted_once(tmp_path):
+    write_shards(tmp_path, [4] * 6, broken=[1])
+    (tmp_path / "002.tar").write_bytes(b"")
+    (tmp_path / "004.tar").write_bytes(b"")
+    (tmp_path / "005.tar").write_bytes((tmp_path / "005.tar").read_bytes()[:3000])
+    source, every_rank = open_data(f"{tmp_path}/{{000..005}}.tar:window=2"), []
+    for rank in range(2):
+        parts = {}
+        for batch in take(stream(source, 2, rank=rank, world_size=2), 60, workers=2):
+            parts |= batch["skipped"]
+        every_rank.append(common.total_skipped(parts.values()))
+    total = common.total_skipped(every_rank)
+    assert total["unreadable shard"][0] == 2 and total["truncated shard"][0] == 1
+    assert total["unreadable image"][0] > 2  # images are counted whenever they are drawn
+
+
+def test_each_reason_stands_once_at_the_end_of_a_run(tmp_path, capsys):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    table, shards = write_table(tmp_path / "a", 20, broken=[3, 4]), write_shards(tmp_path, [4] * 8)
+    with open(table, "a") as file:
+        file.write("x.jpg\ny.jpg\n")
+    for i in (2, 5):
+        (tmp_path / f"{i:03}.tar").write_bytes(b"")
+    train_alone([*SMALL["sparc"], "--image-size", 16, "--data", f"{table}::{shards}",
+                 "--workers", 2, "--steps", 30, "--log-every", 30, "--out", tmp_path / "run"])
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("skipped")]
+    reasons = [line.partition(" x ")[2].partition(",")[0] for line in lines]
+    assert sorted(reasons) == ["too few columns", "unreadable image", "unreadable shard"]
+    assert f"skipped 2 x too few columns, the last {table}, line 23" in lines
+    bad_shards, = (line for line in lines if "shard," in line)
+    assert bad_shards.startswith(f"skipped 2 x unreadable shard, the last {tmp_path}/00")
+    counts = read_log(tmp_path / "run")[-1]["skipped"]
+    assert counts["unreadable shard"] == 2 and counts["too few columns"] == 2
 
 
 def test_labels_of_tar_shards(tmp_path, capsys):
@@ -306,12 +435,13 @@ def test_labels_of_tar_shards(tmp_path, capsys):
         "f.jpg": jpg, "f.json": '{"label": 0}', "g.jpg": jpg, "g.cls": "9" * 5000})
     assert [label for _, label in TarShards(path).each("label")] == [3, 1, 0]
     output = capsys.readouterr().out
-    assert "3 with no label" in output and "1 with no image" in output
+    assert "3 x no label" in output and "1 x no image" in output
     Path(path).write_bytes(Path(path).read_bytes()[:4000])
     assert [label for _, label in TarShards(path).each("label")][:1] == [3]
     assert "shard" in capsys.readouterr().out
     shards = TarShards(write_tar(tmp_path / "1.tar", {"a.jpg": jpg, "a.txt": "words"}))
-    assert "no image with a label: a number in KEY.cls" in failure(list, shards.each("label"))
+    message = failure(list, shards.each("label"))
+    assert "no image with a label (left out: 1 x no label" in message and "KEY.cls" in message
 
 
 def test_images_alone_need_no_captions(tmp_path, monkeypatch):
@@ -394,6 +524,34 @@ def test_damaged_images_never_crash():
             assert common.open_image(damaged(data[:length], rng, 6), 8).mode == "RGB"
         except common.IMAGE_ERRORS:
             pass
+
+
+FILES_THAT_ARE_NO_PHOTOS = """
+import sys, common
+source = common.open_data(sys.argv[1], captions=False)
+stream = common.Stream(source, None, common.train_transform(8), 8, None, 4, 0)
+for batch, _ in zip(stream, range(2)):
+    skipped = batch["skipped"][0]
+print(skipped)
+"""
+
+
+def test_fifos_and_pixel_bombs_are_counted_and_neither_hang_nor_warn(tmp_path):
+    for i in range(4):
+        (tmp_path / f"{i}.jpg").write_bytes(picture())
+    os.mkfifo(tmp_path / "4.jpg")
+    Image.new("1", (10_000, 9_000)).save(tmp_path / "5.png")
+    command = [sys.executable, "-c", FILES_THAT_ARE_NO_PHOTOS, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    (count, _), = ast.literal_eval(done.stdout).values()
+    assert count >= 2
+    for name, why in (("4.jpg", "no regular file"), ("5.png", "90000000 pixels")):
+        with pytest.raises(common.IMAGE_ERRORS, match=why), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            common.open_image(str(tmp_path / name), 8)
+    with pytest.raises(FileNotFoundError):
+        common.open_image(str(tmp_path / "gone.jpg"), 8)
 
 
 # Order --------------------------------------------------------------------------------
@@ -577,7 +735,7 @@ def test_a_restarted_stream_continues_the_batches(kind, workers, stops, tmp_path
             assert not torch.equal(a, b)
     if not kind.startswith("world"):
         skipped = [s for batch in whole[-2:] for s in batch["skipped"].values()]
-        assert sum(count for reasons in skipped for count, _ in reasons.values()) > 3
+        assert sum(row[0] for reasons in skipped for row in reasons.values()) > 3
     for stop in stops:
         positions = {}
         for batch in whole[:stop]:
@@ -709,7 +867,7 @@ def test_a_useless_shard_is_skipped_and_counted_with_its_place(tmp_path, reason)
     batches = take(stream(source, 5), 9)
     captions = {caption for batch in batches for caption in captions_in(batch)}
     assert captions == {f"n{i}" for i in range(15)}
-    count, example = batches[-1]["skipped"][0][reason]
+    count, example, *_ = batches[-1]["skipped"][0][reason]
     key = ":" if BAD_SHARDS[reason] else ""
     assert count > 0 and example.startswith(f"{tmp_path}/001.tar{key}")
 
@@ -754,7 +912,8 @@ IMAGE = '{"images": [{"id": 1, "file_name": "a"}], "annotations": [{"image_id": 
     ("a.csv", "image,text\nx,y\n", "no column 'title', only image, text"),
     ("a.csv", "", "only an empty first line"),
     ("a.csv", "filepath,title\n", "no image with a caption"),
-    ("a.csv", "filepath,title\nx.jpg,\n", "1 rows left out: empty caption"),
+    ("a.csv", "filepath,title\nx.jpg,\n", "(left out: 1 x empty caption, the last "),
+    ("a.csv", 'filepath,"title\nx.jpg,one\n', "line 1 (unexpected end of data): broken row"),
     ("a.csv", b"filepath,title\nx.jpg,caf\xe9\n", "UTF-8"),
     ("a.tsv", 'filepath\ttitle\nx.jpg\t"never closed' + "x" * 200_000, "field larger"),
     ("a.token", "x.jpg#0 no tab\n", "line 1: no tab"),
@@ -780,6 +939,7 @@ def test_malformed_files(tmp_path, name, text, expected):
     ("nowhere.csv", {}, "nowhere.csv does not exist"),
     ("{000..004}.tar", {}, "3 of the 5 shards"), ("{000..004}.tar", {}, "/002.tar"),
     ("{3..1}.tar", {}, "range {3..1} of"), ("gone.tar", {}, "gone.tar"),
+    ("*.tar", {}, "*.tar; several are named with braces, DIR/{00000..00012}.tar"),
     ("table.csv", {"image_root": "/gone"}, "--image-root /gone is not a directory"),
     ("bare", {}, "no class folders"), ("folders", {}, "no image"),
     ("table.csv:colour=x", {}, "no setting 'colour'; it has caption, image"),

@@ -156,12 +156,17 @@ def test_save_and_pickle(tmp_path, tiny):
     ("binary", b"\x80\xff\xfe", "binary: 'utf-8' codec can't decode"),
     ("empty", b"", r"lacks \[PAD\] \[UNK\] \[CLS\] \[SEP\]"),
     *(("some", "\n".join(SPECIAL).replace(token, "").encode(), re.escape(f"lacks {token}:"))
-      for token in SPECIAL)])
+      for token in SPECIAL),
+    ("twice", "\n".join([*SPECIAL, "a", "b", "a"]).encode(),
+     "Line 7 of the vocabulary, 'a', stands in line 5 already: give each"),
+    ("blank", "\n".join([*SPECIAL, "", "a", "", "b"]).encode(),
+     "Line 7 of the vocabulary, '', stands in line 5")])
 def test_unusable_vocabularies(tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        common.WordPiece(tmp_path / name)
+    with pytest.raises(UserError, match=message) as error:
+        common.open_tokenizer(tmp_path / name)
+    assert str(tmp_path / name) in str(error.value)
 
 
 def literal_training(captions, size):
@@ -340,9 +345,12 @@ def test_kinds_of_vocabularies(tmp_path, tiny):
     again = common.open_tokenizer(tmp_path / "vocab.txt")
     assert isinstance(again, common.WordPiece) and again.vocab == tiny.vocab
     file = tmp_path / "merges.txt"
-    for text, message in (("#version: 0.2\na b\nab\n", "Line 3 of the vocabulary, 'ab', is no"),
-                          ("#version: 0.2\na bc\n", "'a bc', is no pair of known pieces")):
-        file.write_text(text)
+    for text, message in (("#version: 0.2\na b\nab\n",
+                           "merges.txt: Line 3 of the vocabulary, 'ab', is no"),
+                          ("#version: 0.2\na bc\n", "'a bc', is no pair of known pieces"),
+                          ("#version: 0.2\n\u0120 t\n\u0120 a\nh e\n",
+                           "No line .* has </w>, .*GPT-2.*bpe_simple_vocab_16e6.txt.gz")):
+        file.write_text(text, encoding="utf-8")
         with pytest.raises(UserError, match=message):
             common.open_tokenizer(file)
     (tmp_path / "broken.gz").write_bytes(b"broken")
