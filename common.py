@@ -8,6 +8,7 @@ import contextlib
 import csv
 import dataclasses
 import datetime
+import errno
 import functools
 import gzip
 import hashlib
@@ -78,6 +79,12 @@ def cast_settings(settings, defaults, name):
 
 def init_distributed():
     """Join the process group of `torchrun`, if there is one -> (rank, world_size, device)."""
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks > 1 and "RANK" not in os.environ:
+        raise UserError(f"srun started {tasks} tasks that know nothing of each other: start one "
+                        f"on each machine, `srun --ntasks-per-node=1 torchrun --nnodes=N "
+                        f"--nproc_per_node=GPUS --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 "
+                        f"train.py ...`.")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     cuda, device = torch.cuda.is_available(), torch.device("cpu")
     if cuda:
@@ -454,6 +461,8 @@ VIT_PRESETS = {
     "clip-l14": dict(patch_size=14, width=1024, depth=24, heads=16, **CLIP_VIT),
 }
 RESNET_PRESETS = {"ResNet-50": dict(blocks=(3, 4, 6, 3))}             # (1512.03385), Table 1
+# of settings in a spec; other numbers are 1 or more
+ENCODER_BOUNDS = {"drop_path": (0, 0.99), "eps": (0, 1), "mlp_ratio": (0.1, 100)}
 TEXT_PRESETS = {
     "tiny": dict(context=32, width=128, depth=2, heads=4),            # the embedded world
     "12x512": dict(width=512, depth=12, heads=8),                     # CLIP, Sec. 2.4
@@ -472,7 +481,12 @@ def encoder_settings(kind, spec, presets):
         raise UserError(f"There is no {kind.__name__} preset {name!r}; there are {known}.")
     defaults = {k: p.default for k, p in inspect.signature(kind).parameters.items()}
     scalars = {k: value for k, value in defaults.items() if k != "stem"}
-    return defaults | presets[name] | cast_settings(settings, scalars, kind.__name__)
+    settings = cast_settings(settings, scalars, kind.__name__)
+    for key, value in settings.items():
+        low, high = ENCODER_BOUNDS.get(key, (1, math.inf))
+        if type(value) in (int, float) and not low <= value <= high:
+            raise UserError(f"{kind.__name__}: {key}={value} must be from {low} to {high}.")
+    return defaults | presets[name] | settings
 
 
 def image_encoder_settings(spec):
@@ -836,7 +850,8 @@ class Tokenizer:
         return tokens, torch.arange(tokens.shape[1]) < lengths[:, None]
 
     def save(self, path):
-        Path(path).write_text("\n".join(self.lines) + "\n", encoding="utf-8")
+        with replacing(path) as file:
+            file.write("".join(f"{line}\n" for line in self.lines).encode())
 
 
 def open_tokenizer(path):
@@ -2049,25 +2064,62 @@ def param_groups(model, weight_decay):
             {"params": rest, "weight_decay": 0.0, "decays": False}]
 
 
+@contextlib.contextmanager
+def writing(path):
+    """What goes wrong on the disk meanwhile is a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from None
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """A binary file to write that takes the place of `path` in the end: a killed process leaves
+    the old file or the new one, never a half; an error leaves the old one."""
+    temporary = Path(f"{path}.tmp")
+    try:
+        with writing(path), open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
 def save_checkpoint(path, state):
-    """Write atomically: a killed process leaves the old file or the new one, never a half."""
-    temporary = f"{path}.tmp"
-    with open(temporary, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with replacing(path) as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # torch's, of a full disk
+            raise OSError(errno.ENOSPC, f"is the disk full? ({str(error).splitlines()[0]})")
 
 
 def read_config(run):
     """The settings of a run's directory, as config.json has them."""
     path = Path(run, "config.json")
     try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
+        config = json.loads(path.read_text())
+        if "method" not in config:
+            raise ValueError("it names no method")
+        return config
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{run} holds no run: there is no {path}.") from None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}.") from None
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}): write it anew, as a run with the same "
+                        f"flags and another --out writes it.") from None
+
+
+def restore_model(model, weights, path, remedy):
+    """Load the weights that `path` holds; UserError with the remedy if they do not fit."""
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        detail = str(error).splitlines()[1].strip()
+        raise UserError(f"{path} holds a model of another size ({detail}): {remedy}.") from None
 
 
 def load_checkpoint(path, map_location="cpu"):

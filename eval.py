@@ -1562,7 +1562,8 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
     if state["method"] != args.method:
         raise UserError(f"{run}/{checkpoint} holds a {state['method']} model, but config.json "
                         f"says {args.method}.")
-    model.load_state_dict(state["model"])
+    common.restore_model(model, state["model"], f"{run}/{checkpoint}", "config.json and vocab.txt "
+                         "beside it must be those that its run wrote")
     return embedder(model.to(device), tokenizer, args, device), args
 
 
@@ -1574,7 +1575,8 @@ def options_for(args, **changes):
     options.is_default_data = options.data in (None, default_data)
     if options.data is None:
         options.data = default_data
-        options.image_root = options.image_root or args.image_root
+        own = args.eval_data and vars(args).get("eval_image_root")  # old runs have none
+        options.image_root = options.image_root or own or args.image_root
     learns = args.data != options.data and common.parse_spec(args.data)[0] != "shapes"
     if options.train_data is None and "train" in shard_splits(options.data):
         options.train_data = options.data

@@ -60,7 +60,7 @@ class Config:
     D: Size = 64                      # width of a slot's key (Sec. 3.2)
     grp_size: Size = 1                # slots that share a key projection (App. A)
     replace_block: bool = True        # SPARO in the place of a tower's last block (Sec. 4)
-    init_scale: float = 1 / 0.07      # 1 / temperature at first (CLIP, Sec. 2.5)
+    init_scale: Annotated[float, 1, 100] = 1 / 0.07  # 1 / temperature at first (CLIP, 2.5)
     embed_dim: Size = 512             # cls, gap, bottleneck, fdt: width of the encoding
     bottleneck: Size = 64             # bottleneck: m of App. B.2
     codes: Size = 16384               # fdt: size of the codebook (App. B.2)

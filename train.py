@@ -7,16 +7,22 @@ eval.json and pictures.
 """
 
 import argparse
+import contextlib
 import copy
 import dataclasses
+import datetime
+import fcntl
 import functools
 import inspect
 import json
 import math
+import os
 import re
 import resource
+import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -52,12 +58,13 @@ class Config:
     data: str = "shapes"  # SPEC: shapes | CSV, TSV | tar | COCO, Karpathy JSON | .token | DIR, A::B
     image_root: str | None = None  # directory that the file names of a table are relative to
     eval_data: str | None = None  # SPEC; None: the world's test split, else the training data
+    eval_image_root: str | None = None  # of the table in eval_data; None: image_root
     vocab: str | None = None  # BERT's vocab.txt or CLIP's bpe_...txt.gz; None: from the captions
-    vocab_size: int = 8192  # of a vocabulary trained from the captions, at most
+    vocab_size: Count = 8192  # of a vocabulary trained from the captions, at most
     out: str | None = None  # directory of the run; None: runs/METHOD, runs/METHOD-2, ...
     image_encoder: str = "ViT-B/16"  # row of common.VIT_PRESETS[:setting=value,...], or ResNet-50
     text_encoder: str = "12x512"  # row of common.TEXT_PRESETS[:setting=value,...]
-    image_size: int | None = None  # pixels; None: the encoder's, or the world's
+    image_size: Count | None = None  # pixels; None: the encoder's, or the world's
     image_weights: str | None = None  # OpenCLIP, OpenAI, timm or DINO weights for the image tower
     text_weights: str | None = None  # OpenCLIP or OpenAI weights for the text tower
     init_weights: str | None = None  # of a whole CLIP: both towers, projections, logit scale
@@ -81,6 +88,7 @@ class Config:
     seed: Annotated[int, 0, 2**31] = 0  # of weights, data and augmentation
     log_every: Count = 10  # steps
     save_every: Count = 1000  # steps
+    keep_every: CountOrNone = 0  # steps between checkpoints that stay, as step-N.pt; 0: none
     eval_every: CountOrNone = 0  # steps between evaluations of 1,000 images in the log; 0: none
     knn_every: CountOrNone = 0  # the same by k-NN alone
     probe: Literal["adamw", "sgd"] = "adamw"  # eval.py's linear probe: SPARO's or BAM's
@@ -107,11 +115,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Training -----------------------------------------
 
 
-def train(args):
-    rank, world_size, device = common.init_distributed()
+def train(args, out, device):
+    """-> the signal that stopped it, if any. out: the run's directory."""
+    rank, world_size = this_rank()
     torch.backends.cudnn.allow_tf32 = False  # on by default: convolutions of fp32 in 10 bits
     torch.backends.cuda.matmul.allow_tf32 = False  # on in NVIDIA's containers
-    method, out = METHODS[args.method], choose_run(args)
+    method = METHODS[args.method]
 
     # Build: what can be wrong is found here, not after an hour.
     data, eval_data, options, watched = open_data(args, method)
@@ -129,7 +138,9 @@ def train(args):
     if args.resume:
         saved = load_state(out / "last.pt", args, model, scaler, device)
         at.restore(saved, args.workers)
+        check_plan(args, method, at)
     if rank == 0 and not args.bench:
+        announce(args, data, model, tokenizer, device)
         write_run(args, tokenizer, out)
     log, stop, clock = Log(args, out, at.step), Stop(), Clock()
     batches, late = None, None  # late: the step that check_finite has not seen yet
@@ -139,6 +150,8 @@ def train(args):
         if at.step >= end:
             continue
         model.begin_stage(number, fresh=at.step == start)
+        at.stage = number
+        log.show_stage(method, number)
         optimizer = build_optimizer(args, model, saved if at.step > start else None)
         saved = None  # it would stay in memory
         parallel = wrap(args, model, world_size)
@@ -174,6 +187,7 @@ def train(args):
             # Once in a while: time, log, evaluate, save, stop.
             stopping = stop.agreed(device)  # every rank must ask in every step
             eval_due = watched and at.step % watched.every == 0
+            keep_due = args.keep_every and at.step % args.keep_every == 0
             if args.bench:
                 if at.step == BENCH_WARMUP:
                     clock.reset()
@@ -189,19 +203,37 @@ def train(args):
                 log.write(record, model.warn(record))
                 model.train()
                 clock.reset()
-            if at.step % args.save_every == 0 or at.step == end or stopping:
+            if at.step % args.save_every == 0 or at.step == end or keep_due or stopping:
                 check_finite(args, late)
                 save(out / "last.pt", args, model, optimizer, scaler, at)
-            if rank == 0 and at.step == end < args.steps:
-                shutil.copy(out / "last.pt", out / f"stage-{number}.pt")
+            if at.step == end < args.steps:
+                keep(out, f"stage-{number}.pt")
+            if keep_due:
+                keep(out, f"step-{at.step}.pt")
             if stopping:
-                return log.stopped(at.step, out)
+                log.stopped(at.step, out)
+                return stopping
     log.bar.close()
     stop.restore()  # a signal ends the evaluation at once
     finish(args, embed, eval_data, options, at)
 
 
 # Command line -----------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """Its errors come after one line of usage, not after thirty."""
+
+    def error(self, message):
+        let_rank_0_speak()
+        self.exit(2, "usage: train.py --method NAME [--FLAG VALUE ...]; --method NAME --help lists "
+                     f"the flags\nerror: {message}\n")
+
+
+def let_rank_0_speak():
+    """Before an error: torchrun ends the others on a machine meanwhile, if all have the same."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(20)
 
 
 def comments_of(config_class):
@@ -249,23 +281,30 @@ def settings_class(method):
 
 def parse_args(argv):
     """Command line -> the run's settings."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--method", choices=METHODS)
     first.add_argument("--preset", default=Config.preset)
+    first.add_argument("--out")
+    first.add_argument("--resume", nargs="?", const=True, default=False)
     chosen, _ = first.parse_known_args(argv)
+    if chosen.resume and not chosen.out:
+        raise UserError("--resume needs --out, the directory of the run to continue.")
+    if chosen.resume == "auto":
+        chosen.resume = Path(chosen.out, "last.pt").exists()
+    if chosen.resume and not chosen.method:
+        chosen.method = common.read_config(chosen.out)["method"]
+        argv = ["--method", chosen.method, *argv]
     method = METHODS.get(chosen.method)
     preset = method.PRESETS.get(chosen.preset, {}) if method else {}
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    more = None if method else "Flags of a method: train.py --method NAME --help"
+    parser = Parser(description=__doc__, allow_abbrev=False, epilog=more)
     parser.add_argument("--method", required=True, choices=METHODS, help="has flags of its own")
     add_flags(parser, Config, "settings of a run", preset)
     if method:
         add_flags(parser, method.Config, f"settings of {chosen.method}", preset)
     flags = vars(parser.parse_args(argv))
-    if "resume" in flags and "out" not in flags:
-        raise UserError("--resume needs --out, the directory of the run to continue.")
-    if flags.get("resume") == "auto":
-        flags["resume"] = Path(flags["out"], "last.pt").exists()
-    if flags.get("resume"):
+    flags["resume"] = chosen.resume
+    if chosen.resume:
         preset = saved_settings(flags)
     elif chosen.preset not in method.PRESETS:
         names = ", ".join(method.PRESETS)
@@ -283,8 +322,8 @@ def saved_settings(flags):
     saved = common.read_config(flags["out"])
     if saved["method"] != flags["method"]:
         raise UserError(f"{flags['out']} is a run of --method {saved['method']}.")
-    for name in ("preset", "vocab"):
-        if flags.get(name, saved[name]) != saved[name]:
+    for name in ("preset", "vocab", "optimizer"):
+        if name in flags and flags[name] != saved.get(name):
             raise UserError(f"{flags['out']} is a run of {flag_of(name)} {saved[name]}: leave out "
                             f"{flag_of(name)} {flags[name]}, or give another --out.")
     return saved
@@ -297,9 +336,13 @@ def check_settings(args, method, flags):
         flag, value = flag_of(field.name), vars(args)[field.name]
         if bounds and value is not None and not bounds[0] <= value <= bounds[1]:
             raise UserError(f"{flag} {value} must be from {bounds[0]} to {bounds[1]}.")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{flag} {value} must be a finite number.")
         if field.name in flags and field.name in TEXT_FLAGS and not method.uses_text(args):
             remedy = "; its tower takes --image-weights" if "weights" in flag else ""
             raise UserError(f"{flag} has no effect here: the objective takes no captions{remedy}.")
+    if method.uses_text(args) and args.batch < 2:
+        raise UserError(f"--batch {args.batch} must be 2 or more: the loss compares captions.")
     if "epochs" in flags and "steps" in flags:
         raise UserError("--epochs and --steps both say how long to train: give one of them.")
     if "steps" in flags:
@@ -331,44 +374,111 @@ def choose_run(args):
     return Path(args.out)
 
 
+@contextlib.contextmanager
+def claim_run(args):
+    """The run's directory, which this process alone writes, until it ends. The kernel frees the
+    lock then, however it ends. A new directory in which nothing was written is removed."""
+    out = choose_run(args)
+    if this_rank()[0] > 0 or args.dry_run or args.bench:
+        yield out
+        return
+    is_new = not out.exists()
+    with common.writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        lock = open(out / "lock", "ab+", buffering=0)
+    with lock:
+        os.register_at_fork(after_in_child=lock.close)  # else a worker holds it longer
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise UserError(f"{out} is in use by {lock.read().decode()}: wait for it or stop it, or "
+                            f"give another --out.") from None
+        except OSError:
+            print(f"The file system of {out} has no locks: do not start another run there.")
+        try:
+            with common.writing(out):  # a full disk is found here
+                lock.truncate(0)
+                lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+                os.fsync(lock.fileno())
+            yield out
+        finally:
+            if is_new and os.listdir(out) == ["lock"]:
+                shutil.rmtree(out)
+
+
 def write_run(args, tokenizer, out):
-    """Create the run's directory with what eval.py and --resume need to build the model again."""
-    out.mkdir(parents=True, exist_ok=True)
-    if tokenizer:
+    """Write what eval.py and --resume need to build the model again."""
+    if tokenizer and not args.resume:
         tokenizer.save(out / "vocab.txt")
     git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent,
                          capture_output=True, text=True)
     record = dataclasses.asdict(args) | {"argv": sys.argv, "git": git.stdout.strip() or None}
-    (out / "config.json").write_text(json.dumps(record, indent=2) + "\n")
+    with common.replacing(out / "config.json") as file:
+        file.write(json.dumps(record, indent=2).encode() + b"\n")
+
+
+def announce(args, data, model, tokenizer, device):
+    """Print what begins. Raises UserError if most of the captions' tokens are unknown."""
+    params = sum(p.numel() for p in model.parameters())
+    facts = [f"{device}, {this_rank()[1]} ranks, {torch.get_num_threads()} threads",
+             f"{params / 1e6:.1f} M parameters"]
+    if isinstance(data, common.CaptionTable):
+        facts.append(f"{len(data):,} images, {len(data) / args.batch:.1f} steps per epoch")
+    if tokenizer:
+        texts = [tokenizer.encode(caption)[1:-1] for caption in data.sample_captions(1000)]
+        share = sum(ids.count(tokenizer.unk) for ids in texts) / max(1, sum(map(len, texts)))
+        facts.append(f"{share:.1%} of the captions' tokens are [UNK]")
+        if share > 0.5:
+            raise UserError(f"{share:.0%} of the captions' tokens are [UNK], words that the "
+                            f"vocabulary lacks: give another --vocab, or none.")
+    print(f"{args.out}: {', '.join(facts)}")
 
 
 class Log:
     """log.jsonl and the progress bar of rank 0; each warning is printed once."""
 
     def __init__(self, args, out, step):
-        self.path, self.method, self.warned = out / "log.jsonl", args.method, set()
+        self.path, self.args, self.warned = out / "log.jsonl", args, set()
         mute = this_rank()[0] > 0 or args.bench > 0
         self.bar = tqdm(total=args.steps, initial=step, desc=args.method, unit="step",
                         mininterval=1, disable=mute)
         if mute:
             return
-        text = self.path.read_text() if step and self.path.exists() else ""
-        *lines, _ = text.split("\n")  # a killed run may have written half of the last one
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
-        self.path.write_text("".join(line + "\n" for line in kept))
+        with common.writing(self.path), open(self.path, "ab+") as file:
+            file.truncate(self.length(file, step))
+
+    def length(self, file, step):
+        """Bytes of the lines up to the step; a killed run may have written half of the last."""
+        file.seek(0)
+        length = 0
+        for number, line in enumerate(file, 1):
+            try:
+                if not step or not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except (ValueError, TypeError, KeyError):
+                raise UserError(f"Line {number} of {self.path} is damaged: delete it.") from None
+            length += len(line)
+        return length
+
+    def show_stage(self, method, number):
+        if len(method.stages(self.args)) > 1:
+            self.bar.set_description(f"{self.args.method}, stage {number}")
 
     def write(self, record, warning):
         if warning and warning not in self.warned:
             self.bar.write(f"warning at step {record['step']}: {warning}")
             self.warned.add(warning)
-        with open(self.path, "a") as file:
+        with common.writing(self.path), open(self.path, "a") as file:
             file.write(json.dumps(record) + "\n")
         self.bar.set_postfix(loss=record["loss"], images_per_s=record["images_per_s"])
 
     def stopped(self, step, out):
         self.bar.close()
-        print_once(f"Stopped by signal after step {step}; continue with --resume --method "
-                   f"{self.method} --out {out}.")
+        start = f"torchrun --nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE')}"
+        start = start if dist.is_initialized() else "python"
+        command = shlex.join([os.path.relpath(__file__), "--resume", "--out", str(out)])
+        print_once(f"Stopped by signal after step {step}; continue with: {start} {command}")
 
 
 def print_once(line):
@@ -409,7 +519,7 @@ def open_data(args, method):
         watched.tasks = ["knn"]
     watched = watched if watched.every else None
     if args.eval_data or watched:  # what is wrong with it is found before the training
-        eval_data = evaluation.open_eval_set(options, args.image_size, with_text)
+        eval_data = open_evaluation(args, options, with_text)
         check_evaluation(watched or options, eval_data, with_text)
     return data, eval_data, options, watched
 
@@ -419,6 +529,23 @@ def steps_of(args, data):
         raise UserError(f"--epochs {args.epochs}: how many images {args.data} has is not known; "
                         f"give --steps, which is epochs x images / --batch.")
     return math.ceil(args.epochs * len(data) / args.batch)
+
+
+def open_evaluation(args, options, with_text):
+    """The data to evaluate on. Of --eval-data one image is read, and errors name this flag."""
+    try:
+        eval_data = evaluation.open_eval_set(options, args.image_size, with_text)
+        usable = with_text or eval_data.labelled
+        if args.eval_data and usable and isinstance(eval_data, evaluation.TableSet):
+            pairs = ((eval_data.table.paths[i], i) for i in eval_data.order)
+            next(evaluation.readable(pairs, eval_data.read))
+    except UserError as error:
+        if not args.eval_data:
+            raise
+        message = re.sub(r"--(data|image-root)\b", r"--eval-\1", str(error))
+        prefix = "" if "--eval-" in message else f"--eval-data {args.eval_data}: "
+        raise UserError(prefix + message) from None
+    return eval_data
 
 
 def check_evaluation(options, eval_data, with_text):
@@ -599,6 +726,7 @@ class Progress:
     """All that moves while training and is saved, beside the weights and the optimizer."""
 
     step: int = 0
+    stage: int = 1  # that the last step was of
     layout: str = common.World.layout  # of the data that positions are of
     order: int = 0  # added to --seed: in which order the data come
     positions: dict = dataclasses.field(default_factory=dict)  # of the data's workers, see Stream
@@ -621,14 +749,15 @@ class Progress:
         cuda_rng = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         local = {"rng": torch.get_rng_state(), "cuda_rng": cuda_rng,
                  "positions": self.positions, "skipped": self.skipped}
-        return {"step": self.step, "order": self.order, "workers": workers, "layout": self.layout,
-                "boxes": self.boxes.state() if self.boxes else None,
+        return {"step": self.step, "stage": self.stage, "order": self.order, "workers": workers,
+                "layout": self.layout, "boxes": self.boxes.state() if self.boxes else None,
                 "ranks": common.gather_objects(local)}
 
     def restore(self, state, workers):
         """Go on from a checkpoint, with this rank's random numbers."""
         rank, world_size = this_rank()
         self.step, self.order = state["step"], state.get("order", 0)
+        self.stage = state.get("stage")  # None: of an old run
         if state.get("boxes"):
             self.boxes = common.Boxes(*(x.cpu() for x in state["boxes"]))
         layout = state.get("layout", common.World.layout)  # files had other positions before
@@ -651,17 +780,35 @@ def save(path, args, model, optimizer, scaler, at):
         common.save_checkpoint(path, state)
 
 
+def keep(out, name):
+    """Copy the last checkpoint, on rank 0."""
+    if this_rank()[0] == 0:
+        with open(out / "last.pt", "rb") as last, common.replacing(out / name) as file:
+            shutil.copyfileobj(last, file)
+
+
+def check_plan(args, method, at):
+    """Raise UserError if the checkpoint's last step is none of --steps, or of another stage."""
+    if at.step > args.steps:
+        raise UserError(f"{args.out} has made {at.step} steps: --steps {args.steps} must not be "
+                        f"fewer.")
+    end = 0
+    for number, steps, _ in method.stages(args):
+        end += steps
+        if at.step <= end:
+            break
+    if at.stage not in (None, number):
+        raise UserError(f"{args.out} has made step {at.step} in stage {at.stage}, with these flags "
+                        f"it is of stage {number}: leave out what changes the stages, as --steps.")
+
+
 def load_state(path, args, model, scaler, device):
     """Restore weights and loss scale from a checkpoint, and return all of it."""
     state = common.load_checkpoint(path, device)
     if state["method"] != args.method:
         raise UserError(f"{path} holds a {state['method']} model, not one of {args.method}.")
-    try:
-        model.load_state_dict(state["model"])
-    except RuntimeError as error:
-        detail = str(error).splitlines()[1].strip()
-        raise UserError(f"{path} holds a model of another size ({detail}): leave out the flags "
-                        f"that change the model.") from None
+    remedy = "leave out the flags that change the model; vocab.txt must be that of the run"
+    common.restore_model(model, state["model"], path, remedy)
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     return state
@@ -685,10 +832,10 @@ class ToHost:
 
 class Stop:
     """Notes SIGTERM and SIGINT: the run saves and ends after its step. A second Ctrl-C ends it at
-    once; SIGTERM may come twice, from Slurm and from torchrun."""
+    once; under torchrun both come twice, from Slurm or the terminal, and from torchrun."""
 
     def __init__(self):
-        self.noted, self.flag = False, ToHost(torch.zeros(()))
+        self.noted, self.flag = 0, ToHost(torch.zeros(()))
         self.before = [signal.signal(number, self.note) for number in SIGNALS]
 
     def restore(self):
@@ -696,19 +843,19 @@ class Stop:
             signal.signal(number, handler)
 
     def note(self, number, frame):
-        if self.noted and number == signal.SIGINT:
-            sys.exit(128 + number)
-        self.noted = True
+        if self.noted and number == signal.SIGINT and not dist.is_initialized():
+            raise KeyboardInterrupt
+        self.noted = int(number)
 
     def agreed(self, device):
-        """Whether any rank noted a signal. Every rank calls it once a step; with several ranks the
-        answer is a step late, so that no GPU waits for it."""
+        """The signal that any rank noted, or 0. Every rank calls it once a step; with several
+        ranks the answer is a step late, so that no GPU waits for it."""
         if not dist.is_initialized():
             return self.noted
         before, flag = self.flag, torch.full((), float(self.noted), device=device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         self.flag = ToHost(flag)
-        return bool(before.wait())
+        return int(before.wait())
 
 
 class Clock:
@@ -895,16 +1042,36 @@ class LiveMemory(TorchDispatchMode):
 
 
 def main(argv=None):
+    """-> the signal that stopped the run, if any."""
+    start = time.perf_counter()
     args = parse_args(sys.argv[1:] if argv is None else argv)
     try:
-        train(args)
+        *_, device = common.init_distributed()
+        with claim_run(args) as out:
+            stopped_by = train(args, out, device)
+        if not (stopped_by or args.dry_run or args.bench):
+            seconds = round(time.perf_counter() - start)
+            print_once(f"{out}: done in {datetime.timedelta(seconds=seconds)}")
+        return stopped_by
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
+def end_by(number):
+    """End as a process without a handler: loops of a shell, && and Slurm see the signal."""
+    sys.stdout.flush()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
 if __name__ == "__main__":
     try:
-        main()
+        stopped_by = main()
+    except KeyboardInterrupt:
+        stopped_by = signal.SIGINT
     except UserError as error:
+        let_rank_0_speak()
         sys.exit(f"error: {error}")
+    if stopped_by:
+        end_by(stopped_by)

@@ -1,11 +1,14 @@
 """The command line of train.py: settings, runs, signals, resuming, ranks, costs, errors."""
 
+import contextlib
 import functools
 import itertools
 import json
 import math
 import os
+import re
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -49,20 +52,22 @@ def test_flags_go_before_presets_before_defaults(flags):
     ("--method sparc --objective glip", "invalid choice: 'glip'"),
     ("--steps 5", "required: --method"),
 ])
-def test_wrong_flags_fail(arguments, message, capsys):
+def test_wrong_flags_fail_after_one_line_of_usage(arguments, message, capsys):
     with pytest.raises(SystemExit):
         train.parse_args(arguments.split())
-    assert message in capsys.readouterr().err
+    usage, error = capsys.readouterr().err.splitlines()
+    assert "--method NAME --help" in usage and message in error
 
 
 @pytest.mark.parametrize("flags, shown", [
     (["sparc"], ["settings of sparc", "Eq. 7; Sec. D.4", "--amp {bf16,fp16,off}"]),
     (["stair"], ["by the preset: 0.005"]),
     (["stair", "--preset", "b16"], ["by the preset: 1200000"]),
+    ([], ["Flags of a method: train.py --method NAME --help"]),
 ])
 def test_help_shows_comments_and_what_the_preset_sets(capsys, flags, shown):
     with pytest.raises(SystemExit):
-        train.main(["--method", *flags, "--help"])
+        train.main([*["--method"][:len(flags)], *flags, "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert [words for words in shown if words not in text] == []
 
@@ -85,12 +90,28 @@ def test_help_shows_comments_and_what_the_preset_sets(capsys, flags, shown):
     (["--resume"], "holds no run"),
     (["--epochs", "1"], "--epochs and --steps both say"),
     (["--data", "numbers", "--eval-every", "1"], "folder n00000001 has a number of ImageNet"),
+    (["--eval-data", "nope"], "^--eval-data nope: nope does not exist"),
+    (["--eval-data", "table.csv"], "^--eval-data table.csv: None of the 2 images could be read"),
+    (["--eval-data", "table.csv", "--eval-image-root", "no"], "^--eval-image-root no is not a dir"),
+    (["--vocab", "poor.txt"], "^83% of the captions' tokens are .UNK., .* give another --vocab"),
+    *[(flags.split(), f"^{flags} must be {rest}") for flags, rest in {
+        "--embed-dim 0": "from 1", "--lambda-f -1.0": "from 0", "--init-scale 0.0": "from 1 to 100",
+        "--image-size 0": "from 1", "--image-size -48": "from 1", "--lambda-f nan": "from 0 to inf",
+        "--lr inf": "a finite number", "--batch 1": "2 or more: the loss compares captions",
+        "--vocab-size 0": "from 1"}.items()],
+    *[(["--image-encoder", f"tiny:{setting}"], f"^ViT: {setting} must be from {low}")
+      for setting, low in {"depth=0": 1, "heads=0": 1, "patch_size=0": 1, "width=0": 1,
+                           "drop_path=1.0": "0 to 0.99", "eps=nan": 0}.items()],
+    (["--text-encoder", "tiny:context=0"], "^TextTransformer: context=0 must be from 1 to inf"),
+    (["--method", "stair", "--bias-text", "nan"], "^--bias-text nan must be a finite number"),
 ])
 def test_wrong_settings_are_refused_at_the_start(tmp_path, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
     for name in ("numbers/n00000001", "folders/cat"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "a.png").touch()
+    (tmp_path / "table.csv").write_text("filepath,title\na.png,one\nb.png,two\n")
+    (tmp_path / "poor.txt").write_text("\n".join(common.SPECIAL_TOKENS + ["a"]))
     with pytest.raises(UserError, match=message):
         train.main([*SPARC, *flags, "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
@@ -288,6 +309,44 @@ def test_pretrained_weights_load_and_list_what_does_not_fit(tmp_path, capsys, ru
         assert torch.equal(loaded[f"image_encoder.{name}"], tower[name])
 
 
+def test_tables_to_evaluate_on_have_an_image_root_of_their_own(tmp_path, monkeypatch):
+    (tmp_path / "photos").mkdir()
+    save_photos(tmp_path / "photos")
+    table = shutil.move(tmp_path / "photos" / "photos.csv", tmp_path)
+    flags = [*SPARC, "--eval-data", table, "--out", str(tmp_path / "run")]
+    train.main([*flags, "--eval-image-root", str(tmp_path / "photos")])
+    first = results(tmp_path / "run")
+    assert first["retrieval/images"] == 9
+    evaluation.main([str(tmp_path / "run"), "--task", "retrieval"])
+    assert results(tmp_path / "run") == first
+
+
+def test_a_run_says_what_begins_and_how_long_it_took(tmp_path, capsys):
+    save_photos(tmp_path)
+    flags = ["--data", tmp_path / "photos.csv", "--image-size", "16", "--out", tmp_path / "run"]
+    train_alone([*SPARC, *flags])
+    first, *_, last = capsys.readouterr().out.splitlines()
+    for part in (f"{tmp_path}/run: cpu, 1 ranks, 1 threads", " M parameters", "9 images",
+                 "1.1 steps per epoch", "0.0% of the captions' tokens are [UNK]"):
+        assert part in first
+    assert re.fullmatch(f"{tmp_path}/run: done in 0:00:\\d\\d", last)
+
+
+def test_the_bar_shows_the_stage(tmp_path, capsys):
+    for name, shown in (("stair", True), ("sparc", False)):
+        train_alone([*SMALL[name], "--out", tmp_path / name])
+        assert ("stair, stage 3:" in capsys.readouterr().err) == shown
+
+
+def test_keep_every_keeps_checkpoints(tmp_path, run_of):
+    train_alone([*SPARC, "--keep-every", "2", "--out", tmp_path])
+    assert {path.name for path in tmp_path.glob("*.pt*")} == {
+        "last.pt", "step-2.pt", "step-4.pt", "step-6.pt"}
+    steps = [common.load_checkpoint(tmp_path / f"step-{i}.pt")["step"] for i in (2, 4, 6)]
+    assert steps == [2, 4, 6]
+    assert_same_weights(tmp_path, run_of("sparc"))
+
+
 # Signals and resuming ------------------------------------------------------------------------
 
 
@@ -303,6 +362,7 @@ def test_a_signal_to_all_processes_and_resume_give_the_same_weights_bit_for_bit(
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGTERM)
     assert "Stopped by signal" in process.communicate()[0]
+    assert process.returncode == -signal.SIGTERM
     assert 5 <= common.load_checkpoint(run / "last.pt")["step"] < 30
     train_alone([*flags, run, "--resume"])
     assert_same_weights(tmp_path / "whole", run)
@@ -322,12 +382,25 @@ def test_the_first_signal_saves_and_a_second_ctrl_c_ends_at_once(tmp_path, monke
     monkeypatch.setattr(train, "clip_grad_norm_", clip_and_send)
     flags = [*SPARC, "--out", str(tmp_path)]
     if signals == "TERM INT":
-        with pytest.raises(SystemExit, match=str(128 + signal.SIGINT)):
+        with pytest.raises(KeyboardInterrupt):
             train.main(flags)
         assert not (tmp_path / "last.pt").exists()
     else:
-        train.main(flags)
+        assert train.main(flags) in train.SIGNALS
         assert common.load_checkpoint(tmp_path / "last.pt")["step"] == 2
+
+
+def test_one_ctrl_c_ends_a_loop_of_runs(tmp_path):
+    command = shlex.join([sys.executable, str(ROOT / "train.py"), *SPARC, "--steps", "9999"])
+    loop = f"for i in 0 1; do {command} --out {tmp_path}/$i && touch {tmp_path}/went-on; done"
+    process = subprocess.Popen(["bash", "-c", loop], start_new_session=True)
+    while not (tmp_path / "0" / "log.jsonl").exists() or len(read_log(tmp_path / "0")) < 2:
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == -signal.SIGINT
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    assert common.load_checkpoint(tmp_path / "0" / "last.pt")["step"] >= 2
 
 
 def test_progress_comes_back_from_a_checkpoint(tmp_path, capsys):
@@ -459,6 +532,113 @@ def test_resume_auto_begins_or_continues_with_one_command(tmp_path, run_of):
         train_alone([*SPARC, "--resume", "auto"])
 
 
+@pytest.mark.parametrize("name", ["log.jsonl", "config.json", "vocab.txt"])
+def test_a_resume_that_dies_while_it_writes_loses_nothing(tmp_path, monkeypatch, run_of, name):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    before = (run / name).read_bytes()
+
+    def die(function):
+        def write(*arguments):
+            if name in str(arguments[:2]):
+                (run / name).write_bytes(b"") if function == Path.write_text else None
+                raise KeyboardInterrupt
+            return function(*arguments)
+        return write
+
+    monkeypatch.setattr(Path, "write_text", die(Path.write_text))
+    monkeypatch.setattr(os, "replace", die(os.replace))
+    monkeypatch.setattr(common, "save_checkpoint", die(common.save_checkpoint))
+    with contextlib.suppress(KeyboardInterrupt):
+        train_alone([*SPARC, "--resume", "--steps", "8", "--out", run])
+    assert (run / name).read_bytes().startswith(before[:-20])
+    assert not list(run.glob("*.tmp"))
+
+
+def test_half_a_line_of_the_log_is_cut_off_and_a_damaged_one_named(tmp_path, run_of):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    lines = (run / "log.jsonl").read_text().splitlines(keepends=True)
+    (run / "log.jsonl").write_text("".join([*lines, '{"step": 7}\n', '{"st']))
+    train_alone(["--resume", "--out", run])
+    assert (run / "log.jsonl").read_text() == "".join(lines)
+    for bad in ("garbage\n", "{}\n", "7\n"):
+        (run / "log.jsonl").write_text("".join([*lines[:2], bad, *lines[3:]]))
+        with pytest.raises(UserError, match="Line 3 of .*log.jsonl is damaged: delete it"):
+            train_alone(["--resume", "--out", run])
+        assert len((run / "log.jsonl").read_text().splitlines()) == 6
+
+
+def test_damaged_files_of_a_run_are_named_with_a_remedy(tmp_path, run_of):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    words = (run / "vocab.txt").read_text()
+    (run / "vocab.txt").write_text(words + "more\n")
+    commands = [functools.partial(evaluation.main, [str(run)]),
+                functools.partial(train.main, ["--resume", "--out", str(run)])]
+    for command in commands:
+        with pytest.raises(UserError, match="last.pt holds a model of another size.*vocab.txt"):
+            command()
+    config = (run / "config.json").read_text()
+    for damaged in (config[:99], "[]", "{}", ""):
+        (run / "config.json").write_text(damaged)
+        for command in commands:
+            with pytest.raises(UserError, match="config.json is damaged .*: write it anew"):
+                command()
+
+
+def test_the_stop_message_is_a_command(tmp_path, capsys):
+    train_until(2, [*SPARC, "--out", tmp_path / "a run"])
+    message = capsys.readouterr().out.splitlines()[-1]
+    python, script, *flags = shlex.split(message.partition("continue with: ")[2])
+    assert (python, Path(script).resolve()) == ("python", ROOT / "train.py")
+    train_alone(flags)
+    assert len(read_log(tmp_path / "a run")) == 6
+    with pytest.raises(UserError, match="--resume needs --out"):
+        train_alone(["--resume"])
+
+
+def test_resume_refuses_fewer_steps_and_another_optimizer(run_of):
+    config = (run_of("sparc") / "config.json").read_bytes()
+    for flags, message in ((["--steps", "5"], "has made 6 steps: --steps 5 must not be fewer"),
+                           (["--optimizer", "lamb"], "is a run of --optimizer adamw: leave out")):
+        with pytest.raises(UserError, match=message):
+            train_alone(["--resume", *flags, "--out", run_of("sparc")])
+        assert (run_of("sparc") / "config.json").read_bytes() == config
+
+
+@pytest.mark.parametrize("stopped, steps, message", [
+    (6, 40, "made step 6 in stage 3, with these flags it is of stage 1"),   # stages of 10, 10, 20
+    (6, 12, "made step 6 in stage 3, with these flags it is of stage 2"),   # ends with stage 2
+    (4, 16, "made step 4 in stage 2, with these flags it is of stage 1"), (6, 9, None)])
+def test_resume_never_goes_back_a_stage(tmp_path, stopped, steps, message):
+    train_until(stopped, [*SMALL["stair"], "--out", tmp_path])              # stages of 2, 2, 4
+    resume = ["--resume", "--steps", steps, "--out", tmp_path]
+    if message is None:
+        return train_alone(resume)
+    with pytest.raises(UserError, match=message):
+        train_alone(resume)
+
+
+def test_a_second_run_in_a_directory_stops_and_names_the_holder(tmp_path, run_of):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    resume = ["--resume", "--out", str(run)]
+    with train.claim_run(train.parse_args(resume)):
+        with pytest.raises(UserError, match=f"in use by process {os.getpid()} on .*: wait for it"):
+            train.main(resume)
+        evaluation.main([str(run), "--task", "zeroshot"])
+    train_alone(resume)
+
+
+def test_workers_do_not_hold_the_lock_of_a_killed_run(tmp_path):
+    flags = [*SPARC, "--steps", "9999", "--workers", "2", "--save-every", "1", "--out", tmp_path]
+    process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *map(str, flags)])
+    while not (tmp_path / "log.jsonl").exists() or len(read_log(tmp_path)) < 2:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    with train.claim_run(train.parse_args(["--resume", "--out", str(tmp_path)])):
+        assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
+
+
 def test_runs_are_not_overwritten(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
@@ -498,7 +678,65 @@ def test_the_batch_is_divided_among_the_ranks(monkeypatch):
         train.main([*SPARC, "--batch", "7"])
 
 
+def test_srun_without_torchrun_is_refused(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(UserError, match="srun started 2 tasks .*srun --ntasks-per-node=1 torchrun"):
+        train.main(SPARC)
+    monkeypatch.setenv("RANK", "0")
+    assert common.init_distributed()[:2] == (0, 1)
+
+
+@pytest.mark.parametrize("flags", [["--preset", "none"], ["--none"]])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_other_ranks_wait_with_an_error_for_torchrun_to_end_them(monkeypatch, flags, rank):
+    def ended(seconds):
+        raise TimeoutError
+
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setattr(time, "sleep", ended)
+    monkeypatch.setattr(sys, "argv", ["train.py", *SPARC, *flags])
+    with pytest.raises(TimeoutError if rank else SystemExit):
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+
+
 # Errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out, message", [
+    ("file", "file cannot be written: File exists"),
+    ("file/x", "file/x cannot be written: Not a directory"),
+    ("/proc/x", "/proc/x cannot be written"), ("/dev/full", "/dev/full cannot be written")])
+def test_impossible_directories_are_found_before_the_data_are_read(tmp_path, out, message):
+    (tmp_path / "file").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "open_data", None)
+        with pytest.raises(UserError, match=message):
+            train.main([*SPARC, "--out", str(tmp_path / out)])
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"),
+                                   RuntimeError("[enforce fail at inline_container.cc:671]")])
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch, run_of, error):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    before = (run / "last.pt").read_bytes()
+
+    def save(state, file):
+        file.write(b"half")
+        raise error
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(UserError, match="last.pt cannot be written: .*(No space|disk full)"):
+        train_alone(["--resume", "--steps", "7", "--out", run])
+    assert (run / "last.pt").read_bytes() == before
+    assert not list(run.glob("*.tmp"))
+
+
+def test_a_full_disk_is_found_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "open_data", None)
+    monkeypatch.setattr(os, "fsync", lambda number: os.write(os.open("/dev/full", 1), b"x"))
+    with pytest.raises(UserError, match="run cannot be written: No space left on device"):
+        train.main([*SPARC, "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_loss_that_is_not_finite_stops_with_its_batch(tmp_path):
