@@ -392,8 +392,8 @@ def claim_run(args):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            raise UserError(f"{out} is in use by {lock.read().decode()}: wait for it or stop it, or "
-                            f"give another --out.") from None
+            raise UserError(f"{out} is in use by {lock.read().decode()}: wait for it or stop it, "
+                            f"or give another --out.") from None
         except OSError:
             print(f"The file system of {out} has no locks: do not start another run there.")
         try:
@@ -543,8 +543,10 @@ def open_evaluation(args, options, with_text):
         if not args.eval_data:
             raise
         message = re.sub(r"--(data|image-root)\b", r"--eval-\1", str(error))
-        prefix = "" if "--eval-" in message else f"--eval-data {args.eval_data}: "
-        raise UserError(prefix + message) from None
+        if "--eval-" not in message:
+            spec = f"{args.eval_data}: "
+            message = f"--eval-data {spec}{message.removeprefix(spec)}"
+        raise UserError(message) from None
     return eval_data
 
 
