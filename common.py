@@ -702,7 +702,8 @@ def fit_tensors(prefix, tower, encoder, tokenizer):
     attention pooling of CLIP's ResNets."""
     ours, fitting, report, foreign = encoder.state_dict(), {}, [], []
     in_blocks = [name for name in ours if name.startswith(("blocks.", "layer"))]
-    needed = {re.match(r"\w+\.\d+\.", name)[0] for name in in_blocks}
+    our_blocks = {re.match(r"\w+\.\d+\.", name)[0] for name in in_blocks}
+    others = "norm_pre", "reg_token", "register_tokens", "storage_tokens", "dist_token", "attnpool"
     for key, value in tower.items():
         name = key.removeprefix(prefix)
         if not isinstance(encoder, ResNet):
@@ -723,7 +724,7 @@ def fit_tensors(prefix, tower, encoder, tokenizer):
             shapes = f"{tuple(value.shape)} does not fit {tuple(ours[name].shape)}"
             problem = f"{key}: shape {shapes}, not used"
         report.append(problem)
-        if name.startswith((*needed, "reg_token", "register_tokens", "attnpool")):
+        if name not in ours and name.startswith(others) or name.startswith((*our_blocks,)):
             foreign.append(problem)
     return fitting, report, foreign
 
@@ -1859,6 +1860,7 @@ def class_names(folders, file=None):
         return names, str(file)
     numbers = [folder for folder in folders if re.fullmatch(r"n\d{8}", folder)]
     if len(numbers) == len(folders) == 1000:
+        # differs: CLIP and CLIP_benchmark have names of their own, which --classes takes
         return ResNet50_Weights.IMAGENET1K_V1.meta["categories"], "torchvision"
     if numbers:
         raise UserError(f"The class folder {numbers[0]} has a number of ImageNet for a name: give "

@@ -314,7 +314,8 @@ class Model(nn.Module):
 # tells words apart whatever the image shows. At lambda_f = 0.1 words are grounded: mIoU on
 # objects .842 +- .005 (CLIP .772 +- .040), but zero-shot falls to .836 +- .093.
 # Below: the baselines of Sec. 4, as Sec. D.3 and D.4 describe them; b pairs on a rank, B on
-# all. The losses of an objective share one learned tau and are added, MGCA's as 2 : 2 : 1.
+# all. The losses of an objective share one learned tau and are added, MGCA's as 2 : 2 : 1: its
+# public code with D.4's lambdas of 1 (by default these are 1, .7, .5).
 
 
 def in_chunks(scores, x, y, limit=2**24):

@@ -102,7 +102,8 @@ PRESETS = {  # settings of this file and of train.py by name; --flags override t
     "cc15m-r50-d64": dict(L=128, V=32, D=64, **R50),
     "cc15m-r50-clip": dict(readout="cls", embed_dim=1024, **R50),
     "cc15m-r50-clip4096": dict(readout="cls", embed_dim=4096, **R50),
-    # The CLIP that STAIR compares with (arXiv 2301.13081, Sec. 4.2), with LAMB's own constants
+    # The CLIP that STAIR compares with (arXiv 2301.13081, Sec. 4.2), with LAMB's own constants.
+    # [CLS] and a causal text tower are CLIP's; how STAIR's towers differ, it does not say.
     "stair-clip": dict(image_encoder="ViT-B/16:cls=1", text_encoder="12x512:context=76,causal=1,vocab_size=30522",
                        readout="cls", steps=600_000, batch=16384, optimizer="lamb", beta2=0.999,
                        adam_eps=1e-6, lr=1e-3, schedule="linear", weight_decay=1e-2, warmup=10_000, clip_grad=0.0),

@@ -563,13 +563,13 @@ def build_tokenizer(args, data):
     """The run's saved vocabulary, the user's, or one trained from at most 100,000 captions."""
     if args.resume or args.vocab:
         return common.open_tokenizer(Path(args.out, "vocab.txt") if args.resume else args.vocab)
+    vocab = common.train_wordpiece(data.sample_captions(100_000), args.vocab_size)
     asked = common.asked_words(args.text_encoder)
-    if asked > args.vocab_size and not (args.dry_run or args.bench):
+    if asked > len(vocab) and not (args.dry_run or args.bench):
         raise UserError(f"--text-encoder {args.text_encoder} is for {asked} tokens, a vocabulary "
-                        f"trained from the captions has {args.vocab_size}: give --vocab FILE of "
-                        f"{asked} tokens, or another --text-encoder or vocab_size.")
-    captions = data.sample_captions(100_000)
-    return common.WordPiece(common.train_wordpiece(captions, args.vocab_size))
+                        f"trained from these captions has {len(vocab)}: give --vocab FILE of "
+                        f"{asked} tokens, or another --text-encoder.")
+    return common.WordPiece(vocab)
 
 
 def build_model(args, method, tokenizer):

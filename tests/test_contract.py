@@ -40,6 +40,20 @@ STABLE_NAMES = """
 PRINTED = {  # millions of parameters: SPARO, Tables 6 and B.2; BAM, Tables 4 and 8, cut off
     "l400m-b32": 151, "cc15m-r50": 97, "cc15m-r50-d64": 108, "cc15m-r50-clip": 102,
     "cc15m-r50-clip4096": 110, "vit-s16": 21, "vit-b16": 85, "r50": 23}
+LR = "batch steps lr weight_decay warmup beta2 adam_eps probe".split()
+CONSTANTS = {  # SPARC D.1, D.3, D.4; SPARO C.1 to C.3; STAIR 4.2, App. A; BAM 4.1, App. C, Table 9
+    ("sparc", "b16"): (16384, 200_000, 9e-4, 0.2, 2500, 0.98, 1e-6, "adamw"),
+    ("sparc", "l14"): (16384, 250_000, 9e-4, 0.2, 2500, 0.98, 1e-6, "adamw"),
+    ("sparc", "gloria-b16"): (4096, 800_000, 9e-4, 0.2, 2500, 0.98, 1e-6, "adamw"),
+    ("sparo", "cc15m-b16"): (4096, 78_280, 5e-4, 0.5, 3600, 0.98, 1e-6, "adamw"),
+    ("sparo", "cc15m-r50"): (4096, 78_280, 5e-4, 0.5, 3600, 0.999, 1e-8, "adamw"),
+    ("sparo", "l400m-b32"): (32768, 312_214, 5e-4, 0.2, 2000, 0.98, 1e-6, "adamw"),
+    ("sparo", "dino-s16"): (512, 250_200, 1e-3, 0.04, 25_020, 0.999, 1e-8, "sgd"),
+    ("sparo", "stair-clip"): (16384, 600_000, 1e-3, 0.01, 10_000, 0.999, 1e-6, "adamw"),
+    ("stair", "b16"): (16384, 1_200_000, 1e-3, 0.01, 10_000, 0.999, 1e-6, "adamw"),
+    ("stair", "b16-single"): (16384, 600_000, 1e-3, 0.01, 10_000, 0.999, 1e-6, "adamw"),
+    ("bam", "vit-s16"): (4096, 93_840, 3e-3, 0.04, 12_512, 0.999, 1e-8, "sgd"),
+    ("bam", "r50"): (4096, 93_840, 4.8, 1e-6, 3128, 0.98, 1e-6, "sgd")}
 WORDS = {"sparo": 49_408, "stair": 30_522, "stair-clip": 30_522, "sparc": 32_000}
 RUN_ALONE = """
 import runpy, sys
@@ -128,6 +142,12 @@ def test_presets_are_the_papers_models(name, preset):
         assert PRINTED[preset] == (int(millions) if name == "bam" else round(millions))
     if method.uses_text(args) and preset != "tiny":
         assert model.text_encoder.vocab_size == WORDS.get(preset, WORDS.get(name))
+
+
+@pytest.mark.parametrize("name, preset", CONSTANTS)
+def test_presets_have_the_papers_constants(name, preset):
+    args = train.parse_args(["--method", name, "--preset", preset])
+    assert tuple(vars(args)[key] for key in LR) == CONSTANTS[name, preset]
 
 
 @pytest.mark.parametrize("name", STABLE_NAMES.split())

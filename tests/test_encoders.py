@@ -451,11 +451,12 @@ def test_a_file_in_which_nothing_fits(make, state, message):
 @pytest.mark.parametrize("make, name, shape", [
     (tiny_vit, "blocks.0.ls1.gamma", WIDTH), (tiny_vit, "blocks.1.attn.q_norm.weight", 4),
     (tiny_vit, "blocks.1.mlp.fc1.weight", 3 * WIDTH), (tiny_vit, "reg_token", WIDTH),
+    (tiny_vit, "storage_tokens", WIDTH), (tiny_vit, "norm_pre.weight", WIDTH),
     (tiny_vit, "register_tokens", WIDTH), (tiny_text, "blocks.1.ls_2.gamma", WIDTH),
     (small_resnet, "layer2.1.se.fc1.weight", 8), (small_resnet, "attnpool.c_proj.bias", 8)])
 def test_weights_of_another_network_are_refused(make, name, shape):
-    """DINOv2's LayerScale and registers, norms of queries, the pooling of CLIP's ResNets: without
-    them the network is another."""
+    """DINOv2's LayerScale and registers, norms of queries, CLIP's first LayerNorm, the pooling of
+    its ResNets: without them the network is another."""
     encoder = make()
     weights = random_weights(encoder)
     before = {key: value.clone() for key, value in encoder.state_dict().items()}
