@@ -484,7 +484,7 @@ def test_clips_words_need_clips_vocabulary():
     weights = renamed(weights, CLIP_NAMES)
     with pytest.raises(UserError, match="49408 tokens of another vocabulary .* is bpe_simple"):
         common.load_encoder_weights(tower, weights, wordpiece)
-    bpe = common.BPE(["#version: 0.2"])
+    bpe = common.BPE(["#version: 0.2", "a t</w>"])
     assert common.load_encoder_weights(tower, weights, bpe) == []
 
 
