@@ -80,7 +80,7 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=1
     correct, classes = 0, int(train_labels.max()) + 1
     for x, labels in zip(test.split(chunk), test_labels.split(chunk)):
         cosine, nearest = (x @ train.T).topk(min(k, len(train)))            # (chunk, k)
-        votes = torch.zeros(len(x), classes)
+        votes = torch.zeros(len(x), classes, device=x.device)
         votes.scatter_add_(1, train_labels[nearest], (cosine / tau).exp())
         correct += (votes.argmax(1) == labels).sum().item()
     return correct / len(test)
@@ -103,13 +103,14 @@ def adamw_probe(x, labels, epochs=10, batch=64, peak=0.1):
     features that is held out (ours). With it the classifier trains again, on all."""
     decays, classes = np.logspace(-6, 2, 97).tolist(), int(labels.max()) + 1
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
-    held, fitted = order.tensor_split([len(x) // 5])
+    held, fitted = order.to(x.device).tensor_split([len(x) // 5])
 
     @common.fixed_seed(0)
     def fit(x, labels, decay):
-        head = torch.nn.Linear(x.shape[1], classes)
+        head = torch.nn.Linear(x.shape[1], classes).to(x.device)
         optimizer = torch.optim.AdamW(head.parameters(), weight_decay=decay)
-        batches = [b for _ in range(epochs) for b in torch.randperm(len(x)).split(batch)]
+        orders = [torch.randperm(len(x)).to(x.device) for _ in range(epochs)]
+        batches = [rows for order in orders for rows in order.split(batch)]
         for step, rows in enumerate(batches):
             optimizer.param_groups[0]["lr"] = common.cosine(step, len(batches), peak, 0.0)
             optimizer.zero_grad()
@@ -135,7 +136,7 @@ def sgd_probe(batches, held, held_labels, classes, epochs=100):
     learning rate trains on the same batches, as in DINOv2's code; the best on the features that
     are held out is the probe: it does not train again on all.
     """
-    heads = [torch.nn.Linear(held.shape[1], classes) for _ in RATES]
+    heads = [torch.nn.Linear(held.shape[1], classes).to(held.device) for _ in RATES]
     parameters = [{"params": head.parameters(), "lr": rate} for head, rate in zip(heads, RATES)]
     optimizer = torch.optim.SGD(parameters, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
@@ -143,6 +144,7 @@ def sgd_probe(batches, held, held_labels, classes, epochs=100):
         # what cannot be read is printed in the first epoch alone
         with contextlib.redirect_stdout(None if epoch else sys.stdout):
             for x, labels in batches():
+                x, labels = x.to(held.device), labels.to(held.device)
                 optimizer.zero_grad()
                 sum(F.cross_entropy(head(x), labels) for head in heads).backward()
                 optimizer.step()
@@ -157,12 +159,12 @@ def k_means(x, k, generator, rounds=100, starts=3):
     from each other (k-means++, Arthur and Vassilvitskii 2007)."""
     best = (math.inf, None)
     for _ in range(starts):
-        centres = x[torch.randint(len(x), (1,), generator=generator)]
-        nearest = torch.full((len(x),), math.inf)
+        centres = x[torch.randint(len(x), (1,), generator=generator).to(x.device)]
+        nearest = x.new_full((len(x),), math.inf)
         while len(centres) < k:
             nearest = torch.minimum(nearest, (x - centres[-1]).square().sum(1))
-            chosen = torch.multinomial(nearest + 1e-12, 1, generator=generator)
-            centres = torch.cat([centres, x[chosen]])
+            chosen = torch.multinomial(nearest.cpu() + 1e-12, 1, generator=generator)
+            centres = torch.cat([centres, x[chosen.to(x.device)]])
         old = None
         for _ in range(rounds):
             distance, ids = torch.cdist(x, centres).min(1)
@@ -251,8 +253,12 @@ def chunks(items, n):
 
 
 def read_image(file, size, resize=None):
-    """A path or bytes -> the centre of the image, normalised (3, size, size)."""
-    return common.eval_transform(size, resize)(common.open_image(file, resize or size))
+    """A path, bytes or PIL image -> its centre, normalised (3, size, size)."""
+    if isinstance(file, Image.Image):
+        image = file.convert("RGB")
+    else:
+        image = common.open_image(file, resize or size)
+    return common.eval_transform(size, resize)(image)
 
 
 def readable(pairs, read, workers=0):
@@ -299,6 +305,7 @@ class Embedder:
     workers: int = 0                     # threads that read images
     mask: torch.Tensor | None = None     # (E,), multiplies encodings of images (SPARO)
     text_free: bool = False              # a caption is the set of its words (STAIR)
+    step: int | None = None              # of its training
 
     def __post_init__(self):
         self.model.eval()
@@ -339,7 +346,9 @@ class Embedder:
 
     @torch.no_grad()
     def images(self, images, encode=None):
-        """(n, 3, S, S) -> (n, E) or (n, P, E)."""
+        """(n, 3, S, S), or a list of paths or PIL images -> (n, E) or (n, P, E)."""
+        if not torch.is_tensor(images):
+            images = torch.stack([self.read(image) for image in images])
         encode = encode or self.encode_image
         return torch.cat([encode(x.to(self.device)).cpu() for x in images.split(self.chunk)])
 
@@ -510,7 +519,7 @@ class TableSet(EvalSet):
     """Image files with captions; class folders, in a random order that is always the same."""
 
     def __init__(self, table, options, image_size):
-        self.table, self.limit, self.order = table, options.limit, range(len(table))
+        self.table, self.order = table, range(len(table))
         self.templates = options.templates or TEMPLATES
         self.content_words = options.nouns_adjectives
         self.read = functools.partial(read_image, size=image_size)
@@ -530,11 +539,11 @@ class TableSet(EvalSet):
         return self.named
 
     def caption_pairs(self):
-        for i in self.order[: self.limit]:
+        for i in self.order:
             yield self.table.paths[i], self.table.captions_of(i)
 
     def label_pairs(self, purpose):
-        for i in self.order[: self.limit]:
+        for i in self.order:
             yield self.table.paths[i], int(self.table.labels[i])
 
     def samples(self, n):
@@ -543,7 +552,7 @@ class TableSet(EvalSet):
         return torch.stack(images), list(captions)
 
     def documents(self):
-        for i in range(len(self.table))[: self.limit]:
+        for i in range(len(self.table)):
             path = self.table.paths[i]
             yield path, (path, self.table.captions_of(i)[0])
 
@@ -610,9 +619,9 @@ class ShardSet(EvalSet):
         return torch.stack(images), [f"a photo of {name}." for name in names]
 
 
-def read_winoground(file, root, limit):
+def read_winoground(file, root):
     """Winoground's examples.jsonl -> the pairs of EvalSet.winoground. root: where NAME.png lie."""
-    for number, line in enumerate(common.read_lines(file, "--data")[:limit]):
+    for number, line in enumerate(common.read_lines(file, "--data")):
         try:
             row = json.loads(line)
             images = [str(Path(root, f"{row[name]}.png")) for name in ("image_0", "image_1")]
@@ -644,7 +653,7 @@ class VocSet(EvalSet):
         if options.split not in splits:
             raise UserError(f"{directory}/ImageSets/Segmentation has no {options.split}.txt; "
                             f"--split can be {', '.join(splits) or 'nothing'}.")
-        self.ids = splits[options.split].read_text().split()[: options.limit]
+        self.ids = splits[options.split].read_text().split()
         names = common.read_lines(options.classes, "--classes") if options.classes else VOC_CLASSES
         source = options.classes or "Pascal VOC"
         self.named = Classes(names, options.templates or TEMPLATES, source)
@@ -672,10 +681,29 @@ class VocSet(EvalSet):
             yield image, {"": truth}
 
 
+def limited(pairs_of, options, pairs=1):
+    """A member of an EvalSet -> the same of --limit samples, to learn from of --train-limit."""
+    def first(*purpose):
+        learned = purpose in [("train",), ("slots",)]
+        limit = options.train_limit if learned else options.limit
+        return itertools.islice(pairs_of(*purpose), limit and limit * pairs)
+
+    return first
+
+
 def open_eval_set(options, image_size, captions=True):
     """options.data, a SPEC of common.open_data or a directory like CLIP_benchmark's, Winoground's,
     SugarCrepe's or Pascal VOC's -> EvalSet. captions: False for a model without a text tower."""
-    spec, limit = options.data, options.limit
+    data = open_whole_set(options, image_size, captions)
+    for name in ("labelled", "captioned", "negatives", "winoground", "maps", "documents"):
+        if getattr(data, name):
+            pairs = 2 if name == "winoground" else 1
+            setattr(data, name, limited(getattr(data, name), options, pairs))
+    return data
+
+
+def open_whole_set(options, image_size, captions):
+    spec = options.data
     if "::" in spec:
         raise UserError(f"{spec} is a mixture, to train on: say with --eval-data SPEC, or eval.py "
                         f"--data SPEC, what to evaluate on, and with its --train-data SPEC what "
@@ -687,7 +715,7 @@ def open_eval_set(options, image_size, captions=True):
     examples = Path(spec, "examples.jsonl") if Path(spec).is_dir() else Path(spec)
     if examples.suffix == ".jsonl" and examples.is_file():
         root = options.image_root or examples.parent / "images"
-        return EvalSet(winoground=lambda: read_winoground(examples, root, limit))
+        return EvalSet(winoground=lambda: read_winoground(examples, root))
     files = sorted(Path(spec).glob("*.json")) if Path(spec).is_dir() else []
     files = [file for file in files if "negative_caption" in file.read_text()[:4000]]
     if files:
@@ -696,7 +724,7 @@ def open_eval_set(options, image_size, captions=True):
     if isinstance(source, common.World):
         return WorldSet(source, options.split)
     if isinstance(source, common.TarShards):  # their classes have no names: to learn from
-        return EvalSet(labelled=lambda purpose: itertools.islice(source.each("label"), limit))
+        return EvalSet(labelled=lambda purpose: source.each("label"))
     return TableSet(source, options, image_size)
 
 
@@ -759,6 +787,10 @@ def labelled(embed, data, purpose, encode=None):
     return x, torch.tensor(ids)
 
 
+def on_device(embed, *tensors):
+    return [tensor.to(embed.device) for tensor in tensors]
+
+
 def zeroshot(embed, data, options):
     """Top-1 and top-5 accuracy; `mean_per_class_recall`: each class of the images counts alike;
     `heldout_pairs`: of the classes that training never shows."""
@@ -817,7 +849,7 @@ def negatives(embed, data, options):
     for kind in sorted(set(kinds)):
         rows = torch.tensor([k == kind for k in kinds])
         result[f"negatives/{kind}"] = number((right > wrong)[rows])
-    return result | {"negatives": mean(result.values())}
+    return result | {"negatives": mean(result.values()), "negatives/samples": len(kinds)}
 
 
 def winoground(embed, data, options):
@@ -848,8 +880,12 @@ def knn(embed, data, options):
     encode, train = embed.model.encode_image, open_training_set(options, data)
     x, ids = embed.encoded(training_pairs(train, data, options), encode)
     test, labels = labelled(embed, data, "test", encode)
-    return {f"knn{way}": knn_accuracy(x, group[ids], test, group[labels])
-            for way, (group, _) in data.groups.items()}
+    x, test = on_device(embed, x, test)
+    result = {}
+    for way, (group, _) in data.groups.items():
+        truths = on_device(embed, group[ids], group[labels])
+        result[f"knn{way}"] = knn_accuracy(x, truths[0], test, truths[1])
+    return result | {"knn/samples": len(test)}
 
 
 def random_crops(embed, pairs):
@@ -880,14 +916,15 @@ def linear(embed, data, options):
     epochs = options.probe_epochs or epochs
     if options.probe == "adamw":
         x, ids = embed.encoded(pairs(), encode)
-        head, value = adamw_probe(x, torch.tensor(ids), epochs)
+        head, value = adamw_probe(*on_device(embed, x, torch.tensor(ids)), epochs)
     else:
         x, ids = embed.encoded(pairs([0]), encode)
         classes = len(data.groups[""][1])
         batches = lambda: random_crops(embed, pairs(range(1, 10)))
-        head, value = sgd_probe(batches, x, torch.tensor(ids), classes, epochs)
+        held = on_device(embed, x, torch.tensor(ids))
+        head, value = sgd_probe(batches, *held, classes, epochs)
     x, ids = labelled(embed, data, "test", encode)
-    predicted = head(x).argmax(1)
+    predicted = head.cpu()(x).argmax(1)
     result = {f"linear{way}": group[predicted] == group[ids]
               for way, (group, _) in data.groups.items()}
     return result | {f"linear/{setting}": value}
@@ -907,10 +944,11 @@ def clusters(embed, data, options, sizes=(10, 20, 40, 80, 160), repeats=10):
         for t in [*smaller, len(classes)]:
             chosen = torch.randperm(len(classes), generator=generator)[:t]
             rows = torch.isin(truth, classes[chosen])
-            ids = k_means(x[rows], t, generator)
+            ids = k_means(x[rows].to(embed.device), t, generator).cpu()
             scores[f"clusters{way}/{t}/nmi"].append(nmi(truth[rows], ids))
             scores[f"clusters{way}/{t}/ari"].append(ari(truth[rows], ids))
-    return {name: mean(values) for name, values in scores.items()}
+    result = {name: mean(values) for name, values in scores.items()}
+    return result | {"clusters/samples": len(x)}
 
 
 # SPARC's task: segmentation ---------------------------------------------------------------
@@ -1113,7 +1151,8 @@ class Task(NamedTuple):
     run: Callable
     data: tuple                  # members of EvalSet, of which the data must have one
     model: str = "encode_image"  # member of the model that must not be None or 0
-    default: str = ""            # models that run it unasked: "text", "words", "images"
+    default: str = ""            # who runs it unasked: models with "text", "words", of "images"
+                                 # alone, and these on the "world" (on files it takes long)
 
     def fits(self, data):
         return any(getattr(data, member) is not None for member in self.data)
@@ -1133,7 +1172,7 @@ TASKS = {
     "sparsity": Task(sparsity, ("samples",), "encode_words", "words"),
     "pointing": Task(pointing, ("maps",), "word_maps"),
     "knn": Task(knn, ("groups",), "encode_image", "images"),
-    "linear": Task(linear, ("groups",), "encode_image", "images"),
+    "linear": Task(linear, ("groups",), "encode_image", "world"),
     "clusters": Task(clusters, ("groups",)),
     "slots": Task(slots, ("groups", "captioned", "negatives"), "slots"),
     "masks": Task(masks, ("groups", "captioned"), "mask_parts"),
@@ -1158,14 +1197,18 @@ CLASS_COLOURS = [  # that can be told apart; the first eight are those of the wo
     (245, 130, 48), (250, 170, 210), (255, 255, 255), (70, 240, 240), (170, 110, 40),
     (130, 130, 255), (191, 239, 69), (240, 50, 230), (0, 150, 136), (255, 215, 180),
     (150, 150, 60), (170, 20, 20), (200, 170, 255), (170, 255, 195), (40, 60, 160)]
+LINE_COLOURS = [colour for colour in CLASS_COLOURS if min(colour) < 255]  # not the white one
 
 
 def text(string, width, size=13):
-    """A picture of text, wrapped to `width` pixels."""
+    """A picture of text, wrapped to `width` pixels; .info["undrawn"]: what the font lacks."""
     font = ImageFont.load_default(size)
     lines = textwrap.wrap(string, max(1, int(width / font.getlength("n"))))
     page = Image.new("RGB", (width, (size + 3) * len(lines)), "white")
     ImageDraw.Draw(page).multiline_text((0, 0), "\n".join(lines), "black", font, spacing=2)
+    unknown = bytes(font.getmask("\U0010ffff"))  # a box
+    if any(bytes(font.getmask(letter)) == unknown for letter in set(string)):
+        page.info["undrawn"] = [string]
     return page
 
 
@@ -1178,6 +1221,7 @@ def join(pictures, down=False, gap=8):
     for picture in pictures:
         page.paste(picture, (0, place) if down else (place, page.height - picture.height))
         place += gap + (picture.height if down else picture.width)
+    page.info["undrawn"] = sum([picture.info.get("undrawn", []) for picture in pictures], [])
     return page
 
 
@@ -1191,7 +1235,10 @@ def sheet(title, rows, columns=12):
         width = max([640, *[line.width for line in row]])
         lines.append(join([text(heading, width), *row], True, 4))
     width = max(line.width for line in lines)
-    return ImageOps.expand(join([text(title, width, 16), *lines], True, 12), 10, "white")
+    page = join([text(title, width, 16), *lines], True, 12)
+    bordered = ImageOps.expand(page, 10, "white")
+    bordered.info = page.info
+    return bordered
 
 
 def to_picture(image, size=(112, 112)):
@@ -1340,28 +1387,72 @@ def draw_heads(embed, data):
     return heat_sheet("How much [CLS] attends to each patch in the last block", rows)
 
 
-def draw_entropies(run, width=640, height=300):
-    """How the entropies of A and B went in training (BAM, Fig. 3), from the run's log."""
+def read_log(run):
     log = Path(run, "log.jsonl")
-    lines = log.read_text().splitlines() if log.exists() else []
-    records = [json.loads(line) for line in lines]
-    if len(records) < 2 or "entropy_a" not in records[0]:
-        return None
-    names = {"entropy_a": "A", "entropy_b": "B, its target", "chance_loss": "uniform rows"}
-    last, top = records[-1]["step"], math.ceil(records[0]["chance_loss"])
-    page = Image.new("RGB", (width + 70, height + 40), "white")
+    *lines, _ = log.read_text().split("\n") if log.exists() else [""]  # the last may be half
+    return [json.loads(line) for line in lines]
+
+
+def chart(lines, width=420, height=200):
+    """A picture of lines, [(x, y), ...] each, all x and y at least 0."""
+    points = [point for line in lines for point in line]
+    last, top = [max(values) or 1 for values in zip((0, 0), *points)]
+    page = Image.new("RGB", (width + 100, height + 40), "white")
     draw, font = ImageDraw.Draw(page), ImageFont.load_default(13)
     for i in range(5):
-        x, y = 45 + width * i / 4, 10 + height * (1 - i / 4)
-        draw.line((45, y, 45 + width, y), "#dddddd")
-        draw.text((38, y), f"{top * i / 4:g}", "black", font, anchor="rm")
+        x, y = 60 + width * i / 4, 10 + height * (1 - i / 4)
+        draw.line((60, y, 60 + width, y), "#dddddd")
+        draw.text((53, y), f"{top * i / 4:.3g}", "black", font, anchor="rm")
         draw.text((x, height + 16), f"{last * i / 4:g}", "black", font, anchor="ma")
-    for key, colour in zip(names, CLASS_COLOURS):
-        points = [(record["step"] / last, record[key] / top) for record in records]
-        draw.line([(45 + width * x, 10 + height * (1 - y)) for x, y in points], colour, 3)
-    legend = zip([Image.new("RGB", (120, 14), c) for c in CLASS_COLOURS], names.values())
+    for line, colour in zip(lines, itertools.cycle(LINE_COLOURS)):
+        points = [(60 + width * x / last, 10 + height * (1 - y / top)) for x, y in line]
+        if points:
+            draw.line(points, colour, 3)
+    return page
+
+
+def draw_charts(title, charts, names):
+    """charts: {heading: lines}; names: of the lines, for the legend."""
+    keys = (Image.new("RGB", (120, 14), colour) for colour in itertools.cycle(LINE_COLOURS))
+    cells = [(chart(lines), heading) for heading, lines in charts.items()]
+    rows = [("", two) for two in chunks(cells, 2)]
+    return sheet(title, [("", [(key, name) for name, key in zip(names, keys)]), *rows])
+
+
+def curve(records, key):
+    """The log's finite values of a key by steps; one that may be negative starts at 0."""
+    points = [(record["step"], record[key]) for record in records if key in record]
+    return [(step, max(0, y)) for step, y in points if math.isfinite(y)]
+
+
+def draw_entropies(run):
+    """How the entropies of A and B went in training (BAM, Fig. 3), from the run's log."""
+    names = {"entropy_a": "A", "entropy_b": "B, its target", "chance_loss": "uniform rows"}
+    lines = [curve(read_log(run), key) for key in names]
+    if len(lines[0]) < 2:
+        return None
     title = "BAM: mean entropy of the rows of A and of its target B, in nats, by step"
-    return sheet(title, [("", list(legend)), ("", [(page, "")])])
+    return draw_charts(title, {"": lines}, names.values())
+
+
+def draw_curves(runs):
+    """Loss, learning rate, norm of the gradient and speed by steps, from logs. The loss of a model
+    that guesses is that of the first run."""
+    logs = [read_log(run) for run in runs]
+    names = [f"{name}{Path(run).name}" for run, name in runs.items()]
+    if min(map(len, logs)) < 2:
+        return None
+    keys = {"loss": "loss", "learning rate": "lr", "norm of the gradient": "grad_norm",
+            "images a second": "images_per_s"}
+    charts = {heading: [curve(log, key) for log in logs] for heading, key in keys.items()}
+    charts["loss"].append(curve(logs[0], "chance_loss"))
+    return draw_charts("The training, by steps", charts, [*names, "loss of a guess"])
+
+
+def draw_log(run):
+    """{path: picture} of what the run's log shows."""
+    return {Path(run, "entropies.png"): draw_entropies(run),
+            Path(run, "curves.png"): draw_curves({run: ""})}
 
 
 PICTURES = {
@@ -1401,38 +1492,49 @@ def check(options, data, has_text):
     return usable
 
 
-def evaluate(embed, data, options):
-    """Run options.tasks, or the default tasks of the model -> {metric: float}."""
-    usable, result = check(options, data, embed.tokenizer is not None), {}
-    kinds = ["text" if embed.tokenizer else "images"]
+def measure(embed, data, options):
+    """Run options.tasks, or the default tasks of the model -> {task: ({metric: float}, number of
+    samples, None where it is not known)}."""
+    usable, results = check(options, data, embed.tokenizer is not None), {}
+    kinds = ["text"] if embed.tokenizer else ["images"] + ["world"] * data.has_splits
     if embed.model.encode_words:
         kinds.append("words")
     for name in usable:
         asked = name in options.tasks if options.tasks else TASKS[name].default in kinds
         if asked and TASKS[name].suits(embed.model):
-            result |= TASKS[name].run(embed, data, options)
-    return {key: number(value) for key, value in result.items()}
+            found = TASKS[name].run(embed, data, options)
+            lengths = [len(x) for x in found.values() if torch.is_tensor(x) and x.ndim]
+            n = found.get(f"{name}/images", max(lengths, default=None))
+            n = found.pop(f"{name}/samples", n)
+            results[name] = {key: number(value) for key, value in found.items()}, n
+    return results
+
+
+def figures(results):
+    """What `measure` returns -> {metric: float}."""
+    return {key: value for found, _ in results.values() for key, value in found.items()}
+
+
+def evaluate(embed, data, options):
+    return figures(measure(embed, data, options))
 
 
 def report(embed, data, options, run):
     """Evaluate, print a table, write RUN/eval.json and draw pictures -> {metric: float}."""
     torch.backends.cudnn.allow_tf32 = False
-    result = evaluate(embed, data, options)
-    path, record = result_file(options, run)
+    results = measure(embed, data, options)
+    result = figures(results)
+    path = Path(run, options.file_name + ".json")
     if data.named:
-        record["class_names"] = data.named.source
-        record["templates"] = data.named.templates
         print(f"Class names: {data.named.source}. First prompt: {data.named.prompts[0]!r}")
-    width = max(map(len, result), default=0)
-    for name, value in result.items():
-        exact = not isinstance(value, float) or 0 < abs(value) <= 1e-4
-        print(f"  {name:{width}}  {value if exact else f'{value:.4f}'}")
+    print_table(results, chance_levels(result, data), options)
     if embed.unknown_tokens > 0.1 * embed.tokens:
         fraction = embed.unknown_tokens / embed.tokens
         print(f"{fraction:.0%} of the texts' tokens are [UNK], words that the run's vocabulary "
               f"lacks: train on captions with them, or with --vocab.")
     if result:
-        path.write_text(json.dumps(record | result, indent=2) + "\n")
+        samples = {task: n for task, (_, n) in results.items()}
+        write_results(path, result, settings_of(embed, data, options), samples)
     last = options.checkpoint == "last.pt"
     drawn = draw_pictures(embed, data, options, path) if last else {}
     if not result and not drawn:
@@ -1441,20 +1543,64 @@ def report(embed, data, options, run):
     return result
 
 
-def result_file(options, run):
-    """The path of the results, and what stands there already, of other tasks: RUN/eval.json, of
-    other data eval-DATA-SPLIT.json, of an earlier checkpoint eval-CHECKPOINT.json."""
-    earlier = f"-{Path(options.checkpoint).stem}" if options.checkpoint != "last.pt" else ""
-    record = {"data": options.data, "split": options.split}
-    if options.select:
-        record["select"] = options.select
-    path = Path(run, f"eval{earlier}.json")
-    old = json.loads(path.read_text()) if path.exists() else record
-    if record.items() <= old.items():
-        return path, old
-    name = f"eval{earlier}-{file_name(options.data)}-{options.split}"
-    name += f"-select-{file_name(options.select)}" if options.select else ""
-    return Path(run, f"{name}.json"), record
+def chance_levels(result, data):
+    """{metric: the figure of a model that guesses}, where it is known."""
+    chance = {"winoground/text": 1 / 4, "winoground/image": 1 / 4, "winoground/group": 1 / 6}
+    chance |= {key: 1 / 2 for key in result if key.startswith("negatives")}
+    for way, (_, names) in (data.groups or {}).items():
+        tasks = ("zeroshot", "textfree/zeroshot", "knn", "linear")
+        chance |= {f"{task}{way}": 1 / len(names) for task in tasks}
+    if one := result.get("zeroshot/chance"):
+        chance |= {"zeroshot/acc5": 5 * one, "zeroshot/mean_per_class_recall": one,
+                   "zeroshot/heldout_pairs": one}
+    if images := result.get("retrieval/images"):
+        chance |= {f"t2i/R@{k}": min(1, k / images) for k in (1, 5, 10)}
+        chance["i2t/R@1"] = 1 / images
+    return chance | {key.removesuffix("_chance"): value for key, value in result.items()
+                     if key.endswith("_chance")}
+
+
+def print_table(results, chance, options):
+    """A group for each task: on what and how many, then its figures and their chance levels."""
+    width = max(map(len, figures(results)), default=0)
+    for task, (found, n) in results.items():
+        samples = f", {n:,} samples" if n else ""
+        print(f"{task} on {options.data}{samples}:")
+        shown = {key: x for key, x in found.items() if not key.endswith(("/images", "chance"))}
+        for key, value in shown.items():
+            exact = not isinstance(value, float) or 0 < abs(value) <= 1e-4
+            value = value if exact else f"{value:.4f}"
+            level = f"  chance {chance[key]:.4f}" if key in chance else ""
+            print(f"  {key:{width}}  {value}{level}")
+
+
+def settings_of(embed, data, options):
+    """What figures depend on: flags, or their defaults, and what was found."""
+    names = ("data", "image_root", "split", "limit", "train_data", "train_limit", "probe",
+             "probe_epochs", "select", "checkpoint")
+    settings = {name: vars(options)[name] for name in names}
+    settings["step"] = embed.step
+    if data.named:
+        settings |= {"class_names": data.named.source, "templates": data.named.templates}
+    return settings
+
+
+def write_results(path, result, settings, samples):
+    """Add figures to those of the same settings in the file. Others, of an earlier step or of a
+    version that wrote no settings, move to FILE-1.json, FILE-2.json, ..."""
+    old = json.loads(path.read_text()) if path.exists() else {}
+    before = old.pop("settings", {})
+    known = settings.keys() & before.keys()  # tasks without class names have none
+    if old and (not before or any(before[name] != settings[name] for name in known)):
+        places = (path.with_name(f"{path.stem}-{i}.json") for i in itertools.count(1))
+        place = next(place for place in places if not place.exists())
+        path.rename(place)
+        print(f"The figures of {path}, of other settings, are now in {place}.")
+        old, before = {}, {}
+    samples = before.get("samples", {}) | samples
+    record = {"settings": before | settings | {"samples": samples}} | old | result
+    with common.replacing(path) as file:
+        file.write(json.dumps(record, indent=2).encode() + b"\n")
 
 
 def file_name(spec):
@@ -1467,7 +1613,7 @@ def draw_pictures(embed, data, options, path):
     """Draw what --task names, or all that data and model serve, beside the results."""
     prefix, pages = path.stem.removeprefix("eval").removeprefix("-"), {}
     if not prefix and not options.tasks:
-        pages[path.with_name("entropies.png")] = draw_entropies(path.parent)
+        pages |= draw_log(path.parent)
     for name, picture in PICTURES.items():
         asked = not options.tasks or name in options.tasks
         if asked and picture.fits(data) and picture.suits(embed.model):
@@ -1480,39 +1626,86 @@ def save_pictures(pages):
     pages = {path: page for path, page in pages.items() if page}
     for path, page in pages.items():
         page.save(path)
+        if page.info.get("undrawn"):
+            lines = "\n".join(page.info["undrawn"]) + "\n"
+            path.with_suffix(".txt").write_text(lines, encoding="utf-8")
     if pages:
         print("pictures: " + ", ".join(map(str, pages)))
     return pages
 
 
+def write_encodings(embed, options):
+    """Encode the images of a SPEC: OUT.npy, (n, E) in fp32, and OUT.txt, a name in each line."""
+    spec, size = options.data, embed.image_size
+    if shard_splits(spec):
+        spec = ShardSet(spec, options, size).shards.name
+    source = common.open_data(spec, options.image_root, options.split, size, captions=False)
+    if isinstance(source, common.World):
+        scenes = WorldSet(source, options.split).documents()
+        pairs = ((image, name) for image, (name, _) in scenes)
+    elif isinstance(source, common.CaptionTable):
+        pairs = zip(source.paths, source.paths)
+    else:  # shards, or a mixture
+        pairs = source.files(0, 1)
+    x, names = embed.encoded(itertools.islice(pairs, options.limit), embed.model.encode_image)
+    path = Path(options.embed).with_suffix(".txt")
+    with common.writing(options.embed):
+        np.save(options.embed, x.numpy())
+        path.write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
+    print(f"{options.embed}: {len(x)} images, {x.shape[1]} numbers each; {path}: their names")
+
+
+class DenseIndex:
+    """Encodings of images, searched one by one: what stair.InvertedIndex is for other models."""
+
+    def __init__(self, similarity):
+        self.similarity, self.names, self.parts = similarity, [], []
+
+    def add(self, names, encodings):
+        self.names += names
+        self.parts.append(encodings)
+
+    def search(self, query, k):
+        """Encoding of a caption -> the k best [(name, score), ...]."""
+        scores = torch.cat([self.similarity(x, query[None])[:, 0] for x in self.parts])
+        best = scores.topk(min(k, len(scores)))
+        return [(self.names[i], score) for score, i in zip(*map(torch.Tensor.tolist, best))]
+
+
 def search(embed, data, options, run):
-    """Index images (STAIR, App. D), answer --query, and show what is found: RUN/index.pt,
-    index.jsonl for other engines, search.png; of other data RUN/DATA-index.pt and so on."""
-    if not embed.model.encode_words:
-        raise UserError("--query needs a run of --method stair: other encodings have no words.")
+    """Index images, answer --query, and show what is found: RUN/search.png; of STAIR (App. D) also
+    RUN/index.pt and index.jsonl for other engines; of other data RUN/DATA-search.png and so on."""
+    if not embed.tokenizer:
+        raise UserError("--query needs a model with a text tower: others encode images alone.")
     if data.documents is None:
         raise UserError(f"--query searches shapes, captioned images or class folders; "
                         f"{options.data} is something else.")
-    index, images, captions, words_of = stair.InvertedIndex(embed.tokenizer.vocab), {}, {}, {}
+    has_words, images, captions, words_of = bool(embed.model.encode_words), {}, {}, {}
+    index = DenseIndex(embed.similarity)
+    if has_words:
+        index = stair.InvertedIndex(embed.tokenizer.vocab)
     for query in options.queries:  # wrong ones are found before all images are encoded
         try:
             if not query.strip():
                 raise ValueError("it has no word to rank by.")
-            boolean = stair.is_boolean(query)
+            boolean = has_words and stair.is_boolean(query)
             words_of[query] = index.positive_words(query) if boolean else []
         except ValueError as error:
             raise UserError(f"--query {query!r}: {error}") from None
     for part in tqdm(chunks(data.documents(), 1000), "images in thousands"):
-        encodings, values = embed.encoded(part, embed.model.image_encoding)
-        index.add([name for name, _ in values], word_columns(embed, encodings))
+        encodings, values = embed.encoded(part, embed.model.image_encoding if has_words else None)
+        if has_words:
+            encodings = word_columns(embed, encodings)
+        index.add([name for name, _ in values], encodings)
         images |= {name: image for image, (name, _) in part}
         captions |= dict(values)
     prefix = "" if options.is_default_data else file_name(options.data) + "-"
-    last = options.checkpoint == "last.pt"
-    path = Path(run, prefix + ("index.pt" if last else f"index-{options.checkpoint}"))
-    index.save(path)
-    index.export(path.with_suffix(".jsonl"), contents=captions)
-    print(f"{len(index)} images in {path} and {path.with_suffix('.jsonl')}")
+    if has_words:
+        last = options.checkpoint == "last.pt"
+        path = Path(run, prefix + ("index.pt" if last else f"index-{options.checkpoint}"))
+        index.save(path)
+        index.export(path.with_suffix(".jsonl"), contents=captions)
+        print(f"{len(index)} images in {path} and {path.with_suffix('.jsonl')}")
     rows = []
     for query, words in words_of.items():
         for heading, found in answers(embed, index, query, words).items():
@@ -1521,7 +1714,7 @@ def search(embed, data, options, run):
             pairs = readable([(images[name], score) for name, score in found], embed.read)
             cells = [(to_picture(image), f"{score:.2f}") for image, score in pairs]
             rows.append((heading if cells else f"{heading}: nothing", cells))
-    title = "STAIR: what queries find. Scores are cosines; of boolean queries sums of weights."
+    title = "What queries find. Scores are cosines; of boolean queries sums of weights."
     save_pictures({Path(run, f"{prefix}search.png"): sheet(title, rows)})
 
 
@@ -1531,10 +1724,13 @@ def answers(embed, index, query, words):
     if words:
         return {query: index.search(dict.fromkeys(words, 1.0), 8, where=query)}
     found, unknown = {}, embed.unknown_tokens
-    for way, encode in (("text tower", embed.model.encode_text),
-                        ("words alone", embed.model.encode_words)):
-        x = word_columns(embed, embed.texts([query], encode))[0]
-        found[f"{query} ({way})"] = index.search(x, 8, cosine=True)
+    if not embed.model.encode_words:
+        found[query] = index.search(embed.texts([query])[0], 8)
+    else:
+        for way, encode in (("text tower", embed.model.encode_text),
+                            ("words alone", embed.model.encode_words)):
+            x = word_columns(embed, embed.texts([query], encode))[0]
+            found[f"{query} ({way})"] = index.search(x, 8, cosine=True)
     if embed.unknown_tokens > unknown:
         print(f"{query}: the vocabulary does not know all of its words.")
     return found
@@ -1550,7 +1746,12 @@ def embedder(model, tokenizer, args, device):
 
 
 def load_run(run, device="cpu", checkpoint="last.pt"):
-    """A run's directory -> (Embedder, settings). Raises UserError if it holds no run."""
+    """A run's directory -> (Embedder, settings). Raises UserError if it holds no run.
+
+        model, args = eval.load_run("runs/sparc")
+        x = model.images(["a.jpg", Image.open("b.jpg")])  # (2, E), normalised
+        t = model.texts(["a cat"])                        # (1, E); scores: model.similarity(x, t)
+    """
     config = common.read_config(run)
     method = METHODS.get(config.get("method"))
     if method is None:
@@ -1566,15 +1767,23 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
                         f"says {args.method}.")
     common.restore_model(model, state["model"], f"{run}/{checkpoint}", "config.json and vocab.txt "
                          "beside it must be those that its run wrote")
-    return embedder(model.to(device), tokenizer, args, device), args
+    embed = embedder(model.to(device), tokenizer, args, device)
+    embed.step = state.get("step")
+    return embed, args
 
 
 def options_for(args, **changes):
-    """What `python eval.py RUN` uses for a run with settings `args`; changes: of its flags."""
+    """What `python eval.py RUN` and the end of a training use for a run with settings `args`:
+    1,000 images of files; of --data all. changes: of the flags of eval.py."""
     options = vars(build_parser().parse_args(["RUN"]))
     options = argparse.Namespace(**options | {"image_size": args.image_size} | changes)
     default_data = args.eval_data or args.data
     options.is_default_data = options.data in (None, default_data)
+    options.file_name = result_name(options, default_data)
+    evaluates = not options.queries and not options.embed
+    if options.data is None and evaluates and common.parse_spec(default_data)[0] != "shapes":
+        options.limit = options.limit or 1000
+        options.train_limit = options.train_limit or 20_000
     if options.data is None:
         options.data = default_data
         own = args.eval_data and vars(args).get("eval_image_root")  # old runs have none
@@ -1587,7 +1796,7 @@ def options_for(args, **changes):
     if options.split and default_split(options.data) == "all":
         raise UserError(f"--split {options.split}: {options.data} has no splits.")
     options.split = options.split or default_split(options.data)
-    options.workers = args.workers
+    options.workers = args.workers if options.workers is None else options.workers
     options.templates = read_templates(options.templates)
     if options.nouns_adjectives:
         lines = common.read_lines(options.nouns_adjectives, "--nouns-adjectives")
@@ -1595,6 +1804,24 @@ def options_for(args, **changes):
     options.probe = options.probe or vars(args).get("probe", "adamw")  # old runs have none
     options.probe_epochs = options.probe_epochs or vars(args).get("probe_epochs")
     return options
+
+
+def result_name(options, default_data):
+    """The results' file without .json: eval, of other data or another split eval-DATA-SPLIT, of an
+    earlier checkpoint eval-CHECKPOINT; flags that change figures follow, as -limit-100."""
+    name = "eval"
+    if options.checkpoint != "last.pt":
+        name += f"-{Path(options.checkpoint).stem}"
+    data = options.data or default_data
+    split = options.split or default_split(data)
+    own = options.data is None or data == default_data and common.parse_spec(data)[0] == "shapes"
+    if not own or split != default_split(data):
+        name += f"-{file_name(data)}-{split}"
+    for flag in ("select", "limit", "train_data", "train_limit", "probe", "probe_epochs",
+                 "templates", "classes"):
+        if value := vars(options)[flag]:
+            name += f"-{flag.replace('_', '-')}-{file_name(str(value))[:60]}"
+    return name
 
 
 def read_templates(given):
@@ -1630,7 +1857,8 @@ def differences(configs):
 def compare(names, results):
     """Print a table: a column for each name, a row for each metric that all runs have; mean and
     standard deviation over the runs of a name."""
-    metrics = [key for key in results[0] if all(key in result for result in results)]
+    shared = [key for key in results[0] if all(key in result for result in results)]
+    metrics = [key for key in shared if not key.endswith("/images")]
     if not metrics:
         return print("These runs have no metric in common.")
     columns = collections.defaultdict(list)
@@ -1671,10 +1899,15 @@ def build_parser():
     add("--task", dest="tasks", type=lambda names: names.split(","), metavar="NAMES",
         help=f"tasks {', '.join(TASKS)}; pictures {', '.join(PICTURES)}; comma-separated "
              "(default: all pictures, and the tasks that TASKS marks for such a model)")
+    add("--embed", metavar="OUT.npy", help="write the encodings (n, E) of the images of --data, "
+                                           "and OUT.txt with their names; evaluate nothing")
+    add("--workers", type=int, help="threads that read images (default: the run's)")
+    add("--batch", type=int, default=256, help="images or captions that are encoded at a time")
+    add("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
     add("--checkpoint", default="last.pt", help="weights: last.pt, stage-1.pt of STAIR's runs")
     add("--query", dest="queries", nargs="+", metavar="QUERY",
-        help="index the images of --data and search them (STAIR) for captions, or for words with "
-             "AND, OR, NOT and parentheses; evaluate nothing")
+        help="search the images of --data for captions; of STAIR, by an index, also for words "
+             "with AND, OR, NOT and parentheses; evaluate nothing")
     add("--data", nargs="+", metavar="SPEC",
         help="as of train.py, a directory in the layout of CLIP_benchmark's webdatasets, Pascal "
              "VOC, Winoground, or of SugarCrepe's JSON files; of several also a table (default: "
@@ -1682,8 +1915,9 @@ def build_parser():
     add("--image-root", help="directory that the file names of --data are relative to")
     add("--split", help="of the world, Karpathy's JSON, CLIP_benchmark's sets (default: test) or "
                         "VOC (default: val)")
-    add("--limit", type=int, help="use LIMIT images of files, of class folders and "
-                                  "CLIP_benchmark's sets random ones")
+    add("--limit", type=int, help="use LIMIT samples for each task, of class folders and "
+                                  "CLIP_benchmark's sets random ones (default: 1,000 of the run's "
+                                  "own files, as at the end of its training, and all of --data)")
     add("--templates", nargs="+", help="zero-shot prompts with {} for NAME or {a} for 'a NAME', or "
                                        "files of them, one a line")
     add("--classes", help="file with the names of classes, one a line, in the order of folders or "
@@ -1702,12 +1936,22 @@ def build_parser():
     return parser
 
 
+def describe(options):
+    """What is evaluated, in words."""
+    most = f", {options.limit:,} samples at most" if options.limit else ""
+    return f"{options.data}, split {options.split}{most}"
+
+
 def check_flags(options):
     """Raise UserError for flags that cannot be used."""
     unknown = set(options.tasks or []) - {*TASKS, *PICTURES}
     if unknown:
         raise UserError(f"There is no task {', '.join(unknown)}; there are {', '.join(TASKS)}.")
-    for name in ("limit", "train_limit", "probe_epochs"):
+    if options.embed and (len(options.runs) > 1 or len(options.data or []) > 1):
+        raise UserError(f"--embed {options.embed} is one file: give one run and one --data.")
+    if options.embed and not options.embed.endswith(".npy"):
+        raise UserError(f"--embed {options.embed} must end with .npy.")
+    for name in ("limit", "train_limit", "probe_epochs", "batch"):
         value = vars(options)[name]
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1.")
@@ -1735,14 +1979,23 @@ def open_sets(embed, args, options):
 def main(argv=None):
     options = build_parser().parse_args(argv)
     check_flags(options)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from None
     results, embedders, specs = [], [], set()
     for run in options.runs:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         embed, args = load_run(run, device, options.checkpoint)
+        embed.chunk = options.batch
+        embed.workers = embed.workers if options.workers is None else options.workers
+        if options.embed:
+            spec = (options.data or [None])[0]
+            return write_encodings(embed, options_for(args, **vars(options) | {"data": spec}))
         embedders.append(embed)
         results.append({})
         for chosen, data in open_sets(embed, args, options):
-            print(f"{run} on {chosen.data}, split {chosen.split}:")
+            print(f"{run} on {describe(chosen)}:")
             if options.queries:
                 search(embed, data, chosen, run)
                 continue
@@ -1751,8 +2004,11 @@ def main(argv=None):
             specs.add((chosen.data, embed.image_size))
         if len(results[-1]) > 1:
             summarize(results[-1])
-    if len(results) > 1 and specs:
+    if len(results) > 1:
         names = differences([common.read_config(run) for run in options.runs])
+        overlaid = draw_curves({run: f"{name}: " for run, name in zip(options.runs, names)})
+        save_pictures({Path(options.runs[0], "comparison-curves.png"): overlaid})
+    if len(results) > 1 and specs:
         for of_runs in zip(*[result.items() for result in results]):
             if len(results[0]) > 1:
                 print(f"{of_runs[0][0]}:")

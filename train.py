@@ -511,9 +511,7 @@ def open_data(args, method):
     if common.World.layout in data.layout and method.box_refreshes(args) and not args.dry_run:
         raise UserError("The world draws each image once, boxes need images that come again: "
                         "give --no-contrastive-crop or other data.")
-    options = evaluation.options_for(args, limit=1000, train_limit=20_000)
-    if args.eval_data and not with_text:
-        options.tasks = ["knn"]  # a linear probe takes long
+    options = evaluation.options_for(args)
     watched = argparse.Namespace(**vars(options), every=args.eval_every or args.knn_every)
     if not (with_text and args.eval_every):
         watched.tasks = ["knn"]
@@ -939,10 +937,10 @@ def finish(args, embed, eval_data, options, at):
         check_evaluation(options, eval_data, with_text)
     except UserError as error:
         print(f"No evaluation: {error}")
-        page = evaluation.draw_entropies(args.out)  # it needs the log alone
-        return evaluation.save_pictures({Path(args.out, "entropies.png"): page})
-    print(f"Evaluation on {options.data}, split {options.split}, in fp32:")
+        return evaluation.save_pictures(evaluation.draw_log(args.out))
+    print(f"Evaluation on {evaluation.describe(options)}, in fp32:")
     embed.model.eval()
+    embed.step = at.step
     evaluation.report(embed, eval_data, options, args.out)
 
 

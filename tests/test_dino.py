@@ -303,7 +303,7 @@ def test_class_folders_and_labelled_shards_serve_knn(tmp_path, capsys):
                 "--out", str(run)])
     assert json.loads((run / "eval.json").read_text())["knn"] == 1
     (test / "red").rename(test / "bat")  # sorted before blue: the labels mean other folders now
-    knn = [str(run), "--data", str(test), "--task", "knn"]
+    knn = [str(run), "--task", "knn"]
     evaluation.main(knn)
     assert json.loads((run / "eval.json").read_text())["knn"] == 0
     train.main([*flags, "--data", str(test), "--out", str(tmp_path / "folders")])

@@ -450,11 +450,12 @@ def test_the_results_say_where_names_come_from_and_the_first_prompt_is_printed(r
     argv = [str(run), "--task", "zeroshot", "--data", str(tmp_path / "data")]
     evaluation.main(argv)
     written = json.loads(next(run.glob("eval-*.json")).read_text())
-    assert written["class_names"] == "folders" and "zeroshot/mean_per_class_recall" in written
+    assert written["settings"]["class_names"] == "folders"
+    assert "zeroshot/mean_per_class_recall" in written
     assert "First prompt: 'a photo of a blue.'" in capsys.readouterr().out
     evaluation.main([*argv, "--classes", str(tmp_path / "names.txt"), "--templates", "{}!"])
-    written = json.loads(next(run.glob("eval-*.json")).read_text())
-    assert written["class_names"] == str(tmp_path / "names.txt")
+    written = json.loads(next(run.glob("eval-*-classes-*.json")).read_text())
+    assert written["settings"]["class_names"] == str(tmp_path / "names.txt")
     assert "First prompt: 'sky!'" in capsys.readouterr().out
 
 
@@ -495,7 +496,7 @@ def test_knn_and_linear_probe_on_class_folders(tmp_path):
     for part in ("train", "test"):
         make_folders(tmp_path / part)
     data, options = opened(tmp_path / "test", train_data=str(tmp_path / "train"))
-    assert evaluation.knn(embedder(), data, options) == {"knn": 1.0}
+    assert evaluation.knn(embedder(), data, options) == {"knn": 1.0, "knn/samples": 6}
     assert evaluation.linear(embedder(), data, options)["linear"].all()
     for itself in (None, f"{tmp_path}/test/", f"{tmp_path}/test:classes=names.txt"):
         with pytest.raises(common.UserError, match="need --train-data"):
@@ -632,7 +633,7 @@ def test_negatives_on_sugarcrepe_files(tmp_path):
         (tmp_path / f"{kind}.json").write_text(json.dumps({"7": item}))
     result = evaluation.negatives(embedder(), *opened(tmp_path, image_root=str(tmp_path)))
     assert result == {"negatives/swap_att": 1, "negatives/add_obj": 0,  # equal scores are wrong
-                      "negatives": 0.5}
+                      "negatives": 0.5, "negatives/samples": 2}
 
 
 def test_slots_are_selected_and_masks_trained_on_files(tmp_path):
@@ -763,7 +764,7 @@ def test_clusters_and_probes_of_a_run(run_of, tmp_path):
     run = shutil.copytree(run_of("bam"), tmp_path / "run")
     flags = ["--task", "clusters,linear,heads", "--probe", "sgd", "--probe-epochs", "2"]
     evaluation.main([str(run), *flags])
-    result = json.loads((run / "eval.json").read_text())
+    result = json.loads((run / "eval-probe-sgd-probe-epochs-2.json").read_text())
     assert result["linear/lr"] in evaluation.RATES
     assert {"clusters/10/nmi", "clusters/shape/8/nmi", "linear/lr"} <= result.keys()
     assert all(-0.1 < result[key] <= 1 for key in result if key.startswith("clusters"))
@@ -806,7 +807,7 @@ def test_main_names_what_is_missing(run_of, tmp_path):
             ([run_of("sparc"), "--limit", "0"], "--limit 0 must be at least 1"),
             ([run_of("sparc"), "--templates", "a photo"], "'a photo' is no file of templates"),
             ([run_of("sparc"), "--probe-epochs", "0"], "--probe-epochs 0 must be at least 1"),
-            ([run_of("sparc"), "--query", "red"], "needs a run of --method stair"),
+            ([run_of("bam"), "--query", "red"], "--query needs a model with a text tower"),
             ([run_of("sparc"), "--task", "slots"], "nothing to evaluate in slots")):
         with pytest.raises(common.UserError, match=message):
             evaluation.main(list(map(str, argv)))

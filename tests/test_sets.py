@@ -80,8 +80,8 @@ def test_the_results_say_where_names_and_prompts_come_from(run_of, tmp_path):
     run, spec = shutil.copytree(run_of("sparc"), tmp_path / "run"), write_labelled(tmp_path / "w")
     evaluation.main([str(run), "--task", "zeroshot", "--data", spec])
     written = json.loads(next(run.glob("eval-*-test.json")).read_text())
-    assert written["class_names"] == f"{spec}/classnames.txt"
-    assert written["templates"] == ["a {c}.", "the {c}"]
+    assert written["settings"]["class_names"] == f"{spec}/classnames.txt"
+    assert written["settings"]["templates"] == ["a {c}.", "the {c}"]
 
 
 def test_folders_and_the_same_images_in_class_folders_have_the_same_results(run_of, tmp_path):
@@ -206,7 +206,7 @@ def test_a_folder_names_what_is_wrong(tmp_path):
     problem("--data .*nshards.txt cannot be read: .*No such file")
     write_labelled(tmp_path / "t")
     (tmp_path / "t" / "zeroshot_classification_templates.txt").write_text("a photo\n")
-    with pytest.raises(common.UserError, match="'a photo' is no file of templates and no template"):
+    with pytest.raises(common.UserError, match="'a photo' is no file of templates, one a line, and no"):
         opened(tmp_path / "t")[0].classes
 
 

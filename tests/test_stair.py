@@ -377,7 +377,7 @@ def test_a_run_is_read_and_searched(tmp_path, run_of, capsys):
     assert found["words/top10"] <= found["words/top100"] <= 1
     evaluation.main([str(run), "--task", "sparsity", "--checkpoint", "stage-1.pt"])
     stage_1 = json.loads((run / "eval-stage-1.json").read_text())
-    assert set(stage_1) == {"data", "split", "active/image", "active/text"}
+    assert set(stage_1) == {"settings", "active/image", "active/text"}
     assert json.loads((run / "eval.json").read_text()) == found
     capsys.readouterr()
     evaluation.main([str(run), "--query", "a red circle", "Red AND NOT blue"])

@@ -1,0 +1,274 @@
+"""What eval.py leaves behind: figures and their settings, the table, encodings, curves."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import common
+import eval as evaluation
+import train
+from helpers import SMALL
+from test_eval import embedder, make_folders, make_voc_folder, opened
+from test_sets import write_labelled, write_winoground
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def read(run, name="eval.json"):
+    return json.loads((run / name).read_text())
+
+
+def make_table(root):
+    make_folders(root)
+    rows = [f"{colour}/{n}.png,a {colour} thing\n" for colour in ("red", "blue") for n in (0, 1)]
+    (root / "photos.csv").write_text("image,caption\n" + "".join(rows))
+    return str(root / "photos.csv")
+
+
+# eval.json ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sparc", "bam"])
+def test_the_end_of_a_training_equals_eval_py(run_of, tmp_path, name):
+    run = shutil.copytree(run_of(name), tmp_path / "run")
+    at_end = read(run)
+    (run / "eval.json").unlink()
+    evaluation.main([str(run)])
+    assert read(run) == at_end
+    settings = at_end.pop("settings")
+    assert settings["step"] == {"sparc": 6, "bam": 4}[name]
+    assert settings["data"] == "shapes:size=16,objects=2" and settings["checkpoint"] == "last.pt"
+    assert all(isinstance(value, (int, float)) for value in at_end.values())
+
+
+def test_the_end_of_a_training_on_files_equals_eval_py(tmp_path, capsys):
+    spec, run = make_table(tmp_path), tmp_path / "run"
+    train.main([*SMALL["sparc"], "--data", spec, "--image-size", "16", "--eval-data", spec,
+                "--batch", "4", "--out", str(run)])
+    at_end = read(run)
+    assert at_end["settings"]["limit"] == 1000 and at_end["settings"]["train_limit"] == 20_000
+    assert at_end["settings"]["samples"] == {"retrieval": 4}
+    capsys.readouterr()
+    evaluation.main([str(run)])
+    assert read(run) == at_end and len(list(run.glob("eval*"))) == 1
+    assert f"{run} on {spec}, split all, 1,000 samples at most:" in capsys.readouterr().out
+    evaluation.main([str(run), "--data", spec])  # all of it
+    args = evaluation.load_run(run)[1]
+    assert evaluation.options_for(args, embed="out.npy").limit is None  # it is no evaluation
+    other, = set(run.glob("eval*")) - {run / "eval.json"}
+    assert read(run, other.name)["settings"]["limit"] is None and read(run) == at_end
+
+
+def test_figures_of_other_settings_never_overwrite_or_join(run_of, tmp_path, capsys):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    before = read(run)
+    evaluation.main([str(run), "--task", "zeroshot", "--limit", "5"])
+    few = read(run, "eval-limit-5.json")
+    assert few["settings"] == before["settings"] | {"limit": 5, "samples": {"zeroshot": 5}}
+    assert "i2t/R@1" not in few
+    evaluation.main([str(run), "--task", "retrieval", "--limit", "5"])  # the same settings join
+    both = read(run, "eval-limit-5.json")
+    assert few["zeroshot"] == both["zeroshot"]
+    assert "i2t/R@1" in both and both["settings"]["samples"] == {"zeroshot": 5, "retrieval": 5}
+    assert read(run) == before
+
+
+@pytest.mark.parametrize("old", ["an earlier step", "a version without settings"])
+def test_figures_of_an_earlier_step_or_version_make_room(run_of, tmp_path, capsys, old):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    now = read(run)
+    stale = {"data": "shapes", "split": "test", "zeroshot": 2.0, "i2t/R@1": 3.0}
+    if old == "an earlier step":
+        stale = now | {"settings": now["settings"] | {"step": 2}, "zeroshot": 2.0}
+    (run / "eval.json").write_text(json.dumps(stale))
+    evaluation.main([str(run), "--task", "zeroshot"])
+    assert read(run, "eval-1.json") == stale and read(run)["zeroshot"] == now["zeroshot"]
+    assert "i2t/R@1" not in read(run) and "are now in" in capsys.readouterr().out
+    (run / "eval.json").write_text(json.dumps(stale))
+    evaluation.main([str(run), "--task", "zeroshot"])
+    assert read(run, "eval-2.json") == stale
+
+
+def test_flags_name_the_file():
+    args = evaluation.METHODS["bam"].Config()
+    vars(args).update(data="a.csv", eval_data="b/test", image_root=None, image_size=8, workers=0)
+    for flags, name in (
+            ({}, "eval"), ({"data": "b/test"}, "eval-b-test-all"), ({"limit": 7}, "eval-limit-7"),
+            ({"data": "c", "select": "d"}, "eval-c-all-select-d"),
+            ({"probe": "sgd", "train_data": "e/f"}, "eval-train-data-e-f-probe-sgd"),
+            ({"checkpoint": "stage-1.pt"}, "eval-stage-1")):
+        assert evaluation.options_for(args, **flags).file_name == name
+
+
+# --limit and the machine --------------------------------------------------------------------------
+
+
+def test_limit_means_the_same_for_every_kind_of_data(tmp_path):
+    make_folders(tmp_path / "folders")
+    make_voc_folder(tmp_path / "voc")
+    write_winoground(tmp_path / "winoground")
+    (tmp_path / "crepe").mkdir()
+    for kind in ("swap_att", "add_obj"):
+        item = {"caption": "red", "negative_caption": "blue"}
+        items = {n: item | {"filename": f"red/{n}.png"} for n in range(2)}
+        (tmp_path / "crepe" / f"{kind}.json").write_text(json.dumps(items))
+    table, shards = make_table(tmp_path / "table"), write_labelled(tmp_path / "shards")
+    members = {"shapes:size=16,objects=2": ["captioned", "negatives", "documents"],
+               table: ["captioned", "documents"], tmp_path / "crepe": ["negatives"]}
+    for spec, names in members.items():
+        for name in names:
+            assert len(list(getattr(opened(spec, limit=1)[0], name)())) == 1
+            assert len(list(getattr(opened(spec)[0], name)())) > 1
+    for spec in ("shapes:size=16", "shapes:size=16,objects=2", tmp_path / "folders", shards):
+        assert len(list(opened(spec, limit=3)[0].labelled("test"))) == 3
+    assert len(list(opened(tmp_path / "voc", limit=1)[0].maps("segmentation"))) == 1
+    assert len(list(opened("shapes:size=16,objects=2", limit=2)[0].maps("segmentation"))) == 2
+    for spec in ("shapes:size=16,objects=2", tmp_path / "winoground"):
+        assert len(list(opened(spec, limit=1)[0].winoground())) == 2  # both images of a sample
+    data = opened("shapes:size=16", limit=3, train_limit=9)[0]
+    assert len(list(data.labelled("train"))) == len(list(data.labelled("slots"))) == 9
+
+
+def test_workers_batch_and_device_are_flags(run_of, tmp_path, monkeypatch):
+    run, used = shutil.copytree(run_of("sparc"), tmp_path / "run"), []
+    report = evaluation.report
+    monkeypatch.setattr(evaluation, "report", lambda embed, data, options, run: used.append(
+        (embed.workers, embed.chunk, embed.device, options.workers)) or {})
+    evaluation.main([str(run), "--workers", "3", "--batch", "7", "--device", "cpu"])
+    assert used == [(3, 7, "cpu", 3)]
+    monkeypatch.setattr(evaluation, "report", report)
+    before = read(run)
+    evaluation.main([str(run), "--workers", "2", "--task", "retrieval,zeroshot"])
+    assert read(run) == before
+    for flags, message in ((["--batch", "0"], "--batch 0 must be at least 1"),
+                           (["--device", "gpu"], "--device gpu: ")):
+        with pytest.raises(common.UserError, match=message):
+            evaluation.main([str(run), *flags])
+
+
+@GPU
+def test_neighbours_probes_and_clusters_run_on_the_gpu():
+    x, labels = torch.randn(300, 8), torch.randint(5, (300,))
+    x[torch.arange(300), labels] += 3
+    found = []
+    for device in ("cpu", "cuda"):
+        a, b = x.to(device), labels.to(device)
+        head, _ = evaluation.adamw_probe(a[:200], b[:200], epochs=2)
+        epoch = lambda: zip(x[:200].split(50), labels[:200].split(50))
+        other, _ = evaluation.sgd_probe(epoch, a[200:], b[200:], 5, epochs=3)
+        assert next(head.parameters()).device.type == next(other.parameters()).device.type == device
+        ids = evaluation.k_means(a, 5, torch.Generator().manual_seed(0))
+        assert ids.device.type == device
+        scores = [evaluation.knn_accuracy(a[:200], b[:200], a[200:], b[200:]),
+                  evaluation.accuracy(head, a[200:], b[200:]),
+                  evaluation.accuracy(other, a[200:], b[200:]), evaluation.nmi(labels, ids.cpu())]
+        found.append(torch.tensor(scores))
+    torch.testing.assert_close(*found, atol=0.03, rtol=0)
+
+
+# The table ----------------------------------------------------------------------------------------
+
+
+def test_the_table_has_groups_with_data_samples_and_chance_levels(run_of, tmp_path, capsys):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    evaluation.main([str(run), "--task", "zeroshot,retrieval,negatives,winoground"])
+    lines = capsys.readouterr().out.splitlines()
+    spec = "shapes:size=16,objects=2"
+    heads = [line for line in lines if line.endswith("samples:")]
+    assert heads[:2] == [f"zeroshot on {spec}, 24 samples:", f"retrieval on {spec}, 12 samples:"]
+    shown = {line.split()[0]: line.split()[-1] for line in lines if " chance " in line}
+    assert {
+        "zeroshot": "0.0156", "zeroshot/colour": "0.1250", "zeroshot/acc5": "0.0781",
+        "i2t/R@1": "0.0833", "t2i/R@10": "0.8333", "negatives/swap_att": "0.5000",
+        "winoground/group": "0.1667"}.items() <= shown.items()
+
+
+# Inference ----------------------------------------------------------------------------------------
+
+
+def test_inference_in_three_lines(run_of, tmp_path):
+    make_folders(tmp_path)
+    files = [tmp_path / "red" / "0.png", str(tmp_path / "blue" / "0.png")]
+    model, args = evaluation.load_run(run_of("sparc"))
+    x = model.images(files)
+    t = model.texts(["a red circle", "a blue ring"])
+    assert model.similarity(x, t).shape == (2, 2) and args.method == "sparc"
+    opened = [Image.open(file).convert("P") for file in files]
+    torch.testing.assert_close(model.images(opened), x)
+    torch.testing.assert_close(x.norm(dim=1), torch.ones(2))
+
+
+def test_embed_writes_encodings_and_names(run_of, tmp_path, capsys):
+    table, out = make_table(tmp_path), tmp_path / "out.npy"
+    shards = write_labelled(tmp_path / "shards")
+    images = [str(tmp_path / colour / f"{n}.png") for colour in ("red", "blue") for n in (0, 1)]
+    for part in ("red", "green", "blue"):
+        shutil.copytree(tmp_path / part, tmp_path / "classes" / part)
+    for name, spec, names in (
+            ("sparc", table, images), ("bam", table, images),
+            ("sparc", tmp_path / "classes", None),
+            ("bam", f"{shards}/test/{{0..1}}.tar", None), ("sparc", shards, None)):
+        evaluation.main([str(run_of(name)), "--data", str(spec), "--embed", str(out)])
+        x, lines = np.load(out), (tmp_path / "out.txt").read_text().splitlines()
+        assert x.dtype == np.float32 and len(x) == len(lines) == (4 if names else 6)
+        if names:
+            assert lines == names
+            model = evaluation.load_run(run_of(name))[0]
+            np.testing.assert_allclose(x, model.images(lines, model.model.encode_image), atol=1e-6)
+    assert all(line.partition(":")[2] for line in lines)  # shard:key
+    evaluation.main([str(run_of("sparc")), "--embed", str(out), "--limit", "5"])
+    assert len(np.load(out)) == 5
+    for flags, message in ((["--embed", "x.txt"], "must end with .npy"),
+                           (["--data", table, table, "--embed", str(out)], "give one run and one")):
+        with pytest.raises(common.UserError, match=message):
+            evaluation.main([str(run_of("sparc")), *flags])
+
+
+def test_queries_of_dense_runs_are_answered_by_the_dot_product(run_of, tmp_path, capsys):
+    run = shutil.copytree(run_of("sparo"), tmp_path / "run")
+    evaluation.main([str(run), "--query", "a red circle", "--data", make_table(tmp_path / "t")])
+    out = capsys.readouterr().out
+    embed, _ = evaluation.load_run(run)
+    names = [f"{colour}/{n}.png" for colour in ("red", "blue") for n in (0, 1)]
+    files = [str(tmp_path / "t" / name) for name in names]
+    scores = (embed.images(files) @ embed.texts(["a red circle"]).T)[:, 0]
+    best = files[scores.argmax()]
+    assert f"{max(scores):.2f}" in out and "a red circle: " in out and best in out
+    assert list(run.glob("*search.png")) and not list(run.glob("*index*"))
+
+
+# Pictures -----------------------------------------------------------------------------------------
+
+
+def test_curves_of_one_run_and_of_several(run_of, tmp_path):
+    runs = [shutil.copytree(run_of("sparc"), tmp_path / name) for name in "ab"]
+    with Image.open(runs[0] / "curves.png") as page:
+        one = page.convert("RGB").getcolors(10**6)
+    evaluation.main([*map(str, runs), "--task", "retrieval"])
+    with Image.open(runs[0] / "comparison-curves.png") as page:
+        two = page.convert("RGB").getcolors(10**6)
+    lines = [{colour for _, colour in page} & set(evaluation.CLASS_COLOURS) for page in (one, two)]
+    assert set(evaluation.CLASS_COLOURS[:2]) <= lines[0]
+    assert set(evaluation.CLASS_COLOURS[1:3]) <= lines[1]  # a's lies below b's
+
+
+def test_a_chart_draws_points_where_they_are():
+    page = evaluation.chart([[(0, 0), (100, 4)], [(0, 2), (100, 2)]], width=400, height=200)
+    assert page.getpixel((60 + 100, 10 + 150)) == evaluation.CLASS_COLOURS[0]
+    assert page.getpixel((60 + 300, 10 + 100)) == evaluation.CLASS_COLOURS[1]
+    many = evaluation.draw_charts("", {"loss": [[(0, 1), (1, 0)]] * 30, "none": [[]]}, "ab" * 15)
+    assert many.width > 800
+
+
+def test_captions_that_the_font_lacks_stand_beside_the_picture(tmp_path):
+    cell = Image.new("RGB", (112, 112))
+    page = evaluation.sheet("title", [("a dog!", [(cell, "赤い犬")]),
+                                      ("красная собака", [(cell, "a dog")])])
+    evaluation.save_pictures({tmp_path / "a.png": page})
+    assert (tmp_path / "a.txt").read_text(encoding="utf-8") == "赤い犬\nкрасная собака\n"
+    evaluation.save_pictures({tmp_path / "b.png": evaluation.sheet("e~", [("a", [(cell, "b")])])})
+    assert not (tmp_path / "b.txt").exists()
