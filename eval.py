@@ -703,6 +703,7 @@ def open_eval_set(options, image_size, captions=True):
 
 
 def open_whole_set(options, image_size, captions):
+    """The same without --limit, but for shards, which draw the samples before they read them."""
     spec = options.data
     if "::" in spec:
         raise UserError(f"{spec} is a mixture, to train on: say with --eval-data SPEC, or eval.py "
@@ -834,22 +835,23 @@ def retrieval(embed, data, options):
 
 
 def negative_pairs(embed, data):
-    """Hard negatives -> n kinds, encodings (n, E) of the images, n captions, n wrong ones."""
+    """Hard negatives -> n kinds, encodings (n, E) of the images, n captions, n wrong ones, and how
+    many images they are of."""
     x, groups = embed.encoded(data.negatives())
     rows = [i for i, group in enumerate(groups) for _ in group]
     kinds, captions, wrong = zip(*itertools.chain(*groups))
-    return kinds, x[rows], captions, wrong
+    return kinds, x[rows], captions, wrong, len(x)
 
 
 def negatives(embed, data, options):
     """Fraction of captions that score strictly higher than their hard negative, by kind."""
-    kinds, x, captions, wrong = negative_pairs(embed, data)
+    kinds, x, captions, wrong, images = negative_pairs(embed, data)
     right, wrong = [embed.pair_scores(x, embed.texts(texts)) for texts in (captions, wrong)]
     result = {}
     for kind in sorted(set(kinds)):
         rows = torch.tensor([k == kind for k in kinds])
         result[f"negatives/{kind}"] = number((right > wrong)[rows])
-    return result | {"negatives": mean(result.values()), "negatives/samples": len(kinds)}
+    return result | {"negatives": mean(result.values()), "negatives/samples": images}
 
 
 def winoground(embed, data, options):
@@ -1024,7 +1026,7 @@ def masks(embed, data, options):
     `relative_change`: of another metric, divided by that of `pairs`."""
     needed = "SugarCrepe's files to train the mask on"
     selection = open_selection(options, data, "masks", "negatives", needed)
-    _, x, captions, wrong = negative_pairs(embed, selection)
+    _, x, captions, wrong, _ = negative_pairs(embed, selection)
     y_p, y_n = embed.texts(captions), embed.texts(wrong)
     tasks, result = ("zeroshot", "retrieval"), {}
     before = headlines(embed, data, options, tasks)
@@ -1406,8 +1408,7 @@ def chart(lines, width=420, height=200):
         draw.text((x, height + 16), f"{last * i / 4:g}", "black", font, anchor="ma")
     for line, colour in zip(lines, itertools.cycle(LINE_COLOURS)):
         points = [(60 + width * x / last, 10 + height * (1 - y / top)) for x, y in line]
-        if points:
-            draw.line(points, colour, 3)
+        draw.line(points, colour, 3)
     return page
 
 
@@ -1516,6 +1517,7 @@ def figures(results):
 
 
 def evaluate(embed, data, options):
+    """The figures alone -> {metric: float}."""
     return figures(measure(embed, data, options))
 
 
@@ -1575,11 +1577,10 @@ def print_table(results, chance, options):
 
 
 def settings_of(embed, data, options):
-    """What figures depend on: flags, or their defaults, and what was found."""
+    """What figures depend on."""
     names = ("data", "image_root", "split", "limit", "train_data", "train_limit", "probe",
              "probe_epochs", "select", "checkpoint")
-    settings = {name: vars(options)[name] for name in names}
-    settings["step"] = embed.step
+    settings = {name: vars(options)[name] for name in names} | {"step": embed.step}
     if data.named:
         settings |= {"class_names": data.named.source, "templates": data.named.templates}
     return settings
@@ -1834,7 +1835,8 @@ def read_templates(given):
         is_json = template.lstrip().startswith("[")
         if is_json or re.findall(r"\{\w*\}|[{}]", template) not in (["{}"], ["{a}"], ["{c}"]):
             raise UserError(f"--templates: {template!r} is no file of templates, one a line, and no "
-                            f"template with one {{}}, a class's name, or {{a}}, the name with its article.")
+                            f"template with one {{}}, a class's name, or {{a}}, the name with its "
+                            f"article.")
     return templates or None
 
 
