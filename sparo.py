@@ -29,8 +29,8 @@ Not here: CLIP's own form of ResNet-50; visualisation of DINO's slots.
 Run:     python train.py --method sparo                   (the embedded world, in minutes)
          python train.py --method sparo --readout cls     (CLIP; gap: CLIP+GAP)
          python train.py --method sparo --objective dino  (DINO; --readout sparo, cls, gap)
-Result:  zero-shot .933 (CLIP .725, CLIP+GAP .656), swapped attributes .727 (.494, .551);
-         DINO's linear probe .467 (without SPARO .362). Means of three seeds.
+Result:  zero-shot .933 (CLIP .725, CLIP+GAP .686), swapped attributes .727 (.494, .494);
+         DINO's linear probe .374 (without SPARO .339). Seeds 0-2; CLIP+GAP, DINO 0.
 """
 
 import copy
