@@ -167,8 +167,12 @@ def in_parts(forward):
         if torch.is_grad_enabled():  # draws the same numbers again, for stochastic depth
             run = functools.partial(checkpoint, run, use_reentrant=False)
         rows = math.ceil(len(inputs[0]) / self.accum_freq)
-        inputs = [x.split(rows) for x in inputs if x is not None]
-        return torch.cat([run(*part) for part in zip(*inputs)])
+        outputs = []
+        for part in zip(*[x.split(rows) for x in inputs if x is not None]):
+            # each part makes its own half-precision weights: their gradients add up in fp32
+            torch.clear_autocast_cache()
+            outputs.append(run(*part))
+        return torch.cat(outputs)
 
     return wrapper
 
@@ -638,6 +642,7 @@ def load_clip_parts(model, parts):
     for name in CLIP_PARTS:
         if name in places and name in parts:
             ours, theirs = places[name], parts[name]
+            theirs = theirs.reshape(()) if name == "logit_scale" else theirs
             if ours.t().shape != theirs.shape:
                 raise UserError(f"{name} is {tuple(theirs.shape)} in the file, but the model needs "
                                 f"{tuple(ours.t().shape)}: give --embed-dim {theirs.shape[-1]}.")
@@ -1589,6 +1594,9 @@ def read_headers(path, files):
             elif end == 0:
                 yield Skipped("empty shard", path, path)
     except SHARD_ERRORS as error:
+        if getattr(error, "errno", None) == errno.EMFILE:
+            raise StreamError(f"{path}: too many shards are open at once: choose a smaller "
+                              f":window=, or raise the limit of files (ulimit -n).") from None
         is_tar = end or isinstance(error, OSError)
         hint = "" if is_tar else "; a shard is a tar that is not compressed"
         yield Skipped("unreadable shard", f"{path} ({error}{hint})", path)

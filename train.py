@@ -164,14 +164,16 @@ def train(args, out, device):
             if batches is None:
                 batches = open_loader(args, data, transform, tokenizer, model, at)
                 clock.reset()
-            batch = common.distort(to_device(clock.wait_for(batches), device))
+            batch = to_device(clock.wait_for(batches), device)
 
             # One update.
             step = at.step - start
             set_schedules(optimizer, args, step, steps, lr)
+            inputs = common.distort(batch)
             with autocast():
-                outputs = parallel(batch, common.gather)  # {"loss": scalar, others to log}
+                outputs = parallel(inputs, common.gather)  # {"loss": scalar, others to log}
             scaler.scale(outputs["loss"]).backward()
+            del inputs  # of files larger than the batch, which `late` keeps
             model.before_update(step)
             scaler.unscale_(optimizer)
             grad_norm = clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
@@ -369,6 +371,9 @@ def choose_run(args):
         while Path(args.out).exists():
             args.out, i = f"runs/{args.method}-{i}", i + 1
         args.out = common.gather_objects(args.out)[0]
+    if len(set(common.gather_objects(bool(args.resume)))) > 1:
+        raise UserError(f"Only some ranks find {args.out}/last.pt to resume: --out must be a "
+                        f"directory that all machines share.")
     if not args.resume and Path(args.out, "last.pt").exists():
         raise UserError(f"{args.out} holds a run: continue it with --resume or give another --out.")
     return Path(args.out)
@@ -896,7 +901,7 @@ def check_finite(args, late):
         return
     path = Path(args.out, f"nonfinite-step{step}-rank{this_rank()[0]}.pt")
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = batch.keys() & {"images", "views", "tokens", "mask"}
+    kept = batch.keys() & {"images", "views", "draws", "tokens", "mask"}
     torch.save({key: batch[key] for key in kept}, path)
     raise UserError(f"The loss is {loss.item()}, the gradient's norm is {grad_norm.item()} at step "
                     f"{step}; its batch is in {path}. Lower --lr, raise --warmup or change --amp.")

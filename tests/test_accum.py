@@ -187,3 +187,20 @@ def test_rows_give_the_loss_of_the_whole_in_less_memory(monkeypatch, loss, names
     (whole, peak, expected), (value, lower, grads) = results
     torch.testing.assert_close([value, *grads], [whole, *expected], rtol=1e-12, atol=1e-14)
     assert lower < peak / 2
+
+
+def test_half_precision_adds_the_parts_gradients_in_fp32():
+    tower = common.ViT(image_size=16, patch_size=4, width=32, depth=2, heads=2)
+    images, target = torch.randn(256, 3, 16, 16), torch.randn(256, 16, 32)
+
+    def gradient(K, bf16):
+        tower.accum_freq = K
+        tower.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            out = tower(images)
+        (out.float() * target).mean().backward()
+        return tower.blocks[0].attn.qkv.weight.grad.clone()
+
+    exact = gradient(1, False)
+    once, parts = [(gradient(K, True) - exact).norm() for K in (1, 128)]
+    assert parts < 1.3 * once

@@ -749,6 +749,13 @@ def test_a_loss_that_is_not_finite_stops_with_its_batch(tmp_path):
     assert not (tmp_path / "last.pt").exists()
 
 
+def test_a_last_step_that_is_not_finite_is_not_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "clip_grad_norm_", lambda *_: torch.tensor(math.nan))
+    with pytest.raises(UserError, match="at step 0; its batch is in"):
+        train.main([*SPARC, "--steps", "1", "--out", str(tmp_path)])
+    assert not (tmp_path / "last.pt").exists()
+
+
 def test_errors_end_in_one_sentence_without_a_traceback(tmp_path, monkeypatch):
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n")
     flags = ["--vocab", str(tmp_path / "vocab.txt"), "--out", str(tmp_path / "run")]
