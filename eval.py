@@ -1712,8 +1712,10 @@ def search(embed, data, options, run):
         for heading, found in answers(embed, index, query, words).items():
             best = ", ".join(f"{name} ({score:.2f})" for name, score in found) or "nothing"
             print(f"{heading}: {best}")
-            pairs = readable([(images[name], score) for name, score in found], embed.read)
-            cells = [(to_picture(image), f"{score:.2f}") for image, score in pairs]
+            cells = []
+            if found:
+                pairs = readable([(images[name], score) for name, score in found], embed.read)
+                cells = [(to_picture(image), f"{score:.2f}") for image, score in pairs]
             rows.append((heading if cells else f"{heading}: nothing", cells))
     title = "What queries find. Scores are cosines; of boolean queries sums of weights."
     save_pictures({Path(run, f"{prefix}search.png"): sheet(title, rows)})
@@ -1842,7 +1844,8 @@ def read_templates(given):
 
 def differences(configs):
     """Settings of runs, dicts -> a name for each: what they differ in, the seed aside."""
-    aside = "seed out argv git machine resume workers log_every save_every".split()
+    aside = ("seed out argv git machine resume workers log_every save_every keep_every eval_every "
+             "knn_every accum_freq").split()
     keys = []
     for key in dict.fromkeys(itertools.chain(("method", "objective", "readout"), *configs)):
         values = {json.dumps(config[key]) for config in configs if key in config}

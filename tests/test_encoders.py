@@ -41,16 +41,16 @@ def prefixed(prefix, state):
     return {prefix + name: value for name, value in state.items()}
 
 
-def clip_names(image, text):
-    """Two towers as in a file of OpenCLIP or OpenAI."""
+def clip_names(image, text, E=8):
+    """Two towers as in a file of OpenCLIP or OpenAI, with projections to E."""
     image = renamed(image, [*CLIP_NAMES, ("norm.", "ln_post.")])
     text = renamed(text, [*CLIP_NAMES, ("norm.", "ln_final.")])
     state = prefixed("visual.", image) | text
     for name in state:
         if name.endswith(("class_embedding", "positional_embedding")):
             state[name] = state[name].squeeze()
-    return state | {"visual.proj": torch.randn(WIDTH, 8), "logit_scale": torch.tensor(4.6),
-                    "text_projection": torch.randn(WIDTH, 8)}
+    return state | {"visual.proj": torch.randn(WIDTH, E), "logit_scale": torch.tensor(4.6),
+                    "text_projection": torch.randn(WIDTH, E)}
 
 
 def literal_linear(x, p, name):

@@ -380,7 +380,7 @@ def test_a_run_is_read_and_searched(tmp_path, run_of, capsys):
     assert set(stage_1) == {"settings", "active/image", "active/text"}
     assert json.loads((run / "eval.json").read_text()) == found
     capsys.readouterr()
-    evaluation.main([str(run), "--query", "a red circle", "Red AND NOT blue"])
+    evaluation.main([str(run), "--query", "a red circle", "Red AND NOT blue", "red AND NOT red"])
     shown = capsys.readouterr().out
     for way in ("a red circle (text tower): ", "a red circle (words alone): ", "Red AND NOT blue:"):
         assert way in shown

@@ -94,12 +94,13 @@ def test_what_each_method_takes(name, settings, notes):
     assert common.load_clip_parts(model, {}) == missing
 
 
-def test_sparc_has_clips_tokens_in_its_space():
+@pytest.mark.parametrize("E", [8, WIDTH])  # WIDTH: square, as CLIP's text projections
+def test_sparc_has_clips_tokens_in_its_space(E):
     vit, tower = tiny_vit(**CLIP_IMAGE), tiny_text(causal=True)
     image, text = random_weights(vit), random_weights(tower)
-    clip = clip_names(image, text)
-    parts, _ = common.load_clip((vit, tower), clip, None)
-    model = model_of("sparc", vit, tower, embed_dim=8)
+    clip = clip_names(image, text, E)
+    parts, _ = common.load_clip((vit, tower), clip | {"logit_scale": torch.tensor([4.6])}, None)
+    model = model_of("sparc", vit, tower, embed_dim=E)
     common.load_clip_parts(model, parts)
     x, ids = torch.randn(SIZE, SIZE).expand(1, 3, -1, -1), torch.randint(VOCAB, (1, CONTEXT))
     patches = literal_vit(image, x[0], literal_gelu, 1e-5)[1:]
