@@ -787,6 +787,23 @@ def test_a_mixture_draws_by_weight_and_shows_each_image_of_a_source_once(tmp_pat
     assert [".tar:" in name for name in others] != from_b[:40]
 
 
+def test_orders_differ_by_epoch_seed_and_part(tmp_path):
+    spec = write_shards(tmp_path, [30, 30])
+    shards, orders = open_data(spec), []
+    for seed, epoch in ((0, 0), (0, 1), (1, 0)):
+        samples = itertools.islice(shards.samples(seed, 0, 1, (epoch, 0, 0)), 60)
+        orders.append([int(caption[1:]) for (_, caption, _), _ in samples])
+    assert all(sorted(order) == list(range(60)) for order in orders)
+    # whichever shard comes first, places in the window are drawn anew
+    places = [tuple(np.argsort(np.argsort(order[:30]))) for order in orders]
+    assert len(set(places)) == 3
+    mixture, sources = open_data(f"{spec}::{spec}"), []
+    for part in (0, 1):
+        samples = itertools.islice(mixture.samples(0, part, 2, mixture.start), 40)
+        sources.append([position[1] for _, position in samples])
+    assert sources[0] != sources[1]
+
+
 def test_sources_of_a_mixture_have_orders_of_their_own(tmp_path):
     spec = write_table(tmp_path, 50)
     mixture = open_data(f"{spec}::{spec}")
