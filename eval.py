@@ -521,7 +521,7 @@ class TableSet(EvalSet):
     def __init__(self, table, options, image_size):
         self.table, self.order = table, range(len(table))
         self.templates = options.templates or TEMPLATES
-        self.content_words = options.nouns_adjectives
+        self.content_words = options.content_words
         self.read = functools.partial(read_image, size=image_size)
         if table.classes is None:
             self.captioned = self.caption_pairs
@@ -583,7 +583,7 @@ class ShardSet(EvalSet):
         if file.is_file():
             kind = common.read_text(file, "--data").strip().lower()
         if kind == "retrieval":
-            self.content_words = options.nouns_adjectives
+            self.content_words = options.content_words
             self.captioned = lambda: self.shards.each("caption", options.limit)
         elif kind == "classification":
             self.names_file = str(options.classes or self.directory / "classnames.txt")
@@ -1392,7 +1392,10 @@ def draw_heads(embed, data):
 def read_log(run):
     log = Path(run, "log.jsonl")
     *lines, _ = log.read_text().split("\n") if log.exists() else [""]  # the last may be half
-    return [json.loads(line) for line in lines]
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError:
+        raise UserError(f"{log} has a damaged line: delete it.") from None
 
 
 def chart(lines, width=420, height=200):
@@ -1439,10 +1442,11 @@ def draw_entropies(run):
 def draw_curves(runs):
     """Loss, learning rate, norm of the gradient and speed by steps, from logs. The loss of a model
     that guesses is that of the first run."""
-    logs = [read_log(run) for run in runs]
-    names = [f"{name}{Path(run).name}" for run, name in runs.items()]
-    if min(map(len, logs)) < 2:
+    logs = {f"{name}{Path(run).name}": read_log(run) for run, name in runs.items()}
+    logs = {name: log for name, log in logs.items() if len(log) > 1}
+    if not logs:
         return None
+    names, logs = list(logs), list(logs.values())
     keys = {"loss": "loss", "learning rate": "lr", "norm of the gradient": "grad_norm",
             "images a second": "images_per_s"}
     charts = {heading: [curve(log, key) for log in logs] for heading, key in keys.items()}
@@ -1579,7 +1583,7 @@ def print_table(results, chance, options):
 def settings_of(embed, data, options):
     """What figures depend on."""
     names = ("data", "image_root", "split", "limit", "train_data", "train_limit", "probe",
-             "probe_epochs", "select", "checkpoint")
+             "probe_epochs", "select", "select_root", "nouns_adjectives", "checkpoint")
     settings = {name: vars(options)[name] for name in names} | {"step": embed.step}
     if data.named:
         settings |= {"class_names": data.named.source, "templates": data.named.templates}
@@ -1626,7 +1630,8 @@ def draw_pictures(embed, data, options, path):
 def save_pictures(pages):
     pages = {path: page for path, page in pages.items() if page}
     for path, page in pages.items():
-        page.save(path)
+        with common.replacing(path) as file:
+            page.save(file, "PNG")
         if page.info.get("undrawn"):
             lines = "\n".join(page.info["undrawn"]) + "\n"
             path.with_suffix(".txt").write_text(lines, encoding="utf-8")
@@ -1801,9 +1806,10 @@ def options_for(args, **changes):
     options.split = options.split or default_split(options.data)
     options.workers = args.workers if options.workers is None else options.workers
     options.templates = read_templates(options.templates)
+    options.content_words = None
     if options.nouns_adjectives:
         lines = common.read_lines(options.nouns_adjectives, "--nouns-adjectives")
-        options.nouns_adjectives = {word.lower() for word in lines}
+        options.content_words = {word.lower() for word in lines}
     options.probe = options.probe or vars(args).get("probe", "adamw")  # old runs have none
     options.probe_epochs = options.probe_epochs or vars(args).get("probe_epochs")
     return options
@@ -1820,8 +1826,8 @@ def result_name(options, default_data):
     own = options.data is None or data == default_data and common.parse_spec(data)[0] == "shapes"
     if not own or split != default_split(data):
         name += f"-{file_name(data)}-{split}"
-    for flag in ("select", "limit", "train_data", "train_limit", "probe", "probe_epochs",
-                 "templates", "classes"):
+    for flag in ("select", "select_root", "nouns_adjectives", "limit", "train_data", "train_limit",
+                 "probe", "probe_epochs", "templates", "classes"):
         if value := vars(options)[flag]:
             name += f"-{flag.replace('_', '-')}-{file_name(str(value))[:60]}"
     return name
@@ -1836,9 +1842,9 @@ def read_templates(given):
     for template in templates:
         is_json = template.lstrip().startswith("[")
         if is_json or re.findall(r"\{\w*\}|[{}]", template) not in (["{}"], ["{a}"], ["{c}"]):
-            raise UserError(f"--templates: {template!r} is no file of templates, one a line, and no "
-                            f"template with one {{}}, a class's name, or {{a}}, the name with its "
-                            f"article.")
+            raise UserError(f"--templates: {template!r} is no file of templates, one a line, and "
+                            f"no template with one {{}}, a class's name, or {{a}}, the name with "
+                            f"its article.")
     return templates or None
 
 
@@ -2017,6 +2023,8 @@ def main(argv=None):
         for of_runs in zip(*[result.items() for result in results]):
             if len(results[0]) > 1:
                 print(f"{of_runs[0][0]}:")
+            if len({spec for spec, _ in of_runs}) > 1:
+                print("These figures are of different data: " + ", ".join(s for s, _ in of_runs))
             compare(names, [result for _, result in of_runs])
         task = PICTURES["segmentation"]
         suited = task.fits(data) and all(task.suits(embed.model) for embed in embedders)

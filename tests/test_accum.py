@@ -1,7 +1,6 @@
 """--accum-freq: towers that take their rows in parts give the gradients of whole ones."""
 
 import functools
-import json
 import math
 
 import pytest

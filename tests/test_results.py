@@ -12,7 +12,7 @@ import common
 import eval as evaluation
 import train
 from helpers import SMALL
-from test_eval import embedder, make_folders, make_voc_folder, opened
+from test_eval import make_folders, make_voc_folder, opened
 from test_sets import write_labelled, write_winoground
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -93,15 +93,26 @@ def test_figures_of_an_earlier_step_or_version_make_room(run_of, tmp_path, capsy
     assert read(run, "eval-2.json") == stale
 
 
-def test_flags_name_the_file():
+def test_flags_name_the_file(tmp_path):
     args = evaluation.METHODS["bam"].Config()
     vars(args).update(data="a.csv", eval_data="b/test", image_root=None, image_size=8, workers=0)
     for flags, name in (
             ({}, "eval"), ({"data": "b/test"}, "eval-b-test-all"), ({"limit": 7}, "eval-limit-7"),
             ({"data": "c", "select": "d"}, "eval-c-all-select-d"),
             ({"probe": "sgd", "train_data": "e/f"}, "eval-train-data-e-f-probe-sgd"),
+            ({"select_root": "g"}, "eval-select-root-g"),
             ({"checkpoint": "stage-1.pt"}, "eval-stage-1")):
         assert evaluation.options_for(args, **flags).file_name == name
+    words = tmp_path / "words.txt"
+    words.write_text("red\n")
+    found = evaluation.options_for(args, nouns_adjectives=str(words))
+    assert found.file_name.startswith("eval-nouns-adjectives-") and found.content_words == {"red"}
+
+
+def test_a_damaged_log_is_named(tmp_path):
+    (tmp_path / "log.jsonl").write_text('garbage{{\n{"step": 1}\n')
+    with pytest.raises(common.UserError, match="log.jsonl has a damaged line: delete it"):
+        evaluation.read_log(tmp_path)
 
 
 # --limit and the machine --------------------------------------------------------------------------
