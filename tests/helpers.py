@@ -113,6 +113,7 @@ def as_rank(rank, directory, world, function, arguments):
                             world_size=world, timeout=datetime.timedelta(seconds=60))
     try:
         torch.save(function(rank, *arguments), directory / f"rank{rank}.pt")
+        dist.barrier()  # else torch 2.6 may hang where one rank ends before another
     finally:
         dist.destroy_process_group()
 
