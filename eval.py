@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont, ImageOps
-from torchvision.transforms.v2.functional import to_dtype, to_image, to_pil_image
+from torchvision.transforms.v2.functional import to_pil_image
 from tqdm import tqdm
 
 import bam
@@ -665,7 +665,7 @@ class VocSet(EvalSet):
         image = image.resize((self.size,) * 2, Image.Resampling.BICUBIC)
         with Image.open(self.directory / "SegmentationClass" / f"{name}.png") as file:
             truth = torch.from_numpy(np.array(file))
-        return common.normalize(to_dtype(to_image(image), scale=True)), truth
+        return common.normalize(common.to_tensor(image)), truth
 
     def maps(self, purpose):
         pairs, classes = zip(self.ids, self.ids), len(self.map_classes[""].names)
@@ -1432,7 +1432,8 @@ def curve(records, key):
 def draw_entropies(run):
     """How the entropies of A and B went in training (BAM, Fig. 3), from the run's log."""
     names = {"entropy_a": "A", "entropy_b": "B, its target", "chance_loss": "uniform rows"}
-    lines = [curve(read_log(run), key) for key in names]
+    log = read_log(run)
+    lines = [curve(log, key) for key in names]
     if len(lines[0]) < 2:
         return None
     title = "BAM: mean entropy of the rows of A and of its target B, in nats, by step"
@@ -1472,6 +1473,10 @@ PICTURES = {
 
 
 # Runs -------------------------------------------------------------------------------------
+
+# flags on which figures depend, beside the data and the checkpoint
+FIGURE_FLAGS = ("select", "select_root", "nouns_adjectives", "limit", "train_data", "train_limit",
+                "probe", "probe_epochs")
 
 
 def check(options, data, has_text):
@@ -1582,8 +1587,7 @@ def print_table(results, chance, options):
 
 def settings_of(embed, data, options):
     """What figures depend on."""
-    names = ("data", "image_root", "split", "limit", "train_data", "train_limit", "probe",
-             "probe_epochs", "select", "select_root", "nouns_adjectives", "checkpoint")
+    names = ("data", "image_root", "split", "checkpoint", *FIGURE_FLAGS)
     settings = {name: vars(options)[name] for name in names} | {"step": embed.step}
     if data.named:
         settings |= {"class_names": data.named.source, "templates": data.named.templates}
@@ -1826,8 +1830,7 @@ def result_name(options, default_data):
     own = options.data is None or data == default_data and common.parse_spec(data)[0] == "shapes"
     if not own or split != default_split(data):
         name += f"-{file_name(data)}-{split}"
-    for flag in ("select", "select_root", "nouns_adjectives", "limit", "train_data", "train_limit",
-                 "probe", "probe_epochs", "templates", "classes"):
+    for flag in (*FIGURE_FLAGS, "templates", "classes"):
         if value := vars(options)[flag]:
             name += f"-{flag.replace('_', '-')}-{file_name(str(value))[:60]}"
     return name

@@ -579,12 +579,13 @@ def build_model(args, method, tokenizer):
     """The model, the same on every rank. What of a file of weights does not fit is printed."""
     torch.manual_seed(args.seed)
     towers, parts = common.build_encoders(method, args, tokenizer), None
-    if args.init_weights and not args.resume and not args.dry_run:
+    reads_files = not (args.resume or args.dry_run)
+    if args.init_weights and reads_files:
         weights = common.load_checkpoint(args.init_weights)
         parts, notes = common.load_clip(towers, weights, tokenizer)
     files = {"--image-weights": args.image_weights, "--text-weights": args.text_weights}
     for (flag, path), tower in zip(files.items(), towers):
-        if path and not args.resume and not args.dry_run:
+        if path and reads_files:
             weights = common.load_checkpoint(path)
             for line in common.load_encoder_weights(tower, weights, tokenizer):
                 print_once(f"{flag}: {line}")
