@@ -516,6 +516,7 @@ class Method:
     views = lambda self, args: None      # arguments of View, a dict for each random view
     stages = lambda self, args: [(1, args.steps, args.lr)]  # (number, steps, peak lr)
     box_refreshes = lambda self, args: ()  # steps before which Model.boxes is asked anew
+    RUNS, CLAIMS = {}, []                # what of the paper is tried, see eval.ClaimRuns
 
     def __init__(self, module):
         vars(self).update(vars(module))

@@ -1106,10 +1106,13 @@ def textfree(embed, data, options):
 
 
 def sparsity(embed, data, options):
-    """How many words are active in the encoding of an image and of a caption, on average."""
+    """How many numbers of the encoding of an image and of a caption are not 0, on average: of
+    STAIR the active words, of others all."""
     images, captions = data.samples(options.limit or 500)
-    return {"active/image": (embed.images(images) > 0).sum(1),
-            "active/text": (embed.texts(captions) > 0).sum(1)}
+    result = {"active/image": (embed.images(images) != 0).sum(1)}
+    if embed.tokenizer:
+        result["active/text"] = (embed.texts(captions) != 0).sum(1)
+    return result
 
 
 def score_names(embed, names):
@@ -1171,7 +1174,7 @@ TASKS = {
     "segmentation": Task(segmentation, ("maps",), "encode_patches", "text"),
     "words": Task(words, ("groups", "captioned"), "encode_text", "words"),
     "textfree": Task(textfree, ("groups", "captioned"), "encode_words", "words"),
-    "sparsity": Task(sparsity, ("samples",), "encode_words", "words"),
+    "sparsity": Task(sparsity, ("samples",), "encode_image", "words"),
     "pointing": Task(pointing, ("maps",), "word_maps"),
     "knn": Task(knn, ("groups",), "encode_image", "images"),
     "linear": Task(linear, ("groups",), "encode_image", "world"),
@@ -1869,12 +1872,10 @@ def differences(configs):
 
 
 def compare(names, results):
-    """Print a table: a column for each name, a row for each metric that all runs have; mean and
-    standard deviation over the runs of a name."""
-    shared = [key for key in results[0] if all(key in result for result in results)]
-    metrics = [key for key in shared if not key.endswith("/images")]
-    if not metrics:
-        return print("These runs have no metric in common.")
+    """Print a table: a column for each name, a row for each metric; mean and standard deviation
+    over the runs of a name that have it."""
+    metrics = dict.fromkeys(itertools.chain(*results))
+    metrics = [key for key in metrics if not key.endswith("/images")]
     columns = collections.defaultdict(list)
     for name, result in zip(names, results):
         columns[name].append(result)
@@ -1883,10 +1884,23 @@ def compare(names, results):
     for metric in metrics:
         cells = []
         for column in columns.values():
-            values = torch.tensor([float(result[metric]) for result in column])
-            deviation = f" ± {values.std():.3f}" if len(column) > 1 else ""
-            cells.append(f"{values.mean():.3f}{deviation}")
+            values = [float(result[metric]) for result in column if metric in result]
+            cells.append(spread(values) if values else "")
         print(f"| {metric} | " + " | ".join(cells) + " |")
+
+
+def costs(embed, run):
+    """Parameters and training speed of a run, for a table of several."""
+    speeds = [record["images_per_s"] for record in read_log(run)]
+    parameters = sum(p.numel() for p in embed.model.parameters())
+    return {"parameters, millions": parameters / 1e6} | (
+        {"images a second in training": float(np.median(speeds))} if speeds else {})
+
+
+def spread(values):
+    """Mean ± standard deviation."""
+    deviation = f" ± {torch.tensor(values).std():.3f}" if len(values) > 1 else ""
+    return f"{mean(values):.3f}{deviation}"
 
 
 SUMMARY = ("zeroshot", "zeroshot/mean_per_class_recall", "i2t/R@1", "t2i/R@1", "negatives",
@@ -1905,11 +1919,101 @@ def summarize(results):
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 
+# Claims of the papers ----------------------------------------------------------------------
+
+CLAIM_RATES = (0.001, 0.002, 0.004)  # learning rates, tried with seed 0
+CLAIM_SEEDS = (3, 4, 5)
+
+
+class ClaimRuns:
+    """A method's RUNS, in runs/claims/METHOD/RUN-RATE-SEED. missing: {directory: {command: None}},
+    what makes the figures that were asked for and are not there yet."""
+
+    def __init__(self, method):
+        self.runs, self.root = METHODS[method].RUNS, Path("runs/claims", method)
+        self.missing = collections.defaultdict(dict)
+
+    def figure(self, run, rate, seed, metric, split="test"):
+        """A figure of a run, None if it is missing."""
+        out, task = self.root / f"{run}-{rate}-{seed}", metric.split("/")[0]
+        flags = f"{self.runs[run][1]} --lr {rate} --seed {seed} --out {out} --resume auto"
+        trained, files = (out / "eval.json").exists(), [out / "eval.json"]
+        if split == "val":
+            files = sorted(out.glob("eval-*-val.json"))
+        if trained and common.read_config(out)["argv"][1:] != flags.split():
+            raise UserError(f"{out} was not trained with {flags}: remove it.")
+        found = json.loads(files[0].read_text()) if trained and files else {}
+        if metric in found:
+            return found[metric]
+        if not trained:
+            self.missing[out][f"python train.py {flags}"] = None
+        if trained or split == "val" or task in TASKS and not TASKS[task].default:
+            self.missing[out][f"python eval.py {out} --split {split} --task {task}"] = None
+
+    def rate(self, run):
+        """The learning rate that is best on the val split, None while one was not tried."""
+        chosen_by = self.runs[run][0]
+        if chosen_by in self.runs:
+            return self.rate(chosen_by)
+        scores = {rate: self.figure(run, rate, 0, chosen_by, "val") for rate in CLAIM_RATES}
+        return None if None in scores.values() else max(scores, key=scores.get)
+
+    def figures(self, side):
+        """"RUN METRIC" -> its figures by seed, None while one is missing."""
+        run, metric = side.split()
+        rate = self.rate(run)
+        found = [self.figure(run, rate, seed, metric) for seed in CLAIM_SEEDS] if rate else [None]
+        return None if None in found else found
+
+
+def verdict(differences):
+    if min(differences) > 0:
+        return "holds in every seed"
+    if max(differences) < 0:
+        return "reversed"
+    return "holds in the mean" if mean(differences) > 0 else "not shown"
+
+
+def claim_cells(runs, greater, smaller, note=""):
+    """What was found of a claim: figures, differences seed by seed, verdict."""
+    sides = [runs.figures(side) for side in (greater, smaller)]
+    if None in sides:
+        return "", "", "not run yet"
+    differences = [a - b for a, b in zip(*sides)]
+    holds = verdict(differences)
+    if note and not holds.startswith("holds"):
+        holds += f": {note}"
+    return ", ".join(map(spread, sides)), " ".join(f"{x:+.3f}" for x in differences), holds
+
+
+def print_claims(method):
+    """Print a method's CLAIMS as a table. While figures are missing, stdout gets the commands that
+    make them, and stderr the table."""
+    runs, claims = ClaimRuns(method), METHODS[method].CLAIMS
+    rows = []
+    for claim, source, printed, *sides in claims:
+        cells = claim_cells(runs, *sides) if sides else ("", "", "not tried")
+        rows.append((claim, source, printed, *cells))
+    file = sys.stderr if runs.missing else sys.stdout
+    header = "claim", "paper", "there", "here", "difference by seed", "verdict"
+    for row in (header, ["---"] * len(header), *rows):
+        print("| " + " | ".join(row) + " |", file=file)
+    swept = [run for run, (chosen_by, _) in runs.runs.items() if chosen_by not in runs.runs]
+    chosen = ", ".join(f"{run} {rate}" for run in swept if (rate := runs.rate(run)))
+    print(f"\nTest split, mean ± deviation of seeds {CLAIM_SEEDS}. Learning rates, the best of "
+          f"{CLAIM_RATES} on the val split with seed 0: {chosen or 'none yet'}.", file=file)
+    for commands in runs.missing.values():
+        print(" && ".join(commands))
+
+
 def build_parser():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("runs", nargs="+", metavar="run", help="directory of a run of train.py")
+    add("runs", nargs="*", metavar="run", help="directory of a run of train.py")
+    add("--claims", choices=METHODS,
+        help="print which claims of the paper hold, from runs/claims/NAME; while runs are missing, "
+             "print their commands, a line each, and the table on stderr")
     add("--task", dest="tasks", type=lambda names: names.split(","), metavar="NAMES",
         help=f"tasks {', '.join(TASKS)}; pictures {', '.join(PICTURES)}; comma-separated "
              "(default: all pictures, and the tasks that TASKS marks for such a model)")
@@ -1958,6 +2062,8 @@ def describe(options):
 
 def check_flags(options):
     """Raise UserError for flags that cannot be used."""
+    if bool(options.runs) == bool(options.claims):
+        raise UserError("Give the directory of a run, or several, or --claims METHOD.")
     unknown = set(options.tasks or []) - {*TASKS, *PICTURES}
     if unknown:
         raise UserError(f"There is no task {', '.join(unknown)}; there are {', '.join(TASKS)}.")
@@ -1974,17 +2080,19 @@ def check_flags(options):
 
 
 def open_sets(embed, args, options):
-    """Each of --data -> options for it, EvalSet. Several serve those of --task that they can."""
+    """Each of --data -> options for it, EvalSet. Of several data, or runs, each serves those of
+    --task that it can."""
     sets, specs = [], options.data or [None]
     for spec in specs:
         changes = vars(options) | {"data": spec, "image_size": embed.image_size}
         chosen = options_for(args, **changes)
         data = open_eval_set(chosen, embed.image_size, captions=embed.tokenizer is not None)
-        if options.tasks and len(specs) > 1:
+        if options.tasks and len(specs) * len(options.runs) > 1:
             every = PICTURES | TASKS
-            chosen.tasks = [name for name in options.tasks if every[name].fits(data)]
+            chosen.tasks = [name for name in options.tasks
+                            if every[name].fits(data) and every[name].suits(embed.model)]
         if options.tasks and not chosen.tasks:
-            print(f"{spec} is left out: it serves none of {', '.join(options.tasks)}.")
+            print(f"{chosen.data} is left out: it serves none of {', '.join(options.tasks)}.")
         else:
             sets.append((chosen, data))
     return sets
@@ -1993,6 +2101,8 @@ def open_sets(embed, args, options):
 def main(argv=None):
     options = build_parser().parse_args(argv)
     check_flags(options)
+    if options.claims:
+        return print_claims(options.claims)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(1, device=device)
@@ -2014,7 +2124,7 @@ def main(argv=None):
                 search(embed, data, chosen, run)
                 continue
             fresh = dataclasses.replace(embed)  # it counts the tokens of this data alone
-            results[-1][chosen.data] = report(fresh, data, chosen, run)
+            results[-1][chosen.data] = report(fresh, data, chosen, run) | costs(embed, run)
             specs.add((chosen.data, embed.image_size))
         if len(results[-1]) > 1:
             summarize(results[-1])
@@ -2023,6 +2133,7 @@ def main(argv=None):
         overlaid = draw_curves({run: f"{name}: " for run, name in zip(options.runs, names)})
         save_pictures({Path(options.runs[0], "comparison-curves.png"): overlaid})
     if len(results) > 1 and specs:
+        names, results = zip(*[pair for pair in zip(names, results) if pair[1]])
         for of_runs in zip(*[result.items() for result in results]):
             if len(results[0]) > 1:
                 print(f"{of_runs[0][0]}:")

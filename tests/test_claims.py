@@ -1,0 +1,135 @@
+"""The claims of the papers: their data in the method files, and eval.py --claims."""
+
+import json
+
+import pytest
+
+import common
+import eval as evaluation
+import train
+
+RUNS = {"a": ("zeroshot", "--method sparc"), "b": ("zeroshot", "--method sparc --objective clip"),
+        "variant": ("a", "--method sparc --align dense")}
+CLAIMS = [("A is above B", "Table 1", "2, 1", "a zeroshot", "b zeroshot"),
+          ("A's slots are above B's", "Table 2", "4, 3", "a slots/all/zeroshot", "b miou", "noise"),
+          ("The variant is worse", "Table 3", "5, 1", "a zeroshot", "variant zeroshot"),
+          ("It flies", "Table 4", "1, 0")]
+
+
+@pytest.fixture
+def claims(monkeypatch, tmp_path, capsys):
+    """A function: -> lines on stdout, lines on stderr of --claims sparc in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluation.METHODS["sparc"], "RUNS", RUNS)
+    monkeypatch.setattr(evaluation.METHODS["sparc"], "CLAIMS", CLAIMS)
+
+    def printed():
+        evaluation.main(["--claims", "sparc"])
+        return [text.splitlines() for text in capsys.readouterr()]
+
+    return printed
+
+
+def flags(run, rate, seed):
+    out = f"runs/claims/sparc/{run}-{rate}-{seed}"
+    return f"{RUNS[run][1]} --lr {rate} --seed {seed} --out {out} --resume auto"
+
+
+def write(root, run, rate, seed, figures, val=None):
+    out = root / f"runs/claims/sparc/{run}-{rate}-{seed}"
+    out.mkdir(parents=True)
+    argv = ["train.py", *flags(run, rate, seed).split()]
+    (out / "config.json").write_text(json.dumps({"method": "sparc", "argv": argv}))
+    (out / "eval.json").write_text(json.dumps({"settings": {}} | figures))
+    if val is not None:
+        (out / "eval-shapes-val.json").write_text(json.dumps({"settings": {}, "zeroshot": val}))
+
+
+def test_first_the_learning_rates_then_the_seeds_then_the_table(claims, tmp_path):
+    commands, table = claims()
+    swept = [(run, rate) for run in "ab" for rate in (0.001, 0.002, 0.004)]
+    assert commands == [
+        f"python train.py {flags(run, rate, 0)} && python eval.py runs/claims/sparc/{run}-{rate}-0"
+        " --split val --task zeroshot" for run, rate in swept]
+    assert [line.split(" | ")[-1] for line in table[2:6]] == 3 * ["not run yet |"] + ["not tried |"]
+    assert table[-1].endswith("none yet.")
+
+    best = {"a": 0.002, "b": 0.004}
+    for run, rate in swept:  # on the test split the rates' order is another
+        write(tmp_path, run, rate, 0, {"zeroshot": 1 - rate, "miou": 0.1}, rate == best[run])
+    commands, table = claims()
+    rates = best | {"variant": 0.002}
+    expected = {run: [f"python train.py {flags(run, rates[run], seed)}" for seed in (3, 4, 5)]
+                for run in RUNS}
+    more = " && python eval.py runs/claims/sparc/a-0.002-{} --split test --task slots"
+    expected["a"] = [x + more.format(seed) for x, seed in zip(expected["a"], (3, 4, 5))]
+    assert sorted(commands) == sorted(sum(expected.values(), []))
+    assert table[-1].endswith("with seed 0: a 0.002, b 0.004.")
+
+    for seed in (3, 4, 5):
+        write(tmp_path, "a", 0.002, seed, {"zeroshot": 0.5 + seed / 10})
+        write(tmp_path, "b", 0.004, seed, {"zeroshot": 0.4, "miou": seed / 10})
+        write(tmp_path, "variant", 0.002, seed, {"zeroshot": 0.95})
+    commands, _ = claims()
+    assert commands == [f"python eval.py runs/claims/sparc/a-0.002-{seed} --split test --task slots"
+                        for seed in (3, 4, 5)]
+    for seed in (3, 4, 5):
+        path = tmp_path / f"runs/claims/sparc/a-0.002-{seed}/eval.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"slots/all/zeroshot": 0.2}))
+    table, nothing = claims()
+    assert nothing == [] and table[2:6] == [
+        "| A is above B | Table 1 | 2, 1 | 0.900 ± 0.100, 0.400 ± 0.000 | +0.400 +0.500 +0.600"
+        " | holds in every seed |",
+        "| A's slots are above B's | Table 2 | 4, 3 | 0.200 ± 0.000, 0.400 ± 0.100"
+        " | -0.100 -0.200 -0.300 | reversed: noise |",
+        "| The variant is worse | Table 3 | 5, 1 | 0.900 ± 0.100, 0.950 ± 0.000"
+        " | -0.150 -0.050 +0.050 | not shown |",
+        "| It flies | Table 4 | 1, 0 |  |  | not tried |"]
+    assert claims() == [table, []]
+
+
+@pytest.mark.parametrize("differences, expected", [
+    ([0.1, 0.2, 0.3], "holds in every seed"), ([-0.1, 0.1, 0.1], "holds in the mean"),
+    ([0.1, -0.1, -0.1], "not shown"), ([0.0, 0.0, 0.0], "not shown"), ([0.0, 0.1, 0.1],
+                                                                    "holds in the mean"),
+    ([-0.1, -0.2, -0.3], "reversed"), ([float("nan")] * 3, "not shown")])
+def test_verdicts(differences, expected):
+    assert evaluation.verdict(differences) == expected
+
+
+def test_a_run_of_other_flags_is_refused(claims, tmp_path):
+    write(tmp_path, "a", 0.001, 0, {"zeroshot": 0.5})
+    config = tmp_path / "runs/claims/sparc/a-0.001-0/config.json"
+    config.write_text(config.read_text().replace("0.001", "0.003"))
+    with pytest.raises(common.UserError, match="a-0.001-0 was not trained with --method sparc "):
+        claims()
+
+
+def test_a_run_or_claims_must_be_named(claims):
+    for argv in ([], ["run", "--claims", "sparc"]):
+        with pytest.raises(common.UserError, match="Give the directory of a run"):
+            evaluation.main(argv)
+
+
+@pytest.mark.parametrize("method", evaluation.METHODS)
+def test_the_data_of_claims_are_sound(method):
+    module = evaluation.METHODS[method]
+    assert module.CLAIMS and module.RUNS
+    for chosen_by, run_flags in module.RUNS.values():
+        args = train.parse_args([*run_flags.split(), "--lr", "0.001"])
+        assert args.lr == 0.001
+        assert chosen_by in ("zeroshot", "knn") or module.RUNS[chosen_by][0] in ("zeroshot", "knn")
+        if chosen_by in module.RUNS:  # a variant differs, but learns as long from as many images
+            base = train.parse_args(module.RUNS[chosen_by][1].split())
+            assert run_flags != module.RUNS[chosen_by][1]
+            assert (args.steps, args.batch, args.data) == (base.steps, base.batch, base.data)
+    used = set()
+    for claim in module.CLAIMS:
+        assert len(claim) in (3, 5, 6) and all(isinstance(x, str) and x for x in claim)
+        for side in claim[3:5]:
+            run, metric = side.split()
+            assert run in module.RUNS
+            used.add(run)
+    bases = {chosen_by for chosen_by, _ in module.RUNS.values()}
+    assert used | bases >= module.RUNS.keys(), "a run that no claim uses"
+
