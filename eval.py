@@ -699,6 +699,9 @@ def open_eval_set(options, image_size, captions=True):
         if getattr(data, name):
             pairs = 2 if name == "winoground" else 1
             setattr(data, name, limited(getattr(data, name), options, pairs))
+    if options.limit and data.samples:
+        samples = data.samples
+        data.samples = lambda n: samples(min(n, options.limit))
     return data
 
 
@@ -1108,7 +1111,7 @@ def textfree(embed, data, options):
 def sparsity(embed, data, options):
     """How many numbers of the encoding of an image and of a caption are not 0, on average: of
     STAIR the active words, of others all."""
-    images, captions = data.samples(options.limit or 500)
+    images, captions = data.samples(500)
     result = {"active/image": (embed.images(images) != 0).sum(1)}
     if embed.tokenizer:
         result["active/text"] = (embed.texts(captions) != 0).sum(1)
@@ -2033,9 +2036,10 @@ def build_parser():
     add("--image-root", help="directory that the file names of --data are relative to")
     add("--split", help="of the world, Karpathy's JSON, CLIP_benchmark's sets (default: test) or "
                         "VOC (default: val)")
-    add("--limit", type=int, help="use LIMIT samples for each task, of class folders and "
-                                  "CLIP_benchmark's sets random ones (default: 1,000 of the run's "
-                                  "own files, as at the end of its training, and all of --data)")
+    add("--limit", type=int, help="use LIMIT samples for each task and picture, of class folders "
+                                  "and CLIP_benchmark's sets random ones (default: 1,000 of the "
+                                  "run's own files, as at the end of its training, and all of "
+                                  "--data)")
     add("--templates", nargs="+", help="zero-shot prompts with {} for NAME or {a} for 'a NAME', or "
                                        "files of them, one a line")
     add("--classes", help="file with the names of classes, one a line, in the order of folders or "
