@@ -1395,6 +1395,21 @@ def draw_heads(embed, data):
     return heat_sheet("How much [CLS] attends to each patch in the last block", rows)
 
 
+def draw_neighbours(embed, data):
+    """Images, and those of 1,000 whose encodings are nearest to theirs."""
+    files = ((image, name) for image, (name, _) in data.documents())
+    pairs = itertools.islice(readable(files, embed.read, embed.workers), 1000)
+    images = torch.stack([image for image, _ in pairs])
+    x = embed.images(images, embed.model.encode_image)
+    cosines, nearest = torch.inner(x[:6], x).topk(min(10, len(x)))          # (6, 10)
+    rows = []
+    for scores, ids in zip(cosines.tolist(), nearest.tolist()):
+        labels = ["image", *[f"{score:.2f}" for score in scores[1:]]]       # the first is itself
+        cells = [(to_picture(images[i], (80, 80)), label) for i, label in zip(ids, labels)]
+        rows.append(("", cells))
+    return sheet("An image, and the images whose encodings are nearest, with their cosines", rows)
+
+
 def read_log(run):
     log = Path(run, "log.jsonl")
     *lines, _ = log.read_text().split("\n") if log.exists() else [""]  # the last may be half
@@ -1475,6 +1490,7 @@ PICTURES = {
     "words": Task(draw_words, ("samples",), "encode_words"),
     "queries": Task(draw_queries, ("samples",), "word_maps"),
     "heads": Task(draw_heads, ("samples",), "head_maps"),
+    "neighbours": Task(draw_neighbours, ("documents",)),
 }
 
 
@@ -1858,18 +1874,22 @@ def read_templates(given):
 
 
 def differences(configs):
-    """Settings of runs, dicts -> a name for each: what they differ in, the seed aside."""
+    """Settings of runs, dicts -> a name for each: the method, where there are several, and what
+    runs of the method differ in, the seed aside."""
     aside = ("seed out argv git machine resume workers log_every save_every keep_every eval_every "
              "knn_every accum_freq").split()
-    keys = []
-    for key in dict.fromkeys(itertools.chain(("method", "objective", "readout"), *configs)):
-        values = {json.dumps(config[key]) for config in configs if key in config}
-        if len(values) > 1 and key not in aside:
-            keys.append(key)
-    names = []
+    methods, names = collections.defaultdict(list), []
     for config in configs:
-        values = [(key, config[key]) for key in keys if key in config]
-        parts = [x if isinstance(x, str) else f"{key}={x}" for key, x in values]
+        methods[config.get("method")].append(config)
+    for config in configs:
+        alike, parts = methods[config.get("method")], []
+        if len(methods) > 1:
+            parts.append(config["method"])
+        for key in dict.fromkeys(itertools.chain(("objective", "readout"), *alike)):
+            values = {json.dumps(other[key]) for other in alike if key in other}
+            if len(values) > 1 and key in config and key not in aside:
+                x = config[key]
+                parts.append(x if isinstance(x, str) else f"{key}={x}")
         names.append(", ".join(parts) or "all")
     return names
 

@@ -751,7 +751,8 @@ def test_compare_prints_mean_and_deviation(capsys):
     results = [{"x": 0.1, "y": 1}, {"x": 0.3, "y": 1}, {"x": 0.5}]
     evaluation.compare(["a", "a", "b"], results)
     assert capsys.readouterr().out.splitlines() == [
-        "| | a (2) | b (1) |", "|---|---|---|", "| x | 0.200 ± 0.141 | 0.500 |"]
+        "| | a (2) | b (1) |", "|---|---|---|", "| x | 0.200 ± 0.141 | 0.500 |",
+        "| y | 1.000 ± 0.000 |  |"]
 
 
 def test_a_task_that_the_data_cannot_serve_is_an_error(tmp_path):
@@ -776,7 +777,7 @@ def test_clusters_and_probes_of_a_run(run_of, tmp_path):
 
 @pytest.mark.parametrize("name, pictures", [
     ("sparc", ["alignment", "segmentation"]), ("stair", ["words", "queries"]),
-    ("bam", ["heads", "entropies"])])
+    ("bam", ["heads", "entropies", "neighbours"])])
 def test_a_run_draws_its_pictures(run_of, name, pictures):
     for picture in pictures:
         with Image.open(run_of(name) / f"{picture}.png") as page:

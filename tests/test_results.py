@@ -283,3 +283,27 @@ def test_captions_that_the_font_lacks_stand_beside_the_picture(tmp_path):
     assert (tmp_path / "a.txt").read_text(encoding="utf-8") == "赤い犬\nкрасная собака\n"
     evaluation.save_pictures({tmp_path / "b.png": evaluation.sheet("e~", [("a", [(cell, "b")])])})
     assert not (tmp_path / "b.txt").exists()
+
+
+def test_runs_of_different_methods_share_a_table(run_of, tmp_path, capsys):
+    runs = [shutil.copytree(run_of(name), tmp_path / name) for name in ("sparc", "bam")]
+    evaluation.main([*map(str, runs), "--task", "zeroshot,knn,sparsity"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert lines[0] == "| | sparc (1) | bam (1) |"
+    cells = {name.strip(): values for _, name, *values, _ in (line.split("|") for line in lines)}
+    figures = [read(run) for run in runs]
+    assert cells["zeroshot"] == [f" {figures[0]['zeroshot']:.3f} ", "  "]
+    assert cells["knn"] == [f" {figure['knn']:.3f} " for figure in figures]
+    assert cells["active/image"] == [" 128.000 ", " 16.000 "]  # widths of dense encodings
+    assert cells["active/text"] == [" 128.000 ", "  "]
+    assert {"parameters, millions", "images a second in training"} < cells.keys()
+    evaluation.main([*map(str, runs), "--task", "retrieval"])
+    assert "shapes:size=16,objects=2 is left out: it serves none of retr" in capsys.readouterr().out
+
+
+def test_limit_makes_smaller_pictures(run_of, tmp_path):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    evaluation.main([str(run), "--task", "alignment,segmentation", "--limit", "2"])
+    for name in ("alignment", "segmentation"):
+        with Image.open(run / f"{name}.png") as all, Image.open(run / f"limit-2-{name}.png") as two:
+            assert two.height < all.height / 2
