@@ -1274,7 +1274,8 @@ def heat_sheet(title, rows):
 
 
 def draw_alignment(embed, data):
-    """Which patches each word of a caption is aligned to (SPARC, Eq. 4)."""
+    """Which patches each word of a caption is aligned to (SPARC, Eq. 4); of the world the words
+    that say something."""
     images, captions = data.samples(8)
     tokens, mask = embed.tokenize(captions)
     weights = embed.model.align_words(images.to(embed.device), tokens, mask)  # (n, L, P)
@@ -1282,7 +1283,9 @@ def draw_alignment(embed, data):
     for i, caption in enumerate(captions):
         inner = slice(1, int(mask[i].sum()) - 1)  # without [CLS] and [SEP]
         words = [embed.tokenizer.vocab[token] for token in tokens[i, inner]]
-        rows.append((caption, images[i], zip(words, weights[i, inner].cpu())))
+        maps = [pair for pair in zip(words, weights[i, inner].cpu())
+                if not data.content_words or pair[0] in data.content_words]
+        rows.append((caption, images[i], maps))
     title = "SPARC: how much each patch weighs in the alignment of a word (Eq. 4)"
     return heat_sheet(title, rows)
 
