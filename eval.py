@@ -1,7 +1,8 @@
 """Evaluate trained runs: `python eval.py RUN --task zeroshot,retrieval --data SPEC`, or RUN RUN ...
 
 Prints a table and writes RUN/eval.json and pictures; of several runs also mean and standard
-deviation over those that differ in their seed alone, and one picture of all.
+deviation over those that differ in their seed alone, and one picture of all. --claims METHOD
+prints which claims of its paper hold here.
 
 A metric is a pure function of matrices. An Embedder makes the matrices from images and
 captions, in fp32: cosines in half precision tie. An EvalSet gives all kinds of data the same
