@@ -1196,10 +1196,6 @@ def number(value):
 #
 # A picture is a function of an Embedder and an EvalSet -> PIL image, None if there is nothing.
 
-INFERNO = [(0, 0, 4), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164)]
-HEAT = torch.tensor(INFERNO).T[None].float()                                # (1, 3, 5)
-HEAT = F.interpolate(HEAT, 256, mode="linear", align_corners=True)[0].byte()  # (3, 256)
-HEAT_SCALE = to_pil_image(HEAT[:, None].expand(3, 14, 256)), "low - weight of a patch - high"
 BACKGROUND, NOT_COUNTED = (40, 40, 40), (150, 150, 150)
 CLASS_COLOURS = [  # that can be told apart; the first eight are those of the world
     (230, 25, 75), (60, 180, 75), (0, 110, 230), (255, 225, 25), (145, 30, 180),
@@ -1256,20 +1252,19 @@ def to_picture(image, size=(112, 112)):
     return image.resize(size, Image.Resampling.NEAREST)
 
 
-def heat_map(image, weights):
-    """An image (3, H, W), in grey, under the colours of its patches' weights (P,) from 0 up."""
+def light_up(image, weights):
+    """An image (3, H, W) whose patches are as bright as their weights (P,) are large."""
     picture, grid = to_picture(image), math.isqrt(weights.numel())
-    level = (255 * weights / weights.max().clamp(min=1e-6)).long()          # (P,)
-    heat = to_pil_image(HEAT[:, level].view(3, grid, grid))
-    grey = ImageOps.autocontrast(ImageOps.grayscale(picture)).convert("RGB")
-    return Image.blend(grey, heat.resize(picture.size, Image.Resampling.NEAREST), 0.6)
+    level = weights.clamp(min=0) / weights.max().clamp(min=1e-6)            # (P,)
+    mask = to_pil_image(level.view(1, grid, grid)).resize(picture.size, Image.Resampling.NEAREST)
+    return Image.composite(picture, Image.new("RGB", picture.size), mask)
 
 
-def heat_sheet(title, rows):
+def lit_sheet(title, rows):
     """A sheet of rows (heading, image (3, H, W), [(label, weights (P,) of its patches), ...])."""
-    pages = [("", [HEAT_SCALE])]
+    pages = []
     for heading, image, maps in rows:
-        cells = [(heat_map(image, weights), label) for label, weights in maps]
+        cells = [(light_up(image, weights), label) for label, weights in maps]
         pages.append((heading, [(to_picture(image), "image"), *cells]))
     return sheet(title, pages)
 
@@ -1287,8 +1282,8 @@ def draw_alignment(embed, data):
         maps = [pair for pair in zip(words, weights[i, inner].cpu())
                 if not data.content_words or pair[0] in data.content_words]
         rows.append((caption, images[i], maps))
-    title = "SPARC: how much each patch weighs in the alignment of a word (Eq. 4)"
-    return heat_sheet(title, rows)
+    title = "SPARC: a word lights up the patches that it is aligned to (Eq. 4)"
+    return lit_sheet(title, rows)
 
 
 def class_colours(data, ways):
@@ -1348,12 +1343,12 @@ def draw_slots(embed, data):
         chosen.append(slot)
         cells = []
         for i in shown[:5].tolist():
-            heat = heat_map(images[i], over_image[i, slot, -patches:])      # without [CLS]
+            lit = light_up(images[i], over_image[i, slot, -patches:])       # without [CLS]
             name = embed.tokenizer.vocab[tokens[i, word[i, slot]]]
-            cells.append((join([to_picture(images[i]), heat], gap=0), name))
+            cells.append((join([to_picture(images[i]), lit], gap=0), name))
         rows.append((f"Slot {slot}", cells))
-    title = "SPARO: the word of a caption that a slot attends to, and where in the image it looks"
-    return sheet(title, [("", [HEAT_SCALE]), *rows]) if rows else None
+    title = "SPARO: the word of a caption that a slot attends to, and what it sees of the image"
+    return sheet(title, rows) if rows else None
 
 
 def draw_words(embed, data):
@@ -1383,8 +1378,8 @@ def draw_queries(embed, data):
             maps = embed.images(images[i : i + 1], score_names(embed, words[:10]))[0].T
             maps = maps - maps.amin(1, keepdim=True)                        # (words, g * g)
             rows.append((caption, images[i], zip(words, maps)))
-    title = "STAIR: where words score high in an image, without a text tower"
-    return heat_sheet(title, rows)
+    title = "STAIR: a word lights up the patches where it scores high, without a text tower"
+    return lit_sheet(title, rows)
 
 
 def draw_heads(embed, data):
@@ -1396,7 +1391,7 @@ def draw_heads(embed, data):
     for image, heads in zip(images, embed.model.head_maps(images.to(embed.device)).cpu()):
         names = ["mean of heads", *[f"head {i + 1}" for i in range(len(heads))]]
         rows.append(("", image, zip(names, [heads.mean(0), *heads])))
-    return heat_sheet("How much [CLS] attends to each patch in the last block", rows)
+    return lit_sheet("What [CLS] attends to in the last block is lit", rows)
 
 
 def draw_neighbours(embed, data):
