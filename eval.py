@@ -1958,17 +1958,17 @@ class ClaimRuns:
     def figure(self, run, rate, seed, metric, split="test"):
         """A figure of a run, None if it is missing."""
         out, task = self.root / f"{run}-{rate}-{seed}", metric.split("/")[0]
-        flags = f"{self.runs[run][1]} --lr {rate} --seed {seed} --out {out} --resume auto"
+        flags = f"{self.runs[run][1]} --lr {rate} --seed {seed}"
         trained, files = (out / "eval.json").exists(), [out / "eval.json"]
         if split == "val":
             files = sorted(out.glob("eval-*-val.json"))
-        if trained and common.read_config(out)["argv"][1:] != flags.split():
+        if trained and common.read_config(out)["argv"][1:-4] != flags.split():
             raise UserError(f"{out} was not trained with {flags}: remove it.")
         found = json.loads(files[0].read_text()) if trained and files else {}
         if metric in found:
             return found[metric]
         if not trained:
-            self.missing[out][f"python train.py {flags}"] = None
+            self.missing[out][f"python train.py {flags} --out {out} --resume auto"] = None
         if trained or split == "val" or task in TASKS and not TASKS[task].default:
             self.missing[out][f"python eval.py {out} --split {split} --task {task}"] = None
 

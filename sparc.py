@@ -32,8 +32,8 @@ Not here: detection (OWL-ViT), captioning (Flamingo), the 32k SentencePiece voca
 JFT as captions (D.2), Pascal Context (Table 6).
 
 Run:     python train.py --method sparc       (--objective clip, filip, ...: the baselines)
-Result:  on the embedded world, seeds 0-2: zero-shot .968 +- .021 (CLIP .889 +- .057), R@1
-         .852 / .777 (.727 / .666); segmentation gains only with lambda_f = 0.1.
+Result:  on the embedded world zero-shot and retrieval gain with lambda_f = 0.5, segmentation
+         with 0.1: words light up their objects; python eval.py --claims sparc, see below.
 """
 
 import functools
@@ -308,12 +308,14 @@ class Model(nn.Module):
 #     loss_f = fine_grained_loss(tokens, patches, words, scale)
 #     loss = 0.5 * global_loss(v, t, scale, gather) + loss_f
 #
-# What was found out on the embedded world, seeds 0-2: as in the paper, SPARC is above CLIP in
-# zero-shot, retrieval and faithfulness, at 1.09 of its time. It does not segment better: at
-# lambda_f = 0.5, L_f ends at .015-.13 for the right image and at .04-.15 for a wrong one
-# (chance 2.2). Negatives are words of the same caption, so the patches can be a codebook that
-# tells words apart whatever the image shows. At lambda_f = 0.1 words are grounded: mIoU on
-# objects .842 +- .005 (CLIP .772 +- .040), but zero-shot falls to .836 +- .093.
+# What was found out on the embedded world: no setting shows the paper's two gains at once. With
+# lambda_f = 0.5, objects=3, together=0, seeds 0-2, SPARC is above CLIP in zero-shot (.968, .889),
+# retrieval and faithfulness, but not in mIoU: L_f is as low for a wrong image (.02 to .15; chance
+# 2.2). Its negatives are words of the same caption, so patches can be a codebook that tells words
+# apart whatever the image shows. With 0.1 words are grounded (.5 for the right image, 3.1 for a
+# wrong one), which segments better (val, seed 0, lr 2e-3: mIoU .224, CLIP .184), but the gains in
+# zero-shot are gone. What does not change this: 0.15 to 0.3, sigma = 0.5, no positions of patches,
+# two to six objects, together=0.95, and a text tower without blocks (zero-shot .85 instead of .51).
 # Below: the baselines of Sec. 4, as Sec. D.3 and D.4 describe them; b pairs on a rank, B on
 # all. The losses of an objective share one learned tau and are added, MGCA's as 2 : 2 : 1: its
 # public code with D.4's lambdas of 1 (by default these are 1, .7, .5).
@@ -550,27 +552,35 @@ def model_class(args):
 
 # What of the paper is tried on the embedded world: python eval.py --claims sparc
 RUNS = {  # flags of train.py; the learning rate is the best of three by a metric on the val split, or another run's
-    "sparc": ("zeroshot", "--method sparc"),
+    "sparc": ("zeroshot", "--method sparc --lambda-f 0.5"),  # the least that the paper tries
+    "grounded": ("zeroshot", "--method sparc"),  # the preset, lambda_f .1
     "clip": ("zeroshot", "--method sparc --objective clip"),
     "mgca": ("zeroshot", "--method sparc --objective mgca"),
     "gloria": ("zeroshot", "--method sparc --objective gloria"),
     "pacl": ("zeroshot", "--method sparc --objective pacl"),
     "filip": ("zeroshot", "--method sparc --objective filip"),
     "clip+filip": ("zeroshot", "--method sparc --objective clip+filip"),
-    "softmax": ("sparc", "--method sparc --align softmax"),
-    "dense": ("sparc", "--method sparc --align dense"),  # sigma = 0
+    "softmax": ("sparc", "--method sparc --lambda-f 0.5 --align softmax"),
+    "dense": ("sparc", "--method sparc --lambda-f 0.5 --align dense"),  # sigma = 0
 }
+CODEBOOK = "a codebook solves L_f, see above"
 CLAIMS = [  # sentence, source, the paper's two figures; RUN METRIC of the greater and of the smaller figure; why not
-    ("SPARC is above CLIP in zero-shot", "Table 1, ImageNet, B/16", "72.6, 71.6", "sparc zeroshot", "clip zeroshot"),
-    ("SPARC finds captions better", "Table 3, MSCOCO R@1, B/16", "57.6, 56.2", "sparc i2t/R@1", "clip i2t/R@1"),
-    ("SPARC finds images better", "Table 3, MSCOCO R@1, B/16", "43.0, 42.4", "sparc t2i/R@1", "clip t2i/R@1"),
-    ("SPARC's captions are more faithful: nouns and adjectives", "Table 4, K-Pna, B/16", "78.72, 77.56",
+    ("SPARC is above CLIP in zero-shot, lambda_f .5", "Table 1, ImageNet, B/16", "72.6, 71.6",
+     "sparc zeroshot", "clip zeroshot"),
+    ("... lambda_f .1", "Table 1, ImageNet, B/16", "72.6, 71.6", "grounded zeroshot", "clip zeroshot"),
+    ("It finds captions better, lambda_f .5", "Table 3, MSCOCO R@1, B/16", "57.6, 56.2",
+     "sparc i2t/R@1", "clip i2t/R@1"),
+    ("... lambda_f .1", "Table 3, MSCOCO R@1, B/16", "57.6, 56.2", "grounded i2t/R@1", "clip i2t/R@1"),
+    ("It finds images better, lambda_f .5", "Table 3, MSCOCO R@1, B/16", "43.0, 42.4", "sparc t2i/R@1", "clip t2i/R@1"),
+    ("... lambda_f .1", "Table 3, MSCOCO R@1, B/16", "43.0, 42.4", "grounded t2i/R@1", "clip t2i/R@1"),
+    ("Its captions are more faithful, lambda_f .5", "Table 4, K-Pna, B/16", "78.72, 77.56",
      "sparc faithfulness/K-Pna", "clip faithfulness/K-Pna"),
-    ("... all words", "Table 4, K-P, B/16", "79.77, 78.99", "sparc faithfulness/K-P", "clip faithfulness/K-P"),
-    ("SPARC segments colours better", "Table 6, Pascal VOC", "27.36, 23.02", "sparc miou/colour", "clip miou/colour"),
-    ("... pairs of colour and shape", "Table 6, Pascal VOC", "27.36, 23.02", "sparc miou/pair", "clip miou/pair"),
-    ("... colours, without the pixels of the background", "Table 6, Pascal VOC", "27.36, 23.02",
-     "sparc miou_fg/colour", "clip miou_fg/colour"),
+    ("... lambda_f .1", "Table 4, K-Pna, B/16", "78.72, 77.56",
+     "grounded faithfulness/K-Pna", "clip faithfulness/K-Pna"),
+    ("It segments colours better, lambda_f .5", "Table 6, Pascal VOC", "27.36, 23.02",
+     "sparc miou/colour", "clip miou/colour", CODEBOOK),
+    ("... lambda_f .1", "Table 6, Pascal VOC", "27.36, 23.02", "grounded miou/colour", "clip miou/colour",
+     "at lr .001, which zero-shot chooses, words are grounded in some seeds alone"),
     ("SPARC is above MGCA in zero-shot", "Table 1, ImageNet, B/16", "72.6, 69.6", "sparc zeroshot", "mgca zeroshot"),
     ("... above GLoRIA", "Table 1, ImageNet, B/16", "72.6, 67.4", "sparc zeroshot", "gloria zeroshot"),
     ("... above PACL", "Table 1, ImageNet, B/16", "72.6, 61.1", "sparc zeroshot", "pacl zeroshot"),
