@@ -1400,7 +1400,7 @@ def draw_neighbours(embed, data):
     pairs = itertools.islice(readable(files, embed.read, embed.workers), 1000)
     images = torch.stack([image for image, _ in pairs])
     x = embed.images(images, embed.model.encode_image)
-    cosines, nearest = torch.inner(x[:6], x).topk(min(10, len(x)))          # (6, 10)
+    cosines, nearest = torch.inner(x[:4], x).topk(min(10, len(x)))          # (4, 10)
     rows = []
     for scores, ids in zip(cosines.tolist(), nearest.tolist()):
         labels = ["image", *[f"{score:.2f}" for score in scores[1:]]]       # the first is itself
@@ -1656,7 +1656,7 @@ def save_pictures(pages):
     pages = {path: page for path, page in pages.items() if page}
     for path, page in pages.items():
         with common.replacing(path) as file:
-            page.save(file, "PNG")
+            page.quantize(256).save(file, "PNG")  # a third of the bytes
         if page.info.get("undrawn"):
             lines = "\n".join(page.info["undrawn"]) + "\n"
             path.with_suffix(".txt").write_text(lines, encoding="utf-8")
