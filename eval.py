@@ -553,7 +553,7 @@ class TableSet(EvalSet):
         return torch.stack(images), list(captions)
 
     def documents(self):
-        for i in range(len(self.table)):
+        for i in self.order:
             path = self.table.paths[i]
             yield path, (path, self.table.captions_of(i)[0])
 
@@ -1113,9 +1113,9 @@ def sparsity(embed, data, options):
     """How many numbers of the encoding of an image and of a caption are not 0, on average: of
     STAIR the active words, of others all."""
     images, captions = data.samples(500)
-    result = {"active/image": (embed.images(images) != 0).sum(1)}
+    result = {"active/image": (embed.images(images) != 0).flatten(1).sum(1)}
     if embed.tokenizer:
-        result["active/text"] = (embed.texts(captions) != 0).sum(1)
+        result["active/text"] = (embed.texts(captions) != 0).flatten(1).sum(1)
     return result
 
 
@@ -1396,8 +1396,7 @@ def draw_heads(embed, data):
 
 def draw_neighbours(embed, data):
     """Images, and those of 1,000 whose encodings are nearest to theirs."""
-    files = ((image, name) for image, (name, _) in data.documents())
-    pairs = itertools.islice(readable(files, embed.read, embed.workers), 1000)
+    pairs = itertools.islice(readable(data.documents(), embed.read, embed.workers), 1000)
     images = torch.stack([image for image, _ in pairs])
     x = embed.images(images, embed.model.encode_image)
     cosines, nearest = torch.inner(x[:4], x).topk(min(10, len(x)))          # (4, 10)
@@ -1915,7 +1914,7 @@ def costs(embed, run):
     """Parameters and training speed of a run, for a table of several."""
     speeds = [record["images_per_s"] for record in read_log(run)]
     parameters = sum(p.numel() for p in embed.model.parameters())
-    return {"parameters, millions": parameters / 1e6} | (
+    return {"parameters with heads and teacher, millions": parameters / 1e6} | (
         {"images a second in training": float(np.median(speeds))} if speeds else {})
 
 
@@ -1948,34 +1947,36 @@ CLAIM_SEEDS = (3, 4, 5)
 
 
 class ClaimRuns:
-    """A method's RUNS, in runs/claims/METHOD/RUN-RATE-SEED. missing: {directory: {command: None}},
-    what makes the figures that were asked for and are not there yet."""
+    """A method's RUNS, in runs/claims/METHOD/RUN-RATE-SEED. missing: {directory: commands} that
+    make the figures that were asked for and are not there yet; a dict is an ordered set."""
 
     def __init__(self, method):
-        self.runs, self.root = METHODS[method].RUNS, Path("runs/claims", method)
+        self.settings, self.root = METHODS[method].RUNS, Path("runs/claims", method)
         self.missing = collections.defaultdict(dict)
 
     def figure(self, run, rate, seed, metric, split="test"):
         """A figure of a run, None if it is missing."""
         out, task = self.root / f"{run}-{rate}-{seed}", metric.split("/")[0]
-        flags = f"{self.runs[run][1]} --lr {rate} --seed {seed}"
-        trained, files = (out / "eval.json").exists(), [out / "eval.json"]
-        if split == "val":
-            files = sorted(out.glob("eval-*-val.json"))
-        if trained and common.read_config(out)["argv"][1:-4] != flags.split():
-            raise UserError(f"{out} was not trained with {flags}: remove it.")
-        found = json.loads(files[0].read_text()) if trained and files else {}
-        if metric in found:
-            return found[metric]
-        if not trained:
+        flags = f"{self.settings[run][1]} --lr {rate} --seed {seed}"
+        trained = (out / "eval.json").exists()
+        if trained:
+            config = common.read_config(out)
+            check_claim_run(out, config, flags.split())
+            name = "eval" if split == "test" else f"eval-{file_name(config['data'])}-{split}"
+            path = out / f"{name}.json"
+            found = json.loads(path.read_text()) if path.exists() else {}
+            if metric in found:
+                return found[metric]
+        else:
             self.missing[out][f"python train.py {flags} --out {out} --resume auto"] = None
         if trained or split == "val" or task in TASKS and not TASKS[task].default:
-            self.missing[out][f"python eval.py {out} --split {split} --task {task}"] = None
+            asked = f" --task {task}" if task in TASKS else ""
+            self.missing[out][f"python eval.py {out} --split {split}{asked}"] = None
 
     def rate(self, run):
         """The learning rate that is best on the val split, None while one was not tried."""
-        chosen_by = self.runs[run][0]
-        if chosen_by in self.runs:
+        chosen_by = self.settings[run][0]
+        if chosen_by in self.settings:
             return self.rate(chosen_by)
         scores = {rate: self.figure(run, rate, 0, chosen_by, "val") for rate in CLAIM_RATES}
         return None if None in scores.values() else max(scores, key=scores.get)
@@ -1988,10 +1989,20 @@ class ClaimRuns:
         return None if None in found else found
 
 
+def check_claim_run(out, config, flags):
+    """Raise UserError if a run has other flags, or values of a preset that changed since."""
+    argv, preset = config.get("argv", []), METHODS[config["method"]].PRESETS[config["preset"]]
+    given = {flag[2:].replace("-", "_") for flag in flags if flag.startswith("--")}
+    stale = [name for name in preset.keys() - given if config.get(name) != preset[name]]
+    if argv[1:-4] != flags or stale:  # the last four are --out OUT --resume auto
+        raise UserError(f"{out} was not trained with {' '.join(flags)}, or the preset has changed "
+                        f"since: remove it.")
+
+
 def verdict(differences):
-    if min(differences) > 0:
+    if all(x > 0 for x in differences):  # nan is neither
         return "holds in every seed"
-    if max(differences) < 0:
+    if all(x < 0 for x in differences):
         return "reversed"
     return "holds in the mean" if mean(differences) > 0 else "not shown"
 
@@ -2016,14 +2027,15 @@ def print_claims(method):
     for claim, source, printed, *sides in claims:
         cells = claim_cells(runs, *sides) if sides else ("", "", "not tried")
         rows.append((claim, source, printed, *cells))
+    swept = [run for run, (chosen_by, _) in runs.settings.items() if chosen_by not in runs.settings]
+    chosen = ", ".join(f"{run} {rate}" for run in swept if (rate := runs.rate(run)))
     file = sys.stderr if runs.missing else sys.stdout
-    header = "claim", "paper", "there", "here", "difference by seed", "verdict"
+    header = "claim", "source", "in the paper", "here", "difference by seed", "verdict"
     for row in (header, ["---"] * len(header), *rows):
         print("| " + " | ".join(row) + " |", file=file)
-    swept = [run for run, (chosen_by, _) in runs.runs.items() if chosen_by not in runs.runs]
-    chosen = ", ".join(f"{run} {rate}" for run in swept if (rate := runs.rate(run)))
     print(f"\nTest split, mean ± deviation of seeds {CLAIM_SEEDS}. Learning rates, the best of "
-          f"{CLAIM_RATES} on the val split with seed 0: {chosen or 'none yet'}.", file=file)
+          f"{CLAIM_RATES} on the val split with seed 0: {chosen or 'none yet'}; others train at the "
+          f"rate of the run that they vary.", file=file)
     for commands in runs.missing.values():
         print(" && ".join(commands))
 
@@ -2087,6 +2099,9 @@ def check_flags(options):
     """Raise UserError for flags that cannot be used."""
     if bool(options.runs) == bool(options.claims):
         raise UserError("Give the directory of a run, or several, or --claims METHOD.")
+    for name in ("tasks", "data", "split", "limit"):
+        if options.claims and vars(options)[name]:
+            raise UserError("--claims METHOD takes no other flag.")
     unknown = set(options.tasks or []) - {*TASKS, *PICTURES}
     if unknown:
         raise UserError(f"There is no task {', '.join(unknown)}; there are {', '.join(TASKS)}.")
@@ -2115,7 +2130,8 @@ def open_sets(embed, args, options):
             chosen.tasks = [name for name in options.tasks
                             if every[name].fits(data) and every[name].suits(embed.model)]
         if options.tasks and not chosen.tasks:
-            print(f"{chosen.data} is left out: it serves none of {', '.join(options.tasks)}.")
+            print(f"{chosen.data} is left out: it serves none of {', '.join(options.tasks)} for "
+                  f"this run.")
         else:
             sets.append((chosen, data))
     return sets
@@ -2156,7 +2172,8 @@ def main(argv=None):
         overlaid = draw_curves({run: f"{name}: " for run, name in zip(options.runs, names)})
         save_pictures({Path(options.runs[0], "comparison-curves.png"): overlaid})
     if len(results) > 1 and specs:
-        names, results = zip(*[pair for pair in zip(names, results) if pair[1]])
+        served = [run for run in zip(names, results, embedders) if run[1]]
+        names, results, embedders = zip(*served)
         for of_runs in zip(*[result.items() for result in results]):
             if len(results[0]) > 1:
                 print(f"{of_runs[0][0]}:")

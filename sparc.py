@@ -580,7 +580,7 @@ CLAIMS = [  # sentence, source, the paper's two figures; RUN METRIC of the great
     ("It segments colours better, lambda_f .5", "Table 6, Pascal VOC", "27.36, 23.02",
      "sparc miou/colour", "clip miou/colour", CODEBOOK),
     ("... lambda_f .1", "Table 6, Pascal VOC", "27.36, 23.02", "grounded miou/colour", "clip miou/colour",
-     "at lr .001, which zero-shot chooses, words are grounded in some seeds alone"),
+     "at the rate that zero-shot chooses, words are grounded in some seeds alone"),
     ("SPARC is above MGCA in zero-shot", "Table 1, ImageNet, B/16", "72.6, 69.6", "sparc zeroshot", "mgca zeroshot"),
     ("... above GLoRIA", "Table 1, ImageNet, B/16", "72.6, 67.4", "sparc zeroshot", "gloria zeroshot"),
     ("... above PACL", "Table 1, ImageNet, B/16", "72.6, 61.1", "sparc zeroshot", "pacl zeroshot"),

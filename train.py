@@ -418,7 +418,8 @@ def write_run(args, tokenizer, out):
         tokenizer.save(out / "vocab.txt")
     git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent,
                          capture_output=True, text=True)
-    record = dataclasses.asdict(args) | {"argv": sys.argv, "git": git.stdout.strip() or None}
+    argv = common.read_config(out).get("argv") if args.resume else sys.argv  # what began the run
+    record = dataclasses.asdict(args) | {"argv": argv, "git": git.stdout.strip() or None}
     with common.replacing(out / "config.json") as file:
         file.write(json.dumps(record, indent=2).encode() + b"\n")
 

@@ -1,6 +1,7 @@
 """The claims of the papers: their data in the method files, and eval.py --claims."""
 
 import json
+import shutil
 
 import pytest
 
@@ -10,7 +11,7 @@ import train
 
 RUNS = {"a": ("zeroshot", "--method sparc"), "b": ("zeroshot", "--method sparc --objective clip"),
         "variant": ("a", "--method sparc --align dense")}
-CLAIMS = [("A is above B", "Table 1", "2, 1", "a zeroshot", "b zeroshot"),
+CLAIMS = [("A is above B", "Table 1", "2, 1", "a zeroshot", "b zeroshot", "no note"),
           ("A's slots are above B's", "Table 2", "4, 3", "a slots/all/zeroshot", "b miou", "noise"),
           ("The variant is worse", "Table 3", "5, 1", "a zeroshot", "variant zeroshot"),
           ("It flies", "Table 4", "1, 0")]
@@ -39,10 +40,12 @@ def write(root, run, rate, seed, figures, val=None):
     out = root / f"runs/claims/sparc/{run}-{rate}-{seed}"
     out.mkdir(parents=True)
     argv = ["train.py", *flags(run, rate, seed).split()]
-    (out / "config.json").write_text(json.dumps({"method": "sparc", "argv": argv}))
+    config = evaluation.METHODS["sparc"].PRESETS["tiny"] | {"objective": "clip", "lr": rate}
+    config |= {"method": "sparc", "preset": "tiny", "argv": argv}
+    (out / "config.json").write_text(json.dumps(config))
     (out / "eval.json").write_text(json.dumps({"settings": {}} | figures))
     if val is not None:
-        (out / "eval-shapes-val.json").write_text(json.dumps({"settings": {}, "zeroshot": val}))
+        (out / f"eval-{evaluation.file_name(config['data'])}-val.json").write_text(json.dumps({"settings": {}, "zeroshot": val}))
 
 
 def test_first_the_learning_rates_then_the_seeds_then_the_table(claims, tmp_path):
@@ -52,7 +55,7 @@ def test_first_the_learning_rates_then_the_seeds_then_the_table(claims, tmp_path
         f"python train.py {flags(run, rate, 0)} && python eval.py runs/claims/sparc/{run}-{rate}-0"
         " --split val --task zeroshot" for run, rate in swept]
     assert [line.split(" | ")[-1] for line in table[2:6]] == 3 * ["not run yet |"] + ["not tried |"]
-    assert table[-1].endswith("none yet.")
+    assert "none yet" in table[-1]
 
     best = {"a": 0.002, "b": 0.004}
     for run, rate in swept:  # on the test split the rates' order is another
@@ -64,7 +67,7 @@ def test_first_the_learning_rates_then_the_seeds_then_the_table(claims, tmp_path
     more = " && python eval.py runs/claims/sparc/a-0.002-{} --split test --task slots"
     expected["a"] = [x + more.format(seed) for x, seed in zip(expected["a"], (3, 4, 5))]
     assert sorted(commands) == sorted(sum(expected.values(), []))
-    assert table[-1].endswith("with seed 0: a 0.002, b 0.004.")
+    assert "with seed 0: a 0.002, b 0.004;" in table[-1]
 
     for seed in (3, 4, 5):
         write(tmp_path, "a", 0.002, seed, {"zeroshot": 0.5 + seed / 10})
@@ -92,15 +95,19 @@ def test_first_the_learning_rates_then_the_seeds_then_the_table(claims, tmp_path
     ([0.1, 0.2, 0.3], "holds in every seed"), ([-0.1, 0.1, 0.1], "holds in the mean"),
     ([0.1, -0.1, -0.1], "not shown"), ([0.0, 0.0, 0.0], "not shown"), ([0.0, 0.1, 0.1],
                                                                     "holds in the mean"),
-    ([-0.1, -0.2, -0.3], "reversed"), ([float("nan")] * 3, "not shown")])
+    ([-0.1, -0.2, -0.3], "reversed"), ([float("nan")] * 3, "not shown"),
+    ([0.1, float("nan"), 0.2], "not shown"), ([-0.3, 0.1, 0.1], "not shown"),
+    ([0.3, -0.1, -0.1], "holds in the mean")])
 def test_verdicts(differences, expected):
     assert evaluation.verdict(differences) == expected
 
 
-def test_a_run_of_other_flags_is_refused(claims, tmp_path):
+@pytest.mark.parametrize("old, new", [("--lr", "--beta2"), ("objects=4", "objects=3"),
+                                      ('"argv"', '"arguments"')])
+def test_a_run_of_other_flags_or_of_an_old_preset_is_refused(claims, tmp_path, old, new):
     write(tmp_path, "a", 0.001, 0, {"zeroshot": 0.5})
     config = tmp_path / "runs/claims/sparc/a-0.001-0/config.json"
-    config.write_text(config.read_text().replace("0.001", "0.003"))
+    config.write_text(config.read_text().replace(old, new))
     with pytest.raises(common.UserError, match="a-0.001-0 was not trained with --method sparc "):
         claims()
 
@@ -109,6 +116,8 @@ def test_a_run_or_claims_must_be_named(claims):
     for argv in ([], ["run", "--claims", "sparc"]):
         with pytest.raises(common.UserError, match="Give the directory of a run"):
             evaluation.main(argv)
+    with pytest.raises(common.UserError, match="takes no other flag"):
+        evaluation.main(["--claims", "sparc", "--split", "val"])
 
 
 @pytest.mark.parametrize("method", evaluation.METHODS)
@@ -128,3 +137,18 @@ def test_the_data_of_claims_are_sound(method):
         budgets = [(a.steps, a.batch, a.data) for a in map(settings.get, runs)]
         assert budgets[:1] == budgets[1:], "two runs that saw different data, or for longer"
     assert used >= module.RUNS.keys(), "a run that no claim uses"
+
+
+@pytest.mark.parametrize("names", [["sparc"], ["sparo", "dino"], ["stair"], ["bam"]])
+def test_every_metric_of_a_claim_exists(run_of, tmp_path, names):
+    claims = evaluation.METHODS[names[0]].CLAIMS
+    metrics, found = {side.split()[1] for claim in claims for side in claim[3:5]}, set()
+    tasks = {metric.split("/")[0] for metric in metrics} & evaluation.TASKS.keys()
+    asked = [task for task in tasks if evaluation.TASKS[task].default != "text"]
+    for name in names:
+        run = shutil.copytree(run_of(name), tmp_path / name)
+        mine = [task for task in asked if name == names[0] or task in ("knn", "linear")]
+        if mine:
+            evaluation.main([str(run), "--task", ",".join(mine)])
+        found |= json.loads((run / "eval.json").read_text()).keys()
+    assert metrics <= found
