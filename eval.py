@@ -2128,8 +2128,7 @@ def open_sets(embed, args, options):
             chosen.tasks = [name for name in options.tasks
                             if every[name].fits(data) and every[name].suits(embed.model)]
         if options.tasks and not chosen.tasks:
-            print(f"{chosen.data} is left out: it serves none of {', '.join(options.tasks)} for "
-                  f"this run.")
+            print(f"{chosen.data} is left out: it serves none of {', '.join(options.tasks)}.")
         else:
             sets.append((chosen, data))
     return sets
