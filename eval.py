@@ -2025,7 +2025,8 @@ def print_claims(method):
     for claim, source, printed, *sides in claims:
         cells = claim_cells(runs, *sides) if sides else ("", "", "not tried")
         rows.append((claim, source, printed, *cells))
-    swept = [run for run, (chosen_by, _) in runs.settings.items() if chosen_by not in runs.settings]
+    settings = runs.settings.items()
+    swept = [run for run, (chosen_by, _) in settings if chosen_by not in runs.settings]
     chosen = ", ".join(f"{run} {rate}" for run in swept if (rate := runs.rate(run)))
     file = sys.stderr if runs.missing else sys.stdout
     header = "claim", "source", "in the paper", "here", "difference by seed", "verdict"
