@@ -45,7 +45,8 @@ def write(root, run, rate, seed, figures, val=None):
     (out / "config.json").write_text(json.dumps(config))
     (out / "eval.json").write_text(json.dumps({"settings": {}} | figures))
     if val is not None:
-        (out / f"eval-{evaluation.file_name(config['data'])}-val.json").write_text(json.dumps({"settings": {}, "zeroshot": val}))
+        name = f"eval-{evaluation.file_name(config['data'])}-val.json"
+        (out / name).write_text(json.dumps({"settings": {}, "zeroshot": val}))
 
 
 def test_first_the_learning_rates_then_the_seeds_then_the_table(claims, tmp_path):

@@ -295,7 +295,8 @@ def test_runs_of_different_methods_share_a_table(run_of, tmp_path, capsys):
     assert cells["zeroshot"] == [f" {figures[0]['zeroshot']:.3f} ", "  "]
     assert cells["knn"] == [f" {figure['knn']:.3f} " for figure in figures]
     assert cells["active/image"] == cells["active/text"] == [" 128.000 ", "  "]  # all numbers
-    assert {"parameters with heads and teacher, millions", "images a second in training"} < cells.keys()
+    assert "images a second in training" in cells
+    assert float(cells["parameters with heads and teacher, millions"][0]) > 0
     evaluation.main([*map(str, runs), "--task", "retrieval"])
     assert "shapes:size=16,objects=2 is left out: it serves none of retr" in capsys.readouterr().out
 
