@@ -810,7 +810,7 @@ def test_a_tower_of_the_papers_words_trains_on_a_vocabulary_as_large(tmp_path, r
 
 
 def test_dry_run_ends_with_json(tmp_path, capsys):
-    flags = [*SPARC, "--dry-run", "--out", str(tmp_path / "unused")]
+    flags = [*SPARC, "--dry-run", "--lambda-f", "0.5", "--out", str(tmp_path / "unused")]
     train.main([*flags, "--ranks", "2"])
     record = last_json(capsys)
     assert record["params"] > 1000 and record["flops_per_sample"] > 1000
