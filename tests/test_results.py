@@ -307,3 +307,23 @@ def test_limit_makes_smaller_pictures(run_of, tmp_path):
     for name in ("alignment", "segmentation"):
         with Image.open(run / f"{name}.png") as all, Image.open(run / f"limit-2-{name}.png") as two:
             assert two.height < all.height / 2
+
+
+def test_a_patch_is_lit_as_its_weight_is():
+    image = common.normalize(torch.ones(3, 16, 16))
+    page = np.asarray(evaluation.light_up(image, torch.tensor([0.0, 2.0, 1.0, -1.0])))
+    corners = page[10, 10], page[10, -10], page[-10, 10], page[-10, -10]
+    assert [int(corner.max()) for corner in corners] == [0, 255, 127, 0]
+
+
+def test_neighbours_are_the_nearest(run_of, tmp_path, monkeypatch):
+    run, shown = shutil.copytree(run_of("bam"), tmp_path / "run"), []
+    monkeypatch.setattr(evaluation, "sheet", lambda title, rows: shown.extend(rows))
+    embed, args = evaluation.load_run(run)
+    data = evaluation.open_eval_set(evaluation.options_for(args), embed.image_size)
+    evaluation.draw_neighbours(embed, data)
+    assert len(shown) == 4
+    for _, cells in shown:
+        scores = [float(label) for _, label in cells[1:]]
+        assert cells[0][1] == "image" and scores == sorted(scores, reverse=True)
+        assert len(scores) == 9 and scores[0] > 0.5
