@@ -1394,15 +1394,14 @@ def draw_heads(embed, data):
 
 def draw_neighbours(embed, data):
     """Images, and those of 1,000 whose encodings are nearest to theirs."""
-    pairs = itertools.islice(readable(data.documents(), embed.read, embed.workers), 1000)
-    images = torch.stack([image for image, _ in pairs])
-    x = embed.images(images, embed.model.encode_image)
+    pairs = ((image, image) for image, _ in itertools.islice(data.documents(), 1000))
+    x, files = embed.encoded(pairs, embed.model.encode_image)
     cosines, nearest = torch.inner(x[:4], x).topk(min(10, len(x)))          # (4, 10)
     rows = []
     for scores, ids in zip(cosines.tolist(), nearest.tolist()):
         labels = ["image", *[f"{score:.2f}" for score in scores[1:]]]       # the first is itself
-        cells = [(to_picture(images[i], (80, 80)), label) for i, label in zip(ids, labels)]
-        rows.append(("", cells))
+        shown = readable(zip([files[i] for i in ids], labels), embed.read)
+        rows.append(("", [(to_picture(image, (80, 80)), label) for image, label in shown]))
     return sheet("An image, and the images whose encodings are nearest, with their cosines", rows)
 
 
@@ -2161,7 +2160,7 @@ def main(argv=None):
                 search(embed, data, chosen, run)
                 continue
             fresh = dataclasses.replace(embed)  # it counts the tokens of this data alone
-            results[-1][chosen.data] = report(fresh, data, chosen, run) | costs(embed, run)
+            results[-1][chosen.data] = report(fresh, data, chosen, run)
             specs.add((chosen.data, embed.image_size))
         if len(results[-1]) > 1:
             summarize(results[-1])
@@ -2170,14 +2169,15 @@ def main(argv=None):
         overlaid = draw_curves({run: f"{name}: " for run, name in zip(options.runs, names)})
         save_pictures({Path(options.runs[0], "comparison-curves.png"): overlaid})
     if len(results) > 1 and specs:
-        served = [run for run in zip(names, results, embedders) if run[1]]
-        names, results, embedders = zip(*served)
+        served = [run for run in zip(names, results, embedders, options.runs) if run[1]]
+        names, results, embedders, runs = zip(*served)
+        spent = [costs(*pair) for pair in zip(embedders, runs)]
         for of_runs in zip(*[result.items() for result in results]):
             if len(results[0]) > 1:
                 print(f"{of_runs[0][0]}:")
             if len({spec for spec, _ in of_runs}) > 1:
                 print("These figures are of different data: " + ", ".join(s for s, _ in of_runs))
-            compare(names, [result for _, result in of_runs])
+            compare(names, [result | cost for (_, result), cost in zip(of_runs, spent)])
         task = PICTURES["segmentation"]
         suited = task.fits(data) and all(task.suits(embed.model) for embed in embedders)
         if suited and len(specs) == 1:
