@@ -2134,6 +2134,55 @@ def open_sets(embed, args, options):
     return sets
 
 
+def evaluate_run(run, device, options):
+    """Evaluate, encode or search -> Embedder, {SPEC: figures}, the last EvalSet."""
+    embed, args = load_run(run, device, options.checkpoint)
+    embed.chunk = options.batch
+    embed.workers = embed.workers if options.workers is None else options.workers
+    results, data = {}, None
+    if options.embed:
+        spec = (options.data or [None])[0]
+        write_encodings(embed, options_for(args, **vars(options) | {"data": spec}))
+        return embed, results, data
+    for chosen, data in open_sets(embed, args, options):
+        print(f"{run} on {describe(chosen)}:")
+        if options.queries:
+            search(embed, data, chosen, run)
+        else:
+            fresh = dataclasses.replace(embed)  # it counts the tokens of this data alone
+            results[chosen.data] = report(fresh, data, chosen, run)
+    if len(results) > 1:
+        summarize(results)
+    return embed, results, data
+
+
+def compare_runs(runs, evaluated):
+    """Tables and pictures of several runs. evaluated: what `evaluate_run` returns, for each."""
+    names = differences([common.read_config(run) for run in runs])
+    curves = draw_curves({run: f"{name}: " for run, name in zip(runs, names)})
+    save_pictures({Path(runs[0], "comparison-curves.png"): curves})
+    columns = [(name, *found, costs(found[0], run))
+               for name, run, found in zip(names, runs, evaluated) if found[1]]
+    if not columns:
+        return
+    names, embedders, results, sets, spent = zip(*columns)
+    sizes, seen = [embed.image_size for embed in embedders], set()
+    for of_runs in zip(*[result.items() for result in results]):
+        specs = [spec for spec, _ in of_runs]
+        seen |= set(zip(specs, sizes))
+        if len(results[0]) > 1:
+            print(f"{specs[0]}:")
+        if len(set(zip(specs, sizes))) > 1:
+            print("These figures are of different data: " + ", ".join(specs))
+        compare(names, [result | cost for (_, result), cost in zip(of_runs, spent)])
+    picture, data = PICTURES["segmentation"], sets[-1]
+    suited = picture.fits(data) and all(picture.suits(embed.model) for embed in embedders)
+    if suited and len(seen) == 1:
+        first = {name: embedders[names.index(name)] for name in names}
+        page = draw_segmentation(first, data)
+        save_pictures({Path(runs[0], "comparison.png"): page})
+
+
 def main(argv=None):
     options = build_parser().parse_args(argv)
     check_flags(options)
@@ -2144,46 +2193,9 @@ def main(argv=None):
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from None
-    results, embedders, specs = [], [], set()
-    for run in options.runs:
-        embed, args = load_run(run, device, options.checkpoint)
-        embed.chunk = options.batch
-        embed.workers = embed.workers if options.workers is None else options.workers
-        if options.embed:
-            spec = (options.data or [None])[0]
-            return write_encodings(embed, options_for(args, **vars(options) | {"data": spec}))
-        embedders.append(embed)
-        results.append({})
-        for chosen, data in open_sets(embed, args, options):
-            print(f"{run} on {describe(chosen)}:")
-            if options.queries:
-                search(embed, data, chosen, run)
-                continue
-            fresh = dataclasses.replace(embed)  # it counts the tokens of this data alone
-            results[-1][chosen.data] = report(fresh, data, chosen, run)
-            specs.add((chosen.data, embed.image_size))
-        if len(results[-1]) > 1:
-            summarize(results[-1])
-    if len(results) > 1:
-        names = differences([common.read_config(run) for run in options.runs])
-        overlaid = draw_curves({run: f"{name}: " for run, name in zip(options.runs, names)})
-        save_pictures({Path(options.runs[0], "comparison-curves.png"): overlaid})
-    if len(results) > 1 and specs:
-        served = [run for run in zip(names, results, embedders, options.runs) if run[1]]
-        names, results, embedders, runs = zip(*served)
-        spent = [costs(*pair) for pair in zip(embedders, runs)]
-        for of_runs in zip(*[result.items() for result in results]):
-            if len(results[0]) > 1:
-                print(f"{of_runs[0][0]}:")
-            if len({spec for spec, _ in of_runs}) > 1:
-                print("These figures are of different data: " + ", ".join(s for s, _ in of_runs))
-            compare(names, [result | cost for (_, result), cost in zip(of_runs, spent)])
-        task = PICTURES["segmentation"]
-        suited = task.fits(data) and all(task.suits(embed.model) for embed in embedders)
-        if suited and len(specs) == 1:
-            first = {name: embedders[names.index(name)] for name in names}
-            page = draw_segmentation(first, data)
-            save_pictures({Path(options.runs[0], "comparison.png"): page})
+    evaluated = [evaluate_run(run, device, options) for run in options.runs]
+    if len(evaluated) > 1 and not options.queries:
+        compare_runs(options.runs, evaluated)
 
 
 if __name__ == "__main__":
