@@ -109,7 +109,7 @@ def attention(S, tau, log=False):
 
 # S hat(i, j) = 0 if i = j (mod n), else S(i, j)                                     (Eq. 3)
 def mask_positives(S, rows, columns, mask="zero"):
-    """S, and of which image each of its rows and columns is (a number) -> S hat."""
+    """S (R, C) -> S hat. rows (R,), columns (C,): the number of the image of each row, column."""
     if mask == "none":  # Table 1 without pos. masking
         return S
     # differs: "exclude" leaves positives out of softmax and Sinkhorn (authors' code)
@@ -177,8 +177,8 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
     """Eq. 1 to 5. z: (n_views * n, E) latents of n images, view by view, the n_global large
     views first (None: all are). teacher: such latents of a moving average, for columns and
     targets (App. C). gather: (N, ...) -> (W N, ...), differentiable, this rank's rows first;
-    every rank brings n images. The others are fields of Config. -> scalar; entropies=True: also
-    the mean entropies of the rows of A and B. Raises ValueError for arguments that do not fit.
+    every rank brings n images. The others are Config's (iters: sinkhorn_iters). -> scalar; with
+    entropies=True also the mean entropies of the rows of A and B. Raises ValueError for bad input.
     """
     k, n = n_views, len(z) // n_views
     G = k if n_global is None else n_global
@@ -191,11 +191,12 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
     row = torch.arange(k * n, device=z.device).view(k, n)    # j n + i: view j of image i
     column = torch.arange(len(c), device=z.device)           # r G n + j n + i, r the rank
     rows, columns = row % n, column // (G * n) * n + column % n  # images, numbered r n + i
-    balance, attend, blocks = sinkhorn, attention, 1  # blocks: of how many a row consists
     if target == "onehot":  # SimCLR leaves out the latent itself alone; -1 matches no row
         rows, columns, mask = row, column.masked_fill(column >= G * n, -1), "exclude"
-    if normalization == "block":
+    if normalization == "block":  # a row is G distributions, over whose losses we average
         balance, attend, blocks = by_block(sinkhorn, k, n, G), by_block(attention, k, n, G), G
+    else:
+        balance, attend, blocks = sinkhorn, attention, 1
     with torch.no_grad():  # the loss has no gradient through B (Sec. 4.1)
         if target == "balanced":
             B = balance(similarities(z_m, c, rows, columns, mask), tau_b, iters, gather)
@@ -203,18 +204,20 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
             B = attend(similarities(z_m, c, rows, columns, mask), tau_b)
         else:
             B = torch.eye(G * n, len(c), dtype=z.dtype, device=z.device)
-        # differs: in Sec. 3.5 large views match small ones, too; the authors drop these pairs
+        # differs: in Sec. 3.5 small views are targets of large ones, too; not in the authors' code
         B = B[: G * n].view(G, n, -1)
         entropy_b = torch.special.entr(B).sum(-1).mean()
         if top_k and target != "onehot":
             B = keep_largest(B, top_k)
 
-    p, run, parts = max(1, CHUNK // (k * len(c))), loss_of_part, []  # p images at a time
+    p = max(1, CHUNK // (k * len(c)))  # images at a time
+    run, parts = loss_of_part, []
     if p < n:  # the backward pass computes each part again, so that S is never kept whole
         run = functools.partial(checkpoint, loss_of_part, use_reentrant=False)
     for part in zip(z.split(p, 1), B.split(p, 1), rows.split(p, 1)):
         parts.append(run(*part, c, columns, mask, attend, tau))
-    loss, entropy_a = [torch.cat(values).mean() / blocks for values in zip(*parts)]
+    losses, entropies_a = zip(*parts)
+    loss, entropy_a = torch.cat(losses).mean() / blocks, torch.cat(entropies_a).mean() / blocks
     return (loss, entropy_a, entropy_b / blocks) if entropies else loss
 
 
@@ -228,8 +231,9 @@ class Model(nn.Module):
         super().__init__()
         self.config, self.image_encoder = config, image_encoder
         self.projector = Projector(image_width, config)
-        teacher = copy.deepcopy(self.student()).requires_grad_(False)
-        self.teacher = teacher if config.teacher else None
+        self.teacher = None
+        if config.teacher:
+            self.teacher = copy.deepcopy(self.student()).requires_grad_(False)
         self.train()
 
     def student(self):
@@ -238,8 +242,9 @@ class Model(nn.Module):
     def train(self, mode=True):
         """The teacher normalises by the batch as the student does, but drops nothing."""
         super().train(mode)
-        for module in self.teacher.modules() if self.teacher else ():
-            module.training = mode and isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if self.teacher:
+            for module in self.teacher.modules():
+                module.training = mode and isinstance(module, nn.modules.batchnorm._BatchNorm)
         return self
 
     def readout(self, tokens):  # (B, N, d) -> h (B, d)
@@ -378,9 +383,9 @@ def effective_rank(h):
     return gram.trace().square() / gram.square().sum().clamp(min=1e-30)
 
 
-def check_arguments(z, k, G, teacher, **words):
+def check_arguments(z, k, G, teacher, **settings):
     """Raise ValueError for arguments of bam_loss that do not fit."""
-    for name, value in words.items():
+    for name, value in settings.items():
         known = get_args(Config.__annotations__[name])
         if value not in known:
             raise ValueError(f"{name} is one of {', '.join(known)}, not {value!r}.")
@@ -389,7 +394,7 @@ def check_arguments(z, k, G, teacher, **words):
     if teacher is not None and teacher.shape != z.shape:
         raise ValueError(f"The teacher's latents are {tuple(teacher.shape)}; they must be of all "
                          f"views, as the student's {tuple(z.shape)}.")
-    if words["target"] == "onehot" and (G < 2 or words["normalization"] == "block"):
+    if settings["target"] == "onehot" and (G < 2 or settings["normalization"] == "block"):
         raise ValueError("SimCLR takes two or more large views, normalization is global.")
 
 
@@ -442,9 +447,9 @@ def views(args):
     if args.local_crops and args.local_size > args.image_size:
         raise ValueError(f"--local-size must not be above the {args.image_size} of images.")
     large = dict(size=args.image_size, scale=(args.crop_border, 1.0), alpha=args.crop_alpha)
-    small = large | dict(size=args.local_size, scale=(args.crop_least, args.crop_border))
-    small = [small | dict(blur=0.5)] * args.local_crops
-    return [large | dict(blur=1.0), large | dict(blur=0.1, solarize=0.2), *small]
+    small = large | dict(size=args.local_size, scale=(args.crop_least, args.crop_border), blur=0.5)
+    return [large | dict(blur=1.0), large | dict(blur=0.1, solarize=0.2),
+            *[small] * args.local_crops]
 
 
 def box_refreshes(args):
@@ -467,7 +472,8 @@ def heat_boxes(heat, threshold, size):
 
 
 class LARS(torch.optim.Optimizer):
-    """SGD with momentum betas[0]; an update has the norm trust * |p| (arXiv 1708.03888)."""
+    """SGD with momentum betas[0], into which go updates of the norm trust * |p| (arXiv 1708.03888).
+    betas[1] and eps have no effect: train.py gives them to every optimizer."""
 
     def __init__(self, params, lr=0.3, betas=(0.9, 0), eps=0, weight_decay=1e-6, trust=1e-3):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, trust=trust))
@@ -481,7 +487,8 @@ class LARS(torch.optim.Optimizer):
                     scale = group["trust"] * p.norm() / update.norm()
                     update *= torch.where((scale > 0) & scale.isfinite(), scale, 1.0)
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                p.sub_(group["lr"] * momentum.mul_(group["betas"][0]).add_(update))
+                momentum.mul_(group["betas"][0]).add_(update)
+                p.sub_(group["lr"] * momentum)
 
 
 # What was found out: CIFAR-10 (k-NN) and the embedded world, 300 steps of 128 images

@@ -1242,7 +1242,7 @@ def blur(x, sigma):
 
 
 class Boxes:
-    """Boxes (n, 4) of images (left, top, right, bottom, fractions) by hashes (n,) of names."""
+    """Boxes (n, 4) of images, (left, top, right, bottom) in [0, 1], by keys (n,) of their names."""
 
     def __init__(self, keys, boxes):
         keys, order = keys.sort()
@@ -1285,10 +1285,12 @@ class Skipped:
 def total_skipped(parts):
     """Several of Skipped.count's {reason: [count, last example, *shards]} -> one."""
     total = {}
-    for reason, (n, example, *shards) in itertools.chain.from_iterable(p.items() for p in parts):
-        before, _, *known = total.get(reason, (0, None))
-        shards = sorted({*known, *shards})
-        total[reason] = [len(shards) or before + n, example, *shards]
+    for part in parts:
+        for reason, (n, example, *shards) in part.items():
+            before, _, *known = total.get(reason, (0, None))
+            shards = sorted({*known, *shards})
+            # shards count by their names, each once; samples each time
+            total[reason] = [len(shards) or before + n, example, *shards]
     return total
 
 
@@ -1325,11 +1327,12 @@ class Strings:
 
 
 class CaptionTable:
-    """Image files with one or more captions each; from class folders with labels.
+    """Image files with one or more captions each; those of class folders have labels, too.
 
     rows: (path, caption) or Skipped; rows of one path are one image. An epoch shows each image
     once, over all ranks and workers, with the next of its captions. classes: names of the
-    folders; classes_file: of class_names, from which their images have captions.
+    folders; classes_file: what captions call them, see class_names. layout: a checkpoint keeps
+    it; in data of another layout its positions mean other samples.
     """
 
     max_bad = 1000  # unusable samples in a row that end a run
@@ -1375,8 +1378,8 @@ class CaptionTable:
 
     def samples(self, seed, part, parts, start=start):
         """Endless ((path, caption, path), position behind it) of one of `parts` disjoint parts."""
-        size = (len(self) - part + parts - 1) // parts
-        if size < 1:
+        size = len(range(part, len(self), parts))
+        if size == 0:
             raise StreamError(f"{self.name} has {len(self)} images, fewer than ranks x workers = "
                               f"{parts}: use fewer --workers.")
         while True:
@@ -1441,7 +1444,8 @@ class TarShards:
                 heads = [read_headers(self.paths[i], files) for i in shards[: self.window]]
                 rows = list(itertools.chain.from_iterable(heads))
                 order = np.random.default_rng((seed, epoch, part, window)).permutation(len(rows))
-                for place, i in enumerate(order[place:].tolist(), place + 1):
+                for i in order[place:].tolist():
+                    place += 1
                     is_last = place == len(rows)
                     behind = (epoch, window + 1, 0) if is_last else (epoch, window, place)
                     yield self.read(rows[i], epoch), behind
@@ -1460,7 +1464,7 @@ class TarShards:
         if isinstance(sample, Skipped):
             return sample
         image, captions, where = sample
-        _, offset, _ = row  # a number of the sample: the next of its captions in each epoch
+        _, offset, _ = row  # stands for the sample's number: each epoch takes the next caption
         return image, captions[(epoch + offset // tarfile.BLOCKSIZE) % len(captions)], where
 
     def files(self, part, parts):
@@ -1472,8 +1476,9 @@ class TarShards:
     def each(self, content, limit=None):
         """(bytes, label or [captions]) of every image with a "label" or a "caption", or of `limit`
         samples, drawn at random, always the same; prints at the end what was left out."""
-        total, left_out, samples = 0, {}, read_tars(self.paths, content)
+        total, left_out = 0, {}
         with contextlib.ExitStack() as files:
+            samples = read_tars(self.paths, content)
             if limit:
                 rows = [row for path in self.paths for row in read_headers(path, files)]
                 rows = random.Random(0).sample(rows, min(limit, len(rows)))
@@ -1484,13 +1489,13 @@ class TarShards:
                 else:
                     total += 1
                     yield sample[:2]
-        left_out = describe_skipped(left_out)
+        reasons = describe_skipped(left_out)
         if total == 0:
             needed = {"label": "a number in KEY.cls", "caption": "lines in KEY.txt"}[content]
-            raise UserError(f"{self.name} has no image with a {content} (left out: {left_out}): "
+            raise UserError(f"{self.name} has no image with a {content} (left out: {reasons}): "
                             f'{needed}, or "{content}" in KEY.json.')
         if left_out:
-            print(f"left out of {self.name}: {left_out}")
+            print(f"left out of {self.name}: {reasons}")
 
     def sample_captions(self, limit):
         captions, left_out = [], {}
@@ -1583,7 +1588,7 @@ def read_headers(path, files):
     """
     end = 0
     try:
-        file = files.enter_context(open(path, "rb", buffering=8192))  # NFS would like to read 1 MB
+        file = files.enter_context(open(path, "rb", buffering=8192))  # the default on NFS: 1 MB
         with tarfile.open(fileobj=file, mode="r:") as tar:
             for _, group in itertools.groupby(places_of(tar), lambda place: place[0]):
                 _, starts, ends = zip(*group)
@@ -1707,9 +1712,8 @@ def read_rows(path):
     delimiter = "\t" if lines and "\t" in lines[0] else ","
     start = 0
     while start < len(lines):
-        rest, is_whole = [lines[start]], lines[start].count('"') % 2 == 0
-        if not is_whole:  # a quote is open, or stands for itself
-            rest = map(lines.__getitem__, range(start, len(lines)))
+        is_whole = lines[start].count('"') % 2 == 0  # else a quote is open, or stands for itself
+        rest = [lines[start]] if is_whole else (lines[i] for i in range(start, len(lines)))
         reader = csv.reader(rest, delimiter=delimiter, strict=not is_whole)
         try:
             cells, lines_of_row = next(reader), reader.line_num
@@ -1737,14 +1741,17 @@ def read_json(path, split):
         data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}.") from None
-    rows, splits = [], ("train", "restval") if split == "train" else (split,)
+    rows = []
+    splits = ("train", "restval") if split == "train" else (split,)
     try:
         if "annotations" in data:  # COCO
             names = {image["id"]: str(image["file_name"]) for image in data["images"]}
             for annotation in data["annotations"]:
                 number, caption = annotation["image_id"], str(annotation["caption"] or "")
-                lost = Skipped("caption without image", f"{path}, image_id {number}")
-                rows.append((names[number], caption) if number in names else lost)
+                if number in names:
+                    rows.append((names[number], caption))
+                else:
+                    rows.append(Skipped("caption without image", f"{path}, image_id {number}"))
             return rows
         for image in data["images"]:
             if image["split"] in splits:
@@ -1812,17 +1819,19 @@ def open_mixture(spec, image_root, split, image_size, captions):
     sources, weights = [], []
     for part in spec.split("::"):
         name, settings = parse_spec(part)
-        weight = cast_settings({"weight": settings.pop("weight", "1")}, {"weight": 1.0}, part)
-        weights.append(weight["weight"])
-        if not 0 < weights[-1] < math.inf:
+        text = settings.pop("weight", "1")
+        weight = cast_settings({"weight": text}, {"weight": 1.0}, part)["weight"]
+        if not 0 < weight < math.inf:
             raise UserError(f"{part}: the weight must be above 0.")
         settings = ",".join(f"{key}={value}" for key, value in settings.items())
         part = f"{name}:{settings}" if settings else name
-        sources.append(open_data(part, image_root, split, image_size, captions))
-        if isinstance(sources[-1], World) and sources[-1].size != image_size:
-            raise UserError(f"{part} draws images of {sources[-1].size} pixels, the others of "
-                            f"{spec} have {image_size}: give --image-size {sources[-1].size}, "
+        source = open_data(part, image_root, split, image_size, captions)
+        if isinstance(source, World) and source.size != image_size:
+            raise UserError(f"{part} draws images of {source.size} pixels, the others of "
+                            f"{spec} have {image_size}: give --image-size {source.size}, "
                             f"or leave out size.")
+        sources.append(source)
+        weights.append(weight)
     return Mixture(spec, sources, weights)
 
 
@@ -1848,7 +1857,7 @@ def open_directory(directory, captions, classes=None):
     names = [folder.name for folder in folders]
     table = CaptionTable(rows, directory, classes=names, classes_file=classes)
     if not captions:
-        table.class_captions = names  # which nobody reads
+        table.class_captions = names  # no tokenizer reads them: ImageNet's need not be known
     return table
 
 
@@ -1896,27 +1905,29 @@ class Stream(IterableDataset):
     """Endless batches of one rank, reproducible from (seed, rank, worker, position).
 
     source: CaptionTable, TarShards or Mixture. transform: a function of an image, or Views.
-    tokenizer: None for images alone. boxes: None or Boxes, in which Views crops.
-    A batch has "images" (B, 3, S, S), of files uint8, or what Views.collate gives; "tokens" and
-    "mask" (B, L);
-    "skipped": {worker: {reason: [count, last example]}};
+    min_side: open_image's; Views have their own. tokenizer: None for images alone. boxes: None
+    or Boxes, in which Views crops.
+    A batch has "images" (B, 3, S, S), of files uint8, or what Views.collate gives;
+    "tokens" and "mask" (B, L);
+    "skipped": {worker: {reason: [count, last example, *shards]}};
     "position": {worker: (batches, position in the source, skipped)}: a Stream that gets the
     latest of all workers continues with the next batch.
     """
 
-    def __init__(self, source, tokenizer, transform, image_size, context, batch_size, seed,
+    def __init__(self, source, tokenizer, transform, min_side, context, batch_size, seed,
                  rank=0, world_size=1, positions=None, boxes=None):
         self.source, self.tokenizer, self.transform = source, tokenizer, transform
         self.context, self.batch_size, self.boxes = context, batch_size, boxes
         self.seed, self.rank, self.world_size = seed, rank, world_size
-        self.positions, self.min_side = positions or {}, math.ceil(1.5 * image_size)
+        self.positions, self.min_side = positions or {}, min_side
         if isinstance(transform, Views):
             self.min_side = transform.min_side
 
     def __iter__(self):
         worker, workers = this_worker(self.positions)
         part, parts = self.rank * workers + worker, self.world_size * workers
-        start = 0, self.source.start, self.source.skipped if part == 0 else {}
+        skipped = self.source.skipped if part == 0 else {}  # a table's rows count once
+        start = 0, self.source.start, skipped
         batches, position, skipped = self.positions.get(worker, start)
         skipped, bad_in_a_row, samples = dict(skipped), 0, []
         for sample, position in self.source.samples(self.seed, part, parts, position):
@@ -1944,14 +1955,14 @@ class Stream(IterableDataset):
 
     def load(self, file, caption, name):
         """Decode and augment -> (image or crops, caption) or Skipped."""
+        of_world = isinstance(file, Image.Image)
+        if of_world and not isinstance(self.transform, Views):  # a flip would belie its caption
+            return v2.functional.pil_to_tensor(file), caption
         try:
-            of_world = isinstance(file, Image.Image)
             image = file if of_world else open_image(file, self.min_side)
         except IMAGE_ERRORS as error:
             why = re.sub(" <.*>", "", str(error))  # PIL names an object by its address
             return Skipped("unreadable image", f"{name} ({why})")
-        if of_world and not isinstance(self.transform, Views):  # a flip would belie its caption
-            return v2.functional.pil_to_tensor(image), caption
         box = self.boxes.get(name) if self.boxes else None
         return self.transform(image) if box is None else self.transform(image, box), caption
 
@@ -1994,18 +2005,18 @@ class EachImage(IterableDataset):
     """
 
     def __init__(self, source, image_size, batch_size, part=0, parts=1):
-        self.source, self.size = source, (image_size, image_size)
+        self.source, self.image_size = source, image_size
         self.batch_size, self.part, self.parts = batch_size, part, parts
 
     def __iter__(self):
         worker, workers = this_worker({})
         files = self.source.files(self.part * workers + worker, self.parts * workers)
-        while group := list(itertools.islice(iter(files), self.batch_size)):
+        while group := list(itertools.islice(files, self.batch_size)):
             names, images = [], []
             for file, name in group:
                 with contextlib.suppress(*IMAGE_ERRORS):
-                    image = open_image(file, self.size[0])
-                    image = image.resize(self.size, Image.Resampling.BICUBIC)
+                    image = open_image(file, self.image_size)
+                    image = image.resize((self.image_size,) * 2, Image.Resampling.BICUBIC)
                     images.append(to_tensor(image))
                     names.append(name)
             if names:
@@ -2077,7 +2088,7 @@ def param_groups(model, weight_decay):
 
 @contextlib.contextmanager
 def writing(path):
-    """What goes wrong on the disk meanwhile is a UserError."""
+    """A context that turns what goes wrong on the disk into a UserError."""
     try:
         yield
     except OSError as error:
@@ -2202,7 +2213,7 @@ class World:
     large: float = 0.20       # radius of a large one
     palette: int = 8          # objects have the first of COLOURS; tasks ask for all 8
     heldout: int = 6          # colour-shape pairs, of the 64, that training never shows
-    relations: float = 0.3    # fraction of captions that relate two objects
+    relations: float = 0.3    # fraction of captions that relate two objects, where any do
     kinds: float = 1.0        # fraction of objects with their shape named, else "thing"
     colours: float = 0.9      # fraction of objects with their colour named
     sizes: float = 0.4        # fraction of single objects with their size named
@@ -2210,7 +2221,7 @@ class World:
     fillers: bool = True      # openings, closings: words that describe nothing
     words: int = 0            # made-up words; a caption holds up to two
 
-    layout, start, skipped, max_bad = "shapes", 0, {}, 1  # of a source, see Mixture
+    layout, start, skipped, max_bad = "shapes", 0, {}, 1  # as CaptionTable has them
 
     def __post_init__(self):
         limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "background": (0, 0.5),
@@ -2388,8 +2399,11 @@ class World:
             picture = v2.functional.to_pil_image(denormalize(sample["images"][0]).clamp(0, 1))
             yield (picture, sample["captions"][0], "shapes"), number
 
+    def files(self, part, parts):
+        raise UserError("shapes draws its images, it has no files: leave it out of the mixture.")
+
     def sample_captions(self, limit):
-        """Training captions for a vocabulary, at most 5,000: they hold nearly every word."""
+        """Training captions for a vocabulary, at most 5,000: all words but some made-up ones."""
         generator, rng = torch.Generator().manual_seed(0), random.Random(0)
         scene = self.scenes(min(limit, 5000), "train", generator)
         return [self.caption(objects, rng) for objects in self.objects_of(scene)]
@@ -2428,17 +2442,17 @@ class World:
             pairs["replace_rel"] = (caption, f"{name} {OPPOSITE[relation]} {other}")
         return pairs
 
-    def winoground(self, n, seed):
-        """n pairs of test scenes with the same words, the two objects' colours swapped.
+    def winoground(self, n, seed, split="test"):
+        """n pairs of a split's scenes with the same words, the two objects' colours swapped.
 
         Returns images (n, 2, 3, S, S), normalised, and n lists of two captions.
         """
         generator = torch.Generator().manual_seed(seed)
         world = dataclasses.replace(self, objects=max(2, self.objects))
-        scene = world.scenes(30 * n + 200, "test", generator, objects=2)  # one in 15 will do
+        scene = world.scenes(30 * n + 200, split, generator, objects=2)  # 1 in 15 or more will do
         mirror = {**scene, "colour": scene["colour"].clone()}
         mirror["colour"][:, :2] = scene["colour"][:, [1, 0]]
-        keep = world.in_split(mirror, "test")
+        keep = world.in_split(mirror, split)
         for name in ("colour", "shape"):
             keep &= scene[name][:, 0] != scene[name][:, 1]
         images, captions = [], []
@@ -2470,6 +2484,6 @@ def plural(kind):
 
 def made_up_word(i):
     """Word number i of 4,900: two syllables."""
-    i = i * 1987 % 4900
+    i = i * 1987 % 4900  # a permutation: words in a row begin differently
     syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
     return syllables[i // 70] + syllables[i % 70]

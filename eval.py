@@ -1,8 +1,8 @@
 """Evaluate trained runs: `python eval.py RUN --task zeroshot,retrieval --data SPEC`, or RUN RUN ...
 
 Prints a table and writes RUN/eval.json and pictures; of several runs also mean and standard
-deviation over those that differ in their seed alone, and one picture of all. --claims METHOD
-prints which claims of its paper hold here.
+deviation over those that differ in their seed alone, and pictures that compare them. --claims
+METHOD prints which claims of its paper hold here.
 
 A metric is a pure function of matrices. An Embedder makes the matrices from images and
 captions, in fp32: cosines in half precision tie. An EvalSet gives all kinds of data the same
@@ -50,8 +50,8 @@ def recall_at_k(queries, keys, positives, ks=(1, 5, 10), chunk=1024, similarity=
 
     queries (Q, E), keys (K, E); positives: ids (Q,), (K,), a positive pair has equal ids;
     similarity(queries, keys) -> (Q, K). On a tie the negative key comes first.
-    differs: SPARO 4.2 defines the share of the positives that are in the k best; its figures are
-    of CLIP_benchmark's code, which counts a query with any positive there, as here.
+    differs: SPARO, Sec. 4.2, defines the fraction of the k best that are positives; its figures
+    are of CLIP_benchmark's code, which counts a query with any positive among them, as here.
     """
     query_ids, key_ids = positives
     hits = {k: 0 for k in ks}
@@ -100,8 +100,8 @@ def accuracy(head, x, labels):
 
 def adamw_probe(x, labels, epochs=10, batch=64, peak=0.1):
     """Linear classifier of features (N, E), labels (N,) as CLIP_benchmark trains it (SPARO, C.1)
-    -> torch.nn.Linear, its weight decay: the best of 97, found by bisection on a fifth of the
-    features that is held out (ours). With it the classifier trains again, on all."""
+    -> torch.nn.Linear, its weight decay: of 97 the best that is found in steps of 16, 8, 4, 2, 1,
+    on features that are held out, a fifth (ours). With it the classifier trains again, on all."""
     decays, classes = np.logspace(-6, 2, 97).tolist(), int(labels.max()) + 1
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
     held, fitted = order.to(x.device).tensor_split([len(x) // 5])
@@ -111,7 +111,7 @@ def adamw_probe(x, labels, epochs=10, batch=64, peak=0.1):
         head = torch.nn.Linear(x.shape[1], classes).to(x.device)
         optimizer = torch.optim.AdamW(head.parameters(), weight_decay=decay)
         orders = [torch.randperm(len(x)).to(x.device) for _ in range(epochs)]
-        batches = [rows for order in orders for rows in order.split(batch)]
+        batches = [rows for epoch in orders for rows in epoch.split(batch)]
         for step, rows in enumerate(batches):
             optimizer.param_groups[0]["lr"] = common.cosine(step, len(batches), peak, 0.0)
             optimizer.zero_grad()
@@ -161,10 +161,10 @@ def k_means(x, k, generator, rounds=100, starts=3):
     best = (math.inf, None)
     for _ in range(starts):
         centres = x[torch.randint(len(x), (1,), generator=generator).to(x.device)]
-        nearest = x.new_full((len(x),), math.inf)
+        squares = x.new_full((len(x),), math.inf)  # of distances to the nearest centre
         while len(centres) < k:
-            nearest = torch.minimum(nearest, (x - centres[-1]).square().sum(1))
-            chosen = torch.multinomial(nearest.cpu() + 1e-12, 1, generator=generator)
+            squares = torch.minimum(squares, (x - centres[-1]).square().sum(1))
+            chosen = torch.multinomial(squares.cpu() + 1e-12, 1, generator=generator)
             centres = torch.cat([centres, x[chosen.to(x.device)]])
         old = None
         for _ in range(rounds):
@@ -173,7 +173,7 @@ def k_means(x, k, generator, rounds=100, starts=3):
                 break
             old, counts = ids, torch.bincount(ids, minlength=k)[:, None]    # (k, 1)
             means = torch.zeros_like(centres).index_add_(0, ids, x) / counts.clamp(min=1)
-            centres = torch.where(counts > 0, means, centres)
+            centres = torch.where(counts > 0, means, centres)               # empty ones stay
         error = distance.square().sum().item()
         if error < best[0]:
             best = (error, ids)
@@ -392,7 +392,7 @@ VOC_CLASSES = [
 COLOURS, SHAPES = common.COLOUR_NAMES, common.SHAPE_NAMES
 PAIRS = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]     # 8 * colour + shape
 WORLD_WORDS = {"small", "large", "thing", "things", *COLOURS, *SHAPES, *map(common.plural, SHAPES)}
-WORLD_N = 1000  # samples of the embedded world that most tasks use
+WORLD_N = 1000  # samples of the embedded world; a task uses so many, half, or four times as many
 
 
 class Classes:
@@ -416,8 +416,8 @@ class EvalSet:
     """
 
     classes: Classes = None        # of tasks with text; the others need `groups` alone
-    groups: dict = None            # of the world "", "/colour", "/shape"; "": of folders
-    named: Classes = None          # what a user or folders have named, once it was asked for
+    groups: dict = None            # of folders its key is "", of the world also "/colour", "/shape"
+    named: Classes = None          # names that are not the world's, once they were asked for
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
     map_classes: dict = None       # {"": Classes} of `maps`
     content_words: set = None      # nouns and adjectives
@@ -484,7 +484,7 @@ class WorldSet(EvalSet):
             yield image, [(kind, *pairs[kind]) for kind in sorted(pairs)]
 
     def winoground(self):
-        images, captions = self.world.winoground(WORLD_N // 2, seed=4)
+        images, captions = self.world.winoground(WORLD_N // 2, seed=4, split=self.split)
         for i, two in enumerate(captions):
             yield from zip(images[i], [(i, caption) for caption in two])
 
@@ -517,7 +517,7 @@ def label_maps(sample, way):
 
 
 class TableSet(EvalSet):
-    """Image files with captions; class folders, in a random order that is always the same."""
+    """Image files with captions, or class folders, these in a random order, always the same."""
 
     def __init__(self, table, options, image_size):
         self.table, self.order = table, range(len(table))
@@ -575,12 +575,12 @@ class ShardSet(EvalSet):
         if options.split not in shard_splits(directory):
             raise UserError(f"{directory} has no split {options.split}; --split can be "
                             f"{', '.join(shard_splits(directory))}.")
-        file, kind = self.directory / options.split / "nshards.txt", "classification"
+        file = self.directory / options.split / "nshards.txt"
         n = common.read_text(file, "--data").strip()
         if not re.fullmatch("[1-9][0-9]{0,6}", n):
             raise UserError(f"{file} holds {n!r}; it must be the number of 0.tar, 1.tar, ...")
         self.shards = common.TarShards(f"{file.parent}/{{0..{int(n) - 1}}}.tar")
-        file = self.directory / "dataset_type.txt"
+        file, kind = self.directory / "dataset_type.txt", "classification"
         if file.is_file():
             kind = common.read_text(file, "--data").strip().lower()
         if kind == "retrieval":
@@ -682,12 +682,13 @@ class VocSet(EvalSet):
             yield image, {"": truth}
 
 
-def limited(pairs_of, options, pairs=1):
-    """A member of an EvalSet -> the same of --limit samples, to learn from of --train-limit."""
+def limited(pairs_of, options, images=1):
+    """A member of an EvalSet -> the same, cut to --limit samples of so many images each; to
+    --train-limit where one learns from them or ranks slots on them."""
     def first(*purpose):
-        learned = purpose in [("train",), ("slots",)]
-        limit = options.train_limit if learned else options.limit
-        return itertools.islice(pairs_of(*purpose), limit and limit * pairs)
+        is_learned = "train" in purpose or "slots" in purpose
+        limit = options.train_limit if is_learned else options.limit
+        return itertools.islice(pairs_of(*purpose), limit * images if limit else None)
 
     return first
 
@@ -698,8 +699,8 @@ def open_eval_set(options, image_size, captions=True):
     data = open_whole_set(options, image_size, captions)
     for name in ("labelled", "captioned", "negatives", "winoground", "maps", "documents"):
         if getattr(data, name):
-            pairs = 2 if name == "winoground" else 1
-            setattr(data, name, limited(getattr(data, name), options, pairs))
+            images = 2 if name == "winoground" else 1
+            setattr(data, name, limited(getattr(data, name), options, images))
     if options.limit and data.samples:
         samples = data.samples
         data.samples = lambda n: samples(min(n, options.limit))
@@ -738,13 +739,15 @@ def open_beside(options, data, spec, message, **changes):
     with the message if there is none, or if they are the data to evaluate."""
     if spec is None and data.has_splits:
         return data
-    places = [Path(str(s).partition(":classes=")[0]).resolve() for s in (spec, options.data)]
-    if spec is not None and "train" in shard_splits(spec):
-        changes["split"] = "train"
-    is_other_split = options.split != "train" == changes.get("split")
-    if spec is None or places[0] == places[1] and not is_other_split:
+    if spec is None:
         raise UserError(message)
-    changes |= dict(data=spec, limit=options.train_limit)
+    if "train" in shard_splits(spec):
+        changes["split"] = "train"
+    places = [Path(s.partition(":classes=")[0]).resolve() for s in (spec, options.data)]
+    is_other_split = changes.get("split") == "train" and options.split != "train"
+    if places[0] == places[1] and not is_other_split:
+        raise UserError(message)
+    changes |= {"data": spec, "limit": options.train_limit}
     return open_eval_set(argparse.Namespace(**vars(options) | changes), options.image_size)
 
 
@@ -753,8 +756,9 @@ def open_training_set(options, data):
     spec = None if data.has_splits else options.train_data
     message = ("k-NN and linear probes on class folders need --train-data, other class folders "
                "or tar shards with labels to learn from.")
-    train, names = open_beside(options, data, spec, message, image_root=None), data.groups[""][1]
-    others = train.groups is not None and train.groups[""][1] != names  # shards have no names
+    train = open_beside(options, data, spec, message, image_root=None)
+    names = data.groups[""][1]
+    others = train.groups is not None and train.groups[""][1] != names  # tar files have no names
     if train.labelled is None or others:
         raise UserError(f"--train-data {spec} must have the class folders of {options.data}: "
                         f"{', '.join(names)}.")
@@ -814,8 +818,8 @@ def zeroshot(embed, data, options):
 
 
 def retrieval(embed, data, options):
-    """Recall at 1, 5, 10 both ways, every caption a query, and faithfulness: K-Precision of each
-    image's first caption."""
+    """Recall at 1, 5, 10 both ways, every caption a query, and faithfulness: K-Precision of the
+    caption that is nearest to each image."""
     x, captions = embed.encoded(data.captioned())
     flat = list(itertools.chain(*captions))
     y, image_ids = embed.texts(flat), torch.arange(len(x))
@@ -863,6 +867,8 @@ def winoground(embed, data, options):
     x, values = embed.encoded(data.winoground())
     count = collections.Counter(pair for pair, _ in values)
     rows = [i for i, (pair, _) in enumerate(values) if count[pair] == 2]    # both can be read
+    if not rows:
+        raise UserError(f"{options.data} has no pair of images of which both can be read.")
     y = embed.texts([values[i][1] for i in rows])
     x, y = x[rows].unflatten(0, (-1, 2)), y.unflatten(0, (-1, 2))           # (n, 2, E)
     scores = torch.stack([embed.similarity(*pair).T for pair in zip(x, y)])
@@ -896,8 +902,8 @@ def knn(embed, data, options):
 
 def random_crops(embed, pairs):
     """Batches of features (n, E) to probe and labels (n,), of random crops and flips of images.
-    A window of 65,536 features is shuffled and cut into 64 batches: of 1,024 (BAM, Table 9b), of
-    small data, that end within a window, of fewer, for an epoch would be a handful of updates."""
+    Windows of 65,536 features are shuffled and cut into 64 batches of 1,024 (BAM, Table 9b). A
+    window that the data do not fill has 64, too, smaller ones: small data need many updates."""
     crop = common.train_transform(embed.image_size, min_scale=0.08)
     read = functools.partial(common.open_image, min_side=4 * embed.image_size)
     encode = embed.model.probe_features
@@ -938,12 +944,12 @@ def linear(embed, data, options):
 
 def clusters(embed, data, options, sizes=(10, 20, 40, 80, 160), repeats=10):
     """NMI and ARI of k-means with as many clusters as classes (BAM, App. I): of all classes, and
-    of fewer as the mean over `repeats` random choices of them."""
+    of fewer, t, as the mean over `repeats` random choices of t of them."""
     x, labels = labelled(embed, data, "clusters", embed.model.encode_image)
     generator, scores = torch.Generator().manual_seed(0), collections.defaultdict(list)
     for way, (group, _) in data.groups.items():
         if way == "/colour":
-            continue
+            continue  # too easy
         truth = group[labels]
         classes = truth.unique()
         smaller = [size for size in sizes if size < len(classes) for _ in range(repeats)]
@@ -961,7 +967,7 @@ def clusters(embed, data, options, sizes=(10, 20, 40, 80, 160), repeats=10):
 
 
 def segment(patches, classes, size):
-    """Patches (P, E), classes (C, E) -> (H, W), 1 + the class of highest cosine, by patches."""
+    """Patches (P, E), classes (C, E) -> (H, W), 1 + the class nearest to each pixel's patch."""
     grid = math.isqrt(len(patches))
     best = (patches @ classes.T).argmax(1).view(1, 1, grid, grid) + 1
     return F.interpolate(best.float(), size, mode="nearest")[0, 0].long()
@@ -979,16 +985,17 @@ def segmentation(embed, data, options):
     As in the paper there is no class for the background, whose pixels count against the class
     that they get. `miou_fg` ignores them: which object is where, without the outlines.
     """
-    classes, scores = patch_classes(embed, data), collections.defaultdict(list)
+    classes, scores, images = patch_classes(embed, data), collections.defaultdict(list), 0
     for part in chunks(data.maps("segmentation"), embed.chunk):
         patches, truths = embed.encoded(part, embed.model.encode_patches)   # (n, P, E)
+        images += len(patches)
         for x, maps in zip(patches, truths):
             for way, truth in maps.items():
                 predicted = segment(x, classes[way], truth.shape)
                 scores[f"miou{way}"].append(image_iou(predicted, truth))
-                scores[f"miou_fg{way}"].append(image_iou(predicted, truth, True))
+                scores[f"miou_fg{way}"].append(image_iou(predicted, truth, foreground_only=True))
     result = {name: mean(values) for name, values in scores.items()}
-    return result | {"segmentation/images": len(next(iter(scores.values())))}
+    return result | {"segmentation/images": images}
 
 
 # SPARO's tasks: slots and masks -----------------------------------------------------------
@@ -1012,9 +1019,9 @@ def slots(embed, data, options):
     x, ids = labelled(embed, selection, "slots", embed.model.image_slots)   # (n, L, V), (n,)
     y = embed.texts(selection.classes.prompts, embed.model.text_slots)      # (C * T, L, V)
     y = F.normalize(y, dim=-1).unflatten(0, (len(selection.classes.names), -1)).mean(1)
-    accuracy, (L, V) = sparo.slot_accuracies(x, y, ids), y.shape[1:]        # (L,)
-    order = accuracy.argsort(descending=True)
-    result = {"slots/accuracy_best": accuracy.max(), "slots/accuracy_mean": accuracy.mean()}
+    accuracies = sparo.slot_accuracies(x, y, ids)                           # (L,)
+    order, (L, V) = accuracies.argsort(descending=True), y.shape[1:]
+    result = {"slots/accuracy_best": accuracies.max(), "slots/accuracy_mean": accuracies.mean()}
     choices = {"all": order, "best_half": order[: L // 2], "best_quarter": order[: L // 4],
                "worst_half": order[L // 2 :]}
     for name, chosen in choices.items():
@@ -1044,7 +1051,7 @@ def masks(embed, data, options):
         after = headlines(dataclasses.replace(embed, mask=mask), data, options, tasks)
         for key, value in after.items():
             change = math.nan
-            if fit > start and before[key]:
+            if fit > start > 0 and before[key]:
                 change = (value / before[key] - 1) / (fit / start - 1)
             result[f"masks/{name}/{key}"] = value
             result[f"masks/{name}/{key}/relative_change"] = change
@@ -1086,17 +1093,20 @@ def words(embed, data, options):
     if data.groups is None:
         x, captions = embed.encoded(data.captioned())
         best = vocabulary_scores(embed, x).topk(10).indices                 # (n, 10)
-        ids = [torch.tensor(encode(" ".join(group))) for group in captions]
-        ways = {"words/in_captions": ids, "words/in_others_captions": ids[1:] + ids[:1]}
-        return {name: torch.stack([torch.isin(*pair).float().mean() for pair in zip(best, way)])
-                for name, way in ways.items()}
+        texts = [torch.tensor(encode(" ".join(group))) for group in captions]
+        own = [torch.isin(ids, text) for ids, text in zip(best, texts)]
+        others = [torch.isin(ids, text) for ids, text in zip(best, texts[1:] + texts[:1])]
+        return {"words/in_captions": torch.stack(own).float().mean(1),      # (n,)
+                "words/in_others_captions": torch.stack(others).float().mean(1)}
     x, ids = labelled(embed, data, "zeroshot")
     scores, ranks = vocabulary_scores(embed, x), {}
     for way, (group, names) in data.groups.items():
-        if way or len(data.groups) == 1:
-            names = names if way else data.classes.names
-            pieces = [encode(name)[1:-1] or embed.tokenizer.special for name in names]
-            ranks[way] = label_ranks(scores, pieces, group[ids])
+        if way == "" and len(data.groups) > 1:
+            continue  # no single word names a colour and a shape
+        names = names if way else data.classes.names  # folders may be called otherwise
+        # a class without a name gets the score of special tokens, -inf
+        pieces = [encode(name)[1:-1] or embed.tokenizer.special for name in names]
+        ranks[way] = label_ranks(scores, pieces, group[ids])
     ranks[""] = torch.stack(list(ranks.values())).amin(0)
     ks = (1, 10, 50, 100)
     return {f"words{way}/top{k}": rank < k for way, rank in ranks.items() for k in ks}
@@ -1133,15 +1143,15 @@ def score_names(embed, names):
 
 
 def pointing(embed, data, options):
-    """The pointing game (STAIR, Sec. 7.2): how often the centre of the patch where a class scores
-    highest lies on an object of the class; `chance`: that of a random patch."""
+    """A pointing game, ours, on the maps of STAIR, Sec. 7.2: how often the patch where a class
+    scores highest has its centre on an object of the class; `chance`: how often a random one."""
     grid, hits = embed.model.image_encoder.grid, collections.defaultdict(list)
-    centres = 2 * torch.arange(grid) + 1
+    centres = 2 * torch.arange(grid) + 1                                    # in half patches
     for part in chunks(data.maps("pointing"), embed.chunk):
         for way in part[0][1]:
             names = data.map_classes[way].names
             scores, truths = embed.encoded(part, score_names(embed, names))  # (n, g * g, C)
-            for best, maps in zip(scores.argmax(1), truths):
+            for best, maps in zip(scores.argmax(1), truths):                # best (C,)
                 rows, columns = [side * centres // (2 * grid) for side in maps[way].shape]
                 truth = maps[way][rows][:, columns].flatten()               # (g * g,)
                 on = truth[:, None] == torch.arange(1, len(names) + 1)      # (g * g, C)
@@ -1158,8 +1168,8 @@ class Task(NamedTuple):
     run: Callable
     data: tuple                  # members of EvalSet, of which the data must have one
     model: str = "encode_image"  # member of the model that must not be None or 0
-    default: str = ""            # who runs it unasked: models with "text", "words", of "images"
-                                 # alone, and these on the "world" (on files it takes long)
+    default: str = ""            # who runs it unasked: models with "text", with "words", of
+                                 # "images" alone; "world": the last, not on files (takes long)
 
     def fits(self, data):
         return any(getattr(data, member) is not None for member in self.data)
@@ -1187,12 +1197,13 @@ TASKS = {
 
 
 def number(value):
+    """A value that a task returns -> a number, of a tensor its mean."""
     return value.float().mean().item() if torch.is_tensor(value) else value
 
 
 # Pictures ---------------------------------------------------------------------------------
 #
-# A picture is a function of an Embedder and an EvalSet -> PIL image, None if there is nothing.
+# A picture is a function of an Embedder and an EvalSet, or of a log -> PIL image; None: nothing.
 
 BACKGROUND, NOT_COUNTED = (40, 40, 40), (150, 150, 150)
 CLASS_COLOURS = [  # that can be told apart; the first eight are those of the world
@@ -1204,7 +1215,7 @@ LINE_COLOURS = [colour for colour in CLASS_COLOURS if min(colour) < 255]  # not 
 
 
 def text(string, width, size=13):
-    """A picture of text, wrapped to `width` pixels; .info["undrawn"]: what the font lacks."""
+    """A picture of text, wrapped to `width`; .info["undrawn"]: [string] if letters are lacking."""
     font = ImageFont.load_default(size)
     lines = textwrap.wrap(string, max(1, int(width / font.getlength("n"))))
     page = Image.new("RGB", (width, (size + 3) * len(lines)), "white")
@@ -1251,7 +1262,7 @@ def to_picture(image, size=(112, 112)):
 
 
 def light_up(image, weights):
-    """An image (3, H, W) whose patches are as bright as their weights (P,) are large."""
+    """An image (3, H, W) -> a picture, each patch darkened to its weight (P,) / the largest."""
     picture, grid = to_picture(image), math.isqrt(weights.numel())
     level = weights.clamp(min=0) / weights.max().clamp(min=1e-6)            # (P,)
     mask = to_pil_image(level.view(1, grid, grid)).resize(picture.size, Image.Resampling.NEAREST)
@@ -1336,7 +1347,8 @@ def draw_slots(embed, data):
     for slot in (agree * sharpness).sum(0).argsort(descending=True).tolist():
         shown = agree[:, slot].nonzero()[:, 0]
         same = word[shown][:, chosen] == word[shown, slot][:, None]         # (shown, chosen)
-        if len(shown) < 4 or (same.float().mean(0) >= 0.3).any() or len(chosen) == 8:
+        repeats = (same.float().mean(0) >= 0.3).any()  # the words of a slot above, in 30 %
+        if len(shown) < 4 or repeats or len(chosen) == 8:
             continue
         chosen.append(slot)
         cells = []
@@ -1377,7 +1389,7 @@ def draw_queries(embed, data):
             maps = maps - maps.amin(1, keepdim=True)                        # (words, g * g)
             rows.append((caption, images[i], zip(words, maps)))
     title = "STAIR: a word lights up the patches where it scores high, without a text tower"
-    return lit_sheet(title, rows)
+    return lit_sheet(title, rows) if rows else None
 
 
 def draw_heads(embed, data):
@@ -1407,7 +1419,8 @@ def draw_neighbours(embed, data):
 
 def read_log(run):
     log = Path(run, "log.jsonl")
-    *lines, _ = log.read_text().split("\n") if log.exists() else [""]  # the last may be half
+    written = log.read_text() if log.exists() else ""
+    lines = written.split("\n")[:-1]  # the last may be half
     try:
         return [json.loads(line) for line in lines]
     except ValueError:
@@ -1417,7 +1430,8 @@ def read_log(run):
 def chart(lines, width=420, height=200):
     """A picture of lines, [(x, y), ...] each, all x and y at least 0."""
     points = [point for line in lines for point in line]
-    last, top = [max(values) or 1 for values in zip((0, 0), *points)]
+    last = max([x for x, _ in points], default=0) or 1
+    top = max([y for _, y in points], default=0) or 1
     page = Image.new("RGB", (width + 100, height + 40), "white")
     draw, font = ImageDraw.Draw(page), ImageFont.load_default(13)
     for i in range(5):
@@ -1440,7 +1454,7 @@ def draw_charts(title, charts, names):
 
 
 def curve(records, key):
-    """The log's finite values of a key by steps; one that may be negative starts at 0."""
+    """The log's finite values of a key by steps; a negative one is drawn at 0."""
     points = [(record["step"], record[key]) for record in records if key in record]
     return [(step, max(0, y)) for step, y in points if math.isfinite(y)]
 
@@ -1459,11 +1473,11 @@ def draw_entropies(run):
 def draw_curves(runs):
     """Loss, learning rate, norm of the gradient and speed by steps, from logs. The loss of a model
     that guesses is that of the first run."""
-    logs = {f"{name}{Path(run).name}": read_log(run) for run, name in runs.items()}
-    logs = {name: log for name, log in logs.items() if len(log) > 1}
+    logs = [(f"{name}{Path(run).name}", read_log(run)) for run, name in runs.items()]
+    logs = [(name, log) for name, log in logs if len(log) > 1]
     if not logs:
         return None
-    names, logs = list(logs), list(logs.values())
+    names, logs = zip(*logs)
     keys = {"loss": "loss", "learning rate": "lr", "norm of the gradient": "grad_norm",
             "images a second": "images_per_s"}
     charts = {heading: [curve(log, key) for log in logs] for heading, key in keys.items()}
@@ -1491,14 +1505,14 @@ PICTURES = {
 
 # Runs -------------------------------------------------------------------------------------
 
-# flags on which figures depend, beside the data and the checkpoint
+# flags on which figures depend, beside the data, the checkpoint, --templates and --classes
 FIGURE_FLAGS = ("select", "select_root", "nouns_adjectives", "limit", "train_data", "train_limit",
                 "probe", "probe_epochs")
 
 
 def check(options, data, has_text):
     """The names of the tasks that data and model serve. Raises UserError if there is none, if
-    --task names another, or if k-NN has no labels to learn from."""
+    --task names another, or if k-NN or a probe has no labels to learn from."""
     usable = [name for name, task in TASKS.items()
               if task.fits(data) and (has_text or task.model == "encode_image")]
     if not usable:
@@ -1513,8 +1527,8 @@ def check(options, data, has_text):
                             f"{', '.join(usable)}.")
     if has_text and "zeroshot" in (options.tasks or usable):
         data.classes  # folders without names are found here
-    by_knn = not has_text or "knn" in (options.tasks or [])
-    if by_knn and not data.has_splits:
+    asked = options.tasks or ([] if has_text else ["knn"])
+    if ("knn" in asked or "linear" in asked) and not data.has_splits:
         next(iter(open_training_set(options, data).labelled("train")))
     return usable
 
@@ -1523,7 +1537,9 @@ def measure(embed, data, options):
     """Run options.tasks, or the default tasks of the model -> {task: ({metric: float}, number of
     samples, None where it is not known)}."""
     usable, results = check(options, data, embed.tokenizer is not None), {}
-    kinds = ["text"] if embed.tokenizer else ["images"] + ["world"] * data.has_splits
+    kinds = ["text"] if embed.tokenizer else ["images"]
+    if not embed.tokenizer and data.has_splits:
+        kinds.append("world")
     if embed.model.encode_words:
         kinds.append("words")
     for name in usable:
@@ -1531,6 +1547,7 @@ def measure(embed, data, options):
         if asked and TASKS[name].suits(embed.model):
             found = TASKS[name].run(embed, data, options)
             lengths = [len(x) for x in found.values() if torch.is_tensor(x) and x.ndim]
+            # samples: as many as the task says, or as the values that it takes the mean of
             n = found.get(f"{name}/images", max(lengths, default=None))
             n = found.pop(f"{name}/samples", n)
             results[name] = {key: number(value) for key, value in found.items()}, n
@@ -1549,7 +1566,6 @@ def evaluate(embed, data, options):
 
 def report(embed, data, options, run):
     """Evaluate, print a table, write RUN/eval.json and draw pictures -> {metric: float}."""
-    torch.backends.cudnn.allow_tf32 = False
     results = measure(embed, data, options)
     result = figures(results)
     path = Path(run, options.file_name + ".json")
@@ -1670,9 +1686,7 @@ def write_encodings(embed, options):
     if isinstance(source, common.World):
         scenes = WorldSet(source, options.split).documents()
         pairs = ((image, name) for image, (name, _) in scenes)
-    elif isinstance(source, common.CaptionTable):
-        pairs = zip(source.paths, source.paths)
-    else:  # shards, or a mixture
+    else:
         pairs = source.files(0, 1)
     x, names = embed.encoded(itertools.islice(pairs, options.limit), embed.model.encode_image)
     path = Path(options.embed).with_suffix(".txt")
@@ -1695,8 +1709,8 @@ class DenseIndex:
     def search(self, query, k):
         """Encoding of a caption -> the k best [(name, score), ...]."""
         scores = torch.cat([self.similarity(x, query[None])[:, 0] for x in self.parts])
-        best = scores.topk(min(k, len(scores)))
-        return [(self.names[i], score) for score, i in zip(*map(torch.Tensor.tolist, best))]
+        scores, ids = scores.topk(min(k, len(scores)))
+        return [(self.names[i], score) for i, score in zip(ids.tolist(), scores.tolist())]
 
 
 def search(embed, data, options, run):
@@ -1802,13 +1816,13 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
 
 
 def options_for(args, **changes):
-    """What `python eval.py RUN` and the end of a training use for a run with settings `args`:
-    1,000 images of files; of --data all. changes: of the flags of eval.py."""
+    """The options of `python eval.py RUN`, and of the end of a training, for a run with settings
+    `args`: at most 1,000 images of files, but all of --data. changes: flags of eval.py."""
     options = vars(build_parser().parse_args(["RUN"]))
     options = argparse.Namespace(**options | {"image_size": args.image_size} | changes)
     default_data = args.eval_data or args.data
     options.is_default_data = options.data in (None, default_data)
-    options.file_name = result_name(options, default_data)
+    options.file_name = result_name(options, default_data)  # by the flags, before the defaults
     evaluates = not options.queries and not options.embed
     if options.data is None and evaluates and common.parse_spec(default_data)[0] != "shapes":
         options.limit = options.limit or 1000
@@ -1844,7 +1858,8 @@ def result_name(options, default_data):
         name += f"-{Path(options.checkpoint).stem}"
     data = options.data or default_data
     split = options.split or default_split(data)
-    own = options.data is None or data == default_data and common.parse_spec(data)[0] == "shapes"
+    is_world = common.parse_spec(data)[0] == "shapes"  # of files --data takes all, not 1,000
+    own = options.data is None or (data == default_data and is_world)
     if not own or split != default_split(data):
         name += f"-{file_name(data)}-{split}"
     for flag in (*FIGURE_FLAGS, "templates", "classes"):
@@ -1858,7 +1873,8 @@ def read_templates(given):
     templates = []
     for item in given or []:
         is_file = "{" not in item and Path(item).is_file()
-        templates += (common.read_lines(item, "--templates") if is_file else []) or [item]
+        lines = common.read_lines(item, "--templates") if is_file else []
+        templates += lines or [item]  # an empty file is refused below
     for template in templates:
         is_json = template.lstrip().startswith("[")
         if is_json or re.findall(r"\{\w*\}|[{}]", template) not in (["{}"], ["{a}"], ["{c}"]):
@@ -1911,8 +1927,10 @@ def costs(embed, run):
     """Parameters and training speed of a run, for a table of several."""
     speeds = [record["images_per_s"] for record in read_log(run)]
     parameters = sum(p.numel() for p in embed.model.parameters())
-    return {"parameters with heads and teacher, millions": parameters / 1e6} | (
-        {"images a second in training": float(np.median(speeds))} if speeds else {})
+    spent = {"parameters with heads and teacher, millions": parameters / 1e6}
+    if speeds:
+        spent["images a second in training"] = float(np.median(speeds))
+    return spent
 
 
 def spread(values):
@@ -1953,7 +1971,7 @@ class ClaimRuns:
 
     def figure(self, run, rate, seed, metric, split="test"):
         """A figure of a run, None if it is missing."""
-        out, task = self.root / f"{run}-{rate}-{seed}", metric.split("/")[0]
+        out = self.root / f"{run}-{rate}-{seed}"
         flags = f"{self.settings[run][1]} --lr {rate} --seed {seed}"
         trained = (out / "eval.json").exists()
         if trained:
@@ -1966,7 +1984,9 @@ class ClaimRuns:
                 return found[metric]
         else:
             self.missing[out][f"python train.py {flags} --out {out} --resume auto"] = None
-        if trained or split == "val" or task in TASKS and not TASKS[task].default:
+        task = metric.split("/")[0]  # not in TASKS: "i2t", "active", ..., of default tasks
+        at_end = split == "test" and (task not in TASKS or TASKS[task].default)  # of a training
+        if trained or not at_end:
             asked = f" --task {task}" if task in TASKS else ""
             self.missing[out][f"python eval.py {out} --split {split}{asked}"] = None
 
@@ -1982,7 +2002,9 @@ class ClaimRuns:
         """"RUN METRIC" -> its figures by seed, None while one is missing."""
         run, metric = side.split()
         rate = self.rate(run)
-        found = [self.figure(run, rate, seed, metric) for seed in CLAIM_SEEDS] if rate else [None]
+        if rate is None:
+            return None
+        found = [self.figure(run, rate, seed, metric) for seed in CLAIM_SEEDS]
         return None if None in found else found
 
 
@@ -2026,14 +2048,15 @@ def print_claims(method):
         rows.append((claim, source, printed, *cells))
     settings = runs.settings.items()
     swept = [run for run, (chosen_by, _) in settings if chosen_by not in runs.settings]
-    chosen = ", ".join(f"{run} {rate}" for run in swept if (rate := runs.rate(run)))
+    rates = {run: runs.rate(run) for run in swept}
+    chosen = ", ".join(f"{run} {rate}" for run, rate in rates.items() if rate) or "none yet"
     file = sys.stderr if runs.missing else sys.stdout
     header = "claim", "source", "in the paper", "here", "difference by seed", "verdict"
     for row in (header, ["---"] * len(header), *rows):
         print("| " + " | ".join(row) + " |", file=file)
     print(f"\nTest split, mean ± deviation of seeds {CLAIM_SEEDS}. Learning rates, the best of "
-          f"{CLAIM_RATES} on the val split with seed 0: {chosen or 'none yet'}; others train at the "
-          f"rate of the run that they vary.", file=file)
+          f"{CLAIM_RATES} on the val split with seed 0: {chosen}; others train at the rate of the "
+          f"run that they vary.", file=file)
     for commands in runs.missing.values():
         print(" && ".join(commands))
 
@@ -2097,12 +2120,12 @@ def check_flags(options):
     """Raise UserError for flags that cannot be used."""
     if bool(options.runs) == bool(options.claims):
         raise UserError("Give the directory of a run, or several, or --claims METHOD.")
-    for name in ("tasks", "data", "split", "limit"):
-        if options.claims and vars(options)[name]:
-            raise UserError("--claims METHOD takes no other flag.")
-    unknown = set(options.tasks or []) - {*TASKS, *PICTURES}
+    if options.claims and options != build_parser().parse_args(["--claims", options.claims]):
+        raise UserError("--claims METHOD takes no other flag.")
+    known = TASKS | PICTURES
+    unknown = set(options.tasks or []) - known.keys()
     if unknown:
-        raise UserError(f"There is no task {', '.join(unknown)}; there are {', '.join(TASKS)}.")
+        raise UserError(f"There is no task {', '.join(unknown)}; there are {', '.join(known)}.")
     if options.embed and (len(options.runs) > 1 or len(options.data or []) > 1):
         raise UserError(f"--embed {options.embed} is one file: give one run and one --data.")
     if options.embed and not options.embed.endswith(".npy"):
@@ -2166,18 +2189,22 @@ def compare_runs(runs, evaluated):
     if not columns:
         return
     names, embedders, results, sets, spent = zip(*columns)
-    sizes, seen = [embed.image_size for embed in embedders], set()
-    for of_runs in zip(*[result.items() for result in results]):
-        specs = [spec for spec, _ in of_runs]
-        seen |= set(zip(specs, sizes))
-        if len(results[0]) > 1:
+    sizes = [embed.image_size for embed in embedders]
+    every = list(itertools.chain(*results))
+    tables = [[spec] * len(results) for spec in dict.fromkeys(every)]
+    if len(every) == len(results):  # each run has one, perhaps its own data: one table
+        tables = [every]
+    for specs in tables:
+        if len(tables) > 1:
             print(f"{specs[0]}:")
         if len(set(zip(specs, sizes))) > 1:
             print("These figures are of different data: " + ", ".join(specs))
-        compare(names, [result | cost for (_, result), cost in zip(of_runs, spent)])
+        columns = zip(names, results, specs, spent)
+        compare(*zip(*[(name, result[spec] | cost)
+                       for name, result, spec, cost in columns if spec in result]))
     picture, data = PICTURES["segmentation"], sets[-1]
     suited = picture.fits(data) and all(picture.suits(embed.model) for embed in embedders)
-    if suited and len(seen) == 1:
+    if suited and len(tables) == 1 and len(set(zip(every, sizes))) == 1:
         first = {name: embedders[names.index(name)] for name in names}
         page = draw_segmentation(first, data)
         save_pictures({Path(runs[0], "comparison.png"): page})
@@ -2188,6 +2215,8 @@ def main(argv=None):
     check_flags(options)
     if options.claims:
         return print_claims(options.claims)
+    torch.backends.cudnn.allow_tf32 = False  # on by default: convolutions of fp32 in 10 bits
+    torch.backends.cuda.matmul.allow_tf32 = False  # on in NVIDIA's containers
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(1, device=device)

@@ -18,13 +18,13 @@ both towers have the same slots; the similarity of image and caption is the mean
 Differs from the paper (what concerns a variant stands at the variant):
   * Sparo.forward computes Eq. 1 in another order, with the same values and gradients.
   * Captions end at WordPiece's [SEP]; the paper's tokens are CLIP's (--vocab bpe_...txt.gz).
-  * Weight decay spares embeddings, positions and queries, images are flipped (train.py); the
-    authors' OpenCLIP decays all matrices and does not flip. The image tower starts as CLIP's
-    text tower does; OpenCLIP leaves it at torch's defaults, [CLS] and positions at width^-.5.
+  * Weight decay spares embeddings, positions and queries; photographs are flipped (common.py:
+    param_groups, train_transform). The authors' OpenCLIP decays all matrices and does not flip.
+    The image tower starts as CLIP's text tower does; OpenCLIP leaves it at torch's defaults,
+    [CLS] and positions at width^-.5.
   * Recall@k asks whether a match is among the k nearest, as the authors' code does; Sec. 4.2
     has the fraction of the k that match.
-
-Not here: CLIP's own form of ResNet-50; visualisation of DINO's slots.
+Not here: CLIP's own form of ResNet-50 (App. B.3).
 
 Run:     python train.py --method sparo                   (the embedded world, in minutes)
          python train.py --method sparo --readout cls     (CLIP; gap: CLIP+GAP)
@@ -45,7 +45,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-Size = Annotated[int, 1, math.inf]
+Size = Annotated[int, 1, math.inf]  # type, lowest, highest: train.py checks the flags by them
 Fraction = Annotated[float, 0, 1]
 Temperature = Annotated[float, 1e-3, 10]
 
@@ -197,7 +197,8 @@ def clip_loss(v, t, scale, gather=identity, limit=2**24):
         text_to_image = F.cross_entropy(scale * t @ all_v.T, pair, reduction="none")
         return (image_to_text + text_to_image) / 2                 # (B,)
 
-    pair, n = torch.arange(len(v), device=v.device), max(1, limit // len(all_v))
+    pair = torch.arange(len(v), device=v.device)                   # column of each row's match
+    n = max(1, limit // len(all_v))                                # rows at a time
     if n >= len(v):
         return losses(v, t, pair).mean()
     parts = zip(v.split(n), t.split(n), pair.split(n))
@@ -205,7 +206,7 @@ def clip_loss(v, t, scale, gather=identity, limit=2**24):
 
 
 def replaced_blocks(args):
-    """How many of each tower's last blocks the read-out replaces (Sec. 3.2)."""
+    """How many of each tower's last blocks the read-out replaces (Sec. 3.4 and 4)."""
     return int(args.readout == "sparo" and args.replace_block)
 
 
@@ -278,7 +279,7 @@ class Model(nn.Module):
 # DDP pass common.gather. "once": before the optimizer is made.
 #     image_sparo, text_sparo = Sparo(768, 64, 64, 64), Sparo(512, 64, 64, 64)  # once
 #     x = model.vision_model(pixel_values=images).last_hidden_state             # (B, n, 768)
-#     x = model.vision_model.post_layernorm(x)  # theirs are the text tower's outputs alone
+#     x = model.vision_model.post_layernorm(x)  # the text model does this by itself
 #     h = model.text_model(input_ids=ids, attention_mask=mask).last_hidden_state  # (B, n, 512)
 #     v = normalize_slots(image_sparo(x))                                       # (B, L V)
 #     t = normalize_slots(text_sparo(h, eos_idx=mask.sum(1) - 1))               # (B, L V)
@@ -289,14 +290,14 @@ class Model(nn.Module):
 # group score .385 (CLIP .011, chance .17). Swapped objects stay at chance for all read-outs.
 # A better learning rate takes CLIP from .725 to .881 zero-shot (SPARO .933), an encoding as
 # wide as SPARO's to .224 *. The best half of the slots keeps the hard negatives (.734, all
-# slots .729); the paper's gain does not show. Masks of single dimensions cost CLIP 6.9 times
-# as much zero-shot accuracy as they gain, CLIP+GAP 11.7 times *, SPARO 0.5 times. With DINO,
-# SPARO raises the linear probe (.339 to .374 *), but not k-NN (.275, .267).
+# slots .729); the paper's gain does not show. For each per cent that a mask of single dimensions
+# gains on hard negatives, CLIP's zero-shot loses 6.9 per cent, CLIP+GAP's 11.7 *, SPARO's 0.5.
+# With DINO, SPARO raises the linear probe (.339 to .374 *), but not k-NN (.275, .267).
 
 
 # Other read-outs --------------------------------------------------------------------------
 # x (B, n, d), and for captions the index eos_idx (B,) of the last token -> (B, 1, M): one slot,
-# so the whole encoding is normalised. The paper does not say how Table 6's variants are.
+# so the whole is normalised. How Table 6's variants are normalised, the paper does not say.
 
 
 def other_readouts(config, image_encoder, image_width, text_width):
@@ -364,8 +365,8 @@ class AttentionPool(nn.Module):
 
 class CrossAttention(nn.Module):
     """Table 6: L queries, keys and values of width D; then LayerNorm and projection, of all
-    outputs or slot by slot. AttPool has heads="multi" and neither of them slot by slot. In the
-    released code queries are projected, and LayerNorms precede; Table 6's sizes have no room."""
+    outputs or slot by slot. AttPool has heads="multi" and neither of them slot by slot. The
+    released code also projects queries, behind LayerNorms; Table 6 has no parameters for that."""
 
     def __init__(self, d, L, V, D, heads, slot_norm, slot_projection):
         super().__init__()
@@ -458,9 +459,9 @@ class Dino(nn.Module):
     """The student learns the distributions that its moving average, the teacher, gives to
     other views. Slots enter the head as they are. The teacher is what is evaluated.
 
-    differs: the norm of the whole gradient is clipped, not each parameter's; lr ends at 0,
-    not 1e-6; [CLS], positions and q do not decay; pixels are normalised, and encoders start,
-    as CLIP's; positions are interpolated with antialiasing, colour jitter is linear.
+    differs: the norm of the whole gradient is clipped, not each parameter's; lr ends at 0, not
+    1e-6; [CLS], positions and q do not decay; pixels are normalised as CLIP's, encoders start as
+    CLIP's; positions are interpolated with antialiasing; colours change as in common.jitter.
     """
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
@@ -532,7 +533,7 @@ class Dino(nn.Module):
 
     def probe_features(self, images):
         """DINO's linear probe (C.2) sees [CLS] after each of the last four blocks; the slots,
-        or the mean of CLIP+GAP, replace the last; of a ResNet it sees the read-out alone.
+        or with `gap` the mean, replace the last; of a ResNet it sees the read-out alone.
         differs: eval.py chooses its rate (DINO's is .001 x batch / 256); `tiny` trains it as
         CLIP's (C.1), by AdamW and without augmentation."""
         encoder, readout, _ = self.teacher

@@ -17,15 +17,15 @@ stages, so that words keep their meaning; the contrastive loss alone would redef
     1 / T       scale                scalar           Eq. 3; learned
 
 Differs from the paper:
-  * Inactive words of the caption learn too, up to stage `revive_until`. In the paper relu stops
-    their gradient: words that the image tower does not see at first never come back.
+  * Inactive words of the caption learn too, up to stage `revive_until` (b16: in none). In the
+    paper relu stops their gradient: what the image tower misses at first never comes back.
   * In the cosine an encoding shorter than 0.5 counts as 0.5 long, to bound its gradient.
   * Where the paper is silent: special tokens ([CLS], [SEP], ...) are never active. In stage 2
     e trains with the text tower, and the frozen image head keeps a copy. The mean of Eq. 6 is
     over the global batch. Each stage has a new optimizer. How CLIP-B/16 is "modified": here the
     image tower has no [CLS] and no LayerNorm before its blocks, the text tower sees both ways.
-Not here: the prompt "a photo of"; in an index dense embeddings beside the words, and lists of
-         words at indexing (App. D; mask what `add` gets); fine-tuning.
+Not here: the prompt "a photo of" before the captions of a retrieval (Sec. 4.3); in an index dense
+         embeddings beside the words, and lists of words at indexing (App. D; mask what `add` gets).
 Run:     python train.py --method stair                     (the embedded world)
 Result:  an image's shape is among its 10 heaviest of 862 words in .999 of the cases (in one
          stage .002); image-to-text R@1 .934 (CLIP .861); 15 active words a caption; 3 seeds.
@@ -52,18 +52,18 @@ class Config:
     share_1: Annotated[float, 0, 1] = 0.25              # fraction of the steps in stage 1
     share_2: Annotated[float, 0, 1] = 0.25              # fraction of the steps in stage 2
     lr_2: Annotated[float, 0, 100] = 1.0                # peak in stage 2, times --lr
-    lr_3: Annotated[float, 0, 100] = 0.1                # peak in stage 3; Sec. 4.2
+    lr_3: Annotated[float, 0, 100] = 0.1                # peak in stage 3, times --lr; Sec. 4.2
     lambda_image: Annotated[float, 0, math.inf] = 1e-3  # Eq. 7; Sec. 6.3 tries 1e-2 to 1e-4
     lambda_text: Annotated[float, 0, math.inf] = 1e-3   # Eq. 7
-    ramp: Annotated[float, 0, 1] = 0.5                  # fraction of a stage in which both grow
+    ramp: Annotated[float, 0, 1] = 0.5                  # fraction of a stage in which lambdas grow
     revive_until: Annotated[int, 0, 3] = 3              # last stage in which inactive words learn
     bias_image: float = 0.0                             # b of the image head at the start
     bias_text: float = 0.0                              # b of the text head at the start
     init_scale: Annotated[float, 1, 100] = 1 / 0.07     # first 1 / T; CLIP (arXiv 2103.00020)
 
 
-# Sec. 4.2: 300,000 + 300,000 + 600,000 steps, BERT's 30,522 tokens (--vocab FILE). The constants
-# are LAMB's own. The CLIP that it is compared with is sparo.py's preset stair-clip.
+# Sec. 4.2: 300,000 + 300,000 + 600,000 steps, BERT's 30,522 tokens (--vocab FILE); beta2 and
+# adam_eps are LAMB's own. The CLIP that it is compared with is sparo.py's preset stair-clip.
 B16 = dict(image_encoder="ViT-B/16", text_encoder="12x512:context=76,vocab_size=30522",
            batch=16384, steps=1_200_000, optimizer="lamb", beta2=0.999, adam_eps=1e-6, lr=1e-3,
            schedule="linear", weight_decay=1e-2, warmup=10_000, clip_grad=0.0, revive_until=0)
@@ -96,8 +96,7 @@ def contrastive_loss(v, t, scale, gather=identity):
     with torch.autocast(v.device.type, enabled=False):  # half precision is too coarse here
         image_to_text = scale * v @ gather(t).T                   # (B, world * B)
         text_to_image = scale * t @ gather(v).T                   # (B, world * B)
-    losses = F.cross_entropy(image_to_text, target), F.cross_entropy(text_to_image, target)
-    return sum(losses) / 2
+    return (F.cross_entropy(image_to_text, target) + F.cross_entropy(text_to_image, target)) / 2
 
 
 # L_FLOPs = sum_k ( 1/N sum_i enc_k^(i) )^2,  N: the size of the global batch        (Eq. 6)
@@ -154,15 +153,15 @@ class StreamedEncoding(torch.autograd.Function):
             passes |= revived & (gradient < 0)
         grad_p = gradient * torch.exp(-enc) * passes              # (B, |V|)
         sample, word = grad_p.nonzero(as_tuple=True)              # (n,), with gradient
-        row = sample * t.shape[1] + positions[sample, word]       # (n,), of t as (B N, E)
-        grad = grad_p[sample, word][:, None]                      # (n, 1)
-        rows, grad_e = t.flatten(0, 1), torch.zeros_like(e)
-        grad_rows = torch.zeros_like(rows)
+        row = sample * t.shape[1] + positions[sample, word]       # (n,), rows of flat_t
+        values = grad_p[sample, word][:, None]                    # (n, 1)
+        flat_t = t.flatten(0, 1)                                  # (B N, E)
+        grad_e, grad_t = torch.zeros_like(e), torch.zeros_like(flat_t)
         size = max(1, StreamedEncoding.CHUNK // t.shape[2])
-        for i, k, g in zip(row.split(size), word.split(size), grad.split(size)):
-            grad_rows.index_add_(0, i, (g * e[k]).to(t.dtype))
-            grad_e.index_add_(0, k, (g * rows[i]).to(e.dtype))
-        return grad_rows.view_as(t), grad_e, grad_p.sum(0), None, None
+        for i, k, g in zip(row.split(size), word.split(size), values.split(size)):
+            grad_t.index_add_(0, i, (g * e[k]).to(t.dtype))
+            grad_e.index_add_(0, k, (g * flat_t[i]).to(e.dtype))
+        return grad_t.view_as(t), grad_e, grad_p.sum(0), None, None
 
 
 class TokenProjectionHead(nn.Module):
@@ -255,9 +254,11 @@ class Model(nn.Module):
         return self.image_head(self.image_encoder(images), None, self.image_e(), revived)
 
     def text_encoding(self, tokens, mask, revived=None):
-        """(B, L), (B, L) -> enc (B, |V|); in stage 1 enc_mask = g(f(y)) mask(y) (Eq. 8)."""
+        """(B, L), (B, L) -> enc (B, |V|); in stage 1 enc_mask."""
         enc = self.text_head(self.text_encoder(tokens, mask), mask, revived=revived)
-        return enc * self.caption_words(tokens, mask) if self.number == 1 else enc
+        if self.number == 1:  # enc_mask = g(f(y)) mask(y)                         (Eq. 8)
+            enc = enc * self.caption_words(tokens, mask)
+        return enc
 
     def caption_words(self, tokens, mask):
         """mask(y) without the special tokens, (B, |V|), 0 or 1."""
@@ -421,7 +422,8 @@ class InvertedIndex:
             raise ValueError("The weights of an encoding must be finite and not negative.")
         rows, words, weights = (x[weights > 0] for x in (rows, words, weights))
         counts = torch.bincount(rows, minlength=len(ids)).tolist()
-        self.documents.update(zip(ids, zip(words.split(counts), weights.split(counts))))
+        entries = zip(words.split(counts), weights.split(counts))  # one for each document
+        self.documents.update(zip(ids, entries))
         self.sorted = None
 
     def delete(self, ids):
@@ -522,10 +524,12 @@ class InvertedIndex:
         state = torch.load(path, weights_only=True)
         if "vocabulary" not in state:
             raise ValueError(f"{path} holds no index.")
-        index, counts = cls(state["vocabulary"]), state["starts"].diff()
+        counts = state["starts"].diff()                           # (|V|,), documents of each word
         words = torch.arange(len(counts)).repeat_interleave(counts)
-        places, size = torch.stack([state["rows"], words]), (len(state["ids"]), len(counts))
+        places = torch.stack([state["rows"], words])
+        size = len(state["ids"]), len(counts)
         enc = torch.sparse_coo_tensor(places, state["weights"], size, check_invariants=True)
+        index = cls(state["vocabulary"])
         index.add(state["ids"], enc)
         return index
 
@@ -541,7 +545,7 @@ class InvertedIndex:
 
 
 def compare_costs(n, V=30522):
-    """Print the CPU time of Eq. 4 and 5 and of a query to n documents, fast and plain."""
+    """Print the CPU time of Eq. 4 and 5 and of a query to n = 10,000, 20,000, ... documents."""
     torch.set_num_threads(1)
     t, e = nn.Parameter(torch.randn(16, 197, 512)), nn.Parameter(0.02 * torch.randn(V, 512))
     b, fast = torch.zeros(V), StreamedEncoding.apply
@@ -639,8 +643,9 @@ if __name__ == "__main__":
             print(f"step {step:3d}  loss {loss.item():.3f}  {(v > 0).sum() / B:4.1f} of {V} "
                   f"words active  {right:.0%} of the three heaviest are the caption's")
     index = InvertedIndex(f"w{k}" for k in range(V))
-    index.add([" ".join(f"w{k}" for k in row) for row in words.tolist()], v)
-    query = "w{} AND w{}".format(*words[0])
+    index.add([f"w{a} w{b} w{c}" for a, b, c in words.tolist()], v)
+    a, b, _ = words[0].tolist()
+    query = f"w{a} AND w{b}"
     print(query, index.search({word: 1.0 for word in index.positive_words(query)}, where=query))
     if len(sys.argv) > 1:  # python stair.py 1000000
         compare_costs(int(sys.argv[1]))

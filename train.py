@@ -46,8 +46,8 @@ from common import UserError
 from eval import METHODS
 
 Count = Annotated[int, 1, math.inf]
-CountOrNone = Annotated[int, 0, math.inf]
-Positive = Annotated[float, 0, math.inf]
+CountOrZero = Annotated[int, 0, math.inf]
+NonNegative = Annotated[float, 0, math.inf]
 
 
 @dataclasses.dataclass
@@ -57,7 +57,7 @@ class Config:
     preset: str = "tiny"  # a row of the method's PRESETS, whose values replace the defaults here
     data: str = "shapes"  # SPEC: shapes | CSV, TSV | tar | COCO, Karpathy JSON | .token | DIR, A::B
     image_root: str | None = None  # directory that the file names of a table are relative to
-    eval_data: str | None = None  # SPEC; None: the world's test split, else the training data
+    eval_data: str | None = None  # SPEC; None: --data, the test split if it has one
     eval_image_root: str | None = None  # of the table in eval_data; None: image_root
     vocab: str | None = None  # BERT's vocab.txt or CLIP's bpe_...txt.gz; None: from the captions
     vocab_size: Count = 8192  # of a vocabulary trained from the captions, at most
@@ -74,23 +74,23 @@ class Config:
     steps: Count = 1000  # updates
     epochs: Count | None = None  # instead of --steps: how often each image of files is shown
     batch: Count = 128  # pairs per step, over all ranks
-    lr: Positive = 5e-4  # peak; linear warm-up, then --schedule to 0
-    warmup: CountOrNone = 100  # steps, of each stage if there are several
+    lr: NonNegative = 5e-4  # peak; linear warm-up, then --schedule to 0
+    warmup: CountOrZero = 100  # steps, of each stage if there are several
     schedule: Literal["cosine", "linear"] = "cosine"  # of the learning rate after the warm-up
     optimizer: Literal["adamw", "lamb", "lars"] = "adamw"  # lamb: of STAIR; lars: of BAM
-    weight_decay: Positive = 0.1  # on the weights of linear and convolution layers only
-    weight_decay_end: Positive | None = None  # where half a cosine takes it; None: it stays
-    beta2: Annotated[float, 0, 0.999999] = 0.98  # AdamW's second; the first is 0.9 (CLIP, Table 19)
-    adam_eps: Annotated[float, 0, 1] = 1e-6  # CLIP, Table 19
-    clip_grad: Positive = 1.0  # largest norm of the gradient; 0: no clipping
+    weight_decay: NonNegative = 0.1  # on the weights of linear and convolution layers only
+    weight_decay_end: NonNegative | None = None  # where half a cosine takes it; None: it stays
+    beta2: Annotated[float, 0, 0.999999] = 0.98  # AdamW's second; the first is 0.9 (CLIP, Table 18)
+    adam_eps: Annotated[float, 0, 1] = 1e-6  # CLIP, Table 18
+    clip_grad: NonNegative = 1.0  # largest norm of the gradient; 0: no clipping
     amp: Literal["bf16", "fp16", "off"] | None = None  # None: bf16 on a GPU, off on the CPU
     workers: Annotated[int, 0, 1024] = 0  # data loading processes per rank
     seed: Annotated[int, 0, 2**31] = 0  # of weights, data and augmentation
     log_every: Count = 10  # steps
     save_every: Count = 1000  # steps
-    keep_every: CountOrNone = 0  # steps between checkpoints that stay, as step-N.pt; 0: none
-    eval_every: CountOrNone = 0  # steps between evaluations of 1,000 images in the log; 0: none
-    knn_every: CountOrNone = 0  # the same by k-NN alone
+    keep_every: CountOrZero = 0  # steps between checkpoints that stay, as step-N.pt; 0: none
+    eval_every: CountOrZero = 0  # steps between evaluations of 1,000 images in the log; 0: none
+    knn_every: CountOrZero = 0  # the same by k-NN alone; not beside --eval-every
     probe: Literal["adamw", "sgd"] = "adamw"  # eval.py's linear probe: SPARO's or BAM's
     probe_epochs: Count | None = None  # of the linear probe; None: its paper's, 10 or 100
     # continue the run in --out with its settings; given flags replace them; auto: or begin it
@@ -100,7 +100,7 @@ class Config:
     accum_freq: Count = 1  # parts of a rank's rows that the towers take one after the other
     dry_run: bool = False  # print parameters, the loss by chance, FLOPs and memory, and stop
     ranks: Count = 1  # of --dry-run: how many ranks share the batch
-    bench: CountOrNone = 0  # time this many steps, print the rates, and stop
+    bench: CountOrZero = 0  # time this many steps, print the rates, and stop
 
 
 OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True),
@@ -128,13 +128,14 @@ def train(args, out, device):
     model = build_model(args, method, tokenizer)
     if args.dry_run:
         return dry_run(args, method, model) if rank == 0 else None
+    model.to(device)
     transform = build_transform(args, method, model.image_encoder)
-    embed = evaluation.embedder(model.to(device), tokenizer, args, device)
+    embed = evaluation.embedder(model, tokenizer, args, device)
     torch.manual_seed(args.seed + rank)  # stochastic depth differs between ranks
     autocast, scaler = mixed_precision(args, device)
 
-    # Resume: `at` is all that moves, beside the weights and the optimizer.
-    at, saved, end = Progress(layout=data.layout), None, 0
+    # Resume: `at` is all that moves, beside weights, optimizer and loss scale.
+    at, saved = Progress(layout=data.layout), None
     if args.resume:
         saved = load_state(out / "last.pt", args, model, scaler, device)
         at.restore(saved, args.workers)
@@ -145,6 +146,7 @@ def train(args, out, device):
     log, stop, clock = Log(args, out, at.step), Stop(), Clock()
     batches, late = None, None  # late: the step that check_finite has not seen yet
 
+    end = 0
     for number, steps, lr in method.stages(args):  # STAIR has three, the others one
         start, end = end, end + steps
         if at.step >= end:
@@ -173,7 +175,7 @@ def train(args, out, device):
             with autocast():
                 outputs = parallel(inputs, common.gather)  # {"loss": scalar, others to log}
             scaler.scale(outputs["loss"]).backward()
-            del inputs  # of files larger than the batch, which `late` keeps
+            del inputs  # floats; `late` keeps `batch`, which holds the crops of files as uint8
             model.before_update(step)
             scaler.unscale_(optimizer)
             grad_norm = clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
@@ -194,7 +196,8 @@ def train(args, out, device):
                 if at.step == BENCH_WARMUP:
                     clock.reset()
                 if at.step == BENCH_WARMUP + args.bench or stopping:
-                    return print_once(json.dumps(clock.rates(args.batch)))
+                    print_once(json.dumps(clock.rates(args.batch)))
+                    return stopping
                 continue
             if rank == 0 and (at.step % args.log_every == 0 or at.step == args.steps or eval_due):
                 record = {"step": at.step, "lr": optimizer.param_groups[0]["lr"]}
@@ -208,7 +211,7 @@ def train(args, out, device):
             if at.step % args.save_every == 0 or at.step == end or keep_due or stopping:
                 check_finite(args, late)
                 save(out / "last.pt", args, model, optimizer, scaler, at)
-            if at.step == end < args.steps:
+            if at.step == end and end < args.steps:  # a stage ends, the run does not
                 keep(out, f"stage-{number}.pt")
             if keep_due:
                 keep(out, f"step-{at.step}.pt")
@@ -233,7 +236,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def let_rank_0_speak():
-    """Before an error: torchrun ends the others on a machine meanwhile, if all have the same."""
+    """Ranks of a machine often fail alike: all but the first wait, until torchrun ends them."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(20)
 
@@ -264,13 +267,14 @@ def add_flags(parser, config_class, title, preset):
         value = f"default: {field.default}"
         if field.name in preset:
             value = f"by the preset: {preset[field.name]}"
-        options = {"type": kind, "metavar": kind.__name__.upper()}
         if get_origin(kind) is Literal:
             options = {"choices": get_args(kind)}
         elif field.name == "resume":  # alone, or --resume auto
             options = {"nargs": "?", "const": True, "choices": ["auto"]}
         elif kind is bool:
             options = {"action": argparse.BooleanOptionalAction}
+        else:
+            options = {"type": kind, "metavar": kind.__name__.upper()}
         options["help"] = f"{comments[field.name]} ({value})".replace("%", "%%")
         group.add_argument(flag_of(field.name), default=argparse.SUPPRESS, **options)
 
@@ -306,13 +310,12 @@ def parse_args(argv):
         add_flags(parser, method.Config, f"settings of {chosen.method}", preset)
     flags = vars(parser.parse_args(argv))
     flags["resume"] = chosen.resume
-    if chosen.resume:
-        preset = saved_settings(flags)
-    elif chosen.preset not in method.PRESETS:
+    if not chosen.resume and chosen.preset not in method.PRESETS:
         names = ", ".join(method.PRESETS)
         raise UserError(f"{chosen.method} has no preset {chosen.preset!r}; it has {names}.")
+    below_flags = saved_settings(flags) if chosen.resume else preset
     args = settings_class(method)()
-    for name, value in (preset | flags).items():
+    for name, value in (below_flags | flags).items():
         if name in vars(args):  # an old run may have settings that are gone
             setattr(args, name, value)
     check_settings(args, method, flags)
@@ -347,6 +350,8 @@ def check_settings(args, method, flags):
         raise UserError(f"--batch {args.batch} must be 2 or more: the loss compares captions.")
     if "epochs" in flags and "steps" in flags:
         raise UserError("--epochs and --steps both say how long to train: give one of them.")
+    if args.bench and args.resume:
+        raise UserError("--bench times a new run: leave out --resume.")
     if "steps" in flags:
         args.epochs = None  # of a run that is resumed
     check_method(args, method)
@@ -417,7 +422,7 @@ def write_run(args, tokenizer, out):
     if tokenizer and not args.resume:
         tokenizer.save(out / "vocab.txt")
     git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent,
-                         capture_output=True, text=True)
+                         capture_output=True, text=True)  # a shell: there may be no git
     argv = common.read_config(out).get("argv") if args.resume else sys.argv  # what began the run
     record = dataclasses.asdict(args) | {"argv": argv, "git": git.stdout.strip() or None}
     with common.replacing(out / "config.json") as file:
@@ -432,8 +437,9 @@ def announce(args, data, model, tokenizer, device):
     if isinstance(data, common.CaptionTable):
         facts.append(f"{len(data):,} images, {len(data) / args.batch:.1f} steps per epoch")
     if tokenizer:
-        texts = [tokenizer.encode(caption)[1:-1] for caption in data.sample_captions(1000)]
-        share = sum(ids.count(tokenizer.unk) for ids in texts) / max(1, sum(map(len, texts)))
+        captions = data.sample_captions(1000)
+        ids = [i for caption in captions for i in tokenizer.encode(caption)[1:-1]]
+        share = ids.count(tokenizer.unk) / max(1, len(ids))
         facts.append(f"{share:.1%} of the captions' tokens are [UNK]")
         if share > 0.5:
             raise UserError(f"{share:.0%} of the captions' tokens are [UNK], words that the "
@@ -481,8 +487,9 @@ class Log:
 
     def stopped(self, step, out):
         self.bar.close()
-        start = f"torchrun --nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE')}"
-        start = start if dist.is_initialized() else "python"
+        start = "python"
+        if dist.is_initialized():
+            start = f"torchrun --nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE')}"
         command = shlex.join([os.path.relpath(__file__), "--resume", "--out", str(out)])
         print_once(f"Stopped by signal after step {step}; continue with: {start} {command}")
 
@@ -496,9 +503,9 @@ def print_once(line):
 
 
 def open_data(args, method):
-    """The training data, the data to evaluate on (None: opened by finish), how to evaluate at the
-    end, and every so many steps, or None. Sets args.image_size where it was left to the encoder or
-    the world, and the steps of --epochs."""
+    """-> data to train on; data to evaluate on (None: `finish` opens them); options of the
+    evaluation at the end; options of those on the way, None without them. Sets args.image_size,
+    the world's or else the encoder's if none is given, and with --epochs args.steps."""
     _, world_size = this_rank()
     if args.batch % world_size:
         raise UserError(f"--batch {args.batch} is global and must be a multiple of the "
@@ -517,11 +524,11 @@ def open_data(args, method):
     if common.World.layout in data.layout and method.box_refreshes(args) and not args.dry_run:
         raise UserError("The world draws each image once, boxes need images that come again: "
                         "give --no-contrastive-crop or other data.")
-    options = evaluation.options_for(args)
-    watched = argparse.Namespace(**vars(options), every=args.eval_every or args.knn_every)
-    if not (with_text and args.eval_every):
-        watched.tasks = ["knn"]
-    watched = watched if watched.every else None
+    options, watched = evaluation.options_for(args), None
+    if args.eval_every or args.knn_every:
+        watched = argparse.Namespace(**vars(options), every=args.eval_every or args.knn_every)
+        if not (with_text and args.eval_every):
+            watched.tasks = ["knn"]
     if args.eval_data or watched:  # what is wrong with it is found before the training
         eval_data = open_evaluation(args, options, with_text)
         check_evaluation(watched or options, eval_data, with_text)
@@ -584,8 +591,8 @@ def build_model(args, method, tokenizer):
     if args.init_weights and reads_files:
         weights = common.load_checkpoint(args.init_weights)
         parts, notes = common.load_clip(towers, weights, tokenizer)
-    files = {"--image-weights": args.image_weights, "--text-weights": args.text_weights}
-    for (flag, path), tower in zip(files.items(), towers):
+    for flag, path, tower in (("--image-weights", args.image_weights, towers[0]),
+                              ("--text-weights", args.text_weights, towers[1])):
         if path and reads_files:
             weights = common.load_checkpoint(path)
             for line in common.load_encoder_weights(tower, weights, tokenizer):
@@ -638,8 +645,10 @@ def open_loader(args, data, transform, tokenizer, model, at):
         views = None if tokenizer else transform
         stream = common.WorldStream(data, transform=views, **shared)
     else:
-        stream = common.Stream(data, transform=transform, image_size=args.image_size,
-                               boxes=at.boxes, **shared)
+        # large JPEGs are decoded smaller, with pixels enough for the smallest crop
+        min_side = math.ceil(args.image_size * max(1.5, args.crop_scale ** -0.5))
+        stream = common.Stream(data, transform=transform, min_side=min_side, boxes=at.boxes,
+                               **shared)
     return iter(read_in_workers(stream, args.workers))
 
 
@@ -730,7 +739,7 @@ def to_device(batch, device):
 
 @dataclasses.dataclass
 class Progress:
-    """All that moves while training and is saved, beside the weights and the optimizer."""
+    """All that moves while training and is saved, beside weights, optimizer and loss scale."""
 
     step: int = 0
     stage: int = 1  # that the last step was of
@@ -795,7 +804,7 @@ def keep(out, name):
 
 
 def check_plan(args, method, at):
-    """Raise UserError if the checkpoint's last step is none of --steps, or of another stage."""
+    """Raise UserError if --steps are fewer than were made, or put the last in another stage."""
     if at.step > args.steps:
         raise UserError(f"{args.out} has made {at.step} steps: --steps {args.steps} must not be "
                         f"fewer.")
@@ -822,8 +831,8 @@ def load_state(path, args, model, scaler, device):
 
 
 class ToHost:
-    """A tensor on its way to the host. To wait for it is not to wait for what the GPU got to do
-    since then, as .item() does."""
+    """A tensor on its way to the host. wait() waits for this tensor alone; .item() would also wait
+    for all that the GPU got to do since then."""
 
     def __init__(self, x):
         self.x, self.arrived = x.to("cpu", non_blocking=True), None  # into pinned memory
@@ -839,7 +848,7 @@ class ToHost:
 
 class Stop:
     """Notes SIGTERM and SIGINT: the run saves and ends after its step. A second Ctrl-C ends it at
-    once; under torchrun both come twice, from Slurm or the terminal, and from torchrun."""
+    once, but not on several ranks: there Slurm and torchrun may both send the first."""
 
     def __init__(self):
         self.noted, self.flag = 0, ToHost(torch.zeros(()))
@@ -998,9 +1007,9 @@ def update_cost(args, method, model):
     except (fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException):
         reason = f"what {args.method} computes depends on the values: measure it with --bench"
         return {"update_flops": None, "update_peak_bytes": None, "memory_unknown": reason}
-    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    trained = [p for p in model.parameters() if p.requires_grad]
     moments = 1 if args.optimizer == "lars" else 2  # numbers that it keeps of each parameter
-    peak = memory.peak + moments * trained
+    peak = memory.peak + moments * sum(p.numel() * p.element_size() for p in trained)
     return {"update_flops": counter.flops, "update_peak_bytes": peak}
 
 

@@ -119,6 +119,10 @@ def test_a_run_or_claims_must_be_named(claims):
             evaluation.main(argv)
     with pytest.raises(common.UserError, match="takes no other flag"):
         evaluation.main(["--claims", "sparc", "--split", "val"])
+    with pytest.raises(common.UserError, match="takes no other flag"):
+        evaluation.main(["--claims", "sparc", "--query", "a dog"])
+    with pytest.raises(common.UserError, match="no task alignmnt; there are .*, alignment, "):
+        evaluation.main(["run", "--task", "alignmnt"])
 
 
 @pytest.mark.parametrize("method", evaluation.METHODS)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -234,6 +235,7 @@ def test_embed_writes_encodings_and_names(run_of, tmp_path, capsys):
     evaluation.main([str(run_of("sparc")), "--embed", str(out), "--limit", "5"])
     assert len(np.load(out)) == 5
     for flags, message in ((["--embed", "x.txt"], "must end with .npy"),
+                           (["--data", f"{table}::shapes", "--embed", str(out)], "has no files"),
                            (["--data", table, table, "--embed", str(out)], "give one run and one")):
         with pytest.raises(common.UserError, match=message):
             evaluation.main([str(run_of("sparc")), *flags])
@@ -252,7 +254,59 @@ def test_queries_of_dense_runs_are_answered_by_the_dot_product(run_of, tmp_path,
     assert list(run.glob("*search.png")) and not list(run.glob("*index*"))
 
 
+def test_only_what_learns_needs_labels_to_learn_from(run_of, tmp_path):
+    make_folders(tmp_path / "test")
+    run = shutil.copytree(run_of("bam"), tmp_path / "run")
+    evaluation.main([str(run), "--data", str(tmp_path / "test"), "--task", "clusters,heads"])
+    for name, task in (("bam", "knn"), ("bam", "linear"), ("sparc", "zeroshot,linear")):
+        run = shutil.copytree(run_of(name), tmp_path / name, dirs_exist_ok=True)
+        before = sorted(run.iterdir())
+        with pytest.raises(common.UserError, match="class folders need --train-data"):
+            evaluation.main([str(run), "--data", str(tmp_path / "test"), "--task", task])
+        assert sorted(run.iterdir()) == before  # nor did an earlier task run in vain
+
+
+def test_runs_are_compared_data_by_data(run_of, tmp_path, capsys):
+    runs = [shutil.copytree(run_of(name), tmp_path / name) for name in ("sparc", "bam")]
+    table, folders = make_table(tmp_path / "t"), str(tmp_path / "folders")
+    make_folders(tmp_path / "folders")
+    make_folders(tmp_path / "train")
+    capsys.readouterr()
+    evaluation.main([*map(str, runs), "--task", "retrieval,knn", "--data", table, folders,
+                     "--train-data", str(tmp_path / "train")])
+    out = capsys.readouterr().out
+    assert "different data" not in out
+    tables = out.partition(f"\n{table}:\n")[2].split(f"\n{folders}:\n")
+    assert "| | sparc (1) |\n" in tables[0] and "| | sparc (1) | bam (1) |\n" in tables[1]
+    assert "i2t/R@1" in tables[0] and "knn" in tables[1] and "knn" not in tables[0]
+
+
+@pytest.mark.parametrize("flags", [["--embed", "out.npy"], ["--task", "retrieval"]])
+def test_nothing_is_computed_in_tf32(run_of, tmp_path, monkeypatch, flags):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+    evaluation.main([str(run), *flags])
+    assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+
+
 # Pictures -----------------------------------------------------------------------------------------
+
+
+def test_captions_without_a_known_word_leave_a_picture_out(run_of, tmp_path):
+    (tmp_path / "photos.csv").write_text(Path(make_table(tmp_path)).read_text().replace(
+        "thing", "红").replace("a red", "红").replace("a blue", "色"), encoding="utf-8")
+    embed, _ = evaluation.load_run(run_of("stair"))
+    data, _ = opened(tmp_path / "photos.csv")
+    assert evaluation.draw_queries(embed, data) is None
+
+
+def test_runs_of_one_name_have_a_curve_each(run_of, tmp_path, monkeypatch):
+    runs = [shutil.copytree(run_of("sparc"), tmp_path / seed / "run") for seed in "ab"]
+    monkeypatch.setattr(evaluation, "draw_charts", lambda title, charts, names: (charts, names))
+    charts, names = evaluation.draw_curves(dict.fromkeys(runs, "all: "))
+    assert names == ["all: run", "all: run", "loss of a guess"]
+    assert [len(lines) for lines in charts.values()] == [3, 2, 2, 2]
 
 
 def test_curves_of_one_run_and_of_several(run_of, tmp_path):

@@ -278,6 +278,11 @@ def test_winogrounds_own_files(tmp_path, capsys):
     file.write_text("\n")
     with pytest.raises(common.UserError, match="None of the 0 images could be read"):
         evaluation.winoground(embedder(), *opened(tmp_path / "w"))
+    write_winoground(tmp_path / "v")
+    for path in (tmp_path / "v" / "images").glob("*_1.png"):
+        path.unlink()
+    with pytest.raises(common.UserError, match="has no pair of images of which both can be read"):
+        evaluation.winoground(embedder(), *opened(tmp_path / "v"))
 
 
 class Blind(Oracle):

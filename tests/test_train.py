@@ -598,7 +598,8 @@ def test_the_stop_message_is_a_command(tmp_path, capsys):
 def test_resume_refuses_fewer_steps_and_another_optimizer(run_of):
     config = (run_of("sparc") / "config.json").read_bytes()
     for flags, message in ((["--steps", "5"], "has made 6 steps: --steps 5 must not be fewer"),
-                           (["--optimizer", "lamb"], "is a run of --optimizer adamw: leave out")):
+                           (["--optimizer", "lamb"], "is a run of --optimizer adamw: leave out"),
+                           (["--bench", "2"], "--bench times a new run: leave out --resume")):
         with pytest.raises(UserError, match=message):
             train_alone(["--resume", *flags, "--out", run_of("sparc")])
         assert (run_of("sparc") / "config.json").read_bytes() == config
@@ -886,3 +887,20 @@ def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys):
     assert record["images_per_s"] > 0 and record["peak_memory_bytes"] > 1e6
     assert 0 < record["data_share"] < 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_that_ends_a_benchmark_is_returned(monkeypatch, tmp_path):
+    args = train.parse_args([*SPARC, "--bench", "50"])
+    monkeypatch.setattr(train.Stop, "agreed", lambda self, device: signal.SIGTERM)
+    assert train.train(args, tmp_path, torch.device("cpu")) == signal.SIGTERM
+
+
+@pytest.mark.parametrize("scale, side", [(0.9, 12), (0.25, 16), (0.01, 80)])
+def test_decoded_images_have_pixels_for_the_smallest_crop(monkeypatch, tmp_path, scale, side):
+    found = []
+    monkeypatch.setattr(common, "Stream", lambda *a, min_side, **options: found.append(min_side))
+    monkeypatch.setattr(train, "read_in_workers", lambda stream, workers: [])
+    args = train.parse_args([*SPARC, "--data", "x.csv", "--crop-scale", str(scale)])
+    args.image_size = 8
+    train.open_loader(args, None, None, None, None, train.Progress(layout="x"))
+    assert found == [side]

@@ -276,10 +276,10 @@ class Recorder(World):
         return super().render(scene, generator)
 
 
-@pytest.mark.parametrize("objects", [1, 3])
-def test_winoground_swaps_truth_in_test_scenes_with_the_same_words(objects):
+@pytest.mark.parametrize("objects, split", [(1, "test"), (3, "test"), (3, "val")])
+def test_winoground_swaps_truth_in_scenes_of_a_split_with_the_same_words(objects, split):
     world = Recorder(objects=objects)
-    images, captions = world.winoground(60, seed=0)
+    images, captions = world.winoground(60, 0, split)
     assert images.shape == (60, 2, 3, 48, 48) and len(captions) == 60
     first, second = map(world.objects_of, world.rendered)
     for pair, a, b in zip(captions, first, second):
@@ -288,8 +288,8 @@ def test_winoground_swaps_truth_in_test_scenes_with_the_same_words(objects):
         assert not true_of(pair[0], b) and not true_of(pair[1], a)
     assert images.min() < -1 and images.max() > 1  # normalised as sample's are
     for scene in world.rendered:
-        assert world.in_split(scene, "test").all()
-    again, words = World(objects=objects).winoground(60, seed=0)
+        assert world.in_split(scene, split).all()
+    again, words = World(objects=objects).winoground(60, 0, split)
     assert torch.equal(images, again) and words == captions
     for n, seed in itertools.product((1, 5), range(4)):
         assert len(World(objects=objects).winoground(n, seed)[1]) == n
