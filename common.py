@@ -137,8 +137,8 @@ def gather_objects(value):
 
 
 class Tower(nn.Module):
-    """What the encoders share: a `locked` one (LiT, arXiv 2111.07991) has no gradients and stays
-    in evaluation mode, whoever asks."""
+    """What the encoders share. A `locked` one (LiT, arXiv 2111.07991) has no gradients and stays
+    in evaluation mode, whatever its train() and requires_grad_() are asked for."""
 
     locked = False
     accum_freq = 1  # see in_parts
@@ -155,23 +155,23 @@ class Tower(nn.Module):
 
 
 def in_parts(forward):
-    """Decorate a tower's forward: with accum_freq K it takes the rows of a batch in K parts, one
-    after the other, and the backward pass computes each part again: it needs the memory of one.
-    K that does not divide the rows makes a last part that is smaller."""
+    """Decorate a tower's forward: with accum_freq K it takes the rows of a batch in at most K
+    parts, one after the other, of which the last may be smaller. The backward pass computes each
+    part again: it needs the memory of one."""
 
     @functools.wraps(forward)
     def wrapper(self, *inputs):
         if self.accum_freq == 1:
             return forward(self, *inputs)
-        run = functools.partial(forward, self)
-        if torch.is_grad_enabled():  # draws the same numbers again, for stochastic depth
-            run = functools.partial(checkpoint, run, use_reentrant=False)
         rows = math.ceil(len(inputs[0]) / self.accum_freq)
         outputs = []
         for part in zip(*[x.split(rows) for x in inputs if x is not None]):
             # each part makes its own half-precision weights: their gradients add up in fp32
             torch.clear_autocast_cache()
-            outputs.append(run(*part))
+            if torch.is_grad_enabled():  # draws the same numbers again, for stochastic depth
+                outputs.append(checkpoint(forward, self, *part, use_reentrant=False))
+            else:
+                outputs.append(forward(self, *part))
         return torch.cat(outputs)
 
     return wrapper
@@ -236,20 +236,21 @@ class Chain(nn.ModuleList):
         """Call each with the output of the one before and `context` -> the last n outputs."""
         outputs = []
         for module in self:
-            if self.grad_checkpoint and torch.is_grad_enabled():
-                options = checkpoint_options(module)
-                x = checkpoint(module, x, *context, use_reentrant=False, **options)
-            else:
+            if not (self.grad_checkpoint and torch.is_grad_enabled()):
                 x = module(x, *context)
+            elif list(module.buffers()):
+                x = checkpoint_with_buffers(module, x, *context)
+            else:
+                x = checkpoint(module, x, *context, use_reentrant=False)
             outputs = [*outputs, x][-n:]
         return outputs or [x]  # without modules: the input
 
 
-def checkpoint_options(module):
-    """Contexts of both forward passes; none without buffers: torch.compile takes none."""
-    if not list(module.buffers()):
-        return {}
-    return {"context_fn": lambda: (contextlib.nullcontext(), unchanged_buffers(module))}
+@torch.compiler.disable  # torch.compile takes no such context_fn
+def checkpoint_with_buffers(module, *inputs):
+    """Like checkpoint, but its second forward pass leaves the module's buffers unchanged."""
+    return checkpoint(module, *inputs, use_reentrant=False,
+                      context_fn=lambda: (contextlib.nullcontext(), unchanged_buffers(module)))
 
 
 @contextlib.contextmanager
@@ -264,7 +265,7 @@ def unchanged_buffers(module):
 
 
 class Blocks(Chain):
-    """`depth` blocks, initialised as CLIP's; stochastic depth grows linearly to `drop_path`."""
+    """`depth` blocks; weights start as CLIP's, biases 0; stochastic depth grows to `drop_path`."""
 
     def __init__(self, depth, width, heads, mlp_ratio, act, eps, drop_path):
         rates = np.linspace(0, drop_path, depth).tolist()
@@ -285,8 +286,8 @@ class BatchNorm(nn.BatchNorm2d):
         if not (self.training and dist.is_initialized()):
             return super().forward(x)
         variances, means = torch.var_mean(x.float(), (0, 2, 3), correction=0)
-        means, variances = gather(torch.stack([means, variances])[None]).unbind(1)
-        mean = means.mean(0)                                 # (C,), of (world, C)
+        means, variances = gather(torch.stack([means, variances])[None]).unbind(1)  # (world, C)
+        mean = means.mean(0)                                 # (C,)
         variance = (variances + (means - mean).square()).mean(0)  # within and between ranks
         with torch.no_grad():
             n = x.numel() / x.shape[1] * dist.get_world_size()
@@ -315,11 +316,13 @@ class ViT(Tower):
                  quick_gelu=False, eps=1e-6, patch_bias=True, drop_path=0.0):
         super().__init__()
         if image_size % patch_size:
-            nearest = image_size // patch_size * patch_size or patch_size
+            multiple = max(1, image_size // patch_size) * patch_size
             raise UserError(f"image_size {image_size} is not a multiple of patch_size "
-                            f"{patch_size}: give {nearest}.")
+                            f"{patch_size}: give {multiple}.")
         if positions not in ("learned", "sincos"):
             raise UserError(f"positions must be learned or sincos, not {positions!r}.")
+        if positions == "sincos" and width % 4:
+            raise UserError(f"width {width} must be a multiple of 4 for positions=sincos.")
         self.image_size, self.patch_size, self.width = image_size, patch_size, width
         self.grid = image_size // patch_size
         if stem:
@@ -484,7 +487,7 @@ def encoder_settings(kind, spec, presets):
         known = ", ".join(presets)
         raise UserError(f"There is no {kind.__name__} preset {name!r}; there are {known}.")
     defaults = {k: p.default for k, p in inspect.signature(kind).parameters.items()}
-    scalars = {k: value for k, value in defaults.items() if k != "stem"}
+    scalars = {k: value for k, value in defaults.items() if k not in ("stem", "blocks")}
     settings = cast_settings(settings, scalars, kind.__name__)
     for key, value in settings.items():
         low, high = ENCODER_BOUNDS.get(key, (1, math.inf))
@@ -526,6 +529,7 @@ class ModelDefaults:
     """What a Model may leave out; an ability that it does not have is None. It must have
 
     __init__(config, image_encoder, text_encoder, image_width, text_width),
+    image_encoder and, if it learns from captions, text_encoder: those that it was given,
     forward(batch, gather) -> {"loss": scalar, other scalars to log},
     encode_image(images) -> (B, E), normalised.
     """
@@ -564,8 +568,9 @@ class ModelDefaults:
 
 def asked_words(spec):
     """The vocab_size that a spec of --text-encoder or its preset asks for, 0 without one."""
+    words = encoder_settings(TextTransformer, spec, TEXT_PRESETS)["vocab_size"]
     name, settings = parse_spec(spec)
-    return int((TEXT_PRESETS.get(name, {}) | settings).get("vocab_size", 0))
+    return words if "vocab_size" in TEXT_PRESETS[name] | settings else 0
 
 
 def build_encoders(method, args, tokenizer):
@@ -573,7 +578,7 @@ def build_encoders(method, args, tokenizer):
     kind, image = image_encoder_settings(args.image_encoder)
     image["image_size"] = args.image_size or image["image_size"]
     replaced = 0
-    if kind is ViT:  # a ResNet has no block to replace
+    if kind is ViT:  # a ResNet has no block to replace, and the text tower beside it keeps its own
         replaced = method.replaced_blocks(args)
         image["depth"] -= replaced
     image_encoder = kind(**image)
@@ -656,8 +661,8 @@ def load_clip_parts(model, parts):
 
 
 def check_gelu(tensors, encoder):
-    """Raise UserError for OpenAI's weights without QuickGELU; their files alone hold the size of
-    images. -> a list with a sentence if another file may need it, too."""
+    """Raise UserError if the file is OpenAI's, which alone has `input_resolution`, and the encoder
+    has no QuickGELU. -> for another file a list with a sentence that it may be needed, too."""
     if not any(isinstance(module, nn.GELU) for module in encoder.modules()):
         return []
     if any(key.endswith("input_resolution") for key in tensors):
@@ -674,7 +679,7 @@ def load_encoder_weights(encoder, state_dict, tokenizer=None):
     ResNet torchvision's. The tower may stand behind any prefix (`visual.`, `module.`) and in
     nested dicts; of student and teacher the teacher is taken. Positions of another grid are
     interpolated, a missing [CLS] position or patch bias is zero. UserError if no block fits, or if
-    the file is of another network or, with `tokenizer`, of another vocabulary.
+    the file is of another network or vocabulary (`tokenizer` tells two of one size apart).
     CLIP's need a preset clip-..., OpenAI's with quick_gelu=1.
     """
     tensors = dict(flatten(state_dict))
@@ -704,12 +709,13 @@ def load_encoder_weights(encoder, state_dict, tokenizer=None):
 
 def fit_tensors(prefix, tower, encoder, tokenizer):
     """A tower's tensors -> {our name: tensor that fits}, sentences about the others, and those of
-    them without which it is another network: in blocks that we have, register tokens, the
-    attention pooling of CLIP's ResNets."""
+    them without which it is another network: in blocks that we have, or `essential`."""
     ours, fitting, report, foreign = encoder.state_dict(), {}, [], []
     in_blocks = [name for name in ours if name.startswith(("blocks.", "layer"))]
-    our_blocks = {re.match(r"\w+\.\d+\.", name)[0] for name in in_blocks}
-    others = "norm_pre", "reg_token", "register_tokens", "storage_tokens", "dist_token", "attnpool"
+    our_blocks = tuple({re.match(r"\w+\.\d+\.", name)[0] for name in in_blocks})
+    # CLIP's first LayerNorm, registers (three names), DeiT's second token, CLIP's ResNet pooling
+    essential = ("norm_pre", "reg_token", "register_tokens", "storage_tokens", "dist_token",
+                 "attnpool")
     for key, value in tower.items():
         name = key.removeprefix(prefix)
         if not isinstance(encoder, ResNet):
@@ -730,7 +736,8 @@ def fit_tensors(prefix, tower, encoder, tokenizer):
             shapes = f"{tuple(value.shape)} does not fit {tuple(ours[name].shape)}"
             problem = f"{key}: shape {shapes}, not used"
         report.append(problem)
-        if name not in ours and name.startswith(others) or name.startswith((*our_blocks,)):
+        has_no_place = name not in ours and name.startswith(essential)
+        if has_no_place or name.startswith(our_blocks):
             foreign.append(problem)
     return fitting, report, foreign
 
@@ -834,8 +841,9 @@ def split_words(text):
 
 
 class Tokenizer:
-    """What both kinds share. A kind has split(text) -> words and pieces(word) -> ids; `vocab`,
-    the tokens, `ids` of them, `special` ids, which stand for no word, and its file's `lines`."""
+    """What both kinds share. A kind has split(text) -> words, pieces(word) -> ids; `vocab`, a list
+    of tokens, `ids`, {token: id}, the ids `pad`, `unk`, `cls` and `sep`, `special`, all ids that
+    stand for no word, and the `lines` of its file."""
 
     def __len__(self):
         return len(self.vocab)
@@ -899,7 +907,7 @@ class WordPiece(Tokenizer):
             raise UserError(f"The vocabulary of {len(vocab)} tokens lacks {' '.join(missing)}: "
                             f"give a BERT vocab.txt, one token a line.")
         for i, token in enumerate(vocab):
-            if self.ids[token] != i:  # but for its last line
+            if self.ids[token] != i:  # a later line holds the same token
                 raise UserError(f"Line {self.ids[token] + 1} of the vocabulary, {token!r}, stands "
                                 f"in line {i + 1} already: give each token one line.")
         self.pad, self.unk, self.cls, self.sep = (self.ids[token] for token in SPECIAL_TOKENS)
@@ -934,11 +942,13 @@ class BPE(Tokenizer):
     def __init__(self, lines):
         self.lines = lines[: CLIP_TOKENS - 2 * 256 - 2 + 1]
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        order = printable + [byte for byte in range(256) if byte not in printable]
-        signs = [chr(code) for code in (*printable, *range(256, 512 - len(printable)))]
-        ids = {sign: i for i, sign in enumerate([*signs, *(sign + "</w>" for sign in signs)])}
+        others = [byte for byte in range(256) if byte not in printable]
+        order = printable + others                           # the bytes of ids 0 to 255
+        signs = [chr(code) for code in (*printable, *range(256, 256 + len(others)))]  # in the file
+        signs += [sign + "</w>" for sign in signs]
+        ids = {sign: i for i, sign in enumerate(signs)}
         spelled = [bytes([byte]) for byte in order] * 2      # the bytes of each id
-        self.first, self.merges = {byte: i for i, byte in enumerate(order)}, {}
+        self.byte_ids, self.merges = {byte: i for i, byte in enumerate(order)}, {}
         for number, line in enumerate(self.lines[1:], 2):
             try:
                 a, b = line.split()
@@ -971,8 +981,8 @@ class BPE(Tokenizer):
 
     def pieces(self, word):
         """A word -> ids of its pieces."""
-        *ids, last = [self.first[byte] for byte in word.encode("utf-8", "replace")]
-        ids.append(last + 256)
+        *ids, last = [self.byte_ids[byte] for byte in word.encode("utf-8", "replace")]
+        ids.append(last + 256)                               # the same sign with </w>
         while pairs := [pair for pair in itertools.pairwise(ids) if pair in self.merges]:
             best = min(pairs, key=self.merges.get)
             ids = merge_pair(ids, best, self.merges[best])
@@ -1001,7 +1011,7 @@ def train_wordpiece(captions, size=8192):
     heapq.heapify(heap)
     while len(vocab) < size and heap:
         count, best = heapq.heappop(heap)
-        if -count != pair_counts[best]:  # outdated: the pair was pushed anew
+        if -count != pair_counts[best]:  # outdated: the pair was pushed anew, or is gone
             continue
         merged = best[0] + best[1].removeprefix("##")
         vocab.append(merged)
@@ -1111,8 +1121,8 @@ class View:
 class Views:
     """Several random views of each image; image_size: of the largest, blur is relative to it.
 
-    Crops are made image by image, all else by the batch. defer: it waits until the batch is on a
-    GPU (`distort`); on the CPU the workers do it, which else would idle.
+    Crops are made image by image, all else by the batch: here, in the workers, or with `defer` by
+    a later call of `distort`, when the batch is on a GPU.
     """
 
     def __init__(self, views, image_size, defer=False):
@@ -1146,8 +1156,8 @@ class Views:
         """B lists of crops -> {"views": [normalised (B, 3, size, size) for each view]}, or with
         `defer` {"views": [the crops], "draws": random numbers for `distort`}."""
         crops = [torch.stack(column) for column in zip(*samples)]
-        draws = zip(*[self.draw(len(crops[0]), view) for view in self.views])
-        changed, colours, sigma = map(torch.stack, draws)  # (V, 5, B), (V, B, 11), (V, B)
+        drawn = [self.draw(len(crops[0]), view) for view in self.views]
+        changed, colours, sigma = map(torch.stack, zip(*drawn))  # (V, 5, B), (V, B, 11), (V, B)
         # few tensors, as each takes time on its way from a worker: the rows of all changes in one
         draws = {"rows": changed.nonzero()[:, 2], "counts": changed.sum(2).flatten().tolist(),
                  "colours": colours, "sigma": sigma}
@@ -1175,14 +1185,14 @@ def distort(batch):
         return batch
     batch, views = dict(batch), []
     draws = batch.pop("draws")
-    rows = iter(draws["rows"].split(draws["counts"]))
-    for x, colours, sigma in zip(batch["views"], draws["colours"], draws["sigma"]):
-        flipped, jittered, grey, blurred, solarized = itertools.islice(rows, 5)
+    rows = draws["rows"].split(draws["counts"])          # 5 of the first view, then of the second
+    for v, x in enumerate(batch["views"]):
+        flipped, jittered, grey, blurred, solarized = rows[5 * v : 5 * v + 5]
         x = to_unit(x).clamp(0, 1)                       # bicubic crops of floats overshoot
         x[flipped] = x[flipped].flip(3)
-        x[jittered] = jitter(x[jittered], colours[jittered])
+        x[jittered] = jitter(x[jittered], draws["colours"][v, jittered])
         x[grey] = luma(x[grey]).expand(-1, 3, -1, -1)
-        x[blurred] = blur(x[blurred], sigma[blurred])
+        x[blurred] = blur(x[blurred], draws["sigma"][v, blurred])
         x[solarized] = v2.functional.solarize(x[solarized], 0.5)
         views.append(normalize(x))
     return batch | {"views": views}

@@ -126,10 +126,10 @@ def train(args, out, device):
     data, eval_data, options, watched = open_data(args, method)
     tokenizer = build_tokenizer(args, data) if method.uses_text(args) else None
     model = build_model(args, method, tokenizer)
+    transform = build_transform(args, method, model.image_encoder)
     if args.dry_run:
         return dry_run(args, method, model) if rank == 0 else None
     model.to(device)
-    transform = build_transform(args, method, model.image_encoder)
     embed = evaluation.embedder(model, tokenizer, args, device)
     torch.manual_seed(args.seed + rank)  # stochastic depth differs between ranks
     autocast, scaler = mixed_precision(args, device)

@@ -254,14 +254,21 @@ def test_gradient_checkpointing_changes_no_gradient(make, shape):
     assert len(forwards) == 3 and all(map(torch.equal, *results))
 
 
-def test_checkpointed_blocks_can_be_compiled():
-    vit, images, gradients = tiny_vit(depth=1), torch.randn(2, 3, SIZE, SIZE), []
-    vit.blocks.grad_checkpoint = True
-    for encoder in (vit, torch.compile(vit, backend="aot_eager")):
-        vit.zero_grad()
-        encoder(images).square().sum().backward()
-        gradients.append([p.grad.clone() for p in vit.parameters()])
-    for a, b in zip(*gradients):
+@pytest.mark.parametrize("make", [
+    lambda: tiny_vit(depth=1), lambda: common.ResNet(64, blocks=(1, 1, 1, 1))])
+def test_checkpointed_blocks_can_be_compiled(make):
+    gradients, buffers, plain, compiled = [], [], make(), make()
+    images = torch.randn(2, 3, plain.image_size, plain.image_size)
+    compiled.load_state_dict(plain.state_dict())
+    for encoder in (plain, compiled):
+        for module in encoder.modules():
+            if isinstance(module, common.Chain):
+                module.grad_checkpoint = True
+        run = torch.compile(encoder, backend="aot_eager") if encoder is compiled else encoder
+        run(images).square().sum().backward()
+        gradients.append([p.grad for p in encoder.parameters()])
+        buffers.append(list(encoder.buffers()))
+    for a, b in zip(gradients[0] + buffers[0], gradients[1] + buffers[1]):
         close(a, b)
 
 
@@ -517,8 +524,10 @@ def test_cast_settings():
     ("tiny:patch_size=4", "strides of stem .* must multiply to patch_size 4"),
     ("tiny:image_size=50", "image_size 50 is not a multiple of patch_size 8: give 48"),
     ("tiny:positions=round", "positions must be learned or sincos, not 'round'"),
+    ("tiny:positions=sincos,width=90", "width 90 must be a multiple of 4 for positions=sincos"),
     ("tiny:heads=5", "width 96 is not a multiple of heads 5"),
     ("ResNet-50:image_size=50", "image_size 50 is not a multiple of 32"),
+    ("ResNet-50:blocks=3463", "ResNet has no setting 'blocks'; it has image_size"),
 ])
 def test_bad_encoder_settings(spec, message):
     with pytest.raises(UserError, match=message):

@@ -810,6 +810,14 @@ def test_a_tower_of_the_papers_words_trains_on_a_vocabulary_as_large(tmp_path, r
         assert len(weights(tmp_path / name)["text_encoder.embedding.weight"]) == words
 
 
+def test_a_dry_run_refuses_what_a_training_refuses():
+    for flags in (["--local-size", "64"], ["--local-size", "10"]):
+        with pytest.raises(UserError, match="--local-size"):
+            train.main([*SMALL["bam"], "--local-crops", "1", *flags, "--dry-run"])
+    with pytest.raises(UserError, match="vocab_size='abc' is not of type int"):
+        train.main([*SPARC, "--text-encoder", "12x512:vocab_size=abc", "--dry-run"])
+
+
 def test_dry_run_ends_with_json(tmp_path, capsys):
     flags = [*SPARC, "--dry-run", "--lambda-f", "0.5", "--out", str(tmp_path / "unused")]
     train.main([*flags, "--ranks", "2"])
