@@ -1276,6 +1276,16 @@ class Boxes:
 
 
 # Data files ---------------------------------------------------------------------------
+#
+# What --data names is a source: CaptionTable, TarShards, Mixture, or World. A source has
+#   samples(seed, part, parts, start)   endless (sample, position behind it) of one of `parts`
+#                                       parts; a sample is (file, caption, name), or Skipped
+#   start, layout                       the first position; in another layout positions mean
+#                                       other samples, so a checkpoint keeps it
+#   skipped, max_bad                    rows left out when it was opened; unusable samples in a
+#                                       row that end a run
+#   files(part, parts)                  (file, name) of each image once
+#   sample_captions(limit)              captions for a vocabulary
 
 
 @dataclasses.dataclass
@@ -1341,12 +1351,10 @@ class CaptionTable:
 
     rows: (path, caption) or Skipped; rows of one path are one image. An epoch shows each image
     once, over all ranks and workers, with the next of its captions. classes: names of the
-    folders; classes_file: what captions call them, see class_names. layout: a checkpoint keeps
-    it; in data of another layout its positions mean other samples.
+    folders; classes_file: what captions call them, see class_names.
     """
 
-    max_bad = 1000  # unusable samples in a row that end a run
-    start = 0       # position: the number of samples so far
+    max_bad, start = 1000, 0  # position: the number of samples so far
 
     def __init__(self, rows, name, root="", classes=None, classes_file=None):
         captions, self.skipped = defaultdict(list), {}
@@ -1422,8 +1430,8 @@ class TarShards:
     if not these. What is unreadable or, with `captions`, has no caption is skipped and counted.
     """
 
-    max_bad = 20_000  # unusable samples in a row that end a run
-    start = 0, 0, 0   # position: epoch, window, samples of it so far; what is before is not read
+    max_bad = 20_000
+    start = 0, 0, 0  # position: epoch, window, samples of it so far; what is before is not read
 
     def __init__(self, pattern, resample=False, window=4, caption="", captions=True):
         self.name, self.paths, self.skipped = pattern, expand_braces(pattern), {}
@@ -2231,7 +2239,7 @@ class World:
     fillers: bool = True      # openings, closings: words that describe nothing
     words: int = 0            # made-up words; a caption holds up to two
 
-    layout, start, skipped, max_bad = "shapes", 0, {}, 1  # as CaptionTable has them
+    layout, start, skipped, max_bad = "shapes", 0, {}, 1
 
     def __post_init__(self):
         limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "background": (0, 0.5),

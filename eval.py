@@ -1503,7 +1503,7 @@ PICTURES = {
 }
 
 
-# Runs -------------------------------------------------------------------------------------
+# Evaluating a run -----------------------------------------------------------------------
 
 # flags on which figures depend, beside the data, the checkpoint, --templates and --classes
 FIGURE_FLAGS = ("select", "select_root", "nouns_adjectives", "limit", "train_data", "train_limit",
@@ -1677,6 +1677,9 @@ def save_pictures(pages):
     return pages
 
 
+# Encodings and search -------------------------------------------------------------------
+
+
 def write_encodings(embed, options):
     """Encode the images of a SPEC: OUT.npy, (n, E) in fp32, and OUT.txt, a name in each line."""
     spec, size = options.data, embed.image_size
@@ -1777,6 +1780,9 @@ def answers(embed, index, query, words):
     if embed.unknown_tokens > unknown:
         print(f"{query}: the vocabulary does not know all of its words.")
     return found
+
+
+# A run and its options ------------------------------------------------------------------
 
 
 def embedder(model, tokenizer, args, device):
@@ -1884,6 +1890,40 @@ def read_templates(given):
     return templates or None
 
 
+# Several runs ---------------------------------------------------------------------------
+
+
+def compare_runs(runs, evaluated):
+    """Tables and pictures of several runs. evaluated: what `evaluate_run` returns, for each."""
+    names = differences([common.read_config(run) for run in runs])
+    curves = draw_curves({run: f"{name}: " for run, name in zip(runs, names)})
+    save_pictures({Path(runs[0], "comparison-curves.png"): curves})
+    columns = [(name, *found, costs(found[0], run))
+               for name, run, found in zip(names, runs, evaluated) if found[1]]
+    if not columns:
+        return
+    names, embedders, results, sets, spent = zip(*columns)
+    sizes = [embed.image_size for embed in embedders]
+    every = list(itertools.chain(*results))
+    tables = [[spec] * len(results) for spec in dict.fromkeys(every)]
+    if len(every) == len(results):  # each run has one, perhaps its own data: one table
+        tables = [every]
+    for specs in tables:
+        if len(tables) > 1:
+            print(f"{specs[0]}:")
+        if len(set(zip(specs, sizes))) > 1:
+            print("These figures are of different data: " + ", ".join(specs))
+        columns = zip(names, results, specs, spent)
+        compare(*zip(*[(name, result[spec] | cost)
+                       for name, result, spec, cost in columns if spec in result]))
+    picture, data = PICTURES["segmentation"], sets[-1]
+    suited = picture.fits(data) and all(picture.suits(embed.model) for embed in embedders)
+    if suited and len(tables) == 1 and len(set(zip(every, sizes))) == 1:
+        first = {name: embedders[names.index(name)] for name in names}
+        page = draw_segmentation(first, data)
+        save_pictures({Path(runs[0], "comparison.png"): page})
+
+
 def differences(configs):
     """Settings of runs, dicts -> a name for each: the method, where there are several, and what
     runs of the method differ in, the seed aside."""
@@ -1955,7 +1995,7 @@ def summarize(results):
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 
-# Claims of the papers ----------------------------------------------------------------------
+# Claims of the papers -------------------------------------------------------------------
 
 CLAIM_RATES = (0.0005, 0.001, 0.002)  # learning rates, tried with seed 0
 CLAIM_SEEDS = (3, 4, 5)
@@ -2059,6 +2099,9 @@ def print_claims(method):
           f"run that they vary.", file=file)
     for commands in runs.missing.values():
         print(" && ".join(commands))
+
+
+# Command line ---------------------------------------------------------------------------
 
 
 def build_parser():
@@ -2177,37 +2220,6 @@ def evaluate_run(run, device, options):
     if len(results) > 1:
         summarize(results)
     return embed, results, data
-
-
-def compare_runs(runs, evaluated):
-    """Tables and pictures of several runs. evaluated: what `evaluate_run` returns, for each."""
-    names = differences([common.read_config(run) for run in runs])
-    curves = draw_curves({run: f"{name}: " for run, name in zip(runs, names)})
-    save_pictures({Path(runs[0], "comparison-curves.png"): curves})
-    columns = [(name, *found, costs(found[0], run))
-               for name, run, found in zip(names, runs, evaluated) if found[1]]
-    if not columns:
-        return
-    names, embedders, results, sets, spent = zip(*columns)
-    sizes = [embed.image_size for embed in embedders]
-    every = list(itertools.chain(*results))
-    tables = [[spec] * len(results) for spec in dict.fromkeys(every)]
-    if len(every) == len(results):  # each run has one, perhaps its own data: one table
-        tables = [every]
-    for specs in tables:
-        if len(tables) > 1:
-            print(f"{specs[0]}:")
-        if len(set(zip(specs, sizes))) > 1:
-            print("These figures are of different data: " + ", ".join(specs))
-        columns = zip(names, results, specs, spent)
-        compare(*zip(*[(name, result[spec] | cost)
-                       for name, result, spec, cost in columns if spec in result]))
-    picture, data = PICTURES["segmentation"], sets[-1]
-    suited = picture.fits(data) and all(picture.suits(embed.model) for embed in embedders)
-    if suited and len(tables) == 1 and len(set(zip(every, sizes))) == 1:
-        first = {name: embedders[names.index(name)] for name in names}
-        page = draw_segmentation(first, data)
-        save_pictures({Path(runs[0], "comparison.png"): page})
 
 
 def main(argv=None):
