@@ -502,8 +502,8 @@ class LARS(torch.optim.Optimizer):
 
 # What of the paper is tried on the embedded world: python eval.py --claims bam
 RUNS = {  # flags of train.py; the learning rate is the best of three by a metric on the val split, or another run's
-    "bam": ("knn", "--method bam"),
-    "simclr": ("knn", "--method bam --target onehot"),
+    "bam": ("knn", "--method bam", 0.00025, 0.0005, 0.001),
+    "simclr": ("knn", "--method bam --target onehot", 0.001, 0.002, 0.004),
     "dino": ("knn", "--method sparo --objective dino --readout gap --image-encoder tiny --ema 0.97 "
                     "--data shapes:objects=1,background=0"),
     "block": ("bam", "--method bam --normalization block"),

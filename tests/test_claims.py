@@ -9,7 +9,8 @@ import common
 import eval as evaluation
 import train
 
-RUNS = {"a": ("zeroshot", "--method sparc"), "b": ("zeroshot", "--method sparc --objective clip"),
+RUNS = {"a": ("zeroshot", "--method sparc"),
+        "b": ("zeroshot", "--method sparc --objective clip", 0.001, 0.002, 0.004),
         "variant": ("a", "--method sparc --align dense")}
 CLAIMS = [("A is above B", "Table 1", "2, 1", "a zeroshot", "b zeroshot", "no note"),
           ("A's slots are above B's", "Table 2", "4, 3", "a slots/all/zeroshot", "b miou", "noise"),
@@ -51,7 +52,8 @@ def write(root, run, rate, seed, figures, val=None):
 
 def test_first_the_learning_rates_then_the_seeds_then_the_table(claims, tmp_path):
     commands, table = claims()
-    swept = [(run, rate) for run in "ab" for rate in (0.0005, 0.001, 0.002)]
+    swept = [*(("a", rate) for rate in (0.0005, 0.001, 0.002)),
+             *(("b", rate) for rate in (0.001, 0.002, 0.004))]
     assert commands == [
         f"python train.py {flags(run, rate, 0)} && python eval.py runs/claims/sparc/{run}-{rate}-0"
         " --split val --task zeroshot" for run, rate in swept]
@@ -130,11 +132,12 @@ def test_the_data_of_claims_are_sound(method):
     module = evaluation.METHODS[method]
     assert module.CLAIMS and module.RUNS
     settings = {}
-    for run, (chosen_by, run_flags) in module.RUNS.items():
+    for run, (chosen_by, run_flags, *rates) in module.RUNS.items():
+        assert len(rates) in (0, 3) and sorted(rates) == rates
         settings[run] = train.parse_args([*run_flags.split(), "--lr", "0.001"])
         root = module.RUNS.get(chosen_by, (chosen_by, ""))
         assert root[0] in ("zeroshot", "knn") and root[1] != run_flags
-    used = {chosen_by for chosen_by, _ in module.RUNS.values()}
+    used = {chosen_by for chosen_by, *_ in module.RUNS.values()}
     for claim in module.CLAIMS:
         assert len(claim) in (3, 5, 6) and all(isinstance(x, str) and x for x in claim)
         runs = [side.split()[0] for side in claim[3:5]]
