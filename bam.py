@@ -73,7 +73,7 @@ VIT = dict(batch=4096, steps=93_840, lr=3e-3, warmup=12_512, weight_decay=0.04, 
            beta2=0.999, adam_eps=1e-8, probe="sgd")
 PRESETS = {
     "tiny": dict(image_encoder="tiny", readout="gap", data="shapes:objects=1,background=0", batch=128, steps=600,
-                 lr=2e-3, weight_decay=0.1, warmup=50, teacher=False, projector_width=1024, projector_dim=1024,
+                 lr=2.5e-4, weight_decay=0.1, warmup=50, teacher=False, projector_width=1024, projector_dim=1024,
                  local_crops=2, local_size=24, crop_least=0.2, crop_border=0.5, contrastive_crop=False,
                  crop_start=300, crop_every=150, probe="sgd", probe_epochs=10),
     # Sec. 4.1, App. C, Table 9a: 300 epochs of 1,281,167 images; warm-up 40, ResNet-50 10.
