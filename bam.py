@@ -495,8 +495,8 @@ class LARS(torch.optim.Optimizer):
 # * Sharpening prevents the collapse to uniform: with tau_B = tau both entropies rise to 5.4 of
 #   5.5; with tau_B = tau / 2 balancing makes little difference (two views .421, without .453).
 # * Positives must be masked (without .284), and the projector needs BatchNorm (.30).
-# * On shapes SimCLR is better (val .730, BAM .439, untrained .173, the best of four rates and
-#   five): targets are relations that the network sees already, so that it learns colours (.998)
+# * On shapes SimCLR is better (val .730, BAM .439, each at its best rate; untrained .173):
+#   targets are relations that the network sees already, so that it learns colours (.998)
 #   more than shapes (.44). BAM wants a low rate (.219 at 2e-3), SimCLR a high one (.526 at 5e-4).
 # * Global normalisation and blocks are level. A teacher lags behind in so few steps (.34).
 # * An update takes 1.006 times the FLOPs and 1.011 times the memory of DINO's (sparo.py's preset

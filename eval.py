@@ -1925,24 +1925,22 @@ def compare_runs(runs, evaluated):
 
 
 def differences(configs):
-    """Settings of runs, dicts -> a name for each: the method, where there are several, and what
-    runs of the method differ in, the seed aside."""
+    """Settings of runs, dicts -> a name for each: as few settings as tell them apart, the method
+    and the objective first, the seed aside."""
     aside = ("seed out argv git machine resume workers log_every save_every keep_every eval_every "
              "knn_every accum_freq").split()
-    methods, names = collections.defaultdict(list), []
-    for config in configs:
-        methods[config.get("method")].append(config)
-    for config in configs:
-        alike, parts = methods[config.get("method")], []
-        if len(methods) > 1:
-            parts.append(config["method"])
-        for key in dict.fromkeys(itertools.chain(("objective", "readout"), *alike)):
-            values = {json.dumps(other[key]) for other in alike if key in other}
-            if len(values) > 1 and key in config and key not in aside:
-                x = config[key]
-                parts.append(x if isinstance(x, str) else f"{key}={x}")
-        names.append(", ".join(parts) or "all")
-    return names
+    first = "method", "objective", "readout", "target"
+    names = [[] for _ in configs]
+    for key in dict.fromkeys(itertools.chain(first, *configs)):
+        alike = collections.defaultdict(list)  # runs of one name so far, that have the setting
+        for name, config in zip(names, configs):
+            if key in config and key not in aside:
+                alike[tuple(name)].append((name, config[key]))
+        for runs in alike.values():
+            if len({json.dumps(value) for _, value in runs}) > 1:
+                for name, value in runs:
+                    name.append(value if isinstance(value, str) else f"{key}={value}")
+    return [", ".join(name) or "all" for name in names]
 
 
 def compare(names, results):

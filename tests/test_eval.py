@@ -742,9 +742,10 @@ def test_differences_name_runs_by_the_settings_in_which_they_differ():
     assert evaluation.differences(runs) == ["sparc", "sparc", "clip", "clip"]
     assert evaluation.differences(runs[:2]) == ["all", "all"]
     runs[0] |= {"lr": 0.2, "new": 1}  # a setting of one run alone does not count
-    assert evaluation.differences(runs)[:3] == ["sparc, lr=0.2", "sparc, lr=0.1", "clip, lr=0.1"]
-    methods = [dict(method="sparc", objective="clip"), dict(method="sparo", readout="gap")]
-    assert evaluation.differences(methods) == ["sparc", "sparo"]
+    assert evaluation.differences(runs)[:3] == ["sparc, lr=0.2", "sparc, lr=0.1", "clip"]
+    methods = [dict(method="sparc", objective="clip"), dict(method="sparo", readout="gap"),
+               dict(lr=0.1, method="bam", target="onehot"), dict(lr=0.2, method="bam", target="x")]
+    assert evaluation.differences(methods) == ["sparc", "sparo", "bam, onehot", "bam, x"]
 
 
 def test_compare_prints_mean_and_deviation(capsys):
