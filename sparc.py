@@ -616,7 +616,7 @@ if __name__ == "__main__":
     tokens, patches = torch.randn(64, 4, 32), 0.3 * torch.randn(64, 9, 32)
     place = torch.rand(64, 9).argsort(1)[:, :4]                         # (B, L)
     patches.scatter_add_(1, place[..., None].expand(-1, -1, 32), tokens)
-    print("the words are shown by patches", place[0].tolist(), "and weigh the patches")
+    print("words 0 to 3 are shown by patches", place[0].tolist(), "and weigh the 9 patches so:")
     print(alignment_weights(tokens, patches)[0])
     mask = torch.ones(64, 4, dtype=torch.bool)
     right = fine_grained_loss(tokens, patches, mask, 10.0)
