@@ -1893,8 +1893,9 @@ def read_templates(given):
 # Several runs ---------------------------------------------------------------------------
 
 
-def compare_runs(runs, evaluated):
-    """Tables and pictures of several runs. evaluated: what `evaluate_run` returns, for each."""
+def compare_runs(runs, evaluated, tasks=None):
+    """Tables and pictures of several runs. evaluated: what `evaluate_run` returns, for each; tasks:
+    --task."""
     names = differences([common.read_config(run) for run in runs])
     curves = draw_curves({run: f"{name}: " for run, name in zip(runs, names)})
     save_pictures({Path(runs[0], "comparison-curves.png"): curves})
@@ -1918,7 +1919,8 @@ def compare_runs(runs, evaluated):
                        for name, result, spec, cost in columns if spec in result]))
     picture, data = PICTURES["segmentation"], sets[-1]
     suited = picture.fits(data) and all(picture.suits(embed.model) for embed in embedders)
-    if suited and len(tables) == 1 and len(set(zip(every, sizes))) == 1:
+    alike = len(tables) == 1 and len(set(zip(every, sizes))) == 1
+    if suited and alike and (not tasks or "segmentation" in tasks):
         first = {name: embedders[names.index(name)] for name in names}
         page = draw_segmentation(first, data)
         save_pictures({Path(runs[0], "comparison.png"): page})
@@ -2235,7 +2237,7 @@ def main(argv=None):
         raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from None
     evaluated = [evaluate_run(run, device, options) for run in options.runs]
     if len(evaluated) > 1 and not options.queries:
-        compare_runs(options.runs, evaluated)
+        compare_runs(options.runs, evaluated, options.tasks)
 
 
 if __name__ == "__main__":

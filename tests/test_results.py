@@ -319,6 +319,7 @@ def test_curves_of_one_run_and_of_several(run_of, tmp_path):
     lines = [{colour for _, colour in page} & set(evaluation.CLASS_COLOURS) for page in (one, two)]
     assert set(evaluation.CLASS_COLOURS[:2]) <= lines[0]
     assert set(evaluation.CLASS_COLOURS[1:3]) <= lines[1]  # a's lies below b's
+    assert not (runs[0] / "comparison.png").exists()  # of segmentations, which nobody asked for
 
 
 def test_a_chart_draws_points_where_they_are():

@@ -772,7 +772,8 @@ def test_several_runs_are_compared(tmp_path, capsys):
         train.main([*SPARC, "--steps", "1", "--objective", objective, "--seed", seed,
                     "--out", str(run)])
     capsys.readouterr()
-    evaluation.main([*map(str, runs), "--task", "zeroshot,retrieval,negatives,winoground"])
+    evaluation.main([*map(str, runs), "--task",
+                     "zeroshot,retrieval,negatives,winoground,segmentation"])
     shown = capsys.readouterr().out
     assert "| | clip (2) | filip (1) |" in shown and "| faithfulness/K-Pna |" in shown
     assert (runs[0] / "comparison.png").exists()
