@@ -133,6 +133,12 @@ def gather_objects(value):
     return values
 
 
+def turn_off_tf32():
+    """What is fp32 is computed in fp32, on a GPU too."""
+    torch.backends.cudnn.allow_tf32 = False  # on by default: convolutions of fp32 in 10 bits
+    torch.backends.cuda.matmul.allow_tf32 = False  # on in NVIDIA's containers
+
+
 # Encoders -----------------------------------------------------------------------------
 
 

@@ -1914,9 +1914,10 @@ def compare_runs(runs, evaluated, tasks=None):
             print(f"{specs[0]}:")
         if len(set(zip(specs, sizes))) > 1:
             print("These figures are of different data: " + ", ".join(specs))
-        columns = zip(names, results, specs, spent)
-        compare(*zip(*[(name, result[spec] | cost)
-                       for name, result, spec, cost in columns if spec in result]))
+        having = [(name, result[spec] | cost)
+                  for name, result, spec, cost in zip(names, results, specs, spent)
+                  if spec in result]
+        compare(*zip(*having))
     picture, data = PICTURES["segmentation"], sets[-1]
     suited = picture.fits(data) and all(picture.suits(embed.model) for embed in embedders)
     alike = len(tables) == 1 and len(set(zip(every, sizes))) == 1
@@ -2087,9 +2088,8 @@ def print_claims(method):
     for claim, source, printed, *sides in claims:
         cells = claim_cells(runs, *sides) if sides else ("", "", "not tried")
         rows.append((claim, source, printed, *cells))
-    settings = runs.settings.items()
-    swept = [run for run, (chosen_by, *_) in settings if chosen_by not in runs.settings]
-    rates = {run: runs.rate(run) for run in swept}
+    rates = {run: runs.rate(run) for run, (chosen_by, *_) in runs.settings.items()
+             if chosen_by not in runs.settings}
     chosen = ", ".join(f"{run} {rate}" for run, rate in rates.items() if rate) or "none yet"
     file = sys.stderr if runs.missing else sys.stdout
     header = "claim", "source", "in the paper", "here", "difference by seed", "verdict"
@@ -2228,8 +2228,7 @@ def main(argv=None):
     check_flags(options)
     if options.claims:
         return print_claims(options.claims)
-    torch.backends.cudnn.allow_tf32 = False  # on by default: convolutions of fp32 in 10 bits
-    torch.backends.cuda.matmul.allow_tf32 = False  # on in NVIDIA's containers
+    common.turn_off_tf32()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(1, device=device)

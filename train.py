@@ -118,8 +118,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def train(args, out, device):
     """-> the signal that stopped it, if any. out: the run's directory."""
     rank, world_size = this_rank()
-    torch.backends.cudnn.allow_tf32 = False  # on by default: convolutions of fp32 in 10 bits
-    torch.backends.cuda.matmul.allow_tf32 = False  # on in NVIDIA's containers
+    common.turn_off_tf32()
     method = METHODS[args.method]
 
     # Build: what can be wrong is found here, not after an hour.
