@@ -510,7 +510,7 @@ RUNS = {  # flags of train.py; the learning rate is the best of three by a metri
     "bam": ("knn", "--method bam", 0.00025, 0.0005, 0.001),
     "simclr": ("knn", "--method bam --target onehot", 0.001, 0.002, 0.004),
     "dino": ("knn", "--method sparo --objective dino --readout gap --image-encoder tiny --ema 0.97 "
-                    "--data shapes:objects=1,background=0"),
+                    "--data shapes:objects=1,background=0", 0.00025, 0.0005, 0.001),
     "block": ("bam", "--method bam --normalization block"),
     "eq2": ("bam", "--method bam --target softmax --tau-b 0.1"),
     "unbalanced": ("bam", "--method bam --target softmax"),
