@@ -201,7 +201,7 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
     with torch.no_grad():  # the loss has no gradient through B (Sec. 4.1)
         if target == "balanced":
             B = balance(similarities(z_m, c, rows, columns, mask), tau_b, iters, gather)
-        elif target == "softmax":  # Eq. 2, but with tau_B; with tau_B = tau Table 1's
+        elif target == "softmax":  # Eq. 2, but with tau_B (tau_B = tau: Table 1 without balancing)
             B = attend(similarities(z_m, c, rows, columns, mask), tau_b)
         else:
             B = torch.eye(G * n, len(c), dtype=z.dtype, device=z.device)
@@ -522,7 +522,7 @@ RUNS = {  # flags of train.py; the learning rate is the best of three by a metri
     "teacher": ("bam", "--method bam --steps 2000 --teacher --ema 0.97"),
     "teacher-bn": ("bam", "--method bam --steps 2000 --teacher --ema 0.97 --batch-norm"),
 }
-# Table 1 leaves out one ingredient of a model with teacher and ContrastiveCrop; here there are neither.
+# Table 1 leaves out one ingredient of a model with teacher and ContrastiveCrop, which are not here.
 CLAIMS = [  # sentence, source, the paper's two figures; RUN METRIC of the greater and of the smaller figure; why not
     ("BAM is above contrastive learning in the linear probe; here SimCLR", "Table 2, ViT-B/16, MoCoV3", "78.1, 76.5",
      "bam linear", "simclr linear", "in 600 steps, seed 0: .63, .46 to .63"),
