@@ -998,11 +998,13 @@ def update_cost(args, method, model):
     with fake_tensor.FakeCopyMode(fake):
         model = copy.deepcopy(model)
     try:
-        with fake:
-            batch = made_up_batch(args, method, model, args.batch // args.ranks)
-            tensors = [*model.parameters(), *tree_leaves(batch)]
-            with FlopCounter() as counter, LiveMemory(tensors) as memory:
-                model(batch, gather)["loss"].backward()
+        for n in (2, args.batch // args.ranks):  # if values matter, two samples say so at once
+            model.zero_grad()
+            with fake:
+                batch = made_up_batch(args, method, model, n)
+                tensors = [*model.parameters(), *tree_leaves(batch)]
+                with FlopCounter() as counter, LiveMemory(tensors) as memory:
+                    model(batch, gather)["loss"].backward()
     except (fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException):
         reason = f"what {args.method} computes depends on the values: measure it with --bench"
         return {"update_flops": None, "update_peak_bytes": None, "memory_unknown": reason}
