@@ -448,7 +448,7 @@ class WorldSet(EvalSet):
         self.map_classes = {"/colour": Classes(COLOURS, [f"{{a}} {kind}" for kind in kinds]),
                             "/shape": Classes(SHAPES, ["{a}", "a photo of {a}"]),
                             "/pair": self.classes}
-        self.unseen = torch.zeros(64, dtype=torch.bool)
+        self.unseen = torch.arange(64) // 8 >= world.palette
         self.unseen[[8 * colour + shape for colour, shape in world.heldout_pairs]] = True
         if world.palette == 1:  # no colours to swap
             self.winoground = None
@@ -1591,9 +1591,10 @@ def chance_levels(result, data):
     """{metric: the figure of a model that guesses}, where it is known."""
     chance = {"winoground/text": 1 / 4, "winoground/image": 1 / 4, "winoground/group": 1 / 6}
     chance |= {key: 1 / 2 for key in result if key.startswith("negatives")}
-    for way, (_, names) in (data.groups or {}).items():
-        tasks = ("zeroshot", "textfree/zeroshot", "knn", "linear")
-        chance |= {f"{task}{way}": 1 / len(names) for task in tasks}
+    for way, (group, names) in (data.groups or {}).items():
+        learned = group if data.unseen is None else group[~data.unseen]
+        chance |= {f"{task}{way}": 1 / len(names) for task in ("zeroshot", "textfree/zeroshot")}
+        chance |= {f"{task}{way}": 1 / len(learned.unique()) for task in ("knn", "linear")}
     if one := result.get("zeroshot/chance"):
         chance |= {"zeroshot/acc5": 5 * one, "zeroshot/mean_per_class_recall": one,
                    "zeroshot/heldout_pairs": one}

@@ -199,6 +199,14 @@ def test_the_table_has_groups_with_data_samples_and_chance_levels(run_of, tmp_pa
         "winoground/group": "0.1667"}.items() <= shown.items()
 
 
+def test_a_guess_among_the_classes_that_are_learned_from_is_the_chance_level_of_knn():
+    data = evaluation.WorldSet(common.World(palette=2, heldout=3), "test")
+    chance = evaluation.chance_levels({}, data)
+    assert chance["zeroshot"] == 1 / 64 and chance["zeroshot/colour"] == 1 / 8
+    found = [chance[f"knn{way}"] for way in ("", "/colour", "/shape")]
+    assert found == [1 / 14, 1 / 2, 1 / 8]  # two of the three pairs are of the two colours
+
+
 # Inference ----------------------------------------------------------------------------------------
 
 
