@@ -194,10 +194,9 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
     rows, columns = row % n, column // (G * n) * n + column % n  # images, numbered r n + i
     if target == "onehot":  # SimCLR leaves out the latent itself alone; -1 matches no row
         rows, columns, mask = row, column.masked_fill(column >= G * n, -1), "exclude"
+    balance, attend, blocks = sinkhorn, attention, 1
     if normalization == "block":  # a row is G distributions, over whose losses we average
         balance, attend, blocks = by_block(sinkhorn, k, n, G), by_block(attention, k, n, G), G
-    else:
-        balance, attend, blocks = sinkhorn, attention, 1
     with torch.no_grad():  # the loss has no gradient through B (Sec. 4.1)
         if target == "balanced":
             B = balance(similarities(z_m, c, rows, columns, mask), tau_b, iters, gather)
@@ -218,7 +217,8 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
     for part in zip(z.split(p, 1), B.split(p, 1), rows.split(p, 1)):
         parts.append(run(*part, c, columns, mask, attend, tau))
     losses, entropies_a = zip(*parts)
-    loss, entropy_a = torch.cat(losses).mean() / blocks, torch.cat(entropies_a).mean() / blocks
+    loss = torch.cat(losses).mean() / blocks
+    entropy_a = torch.cat(entropies_a).mean() / blocks
     return (loss, entropy_a, entropy_b / blocks) if entropies else loss
 
 
@@ -342,7 +342,9 @@ class BatchNorm(nn.BatchNorm1d):
         y = y - mean[:, None]
         variance = gather(y.square().mean(1)[None]).mean(0)
         y = y * (variance[:, None] + self.eps).rsqrt()
-        return (y if self.weight is None else y * self.weight + self.bias).to(x.dtype)
+        if self.weight is not None:
+            y = y * self.weight + self.bias
+        return y.to(x.dtype)
 
 
 class Projector(nn.ModuleList):
@@ -351,7 +353,9 @@ class Projector(nn.ModuleList):
     def __init__(self, d, config):
         super().__init__()
         self.activation = getattr(F, config.activation)
-        batch_norm = not config.teacher if config.batch_norm is None else config.batch_norm
+        batch_norm = config.batch_norm
+        if batch_norm is None:
+            batch_norm = not config.teacher
         widths = [d, config.projector_width, config.projector_width, config.projector_dim]
         for i in range(3):
             self.append(nn.Linear(widths[i], widths[i + 1], bias=not batch_norm))
@@ -400,7 +404,7 @@ def check_arguments(z, k, G, teacher, **settings):
 
 
 def by_block(function, k, n, G):
-    """function of each block S_jj' (p, W n) alone: Table 1 without global norm."""
+    """Make `function` treat each block S_jj' (p, W n) by itself: Table 1 without global norm."""
     def wrapper(S, *args, **kwargs):
         blocks = S.view(k, len(S) // k, -1, G, n).permute(0, 3, 1, 2, 4)  # (k, G, p, W, n)
         result = function(blocks.flatten(3), *args, **kwargs)
@@ -410,8 +414,8 @@ def by_block(function, k, n, G):
 
 
 def keep_largest(B, top_k):
-    """B (G, n, m) -> B, of each image the top_k columns by their mean over its views; rows keep
-    their sums. # differs: the authors' code has it, the paper does not."""
+    """B (G, n, m) -> B, 0 but in the top_k columns of each image, those of the largest mean over
+    its views; rows keep their sums. differs: the authors' code does this, the paper does not."""
     largest = B.mean(0).topk(min(top_k, B.shape[-1])).indices.expand(len(B), -1, -1)
     kept = torch.zeros_like(B).scatter(-1, largest, B.gather(-1, largest))
     return kept * B.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True)
@@ -426,8 +430,9 @@ def uses_text(args):
 
 def needs_cls(args):
     """The flag that takes the [CLS] token, "" if none does."""
-    readout = "--readout cls" if args.readout == "cls" else ""
-    return "--contrastive-crop" if args.contrastive_crop else readout
+    if args.contrastive_crop:
+        return "--contrastive-crop"
+    return "--readout cls" if args.readout == "cls" else ""
 
 
 def check(args):
@@ -449,8 +454,8 @@ def views(args):
         raise ValueError(f"--local-size must not be above the {args.image_size} of images.")
     large = dict(size=args.image_size, scale=(args.crop_border, 1.0), alpha=args.crop_alpha)
     small = large | dict(size=args.local_size, scale=(args.crop_least, args.crop_border), blur=0.5)
-    return [large | dict(blur=1.0), large | dict(blur=0.1, solarize=0.2),
-            *[small] * args.local_crops]
+    first, second = large | dict(blur=1.0), large | dict(blur=0.1, solarize=0.2)
+    return [first, second] + args.local_crops * [small]
 
 
 def box_refreshes(args):
@@ -473,7 +478,7 @@ def heat_boxes(heat, threshold, size):
 
 
 class LARS(torch.optim.Optimizer):
-    """SGD with momentum betas[0], into which go updates of the norm trust * |p| (arXiv 1708.03888).
+    """SGD with momentum betas[0] of updates scaled to the norm trust * |p| (arXiv 1708.03888).
     betas[1] and eps have no effect: train.py gives them to every optimizer."""
 
     def __init__(self, params, lr=0.3, betas=(0.9, 0), eps=0, weight_decay=1e-6, trust=1e-3):
@@ -522,7 +527,7 @@ RUNS = {  # flags of train.py; the learning rate is the best of three by a metri
     "teacher": ("bam", "--method bam --steps 2000 --teacher --ema 0.97"),
     "teacher-bn": ("bam", "--method bam --steps 2000 --teacher --ema 0.97 --batch-norm"),
 }
-# Table 1 leaves out one ingredient of a model with teacher and ContrastiveCrop, which are not here.
+# Table 1 drops one ingredient of a model with teacher and ContrastiveCrop; `bam` here has neither.
 CLAIMS = [  # sentence, source, the paper's two figures; RUN METRIC of the greater and of the smaller figure; why not
     ("BAM is above contrastive learning in the linear probe; here SimCLR", "Table 2, ViT-B/16, MoCoV3", "78.1, 76.5",
      "bam linear", "simclr linear", "in 600 steps, seed 0: .63, .46 to .63"),

@@ -102,8 +102,8 @@ def identity(x):
 
 
 def in_rows(function, *rows, size, limit=2**24):
-    """function(*rows) -> (B, ...). Where rows of `size` numbers are more than `limit` together,
-    it gets a few rows at a time, and the backward pass computes each part again."""
+    """function(*rows) -> (B, ...). A row needs `size` numbers. If all rows need more than `limit`,
+    function gets a few rows at a time, and the backward pass computes each part again."""
     n = max(1, limit // size)
     if n >= len(rows[0]):
         return function(*rows)
@@ -251,7 +251,7 @@ class Model(nn.Module):
         return alignment_weights(tokens, patches, sigma)
 
     def diagnose(self, batch):
-        """L_f with WRONG images: it is as low as L_f where words are not grounded."""
+        """L_f of captions with WRONG images. If words are not grounded, it is as low as L_f."""
         wrong = batch | {"images": batch["images"].roll(1, 0)}
         return {"local_wrong_image": self(wrong)["local"]}
 
@@ -344,10 +344,10 @@ def gather_captions(tokens, gather):
 def contrast(logits, gather):
     """InfoNCE both ways. logits (b, B): this rank's images x all captions, its own first.
     For the softmax over images, ranks exchange a number per caption instead of patches."""
-    sums = gather(logits.logsumexp(0, keepdim=True))  # (W, B), k: over rank me + k's images
+    sums = gather(logits.logsumexp(0, keepdim=True))  # (W, B), [k]: over images of rank me + k
     W, b = len(sums), len(logits)
-    sums = sums.view(W, W, b)                         # k, j: for rank me + k + j's captions
-    own = torch.stack([sums[k, -k % W] for k in range(W)])  # (W, b), this rank's captions
+    sums = sums.view(W, W, b)                         # [k, j]: for captions of rank me + k + j
+    own = torch.stack([sums[k, -k % W] for k in range(W)])  # (W, b), j = -k: this rank's captions
     i_to_t = F.cross_entropy(logits, torch.arange(b, device=logits.device))
     t_to_i = own.logsumexp(0) - logits.diagonal()                       # (b,)
     return (i_to_t + t_to_i.mean()) / 2
@@ -444,7 +444,7 @@ def mgca_loss(tokens, patches, mask, word_context, patch_context, scale):
 
 
 @in_fp32
-def prototype_loss(v, t, prototypes, scale, epsilon=0.05, iterations=3, gather=identity):
+def prototype_loss(v, t, prototypes, scale, gather=identity):
     """MGCA: each side of a pair predicts the other's prototypes. v, t (b, E), prototypes (K, E)
     -> scalar. differs: MGCA's code divides prototypes by their norms in place, fixes them in the
     first epoch, and has a fixed tau for each loss (.07, .1, .2). D.3 learns tau: three that start
@@ -452,8 +452,8 @@ def prototype_loss(v, t, prototypes, scale, epsilon=0.05, iterations=3, gather=i
     v, t, prototypes = (F.normalize(x, dim=-1) for x in (v, t, prototypes))
     s = torch.stack([v @ prototypes.T, t @ prototypes.T])               # (2, b, K)
     with torch.no_grad():  # Sinkhorn-Knopp: columns to sum 1 over all ranks, rows to sum 1
-        q = (s / epsilon).exp()
-        for _ in range(iterations):
+        q = (s / 0.05).exp()  # epsilon
+        for _ in range(3):
             q = q / gather(q.sum(1)[None]).sum(0)[:, None]
             q = q / q.sum(2, keepdim=True)
     return (F.cross_entropy(scale * s[0], q[1]) + F.cross_entropy(scale * s[1], q[0])) / 2
@@ -518,12 +518,13 @@ class Baseline(Model):
         if cfg.objective == "gloria":
             losses["gloria"] = gloria_loss(self.g_t(f_t), self.g_v(f_v), words, scale, gather)
         if cfg.objective == "mgca":
-            tokens, patches = F.normalize(self.g_t(f_t), dim=-1), F.normalize(self.g_v(f_v), dim=-1)
+            tokens = F.normalize(self.g_t(f_t), dim=-1)
+            patches = F.normalize(self.g_v(f_v), dim=-1)
             word_context = self.word_attention(tokens, patches, words.new_ones(f_v.shape[:2]))
             patch_context = self.patch_attention(patches, tokens, words)
             losses["mgca"] = mgca_loss(tokens, patches, words, word_context, patch_context, scale)
             prototype = prototype_loss(v, t, self.prototypes, scale, gather=gather)
-            losses["prototype"] = 0.5 * prototype  # its code adds both directions of the others
+            losses["prototype"] = 0.5 * prototype  # MGCA's code halves this loss, not the others
         logged = {name: loss.detach() for name, loss in losses.items()}
         return {"loss": sum(losses.values()), **logged, "scale": scale.detach()}
 

@@ -218,7 +218,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.slots = config.L if config.readout == "sparo" else 0
-        self.mask_parts = config.L  # of train_mask; encodings without slots are cut too
+        self.mask_parts = config.L  # train_mask weighs so many parts of an encoding, slots or not
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
         widths = image_width, text_width
         if config.readout == "sparo":
@@ -540,7 +540,7 @@ class Dino(nn.Module):
         encoder, readout, _ = self.teacher
         if not hasattr(encoder, "layers"):
             return readout(encoder(images)).flatten(1).float()
-        replaced = replaced_blocks(self.config)  # if so, three blocks and the read-out are left
+        replaced = replaced_blocks(self.config)  # 1 if the read-out is the last block, else 0
         layers = encoder.layers(images, 4 - replaced)              # of (B, n, d)
         blocks = layers if replaced else layers[:-1]
         features = [x[:, 0] for x in blocks] + [readout(layers[-1]).flatten(1)]

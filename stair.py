@@ -250,7 +250,7 @@ class Model(nn.Module):
 
     def image_encoding(self, images, revived=None):
         """(B, 3, H, W) -> enc (B, |V|)."""
-        self.image_encoder.train(self.training and self.number != 2)  # BatchNorm, dropout
+        self.image_encoder.train(self.training and self.number != 2)  # frozen: evaluation mode
         return self.image_head(self.image_encoder(images), None, self.image_e(), revived)
 
     def text_encoding(self, tokens, mask, revived=None):
@@ -382,7 +382,7 @@ def is_boolean(text):
 
 
 def parse(text):
-    """A boolean query as Python's syntax tree. Between words side by side, AND is put in."""
+    """A boolean query as Python's syntax tree. Operands side by side are joined by AND."""
     parts = []
     for part in re.findall(r"[()]|[^\s()]+", text):
         follows_operand = parts and parts[-1] not in ("and", "or", "not", "(")
