@@ -174,10 +174,8 @@ def in_parts(forward):
         for part in zip(*[x.split(rows) for x in inputs if x is not None]):
             # each part makes its own half-precision weights: their gradients add up in fp32
             torch.clear_autocast_cache()
-            if torch.is_grad_enabled():  # draws the same numbers again, for stochastic depth
-                outputs.append(checkpoint(forward, self, *part, use_reentrant=False))
-            else:
-                outputs.append(forward(self, *part))
+            # draws the same numbers again, for stochastic depth; without gradients a plain call
+            outputs.append(checkpoint(forward, self, *part, use_reentrant=False))
         return torch.cat(outputs)
 
     return wrapper
@@ -273,7 +271,8 @@ def unchanged_buffers(module):
 class Blocks(Chain):
     """`depth` blocks; weights start as CLIP's, biases 0; stochastic depth grows to `drop_path`."""
 
-    def __init__(self, depth, width, heads, mlp_ratio, act, eps, drop_path):
+    def __init__(self, depth, width, heads, mlp_ratio, quick_gelu, eps, drop_path):
+        act = QuickGELU if quick_gelu else nn.GELU
         rates = np.linspace(0, drop_path, depth).tolist()
         super().__init__(Block(width, heads, mlp_ratio, act, eps, rate) for rate in rates)
         for block in self:
@@ -342,8 +341,7 @@ class ViT(Tower):
             pos = sincos_positions(self.grid, self.grid, width)
             self.register_buffer("pos", F.pad(pos, (0, 0, int(cls), 0))[None])  # 0 for [CLS]
         self.norm_pre = nn.LayerNorm(width, eps=eps) if pre_norm else nn.Identity()
-        act = QuickGELU if quick_gelu else nn.GELU
-        self.blocks = Blocks(depth, width, heads, mlp_ratio, act, eps, drop_path)
+        self.blocks = Blocks(depth, width, heads, mlp_ratio, quick_gelu, eps, drop_path)
         self.norm = nn.LayerNorm(width, eps=eps)
 
     @in_parts
@@ -421,8 +419,7 @@ class TextTransformer(Tower):
         self.embedding = nn.Embedding(vocab_size, width)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.pos = nn.Parameter(torch.randn(1, context, width) * 0.01)
-        act = QuickGELU if quick_gelu else nn.GELU
-        self.blocks = Blocks(depth, width, heads, mlp_ratio, act, eps, drop_path)
+        self.blocks = Blocks(depth, width, heads, mlp_ratio, quick_gelu, eps, drop_path)
         self.norm = nn.LayerNorm(width, eps=eps)
 
     @in_parts
@@ -906,8 +903,8 @@ class WordPiece(Tokenizer):
 
     def __init__(self, vocab):
         vocab = vocab if isinstance(vocab, list) else read_vocabulary(vocab)
-        self.vocab, self.ids = vocab, {token: i for i, token in enumerate(vocab)}
-        self.lines = vocab
+        self.vocab = self.lines = vocab
+        self.ids = {token: i for i, token in enumerate(vocab)}
         missing = [token for token in SPECIAL_TOKENS if token not in self.ids]
         if missing:
             raise UserError(f"The vocabulary of {len(vocab)} tokens lacks {' '.join(missing)}: "
@@ -995,7 +992,7 @@ class BPE(Tokenizer):
         return ids
 
 
-def train_wordpiece(captions, size=8192):
+def train_wordpiece(captions, size):
     """A vocabulary of at most `size` tokens: all characters, then merged pairs of pieces.
 
     Again and again the most frequent adjacent pair is merged, of equally frequent ones the
@@ -1080,11 +1077,6 @@ def to_unit(images):
     return v2.functional.to_dtype(images, scale=True)
 
 
-def to_tensor(image):
-    """PIL image -> (3, H, W) in [0, 1]."""
-    return to_unit(v2.functional.pil_to_tensor(image))
-
-
 def train_transform(size, min_scale=0.9):
     """Random crop of `min_scale` to 1 of the area, random flip -> uint8 (3, size, size)."""
     crop = v2.RandomResizedCrop(size, (min_scale, 1.0), interpolation=BICUBIC)
@@ -1094,7 +1086,7 @@ def train_transform(size, min_scale=0.9):
 def eval_transform(size, resize=None):
     """Shorter side to `resize` or `size`, centre crop -> normalised (3, size, size)."""
     resize = v2.Resize(resize or size, BICUBIC)
-    return v2.Compose([resize, v2.CenterCrop(size), to_tensor, normalize])
+    return v2.Compose([resize, v2.CenterCrop(size), v2.PILToTensor(), to_floats])
 
 
 def open_image(file, min_side):
@@ -1559,7 +1551,7 @@ class Mixture:
                    for i, source in enumerate(self.sources)]
         for draws in itertools.count(draws + 1):
             rng = random.Random(mix_seed(seed, part, draws))
-            i, = rng.choices(range(len(streams)), self.weights)
+            i = rng.choices(range(len(streams)), self.weights)[0]
             sample, positions[i] = next(streams[i])
             yield sample, (draws, *positions)
 
@@ -1593,15 +1585,12 @@ SHARD_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, 
                 MemoryError)  # what tarfile raises for damaged files
 
 
-def read_tars(paths, content, json_key=""):
-    return itertools.chain.from_iterable(read_tar(path, content, json_key) for path in paths)
-
-
-def read_tar(path, content="caption", json_key=""):
-    """One shard -> what read_sample makes of each key, in the shard's order."""
-    with contextlib.ExitStack() as files:
-        for row in read_headers(path, files):
-            yield read_sample(row, content, json_key)
+def read_tars(paths, content="caption", json_key=""):
+    """Shards -> what read_sample makes of each key, in their order."""
+    for path in paths:
+        with contextlib.ExitStack() as files:
+            for row in read_headers(path, files):
+                yield read_sample(row, content, json_key)
 
 
 def read_headers(path, files):
@@ -1674,8 +1663,10 @@ def read_members(file, start, end):
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:  # a piece of a tar is a tar
         members = [member for member in tar if member.isfile()]
     key = KEY.match(members[0].name)[0]
-    return f"{file.name}:{key}", {
-        x.name[len(key):].lower(): data[x.offset_data : x.offset_data + x.size] for x in members}
+    contents = {}
+    for x in members:
+        contents[x.name[len(key):].lower()] = data[x.offset_data : x.offset_data + x.size]
+    return f"{file.name}:{key}", contents
 
 
 def find_texts(members, content, json_key):
@@ -1861,8 +1852,7 @@ def open_mixture(spec, image_root, split, image_size, captions):
 
 def open_directory(directory, captions, classes=None):
     """DIR/class folder/image.jpg -> CaptionTable with labels; classes: a file of names."""
-    folders = sorted(path for path in Path(directory).iterdir() if path.is_dir())
-    folders = [path for path in folders if path.name[0] != "."]
+    folders = sorted(p for p in Path(directory).iterdir() if p.is_dir() and p.name[0] != ".")
     if captions and not folders:
         raise UserError(f"{directory} has no class folders.")
     rows, empty = [], []
@@ -1988,7 +1978,9 @@ class Stream(IterableDataset):
             why = re.sub(" <.*>", "", str(error))  # PIL names an object by its address
             return Skipped("unreadable image", f"{name} ({why})")
         box = self.boxes.get(name) if self.boxes else None
-        return self.transform(image) if box is None else self.transform(image, box), caption
+        if box is None:
+            return self.transform(image), caption
+        return self.transform(image, box), caption
 
     def collate(self, samples):
         images, captions = zip(*samples)
@@ -2003,11 +1995,6 @@ class Stream(IterableDataset):
 
 class WorldStream(Stream):
     """Stream's batches from the embedded world. transform: None or Views."""
-
-    def __init__(self, source, tokenizer, context, batch_size, seed, rank=0, world_size=1,
-                 positions=None, transform=None):
-        super().__init__(source, tokenizer, transform, source.size, context, batch_size, seed,
-                         rank, world_size, positions)
 
     def __iter__(self):
         worker, _ = this_worker(self.positions)
@@ -2041,10 +2028,10 @@ class EachImage(IterableDataset):
                 with contextlib.suppress(*IMAGE_ERRORS):
                     image = open_image(file, self.image_size)
                     image = image.resize((self.image_size,) * 2, Image.Resampling.BICUBIC)
-                    images.append(to_tensor(image))
+                    images.append(v2.functional.pil_to_tensor(image))
                     names.append(name)
             if names:
-                yield names, normalize(torch.stack(images))
+                yield names, to_floats(torch.stack(images))
 
 
 def this_worker(positions):
@@ -2099,10 +2086,8 @@ def linear_lr(step, steps, warmup, peak):
 
 def param_groups(model, weight_decay):
     """Two AdamW groups: weights of linear and convolution layers decay, all others do not."""
-    matrices = set()
-    for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Conv2d)):
-            matrices.add(id(module.weight))
+    linear = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
+    matrices = {id(module.weight) for module in linear}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decay = [parameter for parameter in trained if id(parameter) in matrices]
     rest = [parameter for parameter in trained if id(parameter) not in matrices]
@@ -2499,7 +2484,8 @@ def coloured(colour, shape):
 
 
 def article(phrase):
-    return f"{'an' if phrase.lower().startswith(tuple('aeiou')) else 'a'} {phrase}"
+    word = "an" if phrase.lower().startswith(tuple("aeiou")) else "a"
+    return f"{word} {phrase}"
 
 
 def plural(kind):

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont, ImageOps
-from torchvision.transforms.v2.functional import to_pil_image
+from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 from tqdm import tqdm
 
 import bam
@@ -54,15 +54,14 @@ def recall_at_k(queries, keys, positives, ks=(1, 5, 10), chunk=1024, similarity=
     are of CLIP_benchmark's code, which counts a query with any positive among them, as here.
     """
     query_ids, key_ids = positives
-    hits = {k: 0 for k in ks}
+    ranks = []
     for x, ids in zip(queries.split(chunk), query_ids.split(chunk)):
         scores = similarity(x, keys)                                        # (chunk, K)
         positive = ids[:, None] == key_ids                                  # (chunk, K)
         best = scores.masked_fill(~positive, -torch.inf).amax(1, keepdim=True)
-        rank = (scores.masked_fill(positive, -torch.inf) >= best).sum(1)    # negatives before it
-        for k in ks:
-            hits[k] += (rank < k).sum().item()
-    return {k: hits[k] / len(queries) for k in ks}
+        ranks.append((scores.masked_fill(positive, -torch.inf) >= best).sum(1))  # negatives before
+    ranks = torch.cat(ranks)
+    return {k: (ranks < k).sum().item() / len(queries) for k in ks}
 
 
 def class_embeddings(encode_text, classes):
@@ -229,7 +228,9 @@ def k_precision(retrieved, truths, among=None):
 def image_iou(predicted, truth, foreground_only=False):
     """Mean IoU over the classes 1, 2, ... in the truth, None without one (SPARC, D.7). Maps (H, W);
     pixels with truth 255 are ignored, and with `foreground_only` those with truth 0 too."""
-    valid = (truth != 255) & (truth != 0) if foreground_only else truth != 255
+    valid = truth != 255
+    if foreground_only:
+        valid = valid & (truth != 0)
     ious = []
     for c in truth[valid & (truth != 0)].unique():
         p_c, t_c = (predicted == c) & valid, (truth == c) & valid
@@ -666,7 +667,7 @@ class VocSet(EvalSet):
         image = image.resize((self.size,) * 2, Image.Resampling.BICUBIC)
         with Image.open(self.directory / "SegmentationClass" / f"{name}.png") as file:
             truth = torch.from_numpy(np.array(file))
-        return common.normalize(common.to_tensor(image)), truth
+        return common.to_floats(pil_to_tensor(image)), truth
 
     def maps(self, purpose):
         pairs, classes = zip(self.ids, self.ids), len(self.map_classes[""].names)
@@ -796,10 +797,6 @@ def labelled(embed, data, purpose, encode=None):
     return x, torch.tensor(ids)
 
 
-def on_device(embed, *tensors):
-    return [tensor.to(embed.device) for tensor in tensors]
-
-
 def zeroshot(embed, data, options):
     """Top-1 and top-5 accuracy; `mean_per_class_recall`: each class of the images counts alike;
     `heldout_pairs`: of the classes that training never shows."""
@@ -854,7 +851,8 @@ def negative_pairs(embed, data):
 def negatives(embed, data, options):
     """Fraction of captions that score strictly higher than their hard negative, by kind."""
     kinds, x, captions, wrong, images = negative_pairs(embed, data)
-    right, wrong = [embed.pair_scores(x, embed.texts(texts)) for texts in (captions, wrong)]
+    right = embed.pair_scores(x, embed.texts(captions))
+    wrong = embed.pair_scores(x, embed.texts(wrong))
     result = {}
     for kind in sorted(set(kinds)):
         rows = torch.tensor([k == kind for k in kinds])
@@ -892,11 +890,11 @@ def knn(embed, data, options):
     encode, train = embed.model.encode_image, open_training_set(options, data)
     x, ids = embed.encoded(training_pairs(train, data, options), encode)
     test, labels = labelled(embed, data, "test", encode)
-    x, test = on_device(embed, x, test)
+    x, test = x.to(embed.device), test.to(embed.device)
     result = {}
     for way, (group, _) in data.groups.items():
-        truths = on_device(embed, group[ids], group[labels])
-        result[f"knn{way}"] = knn_accuracy(x, truths[0], test, truths[1])
+        learned, truth = group[ids].to(embed.device), group[labels].to(embed.device)
+        result[f"knn{way}"] = knn_accuracy(x, learned, test, truth)
     return result | {"knn/samples": len(test)}
 
 
@@ -926,15 +924,15 @@ def linear(embed, data, options):
     pairs = functools.partial(training_pairs, train, data, options)
     setting, epochs = PROBES[options.probe]
     epochs = options.probe_epochs or epochs
+    digits = range(10) if options.probe == "adamw" else [0]  # of sgd a tenth is held out
+    x, ids = embed.encoded(pairs(digits), encode)
+    x, ids = x.to(embed.device), torch.tensor(ids).to(embed.device)
     if options.probe == "adamw":
-        x, ids = embed.encoded(pairs(), encode)
-        head, value = adamw_probe(*on_device(embed, x, torch.tensor(ids)), epochs)
+        head, value = adamw_probe(x, ids, epochs)
     else:
-        x, ids = embed.encoded(pairs([0]), encode)
         classes = len(data.groups[""][1])
         batches = lambda: random_crops(embed, pairs(range(1, 10)))
-        held = on_device(embed, x, torch.tensor(ids))
-        head, value = sgd_probe(batches, *held, classes, epochs)
+        head, value = sgd_probe(batches, x, ids, classes, epochs)
     x, ids = labelled(embed, data, "test", encode)
     predicted = head.cpu()(x).argmax(1)
     result = {f"linear{way}": group[predicted] == group[ids]
@@ -1061,19 +1059,13 @@ def masks(embed, data, options):
 # STAIR's tasks: encodings that are words --------------------------------------------------
 
 
-def word_columns(embed, encodings):
-    """Encodings without the columns that an embedding larger than the vocabulary has."""
-    return encodings[:, : len(embed.tokenizer)]
-
-
 def vocabulary_scores(embed, x):
     """Encodings of images -> scores (n, |V|) of all words, special tokens at -inf: of STAIR the
     encodings, of others similarities with single words' encodings (STAIR, Sec. 5.1)."""
     if embed.model.encode_words is None:
-        vocab = embed.tokenizer.vocab
-        words = [token.removeprefix("##").removesuffix("##") for token in vocab]
+        words = [token.removeprefix("##").removesuffix("##") for token in embed.tokenizer.vocab]
         x = embed.similarity(x, embed.texts(words))
-    scores = word_columns(embed, x).clone()
+    scores = x[:, : len(embed.tokenizer)].clone()  # an embedding may have more columns
     scores[:, embed.tokenizer.special] = -torch.inf
     return scores
 
@@ -1450,7 +1442,7 @@ def draw_charts(title, charts, names):
     keys = (Image.new("RGB", (120, 14), colour) for colour in itertools.cycle(LINE_COLOURS))
     cells = [(chart(lines), heading) for heading, lines in charts.items()]
     rows = [("", two) for two in chunks(cells, 2)]
-    return sheet(title, [("", [(key, name) for name, key in zip(names, keys)]), *rows])
+    return sheet(title, [("", zip(keys, names)), *rows])
 
 
 def curve(records, key):
@@ -1730,9 +1722,9 @@ def search(embed, data, options, run):
     if has_words:
         index = stair.InvertedIndex(embed.tokenizer.vocab)
     for query in options.queries:  # wrong ones are found before all images are encoded
+        if not query.strip():
+            raise UserError(f"--query {query!r}: it has no word to rank by.")
         try:
-            if not query.strip():
-                raise ValueError("it has no word to rank by.")
             boolean = has_words and stair.is_boolean(query)
             words_of[query] = index.positive_words(query) if boolean else []
         except ValueError as error:
@@ -1740,7 +1732,7 @@ def search(embed, data, options, run):
     for part in tqdm(chunks(data.documents(), 1000), "images in thousands"):
         encodings, values = embed.encoded(part, embed.model.image_encoding if has_words else None)
         if has_words:
-            encodings = word_columns(embed, encodings)
+            encodings = encodings[:, : len(embed.tokenizer)]
         index.add([name for name, _ in values], encodings)
         images |= {name: image for image, (name, _) in part}
         captions |= dict(values)
@@ -1776,7 +1768,7 @@ def answers(embed, index, query, words):
     else:
         for way, encode in (("text tower", embed.model.encode_text),
                             ("words alone", embed.model.encode_words)):
-            x = word_columns(embed, embed.texts([query], encode))[0]
+            x = embed.texts([query], encode)[0, : len(embed.tokenizer)]
             found[f"{query} ({way})"] = index.search(x, 8, cosine=True)
     if embed.unknown_tokens > unknown:
         print(f"{query}: the vocabulary does not know all of its words.")
@@ -1825,8 +1817,8 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
 def options_for(args, **changes):
     """The options of `python eval.py RUN`, and of the end of a training, for a run with settings
     `args`: at most 1,000 images of files, but all of --data. changes: flags of eval.py."""
-    options = vars(build_parser().parse_args(["RUN"]))
-    options = argparse.Namespace(**options | {"image_size": args.image_size} | changes)
+    options = build_parser().parse_args(["RUN"])
+    vars(options).update({"image_size": args.image_size} | changes)
     default_data = args.eval_data or args.data
     options.is_default_data = options.data in (None, default_data)
     options.file_name = result_name(options, default_data)  # by the flags, before the defaults
@@ -1894,7 +1886,7 @@ def read_templates(given):
 # Several runs ---------------------------------------------------------------------------
 
 
-def compare_runs(runs, evaluated, tasks=None):
+def compare_runs(runs, evaluated, tasks):
     """Tables and pictures of several runs. evaluated: what `evaluate_run` returns, for each; tasks:
     --task."""
     names = differences([common.read_config(run) for run in runs])

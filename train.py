@@ -152,7 +152,8 @@ def train(args, out, device):
             continue
         model.begin_stage(number, fresh=at.step == start)
         at.stage = number
-        log.show_stage(method, number)
+        if len(method.stages(args)) > 1:
+            log.bar.set_description(f"{args.method}, stage {number}")
         optimizer = build_optimizer(args, model, saved if at.step > start else None)
         saved = None  # it would stay in memory
         parallel = wrap(args, model, world_size)
@@ -278,12 +279,6 @@ def add_flags(parser, config_class, title, preset):
         group.add_argument(flag_of(field.name), default=argparse.SUPPRESS, **options)
 
 
-def settings_class(method):
-    """The dataclass of a run's settings: the fields of both Configs, and `method`."""
-    bases = (method.Config, Config)
-    return dataclasses.make_dataclass("Settings", [("method", str, None)], bases=bases)
-
-
 def parse_args(argv):
     """Command line -> the run's settings."""
     first = Parser(add_help=False, allow_abbrev=False)
@@ -313,7 +308,8 @@ def parse_args(argv):
         names = ", ".join(method.PRESETS)
         raise UserError(f"{chosen.method} has no preset {chosen.preset!r}; it has {names}.")
     below_flags = saved_settings(flags) if chosen.resume else preset
-    args = settings_class(method)()
+    bases = (method.Config, Config)  # a run has the settings of both, and `method`
+    args = dataclasses.make_dataclass("Settings", [("method", str, None)], bases=bases)()
     for name, value in (below_flags | flags).items():
         if name in vars(args):  # an old run may have settings that are gone
             setattr(args, name, value)
@@ -450,7 +446,7 @@ class Log:
     """log.jsonl and the progress bar of rank 0; each warning is printed once."""
 
     def __init__(self, args, out, step):
-        self.path, self.args, self.warned = out / "log.jsonl", args, set()
+        self.path, self.warned = out / "log.jsonl", set()
         mute = this_rank()[0] > 0 or args.bench > 0
         self.bar = tqdm(total=args.steps, initial=step, desc=args.method, unit="step",
                         mininterval=1, disable=mute)
@@ -471,10 +467,6 @@ class Log:
                 raise UserError(f"Line {number} of {self.path} is damaged: delete it.") from None
             length += len(line)
         return length
-
-    def show_stage(self, method, number):
-        if len(method.stages(self.args)) > 1:
-            self.bar.set_description(f"{self.args.method}, stage {number}")
 
     def write(self, record, warning):
         if warning and warning not in self.warned:
@@ -605,9 +597,10 @@ def build_model(args, method, tokenizer):
     if parts is not None:
         for line in notes + common.load_clip_parts(model, parts):
             print_once(f"--init-weights: {line}")
-    for is_locked, tower in zip((args.lock_image, args.lock_text), towers):
-        if is_locked:
-            tower.lock()
+    if args.lock_image:
+        towers[0].lock()
+    if args.lock_text:
+        towers[1].lock()
     for module in model.modules():
         if isinstance(module, common.Chain):
             module.grad_checkpoint = args.grad_checkpoint
@@ -640,14 +633,13 @@ def open_loader(args, data, transform, tokenizer, model, at):
     shared = dict(tokenizer=tokenizer, context=context, batch_size=args.batch // world_size,
                   seed=args.seed + at.order, rank=rank, world_size=world_size,
                   positions=dict(at.positions))
+    kind = common.Stream
     if isinstance(data, common.World):
-        views = None if tokenizer else transform
-        stream = common.WorldStream(data, transform=views, **shared)
-    else:
-        # large JPEGs are decoded smaller, with pixels enough for the smallest crop
-        min_side = math.ceil(args.image_size * max(1.5, args.crop_scale ** -0.5))
-        stream = common.Stream(data, transform=transform, min_side=min_side, boxes=at.boxes,
-                               **shared)
+        kind = common.WorldStream
+        transform = None if tokenizer else transform  # its captions name what a crop may lose
+    # large JPEGs are decoded smaller, with pixels enough for the smallest crop
+    min_side = math.ceil(args.image_size * max(1.5, args.crop_scale ** -0.5))
+    stream = kind(data, transform=transform, min_side=min_side, boxes=at.boxes, **shared)
     return iter(read_in_workers(stream, args.workers))
 
 
@@ -708,8 +700,9 @@ def wrap(args, model, world_size):
     if args.compile and args.accum_freq == 1:
         model = torch.compile(model)
     elif args.compile:  # the blocks alone: of the whole, each part would be compiled by itself
-        for blocks in [x for x in model.modules() if isinstance(x, common.Blocks)]:
-            blocks.compile()
+        for module in model.modules():
+            if isinstance(module, common.Blocks):
+                module.compile()
     if world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         model.broadcast_buffers = False  # statistics are of the global batch, alike on all ranks

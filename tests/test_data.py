@@ -107,7 +107,7 @@ def failure(run, *arguments, **options):
 
 
 def skips_of(path):
-    return [(s.reason, s.where) for s in common.read_tar(path) if isinstance(s, Skipped)]
+    return [(s.reason, s.where) for s in common.read_tars([path]) if isinstance(s, Skipped)]
 
 
 def captions_of_samples(source, n, seed=0, part=0, parts=1, start=0):
@@ -296,7 +296,7 @@ def test_what_a_shard_holds(tmp_path):
         "009.jpg": jpg, "009.txt": b"caf\xe9", "x" * 200 + ".jpg": jpg,
         "x" * 200 + ".txt": "long\u2028name", "010.jpg": jpg, "010.txt": " ten\r\n\n10\n",
         "011.jpg": jpg, "011.json": '{"caption": ["a\\nb", "", null, 11]}'})
-    samples = [s[:2] for s in common.read_tar(path) if not isinstance(s, Skipped)]
+    samples = [s[:2] for s in common.read_tars([path]) if not isinstance(s, Skipped)]
     texts = [["one"], ["two"], ["eight"], ["other"], ["caf\ufffd"], ["long\u2028name"]]
     assert samples == [(jpg, text) for text in [*texts, ["ten", "10"], ["a\nb", "11"]]]
     assert skips_of(path) == [
@@ -316,14 +316,14 @@ def test_broken_shards(tmp_path):
         reasons = [reason for reason, _ in skips_of(bad)]
         damage = [r for r in reasons if r in ("truncated shard", "unreadable shard")]
         assert len(damage) == 1, cut
-        counts.append(len(list(common.read_tar(bad))) - len(reasons))
+        counts.append(len(list(common.read_tars([bad]))) - len(reasons))
         assert counts[-1] <= cut * 3 // whole
     assert counts == sorted(counts) and counts[-1] == 3 and set(counts) == {0, 1, 2, 3}
     middle = bytearray(data)
     middle[whole // 3 : whole // 3 + 512] = b"x" * 512  # a header in the middle
     bad.write_bytes(middle)
     assert skips_of(bad)[-1][0] in ("truncated shard", "unreadable shard")
-    assert len(list(common.read_tar(bad))) == 2
+    assert len(list(common.read_tars([bad]))) == 2
     for content, expected in ((b"", "unreadable shard"), (bytes(10240), "empty shard"),
                               (b"<html>no tar</html>" * 100, "unreadable shard")):
         bad.write_bytes(content)
@@ -359,7 +359,7 @@ def test_damaged_shards_never_crash(tmp_path, content):
             total = sum(header) + sum(headers[start + 32 : start + 388])
             headers[start + 24 : start + 32] = b"%06o\0 " % total
         path.write_bytes(headers)
-        list(common.read_tar(str(path), content))
+        list(common.read_tars([str(path)], content))
 
 
 def test_captions_of_shards_for_the_vocabulary(tmp_path):
@@ -587,7 +587,8 @@ def test_ranks_and_workers_share_an_epoch(tmp_path):
 def test_ranks_and_workers_draw_other_worlds():
     batches = []
     for rank in range(2):
-        batches += take(WorldStream(World(size=16), TOKENIZER, 16, 4, 0, rank, 2), 2, workers=2)
+        stream = WorldStream(World(size=16), TOKENIZER, None, 0, 16, 4, 0, rank, 2)
+        batches += take(stream, 2, workers=2)
     for a, b in itertools.combinations(batches, 2):
         assert not torch.equal(a["images"], b["images"])
 
@@ -704,8 +705,8 @@ def make_stream(kind, directory, positions=None, seed=0):
         views = [common.View(8, (0.4, 1.0), blur=0.5), common.View(4, (0.1, 0.4), solarize=0.5)]
         transform = common.Views(views, 8)
     if kind == "world":
-        return WorldStream(World(size=16), TOKENIZER, 16, 4, seed, positions=positions,
-                           transform=transform)
+        return WorldStream(World(size=16), TOKENIZER, transform, 0, 16, 4, seed,
+                           positions=positions)
     if kind == "table":
         spec = write_table(directory, 23, broken=(3, 4, 11))
     else:

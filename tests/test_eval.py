@@ -596,7 +596,8 @@ def test_images_are_resized_as_the_method_does():
         left, top = (2 * resized - 224) // 2, (resized - 224) // 2
         expected = large.crop((left, top, left + 224, top + 224))
         found = common.denormalize(embed.read(buffer.getvalue()))
-        torch.testing.assert_close(found, common.to_tensor(expected), atol=0.02, rtol=0)
+        expected = common.to_unit(evaluation.pil_to_tensor(expected))
+        torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
 
 
 def test_the_probe_is_the_runs():
