@@ -563,11 +563,11 @@ RUNS = {  # flags of train.py; the learning rate is the best of three by a metri
     "sparc": ("zeroshot", "--method sparc --lambda-f 0.5"),  # the least that the paper tries
     "grounded": ("zeroshot", "--method sparc"),  # the preset, lambda_f .1
     "clip": ("zeroshot", "--method sparc --objective clip"),
-    "mgca": ("zeroshot", "--method sparc --objective mgca"),
-    "gloria": ("zeroshot", "--method sparc --objective gloria"),
-    "pacl": ("zeroshot", "--method sparc --objective pacl"),
-    "filip": ("zeroshot", "--method sparc --objective filip"),
-    "clip+filip": ("zeroshot", "--method sparc --objective clip+filip"),
+    "mgca": ("zeroshot", "--method sparc --objective mgca", 0.002, 0.004, 0.008),
+    "gloria": ("zeroshot", "--method sparc --objective gloria", 0.001, 0.002, 0.004),
+    "pacl": ("zeroshot", "--method sparc --objective pacl", 0.001, 0.002, 0.004),
+    "filip": ("zeroshot", "--method sparc --objective filip", 0.00025, 0.0005, 0.001),
+    "clip+filip": ("zeroshot", "--method sparc --objective clip+filip", 0.00025, 0.0005, 0.001),
     "softmax": ("sparc", "--method sparc --lambda-f 0.5 --align softmax"),
     "dense": ("sparc", "--method sparc --lambda-f 0.5 --align dense"),  # sigma = 0
 }
