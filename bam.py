@@ -76,7 +76,7 @@ PRESETS = {
     "tiny": dict(image_encoder="tiny", readout="gap", data="shapes:objects=1,background=0,palette=1,heldout=0",
                  batch=128, steps=300, lr=5e-4, weight_decay=0.1, warmup=25, teacher=False, projector_width=1024,
                  projector_dim=1024, local_crops=2, local_size=24, crop_least=0.2, crop_border=0.5,
-                 contrastive_crop=False, crop_start=150, crop_every=75),
+                 contrastive_crop=False, crop_start=150, crop_every=75, probe="adamw"),
     # Sec. 4.1, App. C, Table 9a: 300 epochs of 1,281,167 images; warm-up 40, ResNet-50 10.
     # ResNet-50's lr .3 is read as per 256 images, ViT's .003 as it is. The authors' scripts
     # differ: 400 epochs, lr .0048 that ends at .001, boxes every 40 epochs, top_k 128.
@@ -301,7 +301,8 @@ class Model(nn.Module):
 
     def probe_features(self, images):
         """What a linear probe sees: h, or [CLS] and the mean of the patches (App. D.1). The
-        authors' script normalises them by BatchNorm; the paper does not say so."""
+        authors' script normalises them by BatchNorm; the paper does not say so. differs: `tiny`
+        trains it as SPARO's paper does (C.1), by AdamW and without augmentation."""
         tokens = self.evaluated()(images).float()
         if self.config.readout == "gap":
             return tokens.mean(1)

@@ -1994,7 +1994,8 @@ class Stream(IterableDataset):
 
 
 class WorldStream(Stream):
-    """Stream's batches from the embedded world. transform: None or Views."""
+    """Stream's batches from the embedded world. transform: None or Views; min_side and boxes have
+    no effect."""
 
     def __iter__(self):
         worker, _ = this_worker(self.positions)

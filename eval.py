@@ -919,7 +919,7 @@ def random_crops(embed, pairs):
 
 
 def linear(embed, data, options):
-    """Accuracy of a linear probe on what the method's paper probes, as its paper trains it."""
+    """Accuracy of a linear probe on what the method's paper probes, trained as --probe says."""
     encode, train = embed.model.probe_features, open_training_set(options, data)
     pairs = functools.partial(training_pairs, train, data, options)
     setting, epochs = PROBES[options.probe]

@@ -524,7 +524,7 @@ class Baseline(Model):
             patch_context = self.patch_attention(patches, tokens, words)
             losses["mgca"] = mgca_loss(tokens, patches, words, word_context, patch_context, scale)
             prototype = prototype_loss(v, t, self.prototypes, scale, gather=gather)
-            losses["prototype"] = 0.5 * prototype  # MGCA's code halves this loss, not the others
+            losses["prototype"] = 0.5 * prototype  # MGCA halves this loss alone, we halve all
         logged = {name: loss.detach() for name, loss in losses.items()}
         return {"loss": sum(losses.values()), **logged, "scale": scale.detach()}
 
