@@ -1059,13 +1059,18 @@ def masks(embed, data, options):
 # STAIR's tasks: encodings that are words --------------------------------------------------
 
 
+def word_columns(embed, encodings):
+    """Encodings without the columns that an embedding larger than the vocabulary has."""
+    return encodings[:, : len(embed.tokenizer)]
+
+
 def vocabulary_scores(embed, x):
     """Encodings of images -> scores (n, |V|) of all words, special tokens at -inf: of STAIR the
     encodings, of others similarities with single words' encodings (STAIR, Sec. 5.1)."""
     if embed.model.encode_words is None:
         words = [token.removeprefix("##").removesuffix("##") for token in embed.tokenizer.vocab]
         x = embed.similarity(x, embed.texts(words))
-    scores = x[:, : len(embed.tokenizer)].clone()  # an embedding may have more columns
+    scores = word_columns(embed, x).clone()
     scores[:, embed.tokenizer.special] = -torch.inf
     return scores
 
@@ -1732,7 +1737,7 @@ def search(embed, data, options, run):
     for part in tqdm(chunks(data.documents(), 1000), "images in thousands"):
         encodings, values = embed.encoded(part, embed.model.image_encoding if has_words else None)
         if has_words:
-            encodings = encodings[:, : len(embed.tokenizer)]
+            encodings = word_columns(embed, encodings)
         index.add([name for name, _ in values], encodings)
         images |= {name: image for image, (name, _) in part}
         captions |= dict(values)
@@ -1768,7 +1773,7 @@ def answers(embed, index, query, words):
     else:
         for way, encode in (("text tower", embed.model.encode_text),
                             ("words alone", embed.model.encode_words)):
-            x = embed.texts([query], encode)[0, : len(embed.tokenizer)]
+            x = word_columns(embed, embed.texts([query], encode))[0]
             found[f"{query} ({way})"] = index.search(x, 8, cosine=True)
     if embed.unknown_tokens > unknown:
         print(f"{query}: the vocabulary does not know all of its words.")

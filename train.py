@@ -152,8 +152,7 @@ def train(args, out, device):
             continue
         model.begin_stage(number, fresh=at.step == start)
         at.stage = number
-        if len(method.stages(args)) > 1:
-            log.bar.set_description(f"{args.method}, stage {number}")
+        log.show_stage(args, method, number)
         optimizer = build_optimizer(args, model, saved if at.step > start else None)
         saved = None  # it would stay in memory
         parallel = wrap(args, model, world_size)
@@ -467,6 +466,10 @@ class Log:
                 raise UserError(f"Line {number} of {self.path} is damaged: delete it.") from None
             length += len(line)
         return length
+
+    def show_stage(self, args, method, number):
+        if len(method.stages(args)) > 1:
+            self.bar.set_description(f"{args.method}, stage {number}")
 
     def write(self, record, warning):
         if warning and warning not in self.warned:
