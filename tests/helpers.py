@@ -19,7 +19,7 @@ import eval as evaluation
 import train
 
 ROOT = Path(__file__).parents[1]
-SHARED = ROOT.parent / "shared" if (ROOT.parent / "shared").is_dir() else None
+SHARED = ROOT.parent / "shared" if (ROOT.parent / "shared/data").is_dir() else None
 
 # Flags of runs that take a second.
 TOWER = "tiny:width=16,heads=2,depth="
