@@ -343,7 +343,7 @@ class Model(nn.Module):
 #   .459.
 # - Without the text tower R@1 falls from .937 to .524 and from .905 to .766 (Table 5).
 # - A colour's largest p(h_j) is on an object that has it in .27, a shape's in .35; chance .08.
-# - Three stages without revival: words keep it in one seed of three (heaviest word .648, 0, 0;
+# - Without revival three stages keep the meaning in one seed of three (heaviest word .648, 0, 0;
 #   shape in the 10 heaviest .197, with revival .999; image-to-text R@1 .326). With revival
 #   in one stage none does (0 in each seed).
 # - Lambda from 1e-3 to 2e-2 changes little: 28 to 18 active words an image.
