@@ -49,6 +49,16 @@ class UserError(Exception):
     """Bad input: the command line prints the message, one sentence, without a traceback."""
 
 
+@contextlib.contextmanager
+def explained(kinds, what, remedy=""):
+    """Turn errors of these kinds into a UserError: "what: the error" and the remedy."""
+    try:
+        yield
+    except kinds as error:
+        reason = getattr(error, "strerror", None) or error or type(error).__name__
+        raise UserError(f"{what}: {reason}{remedy}".rstrip(".") + ".") from None
+
+
 def parse_spec(spec):
     """"name:key=value,key=value" -> (name, {key: value}). A name may hold other colons."""
     match = re.fullmatch(r"(.*?):(\w+=[^,=]*(?:,\w+=[^,=]*)*)", spec)

@@ -1854,6 +1854,11 @@ def options_for(args, **changes):
     return options
 
 
+def own_options(args, tasks=None):
+    """The options of the evaluation at the end of a training with settings `args`."""
+    return options_for(args, tasks=tasks)
+
+
 def result_name(options, default_data):
     """The results' file without .json: eval, of other data or another split eval-DATA-SPLIT, of an
     earlier checkpoint eval-CHECKPOINT; flags that change figures follow, as -limit-100."""
