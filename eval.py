@@ -21,6 +21,7 @@ import random
 import re
 import sys
 import textwrap
+import unicodedata
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -92,11 +93,6 @@ PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100)}  # what is chosen, 
 RATES = (0.002, 0.01, 0.05, 0.3, 1.0)
 
 
-def accuracy(head, x, labels):
-    """Fraction of features (N, E) that a linear classifier gets right."""
-    return (head(x).argmax(1) == labels).float().mean().item()
-
-
 def adamw_probe(x, labels, epochs=10, batch=64, peak=0.1):
     """Linear classifier of features (N, E), labels (N,) as CLIP_benchmark trains it (SPARO, C.1)
     -> torch.nn.Linear, its weight decay: of 97 the best that is found in steps of 16, 8, 4, 2, 1,
@@ -120,7 +116,8 @@ def adamw_probe(x, labels, epochs=10, batch=64, peak=0.1):
 
     @functools.cache
     def score(i):
-        return accuracy(fit(x[fitted], labels[fitted], decays[i]), x[held], labels[held])
+        head = fit(x[fitted], labels[fitted], decays[i])
+        return (head(x[held]).argmax(1) == labels[held]).sum().item()
 
     best = max(range(0, 97, 16), key=score)
     for step in (8, 4, 2, 1):
@@ -129,12 +126,13 @@ def adamw_probe(x, labels, epochs=10, batch=64, peak=0.1):
 
 
 @common.fixed_seed(0)
-def sgd_probe(batches, held, held_labels, classes, epochs=100):
+def sgd_probe(crops, held, held_labels, classes, epochs=100):
     """Linear classifier as BAM trains it (D.1, Table 9b) -> torch.nn.Linear, its learning rate.
 
-    batches(): an epoch of features (n, E) and labels (n,), of images cropped anew. A head for each
-    learning rate trains on the same batches, as in DINOv2's code; the best on the features that
-    are held out is the probe: it does not train again on all.
+    crops(): features (n, E) and labels (n,) of images cropped anew, for each epoch, in batches of
+    1,024; small data have 64 smaller ones: they need many updates. A head for each learning rate
+    trains on the same batches, as in DINOv2's code; the best on features that are held out is the
+    probe: it does not train again on all.
     """
     heads = [torch.nn.Linear(held.shape[1], classes).to(held.device) for _ in RATES]
     parameters = [{"params": head.parameters(), "lr": rate} for head, rate in zip(heads, RATES)]
@@ -143,63 +141,16 @@ def sgd_probe(batches, held, held_labels, classes, epochs=100):
     for epoch in tqdm(range(epochs), "epochs of the linear probe"):
         # what cannot be read is printed in the first epoch alone
         with contextlib.redirect_stdout(None if epoch else sys.stdout):
-            for x, labels in batches():
-                x, labels = x.to(held.device), labels.to(held.device)
-                optimizer.zero_grad()
-                sum(F.cross_entropy(head(x), labels) for head in heads).backward()
-                optimizer.step()
+            x, labels = crops()
+        for rows in torch.randperm(len(x)).chunk(max(64, math.ceil(len(x) / 1024))):
+            batch, truth = x[rows].to(held.device), labels[rows].to(held.device)
+            optimizer.zero_grad()
+            sum(F.cross_entropy(head(batch), truth) for head in heads).backward()
+            optimizer.step()
         schedule.step()
-    scores = [accuracy(head, held, held_labels) for head in heads]
+    scores = [(head(held).argmax(1) == held_labels).sum().item() for head in heads]
     best = scores.index(max(scores))
     return heads[best], RATES[best]
-
-
-def k_means(x, k, generator, rounds=100, starts=3):
-    """Cluster ids (n,) of x (n, E): the best of several k-means, each from centres that lie far
-    from each other (k-means++, Arthur and Vassilvitskii 2007)."""
-    best = (math.inf, None)
-    for _ in range(starts):
-        centres = x[torch.randint(len(x), (1,), generator=generator).to(x.device)]
-        squares = x.new_full((len(x),), math.inf)  # of distances to the nearest centre
-        while len(centres) < k:
-            squares = torch.minimum(squares, (x - centres[-1]).square().sum(1))
-            chosen = torch.multinomial(squares.cpu() + 1e-12, 1, generator=generator)
-            centres = torch.cat([centres, x[chosen.to(x.device)]])
-        old = None
-        for _ in range(rounds):
-            distance, ids = torch.cdist(x, centres).min(1)
-            if old is not None and torch.equal(ids, old):
-                break
-            old, counts = ids, torch.bincount(ids, minlength=k)[:, None]    # (k, 1)
-            means = torch.zeros_like(centres).index_add_(0, ids, x) / counts.clamp(min=1)
-            centres = torch.where(counts > 0, means, centres)               # empty ones stay
-        error = distance.square().sum().item()
-        if error < best[0]:
-            best = (error, ids)
-    return best[1]
-
-
-def contingency(a, b):
-    """Labels a, b (n,) -> counts of each pair of them, (classes of a, classes of b)."""
-    a, b = a.unique(return_inverse=True)[1], b.unique(return_inverse=True)[1]
-    table = torch.zeros(int(a.max()) + 1, int(b.max()) + 1, dtype=torch.float64)
-    return table.index_put_((a, b), torch.ones(len(a), dtype=torch.float64), accumulate=True)
-
-
-def nmi(a, b):
-    """Normalised mutual information of clusterings (n,): 2 I / (H(a) + H(b))."""
-    p = contingency(a, b) / len(a)
-    h_a, h_b, h_ab = [-torch.xlogy(q, q).sum() for q in (p.sum(1), p.sum(0), p)]
-    return (2 * (h_a + h_b - h_ab) / (h_a + h_b)).item() if h_a + h_b > 0 else 1.0
-
-
-def ari(a, b):
-    """Adjusted Rand index of clusterings (n,) (Hubert and Arabie 1985)."""
-    table = contingency(a, b)
-    counts = (table, table.sum(1), table.sum(0), table.sum())
-    same, in_a, in_b, total = [(x * (x - 1) / 2).sum() for x in counts]     # pairs of samples
-    expected, largest = in_a * in_b / total, (in_a + in_b) / 2
-    return ((same - expected) / (largest - expected)).item() if largest != expected else 1.0
 
 
 def winoground_scores(s):
@@ -840,24 +791,23 @@ def retrieval(embed, data, options):
 
 
 def negative_pairs(embed, data):
-    """Hard negatives -> n kinds, encodings (n, E) of the images, n captions, n wrong ones, and how
-    many images they are of."""
+    """Hard negatives -> n kinds, encodings (n, E) of the images, n captions, n wrong ones."""
     x, groups = embed.encoded(data.negatives())
     rows = [i for i, group in enumerate(groups) for _ in group]
     kinds, captions, wrong = zip(*itertools.chain(*groups))
-    return kinds, x[rows], captions, wrong, len(x)
+    return kinds, x[rows], captions, wrong
 
 
 def negatives(embed, data, options):
     """Fraction of captions that score strictly higher than their hard negative, by kind."""
-    kinds, x, captions, wrong, images = negative_pairs(embed, data)
+    kinds, x, captions, wrong = negative_pairs(embed, data)
     right = embed.pair_scores(x, embed.texts(captions))
     wrong = embed.pair_scores(x, embed.texts(wrong))
     result = {}
     for kind in sorted(set(kinds)):
         rows = torch.tensor([k == kind for k in kinds])
         result[f"negatives/{kind}"] = number((right > wrong)[rows])
-    return result | {"negatives": mean(result.values()), "negatives/samples": images}
+    return result | {"negatives": mean(result.values())}
 
 
 def winoground(embed, data, options):
@@ -874,15 +824,14 @@ def winoground(embed, data, options):
     return dict(zip(names, winoground_scores(scores)))
 
 
-def training_pairs(train, data, options, digits=range(10)):
-    """Pairs (image, class id) to learn from, of those whose number ends with one of the digits."""
+def training_pairs(train, data, options):
+    """Pairs (image, class id) to learn from."""
     classes = len(data.groups[""][1])
-    for i, (image, label) in enumerate(train.labelled("train")):
+    for image, label in train.labelled("train"):
         if label >= classes:
             raise UserError(f"--train-data {options.train_data} has label {label}, but --data has "
                             f"{classes} classes: label 0 is the first of the sorted class folders.")
-        if i % 10 in digits:
-            yield image, label
+        yield image, label
 
 
 def knn(embed, data, options):
@@ -895,27 +844,17 @@ def knn(embed, data, options):
     for way, (group, _) in data.groups.items():
         learned, truth = group[ids].to(embed.device), group[labels].to(embed.device)
         result[f"knn{way}"] = knn_accuracy(x, learned, test, truth)
-    return result | {"knn/samples": len(test)}
+    return result
 
 
 def random_crops(embed, pairs):
-    """Batches of features (n, E) to probe and labels (n,), of random crops and flips of images.
-    Windows of 65,536 features are shuffled and cut into 64 batches of 1,024 (BAM, Table 9b). A
-    window that the data do not fill has 64, too, smaller ones: small data need many updates."""
+    """Features (n, E) to probe and labels (n,) of a random crop, perhaps flipped, of each image."""
     crop = common.train_transform(embed.image_size, min_scale=0.08)
     read = functools.partial(common.open_image, min_side=4 * embed.image_size)
-    encode = embed.model.probe_features
-
-    def cropped():
-        for image, label in readable(pairs, read, embed.workers):
-            yield common.to_floats(crop(image)), label
-
-    parts = (embed.encoded(part, encode) for part in chunks(cropped(), embed.chunk))
-    for window in chunks(parts, 65_536 // embed.chunk):
-        x = torch.cat([features for features, _ in window])
-        labels = torch.tensor([label for _, labels in window for label in labels])
-        for rows in torch.randperm(len(x)).chunk(64):
-            yield x[rows], labels[rows]
+    images = readable(pairs, read, embed.workers)
+    cropped = ((common.to_floats(crop(image)), label) for image, label in images)
+    x, labels = embed.encoded(cropped, embed.model.probe_features)
+    return x, torch.tensor(labels)
 
 
 def linear(embed, data, options):
@@ -924,41 +863,20 @@ def linear(embed, data, options):
     pairs = functools.partial(training_pairs, train, data, options)
     setting, epochs = PROBES[options.probe]
     epochs = options.probe_epochs or epochs
-    digits = range(10) if options.probe == "adamw" else [0]  # of sgd a tenth is held out
-    x, ids = embed.encoded(pairs(digits), encode)
+    step = 1 if options.probe == "adamw" else 10  # for sgd a tenth is held out
+    x, ids = embed.encoded(itertools.islice(pairs(), 0, None, step), encode)
     x, ids = x.to(embed.device), torch.tensor(ids).to(embed.device)
     if options.probe == "adamw":
         head, value = adamw_probe(x, ids, epochs)
     else:
+        crops = lambda: random_crops(embed, (pair for i, pair in enumerate(pairs()) if i % 10))
         classes = len(data.groups[""][1])
-        batches = lambda: random_crops(embed, pairs(range(1, 10)))
-        head, value = sgd_probe(batches, x, ids, classes, epochs)
+        head, value = sgd_probe(crops, x, ids, classes, epochs)
     x, ids = labelled(embed, data, "test", encode)
     predicted = head.cpu()(x).argmax(1)
     result = {f"linear{way}": group[predicted] == group[ids]
               for way, (group, _) in data.groups.items()}
     return result | {f"linear/{setting}": value}
-
-
-def clusters(embed, data, options, sizes=(10, 20, 40, 80, 160), repeats=10):
-    """NMI and ARI of k-means with as many clusters as classes (BAM, App. I): of all classes, and
-    of fewer, t, as the mean over `repeats` random choices of t of them."""
-    x, labels = labelled(embed, data, "clusters", embed.model.encode_image)
-    generator, scores = torch.Generator().manual_seed(0), collections.defaultdict(list)
-    for way, (group, _) in data.groups.items():
-        if way == "/colour":
-            continue  # too easy
-        truth = group[labels]
-        classes = truth.unique()
-        smaller = [size for size in sizes if size < len(classes) for _ in range(repeats)]
-        for t in [*smaller, len(classes)]:
-            chosen = torch.randperm(len(classes), generator=generator)[:t]
-            rows = torch.isin(truth, classes[chosen])
-            ids = k_means(x[rows].to(embed.device), t, generator).cpu()
-            scores[f"clusters{way}/{t}/nmi"].append(nmi(truth[rows], ids))
-            scores[f"clusters{way}/{t}/ari"].append(ari(truth[rows], ids))
-    result = {name: mean(values) for name, values in scores.items()}
-    return result | {"clusters/samples": len(x)}
 
 
 # SPARC's task: segmentation ---------------------------------------------------------------
@@ -1035,7 +953,7 @@ def masks(embed, data, options):
     `relative_change`: of another metric, divided by that of `pairs`."""
     needed = "SugarCrepe's files to train the mask on"
     selection = open_selection(options, data, "masks", "negatives", needed)
-    _, x, captions, wrong, _ = negative_pairs(embed, selection)
+    _, x, captions, wrong = negative_pairs(embed, selection)
     y_p, y_n = embed.texts(captions), embed.texts(wrong)
     tasks, result = ("zeroshot", "retrieval"), {}
     before = headlines(embed, data, options, tasks)
@@ -1139,25 +1057,6 @@ def score_names(embed, names):
     return scores
 
 
-def pointing(embed, data, options):
-    """A pointing game, ours, on the maps of STAIR, Sec. 7.2: how often the patch where a class
-    scores highest has its centre on an object of the class; `chance`: how often a random one."""
-    grid, hits = embed.model.image_encoder.grid, collections.defaultdict(list)
-    centres = 2 * torch.arange(grid) + 1                                    # in half patches
-    for part in chunks(data.maps("pointing"), embed.chunk):
-        for way in part[0][1]:
-            names = data.map_classes[way].names
-            scores, truths = embed.encoded(part, score_names(embed, names))  # (n, g * g, C)
-            for best, maps in zip(scores.argmax(1), truths):                # best (C,)
-                rows, columns = [side * centres // (2 * grid) for side in maps[way].shape]
-                truth = maps[way][rows][:, columns].flatten()               # (g * g,)
-                on = truth[:, None] == torch.arange(1, len(names) + 1)      # (g * g, C)
-                shown = on.any(0)
-                hits[f"pointing{way}"].append(on.gather(0, best[None])[0][shown])
-                hits[f"pointing{way}_chance"].append(on.float().mean(0)[shown])
-    return {name: torch.cat(values) for name, values in hits.items()}
-
-
 # What can be measured ---------------------------------------------------------------------
 
 
@@ -1184,10 +1083,8 @@ TASKS = {
     "words": Task(words, ("groups", "captioned"), "encode_text", "words"),
     "textfree": Task(textfree, ("groups", "captioned"), "encode_words", "words"),
     "sparsity": Task(sparsity, ("samples",), "encode_text", "words"),
-    "pointing": Task(pointing, ("maps",), "word_maps"),
     "knn": Task(knn, ("groups",), "encode_image", "images"),
     "linear": Task(linear, ("groups",), "encode_image", "world"),
-    "clusters": Task(clusters, ("groups",)),
     "slots": Task(slots, ("groups", "captioned", "negatives"), "slots"),
     "masks": Task(masks, ("groups", "captioned"), "mask_parts"),
 }
@@ -1200,7 +1097,7 @@ def number(value):
 
 # Pictures ---------------------------------------------------------------------------------
 #
-# A picture is a function of an Embedder and an EvalSet, or of a log -> PIL image; None: nothing.
+# A picture is a function of an Embedder and an EvalSet -> PIL image; None: nothing to show.
 
 BACKGROUND, NOT_COUNTED = (40, 40, 40), (150, 150, 150)
 CLASS_COLOURS = [  # that can be told apart; the first eight are those of the world
@@ -1208,18 +1105,18 @@ CLASS_COLOURS = [  # that can be told apart; the first eight are those of the wo
     (245, 130, 48), (250, 170, 210), (255, 255, 255), (70, 240, 240), (170, 110, 40),
     (130, 130, 255), (191, 239, 69), (240, 50, 230), (0, 150, 136), (255, 215, 180),
     (150, 150, 60), (170, 20, 20), (200, 170, 255), (170, 255, 195), (40, 60, 160)]
-LINE_COLOURS = [colour for colour in CLASS_COLOURS if min(colour) < 255]  # not the white one
 
 
 def text(string, width, size=13):
-    """A picture of text, wrapped to `width`; .info["undrawn"]: [string] if letters are lacking."""
+    """A picture of text, wrapped to `width`. The font has Latin letters alone: accents are dropped,
+    and for other scripts stands "(...)"."""
+    if not string.isascii():
+        plain = unicodedata.normalize("NFKD", string).encode("ascii", "ignore").decode()
+        string = plain if re.search("[A-Za-z]", plain) else "(...)"
     font = ImageFont.load_default(size)
     lines = textwrap.wrap(string, max(1, int(width / font.getlength("n"))))
     page = Image.new("RGB", (width, (size + 3) * len(lines)), "white")
     ImageDraw.Draw(page).multiline_text((0, 0), "\n".join(lines), "black", font, spacing=2)
-    unknown = bytes(font.getmask("\U0010ffff"))  # a box
-    if any(bytes(font.getmask(letter)) == unknown for letter in set(string)):
-        page.info["undrawn"] = [string]
     return page
 
 
@@ -1232,7 +1129,6 @@ def join(pictures, down=False, gap=8):
     for picture in pictures:
         page.paste(picture, (0, place) if down else (place, page.height - picture.height))
         place += gap + (picture.height if down else picture.width)
-    page.info["undrawn"] = sum([picture.info.get("undrawn", []) for picture in pictures], [])
     return page
 
 
@@ -1247,9 +1143,7 @@ def sheet(title, rows, columns=12):
         lines.append(join([text(heading, width), *row], True, 4))
     width = max(line.width for line in lines)
     page = join([text(title, width, 16), *lines], True, 12)
-    bordered = ImageOps.expand(page, 10, "white")
-    bordered.info = page.info
-    return bordered
+    return ImageOps.expand(page, 10, "white")
 
 
 def to_picture(image, size=(112, 112)):
@@ -1415,77 +1309,54 @@ def draw_neighbours(embed, data):
 
 
 def read_log(run):
+    """log.jsonl -> a dict for each line; the last may be half."""
     log = Path(run, "log.jsonl")
-    written = log.read_text() if log.exists() else ""
-    lines = written.split("\n")[:-1]  # the last may be half
-    try:
+    lines = log.read_text().split("\n")[:-1] if log.exists() else []
+    with common.explained(ValueError, f"{log} has a damaged line", "; delete it"):
         return [json.loads(line) for line in lines]
-    except ValueError:
-        raise UserError(f"{log} has a damaged line: delete it.") from None
 
 
-def chart(lines, width=420, height=200):
-    """A picture of lines, [(x, y), ...] each, all x and y at least 0."""
-    points = [point for line in lines for point in line]
-    last = max([x for x, _ in points], default=0) or 1
+CURVES = [{"loss": "loss", "chance_loss": "loss of a guess"}, {"lr": "learning rate"},
+          {"grad_norm": "norm of the gradient"}, {"images_per_s": "images a second"}]
+ENTROPIES = {"entropy_a": "A", "entropy_b": "B, its target", "chance_loss": "uniform rows"}
+
+
+def chart(log, names, width=420, height=200):
+    """A picture of values by steps, both from 0; a negative value is drawn at 0, one that is not
+    finite is left out. names: {key of the log: name of its curve}."""
+    curves, font = [], ImageFont.load_default(13)
+    for key in names:
+        values = [(record["step"], record.get(key, math.nan)) for record in log]
+        curves.append([(step, max(0, y)) for step, y in values if math.isfinite(y)])
+    points = sum(curves, [])
+    last = max([step for step, _ in points], default=0) or 1
     top = max([y for _, y in points], default=0) or 1
-    page = Image.new("RGB", (width + 100, height + 40), "white")
-    draw, font = ImageDraw.Draw(page), ImageFont.load_default(13)
+    page = Image.new("RGB", (width + 100, height + 60), "white")
+    draw, place = ImageDraw.Draw(page), 60
     for i in range(5):
-        x, y = 60 + width * i / 4, 10 + height * (1 - i / 4)
+        x, y = 60 + width * i / 4, 30 + height * (1 - i / 4)
         draw.line((60, y, 60 + width, y), "#dddddd")
         draw.text((53, y), f"{top * i / 4:.3g}", "black", font, anchor="rm")
-        draw.text((x, height + 16), f"{last * i / 4:g}", "black", font, anchor="ma")
-    for line, colour in zip(lines, itertools.cycle(LINE_COLOURS)):
-        points = [(60 + width * x / last, 10 + height * (1 - y / top)) for x, y in line]
+        draw.text((x, height + 36), f"{last * i / 4:g}", "black", font, anchor="ma")
+    for curve, name, colour in zip(curves, names.values(), CLASS_COLOURS):
+        points = [(60 + width * x / last, 30 + height * (1 - y / top)) for x, y in curve]
         draw.line(points, colour, 3)
+        draw.text((place, 5), name, colour, font)
+        place += font.getlength(name) + 20
     return page
 
 
-def draw_charts(title, charts, names):
-    """charts: {heading: lines}; names: of the lines, for the legend."""
-    keys = (Image.new("RGB", (120, 14), colour) for colour in itertools.cycle(LINE_COLOURS))
-    cells = [(chart(lines), heading) for heading, lines in charts.items()]
-    rows = [("", two) for two in chunks(cells, 2)]
-    return sheet(title, [("", zip(keys, names)), *rows])
-
-
-def curve(records, key):
-    """The log's finite values of a key by steps; a negative one is drawn at 0."""
-    points = [(record["step"], record[key]) for record in records if key in record]
-    return [(step, max(0, y)) for step, y in points if math.isfinite(y)]
-
-
-def draw_entropies(run):
-    """How the entropies of A and B went in training (BAM, Fig. 3), from the run's log."""
-    names = {"entropy_a": "A", "entropy_b": "B, its target", "chance_loss": "uniform rows"}
-    log = read_log(run)
-    lines = [curve(log, key) for key in names]
-    if len(lines[0]) < 2:
-        return None
-    title = "BAM: mean entropy of the rows of A and of its target B, in nats, by step"
-    return draw_charts(title, {"": lines}, names.values())
-
-
-def draw_curves(runs):
-    """Loss, learning rate, norm of the gradient and speed by steps, from logs. The loss of a model
-    that guesses is that of the first run."""
-    logs = [(f"{name}{Path(run).name}", read_log(run)) for run, name in runs.items()]
-    logs = [(name, log) for name, log in logs if len(log) > 1]
-    if not logs:
-        return None
-    names, logs = zip(*logs)
-    keys = {"loss": "loss", "learning rate": "lr", "norm of the gradient": "grad_norm",
-            "images a second": "images_per_s"}
-    charts = {heading: [curve(log, key) for log in logs] for heading, key in keys.items()}
-    charts["loss"].append(curve(logs[0], "chance_loss"))
-    return draw_charts("The training, by steps", charts, [*names, "loss of a guess"])
-
-
 def draw_log(run):
-    """{path: picture} of what the run's log shows."""
-    return {Path(run, "entropies.png"): draw_entropies(run),
-            Path(run, "curves.png"): draw_curves({run: ""})}
+    """{path: picture} of what a run's log shows: the training, of BAM also its Fig. 3."""
+    log, pages = read_log(run), {}
+    if len(log) > 1:
+        cells = [(chart(log, names), "") for names in CURVES]
+        pages[Path(run, "curves.png")] = sheet("The training, by steps", [("", cells)], columns=2)
+    if len(log) > 1 and "entropy_a" in log[-1]:
+        title = "BAM: mean entropy of the rows of A and B, in nats, by steps"
+        page = sheet(title, [("", [(chart(log, ENTROPIES), "")])])
+        pages[Path(run, "entropies.png")] = page
+    return pages
 
 
 PICTURES = {
@@ -1667,9 +1538,6 @@ def save_pictures(pages):
     for path, page in pages.items():
         with common.replacing(path) as file:
             page.quantize(256).save(file, "PNG")  # a third of the bytes
-        if page.info.get("undrawn"):
-            lines = "\n".join(page.info["undrawn"]) + "\n"
-            path.with_suffix(".txt").write_text(lines, encoding="utf-8")
     if pages:
         print("pictures: " + ", ".join(map(str, pages)))
     return pages
