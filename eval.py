@@ -1042,21 +1042,6 @@ def sparsity(embed, data, options):
             "active/text": (embed.texts(captions) != 0).flatten(1).sum(1)}
 
 
-def score_names(embed, names):
-    """A function: images (B, 3, S, S) -> p(h_j) of the names at the patches, (B, g * g, names),
-    the mean over a name's sub-words (STAIR, Sec. 7.2)."""
-    pieces = [embed.tokenizer.encode(name)[1:-1] for name in names]
-    ids = torch.tensor(sum(pieces, []), device=embed.device)
-    patches = embed.model.image_encoder.grid ** 2
-
-    def scores(images):
-        maps = embed.model.word_maps(images, ids)[:, -patches:]
-        parts = maps.split([len(part) for part in pieces], -1)
-        return torch.stack([part.mean(-1) for part in parts], -1)
-
-    return scores
-
-
 # What can be measured ---------------------------------------------------------------------
 
 
@@ -1269,14 +1254,16 @@ def draw_words(embed, data):
 def draw_queries(embed, data):
     """Where words are found in images without a text tower (STAIR, Fig. 10)."""
     images, captions = data.samples(10)
-    rows = []
+    rows, patches = [], embed.model.image_encoder.grid ** 2
     for i, caption in enumerate(captions):
         words = list(dict.fromkeys(common.split_words(caption)))
         words = [word for word in words if len(word) > 2 and word in embed.tokenizer.ids]
         if data.content_words:
             words = [word for word in words if word in data.content_words]
         if words:
-            maps = embed.images(images[i : i + 1], score_names(embed, words[:10]))[0].T
+            ids = torch.tensor([embed.tokenizer.ids[word] for word in words[:10]])
+            encode = functools.partial(embed.model.word_maps, ids=ids.to(embed.device))
+            maps = embed.images(images[i : i + 1], encode)[0, -patches:].T  # p(h_j)
             maps = maps - maps.amin(1, keepdim=True)                        # (words, g * g)
             rows.append((caption, images[i], zip(words, maps)))
     title = "STAIR: a word lights up the patches where it scores high, without a text tower"

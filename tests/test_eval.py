@@ -1,12 +1,10 @@
 """Metrics on hand-made matrices, tasks and pictures on small made-up data."""
 
-import collections
 import io
-import itertools
 import json
 import math
 import shutil
-import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -134,57 +132,39 @@ def test_the_probes_have_their_papers_settings():
 
 
 def test_the_sgd_probe_trains_every_learning_rate_as_if_alone_and_chooses_on_what_is_held_out():
-    parts = [noisy_features(40) for _ in range(6)]
-    held, queue = noisy_features(400), iter(parts)
-    found, rate = evaluation.sgd_probe(lambda: [next(queue), next(queue)], *held, 20, epochs=3)
-    right = {}
+    crops = [noisy_features(80) for _ in range(3)]
+    held, queue = noisy_features(400), iter(crops)
+    found, rate = evaluation.sgd_probe(lambda: next(queue), *held, 20, epochs=3)
     with common.fixed_seed(0):
         heads = [torch.nn.Linear(64, 20) for _ in evaluation.RATES]
+        batches = [[(x[rows], y[rows]) for rows in torch.randperm(80).chunk(64)] for x, y in crops]
+    right = {}
     for lr, head in zip(evaluation.RATES, heads):
         velocity = {p: torch.zeros_like(p) for p in head.parameters()}
-        for i, (x, y) in enumerate(parts):
+        for epoch, x, y in ((i, x, y) for i in range(3) for x, y in batches[i]):
             loss = F.cross_entropy(head(x), y)
             for p, gradient in zip(velocity, torch.autograd.grad(loss, list(velocity))):
                 velocity[p] = 0.9 * velocity[p] + gradient
-                epoch_lr = lr * (1 + math.cos(math.pi * (i // 2) / 3)) / 2  # constant in an epoch
-                p.data -= epoch_lr * velocity[p]
+                p.data -= lr * (1 + math.cos(math.pi * epoch / 3)) / 2 * velocity[p]
         right[lr] = (head(held[0]).argmax(1) == held[1]).sum().item()
     assert rate == max(right, key=right.get) and len(set(right.values())) > 1
     best = heads[evaluation.RATES.index(rate)]
     torch.testing.assert_close(found.weight, best.weight, atol=1e-6, rtol=1e-4)
 
 
-def entropy_of(labels):
-    shares = [labels.count(x) / len(labels) for x in set(labels)]
-    return -sum(p * math.log(p) for p in shares)
+def test_the_sgd_probes_batches_have_1024_images_at_most_and_an_epoch_64_at_least(monkeypatch):
+    sizes, cross_entropy = [], F.cross_entropy
 
+    def spy(x, y):
+        sizes.append(len(y))
+        return cross_entropy(x, y)
 
-def test_nmi_and_ari_are_the_literal_ones():
-    a, b = torch.randint(3, (40,)), torch.randint(2, (40,))
-    b[:25] = a[:25] % 2
-    x, y, n = a.tolist(), b.tolist(), 40
-    information = entropy_of(x) + entropy_of(y) - entropy_of(list(zip(x, y)))
-    expected = 2 * information / (entropy_of(x) + entropy_of(y))
-    assert evaluation.nmi(a, b) == pytest.approx(expected)
-    pairs = list(itertools.combinations(range(n), 2))
-    in_a, in_b = ({p for p in pairs if z[p[0]] == z[p[1]]} for z in (x, y))
-    expected = len(in_a) * len(in_b) / len(pairs)
-    largest = (len(in_a) + len(in_b)) / 2
-    found = evaluation.ari(a, b)
-    assert found == pytest.approx((len(in_a & in_b) - expected) / (largest - expected))
-    relabelled = torch.tensor([2, 0, 1])[a] * 7
-    assert evaluation.nmi(a, relabelled) == pytest.approx(1) == evaluation.ari(a, relabelled)
-    chance = [evaluation.ari(a, torch.randint(3, (40,))) for _ in range(200)]
-    assert abs(sum(chance) / 200) < 0.02
-
-
-def test_k_means_finds_separate_clusters_and_its_best_start():
-    truth = torch.arange(6).repeat_interleave(20)
-    x = 10 * torch.randn(6, 5)[truth] + torch.randn(120, 5)
-    found = evaluation.k_means(x, 6, torch.Generator().manual_seed(0))
-    assert evaluation.ari(truth, found) == pytest.approx(1)
-    same = evaluation.k_means(torch.zeros(5, 2), 2, torch.Generator().manual_seed(0))
-    assert len(same) == 5
+    monkeypatch.setattr(F, "cross_entropy", spy)
+    for n, largest in ((640, 10), (66_000, 1016)):  # 64 batches, and 65
+        sizes.clear()
+        x, y = torch.randn(n, 1), torch.randint(2, (n,))
+        evaluation.sgd_probe(lambda: (x, y), x[:9], y[:9], 2, epochs=1)
+        assert sum(sizes) == len(evaluation.RATES) * n and max(sizes) == largest
 
 
 def test_winoground_scores():
@@ -369,20 +349,16 @@ def test_templates_have_the_bare_name_or_the_name_with_its_article(tmp_path):
         data, _ = opened(tmp_path, templates=given)
         assert data.classes.names == ["blue", "green", "red"]
         assert data.classes.prompts[-4:] == list(PROMPTS.values())
-    both, _ = opened(tmp_path, templates=["{}", str(tmp_path / "openai.txt")])
-    assert len(both.classes.prompts) == 3 * 5
     data, _ = opened(tmp_path)
     assert data.classes.prompts[:4] == ["a photo of a blue.", "a blue", "a close-up of a blue.",
                                         "a picture of a blue."]
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "classes.txt").write_text("red\n")
-    (tmp_path / "json.txt").write_text('["a photo of {c}."]\n')
     for template, message in (
             ("empty.txt", "--templates: .*empty.txt' is no file of templates"),
             ("classes.txt", "'red' is no file of templates, one a line, and no template with one"),
-            ("no.txt", "no file"), ("a {b}", "'a {b}' is no file"), ("{} {}", "no file"),
-            ("{} {a}", "no file"), ("{", "no file"), ("{0}", "no file"),
-            ("json.txt", "no file of templates, one a line")):
+            ("no.txt", "no file"), ("a {b}", "'a {b}' is no file"), ("{} {a}", "no file"),
+            ("{", "no file")):
         template = str(tmp_path / template) if ".txt" in template else template
         with pytest.raises(common.UserError, match=message):
             opened(tmp_path, templates=[template])
@@ -413,7 +389,7 @@ def test_classes_file_names_class_folders_and_numbers_need_it(tmp_path):
         for word, number in zip(Oracle.words, numbers):
             (tmp_path / part / word).rename(tmp_path / part / number)
     names = tmp_path / "names.txt"
-    names.write_text("".join(f"{n}\t{word}\n" for n, word in zip(numbers, Oracle.words)))
+    names.write_text("\n".join(Oracle.words))
     train, test = str(tmp_path / "train"), str(tmp_path / "test")
     flags = dict(train_data=train, probe_epochs=1)
     for task in ("zeroshot", "slots", "words"):
@@ -423,40 +399,33 @@ def test_classes_file_names_class_folders_and_numbers_need_it(tmp_path):
     with pytest.raises(common.UserError, match="n01440764 has a number .* --classes FILE"):
         evaluation.check(opened(test, **flags)[1], opened(test, **flags)[0], has_text=True)
     for probe in ("adamw", "sgd"):
-        tasks = ["knn", "linear", "clusters"]
+        tasks = ["knn", "linear"]
         data, options = opened(test, tasks=tasks, probe=probe, **flags)
         result = evaluation.evaluate(embedder(), data, options)
         assert result["knn"] == 1 and "linear" in result and data.named is None
     seen = evaluation.open_eval_set(options, 8, captions=False)             # as of BAM
     assert seen.samples(2)[0].shape == (2, 3, 8, 8)
-    for flags in (dict(classes=str(names)), dict(data=f"{test}:classes={names}")):
-        data, options = opened(flags.pop("data", test), templates=["{}"], **flags)
-        result = evaluation.zeroshot(embedder(), data, options)
-        assert result["zeroshot"].tolist() == [True] * 6
-        assert data.named.source == str(names)
-        assert {"a photo of a red.", "a photo of a blue."} <= set(data.samples(6)[1])
+    data, options = opened(test, templates=["{}"], classes=str(names))
+    assert evaluation.zeroshot(embedder(), data, options)["zeroshot"].tolist() == [True] * 6
+    assert data.named.source == str(names)
     names.write_text("red\ngreen\n")
-    with pytest.raises(common.UserError, match="names.txt has names for 2 of 3 class folders"):
+    with pytest.raises(common.UserError, match="names.txt has .* 3 class folders"):
         opened(test, classes=str(names))[0].classes
     with pytest.raises(common.UserError, match="--classes .*no.txt cannot be read"):
         opened(test, classes=str(tmp_path / "no.txt"))[0].classes
 
 
-def test_the_results_say_where_names_come_from_and_the_first_prompt_is_printed(run_of, tmp_path,
-                                                                               capsys):
+def test_the_table_says_where_names_come_from_and_the_first_prompt(run_of, tmp_path, capsys):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     make_folders(tmp_path / "data")
     (tmp_path / "names.txt").write_text("sky\ngrass\nblood\n")
     argv = [str(run), "--task", "zeroshot", "--data", str(tmp_path / "data")]
     evaluation.main(argv)
-    written = json.loads(next(run.glob("eval-*.json")).read_text())
-    assert written["settings"]["class_names"] == "folders"
-    assert "zeroshot/mean_per_class_recall" in written
-    assert "First prompt: 'a photo of a blue.'" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Class names: folders. First prompt: 'a photo of a blue.'" in printed
+    assert "zeroshot/mean_per_class_recall" in printed
     evaluation.main([*argv, "--classes", str(tmp_path / "names.txt"), "--templates", "{}!"])
-    written = json.loads(next(run.glob("eval-*-classes-*.json")).read_text())
-    assert written["settings"]["class_names"] == str(tmp_path / "names.txt")
-    assert "First prompt: 'sky!'" in capsys.readouterr().out
+    assert "names.txt. First prompt: 'sky!'" in capsys.readouterr().out
 
 
 def test_retrieval_with_several_captions_per_image(tmp_path):
@@ -496,9 +465,9 @@ def test_knn_and_linear_probe_on_class_folders(tmp_path):
     for part in ("train", "test"):
         make_folders(tmp_path / part)
     data, options = opened(tmp_path / "test", train_data=str(tmp_path / "train"))
-    assert evaluation.knn(embedder(), data, options) == {"knn": 1.0, "knn/samples": 6}
+    assert evaluation.knn(embedder(), data, options) == {"knn": 1.0}
     assert evaluation.linear(embedder(), data, options)["linear"].all()
-    for itself in (None, f"{tmp_path}/test/", f"{tmp_path}/test:classes=names.txt"):
+    for itself in (None, f"{tmp_path}/test/"):
         with pytest.raises(common.UserError, match="need --train-data"):
             evaluation.knn(embedder(), *opened(tmp_path / "test", train_data=itself))
     (tmp_path / "train" / "grey").mkdir()
@@ -507,11 +476,12 @@ def test_knn_and_linear_probe_on_class_folders(tmp_path):
         evaluation.knn(embedder(), data, options)
 
 
-def test_random_crops_keep_the_colours_of_files_and_tensors(tmp_path):
+def test_random_crops_keep_the_colours_of_every_file_tensor_and_bytes(tmp_path):
     make_folders(tmp_path)
-    names = {0: [0, 0, 1.0], 1: [0, 128 / 255, 0], 2: [1.0, 0, 0]}          # blue, green, red
-    pictures = [torch.tensor(names[c])[:, None, None].expand(3, 16, 16) for c in range(3)]
-    tensors = [(common.normalize(picture), c) for c, picture in enumerate(pictures)]
+    colours = torch.tensor([[0, 0, 1.0], [0, 128 / 255, 0], [1.0, 0, 0]])   # blue, green, red
+    tensors = [(common.normalize(x[:, None, None].expand(3, 16, 16)), c)
+               for c, x in enumerate(colours)]
+    files = list(opened(tmp_path)[0].labelled("train"))                     # one is broken
     seen = []
 
     class Seen(Oracle):
@@ -519,69 +489,45 @@ def test_random_crops_keep_the_colours_of_files_and_tensors(tmp_path):
             seen.append(images)
             return self.encode_image(images)
 
-    for pairs in (tensors, list(opened(tmp_path)[0].labelled("train"))):
+    in_shards = [(Path(file).read_bytes(), label) for file, label in files]
+    for pairs, each in ((tensors, 1), (files, 2), (in_shards, 2)):
         seen.clear()
-        batches = list(evaluation.random_crops(embedder(Seen()), pairs))
-        assert torch.cat(seen).dtype == torch.float32
-        assert torch.cat(seen).shape == (sum(len(y) for _, y in batches), 3, 8, 8)
-        colours = common.denormalize(torch.cat(seen)).mean((2, 3))          # (n, 3)
-        distance = torch.cdist(colours, torch.tensor(list(names.values())))
-        assert distance.amin(1).max() < 0.01 and set(distance.argmin(1).tolist()) == {0, 1, 2}
-        for x, y in batches:
-            torch.testing.assert_close(x, torch.eye(3)[2 - y], atol=0.02, rtol=0)
+        x, y = evaluation.random_crops(embedder(Seen()), pairs)
+        assert torch.cat(seen).dtype == torch.float32 and torch.cat(seen).shape == (len(y), 3, 8, 8)
+        assert y.bincount().tolist() == [each] * 3
+        found = common.denormalize(torch.cat(seen)).mean((2, 3))            # (n, 3)
+        torch.testing.assert_close(found, colours[y], atol=0.01, rtol=0)
+        torch.testing.assert_close(x, torch.eye(3)[2 - y], atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["folders", "shards", "world"])
-def test_random_crops_are_of_every_image_and_new_in_each_epoch(tmp_path, kind):
-    make_folders(tmp_path / "red")
-    if kind == "shards":
-        with tarfile.open(tmp_path / "0.tar", "w") as tar:
-            for i in range(6):
-                (tmp_path / "label").write_text(str(i % 3))
-                tar.add(tmp_path / "red" / Oracle.words[i % 3] / "0.png", f"{i}.png")
-                tar.add(tmp_path / "label", f"{i}.cls")
-    spec = {"folders": tmp_path / "red", "shards": tmp_path / "0.tar", "world": "shapes:size=16"}
-    pairs = list(opened(spec[kind])[0].labelled("train"))
-    embed = embedder()
+def test_random_crops_are_new_in_each_epoch():
+    pairs = list(opened("shapes:size=16")[0].labelled("train"))
     with common.fixed_seed(1):
-        epochs = [list(evaluation.random_crops(embed, pairs)) for _ in range(2)]
-    counts = [collections.Counter(torch.cat([y for _, y in batches]).tolist())
-              for batches in epochs]
-    known = collections.Counter(label for _, label in pairs)
-    if kind == "folders":
-        known[2] -= 1                                                       # the broken image
-    assert counts == [known, known]
-    assert all(x.shape == (len(y), 3) for x, y in epochs[0])
-    first, second = [torch.cat([x for x, _ in batches]) for batches in epochs]
-    if kind == "world":  # plain pictures have the same crops
-        assert not torch.isclose(first.sort(0)[0], second.sort(0)[0]).all()
-    assert len(epochs[0]) > 1                                               # small batches
+        (x, labels), (y, again) = [evaluation.random_crops(embedder(), pairs) for _ in range(2)]
+    assert labels.tolist() == again.tolist() == [label for _, label in pairs]
+    assert not torch.isclose(x, y).all(1).any()
 
 
 def test_the_sgd_probe_holds_out_a_tenth_of_the_training_images(tmp_path, monkeypatch, capsys):
-    for part in ("train", "test"):
-        for colour in Oracle.words:
-            (tmp_path / part / colour).mkdir(parents=True)
-            for n in range(10):
-                Image.new("RGB", (9, 9), colour).save(tmp_path / part / colour / f"{n}.png")
-    data, options = opened(tmp_path / "test", train_data=str(tmp_path / "train"), probe="sgd",
-                           probe_epochs=2)
     seen, probe = [], evaluation.sgd_probe
 
-    def spy(batches, held, held_labels, *rest):
-        seen.append((sum(len(y) for _, y in batches()), len(held), len(held_labels)))
-        capsys.readouterr()
-        return probe(batches, held, held_labels, *rest)
+    def spy(crops, held, *rest):
+        seen.append((len(crops()[1]), len(held)))
+        return probe(crops, held, *rest)
 
-    monkeypatch.setattr(evaluation, "sgd_probe", spy)
-    result = evaluation.linear(embedder(), data, options)
-    assert seen == [(27, 3, 3)]
-    assert len(result["linear"]) == 30 and result["linear/lr"] in evaluation.RATES
-    capsys.readouterr()
-    (tmp_path / "train/red/10.png").write_bytes(b"no image")
-    data, options = opened(tmp_path / "test", train_data=str(tmp_path / "train"), probe="sgd",
-                           probe_epochs=3)
-    evaluation.linear(embedder(), data, options)
+    data, options = opened("shapes:size=16", probe="sgd", probe_epochs=2)
+    images = len(list(data.labelled("train")))
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "sgd_probe", spy)
+        assert evaluation.linear(embedder(), data, options)["linear/lr"] in evaluation.RATES
+    held = math.ceil(images / 10)
+    assert seen == [(images - held, held)]
+    for part in ("train", "test"):
+        make_folders(tmp_path / part)
+    (tmp_path / "test/red/broken.png").unlink()
+    found = evaluation.linear(embedder(), *opened(tmp_path / "test", probe="sgd", probe_epochs=3,
+                                                  train_data=str(tmp_path / "train")))
+    assert len(found["linear"]) == 6
     assert capsys.readouterr().out.count("skipped 1 of") == 1               # not in each epoch
 
 
@@ -633,8 +579,7 @@ def test_negatives_on_sugarcrepe_files(tmp_path):
         item = {"filename": "red/0.png", "caption": "red", "negative_caption": negative}
         (tmp_path / f"{kind}.json").write_text(json.dumps({"7": item}))
     result = evaluation.negatives(embedder(), *opened(tmp_path, image_root=str(tmp_path)))
-    assert result == {"negatives/swap_att": 1, "negatives/add_obj": 0,  # equal scores are wrong
-                      "negatives": 0.5, "negatives/samples": 1}
+    assert result == {"negatives/swap_att": 1, "negatives/add_obj": 0, "negatives": 0.5}  # a tie
 
 
 def test_slots_are_selected_and_masks_trained_on_files(tmp_path):
@@ -737,44 +682,21 @@ def test_data_have_a_default_split():
         assert {evaluation.default_split(spec) for spec in specs} == {split}
 
 
-def test_differences_name_runs_by_the_settings_in_which_they_differ():
-    kinds = itertools.product(("sparc", "clip"), (0, 1))
-    runs = [dict(objective=o, lr=0.1, seed=s, out=f"{o}{s}") for o, s in kinds]
-    assert evaluation.differences(runs) == ["sparc", "sparc", "clip", "clip"]
-    assert evaluation.differences(runs[:2]) == ["all", "all"]
-    runs[0] |= {"lr": 0.2, "new": 1}  # a setting of one run alone does not count
-    assert evaluation.differences(runs)[:3] == ["sparc, lr=0.2", "sparc, lr=0.1", "clip"]
-    methods = [dict(method="sparc", objective="clip"), dict(method="sparo", readout="gap"),
-               dict(lr=0.1, method="bam", target="onehot"), dict(lr=0.2, method="bam", target="x")]
-    assert evaluation.differences(methods) == ["sparc", "sparo", "bam, onehot", "bam, x"]
-
-
-def test_compare_prints_mean_and_deviation(capsys):
-    results = [{"x": 0.1, "y": 1}, {"x": 0.3, "y": 1}, {"x": 0.5}]
-    evaluation.compare(["a", "a", "b"], results)
-    assert capsys.readouterr().out.splitlines() == [
-        "| | a (2) | b (1) |", "|---|---|---|", "| x | 0.200 ± 0.141 | 0.500 |",
-        "| y | 1.000 ± 0.000 |  |"]
-
-
 def test_a_task_that_the_data_cannot_serve_is_an_error(tmp_path):
     make_folders(tmp_path)
     with pytest.raises(common.UserError, match="segmentation cannot use this data"):
         evaluation.evaluate(embedder(), *opened(tmp_path, tasks=["segmentation"]))
 
 
-def test_clusters_and_probes_of_a_run(run_of, tmp_path):
+def test_the_sgd_probe_of_a_run(run_of, tmp_path, capsys):
     run = shutil.copytree(run_of("bam"), tmp_path / "run")
-    flags = ["--task", "clusters,linear,heads", "--probe", "sgd", "--probe-epochs", "2"]
-    evaluation.main([str(run), *flags])
-    result = json.loads((run / "eval-probe-sgd-probe-epochs-2.json").read_text())
-    assert result["linear/lr"] in evaluation.RATES
-    assert {"clusters/10/nmi", "clusters/shape/8/nmi", "linear/lr"} <= result.keys()
-    assert all(-0.1 < result[key] <= 1 for key in result if key.startswith("clusters"))
+    evaluation.main([str(run), "--task", "linear,heads", "--probe", "sgd", "--probe-epochs", "2"])
+    rate = capsys.readouterr().out.partition("linear/lr ")[2].split()[0]
+    assert float(rate) in evaluation.RATES
     make_folders(tmp_path)
     (tmp_path / "captions.csv").write_text("image,caption\nred/0.png,so red\n")
     with pytest.raises(common.UserError, match="on .*captions.csv: give class folders or shapes"):
-        evaluation.main([str(run), "--task", "clusters", "--data", str(tmp_path / "captions.csv")])
+        evaluation.main([str(run), "--task", "knn", "--data", str(tmp_path / "captions.csv")])
 
 
 @pytest.mark.parametrize("name, pictures", [
@@ -802,6 +724,35 @@ def test_text_is_wrapped_and_cells_go_on_in_the_next_line():
     cell = Image.new("RGB", (112, 112)), "label"
     one, two = (evaluation.sheet("", [("", [cell] * n)]) for n in (12, 13))
     assert two.width == one.width and two.height > one.height + 112
+
+
+def test_letters_that_the_font_lacks_are_left_out():
+    """Accents are dropped; what has no Latin letter is "(...)"."""
+    for string, shown in (("Café à “Łódź”", "Cafe a odz"), ("赤い犬，", "(...)"),
+                          ("красная собака 2", "(...)"), (".", ".")):
+        assert evaluation.text(string, 112) == evaluation.text(shown, 112)
+
+
+def test_a_chart_draws_points_where_they_are():
+    log = [{"step": 0, "a": 0.0, "b": 3}, {"step": 50, "b": math.nan}, {"step": 75, "a": -1.0},
+           {"step": 100, "a": 4.0, "b": 3}]
+    page = evaluation.chart(log, {"a": "first", "b": "second"}, width=400, height=200)
+    red, green = evaluation.CLASS_COLOURS[:2]
+    assert page.getpixel((60 + 200, 30 + 50)) == green                      # past the nan
+    assert page.getpixel((60 + 150, 30 + 200)) == red                       # to -1, drawn at 0
+    assert page.getpixel((60 + 350, 30 + 100)) == red                       # from there to 4
+    assert evaluation.chart(log, {"c": "not logged"}).width > 400
+
+
+def test_the_curves_of_a_run_need_two_points(run_of, tmp_path):
+    assert evaluation.draw_log(tmp_path) == {}
+    lines = (run_of("bam") / "log.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "log.jsonl").write_text(lines[0] + "half a li")
+    assert evaluation.draw_log(tmp_path) == {}
+    (tmp_path / "log.jsonl").write_text("".join(lines[:2]))
+    drawn = [path.name for path in evaluation.draw_log(tmp_path)]
+    assert drawn == ["curves.png", "entropies.png"]
+    assert [path.name for path in evaluation.draw_log(run_of("sparc"))] == ["curves.png"]
 
 
 def test_main_names_what_is_missing(run_of, tmp_path):
