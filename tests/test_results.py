@@ -112,7 +112,7 @@ def test_flags_name_the_file(tmp_path):
 
 def test_a_damaged_log_is_named(tmp_path):
     (tmp_path / "log.jsonl").write_text('garbage{{\n{"step": 1}\n')
-    with pytest.raises(common.UserError, match="log.jsonl has a damaged line: delete it"):
+    with pytest.raises(common.UserError, match="log.jsonl has a damaged line: .*; delete it"):
         evaluation.read_log(tmp_path)
 
 
@@ -163,22 +163,19 @@ def test_workers_batch_and_device_are_flags(run_of, tmp_path, monkeypatch):
 
 
 @GPU
-def test_neighbours_probes_and_clusters_run_on_the_gpu():
+def test_neighbours_and_probes_run_on_the_gpu():
     x, labels = torch.randn(300, 8), torch.randint(5, (300,))
     x[torch.arange(300), labels] += 3
     found = []
     for device in ("cpu", "cuda"):
         a, b = x.to(device), labels.to(device)
         head, _ = evaluation.adamw_probe(a[:200], b[:200], epochs=2)
-        epoch = lambda: zip(x[:200].split(50), labels[:200].split(50))
-        other, _ = evaluation.sgd_probe(epoch, a[200:], b[200:], 5, epochs=3)
+        crops = lambda: (x[:200], labels[:200])
+        other, _ = evaluation.sgd_probe(crops, a[200:], b[200:], 5, epochs=3)
         assert next(head.parameters()).device.type == next(other.parameters()).device.type == device
-        ids = evaluation.k_means(a, 5, torch.Generator().manual_seed(0))
-        assert ids.device.type == device
-        scores = [evaluation.knn_accuracy(a[:200], b[:200], a[200:], b[200:]),
-                  evaluation.accuracy(head, a[200:], b[200:]),
-                  evaluation.accuracy(other, a[200:], b[200:]), evaluation.nmi(labels, ids.cpu())]
-        found.append(torch.tensor(scores))
+        right = [(probe(a[200:]).argmax(1) == b[200:]).float().mean() for probe in (head, other)]
+        found.append(torch.tensor([evaluation.knn_accuracy(a[:200], b[:200], a[200:], b[200:]),
+                                   *right]))
     torch.testing.assert_close(*found, atol=0.03, rtol=0)
 
 
@@ -265,7 +262,7 @@ def test_queries_of_dense_runs_are_answered_by_the_dot_product(run_of, tmp_path,
 def test_only_what_learns_needs_labels_to_learn_from(run_of, tmp_path):
     make_folders(tmp_path / "test")
     run = shutil.copytree(run_of("bam"), tmp_path / "run")
-    evaluation.main([str(run), "--data", str(tmp_path / "test"), "--task", "clusters,heads"])
+    evaluation.main([str(run), "--data", str(tmp_path / "test"), "--task", "heads"])
     for name, task in (("bam", "knn"), ("bam", "linear"), ("sparc", "zeroshot,linear")):
         run = shutil.copytree(run_of(name), tmp_path / name, dirs_exist_ok=True)
         before = sorted(run.iterdir())
@@ -307,45 +304,6 @@ def test_captions_without_a_known_word_leave_a_picture_out(run_of, tmp_path):
     embed, _ = evaluation.load_run(run_of("stair"))
     data, _ = opened(tmp_path / "photos.csv")
     assert evaluation.draw_queries(embed, data) is None
-
-
-def test_runs_of_one_name_have_a_curve_each(run_of, tmp_path, monkeypatch):
-    runs = [shutil.copytree(run_of("sparc"), tmp_path / seed / "run") for seed in "ab"]
-    monkeypatch.setattr(evaluation, "draw_charts", lambda title, charts, names: (charts, names))
-    charts, names = evaluation.draw_curves(dict.fromkeys(runs, "all: "))
-    assert names == ["all: run", "all: run", "loss of a guess"]
-    assert [len(lines) for lines in charts.values()] == [3, 2, 2, 2]
-
-
-def test_curves_of_one_run_and_of_several(run_of, tmp_path):
-    runs = [shutil.copytree(run_of("sparc"), tmp_path / name) for name in "ab"]
-    with Image.open(runs[0] / "curves.png") as page:
-        one = page.convert("RGB").getcolors(10**6)
-    evaluation.main([*map(str, runs), "--task", "retrieval"])
-    with Image.open(runs[0] / "comparison-curves.png") as page:
-        two = page.convert("RGB").getcolors(10**6)
-    lines = [{colour for _, colour in page} & set(evaluation.CLASS_COLOURS) for page in (one, two)]
-    assert set(evaluation.CLASS_COLOURS[:2]) <= lines[0]
-    assert set(evaluation.CLASS_COLOURS[1:3]) <= lines[1]  # a's lies below b's
-    assert not (runs[0] / "comparison.png").exists()  # of segmentations, which nobody asked for
-
-
-def test_a_chart_draws_points_where_they_are():
-    page = evaluation.chart([[(0, 0), (100, 4)], [(0, 2), (100, 2)]], width=400, height=200)
-    assert page.getpixel((60 + 100, 10 + 150)) == evaluation.CLASS_COLOURS[0]
-    assert page.getpixel((60 + 300, 10 + 100)) == evaluation.CLASS_COLOURS[1]
-    many = evaluation.draw_charts("", {"loss": [[(0, 1), (1, 0)]] * 30, "none": [[]]}, "ab" * 15)
-    assert many.width > 800
-
-
-def test_captions_that_the_font_lacks_stand_beside_the_picture(tmp_path):
-    cell = Image.new("RGB", (112, 112))
-    page = evaluation.sheet("title", [("a dog!", [(cell, "赤い犬")]),
-                                      ("красная собака", [(cell, "a dog")])])
-    evaluation.save_pictures({tmp_path / "a.png": page})
-    assert (tmp_path / "a.txt").read_text(encoding="utf-8") == "赤い犬\nкрасная собака\n"
-    evaluation.save_pictures({tmp_path / "b.png": evaluation.sheet("e~", [("a", [(cell, "b")])])})
-    assert not (tmp_path / "b.txt").exists()
 
 
 def test_runs_of_different_methods_share_a_table(run_of, tmp_path, capsys):
