@@ -132,23 +132,15 @@ def sinkhorn(S, tau, iters, gather=identity):
     """S (..., rows, columns) -> B: K = exp(S / tau), columns and rows normalised in turn.
 
     Each row of B has the sum 1. In the limit each column has the sum rows / columns, as in the
-    authors' code: 1 if S is square. With gather, S has the rows of this rank, and the columns
-    of this rank come first. B has no gradient (Sec. 4.1).
+    authors' code: 1 if S is square. With gather, S has the rows of this rank, and the columns of
+    all. B has no gradient (Sec. 4.1).
     """
     log_K = fp32(S.detach()) / tau
     del S  # it takes as much memory as log_K
     for _ in range(iters):
-        log_K -= over_ranks(log_K.logsumexp(-2, keepdim=True), gather)       # columns
-        log_K -= log_K.logsumexp(-1, keepdim=True)                           # rows
+        log_K -= gather(log_K.logsumexp(-2, keepdim=True)[None]).logsumexp(0)  # columns
+        log_K -= log_K.logsumexp(-1, keepdim=True)                             # rows
     return log_K.exp_()
-
-
-def over_ranks(log_sums, gather):
-    """Log-sums of columns (..., 1, m) over the rows of this rank -> over those of all."""
-    ranks = gather(log_sums[None])                          # (W, ..., 1, m), this one first
-    own = log_sums.shape[-1] // len(ranks)                  # columns of each rank
-    # The r-th rank after this one has its own columns first; here they are the r-th block.
-    return torch.stack([x.roll(r * own, -1) for r, x in enumerate(ranks)]).logsumexp(0)
 
 
 # L_BAM = sum_{j != j'} sum_i CE(b_i^j, a_i^j'),  CE(b, a) = -<b, log a>             (Eq. 5)
@@ -177,9 +169,10 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
              gather=identity, entropies=False):
     """Eq. 1 to 5. z: (n_views * n, E) latents of n images, view by view, the n_global large
     views first (None: all are). teacher: such latents of a moving average, for columns and
-    targets (App. C). gather: (N, ...) -> (W N, ...), differentiable, this rank's rows first;
-    every rank brings n images. The others are Config's (iters: sinkhorn_iters). -> scalar; with
-    entropies=True also the mean entropies of the rows of A and B. Raises ValueError for bad input.
+    targets (App. C). gather: (N, ...) -> (W N, ...), differentiable, in the order of the ranks;
+    gather.rank; every rank brings n images. The others are Config's (iters: sinkhorn_iters).
+    -> scalar; with entropies=True also the mean entropies of the rows of A and B. Raises
+    ValueError for bad input.
     """
     k, n = n_views, len(z) // n_views
     G = k if n_global is None else n_global
@@ -189,11 +182,11 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
     c = gather(z_m[:G].flatten(0, 1))                        # (m, E), the columns of S
     if len(c) < 2 * G:
         raise ValueError("The loss compares images: the global batch needs two or more.")
-    row = torch.arange(k * n, device=z.device).view(k, n)    # j n + i: view j of image i
-    column = torch.arange(len(c), device=z.device)           # r G n + j n + i, r the rank
-    rows, columns = row % n, column // (G * n) * n + column % n  # images, numbered r n + i
-    if target == "onehot":  # SimCLR leaves out the latent itself alone; -1 matches no row
-        rows, columns, mask = row, column.masked_fill(column >= G * n, -1), "exclude"
+    rank = getattr(gather, "rank", 0)
+    rows = rank * n + torch.arange(n, device=z.device).expand(k, n)      # the number of the image
+    if target == "onehot":  # SimCLR leaves out the latent itself alone: the number of the latent
+        rows, mask = rank * k * n + torch.arange(k * n, device=z.device).view(k, n), "exclude"
+    columns = gather(rows[:G].flatten())                     # (m,)
     balance, attend, blocks = sinkhorn, attention, 1
     if normalization == "block":  # a row is G distributions, over whose losses we average
         balance, attend, blocks = by_block(sinkhorn, k, n, G), by_block(attention, k, n, G), G
@@ -203,7 +196,7 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
         elif target == "softmax":  # Eq. 2, but with tau_B (tau_B = tau: Table 1 without balancing)
             B = attend(similarities(z_m, c, rows, columns, mask), tau_b)
         else:
-            B = torch.eye(G * n, len(c), dtype=z.dtype, device=z.device)
+            B = (rows.view(-1, 1) == columns).to(z.dtype)
         # differs: in Sec. 3.5 small views are targets of large ones, too; not in the authors' code
         B = B[: G * n].view(G, n, -1)
         entropy_b = torch.special.entr(B).sum(-1).mean()
@@ -502,14 +495,10 @@ class LARS(torch.optim.Optimizer):
 # * Sharpening prevents the collapse to uniform: with tau_B = tau both entropies rise to 5.4 of
 #   5.5; with tau_B = tau / 2 balancing makes little difference (two views .421, without .453).
 # * Positives must be masked (without .284), and the projector needs BatchNorm (.30).
-# * Objects of eight colours teach it colours (.998), not shapes (.44; SimCLR .73; 600 steps, val):
-#   targets are relations that the network sees already. Of one colour it learns shapes, in 300
-#   steps less than SimCLR (.498, .578), in 600 as much (.737 +- .086, .733 +- .124; seeds 3-5). It
-#   wants a low rate (val, seed 0: .70 at 5e-4, .42 at 2e-3).
+# * Of eight colours it learns colours (.998), not shapes (.44; SimCLR .73): targets are relations
+#   that the network sees already. Of one it learns shapes, at a low rate (val: 5e-4 .70, 2e-3 .42).
 # * Blocks are no worse than global normalisation (shapes: .546, .498). A teacher lags behind (.34).
-# * An update takes 1.006 times the FLOPs and 1.011 times the memory of DINO's (sparo.py's preset
-#   dino-s16 --readout cls; Table 10: time .93, memory .98), by --preset vit-s16 --batch 2048
-#   --ranks 16 --local-crops 0 --dry-run; with six small views 1.111 and .980.
+# * An update: 1.005 times DINO's FLOPs (Table 10: time .93); vit-s16, dino-s16, --local-crops 0.
 
 
 # What of the paper is tried on the embedded world: python eval.py --claims bam

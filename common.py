@@ -108,30 +108,38 @@ def init_distributed():
 
 
 class _Gather(torch.autograd.Function):
-    """(B, ...) on each rank -> (world, B, ...). Backward sums the gradients of all ranks."""
+    """(B, ...) on each rank -> (world * B, ...). Backward sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx, x):
         rows = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
         dist.all_gather_into_tensor(rows, x.contiguous())
-        return rows.view(-1, *x.shape)
+        return rows
 
     @staticmethod
     def backward(ctx, gradient):
-        gradient = gradient.contiguous()
+        gradient = gradient.clone(memory_format=torch.contiguous_format)  # it may be shared
         dist.all_reduce(gradient)
-        return gradient[dist.get_rank()]
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def gather(x):
-    """(B, ...) on each rank, of one shape -> (world * B, ...), this rank's rows FIRST.
+class Gather:
+    """gather(x): (B, ...) on each rank, of one shape -> (world * B, ...), in the order of the
+    ranks: row i of x is row gather.rank * B + i.
 
     Differentiable, so that DDP's mean over ranks is the gradient of one process on the global
     batch. (A plain all_gather loses what the other ranks' losses contribute to these rows.)
     """
-    if not dist.is_initialized():
-        return x
-    return _Gather.apply(x).roll(-dist.get_rank(), 0).flatten(0, 1)
+
+    def __call__(self, x):
+        return _Gather.apply(x) if dist.is_initialized() else x
+
+    @property
+    def rank(self):
+        return dist.get_rank() if dist.is_initialized() else 0
+
+
+gather = Gather()
 
 
 def gather_objects(value):

@@ -117,17 +117,12 @@ def in_rows(function, *rows, size, limit=2**24):
 @in_fp32
 def global_loss(v, t, scale, gather=identity):
     """CLIP's loss. v, t: (B, E) embeddings of pairs; scale: 1 / tau -> scalar.
-    gather: (B, E) -> (world * B, E), differentiable, with this rank's rows first."""
+    gather: (B, E) -> (world * B, E), differentiable, in the order of the ranks; gather.rank."""
     v, t = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
-    all_v, all_t = gather(v), gather(t)
-
-    def losses(v, t, i):
-        v_to_t = F.cross_entropy(scale * v @ all_t.T, i, reduction="none")  # (B, world * B) logits
-        t_to_v = F.cross_entropy(scale * t @ all_v.T, i, reduction="none")
-        return (v_to_t + t_to_v) / 2                                        # (B,)
-
-    i = torch.arange(len(v), device=v.device)
-    return in_rows(losses, v, t, i, size=len(all_v)).mean()
+    i = getattr(gather, "rank", 0) * len(v) + torch.arange(len(v), device=v.device)
+    v_to_t = F.cross_entropy(scale * v @ gather(t).T, i, reduction="none")  # (B, world * B) logits
+    t_to_v = F.cross_entropy(scale * t @ gather(v).T, i, reduction="none")
+    return ((v_to_t + t_to_v) / 2).mean()
 
 
 # s_lp = t_l . v_p
@@ -295,12 +290,8 @@ class Model(nn.Module):
 
 
 # To read SPARC, stop here. ===============================================================
-# Check your copy. Public copies of L_f have one or more of these wrong:
-# * nothing for a token that is equally similar to all patches: 0 / 0 makes the batch nan;
-# * padding is set to -inf, and multiplied by 0 later: nan for every batch with padding;
-# * alignment weights are detached, or made of cosines: Eq. 2 takes the plain inner product;
-# * the negatives are the words of the whole batch: Eq. 6 has those of the same caption;
-# * no threshold, or 1 / 196 whatever the patches: that is 1 / P of 14 x 14 patches alone.
+# Public copies of L_f get wrong: 0 / 0 in Eq. 2, -inf times 0 at padding, weights that are detached
+# or of cosines, negatives of the whole batch, no sigma, or 1 / 196 whatever P is.
 #
 # Into OpenCLIP's CLIP (`model`), for its `images` and `ids`; under DDP pass common.gather:
 #     out = model.forward_intermediates(images, ids, image_indices=1, text_indices=1,
@@ -313,15 +304,13 @@ class Model(nn.Module):
 #     loss = 0.5 * global_loss(v, t, scale, gather) + loss_f
 #
 # What was found out on the embedded world: with the paper's lambda_f of 0.5 and more, L_f is as
-# low for a wrong image (val: .15 and .17; chance 2.2). Its negatives are words of the same
-# caption, so patches can be a codebook that tells words apart whatever the image shows: retrieval
-# and, in the mean, zero-shot gain, segmentation loses. With 0.1 words are grounded (.5, wrong image
-# 3.1), at the preset's learning rate; then segmentation gains (val, seed 0, mIoU .224, CLIP .184),
-# and zero-shot does not; at 1e-3 segmentation gains in one seed of three. No setting showed both:
-# lambda_f .15 to .3, sigma .5, no positions of patches, two to six objects, a text tower without
-# blocks, on the val split, seeds 0 and 1.
-# An update takes 1.005 times CLIP's FLOPs and 1.008 times its memory (Table 11: 1.005, 1.005), by
-# --preset b16 --ranks 256 --dry-run.
+# low for a wrong image (val: .15 and .17; chance 2.2): its negatives are words of the same caption,
+# so patches can be a codebook that tells words apart whatever the image shows. Retrieval and, in
+# the mean, zero-shot gain, segmentation loses. With 0.1 words are grounded (.5, wrong image 3.1) at
+# the preset's learning rate; then segmentation gains (val, seed 0, mIoU .224, CLIP .184), zero-shot
+# does not. No setting showed both: lambda_f .15 to .3, sigma .5, no positions of patches, two to
+# six objects, a text tower without blocks (val, seeds 0 and 1). An update takes 1.005 times CLIP's
+# FLOPs (Table 11: 1.005), by `update_flops` of --preset b16 --dry-run.
 #
 # Below: the baselines of Sec. 4, as Sec. D.3 and D.4 describe them; b pairs on a rank, B on
 # all. The losses of an objective share one learned tau and are added. MGCA's weigh 2 : 2 : 1, as
@@ -343,14 +332,12 @@ def gather_captions(tokens, gather):
 
 
 def contrast(logits, gather):
-    """InfoNCE both ways. logits (b, B): this rank's images x all captions, its own first.
+    """InfoNCE both ways. logits (b, B): this rank's images x all captions.
     For the softmax over images, ranks exchange a number per caption instead of patches."""
-    sums = gather(logits.logsumexp(0, keepdim=True))  # (W, B), [k]: over images of rank me + k
-    W, b = len(sums), len(logits)
-    sums = sums.view(W, W, b)                         # [k, j]: for captions of rank me + k + j
-    own = torch.stack([sums[k, -k % W] for k in range(W)])  # (W, b), j = -k: this rank's captions
-    i_to_t = F.cross_entropy(logits, torch.arange(b, device=logits.device))
-    t_to_i = own.logsumexp(0) - logits.diagonal()                       # (b,)
+    b, first = len(logits), getattr(gather, "rank", 0) * len(logits)    # captions: first to first + b
+    sums = gather(logits.logsumexp(0, keepdim=True)).logsumexp(0)       # (B,), over all images
+    i_to_t = F.cross_entropy(logits, first + torch.arange(b, device=logits.device))
+    t_to_i = sums[first : first + b] - logits.diagonal(first)           # (b,)
     return (i_to_t + t_to_i.mean()) / 2
 
 
@@ -391,7 +378,7 @@ def filip_loss(tokens, patches, mask, scale, keep=0.2, gather=identity):
     images = gather(most_similar(patches, tokens, keep))                # (B, P', E)
     i_to_t = scale * in_chunks(filip_scores, patches, words)            # (b, B)
     t_to_i = scale * in_chunks(filip_scores, tokens, images)            # (b, B)
-    i = torch.arange(len(patches), device=patches.device)
+    i = getattr(gather, "rank", 0) * len(tokens) + torch.arange(len(tokens), device=tokens.device)
     return (F.cross_entropy(i_to_t, i) + F.cross_entropy(t_to_i, i)) / 2
 
 

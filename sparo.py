@@ -30,7 +30,7 @@ Run:     python train.py --method sparo                   (the embedded world, i
          python train.py --method sparo --readout cls     (CLIP; gap: CLIP+GAP)
          python train.py --method sparo --objective dino  (DINO; --readout sparo, cls, gap)
 Result:  zero-shot .912 +- .074 (CLIP .794 +- .112, CLIP+GAP .871 +- .063), hard negatives .722
-         (.695, .692): above both in each of the seeds 3-5; see CLAIMS.
+         (.695, .692): above both in each of the seeds 3-5; see tests/claims.py.
 """
 
 import copy
@@ -43,7 +43,6 @@ from typing import Annotated, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 Size = Annotated[int, 1, math.inf]  # type, lowest, highest: train.py checks the flags by them
 Fraction = Annotated[float, 0, 1]
@@ -186,23 +185,13 @@ def normalize_slots(y):
 
 
 @in_fp32
-def clip_loss(v, t, scale, gather=identity, limit=2**24):
+def clip_loss(v, t, scale, gather=identity):
     """CLIP's loss, a scalar. v, t: encodings (B, M) of pairs; scale: 1 / temperature;
-    gather: (B, M) -> (world * B, M), differentiable, this rank's rows first. More logits than
-    `limit` are computed a few rows at a time, and in the backward pass again."""
-    all_v, all_t = gather(v), gather(t)
-
-    def losses(v, t, pair):
-        image_to_text = F.cross_entropy(scale * v @ all_t.T, pair, reduction="none")
-        text_to_image = F.cross_entropy(scale * t @ all_v.T, pair, reduction="none")
-        return (image_to_text + text_to_image) / 2                 # (B,)
-
-    pair = torch.arange(len(v), device=v.device)                   # column of each row's match
-    n = max(1, limit // len(all_v))                                # rows at a time
-    if n >= len(v):
-        return losses(v, t, pair).mean()
-    parts = zip(v.split(n), t.split(n), pair.split(n))
-    return torch.cat([checkpoint(losses, *part, use_reentrant=False) for part in parts]).mean()
+    gather: (B, M) -> (world * B, M), differentiable, in the order of the ranks; gather.rank."""
+    pair = getattr(gather, "rank", 0) * len(v) + torch.arange(len(v), device=v.device)
+    image_to_text = F.cross_entropy(scale * v @ gather(t).T, pair, reduction="none")  # (B,)
+    text_to_image = F.cross_entropy(scale * t @ gather(v).T, pair, reduction="none")
+    return ((image_to_text + text_to_image) / 2).mean()
 
 
 def replaced_blocks(args):
@@ -286,14 +275,13 @@ class Model(nn.Module):
 #     loss = clip_loss(v, t, model.logit_scale.exp(), gather)
 #
 # What was found out on the embedded world (three seeds, lr 1e-3; * lr 2e-3, three seeds or one):
-# SPARO is above CLIP and CLIP+GAP in zero-shot, retrieval and hard negatives in each seed. It
-# binds colours to shapes: swapped attributes .593 (CLIP .496, chance .50), .727 (.494) *, among
-# four objects .848 (sparc.py's CLIP .509). Swapped objects stay at chance for all read-outs.
-# The best half of the slots keeps the hard negatives (.719, all slots .722); the paper's gain does
-# not show. For each per cent that a mask of single dimensions gains on hard negatives, SPARO's
-# zero-shot loses .9 per cent (CLIP's 6.9, CLIP+GAP's 11.7 *), of slots 5.3. An encoding as wide as
-# SPARO's takes CLIP's zero-shot to .224 *. With DINO, SPARO raises the linear probe (.339 to
-# .374 *), but not k-NN (.275, .267 *).
+# SPARO binds colours to shapes: swapped attributes .593 (CLIP .496, chance .50), .727 (.494) *,
+# among four objects .848 (sparc.py's CLIP .509). Swapped objects stay at chance for all read-outs.
+# The best half of the slots keeps the hard negatives (.719, all slots .722), without the paper's
+# gain. For each per cent that a mask of single dimensions gains on hard negatives, zero-shot loses
+# .9 per cent with SPARO (CLIP 6.9, CLIP+GAP 11.7 *); a mask of slots costs 5.3. CLIP with an
+# encoding as wide as SPARO's has .224 in zero-shot *. With DINO, SPARO raises the linear probe
+# (.339 to .374 *), but not k-NN (.275, .267 *).
 
 
 # Other read-outs --------------------------------------------------------------------------

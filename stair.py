@@ -89,10 +89,10 @@ identity = nn.Identity()
 # L_con = -1/B sum_i log( exp(M(x_i, y_i) / T) / sum_j exp(M(x_i, y_j) / T) )        (Eq. 3)
 def contrastive_loss(v, t, scale, gather=identity):
     """Mean of Eq. 3 from image to text and back; v, t (B, |V|): enc of B pairs -> scalar.
-    gather: (B, |V|) -> (world * B, |V|), differentiable, the local rows first."""
+    gather: (B, |V|) -> (world * B, |V|), differentiable, in the order of the ranks; gather.rank."""
     v = F.normalize(full_precision(v), dim=-1, eps=0.5)  # differs: eps, for short encodings
     t = F.normalize(full_precision(t), dim=-1, eps=0.5)
-    target = torch.arange(len(v), device=v.device)
+    target = getattr(gather, "rank", 0) * len(v) + torch.arange(len(v), device=v.device)
     with torch.autocast(v.device.type, enabled=False):  # half precision is too coarse here
         image_to_text = scale * v @ gather(t).T                   # (B, world * B)
         text_to_image = scale * t @ gather(v).T                   # (B, world * B)

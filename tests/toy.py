@@ -34,4 +34,5 @@ class Model(nn.Module):
         words = self.text_projection((words * batch["mask"][..., None]).sum(1))
         v, t = self.encode_image(batch["images"]), F.normalize(words, dim=-1)
         scores = v @ gather(t).T / self.config.temperature               # (B, global batch)
-        return {"loss": F.cross_entropy(scores, torch.arange(len(v)))}
+        first = getattr(gather, "rank", 0) * len(v)
+        return {"loss": F.cross_entropy(scores, first + torch.arange(len(v)))}
