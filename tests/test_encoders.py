@@ -548,7 +548,10 @@ def normalise_on(rank):
     x = images[part].requires_grad_()
     y = norm(x)
     (y * weights[part]).sum().backward()
-    return {"y": y.detach(), "gradient": x.grad, "gradients": [p.grad for p in norm.parameters()],
+    own, every = torch.ones(2, 2, requires_grad=True), torch.ones(6, 2, requires_grad=True)
+    ((common.gather(own) + every) * (rank + 1)).sum().backward()
+    return {"y": y.detach(), "gradient": x.grad, "rank": common.gather.rank, "own": own.grad,
+            "every": every.grad, "gradients": [p.grad for p in norm.parameters()],
             "state": norm.state_dict(), "half": norm(x.bfloat16()).detach(),
             "gathered": common.gather(torch.tensor([[rank, 0], [rank, 1]])),
             "objects": common.gather_objects({"rank": rank})}
@@ -576,7 +579,10 @@ def test_batch_norm_of_three_ranks_is_that_of_one_process(ranks):
             close(rank["state"][name], value, 1e-6, 1e-6)
 
 
-def test_gather_puts_this_ranks_rows_first(ranks):
-    for i, order in enumerate([(0, 1, 2), (1, 2, 0), (2, 0, 1)]):
-        assert ranks[i]["gathered"].tolist() == [[rank, row] for rank in order for row in (0, 1)]
-        assert ranks[i]["objects"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+def test_gather_keeps_the_order_of_the_ranks_and_sums_their_gradients(ranks):
+    assert common.gather.rank == 0 and common.gather(ranks) is ranks  # one process
+    for i, result in enumerate(ranks):
+        assert result["rank"] == i
+        assert result["gathered"].tolist() == [[rank, row] for rank in range(3) for row in (0, 1)]
+        assert result["objects"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+        assert (result["own"] == 1 + 2 + 3).all() and (result["every"] == i + 1).all()
