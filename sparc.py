@@ -317,10 +317,10 @@ class Model(nn.Module):
 # in its public code with D.4's lambdas of 1 (the code's defaults are 1, .7, .5).
 
 
-def in_chunks(scores, x, y, limit=2**24):
-    """scores(x (b, N, E), y (B, M, E)) -> (b, B, ...), at most `limit` similarities at a time."""
-    size = len(x) * x.shape[1] * y.shape[1]
-    columns = in_rows(lambda part: scores(x, part).transpose(0, 1), y, size=size, limit=limit)
+def in_chunks(scores, x, y):
+    """scores(x (b, N, E), y (B, M, E)) -> (b, B, ...), a few captions or images y at a time."""
+    size = len(x) * x.shape[1] * y.shape[1]                             # similarities of one
+    columns = in_rows(lambda part: scores(x, part).transpose(0, 1), y, size=size)
     return columns.transpose(0, 1)
 
 

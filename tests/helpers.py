@@ -58,6 +58,24 @@ def softmax(values):
     return [x / sum(e) for x in e]
 
 
+def infonce(row, positive):
+    """-log of the softmax of a list of scalar tensors at `positive`."""
+    return -(row[positive] - sum(x.exp() for x in row).log())
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def assert_same_with_gradients(value, expected, inputs):
+    """Two float64 tensors are equal, and their gradients by the inputs, weighted at random."""
+    torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
+    weight = torch.randn_like(value)
+    ours, theirs = (torch.autograd.grad((x * weight).sum(), inputs, allow_unused=True,
+                                        retain_graph=True) for x in (value, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+
+
 def tiny_model(name, stage=3, vit={}, **settings):
     """A model of width 16 with a grid of 4 x 4 patches, for make_batch() or, of dino and bam, for
     make_views(). vit: settings of its image encoder; settings: of its Config; stage: of STAIR."""

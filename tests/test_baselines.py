@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import sparc
-from helpers import assert_one_process, cos, make_batch, on_ranks, softmax, tiny_model
-from test_sparc import assert_same_with_gradients, infonce, literal_sequence, mean, ragged
+from helpers import (assert_one_process, assert_same_with_gradients, cos, infonce, make_batch, mean,
+                     on_ranks, softmax, tiny_model)
+from test_sparc import literal_sequence, ragged
 
 OBJECTIVES = ["clip", "filip", "clip+filip", "pacl", "gloria", "mgca"]
 TERMS = {"clip": ["global"], "filip": ["filip"], "clip+filip": ["global", "filip"],
@@ -181,6 +182,7 @@ def all_losses(tokens, patches, mask, scale=7.0):
     """{name: value} of every loss that sees the words of a caption."""
     t = sparc.masked_mean(tokens, mask)
     return {
+        "local": sparc.fine_grained_loss(tokens, patches, mask, scale),
         "filip": sparc.filip_loss(tokens, patches, mask, scale),
         "filip, all tokens": sparc.filip_loss(tokens, patches, mask, scale, keep=1),
         "pacl": sparc.pacl_loss(t, patches, scale),
@@ -207,17 +209,8 @@ def test_degenerate_rows_have_finite_losses_and_gradients(case):
             assert gradient.isfinite().all(), name
 
 
-def test_limits():
-    eye, mask = torch.eye(6, dtype=torch.float64)[:, None], torch.ones(6, 1, dtype=torch.bool)
-    same = torch.ones_like(eye)  # one word and one patch a pair, all different or all the same
-    for x, loss in ((eye, 0.0), (same, math.log(6))):
-        assert sparc.filip_loss(x, x, mask, 100.0).item() == pytest.approx(loss, abs=1e-6)
-        assert sparc.gloria_loss(x, x, mask, 100.0).item() == pytest.approx(loss, abs=1e-6)
-        assert sparc.pacl_loss(x[:, 0], x, 100.0).item() == pytest.approx(loss, abs=1e-6)
-
-
 def cut_chunks(monkeypatch, limit):
-    monkeypatch.setattr(sparc, "in_chunks", functools.partial(sparc.in_chunks, limit=limit))
+    monkeypatch.setattr(sparc, "in_rows", functools.partial(sparc.in_rows, limit=limit))
 
 
 @pytest.mark.parametrize("limit", [1, 3 * 7 * 6 * 5])  # one and three captions at a time
@@ -230,7 +223,7 @@ def test_chunks_give_the_same_values_and_gradients(monkeypatch, limit):
         assert_same_with_gradients(value, whole[name], (tokens, patches, scale))
 
 
-def test_a_chunk_has_at_most_limit_similarities():
+def test_a_chunk_has_at_most_limit_similarities(monkeypatch):
     sizes = []
 
     def scores(x, y):
@@ -238,7 +231,8 @@ def test_a_chunk_has_at_most_limit_similarities():
         return torch.zeros(len(x), len(y))
 
     x, y = torch.zeros(8, 6, 4), torch.zeros(20, 5, 4)
-    assert sparc.in_chunks(scores, x, y, limit=8 * 6 * 5 * 7).shape == (8, 20)
+    cut_chunks(monkeypatch, 8 * 6 * 5 * 7)
+    assert sparc.in_chunks(scores, x, y).shape == (8, 20)
     assert sizes == [8 * 6 * 5 * n for n in (7, 7, 6)]
 
 
@@ -389,6 +383,7 @@ def test_late_interaction_scores_are_those_of_the_loss(objective, monkeypatch):
 
 CASES = {name: dict(objective=name, filip_keep=1.0) for name in OBJECTIVES}
 CASES["filip, half"] = dict(objective="filip", filip_keep=0.5)
+CASES["sparc"] = dict(token_mean="batch", align="softmax")
 
 
 def build(name):
