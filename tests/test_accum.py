@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_map
 
 import common
 import sparc
-import sparo
 import train
 from helpers import SMALL, make_batch, make_views, run_ranks, tiny_model, train_alone, weights
 
@@ -163,24 +162,20 @@ def test_batch_norm_is_refused(encoder):
 
 
 @pytest.mark.parametrize("loss, names", [
-    (sparc.global_loss, "v t scale"), (sparo.clip_loss, "v t scale"),
     (sparc.fine_grained_loss, "tokens patches mask scale")])
 def test_rows_give_the_loss_of_the_whole_in_less_memory(monkeypatch, loss, names):
-    """Of logits (512, 512), or of L_f's similarities (512, 9, 16), 64 rows at a time."""
-    known = {"v": (512, 8), "t": (512, 8), "tokens": (512, 9, 8), "patches": (512, 16, 8)}
+    """Of L_f's similarities (512, 9, 16), 64 rows at a time."""
+    known = {"tokens": (512, 9, 8), "patches": (512, 16, 8)}
     results = []
-    for limit in (2**24, 64 * (9 * 16 if "mask" in names else 512)):
+    for limit in (2**24, 64 * 9 * 16):
         torch.manual_seed(0)
         given = {name: torch.randn(size).double().requires_grad_() for name, size in known.items()}
         given["scale"] = torch.tensor(9.0).double().requires_grad_()
         given["mask"] = torch.rand(512, 9) < 0.7
         inputs = [given[name] for name in names.split()]
         with monkeypatch.context() as patch, train.LiveMemory(inputs) as memory:
-            if loss.__module__ == "sparc":
-                patch.setattr(sparc, "in_rows", functools.partial(sparc.in_rows, limit=limit))
-                value = loss(*inputs)
-            else:
-                value = loss(*inputs, limit=limit)
+            patch.setattr(sparc, "in_rows", functools.partial(sparc.in_rows, limit=limit))
+            value = loss(*inputs)
             value.backward()
         results.append((value, memory.peak, [x.grad for x in inputs if x.requires_grad]))
     (whole, peak, expected), (value, lower, grads) = results
