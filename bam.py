@@ -501,60 +501,6 @@ class LARS(torch.optim.Optimizer):
 # * An update: 1.005 times DINO's FLOPs (Table 10: time .93); vit-s16, dino-s16, --local-crops 0.
 
 
-# What of the paper is tried on the embedded world: python eval.py --claims bam
-RUNS = {  # flags of train.py; the learning rate is the best of three by a metric on the val split, or another run's
-    "bam": ("knn", "--method bam", 0.00025, 0.0005, 0.001),
-    "simclr": ("knn", "--method bam --target onehot"),
-    "bam-600": ("knn", "--method bam --steps 600", 0.00025, 0.0005, 0.001),
-    "simclr-600": ("knn", "--method bam --target onehot --steps 600", 0.001, 0.002, 0.004),
-    "simclr-600-probe": ("simclr", "--method bam --target onehot --steps 600"),  # .001, which probes prefer (val)
-    "dino": ("knn", "--method sparo --objective dino --readout gap --image-encoder tiny --ema 0.97 --steps 300 "
-                    "--warmup 25 --data shapes:objects=1,background=0,palette=1,heldout=0", 0.00025, 0.0005, 0.001),
-    "block": ("bam", "--method bam --normalization block"),
-    "eq2": ("bam", "--method bam --target softmax --tau-b 0.1"),
-    "unbalanced": ("bam", "--method bam --target softmax"),
-    "same-tau": ("bam", "--method bam --tau-b 0.1"),
-    "unmasked": ("bam", "--method bam --mask none"),
-    "two-views": ("bam", "--method bam --local-crops 0"),
-    "long": ("bam", "--method bam --steps 2000"),
-    "teacher": ("bam", "--method bam --steps 2000 --teacher --ema 0.97"),
-    "teacher-bn": ("bam", "--method bam --steps 2000 --teacher --ema 0.97 --batch-norm"),
-}
-# Table 1 drops one ingredient of a model with teacher and ContrastiveCrop; `bam` here has neither.
-CLAIMS = [  # sentence, source, the paper's two figures; RUN METRIC of the greater and of the smaller figure; why not
-    ("BAM is above contrastive learning in the linear probe; here SimCLR", "Table 2, ViT-B/16, MoCoV3", "78.1, 76.5",
-     "bam linear", "simclr linear"),
-    ("... in 600 steps, not 300", "Table 2, ViT-B/16, MoCoV3", "78.1, 76.5",
-     "bam-600 linear", "simclr-600-probe linear"),
-    ("BAM is above SimCLR; here k-NN", "Table 5, ImageNet to CIFAR-10, linear probe, ResNet-50", "94.3, 90.6",
-     "bam knn", "simclr knn"),
-    ("... in 600 steps, not 300", "Table 5, ImageNet to CIFAR-10, linear probe, ResNet-50", "94.3, 90.6",
-     "bam-600 knn", "simclr-600 knn"),
-    ("DINO is a little above BAM in the linear probe; here k-NN", "Table 2, ViT-S/16, 300 epochs", "75.9, 75.0",
-     "dino knn", "bam knn", "its teacher lags behind in so few steps, on CIFAR-10, too"),
-    ("Global normalisation instead of blocks helps", "Table 1", "73.7, 60.7", "bam linear", "block linear",
-     "level on CIFAR-10, too: k-NN .421, blocks .435"),
-    ("Balancing helps: without it, tau_B = tau, the probe falls (there it collapses)", "Table 1", "73.7, collapse",
-     "bam linear", "eq2 linear"),
-    ("... with tau_B = tau / 2, which the paper does not try", "Table 1 has tau_B = tau", "73.7, collapse",
-     "bam linear", "unbalanced linear", "sharpening alone prevents the collapse"),
-    ("With tau_B = tau k-NN falls, though balanced (there it collapses)", "App. F, ViT", "learns, collapses",
-     "bam knn", "same-tau knn"),
-    ("Masking the positives helps (without it, here, a view sees itself, too)", "Table 1", "73.7, 72.6",
-     "bam linear", "unmasked linear"),
-    ("Small views help", "Table 1", "73.7, 68.1", "bam linear", "two-views linear"),
-    ("Clusters fit the 8 shapes better than SimCLR's, NMI", "App. I, Figure 7", "a plot",
-     "bam clusters/shape/8/nmi", "simclr clusters/shape/8/nmi"),
-    ("ContrastiveCrop helps; it needs images that come again, the world has none", "Table 1", "73.7, 73.5"),
-    ("DINO takes more hours than BAM (counted: .994 times its FLOPs, see above)", "Table 10", "5.8, 5.4"),
-    ("... more memory, GB (counted: .989 times its memory)", "Table 10", "18.6, 18.3"),
-    ("A teacher helps, 2,000 steps", "Table 1", "73.7, 72.3", "teacher linear", "long linear",
-     "it has no BatchNorm, without which k-NN on CIFAR-10 fell, too"),
-    ("... with BatchNorm, which the paper's teacher does without", "Table 1", "73.7, 72.3",
-     "teacher-bn linear", "long linear"),
-]
-
-
 if __name__ == "__main__":
     # The two views of an image are never compared, and yet become alike (Sec. 3.2).
     import resource  # Unix alone has it

@@ -546,61 +546,6 @@ def model_class(args):
     return Model if args.objective == "sparc" else Baseline
 
 
-# What of the paper is tried on the embedded world: python eval.py --claims sparc
-RUNS = {  # flags of train.py; the learning rate is the best of three by a metric on the val split, or another run's
-    "sparc": ("zeroshot", "--method sparc --lambda-f 0.5"),  # the least that the paper tries
-    "grounded": ("zeroshot", "--method sparc"),  # the preset, lambda_f .1
-    "clip": ("zeroshot", "--method sparc --objective clip"),
-    "mgca": ("zeroshot", "--method sparc --objective mgca", 0.002, 0.004, 0.008),
-    "gloria": ("zeroshot", "--method sparc --objective gloria", 0.001, 0.002, 0.004),
-    "pacl": ("zeroshot", "--method sparc --objective pacl", 0.001, 0.002, 0.004),
-    "filip": ("zeroshot", "--method sparc --objective filip", 0.00025, 0.0005, 0.001),
-    "clip+filip": ("zeroshot", "--method sparc --objective clip+filip", 0.00025, 0.0005, 0.001),
-    "softmax": ("sparc", "--method sparc --lambda-f 0.5 --align softmax"),
-    "dense": ("sparc", "--method sparc --lambda-f 0.5 --align dense"),  # sigma = 0
-}
-CLAIMS = [  # sentence, source, the paper's two figures; RUN METRIC of the greater and of the smaller figure; why not
-    ("SPARC is above CLIP in zero-shot, lambda_f .5", "Table 1, ImageNet, B/16", "72.6, 71.6",
-     "sparc zeroshot", "clip zeroshot"),
-    ("... lambda_f .1", "Table 1, ImageNet, B/16", "72.6, 71.6", "grounded zeroshot", "clip zeroshot"),
-    ("It finds captions better, lambda_f .5", "Table 3, MSCOCO R@1, B/16", "57.6, 56.2",
-     "sparc i2t/R@1", "clip i2t/R@1"),
-    ("... lambda_f .1", "Table 3, MSCOCO R@1, B/16", "57.6, 56.2", "grounded i2t/R@1", "clip i2t/R@1"),
-    ("It finds images better, lambda_f .5", "Table 3, MSCOCO R@1, B/16", "43.0, 42.4", "sparc t2i/R@1", "clip t2i/R@1"),
-    ("... lambda_f .1", "Table 3, MSCOCO R@1, B/16", "43.0, 42.4", "grounded t2i/R@1", "clip t2i/R@1"),
-    ("Its captions are more faithful, lambda_f .5", "Table 4, K-Pna, B/16", "78.72, 77.56",
-     "sparc faithfulness/K-Pna", "clip faithfulness/K-Pna"),
-    ("... lambda_f .1", "Table 4, K-Pna, B/16", "78.72, 77.56",
-     "grounded faithfulness/K-Pna", "clip faithfulness/K-Pna"),
-    ("It segments colours better, lambda_f .5", "Table 6, Pascal VOC", "27.36, 23.02",
-     "sparc miou/colour", "clip miou/colour", "L_f is solved by a codebook, see sparc.py"),
-    ("... lambda_f .1", "Table 6, Pascal VOC", "27.36, 23.02", "grounded miou/colour", "clip miou/colour",
-     "at the rate that zero-shot chooses, words are grounded in some seeds alone"),
-    ("SPARC is above MGCA in zero-shot", "Table 1, ImageNet, B/16", "72.6, 69.6", "sparc zeroshot", "mgca zeroshot"),
-    ("... above GLoRIA", "Table 1, ImageNet, B/16", "72.6, 67.4", "sparc zeroshot", "gloria zeroshot"),
-    ("... above PACL", "Table 1, ImageNet, B/16", "72.6, 61.1", "sparc zeroshot", "pacl zeroshot"),
-    ("... above FILIP", "Table 1, ImageNet, B/16", "72.6, 56.6", "sparc zeroshot", "filip zeroshot"),
-    ("MGCA is below CLIP in zero-shot", "Table 1, ImageNet, B/16", "71.6, 69.6", "clip zeroshot", "mgca zeroshot"),
-    ("... FILIP is below CLIP", "Table 1, ImageNet, B/16", "71.6, 56.6", "clip zeroshot", "filip zeroshot"),
-    ("MGCA's captions are more faithful than CLIP's: all words", "Table 4, K-P, B/16", "80.03, 78.99",
-     "mgca faithfulness/K-P", "clip faithfulness/K-P", "MGCA retrieves worse here at each rate"),
-    ("Softmax weights lose zero-shot", "Table 8, ImageNet", "72.6, 70.6", "sparc zeroshot", "softmax zeroshot"),
-    ("... and retrieval of captions", "Table 8, MSCOCO R@1", "57.6, 55.2", "sparc i2t/R@1", "softmax i2t/R@1"),
-    ("Weights without sparsity lose zero-shot", "Table 8, ImageNet", "72.6, 72.1", "sparc zeroshot", "dense zeroshot"),
-    ("... and retrieval of captions", "Table 8, MSCOCO R@1", "57.6, 56.1", "sparc i2t/R@1", "dense i2t/R@1"),
-    ("CLIP's loss mends FILIP", "Table 9, ImageNet, B/16", "71.8, 56.6", "clip+filip zeroshot", "filip zeroshot"),
-    ("... and lifts it a little above CLIP", "Table 9, ImageNet, B/16", "71.8, 71.6",
-     "clip+filip zeroshot", "clip zeroshot"),
-    ("SPARC is above CLIP + FILIP", "Table 9, ImageNet, B/16", "72.6, 71.8", "sparc zeroshot", "clip+filip zeroshot"),
-    ("CLIP alone finds captions better than with FILIP", "Table 10, MSCOCO R@1, B/16", "56.2, 54.9",
-     "clip i2t/R@1", "clip+filip i2t/R@1"),
-    ("SPARC is above CLIP on six of ImageNet's seven variants, level on IN-C", "Table 1, IN-R, B/16", "72.0, 71.1"),
-    ("SPARC stays above CLIP with many prompts", "Table 2, ImageNet, B/16", "74.7, 73.9"),
-    ("SPARC detects objects better", "Table 5, LVIS AP", "27.9, 26.9"),
-    ("SPARC is a better backbone for captions", "Table 7, MSCOCO CIDEr", "25.3, 24.3"),
-]
-
-
 if __name__ == "__main__":
     # 4 of 9 patches of an image resemble the words of its caption, the others are noise.
     torch.manual_seed(0)
