@@ -25,6 +25,7 @@ import re
 import stat
 import string
 import tarfile
+import textwrap
 import unicodedata
 import warnings
 import zlib
@@ -76,11 +77,9 @@ def cast_settings(settings, defaults, name):
             known = ", ".join(sorted(defaults))
             raise UserError(f"{name} has no setting {key!r}; it has {known}.")
         kind = type(defaults[key])
-        try:
+        problem = f"{name}: {key}={text!r} is not of type {kind.__name__}"
+        with explained((ValueError, KeyError), problem, f" (default {defaults[key]})"):
             result[key] = booleans[text.lower()] if kind is bool else kind(text)
-        except (ValueError, KeyError):
-            problem = f"{key}={text!r} is not of type {kind.__name__}"
-            raise UserError(f"{name}: {problem} (default {defaults[key]}).") from None
     return result
 
 
@@ -161,21 +160,10 @@ def turn_off_tf32():
 
 
 class Tower(nn.Module):
-    """What the encoders share. A `locked` one (LiT, arXiv 2111.07991) has no gradients and stays
-    in evaluation mode, whatever its train() and requires_grad_() are asked for."""
+    """What the transformers share."""
 
-    locked = False
     accum_freq = 1  # see in_parts
-
-    def train(self, mode=True):
-        return super().train(mode and not self.locked)
-
-    def requires_grad_(self, requires_grad=True):
-        return super().requires_grad_(requires_grad and not self.locked)
-
-    def lock(self):
-        self.locked = True
-        self.requires_grad_(False).eval()
+    replaced = 0    # how many blocks a whole tower has behind these: the method replaces them
 
 
 def in_parts(forward):
@@ -249,45 +237,11 @@ class Block(nn.Module):
         return x + stochastic_depth(change, self.drop_path, "row", self.training)
 
 
-class Chain(nn.ModuleList):
-    """Modules in a row; with grad_checkpoint the backward pass computes them again."""
+class Blocks(nn.ModuleList):
+    """`depth` blocks in a row; weights start as CLIP's, biases 0; stochastic depth grows to
+    `drop_path`. With grad_checkpoint the backward pass computes each block again."""
 
     grad_checkpoint = False
-
-    def forward(self, x, *context, n=1):
-        """Call each with the output of the one before and `context` -> the last n outputs."""
-        outputs = []
-        for module in self:
-            if not (self.grad_checkpoint and torch.is_grad_enabled()):
-                x = module(x, *context)
-            elif list(module.buffers()):
-                x = checkpoint_with_buffers(module, x, *context)
-            else:
-                x = checkpoint(module, x, *context, use_reentrant=False)
-            outputs = [*outputs, x][-n:]
-        return outputs or [x]  # without modules: the input
-
-
-@torch.compiler.disable  # torch.compile takes no such context_fn
-def checkpoint_with_buffers(module, *inputs):
-    """Like checkpoint, but its second forward pass leaves the module's buffers unchanged."""
-    return checkpoint(module, *inputs, use_reentrant=False,
-                      context_fn=lambda: (contextlib.nullcontext(), unchanged_buffers(module)))
-
-
-@contextlib.contextmanager
-def unchanged_buffers(module):
-    """Put the buffers back: BatchNorm's statistics must not count a batch twice."""
-    values = [buffer.clone() for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in zip(module.buffers(), values):
-            buffer.copy_(value)
-
-
-class Blocks(Chain):
-    """`depth` blocks; weights start as CLIP's, biases 0; stochastic depth grows to `drop_path`."""
 
     def __init__(self, depth, width, heads, mlp_ratio, quick_gelu, eps, drop_path):
         act = QuickGELU if quick_gelu else nn.GELU
@@ -300,6 +254,17 @@ class Blocks(Chain):
             nn.init.normal_(block.mlp.fc2.weight, std=(2 * width * depth) ** -0.5)
             for linear in (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2):
                 nn.init.zeros_(linear.bias)
+
+    def forward(self, x, mask=None, causal=False, n=1):
+        """-> a list with the outputs of the last n blocks."""
+        outputs = []
+        for block in self:
+            if self.grad_checkpoint and torch.is_grad_enabled():
+                x = checkpoint(block, x, mask, causal, use_reentrant=False)
+            else:
+                x = block(x, mask, causal)
+            outputs = [*outputs, x][-n:]
+        return outputs or [x]  # without blocks: the input
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -447,7 +412,7 @@ class TextTransformer(Tower):
         return self.norm(self.blocks(x, mask, self.causal)[-1])
 
 
-class ResNet(Tower, resnet.ResNet):
+class ResNet(resnet.ResNet):
     """torchvision's ResNet without its head: images (B, 3, H, W) -> tokens (B, h * w, width).
 
     A token stands for 32 x 32 pixels. blocks: how many in each of the four stages.
@@ -460,14 +425,12 @@ class ResNet(Tower, resnet.ResNet):
         self.image_size, self.grid, self.cls = image_size, image_size // 32, None
         self.width = self.fc.in_features
         del self.avgpool, self.fc
-        for name in ("layer1", "layer2", "layer3", "layer4"):
-            setattr(self, name, Chain(getattr(self, name)))
 
     def forward(self, images):
         images = to_floats(images).contiguous(memory_format=torch.channels_last)  # faster
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
-        for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
-            x = layer(x)[-1]                 # (B, 256, H/4, W/4) ... (B, 2048, H/32, W/32)
+        x = self.layer2(self.layer1(x))                      # (B, 512, H/8, W/8)
+        x = self.layer4(self.layer3(x))                      # (B, 2048, H/32, W/32)
         return x.flatten(2).transpose(1, 2)
 
 
@@ -540,7 +503,6 @@ class Method:
     views = lambda self, args: None      # arguments of View, a dict for each random view
     stages = lambda self, args: [(1, args.steps, args.lr)]  # (number, steps, peak lr)
     box_refreshes = lambda self, args: ()  # steps before which Model.boxes is asked anew
-    RUNS, CLAIMS = {}, []                # what of the paper is tried, see eval.ClaimRuns
 
     def __init__(self, module):
         vars(self).update(vars(module))
@@ -603,6 +565,7 @@ def build_encoders(method, args, tokenizer):
         replaced = method.replaced_blocks(args)
         image["depth"] -= replaced
     image_encoder = kind(**image)
+    image_encoder.replaced = replaced
     flag = method.needs_cls(args)
     if flag and image_encoder.cls is None:
         remedy = "choose a ViT" if kind is ResNet else "add cls=1 to --image-encoder"
@@ -613,6 +576,7 @@ def build_encoders(method, args, tokenizer):
     text["vocab_size"] = max(len(tokenizer), asked_words(args.text_encoder))
     text["depth"] -= replaced
     text_encoder = TextTransformer(**text)
+    text_encoder.replaced = replaced
     unused = range(len(tokenizer), text["vocab_size"])
     text_encoder.special = [*getattr(tokenizer, "special", ()), *unused]
     return image_encoder, text_encoder
@@ -623,205 +587,111 @@ def build_model(method, args, image_encoder, text_encoder):
     kind = method.model_class(args)
     complete = type(kind.__name__, (kind, ModelDefaults), {})
     text_width = text_encoder.width if text_encoder else None
-    try:
+    with explained(ValueError, args.method):
         return complete(args, image_encoder, text_encoder, image_encoder.width, text_width)
-    except ValueError as error:
-        raise UserError(str(error)) from None
 
 
 # Weights of others --------------------------------------------------------------------
 
-OUR_NAMES = [  # patterns of other files' names -> ours
-    (r"(?:transformer\.)?resblocks\.(\d+)\.attn\.in_proj_", r"blocks.\1.attn.qkv."),
-    (r"(?:transformer\.)?resblocks\.(\d+)\.attn\.out_proj", r"blocks.\1.attn.proj"),
-    (r"(?:transformer\.)?resblocks\.(\d+)\.ln_([12])", r"blocks.\1.norm\2"),
-    (r"(?:transformer\.)?resblocks\.(\d+)\.mlp\.c_fc", r"blocks.\1.mlp.fc1"),
-    (r"(?:transformer\.)?resblocks\.(\d+)\.mlp\.c_proj", r"blocks.\1.mlp.fc2"),
-    (r"^conv1\.", "patch_embed."), (r"^class_embedding$", "cls"),
-    (r"^positional_embedding$", "pos"), (r"^ln_pre\.", "norm_pre."),
-    (r"^ln_(post|final)\.", "norm."),
-    (r"^token_embedding\.", "embedding."),  # so far OpenCLIP and OpenAI; now timm and DINO
-    (r"^patch_embed\.proj\.", "patch_embed."), (r"^cls_token$", "cls"), (r"^pos_embed$", "pos"),
-]
-
-
+CLIP_NAMES = [  # OpenCLIP's and OpenAI's names, ours
+    ("transformer.resblocks.", "blocks."), (".in_proj_", ".qkv."), (".out_proj.", ".proj."),
+    (".ln_1.", ".norm1."), (".ln_2.", ".norm2."), (".c_fc.", ".fc1."), (".c_proj.", ".fc2."),
+    ("conv1.", "patch_embed."), ("class_embedding", "cls"), ("positional_embedding", "pos"),
+    ("token_embedding.", "embedding."), ("ln_pre.", "norm_pre."), ("ln_post.", "norm."),
+    ("ln_final.", "norm.")]
 CLIP_PARTS = ("visual.proj", "text_projection", "logit_scale")  # what is in no tower
+OPENAIS = ("input_resolution", "context_length", "vocab_size")  # numbers, in OpenAI's files alone
 
 
 def load_clip(towers, state_dict, tokenizer):
     """Load a whole CLIP, as OpenCLIP or OpenAI saved it, into the image and the text tower ->
-    ({a name of CLIP_PARTS: tensor}, for load_clip_parts; sentences as of load_encoder_weights)."""
-    tensors, parts = dict(flatten(state_dict)), {}
-    for key in list(tensors):
-        for part in CLIP_PARTS:
-            if f".{key}".endswith(f".{part}"):
-                parts[part] = tensors.pop(key)
-    image = find_tower(tensors, towers[0])[1]
-    text = {key: value for key, value in tensors.items() if key not in image}
-    notes = check_gelu(text, towers[0]) + load_encoder_weights(towers[0], image)
-    return parts, notes + load_encoder_weights(towers[1], text, tokenizer)
+    ({a name of CLIP_PARTS: tensor}, for load_clip_parts; sentences for the user). UserError if a
+    tower has a tensor that the file lacks, or the file one that the tower lacks."""
+    if not isinstance(towers[0], ViT):
+        raise UserError("--init-weights needs a ViT: choose another --image-encoder.")
+    state = state_dict if isinstance(state_dict, dict) else {}
+    image, text, parts = {}, {}, {}
+    for key, value in state.get("state_dict", state).items():
+        key = key.removeprefix("module.").removeprefix("text.")
+        if key in CLIP_PARTS:
+            parts[key] = value
+        elif key.startswith("visual."):
+            image[key.removeprefix("visual.")] = value
+        else:
+            text[key] = value
+    if "token_embedding.weight" in text:
+        check_vocabulary(len(text["token_embedding.weight"]), towers[1], tokenizer)
+    numbers = [text.pop(name) for name in OPENAIS if name in text]
+    notes = check_gelu(towers, is_openais=bool(numbers))
+    notes += load_tower(towers[0], image, "--image-encoder")
+    return parts, notes + load_tower(towers[1], text, "--text-encoder")
 
 
-def load_clip_parts(model, parts):
-    """Copy what load_clip returned to the model's clip_parameters -> sentences about the rest.
-    UserError for a projection of another size: one of random numbers would ruin the others."""
-    places, notes = model.clip_parameters(), []
-    for name in CLIP_PARTS:
-        if name in places and name in parts:
-            ours, theirs = places[name], parts[name]
-            theirs = theirs.reshape(()) if name == "logit_scale" else theirs
-            if ours.t().shape != theirs.shape:
-                raise UserError(f"{name} is {tuple(theirs.shape)} in the file, but the model needs "
-                                f"{tuple(ours.t().shape)}: give --embed-dim {theirs.shape[-1]}.")
-            ours.data.copy_(theirs.t())
-        elif name in places:
-            notes.append(f"{name}: not in the file, left at its initial value")
-        elif name in parts:
-            notes.append(f"{name}: this model has no place for it, not used")
+def load_tower(tower, tensors, flag):
+    """Load the tensors of a CLIP's tower, strictly -> sentences for the user."""
+    found, notes, depth = {}, [], len(tower.blocks)
+    for name, value in tensors.items():
+        for theirs, ours in CLIP_NAMES:
+            name = name.replace(theirs, ours)
+        if name in ("cls", "pos"):
+            value = value.reshape(1, -1, value.shape[-1]).float()
+        found[name] = value
+    for i in range(depth, depth + tower.replaced):
+        notes.append(f"{flag}: block {i} of the file is left out, the method replaces it")
+        found = {name: x for name, x in found.items() if not name.startswith(f"blocks.{i}.")}
+    if isinstance(tower, ViT) and "pos" in found:
+        patches = found["pos"].shape[1] - 1
+        if patches != tower.grid**2 and patches == math.isqrt(patches) ** 2:
+            found["pos"] = resize_positions(found["pos"], True, tower.grid, tower.grid)
+            notes.append(f"{flag}: positions interpolated from {patches} to {tower.grid**2}")
+    for heads in {module.heads for module in tower.modules() if isinstance(module, Attention)}:
+        if tower.width != 64 * heads:
+            notes.append(f"{flag}: a head has {tower.width // heads} numbers, CLIP's have 64; the "
+                         f"file does not show which it had: give heads=N as its model has it")
+    restore_model(tower, found, "--init-weights", f"give {flag} the preset clip-... of the file's "
+                  f"model; a network that differs from it does not fit")
     return notes
 
 
-def check_gelu(tensors, encoder):
-    """Raise UserError if the file is OpenAI's, which alone has `input_resolution`, and the encoder
-    has no QuickGELU. -> for another file a list with a sentence that it may be needed, too."""
-    if not any(isinstance(module, nn.GELU) for module in encoder.modules()):
-        return []
-    if any(key.endswith("input_resolution") for key in tensors):
-        raise UserError("The file is OpenAI's, whose GELU is another one: add :quick_gelu=1 to "
-                        "--image-encoder and --text-encoder.")
-    return ["read with GELU; if its model in OpenCLIP is OpenAI's or is called ...-quickgelu, add "
-            ":quick_gelu=1 to --image-encoder and --text-encoder"]
-
-
-def load_encoder_weights(encoder, state_dict, tokenizer=None):
-    """Load weights into an encoder -> a list of sentences about everything that did not fit.
-
-    A ViT or TextTransformer takes those of OpenCLIP, OpenAI's CLIP, timm, DINO and ours, a
-    ResNet torchvision's. The tower may stand behind any prefix (`visual.`, `module.`) and in
-    nested dicts; of student and teacher the teacher is taken. Positions of another grid are
-    interpolated, a missing [CLS] position or patch bias is zero. UserError if no block fits, or if
-    the file is of another network or vocabulary (`tokenizer` tells two of one size apart).
-    CLIP's need a preset clip-..., OpenAI's with quick_gelu=1.
-    """
-    tensors = dict(flatten(state_dict))
-    check_gelu(tensors, encoder)
-    prefix, tower = find_tower(tensors, encoder)
-    fitting, report, foreign = fit_tensors(prefix, tower, encoder, tokenizer)
-    if not any(name.startswith(("blocks.", "layer")) for name in fitting):
-        reason = "; ".join(report[:3]) or "it holds no tensor"
-        raise UserError(f"No block of the file fits this {type(encoder).__name__}: {reason}.")
-    if foreign:
-        raise UserError(f"The file is of another network than this {type(encoder).__name__}, which "
-                        f"has no place for {len(foreign)} of its tensors; the first: {foreign[0]}.")
-    others = [key for key in tensors if key not in tower]
-    if others:
-        some = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
-        report.insert(0, f"{len(others)} tensor(s) of other parts of the file ({some}): not used")
-    missing = [name for name in encoder.state_dict() if name not in fitting]
-    if "patch_embed.bias" in missing and "patch_embed.weight" in fitting:
-        fitting["patch_embed.bias"] = torch.zeros(encoder.width)
-        missing.remove("patch_embed.bias")
-        report.append("patch_embed.bias: not in the file, set to zero")
-    for name in missing:
-        report.append(f"{name}: nothing in the file fits, left at its initial value")
-    encoder.load_state_dict(fitting, strict=False)
-    return report
-
-
-def fit_tensors(prefix, tower, encoder, tokenizer):
-    """A tower's tensors -> {our name: tensor that fits}, sentences about the others, and those of
-    them without which it is another network: in blocks that we have, or `essential`."""
-    ours, fitting, report, foreign = encoder.state_dict(), {}, [], []
-    in_blocks = [name for name in ours if name.startswith(("blocks.", "layer"))]
-    our_blocks = tuple({re.match(r"\w+\.\d+\.", name)[0] for name in in_blocks})
-    # CLIP's first LayerNorm, registers (three names), DeiT's second token, CLIP's ResNet pooling
-    essential = ("norm_pre", "reg_token", "register_tokens", "storage_tokens", "dist_token",
-                 "attnpool")
-    for key, value in tower.items():
-        name = key.removeprefix(prefix)
-        if not isinstance(encoder, ResNet):
-            for pattern, replacement in OUR_NAMES:
-                name = re.sub(pattern, replacement, name)
-        if name == "cls":
-            value = value.reshape(1, 1, -1)
-        elif name == "pos":
-            value, notes = fit_positions(value, encoder)
-            report += [f"{key}: {note}" for note in notes]
-        elif name == "embedding.weight":
-            check_vocabulary(key, len(value), encoder, tokenizer)
-        if name in ours and ours[name].shape == value.shape:
-            fitting[name] = value
-            continue
-        problem = f"{key}: not used"
-        if name in ours:
-            shapes = f"{tuple(value.shape)} does not fit {tuple(ours[name].shape)}"
-            problem = f"{key}: shape {shapes}, not used"
-        report.append(problem)
-        has_no_place = name not in ours and name.startswith(essential)
-        if has_no_place or name.startswith(our_blocks):
-            foreign.append(problem)
-    return fitting, report, foreign
-
-
-def check_vocabulary(key, words, encoder, tokenizer):
+def check_vocabulary(words, tower, tokenizer):
     """Raise UserError if a file's embedding of so many words is of another vocabulary."""
-    is_clips = words == CLIP_TOKENS and "token_embedding" in key
-    if words != encoder.vocab_size or (is_clips and isinstance(tokenizer, WordPiece)):
-        raise UserError(f"{key} has {words} tokens of another vocabulary than this text tower's "
-                        f"{encoder.vocab_size}: give theirs with --vocab; that of OpenAI's and "
-                        f"most of OpenCLIP's weights is bpe_simple_vocab_16e6.txt.gz.")
+    is_clips = words == CLIP_TOKENS and isinstance(tokenizer, WordPiece)
+    if words != tower.vocab_size or is_clips:
+        raise UserError(f"--init-weights has {words} tokens of another vocabulary than this text "
+                        f"tower's {tower.vocab_size}: give theirs with --vocab; that of OpenAI's "
+                        f"and most of OpenCLIP's weights is bpe_simple_vocab_16e6.txt.gz.")
 
 
-def flatten(tree, prefix=""):
-    """The tensors of nested dicts, with dotted names."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{key}.")
-        elif torch.is_tensor(value):
-            yield f"{prefix}{key}", value
+def check_gelu(towers, is_openais):
+    """Raise UserError if OpenAI's weights meet a tower without QuickGELU; -> for another file a
+    list with a sentence that it may be needed, too."""
+    modules = [module for tower in towers for module in tower.modules()]
+    if not any(isinstance(module, nn.GELU) for module in modules):
+        return []
+    remedy = "add :quick_gelu=1 to --image-encoder and --text-encoder"
+    if is_openais:
+        raise UserError(f"--init-weights is OpenAI's, whose GELU is another one: {remedy}.")
+    return [f"read with GELU; if its model in OpenCLIP is OpenAI's or is called ...-quickgelu, "
+            f"{remedy}"]
 
 
-def find_tower(tensors, encoder):
-    """The prefix of the encoder's tower in a file, and the tower's tensors by full name."""
-    is_image = not isinstance(encoder, TextTransformer)
-    block = r"(?:transformer\.)?(?:res)?blocks\.\d+\."
-    if isinstance(encoder, ResNet):
-        block = r"layer[1-4]\.\d+\."
-    matches = [re.match(rf"((?:.*?\.)??){block}", key) for key in tensors]
-    prefixes = sorted({match[1] for match in matches if match}) or [""]
-
-    def preference(prefix):  # for a teacher, then for a name that says image if it is one
-        says_image = "visual." in prefix or "image" in prefix
-        return is_image and "teacher" in prefix, says_image == is_image
-
-    best, tower = max(prefixes, key=preference), {}
-    for key, value in tensors.items():
-        matching = [prefix for prefix in prefixes if key.startswith(prefix)]
-        if max(matching, key=len, default=None) == best:
-            tower[key] = value
-    return best, tower
-
-
-def fit_positions(pos, encoder):
-    """A file's positions ([1,] n, d) -> (1, m, d) for the encoder, and notes on changes."""
-    pos = pos.reshape(1, -1, pos.shape[-1]).float()
-    if not isinstance(encoder, ViT):
-        return pos, []
-    n, notes = pos.shape[1], []
-    has_cls, needs_cls = math.isqrt(n) ** 2 != n, encoder.cls is not None
-    patches = n - has_cls
-    if math.isqrt(patches) ** 2 != patches:
-        return pos, [f"its {n} positions are not a square grid, with or without a CLS token"]
-    if has_cls and not needs_cls:
-        pos = pos[:, 1:]
-        notes.append("position of the CLS token not used")
-    if needs_cls and not has_cls:
-        pos = F.pad(pos, (0, 0, 1, 0))
-        notes.append("no position of the CLS token, set to zero")
-    if patches != encoder.grid**2:
-        pos = resize_positions(pos, needs_cls, encoder.grid, encoder.grid)
-        notes.append(f"grid interpolated from {patches} to {encoder.grid**2} positions")
-    return pos, notes
+def load_clip_parts(model, parts):
+    """Copy what load_clip returned to the model's clip_parameters -> sentences about what it has
+    no place for. UserError where one lacks or has another size: random numbers in its place would
+    ruin the others."""
+    places = model.clip_parameters()
+    for name, ours in places.items():
+        if name not in parts:
+            raise UserError(f"--init-weights has no {name}, which the model needs: give a CLIP "
+                            f"with its projections and its scale.")
+        theirs = parts[name].reshape(()) if name == "logit_scale" else parts[name]
+        if ours.t().shape != theirs.shape:
+            raise UserError(f"--init-weights: {name} is {tuple(theirs.shape)} in the file, but the "
+                            f"model needs {tuple(ours.t().shape)}: give --embed-dim "
+                            f"{theirs.shape[-1]}.")
+        ours.data.copy_(theirs.t())
+    return [f"{name}: this model has no place for it, not used"
+            for name in parts if name not in places]
 
 
 # Tokenizer ----------------------------------------------------------------------------
@@ -893,21 +763,18 @@ class Tokenizer:
 def open_tokenizer(path):
     """A BERT vocab.txt -> WordPiece; CLIP's bpe_simple_vocab_16e6.txt.gz, or its text -> BPE."""
     lines = read_vocabulary(path)
-    try:
+    with explained(UserError, path):
         return BPE(lines) if "#version" in lines[0] else WordPiece(lines)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
 
 
 def read_vocabulary(path):
     """The lines of a text file, which may be compressed."""
     opener = gzip.open if str(path).endswith(".gz") else open
-    try:
+    kinds = OSError, EOFError, UnicodeDecodeError, zlib.error
+    remedy = "; give a BERT vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz"
+    with explained(kinds, f"Cannot read the vocabulary {path}", remedy):
         with opener(path, "rt", encoding="utf-8-sig") as file:
             return file.read().rstrip("\n").split("\n")
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise UserError(f"Cannot read the vocabulary {path}: {error}; give a BERT vocab.txt or "
-                        f"CLIP's bpe_simple_vocab_16e6.txt.gz.") from None
 
 
 class WordPiece(Tokenizer):
@@ -2114,13 +1981,9 @@ def param_groups(model, weight_decay):
             {"params": rest, "weight_decay": 0.0, "decays": False}]
 
 
-@contextlib.contextmanager
 def writing(path):
     """A context that turns what goes wrong on the disk into a UserError."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from None
+    return explained(OSError, f"{path} cannot be written")
 
 
 @contextlib.contextmanager
@@ -2151,16 +2014,14 @@ def save_checkpoint(path, state):
 def read_config(run):
     """The settings of a run's directory, as config.json has them."""
     path = Path(run, "config.json")
-    try:
+    remedy = ": write it anew, as a run with the same flags and another --out writes it"
+    with explained((OSError, ValueError, TypeError), f"{path} is damaged or unreadable", remedy):
+        if not path.exists():
+            raise UserError(f"{run} holds no run: there is no {path}.")
         config = json.loads(path.read_text())
         if "method" not in config:
             raise ValueError("it names no method")
         return config
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{run} holds no run: there is no {path}.") from None
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}): write it anew, as a run with the same "
-                        f"flags and another --out writes it.") from None
 
 
 def restore_model(model, weights, path, remedy):
@@ -2168,8 +2029,9 @@ def restore_model(model, weights, path, remedy):
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        detail = str(error).splitlines()[1].strip()
-        raise UserError(f"{path} holds a model of another size ({detail}): {remedy}.") from None
+        lines = [textwrap.shorten(line, 150) for line in str(error).splitlines()[1:4]]
+        raise UserError(f"{path} holds a model of another size ({' '.join(lines)}): {remedy}."
+                        ) from None
 
 
 def load_checkpoint(path, map_location="cpu"):
@@ -2179,14 +2041,12 @@ def load_checkpoint(path, map_location="cpu"):
     except FileNotFoundError:
         raise UserError(f"There is no checkpoint {path}.") from None
     except Exception as error:
-        why, load = type(error).__name__, None
+        why = type(error).__name__
         if "TorchScript" in str(error):  # OpenAI's own files
-            load = f"import torch; x = torch.jit.load('{path}', 'cpu').state_dict()"
+            why = "convert it by torch.save(torch.jit.load(FILE, 'cpu').state_dict(), NEW)"
         elif str(path).endswith(".safetensors"):
-            load = f"import torch, safetensors.torch as s; x = s.load_file('{path}')"
-        if load:
-            why = f'convert it: python -c "{load}; torch.save(x, \'{path}.pt\')"'
-        raise UserError(f"{path} is not a checkpoint that can be read: {why}") from None
+            why = "convert it by torch.save(safetensors.torch.load_file(FILE), NEW)"
+        raise UserError(f"{path} is not a checkpoint that can be read: {why}.") from None
 
 
 # The embedded world -------------------------------------------------------------------

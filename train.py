@@ -605,7 +605,7 @@ def build_model(args, method, tokenizer):
     if args.lock_text:
         towers[1].lock()
     for module in model.modules():
-        if isinstance(module, common.Chain):
+        if isinstance(module, common.Blocks):
             module.grad_checkpoint = args.grad_checkpoint
         if isinstance(module, common.Tower):  # a teacher's, too
             module.accum_freq = args.accum_freq

@@ -256,15 +256,6 @@ def test_a_run_is_evaluated_without_text(tmp_path, run_of):
         evaluation.main([str(run), "--data", str(tmp_path / "captions.csv")])
 
 
-def test_weights_of_a_run_are_the_teachers(run_of):
-    checkpoint = common.load_checkpoint(run_of("dino") / "last.pt")
-    args = train.parse_args([*SMALL, "--image-size", "16"])
-    encoder, _ = common.build_encoders(train.METHODS["sparo"], args, None)
-    assert "nothing" not in " ".join(common.load_encoder_weights(encoder, checkpoint))
-    assert torch.equal(encoder.pos, checkpoint["model"]["teacher.0.pos"])
-    assert not torch.equal(encoder.pos, checkpoint["model"]["image_encoder.pos"])
-
-
 @pytest.mark.parametrize("start, flags", [
     (0.04, "--readout cls --grad-checkpoint --freeze-last 2"),
     (0.0, "--readout gap --amp bf16 --local-crops 0")])
