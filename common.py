@@ -2030,8 +2030,8 @@ def restore_model(model, weights, path, remedy):
         model.load_state_dict(weights)
     except RuntimeError as error:
         lines = [textwrap.shorten(line, 150) for line in str(error).splitlines()[1:4]]
-        raise UserError(f"{path} holds a model of another size ({' '.join(lines)}): {remedy}."
-                        ) from None
+        raise UserError(f"{path} holds a model of another size or kind ({' '.join(lines)}): "
+                        f"{remedy}.") from None
 
 
 def load_checkpoint(path, map_location="cpu"):
