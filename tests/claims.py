@@ -346,7 +346,8 @@ def cells(found, note=""):
     differences = " ".join(f"{x:+.3f}" for x in found["differences"])
     holds = found.get("verdict") or verdict(found["differences"])
     holds += f": {note}" if note and not holds.startswith("holds") else ""
-    return ", ".join(sides), differences, holds + " *" * ("from" in found)
+    holds += " *" if "from" in found else ""
+    return ", ".join(sides), differences, holds
 
 
 def print_table(method):
@@ -387,7 +388,10 @@ def main(argv=None):
     parser.add_argument("method", choices=RUNS)
     parser.add_argument("--again", action="store_true", help="train: print commands")
     args = parser.parse_args(argv)
-    (train_again if args.again else print_table)(args.method)
+    if args.again:
+        train_again(args.method)
+    else:
+        print_table(args.method)
 
 
 if __name__ == "__main__":
