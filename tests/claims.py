@@ -2,11 +2,11 @@
 
     python tests/claims.py sparc           # the table, from tests/claims.json
     python tests/claims.py sparc --again   # commands that train anew what runs/claims lacks
-    for i in 1 2 3; do python tests/claims.py sparc --again | xargs -P 2 -I{} sh -c {}; done
+    for i in 1 2 3 4; do python tests/claims.py sparc --again | xargs -P 2 -I{} sh -c {}; done
 
-Three rounds: learning rates, seeds, the rest. --again also adds the figures that it finds in
-runs/claims to claims.json. A record there is a figure of one run, or what is left of older
-trainings: mean and deviation of A and of B, their difference by seed, and where that stood.
+--again first adds the figures that it finds in runs/claims to claims.json: three rounds make the
+learning rates, the seeds, the rest, the fourth keeps the last. A record is a figure of one run, or
+what is left of older trainings: mean and deviation of A and of B, their difference by seed.
 """
 
 import argparse
