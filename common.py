@@ -11,7 +11,6 @@ import datetime
 import errno
 import functools
 import gzip
-import hashlib
 import heapq
 import html
 import inspect
@@ -38,7 +37,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset, get_worker_info
 from torchvision.models import ResNet50_Weights, resnet
@@ -74,7 +72,7 @@ def cast_settings(settings, defaults, name):
     result = {}
     for key, text in settings.items():
         if key not in defaults:
-            known = ", ".join(sorted(defaults))
+            known = ", ".join(sorted(defaults)) or "none"
             raise UserError(f"{name} has no setting {key!r}; it has {known}.")
         kind = type(defaults[key])
         problem = f"{name}: {key}={text!r} is not of type {kind.__name__}"
@@ -1134,71 +1132,43 @@ def blur(x, sigma):
     return kernel @ x @ kernel.transpose(2, 3)
 
 
-class Boxes:
-    """Boxes (n, 4) of images, (left, top, right, bottom) in [0, 1], by keys (n,) of their names."""
-
-    def __init__(self, keys, boxes):
-        keys, order = keys.sort()
-        self.keys, self.boxes = keys.numpy(), boxes[order].numpy()
-
-    @staticmethod
-    def key(name):
-        digest = hashlib.blake2b(str(name).encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little", signed=True)
-
-    def get(self, name):
-        """The box of an image, or None."""
-        key = self.key(name)
-        i = np.searchsorted(self.keys, key)
-        is_known = i < len(self.keys) and self.keys[i] == key
-        return self.boxes[i].tolist() if is_known else None
-
-    def state(self):
-        """The arguments that make it again."""
-        return torch.from_numpy(self.keys), torch.from_numpy(self.boxes)
-
-
 # Data files ---------------------------------------------------------------------------
 #
-# What --data names is a source: CaptionTable, TarShards, Mixture, or World. A source has
+# What --data names is a source: CaptionTable, TarShards or World. The first two have
 #   samples(seed, part, parts, start)   endless (sample, position behind it) of one of `parts`
-#                                       parts; a sample is (file, caption, name), or Skipped
+#                                       parts; a sample is (file, caption, name), of a table with
+#                                       its row behind, or Skipped
 #   start, layout                       the first position; in another layout positions mean
 #                                       other samples, so a checkpoint keeps it
 #   skipped, max_bad                    rows left out when it was opened; unusable samples in a
 #                                       row that end a run
-#   files(part, parts)                  (file, name) of each image once
-#   sample_captions(limit)              captions for a vocabulary
+# All three have sample_captions(limit), captions for a vocabulary.
 
 
 @dataclasses.dataclass
 class Skipped:
-    """A sample that was left out, or a shard, and why."""
+    """A sample or a shard that was left out, and why."""
 
     reason: str
     where: str
-    shard: str | None = None  # it is counted once, not once an epoch
 
     def count(self, counts):
-        """Enter it into {reason: [count, last example, *shards]}."""
-        shards = [self.shard] if self.shard else []
-        counts.update(total_skipped([counts, {self.reason: [1, self.where, *shards]}]))
+        """Enter it into {reason: [count, last example]}."""
+        counts.update(total_skipped([counts, {self.reason: [1, self.where]}]))
 
 
 def total_skipped(parts):
-    """Several of Skipped.count's {reason: [count, last example, *shards]} -> one."""
+    """Several of Skipped.count's {reason: [count, last example]} -> one."""
     total = {}
     for part in parts:
-        for reason, (n, example, *shards) in part.items():
-            before, _, *known = total.get(reason, (0, None))
-            shards = sorted({*known, *shards})
-            # shards count by their names, each once; samples each time
-            total[reason] = [len(shards) or before + n, example, *shards]
+        for reason, (n, example, *_) in part.items():  # old checkpoints have more behind
+            before, _ = total.get(reason, (0, None))
+            total[reason] = [before + n, example]
     return total
 
 
 def describe_skipped(counts):
-    """{reason: [count, last example, ...]} -> "2 x empty caption, the last a.csv, line 3; ..."."""
+    """{reason: [count, last example]} -> "2 x empty caption, the last a.csv, line 3; ..."."""
     return "; ".join(f"{n} x {reason}, the last {example}"
                      for reason, (n, example, *_) in counts.items())
 
@@ -1233,13 +1203,13 @@ class CaptionTable:
     """Image files with one or more captions each; those of class folders have labels, too.
 
     rows: (path, caption) or Skipped; rows of one path are one image. An epoch shows each image
-    once, over all ranks and workers, with the next of its captions. classes: names of the
-    folders; classes_file: what captions call them, see class_names.
+    once, over all ranks and workers, with the next of its captions.
     """
 
     max_bad, start = 1000, 0  # position: the number of samples so far
+    classes = labels = None   # names of the class folders, the number of each image's
 
-    def __init__(self, rows, name, root="", classes=None, classes_file=None):
+    def __init__(self, rows, name, root=""):
         captions, self.skipped = defaultdict(list), {}
         for row in rows:
             if isinstance(row, Skipped):
@@ -1253,32 +1223,21 @@ class CaptionTable:
         if not captions:
             left_out = describe_skipped(self.skipped) or "nothing"
             raise UserError(f"{name} has no image with a caption (left out: {left_out}).")
-        self.name, self.classes, self.classes_file, self.labels = name, classes, classes_file, None
-        self.paths = Strings(captions)
+        self.name, self.paths = name, Strings(captions)
         self.captions = Strings(itertools.chain.from_iterable(captions.values()))
         # image i has the captions first[i] to first[i + 1] - 1
         self.first = np.cumsum([0, *map(len, captions.values())])
         self.layout = f"{len(self)} images"
-        if classes is not None:
-            folders = [Path(path).relative_to(name).parts[0] for path in captions]
-            self.labels = np.array([classes.index(folder) for folder in folders])
 
     def __len__(self):
         return len(self.paths)
 
     def captions_of(self, i):
-        if self.classes is not None:
-            return [self.class_captions[self.labels[i]]]
         return [self.captions[j] for j in range(self.first[i], self.first[i + 1])]
 
-    @functools.cached_property
-    def class_captions(self):
-        """Only who uses captions needs the names of the classes."""
-        names, _ = class_names(self.classes, self.classes_file)
-        return [f"a photo of {article(name)}." for name in names]
-
     def samples(self, seed, part, parts, start=start):
-        """Endless ((path, caption, path), position behind it) of one of `parts` disjoint parts."""
+        """Endless ((path, caption, path, row), position behind it) of one of `parts` disjoint
+        parts."""
         size = len(range(part, len(self), parts))
         if size == 0:
             raise StreamError(f"{self.name} has {len(self)} images, fewer than ranks x workers = "
@@ -1289,61 +1248,55 @@ class CaptionTable:
             for i in order[start % size :].tolist():
                 captions, start = self.captions_of(i), start + 1
                 caption = captions[(epoch + i) % len(captions)]
-                yield (self.paths[i], caption, self.paths[i]), start
-
-    def files(self, part, parts):
-        """(path, path) of each image of one of `parts` parts, once."""
-        return ((self.paths[i], self.paths[i]) for i in range(part, len(self), parts))
+                yield (self.paths[i], caption, self.paths[i], i), start
 
     def sample_captions(self, limit):
         """At most so many captions, spread over the table: class folders stand in order."""
+        if self.classes:
+            class_names(self.classes)  # raises where folders have numbers for names
         n = min(limit, len(self.captions))
-        chosen = [i * len(self.captions) // n for i in range(n)]
-        if self.classes is not None:  # an image has one
-            return [self.class_captions[self.labels[i]] for i in chosen]
-        return [self.captions[i] for i in chosen]
+        return [self.captions[i * len(self.captions) // n] for i in range(n)]
 
 
 class TarShards:
-    """img2dataset shards: `KEY.jpg` and `KEY.txt`, a caption a line, or "caption" in `KEY.json`.
+    """img2dataset shards: `KEY.jpg` and `KEY.txt`, a caption a line.
 
-    An epoch deals the shuffled shards to ranks and workers; `window` shards at a time, their
-    headers are read and their samples shuffled, and each is read where it lies. With `resample`
-    every window has shards drawn with replacement. caption: the captions' name in `KEY.json`,
-    if not these. What is unreadable or, with `captions`, has no caption is skipped and counted.
+    pattern: DIR/{00000..00012}.tar, or several of these, joined by "::". An epoch deals the
+    shuffled shards to ranks and workers; of a window of four at a time the headers are read and
+    the samples shuffled, and each is read where it lies. What is unreadable or, with `captions`,
+    has no caption is skipped and counted.
     """
 
-    max_bad = 20_000
+    max_bad, window = 20_000, 4
     start = 0, 0, 0  # position: epoch, window, samples of it so far; what is before is not read
 
-    def __init__(self, pattern, resample=False, window=4, caption="", captions=True):
-        self.name, self.paths, self.skipped = pattern, expand_braces(pattern), {}
-        self.resample, self.window = resample, window
-        self.content = ("caption", caption) if captions else (None, "")
-        self.layout = f"{len(self.paths)} shards, window={window}, resample={resample:d}"
+    def __init__(self, pattern, captions=True):
+        self.name, self.paths, self.skipped = pattern, [], {}
+        for part in pattern.split("::"):
+            self.paths += expand_braces(part)
+        self.content = "caption" if captions else None
+        self.layout = f"{len(self.paths)} shards, window={self.window}, resample=0"
         missing = [path for path in self.paths if not os.path.isfile(path)]
         if missing:
             raise UserError(f"{len(missing)} of the {len(self.paths)} shards of {pattern} do not "
                             f"exist, the first is {missing[0]}; several are named with braces, "
                             f"DIR/{{00000..00012}}.tar.")
-        if window < 1:
-            raise UserError(f"{pattern}: window={window} must be at least 1.")
 
     def samples(self, seed, part, parts, start=start):
         """Endless (sample, position behind it) of one of `parts` disjoint parts; a sample is
         (bytes, caption, "shard:key") or Skipped."""
-        if len(self.paths) < parts and not self.resample:
+        if len(self.paths) < parts:
             raise StreamError(f"{self.name} has {len(self.paths)} shards, fewer than ranks x "
-                              f"workers = {parts}: use fewer --workers, or :resample=1.")
+                              f"workers = {parts}: use fewer --workers.")
         epoch, window, place = start
         while True:
-            shards = self.shards_of(epoch, seed, part, parts)[window * self.window :]
+            order = np.random.default_rng((seed, epoch)).permutation(len(self.paths))[part::parts]
+            shards = order[window * self.window :][: self.window]
             if len(shards) == 0:
                 epoch, window = epoch + 1, 0
                 continue
             with contextlib.ExitStack() as files:
-                heads = [read_headers(self.paths[i], files) for i in shards[: self.window]]
-                rows = list(itertools.chain.from_iterable(heads))
+                rows = [row for i in shards for row in read_headers(self.paths[i], files)]
                 order = np.random.default_rng((seed, epoch, part, window)).permutation(len(rows))
                 for i in order[place:].tolist():
                     place += 1
@@ -1352,27 +1305,14 @@ class TarShards:
                     yield self.read(rows[i], epoch), behind
             window, place = window + 1, 0
 
-    def shards_of(self, epoch, seed, part, parts):
-        """The shards of a part's epoch, in order; with `resample` an epoch is one window."""
-        if self.resample:
-            rng = np.random.default_rng((seed, epoch, part, parts))
-            return rng.integers(len(self.paths), size=self.window)
-        return np.random.default_rng((seed, epoch)).permutation(len(self.paths))[part::parts]
-
     def read(self, row, epoch):
         """A row of read_headers -> (bytes, caption, "shard:key") or Skipped."""
-        sample = read_sample(row, *self.content)
+        sample = read_sample(row, self.content)
         if isinstance(sample, Skipped):
             return sample
         image, captions, where = sample
-        _, offset, _ = row  # stands for the sample's number: each epoch takes the next caption
-        return image, captions[(epoch + offset // tarfile.BLOCKSIZE) % len(captions)], where
-
-    def files(self, part, parts):
-        """(bytes, "shard:key") of each image of one of `parts` parts, once."""
-        for sample in read_tars(self.paths[part::parts], *self.content):
-            if not isinstance(sample, Skipped):
-                yield sample[0], sample[2]
+        _, _, start, _ = row  # stands for the sample's number: each epoch takes the next caption
+        return image, captions[(epoch + start // tarfile.BLOCKSIZE) % len(captions)], where
 
     def each(self, content, limit=None):
         """(bytes, label or [captions]) of every image with a "label" or a "caption", or of `limit`
@@ -1392,62 +1332,24 @@ class TarShards:
                     yield sample[:2]
         reasons = describe_skipped(left_out)
         if total == 0:
-            needed = {"label": "a number in KEY.cls", "caption": "lines in KEY.txt"}[content]
-            raise UserError(f"{self.name} has no image with a {content} (left out: {reasons}): "
-                            f'{needed}, or "{content}" in KEY.json.')
+            needed = {"label": "a number in KEY.cls, or as label in KEY.json",
+                      "caption": "lines in KEY.txt"}[content]
+            raise UserError(f"{self.name} has no image with a {content}, {needed} (left out: "
+                            f"{reasons}).")
         if left_out:
             print(f"left out of {self.name}: {reasons}")
 
     def sample_captions(self, limit):
-        captions, left_out = [], {}
-        samples = read_tars(self.paths, *self.content)
+        captions, samples = [], read_tars(self.paths, "caption")
         for sample in itertools.islice(samples, limit + self.max_bad):
-            if isinstance(sample, Skipped):
-                sample.count(left_out)
-            else:
+            if not isinstance(sample, Skipped):
                 captions += sample[1]
             if len(captions) >= limit:
-                break
+                return captions[:limit]
         if not captions:
-            beside = f'"{self.content[1]}" in KEY.json' if self.content[1] else "KEY.txt"
-            raise UserError(f"{self.name} has no image with a caption (left out: "
-                            f"{describe_skipped(left_out)}): KEY.jpg beside {beside}.")
-        return captions[:limit]
-
-
-class Mixture:
-    """Several sources: each sample comes from one of them, drawn by weight.
-
-    A position: the number of draws so far, and the position in each source.
-    """
-
-    def __init__(self, name, sources, weights):
-        self.name, self.sources, self.weights = name, sources, weights
-        self.skipped = total_skipped(source.skipped for source in sources)
-        self.start = 0, *(source.start for source in sources)
-        self.layout = "::".join(source.layout for source in sources)
-        self.max_bad = max(source.max_bad for source in sources)
-
-    def samples(self, seed, part, parts, start):
-        """Endless (sample, position behind it) of one of `parts` disjoint parts of each source."""
-        draws, *positions = start
-        # by seeds of their own: the same images with other captions do not come side by side
-        streams = [source.samples(mix_seed(seed, i), part, parts, positions[i])
-                   for i, source in enumerate(self.sources)]
-        for draws in itertools.count(draws + 1):
-            rng = random.Random(mix_seed(seed, part, draws))
-            i = rng.choices(range(len(streams)), self.weights)[0]
-            sample, positions[i] = next(streams[i])
-            yield sample, (draws, *positions)
-
-    def files(self, part, parts):
-        return itertools.chain.from_iterable(x.files(part, parts) for x in self.sources)
-
-    def sample_captions(self, limit):
-        """Captions of all sources, as many of each as its weight says."""
-        shares = [math.ceil(limit * weight / sum(self.weights)) for weight in self.weights]
-        captions = [x.sample_captions(n) for x, n in zip(self.sources, shares)]
-        return list(itertools.chain.from_iterable(captions))
+            raise UserError(f"{self.name} has no image with a caption, lines in KEY.txt; the last "
+                            f"that was left out: {sample.reason}, {sample.where}.")
+        return captions
 
 
 def expand_braces(pattern):
@@ -1468,161 +1370,133 @@ def expand_braces(pattern):
 KEY = re.compile(r"(.*/)?[^/.]*")
 SHARD_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, IndexError,
                 MemoryError)  # what tarfile raises for damaged files
+BAD_SHARD = "unreadable, truncated or compressed shard"
 
 
-def read_tars(paths, content="caption", json_key=""):
+def read_tars(paths, content):
     """Shards -> what read_sample makes of each key, in their order."""
     for path in paths:
         with contextlib.ExitStack() as files:
             for row in read_headers(path, files):
-                yield read_sample(row, content, json_key)
+                yield read_sample(row, content)
 
 
 def read_headers(path, files):
-    """One shard -> (file, start, end) of each key, or Skipped: the headers are read, no images.
+    """One shard -> (file, key, where its headers start, {suffix: (offset, size)}) of each key, or
+    Skipped. No image is read.
 
     A key is a name up to its first dot; its files stand together (img2dataset). files: an
     ExitStack, which closes the shard.
     """
-    end = 0
+    places = {}
     try:
         file = files.enter_context(open(path, "rb", buffering=8192))  # the default on NFS: 1 MB
         with tarfile.open(fileobj=file, mode="r:") as tar:
-            for _, group in itertools.groupby(places_of(tar), lambda place: place[0]):
-                _, starts, ends = zip(*group)
-                end = ends[-1]
-                yield file, starts[0], end
+            for member in tar:
+                if tar.offset <= member.offset:
+                    raise tarfile.ReadError("negative size")  # it would go round in circles
+                if not member.isfile():
+                    continue
+                name = KEY.match(member.name)[0]
+                if places and name != key:
+                    yield file, key, start, places
+                    places = {}
+                if not places:
+                    key, start = name, member.offset
+                places[member.name[len(key):].lower()] = member.offset_data, member.size
+            if not places:
+                raise tarfile.ReadError("it holds no files")
+            yield file, key, start, places
             file.seek(tar.offset)
             if file.read(512) != bytes(512):  # the end of a tar is two blocks of zeros
-                yield Skipped("truncated shard", path, path)
-            elif end == 0:
-                yield Skipped("empty shard", path, path)
+                raise tarfile.ReadError("its end is missing")
     except SHARD_ERRORS as error:
-        if getattr(error, "errno", None) == errno.EMFILE:
-            raise StreamError(f"{path}: too many shards are open at once: choose a smaller "
-                              f":window=, or raise the limit of files (ulimit -n).") from None
-        is_tar = end or isinstance(error, OSError)
-        hint = "" if is_tar else "; a shard is a tar that is not compressed"
-        yield Skipped("unreadable shard", f"{path} ({error}{hint})", path)
+        yield Skipped(BAD_SHARD, f"{path} ({error})")
 
 
-def places_of(tar):
-    """(key, start, end) of each file in a tar."""
-    for member in tar:
-        if tar.offset <= member.offset:
-            raise tarfile.ReadError("negative size")  # it would go round in circles
-        if member.isfile():
-            yield KEY.match(member.name)[0], member.offset, tar.offset
-
-
-def read_sample(row, content, json_key=""):
+def read_sample(row, content):
     """A row of read_headers -> (image bytes, [captions] or label, "shard:key") or Skipped.
 
-    content: "caption" (KEY.txt, a caption a line, or "caption" in KEY.json), "label" (KEY.cls
-    or "label" in KEY.json) or None. json_key: the captions' name in KEY.json, if not these.
+    content: "caption" (KEY.txt, a caption a line), "label" (KEY.cls or "label" in KEY.json) or
+    None.
     """
     if isinstance(row, Skipped):
         return row
-    try:
-        where, members = read_members(*row)
-    except SHARD_ERRORS as error:
-        return Skipped("unreadable shard", f"{row[0].name} ({error})", row[0].name)
-    images = [members[suffix] for suffix in IMAGE_SUFFIXES if suffix in members]
+    file, key, _, places = row
+    where = f"{file.name}:{key}"
+    images = [suffix for suffix in IMAGE_SUFFIXES if suffix in places]
     if not images:
         return Skipped("no image", where)
-    if content is None:
-        return images[0], [""], where
     try:
-        texts = find_texts(members, content, json_key)
-    except (ValueError, RecursionError):
-        return Skipped("invalid JSON", where)
+        image = read_part(file, places[images[0]])
+        if content is None:
+            return image, [""], where
+        suffixes = {"caption": [".txt"], "label": [".cls", ".json"]}[content]
+        texts = [read_part(file, places.get(suffix, (0, 0))) for suffix in suffixes]
+    except SHARD_ERRORS as error:
+        return Skipped(BAD_SHARD, f"{file.name} ({error})")
     if content == "label":
-        is_label = len(texts) == 1 and re.fullmatch("[0-9]{1,9}", texts[0])
-        return (images[0], int(texts[0]), where) if is_label else Skipped("no label", where)
-    return (images[0], texts, where) if texts else Skipped("empty caption", where)
+        label = find_label(*texts)
+        return Skipped("no label", where) if label is None else (image, label, where)
+    lines = texts[0].decode("utf-8", "replace").split("\n")
+    captions = [line.strip() for line in lines if line.strip()]
+    return (image, captions, where) if captions else Skipped("empty caption", where)
 
 
-def read_members(file, start, end):
-    """A row of read_headers -> "shard:key", {suffix: bytes}."""
-    data = os.pread(file.fileno(), end - start, start)
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:  # a piece of a tar is a tar
-        members = [member for member in tar if member.isfile()]
-    key = KEY.match(members[0].name)[0]
-    contents = {}
-    for x in members:
-        contents[x.name[len(key):].lower()] = data[x.offset_data : x.offset_data + x.size]
-    return f"{file.name}:{key}", contents
+def read_part(file, place):
+    offset, size = place
+    data = os.pread(file.fileno(), size, offset)
+    if len(data) < size:
+        raise EOFError("it was cut off after it was opened")
+    return data
 
 
-def find_texts(members, content, json_key):
-    """{suffix: bytes} -> the captions or labels of a key, see read_sample."""
-    suffix = {"caption": ".txt", "label": ".cls"}[content]
-    text = b"" if json_key else members.get(suffix, b"")
-    texts = text.decode("utf-8", "replace").split("\n")
-    if not text.strip() and ".json" in members:
-        data = json.loads(members[".json"])
-        found = data.get(json_key or content) if isinstance(data, dict) else None
-        texts = found if isinstance(found, list) else [found]
-    texts = [str(text).strip() for text in texts if text is not None]
-    return [text for text in texts if text]
+def find_label(cls, data):
+    """What KEY.cls and KEY.json hold -> the label, or None."""
+    text = cls.decode("utf-8", "replace").strip()
+    if not text:
+        with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
+            text = str(json.loads(data)["label"])
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
 def read_table(path, image, caption):
-    """CSV or TSV with a header -> (path, caption) rows or Skipped.
+    """CSV or TSV with a header, a line a row -> (path, caption) rows or Skipped.
 
     Columns, where "": filepath, title (OpenCLIP) or image, caption (Flickr).
     """
-    rows = read_rows(path)
-    _, columns = next(rows, (1, []))
-    if isinstance(columns, Skipped):
-        raise UserError(f"{columns.where}: {columns.reason}; it must name the columns.")
-
-    def first_known(*names):
-        return next((name for name in names if name in columns), names[0])
-
-    image = image or first_known("filepath", "image")
-    caption = caption or first_known("title", "caption")
-    for column in (image, caption):
-        if column not in columns:
-            known = ", ".join(columns) or "an empty first line"
-            raise UserError(f"{path} has no column {column!r}, only {known}; name yours with "
-                            f"{path}:image=COLUMN,caption=COLUMN.")
-    i, j = columns.index(image), columns.index(caption)
-    for number, cells in rows:
-        where = f"{path}, line {number}"
-        if isinstance(cells, Skipped):
-            yield cells
-        elif len(cells) > len(columns):
-            yield Skipped("too many columns (a comma outside quotes?)", where)
-        elif len(cells) < len(columns):
-            yield Skipped("too few columns", where)
-        elif not cells[i]:
-            yield Skipped("no image name", where)
-        else:
-            yield cells[i], cells[j]
-
-
-def read_rows(path):
-    """CSV or TSV -> (number of the first line, cells or Skipped) of each row.
-
-    Of a broken row, such as one whose quote never ends, the first line alone is left out.
-    """
     with open(path, newline="", encoding="utf-8-sig") as file:
-        lines = list(file)
-    delimiter = "\t" if lines and "\t" in lines[0] else ","
-    start = 0
-    while start < len(lines):
-        is_whole = lines[start].count('"') % 2 == 0  # else a quote is open, or stands for itself
-        rest = [lines[start]] if is_whole else (lines[i] for i in range(start, len(lines)))
-        reader = csv.reader(rest, delimiter=delimiter, strict=not is_whole)
-        try:
-            cells, lines_of_row = next(reader), reader.line_num
-        except csv.Error as error:
-            where, lines_of_row = f"{path}, line {start + 1} ({error})", 1
-            cells = Skipped("broken row (an open quote?)", where)
-        if cells or start == 0:
-            yield start + 1, cells
-        start += lines_of_row
+        first = file.readline()
+        delimiter = "\t" if "\t" in first else ","
+        columns = read_cells(first, delimiter)
+
+        def first_known(*names):
+            return next((name for name in names if name in columns), names[0])
+
+        image = image or first_known("filepath", "image")
+        caption = caption or first_known("title", "caption")
+        for column in (image, caption):
+            if column not in columns:
+                known = ", ".join(columns) or "an empty or broken first line"
+                raise UserError(f"{path} has no column {column!r}, only {known}; name yours with "
+                                f"{path}:image=COLUMN,caption=COLUMN.")
+        i, j = columns.index(image), columns.index(caption)
+        for number, line in enumerate(file, 2):
+            cells = read_cells(line, delimiter)
+            if len(cells) == len(columns) and cells[i]:
+                yield cells[i], cells[j]
+            elif line.strip():
+                yield Skipped("broken row (an open quote, a comma outside quotes?)",
+                              f"{path}, line {number}")
+
+
+def read_cells(line, delimiter):
+    """A line of a table -> its cells, none if it is broken."""
+    strict = line.count('"') % 2 == 1  # an odd quote is open, an error, or stands for itself
+    try:
+        return next(csv.reader([line], delimiter=delimiter, strict=strict), [])
+    except csv.Error:
+        return []
 
 
 def read_token_file(path):
@@ -1637,13 +1511,12 @@ def read_token_file(path):
 
 def read_json(path, split):
     """COCO captions or Karpathy's JSON -> (path, caption) rows or Skipped."""
-    try:
+    with explained((ValueError, RecursionError), f"{path} is not valid JSON"):
         data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}.") from None
     rows = []
     splits = ("train", "restval") if split == "train" else (split,)
-    try:
+    with explained((KeyError, TypeError, AttributeError),
+                   f"{path} is neither COCO captions nor Karpathy's JSON"):
         if "annotations" in data:  # COCO
             names = {image["id"]: str(image["file_name"]) for image in data["images"]}
             for annotation in data["annotations"]:
@@ -1658,9 +1531,6 @@ def read_json(path, split):
                 name = os.path.join(image.get("filepath", ""), image["filename"])
                 rows += [(name, str(sentence["raw"] or "")) for sentence in image["sentences"]]
         known = ", ".join(sorted({image["split"] for image in data["images"]}))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is neither COCO captions nor Karpathy's JSON: "
-                        f"{type(error).__name__}, {error}.") from None
     if not rows:
         raise UserError(f"{path} has no captions of split {split!r}, only of {known or 'none'}: "
                         f"give {path}:split=NAME.")
@@ -1668,36 +1538,31 @@ def read_json(path, split):
 
 
 def open_data(spec, image_root=None, split="train", image_size=48, captions=True):
-    """A SPEC -> World, CaptionTable, TarShards or Mixture.
+    """A SPEC -> World, CaptionTable or TarShards.
 
     SPEC: shapes[:setting=value,...] | FILE.csv .tsv .txt [:image=COLUMN,caption=COLUMN] |
-    'DIR/{00000..00012}.tar'[:resample=1,window=SHARDS,caption=NAME] | FILE.token |
-    FILE.json (COCO, Karpathy) [:split=val] | DIR of class folders [:classes=FILE with the
-    classes' names, see class_names] | SPEC[:weight=W]::SPEC[:weight=W] for a Mixture.
+    'DIR/{00000..00012}.tar', several of them joined by "::" | FILE.token |
+    FILE.json (COCO, Karpathy) [:split=val] | DIR of class folders.
     split: of Karpathy's; train takes restval too.
     image_root: what a table's file names are relative to; None: the table's directory.
     image_size: of the world's pictures, unless the SPEC says it. captions: False for images
     alone: shards need no captions then, and a directory no class folders.
     """
     if "::" in spec:
-        return open_mixture(spec, image_root, split, image_size, captions)
+        if not all(part.endswith(".tar") for part in spec.split("::")):
+            raise UserError(f"{spec}: '::' joins tar shards alone, 'A/{{000..012}}.tar::B.tar'.")
+        return TarShards(spec, captions)
     name, settings = parse_spec(spec)
     if name == "shapes":
         settings = cast_settings(settings, dataclasses.asdict(World()), "shapes")
         return World(**{"size": image_size, **settings})
     suffix = Path(name).suffix.lower()
-    if suffix == ".tar":
-        if "buffer" in settings:
-            raise UserError(f"{spec}: :buffer=SAMPLES is now :window=SHARDS, shuffled together.")
-        defaults = {"resample": False, "window": 4, "caption": ""}
-        settings = cast_settings(settings, defaults, name)
-        return TarShards(name, **settings, captions=captions)
+    if suffix == ".tar" or os.path.isdir(name):
+        cast_settings(settings, {}, name)
+        return TarShards(name, captions) if suffix == ".tar" else open_directory(name, captions)
     if not os.path.exists(name):
         raise UserError(f"{spec}: {name} does not exist; a SPEC is shapes, a CSV, TSV or .token "
                         f"file, tar shards, a COCO or Karpathy JSON, or class folders.")
-    if os.path.isdir(name):
-        settings = cast_settings(settings, {"classes": ""}, name)
-        return open_directory(name, captions, **settings)
     table = read_table, {"image": "", "caption": ""}
     readers = {".csv": table, ".tsv": table, ".txt": table, ".token": (read_token_file, {}),
                ".json": (read_json, {"split": split})}
@@ -1708,42 +1573,24 @@ def open_data(spec, image_root=None, split="train", image_size=48, captions=True
         raise UserError(f"--image-root {image_root} is not a directory.")
     reader, defaults = readers[suffix]
     settings = defaults | cast_settings(settings, defaults, name)
-    try:
+    with explained((OSError, UnicodeDecodeError), f"Cannot read {name}", "; is it UTF-8?"):
         return CaptionTable(reader(name, **settings), name, Path(image_root or Path(name).parent))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read {name}: {error}; is it UTF-8?") from None
 
 
-def open_mixture(spec, image_root, split, image_size, captions):
-    """SPEC[:weight=W]::SPEC[:weight=W] ... -> Mixture."""
-    sources, weights = [], []
-    for part in spec.split("::"):
-        name, settings = parse_spec(part)
-        text = settings.pop("weight", "1")
-        weight = cast_settings({"weight": text}, {"weight": 1.0}, part)["weight"]
-        if not 0 < weight < math.inf:
-            raise UserError(f"{part}: the weight must be above 0.")
-        settings = ",".join(f"{key}={value}" for key, value in settings.items())
-        part = f"{name}:{settings}" if settings else name
-        source = open_data(part, image_root, split, image_size, captions)
-        if isinstance(source, World) and source.size != image_size:
-            raise UserError(f"{part} draws images of {source.size} pixels, the others of "
-                            f"{spec} have {image_size}: give --image-size {source.size}, "
-                            f"or leave out size.")
-        sources.append(source)
-        weights.append(weight)
-    return Mixture(spec, sources, weights)
-
-
-def open_directory(directory, captions, classes=None):
-    """DIR/class folder/image.jpg -> CaptionTable with labels; classes: a file of names."""
+def open_directory(directory, captions):
+    """DIR/class folder/image.jpg -> CaptionTable with labels and captions "a photo of a NAME."."""
     folders = sorted(p for p in Path(directory).iterdir() if p.is_dir() and p.name[0] != ".")
     if captions and not folders:
         raise UserError(f"{directory} has no class folders.")
-    rows, empty = [], []
-    for folder in folders or [Path(directory)]:
+    classes = names = [folder.name for folder in folders]
+    with contextlib.suppress(UserError):  # where nobody reads the captions, names may be numbers
+        names, _ = class_names(classes)
+    rows, labels, empty = [], [], []
+    for label, folder in enumerate(folders or [Path(directory)]):
         images = [p for p in sorted(folder.rglob("*")) if p.suffix.lower() in IMAGE_SUFFIXES]
-        rows += [(path, "an image") for path in images]
+        caption = f"a photo of {article(names[label])}." if folders else "an image"
+        rows += [(path, caption) for path in images]
+        labels += [label] * len(images)
         if not images:
             empty.append(folder.name)
     if not rows:
@@ -1751,45 +1598,37 @@ def open_directory(directory, captions, classes=None):
     if captions and empty:
         raise UserError(f"{len(empty)} of the {len(folders)} class folders of {directory} have "
                         f"no images: {', '.join(empty[:10])}; remove them, or add their images.")
-    if not folders:
-        return CaptionTable(rows, directory)
-    names = [folder.name for folder in folders]
-    table = CaptionTable(rows, directory, classes=names, classes_file=classes)
-    if not captions:
-        table.class_captions = names  # no tokenizer reads them: ImageNet's need not be known
+    table = CaptionTable(rows, directory)
+    if folders:
+        table.classes, table.labels = classes, np.array(labels)
     return table
 
 
 def class_names(folders, file=None):
     """Sorted names of class folders -> names of the classes, and where these come from.
 
-    file: a NAME a line in the folders' order, or FOLDER<TAB>NAME. Without one, all 1,000 folders
-    of ImageNet (n01440764, ...) have torchvision's names; others are called like their folder.
+    file: a NAME a line, in the folders' order. Without one, all 1,000 folders of ImageNet
+    (n01440764, ...) have torchvision's names; others are called like their folder.
     """
     if file:
         names = read_lines(file, "--classes")
-        if any("\t" in line for line in names):
-            known = dict(line.partition("\t")[::2] for line in names)
-            names = [known[folder].strip() for folder in folders if folder in known]
         if len(names) != len(folders):
-            raise UserError(f"{file} has names for {len(names)} of {len(folders)} class folders: "
-                            f"give a NAME a line in their sorted order, or FOLDER<TAB>NAME.")
+            raise UserError(f"{file} has {len(names)} names for {len(folders)} class folders: "
+                            f"give a NAME a line, in the folders' sorted order.")
         return names, str(file)
     numbers = [folder for folder in folders if re.fullmatch(r"n\d{8}", folder)]
     if len(numbers) == len(folders) == 1000:
         # differs: CLIP and CLIP_benchmark have names of their own, which --classes takes
         return ResNet50_Weights.IMAGENET1K_V1.meta["categories"], "torchvision"
     if numbers:
-        raise UserError(f"The class folder {numbers[0]} has a number of ImageNet for a name: give "
-                        f"names with --classes FILE of eval.py, or with the SPEC DIR:classes=FILE.")
+        raise UserError(f"The class folder {numbers[0]} has a number of ImageNet for a name: "
+                        f"rename it, or give names with --classes FILE of eval.py.")
     return [folder.replace("_", " ") for folder in folders], "folders"
 
 
 def read_text(path, flag):
-    try:
+    with explained((OSError, UnicodeDecodeError), f"{flag} {path} cannot be read"):
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{flag} {path} cannot be read: {error}.") from None
 
 
 def read_lines(path, flag):
@@ -1803,12 +1642,12 @@ def read_lines(path, flag):
 class Stream(IterableDataset):
     """Endless batches of one rank, reproducible from (seed, rank, worker, position).
 
-    source: CaptionTable, TarShards or Mixture. transform: a function of an image, or Views.
-    min_side: open_image's; Views have their own. tokenizer: None for images alone. boxes: None
-    or Boxes, in which Views crops.
+    source: CaptionTable or TarShards. transform: a function of an image, or Views.
+    min_side: open_image's; Views have their own. tokenizer: None for images alone. boxes: None,
+    or (n, 4), where Views crops the images of a CaptionTable's rows; NaN: anywhere.
     A batch has "images" (B, 3, S, S), of files uint8, or what Views.collate gives;
     "tokens" and "mask" (B, L);
-    "skipped": {worker: {reason: [count, last example, *shards]}};
+    "skipped": {worker: {reason: [count, last example]}};
     "position": {worker: (batches, position in the source, skipped)}: a Stream that gets the
     latest of all workers continues with the next batch.
     """
@@ -1830,7 +1669,7 @@ class Stream(IterableDataset):
         batches, position, skipped = self.positions.get(worker, start)
         skipped, bad_in_a_row, samples = dict(skipped), 0, []
         for sample, position in self.source.samples(self.seed, part, parts, position):
-            numbers = tree_leaves(position)
+            numbers = position if isinstance(position, tuple) else (position,)
             if not isinstance(sample, Skipped):
                 with fixed_seed(self.seed, part, *numbers):
                     sample = self.load(*sample)
@@ -1852,20 +1691,16 @@ class Stream(IterableDataset):
                                "skipped": {worker: dict(skipped)}}
                 samples = []
 
-    def load(self, file, caption, name):
+    def load(self, file, caption, name, row=None):
         """Decode and augment -> (image or crops, caption) or Skipped."""
-        of_world = isinstance(file, Image.Image)
-        if of_world and not isinstance(self.transform, Views):  # a flip would belie its caption
-            return v2.functional.pil_to_tensor(file), caption
         try:
-            image = file if of_world else open_image(file, self.min_side)
+            image = open_image(file, self.min_side)
         except IMAGE_ERRORS as error:
             why = re.sub(" <.*>", "", str(error))  # PIL names an object by its address
             return Skipped("unreadable image", f"{name} ({why})")
-        box = self.boxes.get(name) if self.boxes else None
-        if box is None:
+        if self.boxes is None or self.boxes[row].isnan().any():
             return self.transform(image), caption
-        return self.transform(image, box), caption
+        return self.transform(image, self.boxes[row].tolist()), caption
 
     def collate(self, samples):
         images, captions = zip(*samples)
@@ -1896,28 +1731,27 @@ class WorldStream(Stream):
 
 
 class EachImage(IterableDataset):
-    """Batches of names and images (B, 3, S, S): one of `parts` parts of the data, once.
+    """Batches of rows of a CaptionTable, one of `parts` parts of them, once, with their images
+    (B, 3, S, S), squeezed to a square, so that fractions of their sides stay."""
 
-    Images are squeezed to a square, so that fractions of their sides stay.
-    """
-
-    def __init__(self, source, image_size, batch_size, part=0, parts=1):
-        self.source, self.image_size = source, image_size
+    def __init__(self, table, image_size, batch_size, part=0, parts=1):
+        self.table, self.size = table, (image_size, image_size)
         self.batch_size, self.part, self.parts = batch_size, part, parts
 
     def __iter__(self):
         worker, workers = this_worker({})
-        files = self.source.files(self.part * workers + worker, self.parts * workers)
-        while group := list(itertools.islice(files, self.batch_size)):
-            names, images = [], []
-            for file, name in group:
+        first, step = self.part * workers + worker, self.parts * workers
+        every = iter(range(first, len(self.table), step))
+        while group := list(itertools.islice(every, self.batch_size)):
+            rows, images = [], []
+            for row in group:
                 with contextlib.suppress(*IMAGE_ERRORS):
-                    image = open_image(file, self.image_size)
-                    image = image.resize((self.image_size,) * 2, Image.Resampling.BICUBIC)
+                    image = open_image(self.table.paths[row], self.size[0])
+                    image = image.resize(self.size, Image.Resampling.BICUBIC)
                     images.append(v2.functional.pil_to_tensor(image))
-                    names.append(name)
-            if names:
-                yield names, to_floats(torch.stack(images))
+                    rows.append(row)
+            if rows:
+                yield rows, to_floats(torch.stack(images))
 
 
 def this_worker(positions):
@@ -2080,6 +1914,9 @@ JOINTS = [" and ", " and ", " with ", " , ", " next to ", " as well as "]
 NUMBERS = ["no", "one", "two", "three", "four", "five", "six", "seven"]
 RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
 OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+# how many captions relate two objects, where any do; how often a colour, and a single object's size,
+# is named
+P_RELATION, P_COLOUR, P_SIZE = 0.3, 0.9, 0.4
 SPLITS = {"train": range(0, 8), "val": range(8, 9), "test": range(9, 10)}  # tenths
 
 
@@ -2101,10 +1938,6 @@ class World:
     large: float = 0.20       # radius of a large one
     palette: int = 8          # objects have the first of COLOURS; tasks ask for all 8
     heldout: int = 6          # colour-shape pairs, of the 64, that training never shows
-    relations: float = 0.3    # fraction of captions that relate two objects, where any do
-    kinds: float = 1.0        # fraction of objects with their shape named, else "thing"
-    colours: float = 0.9      # fraction of objects with their colour named
-    sizes: float = 0.4        # fraction of single objects with their size named
     together: float = 0.0     # fraction of training scenes whose object 1 goes with object 0
     fillers: bool = True      # openings, closings: words that describe nothing
     words: int = 0            # made-up words; a caption holds up to two
@@ -2113,8 +1946,7 @@ class World:
 
     def __post_init__(self):
         limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "background": (0, 0.5),
-                  "palette": (1, 8), "heldout": (0, 32), "relations": (0, 1), "words": (0, 4000),
-                  "kinds": (0, 1), "colours": (0, 1), "sizes": (0, 1),
+                  "palette": (1, 8), "heldout": (0, 32), "words": (0, 4000),
                   "together": (0, 1 if self.objects > 1 else 0)}
         for name, (low, high) in limits.items():
             value = getattr(self, name)
@@ -2239,7 +2071,7 @@ class World:
         objects = rng.sample(objects, len(objects))
         related = [(a, name, b) for a, b in itertools.permutations(objects, 2)
                    for name in RELATIONS if holds(a, name, b)]
-        if related and rng.random() < self.relations:
+        if related and rng.random() < P_RELATION:
             a, name, b = rng.choice(related)
             phrases = [f"{self.noun(a, rng)} {name} {self.noun(b, rng)}"]
             phrases += [self.noun(o, rng) for o in objects if o is not a and o is not b]
@@ -2259,16 +2091,16 @@ class World:
         return text
 
     def noun(self, o, rng, count=1):
-        """An object, or `count` alike, in words, at times without its size, colour or shape."""
+        """An object, or `count` alike, in words, at times without its size or colour."""
         words = []
-        if count == 1 and rng.random() < self.sizes:
+        if count == 1 and rng.random() < P_SIZE:
             words.append(o["size"])
-        if rng.random() < self.colours:
+        if rng.random() < P_COLOUR:
             words.append(o["colour"])
-        kind = o["shape"] if rng.random() < self.kinds else "thing"
+        rng.random()  # not used: it keeps the captions those that the README's figures are of
         if count == 1:
-            return article(" ".join([*words, kind]))
-        return " ".join([NUMBERS[count], *words, plural(kind)])
+            return article(" ".join([*words, o["shape"]]))
+        return " ".join([NUMBERS[count], *words, plural(o["shape"])])
 
     def sample(self, n, split, seed, objects=None):
         """n samples: normalised images, segmentation, captions, scene and objects."""
@@ -2279,16 +2111,6 @@ class World:
         captions = [self.caption(objects, rng) for objects in lists]
         return {"images": normalize(images), "captions": captions, "scene": scene,
                 "objects": lists, "segmentation": segmentation}
-
-    def samples(self, seed, part, parts, start):
-        """Endless ((picture, caption, "shapes"), position behind it), for a Mixture."""
-        for number in itertools.count(start + 1):
-            sample = self.sample(1, "train", mix_seed(seed, part, number))
-            picture = v2.functional.to_pil_image(denormalize(sample["images"][0]).clamp(0, 1))
-            yield (picture, sample["captions"][0], "shapes"), number
-
-    def files(self, part, parts):
-        raise UserError("shapes draws its images, it has no files: leave it out of the mixture.")
 
     def sample_captions(self, limit):
         """Training captions for a vocabulary, at most 5,000: all words but some made-up ones."""
@@ -2330,27 +2152,6 @@ class World:
             pairs["replace_rel"] = (caption, f"{name} {OPPOSITE[relation]} {other}")
         return pairs
 
-    def winoground(self, n, seed, split="test"):
-        """n pairs of a split's scenes with the same words, the two objects' colours swapped.
-
-        Returns images (n, 2, 3, S, S), normalised, and n lists of two captions.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        world = dataclasses.replace(self, objects=max(2, self.objects))
-        scene = world.scenes(30 * n + 200, split, generator, objects=2)  # 1 in 15 or more will do
-        mirror = {**scene, "colour": scene["colour"].clone()}
-        mirror["colour"][:, :2] = scene["colour"][:, [1, 0]]
-        keep = world.in_split(mirror, split)
-        for name in ("colour", "shape"):
-            keep &= scene[name][:, 0] != scene[name][:, 1]
-        images, captions = [], []
-        for s in (scene, mirror):
-            s = {name: value[keep][:n] for name, value in s.items()}
-            images.append(normalize(self.render(s, generator)[0]))
-            captions.append([" and ".join(coloured(o["colour"], o["shape"]) for o in objects)
-                             for objects in self.objects_of(s)])
-        return torch.stack(images, dim=1), [list(pair) for pair in zip(*captions)]
-
 
 def holds(a, relation, b):
     """Whether object a stands in the relation to b, by more than 6 pixels."""
@@ -2367,8 +2168,8 @@ def article(phrase):
     return f"{word} {phrase}"
 
 
-def plural(kind):
-    return kind + ("es" if kind == "cross" else "s")
+def plural(shape):
+    return shape + ("es" if shape == "cross" else "s")
 
 
 def made_up_word(i):

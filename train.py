@@ -515,9 +515,10 @@ def open_data(args, method):
     if args.epochs and not args.bench:
         args.steps = steps_of(args, data)
         check_method(args, method)
-    if common.World.layout in data.layout and method.box_refreshes(args) and not args.dry_run:
-        raise UserError("The world draws each image once, boxes need images that come again: "
-                        "give --no-contrastive-crop or other data.")
+    is_table = isinstance(data, common.CaptionTable)
+    if method.box_refreshes(args) and not (is_table or args.dry_run):
+        raise UserError(f"--contrastive-crop finds boxes for the images of class folders or of a "
+                        f"table, not of {args.data}: unpack shards, or give --no-contrastive-crop.")
     options, watched = evaluation.options_for(args), None
     if args.eval_every or args.knn_every:
         watched = argparse.Namespace(**vars(options), every=args.eval_every or args.knn_every)
@@ -664,15 +665,16 @@ def find_boxes(args, data, model, device, autocast):
     """Where crops of each image are to lie (BAM, App. G); each rank looks at a part of the data."""
     model.eval()
     images = common.EachImage(data, args.image_size, 256, *this_rank())
-    keys, boxes = [], []
-    for names, x in read_in_workers(images, args.workers):
-        keys += map(common.Boxes.key, names)
+    rows, boxes = [], []
+    for numbers, x in read_in_workers(images, args.workers):
+        rows += numbers
         with autocast():
             boxes += model.boxes(x.to(device)).tolist()
     model.train()
-    local = torch.tensor(keys, dtype=torch.long), torch.tensor(boxes).view(-1, 4)
-    all_keys, all_boxes = zip(*common.gather_objects(local))
-    return common.Boxes(torch.cat(all_keys), torch.cat(all_boxes))
+    found = torch.full((len(data), 4), math.nan)  # stays so for images that cannot be read
+    for rows, boxes in common.gather_objects((rows, torch.tensor(boxes).view(-1, 4))):
+        found[rows] = boxes
+    return found
 
 
 def build_optimizer(args, model, saved):
@@ -742,7 +744,7 @@ class Progress:
     order: int = 0  # added to --seed: in which order the data come
     positions: dict = dataclasses.field(default_factory=dict)  # of the data's workers, see Stream
     skipped: dict = dataclasses.field(default_factory=dict)  # {worker: {reason: [count, example]}}
-    boxes: common.Boxes | None = None  # where crops are to lie (BAM, App. G)
+    boxes: torch.Tensor | None = None  # (n, 4), where crops are to lie (BAM, App. G)
 
     def advance(self, batch):
         self.step += 1
@@ -761,7 +763,7 @@ class Progress:
         local = {"rng": torch.get_rng_state(), "cuda_rng": cuda_rng,
                  "positions": self.positions, "skipped": self.skipped}
         return {"step": self.step, "stage": self.stage, "order": self.order, "workers": workers,
-                "layout": self.layout, "boxes": self.boxes.state() if self.boxes else None,
+                "layout": self.layout, "boxes": self.boxes,
                 "ranks": common.gather_objects(local)}
 
     def restore(self, state, workers):
@@ -769,9 +771,13 @@ class Progress:
         rank, world_size = this_rank()
         self.step, self.order = state["step"], state.get("order", 0)
         self.stage = state.get("stage")  # None: of an old run
-        if state.get("boxes"):
-            self.boxes = common.Boxes(*(x.cpu() for x in state["boxes"]))
         layout = state.get("layout", common.World.layout)  # files had other positions before
+        boxes = state.get("boxes")
+        if isinstance(boxes, tuple):
+            raise UserError("This run has boxes of --contrastive-crop by the names of images, now "
+                            "they are by rows: begin the run anew.")
+        if boxes is not None and layout == self.layout:
+            self.boxes = boxes.cpu()
         if (len(state["ranks"]), state["workers"], layout) != (world_size, workers, self.layout):
             self.order += self.step
             return print_once("Other data, ranks, workers or code than before: the data start "

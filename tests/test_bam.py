@@ -1,5 +1,7 @@
 """BAM's loss against dense float64 matrices, on one rank and several, its model, boxes and runs."""
 
+import argparse
+import contextlib
 import itertools
 import math
 import tarfile
@@ -382,16 +384,6 @@ def test_crops_lie_in_the_box_and_spread_to_its_edges():
     torch.testing.assert_close(whole.std(0), without.std(0), rtol=0.2, atol=0)
 
 
-def test_boxes_of_names():
-    names, values = [f"shard:{i}" for i in range(50)], torch.rand(50, 4)
-    boxes = common.Boxes(torch.tensor([common.Boxes.key(name) for name in names]), values)
-    again = common.Boxes(*boxes.state())
-    for name, value in zip(names, values.tolist()):
-        assert boxes.get(name) == again.get(name) == value
-    empty = common.Boxes(torch.zeros(0, dtype=torch.long), torch.zeros(0, 4))
-    assert boxes.get("shard:50") is None and empty.get("a") is None
-
-
 def make_photos(root):
     """Two class folders of six images of 40 x 24 pixels, red on the left or on the right."""
     for name, place in (("left", (4, 4, 14, 16)), ("right", (24, 8, 36, 20))):
@@ -403,40 +395,30 @@ def make_photos(root):
     return root
 
 
-def make_shards(root):
-    photos = make_photos(root / "photos")
-    for number, name in enumerate(("left", "right")):
-        with tarfile.open(root / f"{number}.tar", "w") as tar:
-            tar.add(photos / name, "")
-    return root / "{0..1}.tar"
-
-
-@pytest.mark.parametrize("make", [make_photos, make_shards])
-def test_every_image_gets_the_box_that_its_crops_lie_in(tmp_path, make):
-    """Boxes are found by name for each image once, in two parts; the stream crops by its own."""
-    source = common.open_data(str(make(tmp_path)), captions=False)
+def test_every_image_gets_the_box_that_its_crops_lie_in(tmp_path):
+    """Boxes are found for each row once, in two parts; the stream crops each image in its own."""
+    source = common.open_data(str(make_photos(tmp_path)), captions=False)
+    (tmp_path / "left/left3.png").write_bytes(b"no image")
     parts = []
     for part in range(2):
-        batches = common.EachImage(source, 16, 4, part, 2)
-        parts += [name for names, _ in batches for name in names]
-    assert len(parts) == len(set(parts)) == 12
-    names, images = next(iter(common.EachImage(source, 16, 12)))
+        parts += [row for rows, _ in common.EachImage(source, 16, 4, part, 2) for row in rows]
+    assert sorted(parts) == [0, 1, 2, *range(4, 12)]
+    _, images = next(iter(common.EachImage(source, 16, 12)))
     squeezed = common.denormalize(images[0])
     assert squeezed.shape == (3, 16, 16) and squeezed[:, 8, 3].argmax() == 0     # all of 40 x 24
-    boxes = [[0.1 if "left" in str(name) else 0.9, 0.5] * 2 for name in names]
-    keys = torch.tensor([common.Boxes.key(str(name)) for name in names])
+    boxes = torch.tensor(6 * [[0.1, 0.5, 0.1, 0.5]] + 6 * [[0.9, 0.5, 0.9, 0.5]])
+    boxes[7] = math.nan                                      # an image without a box
     calls = []
 
     class Spy(common.Views):
         def __call__(self, image, box=None):
-            calls.append((image.getpixel((6, 10))[0] > 100, round(box[0], 1)))
+            calls.append((image.getpixel((6, 10))[0] > 100, box and round(box[0], 1)))
             return super().__call__(image, box)
 
     spy = Spy([common.View(8, (0.1, 0.2))], 8)
-    chosen = common.Boxes(keys, torch.tensor(boxes))
-    batches = iter(common.Stream(source, None, spy, 8, None, 6, 0, boxes=chosen))
-    next(batches), next(batches)
-    assert len(calls) >= 12 and set(calls) == {(True, 0.1), (False, 0.9)}
+    batches = iter(common.Stream(source, None, spy, 8, None, 11, 0, boxes=boxes))
+    next(batches)
+    assert sorted(calls, key=str) == 5 * [(False, 0.9)] + [(False, None)] + 5 * [(True, 0.1)]
 
 
 # Runs ---------------------------------------------------------------------------------------------
@@ -459,11 +441,46 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path, flags):
     train_alone(["--method", "bam", "--resume", "--out", stopped])
     assert_same_weights(whole, stopped)
     if crops:
-        boxes = common.load_checkpoint(whole / "last.pt")["boxes"][1]
+        state = common.load_checkpoint(whole / "last.pt")
+        boxes = state["boxes"]
         assert boxes.shape == (12, 4) and (boxes[:, :2] < boxes[:, 2:]).all()
         train_alone([*SMALL["bam"], "--out", tmp_path / "b", *flags, "--no-contrastive-crop"])
         name = "projector.0.weight"
         assert not torch.equal(weights(whole)[name], weights(tmp_path / "b")[name])
+        torch.save(state | {"boxes": (torch.arange(12), boxes)}, whole / "last.pt")  # of old code
+        with pytest.raises(common.UserError, match="by the names of images"):
+            train_alone(["--method", "bam", "--resume", "--out", whole])
+
+
+@pytest.mark.parametrize("data", ["shapes:size=16", "0.tar"])
+def test_boxes_are_for_images_of_tables_and_class_folders_alone(tmp_path, data):
+    if data == "0.tar":
+        data = tmp_path / "0.tar"
+        with tarfile.open(data, "w") as tar:
+            tar.add(make_photos(tmp_path / "photos"), "")
+    flags = [*SMALL["bam"], "--contrastive-crop", "--crop-start", 1, "--data", data, "--out", tmp_path]
+    with pytest.raises(common.UserError, match="class folders or of a table.*unpack shards"):
+        train_alone(flags)
+
+
+def boxes_of_rank(rank, photos):
+    """find_boxes of a model whose boxes are the images' means."""
+    class Model(torch.nn.Module):
+        def boxes(self, images):
+            return images.mean((1, 2, 3))[:, None].repeat(1, 4)
+
+    source = common.open_data(photos, captions=False)
+    args = argparse.Namespace(image_size=16, workers=0)
+    return train.find_boxes(args, source, Model(), torch.device("cpu"), contextlib.nullcontext)
+
+
+def test_two_ranks_find_the_boxes_of_one(tmp_path):
+    photos = make_photos(tmp_path / "photos")
+    (photos / "left/left3.png").write_bytes(b"no image")
+    alone = boxes_of_rank(0, str(photos))
+    assert alone.shape == (12, 4) and alone[3].isnan().all() and len(alone.unique()) > 11
+    for boxes in run_ranks(tmp_path, boxes_of_rank, 2, str(photos)):
+        torch.testing.assert_close(boxes, alone, equal_nan=True)
 
 
 def test_knn_in_the_log_is_checked_at_the_start(tmp_path):

@@ -12,10 +12,11 @@ import common
 from common import COLOUR_NAMES, COLOURS, RELATIONS, SHAPE_NAMES, UserError, World, open_data
 
 NUMBERS = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7}
-SHAPE_WORDS = f"{'|'.join(SHAPE_NAMES)}|thing"
+SHAPE_WORDS = "|".join(SHAPE_NAMES)
 NOUN = rf"an? (?:(small|large) )?(?:({'|'.join(COLOURS)}) )?({SHAPE_WORDS})"
 PLURAL = rf"({'|'.join(NUMBERS)}) (?:({'|'.join(COLOURS)}) )?({SHAPE_WORDS})e?s"
 OPENING, CLOSING = ("|".join(filter(None, words)) for words in (common.OPENINGS, common.CLOSINGS))
+FILLER = rf"\b({OPENING}|{CLOSING})\b"
 RGB = torch.tensor(list(COLOURS.values()))
 
 
@@ -37,7 +38,7 @@ def parse(caption):
 
 def fits(description, o):
     words = zip(description, ("size", "colour", "shape"))
-    return all(word in (None, "thing", o[key]) for word, key in words)
+    return all(word in (None, o[key]) for word, key in words)
 
 
 def stands(a, relation, b):
@@ -88,45 +89,40 @@ def test_the_parser_of_these_tests_can_say_no():
     assert not true_of("a red circle", [red, blue], of_all=True)
 
 
-ALL = {"colour", "shape", "size"}
+@pytest.mark.parametrize("objects", [1, 3, 4])
+def test_captions_describe_every_object_truly_and_name_shares_of_what_there_is(objects):
+    sample, seen, texts = World(objects=objects).sample(1000, "train", 0), Counter(), Counter()
+    for caption, shown in zip(sample["captions"], sample["objects"]):
+        assert true_of(caption, shown, of_all=True), (caption, shown)
+        described, relations = parse(caption)
+        texts.update(relation=bool(relations), filler=bool(re.search(FILLER, caption)))
+        if len(described) == 1:
+            words = dict(zip(("size", "colour", "shape"), described[0]))
+            seen.update(single=1, **{key: word is not None for key, word in words.items()})
+    assert seen["shape"] == seen["single"] > 150
+    assert seen["colour"] / seen["single"] == pytest.approx(0.9, abs=0.06)
+    assert seen["size"] / seen["single"] == pytest.approx(0.4, abs=0.08)
+    if objects == 1:
+        assert texts["relation"] == 0
+    else:                                                      # most scenes relate two objects
+        assert 100 < texts["relation"] < 300
+    assert texts["filler"] > 500
 
 
-@pytest.mark.parametrize("settings, named", [
-    ({}, ALL), ({"relations": 1.0}, ALL), ({"objects": 4, "relations": 0.0}, ALL),
-    ({"colours": 0}, {"shape", "size"}), ({"sizes": 0}, {"colour", "shape"}),
-    ({"kinds": 0, "sizes": 0}, {"colour"}), ({"kinds": 0, "colours": 1, "sizes": 0}, {"colour"})])
-def test_captions_describe_every_object_by_what_the_settings_name(settings, named):
-    sample, seen = World(**settings).sample(300, "train", 0), Counter()
-    for caption, objects in zip(sample["captions"], sample["objects"]):
-        assert true_of(caption, objects, of_all=True), (caption, objects)
-        for description in parse(caption)[0]:
-            words = dict(zip(("size", "colour", "shape"), description))
-            seen.update(key for key, word in words.items() if word not in (None, "thing"))
-    assert set(seen) == named
-    if settings.get("colours") == 1:
-        assert seen["colour"] == sum(map(len, sample["objects"]))
-
-
-def test_counts():
+def test_counts_and_captions_without_fillers():
     objects = [thing("red", "circle", "small"), thing("red", "circle"), thing("red", "circle")]
-    world = World(relations=0.0, fillers=False)
+    world = World(fillers=False)
     captions = {world.caption(objects, random.Random(i)) for i in range(99)}
     assert captions == {"three red circles", "three circles"}
     words = Counter(" ".join(World().sample_captions(2000)).split())
     assert words["two"] > 50 and words["large"] > 100
+    assert not re.search(FILLER, "\n".join(world.sample_captions(1000)))
 
 
-def test_relations_and_fillers_are_fractions():
-    def fraction(pattern, **settings):
-        world, rng = World(**settings), random.Random(0)
-        captions = [world.caption(objects, rng) for objects in lists_of_objects(world, 1000)]
-        return sum(bool(re.search(pattern, caption)) for caption in captions) / 1000
-
-    relation, filler = "|".join(RELATIONS), f"{OPENING}|{CLOSING}"
-    assert fraction(relation, relations=0.0) == 0
-    assert 0.5 < fraction(relation, relations=1.0) < 0.7   # two scenes in three have two objects
-    assert 0.1 < fraction(relation) < 0.3
-    assert fraction(filler) > 0.5 and fraction(filler, fillers=False) == 0
+def test_captions_are_those_that_the_figures_were_measured_on():
+    captions = World(fillers=False, objects=2, together=0.85).sample(300, "train", 0)["captions"]
+    assert captions[:2] == ["a blue star above a yellow cross",
+                            "a pink diamond right of a white triangle"]
 
 
 def test_made_up_words_stand_around_a_true_caption():
@@ -268,44 +264,17 @@ def test_kinds_of_hard_negatives_that_do_not_fit_are_left_out():
             assert [true_of(caption, crossed) for caption in pair] == [True, False]
 
 
-class Recorder(World):
-    """Keeps the scenes that it renders."""
-
-    def render(self, scene, generator):
-        self.__dict__.setdefault("rendered", []).append(scene)
-        return super().render(scene, generator)
-
-
-@pytest.mark.parametrize("objects, split", [(1, "test"), (3, "test"), (3, "val")])
-def test_winoground_swaps_truth_in_scenes_of_a_split_with_the_same_words(objects, split):
-    world = Recorder(objects=objects)
-    images, captions = world.winoground(60, 0, split)
-    assert images.shape == (60, 2, 3, 48, 48) and len(captions) == 60
-    first, second = map(world.objects_of, world.rendered)
-    for pair, a, b in zip(captions, first, second):
-        assert sorted(pair[0].split()) == sorted(pair[1].split())
-        assert true_of(pair[0], a, of_all=True) and true_of(pair[1], b, of_all=True)
-        assert not true_of(pair[0], b) and not true_of(pair[1], a)
-    assert images.min() < -1 and images.max() > 1  # normalised as sample's are
-    for scene in world.rendered:
-        assert world.in_split(scene, split).all()
-    again, words = World(objects=objects).winoground(60, 0, split)
-    assert torch.equal(images, again) and words == captions
-    for n, seed in itertools.product((1, 5), range(4)):
-        assert len(World(objects=objects).winoground(n, seed)[1]) == n
-
-
 @pytest.mark.parametrize("setting", """
     size=0 size=-48 size=8 size=100000 objects=0 objects=8 noise=-1 noise=nan noise=7 heldout=-1
-    heldout=33 relations=1.5 relations=-0.1 small=0 small=-0.1 small=0.01 small=0.3 large=0.1
-    large=0.9 large=inf colour=3 size=big""".split())
+    heldout=33 small=0 small=-0.1 small=0.01 small=0.3 large=0.1 large=0.9 large=inf colour=3
+    kinds=0 size=big""".split())
 def test_absurd_settings_are_refused(setting):
     name, value = setting.split("=")
     with pytest.raises(UserError) as error:
         open_data(f"shapes:{setting}")
     message = str(error.value)
     assert "shapes" in message and name in message and "\n" not in message
-    assert value in message or name == "colour"
+    assert value in message or name in ("colour", "kinds")
 
 
 @pytest.mark.parametrize("split, objects, message", [
