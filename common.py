@@ -1162,8 +1162,7 @@ def total_skipped(parts):
     total = {}
     for part in parts:
         for reason, (n, example, *_) in part.items():  # old checkpoints have more behind
-            before, _ = total.get(reason, (0, None))
-            total[reason] = [before + n, example]
+            total[reason] = [total.get(reason, [0])[0] + n, example]
     return total
 
 
@@ -1914,9 +1913,8 @@ JOINTS = [" and ", " and ", " with ", " , ", " next to ", " as well as "]
 NUMBERS = ["no", "one", "two", "three", "four", "five", "six", "seven"]
 RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
 OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
-# how many captions relate two objects, where any do; how often a colour, and a single object's size,
-# is named
-P_RELATION, P_COLOUR, P_SIZE = 0.3, 0.9, 0.4
+P_RELATION = 0.3              # captions that relate two objects, of those that can
+P_COLOUR, P_SIZE = 0.9, 0.4   # objects whose colour, single objects whose size is named
 SPLITS = {"train": range(0, 8), "val": range(8, 9), "test": range(9, 10)}  # tenths
 
 
@@ -2097,7 +2095,7 @@ class World:
             words.append(o["size"])
         if rng.random() < P_COLOUR:
             words.append(o["colour"])
-        rng.random()  # not used: it keeps the captions those that the README's figures are of
+        rng.random()  # once it chose "thing" in place of the shape; drawn, as figures hang on it
         if count == 1:
             return article(" ".join([*words, o["shape"]]))
         return " ".join([NUMBERS[count], *words, plural(o["shape"])])

@@ -763,8 +763,7 @@ class Progress:
         local = {"rng": torch.get_rng_state(), "cuda_rng": cuda_rng,
                  "positions": self.positions, "skipped": self.skipped}
         return {"step": self.step, "stage": self.stage, "order": self.order, "workers": workers,
-                "layout": self.layout, "boxes": self.boxes,
-                "ranks": common.gather_objects(local)}
+                "layout": self.layout, "boxes": self.boxes, "ranks": common.gather_objects(local)}
 
     def restore(self, state, workers):
         """Go on from a checkpoint, with this rank's random numbers."""
@@ -774,8 +773,8 @@ class Progress:
         layout = state.get("layout", common.World.layout)  # files had other positions before
         boxes = state.get("boxes")
         if isinstance(boxes, tuple):
-            raise UserError("This run has boxes of --contrastive-crop by the names of images, now "
-                            "they are by rows: begin the run anew.")
+            raise UserError("The checkpoint has boxes of --contrastive-crop by the names of images, "
+                            "as older code kept them: begin the run anew.")
         if boxes is not None and layout == self.layout:
             self.boxes = boxes.cpu()
         if (len(state["ranks"]), state["workers"], layout) != (world_size, workers, self.layout):

@@ -458,9 +458,9 @@ def test_boxes_are_for_images_of_tables_and_class_folders_alone(tmp_path, data):
         data = tmp_path / "0.tar"
         with tarfile.open(data, "w") as tar:
             tar.add(make_photos(tmp_path / "photos"), "")
-    flags = [*SMALL["bam"], "--contrastive-crop", "--crop-start", 1, "--data", data, "--out", tmp_path]
+    flags = "--contrastive-crop", "--crop-start", 1, "--data", data, "--out", tmp_path / "run"
     with pytest.raises(common.UserError, match="class folders or of a table.*unpack shards"):
-        train_alone(flags)
+        train_alone([*SMALL["bam"], *flags])
 
 
 def boxes_of_rank(rank, photos):
