@@ -773,7 +773,7 @@ class Progress:
         layout = state.get("layout", common.World.layout)  # files had other positions before
         boxes = state.get("boxes")
         if isinstance(boxes, tuple):
-            raise UserError("The checkpoint has boxes of --contrastive-crop by the names of images, "
+            raise UserError("The checkpoint has boxes of --contrastive-crop by the names of files, "
                             "as older code kept them: begin the run anew.")
         if boxes is not None and layout == self.layout:
             self.boxes = boxes.cpu()
