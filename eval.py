@@ -1,8 +1,8 @@
 """Evaluate trained runs: `python eval.py RUN --task zeroshot,retrieval --data SPEC`, or RUN RUN ...
 
-Prints a table and writes RUN/eval.json and pictures; of several runs also mean and standard
-deviation over those that differ in their seed alone, and pictures that compare them. --claims
-METHOD prints which claims of its paper hold here.
+Prints a table, writes pictures and appends the figures to RUN/evals.jsonl; those of a run's own
+data, as at the end of its training, are also in RUN/eval.json. Several runs share a table, those
+that differ in their seed alone with mean and standard deviation.
 
 A metric is a pure function of matrices. An Embedder makes the matrices from images and
 captions, in fp32: cosines in half precision tie. An EvalSet gives all kinds of data the same
@@ -367,6 +367,7 @@ class EvalSet:
     {"": ...} stands for the classes themselves. `maps` and `map_classes` have such keys, too.
     """
 
+    image_size: int = None         # of `samples` and `maps`
     classes: Classes = None        # of tasks with text; the others need `groups` alone
     groups: dict = None            # of folders its key is "", of the world also "/colour", "/shape"
     named: Classes = None          # names that are not the world's, once they were asked for
@@ -391,19 +392,15 @@ class WorldSet(EvalSet):
 
     groups = {"": (torch.arange(64), PAIRS), "/colour": (torch.arange(64) // 8, COLOURS),
               "/shape": (torch.arange(64) % 8, SHAPES)}
+    classes = Classes(PAIRS, ["{a}", "a photo of {a}"])
+    map_classes = {"/colour": Classes(COLOURS, [f"{{a}} {shape}" for shape in SHAPES]),
+                   "/shape": Classes(SHAPES, ["{a}", "a photo of {a}"]), "/pair": classes}
     content_words, has_splits = WORLD_WORDS, True
 
-    def __init__(self, world, split):
-        self.world, self.split = world, split
-        kinds = SHAPES if world.kinds else ["thing"]
-        self.classes = Classes(PAIRS, ["{a}", "a photo of {a}"])
-        self.map_classes = {"/colour": Classes(COLOURS, [f"{{a}} {kind}" for kind in kinds]),
-                            "/shape": Classes(SHAPES, ["{a}", "a photo of {a}"]),
-                            "/pair": self.classes}
+    def __init__(self, world, options):
+        self.world, self.split, self.limit = world, options.split, options.limit
         self.unseen = torch.arange(64) // 8 >= world.palette
         self.unseen[[8 * colour + shape for colour, shape in world.heldout_pairs]] = True
-        if world.palette == 1:  # no colours to swap
-            self.winoground = None
 
     def scenes(self, purpose, n=None):
         """The sample of a purpose: size, split, seed, objects a scene (None: 1 or more)."""
@@ -411,10 +408,9 @@ class WorldSet(EvalSet):
         samples = {
             "zeroshot": (WORLD_N, split, 1, 1), "captioned": (WORLD_N // 2, split, 2, most),
             "negatives": (WORLD_N, split, 3, few), "segmentation": (WORLD_N // 2, split, 5, most),
-            "pointing": (WORLD_N // 2, split, 5, None), "samples": (n, split, 6, few),
-            "picture": (8, split, 7, most), "documents": (WORLD_N, split, 7, None),
-            "slots": (WORLD_N, "val", 8, 1), "train": (4 * WORLD_N, "train", 9, 1),
-            "test": (WORLD_N, split, 9, 1), "clusters": (4 * WORLD_N, split, 9, 1)}
+            "samples": (n, split, 6, few), "picture": (8, split, 7, most),
+            "documents": (WORLD_N, split, 7, None), "slots": (WORLD_N, "val", 8, 1),
+            "train": (4 * WORLD_N, "train", 9, 1), "test": (WORLD_N, split, 9, 1)}
         return self.world.sample(*samples[purpose])
 
     def labelled(self, purpose):
@@ -435,11 +431,6 @@ class WorldSet(EvalSet):
             pairs = self.world.hard_negatives(objects, rng)
             yield image, [(kind, *pairs[kind]) for kind in sorted(pairs)]
 
-    def winoground(self):
-        images, captions = self.world.winoground(WORLD_N // 2, seed=4, split=self.split)
-        for i, two in enumerate(captions):
-            yield from zip(images[i], [(i, caption) for caption in two])
-
     def maps(self, purpose):
         sample = self.scenes(purpose)
         ways = list(self.map_classes) if purpose == "segmentation" else ["/colour", "/shape"]
@@ -448,7 +439,7 @@ class WorldSet(EvalSet):
             yield image, {way: ids[i] for way, ids in truths.items()}
 
     def samples(self, n):
-        sample = self.scenes("samples", n)
+        sample = self.scenes("samples", min(n, self.limit or n))
         return sample["images"], sample["captions"]
 
     def documents(self):
@@ -468,27 +459,30 @@ def label_maps(sample, way):
     return ids.gather(1, segmentation.flatten(1)).view_as(segmentation)
 
 
+def read_samples(pairs, n, image_size):
+    """The first n pairs (file, caption) that can be read -> images (n, 3, S, S), n captions."""
+    read = functools.partial(read_image, size=image_size)
+    images, captions = zip(*itertools.islice(readable(pairs, read), n))
+    return torch.stack(images), list(captions)
+
+
 class TableSet(EvalSet):
     """Image files with captions, or class folders, these in a random order, always the same."""
 
-    def __init__(self, table, options, image_size):
-        self.table, self.order = table, range(len(table))
-        self.templates = options.templates or TEMPLATES
-        self.content_words = options.content_words
-        self.read = functools.partial(read_image, size=image_size)
+    def __init__(self, table, options):
+        self.table, self.options, self.order = table, options, range(len(table))
         if table.classes is None:
             self.captioned = self.caption_pairs
         else:
             generator = torch.Generator().manual_seed(0)
             self.order = torch.randperm(len(table), generator=generator).tolist()
-            table.classes_file = options.classes or table.classes_file
             self.groups = {"": (torch.arange(len(table.classes)), table.classes)}
             self.labelled = self.label_pairs
 
     @functools.cached_property
     def classes(self):
-        names, source = common.class_names(self.table.classes, self.table.classes_file)
-        self.named = Classes(names, self.templates, source)
+        names, source = common.class_names(self.table.classes, self.options.classes)
+        self.named = Classes(names, self.options.templates or TEMPLATES, source)
         return self.named
 
     def caption_pairs(self):
@@ -500,9 +494,8 @@ class TableSet(EvalSet):
             yield self.table.paths[i], int(self.table.labels[i])
 
     def samples(self, n):
-        pairs = ((self.table.paths[i], self.table.captions_of(i)[0]) for i in self.order)
-        images, captions = zip(*itertools.islice(readable(pairs, self.read), n))
-        return torch.stack(images), list(captions)
+        pairs = ((path, caption) for path, (_, caption) in self.documents())
+        return read_samples(pairs, n, self.image_size)
 
     def documents(self):
         for i in self.order:
@@ -512,76 +505,61 @@ class TableSet(EvalSet):
 
 def shard_splits(directory):
     """The splits of a directory in CLIP_benchmark's layout, none of other data."""
-    files = [*Path(directory).glob("*/nshards.txt"), *Path(directory).glob("*/0.tar")]
-    return sorted({file.parent.name for file in files})
+    return sorted(file.parent.name for file in Path(directory).glob("*/nshards.txt"))
 
 
 class ShardSet(EvalSet):
     """CLIP_benchmark's layout: SPLIT/0.tar, 1.tar, ..., as many as SPLIT/nshards.txt says, with
-    KEY.cls, the number of a line of classnames.txt; or, if dataset_type.txt says "retrieval", with
-    KEY.txt, a caption a line."""
+    KEY.txt if dataset_type.txt says "retrieval", else with KEY.cls, a line of classnames.txt."""
 
-    def __init__(self, directory, options, image_size):
-        self.directory, self.options = Path(directory), options
-        self.read = functools.partial(read_image, size=image_size)
-        if options.split not in shard_splits(directory):
+    def __init__(self, directory, options):
+        self.options, splits = options, shard_splits(directory)
+        if options.split not in splits:
             raise UserError(f"{directory} has no split {options.split}; --split can be "
-                            f"{', '.join(shard_splits(directory))}.")
-        file = self.directory / options.split / "nshards.txt"
+                            f"{', '.join(splits)}.")
+        file = Path(directory, options.split, "nshards.txt")
         n = common.read_text(file, "--data").strip()
         if not re.fullmatch("[1-9][0-9]{0,6}", n):
             raise UserError(f"{file} holds {n!r}; it must be the number of 0.tar, 1.tar, ...")
         self.shards = common.TarShards(f"{file.parent}/{{0..{int(n) - 1}}}.tar")
-        file, kind = self.directory / "dataset_type.txt", "classification"
-        if file.is_file():
-            kind = common.read_text(file, "--data").strip().lower()
-        if kind == "retrieval":
-            self.content_words = options.content_words
-            self.captioned = lambda: self.shards.each("caption", options.limit)
-        elif kind == "classification":
-            self.names_file = str(options.classes or self.directory / "classnames.txt")
-            lines = common.read_text(self.names_file, "--classes").splitlines()
-            self.names = [line.strip() for line in lines]  # CLEVR has a class without a name
-            self.groups = {"": (torch.arange(len(lines)), self.names)}
-            self.labelled = self.label_pairs
-        else:  # VOC2007's images with several labels
-            raise UserError(f"{file} says {kind!r}: only classification, with one label an image, "
-                            f"and retrieval can be evaluated.")
-
-    @functools.cached_property
-    def classes(self):
-        file, templates = self.directory / "zeroshot_classification_templates.txt", TEMPLATES
-        if self.options.templates or file.is_file():
-            templates = self.options.templates or read_templates([str(file)])
-        self.named = Classes(self.names, templates, self.names_file)
-        return self.named
+        kind = Path(directory, "dataset_type.txt")
+        if kind.is_file() and common.read_text(kind, "--data").strip().lower() == "retrieval":
+            self.captioned = lambda: self.shards.each("caption")
+            return
+        source = str(options.classes or Path(directory, "classnames.txt"))
+        lines = common.read_text(source, "--classes").splitlines()
+        names = [line.strip() for line in lines]  # CLEVR has a class without a name
+        templates, file = TEMPLATES, Path(directory, "zeroshot_classification_templates.txt")
+        if options.templates or file.is_file():
+            templates = options.templates or read_templates([str(file)])
+        self.classes = self.named = Classes(names, templates, source)
+        self.groups, self.labelled = {"": (torch.arange(len(names)), names)}, self.label_pairs
 
     def label_pairs(self, purpose, limit=None):
+        classes = len(self.classes.names)
         for image, label in self.shards.each("label", limit or self.options.limit):
-            if label >= len(self.names):
-                raise UserError(f"{self.shards.name} holds class {label}, but {self.names_file} "
-                                f"has {len(self.names)} names, the first of class 0.")
+            if label >= classes:
+                raise UserError(f"{self.shards.name} holds class {label}, but {self.named.source} "
+                                f"has {classes} names, the first of class 0.")
             yield image, label
 
     def samples(self, n):
-        pairs = self.captioned() if self.captioned else self.label_pairs("samples", n)
-        images, values = zip(*itertools.islice(readable(pairs, self.read), n))
         if self.captioned:
-            return torch.stack(images), [captions[0] for captions in values]
-        names = [common.article(self.names[label]) for label in values]
-        return torch.stack(images), [f"a photo of {name}." for name in names]
+            pairs = ((image, captions[0]) for image, captions in self.captioned())
+        else:
+            prompts = [f"a photo of {common.article(name)}." for name in self.classes.names]
+            pairs = ((image, prompts[label]) for image, label in self.label_pairs("samples", n))
+        return read_samples(pairs, n, self.image_size)
 
 
-def read_winoground(file, root):
+def read_winoground(file, root, limit):
     """Winoground's examples.jsonl -> the pairs of EvalSet.winoground. root: where NAME.png lie."""
-    for number, line in enumerate(common.read_lines(file, "--data")):
-        try:
+    for number, line in enumerate(common.read_lines(file, "--data")[:limit]):
+        with common.explained((ValueError, KeyError, TypeError), f"{file}, sample {number + 1}",
+                              "; it must have image_0, image_1, caption_0, caption_1"):
             row = json.loads(line)
-            images = [str(Path(root, f"{row[name]}.png")) for name in ("image_0", "image_1")]
-            yield from zip(images, [(number, row["caption_0"]), (number, row["caption_1"])])
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{file}, sample {number + 1}: {type(error).__name__}, {error}; it "
-                            f"must have image_0, image_1, caption_0, caption_1.") from None
+            for i in (0, 1):
+                yield str(Path(root, f"{row[f'image_{i}']}.png")), (number, row[f"caption_{i}"])
 
 
 def read_sugarcrepe(files, root):
@@ -599,8 +577,8 @@ class VocSet(EvalSet):
     SegmentationClass/ID.png, maps of classes 1, 2, ..., 0 for background and 255 for what does
     not count. The whole image is squeezed into a square."""
 
-    def __init__(self, directory, options, image_size):
-        self.directory, self.size, self.workers = Path(directory), image_size, options.workers
+    def __init__(self, directory, options):
+        self.directory, self.workers = Path(directory), options.workers
         lists = sorted(self.directory.glob("ImageSets/Segmentation/*.txt"))
         splits = {path.stem: path for path in lists}
         if options.split not in splits:
@@ -614,14 +592,15 @@ class VocSet(EvalSet):
 
     def read(self, name):
         """An id -> image (3, S, S), map (H, W)."""
-        image = common.open_image(self.directory / "JPEGImages" / f"{name}.jpg", self.size)
-        image = image.resize((self.size,) * 2, Image.Resampling.BICUBIC)
+        size = self.image_size
+        image = common.open_image(self.directory / "JPEGImages" / f"{name}.jpg", size)
+        image = image.resize((size, size), Image.Resampling.BICUBIC)
         with Image.open(self.directory / "SegmentationClass" / f"{name}.png") as file:
             truth = torch.from_numpy(np.array(file))
         return common.to_floats(pil_to_tensor(image)), truth
 
     def maps(self, purpose):
-        pairs, classes = zip(self.ids, self.ids), len(self.map_classes[""].names)
+        pairs, classes = zip(self.ids, self.ids), len(self.named.names)
         for (image, truth), name in readable(pairs, self.read, self.workers):
             path = self.directory / "SegmentationClass" / f"{name}.png"
             if truth.ndim != 2 or truth.dtype != torch.uint8:
@@ -634,56 +613,47 @@ class VocSet(EvalSet):
             yield image, {"": truth}
 
 
-def limited(pairs_of, options, images=1):
-    """A member of an EvalSet -> the same, cut to --limit samples of so many images each; to
-    --train-limit where one learns from them or ranks slots on them."""
-    def first(*purpose):
-        is_learned = "train" in purpose or "slots" in purpose
-        limit = options.train_limit if is_learned else options.limit
-        return itertools.islice(pairs_of(*purpose), limit * images if limit else None)
-
-    return first
-
-
 def open_eval_set(options, image_size, captions=True):
     """options.data, a SPEC of common.open_data or a directory like CLIP_benchmark's, Winoground's,
     SugarCrepe's or Pascal VOC's -> EvalSet. captions: False for a model without a text tower."""
     data = open_whole_set(options, image_size, captions)
-    for name in ("labelled", "captioned", "negatives", "winoground", "maps", "documents"):
-        if getattr(data, name):
-            images = 2 if name == "winoground" else 1
-            setattr(data, name, limited(getattr(data, name), options, images))
-    if options.limit and data.samples:
-        samples = data.samples
-        data.samples = lambda n: samples(min(n, options.limit))
+    data.image_size = image_size
+    if options.nouns_adjectives:
+        lines = common.read_lines(options.nouns_adjectives, "--nouns-adjectives")
+        data.content_words = {word.lower() for word in lines}
+
+    def limited(pairs_of, *purpose):
+        is_learned = purpose in [("train",), ("slots",)]  # of the world, which has splits
+        limit = options.learn_limit if is_learned else options.limit
+        return itertools.islice(pairs_of(*purpose), limit)
+
+    for name in ("labelled", "captioned", "negatives", "maps", "documents"):
+        if pairs_of := getattr(data, name):
+            setattr(data, name, functools.partial(limited, pairs_of))
     return data
 
 
 def open_whole_set(options, image_size, captions):
-    """The same without --limit, but for shards, which draw the samples before they read them."""
-    spec = options.data
-    if "::" in spec:
-        raise UserError(f"{spec} is a mixture, to train on: say with --eval-data SPEC, or eval.py "
-                        f"--data SPEC, what to evaluate on, and with its --train-data SPEC what "
-                        f"k-NN learns from.")
+    """The same without --limit, but for labelled shards, of which it takes a random sample."""
+    spec, directory = options.data, Path(options.data)
     if Path(spec, "SegmentationClass").is_dir():
-        return VocSet(spec, options, image_size)
+        return VocSet(spec, options)
     if shard_splits(spec):
-        return ShardSet(spec, options, image_size)
-    examples = Path(spec, "examples.jsonl") if Path(spec).is_dir() else Path(spec)
+        return ShardSet(spec, options)
+    examples = directory / "examples.jsonl" if directory.is_dir() else directory
     if examples.suffix == ".jsonl" and examples.is_file():
         root = options.image_root or examples.parent / "images"
-        return EvalSet(winoground=lambda: read_winoground(examples, root))
-    files = sorted(Path(spec).glob("*.json")) if Path(spec).is_dir() else []
-    files = [file for file in files if "negative_caption" in file.read_text()[:4000]]
+        return EvalSet(winoground=lambda: read_winoground(examples, root, options.limit))
+    files = [file for file in sorted(directory.glob("*.json"))
+             if "negative_caption" in file.read_text()[:4000]]
     if files:
         return EvalSet(negatives=lambda: read_sugarcrepe(files, options.image_root))
     source = common.open_data(spec, options.image_root, options.split, image_size, captions)
     if isinstance(source, common.World):
-        return WorldSet(source, options.split)
+        return WorldSet(source, options)
     if isinstance(source, common.TarShards):  # their classes have no names: to learn from
-        return EvalSet(labelled=lambda purpose: source.each("label"))
-    return TableSet(source, options, image_size)
+        return EvalSet(labelled=lambda purpose: source.each("label", options.limit))
+    return TableSet(source, options)
 
 
 def open_beside(options, data, spec, message, **changes):
@@ -691,16 +661,14 @@ def open_beside(options, data, spec, message, **changes):
     with the message if there is none, or if they are the data to evaluate."""
     if spec is None and data.has_splits:
         return data
-    if spec is None:
-        raise UserError(message)
-    if "train" in shard_splits(spec):
+    if spec and "train" in shard_splits(spec):
         changes["split"] = "train"
-    places = [Path(s.partition(":classes=")[0]).resolve() for s in (spec, options.data)]
     is_other_split = changes.get("split") == "train" and options.split != "train"
-    if places[0] == places[1] and not is_other_split:
+    is_same = spec and Path(spec).resolve() == Path(options.data).resolve()
+    if spec is None or is_same and not is_other_split:
         raise UserError(message)
-    changes |= {"data": spec, "limit": options.train_limit}
-    return open_eval_set(argparse.Namespace(**vars(options) | changes), options.image_size)
+    beside = dataclasses.replace(options, data=spec, limit=options.learn_limit, **changes)
+    return open_eval_set(beside, data.image_size)
 
 
 def open_training_set(options, data):
@@ -729,9 +697,9 @@ def open_selection(options, data, task, chooser, needed):
 
 def default_split(spec):
     """The split to evaluate where none is asked for; "all" of data that have no splits."""
-    name = common.parse_spec(spec)[0]
     if Path(spec, "SegmentationClass").is_dir():
         return "val"  # VOC's test split has no maps
+    name = common.parse_spec(spec)[0]
     is_split = name == "shapes" or name.lower().endswith(".json") or shard_splits(spec)
     return "test" if is_split else "all"
 
@@ -1360,10 +1328,6 @@ PICTURES = {
 
 # Evaluating a run -----------------------------------------------------------------------
 
-# flags on which figures depend, beside the data, the checkpoint, --templates and --classes
-FIGURE_FLAGS = ("select", "select_root", "nouns_adjectives", "limit", "train_data", "train_limit",
-                "probe", "probe_epochs")
-
 
 def check(options, data, has_text):
     """The names of the tasks that data and model serve. Raises UserError if there is none, if
@@ -1384,14 +1348,14 @@ def check(options, data, has_text):
         data.classes  # folders without names are found here
     asked = options.tasks or ([] if has_text else ["knn"])
     if ("knn" in asked or "linear" in asked) and not data.has_splits:
-        next(iter(open_training_set(options, data).labelled("train")))
+        whole = dataclasses.replace(options, learn_limit=None)  # its first image is found at once
+        next(iter(open_training_set(whole, data).labelled("train")))
     return usable
 
 
-def measure(embed, data, options):
-    """Run options.tasks, or the default tasks of the model -> {task: ({metric: float}, number of
-    samples, None where it is not known)}."""
-    usable, results = check(options, data, embed.tokenizer is not None), {}
+def evaluate(embed, data, options):
+    """Run options.tasks, or the default tasks of the model -> {metric: float}."""
+    usable, result = check(options, data, embed.tokenizer is not None), {}
     kinds = ["text"] if embed.tokenizer else ["images"]
     if not embed.tokenizer and data.has_splits:
         kinds.append("world")
@@ -1400,43 +1364,23 @@ def measure(embed, data, options):
     for name in usable:
         asked = name in options.tasks if options.tasks else TASKS[name].default in kinds
         if asked and TASKS[name].suits(embed.model):
-            found = TASKS[name].run(embed, data, options)
-            lengths = [len(x) for x in found.values() if torch.is_tensor(x) and x.ndim]
-            # samples: as many as the task says, or as the values that it takes the mean of
-            n = found.get(f"{name}/images", max(lengths, default=None))
-            n = found.pop(f"{name}/samples", n)
-            results[name] = {key: number(value) for key, value in found.items()}, n
-    return results
-
-
-def figures(results):
-    """What `measure` returns -> {metric: float}."""
-    return {key: value for found, _ in results.values() for key, value in found.items()}
-
-
-def evaluate(embed, data, options):
-    """The figures alone -> {metric: float}."""
-    return figures(measure(embed, data, options))
+            result |= TASKS[name].run(embed, data, options)
+    return {key: number(value) for key, value in result.items()}
 
 
 def report(embed, data, options, run):
-    """Evaluate, print a table, write RUN/eval.json and draw pictures -> {metric: float}."""
-    results = measure(embed, data, options)
-    result = figures(results)
-    path = Path(run, options.file_name + ".json")
-    if data.named:
+    """Evaluate, print a table, write the figures and draw pictures into RUN -> {metric: float}."""
+    result = evaluate(embed, data, options)
+    if data.named and embed.tokenizer:
         print(f"Class names: {data.named.source}. First prompt: {data.named.prompts[0]!r}")
-    print_table(results, chance_levels(result, data), options)
+    print_table(result, chance_levels(result, data))
     if embed.unknown_tokens > 0.1 * embed.tokens:
         fraction = embed.unknown_tokens / embed.tokens
         print(f"{fraction:.0%} of the texts' tokens are [UNK], words that the run's vocabulary "
               f"lacks: train on captions with them, or with --vocab.")
     if result:
-        samples = {task: n for task, (_, n) in results.items()}
-        write_results(path, result, settings_of(embed, data, options), samples)
-    last = options.checkpoint == "last.pt"
-    drawn = draw_pictures(embed, data, options, path) if last else {}
-    if not result and not drawn:
+        write_figures(embed, data, options, run, result)
+    if not draw_pictures(embed, data, options, run) and not result:
         tasks = ", ".join(options.tasks or ["the default tasks"])
         raise UserError(f"{run}: there is nothing to evaluate in {tasks} on {options.data}.")
     return result
@@ -1456,67 +1400,50 @@ def chance_levels(result, data):
     if images := result.get("retrieval/images"):
         chance |= {f"t2i/R@{k}": min(1, k / images) for k in (1, 5, 10)}
         chance["i2t/R@1"] = 1 / images
-    return chance | {key.removesuffix("_chance"): value for key, value in result.items()
-                     if key.endswith("_chance")}
+    return chance
 
 
-def print_table(results, chance, options):
-    """A group for each task: on what and how many, then its figures and their chance levels."""
-    width = max(map(len, figures(results)), default=0)
-    for task, (found, n) in results.items():
-        samples = f", {n:,} samples" if n else ""
-        print(f"{task} on {options.data}{samples}:")
-        shown = {key: x for key, x in found.items() if not key.endswith(("/images", "chance"))}
-        for key, value in shown.items():
-            exact = not isinstance(value, float) or 0 < abs(value) <= 1e-4
-            value = value if exact else f"{value:.4f}"
-            level = f"  chance {chance[key]:.4f}" if key in chance else ""
-            print(f"  {key:{width}}  {value}{level}")
+def print_table(result, chance):
+    """Figures and, where they are known, their chance levels."""
+    shown = {key: x for key, x in result.items() if not key.endswith(("/images", "/chance"))}
+    width = max(map(len, shown), default=0)
+    for key, value in shown.items():
+        exact = not isinstance(value, float) or 0 < abs(value) <= 1e-4
+        value = value if exact else f"{value:.4f}"
+        level = f"  chance {chance[key]:.4f}" if key in chance else ""
+        print(f"  {key:{width}}  {value}{level}")
 
 
-def settings_of(embed, data, options):
-    """What figures depend on."""
-    names = ("data", "image_root", "split", "checkpoint", *FIGURE_FLAGS)
-    settings = {name: vars(options)[name] for name in names} | {"step": embed.step}
+def write_figures(embed, data, options, run, result):
+    """Append the figures, with all that they depend on, to RUN/evals.jsonl. Those of the run's own
+    evaluation are also RUN/eval.json."""
+    settings = dataclasses.asdict(options) | {"step": embed.step}
+    del settings["workers"], settings["is_own"]
     if data.named:
         settings |= {"class_names": data.named.source, "templates": data.named.templates}
-    return settings
+    record, path = {"settings": settings} | result, Path(run, "evals.jsonl")
+    with common.writing(path), open(path, "a") as file:
+        file.write(json.dumps(record) + "\n")
+    if options.is_own and not options.tasks:
+        with common.replacing(Path(run, "eval.json")) as file:
+            file.write(json.dumps(record, indent=2).encode() + b"\n")
 
 
-def write_results(path, result, settings, samples):
-    """Add figures to those of the same settings in the file. Others, of an earlier step or of a
-    version that wrote no settings, move to FILE-1.json, FILE-2.json, ..."""
-    old = json.loads(path.read_text()) if path.exists() else {}
-    before = old.pop("settings", {})
-    known = settings.keys() & before.keys()  # tasks without class names have none
-    if old and (not before or any(before[name] != settings[name] for name in known)):
-        places = (path.with_name(f"{path.stem}-{i}.json") for i in itertools.count(1))
-        place = next(place for place in places if not place.exists())
-        path.rename(place)
-        print(f"The figures of {path}, of other settings, are now in {place}.")
-        old, before = {}, {}
-    samples = before.get("samples", {}) | samples
-    record = {"settings": before | settings | {"samples": samples}} | old | result
-    with common.replacing(path) as file:
-        file.write(json.dumps(record, indent=2).encode() + b"\n")
-
-
-def file_name(spec):
-    """A SPEC as a part of a file's name."""
-    return re.sub("[^A-Za-z0-9]+", "-", spec).strip("-")
+def place(run, options, name):
+    """RUN/NAME of the run's own data as at the end of its training; else RUN/DATA-NAME."""
+    data = re.sub("[^A-Za-z0-9]+", "-", options.data)[-60:].strip("-")
+    return Path(run, name if options.is_own else f"{data}-{name}")
 
 
 @torch.no_grad()
-def draw_pictures(embed, data, options, path):
-    """Draw what --task names, or all that data and model serve, beside the results."""
-    prefix, pages = path.stem.removeprefix("eval").removeprefix("-"), {}
-    if not prefix and not options.tasks:
-        pages |= draw_log(path.parent)
+def draw_pictures(embed, data, options, run):
+    """Draw what --task names, or all that data and model serve, and of the run's own data its
+    log -> {path: picture}."""
+    pages = draw_log(run) if options.is_own and not options.tasks else {}
     for name, picture in PICTURES.items():
         asked = not options.tasks or name in options.tasks
         if asked and picture.fits(data) and picture.suits(embed.model):
-            page = path.with_name(f"{prefix}-{name}.png" if prefix else f"{name}.png")
-            pages[page] = picture.run(embed, data)
+            pages[place(run, options, f"{name}.png")] = picture.run(embed, data)
     return save_pictures(pages)
 
 
@@ -1530,109 +1457,45 @@ def save_pictures(pages):
     return pages
 
 
-# Encodings and search -------------------------------------------------------------------
+# Search -----------------------------------------------------------------------------------
 
 
-def write_encodings(embed, options):
-    """Encode the images of a SPEC: OUT.npy, (n, E) in fp32, and OUT.txt, a name in each line."""
-    spec, size = options.data, embed.image_size
-    if shard_splits(spec):
-        spec = ShardSet(spec, options, size).shards.name
-    source = common.open_data(spec, options.image_root, options.split, size, captions=False)
-    if isinstance(source, common.World):
-        scenes = WorldSet(source, options.split).documents()
-        pairs = ((image, name) for image, (name, _) in scenes)
-    else:
-        pairs = source.files(0, 1)
-    x, names = embed.encoded(itertools.islice(pairs, options.limit), embed.model.encode_image)
-    path = Path(options.embed).with_suffix(".txt")
-    with common.writing(options.embed):
-        np.save(options.embed, x.numpy())
-        path.write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
-    print(f"{options.embed}: {len(x)} images, {x.shape[1]} numbers each; {path}: their names")
-
-
-class DenseIndex:
-    """Encodings of images, searched one by one: what stair.InvertedIndex is for other models."""
-
-    def __init__(self, similarity):
-        self.similarity, self.names, self.parts = similarity, [], []
-
-    def add(self, names, encodings):
-        self.names += names
-        self.parts.append(encodings)
-
-    def search(self, query, k):
-        """Encoding of a caption -> the k best [(name, score), ...]."""
-        scores = torch.cat([self.similarity(x, query[None])[:, 0] for x in self.parts])
-        scores, ids = scores.topk(min(k, len(scores)))
-        return [(self.names[i], score) for i, score in zip(ids.tolist(), scores.tolist())]
-
-
-def search(embed, data, options, run):
-    """Index images, answer --query, and show what is found: RUN/search.png; of STAIR (App. D) also
-    RUN/index.pt and index.jsonl for other engines; of other data RUN/DATA-search.png and so on."""
-    if not embed.tokenizer:
-        raise UserError("--query needs a model with a text tower: others encode images alone.")
-    if data.documents is None:
-        raise UserError(f"--query searches shapes, captioned images or class folders; "
-                        f"{options.data} is something else.")
-    has_words, images, captions, words_of = bool(embed.model.encode_words), {}, {}, {}
-    index = DenseIndex(embed.similarity)
-    if has_words:
-        index = stair.InvertedIndex(embed.tokenizer.vocab)
-    for query in options.queries:  # wrong ones are found before all images are encoded
-        if not query.strip():
-            raise UserError(f"--query {query!r}: it has no word to rank by.")
-        try:
-            boolean = has_words and stair.is_boolean(query)
-            words_of[query] = index.positive_words(query) if boolean else []
-        except ValueError as error:
-            raise UserError(f"--query {query!r}: {error}") from None
+def search(embed, data, options, run, queries):
+    """Index images by the words of their encodings and answer queries (STAIR, App. D): captions, or
+    words with AND, OR, NOT. It writes index.pt, and search.png of what is found."""
+    if not embed.model.encode_words or not data.documents:
+        raise UserError("--query needs a run of STAIR, whose encodings are words to look up, and "
+                        "shapes, captioned images or class folders.")
+    index, images, rows = stair.InvertedIndex(embed.tokenizer.vocab), {}, []
+    for query in filter(stair.is_boolean, queries):  # wrong ones are found before all is encoded
+        with common.explained(ValueError, "--query"):
+            stair.boolean_query(query, index)
     for part in tqdm(chunks(data.documents(), 1000), "images in thousands"):
-        encodings, values = embed.encoded(part, embed.model.image_encoding if has_words else None)
-        if has_words:
-            encodings = word_columns(embed, encodings)
-        index.add([name for name, _ in values], encodings)
+        x, documents = embed.encoded(part)
+        index.add([name for name, _ in documents], word_columns(embed, x))
         images |= {name: image for image, (name, _) in part}
-        captions |= dict(values)
-    prefix = "" if options.is_default_data else file_name(options.data) + "-"
-    if has_words:
-        last = options.checkpoint == "last.pt"
-        path = Path(run, prefix + ("index.pt" if last else f"index-{options.checkpoint}"))
-        index.save(path)
-        index.export(path.with_suffix(".jsonl"), contents=captions)
-        print(f"{len(index)} images in {path} and {path.with_suffix('.jsonl')}")
-    rows = []
-    for query, words in words_of.items():
-        for heading, found in answers(embed, index, query, words).items():
-            best = ", ".join(f"{name} ({score:.2f})" for name, score in found) or "nothing"
-            print(f"{heading}: {best}")
-            cells = []
-            if found:
-                pairs = readable([(images[name], score) for name, score in found], embed.read)
-                cells = [(to_picture(image), f"{score:.2f}") for image, score in pairs]
-            rows.append((heading if cells else f"{heading}: nothing", cells))
+    for heading, best in answers(embed, index, queries):
+        names = ", ".join(f"{name} ({score:.2f})" for name, score in best) or "nothing"
+        print(f"{heading}: {names}")
+        shown = [(embed.read(images[name]), f"{score:.2f}") for name, score in best]
+        rows.append((heading, [(to_picture(image), score) for image, score in shown]))
+    index.save(place(run, options, "index.pt"))
     title = "What queries find. Scores are cosines; of boolean queries sums of weights."
-    save_pictures({Path(run, f"{prefix}search.png"): sheet(title, rows)})
+    save_pictures({place(run, options, "search.png"): sheet(title, rows)})
 
 
-def answers(embed, index, query, words):
-    """{heading: [(name, score), ...]} of a boolean query, which has `words` to rank by, or of a
-    caption, with the text tower and without it."""
-    if words:
-        return {query: index.search(dict.fromkeys(words, 1.0), 8, where=query)}
-    found, unknown = {}, embed.unknown_tokens
-    if not embed.model.encode_words:
-        found[query] = index.search(embed.texts([query])[0], 8)
-    else:
-        for way, encode in (("text tower", embed.model.encode_text),
-                            ("words alone", embed.model.encode_words)):
+def answers(embed, index, queries):
+    """Pairs of a heading and [(name, score), ...]: of a caption two, with the text tower and
+    without it."""
+    ways = {"text tower": embed.model.encode_text, "words alone": embed.model.encode_words}
+    for query in queries:
+        if stair.is_boolean(query):
+            where, words = stair.boolean_query(query, index)
+            yield query, index.search(dict.fromkeys(words, 1.0), 8, where)
+            continue
+        for way, encode in ways.items():
             x = word_columns(embed, embed.texts([query], encode))[0]
-            found[f"{query} ({way})"] = index.search(x, 8, cosine=True)
-    if embed.unknown_tokens > unknown:
-        print(f"{query}: the vocabulary does not know all of its words.")
-    return found
+            yield f"{query} ({way})", index.search(x, 8)
 
 
 # A run and its options ------------------------------------------------------------------
@@ -1674,290 +1537,111 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
     return embed, args
 
 
-def options_for(args, **changes):
-    """The options of `python eval.py RUN`, and of the end of a training, for a run with settings
-    `args`: at most 1,000 images of files, but all of --data. changes: flags of eval.py."""
-    options = build_parser().parse_args(["RUN"])
-    vars(options).update({"image_size": args.image_size} | changes)
-    default_data = args.eval_data or args.data
-    options.is_default_data = options.data in (None, default_data)
-    options.file_name = result_name(options, default_data)  # by the flags, before the defaults
-    evaluates = not options.queries and not options.embed
-    if options.data is None and evaluates and common.parse_spec(default_data)[0] != "shapes":
-        options.limit = options.limit or 1000
-        options.train_limit = options.train_limit or 20_000
-    if options.data is None:
-        options.data = default_data
-        own = args.eval_data and vars(args).get("eval_image_root")  # old runs have none
-        options.image_root = options.image_root or own or args.image_root
-    learns = args.data != options.data and common.parse_spec(args.data)[0] != "shapes"
-    if options.train_data is None and "train" in shard_splits(options.data):
-        options.train_data = options.data
-    elif options.train_data is None and learns:
-        options.train_data = args.data
-    if options.split and default_split(options.data) == "all":
-        raise UserError(f"--split {options.split}: {options.data} has no splits.")
-    options.split = options.split or default_split(options.data)
-    options.workers = args.workers if options.workers is None else options.workers
-    options.templates = read_templates(options.templates)
-    options.content_words = None
-    if options.nouns_adjectives:
-        lines = common.read_lines(options.nouns_adjectives, "--nouns-adjectives")
-        options.content_words = {word.lower() for word in lines}
-    options.probe = options.probe or vars(args).get("probe", "adamw")  # old runs have none
-    options.probe_epochs = options.probe_epochs or vars(args).get("probe_epochs")
-    return options
+TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # images at the end of a training; --data takes all
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to evaluate, and how. `build_parser` says what the flags of these names mean."""
+
+    data: str
+    split: str
+    train_data: str | None
+    probe: str
+    probe_epochs: int | None
+    image_root: str | None = None
+    limit: int | None = None
+    learn_limit: int | None = None       # of images to learn from, or to choose by
+    templates: list | None = None
+    classes: str | None = None
+    nouns_adjectives: str | None = None
+    select: str | None = None
+    select_root: str | None = None
+    checkpoint: str = "last.pt"
+    tasks: list | None = dataclasses.field(default=None, compare=False)
+    workers: int = dataclasses.field(default=0, compare=False)
+    is_own: bool = dataclasses.field(default=False, compare=False)  # `own_options`, but for tasks
+
+
+def options_on(data, args):
+    """Those of all of `data`, a SPEC, for a run with settings `args`."""
+    train_data = None
+    if "train" in shard_splits(data):
+        train_data = data
+    elif args.data != data and common.parse_spec(args.data)[0] != "shapes":
+        train_data = args.data
+    older = {"probe": "adamw", "probe_epochs": None} | vars(args)  # old runs have none
+    return Options(data, default_split(data), train_data, older["probe"], older["probe_epochs"],
+                   workers=args.workers)
 
 
 def own_options(args, tasks=None):
-    """The options of the evaluation at the end of a training with settings `args`."""
-    return options_for(args, tasks=tasks)
+    """Those of the evaluation at the end of a training with settings `args`: `eval.py RUN`."""
+    options = options_on(args.eval_data or args.data, args)
+    return dataclasses.replace(options, image_root=args.image_root, limit=TEST_LIMIT,
+                               learn_limit=LEARN_LIMIT, tasks=tasks, is_own=True)
 
 
-def result_name(options, default_data):
-    """The results' file without .json: eval, of other data or another split eval-DATA-SPLIT, of an
-    earlier checkpoint eval-CHECKPOINT; flags that change figures follow, as -limit-100."""
-    name = "eval"
-    if options.checkpoint != "last.pt":
-        name += f"-{Path(options.checkpoint).stem}"
-    data = options.data or default_data
-    split = options.split or default_split(data)
-    is_world = common.parse_spec(data)[0] == "shapes"  # of files --data takes all, not 1,000
-    own = options.data is None or (data == default_data and is_world)
-    if not own or split != default_split(data):
-        name += f"-{file_name(data)}-{split}"
-    for flag in (*FIGURE_FLAGS, "templates", "classes"):
-        if value := vars(options)[flag]:
-            name += f"-{flag.replace('_', '-')}-{file_name(str(value))[:60]}"
-    return name
+def options_of(flags, args):
+    """Those that eval.py's flags {name: value, None if not given}, --data one SPEC, ask for."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    own = own_options(args)
+    options = options_on(given["data"], args) if "data" in given else own
+    if "split" in given and options.split == "all":
+        raise UserError(f"--split {given['split']}: {options.data} has no splits.")
+    if "templates" in given:
+        given["templates"] = read_templates(given["templates"])
+    names = given.keys() & {field.name for field in dataclasses.fields(Options)}
+    options = dataclasses.replace(options, **{name: given[name] for name in names})
+    return dataclasses.replace(options, is_own=options == own)
 
 
 def read_templates(given):
-    """--templates, templates or files of them -> list of templates, None if there are none."""
-    templates = []
-    for item in given or []:
-        is_file = "{" not in item and Path(item).is_file()
-        lines = common.read_lines(item, "--templates") if is_file else []
-        templates += lines or [item]  # an empty file is refused below
-    for template in templates:
-        is_json = template.lstrip().startswith("[")
-        if is_json or re.findall(r"\{\w*\}|[{}]", template) not in (["{}"], ["{a}"], ["{c}"]):
+    """--templates, a file of templates or templates -> list of templates."""
+    if len(given) == 1 and Path(given[0]).is_file():
+        given = common.read_lines(given[0], "--templates") or given
+    for template in given:
+        if re.findall(r"\{\w*\}|[{}]", template) not in (["{}"], ["{a}"], ["{c}"]):
             raise UserError(f"--templates: {template!r} is no file of templates, one a line, and "
                             f"no template with one {{}}, a class's name, or {{a}}, the name with "
                             f"its article.")
-    return templates or None
+    return given
 
 
 # Several runs ---------------------------------------------------------------------------
 
-
-def compare_runs(runs, evaluated, tasks):
-    """Tables and pictures of several runs. evaluated: what `evaluate_run` returns, for each; tasks:
-    --task."""
-    names = differences([common.read_config(run) for run in runs])
-    curves = draw_curves({run: f"{name}: " for run, name in zip(runs, names)})
-    save_pictures({Path(runs[0], "comparison-curves.png"): curves})
-    columns = [(name, *found, costs(found[0], run))
-               for name, run, found in zip(names, runs, evaluated) if found[1]]
-    if not columns:
-        return
-    names, embedders, results, sets, spent = zip(*columns)
-    sizes = [embed.image_size for embed in embedders]
-    every = list(itertools.chain(*results))
-    tables = [[spec] * len(results) for spec in dict.fromkeys(every)]
-    if len(every) == len(results):  # each run has one, perhaps its own data: one table
-        tables = [every]
-    for specs in tables:
-        if len(tables) > 1:
-            print(f"{specs[0]}:")
-        if len(set(zip(specs, sizes))) > 1:
-            print("These figures are of different data: " + ", ".join(specs))
-        having = [(name, result[spec] | cost)
-                  for name, result, spec, cost in zip(names, results, specs, spent)
-                  if spec in result]
-        compare(*zip(*having))
-    picture, data = PICTURES["segmentation"], sets[-1]
-    suited = picture.fits(data) and all(picture.suits(embed.model) for embed in embedders)
-    alike = len(tables) == 1 and len(set(zip(every, sizes))) == 1
-    if suited and alike and (not tasks or "segmentation" in tasks):
-        first = {name: embedders[names.index(name)] for name in names}
-        page = draw_segmentation(first, data)
-        save_pictures({Path(runs[0], "comparison.png"): page})
+ASIDE = ("seed out argv git machine resume workers log_every save_every keep_every eval_every "
+         "accum_freq").split()  # settings in which the runs of a column may differ
 
 
-def differences(configs):
-    """Settings of runs, dicts -> a name for each: as few settings as tell them apart, the method
-    and the objective first, the seed aside."""
-    aside = ("seed out argv git machine resume workers log_every save_every keep_every eval_every "
-             "knn_every accum_freq").split()
-    first = "method", "objective", "readout", "target"
-    names = [[] for _ in configs]
-    for key in dict.fromkeys(itertools.chain(first, *configs)):
-        alike = collections.defaultdict(list)  # runs of one name so far, that have the setting
-        for name, config in zip(names, configs):
-            if key in config and key not in aside:
-                alike[tuple(name)].append((name, config[key]))
-        for runs in alike.values():
-            if len({json.dumps(value) for _, value in runs}) > 1:
-                for name, value in runs:
-                    name.append(value if isinstance(value, str) else f"{key}={value}")
-    return [", ".join(name) or "all" for name in names]
-
-
-def compare(names, results):
-    """Print a table: a column for each name, a row for each metric; mean and standard deviation
-    over the runs of a name that have it."""
-    metrics = dict.fromkeys(itertools.chain(*results))
-    metrics = [key for key in metrics if not key.endswith("/images")]
+def compare_runs(evaluated, tasks):
+    """Print a table of several runs: a column for each, or mean and deviation of those that differ
+    in their seed alone; draw FIRST RUN/comparison.png. evaluated: {run: what `evaluate_run`
+    returns}; tasks: --task."""
     columns = collections.defaultdict(list)
-    for name, result in zip(names, results):
-        columns[name].append(result)
-    print("| |" + "".join(f" {name} ({len(column)}) |" for name, column in columns.items()))
+    for run, found in evaluated.items():
+        settings = {key: value for key, value in vars(found.args).items() if key not in ASIDE}
+        columns[json.dumps(settings, sort_keys=True)].append(run)
+    specs = {(found.options.data, found.embed.image_size) for found in evaluated.values()}
+    if len(specs) > 1:
+        print("These figures are of different data.")
+    print("| |" + "".join(f" {runs[0]} ({len(runs)}) |" for runs in columns.values()))
     print("|---" * (len(columns) + 1) + "|")
-    for metric in metrics:
+    metrics = itertools.chain(*[found.figures for found in evaluated.values()])
+    for metric in dict.fromkeys(metrics):
         cells = []
-        for column in columns.values():
-            values = [float(result[metric]) for result in column if metric in result]
-            cells.append(spread(values) if values else "")
+        for runs in columns.values():
+            values = [evaluated[run].figures.get(metric) for run in runs]
+            values = [float(value) for value in values if value is not None]
+            deviation = f" ± {torch.tensor(values).std():.3f}" if len(values) > 1 else ""
+            cells.append(f"{mean(values):.3f}{deviation}" if values else "")
         print(f"| {metric} | " + " | ".join(cells) + " |")
-
-
-def costs(embed, run):
-    """Parameters and training speed of a run, for a table of several."""
-    speeds = [record["images_per_s"] for record in read_log(run)]
-    parameters = sum(p.numel() for p in embed.model.parameters())
-    spent = {"parameters with heads and teacher, millions": parameters / 1e6}
-    if speeds:
-        spent["images a second in training"] = float(np.median(speeds))
-    return spent
-
-
-def spread(values):
-    """Mean ± standard deviation."""
-    deviation = f" ± {torch.tensor(values).std():.3f}" if len(values) > 1 else ""
-    return f"{mean(values):.3f}{deviation}"
-
-
-SUMMARY = ("zeroshot", "zeroshot/mean_per_class_recall", "i2t/R@1", "t2i/R@1", "negatives",
-           "winoground/group", "miou", "knn", "linear")
-
-
-def summarize(results):
-    """{data: {metric: value}} -> print a table: a row for each data, a column for each metric of
-    SUMMARY, and its mean over those that have it."""
-    metrics = [key for key in SUMMARY if any(key in result for result in results.values())]
-    means = {key: mean([result.get(key) for result in results.values()]) for key in metrics}
-    print("| |" + "".join(f" {key} |" for key in metrics))
-    print("|---" * (len(metrics) + 1) + "|")
-    for name, result in [*results.items(), ("mean", means)]:
-        cells = [f"{result[key]:.4f}" if key in result else "" for key in metrics]
-        print(f"| {name} | " + " | ".join(cells) + " |")
-
-
-# Claims of the papers -------------------------------------------------------------------
-
-CLAIM_RATES = (0.0005, 0.001, 0.002)  # learning rates, tried with seed 0, if RUNS has no others
-CLAIM_SEEDS = (3, 4, 5)
-
-
-class ClaimRuns:
-    """A method's RUNS, in runs/claims/METHOD/RUN-RATE-SEED. missing: {directory: commands} that
-    make the figures that were asked for and are not there yet; a dict is an ordered set."""
-
-    def __init__(self, method):
-        self.settings, self.root = METHODS[method].RUNS, Path("runs/claims", method)
-        self.missing = collections.defaultdict(dict)
-
-    def figure(self, run, rate, seed, metric, split="test"):
-        """A figure of a run, None if it is missing."""
-        out = self.root / f"{run}-{rate}-{seed}"
-        flags = f"{self.settings[run][1]} --lr {rate} --seed {seed}"
-        trained = (out / "eval.json").exists()
-        if trained:
-            config = common.read_config(out)
-            check_claim_run(out, config, flags.split())
-            name = "eval" if split == "test" else f"eval-{file_name(config['data'])}-{split}"
-            path = out / f"{name}.json"
-            found = json.loads(path.read_text()) if path.exists() else {}
-            if metric in found:
-                return found[metric]
-        else:
-            self.missing[out][f"python train.py {flags} --out {out} --resume auto"] = None
-        task = metric.split("/")[0]  # not in TASKS: "i2t", "active", ..., of default tasks
-        at_end = split == "test" and (task not in TASKS or TASKS[task].default)  # of a training
-        if trained or not at_end:
-            asked = f" --task {task}" if task in TASKS else ""
-            self.missing[out][f"python eval.py {out} --split {split}{asked}"] = None
-
-    def rate(self, run):
-        """The learning rate that is best on the val split, None while one was not tried."""
-        chosen_by, _, *rates = self.settings[run]
-        if chosen_by in self.settings:
-            return self.rate(chosen_by)
-        rates = rates or CLAIM_RATES
-        scores = {rate: self.figure(run, rate, 0, chosen_by, "val") for rate in rates}
-        return None if None in scores.values() else max(scores, key=scores.get)
-
-    def figures(self, side):
-        """"RUN METRIC" -> its figures by seed, None while one is missing."""
-        run, metric = side.split()
-        rate = self.rate(run)
-        if rate is None:
-            return None
-        found = [self.figure(run, rate, seed, metric) for seed in CLAIM_SEEDS]
-        return None if None in found else found
-
-
-def check_claim_run(out, config, flags):
-    """Raise UserError if a run has other flags, or values of a preset that changed since."""
-    argv, preset = config.get("argv", []), METHODS[config["method"]].PRESETS[config["preset"]]
-    given = {flag[2:].replace("-", "_") for flag in flags if flag.startswith("--")}
-    stale = [name for name in preset.keys() - given if config.get(name) != preset[name]]
-    if argv[1:-4] != flags or stale:  # the last four are --out OUT --resume auto
-        raise UserError(f"{out} was not trained with {' '.join(flags)}, or the preset has changed "
-                        f"since: remove it.")
-
-
-def verdict(differences):
-    if all(x > 0 for x in differences):  # nan is neither
-        return "holds in every seed"
-    if all(x < 0 for x in differences):
-        return "reversed"
-    return "holds in the mean" if mean(differences) > 0 else "not shown"
-
-
-def claim_cells(runs, greater, smaller, note=""):
-    """What was found of a claim: figures, differences seed by seed, verdict."""
-    sides = [runs.figures(side) for side in (greater, smaller)]
-    if None in sides:
-        return "", "", "not run yet"
-    differences = [a - b for a, b in zip(*sides)]
-    holds = verdict(differences)
-    if note and not holds.startswith("holds"):
-        holds += f": {note}"
-    return ", ".join(map(spread, sides)), " ".join(f"{x:+.3f}" for x in differences), holds
-
-
-def print_claims(method):
-    """Print a method's CLAIMS as a table. While figures are missing, stdout gets the commands that
-    make them, and stderr the table."""
-    runs, claims = ClaimRuns(method), METHODS[method].CLAIMS
-    rows = []
-    for claim, source, printed, *sides in claims:
-        cells = claim_cells(runs, *sides) if sides else ("", "", "not tried")
-        rows.append((claim, source, printed, *cells))
-    rates = {run: runs.rate(run) for run, (chosen_by, *_) in runs.settings.items()
-             if chosen_by not in runs.settings}
-    chosen = ", ".join(f"{run} {rate}" for run, rate in rates.items() if rate) or "none yet"
-    file = sys.stderr if runs.missing else sys.stdout
-    header = "claim", "source", "in the paper", "here", "difference by seed", "verdict"
-    for row in (header, ["---"] * len(header), *rows):
-        print("| " + " | ".join(row) + " |", file=file)
-    print(f"\nTest split, mean ± deviation of seeds {CLAIM_SEEDS}. Learning rates, the best of "
-          f"{CLAIM_RATES} or of those in RUNS, on the val split with seed 0: {chosen}; others "
-          f"train at the rate of the run that they vary.", file=file)
-    for commands in runs.missing.values():
-        print(" && ".join(commands))
+    embedders = {runs[0]: evaluated[runs[0]].embed for runs in columns.values()}
+    picture, data = PICTURES["segmentation"], found.data
+    suited = picture.fits(data) and all(picture.suits(x.model) for x in embedders.values())
+    if suited and len(specs) == 1 and (not tasks or "segmentation" in tasks):
+        page = draw_segmentation(embedders, data)
+        save_pictures({Path(next(iter(evaluated)), "comparison.png"): page})
 
 
 # Command line ---------------------------------------------------------------------------
@@ -1967,49 +1651,57 @@ def build_parser():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("runs", nargs="*", metavar="run", help="directory of a run of train.py")
-    add("--claims", choices=METHODS,
-        help="print which claims of the paper hold, from runs/claims/NAME; while runs are missing, "
-             "print their commands, a line each, and the table on stderr")
+    add("runs", nargs="+", metavar="run", help="directory of a run of train.py")
     add("--task", dest="tasks", type=lambda names: names.split(","), metavar="NAMES",
         help=f"tasks {', '.join(TASKS)}; pictures {', '.join(PICTURES)}; comma-separated "
              "(default: all pictures, and the tasks that TASKS marks for such a model)")
-    add("--embed", metavar="OUT.npy", help="write the encodings (n, E) of the images of --data, "
-                                           "and OUT.txt with their names; evaluate nothing")
-    add("--workers", type=int, help="threads that read images (default: the run's)")
-    add("--batch", type=int, default=256, help="images or captions that are encoded at a time")
-    add("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
-    add("--checkpoint", default="last.pt", help="weights: last.pt, stage-1.pt of STAIR's runs")
-    add("--query", dest="queries", nargs="+", metavar="QUERY",
-        help="search the images of --data for captions; of STAIR, by an index, also for words "
-             "with AND, OR, NOT and parentheses; evaluate nothing")
     add("--data", nargs="+", metavar="SPEC",
         help="as of train.py, a directory in the layout of CLIP_benchmark's webdatasets, Pascal "
-             "VOC, Winoground, or of SugarCrepe's JSON files; of several also a table (default: "
-             "the run's --eval-data, or --data)")
+             "VOC, Winoground, or of SugarCrepe's JSON files (default: the run's --eval-data, or "
+             "--data)")
     add("--image-root", help="directory that the file names of --data are relative to")
     add("--split", help="of the world, Karpathy's JSON, CLIP_benchmark's sets (default: test) or "
                         "VOC (default: val)")
-    add("--limit", type=int, help="use LIMIT samples for each task and picture, of class folders "
-                                  "and CLIP_benchmark's sets random ones (default: 1,000 of the "
-                                  "run's own files, as at the end of its training, and all of "
-                                  "--data)")
+    add("--limit", type=int,
+        help="use LIMIT samples for each task and picture: of class folders and labelled shards "
+             f"random ones, else the first (default: {TEST_LIMIT:,} of the run's own data, and "
+             f"{LEARN_LIMIT:,} to learn from; all of --data)")
+    add("--query", dest="queries", nargs="+", metavar="QUERY",
+        help="of STAIR: search the images of --data for captions, or for words with AND, OR, NOT "
+             "and parentheses; evaluate nothing")
     add("--templates", nargs="+", help="zero-shot prompts with {} for NAME or {a} for 'a NAME', or "
-                                       "files of them, one a line")
+                                       "a file of them, one a line")
     add("--classes", help="file with the names of classes, one a line, in the order of folders or "
-                          "of VOC's numbers, or as FOLDER<TAB>NAME")
+                          "of VOC's numbers")
     add("--nouns-adjectives", help="file with the words that K-Pna counts, one a line")
     add("--train-data", help="class folders, or tar shards with KEY.cls or \"label\" in KEY.json,"
                              " for k-NN and probes to learn from (default: the split train of "
                              "CLIP_benchmark's sets, or the run's data)")
-    add("--train-limit", type=int, help="learn from so many images of --train-data, --select")
     add("--probe", choices=PROBES, help="of SPARO (adamw), or of BAM (sgd), which encodes other "
                                         "crops in each epoch (default: the run's)")
     add("--probe-epochs", type=int, help="default: the run's, or 10 of adamw, 100 of sgd")
     add("--select", help="class folders for `slots` to rank slots on, or SugarCrepe's files for "
                          "`masks` to train masks on (default: the world)")
     add("--select-root", help="directory that the file names of --select are relative to")
+    add("--checkpoint", help="weights: last.pt (default), stage-1.pt of STAIR's runs")
+    add("--workers", type=int, help="threads that read images (default: the run's)")
+    add("--batch", type=int, default=256, help="images or captions that are encoded at a time")
+    add("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
     return parser
+
+
+def check_flags(flags):
+    """Raise UserError for flags that cannot be used."""
+    known = TASKS | PICTURES
+    unknown = set(flags.tasks or []) - known.keys()
+    if unknown:
+        raise UserError(f"There is no task {', '.join(unknown)}; there are {', '.join(known)}.")
+    for name in ("limit", "probe_epochs", "batch"):
+        value = vars(flags)[name]
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1.")
+    for run in flags.runs:
+        common.read_config(run)
 
 
 def describe(options):
@@ -2018,83 +1710,39 @@ def describe(options):
     return f"{options.data}, split {options.split}{most}"
 
 
-def check_flags(options):
-    """Raise UserError for flags that cannot be used."""
-    if bool(options.runs) == bool(options.claims):
-        raise UserError("Give the directory of a run, or several, or --claims METHOD.")
-    if options.claims and options != build_parser().parse_args(["--claims", options.claims]):
-        raise UserError("--claims METHOD takes no other flag.")
-    known = TASKS | PICTURES
-    unknown = set(options.tasks or []) - known.keys()
-    if unknown:
-        raise UserError(f"There is no task {', '.join(unknown)}; there are {', '.join(known)}.")
-    if options.embed and (len(options.runs) > 1 or len(options.data or []) > 1):
-        raise UserError(f"--embed {options.embed} is one file: give one run and one --data.")
-    if options.embed and not options.embed.endswith(".npy"):
-        raise UserError(f"--embed {options.embed} must end with .npy.")
-    for name in ("limit", "train_limit", "probe_epochs", "batch"):
-        value = vars(options)[name]
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1.")
-    for run in options.runs:
-        common.read_config(run)
+class Evaluated(NamedTuple):
+    embed: Embedder
+    args: object                 # settings of the run
+    options: Options
+    data: EvalSet
+    figures: dict                # {metric: float}
 
 
-def open_sets(embed, args, options):
-    """Each of --data -> options for it, EvalSet. Of several data, or runs, each serves those of
-    --task that it can."""
-    sets, specs = [], options.data or [None]
-    for spec in specs:
-        changes = vars(options) | {"data": spec, "image_size": embed.image_size}
-        chosen = options_for(args, **changes)
-        data = open_eval_set(chosen, embed.image_size, captions=embed.tokenizer is not None)
-        if options.tasks and len(specs) * len(options.runs) > 1:
-            every = PICTURES | TASKS
-            chosen.tasks = [name for name in options.tasks
-                            if every[name].fits(data) and every[name].suits(embed.model)]
-        if options.tasks and not chosen.tasks:
-            print(f"{chosen.data} is left out: it serves none of {', '.join(options.tasks)}.")
-        else:
-            sets.append((chosen, data))
-    return sets
-
-
-def evaluate_run(run, device, options):
-    """Evaluate, encode or search -> Embedder, {SPEC: figures}, the last EvalSet."""
-    embed, args = load_run(run, device, options.checkpoint)
-    embed.chunk = options.batch
-    embed.workers = embed.workers if options.workers is None else options.workers
-    results, data = {}, None
-    if options.embed:
-        spec = (options.data or [None])[0]
-        write_encodings(embed, options_for(args, **vars(options) | {"data": spec}))
-        return embed, results, data
-    for chosen, data in open_sets(embed, args, options):
-        print(f"{run} on {describe(chosen)}:")
-        if options.queries:
-            search(embed, data, chosen, run)
-        else:
-            fresh = dataclasses.replace(embed)  # it counts the tokens of this data alone
-            results[chosen.data] = report(fresh, data, chosen, run)
-    if len(results) > 1:
-        summarize(results)
-    return embed, results, data
+def evaluate_run(run, flags):
+    """Evaluate a run by flags {name: value}, of --data one SPEC, or answer --query -> Evaluated."""
+    embed, args = load_run(run, flags["device"], flags["checkpoint"] or "last.pt")
+    options = options_of(flags, args)
+    embed.chunk, embed.workers = flags["batch"], options.workers
+    data = open_eval_set(options, embed.image_size, captions=embed.tokenizer is not None)
+    print(f"{run} on {describe(options)}:")
+    if flags["queries"]:
+        search(embed, data, options, run, flags["queries"])
+        return None
+    return Evaluated(embed, args, options, data, report(embed, data, options, run))
 
 
 def main(argv=None):
-    options = build_parser().parse_args(argv)
-    check_flags(options)
-    if options.claims:
-        return print_claims(options.claims)
+    flags = build_parser().parse_args(argv)
+    check_flags(flags)
     common.turn_off_tf32()
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from None
-    evaluated = [evaluate_run(run, device, options) for run in options.runs]
-    if len(evaluated) > 1 and not options.queries:
-        compare_runs(options.runs, evaluated, options.tasks)
+    flags.device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with common.explained((RuntimeError, AssertionError), f"--device {flags.device}"):
+        torch.empty(1, device=flags.device)
+    for spec in flags.data or [None]:
+        changes = vars(flags) | {"data": spec}
+        evaluated = {run: evaluate_run(run, changes) for run in flags.runs}
+        if len(evaluated) > 1 and not flags.queries:
+            compare_runs(evaluated, flags.tasks)
 
 
 if __name__ == "__main__":
