@@ -397,8 +397,8 @@ class WorldSet(EvalSet):
                    "/shape": Classes(SHAPES, ["{a}", "a photo of {a}"]), "/pair": classes}
     content_words, has_splits = WORLD_WORDS, True
 
-    def __init__(self, world, options):
-        self.world, self.split, self.limit = world, options.split, options.limit
+    def __init__(self, world, split, limit=None):
+        self.world, self.split, self.limit = world, split, limit
         self.unseen = torch.arange(64) // 8 >= world.palette
         self.unseen[[8 * colour + shape for colour, shape in world.heldout_pairs]] = True
 
@@ -640,9 +640,8 @@ def open_whole_set(options, image_size, captions):
         return VocSet(spec, options)
     if shard_splits(spec):
         return ShardSet(spec, options)
-    examples = directory / "examples.jsonl" if directory.is_dir() else directory
-    if examples.suffix == ".jsonl" and examples.is_file():
-        root = options.image_root or examples.parent / "images"
+    examples, root = directory / "examples.jsonl", options.image_root or directory / "images"
+    if examples.is_file():
         return EvalSet(winoground=lambda: read_winoground(examples, root, options.limit))
     files = [file for file in sorted(directory.glob("*.json"))
              if "negative_caption" in file.read_text()[:4000]]
@@ -650,7 +649,7 @@ def open_whole_set(options, image_size, captions):
         return EvalSet(negatives=lambda: read_sugarcrepe(files, options.image_root))
     source = common.open_data(spec, options.image_root, options.split, image_size, captions)
     if isinstance(source, common.World):
-        return WorldSet(source, options)
+        return WorldSet(source, options.split, options.limit)
     if isinstance(source, common.TarShards):  # their classes have no names: to learn from
         return EvalSet(labelled=lambda purpose: source.each("label", options.limit))
     return TableSet(source, options)
@@ -1477,7 +1476,8 @@ def search(embed, data, options, run, queries):
     for heading, best in answers(embed, index, queries):
         names = ", ".join(f"{name} ({score:.2f})" for name, score in best) or "nothing"
         print(f"{heading}: {names}")
-        shown = [(embed.read(images[name]), f"{score:.2f}") for name, score in best]
+        pairs = [(images[name], f"{score:.2f}") for name, score in best]
+        shown = readable(pairs, embed.read) if pairs else []
         rows.append((heading, [(to_picture(image), score) for image, score in shown]))
     index.save(place(run, options, "index.pt"))
     title = "What queries find. Scores are cosines; of boolean queries sums of weights."

@@ -286,7 +286,7 @@ def opened(spec, **flags):
     """The options of eval.py for a run on data of its own, and the EvalSet of `spec`."""
     args = evaluation.METHODS["sparc"].Config()
     vars(args).update(data="shapes", eval_data=None, image_root=None, image_size=8, workers=0)
-    options = evaluation.options_for(args, data=str(spec), **flags)
+    options = evaluation.options_of({"data": str(spec)} | flags, args)
     return evaluation.open_eval_set(options, 8), options
 
 
@@ -549,12 +549,12 @@ def test_images_are_resized_as_the_method_does():
 def test_the_probe_is_the_runs():
     args = evaluation.METHODS["bam"].Config()
     vars(args).update(data="shapes", eval_data=None, image_root=None, image_size=8, workers=0)
-    assert evaluation.options_for(args).probe == "adamw"                    # of an old run
-    assert evaluation.options_for(args).probe_epochs is None
+    assert evaluation.own_options(args).probe == "adamw"                    # of an old run
+    assert evaluation.own_options(args).probe_epochs is None
     vars(args).update(probe="sgd", probe_epochs=7)
-    options = evaluation.options_for(args)
+    options = evaluation.own_options(args)
     assert (options.probe, options.probe_epochs) == ("sgd", 7)
-    options = evaluation.options_for(args, probe="adamw", probe_epochs=3)
+    options = evaluation.options_of(dict(probe="adamw", probe_epochs=3), args)
     assert (options.probe, options.probe_epochs) == ("adamw", 3)
 
 
@@ -761,7 +761,7 @@ def test_main_names_what_is_missing(run_of, tmp_path):
             ([run_of("sparc"), "--limit", "0"], "--limit 0 must be at least 1"),
             ([run_of("sparc"), "--templates", "a photo"], "'a photo' is no file of templates"),
             ([run_of("sparc"), "--probe-epochs", "0"], "--probe-epochs 0 must be at least 1"),
-            ([run_of("bam"), "--query", "red"], "--query needs a model with a text tower"),
+            ([run_of("bam"), "--query", "red"], "--query needs a run of STAIR"),
             ([run_of("sparc"), "--task", "slots"], "nothing to evaluate in slots")):
         with pytest.raises(common.UserError, match=message):
             evaluation.main(list(map(str, argv)))

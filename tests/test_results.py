@@ -1,4 +1,4 @@
-"""What eval.py leaves behind: figures and their settings, the table, encodings, curves."""
+"""What eval.py leaves behind: figures and their settings, tables, pictures."""
 
 import json
 import shutil
@@ -19,8 +19,14 @@ from test_sets import write_labelled, write_winoground
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def read(run, name="eval.json"):
-    return json.loads((run / name).read_text())
+def read(run):
+    """eval.json."""
+    return json.loads((run / "eval.json").read_text())
+
+
+def lines(run):
+    """evals.jsonl: a dict for each evaluation."""
+    return [json.loads(line) for line in (run / "evals.jsonl").read_text().splitlines()]
 
 
 def make_table(root):
@@ -30,7 +36,7 @@ def make_table(root):
     return str(root / "photos.csv")
 
 
-# eval.json ----------------------------------------------------------------------------------------
+# Figures ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["sparc", "bam"])
@@ -38,10 +44,10 @@ def test_the_end_of_a_training_equals_eval_py(run_of, tmp_path, name):
     run = shutil.copytree(run_of(name), tmp_path / "run")
     at_end = read(run)
     (run / "eval.json").unlink()
-    evaluation.main([str(run)])
-    assert read(run) == at_end
+    evaluation.main([str(run), "--workers", "1"])
+    assert read(run) == at_end and lines(run) == [at_end, at_end]
     settings = at_end.pop("settings")
-    assert settings["step"] == {"sparc": 6, "bam": 4}[name]
+    assert settings["step"] == {"sparc": 6, "bam": 4}[name] and settings["tasks"] is None
     assert settings["data"] == "shapes:size=16,objects=2" and settings["checkpoint"] == "last.pt"
     assert all(isinstance(value, (int, float)) for value in at_end.values())
 
@@ -51,68 +57,64 @@ def test_the_end_of_a_training_on_files_equals_eval_py(tmp_path, capsys):
     train.main([*SMALL["sparc"], "--data", spec, "--image-size", "16", "--eval-data", spec,
                 "--batch", "4", "--out", str(run)])
     at_end = read(run)
-    assert at_end["settings"]["limit"] == 1000 and at_end["settings"]["train_limit"] == 20_000
-    assert at_end["settings"]["samples"] == {"retrieval": 4}
+    assert at_end["settings"]["limit"] == 1000 and at_end["settings"]["learn_limit"] == 20_000
     capsys.readouterr()
     evaluation.main([str(run)])
-    assert read(run) == at_end and len(list(run.glob("eval*"))) == 1
+    assert read(run) == at_end
     assert f"{run} on {spec}, split all, 1,000 samples at most:" in capsys.readouterr().out
     evaluation.main([str(run), "--data", spec])  # all of it
-    args = evaluation.load_run(run)[1]
-    assert evaluation.options_for(args, embed="out.npy").limit is None  # it is no evaluation
-    other, = set(run.glob("eval*")) - {run / "eval.json"}
-    assert read(run, other.name)["settings"]["limit"] is None and read(run) == at_end
+    assert lines(run)[-1]["settings"]["limit"] is None and read(run) == at_end
 
 
-def test_figures_of_other_settings_never_overwrite_or_join(run_of, tmp_path, capsys):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
-    before = read(run)
-    evaluation.main([str(run), "--task", "zeroshot", "--limit", "5"])
-    few = read(run, "eval-limit-5.json")
-    assert few["settings"] == before["settings"] | {"limit": 5, "samples": {"zeroshot": 5}}
-    assert "i2t/R@1" not in few
-    evaluation.main([str(run), "--task", "retrieval", "--limit", "5"])  # the same settings join
-    both = read(run, "eval-limit-5.json")
-    assert few["zeroshot"] == both["zeroshot"]
-    assert "i2t/R@1" in both and both["settings"]["samples"] == {"zeroshot": 5, "retrieval": 5}
-    assert read(run) == before
+def test_other_evaluations_overwrite_nothing(run_of, tmp_path):
+    """Each flag makes a line of its own; eval.json and the run's pictures stay as they are."""
+    run, folders = shutil.copytree(run_of("sparc"), tmp_path / "run"), tmp_path / ("long" * 30)
+    make_folders(folders)
+    (tmp_path / "words.txt").write_text("Red\n")
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    own = read(run)["settings"]
+    zeroshot = ["--task", "zeroshot,alignment"]
+    for flags, changes in (
+            (["--task", "zeroshot"], {"tasks": ["zeroshot"]}),
+            ([*zeroshot, "--limit", "5"], {"tasks": zeroshot[1].split(","), "limit": 5}),
+            (["--split", "val"], {"split": "val"}),
+            (["--nouns-adjectives", f"{tmp_path}/words.txt"],
+             {"nouns_adjectives": f"{tmp_path}/words.txt"})):
+        evaluation.main([str(run), *flags])
+        assert lines(run)[-1]["settings"] == own | changes
+    assert "i2t/R@1" not in lines(run)[1] and lines(run)[1]["zeroshot"] == read(run)["zeroshot"]
+    (tmp_path / "templates.txt").write_text("a {}\n")
+    evaluation.main([str(run), *zeroshot, "--data", str(folders),
+                     "--templates", f"{tmp_path}/templates.txt"])
+    assert lines(run)[-1]["settings"]["class_names"] == "folders"
+    assert lines(run)[-1]["settings"]["templates"] == ["a {}"] and len(lines(run)) == 6
+    after = {path.name: path.read_bytes() for path in run.iterdir()}
+    assert after | before | {"evals.jsonl": after["evals.jsonl"]} == after
+    new = after.keys() - before.keys()
+    assert {"shapes-size-16-objects-2-alignment.png"} < new and max(map(len, new)) < 100
 
 
-@pytest.mark.parametrize("old", ["an earlier step", "a version without settings"])
-def test_figures_of_an_earlier_step_or_version_make_room(run_of, tmp_path, capsys, old):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
-    now = read(run)
-    stale = {"data": "shapes", "split": "test", "zeroshot": 2.0, "i2t/R@1": 3.0}
-    if old == "an earlier step":
-        stale = now | {"settings": now["settings"] | {"step": 2}, "zeroshot": 2.0}
-    (run / "eval.json").write_text(json.dumps(stale))
-    evaluation.main([str(run), "--task", "zeroshot"])
-    assert read(run, "eval-1.json") == stale and read(run)["zeroshot"] == now["zeroshot"]
-    assert "i2t/R@1" not in read(run) and "are now in" in capsys.readouterr().out
-    (run / "eval.json").write_text(json.dumps(stale))
-    evaluation.main([str(run), "--task", "zeroshot"])
-    assert read(run, "eval-2.json") == stale
-
-
-def test_flags_name_the_file(tmp_path):
+def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
     args = evaluation.METHODS["bam"].Config()
-    vars(args).update(data="a.csv", eval_data="b/test", image_root=None, image_size=8, workers=0)
-    for flags, name in (
-            ({}, "eval"), ({"data": "b/test"}, "eval-b-test-all"), ({"limit": 7}, "eval-limit-7"),
-            ({"data": "c", "select": "d"}, "eval-c-all-select-d"),
-            ({"probe": "sgd", "train_data": "e/f"}, "eval-train-data-e-f-probe-sgd"),
-            ({"select_root": "g"}, "eval-select-root-g"),
-            ({"checkpoint": "stage-1.pt"}, "eval-stage-1")):
-        assert evaluation.options_for(args, **flags).file_name == name
-    words = tmp_path / "words.txt"
-    words.write_text("red\n")
-    found = evaluation.options_for(args, nouns_adjectives=str(words))
-    assert found.file_name.startswith("eval-nouns-adjectives-") and found.content_words == {"red"}
+    vars(args).update(data="a.csv", eval_data="b/test", image_root="r", image_size=8, workers=2)
+    own = evaluation.own_options(args)
+    assert own == evaluation.options_of({"workers": 7, "tasks": ["knn"]}, args) and own.is_own
+    assert (own.data, own.train_data, own.split, own.image_root) == ("b/test", "a.csv", "all", "r")
+    for flags, expected in (
+            ({"data": "b/test"}, (None, None, None)), ({"limit": 7}, (7, 20_000, "r")),
+            ({"data": "c", "image_root": "s", "limit": 3}, (3, None, "s")),
+            ({"probe": "sgd"}, (1000, 20_000, "r")), ({"checkpoint": "x"}, (1000, 20_000, "r"))):
+        options = evaluation.options_of(flags, args)
+        assert (options.limit, options.learn_limit, options.image_root) == expected
+        assert not options.is_own and options.train_data == "a.csv"
+        assert all(getattr(options, name) == value for name, value in flags.items())
+    with pytest.raises(common.UserError, match="--split val: b/test has no splits"):
+        evaluation.options_of({"split": "val"}, args)
 
 
 def test_a_damaged_log_is_named(tmp_path):
     (tmp_path / "log.jsonl").write_text('garbage{{\n{"step": 1}\n')
-    with pytest.raises(common.UserError, match="log.jsonl has a damaged line: .*; delete it"):
+    with pytest.raises(common.UserError, match="log.jsonl has a damaged line: .*delete it"):
         evaluation.read_log(tmp_path)
 
 
@@ -139,23 +141,18 @@ def test_limit_means_the_same_for_every_kind_of_data(tmp_path):
         assert len(list(opened(spec, limit=3)[0].labelled("test"))) == 3
     assert len(list(opened(tmp_path / "voc", limit=1)[0].maps("segmentation"))) == 1
     assert len(list(opened("shapes:size=16,objects=2", limit=2)[0].maps("segmentation"))) == 2
-    for spec in ("shapes:size=16,objects=2", tmp_path / "winoground"):
-        assert len(list(opened(spec, limit=1)[0].winoground())) == 2  # both images of a sample
-    data = opened("shapes:size=16", limit=3, train_limit=9)[0]
+    assert len(list(opened(tmp_path / "winoground", limit=1)[0].winoground())) == 2  # of a pair
+    data = opened("shapes:size=16", limit=3, learn_limit=9)[0]
     assert len(list(data.labelled("train"))) == len(list(data.labelled("slots"))) == 9
+    assert len(data.samples(5)[0]) == 3
 
 
 def test_workers_batch_and_device_are_flags(run_of, tmp_path, monkeypatch):
     run, used = shutil.copytree(run_of("sparc"), tmp_path / "run"), []
-    report = evaluation.report
     monkeypatch.setattr(evaluation, "report", lambda embed, data, options, run: used.append(
         (embed.workers, embed.chunk, embed.device, options.workers)) or {})
     evaluation.main([str(run), "--workers", "3", "--batch", "7", "--device", "cpu"])
     assert used == [(3, 7, "cpu", 3)]
-    monkeypatch.setattr(evaluation, "report", report)
-    before = read(run)
-    evaluation.main([str(run), "--workers", "2", "--task", "retrieval,zeroshot"])
-    assert read(run) == before
     for flags, message in ((["--batch", "0"], "--batch 0 must be at least 1"),
                            (["--device", "gpu"], "--device gpu: ")):
         with pytest.raises(common.UserError, match=message):
@@ -182,18 +179,14 @@ def test_neighbours_and_probes_run_on_the_gpu():
 # The table ----------------------------------------------------------------------------------------
 
 
-def test_the_table_has_groups_with_data_samples_and_chance_levels(run_of, tmp_path, capsys):
+def test_the_table_has_chance_levels(run_of, tmp_path, capsys):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
-    evaluation.main([str(run), "--task", "zeroshot,retrieval,negatives,winoground"])
-    lines = capsys.readouterr().out.splitlines()
-    spec = "shapes:size=16,objects=2"
-    heads = [line for line in lines if line.endswith("samples:")]
-    assert heads[:2] == [f"zeroshot on {spec}, 24 samples:", f"retrieval on {spec}, 12 samples:"]
-    shown = {line.split()[0]: line.split()[-1] for line in lines if " chance " in line}
-    assert {
-        "zeroshot": "0.0156", "zeroshot/colour": "0.1250", "zeroshot/acc5": "0.0781",
-        "i2t/R@1": "0.0833", "t2i/R@10": "0.8333", "negatives/swap_att": "0.5000",
-        "winoground/group": "0.1667"}.items() <= shown.items()
+    evaluation.main([str(run), "--task", "zeroshot,retrieval,negatives"])
+    shown = [line.split() for line in capsys.readouterr().out.splitlines() if " chance " in line]
+    shown = {name: chance for name, *_, chance in shown}
+    assert {"zeroshot": "0.0156", "zeroshot/colour": "0.1250", "zeroshot/acc5": "0.0781",
+            "i2t/R@1": "0.0833", "t2i/R@10": "0.8333",
+            "negatives/swap_att": "0.5000"}.items() <= shown.items()
 
 
 def test_a_guess_among_the_classes_that_are_learned_from_is_the_chance_level_of_knn():
@@ -219,46 +212,6 @@ def test_inference_in_three_lines(run_of, tmp_path):
     torch.testing.assert_close(x.norm(dim=1), torch.ones(2))
 
 
-def test_embed_writes_encodings_and_names(run_of, tmp_path, capsys):
-    table, out = make_table(tmp_path), tmp_path / "out.npy"
-    shards = write_labelled(tmp_path / "shards")
-    images = [str(tmp_path / colour / f"{n}.png") for colour in ("red", "blue") for n in (0, 1)]
-    for part in ("red", "green", "blue"):
-        shutil.copytree(tmp_path / part, tmp_path / "classes" / part)
-    for name, spec, names in (
-            ("sparc", table, images), ("bam", table, images),
-            ("sparc", tmp_path / "classes", None),
-            ("bam", f"{shards}/test/{{0..1}}.tar", None), ("sparc", shards, None)):
-        evaluation.main([str(run_of(name)), "--data", str(spec), "--embed", str(out)])
-        x, lines = np.load(out), (tmp_path / "out.txt").read_text().splitlines()
-        assert x.dtype == np.float32 and len(x) == len(lines) == (4 if names else 6)
-        if names:
-            assert lines == names
-            model = evaluation.load_run(run_of(name))[0]
-            np.testing.assert_allclose(x, model.images(lines, model.model.encode_image), atol=1e-6)
-    assert all(line.partition(":")[2] for line in lines)  # shard:key
-    evaluation.main([str(run_of("sparc")), "--embed", str(out), "--limit", "5"])
-    assert len(np.load(out)) == 5
-    for flags, message in ((["--embed", "x.txt"], "must end with .npy"),
-                           (["--data", f"{table}::shapes", "--embed", str(out)], "has no files"),
-                           (["--data", table, table, "--embed", str(out)], "give one run and one")):
-        with pytest.raises(common.UserError, match=message):
-            evaluation.main([str(run_of("sparc")), *flags])
-
-
-def test_queries_of_dense_runs_are_answered_by_the_dot_product(run_of, tmp_path, capsys):
-    run = shutil.copytree(run_of("sparo"), tmp_path / "run")
-    evaluation.main([str(run), "--query", "a red circle", "--data", make_table(tmp_path / "t")])
-    out = capsys.readouterr().out
-    embed, _ = evaluation.load_run(run)
-    names = [f"{colour}/{n}.png" for colour in ("red", "blue") for n in (0, 1)]
-    files = [str(tmp_path / "t" / name) for name in names]
-    scores = (embed.images(files) @ embed.texts(["a red circle"]).T)[:, 0]
-    best = files[scores.argmax()]
-    assert f"{max(scores):.2f}" in out and "a red circle: " in out and best in out
-    assert list(run.glob("*search.png")) and not list(run.glob("*index*"))
-
-
 def test_only_what_learns_needs_labels_to_learn_from(run_of, tmp_path):
     make_folders(tmp_path / "test")
     run = shutil.copytree(run_of("bam"), tmp_path / "run")
@@ -271,28 +224,52 @@ def test_only_what_learns_needs_labels_to_learn_from(run_of, tmp_path):
         assert sorted(run.iterdir()) == before  # nor did an earlier task run in vain
 
 
-def test_runs_are_compared_data_by_data(run_of, tmp_path, capsys):
-    runs = [shutil.copytree(run_of(name), tmp_path / name) for name in ("sparc", "bam")]
-    table, folders = make_table(tmp_path / "t"), str(tmp_path / "folders")
-    make_folders(tmp_path / "folders")
-    make_folders(tmp_path / "train")
-    capsys.readouterr()
-    evaluation.main([*map(str, runs), "--task", "retrieval,knn", "--data", table, folders,
-                     "--train-data", str(tmp_path / "train")])
-    out = capsys.readouterr().out
-    assert "different data" not in out
-    tables = out.partition(f"\n{table}:\n")[2].split(f"\n{folders}:\n")
-    assert "| | sparc (1) |\n" in tables[0] and "| | sparc (1) | bam (1) |\n" in tables[1]
-    assert "i2t/R@1" in tables[0] and "knn" in tables[1] and "knn" not in tables[0]
-
-
-@pytest.mark.parametrize("flags", [["--embed", "out.npy"], ["--task", "retrieval"]])
-def test_nothing_is_computed_in_tf32(run_of, tmp_path, monkeypatch, flags):
+def test_nothing_is_computed_in_tf32(run_of, tmp_path):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
-    monkeypatch.chdir(tmp_path)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
-    evaluation.main([str(run), *flags])
+    evaluation.main([str(run), "--task", "retrieval"])
     assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+
+
+# Several runs and data ----------------------------------------------------------------------------
+
+
+def test_a_table_of_several_runs(run_of, tmp_path, monkeypatch, capsys):
+    """A column for each setting: mean and deviation of runs that differ in their seed alone."""
+    runs = [shutil.copytree(run_of("sparc"), tmp_path / name) for name in "abc"]
+    for seed, run in enumerate(runs):
+        config = json.loads((run / "config.json").read_text())
+        config |= {"seed": seed, "sigma": 0.1 + seed // 2}
+        (run / "config.json").write_text(json.dumps(config))
+    found = iter([{"x": 0.1, "y": 1}, {"x": 0.3, "y": 1}, {"x": 0.5}])
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "evaluate", lambda *arguments: next(found))
+        evaluation.main([*map(str, runs), "--task", "retrieval"])
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        f"| | {runs[0]} (2) | {runs[2]} (1) |", "|---|---|---|", "| x | 0.200 ± 0.141 | 0.500 |",
+        "| y | 1.000 ± 0.000 |  |"]
+    assert not (runs[0] / "comparison.png").exists()  # of segmentations, which nobody asked for
+    evaluation.main([*map(str, runs), "--task", "segmentation"])
+    pages = [Image.open(runs[0] / f"{name}.png") for name in ("comparison", "segmentation")]
+    assert pages[0].width > pages[1].width
+
+
+def test_data_are_evaluated_one_after_the_other(run_of, tmp_path, capsys):
+    runs = [shutil.copytree(run_of(name), tmp_path / name) for name in ("sparc", "bam")]
+    make_folders(tmp_path / "train")
+    for name in "ab":
+        make_folders(tmp_path / name)
+    specs = [str(tmp_path / name) for name in "ab"]
+    evaluation.main([*map(str, runs), "--task", "knn", "--data", *specs,
+                     "--train-data", str(tmp_path / "train")])
+    shown, found = capsys.readouterr().out, [lines(run)[-2:] for run in runs]
+    for i, spec in enumerate(specs):
+        assert [line[i]["settings"]["data"] for line in found] == [spec, spec]
+        cells = [f" {line[i]['knn']:.3f} " for line in found]
+        assert f"| knn |{'|'.join(cells)}|" in shown
+    assert shown.count(f"| | {runs[0]} (1) | {runs[1]} (1) |") == 2 and "different" not in shown
+    with pytest.raises(common.UserError, match="retrieval cannot use a model without a text"):
+        evaluation.main([*map(str, runs), "--task", "retrieval"])
 
 
 # Pictures -----------------------------------------------------------------------------------------
@@ -306,27 +283,12 @@ def test_captions_without_a_known_word_leave_a_picture_out(run_of, tmp_path):
     assert evaluation.draw_queries(embed, data) is None
 
 
-def test_runs_of_different_methods_share_a_table(run_of, tmp_path, capsys):
-    runs = [shutil.copytree(run_of(name), tmp_path / name) for name in ("sparc", "bam")]
-    evaluation.main([*map(str, runs), "--task", "zeroshot,knn,sparsity"])
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert lines[0] == "| | sparc (1) | bam (1) |"
-    cells = {name.strip(): values for _, name, *values, _ in (line.split("|") for line in lines)}
-    figures = [read(run) for run in runs]
-    assert cells["zeroshot"] == [f" {figures[0]['zeroshot']:.3f} ", "  "]
-    assert cells["knn"] == [f" {figure['knn']:.3f} " for figure in figures]
-    assert cells["active/image"] == cells["active/text"] == [" 128.000 ", "  "]  # all numbers
-    assert "images a second in training" in cells
-    assert float(cells["parameters with heads and teacher, millions"][0]) > 0
-    evaluation.main([*map(str, runs), "--task", "retrieval"])
-    assert "shapes:size=16,objects=2 is left out: it serves none of retr" in capsys.readouterr().out
-
-
 def test_limit_makes_smaller_pictures(run_of, tmp_path):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     evaluation.main([str(run), "--task", "alignment,segmentation", "--limit", "2"])
     for name in ("alignment", "segmentation"):
-        with Image.open(run / f"{name}.png") as all, Image.open(run / f"limit-2-{name}.png") as two:
+        few = run / f"shapes-size-16-objects-2-{name}.png"
+        with Image.open(run / f"{name}.png") as all, Image.open(few) as two:
             assert two.height < all.height / 2
 
 
@@ -341,7 +303,7 @@ def test_neighbours_are_the_nearest(run_of, tmp_path, monkeypatch):
     run, shown = shutil.copytree(run_of("bam"), tmp_path / "run"), []
     monkeypatch.setattr(evaluation, "sheet", lambda title, rows: shown.extend(rows))
     embed, args = evaluation.load_run(run)
-    data = evaluation.open_eval_set(evaluation.options_for(args), embed.image_size)
+    data = evaluation.open_eval_set(evaluation.own_options(args), embed.image_size)
     evaluation.draw_neighbours(embed, data)
     assert len(shown) == 4
     for _, cells in shown:

@@ -1,4 +1,4 @@
-"""The field's evaluation sets: CLIP_benchmark's webdatasets, several at once, Winoground."""
+"""The field's evaluation sets: CLIP_benchmark's webdatasets, Winoground."""
 
 import io
 import json
@@ -61,7 +61,7 @@ def write_captioned(directory, captions):
     return str(directory)
 
 
-def test_the_names_and_prompts_of_a_folder_are_used_unless_others_are_given(tmp_path):
+def test_the_names_and_prompts_of_a_folder_are_used_unless_others_are_given(run_of, tmp_path):
     spec = write_labelled(tmp_path / "colours")
     data, options = opened(spec)
     assert options.split == "test" and options.data == spec
@@ -69,19 +69,16 @@ def test_the_names_and_prompts_of_a_folder_are_used_unless_others_are_given(tmp_
                                     "the red"]
     result = evaluation.zeroshot(embedder(), data, options)
     assert result["zeroshot"].tolist() == [True] * 6 and result["zeroshot/chance"] == 1 / 3
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    evaluation.main([str(run), "--task", "zeroshot", "--data", spec])
+    settings = json.loads((run / "evals.jsonl").read_text().splitlines()[-1])["settings"]
+    assert settings["class_names"] == f"{spec}/classnames.txt"
+    assert settings["templates"] == ["a {c}.", "the {c}"]
     (tmp_path / "names.txt").write_text("sky\n\nblood\n")
     data, _ = opened(spec, classes=str(tmp_path / "names.txt"), templates=["{a}!"])
     assert data.classes.prompts == ["a sky!", "a !", "a blood!"]  # CLEVR has a name like this
     (tmp_path / "colours" / "zeroshot_classification_templates.txt").unlink()
     assert opened(spec)[0].classes.prompts[0] == "a photo of a blue."
-
-
-def test_the_results_say_where_names_and_prompts_come_from(run_of, tmp_path):
-    run, spec = shutil.copytree(run_of("sparc"), tmp_path / "run"), write_labelled(tmp_path / "w")
-    evaluation.main([str(run), "--task", "zeroshot", "--data", spec])
-    written = json.loads(next(run.glob("eval-*-test.json")).read_text())
-    assert written["settings"]["class_names"] == f"{spec}/classnames.txt"
-    assert written["settings"]["templates"] == ["a {c}.", "the {c}"]
 
 
 def test_folders_and_the_same_images_in_class_folders_have_the_same_results(run_of, tmp_path):
@@ -101,7 +98,7 @@ def test_folders_and_the_same_images_in_class_folders_have_the_same_results(run_
     for spec, train in (("shards", None), ("folders", tmp_path / "shards" / "train" / "0.tar")):
         tasks = ["zeroshot", "knn", "linear"]
         data, options = opened(tmp_path / spec, tasks=tasks, train_data=train and str(train),
-                               templates=["a {c}"], image_size=16)
+                               templates=["a {c}"])
         results.append(evaluation.evaluate(embed, data, options))
     assert results[0] == results[1] and {"zeroshot", "knn", "linear"} <= results[0].keys()
 
@@ -109,7 +106,7 @@ def test_folders_and_the_same_images_in_class_folders_have_the_same_results(run_
 def test_knn_learns_from_the_split_train_or_else_from_train_data(tmp_path):
     spec = write_labelled(tmp_path / "with")
     write_labelled(tmp_path / "with", "train")
-    data, options = opened(spec, train_limit=4)
+    data, options = opened(spec, learn_limit=4)
     train = evaluation.open_training_set(options, data)
     assert options.train_data == spec and len(list(train.labelled("train"))) == 4
     assert evaluation.knn(embedder(), data, options)["knn"] > 0.3
@@ -145,25 +142,26 @@ def test_retrieval_with_several_captions_an_image(tmp_path, capsys):
     assert result["i2t/R@1"] == result["t2i/R@1"] == 1 and result["retrieval/images"] == 3
     images, captions = data.samples(2)
     assert captions == ["red", "green"] and images.shape == (2, 3, 8, 8)
-    with pytest.raises(common.UserError, match="Task zeroshot cannot use this data"):
-        evaluation.check(opened(spec, tasks=["zeroshot"])[1], data, has_text=True)
     words = tmp_path / "words.txt"
     words.write_text("Red\n")
     result = evaluation.retrieval(embedder(), *opened(spec, nouns_adjectives=str(words)))
     assert result["faithfulness/K-Pna"] == 1
     none = write_captioned(tmp_path / "none", [("red", "\n")])
-    with pytest.raises(common.UserError, match="no image with a caption .left out: "):
+    with pytest.raises(common.UserError, match="no image with a caption.*left out: "):
         list(opened(none)[0].captioned())
 
 
 def test_a_limit_takes_random_images_that_are_always_the_same(tmp_path):
-    members = [{f"{c}-{i}.png": encode(NAMES[c], "png"), f"{c}-{i}.cls": str(c)}
-               for c in range(3) for i in range(20)]
-    write_split(tmp_path / "test", [dict(sum((list(m.items()) for m in members), []))])
+    members = {}
+    for i in range(60):
+        members |= {f"{i:02}.png": encode(NAMES[i // 20], "png"), f"{i:02}.cls": str(i // 20)}
+    write_split(tmp_path / "test", [members])
     (tmp_path / "classnames.txt").write_text("\n".join(NAMES))
     labels = [label for _, label in opened(tmp_path, limit=12)[0].labelled("test")]
     assert len(labels) == 12 and len(set(labels)) == 3
     assert labels == [label for _, label in opened(tmp_path, limit=12)[0].labelled("test")]
+    to_learn = opened(tmp_path / "test" / "0.tar", limit=12)[0]
+    assert labels == [label for _, label in to_learn.labelled("train")]
     images, captions = opened(tmp_path)[0].samples(9)
     assert images.shape == (9, 3, 8, 8) and len(set(captions)) == 3
     colours = common.denormalize(images).mean((2, 3)).argmax(1).tolist()
@@ -185,62 +183,24 @@ def test_what_cannot_be_read_is_skipped_and_reported(tmp_path, capsys):
 
 
 def test_a_folder_names_what_is_wrong(tmp_path):
-    def problem(message, spec=tmp_path / "w", **flags):
+    spec = tmp_path / "w"
+
+    def problem(message, **flags):
         with pytest.raises(common.UserError, match=message):
             list(opened(spec, **flags)[0].labelled("test"))
 
-    spec = tmp_path / "w"
     write_labelled(spec, extra={"x.jpg": encode("red"), "x.cls": "3"})
     problem("holds class 3, but .*classnames.txt has 3 names, the first of class 0")
     problem("has no split val; --split can be test", split="val")
+    (spec / "zeroshot_classification_templates.txt").write_text("a photo\n")
+    problem("'a photo' is no file of templates, one a line, and no")
     (spec / "classnames.txt").unlink()
     problem("--classes .*classnames.txt cannot be read")
-    (spec / "dataset_type.txt").write_text("multilabel\n")
-    problem("dataset_type.txt says 'multilabel': only classification, with one label an image")
     for text in ("", "two", "0", "-1"):
         (spec / "test" / "nshards.txt").write_text(text)
         problem(f"nshards.txt holds '{text}'; it must be the number of 0.tar, 1.tar")
     (spec / "test" / "nshards.txt").write_text("3")
     problem("1 of the 3 shards of .* do not exist, the first is .*2.tar")
-    (spec / "test" / "nshards.txt").unlink()
-    problem("--data .*nshards.txt cannot be read: .*No such file")
-    write_labelled(tmp_path / "t")
-    (tmp_path / "t" / "zeroshot_classification_templates.txt").write_text("a photo\n")
-    with pytest.raises(common.UserError, match="'a photo' is no file of templates, one a line, and no"):
-        opened(tmp_path / "t")[0].classes
-
-
-def test_several_data_make_one_table(run_of, tmp_path, capsys):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
-    specs = [write_labelled(tmp_path / "a"), write_labelled(tmp_path / "b"),
-             write_captioned(tmp_path / "c", [("red", "red"), ("blue", "blue")])]
-    evaluation.main([str(run), "--data", *specs, "--task", "zeroshot,retrieval"])
-    results = [json.loads(next(run.glob(f"eval-*-{name}-test.json")).read_text())
-               for name in "abc"]
-    a, b, c = results
-    table = capsys.readouterr().out.splitlines()[-6:]
-    recall, r1 = "zeroshot/mean_per_class_recall", "i2t/R@1"
-    assert table[0] == f"| | zeroshot | {recall} | {r1} | t2i/R@1 |"
-    assert table[2] == f"| {specs[0]} | {a['zeroshot']:.4f} | {a[recall]:.4f} |  |  |"
-    assert table[4] == f"| {specs[2]} |  |  | {c[r1]:.4f} | {c['t2i/R@1']:.4f} |"
-    mean = (a["zeroshot"] + b["zeroshot"]) / 2
-    assert table[5].startswith(f"| mean | {mean:.4f} | ") and f" | {c[r1]:.4f} | " in table[5]
-    assert not {"i2t/R@1", "words/top1"} & a.keys() and "zeroshot" not in c
-    evaluation.main([str(run), str(run), "--data", *specs[1:], "--task", "zeroshot"])
-    printed = capsys.readouterr().out
-    assert printed.count(f"{specs[2]} is left out: it serves none of zeroshot.") == 2
-    with pytest.raises(common.UserError, match="no split val"):  # before any is evaluated
-        evaluation.main([str(run), "--data", *specs, "--split", "val"])
-    assert "split val:" not in capsys.readouterr().out
-
-
-def test_several_runs_on_several_data_are_compared_on_each(run_of, tmp_path, capsys):
-    runs = [shutil.copytree(run_of("sparc"), tmp_path / name) for name in "xy"]
-    specs = [write_labelled(tmp_path / "a"), write_labelled(tmp_path / "b")]
-    evaluation.main([*map(str, runs), "--data", *specs, "--task", "zeroshot"])
-    printed = capsys.readouterr().out
-    for spec in specs:
-        assert f"{spec}:\n| | all (2) |" in printed
 
 
 def write_winoground(directory):
@@ -259,30 +219,23 @@ def write_winoground(directory):
 def test_winogrounds_own_files(tmp_path, capsys):
     write_winoground(tmp_path / "w")
     (tmp_path / "w" / "images").rename(tmp_path / "photos")
-    for spec in (tmp_path / "w", tmp_path / "w" / "examples.jsonl"):
-        data, options = opened(spec, image_root=str(tmp_path / "photos"))
-        assert evaluation.check(options, data, has_text=True) == ["winoground"]
-        result = evaluation.winoground(embedder(), data, options)
-        assert {key: value.tolist() for key, value in result.items()} == {
-            "winoground/text": [True], "winoground/image": [True], "winoground/group": [True]}
-        assert "skipped 1 of 4 images" in capsys.readouterr().out
+    data, options = opened(tmp_path / "w", image_root=str(tmp_path / "photos"))
+    assert evaluation.check(options, data, has_text=True) == ["winoground"]
+    result = evaluation.winoground(embedder(), data, options)
+    assert {key: value.tolist() for key, value in result.items()} == {
+        "winoground/text": [True], "winoground/image": [True], "winoground/group": [True]}
+    assert "skipped 1 of 4 images" in capsys.readouterr().out
     (tmp_path / "photos").rename(tmp_path / "w" / "images")  # where they lie in the release
     data, options = opened(tmp_path / "w", limit=1)
     assert evaluation.winoground(embedder(), data, options)["winoground/text"].tolist() == [True]
-    assert "skipped" not in capsys.readouterr().out
-    file = tmp_path / "w" / "examples.jsonl"
-    for text in ('{"image_0": "x"}', "no JSON", "[1]"):
-        file.write_text(text)
-        with pytest.raises(common.UserError, match="examples.jsonl, sample 1: .* must have image_0"):
-            evaluation.winoground(embedder(), *opened(tmp_path / "w"))
-    file.write_text("\n")
-    with pytest.raises(common.UserError, match="None of the 0 images could be read"):
-        evaluation.winoground(embedder(), *opened(tmp_path / "w"))
-    write_winoground(tmp_path / "v")
-    for path in (tmp_path / "v" / "images").glob("*_1.png"):
+    for path in (tmp_path / "w" / "images").glob("*_1.png"):
         path.unlink()
     with pytest.raises(common.UserError, match="has no pair of images of which both can be read"):
-        evaluation.winoground(embedder(), *opened(tmp_path / "v"))
+        evaluation.winoground(embedder(), *opened(tmp_path / "w"))
+    for text in ('{"image_0": "x"}', "no JSON", "[1]"):
+        (tmp_path / "w" / "examples.jsonl").write_text(text)
+        with pytest.raises(common.UserError, match="examples.jsonl, sample 1: .* must have image_0"):
+            evaluation.winoground(embedder(), *opened(tmp_path / "w"))
 
 
 class Blind(Oracle):
