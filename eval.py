@@ -1429,7 +1429,7 @@ def write_figures(embed, data, options, run, result):
 
 
 def place(run, options, name):
-    """RUN/NAME of the run's own data as at the end of its training; else RUN/DATA-NAME."""
+    """RUN/NAME of the run's own evaluation, RUN/DATA-NAME of any other."""
     data = re.sub("[^A-Za-z0-9]+", "-", options.data)[-60:].strip("-")
     return Path(run, name if options.is_own else f"{data}-{name}")
 
@@ -1537,12 +1537,12 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
     return embed, args
 
 
-TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # images at the end of a training; --data takes all
+TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # samples of a run's own data; --data takes all
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to evaluate, and how. `build_parser` says what the flags of these names mean."""
+    """What to evaluate, and how: see the flags of these names in `build_parser`."""
 
     data: str
     split: str
@@ -1564,7 +1564,7 @@ class Options:
 
 
 def options_on(data, args):
-    """Those of all of `data`, a SPEC, for a run with settings `args`."""
+    """Options to evaluate a run with settings `args` on all of `data`, a SPEC."""
     train_data = None
     if "train" in shard_splits(data):
         train_data = data
@@ -1576,14 +1576,14 @@ def options_on(data, args):
 
 
 def own_options(args, tasks=None):
-    """Those of the evaluation at the end of a training with settings `args`: `eval.py RUN`."""
+    """Options of `eval.py RUN` and of the end of a training, with settings `args`."""
     options = options_on(args.eval_data or args.data, args)
     return dataclasses.replace(options, image_root=args.image_root, limit=TEST_LIMIT,
                                learn_limit=LEARN_LIMIT, tasks=tasks, is_own=True)
 
 
 def options_of(flags, args):
-    """Those that eval.py's flags {name: value, None if not given}, --data one SPEC, ask for."""
+    """Options that flags of eval.py ask for: {name: value, None if not given}, data one SPEC."""
     given = {name: value for name, value in flags.items() if value is not None}
     own = own_options(args)
     options = options_on(given["data"], args) if "data" in given else own

@@ -67,31 +67,35 @@ def test_the_end_of_a_training_on_files_equals_eval_py(tmp_path, capsys):
 
 
 def test_other_evaluations_overwrite_nothing(run_of, tmp_path):
-    """Each flag makes a line of its own; eval.json and the run's pictures stay as they are."""
+    """Each makes a line of its own; eval.json and the run's pictures stay as they are."""
     run, folders = shutil.copytree(run_of("sparc"), tmp_path / "run"), tmp_path / ("long" * 30)
     make_folders(folders)
-    (tmp_path / "words.txt").write_text("Red\n")
+    files = {"nouns_adjectives": "red", "templates": "a {}"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        files[name] = str(tmp_path / name)
     before = {path.name: path.read_bytes() for path in run.iterdir()}
-    own = read(run)["settings"]
-    zeroshot = ["--task", "zeroshot,alignment"]
+    own, pictures = read(run)["settings"], ["zeroshot", "alignment", "segmentation"]
     for flags, changes in (
             (["--task", "zeroshot"], {"tasks": ["zeroshot"]}),
-            ([*zeroshot, "--limit", "5"], {"tasks": zeroshot[1].split(","), "limit": 5}),
             (["--split", "val"], {"split": "val"}),
-            (["--nouns-adjectives", f"{tmp_path}/words.txt"],
-             {"nouns_adjectives": f"{tmp_path}/words.txt"})):
+            (["--nouns-adjectives", files["nouns_adjectives"]],
+             {"nouns_adjectives": files["nouns_adjectives"]}),
+            (["--task", ",".join(pictures), "--limit", "2"], {"tasks": pictures, "limit": 2})):
         evaluation.main([str(run), *flags])
         assert lines(run)[-1]["settings"] == own | changes
     assert "i2t/R@1" not in lines(run)[1] and lines(run)[1]["zeroshot"] == read(run)["zeroshot"]
-    (tmp_path / "templates.txt").write_text("a {}\n")
-    evaluation.main([str(run), *zeroshot, "--data", str(folders),
-                     "--templates", f"{tmp_path}/templates.txt"])
-    assert lines(run)[-1]["settings"]["class_names"] == "folders"
-    assert lines(run)[-1]["settings"]["templates"] == ["a {}"] and len(lines(run)) == 6
+    evaluation.main([str(run), "--data", str(folders), "--templates", files["templates"]])
+    assert lines(run)[-1]["settings"]["class_names"] == "folders" and len(lines(run)) == 6
+    assert lines(run)[-1]["settings"]["templates"] == ["a {}"]
     after = {path.name: path.read_bytes() for path in run.iterdir()}
     assert after | before | {"evals.jsonl": after["evals.jsonl"]} == after
     new = after.keys() - before.keys()
-    assert {"shapes-size-16-objects-2-alignment.png"} < new and max(map(len, new)) < 100
+    assert len(new) == 3 + 2 and max(map(len, new)) < 100
+    for name in pictures[1:]:
+        few = run / f"shapes-size-16-objects-2-{name}.png"
+        with Image.open(run / f"{name}.png") as all, Image.open(few) as two:
+            assert two.height < all.height / 2
 
 
 def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
@@ -281,15 +285,6 @@ def test_captions_without_a_known_word_leave_a_picture_out(run_of, tmp_path):
     embed, _ = evaluation.load_run(run_of("stair"))
     data, _ = opened(tmp_path / "photos.csv")
     assert evaluation.draw_queries(embed, data) is None
-
-
-def test_limit_makes_smaller_pictures(run_of, tmp_path):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
-    evaluation.main([str(run), "--task", "alignment,segmentation", "--limit", "2"])
-    for name in ("alignment", "segmentation"):
-        few = run / f"shapes-size-16-objects-2-{name}.png"
-        with Image.open(run / f"{name}.png") as all, Image.open(few) as two:
-            assert two.height < all.height / 2
 
 
 def test_a_patch_is_lit_as_its_weight_is():
