@@ -343,7 +343,7 @@ VOC_CLASSES = [
     "tv monitor"]
 COLOURS, SHAPES = common.COLOUR_NAMES, common.SHAPE_NAMES
 PAIRS = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]     # 8 * colour + shape
-WORLD_WORDS = {"small", "large", "thing", "things", *COLOURS, *SHAPES, *map(common.plural, SHAPES)}
+WORLD_WORDS = {"small", "large", *COLOURS, *SHAPES, *map(common.plural, SHAPES)}
 WORLD_N = 1000  # samples of the embedded world; a task uses so many, half, or four times as many
 
 

@@ -22,22 +22,20 @@ import resource
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-import weakref
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
 
 import torch
 import torch.distributed as dist
 from torch._subclasses import fake_tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 import common
@@ -58,18 +56,13 @@ class Config:
     data: str = "shapes"  # SPEC: shapes | CSV, TSV | tar | COCO, Karpathy JSON | .token | DIR, A::B
     image_root: str | None = None  # directory that the file names of a table are relative to
     eval_data: str | None = None  # SPEC; None: --data, the test split if it has one
-    eval_image_root: str | None = None  # of the table in eval_data; None: image_root
     vocab: str | None = None  # BERT's vocab.txt or CLIP's bpe_...txt.gz; None: from the captions
     vocab_size: Count = 8192  # of a vocabulary trained from the captions, at most
     out: str | None = None  # directory of the run; None: runs/METHOD, runs/METHOD-2, ...
     image_encoder: str = "ViT-B/16"  # row of common.VIT_PRESETS[:setting=value,...], or ResNet-50
     text_encoder: str = "12x512"  # row of common.TEXT_PRESETS[:setting=value,...]
     image_size: Count | None = None  # pixels; None: the encoder's, or the world's
-    image_weights: str | None = None  # OpenCLIP, OpenAI, timm or DINO weights for the image tower
-    text_weights: str | None = None  # OpenCLIP or OpenAI weights for the text tower
     init_weights: str | None = None  # of a whole CLIP: both towers, projections, logit scale
-    lock_image: bool = False  # the image tower stays as it is, as in LiT
-    lock_text: bool = False  # the text tower stays as it is
     crop_scale: Annotated[float, 0.01, 1] = 0.9  # smallest area of training crops (OpenCLIP's)
     steps: Count = 1000  # updates
     epochs: Count | None = None  # instead of --steps: how often each image of files is shown
@@ -89,17 +82,16 @@ class Config:
     log_every: Count = 10  # steps
     save_every: Count = 1000  # steps
     keep_every: CountOrZero = 0  # steps between checkpoints that stay, as step-N.pt; 0: none
-    eval_every: CountOrZero = 0  # steps between evaluations of 1,000 images in the log; 0: none
-    knn_every: CountOrZero = 0  # the same by k-NN alone; not beside --eval-every
+    # steps between evaluations of 1,000 images in the log, by k-NN without captions; 0: none
+    eval_every: CountOrZero = 0
     probe: Literal["adamw", "sgd"] = "adamw"  # eval.py's linear probe: SPARO's or BAM's
     probe_epochs: Count | None = None  # of the linear probe; None: its paper's, 10 or 100
     # continue the run in --out with its settings; given flags replace them; auto: or begin it
     resume: bool = False
     compile: bool = False  # torch.compile
-    grad_checkpoint: bool = False  # recompute the blocks in the backward pass: less memory
+    grad_checkpoint: bool = False  # recompute a ViT's blocks in the backward pass: less memory
     accum_freq: Count = 1  # parts of a rank's rows that the towers take one after the other
-    dry_run: bool = False  # print parameters, the loss by chance, FLOPs and memory, and stop
-    ranks: Count = 1  # of --dry-run: how many ranks share the batch
+    dry_run: bool = False  # print parameters, FLOPs and the loss by chance, and stop
     bench: CountOrZero = 0  # time this many steps, print the rates, and stop
 
 
@@ -107,8 +99,7 @@ OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True),
               "lamb": METHODS["stair"].LAMB, "lars": METHODS["bam"].LARS}
 BENCH_WARMUP = 3  # steps before --bench starts the clock
 # flags that have no effect without captions
-TEXT_FLAGS = ("vocab", "vocab_size", "text_encoder", "text_weights", "init_weights", "lock_image",
-              "lock_text", "crop_scale")
+TEXT_FLAGS = ("vocab", "vocab_size", "text_encoder", "init_weights", "crop_scale")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -118,32 +109,28 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def train(args, out, device):
     """-> the signal that stopped it, if any. out: the run's directory."""
     rank, world_size = this_rank()
-    common.turn_off_tf32()
     method = METHODS[args.method]
 
     # Build: what can be wrong is found here, not after an hour.
-    data, eval_data, options, watched = open_data(args, method)
+    data = open_data(args, method)
+    eval_data, options = open_evaluation(args, method)
     tokenizer = build_tokenizer(args, data) if method.uses_text(args) else None
     model = build_model(args, method, tokenizer)
     transform = build_transform(args, method, model.image_encoder)
     if args.dry_run:
         return dry_run(args, method, model) if rank == 0 else None
-    model.to(device)
-    embed = evaluation.embedder(model, tokenizer, args, device)
+    embed = evaluation.embedder(model.to(device), tokenizer, args, device)
     torch.manual_seed(args.seed + rank)  # stochastic depth differs between ranks
     autocast, scaler = mixed_precision(args, device)
 
     # Resume: `at` is all that moves, beside weights, optimizer and loss scale.
     at, saved = Progress(layout=data.layout), None
     if args.resume:
-        saved = load_state(out / "last.pt", args, model, scaler, device)
-        at.restore(saved, args.workers)
-        check_plan(args, method, at)
+        saved = load_state(out / "last.pt", args, model, scaler, at, device)
     if rank == 0 and not args.bench:
         announce(args, data, model, tokenizer, device)
         write_run(args, tokenizer, out)
-    log, stop, clock = Log(args, out, at.step), Stop(), Clock()
-    batches, late = None, None  # late: the step that check_finite has not seen yet
+    log, stop, clock, batches = Log(args, out, at.step), Stop(), Clock(), None
 
     end = 0
     for number, steps, lr in method.stages(args):  # STAIR has three, the others one
@@ -174,7 +161,6 @@ def train(args, out, device):
             with autocast():
                 outputs = parallel(inputs, common.gather)  # {"loss": scalar, others to log}
             scaler.scale(outputs["loss"]).backward()
-            del inputs  # floats; `late` keeps `batch`, which holds the crops of files as uint8
             model.before_update(step)
             scaler.unscale_(optimizer)
             grad_norm = clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
@@ -182,44 +168,63 @@ def train(args, out, device):
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
             model.after_update(step, steps)
-            check_finite(args, late)  # a step late, so that no GPU waits
-            late = at.step, batch, ToHost(torch.stack([outputs["loss"].detach(), grad_norm]))
             at.advance(batch)
             log.bar.update()
 
-            # Once in a while: time, log, evaluate, save, stop.
-            stopping = stop.agreed(device)  # every rank must ask in every step
-            eval_due = watched and at.step % watched.every == 0
-            keep_due = args.keep_every and at.step % args.keep_every == 0
-            if args.bench:
-                if at.step == BENCH_WARMUP:
-                    clock.reset()
-                if at.step == BENCH_WARMUP + args.bench or stopping:
-                    print_once(json.dumps(clock.rates(args.batch)))
-                    return stopping
-                continue
-            if rank == 0 and (at.step % args.log_every == 0 or at.step == args.steps or eval_due):
+            # Once in a while: log, evaluate, save, stop.
+            due = what_is_due(args, at.step, end)
+            stopping = "ask" in due and stop.agreed(device)
+            if args.bench and bench_is_over(args, at.step, clock, stopping):
+                return stopping
+            if stopping or due & {"log", "save"}:
+                check_finite(args, at.step, outputs["loss"], grad_norm)
+            if "log" in due and rank == 0:
                 record = {"step": at.step, "lr": optimizer.param_groups[0]["lr"]}
                 record |= measure(args, model, batch, autocast, outputs, grad_norm)
                 record |= clock.rates(args.batch) | at.skipped_counts()
-                if eval_due:
-                    record |= evaluate_unnoticed(embed, eval_data, watched)
+                if "evaluate" in due:
+                    record |= evaluate_unnoticed(embed, eval_data, options)
                 log.write(record, model.warn(record))
                 model.train()
                 clock.reset()
-            if at.step % args.save_every == 0 or at.step == end or keep_due or stopping:
-                check_finite(args, late)
-                save(out / "last.pt", args, model, optimizer, scaler, at)
-            if at.step == end and end < args.steps:  # a stage ends, the run does not
-                keep(out, f"stage-{number}.pt")
-            if keep_due:
-                keep(out, f"step-{at.step}.pt")
+            if stopping or "save" in due:
+                save(out, args, model, optimizer, scaler, at, due)
             if stopping:
                 log.stopped(at.step, out)
                 return stopping
     log.bar.close()
     stop.restore()  # a signal ends the evaluation at once
-    finish(args, embed, eval_data, options, at)
+    finish(args, embed, eval_data, at)
+
+
+def what_is_due(args, step, end):
+    """What comes after this step, on every rank the same. "ask": whether a signal came;
+    "step", "stage": a checkpoint to keep."""
+    if args.bench:
+        return {"ask"}
+    ask_every = min(10, args.log_every) if dist.is_initialized() else 1
+    every = {"log": args.log_every, "evaluate": args.eval_every, "save": args.save_every,
+             "step": args.keep_every, "ask": ask_every}
+    due = {name for name, steps in every.items() if steps and step % steps == 0}
+    if "evaluate" in due or step == args.steps:
+        due.add("log")
+    if step == end and end < args.steps:
+        due.add("stage")  # it ends, the run does not
+    if step == end or "step" in due:
+        due.add("save")
+    if "save" in due:
+        due.add("ask")
+    return due
+
+
+def bench_is_over(args, step, clock, stopping):
+    """Time the steps of --bench and print the rates -> whether this was the last."""
+    if step == BENCH_WARMUP:
+        clock.reset()
+    if step < BENCH_WARMUP + args.bench and not stopping:
+        return False
+    print_once(json.dumps(clock.rates(args.batch)))
+    return True
 
 
 # Command line -----------------------------------------
@@ -319,9 +324,7 @@ def parse_args(argv):
 def saved_settings(flags):
     """The settings of the run that --resume continues."""
     saved = common.read_config(flags["out"])
-    if saved["method"] != flags["method"]:
-        raise UserError(f"{flags['out']} is a run of --method {saved['method']}.")
-    for name in ("preset", "vocab", "optimizer"):
+    for name in ("method", "preset", "vocab", "optimizer"):
         if name in flags and flags[name] != saved.get(name):
             raise UserError(f"{flags['out']} is a run of {flag_of(name)} {saved[name]}: leave out "
                             f"{flag_of(name)} {flags[name]}, or give another --out.")
@@ -338,8 +341,7 @@ def check_settings(args, method, flags):
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{flag} {value} must be a finite number.")
         if field.name in flags and field.name in TEXT_FLAGS and not method.uses_text(args):
-            remedy = "; its tower takes --image-weights" if "weights" in flag else ""
-            raise UserError(f"{flag} has no effect here: the objective takes no captions{remedy}.")
+            raise UserError(f"{flag} has no effect here: the objective takes no captions.")
     if method.uses_text(args) and args.batch < 2:
         raise UserError(f"--batch {args.batch} must be 2 or more: the loss compares captions.")
     if "epochs" in flags and "steps" in flags:
@@ -348,16 +350,10 @@ def check_settings(args, method, flags):
         raise UserError("--bench times a new run: leave out --resume.")
     if "steps" in flags:
         args.epochs = None  # of a run that is resumed
-    check_method(args, method)
+    with common.explained(ValueError, f"--method {args.method}"):
+        method.check(args)
     if args.bench:
         args.steps = max(args.steps, BENCH_WARMUP + args.bench)
-
-
-def check_method(args, method):
-    try:
-        method.check(args)
-    except ValueError as error:
-        raise UserError(str(error)) from None
 
 
 # The run's directory -----------------------------------------
@@ -380,8 +376,8 @@ def choose_run(args):
 
 @contextlib.contextmanager
 def claim_run(args):
-    """The run's directory, which this process alone writes, until it ends. The kernel frees the
-    lock then, however it ends. A new directory in which nothing was written is removed."""
+    """The run's directory, which this process alone writes: a lock that the kernel frees, however
+    the process ends. A new directory in which nothing was written is removed."""
     out = choose_run(args)
     if this_rank()[0] > 0 or args.dry_run or args.bench:
         yield out
@@ -389,22 +385,17 @@ def claim_run(args):
     is_new = not out.exists()
     with common.writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        lock = open(out / "lock", "ab+", buffering=0)
+        lock = open(out / "lock", "w")
     with lock:
         os.register_at_fork(after_in_child=lock.close)  # else a worker holds it longer
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            lock.seek(0)
-            raise UserError(f"{out} is in use by {lock.read().decode()}: wait for it or stop it, "
-                            f"or give another --out.") from None
+            raise UserError(f"{out} is in use by another run: wait for it or stop it, or give "
+                            f"another --out.") from None
         except OSError:
-            print(f"The file system of {out} has no locks: do not start another run there.")
+            pass  # this file system has no locks
         try:
-            with common.writing(out):  # a full disk is found here
-                lock.truncate(0)
-                lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-                os.fsync(lock.fileno())
             yield out
         finally:
             if is_new and os.listdir(out) == ["lock"]:
@@ -459,11 +450,10 @@ class Log:
         file.seek(0)
         length = 0
         for number, line in enumerate(file, 1):
-            try:
+            what = f"Line {number} of {self.path} is damaged, delete it"
+            with common.explained((ValueError, TypeError, KeyError), what):
                 if not step or not line.endswith(b"\n") or json.loads(line)["step"] > step:
                     break
-            except (ValueError, TypeError, KeyError):
-                raise UserError(f"Line {number} of {self.path} is damaged: delete it.") from None
             length += len(line)
         return length
 
@@ -497,14 +487,13 @@ def print_once(line):
 
 
 def open_data(args, method):
-    """-> data to train on; data to evaluate on (None: `finish` opens them); options of the
-    evaluation at the end; options of those on the way, None without them. Sets args.image_size,
-    the world's or else the encoder's if none is given, and with --epochs args.steps."""
+    """-> the data to train on. Sets args.image_size, the world's or else the encoder's if none is
+    given, and with --epochs args.steps."""
     _, world_size = this_rank()
     if args.batch % world_size:
         raise UserError(f"--batch {args.batch} is global and must be a multiple of the "
                         f"{world_size} ranks.")
-    with_text, eval_data = method.uses_text(args), None
+    with_text = method.uses_text(args)
     encoder = common.image_encoder_settings(args.image_encoder)[1]
     args.image_size = args.image_size or encoder["image_size"]
     data = common.open_data(args.data, args.image_root, "train", args.image_size, with_text)
@@ -513,56 +502,31 @@ def open_data(args, method):
     if isinstance(data, common.World):
         args.image_size = data.size
     if args.epochs and not args.bench:
-        args.steps = steps_of(args, data)
-        check_method(args, method)
+        if not isinstance(data, common.CaptionTable):
+            raise UserError(f"--epochs {args.epochs}: how many images {args.data} has is not "
+                            f"known; give --steps, which is epochs x images / --batch.")
+        args.steps = math.ceil(args.epochs * len(data) / args.batch)
+        with common.explained(ValueError, f"--epochs {args.epochs}"):
+            method.check(args)
     is_table = isinstance(data, common.CaptionTable)
     if method.box_refreshes(args) and not (is_table or args.dry_run):
         raise UserError(f"--contrastive-crop finds boxes for the images of class folders or of a "
                         f"table, not of {args.data}: unpack shards, or give --no-contrastive-crop.")
-    options, watched = evaluation.options_for(args), None
-    if args.eval_every or args.knn_every:
-        watched = argparse.Namespace(**vars(options), every=args.eval_every or args.knn_every)
-        if not (with_text and args.eval_every):
-            watched.tasks = ["knn"]
-    if args.eval_data or watched:  # what is wrong with it is found before the training
-        eval_data = open_evaluation(args, options, with_text)
-        check_evaluation(watched or options, eval_data, with_text)
-    return data, eval_data, options, watched
+    return data
 
 
-def steps_of(args, data):
-    if not isinstance(data, common.CaptionTable):
-        raise UserError(f"--epochs {args.epochs}: how many images {args.data} has is not known; "
-                        f"give --steps, which is epochs x images / --batch.")
-    return math.ceil(args.epochs * len(data) / args.batch)
-
-
-def open_evaluation(args, options, with_text):
-    """The data to evaluate on. Of --eval-data one image is read, and errors name this flag."""
-    try:
-        eval_data = evaluation.open_eval_set(options, args.image_size, with_text)
-        usable = with_text or eval_data.labelled
-        if args.eval_data and usable and isinstance(eval_data, evaluation.TableSet):
-            pairs = ((eval_data.table.paths[i], i) for i in eval_data.order)
-            next(evaluation.readable(pairs, eval_data.read))
-    except UserError as error:
-        if not args.eval_data:
-            raise
-        message = re.sub(r"--(data|image-root)\b", r"--eval-\1", str(error))
-        if "--eval-" not in message:
-            spec = f"{args.eval_data}: "
-            message = f"--eval-data {spec}{message.removeprefix(spec)}"
-        raise UserError(message) from None
-    return eval_data
-
-
-def check_evaluation(options, eval_data, with_text):
-    """evaluation.check, whose errors name flags of eval.py."""
-    try:
-        evaluation.check(options, eval_data, with_text)
-    except UserError as error:
-        raise UserError(f"{error} In training, k-NN learns from --data and is tested on "
-                        f"--eval-data; later, eval.py evaluates the run on any --data.") from None
+def open_evaluation(args, method):
+    """-> data and options of the evaluations on the way. What is wrong with --eval-data is found
+    here; without it and --eval-every the data are opened at the end, so far they are None."""
+    with_text = method.uses_text(args)
+    options = evaluation.own_options(args, tasks=None if with_text else ["knn"])
+    if not (args.eval_data or args.eval_every):
+        return None, options
+    data = evaluation.open_eval_set(options, args.image_size, with_text)
+    remedy = " In training, k-NN learns from --data and is tested on --eval-data"
+    with common.explained(UserError, "No evaluation", remedy):
+        evaluation.check(options, data, with_text)
+    return data, options
 
 
 def build_tokenizer(args, data):
@@ -582,16 +546,12 @@ def build_model(args, method, tokenizer):
     """The model, the same on every rank. What of a file of weights does not fit is printed."""
     torch.manual_seed(args.seed)
     towers, parts = common.build_encoders(method, args, tokenizer), None
-    reads_files = not (args.resume or args.dry_run)
-    if args.init_weights and reads_files:
+    if args.init_weights and not (args.resume or args.dry_run):
         weights = common.load_checkpoint(args.init_weights)
         parts, notes = common.load_clip(towers, weights, tokenizer)
-    for flag, path, tower in (("--image-weights", args.image_weights, towers[0]),
-                              ("--text-weights", args.text_weights, towers[1])):
-        if path and reads_files:
-            weights = common.load_checkpoint(path)
-            for line in common.load_encoder_weights(tower, weights, tokenizer):
-                print_once(f"{flag}: {line}")
+    if args.grad_checkpoint and isinstance(towers[0], common.ResNet):
+        raise UserError(f"--grad-checkpoint recomputes the blocks of a ViT, {args.image_encoder} "
+                        f"has none: leave it out, or lower --batch.")
     batch_norms = [x for x in towers[0].modules() if isinstance(x, common.BatchNorm)]
     if args.accum_freq > 1 and batch_norms:
         raise UserError(f"--accum-freq {args.accum_freq} computes parts of a batch, the BatchNorm "
@@ -601,10 +561,6 @@ def build_model(args, method, tokenizer):
     if parts is not None:
         for line in notes + common.load_clip_parts(model, parts):
             print_once(f"--init-weights: {line}")
-    if args.lock_image:
-        towers[0].lock()
-    if args.lock_text:
-        towers[1].lock()
     for module in model.modules():
         if isinstance(module, common.Blocks):
             module.grad_checkpoint = args.grad_checkpoint
@@ -615,10 +571,8 @@ def build_model(args, method, tokenizer):
 
 def build_transform(args, method, encoder):
     """What makes a training image of a file; views of the world's images too."""
-    try:
+    with common.explained(ValueError, f"--method {args.method}"):
         views = method.views(args)
-    except ValueError as error:
-        raise UserError(str(error)) from None
     if views is None:
         return common.train_transform(args.image_size, args.crop_scale)
     patch = encoder.image_size // encoder.grid
@@ -681,12 +635,10 @@ def build_optimizer(args, model, saved):
     """A new optimizer, or one that goes on from a checkpoint, if it is not None."""
     groups = common.param_groups(model, args.weight_decay)
     optimizer = OPTIMIZERS[args.optimizer](groups, betas=(0.9, args.beta2), eps=args.adam_eps)
-    try:
-        if saved:
+    remedy = "; it is of another stage or --optimizer: leave out what changes these"
+    if saved:
+        with common.explained(ValueError, f"{args.out}/last.pt", remedy):
             optimizer.load_state_dict(saved["optimizer"])
-    except ValueError:
-        raise UserError(f"{args.out}/last.pt is of another stage or --optimizer: leave out what "
-                        f"changes these.") from None
     return optimizer
 
 
@@ -788,28 +740,28 @@ class Progress:
             torch.cuda.set_rng_state(local["cuda_rng"].cpu())
 
 
-def save(path, args, model, optimizer, scaler, at):
-    """Write a checkpoint. Every rank must call it."""
+def save(out, args, model, optimizer, scaler, at, due):
+    """Write last.pt, and a checkpoint to keep if it is due. Every rank must call it."""
     state = {"method": args.method, "model": model.state_dict(), "scaler": scaler.state_dict(),
              "optimizer": optimizer.state_dict(), **at.state(args.workers)}
-    if this_rank()[0] == 0:
-        common.save_checkpoint(path, state)
+    if this_rank()[0] > 0:
+        return
+    names = ["last.pt"]
+    if "stage" in due:
+        names.append(f"stage-{at.stage}.pt")
+    if "step" in due:
+        names.append(f"step-{at.step}.pt")
+    for name in names:
+        common.save_checkpoint(out / name, state)
 
 
-def keep(out, name):
-    """Copy the last checkpoint, on rank 0."""
-    if this_rank()[0] == 0:
-        with open(out / "last.pt", "rb") as last, common.replacing(out / name) as file:
-            shutil.copyfileobj(last, file)
-
-
-def check_plan(args, method, at):
+def check_plan(args, at):
     """Raise UserError if --steps are fewer than were made, or put the last in another stage."""
     if at.step > args.steps:
         raise UserError(f"{args.out} has made {at.step} steps: --steps {args.steps} must not be "
                         f"fewer.")
     end = 0
-    for number, steps, _ in method.stages(args):
+    for number, steps, _ in METHODS[args.method].stages(args):
         end += steps
         if at.step <= end:
             break
@@ -818,8 +770,8 @@ def check_plan(args, method, at):
                         f"it is of stage {number}: leave out what changes the stages, as --steps.")
 
 
-def load_state(path, args, model, scaler, device):
-    """Restore weights and loss scale from a checkpoint, and return all of it."""
+def load_state(path, args, model, scaler, at, device):
+    """Restore weights, loss scale and `at` from a checkpoint, and return all of it."""
     state = common.load_checkpoint(path, device)
     if state["method"] != args.method:
         raise UserError(f"{path} holds a {state['method']} model, not one of {args.method}.")
@@ -827,23 +779,9 @@ def load_state(path, args, model, scaler, device):
     common.restore_model(model, state["model"], path, remedy)
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])
+    at.restore(state, args.workers)
+    check_plan(args, at)
     return state
-
-
-class ToHost:
-    """A tensor on its way to the host. wait() waits for this tensor alone; .item() would also wait
-    for all that the GPU got to do since then."""
-
-    def __init__(self, x):
-        self.x, self.arrived = x.to("cpu", non_blocking=True), None  # into pinned memory
-        if x.is_cuda:
-            self.arrived = torch.cuda.Event()
-            self.arrived.record()
-
-    def wait(self):
-        if self.arrived:
-            self.arrived.synchronize()
-        return self.x
 
 
 class Stop:
@@ -851,7 +789,7 @@ class Stop:
     once, but not on several ranks: there Slurm and torchrun may both send the first."""
 
     def __init__(self):
-        self.noted, self.flag = 0, ToHost(torch.zeros(()))
+        self.noted = 0
         self.before = [signal.signal(number, self.note) for number in SIGNALS]
 
     def restore(self):
@@ -864,14 +802,12 @@ class Stop:
         self.noted = int(number)
 
     def agreed(self, device):
-        """The signal that any rank noted, or 0. Every rank calls it once a step; with several
-        ranks the answer is a step late, so that no GPU waits for it."""
+        """The signal that any rank noted, or 0. Every rank must ask after the same steps."""
         if not dist.is_initialized():
             return self.noted
-        before, flag = self.flag, torch.full((), float(self.noted), device=device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        self.flag = ToHost(flag)
-        return int(before.wait())
+        noted = torch.tensor(self.noted, device=device)
+        dist.all_reduce(noted, dist.ReduceOp.MAX)
+        return noted.item()
 
 
 class Clock:
@@ -900,22 +836,13 @@ class Clock:
                 "peak_memory_bytes": torch.cuda.max_memory_allocated() or process_memory}
 
 
-def check_finite(args, late):
-    """End a run whose loss or gradient is not a number, and keep the batch that made it.
-    late: (step, batch, ToHost of loss and grad_norm), None before the first step."""
-    if late is None:
-        return
-    step, batch, numbers = late
-    loss, grad_norm = numbers.wait()
+def check_finite(args, step, loss, grad_norm):
+    """Raise UserError if the loss or the gradient is not a number. Weights that are NaN stay NaN,
+    on all ranks, so that it is enough to look once in a while."""
     # fp16's gradient may overflow: the scaler leaves out such an update
-    if torch.isfinite(loss if args.amp == "fp16" else loss + grad_norm):
-        return
-    path = Path(args.out, f"nonfinite-step{step}-rank{this_rank()[0]}.pt")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kept = batch.keys() & {"images", "views", "draws", "tokens", "mask"}
-    torch.save({key: batch[key] for key in kept}, path)
-    raise UserError(f"The loss is {loss.item()}, the gradient's norm is {grad_norm.item()} at step "
-                    f"{step}; its batch is in {path}. Lower --lr, raise --warmup or change --amp.")
+    if not torch.isfinite(loss if args.amp == "fp16" else loss + grad_norm):
+        raise UserError(f"The loss is {loss.item()}, the gradient's norm is {grad_norm.item()} at "
+                        f"step {step}: lower --lr, raise --warmup or change --amp.")
 
 
 # Log, evaluation, cost -----------------------------------------
@@ -939,20 +866,20 @@ def evaluate_unnoticed(embed, eval_data, options):
         return evaluation.evaluate(embed, eval_data, options)
 
 
-def finish(args, embed, eval_data, options, at):
+def finish(args, embed, eval_data, at):
     """Print what all workers of all ranks skipped, evaluate, draw."""
     every_rank = common.gather_objects(common.total_skipped(at.skipped.values()))
     if this_rank()[0] > 0:
         return
     for reason, (count, example, *_) in common.total_skipped(every_rank).items():
         print(f"skipped {count} x {reason}, the last {example}")
-    with_text = embed.model.encode_text is not None
+    options, with_text = evaluation.own_options(args), embed.model.encode_text is not None
     try:
         if eval_data is None:
             eval_data = evaluation.open_eval_set(options, args.image_size, with_text)
-        check_evaluation(options, eval_data, with_text)
+        evaluation.check(options, eval_data, with_text)
     except UserError as error:
-        print(f"No evaluation: {error}")
+        print(f"No evaluation: {error} Later, eval.py evaluates the run on any --data.")
         return evaluation.save_pictures(evaluation.draw_log(args.out))
     print(f"Evaluation on {evaluation.describe(options)}, in fp32:")
     embed.model.eval()
@@ -964,12 +891,12 @@ def dry_run(args, method, model):
     """Print what the settings cost, as JSON. A multiplication and an addition are 2 FLOPs."""
     params = sum(p.numel() for p in model.parameters())
     batch, patches = made_up_batch(args, method, model, 2), model.image_encoder.grid**2
-    with FlopCounter() as counter:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(batch)
     chance_loss = model.chance_loss(args.batch, batch.get("mask"), patches)
     words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
-    record = {"params": params, **words, "flops_per_sample": counter.flops // 2,
-              "chance_loss": chance_loss, **update_cost(args, method, model)}
+    record = {"params": params, **words, "flops_per_sample": counter.get_total_flops() // 2,
+              "update_flops": update_flops(args, method, model), "chance_loss": chance_loss}
     print(json.dumps(record))
 
 
@@ -984,85 +911,25 @@ def made_up_batch(args, method, model, n):
             "mask": torch.ones(n, text.context, dtype=torch.bool)}
 
 
-def update_cost(args, method, model):
-    """FLOPs and peak bytes of one update of --batch on one of --ranks ranks, in fp32, the
-    optimizer's numbers included. The tensors are fake: nothing is computed."""
-    if args.batch % args.ranks:
-        raise UserError(f"--batch {args.batch} must be a multiple of the {args.ranks} of --ranks.")
-
-    def gather(x):
-        if args.ranks == 1 or not x.is_floating_point():
-            return x  # whole numbers are lengths of captions, which are the same on all ranks
-        return x.repeat_interleave(args.ranks, 0)
-
+def update_flops(args, method, model):
+    """FLOPs of an update of --batch, forward and backward, or None where they depend on values:
+    the tensors are fake, nothing is computed."""
     fake = fake_tensor.FakeTensorMode()
     with fake_tensor.FakeCopyMode(fake):
         model = copy.deepcopy(model)
     try:
-        for n in (2, args.batch // args.ranks):  # if values matter, two samples say so at once
-            model.zero_grad()
-            with fake:
-                batch = made_up_batch(args, method, model, n)
-                tensors = [*model.parameters(), *tree_leaves(batch)]
-                with FlopCounter() as counter, LiveMemory(tensors) as memory:
-                    model(batch, gather)["loss"].backward()
+        with fake, sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            model(made_up_batch(args, method, model, args.batch))["loss"].backward()
     except (fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException):
-        reason = f"what {args.method} computes depends on the values: measure it with --bench"
-        return {"update_flops": None, "update_peak_bytes": None, "memory_unknown": reason}
-    trained = [p for p in model.parameters() if p.requires_grad]
-    moments = 1 if args.optimizer == "lars" else 2  # numbers that it keeps of each parameter
-    peak = memory.peak + moments * sum(p.numel() * p.element_size() for p in trained)
-    return {"update_flops": counter.flops, "update_peak_bytes": peak}
-
-
-class FlopCounter(TorchDispatchMode):
-    """Counts matrix products, convolutions and attention. torch's FlopCounterMode keeps tensors
-    alive that are computed again in the backward pass, and knows no attention on the CPU."""
-
-    def __init__(self):
-        super().__init__()
-        aten, formula = torch.ops.aten, dict(flop_registry)
-        formula[aten._scaled_dot_product_flash_attention_for_cpu] = (
-            formula[aten._scaled_dot_product_flash_attention])
-        formula[aten._scaled_dot_product_flash_attention_for_cpu_backward] = (
-            formula[aten._scaled_dot_product_flash_attention_backward])
-        self.flops, self.formula = 0, formula
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if function.overloadpacket in self.formula:
-            count = self.formula[function.overloadpacket]
-            self.flops += count(*args, **(kwargs or {}), out_val=out)
-        return out
-
-
-class LiveMemory(TorchDispatchMode):
-    """Counts the bytes of all living tensors, real or fake: `peak` is what an allocator needs."""
-
-    def __init__(self, tensors=()):
-        super().__init__()
-        self.sizes, self.peak = weakref.WeakKeyDictionary(), 0  # sizes of storages that live
-        self.add(tensors)
-
-    @property
-    def live(self):
-        return sum(self.sizes.values())
-
-    def add(self, tensors):
-        for x in tensors:
-            self.sizes[x.untyped_storage()] = x.untyped_storage().nbytes()
-        self.peak = max(self.peak, self.live)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        self.add(x for x in tree_leaves(out) if torch.is_tensor(x))
-        return out
+        return None
+    return counter.get_total_flops()
 
 
 def main(argv=None):
     """-> the signal that stopped the run, if any."""
     start = time.perf_counter()
     args = parse_args(sys.argv[1:] if argv is None else argv)
+    common.turn_off_tf32()
     try:
         *_, device = common.init_distributed()
         with claim_run(args) as out:
@@ -1076,13 +943,6 @@ def main(argv=None):
             dist.destroy_process_group()
 
 
-def end_by(number):
-    """End as a process without a handler: loops of a shell, && and Slurm see the signal."""
-    sys.stdout.flush()
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
-
-
 if __name__ == "__main__":
     try:
         stopped_by = main()
@@ -1091,5 +951,7 @@ if __name__ == "__main__":
     except UserError as error:
         let_rank_0_speak()
         sys.exit(f"error: {error}")
-    if stopped_by:
-        end_by(stopped_by)
+    if stopped_by:  # end without a handler: loops of a shell, && and Slurm see the signal
+        sys.stdout.flush()
+        signal.signal(stopped_by, signal.SIG_DFL)
+        os.kill(os.getpid(), stopped_by)
