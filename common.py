@@ -1274,6 +1274,7 @@ class TarShards:
         for part in pattern.split("::"):
             self.paths += expand_braces(part)
         self.content = "caption" if captions else None
+        # as old checkpoints have it, whose runs go on in their order
         self.layout = f"{len(self.paths)} shards, window={self.window}, resample=0"
         missing = [path for path in self.paths if not os.path.isfile(path)]
         if missing:
