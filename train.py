@@ -53,7 +53,7 @@ class Config:
     """Settings of a run, whatever the method. Batch sizes are global, over all ranks."""
 
     preset: str = "tiny"  # a row of the method's PRESETS, whose values replace the defaults here
-    data: str = "shapes"  # SPEC: shapes | CSV, TSV | tar, A.tar::B.tar | COCO, Karpathy JSON | .token | DIR
+    data: str = "shapes"  # SPEC: shapes | CSV, TSV | A.tar::B.tar | COCO, Karpathy JSON | .token | DIR
     image_root: str | None = None  # directory that the file names of a table are relative to
     eval_data: str | None = None  # SPEC; None: --data, the test split if it has one
     vocab: str | None = None  # BERT's vocab.txt or CLIP's bpe_...txt.gz; None: from the captions
