@@ -169,8 +169,8 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
              gather=identity, entropies=False):
     """Eq. 1 to 5. z: (n_views * n, E) latents of n images, view by view, the n_global large
     views first (None: all are). teacher: such latents of a moving average, for columns and
-    targets (App. C). gather: (N, ...) -> (W N, ...), differentiable, in the order of the ranks;
-    gather.rank; every rank brings n images. The others are Config's (iters: sinkhorn_iters).
+    targets (App. C). gather: (N, ...) -> (W N, ...), differentiable, rank by rank; gather.rank:
+    this one's number; every rank brings n images. The others are Config's (iters: sinkhorn_iters).
     -> scalar; with entropies=True also the mean entropies of the rows of A and B. Raises
     ValueError for bad input.
     """
@@ -183,8 +183,8 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
     if len(c) < 2 * G:
         raise ValueError("The loss compares images: the global batch needs two or more.")
     rank = getattr(gather, "rank", 0)
-    rows = rank * n + torch.arange(n, device=z.device).expand(k, n)      # the number of the image
-    if target == "onehot":  # SimCLR leaves out the latent itself alone: the number of the latent
+    rows = rank * n + torch.arange(n, device=z.device).expand(k, n)      # the numbers of images
+    if target == "onehot":  # of latents: SimCLR leaves out the latent itself alone
         rows, mask = rank * k * n + torch.arange(k * n, device=z.device).view(k, n), "exclude"
     columns = gather(rows[:G].flatten())                     # (m,)
     balance, attend, blocks = sinkhorn, attention, 1

@@ -117,7 +117,7 @@ def in_rows(function, *rows, size, limit=2**24):
 @in_fp32
 def global_loss(v, t, scale, gather=identity):
     """CLIP's loss. v, t: (B, E) embeddings of pairs; scale: 1 / tau -> scalar.
-    gather: (B, E) -> (world * B, E), differentiable, in the order of the ranks; gather.rank."""
+    gather: (B, E) -> (world * B, E), differentiable, rank by rank; gather.rank: this one's number."""
     v, t = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
     i = getattr(gather, "rank", 0) * len(v) + torch.arange(len(v), device=v.device)
     v_to_t = F.cross_entropy(scale * v @ gather(t).T, i, reduction="none")  # (B, world * B) logits

@@ -12,7 +12,7 @@ from torch import nn
 import sparc
 from helpers import (assert_one_process, assert_same_with_gradients, cos, infonce, make_batch, mean,
                      on_ranks, softmax, tiny_model)
-from test_sparc import literal_sequence, ragged
+from test_sparc import ragged
 
 OBJECTIVES = ["clip", "filip", "clip+filip", "pacl", "gloria", "mgca"]
 TERMS = {"clip": ["global"], "filip": ["filip"], "clip+filip": ["global", "filip"],
@@ -89,25 +89,6 @@ def literal_gloria(captions, patches, scale):
     return both_ways(z, z, 1)
 
 
-def literal_sinkhorn(scores, epsilon, iterations):
-    q = [[math.exp(s.item() / epsilon) for s in row] for row in scores]
-    for _ in range(iterations):
-        columns = [sum(column) for column in zip(*q)]
-        q = [[x / column for x, column in zip(row, columns)] for row in q]
-        q = [[x / sum(row) for x in row] for row in q]
-    return q
-
-
-def literal_prototypes(v, t, prototypes, scale):
-    s_v, s_t = table(cos, v, prototypes), table(cos, t, prototypes)
-    losses = []
-    for s, other in ((s_v, s_t), (s_t, s_v)):
-        for row, targets in zip(s, literal_sinkhorn(other, 0.05, 3)):
-            p = softmax([scale * x for x in row])
-            losses.append(-sum(target * x.log() for target, x in zip(targets, p)))
-    return mean(losses)
-
-
 def literal_attention(module, x, y):
     q, k, v = module.q(x), module.k(y), module.v(y)
     weights = [softmax([(query * key).sum() / math.sqrt(len(key)) for key in k]) for query in q]
@@ -145,27 +126,6 @@ def test_filip_compares_with_the_most_similar_tokens_only(keep, numbers):
     expected = literal_filip(captions, patches, 7.0, *sent)
     assert_same_with_gradients(value, expected, (tokens, patches))
     assert (value - sparc.filip_loss(tokens, patches, mask, 7.0, keep=1)).abs() > 1e-3
-
-
-def test_mgca_loss_is_the_literal_one():
-    tokens, patches, mask = ragged()
-    word_context = torch.randn_like(tokens).requires_grad_()
-    patch_context = torch.randn_like(patches).requires_grad_()
-    scale, losses = scale_of(7.0), []
-    captions = words_of(tokens, mask), words_of(word_context, mask)
-    for t, c, image, image_context in zip(*captions, patches, patch_context):
-        losses += [mean(literal_sequence(c, t, scale)),
-                   mean(literal_sequence(image_context, image, scale))]
-    value = sparc.mgca_loss(tokens, patches, mask, word_context, patch_context, scale)
-    inputs = tokens, patches, word_context, patch_context, scale
-    assert_same_with_gradients(value, mean(losses), inputs)
-
-
-def test_prototype_loss_is_the_literal_one():
-    inputs = [torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (7, 7, 5)]
-    inputs.append(scale_of(7.0))
-    expected = literal_prototypes(*inputs)
-    assert_same_with_gradients(sparc.prototype_loss(*inputs), expected, inputs)
 
 
 def test_cross_attention_is_the_literal_one_and_ignores_padding():
@@ -350,14 +310,6 @@ def test_chance_loss_is_the_loss_of_equal_similarities(objective, token_mean):
         nn.init.zeros_(p)
     loss = model(batch)["loss"].item()
     assert loss == pytest.approx(model.chance_loss(4, batch["mask"], 16), abs=1e-4)
-
-
-def test_only_mgca_has_attention_and_prototypes():
-    mgca, plain = (tiny_model("sparc", objective=name).state_dict() for name in ("mgca", "sparc"))
-    assert mgca["prototypes"].shape == (500, 8)
-    assert mgca["word_attention.q.weight"].shape == (128, 8)
-    added = {name.split(".")[0] for name in mgca.keys() - plain.keys()}
-    assert added == {"prototypes", "word_attention", "patch_attention"}
 
 
 @pytest.mark.parametrize("objective", ["filip", "pacl"])

@@ -14,8 +14,8 @@ import common
 import eval as evaluation
 import sparo
 import train
-from helpers import (SMALL, assert_one_process, assert_same_with_gradients, cos, make_views, on_ranks,
-                     read_log, tiny_model, train_alone)
+from helpers import (SMALL, assert_one_process, assert_same_with_gradients, cos, make_views,
+                     on_ranks, read_log, tiny_model, train_alone)
 from test_bam import make_photos
 
 SMALL = SMALL["dino"]
