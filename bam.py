@@ -163,16 +163,28 @@ def loss_of_part(z, B, rows, c, columns, mask, attend, tau):
     return matching(B, log_A), entropy
 
 
+def losses_in_parts(z, B, rows, c, columns, mask, attend, tau):
+    """loss_of_part of a few images at a time. The backward pass computes each part again, so that
+    S is never kept whole."""
+    p = max(1, CHUNK // (len(z) * len(c)))  # images at a time
+    run, parts = loss_of_part, []
+    if p < z.shape[1]:
+        run = functools.partial(checkpoint, loss_of_part, use_reentrant=False)
+    for part in zip(z.split(p, 1), B.split(p, 1), rows.split(p, 1)):
+        parts.append(run(*part, c, columns, mask, attend, tau))
+    losses, entropies = zip(*parts)
+    return torch.cat(losses), torch.cat(entropies)
+
+
 @torch.compiler.disable
 def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters=3,
              mask="exclude", normalization="global", target="balanced", top_k=0,
              gather=identity, entropies=False):
     """Eq. 1 to 5. z: (n_views * n, E) latents of n images, view by view, the n_global large
     views first (None: all are). teacher: such latents of a moving average, for columns and
-    targets (App. C). gather: (N, ...) -> (W N, ...), differentiable, rank by rank; gather.rank:
-    this one's number; every rank brings n images. The others are Config's (iters: sinkhorn_iters).
-    -> scalar; with entropies=True also the mean entropies of the rows of A and B. Raises
-    ValueError for bad input.
+    targets (App. C). gather: (N, ...) -> (W N, ...), differentiable, rank by rank; gather.rank is
+    this one; every rank has n images. The others are Config's (iters: sinkhorn_iters). -> scalar;
+    with entropies=True also the mean entropies of the rows of A and B. ValueError for bad input.
     """
     k, n = n_views, len(z) // n_views
     G = k if n_global is None else n_global
@@ -203,15 +215,8 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
         if top_k and target != "onehot":
             B = keep_largest(B, top_k)
 
-    p = max(1, CHUNK // (k * len(c)))  # images at a time
-    run, parts = loss_of_part, []
-    if p < n:  # the backward pass computes each part again, so that S is never kept whole
-        run = functools.partial(checkpoint, loss_of_part, use_reentrant=False)
-    for part in zip(z.split(p, 1), B.split(p, 1), rows.split(p, 1)):
-        parts.append(run(*part, c, columns, mask, attend, tau))
-    losses, entropies_a = zip(*parts)
-    loss = torch.cat(losses).mean() / blocks
-    entropy_a = torch.cat(entropies_a).mean() / blocks
+    losses, entropies_a = losses_in_parts(z, B, rows, c, columns, mask, attend, tau)
+    loss, entropy_a = losses.mean() / blocks, entropies_a.mean() / blocks
     return (loss, entropy_a, entropy_b / blocks) if entropies else loss
 
 

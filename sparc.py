@@ -117,7 +117,7 @@ def in_rows(function, *rows, size, limit=2**24):
 @in_fp32
 def global_loss(v, t, scale, gather=identity):
     """CLIP's loss. v, t: (B, E) embeddings of pairs; scale: 1 / tau -> scalar.
-    gather: (B, E) -> (world * B, E), differentiable, rank by rank; gather.rank: this one's number."""
+    gather: (B, E) -> (world * B, E), differentiable, rank by rank; gather.rank is this one."""
     v, t = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
     i = getattr(gather, "rank", 0) * len(v) + torch.arange(len(v), device=v.device)
     v_to_t = F.cross_entropy(scale * v @ gather(t).T, i, reduction="none")  # (B, world * B) logits
@@ -334,7 +334,7 @@ def gather_captions(tokens, gather):
 def contrast(logits, gather):
     """InfoNCE both ways. logits (b, B): this rank's images x all captions.
     For the softmax over images, ranks exchange a number per caption instead of patches."""
-    b, first = len(logits), getattr(gather, "rank", 0) * len(logits)    # captions: first to first + b
+    b, first = len(logits), getattr(gather, "rank", 0) * len(logits)    # own captions: from first
     sums = gather(logits.logsumexp(0, keepdim=True)).logsumexp(0)       # (B,), over all images
     i_to_t = F.cross_entropy(logits, first + torch.arange(b, device=logits.device))
     t_to_i = sums[first : first + b] - logits.diagonal(first)           # (b,)

@@ -187,7 +187,7 @@ def normalize_slots(y):
 @in_fp32
 def clip_loss(v, t, scale, gather=identity):
     """CLIP's loss, a scalar. v, t: encodings (B, M) of pairs; scale: 1 / temperature;
-    gather: (B, M) -> (world * B, M), differentiable, rank by rank; gather.rank: this one's number."""
+    gather: (B, M) -> (world * B, M), differentiable, rank by rank; gather.rank is this one."""
     pair = getattr(gather, "rank", 0) * len(v) + torch.arange(len(v), device=v.device)
     image_to_text = F.cross_entropy(scale * v @ gather(t).T, pair, reduction="none")  # (B,)
     text_to_image = F.cross_entropy(scale * t @ gather(v).T, pair, reduction="none")

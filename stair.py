@@ -87,7 +87,7 @@ identity = nn.Identity()
 # L_con = -1/B sum_i log( exp(M(x_i, y_i) / T) / sum_j exp(M(x_i, y_j) / T) )        (Eq. 3)
 def contrastive_loss(v, t, scale, gather=identity):
     """Mean of Eq. 3 from image to text and back; v, t (B, |V|): enc of B pairs -> scalar.
-    gather: (B, |V|) -> (world * B, |V|), differentiable, rank by rank; gather.rank: this one's number."""
+    gather: (B, |V|) -> (world * B, |V|), differentiable, rank by rank; gather.rank is this one."""
     v = F.normalize(full_precision(v), dim=-1, eps=0.5)  # differs: eps, for short encodings
     t = F.normalize(full_precision(t), dim=-1, eps=0.5)
     target = getattr(gather, "rank", 0) * len(v) + torch.arange(len(v), device=v.device)
