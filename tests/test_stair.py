@@ -9,7 +9,6 @@ import shutil
 
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,15 +17,16 @@ import common
 import eval as evaluation
 import stair
 import train
-from helpers import (SMALL, assert_one_process, assert_same_weights, cos, make_batch, on_ranks,
-                     padded, read_log, tiny_model, train_alone, train_until, weights)
-from test_sparc import assert_same_with_gradients
-from test_sparo import preset_model
+from helpers import (SMALL, assert_one_process, assert_same_weights, assert_same_with_gradients,
+                     cos, infonce, make_batch, mean, on_ranks, padded, read_log, tiny_model,
+                     train_alone, train_until, weights)
+from test_eval import make_folders
 
 V, E = 11, 6
+tiny_stair = functools.partial(tiny_model, "stair")
 
 
-# Literal references --------------------------------------------------------------------------
+# Equations -----------------------------------------------------------------------------------
 
 def literal_encoding(head, h, mask=None):
     """Eq. 4 and 5, word by word and position by position: h (B, N, d) -> (B, |V|)."""
@@ -56,8 +56,6 @@ def build(special=(0, 3), bias=0.1):
     return head
 
 
-# Equations -----------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("chunk", [1, 60, 2**23])
 @pytest.mark.parametrize("masked", [False, True])
 def test_encodings_are_equations_4_and_5_in_values_and_gradients(masked, chunk, monkeypatch):
@@ -77,35 +75,45 @@ def test_words_of_the_caption_can_come_back_to_life():
     """A revived entry at zero gets the gradient of its maximum, if the loss wants it larger."""
     head, h = build(special=()), torch.randn(1, 3, 5, dtype=torch.double)
     nn.init.constant_(head.bias, -50.0)
+    word = torch.arange(V) == 4
     for sign, moves in ((-1.0, True), (1.0, False)):
-        enc = head(h, revived=torch.arange(V)[None] == 4)
+        enc = head(h, revived=word[None])
         assert (enc == 0).all()
         gradient = torch.autograd.grad((sign * enc).sum(), head.bias)[0]
-        assert gradient.tolist() == [sign if moves and k == 4 else 0 for k in range(V)]
+        assert gradient.tolist() == (sign * moves * word).tolist()
 
 
-class Largest(TorchDispatchMode):
-    """Notes the elements of the largest tensor that an operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        made = [x.numel() for x in tree_leaves(result) if torch.is_tensor(x)]
-        self.elements = max(self.elements, *made, 0)
-        return result
+def test_reviving_takes_no_leap():
+    """The cosine's gradient is bounded; special words and hidden positions are not revived."""
+    head, h, norms = build(), torch.randn(4, 3, 5, dtype=torch.double), []
+    words = torch.rand(4, V, dtype=torch.double)
+    for bias in (0.0, -50.0):  # with -50 the encodings are empty
+        nn.init.constant_(head.bias, bias)
+        loss = stair.contrastive_loss(head(h, revived=words > 0), words, 10.0)
+        gradient = torch.autograd.grad(loss, head.bias)[0]
+        norms.append(gradient.norm().item())
+        assert gradient[[0, 3]].abs().sum() == 0
+    assert 0 < norms[1] < 30 * norms[0]
+    enc = head(h, torch.zeros(4, 3, dtype=torch.bool), revived=words > 0)
+    assert torch.autograd.grad(-enc.sum(), head.bias)[0].abs().sum() == 0
 
 
 def test_the_streamed_form_never_holds_p_as_a_whole(monkeypatch):
-    B, N, size = 8, 50, 3000
-    t, e = nn.Parameter(torch.randn(B, N, 32)), nn.Parameter(torch.randn(size, 32))
+    B, N, size, made = 8, 50, 3000, []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            made.extend(x.numel() for x in tree_leaves(result) if torch.is_tensor(x))
+            return result
+
     monkeypatch.setattr(stair.StreamedEncoding, "CHUNK", N * size)
-    found = []
-    for form in (stair.StreamedEncoding.apply, stair.encode):
-        with Largest() as largest:
+    t, e = nn.Parameter(torch.randn(B, N, 32)), nn.Parameter(torch.randn(size, 32))
+    for form, largest in ((stair.StreamedEncoding.apply, N * size), (stair.encode, B * N * size)):
+        made.clear()
+        with Sizes():
             form(t, e, torch.zeros(size)).sum().backward()
-        found.append(largest.elements)
-    assert found == [N * size, B * N * size]
+        assert max(made) == largest
 
 
 def test_encodings_under_autocast_are_those_of_rounded_logits():
@@ -120,21 +128,6 @@ def test_encodings_under_autocast_are_those_of_rounded_logits():
     assert gradient.dtype == torch.float32 and gradient.abs().sum() > 0
 
 
-def test_reviving_an_empty_encoding_takes_no_leap():
-    """The cosine's gradient is bounded; special words and hidden positions are not revived."""
-    head, h = build(), torch.randn(4, 3, 5, dtype=torch.double)
-    words, norms = torch.rand(4, V, dtype=torch.double), []
-    for bias in (0.0, -50.0):
-        nn.init.constant_(head.bias, bias)
-        loss = stair.contrastive_loss(head(h, revived=words > 0), words, 10.0)
-        gradient = torch.autograd.grad(loss, head.bias)[0]
-        norms.append(gradient.norm().item())
-        assert gradient[[0, 3]].abs().sum() == 0
-    assert 0 < norms[1] < 30 * norms[0]
-    enc = head(h, torch.zeros(4, 3, dtype=torch.bool), revived=words > 0)
-    assert torch.autograd.grad(-enc.sum(), head.bias)[0].abs().sum() == 0
-
-
 def test_flops_loss_is_equation_6():
     enc = torch.rand(5, V, dtype=torch.double, requires_grad=True)
     expected = sum((sum(enc[i, k] for i in range(5)) / 5) ** 2 for k in range(V))
@@ -144,12 +137,8 @@ def test_flops_loss_is_equation_6():
 def test_contrastive_loss_is_equation_3_both_ways():
     v, t = (torch.rand(4, V, dtype=torch.double, requires_grad=True) for _ in range(2))
     M = [[5 * cos(a, b) for b in t] for a in v]
-    expected = 0
-    for i in range(4):
-        of_image, of_text = M[i], [row[i] for row in M]
-        for row in (of_image, of_text):
-            expected -= (M[i][i].exp() / sum(x.exp() for x in row)).log() / 8
-    assert_same_with_gradients(stair.contrastive_loss(v, t, 5.0), expected, [v, t])
+    losses = [infonce(row, i) for rows in (M, zip(*M)) for i, row in enumerate(rows)]
+    assert_same_with_gradients(stair.contrastive_loss(v, t, 5.0), mean(losses), [v, t])
 
 
 def test_caption_mask_is_equation_8():
@@ -185,9 +174,6 @@ def test_lamb_is_the_papers_algorithm():
 
 # Model ---------------------------------------------------------------------------------------
 
-tiny_stair = functools.partial(tiny_model, "stair")
-
-
 def test_the_loss_is_equation_7():
     model, batch = tiny_stair(lambda_image=0.3, lambda_text=0.7), make_batch()
     v = model.image_encoding(batch["images"])
@@ -217,6 +203,7 @@ def test_stage_1_keeps_the_captions_own_words():
 
 
 def test_stage_2_freezes_the_image_tower_and_its_embedding():
+    """In a model, too, that loads its checkpoint."""
     model, batch = tiny_stair(2).train(), make_batch()
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.5)
     before = model.image_encoding(batch["images"])
@@ -229,19 +216,14 @@ def test_stage_2_freezes_the_image_tower_and_its_embedding():
     assert torch.equal(model.image_encoding(batch["images"]), before) and not before.requires_grad
     assert all(map(torch.equal, statistics, model.image_encoder.buffers()))
     assert not torch.equal(model.text_encoder.embedding.weight, words)
+    again = tiny_stair(3)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again.image_encoding(batch["images"]), before)
+    assert not any(p.requires_grad for p in again.image_encoder.parameters())
     model.begin_stage(3, fresh=True)
     assert all(p.requires_grad for p in model.parameters())
     assert not torch.equal(model.image_encoding(batch["images"]), before)
     assert model.image_encoder.training
-
-
-def test_a_checkpoint_brings_its_stage_along():
-    model, images = tiny_stair(2).eval(), torch.randn(2, 3, 16, 16)
-    nn.init.normal_(model.text_encoder.embedding.weight)
-    again = tiny_stair(3).eval()
-    again.load_state_dict(model.state_dict())
-    assert torch.equal(again.image_encoding(images), model.image_encoding(images))
-    assert not any(p.requires_grad for p in again.image_encoder.parameters())
 
 
 def test_queries_without_a_text_tower_are_the_captions_words():
@@ -289,36 +271,33 @@ def test_two_ranks_equal_one_process(tmp_path):
 
 def test_presets_are_the_papers_model_and_steps():
     """Sec. 4.2 and App. A, counted by hand: 140.0 million parameters."""
-    def blocks(d):
-        return 12 * (3 * d * d + 3 * d + d * d + d + 4 * d * d + 4 * d + 4 * d * d + d + 4 * d)
-
-    image = 3 * 16 * 16 * 768 + 768 + 196 * 768 + blocks(768) + 2 * 768
-    text = 30522 * 512 + 76 * 512 + blocks(512) + 2 * 512
+    three, single, clip = [
+        train.parse_args(["--method", method, "--preset", preset]) for method, preset in
+        (("stair", "b16"), ("stair", "b16-single"), ("sparo", "stair-clip"))]
+    image = 3 * 16 * 16 * 768 + 768 + 196 * 768 + 12 * (12 * 768**2 + 13 * 768) + 2 * 768
+    text = (30522 + 76) * 512 + 12 * (12 * 512**2 + 13 * 512) + 2 * 512
     heads = 768 * 512 + 512 * 512 + 2 * (512 + 2 * 512 + 30522)  # both with one embedding
     with torch.device("meta"):
-        model = preset_model("stair", "b16")
+        encoders = common.build_encoders(train.METHODS["stair"], three, [])
+        model = common.build_model(train.METHODS["stair"], three, *encoders)
     assert sum(p.numel() for p in model.parameters()) == image + text + heads + 1
     assert round((image + text + heads) / 1e6, 1) == 140.0
-    args = train.parse_args(["--method", "stair", "--preset", "b16"])
-    assert stair.stages(args) == [(1, 300_000, 1e-3), (2, 300_000, 1e-3),
-                                  (3, 600_000, pytest.approx(1e-4))]
-    args = train.parse_args(["--method", "stair", "--preset", "b16-single"])
-    assert stair.stages(args) == [(3, 600_000, 1e-3)] and args.optimizer == "lamb"
-    clip = train.parse_args(["--method", "sparo", "--preset", "stair-clip"])
-    settings = "optimizer beta2 adam_eps lr schedule weight_decay warmup batch clip_grad steps"
-    for name in settings.split():  # as long as the single stage
-        assert getattr(clip, name) == getattr(args, name)
+    third = 3, 600_000, pytest.approx(1e-4)
+    assert stair.stages(three) == [(1, 300_000, 1e-3), (2, 300_000, 1e-3), third]
+    assert stair.stages(single) == [(3, 600_000, 1e-3)] and single.optimizer == "lamb"
+    for name in "optimizer schedule clip_grad".split():  # its rate and steps: test_contract.py
+        assert getattr(clip, name) == getattr(single, name)
 
 
 def test_three_stages_have_their_steps_and_learning_rates(tmp_path):
-    train_alone([*SMALL["stair"], "--lr", "1e-3", "--lr-2", "0.5", "--lr-3", "0.1",
-                 "--out", tmp_path])
+    rates = "--lr 1e-3 --lr-2 0.5 --lr-3 0.1".split()
+    train_alone([*SMALL["stair"], *rates, "--out", tmp_path])
     third = [1e-4 * (1 + math.cos(math.pi * max(0, step - 1) / 3)) / 2 for step in range(4)]
     log = read_log(tmp_path)
     assert [record["lr"] for record in log] == pytest.approx([1e-3] * 2 + [5e-4] * 2 + third)
     names = "stage-1.pt", "stage-2.pt", "last.pt"
     first, second, last = (weights(tmp_path, name) for name in names)
-    assert [int(state["stage"]) for state in (first, second, last)] == [1, 2, 3]
+    assert [state["stage"].item() for state in (first, second, last)] == [1, 2, 3]
     assert [common.load_checkpoint(tmp_path / name)["step"] for name in names] == [2, 4, 8]
     frozen = [name for name in first if re.match("image_encoder|image_head.transform", name)]
     assert all(torch.equal(first[name], second[name]) for name in frozen)
@@ -397,29 +376,26 @@ def test_a_run_is_read_and_searched(tmp_path, run_of, capsys):
 
 def test_files_are_searched_and_their_captions_words_counted(tmp_path, monkeypatch):
     colours, data, run = ["red", "green", "blue"], tmp_path / "data", tmp_path / "run"
-    table = ["image,caption"]
-    for colour in colours:
-        (data / colour).mkdir(parents=True)
-        Image.new("RGB", (20, 20), colour).save(data / colour / "0.png")
-        table.append(f"data/{colour}/0.png,中文 {colour}")
-    (tmp_path / "captions.csv").write_text("\n".join(table))
+    make_folders(data)
+    (data / "red/broken.png").unlink()
+    rows = [f"data/{colour}/0.png,中文 {colour}" for colour in colours]
+    (tmp_path / "captions.csv").write_text("\n".join(["image,caption", *rows]))
     train.main([*SMALL["stair"], "--data", f"{tmp_path}/captions.csv", "--image-size", "16",
                 "--batch", "3", "--out", str(run)])
     evaluation.main([str(run), "--data", str(data), "--query", "red"])
     index, = run.glob("*data-index.pt")
-    assert len(stair.InvertedIndex.load(index).ids) == 3 and not (run / "index.pt").exists()
+    assert len(stair.InvertedIndex.load(index).ids) == 6 and not (run / "index.pt").exists()
     embed, args = evaluation.load_run(run)
-    scores = torch.randn(3, len(embed.tokenizer))
-    scores[:, embed.tokenizer.encode("中文 red")] += 3.0
+    scores, captions = torch.randn(3, len(embed.tokenizer)), [f"中文 {x}" for x in colours]
+    captions = [embed.tokenizer.encode(caption) for caption in captions]
+    scores[:, captions[0]] += 3.0
     monkeypatch.setattr(evaluation, "vocabulary_scores", lambda embed, images: scores)
     options = evaluation.own_options(args)
     found = evaluation.words(embed, evaluation.open_eval_set(options, 16), options)
-    for name, shift in (("words/in_captions", 0), ("words/in_others_captions", 1)):
-        expected = []
-        for i in range(3):
-            caption = embed.tokenizer.encode("中文 " + colours[(i + shift) % 3])
-            best = scores[i].topk(10).indices.tolist()
-            expected.append(sum(k in caption for k in best) / 10)
+    best = scores.topk(10).indices.tolist()
+    for name, truths in (("words/in_captions", captions),
+                         ("words/in_others_captions", captions[1:] + captions[:1])):
+        expected = [sum(k in truth for k in ids) / 10 for ids, truth in zip(best, truths)]
         assert max(expected) > 0 and found[name].tolist() == pytest.approx(expected)
 
 
@@ -494,17 +470,16 @@ def test_masks_allow_and_block():
     assert index.search(query, 9, where=where) == brute_force(documents, weights, 9)
 
 
-def boolean(index, text):
-    return stair.boolean_query(text, index)
-
-
-NO_QUERIES = ["", "red AND", "(red", "red)", "NOT", "OR red", "()", "red OR OR blue"]
+@pytest.mark.parametrize("query, message", [
+    *((query, "no boolean query") for query in
+      ["", "red AND", "(red", "red)", "NOT", "OR red", "()", "red OR OR blue"]),
+    ("NOT (red OR blue)", "no word to rank by"), ("red NOT green", "no word 'green'")])
+def test_queries_that_are_none_are_named(query, message):
+    with pytest.raises(ValueError, match=message):
+        stair.boolean_query(query, stair.InvertedIndex(WORDS))
 
 
 @pytest.mark.parametrize("function, arguments, message", [
-    *((boolean, [x], "no boolean query") for x in NO_QUERIES),
-    (boolean, ["NOT (red OR blue)"], "no word to rank by"),
-    (boolean, ["red NOT green"], "no word 'green'"),
     (stair.InvertedIndex.has, ["green"], "no word 'green'"),
     (stair.InvertedIndex.search, [{"green": 1.0}], "no word 'green'"),
     (stair.InvertedIndex.search, [{}, 1, None, ["green"]], "no word 'green'"),
@@ -519,7 +494,6 @@ def test_arguments_that_do_not_fit_are_named(function, arguments, message):
         function(stair.InvertedIndex(WORDS), *arguments)
 
 
-def test_another_file_is_no_index(tmp_path):
-    torch.save({"model": 1}, tmp_path / "last.pt")
+def test_another_file_is_no_index(run_of):
     with pytest.raises(ValueError, match="holds no index"):
-        stair.InvertedIndex.load(tmp_path / "last.pt")
+        stair.InvertedIndex.load(run_of("stair") / "last.pt")
