@@ -101,13 +101,17 @@ def test_other_evaluations_overwrite_nothing(run_of, tmp_path):
 def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
     args = evaluation.METHODS["bam"].Config()
     vars(args).update(data="a.csv", eval_data="b/test", image_root="r", image_size=8, workers=2)
+    old = evaluation.own_options(args)
+    vars(args).update(probe="sgd", probe_epochs=7)
     own = evaluation.own_options(args)
+    assert (old.probe, old.probe_epochs) == ("adamw", None)  # of a run before these settings
+    assert (own.probe, own.probe_epochs) == ("sgd", 7)
     assert own == evaluation.options_of({"workers": 7, "tasks": ["knn"]}, args) and own.is_own
     assert (own.data, own.train_data, own.split, own.image_root) == ("b/test", "a.csv", "all", "r")
     for flags, expected in (
             ({"data": "b/test"}, (None, None, None)), ({"limit": 7}, (7, 20_000, "r")),
             ({"data": "c", "image_root": "s", "limit": 3}, (3, None, "s")),
-            ({"probe": "sgd"}, (1000, 20_000, "r")), ({"checkpoint": "x"}, (1000, 20_000, "r"))):
+            ({"probe": "adamw"}, (1000, 20_000, "r")), ({"checkpoint": "x"}, (1000, 20_000, "r"))):
         options = evaluation.options_of(flags, args)
         assert (options.limit, options.learn_limit, options.image_root) == expected
         assert not options.is_own and options.train_data == "a.csv"
