@@ -1,6 +1,5 @@
 """Metrics on hand-made matrices, tasks and pictures on small made-up data."""
 
-import io
 import json
 import math
 import shutil
@@ -143,8 +142,8 @@ def test_the_sgd_probe_trains_every_learning_rate_as_if_alone_and_chooses_on_wha
 @pytest.mark.parametrize("n, largest", [(640, 10), (66_000, 1016)])         # 64 batches, and 65
 def test_the_sgd_probes_batches_have_1024_images_at_most_and_an_epoch_64_at_least(
         monkeypatch, n, largest):
-    sizes, cross_entropy = [], F.cross_entropy
-    monkeypatch.setattr(F, "cross_entropy", lambda x, y: sizes.append(len(y)) or cross_entropy(x, y))
+    sizes, loss = [], F.cross_entropy
+    monkeypatch.setattr(F, "cross_entropy", lambda x, y: sizes.append(len(y)) or loss(x, y))
     x, y = torch.randn(n, 1), torch.randint(2, (n,))
     evaluation.sgd_probe(lambda: (x, y), x[:9], y[:9], 2, epochs=1)
     assert sum(sizes) == len(evaluation.RATES) * n and max(sizes) == largest
@@ -268,7 +267,7 @@ def embedder(model=None, text=True):
 def opened(spec, **flags):
     """The options of eval.py for a run on data of its own, and the EvalSet of `spec`."""
     args = evaluation.METHODS["sparc"].Config()
-    vars(args).update(data="shapes", eval_data=None, image_root=None, image_size=8, workers=0)
+    vars(args).update(data="shapes", eval_data=None, image_root=None, workers=0)
     options = evaluation.options_of({"data": str(spec)} | flags, args)
     return evaluation.open_eval_set(options, 8), options
 
@@ -374,12 +373,8 @@ def test_the_table_says_where_names_come_from_and_the_first_prompt(run_of, tmp_p
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     make_folders(tmp_path / "data")
     (tmp_path / "names.txt").write_text("sky\ngrass\nblood\n")
-    argv = [str(run), "--task", "zeroshot", "--data", str(tmp_path / "data")]
-    evaluation.main(argv)
-    printed = capsys.readouterr().out
-    assert "Class names: folders. First prompt: 'a photo of a blue.'" in printed
-    assert "zeroshot/mean_per_class_recall" in printed
-    evaluation.main([*argv, "--classes", str(tmp_path / "names.txt"), "--templates", "{}!"])
+    evaluation.main([str(run), "--task", "zeroshot", "--data", str(tmp_path / "data"),
+                     "--classes", str(tmp_path / "names.txt"), "--templates", "{}!"])
     assert "names.txt. First prompt: 'sky!'" in capsys.readouterr().out
 
 
@@ -428,17 +423,12 @@ def test_random_crops_keep_the_colours_of_every_file_tensor_and_bytes(tmp_path):
     tensors = [(common.normalize(x[:, None, None].expand(3, 16, 16)), c)
                for c, x in enumerate(colours)]
     files = list(opened(tmp_path)[0].labelled("train"))                     # one is broken
-    seen = []
-
-    class Seen(Oracle):
-        def probe_features(self, images):
-            seen.append(images)
-            return self.encode_image(images)
-
     in_shards = [(Path(file).read_bytes(), label) for file, label in files]
+    seen, model = [], Oracle()
+    model.probe_features = lambda images: seen.append(images) or model.encode_image(images)
     for pairs, each in ((tensors, 1), (files, 2), (in_shards, 2)):
         seen.clear()
-        x, y = evaluation.random_crops(embedder(Seen()), pairs)
+        x, y = evaluation.random_crops(embedder(model), pairs)
         assert torch.cat(seen).dtype == torch.float32 and torch.cat(seen).shape == (len(y), 3, 8, 8)
         assert y.bincount().tolist() == [each] * 3
         found = common.denormalize(torch.cat(seen)).mean((2, 3))            # (n, 3)
@@ -450,7 +440,7 @@ def test_the_sgd_probe_holds_out_a_tenth_of_the_training_images(tmp_path, monkey
     seen, probe = [], evaluation.sgd_probe
 
     def spy(crops, held, *rest):
-        seen.append((len(crops()[1]), len(held)))
+        seen.extend([len(crops()[1]), len(held)])
         return probe(crops, held, *rest)
 
     data, options = opened("shapes:size=16", probe="sgd", probe_epochs=2)
@@ -462,8 +452,7 @@ def test_the_sgd_probe_holds_out_a_tenth_of_the_training_images(tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "sgd_probe", spy)
         assert evaluation.linear(embedder(), data, options)["linear/lr"] in evaluation.RATES
-    held = math.ceil(len(pairs) / 10)
-    assert seen == [(len(pairs) - held, held)]
+    assert seen == [len(pairs) * 9 // 10, math.ceil(len(pairs) / 10)]
     for part in ("train", "test"):
         make_folders(tmp_path / part)
     (tmp_path / "test/red/broken.png").unlink()
@@ -478,12 +467,10 @@ def test_images_are_resized_as_the_method_does():
     picture = Image.linear_gradient("L").resize((448, 224)).convert("RGB")
     for text, resized in ((True, 224), (False, 256)):
         embed = evaluation.Embedder(Oracle(), embedder().tokenizer if text else None, 16, 224)
-        buffer = io.BytesIO()
-        picture.save(buffer, "PNG")
         large = picture.resize((2 * resized, resized), Image.Resampling.BICUBIC)
         left, top = (2 * resized - 224) // 2, (resized - 224) // 2
         expected = large.crop((left, top, left + 224, top + 224))
-        found = common.denormalize(embed.read(buffer.getvalue()))
+        found = common.denormalize(embed.read(picture))
         expected = common.to_unit(evaluation.pil_to_tensor(expected))
         torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
 
