@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,8 +30,8 @@ def lines(run):
 
 def make_table(root):
     make_folders(root)
-    rows = [f"{colour}/{n}.png,a {colour} thing\n" for colour in ("red", "blue") for n in (0, 1)]
-    (root / "photos.csv").write_text("image,caption\n" + "".join(rows))
+    rows = [f"{colour}/{n}.png,a {colour} thing" for colour in ("red", "blue") for n in (0, 1)]
+    (root / "photos.csv").write_text("\n".join(["image,caption", *rows]))
     return str(root / "photos.csv")
 
 
@@ -70,32 +69,33 @@ def test_other_evaluations_overwrite_nothing(run_of, tmp_path):
     """Each makes a line of its own; eval.json and the run's pictures stay as they are."""
     run, folders = shutil.copytree(run_of("sparc"), tmp_path / "run"), tmp_path / ("long" * 30)
     make_folders(folders)
-    files = {"nouns_adjectives": "red", "templates": "a {}"}
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-        files[name] = str(tmp_path / name)
+    (tmp_path / "words").write_text("red")
+    words, templates = str(tmp_path / "words"), ["a {}"]
     before = {path.name: path.read_bytes() for path in run.iterdir()}
     own, pictures = read(run)["settings"], ["zeroshot", "alignment", "segmentation"]
     for flags, changes in (
             (["--task", "zeroshot"], {"tasks": ["zeroshot"]}),
             (["--split", "val"], {"split": "val"}),
-            (["--nouns-adjectives", files["nouns_adjectives"]],
-             {"nouns_adjectives": files["nouns_adjectives"]}),
+            (["--nouns-adjectives", words], {"nouns_adjectives": words}),
             (["--task", ",".join(pictures), "--limit", "2"], {"tasks": pictures, "limit": 2})):
         evaluation.main([str(run), *flags])
         assert lines(run)[-1]["settings"] == own | changes
     assert "i2t/R@1" not in lines(run)[1] and lines(run)[1]["zeroshot"] == read(run)["zeroshot"]
-    evaluation.main([str(run), "--data", str(folders), "--templates", files["templates"]])
-    assert lines(run)[-1]["settings"]["class_names"] == "folders" and len(lines(run)) == 6
-    assert lines(run)[-1]["settings"]["templates"] == ["a {}"]
+    evaluation.main([str(run), "--data", str(folders), "--templates", *templates])
+    settings = lines(run)[-1]["settings"]
+    assert (settings["class_names"], settings["templates"]) == ("folders", templates)
     after = {path.name: path.read_bytes() for path in run.iterdir()}
-    assert after | before | {"evals.jsonl": after["evals.jsonl"]} == after
     new = after.keys() - before.keys()
+    assert after | before | {"evals.jsonl": after["evals.jsonl"]} == after and len(lines(run)) == 6
     assert len(new) == 3 + 2 and max(map(len, new)) < 100
     for name in pictures[1:]:
         few = run / f"shapes-size-16-objects-2-{name}.png"
         with Image.open(run / f"{name}.png") as all, Image.open(few) as two:
             assert two.height < all.height / 2
+        (run / f"{name}.png").unlink()
+    evaluation.main([str(run), "--task", "alignment"])                      # no figure, no line
+    assert (run / "alignment.png").exists() and not (run / "segmentation.png").exists()
+    assert len(lines(run)) == 6
 
 
 def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
@@ -139,16 +139,14 @@ def test_limit_means_the_same_for_every_kind_of_data(tmp_path):
         items = {n: item | {"filename": f"red/{n}.png"} for n in range(2)}
         (tmp_path / "crepe" / f"{kind}.json").write_text(json.dumps(items))
     table, shards = make_table(tmp_path / "table"), write_labelled(tmp_path / "shards")
-    members = {"shapes:size=16,objects=2": ["captioned", "negatives", "documents"],
-               table: ["captioned", "documents"], tmp_path / "crepe": ["negatives"]}
-    for spec, names in members.items():
-        for name in names:
-            assert len(list(getattr(opened(spec, limit=1)[0], name)())) == 1
-            assert len(list(getattr(opened(spec)[0], name)())) > 1
-    for spec in ("shapes:size=16", "shapes:size=16,objects=2", tmp_path / "folders", shards):
-        assert len(list(opened(spec, limit=3)[0].labelled("test"))) == 3
-    assert len(list(opened(tmp_path / "voc", limit=1)[0].maps("segmentation"))) == 1
-    assert len(list(opened("shapes:size=16,objects=2", limit=2)[0].maps("segmentation"))) == 2
+    world = "shapes:size=16,objects=2"
+    for spec, name, *purpose in (
+            (world, "captioned"), (world, "negatives"), (world, "documents"),
+            (world, "labelled", "test"), (world, "maps", "segmentation"), (table, "captioned"),
+            (table, "documents"), (tmp_path / "crepe", "negatives"), (shards, "labelled", "test"),
+            (tmp_path / "folders", "labelled", "test"), (tmp_path / "voc", "maps", "segmentation")):
+        few, all = (getattr(opened(spec, limit=n)[0], name)(*purpose) for n in (1, None))
+        assert len(list(few)) == 1 < len(list(all))
     assert len(list(opened(tmp_path / "winoground", limit=1)[0].winoground())) == 2  # of a pair
     data = opened("shapes:size=16", limit=3, learn_limit=9)[0]
     assert len(list(data.labelled("train"))) == len(list(data.labelled("slots"))) == 9
@@ -224,8 +222,8 @@ def test_only_what_learns_needs_labels_to_learn_from(run_of, tmp_path):
     make_folders(tmp_path / "test")
     run = shutil.copytree(run_of("bam"), tmp_path / "run")
     evaluation.main([str(run), "--data", str(tmp_path / "test"), "--task", "heads"])
-    for name, task in (("bam", "knn"), ("bam", "linear"), ("sparc", "zeroshot,linear")):
-        run = shutil.copytree(run_of(name), tmp_path / name, dirs_exist_ok=True)
+    for name, task in (("bam", "knn"), ("sparc", "zeroshot,linear")):
+        run = shutil.copytree(run_of(name), tmp_path / name)
         before = sorted(run.iterdir())
         with pytest.raises(common.UserError, match="class folders need --train-data"):
             evaluation.main([str(run), "--data", str(tmp_path / "test"), "--task", task])
@@ -284,8 +282,8 @@ def test_data_are_evaluated_one_after_the_other(run_of, tmp_path, capsys):
 
 
 def test_captions_without_a_known_word_leave_a_picture_out(run_of, tmp_path):
-    (tmp_path / "photos.csv").write_text(Path(make_table(tmp_path)).read_text().replace(
-        "thing", "红").replace("a red", "红").replace("a blue", "色"), encoding="utf-8")
+    make_folders(tmp_path)
+    (tmp_path / "photos.csv").write_text("image,caption\nred/0.png,红 红\n", encoding="utf-8")
     embed, _ = evaluation.load_run(run_of("stair"))
     data, _ = opened(tmp_path / "photos.csv")
     assert evaluation.draw_queries(embed, data) is None
@@ -298,10 +296,10 @@ def test_a_patch_is_lit_as_its_weight_is():
     assert [int(corner.max()) for corner in corners] == [0, 255, 127, 0]
 
 
-def test_neighbours_are_the_nearest(run_of, tmp_path, monkeypatch):
-    run, shown = shutil.copytree(run_of("bam"), tmp_path / "run"), []
+def test_neighbours_are_the_nearest(run_of, monkeypatch):
+    shown = []
     monkeypatch.setattr(evaluation, "sheet", lambda title, rows: shown.extend(rows))
-    embed, args = evaluation.load_run(run)
+    embed, args = evaluation.load_run(run_of("bam"))
     data = evaluation.open_eval_set(evaluation.own_options(args), embed.image_size)
     evaluation.draw_neighbours(embed, data)
     assert len(shown) == 4
