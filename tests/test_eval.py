@@ -313,16 +313,6 @@ def test_templates_have_the_bare_name_or_the_name_with_its_article(tmp_path):
     data, _ = opened(tmp_path)
     assert data.classes.prompts[:4] == ["a photo of a blue.", "a blue", "a close-up of a blue.",
                                         "a picture of a blue."]
-    (tmp_path / "empty.txt").write_text("\n")
-    (tmp_path / "classes.txt").write_text("red\n")
-    for template, message in (
-            ("empty.txt", "--templates: .*empty.txt' is no file of templates"),
-            ("classes.txt", "'red' is no file of templates, one a line, and no template with one"),
-            ("no.txt", "no file"), ("a {b}", "'a {b}' is no file"), ("{} {a}", "no file"),
-            ("{", "no file")):
-        template = str(tmp_path / template) if ".txt" in template else template
-        with pytest.raises(common.UserError, match=message):
-            opened(tmp_path, templates=[template])
 
 
 def test_the_worlds_prompts_have_articles():
@@ -335,9 +325,9 @@ def test_the_worlds_prompts_have_articles():
     assert "an orange circle" in colours and data.map_classes["/shape"].prompts == shapes
 
 
-def test_classes_file_names_class_folders_and_numbers_need_it(tmp_path, capsys):
-    """Folders with numbers of ImageNet: their names are asked for where they are used, and not
-    where images are compared with images."""
+def test_names_of_class_folders_are_asked_for_where_they_are_used(tmp_path, capsys):
+    """Names of class folders, which are numbers of ImageNet, are asked for where they are used, and
+    not where images are compared with images."""
     numbers = ["n01440764", "n02102480", "n03000684"]
     for part in ("train", "test"):
         make_folders(tmp_path / part)
@@ -347,10 +337,6 @@ def test_classes_file_names_class_folders_and_numbers_need_it(tmp_path, capsys):
     names.write_text("\n".join(Oracle.words))
     train, test = str(tmp_path / "train"), str(tmp_path / "test")
     flags = dict(train_data=train, probe_epochs=1)
-    data, options = opened(test, select=train, **flags)
-    for run in (evaluation.zeroshot, evaluation.slots, evaluation.words, evaluation.evaluate):
-        with pytest.raises(common.UserError, match="n01440764 has a number .* --classes FILE"):
-            run(embedder(SlotOracle()), data, options)
     for probe in ("adamw", "sgd"):
         data, options = opened(test, tasks=["knn", "linear"], probe=probe, **flags)
         result = evaluation.evaluate(embedder(), data, options)
@@ -362,11 +348,6 @@ def test_classes_file_names_class_folders_and_numbers_need_it(tmp_path, capsys):
     result = evaluation.zeroshot(embedder(), data, options)
     assert "skipped 1 of 7 images" in capsys.readouterr().out and data.named.source == str(names)
     assert result["zeroshot"].tolist() == [True] * 6 and "zeroshot/acc5" not in result
-    names.write_text("red\ngreen\n")
-    with pytest.raises(common.UserError, match="names.txt has .* 3 class folders"):
-        opened(test, classes=str(names))[0].classes
-    with pytest.raises(common.UserError, match="--classes .*no.txt cannot be read"):
-        opened(test, classes=str(tmp_path / "no.txt"))[0].classes
 
 
 def test_the_table_says_where_names_come_from_and_the_first_prompt(run_of, tmp_path, capsys):
@@ -408,13 +389,6 @@ def test_knn_and_linear_probe_on_class_folders(tmp_path):
     data, options = opened(tmp_path / "test", train_data=str(tmp_path / "train"))
     assert evaluation.knn(embedder(), data, options) == {"knn": 1.0}
     assert evaluation.linear(embedder(), data, options)["linear"].all()
-    for itself in (None, f"{tmp_path}/test/"):
-        with pytest.raises(common.UserError, match="need --train-data"):
-            evaluation.knn(embedder(), *opened(tmp_path / "test", train_data=itself))
-    (tmp_path / "train" / "grey").mkdir()
-    (tmp_path / "train" / "grey" / "0.png").write_bytes(b"no image")
-    with pytest.raises(common.UserError, match="must have the class folders of .*: blue, green"):
-        evaluation.knn(embedder(), data, options)
 
 
 def test_random_crops_keep_the_colours_of_every_file_tensor_and_bytes(tmp_path):
@@ -517,12 +491,6 @@ def test_slots_are_selected_and_masks_trained_on_files(tmp_path):
     assert on_crepe["slots/best_half/negatives"] == 1
     found = evaluation.masks(embed, *opened(test, select=crepe, **flags))
     assert found["masks/slots/pairs"] == 1 and found["masks/slots/zeroshot"] == 1
-    for select, task, message in (
-            (None, "slots", "needs --select"), (test, "slots", "not the data to evaluate"),
-            (crepe, "slots", "is something else"), (test + "/", "masks", "not the data"),
-            (val, "masks", "SugarCrepe's files")):
-        with pytest.raises(common.UserError, match=message):
-            evaluation.TASKS[task].run(embed, *opened(test, select=select, **flags))
 
 
 def make_voc_folder(root):
@@ -562,26 +530,7 @@ def test_segmentation_of_a_folder_in_pascal_vocs_layout(tmp_path, capsys):
                 for names in (["found"], ["a", "b"]))
     assert one.width > 600 and one.size == two.size and one != two          # b beside a
     assert not evaluation.PICTURES["alignment"].fits(data)
-
-
-def test_a_voc_folder_names_what_is_wrong(tmp_path):
-    make_voc_folder(tmp_path)
-
-    def refused(message, **flags):
-        with pytest.raises(common.UserError, match=message):
-            list(opened(tmp_path, **flags)[0].maps("segmentation"))
-
-    refused("has no test.txt; --split can be val", split="test")
-    assert len(opened(tmp_path)[0].map_classes[""].names) == 20
-    (tmp_path / "two.txt").write_text("red\ngreen\n")
-    refused("a.png holds class 3, but there are 2 names: give all with --classes",
-            classes=str(tmp_path / "two.txt"))
-    refused("--classes .*none.txt cannot be read", classes=str(tmp_path / "none.txt"))
-    Image.new("RGB", (40, 16)).save(tmp_path / "SegmentationClass/a.png")
-    refused(r"a.png is no map of class ids .* shape \(16, 40, 3\)")
-    for name in "ab":
-        (tmp_path / f"SegmentationClass/{name}.png").unlink()
-    refused(r"None of the 3 images could be read, the last is \['broken'\]")
+    assert len(opened(tmp_path)[0].map_classes[""].names) == 20             # Pascal's own
 
 
 # Runs ---------------------------------------------------------------------------------------------
@@ -593,21 +542,11 @@ def test_data_have_a_default_split():
         assert {evaluation.default_split(spec) for spec in specs} == {split}
 
 
-def test_a_task_that_the_data_cannot_serve_is_an_error(tmp_path):
-    make_folders(tmp_path)
-    with pytest.raises(common.UserError, match="segmentation cannot use this data"):
-        evaluation.evaluate(embedder(), *opened(tmp_path, tasks=["segmentation"]))
-
-
 def test_the_sgd_probe_of_a_run(run_of, tmp_path, capsys):
     run = shutil.copytree(run_of("bam"), tmp_path / "run")
     evaluation.main([str(run), "--task", "linear,heads", "--probe", "sgd", "--probe-epochs", "2"])
     rate = capsys.readouterr().out.partition("linear/lr ")[2].split()[0]
     assert float(rate) in evaluation.RATES
-    make_folders(tmp_path)
-    (tmp_path / "captions.csv").write_text("image,caption\nred/0.png,so red\n")
-    with pytest.raises(common.UserError, match="on .*captions.csv: give class folders or shapes"):
-        evaluation.main([str(run), "--task", "knn", "--data", str(tmp_path / "captions.csv")])
 
 
 @pytest.mark.parametrize("name, pictures", [
@@ -654,15 +593,3 @@ def test_the_curves_of_a_run_need_two_points(run_of, tmp_path):
     drawn = [path.name for path in evaluation.draw_log(tmp_path)]
     assert drawn == ["curves.png", "entropies.png"]
     assert [path.name for path in evaluation.draw_log(run_of("sparc"))] == ["curves.png"]
-
-
-def test_main_names_what_is_missing(run_of, tmp_path):
-    for argv, message in (
-            ([tmp_path], "holds no run"), ([tmp_path, "--task", "dance"], "no task dance"),
-            ([run_of("sparc"), "--limit", "0"], "--limit 0 must be at least 1"),
-            ([run_of("sparc"), "--templates", "a photo"], "'a photo' is no file of templates"),
-            ([run_of("sparc"), "--probe-epochs", "0"], "--probe-epochs 0 must be at least 1"),
-            ([run_of("bam"), "--query", "red"], "--query needs a run of STAIR"),
-            ([run_of("sparc"), "--task", "slots"], "nothing to evaluate in slots")):
-        with pytest.raises(common.UserError, match=message):
-            evaluation.main(list(map(str, argv)))

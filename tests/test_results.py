@@ -116,8 +116,6 @@ def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
         assert (options.limit, options.learn_limit, options.image_root) == expected
         assert not options.is_own and options.train_data == "a.csv"
         assert all(getattr(options, name) == value for name, value in flags.items())
-    with pytest.raises(common.UserError, match="--split val: b/test has no splits"):
-        evaluation.options_of({"split": "val"}, args)
 
 
 def test_a_damaged_log_is_named(tmp_path):
@@ -159,10 +157,6 @@ def test_workers_batch_and_device_are_flags(run_of, tmp_path, monkeypatch):
         (embed.workers, embed.chunk, embed.device, options.workers)) or {})
     evaluation.main([str(run), "--workers", "3", "--batch", "7", "--device", "cpu"])
     assert used == [(3, 7, "cpu", 3)]
-    for flags, message in ((["--batch", "0"], "--batch 0 must be at least 1"),
-                           (["--device", "gpu"], "--device gpu: ")):
-        with pytest.raises(common.UserError, match=message):
-            evaluation.main([str(run), *flags])
 
 
 @GPU
@@ -218,16 +212,10 @@ def test_inference_in_three_lines(run_of, tmp_path):
     torch.testing.assert_close(x.norm(dim=1), torch.ones(2))
 
 
-def test_only_what_learns_needs_labels_to_learn_from(run_of, tmp_path):
+def test_a_picture_needs_no_labels_to_learn_from(run_of, tmp_path):
     make_folders(tmp_path / "test")
     run = shutil.copytree(run_of("bam"), tmp_path / "run")
     evaluation.main([str(run), "--data", str(tmp_path / "test"), "--task", "heads"])
-    for name, task in (("bam", "knn"), ("sparc", "zeroshot,linear")):
-        run = shutil.copytree(run_of(name), tmp_path / name)
-        before = sorted(run.iterdir())
-        with pytest.raises(common.UserError, match="class folders need --train-data"):
-            evaluation.main([str(run), "--data", str(tmp_path / "test"), "--task", task])
-        assert sorted(run.iterdir()) == before  # nor did an earlier task run in vain
 
 
 def test_nothing_is_computed_in_tf32(run_of, tmp_path):
@@ -274,8 +262,6 @@ def test_data_are_evaluated_one_after_the_other(run_of, tmp_path, capsys):
         cells = [f" {line[i]['knn']:.3f} " for line in found]
         assert f"| knn |{'|'.join(cells)}|" in shown
     assert shown.count(f"| | {runs[0]} (1) | {runs[1]} (1) |") == 2 and "different" not in shown
-    with pytest.raises(common.UserError, match="retrieval cannot use a model without a text"):
-        evaluation.main([*map(str, runs), "--task", "retrieval"])
 
 
 # Pictures -----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def encode(colour, suffix="jpg"):
     return file.getvalue()
 
 
-def write_split(directory, shards, nshards=None):
+def write_split(directory, shards):
     """shards: a list of dicts {name of a member: bytes or text}; CLIP_benchmark's SPLIT/*.tar."""
     directory.mkdir(parents=True, exist_ok=True)
     for i, members in enumerate(shards):
@@ -34,10 +34,10 @@ def write_split(directory, shards, nshards=None):
                 member = tarfile.TarInfo(name)
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
-    (directory / "nshards.txt").write_text(f"{nshards or len(shards)}\n")
+    (directory / "nshards.txt").write_text(f"{len(shards)}\n")
 
 
-def write_labelled(directory, split="test", extra=(), names=NAMES):
+def write_labelled(directory, split="test", extra=()):
     """Six images of three colours in two shards, of three formats."""
     shards = [{}, {}]
     for i in range(6):
@@ -45,7 +45,7 @@ def write_labelled(directory, split="test", extra=(), names=NAMES):
         shards[i // 3] |= {f"s{i:07}.{suffix}": encode(colour, suffix), f"s{i:07}.cls": f"{i % 3}"}
     shards[1] |= dict(extra)
     write_split(directory / split, shards)
-    (directory / "classnames.txt").write_text("".join(f"{name}\n" for name in names))
+    (directory / "classnames.txt").write_text("".join(f"{name}\n" for name in NAMES))
     (directory / "zeroshot_classification_templates.txt").write_text("a {c}.\nthe {c}\n")
     return str(directory)
 
@@ -111,14 +111,9 @@ def test_knn_and_slots_learn_from_the_split_train_or_else_from_train_data(tmp_pa
     with pytest.raises(common.UserError, match="need --train-data, other class folders"):
         evaluation.knn(embedder(), *opened(spec, split="train"))
     alone = write_labelled(tmp_path / "alone")
-    with pytest.raises(common.UserError, match="need --train-data, other class folders"):
-        evaluation.knn(embedder(), *opened(alone))
     make_folders(tmp_path / "folders")
     for train in (spec, str(tmp_path / "folders"), f"{spec}/train/{{0..1}}.tar"):
         assert evaluation.knn(embedder(), *opened(alone, train_data=train))["knn"] == 1
-    write_labelled(tmp_path / "others", "train", names=["a", "b", "c"])
-    with pytest.raises(common.UserError, match="must have the class folders of .*blue, green, red"):
-        evaluation.knn(embedder(), *opened(alone, train_data=str(tmp_path / "others")))
 
 
 def test_retrieval_with_several_captions_an_image(tmp_path, capsys):
@@ -132,9 +127,6 @@ def test_retrieval_with_several_captions_an_image(tmp_path, capsys):
     assert result["i2t/R@1"] == result["t2i/R@1"] == 1 and result["retrieval/images"] == 3
     images, captions = data.samples(2)
     assert captions == ["red", "green"] and images.shape == (2, 3, 8, 8)
-    none = write_captioned(tmp_path / "none", [("red", "\n")])
-    with pytest.raises(common.UserError, match="no image with a caption.*left out: "):
-        list(opened(none)[0].captioned())
 
 
 def test_a_limit_takes_random_images_that_are_always_the_same(tmp_path):
@@ -168,27 +160,6 @@ def test_what_cannot_be_read_is_skipped_and_reported(tmp_path, capsys):
     assert len(str(error.value)) < 300
 
 
-def test_a_folder_names_what_is_wrong(tmp_path):
-    spec = tmp_path / "w"
-
-    def problem(message, **flags):
-        with pytest.raises(common.UserError, match=message):
-            list(opened(spec, **flags)[0].labelled("test"))
-
-    write_labelled(spec, extra={"x.jpg": encode("red"), "x.cls": "3"})
-    problem("holds class 3, but .*classnames.txt has 3 names, the first of class 0")
-    problem("has no split val; --split can be test", split="val")
-    (spec / "zeroshot_classification_templates.txt").write_text("a photo\n")
-    problem("'a photo' is no file of templates, one a line, and no")
-    (spec / "classnames.txt").unlink()
-    problem("--classes .*classnames.txt cannot be read")
-    for text in ("", "two", "0", "-1"):
-        (spec / "test" / "nshards.txt").write_text(text)
-        problem(f"nshards.txt holds '{text}'; it must be the number of 0.tar, 1.tar")
-    (spec / "test" / "nshards.txt").write_text("3")
-    problem("1 of the 3 shards of .* do not exist, the first is .*2.tar")
-
-
 def write_winoground(directory):
     """Two pairs, the second one without its second image."""
     (directory / "images").mkdir(parents=True)
@@ -218,7 +189,3 @@ def test_winogrounds_own_files(tmp_path, capsys):
         path.unlink()
     with pytest.raises(common.UserError, match="has no pair of images of which both can be read"):
         evaluation.winoground(embedder(), *opened(tmp_path / "w"))
-    for text in ('{"image_0": "x"}', "no JSON", "[1]"):
-        (tmp_path / "w" / "examples.jsonl").write_text(text)
-        with pytest.raises(common.UserError, match="sample 1: .* must have image_0, image_1"):
-            evaluation.winoground(embedder(), *opened(tmp_path / "w"))
