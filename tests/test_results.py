@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -151,12 +152,14 @@ def test_limit_means_the_same_for_every_kind_of_data(tmp_path):
     assert len(data.samples(5)[0]) == 3
 
 
-def test_workers_batch_and_device_are_flags(run_of, tmp_path, monkeypatch):
-    run, used = shutil.copytree(run_of("sparc"), tmp_path / "run"), []
+def test_workers_batch_and_device_are_flags_and_nothing_is_computed_in_tf32(run_of, monkeypatch):
+    used = []
     monkeypatch.setattr(evaluation, "report", lambda embed, data, options, run: used.append(
         (embed.workers, embed.chunk, embed.device, options.workers)) or {})
-    evaluation.main([str(run), "--workers", "3", "--batch", "7", "--device", "cpu"])
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+    evaluation.main([str(run_of("sparc")), *"--workers 3 --batch 7 --device cpu".split()])
     assert used == [(3, 7, "cpu", 3)]
+    assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
 
 
 @GPU
@@ -212,19 +215,6 @@ def test_inference_in_three_lines(run_of, tmp_path):
     torch.testing.assert_close(x.norm(dim=1), torch.ones(2))
 
 
-def test_a_picture_needs_no_labels_to_learn_from(run_of, tmp_path):
-    make_folders(tmp_path / "test")
-    run = shutil.copytree(run_of("bam"), tmp_path / "run")
-    evaluation.main([str(run), "--data", str(tmp_path / "test"), "--task", "heads"])
-
-
-def test_nothing_is_computed_in_tf32(run_of, tmp_path):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
-    evaluation.main([str(run), "--task", "retrieval"])
-    assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
-
-
 # Several runs and data ----------------------------------------------------------------------------
 
 
@@ -250,18 +240,18 @@ def test_a_table_of_several_runs(run_of, tmp_path, monkeypatch, capsys):
 
 def test_data_are_evaluated_one_after_the_other(run_of, tmp_path, capsys):
     runs = [shutil.copytree(run_of(name), tmp_path / name) for name in ("sparc", "bam")]
-    make_folders(tmp_path / "train")
-    for name in "ab":
-        make_folders(tmp_path / name)
-    specs = [str(tmp_path / name) for name in "ab"]
+    *specs, train_data = [str(tmp_path / name) for name in ("a", "b", "train")]
+    for directory in (*specs, train_data):
+        make_folders(Path(directory))
     evaluation.main([*map(str, runs), "--task", "knn", "--data", *specs,
-                     "--train-data", str(tmp_path / "train")])
+                     "--train-data", train_data])
     shown, found = capsys.readouterr().out, [lines(run)[-2:] for run in runs]
     for i, spec in enumerate(specs):
         assert [line[i]["settings"]["data"] for line in found] == [spec, spec]
         cells = [f" {line[i]['knn']:.3f} " for line in found]
         assert f"| knn |{'|'.join(cells)}|" in shown
     assert shown.count(f"| | {runs[0]} (1) | {runs[1]} (1) |") == 2 and "different" not in shown
+    evaluation.main([str(runs[1]), "--data", specs[0], "--task", "heads"])  # learns from nothing
 
 
 # Pictures -----------------------------------------------------------------------------------------
