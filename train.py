@@ -242,6 +242,7 @@ class Parser(argparse.ArgumentParser):
 def let_rank_0_speak():
     """Ranks of a machine often fail alike: all but the first wait, until torchrun ends them."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Stop would only note it
         time.sleep(20)
 
 

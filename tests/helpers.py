@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import multiprocessing
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 import common
 import eval as evaluation
@@ -117,6 +119,25 @@ def padded(batch, n=3):
 def make_views(B=4, sizes=(16, 16, 8, 8)):
     """Views of B images: a list of (B, 3, size, size)."""
     return {"views": [torch.randn(B, 3, size, size) for size in sizes]}
+
+
+class LiveMemory(TorchDispatchMode):
+    """Counts the bytes of all tensors while they live: `peak` is what an allocator needs."""
+
+    def __init__(self, tensors=()):
+        super().__init__()
+        self.sizes, self.peak = weakref.WeakKeyDictionary(), 0  # of storages
+        self.add(tensors)
+
+    def add(self, tensors):
+        for x in tensors:
+            self.sizes[x.untyped_storage()] = x.untyped_storage().nbytes()
+        self.peak = max(self.peak, sum(self.sizes.values()))
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.add(x for x in tree_leaves(out) if torch.is_tensor(x))
+        return out
 
 
 @functools.cache

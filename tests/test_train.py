@@ -1,6 +1,7 @@
 """The command line of train.py: settings, runs, signals, resuming, ranks, costs, errors."""
 
 import contextlib
+import errno
 import functools
 import itertools
 import json
@@ -20,19 +21,41 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import eval as evaluation
+import sparc
 import train
 from common import UserError
-from helpers import ROOT, SMALL, assert_same_weights, read_log, train_alone, train_until
-from helpers import weights
+from helpers import (ROOT, SMALL, assert_same_weights, read_log, run_ranks, train_alone,
+                     train_until, weights)
 
 SPARC = SMALL["sparc"]
 
 
 def results(run):
     return json.loads((run / "eval.json").read_text())
+
+
+def save_photos(directory):
+    """Nine photos with captions as a table, and as two shards."""
+    for i in range(9):
+        Image.new("RGB", (20, 16), (20 * i, 100, 50)).save(directory / f"{i}.jpg")
+        (directory / f"{i}.txt").write_text(f"a photo of {i}\na picture of {i}")
+        with tarfile.open(directory / f"{i % 2}.tar", "a") as tar:
+            for suffix in ("jpg", "txt"):
+                tar.add(directory / f"{i}.{suffix}", f"{i}.{suffix}")
+    table = "filepath,title\n" + "".join(f"{i}.jpg,photo {i}\n" for i in range(9))
+    (directory / "photos.csv").write_text(table)
+
+
+def wait_for_steps(process, run, n):
+    """Until the run of another process has logged n steps."""
+    while not (run / "log.jsonl").exists() or len(read_log(run)) < n:
+        assert process.poll() is None
+        time.sleep(0.02)
 
 
 # Settings ------------------------------------------------------------------------------------
@@ -72,66 +95,77 @@ def test_help_shows_comments_and_what_the_preset_sets(capsys, flags, shown):
     assert [words for words in shown if words not in text] == []
 
 
-@pytest.mark.parametrize("flags, message", [
-    (["--preset", "b33"], "has no preset 'b33'; it has tiny, b32, b16, l14"),
-    (["--batch", "0"], "--batch 0 must be from 1 to inf"),
-    (["--seed", "-1"], "--seed -1"),
-    (["--sigma", "2"], "--sigma 2.0 must be from 0 to 1"),
-    (["--method", "sparo", "--grp-size", "3", "--L", "4"], "give a divisor of L"),
-    (["--method", "sparo", "--codes", "0"], "--codes 0"),
-    (["--method", "sparo", "--readout", "cls"], "add cls=1"),
-    (["--eval-data", "nowhere"], "nowhere does not exist"),
-    (["--data", "numbers", "--vocab", "vocab.txt"], "folder n00000001 has a number of ImageNet"),
-    (["--probe-epochs", "0"], "--probe-epochs 0 must be from 1"),
-    (["--data", "folders", "--knn-every", "1"], "--train-data, .* is tested on --eval-data"),
-    (["--text-encoder", "tiny:vocab_size=500"],
+@pytest.mark.parametrize("name, flags, message", [
+    ("sparc", "--preset b33", "has no preset 'b33'; it has tiny, b32, b16, l14"),
+    ("sparc", "--batch 0", "--batch 0 must be from 1 to inf"),
+    ("sparc", "--seed -1", "--seed -1"),
+    ("sparc", "--sigma 2", "--sigma 2.0 must be from 0 to 1"),
+    ("sparc", "--eval-data nowhere", "nowhere does not exist"),
+    ("sparc", "--data numbers --vocab poor.txt", "folder n00000001 has a number of ImageNet"),
+    ("sparc", "--data numbers --eval-every 1", "folder n00000001 has a number of ImageNet"),
+    ("sparc", "--probe-epochs 0", "--probe-epochs 0 must be from 1"),
+    ("sparc", "--text-encoder tiny:vocab_size=500",
      r"vocab_size=500 is for 500 tokens, a vocabulary trained from these captions has \d+: give"),
-    (["--text-encoder", "clip-b32"], "clip-b32 is for 49408 tokens, .* or another --text-encoder"),
-    (["--resume"], "holds no run"),
-    (["--epochs", "1"], "--epochs and --steps both say"),
-    (["--data", "numbers", "--eval-every", "1"], "folder n00000001 has a number of ImageNet"),
-    (["--eval-data", "nope"], "^--eval-data nope: nope does not exist"),
-    (["--eval-data", "table.csv"], "^--eval-data table.csv: None of the 2 images could be read"),
-    (["--eval-data", "table.csv", "--eval-image-root", "no"], "^--eval-image-root no is not a dir"),
-    (["--vocab", "poor.txt"], "^83% of the captions' tokens are .UNK., .* give another --vocab"),
-    *[(flags.split(), f"^{flags} must be {rest}") for flags, rest in {
+    ("sparc", "--text-encoder clip-b32",
+     "clip-b32 is for 49408 tokens, .* or another --text-encoder"),
+    ("sparc", "--text-encoder 12x512:vocab_size=abc", "vocab_size='abc' is not of type int"),
+    ("sparc", "--text-encoder tiny:context=0", "^TextTransformer: context=0 must be from 1 to inf"),
+    ("sparc", "--resume", "holds no run"),
+    ("sparc", "--epochs 1", "--epochs and --steps both say"),
+    ("sparc", "--vocab poor.txt", "^83% of the captions' tokens are .UNK., .* give another --vocab"),
+    *[("sparc", flags, f"^{flags} must be {rest}") for flags, rest in {
         "--embed-dim 0": "from 1", "--lambda-f -1.0": "from 0", "--init-scale 0.0": "from 1 to 100",
         "--image-size 0": "from 1", "--image-size -48": "from 1", "--lambda-f nan": "from 0 to inf",
         "--lr inf": "a finite number", "--batch 1": "2 or more: the loss compares captions",
         "--vocab-size 0": "from 1"}.items()],
-    *[(["--image-encoder", f"tiny:{setting}"], f"^ViT: {setting} must be from {low}")
+    *[("sparc", f"--image-encoder tiny:{setting}", f"^ViT: {setting} must be from {low}")
       for setting, low in {"depth=0": 1, "heads=0": 1, "patch_size=0": 1, "width=0": 1,
                            "drop_path=1.0": "0 to 0.99", "eps=nan": 0}.items()],
-    (["--text-encoder", "tiny:context=0"], "^TextTransformer: context=0 must be from 1 to inf"),
-    (["--method", "stair", "--bias-text", "nan"], "^--bias-text nan must be a finite number"),
+    ("sparo", "--grp-size 3 --L 4", "give a divisor of L"), ("sparo", "--codes 0", "--codes 0"),
+    ("sparo", "--readout cls --image-encoder tiny", "add cls=1"),
+    ("stair", "--bias-text nan", "^--bias-text nan must be a finite number"),
+    ("dino", "--vocab nowhere.txt", "--vocab has no effect here"),
+    ("dino", "--crop-scale 0.5", "--crop-scale has no effect here"),
+    ("dino", "--crop-least 0.6 --crop-border 0.5", "0.6 must not be above --crop-border 0.5"),
+    ("dino", "--local-size 12", "not a multiple of the 8 of a patch"),
+    ("dino", "--readout fdt", "--objective dino has --readout sparo, cls, gap, not fdt"),
+    ("dino", "--readout cls --image-encoder ResNet-50 --data shapes:size=64", "choose a ViT"),
+    ("dino", "--eval-data captions.csv", "give class folders"),
+    ("bam", "--grad-checkpoint --image-encoder ResNet-50 --data shapes:size=64", "leave it out"),
+    ("stair", "--share-1 0.7 --share-2 0.3", "leave no steps to stage 3"),
+    ("stair", "--init-scale 0", "--init-scale 0.0 must be from 1"),
+    ("stair", "--revive-until 4", "--revive-until 4"),
+    ("bam", "--target onehot --normalization block", "leave out --normalization block"),
+    ("bam", "--local-crops 1 --local-size 24", "--local-size must not be above the 16"),
+    ("bam", "--crop-least 0.6", "--crop-least 0.6 must not be above"),
+    ("bam", "--batch 1", "--batch 1 must be 2 or more"),
+    ("bam", "--contrastive-crop --crop-start 1", "give --no-contrastive-crop"),
+    ("bam", "--contrastive-crop --crop-start 9", "--crop-start 9 must be below --steps 4"),
+    ("bam", "--readout cls --image-encoder tiny", r"the \[CLS\] token: add cls=1"),
 ])
-def test_wrong_settings_are_refused_at_the_start(tmp_path, monkeypatch, flags, message):
+def test_wrong_settings_are_refused_at_the_start(tmp_path, monkeypatch, name, flags, message):
     monkeypatch.chdir(tmp_path)
-    for name in ("numbers/n00000001", "folders/cat"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "a.png").touch()
-    (tmp_path / "table.csv").write_text("filepath,title\na.png,one\nb.png,two\n")
+    (tmp_path / "numbers/n00000001").mkdir(parents=True)
+    (tmp_path / "numbers/n00000001/a.png").touch()
+    (tmp_path / "captions.csv").write_text("image,caption\na.png,text\n")
     (tmp_path / "poor.txt").write_text("\n".join(common.SPECIAL_TOKENS + ["a"]))
     with pytest.raises(UserError, match=message):
-        train.main([*SPARC, *flags, "--out", str(tmp_path / "run")])
+        train.main([*SMALL[name], *flags.split(), "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
 
 
 # Runs ----------------------------------------------------------------------------------------
 
 
-def test_a_run_writes_everything_and_eval_reads_it(tmp_path, run_of):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+def test_a_run_writes_everything(run_of):
+    run = run_of("sparc")
     log = read_log(run)
     assert [record["step"] for record in log] == [1, 2, 3, 4, 5, 6]
     assert {"loss", "global", "local", "local_wrong_image", "scale", "lr", "grad_norm",
             "images_per_s", "data_share", "chance_loss"} <= set(log[0])
     for name in ("config.json", "vocab.txt", "alignment.png", "segmentation.png"):
         assert (run / name).exists()
-    first = results(run)
-    assert 0 <= first["zeroshot"] <= 1
-    evaluation.main([str(run)])
-    assert results(run) == first
+    assert 0 <= results(run)["zeroshot"] <= 1
 
 
 def test_a_run_on_clips_tokens(tmp_path):
@@ -157,15 +191,6 @@ def test_images_alone_need_no_names_of_imagenets_folders(tmp_path):
     assert 0 <= results(tmp_path / "run")["knn"] <= 1
 
 
-def test_evaluation_of_one_task_keeps_the_other_results(tmp_path, run_of):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
-    before = results(run)
-    evaluation.main([str(run), "--task", "retrieval"])
-    assert results(run) == before
-    evaluation.main([str(run), "--task", "retrieval", "--split", "val"])
-    assert results(run) == before and len(list(run.glob("eval-shapes*val.json"))) == 1
-
-
 def test_same_seed_same_weights_other_seed_other_weights(tmp_path, run_of):
     for seed in (0, 1):
         train_alone([*SPARC, "--seed", seed, "--out", tmp_path / str(seed)])
@@ -175,39 +200,31 @@ def test_same_seed_same_weights_other_seed_other_weights(tmp_path, run_of):
 
 
 def test_training_on_files_reports_what_it_skipped(tmp_path, capsys):
-    rows = ["filepath\ttitle"]
-    for i in range(12):
-        Image.new("RGB", (20, 20), (20 * i, 0, 0)).save(tmp_path / f"{i}.png")
-        rows.append(f"{i}.png\tpicture number {i}")
-    (tmp_path / "3.png").write_bytes(b"broken")
-    (tmp_path / "data.tsv").write_text("\n".join(rows))
-    flags = ["--data", str(tmp_path / "data.tsv"), "--image-size", "16"]
+    save_photos(tmp_path)
+    (tmp_path / "3.jpg").write_bytes(b"broken")
+    flags = ["--data", str(tmp_path / "photos.csv"), "--image-size", "16"]
     train.main([*SPARC, *flags, "--out", str(tmp_path / "run")])
     shown = capsys.readouterr().out
-    assert "unreadable image" in shown and "3.png" in shown
+    assert "unreadable image" in shown and "3.jpg" in shown
     assert read_log(tmp_path / "run")[-1]["skipped"]["unreadable image"] >= 1
-    assert results(tmp_path / "run")["retrieval/images"] == 11
+    assert results(tmp_path / "run")["retrieval/images"] == 8
 
 
-@pytest.mark.parametrize("flags", [
-    "--amp bf16", "--grad-checkpoint", "--token-mean batch", "--align softmax", "--objective clip",
-    "--objective filip --filip-keep 1", "--objective clip+filip", "--objective pacl",
-    "--objective gloria --amp bf16", "--objective mgca --mgca-prototypes 7", "--sigma 0.3",
-    "--h-v residual", "--clip-grad 0"])
-def test_flags_train(tmp_path, flags):
-    train.main([*SPARC, *flags.split(), "--steps", "2", "--out", str(tmp_path)])
+@pytest.mark.parametrize("name, flags", [
+    *[("sparc", flags) for flags in (
+        "--amp bf16", "--token-mean batch", "--align softmax", "--objective clip",
+        "--objective filip --filip-keep 1", "--objective clip+filip", "--objective pacl",
+        "--objective gloria --amp bf16", "--objective mgca --mgca-prototypes 7", "--sigma 0.3",
+        "--h-v residual", "--clip-grad 0")],
+    *[("sparo", f"--readout {flags}") for flags in (
+        "sparo --grp-size 2 --no-replace-block", "cls", "gap", "bottleneck",
+        "attpool --heads separate --slot-norm --slot-projection", "fdt --codes 50 --amp bf16")]])
+def test_flags_train(tmp_path, name, flags):
+    train.main([*SMALL[name], *flags.split(), "--steps", "2", "--out", str(tmp_path)])
     assert json.loads((tmp_path / "config.json").read_text())["steps"] == 2
-    assert results(tmp_path)["zeroshot"] >= 0
-
-
-@pytest.mark.parametrize("flags", [
-    "sparo --grp-size 2 --no-replace-block", "cls", "gap", "bottleneck",
-    "attpool --heads separate --slot-norm --slot-projection", "fdt --codes 50 --amp bf16"])
-def test_readouts_train(tmp_path, flags):
-    train.main([*SMALL["sparo"], "--steps", "2", "--readout", *flags.split(),
-                "--out", str(tmp_path)])
     assert 0 <= results(tmp_path)["zeroshot"] <= 1
-    assert "image_encoder.blocks.1.norm1.weight" in weights(tmp_path)
+    last_block = f"image_encoder.blocks.{name == 'sparo':d}.norm1.weight"
+    assert last_block in weights(tmp_path)
 
 
 def test_sparo_replaces_the_last_block(run_of):
@@ -219,14 +236,18 @@ def test_sparo_replaces_the_last_block(run_of):
 def test_slots_are_selected_and_masks_trained(tmp_path, run_of):
     shutil.copytree(run_of("sparo"), tmp_path / "sparo")
     train_alone([*SMALL["sparo"], "--readout", "gap", "--out", tmp_path / "gap"])
-    evaluation.main([str(tmp_path / "gap"), "--task", "slots,masks"])
-    evaluation.main([str(tmp_path / "sparo"), "--task", "negatives,slots,masks"])
-    gap, sparo = results(tmp_path / "gap"), results(tmp_path / "sparo")
+    found = []
+    for name in ("gap", "sparo"):
+        embed, args = evaluation.load_run(tmp_path / name)
+        options = evaluation.own_options(args, tasks=["slots", "masks"])
+        data = evaluation.open_eval_set(options, args.image_size)
+        found.append(evaluation.evaluate(embed, data, options))
+    gap, sparo = found
     assert not any(key.startswith("slots") for key in gap) and "masks/slots/pairs" in gap
     assert sparo["masks/slots/pairs"] >= sparo["masks/slots/pairs_before"]
     assert sparo["slots/accuracy_mean"] <= sparo["slots/accuracy_best"]
     for key in ("zeroshot", "i2t/R@1", "t2i/R@1", "negatives"):  # all slots: nothing changes
-        assert sparo[f"slots/all/{key}"] == pytest.approx(sparo[key])
+        assert sparo[f"slots/all/{key}"] == pytest.approx(results(tmp_path / "sparo")[key])
 
 
 @pytest.mark.parametrize("name, metric", [
@@ -250,19 +271,16 @@ def test_evaluation_on_the_way_changes_nothing_but_the_log(tmp_path, monkeypatch
 
 
 def test_epochs_say_how_many_steps(tmp_path):
-    for i in range(12):
-        Image.new("RGB", (20, 20), (20 * i, 0, 0)).save(tmp_path / f"{i}.png")
-    rows = [f"{i}.png\tpicture number {i}" for i in range(12)]
-    (tmp_path / "data.tsv").write_text("\n".join(["filepath\ttitle", *rows]))
+    save_photos(tmp_path)
     flags = [flag for flag in SPARC if flag not in ("--steps", "6")]
     with pytest.raises(UserError, match="how many images shapes.* is not known; give --steps"):
         train_alone([*flags, "--epochs", "1"])
-    data = ["--data", tmp_path / "data.tsv", "--image-size", "16", "--out"]
+    data = ["--data", tmp_path / "photos.csv", "--image-size", "16", "--out"]
     flags += [*data, tmp_path / "run"]
     train_alone([*flags, "--epochs", "3"])
-    assert [record["step"] for record in read_log(tmp_path / "run")] == [1, 2, 3, 4, 5]  # 36 / 8
-    assert read_log(tmp_path / "run")[-1]["lr"] == pytest.approx(common.cosine_lr(4, 5, 50, 2e-3))
-    for more, steps in ((["--epochs", "4"], 6), (["--steps", "7"], 7), ([], 7)):
+    assert [record["step"] for record in read_log(tmp_path / "run")] == [1, 2, 3, 4]  # 27 / 8
+    assert read_log(tmp_path / "run")[-1]["lr"] == pytest.approx(common.cosine_lr(3, 4, 50, 2e-3))
+    for more, steps in ((["--epochs", "4"], 5), (["--steps", "7"], 7), ([], 7)):
         train_alone([*flags, "--resume", *more])
         assert len(read_log(tmp_path / "run")) == steps
     bam = ["--method", "bam", "--contrastive-crop", "--crop-start", "2", "--batch", "8"]
@@ -295,30 +313,6 @@ def test_compile_changes_nothing(tmp_path, monkeypatch, objective, backend):
     assert compiled == [backend]
     plain, other = weights(tmp_path / "plain"), weights(tmp_path / "compiled")
     torch.testing.assert_close(plain, other, rtol=1e-3, atol=1e-4)
-
-
-def test_pretrained_weights_load_and_list_what_does_not_fit(tmp_path, capsys, run_of):
-    tower = {name.removeprefix("image_encoder."): value
-             for name, value in weights(run_of("sparc")).items() if "image_encoder." in name}
-    torch.save(tower | {"head.weight": torch.zeros(3)}, tmp_path / "vit.pt")
-    train_alone([*SPARC, "--steps", "1", "--lr", "0", "--seed", "1",
-                 "--image-weights", tmp_path / "vit.pt", "--out", tmp_path / "run"])
-    assert "head.weight: not used" in capsys.readouterr().out
-    loaded = weights(tmp_path / "run")
-    for name in ("norm.weight", "blocks.0.mlp.fc1.weight"):
-        assert torch.equal(loaded[f"image_encoder.{name}"], tower[name])
-
-
-def test_tables_to_evaluate_on_have_an_image_root_of_their_own(tmp_path, monkeypatch):
-    (tmp_path / "photos").mkdir()
-    save_photos(tmp_path / "photos")
-    table = shutil.move(tmp_path / "photos" / "photos.csv", tmp_path)
-    flags = [*SPARC, "--eval-data", table, "--out", str(tmp_path / "run")]
-    train.main([*flags, "--eval-image-root", str(tmp_path / "photos")])
-    first = results(tmp_path / "run")
-    assert first["retrieval/images"] == 9
-    evaluation.main([str(tmp_path / "run"), "--task", "retrieval"])
-    assert results(tmp_path / "run") == first
 
 
 def test_a_run_says_what_begins_and_how_long_it_took(tmp_path, capsys):
@@ -357,9 +351,7 @@ def test_a_signal_to_all_processes_and_resume_give_the_same_weights_bit_for_bit(
     run = tmp_path / "killed"
     command = [sys.executable, str(ROOT / "train.py"), *flags, str(run)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    while not (run / "log.jsonl").exists() or len(read_log(run)) < 5:
-        assert process.poll() is None
-        time.sleep(0.02)
+    wait_for_steps(process, run, 5)
     os.killpg(process.pid, signal.SIGTERM)
     assert "Stopped by signal" in process.communicate()[0]
     assert process.returncode == -signal.SIGTERM
@@ -394,9 +386,7 @@ def test_one_ctrl_c_ends_a_loop_of_runs(tmp_path):
     command = shlex.join([sys.executable, str(ROOT / "train.py"), *SPARC, "--steps", "9999"])
     loop = f"for i in 0 1; do {command} --out {tmp_path}/$i && touch {tmp_path}/went-on; done"
     process = subprocess.Popen(["bash", "-c", loop], start_new_session=True)
-    while not (tmp_path / "0" / "log.jsonl").exists() or len(read_log(tmp_path / "0")) < 2:
-        assert process.poll() is None
-        time.sleep(0.02)
+    wait_for_steps(process, tmp_path / "0", 2)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(60) == -signal.SIGINT
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
@@ -432,22 +422,9 @@ def test_progress_comes_back_from_a_checkpoint(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def save_photos(directory):
-    """Nine photos with captions as a table, and as two shards."""
-    for i in range(9):
-        Image.new("RGB", (20, 16), (20 * i, 100, 50)).save(directory / f"{i}.jpg")
-        (directory / f"{i}.txt").write_text(f"a photo of {i}\na picture of {i}")
-        with tarfile.open(directory / f"{i % 2}.tar", "a") as tar:
-            for suffix in ("jpg", "txt"):
-                tar.add(directory / f"{i}.{suffix}", f"{i}.{suffix}")
-    table = "filepath,title\n" + "".join(f"{i}.jpg,photo {i}\n" for i in range(9))
-    (directory / "photos.csv").write_text(table)
-
-
 @pytest.mark.parametrize("spec, workers", [
-    ("{0}/{{0..1}}.tar:window=1", 0), ("{0}/{{0..1}}.tar", 2),
-    ("{0}/{{0..1}}.tar:weight=2::{0}/photos.csv::shapes:words=9", 0)])
-def test_runs_on_shards_and_mixtures_continue_bit_for_bit(tmp_path, capsys, spec, workers):
+    ("{0}/0.tar::{0}/1.tar", 0), ("{0}/{{0..1}}.tar", 2)])
+def test_runs_on_shards_continue_bit_for_bit(tmp_path, capsys, spec, workers):
     save_photos(tmp_path)
     flags = [*SPARC, "--data", spec.format(tmp_path), "--image-size", 16, "--workers", workers]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
@@ -458,65 +435,29 @@ def test_runs_on_shards_and_mixtures_continue_bit_for_bit(tmp_path, capsys, spec
     assert "start anew" not in capsys.readouterr().out
 
 
-def test_an_old_run_on_shards_goes_on_in_another_order(tmp_path, capsys):
-    save_photos(tmp_path)
-    flags = [*SPARC, "--data", f"{tmp_path}/{{0..1}}.tar", "--image-size", 16]
-    run = tmp_path / "run"
-    train_until(3, [*flags, "--out", run])
-    state = common.load_checkpoint(run / "last.pt")
-    del state["layout"]
-    state["ranks"][0]["positions"] = {0: (3, 24, {})}
-    common.save_checkpoint(run / "last.pt", state)
-    train_alone(["--method", "sparc", "--resume", "--out", run])
-    assert "code than before: the data start anew, in another order" in capsys.readouterr().out
-    assert common.load_checkpoint(run / "last.pt")["order"] == 3
-    train_until(1, [*flags, "--out", tmp_path / "other"])
-    train_alone(["--method", "sparc", "--resume", "--out", tmp_path / "other",
-                 "--data", tmp_path / "photos.csv"])
-    assert "Other data" in capsys.readouterr().out
+@pytest.mark.parametrize("flags, message", [
+    ("--embed-dim 7", "model of another size"), ("--preset b32", "leave out --preset"),
+    ("--steps 5", "has made 6 steps: --steps 5 must not be fewer"),
+    ("--optimizer lamb", "is a run of --optimizer adamw: leave out"),
+    ("--method stair", "is a run of --method sparc: leave out --method stair"),
+    ("--bench 2", "--bench times a new run: leave out --resume")])
+def test_a_resume_refuses_what_does_not_fit_the_run(run_of, flags, message):
+    config = (run_of("sparc") / "config.json").read_bytes()
+    with pytest.raises(UserError, match=message):
+        train_alone(["--resume", *flags.split(), "--out", run_of("sparc")])
+    assert (run_of("sparc") / "config.json").read_bytes() == config
 
 
-def test_a_mixture_needs_data_to_evaluate_on(tmp_path, capsys):
-    save_photos(tmp_path)
-    mixture = f"{tmp_path}/photos.csv::{tmp_path}/0.tar"
-    flags = [*SPARC, "--data", mixture, "--image-size", "16", "--steps", "1"]
-    train.main([*flags, "--out", str(tmp_path / "a")])
-    message = f"{mixture} is a mixture, to train on: say with --eval-data SPEC"
-    assert f"No evaluation: {message}" in capsys.readouterr().out
-    with pytest.raises(UserError, match="is a mixture, to train on"):
-        evaluation.main([str(tmp_path / "a")])
-    train.main([*flags, "--out", str(tmp_path / "b"), "--eval-data", f"{tmp_path}/photos.csv"])
-    assert results(tmp_path / "b")["i2t/R@1"] >= 0
-    with pytest.raises(UserError, match="The world draws each image once"):
-        train.main([*SMALL["bam"], "--target", "onehot", "--contrastive-crop", "--crop-start", "1",
-                    "--data", f"{tmp_path}/photos.csv::shapes", "--out", str(tmp_path / "c")])
-
-
-def test_resume_needs_a_run_of_the_same_method(tmp_path, run_of):
-    with pytest.raises(UserError, match="--resume needs --out"):
-        train.main([*SPARC, "--resume"])
+def test_a_checkpoint_of_another_method_or_damaged_is_named(tmp_path, run_of):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
-    resume = functools.partial(train.main, [*SPARC, "--resume", "--out", str(run)])
-    config = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps(config | {"method": "stair"}))
-    with pytest.raises(UserError, match="is a run of --method stair"):
-        resume()
-    (run / "config.json").write_text(json.dumps(config))
     state = common.load_checkpoint(run / "last.pt")
     torch.save(state | {"method": "bam"}, run / "last.pt")
-    for command in (resume, functools.partial(evaluation.main, [str(run)])):
+    for command in (train.main, [*SPARC, "--resume", "--out"]), (evaluation.main, []):
         with pytest.raises(UserError, match="holds a bam model"):
-            command()
+            command[0]([*command[1], str(run)])
     (run / "last.pt").write_bytes(b"broken")
     with pytest.raises(UserError, match="is not a checkpoint that can be read"):
         evaluation.main([str(run)])
-
-
-@pytest.mark.parametrize("flags, message", [
-    (["--embed-dim", "7"], "model of another size"), (["--preset", "b32"], "leave out --preset")])
-def test_resume_refuses_another_model(run_of, flags, message):
-    with pytest.raises(UserError, match=message):
-        train.main([*SPARC, "--resume", *flags, "--out", str(run_of("sparc"))])
 
 
 def test_resume_auto_begins_or_continues_with_one_command(tmp_path, run_of):
@@ -562,7 +503,7 @@ def test_half_a_line_of_the_log_is_cut_off_and_a_damaged_one_named(tmp_path, run
     assert (run / "log.jsonl").read_text() == "".join(lines)
     for bad in ("garbage\n", "{}\n", "7\n"):
         (run / "log.jsonl").write_text("".join([*lines[:2], bad, *lines[3:]]))
-        with pytest.raises(UserError, match="Line 3 of .*log.jsonl is damaged: delete it"):
+        with pytest.raises(UserError, match="Line 3 of .*log.jsonl is damaged, delete it: "):
             train_alone(["--resume", "--out", run])
         assert len((run / "log.jsonl").read_text().splitlines()) == 6
 
@@ -591,18 +532,6 @@ def test_the_stop_message_is_a_command(tmp_path, capsys):
     assert (python, Path(script).resolve()) == ("python", ROOT / "train.py")
     train_alone(flags)
     assert len(read_log(tmp_path / "a run")) == 6
-    with pytest.raises(UserError, match="--resume needs --out"):
-        train_alone(["--resume"])
-
-
-def test_resume_refuses_fewer_steps_and_another_optimizer(run_of):
-    config = (run_of("sparc") / "config.json").read_bytes()
-    for flags, message in ((["--steps", "5"], "has made 6 steps: --steps 5 must not be fewer"),
-                           (["--optimizer", "lamb"], "is a run of --optimizer adamw: leave out"),
-                           (["--bench", "2"], "--bench times a new run: leave out --resume")):
-        with pytest.raises(UserError, match=message):
-            train_alone(["--resume", *flags, "--out", run_of("sparc")])
-        assert (run_of("sparc") / "config.json").read_bytes() == config
 
 
 @pytest.mark.parametrize("stopped, steps, message", [
@@ -618,11 +547,11 @@ def test_resume_never_goes_back_a_stage(tmp_path, stopped, steps, message):
         train_alone(resume)
 
 
-def test_a_second_run_in_a_directory_stops_and_names_the_holder(tmp_path, run_of):
+def test_a_second_run_in_a_directory_is_refused(tmp_path, run_of):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     resume = ["--resume", "--out", str(run)]
     with train.claim_run(train.parse_args(resume)):
-        with pytest.raises(UserError, match=f"in use by process {os.getpid()} on .*: wait for it"):
+        with pytest.raises(UserError, match="run is in use by another run: wait for it"):
             train.main(resume)
         evaluation.main([str(run), "--task", "zeroshot"])
     train_alone(resume)
@@ -631,13 +560,20 @@ def test_a_second_run_in_a_directory_stops_and_names_the_holder(tmp_path, run_of
 def test_workers_do_not_hold_the_lock_of_a_killed_run(tmp_path):
     flags = [*SPARC, "--steps", "9999", "--workers", "2", "--save-every", "1", "--out", tmp_path]
     process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *map(str, flags)])
-    while not (tmp_path / "log.jsonl").exists() or len(read_log(tmp_path)) < 2:
-        assert process.poll() is None
-        time.sleep(0.02)
+    wait_for_steps(process, tmp_path, 2)
     process.kill()
     process.wait()
     with train.claim_run(train.parse_args(["--resume", "--out", str(tmp_path)])):
-        assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
+        pass
+
+
+def test_a_file_system_without_locks_stops_no_run(tmp_path, monkeypatch):
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(train.fcntl, "flock", flock)
+    train_alone([*SPARC, "--steps", "1", "--out", tmp_path])
+    assert len(read_log(tmp_path)) == 1
 
 
 def test_runs_are_not_overwritten(tmp_path, monkeypatch):
@@ -659,9 +595,7 @@ def test_two_ranks_stop_as_slurm_stops_them_and_go_on(tmp_path):
                f"--master_port={port}", str(ROOT / "train.py"), *SPARC, "--resume", "auto",
                "--out", str(tmp_path), "--steps"]
     process = subprocess.Popen([*command, "10000"], stdout=subprocess.PIPE, text=True)
-    while not (tmp_path / "log.jsonl").exists() or len(read_log(tmp_path)) < 5:
-        assert process.poll() is None
-        time.sleep(0.02)
+    wait_for_steps(process, tmp_path, 5)
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     for pid in (process.pid, *map(int, ranks)):
         os.kill(pid, signal.SIGTERM)
@@ -671,6 +605,39 @@ def test_two_ranks_stop_as_slurm_stops_them_and_go_on(tmp_path):
     done = subprocess.run([*command, str(step + 2)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [record["step"] for record in read_log(tmp_path)] == list(range(1, step + 3))
+
+
+def signalled_rank(rank, out):
+    """Rank 1 gets a signal in step 2; the ranks ask each other in step 4 for the first time."""
+    flags = [*SPARC, "--log-every", "4", "--out", out]
+    step = train.Progress.advance
+
+    def advance(at, batch):
+        step(at, batch)
+        if (rank, at.step) == (1, 2):
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Progress, "advance", advance)
+        return train.train(train.parse_args(flags), Path(out), torch.device("cpu"))
+
+
+def test_a_signal_to_one_rank_stops_all_of_them_after_the_same_step(tmp_path):
+    assert run_ranks(tmp_path, signalled_rank, 2, str(tmp_path)) == [signal.SIGTERM] * 2
+    assert common.load_checkpoint(tmp_path / "last.pt")["step"] == 4
+
+
+def diverging_rank(rank, out):
+    flags = [*SPARC, *DIVERGE, "--log-every", "4", "--out", out]
+    with pytest.raises(UserError) as error:
+        train.train(train.parse_args(flags), Path(out), torch.device("cpu"))
+    return str(error.value)
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks(tmp_path):
+    messages = run_ranks(tmp_path, diverging_rank, 2, str(tmp_path))
+    assert all("at step 4: lower --lr" in message for message in messages)
+    assert not (tmp_path / "last.pt").exists()
 
 
 def test_the_batch_is_divided_among_the_ranks(monkeypatch):
@@ -732,29 +699,29 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch, run_of, er
     assert not list(run.glob("*.tmp"))
 
 
-def test_a_full_disk_is_found_at_the_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "open_data", None)
-    monkeypatch.setattr(os, "fsync", lambda number: os.write(os.open("/dev/full", 1), b"x"))
-    with pytest.raises(UserError, match="run cannot be written: No space left on device"):
-        train.main([*SPARC, "--out", str(tmp_path / "run")])
-    assert not (tmp_path / "run").exists()
+DIVERGE = ["--lr", "1e30", "--warmup", "1", "--clip-grad", "0"]
 
 
-def test_a_loss_that_is_not_finite_stops_with_its_batch(tmp_path):
-    message = r"(loss|norm) is (nan|inf) at step \d+; its batch is in .*nonfinite-step"
+@pytest.mark.parametrize("every, step", [("--log-every 3 --save-every 99", 3),
+                                         ("--log-every 99 --save-every 4", 4),
+                                         ("--log-every 99 --save-every 99", 6)])
+def test_a_loss_that_is_not_finite_is_never_saved(tmp_path, every, step):
+    """It is found when a step is logged, and before each save, at the end too."""
+    message = rf"(loss|norm) is (nan|inf).* at step {step}: lower --lr"
     with pytest.raises(UserError, match=message):
-        train.main([*SPARC, "--lr", "1e30", "--warmup", "1", "--clip-grad", "0",
-                    "--out", str(tmp_path)])
-    kept, = tmp_path.glob("nonfinite-step*.pt")
-    assert torch.load(kept, weights_only=True)["images"].shape == (8, 3, 16, 16)
+        train.main([*SPARC, *DIVERGE, *every.split(), "--out", str(tmp_path)])
     assert not (tmp_path / "last.pt").exists()
 
 
-def test_a_last_step_that_is_not_finite_is_not_saved(tmp_path, monkeypatch):
+def test_a_gradient_that_is_not_finite_is_saved_by_fp16_alone(tmp_path, monkeypatch):
+    """There the scaler leaves out the update."""
     monkeypatch.setattr(train, "clip_grad_norm_", lambda *_: torch.tensor(math.nan))
-    with pytest.raises(UserError, match="at step 0; its batch is in"):
-        train.main([*SPARC, "--steps", "1", "--out", str(tmp_path)])
-    assert not (tmp_path / "last.pt").exists()
+    flags = [*SPARC, "--steps", "1", "--out"]
+    with pytest.raises(UserError, match="gradient's norm is nan at step 1: lower --lr"):
+        train_alone([*flags, tmp_path / "fp32"])
+    assert not (tmp_path / "fp32/last.pt").exists()
+    train_alone([*flags, tmp_path / "fp16", "--amp", "fp16"])
+    assert (tmp_path / "fp16/last.pt").exists()
 
 
 def test_errors_end_in_one_sentence_without_a_traceback(tmp_path, monkeypatch):
@@ -763,25 +730,6 @@ def test_errors_end_in_one_sentence_without_a_traceback(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", *SPARC, *flags])
     with pytest.raises(SystemExit, match=r"^error: .*lacks \[CLS\] \[SEP\].*$"):
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-
-
-def test_several_runs_are_compared(tmp_path, capsys):
-    runs = [tmp_path / name for name in ("clip-0", "clip-1", "filip-0")]
-    for run in runs:
-        objective, seed = run.name.split("-")
-        train.main([*SPARC, "--steps", "1", "--objective", objective, "--seed", seed,
-                    "--out", str(run)])
-    capsys.readouterr()
-    evaluation.main([*map(str, runs), "--task",
-                     "zeroshot,retrieval,negatives,winoground,segmentation"])
-    shown = capsys.readouterr().out
-    assert "| | clip (2) | filip (1) |" in shown and "| faithfulness/K-Pna |" in shown
-    assert (runs[0] / "comparison.png").exists()
-    a, b, filip = (results(run)["zeroshot"] for run in runs)
-    deviation = abs(a - b) / 2**0.5
-    assert f"| zeroshot | {(a + b) / 2:.3f} ± {deviation:.3f} | {filip:.3f} |" in shown
-    with pytest.raises(UserError, match="nothing to evaluate in slots on shapes"):
-        evaluation.main([str(runs[0]), "--task", "slots"])
 
 
 # Costs ---------------------------------------------------------------------------------------
@@ -811,83 +759,50 @@ def test_a_tower_of_the_papers_words_trains_on_a_vocabulary_as_large(tmp_path, r
         assert len(weights(tmp_path / name)["text_encoder.embedding.weight"]) == words
 
 
-def test_a_dry_run_refuses_what_a_training_refuses():
-    for flags in (["--local-size", "64"], ["--local-size", "10"]):
-        with pytest.raises(UserError, match="--local-size"):
-            train.main([*SMALL["bam"], "--local-crops", "1", *flags, "--dry-run"])
-    with pytest.raises(UserError, match="vocab_size='abc' is not of type int"):
-        train.main([*SPARC, "--text-encoder", "12x512:vocab_size=abc", "--dry-run"])
-
-
-def test_dry_run_ends_with_json(tmp_path, capsys):
-    flags = [*SPARC, "--dry-run", "--lambda-f", "0.5", "--out", str(tmp_path / "unused")]
-    train.main([*flags, "--ranks", "2"])
+@pytest.mark.parametrize("name", SMALL)
+def test_dry_run_ends_with_json(tmp_path, capsys, name):
+    train.main([*SMALL[name], "--dry-run", "--out", str(tmp_path / "unused")])
     record = last_json(capsys)
     assert record["params"] > 1000 and record["flops_per_sample"] > 1000
-    assert record["chance_loss"] > math.log(8)
-    train.main(flags)
-    whole = last_json(capsys)
-    for name in ("update_flops", "update_peak_bytes"):
-        assert record[name] < whole[name]
-    with pytest.raises(UserError, match="--batch 8 must be a multiple of the 3 of --ranks"):
-        train.main([*flags, "--ranks", "3"])
+    assert record["chance_loss"] > 1
+    if name == "stair":  # they depend on values
+        assert record["update_flops"] is None
+    else:
+        assert record["update_flops"] > 2 * 8 * record["flops_per_sample"]
     assert not (tmp_path / "unused").exists()
 
 
-def test_memory_that_depends_on_values_is_not_foretold(capsys):
-    train.main([*SMALL["stair"], "--dry-run"])
-    record = last_json(capsys)
-    assert record["update_peak_bytes"] is None and "--bench" in record["memory_unknown"]
-
-
-def test_live_memory_counts_storages_while_they_live():
-    kept = torch.zeros(1000)
-    with train.LiveMemory([kept]) as memory:
-        a = kept + 1
-        b = a[:10].view(5, 2)                 # a view holds a's storage
-        del a
-        assert memory.live == 8000
-        del b
-        assert memory.live == 4000
-        kept.mul_(2)
-        x = torch.zeros(500, requires_grad=True)
-        y = x * x                             # keeps x alone
-        assert memory.live == 4000 + 2000 + 2000
-        del y
-    assert (memory.live, memory.peak) == (6000, 8000)
-
-
-def test_the_cost_of_an_update_is_what_a_real_one_takes():
+def test_the_flops_of_an_update_are_those_of_a_real_one():
     args = train.parse_args([*SPARC, "--objective", "gloria", "--image-size", "16"])
     method = train.METHODS["sparc"]
     model = train.build_model(args, method, range(50))
-    cost = train.update_cost(args, method, model)
     batch = train.made_up_batch(args, method, model, 8)
-    with train.FlopCounter() as counter:
-        with train.LiveMemory([*model.parameters(), *batch.values()]) as live:
-            model(batch)["loss"].backward()
-    moments = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
-    assert cost["update_flops"] == counter.flops
-    assert cost["update_peak_bytes"] == live.peak + moments
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(batch)["loss"].backward()
+    assert train.update_flops(args, method, model) == counter.get_total_flops()
 
 
-def test_cost_is_that_of_table_11():
-    """B/16 on 256 ranks: CLIP's FLOPs within 8 % of the paper's, the others' as multiples of
-    CLIP's; we compute FILIP's similarities anew in the backward pass, 4 instead of 3 products."""
+def test_cost_is_that_of_table_11(monkeypatch):
+    """B/16, a part of the batch as on one of 256 ranks: CLIP's FLOPs within 8 % of the paper's, the
+    others' as multiples of CLIP's. FILIP's similarities are computed once, and a rank's choice
+    of tokens takes next to nothing."""
     paper = {"clip": 1.15, "sparc": 1.15, "mgca": 1.16, "filip": 1.37}  # TFLOPs, batch 2,048
     method, flops, encoders = train.METHODS["sparc"], {}, None
+    whole = functools.partial(sparc.in_rows, limit=2**62)
+    monkeypatch.setattr(sparc, "in_rows", lambda *rows, size, **_: whole(*rows, size=size))
+    monkeypatch.setattr(sparc, "most_similar", lambda x, _, keep: x[:, :int(keep * x.shape[1])])
     for name in paper:
         args = train.parse_args(["--method", "sparc", "--preset", "b16", "--objective", name,
-                                 "--batch", "2048", "--ranks", "256", "--image-size", "224"])
+                                 "--batch", "2048", "--image-size", "224"])
         encoders = encoders or common.build_encoders(method, args, range(args.vocab_size))
         model = common.build_model(method, args, *encoders)
-        flops[name] = train.update_cost(args, method, model)["update_flops"] / 1e12
+        flops[name] = train.update_flops(args, method, model) / 256 / 1e12
     assert flops["clip"] == pytest.approx(paper["clip"], rel=0.08)
     for name in ("sparc", "mgca"):
         ours, theirs = flops[name] / flops["clip"], paper[name] / paper["clip"]
         assert ours == pytest.approx(theirs, abs=0.006)
     ours, theirs = ((cost["filip"] - cost["clip"]) for cost in (flops, paper))
-    assert ours / 4 == pytest.approx(theirs / 3, rel=0.15)
+    assert ours == pytest.approx(theirs, rel=0.15)
 
 
 def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys):
