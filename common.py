@@ -9,7 +9,6 @@ import csv
 import dataclasses
 import datetime
 import errno
-import functools
 import gzip
 import heapq
 import html
@@ -46,6 +45,10 @@ from torchvision.transforms import v2
 
 class UserError(Exception):
     """Bad input: the command line prints the message, one sentence, without a traceback."""
+
+    def __init__(self, message):
+        # of an error in a worker, a DataLoader puts a traceback before the message
+        super().__init__(message.rpartition("UserError: ")[2].strip())
 
 
 @contextlib.contextmanager
@@ -88,10 +91,8 @@ def init_distributed():
     """Join the process group of `torchrun`, if there is one -> (rank, world_size, device)."""
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
     if tasks > 1 and "RANK" not in os.environ:
-        raise UserError(f"srun started {tasks} tasks that know nothing of each other: start one "
-                        f"on each machine, `srun --ntasks-per-node=1 torchrun --nnodes=N "
-                        f"--nproc_per_node=GPUS --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 "
-                        f"train.py ...`.")
+        raise UserError(f"srun started {tasks} tasks that know nothing of each other: start one a "
+                        f"machine, `srun --ntasks-per-node=1 torchrun ... train.py ...`.")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     cuda, device = torch.cuda.is_available(), torch.device("cpu")
     if cuda:
@@ -158,31 +159,24 @@ def turn_off_tf32():
 
 
 class Tower(nn.Module):
-    """What the transformers share."""
+    """A transformer, whose `all_tokens` computes a batch. With accum_freq K the rows of a batch are
+    taken in at most K parts, one after the other, and the backward pass computes each part again:
+    it needs the memory of one."""
 
-    accum_freq = 1  # see in_parts
-    replaced = 0    # how many blocks a whole tower has behind these: the method replaces them
+    accum_freq = 1
+    replaced = 0  # how many blocks a whole tower has behind these: the method replaces them
 
-
-def in_parts(forward):
-    """Decorate a tower's forward: with accum_freq K it takes the rows of a batch in at most K
-    parts, one after the other, of which the last may be smaller. The backward pass computes each
-    part again: it needs the memory of one."""
-
-    @functools.wraps(forward)
-    def wrapper(self, *inputs):
+    def forward(self, *inputs):
         if self.accum_freq == 1:
-            return forward(self, *inputs)
+            return self.all_tokens(*inputs)
         rows = math.ceil(len(inputs[0]) / self.accum_freq)
         outputs = []
         for part in zip(*[x.split(rows) for x in inputs if x is not None]):
             # each part makes its own half-precision weights: their gradients add up in fp32
             torch.clear_autocast_cache()
             # draws the same numbers again, for stochastic depth; without gradients a plain call
-            outputs.append(checkpoint(forward, self, *part, use_reentrant=False))
+            outputs.append(checkpoint(self.all_tokens, *part, use_reentrant=False))
         return torch.cat(outputs)
-
-    return wrapper
 
 
 class QuickGELU(nn.Module):
@@ -325,8 +319,7 @@ class ViT(Tower):
         self.blocks = Blocks(depth, width, heads, mlp_ratio, quick_gelu, eps, drop_path)
         self.norm = nn.LayerNorm(width, eps=eps)
 
-    @in_parts
-    def forward(self, images):
+    def all_tokens(self, images):
         return self.layers(images, 1)[0]
 
     def layers(self, images, n):
@@ -403,8 +396,7 @@ class TextTransformer(Tower):
         self.blocks = Blocks(depth, width, heads, mlp_ratio, quick_gelu, eps, drop_path)
         self.norm = nn.LayerNorm(width, eps=eps)
 
-    @in_parts
-    def forward(self, tokens, mask=None):
+    def all_tokens(self, tokens, mask=None):
         x = self.embedding(tokens) + self.pos[:, : tokens.shape[1]]  # (B, L, d)
         mask = None if self.causal or mask is None else mask[:, None, None, :]
         return self.norm(self.blocks(x, mask, self.causal)[-1])
@@ -527,7 +519,6 @@ class ModelDefaults:
     text_slots = None         # (tokens, mask) -> (B, L, V)
     attend = None             # (images, tokens, mask) -> attention over both, slots of both
     encode_words = None       # (tokens, mask) -> (B, |V|), the caption's words alone
-    image_encoding = None     # (images) -> (B, |V|), not normalised
     word_maps = None          # (images, ids) -> (B, N, n), words' scores at image tokens
     head_maps = None          # (images) -> (B, heads, h, w), what [CLS] attends to
     boxes = None              # (images) -> (B, 4), where crops lie, as fractions of the sides
@@ -619,10 +610,17 @@ def load_clip(towers, state_dict, tokenizer):
             text[key] = value
     if "token_embedding.weight" in text:
         check_vocabulary(len(text["token_embedding.weight"]), towers[1], tokenizer)
+    notes = load_tower(towers[0], image, "--image-encoder")
     numbers = [text.pop(name) for name in OPENAIS if name in text]
-    notes = check_gelu(towers, is_openais=bool(numbers))
-    notes += load_tower(towers[0], image, "--image-encoder")
-    return parts, notes + load_tower(towers[1], text, "--text-encoder")
+    notes += load_tower(towers[1], text, "--text-encoder")
+    modules = [module for tower in towers for module in tower.modules()]
+    if any(isinstance(module, nn.GELU) for module in modules):
+        remedy = "add :quick_gelu=1 to --image-encoder and --text-encoder"
+        if numbers:
+            raise UserError(f"--init-weights is OpenAI's, whose GELU is another one: {remedy}.")
+        notes.append(f"read with GELU; if its model in OpenCLIP is OpenAI's or is called "
+                     f"...-quickgelu, {remedy}")
+    return parts, notes
 
 
 def load_tower(tower, tensors, flag):
@@ -642,10 +640,6 @@ def load_tower(tower, tensors, flag):
         if patches != tower.grid**2 and patches == math.isqrt(patches) ** 2:
             found["pos"] = resize_positions(found["pos"], True, tower.grid, tower.grid)
             notes.append(f"{flag}: positions interpolated from {patches} to {tower.grid**2}")
-    for heads in {module.heads for module in tower.modules() if isinstance(module, Attention)}:
-        if tower.width != 64 * heads:
-            notes.append(f"{flag}: a head has {tower.width // heads} numbers, CLIP's have 64; the "
-                         f"file does not show which it had: give heads=N as its model has it")
     restore_model(tower, found, "--init-weights", f"give {flag} the preset clip-... of the file's "
                   f"model; a network that differs from it does not fit")
     return notes
@@ -658,19 +652,6 @@ def check_vocabulary(words, tower, tokenizer):
         raise UserError(f"--init-weights has {words} tokens of another vocabulary than this text "
                         f"tower's {tower.vocab_size}: give theirs with --vocab; that of OpenAI's "
                         f"and most of OpenCLIP's weights is bpe_simple_vocab_16e6.txt.gz.")
-
-
-def check_gelu(towers, is_openais):
-    """Raise UserError if OpenAI's weights meet a tower without QuickGELU; -> for another file a
-    list with a sentence that it may be needed, too."""
-    modules = [module for tower in towers for module in tower.modules()]
-    if not any(isinstance(module, nn.GELU) for module in modules):
-        return []
-    remedy = "add :quick_gelu=1 to --image-encoder and --text-encoder"
-    if is_openais:
-        raise UserError(f"--init-weights is OpenAI's, whose GELU is another one: {remedy}.")
-    return [f"read with GELU; if its model in OpenCLIP is OpenAI's or is called ...-quickgelu, "
-            f"{remedy}"]
 
 
 def load_clip_parts(model, parts):
@@ -888,32 +869,29 @@ def train_wordpiece(captions, size):
     if len(vocab) > size:
         raise UserError(f"A vocabulary of {size} is too small: these captions have {len(vocab)} "
                         f"characters and special tokens; give --vocab-size {len(vocab)} or more.")
-    pair_counts, words_with = Counter(), defaultdict(set)
-    for word, pieces in words.items():
-        for pair in itertools.pairwise(pieces):
-            pair_counts[pair] += counts[word]
+    pair_counts, words_with, changed, heap = Counter(), defaultdict(set), set(), []
+
+    def add_pairs(word, n):
+        for pair in itertools.pairwise(words[word]):
+            pair_counts[pair] += n
             words_with[pair].add(word)
-    heap = [(-count, pair) for pair, count in pair_counts.items()]
-    heapq.heapify(heap)
-    while len(vocab) < size and heap:
+            changed.add(pair)
+
+    for word in words:
+        add_pairs(word, counts[word])
+    while len(vocab) < size and (changed or heap):
+        while changed:
+            pair = changed.pop()
+            heapq.heappush(heap, (-pair_counts[pair], pair))
         count, best = heapq.heappop(heap)
-        if -count != pair_counts[best]:  # outdated: the pair was pushed anew, or is gone
+        if count == 0 or -count != pair_counts[best]:  # outdated: it was pushed anew, or is gone
             continue
         merged = best[0] + best[1].removeprefix("##")
         vocab.append(merged)
-        changed = set()
         for word in words_with.pop(best):
-            for pair in itertools.pairwise(words[word]):
-                pair_counts[pair] -= counts[word]
-                changed.add(pair)
+            add_pairs(word, -counts[word])
             words[word] = merge_pair(words[word], best, merged)
-            for pair in itertools.pairwise(words[word]):
-                pair_counts[pair] += counts[word]
-                changed.add(pair)
-                words_with[pair].add(word)
-        for pair in changed:
-            if pair_counts[pair]:
-                heapq.heappush(heap, (-pair_counts[pair], pair))
+            add_pairs(word, counts[word])
     return vocab
 
 
@@ -1154,7 +1132,8 @@ class Skipped:
 
     def count(self, counts):
         """Enter it into {reason: [count, last example]}."""
-        counts.update(total_skipped([counts, {self.reason: [1, self.where]}]))
+        n, *_ = counts.get(self.reason, [0])
+        counts[self.reason] = [n + 1, self.where]
 
 
 def total_skipped(parts):
@@ -1170,13 +1149,6 @@ def describe_skipped(counts):
     """{reason: [count, last example]} -> "2 x empty caption, the last a.csv, line 3; ..."."""
     return "; ".join(f"{n} x {reason}, the last {example}"
                      for reason, (n, example, *_) in counts.items())
-
-
-class StreamError(UserError):
-    """A UserError in a DataLoader's worker, which adds a traceback that is cut off here."""
-
-    def __init__(self, message):
-        super().__init__(message.rpartition("StreamError: ")[2].strip())
 
 
 class Strings:
@@ -1239,8 +1211,8 @@ class CaptionTable:
         parts."""
         size = len(range(part, len(self), parts))
         if size == 0:
-            raise StreamError(f"{self.name} has {len(self)} images, fewer than ranks x workers = "
-                              f"{parts}: use fewer --workers.")
+            raise UserError(f"{self.name} has {len(self)} images, fewer than ranks x workers = "
+                            f"{parts}: use fewer --workers.")
         while True:
             epoch = start // size
             order = np.random.default_rng((seed, epoch)).permutation(len(self))[part::parts]
@@ -1286,8 +1258,8 @@ class TarShards:
         """Endless (sample, position behind it) of one of `parts` disjoint parts; a sample is
         (bytes, caption, "shard:key") or Skipped."""
         if len(self.paths) < parts:
-            raise StreamError(f"{self.name} has {len(self.paths)} shards, fewer than ranks x "
-                              f"workers = {parts}: use fewer --workers.")
+            raise UserError(f"{self.name} has {len(self.paths)} shards, fewer than ranks x "
+                            f"workers = {parts}: use fewer --workers.")
         epoch, window, place = start
         while True:
             order = np.random.default_rng((seed, epoch)).permutation(len(self.paths))[part::parts]
@@ -1299,20 +1271,16 @@ class TarShards:
                 rows = [row for i in shards for row in read_headers(self.paths[i], files)]
                 order = np.random.default_rng((seed, epoch, part, window)).permutation(len(rows))
                 for i in order[place:].tolist():
+                    sample = read_sample(rows[i], self.content)
+                    if not isinstance(sample, Skipped):
+                        image, captions, where = sample
+                        # where its headers start stands for its number
+                        turn = epoch + rows[i][2] // tarfile.BLOCKSIZE
+                        sample = image, captions[turn % len(captions)], where
                     place += 1
                     is_last = place == len(rows)
-                    behind = (epoch, window + 1, 0) if is_last else (epoch, window, place)
-                    yield self.read(rows[i], epoch), behind
+                    yield sample, (epoch, window + 1, 0) if is_last else (epoch, window, place)
             window, place = window + 1, 0
-
-    def read(self, row, epoch):
-        """A row of read_headers -> (bytes, caption, "shard:key") or Skipped."""
-        sample = read_sample(row, self.content)
-        if isinstance(sample, Skipped):
-            return sample
-        image, captions, where = sample
-        _, _, start, _ = row  # stands for the sample's number: each epoch takes the next caption
-        return image, captions[(epoch + start // tarfile.BLOCKSIZE) % len(captions)], where
 
     def each(self, content, limit=None):
         """(bytes, label or [captions]) of every image with a "label" or a "caption", or of `limit`
@@ -1521,19 +1489,17 @@ def read_json(path, split):
             names = {image["id"]: str(image["file_name"]) for image in data["images"]}
             for annotation in data["annotations"]:
                 number, caption = annotation["image_id"], str(annotation["caption"] or "")
-                if number in names:
-                    rows.append((names[number], caption))
-                else:
-                    rows.append(Skipped("caption without image", f"{path}, image_id {number}"))
+                row = Skipped("caption without image", f"{path}, image_id {number}")
+                rows.append((names[number], caption) if number in names else row)
             return rows
         for image in data["images"]:
             if image["split"] in splits:
                 name = os.path.join(image.get("filepath", ""), image["filename"])
                 rows += [(name, str(sentence["raw"] or "")) for sentence in image["sentences"]]
-        known = ", ".join(sorted({image["split"] for image in data["images"]}))
+        known = ", ".join(sorted({image["split"] for image in data["images"]})) or "none"
     if not rows:
-        raise UserError(f"{path} has no captions of split {split!r}, only of {known or 'none'}: "
-                        f"give {path}:split=NAME.")
+        raise UserError(f"{path} has no captions of split {split!r}, only of {known}: give "
+                        f"{path}:split=NAME.")
     return rows
 
 
@@ -1677,7 +1643,7 @@ class Stream(IterableDataset):
                 sample.count(skipped)
                 bad_in_a_row += 1
                 if bad_in_a_row >= self.source.max_bad:
-                    raise StreamError(
+                    raise UserError(
                         f"{self.source.name}: {bad_in_a_row:,} samples in a row could not be "
                         f"used, the last: {sample.reason}, {sample.where}.")
                 continue
@@ -1731,8 +1697,8 @@ class WorldStream(Stream):
 
 
 class EachImage(IterableDataset):
-    """Batches of rows of a CaptionTable, one of `parts` parts of them, once, with their images
-    (B, 3, S, S), squeezed to a square, so that fractions of their sides stay."""
+    """Each image of one of `parts` parts of a CaptionTable, once, in batches: (numbers of their
+    rows, images (B, 3, S, S)), squeezed to a square, so that fractions of their sides stay."""
 
     def __init__(self, table, image_size, batch_size, part=0, parts=1):
         self.table, self.size = table, (image_size, image_size)
@@ -1740,18 +1706,17 @@ class EachImage(IterableDataset):
 
     def __iter__(self):
         worker, workers = this_worker({})
-        first, step = self.part * workers + worker, self.parts * workers
-        every = iter(range(first, len(self.table), step))
-        while group := list(itertools.islice(every, self.batch_size)):
-            rows, images = [], []
-            for row in group:
+        rows = range(self.part * workers + worker, len(self.table), self.parts * workers)
+        for i in range(0, len(rows), self.batch_size):
+            found, images = [], []
+            for row in rows[i : i + self.batch_size]:
                 with contextlib.suppress(*IMAGE_ERRORS):
                     image = open_image(self.table.paths[row], self.size[0])
                     image = image.resize(self.size, Image.Resampling.BICUBIC)
                     images.append(v2.functional.pil_to_tensor(image))
-                    rows.append(row)
-            if rows:
-                yield rows, to_floats(torch.stack(images))
+                    found.append(row)
+            if found:
+                yield found, to_floats(torch.stack(images))
 
 
 def this_worker(positions):
@@ -1941,7 +1906,7 @@ class World:
     fillers: bool = True      # openings, closings: words that describe nothing
     words: int = 0            # made-up words; a caption holds up to two
 
-    layout, start, skipped, max_bad = "shapes", 0, {}, 1
+    layout = "shapes"
 
     def __post_init__(self):
         limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "background": (0, 0.5),
@@ -1964,8 +1929,6 @@ class World:
         """n scenes of the split, with exactly `objects` objects, or 1 to `self.objects`."""
         if split not in SPLITS:
             raise UserError(f"shapes has no split {split!r}, only {', '.join(SPLITS)}.")
-        if objects is not None and not 1 <= objects <= self.objects:
-            raise UserError(f"shapes has no scene of {objects} objects: objects={self.objects}.")
         heldout = torch.zeros(8, 8, dtype=torch.bool)
         for colour, shape in self.heldout_pairs:
             heldout[colour, shape] = True
@@ -2120,10 +2083,10 @@ class World:
     def hard_negatives(self, objects, rng):
         """{kind: (caption, negative)} of those of SugarCrepe's seven kinds that fit the scene."""
         a = rng.choice(objects)
-        colours, shapes = {o["colour"] for o in objects}, {o["shape"] for o in objects}
+        kinds = [(o["colour"], o["shape"]) for o in objects]
+        colours, shapes = zip(*kinds)
         other_colour = rng.choice([c for c in COLOUR_NAMES if c not in colours])
         other_shape = rng.choice([s for s in SHAPE_NAMES if s not in shapes])
-        kinds = [(o["colour"], o["shape"]) for o in objects]
         name = coloured(a["colour"], a["shape"])
         everything = " and ".join(coloured(*kind) for kind in kinds)
         pairs = {
