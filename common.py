@@ -608,8 +608,12 @@ def load_clip(towers, state_dict, tokenizer):
             image[key.removeprefix("visual.")] = value
         else:
             text[key] = value
-    if "token_embedding.weight" in text:
-        check_vocabulary(len(text["token_embedding.weight"]), towers[1], tokenizer)
+    words, expected = len(text.get("token_embedding.weight", ())), towers[1].vocab_size
+    others = words == CLIP_TOKENS and isinstance(tokenizer, WordPiece)
+    if words and (words != expected or others):
+        raise UserError(f"--init-weights has {words} tokens of another vocabulary than this text "
+                        f"tower's {expected}: give theirs with --vocab; that of OpenAI's and most "
+                        f"of OpenCLIP's weights is bpe_simple_vocab_16e6.txt.gz.")
     notes = load_tower(towers[0], image, "--image-encoder")
     numbers = [text.pop(name) for name in OPENAIS if name in text]
     notes += load_tower(towers[1], text, "--text-encoder")
@@ -643,15 +647,6 @@ def load_tower(tower, tensors, flag):
     restore_model(tower, found, "--init-weights", f"give {flag} the preset clip-... of the file's "
                   f"model; a network that differs from it does not fit")
     return notes
-
-
-def check_vocabulary(words, tower, tokenizer):
-    """Raise UserError if a file's embedding of so many words is of another vocabulary."""
-    is_clips = words == CLIP_TOKENS and isinstance(tokenizer, WordPiece)
-    if words != tower.vocab_size or is_clips:
-        raise UserError(f"--init-weights has {words} tokens of another vocabulary than this text "
-                        f"tower's {tower.vocab_size}: give theirs with --vocab; that of OpenAI's "
-                        f"and most of OpenCLIP's weights is bpe_simple_vocab_16e6.txt.gz.")
 
 
 def load_clip_parts(model, parts):
@@ -986,7 +981,6 @@ class Views:
 
     def __init__(self, views, image_size, defer=False):
         self.views, self.image_size, self.defer = views, image_size, defer
-        self.betas = [torch.distributions.Beta(view.alpha, view.alpha) for view in views]
         # enough pixels for every view's smallest crop
         self.min_side = max(math.ceil(view.size / view.scale[0] ** 0.5) for view in views)
 
@@ -998,11 +992,12 @@ class Views:
         (ContrastiveCrop, arXiv 2202.03278).
         """
         crops = []
-        for view, beta in zip(self.views, self.betas):
+        for view in self.views:
             ratio = 3 / 4, 4 / 3
             top, left, h, w = v2.RandomResizedCrop.get_params(image, view.scale, ratio)
             if box is not None:
                 height, width = v2.functional.get_size(image)
+                beta = torch.distributions.Beta(view.alpha, view.alpha)
                 x, y = beta.sample((2,)).tolist()
                 left = crop_start(box[0] * width, box[2] * width, w, width, x)
                 top = crop_start(box[1] * height, box[3] * height, h, height, y)
