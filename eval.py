@@ -351,11 +351,24 @@ class Classes:
     """Names of classes and their prompts. In a template {} is the name, {a} the name with its
     article, and {c}, as in CLIP_benchmark's files, the name, too. source: the names' origin."""
 
-    def __init__(self, names, templates, source=None):
-        self.names, self.templates, self.source, self.prompts = names, templates, source, []
+    def __init__(self, names, templates=None, source=None):
+        self.names, self.source, self.prompts = names, source, []
+        self.templates = templates or TEMPLATES
         for name in names:
             words = {"a": common.article(name), "c": name}
-            self.prompts += [template.format(name, **words) for template in templates]
+            self.prompts += [template.format(name, **words) for template in self.templates]
+
+
+def read_templates(given):
+    """--templates, a file of templates or templates -> list of templates."""
+    if len(given) == 1 and Path(given[0]).is_file():
+        given = common.read_lines(given[0], "--templates") or given
+    for template in given:
+        if re.findall(r"\{\w*\}|[{}]", template) not in (["{}"], ["{a}"], ["{c}"]):
+            raise UserError(f"--templates: {template!r} is no file of templates, one a line, and "
+                            f"no template with one {{}}, a class's name, or {{a}}, the name with "
+                            f"its article.")
+    return given
 
 
 class EvalSet:
@@ -482,7 +495,7 @@ class TableSet(EvalSet):
     @functools.cached_property
     def classes(self):
         names, source = common.class_names(self.table.classes, self.options.classes)
-        self.named = Classes(names, self.options.templates or TEMPLATES, source)
+        self.named = Classes(names, self.options.templates, source)
         return self.named
 
     def caption_pairs(self):
@@ -508,40 +521,48 @@ def shard_splits(directory):
     return sorted(file.parent.name for file in Path(directory).glob("*/nshards.txt"))
 
 
+def check_split(options, splits):
+    if options.split not in splits:
+        raise UserError(f"{options.data} has no split {options.split}; --split can be "
+                        f"{', '.join(splits) or 'nothing'}.")
+
+
+def known_labels(pairs, spec, names, source):
+    """Pairs (image, class id) of `spec`. Raises UserError for an id without a name."""
+    for image, label in pairs:
+        if label >= len(names):
+            raise UserError(f"{spec} holds class {label}, but {source} has {len(names)} names, "
+                            f"the first of class 0.")
+        yield image, label
+
+
 class ShardSet(EvalSet):
     """CLIP_benchmark's layout: SPLIT/0.tar, 1.tar, ..., as many as SPLIT/nshards.txt says, with
     KEY.txt if dataset_type.txt says "retrieval", else with KEY.cls, a line of classnames.txt."""
 
     def __init__(self, directory, options):
-        self.options, splits = options, shard_splits(directory)
-        if options.split not in splits:
-            raise UserError(f"{directory} has no split {options.split}; --split can be "
-                            f"{', '.join(splits)}.")
-        file = Path(directory, options.split, "nshards.txt")
+        check_split(options, shard_splits(directory))
+        self.limit, file = options.limit, Path(directory, options.split, "nshards.txt")
         n = common.read_text(file, "--data").strip()
         if not re.fullmatch("[1-9][0-9]{0,6}", n):
             raise UserError(f"{file} holds {n!r}; it must be the number of 0.tar, 1.tar, ...")
         self.shards = common.TarShards(f"{file.parent}/{{0..{int(n) - 1}}}.tar")
         kind = Path(directory, "dataset_type.txt")
         if kind.is_file() and common.read_text(kind, "--data").strip().lower() == "retrieval":
-            self.captioned = lambda: self.shards.each("caption")
+            self.captioned = functools.partial(self.shards.each, "caption")
             return
         source = str(options.classes or Path(directory, "classnames.txt"))
         lines = common.read_text(source, "--classes").splitlines()
         names = [line.strip() for line in lines]  # CLEVR has a class without a name
-        templates, file = TEMPLATES, Path(directory, "zeroshot_classification_templates.txt")
-        if options.templates or file.is_file():
-            templates = options.templates or read_templates([str(file)])
+        templates, file = options.templates, Path(directory, "zeroshot_classification_templates.txt")
+        if file.is_file() and not templates:
+            templates = read_templates([str(file)])
         self.classes = self.named = Classes(names, templates, source)
         self.groups, self.labelled = {"": (torch.arange(len(names)), names)}, self.label_pairs
 
     def label_pairs(self, purpose, limit=None):
-        classes = len(self.classes.names)
-        for image, label in self.shards.each("label", limit or self.options.limit):
-            if label >= classes:
-                raise UserError(f"{self.shards.name} holds class {label}, but {self.named.source} "
-                                f"has {classes} names, the first of class 0.")
-            yield image, label
+        pairs = self.shards.each("label", limit or self.limit)
+        return known_labels(pairs, self.shards.name, self.named.names, self.named.source)
 
     def samples(self, n):
         if self.captioned:
@@ -579,15 +600,11 @@ class VocSet(EvalSet):
 
     def __init__(self, directory, options):
         self.directory, self.workers = Path(directory), options.workers
-        lists = sorted(self.directory.glob("ImageSets/Segmentation/*.txt"))
-        splits = {path.stem: path for path in lists}
-        if options.split not in splits:
-            raise UserError(f"{directory}/ImageSets/Segmentation has no {options.split}.txt; "
-                            f"--split can be {', '.join(splits) or 'nothing'}.")
-        self.ids = splits[options.split].read_text().split()
+        lists = self.directory / "ImageSets" / "Segmentation"
+        check_split(options, sorted(path.stem for path in lists.glob("*.txt")))
+        self.ids = (lists / f"{options.split}.txt").read_text().split()
         names = common.read_lines(options.classes, "--classes") if options.classes else VOC_CLASSES
-        source = options.classes or "Pascal VOC"
-        self.named = Classes(names, options.templates or TEMPLATES, source)
+        self.named = Classes(names, options.templates, options.classes or "Pascal VOC")
         self.map_classes = {"": self.named}
 
     def read(self, name):
@@ -655,40 +672,42 @@ def open_whole_set(options, image_size, captions):
     return TableSet(source, options)
 
 
-def open_beside(options, data, spec, message, **changes):
-    """Data to learn from or to choose by: `spec`, or splits of the world's own. Raises UserError
-    with the message if there is none, or if they are the data to evaluate."""
-    if spec is None and data.has_splits:
-        return data
-    if spec and "train" in shard_splits(spec):
-        changes["split"] = "train"
-    is_other_split = changes.get("split") == "train" and options.split != "train"
-    is_same = spec and Path(spec).resolve() == Path(options.data).resolve()
-    if spec is None or is_same and not is_other_split:
+def open_beside(options, data, spec, root, message):
+    """Data to learn from or to choose by, their split "train" if they have one. Raises UserError
+    with the message if `spec` is None, or the data to evaluate."""
+    split = "train" if spec and "train" in shard_splits(spec) else "val"
+    is_other_split = split == "train" and options.split != "train"
+    if spec is None or not is_other_split and Path(spec).resolve() == Path(options.data).resolve():
         raise UserError(message)
-    beside = dataclasses.replace(options, data=spec, limit=options.learn_limit, **changes)
+    beside = dataclasses.replace(options, data=spec, split=split, image_root=root,
+                                 limit=options.learn_limit)
     return open_eval_set(beside, data.image_size)
 
 
 def open_training_set(options, data):
-    """What k-NN and probes learn from: --train-data, of the world its training split."""
-    spec = None if data.has_splits else options.train_data
-    message = ("k-NN and linear probes on class folders need --train-data, other class folders "
-               "or tar shards with labels to learn from.")
-    train = open_beside(options, data, spec, message, image_root=None)
-    names = data.groups[""][1]
+    """What k-NN and probes learn from, --train-data, of the world its training split -> a function
+    without arguments that gives the pairs (image, class id)."""
+    if data.has_splits:
+        return functools.partial(data.labelled, "train")
+    spec, names = options.train_data, data.groups[""][1]
+    train = open_beside(options, data, spec, None,
+                        "k-NN and linear probes on class folders need --train-data, other class "
+                        "folders or tar shards with labels to learn from.")
     others = train.groups is not None and train.groups[""][1] != names  # tar files have no names
     if train.labelled is None or others:
         raise UserError(f"--train-data {spec} must have the class folders of {options.data}: "
                         f"{', '.join(names)}.")
-    return train
+    return lambda: known_labels(train.labelled("train"), spec, names, options.data)
 
 
 def open_selection(options, data, task, chooser, needed):
-    """What slots or masks are chosen by: --select, which must suit the task `chooser`."""
+    """What slots or masks are chosen by: --select, which must suit the task `chooser`, or other
+    samples of the world."""
     spec, message = options.select, f"Task {task} needs --select, {needed}"
-    selection = open_beside(options, data, spec, f"{message}, not the data to evaluate.",
-                            split="val", image_root=options.select_root)
+    if spec is None and data.has_splits:
+        return data
+    selection = open_beside(options, data, spec, options.select_root,
+                            f"{message}, not the data to evaluate.")
     if not TASKS[chooser].fits(selection):
         raise UserError(f"{message}; {spec} is something else.")
     return selection
@@ -791,20 +810,10 @@ def winoground(embed, data, options):
     return dict(zip(names, winoground_scores(scores)))
 
 
-def training_pairs(train, data, options):
-    """Pairs (image, class id) to learn from."""
-    classes = len(data.groups[""][1])
-    for image, label in train.labelled("train"):
-        if label >= classes:
-            raise UserError(f"--train-data {options.train_data} has label {label}, but --data has "
-                            f"{classes} classes: label 0 is the first of the sorted class folders.")
-        yield image, label
-
-
 def knn(embed, data, options):
     """Accuracy of 20 nearest neighbours on the encodings of images."""
-    encode, train = embed.model.encode_image, open_training_set(options, data)
-    x, ids = embed.encoded(training_pairs(train, data, options), encode)
+    encode = embed.model.encode_image
+    x, ids = embed.encoded(open_training_set(options, data)(), encode)
     test, labels = labelled(embed, data, "test", encode)
     x, test = x.to(embed.device), test.to(embed.device)
     result = {}
@@ -826,8 +835,7 @@ def random_crops(embed, pairs):
 
 def linear(embed, data, options):
     """Accuracy of a linear probe on what the method's paper probes, trained as --probe says."""
-    encode, train = embed.model.probe_features, open_training_set(options, data)
-    pairs = functools.partial(training_pairs, train, data, options)
+    encode, pairs = embed.model.probe_features, open_training_set(options, data)
     setting, epochs = PROBES[options.probe]
     epochs = options.probe_epochs or epochs
     step = 1 if options.probe == "adamw" else 10  # for sgd a tenth is held out
@@ -1334,10 +1342,9 @@ def check(options, data, has_text):
     usable = [name for name, task in TASKS.items()
               if task.fits(data) and (has_text or task.model == "encode_image")]
     if not usable:
-        needed = "class folders or shapes to a model without a text tower"
-        if has_text:
-            needed = "captions, class folders, SugarCrepe, Winoground, VOC or shapes"
-        raise UserError(f"No task can evaluate on {options.data}: give {needed}.")
+        more = ", captions, SugarCrepe, Winoground or VOC" if has_text else ""
+        raise UserError(f"No task can evaluate on {options.data}: give class folders or shapes"
+                        f"{more}.")
     for name in options.tasks or []:
         if name in TASKS and name not in usable:
             why = "a model without a text tower" if TASKS[name].fits(data) else "this data"
@@ -1348,22 +1355,20 @@ def check(options, data, has_text):
     asked = options.tasks or ([] if has_text else ["knn"])
     if ("knn" in asked or "linear" in asked) and not data.has_splits:
         whole = dataclasses.replace(options, learn_limit=None)  # its first image is found at once
-        next(iter(open_training_set(whole, data).labelled("train")))
+        next(iter(open_training_set(whole, data)()))
     return usable
 
 
 def evaluate(embed, data, options):
     """Run options.tasks, or the default tasks of the model -> {metric: float}."""
-    usable, result = check(options, data, embed.tokenizer is not None), {}
-    kinds = ["text"] if embed.tokenizer else ["images"]
-    if not embed.tokenizer and data.has_splits:
-        kinds.append("world")
-    if embed.model.encode_words:
-        kinds.append("words")
-    for name in usable:
-        asked = name in options.tasks if options.tasks else TASKS[name].default in kinds
-        if asked and TASKS[name].suits(embed.model):
-            result |= TASKS[name].run(embed, data, options)
+    has_text, result = embed.tokenizer is not None, {}
+    unasked = {"text": has_text, "words": embed.model.encode_words, "images": not has_text,
+               "world": not has_text and data.has_splits, "": False}
+    for name in check(options, data, has_text):
+        task = TASKS[name]
+        asked = name in options.tasks if options.tasks else unasked[task.default]
+        if asked and task.suits(embed.model):
+            result |= task.run(embed, data, options)
     return {key: number(value) for key, value in result.items()}
 
 
@@ -1407,8 +1412,7 @@ def print_table(result, chance):
     shown = {key: x for key, x in result.items() if not key.endswith(("/images", "/chance"))}
     width = max(map(len, shown), default=0)
     for key, value in shown.items():
-        exact = not isinstance(value, float) or 0 < abs(value) <= 1e-4
-        value = value if exact else f"{value:.4f}"
+        value = value if 0 < abs(value) <= 1e-4 else f"{value:.4f}"
         level = f"  chance {chance[key]:.4f}" if key in chance else ""
         print(f"  {key:{width}}  {value}{level}")
 
@@ -1558,12 +1562,12 @@ class Options:
     select: str | None = None
     select_root: str | None = None
     checkpoint: str = "last.pt"
-    tasks: list | None = dataclasses.field(default=None, compare=False)
-    workers: int = dataclasses.field(default=0, compare=False)
-    is_own: bool = dataclasses.field(default=False, compare=False)  # `own_options`, but for tasks
+    tasks: list | None = None
+    workers: int = 0
+    is_own: bool = False                 # those of `own_options`, but for tasks and workers
 
 
-def options_on(data, args):
+def options_on(data, args, **changes):
     """Options to evaluate a run with settings `args` on all of `data`, a SPEC."""
     train_data = None
     if "train" in shard_splits(data):
@@ -1572,40 +1576,26 @@ def options_on(data, args):
         train_data = args.data
     older = {"probe": "adamw", "probe_epochs": None} | vars(args)  # old runs have none
     return Options(data, default_split(data), train_data, older["probe"], older["probe_epochs"],
-                   workers=args.workers)
+                   workers=args.workers, **changes)
 
 
 def own_options(args, tasks=None):
     """Options of `eval.py RUN` and of the end of a training, with settings `args`."""
-    options = options_on(args.eval_data or args.data, args)
-    return dataclasses.replace(options, image_root=args.image_root, limit=TEST_LIMIT,
-                               learn_limit=LEARN_LIMIT, tasks=tasks, is_own=True)
+    return options_on(args.eval_data or args.data, args, image_root=args.image_root, tasks=tasks,
+                      limit=TEST_LIMIT, learn_limit=LEARN_LIMIT, is_own=True)
 
 
 def options_of(flags, args):
     """Options that flags of eval.py ask for: {name: value, None if not given}, data one SPEC."""
-    given = {name: value for name, value in flags.items() if value is not None}
-    own = own_options(args)
-    options = options_on(given["data"], args) if "data" in given else own
+    names = {field.name for field in dataclasses.fields(Options)}
+    given = {name: flags[name] for name in names & flags.keys() if flags[name] is not None}
+    options = options_on(given["data"], args) if "data" in given else own_options(args)
     if "split" in given and options.split == "all":
         raise UserError(f"--split {given['split']}: {options.data} has no splits.")
     if "templates" in given:
         given["templates"] = read_templates(given["templates"])
-    names = given.keys() & {field.name for field in dataclasses.fields(Options)}
-    options = dataclasses.replace(options, **{name: given[name] for name in names})
-    return dataclasses.replace(options, is_own=options == own)
-
-
-def read_templates(given):
-    """--templates, a file of templates or templates -> list of templates."""
-    if len(given) == 1 and Path(given[0]).is_file():
-        given = common.read_lines(given[0], "--templates") or given
-    for template in given:
-        if re.findall(r"\{\w*\}|[{}]", template) not in (["{}"], ["{a}"], ["{c}"]):
-            raise UserError(f"--templates: {template!r} is no file of templates, one a line, and "
-                            f"no template with one {{}}, a class's name, or {{a}}, the name with "
-                            f"its article.")
-    return given
+    is_own = given.keys() <= {"tasks", "workers"}
+    return dataclasses.replace(options, **given, is_own=is_own)
 
 
 # Several runs ---------------------------------------------------------------------------
