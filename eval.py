@@ -130,9 +130,8 @@ def sgd_probe(crops, held, held_labels, classes, epochs=100):
     """Linear classifier as BAM trains it (D.1, Table 9b) -> torch.nn.Linear, its learning rate.
 
     crops(): features (n, E) and labels (n,) of images cropped anew, for each epoch, in batches of
-    1,024; small data have 64 smaller ones: they need many updates. A head for each learning rate
-    trains on the same batches, as in DINOv2's code; the best on features that are held out is the
-    probe: it does not train again on all.
+    1,024, or 64 smaller ones of small data. A head for each learning rate trains on the same
+    batches, as in DINOv2's code; the one that is best on features held out is the probe.
     """
     heads = [torch.nn.Linear(held.shape[1], classes).to(held.device) for _ in RATES]
     parameters = [{"params": head.parameters(), "lr": rate} for head, rate in zip(heads, RATES)]
@@ -205,15 +204,6 @@ def chunks(items, n):
         yield part
 
 
-def read_image(file, size, resize=None):
-    """A path, bytes or PIL image -> its centre, normalised (3, size, size)."""
-    if isinstance(file, Image.Image):
-        image = file.convert("RGB")
-    else:
-        image = common.open_image(file, resize or size)
-    return common.eval_transform(size, resize)(image)
-
-
 def readable(pairs, read, workers=0):
     """Pairs (image or file, value) -> pairs (image, value) of those that can be read; then it
     prints how many cannot. Raises UserError if none can. read: a function of a file."""
@@ -262,10 +252,15 @@ class Embedder:
 
     def __post_init__(self):
         self.model.eval()
+        self.tokens = self.unknown_tokens = 0  # of all captions, without [CLS] and [SEP]
+
+    def read(self, file):
+        """A path, bytes or PIL image -> its centre, normalised (3, S, S)."""
         # CLIP resizes to the size of the crop, DINO and BAM to 256 for 224 (BAM, D.1)
         resize = self.image_size if self.tokenizer else round(self.image_size * 256 / 224)
-        self.read = functools.partial(read_image, size=self.image_size, resize=resize)
-        self.tokens = self.unknown_tokens = 0  # of all captions, without [CLS] and [SEP]
+        if not isinstance(file, Image.Image):
+            file = common.open_image(file, resize)
+        return common.eval_transform(self.image_size, resize)(file.convert("RGB"))
 
     def encode_image(self, images):
         if self.model.late_interaction:
@@ -380,7 +375,7 @@ class EvalSet:
     {"": ...} stands for the classes themselves. `maps` and `map_classes` have such keys, too.
     """
 
-    image_size: int = None         # of `samples` and `maps`
+    image_size: int = None         # of the world and of `maps`
     classes: Classes = None        # of tasks with text; the others need `groups` alone
     groups: dict = None            # of folders its key is "", of the world also "/colour", "/shape"
     named: Classes = None          # names that are not the world's, once they were asked for
@@ -393,7 +388,7 @@ class EvalSet:
     negatives: Callable = None     # () -> pairs with [(kind, caption, wrong caption)]
     winoground: Callable = None    # () -> pairs with (number, caption), each number twice
     maps: Callable = None          # (purpose) -> pairs with {"": ids (H, W)}, from 1
-    samples: Callable = None       # (n) -> images (n, 3, S, S), n captions; to look at
+    samples: Callable = None       # (n) -> n pairs, or more, with a caption; to look at
     documents: Callable = None     # () -> pairs with (name, caption); to search
 
     def __init__(self, **members):
@@ -453,7 +448,7 @@ class WorldSet(EvalSet):
 
     def samples(self, n):
         sample = self.scenes("samples", min(n, self.limit or n))
-        return sample["images"], sample["captions"]
+        return zip(sample["images"], sample["captions"])
 
     def documents(self):
         sample = self.scenes("documents")
@@ -470,13 +465,6 @@ def label_maps(sample, way):
     ids = F.pad(class_ids(sample["scene"], way) + 1, (1, 0))                # (n, 1 + K)
     segmentation = sample["segmentation"]
     return ids.gather(1, segmentation.flatten(1)).view_as(segmentation)
-
-
-def read_samples(pairs, n, image_size):
-    """The first n pairs (file, caption) that can be read -> images (n, 3, S, S), n captions."""
-    read = functools.partial(read_image, size=image_size)
-    images, captions = zip(*itertools.islice(readable(pairs, read), n))
-    return torch.stack(images), list(captions)
 
 
 class TableSet(EvalSet):
@@ -507,8 +495,7 @@ class TableSet(EvalSet):
             yield self.table.paths[i], int(self.table.labels[i])
 
     def samples(self, n):
-        pairs = ((path, caption) for path, (_, caption) in self.documents())
-        return read_samples(pairs, n, self.image_size)
+        return ((path, caption) for path, (_, caption) in self.documents())
 
     def documents(self):
         for i in self.order:
@@ -566,11 +553,9 @@ class ShardSet(EvalSet):
 
     def samples(self, n):
         if self.captioned:
-            pairs = ((image, captions[0]) for image, captions in self.captioned())
-        else:
-            prompts = [f"a photo of {common.article(name)}." for name in self.classes.names]
-            pairs = ((image, prompts[label]) for image, label in self.label_pairs("samples", n))
-        return read_samples(pairs, n, self.image_size)
+            return ((image, captions[0]) for image, captions in self.captioned())
+        prompts = [f"a photo of {common.article(name)}." for name in self.classes.names]
+        return ((image, prompts[label]) for image, label in self.label_pairs("samples", n))
 
 
 def read_winoground(file, root, limit):
@@ -734,6 +719,12 @@ def labelled(embed, data, purpose, encode=None):
     return x, torch.tensor(ids)
 
 
+def take(embed, data, n):
+    """The first n samples that can be read -> images (n, 3, S, S), n captions."""
+    images, captions = zip(*itertools.islice(readable(data.samples(n), embed.read), n))
+    return torch.stack(images), list(captions)
+
+
 def zeroshot(embed, data, options):
     """Top-1 and top-5 accuracy; `mean_per_class_recall`: each class of the images counts alike;
     `heldout_pairs`: of the classes that training never shows."""
@@ -871,11 +862,9 @@ def patch_classes(embed, data):
 
 
 def segmentation(embed, data, options):
-    """Zero-shot segmentation (SPARC, D.7): mIoU of the classes in the truth, mean over images.
-
-    As in the paper there is no class for the background, whose pixels count against the class
-    that they get. `miou_fg` ignores them: which object is where, without the outlines.
-    """
+    """Zero-shot segmentation (SPARC, D.7): mIoU of the classes in the truth, mean over images. As
+    in the paper there is no class for the background, whose pixels count against the class that
+    they get. `miou_fg` ignores them: which object is where, without the outlines."""
     classes, scores, images = patch_classes(embed, data), collections.defaultdict(list), 0
     for part in chunks(data.maps("segmentation"), embed.chunk):
         patches, truths = embed.encoded(part, embed.model.encode_patches)   # (n, P, E)
@@ -1012,7 +1001,7 @@ def textfree(embed, data, options):
 def sparsity(embed, data, options):
     """How many numbers of the encoding of an image and of a caption are not 0, on average: of
     STAIR the active words, of others all."""
-    images, captions = data.samples(500)
+    images, captions = take(embed, data, 500)
     return {"active/image": (embed.images(images) != 0).flatten(1).sum(1),
             "active/text": (embed.texts(captions) != 0).flatten(1).sum(1)}
 
@@ -1132,7 +1121,7 @@ def lit_sheet(title, rows):
 def draw_alignment(embed, data):
     """Which patches each word of a caption is aligned to (SPARC, Eq. 4); of the world the words
     that say something."""
-    images, captions = data.samples(8)
+    images, captions = take(embed, data, 8)
     tokens, mask = embed.tokenize(captions)
     weights = embed.model.align_words(images.to(embed.device), tokens, mask)  # (n, L, P)
     rows = []
@@ -1186,7 +1175,7 @@ def draw_slots(embed, data):
     """What single slots attend to in images and captions (SPARO, Sec. 5.4): as in the paper
     slots that attend sharply to words, and to other words than the slots above, and samples
     where the slot's image and text agree (cosine above .75)."""
-    images, captions = data.samples(64)
+    images, captions = take(embed, data, 64)
     tokens, mask = embed.tokenize(captions)
     attention = embed.model.attend(images.to(embed.device), tokens, mask)
     over_image, over_text, y_i, y_t = [x.cpu() for x in attention]
@@ -1197,9 +1186,9 @@ def draw_slots(embed, data):
     rows, chosen = [], []
     for slot in (agree * sharpness).sum(0).argsort(descending=True).tolist():
         shown = agree[:, slot].nonzero()[:, 0]
-        same = word[shown][:, chosen] == word[shown, slot][:, None]         # (shown, chosen)
-        repeats = (same.float().mean(0) >= 0.3).any()  # the words of a slot above, in 30 %
-        if len(shown) < 4 or repeats or len(chosen) == 8:
+        repeats = word[shown][:, chosen] == word[shown][:, [slot]]          # (shown, chosen)
+        is_new = (repeats.float().mean(0) < 0.3).all()  # of a slot above, its words in 30 %
+        if len(shown) < 4 or not is_new or len(chosen) == 8:
             continue
         chosen.append(slot)
         cells = []
@@ -1214,7 +1203,7 @@ def draw_slots(embed, data):
 
 def draw_words(embed, data):
     """The 20 heaviest words of images' encodings, large by weight (STAIR, Fig. 4)."""
-    images, captions = data.samples(16)
+    images, captions = take(embed, data, 16)
     cells = []
     for image, caption, enc in zip(images, captions, embed.images(images)):
         weights, ids = enc.topk(20)
@@ -1228,7 +1217,7 @@ def draw_words(embed, data):
 
 def draw_queries(embed, data):
     """Where words are found in images without a text tower (STAIR, Fig. 10)."""
-    images, captions = data.samples(10)
+    images, captions = take(embed, data, 10)
     rows, patches = [], embed.model.image_encoder.grid ** 2
     for i, caption in enumerate(captions):
         words = list(dict.fromkeys(common.split_words(caption)))
@@ -1249,7 +1238,7 @@ def draw_heads(embed, data):
     """What [CLS] attends to in the last block, mean over heads and each head (BAM, Fig. 5)."""
     if embed.model.image_encoder.cls is None:
         return None
-    images, _ = data.samples(8)
+    images, _ = take(embed, data, 8)
     rows = []
     for image, heads in zip(images, embed.model.head_maps(images.to(embed.device)).cpu()):
         names = ["mean of heads", *[f"head {i + 1}" for i in range(len(heads))]]
@@ -1278,9 +1267,12 @@ def read_log(run):
         return [json.loads(line) for line in lines]
 
 
-CURVES = [{"loss": "loss", "chance_loss": "loss of a guess"}, {"lr": "learning rate"},
-          {"grad_norm": "norm of the gradient"}, {"images_per_s": "images a second"}]
-ENTROPIES = {"entropy_a": "A", "entropy_b": "B, its target", "chance_loss": "uniform rows"}
+LOG_PICTURES = [  # file, title, charts: {key of the log: name of its curve}
+    ("curves.png", "The training, by steps",
+     [{"loss": "loss", "chance_loss": "loss of a guess"}, {"lr": "learning rate"},
+      {"grad_norm": "norm of the gradient"}, {"images_per_s": "images a second"}]),
+    ("entropies.png", "BAM: mean entropy of the rows of A and B, in nats, by steps",
+     [{"entropy_a": "A", "entropy_b": "B, its target", "chance_loss": "uniform rows"}])]
 
 
 def chart(log, names, width=420, height=200):
@@ -1311,13 +1303,10 @@ def chart(log, names, width=420, height=200):
 def draw_log(run):
     """{path: picture} of what a run's log shows: the training, of BAM also its Fig. 3."""
     log, pages = read_log(run), {}
-    if len(log) > 1:
-        cells = [(chart(log, names), "") for names in CURVES]
-        pages[Path(run, "curves.png")] = sheet("The training, by steps", [("", cells)], columns=2)
-    if len(log) > 1 and "entropy_a" in log[-1]:
-        title = "BAM: mean entropy of the rows of A and B, in nats, by steps"
-        page = sheet(title, [("", [(chart(log, ENTROPIES), "")])])
-        pages[Path(run, "entropies.png")] = page
+    for name, title, charts in LOG_PICTURES:
+        if len(log) > 1 and charts[0].keys() <= log[-1].keys():
+            cells = [(chart(log, names), "") for names in charts]
+            pages[Path(run, name)] = sheet(title, [("", cells)], columns=2)
     return pages
 
 
@@ -1337,8 +1326,8 @@ PICTURES = {
 
 
 def check(options, data, has_text):
-    """The names of the tasks that data and model serve. Raises UserError if there is none, if
-    --task names another, or if k-NN or a probe has no labels to learn from."""
+    """The names of the tasks to run: those of --task, or the default ones. Raises UserError if data
+    and model serve none, or not one of --task, or if k-NN or a probe has nothing to learn from."""
     usable = [name for name, task in TASKS.items()
               if task.fits(data) and (has_text or task.model == "encode_image")]
     if not usable:
@@ -1350,24 +1339,26 @@ def check(options, data, has_text):
             why = "a model without a text tower" if TASKS[name].fits(data) else "this data"
             raise UserError(f"Task {name} cannot use {why}; what can be done is "
                             f"{', '.join(usable)}.")
-    if has_text and "zeroshot" in (options.tasks or usable):
+    kinds = ["text", "words"] if has_text else ["images"]
+    if data.has_splits and not has_text:
+        kinds.append("world")
+    wanted = options.tasks or [name for name, task in TASKS.items() if task.default in kinds]
+    asked = [name for name in usable if name in wanted]
+    if "zeroshot" in asked:
         data.classes  # folders without names are found here
-    asked = options.tasks or ([] if has_text else ["knn"])
     if ("knn" in asked or "linear" in asked) and not data.has_splits:
         whole = dataclasses.replace(options, learn_limit=None)  # its first image is found at once
         next(iter(open_training_set(whole, data)()))
-    return usable
+    return asked
 
 
 def evaluate(embed, data, options):
-    """Run options.tasks, or the default tasks of the model -> {metric: float}."""
-    has_text, result = embed.tokenizer is not None, {}
-    unasked = {"text": has_text, "words": embed.model.encode_words, "images": not has_text,
-               "world": not has_text and data.has_splits, "": False}
-    for name in check(options, data, has_text):
+    """Run what `check` names and the model can do -> {metric: float}."""
+    result = {}
+    for name in check(options, data, embed.tokenizer is not None):
         task = TASKS[name]
-        asked = name in options.tasks if options.tasks else unasked[task.default]
-        if asked and task.suits(embed.model):
+        is_asked = options.tasks or task.default != "words" or embed.model.encode_words
+        if is_asked and task.suits(embed.model):
             result |= task.run(embed, data, options)
     return {key: number(value) for key, value in result.items()}
 
@@ -1377,7 +1368,13 @@ def report(embed, data, options, run):
     result = evaluate(embed, data, options)
     if data.named and embed.tokenizer:
         print(f"Class names: {data.named.source}. First prompt: {data.named.prompts[0]!r}")
-    print_table(result, chance_levels(result, data))
+    chance = chance_levels(result, data)
+    shown = [key for key in result if not key.endswith(("/images", "/chance"))]
+    width = max(map(len, shown), default=0)
+    for key in shown:
+        value = result[key] if 0 < abs(result[key]) <= 1e-4 else f"{result[key]:.4f}"
+        level = f"  chance {chance[key]:.4f}" if key in chance else ""
+        print(f"  {key:{width}}  {value}{level}")
     if embed.unknown_tokens > 0.1 * embed.tokens:
         fraction = embed.unknown_tokens / embed.tokens
         print(f"{fraction:.0%} of the texts' tokens are [UNK], words that the run's vocabulary "
@@ -1405,16 +1402,6 @@ def chance_levels(result, data):
         chance |= {f"t2i/R@{k}": min(1, k / images) for k in (1, 5, 10)}
         chance["i2t/R@1"] = 1 / images
     return chance
-
-
-def print_table(result, chance):
-    """Figures and, where they are known, their chance levels."""
-    shown = {key: x for key, x in result.items() if not key.endswith(("/images", "/chance"))}
-    width = max(map(len, shown), default=0)
-    for key, value in shown.items():
-        value = value if 0 < abs(value) <= 1e-4 else f"{value:.4f}"
-        level = f"  chance {chance[key]:.4f}" if key in chance else ""
-        print(f"  {key:{width}}  {value}{level}")
 
 
 def write_figures(embed, data, options, run, result):
@@ -1621,9 +1608,9 @@ def compare_runs(evaluated, tasks):
     for metric in dict.fromkeys(metrics):
         cells = []
         for runs in columns.values():
-            values = [evaluated[run].figures.get(metric) for run in runs]
-            values = [float(value) for value in values if value is not None]
-            deviation = f" ± {torch.tensor(values).std():.3f}" if len(values) > 1 else ""
+            figures = [evaluated[run].figures for run in runs]
+            values = [found[metric] for found in figures if metric in found]
+            deviation = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
             cells.append(f"{mean(values):.3f}{deviation}" if values else "")
         print(f"| {metric} | " + " | ".join(cells) + " |")
     embedders = {runs[0]: evaluated[runs[0]].embed for runs in columns.values()}
@@ -1646,12 +1633,10 @@ def build_parser():
         help=f"tasks {', '.join(TASKS)}; pictures {', '.join(PICTURES)}; comma-separated "
              "(default: all pictures, and the tasks that TASKS marks for such a model)")
     add("--data", nargs="+", metavar="SPEC",
-        help="as of train.py, a directory in the layout of CLIP_benchmark's webdatasets, Pascal "
-             "VOC, Winoground, or of SugarCrepe's JSON files (default: the run's --eval-data, or "
-             "--data)")
+        help="as of train.py, or a directory in the layout of CLIP_benchmark, Pascal VOC, "
+             "Winoground or SugarCrepe (default: the run's --eval-data, or --data)")
     add("--image-root", help="directory that the file names of --data are relative to")
-    add("--split", help="of the world, Karpathy's JSON, CLIP_benchmark's sets (default: test) or "
-                        "VOC (default: val)")
+    add("--split", help="of data that have splits (default: test, of VOC val)")
     add("--limit", type=int,
         help="use LIMIT samples for each task and picture: of class folders and labelled shards "
              f"random ones, else the first (default: {TEST_LIMIT:,} of the run's own data, and "
@@ -1661,14 +1646,11 @@ def build_parser():
              "and parentheses; evaluate nothing")
     add("--templates", nargs="+", help="zero-shot prompts with {} for NAME or {a} for 'a NAME', or "
                                        "a file of them, one a line")
-    add("--classes", help="file with the names of classes, one a line, in the order of folders or "
-                          "of VOC's numbers")
+    add("--classes", help="file of class names, one a line, in the order of folders or numbers")
     add("--nouns-adjectives", help="file with the words that K-Pna counts, one a line")
-    add("--train-data", help="class folders, or tar shards with KEY.cls or \"label\" in KEY.json,"
-                             " for k-NN and probes to learn from (default: the split train of "
-                             "CLIP_benchmark's sets, or the run's data)")
-    add("--probe", choices=PROBES, help="of SPARO (adamw), or of BAM (sgd), which encodes other "
-                                        "crops in each epoch (default: the run's)")
+    add("--train-data", help="what k-NN and probes learn from: class folders, or shards with labels"
+                             " (default: the split train of --data, or the run's data)")
+    add("--probe", choices=PROBES, help="SPARO's (adamw) or BAM's (sgd) (default: the run's)")
     add("--probe-epochs", type=int, help="default: the run's, or 10 of adamw, 100 of sgd")
     add("--select", help="class folders for `slots` to rank slots on, or SugarCrepe's files for "
                          "`masks` to train masks on (default: the world)")

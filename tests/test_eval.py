@@ -342,7 +342,7 @@ def test_names_of_class_folders_are_asked_for_where_they_are_used(tmp_path, caps
         result = evaluation.evaluate(embedder(), data, options)
         assert result["knn"] == 1 and "linear" in result and data.named is None
     seen = evaluation.open_eval_set(options, 8, captions=False)             # as of BAM
-    assert seen.samples(2)[0].shape == (2, 3, 8, 8)
+    assert evaluation.take(embedder(), seen, 2)[0].shape == (2, 3, 8, 8)
     data, options = opened(test, templates=["{}"], classes=str(names))
     capsys.readouterr()
     result = evaluation.zeroshot(embedder(), data, options)

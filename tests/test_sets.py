@@ -102,8 +102,8 @@ def test_knn_and_slots_learn_from_the_split_train_or_else_from_train_data(tmp_pa
     spec = write_labelled(tmp_path / "with")
     write_labelled(tmp_path / "with", "train")
     data, options = opened(spec, learn_limit=4)
-    train = evaluation.open_training_set(options, data)
-    assert options.train_data == spec and len(list(train.labelled("train"))) == 4
+    pairs = evaluation.open_training_set(options, data)
+    assert options.train_data == spec and len(list(pairs())) == 4
     assert evaluation.knn(embedder(), data, options)["knn"] > 0.3
     assert evaluation.knn(embedder(), *opened(spec))["knn"] == 1
     result = evaluation.slots(embedder(SlotOracle()), *opened(spec, select=spec))
@@ -125,7 +125,7 @@ def test_retrieval_with_several_captions_an_image(tmp_path, capsys):
     assert "1 x empty caption, the last " in capsys.readouterr().out
     result = evaluation.retrieval(embedder(), data, options)
     assert result["i2t/R@1"] == result["t2i/R@1"] == 1 and result["retrieval/images"] == 3
-    images, captions = data.samples(2)
+    images, captions = evaluation.take(embedder(), data, 2)
     assert captions == ["red", "green"] and images.shape == (2, 3, 8, 8)
 
 
@@ -140,7 +140,7 @@ def test_a_limit_takes_random_images_that_are_always_the_same(tmp_path):
     assert labels == [label for _, label in opened(tmp_path, limit=12)[0].labelled("test")]
     to_learn = opened(tmp_path / "test" / "0.tar", limit=12)[0]
     assert labels == [label for _, label in to_learn.labelled("train")]
-    images, captions = opened(tmp_path)[0].samples(9)
+    images, captions = evaluation.take(embedder(), opened(tmp_path)[0], 9)
     assert images.shape == (9, 3, 8, 8) and len(set(captions)) == 3
     colours = common.denormalize(images).mean((2, 3)).argmax(1).tolist()
     assert [["red", "green", "blue"][c] for c in colours] == [c.split()[-1][:-1] for c in captions]
