@@ -373,6 +373,7 @@ class EvalSet:
     embedded world draws other scenes for each `purpose`; files are the same for all. Metrics are
     also taken by `groups` of classes: {"/colour": (the group of each class (C,), their names)};
     {"": ...} stands for the classes themselves. `maps` and `map_classes` have such keys, too.
+    A kind that may lack a method names it otherwise and sets it where it has the data for it.
     """
 
     image_size: int = None         # of the world and of `maps`
@@ -608,7 +609,7 @@ class VocSet(EvalSet):
             if truth.ndim != 2 or truth.dtype != torch.uint8:
                 raise UserError(f"{path} is no map of class ids (8 bits, palette or grey): it is "
                                 f"{truth.dtype} of shape {tuple(truth.shape)}.")
-            highest = int(truth.masked_fill(truth == 255, 0).max())
+            highest = truth.masked_fill(truth == 255, 0).max()
             if highest > classes:
                 raise UserError(f"{path} holds class {highest}, but there are {classes} names: "
                                 f"give all with --classes.")
@@ -624,21 +625,21 @@ def open_eval_set(options, image_size, captions=True):
         lines = common.read_lines(options.nouns_adjectives, "--nouns-adjectives")
         data.content_words = {word.lower() for word in lines}
 
-    def limited(pairs_of, *purpose):
+    def limited(method, *purpose):
         is_learned = purpose in [("train",), ("slots",)]  # of the world, which has splits
         limit = options.learn_limit if is_learned else options.limit
-        return itertools.islice(pairs_of(*purpose), limit)
+        return itertools.islice(method(*purpose), limit)
 
     for name in ("labelled", "captioned", "negatives", "maps", "documents"):
-        if pairs_of := getattr(data, name):
-            setattr(data, name, functools.partial(limited, pairs_of))
+        if method := getattr(data, name):
+            setattr(data, name, functools.partial(limited, method))
     return data
 
 
 def open_whole_set(options, image_size, captions):
     """The same without --limit, but for labelled shards, of which it takes a random sample."""
     spec, directory = options.data, Path(options.data)
-    if Path(spec, "SegmentationClass").is_dir():
+    if (directory / "SegmentationClass").is_dir():
         return VocSet(spec, options)
     if shard_splits(spec):
         return ShardSet(spec, options)
@@ -1013,8 +1014,8 @@ class Task(NamedTuple):
     run: Callable
     data: tuple                  # members of EvalSet, of which the data must have one
     model: str = "encode_image"  # member of the model that must not be None or 0
-    default: str = ""            # who runs it unasked: models with "text", with "words", of
-                                 # "images" alone; "world": the last, not on files (takes long)
+    default: str = ""            # what runs it unasked: models of "text", of "images" alone, with
+                                 # encode_"words"; "world": of images, on the world alone (slow)
 
     def fits(self, data):
         return any(getattr(data, member) is not None for member in self.data)
@@ -1592,9 +1593,8 @@ ASIDE = ("seed out argv git machine resume workers log_every save_every keep_eve
 
 
 def compare_runs(evaluated, tasks):
-    """Print a table of several runs: a column for each, or mean and deviation of those that differ
-    in their seed alone; draw FIRST RUN/comparison.png. evaluated: {run: what `evaluate_run`
-    returns}; tasks: --task."""
+    """Print a table of several runs, {run: Evaluated}: a column for each, or mean and deviation of
+    those that differ in their seed alone; draw FIRST RUN/comparison.png if --task allows it."""
     columns = collections.defaultdict(list)
     for run, found in evaluated.items():
         settings = {key: value for key, value in vars(found.args).items() if key not in ASIDE}
