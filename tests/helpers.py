@@ -2,15 +2,19 @@
 
 import datetime
 import functools
+import io
 import itertools
 import json
 import multiprocessing
+import tarfile
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -119,6 +123,61 @@ def padded(batch, n=3):
 def make_views(B=4, sizes=(16, 16, 8, 8)):
     """Views of B images: a list of (B, 3, size, size)."""
     return {"views": [torch.randn(B, 3, size, size) for size in sizes]}
+
+
+def picture(width=8, height=8, mode="RGB", format="JPEG", value=None):
+    """Bytes of an image: noise, or of one value."""
+    shape = (height, width) if mode in ("L", "P") else (height, width, len(mode))
+    pixels = np.random.default_rng(0).integers(0, 256, shape)
+    if value is not None:
+        pixels = np.broadcast_to(value, shape)
+    file = io.BytesIO()
+    image = Image.frombytes(mode, (width, height), pixels.astype(np.uint8).tobytes())
+    image.save(file, format)
+    return file.getvalue()
+
+
+def write_files(directory, files):
+    """{name: bytes, text, or a dict of a tar file's members} -> files below the directory."""
+    for name, data in files.items():
+        path = Path(directory, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(data, dict):
+            write_tar(path, data)
+        else:
+            path.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def write_tar(path, members):
+    """{name: bytes or text} -> a tar file."""
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            data = data.encode() if isinstance(data, str) else data
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return str(path)
+
+
+def write_table(directory, n, broken=()):
+    """n images with captions; of the broken ones the file is no image."""
+    rows = "".join(f"{i}.jpg,n{i}\n" for i in range(n))
+    write_files(directory, {"table.csv": "filepath,title\n" + rows})
+    for i in range(n):
+        (directory / f"{i}.jpg").write_bytes(b"no image" if i in broken else picture())
+    return str(directory / "table.csv")
+
+
+def write_shards(directory, sizes, broken=(), uncaptioned=()):
+    """One shard a size, the samples numbered through; returns the SPEC."""
+    number = itertools.count()
+    for s, size in enumerate(sizes):
+        members = {}
+        for i in itertools.islice(number, size):
+            members[f"{i:05}.jpg"] = b"no image" if i in broken else picture()
+            members[f"{i:05}.txt"] = "" if i in uncaptioned else f"n{i}"
+        write_tar(directory / f"{s:03}.tar", members)
+    return f"{directory}/{{000..{len(sizes) - 1:03}}}.tar"
 
 
 class LiveMemory(TorchDispatchMode):

@@ -36,14 +36,15 @@ def prefixed(prefix, state):
 
 def clip_names(image, text, E=8):
     """Two towers as in a file of OpenCLIP or OpenAI, with projections to E."""
+    wide, text_wide = len(image["norm.weight"]), len(text["norm.weight"])
     image = renamed(image, [*CLIP_NAMES, ("norm.", "ln_post.")])
     text = renamed(text, [*CLIP_NAMES, ("norm.", "ln_final.")])
     state = prefixed("visual.", image) | text
     for name in state:
         if name.endswith(("class_embedding", "positional_embedding")):
             state[name] = state[name].squeeze()
-    return state | {"visual.proj": torch.randn(WIDTH, E), "logit_scale": torch.tensor(4.6),
-                    "text_projection": torch.randn(WIDTH, E)}
+    return state | {"visual.proj": torch.randn(wide, E), "logit_scale": torch.tensor(4.6),
+                    "text_projection": torch.randn(text_wide, E)}
 
 
 def made_up_clip(text={}, **image):
@@ -236,23 +237,21 @@ def test_presets_of_clips_towers(preset, image, text, parameters):
     assert count + vit.width * E + E * E + 1 == parameters
 
 
-SMALL_CLIP = "clip-b32:width=16,heads=2,depth=1,"
-START = ["--image-encoder", f"{SMALL_CLIP}image_size=16,patch_size=8",
-         "--text-encoder", f"{SMALL_CLIP}context=32,vocab_size=1", "--embed-dim", 8]
-
-
-@pytest.fixture
-def clip_file(tmp_path, run_of):
-    """A made-up CLIP for the flags START, and these with the vocabulary of its size."""
-    flags = [*SMALL["sparc"], *START, "--vocab", run_of("sparc") / "vocab.txt"]
-    args = train.parse_args([str(flag) for flag in flags])
-    tokenizer = common.open_tokenizer(args.vocab)
-    image, text = common.build_encoders(train.METHODS["sparc"], args, tokenizer)
-    clip = clip_names(random_weights(image), random_weights(text))
-    for name in ("visual.proj", "text_projection"):
-        clip[name] = torch.randn(16, 8)
-    torch.save(clip, tmp_path / "clip.pt")
-    return clip, [*flags, "--init-weights", tmp_path / "clip.pt"]
+def made_up_clip_file(vocab, changes={}):
+    """Write clip.pt, weights of a made-up CLIP -> flags of SPARC to start from it.
+    changes: {name: shape of another tensor, or None if it lacks}."""
+    towers = [f"clip-b32:width=16,heads=2,depth=1,{more}"
+              for more in ("image_size=16,patch_size=8", "context=32,vocab_size=1")]
+    flags = ["--image-encoder", towers[0], "--text-encoder", towers[1], "--embed-dim", "8",
+             "--vocab", str(vocab), "--init-weights", "clip.pt"]
+    args = train.parse_args([*SMALL["sparc"], *flags])
+    tokenizer = common.open_tokenizer(vocab)
+    towers = common.build_encoders(train.METHODS["sparc"], args, tokenizer)
+    clip = clip_names(*map(random_weights, towers))
+    for name, shape in changes.items():
+        clip[name] = shape if shape is None else torch.ones(shape)
+    torch.save({name: x for name, x in clip.items() if x is not None}, "clip.pt")
+    return flags
 
 
 def test_a_run_starts_from_a_clip_and_resumes(tmp_path, capsys, clip_file):

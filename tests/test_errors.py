@@ -1,0 +1,321 @@
+"""What is refused: a command, and a piece of its message with the value and the remedy."""
+
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import common
+import eval as evaluation
+import train
+from common import SPECIAL_TOKENS, UserError, World, train_wordpiece
+from helpers import SMALL, picture, write_files
+from test_start import made_up_clip_file
+
+MAP = picture(mode="L", format="PNG", value=3)
+CREPE = '{"0": {"filename": "red/0.png", "caption": "a", "negative_caption": "b"}}'
+FILES = {  # in the directory where the commands run, beside runs/NAME, a run with SMALL[NAME]
+    "table.csv": "filepath,title\na.png,one\nb.png,two\n", "names.txt": "one\ntwo\n",
+    "000.tar": {"0.jpg": picture(), "0.txt": "n0"}, "001.tar": {}, "bare/notes.md": "",
+    "folders/cat/notes.md": "", "mixed/cat/notes.md": "", "mixed/dog/1.jpg": "",
+    "numbers/n00000001/a.png": picture(), "poor.txt": "\n".join([*SPECIAL_TOKENS, "a"]),
+    "photos/blue/0.png": picture(), "photos/red/0.png": picture(), "broken/red/0.png": "no image",
+    "others/blue/0.png": picture(), "others/grey/0.png": picture(), "crepe/swap_att.json": CREPE,
+    "colours/classnames.txt": "blue\nred\n", "colours/test/nshards.txt": "1",
+    "colours/test/0.tar": {"0.jpg": picture(), "0.cls": "0", "1.jpg": picture(), "1.cls": "2"},
+    "pairs/dataset_type.txt": "retrieval", "pairs/test/nshards.txt": "1",
+    "pairs/test/0.tar": {"0.jpg": picture(), "0.txt": "\n"},
+    "voc/JPEGImages/a.jpg": picture(), "voc/SegmentationClass/a.png": MAP,
+    "voc/ImageSets/Segmentation/val.txt": "a\n", "winoground/examples.jsonl": '{"image_0": "x"}'}
+COCO = '{"images": [{"id": 1, "file_name": "a"}], "annotations": [{"image_id": 1, "bbox": []}]}'
+NO_CAPTIONS = "neither COCO captions nor Karpathy's JSON"
+NUMBER = "folder n00000001 has a number of ImageNet"
+EMPTY = "has no column 'filepath', only an empty or broken first line; name yours"
+VOC, SET = "eval runs/sparc --task segmentation --data voc", "eval runs/sparc --data colours"
+PROMPT = "'{}' is no file of templates, one a line, and no template with one"
+CLIP = "clip-b32:width=16,heads=2,image_size=16,patch_size=8,depth=1,"
+IMAGE = "--init-weights holds a model of another size or kind .*{}.*: give --image-encoder the"
+TEXT = IMAGE.replace("image", "text")
+BLOCK = "transformer.resblocks.0."
+
+# The first word of a command: train, eval, or a method's name for train.py with its flags of SMALL
+# and --out run; clip: SPARC's, from a CLIP. Then there may be other files, {name: content}, the
+# content of the file that the last word names, or of a CLIP {tensor: shape, or None to lack}.
+ERRORS = [
+    # Settings of a training
+    ("sparc --preset b33", "has no preset 'b33'; it has tiny, b32, b16, l14"),
+    ("sparc --batch 0", "--batch 0 must be from 1 to inf"),
+    ("sparc --seed -1", "--seed -1 must be from 0"),
+    ("sparc --sigma 2", "--sigma 2.0 must be from 0 to 1"),
+    ("sparc --embed-dim 0", "^--embed-dim 0 must be from 1"),
+    ("sparc --lambda-f -1", "^--lambda-f -1.0 must be from 0"),
+    ("sparc --lambda-f nan", "^--lambda-f nan must be from 0 to inf"),
+    ("sparc --init-scale 0", "^--init-scale 0.0 must be from 1 to 100"),
+    ("sparc --image-size 0", "^--image-size 0 must be from 1"),
+    ("sparc --image-size -48", "^--image-size -48 must be from 1"),
+    ("sparc --lr inf", "^--lr inf must be a finite number"),
+    ("sparc --batch 1", "^--batch 1 must be 2 or more: the loss compares captions"),
+    ("sparc --vocab-size 0", "^--vocab-size 0 must be from 1"),
+    ("sparc --probe-epochs 0", "--probe-epochs 0 must be from 1"),
+    ("sparc --epochs 1", "--epochs and --steps both say"),
+    ("train --method sparc --epochs 1 --out run", "how many images shapes.* known; give --steps"),
+    ("sparc --accum-freq 2", "--accum-freq 2 .* BatchNorm .* tiny-patch"),
+    ("sparo --grp-size 3 --L 4", "give a divisor of L"), ("sparo --codes 0", "--codes 0 must be"),
+    ("sparo --readout cls --image-encoder tiny", "add cls=1"),
+    ("stair --init-scale 0", "--init-scale 0.0 must be from 1"),
+    ("stair --bias-text nan", "^--bias-text nan must be a finite number"),
+    ("stair --share-1 0.7 --share-2 0.3", "leave no steps to stage 3"),
+    ("stair --revive-until 4", "--revive-until 4"),
+    ("dino --vocab nowhere.txt", "--vocab has no effect here"),
+    ("dino --crop-scale 0.5", "--crop-scale has no effect here"),
+    ("dino --init-weights clip.pt", "--init-weights has no effect here: .* takes no captions"),
+    ("bam --init-weights clip.pt", "--init-weights has no effect here: .* takes no captions"),
+    ("dino --crop-least 0.6 --crop-border 0.5", "0.6 must not be above --crop-border 0.5"),
+    ("dino --local-size 12", "--local-size: a view of 12 .* not a multiple of the 8 of a patch"),
+    ("dino --readout fdt", "--objective dino has --readout sparo, cls, gap, not fdt"),
+    ("dino --readout cls --image-encoder ResNet-50 --data shapes:size=64", "choose a ViT"),
+    ("bam --target onehot --normalization block", "leave out --normalization block"),
+    ("bam --local-crops 1 --local-size 24", "--local-size must not be above the 16"),
+    ("bam --local-crops 1 --local-size 24 --dry-run", "--local-size must not be above the 16"),
+    ("bam --crop-least 0.6", "--crop-least 0.6 must not be above"),
+    ("bam --batch 1", "--batch 1 must be 2 or more"),
+    ("bam --contrastive-crop --crop-start 1", "of class folders or of a table, not of shapes"),
+    ("bam --contrastive-crop --crop-start 9", "--crop-start 9 must be below --steps 4"),
+    ("bam --contrastive-crop --crop-start 1 --data 000.tar", "of a table, .* unpack shards"),
+    ("bam --readout cls --image-encoder tiny", r"the \[CLS\] token: add cls=1"),
+
+    # Towers
+    ("sparc --image-encoder ViT-Z/9", "no ViT preset 'ViT-Z/9'; there are tiny, tiny-patch, V"),
+    ("sparc --image-encoder tiny:stem=none", "ViT has no setting 'stem'; it has "),
+    ("sparc --image-encoder tiny:patch_size=4", "strides of stem .* must multiply to patch_size 4"),
+    ("sparc --data shapes:size=50", "image_size 50 is not a multiple of patch_size 8: give 48"),
+    ("sparc --image-encoder tiny:positions=a", "positions must be learned or sincos, not 'a'"),
+    ("sparc --image-encoder tiny:positions=sincos,width=90", "width 90 must be a multiple of 4"),
+    ("sparc --image-encoder tiny:heads=5", "width 96 is not a multiple of heads 5"),
+    ("sparc --image-encoder tiny:depth=4.5", "depth='4.5' is not of type int"),
+    *((f"sparc --image-encoder tiny:{setting}", f"^ViT: {setting} must be from {least}")
+      for setting, least in {"depth=0": 1, "heads=0": 1, "patch_size=0": 1, "width=0": 1,
+                             "drop_path=1.0": "0 to 0.99", "eps=nan": 0}.items()),
+    ("sparc --image-encoder ResNet-50", "image_size 16 is not a multiple of 32"),
+    ("sparc --image-encoder ResNet-50:blocks=3", "ResNet has no setting 'blocks'; it has image_s"),
+    ("sparc --text-encoder tiny:context=0", "^TextTransformer: context=0 must be from 1 to inf"),
+    ("sparc --text-encoder tiny:vocab_size=abc --dry-run", "vocab_size='abc' is not of type int"),
+    ("sparc --text-encoder tiny:vocab_size=500",
+     r"vocab_size=500 is for 500 tokens, a vocabulary trained from these captions has \d+: give"),
+    ("sparc --text-encoder clip-b32", "is for 49408 tokens, .* or another --text-encoder"),
+
+    # Vocabularies
+    ("sparc --vocab nowhere.txt", "vocabulary nowhere.txt: .*No such file"),
+    ("sparc --vocab .", "directory"), ("sparc --vocab 0", "0: 'utf-8' codec can't decode", b"\x80"),
+    ("sparc --vocab 0", r"0.* lacks \[PAD\] \[UNK\] \[CLS\] \[SEP\]", b""),
+    *(("sparc --vocab 0", rf"0.* lacks \[{token}\]:",
+       "\n".join(SPECIAL_TOKENS).replace(f"[{token}]", ""))
+      for token in ("PAD", "UNK", "CLS", "SEP")),
+    ("sparc --vocab 0", "0: Line 7 of the vocabulary, 'a', stands in line 5 already: give each",
+     "\n".join([*SPECIAL_TOKENS, "a", "b", "a"])),
+    ("sparc --vocab 0", "0: Line 7 of the vocabulary, '', stands in line 5",
+     "\n".join([*SPECIAL_TOKENS, "", "a", "", "b"])),
+    ("sparc --vocab 0", "0: Line 3 of the vocabulary, 'ab', is no pair", "#version: 0\na b\nab\n"),
+    ("sparc --vocab 0", "0: .*'a bc', is no pair of known pieces", "#version: 0.2\na bc\n"),
+    ("sparc --vocab 0", "No line .* has </w>, .*GPT-2.*bpe_simple", "#version: 0\n\u0120 t\nh e\n"),
+    ("sparc --vocab a.gz", "Cannot read the vocabulary a.gz: .*; give a BERT vocab.txt", "broken"),
+    ("sparc --vocab poor.txt", "^83% of the captions' tokens are .UNK., .* give another --vocab"),
+    (lambda: train_wordpiece(["ab c"], 6), "A vocabulary of 6 is too small.* 7 "),
+
+    # Data
+    ("sparc --data nowhere.csv", "nowhere.csv does not exist; a SPEC is shapes, a CSV"),
+    ("sparc --eval-data nowhere", "nowhere does not exist"),
+    ("sparc --data {000..004}.tar", "3 of the 5 shards .* first is 002.tar"),
+    ("sparc --data {3..1}.tar", r"range \{3..1\} of"), ("sparc --data gone.tar", "gone.tar"),
+    ("sparc --data *.tar", r"\*.tar; several are named with braces, DIR/\{00000..00012\}.tar"),
+    ("sparc --data 000.tar::gone.tar", "gone.tar"),
+    *((f"sparc --data 000.tar::{other}", f"::{other}: '::' joins tar shards alone")
+      for other in ("table.csv", "shapes", "000.tar:weight=2")),
+    ("sparc --data table.csv --image-root /gone", "--image-root /gone is not a directory"),
+    ("sparc --data table.csv:colour=x", "no setting 'colour'; it has caption, image"),
+    ("sparc --data 000.tar:window=2", "no setting 'window'; it has none"),
+    ("sparc --data folders:classes=x", "no setting 'classes'; it has none"),
+    ("sparc --data bare", "bare has no class folders"), ("bam --data bare", "bare has no images"),
+    ("sparc --data folders", r"folders has no images \(.jpg "),
+    ("bam --data folders", r"folders has no images \(.jpg "),
+    ("sparc --data mixed", "^1 of the 2 class folders of mixed have no images: cat; remove"),
+    ("sparc --data numbers", f"{NUMBER} for a name: rename it"),
+    ("sparc --data numbers --eval-every 1", NUMBER),
+    ("bam --data photos --eval-every 1", "need --train-data, .* k-NN learns from --data and is"),
+    ("bam --data photos --eval-data others", "must have the class folders of others: blue, grey"),
+    ("bam --eval-data table.csv", "^No .*table.csv: give class folders or shapes"),
+
+    # Tables
+    ("sparc --data a.csv", "a.csv has no column 'filepath', only url, caption; name yours with",
+     "url,caption\nx,y\n"),
+    ("sparc --data a.csv", "no column 'title', only image, text", "image,text\nx,y\n"),
+    ("sparc --data a.csv", EMPTY, ""),
+    ("sparc --data a.csv", EMPTY, 'filepath,"title\nx.jpg,one\n'),
+    ("sparc --data a.csv", "a.csv has no image with a caption", "filepath,title\n"),
+    ("sparc --data a.csv", "left out: 1 x empty caption, the last ", "filepath,title\nx.jpg,\n"),
+    ("sparc --data a.csv", "Cannot read a.csv.*UTF-8", b"filepath,title\nx.jpg,caf\xe9\n"),
+    ("sparc --data a.tsv", "a.tsv.* 1 x broken row .an open quote, a comma outside quotes",
+     'filepath\ttitle\nx.jpg\t"never closed' + "x" * 200_000),
+    ("sparc --data a.token", "a.token, line 1: no tab", "x.jpg#0 no tab\n"),
+    ("sparc --data a.token", "Cannot read a.token.*UTF-8", b"x.jpg#0\t\xff\n"),
+    ("sparc --data a.json", "a.json is not valid JSON", "{"),
+    ("sparc --data a.json", "a.json is not valid JSON", b"\xff"),
+    ("sparc --data a.json", "a.json is not valid JSON", "[" * 100_000),
+    *(("sparc --data a.json", f"a.json is {NO_CAPTIONS}", text)
+      for text in ("[1]", "3", "null", '{"images": 3, "annotations": []}')),
+    ("sparc --data a.json", "no captions of split 'train', only of none", '{"images": []}'),
+    ("sparc --data a.json:split=dev", "no captions of split 'dev', only of val: give .*split=NAME",
+     {"a.json": '{"images": [{"filename": "a", "split": "val", "sentences": []}]}'}),
+    ("sparc --data a.json", f"{NO_CAPTIONS}: 'caption'.", COCO),
+    ("sparc --data a.json", "'file_name'", '{"images": [{"id": 1}], "annotations": []}'),
+    ("sparc --data a.json", "'split'", '{"images": [{"sentences": [], "filename": "a"}]}'),
+    ("sparc --data a.parquet", "no reader for '.parquet' files, only .csv", "x"),
+    ("sparc --data a.tar.gz", "no reader for '.gz' files, only .csv", "x"),
+
+    # The world
+    *((f"sparc --data shapes:{name}={value}", f"shapes.*{name}.*{value}")
+      for name, values in {"size": "0 -48 8 100000 big", "objects": "0 8", "noise": "-1 nan 7",
+                           "heldout": "-1 33", "small": "0 -0.1 0.01 0.3",
+                           "large": "0.1 0.9 inf"}.items() for value in values.split()),
+    ("sparc --data shapes:colour=3", "shapes has no setting 'colour'; it has background"),
+    (lambda: World().sample(1, "train", 0, 5), "5 objects.*objects=3"),
+    (lambda: World().sample(1, "train", 0, 0), "0 objects"),
+    (lambda: World().sample(1, "dev", 0), "'dev'.*train, val, test"),
+
+    # A whole CLIP
+    ("clip", "is OpenAI's, whose GELU is another one: add :quick_gelu=1", {"input_resolution": ()}),
+    ("clip", IMAGE.format("Unexpected .*blocks.0.ls_1.gamma"), {f"visual.{BLOCK}ls_1.gamma": 16}),
+    ("clip", TEXT.format("Unexpected .*blocks.0.ls_2.gamma"), {f"{BLOCK}ls_2.gamma": 16}),
+    ("clip", IMAGE.format("Unexpected .*trunk.norm.weight"), {"visual.trunk.norm.weight": 16}),
+    ("clip", TEXT.format("Unexpected .*cls_emb"), {"cls_emb": 16}),                       # CoCa's
+    ("clip", TEXT.format("Unexpected .*logit_bias"), {"logit_bias": 1}),                  # SigLIP's
+    ("clip", IMAGE.format("Missing .*norm_pre.bias"), {"visual.ln_pre.bias": None}),
+    ("clip", IMAGE.format("Missing .*0.mlp.fc1.bias"), {f"visual.{BLOCK}mlp.c_fc.bias": None}),
+    ("clip", TEXT.format("size mismatch for norm.weight"), {"ln_final.weight": 5}),
+    ("clip", TEXT.format("size mismatch for pos"), {"positional_embedding": (9, 16)}),
+    ("clip", IMAGE.format("size mismatch for pos"), {"visual.positional_embedding": (7, 16)}),
+    ("clip", IMAGE.format("Unexpected .*blocks.1.norm1.weight"),                    # a deeper file
+     {"visual.transformer.resblocks.1.ln_1.weight": 16}),
+    *((f"clip --image-encoder {CLIP}{setting}", IMAGE.format(wrong)) for setting, wrong in {
+        "pre_norm=0": "Unexpected .*norm_pre.weight", "cls=0": "Unexpected .*cls",
+        "patch_bias=1": "Missing .*patch_embed.bias",
+        "depth=2": "Missing .*blocks.1.norm1.weight"}.items()),
+    ("clip", "has 20 tokens of another vocabulary than .*: give theirs with --vocab",
+     {"token_embedding.weight": (20, 16)}),
+    ("clip", r"visual.proj is \(16, 5\) .*, but the model needs \(16, 8\): give --embed-dim 5",
+     {"visual.proj": (16, 5)}),
+    ("clip", r"text_projection is \(9, 8\) in the file", {"text_projection": (9, 8)}),
+    ("clip", "has no text_projection, which the model needs: give a CLIP",
+     {"text_projection": None}),
+    ("clip --data shapes:size=32 --image-encoder ResNet-50", "--init-weights needs a ViT"),
+
+    # Directories of runs
+    ("sparc --data gone --out table.csv", "table.csv cannot be written: File exists"),
+    ("sparc --data gone --out table.csv/x", "table.csv/x cannot be written: Not a directory"),
+    ("sparc --data gone --out /proc/x", "/proc/x cannot be written"),
+    ("sparc --data gone --out /dev/full", "/dev/full cannot be written"),
+    ("sparc --out runs/sparc", "runs/sparc holds a run: continue it with --resume"),
+    ("sparc --resume", "run holds no run"), ("train --resume", "--resume needs --out"),
+    ("train --method sparc --resume auto", "--resume needs --out"),
+    ("stair --resume --out runs/sparc", "is a run of --method sparc: leave out --method stair"),
+    ("train --resume --embed-dim 7 --out runs/sparc", "model of another size.*: leave out"),
+    ("train --resume --preset b32 --out runs/sparc", "--preset tiny: leave out --preset b32"),
+    ("train --resume auto --vocab poor.txt --out runs/sparc", "leave out --vocab poor.txt"),
+    ("train --resume --steps 5 --out runs/sparc", "has made 6 steps: --steps 5 must not be fewer"),
+    ("train --resume --optimizer lamb --out runs/sparc", "--optimizer adamw: leave out"),
+    *((f"{command} runs/{name}", message, {f"runs/{name}/{file}": text})
+      for command, name in (("train --resume --out", "sparc"), ("eval", "sparc"))
+      for file, message, text in (
+          *(("config.json", "config.json is damaged .*: write it anew", text)
+            for text in ('{"method": "sp', "[]", "{}", "")),
+          ("vocab.txt", "last.pt holds a model of another size.*vocab.txt", FILES["poor.txt"]),
+          ("last.pt", "last.pt is not a checkpoint that can be read", "broken"))),
+
+    # Evaluation
+    ("eval bare", "bare holds no run"),
+    ("eval runs/sparc --task dance", "no task dance; there are zeroshot, "),
+    ("eval runs/sparc --limit 0", "--limit 0 must be at least 1"),
+    ("eval runs/sparc --batch 0", "--batch 0 must be at least 1"),
+    ("eval runs/sparc --probe-epochs 0", "--probe-epochs 0 must be at least 1"),
+    ("eval runs/sparc --device gpu", "--device gpu: "),
+    ("eval runs/sparc --task slots", "nothing to evaluate in slots on shapes"),
+    ("eval runs/sparc --data photos --split val", "--split val: photos has no splits"),
+    ("eval runs/sparc --data photos --task segmentation", "segmentation cannot use this data"),
+    ("eval runs/sparc --data broken --task zeroshot", "None of the 1 images could be read, .*0.png"),
+    ("eval runs/sparc --data photos --task zeroshot,linear", "class folders need --train-data"),
+    ("eval runs/bam --data photos", "class folders need --train-data"),
+    ("eval runs/bam --data photos --train-data photos/", "folders need --train-data, other class"),
+    ("eval runs/bam --data photos --train-data others",
+     "--train-data others must have the class folders of photos: blue, red"),
+    ("eval runs/bam --task zeroshot", "zeroshot cannot use a model without a text tower; what can"),
+    ("eval runs/bam --data table.csv", "on table.csv: give class folders or shapes to a model"),
+    ("eval runs/bam --query red", "--query needs a run of STAIR"),
+    ("eval runs/stair --query 'red AND qqq'", "--query.* no word 'qqq'"),
+    *((f"eval runs/sparo --data numbers --task {task} --select photos", f"{NUMBER} .* --classes")
+      for task in ("zeroshot", "slots", "words")),
+    ("eval runs/sparo --data photos --task slots", "slots needs --select"),
+    ("eval runs/sparo --data photos --task slots --select photos", "not the data to evaluate"),
+    ("eval runs/sparo --data photos --task slots --select crepe", "; crepe is something else"),
+    ("eval runs/sparo --data photos --task masks --select photos/", "not the data to evaluate"),
+    ("eval runs/sparo --data photos --task masks --select others", "SugarCrepe's files"),
+    ("eval runs/sparc --data photos --classes gone.txt", "--classes gone.txt cannot be read"),
+    ("eval runs/sparc --data photos --classes 0", "--classes 0 cannot be read", b"\xff"),
+    ("eval runs/sparc --data photos --classes 0", "0 has 1 names for 2 class folders: give", "a\n"),
+    ("eval runs/sparc --templates 0", PROMPT.format(0), "\n"),
+    ("eval runs/sparc --templates 0", PROMPT.format("red"), "red\n"),
+    *((f"eval runs/sparc --templates '{template}'", PROMPT.format(template).replace("{", r"\{"))
+      for template in ("no.txt", "a photo", "a {b}", "{} {a}", "{")),
+    (VOC + " --split test", "has no test.txt; --split can be val"),
+    (VOC + " --classes gone.txt", "--classes gone.txt cannot be read"),
+    (VOC + " --classes names.txt", "a.png holds class 3, .* are 2 names: give all with --classes"),
+    (VOC, r"a.png is no map of class ids .* shape \(8, 8, 3\)",
+     {"voc/SegmentationClass/a.png": picture(format="PNG")}),
+    (VOC, r"None of the 1 images could be read, the last is \['a'\]", {"voc/JPEGImages/a.jpg": ""}),
+    (SET, "holds class 2, but .*classnames.txt has 2 names, the first of class 0"),
+    (SET + " --split val", "has no split val; --split can be test"),
+    (SET, "'a photo' is no file of templates, one a line, and no",
+     {"colours/zeroshot_classification_templates.txt": "a photo\n"}),
+    (SET, "--classes .*classnames.txt cannot be read", {"colours/classnames.txt": b"\xff"}),
+    (SET + " --task knn", "need --train-data, other class folders"),
+    *((SET, f"nshards.txt holds '{n}'; it must be the number of 0.tar, 1.tar",
+       {"colours/test/nshards.txt": n}) for n in ("", "two", "0", "-1")),
+    (SET, "2 of the 3 shards of .* first is .*1.tar", {"colours/test/nshards.txt": "3"}),
+    ("eval runs/sparc --data pairs", "no image with a caption.*left out: "),
+    *(("eval runs/sparc --data winoground", "sample 1: .* must have image_0, image_1",
+       {"winoground/examples.jsonl": text}) for text in ('{"image_0": "x"}', "no JSON", "[1]")),
+]
+
+
+def files_in(directory):
+    return {path: path.read_bytes() for path in directory.rglob("*")
+            if path.is_file() and path.name != "lock"}
+
+
+@pytest.mark.parametrize("row", ERRORS, ids=lambda row: str(row[0]))
+def test_errors_say_what_is_wrong_and_leave_all_files_as_they_were(
+        tmp_path, monkeypatch, run_of, row):
+    command, message, more = (*row, {})[:3]
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path, FILES)
+    if callable(command):
+        program, arguments = command, []
+    else:
+        first, *flags = shlex.split(command)
+        for word in flags:
+            if word.startswith("runs/"):
+                shutil.copytree(run_of(word.removeprefix("runs/")), word)
+        if first == "clip":
+            flags = made_up_clip_file(run_of("sparc") / "vocab.txt", more) + flags
+        else:
+            write_files(tmp_path, more if isinstance(more, dict) else {flags[-1]: more})
+        name = {"clip": "sparc"}.get(first, first)
+        if name in SMALL:
+            flags = [*SMALL[name], "--out", "run", *flags]
+        program, arguments = (evaluation if name == "eval" else train).main, [flags]
+    before = files_in(tmp_path)
+    with pytest.raises(UserError, match=message) as error:
+        program(*arguments)
+    assert "\n" not in str(error.value)
+    assert files_in(tmp_path) == before and not Path("run").exists()
