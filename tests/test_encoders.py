@@ -11,7 +11,6 @@ from torch.nn.functional import gelu, layer_norm
 from torchvision.models import resnet
 
 import common
-from common import UserError
 from helpers import run_ranks
 
 WIDTH, HEADS, DEPTH, PATCH, SIZE = 12, 3, 2, 4, 12  # the tiny towers: a grid of 3 x 3 patches
@@ -159,10 +158,6 @@ def test_sincos_positions():
     assert torch.equal(vit.pos[0], expected) and "pos" not in dict(vit.named_parameters())
 
 
-def small_resnet():
-    return common.ResNet(64, blocks=(1, 2, 1, 1))
-
-
 @pytest.mark.parametrize("make, shape", [
     (tiny_vit, (2, 3, SIZE, SIZE)), (tiny_text, (2, CONTEXT))])
 def test_gradient_checkpointing_changes_no_gradient(make, shape):
@@ -263,27 +258,6 @@ def test_cast_settings():
     values = {"n": 4, "x": 1e-3, "flag": True, "name": "b"}
     assert common.cast_settings(texts, defaults, "it") == values
     assert common.cast_settings({"flag": "0"}, {"flag": True}, "it") == {"flag": False}
-    for texts, message in (({"m": "1"}, "it has no setting 'm'; it has flag, n, name, x."),
-                           ({"n": "4.5"}, "n='4.5' is not of type int")):
-        with pytest.raises(UserError, match=message):
-            common.cast_settings(texts, defaults, "it")
-
-
-@pytest.mark.parametrize("spec, message", [
-    ("ViT-Z/9", "no ViT preset 'ViT-Z/9'; there are tiny, tiny-patch, V"),
-    ("tiny:stem=none", "ViT has no setting 'stem'"),
-    ("tiny:patch_size=4", "strides of stem .* must multiply to patch_size 4"),
-    ("tiny:image_size=50", "image_size 50 is not a multiple of patch_size 8: give 48"),
-    ("tiny:positions=round", "positions must be learned or sincos, not 'round'"),
-    ("tiny:positions=sincos,width=90", "width 90 must be a multiple of 4 for positions=sincos"),
-    ("tiny:heads=5", "width 96 is not a multiple of heads 5"),
-    ("ResNet-50:image_size=50", "image_size 50 is not a multiple of 32"),
-    ("ResNet-50:blocks=3463", "ResNet has no setting 'blocks'; it has image_size"),
-])
-def test_bad_encoder_settings(spec, message):
-    with pytest.raises(UserError, match=message):
-        kind, settings = common.image_encoder_settings(spec)
-        kind(**settings)
 
 
 def norm_and_images(kind):

@@ -151,29 +151,6 @@ def test_save_and_pickle(tmp_path, tiny):
         assert copy.vocab == TINY and copy.encode(" ".join(TINY)) == tiny.encode(" ".join(TINY))
 
 
-@pytest.mark.parametrize("name, content, message", [
-    ("nowhere.txt", None, "nowhere.txt: .*No such file"),
-    (".", None, "directory"),
-    ("binary", b"\x80\xff\xfe", "binary: 'utf-8' codec can't decode"),
-    ("empty", b"", r"lacks \[PAD\] \[UNK\] \[CLS\] \[SEP\]"),
-    *(("some", "\n".join(SPECIAL).replace(token, "").encode(), re.escape(f"lacks {token}:"))
-      for token in SPECIAL),
-    ("twice", "\n".join([*SPECIAL, "a", "b", "a"]).encode(),
-     "Line 7 of the vocabulary, 'a', stands in line 5 already: give each"),
-    ("blank", "\n".join([*SPECIAL, "", "a", "", "b"]).encode(),
-     "Line 7 of the vocabulary, '', stands in line 5"),
-    ("bpe", b"#version: 0.2\na b\nab\n", "bpe: Line 3 of the vocabulary, 'ab', is no pair"),
-    ("bpe", b"#version: 0.2\na bc\n", "'a bc', is no pair of known pieces"),
-    ("gpt2", "#version: 0.2\n\u0120 t\nh e\n".encode(), "No line .* has </w>, .*GPT-2.*bpe_simple"),
-    ("broken.gz", b"broken", "Cannot read the vocabulary .*broken.gz: .*; give a BERT vocab.txt")])
-def test_unusable_vocabularies(tmp_path, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message) as error:
-        common.open_tokenizer(tmp_path / name)
-    assert str(tmp_path / name) in str(error.value)
-
-
 def literal_training(captions, size):
     """Counts every pair anew before every merge; the words are plain, so split() finds them."""
     words = Counter(word for caption in captions for word in caption.split())
@@ -229,8 +206,6 @@ def test_no_training_word_is_unknown_and_in_the_end_each_is_one_token(size):
 def test_limits_of_training():
     assert common.train_wordpiece(["ab " + "z" * 101], 100) == [*SPECIAL, "##b", "a", "ab"]
     assert "z" * 100 in common.train_wordpiece(["z" * 100], 1000)
-    with pytest.raises(UserError, match="A vocabulary of 6 is too small.* 7 "):
-        common.train_wordpiece(["ab c"], 6)
     assert common.train_wordpiece(["ab c"], 7) == [*SPECIAL, "##b", "a", "c"]
     assert common.train_wordpiece([], 4) == common.train_wordpiece(["", " "], 4) == SPECIAL
 
