@@ -1,5 +1,7 @@
 """What is refused: a command, and a piece of its message with the value and the remedy."""
 
+import gzip
+import io
 import shlex
 import shutil
 from pathlib import Path
@@ -10,9 +12,17 @@ import torch
 import common
 import eval as evaluation
 import train
-from common import SPECIAL_TOKENS, UserError, World, train_wordpiece
+from common import BAD_SHARD, SPECIAL_TOKENS, UserError, World, train_wordpiece
 from helpers import SMALL, picture, write_files
 from test_start import made_up_clip_file
+
+
+def saved(state):
+    """Bytes of a checkpoint."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
 
 MAP = picture(mode="L", format="PNG", value=3)
 CREPE = '{"0": {"filename": "red/0.png", "caption": "a", "negative_caption": "b"}}'
@@ -62,9 +72,10 @@ ERRORS = [
     ("sparc --epochs 1", "--epochs and --steps both say"),
     ("train --method sparc --epochs 1 --out run", "how many images shapes.* known; give --steps"),
     ("sparc --accum-freq 2", "--accum-freq 2 .* BatchNorm .* tiny-patch"),
+    ("sparc --accum-freq 2 --image-encoder ResNet-50 --data shapes:size=32", "BatchNorm of ResN"),
+    ("sparc --grad-checkpoint --image-encoder ResNet-50 --data shapes:size=32", "leave it out, or"),
     ("sparo --grp-size 3 --L 4", "give a divisor of L"), ("sparo --codes 0", "--codes 0 must be"),
     ("sparo --readout cls --image-encoder tiny", "add cls=1"),
-    ("stair --init-scale 0", "--init-scale 0.0 must be from 1"),
     ("stair --bias-text nan", "^--bias-text nan must be a finite number"),
     ("stair --share-1 0.7 --share-2 0.3", "leave no steps to stage 3"),
     ("stair --revive-until 4", "--revive-until 4"),
@@ -147,6 +158,13 @@ ERRORS = [
     ("bam --data photos --eval-data others", "must have the class folders of others: blue, grey"),
     ("bam --eval-data table.csv", "^No .*table.csv: give class folders or shapes"),
 
+    *(("sparc --data a.tar", rf"{BAD_SHARD}.* a.tar \({reason}\)", content)
+      for content, reason in ((gzip.compress(b"x" * 999), "truncated header"),
+                              (b"a text\n" * 200, "invalid header"), ("", "empty file"),
+                              ("a text", "truncated header"), (bytes(10_240), "it holds no files"))),
+    ("sparc --data a.tar", "a.tar has no image with a caption.*left out: no image, a.tar:0",
+     {"a.tar": {"0.txt": "no image"}}),
+
     # Tables
     ("sparc --data a.csv", "a.csv has no column 'filepath', only url, caption; name yours with",
      "url,caption\nx,y\n"),
@@ -210,6 +228,8 @@ ERRORS = [
     ("clip", "has no text_projection, which the model needs: give a CLIP",
      {"text_projection": None}),
     ("clip --data shapes:size=32 --image-encoder ResNet-50", "--init-weights needs a ViT"),
+    *(("sparc --init-weights 0", IMAGE.format("Missing"), saved(state))
+      for state in ({"model": {"a": torch.ones(2)}, "step": 3}, [torch.ones(2)])),
 
     # Directories of runs
     ("sparc --data gone --out table.csv", "table.csv cannot be written: File exists"),
@@ -224,6 +244,7 @@ ERRORS = [
     ("train --resume --preset b32 --out runs/sparc", "--preset tiny: leave out --preset b32"),
     ("train --resume auto --vocab poor.txt --out runs/sparc", "leave out --vocab poor.txt"),
     ("train --resume --steps 5 --out runs/sparc", "has made 6 steps: --steps 5 must not be fewer"),
+    ("train --resume --bench 2 --out runs/sparc", "--bench times a new run: leave out --resume"),
     ("train --resume --optimizer lamb --out runs/sparc", "--optimizer adamw: leave out"),
     *((f"{command} runs/{name}", message, {f"runs/{name}/{file}": text})
       for command, name in (("train --resume --out", "sparc"), ("eval", "sparc"))
@@ -231,6 +252,7 @@ ERRORS = [
           *(("config.json", "config.json is damaged .*: write it anew", text)
             for text in ('{"method": "sp', "[]", "{}", "")),
           ("vocab.txt", "last.pt holds a model of another size.*vocab.txt", FILES["poor.txt"]),
+          ("last.pt", "last.pt holds a bam model", saved({"method": "bam"})),
           ("last.pt", "last.pt is not a checkpoint that can be read", "broken"))),
 
     # Evaluation
@@ -243,7 +265,7 @@ ERRORS = [
     ("eval runs/sparc --task slots", "nothing to evaluate in slots on shapes"),
     ("eval runs/sparc --data photos --split val", "--split val: photos has no splits"),
     ("eval runs/sparc --data photos --task segmentation", "segmentation cannot use this data"),
-    ("eval runs/sparc --data broken --task zeroshot", "None of the 1 images could be read, .*0.png"),
+    ("eval runs/sparc --data broken --task zeroshot", "None of the 1 images could be read, .*png"),
     ("eval runs/sparc --data photos --task zeroshot,linear", "class folders need --train-data"),
     ("eval runs/bam --data photos", "class folders need --train-data"),
     ("eval runs/bam --data photos --train-data photos/", "folders need --train-data, other class"),

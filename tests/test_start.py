@@ -136,13 +136,6 @@ def test_sparc_has_clips_tokens_in_its_space(E):
     close(model.g_t(model.text_encoder(ids))[0], tokens @ clip["text_projection"].double())
 
 
-@pytest.mark.parametrize("content", [{"model": {"a": torch.ones(2)}, "step": 3}, [torch.ones(2)]])
-def test_a_file_that_is_no_clip_is_refused(content):
-    towers, _ = made_up_clip()
-    with pytest.raises(UserError, match="another size or kind .*Missing .*cls.*--image-encoder"):
-        common.load_clip(towers, content, None)
-
-
 def test_clips_words_need_clips_vocabulary():
     towers, state = made_up_clip(text=dict(vocab_size=49408))
     with pytest.raises(UserError, match="49408 tokens of another vocabulary .* is bpe_simple"):

@@ -81,9 +81,7 @@ def lists_of_objects(world, n, split="train", objects=None):
 
 def test_the_parser_of_these_tests_can_say_no():
     red, blue = thing("red", "circle", x=10.0), thing("blue", "cross", "small", x=30.0)
-    caption = "a photo of a large red circle left of a cross and nothing else"
-    assert true_of(caption, [red, blue], of_all=True)
-    assert true_of("three blue crosses , a circle", [red, blue, blue, blue], of_all=True)
+    assert true_of("a photo of a large red circle left of a cross", [red, blue], of_all=True)
     for false in ("a red circle right of a blue cross", "a small red circle", "two red circles"):
         assert not true_of(false, [red, blue])
     assert not true_of("a red circle", [red, blue], of_all=True)
