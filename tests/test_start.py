@@ -256,10 +256,10 @@ def test_safetensors_name_the_call_that_converts_them(tmp_path):
 def test_sparc_drops_the_cls_token(objective):
     model = tiny_model("sparc", vit=dict(cls=True, depth=2), objective=objective)
     batch = make_batch()
-    images, tokens, mask = batch["images"], batch["tokens"], batch["mask"]
+    images = batch["images"]
     assert torch.equal(model.f_v(images), model.image_encoder(images)[:, 1:])
     assert model.encode_patches(images).shape == (4, 16, 8)
-    assert model.align_words(images, tokens, mask).shape == (4, 9, 16)
+    assert model.align_words(*batch.values()).shape == (4, 9, 16)
     loss, v = model(batch)["loss"], model.encode_image(images)
     patches, encoder = model.f_v(images), model.image_encoder
 
