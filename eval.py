@@ -499,9 +499,7 @@ class TableSet(EvalSet):
         return ((path, caption) for path, (_, caption) in self.documents())
 
     def documents(self):
-        for i in self.order:
-            path = self.table.paths[i]
-            yield path, (path, self.table.captions_of(i)[0])
+        return ((path, (path, captions[0])) for path, captions in self.caption_pairs())
 
 
 def shard_splits(directory):
@@ -542,9 +540,9 @@ class ShardSet(EvalSet):
         source = str(options.classes or Path(directory, "classnames.txt"))
         lines = common.read_text(source, "--classes").splitlines()
         names = [line.strip() for line in lines]  # CLEVR has a class without a name
-        templates, file = options.templates, Path(directory, "zeroshot_classification_templates.txt")
-        if file.is_file() and not templates:
-            templates = read_templates([str(file)])
+        templates, file = options.templates, f"{directory}/zeroshot_classification_templates.txt"
+        if not templates and Path(file).is_file():
+            templates = read_templates([file])
         self.classes = self.named = Classes(names, templates, source)
         self.groups, self.labelled = {"": (torch.arange(len(names)), names)}, self.label_pairs
 
@@ -1458,8 +1456,8 @@ def search(embed, data, options, run, queries):
         raise UserError("--query needs a run of STAIR, whose encodings are words to look up, and "
                         "shapes, captioned images or class folders.")
     index, images, rows = stair.InvertedIndex(embed.tokenizer.vocab), {}, []
-    for query in filter(stair.is_boolean, queries):  # wrong ones are found before all is encoded
-        with common.explained(ValueError, "--query"):
+    with common.explained(ValueError, "--query"):  # found before all is encoded
+        for query in filter(stair.is_boolean, queries):
             stair.boolean_query(query, index)
     for part in tqdm(chunks(data.documents(), 1000), "images in thousands"):
         x, documents = embed.encoded(part)
@@ -1614,10 +1612,10 @@ def compare_runs(evaluated, tasks):
             cells.append(f"{mean(values):.3f}{deviation}" if values else "")
         print(f"| {metric} | " + " | ".join(cells) + " |")
     embedders = {runs[0]: evaluated[runs[0]].embed for runs in columns.values()}
-    picture, data = PICTURES["segmentation"], found.data
-    suited = picture.fits(data) and all(picture.suits(x.model) for x in embedders.values())
-    if suited and len(specs) == 1 and (not tasks or "segmentation" in tasks):
-        page = draw_segmentation(embedders, data)
+    picture, asked = PICTURES["segmentation"], not tasks or "segmentation" in tasks
+    suited = picture.fits(found.data) and all(picture.suits(x.model) for x in embedders.values())
+    if suited and asked and len(specs) == 1:
+        page = draw_segmentation(embedders, found.data)
         save_pictures({Path(next(iter(evaluated)), "comparison.png"): page})
 
 
@@ -1662,20 +1660,6 @@ def build_parser():
     return parser
 
 
-def check_flags(flags):
-    """Raise UserError for flags that cannot be used."""
-    known = TASKS | PICTURES
-    unknown = set(flags.tasks or []) - known.keys()
-    if unknown:
-        raise UserError(f"There is no task {', '.join(unknown)}; there are {', '.join(known)}.")
-    for name in ("limit", "probe_epochs", "batch"):
-        value = vars(flags)[name]
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1.")
-    for run in flags.runs:
-        common.read_config(run)
-
-
 def describe(options):
     """What is evaluated, in words."""
     most = f", {options.limit:,} samples at most" if options.limit else ""
@@ -1704,8 +1688,15 @@ def evaluate_run(run, flags):
 
 
 def main(argv=None):
-    flags = build_parser().parse_args(argv)
-    check_flags(flags)
+    flags, known = build_parser().parse_args(argv), TASKS | PICTURES
+    if unknown := set(flags.tasks or []) - known.keys():
+        raise UserError(f"There is no task {', '.join(unknown)}; there are {', '.join(known)}.")
+    for name in ("limit", "probe_epochs", "batch"):
+        value = vars(flags)[name]
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1.")
+    for run in flags.runs:
+        common.read_config(run)  # before any is evaluated
     common.turn_off_tf32()
     flags.device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with common.explained((RuntimeError, AssertionError), f"--device {flags.device}"):
