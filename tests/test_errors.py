@@ -92,7 +92,7 @@ ERRORS = [
     ("bam --local-crops 1 --local-size 24 --dry-run", "--local-size must not be above the 16"),
     ("bam --crop-least 0.6", "--crop-least 0.6 must not be above"),
     ("bam --batch 1", "--batch 1 must be 2 or more"),
-    ("bam --contrastive-crop --crop-start 1", "of class folders or of a table, not of shapes"),
+    ("bam --contrastive-crop --crop-start 1", "a table, not of shapes.* --no-contrastive-crop"),
     ("bam --contrastive-crop --crop-start 9", "--crop-start 9 must be below --steps 4"),
     ("bam --contrastive-crop --crop-start 1 --data 000.tar", "of a table, .* unpack shards"),
     ("bam --readout cls --image-encoder tiny", r"the \[CLS\] token: add cls=1"),
