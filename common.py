@@ -975,12 +975,12 @@ class View:
 class Views:
     """Several random views of each image; image_size: of the largest, blur is relative to it.
 
-    Crops are made image by image, all else by the batch: here, in the workers, or with `defer` by
-    a later call of `distort`, when the batch is on a GPU.
+    Workers make crops, image by image, and draw all random numbers; `distort` does the rest, by
+    the batch, on the model's device.
     """
 
-    def __init__(self, views, image_size, defer=False):
-        self.views, self.image_size, self.defer = views, image_size, defer
+    def __init__(self, views, image_size):
+        self.views, self.image_size = views, image_size
         # enough pixels for every view's smallest crop
         self.min_side = max(math.ceil(view.size / view.scale[0] ** 0.5) for view in views)
 
@@ -1007,16 +1007,15 @@ class Views:
         return crops
 
     def collate(self, samples):
-        """B lists of crops -> {"views": [normalised (B, 3, size, size) for each view]}, or with
-        `defer` {"views": [the crops], "draws": random numbers for `distort`}."""
+        """B lists of crops -> {"views": [(B, 3, size, size) for each view], "draws": random
+        numbers}, for `distort`."""
         crops = [torch.stack(column) for column in zip(*samples)]
         drawn = [self.draw(len(crops[0]), view) for view in self.views]
         changed, colours, sigma = map(torch.stack, zip(*drawn))  # (V, 5, B), (V, B, 11), (V, B)
         # few tensors, as each takes time on its way from a worker: the rows of all changes in one
         draws = {"rows": changed.nonzero()[:, 2], "counts": changed.sum(2).flatten().tolist(),
                  "colours": colours, "sigma": sigma}
-        batch = {"views": crops, "draws": draws}
-        return batch if self.defer else distort(batch)
+        return {"views": crops, "draws": draws}
 
     def draw(self, n, view):
         """Which of n images each of five changes befalls (5, n), their random colours (n, 11) and

@@ -581,8 +581,7 @@ def build_transform(args, method, encoder):
         if view["size"] % patch:
             raise UserError(f"--local-size: a view of {view['size']} pixels is not a multiple of "
                             f"the {patch} of a patch.")
-    defer = torch.cuda.is_available()
-    return common.Views([common.View(**view) for view in views], args.image_size, defer)
+    return common.Views([common.View(**view) for view in views], args.image_size)
 
 
 def open_loader(args, data, transform, tokenizer, model, at):

@@ -496,6 +496,7 @@ def test_captions_of_shards_take_turns(tmp_path):
 
 
 def tensors_of(batch):
+    batch = common.distort(batch)
     return [batch["tokens"], batch["mask"], *batch.get("views", [batch.get("images")])]
 
 
@@ -649,7 +650,7 @@ def test_crops_differ_in_size_and_views_are_solarised():
     crops = [views(image) for _ in range(50)]
     spans = [(large[0, 0, -1] - large[0, 0, 0]).item() for large, _ in crops]
     assert max(spans) - min(spans) > 0.05
-    large, small = (common.denormalize(view) for view in views.collate(crops)["views"])
+    large, small = (common.denormalize(view) for view in common.distort(views.collate(crops))["views"])
     assert large.shape == (50, 3, 8, 8) and small.shape == (50, 3, 4, 4)
     assert small.max() <= 0.51 and large.max() > 0.8         # bright pixels turn dark
 
@@ -711,18 +712,15 @@ def crops_of(kind, views, n=24):
     return [views(image) for image in images]
 
 
-@pytest.mark.parametrize("defer", [False, True])
 @pytest.mark.parametrize("kind", ["files", "world"])
-def test_views_are_distorted_by_the_same_numbers_here_and_on_a_gpu(kind, defer):
-    views = common.Views(ALL_VIEWS, 32, defer)
+def test_views_are_distorted_by_the_numbers_that_were_drawn(kind):
+    views = common.Views(ALL_VIEWS, 32)
     crops = crops_of(kind, views)
     torch.manual_seed(1)
     batch = views.collate(crops)
     after, dtype = torch.rand(1), {"files": torch.uint8, "world": torch.float32}[kind]
-    assert ("draws" in batch) == defer and all(x.dtype == dtype for x in crops[0])
-    if defer:
-        kept = [x.clone() for x in batch["views"]]
-        assert all(x.dtype == dtype for x in kept)
+    kept = [x.clone() for x in batch["views"]]
+    assert all(x.dtype == dtype for x in kept)
     result = common.distort(batch)
     torch.manual_seed(1)
     for i, x in enumerate(result["views"]):
@@ -731,8 +729,7 @@ def test_views_are_distorted_by_the_same_numbers_here_and_on_a_gpu(kind, defer):
         expected = distorted(column, ALL_VIEWS[i], 32)
         torch.testing.assert_close(x, expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(torch.rand(1), after) and "draws" not in result
-    if defer:                                                # what came is left as it was
-        assert all(map(torch.equal, batch["views"], kept))
+    assert all(map(torch.equal, batch["views"], kept))       # what came is left as it was
 
 
 class OnOneDevice(TorchDispatchMode):
@@ -748,7 +745,7 @@ class OnOneDevice(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["files", "world"])
 def test_no_value_of_a_gpu_is_asked_for(kind):
     """Meta tensors have no values: whatever depends on one, a mask's rows too, raises."""
-    views = common.Views(ALL_VIEWS, 32, defer=True)
+    views = common.Views(ALL_VIEWS, 32)
     batch = views.collate(crops_of(kind, views))
     batch = tree_map_only(torch.Tensor, lambda x: x.to("meta"), batch)
     with OnOneDevice():
@@ -762,17 +759,12 @@ def test_no_value_of_a_gpu_is_asked_for(kind):
         images[images > 0]
 
 
-def test_a_training_on_deferred_views_is_the_same_and_continues(tmp_path, monkeypatch):
-    class Deferred(common.Views):
-        def __init__(self, views, image_size, defer):
-            super().__init__(views, image_size, defer=True)
-
+def test_a_training_on_views_of_files_is_the_same_with_a_worker_and_continues(tmp_path):
     flags = [*SMALL["dino"], "--data", write_table(tmp_path, 12), "--image-size", 16]
     train_alone([*flags, "--out", tmp_path / "here"])
-    monkeypatch.setattr(common, "Views", Deferred)
-    train_until(2, [*flags, "--workers", 1, "--out", tmp_path / "deferred"])
-    train_alone(["--resume", "--out", tmp_path / "deferred"])
-    assert_same_weights(tmp_path / "here", tmp_path / "deferred")
+    train_until(2, [*flags, "--workers", 1, "--out", tmp_path / "stopped"])
+    train_alone(["--resume", "--out", tmp_path / "stopped"])
+    assert_same_weights(tmp_path / "here", tmp_path / "stopped")
 
 
 # CLIP's images ------------------------------------------------------------------------
