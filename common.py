@@ -1735,7 +1735,7 @@ def fixed_seed(*numbers):
 
 def mix_seed(*numbers):
     """Integers -> one seed that changes with each of them."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
 
 
 # Schedules ----------------------------------------------------------------------------
