@@ -503,7 +503,7 @@ class LARS(torch.optim.Optimizer):
 # * Of eight colours it learns colours (.998), not shapes (.44; SimCLR .73): targets are relations
 #   that the network sees already. Of one it learns shapes, at a low rate (val: 5e-4 .70, 2e-3 .42).
 # * Blocks are no worse than global normalisation (shapes: .546, .498). A teacher lags behind (.34).
-# * An update: 1.005 times DINO's FLOPs (Table 10: time .93); vit-s16, dino-s16, --local-crops 0.
+# * An update: 1.006 times DINO's FLOPs (Table 10: time .93): vit-s16, dino-s16, --batch 2048.
 
 
 if __name__ == "__main__":
