@@ -442,7 +442,7 @@ VIT_PRESETS = {
     "clip-l14": dict(patch_size=14, width=1024, depth=24, heads=16, **CLIP_VIT),
 }
 RESNET_PRESETS = {"ResNet-50": dict(blocks=(3, 4, 6, 3))}             # (1512.03385), Table 1
-# of settings in a spec; other numbers are 1 or more
+# the lowest and the highest value of a setting in a spec; other numbers are 1 or more
 ENCODER_BOUNDS = {"drop_path": (0, 0.99), "eps": (0, 1), "mlp_ratio": (0.1, 100)}
 TEXT_PRESETS = {
     "tiny": dict(context=32, width=128, depth=2, heads=4),            # the embedded world
@@ -589,7 +589,7 @@ CLIP_NAMES = [  # OpenCLIP's and OpenAI's names, ours
     ("token_embedding.", "embedding."), ("ln_pre.", "norm_pre."), ("ln_post.", "norm."),
     ("ln_final.", "norm.")]
 CLIP_PARTS = ("visual.proj", "text_projection", "logit_scale")  # what is in no tower
-OPENAIS = ("input_resolution", "context_length", "vocab_size")  # numbers, in OpenAI's files alone
+OPENAI_ONLY = ("input_resolution", "context_length", "vocab_size")  # beside the weights
 
 
 def load_clip(towers, state_dict, tokenizer):
@@ -615,12 +615,12 @@ def load_clip(towers, state_dict, tokenizer):
                         f"tower's {expected}: give theirs with --vocab; that of OpenAI's and most "
                         f"of OpenCLIP's weights is bpe_simple_vocab_16e6.txt.gz.")
     notes = load_tower(towers[0], image, "--image-encoder")
-    numbers = [text.pop(name) for name in OPENAIS if name in text]
+    is_openai = any([text.pop(name, None) is not None for name in OPENAI_ONLY])
     notes += load_tower(towers[1], text, "--text-encoder")
     modules = [module for tower in towers for module in tower.modules()]
     if any(isinstance(module, nn.GELU) for module in modules):
         remedy = "add :quick_gelu=1 to --image-encoder and --text-encoder"
-        if numbers:
+        if is_openai:
             raise UserError(f"--init-weights is OpenAI's, whose GELU is another one: {remedy}.")
         notes.append(f"read with GELU; if its model in OpenCLIP is OpenAI's or is called "
                      f"...-quickgelu, {remedy}")
@@ -1106,15 +1106,17 @@ def blur(x, sigma):
 
 # Data files ---------------------------------------------------------------------------
 #
-# What --data names is a source: CaptionTable, TarShards or World. The first two have
+# What --data names is a source: CaptionTable, TarShards or World. All three have
+#   sample_captions(limit)              captions for a vocabulary
+#   layout                              in another one positions mean other samples, so a
+#                                       checkpoint keeps it
+# The first two have
 #   samples(seed, part, parts, start)   endless (sample, position behind it) of one of `parts`
-#                                       parts; a sample is (file, caption, name), of a table with
-#                                       its row behind, or Skipped
-#   start, layout                       the first position; in another layout positions mean
-#                                       other samples, so a checkpoint keeps it
+#                                       parts; a sample is (file, caption, name), or Skipped; of
+#                                       a table it is (path, caption, path, number of the image)
+#   start                               the first position
 #   skipped, max_bad                    rows left out when it was opened; unusable samples in a
 #                                       row that end a run
-# All three have sample_captions(limit), captions for a vocabulary.
 
 
 @dataclasses.dataclass
@@ -1268,9 +1270,9 @@ class TarShards:
                     sample = read_sample(rows[i], self.content)
                     if not isinstance(sample, Skipped):
                         image, captions, where = sample
-                        # where its headers start stands for its number
-                        turn = epoch + rows[i][2] // tarfile.BLOCKSIZE
-                        sample = image, captions[turn % len(captions)], where
+                        _, _, start, _ = rows[i]  # where it lies in the tar, like a number
+                        caption = captions[(epoch + start // tarfile.BLOCKSIZE) % len(captions)]
+                        sample = image, caption, where
                     place += 1
                     is_last = place == len(rows)
                     yield sample, (epoch, window + 1, 0) if is_last else (epoch, window, place)
@@ -1645,7 +1647,7 @@ class Stream(IterableDataset):
             samples.append(sample)
             if len(samples) == self.batch_size:
                 batches += 1
-                with fixed_seed(self.seed, part, *numbers, 1):
+                with fixed_seed(self.seed, part, *numbers, 1):  # not those of the sample
                     batch = self.collate(samples)
                 yield batch | {"position": {worker: (batches, position, dict(skipped))},
                                "skipped": {worker: dict(skipped)}}

@@ -383,7 +383,7 @@ class EvalSet:
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
     map_classes: dict = None       # {"": Classes} of `maps`
     content_words: set = None      # nouns and adjectives
-    has_splits: bool = False       # it can also be learned from and selected on
+    is_world: bool = False         # its other splits are there to learn from and to choose by
     labelled: Callable = None      # (purpose) -> pairs with class ids
     captioned: Callable = None     # () -> pairs with lists of captions
     negatives: Callable = None     # () -> pairs with [(kind, caption, wrong caption)]
@@ -404,7 +404,7 @@ class WorldSet(EvalSet):
     classes = Classes(PAIRS, ["{a}", "a photo of {a}"])
     map_classes = {"/colour": Classes(COLOURS, [f"{{a}} {shape}" for shape in SHAPES]),
                    "/shape": Classes(SHAPES, ["{a}", "a photo of {a}"]), "/pair": classes}
-    content_words, has_splits = WORLD_WORDS, True
+    content_words, is_world = WORLD_WORDS, True
 
     def __init__(self, world, split, limit=None):
         self.world, self.split, self.limit = world, split, limit
@@ -554,6 +554,7 @@ class ShardSet(EvalSet):
         if self.captioned:
             return ((image, captions[0]) for image, captions in self.captioned())
         prompts = [f"a photo of {common.article(name)}." for name in self.classes.names]
+        n = min(n, self.limit or n)
         return ((image, prompts[label]) for image, label in self.label_pairs("samples", n))
 
 
@@ -624,7 +625,7 @@ def open_eval_set(options, image_size, captions=True):
         data.content_words = {word.lower() for word in lines}
 
     def limited(method, *purpose):
-        is_learned = purpose in [("train",), ("slots",)]  # of the world, which has splits
+        is_learned = purpose in [("train",), ("slots",)]
         limit = options.learn_limit if is_learned else options.limit
         return itertools.islice(method(*purpose), limit)
 
@@ -635,7 +636,7 @@ def open_eval_set(options, image_size, captions=True):
 
 
 def open_whole_set(options, image_size, captions):
-    """The same without --limit, but for labelled shards, of which it takes a random sample."""
+    """The same without --limit, but for Winoground, shards and samples of the world."""
     spec, directory = options.data, Path(options.data)
     if (directory / "SegmentationClass").is_dir():
         return VocSet(spec, options)
@@ -661,7 +662,8 @@ def open_beside(options, data, spec, root, message):
     with the message if `spec` is None, or the data to evaluate."""
     split = "train" if spec and "train" in shard_splits(spec) else "val"
     is_other_split = split == "train" and options.split != "train"
-    if spec is None or not is_other_split and Path(spec).resolve() == Path(options.data).resolve():
+    is_same = spec and Path(spec).resolve() == Path(options.data).resolve()
+    if spec is None or (is_same and not is_other_split):
         raise UserError(message)
     beside = dataclasses.replace(options, data=spec, split=split, image_root=root,
                                  limit=options.learn_limit)
@@ -671,7 +673,7 @@ def open_beside(options, data, spec, root, message):
 def open_training_set(options, data):
     """What k-NN and probes learn from, --train-data, of the world its training split -> a function
     without arguments that gives the pairs (image, class id)."""
-    if data.has_splits:
+    if data.is_world:
         return functools.partial(data.labelled, "train")
     spec, names = options.train_data, data.groups[""][1]
     train = open_beside(options, data, spec, None,
@@ -688,7 +690,7 @@ def open_selection(options, data, task, chooser, needed):
     """What slots or masks are chosen by: --select, which must suit the task `chooser`, or other
     samples of the world."""
     spec, message = options.select, f"Task {task} needs --select, {needed}"
-    if spec is None and data.has_splits:
+    if spec is None and data.is_world:
         return data
     selection = open_beside(options, data, spec, options.select_root,
                             f"{message}, not the data to evaluate.")
@@ -1339,14 +1341,15 @@ def check(options, data, has_text):
             raise UserError(f"Task {name} cannot use {why}; what can be done is "
                             f"{', '.join(usable)}.")
     kinds = ["text", "words"] if has_text else ["images"]
-    if data.has_splits and not has_text:
+    if data.is_world and not has_text:
         kinds.append("world")
     wanted = options.tasks or [name for name, task in TASKS.items() if task.default in kinds]
     asked = [name for name in usable if name in wanted]
     if "zeroshot" in asked:
-        data.classes  # folders without names are found here
-    if ("knn" in asked or "linear" in asked) and not data.has_splits:
-        whole = dataclasses.replace(options, learn_limit=None)  # its first image is found at once
+        data.classes  # raises for folders that need names
+    if ("knn" in asked or "linear" in asked) and not data.is_world:
+        # not a sample of shards, for which it would read all headers first
+        whole = dataclasses.replace(options, learn_limit=None)
         next(iter(open_training_set(whole, data)()))
     return asked
 
@@ -1586,7 +1589,7 @@ def options_of(flags, args):
 
 # Several runs ---------------------------------------------------------------------------
 
-ASIDE = ("seed out argv git machine resume workers log_every save_every keep_every eval_every "
+ASIDE = ("seed out argv git resume workers log_every save_every keep_every eval_every "
          "accum_freq").split()  # settings in which the runs of a column may differ
 
 
@@ -1607,15 +1610,16 @@ def compare_runs(evaluated, tasks):
         cells = []
         for runs in columns.values():
             figures = [evaluated[run].figures for run in runs]
-            values = [found[metric] for found in figures if metric in found]
+            values = [row[metric] for row in figures if metric in row]
             deviation = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
             cells.append(f"{mean(values):.3f}{deviation}" if values else "")
         print(f"| {metric} | " + " | ".join(cells) + " |")
     embedders = {runs[0]: evaluated[runs[0]].embed for runs in columns.values()}
     picture, asked = PICTURES["segmentation"], not tasks or "segmentation" in tasks
-    suited = picture.fits(found.data) and all(picture.suits(x.model) for x in embedders.values())
+    data = next(iter(evaluated.values())).data
+    suited = picture.fits(data) and all(picture.suits(x.model) for x in embedders.values())
     if suited and asked and len(specs) == 1:
-        page = draw_segmentation(embedders, found.data)
+        page = draw_segmentation(embedders, data)
         save_pictures({Path(next(iter(evaluated)), "comparison.png"): page})
 
 
@@ -1629,7 +1633,7 @@ def build_parser():
     add("runs", nargs="+", metavar="run", help="directory of a run of train.py")
     add("--task", dest="tasks", type=lambda names: names.split(","), metavar="NAMES",
         help=f"tasks {', '.join(TASKS)}; pictures {', '.join(PICTURES)}; comma-separated "
-             "(default: all pictures, and the tasks that TASKS marks for such a model)")
+             "(default: all pictures and tasks but slots, masks and, with captions, knn, linear)")
     add("--data", nargs="+", metavar="SPEC",
         help="as of train.py, or a directory in the layout of CLIP_benchmark, Pascal VOC, "
              "Winoground or SugarCrepe (default: the run's --eval-data, or --data)")
@@ -1651,7 +1655,7 @@ def build_parser():
     add("--probe", choices=PROBES, help="SPARO's (adamw) or BAM's (sgd) (default: the run's)")
     add("--probe-epochs", type=int, help="default: the run's, or 10 of adamw, 100 of sgd")
     add("--select", help="class folders for `slots` to rank slots on, or SugarCrepe's files for "
-                         "`masks` to train masks on (default: the world)")
+                         "`masks` to train masks on (needed on files)")
     add("--select-root", help="directory that the file names of --select are relative to")
     add("--checkpoint", help="weights: last.pt (default), stage-1.pt of STAIR's runs")
     add("--workers", type=int, help="threads that read images (default: the run's)")

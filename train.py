@@ -53,7 +53,7 @@ class Config:
     """Settings of a run, whatever the method. Batch sizes are global, over all ranks."""
 
     preset: str = "tiny"  # a row of the method's PRESETS, whose values replace the defaults here
-    data: str = "shapes"  # SPEC: shapes | CSV, TSV | A.tar::B.tar | COCO, Karpathy JSON | .token | DIR
+    data: str = "shapes"  # SPEC: shapes | CSV, TSV | A.tar::B.tar | COCO JSON | .token | DIR
     image_root: str | None = None  # directory that the file names of a table are relative to
     eval_data: str | None = None  # SPEC; None: --data, the test split if it has one
     vocab: str | None = None  # BERT's vocab.txt or CLIP's bpe_...txt.gz; None: from the captions
@@ -118,8 +118,9 @@ def train(args, out, device):
     model = build_model(args, method, tokenizer)
     transform = build_transform(args, method, model.image_encoder)
     if args.dry_run:
-        return dry_run(args, method, model) if rank == 0 else None
-    embed = evaluation.embedder(model.to(device), tokenizer, args, device)
+        return dry_run(args, method, model)
+    model.to(device)
+    embed = evaluation.embedder(model, tokenizer, args, device)
     torch.manual_seed(args.seed + rank)  # stochastic depth differs between ranks
     autocast, scaler = mixed_precision(args, device)
 
@@ -157,9 +158,9 @@ def train(args, out, device):
             # One update.
             step = at.step - start
             set_schedules(optimizer, args, step, steps, lr)
-            inputs = common.distort(batch)
+            batch = common.distort(batch)
             with autocast():
-                outputs = parallel(inputs, common.gather)  # {"loss": scalar, others to log}
+                outputs = parallel(batch, common.gather)  # {"loss": scalar, others to log}
             scaler.scale(outputs["loss"]).backward()
             model.before_update(step)
             scaler.unscale_(optimizer)
@@ -199,18 +200,18 @@ def train(args, out, device):
 
 def what_is_due(args, step, end):
     """What comes after this step, on every rank the same. "ask": whether a signal came;
-    "step", "stage": a checkpoint to keep."""
+    "keep", "stage": a checkpoint that stays."""
     if args.bench:
         return {"ask"}
     ask_every = min(10, args.log_every) if dist.is_initialized() else 1
     every = {"log": args.log_every, "evaluate": args.eval_every, "save": args.save_every,
-             "step": args.keep_every, "ask": ask_every}
+             "keep": args.keep_every, "ask": ask_every}
     due = {name for name, steps in every.items() if steps and step % steps == 0}
     if "evaluate" in due or step == args.steps:
         due.add("log")
     if step == end and end < args.steps:
         due.add("stage")  # it ends, the run does not
-    if step == end or "step" in due:
+    if step == end or "keep" in due:
         due.add("save")
     if "save" in due:
         due.add("ask")
@@ -316,7 +317,7 @@ def parse_args(argv):
     bases = (method.Config, Config)  # a run has the settings of both, and `method`
     args = dataclasses.make_dataclass("Settings", [("method", str, None)], bases=bases)()
     for name, value in (below_flags | flags).items():
-        if name in vars(args):  # an old run may have settings that are gone
+        if name in vars(args):  # config.json has argv and git, too
             setattr(args, name, value)
     check_settings(args, method, flags)
     return args
@@ -498,18 +499,18 @@ def open_data(args, method):
     encoder = common.image_encoder_settings(args.image_encoder)[1]
     args.image_size = args.image_size or encoder["image_size"]
     data = common.open_data(args.data, args.image_root, "train", args.image_size, with_text)
+    is_table = isinstance(data, common.CaptionTable)
     if with_text:
         data.sample_captions(1)  # class folders may lack names
     if isinstance(data, common.World):
         args.image_size = data.size
     if args.epochs and not args.bench:
-        if not isinstance(data, common.CaptionTable):
+        if not is_table:
             raise UserError(f"--epochs {args.epochs}: how many images {args.data} has is not "
                             f"known; give --steps, which is epochs x images / --batch.")
         args.steps = math.ceil(args.epochs * len(data) / args.batch)
         with common.explained(ValueError, f"--epochs {args.epochs}"):
             method.check(args)
-    is_table = isinstance(data, common.CaptionTable)
     if method.box_refreshes(args) and not (is_table or args.dry_run):
         raise UserError(f"--contrastive-crop finds boxes for the images of class folders or of a "
                         f"table, not of {args.data}: unpack shards, or give --no-contrastive-crop.")
@@ -587,17 +588,14 @@ def build_transform(args, method, encoder):
 def open_loader(args, data, transform, tokenizer, model, at):
     """This rank's batches, from the positions of `at` on."""
     rank, world_size = this_rank()
-    context = model.text_encoder.context if tokenizer else None
-    shared = dict(tokenizer=tokenizer, context=context, batch_size=args.batch // world_size,
-                  seed=args.seed + at.order, rank=rank, world_size=world_size,
-                  positions=dict(at.positions))
-    kind = common.Stream
+    context, kind = model.text_encoder.context if tokenizer else None, common.Stream
     if isinstance(data, common.World):
         kind = common.WorldStream
         transform = None if tokenizer else transform  # its captions name what a crop may lose
     # large JPEGs are decoded smaller, with pixels enough for the smallest crop
     min_side = math.ceil(args.image_size * max(1.5, args.crop_scale ** -0.5))
-    stream = kind(data, transform=transform, min_side=min_side, boxes=at.boxes, **shared)
+    stream = kind(data, tokenizer, transform, min_side, context, args.batch // world_size,
+                  args.seed + at.order, rank, world_size, dict(at.positions), at.boxes)
     return iter(read_in_workers(stream, args.workers))
 
 
@@ -749,7 +747,7 @@ def save(out, args, model, optimizer, scaler, at, due):
     names = ["last.pt"]
     if "stage" in due:
         names.append(f"stage-{at.stage}.pt")
-    if "step" in due:
+    if "keep" in due:
         names.append(f"step-{at.step}.pt")
     for name in names:
         common.save_checkpoint(out / name, state)
@@ -871,8 +869,8 @@ def finish(args, embed, eval_data, at):
     every_rank = common.gather_objects(common.total_skipped(at.skipped.values()))
     if this_rank()[0] > 0:
         return
-    for reason, (count, example, *_) in common.total_skipped(every_rank).items():
-        print(f"skipped {count} x {reason}, the last {example}")
+    if skipped := common.describe_skipped(common.total_skipped(every_rank)):
+        print(f"skipped {skipped}")
     options, with_text = evaluation.own_options(args), embed.model.encode_text is not None
     try:
         if eval_data is None:
@@ -888,7 +886,7 @@ def finish(args, embed, eval_data, at):
 
 
 def dry_run(args, method, model):
-    """Print what the settings cost, as JSON. A multiplication and an addition are 2 FLOPs."""
+    """Print on rank 0 what the settings cost, as JSON. A multiply-add is 2 FLOPs."""
     params = sum(p.numel() for p in model.parameters())
     batch, patches = made_up_batch(args, method, model, 2), model.image_encoder.grid**2
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -897,7 +895,7 @@ def dry_run(args, method, model):
     words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
     record = {"params": params, **words, "flops_per_sample": counter.get_total_flops() // 2,
               "update_flops": update_flops(args, method, model), "chance_loss": chance_loss}
-    print(json.dumps(record))
+    print_once(json.dumps(record))
 
 
 def made_up_batch(args, method, model, n):
