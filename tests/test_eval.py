@@ -14,6 +14,7 @@ from PIL import Image
 
 import common
 import eval as evaluation
+from helpers import picture, write_files
 
 # Metrics ------------------------------------------------------------------------------------------
 
@@ -205,10 +206,13 @@ def test_label_maps_name_the_classes_of_the_segmentation():
 # Tasks on files -----------------------------------------------------------------------------------
 
 
+COLOURS = {"red": (255, 0, 0), "green": (0, 128, 0), "blue": (0, 0, 255)}
+
+
 class Oracle(common.ModelDefaults):
     """A perfect model of plain red, green and blue pictures: both towers give the colour."""
 
-    words = ["red", "green", "blue"]
+    words = [*COLOURS]
 
     def eval(self):
         return self
@@ -273,11 +277,11 @@ def opened(spec, **flags):
 
 
 def make_folders(root):
-    for colour in Oracle.words:
-        (root / colour).mkdir(parents=True)
-        for n in range(2):
-            Image.new("RGB", (20, 12), colour).save(root / colour / f"{n}.png")
-    (root / "red" / "broken.png").write_bytes(b"no image")
+    """Two pictures of each colour, and a broken one."""
+    for colour, value in COLOURS.items():
+        image = picture(20, 12, format="PNG", value=value)
+        write_files(root, {f"{colour}/0.png": image, f"{colour}/1.png": image})
+    write_files(root, {"red/broken.png": "no image"})
 
 
 def test_zeroshot_by_hand():
@@ -348,15 +352,6 @@ def test_names_of_class_folders_are_asked_for_where_they_are_used(tmp_path, caps
     result = evaluation.zeroshot(embedder(), data, options)
     assert "skipped 1 of 7 images" in capsys.readouterr().out and data.named.source == str(names)
     assert result["zeroshot"].tolist() == [True] * 6 and "zeroshot/acc5" not in result
-
-
-def test_the_table_says_where_names_come_from_and_the_first_prompt(run_of, tmp_path, capsys):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
-    make_folders(tmp_path / "data")
-    (tmp_path / "names.txt").write_text("sky\ngrass\nblood\n")
-    evaluation.main([str(run), "--task", "zeroshot", "--data", str(tmp_path / "data"),
-                     "--classes", str(tmp_path / "names.txt"), "--templates", "{}!"])
-    assert "names.txt. First prompt: 'sky!'" in capsys.readouterr().out
 
 
 def test_late_interaction_is_compared_by_the_models_own_similarity(tmp_path):

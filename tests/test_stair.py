@@ -9,18 +9,16 @@ import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import common
 import eval as evaluation
 import stair
 import train
-from helpers import (SMALL, assert_one_process, assert_same_weights, assert_same_with_gradients,
-                     cos, infonce, make_batch, mean, on_ranks, padded, read_log, tiny_model,
-                     train_alone, train_until, weights)
-from test_eval import make_folders
+from helpers import (SMALL, LiveMemory, assert_one_process, assert_same_weights,
+                     assert_same_with_gradients, cos, infonce, make_batch, mean, on_ranks, padded,
+                     picture, read_log, tiny_model, train_alone, train_until, weights, write_files)
 
 V, E = 11, 6
 tiny_stair = functools.partial(tiny_model, "stair")
@@ -36,10 +34,8 @@ def literal_encoding(head, h, mask=None):
         transformed = []
         for j, x in enumerate(sample):
             if mask is None or mask[i, j]:
-                x = fc.weight @ x + fc.bias
-                x = x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
-                x = (x - x.mean()) / (x.var(correction=0) + norm.eps).sqrt()
-                transformed.append(x * norm.weight + norm.bias)
+                x = F.gelu(fc.weight @ x + fc.bias)
+                transformed.append(F.layer_norm(x, (E,), norm.weight, norm.bias, norm.eps))
         row = []
         for k in range(V):
             p = [head.embedding.weight[k] @ x + head.bias[k] for x in transformed]
@@ -99,21 +95,14 @@ def test_reviving_takes_no_leap():
 
 
 def test_the_streamed_form_never_holds_p_as_a_whole(monkeypatch):
-    B, N, size, made = 8, 50, 3000, []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            made.extend(x.numel() for x in tree_leaves(result) if torch.is_tensor(x))
-            return result
-
+    B, N, size, peaks = 16, 50, 3000, []
     monkeypatch.setattr(stair.StreamedEncoding, "CHUNK", N * size)
     t, e = nn.Parameter(torch.randn(B, N, 32)), nn.Parameter(torch.randn(size, 32))
-    for form, largest in ((stair.StreamedEncoding.apply, N * size), (stair.encode, B * N * size)):
-        made.clear()
-        with Sizes():
+    for form in (stair.StreamedEncoding.apply, stair.encode):
+        with LiveMemory() as memory:
             form(t, e, torch.zeros(size)).sum().backward()
-        assert max(made) == largest
+        peaks.append(memory.peak / (4 * B * N * size))                    # 1: one p
+    assert peaks[0] < 0.5 and peaks[1] > 1
 
 
 def test_encodings_under_autocast_are_those_of_rounded_logits():
@@ -307,8 +296,6 @@ def test_a_run_continues_in_any_stage_bit_for_bit(tmp_path, run_of):
         train_until(1, flags if step == 1 else resume)
         stages = [(tmp_path / f"stage-{number}.pt").exists() for number in (1, 2)]
         assert len(read_log(tmp_path)) == step and stages == [step >= 2, step >= 4]
-    with pytest.raises(common.UserError, match="made step 4 in stage 2, .* it is of stage 1"):
-        train_alone([*resume, "--steps", "40"])  # this step would be of stage 1
     train_until(2, resume)
     train_alone(resume)
     assert_same_weights(tmp_path, run_of("stair"))
@@ -368,19 +355,18 @@ def test_a_run_is_read_and_searched(tmp_path, run_of, capsys):
 
 
 def test_files_are_searched_and_their_captions_words_counted(tmp_path, monkeypatch):
-    colours, data, run = ["red", "green", "blue"], tmp_path / "data", tmp_path / "run"
-    make_folders(data)
-    (data / "red/broken.png").unlink()
-    rows = [f"data/{colour}/0.png,中文 {colour}" for colour in colours]
-    (tmp_path / "captions.csv").write_text("\n".join(["image,caption", *rows]))
+    captions, run = ["中文 red", "中文 green", "中文 blue"], tmp_path / "run"
+    rows = "".join(f"data/x/{i}.png,{caption}\n" for i, caption in enumerate(captions))
+    files = {f"data/x/{i}.png": picture(format="PNG") for i in range(3)}
+    write_files(tmp_path, files | {"captions.csv": f"image,caption\n{rows}"})
     train.main([*SMALL["stair"], "--data", f"{tmp_path}/captions.csv", "--image-size", "16",
                 "--batch", "3", "--out", str(run)])
-    evaluation.main([str(run), "--data", str(data), "--query", "red"])
+    evaluation.main([str(run), "--data", str(tmp_path / "data"), "--query", "red"])
     index, = run.glob("*data-index.pt")
-    assert len(stair.InvertedIndex.load(index).ids) == 6 and not (run / "index.pt").exists()
+    assert len(stair.InvertedIndex.load(index).ids) == 3 and not (run / "index.pt").exists()
     embed, args = evaluation.load_run(run)
-    scores, captions = torch.randn(3, len(embed.tokenizer)), [f"中文 {x}" for x in colours]
     captions = [embed.tokenizer.encode(caption) for caption in captions]
+    scores = torch.randn(3, len(embed.tokenizer))
     scores[:, captions[0]] += 3.0
     monkeypatch.setattr(evaluation, "vocabulary_scores", lambda embed, images: scores)
     options = evaluation.own_options(args)
