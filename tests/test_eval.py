@@ -1,8 +1,8 @@
 """Metrics on hand-made matrices, tasks and pictures on small made-up data."""
 
+import io
 import json
 import math
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -340,11 +340,10 @@ def test_names_of_class_folders_are_asked_for_where_they_are_used(tmp_path, caps
     names = tmp_path / "names.txt"
     names.write_text("\n".join(Oracle.words))
     train, test = str(tmp_path / "train"), str(tmp_path / "test")
-    flags = dict(train_data=train, probe_epochs=1)
     for probe in ("adamw", "sgd"):
-        data, options = opened(test, tasks=["knn", "linear"], probe=probe, **flags)
+        data, options = opened(test, tasks=["knn", "linear"], probe=probe, train_data=train)
         result = evaluation.evaluate(embedder(), data, options)
-        assert result["knn"] == 1 and "linear" in result and data.named is None
+        assert result["knn"] == result["linear"] == 1 and data.named is None
     seen = evaluation.open_eval_set(options, 8, captions=False)             # as of BAM
     assert evaluation.take(embedder(), seen, 2)[0].shape == (2, 3, 8, 8)
     data, options = opened(test, templates=["{}"], classes=str(names))
@@ -356,13 +355,12 @@ def test_names_of_class_folders_are_asked_for_where_they_are_used(tmp_path, caps
 
 def test_late_interaction_is_compared_by_the_models_own_similarity(tmp_path):
     """Pictures of two colours, that share no patch, and captions of one or two words."""
-    rows = ["image,caption"]
+    rows, files = "image,caption\n", {}
     for a, b in (("red", "green"), ("green", "blue"), ("blue", "red")):
-        image = Image.new("RGB", (8, 8), a)
-        image.paste(Image.new("RGB", (4, 8), b), (4, 0))
-        image.save(tmp_path / f"{a}.png")
-        rows.append(f"{a}.png,{b} {a}")
-    (tmp_path / "captions.csv").write_text("\n".join(rows))
+        halves = 4 * [COLOURS[a]] + 4 * [COLOURS[b]]
+        files[f"{a}.png"] = picture(format="PNG", value=halves)
+        rows += f"{a}.png,{b} {a}\n"
+    write_files(tmp_path, files | {"captions.csv": rows})
     data, options = opened(tmp_path / "captions.csv")
     late = embedder(LateOracle())
     images, _ = late.encoded(data.captioned())
@@ -376,14 +374,6 @@ def test_late_interaction_is_compared_by_the_models_own_similarity(tmp_path):
     assert scores.round(decimals=1).tolist() == [[1, 0], [0, 1], [0.5, 0.5]]
     result = evaluation.retrieval(late, data, options)
     assert result["i2t/R@1"] == result["t2i/R@1"] == result["faithfulness/K-P"] == 1
-
-
-def test_knn_and_linear_probe_on_class_folders(tmp_path):
-    for part in ("train", "test"):
-        make_folders(tmp_path / part)
-    data, options = opened(tmp_path / "test", train_data=str(tmp_path / "train"))
-    assert evaluation.knn(embedder(), data, options) == {"knn": 1.0}
-    assert evaluation.linear(embedder(), data, options)["linear"].all()
 
 
 def test_random_crops_keep_the_colours_of_every_file_tensor_and_bytes(tmp_path):
@@ -446,10 +436,9 @@ def test_images_are_resized_as_the_method_does():
 
 def test_faithfulness_counts_the_words_of_the_retrieved_caption(tmp_path):
     make_folders(tmp_path)
-    (tmp_path / "captions.csv").write_text(
-        "image,caption\nred/0.png,\"the, blue car.\"\nblue/0.png,a red bus.\n"  # exchanged
-        "green/1.png,green grass.\nred/broken.png,green\n")
-    (tmp_path / "words.txt").write_text("Car\n\ngrass\n")
+    table = ('image,caption\nred/0.png,"the, blue car."\nblue/0.png,a red bus.\n'  # exchanged
+             "green/1.png,green grass.\nred/broken.png,green\n")
+    write_files(tmp_path, {"captions.csv": table, "words.txt": "Car\n\ngrass\n"})
     words = str(tmp_path / "words.txt")
     data, options = opened(tmp_path / "captions.csv", nouns_adjectives=words)
     result = evaluation.retrieval(embedder(), data, options)
@@ -459,11 +448,17 @@ def test_faithfulness_counts_the_words_of_the_retrieved_caption(tmp_path):
     assert "faithfulness/K-Pna" not in result
 
 
+def sugarcrepe(*pairs):
+    """A file of pairs (colour, its negative), with pictures of make_folders()."""
+    return json.dumps({i: {"filename": f"{colour}/0.png", "caption": colour,
+                           "negative_caption": negative}
+                       for i, (colour, negative) in enumerate(pairs)})
+
+
 def test_negatives_on_sugarcrepe_files(tmp_path):
     make_folders(tmp_path)
-    for kind, negative in (("swap_att", "blue"), ("add_obj", "red")):
-        item = {"filename": "red/0.png", "caption": "red", "negative_caption": negative}
-        (tmp_path / f"{kind}.json").write_text(json.dumps({"7": item}))
+    write_files(tmp_path, {"swap_att.json": sugarcrepe(("red", "blue")),
+                           "add_obj.json": sugarcrepe(("red", "red"))})
     result = evaluation.negatives(embedder(), *opened(tmp_path, image_root=str(tmp_path)))
     assert result == {"negatives/swap_att": 1, "negatives/add_obj": 0, "negatives": 0.5}  # a tie
 
@@ -471,11 +466,8 @@ def test_negatives_on_sugarcrepe_files(tmp_path):
 def test_slots_are_selected_and_masks_trained_on_files(tmp_path):
     make_folders(tmp_path / "val")
     make_folders(tmp_path / "test")
-    (tmp_path / "crepe").mkdir()
-    pairs = [("red", "green"), ("green", "blue"), ("blue", "red"), ("red", "blue")]
-    items = {str(i): {"filename": f"{word}/0.png", "caption": word, "negative_caption": other}
-             for i, (word, other) in enumerate(pairs)}
-    (tmp_path / "crepe" / "swap_att.json").write_text(json.dumps(items))
+    pairs = ("red", "green"), ("green", "blue"), ("blue", "red"), ("red", "blue")
+    write_files(tmp_path, {"crepe/swap_att.json": sugarcrepe(*pairs)})
     val, test, crepe = [str(tmp_path / name) for name in ("val", "test", "crepe")]
     embed, flags = embedder(SlotOracle()), dict(templates=["{}"], select_root=test)
     found = evaluation.slots(embed, *opened(test, select=val, **flags))
@@ -491,23 +483,17 @@ def test_slots_are_selected_and_masks_trained_on_files(tmp_path):
 def make_voc_folder(root):
     """Two pictures, red beside blue and green below red, with maps of 1 red, 2 green, 3 blue, where
     the second red is background; a broken image."""
-    for folder in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
-        (root / folder).mkdir(parents=True)
-    (root / "ImageSets/Segmentation/val.txt").write_text("a\nb\nbroken\n")
-    (root / "classes.txt").write_text("red\ngreen\nblue\n")
-    wide, tall = (20, 0, 40, 16), (0, 20, 16, 40)  # the half of the second colour
-    for name, size, place, colour, ids in (("a", (40, 16), wide, "blue", (1, 3)),
-                                           ("b", (16, 40), tall, "lime", (0, 2))):
-        image, truth = Image.new("RGB", size, "red"), Image.new("P", size, ids[0])
-        image.paste(colour, place)
-        truth.paste(ids[1], place)
-        if name == "a":
-            truth.paste(255, (18, 0, 22, 16))
-        truth.putpalette(list(range(256)) * 3)  # with 256 colours PNG keeps 8 bits a pixel
-        image.save(root / f"JPEGImages/{name}.jpg", quality=95)
-        truth.save(root / f"SegmentationClass/{name}.png")
-    truth.save(root / "SegmentationClass/broken.png")
-    (root / "JPEGImages/broken.jpg").write_bytes(b"no image")
+    red, green, blue = COLOURS.values()
+    tall = picture(16, 40, "L", "PNG", 20 * [[0]] + 20 * [[2]])
+    write_files(root, {
+        "ImageSets/Segmentation/val.txt": "a\nb\nbroken\n", "classes.txt": "red\ngreen\nblue\n",
+        "JPEGImages/a.jpg": picture(40, 16, value=20 * [red] + 20 * [blue]),
+        "JPEGImages/b.jpg": picture(16, 40, value=20 * [[red]] + 20 * [[green]]),
+        "JPEGImages/broken.jpg": "no image", "SegmentationClass/broken.png": tall,
+        "SegmentationClass/a.png": picture(40, 16, "L", "PNG", 18 * [1] + 4 * [255] + 18 * [3])})
+    with Image.open(io.BytesIO(tall)) as truth:
+        truth.putpalette(list(range(256)) * 3)                              # as Pascal's maps
+        truth.save(root / "SegmentationClass/b.png")
 
 
 def test_segmentation_of_a_folder_in_pascal_vocs_layout(tmp_path, capsys):
@@ -535,13 +521,6 @@ def test_data_have_a_default_split():
     for split, specs in (("test", ("shapes:objects=2", "a.json", "a.json:split=val")),
                          ("all", ("a.csv", "folders", "a.token"))):
         assert {evaluation.default_split(spec) for spec in specs} == {split}
-
-
-def test_the_sgd_probe_of_a_run(run_of, tmp_path, capsys):
-    run = shutil.copytree(run_of("bam"), tmp_path / "run")
-    evaluation.main([str(run), "--task", "linear,heads", "--probe", "sgd", "--probe-epochs", "2"])
-    rate = capsys.readouterr().out.partition("linear/lr ")[2].split()[0]
-    assert float(rate) in evaluation.RATES
 
 
 @pytest.mark.parametrize("name, pictures", [

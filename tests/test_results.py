@@ -13,8 +13,8 @@ from PIL import Image
 import common
 import eval as evaluation
 import train
-from helpers import SMALL
-from test_eval import make_folders, make_voc_folder, opened
+from helpers import SMALL, write_files
+from test_eval import make_folders, make_voc_folder, opened, sugarcrepe
 from test_sets import write_labelled, write_winoground
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -32,8 +32,8 @@ def lines(run):
 
 def make_table(root):
     make_folders(root)
-    rows = [f"{colour}/{n}.png,a {colour} thing" for colour in ("red", "blue") for n in (0, 1)]
-    (root / "photos.csv").write_text("\n".join(["image,caption", *rows]))
+    rows = [f"{colour}/{n}.png,a {colour} thing\n" for colour in ("red", "blue") for n in (0, 1)]
+    write_files(root, {"photos.csv": "image,caption\n" + "".join(rows)})
     return str(root / "photos.csv")
 
 
@@ -79,6 +79,8 @@ def test_other_evaluations_overwrite_nothing(run_of, tmp_path):
             (["--task", "zeroshot"], {"tasks": ["zeroshot"]}),
             (["--split", "val"], {"split": "val"}),
             (["--nouns-adjectives", words], {"nouns_adjectives": words}),
+            ("--task linear --probe sgd --probe-epochs 2".split(),
+             {"tasks": ["linear"], "probe": "sgd", "probe_epochs": 2}),
             (["--task", ",".join(pictures), "--limit", "2"], {"tasks": pictures, "limit": 2})):
         evaluation.main([str(run), *flags])
         assert lines(run)[-1]["settings"] == own | changes
@@ -88,7 +90,7 @@ def test_other_evaluations_overwrite_nothing(run_of, tmp_path):
     assert (settings["class_names"], settings["templates"]) == ("folders", templates)
     after = {path.name: path.read_bytes() for path in run.iterdir()}
     new = after.keys() - before.keys()
-    assert after | before | {"evals.jsonl": after["evals.jsonl"]} == after and len(lines(run)) == 6
+    assert after | before | {"evals.jsonl": after["evals.jsonl"]} == after and len(lines(run)) == 7
     assert len(new) == 3 + 2 and max(map(len, new)) < 100
     for name in pictures[1:]:
         few = run / f"shapes-size-16-objects-2-{name}.png"
@@ -97,7 +99,7 @@ def test_other_evaluations_overwrite_nothing(run_of, tmp_path):
         (run / f"{name}.png").unlink()
     evaluation.main([str(run), "--task", "alignment"])                      # no figure, no line
     assert (run / "alignment.png").exists() and not (run / "segmentation.png").exists()
-    assert len(lines(run)) == 6
+    assert len(lines(run)) == 7
 
 
 def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
@@ -134,11 +136,7 @@ def test_limit_means_the_same_for_every_kind_of_data(tmp_path):
     make_folders(tmp_path / "folders")
     make_voc_folder(tmp_path / "voc")
     write_winoground(tmp_path / "winoground")
-    (tmp_path / "crepe").mkdir()
-    for kind in ("swap_att", "add_obj"):
-        item = {"caption": "red", "negative_caption": "blue"}
-        items = {n: item | {"filename": f"red/{n}.png"} for n in range(2)}
-        (tmp_path / "crepe" / f"{kind}.json").write_text(json.dumps(items))
+    write_files(tmp_path, {"crepe/swap_att.json": sugarcrepe(("red", "blue"), ("blue", "red"))})
     table, shards = make_table(tmp_path / "table"), write_labelled(tmp_path / "shards")
     world = "shapes:size=16,objects=2"
     for spec, name, *purpose in (
