@@ -285,7 +285,6 @@ class Tokens(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(words, width) if words else nn.Conv2d(3, width, 8, 8)
         nn.init.normal_(self.embedding.weight, std=0.05)
-        self.post_layernorm = nn.LayerNorm(width)
         self.embeddings = SimpleNamespace(token_embedding=self.embedding)
 
     def forward(self, pixel_values=None, input_ids=None, attention_mask=None):
@@ -305,12 +304,10 @@ class OpenClip(nn.Module):
         self.text_projection = nn.Parameter(torch.randn(5, 4))
         self.logit_scale = nn.Parameter(torch.tensor(1.0))
 
-    def forward_intermediates(self, image, text, image_indices, text_indices,
-                              normalize_intermediates, image_output_fmt):
-        assert (image_indices, text_indices, normalize_intermediates) == (1, 1, True)
-        assert image_output_fmt == "NLC"
-        x = self.visual.post_layernorm(self.visual(image).last_hidden_state)
-        y = self.text.post_layernorm(self.text(input_ids=text).last_hidden_state)
+    def forward_intermediates(self, image, text, **flags):
+        assert flags == {"image_indices": 1, "text_indices": 1, "normalize_intermediates": True,
+                         "image_output_fmt": "NLC"}
+        x, y = self.visual(image).last_hidden_state, self.text(input_ids=text).last_hidden_state
         end = y[torch.arange(len(y)), text.argmax(1)]
         return {"image_features": normalize(x[:, 0] @ self.visual.proj, dim=-1),
                 "text_features": normalize(end @ self.text_projection, dim=-1),
@@ -323,7 +320,7 @@ class HuggingFace(nn.Module):
     def __init__(self):
         super().__init__()
         self.vision_model, self.text_model = Tokens(768), Tokens(512, 49408)
-        self.text_model.post_layernorm = nn.Identity()
+        self.vision_model.post_layernorm = nn.LayerNorm(768)
         self.logit_scale = nn.Parameter(torch.tensor(1.0))
 
 

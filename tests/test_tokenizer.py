@@ -29,10 +29,9 @@ def bert():
     return common.WordPiece(SHARED / "data/bert-base-uncased-vocab.txt")
 
 
-@pytest.fixture
-def tiny(tmp_path):
-    (tmp_path / "vocab.txt").write_text("\n".join(TINY) + "\n", encoding="utf-8")
-    return common.WordPiece(tmp_path / "vocab.txt")
+@pytest.fixture(scope="module")
+def tiny():
+    return common.WordPiece(TINY)
 
 
 # The ids are those of tokenizers 0.23.3 (of spelled-out special tokens: without its own).
@@ -147,8 +146,17 @@ def test_save_and_pickle(tmp_path, tiny):
     tiny.save(tmp_path / "saved.txt")
     assert (tmp_path / "saved.txt").read_bytes() == ("\n".join(TINY) + "\n").encode()
     again = common.open_tokenizer(tmp_path / "saved.txt")
-    for copy in (again, common.WordPiece(TINY), pickle.loads(pickle.dumps(tiny))):
+    for copy in (again, pickle.loads(pickle.dumps(tiny))):
         assert copy.vocab == TINY and copy.encode(" ".join(TINY)) == tiny.encode(" ".join(TINY))
+
+
+def merge(pieces, a, b, merged):
+    """Replace each a, b by `merged`, from the left."""
+    i = 0
+    while i < len(pieces) - 1:
+        if (pieces[i], pieces[i + 1]) == (a, b):
+            pieces[i : i + 2] = [merged]
+        i += 1
 
 
 def literal_training(captions, size):
@@ -159,18 +167,14 @@ def literal_training(captions, size):
     while len(vocab) < size:
         pairs = Counter()
         for word, p in pieces.items():
-            for i in range(len(p) - 1):
-                pairs[p[i], p[i + 1]] += words[word]
+            for pair in zip(p, p[1:]):
+                pairs[pair] += words[word]
         if not pairs:
             break
         x, y = min(pairs, key=lambda pair: (-pairs[pair], pair))
         vocab.append(x + y[2:])
         for p in pieces.values():
-            i = 0
-            while i < len(p) - 1:
-                if (p[i], p[i + 1]) == (x, y):
-                    p[i : i + 2] = [x + y[2:]]
-                i += 1
+            merge(p, x, y, x + y[2:])
     return vocab
 
 
@@ -227,13 +231,9 @@ def signs_of(word):
 
 
 def literal_bpe(pieces, merges):
-    """Every merge in turn, wherever it fits, from the left."""
+    """Every merge in turn, wherever it fits."""
     for a, b in merges:
-        i = 0
-        while i < len(pieces) - 1:
-            if (pieces[i], pieces[i + 1]) == (a, b):
-                pieces[i : i + 2] = [a + b]
-            i += 1
+        merge(pieces, a, b, a + b)
     return pieces
 
 
@@ -249,12 +249,11 @@ def merges():
     return merges
 
 
-@pytest.fixture(scope="module")
-def bpe(tmp_path_factory, merges):
+@pytest.fixture
+def bpe(tmp_path, merges):
     lines = ["a file of merges #version: 0.2", *(" ".join(pair) for pair in merges), ""]
-    path = tmp_path_factory.mktemp("bpe") / "merges.txt.gz"
-    path.write_bytes(gzip.compress("\n".join(lines).encode()))
-    return common.open_tokenizer(path)
+    (tmp_path / "merges.txt.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    return common.open_tokenizer(tmp_path / "merges.txt.gz")
 
 
 # The words are those of OpenCLIP 3.3.0's pattern.
