@@ -10,6 +10,7 @@ import claims
 import common
 import eval as evaluation
 import train
+from helpers import write_files
 
 RUNS = {"a": ("zeroshot", "--method sparc"),
         "b": ("zeroshot", "--method sparc --objective clip", 0.001, 0.002, 0.004),
@@ -48,10 +49,8 @@ def write(root, run, rate, seed, figures, **settings):
     """Add a line of figures to a run; settings are what they depend on, if not the usual."""
     out, given = root / f"runs/claims/sparc/{run}-{rate}-{seed}", flags(run, rate, seed).split()
     args = train.parse_args(given[:-4])
-    out.mkdir(parents=True, exist_ok=True)
     config = dataclasses.asdict(args) | {"argv": ["train.py", *given], "git": "c0ffee"}
-    (out / "config.json").write_text(json.dumps(config))
-    (out / "eval.json").write_text("{}")
+    write_files(out, {"config.json": json.dumps(config), "eval.json": "{}"})
     own = evaluation.own_options(args)
     usual = {"data": own.data, "limit": own.limit, "checkpoint": "last.pt", "split": "test"}
     with open(out / "evals.jsonl", "a") as file:

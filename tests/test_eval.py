@@ -261,10 +261,8 @@ class SlotOracle(Oracle):
         return F.normalize(F.normalize(self.text_slots(tokens, mask), dim=-1).flatten(1), dim=-1)
 
 
-def embedder(model=None, text=True):
-    tokenizer = common.WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *Oracle.words])
-    if not text:
-        return evaluation.Embedder(model or Oracle(), None, None, 8, chunk=2)
+def embedder(model=None):
+    tokenizer = common.WordPiece([*common.SPECIAL_TOKENS, *Oracle.words])
     return evaluation.Embedder(model or Oracle(), tokenizer, 16, 8, chunk=2)
 
 
