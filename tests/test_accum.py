@@ -152,28 +152,16 @@ def test_dry_run_counts_parts():
     assert 1.2 < flops[1] / flops[0] < 1.4  # three passes become four
 
 
-@pytest.mark.parametrize("encoder", ["tiny", "ResNet-50:image_size=64"])
-def test_batch_norm_is_refused(encoder):
-    args = train.parse_args(["--method", "bam", "--image-encoder", encoder, "--accum-freq", "2"])
-    with pytest.raises(common.UserError, match="--accum-freq 2 .* BatchNorm .* tiny-patch"):
-        train.build_model(args, train.METHODS["bam"], None)
-
-
-def test_rows_give_the_loss_of_the_whole_in_less_memory(monkeypatch):
-    """Of L_f's similarities (512, 9, 16), 64 rows at a time."""
-    results = []
+def test_rows_of_the_fine_grained_loss_take_less_memory(monkeypatch):
+    """Of similarities (512, 9, 16), 64 rows at a time; test_baselines.py has their gradients."""
+    tokens, patches = (torch.randn(512, n, 8).requires_grad_() for n in (9, 16))
+    peaks = []
     for limit in (2**24, 64 * 9 * 16):
-        torch.manual_seed(0)
-        tokens, patches = (torch.randn(512, n, 8).double().requires_grad_() for n in (9, 16))
-        mask, scale = torch.rand(512, 9) < 0.7, torch.tensor(9.0).double().requires_grad_()
-        with monkeypatch.context() as patch, LiveMemory([tokens, patches]) as memory:
-            patch.setattr(sparc, "in_rows", functools.partial(sparc.in_rows, limit=limit))
-            value = sparc.fine_grained_loss(tokens, patches, mask, scale)
-            value.backward()
-        results.append((value, memory.peak, [x.grad for x in (tokens, patches, scale)]))
-    (whole, peak, expected), (value, lower, grads) = results
-    torch.testing.assert_close([value, *grads], [whole, *expected], rtol=1e-12, atol=1e-14)
-    assert lower < peak / 2
+        monkeypatch.setattr(sparc, "in_rows", functools.partial(sparc.in_rows, limit=limit))
+        with LiveMemory([tokens, patches]) as memory:
+            sparc.fine_grained_loss(tokens, patches, torch.rand(512, 9) < 0.7, 9.0).backward()
+        peaks.append(memory.peak)
+    assert peaks[1] < peaks[0] / 2
 
 
 def test_half_precision_adds_the_parts_gradients_in_fp32():

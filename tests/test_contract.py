@@ -17,7 +17,8 @@ import eval as evaluation
 import toy
 import train
 from helpers import (ROOT, SMALL, assert_one_process, assert_same_weights, make_batch, make_views,
-                     on_ranks, read_log, tiny_model, train_alone, train_until)
+                     on_ranks, read_log, tiny_model, train_alone, train_until, write_shards,
+                     write_table)
 from train import METHODS
 
 STABLE_FLAGS = """--preset tiny --data shapes --out DIR --steps 1 --batch 8 --lr 0.1 --amp bf16
@@ -40,6 +41,7 @@ STABLE_NAMES = """
 PRINTED = {  # millions of parameters: SPARO, Tables 6 and B.2; BAM, Tables 4 and 8, cut off
     "l400m-b32": 151, "cc15m-r50": 97, "cc15m-r50-d64": 108, "cc15m-r50-clip": 102,
     "cc15m-r50-clip4096": 110, "vit-s16": 21, "vit-b16": 85, "r50": 23}
+ON_FILES = "--image-size 16 --data "
 LR = "batch steps lr weight_decay warmup beta2 adam_eps probe".split()
 CONSTANTS = {  # SPARC D.1, D.3, D.4; SPARO C.1 to C.3; STAIR 4.2, App. A; BAM 4.1, App. C, Table 9
     ("sparc", "b16"): (16384, 200_000, 9e-4, 0.2, 2500, 0.98, 1e-6, "adamw"),
@@ -87,16 +89,31 @@ def test_two_ranks_are_one_process(tmp_path, name):
     model, batch = tiny_model(name), batch_of(name, 8)
     ranks = on_ranks(tmp_path, tiny_model, {name: model}, batch)[name]
     assert_one_process(ranks, model, model(batch)["loss"])
+    for _, _, state in ranks:
+        expected = model.state_dict()  # with DINO's center, and statistics of BatchNorm
+        torch.testing.assert_close(dict(state), dict(expected), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_a_stopped_run_continues_bit_for_bit(tmp_path, run_of, name):
-    flags = [*SMALL[name], "--out", tmp_path]
-    train_until(3, flags)
-    assert [record["step"] for record in read_log(tmp_path)] == [1, 2, 3]
-    train_alone([*flags, "--resume"])
-    assert_same_weights(tmp_path, run_of(name))
-    assert len(read_log(tmp_path)) == len(read_log(run_of(name)))
+@pytest.mark.parametrize("name, flags", [
+    *((name, "") for name in SMALL),
+    *((name, ON_FILES + "table.csv") for name in ("sparc", "sparo", "stair")),
+    ("sparc", ON_FILES + "000.tar::001.tar"), ("sparc", ON_FILES + "{000..001}.tar --workers 2"),
+    ("bam", "--optimizer lars --lr 0.3 --image-encoder tiny:width=16,heads=2,cls=1,drop_path=0.5"),
+    ("bam", ON_FILES + "table.csv --workers 1 --contrastive-crop --crop-start 1 --crop-every 3")])
+def test_a_stopped_run_continues_bit_for_bit(tmp_path, monkeypatch, capsys, run_of, name, flags):
+    monkeypatch.chdir(tmp_path)
+    write_table(tmp_path, 12)
+    write_shards(tmp_path, [5, 4])
+    whole, stopped = run_of(name), tmp_path / "stopped"
+    if flags:
+        whole = tmp_path / "whole"
+        train_alone([*SMALL[name], *flags.split(), "--out", whole])
+    train_until(3, [*SMALL[name], *flags.split(), "--out", stopped])
+    assert [record["step"] for record in read_log(stopped)] == [1, 2, 3]
+    train_alone(["--resume", "--out", stopped])
+    assert_same_weights(stopped, whole)
+    assert len(read_log(stopped)) == len(read_log(whole))
+    assert "start anew" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -107,10 +124,14 @@ def test_every_parameter_learns(name):
     assert [key for key, g in trained.items() if g is None or g.abs().max() == 0] == []
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_a_model_of_zeros_has_the_chance_loss(name):
+@pytest.mark.parametrize("name, settings", [
+    *((name, {}) for name in SMALL), ("bam", dict(mask="zero")), ("bam", dict(target="onehot")),
+    ("bam", dict(normalization="block"))])
+def test_a_model_of_zeros_has_the_chance_loss(name, settings):
     """All of its similarities are equal."""
-    model, batch = tiny_model(name), batch_of(name)
+    model, batch = tiny_model(name, **settings), batch_of(name)
+    if "target" in settings:
+        del batch["views"][2:]  # SimCLR's chance counts none of the small views' columns
     for p in model.parameters():
         nn.init.zeros_(p)
     loss = model(batch)["loss"].item()

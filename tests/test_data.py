@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import warnings
 from pathlib import Path
 
@@ -45,17 +46,6 @@ def take(dataset, n, workers=0):
     if workers:
         dataset = DataLoader(dataset, batch_size=None, num_workers=workers)
     return list(itertools.islice(iter(dataset), n))
-
-
-def failure(run, *arguments, **options):
-    """The message, one line, of the UserError that the call ends with."""
-    try:
-        run(*arguments, **options)
-    except UserError as error:
-        error.__traceback__ = None  # else a loader's processes live on
-        assert "\n" not in str(error)
-        return str(error)
-    pytest.fail("no UserError")
 
 
 def skips_of(path):
@@ -290,20 +280,8 @@ def test_labels_of_tar_shards(tmp_path, capsys):
     assert [label for _, label in TarShards(path).each("label")][:1] == [3]
     assert "shard" in capsys.readouterr().out
     shards = TarShards(write_tar(tmp_path / "1.tar", {"a.jpg": jpg, "a.txt": "words"}))
-    message = failure(list, shards.each("label"))
-    assert "no image with a label, a number in KEY.cls" in message and "1 x no label" in message
-
-
-def test_images_alone_need_no_captions(tmp_path, monkeypatch):
-    monkeypatch.setattr(TarShards, "max_bad", 100)
-    shards = write_tar(tmp_path / "0.tar", {f"{i}.jpg": picture() for i in range(6)})
-    write_files(tmp_path, {f"{i}.jpg": picture() for i in range(5)})
-    assert "empty caption" in failure(take, stream(open_data(shards)), 1)
-    for spec in (shards, str(tmp_path)):
-        source = open_data(spec, captions=False)
-        batch = take(Stream(source, None, common.train_transform(8), 8, None, 4, 0), 1)[0]
-        assert set(batch) == {"images", "position", "skipped"} and batch["skipped"] == {0: {}}
-        assert batch["images"].shape == (4, 3, 8, 8)
+    with pytest.raises(UserError, match="no image with a label, a number in KEY.cls.*1 x no label"):
+        list(shards.each("label"))
 
 
 # Images -------------------------------------------------------------------------------
@@ -578,15 +556,17 @@ def test_nothing_but_bad_shards_is_an_error(reason, workers, tmp_path, monkeypat
     monkeypatch.setattr(TarShards, "max_bad", 100)
     write_files(tmp_path, {f"{i}.tar": BAD_SHARDS[reason] for i in range(2)})
     spec = f"{tmp_path}/{{0..1}}.tar"
-    assert failure(take, stream(open_data(spec), 2), 1, workers).startswith(
-        f"{spec}: 100 samples in a row could not be used, the last: {reason}, {tmp_path}")
+    message = f"{spec}: 100 samples in a row could not be used, the last: {reason}, {tmp_path}"
+    with pytest.raises(UserError, match=re.escape(message)):
+        take(stream(open_data(spec), 2), 1, workers)
 
 
 @pytest.mark.parametrize("n", [3, 2000])
 def test_a_table_of_images_that_are_not_there_ends_soon(n):
     source = CaptionTable([(f"gone/{i}.jpg", "n1") for i in range(n)], "a.csv")
-    assert failure(take, stream(source), 1).startswith(
-        "a.csv: 1,000 samples in a row could not be used, the last: unreadable image, gone/")
+    message = "^a.csv: 1,000 samples in a row could .* used, the last: unreadable image, gone/"
+    with pytest.raises(UserError, match=message):
+        take(stream(source), 1)
 
 
 @pytest.mark.parametrize("workers, ranks, parts", [(0, 3, 3), (2, 2, 4)])
@@ -595,8 +575,8 @@ def test_too_few_for_the_workers(workers, ranks, parts, tmp_path):
                         (write_shards(tmp_path, [3, 3]), "2 shards")):
         source = open_data(spec)
         last = stream(source, 1, rank=ranks - 1, world_size=ranks)
-        assert failure(take, last, 1, workers).startswith(
-            f"{source.name} has {count}, fewer than ranks x workers = {parts}: use fewer --workers")
+        with pytest.raises(UserError, match=f" has {count}, fewer than .* = {parts}: use fewer --"):
+            take(last, 1, workers)
 
 
 # Random views -------------------------------------------------------------------------
@@ -641,18 +621,6 @@ def test_blur_is_a_gaussian_of_its_own_for_each_image():
         torch.testing.assert_close(blurred[:, 8:-8, 8:-8], expected[:, 8:-8, 8:-8])
     flat = torch.full((3, 3, 9, 9), 0.3)
     torch.testing.assert_close(common.blur(flat, sigma), flat)
-
-
-def test_crops_differ_in_size_and_views_are_solarised():
-    views = common.Views([common.View(8, (0.5, 1.0)), common.View(4, (0.05, 0.3), solarize=1.0)], 8)
-    assert views.min_side == 18                              # 4 x 4 is a twentieth of 18 x 18
-    image = torch.linspace(0.05, 0.95, 16).expand(3, 16, 16)
-    crops = [views(image) for _ in range(50)]
-    spans = [(large[0, 0, -1] - large[0, 0, 0]).item() for large, _ in crops]
-    assert max(spans) - min(spans) > 0.05
-    large, small = (common.denormalize(view) for view in common.distort(views.collate(crops))["views"])
-    assert large.shape == (50, 3, 8, 8) and small.shape == (50, 3, 4, 4)
-    assert small.max() <= 0.51 and large.max() > 0.8         # bright pixels turn dark
 
 
 # Names of class folders ---------------------------------------------------------------
@@ -794,14 +762,3 @@ def test_towers_normalise_uint8(tower):
     torch.testing.assert_close(tower(common.to_floats(floats)), tower(floats))
     if tower.cls is not None:
         torch.testing.assert_close(tower.cls_attention(images), tower.cls_attention(floats))
-
-
-@pytest.mark.parametrize("method", ["sparc", "sparo", "stair"])
-def test_every_method_learns_from_uint8(method, tmp_path):
-    """A stopped run continues, with what is logged of its images, bit for bit."""
-    table, flags = write_table(tmp_path, 12), [*SMALL[method], "--image-size", 16, "--log-every", 1]
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    train_alone([*flags, "--data", table, "--out", whole])
-    train_until(2, [*flags, "--data", table, "--out", stopped])
-    train_alone(["--method", method, "--resume", "--out", stopped])
-    assert_same_weights(whole, stopped)

@@ -1,9 +1,7 @@
 """DINO's loss against a literal float64 loop, its teacher (BAM's too), center, head and runs."""
 
-import copy
 import json
 import math
-import tarfile
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +12,8 @@ import common
 import eval as evaluation
 import sparo
 import train
-from helpers import (SMALL, assert_one_process, assert_same_with_gradients, cos, make_views,
-                     on_ranks, read_log, tiny_model, train_alone)
+from helpers import (SMALL, assert_same_with_gradients, cos, make_views, read_log, tiny_model,
+                     train_alone, write_tar)
 from test_bam import make_photos
 
 SMALL = SMALL["dino"]
@@ -58,17 +56,12 @@ def test_the_loss_and_its_gradients_are_the_literal_ones(G, V):
     assert not sparo.dino_loss(student.detach(), teacher, center, 0.3, 0.2)[0].requires_grad
 
 
-def test_limits_of_the_loss():
-    even, sharp, center = torch.zeros(2, 3, K), torch.zeros(2, 3, K), torch.zeros(K)
-    sharp[..., 2] = 5
-    for logits, expected in ((even, math.log(K)), (sharp, 0)):
-        loss, _ = sparo.dino_loss(logits, logits, center, 0.1, 0.04)
-        assert loss.item() == pytest.approx(expected, abs=1e-6)
-    _, p_t = sparo.dino_loss(even, sharp, sharp[0, 0], 0.1, 0.04)
-    assert p_t.amax() == pytest.approx(1 / K)  # the center takes away what all have in common
+def test_the_loss_is_fp32_inside_autocast():
+    logits, center = torch.randn(2, 3, K).bfloat16(), torch.zeros(K)
     with torch.autocast("cpu", torch.bfloat16):
-        loss, _ = sparo.dino_loss(even.bfloat16(), even.bfloat16(), center, 0.1, 0.04)
-    assert loss.dtype == torch.float32
+        loss, _ = sparo.dino_loss(logits, logits, center, 0.1, 0.04)
+    expected, _ = sparo.dino_loss(logits.float(), logits.float(), center, 0.1, 0.04)
+    assert loss.dtype == torch.float32 and torch.equal(loss, expected)
 
 
 # Head, student and teacher -----------------------------------------------------------------------
@@ -199,26 +192,6 @@ def test_an_encoder_without_layers_has_its_readout_probed():
     assert torch.isfinite(model.train()({"views": views})["loss"])
 
 
-def test_two_ranks_equal_one_process(tmp_path):
-    batch, model = make_batch(B=8), small_model("gap")
-    model.center.normal_()
-    ranks = on_ranks(tmp_path, small_model, {"gap": model}, batch)["gap"]
-    assert_one_process(ranks, model, model(batch)["loss"])
-    for _, _, state in ranks:
-        for name, buffer in model.named_buffers():  # center, BatchNorm of student and teacher
-            torch.testing.assert_close(state[name], buffer, rtol=1e-4, atol=1e-5)
-
-
-def test_compile_changes_nothing():
-    model, batch = small_model(), make_batch()
-    compiled = torch.compile(copy.deepcopy(model), backend="eager")
-    losses = [network(batch)["loss"] for network in (model, compiled)]
-    torch.testing.assert_close(*losses)
-    sum(losses).backward()
-    gradients = [[p.grad for p in network.student().parameters()] for network in (model, compiled)]
-    torch.testing.assert_close(*gradients)
-
-
 # Settings ----------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("crops", [0, 8])
@@ -241,18 +214,13 @@ def test_the_papers_encoder_has_one_block_less():
 
 # Runs --------------------------------------------------------------------------------------------
 
-def test_a_run_is_evaluated_without_text(tmp_path, run_of):
+def test_a_run_is_evaluated_without_text(run_of):
     run = run_of("dino")
     result, log = json.loads((run / "eval.json").read_text()), read_log(run)
     assert {"knn", "knn/shape", "linear", "linear/shape"} <= set(result)
     assert "zeroshot" not in result and not (run / "vocab.txt").exists()
     assert log[0]["chance_loss"] == pytest.approx(math.log(20))
     assert 0 <= log[-1]["entropy"] <= log[-1]["entropy_mean"] <= math.log(20) + 1e-4
-    with pytest.raises(common.UserError, match="zeroshot cannot use a model without a text tower"):
-        evaluation.main([str(run), "--task", "zeroshot"])
-    (tmp_path / "captions.csv").write_text("image,caption\na.png,text\n")
-    with pytest.raises(common.UserError, match="to a model without a text tower"):
-        evaluation.main([str(run), "--data", str(tmp_path / "captions.csv")])
 
 
 @pytest.mark.parametrize("start, flags", [
@@ -273,15 +241,12 @@ def test_weight_decay_follows_half_a_cosine(tmp_path, monkeypatch, start, flags)
 
 
 def test_class_folders_and_labelled_shards_serve_knn(tmp_path, capsys):
-    run, test = tmp_path / "run", make_photos(tmp_path / "test")
-    with tarfile.open(tmp_path / "0.tar", "w") as tar:
-        for image in test.glob("*/*.png"):
-            label = tmp_path / "label"
-            label.write_text(str(int(image.parent.name == "right")))
-            tar.add(image, image.name)
-            tar.add(label, f"{image.stem}.cls")
+    run, test, shard = tmp_path / "run", make_photos(tmp_path / "test"), {}
+    for image in test.glob("*/*.png"):
+        label = str(int(image.parent.name == "right"))
+        shard |= {image.name: image.read_bytes(), f"{image.stem}.cls": label}
     flags = [*SMALL, "--image-size", "16", "--batch", "2"]
-    train.main([*flags, "--data", f"{tmp_path}/0.tar", "--eval-data", str(test),
+    train.main([*flags, "--data", write_tar(tmp_path / "0.tar", shard), "--eval-data", str(test),
                 "--out", str(run)])
     assert json.loads((run / "eval.json").read_text())["knn"] == 1
     (test / "right").rename(test / "bat")  # sorted before left: the labels mean other folders now
