@@ -75,13 +75,11 @@ def clip_benchmarks_probe(train, val, both, epochs=10, lr=0.1, batch=64):
                 step += 1
         return model
 
-    def acc1(model, x, y):
-        return (model(x).argmax(1) == y).float().mean().item()
-
     def find_peak(idxs):
         best_wd_idx, max_acc = 0, 0
         for idx in idxs:
-            acc = acc1(fit(*train, wd_list[idx]), *val)
+            model = fit(*train, wd_list[idx])
+            acc = (model(val[0]).argmax(1) == val[1]).float().mean().item()
             if max_acc < acc:
                 best_wd_idx, max_acc = idx, acc
         return best_wd_idx
@@ -274,12 +272,12 @@ def opened(spec, **flags):
     return evaluation.open_eval_set(options, 8), options
 
 
-def make_folders(root):
-    """Two pictures of each colour, and a broken one."""
-    for colour, value in COLOURS.items():
-        image = picture(20, 12, format="PNG", value=value)
-        write_files(root, {f"{colour}/0.png": image, f"{colour}/1.png": image})
-    write_files(root, {"red/broken.png": "no image"})
+def make_folders(root, names=COLOURS):
+    """Two pictures of each colour, and a broken one of the first, in folders of these names."""
+    for name, colour in zip(names, COLOURS.values()):
+        image = picture(20, 12, format="PNG", value=colour)
+        write_files(root, {f"{name}/0.png": image, f"{name}/1.png": image})
+    write_files(root / [*names][0], {"broken.png": "no image"})
 
 
 def test_zeroshot_by_hand():
@@ -330,24 +328,20 @@ def test_the_worlds_prompts_have_articles():
 def test_names_of_class_folders_are_asked_for_where_they_are_used(tmp_path, capsys):
     """Names of class folders, which are numbers of ImageNet, are asked for where they are used, and
     not where images are compared with images."""
-    numbers = ["n01440764", "n02102480", "n03000684"]
-    for part in ("train", "test"):
-        make_folders(tmp_path / part)
-        for word, number in zip(Oracle.words, numbers):
-            (tmp_path / part / word).rename(tmp_path / part / number)
-    names = tmp_path / "names.txt"
-    names.write_text("\n".join(Oracle.words))
-    train, test = str(tmp_path / "train"), str(tmp_path / "test")
+    train, test, names = [str(tmp_path / name) for name in ("train", "test", "names.txt")]
+    for part in (train, test):
+        make_folders(Path(part), ["n01440764", "n02102480", "n03000684"])
+    write_files(tmp_path, {"names.txt": "\n".join(Oracle.words)})
     for probe in ("adamw", "sgd"):
         data, options = opened(test, tasks=["knn", "linear"], probe=probe, train_data=train)
         result = evaluation.evaluate(embedder(), data, options)
         assert result["knn"] == result["linear"] == 1 and data.named is None
     seen = evaluation.open_eval_set(options, 8, captions=False)             # as of BAM
     assert evaluation.take(embedder(), seen, 2)[0].shape == (2, 3, 8, 8)
-    data, options = opened(test, templates=["{}"], classes=str(names))
+    data, options = opened(test, templates=["{}"], classes=names)
     capsys.readouterr()
     result = evaluation.zeroshot(embedder(), data, options)
-    assert "skipped 1 of 7 images" in capsys.readouterr().out and data.named.source == str(names)
+    assert "skipped 1 of 7 images" in capsys.readouterr().out and data.named.source == names
     assert result["zeroshot"].tolist() == [True] * 6 and "zeroshot/acc5" not in result
 
 

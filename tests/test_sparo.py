@@ -52,17 +52,12 @@ def listing(self, x, eos_idx=None):
     return self.Wproj((attn @ kv).view(batch_size, self.nkeys * self.grp_size, self.D))
 
 
-def build(**settings):
-    module = sparo.Sparo(**{"d": 6, "L": 4, "V": 3, "D": 5, **settings}).double()
-    for p in module.parameters():
-        nn.init.normal_(p)  # biases too
-    return module
-
-
 @pytest.mark.parametrize("grp_size", [1, 2, 4])
 @pytest.mark.parametrize("ends", [None, [4, 0, 2]])
 def test_slots_are_equation_1_and_the_listing_in_values_and_gradients(grp_size, ends):
-    module = build(grp_size=grp_size)
+    module = sparo.Sparo(d=6, L=4, V=3, D=5, grp_size=grp_size).double()
+    for p in module.parameters():
+        nn.init.normal_(p)  # biases too
     x = torch.randn(3, 5, 6, dtype=torch.float64, requires_grad=True)
     rows = [literal_slots(module, h, ends and ends[i]) for i, h in enumerate(x)]
     ends = None if ends is None else torch.tensor(ends)

@@ -58,10 +58,9 @@ def made_up_clip(text={}, **image):
 
 def model_of(name, vit, tower, **settings):
     """A method's model on two towers of test_encoders.py."""
-    method = train.METHODS[name]
-    config = method.Config(**settings)
-    complete = type("Model", (method.model_class(config), common.ModelDefaults), {})
-    return complete(config, vit, tower, WIDTH, WIDTH)
+    config = train.METHODS[name].Config(**settings)
+    config.method = name
+    return common.build_model(train.METHODS[name], config, vit, tower)
 
 
 def custom_text(state):
