@@ -3,7 +3,6 @@
 import gzip
 import pickle
 import random
-import re
 import string
 from collections import Counter
 
