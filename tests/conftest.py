@@ -11,6 +11,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
+import common
 import eval as evaluation
 import train
 from helpers import SMALL
@@ -33,13 +34,15 @@ def signals():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def small_evaluation():
-    """Tasks on the world take 24 scenes."""
+def short_runs():
+    """Tasks on the world take 24 scenes; a vocabulary of the same captions is trained once."""
     evaluation.WORLD_N = 24
+    vocabulary = functools.cache(common.train_wordpiece)
+    common.train_wordpiece = lambda captions, size: list(vocabulary(tuple(captions), size))
 
 
 @pytest.fixture(scope="session")
-def run_of(tmp_path_factory, small_evaluation):
+def run_of(tmp_path_factory, short_runs):
     """run_of("sparc"): the directory of a run with SMALL["sparc"], made once.
     Copy it to change it."""
 
