@@ -17,8 +17,6 @@ import train
 from helpers import (SMALL, assert_one_process, cos, make_views, on_ranks, read_log, run_ranks,
                      tiny_model, train_alone, weights)
 
-# The loss -----------------------------------------------------------------------------------------
-
 
 def dense_loss(z, k, G, teacher=None, tau=0.1, tau_b=0.05, iters=3, mask="exclude",
                normalization="global", target="balanced", top_k=0):
@@ -201,8 +199,6 @@ def test_arguments_that_do_not_fit_are_named(shape, k, settings, message):
         bam.bam_loss(torch.randn(shape), k, **settings)
 
 
-# Model --------------------------------------------------------------------------------------------
-
 MODELS = {"teacher": dict(batch_norm=True), "bn-free": dict(), "alone": dict(teacher=False)}
 
 
@@ -302,9 +298,6 @@ def test_lars_is_the_literal_one():
     torch.testing.assert_close([w.detach(), b.detach()], [expected_w, expected_b])
 
 
-# Views and boxes ----------------------------------------------------------------------------------
-
-
 def test_views_are_byols_with_multi_crop():
     args = train.parse_args(["--method", "bam", "--preset", "vit-s16", "--image-size", "224"])
     first, second, *local = bam.views(args)
@@ -382,9 +375,6 @@ def test_every_image_gets_the_box_that_its_crops_lie_in(tmp_path):
     batches = iter(common.Stream(source, None, spy, 8, None, 11, 0, boxes=boxes))
     next(batches)
     assert sorted(calls, key=str) == 5 * [(False, 0.9)] + [(False, None)] + 5 * [(True, 0.1)]
-
-
-# Runs ---------------------------------------------------------------------------------------------
 
 
 def test_boxes_change_a_training_and_those_of_old_code_are_refused(tmp_path):

@@ -19,9 +19,6 @@ TERMS = {"clip": ["global"], "filip": ["filip"], "clip+filip": ["global", "filip
          "pacl": ["pacl"], "gloria": ["global", "gloria"]}
 
 
-# Literal references: lists of vectors, captions cut to their words ------------------------
-
-
 def words_of(tokens, mask):
     return [[t for t, word in zip(row, m) if word] for row, m in zip(tokens, mask)]
 
@@ -92,9 +89,6 @@ def literal_attention(module, x, y):
     q, k, v = module.q(x), module.k(y), module.v(y)
     weights = [softmax([(query * key).sum() / math.sqrt(len(key)) for key in k]) for query in q]
     return module.out(torch.stack([sum(a * value for a, value in zip(row, v)) for row in weights]))
-
-
-# Losses -----------------------------------------------------------------------------------
 
 
 def scale_of(value):
@@ -215,9 +209,6 @@ def test_gloria_stays_bounded_where_the_patches_cancel():
     torch.testing.assert_close(loss.double(), exact, rtol=1e-4, atol=1e-5)
 
 
-# Model ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("objective", TERMS)
 def test_the_model_trains_on_the_sum_of_its_losses(objective):
     model, batch = tiny_model("sparc", objective=objective), make_batch()
@@ -321,8 +312,6 @@ def test_late_interaction_scores_are_those_of_the_loss(objective, monkeypatch):
     scores = model.similarity(patches, tokens).tolist()
     assert scores == [[pytest.approx(x.item(), abs=1e-5) for x in row] for row in expected]
 
-
-# Three ranks = one process ----------------------------------------------------------------
 
 CASES = {name: dict(objective=name, filip_keep=1.0) for name in OBJECTIVES}
 CASES["filip, half"] = dict(objective="filip", filip_keep=0.5)

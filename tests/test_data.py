@@ -67,9 +67,6 @@ def captions_of_samples(source, n, seed=0, part=0, parts=1, start=0):
     return [caption for (_, caption, _), _ in samples]
 
 
-# Tables -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name, text, expected", [
     ("a.csv", 'filepath,title\nx.jpg,"a dog, running"\n', {"x.jpg": ["a dog, running"]}),
     ("a.csv", 'image,caption\nx.jpg,one\nx.jpg,two\ny.jpg,three\n',
@@ -169,9 +166,6 @@ def test_captions_live_in_numpy_buffers():
     assert strings.buffer.nbytes == sum(len(t.encode("utf-8", "surrogatepass")) for t in texts)
     source = CaptionTable([(f"{i}.jpg", f"n{i}") for i in range(50)], "x")
     assert not any(isinstance(v, (list, dict)) and len(v) >= 50 for v in vars(source).values())
-
-
-# Tar shards ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pattern, paths", [
@@ -287,9 +281,6 @@ def test_labels_of_tar_shards(tmp_path, capsys):
         list(shards.each("label"))
 
 
-# Images -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("width, height, mode, format", [
     *((20, 12, *kind.split()) for kind in ("RGB JPEG", "L JPEG", "CMYK JPEG", "RGB PNG", "L PNG",
                                            "LA PNG", "RGBA PNG", "P GIF", "RGBA WEBP", "RGB BMP",
@@ -370,9 +361,6 @@ def test_fifos_and_pixel_bombs_are_counted_and_neither_hang_nor_warn(tmp_path):
     assert count >= 2
     with pytest.raises(FileNotFoundError):
         common.open_image(str(tmp_path / "gone.jpg"), 8)
-
-
-# Order --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("parts", [1, 3, 5])
@@ -519,9 +507,6 @@ def test_augmentation_changes_from_epoch_to_epoch_by_a_generator_of_its_own(tmp_
     assert torch.equal(before, torch.get_rng_state())
 
 
-# Bad samples --------------------------------------------------------------------------
-
-
 BAD_SHARDS = {  # {reason: what the shard holds}
     common.BAD_SHARD: b"", "empty caption": {"0.jpg": picture(), "0.txt": ""},
     "unreadable image": {"0.jpg": b"no image", "0.txt": "n0"},
@@ -561,9 +546,6 @@ def test_too_few_for_the_workers(workers, ranks, parts, tmp_path):
         last = stream(source, 1, rank=ranks - 1, world_size=ranks)
         assert failure(take, last, 1, workers).startswith(
             f"{source.name} has {count}, fewer than ranks x workers = {parts}: use fewer --workers")
-
-
-# Random views -------------------------------------------------------------------------
 
 
 def recoloured(x, *strengths):
@@ -607,9 +589,6 @@ def test_blur_is_a_gaussian_of_its_own_for_each_image():
     torch.testing.assert_close(common.blur(flat, sigma), flat)
 
 
-# Names of class folders ---------------------------------------------------------------
-
-
 def test_class_folders(tmp_path):
     names = "fire_truck/1.jpg fire_truck/2.PNG airplane/deep/1.jpeg airplane/notes.txt .git/x.jpg"
     write_files(tmp_path, dict.fromkeys(names.split(), picture()))
@@ -630,9 +609,6 @@ def test_imagenets_thousand_folders_have_torchvisions_names():
     some = [names[i] for i in (0, 1, 207, 999)]
     assert some == ["tench", "goldfish", "golden retriever", "toilet tissue"]
     assert (len(names), source) == (1000, "torchvision")
-
-
-# Views on a GPU -----------------------------------------------------------------------
 
 
 def distorted(x, view, image_size):
@@ -717,9 +693,6 @@ def test_a_training_on_views_of_files_is_the_same_with_a_worker_and_continues(tm
     train_until(2, [*flags, "--workers", 1, "--out", tmp_path / "stopped"])
     train_alone(["--resume", "--out", tmp_path / "stopped"])
     assert_same_weights(tmp_path / "here", tmp_path / "stopped")
-
-
-# CLIP's images ------------------------------------------------------------------------
 
 
 def test_training_images_are_uint8_and_torchvisions():

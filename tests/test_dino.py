@@ -28,8 +28,6 @@ def make_batch(B=4):
     return make_views(B, SIZES)
 
 
-# The loss ----------------------------------------------------------------------------------------
-
 def literal_loss(student, teacher, center, tau_s, tau_t):
     """DINO's algorithm, pair by pair and image by image."""
     losses = []
@@ -63,8 +61,6 @@ def test_the_loss_is_fp32_inside_autocast():
     expected, _ = sparo.dino_loss(logits.float(), logits.float(), center, 0.1, 0.04)
     assert loss.dtype == torch.float32 and torch.equal(loss, expected)
 
-
-# Head, student and teacher -----------------------------------------------------------------------
 
 def test_the_head_is_the_literal_one():
     head, x = sparo.DinoHead(5, K, 8, 6).double(), torch.randn(3, 5, dtype=torch.double)
@@ -192,8 +188,6 @@ def test_an_encoder_without_layers_has_its_readout_probed():
     assert torch.isfinite(model.train()({"views": views})["loss"])
 
 
-# Settings ----------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("crops", [0, 8])
 def test_views_are_dinos(crops):
     args = SimpleNamespace(**vars(sparo.Config("dino", local_crops=crops)), image_size=224)
@@ -203,8 +197,6 @@ def test_views_are_dinos(crops):
     assert small == crops * [dict(size=96, scale=(0.05, 0.4), blur=0.5)]
     assert sparo.views(sparo.Config("clip")) is None
 
-
-# Runs --------------------------------------------------------------------------------------------
 
 def test_a_run_is_evaluated_without_text(run_of):
     run = run_of("dino")

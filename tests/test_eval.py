@@ -16,8 +16,6 @@ import common
 import eval as evaluation
 from helpers import picture, write_files
 
-# Metrics ------------------------------------------------------------------------------------------
-
 
 def test_recall_counts_any_positive_and_loses_ties():
     queries, keys = torch.randint(3, (40, 5)).float(), torch.randint(3, (30, 5)).float()
@@ -199,9 +197,6 @@ def test_label_maps_name_the_classes_of_the_segmentation():
             for k, o in enumerate(objects):
                 expected = classes.index(name.format(**o)) + 1
                 assert (ids[segmentation == k + 1] == expected).all()
-
-
-# Tasks on files -----------------------------------------------------------------------------------
 
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 128, 0), "blue": (0, 0, 255)}
@@ -504,9 +499,6 @@ def test_segmentation_of_a_folder_in_pascal_vocs_layout(tmp_path, capsys):
     assert one.width > 600 and one.size == two.size and one != two          # b beside a
     assert not evaluation.PICTURES["alignment"].fits(data)
     assert len(opened(tmp_path)[0].map_classes[""].names) == 20             # Pascal's own
-
-
-# Runs ---------------------------------------------------------------------------------------------
 
 
 def test_data_have_a_default_split():

@@ -37,9 +37,6 @@ def make_table(root):
     return str(root / "photos.csv")
 
 
-# Figures ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name, step", [("sparc", 6), ("bam", 4)])
 def test_the_end_of_a_training_equals_eval_py(run_of, tmp_path, name, step):
     run = shutil.copytree(run_of(name), tmp_path / "run")
@@ -129,9 +126,6 @@ def test_a_damaged_log_is_named(tmp_path):
         evaluation.read_log(tmp_path)
 
 
-# --limit and the machine --------------------------------------------------------------------------
-
-
 def test_limit_means_the_same_for_every_kind_of_data(tmp_path):
     make_folders(tmp_path / "folders")
     make_voc_folder(tmp_path / "voc")
@@ -179,9 +173,6 @@ def test_neighbours_and_probes_run_on_the_gpu():
     torch.testing.assert_close(*found, atol=0.03, rtol=0)
 
 
-# The table ----------------------------------------------------------------------------------------
-
-
 def test_the_table_has_chance_levels(run_of, tmp_path, capsys):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     evaluation.main([str(run), "--task", "zeroshot,retrieval,negatives"])
@@ -200,9 +191,6 @@ def test_a_guess_among_the_classes_that_are_learned_from_is_the_chance_level_of_
     assert found == [1 / 14, 1 / 2, 1 / 8]  # two of the three pairs are of the two colours
 
 
-# Inference ----------------------------------------------------------------------------------------
-
-
 def test_inference_in_three_lines(run_of, tmp_path):
     make_folders(tmp_path)
     files = [tmp_path / "red" / "0.png", str(tmp_path / "blue" / "0.png")]
@@ -213,9 +201,6 @@ def test_inference_in_three_lines(run_of, tmp_path):
     opened = [Image.open(file).convert("P") for file in files]
     torch.testing.assert_close(model.images(opened), x)
     torch.testing.assert_close(x.norm(dim=1), torch.ones(2))
-
-
-# Several runs and data ----------------------------------------------------------------------------
 
 
 def test_a_table_of_several_runs(run_of, tmp_path, monkeypatch, capsys):
@@ -252,9 +237,6 @@ def test_data_are_evaluated_one_after_the_other(run_of, tmp_path, capsys):
         assert f"| knn |{'|'.join(cells)}|" in shown
     assert shown.count(f"| | {runs[0]} (1) | {runs[1]} (1) |") == 2 and "different" not in shown
     evaluation.main([str(runs[1]), "--data", specs[0], "--task", "heads"])  # learns from nothing
-
-
-# Pictures -----------------------------------------------------------------------------------------
 
 
 def test_captions_without_a_known_word_leave_a_picture_out(run_of, tmp_path):

@@ -10,8 +10,6 @@ import sparc
 from helpers import (assert_same_with_gradients, cos, infonce, make_batch, mean, padded, softmax,
                      tiny_model)
 
-# Literal references -----------------------------------------------------------------------
-
 
 def literal_weights(tokens, patches, sigma=None):
     """Eq. 2-4, one number at a time: tokens (L, E), patches (P, E) -> L lists of P scalars.
@@ -72,9 +70,6 @@ def ragged_with_a_flat_word():
     return tokens, patches, mask
 
 
-# Equations --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sigma", [None, 0.0, 0.5, 1.0])
 def test_alignment_weights_are_equations_2_to_4(sigma):
     tokens, patches, _ = ragged_with_a_flat_word()
@@ -131,9 +126,6 @@ def test_global_loss_is_equation_1():
     assert_same_with_gradients(sparc.global_loss(*inputs), expected, inputs)
     same = torch.ones(4, 3)
     assert sparc.global_loss(same, same, 100.0).item() == pytest.approx(math.log(4), abs=1e-5)
-
-
-# Model ------------------------------------------------------------------------------------
 
 
 def test_words_only_drops_the_first_and_the_last_token():

@@ -17,9 +17,6 @@ import train
 from helpers import assert_same_with_gradients, cos, make_batch, padded, softmax, tiny_model
 
 
-# Eq. 1 -------------------------------------------------------------------------------------------
-
-
 def literal_slots(module, H, last=None):
     """Eq. 1, slot by slot and position by position: one input H (n, d) -> slots (L, V), and the
     attention (L, n)."""
@@ -82,9 +79,6 @@ def test_parameters_have_the_names_and_shapes_of_the_papers_listing():
     assert deviation == pytest.approx(bound / math.sqrt(3), rel=0.02)
 
 
-# Eq. 2 and the loss ------------------------------------------------------------------------------
-
-
 def test_similarity_of_encodings_is_the_mean_cosine_of_the_slots():
     a, b = torch.randn(2, 3, 4, 5, dtype=torch.float64)
     v, t = sparo.normalize_slots(a), sparo.normalize_slots(b)
@@ -101,9 +95,6 @@ def test_clip_loss_is_the_literal_one():
     terms = [softmax(logits[i])[i].log() + softmax([row[i] for row in logits])[i].log()
              for i in range(4)]
     assert_same_with_gradients(sparo.clip_loss(v, t, scale), -sum(terms) / 8, inputs)
-
-
-# Other read-outs ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("heads", ["separate", "multi"])
@@ -243,9 +234,6 @@ def test_presets_take_the_papers_epochs(name, epochs, pairs):
         assert preset["steps"] == epochs * pairs // preset["batch"]
 
 
-# Analyses ----------------------------------------------------------------------------------------
-
-
 def test_slot_accuracies_count_each_slot_alone():
     classes = torch.randn(5, 3, 4)
     labels = torch.randint(5, (40,))
@@ -272,9 +260,6 @@ def test_a_mask_learns_which_parts_tell_captions_from_negatives(parts):
         assert (mask == mask[:, :1]).all()
     with pytest.raises(ValueError, match="12 dimensions have no 5 equal parts"):
         sparo.train_mask(*encodings, 5)
-
-
-# Model -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("readout", ["sparo", "cls", "gap", "attpool", "bottleneck", "fdt"])

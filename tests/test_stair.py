@@ -24,8 +24,6 @@ V, E = 11, 6
 tiny_stair = functools.partial(tiny_model, "stair")
 
 
-# Equations -----------------------------------------------------------------------------------
-
 def literal_encoding(head, h, mask=None):
     """Eq. 4 and 5, word by word and position by position: h (B, N, d) -> (B, |V|)."""
     fc, _, norm = head.transform
@@ -161,8 +159,6 @@ def test_lamb_is_the_papers_algorithm():
             optimizer = again
 
 
-# Model ---------------------------------------------------------------------------------------
-
 def test_the_loss_is_equation_7():
     model, batch = tiny_stair(lambda_image=0.3, lambda_text=0.7), make_batch()
     v = model.image_encoding(batch["images"])
@@ -251,8 +247,6 @@ def test_two_ranks_equal_one_process(tmp_path):
         assert_one_process(ranks[stage], model, model(batch)["loss"])
 
 
-# Presets and runs ----------------------------------------------------------------------------
-
 def test_presets_are_the_papers_model_and_steps():
     """Sec. 4.2 and App. A, counted by hand: 140.0 million parameters."""
     three, single, clip = [
@@ -321,8 +315,6 @@ def test_a_single_stage_with_lamb_and_a_linear_schedule(tmp_path):
     assert all(isinstance(p["step"], int) for p in state.values())      # AdamW keeps tensors
 
 
-# Evaluation ----------------------------------------------------------------------------------
-
 def test_label_ranks_count_the_best_sub_word_and_ties_against_it():
     scores = torch.tensor([[0.0, 3.0, 2.0, 1.0], [1.0, 1.0, 0.0, 1.0]])
     ranks = evaluation.label_ranks(scores, [[2, 3], [0]], torch.tensor([0, 0]))
@@ -377,8 +369,6 @@ def test_files_are_searched_and_their_captions_words_counted(tmp_path, monkeypat
         expected = [sum(k in truth for k in ids) / 10 for ids, truth in zip(best, truths)]
         assert max(expected) > 0 and found[name].tolist() == pytest.approx(expected)
 
-
-# The inverted index --------------------------------------------------------------------------
 
 WORDS = ["[PAD]", "red", "blue", "circle", "star", "the"]
 

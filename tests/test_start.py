@@ -53,9 +53,6 @@ def made_up_clip(text={}, **image):
     return (vit, tower), clip_names(random_weights(vit), random_weights(tower))
 
 
-# A whole CLIP --------------------------------------------------------------------------------
-
-
 def model_of(name, vit, tower, **settings):
     """A method's model on two towers of test_encoders.py."""
     config = train.METHODS[name].Config(**settings)
@@ -215,9 +212,6 @@ def test_a_run_starts_from_a_clip_and_resumes(tmp_path, monkeypatch, capsys, run
     assert_same_weights(stopped, tmp_path / "long")
 
 
-# Files of others -----------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_a_torchscript_archive_names_the_call_that_converts_it(tmp_path):
     layer, path = nn.Linear(2, 3), tmp_path / "ViT-B-32.pt"
@@ -240,9 +234,6 @@ def test_safetensors_name_the_call_that_converts_them(tmp_path):
         common.load_checkpoint(path)
 
 
-# SPARC on a tower with [CLS] -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("objective", ["sparc", "filip", "clip+filip", "pacl", "gloria", "mgca"])
 def test_sparc_drops_the_cls_token(objective):
     model = tiny_model("sparc", vit=dict(cls=True, depth=2), objective=objective)
@@ -259,9 +250,6 @@ def test_sparc_drops_the_cls_token(objective):
     tokens = tower(images)
     tower.cls, tower.forward = None, lambda images: tokens[:, 1:]       # patches alone
     assert all(map(torch.equal, found, outputs()))
-
-
-# Into your model: the lines below each "stop here" -------------------------------------------
 
 
 def snippet(name):

@@ -213,8 +213,6 @@ def test_limits_of_training():
     assert common.train_wordpiece([], 4) == common.train_wordpiece(["", " "], 4) == SPECIAL
 
 
-# CLIP's byte-pair encoding -------------------------------------------------------------------
-
 SENTENCES = ["The dog's 2 puppies aren't here; they've 31 bones, 1/2 of them we'll \"don't\" it.",
              "banana bandana naan abab aaaa aaaaa mississippi café naïve 狗狗 straße <b>!!</b>",
              "o'clock ''tis 'S'T ½x² ٣٤ ⅷ \U0001F600 the then other bother mother \x7f\xad"]

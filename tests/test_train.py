@@ -44,9 +44,6 @@ def wait_for_steps(process, run, n):
         time.sleep(0.02)
 
 
-# Settings ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("flags", [["--lambda-f=5"], ["--lambda-f", "5"]])
 def test_flags_go_before_presets_before_defaults(flags):
     args = train.parse_args(["--method", "sparc", "--preset", "l14", *flags])
@@ -79,9 +76,6 @@ def test_help_shows_comments_and_what_the_preset_sets(capsys, flags, shown):
         train.main([*["--method"][:len(flags)], *flags, "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert [words for words in shown if words not in text] == []
-
-
-# Runs ----------------------------------------------------------------------------------------
 
 
 def test_a_run_writes_everything(run_of):
@@ -234,9 +228,6 @@ def test_keep_every_keeps_checkpoints(tmp_path, run_of):
     steps = [common.load_checkpoint(tmp_path / f"step-{i}.pt")["step"] for i in (2, 4, 6)]
     assert steps == [2, 4, 6]
     assert_same_weights(tmp_path, run_of("sparc"))
-
-
-# Signals and resuming ------------------------------------------------------------------------
 
 
 def test_a_signal_to_all_processes_and_resume_give_the_same_weights_bit_for_bit(tmp_path):
@@ -412,9 +403,6 @@ def test_runs_are_not_overwritten(tmp_path, monkeypatch):
     assert sorted(os.listdir("runs")) == ["sparc", "sparc-2"]
 
 
-# Ranks ---------------------------------------------------------------------------------------
-
-
 def train_on_rank(rank, flags, out):
     return train.train(train.parse_args([*flags, "--out", out]), Path(out), torch.device("cpu"))
 
@@ -496,9 +484,6 @@ def test_other_ranks_wait_with_an_error_for_torchrun_to_end_them(monkeypatch, fl
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
-# Errors --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"),
                                    RuntimeError("[enforce fail at inline_container.cc:671]")])
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch, run_of, error):
@@ -547,9 +532,6 @@ def test_errors_end_in_one_sentence_without_a_traceback(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", *SPARC, *flags])
     with pytest.raises(SystemExit, match=r"^error: .*lacks \[CLS\] \[SEP\].*$"):
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-
-
-# Costs ---------------------------------------------------------------------------------------
 
 
 def last_json(capsys):
