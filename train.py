@@ -594,8 +594,9 @@ def open_loader(args, data, transform, tokenizer, model, at):
         transform = None if tokenizer else transform  # its captions name what a crop may lose
     # large JPEGs are decoded smaller, with pixels enough for the smallest crop
     min_side = math.ceil(args.image_size * max(1.5, args.crop_scale ** -0.5))
-    stream = kind(data, tokenizer, transform, min_side, context, args.batch // world_size,
-                  args.seed + at.order, rank, world_size, dict(at.positions), at.boxes)
+    stream = kind(data, tokenizer, transform, min_side=min_side, context=context,
+                  batch_size=args.batch // world_size, seed=args.seed + at.order, rank=rank,
+                  world_size=world_size, positions=dict(at.positions), boxes=at.boxes)
     return iter(read_in_workers(stream, args.workers))
 
 
