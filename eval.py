@@ -1406,11 +1406,17 @@ def chance_levels(result, data):
     return chance
 
 
+def settings_of(options):
+    """The options that figures depend on, as a dict."""
+    settings = dataclasses.asdict(options)
+    del settings["workers"], settings["is_own"]
+    return settings
+
+
 def write_figures(embed, data, options, run, result):
     """Append the figures, with all that they depend on, to RUN/evals.jsonl. Those of the run's own
     evaluation are also RUN/eval.json."""
-    settings = dataclasses.asdict(options) | {"step": embed.step}
-    del settings["workers"], settings["is_own"]
+    settings = settings_of(options) | {"step": embed.step}
     if data.named:
         settings |= {"class_names": data.named.source, "templates": data.named.templates}
     record, path = {"settings": settings} | result, Path(run, "evals.jsonl")

@@ -241,9 +241,11 @@ def check_run(out, config, flags):
 
 
 def last_figure(out, config, split, metric):
-    """A metric in the last line of evals.jsonl that is of the run's own data and has it."""
+    """A metric in the last line of evals.jsonl that has it, of the run's own options and a split;
+    whatever its --task."""
     own = evaluation.own_options(argparse.Namespace(**config))
-    wanted = {"data": own.data, "limit": own.limit, "checkpoint": "last.pt", "split": split}
+    wanted = evaluation.settings_of(own) | {"split": split}
+    del wanted["tasks"]
     path, value = out / "evals.jsonl", None
     for line in path.read_text().splitlines() if path.exists() else []:
         record = json.loads(line)

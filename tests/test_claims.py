@@ -51,8 +51,7 @@ def write(root, run, rate, seed, figures, **settings):
     args = train.parse_args(given[:-4])
     config = dataclasses.asdict(args) | {"argv": ["train.py", *given], "git": "c0ffee"}
     write_files(out, {"config.json": json.dumps(config), "eval.json": "{}"})
-    own = evaluation.own_options(args)
-    usual = {"data": own.data, "limit": own.limit, "checkpoint": "last.pt", "split": "test"}
+    usual = evaluation.settings_of(evaluation.own_options(args))
     with open(out / "evals.jsonl", "a") as file:
         file.write(json.dumps({"settings": usual | settings} | figures) + "\n")
 
@@ -77,7 +76,8 @@ def test_first_the_learning_rates_then_the_seeds_then_the_table(printed, tmp_pat
     for run, rate in swept:
         for value in (0.5, rate == best[run]):  # the last is taken
             write(tmp_path, run, rate, 0, {"zeroshot": value}, split="val")
-        for other in ({"limit": 3}, {"data": "photos"}, {"checkpoint": "stage-1.pt"}):
+        for other in ({"limit": 3}, {"data": "photos"}, {"checkpoint": "stage-1.pt"},
+                      {"probe": "sgd"}):
             write(tmp_path, run, rate, 0, {"zeroshot": 0.75}, split="val", **other)
     commands = printed("--again")
     bam, *figures, summary, older = json.loads(claims.RECORDS.read_text("utf-8"))
