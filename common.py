@@ -615,7 +615,8 @@ def load_clip(towers, state_dict, tokenizer):
                         f"tower's {expected}: give theirs with --vocab; that of OpenAI's and most "
                         f"of OpenCLIP's weights is bpe_simple_vocab_16e6.txt.gz.")
     notes = load_tower(towers[0], image, "--image-encoder")
-    is_openai = any([text.pop(name, None) is not None for name in OPENAI_ONLY])
+    is_openai = any(name in text for name in OPENAI_ONLY)
+    text = {name: value for name, value in text.items() if name not in OPENAI_ONLY}
     notes += load_tower(towers[1], text, "--text-encoder")
     modules = [module for tower in towers for module in tower.modules()]
     if any(isinstance(module, nn.GELU) for module in modules):
@@ -981,6 +982,7 @@ class Views:
 
     def __init__(self, views, image_size):
         self.views, self.image_size = views, image_size
+        self.betas = [torch.distributions.Beta(view.alpha, view.alpha) for view in views]
         # enough pixels for every view's smallest crop
         self.min_side = max(math.ceil(view.size / view.scale[0] ** 0.5) for view in views)
 
@@ -992,12 +994,11 @@ class Views:
         (ContrastiveCrop, arXiv 2202.03278).
         """
         crops = []
-        for view in self.views:
+        for view, beta in zip(self.views, self.betas):
             ratio = 3 / 4, 4 / 3
             top, left, h, w = v2.RandomResizedCrop.get_params(image, view.scale, ratio)
             if box is not None:
                 height, width = v2.functional.get_size(image)
-                beta = torch.distributions.Beta(view.alpha, view.alpha)
                 x, y = beta.sample((2,)).tolist()
                 left = crop_start(box[0] * width, box[2] * width, w, width, x)
                 top = crop_start(box[1] * height, box[3] * height, h, height, y)

@@ -101,6 +101,11 @@ def identity(x):
     return x
 
 
+def own_rows(x, gather):
+    """The rows of x (B, ...) of this rank, as numbers (B,) of the rows of gather(x)."""
+    return getattr(gather, "rank", 0) * len(x) + torch.arange(len(x), device=x.device)
+
+
 def in_rows(function, *rows, size, limit=2**24):
     """function(*rows) -> (B, ...). A row needs `size` numbers. If all rows need more than `limit`,
     function gets a few rows at a time, and the backward pass computes each part again."""
@@ -119,7 +124,7 @@ def global_loss(v, t, scale, gather=identity):
     """CLIP's loss. v, t: (B, E) embeddings of pairs; scale: 1 / tau -> scalar.
     gather: (B, E) -> (world * B, E), differentiable, rank by rank; gather.rank is this one."""
     v, t = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
-    i = getattr(gather, "rank", 0) * len(v) + torch.arange(len(v), device=v.device)
+    i = own_rows(v, gather)
     v_to_t = F.cross_entropy(scale * v @ gather(t).T, i, reduction="none")  # (B, world * B) logits
     t_to_v = F.cross_entropy(scale * t @ gather(v).T, i, reduction="none")
     return ((v_to_t + t_to_v) / 2).mean()
@@ -334,10 +339,10 @@ def gather_captions(tokens, gather):
 def contrast(logits, gather):
     """InfoNCE both ways. logits (b, B): this rank's images x all captions.
     For the softmax over images, ranks exchange a number per caption instead of patches."""
-    b, first = len(logits), getattr(gather, "rank", 0) * len(logits)    # own captions: from first
+    i = own_rows(logits, gather)                                        # (b,), our captions
     sums = gather(logits.logsumexp(0, keepdim=True)).logsumexp(0)       # (B,), over all images
-    i_to_t = F.cross_entropy(logits, first + torch.arange(b, device=logits.device))
-    t_to_i = sums[first : first + b] - logits.diagonal(first)           # (b,)
+    i_to_t = F.cross_entropy(logits, i)
+    t_to_i = sums[i] - logits.take_along_dim(i[:, None], 1)[:, 0]       # (b,)
     return (i_to_t + t_to_i.mean()) / 2
 
 
@@ -378,7 +383,7 @@ def filip_loss(tokens, patches, mask, scale, keep=0.2, gather=identity):
     images = gather(most_similar(patches, tokens, keep))                # (B, P', E)
     i_to_t = scale * in_chunks(filip_scores, patches, words)            # (b, B)
     t_to_i = scale * in_chunks(filip_scores, tokens, images)            # (b, B)
-    i = getattr(gather, "rank", 0) * len(tokens) + torch.arange(len(tokens), device=tokens.device)
+    i = own_rows(tokens, gather)
     return (F.cross_entropy(i_to_t, i) + F.cross_entropy(t_to_i, i)) / 2
 
 

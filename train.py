@@ -201,12 +201,13 @@ def train(args, out, device):
 def what_is_due(args, step, end):
     """What comes after this step, on every rank the same. "ask": whether a signal came;
     "keep", "stage": a checkpoint that stays."""
-    if args.bench:
-        return {"ask"}
+    # a GPU waits where ranks ask each other, of --bench, too
     ask_every = min(10, args.log_every) if dist.is_initialized() else 1
     every = {"log": args.log_every, "evaluate": args.eval_every, "save": args.save_every,
              "keep": args.keep_every, "ask": ask_every}
     due = {name for name, steps in every.items() if steps and step % steps == 0}
+    if args.bench:
+        return due & {"ask"}
     if "evaluate" in due or step == args.steps:
         due.add("log")
     if step == end and end < args.steps:
@@ -588,7 +589,8 @@ def build_transform(args, method, encoder):
 def open_loader(args, data, transform, tokenizer, model, at):
     """This rank's batches, from the positions of `at` on."""
     rank, world_size = this_rank()
-    context, kind = model.text_encoder.context if tokenizer else None, common.Stream
+    context = model.text_encoder.context if tokenizer else None
+    kind = common.Stream
     if isinstance(data, common.World):
         kind = common.WorldStream
         transform = None if tokenizer else transform  # its captions name what a crop may lose
