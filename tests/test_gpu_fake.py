@@ -12,11 +12,9 @@ from helpers import make_batch, make_views, tiny_model
 from test_accum import OBJECTIVES
 
 CASES = OBJECTIVES | {  # name: model of helpers.MODELS, its settings
-    **{name: ("sparc", dict(align=name, h_v="residual")) for name in ("dense", "softmax")},
-    **{name: ("sparo", dict(readout=name)) for name in ("cls", "attpool", "bottleneck")},
-    "dino-cls": ("dino", dict(readout="cls")), "dino-gap": ("dino", dict(readout="gap")),
-    "bam-blocks": ("bam", dict(normalization="block", top_k=2, mask="zero", readout="gap")),
-    "bam-softmax": ("bam", dict(target="softmax", mask="none", vit=dict(drop_path=0.5)))}
+    "softmax": ("sparc", dict(align="softmax", h_v="residual")),
+    "attpool": ("sparo", dict(readout="attpool")), "dino-cls": ("dino", dict(readout="cls")),
+    "bam-blocks": ("bam", dict(normalization="block", top_k=2, mask="zero", readout="gap"))}
 pytestmark = pytest.mark.skipif(not hasattr(torch._C, "_ensureCUDADeviceGuardSet"),
                                 reason="this torch needs a driver for fake CUDA tensors, too")
 
@@ -26,8 +24,8 @@ def fake(monkeypatch):
     """The mode that makes tensors fake; each has the value 2, autocast believes in a GPU."""
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-    for name, value in dict(item=2, __int__=2, backward=None).items():
-        monkeypatch.setattr(FakeTensor, name, lambda self, value=value: value, raising=False)
+    for name in ("item", "__int__"):
+        monkeypatch.setattr(FakeTensor, name, lambda self: 2, raising=False)
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -57,14 +55,10 @@ def test_optimizers_leave_no_tensor_on_the_cpu(fake, optimizer):
         optimizer([weight]).step()
 
 
-def test_distortions_and_metrics_leave_no_tensor_on_the_cpu(fake, monkeypatch):
-    monkeypatch.setattr(torch.nn.Linear, "to", lambda self, device: torch.nn.Linear(
-        self.in_features, self.out_features, device=device))  # fake weights cannot be moved
+def test_distortions_and_metrics_leave_no_tensor_on_the_cpu(fake):
     views = common.Views([common.View(8, (0.5, 1), blur=0.5, solarize=0.5)], 8)
     batch, labels = views.collate([views(torch.rand(3, 8, 8)) for _ in range(64)]), torch.arange(64)
     with fake:
         batch, labels = train.to_device((batch, labels), "cuda")
         x = common.distort(batch)["views"][0].flatten(1)
         evaluation.knn_accuracy(x, labels, x, labels)
-        evaluation.adamw_probe(x, labels, epochs=1)
-        evaluation.sgd_probe(lambda: (x.cpu(), labels.cpu()), x, labels, 3, epochs=1)
