@@ -797,9 +797,10 @@ class WordPiece(Tokenizer):
 class BPE(Tokenizer):
     """CLIP's byte-pair encoding: in the bytes of a word, neighbours are merged in the file's order.
 
-    lines: a comment, then pairs of pieces; </w> ends a word. The ids are OpenCLIP's, but for texts
-    that its `ftfy` repairs (quotes aside) and for special tokens spelled out, which are plain text.
-    In `vocab` "do##" is a piece after which the word goes on. No token is unknown.
+    lines: a comment, then pairs of pieces; </w> ends a word. The ids are OpenCLIP's, but where its
+    `ftfy` repairs more than `split` does (ligatures, full width, wrong encodings, controls), and
+    for special tokens spelled out, which are plain text. No token is unknown.
+    In `vocab` "do##" is a piece after which the word goes on.
     """
 
     def __init__(self, lines):
@@ -835,7 +836,8 @@ class BPE(Tokenizer):
     @staticmethod
     def split(text):
         """Words: letters, a digit, other characters; 's, 't, 're, 've, 'm, 'll, 'd apart."""
-        text = " ".join(html.unescape(html.unescape(text)).split()).lower()
+        text = html.unescape(html.unescape(text)).replace("\ufeff", "")
+        text = " ".join(unicodedata.normalize("NFC", text).split()).lower()
         text = re.sub("[\u201c-\u201f]", '"', re.sub("[\u02bc\u2018-\u201b]", "'", text))
         kinds = {"L": "a", "N": "0"}  # in place of letters and numbers that are not ASCII
         signs = [c if c.isascii() else kinds.get(unicodedata.category(c)[0], "-") for c in text]

@@ -253,14 +253,16 @@ def bpe(tmp_path, merges):
     return common.open_tokenizer(tmp_path / "merges.txt.gz")
 
 
-# The words are those of OpenCLIP 3.3.0's pattern.
+# The words are those of ftfy 6.3.1 and OpenCLIP 3.3.0's pattern.
 @pytest.mark.parametrize("text, words", [
     ("It's DON'T we'll they've I'd i'm you're", "it 's don 't we 'll they 've i 'd i 'm you 're"),
     ("'tis \"'s ''s x''s 's's !'re 3's é's", "'t is \"' s '' s x '' s 's 's !' re 3 's é 's"),
     ("rock'n'roll o'clock 'sun'", "rock ' n ' roll o ' clock 's un '"),
     ("½x² ⅷ H₂O ٣٤ 31", "½ x ² ⅷ h ₂ o ٣ ٤ 3 1"),
     ("a_b __ a-b --- 1/2... (I'd)", "a _ b __ a - b --- 1 / 2 ... ( i 'd )"),
-    ("Café naïve 狗狗 straße e\u0301", "café naïve 狗狗 straße e \u0301"),
+    ("Café naïve 狗狗 straße", "café naïve 狗狗 straße"),
+    ("Cafe\u0301 e&#769; \u1112\u1161\u11ab \u0958", "caf\u00e9 \u00e9 \ud55c \u0915 \u093c"),  # NFC
+    ("\ufeffa\ufeffb \ufeff &#65279;c", "ab c"),
     ("&amp;lt;b&gt; &eacute; a\u3000b\tc\u00a0d", "< b > é a b c d"),
     ("emoji\U0001F600\U0001F600!", "emoji \U0001F600\U0001F600!"),
     ("İstanbul ΣΑΣ", "i \u0307 stanbul σας"), ("", ""), (" \n ", ""),
