@@ -65,11 +65,11 @@ def recall_at_k(queries, keys, positives, ks=(1, 5, 10), chunk=1024, similarity=
     return {k: (ranks < k).sum().item() / len(queries) for k in ks}
 
 
-def class_embeddings(encode_text, classes):
-    """Zero-shot classifier (C, E): mean of each class's prompts (CLIP)."""
+def class_embeddings(encode_text, classes, kept=1):
+    """Zero-shot classifier (C, E): mean of each class's prompts (CLIP), where `kept` (E,) is 1."""
     prompts = encode_text(classes.prompts)                                  # (C * T, E)
     prompts = prompts.unflatten(0, (len(classes.names), -1))                # (C, T, E)
-    return F.normalize(prompts.mean(1), dim=-1)
+    return F.normalize(kept * prompts.mean(1), dim=-1)
 
 
 def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=1024):
@@ -324,7 +324,8 @@ class Embedder:
     def classify(self, images, classes):
         """Zero-shot scores (n, C) of encodings of images."""
         if not self.model.late_interaction:
-            return torch.inner(images, class_embeddings(self.texts, classes))
+            kept = 1 if self.mask is None else self.mask > 0  # of slots that were chosen
+            return torch.inner(images, class_embeddings(self.texts, classes, kept))
         scores = self.similarity(images, self.texts(classes.prompts))       # (n, C * T)
         return scores.unflatten(1, (len(classes.names), -1)).mean(2)
 

@@ -1,5 +1,6 @@
 """Metrics on hand-made matrices, tasks and pictures on small made-up data."""
 
+import dataclasses
 import io
 import json
 import math
@@ -291,6 +292,15 @@ def test_zeroshot_by_hand():
     assert evaluation.number(result["zeroshot/acc5"]) == pytest.approx(6 / 7)
     recall = (3 / 4 + 1 / 2 + 0) / 3                                        # of the three classes
     assert result["zeroshot/mean_per_class_recall"] == pytest.approx(recall)
+
+
+def test_classes_are_normalised_over_the_slots_that_stay():
+    """The mean of prompts loses what a mask has as 0; weights above 0 are the image's alone."""
+    embed, x = embedder(), F.normalize(torch.tensor([[1.0, 0, 0], [1.0, 1, 0]]), dim=-1)
+    classes = evaluation.Classes(["red", "red green"], ["{}", "{} blue"])
+    for mask in (torch.tensor([1.0, 1, 0]), torch.tensor([0.5, 0.1, 0])):
+        scores = dataclasses.replace(embed, mask=mask).classify(x, classes)
+        torch.testing.assert_close(scores, torch.tensor([[1, 0.5**0.5], [0.5**0.5, 1]]))
 
 
 # prompts of "red" by templates; {c} is CLIP_benchmark's {}
