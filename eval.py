@@ -865,8 +865,8 @@ def patch_classes(embed, data):
 
 def segmentation(embed, data, options):
     """Zero-shot segmentation (SPARC, D.7): mIoU of the classes in the truth, mean over images. As
-    in the paper there is no class for the background, whose pixels count against the class that
-    they get. `miou_fg` ignores them: which object is where, without the outlines."""
+    in the paper there is no class for the background: its pixels count against the class that they
+    get; `miou_fg` ignores them. D.7 names no prompts: here a class has the mean of several."""
     classes, scores, images = patch_classes(embed, data), collections.defaultdict(list), 0
     for part in chunks(data.maps("segmentation"), embed.chunk):
         patches, truths = embed.encoded(part, embed.model.encode_patches)   # (n, P, E)
@@ -1051,11 +1051,13 @@ def number(value):
 # A picture is a function of an Embedder and an EvalSet -> PIL image; None: nothing to show.
 
 BACKGROUND, NOT_COUNTED = (40, 40, 40), (150, 150, 150)
-CLASS_COLOURS = [  # that can be told apart; the first eight are those of the world
-    (230, 25, 75), (60, 180, 75), (0, 110, 230), (255, 225, 25), (145, 30, 180),
-    (245, 130, 48), (250, 170, 210), (255, 255, 255), (70, 240, 240), (170, 110, 40),
-    (130, 130, 255), (191, 239, 69), (240, 50, 230), (0, 150, 136), (255, 215, 180),
-    (150, 150, 60), (170, 20, 20), (200, 170, 255), (170, 255, 195), (40, 60, 160)]
+CLASS_COLOURS = [  # that can be told apart; the first eight are the world's own
+    (217, 38, 38), (38, 166, 51), (51, 77, 230), (242, 217, 51), (140, 51, 179),
+    (242, 140, 26), (242, 153, 191), (242, 242, 242), (0, 250, 250), (130, 80, 30),
+    (200, 160, 255), (200, 250, 150), (250, 0, 220), (110, 110, 0), (0, 110, 160),
+    (130, 0, 50), (0, 150, 136), (255, 215, 180), (130, 130, 255), (20, 80, 40)]
+LIT = "Bright patches weigh most, black ones nothing."
+STOP_WORDS = set("a an the and of in on at to by with from for is are it its his her".split())
 
 
 def text(string, width, size=13):
@@ -1117,12 +1119,17 @@ def lit_sheet(title, rows):
     for heading, image, maps in rows:
         cells = [(light_up(image, weights), label) for label, weights in maps]
         pages.append((heading, [(to_picture(image), "image"), *cells]))
-    return sheet(title, pages)
+    return sheet(f"{title}. {LIT}", pages)
+
+
+def says_something(word, data):
+    """Whether a picture shows a word: nouns and adjectives; where they are unknown, most words."""
+    known = data.content_words
+    return word in known if known else word.isalpha() and word not in STOP_WORDS
 
 
 def draw_alignment(embed, data):
-    """Which patches each word of a caption is aligned to (SPARC, Eq. 4); of the world the words
-    that say something."""
+    """Which patches the words of a caption, eight at most, are aligned to (SPARC, Eq. 4)."""
     images, captions = take(embed, data, 8)
     tokens, mask = embed.tokenize(captions)
     weights = embed.model.align_words(images.to(embed.device), tokens, mask)  # (n, L, P)
@@ -1131,20 +1138,19 @@ def draw_alignment(embed, data):
         inner = slice(1, int(mask[i].sum()) - 1)  # without [CLS] and [SEP]
         words = [embed.tokenizer.vocab[token] for token in tokens[i, inner]]
         maps = [pair for pair in zip(words, weights[i, inner].cpu())
-                if not data.content_words or pair[0] in data.content_words]
-        rows.append((caption, images[i], maps))
-    title = "SPARC: a word lights up the patches that it is aligned to (Eq. 4)"
-    return lit_sheet(title, rows)
+                if says_something(pair[0], data)]
+        rows.append((caption, images[i], maps[:8]))
+    return lit_sheet("SPARC: the patches that each word is aligned to (Eq. 4)", rows)
 
 
 def class_colours(data, ways):
-    """{way of data.map_classes: colours (256, 3) of class ids}, and the legend's cells."""
+    """{way of data.map_classes: colours (256, 3) of class ids}, and the legend's rows."""
     palette, tables, legend = itertools.cycle(CLASS_COLOURS), {}, []
     for way in ways:
         names = data.map_classes[way].names
         colours = list(itertools.islice(palette, len(names)))
         keys = [ImageOps.expand(Image.new("RGB", (70, 12), c), 1, "grey") for c in colours]
-        legend += zip(keys, names)
+        legend.append((way[1:] or "class", list(zip(keys, names))))
         rest = [NOT_COUNTED] * (255 - len(names))
         tables[way] = torch.tensor([BACKGROUND, *colours, *rest])
     return tables, legend
@@ -1168,9 +1174,8 @@ def draw_segmentation(runs, data):
                 picture = to_pil_image(painted).resize(size, Image.Resampling.NEAREST)
                 cells.append((picture, f"{name} {way[1:]}"))
         rows.append(("", [(to_picture(image, size), "image"), *cells]))
-    title = ("Zero-shot segmentation: each patch takes the class whose text is nearest. No "
-             "class stands for the background, so what is found there is dark.")
-    return sheet(title, [("", legend), *rows])
+    title = "Zero-shot segmentation: the class that a patch resembles most. The background is dim."
+    return sheet(title, [*legend, *rows])
 
 
 def draw_slots(embed, data):
@@ -1199,8 +1204,8 @@ def draw_slots(embed, data):
             name = embed.tokenizer.vocab[tokens[i, word[i, slot]]]
             cells.append((join([to_picture(images[i]), lit], gap=0), name))
         rows.append((f"Slot {slot}", cells))
-    title = "SPARO: the word of a caption that a slot attends to, and what it sees of the image"
-    return sheet(title, rows) if rows else None
+    title = "SPARO: the word of a caption and the patches that a slot attends to"
+    return sheet(f"{title}. {LIT}", rows) if rows else None
 
 
 def draw_words(embed, data):
@@ -1222,18 +1227,15 @@ def draw_queries(embed, data):
     images, captions = take(embed, data, 10)
     rows, patches = [], embed.model.image_encoder.grid ** 2
     for i, caption in enumerate(captions):
-        words = list(dict.fromkeys(common.split_words(caption)))
-        words = [word for word in words if len(word) > 2 and word in embed.tokenizer.ids]
-        if data.content_words:
-            words = [word for word in words if word in data.content_words]
+        words = [word for word in dict.fromkeys(common.split_words(caption))
+                 if word in embed.tokenizer.ids and says_something(word, data)][:8]
         if words:
-            ids = torch.tensor([embed.tokenizer.ids[word] for word in words[:10]])
+            ids = torch.tensor([embed.tokenizer.ids[word] for word in words])
             encode = functools.partial(embed.model.word_maps, ids=ids.to(embed.device))
             maps = embed.images(images[i : i + 1], encode)[0, -patches:].T  # p(h_j)
             maps = maps - maps.amin(1, keepdim=True)                        # (words, g * g)
             rows.append((caption, images[i], zip(words, maps)))
-    title = "STAIR: a word lights up the patches where it scores high, without a text tower"
-    return lit_sheet(title, rows) if rows else None
+    return lit_sheet("STAIR: where words are found, without a text tower", rows) if rows else None
 
 
 def draw_heads(embed, data):
@@ -1245,7 +1247,7 @@ def draw_heads(embed, data):
     for image, heads in zip(images, embed.model.head_maps(images.to(embed.device)).cpu()):
         names = ["mean of heads", *[f"head {i + 1}" for i in range(len(heads))]]
         rows.append(("", image, zip(names, [heads.mean(0), *heads])))
-    return lit_sheet("What [CLS] attends to in the last block is lit", rows)
+    return lit_sheet("What [CLS] attends to in the last block", rows)
 
 
 def draw_neighbours(embed, data):
@@ -1273,8 +1275,16 @@ LOG_PICTURES = [  # file, title, charts: {key of the log: name of its curve}
     ("curves.png", "The training, by steps",
      [{"loss": "loss", "chance_loss": "loss of a guess"}, {"lr": "learning rate"},
       {"grad_norm": "norm of the gradient"}, {"images_per_s": "images a second"}]),
-    ("entropies.png", "BAM: mean entropy of the rows of A and B, in nats, by steps",
-     [{"entropy_a": "A", "entropy_b": "B, its target", "chance_loss": "uniform rows"}])]
+    ("entropies.png", "BAM: entropy of the attention between images, in nats, by steps",
+     [{"entropy_a": "how spread: each image's attention", "entropy_b": "its target",
+       "chance_loss": "evenly spread"}])]
+
+
+def ticks(top):
+    """Round numbers from 0 to `top`: two to five steps of 1, 2, 2.5 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(top / 5.001))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= top / 5.001)
+    return [i * step for i in range(int(top / step + 0.001) + 1)]
 
 
 def chart(log, names, width=420, height=200):
@@ -1289,11 +1299,12 @@ def chart(log, names, width=420, height=200):
     top = max([y for _, y in points], default=0) or 1
     page = Image.new("RGB", (width + 100, height + 60), "white")
     draw, place = ImageDraw.Draw(page), 60
-    for i in range(5):
-        x, y = 60 + width * i / 4, 30 + height * (1 - i / 4)
+    for value in ticks(top):
+        y = 30 + height * (1 - value / top)
         draw.line((60, y, 60 + width, y), "#dddddd")
-        draw.text((53, y), f"{top * i / 4:.3g}", "black", font, anchor="rm")
-        draw.text((x, height + 36), f"{last * i / 4:g}", "black", font, anchor="ma")
+        draw.text((53, y), f"{value:g}", "black", font, anchor="rm")
+    for step in ticks(last):
+        draw.text((60 + width * step / last, height + 36), f"{step:g}", "black", font, anchor="ma")
     for curve, name, colour in zip(curves, names.values(), CLASS_COLOURS):
         points = [(60 + width * x / last, 30 + height * (1 - y / top)) for x, y in curve]
         draw.line(points, colour, 3)
@@ -1450,7 +1461,7 @@ def save_pictures(pages):
     pages = {path: page for path, page in pages.items() if page}
     for path, page in pages.items():
         with common.replacing(path) as file:
-            page.quantize(256).save(file, "PNG")  # a third of the bytes
+            page.quantize(256, Image.Quantize.MAXCOVERAGE).save(file, "PNG")  # rare colours stay
     if pages:
         print("pictures: " + ", ".join(map(str, pages)))
     return pages

@@ -541,6 +541,56 @@ def test_letters_that_the_font_lacks_are_left_out():
         assert evaluation.text(string, 112) == evaluation.text(shown, 112)
 
 
+def shown_by(draw, monkeypatch):
+    """The title and the rows of the sheet that draw() makes."""
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "sheet", lambda title, rows: (title, rows))
+        return draw()
+
+
+@pytest.mark.parametrize("method, picture, words", [
+    ("sparc", "alignment", "small red circle large blue ring green star"),
+    ("stair", "queries", "small red circle large blue ring green star"), ("bam", "heads", None)])
+def test_lit_patches_are_explained_and_of_eight_words_at_most(
+        run_of, monkeypatch, method, picture, words):
+    """Of photos, too, whose nouns nobody knows."""
+    embed, _ = evaluation.load_run(run_of(method))
+    image = torch.zeros(3, embed.image_size, embed.image_size)
+    caption = "a small red circle , the large blue ring and a green star with a pink moon"
+    data = evaluation.EvalSet(samples=lambda n: [(image, caption)])
+    draw = lambda: evaluation.PICTURES[picture].run(embed, data)
+    title, [(_, cells)] = shown_by(draw, monkeypatch)
+    assert title.endswith(". Bright patches weigh most, black ones nothing.")
+    assert words is None or [label for _, label in cells] == ["image", *words.split()]
+
+
+def test_each_kind_of_class_has_a_legend_and_colours_have_their_own(run_of, monkeypatch):
+    embed, args = evaluation.load_run(run_of("sparc"))
+    data = evaluation.open_eval_set(evaluation.own_options(args), embed.image_size)
+    draw = lambda: evaluation.draw_segmentation({"found": embed}, data)
+    _, [colours, shapes, *_] = shown_by(draw, monkeypatch)
+    for (heading, cells), kind in ((colours, "colour"), (shapes, "shape")):
+        assert heading == kind and [name for _, name in cells] == data.map_classes[f"/{kind}"].names
+    world = 255 * torch.tensor(list(common.COLOURS.values()))
+    assert (torch.tensor(evaluation.CLASS_COLOURS[:8]) - world).abs().max() < 1
+    others = torch.tensor(evaluation.CLASS_COLOURS[8:16])
+    assert torch.cdist(others.float(), world).min() > 70
+
+
+def test_a_saved_picture_keeps_a_rare_colour(tmp_path):
+    page, pink = torch.randint(40, 120, (3, 200, 200), dtype=torch.uint8), (242, 153, 191)
+    page[:, 50:60, 50:60] = torch.tensor(pink)[:, None, None]
+    evaluation.save_pictures({tmp_path / "page.png": evaluation.to_pil_image(page)})
+    with Image.open(tmp_path / "page.png") as saved:
+        assert saved.convert("RGB").getpixel((55, 55)) == pink
+
+
+@pytest.mark.parametrize("top, step, n", [
+    (6.19, 2, 3), (129, 50, 2), (0.0005, 0.0001, 5), (600, 200, 3), (11, 2.5, 4), (0.3, 0.1, 3)])
+def test_ticks_are_round(top, step, n):
+    assert evaluation.ticks(top) == pytest.approx([i * step for i in range(n + 1)])
+
+
 def test_a_chart_draws_points_where_they_are():
     log = [{"step": 0, "a": 0.0, "b": 3}, {"step": 50, "b": math.nan}, {"step": 75, "a": -1.0},
            {"step": 100, "a": 4.0, "b": 3}]
