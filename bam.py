@@ -22,7 +22,8 @@ Differs from the paper, as the authors' code does (variants differ at their line
   * Three Sinkhorn iterations, columns first; a mean over pairs and images, not a sum.
   * With a teacher, the teacher is evaluated.
 Ours, not the authors': the ViT starts as CLIP's does (theirs: normal, .02), the learning rate
-ends at 0 (their default: 1e-6), colour jitter has BYOL's saturation .2 (Sec. 4.1; theirs: .4).
+ends at 0 (their default: 1e-6), colour jitter has BYOL's saturation .2 (Sec. 4.1; theirs: .4) and
+turns hues in YIQ (HSV), pixels have CLIP's mean and variance (ImageNet's), [CLS] does not decay.
 Not here: fine-tuning, semi-supervised and transfer learning, segmentation, detection.
 Run:     python train.py --method bam                        (the embedded world)
 Result:  k-NN of shapes .498 +- .081, SimCLR .578, DINO .358, untrained .389; in 600 steps .737,

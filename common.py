@@ -797,10 +797,9 @@ class WordPiece(Tokenizer):
 class BPE(Tokenizer):
     """CLIP's byte-pair encoding: in the bytes of a word, neighbours are merged in the file's order.
 
-    lines: a comment, then pairs of pieces; </w> ends a word. The ids are OpenCLIP's, but where its
-    `ftfy` repairs more than `split` does (ligatures, full width, wrong encodings, controls), and
-    for special tokens spelled out, which are plain text. No token is unknown.
-    In `vocab` "do##" is a piece after which the word goes on.
+    lines: a comment, then pairs of pieces; </w> ends a word. The ids are OpenCLIP's, but for texts
+    that its `ftfy` repairs more than `split` does, and special tokens spelled out, plain text here.
+    In `vocab` "do##" is a piece after which the word goes on. No token is unknown.
     """
 
     def __init__(self, lines):

@@ -24,6 +24,7 @@ Differs from the paper:
   * [CLS] and [SEP] are no words: they are left out of tbar and L_f, but count among the 55
     tokens (Sec. 4.1), so that 53 of a caption are read. SentencePiece has none.
   * The text encoder is bidirectional (the paper says only that tokens are averaged).
+  * vbar and tbar are Sec. 2's; listing 1 has a vbar without h_v and a tbar with the padding.
   * The preset `tiny` has lambda_f = 0.1: with the paper's 0.5 words are not grounded there.
   * Ours, as the paper names none: CLIP's second beta and epsilon for AdamW, 1 / tau within
     [1, 100], gradients clipped at norm 1, images cropped a little and flipped.
@@ -317,9 +318,9 @@ class Model(nn.Module):
 # six objects, a text tower without blocks (val, seeds 0 and 1). An update takes 1.005 times CLIP's
 # FLOPs (Table 11: 1.005), by `update_flops` of --preset b16 --dry-run.
 #
-# Below: the baselines of Sec. 4, as Sec. D.3 and D.4 describe them; b pairs on a rank, B on
-# all. The losses of an objective share one learned tau and are added. MGCA's weigh 2 : 2 : 1, as
-# in its public code with D.4's lambdas of 1 (the code's defaults are 1, .7, .5).
+# Below: the baselines of Sec. 4, as D.3 and D.4 describe them; b pairs on a rank, B on all. The
+# losses of an objective share one learned tau and are added. MGCA's weigh 2 : 2 : 1, as in its code
+# with D.4's lambdas of 1 (its defaults: 1, .7, .5). vbar and tbar alone evaluate GLoRIA and MGCA.
 
 
 def in_chunks(scores, x, y):

@@ -95,7 +95,9 @@ RUNS["stair"] = {
     "no-stage-2": ("stair", "--method stair --share-1 0.55 --share-2 0"),
     "short-stage-3": ("stair", "--method stair --share-1 0.65 --share-2 0.25"),
 }
-CLAIMS["stair"] = [  # the paper's words and zero-shot are on ImageNet, its R@1 on COCO
+# The paper's words and zero-shot are on ImageNet, its R@1 on COCO. Its CLIP is sparo.py's preset stair-clip;
+# here CLIP is sparc.py's: mean of the tokens, h_v, and a text tower that sees both ways.
+CLAIMS["stair"] = [
     ("STAIR is above CLIP in text-to-image R@1", "Table 1, COCO", "41.1, 36.2", "stair clip", "t2i/R@1"),
     ("... in image-to-text R@1", "Table 1, COCO", "57.7, 53.4", "stair clip", "i2t/R@1"),
     ("Three stages keep the meaning of words, one does not", "Table 7", "32.9, 0.0", "stair single", "words/top1"),
