@@ -64,7 +64,7 @@ def explained(kinds, what, remedy=""):
 def parse_spec(spec):
     """"name:key=value,key=value" -> (name, {key: value}). A name may hold other colons."""
     match = re.fullmatch(r"(.*?):(\w+=[^,=]*(?:,\w+=[^,=]*)*)", spec)
-    if not match:
+    if not match or os.path.exists(spec):
         return spec, {}
     return match[1], dict(item.split("=") for item in match[2].split(","))
 
@@ -1812,12 +1812,13 @@ def read_config(run):
     """The settings of a run's directory, as config.json has them."""
     path = Path(run, "config.json")
     remedy = ": write it anew, as a run with the same flags and another --out writes it"
-    with explained((OSError, ValueError, TypeError), f"{path} is damaged or unreadable", remedy):
+    kinds = OSError, ValueError, AttributeError
+    with explained(kinds, f"{path} is damaged or unreadable", remedy):
         if not path.exists():
             raise UserError(f"{run} holds no run: there is no {path}.")
         config = json.loads(path.read_text())
-        if "method" not in config:
-            raise ValueError("it names no method")
+        if not all(isinstance(config.get(name), str) for name in ("method", "data")):
+            raise ValueError("it names no method or no data")
         return config
 
 

@@ -204,6 +204,14 @@ def chunks(items, n):
         yield part
 
 
+def several(items):
+    """A list, also of one caption, path or image. Raises UserError if there is none."""
+    items = [items] if isinstance(items, (str, bytes, Path, Image.Image)) else list(items)
+    if not items:
+        raise UserError("There is nothing to encode: the list is empty.")
+    return items
+
+
 def readable(pairs, read, workers=0):
     """Pairs (image or file, value) -> pairs (image, value) of those that can be read; then it
     prints how many cannot. Raises UserError if none can. read: a function of a file."""
@@ -277,6 +285,8 @@ class Embedder:
 
     def tokenize(self, captions):
         """n captions -> token ids and mask (n, L) on the model's device."""
+        if self.tokenizer is None:
+            raise UserError("This run has no text tower: it encodes images alone.")
         tokens, mask = self.tokenizer.batch(captions, self.context)
         self.tokens += int(mask.sum()) - 2 * len(tokens)
         self.unknown_tokens += int((tokens == self.tokenizer.unk).sum())
@@ -284,8 +294,8 @@ class Embedder:
 
     @torch.no_grad()
     def texts(self, captions, encode=None):
-        """n captions -> (n, E), or (n, L, E) padded with zeros."""
-        encode = encode or self.encode_text
+        """n captions, or one -> (n, E), or (n, L, E) padded with zeros."""
+        encode, captions = encode or self.encode_text, several(captions)
         parts = [encode(*self.tokenize(part)).cpu() for part in chunks(captions, self.chunk)]
         if parts[0].ndim == 3:
             longest = max(x.shape[1] for x in parts)
@@ -294,9 +304,9 @@ class Embedder:
 
     @torch.no_grad()
     def images(self, images, encode=None):
-        """(n, 3, S, S), or a list of paths or PIL images -> (n, E) or (n, P, E)."""
+        """(n, 3, S, S), or paths or PIL images, or one -> (n, E) or (n, P, E)."""
         if not torch.is_tensor(images):
-            images = torch.stack([self.read(image) for image in images])
+            images = torch.stack([self.read(image) for image in several(images)])
         encode = encode or self.encode_image
         return torch.cat([encode(x.to(self.device)).cpu() for x in images.split(self.chunk)])
 
@@ -380,7 +390,7 @@ class EvalSet:
     image_size: int = None         # of the world and of `maps`
     classes: Classes = None        # of tasks with text; the others need `groups` alone
     groups: dict = None            # of folders its key is "", of the world also "/colour", "/shape"
-    named: Classes = None          # names that are not the world's, once they were asked for
+    named: Classes = None          # names or prompts not of the world itself, once asked for
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
     map_classes: dict = None       # {"": Classes} of `maps`
     content_words: set = None      # nouns and adjectives
@@ -407,8 +417,10 @@ class WorldSet(EvalSet):
                    "/shape": Classes(SHAPES, ["{a}", "a photo of {a}"]), "/pair": classes}
     content_words, is_world = WORLD_WORDS, True
 
-    def __init__(self, world, split, limit=None):
+    def __init__(self, world, split, limit=None, templates=None):
         self.world, self.split, self.limit = world, split, limit
+        if templates:
+            self.classes = self.named = Classes(PAIRS, templates, "shapes")
         self.unseen = torch.arange(64) // 8 >= world.palette
         self.unseen[[8 * colour + shape for colour, shape in world.heldout_pairs]] = True
 
@@ -573,9 +585,11 @@ def read_sugarcrepe(files, root):
     """SugarCrepe's files, one for each kind -> the pairs of EvalSet.negatives."""
     negatives_of = collections.defaultdict(list)
     for file in files:
-        for item in json.loads(file.read_text()).values():
-            negative = (file.stem, item["caption"], item["negative_caption"])
-            negatives_of[str(Path(root or ".", item["filename"]))].append(negative)
+        with common.explained((ValueError, KeyError, TypeError, AttributeError), file,
+                              "; its items must have filename, caption and negative_caption"):
+            for item in json.loads(file.read_text()).values():
+                negative = (file.stem, item["caption"], item["negative_caption"])
+                negatives_of[str(Path(root or ".", item["filename"]))].append(negative)
     return negatives_of.items()
 
 
@@ -652,7 +666,7 @@ def open_whole_set(options, image_size, captions):
         return EvalSet(negatives=lambda: read_sugarcrepe(files, options.image_root))
     source = common.open_data(spec, options.image_root, options.split, image_size, captions)
     if isinstance(source, common.World):
-        return WorldSet(source, options.split, options.limit)
+        return WorldSet(source, options.split, options.limit, options.templates)
     if isinstance(source, common.TarShards):  # their classes have no names: to learn from
         return EvalSet(labelled=lambda purpose: source.each("label", options.limit))
     return TableSet(source, options)
@@ -705,8 +719,10 @@ def default_split(spec):
     if Path(spec, "SegmentationClass").is_dir():
         return "val"  # VOC's test split has no maps
     name = common.parse_spec(spec)[0]
-    is_split = name == "shapes" or name.lower().endswith(".json") or shard_splits(spec)
-    return "test" if is_split else "all"
+    is_json = name.lower().endswith(".json")
+    if is_json and Path(name).is_file() and b'"annotations"' in Path(name).read_bytes():
+        return "all"  # COCO's own
+    return "test" if name == "shapes" or is_json or shard_splits(spec) else "all"
 
 
 # Tasks ------------------------------------------------------------------------------------
@@ -1382,6 +1398,9 @@ def report(embed, data, options, run):
     result = evaluate(embed, data, options)
     if data.named and embed.tokenizer:
         print(f"Class names: {data.named.source}. First prompt: {data.named.prompts[0]!r}")
+        count = collections.Counter(data.named.names)
+        if twice := [name for name in count if count[name] > 1]:
+            print(f"Several classes are called {', '.join(twice)}: no text tells them apart.")
     chance = chance_levels(result, data)
     shown = [key for key in result if not key.endswith(("/images", "/chance"))]
     width = max(map(len, shown), default=0)
@@ -1535,8 +1554,10 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
     args = method.Config()
     vars(args).update(config)
     tokenizer = common.open_tokenizer(Path(run, "vocab.txt")) if method.uses_text(args) else None
-    encoders = common.build_encoders(method, args, tokenizer)
-    model = common.build_model(method, args, *encoders)
+    with common.explained((AttributeError, TypeError), f"{run}/config.json is damaged",
+                          ": write it anew"):
+        encoders = common.build_encoders(method, args, tokenizer)
+        model = common.build_model(method, args, *encoders)
     state = common.load_checkpoint(Path(run, checkpoint))
     if state["method"] != args.method:
         raise UserError(f"{run}/{checkpoint} holds a {state['method']} model, but config.json "
@@ -1571,6 +1592,7 @@ class Options:
     checkpoint: str = "last.pt"
     tasks: list | None = None
     workers: int = 0
+    on_training_images: bool = False     # the run learned from these very images
     is_own: bool = False                 # those of `own_options`, but for tasks and workers
 
 
@@ -1582,8 +1604,10 @@ def options_on(data, args, **changes):
     elif args.data != data and common.parse_spec(args.data)[0] != "shapes":
         train_data = args.data
     older = {"probe": "adamw", "probe_epochs": None} | vars(args)  # old runs have none
-    return Options(data, default_split(data), train_data, older["probe"], older["probe_epochs"],
-                   workers=args.workers, **changes)
+    split, files = default_split(data), [common.parse_spec(spec)[0] for spec in (data, args.data)]
+    seen = split == "all" and Path(files[0]).resolve() == Path(files[1]).resolve()
+    return Options(data, split, train_data, older["probe"], older["probe_epochs"],
+                   workers=args.workers, on_training_images=seen, **changes)
 
 
 def own_options(args, tasks=None):
@@ -1599,6 +1623,8 @@ def options_of(flags, args):
     options = options_on(given["data"], args) if "data" in given else own_options(args)
     if "split" in given and options.split == "all":
         raise UserError(f"--split {given['split']}: {options.data} has no splits.")
+    if "classes" in given and common.parse_spec(options.data)[0] == "shapes":
+        raise UserError(f"--classes {given['classes']}: the classes of shapes have their names.")
     if "templates" in given:
         given["templates"] = read_templates(given["templates"])
     is_own = given.keys() <= {"tasks", "workers"}
@@ -1685,7 +1711,8 @@ def build_parser():
 def describe(options):
     """What is evaluated, in words."""
     most = f", {options.limit:,} samples at most" if options.limit else ""
-    return f"{options.data}, split {options.split}{most}"
+    seen = ", images that it was trained on" if options.on_training_images else ""
+    return f"{options.data}, split {options.split}{most}{seen}"
 
 
 class Evaluated(NamedTuple):
@@ -1717,17 +1744,28 @@ def main(argv=None):
         value = vars(flags)[name]
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1.")
+    if flags.queries and flags.tasks:
+        raise UserError("--query searches and measures nothing: leave out --task.")
+    if len({Path(run).resolve() for run in flags.runs}) < len(flags.runs):
+        raise UserError(f"{', '.join(flags.runs)}: a run is named twice, name each once.")
     for run in flags.runs:
         common.read_config(run)  # before any is evaluated
     common.turn_off_tf32()
     flags.device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with common.explained((RuntimeError, AssertionError), f"--device {flags.device}"):
         torch.empty(1, device=flags.device)
+    failed = []
     for spec in flags.data or [None]:
-        changes = vars(flags) | {"data": spec}
-        evaluated = {run: evaluate_run(run, changes) for run in flags.runs}
-        if len(evaluated) > 1 and not flags.queries:
+        evaluated = {}
+        for run in flags.runs:
+            try:
+                evaluated[run] = evaluate_run(run, vars(flags) | {"data": spec})
+            except UserError as error:  # the others go on
+                failed.append(f"{run}: {error}" if len(flags.runs) > 1 else str(error))
+        if evaluated and len(flags.runs) > 1 and not flags.queries:
             compare_runs(evaluated, flags.tasks)
+    if failed:
+        raise UserError(" ".join(failed))
 
 
 if __name__ == "__main__":

@@ -329,16 +329,20 @@ def saved_settings(flags):
     saved = common.read_config(flags["out"])
     for name in ("method", "preset", "vocab", "optimizer"):
         if name in flags and flags[name] != saved.get(name):
-            raise UserError(f"{flags['out']} is a run of {flag_of(name)} {saved[name]}: leave out "
-                            f"{flag_of(name)} {flags[name]}, or give another --out.")
+            raise UserError(f"{flags['out']} is a run of {flag_of(name)} {saved.get(name)}: leave "
+                            f"out {flag_of(name)} {flags[name]}, or give another --out.")
     return saved
 
 
 def check_settings(args, method, flags):
     """Raise UserError for values out of bounds, and for flags that do not fit each other."""
     for field in dataclasses.fields(args):
-        _, *bounds = type_and_bounds(field.type)
+        kind, *bounds = type_and_bounds(field.type)
         flag, value = flag_of(field.name), vars(args)[field.name]
+        types = {int: int, float: (int, float), str: str}.get(kind, object)
+        if value is not field.default and not isinstance(value, types):
+            raise UserError(f"{args.out}/config.json is damaged: {field.name} is {value!r}, not of "
+                            f"type {kind.__name__}: write it anew.")
         if bounds and value is not None and not bounds[0] <= value <= bounds[1]:
             raise UserError(f"{flag} {value} must be from {bounds[0]} to {bounds[1]}.")
         if isinstance(value, float) and not math.isfinite(value):

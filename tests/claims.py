@@ -247,7 +247,7 @@ def last_figure(out, config, split, metric):
     whatever its --task."""
     own = evaluation.own_options(argparse.Namespace(**config))
     wanted = evaluation.settings_of(own) | {"split": split}
-    del wanted["tasks"]
+    del wanted["tasks"], wanted["on_training_images"]  # which older lines lack
     path, value = out / "evals.jsonl", None
     for line in path.read_text().splitlines() if path.exists() else []:
         record = json.loads(line)

@@ -591,8 +591,9 @@ def test_blur_is_a_gaussian_of_its_own_for_each_image():
 
 def test_class_folders(tmp_path):
     names = "fire_truck/1.jpg fire_truck/2.PNG airplane/deep/1.jpeg airplane/notes.txt .git/x.jpg"
-    write_files(tmp_path, dict.fromkeys(names.split(), picture()))
-    source, truck = open_data(str(tmp_path)), "a photo of a fire truck."
+    folder = tmp_path / "a:b=c"  # not a SPEC with a setting
+    write_files(folder, dict.fromkeys(names.split(), picture()))
+    source, truck = open_data(str(folder)), "a photo of a fire truck."
     assert source.classes == ["airplane", "fire_truck"]
     assert source.labels.tolist() == [0, 1, 1]
     assert source.sample_captions(9) == ["a photo of an airplane.", truck, truck]

@@ -1,7 +1,9 @@
 """What is refused: a command, and a piece of its message with the value and the remedy."""
 
+import dataclasses
 import gzip
 import io
+import json
 import shlex
 import shutil
 from pathlib import Path
@@ -22,6 +24,11 @@ def saved(state):
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
+
+
+def config(**changes):
+    """config.json of a run with SMALL["sparc"], but for changes."""
+    return json.dumps(dataclasses.asdict(train.parse_args(SMALL["sparc"])) | changes)
 
 
 MAP = picture(mode="L", format="PNG", value=3)
@@ -240,11 +247,19 @@ ERRORS = [
     *((f"{command} runs/{name}", message, {f"runs/{name}/{file}": text})
       for command, name in (("train --resume --out", "sparc"), ("eval", "sparc"))
       for file, message, text in (
-          *(("config.json", "config.json is damaged .*: write it anew", text)
-            for text in ('{"method": "sp', "[]", "{}", "")),
+          *(("config.json", "config.json is damaged.*: write it anew", text)
+            for text in ('{"method": "sp', "[]", "{}", "", '{"method": "sparc"}',
+                         config(image_encoder=7), config(data=None))),
+          *(("config.json", f"config.json is damaged.*({reason}).*: write it anew", text)
+            for reason, text in (("'eight'|str", config(embed_dim="eight")),
+                                 ("'x'|str", config(image_size="x")))),
           ("vocab.txt", "last.pt holds a model of another size.*vocab.txt", FILES["poor.txt"]),
           ("last.pt", "last.pt holds a bam model", saved({"method": "bam"})),
           ("last.pt", "last.pt is not a checkpoint that can be read", "broken"))),
+
+    *(("train --resume --out runs/sparc", f"config.json is damaged: {name} is {value!r}",
+       {"runs/sparc/config.json": config(**{name: value})})
+      for name, value in {"batch": "eight", "steps": None, "text_encoder": 7}.items()),
 
     # Evaluation
     ("eval bare", "bare holds no run"),
@@ -252,6 +267,13 @@ ERRORS = [
     *((f"eval runs/sparc --{name} 0", f"--{name} 0 must be at least 1")
       for name in ("limit", "batch", "probe-epochs")),
     ("eval runs/sparc --device gpu", "--device gpu: "),
+    ("eval runs/sparc runs/bam ./runs/bam", "/bam: a run is named twice, name each once"),
+    ("eval runs/stair --query red --task words", "--query searches and measures nothing: leave"),
+    ("eval runs/sparc --classes names.txt", "--classes names.txt: .* shapes"),
+    *(("eval runs/sparc --data crepe", "crepe/swap_att.json: .* must have filename, caption and",
+       {"crepe/swap_att.json": text}) for text in (
+           CREPE[:-1], CREPE.replace("filename", "file"), '["negative_caption"]',
+           '{"0": "negative_caption"}')),
     ("eval runs/sparc --task slots", "nothing to evaluate in slots on shapes"),
     ("eval runs/sparc --data photos --split val", "--split val: photos has no splits"),
     ("eval runs/sparc --data photos --task segmentation", "segmentation cannot use this data"),

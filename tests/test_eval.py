@@ -328,6 +328,10 @@ def test_the_worlds_prompts_have_articles():
         shapes += [common.article(shape), f"a photo of {common.article(shape)}"]
     assert data.classes.prompts[::2] == data.map_classes["/colour"].prompts == colours
     assert "an orange circle" in colours and data.map_classes["/shape"].prompts == shapes
+    data, _ = opened("shapes:size=16", templates=["one {}"])  # SPARC, Table 2
+    assert data.classes.prompts[:2] == ["one red circle", "one red square"]
+    assert data.named is data.classes
+    assert data.map_classes["/shape"].prompts == shapes
 
 
 def test_names_of_class_folders_are_asked_for_where_they_are_used(tmp_path, capsys):
@@ -511,9 +515,11 @@ def test_segmentation_of_a_folder_in_pascal_vocs_layout(tmp_path, capsys):
     assert len(opened(tmp_path)[0].map_classes[""].names) == 20             # Pascal's own
 
 
-def test_data_have_a_default_split():
+def test_data_have_a_default_split(tmp_path, monkeypatch):
+    write_files(tmp_path, {"coco.json": '{"images": [], "annotations": []}', "a.json": "{}"})
+    monkeypatch.chdir(tmp_path)
     for split, specs in (("test", ("shapes:objects=2", "a.json", "a.json:split=val")),
-                         ("all", ("a.csv", "folders", "a.token"))):
+                         ("all", ("a.csv", "folders", "a.token", "coco.json"))):
         assert {evaluation.default_split(spec) for spec in specs} == {split}
 
 

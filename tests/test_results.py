@@ -13,7 +13,7 @@ from PIL import Image
 import common
 import eval as evaluation
 import train
-from helpers import SMALL, write_files
+from helpers import SMALL, picture, write_files
 from test_eval import make_folders, make_voc_folder, opened, sugarcrepe
 from test_sets import write_labelled, write_winoground
 
@@ -59,7 +59,8 @@ def test_the_end_of_a_training_on_files_equals_eval_py(tmp_path, capsys):
     capsys.readouterr()
     evaluation.main([str(run)])
     assert read(run) == at_end
-    assert f"{run} on {spec}, split all, 1,000 samples at most:" in capsys.readouterr().out
+    header = f"{run} on {spec}, split all, 1,000 samples at most, images that it was trained on:"
+    assert header in capsys.readouterr().out and at_end["settings"]["on_training_images"]
     evaluation.main([str(run), "--data", spec])  # all of it
     assert lines(run)[-1]["settings"]["limit"] is None and read(run) == at_end
 
@@ -75,6 +76,8 @@ def test_other_evaluations_overwrite_nothing(run_of, tmp_path):
     for flags, changes in (
             (["--task", "zeroshot"], {"tasks": ["zeroshot"]}),
             (["--split", "val"], {"split": "val"}),
+            (["--task", "zeroshot", "--templates", "two {}"],
+             {"tasks": ["zeroshot"], "templates": ["two {}"], "class_names": "shapes"}),
             (["--nouns-adjectives", words], {"nouns_adjectives": words}),
             ("--task linear --probe sgd --probe-epochs 2".split(),
              {"tasks": ["linear"], "probe": "sgd", "probe_epochs": 2}),
@@ -87,7 +90,7 @@ def test_other_evaluations_overwrite_nothing(run_of, tmp_path):
     assert (settings["class_names"], settings["templates"]) == ("folders", templates)
     after = {path.name: path.read_bytes() for path in run.iterdir()}
     new = after.keys() - before.keys()
-    assert after | before | {"evals.jsonl": after["evals.jsonl"]} == after and len(lines(run)) == 7
+    assert after | before | {"evals.jsonl": after["evals.jsonl"]} == after and len(lines(run)) == 8
     assert len(new) == 3 + 2 and max(map(len, new)) < 100
     for name in pictures[1:]:
         few = run / f"shapes-size-16-objects-2-{name}.png"
@@ -96,7 +99,7 @@ def test_other_evaluations_overwrite_nothing(run_of, tmp_path):
         (run / f"{name}.png").unlink()
     evaluation.main([str(run), "--task", "alignment"])                      # no figure, no line
     assert (run / "alignment.png").exists() and not (run / "segmentation.png").exists()
-    assert len(lines(run)) == 7
+    assert len(lines(run)) == 8
 
 
 def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
@@ -201,6 +204,37 @@ def test_inference_in_three_lines(run_of, tmp_path):
     opened = [Image.open(file).convert("P") for file in files]
     torch.testing.assert_close(model.images(opened), x)
     torch.testing.assert_close(x.norm(dim=1), torch.ones(2))
+
+
+def test_own_code_may_give_one_caption_or_image_but_not_none(run_of, tmp_path):
+    file = tmp_path / "a.jpg"
+    file.write_bytes(picture())
+    model, _ = evaluation.load_run(run_of("sparc"))
+    torch.testing.assert_close(model.texts("a cat"), model.texts(["a cat"]))
+    for image in (str(file), file, file.read_bytes(), Image.open(file)):
+        torch.testing.assert_close(model.images(image), model.images([file]))
+    for encode in (model.texts, model.images):
+        with pytest.raises(common.UserError, match="^There is nothing to encode"):
+            encode([])
+    with pytest.raises(common.UserError, match="no text tower"):
+        evaluation.load_run(run_of("bam"))[0].texts(["a cat"])
+
+
+def test_a_run_that_fails_leaves_the_others_their_table(run_of, tmp_path, capsys):
+    runs = [shutil.copytree(run_of(name), tmp_path / name) for name in ("sparc", "stair", "bam")]
+    (runs[0] / "last.pt").write_bytes(b"")
+    with pytest.raises(common.UserError, match="sparc: .*last.pt is not a .*bam: Task zeroshot "):
+        evaluation.main([*map(str, runs), "--task", "zeroshot"])
+    assert f"| | {runs[1]} (1) |\n|---|---|\n| zeroshot |" in capsys.readouterr().out
+
+
+def test_classes_with_one_name_are_named(run_of, tmp_path, capsys):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    make_folders(tmp_path / "photos")
+    (tmp_path / "names.txt").write_text("red\nsky\nred")
+    evaluation.main([str(run), "--task", "zeroshot", "--data", str(tmp_path / "photos"),
+                     "--classes", str(tmp_path / "names.txt")])
+    assert "Several classes are called red: no text tells them apart" in capsys.readouterr().out
 
 
 def test_a_table_of_several_runs(run_of, tmp_path, monkeypatch, capsys):
