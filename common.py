@@ -1284,18 +1284,12 @@ class TarShards:
         """(bytes, label or [captions]) of every image with a "label" or a "caption", or of `limit`
         samples, drawn at random, always the same; prints at the end what was left out."""
         total, left_out = 0, {}
-        with contextlib.ExitStack() as files:
-            samples = read_tars(self.paths, content)
-            if limit:
-                rows = [row for path in self.paths for row in read_headers(path, files)]
-                rows = random.Random(0).sample(rows, min(limit, len(rows)))
-                samples = (read_sample(row, content) for row in rows)
-            for sample in samples:
-                if isinstance(sample, Skipped):
-                    sample.count(left_out)
-                else:
-                    total += 1
-                    yield sample[:2]
+        for sample in read_tars(self.paths, content, limit):
+            if isinstance(sample, Skipped):
+                sample.count(left_out)
+            else:
+                total += 1
+                yield sample[:2]
         reasons = describe_skipped(left_out)
         if total == 0:
             needed = {"label": "a number in KEY.cls, or as label in KEY.json",
@@ -1339,12 +1333,19 @@ SHARD_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, 
 BAD_SHARD = "unreadable, truncated or compressed shard"
 
 
-def read_tars(paths, content):
-    """Shards -> what read_sample makes of each key, in their order."""
-    for path in paths:
-        with contextlib.ExitStack() as files:
-            for row in read_headers(path, files):
-                yield read_sample(row, content)
+def read_tars(paths, content, limit=None):
+    """Shards, one open at a time -> what read_sample makes of each key, in their order, or of
+    `limit` keys, drawn at random, always the same."""
+    def each_row():
+        for path in paths:
+            with contextlib.ExitStack() as files:
+                yield from read_headers(path, files)
+
+    rows, draw = each_row(), random.Random(0)
+    if limit:
+        rows = heapq.nsmallest(limit, rows, key=lambda row: draw.random())
+    for row in rows:
+        yield read_sample(row, content)
 
 
 def read_headers(path, files):
@@ -1411,6 +1412,9 @@ def read_sample(row, content):
 
 def read_part(file, place):
     offset, size = place
+    if file.closed:
+        with open(file.name, "rb", buffering=0) as file:
+            return read_part(file, place)
     data = os.pread(file.fileno(), size, offset)
     if len(data) < size:
         raise EOFError("it was cut off after it was opened")

@@ -6,8 +6,10 @@ import itertools
 import json
 import os
 import random
+import resource
 import warnings
 from pathlib import Path
+from resource import RLIMIT_NOFILE
 
 import numpy as np
 import pytest
@@ -279,6 +281,19 @@ def test_labels_of_tar_shards(tmp_path, capsys):
     shards = TarShards(write_tar(tmp_path / "1.tar", {"a.jpg": jpg, "a.txt": "words"}))
     with pytest.raises(UserError, match="no image with a label, a number in KEY.cls.*1 x no label"):
         list(shards.each("label"))
+
+
+def test_a_sample_may_be_of_more_shards_than_may_be_open(tmp_path):
+    for i in range(60):
+        write_tar(tmp_path / f"{i}.tar", {"a.jpg": picture(), "a.cls": str(i)})
+    source, limits = open_data(f"{tmp_path}/{{0..59}}.tar"), resource.getrlimit(RLIMIT_NOFILE)
+    few = len(os.listdir("/proc/self/fd")) + 20
+    resource.setrlimit(RLIMIT_NOFILE, (few, limits[1]))
+    try:
+        labels = [label for _, label in source.each("label", 99)]
+    finally:
+        resource.setrlimit(RLIMIT_NOFILE, limits)
+    assert sorted(labels) == list(range(60)) != labels
 
 
 @pytest.mark.parametrize("width, height, mode, format", [
