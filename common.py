@@ -597,23 +597,27 @@ def load_clip(towers, state_dict, tokenizer):
     ({a name of CLIP_PARTS: tensor}, for load_clip_parts; sentences for the user). UserError if a
     tower has a tensor that the file lacks, or the file one that the tower lacks."""
     if not isinstance(towers[0], ViT):
-        raise UserError("--init-weights needs a ViT: choose another --image-encoder.")
+        raise UserError("it needs a ViT: choose another --image-encoder.")
     state = state_dict if isinstance(state_dict, dict) else {}
     image, text, parts = {}, {}, {}
     for key, value in state.get("state_dict", state).items():
-        key = key.removeprefix("module.").removeprefix("text.")
+        key = str(key).removeprefix("module.").removeprefix("text.")
         if key in CLIP_PARTS:
             parts[key] = value
         elif key.startswith("visual."):
             image[key.removeprefix("visual.")] = value
         else:
             text[key] = value
-    words, expected = len(text.get("token_embedding.weight", ())), towers[1].vocab_size
+    for name, tensors in (("class_embedding", image), ("token_embedding.weight", text)):
+        if name not in tensors:
+            raise UserError(f"it has no {name}: give a CLIP with a ViT, as OpenCLIP or OpenAI "
+                            f"saved it.")
+    words, expected = len(text["token_embedding.weight"]), towers[1].vocab_size
     others = words == CLIP_TOKENS and isinstance(tokenizer, WordPiece)
-    if words and (words != expected or others):
-        raise UserError(f"--init-weights has {words} tokens of another vocabulary than this text "
-                        f"tower's {expected}: give theirs with --vocab; that of OpenAI's and most "
-                        f"of OpenCLIP's weights is bpe_simple_vocab_16e6.txt.gz.")
+    if words != expected or others:
+        raise UserError(f"it has {words} tokens of another vocabulary than this text tower's "
+                        f"{expected}: give theirs with --vocab; that of OpenAI's and most of "
+                        f"OpenCLIP's weights is bpe_simple_vocab_16e6.txt.gz.")
     notes = load_tower(towers[0], image, "--image-encoder")
     is_openai = any(name in text for name in OPENAI_ONLY)
     text = {name: value for name, value in text.items() if name not in OPENAI_ONLY}
@@ -622,7 +626,7 @@ def load_clip(towers, state_dict, tokenizer):
     if any(isinstance(module, nn.GELU) for module in modules):
         remedy = "add :quick_gelu=1 to --image-encoder and --text-encoder"
         if is_openai:
-            raise UserError(f"--init-weights is OpenAI's, whose GELU is another one: {remedy}.")
+            raise UserError(f"it is OpenAI's, whose GELU is another one: {remedy}.")
         notes.append(f"read with GELU; if its model in OpenCLIP is OpenAI's or is called "
                      f"...-quickgelu, {remedy}")
     return parts, notes
@@ -645,8 +649,10 @@ def load_tower(tower, tensors, flag):
         if patches != tower.grid**2 and patches == math.isqrt(patches) ** 2:
             found["pos"] = resize_positions(found["pos"], True, tower.grid, tower.grid)
             notes.append(f"{flag}: positions interpolated from {patches} to {tower.grid**2}")
-    restore_model(tower, found, "--init-weights", f"give {flag} the preset clip-... of the file's "
-                  f"model; a network that differs from it does not fit")
+    if tower.blocks and tower.width != 64 * tower.blocks[0].attn.heads:
+        notes.append(f"{flag}: width / heads is 64 in CLIP but not here, and no tensor shows it")
+    restore_model(tower, found, "it", f"give {flag} the preset clip-... of the file's model; a "
+                  f"network that differs from it does not fit")
     return notes
 
 
@@ -657,13 +663,12 @@ def load_clip_parts(model, parts):
     places = model.clip_parameters()
     for name, ours in places.items():
         if name not in parts:
-            raise UserError(f"--init-weights has no {name}, which the model needs: give a CLIP "
-                            f"with its projections and its scale.")
+            raise UserError(f"it has no {name}, which the model needs: give a CLIP with its "
+                            f"projections and its scale.")
         theirs = parts[name].reshape(()) if name == "logit_scale" else parts[name]
         if ours.t().shape != theirs.shape:
-            raise UserError(f"--init-weights: {name} is {tuple(theirs.shape)} in the file, but the "
-                            f"model needs {tuple(ours.t().shape)}: give --embed-dim "
-                            f"{theirs.shape[-1]}.")
+            raise UserError(f"its {name} is {tuple(theirs.shape)}, but the model needs "
+                            f"{tuple(ours.t().shape)}: give --embed-dim {theirs.shape[-1]}.")
         ours.data.copy_(theirs.t())
     return [f"{name}: this model has no place for it, not used"
             for name in parts if name not in places]

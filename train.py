@@ -554,8 +554,9 @@ def build_model(args, method, tokenizer):
     torch.manual_seed(args.seed)
     towers, parts = common.build_encoders(method, args, tokenizer), None
     if args.init_weights and not (args.resume or args.dry_run):
-        weights = common.load_checkpoint(args.init_weights)
-        parts, notes = common.load_clip(towers, weights, tokenizer)
+        with common.explained(UserError, f"--init-weights {args.init_weights}"):
+            weights = common.load_checkpoint(args.init_weights)
+            parts, notes = common.load_clip(towers, weights, tokenizer)
     if args.grad_checkpoint and isinstance(towers[0], common.ResNet):
         raise UserError(f"--grad-checkpoint recomputes the blocks of a ViT, {args.image_encoder} "
                         f"has none: leave it out, or lower --batch.")
@@ -566,7 +567,9 @@ def build_model(args, method, tokenizer):
                         f"(in the embedded world --image-encoder tiny-patch).")
     model = common.build_model(method, args, *towers)
     if parts is not None:
-        for line in notes + common.load_clip_parts(model, parts):
+        with common.explained(UserError, f"--init-weights {args.init_weights}"):
+            notes += common.load_clip_parts(model, parts)
+        for line in notes:
             print_once(f"--init-weights: {line}")
     for module in model.modules():
         if isinstance(module, common.Blocks):

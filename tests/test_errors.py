@@ -53,7 +53,7 @@ EMPTY = "has no column 'filepath', only an empty or broken first line; name your
 VOC, SET = "eval runs/sparc --task segmentation --data voc", "eval runs/sparc --data colours"
 PROMPT = "'{}' is no file of templates, one a line, and no template with one"
 CLIP = "clip-b32:width=16,heads=2,image_size=16,patch_size=8,depth=1,"
-IMAGE = "--init-weights holds a model of another size or kind .*{}.*: give --image-encoder the"
+IMAGE = "^--init-weights clip.pt: it holds a model of another .*{}.*: give --image-encoder the"
 TEXT = IMAGE.replace("image", "text")
 BLOCK = "transformer.resblocks.0."
 
@@ -201,7 +201,7 @@ ERRORS = [
     (lambda: World().sample(1, "dev", 0), "'dev'.*train, val, test"),
 
     # A whole CLIP
-    ("clip", "is OpenAI's, whose GELU is another one: add :quick_gelu=1", {"input_resolution": ()}),
+    ("clip", "^--init-weights clip.pt: it is OpenAI's, whose GELU is another one: add :quick_gelu=1", {"input_resolution": ()}),
     ("clip", IMAGE.format("Unexpected .*blocks.0.ls_1.gamma"), {f"visual.{BLOCK}ls_1.gamma": 16}),
     ("clip", TEXT.format("Unexpected .*blocks.0.ls_2.gamma"), {f"{BLOCK}ls_2.gamma": 16}),
     ("clip", IMAGE.format("Unexpected .*trunk.norm.weight"), {"visual.trunk.norm.weight": 16}),
@@ -220,14 +220,17 @@ ERRORS = [
         "depth=2": "Missing .*blocks.1.norm1.weight"}.items()),
     ("clip", "has 20 tokens of another vocabulary than .*: give theirs with --vocab",
      {"token_embedding.weight": (20, 16)}),
-    ("clip", r"visual.proj is \(16, 5\) .*, but the model needs \(16, 8\): give --embed-dim 5",
+    ("clip", r"t: its visual.proj is \(16, 5\), but the model needs \(16, 8\): give --embed-dim 5",
      {"visual.proj": (16, 5)}),
-    ("clip", r"text_projection is \(9, 8\) in the file", {"text_projection": (9, 8)}),
-    ("clip", "has no text_projection, which the model needs: give a CLIP",
-     {"text_projection": None}),
-    ("clip --data shapes:size=32 --image-encoder ResNet-50", "--init-weights needs a ViT"),
-    *(("sparc --init-weights 0", IMAGE.format("Missing"), saved(state))
-      for state in ({"model": {"a": torch.ones(2)}, "step": 3}, [torch.ones(2)])),
+    ("clip", r"its text_projection is \(9, 8\), but", {"text_projection": (9, 8)}),
+    *(("clip", f"^--init-weights clip.pt: it has no {part}, which the model needs: give a CLIP",
+       {part: None}) for part in ("visual.proj", "text_projection", "logit_scale")),
+    ("clip --data shapes:size=32 --image-encoder ResNet-50", "clip.pt: it needs a ViT: choose"),
+    ("clip", "clip.pt: it has no token_emb.*: give a CLIP", {"token_embedding.weight": None}),
+    ("sparc --init-weights 0", "^--init-weights 0: 0 is not a checkpoint that can be", "broken"),
+    *(("sparc --init-weights 0", "^--init-weights 0: it has no class_emb.*: give a CLIP",
+       saved(state)) for state in ({"model": {"a": torch.ones(2)}}, [torch.ones(2)], {0: 1},
+                                   {"visual.trunk.cls_token": torch.ones(2)})),
 
     # Directories of runs
     ("sparc --data gone --out table.csv", "table.csv cannot be written: File exists"),
