@@ -443,7 +443,8 @@ VIT_PRESETS = {
 }
 RESNET_PRESETS = {"ResNet-50": dict(blocks=(3, 4, 6, 3))}             # (1512.03385), Table 1
 # the lowest and the highest value of a setting in a spec; other numbers are 1 or more
-ENCODER_BOUNDS = {"drop_path": (0, 0.99), "eps": (0, 1), "mlp_ratio": (0.1, 100)}
+ENCODER_BOUNDS = {"drop_path": (0, 0.99), "eps": (0, 1), "mlp_ratio": (0.1, 100),
+                  "context": (2, math.inf)}  # [CLS] and [SEP]
 TEXT_PRESETS = {
     "tiny": dict(context=32, width=128, depth=2, heads=4),            # the embedded world
     "12x512": dict(width=512, depth=12, heads=8),                     # CLIP, Sec. 2.4
@@ -952,14 +953,15 @@ def eval_transform(size, resize=None):
     return v2.Compose([resize, v2.CenterCrop(size), v2.PILToTensor(), to_floats])
 
 
-def open_image(file, min_side):
-    """A path or bytes -> RGB image; of large JPEGs a smaller one, no side below `min_side`."""
+def open_image(file, min_side=None):
+    """A path or bytes -> RGB image; with min_side of large JPEGs a smaller one, no side below."""
     if isinstance(file, bytes):
         file = io.BytesIO(file)
     elif not stat.S_ISREG(os.stat(file).st_mode):
         raise OSError("no regular file")  # of a FIFO it would wait for ever
     with Image.open(file) as image:
-        image.draft("RGB", (min_side, min_side))
+        if min_side:
+            image.draft("RGB", (min_side, min_side))
         if image.mode.startswith("I"):  # 16 bits: PIL's convert would cut at 255
             image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
         return image.convert("RGB")
@@ -1319,16 +1321,19 @@ class TarShards:
 
 def expand_braces(pattern):
     """`a/{000..012}.tar` -> the 13 paths; several ranges multiply."""
-    match = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
-    if not match:
+    ranges = re.findall(r"\{(\d+)\.\.(\d+)\}", pattern)
+    if not ranges:
         return [pattern]
-    first, last = match.groups()
+    count = math.prod(int(last) - int(first) + 1 for first, last in ranges)
+    if count > 1_000_000:
+        raise UserError(f"{pattern} names {count:,} shards: 1,000,000 are the most.")
+    first, last = ranges[0]
+    braces = f"{{{first}..{last}}}"
     if int(last) < int(first):
-        raise UserError(f"The brace range {match[0]} of {pattern} is empty: give the "
-                        f"lower number first.")
+        raise UserError(f"The brace range {braces} of {pattern}: give the lower number first.")
     paths = []
     for i in range(int(first), int(last) + 1):
-        paths += expand_braces(pattern.replace(match[0], str(i).zfill(len(first)), 1))
+        paths += expand_braces(pattern.replace(braces, str(i).zfill(len(first)), 1))
     return paths
 
 
@@ -1454,7 +1459,7 @@ def read_table(path, image, caption):
             if column not in columns:
                 known = ", ".join(columns) or "an empty or broken first line"
                 raise UserError(f"{path} has no column {column!r}, only {known}; name yours with "
-                                f"{path}:image=COLUMN,caption=COLUMN.")
+                                f"{path}:image=COLUMN,caption=COLUMN (commas or tabs part them).")
         i, j = columns.index(image), columns.index(caption)
         for number, line in enumerate(file, 2):
             cells = read_cells(line, delimiter)
@@ -1567,7 +1572,8 @@ def open_directory(directory, captions):
         if not images:
             empty.append(folder.name)
     if not rows:
-        raise UserError(f"{directory} has no images ({' '.join(IMAGE_SUFFIXES)}).")
+        raise UserError(f"{directory} has no images ({' '.join(IMAGE_SUFFIXES)}); shards are named "
+                        f"with braces, DIR/{{00000..00012}}.tar.")
     if captions and empty:
         raise UserError(f"{len(empty)} of the {len(folders)} class folders of {directory} have "
                         f"no images: {', '.join(empty[:10])}; remove them, or add their images.")

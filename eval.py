@@ -232,7 +232,7 @@ def readable(pairs, read, workers=0):
                 else:
                     yield image, value
     if len(unreadable) == n:
-        last = str(unreadable[-1:])[:200]  # it may be bytes
+        last = repr(unreadable[-1])[:200]  # it may be bytes
         raise UserError(f"None of the {n} images could be read, the last is {last}.")
     if unreadable:
         print(f"skipped {len(unreadable)} of {n} images that cannot be read")
@@ -267,7 +267,7 @@ class Embedder:
         # CLIP resizes to the size of the crop, DINO and BAM to 256 for 224 (BAM, D.1)
         resize = self.image_size if self.tokenizer else round(self.image_size * 256 / 224)
         if not isinstance(file, Image.Image):
-            file = common.open_image(file, resize)
+            file = common.open_image(file)
         return common.eval_transform(self.image_size, resize)(file.convert("RGB"))
 
     def encode_image(self, images):
@@ -367,11 +367,13 @@ class Classes:
 
 def read_templates(given):
     """--templates, a file of templates or templates -> list of templates."""
+    source = "--templates"
     if len(given) == 1 and Path(given[0]).is_file():
+        source += f" {given[0]}"
         given = common.read_lines(given[0], "--templates") or given
     for template in given:
         if re.findall(r"\{\w*\}|[{}]", template) not in (["{}"], ["{a}"], ["{c}"]):
-            raise UserError(f"--templates: {template!r} is no file of templates, one a line, and "
+            raise UserError(f"{source}: {template!r} is no file of templates, one a line, and "
                             f"no template with one {{}}, a class's name, or {{a}}, the name with "
                             f"its article.")
     return given
@@ -610,7 +612,7 @@ class VocSet(EvalSet):
     def read(self, name):
         """An id -> image (3, S, S), map (H, W)."""
         size = self.image_size
-        image = common.open_image(self.directory / "JPEGImages" / f"{name}.jpg", size)
+        image = common.open_image(self.directory / "JPEGImages" / f"{name}.jpg")
         image = image.resize((size, size), Image.Resampling.BICUBIC)
         with Image.open(self.directory / "SegmentationClass" / f"{name}.png") as file:
             truth = torch.from_numpy(np.array(file))
@@ -696,8 +698,8 @@ def open_training_set(options, data):
                         "folders or tar shards with labels to learn from.")
     others = train.groups is not None and train.groups[""][1] != names  # tar files have no names
     if train.labelled is None or others:
-        raise UserError(f"--train-data {spec} must have the class folders of {options.data}: "
-                        f"{', '.join(names)}.")
+        raise UserError(f"{spec} must have the class folders of {options.data}, to learn from: "
+                        f"{', '.join(names)}; give others with --train-data.")
     return lambda: known_labels(train.labelled("train"), spec, names, options.data)
 
 

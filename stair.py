@@ -402,7 +402,7 @@ class InvertedIndex:
         for word, weight in weights.items():
             k = self.word_ids.get(word, self.word_ids.get(word.lower()))
             if k is None:
-                raise ValueError(f"The vocabulary has no word {word!r}: give single tokens.")
+                raise ValueError(f"The vocabulary has no word {word!r}: give words of vocab.txt.")
             result[k] += weight
         return result
 

@@ -435,6 +435,18 @@ def test_images_are_resized_as_the_method_does():
         torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
 
 
+def test_images_to_evaluate_are_decoded_whole(tmp_path):
+    """A path and its PIL image are encoded alike."""
+    file = tmp_path / "JPEGImages" / "x.jpg"
+    write_files(tmp_path, {"JPEGImages/x.jpg": picture(640, 480),
+                           "SegmentationClass/x.png": picture(640, 480, "L", "PNG")})
+    assert torch.equal(embedder().read(str(file)), embedder().read(Image.open(file)))
+    voc = SimpleNamespace(directory=tmp_path, image_size=8)
+    small = Image.open(file).convert("RGB").resize((8, 8), Image.Resampling.BICUBIC)
+    expected = common.to_floats(evaluation.pil_to_tensor(small))
+    assert torch.equal(evaluation.VocSet.read(voc, "x")[0], expected)
+
+
 def test_faithfulness_counts_the_words_of_the_retrieved_caption(tmp_path):
     make_folders(tmp_path)
     table = ('image,caption\nred/0.png,"the, blue car."\nblue/0.png,a red bus.\n'  # exchanged
