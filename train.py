@@ -16,6 +16,7 @@ import functools
 import inspect
 import json
 import math
+import multiprocessing
 import os
 import re
 import resource
@@ -245,7 +246,7 @@ def let_rank_0_speak():
     """Ranks of a machine often fail alike: all but the first wait, until torchrun ends them."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Stop would only note it
-        time.sleep(20)
+        time.sleep(10)
 
 
 def comments_of(config_class):
@@ -936,19 +937,21 @@ def update_flops(args, method, model):
 def main(argv=None):
     """-> the signal that stopped the run, if any."""
     start = time.perf_counter()
-    args = parse_args(sys.argv[1:] if argv is None else argv)
     common.turn_off_tf32()
     try:
+        args = parse_args(sys.argv[1:] if argv is None else argv)
         *_, device = common.init_distributed()
         with claim_run(args) as out:
             stopped_by = train(args, out, device)
         if not (stopped_by or args.dry_run or args.bench):
             seconds = round(time.perf_counter() - start)
             print_once(f"{out}: done in {datetime.timedelta(seconds=seconds)}")
-        return stopped_by
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    except Exception:
+        let_rank_0_speak()
+        raise
+    if dist.is_initialized():  # not after an error: NCCL would wait for the other ranks
+        dist.destroy_process_group()
+    return stopped_by
 
 
 if __name__ == "__main__":
@@ -957,8 +960,11 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         stopped_by = signal.SIGINT
     except UserError as error:
-        let_rank_0_speak()
         sys.exit(f"error: {error}")
+    finally:  # workers ignore the SIGTERM by which Python ends them, and waits
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch raises an error of its own
+        for worker in multiprocessing.active_children():
+            worker.kill()
     if stopped_by:  # end without a handler: loops of a shell, && and Slurm see the signal
         sys.stdout.flush()
         signal.signal(stopped_by, signal.SIG_DFL)

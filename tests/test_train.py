@@ -28,7 +28,7 @@ import sparc
 import train
 from common import UserError
 from helpers import (ROOT, SMALL, assert_same_weights, read_log, run_ranks, train_alone,
-                     train_until, weights, write_table)
+                     train_until, weights, write_files, write_table)
 
 SPARC = SMALL["sparc"]
 
@@ -240,6 +240,36 @@ def test_a_signal_to_all_processes_and_resume_give_the_same_weights_bit_for_bit(
     train_alone([*flags, run, "--resume"])
     assert_same_weights(tmp_path / "whole", run)
     assert [record["step"] for record in read_log(run)] == list(range(1, 31))
+
+
+OUT_OF_MEMORY = f"""
+import runpy, sys, torch
+sys.path.insert(0, {str(ROOT)!r})
+import common
+def distort(batch):
+    raise torch.OutOfMemoryError("no memory")
+common.distort = distort
+runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
+"""
+
+
+def test_an_error_ends_the_program_and_its_workers(tmp_path):
+    """They ignore SIGTERM. Of two ranks that fail alike one speaks."""
+    write_files(tmp_path, {"memory.py": OUT_OF_MEMORY, "gone.csv": "filepath,title\na.jpg,n\n"})
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    data = ["--data", str(tmp_path / "gone.csv"), "--image-size", "16"]
+    processes = []
+    for i, command in enumerate(([str(ROOT / "train.py"), *SPARC, *data],
+                                 [*ranks, str(tmp_path / "memory.py"), *SPARC])):
+        command = [sys.executable, *command, "--workers", "1", "--out", str(tmp_path / f"{i}")]
+        processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+    for process, message in zip(processes, ("error: ", "OutOfMemoryError: no memory")):
+        try:
+            end = process.communicate(timeout=150)[1]
+        finally:
+            process.kill()
+        assert process.returncode == 1 and end.count(message) == 1
+        assert ("Traceback" in end) == ("Memory" in message)
 
 
 @pytest.mark.parametrize("signals", ["INT", "TERM", "TERM TERM", "INT TERM", "TERM INT"])
