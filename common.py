@@ -1119,6 +1119,7 @@ def blur(x, sigma):
 #   sample_captions(limit)              captions for a vocabulary
 #   layout                              in another one positions mean other samples, so a
 #                                       checkpoint keeps it
+#   names                               hash of the file names, without directories; None: no files
 # The first two have
 #   samples(seed, part, parts, start)   endless (sample, position behind it) of one of `parts`
 #                                       parts; a sample is (file, caption, name), or Skipped; of
@@ -1186,7 +1187,7 @@ class CaptionTable:
     classes = labels = None   # names of the class folders, the number of each image's
 
     def __init__(self, rows, name, root=""):
-        captions, self.skipped = defaultdict(list), {}
+        captions, self.skipped, self.names = defaultdict(list), {}, 0
         for row in rows:
             if isinstance(row, Skipped):
                 row.count(self.skipped)
@@ -1194,6 +1195,7 @@ class CaptionTable:
             path, caption = str(Path(root, row[0])), (row[1] or "").strip()
             if caption:
                 captions[path].append(caption)
+                self.names = zlib.crc32(os.path.basename(path).encode(errors="replace"), self.names)
             else:
                 Skipped("empty caption", path).count(self.skipped)
         if not captions:
@@ -1243,7 +1245,7 @@ class TarShards:
     has no caption is skipped and counted.
     """
 
-    max_bad, window = 20_000, 4
+    max_bad, window, names = 20_000, 4, None
     start = 0, 0, 0  # position: epoch, window, samples of it so far; what is before is not read
 
     def __init__(self, pattern, captions=True):
@@ -1850,11 +1852,14 @@ def restore_model(model, weights, path, remedy):
 def load_checkpoint(path, map_location="cpu"):
     """Read a checkpoint without executing code from it; UserError if that cannot be done."""
     try:
-        return torch.load(path, map_location=map_location, weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a pickle that is not torch's
+            return torch.load(path, map_location=map_location, weights_only=True)
     except FileNotFoundError:
         raise UserError(f"There is no checkpoint {path}.") from None
     except Exception as error:
-        why = type(error).__name__
+        why = getattr(error, "strerror", None) or "it is cut off, empty or of another kind"
+        why += "; take another, such as a step-N.pt of --keep-every, or begin anew"
         if "TorchScript" in str(error):  # OpenAI's own files
             why = "convert it by torch.save(torch.jit.load(FILE, 'cpu').state_dict(), NEW)"
         elif str(path).endswith(".safetensors"):
@@ -1920,7 +1925,7 @@ class World:
     fillers: bool = True      # openings, closings: words that describe nothing
     words: int = 0            # made-up words; a caption holds up to two
 
-    layout = "shapes"
+    layout, names = "shapes", None
 
     def __post_init__(self):
         limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "background": (0, 0.5),

@@ -26,6 +26,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
 
@@ -126,7 +127,8 @@ def train(args, out, device):
     autocast, scaler = mixed_precision(args, device)
 
     # Resume: `at` is all that moves, beside weights, optimizer and loss scale.
-    at, saved = Progress(layout=data.layout), None
+    words = tokenizer and zlib.crc32("\n".join(tokenizer.lines).encode())
+    at, saved = Progress(data.layout, data.names, words), None
     if args.resume:
         saved = load_state(out / "last.pt", args, model, scaler, at, device)
     if rank == 0 and not args.bench:
@@ -171,7 +173,7 @@ def train(args, out, device):
             optimizer.zero_grad(set_to_none=True)
             model.after_update(step, steps)
             at.advance(batch)
-            log.bar.update()
+            log.update()
 
             # Once in a while: log, evaluate, save, stop.
             due = what_is_due(args, at.step, end)
@@ -360,6 +362,9 @@ def check_settings(args, method, flags):
         args.epochs = None  # of a run that is resumed
     with common.explained(ValueError, f"--method {args.method}"):
         method.check(args)
+    if "warmup" in flags and args.warmup > args.steps and not args.epochs:
+        raise UserError(f"--warmup {args.warmup} is longer than the {args.steps} --steps: the "
+                        f"learning rate would not reach its peak.")
     if args.bench:
         args.steps = max(args.steps, BENCH_WARMUP + args.bench)
 
@@ -369,7 +374,9 @@ def check_settings(args, method, flags):
 
 def choose_run(args):
     """The run's directory, the same on every rank; an old run is never overwritten."""
-    if not args.out:
+    if args.out == "":
+        raise UserError("--out '' names no directory: give one, or leave --out out.")
+    if args.out is None:
         args.out, i = f"runs/{args.method}", 2
         while Path(args.out).exists():
             args.out, i = f"runs/{args.method}-{i}", i + 1
@@ -379,6 +386,11 @@ def choose_run(args):
                         f"directory that all machines share.")
     if not args.resume and Path(args.out, "last.pt").exists():
         raise UserError(f"{args.out} holds a run: continue it with --resume or give another --out.")
+    for name in ("config.json", "vocab.txt", "log.jsonl"):
+        is_run = args.resume or Path(args.out, "lock").exists()  # killed before it saved
+        if Path(args.out, name).exists() and not is_run:
+            raise UserError(f"{args.out}/{name} is no run's and would be overwritten: give another "
+                            f"--out.")
     return Path(args.out)
 
 
@@ -393,7 +405,7 @@ def claim_run(args):
     is_new = not out.exists()
     with common.writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        lock = open(out / "lock", "w")
+        lock = open(out / "lock", "a")
     with lock:
         os.register_at_fork(after_in_child=lock.close)  # else a worker holds it longer
         try:
@@ -438,6 +450,13 @@ def announce(args, data, model, tokenizer, device):
             raise UserError(f"{share:.0%} of the captions' tokens are [UNK], words that the "
                             f"vocabulary lacks: give another --vocab, or none.")
     print(f"{args.out}: {', '.join(facts)}")
+    if isinstance(data, common.CaptionTable) and len(data) < args.batch:
+        print(f"note: {len(data)} images are fewer than --batch {args.batch}: a batch has the same "
+              f"image more than once")
+    for number, steps, _ in METHODS[args.method].stages(args):
+        if 0 < steps < args.warmup:
+            print(f"note: stage {number} has {steps} steps, fewer than --warmup {args.warmup}: the "
+                  f"learning rate does not reach its peak")
 
 
 class Log:
@@ -450,8 +469,14 @@ class Log:
                         mininterval=1, disable=mute)
         if mute:
             return
-        with common.writing(self.path), open(self.path, "ab+") as file:
-            file.truncate(self.length(file, step))
+        with common.writing(self.path):
+            if step == 0 and self.path.exists():  # of a run that was killed before it saved
+                number = 1
+                while (out / f"log-{number}.jsonl").exists():
+                    number += 1
+                self.path.rename(out / f"log-{number}.jsonl")
+            with open(self.path, "ab+") as file:
+                file.truncate(self.length(file, step))
 
     def length(self, file, step):
         """Bytes of the lines up to the step; a killed run may have written half of the last."""
@@ -460,7 +485,7 @@ class Log:
         for number, line in enumerate(file, 1):
             what = f"Line {number} of {self.path} is damaged, delete it"
             with common.explained((ValueError, TypeError, KeyError), what):
-                if not step or not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
                     break
             length += len(line)
         return length
@@ -468,6 +493,14 @@ class Log:
     def show_stage(self, args, method, number):
         if len(method.stages(args)) > 1:
             self.bar.set_description(f"{args.method}, stage {number}")
+
+    def update(self):
+        self.bar.update()
+        if self.bar.n - self.bar.initial != 20 or torch.cuda.is_available():
+            return
+        if "OMP_NUM_THREADS" not in os.environ and os.getloadavg()[0] > os.cpu_count():
+            self.bar.write("Other jobs share these cores, and threads that wait for each other are "
+                           "slow: stop the run, set OMP_NUM_THREADS=1 and continue it.")
 
     def write(self, record, warning):
         if warning and warning not in self.warned:
@@ -699,9 +732,11 @@ def to_device(batch, device):
 class Progress:
     """All that moves while training and is saved, beside weights, optimizer and loss scale."""
 
+    layout: str = common.World.layout  # of the data that positions are of
+    names: int | None = None  # a hash of the data's file names, if it has one
+    words: int | None = None  # a hash of the vocabulary, if there is one
     step: int = 0
     stage: int = 1  # that the last step was of
-    layout: str = common.World.layout  # of the data that positions are of
     order: int = 0  # added to --seed: in which order the data come
     positions: dict = dataclasses.field(default_factory=dict)  # of the data's workers, see Stream
     skipped: dict = dataclasses.field(default_factory=dict)  # {worker: {reason: [count, example]}}
@@ -724,21 +759,27 @@ class Progress:
         local = {"rng": torch.get_rng_state(), "cuda_rng": cuda_rng,
                  "positions": self.positions, "skipped": self.skipped}
         return {"step": self.step, "stage": self.stage, "order": self.order, "workers": workers,
-                "layout": self.layout, "boxes": self.boxes, "ranks": common.gather_objects(local)}
+                "layout": self.layout, "names": self.names, "words": self.words,
+                "boxes": self.boxes, "ranks": common.gather_objects(local)}
 
     def restore(self, state, workers):
         """Go on from a checkpoint, with this rank's random numbers."""
         rank, world_size = this_rank()
         self.step, self.order = state["step"], state.get("order", 0)
         self.stage = state.get("stage")  # None: of an old run
-        layout = state.get("layout", common.World.layout)  # files had other positions before
+        if state.get("words", self.words) != self.words:  # older checkpoints have neither hash
+            raise UserError("vocab.txt has other words than when the run was saved: put back its "
+                            "own, or begin the run anew.")
+        # files had other positions before
+        data = state.get("layout", common.World.layout), state.get("names", self.names)
         boxes = state.get("boxes")
         if isinstance(boxes, tuple):
             raise UserError("The checkpoint has boxes of --contrastive-crop by the names of files, "
                             "as older code kept them: begin the run anew.")
-        if boxes is not None and layout == self.layout:
+        if boxes is not None and data == (self.layout, self.names):
             self.boxes = boxes.cpu()
-        if (len(state["ranks"]), state["workers"], layout) != (world_size, workers, self.layout):
+        now = world_size, workers, self.layout, self.names
+        if (len(state["ranks"]), state["workers"], *data) != now:
             self.order += self.step
             return print_once("Other data, ranks, workers or code than before: the data start "
                               "anew, in another order.")
@@ -782,8 +823,8 @@ def check_plan(args, at):
 def load_state(path, args, model, scaler, at, device):
     """Restore weights, loss scale and `at` from a checkpoint, and return all of it."""
     state = common.load_checkpoint(path, device)
-    if state["method"] != args.method:
-        raise UserError(f"{path} holds a {state['method']} model, not one of {args.method}.")
+    if not isinstance(state, dict) or state.get("method") != args.method:
+        raise UserError(f"{path} holds no {args.method} model.")
     remedy = "leave out the flags that change the model; vocab.txt must be that of the run"
     common.restore_model(model, state["model"], path, remedy)
     if state["scaler"]:

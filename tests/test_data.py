@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import random
-import re
 import resource
 import warnings
 from pathlib import Path
@@ -48,6 +47,16 @@ def take(dataset, n, workers=0):
     if workers:
         dataset = DataLoader(dataset, batch_size=None, num_workers=workers)
     return list(itertools.islice(iter(dataset), n))
+
+
+def failure(run, *arguments):
+    """The message of the UserError that the call ends with."""
+    try:
+        run(*arguments)
+    except UserError as error:
+        error.__traceback__ = None  # else a loader's processes live on
+        return str(error)
+    pytest.fail("no UserError")
 
 
 def skips_of(path):
@@ -533,16 +542,15 @@ def test_a_useless_shard_is_counted_and_nothing_but_such_shards_is_an_error(
     monkeypatch.setattr(TarShards, "max_bad", 100)
     spec = f"{tmp_path}/{{001..002}}.tar"
     for workers in (0, 2):
-        message = f"{spec}: 100 samples in a row could not be used, the last: {reason}, {tmp_path}"
-        with pytest.raises(UserError, match=f"^{re.escape(message)}"):
-            take(stream(open_data(spec), 2), 1, workers)
+        assert failure(take, stream(open_data(spec), 2), 1, workers).startswith(
+            f"{spec}: 100 samples in a row could not be used, the last: {reason}, {tmp_path}")
 
 
 @pytest.mark.parametrize("n", [3, 2000])
 def test_a_table_of_images_that_are_not_there_ends_soon(n):
     source = CaptionTable([(f"gone/{i}.jpg", "n1") for i in range(n)], "a.csv")
-    with pytest.raises(UserError, match="^a.csv: 1,000 samples in a row .*: unreadable image, gone/"):
-        take(stream(source), 1)
+    assert failure(take, stream(source), 1).startswith(
+        "a.csv: 1,000 samples in a row could not be used, the last: unreadable image, gone/")
 
 
 @pytest.mark.parametrize("workers, ranks, parts", [(0, 3, 3), (2, 2, 4)])
@@ -551,9 +559,8 @@ def test_too_few_for_the_workers(workers, ranks, parts, tmp_path):
                         (write_shards(tmp_path, [3, 3]), "2 shards")):
         source = open_data(spec)
         last = stream(source, 1, rank=ranks - 1, world_size=ranks)
-        message = f"{source.name} has {count}, fewer than ranks x workers = {parts}: use fewer"
-        with pytest.raises(UserError, match=re.escape(message)):
-            take(last, 1, workers)
+        assert failure(take, last, 1, workers).startswith(
+            f"{source.name} has {count}, fewer than ranks x workers = {parts}: use fewer --workers")
 
 
 def recoloured(x, *strengths):

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import io
 import json
+import pickle
 import shlex
 import shutil
 from pathlib import Path
@@ -72,6 +73,7 @@ ERRORS = [
         "sparc --lr inf": "a finite number", "sparc --probe-epochs 0": "from 1",
         "sparo --codes 0": "from 1", "stair --bias-text nan": "a finite number",
         "stair --init-scale 0.0": "from 1 to 100", "bam --batch 1": "2 or more"}.items()),
+    ("sparc --warmup 7", "--warmup 7 is longer than the 6 --steps"),
     ("sparc --epochs 1", "--epochs and --steps both say"),
     ("train --method sparc --epochs 1 --out run", "how many images shapes.* known; give --steps"),
     ("sparc --accum-freq 2", "--accum-freq 2 .* BatchNorm .* tiny-patch"),
@@ -242,6 +244,9 @@ ERRORS = [
     ("sparc --data gone --out /proc/x", "/proc/x cannot be written"),
     ("sparc --data gone --out /dev/full", "/dev/full cannot be written"),
     ("sparc --out runs/sparc", "runs/sparc holds a run: continue it with --resume"),
+    *((f"sparc --out {out}", f"{name} is no run's and would be overwritten", {name: "mine"})
+      for out, name in ((".", "config.json"), ("mine", "mine/vocab.txt"), ("./", "log.jsonl"))),
+    ("sparc --out ''", "--out '' names no directory"),
     ("sparc --resume", "run holds no run"), ("train --resume", "--resume needs --out"),
     ("train --method sparc --resume auto", "--resume needs --out"),
     ("stair --resume --out runs/sparc", "is a run of --method sparc: leave out --method stair"),
@@ -261,8 +266,11 @@ ERRORS = [
             for reason, text in (("'eight'|str", config(embed_dim="eight")),
                                  ("'x'|str", config(image_size="x")))),
           ("vocab.txt", "last.pt holds a model of another size.*vocab.txt", FILES["poor.txt"]),
-          ("last.pt", "last.pt holds a bam model", saved({"method": "bam"})),
-          ("last.pt", "last.pt is not a checkpoint that can be read", "broken"))),
+          ("last.pt", "last.pt holds (a bam|no sparc) model", saved({"method": "bam"})),
+          *(("last.pt", "can be read: it is cut off, empty or of .* step-N.pt .* begin anew", damaged)
+            for damaged in ("", "broken", saved({"method": "sparc"})[:99], pickle.dumps([{}]))))),
+    ("train --resume auto --out runs/sparc", "holds no sparc model",
+     {"runs/sparc/last.pt": saved([torch.ones(2)])}),
 
     *(("train --resume --out runs/sparc", f"config.json is damaged: {name} is {value!r}",
        {"runs/sparc/config.json": config(**{name: value})})

@@ -315,7 +315,7 @@ def test_progress_comes_back_from_a_checkpoint(tmp_path, capsys):
     assert (again.step, again.order, again.positions) == (2, 0, at.positions)
     assert again.skipped_counts() == {"skipped": {"unreadable image": 2, "empty caption": 1}}
 
-    old_state = {key: value for key, value in state.items() if key != "layout"}
+    old_state = {key: value for key, value in state.items() if key not in ("layout", "names", "words")}
     for layout, state, workers in (
             ("shapes", state, 2), ("9 images", state, 1),  # positions of other workers or data
             ("9 images", old_state, 1)):                   # or as code before wrote them
@@ -333,6 +333,43 @@ def test_resume_auto_begins_or_continues_with_one_command(tmp_path, run_of):
     for steps in (2, 4, 4):
         train_alone([*command, "--resume", "auto", "--steps", steps])
         assert len(read_log(tmp_path / "run")) == steps
+    for number in (1, 2):  # as if killed before it saved: it begins anew
+        (tmp_path / "run/last.pt").unlink()
+        train_alone([*command, "--resume", "auto", "--steps", number])
+    assert [len((tmp_path / f"run/log{part}.jsonl").read_text().splitlines())
+            for part in ("-1", "-2", "")] == [4, 1, 2]
+
+
+def test_a_resume_notices_other_words_and_other_data_of_equal_number(tmp_path, capsys):
+    rows = Path(write_table(tmp_path, 9)).read_text().splitlines()
+    tables = {"moved/a.csv": [*rows], "b.csv": [rows[0], *rows[:0:-1]]}
+    write_files(tmp_path, {name: "\n".join(lines) for name, lines in tables.items()})
+    for i in range(9):
+        shutil.copy(tmp_path / f"{i}.jpg", tmp_path / "moved")
+    run, notice = tmp_path / "run", "Other data, ranks, workers or code than before"
+    flags = [*SPARC, "--image-size", "16", "--out", run, "--data"]
+    train_alone([*flags, tmp_path / "table.csv", "--steps", "1"])
+    for steps, (name, expected) in enumerate((("moved/a.csv", 0), ("b.csv", 1)), 2):
+        capsys.readouterr()
+        train_alone([*flags, tmp_path / name, "--steps", steps, "--resume"])
+        assert capsys.readouterr().out.count(notice) == expected
+    words = (run / "vocab.txt").read_text().split("\n")
+    words[-3:-1] = words[-2], words[-3]
+    (run / "vocab.txt").write_text("\n".join(words))
+    with pytest.raises(UserError, match="vocab.txt has other words than"):
+        train_alone([*flags, tmp_path / "b.csv", "--resume"])
+
+
+def test_notes_say_what_a_run_lacks(tmp_path, monkeypatch, capsys):
+    """A stage longer than the warm-up, images for a batch, cores of its own."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(os, "getloadavg", lambda: (os.cpu_count() + 1, 0, 0))
+    data = ["--data", write_table(tmp_path, 4), "--image-size", "16", "--steps", "24"]
+    train_alone([*SPARC, *data, "--out", tmp_path / "run"])
+    shown = "".join(capsys.readouterr())
+    for note in ("note: stage 1 has 24 steps, fewer than --warmup 50", "set OMP_NUM_THREADS=1",
+                 "note: 4 images are fewer than --batch 8"):
+        assert shown.count(note) == 1
 
 
 @pytest.mark.parametrize("name", ["log.jsonl", "config.json", "vocab.txt"])
