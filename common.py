@@ -1852,14 +1852,12 @@ def restore_model(model, weights, path, remedy):
 def load_checkpoint(path, map_location="cpu"):
     """Read a checkpoint without executing code from it; UserError if that cannot be done."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a pickle that is not torch's
-            return torch.load(path, map_location=map_location, weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"There is no checkpoint {path}.") from None
+        return torch.load(path, map_location=map_location, weights_only=True)
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise UserError(f"There is no checkpoint {path}: {error.strerror}.") from None
     except Exception as error:
-        why = getattr(error, "strerror", None) or "it is cut off, empty or of another kind"
-        why += "; take another, such as a step-N.pt of --keep-every, or begin anew"
+        why = ("it is cut off, empty or of another kind; take another, such as a step-N.pt of "
+               "--keep-every, or begin anew")
         if "TorchScript" in str(error):  # OpenAI's own files
             why = "convert it by torch.save(torch.jit.load(FILE, 'cpu').state_dict(), NEW)"
         elif str(path).endswith(".safetensors"):

@@ -441,6 +441,8 @@ def announce(args, data, model, tokenizer, device):
              f"{params / 1e6:.1f} M parameters"]
     if isinstance(data, common.CaptionTable):
         facts.append(f"{len(data):,} images, {len(data) / args.batch:.1f} steps per epoch")
+        if len(data) < args.batch:
+            print(f"note: --batch {args.batch} has some of the {len(data)} images more than once")
     if tokenizer:
         captions = data.sample_captions(1000)
         ids = [i for caption in captions for i in tokenizer.encode(caption)[1:-1]]
@@ -450,20 +452,16 @@ def announce(args, data, model, tokenizer, device):
             raise UserError(f"{share:.0%} of the captions' tokens are [UNK], words that the "
                             f"vocabulary lacks: give another --vocab, or none.")
     print(f"{args.out}: {', '.join(facts)}")
-    if isinstance(data, common.CaptionTable) and len(data) < args.batch:
-        print(f"note: {len(data)} images are fewer than --batch {args.batch}: a batch has the same "
-              f"image more than once")
     for number, steps, _ in METHODS[args.method].stages(args):
         if 0 < steps < args.warmup:
-            print(f"note: stage {number} has {steps} steps, fewer than --warmup {args.warmup}: the "
-                  f"learning rate does not reach its peak")
+            print(f"note: --warmup {args.warmup} is longer than stage {number}, of {steps} steps")
 
 
 class Log:
     """log.jsonl and the progress bar of rank 0; each warning is printed once."""
 
     def __init__(self, args, out, step):
-        self.path, self.warned = out / "log.jsonl", set()
+        self.path, self.start, self.warned = out / "log.jsonl", step, set()
         mute = this_rank()[0] > 0 or args.bench > 0
         self.bar = tqdm(total=args.steps, initial=step, desc=args.method, unit="step",
                         mininterval=1, disable=mute)
@@ -496,7 +494,7 @@ class Log:
 
     def update(self):
         self.bar.update()
-        if self.bar.n - self.bar.initial != 20 or torch.cuda.is_available():
+        if self.bar.n != self.start + 20 or torch.cuda.is_available():
             return
         if "OMP_NUM_THREADS" not in os.environ and os.getloadavg()[0] > os.cpu_count():
             self.bar.write("Other jobs share these cores, and threads that wait for each other are "
@@ -978,18 +976,14 @@ def update_flops(args, method, model):
 def main(argv=None):
     """-> the signal that stopped the run, if any."""
     start = time.perf_counter()
+    args = parse_args(sys.argv[1:] if argv is None else argv)
     common.turn_off_tf32()
-    try:
-        args = parse_args(sys.argv[1:] if argv is None else argv)
-        *_, device = common.init_distributed()
-        with claim_run(args) as out:
-            stopped_by = train(args, out, device)
-        if not (stopped_by or args.dry_run or args.bench):
-            seconds = round(time.perf_counter() - start)
-            print_once(f"{out}: done in {datetime.timedelta(seconds=seconds)}")
-    except Exception:
-        let_rank_0_speak()
-        raise
+    *_, device = common.init_distributed()
+    with claim_run(args) as out:
+        stopped_by = train(args, out, device)
+    if not (stopped_by or args.dry_run or args.bench):
+        seconds = round(time.perf_counter() - start)
+        print_once(f"{out}: done in {datetime.timedelta(seconds=seconds)}")
     if dist.is_initialized():  # not after an error: NCCL would wait for the other ranks
         dist.destroy_process_group()
     return stopped_by
@@ -1000,8 +994,11 @@ if __name__ == "__main__":
         stopped_by = main()
     except KeyboardInterrupt:
         stopped_by = signal.SIGINT
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    except Exception as error:
+        let_rank_0_speak()
+        if isinstance(error, UserError):
+            sys.exit(f"error: {error}")
+        raise
     finally:  # workers ignore the SIGTERM by which Python ends them, and waits
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch raises an error of its own
         for worker in multiprocessing.active_children():

@@ -16,7 +16,7 @@ import eval as evaluation
 import train
 from helpers import SMALL
 
-SIGNALS = signal.SIGTERM, signal.SIGINT
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGCHLD
 
 
 @pytest.fixture(autouse=True)
