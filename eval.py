@@ -1561,9 +1561,8 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
         encoders = common.build_encoders(method, args, tokenizer)
         model = common.build_model(method, args, *encoders)
     state = common.load_checkpoint(Path(run, checkpoint))
-    if state["method"] != args.method:
-        raise UserError(f"{run}/{checkpoint} holds a {state['method']} model, but config.json "
-                        f"says {args.method}.")
+    if not isinstance(state, dict) or state.get("method") != args.method:
+        raise UserError(f"{run}/{checkpoint} holds no {args.method} model, as config.json says.")
     common.restore_model(model, state["model"], f"{run}/{checkpoint}", "config.json and vocab.txt "
                          "beside it must be those that its run wrote")
     embed = embedder(model.to(device), tokenizer, args, device)
