@@ -527,6 +527,8 @@ class ModelDefaults:
     # Parameters (E, d) that start as CLIP's "visual.proj" and "text_projection", and its
     # "logit_scale": those of the three that it has.
     clip_parameters = lambda self: {}
+    # The image encoder that encode_image uses, a teacher's, if there is one:
+    evaluated = lambda self: self.image_encoder
     # What a linear probe gets, and the loss of equal similarities (batch_size is global):
     probe_features = lambda self, images: self.encode_image(images)
     chance_loss = lambda self, batch_size, mask, patches: math.log(batch_size)
@@ -1605,6 +1607,40 @@ def class_names(folders, file=None):
         raise UserError(f"The class folder {numbers[0]} has a number of ImageNet for a name: "
                         f"rename it, or give names with --classes FILE of eval.py.")
     return [folder.replace("_", " ") for folder in folders], "folders"
+
+
+def label_rows(names, labels, fraction):
+    """The rows of labelled images that --label-fraction leaves -> sorted row numbers.
+
+    fraction: a number in (0, 1], so much of each class, rounded, but one image at least, always
+    the same ones; or a file of image names, one a line, as SimCLR's lists of 1 % and 10 % of
+    ImageNet, which BAM takes (Table 4). names: of the images, None where one has none.
+    """
+    try:
+        share = float(fraction)
+    except ValueError:
+        return named_rows(names, fraction)
+    if not 0 < share <= 1:
+        raise UserError(f"--label-fraction {fraction} must be above 0 and at most 1, or a file.")
+    rows, generator, labels = [], np.random.default_rng(0), np.asarray(labels)
+    for label in np.unique(labels):
+        of_class = generator.permutation(np.flatnonzero(labels == label))
+        rows += of_class[: max(1, round(share * len(of_class)))].tolist()
+    return sorted(rows)
+
+
+def named_rows(names, file):
+    """The rows whose names a file lists, a name a line; directories do not count."""
+    wanted = {Path(line).name for line in read_lines(file, "--label-fraction")}
+    names = [name and Path(name).name for name in names]
+    rows = [i for i, name in enumerate(names) if name in wanted]
+    if missing := wanted - set(names):
+        raise UserError(f"--label-fraction {file}: {len(missing)} of its {len(wanted)} images are "
+                        f"not in the training data, one is {min(missing)}: take them out.")
+    if len(rows) > len(wanted):
+        raise UserError(f"--label-fraction {file}: {len(rows)} images have its {len(wanted)} names:"
+                        f" give a number, or each image a name of its own.")
+    return rows
 
 
 def read_text(path, flag):

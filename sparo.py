@@ -514,8 +514,11 @@ class Dino(nn.Module):
     def chance_loss(self, batch_size, mask, patches):
         return math.log(self.config.out_dim)  # uniform distributions
 
+    def evaluated(self):
+        return self.teacher[0]
+
     def head_maps(self, images):
-        return self.teacher[0].cls_attention(images)               # (B, heads, h, w)
+        return self.evaluated().cls_attention(images)              # (B, heads, h, w)
 
     def encode_image(self, images):
         return F.normalize(self.teacher[:2](images).flatten(1).float(), dim=-1)  # (B, M)

@@ -735,3 +735,25 @@ def test_towers_normalise_uint8(tower):
     torch.testing.assert_close(tower(common.to_floats(floats)), tower(floats))
     if tower.cls is not None:
         torch.testing.assert_close(tower.cls_attention(images), tower.cls_attention(floats))
+
+
+def test_a_fraction_of_the_labels_is_of_each_class_or_what_a_file_names(tmp_path):
+    labels = [2] * 40 + [0] * 10 + [1] * 3
+    names = [f"class/{i}.jpg" for i in range(53)]
+    rows = common.label_rows(names, labels, "0.1")
+    assert sorted(rows) == rows == common.label_rows(names, torch.tensor(labels), "0.1")
+    assert [sum(labels[i] == c for i in rows) for c in range(3)] == [1, 1, 4]
+    assert rows[:4] != [0, 1, 2, 3]                                         # at random
+    assert common.label_rows(names, labels, "1.0") == list(range(53))
+    (tmp_path / "1percent.txt").write_text("7.jpg\nelsewhere/52.jpg\n\n")
+    file = str(tmp_path / "1percent.txt")
+    assert common.label_rows(names, labels, file) == [7, 52]
+    with pytest.raises(UserError, match="1 of its 2 images are not in .* one is 52.jpg: take"):
+        common.label_rows(names[:50] + [None], labels, file)
+    with pytest.raises(UserError, match="3 images have its 2 names: give a number"):
+        common.label_rows([*names, "other/7.jpg"], labels, file)
+    for wrong in ("0", "1.5", "-1", "nan"):
+        with pytest.raises(UserError, match="must be above 0 and at most 1, or a file"):
+            common.label_rows(names, labels, wrong)
+    with pytest.raises(UserError, match="--label-fraction no.txt cannot be read"):
+        common.label_rows(names, labels, "no.txt")

@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, layer_norm
 from torchvision.models import resnet
 
 import common
-from helpers import assert_same_with_gradients, run_ranks
+from helpers import assert_same_with_gradients, run_ranks, tiny_model
 
 WIDTH, HEADS, DEPTH, PATCH, SIZE = 12, 3, 2, 4, 12  # the tiny towers: a grid of 3 x 3 patches
 VOCAB, CONTEXT = 19, 7
@@ -283,3 +283,13 @@ def test_gather_keeps_the_order_of_the_ranks_and_sums_their_gradients(ranks):
         assert result["gathered"].tolist() == [[rank, row] for rank in range(3) for row in (0, 1)]
         assert result["objects"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
         assert (result["own"] == 1 + 2 + 3).all() and (result["every"] == i + 1).all()
+
+
+@pytest.mark.parametrize("name", ["sparc", "sparo", "stair", "dino", "bam"])
+def test_the_evaluated_encoder_is_the_one_that_encodes(name):
+    model = tiny_model(name).eval()
+    images, before = torch.randn(2, 3, 16, 16), []
+    model.evaluated().register_forward_hook(lambda *call: before.append(call[1][0]))
+    model.encode_image(images)
+    assert torch.equal(before[0], images)
+    assert (model.evaluated() is model.image_encoder) == (name not in ("dino", "bam"))
