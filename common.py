@@ -4,6 +4,7 @@ Nothing here names a method, and no method file imports this one: train.py and e
 them. The embedded world stands last: with data of your own you need not read it.
 """
 
+import argparse
 import contextlib
 import csv
 import dataclasses
@@ -593,6 +594,9 @@ CLIP_NAMES = [  # OpenCLIP's and OpenAI's names, ours
     ("ln_final.", "norm.")]
 CLIP_PARTS = ("visual.proj", "text_projection", "logit_scale")  # what is in no tower
 OPENAI_ONLY = ("input_resolution", "context_length", "vocab_size")  # beside the weights
+TIMM_NAMES = [  # timm's names of its VisionTransformer, ours where they are others
+    ("cls_token", "cls"), ("pos_embed", "pos"), ("patch_embed.proj.", "patch_embed.")]
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean, deviation of pixels: as timm's
 
 
 def load_clip(towers, state_dict, tokenizer):
@@ -635,11 +639,14 @@ def load_clip(towers, state_dict, tokenizer):
     return parts, notes
 
 
-def load_tower(tower, tensors, flag):
-    """Load the tensors of a CLIP's tower, strictly -> sentences for the user."""
+CLIP_REMEDY = "the preset clip-... of the file's model; a network that differs from it does not fit"
+
+
+def load_tower(tower, tensors, flag, names=CLIP_NAMES, remedy=CLIP_REMEDY):
+    """Load the tensors of a CLIP's or timm's tower, strictly -> sentences for the user."""
     found, notes, depth = {}, [], len(tower.blocks)
     for name, value in tensors.items():
-        for theirs, ours in CLIP_NAMES:
+        for theirs, ours in names:
             name = name.replace(theirs, ours)
         if name in ("cls", "pos"):
             value = value.reshape(1, -1, value.shape[-1]).float()
@@ -648,14 +655,14 @@ def load_tower(tower, tensors, flag):
         notes.append(f"{flag}: block {i} of the file is left out, the method replaces it")
         found = {name: x for name, x in found.items() if not name.startswith(f"blocks.{i}.")}
     if isinstance(tower, ViT) and "pos" in found:
-        patches = found["pos"].shape[1] - 1
+        has_cls = tower.cls is not None
+        patches = found["pos"].shape[1] - has_cls
         if patches != tower.grid**2 and patches == math.isqrt(patches) ** 2:
-            found["pos"] = resize_positions(found["pos"], True, tower.grid, tower.grid)
+            found["pos"] = resize_positions(found["pos"], has_cls, tower.grid, tower.grid)
             notes.append(f"{flag}: positions interpolated from {patches} to {tower.grid**2}")
     if tower.blocks and tower.width != 64 * tower.blocks[0].attn.heads:
         notes.append(f"{flag}: width / heads is 64 in CLIP but not here, and no tensor shows it")
-    restore_model(tower, found, "it", f"give {flag} the preset clip-... of the file's model; a "
-                  f"network that differs from it does not fit")
+    restore_model(tower, found, "it", f"give {flag} {remedy}")
     return notes
 
 
@@ -675,6 +682,52 @@ def load_clip_parts(model, parts):
         ours.data.copy_(theirs.t())
     return [f"{name}: this model has no place for it, not used"
             for name in parts if name not in places]
+
+
+def load_timm(tower, state_dict):
+    """Load a ViT under timm's names, as timm's, DeiT's, DINO's and BAM's files have them, of DINO
+    and BAM the teacher's, and eval.py --export writes them -> sentences for the user."""
+    if not isinstance(tower, ViT):
+        raise UserError("it needs a ViT: choose another --image-encoder.")
+    state, found = state_dict, {}
+    for key in ("model", "teacher"):  # of BAM's and DeiT's, of DINO's whole checkpoints
+        state = state.get(key, state) if isinstance(state, dict) else {}
+    for name, value in state.items():
+        name = re.sub(r"^(module\.|teacher\.|backbone\.)*", "", str(name))
+        if not name.startswith(("student.", "head.", "proj_head.")):
+            found[name] = value
+    remedy = "the sizes of the file's ViT, as ViT-S/16:cls=1 for DINO's; other networks do not fit"
+    notes = load_tower(tower, for_other_pixels(found, IMAGENET, (MEAN, STD)), "--image-encoder",
+                       TIMM_NAMES, remedy)
+    return [*notes, "the file does not tell how many heads it has, taken from --image-encoder, and "
+                    "how its pixels are normalised, taken as ImageNet's"]
+
+
+def timm_weights(tower):
+    """A ViT's weights as load_timm reads them -> {timm's name: tensor}; UserError for others."""
+    is_plain = isinstance(tower, ViT) and isinstance(tower.patch_embed, nn.Conv2d)
+    if not is_plain or tower.replaced or isinstance(tower.norm, nn.Identity):
+        raise UserError("--export writes a ViT as timm has it, but this image encoder is a ResNet, "
+                        "has a stem, or ends in the method's read-out: train a plain ViT (in the "
+                        "embedded world --image-encoder tiny-patch).")
+    state = {}
+    for name, value in tower.state_dict().items():
+        for theirs, ours in TIMM_NAMES:
+            name = name.replace(ours, theirs)
+        state[name] = value.cpu()
+    return for_other_pixels(state, (MEAN, STD), IMAGENET)
+
+
+def for_other_pixels(state, old, new):
+    """A ViT's weights under timm's names, for pixels normalised by `old`, (mean, std) -> for `new`.
+    ViTs without that bias are CLIP's, whose pixels are normalised alike here and in timm."""
+    (mean, std), (new_mean, new_std) = torch.tensor(old), torch.tensor(new)  # (3,) each
+    weight, bias = "patch_embed.proj.weight", "patch_embed.proj.bias"  # (d, 3, p, p), (d,)
+    if weight not in state or bias not in state:
+        return state
+    shift = state[weight] * ((new_mean - mean) / std)[:, None, None]
+    return state | {weight: state[weight] * (new_std / std)[:, None, None],
+                    bias: state[bias] + shift.sum((1, 2, 3))}
 
 
 # Tokenizer ----------------------------------------------------------------------------
@@ -1616,30 +1669,23 @@ def label_rows(names, labels, fraction):
     the same ones; or a file of image names, one a line, as SimCLR's lists of 1 % and 10 % of
     ImageNet, which BAM takes (Table 4). names: of the images, None where one has none.
     """
-    try:
-        share = float(fraction)
-    except ValueError:
-        return named_rows(names, fraction)
-    if not 0 < share <= 1:
-        raise UserError(f"--label-fraction {fraction} must be above 0 and at most 1, or a file.")
-    rows, generator, labels = [], np.random.default_rng(0), np.asarray(labels)
-    for label in np.unique(labels):
-        of_class = generator.permutation(np.flatnonzero(labels == label))
-        rows += of_class[: max(1, round(share * len(of_class)))].tolist()
-    return sorted(rows)
-
-
-def named_rows(names, file):
-    """The rows whose names a file lists, a name a line; directories do not count."""
-    wanted = {Path(line).name for line in read_lines(file, "--label-fraction")}
+    if re.fullmatch(r"-?\d*\.?\d+", fraction):
+        share, rows, labels = float(fraction), [], np.asarray(labels)
+        if not 0 < share <= 1:
+            raise UserError(f"--label-fraction {fraction} must be above 0 and at most 1.")
+        generator = np.random.default_rng(0)
+        for label in np.unique(labels):
+            of_class = generator.permutation(np.flatnonzero(labels == label))
+            rows += of_class[: max(1, round(share * len(of_class)))].tolist()
+        return sorted(rows)
+    wanted = {Path(line).name for line in read_lines(fraction, "--label-fraction")}
     names = [name and Path(name).name for name in names]
     rows = [i for i, name in enumerate(names) if name in wanted]
-    if missing := wanted - set(names):
-        raise UserError(f"--label-fraction {file}: {len(missing)} of its {len(wanted)} images are "
-                        f"not in the training data, one is {min(missing)}: take them out.")
-    if len(rows) > len(wanted):
-        raise UserError(f"--label-fraction {file}: {len(rows)} images have its {len(wanted)} names:"
-                        f" give a number, or each image a name of its own.")
+    missing = len(wanted - set(names))
+    if missing or len(rows) > len(wanted):
+        raise UserError(f"--label-fraction {fraction} names {len(wanted)} images, {missing} of them"
+                        f" are not in the training data, {len(rows)} there have these names: name "
+                        f"each of them once, or give a number.")
     return rows
 
 
@@ -1888,7 +1934,8 @@ def restore_model(model, weights, path, remedy):
 def load_checkpoint(path, map_location="cpu"):
     """Read a checkpoint without executing code from it; UserError if that cannot be done."""
     try:
-        return torch.load(path, map_location=map_location, weights_only=True)
+        with torch.serialization.safe_globals([argparse.Namespace]):  # DINO's settings
+            return torch.load(path, map_location=map_location, weights_only=True)
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         raise UserError(f"There is no checkpoint {path}: {error.strerror}.") from None
     except Exception as error:

@@ -1632,6 +1632,24 @@ def options_of(flags, args):
     return dataclasses.replace(options, **given, is_own=is_own)
 
 
+# Weights for other people's code ----------------------------------------------------------
+
+
+def export(run, checkpoint, file):
+    """Write a run's evaluated image encoder under timm's names, with which DINO's evaluation of
+    videos, UPerNet, Mask R-CNN and DeiT's fine-tuning begin (BAM, Tables 3, 6, 7)."""
+    tower = load_run(run, checkpoint=checkpoint)[0].model.evaluated()
+    common.save_checkpoint(file, common.timm_weights(tower))
+    mlp, pre_norm = tower.blocks[0].mlp, not isinstance(tower.norm_pre, torch.nn.Identity)
+    pixels = "ImageNet's" if tower.patch_embed.bias is not None else "CLIP's"
+    print(f"{file}: weights of timm.models.VisionTransformer(img_size={tower.image_size}, patch_size"
+          f"={tower.patch_size}, embed_dim={tower.width}, depth={len(tower.blocks)}, num_heads="
+          f"{tower.blocks[0].attn.heads}, mlp_ratio={mlp.fc1.out_features / tower.width:g}, "
+          f"class_token={tower.cls is not None}, pre_norm={pre_norm}, global_pool='', num_classes=0,"
+          f" act_layer=timm.layers.{type(mlp.act).__name__}, norm_layer=functools.partial("
+          f"torch.nn.LayerNorm, eps={tower.norm.eps:g})), for pixels normalised as {pixels}.")
+
+
 # Several runs ---------------------------------------------------------------------------
 
 ASIDE = ("seed out argv git resume workers log_every save_every keep_every eval_every "
@@ -1691,6 +1709,8 @@ def build_parser():
     add("--query", dest="queries", nargs="+", metavar="QUERY",
         help="of STAIR: search the images of --data for captions, or for words with AND, OR, NOT "
              "and parentheses; evaluate nothing")
+    add("--export", metavar="FILE", help="write the run's image encoder to FILE, under the names of "
+                                         "timm's VisionTransformer; evaluate nothing")
     add("--templates", nargs="+", help="zero-shot prompts with {} for NAME or {a} for 'a NAME', or "
                                        "a file of them, one a line")
     add("--classes", help="file of class names, one a line, in the order of folders or numbers")
@@ -1751,6 +1771,10 @@ def main(argv=None):
         raise UserError(f"{', '.join(flags.runs)}: a run is named twice, name each once.")
     for run in flags.runs:
         common.read_config(run)  # before any is evaluated
+    if flags.export:
+        if len(flags.runs) > 1:
+            raise UserError("--export writes the weights of one run: give one.")
+        return export(flags.runs[0], flags.checkpoint or "last.pt", flags.export)
     common.turn_off_tf32()
     flags.device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with common.explained((RuntimeError, AssertionError), f"--device {flags.device}"):

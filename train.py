@@ -64,7 +64,8 @@ class Config:
     image_encoder: str = "ViT-B/16"  # row of common.VIT_PRESETS[:setting=value,...], or ResNet-50
     text_encoder: str = "12x512"  # row of common.TEXT_PRESETS[:setting=value,...]
     image_size: Count | None = None  # pixels; None: the encoder's, or the world's
-    init_weights: str | None = None  # of a whole CLIP: both towers, projections, logit scale
+    # of a whole CLIP: towers, projections, logit scale; without captions of a ViT (timm's names)
+    init_weights: str | None = None
     crop_scale: Annotated[float, 0.01, 1] = 0.9  # smallest area of training crops (OpenCLIP's)
     steps: Count = 1000  # updates
     epochs: Count | None = None  # instead of --steps: how often each image of files is shown
@@ -101,7 +102,7 @@ OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True),
               "lamb": METHODS["stair"].LAMB, "lars": METHODS["bam"].LARS}
 BENCH_WARMUP = 3  # steps before --bench starts the clock
 # flags that have no effect without captions
-TEXT_FLAGS = ("vocab", "vocab_size", "text_encoder", "init_weights", "crop_scale")
+TEXT_FLAGS = ("vocab", "vocab_size", "text_encoder", "crop_scale")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -588,7 +589,10 @@ def build_model(args, method, tokenizer):
     if args.init_weights and not (args.resume or args.dry_run):
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
             weights = common.load_checkpoint(args.init_weights)
-            parts, notes = common.load_clip(towers, weights, tokenizer)
+            if method.uses_text(args):
+                parts, notes = common.load_clip(towers, weights, tokenizer)
+            else:
+                parts, notes = {}, common.load_timm(towers[0], weights)
     if args.grad_checkpoint and isinstance(towers[0], common.ResNet):
         raise UserError(f"--grad-checkpoint recomputes the blocks of a ViT, {args.image_encoder} "
                         f"has none: leave it out, or lower --batch.")

@@ -748,12 +748,12 @@ def test_a_fraction_of_the_labels_is_of_each_class_or_what_a_file_names(tmp_path
     (tmp_path / "1percent.txt").write_text("7.jpg\nelsewhere/52.jpg\n\n")
     file = str(tmp_path / "1percent.txt")
     assert common.label_rows(names, labels, file) == [7, 52]
-    with pytest.raises(UserError, match="1 of its 2 images are not in .* one is 52.jpg: take"):
+    with pytest.raises(UserError, match="names 2 images, 1 of them are not"):
         common.label_rows(names[:50] + [None], labels, file)
-    with pytest.raises(UserError, match="3 images have its 2 names: give a number"):
+    with pytest.raises(UserError, match="3 there have these names: name each"):
         common.label_rows([*names, "other/7.jpg"], labels, file)
-    for wrong in ("0", "1.5", "-1", "nan"):
-        with pytest.raises(UserError, match="must be above 0 and at most 1, or a file"):
+    for wrong in ("0", "1.5", "-1"):
+        with pytest.raises(UserError, match="must be above 0 and at most 1"):
             common.label_rows(names, labels, wrong)
     with pytest.raises(UserError, match="--label-fraction no.txt cannot be read"):
         common.label_rows(names, labels, "no.txt")

@@ -85,8 +85,6 @@ ERRORS = [
     ("stair --revive-until 4", "--revive-until 4"),
     ("dino --vocab nowhere.txt", "--vocab has no effect here"),
     ("dino --crop-scale 0.5", "--crop-scale has no effect here"),
-    ("dino --init-weights clip.pt", "--init-weights has no effect here: .* takes no captions"),
-    ("bam --init-weights clip.pt", "--init-weights has no effect here: .* takes no captions"),
     ("dino --crop-least 0.6 --crop-border 0.5", "0.6 must not be above --crop-border 0.5"),
     ("dino --local-size 12", "--local-size: a view of 12 .* not a multiple of the 8 of a patch"),
     ("dino --readout fdt", "--objective dino has --readout sparo, cls, gap, not fdt"),
@@ -237,6 +235,14 @@ ERRORS = [
     *(("sparc --init-weights 0", "^--init-weights 0: it has no class_emb.*: give a CLIP",
        saved(state)) for state in ({"model": {"a": torch.ones(2)}}, [torch.ones(2)], {0: 1},
                                    {"visual.trunk.cls_token": torch.ones(2)})),
+
+    ("bam --init-weights 0", "--init-weights 0: it holds .*Missing.*: give --image-encoder the sizes",
+     saved({"patch_embed.proj.weight": torch.ones(2)})),
+    ("bam --image-encoder ResNet-50 --data shapes:size=32 --local-size 32 --readout gap "
+     "--init-weights 0", "--init-weights 0: it needs a ViT", saved({})),
+    *((f"eval runs/{name} --export out.pt", "--export writes a ViT as timm has it, but this image")
+      for name in ("bam", "sparo")),
+    ("eval runs/bam runs/sparc --export out.pt", "--export writes the weights of one run: give one"),
 
     # Directories of runs
     ("sparc --data gone --out table.csv", "table.csv cannot be written: File exists"),

@@ -1,5 +1,7 @@
-"""Start from a whole CLIP, and the lines for other projects that method files hold."""
+"""Start from a whole CLIP or a ViT, export a ViT, and the lines for other projects that method files
+hold."""
 
+import argparse
 import functools
 import json
 import re
@@ -13,6 +15,7 @@ from torch.nn.functional import gelu, normalize
 from torch.utils._pytree import tree_map
 
 import common
+import eval as evaluation
 import train
 from common import UserError
 from helpers import (ROOT, SMALL, assert_same_weights, make_batch, run_ranks, tiny_model,
@@ -255,6 +258,107 @@ def test_sparc_drops_the_cls_token(objective):
     tokens = tower(images)
     tower.cls, tower.forward = None, lambda images: tokens[:, 1:]       # patches alone
     assert all(map(torch.equal, found, outputs()))
+
+
+TIMM_NAMES = [("cls_token", "cls"), ("pos_embed", "pos"), ("patch_embed.proj.", "patch_embed.")]
+TIMM_BLOCK = """norm1.weight norm1.bias attn.qkv.weight attn.qkv.bias attn.proj.weight attn.proj.bias
+    norm2.weight norm2.bias mlp.fc1.weight mlp.fc1.bias mlp.fc2.weight mlp.fc2.bias"""
+
+
+def timm_forward(state, pixels, eps=1e-6):
+    """The tokens (N, width) of one image, pixels (3, H, W) in [0, 1], in float64: timm's names,
+    and the constants of its `default_cfg` of a ViT, or of a CLIP's, whose patches have no bias."""
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    if "patch_embed.proj.bias" not in state:
+        mean, std = common.MEAN, common.STD
+    mean, std = (torch.tensor(x).double()[:, None, None] for x in (mean, std))
+    return literal_vit(renamed(state, TIMM_NAMES), (pixels - mean) / std, gelu, eps)
+
+
+@pytest.mark.parametrize("settings", [
+    dict(cls=True), dict(cls=False), dict(cls=True, positions="sincos"), CLIP_IMAGE])
+def test_an_exported_vit_has_timms_names_and_its_own_outputs(settings):
+    vit = tiny_vit(**settings)
+    vit.load_state_dict(random_weights(vit))
+    state, pixels = common.timm_weights(vit), torch.rand(2, 3, SIZE, SIZE)
+    names = ["pos_embed", "patch_embed.proj.weight", "norm.weight", "norm.bias"]
+    names += [f"blocks.{i}.{name}" for i in range(DEPTH) for name in TIMM_BLOCK.split()]
+    names += ["cls_token"] * settings["cls"]
+    clip = ["norm_pre.weight", "norm_pre.bias"]  # timm's have no bias of patches
+    names += clip if settings is CLIP_IMAGE else ["patch_embed.proj.bias"]
+    assert sorted(state) == sorted(names)
+    eps = settings.get("eps", 1e-6)
+    for x, tokens in zip(pixels, vit(common.normalize(pixels)), strict=True):
+        close(tokens, timm_forward(state, x, eps))
+    again = tiny_vit(**settings)
+    common.load_timm(again, state)
+    close(again(common.normalize(pixels)), vit(common.normalize(pixels)))
+
+
+def made_up_timm(vit):
+    """Random weights under timm's names for a ViT."""
+    names = [(ours, theirs) for theirs, ours in TIMM_NAMES]
+    return renamed(random_weights(vit), names)
+
+
+def as_dino_saves(state, other):
+    return {"student": prefixed("module.backbone.", other), "epoch": 3,
+            "args": argparse.Namespace(arch="vit_small", lr=0.1),
+            "teacher": prefixed("backbone.", state) | {"head.last_layer.weight": torch.ones(2)}}
+
+
+def as_bam_saves(state, other):
+    state = prefixed("teacher.backbone.", state) | {"teacher.proj_head.0.bias": torch.ones(2)}
+    return {"model": prefixed("student.module.backbone.", other) | state, "epoch": 3}
+
+
+@pytest.mark.parametrize("save", [
+    lambda state, other: state, lambda state, other: state | {"head.weight": torch.ones(2)},
+    lambda state, other: {"model": state, "epoch": 3}, as_dino_saves, as_bam_saves,
+    lambda state, other: as_dino_saves(prefixed("module.", state), other)])
+def test_files_of_timm_dino_and_bam_are_read(save, tmp_path):
+    vit, pixels = tiny_vit(cls=True), torch.rand(3, SIZE, SIZE)
+    state = made_up_timm(vit)
+    torch.save(save(state, made_up_timm(vit)), tmp_path / "vit.pth")
+    notes = common.load_timm(vit, common.load_checkpoint(tmp_path / "vit.pth"))
+    assert len(notes) == 1 and "taken as ImageNet's" in notes[0]
+    close(vit(common.normalize(pixels)[None])[0], timm_forward(state, pixels))
+
+
+def test_a_vits_positions_are_interpolated_and_its_replaced_block_is_left_out():
+    for cls in (True, False):
+        vit, state = tiny_vit(cls=cls, image_size=20), made_up_timm(tiny_vit(cls=cls))
+        notes = common.load_timm(vit, state)
+        assert notes[0] == "--image-encoder: positions interpolated from 9 to 25"
+        grid = pils_resize(state["pos_embed"][0, int(cls):].view(3, 3, WIDTH), 5, 5)
+        close(vit.pos[0], torch.cat([state["pos_embed"][0, :int(cls)], grid]), 1e-6)
+    vit, state = tiny_vit(depth=DEPTH - 1), made_up_timm(tiny_vit())
+    with pytest.raises(UserError, match="Unexpected .* the sizes of the file's ViT, as ViT-S/16"):
+        common.load_timm(vit, state)
+    vit.replaced = 1
+    assert "block 1 of the file is left out" in common.load_timm(vit, state)[0]
+
+
+@pytest.mark.parametrize("name", ["dino", "bam"])
+def test_a_run_starts_from_the_vit_that_another_exported(name, tmp_path, capsys):
+    flags = [*SMALL[name], "--image-encoder", "tiny-patch:width=16,heads=2,depth=1,cls=1",
+             "--lr", "0", *(["--readout", "cls"] if name == "dino" else [])]
+    runs, file = [str(tmp_path / run) for run in ("a", "b")], str(tmp_path / "vit.pt")
+    train_alone([*flags, "--out", runs[0], "--seed", "1"])
+    evaluation.main([runs[0], "--export", file])
+    assert "depth=1, num_heads=2, mlp_ratio=4, class_token=True" in capsys.readouterr().out
+    train_alone([*flags, "--out", runs[1], "--seed", "2", "--init-weights", file])
+    assert "--init-weights: the file does not tell how many heads" in capsys.readouterr().out
+    a, b = (evaluation.load_run(run)[0].model for run in runs)
+    for ours, theirs in zip(a.evaluated().parameters(), b.evaluated().parameters()):
+        close(ours, theirs)
+    assert torch.equal(b.image_encoder.pos, b.evaluated().pos)
+
+
+def test_the_teacher_is_exported():
+    model = tiny_model("bam", vit=dict(stem=None))
+    model.image_encoder.norm.weight.data.fill_(7)  # the student alone
+    assert torch.equal(common.timm_weights(model.evaluated())["norm.weight"], torch.ones(16))
 
 
 def snippet(name):
