@@ -87,7 +87,8 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=1
     return correct / len(test)
 
 
-PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100)}  # what is chosen, epochs
+# what is chosen, epochs
+PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100), "lbfgs": ("l2", None)}
 # differs: BAM has .002 for ViT, .3 for ResNet-50, its code times batch / 256; and it reports the
 # best epoch on the test images.
 RATES = (0.002, 0.01, 0.05, 0.3, 1.0)
@@ -150,6 +151,44 @@ def sgd_probe(crops, held, held_labels, classes, epochs=100):
     scores = [(head(held).argmax(1) == held_labels).sum().item() for head in heads]
     best = scores.index(max(scores))
     return heads[best], RATES[best]
+
+
+STRENGTHS = np.logspace(5, -6, 45)  # of the l2 penalty: the strongest first
+
+
+@common.fixed_seed(0)
+def lbfgs_probe(x, labels, strengths=STRENGTHS):
+    """Logistic regression of features (N, E), labels (N,) by LBFGS (BAM, D.3, Table 5) ->
+    torch.nn.Linear, its l2: of 45 the best on a fifth that is held out, with which it learns from
+    all. differs: the paper has validation images; whether it takes the mean of the cross entropy,
+    as here, or the sum, it does not say."""
+    x, order = x.double(), torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
+    held, fitted = order.to(x.device).tensor_split([len(x) // 5])
+    head, right = torch.nn.Linear(x.shape[1], int(labels.max()) + 1).to(x), {}
+
+    def fit(x, labels, l2):  # mean cross entropy + l2 / 2 |W|^2, from where the last one ended
+        optimizer = torch.optim.LBFGS(head.parameters(), max_iter=1000, tolerance_grad=1e-5,
+                                      line_search_fn="strong_wolfe")
+
+        def objective():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(head(x), labels) + l2 / 2 * head.weight.square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(objective)
+
+    for l2 in strengths:
+        fit(x[fitted], labels[fitted], l2)
+        right[l2] = (head(x[held]).argmax(1) == labels[held]).sum().item()
+    best = max(right, key=right.get)
+    fit(x, labels, best)
+    return head.float(), float(best)
+
+
+def mean_per_class(predicted, labels):
+    """Accuracy in which each class of the labels (n,) counts alike."""
+    return mean([number((predicted == labels)[labels == c]) for c in labels.unique()])
 
 
 def winoground_scores(s):
@@ -257,6 +296,7 @@ class Embedder:
     mask: torch.Tensor | None = None     # (E,), multiplies encodings of images (SPARO)
     text_free: bool = False              # a caption is the set of its words (STAIR)
     step: int | None = None              # of its training
+    resize: int | None = None            # of the shorter side before the crop; None: the method's
 
     def __post_init__(self):
         self.model.eval()
@@ -266,6 +306,7 @@ class Embedder:
         """A path, bytes or PIL image -> its centre, normalised (3, S, S)."""
         # CLIP resizes to the size of the crop, DINO and BAM to 256 for 224 (BAM, D.1)
         resize = self.image_size if self.tokenizer else round(self.image_size * 256 / 224)
+        resize = self.resize or resize
         if not isinstance(file, Image.Image):
             file = common.open_image(file)
         return common.eval_transform(self.image_size, resize)(file.convert("RGB"))
@@ -688,8 +729,20 @@ def open_beside(options, data, spec, root, message):
 
 
 def open_training_set(options, data):
-    """What k-NN and probes learn from, --train-data, of the world its training split -> a function
-    without arguments that gives the pairs (image, class id)."""
+    """What k-NN and probes learn from: --train-data, of the world its training split, of either
+    --label-fraction -> a function without arguments that gives the pairs (image, class id)."""
+    pairs = open_whole_training_set(options, data)
+    if options.label_fraction is None:
+        return pairs
+    files, labels = [], []
+    for image, label in pairs():
+        files.append(image if isinstance(image, str) else None)
+        labels.append(label)
+    chosen = set(common.label_rows(files, labels, options.label_fraction))
+    return lambda: (pair for i, pair in enumerate(pairs()) if i in chosen)
+
+
+def open_whole_training_set(options, data):
     if data.is_world:
         return functools.partial(data.labelled, "train")
     spec, names = options.train_data, data.groups[""][1]
@@ -755,8 +808,7 @@ def zeroshot(embed, data, options):
               for way, (group, _) in data.groups.items()}
     if scores.shape[1] > 5:
         result["zeroshot/acc5"] = (scores.topk(5).indices == ids[:, None]).any(1)
-    recalls = [number((predicted == ids)[ids == c]) for c in ids.unique()]
-    result["zeroshot/mean_per_class_recall"] = mean(recalls)
+    result["zeroshot/mean_per_class_recall"] = mean_per_class(predicted, ids)
     if data.unseen is not None and data.unseen[ids].any():
         result["zeroshot/heldout_pairs"] = (predicted == ids)[data.unseen[ids]]
     return result | {"zeroshot/chance": 1 / scores.shape[1]}
@@ -849,11 +901,15 @@ def linear(embed, data, options):
     encode, pairs = embed.model.probe_features, open_training_set(options, data)
     setting, epochs = PROBES[options.probe]
     epochs = options.probe_epochs or epochs
-    step = 1 if options.probe == "adamw" else 10  # for sgd a tenth is held out
+    step = 10 if options.probe == "sgd" else 1  # a tenth is held out
+    if options.probe == "lbfgs":  # BAM, D.3: 224 by the shorter side, where the others take 256
+        embed = dataclasses.replace(embed, resize=embed.image_size)
     x, ids = embed.encoded(itertools.islice(pairs(), 0, None, step), encode)
     x, ids = x.to(embed.device), torch.tensor(ids).to(embed.device)
     if options.probe == "adamw":
         head, value = adamw_probe(x, ids, epochs)
+    elif options.probe == "lbfgs":
+        head, value = lbfgs_probe(x, ids)
     else:
         crops = lambda: random_crops(embed, (pair for i, pair in enumerate(pairs()) if i % 10))
         classes = len(data.groups[""][1])
@@ -862,6 +918,7 @@ def linear(embed, data, options):
     predicted = head.cpu()(x).argmax(1)
     result = {f"linear{way}": group[predicted] == group[ids]
               for way, (group, _) in data.groups.items()}
+    result["linear/mean_per_class"] = mean_per_class(predicted, ids)
     return result | {f"linear/{setting}": value}
 
 
@@ -1380,7 +1437,7 @@ def check(options, data, has_text):
     if ("knn" in asked or "linear" in asked) and not data.is_world:
         # not a sample of shards, for which it would read all headers first
         whole = dataclasses.replace(options, learn_limit=None)
-        next(iter(open_training_set(whole, data)()))
+        next(iter(open_whole_training_set(whole, data)()))
     return asked
 
 
@@ -1582,6 +1639,7 @@ class Options:
     train_data: str | None
     probe: str
     probe_epochs: int | None
+    label_fraction: str | None = None    # of what k-NN and probes learn from; or a file of names
     image_root: str | None = None
     limit: int | None = None
     learn_limit: int | None = None       # of images to learn from, or to choose by
@@ -1640,14 +1698,10 @@ def export(run, checkpoint, file):
     videos, UPerNet, Mask R-CNN and DeiT's fine-tuning begin (BAM, Tables 3, 6, 7)."""
     tower = load_run(run, checkpoint=checkpoint)[0].model.evaluated()
     common.save_checkpoint(file, common.timm_weights(tower))
-    mlp, pre_norm = tower.blocks[0].mlp, not isinstance(tower.norm_pre, torch.nn.Identity)
-    pixels = "ImageNet's" if tower.patch_embed.bias is not None else "CLIP's"
-    print(f"{file}: weights of timm.models.VisionTransformer(img_size={tower.image_size}, patch_size"
-          f"={tower.patch_size}, embed_dim={tower.width}, depth={len(tower.blocks)}, num_heads="
-          f"{tower.blocks[0].attn.heads}, mlp_ratio={mlp.fc1.out_features / tower.width:g}, "
-          f"class_token={tower.cls is not None}, pre_norm={pre_norm}, global_pool='', num_classes=0,"
-          f" act_layer=timm.layers.{type(mlp.act).__name__}, norm_layer=functools.partial("
-          f"torch.nn.LayerNorm, eps={tower.norm.eps:g})), for pixels normalised as {pixels}.")
+    pixels = "CLIP's" if tower.patch_embed.bias is None else "ImageNet's"
+    print(f"{file}: timm's VisionTransformer of {len(tower.blocks)} blocks, {tower.width} wide, with "
+          f"{tower.blocks[0].attn.heads} heads, eps={tower.norm.eps:g} in its norms, for images of "
+          f"{tower.image_size} pixels that are normalised as {pixels}.")
 
 
 # Several runs ---------------------------------------------------------------------------
@@ -1717,8 +1771,12 @@ def build_parser():
     add("--nouns-adjectives", help="file with the words that K-Pna counts, one a line")
     add("--train-data", help="what k-NN and probes learn from: class folders, or shards with labels"
                              " (default: the split train of --data, or the run's data)")
-    add("--probe", choices=PROBES, help="SPARO's (adamw) or BAM's (sgd) (default: the run's)")
+    add("--probe", choices=PROBES, help="SPARO's (adamw), BAM's (sgd) or, of transfer, its "
+                                          "logistic regression (lbfgs) (default: the run's)")
     add("--probe-epochs", type=int, help="default: the run's, or 10 of adamw, 100 of sgd")
+    add("--label-fraction", metavar="FRACTION",
+        help="k-NN and probes learn from .01, .1, ... of each class alone, or from the images that "
+             "a file names, one a line")
     add("--select", help="class folders for `slots` to rank slots on, or SugarCrepe's files for "
                          "`masks` to train masks on (needed on files)")
     add("--select-root", help="directory that the file names of --select are relative to")

@@ -112,7 +112,8 @@ def test_the_adamw_probe_chooses_as_clip_benchmark_does():
 
 
 def test_the_probes_have_their_papers_settings():
-    assert evaluation.PROBES == {"adamw": ("weight_decay", 10), "sgd": ("lr", 100)}  # C.1; 9b
+    assert evaluation.PROBES == {"adamw": ("weight_decay", 10), "sgd": ("lr", 100),  # C.1; 9b
+                                 "lbfgs": ("l2", None)}                     # D.3
     assert {0.002, 0.3} < set(evaluation.RATES)  # BAM, Table 9b, ViT and ResNet-50
 
 
@@ -145,6 +146,50 @@ def test_the_sgd_probes_batches_have_1024_images_at_most_and_an_epoch_64_at_leas
     x, y = torch.randn(n, 1), torch.randint(2, (n,))
     evaluation.sgd_probe(lambda: (x, y), x[:9], y[:9], 2, epochs=1)
     assert sum(sizes) == len(evaluation.RATES) * n and max(sizes) == largest
+
+
+def logistic_objective(head, x, y, l2):
+    """Mean cross entropy + l2 / 2 |W|^2 in float64 (BAM, D.3), written out."""
+    logits = x.double() @ head.weight.double().T + head.bias.double()
+    losses = logits.logsumexp(1) - logits[range(len(y)), y]
+    return losses.mean() + l2 / 2 * (head.weight.double() ** 2).sum()
+
+
+def test_the_lbfgs_probe_minimises_its_objective_and_chooses_on_what_is_held_out():
+    x, y = noisy_features(150, classes=4, width=8)
+    order = torch.randperm(150, generator=torch.Generator().manual_seed(1))
+    held, rest = order[:30], order[30:]
+    right = {}
+    for l2 in (10.0, 0.02, 1e-5):                                           # each from 0
+        head = torch.nn.Linear(8, 4).double()
+        optimizer = torch.optim.LBFGS(head.parameters(), max_iter=1000, tolerance_change=0,
+                                      line_search_fn="strong_wolfe")
+
+        def closure():
+            optimizer.zero_grad()
+            loss = logistic_objective(head, x[rest], y[rest], l2)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        right[l2] = (head(x[held].double()).argmax(1) == y[held]).sum().item()
+    head, chosen = evaluation.lbfgs_probe(x, y, list(right))
+    assert chosen == max(right, key=right.get) and len(set(right.values())) > 1
+    loss = logistic_objective(head, x, y, chosen)
+    for gradient in torch.autograd.grad(loss, list(head.parameters())):
+        assert gradient.abs().max() < 1e-4
+    prior, _ = evaluation.lbfgs_probe(x, y, [1e5])                          # the bias is free
+    found = prior(x).softmax(1).mean(0)
+    torch.testing.assert_close(found, y.bincount() / 150, atol=1e-3, rtol=0)
+    assert evaluation.STRENGTHS == pytest.approx([10 ** (5 - i / 4) for i in range(45)])
+    corners = torch.eye(3).repeat(5, 1)
+    head, _ = evaluation.lbfgs_probe(corners, torch.arange(15) % 3)
+    assert head(torch.eye(3)).argmax(1).tolist() == [0, 1, 2]
+
+
+def test_the_mean_per_class_counts_classes_alike():
+    predicted, labels = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 0, 0, 0, 2])
+    assert evaluation.mean_per_class(predicted, labels) == (3 / 4 + 0) / 2
 
 
 def test_winoground_scores():
@@ -420,6 +465,44 @@ def test_the_sgd_probe_holds_out_a_tenth_of_the_training_images(tmp_path, monkey
                                                   train_data=str(tmp_path / "train")))
     assert len(found["linear"]) == 6
     assert capsys.readouterr().out.count("skipped 1 of") == 1               # not in each epoch
+
+
+def test_the_lbfgs_probe_resizes_the_shorter_side_to_the_crop(tmp_path, monkeypatch):
+    for part in ("train", "test"):
+        make_folders(tmp_path / part)
+    embed, sizes, transform = embedder(), set(), common.eval_transform
+    embed.tokenizer = None                                                  # as of BAM
+    monkeypatch.setattr(common, "eval_transform",
+                        lambda *size: sizes.add(size) or transform(*size))
+    for probe, size in (("adamw", (8, 9)), ("lbfgs", (8, 8))):              # BAM, D.1 and D.3
+        sizes.clear()
+        data, options = opened(tmp_path / "test", train_data=str(tmp_path / "train"), probe=probe)
+        found = evaluation.linear(embed, data, options)
+        assert found["linear"].tolist() == [True] * 6 and found["linear/mean_per_class"] == 1
+        assert sizes == {size}
+
+
+@pytest.mark.parametrize("task", ["knn", "linear"])
+def test_knn_and_probes_learn_from_a_fraction_of_the_labels(task, tmp_path, monkeypatch):
+    for part in ("train", "test"):
+        for name, colour in COLOURS.items():
+            image = picture(20, 12, format="PNG", value=colour)
+            write_files(tmp_path / part / name, {f"{name}{i}.png": image for i in range(10)})
+    (tmp_path / "list.txt").write_text("red3.png\nblue7.png\nred5.png\n")
+    spec, train, seen = tmp_path / "test", str(tmp_path / "train"), []
+    for name in ("knn_accuracy", "adamw_probe"):
+        old = getattr(evaluation, name)
+        monkeypatch.setattr(evaluation, name, lambda x, y, *rest, old=old:
+                            seen.append(y.bincount().tolist()) or old(x, y, *rest))
+    for fraction in ("0.2", "0.01", str(tmp_path / "list.txt")):
+        data, options = opened(spec, train_data=train, tasks=[task], label_fraction=fraction)
+        result = evaluation.evaluate(embedder(), data, options)
+        assert result[task] == pytest.approx(2 / 3 if "list" in fraction else 1)  # no green
+    assert seen == [[2, 2, 2], [1, 1, 1], [1, 0, 2]]
+    world, options = opened("shapes:size=16", label_fraction="0.1")
+    pairs = [int(c) for _, c in world.labelled("train")]
+    few = [int(c) for _, c in evaluation.open_training_set(options, world)()]
+    assert sorted(set(few)) == sorted(set(pairs)) and len(few) < len(pairs)
 
 
 def test_images_are_resized_as_the_method_does():

@@ -346,7 +346,8 @@ def test_a_run_starts_from_the_vit_that_another_exported(name, tmp_path, capsys)
     runs, file = [str(tmp_path / run) for run in ("a", "b")], str(tmp_path / "vit.pt")
     train_alone([*flags, "--out", runs[0], "--seed", "1"])
     evaluation.main([runs[0], "--export", file])
-    assert "depth=1, num_heads=2, mlp_ratio=4, class_token=True" in capsys.readouterr().out
+    assert re.search("1 blocks, 16 wide, with 2 heads, eps=1e-06 .* of 16 pixels .* as ImageNet's",
+                     capsys.readouterr().out)
     train_alone([*flags, "--out", runs[1], "--seed", "2", "--init-weights", file])
     assert "--init-weights: the file does not tell how many heads" in capsys.readouterr().out
     a, b = (evaluation.load_run(run)[0].model for run in runs)
