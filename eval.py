@@ -475,7 +475,8 @@ class WorldSet(EvalSet):
             "negatives": (WORLD_N, split, 3, few), "segmentation": (WORLD_N // 2, split, 5, most),
             "samples": (n, split, 6, few), "picture": (8, split, 7, most),
             "documents": (WORLD_N, split, 7, None), "slots": (WORLD_N, "val", 8, 1),
-            "train": (4 * WORLD_N, "train", 9, 1), "test": (WORLD_N, split, 9, 1)}
+            "train": (4 * WORLD_N, "train", 9, 1), "train_maps": (WORLD_N // 2, "train", 10, most),
+            "test": (WORLD_N, split, 9, 1)}
         return self.world.sample(*samples[purpose])
 
     def labelled(self, purpose):
@@ -497,8 +498,8 @@ class WorldSet(EvalSet):
             yield image, [(kind, *pairs[kind]) for kind in sorted(pairs)]
 
     def maps(self, purpose):
-        sample = self.scenes(purpose)
-        ways = list(self.map_classes) if purpose == "segmentation" else ["/colour", "/shape"]
+        sample = self.scenes("train_maps" if purpose == "train" else purpose)
+        ways = ["/colour", "/shape"] if purpose == "picture" else list(self.map_classes)
         truths = {way: label_maps(sample, way) for way in ways}
         for i, image in enumerate(sample["images"]):
             yield image, {way: ids[i] for way, ids in truths.items()}
@@ -927,9 +928,13 @@ def linear(embed, data, options):
 
 def segment(patches, classes, size):
     """Patches (P, E), classes (C, E) -> (H, W), 1 + the class nearest to each pixel's patch."""
-    grid = math.isqrt(len(patches))
-    best = (patches @ classes.T).argmax(1).view(1, 1, grid, grid) + 1
-    return F.interpolate(best.float(), size, mode="nearest")[0, 0].long()
+    return enlarged((patches @ classes.T).argmax(1) + 1, size)
+
+
+def enlarged(ids, size):
+    """An id for each patch (P,) -> a map (H, W) without smoothing."""
+    grid = math.isqrt(len(ids))
+    return F.interpolate(ids.view(1, 1, grid, grid).float(), size, mode="nearest")[0, 0].long()
 
 
 def patch_classes(embed, data):
@@ -1688,6 +1693,64 @@ def options_of(flags, args):
         given["templates"] = read_templates(given["templates"])
     is_own = given.keys() <= {"tasks", "workers"}
     return dataclasses.replace(options, **given, is_own=is_own)
+
+
+# Linear segmentation ----------------------------------------------------------------------
+#
+# What frozen patches know, without a decoder (BAM's Table 7 has UPerNet's, for which see --export).
+
+
+def patch_labels(truth, size, grid):
+    """A map (H, W) -> (grid * grid,), the commonest id in each patch of an image of `size`."""
+    truth = F.interpolate(truth[None, None].float(), (size, size))[0, 0]    # nearest pixels
+    cells = truth.unflatten(0, (grid, -1)).unflatten(2, (grid, -1))         # (g, p, g, p)
+    return cells.transpose(1, 2).reshape(grid**2, -1).mode().values.long()
+
+
+def open_training_maps(options, data):
+    """Pairs (image, {way: map}) of the split train, of the world or of VOC's layout."""
+    if data.is_world:
+        return data.maps("train")
+    if options.split == "train":
+        raise UserError("--split train: linear_segmentation learns from it, evaluate on another.")
+    learned = dataclasses.replace(options, split="train", limit=options.learn_limit)
+    return open_eval_set(learned, data.image_size).maps("train")
+
+
+def linear_segmentation(embed, data, options):
+    """mIoU over the whole data set, with background a class as in VOC, of a linear classifier of
+    the image encoder's patches, which learns the commonest class of each, as adamw_probe does."""
+    encoder, result = embed.model.evaluated(), {}
+    P = encoder.grid**2
+
+    def encode(images):
+        return encoder(images)[:, -P:].float()                              # (B, P, d)
+
+    x, learned = embed.encoded(open_training_maps(options, data), encode)
+    test, truths = embed.encoded(data.maps("segmentation"), encode)
+    for way, classes in data.map_classes.items():
+        labels = [patch_labels(maps[way], embed.image_size, encoder.grid) for maps in learned]
+        labels = torch.cat(labels)                                          # (n P,)
+        counted, batch = labels != 255, min(512, max(32, len(labels) // 64))
+        seen = x.flatten(0, 1)[counted].to(embed.device), labels[counted].to(embed.device)
+        head = adamw_probe(*seen, epochs=3, batch=batch)[0].cpu()
+        pixels = torch.zeros(1 + len(classes.names), 1 + len(classes.names), dtype=torch.long)
+        for patches, maps in zip(test, truths):
+            truth, predicted = maps[way], enlarged(head(patches).argmax(1), maps[way].shape)
+            places = truth[truth != 255].long(), predicted[truth != 255]
+            pixels.index_put_(places, torch.tensor(1), accumulate=True)
+        result[f"linear_miou{way}"] = dataset_iou(pixels)
+    return result
+
+
+def dataset_iou(pixels):
+    """Numbers of pixels (C, C), [true, predicted] -> mean IoU of the classes that occur in either."""
+    right = pixels.diagonal()
+    union = pixels.sum(0) + pixels.sum(1) - right
+    return (right / union)[union > 0].mean().item()
+
+
+TASKS["linear_segmentation"] = Task(linear_segmentation, ("maps",))
 
 
 # Weights for other people's code ----------------------------------------------------------

@@ -610,6 +610,72 @@ def test_segmentation_of_a_folder_in_pascal_vocs_layout(tmp_path, capsys):
     assert len(opened(tmp_path)[0].map_classes[""].names) == 20             # Pascal's own
 
 
+class OneHotPatches(torch.nn.Module):
+    """An encoder whose four patches tell their colour, behind a [CLS] token."""
+
+    grid = 2
+
+    def forward(self, images):
+        patches = Oracle().encode_patches(images).round()                   # (B, 4, 3)
+        return torch.cat([torch.rand(len(images), 1, 3), patches], 1)
+
+
+def linear_miou(tmp_path, **flags):
+    model = Oracle()
+    model.image_encoder = OneHotPatches()
+    data, options = opened(tmp_path, classes=str(tmp_path / "classes.txt"),
+                           tasks=["linear_segmentation"], **flags)
+    return evaluation.evaluate(embedder(model), data, options)
+
+
+def test_linear_segmentation_in_pascal_vocs_layout(tmp_path):
+    """Halves of images in two of three colours."""
+    red, green, blue = COLOURS.values()
+    halves = {"a": (red, blue, 1, 3), "b": (green, red, 2, 1), "c": (blue, green, 3, 2)}
+    files = {"classes.txt": "red\ngreen\nblue\n",
+             "ImageSets/Segmentation/train.txt": "\n".join("abc" * 40),
+             "ImageSets/Segmentation/val.txt": "a\nb\nc"}
+    for name, (left, right, *ids) in halves.items():
+        files[f"JPEGImages/{name}.jpg"] = picture(16, 16, value=8 * [left] + 8 * [right])
+        ids = 8 * ids[:1] + 8 * ids[1:]
+        files[f"SegmentationClass/{name}.png"] = picture(16, 16, "L", "PNG", ids)
+    write_files(tmp_path, files)
+    assert linear_miou(tmp_path) == {"linear_miou": 1}
+    # half a patch off: of the second half's class 4 of 8 columns, 4 of the other's, 4 not counted
+    moved = 4 * [255] + 8 * [1] + 4 * [3]
+    write_files(tmp_path, {"SegmentationClass/d.png": picture(16, 16, "L", "PNG", moved),
+                           "JPEGImages/d.jpg": files["JPEGImages/a.jpg"],
+                           "ImageSets/Segmentation/val.txt": "d"})
+    # red: 4 of 8 columns found, none too many; blue: 4 of the 8 that are found
+    assert linear_miou(tmp_path) == {"linear_miou": pytest.approx((4 / 8 + 4 / 8) / 2)}
+    with pytest.raises(common.UserError, match="learns from it, evaluate on another"):
+        linear_miou(tmp_path, split="train")
+    (tmp_path / "ImageSets/Segmentation/train.txt").unlink()
+    with pytest.raises(common.UserError, match="has no split train; --split can be val"):
+        linear_miou(tmp_path)
+
+
+def test_a_patch_has_its_commonest_class():
+    truth = torch.tensor([[1, 1, 2, 2], [1, 0, 255, 255], [3, 3, 0, 0], [3, 3, 0, 1]])
+    assert evaluation.patch_labels(truth, 4, 2).tolist() == [1, 2, 3, 0]
+    larger = truth.repeat_interleave(3, 0).repeat_interleave(5, 1)          # (12, 20)
+    assert evaluation.patch_labels(larger, 4, 2).tolist() == [1, 2, 3, 0]
+
+
+def test_mean_iou_of_a_data_set_by_hand():
+    pixels = torch.tensor([[6, 2, 0, 0], [1, 3, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0]])  # 2: nowhere
+    assert evaluation.dataset_iou(pixels) == pytest.approx((6 / 9 + 3 / 7 + 0) / 3)
+
+
+def test_a_run_without_text_segments_the_world_linearly(run_of):
+    embed, _ = evaluation.load_run(run_of("bam"))
+    _, options = opened("shapes:size=16,objects=2", tasks=["linear_segmentation"])
+    data = evaluation.open_eval_set(options, 16)
+    result = evaluation.evaluate(embed, data, options)
+    assert sorted(result) == [f"linear_miou/{way}" for way in ("colour", "pair", "shape")]
+    assert all(0 < value < 1 for value in result.values())
+
+
 def test_data_have_a_default_split(tmp_path, monkeypatch):
     write_files(tmp_path, {"coco.json": '{"images": [], "annotations": []}', "a.json": "{}"})
     monkeypatch.chdir(tmp_path)
