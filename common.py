@@ -660,7 +660,8 @@ def load_tower(tower, tensors, flag, names=CLIP_NAMES, remedy=CLIP_REMEDY):
         if patches != tower.grid**2 and patches == math.isqrt(patches) ** 2:
             found["pos"] = resize_positions(found["pos"], has_cls, tower.grid, tower.grid)
             notes.append(f"{flag}: positions interpolated from {patches} to {tower.grid**2}")
-    if tower.blocks and tower.width != 64 * tower.blocks[0].attn.heads:
+    is_clip = names is CLIP_NAMES
+    if is_clip and tower.blocks and tower.width != 64 * tower.blocks[0].attn.heads:
         notes.append(f"{flag}: width / heads is 64 in CLIP but not here, and no tensor shows it")
     restore_model(tower, found, "it", f"give {flag} {remedy}")
     return notes
