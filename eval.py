@@ -1744,7 +1744,7 @@ def linear_segmentation(embed, data, options):
 
 
 def dataset_iou(pixels):
-    """Numbers of pixels (C, C), [true, predicted] -> mean IoU of the classes that occur in either."""
+    """Pixels (C, C), [true, predicted] -> mean IoU of the classes that are in either."""
     right = pixels.diagonal()
     union = pixels.sum(0) + pixels.sum(1) - right
     return (right / union)[union > 0].mean().item()
@@ -1762,9 +1762,9 @@ def export(run, checkpoint, file):
     tower = load_run(run, checkpoint=checkpoint)[0].model.evaluated()
     common.save_checkpoint(file, common.timm_weights(tower))
     pixels = "CLIP's" if tower.patch_embed.bias is None else "ImageNet's"
-    print(f"{file}: timm's VisionTransformer of {len(tower.blocks)} blocks, {tower.width} wide, with "
-          f"{tower.blocks[0].attn.heads} heads, eps={tower.norm.eps:g} in its norms, for images of "
-          f"{tower.image_size} pixels that are normalised as {pixels}.")
+    print(f"{file}: timm's VisionTransformer of {len(tower.blocks)} blocks, {tower.width} wide, "
+          f"with {tower.blocks[0].attn.heads} heads, eps={tower.norm.eps:g} in its norms, for images "
+          f"of {tower.image_size} pixels that are normalised as {pixels}.")
 
 
 # Several runs ---------------------------------------------------------------------------
@@ -1826,20 +1826,18 @@ def build_parser():
     add("--query", dest="queries", nargs="+", metavar="QUERY",
         help="of STAIR: search the images of --data for captions, or for words with AND, OR, NOT "
              "and parentheses; evaluate nothing")
-    add("--export", metavar="FILE", help="write the run's image encoder to FILE, under the names of "
-                                         "timm's VisionTransformer; evaluate nothing")
+    add("--export", metavar="FILE", help="write the image encoder, under timm's names, to FILE")
     add("--templates", nargs="+", help="zero-shot prompts with {} for NAME or {a} for 'a NAME', or "
                                        "a file of them, one a line")
     add("--classes", help="file of class names, one a line, in the order of folders or numbers")
     add("--nouns-adjectives", help="file with the words that K-Pna counts, one a line")
     add("--train-data", help="what k-NN and probes learn from: class folders, or shards with labels"
                              " (default: the split train of --data, or the run's data)")
-    add("--probe", choices=PROBES, help="SPARO's (adamw), BAM's (sgd) or, of transfer, its "
-                                          "logistic regression (lbfgs) (default: the run's)")
+    add("--probe", choices=PROBES, help="SPARO's (adamw), BAM's (sgd), and its logistic regression "
+                                        "of transfer (lbfgs) (default: the run's)")
     add("--probe-epochs", type=int, help="default: the run's, or 10 of adamw, 100 of sgd")
-    add("--label-fraction", metavar="FRACTION",
-        help="k-NN and probes learn from .01, .1, ... of each class alone, or from the images that "
-             "a file names, one a line")
+    add("--label-fraction", help="k-NN and probes learn from .01, .1, ... of each class alone, or "
+                                 "from the images that a file names, one a line")
     add("--select", help="class folders for `slots` to rank slots on, or SugarCrepe's files for "
                          "`masks` to train masks on (needed on files)")
     add("--select-root", help="directory that the file names of --select are relative to")
@@ -1886,6 +1884,8 @@ def main(argv=None):
         value = vars(flags)[name]
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1.")
+    if flags.probe == "lbfgs" and flags.probe_epochs:
+        raise UserError("--probe lbfgs has no epochs, it converges: leave out --probe-epochs.")
     if flags.queries and flags.tasks:
         raise UserError("--query searches and measures nothing: leave out --task.")
     if len({Path(run).resolve() for run in flags.runs}) < len(flags.runs):
@@ -1893,8 +1893,9 @@ def main(argv=None):
     for run in flags.runs:
         common.read_config(run)  # before any is evaluated
     if flags.export:
-        if len(flags.runs) > 1:
-            raise UserError("--export writes the weights of one run: give one.")
+        if len(flags.runs) > 1 or flags.tasks or flags.data or flags.queries:
+            raise UserError("--export writes the weights of one run and measures nothing: give one "
+                            "run, leave out --task, --data and --query.")
         return export(flags.runs[0], flags.checkpoint or "last.pt", flags.export)
     common.turn_off_tf32()
     flags.device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")

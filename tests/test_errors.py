@@ -242,7 +242,9 @@ ERRORS = [
      "--init-weights 0", "--init-weights 0: it needs a ViT", saved({})),
     *((f"eval runs/{name} --export out.pt", "--export writes a ViT as timm has it, but this image")
       for name in ("bam", "sparo")),
-    ("eval runs/bam runs/sparc --export out.pt", "--export writes the weights of one run: give one"),
+    *((f"eval runs/bam {more} --export out.pt", "--export writes the weights of one run and")
+      for more in ("runs/sparc", "--task knn", "--data shapes", "--query a")),
+    ("eval runs/bam --probe lbfgs --probe-epochs 3", "it converges: leave out --probe-epochs"),
 
     # Directories of runs
     ("sparc --data gone --out table.csv", "table.csv cannot be written: File exists"),
