@@ -1762,9 +1762,10 @@ def export(run, checkpoint, file):
     tower = load_run(run, checkpoint=checkpoint)[0].model.evaluated()
     common.save_checkpoint(file, common.timm_weights(tower))
     pixels = "CLIP's" if tower.patch_embed.bias is None else "ImageNet's"
+    heads = tower.blocks[0].attn.heads
     print(f"{file}: timm's VisionTransformer of {len(tower.blocks)} blocks, {tower.width} wide, "
-          f"with {tower.blocks[0].attn.heads} heads, eps={tower.norm.eps:g} in its norms, for images "
-          f"of {tower.image_size} pixels that are normalised as {pixels}.")
+          f"with {heads} heads, eps={tower.norm.eps:g} in its norms, for images of "
+          f"{tower.image_size} pixels that are normalised as {pixels}.")
 
 
 # Several runs ---------------------------------------------------------------------------
