@@ -1728,26 +1728,19 @@ def linear_segmentation(embed, data, options):
 
     x, learned = embed.encoded(open_training_maps(options, data), encode)
     test, truths = embed.encoded(data.maps("segmentation"), encode)
-    for way, classes in data.map_classes.items():
-        labels = [patch_labels(maps[way], embed.image_size, encoder.grid) for maps in learned]
-        labels = torch.cat(labels)                                          # (n P,)
+    for way in data.map_classes:
+        labels = torch.cat([patch_labels(maps[way], embed.image_size, encoder.grid)
+                            for maps in learned])                           # (n P,)
         counted, batch = labels != 255, min(512, max(32, len(labels) // 64))
         seen = x.flatten(0, 1)[counted].to(embed.device), labels[counted].to(embed.device)
         head = adamw_probe(*seen, epochs=3, batch=batch)[0].cpu()
-        pixels = torch.zeros(1 + len(classes.names), 1 + len(classes.names), dtype=torch.long)
+        found, truth = [], []  # ids of all pixels, from 1: the background is a class, too
         for patches, maps in zip(test, truths):
-            truth, predicted = maps[way], enlarged(head(patches).argmax(1), maps[way].shape)
-            places = truth[truth != 255].long(), predicted[truth != 255]
-            pixels.index_put_(places, torch.tensor(1), accumulate=True)
-        result[f"linear_miou{way}"] = dataset_iou(pixels)
+            ids = enlarged(head(patches).argmax(1), maps[way].shape)
+            found.append(ids.flatten() + 1)
+            truth.append((maps[way] + (maps[way] != 255)).flatten())
+        result[f"linear_miou{way}"] = image_iou(torch.cat(found), torch.cat(truth))
     return result
-
-
-def dataset_iou(pixels):
-    """Pixels (C, C), [true, predicted] -> mean IoU of the classes that are in either."""
-    right = pixels.diagonal()
-    union = pixels.sum(0) + pixels.sum(1) - right
-    return (right / union)[union > 0].mean().item()
 
 
 TASKS["linear_segmentation"] = Task(linear_segmentation, ("maps",))
