@@ -1739,7 +1739,7 @@ def linear_segmentation(embed, data, options):
             ids = enlarged(head(patches).argmax(1), maps[way].shape)
             found.append(ids.flatten() + 1)
             truth.append((maps[way] + (maps[way] != 255)).flatten())
-        result[f"linear_miou{way}"] = image_iou(torch.cat(found), torch.cat(truth))
+        result[f"linear_segmentation{way}"] = image_iou(torch.cat(found), torch.cat(truth))
     return result
 
 

@@ -640,14 +640,14 @@ def test_linear_segmentation_in_pascal_vocs_layout(tmp_path):
         ids = 8 * ids[:1] + 8 * ids[1:]
         files[f"SegmentationClass/{name}.png"] = picture(16, 16, "L", "PNG", ids)
     write_files(tmp_path, files)
-    assert linear_miou(tmp_path) == {"linear_miou": 1}
+    assert linear_miou(tmp_path) == {"linear_segmentation": 1}
     # half a patch off: 2 columns do not count, 2 are background
     moved = 2 * [255] + 2 * [0] + 8 * [1] + 4 * [3]
     write_files(tmp_path, {"SegmentationClass/d.png": picture(16, 16, "L", "PNG", moved),
                            "JPEGImages/d.jpg": files["JPEGImages/a.jpg"],
                            "ImageSets/Segmentation/val.txt": "d"})
     # red is found in columns 2 to 8, blue in 8 to 16, the background nowhere
-    assert linear_miou(tmp_path) == {"linear_miou": pytest.approx((4 / 10 + 4 / 8 + 0) / 3)}
+    assert linear_miou(tmp_path) == {"linear_segmentation": pytest.approx((4 / 10 + 4 / 8 + 0) / 3)}
     with pytest.raises(common.UserError, match="learns from it, evaluate on another"):
         linear_miou(tmp_path, split="train")
     (tmp_path / "ImageSets/Segmentation/train.txt").unlink()
@@ -667,7 +667,7 @@ def test_a_run_without_text_segments_the_world_linearly(run_of):
     _, options = opened("shapes:size=16,objects=2", tasks=["linear_segmentation"])
     data = evaluation.open_eval_set(options, 16)
     result = evaluation.evaluate(embed, data, options)
-    assert sorted(result) == [f"linear_miou/{way}" for way in ("colour", "pair", "shape")]
+    assert sorted(result) == [f"linear_segmentation/{way}" for way in ("colour", "pair", "shape")]
     assert all(0 < value < 1 for value in result.values())
 
 
