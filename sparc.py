@@ -252,9 +252,11 @@ class Model(nn.Module):
         return alignment_weights(tokens, patches, sigma)
 
     def diagnose(self, batch):
-        """L_f of captions with WRONG images. If words are not grounded, it is as low as L_f."""
+        """L_f of captions with WRONG images: if words are not grounded, it is as low as L_f."""
         wrong = batch | {"images": batch["images"].roll(1, 0)}
-        return {"local_wrong_image": self(wrong)["local"]}
+        few = [batch[name][:256] for name in ("images", "tokens", "mask")]
+        used = patches_per_word(self.align_words(*few), words_only(few[2]))
+        return {"local_wrong_image": self(wrong)["local"], "patches_per_word": used}
 
     def after_update(self, step, steps):
         """Keep 1 / tau within [1, 100], as CLIP does."""
@@ -317,7 +319,16 @@ class Model(nn.Module):
 # does not. No setting showed both: lambda_f .15 to .3, sigma .5, no positions of patches, two to
 # six objects, a text tower without blocks (val, seeds 0 and 1). An update takes 1.005 times CLIP's
 # FLOPs (Table 11: 1.005), by `update_flops` of --preset b16 --dry-run.
-#
+
+
+@in_fp32
+def patches_per_word(a, mask):
+    """How many patches a word uses: 1 / sum_p a_lp^2, from 1 to P; a softmax tends to 1 (App. A).
+    a (B, L, P), mask (B, L) True on words -> scalar, the mean over all words."""
+    used = 1 / a.square().sum(-1)                                       # (B, L)
+    return (used * mask).sum() / mask.sum().clamp(min=1)
+
+
 # Below: the baselines of Sec. 4, as D.3 and D.4 describe them; b pairs on a rank, B on all. The
 # losses of an objective share one learned tau and are added. MGCA's weigh 2 : 2 : 1, as in its code
 # with D.4's lambdas of 1 (its defaults: 1, .7, .5). vbar and tbar alone evaluate GLoRIA and MGCA.

@@ -155,6 +155,21 @@ def test_model_loss_is_equation_7_on_words():
     torch.testing.assert_close(model.diagnose(batch)["local_wrong_image"], wrong.detach())
 
 
+def test_patches_per_word_by_hand_and_in_the_log():
+    a = torch.tensor([[[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25] * 4, [0.5, 0.25, 0.25, 0]]])
+    for mask, expected in (([1, 0, 0, 0], 1), ([0, 1, 0, 0], 2), ([1, 1, 1, 0], (1 + 2 + 4) / 3),
+                           ([0, 0, 0, 1], 1 / 0.375), ([0, 0, 0, 0], 0)):
+        used = sparc.patches_per_word(a, torch.tensor([mask]).bool())
+        assert used.item() == pytest.approx(expected)
+    for align, literal in (("sparse", literal_weights), ("softmax", literal_softmax_weights)):
+        model, batch, counts = tiny_model("sparc", align=align), make_batch(), []
+        patches = model.g_v(model.image_encoder(batch["images"]))
+        tokens = model.g_t(model.text_encoder(batch["tokens"], batch["mask"]))
+        for t, v, n in zip(tokens, patches, batch["mask"].sum(1).tolist()):
+            counts += [1 / sum(x * x for x in row) for row in literal(t[1 : n - 1], v)]
+        torch.testing.assert_close(model.diagnose(batch)["patches_per_word"], mean(counts))
+
+
 def test_residual_h_v_adds_the_patches():
     plain, residual = tiny_model("sparc"), tiny_model("sparc", h_v="residual")
     residual.load_state_dict(plain.state_dict())
