@@ -244,14 +244,14 @@ def check_run(out, config, flags):
 
 def last_figure(out, config, split, metric):
     """A metric in the last line of evals.jsonl that has it, of the run's own options and a split;
-    whatever its --task."""
+    whatever its --task. Older lines lack options that came later."""
     own = evaluation.own_options(argparse.Namespace(**config))
     wanted = evaluation.settings_of(own) | {"split": split}
-    del wanted["tasks"], wanted["on_training_images"]  # which older lines lack
+    del wanted["tasks"]
     path, value = out / "evals.jsonl", None
     for line in path.read_text().splitlines() if path.exists() else []:
         record = json.loads(line)
-        if record["settings"] | wanted == record["settings"]:
+        if wanted | record["settings"] == record["settings"] | wanted:
             value = record.get(metric, value)
     return value
 
