@@ -815,12 +815,22 @@ def zeroshot(embed, data, options):
     return result | {"zeroshot/chance": 1 / scores.shape[1]}
 
 
+def caption_words(*captions):
+    return [word for word in common.split_words(" ".join(captions)) if word.isalnum()]
+
+
+def nearest_captions(embed, x, y):
+    """Encodings of images (n, ...) and captions (m, ...) -> the number of each image's nearest."""
+    return torch.cat([embed.similarity(part, y).argmax(1) for part in x.split(256)]).tolist()
+
+
 def retrieval(embed, data, options):
     """Recall at 1, 5, 10 both ways, every caption a query, and faithfulness: K-Precision of the
-    caption that is nearest to each image."""
+    caption that is nearest to each image. STAIR (4.3) has --caption-prefix "a photo of"."""
     x, captions = embed.encoded(data.captioned())
-    flat = list(itertools.chain(*captions))
-    y, image_ids = embed.texts(flat), torch.arange(len(x))
+    flat, prefix = list(itertools.chain(*captions)), options.caption_prefix
+    y = embed.texts([f"{prefix} {caption}" for caption in flat] if prefix else flat)
+    image_ids = torch.arange(len(x))
     text_ids = torch.tensor([i for i, group in enumerate(captions) for _ in group])
 
     def text_to_image(texts, images):
@@ -830,10 +840,8 @@ def retrieval(embed, data, options):
     t2i = recall_at_k(y, x, (text_ids, image_ids), similarity=text_to_image)
     result = {f"i2t/R@{k}": recall for k, recall in i2t.items()}
     result |= {f"t2i/R@{k}": recall for k, recall in t2i.items()}
-    first = torch.cat([embed.similarity(part, y).argmax(1) for part in x.split(256)])
-    retrieved = [common.split_words(flat[j]) for j in first.tolist()]
-    retrieved = [[word for word in words if word.isalnum()] for words in retrieved]
-    truths = [set(common.split_words(" ".join(group))) for group in captions]
+    retrieved = [caption_words(flat[j]) for j in nearest_captions(embed, x, y)]
+    truths = [set(caption_words(*group)) for group in captions]
     result["faithfulness/K-P"] = k_precision(retrieved, truths)
     if data.content_words:
         result["faithfulness/K-Pna"] = k_precision(retrieved, truths, data.content_words)
@@ -1104,6 +1112,10 @@ class Task(NamedTuple):
     def suits(self, model):
         return bool(getattr(model, self.model))
 
+    def is_default(self, *models):
+        """False for what --task alone asks for: words of models that do not encode into words."""
+        return self.default != "words" or any(model.encode_words for model in models)
+
 
 TASKS = {
     "zeroshot": Task(zeroshot, ("groups",), "encode_text", "text"),
@@ -1288,17 +1300,29 @@ def draw_slots(embed, data):
     return sheet(f"{title}. {LIT}", rows) if rows else None
 
 
-def draw_words(embed, data):
-    """The 20 heaviest words of images' encodings, large by weight (STAIR, Fig. 4)."""
-    images, captions = take(embed, data, 16)
-    cells = []
-    for image, caption, enc in zip(images, captions, embed.images(images)):
-        weights, ids = enc.topk(20)
-        words = [text(embed.tokenizer.vocab[k], 100, 9 + int(8 * weight / weights[0]))
-                 for k, weight in zip(ids, weights) if weight > 0]
-        cloud = [join(part) for part in chunks(words or [text("no word", 100)], 3)]
-        cells.append((join([to_picture(image, (144, 144)), join(cloud, True, 2)]), caption))
-    title = "STAIR: a caption, its image, and the heaviest words of the image's encoding"
+def word_cloud(words, scores):
+    """Words, their scores (n,) -> a picture of the best 20, large by score. A word of score 0 is
+    none that STAIR found; of similarities all may be negative."""
+    best, ids = scores.topk(min(20, len(words)))
+    sizes = 9 + 8 * (best / best[0].clamp(min=1e-6)).clamp(min=0)
+    pages = [text(words[k], 100, int(size)) for k, size, score in zip(ids, sizes, best)
+             if score.isfinite() and score != 0]
+    cloud = [join(part) for part in chunks(pages or [text("no word", 100)], 3)]
+    return join(cloud, True, 2)
+
+
+def draw_words(runs, data):
+    """The best words of images by `vocabulary_scores`, of STAIR the heaviest of an encoding (STAIR,
+    Fig. 4), of several runs side by side (Fig. 5). runs: {name: Embedder}."""
+    images, captions = take(next(iter(runs.values())), data, 16)
+    pictures = [[to_picture(image, (144, 144))] for image in images]
+    for embed in runs.values():
+        scores = vocabulary_scores(embed, embed.images(images))             # (n, |V|)
+        for row, of_image in zip(pictures, scores):
+            row.append(word_cloud(embed.tokenizer.vocab, of_image))
+    cells = [(join(row), caption) for row, caption in zip(pictures, captions)]
+    whose = f" of {', then of '.join(runs)}" if len(runs) > 1 else ""
+    title = f"A caption, its image, and the words that the encoding{whose} scores highest"
     return sheet(title, [("", cells)], columns=2)
 
 
@@ -1341,6 +1365,63 @@ def draw_neighbours(embed, data):
         shown = readable(zip([files[i] for i in ids], labels), embed.read)
         rows.append(("", [(to_picture(image, (80, 80)), label) for image, label in shown]))
     return sheet("An image, and the images whose encodings are nearest, with their cosines", rows)
+
+
+def draw_captions(runs, data):
+    """Images, their captions, and of the captions of 1,000 images the nearest and its K-Precision,
+    where no run finds an image's own (SPARC, Figs. 5, 6). runs: {name: Embedder}. differs: D.9
+    chooses images where SPARC's precision is above CLIP's; here they are the first."""
+    pairs, found, rows = list(itertools.islice(data.captioned(), 1000)), {}, []
+    for name, embed in runs.items():
+        x, kept = embed.encoded((image, (image, captions)) for image, captions in pairs)
+        flat = [caption for _, captions in kept for caption in captions]
+        found[name] = [flat[j] for j in nearest_captions(embed, x, embed.texts(flat))]
+    for (image, captions), *nearest in zip(kept, *found.values()):
+        if len(rows) == 8 or set(nearest) & set(captions):
+            continue
+        lines = [text(f"its own: {' / '.join(captions)}", 500)]
+        for name, caption in zip(found, nearest):
+            score = k_precision([caption_words(caption)], [caption_words(*captions)])
+            lines.append(text(f"{name} (K-Precision {score:.2f}): {caption}", 500))
+        image = image if torch.is_tensor(image) else embed.read(image)
+        rows.append(("", [(join([to_picture(image), join(lines, True)]), "")]))
+    title = "Images, their captions, and the caption that is nearest instead"
+    return sheet(title, rows) if rows else None
+
+
+def distance_histogram(distances, ids, top, bins=40):
+    """Records for `chart`: of each kind of pair (BAM, Fig. 1) the fractions by distance, up to
+    `top`, more in the last bin. distances (n, n) of views of n images from other views of them; ids
+    (n,) of their classes."""
+    same, one = ids[:, None] == ids, torch.eye(len(ids), dtype=torch.bool)
+    kinds = {"two views of an image": one, "images of a class": same & ~one, "others": ~same}
+    log = [{"step": (i + 0.5) * top / bins} for i in range(bins)]
+    for kind, pairs in kinds.items():
+        count = torch.histc(distances[pairs].clamp(0, top), bins, 0, top)
+        for record, value in zip(log, count / count.sum()):
+            record[kind] = value.item()
+    return log
+
+
+@common.fixed_seed(0)
+def draw_similarities(embed, data):
+    """How near each other k-NN finds views of an image, images of a class, others (BAM, Fig. 1).
+    differs: Fig. 1 has the attention's entries; their logarithms are cosine / tau but for a number
+    of each row, which other methods lack."""
+    view = common.View(embed.image_size, (0.25, 1.0), blur=0.5)  # as BAM's large views
+    views, crops, ids = common.Views([view, view], embed.image_size), [], []
+    read = functools.partial(common.open_image, min_side=views.min_side)
+    pairs = itertools.islice(data.labelled("test"), 1000)
+    for image, label in readable(pairs, read, embed.workers):
+        crops.append(views(common.denormalize(image) if torch.is_tensor(image) else image))
+        ids.append(label)
+    x, y = [embed.images(images, embed.model.encode_image)
+            for images in common.distort(views.collate(crops))["views"]]
+    distances = 1 - torch.inner(x, y)                                       # (n, n)
+    log = distance_histogram(distances, torch.tensor(ids), distances.quantile(0.999).item())
+    names = {kind: kind for kind in log[0] if kind != "step"}
+    title = "Pairs of encodings of each kind, by distance (1 - cosine)"
+    return sheet(title, [("", [(chart(log, names), "")])])
 
 
 def read_log(run):
@@ -1405,14 +1486,16 @@ def draw_log(run):
 
 PICTURES = {
     "alignment": Task(draw_alignment, ("samples",), "align_words"),
-    "segmentation": Task(lambda embed, data: draw_segmentation({"found": embed}, data),
-                         ("maps",), "encode_patches"),
+    "segmentation": Task(draw_segmentation, ("maps",), "encode_patches"),
     "slots": Task(draw_slots, ("samples",), "slots"),
-    "words": Task(draw_words, ("samples",), "encode_words"),
+    "words": Task(draw_words, ("samples",), "encode_text", "words"),
     "queries": Task(draw_queries, ("samples",), "word_maps"),
+    "captions": Task(draw_captions, ("captioned",), "encode_text"),
     "heads": Task(draw_heads, ("samples",), "head_maps"),
     "neighbours": Task(draw_neighbours, ("documents",)),
+    "similarities": Task(draw_similarities, ("labelled",)),
 }
+OF_RUNS = ("segmentation", "words", "captions")  # functions of {run: Embedder}
 
 
 # Evaluating a run -----------------------------------------------------------------------
@@ -1451,7 +1534,7 @@ def evaluate(embed, data, options):
     result = {}
     for name in check(options, data, embed.tokenizer is not None):
         task = TASKS[name]
-        is_asked = options.tasks or task.default != "words" or embed.model.encode_words
+        is_asked = options.tasks or task.is_default(embed.model)
         if is_asked and task.suits(embed.model):
             result |= task.run(embed, data, options)
     return {key: number(value) for key, value in result.items()}
@@ -1534,9 +1617,10 @@ def draw_pictures(embed, data, options, run):
     log -> {path: picture}."""
     pages = draw_log(run) if options.is_own and not options.tasks else {}
     for name, picture in PICTURES.items():
-        asked = not options.tasks or name in options.tasks
+        asked = name in options.tasks if options.tasks else picture.is_default(embed.model)
         if asked and picture.fits(data) and picture.suits(embed.model):
-            pages[place(run, options, f"{name}.png")] = picture.run(embed, data)
+            shown = {"found": embed} if name in OF_RUNS else embed
+            pages[place(run, options, f"{name}.png")] = picture.run(shown, data)
     return save_pictures(pages)
 
 
@@ -1651,6 +1735,7 @@ class Options:
     templates: list | None = None
     classes: str | None = None
     nouns_adjectives: str | None = None
+    caption_prefix: str | None = None    # before the captions of retrieval
     select: str | None = None
     select_root: str | None = None
     checkpoint: str = "last.pt"
@@ -1789,12 +1874,21 @@ def compare_runs(evaluated, tasks):
             cells.append(f"{mean(values):.3f}{deviation}" if values else "")
         print(f"| {metric} | " + " | ".join(cells) + " |")
     embedders = {runs[0]: evaluated[runs[0]].embed for runs in columns.values()}
-    picture, asked = PICTURES["segmentation"], not tasks or "segmentation" in tasks
-    data = next(iter(evaluated.values())).data
-    suited = picture.fits(data) and all(picture.suits(x.model) for x in embedders.values())
-    if suited and asked and len(specs) == 1:
-        page = draw_segmentation(embedders, data)
+    if len(specs) == 1:
+        page = draw_side_by_side(embedders, next(iter(evaluated.values())).data, tasks)
         save_pictures({Path(next(iter(evaluated)), "comparison.png"): page})
+
+
+@torch.no_grad()
+def draw_side_by_side(embedders, data, tasks):
+    """What --task allows of OF_RUNS, data and models serve. embedders: {run: Embedder}."""
+    pages, models = [], [embed.model for embed in embedders.values()]
+    for name in OF_RUNS:
+        picture = PICTURES[name]
+        asked = name in tasks if tasks else picture.is_default(*models)
+        if asked and picture.fits(data) and all(picture.suits(model) for model in models):
+            pages.append(picture.run(embedders, data))
+    return join(list(filter(None, pages)), down=True) if any(pages) else None
 
 
 # Command line ---------------------------------------------------------------------------
@@ -1825,6 +1919,8 @@ def build_parser():
                                        "a file of them, one a line")
     add("--classes", help="file of class names, one a line, in the order of folders or numbers")
     add("--nouns-adjectives", help="file with the words that K-Pna counts, one a line")
+    add("--caption-prefix", metavar="WORDS", help="before every caption of retrieval, as STAIR's "
+                                                  "'a photo of'")
     add("--train-data", help="what k-NN and probes learn from: class folders, or shards with labels"
                              " (default: the split train of --data, or the run's data)")
     add("--probe", choices=PROBES, help="SPARO's (adamw), BAM's (sgd), and its logistic regression "

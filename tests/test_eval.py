@@ -544,6 +544,104 @@ def test_faithfulness_counts_the_words_of_the_retrieved_caption(tmp_path):
     assert "faithfulness/K-Pna" not in result
 
 
+def test_a_prefix_stands_before_captions_that_are_compared_and_is_no_word_of_theirs(tmp_path):
+    make_folders(tmp_path)
+    table = "image,caption\nred/0.png,red\ngreen/1.png,green and\nblue/0.png,blue\n"
+    write_files(tmp_path, {"captions.csv": table})
+    plain, prefixed, encode, seen = [], [], embedder().texts, []
+    for results, flags in ((plain, {}), (prefixed, dict(caption_prefix="a photo of"))):
+        embed = embedder()
+        embed.texts = lambda captions: seen.append(captions) or encode(captions)
+        results.append(evaluation.retrieval(embed, *opened(tmp_path / "captions.csv", **flags)))
+    assert seen == [["red", "green and", "blue"],
+                    ["a photo of red", "a photo of green and", "a photo of blue"]]
+    assert plain == prefixed and plain[0]["faithfulness/K-P"] == 1
+    embed = embedder()
+    embed.texts = lambda captions: encode([x.replace("blue", "") for x in captions])
+    embed.texts(["x"])
+    worse = evaluation.retrieval(embed, *opened(tmp_path / "captions.csv", caption_prefix="blue"))
+    assert worse["t2i/R@1"] == 2 / 3  # what is encoded is what is compared
+
+
+def texts_of(draw, monkeypatch):
+    """What draw() writes, and how large: [(string, size)]."""
+    written, write = [], evaluation.text
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "text", lambda string, width, size=13: written.append(
+            (string, size)) or write(string, width, size))
+        draw()
+    return written
+
+
+def test_nearest_captions_are_shown_where_no_run_finds_an_own_one(tmp_path, monkeypatch):
+    make_folders(tmp_path)
+    table = ('image,caption\nred/0.png,"the, blue car"\nblue/0.png,a red car\n'  # exchanged
+             "green/1.png,green grass\nred/broken.png,green\nblue/1.png,red\nblue/1.png,a truck\n")
+    write_files(tmp_path, {"captions.csv": table})
+    data, _ = opened(tmp_path / "captions.csv")
+    other = Oracle()  # it takes red for blue, blue for green
+    other.encode_image = lambda images: Oracle.encode_image(other, images).roll(2, 1)
+    for runs, expected in (
+            ({"it": embedder()}, ["its own: the, blue car", "it (K-Precision 0.33): a red car",
+                                  "its own: a red car", "it (K-Precision 0.33): the, blue car",
+                                  "its own: red / a truck",
+                                  "it (K-Precision 0.00): the, blue car"]),
+            ({"it": embedder(), "other": embedder(other)},
+             ["its own: a red car", "it (K-Precision 0.33): the, blue car",
+              "other (K-Precision 0.00): green grass", "its own: red / a truck",
+              "it (K-Precision 0.00): the, blue car", "other (K-Precision 0.00): green grass"])):
+        written = texts_of(lambda: evaluation.draw_captions(runs, data), monkeypatch)
+        assert [string for string, _ in written if ": " in string] == expected
+    right = opened(tmp_path / "captions.csv", limit=3)[0]
+    right.captioned = lambda: [(tmp_path / "red/0.png", ["red"])]
+    assert evaluation.draw_captions({"found": embedder()}, right) is None
+
+
+def test_a_cloud_has_the_best_words_large_by_score(monkeypatch):
+    words = [f"w{i}" for i in range(30)]
+    for scores, sizes in (([0.0, 4.0, 2.0, -math.inf], {"w1": 17, "w2": 13}),
+                          ([-0.2, -0.1, 0.0, -math.inf], {"w1": 9, "w0": 9}),
+                          ([0.0, -math.inf], {"no word": 13})):
+        scores = torch.tensor(scores + [-math.inf] * (30 - len(scores)))
+        draw = lambda: evaluation.word_cloud(words, scores)
+        assert texts_of(draw, monkeypatch) == list(sizes.items())
+    draw = lambda: evaluation.word_cloud(words, torch.arange(30) + 1.0)
+    assert [word for word, _ in texts_of(draw, monkeypatch)] == words[:9:-1]
+
+
+def test_pairs_are_counted_by_kind_and_distance():
+    distances, ids = torch.tensor([[0.0, 0.5, 1.6], [0.5, 0.4, 0.9], [9.0, 1.1, 0.1]]), [3, 3, 5]
+    log = evaluation.distance_histogram(distances, torch.tensor(ids), top=2.0, bins=4)
+    assert [record.pop("step") for record in log] == [0.25, 0.75, 1.25, 1.75]
+    counted = [list(record.values()) for record in log]                     # by bin and kind
+    expected = [[1, 0, 0], [0, 1, 0.25], [0, 0, 0.25], [0, 0, 0.5]]
+    assert counted == expected
+    log = evaluation.distance_histogram(distances, torch.arange(3), top=2.0, bins=4)
+    assert all(math.isnan(record["images of a class"]) for record in log)   # chart() skips it
+
+
+def test_views_of_an_image_are_drawn_as_nearer(tmp_path, monkeypatch):
+    """Of colour folders: views of an image and of its class are of one colour, others are not. Of
+    world images, bytes and files alike."""
+    make_folders(tmp_path)
+    shown, draw = [], evaluation.chart
+    spy = lambda log, names: shown.append(log) or draw(log, names)
+    monkeypatch.setattr(evaluation, "chart", spy)
+    data, _ = opened(tmp_path)
+    files = list(data.labelled("test"))
+    in_shards = [(Path(f).read_bytes(), label) for f, label in files]
+    tensors = [(embedder().read(f), label) for f, label in files if "broken" not in str(f)]
+    for pairs in (files, in_shards, tensors):
+        page = evaluation.draw_similarities(
+            embedder(), evaluation.EvalSet(labelled=lambda purpose: pairs))
+        assert page.width > 600
+    for log in shown:
+        views, same, others = (sum(record["step"] * record[kind] for record in log)
+                               for kind in log[0] if kind != "step")
+        assert max(views, same) < others - 0.2
+    assert len(shown) == 3
+
+
 def sugarcrepe(*pairs):
     """A file of pairs (colour, its negative), with pictures of make_folders()."""
     return json.dumps({i: {"filename": f"{colour}/0.png", "caption": colour,
@@ -680,9 +778,10 @@ def test_data_have_a_default_split(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, pictures", [
-    ("sparc", ["alignment", "segmentation"]), ("stair", ["words", "queries"]),
-    ("bam", ["heads", "entropies", "neighbours"])])
+    ("sparc", ["alignment", "segmentation", "captions"]), ("stair", ["words", "queries"]),
+    ("bam", ["heads", "entropies", "neighbours", "similarities"])])
 def test_a_run_draws_its_pictures(run_of, name, pictures):
+    assert (run_of(name) / "words.png").exists() == (name == "stair")  # of others if asked for
     for picture in pictures:
         with Image.open(run_of(name) / f"{picture}.png") as page:
             assert page.width > 600 and len(page.getcolors(10**6)) > 20

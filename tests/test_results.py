@@ -79,6 +79,8 @@ def test_other_evaluations_overwrite_nothing(run_of, tmp_path):
             (["--task", "zeroshot", "--templates", "two {}"],
              {"tasks": ["zeroshot"], "templates": ["two {}"], "class_names": "shapes"}),
             (["--nouns-adjectives", words], {"nouns_adjectives": words}),
+            (["--task", "retrieval", "--caption-prefix", "a photo of"],
+             {"tasks": ["retrieval"], "caption_prefix": "a photo of"}),
             ("--task linear --probe sgd --probe-epochs 2".split(),
              {"tasks": ["linear"], "probe": "sgd", "probe_epochs": 2}),
             (["--task", ",".join(pictures), "--limit", "2"], {"tasks": pictures, "limit": 2})):
@@ -90,8 +92,8 @@ def test_other_evaluations_overwrite_nothing(run_of, tmp_path):
     assert (settings["class_names"], settings["templates"]) == ("folders", templates)
     after = {path.name: path.read_bytes() for path in run.iterdir()}
     new = after.keys() - before.keys()
-    assert after | before | {"evals.jsonl": after["evals.jsonl"]} == after and len(lines(run)) == 8
-    assert len(new) == 3 + 2 and max(map(len, new)) < 100
+    assert after | before | {"evals.jsonl": after["evals.jsonl"]} == after and len(lines(run)) == 9
+    assert len(new) == 5 + 3 and max(map(len, new)) < 100
     for name in pictures[1:]:
         few = run / f"shapes-size-16-objects-2-{name}.png"
         with Image.open(run / f"{name}.png") as all, Image.open(few) as two:
@@ -99,7 +101,7 @@ def test_other_evaluations_overwrite_nothing(run_of, tmp_path):
         (run / f"{name}.png").unlink()
     evaluation.main([str(run), "--task", "alignment"])                      # no figure, no line
     assert (run / "alignment.png").exists() and not (run / "segmentation.png").exists()
-    assert len(lines(run)) == 8
+    assert len(lines(run)) == 9
 
 
 def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
@@ -255,6 +257,23 @@ def test_a_table_of_several_runs(run_of, tmp_path, monkeypatch, capsys):
     evaluation.main([*map(str, runs), "--task", "segmentation"])
     pages = [Image.open(runs[0] / f"{name}.png") for name in ("comparison", "segmentation")]
     assert pages[0].width > pages[1].width
+
+
+def test_words_and_captions_of_several_runs_side_by_side(run_of, tmp_path):
+    runs = [shutil.copytree(run_of(name), tmp_path / name) for name in ("stair", "sparc")]
+    world = "shapes:size=16,objects=2"
+    sizes = []
+    for tasks in ("words", "captions", "words,captions"):
+        evaluation.main([*map(str, runs), "--data", world, "--task", tasks, "--limit", "4"])
+        with Image.open(runs[0] / "comparison.png") as page:
+            sizes.append(page.size)
+    words, captions, both = sizes
+    assert words[0] > 1300 and both == (words[0], words[1] + 8 + captions[1])
+    with Image.open(runs[1] / "shapes-size-16-objects-2-words.png") as alone:
+        assert alone.width < words[0]
+    (runs[0] / "comparison.png").unlink()
+    evaluation.main([*map(str, runs), "--data", world, "--task", "similarities"])
+    assert not (runs[0] / "comparison.png").exists()
 
 
 def test_data_are_evaluated_one_after_the_other(run_of, tmp_path, capsys):
