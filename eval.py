@@ -1537,7 +1537,8 @@ def check(options, data, has_text):
     kinds = ["text", "words"] if has_text else ["images"]
     if data.is_world and not has_text:
         kinds.append("world")
-    wanted = options.tasks or [name for name, task in TASKS.items() if task.default in kinds]
+    default = [name for name in usable if TASKS[name].default in kinds]
+    wanted = options.tasks or default or usable
     asked = [name for name in usable if name in wanted]
     if "zeroshot" in asked:
         data.classes  # raises for folders that need names
@@ -2057,7 +2058,7 @@ def build_parser():
     add("runs", nargs="+", metavar="run", help="directory of a run of train.py")
     add("--task", dest="tasks", type=lambda names: names.split(","), metavar="NAMES",
         help=f"tasks {', '.join(TASKS)}; pictures {', '.join(PICTURES)}; comma-separated "
-             "(default: all pictures and tasks but slots, masks and, with captions, knn, linear)")
+             "(default: all but slots, masks, video and, with captions, knn and linear)")
     add("--data", nargs="+", metavar="SPEC",
         help="as of train.py, or a directory in the layout of CLIP_benchmark, Pascal VOC, "
              "DAVIS, Winoground or SugarCrepe (default: the run's --eval-data, or --data)")
