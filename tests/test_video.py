@@ -195,8 +195,10 @@ def test_an_object_of_a_video_in_davis_folders(tmp_path, capsys):
     assert len(result) == 6
     path = tmp_path / "JPEGImages/480p/squares/00003.jpg"
     path.write_bytes(b"no image")
-    found = evaluation.evaluate(colours(), *opened(tmp_path, frames="7", tasks=["video"]))
-    assert found["video/T7/J"] == pytest.approx((0.9 + 0.95) / 2)           # of frames 1 and 2
+    write_video(tmp_path, "still", 3 * [truth])
+    write_files(tmp_path, {"ImageSets/2017/val.txt": "squares\nstill\nis not there\n"})
+    found = evaluation.evaluate(colours(), *opened(tmp_path, frames="7", limit=2))
+    assert found["video/T7/J"] == pytest.approx((0.9 + 0.95 + 0.9) / 3)     # of three objects
     assert "skipped 1 of 5" in capsys.readouterr().out
 
 
