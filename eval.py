@@ -1806,6 +1806,8 @@ def options_of(flags, args):
 # The masks of a video's first frame are handed on, frame by frame, to the patches that are most
 # alike (BAM, Sec. 4.6, Table 6). The protocol is that of DINO's eval_video_segmentation.py, which
 # BAM's repository has, too; J and F are those of DAVIS's davis2017-evaluation.
+# differs: pixels are normalised as in training, PIL resizes frames, not OpenCV, and of neighbours
+# that are equally near no more than k count.
 
 
 class DavisSet(EvalSet):
