@@ -271,7 +271,7 @@ ERRORS = [
             for text in ('{"method": "sp', "[]", "{}", "", '{"method": "sparc"}',
                          config(image_encoder=7), config(data=None))),
           *(("config.json", f"config.json is damaged.*({reason}).*: write it anew", text)
-            for reason, text in (("'eight'|str", config(embed_dim="eight")),
+            for reason, text in (("'eight'|str|empty", config(embed_dim="eight")),
                                  ("'x'|str", config(image_size="x")))),
           ("vocab.txt", "last.pt holds a model of another size.*vocab.txt", FILES["poor.txt"]),
           *(("last.pt", "last.pt holds no sparc model", saved(state))
