@@ -58,7 +58,7 @@ def explained(kinds, what, remedy=""):
     try:
         yield
     except kinds as error:
-        reason = getattr(error, "strerror", None) or error or type(error).__name__
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise UserError(f"{what}: {reason}{remedy}".rstrip(".") + ".") from None
 
 
