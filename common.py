@@ -792,6 +792,9 @@ class Tokenizer:
         lengths = torch.tensor([len(row) for row in rows])
         return tokens, torch.arange(tokens.shape[1]) < lengths[:, None]
 
+    def hash(self):
+        return zlib.crc32("\n".join(self.lines).encode())
+
     def save(self, path):
         with replacing(path) as file:
             file.write("".join(f"{line}\n" for line in self.lines).encode())
@@ -1275,7 +1278,7 @@ class CaptionTable:
         size = len(range(part, len(self), parts))
         if size == 0:
             raise UserError(f"{self.name} has {len(self)} images, fewer than ranks x workers = "
-                            f"{parts}: use fewer --workers.")
+                            f"{parts}: use fewer ranks or --workers.")
         while True:
             epoch = start // size
             order = np.random.default_rng((seed, epoch)).permutation(len(self))[part::parts]
@@ -1322,7 +1325,7 @@ class TarShards:
         (bytes, caption, "shard:key") or Skipped."""
         if len(self.paths) < parts:
             raise UserError(f"{self.name} has {len(self.paths)} shards, fewer than ranks x "
-                            f"workers = {parts}: use fewer --workers.")
+                            f"workers = {parts}: use fewer ranks or --workers.")
         epoch, window, place = start
         while True:
             order = np.random.default_rng((seed, epoch)).permutation(len(self.paths))[part::parts]
@@ -1558,14 +1561,14 @@ def read_json(path, split):
         if "annotations" in data:  # COCO
             names = {image["id"]: str(image["file_name"]) for image in data["images"]}
             for annotation in data["annotations"]:
-                number, caption = annotation["image_id"], str(annotation["caption"] or "")
+                number, caption = annotation["image_id"], (annotation["caption"] or "").strip()
                 row = Skipped("caption without image", f"{path}, image_id {number}")
                 rows.append((names[number], caption) if number in names else row)
             return rows
         for image in data["images"]:
             if image["split"] in splits:
                 name = os.path.join(image.get("filepath", ""), image["filename"])
-                rows += [(name, str(sentence["raw"] or "")) for sentence in image["sentences"]]
+                rows += [(name, (sentence["raw"] or "").strip()) for sentence in image["sentences"]]
         known = ", ".join(sorted({image["split"] for image in data["images"]})) or "none"
     if not rows:
         raise UserError(f"{path} has no captions of split {split!r}, only of {known}: give "

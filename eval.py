@@ -251,6 +251,13 @@ def several(items):
     return items
 
 
+def finite(x):
+    if not x.isfinite().all():
+        raise UserError("Encodings are not finite numbers: the run has diverged, or its checkpoint "
+                        "is damaged.")
+    return x
+
+
 def readable(pairs, read, workers=0):
     """Pairs (image or file, value) -> pairs (image, value) of those that can be read; then it
     prints how many cannot. Raises UserError if none can. read: a function of a file."""
@@ -272,7 +279,8 @@ def readable(pairs, read, workers=0):
                     yield image, value
     if len(unreadable) == n:
         last = repr(unreadable[-1])[:200]  # it may be bytes
-        raise UserError(f"None of the {n} images could be read, the last is {last}.")
+        raise UserError(f"None of the {n} images could be read, the last is {last}: is it there? "
+                        f"Is --image-root right?")
     if unreadable:
         print(f"skipped {len(unreadable)} of {n} images that cannot be read")
 
@@ -337,7 +345,8 @@ class Embedder:
     def texts(self, captions, encode=None):
         """n captions, or one -> (n, E), or (n, L, E) padded with zeros."""
         encode, captions = encode or self.encode_text, several(captions)
-        parts = [encode(*self.tokenize(part)).cpu() for part in chunks(captions, self.chunk)]
+        parts = chunks(captions, self.chunk)
+        parts = [finite(encode(*self.tokenize(part)).cpu()) for part in parts]
         if parts[0].ndim == 3:
             longest = max(x.shape[1] for x in parts)
             parts = [F.pad(x, (0, 0, 0, longest - x.shape[1])) for x in parts]
@@ -349,7 +358,8 @@ class Embedder:
         if not torch.is_tensor(images):
             images = torch.stack([self.read(image) for image in several(images)])
         encode = encode or self.encode_image
-        return torch.cat([encode(x.to(self.device)).cpu() for x in images.split(self.chunk)])
+        return finite(torch.cat([encode(x.to(self.device)).cpu()
+                                 for x in images.split(self.chunk)]))
 
     def encoded(self, pairs, encode=None):
         """Pairs (image or file, value) -> encodings of those that can be read, their values."""
@@ -724,7 +734,7 @@ def open_whole_set(options, image_size, captions):
     if examples.is_file():
         return EvalSet(winoground=lambda: read_winoground(examples, root, options.limit))
     files = [file for file in sorted(directory.glob("*.json"))
-             if "negative_caption" in file.read_text()[:4000]]
+             if re.search('"(filename|negative_caption)"', file.read_text()[:4000])]
     if files:
         return EvalSet(negatives=lambda: read_sugarcrepe(files, options.image_root))
     source = common.open_data(spec, options.image_root, options.split, image_size, captions)
@@ -1447,8 +1457,11 @@ def read_log(run):
     """log.jsonl -> a dict for each line; the last may be half."""
     log = Path(run, "log.jsonl")
     lines = log.read_text().split("\n")[:-1] if log.exists() else []
-    with common.explained(ValueError, f"{log} has a damaged line", "; delete it"):
-        return [json.loads(line) for line in lines]
+    records = []
+    for number, line in enumerate(lines, 1):
+        with common.explained(ValueError, f"Line {number} of {log} is damaged, delete it"):
+            records.append(json.loads(line))
+    return records
 
 
 LOG_PICTURES = [  # file, title, charts: {key of the log: name of its curve}
@@ -1722,8 +1735,8 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
     args = method.Config()
     vars(args).update(config)
     tokenizer = common.open_tokenizer(Path(run, "vocab.txt")) if method.uses_text(args) else None
-    with common.explained((AttributeError, TypeError), f"{run}/config.json is damaged",
-                          ": write it anew"):
+    with common.explained((AttributeError, TypeError, RuntimeError),
+                          f"{run}/config.json is damaged", ": write it anew"):
         encoders = common.build_encoders(method, args, tokenizer)
         model = common.build_model(method, args, *encoders)
     state = common.load_checkpoint(Path(run, checkpoint))
@@ -1731,6 +1744,8 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
         raise UserError(f"{run}/{checkpoint} holds no {args.method} model, as config.json says.")
     common.restore_model(model, state["model"], f"{run}/{checkpoint}", "config.json and vocab.txt "
                          "beside it must be those that its run wrote")
+    if tokenizer and state.get("words", tokenizer.hash()) != tokenizer.hash():
+        raise UserError(f"{run}/vocab.txt has other words than when the run was saved.")
     embed = embedder(model.to(device), tokenizer, args, device)
     embed.step = state.get("step")
     return embed, args
@@ -2174,3 +2189,5 @@ if __name__ == "__main__":
         main()
     except UserError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -26,7 +26,6 @@ import signal
 import subprocess
 import sys
 import time
-import zlib
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
 
@@ -128,8 +127,7 @@ def train(args, out, device):
     autocast, scaler = mixed_precision(args, device)
 
     # Resume: `at` is all that moves, beside weights, optimizer and loss scale.
-    words = tokenizer and zlib.crc32("\n".join(tokenizer.lines).encode())
-    at, saved = Progress(data.layout, data.names, words), None
+    at, saved = Progress(data.layout, data.names, tokenizer and tokenizer.hash()), None
     if args.resume:
         saved = load_state(out / "last.pt", args, model, scaler, at, device)
     if rank == 0 and not args.bench:
@@ -301,7 +299,7 @@ def parse_args(argv):
     if chosen.resume and not chosen.out:
         raise UserError("--resume needs --out, the directory of the run to continue.")
     if chosen.resume == "auto":
-        chosen.resume = Path(chosen.out, "last.pt").exists()
+        chosen.resume = os.path.exists(f"{chosen.out}/last.pt")
     if chosen.resume and not chosen.method:
         chosen.method = common.read_config(chosen.out)["method"]
         argv = ["--method", chosen.method, *argv]
@@ -385,14 +383,20 @@ def choose_run(args):
     if len(set(common.gather_objects(bool(args.resume)))) > 1:
         raise UserError(f"Only some ranks find {args.out}/last.pt to resume: --out must be a "
                         f"directory that all machines share.")
-    if not args.resume and Path(args.out, "last.pt").exists():
-        raise UserError(f"{args.out} holds a run: continue it with --resume or give another --out.")
-    for name in ("config.json", "vocab.txt", "log.jsonl"):
-        is_run = args.resume or Path(args.out, "lock").exists()  # killed before it saved
-        if Path(args.out, name).exists() and not is_run:
-            raise UserError(f"{args.out}/{name} is no run's and would be overwritten: give another "
+    out = Path(args.out)
+    with common.writing(out):  # its name may be too long
+        saved = [path.name for path in sorted(out.glob("*.pt"))]
+    if saved and not args.resume:
+        raise UserError(f"{out} holds a run, {', '.join(saved)}: continue it with --resume, from "
+                        f"last.pt, or give another --out.")
+    is_run = args.resume
+    with contextlib.suppress(UserError):  # of a run that was killed before it saved
+        is_run = is_run or "argv" in common.read_config(out)
+    for name in ("config.json", "vocab.txt", "log.jsonl", "eval.json"):
+        if not is_run and os.path.exists(out / name):
+            raise UserError(f"{out}/{name} is no run's and would be overwritten: give another "
                             f"--out.")
-    return Path(args.out)
+    return out
 
 
 @contextlib.contextmanager
@@ -419,20 +423,20 @@ def claim_run(args):
         try:
             yield out
         finally:
-            if is_new and os.listdir(out) == ["lock"]:
+            if is_new and out.exists() and os.listdir(out) == ["lock"]:
                 shutil.rmtree(out)
 
 
 def write_run(args, tokenizer, out):
     """Write what eval.py and --resume need to build the model again."""
-    if tokenizer and not args.resume:
-        tokenizer.save(out / "vocab.txt")
     git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent,
                          capture_output=True, text=True)  # a shell: there may be no git
     argv = common.read_config(out).get("argv") if args.resume else sys.argv  # what began the run
     record = dataclasses.asdict(args) | {"argv": argv, "git": git.stdout.strip() or None}
     with common.replacing(out / "config.json") as file:
         file.write(json.dumps(record, indent=2).encode() + b"\n")
+    if tokenizer and not args.resume:
+        tokenizer.save(out / "vocab.txt")
 
 
 def announce(args, data, model, tokenizer, device):

@@ -251,9 +251,13 @@ ERRORS = [
     ("sparc --data gone --out table.csv/x", "table.csv/x cannot be written: Not a directory"),
     ("sparc --data gone --out /proc/x", "/proc/x cannot be written"),
     ("sparc --data gone --out /dev/full", "/dev/full cannot be written"),
-    ("sparc --out runs/sparc", "runs/sparc holds a run: continue it with --resume"),
+    ("sparc --out runs/sparc", "runs/sparc holds a run, last.pt: continue it with --resume"),
     *((f"sparc --out {out}", f"{name} is no run's and would be overwritten", {name: "mine"})
-      for out, name in ((".", "config.json"), ("mine", "mine/vocab.txt"), ("./", "log.jsonl"))),
+      for out, name in ((".", "config.json"), ("mine", "mine/vocab.txt"), ("./", "log.jsonl"),
+                        (".//", "eval.json"))),
+    ("sparc --out mine", "mine holds a run, step-2.pt: continue it", {"mine/step-2.pt": "mine"}),
+    (f"sparc --out {'n' * 300}", "n cannot be written: File name too long"),
+    (f"sparc --resume auto --out {'n' * 300}", "n cannot be written: File name too long"),
     ("sparc --out ''", "--out '' names no directory"),
     ("sparc --resume", "run holds no run"), ("train --resume", "--resume needs --out"),
     ("train --method sparc --resume auto", "--resume needs --out"),
@@ -278,6 +282,8 @@ ERRORS = [
             for state in ({"method": "bam"}, [torch.ones(2)])),
           *(("last.pt", "can be read: it is cut off, empty or of .* step-N.pt .* begin anew", damaged)
             for damaged in ("", "broken", saved({"method": "sparc"})[:99], pickle.dumps([{}]))))),
+    ("eval runs/sparc", "config.json is damaged: .*negative",
+     {"runs/sparc/config.json": config(embed_dim=-4)}),
     ("train --resume auto --out runs/sparc", "can be read: it is cut off", {"runs/sparc/last.pt": ""}),
 
     *(("train --resume --out runs/sparc", f"config.json is damaged: {name} is {value!r}",
@@ -296,6 +302,7 @@ ERRORS = [
     *(("eval runs/sparc --data crepe", "crepe/swap_att.json: .* must have filename, caption and",
        {"crepe/swap_att.json": text}) for text in (
            CREPE[:-1], CREPE.replace("filename", "file"), '["negative_caption"]',
+           CREPE.replace("negative_caption", "negative"),
            '{"0": "negative_caption"}')),
     ("eval runs/sparc --task slots", "nothing to evaluate in slots on shapes"),
     ("eval runs/sparc --data photos --split val", "--split val: photos has no splits"),

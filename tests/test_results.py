@@ -127,7 +127,7 @@ def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
 
 def test_a_damaged_log_is_named(tmp_path):
     (tmp_path / "log.jsonl").write_text('garbage{{\n{"step": 1}\n')
-    with pytest.raises(common.UserError, match="log.jsonl has a damaged line: .*delete it"):
+    with pytest.raises(common.UserError, match="Line 1 of .*log.jsonl is damaged, delete it"):
         evaluation.read_log(tmp_path)
 
 
@@ -218,6 +218,11 @@ def test_own_code_may_give_one_caption_or_image_but_not_none(run_of, tmp_path):
     for encode in (model.texts, model.images):
         with pytest.raises(common.UserError, match="^There is nothing to encode"):
             encode([])
+    for parameter in model.model.parameters():
+        parameter.data.fill_(torch.nan)  # where each image would be the best of all
+    for encode, item in ((model.texts, "a cat"), (model.images, file)):
+        with pytest.raises(common.UserError, match="not finite .* has diverged"):
+            encode(item)
     with pytest.raises(common.UserError, match="no text tower"):
         evaluation.load_run(run_of("bam"))[0].texts(["a cat"])
 

@@ -358,6 +358,8 @@ def test_a_resume_notices_other_words_and_other_data_of_equal_number(tmp_path, c
     (run / "vocab.txt").write_text("\n".join(words))
     with pytest.raises(UserError, match="vocab.txt has other words than"):
         train_alone([*flags, tmp_path / "b.csv", "--resume"])
+    with pytest.raises(UserError, match="vocab.txt has other words than"):
+        evaluation.load_run(run)
 
 
 def test_notes_say_what_a_run_lacks(tmp_path, monkeypatch, capsys):
