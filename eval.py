@@ -1539,9 +1539,12 @@ OF_RUNS = ("segmentation", "words", "captions")  # functions of {run: Embedder}
 def check(options, data, model):
     """The names of the tasks to run: those of --task, or the default ones. Raises UserError if data
     and model serve none, or not one of --task, or if k-NN or a probe has nothing to learn from."""
-    has_text, alone = model.encode_text is not None, ("encode_image", "class_scores")
-    usable = [name for name, task in TASKS.items()
-              if task.fits(data) and (has_text or (task.model in alone and task.suits(model)))]
+    has_text, served = model.encode_text is not None, ["encode_image"]
+    if has_text:  # what an image-text model lacks is left out without a word
+        served = {task.model for task in TASKS.values()} - {"class_scores"}
+    if model.class_scores:
+        served = ["encode_image", "class_scores"]
+    usable = [name for name, task in TASKS.items() if task.fits(data) and task.model in served]
     if not usable:
         more = ", captions, SugarCrepe, Winoground or VOC" if has_text else ""
         raise UserError(f"No task can evaluate on {options.data}: give class folders or shapes"
