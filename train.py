@@ -612,8 +612,8 @@ def open_evaluation(args, model):
     if not (args.eval_data or args.eval_every):
         return None, options
     data = evaluation.open_eval_set(options, args.image_size, with_text)
-    learned = "classes are" if model.class_scores else "k-NN is"
-    remedy = f" In training, {learned} learned from --data and tested on --eval-data"
+    learner = "the classifier" if model.class_scores else "k-NN"
+    remedy = f" In training, {learner} learns from --data and is tested on --eval-data"
     with common.explained(UserError, "No evaluation", remedy):
         evaluation.check(options, data, model)
     return data, options
