@@ -2189,21 +2189,6 @@ class World:
             segmentation[rows] = torch.where(cover > 0.5, k + 1, segmentation[rows])
         return images.clamp_(0, 1), segmentation
 
-    def video(self, scene, frames, generator):
-        """Scenes -> images (frames, B, 3, S, S) in [0, 1] and segmentation (frames, B, S, S): each
-        object moves on a straight line, by up to .04 S a frame in x and in y, and turns back at
-        the edges; background and tones stay."""
-        first = scene["radius"][..., None]                   # where centres may be: from here
-        room = self.size - 2 * first                         # so far
-        speed = 0.04 * self.size * (2 * torch.rand(scene["centre"].shape, generator=generator) - 1)
-        state, drawn = generator.get_state(), []
-        for t in range(frames):
-            way = (scene["centre"] - first + t * speed) % (2 * room)  # there and back
-            centre = first + torch.minimum(way, 2 * room - way)
-            drawn.append(self.render(scene | {"centre": centre}, generator.set_state(state)))
-        images, segmentation = zip(*drawn)
-        return torch.stack(images), torch.stack(segmentation)
-
     def objects_of(self, scene):
         """Scenes -> for each a list of objects: dicts of colour, shape, size (words), x, y."""
         names = ("present", "colour", "shape", "large", "centre")

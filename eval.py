@@ -454,7 +454,6 @@ class EvalSet:
     negatives: Callable = None     # () -> pairs with [(kind, caption, wrong caption)]
     winoground: Callable = None    # () -> pairs with (number, caption), each number twice
     maps: Callable = None          # (purpose) -> pairs with {"": ids (H, W)}, from 1
-    videos: Callable = None        # (patch size) -> videos, lists of pairs with ids (H, W), from 1
     samples: Callable = None       # (n) -> n pairs, or more, with a caption; to look at
     documents: Callable = None     # () -> pairs with (name, caption); to search
 
@@ -515,15 +514,6 @@ class WorldSet(EvalSet):
         truths = {way: label_maps(sample, way) for way in ways}
         for i, image in enumerate(sample["images"]):
             yield image, {way: ids[i] for way, ids in truths.items()}
-
-    def videos(self, patch):
-        # twice as wide as images, as DAVIS's 480 pixels are beside 224
-        world = dataclasses.replace(self.world, size=2 * self.world.size)
-        generator = torch.Generator().manual_seed(10)
-        for _ in range(math.ceil(WORLD_N / 50)):
-            scene = world.scenes(1, self.split, generator)
-            images, truths = world.video(scene, 40, generator)
-            yield list(zip(common.normalize(images[:, 0]), truths[:, 0]))
 
     def samples(self, n):
         sample = self.scenes("samples", min(n, self.limit or n))
@@ -658,16 +648,6 @@ def read_sugarcrepe(files, root):
     return negatives_of.items()
 
 
-def read_ids(path):
-    """A picture of ids, one a pixel -> (H, W), uint8."""
-    with Image.open(path) as file:
-        ids = torch.from_numpy(np.array(file))
-    if ids.ndim != 2 or ids.dtype != torch.uint8:
-        raise UserError(f"{path} is no map of class ids (8 bits, palette or grey): it is "
-                        f"{ids.dtype} of shape {tuple(ids.shape)}.")
-    return ids
-
-
 class VocSet(EvalSet):
     """Pascal VOC's layout: ImageSets/Segmentation/SPLIT.txt lists ids of JPEGImages/ID.jpg and
     SegmentationClass/ID.png, maps of classes 1, 2, ..., 0 for background and 255 for what does
@@ -687,13 +667,17 @@ class VocSet(EvalSet):
         size = self.image_size
         image = common.open_image(self.directory / "JPEGImages" / f"{name}.jpg")
         image = image.resize((size, size), Image.Resampling.BICUBIC)
-        truth = read_ids(self.directory / "SegmentationClass" / f"{name}.png")
+        with Image.open(self.directory / "SegmentationClass" / f"{name}.png") as file:
+            truth = torch.from_numpy(np.array(file))
         return common.to_floats(pil_to_tensor(image)), truth
 
     def maps(self, purpose):
         pairs, classes = zip(self.ids, self.ids), len(self.named.names)
         for (image, truth), name in readable(pairs, self.read, self.workers):
             path = self.directory / "SegmentationClass" / f"{name}.png"
+            if truth.ndim != 2 or truth.dtype != torch.uint8:
+                raise UserError(f"{path} is no map of class ids (8 bits, palette or grey): it is "
+                                f"{truth.dtype} of shape {tuple(truth.shape)}.")
             highest = truth.masked_fill(truth == 255, 0).max()
             if highest > classes:
                 raise UserError(f"{path} holds class {highest}, but there are {classes} names: "
@@ -703,8 +687,7 @@ class VocSet(EvalSet):
 
 def open_eval_set(options, image_size, captions=True):
     """options.data, a SPEC of common.open_data or a directory like CLIP_benchmark's, Winoground's,
-    SugarCrepe's, Pascal VOC's or DAVIS's -> EvalSet. captions: False for a model without a text
-    tower."""
+    SugarCrepe's or Pascal VOC's -> EvalSet. captions: False for a model without a text tower."""
     data = open_whole_set(options, image_size, captions)
     data.image_size = image_size
     if options.nouns_adjectives:
@@ -716,7 +699,7 @@ def open_eval_set(options, image_size, captions=True):
         limit = options.learn_limit if is_learned else options.limit
         return itertools.islice(method(*purpose), limit)
 
-    for name in ("labelled", "captioned", "negatives", "maps", "videos", "documents"):
+    for name in ("labelled", "captioned", "negatives", "maps", "documents"):
         if method := getattr(data, name):
             setattr(data, name, functools.partial(limited, method))
     return data
@@ -727,8 +710,6 @@ def open_whole_set(options, image_size, captions):
     spec, directory = options.data, Path(options.data)
     if (directory / "SegmentationClass").is_dir():
         return VocSet(spec, options)
-    if (directory / "ImageSets" / "2017").is_dir():
-        return DavisSet(spec, options)
     if shard_splits(spec):
         return ShardSet(spec, options)
     examples, root = directory / "examples.jsonl", options.image_root or directory / "images"
@@ -803,8 +784,8 @@ def open_selection(options, data, task, chooser, needed):
 
 def default_split(spec):
     """The split to evaluate where none is asked for; "all" of data that have no splits."""
-    if Path(spec, "SegmentationClass").is_dir() or Path(spec, "ImageSets", "2017").is_dir():
-        return "val"  # the test splits of VOC and DAVIS have no maps
+    if Path(spec, "SegmentationClass").is_dir():
+        return "val"  # VOC's test split has no maps
     name = common.parse_spec(spec)[0]
     is_json = name.lower().endswith(".json")
     if is_json and Path(name).is_file() and b'"annotations"' in Path(name).read_bytes():
@@ -1559,8 +1540,7 @@ def check(options, data, model):
         kinds = ["labels"]
     elif data.is_world and not has_text:
         kinds.append("world")
-    default = [name for name in usable if TASKS[name].default in kinds]
-    wanted = options.tasks or default or usable
+    wanted = options.tasks or [name for name, task in TASKS.items() if task.default in kinds]
     asked = [name for name in usable if name in wanted]
     if "zeroshot" in asked:
         data.classes  # raises for folders that need names
@@ -1792,7 +1772,6 @@ class Options:
     caption_prefix: str | None = None    # before the captions of retrieval
     select: str | None = None
     select_root: str | None = None
-    frames: str = "7,14,21,28"           # T of videos (BAM, Table 6)
     checkpoint: str = "last.pt"
     tasks: list | None = None
     workers: int = 0
@@ -1833,144 +1812,6 @@ def options_of(flags, args):
         given["templates"] = read_templates(given["templates"])
     is_own = given.keys() <= {"tasks", "workers"}
     return dataclasses.replace(options, **given, is_own=is_own)
-
-
-# BAM's task: video (DAVIS 2017) ---------------------------------------------------------
-#
-# The masks of a video's first frame are handed on, frame by frame, to the patches that are most
-# alike (BAM, Sec. 4.6, Table 6). The protocol is that of DINO's eval_video_segmentation.py, which
-# BAM's repository has, too; J and F are those of DAVIS's davis2017-evaluation.
-# differs: pixels are normalised as in training, PIL resizes frames, not OpenCV, and of neighbours
-# that are equally near no more than k count.
-
-
-class DavisSet(EvalSet):
-    """DAVIS 2017's layout: ImageSets/2017/SPLIT.txt lists videos, folders of frames below
-    JPEGImages/480p and, below Annotations/480p, of maps of their objects 1, 2, ..., 0 for the
-    background and 255 for what is taken as such."""
-
-    def __init__(self, directory, options):
-        self.directory, self.workers = Path(directory), options.workers
-        lists = self.directory / "ImageSets" / "2017"
-        check_split(options, sorted(path.stem for path in lists.glob("*.txt")))
-        self.names = common.read_lines(lists / f"{options.split}.txt", "--data")
-
-    def read(self, file, patch):
-        """A frame's file -> image (3, H, W), map (h, w) of its objects. The image is as large as in
-        DINO's code: 480, the longer side a multiple of 64; and both are multiples of `patch`."""
-        image = common.open_image(file)
-        sides = [side * 480 // min(image.size) for side in image.size]
-        sides = [side if side == 480 else side // 64 * 64 for side in sides]
-        image = image.resize([side // patch * patch for side in sides], Image.Resampling.BILINEAR)
-        folder = self.directory / "Annotations" / "480p" / file.parent.name
-        ids = read_ids(folder / f"{file.stem}.png")
-        return common.to_floats(pil_to_tensor(image)), ids.masked_fill(ids == 255, 0)
-
-    def videos(self, patch):
-        read = functools.partial(self.read, patch=patch)
-        for name in self.names:
-            files = sorted(self.directory.glob(f"JPEGImages/480p/{name}/*.jpg"))
-            pairs = readable(zip(files, files), read, self.workers) if files else []
-            frames = [frame for frame, _ in pairs]
-            if len(frames) < 3:
-                raise UserError(f"{self.directory}: video {name} has {len(frames)} frames with "
-                                f"maps, not 3 or more, as all of --split train and val have.")
-            yield frames
-
-
-def jaccard(predicted, truth):
-    """J, region similarity: IoU of masks (..., H, W) -> (...), 1 where both are empty."""
-    union = (predicted | truth).sum((-2, -1))
-    iou = (predicted & truth).sum((-2, -1)) / union
-    return iou.masked_fill(union == 0, 1.0)
-
-
-def contours(masks):
-    """Masks (n, H, W) -> the pixels whose neighbour to the right, below or right below differs."""
-    x = F.pad(masks.float(), (0, 1, 0, 1), mode="replicate")                # (n, H + 1, W + 1)
-    x, right, below, both = x[:, :-1, :-1], x[:, :-1, 1:], x[:, 1:, :-1], x[:, 1:, 1:]
-    return (x != right) | (x != below) | (x != both)
-
-
-def contour_accuracy(predicted, truth):
-    """F of the contours of masks (n, H, W) -> (n,): 2 P R / (P + R) of their pixels that lie near
-    the other's contour, in a disk of .008 of the diagonal; 1 where both have none."""
-    radius = math.ceil(0.008 * math.hypot(*truth.shape[-2:]))
-    y = torch.arange(-radius, radius + 1, device=truth.device).square()
-    disk = (y[:, None] + y <= radius**2)[None, None].float()                # (1, 1, 2r + 1, 2r + 1)
-    p, t = contours(predicted), contours(truth)
-    near_p, near_t = (F.conv2d(x[:, None].float(), disk, padding=radius)[:, 0] > 0.5
-                      for x in (p, t))
-    n_p, n_t = p.sum((1, 2)), t.sum((1, 2))
-    precision = (p & near_t).sum((1, 2)) / n_p.clamp(min=1)
-    recall = (t & near_p).sum((1, 2)) / n_t.clamp(min=1)
-    f = 2 * precision * recall / (precision + recall).clamp(min=1e-9)
-    return f.masked_fill(n_p + n_t == 0, 1.0)
-
-
-def propagate(x, first, grid, T, k=5, radius=12, tau=0.1):
-    """The first frame's maps (C, P) -> those of all frames (f, C, P), P = height * width = `grid`.
-
-    x: features (f, P, d). A patch gets the mean, weighted by exp(cosine / tau), of the maps at the
-    k most similar patches of the first frame and the T last, in a square of `radius` around it.
-    """
-    x, place = F.normalize(x, dim=-1), torch.arange(x.shape[1], device=x.device)
-    row, column = place // grid[1], place % grid[1]
-    far = torch.maximum((row[:, None] - row).abs(), (column[:, None] - column).abs()) > radius
-    maps = [first]
-    for t in range(1, len(x)):
-        sources = [0, *range(max(1, t - T), t)]
-        cosines = x[t] @ x[sources].transpose(1, 2)                         # (s, P, P)
-        cosines = cosines.masked_fill(far, -torch.inf).transpose(0, 1).flatten(1)
-        best, nearest = cosines.topk(min(k, cosines.shape[1]))              # (P, k)
-        labels = torch.cat([maps[s] for s in sources], 1)                   # (C, s * P)
-        maps.append((labels[:, nearest] * (best / tau).softmax(1)).sum(2))
-    return torch.stack(maps)
-
-
-def to_ids(maps, grid, patch, size):
-    """Maps (C, P) of patches -> ids (H, W) of the strongest: maps are enlarged to pixels, and each
-    is stretched to [0, 1], as in DINO's code."""
-    maps = F.interpolate(maps.view(1, -1, *grid), scale_factor=patch, mode="bilinear")[0]
-    low, high = maps.amin((1, 2), keepdim=True), maps.amax((1, 2), keepdim=True)
-    maps = torch.where(high > low, (maps - low) / (high - low), maps)
-    ids = maps.argmax(0)[None, None].float()
-    return F.interpolate(ids, size, mode="nearest-exact")[0, 0].long()
-
-
-def follow(x, truth, grid, patch, T):
-    """Features (f, P, d) and true ids (f, H, W) of a video -> J and F of each object (n,), means
-    over its frames but the first and the last, as in DAVIS's code."""
-    objects = torch.arange(1 + truth[0].max(), device=truth.device)[:, None, None]
-    first = F.interpolate(truth[:1, None].float(), grid, mode="nearest-exact")[0]
-    maps = propagate(x, (first == objects).flatten(1).float(), grid, T)
-    scores = []
-    for soft, ids in zip(maps[1:-1], truth[1:-1]):
-        masks = to_ids(soft, grid, patch, ids.shape) == objects[1:]         # (n, H, W)
-        true = ids == objects[1:]
-        scores.append(torch.stack([jaccard(masks, true), contour_accuracy(masks, true)]))
-    return torch.stack(scores).mean(0)
-
-
-def video(embed, data, options):
-    """Objects of videos followed by patch tokens (BAM, Table 6): J, F and their mean, for each T of
-    --frames, means over objects."""
-    encoder, found = embed.model.evaluated(), collections.defaultdict(list)
-    patch = encoder.image_size // encoder.grid
-    for frames in tqdm(data.videos(patch), "videos"):
-        grid = [side // patch for side in frames[0][0].shape[1:]]
-        encode = lambda images: encoder(images)[:, -math.prod(grid):]      # without [CLS]
-        x, truths = embed.encoded(frames, encode)
-        x, truth = x.to(embed.device), torch.stack(truths).to(embed.device)
-        for T in map(int, options.frames.split(",")):
-            j, f = follow(x, truth, grid, patch, T).cpu()
-            found[f"video/T{T}"] += ((j + f) / 2).tolist()
-            found[f"video/T{T}/J"] += j.tolist()
-            found[f"video/T{T}/F"] += f.tolist()
-    return {name: mean(values) for name, values in found.items()}
-
-
-TASKS["video"] = Task(video, ("videos",))
 
 
 # Linear segmentation ----------------------------------------------------------------------
@@ -2122,10 +1963,10 @@ def build_parser():
     add("runs", nargs="+", metavar="run", help="directory of a run of train.py")
     add("--task", dest="tasks", type=lambda names: names.split(","), metavar="NAMES",
         help=f"tasks {', '.join(TASKS)}; pictures {', '.join(PICTURES)}; comma-separated "
-             "(default: all but slots, masks, video and, with captions, knn and linear)")
+             "(default: all pictures and tasks but slots, masks and, with captions, knn, linear)")
     add("--data", nargs="+", metavar="SPEC",
         help="as of train.py, or a directory in the layout of CLIP_benchmark, Pascal VOC, "
-             "DAVIS, Winoground or SugarCrepe (default: the run's --eval-data, or --data)")
+             "Winoground or SugarCrepe (default: the run's --eval-data, or --data)")
     add("--image-root", help="directory that the file names of --data are relative to")
     add("--split", help="of data that have splits (default: test, of VOC val)")
     add("--limit", type=int,
@@ -2152,8 +1993,6 @@ def build_parser():
     add("--select", help="class folders for `slots` to rank slots on, or SugarCrepe's files for "
                          "`masks` to train masks on (needed on files)")
     add("--select-root", help="directory that the file names of --select are relative to")
-    add("--frames", metavar="T,T", help="of `video`: from how many last frames, and the first, "
-                                        "a frame gets its objects (default: 7,14,21,28)")
     add("--checkpoint", help="weights: last.pt (default), stage-1.pt of STAIR's runs")
     add("--workers", type=int, help="threads that read images (default: the run's)")
     add("--batch", type=int, default=256, help="images or captions that are encoded at a time")
@@ -2203,9 +2042,6 @@ def main(argv=None):
         raise UserError("--query searches and measures nothing: leave out --task.")
     if len({Path(run).resolve() for run in flags.runs}) < len(flags.runs):
         raise UserError(f"{', '.join(flags.runs)}: a run is named twice, name each once.")
-    numbers = "[1-9][0-9]{0,8}(,[1-9][0-9]{0,8})*"
-    if flags.frames is not None and not re.fullmatch(numbers, flags.frames):
-        raise UserError(f"--frames {flags.frames} must be like 7,14: whole numbers, 1 or more.")
     for run in flags.runs:
         common.read_config(run)  # before any is evaluated
     if flags.export:
