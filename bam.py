@@ -24,7 +24,7 @@ Differs from the paper, as the authors' code does (variants differ at their line
 Ours, not the authors': the ViT starts as CLIP's does (theirs: normal, .02), the learning rate
 ends at 0 (their default: 1e-6), colour jitter has BYOL's saturation .2 (Sec. 4.1; theirs: .4) and
 turns hues in YIQ (HSV), pixels have CLIP's mean and variance (ImageNet's), [CLS] does not decay.
-Not here: fine-tuning, videos, UPerNet, Mask R-CNN; `eval.py --export` writes weights for them.
+Not here: UPerNet, Mask R-CNN (Table 7); `eval.py --export` writes weights for them.
 Run:     python train.py --method bam                        (the embedded world)
 Result:  k-NN of shapes .498 +- .081, SimCLR .578, DINO .358, untrained .389; in 600 steps .737,
          SimCLR .733; of CIFAR-10's photos .445, SimCLR .488; seeds 3-5, best learning rates.
@@ -36,6 +36,7 @@ import math
 import sys
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Annotated, Literal, get_args
 
 import torch
@@ -495,6 +496,72 @@ class LARS(torch.optim.Optimizer):
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 momentum.mul_(group["betas"][0]).add_(update)
                 p.sub_(group["lr"] * momentum)
+
+
+# Fine-tuning (Sec. 4.3 to 4.5, Tables 3 to 5) --------------------------------------------------
+#
+# `train.py --finetune RUN` trains the image encoder of any method's run and a linear head.
+
+
+@dataclass
+class ClassifierConfig:
+    # FILE of the names of labels 0, 1, ..., one a line; None: of class folders, of shapes
+    classes: str | None = None
+    label_fraction: str | None = None  # of each class, in (0, 1], or a FILE of image names
+    smoothing: Annotated[float, 0, 0.99] = 0.1  # of the labels (DeiT's code, as all below)
+    mixup: Annotated[float, 0, 100] = 0.8  # alpha of MixUp; 0: none
+    cutmix: Annotated[float, 0, 100] = 1.0  # alpha of CutMix; 0: none
+    rand_augment: bool = True  # two operations of magnitude 9 of 10
+    erasing: Annotated[float, 0, 1] = 0.25  # how often a rectangle is erased
+    drop_path: Annotated[float, 0, 0.99] = 0.1  # stochastic depth of the last block
+
+
+class Classifier(nn.Module):
+    """A linear head on [CLS], or on the mean of all tokens of an encoder without it."""
+
+    def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
+        super().__init__()
+        self.config, self.image_encoder = config, image_encoder
+        self.head = nn.Linear(image_width, len(config.classes))
+        nn.init.normal_(self.head.weight, std=0.02)  # as in DeiT's code
+        nn.init.zeros_(self.head.bias)
+
+    def readout(self, images):  # (B, 3, H, W) -> h (B, d)
+        tokens = self.image_encoder(images)
+        return tokens.mean(1) if self.image_encoder.cls is None else tokens[:, 0]
+
+    def class_scores(self, images):  # (B, 3, H, W) -> (B, C)
+        return self.head(self.readout(images)).float()
+
+    def forward(self, batch, gather=identity):
+        """batch: images (B, 3, H, W) and labels (B,), or (B, C) where images are mixtures."""
+        scores = self.class_scores(batch["images"])
+        loss = F.cross_entropy(scores, batch["labels"], label_smoothing=self.config.smoothing)
+        return {"loss": loss}
+
+    def encode_image(self, images):
+        """(B, 3, H, W) -> h (B, d), normalised."""
+        return F.normalize(self.readout(images).float(), dim=-1)
+
+    def chance_loss(self, batch_size, mask, patches):
+        return math.log(self.head.out_features)
+
+
+def augmentation(args):
+    """Arguments of common.Augment."""
+    return dict(classes=len(args.classes or ()), min_scale=args.crop_scale, mixup=args.mixup,
+                cutmix=args.cutmix, rand_augment=args.rand_augment, erasing=args.erasing)
+
+
+PLAIN = dict(smoothing=0.0, mixup=0.0, cutmix=0.0, rand_augment=False, erasing=0.0, drop_path=0.0)
+CLASSIFIER_PRESETS = {
+    "tiny": dict(image_encoder="tiny", data=PRESETS["tiny"]["data"], batch=64, steps=300, lr=5e-4, weight_decay=0.05,
+                 warmup=25, **PLAIN),
+}
+CLASSIFIER = SimpleNamespace(  # what train.py and eval.py ask of a method
+    Config=ClassifierConfig, PRESETS=CLASSIFIER_PRESETS, Model=Classifier, augment=augmentation,
+    uses_text=lambda args: False, content=lambda args: "label",
+    vit_settings=lambda args: {"drop_path": args.drop_path})
 
 
 # What was found out: k-NN on CIFAR-10, 300 steps of 128 images, one seed, and on the embedded world

@@ -490,9 +490,12 @@ class Method:
     model_class = lambda self, args: self.Model  # the class of the model
     check = lambda self, args: None      # raises ValueError for settings that do not fit
     uses_text = lambda self, args: True  # whether there is a text tower
+    content = lambda self, args: "caption" if self.uses_text(args) else None  # see open_data
     needs_cls = lambda self, args: ""    # the flag that needs the [CLS] token, if any
     replaced_blocks = lambda self, args: 0  # how many of a tower's last blocks it replaces
+    vit_settings = lambda self, args: {}  # arguments of the ViT, in place of --image-encoder's
     views = lambda self, args: None      # arguments of View, a dict for each random view
+    augment = lambda self, args: None    # arguments of Augment, of labelled images
     stages = lambda self, args: [(1, args.steps, args.lr)]  # (number, steps, peak lr)
     box_refreshes = lambda self, args: ()  # steps before which Model.boxes is asked anew
 
@@ -523,6 +526,7 @@ class ModelDefaults:
     encode_words = None       # (tokens, mask) -> (B, |V|), the caption's words alone
     word_maps = None          # (images, ids) -> (B, N, n), words' scores at image tokens
     head_maps = None          # (images) -> (B, heads, h, w), what [CLS] attends to
+    class_scores = None       # (images) -> (B, C), of a classifier
     boxes = None              # (images) -> (B, 4), where crops lie, as fractions of the sides
 
     # Parameters (E, d) that start as CLIP's "visual.proj" and "text_projection", and its
@@ -555,6 +559,7 @@ def build_encoders(method, args, tokenizer):
     image["image_size"] = args.image_size or image["image_size"]
     replaced = 0
     if kind is ViT:  # a ResNet has no block to replace, and the text tower beside it keeps its own
+        image |= method.vit_settings(args)
         replaced = method.replaced_blocks(args)
         image["depth"] -= replaced
     image_encoder = kind(**image)
@@ -582,6 +587,16 @@ def build_model(method, args, image_encoder, text_encoder):
     text_width = text_encoder.width if text_encoder else None
     with explained(ValueError, args.method):
         return complete(args, image_encoder, text_encoder, image_encoder.width, text_width)
+
+
+def copy_tower(tower, source, run):
+    """Load the weights of another image encoder, that of a run, which has the same sizes; where
+    images have another size, positions are interpolated."""
+    weights = source.state_dict()
+    if "pos" in weights and tower.grid != source.grid:
+        has_cls = source.cls is not None
+        weights["pos"] = resize_positions(weights["pos"], has_cls, tower.grid, tower.grid)
+    restore_model(tower, weights, run, "leave out --image-encoder")
 
 
 # Weights of others --------------------------------------------------------------------
@@ -1009,6 +1024,42 @@ def eval_transform(size, resize=None):
     return v2.Compose([resize, v2.CenterCrop(size), v2.PILToTensor(), to_floats])
 
 
+class Augment:
+    """Random changes of labelled images, DeiT's (arXiv 2012.12877, Table 9; timm's code), with
+    torchvision's functions, and of batches their mixtures.
+
+    differs: RandAugment has no noise on its magnitude (9 of 10), applies every operation (timm:
+    half of them), posterizes less, interpolates bilinearly and fills with black; erased parts are
+    grey (timm: noise).
+    """
+
+    def __init__(self, size, classes, min_scale, rand_augment, erasing, mixup, cutmix):
+        crop = v2.RandomResizedCrop(size, (min_scale, 1.0), interpolation=BICUBIC)
+        steps = [crop, v2.RandomHorizontalFlip()]
+        if rand_augment:
+            bilinear = v2.InterpolationMode.BILINEAR
+            steps.append(v2.RandAugment(2, magnitude=27, interpolation=bilinear))  # of 30
+        steps += [v2.PILToTensor(), to_unit, normalize, v2.RandomErasing(erasing)]
+        self.change, self.classes = v2.Compose(steps), classes
+        kinds = [(v2.MixUp, mixup), (v2.CutMix, cutmix)]
+        self.mixtures = [kind(alpha=alpha, num_classes=classes) for kind, alpha in kinds if alpha]
+
+    def __call__(self, image):
+        """A PIL image, or (3, H, W) in [0, 1] -> normalised (3, size, size)."""
+        return self.change(image)
+
+    def mix(self, batch):
+        """MixUp or CutMix, each of half the batches, of image i and i - 1: "labels" (B,) become
+        shares of classes (B, C). UserError for a label that is no class."""
+        images, labels = batch["images"], batch["labels"]
+        if labels.max() >= self.classes:
+            raise UserError(f"--data holds class {labels.max()}, but there are {self.classes} "
+                            f"classes, the first of which is 0: give the names of all.")
+        if self.mixtures:
+            images, labels = v2.RandomChoice(self.mixtures)(images, labels)
+        return batch | {"images": images, "labels": labels}
+
+
 def open_image(file, min_side=None):
     """A path or bytes -> RGB image; with min_side of large JPEGs a smaller one, no side below."""
     if isinstance(file, bytes):
@@ -1172,14 +1223,16 @@ def blur(x, sigma):
 # Data files ---------------------------------------------------------------------------
 #
 # What --data names is a source: CaptionTable, TarShards or World. All three have
+#   content                             what comes with an image: "caption", "label" or None
+#   classes                             names of the labels, if it knows them
 #   sample_captions(limit)              captions for a vocabulary
 #   layout                              in another one positions mean other samples, so a
 #                                       checkpoint keeps it
 #   names                               hash of the file names, without directories; None: no files
 # The first two have
 #   samples(seed, part, parts, start)   endless (sample, position behind it) of one of `parts`
-#                                       parts; a sample is (file, caption, name), or Skipped; of
-#                                       a table it is (path, caption, path, number of the image)
+#                                       parts; a sample is (file, caption or label, name), or
+#                                       Skipped; a table's has the number of the image behind them
 #   start                               the first position
 #   skipped, max_bad                    rows left out when it was opened; unusable samples in a
 #                                       row that end a run
@@ -1241,6 +1294,7 @@ class CaptionTable:
 
     max_bad, start = 1000, 0  # position: the number of samples so far
     classes = labels = None   # names of the class folders, the number of each image's
+    content = "caption"
 
     def __init__(self, rows, name, root=""):
         captions, self.skipped, self.names = defaultdict(list), {}, 0
@@ -1269,9 +1323,17 @@ class CaptionTable:
     def captions_of(self, i):
         return [self.captions[j] for j in range(self.first[i], self.first[i + 1])]
 
+    def only(self, rows):
+        """These of the images of class folders, as a table of its own."""
+        images = [(self.paths[i], self.captions_of(i)[0]) for i in rows]
+        table = CaptionTable(images, self.name)
+        table.classes, table.labels = self.classes, self.labels[rows]
+        table.content = self.content
+        return table
+
     def samples(self, seed, part, parts, start=start):
-        """Endless ((path, caption, path, row), position behind it) of one of `parts` disjoint
-        parts."""
+        """Endless ((path, caption or label, path, row), position behind it) of one of `parts`
+        disjoint parts."""
         size = len(range(part, len(self), parts))
         if size == 0:
             raise UserError(f"{self.name} has {len(self)} images, fewer than ranks x workers = "
@@ -1281,8 +1343,10 @@ class CaptionTable:
             order = np.random.default_rng((seed, epoch)).permutation(len(self))[part::parts]
             for i in order[start % size :].tolist():
                 captions, start = self.captions_of(i), start + 1
-                caption = captions[(epoch + i) % len(captions)]
-                yield (self.paths[i], caption, self.paths[i], i), start
+                value = captions[(epoch + i) % len(captions)]
+                if self.content == "label":
+                    value = int(self.labels[i])
+                yield (self.paths[i], value, self.paths[i], i), start
 
     def sample_captions(self, limit):
         """At most so many captions, spread over the table: class folders stand in order."""
@@ -1293,22 +1357,23 @@ class CaptionTable:
 
 
 class TarShards:
-    """img2dataset shards: `KEY.jpg` and `KEY.txt`, a caption a line.
+    """img2dataset shards: `KEY.jpg` and `KEY.txt`, a caption a line, or a label, see read_sample.
 
     pattern: DIR/{00000..00012}.tar, or several of these, joined by "::". An epoch deals the
     shuffled shards to ranks and workers; of a window of four at a time the headers are read and
-    the samples shuffled, and each is read where it lies. What is unreadable or, with `captions`,
-    has no caption is skipped and counted.
+    the samples shuffled, and each is read where it lies. What is unreadable or lacks its `content`
+    is skipped and counted.
     """
 
     max_bad, window, names = 20_000, 4, None
     start = 0, 0, 0  # position: epoch, window, samples of it so far; what is before is not read
+    classes = None
 
-    def __init__(self, pattern, captions=True):
+    def __init__(self, pattern, content="caption"):
         self.name, self.paths, self.skipped = pattern, [], {}
         for part in pattern.split("::"):
             self.paths += expand_braces(part)
-        self.content = "caption" if captions else None
+        self.content = content
         # as old checkpoints have it, whose runs go on in their order
         self.layout = f"{len(self.paths)} shards, window={self.window}, resample=0"
         missing = [path for path in self.paths if not os.path.isfile(path)]
@@ -1319,7 +1384,7 @@ class TarShards:
 
     def samples(self, seed, part, parts, start=start):
         """Endless (sample, position behind it) of one of `parts` disjoint parts; a sample is
-        (bytes, caption, "shard:key") or Skipped."""
+        (bytes, caption or label, "shard:key") or Skipped."""
         if len(self.paths) < parts:
             raise UserError(f"{self.name} has {len(self.paths)} shards, fewer than ranks x "
                             f"workers = {parts}: use fewer --workers.")
@@ -1335,7 +1400,7 @@ class TarShards:
                 order = np.random.default_rng((seed, epoch, part, window)).permutation(len(rows))
                 for i in order[place:].tolist():
                     sample = read_sample(rows[i], self.content)
-                    if not isinstance(sample, Skipped):
+                    if not isinstance(sample, Skipped) and self.content != "label":
                         image, captions, where = sample
                         _, _, start, _ = rows[i]  # where it lies in the tar, like a number
                         caption = captions[(epoch + start // tarfile.BLOCKSIZE) % len(captions)]
@@ -1573,7 +1638,7 @@ def read_json(path, split):
     return rows
 
 
-def open_data(spec, image_root=None, split="train", image_size=48, captions=True):
+def open_data(spec, image_root=None, split="train", image_size=48, content="caption"):
     """A SPEC -> World, CaptionTable or TarShards.
 
     SPEC: shapes[:setting=value,...] | FILE.csv .tsv .txt [:image=COLUMN,caption=COLUMN] |
@@ -1581,21 +1646,24 @@ def open_data(spec, image_root=None, split="train", image_size=48, captions=True
     FILE.json (COCO, Karpathy) [:split=val] | DIR of class folders.
     split: of Karpathy's; train takes restval too.
     image_root: what a table's file names are relative to; None: the table's directory.
-    image_size: of the world's pictures, unless the SPEC says it. captions: False for images
-    alone: shards need no captions then, and a directory no class folders.
+    image_size: of the world's pictures, unless the SPEC says it. content: what shall come with an
+    image, "caption", "label" (of class folders, of shards, or the world's shapes), or None for
+    images alone: shards need no captions then, and a directory no class folders.
     """
     if "::" in spec:
         if not all(part.endswith(".tar") for part in spec.split("::")):
             raise UserError(f"{spec}: '::' joins tar shards alone, 'A/{{000..012}}.tar::B.tar'.")
-        return TarShards(spec, captions)
+        return TarShards(spec, content)
     name, settings = parse_spec(spec)
     if name == "shapes":
         settings = cast_settings(settings, dataclasses.asdict(World()), "shapes")
-        return World(**{"size": image_size, **settings})
+        world = World(**{"size": image_size, **settings})
+        world.content = content
+        return world
     suffix = Path(name).suffix.lower()
     if suffix == ".tar" or os.path.isdir(name):
         cast_settings(settings, {}, name)
-        return TarShards(name, captions) if suffix == ".tar" else open_directory(name, captions)
+        return TarShards(name, content) if suffix == ".tar" else open_directory(name, content)
     if not os.path.exists(name):
         raise UserError(f"{spec}: {name} does not exist; a SPEC is shapes, a CSV, TSV or .token "
                         f"file, tar shards, a COCO or Karpathy JSON, or class folders.")
@@ -1605,6 +1673,9 @@ def open_data(spec, image_root=None, split="train", image_size=48, captions=True
     if suffix not in readers:
         raise UserError(f"{spec}: no reader for {suffix!r} files, only "
                         f"{', '.join(readers)}, .tar and directories.")
+    if content == "label":
+        raise UserError(f"{spec} has captions, not labels: give class folders, tar shards with "
+                        f"labels or shapes.")
     if image_root and not os.path.isdir(image_root):
         raise UserError(f"--image-root {image_root} is not a directory.")
     reader, defaults = readers[suffix]
@@ -1613,10 +1684,10 @@ def open_data(spec, image_root=None, split="train", image_size=48, captions=True
         return CaptionTable(reader(name, **settings), name, Path(image_root or Path(name).parent))
 
 
-def open_directory(directory, captions):
+def open_directory(directory, content):
     """DIR/class folder/image.jpg -> CaptionTable with labels and captions "a photo of a NAME."."""
     folders = sorted(p for p in Path(directory).iterdir() if p.is_dir() and p.name[0] != ".")
-    if captions and not folders:
+    if content and not folders:
         raise UserError(f"{directory} has no class folders.")
     classes = names = [folder.name for folder in folders]
     with contextlib.suppress(UserError):  # where nobody reads the captions, names may be numbers
@@ -1632,10 +1703,11 @@ def open_directory(directory, captions):
     if not rows:
         raise UserError(f"{directory} has no images ({' '.join(IMAGE_SUFFIXES)}); shards are named "
                         f"with braces, DIR/{{00000..00012}}.tar.")
-    if captions and empty:
+    if content and empty:
         raise UserError(f"{len(empty)} of the {len(folders)} class folders of {directory} have "
                         f"no images: {', '.join(empty[:10])}; remove them, or add their images.")
     table = CaptionTable(rows, directory)
+    table.content = content
     if folders:
         table.classes, table.labels = classes, np.array(labels)
     return table
@@ -1706,11 +1778,11 @@ def read_lines(path, flag):
 class Stream(IterableDataset):
     """Endless batches of one rank, reproducible from (seed, rank, worker, position).
 
-    source: CaptionTable or TarShards. transform: a function of an image, or Views.
+    source: CaptionTable or TarShards. transform: a function of an image, Augment or Views.
     min_side: open_image's; Views have their own. tokenizer: None for images alone. boxes: None,
     or (n, 4), where Views crops the images of a CaptionTable's rows; NaN: anywhere.
     A batch has "images" (B, 3, S, S), of files uint8, or what Views.collate gives;
-    "tokens" and "mask" (B, L);
+    "tokens" and "mask" (B, L), or "labels" (B,), that Augment makes (B, C), shares of classes;
     "skipped": {worker: {reason: [count, last example]}};
     "position": {worker: (batches, position in the source, skipped)}: a Stream that gets the
     latest of all workers continues with the next batch.
@@ -1756,7 +1828,7 @@ class Stream(IterableDataset):
                 samples = []
 
     def load(self, file, caption, name, row=None):
-        """Decode and augment -> (image or crops, caption) or Skipped."""
+        """Decode and augment -> (image or crops, caption or label) or Skipped."""
         try:
             image = open_image(file, self.min_side)
         except IMAGE_ERRORS as error:
@@ -1767,30 +1839,35 @@ class Stream(IterableDataset):
         return self.transform(image, self.boxes[row].tolist()), caption
 
     def collate(self, samples):
-        images, captions = zip(*samples)
+        images, values = zip(*samples)
         if isinstance(self.transform, Views):
             batch = self.transform.collate(images)
         else:
             batch = {"images": torch.stack(images)}
         if self.tokenizer:
-            batch["tokens"], batch["mask"] = self.tokenizer.batch(captions, self.context)
-        return batch
+            batch["tokens"], batch["mask"] = self.tokenizer.batch(values, self.context)
+        if self.source.content == "label":
+            batch["labels"] = torch.tensor(values)
+        return self.transform.mix(batch) if isinstance(self.transform, Augment) else batch
 
 
 class WorldStream(Stream):
-    """Stream's batches from the embedded world. transform: None or Views; min_side and boxes have
-    no effect."""
+    """Stream's batches from the embedded world. transform: None, Augment or Views; min_side and
+    boxes have no effect. The labels of scenes of one object are their shapes."""
 
     def __iter__(self):
         worker, _ = this_worker(self.positions)
         for batches in itertools.count(self.positions.get(worker, (0,))[0]):
             seed = mix_seed(self.seed, self.rank, worker, batches)
-            sample = self.source.sample(self.batch_size, "train", seed)
-            images = sample["images"]
+            objects = 1 if self.source.content == "label" else None
+            sample = self.source.sample(self.batch_size, "train", seed, objects)
+            images, values = sample["images"], sample["captions"]
+            if self.source.content == "label":
+                values = sample["scene"]["shape"][:, 0].tolist()
             with fixed_seed(seed):
                 if self.transform:
                     images = [self.transform(image) for image in denormalize(images)]
-                batch = self.collate(zip(images, sample["captions"]))
+                batch = self.collate(zip(images, values))
             yield batch | {"position": {worker: (batches + 1,)}, "skipped": {}}
 
 
@@ -2008,6 +2085,7 @@ class World:
     words: int = 0            # made-up words; a caption holds up to two
 
     layout, names = "shapes", None
+    content, classes = "caption", SHAPE_NAMES
 
     def __post_init__(self):
         limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "background": (0, 0.5),

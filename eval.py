@@ -41,6 +41,7 @@ import stair
 from common import UserError
 
 METHODS = {module.__name__: common.Method(module) for module in (sparo, stair, sparc, bam)}
+METHODS["classifier"] = common.Method(bam.CLASSIFIER)  # of train.py --finetune
 
 
 # Metrics ----------------------------------------------------------------------------------
@@ -727,7 +728,8 @@ def open_whole_set(options, image_size, captions):
              if "negative_caption" in file.read_text()[:4000]]
     if files:
         return EvalSet(negatives=lambda: read_sugarcrepe(files, options.image_root))
-    source = common.open_data(spec, options.image_root, options.split, image_size, captions)
+    content = "caption" if captions else None
+    source = common.open_data(spec, options.image_root, options.split, image_size, content)
     if isinstance(source, common.World):
         return WorldSet(source, options.split, options.limit, options.templates)
     if isinstance(source, common.TarShards):  # their classes have no names: to learn from
@@ -1123,7 +1125,8 @@ class Task(NamedTuple):
     data: tuple                  # members of EvalSet, of which the data must have one
     model: str = "encode_image"  # member of the model that must not be None or 0
     default: str = ""            # what runs it unasked: models of "text", of "images" alone, with
-                                 # encode_"words"; "world": of images, on the world alone (slow)
+                                 # encode_"words"; "world": of images, on the world alone (slow);
+                                 # classifiers ("labels")
 
     def fits(self, data):
         return any(getattr(data, member) is not None for member in self.data)
@@ -1520,11 +1523,12 @@ OF_RUNS = ("segmentation", "words", "captions")  # functions of {run: Embedder}
 # Evaluating a run -----------------------------------------------------------------------
 
 
-def check(options, data, has_text):
+def check(options, data, model):
     """The names of the tasks to run: those of --task, or the default ones. Raises UserError if data
     and model serve none, or not one of --task, or if k-NN or a probe has nothing to learn from."""
+    has_text, alone = model.encode_text is not None, ("encode_image", "class_scores")
     usable = [name for name, task in TASKS.items()
-              if task.fits(data) and (has_text or task.model == "encode_image")]
+              if task.fits(data) and (has_text or (task.model in alone and task.suits(model)))]
     if not usable:
         more = ", captions, SugarCrepe, Winoground or VOC" if has_text else ""
         raise UserError(f"No task can evaluate on {options.data}: give class folders or shapes"
@@ -1535,13 +1539,17 @@ def check(options, data, has_text):
             raise UserError(f"Task {name} cannot use {why}; what can be done is "
                             f"{', '.join(usable)}.")
     kinds = ["text", "words"] if has_text else ["images"]
-    if data.is_world and not has_text:
+    if model.class_scores:
+        kinds = ["labels"]
+    elif data.is_world and not has_text:
         kinds.append("world")
     default = [name for name in usable if TASKS[name].default in kinds]
     wanted = options.tasks or default or usable
     asked = [name for name in usable if name in wanted]
     if "zeroshot" in asked:
         data.classes  # raises for folders that need names
+    if "classification" in asked:
+        check_classes(options, data, model)
     if ("knn" in asked or "linear" in asked) and not data.is_world:
         # not a sample of shards, for which it would read all headers first
         whole = dataclasses.replace(options, learn_limit=None)
@@ -1552,7 +1560,7 @@ def check(options, data, has_text):
 def evaluate(embed, data, options):
     """Run what `check` names and the model can do -> {metric: float}."""
     result = {}
-    for name in check(options, data, embed.tokenizer is not None):
+    for name in check(options, data, embed.model):
         task = TASKS[name]
         is_asked = options.tasks or task.is_default(embed.model)
         if is_asked and task.suits(embed.model):
@@ -1598,6 +1606,8 @@ def chance_levels(result, data):
     if one := result.get("zeroshot/chance"):
         chance |= {"zeroshot/acc5": 5 * one, "zeroshot/mean_per_class_recall": one,
                    "zeroshot/heldout_pairs": one}
+    if one := result.get("classification/chance"):
+        chance |= {"classification": one, "classification/mean_per_class": one}
     if images := result.get("retrieval/images"):
         chance |= {f"t2i/R@{k}": min(1, k / images) for k in (1, 5, 10)}
         chance["i2t/R@1"] = 1 / images
@@ -1708,6 +1718,17 @@ def embedder(model, tokenizer, args, device):
     return Embedder(model, tokenizer, context, size, device, workers=args.workers)
 
 
+def settings_of_run(run):
+    """A run's directory -> its method, its settings. Raises UserError if it holds no run."""
+    config = common.read_config(run)
+    method = METHODS.get(config.get("method"))
+    if method is None:
+        raise UserError(f"{run}/config.json names no method of {', '.join(METHODS)}.")
+    args = method.Config()
+    vars(args).update(config)
+    return method, args
+
+
 def load_run(run, device="cpu", checkpoint="last.pt"):
     """A run's directory -> (Embedder, settings). Raises UserError if it holds no run.
 
@@ -1715,12 +1736,7 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
         x = model.images(["a.jpg", Image.open("b.jpg")])  # (2, E), normalised
         t = model.texts(["a cat"])                        # (1, E); scores: model.similarity(x, t)
     """
-    config = common.read_config(run)
-    method = METHODS.get(config.get("method"))
-    if method is None:
-        raise UserError(f"{run}/config.json names no method of {', '.join(METHODS)}.")
-    args = method.Config()
-    vars(args).update(config)
+    method, args = settings_of_run(run)
     tokenizer = common.open_tokenizer(Path(run, "vocab.txt")) if method.uses_text(args) else None
     with common.explained((AttributeError, TypeError), f"{run}/config.json is damaged",
                           ": write it anew"):
@@ -2003,6 +2019,35 @@ def export(run, checkpoint, file):
     print(f"{file}: timm's VisionTransformer of {len(tower.blocks)} blocks, {tower.width} wide, "
           f"with {heads} heads, eps={tower.norm.eps:g} in its norms, for images of "
           f"{tower.image_size} pixels that are normalised as {pixels}.")
+# Fine-tuned classifiers (BAM, Tables 3 to 5) ----------------------------------------------
+
+
+def check_classes(options, data, model):
+    """Raise UserError if a classifier has learned other classes than those of the data."""
+    known, names = model.config.classes, None
+    if data.groups:
+        names = list(data.groups["/shape" if data.is_world else ""][1])
+    # the names of shards may be others than those of folders
+    if names and (len(names) != len(known) or (isinstance(data, TableSet) and names != known)):
+        raise UserError(f"The classifier has learned {len(known)} classes, {', '.join(known[:3])}, "
+                        f"..., {options.data} has {len(names)}, {', '.join(names[:3])}, ...: they "
+                        f"must be the same.")
+
+
+def classification(embed, data, options):
+    """Top-1 accuracy of a classifier; `mean_per_class`: each class of the images counts alike; of
+    the world, of shapes."""
+    check_classes(options, data, embed.model)
+    scores, labels = labelled(embed, data, "test", embed.model.class_scores)
+    if data.is_world:
+        labels = data.groups["/shape"][0][labels]
+    right = scores.argmax(1) == labels
+    per_class = mean([number(right[labels == c]) for c in labels.unique()])
+    return {"classification": right, "classification/mean_per_class": per_class,
+            "classification/chance": 1 / scores.shape[1]}
+
+
+TASKS["classification"] = Task(classification, ("labelled",), "class_scores", "labels")
 
 
 # Several runs ---------------------------------------------------------------------------

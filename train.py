@@ -64,6 +64,7 @@ class Config:
     image_encoder: str = "ViT-B/16"  # row of common.VIT_PRESETS[:setting=value,...], or ResNet-50
     text_encoder: str = "12x512"  # row of common.TEXT_PRESETS[:setting=value,...]
     image_size: Count | None = None  # pixels; None: the encoder's, or the world's
+    finetune: str | None = None  # RUN whose image encoder is fine-tuned, by --method classifier
     # of a whole CLIP: towers, projections, logit scale; without captions of a ViT (timm's names)
     init_weights: str | None = None
     crop_scale: Annotated[float, 0.01, 1] = 0.9  # smallest area of training crops (OpenCLIP's)
@@ -73,7 +74,7 @@ class Config:
     lr: NonNegative = 5e-4  # peak; linear warm-up, then --schedule to 0
     warmup: CountOrZero = 100  # steps, of each stage if there are several
     schedule: Literal["cosine", "linear"] = "cosine"  # of the learning rate after the warm-up
-    optimizer: Literal["adamw", "lamb", "lars"] = "adamw"  # lamb: of STAIR; lars: of BAM
+    optimizer: Literal["adamw", "lamb", "lars", "sgd"] = "adamw"  # lamb: of STAIR; lars: of BAM
     weight_decay: NonNegative = 0.1  # on the weights of linear and convolution layers only
     weight_decay_end: NonNegative | None = None  # where half a cosine takes it; None: it stays
     beta2: Annotated[float, 0, 0.999999] = 0.98  # AdamW's second; the first is 0.9 (CLIP, Table 18)
@@ -98,7 +99,11 @@ class Config:
     bench: CountOrZero = 0  # time this many steps, print the rates, and stop
 
 
-OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True),
+def sgd(groups, betas, eps):
+    return torch.optim.SGD(groups, momentum=betas[0], nesterov=True)  # as timm's, so DeiT's "sgd"
+
+
+OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True), "sgd": sgd,
               "lamb": METHODS["stair"].LAMB, "lars": METHODS["bam"].LARS}
 BENCH_WARMUP = 3  # steps before --bench starts the clock
 # flags that have no effect without captions
@@ -116,9 +121,9 @@ def train(args, out, device):
 
     # Build: what can be wrong is found here, not after an hour.
     data = open_data(args, method)
-    eval_data, options = open_evaluation(args, method)
     tokenizer = build_tokenizer(args, data) if method.uses_text(args) else None
     model = build_model(args, method, tokenizer)
+    eval_data, options = open_evaluation(args, model)
     transform = build_transform(args, method, model.image_encoder)
     if args.dry_run:
         return dry_run(args, method, model)
@@ -296,6 +301,7 @@ def parse_args(argv):
     first.add_argument("--method", choices=METHODS)
     first.add_argument("--preset", default=Config.preset)
     first.add_argument("--out")
+    first.add_argument("--finetune")
     first.add_argument("--resume", nargs="?", const=True, default=False)
     chosen, _ = first.parse_known_args(argv)
     if chosen.resume and not chosen.out:
@@ -304,6 +310,9 @@ def parse_args(argv):
         chosen.resume = Path(chosen.out, "last.pt").exists()
     if chosen.resume and not chosen.method:
         chosen.method = common.read_config(chosen.out)["method"]
+        argv = ["--method", chosen.method, *argv]
+    if chosen.finetune and not chosen.method:
+        chosen.method = "classifier"
         argv = ["--method", chosen.method, *argv]
     method = METHODS.get(chosen.method)
     preset = method.PRESETS.get(chosen.preset, {}) if method else {}
@@ -319,6 +328,8 @@ def parse_args(argv):
         names = ", ".join(method.PRESETS)
         raise UserError(f"{chosen.method} has no preset {chosen.preset!r}; it has {names}.")
     below_flags = saved_settings(flags) if chosen.resume else preset
+    if chosen.finetune and not chosen.resume:
+        below_flags = preset | encoder_of(chosen.finetune)
     bases = (method.Config, Config)  # a run has the settings of both, and `method`
     args = dataclasses.make_dataclass("Settings", [("method", str, None)], bases=bases)()
     for name, value in (below_flags | flags).items():
@@ -331,11 +342,22 @@ def parse_args(argv):
 def saved_settings(flags):
     """The settings of the run that --resume continues."""
     saved = common.read_config(flags["out"])
-    for name in ("method", "preset", "vocab", "optimizer"):
+    for name in ("method", "preset", "vocab", "optimizer", "finetune"):
         if name in flags and flags[name] != saved.get(name):
             raise UserError(f"{flags['out']} is a run of {flag_of(name)} {saved.get(name)}: leave "
                             f"out {flag_of(name)} {flags[name]}, or give another --out.")
     return saved
+
+
+def encoder_of(run):
+    """The settings of a run that say what its image encoder is."""
+    method, args = evaluation.settings_of_run(run)
+    encoder = args.image_encoder
+    kind, settings = common.image_encoder_settings(encoder)
+    if kind is common.ViT and method.replaced_blocks(args):  # SPARO's read-out is left behind
+        depth = settings["depth"] - method.replaced_blocks(args)
+        encoder += f"{',' if ':' in encoder else ':'}depth={depth}"
+    return {"image_encoder": encoder, "image_size": args.image_size}
 
 
 def check_settings(args, method, flags):
@@ -351,7 +373,8 @@ def check_settings(args, method, flags):
             raise UserError(f"{flag} {value} must be from {bounds[0]} to {bounds[1]}.")
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{flag} {value} must be a finite number.")
-        if field.name in flags and field.name in TEXT_FLAGS and not method.uses_text(args):
+        has_effect = method.uses_text(args) or (field.name == "crop_scale" and method.augment(args))
+        if field.name in flags and field.name in TEXT_FLAGS and not has_effect:
             raise UserError(f"{flag} has no effect here: the objective takes no captions.")
     if method.uses_text(args) and args.batch < 2:
         raise UserError(f"--batch {args.batch} must be 2 or more: the loss compares captions.")
@@ -533,10 +556,12 @@ def open_data(args, method):
     if args.batch % world_size:
         raise UserError(f"--batch {args.batch} is global and must be a multiple of the "
                         f"{world_size} ranks.")
-    with_text = method.uses_text(args)
+    with_text, content = method.uses_text(args), method.content(args)
     encoder = common.image_encoder_settings(args.image_encoder)[1]
     args.image_size = args.image_size or encoder["image_size"]
-    data = common.open_data(args.data, args.image_root, "train", args.image_size, with_text)
+    data = common.open_data(args.data, args.image_root, "train", args.image_size, content)
+    if content == "label":
+        data = choose_labels(args, data)
     is_table = isinstance(data, common.CaptionTable)
     if with_text:
         data.sample_captions(1)  # class folders may lack names
@@ -555,17 +580,40 @@ def open_data(args, method):
     return data
 
 
-def open_evaluation(args, method):
+def choose_labels(args, data):
+    """The labelled data, or what --label-fraction leaves of them. Sets args.classes to the names
+    of the classes."""
+    names = args.classes
+    if isinstance(names, str):
+        names = common.read_lines(names, "--classes")
+    if not (names or data.classes):
+        raise UserError(f"{args.data} does not say how many classes there are: give their names "
+                        f"with --classes FILE, one a line, that of label 0 first.")
+    if names and data.classes and names != list(data.classes):
+        raise UserError(f"The classes of {args.data} are {', '.join(data.classes)}, not "
+                        f"{', '.join(names)}: leave out --classes, or give the run's data.")
+    args.classes = names or list(data.classes)
+    if args.label_fraction is None:
+        return data
+    if not isinstance(data, common.CaptionTable):
+        raise UserError(f"--label-fraction takes images of class folders, not of {args.data}: "
+                        f"unpack shards, or leave it out.")
+    return data.only(common.label_rows(data.paths, data.labels, args.label_fraction))
+
+
+def open_evaluation(args, model):
     """-> data and options of the evaluations on the way. What is wrong with --eval-data is found
     here; without it and --eval-every the data are opened at the end, so far they are None."""
-    with_text = method.uses_text(args)
-    options = evaluation.own_options(args, tasks=None if with_text else ["knn"])
+    with_text, tasks = model.encode_text is not None, None
+    if not with_text:
+        tasks = ["classification" if model.class_scores else "knn"]
+    options = evaluation.own_options(args, tasks=tasks)
     if not (args.eval_data or args.eval_every):
         return None, options
     data = evaluation.open_eval_set(options, args.image_size, with_text)
     remedy = " In training, k-NN learns from --data and is tested on --eval-data"
     with common.explained(UserError, "No evaluation", remedy):
-        evaluation.check(options, data, with_text)
+        evaluation.check(options, data, model)
     return data, options
 
 
@@ -584,8 +632,13 @@ def build_tokenizer(args, data):
 
 def build_model(args, method, tokenizer):
     """The model, the same on every rank. What of a file of weights does not fit is printed."""
+    source = None
+    if args.finetune and not (args.resume or args.dry_run):
+        source = evaluation.load_run(args.finetune)[0].model
     torch.manual_seed(args.seed)
     towers, parts = common.build_encoders(method, args, tokenizer), None
+    if source is not None:
+        common.copy_tower(towers[0], source.evaluated(), args.finetune)
     if args.init_weights and not (args.resume or args.dry_run):
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
             weights = common.load_checkpoint(args.init_weights)
@@ -619,6 +672,8 @@ def build_transform(args, method, encoder):
     """What makes a training image of a file; views of the world's images too."""
     with common.explained(ValueError, f"--method {args.method}"):
         views = method.views(args)
+    if settings := method.augment(args):
+        return common.Augment(args.image_size, **settings)
     if views is None:
         return common.train_transform(args.image_size, args.crop_scale)
     patch = encoder.image_size // encoder.grid
@@ -929,7 +984,7 @@ def finish(args, embed, eval_data, at):
     try:
         if eval_data is None:
             eval_data = evaluation.open_eval_set(options, args.image_size, with_text)
-        evaluation.check(options, eval_data, with_text)
+        evaluation.check(options, eval_data, embed.model)
     except UserError as error:
         print(f"No evaluation: {error} Later, eval.py evaluates the run on any --data.")
         return evaluation.save_pictures(evaluation.draw_log(args.out))
@@ -953,14 +1008,17 @@ def dry_run(args, method, model):
 
 
 def made_up_batch(args, method, model, n):
-    """n random images, as of files, with captions of full length, or n random images a view."""
+    """n random images, as of files, with captions of full length or labels, or n random images a
+    view."""
     views = method.views(args)
     if views:
         return {"views": [torch.randn(n, 3, view["size"], view["size"]) for view in views]}
+    images = {"images": torch.randint(256, (n, 3, args.image_size, args.image_size)).byte()}
+    if method.content(args) == "label":
+        return images | {"labels": torch.randint(len(args.classes), (n,))}
     text = model.text_encoder
-    return {"images": torch.randint(256, (n, 3, args.image_size, args.image_size)).byte(),
-            "tokens": torch.randint(text.vocab_size, (n, text.context)),
-            "mask": torch.ones(n, text.context, dtype=torch.bool)}
+    return images | {"tokens": torch.randint(text.vocab_size, (n, text.context)),
+                     "mask": torch.ones(n, text.context, dtype=torch.bool)}
 
 
 def update_flops(args, method, model):

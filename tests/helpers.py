@@ -40,8 +40,10 @@ SMALL = {
              f" --image-encoder {TOWER}1 --text-encoder {TOWER}1",
     "bam": f"{RUN} --steps 4 --image-encoder {TOWER}1,cls=1 --projector-width 12"
            " --projector-dim 6 --local-size 8",
+    "classifier": f"{RUN} --steps 4 --image-encoder {TOWER}1,cls=1 --mixup 0.8 --cutmix 1"
+                  " --smoothing 0.1 --erasing 0.25 --rand-augment --drop-path 0.1",
 }
-METHOD = {"dino": "sparo"}  # whose file it is in
+METHOD = {"dino": "sparo"}  # its name in METHODS
 SMALL = {name: ["--method", METHOD.get(name, name), *SMALL[name].split()] for name in SMALL}
 MODELS = {  # settings of the method's Config, and of its ViT
     "sparc": (dict(embed_dim=8), {}),
@@ -50,6 +52,7 @@ MODELS = {  # settings of the method's Config, and of its ViT
              dict(cls=True, depth=2)),
     "stair": ({}, {}),
     "bam": (dict(projector_width=12, projector_dim=6), dict(cls=True, positions="sincos")),
+    "classifier": (dict(classes=["a", "b", "c"]), dict(cls=True)),
 }
 
 
@@ -91,7 +94,7 @@ def tiny_model(name, stage=3, vit={}, **settings):
     stem = ((8, 2), (8, 2))
     image = common.ViT(**dict(image_size=16, patch_size=4, stem=stem) | size | known_vit | vit)
     text = None
-    if name not in ("dino", "bam"):
+    if name not in ("dino", "bam", "classifier"):
         text = common.TextTransformer(vocab_size=30, context=12, **size, causal=name == "sparo")
     if name == "stair":
         nn.init.normal_(text.embedding.weight, std=0.3)
@@ -106,10 +109,10 @@ def tiny_model(name, stage=3, vit={}, **settings):
 
 
 def make_batch(B=4, L=9):
-    """Images (B, 3, 16, 16), tokens (B, L) and their mask (B, L), for B up to 8."""
+    """Images (B, 3, 16, 16), tokens (B, L) and their mask (B, L), labels (B,), for B up to 8."""
     lengths = torch.tensor([9, 4, 6, 3, 5, 8, 7, 4])[:B].clamp(max=L)
     return {"images": torch.randn(B, 3, 16, 16), "tokens": torch.randint(4, 30, (B, L)),
-            "mask": torch.arange(L) < lengths[:, None]}
+            "mask": torch.arange(L) < lengths[:, None], "labels": torch.randint(3, (B,))}
 
 
 def padded(batch, n=3):

@@ -352,7 +352,7 @@ def make_photos(root):
 
 def test_every_image_gets_the_box_that_its_crops_lie_in(tmp_path):
     """Boxes are found for each row once, in two parts; the stream crops each image in its own."""
-    source = common.open_data(str(make_photos(tmp_path)), captions=False)
+    source = common.open_data(str(make_photos(tmp_path)), content=None)
     (tmp_path / "left/left3.png").write_bytes(b"no image")
     parts = []
     for part in range(2):
@@ -397,7 +397,7 @@ def boxes_of_rank(rank, photos):
         def boxes(self, images):
             return images.mean((1, 2, 3))[:, None].repeat(1, 4)
 
-    source = common.open_data(photos, captions=False)
+    source = common.open_data(photos, content=None)
     args = argparse.Namespace(image_size=16, workers=0)
     return train.find_boxes(args, source, Model(), torch.device("cpu"), contextlib.nullcontext)
 

@@ -370,7 +370,7 @@ def test_fifos_and_pixel_bombs_are_counted_and_neither_hang_nor_warn(tmp_path):
         for name, why in (("4.jpg", "no regular file"), ("5.png", "90000000 pixels")):
             with pytest.raises(common.IMAGE_ERRORS, match=why):
                 common.open_image(str(tmp_path / name), 8)
-        source = open_data(str(tmp_path), captions=False)
+        source = open_data(str(tmp_path), content=None)
         stream = Stream(source, None, common.train_transform(8), 8, None, 4, 0)
         (count, _), = take(stream, 2)[-1]["skipped"][0].values()
     assert count >= 2
