@@ -590,12 +590,10 @@ def build_model(method, args, image_encoder, text_encoder):
 
 
 def copy_tower(tower, source, run):
-    """Load the weights of another image encoder, that of a run, which has the same sizes; where
-    images have another size, positions are interpolated."""
-    weights = source.state_dict()
-    if "pos" in weights and tower.grid != source.grid:
-        has_cls = source.cls is not None
-        weights["pos"] = resize_positions(weights["pos"], has_cls, tower.grid, tower.grid)
+    """Load the weights of a run's image encoder, positions interpolated to this one's images."""
+    weights, grid = source.state_dict(), tower.grid
+    if "pos" in weights:
+        weights["pos"] = resize_positions(weights["pos"], source.cls is not None, grid, grid)
     restore_model(tower, weights, run, "leave out --image-encoder")
 
 
@@ -1025,39 +1023,33 @@ def eval_transform(size, resize=None):
 
 
 class Augment:
-    """Random changes of labelled images, DeiT's (arXiv 2012.12877, Table 9; timm's code), with
-    torchvision's functions, and of batches their mixtures.
+    """Random changes of labelled images, and of batches their mixtures, as in DeiT (2012.12877,
+    Table 9), whose code is timm's, with torchvision's functions.
 
-    differs: RandAugment has no noise on its magnitude (9 of 10), applies every operation (timm:
-    half of them), posterizes less, interpolates bilinearly and fills with black; erased parts are
-    grey (timm: noise).
+    differs: RandAugment's magnitude (9 of 10) has no noise; it applies every operation, timm half
+    of them, posterizes less and fills with black. What is erased becomes grey, in timm noise.
     """
 
     def __init__(self, size, classes, min_scale, rand_augment, erasing, mixup, cutmix):
-        crop = v2.RandomResizedCrop(size, (min_scale, 1.0), interpolation=BICUBIC)
-        steps = [crop, v2.RandomHorizontalFlip()]
+        steps = [train_transform(size, min_scale)]
         if rand_augment:
             bilinear = v2.InterpolationMode.BILINEAR
             steps.append(v2.RandAugment(2, magnitude=27, interpolation=bilinear))  # of 30
-        steps += [v2.PILToTensor(), to_unit, normalize, v2.RandomErasing(erasing)]
+        steps += [to_unit, normalize, v2.RandomErasing(erasing)]
         self.change, self.classes = v2.Compose(steps), classes
-        kinds = [(v2.MixUp, mixup), (v2.CutMix, cutmix)]
+        kinds = (v2.MixUp, mixup), (v2.CutMix, cutmix)
         self.mixtures = [kind(alpha=alpha, num_classes=classes) for kind, alpha in kinds if alpha]
 
     def __call__(self, image):
         """A PIL image, or (3, H, W) in [0, 1] -> normalised (3, size, size)."""
         return self.change(image)
 
-    def mix(self, batch):
-        """MixUp or CutMix, each of half the batches, of image i and i - 1: "labels" (B,) become
-        shares of classes (B, C). UserError for a label that is no class."""
-        images, labels = batch["images"], batch["labels"]
+    def mix(self, images, labels):
+        """(B, 3, S, S) and (B,) -> mixtures of two images each, and shares of classes (B, C)."""
         if labels.max() >= self.classes:
             raise UserError(f"--data holds class {labels.max()}, but there are {self.classes} "
                             f"classes, the first of which is 0: give the names of all.")
-        if self.mixtures:
-            images, labels = v2.RandomChoice(self.mixtures)(images, labels)
-        return batch | {"images": images, "labels": labels}
+        return v2.RandomChoice(self.mixtures)(images, labels) if self.mixtures else (images, labels)
 
 
 def open_image(file, min_side=None):
@@ -1324,11 +1316,9 @@ class CaptionTable:
         return [self.captions[j] for j in range(self.first[i], self.first[i + 1])]
 
     def only(self, rows):
-        """These of the images of class folders, as a table of its own."""
-        images = [(self.paths[i], self.captions_of(i)[0]) for i in rows]
-        table = CaptionTable(images, self.name)
-        table.classes, table.labels = self.classes, self.labels[rows]
-        table.content = self.content
+        """These of the labelled images, as a table of its own."""
+        table = CaptionTable([(self.paths[i], self.captions[i]) for i in rows], self.name)
+        table.classes, table.labels, table.content = self.classes, self.labels[rows], "label"
         return table
 
     def samples(self, seed, part, parts, start=start):
@@ -1848,7 +1838,9 @@ class Stream(IterableDataset):
             batch["tokens"], batch["mask"] = self.tokenizer.batch(values, self.context)
         if self.source.content == "label":
             batch["labels"] = torch.tensor(values)
-        return self.transform.mix(batch) if isinstance(self.transform, Augment) else batch
+        if isinstance(self.transform, Augment):
+            batch["images"], batch["labels"] = self.transform.mix(**batch)
+        return batch
 
 
 class WorldStream(Stream):

@@ -2024,20 +2024,17 @@ def export(run, checkpoint, file):
 
 def check_classes(options, data, model):
     """Raise UserError if a classifier has learned other classes than those of the data."""
-    known, names = model.config.classes, None
-    if data.groups:
-        names = list(data.groups["/shape" if data.is_world else ""][1])
-    # the names of shards may be others than those of folders
-    if names and (len(names) != len(known) or (isinstance(data, TableSet) and names != known)):
+    known = model.config.classes
+    names = list(data.groups["/shape" if data.is_world else ""][1]) if data.groups else known
+    if names != known:
         raise UserError(f"The classifier has learned {len(known)} classes, {', '.join(known[:3])}, "
                         f"..., {options.data} has {len(names)}, {', '.join(names[:3])}, ...: they "
-                        f"must be the same.")
+                        f"must be the same; names of shards can be given with --classes.")
 
 
 def classification(embed, data, options):
-    """Top-1 accuracy of a classifier; `mean_per_class`: each class of the images counts alike; of
-    the world, of shapes."""
-    check_classes(options, data, embed.model)
+    """Top-1 accuracy of a classifier, of the world on shapes; `mean_per_class`: each class of the
+    images counts alike."""
     scores, labels = labelled(embed, data, "test", embed.model.class_scores)
     if data.is_world:
         labels = data.groups["/shape"][0][labels]

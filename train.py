@@ -360,6 +360,11 @@ def encoder_of(run):
     return {"image_encoder": encoder, "image_size": args.image_size}
 
 
+@common.fixed_seed(0)  # what comes after does not depend on the run
+def evaluated_tower(run):
+    return evaluation.load_run(run)[0].model.evaluated()
+
+
 def check_settings(args, method, flags):
     """Raise UserError for values out of bounds, and for flags that do not fit each other."""
     for field in dataclasses.fields(args):
@@ -581,23 +586,19 @@ def open_data(args, method):
 
 
 def choose_labels(args, data):
-    """The labelled data, or what --label-fraction leaves of them. Sets args.classes to the names
-    of the classes."""
-    names = args.classes
-    if isinstance(names, str):
-        names = common.read_lines(names, "--classes")
-    if not (names or data.classes):
-        raise UserError(f"{args.data} does not say how many classes there are: give their names "
-                        f"with --classes FILE, one a line, that of label 0 first.")
-    if names and data.classes and names != list(data.classes):
-        raise UserError(f"The classes of {args.data} are {', '.join(data.classes)}, not "
-                        f"{', '.join(names)}: leave out --classes, or give the run's data.")
-    args.classes = names or list(data.classes)
+    """The labelled data, or what --label-fraction leaves. Sets args.classes to the names."""
+    given = args.classes  # of a run that is resumed, its names
+    if isinstance(given, str):
+        given = common.read_lines(given, "--classes")
+    args.classes = list(data.classes or given or ())
+    if not args.classes or given not in (None, args.classes):
+        names = ", ".join(args.classes) or "not named"
+        raise UserError(f"The classes of {args.data} are {names}: give --classes FILE of their "
+                        f"names, one a line, that of label 0 first, or other data.")
     if args.label_fraction is None:
         return data
     if not isinstance(data, common.CaptionTable):
-        raise UserError(f"--label-fraction takes images of class folders, not of {args.data}: "
-                        f"unpack shards, or leave it out.")
+        raise UserError(f"--label-fraction takes images of class folders, not of {args.data}.")
     return data.only(common.label_rows(data.paths, data.labels, args.label_fraction))
 
 
@@ -632,13 +633,10 @@ def build_tokenizer(args, data):
 
 def build_model(args, method, tokenizer):
     """The model, the same on every rank. What of a file of weights does not fit is printed."""
-    source = None
-    if args.finetune and not (args.resume or args.dry_run):
-        source = evaluation.load_run(args.finetune)[0].model
     torch.manual_seed(args.seed)
     towers, parts = common.build_encoders(method, args, tokenizer), None
-    if source is not None:
-        common.copy_tower(towers[0], source.evaluated(), args.finetune)
+    if args.finetune and not (args.resume or args.dry_run):
+        common.copy_tower(towers[0], evaluated_tower(args.finetune), args.finetune)
     if args.init_weights and not (args.resume or args.dry_run):
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
             weights = common.load_checkpoint(args.init_weights)

@@ -179,6 +179,7 @@ def write_shards(directory, sizes, broken=(), uncaptioned=()):
         for i in itertools.islice(number, size):
             members[f"{i:05}.jpg"] = b"no image" if i in broken else picture()
             members[f"{i:05}.txt"] = "" if i in uncaptioned else f"n{i}"
+            members[f"{i:05}.cls"] = str(i % 2)
         write_tar(directory / f"{s:03}.tar", members)
     return f"{directory}/{{000..{len(sizes) - 1:03}}}.tar"
 

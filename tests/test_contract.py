@@ -17,8 +17,8 @@ import eval as evaluation
 import toy
 import train
 from helpers import (ROOT, SMALL, assert_one_process, assert_same_weights, make_batch, make_views,
-                     on_ranks, read_log, tiny_model, train_alone, train_until, write_shards,
-                     write_table)
+                     on_ranks, read_log, tiny_model, train_alone, train_until, write_files,
+                     write_shards, write_table)
 from train import METHODS
 
 STABLE_FLAGS = """--preset tiny --data shapes --out DIR --steps 1 --batch 8 --lr 0.1 --amp bf16
@@ -44,7 +44,7 @@ PRINTED = {  # millions of parameters: SPARO, Tables 6 and B.2; BAM, Tables 4 an
     "dino-s16": 19}  # SPARO replaces a block of ViT-S/16
 ON_FILES = "--image-size 16 --data "
 LR = "batch steps lr weight_decay warmup beta2 adam_eps probe".split()
-CONSTANTS = {  # SPARC D.1, D.3, D.4; SPARO C.1 to C.3; STAIR 4.2, App. A; BAM 4.1, App. C, Table 9
+CONSTANTS = {  # SPARC D.1, D.3, D.4; SPARO C.1 to C.3; STAIR 4.2, App. A; BAM 4.1, C, D, Table 9
     ("sparc", "b16"): (16384, 200_000, 9e-4, 0.2, 2500, 0.98, 1e-6, "adamw"),
     ("sparc", "l14"): (16384, 250_000, 9e-4, 0.2, 2500, 0.98, 1e-6, "adamw"),
     ("sparc", "gloria-b16"): (4096, 800_000, 9e-4, 0.2, 2500, 0.98, 1e-6, "adamw"),
@@ -56,7 +56,10 @@ CONSTANTS = {  # SPARC D.1, D.3, D.4; SPARO C.1 to C.3; STAIR 4.2, App. A; BAM 4
     ("stair", "b16"): (16384, 1_200_000, 1e-3, 0.01, 10_000, 0.999, 1e-6, "adamw"),
     ("stair", "b16-single"): (16384, 600_000, 1e-3, 0.01, 10_000, 0.999, 1e-6, "adamw"),
     ("bam", "vit-s16"): (4096, 93_840, 3e-3, 0.04, 12_512, 0.999, 1e-8, "sgd"),
-    ("bam", "r50"): (4096, 93_840, 4.8, 1e-6, 3128, 0.98, 1e-6, "sgd")}
+    ("bam", "r50"): (4096, 93_840, 4.8, 1e-6, 3128, 0.98, 1e-6, "sgd"),
+    ("classifier", "imagenet"): (1024, 187_671, 1e-3, 0.05, 6256, 0.999, 1e-8, "adamw"),
+    ("classifier", "semi-adamw"): (512, 25_023, 5e-5, 0.3, 1251, 0.999, 1e-8, "adamw"),
+    ("classifier", "cifar10"): (1024, 4883, 6e-5, 0.1, 147, 0.999, 1e-8, "adamw")}
 WORDS = {"sparo": 49_408, "stair": 30_522, "stair-clip": 30_522, "sparc": 32_000}
 RUN_ALONE = """
 import runpy, sys
@@ -102,11 +105,13 @@ def test_two_ranks_are_one_process_and_every_parameter_learns(tmp_path, name):
     *((name, ON_FILES + "table.csv") for name in ("sparc", "sparo", "stair")),
     ("sparc", ON_FILES + "000.tar::001.tar"), ("sparc", ON_FILES + "{000..001}.tar --workers 2"),
     ("bam", "--optimizer lars --lr 0.3 --image-encoder tiny:width=16,heads=2,cls=1,drop_path=0.5"),
-    ("bam", ON_FILES + "table.csv --workers 1 --contrastive-crop --crop-start 1 --crop-every 3")])
+    ("bam", ON_FILES + "table.csv --workers 1 --contrastive-crop --crop-start 1 --crop-every 3"),
+    ("classifier", ON_FILES + "{000..001}.tar --workers 2 --classes names.txt")])
 def test_a_stopped_run_continues_bit_for_bit(tmp_path, monkeypatch, capsys, run_of, name, flags):
     monkeypatch.chdir(tmp_path)
     write_table(tmp_path, 12)
     write_shards(tmp_path, [5, 4])
+    write_files(tmp_path, {"names.txt": "odd\neven"})
     whole, stopped = run_of(name), tmp_path / "stopped"
     if flags:
         whole = tmp_path / "whole"

@@ -1,0 +1,205 @@
+"""Fine-tuning: labels, mixtures, what is taken from the run, classification."""
+
+import itertools
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import one_hot
+
+import common
+import eval as evaluation
+import train
+from common import UserError
+from helpers import (SMALL, TOWER, make_batch, picture, read_log, tiny_model, train_alone, weights,
+                     write_files, write_shards)
+
+PLAIN = "--mixup 0 --cutmix 0 --erasing 0 --no-rand-augment --smoothing 0 --drop-path 0"
+COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
+
+
+def make_folders(root, names=COLOURS, n=10):
+    for name, colour in zip(names, COLOURS.values()):
+        image = picture(16, 16, format="PNG", value=colour)
+        write_files(root, {f"{name}/{name}{i}.png": image for i in range(n)})
+    return str(root)
+
+
+def changes(**settings):
+    """Augment that leaves images as they are, but for the settings."""
+    nothing = dict(min_scale=1.0, rand_augment=False, erasing=0.0, mixup=0.0, cutmix=0.0)
+    return common.Augment(8, **nothing | dict(classes=4) | settings)
+
+
+@pytest.mark.parametrize("name", ["mixup", "cutmix"])
+def test_labels_of_mixtures_are_the_shares_of_their_images(name):
+    """Image i holds the number i: of a mixture of i and j the mean tells the share of each."""
+    images = torch.arange(4.0)[:, None, None, None].expand(4, 3, 8, 8)
+    labels, shares = torch.tensor([2, 0, 1, 3]), set()
+    for _ in range(5):
+        mixed, targets = changes(**{name: 1.0}).mix(images, labels)
+        for i in range(4):
+            before = (i - 1) % 4
+            share = (mixed[i].mean() - before) / (i - before)
+            expected = share * one_hot(labels[i], 4) + (1 - share) * one_hot(labels[before], 4)
+            torch.testing.assert_close(targets[i], expected)
+        shares.add(round(share.item(), 4))
+        numbers = mixed.unique()
+        assert len(numbers) <= 4 if name == "cutmix" else 0 <= numbers.min()
+    assert len(shares) > 1
+    assert changes().mix(images, labels)[1] is labels
+    with pytest.raises(UserError, match="holds class 3, but there are 3 classes"):
+        changes(classes=3).mix(images, labels)
+
+
+def test_images_are_cropped_erased_and_normalised():
+    image = torch.full((3, 8, 8), 0.75)
+    torch.testing.assert_close(changes()(image), common.normalize(image))
+    erased = changes(erasing=1.0)(image)
+    assert 0.02 * 64 < (erased == 0).all(0).sum() < 0.34 * 64               # Zhong et al., Alg. 1
+    noise = torch.rand(3, 8, 8)
+    assert not torch.equal(changes(rand_augment=True)(noise), changes()(noise))
+
+
+def test_the_loss_smooths_labels_and_shares_alike():
+    model, batch = tiny_model("classifier", smoothing=0.1), make_batch(4)
+    scores = model.class_scores(batch["images"]).detach()
+    target = 0.9 * one_hot(batch["labels"], 3) + 0.1 / 3                    # (4, 3)
+    expected = -(target * scores.log_softmax(1)).sum(1).mean()
+    for labels in (batch["labels"], one_hot(batch["labels"], 3).float()):
+        torch.testing.assert_close(model(batch | {"labels": labels})["loss"], expected)
+    tokens = model.image_encoder(batch["images"])
+    torch.testing.assert_close(scores, model.head(tokens[:, 0]))            # [CLS]
+    without = tiny_model("classifier", vit=dict(cls=False))
+    tokens = without.image_encoder(batch["images"])
+    torch.testing.assert_close(without.class_scores(batch["images"]), without.head(tokens.mean(1)))
+
+
+@pytest.mark.parametrize("name", ["bam", "sparo", "stair"])
+def test_a_run_is_fine_tuned_from_its_evaluated_encoder(tmp_path, run_of, name):
+    """With the rate 0 it stays as it was: BAM's teacher, SPARO's tower without the read-out."""
+    run = run_of(name)
+    train_alone(["--finetune", run, "--lr", 0, "--steps", 1, "--batch", 4, "--data",
+                 "shapes:size=16", *PLAIN.split(), "--out", tmp_path / "run"])
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert config["method"] == "classifier" and config["image_size"] == 16
+    assert config["classes"] == common.SHAPE_NAMES
+    found, expected = weights(tmp_path / "run"), evaluation.load_run(run)[0].model.evaluated()
+    tower = {key.removeprefix("image_encoder."): x for key, x in found.items()
+             if key.startswith("image_encoder.")}
+    assert tower.keys() == expected.state_dict().keys()
+    learned = dict(expected.named_parameters())                             # not BatchNorm's means
+    assert [key for key in learned if not torch.equal(tower[key], learned[key])] == []
+
+
+def test_positions_are_interpolated_to_other_images(tmp_path, run_of):
+    data = make_folders(tmp_path / "data", n=2)
+    train_alone(["--finetune", run_of("bam"), "--image-size", 32, "--lr", 0, "--steps", 1, "--batch",
+                 2, "--data", data, "--out", tmp_path / "run"])
+    pos = evaluation.load_run(run_of("bam"))[0].model.evaluated().pos
+    expected = common.resize_positions(pos, True, 4, 4)
+    assert torch.equal(weights(tmp_path / "run")["image_encoder.pos"], expected)
+    with pytest.raises(UserError, match="another size or kind .* leave out --image-encoder"):
+        train_alone(["--finetune", run_of("bam"), "--image-encoder", f"{TOWER}1", "--data",
+                     data, "--out", tmp_path / "other"])
+
+
+def test_without_learning_it_is_chance(tmp_path, monkeypatch):
+    """A head of zeros: every class is as likely, and the first one wins."""
+    data = make_folders(tmp_path / "data", n=4)
+    monkeypatch.setattr(torch.nn.init, "normal_", lambda x, std: torch.nn.init.zeros_(x))
+    train.main([*SMALL["classifier"], "--data", data, "--image-size", "16", "--lr", "0", "--out",
+                str(tmp_path / "run")])
+    assert read_log(tmp_path / "run")[-1]["loss"] == pytest.approx(math.log(3), abs=1e-6)
+    result = json.loads((tmp_path / "run/eval.json").read_text())
+    for name in ("classification", "classification/mean_per_class", "classification/chance"):
+        assert result[name] == pytest.approx(1 / 3)
+
+
+def test_it_learns_classes_and_eval_measures_them(tmp_path, capsys):
+    data, test = make_folders(tmp_path / "data"), make_folders(tmp_path / "test", n=2)
+    run = str(tmp_path / "run")
+    train.main([*SMALL["classifier"], *PLAIN.split(), "--data", data, "--eval-data", test, "--lr",
+                "0.01", "--warmup", "1", "--steps", "8", "--image-size", "16", "--label-fraction",
+                "0.5", "--out", run])
+    assert "15 images" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run/eval.json").read_text())["classification"] == 1
+    other = make_folders(tmp_path / "other", ["blue", "green", "yellow"])
+    with pytest.raises(UserError, match="learned 3 classes, blue, .* has 3, blue, green, yellow"):
+        evaluation.main([run, "--data", other])
+    with pytest.raises(UserError, match="learned 3 classes.* must be the same"):
+        train_alone([*SMALL["classifier"], "--data", data, "--eval-data", other, "--out",
+                     tmp_path / "new"])
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(UserError, match="classes of .*other are blue, green, yellow: give"):
+        train_alone(["--resume", "--out", run, "--data", other])
+    spec = write_shards(tmp_path, [6])
+    capsys.readouterr()
+    evaluation.main([run, "--data", spec])                                   # labels alone
+    assert "classification" in capsys.readouterr().out
+
+
+def test_classification_by_hand():
+    """Of three classes two have images, three and one of them."""
+    predicted, labels = torch.tensor([0, 2, 0, 1]), [0, 0, 0, 2]
+    config = SimpleNamespace(classes=list("abc"))
+    model = SimpleNamespace(config=config, class_scores=one_hot(predicted, 3))
+    embed = SimpleNamespace(model=model, encoded=lambda pairs, encode: (encode, labels))
+    data = evaluation.EvalSet(labelled=lambda purpose: None)
+    result = evaluation.classification(embed, data, None)
+    assert evaluation.number(result["classification"]) == 2 / 4
+    assert result["classification/mean_per_class"] == pytest.approx((2 / 3 + 0) / 2)
+
+
+def test_labels_come_from_shards_folders_and_the_world(tmp_path):
+    specs = write_shards(tmp_path, [5]), make_folders(tmp_path / "data"), "shapes:size=16"
+    shards, table, world = (common.open_data(spec, content="label") for spec in specs)
+    for source, kind in ((shards, common.Stream), (table, common.Stream),
+                         (world, common.WorldStream)):
+        stream = kind(source, None, lambda image: torch.zeros(3), min_side=8, context=None,
+                      batch_size=4, seed=0)
+        batch = next(iter(stream))
+        assert batch["labels"].dtype == torch.int64 and batch["labels"].shape == (4,)
+        assert "tokens" not in batch
+    for (_, label, where), _ in itertools.islice(shards.samples(0, 0, 1), 5):
+        assert label == int(where[-5:]) % 2
+    for (path, label, _, row), _ in itertools.islice(table.samples(0, 0, 1), 30):
+        assert f"/{table.classes[label]}/" in path and path == table.paths[row]
+    sample = world.sample(4, "train", common.mix_seed(0, 0, 0, 0), 1)         # that of the stream
+    assert torch.equal(batch["labels"], sample["scene"]["shape"][:, 0])
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--data table.csv", "has captions, not labels: give class folders"),
+    ("--data 000.tar", "classes of 000.tar are not named: give --classes FILE"),
+    ("--data 000.tar --classes one.txt", "holds class 1, but there are 1 classes"),
+    ("--data 000.tar --classes two.txt --label-fraction 0.1", "takes images of class folders"),
+    ("--data data --classes two.txt", "classes of data are blue, green, red: give"),
+    ("--vocab two.txt", "--vocab has no effect here"),
+    ("--finetune data", "data holds no run"),
+])
+def test_errors_name_the_remedy(tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    make_folders(tmp_path / "data", n=1)
+    write_shards(tmp_path, [8])
+    write_files(tmp_path, {"table.csv": "filepath,title\n0.jpg,a cat\n", "one.txt": "odd",
+                           "two.txt": "odd\neven"})
+    with pytest.raises(UserError, match=message):
+        train_alone([*SMALL["classifier"], *flags.split(), "--out", "run"])
+
+
+def test_sgd_is_nesterovs():
+    """Two steps of v = .9 v + g, p = p - lr (g + .9 v), where g has the decay of the weight."""
+    p = torch.nn.Parameter(torch.tensor([1.0]))
+    groups = [{"params": [p], "lr": 0.1, "weight_decay": 0.5}]
+    optimizer = train.OPTIMIZERS["sgd"](groups, betas=(0.9, 0.98), eps=1e-6)
+    expected, v = 1.0, 0.0
+    for gradient in (2.0, -3.0):
+        p.grad = torch.tensor([gradient])
+        optimizer.step()
+        g = gradient + 0.5 * expected
+        v = 0.9 * v + g
+        expected -= 0.1 * (g + 0.9 * v)
+        assert p.item() == pytest.approx(expected)
