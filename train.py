@@ -360,11 +360,6 @@ def encoder_of(run):
     return {"image_encoder": encoder, "image_size": args.image_size}
 
 
-@common.fixed_seed(0)  # what comes after does not depend on the run
-def evaluated_tower(run):
-    return evaluation.load_run(run)[0].model.evaluated()
-
-
 def check_settings(args, method, flags):
     """Raise UserError for values out of bounds, and for flags that do not fit each other."""
     for field in dataclasses.fields(args):
@@ -633,10 +628,13 @@ def build_tokenizer(args, data):
 
 def build_model(args, method, tokenizer):
     """The model, the same on every rank. What of a file of weights does not fit is printed."""
+    source = None
+    if args.finetune and not (args.resume or args.dry_run):
+        source = evaluation.load_run(args.finetune)[0].model
     torch.manual_seed(args.seed)
     towers, parts = common.build_encoders(method, args, tokenizer), None
-    if args.finetune and not (args.resume or args.dry_run):
-        common.copy_tower(towers[0], evaluated_tower(args.finetune), args.finetune)
+    if source is not None:
+        common.copy_tower(towers[0], source.evaluated(), args.finetune)
     if args.init_weights and not (args.resume or args.dry_run):
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
             weights = common.load_checkpoint(args.init_weights)
