@@ -498,7 +498,7 @@ class LARS(torch.optim.Optimizer):
                 p.sub_(group["lr"] * momentum)
 
 
-# Fine-tuning (Sec. 4.3 to 4.5, Tables 3 to 5) --------------------------------------------------
+# Fine-tuning (Sec. 4.3 to 4.5, Tables 3 to 5) ---------------------------------------------
 #
 # `train.py --finetune RUN` trains the image encoder of any method's run and a linear head.
 

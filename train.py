@@ -99,7 +99,7 @@ class Config:
     bench: CountOrZero = 0  # time this many steps, print the rates, and stop
 
 
-def sgd(groups, betas, eps):
+def sgd(groups, betas=(0.9, 0), eps=0):
     return torch.optim.SGD(groups, momentum=betas[0], nesterov=True)  # as timm's, so DeiT's "sgd"
 
 
@@ -607,7 +607,8 @@ def open_evaluation(args, model):
     if not (args.eval_data or args.eval_every):
         return None, options
     data = evaluation.open_eval_set(options, args.image_size, with_text)
-    remedy = " In training, k-NN learns from --data and is tested on --eval-data"
+    learned = "classes are" if model.class_scores else "k-NN is"
+    remedy = f" In training, {learned} learned from --data and tested on --eval-data"
     with common.explained(UserError, "No evaluation", remedy):
         evaluation.check(options, data, model)
     return data, options

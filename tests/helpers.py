@@ -109,10 +109,10 @@ def tiny_model(name, stage=3, vit={}, **settings):
 
 
 def make_batch(B=4, L=9):
-    """Images (B, 3, 16, 16), tokens (B, L) and their mask (B, L), labels (B,), for B up to 8."""
+    """Images (B, 3, 16, 16), tokens (B, L) and their mask (B, L), for B up to 8."""
     lengths = torch.tensor([9, 4, 6, 3, 5, 8, 7, 4])[:B].clamp(max=L)
     return {"images": torch.randn(B, 3, 16, 16), "tokens": torch.randint(4, 30, (B, L)),
-            "mask": torch.arange(L) < lengths[:, None], "labels": torch.randint(3, (B,))}
+            "mask": torch.arange(L) < lengths[:, None]}
 
 
 def padded(batch, n=3):
@@ -171,15 +171,16 @@ def write_table(directory, n, broken=()):
     return str(directory / "table.csv")
 
 
-def write_shards(directory, sizes, broken=(), uncaptioned=()):
-    """One shard a size, the samples numbered through; returns the SPEC."""
+def write_shards(directory, sizes, broken=(), uncaptioned=(), labels=None):
+    """One shard a size, the samples numbered through; returns the SPEC. labels: how many."""
     number = itertools.count()
     for s, size in enumerate(sizes):
         members = {}
         for i in itertools.islice(number, size):
             members[f"{i:05}.jpg"] = b"no image" if i in broken else picture()
             members[f"{i:05}.txt"] = "" if i in uncaptioned else f"n{i}"
-            members[f"{i:05}.cls"] = str(i % 2)
+            if labels:
+                members[f"{i:05}.cls"] = str(i % labels)
         write_tar(directory / f"{s:03}.tar", members)
     return f"{directory}/{{000..{len(sizes) - 1:03}}}.tar"
 

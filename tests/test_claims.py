@@ -128,7 +128,7 @@ def test_a_run_of_other_flags_or_of_an_old_preset_is_refused(printed, tmp_path, 
         printed("--again")
 
 
-@pytest.mark.parametrize("method", evaluation.METHODS)
+@pytest.mark.parametrize("method", claims.RUNS)
 def test_the_data_of_claims_are_sound(method):
     settings, runs = {}, claims.RUNS[method]
     for run, (chosen_by, run_flags, *rates) in runs.items():

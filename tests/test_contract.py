@@ -73,6 +73,8 @@ for name in sys.argv[1:]:
 
 
 def batch_of(name, B=4):
+    if name == "classifier":
+        return {"images": torch.randn(B, 3, 16, 16), "labels": torch.arange(B) % 3}
     return make_views(B) if name in ("dino", "bam") else make_batch(B)
 
 
@@ -110,7 +112,7 @@ def test_two_ranks_are_one_process_and_every_parameter_learns(tmp_path, name):
 def test_a_stopped_run_continues_bit_for_bit(tmp_path, monkeypatch, capsys, run_of, name, flags):
     monkeypatch.chdir(tmp_path)
     write_table(tmp_path, 12)
-    write_shards(tmp_path, [5, 4])
+    write_shards(tmp_path, [5, 4], labels=2)
     write_files(tmp_path, {"names.txt": "odd\neven"})
     whole, stopped = run_of(name), tmp_path / "stopped"
     if flags:

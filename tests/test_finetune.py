@@ -65,6 +65,7 @@ def test_images_are_cropped_erased_and_normalised():
 
 def test_the_loss_smooths_labels_and_shares_alike():
     model, batch = tiny_model("classifier", smoothing=0.1), make_batch(4)
+    batch["labels"] = torch.tensor([2, 0, 1, 2])
     scores = model.class_scores(batch["images"]).detach()
     target = 0.9 * one_hot(batch["labels"], 3) + 0.1 / 3                    # (4, 3)
     expected = -(target * scores.log_softmax(1)).sum(1).mean()
@@ -96,8 +97,8 @@ def test_a_run_is_fine_tuned_from_its_evaluated_encoder(tmp_path, run_of, name):
 
 def test_positions_are_interpolated_to_other_images(tmp_path, run_of):
     data = make_folders(tmp_path / "data", n=2)
-    train_alone(["--finetune", run_of("bam"), "--image-size", 32, "--lr", 0, "--steps", 1, "--batch",
-                 2, "--data", data, "--out", tmp_path / "run"])
+    train_alone(["--finetune", run_of("bam"), "--image-size", 32, "--lr", 0, "--steps", 1,
+                 "--batch", 2, "--data", data, "--out", tmp_path / "run"])
     pos = evaluation.load_run(run_of("bam"))[0].model.evaluated().pos
     expected = common.resize_positions(pos, True, 4, 4)
     assert torch.equal(weights(tmp_path / "run")["image_encoder.pos"], expected)
@@ -135,7 +136,7 @@ def test_it_learns_classes_and_eval_measures_them(tmp_path, capsys):
     assert not (tmp_path / "new").exists()
     with pytest.raises(UserError, match="classes of .*other are blue, green, yellow: give"):
         train_alone(["--resume", "--out", run, "--data", other])
-    spec = write_shards(tmp_path, [6])
+    spec = write_shards(tmp_path, [6], labels=2)
     capsys.readouterr()
     evaluation.main([run, "--data", spec])                                   # labels alone
     assert "classification" in capsys.readouterr().out
@@ -154,7 +155,7 @@ def test_classification_by_hand():
 
 
 def test_labels_come_from_shards_folders_and_the_world(tmp_path):
-    specs = write_shards(tmp_path, [5]), make_folders(tmp_path / "data"), "shapes:size=16"
+    specs = write_shards(tmp_path, [5], labels=2), make_folders(tmp_path / "data"), "shapes:size=16"
     shards, table, world = (common.open_data(spec, content="label") for spec in specs)
     for source, kind in ((shards, common.Stream), (table, common.Stream),
                          (world, common.WorldStream)):
@@ -183,7 +184,7 @@ def test_labels_come_from_shards_folders_and_the_world(tmp_path):
 def test_errors_name_the_remedy(tmp_path, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
     make_folders(tmp_path / "data", n=1)
-    write_shards(tmp_path, [8])
+    write_shards(tmp_path, [8], labels=2)
     write_files(tmp_path, {"table.csv": "filepath,title\n0.jpg,a cat\n", "one.txt": "odd",
                            "two.txt": "odd\neven"})
     with pytest.raises(UserError, match=message):

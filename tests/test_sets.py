@@ -153,7 +153,7 @@ def test_winogrounds_own_files(tmp_path, capsys):
     write_winoground(tmp_path / "w")
     (tmp_path / "w" / "images").rename(tmp_path / "photos")
     data, options = opened(tmp_path / "w", image_root=str(tmp_path / "photos"))
-    assert evaluation.check(options, data, has_text=True) == ["winoground"]
+    assert evaluation.check(options, data, embedder().model) == ["winoground"]
     result = evaluation.winoground(embedder(), data, options)
     assert {key: value.tolist() for key, value in result.items()} == {
         "winoground/text": [True], "winoground/image": [True], "winoground/group": [True]}
