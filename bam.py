@@ -505,8 +505,8 @@ class LARS(torch.optim.Optimizer):
 
 @dataclass
 class ClassifierConfig:
-    # FILE of the names of labels 0, 1, ..., one a line; None: of class folders, of shapes
-    classes: str | None = None
+    # file of the names of labels 0, 1, ..., one a line; None: of class folders, of shapes
+    classes: list | None = None
     label_fraction: str | None = None  # of each class, in (0, 1], or a FILE of image names
     smoothing: Annotated[float, 0, 0.99] = 0.1  # of the labels (DeiT's code, as all below)
     mixup: Annotated[float, 0, 100] = 0.8  # alpha of MixUp; 0: none

@@ -289,6 +289,9 @@ def add_flags(parser, config_class, title, preset):
             options = {"nargs": "?", "const": True, "choices": ["auto"]}
         elif kind is bool:
             options = {"action": argparse.BooleanOptionalAction}
+        elif kind is list:
+            read = functools.partial(common.read_lines, flag=flag_of(field.name))
+            options = {"type": read, "metavar": "FILE"}
         else:
             options = {"type": kind, "metavar": kind.__name__.upper()}
         options["help"] = f"{comments[field.name]} ({value})".replace("%", "%%")
@@ -582,9 +585,7 @@ def open_data(args, method):
 
 def choose_labels(args, data):
     """The labelled data, or what --label-fraction leaves. Sets args.classes to the names."""
-    given = args.classes  # of a run that is resumed, its names
-    if isinstance(given, str):
-        given = common.read_lines(given, "--classes")
+    given = args.classes  # of a run that is resumed, its own
     args.classes = list(data.classes or given or ())
     if not args.classes or given not in (None, args.classes):
         names = ", ".join(args.classes) or "not named"
