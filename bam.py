@@ -557,7 +557,7 @@ DEIT = dict(image_encoder=PRESETS["vit-b16"]["image_encoder"], crop_scale=0.08, 
 SEMI = dict(batch=512, steps=25_023, warmup=1251, weight_decay=0.3, **DEIT)
 MOCO = dict(batch=1024, lr=6e-5, weight_decay=0.1, erasing=0.0, **DEIT)
 CLASSIFIER_PRESETS = {  # --finetune RUN brings its own encoder
-    "tiny": dict(image_encoder="tiny", data=PRESETS["tiny"]["data"], batch=64, steps=300, lr=5e-4, weight_decay=0.05,
+    "tiny": dict(image_encoder="tiny", data=PRESETS["tiny"]["data"], batch=64, steps=100, lr=5e-4, weight_decay=0.05,
                  warmup=25, **PLAIN),
     # Table 3: 150 epochs, else DeiT's defaults (facebookresearch/deit, main.py: lr 5e-4 for 512
     # images, warm-up 5 epochs). differs: no moving average of the weights, no repeated
