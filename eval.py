@@ -2019,6 +2019,8 @@ def export(run, checkpoint, file):
     print(f"{file}: timm's VisionTransformer of {len(tower.blocks)} blocks, {tower.width} wide, "
           f"with {heads} heads, eps={tower.norm.eps:g} in its norms, for images of "
           f"{tower.image_size} pixels that are normalised as {pixels}.")
+
+
 # Fine-tuned classifiers (BAM, Tables 3 to 5) ----------------------------------------------
 
 
@@ -2038,9 +2040,9 @@ def classification(embed, data, options):
     scores, labels = labelled(embed, data, "test", embed.model.class_scores)
     if data.is_world:
         labels = data.groups["/shape"][0][labels]
-    right = scores.argmax(1) == labels
-    per_class = mean([number(right[labels == c]) for c in labels.unique()])
-    return {"classification": right, "classification/mean_per_class": per_class,
+    predicted = scores.argmax(1)
+    return {"classification": predicted == labels,
+            "classification/mean_per_class": mean_per_class(predicted, labels),
             "classification/chance": 1 / scores.shape[1]}
 
 
