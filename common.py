@@ -10,6 +10,7 @@ import csv
 import dataclasses
 import datetime
 import errno
+import functools
 import gzip
 import heapq
 import html
@@ -30,6 +31,7 @@ import warnings
 import zlib
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +42,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset, get_worker_info
 from torchvision.models import ResNet50_Weights, resnet
-from torchvision.ops import Conv2dNormActivation, stochastic_depth
+from torchvision.ops import Conv2dNormActivation, masks_to_boxes, stochastic_depth
 from torchvision.transforms import v2
 
 
@@ -525,6 +527,7 @@ class ModelDefaults:
     attend = None             # (images, tokens, mask) -> attention over both, slots of both
     encode_words = None       # (tokens, mask) -> (B, |V|), the caption's words alone
     word_maps = None          # (images, ids) -> (B, N, n), words' scores at image tokens
+    detect = None             # (images, queries (Q, E)) -> logits (B, P, Q), boxes (B, P, 4)
     head_maps = None          # (images) -> (B, heads, h, w), what [CLS] attends to
     class_scores = None       # (images) -> (B, C), of a classifier
     boxes = None              # (images) -> (B, 4), where crops lie, as fractions of the sides
@@ -540,6 +543,9 @@ class ModelDefaults:
     # A stage begins, or is continued if not fresh; before and after an update of a stage:
     begin_stage = lambda self, number, fresh: None
     before_update = lambda self, step: None
+    # Pairs of its modules and those of the model of --finetune RUN that they begin as, beside the
+    # image encoders:
+    start_from = lambda self, source: []
     after_update = lambda self, step, steps: None
     # When a step is logged, on one rank, in evaluation mode: scalars to log; a warning or None:
     diagnose = lambda self, batch: {}
@@ -1215,7 +1221,7 @@ def blur(x, sigma):
 # Data files ---------------------------------------------------------------------------
 #
 # What --data names is a source: CaptionTable, TarShards or World. All three have
-#   content                             what comes with an image: "caption", "label" or None
+#   content                             what comes with an image: "caption", "label", "boxes", None
 #   classes                             names of the labels, if it knows them
 #   sample_captions(limit)              captions for a vocabulary
 #   layout                              in another one positions mean other samples, so a
@@ -1637,9 +1643,12 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
     split: of Karpathy's; train takes restval too.
     image_root: what a table's file names are relative to; None: the table's directory.
     image_size: of the world's pictures, unless the SPEC says it. content: what shall come with an
-    image, "caption", "label" (of class folders, of shards, or the world's shapes), or None for
-    images alone: shards need no captions then, and a directory no class folders.
+    image, "caption", "label" (of class folders, of shards, or the world's shapes), "boxes" (of the
+    world or FILE.json), or None for images alone: shards need no captions then, and a directory no
+    class folders.
     """
+    if content == "boxes" and parse_spec(spec)[0] != "shapes":
+        return BoxTable(spec, image_root, split)
     if "::" in spec:
         if not all(part.endswith(".tar") for part in spec.split("::")):
             raise UserError(f"{spec}: '::' joins tar shards alone, 'A/{{000..012}}.tar::B.tar'.")
@@ -1818,12 +1827,14 @@ class Stream(IterableDataset):
                 samples = []
 
     def load(self, file, caption, name, row=None):
-        """Decode and augment -> (image or crops, caption or label) or Skipped."""
+        """Decode and augment -> (image or crops, caption, label or Boxes) or Skipped."""
         try:
             image = open_image(file, self.min_side)
         except IMAGE_ERRORS as error:
             why = re.sub(" <.*>", "", str(error))  # PIL names an object by its address
             return Skipped("unreadable image", f"{name} ({why})")
+        if self.source.content == "boxes":
+            return self.transform(image, self.source.truth(row))
         if self.boxes is None or self.boxes[row].isnan().any():
             return self.transform(image), caption
         return self.transform(image, self.boxes[row].tolist()), caption
@@ -1834,6 +1845,8 @@ class Stream(IterableDataset):
             batch = self.transform.collate(images)
         else:
             batch = {"images": torch.stack(images)}
+        if self.source.content == "boxes":
+            return batch | box_batch(values, self.source, self.tokenizer, self.context)
         if self.tokenizer:
             batch["tokens"], batch["mask"] = self.tokenizer.batch(values, self.context)
         if self.source.content == "label":
@@ -1856,6 +1869,8 @@ class WorldStream(Stream):
             images, values = sample["images"], sample["captions"]
             if self.source.content == "label":
                 values = sample["scene"]["shape"][:, 0].tolist()
+            if self.source.content == "boxes":
+                values = world_boxes(sample)
             with fixed_seed(seed):
                 if self.transform:
                     images = [self.transform(image) for image in denormalize(images)]
@@ -2018,6 +2033,130 @@ def load_checkpoint(path, map_location="cpu"):
         raise UserError(f"{path} is not a checkpoint that can be read: {why}.") from None
 
 
+# Boxes, for detection -----------------------------------------------------------------
+
+
+class Boxes(NamedTuple):
+    """The true boxes of an image: left, top, right, bottom, in units of its longer side. LVIS looks
+    for few classes in an image: one neither in `labels` nor in `absent` may be there, too, and one
+    in `partial` may have objects without a box."""
+
+    boxes: np.ndarray           # (n, 4)
+    labels: np.ndarray          # (n,), numbers of classes
+    crowd: np.ndarray           # (n,), True: a box around many objects
+    size: tuple = (1, 1)        # of the image: width, height
+    absent: list | None = None  # numbers of classes; None: all that are not in `labels`
+    partial: tuple = ()         # numbers of classes
+
+
+class BoxTable(CaptionTable):
+    """Images with boxes, of a JSON like COCO's instances_val2017.json or LVIS' lvis_v1_val.json.
+
+    class_names; rare, trained: numbers of LVIS' rare classes, and of those to train on.
+    split: train leaves out the boxes of rare classes (SPARC, Sec. 4.5).
+    """
+
+    content = "boxes"
+
+    def __init__(self, path, image_root=None, split="train"):
+        with explained((OSError, ValueError, RecursionError), f"{path} is no JSON of boxes"):
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        with explained((KeyError, TypeError, ValueError, AttributeError, IndexError),
+                       f"{path} has no images, categories and boxes as COCO's and LVIS' files"):
+            images = data["images"]
+            # LVIS has no file names, but http://.../val2017/000000397133.jpg
+            files = [image.get("file_name") or "/".join(image["coco_url"].split("/")[-2:])
+                     for image in images]
+            classes = sorted(data["categories"], key=lambda c: c["id"])
+            self.class_names = [c["name"].replace("_", " ") for c in classes]
+            self.rare = [i for i, c in enumerate(classes) if c.get("frequency") == "r"]
+            number = {c["id"]: i for i, c in enumerate(classes)}
+            self.sizes = np.array([(image["width"], image["height"]) for image in images], float)
+            absent = [image.get("neg_category_ids") for image in images]
+            self.absent = [ids and [number[c] for c in ids] for ids in absent]
+            partial = [image.get("not_exhaustive_category_ids", ()) for image in images]
+            self.partial = [[number[c] for c in ids] for ids in partial]
+            row_of = {image["id"]: i for i, image in enumerate(images)}
+            rows = [(row_of[a["image_id"]], number[a["category_id"]], a.get("iscrowd", 0),
+                     *a["bbox"]) for a in data["annotations"]]
+            rows = np.array(rows, float).reshape(-1, 7)      # image, class, crowd, x, y, w, h
+        rows[:, 5:] += rows[:, 3:5]                          # ..., left, top, right, bottom
+        if split == "train":
+            rows = rows[~np.isin(rows[:, 1], self.rare)]
+        self.rows = rows[rows[:, 0].argsort(kind="stable")]
+        self.ends = self.rows[:, 0].searchsorted(np.arange(len(images) + 1))
+        self.queries = [article(name) for name in self.class_names]
+        self.trained = sorted(set(range(len(classes))) - set(self.rare))
+        super().__init__([(file, "an image") for file in files], path,
+                         image_root or Path(path).parent)
+
+    def truth(self, i):
+        """Boxes of image i."""
+        rows, side = self.rows[self.ends[i] : self.ends[i + 1]], self.sizes[i].max()
+        return Boxes(rows[:, 3:] / side, rows[:, 1].astype(int), rows[:, 2] > 0,
+                     tuple(self.sizes[i] / side), self.absent[i], self.partial[i])
+
+    def sample_captions(self, limit):
+        return self.queries[:limit]
+
+
+def world_boxes(sample):
+    """World sample -> Boxes of each image: of the pixels that each object covers."""
+    K, S = sample["scene"]["present"].shape[1], sample["segmentation"].shape[1]
+    masks = sample["segmentation"][:, None] == torch.arange(1, K + 1)[:, None, None]
+    seen = masks.flatten(2).any(2)                           # (B, K)
+    boxes = masks_to_boxes(masks[seen]) + torch.tensor([0, 0, 1, 1])  # their last pixels, too
+    labels = (sample["scene"]["colour"] * 8 + sample["scene"]["shape"])[seen]
+    parts = zip(*[x.split(seen.sum(1).tolist()) for x in (boxes.double() / S, labels)])
+    return [Boxes(b.numpy(), c.numpy(), np.zeros(len(c), bool)) for b, c in parts]
+
+
+def squared(image, size):
+    """A PIL image, its longer side resized to `size`, grey below or right of it (OWL-ViT's code)
+    -> uint8 (3, size, size)."""
+    width, height = [max(1, round(side * size / max(image.size))) for side in image.size]
+    page = Image.new("RGB", (size, size), (128, 128, 128))
+    page.paste(image.resize((width, height), Image.Resampling.BICUBIC))
+    return v2.functional.pil_to_tensor(page)
+
+
+def crop_boxes(image, truth, size, min_scale):
+    """A random crop of at least min_scale of a PIL image's area, perhaps flipped, `squared`
+    -> uint8 (3, size, size), and its Boxes: those of which 60 % is left, without crowds (OWL-ViT's
+    code)."""
+    side = max(image.size)
+    crop = v2.RandomResizedCrop.get_params(image, (min_scale, 1), (3 / 4, 4 / 3))
+    top, left, height, width = crop
+    image = v2.functional.crop(image, *crop)
+    whole = truth.boxes * side - [left, top, left, top]
+    boxes = whole.clip(0, [width, height, width, height])
+    area, before = [(x[:, 2:] - x[:, :2]).prod(1) for x in (boxes, whole)]
+    kept = (area >= 0.6 * before) & (area > 0) & ~truth.crowd
+    if torch.rand(()) < 0.5:
+        image = v2.functional.hflip(image)
+        boxes[:, [0, 2]] = width - boxes[:, [2, 0]]
+    boxes = boxes[kept] / max(width, height)
+    return squared(image, size), truth._replace(boxes=boxes, labels=truth.labels[kept])
+
+
+def box_batch(truths, source, tokenizer, context, others=50):
+    """B Boxes -> what sparc.Detector learns from. An image asks for its own classes and `others` of
+    those to train on. differs: OWL-ViT's for 50 in all, at first LVIS' negatives of the image."""
+    asked = []
+    for truth in truths:
+        known = torch.tensor(source.trained)[torch.randperm(len(source.trained))]
+        labels = torch.from_numpy(truth.labels)
+        asked.append(torch.cat([labels, known[~torch.isin(known, labels)][:others]]))
+    classes = torch.cat(asked).unique()                      # (Q,), sorted
+    tokens, mask = tokenizer.batch([source.queries[c] for c in classes], context)
+    labels = [torch.searchsorted(classes, torch.from_numpy(truth.labels)) for truth in truths]
+    boxes = [torch.from_numpy(truth.boxes).float() for truth in truths]
+    pad = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    asked = torch.stack([torch.isin(classes, ids) for ids in asked])  # (B, Q)
+    return {"tokens": tokens, "mask": mask, "asked": asked, "boxes": pad(boxes),
+            "labels": pad(labels, padding_value=-1)}
+
+
 # The embedded world -------------------------------------------------------------------
 
 COLOURS = {
@@ -2095,6 +2234,10 @@ class World:
                 f"{low:.3f} to {high:.3f} with size={self.size} and objects={self.objects}.")
         # every colour in turn, with another shape in each turn
         self.heldout_pairs = [(i % 8, (3 * i + i // 8 + 1) % 8) for i in range(self.heldout)]
+        pairs = list(itertools.product(range(8), range(8)))  # numbered 8 * colour + shape
+        self.queries = [coloured(COLOUR_NAMES[c], SHAPE_NAMES[s]) for c, s in pairs]
+        self.trained = [8 * c + s for c, s in pairs
+                        if c < self.palette and (c, s) not in self.heldout_pairs]
 
     def scenes(self, n, split, generator, objects=None):
         """n scenes of the split, with exactly `objects` objects, or 1 to `self.objects`."""

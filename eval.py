@@ -42,6 +42,7 @@ from common import UserError
 
 METHODS = {module.__name__: common.Method(module) for module in (sparo, stair, sparc, bam)}
 METHODS["classifier"] = common.Method(bam.CLASSIFIER)  # of train.py --finetune
+METHODS["detector"] = common.Method(sparc.DETECTOR)
 
 
 # Metrics ----------------------------------------------------------------------------------
@@ -447,6 +448,9 @@ class EvalSet:
     videos: Callable = None        # (patch size) -> videos, lists of pairs with ids (H, W), from 1
     samples: Callable = None       # (n) -> n pairs, or more, with a caption; to look at
     documents: Callable = None     # () -> pairs with (name, caption); to search
+    boxes: Callable = None         # () -> pairs with common.Boxes, images padded to squares
+    box_classes: Classes = None    # of `boxes`
+    rare: list = None              # numbers of those that are rare, or that training never shows
 
     def __init__(self, **members):
         vars(self).update(members)
@@ -468,6 +472,7 @@ class WorldSet(EvalSet):
             self.classes = self.named = Classes(PAIRS, templates, "shapes")
         self.unseen = torch.arange(64) // 8 >= world.palette
         self.unseen[[8 * colour + shape for colour, shape in world.heldout_pairs]] = True
+        self.box_classes, self.rare = self.classes, self.unseen.nonzero()[:, 0].tolist()
 
     def scenes(self, purpose, n=None):
         """The sample of a purpose: size, split, seed, objects a scene (None: 1 or more)."""
@@ -477,6 +482,7 @@ class WorldSet(EvalSet):
             "negatives": (WORLD_N, split, 3, few), "segmentation": (WORLD_N // 2, split, 5, most),
             "samples": (n, split, 6, few), "picture": (8, split, 7, most),
             "documents": (WORLD_N, split, 7, None), "slots": (WORLD_N, "val", 8, 1),
+            "boxes": (WORLD_N // 2, split, 10, None),
             "train": (4 * WORLD_N, "train", 9, 1), "train_maps": (WORLD_N // 2, "train", 10, most),
             "test": (WORLD_N, split, 9, 1)}
         return self.world.sample(*samples[purpose])
@@ -505,6 +511,10 @@ class WorldSet(EvalSet):
         truths = {way: label_maps(sample, way) for way in ways}
         for i, image in enumerate(sample["images"]):
             yield image, {way: ids[i] for way, ids in truths.items()}
+
+    def boxes(self):
+        sample = self.scenes("boxes")
+        return zip(sample["images"], common.world_boxes(sample))
 
     def videos(self, patch):
         # twice as wide as images, as DAVIS's 480 pixels are beside 224
@@ -706,7 +716,7 @@ def open_eval_set(options, image_size, captions=True):
         limit = options.learn_limit if is_learned else options.limit
         return itertools.islice(method(*purpose), limit)
 
-    for name in ("labelled", "captioned", "negatives", "maps", "videos", "documents"):
+    for name in ("labelled", "captioned", "negatives", "maps", "videos", "documents", "boxes"):
         if method := getattr(data, name):
             setattr(data, name, functools.partial(limited, method))
     return data
@@ -729,7 +739,11 @@ def open_whole_set(options, image_size, captions):
     if files:
         return EvalSet(negatives=lambda: read_sugarcrepe(files, options.image_root))
     content = "caption" if captions else None
+    if spec.endswith(".json") and '"bbox"' in common.read_text(spec, "--data"):
+        content = "boxes"
     source = common.open_data(spec, options.image_root, options.split, image_size, content)
+    if content == "boxes":
+        return BoxSet(source, options)
     if isinstance(source, common.World):
         return WorldSet(source, options.split, options.limit, options.templates)
     if isinstance(source, common.TarShards):  # their classes have no names: to learn from
@@ -1126,7 +1140,7 @@ class Task(NamedTuple):
     model: str = "encode_image"  # member of the model that must not be None or 0
     default: str = ""            # what runs it unasked: models of "text", of "images" alone, with
                                  # encode_"words"; "world": of images, on the world alone (slow);
-                                 # classifiers ("labels")
+                                 # classifiers ("labels"), detectors ("boxes")
 
     def fits(self, data):
         return any(getattr(data, member) is not None for member in self.data)
@@ -1539,7 +1553,9 @@ def check(options, data, model):
             raise UserError(f"Task {name} cannot use {why}; what can be done is "
                             f"{', '.join(usable)}.")
     kinds = ["text", "words"] if has_text else ["images"]
-    if model.class_scores:
+    if model.detect:
+        kinds = ["boxes"]
+    elif model.class_scores:
         kinds = ["labels"]
     elif data.is_world and not has_text:
         kinds.append("world")
@@ -2047,6 +2063,164 @@ def classification(embed, data, options):
 
 
 TASKS["classification"] = Task(classification, ("labelled",), "class_scores", "labels")
+
+
+# Open-vocabulary detection (SPARC, Sec. 4.5, Table 5) ------------------------------------
+
+IOUS, RECALLS = np.linspace(0.5, 0.95, 10), np.linspace(0, 1, 101)  # of COCO's AP
+
+
+def assign(cost):
+    """The assignment of least total cost. cost (n, m), n <= m -> a column of its own for each row
+    (n,). Shortest augmenting paths (Jonker and Volgenant, 1987): row after row takes a free column,
+    on the cheapest path on which rows before it change theirs."""
+    n, m = cost.shape
+    row_of = np.full(m + 1, -1)  # of each column, and last of the start of a path
+    u, v = np.zeros(n), np.zeros(m + 1)  # prices: no cost is below u + v, those assigned equal it
+    for row in range(n):
+        row_of[m], column = row, m
+        length, before = np.full(m, np.inf), np.full(m, m)  # of the cheapest path to each column
+        passed = np.zeros(m + 1, dtype=bool)
+        while row_of[column] >= 0:
+            passed[column] = True
+            i = row_of[column]
+            onward = cost[i] - u[i] - v[:m]
+            shorter = (onward < length) & ~passed[:m]
+            length[shorter], before[shorter] = onward[shorter], column
+            column = np.where(passed[:m], np.inf, length).argmin()
+            step = length[column]
+            u[row_of[passed]] += step
+            v[passed] -= step
+            length[~passed[:m]] -= step
+        while column != m:
+            row_of[column] = row_of[before[column]]
+            column = before[column]
+    columns = np.empty(n, dtype=int)
+    taken = row_of[:m] >= 0
+    columns[row_of[:m][taken]] = taken.nonzero()[0]
+    return columns
+
+
+def match(costs, is_box):
+    """sparc.detection_losses' matching: costs (B, M, P), is_box (B, M), False on the padding at the
+    end -> (B, M), the patches whose costs have the least sum, 0 for padding."""
+    patches, costs = torch.zeros(is_box.shape, dtype=torch.long), costs.cpu().double()
+    for i, n in enumerate(is_box.sum(1).tolist()):
+        patches[i, :n] = torch.from_numpy(assign(costs[i, :n].nan_to_num().numpy()))
+    return patches.to(is_box.device)
+
+
+def overlaps(found, truth, crowd):
+    """IoU of boxes (n, 4), (m, 4) -> (n, m); where crowd (m,): the part of `found` in it."""
+    low = np.maximum(found[:, None, :2], truth[:, :2])
+    high = np.minimum(found[:, None, 2:], truth[:, 2:])
+    both = (high - low).clip(min=0).prod(2)
+    areas, others = [(x[:, 2:] - x[:, :2]).prod(1) for x in (found, truth)]
+    either = np.where(crowd, areas[:, None], areas[:, None] + others - both)
+    return both / np.maximum(either, 1e-12)
+
+
+def match_found(iou, crowd):
+    """COCO's matching. iou (n, m) of found boxes, best first, and true ones, crowd (m,) -> (10, n)
+    whether each is right at each of IOUS, and whether it does not count. Each takes the true box
+    of the highest IoU that no other took, or else a crowd, which any number can take."""
+    n, m = iou.shape
+    right, ignored = np.zeros((2, len(IOUS), n), dtype=bool)
+    free = np.ones((len(IOUS), m), dtype=bool)
+    rank = iou + 2 * ~crowd  # true boxes come before crowds
+    for i in range(n if m else 0):
+        fits = free & (iou[i] >= IOUS[:, None])                             # (10, m)
+        best = m - 1 - np.where(fits, rank[i], -1)[:, ::-1].argmax(1)       # on a tie the last
+        right[:, i], ignored[:, i] = fits.any(1) & ~crowd[best], fits.any(1) & crowd[best]
+        free[right[:, i], best[right[:, i]]] = False
+    return right, ignored
+
+
+def class_ap(parts, positives):
+    """AP of a class at each of IOUS (10,), the mean over RECALLS of the highest precision at that
+    recall or more. parts: scores (n,), right and ignored (10, n) of each image; positives: true
+    boxes."""
+    scores, right, ignored = (np.concatenate(column, -1) for column in zip(*parts))
+    order = np.argsort(-scores, kind="stable")
+    hits = right[:, order].cumsum(1)
+    misses = (~right & ~ignored)[:, order].cumsum(1)
+    precision = hits / np.maximum(hits + misses, 1)
+    precision = np.maximum.accumulate(precision[:, ::-1], 1)[:, ::-1]
+    precision = np.pad(precision, ((0, 0), (0, 1)))  # 0 at recalls that are not reached
+    places = [recall.searchsorted(RECALLS) for recall in hits / positives]
+    return np.take_along_axis(precision, np.stack(places), 1).mean(1)
+
+
+def average_precisions(found, truths, most=100):
+    """COCO's AP (pycocotools), LVIS' where truths have `absent` -> {class: (10,) at each of IOUS},
+    of classes with a true box. found: (boxes (n, 4), labels (n,), scores (n,)) of each image, of
+    which the `most` best of a class count; truths: common.Boxes of each image."""
+    parts, positives = collections.defaultdict(list), collections.Counter()
+    for (boxes, labels, scores), truth in zip(found, truths):
+        for c in np.union1d(labels, truth.labels).tolist():
+            mine = truth.labels == c
+            if truth.absent is not None and not mine.any() and c not in truth.absent:
+                continue  # LVIS does not say whether the image shows one
+            rows = np.flatnonzero(labels == c)
+            rows = rows[np.argsort(-scores[rows], kind="stable")][:most]
+            crowd = truth.crowd[mine]
+            right, ignored = match_found(overlaps(boxes[rows], truth.boxes[mine], crowd), crowd)
+            if c in truth.partial:
+                ignored |= ~right  # it may be right: not every object has a box
+            parts[c].append((scores[rows], right, ignored))
+            positives[c] += int((~crowd).sum())
+    return {c: class_ap(parts[c], n) for c, n in positives.items() if n}
+
+
+def best_boxes(scores, boxes, n=300):
+    """Scores (B, P, C), boxes (B, P, 4) -> (B, n, 6), the boxes, classes and scores of the n best
+    pairs of patch and class (OWL-ViT's code)."""
+    C = scores.shape[2]
+    best, place = scores.flatten(1).topk(min(n, scores[0].numel()))         # (B, n)
+    boxes = boxes.take_along_dim(place[..., None] // C, 1)                  # (B, n, 4)
+    return torch.cat([boxes, (place % C)[..., None], best[..., None]], 2)
+
+
+class BoxSet(EvalSet):
+    """A common.BoxTable: images padded to squares, and their boxes."""
+
+    def __init__(self, table, options):
+        self.table, self.workers, self.rare = table, options.workers, table.rare
+        self.box_classes = self.named = Classes(table.class_names, options.templates, table.name)
+
+    def read(self, file):
+        return common.squared(common.open_image(file), self.image_size)
+
+    def boxes(self):
+        rows = zip(self.table.paths, range(len(self.table)))
+        for image, i in readable(rows, self.read, self.workers):
+            yield common.to_floats(image), self.table.truth(i)
+
+
+def detection(embed, data, options):
+    """AP of boxes, the mean over ten IoUs from .5 to .95 and over classes; `AP_rare`: of LVIS' rare
+    classes, of the world those that training never shows. Texts are ensembled as in OWL-ViT's
+    code: the mean of a class's logits is the logit of the mean of its texts' encodings."""
+    names = data.box_classes.names
+    queries = embed.texts(data.box_classes.prompts).unflatten(0, (len(names), -1)).mean(1)
+    queries = queries.to(embed.device)
+    x, truths = embed.encoded(data.boxes(), lambda x: best_boxes(*embed.model.detect(x, queries)))
+    found = []
+    for row, truth in zip(x.double().numpy(), truths):
+        boxes = np.minimum(row[:, :4].clip(min=0), np.tile(truth.size, 2))  # within the image
+        found.append((boxes, row[:, 4].astype(int), row[:, 5]))
+    aps = average_precisions(found, truths, 300 if truths[0].absent is not None else 100)
+    if not aps:
+        raise UserError(f"{options.data} has no true box in the images that can be read.")
+    ap, rare = np.stack(list(aps.values())), np.isin(list(aps), data.rare)
+    result = {"detection/AP": ap.mean(), "detection/AP50": ap[:, 0].mean(),
+              "detection/AP75": ap[:, 5].mean(), "detection/images": len(x)}
+    if rare.any():
+        result["detection/AP_rare"] = ap[rare].mean()
+    return result
+
+
+TASKS["detection"] = Task(detection, ("boxes",), "detect", "boxes")
 
 
 # Several runs ---------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class Config:
     image_encoder: str = "ViT-B/16"  # row of common.VIT_PRESETS[:setting=value,...], or ResNet-50
     text_encoder: str = "12x512"  # row of common.TEXT_PRESETS[:setting=value,...]
     image_size: Count | None = None  # pixels; None: the encoder's, or the world's
-    finetune: str | None = None  # RUN whose image encoder is fine-tuned, by --method classifier
+    finetune: str | None = None  # RUN that is fine-tuned, by --method classifier or detector
     # of a whole CLIP: towers, projections, logit scale; without captions of a ViT (timm's names)
     init_weights: str | None = None
     crop_scale: Annotated[float, 0.01, 1] = 0.9  # smallest area of training crops (OpenCLIP's)
@@ -353,14 +353,15 @@ def saved_settings(flags):
 
 
 def encoder_of(run):
-    """The settings of a run that say what its image encoder is."""
+    """The settings of a run that say what its encoders are."""
     method, args = evaluation.settings_of_run(run)
     encoder = args.image_encoder
     kind, settings = common.image_encoder_settings(encoder)
     if kind is common.ViT and method.replaced_blocks(args):  # SPARO's read-out is left behind
         depth = settings["depth"] - method.replaced_blocks(args)
         encoder += f"{',' if ':' in encoder else ':'}depth={depth}"
-    return {"image_encoder": encoder, "image_size": args.image_size}
+    texts = {name: vars(args)[name] for name in ("text_encoder", "embed_dim") if name in vars(args)}
+    return texts | {"image_encoder": encoder, "image_size": args.image_size}
 
 
 def check_settings(args, method, flags):
@@ -619,6 +620,11 @@ def build_tokenizer(args, data):
     """The run's saved vocabulary, the user's, or one trained from at most 100,000 captions."""
     if args.resume or args.vocab:
         return common.open_tokenizer(Path(args.out, "vocab.txt") if args.resume else args.vocab)
+    if data.content == "boxes":  # a detector begins with SPARC's text tower
+        if not args.finetune or common.read_config(args.finetune)["method"] != "sparc":
+            raise UserError(f"--finetune {args.finetune} must be a run of --method sparc, whose "
+                            f"two towers and vocabulary a detector takes.")
+        return common.open_tokenizer(Path(args.finetune, "vocab.txt"))
     vocab = common.train_wordpiece(data.sample_captions(100_000), args.vocab_size)
     asked = common.asked_words(args.text_encoder)
     if asked > len(vocab) and not (args.dry_run or args.bench):
@@ -658,6 +664,10 @@ def build_model(args, method, tokenizer):
             notes += common.load_clip_parts(model, parts)
         for line in notes:
             print_once(f"--init-weights: {line}")
+    model.match = evaluation.match  # of a detector: boxes with patches
+    for part, theirs in model.start_from(source) if source is not None else ():
+        common.restore_model(part, theirs.state_dict(), args.finetune,
+                             "leave out --text-encoder and --embed-dim")
     for module in model.modules():
         if isinstance(module, common.Blocks):
             module.grad_checkpoint = args.grad_checkpoint
@@ -670,6 +680,9 @@ def build_transform(args, method, encoder):
     """What makes a training image of a file; views of the world's images too."""
     with common.explained(ValueError, f"--method {args.method}"):
         views = method.views(args)
+    if method.content(args) == "boxes":
+        return functools.partial(common.crop_boxes, size=args.image_size,
+                                 min_scale=args.crop_scale)
     if settings := method.augment(args):
         return common.Augment(args.image_size, **settings)
     if views is None:
@@ -1014,9 +1027,13 @@ def made_up_batch(args, method, model, n):
     images = {"images": torch.randint(256, (n, 3, args.image_size, args.image_size)).byte()}
     if method.content(args) == "label":
         return images | {"labels": torch.randint(len(args.classes), (n,))}
-    text = model.text_encoder
-    return images | {"tokens": torch.randint(text.vocab_size, (n, text.context)),
-                     "mask": torch.ones(n, text.context, dtype=torch.bool)}
+    text, texts = model.text_encoder, n
+    if method.content(args) == "boxes":  # a box an image, which asks for 50 classes
+        texts = 50
+        images |= {"asked": torch.ones(n, texts, dtype=torch.bool), "boxes": torch.rand(n, 1, 4),
+                   "labels": torch.zeros(n, 1, dtype=torch.long)}
+    return images | {"tokens": torch.randint(text.vocab_size, (texts, text.context)),
+                     "mask": torch.ones(texts, text.context, dtype=torch.bool)}
 
 
 def update_flops(args, method, model):

@@ -55,6 +55,7 @@ CONSTANTS = {  # SPARC D.1, D.3, D.4; SPARO C.1 to C.3; STAIR 4.2, App. A; BAM 4
     ("sparo", "stair-clip"): (16384, 600_000, 1e-3, 0.01, 10_000, 0.999, 1e-6, "adamw"),
     ("stair", "b16"): (16384, 1_200_000, 1e-3, 0.01, 10_000, 0.999, 1e-6, "adamw"),
     ("stair", "b16-single"): (16384, 600_000, 1e-3, 0.01, 10_000, 0.999, 1e-6, "adamw"),
+    ("detector", "b16"): (256, 140_000, 5e-5, 0.0, 1000, 0.999, 1e-8, "adamw"),
     ("bam", "vit-s16"): (4096, 93_840, 3e-3, 0.04, 12_512, 0.999, 1e-8, "sgd"),
     ("bam", "r50"): (4096, 93_840, 4.8, 1e-6, 3128, 0.98, 1e-6, "sgd"),
     ("classifier", "imagenet"): (1024, 187_671, 1e-3, 0.05, 6256, 0.999, 1e-8, "adamw"),
@@ -165,7 +166,7 @@ def test_presets_are_the_papers_models(name, preset):
     millions = sum(p.numel() for p in counted.parameters()) / 1e6
     if preset in PRINTED:
         assert PRINTED[preset] == (round(millions) if text else int(millions))
-    if text and preset != "tiny":
+    if text and preset != "tiny" and name != "detector":  # it has the words of a run
         assert model.text_encoder.vocab_size == WORDS.get(preset, WORDS.get(name))
 
 
@@ -184,7 +185,7 @@ def test_public_names_stay(name):
     assert known.startswith(parameters)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if name in SMALL])
 def test_settings_of_an_old_run_load(tmp_path, run_of, method):
     run = shutil.copytree(run_of(method), tmp_path / "run")
     config = json.loads((run / "config.json").read_text())

@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import common
 import eval as evaluation
+import sparc
 import train
 from helpers import make_batch, make_views, tiny_model
 from test_accum import OBJECTIVES
@@ -62,3 +63,16 @@ def test_distortions_and_metrics_leave_no_tensor_on_the_cpu(fake):
         batch, labels = train.to_device((batch, labels), "cuda")
         x = common.distort(batch)["views"][0].flatten(1)
         evaluation.knn_accuracy(x, labels, x, labels)
+
+
+def test_detection_leaves_no_tensor_on_the_cpu(fake):
+    with fake:
+        e, x = torch.zeros(2, 9, 8, device="cuda"), torch.zeros(2, 9, 4, device="cuda")
+        logits = sparc.query_logits(e, torch.zeros(5, 8, device="cuda"), x[..., :1], x[..., 1:2])
+        boxes = sparc.patch_boxes(x)
+        best = evaluation.best_boxes(logits, boxes, 7)
+        losses = sparc.detection_losses(
+            logits, boxes, torch.ones(2, 5, dtype=torch.bool, device="cuda"),
+            torch.zeros(2, 0, dtype=torch.long, device="cuda"), x[:, :0],
+            match=lambda costs, is_box: torch.zeros_like(is_box, dtype=torch.long))
+    assert {y.device.type for y in (logits, boxes, best, losses)} == {"cuda"}
