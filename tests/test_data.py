@@ -560,7 +560,7 @@ def test_too_few_for_the_workers(workers, ranks, parts, tmp_path):
         source = open_data(spec)
         last = stream(source, 1, rank=ranks - 1, world_size=ranks)
         assert failure(take, last, 1, workers).startswith(
-            f"{source.name} has {count}, fewer than ranks x workers = {parts}: use fewer --workers")
+            f"{source.name} has {count}, fewer than ranks x workers = {parts}: use fewer ranks or --workers")
 
 
 def recoloured(x, *strengths):
