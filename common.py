@@ -590,8 +590,10 @@ def build_model(method, args, image_encoder, text_encoder):
 
 
 def copy_tower(tower, source, run):
-    """Load the weights of a run's image encoder, positions interpolated to this one's images."""
-    weights, grid = source.state_dict(), tower.grid
+    """Load the weights of a run's image encoder, positions interpolated to this one's images. The
+    last norm stays as it begins where the source has none (CLIP+GAP's is in the read-out)."""
+    norm = {key: x for key, x in tower.state_dict().items() if key.startswith("norm.")}
+    weights, grid = norm | source.state_dict(), tower.grid
     if "pos" in weights:
         weights["pos"] = resize_positions(weights["pos"], source.cls is not None, grid, grid)
     restore_model(tower, weights, run, "leave out --image-encoder")
@@ -1030,7 +1032,8 @@ class Augment:
     Table 9), whose code is timm's, with torchvision's functions.
 
     differs: RandAugment's magnitude (9 of 10) has no noise; it applies every operation, timm half
-    of them, posterizes less and fills with black. What is erased becomes grey, in timm noise.
+    of them, never inverts, posterizes less, resamples bilinearly (timm: bicubically) and fills with
+    black. What is erased becomes grey, in timm noise.
     """
 
     def __init__(self, size, classes, min_scale, rand_augment, erasing, mixup, cutmix):

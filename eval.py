@@ -744,9 +744,9 @@ def open_beside(options, data, spec, root, message):
 def open_training_set(options, data):
     """What k-NN and probes learn from: --train-data, of the world its training split, of either
     --label-fraction -> a function without arguments that gives the pairs (image, class id)."""
-    pairs = open_whole_training_set(options, data)
     if options.label_fraction is None:
-        return pairs
+        return open_whole_training_set(options, data)
+    pairs = open_whole_training_set(dataclasses.replace(options, learn_limit=None), data)
     files, labels = [], []
     for image, label in pairs():
         files.append(image if isinstance(image, str) else None)

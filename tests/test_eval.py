@@ -499,6 +499,8 @@ def test_knn_and_probes_learn_from_a_fraction_of_the_labels(task, tmp_path, monk
         result = evaluation.evaluate(embedder(), data, options)
         assert result[task] == pytest.approx(2 / 3 if "list" in fraction else 1)  # no green
     assert seen == [[2, 2, 2], [1, 1, 1], [1, 0, 2]]
+    data, options = opened(spec, train_data=train, label_fraction="0.2", learn_limit=5)
+    assert len(list(evaluation.open_training_set(options, data)())) == 6    # of all labels
     world, options = opened("shapes:size=16", label_fraction="0.1")
     pairs = [int(c) for _, c in world.labelled("train")]
     few = [int(c) for _, c in evaluation.open_training_set(options, world)()]

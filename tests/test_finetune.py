@@ -95,6 +95,15 @@ def test_a_run_is_fine_tuned_from_its_evaluated_encoder(tmp_path, run_of, name):
     assert [key for key in learned if not torch.equal(tower[key], learned[key])] == []
 
 
+def test_a_tower_whose_norm_went_to_the_read_out_is_fine_tuned():
+    """CLIP+GAP normalises the mean: its tower has no norm, the classifier's stays as it begins."""
+    source, tower = (tiny_model(*args).image_encoder for args in (["sparo"], ["classifier"]))
+    expected = source.state_dict()
+    source.norm = torch.nn.Identity()
+    common.copy_tower(tower, source, "runs/sparo")
+    assert all(torch.equal(x, expected[key]) for key, x in tower.state_dict().items())
+
+
 def test_positions_are_interpolated_to_other_images(tmp_path, run_of):
     data = make_folders(tmp_path / "data", n=2)
     train_alone(["--finetune", run_of("bam"), "--image-size", 32, "--lr", 0, "--steps", 1,
