@@ -282,7 +282,7 @@ class Model(nn.Module):
             for p, p_student in zip(self.teacher.parameters(), self.student().parameters()):
                 p.data.lerp_(p_student.data, 1 - momentum)
 
-    # To read BAM, stop here. Below: evaluation, projector, variants, crops, LARS.
+    # To read BAM, stop here. Below: evaluation, projector, variants, crops, LARS, fine-tuning.
     #
     # On any `backbone`, images -> (B, d), for `views`: two or more (n, 3, s, s), large ones first,
     # G of them; under DDP pass common.gather. "once": before the optimizer is made.

@@ -25,8 +25,8 @@ Differs from the paper:
     over the global batch. Each stage has a new optimizer, and lambdas grow from 0 in its first
     half. How CLIP-B/16 is "modified": here the image tower has no [CLS] and no LayerNorm before
     its blocks, the text tower sees both ways.
-Not here: the prompt "a photo of" before the captions of a retrieval (Sec. 4.3); in an index dense
-         embeddings beside the words, and lists of words at indexing (App. D; mask what `add` gets).
+Not here: in an index dense embeddings beside the words, and lists of words at indexing (App. D;
+         mask what `add` gets).
 Run:     python train.py --method stair                     (the embedded world)
 Result:  text-to-image R@1 .905 +- .003 (sparc.py's CLIP .797 +- .020, one stage .687); an
          image's shape is among its 10 heaviest of 862 words in .999 (one stage .000); seeds 3-5.
