@@ -618,8 +618,6 @@ def load_clip(towers, state_dict, tokenizer):
     """Load a whole CLIP, as OpenCLIP or OpenAI saved it, into the image and the text tower ->
     ({a name of CLIP_PARTS: tensor}, for load_clip_parts; sentences for the user). UserError if a
     tower has a tensor that the file lacks, or the file one that the tower lacks."""
-    if not isinstance(towers[0], ViT):
-        raise UserError("it needs a ViT: choose another --image-encoder.")
     state = state_dict if isinstance(state_dict, dict) else {}
     image, text, parts = {}, {}, {}
     for key, value in state.get("state_dict", state).items():
@@ -659,6 +657,8 @@ CLIP_REMEDY = "the preset clip-... of the file's model; a network that differs f
 
 def load_tower(tower, tensors, flag, names=CLIP_NAMES, remedy=CLIP_REMEDY):
     """Load the tensors of a CLIP's or timm's tower, strictly -> sentences for the user."""
+    if isinstance(tower, ResNet):
+        raise UserError("it needs a ViT: choose another --image-encoder.")
     found, notes, depth = {}, [], len(tower.blocks)
     for name, value in tensors.items():
         for theirs, ours in names:
@@ -675,8 +675,7 @@ def load_tower(tower, tensors, flag, names=CLIP_NAMES, remedy=CLIP_REMEDY):
         if patches != tower.grid**2 and patches == math.isqrt(patches) ** 2:
             found["pos"] = resize_positions(found["pos"], has_cls, tower.grid, tower.grid)
             notes.append(f"{flag}: positions interpolated from {patches} to {tower.grid**2}")
-    is_clip = names is CLIP_NAMES
-    if is_clip and tower.blocks and tower.width != 64 * tower.blocks[0].attn.heads:
+    if names is CLIP_NAMES and tower.blocks and tower.width != 64 * tower.blocks[0].attn.heads:
         notes.append(f"{flag}: width / heads is 64 in CLIP but not here, and no tensor shows it")
     restore_model(tower, found, "it", f"give {flag} {remedy}")
     return notes
@@ -703,8 +702,6 @@ def load_clip_parts(model, parts):
 def load_timm(tower, state_dict):
     """Load a ViT under timm's names, as timm's, DeiT's, DINO's and BAM's files have them, of DINO
     and BAM the teacher's, and eval.py --export writes them -> sentences for the user."""
-    if not isinstance(tower, ViT):
-        raise UserError("it needs a ViT: choose another --image-encoder.")
     state, found = state_dict, {}
     for key in ("model", "teacher"):  # of BAM's and DeiT's, of DINO's whole checkpoints
         state = state.get(key, state) if isinstance(state, dict) else {}

@@ -1520,11 +1520,14 @@ OF_RUNS = ("segmentation", "words", "captions")  # functions of {run: Embedder}
 def check(options, data, model):
     """The names of the tasks to run: those of --task, or the default ones. Raises UserError if data
     and model serve none, or not one of --task, or if k-NN or a probe has nothing to learn from."""
-    has_text, served = model.encode_text is not None, ["encode_image"]
+    has_text, served, kinds = model.encode_text is not None, ["encode_image"], ["images"]
     if has_text:  # what an image-text model lacks is left out without a word
         served = {task.model for task in TASKS.values()} - {"class_scores"}
-    if model.class_scores:
-        served = ["encode_image", "class_scores"]
+        kinds = ["text", "words"]
+    elif model.class_scores:
+        served, kinds = ["encode_image", "class_scores"], ["labels"]
+    elif data.is_world:
+        kinds = ["images", "world"]
     usable = [name for name, task in TASKS.items() if task.fits(data) and task.model in served]
     if not usable:
         more = ", captions, SugarCrepe, Winoground or VOC" if has_text else ""
@@ -1532,14 +1535,10 @@ def check(options, data, model):
                         f"{more}.")
     for name in options.tasks or []:
         if name in TASKS and name not in usable:
-            why = "a model without a text tower" if TASKS[name].fits(data) else "this data"
+            part = "classifier" if TASKS[name].model == "class_scores" else "text tower"
+            why = f"a model without a {part}" if TASKS[name].fits(data) else "this data"
             raise UserError(f"Task {name} cannot use {why}; what can be done is "
                             f"{', '.join(usable)}.")
-    kinds = ["text", "words"] if has_text else ["images"]
-    if model.class_scores:
-        kinds = ["labels"]
-    elif data.is_world and not has_text:
-        kinds.append("world")
     wanted = options.tasks or [name for name, task in TASKS.items() if task.default in kinds]
     asked = [name for name in usable if name in wanted]
     if "zeroshot" in asked:
@@ -1874,10 +1873,11 @@ def export(run, checkpoint, file):
     tower = load_run(run, checkpoint=checkpoint)[0].model.evaluated()
     common.save_checkpoint(file, common.timm_weights(tower))
     pixels = "CLIP's" if tower.patch_embed.bias is None else "ImageNet's"
-    heads = tower.blocks[0].attn.heads
+    block = tower.blocks[0]
+    gelu = "quick_gelu" if isinstance(block.mlp.act, common.QuickGELU) else "gelu"
     print(f"{file}: timm's VisionTransformer of {len(tower.blocks)} blocks, {tower.width} wide, "
-          f"with {heads} heads, eps={tower.norm.eps:g} in its norms, for images of "
-          f"{tower.image_size} pixels that are normalised as {pixels}.")
+          f"with {block.attn.heads} heads, {gelu}, eps={tower.norm.eps:g} in its norms, for images "
+          f"of {tower.image_size} pixels that are normalised as {pixels}.")
 
 
 # Fine-tuned classifiers (BAM, Tables 3 to 5) ----------------------------------------------
@@ -1981,15 +1981,13 @@ def build_parser():
                                        "a file of them, one a line")
     add("--classes", help="file of class names, one a line, in the order of folders or numbers")
     add("--nouns-adjectives", help="file with the words that K-Pna counts, one a line")
-    add("--caption-prefix", metavar="WORDS", help="before every caption of retrieval, as STAIR's "
-                                                  "'a photo of'")
+    add("--caption-prefix", metavar="WORDS", help="before retrieval's captions (STAIR: a photo of)")
     add("--train-data", help="what k-NN and probes learn from: class folders, or shards with labels"
                              " (default: the split train of --data, or the run's data)")
     add("--probe", choices=PROBES, help="SPARO's (adamw), BAM's (sgd), and its logistic regression "
                                         "of transfer (lbfgs) (default: the run's)")
     add("--probe-epochs", type=int, help="default: the run's, or 10 of adamw, 100 of sgd")
-    add("--label-fraction", help="k-NN and probes learn from .01, .1, ... of each class alone, or "
-                                 "from the images that a file names, one a line")
+    add("--label-fraction", help="share of each class for k-NN and probes, or file of image names")
     add("--select", help="class folders for `slots` to rank slots on, or SugarCrepe's files for "
                          "`masks` to train masks on (needed on files)")
     add("--select-root", help="directory that the file names of --select are relative to")

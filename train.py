@@ -309,11 +309,8 @@ def parse_args(argv):
         raise UserError("--resume needs --out, the directory of the run to continue.")
     if chosen.resume == "auto":
         chosen.resume = os.path.exists(f"{chosen.out}/last.pt")
-    if chosen.resume and not chosen.method:
-        chosen.method = common.read_config(chosen.out)["method"]
-        argv = ["--method", chosen.method, *argv]
-    if chosen.finetune and not chosen.method:
-        chosen.method = "classifier"
+    if not chosen.method and (chosen.resume or chosen.finetune):
+        chosen.method = common.read_config(chosen.out)["method"] if chosen.resume else "classifier"
         argv = ["--method", chosen.method, *argv]
     method = METHODS.get(chosen.method)
     preset = method.PRESETS.get(chosen.preset, {}) if method else {}
@@ -381,6 +378,8 @@ def check_settings(args, method, flags):
         raise UserError(f"--batch {args.batch} must be 2 or more: the loss compares captions.")
     if "epochs" in flags and "steps" in flags:
         raise UserError("--epochs and --steps both say how long to train: give one of them.")
+    if args.finetune and args.init_weights:
+        raise UserError("--finetune and --init-weights both give weights: leave out one of them.")
     if args.bench and args.resume:
         raise UserError("--bench times a new run: leave out --resume.")
     if "steps" in flags:

@@ -314,6 +314,7 @@ ERRORS = [
     ("eval runs/bam --data photos --train-data others",
      "others must have the class folders of photos, .*: blue, red; give others with --train-data"),
     ("eval runs/bam --task zeroshot", "zeroshot cannot use a model without a text tower; what can"),
+    ("eval runs/sparc --task classification", "cannot use a model without a classifier; what can"),
     ("eval runs/bam --data table.csv", "on table.csv: give class folders or shapes.$"),
     ("eval runs/bam --query red", "--query needs a run of STAIR"),
     ("eval runs/stair --query 'red AND qqq'", "--query.* no word 'qqq': give words of vocab.txt"),

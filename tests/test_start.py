@@ -341,13 +341,14 @@ def test_a_vits_positions_are_interpolated_and_its_replaced_block_is_left_out():
 
 @pytest.mark.parametrize("name", ["dino", "bam"])
 def test_a_run_starts_from_the_vit_that_another_exported(name, tmp_path, capsys):
-    flags = [*SMALL[name], "--image-encoder", "tiny-patch:width=16,heads=2,depth=1,cls=1",
-             "--lr", "0", *(["--readout", "cls"] if name == "dino" else [])]
+    quick, more = (0, ["--readout", "cls"]) if name == "dino" else (1, [])
+    encoder = f"tiny-patch:width=16,heads=2,depth=1,cls=1,quick_gelu={quick}"
+    flags = [*SMALL[name], "--image-encoder", encoder, "--lr", "0", *more]
     runs, file = [str(tmp_path / run) for run in ("a", "b")], str(tmp_path / "vit.pt")
     train_alone([*flags, "--out", runs[0], "--seed", "1"])
     evaluation.main([runs[0], "--export", file])
-    assert re.search("1 blocks, 16 wide, with 2 heads, eps=1e-06 .* of 16 pixels .* as ImageNet's",
-                     capsys.readouterr().out)
+    told = f"2 heads, {'quick_' * quick}gelu, eps=1e-06 .* of 16 pixels .* as ImageNet's"
+    assert re.search(f"1 blocks, 16 wide, with {told}", capsys.readouterr().out)
     train_alone([*flags, "--out", runs[1], "--seed", "2", "--init-weights", file])
     assert "--init-weights: the file does not tell how many heads" in capsys.readouterr().out
     a, b = (evaluation.load_run(run)[0].model for run in runs)
