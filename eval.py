@@ -1421,7 +1421,7 @@ def draw_similarities(embed, data):
     """How near each other k-NN finds views of an image, images of a class, others (BAM, Fig. 1).
     differs: Fig. 1 has the attention's entries; their logarithms are cosine / tau but for a number
     of each row, which other methods lack."""
-    view = common.View(embed.image_size, (0.25, 1.0), blur=0.5)  # as BAM's large views
+    view = common.View(embed.image_size, (0.25, 1.0), blur=0.5)  # BAM's: blur 1 and .1
     views, crops, ids = common.Views([view, view], embed.image_size), [], []
     read = functools.partial(common.open_image, min_side=views.min_side)
     pairs = itertools.islice(data.labelled("test"), 1000)
