@@ -563,8 +563,8 @@ CLASSIFIER_PRESETS = {  # --finetune RUN brings its own encoder
     # images, warm-up 5 epochs). differs: no moving average of the weights, no repeated
     # augmentation; the rate starts and ends at 0 (there 1e-6, 1e-5). Steps are of all ImageNet.
     "imagenet": dict(batch=1024, steps=187_671, lr=1e-3, warmup=6256, weight_decay=0.05, **DEIT),
-    # Table 4: the text of D.1 says SGD, weight decay .3 and a rate that is swept (.01 is ours),
-    # Table 9c AdamW and 5e-5. Steps are of 10 %; of 1 % --steps 2502 --warmup 125.
+    # Table 4: the text of D.1 says SGD, weight decay .3 and a rate that is swept (.01 is ours, the
+    # decay strong with it), Table 9c AdamW, 5e-5. For 10 %; for 1 % --steps 2502 --warmup 125.
     "semi-sgd": dict(optimizer="sgd", lr=0.01, **SEMI),
     "semi-adamw": dict(lr=5e-5, **SEMI),
     # Table 5: MoCo-v3's (facebookresearch/moco-v3, transfer/: 8 x 128 images, lr 3e-4 for 512, 100

@@ -378,8 +378,9 @@ def check_settings(args, method, flags):
         raise UserError(f"--batch {args.batch} must be 2 or more: the loss compares captions.")
     if "epochs" in flags and "steps" in flags:
         raise UserError("--epochs and --steps both say how long to train: give one of them.")
-    if args.finetune and args.init_weights:
-        raise UserError("--finetune and --init-weights both give weights: leave out one of them.")
+    if args.finetune and (args.init_weights or args.method != "classifier"):
+        raise UserError("--finetune trains a classifier from the weights of a run: leave out "
+                        "--method and --init-weights.")
     if args.bench and args.resume:
         raise UserError("--bench times a new run: leave out --resume.")
     if "steps" in flags:

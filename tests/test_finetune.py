@@ -114,8 +114,9 @@ def test_positions_are_interpolated_to_other_images(tmp_path, run_of):
     with pytest.raises(UserError, match="another size or kind .* leave out --image-encoder"):
         train_alone(["--finetune", run_of("bam"), "--image-encoder", f"{TOWER}1", "--data",
                      data, "--out", tmp_path / "other"])
-    with pytest.raises(UserError, match="both give weights: leave out one"):
-        train_alone(["--finetune", run_of("bam"), "--init-weights", "vit.pt"])
+    for more in (["--init-weights", "vit.pt"], ["--method", "bam"]):
+        with pytest.raises(UserError, match="leave out --method and --init-weights"):
+            train_alone(["--finetune", run_of("bam"), *more])
 
 
 def test_without_learning_it_is_chance(tmp_path, monkeypatch):
