@@ -1329,13 +1329,13 @@ def draw_words(runs, data):
     Fig. 4), of several runs side by side (Fig. 5). runs: {name: Embedder}."""
     images, captions = take(next(iter(runs.values())), data, 16)
     pictures = [[to_picture(image, (144, 144))] for image in images]
-    for embed in runs.values():
+    for name, embed in runs.items():
         scores = vocabulary_scores(embed, embed.images(images))             # (n, |V|)
         for row, of_image in zip(pictures, scores):
-            row.append(word_cloud(embed.tokenizer.vocab, of_image))
+            cloud = word_cloud(embed.tokenizer.vocab, of_image)
+            row.append(join([text(f"{name}:", cloud.width), cloud], down=True))
     cells = [(join(row), caption) for row, caption in zip(pictures, captions)]
-    whose = f" of {', then of '.join(runs)}" if len(runs) > 1 else ""
-    title = f"A caption, its image, and the words that the encoding{whose} scores highest"
+    title = "A caption, its image, and the words that the encoding scores highest"
     return sheet(title, [("", cells)], columns=2)
 
 
@@ -1923,7 +1923,7 @@ def compare_runs(evaluated, tasks):
         columns[json.dumps(settings, sort_keys=True)].append(run)
     specs = {(found.options.data, found.embed.image_size) for found in evaluated.values()}
     if len(specs) > 1:
-        print("These figures are of different data.")
+        print("These figures are of different data, or of images of different sizes.")
     print("| |" + "".join(f" {runs[0]} ({len(runs)}) |" for runs in columns.values()))
     print("|---" * (len(columns) + 1) + "|")
     metrics = itertools.chain(*[found.figures for found in evaluated.values()])
