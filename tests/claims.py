@@ -7,15 +7,19 @@
 --again first adds the figures that it finds in runs/claims to claims.json: four rounds train with
 each learning rate, measure, train with other seeds, measure, the fifth keeps the last. A record is
 a figure of one run, or what is left of older trainings: of a claim mean and deviation of A and of
-B, their difference by seed; in a summary mean and deviation of several metrics of a run.
+B, their difference by seed; in a summary mean and deviation of several metrics of a run. `flags`
+of a figure are those of eval.py, without them it is of the run's own evaluation.
 """
 
 import argparse
 import collections
 import json
+import re
 import sys
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -23,12 +27,18 @@ import common
 import eval as evaluation
 
 RECORDS = Path(__file__).with_suffix(".json")
-PLACE = "run", "rate", "seed", "split", "metric"  # of a figure
+PLACE = "run", "rate", "seed", "split", "metric", "flags"  # of a figure
+METRIC = re.compile(r"(\S+)(?: \[(.+?)\])?")  # of a claim: name, flags of eval.py or ""
+TASK_OF = {"i2t": "retrieval", "t2i": "retrieval", "faithfulness": "retrieval", "active": "sparsity",
+           "miou": "segmentation", "miou_fg": "segmentation"}  # of metrics not called as their task
 RATES = (0.0005, 0.001, 0.002)  # learning rates, tried with seed 0, if a run has no others
 SEEDS = (3, 4, 5)
 # RUNS: a metric that chooses the learning rate on the val split, or another run that lends its own;
-# flags of train.py; learning rates. CLAIMS: A is above B; source; the paper's A and B; the runs A
-# and B; their metric or two; perhaps why the claim does not hold here.
+# flags of train.py ({rate}, {seed}: of the run itself), or the name of a run, which is then this one
+# with a rate of its own; learning rates. CLAIMS: A is above B; source; the paper's A and B; the runs
+# A and B; their metric or two, each perhaps with [flags of eval.py], which neither sh nor xargs may
+# change; perhaps why the claim does not hold here.
+# CIFAR-10's figures are in claims.json as summaries: its files lie elsewhere for each user.
 RUNS, CLAIMS = {}, {}
 
 RUNS["sparo"] = {
@@ -231,6 +241,13 @@ def add_records(found):
         file.write("[\n{}\n]\n".format(",\n".join(lines)).encode())
 
 
+def trained(method, run):
+    """-> the run that is trained, itself or the one of which it takes another rate; its rates."""
+    flags = RUNS[method][run][1]
+    base = flags if flags in RUNS[method] else run
+    return base, RUNS[method][base][2:] or RATES
+
+
 def check_run(out, config, flags):
     """Raise UserError if a run has other flags, or values of a preset that changed since."""
     argv = config.get("argv", [])
@@ -242,36 +259,45 @@ def check_run(out, config, flags):
                                f"changed since: remove it.")
 
 
-def last_figure(out, config, split, metric):
-    """A metric in the last line of evals.jsonl that has it, of the run's own options and a split;
-    whatever its --task. Older lines lack options that came later."""
-    own = evaluation.own_options(argparse.Namespace(**config))
-    wanted = evaluation.settings_of(own) | {"split": split}
+def last_figure(out, config, split, metric, flags):
+    """A metric in the last line of evals.jsonl that has it, of a split and flags of eval.py, the
+    other options the run's own; whatever its --task. Older lines lack options that came later."""
+    given = vars(evaluation.build_parser().parse_args([str(out), "--split", split, *flags.split()]))
+    given["data"] = given["data"] and given["data"][0]
+    run = argparse.Namespace(**config)
+    own = evaluation.settings_of(evaluation.own_options(run))
+    wanted = evaluation.settings_of(evaluation.options_of(given, run))
     del wanted["tasks"]
     path, value = out / "evals.jsonl", None
     for line in path.read_text().splitlines() if path.exists() else []:
         record = json.loads(line)
-        if wanted | record["settings"] == record["settings"] | wanted:
+        settings = own | record["settings"]
+        if settings | wanted == settings:
             value = record.get(metric, value)
     return value
 
 
 def rate_of(method, run, figure):
     """The learning rate that is best on the val split, None while one was not tried."""
-    chosen_by, _, *rates = RUNS[method][run]
+    chosen_by = RUNS[method][run][0]
     if chosen_by in RUNS[method]:
         return rate_of(method, chosen_by, figure)
-    scores = {rate: figure(run, rate, 0, "val", chosen_by) for rate in rates or RATES}
+    base, rates = trained(method, run)
+    scores = {rate: figure(base, rate, 0, "val", chosen_by) for rate in rates}
     return None if None in scores.values() else max(scores, key=scores.get)
+
+
+def stdev(values):  # of nan it is nan, where that of the statistics module fails
+    return float(np.std(values, ddof=1))
 
 
 def compare(method, runs, metrics, figure):
     """{"greater": [mean, deviation], "smaller": ..., "differences": by seed}, None while a figure
-    is missing. figure(run, rate, seed, split, metric) -> float or None."""
+    is missing. figure(run, rate, seed, split, metric, flags="") -> float or None."""
     sides = []
-    for run, metric in zip(runs.split(), metrics.split() * 2):
-        rate = rate_of(method, run, figure)
-        found = [figure(run, rate, seed, "test", metric) for seed in SEEDS if rate]
+    for run, metric in zip(runs.split(), METRIC.findall(metrics) * 2):
+        rate, (base, _) = rate_of(method, run, figure), trained(method, run)
+        found = [figure(base, rate, seed, "test", *metric) for seed in SEEDS if rate]
         sides.append(found or [None])
     if None in sides[0] + sides[1]:
         return None
@@ -280,11 +306,12 @@ def compare(method, runs, metrics, figure):
 
 
 def verdict(differences):
-    if all(x > 0 for x in differences):  # nan is neither
-        return "holds in every seed"
-    if all(x < 0 for x in differences):
-        return "reversed"
-    return "holds in the mean" if mean(differences) > 0 else "not shown"
+    """By the signs of the differences and by their mean, beside twice its standard error."""
+    signs = all(x > 0 for x in differences)  # nan is neither
+    is_clear = mean(differences) > 2 * stdev(differences) / len(differences) ** 0.5
+    if signs or is_clear:
+        return "holds" if signs and is_clear else "holds weakly"
+    return "reversed" if all(x < 0 for x in differences) else "not shown"
 
 
 def cells(found, note=""):
@@ -294,7 +321,9 @@ def cells(found, note=""):
     sides = [" ± ".join(f"{x:.3f}" for x in found[side] if x is not None) or "?"
              for side in ("greater", "smaller")]
     differences = " ".join(f"{x:+.3f}" for x in found["differences"])
-    holds = found.get("verdict") or verdict(found["differences"])
+    # of an older record without differences the signs alone are known
+    known = found.get("verdict", "").replace("in every seed", "weakly")
+    holds = known or verdict(found["differences"])
     holds += f": {note}" if note and not holds.startswith("holds") else ""
     holds += " *" if "from" in found else ""
     return ", ".join(sides), differences, holds
@@ -312,11 +341,17 @@ def print_table(method):
         older = records.get(key_of({"method": method, "claim": f"{runs}: {metrics}"}))
         row = cells(compare(method, runs, metrics, figure) or older, *note)
         print("| " + " | ".join([claim, source, printed, *row]) + " |")
-    rates = {run: rate_of(method, run, figure) for run in RUNS[method]}
-    chosen = ", ".join(f"{run} {rate}" for run, rate in rates.items() if rate) or "none yet"
-    print(f"\nTest split, mean ± deviation of seeds {SEEDS}. Learning rates, the best of {RATES} or "
-          f"of those in RUNS, on the val split with seed 0: {chosen}.\n* Its figures were not kept "
-          f"one by one: claims.json says where they stood.")
+    chosen = []
+    for run in RUNS[method]:
+        rate, (_, rates) = rate_of(method, run, figure), trained(method, run)
+        is_edge = RUNS[method][run][0] not in RUNS[method] and rate in (rates[0], rates[-1])
+        edge = " (at the edge of its sweep)" if is_edge else ""
+        chosen += [f"{run} {rate}{edge}"] if rate else []
+    print(f"\nTest split, mean ± deviation of seeds {SEEDS}. A claim holds if each difference has "
+          f"its sign and their mean is above twice its standard error, weakly if one of both is so."
+          f"\nLearning rates, the best of {RATES} or of those in RUNS, on the val split with seed "
+          f"0: {', '.join(chosen) or 'none yet'}.\n* Its figures were not kept one by one: "
+          f"claims.json says where they stood.")
     for record in records.values():
         if record["method"] == method and "summary" in record:
             figures = record["figures"].items()
@@ -328,22 +363,25 @@ def train_again(method):
     """Put what the runs have into claims.json and print the commands of what they lack."""
     found, missing = [], collections.defaultdict(dict)  # commands of a run, each once
 
-    def figure(*place):
-        run, rate, seed, split, metric = place
+    def figure(run, rate, seed, split, metric, flags=""):
         out = Path("runs/claims", method, f"{run}-{rate}-{seed}")
-        flags = f"{RUNS[method][run][1]} --lr {rate} --seed {seed}"
+        given = f"{RUNS[method][run][1]} --lr {rate} --seed {seed}".format(rate=rate, seed=seed)
         if not (out / "eval.json").exists():
-            missing[out][f"python train.py {flags} --out {out} --resume auto"] = None
+            start = re.search(r"--finetune (\S+)", given)
+            if start is None or Path(start[1], "eval.json").exists():  # else in a later round
+                missing[out][f"python train.py {given} --out {out} --resume auto"] = None
             return None
         config = common.read_config(out)
-        check_run(out, config, flags.split())
-        value, task = last_figure(out, config, split, metric), metric.split("/")[0]
+        check_run(out, config, given.split())
+        value, task = last_figure(out, config, split, metric, flags), metric.split("/")[0]
         if value is None:
-            asked = f" --task {task}" if task in evaluation.TASKS else ""  # "i2t": of a default one
-            missing[out][f"python eval.py {out} --split {split}{asked}"] = None
+            task = TASK_OF.get(task, task)
+            command = f"python eval.py {out} --split {split} --task {task} {flags}".strip()
+            missing[out][command] = None
         else:
-            record = {"method": method} | dict(zip(PLACE, place))
-            found.append(record | {"value": value, "commit": config["git"]})
+            place = dict(zip(PLACE, (run, rate, seed, split, metric, flags)))
+            place = {name: x for name, x in place.items() if x != ""}
+            found.append({"method": method, **place, "value": value, "commit": config["git"]})
         return value
 
     for _, _, _, sides, metrics, *_ in CLAIMS[method]:
