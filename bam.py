@@ -24,7 +24,7 @@ Differs from the paper, as the authors' code does (variants differ at their line
 Ours, not the authors': the ViT starts as CLIP's does (theirs: normal, .02), the learning rate
 ends at 0 (their default: 1e-6), colour jitter has BYOL's saturation .2 (Sec. 4.1; theirs: .4) and
 turns hues in YIQ (HSV), pixels have CLIP's mean and variance (ImageNet's), [CLS] does not decay.
-Not here: UPerNet, Mask R-CNN (Table 7); `eval.py --export` writes weights for them.
+Not here: DAVIS (Table 6), UPerNet, Mask R-CNN (7); `eval.py --export` writes weights for them.
 Run:     python train.py --method bam                        (the embedded world)
 Result:  k-NN of shapes .498 +- .081, SimCLR .578, DINO .358, untrained .389; in 600 steps .737,
          SimCLR .733; of CIFAR-10's photos .445, SimCLR .488; seeds 3-5, best learning rates.

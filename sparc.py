@@ -29,9 +29,9 @@ Differs from the paper:
   * Ours, as the paper names none: CLIP's second beta and epsilon for AdamW, 1 / tau within
     [1, 100], gradients clipped at norm 1, images cropped a little and flipped.
 
-Not here: detection (OWL-ViT), captioning (Flamingo), the 32k SentencePiece vocabulary
-(WordPiece takes its place), a batch of each of several datasets in one step and the labels of
-JFT as captions (D.2), Pascal Context (Table 6).
+Not here: detection (OWL-ViT) and captioning (Flamingo), for which `eval.py --export` writes the
+image encoder; the 32k SentencePiece vocabulary (WordPiece takes its place), a batch of each of
+several datasets in one step, the labels of JFT as captions (D.2), Pascal Context (Table 6).
 
 Run:     python train.py --method sparc       (--objective clip, filip, ...: the baselines)
 Result:  --lambda-f 0.5, best learning rates, seeds 3-5: zero-shot .711 +- .064, CLIP .678 +- .101,
