@@ -276,7 +276,7 @@ CLAIMS["bam"] = [
     ("A teacher helps, 2,000 steps", "Table 1", "73.7, 72.3", "teacher long", "linear",
      "it has no BatchNorm, without which k-NN on CIFAR-10 fell, too"),
     ("... with BatchNorm, which the paper's teacher lacks", "Table 1", "73.7, 72.3", "teacher-bn long", "linear"),
-    # Not tried: ContrastiveCrop helps (Table 1; the world has no image twice), DINO takes more hours (Table 10), DAVIS (6).
+    # Not tried: ContrastiveCrop helps (Table 1; the world has no image twice), DINO takes more hours (10), DAVIS (6).
 ]
 
 
