@@ -95,13 +95,18 @@ PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100), "lbfgs": ("l2", Non
 RATES = (0.002, 0.01, 0.05, 0.3, 1.0)
 
 
+def held_out(x):
+    """Row numbers of a random fifth of features (N, E), always the same, and of the rest."""
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
+    return order.to(x.device).tensor_split([len(x) // 5])
+
+
 def adamw_probe(x, labels, epochs=10, batch=64, peak=0.1):
     """Linear classifier of features (N, E), labels (N,) as CLIP_benchmark trains it (SPARO, C.1)
     -> torch.nn.Linear, its weight decay: of 97 the best that is found in steps of 16, 8, 4, 2, 1,
     on features that are held out, a fifth (ours). With it the classifier trains again, on all."""
     decays, classes = np.logspace(-6, 2, 97).tolist(), int(labels.max()) + 1
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
-    held, fitted = order.to(x.device).tensor_split([len(x) // 5])
+    held, fitted = held_out(x)
 
     @common.fixed_seed(0)
     def fit(x, labels, decay):
@@ -163,8 +168,7 @@ def lbfgs_probe(x, labels, strengths=STRENGTHS):
     torch.nn.Linear, its l2: of 45 the best on a fifth that is held out, with which it learns from
     all. differs: the paper has validation images; whether it takes the mean of the cross entropy,
     as here, or the sum, it does not say."""
-    x, order = x.double(), torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
-    held, fitted = order.to(x.device).tensor_split([len(x) // 5])
+    x, (held, fitted) = x.double(), held_out(x)
     head, right = torch.nn.Linear(x.shape[1], int(labels.max()) + 1).to(x), {}
 
     def fit(x, labels, l2):  # mean cross entropy + l2 / 2 |W|^2, from where the last one ended
@@ -1514,6 +1518,13 @@ PICTURES = {
 OF_RUNS = ("segmentation", "words", "captions")  # functions of {run: Embedder}
 
 
+def is_drawn(name, tasks, data, *models):
+    """Whether --task asks for a picture, or the default, and data and models can serve it."""
+    picture = PICTURES[name]
+    asked = name in tasks if tasks else picture.is_default(*models)
+    return asked and picture.fits(data) and all(picture.suits(model) for model in models)
+
+
 # Evaluating a run -----------------------------------------------------------------------
 
 
@@ -1642,8 +1653,7 @@ def draw_pictures(embed, data, options, run):
     log -> {path: picture}."""
     pages = draw_log(run) if options.is_own and not options.tasks else {}
     for name, picture in PICTURES.items():
-        asked = name in options.tasks if options.tasks else picture.is_default(embed.model)
-        if asked and picture.fits(data) and picture.suits(embed.model):
+        if is_drawn(name, options.tasks, data, embed.model):
             shown = {"found": embed} if name in OF_RUNS else embed
             pages[place(run, options, f"{name}.png")] = picture.run(shown, data)
     return save_pictures(pages)
@@ -1944,12 +1954,9 @@ def compare_runs(evaluated, tasks):
 @torch.no_grad()
 def draw_side_by_side(embedders, data, tasks):
     """What --task allows of OF_RUNS, data and models serve. embedders: {run: Embedder}."""
-    pages, models = [], [embed.model for embed in embedders.values()]
-    for name in OF_RUNS:
-        picture = PICTURES[name]
-        asked = name in tasks if tasks else picture.is_default(*models)
-        if asked and picture.fits(data) and all(picture.suits(model) for model in models):
-            pages.append(picture.run(embedders, data))
+    models = [embed.model for embed in embedders.values()]
+    pages = [PICTURES[name].run(embedders, data) for name in OF_RUNS
+             if is_drawn(name, tasks, data, *models)]
     return join(list(filter(None, pages)), down=True) if any(pages) else None
 
 
