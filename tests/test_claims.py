@@ -24,6 +24,7 @@ CLAIMS = [("A is above B", "Table 1", "2, 1", "a b", "zeroshot", "no note"),
 OLDER = {"method": "sparc", "claim": "a b: zeroshot", "greater": [0.7, 0.01],
          "smaller": [0.5, None], "differences": [0.3, -0.1, 0.4], "from": "a README"}
 SUMMARY = {"method": "sparc", "summary": "photos", "figures": {"x": [0.5, 0.01], "y": [3]}}
+SEEDS = 3, 4, 5
 BAM = {"method": "bam", "claim": "x y: knn", "from": "µ"}
 
 
@@ -33,6 +34,7 @@ def printed(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(claims.RUNS, "sparc", RUNS)
     monkeypatch.setitem(claims.CLAIMS, "sparc", CLAIMS)
+    monkeypatch.setitem(claims.SEEDS, "sparc", SEEDS)
     monkeypatch.setattr(claims, "RECORDS", tmp_path / "claims.json")
     claims.RECORDS.write_text(json.dumps([OLDER, SUMMARY, BAM]))
 
@@ -91,18 +93,18 @@ def test_first_the_learning_rates_then_the_seeds_then_the_table(printed, tmp_pat
                           "metric": "zeroshot", "value": True, "commit": "c0ffee"}
     rates = best | {"variant": 0.002}
     assert len(commands) == 9
-    for seed in (3, 4, 5):
+    for seed in SEEDS:
         assert {f"python train.py {flags(run, rates[run], seed)}" for run in RUNS} < {*commands}
     edge = "(at the edge of its sweep)"
     assert f"with seed 0: a 0.002 {edge}, b 0.001 {edge}, variant 0.002." in printed()[-3]
 
-    for seed in (3, 4, 5):
+    for seed in SEEDS:
         write(tmp_path, "a", 0.002, seed, {"zeroshot": 0.5 + seed / 10})
         write(tmp_path, "b", 0.001, seed, {"zeroshot": 0.4, "miou": seed / 10})
         write(tmp_path, "variant", 0.002, seed, {"zeroshot": 0.95})
     slots = "python eval.py runs/claims/sparc/a-0.002-{} --split test --task slots"
-    assert printed("--again") == [slots.format(seed) for seed in (3, 4, 5)]
-    for seed in (3, 4, 5):
+    assert printed("--again") == [slots.format(seed) for seed in SEEDS]
+    for seed in SEEDS:
         write(tmp_path, "a", 0.002, seed, {"slots/all/zeroshot": 0.2})
     assert printed("--again") == []
     shutil.rmtree(tmp_path / "runs")  # the figures are kept
@@ -156,25 +158,25 @@ def test_a_claim_names_flags_of_the_evaluation(printed, tmp_path, monkeypatch, a
     claim = ("Claim", "Table 1", "2, 1", "a a", f"{metric} [{asked}] {metric}")
     monkeypatch.setitem(claims.CLAIMS, "sparc", [claim])
     monkeypatch.setitem(claims.RUNS, "sparc", {"a": ("zeroshot", "--method sparc", 0.001)})
-    for seed in claims.SEEDS:  # a single rate is not tried on val
+    for seed in SEEDS:  # a single rate is not tried on val
         write(tmp_path, "a", 0.001, seed, {"zeroshot": 0.5})
     evals = "python eval.py runs/claims/sparc/a-0.001-{} --split test --task " + task
     both = f"{evals} {asked} && {evals}"
-    assert printed("--again") == [both.replace("-{} ", f"-{seed} ") for seed in claims.SEEDS]
-    for seed in claims.SEEDS:
+    assert printed("--again") == [both.replace("-{} ", f"-{seed} ") for seed in SEEDS]
+    for seed in SEEDS:
         write(tmp_path, "a", 0.001, seed, {metric: 0.25})
         for other in FLAGGED.values():  # other settings, and each of these but another split
             write(tmp_path, "a", 0.001, seed, {metric: 0.125}, **other | {"split": "val"})
             if other != FLAGGED[asked]:
                 write(tmp_path, "a", 0.001, seed, {metric: 0.625}, **other)
     alone = f"{evals} {asked}"
-    assert printed("--again") == [alone.replace("-{} ", f"-{seed} ") for seed in claims.SEEDS]
-    for seed in claims.SEEDS:
+    assert printed("--again") == [alone.replace("-{} ", f"-{seed} ") for seed in SEEDS]
+    for seed in SEEDS:
         write(tmp_path, "a", 0.001, seed, {metric: seed / 4}, **FLAGGED[asked])
     assert printed("--again") == []
     kept = json.loads(claims.RECORDS.read_text("utf-8"))
     values = {(x["seed"], x.get("flags")): x["value"] for x in kept if x.get("metric") == metric}
-    assert values == {(s, f): s / 4 if f else 0.25 for s in claims.SEEDS for f in (asked, None)}
+    assert values == {(s, f): s / 4 if f else 0.25 for s in SEEDS for f in (asked, None)}
     assert "| 1.000 ± 0.250, 0.250 ± 0.000 | +0.500 +0.750 +1.000 | holds |" in printed()[2]
 
 
@@ -184,14 +186,14 @@ def test_a_run_starts_from_one_of_its_rate_and_seed(printed, tmp_path, monkeypat
     monkeypatch.setitem(claims.CLAIMS, "sparc", [("C", "T", "2, 1", "tuned a", "classification")])
     for rate in claims.RATES:
         write(tmp_path, "a", rate, 0, {"zeroshot": rate}, split="val")
-    starts = {f"python train.py {flags('a', 0.002, seed)}" for seed in claims.SEEDS}
+    starts = {f"python train.py {flags('a', 0.002, seed)}" for seed in SEEDS}
     assert {*printed("--again")} == starts  # what starts from them comes later
-    for seed in claims.SEEDS:
+    for seed in SEEDS:
         write(tmp_path, "a", 0.002, seed, {"classification": 0.5})
-    commands = [f"python train.py {flags('tuned', 0.002, seed)}" for seed in claims.SEEDS]
+    commands = [f"python train.py {flags('tuned', 0.002, seed)}" for seed in SEEDS]
     assert printed("--again") == commands
     assert "--finetune runs/claims/sparc/a-0.002-4 --lr 0.002 --seed 4 " in commands[1]
-    for seed in claims.SEEDS:
+    for seed in SEEDS:
         write(tmp_path, "tuned", 0.002, seed, {"classification": 0.75})
     assert printed("--again") == []
     assert "| +0.250 +0.250 +0.250 | holds |" in printed()[2]
@@ -204,7 +206,7 @@ def test_a_run_is_another_at_a_rate_of_its_own(printed, tmp_path, monkeypatch):
         scores = {"zeroshot": rate, "linear": 1 - abs(rate - 0.002)}
         write(tmp_path, "b", rate, 0, scores, split="val")
     assert {*printed("--again")} == {f"python train.py {flags('b', rate, seed)}"
-                                     for rate in (0.002, 0.004) for seed in claims.SEEDS}
+                                     for rate in (0.002, 0.004) for seed in SEEDS}
     edge = "b 0.004 (at the edge of its sweep), b-probe 0.002."
     assert edge in printed()[-3]
 
