@@ -434,7 +434,7 @@ CLIP_TEXT = dict(vocab_size=CLIP_TOKENS, context=77, depth=12, causal=True)
 VIT_PRESETS = {
     "tiny": dict(image_size=48, patch_size=8, width=96, depth=2, heads=3, stem=WORLD_STEM),
     "tiny-patch": dict(image_size=48, patch_size=8, width=96, depth=2, heads=3),  # no BatchNorm
-    "tiny/4": dict(image_size=48, patch_size=4, width=96, depth=2, heads=3, stem=((32, 2), (64, 2))),  # 144 patches
+    "tiny/4": dict(image_size=48, patch_size=4, width=96, depth=2, heads=3, stem=WORLD_STEM[:2]),
     "ViT-S/16": dict(patch_size=16, width=384, depth=12, heads=6),  # DeiT (2012.12877), Table 1
     "ViT-B/32": dict(patch_size=32, width=768, depth=12, heads=12),  # ViT (2010.11929), Table 1
     "ViT-B/16": dict(patch_size=16, width=768, depth=12, heads=12),  # ViT, Table 1

@@ -72,8 +72,8 @@ PAPER = dict(text_encoder="12x768:context=55,vocab_size=32000", vocab_size=32_00
 GLORIA = PAPER | dict(objective="gloria", batch=4096, steps=800_000)  # Sec. D.3
 PRESETS = {  # settings of this file and of train.py; flags override them
     "tiny": dict(data="shapes:objects=4,together=0.85,small=0.13,large=0.18,background=0,fillers=0", embed_dim=128,
-                 image_encoder="tiny/4", text_encoder="tiny", h_v="residual", lambda_f=0.1, batch=128, steps=400, lr=2e-3,
-                 weight_decay=0.1, warmup=50),
+                 image_encoder="tiny/4", text_encoder="tiny", h_v="residual", lambda_f=0.1, batch=128, steps=400,
+                 lr=2e-3, weight_decay=0.1, warmup=50),
     "b32": PAPER | dict(image_encoder="ViT-B/32"),
     "b16": PAPER | dict(image_encoder="ViT-B/16"),
     "l14": PAPER | dict(image_encoder="ViT-L/14", steps=250_000),

@@ -25,6 +25,7 @@ OLDER = {"method": "sparc", "claim": "a b: zeroshot", "greater": [0.7, 0.01],
          "smaller": [0.5, None], "differences": [0.3, -0.1, 0.4], "from": "a README"}
 SUMMARY = {"method": "sparc", "summary": "photos", "figures": {"x": [0.5, 0.01], "y": [3]}}
 SEEDS = 3, 4, 5
+CHOOSING = "zeroshot", "t2i/R@1", "miou_fg/colour", "knn", "linear", "classification"  # a rate
 BAM = {"method": "bam", "claim": "x y: knn", "from": "µ"}
 
 
@@ -227,7 +228,7 @@ def test_the_data_of_claims_are_sound(method):
     for run, (chosen_by, run_flags, *rates) in runs.items():
         assert len(rates) in (0, 1, 3, 4) and sorted(rates) == rates
         root = runs.get(chosen_by, (chosen_by, ""))
-        assert root[0] in ("zeroshot", "knn", "linear", "classification") and root[1] != run_flags
+        assert root[0] in CHOOSING and root[1] != run_flags
         if run_flags in runs:
             assert not rates and runs[run_flags][0] not in runs, "rates that are tried already"
         start = re.search(r"--finetune runs/claims/(\w+)/(\w+)-{rate}-{seed}", run_flags)

@@ -98,7 +98,7 @@ ERRORS = [
     ("bam --readout cls --image-encoder tiny", r"the \[CLS\] token: add cls=1"),
 
     # Towers
-    ("sparc --image-encoder ViT-Z/9", "no ViT preset 'ViT-Z/9'; there are tiny, tiny-patch, V"),
+    ("sparc --image-encoder ViT-Z/9", "no ViT preset 'ViT-Z/9'; there are tiny, tiny-patch, tiny/4, V"),
     ("sparc --image-encoder tiny:stem=none", "ViT has no setting 'stem'; it has "),
     ("sparc --image-encoder tiny:patch_size=4", "strides of stem .* must multiply to patch_size 4"),
     ("sparc --data shapes:size=50", "image_size 50 is not a multiple of patch_size 8: give 48"),
