@@ -1,14 +1,15 @@
 """What of the papers holds on the embedded world, beside the papers' own figures.
 
     python tests/claims.py sparc           # the table, from tests/claims.json
-    python tests/claims.py sparc --again   # commands that train anew what runs/claims lacks
+    python tests/claims.py sparc --again   # commands that train what it and runs/claims lack
     for i in 1 2 3 4 5; do python tests/claims.py sparc --again | xargs -P 2 -I{} sh -c {}; done
 
 --again first adds the figures that it finds in runs/claims to claims.json: four rounds train with
 each learning rate, measure, train with other seeds, measure, the fifth keeps the last. A record is
-a figure of one run, or what is left of older trainings: of a claim mean and deviation of A and of
-B, their difference by seed; in a summary mean and deviation of several metrics of a run. `flags`
-of a figure are those of eval.py, without them it is of the run's own evaluation.
+a figure of one run (delete those of a preset that changes), or what is left of older trainings: of
+a claim mean and deviation of A and of B, their difference by seed; in a summary mean and deviation
+of several metrics of a run. `flags` of a figure are those of eval.py, without them it is of the
+run's own evaluation.
 """
 
 import argparse
@@ -446,17 +447,27 @@ def print_table(method):
 
 
 def train_again(method):
-    """Put what the runs have into claims.json and print the commands of what they lack."""
-    found, missing = [], collections.defaultdict(dict)  # commands of a run, each once
+    """Put what the runs have into claims.json and print the commands of what both lack."""
+    records, found = read_records(), []
+    missing = collections.defaultdict(dict)  # commands of a run, each once
+
+    def place_of(run, rate, seed):
+        given = f"{RUNS[method][run][1]} --lr {rate} --seed {seed}".format(rate=rate, seed=seed)
+        return Path("runs/claims", method, f"{run}-{rate}-{seed}"), given
+
+    def train(run, rate, seed):
+        out, given = place_of(run, rate, seed)
+        start = re.search(r"--finetune (\S+)", given)
+        if start and not Path(start[1], "eval.json").exists():
+            return train(RUNS[method][run][0], rate, seed)  # this one in a later round
+        missing[out][f"python train.py {given} --out {out} --resume auto"] = None
 
     def figure(run, rate, seed, split, metric, flags=""):
-        out = Path("runs/claims", method, f"{run}-{rate}-{seed}")
-        given = f"{RUNS[method][run][1]} --lr {rate} --seed {seed}".format(rate=rate, seed=seed)
+        place = dict(zip(PLACE, (run, rate, seed, split, metric, flags)))
+        out, given = place_of(run, rate, seed)
         if not (out / "eval.json").exists():
-            start = re.search(r"--finetune (\S+)", given)
-            if start is None or Path(start[1], "eval.json").exists():  # else in a later round
-                missing[out][f"python train.py {given} --out {out} --resume auto"] = None
-            return None
+            record = records.get(key_of({"method": method} | place))
+            return record["value"] if record else train(run, rate, seed)
         config = common.read_config(out)
         check_run(out, config, given.split())
         value, task = last_figure(out, config, split, metric, flags), metric.split("/")[0]
@@ -465,7 +476,6 @@ def train_again(method):
             command = f"python eval.py {out} --split {split} --task {task} {flags}".strip()
             missing[out][command] = None
         else:
-            place = dict(zip(PLACE, (run, rate, seed, split, metric, flags)))
             place = {name: x for name, x in place.items() if x != ""}
             found.append({"method": method, **place, "value": value, "commit": config["git"]})
         return value

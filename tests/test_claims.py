@@ -200,6 +200,20 @@ def test_a_run_starts_from_one_of_its_rate_and_seed(printed, tmp_path, monkeypat
     assert "| +0.250 +0.250 +0.250 | holds |" in printed()[2]
 
 
+def test_a_figure_of_a_record_needs_no_run(printed, tmp_path, monkeypatch):
+    """Of what other runs start from, the run must be there."""
+    tuned = ("a", "--finetune runs/claims/sparc/a-{rate}-{seed}")
+    monkeypatch.setitem(claims.RUNS, "sparc", {"a": RUNS["a"], "tuned": tuned})
+    monkeypatch.setitem(claims.CLAIMS, "sparc", [("C", "T", "2, 1", "tuned a", "zeroshot")])
+    places = [("a", rate, 0, "val", "zeroshot") for rate in claims.RATES]
+    places += [("a", 0.002, seed, "test", "zeroshot") for seed in SEEDS]
+    claims.add_records({"method": "sparc", "value": place[1]} | dict(zip(claims.PLACE, place))
+                       for place in places)
+    commands = [f"python train.py {flags('a', 0.002, seed)}" for seed in SEEDS]
+    assert printed("--again") == commands
+    assert printed("--again") == commands and len(claims.read_records()) == 9
+
+
 def test_a_run_is_another_at_a_rate_of_its_own(printed, tmp_path, monkeypatch):
     monkeypatch.setitem(claims.RUNS, "sparc", {"b": RUNS["b"], "b-probe": ("linear", "b")})
     monkeypatch.setitem(claims.CLAIMS, "sparc", [("C", "T", "2, 1", "b-probe b", "linear")])
