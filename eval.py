@@ -470,15 +470,15 @@ class WorldSet(EvalSet):
 
     groups = {"": (torch.arange(64), PAIRS), "/colour": (torch.arange(64) // 8, COLOURS),
               "/shape": (torch.arange(64) % 8, SHAPES)}
-    classes = Classes(PAIRS, ["{a}", "a photo of {a}"])
-    map_classes = {"/colour": Classes(COLOURS, [f"{{a}} {shape}" for shape in SHAPES]),
-                   "/shape": Classes(SHAPES, ["{a}", "a photo of {a}"]), "/pair": classes}
     content_words, is_world = WORLD_WORDS, True
 
     def __init__(self, world, split, limit=None, templates=None):
         self.world, self.split, self.limit = world, split, limit
-        if templates:
-            self.classes = self.named = Classes(PAIRS, templates, "shapes")
+        usual = ["{a}", "a photo of {a}"] if world.fillers else ["{a}"]  # as in its captions
+        self.classes = Classes(PAIRS, templates or usual, "shapes")
+        self.named = self.classes if templates else None
+        self.map_classes = {"/colour": Classes(COLOURS, [f"{{a}} {shape}" for shape in SHAPES]),
+                            "/shape": Classes(SHAPES, usual), "/pair": Classes(PAIRS, usual)}
         self.unseen = torch.arange(64) // 8 >= world.palette
         self.unseen[[8 * colour + shape for colour, shape in world.heldout_pairs]] = True
 

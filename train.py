@@ -655,7 +655,7 @@ def build_model(args, method, tokenizer):
     if args.accum_freq > 1 and batch_norms:
         raise UserError(f"--accum-freq {args.accum_freq} computes parts of a batch, the BatchNorm "
                         f"of {args.image_encoder} needs all of it: choose a ViT without a stem "
-                        f"(in place of tiny --image-encoder tiny-patch).")
+                        f"(in the embedded world --image-encoder tiny-patch).")
     model = common.build_model(method, args, *towers)
     if parts is not None:
         with common.explained(UserError, f"--init-weights {args.init_weights}"):

@@ -377,6 +377,8 @@ def test_the_worlds_prompts_have_articles():
     assert data.classes.prompts[:2] == ["one red circle", "one red square"]
     assert data.named is data.classes
     assert data.map_classes["/shape"].prompts == shapes
+    data, _ = opened("shapes:size=16,fillers=0")  # whose captions have no photo: training has no such word
+    assert data.classes.prompts == colours and data.map_classes["/shape"].prompts == shapes[::2]
 
 
 def test_names_of_class_folders_are_asked_for_where_they_are_used(tmp_path, capsys):
