@@ -165,8 +165,8 @@ CLAIMS["stair"] = [
 
 RUNS["sparc"] = {
     "sparc": ("zeroshot", "--method sparc --lambda-f 0.5"),  # the least that the paper tries
-    "grounded": ("zeroshot", "--method sparc", 0.0005, 0.001, 0.002, 0.004),  # lambda_f .1
-    "clip": ("zeroshot", "--method sparc --objective clip", 0.0005, 0.001, 0.002, 0.004),
+    "grounded": ("zeroshot", "--method sparc", 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016),  # lambda_f .1
+    "clip": ("zeroshot", "--method sparc --objective clip", 0.0005, 0.001, 0.002, 0.004, 0.008),
     "grounded-s": ("miou_fg/colour", "grounded"),  # at the rate that segmentation prefers
     "clip-s": ("miou_fg/colour", "clip"),
     "mgca": ("zeroshot", "--method sparc --objective mgca", 0.002, 0.004, 0.008),
