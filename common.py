@@ -426,7 +426,7 @@ class ResNet(resnet.ResNet):
 
 
 CLIP_TOKENS = 49_408
-WORLD_STEM = ((32, 2), (64, 2), (128, 2), (128, 1))  # its receptive field: 31 pixels
+WORLD_STEM = ((32, 2), (64, 2), (128, 2), (128, 1))  # it sees 31 pixels, its first two layers 7
 CLIP_VIT = dict(cls=True, pre_norm=True, patch_bias=False, eps=1e-5)
 CLIP_TEXT = dict(vocab_size=CLIP_TOKENS, context=77, depth=12, causal=True)
 # clip-...: CLIP's towers (2103.00020, Table 20) as OpenCLIP has them, for --init-weights. OpenAI's
@@ -2064,7 +2064,7 @@ class World:
 
     Its fields are the settings of `shapes:...`. B scenes of at most K objects are a dict of
     tensors: present, colour, shape, large, radius (B, K), centre (B, K, 2) as (x, y), in pixels;
-    frame (B,), its colour.
+    with `frame` also frame (B,), the frame's colour.
     A hash of its objects and their pixels puts a scene into train, val or test: no two splits
     share one. `heldout` colour-shape pairs never occur in train.
     """
@@ -2078,7 +2078,7 @@ class World:
     palette: int = 8          # objects have the first of COLOURS; tasks ask for all 8
     heldout: int = 6          # colour-shape pairs, of the 64, that training never shows
     together: float = 0.0     # fraction of training scenes whose object 1 goes with object 0
-    frame: bool = False       # in train of the colour of object 0, elsewhere of any: it misleads
+    frame: bool = False       # in train it has the colour of object 0, elsewhere any: it misleads
     fillers: bool = True      # openings, closings: words that describe nothing
     words: int = 0            # made-up words; a caption holds up to two
 

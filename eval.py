@@ -474,7 +474,7 @@ class WorldSet(EvalSet):
 
     def __init__(self, world, split, limit=None, templates=None):
         self.world, self.split, self.limit = world, split, limit
-        usual = ["{a}", "a photo of {a}"] if world.fillers else ["{a}"]  # as in its captions
+        usual = ["{a}", "a photo of {a}"] if world.fillers else ["{a}"]  # no word that captions lack
         self.classes = Classes(PAIRS, templates or usual, "shapes")
         self.named = self.classes if templates else None
         self.map_classes = {"/colour": Classes(COLOURS, [f"{{a}} {shape}" for shape in SHAPES]),
@@ -1633,6 +1633,8 @@ def write_figures(embed, data, options, run, result):
     settings = settings_of(options) | {"step": embed.step}
     if data.named:
         settings |= {"class_names": data.named.source, "templates": data.named.templates}
+    elif data.is_world:
+        settings["prompts"] = data.classes.templates
     record, path = {"settings": settings} | result, Path(run, "evals.jsonl")
     with common.writing(path), open(path, "a") as file:
         file.write(json.dumps(record) + "\n")

@@ -211,7 +211,10 @@ def test_a_figure_of_a_record_needs_no_run(printed, tmp_path, monkeypatch):
                        for place in places)
     commands = [f"python train.py {flags('a', 0.002, seed)}" for seed in SEEDS]
     assert printed("--again") == commands
-    assert printed("--again") == commands and len(claims.read_records()) == 9
+    for seed in SEEDS:
+        write(tmp_path, "a", 0.002, seed, {"linear": 0.5})  # not the metric on record
+    assert printed("--again") == [f"python train.py {flags('tuned', 0.002, s)}" for s in SEEDS]
+    assert len(claims.read_records()) == 9
 
 
 def test_a_run_is_another_at_a_rate_of_its_own(printed, tmp_path, monkeypatch):
@@ -261,6 +264,9 @@ def test_the_data_of_claims_are_sound(method):
         written = [f"{name} [{flags}]" if flags else name for name, flags in metrics]
         assert " ".join(written) == claim[4]
         assert all(re.fullmatch(r"[-\w ./:,={}]*", flags) for _, flags in metrics), "for a shell"
+        for world in re.findall(r"--data (shapes\S*)", claim[4]):
+            own = common.open_data(settings[claim[3].split()[0]].data)
+            assert common.open_data(world.rstrip("]")).fillers == own.fillers, "unknown words"
         budgets = [(x.steps * x.batch, x.data) for x in map(settings.get, claim[3].split())]
         assert budgets[0] == budgets[1], "two runs that saw different data, or more of it"
     assert used >= runs.keys(), "a run that no claim uses"
