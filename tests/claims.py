@@ -442,7 +442,7 @@ def print_table(method):
         if record["method"] == method and "summary" in record:
             figures = record["figures"].items()
             shown = [f"{metric} {' ± '.join(map(str, values))}" for metric, values in figures]
-            print(f"- {record['summary']}: {', '.join(shown)}")
+            print(f"- {record['summary']}: {', '.join(shown)} ({record.get('flags', 'no flags')})")
 
 
 def train_again(method):

@@ -74,7 +74,7 @@ def test_first_the_learning_rates_then_the_seeds_then_the_table(printed, tmp_pat
         " | not shown: no note * |",
         "| A's slots are above B's | Table 2 | 4, 3 |  |  | not run yet |",
         "| The variant is worse | Table 3 | 5, 1 |  |  | not run yet |"]
-    assert "none yet" in table[-3] and table[-1] == "- photos: x 0.5 ± 0.01, y 3"
+    assert "none yet" in table[-3] and table[-1] == "- photos: x 0.5 ± 0.01, y 3 (no flags)"
 
     best = {"a": 0.002, "b": 0.001}
     for run, rate in swept:  # on the test split the rates' order is another
