@@ -474,7 +474,7 @@ class WorldSet(EvalSet):
 
     def __init__(self, world, split, limit=None, templates=None):
         self.world, self.split, self.limit = world, split, limit
-        usual = ["{a}", "a photo of {a}"] if world.fillers else ["{a}"]  # no word that captions lack
+        usual = ["{a}", "a photo of {a}"] if world.fillers else ["{a}"]  # in its words
         self.classes = Classes(PAIRS, templates or usual, "shapes")
         self.named = self.classes if templates else None
         self.map_classes = {"/colour": Classes(COLOURS, [f"{{a}} {shape}" for shape in SHAPES]),
