@@ -1633,7 +1633,7 @@ def write_figures(embed, data, options, run, result):
     settings = settings_of(options) | {"step": embed.step}
     if data.named:
         settings |= {"class_names": data.named.source, "templates": data.named.templates}
-    elif data.is_world:
+    if data.is_world:
         settings["prompts"] = data.classes.templates
     record, path = {"settings": settings} | result, Path(run, "evals.jsonl")
     with common.writing(path), open(path, "a") as file:
