@@ -58,7 +58,7 @@ RUNS["sparo"] = {
     "multi": ("attpool", "--method sparo --readout attpool --slot-norm --slot-projection"),
     "separate": ("attpool", "--method sparo --readout attpool --heads separate --slot-norm --slot-projection"),
     "mixed": ("attpool", "--method sparo --readout attpool --heads separate"),
-    "bottleneck": ("zeroshot", "--method sparo --readout bottleneck"),
+    "bottleneck": ("zeroshot", "--method sparo --readout bottleneck", 0.00025, 0.0005, 0.001, 0.002),
     "fdt": ("zeroshot", "--method sparo --readout fdt"),
     "framed": ("sparo", "--method sparo --data shapes:frame=1"),
     "L8": ("sparo", "--method sparo --L 8"),
