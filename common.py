@@ -2063,8 +2063,7 @@ class World:
     """The embedded world: coloured shapes with captions, drawn from a seed.
 
     Its fields are the settings of `shapes:...`. B scenes of at most K objects are a dict of
-    tensors: present, colour, shape, large, radius (B, K), centre (B, K, 2) as (x, y), in pixels;
-    with `frame` also frame (B,), the frame's colour.
+    tensors: present, colour, shape, large, radius (B, K), centre (B, K, 2) as (x, y), in pixels.
     A hash of its objects and their pixels puts a scene into train, val or test: no two splits
     share one. `heldout` colour-shape pairs never occur in train.
     """
@@ -2078,7 +2077,6 @@ class World:
     palette: int = 8          # objects have the first of COLOURS; tasks ask for all 8
     heldout: int = 6          # colour-shape pairs, of the 64, that training never shows
     together: float = 0.0     # fraction of training scenes whose object 1 goes with object 0
-    frame: bool = False       # in train it has the colour of object 0, elsewhere any: it misleads
     fillers: bool = True      # openings, closings: words that describe nothing
     words: int = 0            # made-up words; a caption holds up to two
 
@@ -2114,9 +2112,6 @@ class World:
             # the split is so many tenths of all scenes; draw a fifth more than needed
             m = max(64, math.ceil((n - kept) * 10 / len(SPLITS[split]) * 1.2))
             scene = self.draw(m, generator, objects, self.together if split == "train" else 0)
-            if self.frame:
-                any_colour = torch.randint(self.palette, (m,), generator=generator)
-                scene["frame"] = scene["colour"][:, 0] if split == "train" else any_colour
             keep = self.in_split(scene, split)
             if split == "train":
                 keep &= ~(scene["present"] & heldout[scene["colour"], scene["shape"]]).any(1)
@@ -2193,12 +2188,6 @@ class World:
             paint = rgb[rows, k, :, None, None]
             images[rows] = torch.lerp(images[rows], paint, cover[:, None])
             segmentation[rows] = torch.where(cover > 0.5, k + 1, segmentation[rows])
-        if self.frame:
-            is_inside = torch.zeros(S, S, dtype=torch.bool)
-            is_inside[2:-2, 2:-2] = True
-            paint = torch.tensor(list(COLOURS.values()))[scene["frame"]]
-            images = torch.where(is_inside, images, paint[:, :, None, None])
-            segmentation *= is_inside
         return images.clamp_(0, 1), segmentation
 
     def objects_of(self, scene):

@@ -286,19 +286,3 @@ def test_together_puts_companions_side_by_side_in_training_alone(split, low, hig
     for name in ("colour", "shape"):
         pair &= scene[name][:, 1] == scene[name][:, 0] ^ 1
     assert low < pair.float().mean() < high
-
-
-@pytest.mark.parametrize("split, low, high", [("train", 1, 1), ("val", 0.05, 0.25)])
-def test_a_frame_has_the_colour_of_object_0_in_training_alone(split, low, high):
-    world, generator = World(frame=True, heldout=0), torch.Generator().manual_seed(0)
-    scene = world.scenes(400, split, generator)
-    assert low <= (scene["frame"] == scene["colour"][:, 0]).float().mean() <= high
-    assert len(scene["frame"].unique()) == 8
-    images, segmentation = world.render(scene, generator)
-    inner = torch.zeros(48, 48, dtype=torch.bool)
-    inner[2:46, 2:46] = True
-    paint = torch.tensor(list(COLOURS.values()))[scene["frame"]]
-    assert torch.equal(images[:, :, ~inner], paint[:, :, None].expand(-1, -1, 48 * 48 - 44 * 44))
-    assert not segmentation[:, ~inner].any() and segmentation[:, inner].any()
-    scene, plain = scenes(World(frame=True), 9, split), scenes(World(), 9, split)
-    assert scene.keys() - plain.keys() == {"frame"}
