@@ -339,10 +339,10 @@ def check_run(out, config, flags):
                                f"changed since: remove it.")
 
 
-def last_figure(out, config, split, metric, flags):
-    """A metric in the last line of evals.jsonl that has it, of a split and flags of eval.py, the
-    other options the run's own; whatever its --task. Older lines lack options that came later."""
-    given = vars(evaluation.build_parser().parse_args([str(out), "--split", split, *flags.split()]))
+def last_figure(out, config, metric, flags):
+    """A metric in the last line of evals.jsonl that has it, of flags of eval.py, the other options
+    the run's own; whatever its --task. Older lines lack options that came later."""
+    given = vars(evaluation.build_parser().parse_args([str(out), *flags.split()]))
     given["data"] = given["data"] and given["data"][0]
     run = argparse.Namespace(**config)
     own = evaluation.settings_of(evaluation.own_options(run))
@@ -464,13 +464,13 @@ def train_again(method):
             return record["value"] if record else train(run, rate, seed)
         config = common.read_config(out)
         check_run(out, config, given.split())
-        value, task = last_figure(out, config, split, metric, flags), metric.split("/")[0]
+        of = "" if config["eval_data"] else f"--split {split} "  # folders have no splits
+        value, task = last_figure(out, config, metric, of + flags), metric.split("/")[0]
         if value is None and record:
             return record["value"]
         if value is None:
             task = TASK_OF.get(task, task)
-            command = f"python eval.py {out} --split {split} --task {task} {flags}".strip()
-            missing[out][command] = None
+            missing[out][f"python eval.py {out} {of}--task {task} {flags}".strip()] = None
         else:
             place = {name: x for name, x in place.items() if x != ""}
             found.append({"method": method, **place, "value": value, "commit": config["git"]})

@@ -217,6 +217,20 @@ def test_a_figure_of_a_record_needs_no_run(printed, tmp_path, monkeypatch):
     assert len(claims.read_records()) == 9
 
 
+def test_folders_have_no_splits(printed, tmp_path, monkeypatch):
+    (tmp_path / "folders").mkdir()
+    run = ("zeroshot", "--method sparc --eval-data folders", 0.001)
+    monkeypatch.setitem(claims.RUNS, "sparc", {"a": run})
+    monkeypatch.setitem(claims.CLAIMS, "sparc", [("C", "T", "2, 1", "a a", "zeroshot i2t/R@1")])
+    for seed in SEEDS:
+        write(tmp_path, "a", 0.001, seed, {"zeroshot": 0.5 + seed / 10})
+    runs = [f"runs/claims/sparc/a-0.001-{seed}" for seed in SEEDS]
+    assert printed("--again") == [f"python eval.py {run} --task retrieval" for run in runs]
+    for seed in SEEDS:
+        write(tmp_path, "a", 0.001, seed, {"i2t/R@1": 0.5})
+    assert printed("--again") == [] and "| +0.300 +0.400 +0.500 | holds |" in printed()[2]
+
+
 def test_a_run_is_another_at_a_rate_of_its_own(printed, tmp_path, monkeypatch):
     monkeypatch.setitem(claims.RUNS, "sparc", {"b": RUNS["b"], "b-probe": ("linear", "b")})
     monkeypatch.setitem(claims.CLAIMS, "sparc", [("C", "T", "2, 1", "b-probe b", "linear")])
@@ -288,8 +302,8 @@ def test_every_metric_of_a_claim_exists(run_of, tmp_path, monkeypatch, names):
     configs = {name: common.read_config(run) for name, run in runs.items()}
 
     def find(name):
-        return {x for x in metrics if claims.last_figure(runs[name], configs[name], "test", *x)
-                is not None}
+        return {(metric, given) for metric, given in metrics if claims.last_figure(
+            runs[name], configs[name], metric, f"--split test {given}") is not None}
 
     for name, flags in sorted({(metric.split("/")[0], flags) for metric, flags in metrics}):
         task = claims.TASK_OF.get(name, name)
