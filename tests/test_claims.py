@@ -223,7 +223,8 @@ def test_folders_have_no_splits(printed, tmp_path, monkeypatch):
     monkeypatch.setitem(claims.RUNS, "sparc", {"a": run})
     monkeypatch.setitem(claims.CLAIMS, "sparc", [("C", "T", "2, 1", "a a", "zeroshot i2t/R@1")])
     for seed in SEEDS:
-        write(tmp_path, "a", 0.001, seed, {"zeroshot": 0.5 + seed / 10})
+        write(tmp_path, "a", 0.001, seed, {"zeroshot": 0.5 + seed / 10},
+              templates=evaluation.TEMPLATES)
     runs = [f"runs/claims/sparc/a-0.001-{seed}" for seed in SEEDS]
     assert printed("--again") == [f"python eval.py {run} --task retrieval" for run in runs]
     for seed in SEEDS:
