@@ -174,11 +174,13 @@ RUNS["sparc"] = {
     "sparc-36": ("zeroshot", "--method sparc --lambda-f 0.5 --image-encoder tiny --steps 600"),  # of 36 patches
     "clip-36": ("zeroshot", "--method sparc --objective clip --image-encoder tiny --steps 600"),
 }
-SHIFTED = "zeroshot [--data shapes:objects=4,small=.13,large=.18,noise=.05,background=.1,fillers=0]"  # in training .04, 0
+# In training noise .04, background 0
+SHIFTED = "zeroshot [--data shapes:objects=4,small=.13,large=.18,noise=.05,background=.1,fillers=0]"
 CLAIMS["sparc"] = [  # the paper's figures are of B/16, zero-shot on ImageNet, R@1 on MSCOCO
     ("SPARC is above CLIP in zero-shot, lambda_f .5", "Table 1", "72.6, 71.6", "sparc clip", "zeroshot"),
     ("... lambda_f .1", "Table 1", "72.6, 71.6", "grounded clip", "zeroshot"),
-    ("... of 36 patches, not 144, in 600 steps, other prompts", "Table 1", "72.6, 71.6", "sparc-36 clip-36", "zeroshot"),
+    ("... of 36 patches, not 144, in 600 steps, other prompts", "Table 1", "72.6, 71.6",
+     "sparc-36 clip-36", "zeroshot"),
     ("It finds captions better, lambda_f .5", "Table 3", "57.6, 56.2", "sparc clip", "i2t/R@1"),
     ("... lambda_f .1", "Table 3", "57.6, 56.2", "grounded clip", "i2t/R@1"),
     ("It finds images better, lambda_f .5", "Table 3", "43.0, 42.4", "sparc clip", "t2i/R@1"),

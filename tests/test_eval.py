@@ -377,7 +377,7 @@ def test_the_worlds_prompts_have_articles():
     assert data.classes.prompts[:2] == ["one red circle", "one red square"]
     assert data.named is data.classes
     assert data.map_classes["/shape"].prompts == shapes
-    data, _ = opened("shapes:size=16,fillers=0")  # whose captions have no photo: training has no such word
+    data, _ = opened("shapes:size=16,fillers=0")  # in whose captions no photo occurs
     assert data.classes.prompts == colours and data.map_classes["/shape"].prompts == shapes[::2]
 
 
