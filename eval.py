@@ -1631,10 +1631,9 @@ def write_figures(embed, data, options, run, result):
     """Append the figures, with all that they depend on, to RUN/evals.jsonl. Those of the run's own
     evaluation are also RUN/eval.json."""
     settings = settings_of(options) | {"step": embed.step}
-    if data.named:
-        settings |= {"class_names": data.named.source, "templates": data.named.templates}
-    if data.is_world:
-        settings["prompts"] = data.classes.templates
+    classes = data.classes if data.is_world else data.named
+    if classes:
+        settings |= {"class_names": classes.source, "prompts": classes.templates}
     record, path = {"settings": settings} | result, Path(run, "evals.jsonl")
     with common.writing(path), open(path, "a") as file:
         file.write(json.dumps(record) + "\n")

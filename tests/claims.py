@@ -354,8 +354,6 @@ def last_figure(out, config, metric, flags):
     for line in path.read_text().splitlines() if path.exists() else []:
         record = json.loads(line)
         settings = own | record["settings"]
-        if settings["templates"] == evaluation.TEMPLATES:  # the default of folders
-            settings["templates"] = None
         if settings | wanted == settings:
             value = record.get(metric, value)
     return value

@@ -147,7 +147,7 @@ def test_the_rate_within_a_sweep_is_no_edge(printed, tmp_path):
 FLAGGED = {  # flags of eval.py, what of the settings they change
     "--data shapes:noise=.12,background=.5": {"data": "shapes:noise=.12,background=.5",
                                               "limit": None, "learn_limit": None},
-    "--templates {}": {"templates": ["{}"], "class_names": "shapes"},
+    "--templates {}": {"templates": ["{}"], "prompts": ["{}"]},
     "--checkpoint step-1.pt": {"checkpoint": "step-1.pt"},
     "--label-fraction .01 --probe lbfgs": {"label_fraction": ".01", "probe": "lbfgs"}}
 
@@ -224,7 +224,7 @@ def test_folders_have_no_splits(printed, tmp_path, monkeypatch):
     monkeypatch.setitem(claims.CLAIMS, "sparc", [("C", "T", "2, 1", "a a", "zeroshot i2t/R@1")])
     for seed in SEEDS:
         write(tmp_path, "a", 0.001, seed, {"zeroshot": 0.5 + seed / 10},
-              templates=evaluation.TEMPLATES)
+              prompts=evaluation.TEMPLATES)
     runs = [f"runs/claims/sparc/a-0.001-{seed}" for seed in SEEDS]
     assert printed("--again") == [f"python eval.py {run} --task retrieval" for run in runs]
     for seed in SEEDS:

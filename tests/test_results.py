@@ -77,8 +77,7 @@ def test_other_evaluations_overwrite_nothing(run_of, tmp_path):
             (["--task", "zeroshot"], {"tasks": ["zeroshot"]}),
             (["--split", "val"], {"split": "val"}),
             (["--task", "zeroshot", "--templates", "two {}"],
-             {"tasks": ["zeroshot"], "templates": ["two {}"], "class_names": "shapes",
-              "prompts": ["two {}"]}),
+             {"tasks": ["zeroshot"], "templates": ["two {}"], "prompts": ["two {}"]}),
             (["--nouns-adjectives", words], {"nouns_adjectives": words}),
             (["--task", "retrieval", "--caption-prefix", "a photo of"],
              {"tasks": ["retrieval"], "caption_prefix": "a photo of"}),
@@ -90,7 +89,7 @@ def test_other_evaluations_overwrite_nothing(run_of, tmp_path):
     assert "i2t/R@1" not in lines(run)[1] and lines(run)[1]["zeroshot"] == read(run)["zeroshot"]
     evaluation.main([str(run), "--data", str(folders), "--templates", *templates])
     settings = lines(run)[-1]["settings"]
-    assert (settings["class_names"], settings["templates"]) == ("folders", templates)
+    assert (settings["class_names"], settings["prompts"]) == ("folders", templates)
     after = {path.name: path.read_bytes() for path in run.iterdir()}
     new = after.keys() - before.keys()
     assert after | before | {"evals.jsonl": after["evals.jsonl"]} == after and len(lines(run)) == 9

@@ -51,7 +51,7 @@ def test_the_names_and_prompts_of_a_folder_are_used_unless_others_are_given(
     evaluation.main([str(run), "--task", "zeroshot", "--data", spec])
     settings = json.loads((run / "evals.jsonl").read_text().splitlines()[-1])["settings"]
     assert settings["class_names"] == f"{spec}/classnames.txt"
-    assert settings["templates"] == ["a {c}.", "the {c}"]
+    assert (settings["templates"], settings["prompts"]) == (None, ["a {c}.", "the {c}"])
     assert "classnames.txt. First prompt: 'a blue.'" in capsys.readouterr().out
     (tmp_path / "names.txt").write_text("sky\n\nblood\n")
     data, _ = opened(spec, classes=str(tmp_path / "names.txt"), templates=["{a}!"])
