@@ -607,4 +607,4 @@ if __name__ == "__main__":
         z.data -= 200 * z.grad
         z.grad = None
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    print(f"{time.perf_counter() - start:.2f} s, {peak:,.0f} MiB more memory than before")
+    print(f"{time.perf_counter() - start:.2f} s, {peak:,.0f} MiB of memory above that at the start")

@@ -1659,8 +1659,8 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
         cast_settings(settings, {}, name)
         return TarShards(name, content) if suffix == ".tar" else open_directory(name, content)
     if not os.path.exists(name):
-        raise UserError(f"{spec}: {name} does not exist; a SPEC is shapes, a CSV, TSV or .token "
-                        f"file, tar shards, a COCO or Karpathy JSON, or class folders.")
+        raise UserError(f"{name} does not exist; a SPEC is shapes, a CSV, TSV or .token file, tar "
+                        f"shards, a COCO or Karpathy JSON, or class folders.")
     table = read_table, {"image": "", "caption": ""}
     readers = {".csv": table, ".tsv": table, ".txt": table, ".token": (read_token_file, {}),
                ".json": (read_json, {"split": split})}
@@ -1682,7 +1682,8 @@ def open_directory(directory, content):
     """DIR/class folder/image.jpg -> CaptionTable with labels and captions "a photo of a NAME."."""
     folders = sorted(p for p in Path(directory).iterdir() if p.is_dir() and p.name[0] != ".")
     if content and not folders:
-        raise UserError(f"{directory} has no class folders.")
+        raise UserError(f"{directory} has no class folders: give one that holds a folder of images "
+                        f"for each class.")
     classes = names = [folder.name for folder in folders]
     with contextlib.suppress(UserError):  # where nobody reads the captions, names may be numbers
         names, _ = class_names(classes)
@@ -1750,9 +1751,9 @@ def label_rows(names, labels, fraction):
     rows = [i for i, name in enumerate(names) if name in wanted]
     missing = len(wanted - set(names))
     if missing or len(rows) > len(wanted):
-        raise UserError(f"--label-fraction {fraction} names {len(wanted)} images, {missing} of them"
-                        f" are not in the training data, {len(rows)} there have these names: name "
-                        f"each of them once, or give a number.")
+        raise UserError(f"--label-fraction {fraction} names {len(wanted)} images, without their "
+                        f"folders; the training data lack {missing} and have these names "
+                        f"{len(rows)} times: each must be there once, else give a number.")
     return rows
 
 
@@ -1809,7 +1810,8 @@ class Stream(IterableDataset):
                 if bad_in_a_row >= self.source.max_bad:
                     raise UserError(
                         f"{self.source.name}: {bad_in_a_row:,} samples in a row could not be "
-                        f"used, the last: {sample.reason}, {sample.where}.")
+                        f"used, the last: {sample.reason}, {sample.where}. Of a table, is "
+                        f"--image-root right?")
                 continue
             bad_in_a_row = 0
             samples.append(sample)

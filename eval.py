@@ -764,8 +764,8 @@ def open_whole_training_set(options, data):
         return functools.partial(data.labelled, "train")
     spec, names = options.train_data, data.groups[""][1]
     train = open_beside(options, data, spec, None,
-                        "k-NN and linear probes on class folders need --train-data, other class "
-                        "folders or tar shards with labels to learn from.")
+                        "k-NN and linear probes learn from other images than these: give "
+                        "--train-data, other class folders or tar shards with labels.")
     others = train.groups is not None and train.groups[""][1] != names  # tar files have no names
     if train.labelled is None or others:
         raise UserError(f"{spec} must have the class folders of {options.data}, to learn from: "
@@ -1531,26 +1531,27 @@ def is_drawn(name, tasks, data, *models):
 def check(options, data, model):
     """The names of the tasks to run: those of --task, or the default ones. Raises UserError if data
     and model serve none, or not one of --task, or if k-NN or a probe has nothing to learn from."""
-    has_text, served, kinds = model.encode_text is not None, ["encode_image"], ["images"]
-    if has_text:  # what an image-text model lacks is left out without a word
-        served = {task.model for task in TASKS.values()} - {"class_scores"}
+    has_text, kinds = model.encode_text is not None, ["images"]
+    if has_text:
         kinds = ["text", "words"]
     elif model.class_scores:
-        served, kinds = ["encode_image", "class_scores"], ["labels"]
+        kinds = ["labels"]
     elif data.is_world:
         kinds = ["images", "world"]
-    usable = [name for name, task in TASKS.items() if task.fits(data) and task.model in served]
+    usable = [name for name, task in TASKS.items() if task.fits(data) and task.suits(model)]
+    if not has_text:  # the others name classes
+        usable = [x for x in usable if TASKS[x].model in ("encode_image", "class_scores")]
     if not usable:
         more = ", captions, SugarCrepe, Winoground or VOC" if has_text else ""
         raise UserError(f"No task can evaluate on {options.data}: give class folders or shapes"
                         f"{more}.")
     for name in options.tasks or []:
         if name in TASKS and name not in usable:
-            part = "classifier" if TASKS[name].model == "class_scores" else "text tower"
-            why = f"a model without a {part}" if TASKS[name].fits(data) else "this data"
+            why = "this model" if TASKS[name].fits(data) else "this data"
             raise UserError(f"Task {name} cannot use {why}; what can be done is "
                             f"{', '.join(usable)}.")
-    wanted = options.tasks or [name for name, task in TASKS.items() if task.default in kinds]
+    wanted = options.tasks or [name for name, task in TASKS.items()
+                               if task.default in kinds and task.is_default(model)]
     asked = [name for name in usable if name in wanted]
     if "zeroshot" in asked:
         data.classes  # raises for folders that need names
@@ -1564,13 +1565,10 @@ def check(options, data, model):
 
 
 def evaluate(embed, data, options):
-    """Run what `check` names and the model can do -> {metric: float}."""
+    """Run what `check` names -> {metric: float}."""
     result = {}
     for name in check(options, data, embed.model):
-        task = TASKS[name]
-        is_asked = options.tasks or task.is_default(embed.model)
-        if is_asked and task.suits(embed.model):
-            result |= task.run(embed, data, options)
+        result |= TASKS[name].run(embed, data, options)
     return {key: number(value) for key, value in result.items()}
 
 

@@ -633,7 +633,7 @@ if __name__ == "__main__":
         return readout.Wproj((attn @ kv).squeeze(2))               # (B, L, V)
 
     torch.testing.assert_close(readout(x), as_listed(x), rtol=1e-4, atol=1e-5)
-    for name, compute in ("Eq. 1 in our order", readout), ("as listed in App. A", as_listed):
+    for name, compute in ("Eq. 1 in our order", readout), ("the same, as in App. A", as_listed):
         start = time.perf_counter()
         compute(x).sum().backward()
         print(f"{name}: {1e3 * (time.perf_counter() - start):.0f} ms")

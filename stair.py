@@ -525,6 +525,7 @@ if __name__ == "__main__":
     index.add([f"w{a} w{b} w{c}" for a, b, c in words.tolist()], v)
     a, b, _ = words[0].tolist()
     where = index.has(f"w{a}") & index.has(f"w{b}")
-    print(f"w{a} and w{b}:", index.search({f"w{a}": 1.0, f"w{b}": 1.0}, where=where))
+    found = index.search({f"w{a}": 1.0, f"w{b}": 1.0}, where=where)
+    print(f"captions with w{a} and w{b}, scores:", found)
     if len(sys.argv) > 1:  # python stair.py 100000: the index beside the dense product
         compare_costs(int(sys.argv[1]))

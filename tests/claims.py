@@ -132,8 +132,9 @@ CLAIMS["stair"] = [
     ("... the shape is in the 10 best of 862 words, there 100 of 30,522", "Table 7, top-100", "87.7, 0.6",
      "stair single", "words/shape/top10"),
     ("STAIR's best word is more often the label than CLIP's: CIFAR-10, BERT's words", "Table 4", "32.9, 13.7",
-     "photos photos-clip", "words/top1"),
-    ("... it is in the 10 best words", "Table 4, top-10", "69.0, 34.3", "photos photos-clip", "words/top10"),
+     "photos photos-clip", "words/top1 [--classes tests/claims-classes.txt]"),
+    ("... it is in the 10 best words", "Table 4, top-10", "69.0, 34.3", "photos photos-clip",
+     "words/top10 [--classes tests/claims-classes.txt]"),
     ("... on the world, whose words are mostly invented", "Table 4", "32.9, 13.7", "stair clip", "words/top1"),
     ("... the shape is in the 10 best words", "Table 4, top-10", "69.0, 34.3", "stair clip", "words/shape/top10"),
     ("STAIR is above CLIP in zero-shot", "Table 2, ImageNet", "65.6, 65.1", "stair clip", "zeroshot"),
@@ -231,7 +232,8 @@ RUNS["bam"] = {
     "bam-probe": ("linear", "bam"),  # at the rate that the probe prefers
     "two-views": ("knn", "--method bam --local-crops 0", 0.00025, 0.0005, 0.001),
     "two-views-probe": ("linear", "two-views"),
-    "simclr-two-views": ("knn", "--method bam --target onehot --local-crops 0"),  # as the papers' SimCLR and MoCoV3
+    "simclr-two-views": ("knn", "--method bam --target onehot --local-crops 0",  # as the papers' SimCLR, MoCoV3
+                         0.00025, 0.0005, 0.001, 0.002, 0.004),
     "simclr-two-views-probe": ("linear", "simclr-two-views"),
     "bam-600": ("knn", "--method bam --steps 600", 0.00025, 0.0005, 0.001),
     "bam-600-probe": ("linear", "bam-600"),
