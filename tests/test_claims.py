@@ -297,7 +297,7 @@ def test_every_metric_of_a_claim_exists(run_of, tmp_path, monkeypatch, names):
     monkeypatch.chdir(Path(claims.__file__).parents[1])  # where the files of the flags lie
     fast = functools.partial(evaluation.lbfgs_probe, strengths=[1.0])
     monkeypatch.setattr(evaluation, "lbfgs_probe", fast)
-    metrics = {x for claim in claims.CLAIMS[names[0]]
+    metrics = {x for claim in claims.CLAIMS[names[0]] if "--classes" not in claim[4]  # of folders
                for x in claims.METRIC.findall(claim[4].replace("=.13", "=.14"))}  # of 16 pixels
     runs = {name: shutil.copytree(run_of(name), tmp_path / name) for name in names}
     configs = {name: common.read_config(run) for name, run in runs.items()}
