@@ -239,7 +239,8 @@ RUNS["bam"] = {
     "bam-600-probe": ("linear", "bam-600"),
     "simclr-600": ("knn", "--method bam --target onehot --steps 600", 0.0005, 0.001, 0.002, 0.004),
     "simclr-600-probe": ("linear", "simclr-600"),
-    "simclr-600-two-views": ("knn", "--method bam --target onehot --local-crops 0 --steps 600"),
+    "simclr-600-two-views": ("knn", "--method bam --target onehot --local-crops 0 --steps 600",
+                             0.00025, 0.0005, 0.001, 0.002, 0.004),
     "simclr-600-two-views-probe": ("linear", "simclr-600-two-views"),
     "dino": ("knn", "--method sparo --objective dino --readout gap --image-encoder tiny --ema 0.97 --steps 300 "
                     "--warmup 25 --data shapes:objects=1,background=0,palette=1,heldout=0", 0.00025, 0.0005, 0.001),
