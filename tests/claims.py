@@ -34,7 +34,8 @@ TASK_OF = {"i2t": "retrieval", "t2i": "retrieval", "faithfulness": "retrieval", 
            "miou": "segmentation", "miou_fg": "segmentation"}  # of metrics not called as their task
 RATES = (0.0005, 0.001, 0.002)  # learning rates, tried with seed 0, if a run has no others
 SEEDS = {"sparo": (3, 4, 5), "stair": (3, 4, 5), "sparc": (6, 7, 8), "bam": (3, 4, 5)}
-# 20,000 photos of CIFAR-10, captions as `a photo of a cat.`; in cifar10/train as class folders
+# 20,000 photos of CIFAR-10, captions as `a photo of a cat.`, which say car, not automobile (names
+# for --classes: tests/claims-classes.txt); in cifar10/train as class folders
 PHOTOS = ("--eval-data cifar10/test --image-size 32 --data "
           + "::".join(f"cifar10/0000{i}.tar" for i in range(4)))
 WORDS = f"{PHOTOS} --vocab bert-base-uncased-vocab.txt --batch 64 --steps 500"
