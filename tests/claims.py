@@ -60,7 +60,7 @@ RUNS["sparo"] = {
     "separate": ("attpool", "--method sparo --readout attpool --heads separate --slot-norm --slot-projection"),
     "mixed": ("attpool", "--method sparo --readout attpool --heads separate"),
     "bottleneck": ("zeroshot", "--method sparo --readout bottleneck", 0.00025, 0.0005, 0.001, 0.002),
-    "fdt": ("zeroshot", "--method sparo --readout fdt"),
+    "fdt": ("zeroshot", "--method sparo --readout fdt", 0.00025, 0.0005, 0.001, 0.002),
     "L8": ("sparo", "--method sparo --L 8"),
     "L64": ("sparo", "--method sparo --L 64"),
     "V4": ("sparo", "--method sparo --V 4"),
