@@ -255,6 +255,7 @@ def let_rank_0_speak():
         time.sleep(10)
 
 
+@functools.cache  # the source of a class is searched for in its file
 def comments_of(config_class):
     """{field: the comment behind a field of a dataclass, or the one in the line above it}."""
     pattern = r"^(?:    # (.*)\n)?    (\w+): [^#\n]*(?:# (.*))?$"
