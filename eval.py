@@ -1539,8 +1539,6 @@ def check(options, data, model):
     elif data.is_world:
         kinds = ["images", "world"]
     usable = [name for name, task in TASKS.items() if task.fits(data) and task.suits(model)]
-    if not has_text:  # the others name classes
-        usable = [x for x in usable if TASKS[x].model in ("encode_image", "class_scores")]
     if not usable:
         more = ", captions, SugarCrepe, Winoground or VOC" if has_text else ""
         raise UserError(f"No task can evaluate on {options.data}: give class folders or shapes"

@@ -1,6 +1,7 @@
 """The command line of train.py: settings, runs, signals, resuming, ranks, costs, errors."""
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import itertools
@@ -134,8 +135,12 @@ def test_slots_are_selected_and_masks_trained(tmp_path, run_of):
         options = evaluation.own_options(args, tasks=tasks)
         data = evaluation.open_eval_set(options, args.image_size)
         found.append(evaluation.evaluate(embed, data, options))
+        if name == "gap":
+            options = dataclasses.replace(options, tasks=["slots", "masks"])
+            with pytest.raises(common.UserError, match="slots cannot use this model"):
+                evaluation.evaluate(embed, data, options)
     gap, sparo = found
-    assert "masks/slots/pairs" in gap
+    assert not any(key.startswith("slots") for key in gap) and "masks/slots/pairs" in gap
     assert sparo["masks/slots/pairs"] >= sparo["masks/slots/pairs_before"]
     assert sparo["slots/accuracy_mean"] <= sparo["slots/accuracy_best"]
     for key in ("zeroshot", "i2t/R@1", "t2i/R@1", "negatives"):  # all slots: nothing changes
