@@ -29,7 +29,7 @@ Not here: in an index dense embeddings beside the words, and lists of words at i
          mask what `add` gets).
 Run:     python train.py --method stair                     (the embedded world)
 Result:  text-to-image R@1 .905 +- .003 (sparc.py's CLIP .797 +- .020, one stage .687); an
-         image's shape is among its 10 heaviest of 862 words in .999 (one stage .000); seeds 3-5.
+         image's shape is among its 10 heaviest of 862 tokens in .999 (one stage .000); seeds 3-5.
 """
 
 import ast

@@ -6,6 +6,7 @@ import math
 import random
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -321,6 +322,20 @@ def test_label_ranks_count_the_best_sub_word_and_ties_against_it():
     assert ranks.tolist() == [1, 2]
     ranks = evaluation.label_ranks(scores, [[1], [0, 2]], torch.tensor([1, 1]))
     assert ranks.tolist() == [1, 2]
+
+
+def test_a_piece_that_spells_a_word_does_not_rival_it_where_words_are_texts():
+    tokenizer = common.WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "car", "##car", "##s"])
+    embed = SimpleNamespace(
+        tokenizer=tokenizer, model=SimpleNamespace(encode_words=None),
+        texts=lambda words: torch.tensor([[1.0, len(word)] for word in words]),
+        similarity=lambda x, y: x @ y.T)
+    scores = evaluation.vocabulary_scores(embed, torch.tensor([[0.0, 1.0]]))
+    assert scores.tolist() == [[-math.inf] * 4 + [3.0, -math.inf, 1.0]]
+    assert evaluation.label_ranks(scores, [[4]], torch.tensor([0])).tolist() == [0]
+    embed.model.encode_words = True                                     # STAIR's encodings are words
+    scores = evaluation.vocabulary_scores(embed, torch.arange(7.0)[None])
+    assert scores.tolist() == [[-math.inf] * 4 + [4.0, 5.0, 6.0]]
 
 
 def test_a_run_is_read_and_searched(tmp_path, run_of, capsys):
