@@ -25,7 +25,7 @@ OLDER = {"method": "sparc", "claim": "a b: zeroshot", "greater": [0.7, 0.01],
          "smaller": [0.5, None], "differences": [0.3, -0.1, 0.4], "from": "a README"}
 SUMMARY = {"method": "sparc", "summary": "photos", "figures": {"x": [0.5, 0.01], "y": [3]}}
 SEEDS = 3, 4, 5
-CHOOSING = "zeroshot", "miou_fg/colour", "knn", "linear", "classification"  # a rate
+CHOOSING = "zeroshot", "t2i/R@1", "miou_fg/colour", "knn", "linear", "classification"  # a rate
 BAM = {"method": "bam", "claim": "x y: knn", "from": "µ"}
 
 
