@@ -276,13 +276,13 @@ class Model(nn.Module):
 #
 # What was found out on the embedded world (three seeds, lr 1e-3; * lr 2e-3, three seeds or one):
 # SPARO binds colours to shapes: swapped attributes .593 (CLIP .496, chance .50), .727 (.494) *,
-# among four objects .848 (sparc.py's CLIP .509). Swapped objects stay at chance for SPARO, CLIP,
-# CLIP+GAP. The best half of the slots keeps the hard negatives (.719, all slots .722), without the
-# paper's gain. For each per cent that a mask of single dimensions gains on hard negatives,
-# zero-shot loses .9 per cent with SPARO (.5 *, CLIP 6.9 *, CLIP+GAP 11.7 *); a mask of slots costs
-# 5.3, as it gains next to nothing (.004 to .015 of the pairs). CLIP with an encoding as wide as
-# SPARO's has .224 in zero-shot *, with its own .887 *. With DINO, SPARO raises the linear probe
-# (.339 to .374 *), but not k-NN (.275, .267 *).
+# among four objects .848 (sparc.py's CLIP .509). FDT has .631 in zero-shot (CLIP .794). Swapped
+# objects stay at chance for SPARO, CLIP, CLIP+GAP. The best half of the slots keeps the hard
+# negatives (.719, all slots .722), without the paper's gain. For each per cent that a mask of
+# single dimensions gains on hard negatives, zero-shot loses .9 per cent with SPARO (.5 *, CLIP 6.9
+# *, CLIP+GAP 11.7 *); a mask of slots costs 5.3, as it gains next to nothing (.004 to .015 of the
+# pairs). CLIP with an encoding as wide as SPARO's has .224 in zero-shot *, with its own .887 *.
+# With DINO, SPARO raises the linear probe (.339 to .374 *), but not k-NN (.275, .267 *).
 
 
 # Other read-outs --------------------------------------------------------------------------
