@@ -114,15 +114,13 @@ CLAIMS["sparo"] = [
 ]
 
 RUNS["stair"] = {
-    "stair": ("zeroshot", "--method stair", 0.00025, 0.0005, 0.001, 0.002, 0.004),
+    "stair": ("zeroshot", "--method stair", 0.0005, 0.001, 0.002, 0.004),
     "single": ("zeroshot", "--method stair --stages single --revive-until 0"),
     "clip": ("zeroshot", "--method sparc --objective clip --image-encoder tiny --steps 1000 --data shapes:words=400",
-             0.0005, 0.001, 0.002, 0.004, 0.008),
+             0.0005, 0.001, 0.002, 0.004),
     "stair-t": ("t2i/R@1", "stair"),  # at the rate that retrieval prefers
     "clip-t": ("t2i/R@1", "clip"),
     "single-t": ("t2i/R@1", "single"),
-    "stair-w": ("words/top1", "stair"),  # at the rate that words prefer
-    "clip-w": ("words/top1", "clip"),
     "photos": ("zeroshot", f"--method stair {WORDS}", 0.002),
     "photos-clip": ("zeroshot", f"--method sparc --objective clip --image-encoder tiny {WORDS}", 0.002),
     "unrevived": ("stair", "--method stair --revive-until 0"),
@@ -144,8 +142,8 @@ CLAIMS["stair"] = [
      "photos photos-clip", "words/top1 [--classes tests/claims-classes.txt]"),
     ("... it is in the 10 best words", "Table 4, top-10", "69.0, 34.3", "photos photos-clip",
      "words/top10 [--classes tests/claims-classes.txt]"),
-    ("... on the world, whose words are mostly invented", "Table 4", "32.9, 13.7", "stair clip", "words/top1"),
-    ("... each at the rate that this prefers", "Table 4", "32.9, 13.7", "stair-w clip-w", "words/top1"),
+    ("... on the world, whose words are mostly invented", "Table 4", "32.9, 13.7", "stair clip", "words/top1",
+     "its own rate would not mend it (val, seed 0: STAIR .925; CLIP .955, but of a rate with zero-shot .16)"),
     ("... the shape is in the 10 best words", "Table 4, top-10", "69.0, 34.3", "stair clip", "words/shape/top10"),
     ("STAIR is above CLIP in zero-shot", "Table 2, ImageNet", "65.6, 65.1", "stair clip", "zeroshot"),
     ("Three stages are level with one or above: text-to-image R@1", "Table 6", "41.1, 40.5", "stair-t single-t", "t2i/R@1"),
