@@ -1056,13 +1056,13 @@ def vocabulary_scores(embed, x):
     """Encodings of images -> scores (n, |V|) of all words, special tokens at -inf: of STAIR the
     encodings, of others similarities with single words' encodings (STAIR, Sec. 5.1), to which
     `##car` is the word `car` again and at -inf, too."""
-    vocab, ids, twins = embed.tokenizer.vocab, embed.tokenizer.ids, []
+    vocab, ids, no_words = embed.tokenizer.vocab, embed.tokenizer.ids, [*embed.tokenizer.special]
     if embed.model.encode_words is None:
         words = [token.removeprefix("##").removesuffix("##") for token in vocab]
-        twins = [k for k, word in enumerate(words) if word != vocab[k] and word in ids]
+        no_words += [k for k, word in enumerate(words) if word != vocab[k] and word in ids]
         x = embed.similarity(x, embed.texts(words))
     scores = word_columns(embed, x).clone()
-    scores[:, [*embed.tokenizer.special, *twins]] = -torch.inf
+    scores[:, no_words] = -torch.inf
     return scores
 
 
