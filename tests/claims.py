@@ -240,7 +240,7 @@ RUNS["bam"] = {
     "bam": ("knn", "--method bam", 0.00025, 0.0005, 0.001),
     "simclr": ("knn", "--method bam --target onehot"),
     "bam-probe": ("linear", "bam"),  # at the rate that the probe prefers
-    "two-views": ("knn", "--method bam --local-crops 0", 0.000125, 0.00025, 0.0005, 0.001),
+    "two-views": ("knn", "--method bam --local-crops 0", 0.0000625, 0.000125, 0.00025, 0.0005, 0.001),
     "two-views-probe": ("linear", "two-views"),
     "simclr-two-views": ("knn", "--method bam --target onehot --local-crops 0",  # as the papers' SimCLR, MoCoV3
                          0.00025, 0.0005, 0.001, 0.002, 0.004),
@@ -256,7 +256,7 @@ RUNS["bam"] = {
                     "--warmup 25 --data shapes:objects=1,background=0,palette=1,heldout=0", 0.00025, 0.0005, 0.001),
     "dino-32": ("knn", "--method sparo --objective dino --readout gap --image-encoder tiny --ema 0.97 --batch 32 "
                        "--steps 1200 --warmup 100 --data shapes:objects=1,background=0,palette=1,heldout=0",
-                0.00025, 0.0005, 0.001),
+                0.000125, 0.00025, 0.0005, 0.001),
     "dino-32-probe": ("linear", "dino-32"),
     "finetuned": ("bam", "--finetune runs/claims/bam/bam-{rate}-{seed}"),
     "scratch": ("classification", "--method classifier"),
