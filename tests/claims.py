@@ -43,8 +43,8 @@ WORDS = f"{PHOTOS} --vocab bert-base-uncased-vocab.txt --batch 64 --steps 500"
 FOLDERS = ("--data cifar10/train --eval-data cifar10/test --image-size 32 --warmup 50 --local-size 16 "
            "--crop-border 0.25 --crop-least 0.1")
 # RUNS: a metric that chooses the learning rate on the val split, or another run that lends its own;
-# flags of train.py ({rate}, {seed}: of the run itself), or the name of a run, which is then this one
-# with a rate of its own; learning rates (a single one is taken as it is). CLAIMS: A is above B;
+# flags of train.py ({seed}: its own), or the name of a run, which is then this one with a rate of
+# its own; learning rates (a single one is taken as it is). CLAIMS: A is above B;
 # source; the paper's A and B; the runs A and B; their metric or two, each perhaps with [flags of
 # eval.py], which neither sh nor xargs may change; perhaps why the claim does not hold here.
 RUNS, CLAIMS = {}, {}
@@ -258,8 +258,8 @@ RUNS["bam"] = {
                        "--steps 1200 --warmup 100 --data shapes:objects=1,background=0,palette=1,heldout=0",
                 0.000125, 0.00025, 0.0005, 0.001),
     "dino-32-probe": ("linear", "dino-32"),
-    "finetuned": ("bam", "--finetune runs/claims/bam/bam-{rate}-{seed}"),
-    "scratch": ("classification", "--method classifier"),
+    "finetuned": ("classification", "--finetune runs/claims/bam/bam-0.0005-{seed}", 0.0005, 0.001, 0.002, 0.004),
+    "scratch": ("classification", "--method classifier", 0.0005, 0.001, 0.002, 0.004),
     "block": ("bam", "--method bam --normalization block"),
     "eq2": ("bam", "--method bam --target softmax --tau-b 0.1"),
     "unbalanced": ("bam", "--method bam --target softmax"),
@@ -465,14 +465,14 @@ def train_again(method):
     missing = collections.defaultdict(dict)  # commands of a run, each once
 
     def place_of(run, rate, seed):
-        given = f"{RUNS[method][run][1]} --lr {rate} --seed {seed}".format(rate=rate, seed=seed)
+        given = f"{RUNS[method][run][1]} --lr {rate} --seed {seed}".format(seed=seed)
         return Path("runs/claims", method, f"{run}-{rate}-{seed}"), given
 
     def train(run, rate, seed):
         out, given = place_of(run, rate, seed)
         start = re.search(r"--finetune (\S+)", given)
         if start and not Path(start[1], "eval.json").exists():
-            return train(RUNS[method][run][0], rate, seed)  # this one in a later round
+            return train(*Path(start[1]).name.rsplit("-", 2))  # this one in a later round
         missing[out][f"python train.py {given} --out {out} --resume auto"] = None
 
     def figure(run, rate, seed, split, metric, flags=""):
