@@ -583,12 +583,14 @@ CLASSIFIER = SimpleNamespace(  # what train.py and eval.py ask of a method
 
 
 # What was found out on the embedded world (three seeds; * k-NN on CIFAR-10, 300 steps, one seed):
-# * Sharpening prevents the collapse to uniform: with tau_B = tau k-NN falls from .498 to .295, and
-#   without balancing, too, the probe from .470 to .317 (both entropies rise to 5.4 of 5.5 *). With
-#   tau_B = tau / 2 balancing makes no difference (.468; two views, .421 and without .453 *).
-# * Positives must be masked (.470, without .315), and the projector needs BatchNorm (.30 *).
+# * Sharpening prevents the collapse to uniform: with tau_B = tau the probe falls from .470 to .285,
+#   without balancing, too, to .317 (both entropies rise to 5.4 of 5.5 *). Balancing makes no
+#   difference with tau_B = tau / 2 (without it .468; two views, .421 and .453 *), nor with tau.
+# * Positives must be masked: where a view sees them and itself, the probe falls to .315. The
+#   projector needs BatchNorm (.30 *).
 # * Of eight colours it learns colours (.998), not shapes (.44, SimCLR .73; 600 steps, val): targets
-#   are what the network sees already. Of one it learns shapes, at a low rate (5e-4 .70, 2e-3 .42).
+#   are what the network sees already. Of one it learns shapes, at a low rate (val, seed 0:
+#   5e-4 .70, 2e-3 .42).
 # * Blocks are no worse than global normalisation (k-NN .546, .498). A teacher lags behind (.34 *).
 # * An update: 1.006 times DINO's FLOPs (Table 10: time .93): vit-s16, dino-s16 --readout cls, both
 #   with --batch 2048 --local-crops 0.

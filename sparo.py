@@ -274,15 +274,17 @@ class Model(nn.Module):
 #     t = normalize_slots(text_sparo(h, eos_idx=mask.sum(1) - 1))               # (B, L V)
 #     loss = clip_loss(v, t, model.logit_scale.exp(), gather)
 #
-# What was found out on the embedded world (three seeds, lr 1e-3; * lr 2e-3, three seeds or one):
+# What was found out on the embedded world (three seeds, lr 1e-3, FDT 5e-4;
+# * lr 2e-3, three seeds or one):
 # SPARO binds colours to shapes: swapped attributes .593 (CLIP .496, chance .50), .727 (.494) *,
 # among four objects .848 (sparc.py's CLIP .509). FDT has .631 in zero-shot (CLIP .794). Swapped
 # objects stay at chance for SPARO, CLIP, CLIP+GAP. The best half of the slots keeps the hard
-# negatives (.719, all slots .722), without the paper's gain. For each per cent that a mask of
-# single dimensions gains on hard negatives, zero-shot loses .9 per cent with SPARO, 2.9 with a
-# CLIP+GAP as wide; a mask of slots costs 5.3, of as many parts of CLIP+GAP 6.3. That width alone
-# does not help CLIP+GAP's zero-shot (.823, of 128 dimensions .871). Slots can be too wide (V = 64:
-# .759), not too narrow (4: .884); their number makes no difference (L = 8: .900, 64: .928).
+# negatives (.719, all slots .722), without the paper's gain.
+# For each per cent that a mask of single dimensions gains on hard negatives, zero-shot loses .9 per
+# cent with SPARO, 2.9 with a CLIP+GAP as wide. A mask of slots costs 5.3 (in the paper less than
+# one of dimensions), of as many parts of CLIP+GAP 6.3: no difference is shown.
+# CLIP+GAP as wide as SPARO is no better (.823; of 128 dimensions .871). V = 64 is worse at this
+# rate (.759); of V = 4 (.884), L = 8 and 64 (.900, .928) no difference to .912 is shown.
 # With DINO, SPARO raises the linear probe (.339 to .374 *), but not k-NN (.275, .267 *).
 
 

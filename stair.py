@@ -339,8 +339,8 @@ class Model(nn.Module):
 # - Three stages keep the meaning of words, one does not (Table 7), with revival in it or without;
 #   three without it do in one seed of three (heaviest word .648, 0, 0). They also retrieve better
 #   than CLIP and one stage (image-to-text R@1 .937, .897, .742); Table 6 has one above CLIP.
-# - Stage 3 raises text-to-image R@1 from .608 to .905 and zero-shot from .747 to .991. Stage 2 does
-#   not raise zero-shot (.770 after stage 1), in Figure 7 it does.
+# - Stage 3 raises text-to-image R@1 from .608 to .905 and zero-shot from .747 to .991. Stage 2
+#   lowers zero-shot (.770 after stage 1), in Figure 7 it raises it.
 # - The heaviest word is the label no more often than CLIP's nearest (.355, .459; Table 4), with
 #   CIFAR-10's photos more often (.389, .278).
 # - Without the text tower R@1 falls from .937 to .524 and from .905 to .766 (Table 5).

@@ -382,8 +382,8 @@ def check_settings(args, method, flags):
     if args.finetune and (args.init_weights or args.method != "classifier"):
         raise UserError("--finetune trains a classifier from the weights of a run: leave out "
                         "--method and --init-weights.")
-    if args.bench and args.resume:
-        raise UserError("--bench times a new run: leave out --resume.")
+    if args.bench and (args.resume or args.dry_run):
+        raise UserError("--bench times a new run: leave out --resume and --dry-run.")
     if "steps" in flags:
         args.epochs = None  # of a run that is resumed
     with common.explained(ValueError, f"--method {args.method}"):
@@ -484,9 +484,10 @@ def announce(args, data, model, tokenizer, device):
             raise UserError(f"{share:.0%} of the captions' tokens are [UNK], words that the "
                             f"vocabulary lacks: give another --vocab, or none.")
     print(f"{args.out}: {', '.join(facts)}")
-    for number, steps, _ in METHODS[args.method].stages(args):
+    for _, steps, _ in METHODS[args.method].stages(args):
         if 0 < steps < args.warmup:
-            print(f"note: --warmup {args.warmup} is longer than stage {number}, of {steps} steps")
+            print(f"note: in {steps} steps the learning rate does not reach its peak: --warmup is "
+                  f"{args.warmup}")
 
 
 class Log:

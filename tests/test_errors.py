@@ -267,6 +267,7 @@ ERRORS = [
     ("train --resume auto --vocab poor.txt --out runs/sparc", "leave out --vocab poor.txt"),
     ("train --resume --steps 5 --out runs/sparc", "has made 6 steps: --steps 5 must not be fewer"),
     ("train --resume --bench 2 --out runs/sparc", "--bench times a new run: leave out --resume"),
+    ("train --bench 2 --dry-run --method sparc", "leave out --resume and --dry-run"),
     ("train --resume --optimizer lamb --out runs/sparc", "--optimizer adamw: leave out"),
     *((f"{command} runs/{name}", message, {f"runs/{name}/{file}": text})
       for command, name in (("train --resume --out", "sparc"), ("eval", "sparc"))

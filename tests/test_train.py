@@ -374,7 +374,7 @@ def test_notes_say_what_a_run_lacks(tmp_path, monkeypatch, capsys):
     data = ["--data", write_table(tmp_path, 4), "--image-size", "16", "--steps", "24"]
     train_alone([*SPARC, *data, "--out", tmp_path / "run"])
     shown = "".join(capsys.readouterr())
-    for note in ("note: --warmup 50 is longer than stage 1, of 24 steps", "set OMP_NUM_THREADS=1",
+    for note in ("note: in 24 steps the learning rate does not reach its peak", "set OMP_NUM_THREADS=1",
                  "note: --batch 8 has some of the 4 images more than once"):
         assert shown.count(note) == 1
 
