@@ -27,7 +27,7 @@ fixed patch embeddings; ViT-S with 12 heads, here `ViT-S/16:heads=12`), the lear
 in YIQ (HSV), pixels have CLIP's mean and variance (ImageNet's), [CLS] does not decay.
 Not here: DAVIS (Table 6), UPerNet, Mask R-CNN (7); `eval.py --export` writes weights for them.
 Run:     python train.py --method bam                        (the embedded world)
-Result:  k-NN of shapes .498 +- .081, SimCLR .578, DINO .358, untrained .39; in 600 steps .737,
+Result:  k-NN of shapes .498 +- .081, SimCLR .578, DINO .371, untrained .39; in 600 steps .737,
          SimCLR .733 (linear probe .661, .793); of two views .311, SimCLR .554; of CIFAR-10 .445,
          SimCLR .488; seeds 3-5.
 """
@@ -591,7 +591,7 @@ CLASSIFIER = SimpleNamespace(  # what train.py and eval.py ask of a method
 # * Of eight colours it learns colours (.998), not shapes (.44, SimCLR .73; 600 steps, val): targets
 #   are what the network sees already. Of one it learns shapes, at a low rate (val, seed 0:
 #   5e-4 .70, 2e-3 .42).
-# * Blocks are no worse than global normalisation (k-NN .546, .498). A teacher lags behind (.34 *).
+# * Blocks are no worse than global normalisation (probe .470, .470). A teacher lags behind (.34 *).
 # * An update: 1.006 times DINO's FLOPs (Table 10: time .93): vit-s16, dino-s16 --readout cls, both
 #   with --batch 2048 --local-crops 0.
 

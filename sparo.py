@@ -274,11 +274,12 @@ class Model(nn.Module):
 #     t = normalize_slots(text_sparo(h, eos_idx=mask.sum(1) - 1))               # (B, L V)
 #     loss = clip_loss(v, t, model.logit_scale.exp(), gather)
 #
-# What was found out on the embedded world (three seeds, lr 1e-3, FDT 5e-4;
-# * lr 2e-3, three seeds or one):
-# SPARO binds colours to shapes: swapped attributes .593 (CLIP .496, chance .50), .727 (.494) *,
-# among four objects .848 (sparc.py's CLIP .509). FDT has .631 in zero-shot (CLIP .794). Swapped
-# objects stay at chance for SPARO, CLIP, CLIP+GAP. The best half of the slots keeps the hard
+# What was found out on the embedded world (three seeds, lr 1e-3, FDT and
+# AttPool 5e-4):
+# SPARO binds colours to shapes: swapped attributes .593 (CLIP .496, chance .50), among four objects
+# .848 (sparc.py's CLIP .509). Swapped objects stay at chance for SPARO, CLIP, CLIP+GAP.
+# In zero-shot AttPool has .708; with LayerNorm and projection by slot .779; with separate heads,
+# too, .791; SPARO .912, CLIP .794, FDT .631. The best half of the slots keeps the hard
 # negatives (.719, all slots .722), without the paper's gain.
 # For each per cent that a mask of single dimensions gains on hard negatives, zero-shot loses .9 per
 # cent with SPARO, 2.9 with a CLIP+GAP as wide. A mask of slots costs 5.3 (in the paper less than

@@ -291,6 +291,22 @@ def test_the_data_of_claims_are_sound(method):
     assert {record["run"] for record in kept if "run" in record} <= runs.keys()
 
 
+def test_the_figures_of_the_texts_are_those_of_the_tables(capsys):
+    root, texts = Path(claims.__file__).parents[1], {}
+    for method in claims.RUNS:
+        claims.print_table(method)
+        text = (root / f"{method}.py").read_text("utf-8")
+        found = text[text.index("# What was found out"):].split("\n\n")[0]
+        texts[method] = text.split('"""')[1] + found
+    texts["README"] = (root / "README.md").read_text("utf-8")
+    tables = re.sub(r"\b0\.", ".", capsys.readouterr().out)
+    figures = {f"{float(x):.3f}".lstrip("0") for x in re.findall(r"\d*\.\d+", tables)}
+    for name, text in texts.items():
+        assert {*re.findall(r"(?<!\d)\.\d{3}(?!\d)", text)} <= figures, name
+        paired = re.findall(r"[+-]\.\d{3} [+-]\.\d{3} [+-]\.\d{3}|\.\d{3} \+?[±-]+ \.\d{3}", text)
+        assert all(pair.replace("+-", "±").removesuffix("0") in tables for pair in paired), name
+
+
 @pytest.mark.parametrize("names", [["sparc"], ["sparo", "dino"], ["stair"], ["bam", "classifier"]])
 def test_every_metric_of_a_claim_exists(run_of, tmp_path, monkeypatch, names):
     """What --again would run, with the tiny runs of the tests: the figure is found afterwards."""
