@@ -274,8 +274,7 @@ class Model(nn.Module):
 #     t = normalize_slots(text_sparo(h, eos_idx=mask.sum(1) - 1))               # (B, L V)
 #     loss = clip_loss(v, t, model.logit_scale.exp(), gather)
 #
-# What was found out on the embedded world (three seeds, lr 1e-3, FDT and
-# AttPool 5e-4):
+# What was found out on the embedded world (three seeds, lr 1e-3, FDT and AttPool 5e-4):
 # SPARO binds colours to shapes: swapped attributes .593 (CLIP .496, chance .50), among four objects
 # .848 (sparc.py's CLIP .509). Swapped objects stay at chance for SPARO, CLIP, CLIP+GAP.
 # In zero-shot AttPool has .708; with LayerNorm and projection by slot .779; with separate heads,
@@ -286,7 +285,6 @@ class Model(nn.Module):
 # one of dimensions), of as many parts of CLIP+GAP 6.3: no difference is shown.
 # CLIP+GAP as wide as SPARO is no better (.823; of 128 dimensions .871). V = 64 is worse at this
 # rate (.759); of V = 4 (.884), L = 8 and 64 (.900, .928) no difference to .912 is shown.
-# With DINO, SPARO raises the linear probe (.339 to .374 *), but not k-NN (.275, .267 *).
 
 
 # Other read-outs --------------------------------------------------------------------------

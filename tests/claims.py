@@ -55,8 +55,10 @@ RUNS["sparo"] = {
     "sparo": ("zeroshot", "--method sparo"),
     "clip": ("zeroshot", "--method sparo --readout cls"),
     "gap": ("zeroshot", "--method sparo --readout gap"),
-    "dino-sparo": ("knn", "--method sparo --objective dino --data shapes:objects=1,background=0"),
-    "dino": ("knn", "--method sparo --objective dino --readout cls --data shapes:objects=1,background=0"),
+    "dino-sparo": ("knn", "--method sparo --objective dino --data shapes:objects=1,background=0",
+                   0.000125, 0.00025, 0.0005, 0.001, 0.002),
+    "dino": ("knn", "--method sparo --objective dino --readout cls --data shapes:objects=1,background=0",
+             0.000125, 0.00025, 0.0005, 0.001, 0.002),
     "gap-wide": ("zeroshot", "--method sparo --readout gap --embed-dim 512"),  # as wide as SPARO's L V
     "attpool": ("zeroshot", "--method sparo --readout attpool", 0.00025, 0.0005, 0.001, 0.002),
     "multi": ("attpool", "--method sparo --readout attpool --slot-norm --slot-projection"),
