@@ -7,7 +7,7 @@ balanced and sharpened description of another.
 
     symbol    name here                  shape         where
     h = f(x)  image_encoder, readout     (k, n, d)     Sec. 3; the representation used later
-    z = g(h)  projector, z               (k n, E)      Sec. 3; view by view, large ones first
+    z = g(h)  projector, z               (k, n, E)     Sec. 3; large first; bam_loss has (k n, E)
     Z_m       teacher, z_m               (k n, E)      App. C; latents of a moving average
               c                          (m, E)        large views of Z or Z_m, of all ranks
     S, S hat  similarities               (k n, m)      Sec. 3.1, Eq. 3; cosines of z and c
@@ -16,16 +16,16 @@ balanced and sharpened description of another.
     L_BAM     matching, bam_loss         (n,), scalar  Eq. 5
     n images on each of W ranks, k views of an image, G of them large; m = W G n columns
 
-Differs from the paper, as the authors' code does (variants differ at their lines):
+Differs from the paper, as the authors' code does (search for "differs" for the other places):
   * Columns of S, and targets, are large views alone; rows of all views are balanced.
   * Positives are left out (mask="exclude"); "zero" is Eq. 3 as printed.
   * Three Sinkhorn iterations, columns first; a mean over pairs and images, not a sum.
   * With a teacher, the teacher is evaluated.
 Ours, not the authors': the ViT starts as CLIP's does and learns all (theirs: as MoCo-v3's, with
-fixed patch embeddings; ViT-S with 12 heads, here `ViT-S/16:heads=12`), the learning rate ends at 0
+fixed patch embeddings), ViT-S has 6 heads (12: `ViT-S/16:heads=12`), the learning rate ends at 0
 (their default: 1e-6), colour jitter has BYOL's saturation .2 (Sec. 4.1; theirs: .4) and turns hues
-in YIQ (HSV), pixels have CLIP's mean and variance (ImageNet's), [CLS] does not decay.
-Not here: DAVIS (Table 6), UPerNet, Mask R-CNN (7); `eval.py --export` writes weights for them.
+in YIQ (HSV), pixels have CLIP's mean and deviation (ImageNet's), [CLS] does not decay.
+Not here: Tables 6 and 7 (`eval.py --export` writes weights), CAFormer (8), k-means (App. I).
 Run:     python train.py --method bam                        (the embedded world)
 Result:  k-NN of shapes .498 +- .081, SimCLR .578, DINO .371, untrained .39; in 600 steps .737,
          SimCLR .733 (linear probe .661, .793); of two views .311, SimCLR .554; of CIFAR-10 .445,
@@ -169,7 +169,7 @@ def loss_of_part(z, B, rows, c, columns, mask, attend, tau):
 
 def losses_in_parts(z, B, rows, c, columns, mask, attend, tau):
     """loss_of_part of a few images at a time. The backward pass computes each part again, so that
-    S is never kept whole."""
+    no part's S is kept for it."""
     p = max(1, CHUNK // (len(z) * len(c)))  # images at a time
     run, parts = loss_of_part, []
     if p < z.shape[1]:
@@ -188,7 +188,7 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
     views first (None: all are). teacher: such latents of a moving average, for columns and
     targets (App. C). gather: (N, ...) -> (W N, ...), differentiable, rank by rank; gather.rank is
     this one; every rank has n images. The others are Config's (iters: sinkhorn_iters). -> scalar;
-    with entropies=True also the mean entropies of the rows of A and B. ValueError for bad input.
+    with entropies=True also mean row entropies of A, and of B before top_k. ValueError: bad input.
     """
     k, n = n_views, len(z) // n_views
     G = k if n_global is None else n_global
@@ -200,7 +200,7 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
         raise ValueError("The loss compares images: the global batch needs two or more.")
     rank = getattr(gather, "rank", 0)
     rows = rank * n + torch.arange(n, device=z.device).expand(k, n)      # the numbers of images
-    if target == "onehot":  # of latents: SimCLR leaves out the latent itself alone
+    if target == "onehot":  # rows are latents: SimCLR leaves out the latent itself alone
         rows, mask = rank * k * n + torch.arange(k * n, device=z.device).view(k, n), "exclude"
     columns = gather(rows[:G].flatten())                     # (m,)
     balance, attend, blocks = sinkhorn, attention, 1
@@ -287,7 +287,7 @@ class Model(nn.Module):
     # To read BAM, stop here. Below: evaluation, projector, variants, crops, LARS, fine-tuning.
     #
     # On any `backbone`, images -> (B, d), for `views`: two or more (n, 3, s, s), large ones first,
-    # G of them; under DDP pass common.gather. "once": before the optimizer is made.
+    # G of them; gather: identity, under DDP common.gather. "once": before the optimizer is made.
     #     projector = Projector(d, Config(teacher=False))                   # once; has BatchNorm
     #     h = torch.stack([backbone(view) for view in views])               # (k, n, d)
     #     z = projector(h, gather).flatten(0, 1)                            # (k n, E)
@@ -304,7 +304,7 @@ class Model(nn.Module):
     def probe_features(self, images):
         """What a linear probe sees: h, or [CLS] and the mean of the patches (App. D.1). The
         authors' script normalises them by BatchNorm; the paper does not say so. differs: `tiny`
-        trains it as SPARO's paper does (C.1), by AdamW and without augmentation."""
+        trains the probe as SPARO's paper does (C.1), by AdamW and without augmentation."""
         tokens = self.evaluated()(images).float()
         if self.config.readout == "gap":
             return tokens.mean(1)
@@ -356,9 +356,7 @@ class Projector(nn.ModuleList):
     def __init__(self, d, config):
         super().__init__()
         self.activation = getattr(F, config.activation)
-        batch_norm = config.batch_norm
-        if batch_norm is None:
-            batch_norm = not config.teacher
+        batch_norm = not config.teacher if config.batch_norm is None else config.batch_norm
         widths = [d, config.projector_width, config.projector_width, config.projector_dim]
         for i in range(3):
             self.append(nn.Linear(widths[i], widths[i + 1], bias=not batch_norm))
@@ -403,7 +401,7 @@ def check_arguments(z, k, G, teacher, **settings):
         raise ValueError(f"The teacher's latents are {tuple(teacher.shape)}; they must be of all "
                          f"views, as the student's {tuple(z.shape)}.")
     if settings["target"] == "onehot" and (G < 2 or settings["normalization"] == "block"):
-        raise ValueError("SimCLR takes two or more large views, normalization is global.")
+        raise ValueError("SimCLR takes two or more large views, and its normalization is global.")
 
 
 def by_block(function, k, n, G):
@@ -420,7 +418,7 @@ def keep_largest(B, top_k):
     """B (G, n, m) -> B, 0 but in the top_k columns of each image, those of the largest mean over
     its views; rows keep their sums. differs: the authors' code does this, the paper does not."""
     largest = B.mean(0).topk(min(top_k, B.shape[-1])).indices.expand(len(B), -1, -1)
-    kept = torch.zeros_like(B).scatter(-1, largest, B.gather(-1, largest))
+    kept = B * torch.zeros_like(B).scatter(-1, largest, 1)
     return kept * B.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True)
 
 
@@ -454,7 +452,7 @@ def check(args):
 def views(args):
     """Arguments of common.View (BYOL's, Sec. 4.1): two large views, then the small ones."""
     if args.local_crops and args.local_size > args.image_size:
-        raise ValueError(f"--local-size must not be above the {args.image_size} of images.")
+        raise ValueError(f"--local-size must not be above the {args.image_size} of a large view.")
     large = dict(size=args.image_size, scale=(args.crop_border, 1.0), alpha=args.crop_alpha)
     small = large | dict(size=args.local_size, scale=(args.crop_least, args.crop_border), blur=0.5)
     first, second = large | dict(blur=1.0), large | dict(blur=0.1, solarize=0.2)
@@ -565,8 +563,8 @@ CLASSIFIER_PRESETS = {  # --finetune RUN brings its own encoder
     # images, warm-up 5 epochs). differs: no moving average of the weights, no repeated
     # augmentation; the rate starts and ends at 0 (there 1e-6, 1e-5). Steps are of all ImageNet.
     "imagenet": dict(batch=1024, steps=187_671, lr=1e-3, warmup=6256, weight_decay=0.05, **DEIT),
-    # Table 4: the text of D.1 says SGD, weight decay .3 and a rate that is swept (.01 is ours, the
-    # decay strong with it), Table 9c AdamW, 5e-5. For 10 %; for 1 % --steps 2503 --warmup 125.
+    # Table 4: D.1's text says SGD, weight decay .3, a swept rate (.01 is ours, for the decay is
+    # strong), Table 9c AdamW, 5e-5, no decay. For 10 %; for 1 % --steps 2503 --warmup 125.
     "semi-sgd": dict(optimizer="sgd", lr=0.01, **SEMI),
     "semi-adamw": dict(lr=5e-5, **SEMI),
     # Table 5: MoCo-v3's (facebookresearch/moco-v3, transfer/: 8 x 128 images, lr 3e-4 for 512, 100
@@ -584,8 +582,8 @@ CLASSIFIER = SimpleNamespace(  # what train.py and eval.py ask of a method
 
 # What was found out on the embedded world (three seeds; * k-NN on CIFAR-10, 300 steps, one seed):
 # * Sharpening prevents the collapse to uniform: with tau_B = tau the probe falls from .470 to .285,
-#   without balancing, too, to .317 (both entropies rise to 5.4 of 5.5 *). Balancing makes no
-#   difference with tau_B = tau / 2 (without it .468; two views, .421 and .453 *), nor with tau.
+#   without balancing, too, to .317 (both entropies rise to 5.4 of 5.5 *). With tau_B = tau / 2
+#   balancing makes no difference (without it .468; of two views with it .421, without .453 *).
 # * Positives must be masked: where a view sees them and itself, the probe falls to .315. The
 #   projector needs BatchNorm (.30 *).
 # * Of eight colours it learns colours (.998), not shapes (.44, SimCLR .73; 600 steps, val): targets

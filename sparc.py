@@ -1,8 +1,8 @@
 """SPARC: Improving fine-grained understanding in image-text pre-training (arXiv 2401.09865).
 
-Each word of a caption picks the few image patches that resemble it, and their weighted mean
-must resemble that word more than the caption's other words (L_f). CLIP's contrastive loss
-between whole images and whole captions is added (L_g).
+Each word of a caption weighs the image patches by their similarity, the least similar by 0, and
+their weighted mean must resemble that word more than the caption's other words (L_f). CLIP's
+contrastive loss between whole images and whole captions is added (L_g).
 
     symbol       name here                 shape        where
     f_v          Model.f_v                 (B, P, d)    Sec. 2; all patches, without [CLS]
@@ -22,7 +22,7 @@ between whole images and whole captions is added (L_g).
 Differs from the paper:
   * A token that is equally similar to all patches weighs them alike; Eq. 2 would be 0 / 0.
   * [CLS] and [SEP] are no words: they are left out of tbar and L_f, but count among the 55
-    tokens (Sec. 4.1), so that 53 of a caption are read. SentencePiece has none.
+    tokens (Sec. 4.1), so that 53 of a caption are read. SentencePiece adds none by default.
   * The text encoder is bidirectional (the paper says only that tokens are averaged).
   * vbar and tbar are Sec. 2's; listing 1 has a vbar without h_v and a tbar with the padding.
   * The preset `tiny` has lambda_f 0.1 at 2e-3: with the paper's least, 0.5, or at lower rates
@@ -84,7 +84,7 @@ PRESETS = {  # settings of this file and of train.py; flags override them
 
 
 def in_fp32(function):
-    """Decorate a loss: no autocast, half precision is cast to float32 (float64 stays)."""
+    """Compute in fp32, or in fp64 if an argument has it, also under autocast."""
 
     def cast(x):
         half = torch.is_tensor(x) and x.dtype in (torch.float16, torch.bfloat16)
@@ -104,7 +104,7 @@ def identity(x):
 
 
 def own_rows(x, gather):
-    """The rows of x (B, ...) of this rank, as numbers (B,) of the rows of gather(x)."""
+    """For each row of this rank's x (B, ...) its number in gather(x) -> (B,)."""
     return getattr(gather, "rank", 0) * len(x) + torch.arange(len(x), device=x.device)
 
 
@@ -153,8 +153,8 @@ def alignment_weights(tokens, patches, threshold=None):
 #                               + log softmax_k(cos(t_ij, c_ik) / tau)_j ]       (Eq. 6)
 @in_fp32
 def sequence_losses(c, t, mask, scale):
-    """sum_j of Eq. 6, for any c. c, t (B, L, E), mask (B, L) True on words; scale: 1 / tau
-    -> (B,). Negatives are the other words of the same caption. One without words has 0."""
+    """-1/2 sum_j of Eq. 6, for any c. c, t (B, L, E), mask (B, L) True on words; scale: 1 / tau
+    -> (B,). Negatives are the other words of the same caption. A caption without words has 0."""
     c, t = F.normalize(c, dim=-1), F.normalize(t, dim=-1)
     logits = scale * c @ t.transpose(1, 2)   # (B, L, L), [i, j, k] is cos(c_ij, t_ik) / tau
     no_word = ~mask[:, None, :]              # (B, 1, L)
@@ -167,7 +167,7 @@ def sequence_losses(c, t, mask, scale):
 
 def mean_of_words(losses, mask, token_mean="caption", gather=identity):
     """The losses (B,) of sequence_losses -> scalar. token_mean: "caption" is Eq. 6; "batch" is
-    listing 1's mean over all words, whose mean over ranks is that of the global batch."""
+    listing 1's mean over all words: the mean of all ranks' values is that of the global batch."""
     count = mask.sum(1)                      # (B,), L_i
     if token_mean == "batch":
         words = gather(count.to(losses.dtype)[:, None]).mean()  # per caption of the global batch
@@ -185,7 +185,7 @@ def fine_grained_loss(tokens, patches, mask, scale, align=alignment_weights,
         grouped = align(tokens, patches) @ patches   # (B, L, E), c_l
         return sequence_losses(grouped, tokens, mask, scale)
 
-    size = tokens.shape[1] * patches.shape[1]                              # of a (L, P)
+    size = tokens.shape[1] * patches.shape[1]            # weights of a caption, (L, P)
     sums = in_rows(losses, tokens, patches, mask, size=size)               # (B,)
     return mean_of_words(sums, mask, token_mean, gather)
 
@@ -201,7 +201,7 @@ def masked_mean(x, mask):
 
 
 class Residual(nn.Sequential):
-    """x + h_v(x). differs: the paper adds no x. L_f trains g_v(x), D.7 segments by g_v(h_v(x))."""
+    """x + h_v(x). differs: the paper adds no x. With it D.7's patches contain L_f's g_v(x)."""
 
     def forward(self, x):
         return x + super().forward(x)
@@ -299,8 +299,8 @@ class Model(nn.Module):
 
 
 # To read SPARC, stop here. ===============================================================
-# Public copies of L_f get wrong: 0 / 0 in Eq. 2, -inf times 0 at padding, weights that are detached
-# or of cosines, negatives of the whole batch, no sigma, or 1 / 196 whatever P is.
+# Mistakes in public copies of L_f: 0 / 0 in Eq. 2; -inf times 0 at padding; weights that are
+# detached, or of cosines; negatives from the whole batch; no sigma, or 1 / 196 for every P.
 #
 # Into OpenCLIP's CLIP (`model`), for its `images` and `ids`; under DDP pass common.gather:
 #     out = model.forward_intermediates(images, ids, image_indices=1, text_indices=1,
@@ -318,9 +318,9 @@ class Model(nn.Module):
 # Zero-shot and retrieval gain, segmentation loses. With softmax weights (.608) or no threshold
 # (.584) no loss of zero-shot is shown (.585; in Table 8 there is), and softmax finds captions
 # better (R@1 .674, .654); of 36 patches its zero-shot is lower (.616, .711).
-# With 0.1 words are grounded (lr 2e-3: .84, wrong image 2.05) at learning rates above the one that
-# zero-shot prefers: there colours are segmented better than by CLIP in two of three seeds (mIoU
-# without the background, lr 8e-3: .620, CLIP's best .522), zero-shot is poor.
+# With 0.1 words are grounded (lr 2e-3: .84, wrong image 2.05) if the learning rate is above the one
+# that zero-shot prefers. At lr 8e-3 colours are segmented better than by CLIP in two of three seeds
+# (mIoU without the background: .620, CLIP's best .522), but zero-shot is poor.
 # An update takes 1.005 times CLIP's FLOPs (Table 11: 1.005), by `update_flops` of --preset b16
 # --dry-run.
 
@@ -335,12 +335,12 @@ def patches_per_word(a, mask):
 
 # Below: the baselines of Sec. 4, as D.3 and D.4 describe them; b pairs on a rank, B on all. The
 # losses of an objective share one learned tau and are added. MGCA's weigh 2 : 2 : 1, as in its code
-# with D.4's lambdas of 1 (its defaults: 1, .7, .5). vbar and tbar alone evaluate GLoRIA and MGCA.
+# with D.4's lambdas of 1 (its defaults: 1, .7, .5). vbar and tbar evaluate all but FILIP and PACL.
 
 
 def in_chunks(scores, x, y):
     """scores(x (b, N, E), y (B, M, E)) -> (b, B, ...), a few captions or images y at a time."""
-    size = len(x) * x.shape[1] * y.shape[1]                             # similarities of one
+    size = len(x) * x.shape[1] * y.shape[1]                        # similarities to one y
     columns = in_rows(lambda part: scores(x, part).transpose(0, 1), y, size=size)
     return columns.transpose(0, 1)
 
@@ -501,7 +501,7 @@ class Baseline(Model):
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__(config, image_encoder, text_encoder, image_width, text_width)
-        self.late_interaction = config.objective in ("filip", "pacl")  # no global embeddings
+        self.late_interaction = config.objective in ("filip", "pacl")  # without L_g
         if config.objective == "pacl":
             self.h_v, self.g_v = nn.Identity(), Adapter(image_width, config.embed_dim)
         if config.objective == "mgca":
@@ -533,7 +533,7 @@ class Baseline(Model):
             patch_context = self.patch_attention(patches, tokens, words)
             losses["mgca"] = mgca_loss(tokens, patches, words, word_context, patch_context, scale)
             prototype = prototype_loss(v, t, self.prototypes, scale, gather=gather)
-            losses["prototype"] = 0.5 * prototype  # MGCA halves this loss alone, we halve all
+            losses["prototype"] = 0.5 * prototype  # all three are half of MGCA's 2 : 2 : 1
         logged = {name: loss.detach() for name, loss in losses.items()}
         return {"loss": sum(losses.values()), **logged, "scale": scale.detach()}
 

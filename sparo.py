@@ -2,7 +2,7 @@
 (Vani et al., ECCV 2024, arXiv 2404.15721).
 
 An encoding is made of L slots. Each slot is the output of one attention head with a learned
-query over a transformer's outputs: a narrow pass, so that a slot holds one concept. In CLIP
+query over a transformer's outputs: a bottleneck, so that a slot holds one concept. In CLIP
 both towers have the same slots; the similarity of image and caption is the mean over slots.
 
     symbol    name here        shape              where (K' is K transposed)
@@ -11,12 +11,12 @@ both towers have the same slots; the similarity of image and caption is the mean
     q_l       Sparo.q          (1, L/g, g, 1, D)  Eq. 1; learned query of slot l
     K_l       Sparo.KVproj     d -> (L/g) D       Eq. 1; learned key projection
     W         Sparo.Wproj      D -> V             Eq. 1; learned, shared by all slots
-    y_l       slots            (B, L, V)          Eq. 1
+    y_l       y                (B, L, V)          Eq. 1; Model.image_slots, Model.text_slots
     y         normalize_slots  (B, L V)           Sec. 3.3; encoding, of length 1
     y^i, y^t  v, t             (B, L V)           Eq. 2; encodings of images and captions
 
 Differs from the paper (what concerns a variant stands at the variant):
-  * Sparo.forward computes Eq. 1 in another order, with the same values and gradients.
+  * Sparo.forward computes App. A's listing, Eq. 1 with biases, in another order.
   * Captions end at WordPiece's [SEP]; the paper's tokens are CLIP's (--vocab bpe_...txt.gz).
   * Weight decay spares embeddings, positions and queries; photographs are flipped (common.py:
     param_groups, train_transform). The authors' OpenCLIP decays all matrices and does not flip.
@@ -96,7 +96,7 @@ PRESETS = {  # settings of this file and of train.py by name; --flags override t
     "l400m-b32": dict(image_encoder="clip-b32", L=128, steps=312_214,
                       **PAPER | dict(weight_decay=0.2, warmup=2000, batch=32768)),
     # The rows of Table B.2. differs: ResNet-50 is torchvision's; the text tower keeps its last
-    # block, so that SPARO's sizes come out.
+    # block, so that SPARO has the table's parameters.
     "cc15m-r50": dict(L=128, V=32, D=32, **R50),
     "cc15m-r50-d64": dict(L=128, V=32, D=64, **R50),
     "cc15m-r50-clip": dict(readout="cls", embed_dim=1024, **R50),
@@ -162,10 +162,10 @@ class Sparo(nn.Module):
         K = self.KVproj.weight.view(self.nkeys, self.D, d)         # (L/g, D, d)
         b = self.KVproj.bias.view(self.nkeys, 1, self.D)           # (L/g, 1, D)
 
-        # differs: the listing projects every position to keys, (B, n, L D). Here K_l meets no
+        # differs: the listing projects every position to keys, (B, n, (L/g) D). Here K_l meets no
         # position: the scores are H u_l, and K_l is applied to p_l, after the attention. Its
         # bias b_l would add the same to all scores of a slot, which softmax ignores; as the
-        # attention sums to 1, b_l reaches the slot unchanged.
+        # attention sums to 1, b_l reaches the values unchanged.
         u = self.q[0, :, :, 0] @ K * self.D**-0.5    # (L/g, g, d)  u_l = K_l' q_l / sqrt(D)
         scores = F.linear(x, u.flatten(0, 1)).transpose(1, 2)      # (B, L, n)  H u_l
         if eos_idx is not None:
@@ -186,7 +186,7 @@ def normalize_slots(y):
 
 @in_fp32
 def clip_loss(v, t, scale, gather=identity):
-    """CLIP's loss, a scalar. v, t: encodings (B, M) of pairs; scale: 1 / temperature;
+    """CLIP's loss, a scalar. v, t (B, M): encodings of pairs, of length 1; scale: 1 / temperature;
     gather: (B, M) -> (world * B, M), differentiable, rank by rank; gather.rank is this one."""
     pair = getattr(gather, "rank", 0) * len(v) + torch.arange(len(v), device=v.device)
     image_to_text = F.cross_entropy(scale * v @ gather(t).T, pair, reduction="none")  # (B,)
@@ -195,7 +195,7 @@ def clip_loss(v, t, scale, gather=identity):
 
 
 def replaced_blocks(args):
-    """How many of each tower's last blocks the read-out replaces (Sec. 3.4 and 4)."""
+    """How many last blocks of a ViT and its text tower the read-out replaces (Sec. 3.4 and 4)."""
     return int(args.readout == "sparo" and args.replace_block)
 
 
@@ -207,7 +207,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.slots = config.L if config.readout == "sparo" else 0
-        self.mask_parts = config.L  # train_mask weighs so many parts of an encoding, slots or not
+        self.mask_parts = config.L  # equal parts of an encoding that train_mask weighs
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
         widths = image_width, text_width
         if config.readout == "sparo":
@@ -264,8 +264,8 @@ class Model(nn.Module):
 
 # To read SPARO, stop here. ----------------------------------------------------------------
 #
-# Into Hugging Face's CLIP (`model`), for `images`, `ids` and their attention mask `mask`; under
-# DDP pass common.gather. "once": before the optimizer is made.
+# Into Hugging Face's CLIP (`model`), for `images`, `ids` and their attention mask `mask`; gather:
+# identity, under DDP common.gather. "once": before the optimizer is made.
 #     image_sparo, text_sparo = Sparo(768, 64, 64, 64), Sparo(512, 64, 64, 64)  # once
 #     x = model.vision_model(pixel_values=images).last_hidden_state             # (B, n, 768)
 #     x = model.vision_model.post_layernorm(x)  # the text model does this by itself
@@ -590,10 +590,10 @@ def train_mask(y_i, y_p, y_n, parts, epochs=100, batch=256, generator=None):
     """A mask that tells captions from hard negatives (Sec. 5.2). y_i, y_p, y_n: encodings
     (n, M) of images, captions, negatives; parts: M', L for slots, M for single dimensions.
 
-    Returns the mask (M,) of the epoch with the most right pairs, and the fractions of right
-    pairs without and with it. Raises ValueError if parts does not divide M. differs: C.1
-    chooses the mask by SugarCrepe's mean over categories. It gives no batch size: 256 is ours,
-    and sets the number of updates.
+    Returns the mask (M,) of the epoch with the most right pairs (ones if no epoch has more than
+    no mask), and the fractions of right pairs without and with it. Raises ValueError if parts
+    does not divide M. differs: C.1 chooses the mask by SugarCrepe's mean over categories. It
+    gives no batch size: 256 is ours, and sets the number of updates.
     """
     n, M = y_i.shape
     if M % parts:

@@ -19,14 +19,14 @@ stages, so that words keep their meaning; the contrastive loss alone would redef
 Differs from the paper:
   * Inactive words of the caption learn too, up to stage `revive_until` (b16: in none). In the
     paper relu stops their gradient: what the image tower misses at first never comes back.
-  * In the cosine an encoding shorter than 0.5 counts as 0.5 long, to bound its gradient.
+  * In the loss's cosine an encoding shorter than 0.5 counts as 0.5 long, to bound its gradient.
   * Where the paper is silent: special tokens ([CLS], [SEP], ...) are never active. In stage 2
     e trains with the text tower, and the frozen image head keeps a copy. The mean of Eq. 6 is
     over the global batch. Each stage has a new optimizer, and lambdas grow from 0 in its first
     half. How CLIP-B/16 is "modified": here the image tower has no [CLS] and no LayerNorm before
     its blocks, the text tower sees both ways.
-Not here: in an index dense embeddings beside the words, and lists of words at indexing (App. D;
-         mask what `add` gets).
+Not here: in the index, embeddings or other tokens beside the words, and words that are allowed or
+         blocked in documents (App. D; mask what `add` gets).
 Run:     python train.py --method stair                     (the embedded world)
 Result:  text-to-image R@1 .905 +- .003 (sparc.py's CLIP .836 +- .014, one stage .687); an
          image's shape is among its 10 heaviest of 862 tokens in .999 (one stage .000); seeds 3-5.
@@ -302,8 +302,8 @@ class Model(nn.Module):
         return {"logit_scale": self.log_scale}
 
     def encode_words(self, tokens, mask):
-        """A query without the text tower: its tokens, equally weighted (Sec. 7.1). Of a class
-        also its prompt's, "photo", "of", ...: the paper does not say."""
+        """A query without the text tower: its tokens, equally weighted (Sec. 7.1). Those of a class
+        include its prompt's, "photo", "of", ...: the paper does not say."""
         return F.normalize(self.caption_words(tokens, mask), dim=-1)
 
     def word_maps(self, images, ids):
@@ -323,8 +323,8 @@ class Model(nn.Module):
         return None
 
 
-# Into Hugging Face's CLIP (`model`), for `images`, `ids` and their attention mask `mask`; under
-# DDP pass common.gather. "once": before the optimizer is made.
+# Into Hugging Face's CLIP (`model`), for `images`, `ids` and their attention mask `mask`; gather:
+# identity, under DDP common.gather. "once": before the optimizer is made.
 #     e, special = model.text_model.embeddings.token_embedding, (49406, 49407)  # once
 #     image_head = TokenProjectionHead(768, e, special)                         # once
 #     text_head = TokenProjectionHead(512, e, special)                          # once
@@ -337,8 +337,8 @@ class Model(nn.Module):
 
 # What was found out on the embedded world (three seeds):
 # - Three stages keep the meaning of words, one does not (Table 7), with revival in it or without;
-#   three without it do in one seed of three (heaviest word .648, 0, 0). They also retrieve better
-#   than CLIP and one stage (image-to-text R@1 .937, .897, .742); Table 6 has one above CLIP.
+#   three without it do in one seed of three (heaviest word .648, 0, 0). With it they also retrieve
+#   better than CLIP and one stage (image-to-text R@1 .937, .897, .742; Table 6: one beats CLIP).
 # - Stage 3 raises text-to-image R@1 from .608 to .905 and zero-shot from .747 to .991. Stage 2
 #   lowers zero-shot (.770 after stage 1), in Figure 7 it raises it.
 # - The heaviest word is the label no more often than CLIP's nearest (.355, .459; Table 4), with
@@ -415,9 +415,8 @@ class InvertedIndex:
         words, documents = self.enc.indices()                     # (m,), of m weights above zero
         result = torch.zeros(len(self.ids))
         for k in query.nonzero()[:, 0].tolist():
-            part = slice(*torch.searchsorted(words, torch.tensor([k, k + 1])).tolist())
-            weights = self.enc.values()[part]
-            result.index_add_(0, documents[part], weights, alpha=query[k].item())
+            i, j = torch.searchsorted(words, torch.tensor([k, k + 1]))
+            result.index_add_(0, documents[i:j], self.enc.values()[i:j], alpha=query[k].item())
         return result
 
     def has(self, word):
@@ -498,7 +497,7 @@ def compare_costs(n, V=30522):
     index, dense = InvertedIndex(map(str, range(V))), torch.randn(n, 512)
     index.add(range(n), enc)
     query = dict.fromkeys(map(str, torch.multinomial(frequency, 20).tolist()), 1.0)
-    index.search(query)  # sorts the documents
+    index.search(query)  # sorts the index by word
     for name, search in {"index": lambda: index.search(query),
                          "dense product": lambda: (dense @ dense[0]).topk(10)}.items():
         print(f"{name}: {1e3 * timeit(search, number=10) / 10:.2f} ms a query")
