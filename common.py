@@ -9,7 +9,6 @@ import contextlib
 import csv
 import dataclasses
 import datetime
-import errno
 import gzip
 import heapq
 import html
@@ -89,21 +88,20 @@ def cast_settings(settings, defaults, name):
 
 
 def init_distributed():
-    """Join the process group of `torchrun`, if there is one -> (rank, world_size, device)."""
+    """Join the process group of `torchrun`, if there is one -> this rank's device."""
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
     if tasks > 1 and "RANK" not in os.environ:
         raise UserError(f"srun started {tasks} tasks that know nothing of each other: start one a "
                         f"machine, `srun --ntasks-per-node=1 torchrun ... train.py ...`.")
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     cuda, device = torch.cuda.is_available(), torch.device("cpu")
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    if world_size > 1:
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         timeout = datetime.timedelta(minutes=30)  # the others wait while rank 0 evaluates
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout,
                                 device_id=device if cuda else None)
-    return rank, world_size, device
+    return device
 
 
 class _Gather(torch.autograd.Function):
@@ -701,8 +699,8 @@ def load_clip_parts(model, parts):
 
 
 def load_timm(tower, state_dict):
-    """Load a ViT under timm's names, as timm's, DeiT's, DINO's and BAM's files have them, of DINO
-    and BAM the teacher's, and eval.py --export writes them -> sentences for the user."""
+    """Load a ViT saved under timm's names (by timm, DeiT, DINO, BAM or eval.py --export; of DINO
+    and BAM the teacher's weights) -> sentences for the user."""
     state, found = state_dict, {}
     for key in ("model", "teacher"):  # of BAM's and DeiT's, of DINO's whole checkpoints
         state = state.get(key, state) if isinstance(state, dict) else {}
@@ -713,8 +711,8 @@ def load_timm(tower, state_dict):
     remedy = "the sizes of the file's ViT, as ViT-S/16:cls=1 for DINO's; other networks do not fit"
     notes = load_tower(tower, for_other_pixels(found, IMAGENET, (MEAN, STD)), "--image-encoder",
                        TIMM_NAMES, remedy)
-    return [*notes, "the file does not tell how many heads it has, taken from --image-encoder, and "
-                    "how its pixels are normalised, taken as ImageNet's"]
+    return [*notes, "the file does not tell how many heads it has (taken from --image-encoder) nor "
+                    "how its pixels are normalised (taken as ImageNet's)"]
 
 
 def timm_weights(tower):
@@ -757,7 +755,7 @@ def clean_text(text):
     out = []
     for char in text:
         category = unicodedata.category(char)
-        if char in "\t\n\r" or category in ("Zs", "Zl", "Zp"):
+        if char in "\t\n\r" or category.startswith("Z"):
             out.append(" ")
         elif any(first <= ord(char) <= last for first, last in CJK):
             out.append(f" {char} ")
@@ -876,8 +874,8 @@ class BPE(Tokenizer):
     """CLIP's byte-pair encoding: in the bytes of a word, neighbours are merged in the file's order.
 
     lines: a comment, then pairs of pieces; </w> ends a word. The ids are OpenCLIP's, but for texts
-    that its `ftfy` repairs more than `split` does, and special tokens spelled out, plain text here.
-    In `vocab` "do##" is a piece after which the word goes on. No token is unknown.
+    that its `ftfy` repairs more than `split` does, or that spell out special tokens (plain text
+    here). In `vocab` "do##" is a piece after which the word goes on. No token is unknown.
     """
 
     def __init__(self, lines):
@@ -1049,7 +1047,7 @@ class Augment:
         return self.change(image)
 
     def mix(self, images, labels):
-        """(B, 3, S, S) and (B,) -> mixtures of two images each, and shares of classes (B, C)."""
+        """(B, 3, S, S), (B,) -> mixed images and shares of classes (B, C), or both unchanged."""
         if labels.max() >= self.classes:
             raise UserError(f"--data holds class {labels.max()}, but there are {self.classes} "
                             f"classes, the first of which is 0: give the names of all.")
@@ -1057,7 +1055,7 @@ class Augment:
 
 
 def open_image(file, min_side=None):
-    """A path or bytes -> RGB image; with min_side of large JPEGs a smaller one, no side below."""
+    """A path or bytes -> RGB image. min_side: large JPEGs come smaller, but no side below it."""
     if isinstance(file, bytes):
         file = io.BytesIO(file)
     elif not stat.S_ISREG(os.stat(file).st_mode):
@@ -1224,7 +1222,7 @@ def blur(x, sigma):
 #   sample_captions(limit)              captions for a vocabulary
 #   layout                              in another one positions mean other samples, so a
 #                                       checkpoint keeps it
-#   names                               hash of the file names, without directories; None: no files
+#   names                               hash of a table's file names, without directories; else None
 # The first two have
 #   samples(seed, part, parts, start)   endless (sample, position behind it) of one of `parts`
 #                                       parts; a sample is (file, caption or label, name), or
@@ -1259,7 +1257,7 @@ def total_skipped(parts):
 def describe_skipped(counts):
     """{reason: [count, last example]} -> "2 x empty caption, the last a.csv, line 3; ..."."""
     return "; ".join(f"{n} x {reason}, the last {example}"
-                     for reason, (n, example, *_) in counts.items())
+                     for reason, (n, example) in counts.items())
 
 
 class Strings:
@@ -1298,7 +1296,7 @@ class CaptionTable:
             if isinstance(row, Skipped):
                 row.count(self.skipped)
                 continue
-            path, caption = str(Path(root, row[0])), (row[1] or "").strip()
+            path, caption = str(Path(root, row[0])), row[1].strip()
             if caption:
                 captions[path].append(caption)
                 self.names = zlib.crc32(os.path.basename(path).encode(errors="replace"), self.names)
@@ -1353,10 +1351,10 @@ class CaptionTable:
 class TarShards:
     """img2dataset shards: `KEY.jpg` and `KEY.txt`, a caption a line, or a label, see read_sample.
 
-    pattern: DIR/{00000..00012}.tar, or several of these, joined by "::". An epoch deals the
-    shuffled shards to ranks and workers; of a window of four at a time the headers are read and
-    the samples shuffled, and each is read where it lies. What is unreadable or lacks its `content`
-    is skipped and counted.
+    pattern: DIR/{00000..00012}.tar, or several of these, joined by "::". Each epoch the shards are
+    shuffled and dealt to ranks and workers. A worker takes four shards at a time (a window), reads
+    their headers, shuffles their samples, and reads each from its place. What is unreadable or
+    lacks its `content` is skipped and counted.
     """
 
     max_bad, window, names = 20_000, 4, None
@@ -1364,10 +1362,8 @@ class TarShards:
     classes = None
 
     def __init__(self, pattern, content="caption"):
-        self.name, self.paths, self.skipped = pattern, [], {}
-        for part in pattern.split("::"):
-            self.paths += expand_braces(part)
-        self.content = content
+        self.name, self.content, self.skipped = pattern, content, {}
+        self.paths = [path for part in pattern.split("::") for path in expand_braces(part)]
         # as old checkpoints have it, whose runs go on in their order
         self.layout = f"{len(self.paths)} shards, window={self.window}, resample=0"
         missing = [path for path in self.paths if not os.path.isfile(path)]
@@ -1396,8 +1392,8 @@ class TarShards:
                     sample = read_sample(rows[i], self.content)
                     if not isinstance(sample, Skipped) and self.content != "label":
                         image, captions, where = sample
-                        _, _, start, _ = rows[i]  # where it lies in the tar, like a number
-                        caption = captions[(epoch + start // tarfile.BLOCKSIZE) % len(captions)]
+                        _, _, offset, _ = rows[i]  # in the tar: stands for the sample's number
+                        caption = captions[(epoch + offset // tarfile.BLOCKSIZE) % len(captions)]
                         sample = image, caption, where
                     place += 1
                     is_last = place == len(rows)
@@ -1589,7 +1585,7 @@ def read_table(path, image, caption):
 
 def read_cells(line, delimiter):
     """A line of a table -> its cells, none if it is broken."""
-    strict = line.count('"') % 2 == 1  # an odd quote is open, an error, or stands for itself
+    strict = line.count('"') % 2 == 1  # a quote left open is an error, within a cell it is text
     try:
         return next(csv.reader([line], delimiter=delimiter, strict=strict), [])
     except csv.Error:
@@ -1687,7 +1683,10 @@ def open_directory(directory, content):
     classes = names = [folder.name for folder in folders]
     with contextlib.suppress(UserError):  # where nobody reads the captions, names may be numbers
         names, _ = class_names(classes)
-    rows, labels, empty = [], [], []
+    loose = [path for path in Path(directory).glob("*.*") if folders and path.is_file()]
+    rows = [Skipped("image beside the class folders", str(path)) for path in sorted(loose)
+            if path.suffix.lower() in IMAGE_SUFFIXES]
+    labels, empty = [], []
     for label, folder in enumerate(folders or [Path(directory)]):
         images = [p for p in sorted(folder.rglob("*")) if p.suffix.lower() in IMAGE_SUFFIXES]
         caption = f"a photo of {article(names[label])}." if folders else "an image"
@@ -1695,7 +1694,7 @@ def open_directory(directory, content):
         labels += [label] * len(images)
         if not images:
             empty.append(folder.name)
-    if not rows:
+    if not labels:
         raise UserError(f"{directory} has no images ({' '.join(IMAGE_SUFFIXES)}); shards are named "
                         f"with braces, DIR/{{00000..00012}}.tar.")
     if content and empty:
@@ -1737,7 +1736,7 @@ def label_rows(names, labels, fraction):
     the same ones; or a file of image names, one a line, as SimCLR's lists of 1 % and 10 % of
     ImageNet, which BAM takes (Table 4). names: of the images, None where one has none.
     """
-    if re.fullmatch(r"-?\d*\.?\d+", fraction):
+    if re.fullmatch(r"-?\d*\.?\d+(e-?\d+)?", fraction):
         share, rows, labels = float(fraction), [], np.asarray(labels)
         if not 0 < share <= 1:
             raise UserError(f"--label-fraction {fraction} must be above 0 and at most 1.")
@@ -1777,7 +1776,7 @@ class Stream(IterableDataset):
     min_side: open_image's; Views have their own. tokenizer: None for images alone. boxes: None,
     or (n, 4), where Views crops the images of a CaptionTable's rows; NaN: anywhere.
     A batch has "images" (B, 3, S, S), of files uint8, or what Views.collate gives;
-    "tokens" and "mask" (B, L), or "labels" (B,), that Augment makes (B, C), shares of classes;
+    "tokens" and "mask" (B, L), or "labels" (B,), or (B, C), shares of classes, if Augment mixes;
     "skipped": {worker: {reason: [count, last example]}};
     "position": {worker: (batches, position in the source, skipped)}: a Stream that gets the
     latest of all workers continues with the next batch.
@@ -1943,7 +1942,7 @@ def linear_lr(step, steps, warmup, peak):
 
 
 def param_groups(model, weight_decay):
-    """Two AdamW groups: weights of linear and convolution layers decay, all others do not."""
+    """Two optimizer groups: weights of linear and convolution layers decay, all others do not."""
     linear = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
     matrices = {id(module.weight) for module in linear}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -1980,7 +1979,7 @@ def save_checkpoint(path, state):
         try:
             torch.save(state, file)
         except RuntimeError as error:  # torch's, of a full disk
-            raise OSError(errno.ENOSPC, f"is the disk full? ({str(error).splitlines()[0]})")
+            raise OSError(f"is the disk full? ({str(error).splitlines()[0]})")
 
 
 def read_config(run):
@@ -2076,7 +2075,7 @@ class World:
     background: float = 0.25  # how far the background colours of two images can differ
     small: float = 0.14       # radius of a small object, fraction of the image
     large: float = 0.20       # radius of a large one
-    palette: int = 8          # objects have the first of COLOURS; tasks ask for all 8
+    palette: int = 8          # how many of COLOURS objects have; tasks ask for all 8
     heldout: int = 6          # colour-shape pairs, of the 64, that training never shows
     together: float = 0.0     # fraction of training scenes whose object 1 goes with object 0
     fillers: bool = True      # openings, closings: words that describe nothing

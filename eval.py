@@ -47,7 +47,7 @@ METHODS["classifier"] = common.Method(bam.CLASSIFIER)  # of train.py --finetune
 # Metrics ----------------------------------------------------------------------------------
 
 
-def recall_at_k(queries, keys, positives, ks=(1, 5, 10), chunk=1024, similarity=torch.inner):
+def recall_at_k(queries, keys, positives, chunk=1024, similarity=torch.inner):
     """Fraction of queries with ANY positive among their k best keys -> {k: float}.
 
     queries (Q, E), keys (K, E); positives: ids (Q,), (K,), a positive pair has equal ids;
@@ -63,7 +63,7 @@ def recall_at_k(queries, keys, positives, ks=(1, 5, 10), chunk=1024, similarity=
         best = scores.masked_fill(~positive, -torch.inf).amax(1, keepdim=True)
         ranks.append((scores.masked_fill(positive, -torch.inf) >= best).sum(1))  # negatives before
     ranks = torch.cat(ranks)
-    return {k: (ranks < k).sum().item() / len(queries) for k in ks}
+    return {k: (ranks < k).sum().item() / len(queries) for k in (1, 5, 10)}
 
 
 def class_embeddings(encode_text, classes, kept=1):
@@ -90,8 +90,8 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=1
 
 # what is chosen, epochs
 PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100), "lbfgs": ("l2", None)}
-# differs: BAM has .002 for ViT, .3 for ResNet-50, its code times batch / 256; and it reports the
-# best epoch on the test images.
+# differs: BAM's rate is .002 for ViT, .3 for ResNet-50, times batch / 256 in its code; its figure is
+# that of the best epoch on the test images.
 RATES = (0.002, 0.01, 0.05, 0.3, 1.0)
 
 
@@ -101,10 +101,10 @@ def held_out(x):
     return order.to(x.device).tensor_split([len(x) // 5])
 
 
-def adamw_probe(x, labels, epochs=10, batch=64, peak=0.1):
+def adamw_probe(x, labels, epochs=10, batch=64):
     """Linear classifier of features (N, E), labels (N,) as CLIP_benchmark trains it (SPARO, C.1)
-    -> torch.nn.Linear, its weight decay: of 97 the best that is found in steps of 16, 8, 4, 2, 1,
-    on features that are held out, a fifth (ours). With it the classifier trains again, on all."""
+    -> torch.nn.Linear, its weight decay. Of 97 weight decays it scores every 16th on a held-out
+    fifth (ours), then those 8, 4, 2, 1 beside the best so far; with the best it trains on all."""
     decays, classes = np.logspace(-6, 2, 97).tolist(), int(labels.max()) + 1
     held, fitted = held_out(x)
 
@@ -115,7 +115,7 @@ def adamw_probe(x, labels, epochs=10, batch=64, peak=0.1):
         orders = [torch.randperm(len(x)).to(x.device) for _ in range(epochs)]
         batches = [rows for epoch in orders for rows in epoch.split(batch)]
         for step, rows in enumerate(batches):
-            optimizer.param_groups[0]["lr"] = common.cosine(step, len(batches), peak, 0.0)
+            optimizer.param_groups[0]["lr"] = common.cosine(step, len(batches), 0.1, 0.0)
             optimizer.zero_grad()
             F.cross_entropy(head(x[rows]), labels[rows]).backward()
             optimizer.step()
@@ -136,9 +136,9 @@ def adamw_probe(x, labels, epochs=10, batch=64, peak=0.1):
 def sgd_probe(crops, held, held_labels, classes, epochs=100):
     """Linear classifier as BAM trains it (D.1, Table 9b) -> torch.nn.Linear, its learning rate.
 
-    crops(): features (n, E) and labels (n,) of images cropped anew, for each epoch, in batches of
-    1,024, or 64 smaller ones of small data. A head for each learning rate trains on the same
-    batches, as in DINOv2's code; the one that is best on features held out is the probe.
+    crops(): features (n, E), labels (n,) of images that are cropped anew; each epoch calls it. An
+    epoch has batches of at most 1,024, and at least 64 of them. A head for each learning rate
+    trains on the same batches, as in DINOv2's code; the best on held-out features is the probe.
     """
     heads = [torch.nn.Linear(held.shape[1], classes).to(held.device) for _ in RATES]
     parameters = [{"params": head.parameters(), "lr": rate} for head, rate in zip(heads, RATES)]
@@ -272,22 +272,21 @@ def readable(pairs, read, workers=0):
         except common.IMAGE_ERRORS:
             return None
 
-    n, unreadable = 0, []
+    n, unreadable, file = 0, 0, None
     with ThreadPool(max(1, workers)) as pool:
         for part in chunks(pairs, 256):
             n += len(part)
             images = pool.imap(attempt, [file for file, _ in part])
             for (file, value), image in zip(part, images):
                 if image is None:
-                    unreadable.append(file)
+                    unreadable += 1
                 else:
                     yield image, value
-    if len(unreadable) == n:
-        last = repr(unreadable[-1])[:200]  # it may be bytes
-        raise UserError(f"None of the {n} images could be read, the last is {last}: is it there? "
-                        f"Is --image-root right?")
+    if unreadable == n:  # the file may be bytes
+        raise UserError(f"None of the {n} images could be read, the last is {file!r:.200}: is it "
+                        f"there? Is --image-root right?")
     if unreadable:
-        print(f"skipped {len(unreadable)} of {n} images that cannot be read")
+        print(f"skipped {unreadable} of {n} images that cannot be read")
 
 
 @dataclasses.dataclass
@@ -320,9 +319,8 @@ class Embedder:
         # CLIP resizes to the size of the crop, DINO and BAM to 256 for 224 (BAM, D.1)
         resize = self.image_size if self.tokenizer else round(self.image_size * 256 / 224)
         resize = self.resize or resize
-        if not isinstance(file, Image.Image):
-            file = common.open_image(file)
-        return common.eval_transform(self.image_size, resize)(file.convert("RGB"))
+        image = file.convert("RGB") if isinstance(file, Image.Image) else common.open_image(file)
+        return common.eval_transform(self.image_size, resize)(image)
 
     def encode_image(self, images):
         if self.model.late_interaction:
@@ -442,7 +440,7 @@ class EvalSet:
     embedded world draws other scenes for each `purpose`; files are the same for all. Metrics are
     also taken by `groups` of classes: {"/colour": (the group of each class (C,), their names)};
     {"": ...} stands for the classes themselves. `maps` and `map_classes` have such keys, too.
-    A kind that may lack a method names it otherwise and sets it where it has the data for it.
+    A kind that may lack a member names its method otherwise and sets it if its data have it.
     """
 
     image_size: int = None         # of the world and of `maps`
@@ -459,7 +457,7 @@ class EvalSet:
     winoground: Callable = None    # () -> pairs with (number, caption), each number twice
     maps: Callable = None          # (purpose) -> pairs with {"": ids (H, W)}, from 1
     samples: Callable = None       # (n) -> n pairs, or more, with a caption; to look at
-    documents: Callable = None     # () -> pairs with (name, caption); to search
+    documents: Callable = None     # () -> pairs with a name; to search
 
     def __init__(self, **members):
         vars(self).update(members)
@@ -524,8 +522,7 @@ class WorldSet(EvalSet):
         return zip(sample["images"], sample["captions"])
 
     def documents(self):
-        sample = self.scenes("documents")
-        return zip(sample["images"], [(str(i), c) for i, c in enumerate(sample["captions"])])
+        return ((image, str(i)) for i, image in enumerate(self.scenes("documents")["images"]))
 
 
 def class_ids(scene, way):
@@ -568,10 +565,10 @@ class TableSet(EvalSet):
             yield self.table.paths[i], int(self.table.labels[i])
 
     def samples(self, n):
-        return ((path, caption) for path, (_, caption) in self.documents())
+        return ((path, captions[0]) for path, captions in self.caption_pairs())
 
     def documents(self):
-        return ((path, (path, captions[0])) for path, captions in self.caption_pairs())
+        return ((path, path) for path, _ in self.caption_pairs())
 
 
 def shard_splits(directory):
@@ -581,8 +578,8 @@ def shard_splits(directory):
 
 def check_split(options, splits):
     if options.split not in splits:
-        raise UserError(f"{options.data} has no split {options.split}; --split can be "
-                        f"{', '.join(splits) or 'nothing'}.")
+        raise UserError(f"{options.data} has no split {options.split}, only "
+                        f"{', '.join(splits) or 'none'}.")
 
 
 def known_labels(pairs, spec, names, source):
@@ -596,7 +593,7 @@ def known_labels(pairs, spec, names, source):
 
 class ShardSet(EvalSet):
     """CLIP_benchmark's layout: SPLIT/0.tar, 1.tar, ..., as many as SPLIT/nshards.txt says, with
-    KEY.txt if dataset_type.txt says "retrieval", else with KEY.cls, a line of classnames.txt."""
+    KEY.txt if dataset_type.txt says "retrieval", else with KEY.cls, a number of classnames.txt."""
 
     def __init__(self, directory, options):
         check_split(options, shard_splits(directory))
@@ -703,14 +700,14 @@ def open_eval_set(options, image_size, captions=True):
         limit = options.learn_limit if is_learned else options.limit
         return itertools.islice(method(*purpose), limit)
 
-    for name in ("labelled", "captioned", "negatives", "maps", "documents"):
+    for name in ("labelled", "captioned", "negatives", "maps", "samples", "documents"):
         if method := getattr(data, name):
             setattr(data, name, functools.partial(limited, method))
     return data
 
 
 def open_whole_set(options, image_size, captions):
-    """The same without --limit, but for Winoground, shards and samples of the world."""
+    """open_eval_set before --limit, which Winoground, shards and the world's samples take here."""
     spec, directory = options.data, Path(options.data)
     if (directory / "SegmentationClass").is_dir():
         return VocSet(spec, options)
@@ -733,8 +730,8 @@ def open_whole_set(options, image_size, captions):
 
 
 def open_beside(options, data, spec, root, message):
-    """Data to learn from or to choose by, their split "train" if they have one. Raises UserError
-    with the message if `spec` is None, or the data to evaluate."""
+    """Data to learn from or to choose by: CLIP_benchmark's split "train" if there is one, of the
+    world "val". Raises UserError with the message if `spec` is None, or the data to evaluate."""
     split = "train" if spec and "train" in shard_splits(spec) else "val"
     is_other_split = split == "train" and options.split != "train"
     is_same = spec and Path(spec).resolve() == Path(options.data).resolve()
@@ -790,11 +787,12 @@ def default_split(spec):
     """The split to evaluate where none is asked for; "all" of data that have no splits."""
     if Path(spec, "SegmentationClass").is_dir():
         return "val"  # VOC's test split has no maps
-    name = common.parse_spec(spec)[0]
+    name, own = common.parse_spec(spec)
     is_json = name.lower().endswith(".json")
     if is_json and Path(name).is_file() and b'"annotations"' in Path(name).read_bytes():
         return "all"  # COCO's own
-    return "test" if name == "shapes" or is_json or shard_splits(spec) else "all"
+    has_splits = name == "shapes" or is_json or shard_splits(spec)
+    return own.get("split", "test") if has_splits else "all"
 
 
 # Tasks ------------------------------------------------------------------------------------
@@ -1054,8 +1052,8 @@ def word_columns(embed, encodings):
 
 def vocabulary_scores(embed, x):
     """Encodings of images -> scores (n, |V|) of all words, special tokens at -inf: of STAIR the
-    encodings, of others similarities with single words' encodings (STAIR, Sec. 5.1), to which
-    `##car` is the word `car` again and at -inf, too."""
+    encodings, of others similarities with each word's encoding (STAIR, Sec. 5.1), where `##car`,
+    encoded as `car`, is at -inf if the vocabulary has `car`, too."""
     vocab, ids, no_words = embed.tokenizer.vocab, embed.tokenizer.ids, [*embed.tokenizer.special]
     if embed.model.encode_words is None:
         words = [token.removeprefix("##").removesuffix("##") for token in vocab]
@@ -1122,19 +1120,15 @@ class Task(NamedTuple):
     run: Callable
     data: tuple                  # members of EvalSet, of which the data must have one
     model: str = "encode_image"  # member of the model that must not be None or 0
-    default: str = ""            # what runs it unasked: models of "text", of "images" alone, with
-                                 # encode_"words"; "world": of images, on the world alone (slow);
-                                 # classifiers ("labels")
+    default: str = ""            # models that run a task unasked: with "text", with encode_"words",
+                                 # of "images" alone, these on the "world" alone (slow), classifiers
+                                 # ("labels"); a picture without it is always drawn
 
     def fits(self, data):
         return any(getattr(data, member) is not None for member in self.data)
 
     def suits(self, model):
         return bool(getattr(model, self.model))
-
-    def is_default(self, *models):
-        """False for what --task alone asks for: words of models that do not encode into words."""
-        return self.default != "words" or any(model.encode_words for model in models)
 
 
 TASKS = {
@@ -1426,8 +1420,8 @@ def distance_histogram(distances, ids, top, bins=40):
 @common.fixed_seed(0)
 def draw_similarities(embed, data):
     """How near each other k-NN finds views of an image, images of a class, others (BAM, Fig. 1).
-    differs: Fig. 1 has the attention's entries; their logarithms are cosine / tau but for a number
-    of each row, which other methods lack."""
+    differs: Fig. 1 has the attention's entries, whose logarithms are cosine / tau minus a constant
+    of the row; other methods have no attention."""
     view = common.View(embed.image_size, (0.25, 1.0), blur=0.5)  # BAM's: blur 1 and .1
     views, crops, ids = common.Views([view, view], embed.image_size), [], []
     read = functools.partial(common.open_image, min_side=views.min_side)
@@ -1522,9 +1516,9 @@ OF_RUNS = ("segmentation", "words", "captions")  # functions of {run: Embedder}
 
 
 def is_drawn(name, tasks, data, *models):
-    """Whether --task asks for a picture, or the default, and data and models can serve it."""
-    picture = PICTURES[name]
-    asked = name in tasks if tasks else picture.is_default(*models)
+    """Whether a picture is asked for (--task, or by default), and data and all models serve it."""
+    picture, encode_words = PICTURES[name], any(model.encode_words for model in models)
+    asked = name in tasks if tasks else picture.default != "words" or encode_words
     return asked and picture.fits(data) and all(picture.suits(model) for model in models)
 
 
@@ -1533,16 +1527,16 @@ def is_drawn(name, tasks, data, *models):
 
 def check(options, data, model):
     """The names of the tasks to run: those of --task, or the default ones. Raises UserError if data
-    and model serve none, or not one of --task, or if k-NN or a probe has nothing to learn from."""
+    and model can serve no task, or lack one of --task, or if k-NN or a probe cannot learn."""
     has_text, kinds = model.encode_text is not None, ["images"]
     if has_text:
-        kinds = ["text", "words"]
+        kinds = ["text", "words"] if model.encode_words else ["text"]
     elif model.class_scores:
         kinds = ["labels"]
     elif data.is_world:
         kinds = ["images", "world"]
     usable = [name for name, task in TASKS.items() if task.fits(data) and task.suits(model)]
-    if not usable:
+    if not usable and not PICTURES.keys() & (options.tasks or []):
         more = ", captions, SugarCrepe, Winoground or VOC" if has_text else ""
         raise UserError(f"No task can evaluate on {options.data}: give class folders or shapes"
                         f"{more}.")
@@ -1551,8 +1545,7 @@ def check(options, data, model):
             why = "this model" if TASKS[name].fits(data) else "this data"
             raise UserError(f"Task {name} cannot use {why}; what can be done is "
                             f"{', '.join(usable)}.")
-    wanted = options.tasks or [name for name, task in TASKS.items()
-                               if task.default in kinds and task.is_default(model)]
+    wanted = options.tasks or [name for name, task in TASKS.items() if task.default in kinds]
     asked = [name for name in usable if name in wanted]
     if "zeroshot" in asked:
         data.classes  # raises for folders that need names
@@ -1682,10 +1675,12 @@ def search(embed, data, options, run, queries):
     with common.explained(ValueError, "--query"):  # found before all is encoded
         for query in filter(stair.is_boolean, queries):
             stair.boolean_query(query, index)
-    for part in tqdm(chunks(data.documents(), 1000), "images in thousands"):
+    pairs = ((image, (name, image)) for image, name in data.documents())
+    parts = chunks(readable(pairs, embed.read, embed.workers), 1000)
+    for part in tqdm(parts, "images in thousands"):
         x, documents = embed.encoded(part)
         index.add([name for name, _ in documents], word_columns(embed, x))
-        images |= {name: image for image, (name, _) in part}
+        images |= documents
     for heading, best in answers(embed, index, queries):
         names = ", ".join(f"{name} ({score:.2f})" for name, score in best) or "nothing"
         print(f"{heading}: {names}")
@@ -1815,6 +1810,8 @@ def options_of(flags, args):
     options = options_on(given["data"], args) if "data" in given else own_options(args)
     if "split" in given and options.split == "all":
         raise UserError(f"--split {given['split']}: {options.data} has no splits.")
+    if "split" in given and "split" in common.parse_spec(options.data)[1]:
+        raise UserError(f"--split {given['split']}: {options.data} names its split itself.")
     if "classes" in given and common.parse_spec(options.data)[0] == "shapes":
         raise UserError(f"--classes {given['classes']}: the classes of shapes have their names.")
     if "templates" in given:
@@ -1846,8 +1843,8 @@ def open_training_maps(options, data):
 
 
 def linear_segmentation(embed, data, options):
-    """mIoU over the whole data set, with background a class as in VOC, of a linear classifier of
-    the image encoder's patches, which learns the commonest class of each, as adamw_probe does."""
+    """mIoU over all pixels, the background a class as in VOC. adamw_probe trains a linear
+    classifier of the image encoder's patches to predict the commonest class of a patch's pixels."""
     encoder, result = embed.model.evaluated(), {}
     P = encoder.grid**2
 
@@ -1926,7 +1923,7 @@ ASIDE = ("seed out argv git resume workers log_every save_every keep_every eval_
 
 def compare_runs(evaluated, tasks):
     """Print a table of several runs, {run: Evaluated}: a column for each, or mean and deviation of
-    those that differ in their seed alone; draw FIRST RUN/comparison.png if --task allows it."""
+    those that differ in their seed alone; draw comparison.png of the first if --task allows it."""
     columns = collections.defaultdict(list)
     for run, found in evaluated.items():
         settings = {key: value for key, value in vars(found.args).items() if key not in ASIDE}
@@ -1947,8 +1944,9 @@ def compare_runs(evaluated, tasks):
         print(f"| {metric} | " + " | ".join(cells) + " |")
     embedders = {runs[0]: evaluated[runs[0]].embed for runs in columns.values()}
     if len(specs) == 1:
-        page = draw_side_by_side(embedders, next(iter(evaluated.values())).data, tasks)
-        save_pictures({Path(next(iter(evaluated)), "comparison.png"): page})
+        run, first = next(iter(evaluated.items()))
+        page = draw_side_by_side(embedders, first.data, tasks)
+        save_pictures({place(run, first.options, "comparison.png"): page})
 
 
 @torch.no_grad()
@@ -1969,8 +1967,8 @@ def build_parser():
     add = parser.add_argument
     add("runs", nargs="+", metavar="run", help="directory of a run of train.py")
     add("--task", dest="tasks", type=lambda names: names.split(","), metavar="NAMES",
-        help=f"tasks {', '.join(TASKS)}; pictures {', '.join(PICTURES)}; comma-separated "
-             "(default: all pictures and tasks but slots, masks and, with captions, knn, linear)")
+        help=f"tasks {', '.join(TASKS)}; pictures {', '.join(PICTURES)}; comma-separated (default: "
+             "the usual ones of the model; never slots, masks, linear_segmentation)")
     add("--data", nargs="+", metavar="SPEC",
         help="as of train.py, or a directory in the layout of CLIP_benchmark, Pascal VOC, "
              "Winoground or SugarCrepe (default: the run's --eval-data, or --data)")
@@ -1996,9 +1994,9 @@ def build_parser():
     add("--probe-epochs", type=int, help="default: the run's, or 10 of adamw, 100 of sgd")
     add("--label-fraction", help="share of each class for k-NN and probes, or file of image names")
     add("--select", help="class folders for `slots` to rank slots on, or SugarCrepe's files for "
-                         "`masks` to train masks on (needed on files)")
+                         "`masks` to train masks on (files need it)")
     add("--select-root", help="directory that the file names of --select are relative to")
-    add("--checkpoint", help="weights: last.pt (default), stage-1.pt of STAIR's runs")
+    add("--checkpoint", help="weights: last.pt (default), step-N.pt, stage-1.pt of STAIR's runs")
     add("--workers", type=int, help="threads that read images (default: the run's)")
     add("--batch", type=int, default=256, help="images or captions that are encoded at a time")
     add("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
@@ -2021,7 +2019,7 @@ class Evaluated(NamedTuple):
 
 
 def evaluate_run(run, flags):
-    """Evaluate a run by flags {name: value}, of --data one SPEC, or answer --query -> Evaluated."""
+    """Evaluate a run by flags {name: value}, of --data one SPEC -> Evaluated; None for --query."""
     embed, args = load_run(run, flags["device"], flags["checkpoint"] or "last.pt")
     options = options_of(flags, args)
     embed.chunk, embed.workers = flags["batch"], options.workers

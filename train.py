@@ -64,7 +64,7 @@ class Config:
     text_encoder: str = "12x512"  # row of common.TEXT_PRESETS[:setting=value,...]
     image_size: Count | None = None  # pixels; None: the encoder's, or the world's
     finetune: str | None = None  # RUN whose image encoder is fine-tuned, by --method classifier
-    # of a whole CLIP: towers, projections, logit scale; without captions of a ViT (timm's names)
+    # file of a whole CLIP's weights or, for methods without captions, of a ViT's under timm's names
     init_weights: str | None = None
     crop_scale: Annotated[float, 0.01, 1] = 0.9  # smallest area of training crops (OpenCLIP's)
     steps: Count = 1000  # updates
@@ -76,7 +76,7 @@ class Config:
     optimizer: Literal["adamw", "lamb", "lars", "sgd"] = "adamw"  # lamb: of STAIR; lars: of BAM
     weight_decay: NonNegative = 0.1  # on the weights of linear and convolution layers only
     weight_decay_end: NonNegative | None = None  # where half a cosine takes it; None: it stays
-    beta2: Annotated[float, 0, 0.999999] = 0.98  # AdamW's second; the first is 0.9 (CLIP, Table 18)
+    beta2: Annotated[float, 0, 0.999999] = 0.98  # AdamW's, LAMB's; beta1 is 0.9 (CLIP, Table 18)
     adam_eps: Annotated[float, 0, 1] = 1e-6  # CLIP, Table 18
     clip_grad: NonNegative = 1.0  # largest norm of the gradient; 0: no clipping
     amp: Literal["bf16", "fp16", "off"] | None = None  # None: bf16 on a GPU, off on the CPU
@@ -94,7 +94,7 @@ class Config:
     compile: bool = False  # torch.compile
     grad_checkpoint: bool = False  # recompute a ViT's blocks in the backward pass: less memory
     accum_freq: Count = 1  # parts of a rank's rows that the towers take one after the other
-    dry_run: bool = False  # print parameters, FLOPs and the loss by chance, and stop
+    dry_run: bool = False  # print parameters, FLOPs and the loss at chance, and stop
     bench: CountOrZero = 0  # time this many steps, print the rates, and stop
 
 
@@ -208,7 +208,7 @@ def train(args, out, device):
 def what_is_due(args, step, end):
     """What comes after this step, on every rank the same. "ask": whether a signal came;
     "keep", "stage": a checkpoint that stays."""
-    # a GPU waits where ranks ask each other, of --bench, too
+    # a GPU waits while ranks ask each other, so they do it rarely; with --bench, too
     ask_every = min(10, args.log_every) if dist.is_initialized() else 1
     every = {"log": args.log_every, "evaluate": args.eval_every, "save": args.save_every,
              "keep": args.keep_every, "ask": ask_every}
@@ -341,7 +341,7 @@ def parse_args(argv):
 def saved_settings(flags):
     """The settings of the run that --resume continues."""
     saved = common.read_config(flags["out"])
-    for name in ("method", "preset", "vocab", "optimizer", "finetune"):
+    for name in "method preset vocab vocab_size optimizer finetune init_weights".split():
         if name in flags and flags[name] != saved.get(name):
             raise UserError(f"{flags['out']} is a run of {flag_of(name)} {saved.get(name)}: leave "
                             f"out {flag_of(name)} {flags[name]}, or give another --out.")
@@ -605,8 +605,8 @@ def choose_labels(args, data):
 
 
 def open_evaluation(args, model):
-    """-> data and options of the evaluations on the way. What is wrong with --eval-data is found
-    here; without it and --eval-every the data are opened at the end, so far they are None."""
+    """-> data and options of the evaluations on the way. Errors in --eval-data are found here; with
+    neither it nor --eval-every the data are None, and finish() opens them."""
     with_text, tasks = model.encode_text is not None, None
     if not with_text:
         tasks = ["classification" if model.class_scores else "knn"]
@@ -635,7 +635,7 @@ def build_tokenizer(args, data):
 
 
 def build_model(args, method, tokenizer):
-    """The model, the same on every rank. What of a file of weights does not fit is printed."""
+    """The model, the same on every rank. Prints what was left out or assumed of loaded weights."""
     source = None
     if args.finetune and not (args.resume or args.dry_run):
         source = evaluation.load_run(args.finetune)[0].model
@@ -740,8 +740,10 @@ def build_optimizer(args, model, saved):
     optimizer = OPTIMIZERS[args.optimizer](groups, betas=(0.9, args.beta2), eps=args.adam_eps)
     remedy = "; it is of another stage or --optimizer: leave out what changes these"
     if saved:
+        settings = optimizer.param_groups  # of this command line, not those of the saved run
         with common.explained(ValueError, f"{args.out}/last.pt", remedy):
             optimizer.load_state_dict(saved["optimizer"])
+        optimizer.param_groups = settings
     return optimizer
 
 
@@ -811,7 +813,7 @@ class Progress:
     def skipped_counts(self):
         """{"skipped": {reason: count}} of this rank, or nothing."""
         total = common.total_skipped(self.skipped.values())
-        counts = {reason: count for reason, (count, *_) in total.items()}
+        counts = {reason: count for reason, (count, _) in total.items()}
         return {"skipped": counts} if counts else {}
 
     def state(self, workers):
@@ -831,7 +833,7 @@ class Progress:
         if state.get("words", self.words) != self.words:  # older checkpoints have neither hash
             raise UserError("vocab.txt has other words than when the run was saved: put back its "
                             "own, or begin the run anew.")
-        # files had other positions before
+        # older checkpoints have no layout: they go on as the world's, files begin anew
         data = state.get("layout", common.World.layout), state.get("names", self.names)
         boxes = state.get("boxes")
         if isinstance(boxes, tuple):
@@ -948,7 +950,7 @@ class Clock:
 
 
 def check_finite(args, step, loss, grad_norm):
-    """Raise UserError if the loss or the gradient is not a number. Weights that are NaN stay NaN,
+    """Raise UserError if the loss or the gradient is not finite. Weights that are NaN stay NaN,
     on all ranks, so that it is enough to look once in a while."""
     # fp16's gradient may overflow: the scaler leaves out such an update
     if not torch.isfinite(loss if args.amp == "fp16" else loss + grad_norm):
@@ -1044,7 +1046,7 @@ def main(argv=None):
     start = time.perf_counter()
     args = parse_args(sys.argv[1:] if argv is None else argv)
     common.turn_off_tf32()
-    *_, device = common.init_distributed()
+    device = common.init_distributed()
     with claim_run(args) as out:
         stopped_by = train(args, out, device)
     if not (stopped_by or args.dry_run or args.bench):
@@ -1065,7 +1067,7 @@ if __name__ == "__main__":
         if isinstance(error, UserError):
             sys.exit(f"error: {error}")
         raise
-    finally:  # workers ignore the SIGTERM by which Python ends them, and waits
+    finally:  # Python ends workers by SIGTERM, which they ignore, and would wait for ever
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch raises an error of its own
         for worker in multiprocessing.active_children():
             worker.kill()

@@ -605,12 +605,13 @@ def test_blur_is_a_gaussian_of_its_own_for_each_image():
 
 
 def test_class_folders(tmp_path):
-    names = "fire_truck/1.jpg fire_truck/2.PNG airplane/deep/1.jpeg airplane/notes.txt .git/x.jpg"
+    names = "fire_truck/1.jpg fire_truck/2.PNG airplane/deep/1.jpeg airplane/notes.txt .git/x.jpg loose.png"
     folder = tmp_path / "a:b=c"  # not a SPEC with a setting
     write_files(folder, dict.fromkeys(names.split(), picture()))
     source, truck = open_data(str(folder)), "a photo of a fire truck."
     assert source.classes == ["airplane", "fire_truck"]
     assert source.labels.tolist() == [0, 1, 1]
+    assert source.skipped == {"image beside the class folders": [1, f"{folder}/loose.png"]}
     assert source.sample_captions(9) == ["a photo of an airplane.", truck, truck]
     assert common.class_names(source.classes) == (["airplane", "fire truck"], "folders")
     file = tmp_path / "names.txt"
@@ -744,6 +745,7 @@ def test_a_fraction_of_the_labels_is_of_each_class_or_what_a_file_names(tmp_path
     assert sorted(rows) == rows == common.label_rows(names, torch.tensor(labels), "0.1")
     assert [sum(labels[i] == c for i in rows) for c in range(3)] == [1, 1, 4]
     assert rows[:4] != [0, 1, 2, 3]                                         # at random
+    assert rows == common.label_rows(names, labels, "1e-1")
     assert common.label_rows(names, labels, "1.0") == list(range(53))
     (tmp_path / "1percent.txt").write_text("7.jpg\nelsewhere/52.jpg\n\n")
     file = str(tmp_path / "1percent.txt")

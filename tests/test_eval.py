@@ -753,7 +753,7 @@ def test_linear_segmentation_in_pascal_vocs_layout(tmp_path):
     with pytest.raises(common.UserError, match="learns from it, evaluate on another"):
         linear_miou(tmp_path, split="train")
     (tmp_path / "ImageSets/Segmentation/train.txt").unlink()
-    with pytest.raises(common.UserError, match="has no split train; --split can be val"):
+    with pytest.raises(common.UserError, match="has no split train, only val"):
         linear_miou(tmp_path)
 
 
@@ -776,7 +776,7 @@ def test_a_run_without_text_segments_the_world_linearly(run_of):
 def test_data_have_a_default_split(tmp_path, monkeypatch):
     write_files(tmp_path, {"coco.json": '{"images": [], "annotations": []}', "a.json": "{}"})
     monkeypatch.chdir(tmp_path)
-    for split, specs in (("test", ("shapes:objects=2", "a.json", "a.json:split=val")),
+    for split, specs in (("test", ("shapes:objects=2", "a.json")), ("val", ("a.json:split=val",)),
                          ("all", ("a.csv", "folders", "a.token", "coco.json"))):
         assert {evaluation.default_split(spec) for spec in specs} == {split}
 

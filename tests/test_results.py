@@ -267,18 +267,18 @@ def test_a_table_of_several_runs(run_of, tmp_path, monkeypatch, capsys):
 def test_words_and_captions_of_several_runs_side_by_side(run_of, tmp_path):
     runs = [shutil.copytree(run_of(name), tmp_path / name) for name in ("stair", "sparc")]
     world = "shapes:size=16,objects=2"
-    sizes = []
+    page, sizes = runs[0] / "shapes-size-16-objects-2-comparison.png", []
     for tasks in ("words", "captions", "words,captions"):
         evaluation.main([*map(str, runs), "--data", world, "--task", tasks, "--limit", "4"])
-        with Image.open(runs[0] / "comparison.png") as page:
-            sizes.append(page.size)
+        with Image.open(page) as picture:
+            sizes.append(picture.size)
     words, captions, both = sizes
     assert words[0] > 1300 and both == (words[0], words[1] + 8 + captions[1])
     with Image.open(runs[1] / "shapes-size-16-objects-2-words.png") as alone:
         assert alone.width < words[0]
-    (runs[0] / "comparison.png").unlink()
+    page.unlink()
     evaluation.main([*map(str, runs), "--data", world, "--task", "similarities"])
-    assert not (runs[0] / "comparison.png").exists()
+    assert not page.exists()
 
 
 def test_data_are_evaluated_one_after_the_other(run_of, tmp_path, capsys):
@@ -312,8 +312,11 @@ def test_a_patch_is_lit_as_its_weight_is():
     assert [int(corner.max()) for corner in corners] == [0, 255, 127, 0]
 
 
-def test_neighbours_are_the_nearest(run_of, monkeypatch):
-    shown = []
+def test_neighbours_are_the_nearest(run_of, monkeypatch, tmp_path):
+    run, shown = shutil.copytree(run_of("bam"), tmp_path / "bam"), []
+    write_files(tmp_path, {f"flat/{i}.png": picture(format="PNG") for i in range(2)})
+    evaluation.main([str(run), "--data", str(tmp_path / "flat"), "--task", "neighbours"])
+    assert len(list(run.glob("*flat-neighbours.png"))) == 1
     monkeypatch.setattr(evaluation, "sheet", lambda title, rows: shown.extend(rows))
     embed, args = evaluation.load_run(run_of("bam"))
     data = evaluation.open_eval_set(evaluation.own_options(args), embed.image_size)
