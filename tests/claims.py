@@ -259,7 +259,8 @@ RUNS["bam"] = {
     "simclr-600-two-views-probe": ("linear", "simclr-600-two-views"),
     "bam-1200": ("knn", "--method bam --steps 1200", 0.00025, 0.0005, 0.001),
     "bam-1200-probe": ("linear", "bam-1200"),
-    "simclr-1200-two-views": ("knn", "--method bam --target onehot --local-crops 0 --steps 1200"),
+    "simclr-1200-two-views": ("knn", "--method bam --target onehot --local-crops 0 --steps 1200",
+                              0.0005, 0.001, 0.002, 0.004),
     "simclr-1200-two-views-probe": ("linear", "simclr-1200-two-views"),
     "dino": ("knn", "--method sparo --objective dino --readout gap --image-encoder tiny --ema 0.97 --steps 300 "
                     "--warmup 25 --data shapes:objects=1,background=0,palette=1,heldout=0", 0.00025, 0.0005, 0.001),
