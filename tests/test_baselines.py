@@ -135,8 +135,8 @@ def all_losses(tokens, patches, mask, scale=7.0):
         "filip, all tokens": sparc.filip_loss(tokens, patches, mask, scale, keep=1),
         "pacl": sparc.pacl_loss(t, patches, scale),
         "gloria": sparc.gloria_loss(tokens, patches, mask, scale),
-        "mgca": sparc.mgca_loss(tokens, patches, mask, tokens + 1, patches + 1, scale),
-        "prototype": sparc.prototype_loss(patches.mean(1), t, torch.eye(4).to(t), scale)}
+        "mgca": sparc.mgca_loss(tokens, patches, mask, tokens.flip(1), patches.flip(1), scale),
+        "prototype": sparc.prototype_loss(patches[:, 0], tokens[:, 0], torch.eye(4).to(t), scale)}
 
 
 CHANGES = {
@@ -192,8 +192,8 @@ def test_losses_of_half_precision_are_fp32():
         found = all_losses(tokens, patches, mask)
         found["pacl"] = sparc.pacl_loss(sparc.masked_mean(tokens.float(), mask), patches, 7.0)
         assert sparc.global_loss(tokens[:, 0], patches[:, 0], 7.0).dtype == torch.float32
-    for name in ("local", "filip", "pacl", "gloria"):
-        assert found[name] == expected[name]
+    for name, value in found.items():
+        assert value == expected[name], name
 
 
 def test_gloria_stays_bounded_where_the_patches_cancel():
@@ -297,7 +297,7 @@ def test_chance_loss_is_the_loss_of_equal_similarities(objective, token_mean):
 @pytest.mark.parametrize("objective", ["filip", "pacl"])
 def test_late_interaction_scores_are_those_of_the_loss(objective, monkeypatch):
     cut_chunks(monkeypatch, 4 * 16)  # a caption at a time
-    model, batch = tiny_model("sparc", objective=objective).eval(), make_batch()
+    model, batch = tiny_model("sparc", objective=objective, filip_keep=1.0).eval(), make_batch()
     patches = model.encode_patches(batch["images"])
     tokens = model.encode_tokens(batch["tokens"], batch["mask"])
     captions = words_of(tokens, tokens.any(-1))
@@ -306,8 +306,11 @@ def test_late_interaction_scores_are_those_of_the_loss(objective, monkeypatch):
         assert [len(words) for words in captions] == [7, 2, 4, 1]
         expected = table(lambda image, words: (literal_best(image, words)
                                                + literal_best(words, image)) / 2, patches, captions)
+        loss = literal_filip(captions, patches, 1 / 0.07)
     else:
         expected = table(literal_phi, patches, tokens[:, 0])
+        loss = both_ways(expected, expected, 1 / 0.07)
+    torch.testing.assert_close(model(batch)["loss"], loss)
     assert model.late_interaction
     scores = model.similarity(patches, tokens).tolist()
     assert scores == [[pytest.approx(x.item(), abs=1e-5) for x in row] for row in expected]

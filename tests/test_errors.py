@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import common
 import eval as evaluation
 import train
 from common import BAD_SHARD, SPECIAL_TOKENS, UserError, World, train_wordpiece

@@ -55,12 +55,14 @@ def test_labels_of_mixtures_are_the_shares_of_their_images(name):
 
 
 def test_images_are_cropped_erased_and_normalised():
-    image = torch.full((3, 8, 8), 0.75)
-    torch.testing.assert_close(changes()(image), common.normalize(image))
+    image, noise = torch.full((3, 8, 8), 0.75), torch.rand(3, 8, 8)
+    whole = common.normalize(noise)
+    for settings in ({}, {"min_scale": 0.1}, {"rand_augment": True}):
+        changed = changes(**settings)(noise)
+        is_whole = any(torch.equal(changed, x) for x in (whole, whole.flip(2)))
+        assert is_whole == (not settings)
     erased = changes(erasing=1.0)(image)
     assert 0.02 * 64 < (erased == 0).all(0).sum() < 0.34 * 64               # Zhong et al., Alg. 1
-    noise = torch.rand(3, 8, 8)
-    assert not torch.equal(changes(rand_augment=True)(noise), changes()(noise))
 
 
 def test_the_loss_smooths_labels_and_shares_alike():
@@ -78,9 +80,9 @@ def test_the_loss_smooths_labels_and_shares_alike():
     torch.testing.assert_close(without.class_scores(batch["images"]), without.head(tokens.mean(1)))
 
 
-@pytest.mark.parametrize("name", ["bam", "sparo", "stair"])
+@pytest.mark.parametrize("name", ["dino", "sparo", "stair"])
 def test_a_run_is_fine_tuned_from_its_evaluated_encoder(tmp_path, run_of, name):
-    """With the rate 0 it stays as it was: BAM's teacher, SPARO's tower without the read-out."""
+    """With the rate 0 it stays as it was: DINO's teacher, SPARO's tower without the read-out."""
     run = run_of(name)
     train_alone(["--finetune", run, "--lr", 0, "--steps", 1, "--batch", 4, "--data",
                  "shapes:size=16", *PLAIN.split(), "--out", tmp_path / "run"])

@@ -318,11 +318,14 @@ def test_neighbours_are_the_nearest(run_of, monkeypatch, tmp_path):
     evaluation.main([str(run), "--data", str(tmp_path / "flat"), "--task", "neighbours"])
     assert len(list(run.glob("*flat-neighbours.png"))) == 1
     monkeypatch.setattr(evaluation, "sheet", lambda title, rows: shown.extend(rows))
+    monkeypatch.setattr(evaluation, "to_picture", lambda image, size: image)
     embed, args = evaluation.load_run(run_of("bam"))
     data = evaluation.open_eval_set(evaluation.own_options(args), embed.image_size)
     evaluation.draw_neighbours(embed, data)
+    x = embed.images(torch.stack([image for image, _ in data.documents()]))
     assert len(shown) == 4
-    for _, cells in shown:
-        scores = [float(label) for _, label in cells[1:]]
-        assert cells[0][1] == "image" and scores == sorted(scores, reverse=True)
-        assert len(scores) == 9 and scores[0] > 0.5
+    for query, (_, cells) in zip(x, shown):
+        images, labels = zip(*cells)
+        cosines = embed.images(torch.stack(images)) @ query
+        torch.testing.assert_close(cosines, (x @ query).topk(10).values)
+        assert labels == ("image", *[f"{cosine:.2f}" for cosine in cosines[1:]])
