@@ -1676,16 +1676,16 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
 
 def open_directory(directory, content):
     """DIR/class folder/image.jpg -> CaptionTable with labels and captions "a photo of a NAME."."""
-    folders = sorted(p for p in Path(directory).iterdir() if p.is_dir() and p.name[0] != ".")
+    entries = list(Path(directory).iterdir())
+    folders = sorted(p for p in entries if p.is_dir() and p.name[0] != ".")
     if content and not folders:
         raise UserError(f"{directory} has no class folders: give one that holds a folder of images "
                         f"for each class.")
     classes = names = [folder.name for folder in folders]
     with contextlib.suppress(UserError):  # where nobody reads the captions, names may be numbers
         names, _ = class_names(classes)
-    loose = [path for path in Path(directory).glob("*.*") if folders and path.is_file()]
-    rows = [Skipped("image beside the class folders", str(path)) for path in sorted(loose)
-            if path.suffix.lower() in IMAGE_SUFFIXES]
+    loose = [p for p in entries if folders and p.suffix.lower() in IMAGE_SUFFIXES and p.is_file()]
+    rows = [Skipped("image beside the class folders", str(path)) for path in sorted(loose)]
     labels, empty = [], []
     for label, folder in enumerate(folders or [Path(directory)]):
         images = [p for p in sorted(folder.rglob("*")) if p.suffix.lower() in IMAGE_SUFFIXES]

@@ -90,8 +90,8 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=1
 
 # what is chosen, epochs
 PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100), "lbfgs": ("l2", None)}
-# differs: BAM's rate is .002 for ViT, .3 for ResNet-50, times batch / 256 in its code; its figure is
-# that of the best epoch on the test images.
+# differs: BAM's rate is .002 for ViT, .3 for ResNet-50, times batch / 256 in its code; its figure
+# is that of the best epoch on the test images.
 RATES = (0.002, 0.01, 0.05, 0.3, 1.0)
 
 
@@ -1676,8 +1676,8 @@ def search(embed, data, options, run, queries):
         for query in filter(stair.is_boolean, queries):
             stair.boolean_query(query, index)
     pairs = ((image, (name, image)) for image, name in data.documents())
-    parts = chunks(readable(pairs, embed.read, embed.workers), 1000)
-    for part in tqdm(parts, "images in thousands"):
+    parts = chunks(readable(pairs, embed.read, embed.workers), embed.chunk)
+    for part in tqdm(parts, f"images, {embed.chunk} at a time"):
         x, documents = embed.encoded(part)
         index.add([name for name, _ in documents], word_columns(embed, x))
         images |= documents
@@ -1808,11 +1808,12 @@ def options_of(flags, args):
     names = {field.name for field in dataclasses.fields(Options)}
     given = {name: flags[name] for name in names & flags.keys() if flags[name] is not None}
     options = options_on(given["data"], args) if "data" in given else own_options(args)
+    name, own = common.parse_spec(options.data)
     if "split" in given and options.split == "all":
         raise UserError(f"--split {given['split']}: {options.data} has no splits.")
-    if "split" in given and "split" in common.parse_spec(options.data)[1]:
+    if "split" in given and "split" in own:
         raise UserError(f"--split {given['split']}: {options.data} names its split itself.")
-    if "classes" in given and common.parse_spec(options.data)[0] == "shapes":
+    if "classes" in given and name == "shapes":
         raise UserError(f"--classes {given['classes']}: the classes of shapes have their names.")
     if "templates" in given:
         given["templates"] = read_templates(given["templates"])
