@@ -126,10 +126,18 @@ def global_loss(v, t, scale, gather=identity):
     """CLIP's loss. v, t: (B, E) embeddings of pairs; scale: 1 / tau -> scalar.
     gather: (B, E) -> (world * B, E), differentiable, rank by rank; gather.rank is this one."""
     v, t = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
-    i = own_rows(v, gather)
-    v_to_t = F.cross_entropy(scale * v @ gather(t).T, i, reduction="none")  # (B, world * B) logits
-    t_to_v = F.cross_entropy(scale * t @ gather(v).T, i, reduction="none")
-    return ((v_to_t + t_to_v) / 2).mean()
+    return contrast(scale * v @ gather(t).T, gather)                # of (B, world * B) logits
+
+
+def contrast(logits, gather=identity):
+    """Eq. 1 of any logits (B, world * B), this rank's images x all captions -> scalar."""
+    i = own_rows(logits, gather)
+    positive = logits.take_along_dim(i[:, None], 1)[:, 0]           # (B,)
+    v_to_t = positive - logits.logsumexp(1)   # (B,)  log softmax_j(cos(vbar_i, tbar_j) / tau)_i
+    # ranks exchange a number per caption, its sum over their images, in place of the images
+    sums = gather(logits.logsumexp(0, keepdim=True)).logsumexp(0)   # (world * B,)
+    t_to_v = positive - sums[i]               # (B,)  log softmax_j(cos(tbar_i, vbar_j) / tau)_i
+    return -(v_to_t + t_to_v).mean() / 2
 
 
 # s_lp = t_l . v_p
@@ -263,21 +271,6 @@ class Model(nn.Module):
         """Keep 1 / tau within [1, 100], as CLIP does."""
         self.log_scale.data.clamp_(0, math.log(100))
 
-    def clip_parameters(self):
-        """What starts from a whole CLIP (--init-weights); h_v, which it lacks, does not."""
-        places = {"text_projection": self.g_t.weight, "logit_scale": self.log_scale}
-        if isinstance(self.g_v, nn.Linear):  # PACL's is not
-            places["visual.proj"] = self.g_v.weight
-        return places
-
-    def chance_loss(self, batch_size, mask, patches):
-        """The loss when all similarities are equal. batch_size: global; patches: P."""
-        words = words_only(mask).sum(1).clamp(min=1).float()        # (B,), L_i
-        loss_g, loss_f = math.log(batch_size), words.log().mean()
-        if self.config.token_mean == "batch":
-            loss_f = (words * words.log()).sum() / words.sum()
-        return self.config.lambda_g * loss_g + self.config.lambda_f * loss_f.item()
-
     def encode_image(self, images):
         """(B, 3, H, W) -> (B, E), normalised."""
         return F.normalize(self.g_v(self.h_v(self.f_v(images).mean(1))).float(), dim=-1)
@@ -297,8 +290,24 @@ class Model(nn.Module):
         tokens = self.g_t(self.text_encoder(tokens, mask))          # (B, L, E)
         return self.align(tokens, self.g_v(self.f_v(images)))
 
+    # To read SPARC, stop here. Below: what starts from CLIP, the loss at chance, baselines.
 
-# To read SPARC, stop here. ===============================================================
+    def clip_parameters(self):
+        """What starts from a whole CLIP (--init-weights); h_v, which it lacks, does not."""
+        places = {"text_projection": self.g_t.weight, "logit_scale": self.log_scale}
+        if isinstance(self.g_v, nn.Linear):  # PACL's is not
+            places["visual.proj"] = self.g_v.weight
+        return places
+
+    def chance_loss(self, batch_size, mask, patches):
+        """The loss when all similarities are equal. batch_size: global; patches: P."""
+        words = words_only(mask).sum(1).clamp(min=1).float()        # (B,), L_i
+        loss_g, loss_f = math.log(batch_size), words.log().mean()
+        if self.config.token_mean == "batch":
+            loss_f = (words * words.log()).sum() / words.sum()
+        return self.config.lambda_g * loss_g + self.config.lambda_f * loss_f.item()
+
+
 # Mistakes in public copies of L_f: 0 / 0 in Eq. 2; -inf times 0 at padding; weights that are
 # detached, or of cosines; negatives from the whole batch; no sigma, or 1 / 196 for every P.
 #
@@ -350,16 +359,6 @@ def gather_captions(tokens, gather):
     lengths = gather(torch.tensor([[tokens.shape[1]]], device=tokens.device))   # (world, 1)
     padding = int(lengths.max()) - tokens.shape[1] if len(lengths) > 1 else 0
     return gather(F.pad(tokens, (0, 0, 0, padding)))
-
-
-def contrast(logits, gather):
-    """InfoNCE both ways. logits (b, B): this rank's images x all captions.
-    For the softmax over images, ranks exchange a number per caption instead of patches."""
-    i = own_rows(logits, gather)                                        # (b,), our captions
-    sums = gather(logits.logsumexp(0, keepdim=True)).logsumexp(0)       # (B,), over all images
-    i_to_t = F.cross_entropy(logits, i)
-    t_to_i = sums[i] - logits.take_along_dim(i[:, None], 1)[:, 0]       # (b,)
-    return (i_to_t + t_to_i.mean()) / 2
 
 
 def best_cosines(x, y):

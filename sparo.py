@@ -189,9 +189,13 @@ def clip_loss(v, t, scale, gather=identity):
     """CLIP's loss, a scalar. v, t (B, M): encodings of pairs, of length 1; scale: 1 / temperature;
     gather: (B, M) -> (world * B, M), differentiable, rank by rank; gather.rank is this one."""
     pair = getattr(gather, "rank", 0) * len(v) + torch.arange(len(v), device=v.device)
-    image_to_text = F.cross_entropy(scale * v @ gather(t).T, pair, reduction="none")  # (B,)
-    text_to_image = F.cross_entropy(scale * t @ gather(v).T, pair, reduction="none")
-    return ((image_to_text + text_to_image) / 2).mean()
+    logits = scale * v @ gather(t).T                               # (B, world * B)
+    positive = logits.take_along_dim(pair[:, None], 1)[:, 0]       # (B,)
+    image_to_text = logits.logsumexp(1) - positive                 # (B,)
+    # ranks exchange a number per text, its sum over their images, in place of the images
+    sums = gather(logits.logsumexp(0, keepdim=True)).logsumexp(0)  # (world * B,)
+    text_to_image = sums[pair] - positive                          # (B,)
+    return (image_to_text + text_to_image).mean() / 2
 
 
 def replaced_blocks(args):

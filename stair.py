@@ -91,11 +91,15 @@ def contrastive_loss(v, t, scale, gather=identity):
     gather: (B, |V|) -> (world * B, |V|), differentiable, rank by rank; gather.rank is this one."""
     v = F.normalize(full_precision(v), dim=-1, eps=0.5)  # differs: eps, for short encodings
     t = F.normalize(full_precision(t), dim=-1, eps=0.5)
-    target = getattr(gather, "rank", 0) * len(v) + torch.arange(len(v), device=v.device)
+    i = getattr(gather, "rank", 0) * len(v) + torch.arange(len(v), device=v.device)
     with torch.autocast(v.device.type, enabled=False):  # half precision is too coarse here
-        image_to_text = scale * v @ gather(t).T                   # (B, world * B)
-        text_to_image = scale * t @ gather(v).T                   # (B, world * B)
-    return (F.cross_entropy(image_to_text, target) + F.cross_entropy(text_to_image, target)) / 2
+        M = scale * v @ gather(t).T                                      # (B, world * B), M / T
+    positive = M.take_along_dim(i[:, None], 1)[:, 0]                     # (B,)
+    image_to_text = M.logsumexp(1) - positive                            # (B,)
+    # ranks exchange a number per text, its sum over their images, in place of the images
+    sums = gather(M.logsumexp(0, keepdim=True)).logsumexp(0)             # (world * B,)
+    text_to_image = sums[i] - positive                                   # (B,)
+    return (image_to_text + text_to_image).mean() / 2
 
 
 # L_FLOPs = sum_k ( 1/N sum_i enc_k^(i) )^2,  N: the size of the global batch        (Eq. 6)
@@ -189,12 +193,6 @@ def caption_mask(tokens, mask, size):
     """tokens (B, L), mask (B, L): False at padding -> (B, size), 0 or 1."""
     result = torch.zeros(len(tokens), size, device=tokens.device)
     return result.scatter_reduce_(1, tokens, mask.float(), "amax")
-
-
-def check(args):
-    if args.stages == "three" and args.share_1 + args.share_2 >= 1:
-        raise ValueError("--share-1 and --share-2 leave no steps to stage 3: their sum is "
-                         f"{args.share_1 + args.share_2:g}.")
 
 
 def stages(args):
@@ -321,6 +319,12 @@ class Model(nn.Module):
             if grown and active > len(self.text_head.valid) / 4:
                 return f"{side} encodings are not sparse: raise {flag}."
         return None
+
+
+def check(args):
+    if args.stages == "three" and args.share_1 + args.share_2 >= 1:
+        raise ValueError("--share-1 and --share-2 leave no steps to stage 3: their sum is "
+                         f"{args.share_1 + args.share_2:g}.")
 
 
 # Into Hugging Face's CLIP (`model`), for `images`, `ids` and their attention mask `mask`; gather:

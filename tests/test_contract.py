@@ -10,15 +10,20 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import common
 import eval as evaluation
+import sparc
+import sparo
+import stair
 import toy
 import train
 from helpers import (ROOT, SMALL, assert_one_process, assert_same_weights, make_batch, make_views,
-                     on_ranks, read_log, tiny_model, train_alone, train_until, write_files,
-                     write_shards, write_table)
+                     on_ranks, read_log, run_ranks, tiny_model, train_alone, train_until,
+                     write_files, write_shards, write_table)
 from train import METHODS
 
 STABLE_FLAGS = """--preset tiny --data shapes --out DIR --steps 1 --batch 8 --lr 0.1 --amp bf16
@@ -88,6 +93,37 @@ def test_the_files_work_alone_in_an_empty_directory(tmp_path):
     shown = done.stdout.split("file ")[1:]
     assert [text.splitlines()[0] for text in shown] == files
     assert all(len(text.splitlines()) > 1 for text in shown)
+
+
+def two_products(v, t, scale, gather):
+    """CLIP's loss of encodings of length 1 as printed: a softmax of each direction's logits."""
+    i = gather.rank * len(v) + torch.arange(len(v))
+    image_to_text = F.cross_entropy(scale * v @ gather(t).T, i)
+    return (image_to_text + F.cross_entropy(scale * t @ gather(v).T, i)) / 2
+
+
+def contrastive_losses(rank):
+    """[loss and gradients of each file's loss and of the printed form], in float64."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    pairs = torch.rand(2, 6, 5, generator=torch.Generator().manual_seed(0)).double() + 0.1
+    results = []
+    for loss in (two_products, sparc.global_loss, sparo.clip_loss, stair.contrastive_loss):
+        v, t = (F.normalize(x, dim=-1).chunk(world)[rank].requires_grad_() for x in pairs)
+        scale = torch.tensor(9.0, dtype=torch.float64, requires_grad=True)
+        v_n, t_n = (x / x.norm(dim=-1, keepdim=True) for x in (v, t))  # what all files normalise
+        value = loss(v_n, t_n, scale, gather=common.gather)
+        results.append([value.detach(), *torch.autograd.grad(value, (v, t, scale))])
+    return results
+
+
+def test_one_product_is_the_printed_loss_of_two(tmp_path):
+    alone = contrastive_losses(0)
+    ranks = run_ranks(tmp_path, contrastive_losses)
+    for one, *of_ranks in zip(alone, *ranks):
+        losses, by_v, by_t, by_scale = zip(*of_ranks)  # ranks' losses are averaged, by DDP
+        joined = [sum(losses) / 2, torch.cat(by_v) / 2, torch.cat(by_t) / 2, sum(by_scale) / 2]
+        for result in (one, joined):
+            torch.testing.assert_close(result, alone[0], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", SMALL)
