@@ -180,7 +180,6 @@ def losses_in_parts(z, B, rows, c, columns, mask, attend, tau):
     return torch.cat(losses), torch.cat(entropies)
 
 
-@torch.compiler.disable
 def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters=3,
              mask="exclude", normalization="global", target="balanced", top_k=0,
              gather=identity, entropies=False):
@@ -277,12 +276,13 @@ class Model(nn.Module):
                 "similarity": mean_cosine(z[0].detach()),
                 "effective_rank": effective_rank(gather(h[0].detach()))}
 
+    @torch.no_grad()
     def after_update(self, step, steps):
         """teacher = momentum * teacher + (1 - momentum) * student (App. C)."""
         if self.teacher:
             momentum = 1 - (1 - self.config.ema) * (1 + math.cos(math.pi * step / steps)) / 2
-            for p, p_student in zip(self.teacher.parameters(), self.student().parameters()):
-                p.data.lerp_(p_student.data, 1 - momentum)
+            students = list(self.student().parameters())
+            torch._foreach_lerp_(list(self.teacher.parameters()), students, 1 - momentum)
 
     # To read BAM, stop here. Below: evaluation, projector, variants, crops, LARS, fine-tuning.
     #
@@ -488,14 +488,21 @@ class LARS(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            for p in [p for p in group["params"] if p.grad is not None]:
-                update = p.grad + group["weight_decay"] * p
-                if group.get("decays", True):  # not biases, norms, positions
-                    scale = group["trust"] * p.norm() / update.norm()
-                    update *= torch.where((scale > 0) & scale.isfinite(), scale, 1.0)
-                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                momentum.mul_(group["betas"][0]).add_(update)
-                p.sub_(group["lr"] * momentum)
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            # all parameters at once: on a GPU a kernel for each would cost more than its work
+            decay = torch._foreach_mul(params, group["weight_decay"])
+            update = torch._foreach_add([p.grad for p in params], decay)
+            if group.get("decays", True):  # not biases, norms, positions
+                size, update_size = (torch.stack(torch._foreach_norm(x)) for x in (params, update))
+                scale = group["trust"] * size / update_size                      # (n,)
+                scale = torch.where((scale > 0) & scale.isfinite(), scale, 1.0)
+                update = torch._foreach_mul(update, list(scale))
+            momentum = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in params]
+            torch._foreach_mul_(momentum, group["betas"][0])
+            torch._foreach_add_(momentum, update)
+            torch._foreach_sub_(params, torch._foreach_mul(momentum, group["lr"]))
 
 
 # Fine-tuning (Sec. 4.3 to 4.5, Tables 3 to 5) ---------------------------------------------

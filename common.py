@@ -115,9 +115,13 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        gradient = gradient.clone(memory_format=torch.contiguous_format)  # it may be shared
-        dist.all_reduce(gradient)
-        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+        if dist.get_backend() == "gloo":  # before torch 2.8 it has no reduce_scatter
+            gradient = gradient.clone(memory_format=torch.contiguous_format)  # it may be shared
+            dist.all_reduce(gradient)
+            return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+        rows = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
+        dist.reduce_scatter_tensor(rows, gradient.contiguous())
+        return rows
 
 
 class Gather:
@@ -264,7 +268,12 @@ class BatchNorm(nn.BatchNorm2d):
     def forward(self, x):
         if not (self.training and dist.is_initialized()):
             return super().forward(x)
-        variances, means = torch.var_mean(x.float(), (0, 2, 3), correction=0)
+
+        def statistics(x):
+            return torch.var_mean(x.float(), (0, 2, 3), correction=0)  # (C,), (C,)
+
+        # computed again in the backward pass, which else would keep x in fp32, too
+        variances, means = checkpoint(statistics, x, use_reentrant=False, preserve_rng_state=False)
         means, variances = gather(torch.stack([means, variances])[None]).unbind(1)  # (world, C)
         mean = means.mean(0)                                 # (C,)
         variance = (variances + (means - mean).square()).mean(0)  # within and between ranks

@@ -262,9 +262,9 @@ class Model(nn.Module):
 
     def diagnose(self, batch):
         """L_f of captions with WRONG images: if words are not grounded, it is as low as L_f."""
-        wrong = batch | {"images": batch["images"].roll(1, 0)}
-        few = [batch[name][:256] for name in ("images", "tokens", "mask")]
-        used = patches_per_word(self.align_words(*few), words_only(few[2]))
+        few = {name: batch[name][:256] for name in ("images", "tokens", "mask")}
+        used = patches_per_word(self.align_words(**few), words_only(few["mask"]))
+        wrong = few | {"images": few["images"].roll(1, 0)}
         return {"local_wrong_image": self(wrong)["local"], "patches_per_word": used}
 
     def after_update(self, step, steps):
@@ -356,7 +356,7 @@ def in_chunks(scores, x, y):
 
 def gather_captions(tokens, gather):
     """tokens (b, L, E) -> those of all ranks (B, L', E), padded with zeros to the longest."""
-    lengths = gather(torch.tensor([[tokens.shape[1]]], device=tokens.device))   # (world, 1)
+    lengths = gather(torch.full((1, 1), tokens.shape[1], device=tokens.device))  # (world, 1)
     padding = int(lengths.max()) - tokens.shape[1] if len(lengths) > 1 else 0
     return gather(F.pad(tokens, (0, 0, 0, padding)))
 

@@ -516,8 +516,8 @@ class Dino(nn.Module):
     def after_update(self, step, steps):
         """theta_t = m theta_t + (1 - m) theta_s; half a cosine takes m from `ema` to 1."""
         m = 1 - (1 - self.config.ema) * (1 + math.cos(math.pi * step / steps)) / 2
-        for theta_t, theta_s in zip(self.teacher.parameters(), self.student().parameters()):
-            theta_t.lerp_(theta_s, 1 - m)
+        theta_t, theta_s = (list(net.parameters()) for net in (self.teacher, self.student()))
+        torch._foreach_lerp_(theta_t, theta_s, 1 - m)
 
     def chance_loss(self, batch_size, mask, patches):
         return math.log(self.config.out_dim)  # uniform distributions

@@ -180,7 +180,6 @@ class TokenProjectionHead(nn.Module):
         self.register_buffer("valid", torch.ones(V, dtype=torch.bool), persistent=False)
         self.valid[list(special)] = False
 
-    @torch.compiler.disable  # the number of active entries differs from batch to batch
     def forward(self, h, mask=None, e=None, revived=None):
         """h (B, N, d), mask (B, N): False at padding -> enc (B, |V|). e: other embedding."""
         e = self.embedding.weight if e is None else e
@@ -361,20 +360,31 @@ class LAMB(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in [p for p in group["params"] if p.grad is not None]:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            for p in params:
                 state = self.state[p]
                 if not state:
                     state["step"], state["exp_avg"] = 0, torch.zeros_like(p)
                     state["exp_avg_sq"] = torch.zeros_like(p)
                 state["step"] += 1
-                m = state["exp_avg"].lerp_(p.grad, 1 - beta1)
-                v = state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-                m, v = m / (1 - beta1 ** state["step"]), v / (1 - beta2 ** state["step"])
-                update = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * p
-                is_scaled = (p.norm() > 0) & (update.norm() > 0) & group.get("decays", True)
-                trust = torch.where(is_scaled, p.norm() / update.norm(), 1.0)
-                p.sub_(group["lr"] * trust * update)
+            # all parameters at once: on a GPU a kernel for each would cost more than its work
+            steps, m, v = ([self.state[p][name] for p in params]
+                           for name in ("step", "exp_avg", "exp_avg_sq"))
+            grads, (beta1, beta2) = [p.grad for p in params], group["betas"]
+            torch._foreach_lerp_(m, grads, 1 - beta1)
+            torch._foreach_mul_(v, beta2)
+            torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
+            m = torch._foreach_div(m, [1 - beta1**step for step in steps])
+            v = torch._foreach_div(v, [1 - beta2**step for step in steps])
+            root = torch._foreach_add(torch._foreach_sqrt(v), group["eps"])
+            decay = torch._foreach_mul(params, group["weight_decay"])
+            update = torch._foreach_add(torch._foreach_div(m, root), decay)
+            size, update_size = (torch.stack(torch._foreach_norm(x)) for x in (params, update))
+            is_scaled = (size > 0) & (update_size > 0) & group.get("decays", True)
+            trust = torch.where(is_scaled, size / update_size, 1.0)
+            torch._foreach_sub_(params, torch._foreach_mul(update, list(group["lr"] * trust)))
 
 
 # Inverted index (App. D) --------------------------------------------------------------------

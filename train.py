@@ -91,7 +91,7 @@ class Config:
     probe_epochs: Count | None = None  # of the linear probe; None: its paper's, 10 or 100
     # continue the run in --out with its settings; given flags replace them; auto: or begin it
     resume: bool = False
-    compile: bool = False  # torch.compile
+    compile: bool = False  # torch.compile of each block of a ViT and of the text tower, or a ResNet
     grad_checkpoint: bool = False  # recompute a ViT's blocks in the backward pass: less memory
     accum_freq: Count = 1  # parts of a rank's rows that the towers take one after the other
     dry_run: bool = False  # print parameters, FLOPs and the loss at chance, and stop
@@ -759,11 +759,12 @@ def set_schedules(optimizer, args, step, steps, lr):
 
 def wrap(args, model, world_size):
     """The model compiled and parallel, as the settings ask."""
-    if args.compile and args.accum_freq == 1:
-        model = torch.compile(model)
-    elif args.compile:  # the blocks alone: of the whole, each part would be compiled by itself
+    if args.compile:
+        # DDP's buckets would split graphs, which those of recomputed blocks do not survive
+        torch._dynamo.config.optimize_ddp = False
+        torch._dynamo.config.cache_size_limit = 128  # a graph for each block's stochastic depth
         for module in model.modules():
-            if isinstance(module, common.Blocks):
+            if isinstance(module, (common.Block, common.ResNet)):
                 module.compile()
     if world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -927,25 +928,34 @@ class Clock:
     """Images per second and the fraction of time that waits for data, since the last reset."""
 
     def reset(self):
-        self.start, self.steps, self.data_time = self.now(), 0, 0.0
+        self.start, self.waits = self.now(), []
 
     def now(self):
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the steps so far are done
         return time.perf_counter()
 
+    def mark(self):
+        """This moment. The host runs ahead of a GPU, so it is one between the GPU's tasks."""
+        if not torch.cuda.is_available():
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
     def wait_for(self, batches):
-        before = time.perf_counter()
-        batch = next(batches)
-        self.data_time += time.perf_counter() - before
-        self.steps += 1
+        before, batch = self.mark(), next(batches)
+        self.waits.append((before, self.mark()))
         return batch
 
     def rates(self, batch_size):
-        seconds = self.now() - self.start
-        images_per_s = self.steps * batch_size / seconds
+        seconds, data_time = self.now() - self.start, 0.0
+        for before, after in self.waits:
+            is_event = isinstance(before, torch.cuda.Event)
+            data_time += before.elapsed_time(after) / 1000 if is_event else after - before
+        images_per_s = len(self.waits) * batch_size / seconds
         process_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"images_per_s": images_per_s, "data_share": self.data_time / seconds,
+        return {"images_per_s": images_per_s, "data_share": data_time / seconds,
                 "peak_memory_bytes": torch.cuda.max_memory_allocated() or process_memory}
 
 
@@ -1003,6 +1013,9 @@ def finish(args, embed, eval_data, at):
 def dry_run(args, method, model):
     """Print on rank 0 what the settings cost, as JSON. A multiply-add is 2 FLOPs."""
     params = sum(p.numel() for p in model.parameters())
+    for module in model.modules():  # on several GPUs it would gather statistics of CPU tensors
+        if isinstance(module, common.BatchNorm):
+            module.eval()
     batch, patches = made_up_batch(args, method, model, 2), model.image_encoder.grid**2
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(batch)

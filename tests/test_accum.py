@@ -2,15 +2,18 @@
 
 import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 import common
 import sparc
+import train
 from helpers import (SMALL, LiveMemory, make_batch, make_views, run_ranks, tiny_model, train_alone,
                      weights)
 
@@ -100,6 +103,31 @@ def parts_on_a_rank(rank):
             switch(model, K)
             assert_equal(gradients(model, batch, parallel), expected, FP32.get(name, 1e-12))
     return len(OBJECTIVES)
+
+
+def compiled_on_a_rank(rank):
+    """With DDP's buckets of 4 KB, the first of 1: compiled blocks against plain ones."""
+    compile = functools.partial(torch.compile, backend="aot_eager")
+    parallel = functools.partial(DistributedDataParallel, bucket_cap_mb=0.004)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1024)
+        patch.setattr(torch, "compile", compile)
+        patch.setattr(train, "DistributedDataParallel", parallel)
+        for recompute, K in ((False, 1), (True, 1), (False, 3)):
+            results = []
+            for compiled in (False, True):
+                torch.manual_seed(0)
+                model = build(f"sparc {K}", depth=2)
+                model.image_encoder.blocks.grad_checkpoint = recompute
+                batch = tree_map(lambda x: x.chunk(2)[rank], batch_of("sparc"))
+                wrapped = train.wrap(SimpleNamespace(compile=compiled), model, 2)
+                results.append(gradients(model, batch, wrapped))
+            assert_equal(*results)
+    return rank
+
+
+def test_compiled_towers_of_two_ranks_give_the_gradients_of_plain_ones(tmp_path):
+    assert run_ranks(tmp_path, compiled_on_a_rank) == [0, 1]
 
 
 def test_parts_of_two_ranks_give_the_gradients_of_the_whole(tmp_path):

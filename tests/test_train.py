@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -202,12 +203,24 @@ def test_compile_changes_nothing(tmp_path, monkeypatch, name, objective, backend
     compile, compiled = torch.compile, []
     flags = [*SMALL[name], "--objective", objective, "--steps", "2"]
     train_alone([*flags, "--out", tmp_path / "plain"])
-    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(backend) or
-                        compile(model, backend=backend))
+    monkeypatch.setattr(torch, "compile", lambda block: compiled.append(block) or
+                        compile(block, backend=backend))
     train_alone([*flags, "--compile", "--out", tmp_path / "compiled"])
-    assert compiled == [backend]
+    assert len(compiled) == 2  # a block of each tower, or of a student and its teacher
     plain, other = weights(tmp_path / "plain"), weights(tmp_path / "compiled")
     torch.testing.assert_close(plain, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("encoder, graphs", [
+    (lambda: common.ViT(16, 8, width=8, depth=10, heads=2, drop_path=0.1), 10),  # torch's limit: 8
+    (lambda: common.ResNet(32, (1, 1, 1, 1)), 1)])
+def test_all_of_a_tower_is_compiled(monkeypatch, encoder, graphs):
+    compile, compiled, tower = torch.compile, [], encoder()
+    count = lambda graph, inputs: compiled.append(graph) or graph
+    monkeypatch.setattr(torch, "compile", lambda block: compile(block, backend=count))
+    train.wrap(SimpleNamespace(compile=True), tower, 1)
+    tower(torch.randn(2, 3, tower.image_size, tower.image_size)).sum().backward()
+    assert len(compiled) == graphs
 
 
 def test_a_run_says_what_begins_and_how_long_it_took(tmp_path, capsys):
