@@ -129,13 +129,22 @@ class StreamedEncoding(torch.autograd.Function):
     """
 
     CHUNK = 2**23  # numbers in memory at a time: of p, or of the rows that backward gathers
+    CUDA_CHUNK = 2**26  # a GPU has little to do with fewer
+
+    @staticmethod
+    def rows(x, numbers):
+        """How many rows to take at a time, if each needs so many numbers."""
+        chunk = StreamedEncoding.CUDA_CHUNK if x.is_cuda else StreamedEncoding.CHUNK
+        return max(1, chunk // numbers)
 
     @staticmethod
     def forward(ctx, t, e, b, mask=None, revived=None):
         maxima, positions = [], []
-        size = max(1, StreamedEncoding.CHUNK // (t.shape[1] * len(e)))
+        size = StreamedEncoding.rows(t, t.shape[1] * len(e))
+        dtype = (t[:1, :1] @ e[:1].T).dtype  # autocast's, to which e is cast once
+        e_cast = e.to(dtype)
         for i in range(0, len(t), size):
-            p = t[i : i + size] @ e.T                             # (size, N, |V|)
+            p = t[i : i + size] @ e_cast.T                        # (size, N, |V|)
             if mask is not None:
                 p.masked_fill_(~mask[i : i + size, :, None], -math.inf)
             maximum, position = p.max(1)                          # (size, |V|)
@@ -160,7 +169,7 @@ class StreamedEncoding(torch.autograd.Function):
         values = grad_p[sample, word][:, None]                    # (n, 1)
         flat_t = t.flatten(0, 1)                                  # (B N, E)
         grad_e, grad_t = torch.zeros_like(e), torch.zeros_like(flat_t)
-        size = max(1, StreamedEncoding.CHUNK // t.shape[2])
+        size = StreamedEncoding.rows(t, t.shape[2])
         for i, k, g in zip(row.split(size), word.split(size), values.split(size)):
             grad_t.index_add_(0, i, (g * e[k]).to(t.dtype))
             grad_e.index_add_(0, k, (g * flat_t[i]).to(e.dtype))
@@ -284,6 +293,8 @@ class Model(nn.Module):
         ramp_steps = max(1, self.config.ramp * steps)
         self.strength.fill_(min(1.0, ((step + 1) / ramp_steps) ** 2))
 
+    # To read STAIR, stop here. Below: evaluation, warnings, LAMB, the inverted index.
+
     def encode_image(self, images):
         """(B, 3, H, W) -> (B, |V|), normalised."""
         return F.normalize(self.image_encoding(images), dim=-1)
@@ -291,8 +302,6 @@ class Model(nn.Module):
     def encode_text(self, tokens, mask):
         """(B, L), (B, L) -> (B, |V|), normalised."""
         return F.normalize(self.text_encoding(tokens, mask), dim=-1)
-
-    # To read STAIR, stop here. Below: evaluation, warnings, LAMB, the inverted index.
 
     def clip_parameters(self):
         """What starts from a whole CLIP (--init-weights): there is no place for projections."""
