@@ -129,7 +129,7 @@ def train(args, out, device):
     model.to(device)
     embed = evaluation.embedder(model, tokenizer, args, device)
     torch.manual_seed(args.seed + rank)  # stochastic depth differs between ranks
-    autocast, scaler = mixed_precision(args, device)
+    autocast, scaler, is_half = mixed_precision(args, device)
 
     # Resume: `at` is all that moves, beside weights, optimizer and loss scale.
     at, saved = Progress(data.layout, data.names, tokenizer and tokenizer.hash()), None
@@ -166,9 +166,12 @@ def train(args, out, device):
             step = at.step - start
             set_schedules(optimizer, args, step, steps, lr)
             batch = common.distort(batch)
+            # The losses, which autocast leaves in fp32, are in TF32: its error is well below bf16's.
+            torch.backends.cuda.matmul.allow_tf32 = is_half
             with autocast():
                 outputs = parallel(batch, common.gather)  # {"loss": scalar, others to log}
             scaler.scale(outputs["loss"]).backward()
+            torch.backends.cuda.matmul.allow_tf32 = False
             model.before_update(step)
             scaler.unscale_(optimizer)
             grad_norm = clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
@@ -475,6 +478,8 @@ def announce(args, data, model, tokenizer, device):
         facts.append(f"{len(data):,} images, {len(data) / args.batch:.1f} steps per epoch")
         if len(data) < args.batch:
             print(f"note: --batch {args.batch} has some of the {len(data)} images more than once")
+    if device.type == "cuda" and args.workers == 0 and not isinstance(data, common.World):
+        print("note: with --workers 0 the GPU waits while this process decodes images")
     if tokenizer:
         captions = data.sample_captions(1000)
         ids = [i for caption in captions for i in tokenizer.encode(caption)[1:-1]]
@@ -773,11 +778,12 @@ def wrap(args, model, world_size):
 
 
 def mixed_precision(args, device):
-    """The context of --amp, to be called, and the scaler of the loss."""
+    """The context of --amp, to be called, the scaler of the loss, and whether --amp is not off."""
     amp = args.amp or ("bf16" if device.type == "cuda" else "off")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}[amp]
     autocast = functools.partial(torch.autocast, device.type, dtype, enabled=amp != "off")
-    return autocast, torch.amp.GradScaler(device.type, enabled=amp == "fp16")
+    scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
+    return autocast, scaler, amp != "off"
 
 
 def this_rank():

@@ -1,58 +1,257 @@
-"""What a GPU computes, without one: fake CUDA tensors have no values, but raise where they meet a
-tensor that was left on the CPU. Without a driver torch has no backward pass of them."""
+"""What GPUs compute, without one: fake CUDA tensors have no values, but raise where they meet a
+tensor that was left on the CPU, and a fake group of 8 ranks exchanges nothing. Without a driver
+torch has no backward pass of them: what comes after it is tested with gradients of zeros.
+
+`python tests/test_gpu_fake.py` prints what each preset keeps in memory, and on how many GPUs of
+80 GB the paper's batch fits."""
+
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import common
 import eval as evaluation
+import stair
 import train
-from helpers import make_batch, make_views, tiny_model
+from helpers import LiveMemory, make_batch, make_views, tiny_model
 from test_accum import OBJECTIVES
 
 CASES = OBJECTIVES | {  # name: model of helpers.MODELS, its settings
     "softmax": ("sparc", dict(align="softmax", h_v="residual")),
     "attpool": ("sparo", dict(readout="attpool")), "dino-cls": ("dino", dict(readout="cls")),
-    "bam-blocks": ("bam", dict(normalization="block", top_k=2, mask="zero", readout="gap"))}
+    "bam-blocks": ("bam", dict(normalization="block", top_k=2, mask="zero", readout="gap")),
+    "classifier": ("classifier", {})}
+COLLECTIVES = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_gather_object"
+RAGGED = "filip", "clip+filip", "gloria"  # ranks ask each other for their longest caption
 pytestmark = pytest.mark.skipif(not hasattr(torch._C, "_ensureCUDADeviceGuardSet"),
                                 reason="this torch needs a driver for fake CUDA tensors, too")
 
 
 @pytest.fixture
-def fake(monkeypatch):
+def waits():
+    """What the host reads of a GPU's values, and waits for: a list of names."""
+    return []
+
+
+@pytest.fixture
+def fake(monkeypatch, waits):
+    return fake_cuda(monkeypatch, waits)
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    yield group_of_8(monkeypatch)
+    dist.destroy_process_group()
+
+
+def fake_cuda(monkeypatch, waits):
     """The mode that makes tensors fake; each has the value 2, autocast believes in a GPU."""
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-    for name in ("item", "__int__"):
-        monkeypatch.setattr(FakeTensor, name, lambda self: 2, raising=False)
+
+    def read(name):
+        return lambda self: self.is_cuda and waits.append(name) or 2
+
+    for name in ("item", "__int__", "__bool__"):
+        monkeypatch.setattr(FakeTensor, name, read(name), raising=False)
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def group_of_8(monkeypatch):
+    """Join a group of 8 ranks as the third -> its collectives: [(name, tensor)]."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    calls = []
+
+    def record(name, collective):
+        def call(*args, **kwargs):
+            tensors = [x for x in args if torch.is_tensor(x)]
+            calls.append((name, tensors[-1] if tensors else None))
+            return collective(*args, **kwargs)
+        return call
+
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=8)
+    for name in COLLECTIVES:
+        monkeypatch.setattr(dist, name, record(name, getattr(dist, name)))
+    return calls
+
+
+class Calls(TorchDispatchMode):
+    """Notes the operators, and in `waits` copies from the CPU, one by one, to the GPU."""
+
+    def __init__(self, waits):
+        super().__init__()
+        self.names, self.waits = [], waits
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        inputs = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
+        on_gpu = any(torch.is_tensor(x) and x.is_cuda for x in tree_leaves(out))
+        if on_gpu and inputs and not any(x.is_cuda for x in inputs):
+            self.waits.append(str(function))
+        self.names.append(str(function))
+        return out
+
+
+def move(model):
+    for module in model.modules():  # model.to would move a shared embedding twice
+        module._apply(lambda x: torch.zeros_like(x, device="cuda"), recurse=False)
+    return model
+
+
+def batch_of(method, **sizes):
+    if method in ("dino", "bam"):
+        return make_views()
+    if method == "classifier":
+        return {"images": torch.randn(4, 3, 16, 16), "labels": torch.arange(4) % 3}
+    return make_batch(**sizes)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_objectives_leave_no_tensor_on_the_cpu(fake, name):
+def test_objectives_leave_no_tensor_on_the_cpu(fake, waits, name):
     method, settings = CASES[name]
-    model = tiny_model(method, **settings)
-    batch = make_views() if method in ("dino", "bam") else make_batch()
+    model, batch = tiny_model(method, **settings), batch_of(method)
     with fake:
-        for module in model.modules():  # model.to would move a shared embedding twice
-            module._apply(lambda x: x.to("cuda"), recurse=False)
+        move(model)
         batch = train.to_device(batch, "cuda")
+        waits.clear()
         for bf16 in (False, True):
             with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
                 layer = torch.nn.Linear(2, 2, device="cuda")
                 assert layer(layer.weight).dtype == (torch.bfloat16 if bf16 else torch.float32)
-                outputs = model(batch) | model.diagnose(batch)
+                with Calls(waits):
+                    outputs = model(batch)
+                outputs |= model.diagnose(batch)
             assert {x.device.type for x in outputs.values()} == {"cuda"}
-        model.after_update(0, 4)
+            assert outputs["loss"].dtype == torch.float32
+    assert waits == []
 
 
-@pytest.mark.parametrize("optimizer", train.OPTIMIZERS.values(), ids=train.OPTIMIZERS)
-def test_optimizers_leave_no_tensor_on_the_cpu(fake, optimizer):
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_exchange_tensors_of_the_gpu_in_one_order(fake, waits, ranks, name):
+    """Two ranks, whose longest captions differ, with DDP's broadcast of buffers off."""
+    method, settings = CASES[name]
+    model, orders = tiny_model(method, **settings), []
     with fake:
-        weight = torch.nn.Parameter(torch.zeros(2, 2, device="cuda"))
-        weight.grad = torch.zeros_like(weight)
-        optimizer([weight]).step()
+        move(model)
+        for L in (9, 6):
+            batch = train.to_device(batch_of(method, L=L), "cuda")
+            ranks.clear()
+            waits.clear()
+            with torch.autocast("cuda", torch.bfloat16):
+                model(batch, common.gather)
+            assert {x.device.type for _, x in ranks} <= {"cuda"}
+            orders.append([(call, x.dtype, x.ndim, x.shape[:1]) for call, x in ranks])
+            # a wait a step: how long the longest caption of all ranks is
+            assert len(waits) == RAGGED.count(name)
+    assert {call for order in orders for call, *_ in order} <= {"all_gather_into_tensor"}
+    assert {dtype for order in orders for _, dtype, *_ in order} <= {torch.float32, torch.int64}
+    if name not in RAGGED:
+        assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", train.OPTIMIZERS)
+@pytest.mark.parametrize("name", ["sparc", "sparo", "dino", "stair", "bam"])
+def test_an_update_waits_for_no_gpu(fake, waits, name, optimizer, amp):
+    """All that follows the backward pass; fp16's scaler asks other optimizers than AdamW, once,
+    whether the gradient is finite."""
+    model = tiny_model(name)
+    with fake:
+        move(model)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        groups = common.param_groups(model, 0.1)
+        optimizer_of_run = train.OPTIMIZERS[optimizer](groups, betas=(0.9, 0.98), eps=1e-6)
+        scaler = torch.amp.GradScaler("cuda", enabled=amp == "fp16")
+        scaler.scale(torch.zeros((), device="cuda"))
+        for _ in range(2):  # the first makes the optimizer's state
+            waits.clear()
+            with Calls(waits):
+                model.before_update(0)
+                scaler.unscale_(optimizer_of_run)
+                norm = train.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer_of_run)
+                scaler.update()
+                model.after_update(0, 4)
+            assert norm.is_cuda
+        state = [x for values in optimizer_of_run.state.values() for x in values.values()]
+        assert {x.device.type for x in state if torch.is_tensor(x) and x.ndim} <= {"cuda"}
+    expected = ["item"] if amp == "fp16" and optimizer != "adamw" else []
+    assert waits == expected
+
+
+def test_our_own_backward_passes_stay_on_the_gpu(fake, ranks):
+    with fake:
+        t, e, b = (torch.zeros(*shape, device="cuda") for shape in ((4, 9, 8), (30, 8), (30,)))
+        context = torch.autograd.function.FunctionCtx()
+        context.save_for_backward = lambda *saved: vars(context).update(saved_tensors=saved)
+        with torch.autocast("cuda", torch.bfloat16):
+            enc = stair.StreamedEncoding.forward(context, t, e, b)
+        assert enc.dtype == torch.float32 and enc.is_cuda
+        rows = common._Gather.backward(None, torch.zeros(16, 5, device="cuda").t().t())
+        assert rows.shape == (2, 5) and rows.is_cuda
+    assert [call for call, _ in ranks] == ["reduce_scatter_tensor"]
+
+
+def test_a_streamed_encoding_takes_a_gpus_share_at_a_time(fake):
+    """2,048 images of 197 tokens, 30,522 words in bf16: 11 images at a time, e is cast once."""
+    with fake, torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        t, e = torch.zeros(2048, 197, 64, device="cuda"), torch.zeros(30_522, 64, device="cuda")
+        with Calls([]) as calls:
+            stair.StreamedEncoding.apply(t, e, torch.zeros(30_522, device="cuda"))
+    products = [name for name in calls.names if "mm" in name]
+    casts = [name for name in calls.names if "_to_copy" in name]
+    assert len(products) <= 2048 / 11 + 2 and len(casts) < 2.2 * len(products)
+
+
+@pytest.mark.parametrize("flags", [["--method", "sparc"], ["--method", "bam"],
+                                   ["--method", "sparc", "--image-encoder", "ResNet-50"]])
+def test_a_dry_run_of_ranks_exchanges_nothing(ranks, flags):
+    """NCCL has no collectives of the CPU's tensors, on which a dry run computes."""
+    args = train.parse_args([*flags, "--dry-run", "--data", "shapes:size=32", "--batch", "8"])
+    method = train.METHODS[args.method]
+    tokenizer = None
+    data = train.open_data(args, method)
+    if method.uses_text(args):
+        tokenizer = common.WordPiece(common.train_wordpiece(data.sample_captions(50), 200))
+    model = train.build_model(args, method, tokenizer)
+    train.dry_run(args, method, model)
+    assert ranks == []
+
+
+def kept_per_image(fake, method, preset, *flags):
+    """MiB that the forward pass of a preset keeps for each image or pair, bf16, of a rank of 8."""
+    args = train.parse_args(["--method", method, "--preset", preset, *flags])
+    method, encoder = train.METHODS[method], common.image_encoder_settings(args.image_encoder)[1]
+    args.image_size = args.image_size or encoder["image_size"]
+    with torch.device("meta"):  # a fake teacher cannot be copied
+        model, kept = train.build_model(args, method, range(4)), []
+    with fake, torch.device("cuda"):
+        move(model)
+        for n in (2, 4):
+            batch = train.made_up_batch(args, method, model, n)
+            with LiveMemory() as memory, torch.autocast("cuda", torch.bfloat16):
+                outputs = model(batch, common.gather)
+            kept.append(sum(memory.sizes.values()))
+            del outputs
+    return (kept[1] - kept[0]) / 2 / 2**20
+
+
+@pytest.mark.parametrize("row, expected", [
+    (("sparc", "b32"), 43), (("sparc", "b32", "--grad-checkpoint"), 5.1),
+    (("bam", "vit-s16", "--grad-checkpoint"), 13.3), (("bam", "r50"), 131)])
+def test_presets_keep_so_much_for_the_backward_pass(fake, ranks, row, expected):
+    """With ranks BatchNorm keeps of ResNet-50 what it keeps in one process, 130 MiB an image."""
+    assert kept_per_image(fake, *row) == pytest.approx(expected, rel=0.02)
 
 
 def test_distortions_and_metrics_leave_no_tensor_on_the_cpu(fake):
@@ -62,3 +261,32 @@ def test_distortions_and_metrics_leave_no_tensor_on_the_cpu(fake):
         batch, labels = train.to_device((batch, labels), "cuda")
         x = common.distort(batch)["views"][0].flatten(1)
         evaluation.knn_accuracy(x, labels, x, labels)
+
+
+def print_memory(fake):
+    """A row for each preset: MiB an image, and the GPUs, 2^n, on which it takes at most 64 GiB."""
+    print("method, preset: plain, --grad-checkpoint, --accum-freq 4 beside it")
+    for name, method in train.METHODS.items():
+        for preset in method.PRESETS:
+            if preset == "tiny" or name == "classifier":
+                continue
+            args, row, plain = train.parse_args(["--method", name, "--preset", preset]), [], 0
+            for flags in ((), ("--grad-checkpoint",), ("--grad-checkpoint", "--accum-freq", "4")):
+                if flags and "ResNet" in args.image_encoder:
+                    continue
+                mib = kept_per_image(fake, name, preset, *flags)
+                plain = plain or mib
+                again = plain / 12 if flags else 0  # a block is computed again at a time
+                if "4" in flags:
+                    again = (row[1][0] + again) / 4  # or a part of the batch
+                gpus = 1
+                while args.batch / gpus * (mib + again) > 62 * 1024:  # 2 for weights, optimizer
+                    gpus *= 2
+                row.append((mib, gpus))
+            print(f"{name}, {preset}:", *(f"{mib:.1f} MiB {gpus} GPUs," for mib, gpus in row))
+
+
+if __name__ == "__main__":
+    with pytest.MonkeyPatch.context() as patch:
+        group_of_8(patch)
+        print_memory(fake_cuda(patch, []))

@@ -197,6 +197,63 @@ def test_fp32_is_not_tf32(tmp_path):
     assert [backend.allow_tf32 for backend in backends] == [False, False]
 
 
+@pytest.mark.parametrize("amp", ["bf16", "off"])
+def test_tf32_is_for_the_updates_of_half_precision_alone(tmp_path, monkeypatch, amp):
+    seen, forward, matmul = [], sparc.Model.forward, torch.backends.cuda.matmul
+
+    def spy(model, *inputs):  # a step that is logged computes a loss in evaluation mode, too
+        seen.append((model.training, matmul.allow_tf32))
+        return forward(model, *inputs)
+
+    monkeypatch.setattr(sparc.Model, "forward", spy)
+    monkeypatch.setattr(evaluation, "report", lambda *_: seen.append(("end", matmul.allow_tf32)))
+    train.main([*SPARC, "--amp", amp, "--steps", "2", "--out", str(tmp_path)])
+    assert set(seen) == {(True, amp == "bf16"), (False, False), ("end", False)}
+
+
+class Device:
+    """A GPU, whose work the host enqueues, and a clock that both share, in seconds."""
+
+    def __init__(self):
+        self.now, self.free = 0.0, 0.0
+
+    def record(self, event):
+        event.time = self.free = max(self.now, self.free)
+
+
+@pytest.mark.parametrize("loading, share", [(0.03, 0.0), (0.1, 0.5)])
+def test_data_share_is_the_time_that_the_gpu_waits(monkeypatch, loading, share):
+    """A batch is computed in .05 s; the host is ready at once and only loads."""
+    device = Device()
+
+    class Event:
+        def __init__(self, enable_timing):
+            device.record(self)
+
+        record = lambda self: device.record(self)
+        elapsed_time = lambda self, other: 1000 * (other.time - self.time)
+
+    def load():
+        while True:
+            device.now += loading
+            yield device.now
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "synchronize",
+                        lambda: setattr(device, "now", max(device.now, device.free)))
+    monkeypatch.setattr(time, "perf_counter", lambda: device.now)
+    clock, batches = train.Clock(), load()
+    clock.reset()
+    for _ in range(100):
+        clock.wait_for(batches)
+        device.free = max(device.now, device.free) + 0.05
+    rates = clock.rates(8)
+    assert rates["data_share"] == pytest.approx(share, abs=0.01)
+    assert rates["images_per_s"] == pytest.approx(8 / max(loading, 0.05), rel=0.02)
+
+
 @pytest.mark.parametrize("name, objective, backend", [
     ("sparc", "sparc", "eager"), ("sparc", "filip", "aot_eager"), ("dino", "dino", "eager")])
 def test_compile_changes_nothing(tmp_path, monkeypatch, name, objective, backend):
