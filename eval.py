@@ -433,6 +433,83 @@ def read_templates(given):
     return given
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to evaluate, and how: see the flags of these names in `build_parser`."""
+
+    data: str
+    split: str
+    train_data: str | None
+    probe: str
+    probe_epochs: int | None
+    label_fraction: str | None = None    # of what k-NN and probes learn from; or a file of names
+    image_root: str | None = None
+    limit: int | None = None
+    learn_limit: int | None = None       # of images to learn from, or to choose by
+    templates: list | None = None
+    classes: str | None = None
+    nouns_adjectives: str | None = None
+    caption_prefix: str | None = None    # before the captions of retrieval
+    select: str | None = None
+    select_root: str | None = None
+    checkpoint: str = "last.pt"
+    tasks: list | None = None
+    workers: int = 0
+    on_training_images: bool = False     # the run learned from these very images
+    is_own: bool = False                 # the run's own evaluation, maybe of other tasks
+
+
+TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # samples of a run's own data; --data takes all
+
+
+def options_of(flags, args):
+    """Options of a run with settings `args` and flags {name: value, None if not given} of eval.py,
+    data one SPEC. Without flags: those of `eval.py RUN` and of the end of a training."""
+    given = {name: flags[name] for name in Options.__dataclass_fields__.keys() & flags.keys()
+             if flags[name] is not None}
+    own = {"probe": args.probe, "probe_epochs": args.probe_epochs, "workers": args.workers,
+           "train_data": None, "data": args.eval_data or args.data}
+    if "data" not in given:
+        own |= {"image_root": args.image_root, "limit": TEST_LIMIT, "learn_limit": LEARN_LIMIT}
+    spec = given.get("data", own["data"])
+    if "train" in splits_of(spec):
+        own["train_data"] = spec
+    elif args.data != spec and common.parse_spec(args.data)[0] != "shapes":
+        own["train_data"] = args.data
+    own["split"] = default_split(spec)
+    name, settings = common.parse_spec(spec)
+    learned = Path(common.parse_spec(args.data)[0]).resolve()
+    own["on_training_images"] = own["split"] == "all" and Path(name).resolve() == learned
+    if "split" in given and own["split"] == "all":
+        raise UserError(f"--split {given['split']}: {spec} has no splits.")
+    if "split" in given and "split" in settings:
+        raise UserError(f"--split {given['split']}: {spec} names its split itself.")
+    if "classes" in given and name == "shapes":
+        raise UserError(f"--classes {given['classes']}: the classes of shapes have their names.")
+    if "templates" in given:
+        given["templates"] = read_templates(given["templates"])
+    return Options(**own | given, is_own=given.keys() <= {"tasks", "workers"})
+
+
+def splits_of(spec):
+    """The splits of a directory in the layout of Pascal VOC or CLIP_benchmark, none of others."""
+    lists = Path(spec).glob("ImageSets/Segmentation/*.txt")
+    shards = Path(spec).glob("*/nshards.txt")
+    return sorted([*[path.stem for path in lists], *[path.parent.name for path in shards]])
+
+
+def default_split(spec):
+    """The split to evaluate where none is asked for; "all" of data that have no splits."""
+    if Path(spec, "SegmentationClass").is_dir():
+        return "val"  # VOC's test split has no maps
+    name, own = common.parse_spec(spec)
+    is_json = name.lower().endswith(".json")
+    if is_json and Path(name).is_file() and b'"annotations"' in Path(name).read_bytes():
+        return "all"  # COCO's own
+    has_splits = name == "shapes" or is_json or splits_of(spec)
+    return own.get("split", "test") if has_splits else "all"
+
+
 class EvalSet:
     """Data to evaluate on. Every kind has these members, None where it lacks something.
 
@@ -451,16 +528,25 @@ class EvalSet:
     map_classes: dict = None       # {"": Classes} of `maps`
     content_words: set = None      # nouns and adjectives
     is_world: bool = False         # its other splits are there to learn from and to choose by
+    options: Options = None        # with which it was opened
     labelled: Callable = None      # (purpose) -> pairs with class ids
-    captioned: Callable = None     # () -> pairs with lists of captions
+    captioned: Callable = None     # (purpose) -> pairs with lists of captions
     negatives: Callable = None     # () -> pairs with [(kind, caption, wrong caption)]
     winoground: Callable = None    # () -> pairs with (number, caption), each number twice
     maps: Callable = None          # (purpose) -> pairs with {"": ids (H, W)}, from 1
-    samples: Callable = None       # (n) -> n pairs, or more, with a caption; to look at
-    documents: Callable = None     # () -> pairs with a name; to search
 
     def __init__(self, **members):
         vars(self).update(members)
+
+    def images(self, purpose):
+        """The images of captioned or labelled pairs, to look at or to search."""
+        pairs = self.captioned or self.labelled
+        return (image for image, _ in pairs(purpose))
+
+    @functools.cached_property
+    def training(self):
+        """The EvalSet that k-NN and probes learn from, opened once."""
+        return open_training_set(self.options, self)
 
 
 class WorldSet(EvalSet):
@@ -470,8 +556,9 @@ class WorldSet(EvalSet):
               "/shape": (torch.arange(64) % 8, SHAPES)}
     content_words, is_world = WORLD_WORDS, True
 
-    def __init__(self, world, split, limit=None, templates=None):
-        self.world, self.split, self.limit = world, split, limit
+    def __init__(self, world, options):
+        self.world, self.split, self.limit = world, options.split, options.limit
+        templates = options.templates
         usual = ["{a}", "a photo of {a}"] if world.fillers else ["{a}"]  # in its words
         self.classes = Classes(PAIRS, templates or usual, "shapes")
         self.named = self.classes if templates else None
@@ -480,17 +567,20 @@ class WorldSet(EvalSet):
         self.unseen = torch.arange(64) // 8 >= world.palette
         self.unseen[[8 * colour + shape for colour, shape in world.heldout_pairs]] = True
 
-    def scenes(self, purpose, n=None):
-        """The sample of a purpose: size, split, seed, objects a scene (None: 1 or more)."""
+    def scenes(self, purpose):
+        """The sample of a purpose; --limit is of what is evaluated, not of what is learned from."""
         split, most, few = self.split, self.world.objects, min(3, self.world.objects)
-        samples = {
+        evaluated = {  # size, split, seed, objects a scene (None: 1 or more)
             "zeroshot": (WORLD_N, split, 1, 1), "captioned": (WORLD_N // 2, split, 2, most),
             "negatives": (WORLD_N, split, 3, few), "segmentation": (WORLD_N // 2, split, 5, most),
-            "samples": (n, split, 6, few), "picture": (8, split, 7, most),
-            "documents": (WORLD_N, split, 7, None), "slots": (WORLD_N, "val", 8, 1),
-            "train": (4 * WORLD_N, "train", 9, 1), "train_maps": (WORLD_N // 2, "train", 10, most),
-            "test": (WORLD_N, split, 9, 1)}
-        return self.world.sample(*samples[purpose])
+            "samples": (WORLD_N // 2, split, 6, few), "picture": (8, split, 7, most),
+            "search": (WORLD_N, split, 7, None), "test": (WORLD_N, split, 9, 1)}
+        learned = {"slots": (WORLD_N, "val", 8, 1), "train": (4 * WORLD_N, "train", 9, 1),
+                   "train_maps": (WORLD_N // 2, "train", 10, most)}
+        if purpose in learned:
+            return self.world.sample(*learned[purpose])
+        n, *more = evaluated[purpose]
+        return self.world.sample(min(n, self.limit or n), *more)
 
     def labelled(self, purpose):
         sample = self.scenes(purpose)
@@ -499,8 +589,11 @@ class WorldSet(EvalSet):
             if purpose in ("zeroshot", "slots") or not self.unseen[c]:  # these need no training
                 yield image, c
 
-    def captioned(self):
-        sample, rng = self.scenes("captioned"), random.Random(2)
+    def captioned(self, purpose):
+        sample, rng = self.scenes(purpose), random.Random(2)
+        if purpose == "samples":
+            yield from zip(sample["images"], [[caption] for caption in sample["captions"]])
+            return
         for image, objects in zip(sample["images"], sample["objects"]):
             yield image, [self.world.caption(objects, rng) for _ in range(2)]
 
@@ -516,13 +609,6 @@ class WorldSet(EvalSet):
         truths = {way: label_maps(sample, way) for way in ways}
         for i, image in enumerate(sample["images"]):
             yield image, {way: ids[i] for way, ids in truths.items()}
-
-    def samples(self, n):
-        sample = self.scenes("samples", min(n, self.limit or n))
-        return zip(sample["images"], sample["captions"])
-
-    def documents(self):
-        return ((image, str(i)) for i, image in enumerate(self.scenes("documents")["images"]))
 
 
 def class_ids(scene, way):
@@ -541,14 +627,15 @@ class TableSet(EvalSet):
     """Image files with captions, or class folders, these in a random order, always the same."""
 
     def __init__(self, table, options):
-        self.table, self.options, self.order = table, options, range(len(table))
+        self.table, self.options = table, options
         if table.classes is None:
-            self.captioned = self.caption_pairs
+            self.order, self.captioned = range(len(table)), self.caption_pairs
         else:
             generator = torch.Generator().manual_seed(0)
             self.order = torch.randperm(len(table), generator=generator).tolist()
             self.groups = {"": (torch.arange(len(table.classes)), table.classes)}
             self.labelled = self.label_pairs
+        self.order = self.order[: options.limit]
 
     @functools.cached_property
     def classes(self):
@@ -556,7 +643,7 @@ class TableSet(EvalSet):
         self.named = Classes(names, self.options.templates, source)
         return self.named
 
-    def caption_pairs(self):
+    def caption_pairs(self, purpose):
         for i in self.order:
             yield self.table.paths[i], self.table.captions_of(i)
 
@@ -564,19 +651,9 @@ class TableSet(EvalSet):
         for i in self.order:
             yield self.table.paths[i], int(self.table.labels[i])
 
-    def samples(self, n):
-        return ((path, captions[0]) for path, captions in self.caption_pairs())
 
-    def documents(self):
-        return ((path, path) for path, _ in self.caption_pairs())
-
-
-def shard_splits(directory):
-    """The splits of a directory in CLIP_benchmark's layout, none of other data."""
-    return sorted(file.parent.name for file in Path(directory).glob("*/nshards.txt"))
-
-
-def check_split(options, splits):
+def check_split(options):
+    splits = splits_of(options.data)
     if options.split not in splits:
         raise UserError(f"{options.data} has no split {options.split}, only "
                         f"{', '.join(splits) or 'none'}.")
@@ -596,7 +673,7 @@ class ShardSet(EvalSet):
     KEY.txt if dataset_type.txt says "retrieval", else with KEY.cls, a number of classnames.txt."""
 
     def __init__(self, directory, options):
-        check_split(options, shard_splits(directory))
+        check_split(options)
         self.limit, file = options.limit, Path(directory, options.split, "nshards.txt")
         n = common.read_text(file, "--data").strip()
         if not re.fullmatch("[1-9][0-9]{0,6}", n):
@@ -604,7 +681,7 @@ class ShardSet(EvalSet):
         self.shards = common.TarShards(f"{file.parent}/{{0..{int(n) - 1}}}.tar")
         kind = Path(directory, "dataset_type.txt")
         if kind.is_file() and common.read_text(kind, "--data").strip().lower() == "retrieval":
-            self.captioned = functools.partial(self.shards.each, "caption")
+            self.captioned = self.caption_pairs
             return
         source = str(options.classes or Path(directory, "classnames.txt"))
         lines = common.read_text(source, "--classes").splitlines()
@@ -615,16 +692,12 @@ class ShardSet(EvalSet):
         self.classes = self.named = Classes(names, templates, source)
         self.groups, self.labelled = {"": (torch.arange(len(names)), names)}, self.label_pairs
 
-    def label_pairs(self, purpose, limit=None):
-        pairs = self.shards.each("label", limit or self.limit)
-        return known_labels(pairs, self.shards.name, self.named.names, self.named.source)
+    def caption_pairs(self, purpose):
+        return itertools.islice(self.shards.each("caption"), self.limit)
 
-    def samples(self, n):
-        if self.captioned:
-            return ((image, captions[0]) for image, captions in self.captioned())
-        prompts = [f"a photo of {common.article(name)}." for name in self.classes.names]
-        n = min(n, self.limit or n)
-        return ((image, prompts[label]) for image, label in self.label_pairs("samples", n))
+    def label_pairs(self, purpose):
+        pairs = self.shards.each("label", self.limit)
+        return known_labels(pairs, self.shards.name, self.named.names, self.named.source)
 
 
 def read_winoground(file, root, limit):
@@ -656,9 +729,9 @@ class VocSet(EvalSet):
 
     def __init__(self, directory, options):
         self.directory, self.workers = Path(directory), options.workers
-        lists = self.directory / "ImageSets" / "Segmentation"
-        check_split(options, sorted(path.stem for path in lists.glob("*.txt")))
-        self.ids = (lists / f"{options.split}.txt").read_text().split()
+        check_split(options)
+        file = self.directory / "ImageSets" / "Segmentation" / f"{options.split}.txt"
+        self.ids = file.read_text().split()[: options.limit]
         names = common.read_lines(options.classes, "--classes") if options.classes else VOC_CLASSES
         self.named = Classes(names, options.templates, options.classes or "Pascal VOC")
         self.map_classes = {"": self.named}
@@ -689,50 +762,44 @@ class VocSet(EvalSet):
 def open_eval_set(options, image_size, captions=True):
     """options.data, a SPEC of common.open_data or a directory like CLIP_benchmark's, Winoground's,
     SugarCrepe's or Pascal VOC's -> EvalSet. captions: False for a model without a text tower."""
-    data = open_whole_set(options, image_size, captions)
-    data.image_size = image_size
+    data = open_kind(options, image_size, captions)
+    data.image_size, data.options = image_size, options
     if options.nouns_adjectives:
         lines = common.read_lines(options.nouns_adjectives, "--nouns-adjectives")
         data.content_words = {word.lower() for word in lines}
-
-    def limited(method, *purpose):
-        is_learned = purpose in [("train",), ("slots",)]
-        limit = options.learn_limit if is_learned else options.limit
-        return itertools.islice(method(*purpose), limit)
-
-    for name in ("labelled", "captioned", "negatives", "maps", "samples", "documents"):
-        if method := getattr(data, name):
-            setattr(data, name, functools.partial(limited, method))
     return data
 
 
-def open_whole_set(options, image_size, captions):
-    """open_eval_set before --limit, which Winoground, shards and the world's samples take here."""
-    spec, directory = options.data, Path(options.data)
+def open_kind(options, image_size, captions):
+    spec, directory, limit = options.data, Path(options.data), options.limit
     if (directory / "SegmentationClass").is_dir():
         return VocSet(spec, options)
-    if shard_splits(spec):
+    if splits_of(spec):
         return ShardSet(spec, options)
     examples, root = directory / "examples.jsonl", options.image_root or directory / "images"
     if examples.is_file():
-        return EvalSet(winoground=lambda: read_winoground(examples, root, options.limit))
+        return EvalSet(winoground=lambda: read_winoground(examples, root, limit))
     files = [file for file in sorted(directory.glob("*.json"))
              if re.search('"(filename|negative_caption)"', file.read_text()[:4000])]
     if files:
-        return EvalSet(negatives=lambda: read_sugarcrepe(files, options.image_root))
+        pairs = lambda: read_sugarcrepe(files, options.image_root)
+        return EvalSet(negatives=lambda: itertools.islice(pairs(), limit))
     content = "caption" if captions else None
     source = common.open_data(spec, options.image_root, options.split, image_size, content)
     if isinstance(source, common.World):
-        return WorldSet(source, options.split, options.limit, options.templates)
+        return WorldSet(source, options)
     if isinstance(source, common.TarShards):  # their classes have no names: to learn from
-        return EvalSet(labelled=lambda purpose: source.each("label", options.limit))
+        # a sample of shards would read all headers first
+        pairs = lambda purpose: source.each("label", None if purpose == "first" else limit)
+        return EvalSet(labelled=pairs)
     return TableSet(source, options)
 
 
 def open_beside(options, data, spec, root, message):
-    """Data to learn from or to choose by: CLIP_benchmark's split "train" if there is one, of the
-    world "val". Raises UserError with the message if `spec` is None, or the data to evaluate."""
-    split = "train" if spec and "train" in shard_splits(spec) else "val"
+    """Data to learn from or to choose by: CLIP_benchmark's or VOC's split "train" if there is one,
+    of the world "val". Raises UserError with the message if `spec` is None, or the data to
+    evaluate."""
+    split = "train" if spec and "train" in splits_of(spec) else "val"
     is_other_split = split == "train" and options.split != "train"
     is_same = spec and Path(spec).resolve() == Path(options.data).resolve()
     if spec is None or (is_same and not is_other_split):
@@ -743,22 +810,11 @@ def open_beside(options, data, spec, root, message):
 
 
 def open_training_set(options, data):
-    """What k-NN and probes learn from: --train-data, of the world its training split, of either
-    --label-fraction -> a function without arguments that gives the pairs (image, class id)."""
-    if options.label_fraction is None:
-        return open_whole_training_set(options, data)
-    pairs = open_whole_training_set(dataclasses.replace(options, learn_limit=None), data)
-    files, labels = [], []
-    for image, label in pairs():
-        files.append(image if isinstance(image, str) else None)
-        labels.append(label)
-    chosen = set(common.label_rows(files, labels, options.label_fraction))
-    return lambda: (pair for i, pair in enumerate(pairs()) if i in chosen)
-
-
-def open_whole_training_set(options, data):
+    """What k-NN and probes learn from: --train-data, of the world its training split."""
     if data.is_world:
-        return functools.partial(data.labelled, "train")
+        return data
+    if options.label_fraction:  # a share of all
+        options = dataclasses.replace(options, learn_limit=None)
     spec, names = options.train_data, data.groups[""][1]
     train = open_beside(options, data, spec, None,
                         "k-NN and linear probes learn from other images than these: give "
@@ -767,7 +823,25 @@ def open_whole_training_set(options, data):
     if train.labelled is None or others:
         raise UserError(f"{spec} must have the class folders of {options.data}, to learn from: "
                         f"{', '.join(names)}; give others with --train-data.")
-    return lambda: known_labels(train.labelled("train"), spec, names, options.data)
+    return train
+
+
+def training_pairs(options, data):
+    """A function that gives the pairs (image, class id) of data.training, of --label-fraction those
+    that it leaves."""
+    def pairs():
+        names = data.groups[""][1]
+        labelled = data.training.labelled("train")
+        return known_labels(labelled, options.train_data, names, options.data)
+
+    if options.label_fraction is None:
+        return pairs
+    files, labels = [], []
+    for image, label in pairs():
+        files.append(image if isinstance(image, str) else None)
+        labels.append(label)
+    chosen = set(common.label_rows(files, labels, options.label_fraction))
+    return lambda: (pair for i, pair in enumerate(pairs()) if i in chosen)
 
 
 def open_selection(options, data, task, chooser, needed):
@@ -783,22 +857,11 @@ def open_selection(options, data, task, chooser, needed):
     return selection
 
 
-def default_split(spec):
-    """The split to evaluate where none is asked for; "all" of data that have no splits."""
-    if Path(spec, "SegmentationClass").is_dir():
-        return "val"  # VOC's test split has no maps
-    name, own = common.parse_spec(spec)
-    is_json = name.lower().endswith(".json")
-    if is_json and Path(name).is_file() and b'"annotations"' in Path(name).read_bytes():
-        return "all"  # COCO's own
-    has_splits = name == "shapes" or is_json or shard_splits(spec)
-    return own.get("split", "test") if has_splits else "all"
-
-
 # Tasks ------------------------------------------------------------------------------------
 #
-# A task is a function of an Embedder, an EvalSet and eval.py's options -> {metric: value}, the
-# value a number, or a tensor whose mean it is. First those for any model.
+# A task is a function of an Embedder, an EvalSet and eval.py's options -> {metric: value} or, where
+# it is known what a guess gives, {metric: (value, chance)}; the value is a number, or a tensor whose
+# mean it is. First those for any model.
 
 
 def labelled(embed, data, purpose, encode=None):
@@ -808,8 +871,15 @@ def labelled(embed, data, purpose, encode=None):
 
 
 def take(embed, data, n):
-    """The first n samples that can be read -> images (n, 3, S, S), n captions."""
-    images, captions = zip(*itertools.islice(readable(data.samples(n), embed.read), n))
+    """The first n samples that can be read -> images (n, 3, S, S), n captions, of labelled images
+    a prompt with the class."""
+    if data.captioned:
+        pairs = ((image, captions[0]) for image, captions in data.captioned("samples"))
+    else:
+        names = data.classes.names if embed.tokenizer else data.groups[""][1]
+        prompts = [f"a photo of {common.article(name)}." for name in names]
+        pairs = ((image, prompts[c]) for image, c in data.labelled("samples"))
+    images, captions = zip(*itertools.islice(readable(pairs, embed.read), n))
     return torch.stack(images), list(captions)
 
 
@@ -818,15 +888,15 @@ def zeroshot(embed, data, options):
     `heldout_pairs`: of the classes that training never shows."""
     x, ids = labelled(embed, data, "zeroshot")
     scores = embed.classify(x, data.classes)                                # (n, C)
-    predicted = scores.argmax(1)
-    result = {f"zeroshot{way}": group[predicted] == group[ids]
-              for way, (group, _) in data.groups.items()}
+    predicted, chance = scores.argmax(1), 1 / scores.shape[1]
+    result = {f"zeroshot{way}": (group[predicted] == group[ids], 1 / len(names))
+              for way, (group, names) in data.groups.items()}
     if scores.shape[1] > 5:
-        result["zeroshot/acc5"] = (scores.topk(5).indices == ids[:, None]).any(1)
-    result["zeroshot/mean_per_class_recall"] = mean_per_class(predicted, ids)
+        result["zeroshot/acc5"] = (scores.topk(5).indices == ids[:, None]).any(1), 5 * chance
+    result["zeroshot/mean_per_class_recall"] = mean_per_class(predicted, ids), chance
     if data.unseen is not None and data.unseen[ids].any():
-        result["zeroshot/heldout_pairs"] = (predicted == ids)[data.unseen[ids]]
-    return result | {"zeroshot/chance": 1 / scores.shape[1]}
+        result["zeroshot/heldout_pairs"] = (predicted == ids)[data.unseen[ids]], chance
+    return result | {"zeroshot/chance": chance}
 
 
 def caption_words(*captions):
@@ -841,7 +911,7 @@ def nearest_captions(embed, x, y):
 def retrieval(embed, data, options):
     """Recall at 1, 5, 10 both ways, every caption a query, and faithfulness: K-Precision of the
     caption that is nearest to each image. STAIR (4.3) has --caption-prefix "a photo of"."""
-    x, captions = embed.encoded(data.captioned())
+    x, captions = embed.encoded(data.captioned("captioned"))
     flat, prefix = list(itertools.chain(*captions)), options.caption_prefix
     y = embed.texts([f"{prefix} {caption}" for caption in flat] if prefix else flat)
     image_ids = torch.arange(len(x))
@@ -853,7 +923,8 @@ def retrieval(embed, data, options):
     i2t = recall_at_k(x, y, (image_ids, text_ids), similarity=embed.similarity)
     t2i = recall_at_k(y, x, (text_ids, image_ids), similarity=text_to_image)
     result = {f"i2t/R@{k}": recall for k, recall in i2t.items()}
-    result |= {f"t2i/R@{k}": recall for k, recall in t2i.items()}
+    result["i2t/R@1"] = i2t[1], 1 / len(x)
+    result |= {f"t2i/R@{k}": (recall, min(1, k / len(x))) for k, recall in t2i.items()}
     retrieved = [caption_words(flat[j]) for j in nearest_captions(embed, x, y)]
     truths = [set(caption_words(*group)) for group in captions]
     result["faithfulness/K-P"] = k_precision(retrieved, truths)
@@ -878,8 +949,8 @@ def negatives(embed, data, options):
     result = {}
     for kind in sorted(set(kinds)):
         rows = torch.tensor([k == kind for k in kinds])
-        result[f"negatives/{kind}"] = number((right > wrong)[rows])
-    return result | {"negatives": mean(result.values())}
+        result[f"negatives/{kind}"] = number((right > wrong)[rows]), 1 / 2
+    return result | {"negatives": (mean([value for value, _ in result.values()]), 1 / 2)}
 
 
 def winoground(embed, data, options):
@@ -892,20 +963,22 @@ def winoground(embed, data, options):
     y = embed.texts([values[i][1] for i in rows])
     x, y = x[rows].unflatten(0, (-1, 2)), y.unflatten(0, (-1, 2))           # (n, 2, E)
     scores = torch.stack([embed.similarity(*pair).T for pair in zip(x, y)])
-    names = ("winoground/text", "winoground/image", "winoground/group")
-    return dict(zip(names, winoground_scores(scores)))
+    text, image, group = winoground_scores(scores)
+    return {"winoground/text": (text, 1 / 4), "winoground/image": (image, 1 / 4),
+            "winoground/group": (group, 1 / 6)}
 
 
 def knn(embed, data, options):
     """Accuracy of 20 nearest neighbours on the encodings of images."""
     encode = embed.model.encode_image
-    x, ids = embed.encoded(open_training_set(options, data)(), encode)
+    x, ids = embed.encoded(training_pairs(options, data)(), encode)
     test, labels = labelled(embed, data, "test", encode)
     x, test = x.to(embed.device), test.to(embed.device)
     result = {}
     for way, (group, _) in data.groups.items():
         learned, truth = group[ids].to(embed.device), group[labels].to(embed.device)
-        result[f"knn{way}"] = knn_accuracy(x, learned, test, truth)
+        accuracy = knn_accuracy(x, learned, test, truth)
+        result[f"knn{way}"] = accuracy, 1 / len(learned.unique())
     return result
 
 
@@ -921,26 +994,27 @@ def random_crops(embed, pairs):
 
 def linear(embed, data, options):
     """Accuracy of a linear probe on what the method's paper probes, trained as --probe says."""
-    encode, pairs = embed.model.probe_features, open_training_set(options, data)
+    encode, pairs = embed.model.probe_features, training_pairs(options, data)
     setting, epochs = PROBES[options.probe]
     epochs = options.probe_epochs or epochs
     step = 10 if options.probe == "sgd" else 1  # a tenth is held out
     if options.probe == "lbfgs":  # BAM, D.3: 224 by the shorter side, where the others take 256
         embed = dataclasses.replace(embed, resize=embed.image_size)
-    x, ids = embed.encoded(itertools.islice(pairs(), 0, None, step), encode)
-    x, ids = x.to(embed.device), torch.tensor(ids).to(embed.device)
+    x, learned = embed.encoded(itertools.islice(pairs(), 0, None, step), encode)
+    x, learned = x.to(embed.device), torch.tensor(learned).to(embed.device)
     if options.probe == "adamw":
-        head, value = adamw_probe(x, ids, epochs)
+        head, value = adamw_probe(x, learned, epochs)
     elif options.probe == "lbfgs":
-        head, value = lbfgs_probe(x, ids)
+        head, value = lbfgs_probe(x, learned)
     else:
         crops = lambda: random_crops(embed, (pair for i, pair in enumerate(pairs()) if i % 10))
         classes = len(data.groups[""][1])
-        head, value = sgd_probe(crops, x, ids, classes, epochs)
+        head, value = sgd_probe(crops, x, learned, classes, epochs)
     x, ids = labelled(embed, data, "test", encode)
-    predicted = head.cpu()(x).argmax(1)
-    result = {f"linear{way}": group[predicted] == group[ids]
-              for way, (group, _) in data.groups.items()}
+    predicted, result = head.cpu()(x).argmax(1), {}
+    for way, (group, _) in data.groups.items():
+        chance = 1 / len(group[learned.cpu()].unique())
+        result[f"linear{way}"] = group[predicted] == group[ids], chance
     result["linear/mean_per_class"] = mean_per_class(predicted, ids)
     return result | {f"linear/{setting}": value}
 
@@ -986,13 +1060,13 @@ def segmentation(embed, data, options):
 
 
 def headlines(embed, data, options, tasks=("zeroshot", "retrieval", "negatives")):
-    """{headline metric: value} of those of the tasks that the data can serve."""
+    """What those of the tasks give that the data can serve, their headline metrics alone."""
     result = {}
     for name in tasks:
         if TASKS[name].fits(data):
             result |= TASKS[name].run(embed, data, options)
     names = ("zeroshot", "i2t/R@1", "t2i/R@1", "negatives")
-    return {name: number(result[name]) for name in names if name in result}
+    return {name: result[name] for name in names if name in result}
 
 
 def slots(embed, data, options):
@@ -1033,11 +1107,11 @@ def masks(embed, data, options):
         result |= {f"masks/{name}/pairs_before": start, f"masks/{name}/pairs": fit,
                    f"masks/{name}/kept": mask.mean()}
         after = headlines(dataclasses.replace(embed, mask=mask), data, options, tasks)
-        for key, value in after.items():
-            change = math.nan
-            if fit > start > 0 and before[key]:
-                change = (value / before[key] - 1) / (fit / start - 1)
-            result[f"masks/{name}/{key}"] = value
+        for key, found in after.items():
+            old, new, change = number(before[key]), number(found), math.nan
+            if fit > start > 0 and old:
+                change = (new / old - 1) / (fit / start - 1)
+            result[f"masks/{name}/{key}"] = found
             result[f"masks/{name}/{key}/relative_change"] = change
     return result
 
@@ -1077,7 +1151,7 @@ def words(embed, data, options):
     ten best tokens occur in the captions, and in another image's, a fraction."""
     encode = embed.tokenizer.encode
     if data.groups is None:
-        x, captions = embed.encoded(data.captioned())
+        x, captions = embed.encoded(data.captioned("captioned"))
         best = vocabulary_scores(embed, x).topk(10).indices                 # (n, 10)
         texts = [torch.tensor(encode(" ".join(group))) for group in captions]
         own = [torch.isin(ids, text) for ids, text in zip(best, texts)]
@@ -1116,13 +1190,13 @@ def sparsity(embed, data, options):
 # What can be measured ---------------------------------------------------------------------
 
 
+IMAGES = "captioned", "groups"  # with a text each
+
+
 class Task(NamedTuple):
     run: Callable
     data: tuple                  # members of EvalSet, of which the data must have one
     model: str = "encode_image"  # member of the model that must not be None or 0
-    default: str = ""            # models that run a task unasked: with "text", with encode_"words",
-                                 # of "images" alone, these on the "world" alone (slow), classifiers
-                                 # ("labels"); a picture without it is always drawn
 
     def fits(self, data):
         return any(getattr(data, member) is not None for member in self.data)
@@ -1132,23 +1206,24 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "zeroshot": Task(zeroshot, ("groups",), "encode_text", "text"),
-    "retrieval": Task(retrieval, ("captioned",), "encode_text", "text"),
-    "negatives": Task(negatives, ("negatives",), "encode_text", "text"),
-    "winoground": Task(winoground, ("winoground",), "encode_text", "text"),
-    "segmentation": Task(segmentation, ("maps",), "encode_patches", "text"),
-    "words": Task(words, ("groups", "captioned"), "encode_text", "words"),
-    "textfree": Task(textfree, ("groups", "captioned"), "encode_words", "words"),
-    "sparsity": Task(sparsity, ("samples",), "encode_text", "words"),
-    "knn": Task(knn, ("groups",), "encode_image", "images"),
-    "linear": Task(linear, ("groups",), "encode_image", "world"),
+    "zeroshot": Task(zeroshot, ("groups",), "encode_text"),
+    "retrieval": Task(retrieval, ("captioned",), "encode_text"),
+    "negatives": Task(negatives, ("negatives",), "encode_text"),
+    "winoground": Task(winoground, ("winoground",), "encode_text"),
+    "segmentation": Task(segmentation, ("maps",), "encode_patches"),
+    "words": Task(words, ("groups", "captioned"), "encode_text"),
+    "textfree": Task(textfree, ("groups", "captioned"), "encode_words"),
+    "sparsity": Task(sparsity, IMAGES, "encode_text"),
+    "knn": Task(knn, ("groups",)),
+    "linear": Task(linear, ("groups",)),
     "slots": Task(slots, ("groups", "captioned", "negatives"), "slots"),
     "masks": Task(masks, ("groups", "captioned"), "mask_parts"),
 }
 
 
-def number(value):
-    """A value that a task returns -> a number, of a tensor its mean."""
+def number(found):
+    """What a task gives for a metric -> its value, of a tensor the mean."""
+    value = found[0] if isinstance(found, tuple) else found
     return value.float().mean().item() if torch.is_tensor(value) else value
 
 
@@ -1370,7 +1445,7 @@ def draw_heads(embed, data):
 
 def draw_neighbours(embed, data):
     """Images, and those of 1,000 whose encodings are nearest to theirs."""
-    pairs = ((image, image) for image, _ in itertools.islice(data.documents(), 1000))
+    pairs = ((image, image) for image in itertools.islice(data.images("search"), 1000))
     x, files = embed.encoded(pairs, embed.model.encode_image)
     cosines, nearest = torch.inner(x[:4], x).topk(min(10, len(x)))          # (4, 10)
     rows = []
@@ -1385,7 +1460,7 @@ def draw_captions(runs, data):
     """Images, their captions, and of the captions of 1,000 images the nearest and its K-Precision,
     where no run finds an image's own (SPARC, Figs. 5, 6). runs: {name: Embedder}. differs: D.9
     chooses images where SPARC's precision is above CLIP's; here they are the first."""
-    pairs, found, rows = list(itertools.islice(data.captioned(), 1000)), {}, []
+    pairs, found, rows = list(itertools.islice(data.captioned("captioned"), 1000)), {}, []
     for name, embed in runs.items():
         x, kept = embed.encoded((image, (image, captions)) for image, captions in pairs)
         flat = [caption for _, captions in kept for caption in captions]
@@ -1403,41 +1478,6 @@ def draw_captions(runs, data):
     return sheet(title, rows) if rows else None
 
 
-def distance_histogram(distances, ids, top, bins=40):
-    """Records for `chart`: of each kind of pair (BAM, Fig. 1) the fractions by distance, up to
-    `top`, more in the last bin. distances (n, n) of views of n images from other views of them; ids
-    (n,) of their classes."""
-    same, one = ids[:, None] == ids, torch.eye(len(ids), dtype=torch.bool)
-    kinds = {"two views of an image": one, "images of a class": same & ~one, "others": ~same}
-    log = [{"step": (i + 0.5) * top / bins} for i in range(bins)]
-    for kind, pairs in kinds.items():
-        count = torch.histc(distances[pairs].clamp(0, top), bins, 0, top)
-        for record, value in zip(log, count / count.sum()):
-            record[kind] = value.item()
-    return log
-
-
-@common.fixed_seed(0)
-def draw_similarities(embed, data):
-    """How near each other k-NN finds views of an image, images of a class, others (BAM, Fig. 1).
-    differs: Fig. 1 has the attention's entries, whose logarithms are cosine / tau minus a constant
-    of the row; other methods have no attention."""
-    view = common.View(embed.image_size, (0.25, 1.0), blur=0.5)  # BAM's: blur 1 and .1
-    views, crops, ids = common.Views([view, view], embed.image_size), [], []
-    read = functools.partial(common.open_image, min_side=views.min_side)
-    pairs = itertools.islice(data.labelled("test"), 1000)
-    for image, label in readable(pairs, read, embed.workers):
-        crops.append(views(common.denormalize(image) if torch.is_tensor(image) else image))
-        ids.append(label)
-    x, y = [embed.images(images, embed.model.encode_image)
-            for images in common.distort(views.collate(crops))["views"]]
-    distances = 1 - torch.inner(x, y)                                       # (n, n)
-    log = distance_histogram(distances, torch.tensor(ids), distances.quantile(0.999).item())
-    names = {kind: kind for kind in log[0] if kind != "step"}
-    title = "Pairs of encodings of each kind, by distance (1 - cosine)"
-    return sheet(title, [("", [(chart(log, names), "")])])
-
-
 def read_log(run):
     """log.jsonl -> a dict for each line; the last may be half."""
     log = Path(run, "log.jsonl")
@@ -1449,95 +1489,67 @@ def read_log(run):
     return records
 
 
-LOG_PICTURES = [  # file, title, charts: {key of the log: name of its curve}
-    ("curves.png", "The training, by steps",
-     [{"loss": "loss", "chance_loss": "loss of a guess"}, {"lr": "learning rate"},
-      {"grad_norm": "norm of the gradient"}, {"images_per_s": "images a second"}]),
-    ("entropies.png", "BAM: entropy of the attention between images, in nats, by steps",
-     [{"entropy_a": "how spread: each image's attention", "entropy_b": "its target",
-       "chance_loss": "evenly spread"}])]
+CHARTS = [  # keys of log.jsonl, drawn in red, green and blue
+    ("loss; green: of a guess", ["loss", "chance_loss"]), ("learning rate", ["lr"]),
+    ("norm of the gradient", ["grad_norm"]), ("images a second", ["images_per_s"]),
+    ("BAM: entropy of the attention between images, in nats; green: of its target; blue: if evenly "
+     "spread (Fig. 3)", ["entropy_a", "entropy_b", "chance_loss"])]
 
 
-def ticks(top):
-    """Round numbers from 0 to `top`: two to five steps of 1, 2, 2.5 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(top / 5.001))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= top / 5.001)
-    return [i * step for i in range(int(top / step + 0.001) + 1)]
-
-
-def chart(log, names, width=420, height=200):
-    """A picture of values by steps, both from 0; a negative value is drawn at 0, one that is not
-    finite is left out. names: {key of the log: name of its curve}."""
-    curves, font = [], ImageFont.load_default(13)
-    for key in names:
-        values = [(record["step"], record.get(key, math.nan)) for record in log]
-        curves.append([(step, max(0, y)) for step, y in values if math.isfinite(y)])
-    points = sum(curves, [])
-    last = max([step for step, _ in points], default=0) or 1
-    top = max([y for _, y in points], default=0) or 1
-    page = Image.new("RGB", (width + 100, height + 60), "white")
-    draw, place = ImageDraw.Draw(page), 60
-    for value in ticks(top):
-        y = 30 + height * (1 - value / top)
-        draw.line((60, y, 60 + width, y), "#dddddd")
-        draw.text((53, y), f"{value:g}", "black", font, anchor="rm")
-    for step in ticks(last):
-        draw.text((60 + width * step / last, height + 36), f"{step:g}", "black", font, anchor="ma")
-    for curve, name, colour in zip(curves, names.values(), CLASS_COLOURS):
-        points = [(60 + width * x / last, 30 + height * (1 - y / top)) for x, y in curve]
-        draw.line(points, colour, 3)
-        draw.text((place, 5), name, colour, font)
-        place += font.getlength(name) + 20
-    return page
+def chart(log, keys, width=320, height=160):
+    """A picture of values by steps, both from 0, without those that are not finite; its ends."""
+    page = Image.new("RGB", (width + 1, height + 1), "#eeeeee")
+    values = {key: [record.get(key, math.nan) for record in log] for key in keys}
+    top = max([1e-12, *filter(math.isfinite, itertools.chain(*values.values()))])
+    steps = [record["step"] for record in log]
+    for key, colour in reversed(list(zip(keys, CLASS_COLOURS))):
+        line = [(width * step / steps[-1], height * (1 - max(0, value) / top))
+                for step, value in zip(steps, values[key]) if math.isfinite(value)]
+        ImageDraw.Draw(page).line(line, colour, 2)
+    first, *_, last = values[keys[0]]
+    return page, f"{first:.4g} at step {steps[0]}, {last:.4g} at step {steps[-1]}, top {top:.4g}"
 
 
 def draw_log(run):
     """{path: picture} of what a run's log shows: the training, of BAM also its Fig. 3."""
-    log, pages = read_log(run), {}
-    for name, title, charts in LOG_PICTURES:
-        if len(log) > 1 and charts[0].keys() <= log[-1].keys():
-            cells = [(chart(log, names), "") for names in charts]
-            pages[Path(run, name)] = sheet(title, [("", cells)], columns=2)
-    return pages
+    log, cells = read_log(run), []
+    for title, keys in CHARTS:
+        if len(log) > 1 and set(keys) <= log[-1].keys():
+            page, ends = chart(log, keys)
+            cells.append((page, f"{title}: {ends}"))
+    title = "The training, by steps"
+    return {Path(run, "curves.png"): sheet(title, [("", cells)], columns=2)} if cells else {}
 
 
 PICTURES = {
-    "alignment": Task(draw_alignment, ("samples",), "align_words"),
+    "alignment": Task(draw_alignment, IMAGES, "align_words"),
     "segmentation": Task(draw_segmentation, ("maps",), "encode_patches"),
-    "slots": Task(draw_slots, ("samples",), "slots"),
-    "words": Task(draw_words, ("samples",), "encode_text", "words"),
-    "queries": Task(draw_queries, ("samples",), "word_maps"),
+    "slots": Task(draw_slots, IMAGES, "slots"),
+    "words": Task(draw_words, IMAGES, "encode_text"),
+    "queries": Task(draw_queries, IMAGES, "word_maps"),
     "captions": Task(draw_captions, ("captioned",), "encode_text"),
-    "heads": Task(draw_heads, ("samples",), "head_maps"),
-    "neighbours": Task(draw_neighbours, ("documents",)),
-    "similarities": Task(draw_similarities, ("labelled",)),
+    "heads": Task(draw_heads, IMAGES, "head_maps"),
+    "neighbours": Task(draw_neighbours, ("captioned", "labelled")),
 }
 OF_RUNS = ("segmentation", "words", "captions")  # functions of {run: Embedder}
 
 
 def is_drawn(name, tasks, data, *models):
     """Whether a picture is asked for (--task, or by default), and data and all models serve it."""
-    picture, encode_words = PICTURES[name], any(model.encode_words for model in models)
-    asked = name in tasks if tasks else picture.default != "words" or encode_words
+    picture, has_words = PICTURES[name], any(model.encode_words for model in models)
+    asked = name in tasks if tasks else name != "words" or has_words
     return asked and picture.fits(data) and all(picture.suits(model) for model in models)
 
 
 # Evaluating a run -----------------------------------------------------------------------
 
 
-def check(options, data, model):
-    """The names of the tasks to run: those of --task, or the default ones. Raises UserError if data
-    and model can serve no task, or lack one of --task, or if k-NN or a probe cannot learn."""
-    has_text, kinds = model.encode_text is not None, ["images"]
-    if has_text:
-        kinds = ["text", "words"] if model.encode_words else ["text"]
-    elif model.class_scores:
-        kinds = ["labels"]
-    elif data.is_world:
-        kinds = ["images", "world"]
+def tasks_to_run(options, data, model):
+    """The names of the tasks that --task names, or of the default ones. Raises UserError if data
+    and model can serve no task, or lack one of --task."""
     usable = [name for name, task in TASKS.items() if task.fits(data) and task.suits(model)]
     if not usable and not PICTURES.keys() & (options.tasks or []):
-        more = ", captions, SugarCrepe, Winoground or VOC" if has_text else ""
+        more = ", captions, SugarCrepe, Winoground or VOC" if model.encode_text else ""
         raise UserError(f"No task can evaluate on {options.data}: give class folders or shapes"
                         f"{more}.")
     for name in options.tasks or []:
@@ -1545,41 +1557,55 @@ def check(options, data, model):
             why = "this model" if TASKS[name].fits(data) else "this data"
             raise UserError(f"Task {name} cannot use {why}; what can be done is "
                             f"{', '.join(usable)}.")
-    wanted = options.tasks or [name for name, task in TASKS.items() if task.default in kinds]
-    asked = [name for name in usable if name in wanted]
-    if "zeroshot" in asked:
+    return [name for name in usable if name in (options.tasks or default_tasks(data, model))]
+
+
+def default_tasks(data, model):
+    if model.class_scores:
+        return ["classification"]
+    if model.encode_text is None:
+        return ["knn", "linear"] if data.is_world else ["knn"]  # a probe of files takes long
+    tasks = ["zeroshot", "retrieval", "negatives", "winoground", "segmentation"]
+    return [*tasks, "words", "textfree", "sparsity"] if model.encode_words else tasks
+
+
+def check_data(tasks, options, data, model):
+    """Raise UserError if the data lack what the tasks need: class names, images to learn from."""
+    if "zeroshot" in tasks:
         data.classes  # raises for folders that need names
-    if "classification" in asked:
+    if "classification" in tasks:
         check_classes(options, data, model)
-    if ("knn" in asked or "linear" in asked) and not data.is_world:
-        # not a sample of shards, for which it would read all headers first
-        whole = dataclasses.replace(options, learn_limit=None)
-        next(iter(open_whole_training_set(whole, data)()))
-    return asked
+    if ("knn" in tasks or "linear" in tasks) and not data.is_world:
+        next(iter(data.training.labelled("first")))
+
+
+def run_tasks(embed, data, options):
+    found, tasks = {}, tasks_to_run(options, data, embed.model)
+    check_data(tasks, options, data, embed.model)
+    for name in tasks:
+        found |= TASKS[name].run(embed, data, options)
+    return found
 
 
 def evaluate(embed, data, options):
-    """Run what `check` names -> {metric: float}."""
-    result = {}
-    for name in check(options, data, embed.model):
-        result |= TASKS[name].run(embed, data, options)
-    return {key: number(value) for key, value in result.items()}
+    """Run the tasks -> {metric: float}."""
+    return {key: number(value) for key, value in run_tasks(embed, data, options).items()}
 
 
 def report(embed, data, options, run):
     """Evaluate, print a table, write the figures and draw pictures into RUN -> {metric: float}."""
-    result = evaluate(embed, data, options)
+    found = run_tasks(embed, data, options)
+    result = {key: number(value) for key, value in found.items()}
     if data.named and embed.tokenizer:
         print(f"Class names: {data.named.source}. First prompt: {data.named.prompts[0]!r}")
         count = collections.Counter(data.named.names)
         if twice := [name for name in count if count[name] > 1]:
             print(f"Several classes are called {', '.join(twice)}: no text tells them apart.")
-    chance = chance_levels(result, data)
     shown = [key for key in result if not key.endswith(("/images", "/chance"))]
     width = max(map(len, shown), default=0)
     for key in shown:
         value = result[key] if 0 < abs(result[key]) <= 1e-4 else f"{result[key]:.4f}"
-        level = f"  chance {chance[key]:.4f}" if key in chance else ""
+        level = f"  chance {found[key][1]:.4f}" if isinstance(found[key], tuple) else ""
         print(f"  {key:{width}}  {value}{level}")
     if embed.unknown_tokens > 0.1 * embed.tokens:
         fraction = embed.unknown_tokens / embed.tokens
@@ -1591,25 +1617,6 @@ def report(embed, data, options, run):
         tasks = ", ".join(options.tasks or ["the default tasks"])
         raise UserError(f"{run}: there is nothing to evaluate in {tasks} on {options.data}.")
     return result
-
-
-def chance_levels(result, data):
-    """{metric: the figure of a model that guesses}, where it is known."""
-    chance = {"winoground/text": 1 / 4, "winoground/image": 1 / 4, "winoground/group": 1 / 6}
-    chance |= {key: 1 / 2 for key in result if key.startswith("negatives")}
-    for way, (group, names) in (data.groups or {}).items():
-        learned = group if data.unseen is None else group[~data.unseen]
-        chance |= {f"{task}{way}": 1 / len(names) for task in ("zeroshot", "textfree/zeroshot")}
-        chance |= {f"{task}{way}": 1 / len(learned.unique()) for task in ("knn", "linear")}
-    if one := result.get("zeroshot/chance"):
-        chance |= {"zeroshot/acc5": 5 * one, "zeroshot/mean_per_class_recall": one,
-                   "zeroshot/heldout_pairs": one}
-    if one := result.get("classification/chance"):
-        chance |= {"classification": one, "classification/mean_per_class": one}
-    if images := result.get("retrieval/images"):
-        chance |= {f"t2i/R@{k}": min(1, k / images) for k in (1, 5, 10)}
-        chance["i2t/R@1"] = 1 / images
-    return chance
 
 
 def settings_of(options):
@@ -1668,14 +1675,15 @@ def save_pictures(pages):
 def search(embed, data, options, run, queries):
     """Index images by the words of their encodings and answer queries (STAIR, App. D): captions, or
     words with AND, OR, NOT. It writes index.pt, and search.png of what is found."""
-    if not embed.model.encode_words or not data.documents:
+    if not embed.model.encode_words or not (data.captioned or data.labelled):
         raise UserError("--query needs a run of STAIR, whose encodings are words to look up, and "
                         "shapes, captioned images or class folders.")
     index, images, rows = stair.InvertedIndex(embed.tokenizer.vocab), {}, []
     with common.explained(ValueError, "--query"):  # found before all is encoded
         for query in filter(stair.is_boolean, queries):
             stair.boolean_query(query, index)
-    pairs = ((image, (name, image)) for image, name in data.documents())
+    pairs = ((image, (image if isinstance(image, str) else str(i), image))
+             for i, image in enumerate(data.images("search")))
     parts = chunks(readable(pairs, embed.read, embed.workers), embed.chunk)
     for part in tqdm(parts, f"images, {embed.chunk} at a time"):
         x, documents = embed.encoded(part)
@@ -1754,73 +1762,6 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
     return embed, args
 
 
-TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # samples of a run's own data; --data takes all
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What to evaluate, and how: see the flags of these names in `build_parser`."""
-
-    data: str
-    split: str
-    train_data: str | None
-    probe: str
-    probe_epochs: int | None
-    label_fraction: str | None = None    # of what k-NN and probes learn from; or a file of names
-    image_root: str | None = None
-    limit: int | None = None
-    learn_limit: int | None = None       # of images to learn from, or to choose by
-    templates: list | None = None
-    classes: str | None = None
-    nouns_adjectives: str | None = None
-    caption_prefix: str | None = None    # before the captions of retrieval
-    select: str | None = None
-    select_root: str | None = None
-    checkpoint: str = "last.pt"
-    tasks: list | None = None
-    workers: int = 0
-    on_training_images: bool = False     # the run learned from these very images
-    is_own: bool = False                 # those of `own_options`, but for tasks and workers
-
-
-def options_on(data, args, **changes):
-    """Options to evaluate a run with settings `args` on all of `data`, a SPEC."""
-    train_data = None
-    if "train" in shard_splits(data):
-        train_data = data
-    elif args.data != data and common.parse_spec(args.data)[0] != "shapes":
-        train_data = args.data
-    older = {"probe": "adamw", "probe_epochs": None} | vars(args)  # old runs have none
-    split, files = default_split(data), [common.parse_spec(spec)[0] for spec in (data, args.data)]
-    seen = split == "all" and Path(files[0]).resolve() == Path(files[1]).resolve()
-    return Options(data, split, train_data, older["probe"], older["probe_epochs"],
-                   workers=args.workers, on_training_images=seen, **changes)
-
-
-def own_options(args, tasks=None):
-    """Options of `eval.py RUN` and of the end of a training, with settings `args`."""
-    return options_on(args.eval_data or args.data, args, image_root=args.image_root, tasks=tasks,
-                      limit=TEST_LIMIT, learn_limit=LEARN_LIMIT, is_own=True)
-
-
-def options_of(flags, args):
-    """Options that flags of eval.py ask for: {name: value, None if not given}, data one SPEC."""
-    names = {field.name for field in dataclasses.fields(Options)}
-    given = {name: flags[name] for name in names & flags.keys() if flags[name] is not None}
-    options = options_on(given["data"], args) if "data" in given else own_options(args)
-    name, own = common.parse_spec(options.data)
-    if "split" in given and options.split == "all":
-        raise UserError(f"--split {given['split']}: {options.data} has no splits.")
-    if "split" in given and "split" in own:
-        raise UserError(f"--split {given['split']}: {options.data} names its split itself.")
-    if "classes" in given and name == "shapes":
-        raise UserError(f"--classes {given['classes']}: the classes of shapes have their names.")
-    if "templates" in given:
-        given["templates"] = read_templates(given["templates"])
-    is_own = given.keys() <= {"tasks", "workers"}
-    return dataclasses.replace(options, **given, is_own=is_own)
-
-
 # Linear segmentation ----------------------------------------------------------------------
 #
 # What frozen patches know, without a decoder (BAM's Table 7 has UPerNet's, for which see --export).
@@ -1834,13 +1775,12 @@ def patch_labels(truth, size, grid):
 
 
 def open_training_maps(options, data):
-    """Pairs (image, {way: map}) of the split train, of the world or of VOC's layout."""
+    """Pairs (image, {grouping: map}) of the split train, of the world or of VOC's layout."""
     if data.is_world:
         return data.maps("train")
-    if options.split == "train":
-        raise UserError("--split train: linear_segmentation learns from it, evaluate on another.")
-    learned = dataclasses.replace(options, split="train", limit=options.learn_limit)
-    return open_eval_set(learned, data.image_size).maps("train")
+    message = (f"linear_segmentation learns from the split train of {options.data}, which must "
+               f"have one: evaluate on another.")
+    return open_beside(options, data, options.data, options.image_root, message).maps("train")
 
 
 def linear_segmentation(embed, data, options):
@@ -1907,13 +1847,13 @@ def classification(embed, data, options):
     scores, labels = labelled(embed, data, "test", embed.model.class_scores)
     if data.is_world:
         labels = data.groups["/shape"][0][labels]
-    predicted = scores.argmax(1)
-    return {"classification": predicted == labels,
-            "classification/mean_per_class": mean_per_class(predicted, labels),
-            "classification/chance": 1 / scores.shape[1]}
+    predicted, chance = scores.argmax(1), 1 / scores.shape[1]
+    return {"classification": (predicted == labels, chance),
+            "classification/mean_per_class": (mean_per_class(predicted, labels), chance),
+            "classification/chance": chance}
 
 
-TASKS["classification"] = Task(classification, ("labelled",), "class_scores", "labels")
+TASKS["classification"] = Task(classification, ("labelled",), "class_scores")
 
 
 # Several runs ---------------------------------------------------------------------------

@@ -615,14 +615,15 @@ def open_evaluation(args, model):
     with_text, tasks = model.encode_text is not None, None
     if not with_text:
         tasks = ["classification" if model.class_scores else "knn"]
-    options = evaluation.own_options(args, tasks=tasks)
+    options = evaluation.options_of({"tasks": tasks}, args)
     if not (args.eval_data or args.eval_every):
         return None, options
     data = evaluation.open_eval_set(options, args.image_size, with_text)
     learner = "the classifier" if model.class_scores else "k-NN"
     remedy = f" In training, {learner} learns from --data and is tested on --eval-data"
     with common.explained(UserError, "No evaluation", remedy):
-        evaluation.check(options, data, model)
+        tasks = evaluation.tasks_to_run(options, data, model)
+        evaluation.check_data(tasks, options, data, model)
     return data, options
 
 
@@ -1002,11 +1003,12 @@ def finish(args, embed, eval_data, at):
         return
     if skipped := common.describe_skipped(common.total_skipped(every_rank)):
         print(f"skipped {skipped}")
-    options, with_text = evaluation.own_options(args), embed.model.encode_text is not None
+    options, with_text = evaluation.options_of({}, args), embed.model.encode_text is not None
     try:
         if eval_data is None:
             eval_data = evaluation.open_eval_set(options, args.image_size, with_text)
-        evaluation.check(options, eval_data, embed.model)
+        tasks = evaluation.tasks_to_run(options, eval_data, embed.model)
+        evaluation.check_data(tasks, options, eval_data, embed.model)
     except UserError as error:
         print(f"No evaluation: {error} Later, eval.py evaluates the run on any --data.")
         return evaluation.save_pictures(evaluation.draw_log(args.out))

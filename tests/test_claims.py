@@ -58,7 +58,7 @@ def write(root, run, rate, seed, figures, **settings):
     args = train.parse_args(given[:-4])
     config = dataclasses.asdict(args) | {"argv": ["train.py", *given], "git": "c0ffee"}
     write_files(out, {"config.json": json.dumps(config), "eval.json": "{}"})
-    usual = evaluation.settings_of(evaluation.own_options(args))
+    usual = evaluation.settings_of(evaluation.options_of({}, args))
     del usual["on_training_images"]  # which older lines lack
     with open(out / "evals.jsonl", "a") as file:
         file.write(json.dumps({"settings": usual | settings} | figures) + "\n")

@@ -93,7 +93,7 @@ def test_other_evaluations_overwrite_nothing(run_of, tmp_path):
     after = {path.name: path.read_bytes() for path in run.iterdir()}
     new = after.keys() - before.keys()
     assert after | before | {"evals.jsonl": after["evals.jsonl"]} == after and len(lines(run)) == 9
-    assert len(new) == 5 + 3 and max(map(len, new)) < 100
+    assert len(new) == 4 + 2 and max(map(len, new)) < 100
     for name in pictures[1:]:
         few = run / f"shapes-size-16-objects-2-{name}.png"
         with Image.open(run / f"{name}.png") as all, Image.open(few) as two:
@@ -107,10 +107,8 @@ def test_other_evaluations_overwrite_nothing(run_of, tmp_path):
 def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
     args = evaluation.METHODS["bam"].Config()
     vars(args).update(data="a.csv", eval_data="b/test", image_root="r", image_size=8, workers=2)
-    old = evaluation.own_options(args)
     vars(args).update(probe="sgd", probe_epochs=7)
-    own = evaluation.own_options(args)
-    assert (old.probe, old.probe_epochs) == ("adamw", None)  # of a run before these settings
+    own = evaluation.options_of({}, args)
     assert (own.probe, own.probe_epochs) == ("sgd", 7)
     asked = {"workers": 7, "tasks": ["knn"]}  # no figure depends on them
     assert evaluation.options_of(asked, args) == dataclasses.replace(own, **asked) and own.is_own
@@ -139,16 +137,16 @@ def test_limit_means_the_same_for_every_kind_of_data(tmp_path):
     table, shards = make_table(tmp_path / "table"), write_labelled(tmp_path / "shards")
     world = "shapes:size=16,objects=2"
     for spec, name, *purpose in (
-            (world, "captioned"), (world, "negatives"), (world, "documents"),
-            (world, "labelled", "test"), (world, "maps", "segmentation"), (table, "captioned"),
-            (table, "documents"), (tmp_path / "crepe", "negatives"), (shards, "labelled", "test"),
+            (world, "captioned", "captioned"), (world, "negatives"), (world, "images", "search"),
+            (world, "labelled", "test"), (world, "maps", "segmentation"), (table, "captioned", ""),
+            (table, "images", "search"), (tmp_path / "crepe", "negatives"), (shards, "labelled", "test"),
             (tmp_path / "folders", "labelled", "test"), (tmp_path / "voc", "maps", "segmentation")):
         few, all = (getattr(opened(spec, limit=n)[0], name)(*purpose) for n in (1, None))
         assert len(list(few)) == 1 < len(list(all))
     assert len(list(opened(tmp_path / "winoground", limit=1)[0].winoground())) == 2  # of a pair
     data = opened("shapes:size=16", limit=3, learn_limit=9)[0]
-    assert len(list(data.labelled("train"))) == len(list(data.labelled("slots"))) == 9
-    assert len(list(data.samples(5))) == 3
+    assert len(list(data.labelled("slots"))) == evaluation.WORLD_N          # to choose by
+    assert len(list(data.captioned("samples"))) == 3
 
 
 def test_workers_batch_and_device_are_flags_and_nothing_is_computed_in_tf32(run_of, monkeypatch):
@@ -188,12 +186,13 @@ def test_the_table_has_chance_levels(run_of, tmp_path, capsys):
             "negatives/swap_att": "0.5000"}.items() <= shown.items()
 
 
-def test_a_guess_among_the_classes_that_are_learned_from_is_the_chance_level_of_knn():
-    data = evaluation.WorldSet(common.World(palette=2, heldout=3), "test")
-    chance = evaluation.chance_levels({}, data)
-    assert chance["zeroshot"] == 1 / 64 and chance["zeroshot/colour"] == 1 / 8
-    found = [chance[f"knn{way}"] for way in ("", "/colour", "/shape")]
-    assert found == [1 / 14, 1 / 2, 1 / 8]  # two of the three pairs are of the two colours
+def test_a_guess_among_the_classes_that_are_learned_from_is_the_chance_level_of_knn(run_of):
+    embed, _ = evaluation.load_run(run_of("sparc"))
+    data, options = opened("shapes:size=16,palette=2,heldout=3", tasks=["zeroshot", "knn"])
+    found = evaluation.run_tasks(embed, data, options)
+    assert found["zeroshot"][1] == 1 / 64 and found["zeroshot/colour"][1] == 1 / 8
+    chance = [found[f"knn{way}"][1] for way in ("", "/colour", "/shape")]
+    assert chance == [1 / 14, 1 / 2, 1 / 8]  # two of the three pairs are of the two colours
 
 
 def test_inference_in_three_lines(run_of, tmp_path):
@@ -253,7 +252,7 @@ def test_a_table_of_several_runs(run_of, tmp_path, monkeypatch, capsys):
         (run / "config.json").write_text(json.dumps(config))
     found = iter([{"x": 0.1, "y": 1}, {"x": 0.3, "y": 1}, {"x": 0.5}])
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "evaluate", lambda *arguments: next(found))
+        patch.setattr(evaluation, "run_tasks", lambda *arguments: next(found))
         evaluation.main([*map(str, runs), "--task", "retrieval"])
     assert capsys.readouterr().out.splitlines()[-4:] == [
         f"| | {runs[0]} (2) | {runs[2]} (1) |", "|---|---|---|", "| x | 0.200 ± 0.141 | 0.500 |",
@@ -277,7 +276,7 @@ def test_words_and_captions_of_several_runs_side_by_side(run_of, tmp_path):
     with Image.open(runs[1] / "shapes-size-16-objects-2-words.png") as alone:
         assert alone.width < words[0]
     page.unlink()
-    evaluation.main([*map(str, runs), "--data", world, "--task", "similarities"])
+    evaluation.main([*map(str, runs), "--data", world, "--task", "neighbours"])
     assert not page.exists()
 
 
@@ -320,9 +319,9 @@ def test_neighbours_are_the_nearest(run_of, monkeypatch, tmp_path):
     monkeypatch.setattr(evaluation, "sheet", lambda title, rows: shown.extend(rows))
     monkeypatch.setattr(evaluation, "to_picture", lambda image, size: image)
     embed, args = evaluation.load_run(run_of("bam"))
-    data = evaluation.open_eval_set(evaluation.own_options(args), embed.image_size)
+    data = evaluation.open_eval_set(evaluation.options_of({}, args), embed.image_size)
     evaluation.draw_neighbours(embed, data)
-    x = embed.images(torch.stack([image for image, _ in data.documents()]))
+    x = embed.images(torch.stack(list(data.images("search"))))
     assert len(shown) == 4
     for query, (_, cells) in zip(x, shown):
         images, labels = zip(*cells)

@@ -46,7 +46,7 @@ def test_the_names_and_prompts_of_a_folder_are_used_unless_others_are_given(
     assert data.classes.prompts == ["a blue.", "the blue", "a green.", "the green", "a red.",
                                     "the red"]
     result = evaluation.zeroshot(embedder(), data, options)
-    assert result["zeroshot"].tolist() == [True] * 6 and result["zeroshot/chance"] == 1 / 3
+    assert result["zeroshot"][0].tolist() == [True] * 6 and result["zeroshot/chance"] == 1 / 3
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     evaluation.main([str(run), "--task", "zeroshot", "--data", spec])
     settings = json.loads((run / "evals.jsonl").read_text().splitlines()[-1])["settings"]
@@ -82,16 +82,16 @@ def test_knn_and_slots_learn_from_the_split_train_or_else_from_train_data(tmp_pa
     spec = write_labelled(tmp_path / "with")
     write_labelled(tmp_path / "with", "train")
     data, options = opened(spec, learn_limit=4)
-    pairs = evaluation.open_training_set(options, data)
+    pairs = evaluation.training_pairs(options, data)
     assert options.train_data == spec and len(list(pairs())) == 4
-    assert evaluation.knn(embedder(), data, options)["knn"] > 0.3
-    assert evaluation.knn(embedder(), *opened(spec))["knn"] == 1
+    assert evaluation.knn(embedder(), data, options)["knn"][0] > 0.3
+    assert evaluation.knn(embedder(), *opened(spec))["knn"][0] == 1
     result = evaluation.slots(embedder(SlotOracle()), *opened(spec, select=spec))
-    assert result["slots/accuracy_best"] == 1 and result["slots/best_half/zeroshot"] == 1
+    assert result["slots/accuracy_best"] == 1 and result["slots/best_half/zeroshot"][0].all()
     alone = write_labelled(tmp_path / "alone")
     make_folders(tmp_path / "folders")
     for train in (spec, str(tmp_path / "folders"), f"{spec}/train/{{0..1}}.tar"):
-        assert evaluation.knn(embedder(), *opened(alone, train_data=train))["knn"] == 1
+        assert evaluation.knn(embedder(), *opened(alone, train_data=train))["knn"][0] == 1
 
 
 def test_retrieval_with_several_captions_an_image(tmp_path, capsys):
@@ -101,11 +101,11 @@ def test_retrieval_with_several_captions_an_image(tmp_path, capsys):
         "3.txt": "blue"})
     write_files(tmp_path, {"dataset_type.txt": "retrieval\n"})
     data, options = opened(tmp_path)
-    assert [captions for _, captions in data.captioned()] == [["red", "red red"], ["green"],
+    assert [captions for _, captions in data.captioned("")] == [["red", "red red"], ["green"],
                                                               ["blue"]]
     assert "1 x empty caption, the last " in capsys.readouterr().out
     result = evaluation.retrieval(embedder(), data, options)
-    assert result["i2t/R@1"] == result["t2i/R@1"] == 1 and result["retrieval/images"] == 3
+    assert result["i2t/R@1"] == result["t2i/R@1"] == (1, 1 / 3) and result["retrieval/images"] == 3
     images, captions = evaluation.take(embedder(), data, 2)
     assert captions == ["red", "green"] and images.shape == (2, 3, 8, 8)
 
@@ -121,7 +121,7 @@ def test_a_limit_takes_random_images_that_are_always_the_same(tmp_path):
     assert labels == [label for _, label in opened(tmp_path, limit=12)[0].labelled("test")]
     to_learn = opened(tmp_path / "test" / "0.tar", limit=12)[0]
     assert labels == [label for _, label in to_learn.labelled("train")]
-    images, captions = evaluation.take(embedder(), opened(tmp_path)[0], 9)
+    images, captions = evaluation.take(embedder(), opened(tmp_path, limit=9)[0], 9)
     assert images.shape == (9, 3, 8, 8) and len(set(captions)) == 3
     colours = common.denormalize(images).mean((2, 3)).argmax(1).tolist()
     assert [["red", "green", "blue"][c] for c in colours] == [c.split()[-1][:-1] for c in captions]
@@ -131,7 +131,7 @@ def test_what_cannot_be_read_is_skipped_and_reported(tmp_path, capsys):
     extra = {"t1.jpg": b"no image", "t1.cls": "1", "t2.jpg": plain("red"), "t3.cls": "0",
              "t4.jpg": plain("red"), "t4.cls": "0 2"}
     data, options = opened(write_labelled(tmp_path, extra=extra))
-    assert evaluation.zeroshot(embedder(), data, options)["zeroshot"].tolist() == [True] * 6
+    assert evaluation.zeroshot(embedder(), data, options)["zeroshot"][0].tolist() == [True] * 6
     printed = capsys.readouterr().out
     assert "skipped 1 of 7 images that cannot be read" in printed
     assert "2 x no label, the last " in printed and "1 x no image" in printed
@@ -153,14 +153,14 @@ def test_winogrounds_own_files(tmp_path, capsys):
     write_winoground(tmp_path / "w")
     (tmp_path / "w" / "images").rename(tmp_path / "photos")
     data, options = opened(tmp_path / "w", image_root=str(tmp_path / "photos"))
-    assert evaluation.check(options, data, embedder().model) == ["winoground"]
+    assert evaluation.tasks_to_run(options, data, embedder().model) == ["winoground"]
     result = evaluation.winoground(embedder(), data, options)
-    assert {key: value.tolist() for key, value in result.items()} == {
+    assert {key: value.tolist() for key, (value, _) in result.items()} == {
         "winoground/text": [True], "winoground/image": [True], "winoground/group": [True]}
     assert "skipped 1 of 4 images" in capsys.readouterr().out
     (tmp_path / "photos").rename(tmp_path / "w" / "images")  # where they lie in the release
     data, options = opened(tmp_path / "w", limit=1)
-    assert evaluation.winoground(embedder(), data, options)["winoground/text"].tolist() == [True]
+    assert evaluation.winoground(embedder(), data, options)["winoground/text"][0].tolist() == [True]
     (tmp_path / "w/images/b.png").unlink()
     with pytest.raises(common.UserError, match="has no pair of images of which both can be read"):
         evaluation.winoground(embedder(), *opened(tmp_path / "w"))

@@ -380,7 +380,7 @@ def test_files_are_searched_and_their_captions_words_counted(tmp_path, monkeypat
     scores = torch.randn(3, len(embed.tokenizer))
     scores[:, captions[0]] += 3.0
     monkeypatch.setattr(evaluation, "vocabulary_scores", lambda embed, images: scores)
-    options = evaluation.own_options(args)
+    options = evaluation.options_of({}, args)
     found = evaluation.words(embed, evaluation.open_eval_set(options, 16), options)
     best = scores.topk(10).indices.tolist()
     for name, truths in (("words/in_captions", captions),

@@ -138,7 +138,7 @@ def test_slots_are_selected_and_masks_trained(tmp_path, run_of):
     found = []
     for name, tasks in (("gap", ["masks"]), ("sparo", ["slots", "masks"])):
         embed, args = evaluation.load_run(tmp_path / name)
-        options = evaluation.own_options(args, tasks=tasks)
+        options = evaluation.options_of({"tasks": tasks}, args)
         data = evaluation.open_eval_set(options, args.image_size)
         found.append(evaluation.evaluate(embed, data, options))
         if name == "gap":
