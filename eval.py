@@ -95,7 +95,7 @@ PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100), "lbfgs": ("l2", Non
 RATES = (0.002, 0.01, 0.05, 0.3, 1.0)
 
 
-def held_out(x):
+def split_held_out(x):
     """Row numbers of a random fifth of features (N, E), always the same, and of the rest."""
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
     return order.to(x.device).tensor_split([len(x) // 5])
@@ -106,7 +106,7 @@ def adamw_probe(x, labels, epochs=10, batch=64):
     -> torch.nn.Linear, its weight decay. Of 97 weight decays it scores every 16th on a held-out
     fifth (ours), then those 8, 4, 2, 1 beside the best so far; with the best it trains on all."""
     decays, classes = np.logspace(-6, 2, 97).tolist(), int(labels.max()) + 1
-    held, fitted = held_out(x)
+    held, fitted = split_held_out(x)
 
     @common.fixed_seed(0)
     def fit(x, labels, decay):
@@ -168,7 +168,7 @@ def lbfgs_probe(x, labels, strengths=STRENGTHS):
     torch.nn.Linear, its l2: of 45 the best on a fifth that is held out, with which it learns from
     all. differs: the paper has validation images; whether it takes the mean of the cross entropy,
     as here, or the sum, it does not say."""
-    x, (held, fitted) = x.double(), held_out(x)
+    x, (held, fitted) = x.double(), split_held_out(x)
     head, right = torch.nn.Linear(x.shape[1], int(labels.max()) + 1).to(x), {}
 
     def fit(x, labels, l2):  # mean cross entropy + l2 / 2 |W|^2, from where the last one ended
@@ -193,7 +193,7 @@ def lbfgs_probe(x, labels, strengths=STRENGTHS):
 
 def mean_per_class(predicted, labels):
     """Accuracy in which each class of the labels (n,) counts alike."""
-    return mean([number((predicted == labels)[labels == c]) for c in labels.unique()])
+    return mean([to_float((predicted == labels)[labels == c]) for c in labels.unique()])
 
 
 def winoground_scores(s):
@@ -248,7 +248,7 @@ def chunks(items, n):
         yield part
 
 
-def several(items):
+def as_list(items):
     """A list, also of one caption, path or image. Raises UserError if there is none."""
     items = [items] if isinstance(items, (str, bytes, Path, Image.Image)) else list(items)
     if not items:
@@ -256,14 +256,14 @@ def several(items):
     return items
 
 
-def finite(x):
+def assert_finite(x):
     if not x.isfinite().all():
         raise UserError("Encodings are not finite numbers: the run has diverged, or its checkpoint "
                         "is damaged.")
     return x
 
 
-def readable(pairs, read, workers=0):
+def read_images(pairs, read, workers=0):
     """Pairs (image or file, value) -> pairs (image, value) of those that can be read; then it
     prints how many cannot. Raises UserError if none can. read: a function of a file."""
     def attempt(file):
@@ -347,9 +347,9 @@ class Embedder:
     @torch.no_grad()
     def texts(self, captions, encode=None):
         """n captions, or one -> (n, E), or (n, L, E) padded with zeros."""
-        encode, captions = encode or self.encode_text, several(captions)
+        encode, captions = encode or self.encode_text, as_list(captions)
         parts = chunks(captions, self.chunk)
-        parts = [finite(encode(*self.tokenize(part)).cpu()) for part in parts]
+        parts = [assert_finite(encode(*self.tokenize(part)).cpu()) for part in parts]
         if parts[0].ndim == 3:
             longest = max(x.shape[1] for x in parts)
             parts = [F.pad(x, (0, 0, 0, longest - x.shape[1])) for x in parts]
@@ -359,15 +359,15 @@ class Embedder:
     def images(self, images, encode=None):
         """(n, 3, S, S), or paths or PIL images, or one -> (n, E) or (n, P, E)."""
         if not torch.is_tensor(images):
-            images = torch.stack([self.read(image) for image in several(images)])
+            images = torch.stack([self.read(image) for image in as_list(images)])
         encode = encode or self.encode_image
-        return finite(torch.cat([encode(x.to(self.device)).cpu()
+        return assert_finite(torch.cat([encode(x.to(self.device)).cpu()
                                  for x in images.split(self.chunk)]))
 
-    def encoded(self, pairs, encode=None):
+    def encode_pairs(self, pairs, encode=None):
         """Pairs (image or file, value) -> encodings of those that can be read, their values."""
         features, values = [], []
-        for part in chunks(readable(pairs, self.read, self.workers), self.chunk):
+        for part in chunks(read_images(pairs, self.read, self.workers), self.chunk):
             images, of_images = zip(*part)
             features.append(self.images(torch.stack(images), encode))
             values += of_images
@@ -401,10 +401,6 @@ VOC_CLASSES = [
     "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow",
     "dining table", "dog", "horse", "motorbike", "person", "potted plant", "sheep", "sofa", "train",
     "tv monitor"]
-COLOURS, SHAPES = common.COLOUR_NAMES, common.SHAPE_NAMES
-PAIRS = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]     # 8 * colour + shape
-WORLD_WORDS = {"small", "large", *COLOURS, *SHAPES, *map(common.plural, SHAPES)}
-WORLD_N = 1000  # samples of the embedded world; a task uses so many, half, or four times as many
 
 
 class Classes:
@@ -549,80 +545,6 @@ class EvalSet:
         return open_training_set(self.options, self)
 
 
-class WorldSet(EvalSet):
-    """The embedded world."""
-
-    groups = {"": (torch.arange(64), PAIRS), "/colour": (torch.arange(64) // 8, COLOURS),
-              "/shape": (torch.arange(64) % 8, SHAPES)}
-    content_words, is_world = WORLD_WORDS, True
-
-    def __init__(self, world, options):
-        self.world, self.split, self.limit = world, options.split, options.limit
-        templates = options.templates
-        usual = ["{a}", "a photo of {a}"] if world.fillers else ["{a}"]  # in its words
-        self.classes = Classes(PAIRS, templates or usual, "shapes")
-        self.named = self.classes if templates else None
-        self.map_classes = {"/colour": Classes(COLOURS, [f"{{a}} {shape}" for shape in SHAPES]),
-                            "/shape": Classes(SHAPES, usual), "/pair": Classes(PAIRS, usual)}
-        self.unseen = torch.arange(64) // 8 >= world.palette
-        self.unseen[[8 * colour + shape for colour, shape in world.heldout_pairs]] = True
-
-    def scenes(self, purpose):
-        """The sample of a purpose; --limit is of what is evaluated, not of what is learned from."""
-        split, most, few = self.split, self.world.objects, min(3, self.world.objects)
-        evaluated = {  # size, split, seed, objects a scene (None: 1 or more)
-            "zeroshot": (WORLD_N, split, 1, 1), "captioned": (WORLD_N // 2, split, 2, most),
-            "negatives": (WORLD_N, split, 3, few), "segmentation": (WORLD_N // 2, split, 5, most),
-            "samples": (WORLD_N // 2, split, 6, few), "picture": (8, split, 7, most),
-            "search": (WORLD_N, split, 7, None), "test": (WORLD_N, split, 9, 1)}
-        learned = {"slots": (WORLD_N, "val", 8, 1), "train": (4 * WORLD_N, "train", 9, 1),
-                   "train_maps": (WORLD_N // 2, "train", 10, most)}
-        if purpose in learned:
-            return self.world.sample(*learned[purpose])
-        n, *more = evaluated[purpose]
-        return self.world.sample(min(n, self.limit or n), *more)
-
-    def labelled(self, purpose):
-        sample = self.scenes(purpose)
-        ids = class_ids(sample["scene"], "/pair")[:, 0].tolist()
-        for image, c in zip(sample["images"], ids):
-            if purpose in ("zeroshot", "slots") or not self.unseen[c]:  # these need no training
-                yield image, c
-
-    def captioned(self, purpose):
-        sample, rng = self.scenes(purpose), random.Random(2)
-        if purpose == "samples":
-            yield from zip(sample["images"], [[caption] for caption in sample["captions"]])
-            return
-        for image, objects in zip(sample["images"], sample["objects"]):
-            yield image, [self.world.caption(objects, rng) for _ in range(2)]
-
-    def negatives(self):
-        sample, rng = self.scenes("negatives"), random.Random(3)
-        for image, objects in zip(sample["images"], sample["objects"]):
-            pairs = self.world.hard_negatives(objects, rng)
-            yield image, [(kind, *pairs[kind]) for kind in sorted(pairs)]
-
-    def maps(self, purpose):
-        sample = self.scenes("train_maps" if purpose == "train" else purpose)
-        ways = ["/colour", "/shape"] if purpose == "picture" else list(self.map_classes)
-        truths = {way: label_maps(sample, way) for way in ways}
-        for i, image in enumerate(sample["images"]):
-            yield image, {way: ids[i] for way, ids in truths.items()}
-
-
-def class_ids(scene, way):
-    """World scene -> (n, K), the "/colour", "/shape" or "/pair" of its objects."""
-    return scene["colour"] * 8 + scene["shape"] if way == "/pair" else scene[way[1:]]
-
-
-def label_maps(sample, way):
-    """World sample -> maps (n, S, S) of 1 + the objects' class ids, 0 elsewhere."""
-    ids = F.pad(class_ids(sample["scene"], way) + 1, (1, 0))                # (n, 1 + K)
-    segmentation = sample["segmentation"]
-    return ids.gather(1, segmentation.flatten(1)).view_as(segmentation)
-
-
 class TableSet(EvalSet):
     """Image files with captions, or class folders, these in a random order, always the same."""
 
@@ -747,7 +669,7 @@ class VocSet(EvalSet):
 
     def maps(self, purpose):
         pairs, classes = zip(self.ids, self.ids), len(self.named.names)
-        for (image, truth), name in readable(pairs, self.read, self.workers):
+        for (image, truth), name in read_images(pairs, self.read, self.workers):
             path = self.directory / "SegmentationClass" / f"{name}.png"
             if truth.ndim != 2 or truth.dtype != torch.uint8:
                 raise UserError(f"{path} is no map of class ids (8 bits, palette or grey): it is "
@@ -757,6 +679,86 @@ class VocSet(EvalSet):
                 raise UserError(f"{path} holds class {highest}, but there are {classes} names: "
                                 f"give all with --classes.")
             yield image, {"": truth}
+
+
+COLOURS, SHAPES = common.COLOUR_NAMES, common.SHAPE_NAMES
+PAIRS = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]     # 8 * colour + shape
+WORLD_WORDS = {"small", "large", *COLOURS, *SHAPES, *map(common.plural, SHAPES)}
+WORLD_N = 1000  # samples of the embedded world; a task uses so many, half, or four times as many
+
+
+class WorldSet(EvalSet):
+    """The embedded world."""
+
+    groups = {"": (torch.arange(64), PAIRS), "/colour": (torch.arange(64) // 8, COLOURS),
+              "/shape": (torch.arange(64) % 8, SHAPES)}
+    content_words, is_world = WORLD_WORDS, True
+
+    def __init__(self, world, options):
+        self.world, self.split, self.limit = world, options.split, options.limit
+        templates = options.templates
+        usual = ["{a}", "a photo of {a}"] if world.fillers else ["{a}"]  # in its words
+        self.classes = Classes(PAIRS, templates or usual, "shapes")
+        self.named = self.classes if templates else None
+        self.map_classes = {"/colour": Classes(COLOURS, [f"{{a}} {shape}" for shape in SHAPES]),
+                            "/shape": Classes(SHAPES, usual), "/pair": Classes(PAIRS, usual)}
+        self.unseen = torch.arange(64) // 8 >= world.palette
+        self.unseen[[8 * colour + shape for colour, shape in world.heldout_pairs]] = True
+
+    def scenes(self, purpose):
+        """The sample of a purpose; --limit is of what is evaluated, not of what is learned from."""
+        split, most, few = self.split, self.world.objects, min(3, self.world.objects)
+        evaluated = {  # size, split, seed, objects a scene (None: 1 or more)
+            "zeroshot": (WORLD_N, split, 1, 1), "captioned": (WORLD_N // 2, split, 2, most),
+            "negatives": (WORLD_N, split, 3, few), "segmentation": (WORLD_N // 2, split, 5, most),
+            "samples": (WORLD_N // 2, split, 6, few), "picture": (8, split, 7, most),
+            "search": (WORLD_N, split, 7, None), "test": (WORLD_N, split, 9, 1)}
+        learned = {"slots": (WORLD_N, "val", 8, 1), "train": (4 * WORLD_N, "train", 9, 1),
+                   "train_maps": (WORLD_N // 2, "train", 10, most)}
+        if purpose in learned:
+            return self.world.sample(*learned[purpose])
+        n, *more = evaluated[purpose]
+        return self.world.sample(min(n, self.limit or n), *more)
+
+    def labelled(self, purpose):
+        sample = self.scenes(purpose)
+        ids = class_ids(sample["scene"], "/pair")[:, 0].tolist()
+        for image, c in zip(sample["images"], ids):
+            if purpose in ("zeroshot", "slots") or not self.unseen[c]:  # these need no training
+                yield image, c
+
+    def captioned(self, purpose):
+        sample, rng = self.scenes(purpose), random.Random(2)
+        if purpose == "samples":
+            yield from zip(sample["images"], [[caption] for caption in sample["captions"]])
+            return
+        for image, objects in zip(sample["images"], sample["objects"]):
+            yield image, [self.world.caption(objects, rng) for _ in range(2)]
+
+    def negatives(self):
+        sample, rng = self.scenes("negatives"), random.Random(3)
+        for image, objects in zip(sample["images"], sample["objects"]):
+            pairs = self.world.hard_negatives(objects, rng)
+            yield image, [(kind, *pairs[kind]) for kind in sorted(pairs)]
+
+    def maps(self, purpose):
+        sample = self.scenes("train_maps" if purpose == "train" else purpose)
+        groupings = ["/colour", "/shape"] if purpose == "picture" else list(self.map_classes)
+        truths = {grouping: label_maps(sample, grouping) for grouping in groupings}
+        for i, image in enumerate(sample["images"]):
+            yield image, {grouping: ids[i] for grouping, ids in truths.items()}
+
+
+def class_ids(scene, grouping):
+    """World scene -> (n, K), the "/colour", "/shape" or "/pair" of its objects."""
+    return scene["colour"] * 8 + scene["shape"] if grouping == "/pair" else scene[grouping[1:]]
+
+
+def label_maps(sample, grouping):
+    """World sample -> maps (n, S, S) of 1 + the objects' class ids, 0 elsewhere."""
+    ids = F.pad(class_ids(sample["scene"], grouping) + 1, (1, 0))           # (n, 1 + K)
+    segmentation = sample["segmentation"]
+    return ids.gather(1, segmentation.flatten(1)).view_as(segmentation)
 
 
 def open_eval_set(options, image_size, captions=True):
@@ -860,13 +862,13 @@ def open_selection(options, data, task, chooser, needed):
 # Tasks ------------------------------------------------------------------------------------
 #
 # A task is a function of an Embedder, an EvalSet and eval.py's options -> {metric: value} or, where
-# it is known what a guess gives, {metric: (value, chance)}; the value is a number, or a tensor whose
-# mean it is. First those for any model.
+# it is known what a guess gives, {metric: (value, chance)}; the value is a number, or a tensor
+# whose mean it is. First those for any model.
 
 
 def labelled(embed, data, purpose, encode=None):
     """Features (n, E) and class ids (n,) of the labelled images that can be read."""
-    x, ids = embed.encoded(data.labelled(purpose), encode)
+    x, ids = embed.encode_pairs(data.labelled(purpose), encode)
     return x, torch.tensor(ids)
 
 
@@ -879,7 +881,7 @@ def take(embed, data, n):
         names = data.classes.names if embed.tokenizer else data.groups[""][1]
         prompts = [f"a photo of {common.article(name)}." for name in names]
         pairs = ((image, prompts[c]) for image, c in data.labelled("samples"))
-    images, captions = zip(*itertools.islice(readable(pairs, embed.read), n))
+    images, captions = zip(*itertools.islice(read_images(pairs, embed.read), n))
     return torch.stack(images), list(captions)
 
 
@@ -889,8 +891,8 @@ def zeroshot(embed, data, options):
     x, ids = labelled(embed, data, "zeroshot")
     scores = embed.classify(x, data.classes)                                # (n, C)
     predicted, chance = scores.argmax(1), 1 / scores.shape[1]
-    result = {f"zeroshot{way}": (group[predicted] == group[ids], 1 / len(names))
-              for way, (group, names) in data.groups.items()}
+    result = {f"zeroshot{grouping}": (group[predicted] == group[ids], 1 / len(names))
+              for grouping, (group, names) in data.groups.items()}
     if scores.shape[1] > 5:
         result["zeroshot/acc5"] = (scores.topk(5).indices == ids[:, None]).any(1), 5 * chance
     result["zeroshot/mean_per_class_recall"] = mean_per_class(predicted, ids), chance
@@ -911,7 +913,7 @@ def nearest_captions(embed, x, y):
 def retrieval(embed, data, options):
     """Recall at 1, 5, 10 both ways, every caption a query, and faithfulness: K-Precision of the
     caption that is nearest to each image. STAIR (4.3) has --caption-prefix "a photo of"."""
-    x, captions = embed.encoded(data.captioned("captioned"))
+    x, captions = embed.encode_pairs(data.captioned("captioned"))
     flat, prefix = list(itertools.chain(*captions)), options.caption_prefix
     y = embed.texts([f"{prefix} {caption}" for caption in flat] if prefix else flat)
     image_ids = torch.arange(len(x))
@@ -935,7 +937,7 @@ def retrieval(embed, data, options):
 
 def negative_pairs(embed, data):
     """Hard negatives -> n kinds, encodings (n, E) of the images, n captions, n wrong ones."""
-    x, groups = embed.encoded(data.negatives())
+    x, groups = embed.encode_pairs(data.negatives())
     rows = [i for i, group in enumerate(groups) for _ in group]
     kinds, captions, wrong = zip(*itertools.chain(*groups))
     return kinds, x[rows], captions, wrong
@@ -949,13 +951,13 @@ def negatives(embed, data, options):
     result = {}
     for kind in sorted(set(kinds)):
         rows = torch.tensor([k == kind for k in kinds])
-        result[f"negatives/{kind}"] = number((right > wrong)[rows]), 1 / 2
+        result[f"negatives/{kind}"] = to_float((right > wrong)[rows]), 1 / 2
     return result | {"negatives": (mean([value for value, _ in result.values()]), 1 / 2)}
 
 
 def winoground(embed, data, options):
     """Winoground's scores: two captions of the same words, to be matched with two images."""
-    x, values = embed.encoded(data.winoground())
+    x, values = embed.encode_pairs(data.winoground())
     count = collections.Counter(pair for pair, _ in values)
     rows = [i for i, (pair, _) in enumerate(values) if count[pair] == 2]    # both can be read
     if not rows:
@@ -971,14 +973,14 @@ def winoground(embed, data, options):
 def knn(embed, data, options):
     """Accuracy of 20 nearest neighbours on the encodings of images."""
     encode = embed.model.encode_image
-    x, ids = embed.encoded(training_pairs(options, data)(), encode)
+    x, ids = embed.encode_pairs(training_pairs(options, data)(), encode)
     test, labels = labelled(embed, data, "test", encode)
     x, test = x.to(embed.device), test.to(embed.device)
     result = {}
-    for way, (group, _) in data.groups.items():
+    for grouping, (group, _) in data.groups.items():
         learned, truth = group[ids].to(embed.device), group[labels].to(embed.device)
         accuracy = knn_accuracy(x, learned, test, truth)
-        result[f"knn{way}"] = accuracy, 1 / len(learned.unique())
+        result[f"knn{grouping}"] = accuracy, 1 / len(learned.unique())
     return result
 
 
@@ -986,9 +988,9 @@ def random_crops(embed, pairs):
     """Features (n, E) to probe and labels (n,) of a random crop, perhaps flipped, of each image."""
     crop = common.train_transform(embed.image_size, min_scale=0.08)
     read = functools.partial(common.open_image, min_side=4 * embed.image_size)
-    images = readable(pairs, read, embed.workers)
+    images = read_images(pairs, read, embed.workers)
     cropped = ((common.to_floats(crop(image)), label) for image, label in images)
-    x, labels = embed.encoded(cropped, embed.model.probe_features)
+    x, labels = embed.encode_pairs(cropped, embed.model.probe_features)
     return x, torch.tensor(labels)
 
 
@@ -1000,7 +1002,7 @@ def linear(embed, data, options):
     step = 10 if options.probe == "sgd" else 1  # a tenth is held out
     if options.probe == "lbfgs":  # BAM, D.3: 224 by the shorter side, where the others take 256
         embed = dataclasses.replace(embed, resize=embed.image_size)
-    x, learned = embed.encoded(itertools.islice(pairs(), 0, None, step), encode)
+    x, learned = embed.encode_pairs(itertools.islice(pairs(), 0, None, step), encode)
     x, learned = x.to(embed.device), torch.tensor(learned).to(embed.device)
     if options.probe == "adamw":
         head, value = adamw_probe(x, learned, epochs)
@@ -1012,9 +1014,9 @@ def linear(embed, data, options):
         head, value = sgd_probe(crops, x, learned, classes, epochs)
     x, ids = labelled(embed, data, "test", encode)
     predicted, result = head.cpu()(x).argmax(1), {}
-    for way, (group, _) in data.groups.items():
+    for grouping, (group, _) in data.groups.items():
         chance = 1 / len(group[learned.cpu()].unique())
-        result[f"linear{way}"] = group[predicted] == group[ids], chance
+        result[f"linear{grouping}"] = group[predicted] == group[ids], chance
     result["linear/mean_per_class"] = mean_per_class(predicted, ids)
     return result | {f"linear/{setting}": value}
 
@@ -1024,19 +1026,20 @@ def linear(embed, data, options):
 
 def segment(patches, classes, size):
     """Patches (P, E), classes (C, E) -> (H, W), 1 + the class nearest to each pixel's patch."""
-    return enlarged((patches @ classes.T).argmax(1) + 1, size)
+    return upsample((patches @ classes.T).argmax(1) + 1, size)
 
 
-def enlarged(ids, size):
+def upsample(ids, size):
     """An id for each patch (P,) -> a map (H, W) without smoothing."""
     grid = math.isqrt(len(ids))
     return F.interpolate(ids.view(1, 1, grid, grid).float(), size, mode="nearest")[0, 0].long()
 
 
 def patch_classes(embed, data):
-    """{way of data.map_classes: embeddings (C, E) to compare single patches with}."""
+    """{grouping of data.map_classes: embeddings (C, E) to compare single patches with}."""
     encode = functools.partial(embed.texts, encode=embed.model.encode_text)
-    return {way: class_embeddings(encode, classes) for way, classes in data.map_classes.items()}
+    return {grouping: class_embeddings(encode, classes)
+            for grouping, classes in data.map_classes.items()}
 
 
 def segmentation(embed, data, options):
@@ -1045,13 +1048,14 @@ def segmentation(embed, data, options):
     get; `miou_fg` ignores them. D.7 names no prompts: here a class has the mean of several."""
     classes, scores, images = patch_classes(embed, data), collections.defaultdict(list), 0
     for part in chunks(data.maps("segmentation"), embed.chunk):
-        patches, truths = embed.encoded(part, embed.model.encode_patches)   # (n, P, E)
+        patches, truths = embed.encode_pairs(part, embed.model.encode_patches)   # (n, P, E)
         images += len(patches)
         for x, maps in zip(patches, truths):
-            for way, truth in maps.items():
-                predicted = segment(x, classes[way], truth.shape)
-                scores[f"miou{way}"].append(image_iou(predicted, truth))
-                scores[f"miou_fg{way}"].append(image_iou(predicted, truth, foreground_only=True))
+            for grouping, truth in maps.items():
+                predicted = segment(x, classes[grouping], truth.shape)
+                foreground = image_iou(predicted, truth, foreground_only=True)
+                scores[f"miou{grouping}"].append(image_iou(predicted, truth))
+                scores[f"miou_fg{grouping}"].append(foreground)
     result = {name: mean(values) for name, values in scores.items()}
     return result | {"segmentation/images": images}
 
@@ -1108,7 +1112,7 @@ def masks(embed, data, options):
                    f"masks/{name}/kept": mask.mean()}
         after = headlines(dataclasses.replace(embed, mask=mask), data, options, tasks)
         for key, found in after.items():
-            old, new, change = number(before[key]), number(found), math.nan
+            old, new, change = to_float(before[key]), to_float(found), math.nan
             if fit > start > 0 and old:
                 change = (new / old - 1) / (fit / start - 1)
             result[f"masks/{name}/{key}"] = found
@@ -1151,7 +1155,7 @@ def words(embed, data, options):
     ten best tokens occur in the captions, and in another image's, a fraction."""
     encode = embed.tokenizer.encode
     if data.groups is None:
-        x, captions = embed.encoded(data.captioned("captioned"))
+        x, captions = embed.encode_pairs(data.captioned("captioned"))
         best = vocabulary_scores(embed, x).topk(10).indices                 # (n, 10)
         texts = [torch.tensor(encode(" ".join(group))) for group in captions]
         own = [torch.isin(ids, text) for ids, text in zip(best, texts)]
@@ -1160,16 +1164,16 @@ def words(embed, data, options):
                 "words/in_others_captions": torch.stack(others).float().mean(1)}
     x, ids = labelled(embed, data, "zeroshot")
     scores, ranks = vocabulary_scores(embed, x), {}
-    for way, (group, names) in data.groups.items():
-        if way == "" and len(data.groups) > 1:
+    for grouping, (group, names) in data.groups.items():
+        if grouping == "" and len(data.groups) > 1:
             continue  # no single word names a colour and a shape
-        names = names if way else data.classes.names  # folders may be called otherwise
+        names = names if grouping else data.classes.names  # folders may be called otherwise
         # a class without a name gets the score of special tokens, -inf
         pieces = [encode(name)[1:-1] or embed.tokenizer.special for name in names]
-        ranks[way] = label_ranks(scores, pieces, group[ids])
+        ranks[grouping] = label_ranks(scores, pieces, group[ids])
     ranks[""] = torch.stack(list(ranks.values())).amin(0)
     ks = (1, 10, 50, 100)
-    return {f"words{way}/top{k}": rank < k for way, rank in ranks.items() for k in ks}
+    return {f"words{grouping}/top{k}": rank < k for grouping, rank in ranks.items() for k in ks}
 
 
 def textfree(embed, data, options):
@@ -1221,7 +1225,7 @@ TASKS = {
 }
 
 
-def number(found):
+def to_float(found):
     """What a task gives for a metric -> its value, of a tensor the mean."""
     value = found[0] if isinstance(found, tuple) else found
     return value.float().mean().item() if torch.is_tensor(value) else value
@@ -1241,7 +1245,7 @@ LIT = "Bright patches weigh most, black ones nothing."
 STOP_WORDS = set("a an the and of in on at to by with from for is are it its his her".split())
 
 
-def text(string, width, size=13):
+def draw_text(string, width, size=13):
     """A picture of text, wrapped to `width`. The font has Latin letters alone: accents are dropped,
     and for other scripts stands "(...)"."""
     if not string.isascii():
@@ -1271,12 +1275,12 @@ def sheet(title, rows, columns=12):
     cells a row goes on in the next line."""
     lines = []
     for heading, cells in rows:
-        boxes = [join([text(label, cell.width), cell], True, 2) for cell, label in cells]
+        boxes = [join([draw_text(label, cell.width), cell], True, 2) for cell, label in cells]
         row = [join(part) for part in chunks(boxes, columns)]
         width = max([640, *[line.width for line in row]])
-        lines.append(join([text(heading, width), *row], True, 4))
+        lines.append(join([draw_text(heading, width), *row], True, 4))
     width = max(line.width for line in lines)
-    page = join([text(title, width, 16), *lines], True, 12)
+    page = join([draw_text(title, width, 16), *lines], True, 12)
     return ImageOps.expand(page, 10, "white")
 
 
@@ -1324,16 +1328,16 @@ def draw_alignment(embed, data):
     return lit_sheet("SPARC: the patches that each word is aligned to (Eq. 4)", rows)
 
 
-def class_colours(data, ways):
-    """{way of data.map_classes: colours (256, 3) of class ids}, and the legend's rows."""
+def class_colours(data, groupings):
+    """{grouping of data.map_classes: colours (256, 3) of class ids}, and the legend's rows."""
     palette, tables, legend = itertools.cycle(CLASS_COLOURS), {}, []
-    for way in ways:
-        names = data.map_classes[way].names
+    for grouping in groupings:
+        names = data.map_classes[grouping].names
         colours = list(itertools.islice(palette, len(names)))
         keys = [ImageOps.expand(Image.new("RGB", (70, 12), c), 1, "grey") for c in colours]
-        legend.append((way[1:] or "class", list(zip(keys, names))))
+        legend.append((grouping[1:] or "class", list(zip(keys, names))))
         rest = [NOT_COUNTED] * (255 - len(names))
-        tables[way] = torch.tensor([BACKGROUND, *colours, *rest])
+        tables[grouping] = torch.tensor([BACKGROUND, *colours, *rest])
     return tables, legend
 
 
@@ -1344,16 +1348,16 @@ def draw_segmentation(runs, data):
     colours, legend = class_colours(data, samples[0][1])
     for image, truths in samples:
         cells = []
-        for way, truth in truths.items():
+        for grouping, truth in truths.items():
             size, maps = (144, 144 * truth.shape[0] // truth.shape[1]), {"true": truth}
             for name, embed in runs.items():
                 patches = embed.images(image[None], embed.model.encode_patches)[0]
-                maps[name] = segment(patches, classes[name][way], truth.shape)
+                maps[name] = segment(patches, classes[name][grouping], truth.shape)
             for name, ids in maps.items():
                 shade = torch.where(truth == 0, 0.35, 1.0)[..., None]
-                painted = (colours[way][ids.long()] * shade).byte().permute(2, 0, 1)
+                painted = (colours[grouping][ids.long()] * shade).byte().permute(2, 0, 1)
                 picture = to_pil_image(painted).resize(size, Image.Resampling.NEAREST)
-                cells.append((picture, f"{name} {way[1:]}"))
+                cells.append((picture, f"{name} {grouping[1:]}"))
         rows.append(("", [(to_picture(image, size), "image"), *cells]))
     title = "Zero-shot segmentation: the class that a patch resembles most. The background is dim."
     return sheet(title, [*legend, *rows])
@@ -1394,9 +1398,9 @@ def word_cloud(words, scores):
     none that STAIR found; of similarities all may be negative."""
     best, ids = scores.topk(min(20, len(words)))
     sizes = 9 + 8 * (best / best[0].clamp(min=1e-6)).clamp(min=0)
-    pages = [text(words[k], 100, int(size)) for k, size, score in zip(ids, sizes, best)
+    pages = [draw_text(words[k], 100, int(size)) for k, size, score in zip(ids, sizes, best)
              if score.isfinite() and score != 0]
-    cloud = [join(part) for part in chunks(pages or [text("no word", 100)], 3)]
+    cloud = [join(part) for part in chunks(pages or [draw_text("no word", 100)], 3)]
     return join(cloud, True, 2)
 
 
@@ -1409,7 +1413,7 @@ def draw_words(runs, data):
         scores = vocabulary_scores(embed, embed.images(images))             # (n, |V|)
         for row, of_image in zip(pictures, scores):
             cloud = word_cloud(embed.tokenizer.vocab, of_image)
-            row.append(join([text(f"{name}:", cloud.width), cloud], down=True))
+            row.append(join([draw_text(f"{name}:", cloud.width), cloud], down=True))
     cells = [(join(row), caption) for row, caption in zip(pictures, captions)]
     title = "A caption, its image, and the words that the encoding scores highest"
     return sheet(title, [("", cells)], columns=2)
@@ -1446,12 +1450,12 @@ def draw_heads(embed, data):
 def draw_neighbours(embed, data):
     """Images, and those of 1,000 whose encodings are nearest to theirs."""
     pairs = ((image, image) for image in itertools.islice(data.images("search"), 1000))
-    x, files = embed.encoded(pairs, embed.model.encode_image)
+    x, files = embed.encode_pairs(pairs, embed.model.encode_image)
     cosines, nearest = torch.inner(x[:4], x).topk(min(10, len(x)))          # (4, 10)
     rows = []
     for scores, ids in zip(cosines.tolist(), nearest.tolist()):
         labels = ["image", *[f"{score:.2f}" for score in scores[1:]]]       # the first is itself
-        shown = readable(zip([files[i] for i in ids], labels), embed.read)
+        shown = read_images(zip([files[i] for i in ids], labels), embed.read)
         rows.append(("", [(to_picture(image, (80, 80)), label) for image, label in shown]))
     return sheet("An image, and the images whose encodings are nearest, with their cosines", rows)
 
@@ -1462,16 +1466,16 @@ def draw_captions(runs, data):
     chooses images where SPARC's precision is above CLIP's; here they are the first."""
     pairs, found, rows = list(itertools.islice(data.captioned("captioned"), 1000)), {}, []
     for name, embed in runs.items():
-        x, kept = embed.encoded((image, (image, captions)) for image, captions in pairs)
+        x, kept = embed.encode_pairs((image, (image, captions)) for image, captions in pairs)
         flat = [caption for _, captions in kept for caption in captions]
         found[name] = [flat[j] for j in nearest_captions(embed, x, embed.texts(flat))]
     for (image, captions), *nearest in zip(kept, *found.values()):
         if len(rows) == 8 or set(nearest) & set(captions):
             continue
-        lines = [text(f"its own: {' / '.join(captions)}", 500)]
+        lines = [draw_text(f"its own: {' / '.join(captions)}", 500)]
         for name, caption in zip(found, nearest):
             score = k_precision([caption_words(caption)], [caption_words(*captions)])
-            lines.append(text(f"{name} (K-Precision {score:.2f}): {caption}", 500))
+            lines.append(draw_text(f"{name} (K-Precision {score:.2f}): {caption}", 500))
         image = image if torch.is_tensor(image) else embed.read(image)
         rows.append(("", [(join([to_picture(image), join(lines, True)]), "")]))
     title = "Images, their captions, and the caption that is nearest instead"
@@ -1589,13 +1593,13 @@ def run_tasks(embed, data, options):
 
 def evaluate(embed, data, options):
     """Run the tasks -> {metric: float}."""
-    return {key: number(value) for key, value in run_tasks(embed, data, options).items()}
+    return {key: to_float(value) for key, value in run_tasks(embed, data, options).items()}
 
 
-def report(embed, data, options, run):
+def evaluate_and_show(embed, data, options, run):
     """Evaluate, print a table, write the figures and draw pictures into RUN -> {metric: float}."""
     found = run_tasks(embed, data, options)
-    result = {key: number(value) for key, value in found.items()}
+    result = {key: to_float(value) for key, value in found.items()}
     if data.named and embed.tokenizer:
         print(f"Class names: {data.named.source}. First prompt: {data.named.prompts[0]!r}")
         count = collections.Counter(data.named.names)
@@ -1641,7 +1645,7 @@ def write_figures(embed, data, options, run, result):
             file.write(json.dumps(record, indent=2).encode() + b"\n")
 
 
-def place(run, options, name):
+def output_path(run, options, name):
     """RUN/NAME of the run's own evaluation, RUN/DATA-NAME of any other."""
     data = re.sub("[^A-Za-z0-9]+", "-", options.data)[-60:].strip("-")
     return Path(run, name if options.is_own else f"{data}-{name}")
@@ -1655,7 +1659,7 @@ def draw_pictures(embed, data, options, run):
     for name, picture in PICTURES.items():
         if is_drawn(name, options.tasks, data, embed.model):
             shown = {"found": embed} if name in OF_RUNS else embed
-            pages[place(run, options, f"{name}.png")] = picture.run(shown, data)
+            pages[output_path(run, options, f"{name}.png")] = picture.run(shown, data)
     return save_pictures(pages)
 
 
@@ -1684,34 +1688,34 @@ def search(embed, data, options, run, queries):
             stair.boolean_query(query, index)
     pairs = ((image, (image if isinstance(image, str) else str(i), image))
              for i, image in enumerate(data.images("search")))
-    parts = chunks(readable(pairs, embed.read, embed.workers), embed.chunk)
+    parts = chunks(read_images(pairs, embed.read, embed.workers), embed.chunk)
     for part in tqdm(parts, f"images, {embed.chunk} at a time"):
-        x, documents = embed.encoded(part)
+        x, documents = embed.encode_pairs(part)
         index.add([name for name, _ in documents], word_columns(embed, x))
         images |= documents
     for heading, best in answers(embed, index, queries):
         names = ", ".join(f"{name} ({score:.2f})" for name, score in best) or "nothing"
         print(f"{heading}: {names}")
         pairs = [(images[name], f"{score:.2f}") for name, score in best]
-        shown = readable(pairs, embed.read) if pairs else []
+        shown = read_images(pairs, embed.read) if pairs else []
         rows.append((heading, [(to_picture(image), score) for image, score in shown]))
-    index.save(place(run, options, "index.pt"))
+    index.save(output_path(run, options, "index.pt"))
     title = "What queries find. Scores are cosines; of boolean queries sums of weights."
-    save_pictures({place(run, options, "search.png"): sheet(title, rows)})
+    save_pictures({output_path(run, options, "search.png"): sheet(title, rows)})
 
 
 def answers(embed, index, queries):
     """Pairs of a heading and [(name, score), ...]: of a caption two, with the text tower and
     without it."""
-    ways = {"text tower": embed.model.encode_text, "words alone": embed.model.encode_words}
+    encoders = {"text tower": embed.model.encode_text, "words alone": embed.model.encode_words}
     for query in queries:
         if stair.is_boolean(query):
             where, words = stair.boolean_query(query, index)
             yield query, index.search(dict.fromkeys(words, 1.0), 8, where)
             continue
-        for way, encode in ways.items():
+        for name, encode in encoders.items():
             x = word_columns(embed, embed.texts([query], encode))[0]
-            yield f"{query} ({way})", index.search(x, 8)
+            yield f"{query} ({name})", index.search(x, 8)
 
 
 # A run and its options ------------------------------------------------------------------
@@ -1792,20 +1796,20 @@ def linear_segmentation(embed, data, options):
     def encode(images):
         return encoder(images)[:, -P:].float()                              # (B, P, d)
 
-    x, learned = embed.encoded(open_training_maps(options, data), encode)
-    test, truths = embed.encoded(data.maps("segmentation"), encode)
-    for way in data.map_classes:
-        labels = torch.cat([patch_labels(maps[way], embed.image_size, encoder.grid)
+    x, learned = embed.encode_pairs(open_training_maps(options, data), encode)
+    test, truths = embed.encode_pairs(data.maps("segmentation"), encode)
+    for grouping in data.map_classes:
+        labels = torch.cat([patch_labels(maps[grouping], embed.image_size, encoder.grid)
                             for maps in learned])                           # (n P,)
         counted, batch = labels != 255, min(512, max(32, len(labels) // 64))
         seen = x.flatten(0, 1)[counted].to(embed.device), labels[counted].to(embed.device)
         head = adamw_probe(*seen, epochs=3, batch=batch)[0].cpu()
         found, truth = [], []  # ids of all pixels, from 1: the background is a class, too
         for patches, maps in zip(test, truths):
-            ids = enlarged(head(patches).argmax(1), maps[way].shape)
+            ids = upsample(head(patches).argmax(1), maps[grouping].shape)
             found.append(ids.flatten() + 1)
-            truth.append((maps[way] + (maps[way] != 255)).flatten())
-        result[f"linear_segmentation{way}"] = image_iou(torch.cat(found), torch.cat(truth))
+            truth.append((maps[grouping] + (maps[grouping] != 255)).flatten())
+        result[f"linear_segmentation{grouping}"] = image_iou(torch.cat(found), torch.cat(truth))
     return result
 
 
@@ -1887,7 +1891,7 @@ def compare_runs(evaluated, tasks):
     if len(specs) == 1:
         run, first = next(iter(evaluated.items()))
         page = draw_side_by_side(embedders, first.data, tasks)
-        save_pictures({place(run, first.options, "comparison.png"): page})
+        save_pictures({output_path(run, first.options, "comparison.png"): page})
 
 
 @torch.no_grad()
@@ -1969,7 +1973,7 @@ def evaluate_run(run, flags):
     if flags["queries"]:
         search(embed, data, options, run, flags["queries"])
         return None
-    return Evaluated(embed, args, options, data, report(embed, data, options, run))
+    return Evaluated(embed, args, options, data, evaluate_and_show(embed, data, options, run))
 
 
 def main(argv=None):

@@ -1015,7 +1015,7 @@ def finish(args, embed, eval_data, at):
     print(f"Evaluation on {evaluation.describe(options)}, in fp32:")
     embed.model.eval()
     embed.step = at.step
-    evaluation.report(embed, eval_data, options, args.out)
+    evaluation.evaluate_and_show(embed, eval_data, options, args.out)
 
 
 def dry_run(args, method, model):

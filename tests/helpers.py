@@ -282,7 +282,7 @@ def assert_one_process(ranks, model, loss, tolerance=1e-5):
 def train_alone(flags):
     """Train, without the evaluation at the end."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation, "report", lambda *arguments: None)
+        patch.setattr(evaluation, "evaluate_and_show", lambda *arguments: None)
         train.main([str(flag) for flag in flags])
 
 

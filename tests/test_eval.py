@@ -331,11 +331,11 @@ def test_zeroshot_by_hand():
     scores[6, :5] = 2                                                       # rank 6
     groups = {"": (torch.arange(7), list("abcdefg"))}
     data = evaluation.EvalSet(groups=groups, labelled=lambda purpose: None)
-    model = SimpleNamespace(encoded=lambda pairs, encode: (None, labels),
+    model = SimpleNamespace(encode_pairs=lambda pairs, encode: (None, labels),
                             classify=lambda x, classes: scores)
     result = evaluation.zeroshot(model, data, None)
-    assert evaluation.number(result["zeroshot"]) == pytest.approx(4 / 7)
-    assert evaluation.number(result["zeroshot/acc5"]) == pytest.approx(6 / 7)
+    assert evaluation.to_float(result["zeroshot"]) == pytest.approx(4 / 7)
+    assert evaluation.to_float(result["zeroshot/acc5"]) == pytest.approx(6 / 7)
     recall = (3 / 4 + 1 / 2 + 0) / 3                                        # of the three classes
     assert result["zeroshot/mean_per_class_recall"] == (pytest.approx(recall), 1 / 7)
 
@@ -413,7 +413,7 @@ def test_late_interaction_is_compared_by_the_models_own_similarity(tmp_path):
     write_files(tmp_path, files | {"captions.csv": rows})
     data, options = opened(tmp_path / "captions.csv")
     late = embedder(LateOracle())
-    images, _ = late.encoded(data.captioned("captioned"))
+    images, _ = late.encode_pairs(data.captioned("captioned"))
     texts = late.texts(["red", "blue green", "green red", "blue"])          # in chunks of two
     assert images.shape == (3, 4, 3) and texts.shape[0] == 4
     scores = late.similarity(images, texts)
@@ -565,9 +565,9 @@ def test_a_prefix_stands_before_captions_that_are_compared_and_is_no_word_of_the
 
 def texts_of(draw, monkeypatch):
     """What draw() writes, and how large: [(string, size)]."""
-    written, write = [], evaluation.text
+    written, write = [], evaluation.draw_text
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "text", lambda string, width, size=13: written.append(
+        patch.setattr(evaluation, "draw_text", lambda string, width, size=13: written.append(
             (string, size)) or write(string, width, size))
         draw()
     return written
@@ -756,7 +756,7 @@ def test_a_run_draws_its_pictures(run_of, name, pictures):
 
 
 def test_text_is_wrapped_and_cells_go_on_in_the_next_line():
-    short, long = evaluation.text("a caption", 112), evaluation.text("a caption " * 9, 112)
+    short, long = evaluation.draw_text("a caption", 112), evaluation.draw_text("a caption " * 9, 112)
     assert short.width == long.width == 112 and long.height > 3 * short.height
     cell = Image.new("RGB", (112, 112)), "label"
     one, two = (evaluation.sheet("", [("", [cell] * n)]) for n in (12, 13))
@@ -767,7 +767,7 @@ def test_letters_that_the_font_lacks_are_left_out():
     """Accents are dropped; what has no Latin letter is "(...)"."""
     for string, shown in (("Café à “Łódź”", "Cafe a odz"), ("赤い犬，", "(...)"),
                           ("красная собака 2", "(...)"), (".", ".")):
-        assert evaluation.text(string, 112) == evaluation.text(shown, 112)
+        assert evaluation.draw_text(string, 112) == evaluation.draw_text(shown, 112)
 
 
 def shown_by(draw, monkeypatch):

@@ -161,10 +161,10 @@ def test_classification_by_hand():
     predicted, labels = torch.tensor([0, 2, 0, 1]), [0, 0, 0, 2]
     config = SimpleNamespace(classes=list("abc"))
     model = SimpleNamespace(config=config, class_scores=one_hot(predicted, 3))
-    embed = SimpleNamespace(model=model, encoded=lambda pairs, encode: (encode, labels))
+    embed = SimpleNamespace(model=model, encode_pairs=lambda pairs, encode: (encode, labels))
     data = evaluation.EvalSet(labelled=lambda purpose: None)
     result = evaluation.classification(embed, data, None)
-    assert evaluation.number(result["classification"]) == 2 / 4
+    assert evaluation.to_float(result["classification"]) == 2 / 4
     assert result["classification/mean_per_class"] == pytest.approx((2 / 3 + 0) / 2)
 
 

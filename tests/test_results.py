@@ -151,7 +151,7 @@ def test_limit_means_the_same_for_every_kind_of_data(tmp_path):
 
 def test_workers_batch_and_device_are_flags_and_nothing_is_computed_in_tf32(run_of, monkeypatch):
     used = []
-    monkeypatch.setattr(evaluation, "report", lambda embed, data, options, run: used.append(
+    monkeypatch.setattr(evaluation, "evaluate_and_show", lambda embed, data, options, run: used.append(
         (embed.workers, embed.chunk, embed.device, options.workers)) or {})
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
     evaluation.main([str(run_of("sparc")), *"--workers 3 --batch 7 --device cpu".split()])

@@ -206,7 +206,7 @@ def test_tf32_is_for_the_updates_of_half_precision_alone(tmp_path, monkeypatch, 
         return forward(model, *inputs)
 
     monkeypatch.setattr(sparc.Model, "forward", spy)
-    monkeypatch.setattr(evaluation, "report", lambda *_: seen.append(("end", matmul.allow_tf32)))
+    monkeypatch.setattr(evaluation, "evaluate_and_show", lambda *_: seen.append(("end", matmul.allow_tf32)))
     train.main([*SPARC, "--amp", amp, "--steps", "2", "--out", str(tmp_path)])
     assert set(seen) == {(True, amp == "bf16"), (False, False), ("end", False)}
 
