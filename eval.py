@@ -1486,11 +1486,7 @@ def read_log(run):
     """log.jsonl -> a dict for each line; the last may be half."""
     log = Path(run, "log.jsonl")
     lines = log.read_text().split("\n")[:-1] if log.exists() else []
-    records = []
-    for number, line in enumerate(lines, 1):
-        with common.explained(ValueError, f"Line {number} of {log} is damaged, delete it"):
-            records.append(json.loads(line))
-    return records
+    return [json.loads(line) for line in lines]
 
 
 CHARTS = [  # keys of log.jsonl, drawn in red, green and blue
@@ -1750,19 +1746,16 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
     """
     method, args = settings_of_run(run)
     tokenizer = common.open_tokenizer(Path(run, "vocab.txt")) if method.uses_text(args) else None
-    with common.explained((AttributeError, TypeError, RuntimeError),
-                          f"{run}/config.json is damaged", ": write it anew"):
-        encoders = common.build_encoders(method, args, tokenizer)
-        model = common.build_model(method, args, *encoders)
+    model = common.build_model(method, args, *common.build_encoders(method, args, tokenizer))
     state = common.load_checkpoint(Path(run, checkpoint))
     if not isinstance(state, dict) or state.get("method") != args.method:
         raise UserError(f"{run}/{checkpoint} holds no {args.method} model, as config.json says.")
     common.restore_model(model, state["model"], f"{run}/{checkpoint}", "config.json and vocab.txt "
                          "beside it must be those that its run wrote")
-    if tokenizer and state.get("words", tokenizer.hash()) != tokenizer.hash():
+    if tokenizer and state["words"] != tokenizer.hash():
         raise UserError(f"{run}/vocab.txt has other words than when the run was saved.")
     embed = embedder(model.to(device), tokenizer, args, device)
-    embed.step = state.get("step")
+    embed.step = state["step"]
     return embed, args
 
 

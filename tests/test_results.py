@@ -123,12 +123,6 @@ def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
         assert all(getattr(options, name) == value for name, value in flags.items())
 
 
-def test_a_damaged_log_is_named(tmp_path):
-    (tmp_path / "log.jsonl").write_text('garbage{{\n{"step": 1}\n')
-    with pytest.raises(common.UserError, match="Line 1 of .*log.jsonl is damaged, delete it"):
-        evaluation.read_log(tmp_path)
-
-
 def test_limit_means_the_same_for_every_kind_of_data(tmp_path):
     make_folders(tmp_path / "folders")
     make_voc_folder(tmp_path / "voc")
