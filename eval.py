@@ -17,6 +17,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import random
 import re
 import sys
@@ -101,6 +102,12 @@ def split_held_out(x):
     return order.to(x.device).tensor_split([len(x) // 5])
 
 
+def note_tie(scores, held):
+    if len(set(scores)) == 1:
+        print(f"note: all strengths of the probe's regularisation do equally well on the "
+              f"{len(held)} images that were held out to choose one: the first is taken.")
+
+
 def adamw_probe(x, labels, epochs=10, batch=64):
     """Linear classifier of features (N, E), labels (N,) as CLIP_benchmark trains it (SPARO, C.1)
     -> torch.nn.Linear, its weight decay. Of 97 weight decays it scores every 16th on a held-out
@@ -127,6 +134,7 @@ def adamw_probe(x, labels, epochs=10, batch=64):
         return (head(x[held]).argmax(1) == labels[held]).sum().item()
 
     best = max(range(0, 97, 16), key=score)
+    note_tie([score(i) for i in range(0, 97, 16)], held)
     for step in (8, 4, 2, 1):
         best = max((max(best - step, 0), best, min(best + step, 96)), key=score)
     return fit(x, labels, decays[best]), decays[best]
@@ -187,6 +195,7 @@ def lbfgs_probe(x, labels, strengths=STRENGTHS):
         fit(x[fitted], labels[fitted], l2)
         right[l2] = (head(x[held]).argmax(1) == labels[held]).sum().item()
     best = max(right, key=right.get)
+    note_tie(right.values(), held)
     fit(x, labels, best)
     return head.float(), float(best)
 
@@ -602,7 +611,10 @@ class ShardSet(EvalSet):
             raise UserError(f"{file} holds {n!r}; it must be the number of 0.tar, 1.tar, ...")
         self.shards = common.TarShards(f"{file.parent}/{{0..{int(n) - 1}}}.tar")
         kind = Path(directory, "dataset_type.txt")
-        if kind.is_file() and common.read_text(kind, "--data").strip().lower() == "retrieval":
+        kind = common.read_text(kind, "--data").strip().lower() if kind.is_file() else ""
+        if kind == "multilabel":
+            raise UserError(f"{directory} has several labels an image: no task measures that.")
+        if kind == "retrieval":
             self.captioned = self.caption_pairs
             return
         source = str(options.classes or Path(directory, "classnames.txt"))
@@ -638,7 +650,7 @@ def read_sugarcrepe(files, root):
     for file in files:
         with common.explained((ValueError, KeyError, TypeError, AttributeError), file,
                               "; its items must have filename, caption and negative_caption"):
-            for item in json.loads(file.read_text()).values():
+            for item in json.loads(file.read_text(encoding="utf-8")).values():
                 negative = (file.stem, item["caption"], item["negative_caption"])
                 negatives_of[str(Path(root or ".", item["filename"]))].append(negative)
     return negatives_of.items()
@@ -653,7 +665,7 @@ class VocSet(EvalSet):
         self.directory, self.workers = Path(directory), options.workers
         check_split(options)
         file = self.directory / "ImageSets" / "Segmentation" / f"{options.split}.txt"
-        self.ids = file.read_text().split()[: options.limit]
+        self.ids = file.read_text(encoding="utf-8").split()[: options.limit]
         names = common.read_lines(options.classes, "--classes") if options.classes else VOC_CLASSES
         self.named = Classes(names, options.templates, options.classes or "Pascal VOC")
         self.map_classes = {"": self.named}
@@ -781,8 +793,8 @@ def open_kind(options, image_size, captions):
     examples, root = directory / "examples.jsonl", options.image_root or directory / "images"
     if examples.is_file():
         return EvalSet(winoground=lambda: read_winoground(examples, root, limit))
-    files = [file for file in sorted(directory.glob("*.json"))
-             if re.search('"(filename|negative_caption)"', file.read_text()[:4000])]
+    files = [file for file in sorted(directory.glob("*.json")) if file.is_file()
+             and re.search('"(filename|negative_caption)"', file.read_text(encoding="utf-8", errors="replace")[:4000])]
     if files:
         pairs = lambda: read_sugarcrepe(files, options.image_root)
         return EvalSet(negatives=lambda: itertools.islice(pairs(), limit))
@@ -1246,13 +1258,14 @@ STOP_WORDS = set("a an the and of in on at to by with from for is are it its his
 
 
 def draw_text(string, width, size=13):
-    """A picture of text, wrapped to `width`. The font has Latin letters alone: accents are dropped,
-    and for other scripts stands "(...)"."""
+    """A picture of text, wrapped to `width`, wider if a word is. The font has Latin letters alone:
+    accents are dropped, and for other scripts stands "(...)"."""
     if not string.isascii():
         plain = unicodedata.normalize("NFKD", string).encode("ascii", "ignore").decode()
         string = plain if re.search("[A-Za-z]", plain) else "(...)"
     font = ImageFont.load_default(size)
-    lines = textwrap.wrap(string, max(1, int(width / font.getlength("n"))))
+    lines = textwrap.wrap(string, max(1, int(width / font.getlength("n"))), break_long_words=False)
+    width = max([width, *[math.ceil(font.getlength(line)) for line in lines]])
     page = Image.new("RGB", (width, (size + 3) * len(lines)), "white")
     ImageDraw.Draw(page).multiline_text((0, 0), "\n".join(lines), "black", font, spacing=2)
     return page
@@ -1328,24 +1341,25 @@ def draw_alignment(embed, data):
     return lit_sheet("SPARC: the patches that each word is aligned to (Eq. 4)", rows)
 
 
-def class_colours(data, groupings):
-    """{grouping of data.map_classes: colours (256, 3) of class ids}, and the legend's rows."""
-    palette, tables, legend = itertools.cycle(CLASS_COLOURS), {}, []
+def class_keys(data, groupings):
+    """{grouping of data.map_classes: colours (256, 3) of class ids}, {grouping: [a picture of each
+    class's colour and name]}."""
+    palette, tables, keys = itertools.cycle(CLASS_COLOURS), {}, {}
     for grouping in groupings:
         names = data.map_classes[grouping].names
         colours = list(itertools.islice(palette, len(names)))
-        keys = [ImageOps.expand(Image.new("RGB", (70, 12), c), 1, "grey") for c in colours]
-        legend.append((grouping[1:] or "class", list(zip(keys, names))))
+        keys[grouping] = [join([Image.new("RGB", (12, 12), colour), draw_text(name, 60)])
+                          for colour, name in zip(colours, names)]
         rest = [NOT_COUNTED] * (255 - len(names))
         tables[grouping] = torch.tensor([BACKGROUND, *colours, *rest])
-    return tables, legend
+    return tables, keys
 
 
 def draw_segmentation(runs, data):
     """Image, true map, the map that each run finds (SPARC, Fig. 3). runs: {name: Embedder}."""
     classes = {name: patch_classes(embed, data) for name, embed in runs.items()}
     samples, rows = list(itertools.islice(data.maps("picture"), 8)), []
-    colours, legend = class_colours(data, samples[0][1])
+    colours, keys = class_keys(data, samples[0][1])
     for image, truths in samples:
         cells = []
         for grouping, truth in truths.items():
@@ -1357,10 +1371,14 @@ def draw_segmentation(runs, data):
                 shade = torch.where(truth == 0, 0.35, 1.0)[..., None]
                 painted = (colours[grouping][ids.long()] * shade).byte().permute(2, 0, 1)
                 picture = to_pil_image(painted).resize(size, Image.Resampling.NEAREST)
+                shown = ids[(truth != 0) & (truth != 255)].unique().tolist()  # on the objects
+                if shown:
+                    legend = join([keys[grouping][c - 1] for c in shown], True, 2)
+                    picture = join([picture, legend])
                 cells.append((picture, f"{name} {grouping[1:]}"))
         rows.append(("", [(to_picture(image, size), "image"), *cells]))
     title = "Zero-shot segmentation: the class that a patch resembles most. The background is dim."
-    return sheet(title, [*legend, *rows])
+    return sheet(title, rows)
 
 
 def draw_slots(embed, data):
@@ -1478,7 +1496,8 @@ def draw_captions(runs, data):
             lines.append(draw_text(f"{name} (K-Precision {score:.2f}): {caption}", 500))
         image = image if torch.is_tensor(image) else embed.read(image)
         rows.append(("", [(join([to_picture(image), join(lines, True)]), "")]))
-    title = "Images, their captions, and the caption that is nearest instead"
+    title = ("Images that are not nearest to a caption of their own, and the caption that is. "
+             "K-Precision is the share of its words that occur in their own")
     return sheet(title, rows) if rows else None
 
 
@@ -1571,6 +1590,9 @@ def default_tasks(data, model):
 
 def check_data(tasks, options, data, model):
     """Raise UserError if the data lack what the tasks need: class names, images to learn from."""
+    if options.caption_prefix and "retrieval" not in tasks:
+        raise UserError(f"--caption-prefix {options.caption_prefix!r} has no effect here: it is of "
+                        f"the task retrieval.")
     if "zeroshot" in tasks:
         data.classes  # raises for folders that need names
     if "classification" in tasks:
@@ -1601,12 +1623,12 @@ def evaluate_and_show(embed, data, options, run):
         count = collections.Counter(data.named.names)
         if twice := [name for name in count if count[name] > 1]:
             print(f"Several classes are called {', '.join(twice)}: no text tells them apart.")
-    shown = [key for key in result if not key.endswith(("/images", "/chance"))]
+    chance = {key: pair[1] for key, pair in found.items() if isinstance(pair, tuple)}
+    shown = [key for key in result if is_shown(key) and chance.get(key) != 1]  # 1: one class
     width = max(map(len, shown), default=0)
     for key in shown:
-        value = result[key] if 0 < abs(result[key]) <= 1e-4 else f"{result[key]:.4f}"
-        level = f"  chance {found[key][1]:.4f}" if isinstance(found[key], tuple) else ""
-        print(f"  {key:{width}}  {value}{level}")
+        level = f"  chance {chance[key]:.4f}" if key in chance else ""
+        print(f"  {key:{width}}  {in_digits(result[key], 4)}{level}")
     if embed.unknown_tokens > 0.1 * embed.tokens:
         fraction = embed.unknown_tokens / embed.tokens
         print(f"{fraction:.0%} of the texts' tokens are [UNK], words that the run's vocabulary "
@@ -1617,6 +1639,15 @@ def evaluate_and_show(embed, data, options, run):
         tasks = ", ".join(options.tasks or ["the default tasks"])
         raise UserError(f"{run}: there is nothing to evaluate in {tasks} on {options.data}.")
     return result
+
+
+def is_shown(key):
+    """Whether a table shows what evals.jsonl has: not how many images there were, nor chance."""
+    return not key.endswith(("/images", "/chance"))
+
+
+def in_digits(x, digits):
+    return f"{x:.{digits}g}" if 0 < abs(x) < 0.001 else f"{x:.{digits}f}"
 
 
 def settings_of(options):
@@ -1633,9 +1664,11 @@ def write_figures(embed, data, options, run, result):
     classes = data.classes if data.is_world else data.named
     if classes:
         settings |= {"class_names": classes.source, "prompts": classes.templates}
-    record, path = {"settings": settings} | result, Path(run, "evals.jsonl")
+    finite = {key: x if math.isfinite(x) else None for key, x in result.items()}  # JSON has no NaN
+    record, path = {"settings": settings} | finite, Path(run, "evals.jsonl")
+    is_cut = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
     with common.writing(path), open(path, "a") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(is_cut * "\n" + json.dumps(record) + "\n")
     if options.is_own and not options.tasks:
         with common.replacing(Path(run, "eval.json")) as file:
             file.write(json.dumps(record, indent=2).encode() + b"\n")
@@ -1680,8 +1713,12 @@ def search(embed, data, options, run, queries):
                         "shapes, captioned images or class folders.")
     index, images, rows = stair.InvertedIndex(embed.tokenizer.vocab), {}, []
     with common.explained(ValueError, "--query"):  # found before all is encoded
-        for query in filter(stair.is_boolean, queries):
-            stair.boolean_query(query, index)
+        for query in queries:
+            ids = embed.tokenizer.encode(query)[1:-1]
+            if stair.is_boolean(query):
+                stair.boolean_query(query, index)
+            elif set(ids) <= {embed.tokenizer.unk}:
+                raise ValueError(f"the vocabulary has no word of {query!r}")
     pairs = ((image, (image if isinstance(image, str) else str(i), image))
              for i, image in enumerate(data.images("search")))
     parts = chunks(read_images(pairs, embed.read, embed.workers), embed.chunk)
@@ -1694,6 +1731,7 @@ def search(embed, data, options, run, queries):
         print(f"{heading}: {names}")
         pairs = [(images[name], f"{score:.2f}") for name, score in best]
         shown = read_images(pairs, embed.read) if pairs else []
+        heading += "" if best else ": nothing found"
         rows.append((heading, [(to_picture(image), score) for image, score in shown]))
     index.save(output_path(run, options, "index.pt"))
     title = "What queries find. Scores are cosines; of boolean queries sums of weights."
@@ -1815,14 +1853,24 @@ TASKS["linear_segmentation"] = Task(linear_segmentation, ("maps",))
 def export(run, checkpoint, file):
     """Write a run's evaluated image encoder under timm's names, with which DINO's evaluation of
     videos, UPerNet, Mask R-CNN and DeiT's fine-tuning begin (BAM, Tables 3, 6, 7)."""
+    if not file or os.path.lexists(file):
+        raise UserError(f"--export {file!r} must be a new file: give a name that does not exist.")
     tower = load_run(run, checkpoint=checkpoint)[0].model.evaluated()
-    common.save_checkpoint(file, common.timm_weights(tower))
-    pixels = "CLIP's" if tower.patch_embed.bias is None else "ImageNet's"
-    block = tower.blocks[0]
+    weights = common.timm_weights(tower)
+    with common.replacing(file) as opened:
+        torch.save(weights, opened)
+    block, has_cls = tower.blocks[0], tower.cls is not None
     gelu = "quick_gelu" if isinstance(block.mlp.act, common.QuickGELU) else "gelu"
-    print(f"{file}: timm's VisionTransformer of {len(tower.blocks)} blocks, {tower.width} wide, "
-          f"with {block.attn.heads} heads, {gelu}, eps={tower.norm.eps:g} in its norms, for images "
-          f"of {tower.image_size} pixels that are normalised as {pixels}.")
+    pixels = "CLIP's" if tower.patch_embed.bias is None else "ImageNet's"
+    pre_norm = not isinstance(tower.norm_pre, torch.nn.Identity)
+    pooling = "'token'" if has_cls else "'avg', fc_norm=False"
+    print(f"{file}: weights for images that are normalised as {pixels}, of\n"
+          f"timm.models.VisionTransformer(img_size={tower.image_size}, "
+          f"patch_size={tower.patch_size}, embed_dim={tower.width}, depth={len(tower.blocks)}, "
+          f"num_heads={block.attn.heads}, mlp_ratio={block.mlp.fc1.out_features / tower.width:g}, "
+          f"class_token={has_cls}, global_pool={pooling}, num_classes=0, pre_norm={pre_norm}, "
+          f"act_layer='{gelu}', norm_layer=functools.partial(torch.nn.LayerNorm, "
+          f"eps={tower.norm.eps:g}))")
 
 
 # Fine-tuned classifiers (BAM, Tables 3 to 5) ----------------------------------------------
@@ -1844,6 +1892,9 @@ def classification(embed, data, options):
     scores, labels = labelled(embed, data, "test", embed.model.class_scores)
     if data.is_world:
         labels = data.groups["/shape"][0][labels]
+    if labels.max() >= scores.shape[1]:
+        raise UserError(f"{options.data} holds class {labels.max()}, the classifier has learned "
+                        f"{scores.shape[1]}, the first of which is 0: evaluate on these alone.")
     predicted, chance = scores.argmax(1), 1 / scores.shape[1]
     return {"classification": (predicted == labels, chance),
             "classification/mean_per_class": (mean_per_class(predicted, labels), chance),
@@ -1872,15 +1923,17 @@ def compare_runs(evaluated, tasks):
     print("| |" + "".join(f" {runs[0]} ({len(runs)}) |" for runs in columns.values()))
     print("|---" * (len(columns) + 1) + "|")
     metrics = itertools.chain(*[found.figures for found in evaluated.values()])
-    for metric in dict.fromkeys(metrics):
+    for metric in filter(is_shown, dict.fromkeys(metrics)):
         cells = []
         for runs in columns.values():
             figures = [evaluated[run].figures for run in runs]
             values = [row[metric] for row in figures if metric in row]
-            deviation = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
-            cells.append(f"{mean(values):.3f}{deviation}" if values else "")
+            deviation = f" ± {in_digits(np.std(values, ddof=1), 3)}" if len(values) > 1 else ""
+            cells.append(in_digits(mean(values), 3) + deviation if values else "")
         print(f"| {metric} | " + " | ".join(cells) + " |")
-    embedders = {runs[0]: evaluated[runs[0]].embed for runs in columns.values()}
+    embedders = {Path(runs[0]).name: evaluated[runs[0]].embed for runs in columns.values()}
+    if len(embedders) < len(columns):  # a/x and b/x
+        embedders = {runs[0]: evaluated[runs[0]].embed for runs in columns.values()}
     if len(specs) == 1:
         run, first = next(iter(evaluated.items()))
         page = draw_side_by_side(embedders, first.data, tasks)
@@ -1970,13 +2023,14 @@ def evaluate_run(run, flags):
 
 
 def main(argv=None):
-    flags, known = build_parser().parse_args(argv), TASKS | PICTURES
+    parser, known = build_parser(), TASKS | PICTURES
+    flags = parser.parse_args(argv)
     if unknown := set(flags.tasks or []) - known.keys():
         raise UserError(f"There is no task {', '.join(unknown)}; there are {', '.join(known)}.")
-    for name in ("limit", "probe_epochs", "batch"):
+    for name, least in {"limit": 1, "probe_epochs": 1, "batch": 1, "workers": 0}.items():
         value = vars(flags)[name]
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1.")
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} {value} must be at least {least}.")
     if flags.probe == "lbfgs" and flags.probe_epochs:
         raise UserError("--probe lbfgs has no epochs, it converges: leave out --probe-epochs.")
     if flags.queries and flags.tasks:
@@ -1985,10 +2039,11 @@ def main(argv=None):
         raise UserError(f"{', '.join(flags.runs)}: a run is named twice, name each once.")
     for run in flags.runs:
         common.read_config(run)  # before any is evaluated
-    if flags.export:
-        if len(flags.runs) > 1 or flags.tasks or flags.data or flags.queries:
+    if flags.export is not None:
+        given = {name for name, value in vars(flags).items() if value != parser.get_default(name)}
+        if len(flags.runs) > 1 or given - {"runs", "checkpoint", "export"}:
             raise UserError("--export writes the weights of one run and measures nothing: give one "
-                            "run, leave out --task, --data and --query.")
+                            "run, and beside it --checkpoint alone.")
         return export(flags.runs[0], flags.checkpoint or "last.pt", flags.export)
     common.turn_off_tf32()
     flags.device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -123,6 +123,38 @@ def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
         assert all(getattr(options, name) == value for name, value in flags.items())
 
 
+def test_half_a_last_line_takes_no_record_with_it_and_nan_is_null(run_of, tmp_path, monkeypatch):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    with open(run / "evals.jsonl", "a") as file:
+        file.write('{"settings": {"da')
+    monkeypatch.setattr(evaluation, "run_tasks", lambda *arguments: {"miou": float("nan")})
+    evaluation.main([str(run), "--task", "segmentation"])
+    *_, half, last = (run / "evals.jsonl").read_text().splitlines()
+    assert half == '{"settings": {"da' and json.loads(last)["miou"] is None
+
+
+def test_an_export_writes_a_new_file_alone(run_of, tmp_path):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    before = {path: path.read_bytes() for path in run.iterdir()}
+    for file in (run / "last.pt", run / "config.json", "/dev/null", ""):
+        with pytest.raises(common.UserError, match="must be a new file: give a name that does not"):
+            evaluation.main([str(run), "--export", str(file)])
+    for more in ("--limit 3", "--device cpu", "--templates {}", "--workers 2"):
+        with pytest.raises(common.UserError, match="beside it --checkpoint alone"):
+            evaluation.main([str(run), "--export", str(tmp_path / "x.pt"), *more.split()])
+    assert {path: path.read_bytes() for path in run.iterdir()} == before
+
+
+def test_a_table_has_no_row_that_says_nothing(run_of, tmp_path, capsys):
+    runs = [shutil.copytree(run_of("bam"), tmp_path / name) for name in "ab"]
+    evaluation.main([*map(str, runs), "--task", "knn", "--data", "shapes:size=16,palette=1"])
+    shown = capsys.readouterr().out
+    assert "knn/shape" in shown and "  knn/colour" not in shown
+    assert evaluation.in_digits(1.778279410038923e-05, 4) == "1.778e-05"
+    assert evaluation.in_digits(0.25, 4) == "0.2500" and evaluation.in_digits(0, 3) == "0.000"
+    assert not any(map(evaluation.is_shown, ("retrieval/images", "zeroshot/chance")))
+
+
 def test_limit_means_the_same_for_every_kind_of_data(tmp_path):
     make_folders(tmp_path / "folders")
     make_voc_folder(tmp_path / "voc")

@@ -94,6 +94,13 @@ def test_knn_and_slots_learn_from_the_split_train_or_else_from_train_data(tmp_pa
         assert evaluation.knn(embedder(), *opened(alone, train_data=train))["knn"][0] == 1
 
 
+def test_sets_of_several_labels_an_image_are_refused(tmp_path):
+    spec = write_labelled(tmp_path)
+    write_files(tmp_path, {"dataset_type.txt": "multilabel"})
+    with pytest.raises(common.UserError, match="has several labels an image: no task"):
+        opened(spec)
+
+
 def test_retrieval_with_several_captions_an_image(tmp_path, capsys):
     write_split(tmp_path / "test", {
         "0.png": plain("red"), "0.txt": "red\nred red\r\n", "1.png": plain("green"),
