@@ -720,6 +720,7 @@ def test_training_images_are_uint8_and_torchvisions():
         result = common.train_transform(16, 0.5)(image)
         torch.manual_seed(seed)
         assert result.dtype == torch.uint8 and result.shape == (3, 16, 16)
+        assert result.is_contiguous()  # in PIL's order it would be stacked pixel by pixel
         torch.testing.assert_close(common.to_floats(result), reference(image))
 
 

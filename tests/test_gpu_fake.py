@@ -5,6 +5,7 @@ torch has no backward pass of them: what comes after it is tested with gradients
 `python tests/test_gpu_fake.py` prints what each preset keeps in memory, and on how many GPUs of
 80 GB the paper's batch fits."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import common
 import eval as evaluation
 import stair
 import train
-from helpers import LiveMemory, make_batch, make_views, tiny_model
+from helpers import LiveMemory, make_batch, make_views, tiny_model, write_table
 from test_accum import OBJECTIVES
 
 CASES = OBJECTIVES | {  # name: model of helpers.MODELS, its settings
@@ -189,16 +190,31 @@ def test_an_update_waits_for_no_gpu(fake, waits, name, optimizer, amp):
     assert waits == expected
 
 
-def test_our_own_backward_passes_stay_on_the_gpu(fake, ranks):
+def test_our_own_backward_passes_stay_on_the_gpu(fake, waits, ranks, monkeypatch):
+    """STAIR's waits once a head, for the number of gradients: here of all words, 2^26 numbers at a
+    time."""
+    B, V, E = 64, 30_522, 512
+    context = torch.autograd.function.FunctionCtx()
+    context.save_for_backward = lambda *saved: vars(context).update(saved_tensors=saved)
+
+    def all_of(x, as_tuple):
+        waits.append("nonzero")
+        return tuple(torch.zeros(2, x.numel(), dtype=torch.int64, device=x.device))
+
+    monkeypatch.setattr(torch.Tensor, "nonzero", all_of)
     with fake:
-        t, e, b = (torch.zeros(*shape, device="cuda") for shape in ((4, 9, 8), (30, 8), (30,)))
-        context = torch.autograd.function.FunctionCtx()
-        context.save_for_backward = lambda *saved: vars(context).update(saved_tensors=saved)
+        inputs = [torch.zeros(*shape, device="cuda") for shape in ((B, 9, E), (V, E), (V,))]
         with torch.autocast("cuda", torch.bfloat16):
-            enc = stair.StreamedEncoding.forward(context, t, e, b)
+            enc = stair.StreamedEncoding.forward(context, *inputs)
         assert enc.dtype == torch.float32 and enc.is_cuda
+        with Calls(waits) as calls:
+            gradients = stair.StreamedEncoding.backward(context, enc)
+        for x, gradient in zip(inputs, gradients):
+            assert gradient.is_cuda and gradient.dtype == x.dtype and gradient.shape == x.shape
         rows = common._Gather.backward(None, torch.zeros(16, 5, device="cuda").t().t())
         assert rows.shape == (2, 5) and rows.is_cuda
+    assert waits == ["nonzero"]
+    assert sum("index_add" in name for name in calls.names) == 2 * math.ceil(B * V * E / 2**26)
     assert [call for call, _ in ranks] == ["reduce_scatter_tensor"]
 
 
@@ -213,11 +229,11 @@ def test_a_streamed_encoding_takes_a_gpus_share_at_a_time(fake):
     assert len(products) <= 2048 / 11 + 2 and len(casts) < 2.2 * len(products)
 
 
-@pytest.mark.parametrize("flags", [["--method", "sparc"], ["--method", "bam"],
-                                   ["--method", "sparc", "--image-encoder", "ResNet-50"]])
-def test_a_dry_run_of_ranks_exchanges_nothing(ranks, flags):
+@pytest.mark.parametrize("name", ["sparc", "bam"])
+def test_a_dry_run_of_ranks_exchanges_nothing(ranks, name):
     """NCCL has no collectives of the CPU's tensors, on which a dry run computes."""
-    args = train.parse_args([*flags, "--dry-run", "--data", "shapes:size=32", "--batch", "8"])
+    flags = ["--method", name, "--dry-run", "--data", "shapes:size=32", "--batch", "8"]
+    args = train.parse_args(flags)
     method = train.METHODS[args.method]
     tokenizer = None
     data = train.open_data(args, method)
@@ -226,6 +242,15 @@ def test_a_dry_run_of_ranks_exchanges_nothing(ranks, flags):
     model = train.build_model(args, method, tokenizer)
     train.dry_run(args, method, model)
     assert ranks == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_gpu_without_workers_is_told_that_it_waits(tmp_path, capsys, workers):
+    args = train.parse_args(["--method", "bam", "--batch", "4", "--workers", str(workers),
+                             "--data", write_table(tmp_path, 4)])
+    data = train.open_data(args, train.METHODS["bam"])
+    train.announce(args, data, torch.nn.Linear(2, 2), None, torch.device("cuda"))
+    assert ("the GPU waits" in capsys.readouterr().out) == (workers == 0)
 
 
 def kept_per_image(fake, method, preset, *flags):
