@@ -35,9 +35,7 @@ Result:  text-to-image R@1 .905 +- .003 (sparc.py's CLIP .836 +- .014, one stage
 import ast
 import math
 import re
-import sys
 from dataclasses import dataclass
-from timeit import timeit
 from typing import Annotated, Literal
 
 import torch
@@ -489,34 +487,17 @@ def boolean_query(text, index):
         if isinstance(query, ast.BoolOp):
             found = torch.stack([matches(x, negated) for x in query.values])
             return found.all(0) if isinstance(query.op, ast.And) else found.any(0)
-        if not isinstance(query, ast.Constant):
-            raise SyntaxError("there is nothing between two parentheses")
         if not negated:
             words.append(query.value)
         return index.has(query.value)
 
     try:
         where = matches(ast.parse(python, mode="eval").body)
-    except SyntaxError as error:
-        raise ValueError(f"{text!r} is no boolean query: {error.msg}.") from None
+    except (SyntaxError, AttributeError):  # "()" is a tuple, which has no value
+        raise ValueError(f"{text!r} is no boolean query of words, AND, OR, NOT, ( ).") from None
     if not words:
         raise ValueError(f"{text!r} has no word to rank by: give one without NOT.")
     return where, words
-
-
-def compare_costs(n, V=30522):
-    """Print the time of a query of 20 words to n documents of 100, and of the dense product."""
-    torch.set_num_threads(1)
-    frequency, rows = (torch.arange(V) + 10.0) ** -0.5, torch.arange(n).repeat_interleave(100)
-    places = torch.stack([rows, torch.multinomial(frequency, len(rows), replacement=True)])
-    enc = torch.sparse_coo_tensor(places, torch.rand(len(rows)), (n, V), check_invariants=True)
-    index, dense = InvertedIndex(map(str, range(V))), torch.randn(n, 512)
-    index.add(range(n), enc)
-    query = dict.fromkeys(map(str, torch.multinomial(frequency, 20).tolist()), 1.0)
-    index.search(query)  # sorts the index by word
-    for name, search in {"index": lambda: index.search(query),
-                         "dense product": lambda: (dense @ dense[0]).topk(10)}.items():
-        print(f"{name}: {1e3 * timeit(search, number=10) / 10:.2f} ms a query")
 
 
 if __name__ == "__main__":
@@ -545,5 +526,3 @@ if __name__ == "__main__":
     where = index.has(f"w{a}") & index.has(f"w{b}")
     found = index.search({f"w{a}": 1.0, f"w{b}": 1.0}, where=where)
     print(f"captions with w{a} and w{b}, scores:", found)
-    if len(sys.argv) > 1:  # python stair.py 100000: the index beside the dense product
-        compare_costs(int(sys.argv[1]))
