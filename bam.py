@@ -32,6 +32,7 @@ Result:  k-NN of shapes .498 +- .081, SimCLR .578, DINO .371, untrained .39; in 
          SimCLR .488; seeds 3-5.
 """
 
+import contextlib
 import copy
 import functools
 import math
@@ -93,9 +94,12 @@ PRESETS = {
 CHUNK = 2**24  # entries of S that the loss works on at a time
 
 
-def fp32(x):
-    """Half precision -> float32, for a temperature of .05 needs the digits. float64 stays."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+@contextlib.contextmanager
+def in_fp32(*tensors):
+    """`with in_fp32(x, y) as (x, y):` half precision becomes float32, float64 stays, and autocast
+    is off: a loss and its similarities need the digits."""
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        yield [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
 def identity(x):
@@ -108,8 +112,9 @@ def identity(x):
 # a_i^j = softmax(s_i^j / tau)                                                       (Eq. 1)
 def attention(S, tau, log=False):
     """S (..., rows, columns) -> A, each row a distribution; or log A, without underflow."""
-    log_A = (fp32(S) / tau).log_softmax(-1)
-    return log_A if log else log_A.exp()
+    with in_fp32(S) as (S,):
+        log_A = (S / tau).log_softmax(-1)
+        return log_A if log else log_A.exp()
 
 
 # S hat(i, j) = 0 if i = j (mod n), else S(i, j)                                     (Eq. 3)
@@ -126,9 +131,8 @@ def mask_positives(S, rows, columns, mask="zero"):
 def similarities(z, c, rows, columns, mask):
     """z (k, p, E), all views of p images, and c (m, E), both of length 1 -> S hat (k p, m).
     rows (k, p) and columns (m,): the numbers of the images."""
-    with torch.autocast(z.device.type, enabled=False):
-        S = z.flatten(0, 1) @ c.T
-    return mask_positives(S, rows.flatten(), columns, mask)
+    with in_fp32(z, c) as (z, c):
+        return mask_positives(z.flatten(0, 1) @ c.T, rows.flatten(), columns, mask)
 
 
 # B = argmin_B' <-S, B'> - tau_B h(B'),  B' doubly stochastic                        (Eq. 4)
@@ -139,7 +143,8 @@ def sinkhorn(S, tau, iters, gather=identity):
     authors' code: 1 if S is square. With gather, S has the rows of this rank, and the columns of
     all. B has no gradient (Sec. 4.1).
     """
-    log_K = fp32(S.detach()) / tau
+    with in_fp32(S.detach()) as (S,):
+        log_K = S / tau
     del S  # it takes as much memory as log_K
     for _ in range(iters):
         log_K -= gather(log_K.logsumexp(-2, keepdim=True)[None]).logsumexp(0)  # columns
@@ -192,8 +197,11 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
     k, n = n_views, len(z) // n_views
     G = k if n_global is None else n_global
     check_arguments(z, k, G, teacher, mask=mask, normalization=normalization, target=target)
-    z = F.normalize(fp32(z), dim=-1).view(k, n, -1)
-    z_m = z if teacher is None else F.normalize(fp32(teacher.detach()), dim=-1).view_as(z)
+    with in_fp32(z) as (z,):
+        z = z_m = F.normalize(z, dim=-1).view(k, n, -1)
+    if teacher is not None:
+        with in_fp32(teacher.detach()) as (z_m,):
+            z_m = F.normalize(z_m, dim=-1).view_as(z)
     c = gather(z_m[:G].flatten(0, 1))                        # (m, E), the columns of S
     if len(c) < 2 * G:
         raise ValueError("The loss compares images: the global batch needs two or more.")
@@ -377,16 +385,17 @@ class Projector(nn.ModuleList):
 
 def mean_cosine(z):
     """Mean cosine of different rows of z (B, E)."""
-    z = F.normalize(fp32(z), dim=-1)
-    return (z.sum(0).square().sum() - len(z)) / (len(z) * max(1, len(z) - 1))
+    with in_fp32(z) as (z,):
+        z = F.normalize(z, dim=-1)
+        return (z.sum(0).square().sum() - len(z)) / (len(z) * max(1, len(z) - 1))
 
 
 def effective_rank(h):
     """(sum e)^2 / sum e^2, where e are the eigenvalues of the covariance of h (B, d)."""
-    h = fp32(h) - fp32(h).mean(0)
-    with torch.autocast(h.device.type, enabled=False):
+    with in_fp32(h) as (h,):
+        h = h - h.mean(0)
         gram = h @ h.T if len(h) < h.shape[1] else h.T @ h   # the same eigenvalues
-    return gram.trace().square() / gram.square().sum().clamp(min=1e-30)
+        return gram.trace().square() / gram.square().sum().clamp(min=1e-30)
 
 
 def check_arguments(z, k, G, teacher, **settings):

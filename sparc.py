@@ -39,7 +39,7 @@ Result:  --lambda-f 0.5 --lr 1e-3, seeds 6-8: zero-shot .585 +- .032, CLIP .522 
          captions .654, CLIP .615, of images .559, .538: each seed above; mIoU of colours: less.
 """
 
-import functools
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -83,20 +83,12 @@ PRESETS = {  # settings of this file and of train.py; flags override them
 }
 
 
-def in_fp32(function):
-    """Compute in fp32, or in fp64 if an argument has it, also under autocast."""
-
-    def cast(x):
-        half = torch.is_tensor(x) and x.dtype in (torch.float16, torch.bfloat16)
-        return x.float() if half else x
-
-    @functools.wraps(function)
-    def wrapper(*args, **kwargs):
-        device = next(x.device for x in (*args, *kwargs.values()) if torch.is_tensor(x))
-        with torch.autocast(device.type, enabled=False):
-            return function(*map(cast, args), **{name: cast(x) for name, x in kwargs.items()})
-
-    return wrapper
+@contextlib.contextmanager
+def in_fp32(*tensors):
+    """`with in_fp32(x, y) as (x, y):` half precision becomes float32, float64 stays, and autocast
+    is off: a loss and its similarities need the digits."""
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        yield [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
 def identity(x):
@@ -121,12 +113,12 @@ def in_rows(function, *rows, size, limit=2**24):
 
 # L_g = -1/2B sum_i [ log softmax_j(cos(vbar_i, tbar_j) / tau)_i
 #                   + log softmax_j(cos(tbar_i, vbar_j) / tau)_i ]               (Eq. 1)
-@in_fp32
 def global_loss(v, t, scale, gather=identity):
     """CLIP's loss. v, t: (B, E) embeddings of pairs; scale: 1 / tau -> scalar.
     gather: (B, E) -> (world * B, E), differentiable, rank by rank; gather.rank is this one."""
-    v, t = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
-    return contrast(scale * v @ gather(t).T, gather)                # of (B, world * B) logits
+    with in_fp32(v, t) as (v, t):
+        v, t = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
+        return contrast(scale * v @ gather(t).T, gather)            # of (B, world * B) logits
 
 
 def contrast(logits, gather=identity):
@@ -144,33 +136,33 @@ def contrast(logits, gather=identity):
 # shat_lp = (s_lp - min_k s_lk) / (max_k s_lk - min_k s_lk)                      (Eq. 2)
 # stil_lp = shat_lp if shat_lp >= sigma else 0                                   (Eq. 3)
 # a_lp = stil_lp / sum_r stil_lr                                                 (Eq. 4)
-@in_fp32
 def alignment_weights(tokens, patches, threshold=None):
     """The weight of each patch for each token; the weights of a token sum to 1.
     tokens (B, L, E), patches (B, P, E) -> a (B, L, P). threshold: sigma, by default 1 / P."""
     sigma = 1 / patches.shape[1] if threshold is None else threshold
-    s = tokens @ patches.transpose(1, 2)                            # (B, L, P)
-    low, high = s.amin(-1, keepdim=True), s.amax(-1, keepdim=True)  # (B, L, 1)
-    equal = high == low  # differs: uniform weights there, because Eq. 2 is 0 / 0
-    s_hat = torch.where(equal, 1.0, (s - low) / (high - low).masked_fill(equal, 1.0))
-    s_til = torch.where(s_hat < sigma, 0.0, s_hat)
-    return s_til / s_til.sum(-1, keepdim=True)
+    with in_fp32(tokens, patches) as (tokens, patches):
+        s = tokens @ patches.transpose(1, 2)                        # (B, L, P)
+        low, high = s.amin(-1, keepdim=True), s.amax(-1, keepdim=True)  # (B, L, 1)
+        equal = high == low  # differs: uniform weights there, because Eq. 2 is 0 / 0
+        s_hat = torch.where(equal, 1.0, (s - low) / (high - low).masked_fill(equal, 1.0))
+        s_til = torch.where(s_hat < sigma, 0.0, s_hat)
+        return s_til / s_til.sum(-1, keepdim=True)
 
 
 # L_f = -1/2B sum_i 1/L_i sum_j [ log softmax_k(cos(c_ij, t_ik) / tau)_j
 #                               + log softmax_k(cos(t_ij, c_ik) / tau)_j ]       (Eq. 6)
-@in_fp32
 def sequence_losses(c, t, mask, scale):
     """-1/2 sum_j of Eq. 6, for any c. c, t (B, L, E), mask (B, L) True on words; scale: 1 / tau
     -> (B,). Negatives are the other words of the same caption. A caption without words has 0."""
-    c, t = F.normalize(c, dim=-1), F.normalize(t, dim=-1)
-    logits = scale * c @ t.transpose(1, 2)   # (B, L, L), [i, j, k] is cos(c_ij, t_ik) / tau
-    no_word = ~mask[:, None, :]              # (B, 1, L)
-    lowest = torch.finfo(logits.dtype).min   # -inf would be nan in a caption without words
-    c_to_t = logits.masked_fill(no_word, lowest).log_softmax(-1)
-    t_to_c = logits.transpose(1, 2).masked_fill(no_word, lowest).log_softmax(-1)
-    log_p = c_to_t.diagonal(dim1=1, dim2=2) + t_to_c.diagonal(dim1=1, dim2=2)   # (B, L)
-    return -0.5 * log_p.masked_fill(~mask, 0.0).sum(1)
+    with in_fp32(c, t) as (c, t):
+        c, t = F.normalize(c, dim=-1), F.normalize(t, dim=-1)
+        logits = scale * c @ t.transpose(1, 2)   # (B, L, L), [i, j, k] is cos(c_ij, t_ik) / tau
+        no_word = ~mask[:, None, :]          # (B, 1, L)
+        lowest = torch.finfo(logits.dtype).min   # -inf would be nan in a caption without words
+        c_to_t = logits.masked_fill(no_word, lowest).log_softmax(-1)
+        t_to_c = logits.transpose(1, 2).masked_fill(no_word, lowest).log_softmax(-1)
+        log_p = c_to_t.diagonal(dim1=1, dim2=2) + t_to_c.diagonal(dim1=1, dim2=2)   # (B, L)
+        return -0.5 * log_p.masked_fill(~mask, 0.0).sum(1)
 
 
 def mean_of_words(losses, mask, token_mean="caption", gather=identity):
@@ -184,7 +176,6 @@ def mean_of_words(losses, mask, token_mean="caption", gather=identity):
 
 
 # c_l = sum_p a_lp v_p                                                           (Eq. 5)
-@in_fp32
 def fine_grained_loss(tokens, patches, mask, scale, align=alignment_weights,
                       token_mean="caption", gather=identity):
     """SPARC's local loss L_f. tokens (B, L, E), patches (B, P, E) -> scalar.
@@ -193,9 +184,10 @@ def fine_grained_loss(tokens, patches, mask, scale, align=alignment_weights,
         grouped = align(tokens, patches) @ patches   # (B, L, E), c_l
         return sequence_losses(grouped, tokens, mask, scale)
 
-    size = tokens.shape[1] * patches.shape[1]            # weights of a caption, (L, P)
-    sums = in_rows(losses, tokens, patches, mask, size=size)               # (B,)
-    return mean_of_words(sums, mask, token_mean, gather)
+    with in_fp32(tokens, patches) as (tokens, patches):
+        size = tokens.shape[1] * patches.shape[1]        # weights of a caption, (L, P)
+        sums = in_rows(losses, tokens, patches, mask, size=size)           # (B,)
+        return mean_of_words(sums, mask, token_mean, gather)
 
 
 def words_only(mask):
@@ -334,12 +326,12 @@ class Model(nn.Module):
 # --dry-run.
 
 
-@in_fp32
 def patches_per_word(a, mask):
     """How many patches a word uses: 1 / sum_p a_lp^2, from 1 to P; a softmax tends to 1 (App. A).
     a (B, L, P), mask (B, L) True on words -> scalar, the mean over all words."""
-    used = 1 / a.square().sum(-1)                                       # (B, L)
-    return (used * mask).sum() / mask.sum().clamp(min=1)
+    with in_fp32(a) as (a,):
+        used = 1 / a.square().sum(-1)                                   # (B, L)
+        return (used * mask).sum() / mask.sum().clamp(min=1)
 
 
 # Below: the baselines of Sec. 4, as D.3 and D.4 describe them; b pairs on a rank, B on all. The
@@ -387,19 +379,19 @@ def most_similar(x, y, keep):
     return x.take_along_dim(index[..., None], 1) * kept[..., None]
 
 
-@in_fp32
 def filip_loss(tokens, patches, mask, scale, keep=0.2, gather=identity):
     """FILIP (arXiv 2111.07783). tokens (b, L, E), patches (b, P, E), mask (b, L) -> scalar.
     A rank sends its most similar tokens alone, chosen among its own b pairs; so N ranks equal one
     process only if keep = 1. D.4 says "20% token dropping"; Table 11's FLOPs fit 20 % kept."""
-    patches = F.normalize(patches, dim=-1)
-    tokens = F.normalize(tokens, dim=-1) * mask[..., None]              # padding is zeros
-    words = gather_captions(most_similar(tokens, patches, keep), gather)    # (B, L', E)
-    images = gather(most_similar(patches, tokens, keep))                # (B, P', E)
-    i_to_t = scale * in_chunks(filip_scores, patches, words)            # (b, B)
-    t_to_i = scale * in_chunks(filip_scores, tokens, images)            # (b, B)
-    i = own_rows(tokens, gather)
-    return (F.cross_entropy(i_to_t, i) + F.cross_entropy(t_to_i, i)) / 2
+    with in_fp32(tokens, patches) as (tokens, patches):
+        patches = F.normalize(patches, dim=-1)
+        tokens = F.normalize(tokens, dim=-1) * mask[..., None]          # padding is zeros
+        words = gather_captions(most_similar(tokens, patches, keep), gather)    # (B, L', E)
+        images = gather(most_similar(patches, tokens, keep))            # (B, P', E)
+        i_to_t = scale * in_chunks(filip_scores, patches, words)        # (b, B)
+        t_to_i = scale * in_chunks(filip_scores, tokens, images)        # (b, B)
+        i = own_rows(tokens, gather)
+        return (F.cross_entropy(i_to_t, i) + F.cross_entropy(t_to_i, i)) / 2
 
 
 # phi_ij = sum_p softmax_p(cos(v_ip, t_j)) cos(v_ip, t_j)
@@ -409,22 +401,19 @@ def pacl_scores(patches, t):
     return (s.softmax(1) * s).sum(1)
 
 
-@in_fp32
 def pacl_loss(t, patches, scale, gather=identity):
     """PACL (arXiv 2212.04994). t (b, E) of captions, patches (b, P, E) -> scalar."""
-    patches, t = F.normalize(patches, dim=-1), F.normalize(t, dim=-1)
-    return contrast(scale * in_chunks(pacl_scores, patches, gather(t)[:, None]), gather)
+    with in_fp32(patches, t) as (patches, t):
+        patches, t = F.normalize(patches, dim=-1), F.normalize(t, dim=-1)
+        return contrast(scale * in_chunks(pacl_scores, patches, gather(t)[:, None]), gather)
 
 
 # a_ijlp = softmax_p(t_jl . v_ip / sqrt(E)),  c_ijl = sum_p a_ijlp v_ip
 # Z_ij = tau log sum_l exp(cos(c_ijl, t_jl) / tau)
-@in_fp32
 def gloria_loss(tokens, patches, mask, scale, gather=identity):
     """GLoRIA's local loss (ICCV 2021). tokens (b, L, E), patches (b, P, E), mask (b, L)
     -> scalar. Tokens are not merged into words, and s is divided by sqrt(E) (D.3).
     differs: its code, not its paper, has one more softmax, over the words, inside the first."""
-    gram = patches @ patches.transpose(1, 2)                            # (b, P, P)
-
     def scores(patches, tokens):  # c is never built: |c|^2 = a' gram a
         words, tokens = tokens.any(-1), tokens.flatten(0, 1)            # (c, L), (c * L, E)
         s = patches @ tokens.T                                          # (b, P, c * L)
@@ -437,8 +426,10 @@ def gloria_loss(tokens, patches, mask, scale, gather=identity):
         z = (scale * cos).masked_fill(~words, torch.finfo(s.dtype).min).logsumexp(2)
         return z.masked_fill(~words.any(1), 0.0)                        # (b, c), Z / tau
 
-    captions = gather_captions(tokens * mask[..., None], gather)        # (B, L', E)
-    return contrast(in_chunks(scores, patches, captions), gather)
+    with in_fp32(tokens, patches) as (tokens, patches):
+        gram = patches @ patches.transpose(1, 2)                        # (b, P, P)
+        captions = gather_captions(tokens * mask[..., None], gather)    # (B, L', E)
+        return contrast(in_chunks(scores, patches, captions), gather)
 
 
 def mgca_loss(tokens, patches, mask, word_context, patch_context, scale):
@@ -451,20 +442,20 @@ def mgca_loss(tokens, patches, mask, word_context, patch_context, scale):
     return (mean_of_words(of_words, mask) + mean_of_words(of_patches, patch_mask)) / 2
 
 
-@in_fp32
 def prototype_loss(v, t, prototypes, scale, gather=identity):
     """MGCA: each side of a pair predicts the other's prototypes. v, t (b, E), prototypes (K, E)
     -> scalar. differs: MGCA's code divides prototypes by their norms in place, fixes them in the
     first epoch, and has a fixed tau for each loss (.07, .1, .2). D.3 learns tau: three that start
     at these values gave zero-shot .855, one .941 (36 patches, --data shapes, seed 0)."""
-    v, t, prototypes = (F.normalize(x, dim=-1) for x in (v, t, prototypes))
-    s = torch.stack([v @ prototypes.T, t @ prototypes.T])               # (2, b, K)
-    with torch.no_grad():  # Sinkhorn-Knopp: columns to sum 1 over all ranks, rows to sum 1
-        q = (s / 0.05).exp()  # epsilon
-        for _ in range(3):
-            q = q / gather(q.sum(1)[None]).sum(0)[:, None]
-            q = q / q.sum(2, keepdim=True)
-    return (F.cross_entropy(scale * s[0], q[1]) + F.cross_entropy(scale * s[1], q[0])) / 2
+    with in_fp32(v, t, prototypes) as (v, t, prototypes):
+        v, t, prototypes = (F.normalize(x, dim=-1) for x in (v, t, prototypes))
+        s = torch.stack([v @ prototypes.T, t @ prototypes.T])           # (2, b, K)
+        with torch.no_grad():  # Sinkhorn-Knopp: columns to sum 1 over all ranks, rows to sum 1
+            q = (s / 0.05).exp()  # epsilon
+            for _ in range(3):
+                q = q / gather(q.sum(1)[None]).sum(0)[:, None]
+                q = q / q.sum(2, keepdim=True)
+        return (F.cross_entropy(scale * s[0], q[1]) + F.cross_entropy(scale * s[1], q[0])) / 2
 
 
 class CrossAttention(nn.Module):
