@@ -32,7 +32,8 @@ Differs from the paper:
 
 Not here: detection (OWL-ViT) and captioning (Flamingo), for which `eval.py --export` writes the
 image encoder; the 32k SentencePiece vocabulary (WordPiece takes its place), a batch of each of
-several datasets in one step, the labels of JFT as captions (D.2), Pascal Context (Table 6).
+several datasets in one step, the labels of JFT as captions (D.2), Pascal Context (Table 6), D.5's
+prompts (write each prefix with each suffix into a file for `eval.py --templates`).
 
 Run:     python train.py --method sparc       (--objective clip, filip, ...: the baselines)
 Result:  --lambda-f 0.5 --lr 1e-3, seeds 6-8: zero-shot .585 +- .032, CLIP .522 +- .016; R@1 of
@@ -546,7 +547,8 @@ class Baseline(Model):
         return F.normalize(tokens, dim=-1) * words_only(mask)[..., None]
 
     def similarity(self, patches, tokens):
-        """(n, P, E) of images, (m, L, E) of captions -> scores (n, m), for both directions."""
+        """(n, P, E) of images, (m, L, E) of captions -> scores (n, m), for both directions: ours
+        of FILIP, which has one for each, is their mean."""
         if self.config.objective == "pacl":
             return in_chunks(pacl_scores, patches, tokens)
         i_to_t = in_chunks(filip_scores, patches, tokens)               # (n, m)

@@ -91,6 +91,8 @@ PRESETS = {  # settings of this file and of train.py by name; --flags override t
     # CC3M, 25 x 10,030,127 of CC12M, 25 x 12,825,420 of CC15M, 32 x 319,707,672 of LAION-400M.
     "cc3m-b16": dict(image_encoder="clip-b16", L=64, steps=21_838, **PAPER),
     "cc12m-b16": dict(image_encoder="clip-b16", L=64, steps=61_219, **PAPER),
+    "cc3m-b32": dict(image_encoder="clip-b32", L=64, steps=21_838, **PAPER),  # Table B.1
+    "cc12m-b32": dict(image_encoder="clip-b32", L=64, steps=61_219, **PAPER),
     "cc15m-b32": dict(image_encoder="clip-b32", L=64, steps=78_280, **PAPER),
     "cc15m-b16": dict(image_encoder="clip-b16", L=64, steps=78_280, **PAPER),
     "l400m-b32": dict(image_encoder="clip-b32", L=128, steps=312_214,

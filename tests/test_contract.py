@@ -62,9 +62,9 @@ CONSTANTS = {  # SPARC D.1, D.3, D.4; SPARO C.1 to C.3; STAIR 4.2, App. A; BAM 4
     ("stair", "b16-single"): (16384, 600_000, 1e-3, 0.01, 10_000, 0.999, 1e-6, "adamw"),
     ("bam", "vit-s16"): (4096, 93_836, 3e-3, 0.04, 12_512, 0.999, 1e-8, "sgd"),
     ("bam", "r50"): (4096, 93_836, 4.8, 1e-6, 3128, 0.98, 1e-6, "sgd"),
-    ("classifier", "imagenet"): (1024, 187_671, 1e-3, 0.05, 6256, 0.999, 1e-8, "adamw"),
+    ("classifier", "imagenet"): (1024, 187_650, 1e-3, 0.05, 6255, 0.999, 1e-8, "adamw"),
     ("classifier", "semi-adamw"): (512, 25_023, 5e-5, 0.3, 1251, 0.999, 1e-8, "adamw"),
-    ("classifier", "cifar10"): (1024, 4883, 6e-5, 0.1, 147, 0.999, 1e-8, "adamw")}
+    ("classifier", "cifar10"): (1024, 4800, 6e-5, 0.1, 144, 0.999, 1e-8, "adamw")}
 WORDS = {"sparo": 49_408, "stair": 30_522, "stair-clip": 30_522, "sparc": 32_000}
 RUN_ALONE = """
 import runpy, sys

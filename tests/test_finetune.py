@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import one_hot
 
+import bam
 import common
 import eval as evaluation
 import train
@@ -95,6 +96,31 @@ def test_a_run_is_fine_tuned_from_its_evaluated_encoder(tmp_path, run_of, name):
     assert tower.keys() == expected.state_dict().keys()
     learned = dict(expected.named_parameters())                             # not BatchNorm's means
     assert [key for key in learned if not torch.equal(tower[key], learned[key])] == []
+
+
+@pytest.mark.parametrize("name, images, smallest", [
+    ("cifar10", 50_000, 0.05), ("cifar100", 50_000, 0.05), ("flowers", 2040, 0.05),
+    ("pets", 3680, 0.05), ("imagenet", 1_281_167, 0.08)])
+def test_presets_are_mocos_transfer_and_deits(name, images, smallest):
+    """A batch is of 8 GPUs, each of which drops what fills none. MoCo-v3's datasets.py crops and
+    flips, without RandAugment and without erasing; DeiT's does both."""
+    args = train.parse_args(["--method", "classifier", "--preset", name, "--data", "folders"])
+    epoch = math.ceil(images / 8) // (args.batch // 8)
+    epochs, warmup = (150, 5) if name == "imagenet" else (100, 3)
+    assert (args.steps, args.warmup) == (epochs * epoch, warmup * epoch)
+    found = bam.augmentation(args)
+    of_deit = name == "imagenet"
+    assert found["min_scale"] == smallest and found["rand_augment"] == of_deit
+    assert found["erasing"] == (0.25 if of_deit else 0)
+
+
+def test_sincos_positions_learn_as_in_deits_code():
+    model = tiny_model("classifier", vit=dict(positions="sincos"))
+    expected = tiny_model("bam").image_encoder.pos
+    assert "image_encoder.pos" in dict(model.named_parameters())
+    assert torch.equal(model.image_encoder.pos, expected)
+    _, rest = common.param_groups(model, 0.1)
+    assert any(p is model.image_encoder.pos for p in rest["params"])        # without decay
 
 
 def test_a_tower_whose_norm_went_to_the_read_out_is_fine_tuned():

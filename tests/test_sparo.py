@@ -232,6 +232,9 @@ def test_presets_take_the_papers_epochs(name, epochs, pairs):
     assert found
     for preset in found:
         assert preset["steps"] == epochs * pairs // preset["batch"]
+    if name != "l400m":  # Table B.1: both sizes of each
+        towers = {size: sparo.PRESETS[f"{name}-{size}"]["image_encoder"] for size in ("b32", "b16")}
+        assert towers == {"b32": "clip-b32", "b16": "clip-b16"}
 
 
 def test_slot_accuracies_count_each_slot_alone():
