@@ -94,8 +94,7 @@ CHUNK = 2**24  # entries of S that the loss works on at a time
 
 @contextlib.contextmanager
 def in_fp32(*tensors):
-    """`with in_fp32(x, y) as (x, y):` half precision becomes float32, float64 stays, and autocast
-    is off: a loss and its similarities need the digits."""
+    """`with in_fp32(x, y) as (x, y):` half precision is float32, float64 stays, autocast is off."""
     with torch.autocast(tensors[0].device.type, enabled=False):
         yield [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 

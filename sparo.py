@@ -117,8 +117,7 @@ PRESETS = {  # settings of this file and of train.py by name; --flags override t
 
 @contextlib.contextmanager
 def in_fp32(*tensors):
-    """`with in_fp32(x, y) as (x, y):` half precision becomes float32, float64 stays, and autocast
-    is off: a loss and its similarities need the digits."""
+    """`with in_fp32(x, y) as (x, y):` half precision is float32, float64 stays, autocast is off."""
     with torch.autocast(tensors[0].device.type, enabled=False):
         yield [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
@@ -425,11 +424,6 @@ def dino_loss(student, teacher, center, student_temp, teacher_temp):
         return (same - every) / (G * (V - 1)), p_t
 
 
-def cosines(x, directions):
-    with in_fp32(x, directions) as (x, directions):
-        return F.normalize(x, dim=-1) @ F.normalize(directions, dim=-1).T
-
-
 class DinoHead(nn.Module):
     """Three layers, then the cosines with K directions. (B, M) -> (B, K)"""
 
@@ -443,7 +437,8 @@ class DinoHead(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x):
-        return cosines(self.mlp(x), self.last.weight)
+        with in_fp32(self.mlp(x), self.last.weight) as (x, directions):
+            return F.normalize(x, dim=-1) @ F.normalize(directions, dim=-1).T
 
 
 class Dino(nn.Module):
