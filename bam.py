@@ -592,8 +592,8 @@ CLASSIFIER_PRESETS = {  # --finetune RUN brings its own encoder
     "semi-sgd": dict(optimizer="sgd", lr=0.01, **SEMI),
     "semi-adamw": dict(lr=5e-5, **SEMI),
     # Table 5: MoCo-v3's (facebookresearch/moco-v3, transfer/: 8 x 128 images, lr 3e-4 for 512, 100
-    # epochs, warm-up 3), its rates times .1 (D.3). Its datasets.py, which replaces DeiT's, crops and
-    # flips alone: its flowers' --reprob .25 has no effect. differs: bicubic, there bilinear.
+    # epochs, warm-up 3), its rates times .1 (D.3). Its datasets.py replaces DeiT's and only crops
+    # and flips: its flowers' --reprob .25 has no effect. differs: bicubic, there bilinear.
     "cifar10": dict(steps=4800, warmup=144, **MOCO),
     "cifar100": dict(steps=4800, warmup=144, mixup=0.5, **MOCO),
     "flowers": dict(steps=100, warmup=3, mixup=0.0, cutmix=0.0, **MOCO | dict(weight_decay=0.3)),
