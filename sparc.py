@@ -322,8 +322,7 @@ class Model(nn.Module):
 # With 0.1 words are grounded (lr 2e-3: .84, wrong image 2.05) if the learning rate is above the one
 # that zero-shot prefers. At lr 8e-3 colours are segmented better than by CLIP in two of three seeds
 # (mIoU without the background: .620, CLIP's best .522), but zero-shot is poor.
-# An update takes 1.005 times CLIP's FLOPs (Table 11: 1.005), by `update_flops` of --preset b16
-# --dry-run.
+# An update takes 1.005 times CLIP's FLOPs (Table 11: 1.005), which tests/test_train.py counts.
 
 
 def patches_per_word(a, mask):

@@ -8,7 +8,6 @@ eval.json and pictures.
 
 import argparse
 import contextlib
-import copy
 import dataclasses
 import datetime
 import fcntl
@@ -31,7 +30,6 @@ from typing import Annotated, Literal, get_args, get_origin
 
 import torch
 import torch.distributed as dist
-from torch._subclasses import fake_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -1030,7 +1028,7 @@ def dry_run(args, method, model):
     chance_loss = model.chance_loss(args.batch, batch.get("mask"), patches)
     words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
     record = {"params": params, **words, "flops_per_sample": counter.get_total_flops() // 2,
-              "update_flops": update_flops(args, method, model), "chance_loss": chance_loss}
+              "chance_loss": chance_loss}
     print_once(json.dumps(record))
 
 
@@ -1046,20 +1044,6 @@ def made_up_batch(args, method, model, n):
     text = model.text_encoder
     return images | {"tokens": torch.randint(text.vocab_size, (n, text.context)),
                      "mask": torch.ones(n, text.context, dtype=torch.bool)}
-
-
-def update_flops(args, method, model):
-    """FLOPs of an update of --batch, forward and backward, or None where they depend on values:
-    the tensors are fake, nothing is computed."""
-    fake = fake_tensor.FakeTensorMode()
-    with fake_tensor.FakeCopyMode(fake):
-        model = copy.deepcopy(model)
-    try:
-        with fake, sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            model(made_up_batch(args, method, model, args.batch))["loss"].backward()
-    except (fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException):
-        return None
-    return counter.get_total_flops()
 
 
 def main(argv=None):

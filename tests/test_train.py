@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import functools
 import itertools
 import json
 import math
@@ -716,50 +715,34 @@ def test_dry_run_ends_with_json(tmp_path, capsys, name):
     assert record.get("vocab_size") == (9000 if words else None)
     assert record["params"] > 1000 and record["flops_per_sample"] > 1000
     assert record["chance_loss"] > 1
-    if name == "stair":  # they depend on values
-        assert record["update_flops"] is None
-    else:
-        assert record["update_flops"] > 2 * 8 * record["flops_per_sample"]
     assert not (tmp_path / "unused").exists()
 
 
-@pytest.mark.parametrize("flags", [
-    "--objective gloria", "--grad-checkpoint",
-    "--accum-freq 4 --image-encoder tiny-patch:width=16,heads=2,depth=2"])
-def test_the_flops_of_an_update_are_those_of_a_real_one(flags):
+@pytest.mark.parametrize("flags", ["--grad-checkpoint", "--accum-freq 4 --image-encoder tiny-patch"])
+def test_towers_recompute_and_take_parts_as_the_flags_say(flags):
     args = train.parse_args([*SPARC, *flags.split(), "--image-size", "16"])
-    method = train.METHODS["sparc"]
-    model = train.build_model(args, method, range(50))
-    towers = model.image_encoder, model.text_encoder
-    assert {tower.accum_freq for tower in towers} == {args.accum_freq}
-    assert {tower.blocks.grad_checkpoint for tower in towers} == {args.grad_checkpoint}
-    batch = train.made_up_batch(args, method, model, 8)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(batch)["loss"].backward()
-    assert train.update_flops(args, method, model) == counter.get_total_flops()
+    model = train.build_model(args, train.METHODS["sparc"], range(50))
+    for tower in (model.image_encoder, model.text_encoder):
+        assert tower.accum_freq == args.accum_freq
+        assert tower.blocks.grad_checkpoint == args.grad_checkpoint
 
 
-def test_cost_is_that_of_table_11(monkeypatch):
-    """B/16, a part of the batch as on one of 256 ranks: CLIP's FLOPs within 8 % of the paper's, the
-    others' as multiples of CLIP's. FILIP's similarities are computed once, and a rank's choice
-    of tokens takes next to nothing."""
-    paper = {"clip": 1.15, "sparc": 1.15, "mgca": 1.16, "filip": 1.37}  # TFLOPs, batch 2,048
+def test_cost_is_that_of_figure_4():
+    """B/16, an update of one pair: CLIP's FLOPs within 8 % of the paper's, SPARC's as a multiple of
+    CLIP's. The loss of the whole batch, which a pair lacks, is 50 MFLOPs of 133,000 for each."""
+    clip, sparc = 9.14, 9.19  # TFLOPs of an update of 16,384 on each of 256 TPUs (Table 11)
     method, flops, encoders = train.METHODS["sparc"], {}, None
-    whole = functools.partial(sparc.in_rows, limit=2**62)
-    monkeypatch.setattr(sparc, "in_rows", lambda *rows, size, **_: whole(*rows, size=size))
-    monkeypatch.setattr(sparc, "most_similar", lambda x, _, keep: x[:, :int(keep * x.shape[1])])
-    for name in paper:
+    for name in ("clip", "sparc"):
         args = train.parse_args(["--method", "sparc", "--preset", "b16", "--objective", name,
-                                 "--batch", "2048", "--image-size", "224"])
+                                 "--image-size", "224"])
         encoders = encoders or common.build_encoders(method, args, range(args.vocab_size))
         model = common.build_model(method, args, *encoders)
-        flops[name] = train.update_flops(args, method, model) / 256 / 1e12
-    assert flops["clip"] == pytest.approx(paper["clip"], rel=0.08)
-    for name in ("sparc", "mgca"):
-        ours, theirs = flops[name] / flops["clip"], paper[name] / paper["clip"]
-        assert ours == pytest.approx(theirs, abs=0.006)
-    ours, theirs = ((cost["filip"] - cost["clip"]) for cost in (flops, paper))
-    assert ours == pytest.approx(theirs, rel=0.15)
+        batch = train.made_up_batch(args, method, model, 1)
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            model(batch)["loss"].backward()
+        flops[name] = counter.get_total_flops() * 16_384 / 256 / 1e12
+    assert flops["clip"] == pytest.approx(clip, rel=0.08)
+    assert flops["sparc"] / flops["clip"] == pytest.approx(sparc / clip, abs=0.001)
 
 
 def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys):
