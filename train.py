@@ -112,7 +112,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def train(args, out, device):
-    """-> the signal that stopped it, if any. out: the run's directory."""
+    """-> the signal that stopped it, if any. out: the run's directory; None: write nothing."""
     rank, world_size = this_rank()
     method = METHODS[args.method]
 
@@ -132,8 +132,8 @@ def train(args, out, device):
     # Resume: `at` is all that moves, beside weights, optimizer and loss scale.
     at, saved = Progress(data.layout, data.names, tokenizer and tokenizer.hash()), None
     if args.resume:
-        saved = load_state(out / "last.pt", args, model, scaler, at, device)
-    if rank == 0 and not args.bench:
+        saved = load_state(args, model, scaler, at, device)
+    if out:
         announce(args, data, model, tokenizer, device)
         write_run(args, tokenizer, out)
     log, stop, clock, batches = Log(args, out, at.step), Stop(), Clock(), None
@@ -180,58 +180,48 @@ def train(args, out, device):
             at.advance(batch)
             log.update()
 
-            # Once in a while: log, evaluate, save, stop.
-            due = what_is_due(args, at.step, end)
-            stopping = "ask" in due and stop.agreed(device)
-            if args.bench and bench_is_over(args, at.step, clock, stopping):
-                return stopping
-            if stopping or due & {"log", "save"}:
+            # Once in a while: log, evaluate, save, stop. What is due is the same on every rank.
+            keep_due, evaluate_due = at.due(args.keep_every), at.due(args.eval_every)
+            save_due = at.due(args.save_every) or keep_due or at.step == end
+            log_due = at.due(args.log_every) or evaluate_due or at.step == args.steps
+            # A GPU waits while ranks ask each other whether a signal came: they do it rarely.
+            ask_due = save_due or at.due(min(10, args.log_every)) or not dist.is_initialized()
+            stopping = ask_due and stop.agreed(device)
+            if args.bench:
+                if stopping or bench_is_over(args, at.step, clock):
+                    return stopping
+                continue
+            if stopping or log_due or save_due:
                 check_finite(args, at.step, outputs["loss"], grad_norm)
-            if "log" in due and rank == 0:
+            if log_due and rank == 0:
                 record = {"step": at.step, "lr": optimizer.param_groups[0]["lr"]}
                 record |= measure(args, model, batch, autocast, outputs, grad_norm)
                 record |= clock.rates(args.batch) | at.skipped_counts()
-                if "evaluate" in due:
+                if evaluate_due:
                     record |= evaluate_unnoticed(embed, eval_data, options)
                 log.write(record, model.warn(record))
                 model.train()
                 clock.reset()
-            if stopping or "save" in due:
-                save(out, args, model, optimizer, scaler, at, due)
+            if stopping or save_due:
+                names = ["last.pt"]
+                if at.step == end and end < args.steps:
+                    names.append(f"stage-{number}.pt")
+                if keep_due:
+                    names.append(f"step-{at.step}.pt")
+                save(names, args, model, optimizer, scaler, at)
             if stopping:
-                log.stopped(at.step, out)
+                log.stopped(args, at.step)
                 return stopping
     log.bar.close()
     stop.restore()  # a signal ends the evaluation at once
     finish(args, embed, eval_data, at)
 
 
-def what_is_due(args, step, end):
-    """What comes after this step, on every rank the same. "ask": whether a signal came;
-    "keep", "stage": a checkpoint that stays."""
-    # a GPU waits while ranks ask each other, so they do it rarely; with --bench, too
-    ask_every = min(10, args.log_every) if dist.is_initialized() else 1
-    every = {"log": args.log_every, "evaluate": args.eval_every, "save": args.save_every,
-             "keep": args.keep_every, "ask": ask_every}
-    due = {name for name, steps in every.items() if steps and step % steps == 0}
-    if args.bench:
-        return due & {"ask"}
-    if "evaluate" in due or step == args.steps:
-        due.add("log")
-    if step == end and end < args.steps:
-        due.add("stage")  # it ends, the run does not
-    if step == end or "keep" in due:
-        due.add("save")
-    if "save" in due:
-        due.add("ask")
-    return due
-
-
-def bench_is_over(args, step, clock, stopping):
+def bench_is_over(args, step, clock):
     """Time the steps of --bench and print the rates -> whether this was the last."""
     if step == BENCH_WARMUP:
         clock.reset()
-    if step < BENCH_WARMUP + args.bench and not stopping:
+    if step < BENCH_WARMUP + args.bench:
         return False
     print_once(json.dumps(clock.rates(args.batch)))
     return True
@@ -393,7 +383,7 @@ def check_settings(args, method, flags):
         raise UserError(f"--warmup {args.warmup} is longer than the {args.steps} --steps: the "
                         f"learning rate would not reach its peak.")
     if args.bench:
-        args.steps = max(args.steps, BENCH_WARMUP + args.bench)
+        args.steps, args.epochs = max(args.steps, BENCH_WARMUP + args.bench), None
 
 
 # The run's directory -----------------------------------------
@@ -429,11 +419,11 @@ def choose_run(args):
 
 @contextlib.contextmanager
 def claim_run(args):
-    """The run's directory, which this process alone writes: a lock that the kernel frees, however
-    the process ends. A new directory in which nothing was written is removed."""
-    out = choose_run(args)
-    if this_rank()[0] > 0 or args.dry_run or args.bench:
-        yield out
+    """The run's directory, or None if this process writes nothing. It alone writes there: it has a
+    lock that the kernel frees, however it ends. A new directory that stays empty is removed."""
+    out = None if args.dry_run or args.bench else choose_run(args)
+    if out is None or this_rank()[0] > 0:
+        yield None
         return
     is_new = not out.exists()
     with common.writing(out):
@@ -497,12 +487,12 @@ class Log:
     """log.jsonl and the progress bar of rank 0; each warning is printed once."""
 
     def __init__(self, args, out, step):
-        self.path, self.start, self.warned = out / "log.jsonl", step, set()
-        mute = this_rank()[0] > 0 or args.bench > 0
+        self.start, self.warned = step, set()
         self.bar = tqdm(total=args.steps, initial=step, desc=args.method, unit="step",
-                        mininterval=1, disable=mute)
-        if mute:
+                        mininterval=1, disable=out is None)
+        if out is None:
             return
+        self.path = out / "log.jsonl"
         with common.writing(self.path):
             if step == 0 and self.path.exists():  # of a run that was killed before it saved
                 number = 1
@@ -544,12 +534,12 @@ class Log:
             file.write(json.dumps(record) + "\n")
         self.bar.set_postfix(loss=record["loss"], images_per_s=record["images_per_s"])
 
-    def stopped(self, step, out):
+    def stopped(self, args, step):
         self.bar.close()
         start = "python"
         if dist.is_initialized():
             start = f"torchrun --nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE')}"
-        command = shlex.join([os.path.relpath(__file__), "--resume", "--out", str(out)])
+        command = shlex.join([os.path.relpath(__file__), "--resume", "--out", args.out])
         print_once(f"Stopped by signal after step {step}; continue with: {start} {command}")
 
 
@@ -579,7 +569,7 @@ def open_data(args, method):
         data.sample_captions(1)  # class folders may lack names
     if isinstance(data, common.World):
         args.image_size = data.size
-    if args.epochs and not args.bench:
+    if args.epochs:
         if not is_table:
             raise UserError(f"--epochs {args.epochs}: how many images {args.data} has is not "
                             f"known; give --steps, which is epochs x images / --batch.")
@@ -811,6 +801,10 @@ class Progress:
     skipped: dict = dataclasses.field(default_factory=dict)  # {worker: {reason: [count, example]}}
     boxes: torch.Tensor | None = None  # (n, 4), where crops are to lie (BAM, App. G)
 
+    def due(self, every):
+        """Whether this is one of every so many steps; 0: none is."""
+        return every > 0 and self.step % every == 0
+
     def advance(self, batch):
         self.step += 1
         self.positions |= batch["position"]
@@ -859,19 +853,13 @@ class Progress:
             torch.cuda.set_rng_state(local["cuda_rng"].cpu())
 
 
-def save(out, args, model, optimizer, scaler, at, due):
-    """Write last.pt, and a checkpoint to keep if it is due. Every rank must call it."""
+def save(names, args, model, optimizer, scaler, at):
+    """Write a checkpoint under each of the names. Every rank must call it."""
     state = {"method": args.method, "model": model.state_dict(), "scaler": scaler.state_dict(),
              "optimizer": optimizer.state_dict(), **at.state(args.workers)}
-    if this_rank()[0] > 0:
-        return
-    names = ["last.pt"]
-    if "stage" in due:
-        names.append(f"stage-{at.stage}.pt")
-    if "keep" in due:
-        names.append(f"step-{at.step}.pt")
-    for name in names:
-        common.save_checkpoint(out / name, state)
+    if this_rank()[0] == 0:
+        for name in names:
+            common.save_checkpoint(Path(args.out, name), state)
 
 
 def check_plan(args, at):
@@ -889,8 +877,9 @@ def check_plan(args, at):
                         f"it is of stage {number}: leave out what changes the stages, as --steps.")
 
 
-def load_state(path, args, model, scaler, at, device):
-    """Restore weights, loss scale and `at` from a checkpoint, and return all of it."""
+def load_state(args, model, scaler, at, device):
+    """Restore weights, loss scale and `at` from last.pt, and return all of it."""
+    path = Path(args.out, "last.pt")
     state = common.load_checkpoint(path, device)
     if not isinstance(state, dict) or state.get("method") != args.method:
         raise UserError(f"{path} holds no {args.method} model.")
@@ -1054,9 +1043,9 @@ def main(argv=None):
     device = common.init_distributed()
     with claim_run(args) as out:
         stopped_by = train(args, out, device)
-    if not (stopped_by or args.dry_run or args.bench):
+    if out and not stopped_by:
         seconds = round(time.perf_counter() - start)
-        print_once(f"{out}: done in {datetime.timedelta(seconds=seconds)}")
+        print(f"{out}: done in {datetime.timedelta(seconds=seconds)}")
     if dist.is_initialized():  # not after an error: NCCL would wait for the other ranks
         dist.destroy_process_group()
     return stopped_by

@@ -539,7 +539,8 @@ def test_runs_are_not_overwritten(tmp_path, monkeypatch):
 
 
 def train_on_rank(rank, flags, out):
-    return train.train(train.parse_args([*flags, "--out", out]), Path(out), torch.device("cpu"))
+    args = train.parse_args([*flags, "--out", out])
+    return train.train(args, None if rank else Path(out), torch.device("cpu"))
 
 
 def test_two_ranks_stop_as_slurm_stops_them_and_go_on(tmp_path):
@@ -754,10 +755,10 @@ def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_signal_that_ends_a_benchmark_is_returned(monkeypatch, tmp_path):
+def test_a_signal_that_ends_a_benchmark_is_returned(monkeypatch):
     args = train.parse_args([*SPARC, "--bench", "50"])
     monkeypatch.setattr(train.Stop, "agreed", lambda self, device: signal.SIGTERM)
-    assert train.train(args, tmp_path, torch.device("cpu")) == signal.SIGTERM
+    assert train.train(args, None, torch.device("cpu")) == signal.SIGTERM
 
 
 @pytest.mark.parametrize("scale, side", [(0.9, 12), (0.25, 16), (0.01, 80)])
