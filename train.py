@@ -130,7 +130,7 @@ def train(args, out, device):
     autocast, scaler, is_half = mixed_precision(args, device)
 
     # Resume: `at` is all that moves, beside weights, optimizer and loss scale.
-    at, saved = Progress(data.layout, data.names, tokenizer and tokenizer.hash()), None
+    at, saved = Progress((data.layout, data.names), tokenizer and tokenizer.hash()), None
     if args.resume:
         saved = load_state(args, model, scaler, at, device)
     if out:
@@ -164,7 +164,7 @@ def train(args, out, device):
             step = at.step - start
             set_schedules(optimizer, args, step, steps, lr)
             batch = common.distort(batch)
-            # The losses, which autocast leaves in fp32, are in TF32: its error is well below bf16's.
+            # The losses, which autocast leaves in fp32, are in TF32: its error is far below bf16's.
             torch.backends.cuda.matmul.allow_tf32 = is_half
             with autocast():
                 outputs = parallel(batch, common.gather)  # {"loss": scalar, others to log}
@@ -791,8 +791,7 @@ def to_device(batch, device):
 class Progress:
     """All that moves while training and is saved, beside weights, optimizer and loss scale."""
 
-    layout: str = common.World.layout  # of the data that positions are of
-    names: int | None = None  # a hash of the data's file names, if it has one
+    data: tuple = (common.World.layout, None)  # that positions are of: layout, hash of file names
     words: int | None = None  # a hash of the vocabulary, if there is one
     step: int = 0
     stage: int = 1  # that the last step was of
@@ -822,27 +821,20 @@ class Progress:
         local = {"rng": torch.get_rng_state(), "cuda_rng": cuda_rng,
                  "positions": self.positions, "skipped": self.skipped}
         return {"step": self.step, "stage": self.stage, "order": self.order, "workers": workers,
-                "layout": self.layout, "names": self.names, "words": self.words,
-                "boxes": self.boxes, "ranks": common.gather_objects(local)}
+                "data": self.data, "words": self.words, "boxes": self.boxes,
+                "ranks": common.gather_objects(local)}
 
     def restore(self, state, workers):
         """Go on from a checkpoint, with this rank's random numbers."""
         rank, world_size = this_rank()
-        self.step, self.order = state["step"], state.get("order", 0)
-        self.stage = state.get("stage")  # None: of an old run
-        if state.get("words", self.words) != self.words:  # older checkpoints have neither hash
+        if state["words"] != self.words:
             raise UserError("vocab.txt has other words than when the run was saved: put back its "
                             "own, or begin the run anew.")
-        # older checkpoints have no layout: they go on as the world's, files begin anew
-        data = state.get("layout", common.World.layout), state.get("names", self.names)
-        boxes = state.get("boxes")
-        if isinstance(boxes, tuple):
-            raise UserError("The checkpoint has boxes of --contrastive-crop by the names of files, "
-                            "as older code kept them: begin the run anew.")
-        if boxes is not None and data == (self.layout, self.names):
-            self.boxes = boxes.cpu()
-        now = world_size, workers, self.layout, self.names
-        if (len(state["ranks"]), state["workers"], *data) != now:
+        self.step, self.stage, self.order = state["step"], state["stage"], state["order"]
+        if state["boxes"] is not None and state["data"] == self.data:
+            self.boxes = state["boxes"].cpu()
+        saved = len(state["ranks"]), state["workers"], state["data"]
+        if saved != (world_size, workers, self.data):
             self.order += self.step
             return print_once("Other data, ranks, workers or code than before: the data start "
                               "anew, in another order.")
@@ -872,7 +864,7 @@ def check_plan(args, at):
         end += steps
         if at.step <= end:
             break
-    if at.stage not in (None, number):
+    if at.stage != number:
         raise UserError(f"{args.out} has made step {at.step} in stage {at.stage}, with these flags "
                         f"it is of stage {number}: leave out what changes the stages, as --steps.")
 

@@ -394,16 +394,11 @@ def test_progress_comes_back_from_a_checkpoint(tmp_path, capsys):
     assert (again.step, again.order, again.positions) == (2, 0, at.positions)
     assert again.skipped_counts() == {"skipped": {"unreadable image": 2, "empty caption": 1}}
 
-    old_state = {key: value for key, value in state.items() if key not in ("layout", "names", "words")}
-    for layout, state, workers in (
-            ("shapes", state, 2), ("9 images", state, 1),  # positions of other workers or data
-            ("9 images", old_state, 1)):                   # or as code before wrote them
-        other = train.Progress(layout=layout)
+    for data, workers in (("shapes", 2), ("9 images", 1)):  # positions of other workers or data
+        other = train.Progress((data, None))
         other.restore(state, workers)
         assert (other.step, other.order, other.positions, other.skipped) == (2, 2, {}, {})
         assert "the data start anew, in another order" in capsys.readouterr().out
-    train.Progress().restore(old_state, workers=1)         # the world's positions stay
-    assert capsys.readouterr().out == ""
 
 
 def test_resume_auto_begins_or_continues_with_one_command(tmp_path, run_of):
@@ -768,5 +763,5 @@ def test_decoded_images_have_pixels_for_the_smallest_crop(monkeypatch, tmp_path,
     monkeypatch.setattr(train, "read_in_workers", lambda stream, workers: [])
     args = train.parse_args([*SPARC, "--data", "x.csv", "--crop-scale", str(scale)])
     args.image_size = 8
-    train.open_loader(args, None, None, None, None, train.Progress(layout="x"))
+    train.open_loader(args, None, None, None, None, train.Progress())
     assert found == [side]
