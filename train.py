@@ -105,6 +105,7 @@ OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True), "sgd": 
 BENCH_WARMUP = 3  # steps before --bench starts the clock
 # flags that have no effect without captions
 TEXT_FLAGS = ("vocab", "vocab_size", "text_encoder", "crop_scale")
+WRITTEN = ("config.json", "vocab.txt", "log.jsonl", "eval.json")  # by a run, beside checkpoints
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -391,9 +392,7 @@ def check_settings(args, method, flags):
 
 def choose_run(args):
     """The run's directory, the same on every rank; an old run is never overwritten."""
-    if args.out == "":
-        raise UserError("--out '' names no directory: give one, or leave --out out.")
-    if args.out is None:
+    if not args.out:
         args.out, i = f"runs/{args.method}", 2
         while Path(args.out).exists():
             args.out, i = f"runs/{args.method}-{i}", i + 1
@@ -401,19 +400,16 @@ def choose_run(args):
     if len(set(common.gather_objects(bool(args.resume)))) > 1:
         raise UserError(f"Only some ranks find {args.out}/last.pt to resume: --out must be a "
                         f"directory that all machines share.")
-    out = Path(args.out)
+    out, is_run = Path(args.out), False
+    with contextlib.suppress(UserError):  # a run that was killed before it saved begins anew
+        is_run = "argv" in common.read_config(out)
     with common.writing(out):  # its name may be too long
-        saved = [path.name for path in sorted(out.glob("*.pt"))]
-    if saved and not args.resume:
-        raise UserError(f"{out} holds a run, {', '.join(saved)}: continue it with --resume, from "
-                        f"last.pt, or give another --out.")
-    is_run = args.resume
-    with contextlib.suppress(UserError):  # of a run that was killed before it saved
-        is_run = is_run or "argv" in common.read_config(out)
-    for name in ("config.json", "vocab.txt", "log.jsonl", "eval.json"):
-        if not is_run and os.path.exists(out / name):
-            raise UserError(f"{out}/{name} is no run's and would be overwritten: give another "
-                            f"--out.")
+        replaced = sorted(path.name for path in out.glob("*.pt"))
+    if not is_run:
+        replaced += [name for name in WRITTEN if os.path.exists(out / name)]
+    if replaced and not args.resume:
+        raise UserError(f"{out} has a {replaced[0]} already: continue its run with --resume, or "
+                        f"give another --out.")
     return out
 
 
@@ -493,26 +489,19 @@ class Log:
         if out is None:
             return
         self.path = out / "log.jsonl"
-        with common.writing(self.path):
-            if step == 0 and self.path.exists():  # of a run that was killed before it saved
-                number = 1
-                while (out / f"log-{number}.jsonl").exists():
-                    number += 1
-                self.path.rename(out / f"log-{number}.jsonl")
-            with open(self.path, "ab+") as file:
-                file.truncate(self.length(file, step))
+        self.cut(step)
 
-    def length(self, file, step):
-        """Bytes of the lines up to the step; a killed run may have written half of the last."""
-        file.seek(0)
-        length = 0
-        for number, line in enumerate(file, 1):
+    def cut(self, step):
+        """Leave the lines up to the step; a killed run may have written half of the last."""
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        kept = []
+        for number, line in enumerate(lines, 1):
             what = f"Line {number} of {self.path} is damaged, delete it"
             with common.explained((ValueError, TypeError, KeyError), what):
-                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                    break
-            length += len(line)
-        return length
+                if line.endswith("\n") and json.loads(line)["step"] <= step:
+                    kept.append(line)
+        with common.replacing(self.path) as file:
+            file.write("".join(kept).encode())
 
     def show_stage(self, args, method, number):
         if len(method.stages(args)) > 1:

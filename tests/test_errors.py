@@ -250,14 +250,12 @@ ERRORS = [
     ("sparc --data gone --out table.csv/x", "table.csv/x cannot be written: Not a directory"),
     ("sparc --data gone --out /proc/x", "/proc/x cannot be written"),
     ("sparc --data gone --out /dev/full", "/dev/full cannot be written"),
-    ("sparc --out runs/sparc", "runs/sparc holds a run, last.pt: continue it with --resume"),
-    *((f"sparc --out {out}", f"{name} is no run's and would be overwritten", {name: "mine"})
-      for out, name in ((".", "config.json"), ("mine", "mine/vocab.txt"), ("./", "log.jsonl"),
-                        (".//", "eval.json"))),
-    ("sparc --out mine", "mine holds a run, step-2.pt: continue it", {"mine/step-2.pt": "mine"}),
+    ("sparc --out runs/sparc", "runs/sparc has a last.pt already: continue its run with --resume"),
+    *((f"sparc --out {out}", f"{out} has a {name} already: .* or give another", {f"{out}/{name}": "mine"})
+      for out, name in ((".", "config.json"), ("mine", "vocab.txt"), (".", "log.jsonl"),
+                        (".", "eval.json"), ("mine", "step-2.pt"))),
     (f"sparc --out {'n' * 300}", "n cannot be written: File name too long"),
     (f"sparc --resume auto --out {'n' * 300}", "n cannot be written: File name too long"),
-    ("sparc --out ''", "--out '' names no directory"),
     ("sparc --resume", "run holds no run"), ("train --resume", "--resume needs --out"),
     ("train --method sparc --resume auto", "--resume needs --out"),
     ("stair --resume --out runs/sparc", "is a run of --method sparc: leave out --method stair"),
