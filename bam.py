@@ -38,7 +38,7 @@ import copy
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Annotated, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -51,26 +51,26 @@ class Config:
     target: Literal["balanced", "softmax", "onehot"] = "balanced"  # Eq. 4; as in Eq. 2; SimCLR
     mask: Literal["exclude", "zero", "none"] = "exclude"  # positives: left out; Eq. 3; kept
     normalization: Literal["global", "block"] = "global"  # of S; of its blocks (Table 1)
-    tau: Annotated[float, 1e-3, 10] = 0.1  # temperature of A (Sec. 3.1)
-    tau_b: Annotated[float, 1e-3, 10] = 0.05  # tau_B, of B (Sec. 3.4; lambda in App. F)
-    sinkhorn_iters: Annotated[int, 1, 1000] = 3  # iterations of Sinkhorn (authors' code)
-    top_k: Annotated[int, 0, math.inf] = 0  # columns of a target (authors: 128); 0: all
+    tau: float = 0.1  # temperature of A (Sec. 3.1)
+    tau_b: float = 0.05  # tau_B, of B (Sec. 3.4; lambda in App. F)
+    sinkhorn_iters: int = 3  # iterations of Sinkhorn (authors' code)
+    top_k: int = 0  # columns of a target (authors: 128); 0: all
     teacher: bool = True  # a moving average makes targets and columns (App. C)
-    ema: Annotated[float, 0, 1] = 0.995  # momentum of the teacher at first; it ends at 1
+    ema: float = 0.995  # momentum of the teacher at first; it ends at 1
     readout: Literal["cls", "gap"] = "cls"  # h: [CLS], or the mean of all tokens
-    projector_width: Annotated[int, 1, math.inf] = 4096  # both hidden layers (App. C)
-    projector_dim: Annotated[int, 1, math.inf] = 4096  # E (App. C)
+    projector_width: int = 4096  # both hidden layers (App. C)
+    projector_dim: int = 4096  # E (App. C)
     batch_norm: bool | None = None  # in the projector; None: if no teacher (App. C)
     activation: Literal["gelu", "relu"] = "gelu"  # in the projector; ResNet: ReLU (App. C)
-    local_crops: Annotated[int, 0, 100] = 6  # small views beside two large ones (Sec. 3.5)
-    local_size: Annotated[int, 1, math.inf] = 96  # pixels of a small view (authors)
-    crop_least: Annotated[float, 0.01, 1] = 0.05  # smallest area of small views (authors)
-    crop_border: Annotated[float, 0.01, 1] = 0.25  # their largest, smallest of large views
+    local_crops: int = 6  # small views beside two large ones (Sec. 3.5)
+    local_size: int = 96  # pixels of a small view (authors)
+    crop_least: float = 0.05  # smallest area of small views (authors)
+    crop_border: float = 0.25  # their largest, smallest of large views
     contrastive_crop: bool = True  # crop around what [CLS] attends to (App. G)
-    crop_start: Annotated[int, 0, math.inf] = 12_512  # first step with boxes: 40 epochs
-    crop_every: Annotated[int, 1, math.inf] = 6_256  # steps that boxes last: 20 epochs
-    crop_threshold: Annotated[float, 0, 1] = 0.1  # a box has all above (arXiv 2202.03278)
-    crop_alpha: Annotated[float, 1e-3, 100] = 0.6  # centres: Beta(alpha, alpha) in the box
+    crop_start: int = 12_512  # first step with boxes: 40 epochs
+    crop_every: int = 6_256  # steps that boxes last: 20 epochs
+    crop_threshold: float = 0.1  # a box has all above (arXiv 2202.03278)
+    crop_alpha: float = 0.6  # centres: Beta(alpha, alpha) in the box
 
 
 VIT = dict(batch=4096, steps=93_836, lr=3e-3, warmup=12_512, weight_decay=0.04, weight_decay_end=0.4, clip_grad=0.3,
@@ -528,12 +528,12 @@ class ClassifierConfig:
     # file of the names of labels 0, 1, ..., one a line; None: of class folders, of shapes
     classes: list | None = None
     label_fraction: str | None = None  # of each class, in (0, 1], or a FILE of image names
-    smoothing: Annotated[float, 0, 0.99] = 0.1  # of the labels (DeiT's code, as all below)
-    mixup: Annotated[float, 0, 100] = 0.8  # alpha of MixUp; 0: none
-    cutmix: Annotated[float, 0, 100] = 1.0  # alpha of CutMix; 0: none
+    smoothing: float = 0.1  # of the labels (DeiT's code, as all below)
+    mixup: float = 0.8  # alpha of MixUp; 0: none
+    cutmix: float = 1.0  # alpha of CutMix; 0: none
     rand_augment: bool = True  # two operations of magnitude 9 of 10
-    erasing: Annotated[float, 0, 1] = 0.25  # how often a rectangle is erased
-    drop_path: Annotated[float, 0, 0.99] = 0.1  # of the ViT, in place of --image-encoder's
+    erasing: float = 0.25  # how often a rectangle is erased
+    drop_path: float = 0.1  # of the ViT, in place of --image-encoder's
 
 
 class Classifier(nn.Module):

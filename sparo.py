@@ -38,15 +38,11 @@ import copy
 import math
 import time
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-Size = Annotated[int, 1, math.inf]  # type, lowest, highest: train.py checks the flags by them
-Fraction = Annotated[float, 0, 1]
-Temperature = Annotated[float, 1e-3, 10]
 
 
 @dataclass
@@ -54,30 +50,30 @@ class Config:
     objective: Literal["clip", "dino"] = "clip"  # CLIP (Sec. 3.3) or DINO (Sec. 3.4)
     # Sec. 3.2; cls: CLIP, gap: CLIP+GAP, attpool: Table 6, bottleneck, fdt: App. B.2
     readout: Literal["sparo", "cls", "gap", "attpool", "bottleneck", "fdt"] = "sparo"
-    L: Size = 128                     # slots; Sec. 4: 64 on Conceptual Captions, with DINO
-    V: Size = 64                      # width of a slot (Sec. 4)
-    D: Size = 64                      # width of a slot's key (Sec. 3.2)
-    grp_size: Size = 1                # slots that share a key projection (App. A)
+    L: int = 128                      # slots; Sec. 4: 64 on Conceptual Captions, with DINO
+    V: int = 64                       # width of a slot (Sec. 4)
+    D: int = 64                       # width of a slot's key (Sec. 3.2)
+    grp_size: int = 1                 # slots that share a key projection (App. A)
     replace_block: bool = True        # SPARO in the place of a tower's last block (Sec. 4)
-    init_scale: Annotated[float, 1, 100] = 1 / 0.07  # 1 / temperature at first (CLIP, 2.5)
-    embed_dim: Size = 512             # cls, gap, bottleneck, fdt: width of the encoding
-    bottleneck: Size = 64             # bottleneck: m of App. B.2
-    codes: Size = 16384               # fdt: size of the codebook (App. B.2)
+    init_scale: float = 1 / 0.07      # 1 / temperature at first (CLIP, 2.5)
+    embed_dim: int = 512              # cls, gap, bottleneck, fdt: width of the encoding
+    bottleneck: int = 64              # bottleneck: m of App. B.2
+    codes: int = 16384                # fdt: size of the codebook (App. B.2)
     heads: Literal["separate", "multi"] = "multi"  # attpool, Table 6: multi mixes heads
     slot_norm: bool = False           # attpool, Table 6: LayerNorm slot by slot
     slot_projection: bool = False     # attpool, Table 6: one projection for all slots
-    out_dim: Size = 65536             # dino: K, width of the distributions (all dino: C.2)
-    head_width: Size = 2048           # dino: width of the head's hidden layers
-    head_bottleneck: Size = 256       # dino: width before the head's last layer
-    student_temp: Temperature = 0.1   # dino: tau_s
-    teacher_temp: Temperature = 0.04  # dino: tau_t
-    center_momentum: Fraction = 0.9   # dino: momentum of the center
-    ema: Fraction = 0.996             # dino: teacher's momentum, by half a cosine to 1
-    freeze_last: Annotated[int, 0, math.inf] = 0  # dino: steps before the last layer trains
-    local_crops: Annotated[int, 0, 100] = 8       # dino: small views, beside two large ones
-    local_size: Size = 96                         # dino: pixels of a small view
-    crop_least: Annotated[float, 0.01, 1] = 0.05  # dino: min. fraction of the image in small views
-    crop_border: Annotated[float, 0.01, 1] = 0.4  # dino: max. of small, min. of large views
+    out_dim: int = 65536              # dino: K, width of the distributions (all dino: C.2)
+    head_width: int = 2048            # dino: width of the head's hidden layers
+    head_bottleneck: int = 256        # dino: width before the head's last layer
+    student_temp: float = 0.1         # dino: tau_s
+    teacher_temp: float = 0.04        # dino: tau_t
+    center_momentum: float = 0.9      # dino: momentum of the center
+    ema: float = 0.996                # dino: teacher's momentum, by half a cosine to 1
+    freeze_last: int = 0              # dino: steps before the last layer trains
+    local_crops: int = 8              # dino: small views, beside two large ones
+    local_size: int = 96              # dino: pixels of a small view
+    crop_least: float = 0.05          # dino: min. fraction of the image in small views
+    crop_border: float = 0.4          # dino: max. of small, min. of large views
 
 
 PAPER = dict(text_encoder="clip-b16", lr=5e-4, weight_decay=0.5, warmup=3600, batch=4096,

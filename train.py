@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 import torch
 import torch.distributed as dist
@@ -42,10 +42,6 @@ import eval as evaluation
 from common import UserError
 from eval import METHODS
 
-Count = Annotated[int, 1, math.inf]
-CountOrZero = Annotated[int, 0, math.inf]
-NonNegative = Annotated[float, 0, math.inf]
-
 
 @dataclasses.dataclass
 class Config:
@@ -56,44 +52,58 @@ class Config:
     image_root: str | None = None  # directory that the file names of a table are relative to
     eval_data: str | None = None  # SPEC; None: --data, the test split if it has one
     vocab: str | None = None  # BERT's vocab.txt or CLIP's bpe_...txt.gz; None: from the captions
-    vocab_size: Count = 8192  # of a vocabulary trained from the captions, at most
+    vocab_size: int = 8192  # of a vocabulary trained from the captions, at most
     out: str | None = None  # directory of the run; None: runs/METHOD, runs/METHOD-2, ...
     image_encoder: str = "ViT-B/16"  # row of common.VIT_PRESETS[:setting=value,...], or ResNet-50
     text_encoder: str = "12x512"  # row of common.TEXT_PRESETS[:setting=value,...]
-    image_size: Count | None = None  # pixels; None: the encoder's, or the world's
+    image_size: int | None = None  # pixels; None: the encoder's, or the world's
     finetune: str | None = None  # RUN whose image encoder is fine-tuned, by --method classifier
     # file of a whole CLIP's weights or, for methods without captions, of a ViT's under timm's names
     init_weights: str | None = None
-    crop_scale: Annotated[float, 0.01, 1] = 0.9  # smallest area of training crops (OpenCLIP's)
-    steps: Count = 1000  # updates
-    epochs: Count | None = None  # instead of --steps: how often each image of files is shown
-    batch: Count = 128  # pairs per step, over all ranks
-    lr: NonNegative = 5e-4  # peak; linear warm-up, then --schedule to 0
-    warmup: CountOrZero = 100  # steps, of each stage if there are several
+    crop_scale: float = 0.9  # smallest area of training crops (OpenCLIP's)
+    steps: int = 1000  # updates
+    epochs: int | None = None  # instead of --steps: how often each image of files is shown
+    batch: int = 128  # pairs per step, over all ranks
+    lr: float = 5e-4  # peak; linear warm-up, then --schedule to 0
+    warmup: int = 100  # steps, of each stage if there are several
     schedule: Literal["cosine", "linear"] = "cosine"  # of the learning rate after the warm-up
     optimizer: Literal["adamw", "lamb", "lars", "sgd"] = "adamw"  # lamb: of STAIR; lars: of BAM
-    weight_decay: NonNegative = 0.1  # on the weights of linear and convolution layers only
-    weight_decay_end: NonNegative | None = None  # where half a cosine takes it; None: it stays
-    beta2: Annotated[float, 0, 0.999999] = 0.98  # AdamW's, LAMB's; beta1 is 0.9 (CLIP, Table 18)
-    adam_eps: Annotated[float, 0, 1] = 1e-6  # CLIP, Table 18
-    clip_grad: NonNegative = 1.0  # largest norm of the gradient; 0: no clipping
+    weight_decay: float = 0.1  # on the weights of linear and convolution layers only
+    weight_decay_end: float | None = None  # where half a cosine takes it; None: it stays
+    beta2: float = 0.98  # AdamW's, LAMB's; beta1 is 0.9 (CLIP, Table 18)
+    adam_eps: float = 1e-6  # CLIP, Table 18
+    clip_grad: float = 1.0  # largest norm of the gradient; 0: no clipping
     amp: Literal["bf16", "fp16", "off"] | None = None  # None: bf16 on a GPU, off on the CPU
-    workers: Annotated[int, 0, 1024] = 0  # data loading processes per rank
-    seed: Annotated[int, 0, 2**31] = 0  # of weights, data and augmentation
-    log_every: Count = 10  # steps
-    save_every: Count = 1000  # steps
-    keep_every: CountOrZero = 0  # steps between checkpoints that stay, as step-N.pt; 0: none
+    workers: int = 0  # data loading processes per rank
+    seed: int = 0  # of weights, data and augmentation
+    log_every: int = 10  # steps
+    save_every: int = 1000  # steps
+    keep_every: int = 0  # steps between checkpoints that stay, as step-N.pt; 0: none
     # steps between evaluations of 1,000 images in the log, by k-NN without captions; 0: none
-    eval_every: CountOrZero = 0
+    eval_every: int = 0
     probe: Literal["adamw", "sgd"] = "adamw"  # eval.py's linear probe: SPARO's or BAM's
-    probe_epochs: Count | None = None  # of the linear probe; None: its paper's, 10 or 100
+    probe_epochs: int | None = None  # of the linear probe; None: its paper's, 10 or 100
     # continue the run in --out with its settings; given flags replace them; auto: or begin it
     resume: bool = False
     compile: bool = False  # torch.compile of each block of a ViT and of the text tower, or a ResNet
     grad_checkpoint: bool = False  # recompute a ViT's blocks in the backward pass: less memory
-    accum_freq: Count = 1  # parts of a rank's rows that the towers take one after the other
+    accum_freq: int = 1  # parts of a rank's rows that the towers take one after the other
     dry_run: bool = False  # print parameters, FLOPs and the loss at chance, and stop
-    bench: CountOrZero = 0  # time this many steps, print the rates, and stop
+    bench: int = 0  # time this many steps, print the rates, and stop
+
+
+# Every number is finite and, but for STAIR's biases, not negative. Of these fields more is asked.
+POSITIVE = set("""vocab_size image_size crop_scale steps epochs batch log_every save_every accum_freq
+    probe_epochs embed_dim init_scale filip_keep mgca_prototypes L V D grp_size bottleneck codes
+    out_dim head_width head_bottleneck student_temp teacher_temp local_size crop_least crop_border
+    tau tau_b sinkhorn_iters projector_width projector_dim crop_every crop_alpha""".split())
+BELOW_ONE = {"beta2", "smoothing", "drop_path"}
+AT_MOST_ONE = {"crop_scale", "sigma", "filip_keep", "center_momentum", "ema", "crop_least",
+               "crop_border", "crop_threshold", "share_1", "share_2", "ramp", "erasing"}
+# flags that have no effect without captions
+TEXT_FLAGS = {"vocab", "vocab_size", "text_encoder", "crop_scale"}
+# what a run that is resumed keeps
+FIXED = {"method", "preset", "vocab", "vocab_size", "optimizer", "finetune", "init_weights"}
 
 
 def sgd(groups, betas=(0.9, 0), eps=0):
@@ -103,8 +113,6 @@ def sgd(groups, betas=(0.9, 0), eps=0):
 OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True), "sgd": sgd,
               "lamb": METHODS["stair"].LAMB, "lars": METHODS["bam"].LARS}
 BENCH_WARMUP = 3  # steps before --bench starts the clock
-# flags that have no effect without captions
-TEXT_FLAGS = ("vocab", "vocab_size", "text_encoder", "crop_scale")
 WRITTEN = ("config.json", "vocab.txt", "log.jsonl", "eval.json")  # by a run, beside checkpoints
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -255,25 +263,17 @@ def comments_of(config_class):
     return {name: behind or above for above, name, behind in found}
 
 
-def type_and_bounds(annotation):
-    """A field's annotation -> (type,) of its values, or (type, lowest, highest)."""
-    if type(None) in get_args(annotation):
-        annotation = get_args(annotation)[0]
-    return get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
-
-
 def flag_of(name):
     return "--" + name.replace("_", "-")
 
 
-def add_flags(parser, config_class, title, preset):
-    """A flag for each field; without it the field is missing in the result. Help shows `preset`."""
+def add_flags(parser, config_class, title):
+    """A flag for each field of a dataclass, with its comment as help."""
     group, comments = parser.add_argument_group(title), comments_of(config_class)
     for field in dataclasses.fields(config_class):
-        kind = type_and_bounds(field.type)[0]
-        value = f"default: {field.default}"
-        if field.name in preset:
-            value = f"by the preset: {preset[field.name]}"
+        kind = field.type
+        if type(None) in get_args(kind):  # kind | None
+            kind = get_args(kind)[0]
         if get_origin(kind) is Literal:
             options = {"choices": get_args(kind)}
         elif field.name == "resume":  # alone, or --resume auto
@@ -285,59 +285,51 @@ def add_flags(parser, config_class, title, preset):
             options = {"type": read, "metavar": "FILE"}
         else:
             options = {"type": kind, "metavar": kind.__name__.upper()}
-        options["help"] = f"{comments[field.name]} ({value})".replace("%", "%%")
-        group.add_argument(flag_of(field.name), default=argparse.SUPPRESS, **options)
+        options["help"] = comments[field.name].replace("%", "%%") + " (default: %(default)s)"
+        group.add_argument(flag_of(field.name), **options)
+    parser.set_defaults(**vars(config_class()))
 
 
 def parse_args(argv):
     """Command line -> the run's settings."""
-    first = Parser(add_help=False, allow_abbrev=False)
-    first.add_argument("--method", choices=METHODS)
-    first.add_argument("--preset", default=Config.preset)
-    first.add_argument("--out")
-    first.add_argument("--finetune")
-    first.add_argument("--resume", nargs="?", const=True, default=False)
-    chosen, _ = first.parse_known_args(argv)
-    if chosen.resume and not chosen.out:
+    parser = Parser(description=__doc__, allow_abbrev=False, add_help=False)
+    parser.add_argument("--method", choices=METHODS, help="has flags of its own")
+    add_flags(parser, Config, "settings of a run")
+    first, _ = parser.parse_known_args(argv)  # without the method's flags
+    if first.resume and not first.out:
         raise UserError("--resume needs --out, the directory of the run to continue.")
-    if chosen.resume == "auto":
-        chosen.resume = os.path.exists(f"{chosen.out}/last.pt")
-    if not chosen.method and (chosen.resume or chosen.finetune):
-        chosen.method = common.read_config(chosen.out)["method"] if chosen.resume else "classifier"
-        argv = ["--method", chosen.method, *argv]
-    method = METHODS.get(chosen.method)
-    preset = method.PRESETS.get(chosen.preset, {}) if method else {}
-    more = None if method else "Flags of a method: train.py --method NAME --help"
-    parser = Parser(description=__doc__, allow_abbrev=False, epilog=more)
-    parser.add_argument("--method", required=True, choices=METHODS, help="has flags of its own")
-    add_flags(parser, Config, "settings of a run", preset)
+    if first.resume == "auto":
+        first.resume = os.path.exists(f"{first.out}/last.pt")
+    defaults = default_settings(first)
+    method = first.method or defaults.get("method")
+    parser.epilog = "Flags of a method: train.py --method NAME --help"
     if method:
-        add_flags(parser, method.Config, f"settings of {chosen.method}", preset)
-    flags = vars(parser.parse_args(argv))
-    flags["resume"] = chosen.resume
-    if not chosen.resume and chosen.preset not in method.PRESETS:
-        names = ", ".join(method.PRESETS)
-        raise UserError(f"{chosen.method} has no preset {chosen.preset!r}; it has {names}.")
-    below_flags = saved_settings(flags) if chosen.resume else preset
-    if chosen.finetune and not chosen.resume:
-        below_flags = preset | encoder_of(chosen.finetune)
-    bases = (method.Config, Config)  # a run has the settings of both, and `method`
-    args = dataclasses.make_dataclass("Settings", [("method", str, None)], bases=bases)()
-    for name, value in (below_flags | flags).items():
-        if name in vars(args):  # config.json has argv and git, too
-            setattr(args, name, value)
-    check_settings(args, method, flags)
+        add_flags(parser, METHODS[method].Config, f"settings of {method}")
+        parser.epilog = "The defaults are those of the preset, or of the run to continue."
+    parser.set_defaults(**defaults)
+    parser.add_argument("-h", "--help", action="help", help="show this and stop")
+    args = parser.parse_args(argv)
+    if not method:
+        parser.error("the following arguments are required: --method")
+    args.resume = first.resume
+    check_numbers(args)
+    check_settings(args, METHODS[method], vars(parser.parse_args([])))
     return args
 
 
-def saved_settings(flags):
-    """The settings of the run that --resume continues."""
-    saved = common.read_config(flags["out"])
-    for name in "method preset vocab vocab_size optimizer finetune init_weights".split():
-        if name in flags and flags[name] != saved.get(name):
-            raise UserError(f"{flags['out']} is a run of {flag_of(name)} {saved.get(name)}: leave "
-                            f"out {flag_of(name)} {flags[name]}, or give another --out.")
-    return saved
+def default_settings(args):
+    """What replaces the defaults of the dataclasses: the settings of the run that --resume
+    continues, or a preset."""
+    if args.resume:
+        return common.read_config(args.out)
+    method = args.method or ("classifier" if args.finetune else None)
+    if method is None:
+        return {}
+    presets = METHODS[method].PRESETS
+    if args.preset not in presets:
+        raise UserError(f"{method} has no preset {args.preset!r}; it has {', '.join(presets)}.")
+    encoder = encoder_of(args.finetune) if args.finetune else {}
+    return {"method": method} | presets[args.preset] | encoder
 
 
 def encoder_of(run):
@@ -351,36 +343,48 @@ def encoder_of(run):
     return {"image_encoder": encoder, "image_size": args.image_size}
 
 
-def check_settings(args, method, flags):
-    """Raise UserError for values out of bounds, and for flags that do not fit each other."""
-    for field in dataclasses.fields(args):
-        kind, *bounds = type_and_bounds(field.type)
-        flag, value = flag_of(field.name), vars(args)[field.name]
-        types = {int: int, float: (int, float), str: str}.get(kind, object)
-        if value is not field.default and not isinstance(value, types):
-            raise UserError(f"{args.out}/config.json is damaged: {field.name} is {value!r}, not of "
-                            f"type {kind.__name__}: write it anew.")
-        if bounds and value is not None and not bounds[0] <= value <= bounds[1]:
-            raise UserError(f"{flag} {value} must be from {bounds[0]} to {bounds[1]}.")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{flag} {value} must be a finite number.")
-        has_effect = method.uses_text(args) or (field.name == "crop_scale" and method.augment(args))
-        if field.name in flags and field.name in TEXT_FLAGS and not has_effect:
+def check_numbers(args):
+    for name, value in vars(args).items():
+        if not isinstance(value, (int, float)):
+            continue
+        if not math.isfinite(value) or (value < 0 and not name.startswith("bias")):
+            wanted = "finite and not negative"
+        elif name in POSITIVE and value == 0:
+            wanted = "positive"
+        elif name in BELOW_ONE and value >= 1:
+            wanted = "below 1"
+        elif name in AT_MOST_ONE and value > 1:
+            wanted = "at most 1"
+        else:
+            continue
+        raise UserError(f"{flag_of(name)} {value} must be {wanted}.")
+
+
+def check_settings(args, method, defaults):
+    """Raise UserError for flags that do not fit each other. defaults: the settings without flags."""
+    given = {name for name, value in defaults.items() if vars(args)[name] != value}
+    for name in sorted(given):
+        flag, value = flag_of(name), vars(args)[name]
+        if args.resume and name in FIXED:
+            raise UserError(f"{args.out} is a run of {flag} {defaults[name]}: leave out {flag} "
+                            f"{value}, or give another --out.")
+        has_effect = method.uses_text(args) or (name == "crop_scale" and method.augment(args))
+        if name in TEXT_FLAGS and not has_effect:
             raise UserError(f"{flag} has no effect here: the objective takes no captions.")
     if method.uses_text(args) and args.batch < 2:
         raise UserError(f"--batch {args.batch} must be 2 or more: the loss compares captions.")
-    if "epochs" in flags and "steps" in flags:
+    if {"epochs", "steps"} <= given:
         raise UserError("--epochs and --steps both say how long to train: give one of them.")
     if args.finetune and (args.init_weights or args.method != "classifier"):
         raise UserError("--finetune trains a classifier from the weights of a run: leave out "
                         "--method and --init-weights.")
     if args.bench and (args.resume or args.dry_run):
         raise UserError("--bench times a new run: leave out --resume and --dry-run.")
-    if "steps" in flags:
+    if "steps" in given:
         args.epochs = None  # of a run that is resumed
     with common.explained(ValueError, f"--method {args.method}"):
         method.check(args)
-    if "warmup" in flags and args.warmup > args.steps and not args.epochs:
+    if "warmup" in given and args.warmup > args.steps and not args.epochs:
         raise UserError(f"--warmup {args.warmup} is longer than the {args.steps} --steps: the "
                         f"learning rate would not reach its peak.")
     if args.bench:
@@ -445,8 +449,8 @@ def write_run(args, tokenizer, out):
     """Write what eval.py and --resume need to build the model again."""
     git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent,
                          capture_output=True, text=True)  # a shell: there may be no git
-    argv = common.read_config(out).get("argv") if args.resume else sys.argv  # what began the run
-    record = dataclasses.asdict(args) | {"argv": argv, "git": git.stdout.strip() or None}
+    record = {"argv": sys.argv} | vars(args)  # a run that is resumed keeps its own argv
+    record["git"] = git.stdout.strip() or None
     with common.replacing(out / "config.json") as file:
         file.write(json.dumps(record, indent=2).encode() + b"\n")
     if tokenizer and not args.resume:

@@ -1,6 +1,5 @@
 """tests/claims.py: the claims of the papers, the figures that are kept, the runs that make more."""
 
-import dataclasses
 import functools
 import json
 import re
@@ -56,7 +55,7 @@ def write(root, run, rate, seed, figures, **settings):
     """Add a line of figures to a run; settings are what they depend on, if not the usual."""
     out, given = root / f"runs/claims/sparc/{run}-{rate}-{seed}", flags(run, rate, seed).split()
     args = train.parse_args(given[:-4])
-    config = dataclasses.asdict(args) | {"argv": ["train.py", *given], "git": "c0ffee"}
+    config = vars(args) | {"argv": ["train.py", *given], "git": "c0ffee"}
     write_files(out, {"config.json": json.dumps(config), "eval.json": "{}"})
     usual = evaluation.settings_of(evaluation.options_of({}, args))
     del usual["on_training_images"]  # which older lines lack
