@@ -187,7 +187,7 @@ def train(args, out, device):
             optimizer.zero_grad(set_to_none=True)
             model.after_update(step, steps)
             at.advance(batch)
-            log.update()
+            log.bar.update()
 
             # Once in a while: log, evaluate, save, stop. What is due is the same on every rank.
             keep_due, evaluate_due = at.due(args.keep_every), at.due(args.eval_every)
@@ -240,12 +240,9 @@ def bench_is_over(args, step, clock):
 
 
 class Parser(argparse.ArgumentParser):
-    """Its errors come after one line of usage, not after thirty."""
-
     def error(self, message):
         let_rank_0_speak()
-        self.exit(2, "usage: train.py --method NAME [--FLAG VALUE ...]; --method NAME --help lists "
-                     f"the flags\nerror: {message}\n")
+        super().error(message)
 
 
 def let_rank_0_speak():
@@ -292,7 +289,8 @@ def add_flags(parser, config_class, title):
 
 def parse_args(argv):
     """Command line -> the run's settings."""
-    parser = Parser(description=__doc__, allow_abbrev=False, add_help=False)
+    usage = "train.py --method NAME [--FLAG VALUE ...]; --method NAME --help lists the flags"
+    parser = Parser(usage=usage, description=__doc__, allow_abbrev=False, add_help=False)
     parser.add_argument("--method", choices=METHODS, help="has flags of its own")
     add_flags(parser, Config, "settings of a run")
     first, _ = parser.parse_known_args(argv)  # without the method's flags
@@ -302,10 +300,8 @@ def parse_args(argv):
         first.resume = os.path.exists(f"{first.out}/last.pt")
     defaults = default_settings(first)
     method = first.method or defaults.get("method")
-    parser.epilog = "Flags of a method: train.py --method NAME --help"
     if method:
         add_flags(parser, METHODS[method].Config, f"settings of {method}")
-        parser.epilog = "The defaults are those of the preset, or of the run to continue."
     parser.set_defaults(**defaults)
     parser.add_argument("-h", "--help", action="help", help="show this and stop")
     args = parser.parse_args(argv)
@@ -468,6 +464,9 @@ def announce(args, data, model, tokenizer, device):
             print(f"note: --batch {args.batch} has some of the {len(data)} images more than once")
     if device.type == "cuda" and args.workers == 0 and not isinstance(data, common.World):
         print("note: with --workers 0 the GPU waits while this process decodes images")
+    if "OMP_NUM_THREADS" not in os.environ and os.getloadavg()[0] > os.cpu_count():
+        print("note: other jobs share these cores, and threads that wait for each other are slow: "
+              "set OMP_NUM_THREADS=1")
     if tokenizer:
         captions = data.sample_captions(1000)
         ids = [i for caption in captions for i in tokenizer.encode(caption)[1:-1]]
@@ -487,7 +486,7 @@ class Log:
     """log.jsonl and the progress bar of rank 0; each warning is printed once."""
 
     def __init__(self, args, out, step):
-        self.start, self.warned = step, set()
+        self.warned = set()
         self.bar = tqdm(total=args.steps, initial=step, desc=args.method, unit="step",
                         mininterval=1, disable=out is None)
         if out is None:
@@ -510,14 +509,6 @@ class Log:
     def show_stage(self, args, method, number):
         if len(method.stages(args)) > 1:
             self.bar.set_description(f"{args.method}, stage {number}")
-
-    def update(self):
-        self.bar.update()
-        if self.bar.n != self.start + 20 or torch.cuda.is_available():
-            return
-        if "OMP_NUM_THREADS" not in os.environ and os.getloadavg()[0] > os.cpu_count():
-            self.bar.write("Other jobs share these cores, and threads that wait for each other are "
-                           "slow: stop the run, set OMP_NUM_THREADS=1 and continue it.")
 
     def write(self, record, warning):
         if warning and warning not in self.warned:
@@ -725,11 +716,9 @@ def build_optimizer(args, model, saved):
     """A new optimizer, or one that goes on from a checkpoint, if it is not None."""
     groups = common.param_groups(model, args.weight_decay)
     optimizer = OPTIMIZERS[args.optimizer](groups, betas=(0.9, args.beta2), eps=args.adam_eps)
-    remedy = "; it is of another stage or --optimizer: leave out what changes these"
     if saved:
         settings = optimizer.param_groups  # of this command line, not those of the saved run
-        with common.explained(ValueError, f"{args.out}/last.pt", remedy):
-            optimizer.load_state_dict(saved["optimizer"])
+        optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups = settings
     return optimizer
 
@@ -993,9 +982,7 @@ def finish(args, embed, eval_data, at):
 def dry_run(args, method, model):
     """Print on rank 0 what the settings cost, as JSON. A multiply-add is 2 FLOPs."""
     params = sum(p.numel() for p in model.parameters())
-    for module in model.modules():  # on several GPUs it would gather statistics of CPU tensors
-        if isinstance(module, common.BatchNorm):
-            module.eval()
+    model.eval()  # on several GPUs BatchNorm would gather statistics of CPU tensors
     batch, patches = made_up_batch(args, method, model, 2), model.image_encoder.grid**2
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(batch)
