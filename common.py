@@ -1269,25 +1269,6 @@ def describe_skipped(counts):
                      for reason, (n, example) in counts.items())
 
 
-class Strings:
-    """A read-only list of strings in two numpy buffers, which forked workers share.
-
-    (Of a list they would copy every page: each access writes a reference count.)
-    """
-
-    def __init__(self, strings):
-        encoded = [string.encode("utf-8", "surrogatepass") for string in strings]
-        self.ends = np.cumsum([len(e) for e in encoded], dtype=np.int64)
-        self.buffer = np.frombuffer(b"".join(encoded), dtype=np.uint8)
-
-    def __len__(self):
-        return len(self.ends)
-
-    def __getitem__(self, i):
-        part = self.buffer[self.ends[i - 1] if i else 0 : self.ends[i]]
-        return part.tobytes().decode("utf-8", "surrogatepass")
-
-
 class CaptionTable:
     """Image files with one or more captions each; those of class folders have labels, too.
 
@@ -1306,6 +1287,7 @@ class CaptionTable:
                 row.count(self.skipped)
                 continue
             path, caption = str(Path(root, row[0])), row[1].strip()
+            caption = caption.encode(errors="replace").decode()  # "?" for a lone surrogate
             if caption:
                 captions[path].append(caption)
                 self.names = zlib.crc32(os.path.basename(path).encode(errors="replace"), self.names)
@@ -1314,21 +1296,28 @@ class CaptionTable:
         if not captions:
             left_out = describe_skipped(self.skipped) or "nothing"
             raise UserError(f"{name} has no image with a caption (left out: {left_out}).")
-        self.name, self.paths = name, Strings(captions)
-        self.captions = Strings(itertools.chain.from_iterable(captions.values()))
+        # Forked workers share numpy's buffers. (Of lists they would copy every page: each access
+        # writes a reference count.) Paths are bytes, as not all are UTF-8.
+        paths = [path.encode(errors="surrogatepass") for path in captions]
+        texts = list(itertools.chain.from_iterable(captions.values()))
+        self.name, self.path_bytes = name, np.array(paths)
+        self.captions = np.array(texts, np.dtypes.StringDType())
         # image i has the captions first[i] to first[i + 1] - 1
         self.first = np.cumsum([0, *map(len, captions.values())])
         self.layout = f"{len(self)} images"
 
     def __len__(self):
-        return len(self.paths)
+        return len(self.path_bytes)
+
+    def path(self, i):
+        return self.path_bytes[i].decode(errors="surrogatepass")
 
     def captions_of(self, i):
-        return [self.captions[j] for j in range(self.first[i], self.first[i + 1])]
+        return self.captions[self.first[i] : self.first[i + 1]].tolist()
 
     def only(self, rows):
         """These of the labelled images, as a table of its own."""
-        table = CaptionTable([(self.paths[i], self.captions[i]) for i in rows], self.name)
+        table = CaptionTable([(self.path(i), self.captions[i]) for i in rows], self.name)
         table.classes, table.labels, table.content = self.classes, self.labels[rows], "label"
         return table
 
@@ -1343,11 +1332,11 @@ class CaptionTable:
             epoch = start // size
             order = np.random.default_rng((seed, epoch)).permutation(len(self))[part::parts]
             for i in order[start % size :].tolist():
-                captions, start = self.captions_of(i), start + 1
+                path, captions, start = self.path(i), self.captions_of(i), start + 1
                 value = captions[(epoch + i) % len(captions)]
                 if self.content == "label":
                     value = int(self.labels[i])
-                yield (self.paths[i], value, self.paths[i], i), start
+                yield (path, value, path, i), start
 
     def sample_captions(self, limit):
         """At most so many captions, spread over the table: class folders stand in order."""
@@ -1892,7 +1881,7 @@ class EachImage(IterableDataset):
             found, images = [], []
             for row in rows[i : i + self.batch_size]:
                 with contextlib.suppress(*IMAGE_ERRORS):
-                    image = open_image(self.table.paths[row], self.size[0])
+                    image = open_image(self.table.path(row), self.size[0])
                     image = image.resize(self.size, Image.Resampling.BICUBIC)
                     images.append(v2.functional.pil_to_tensor(image))
                     found.append(row)

@@ -576,11 +576,11 @@ class TableSet(EvalSet):
 
     def caption_pairs(self, purpose):
         for i in self.order:
-            yield self.table.paths[i], self.table.captions_of(i)
+            yield self.table.path(i), self.table.captions_of(i)
 
     def label_pairs(self, purpose):
         for i in self.order:
-            yield self.table.paths[i], int(self.table.labels[i])
+            yield self.table.path(i), int(self.table.labels[i])
 
 
 def check_split(options):

@@ -578,7 +578,8 @@ def choose_labels(args, data):
         return data
     if not isinstance(data, common.CaptionTable):
         raise UserError(f"--label-fraction takes images of class folders, not of {args.data}.")
-    return data.only(common.label_rows(data.paths, data.labels, args.label_fraction))
+    paths = [data.path(i) for i in range(len(data))]
+    return data.only(common.label_rows(paths, data.labels, args.label_fraction))
 
 
 def open_evaluation(args, model):

@@ -32,7 +32,7 @@ TOKENIZER = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])
 
 def pairs(source):
     """CaptionTable -> {file name: captions}."""
-    return {Path(source.paths[i]).name: source.captions_of(i) for i in range(len(source))}
+    return {Path(source.path(i)).name: source.captions_of(i) for i in range(len(source))}
 
 
 def stream(source, batch_size=4, seed=0, transform=common.train_transform(8), **options):
@@ -93,7 +93,7 @@ def test_tables(tmp_path, name, text, expected):
     (tmp_path / name.partition(":")[0]).write_bytes(text.encode())
     source = open_data(str(tmp_path / name))
     assert pairs(source) == expected and source.skipped == {}
-    assert Path(source.paths[0]).parent == tmp_path
+    assert Path(source.path(0)).parent == tmp_path
 
 
 ROWS = "".join(f"{i}.jpg,n{i}\n" for i in range(9))
@@ -142,7 +142,7 @@ def test_coco_captions_below_another_image_root(tmp_path):
     (tmp_path / "images").mkdir()
     source = open_data(str(path), image_root=str(tmp_path / "images"))
     assert pairs(source) == {"a.jpg": ["one", "three"], "b.jpg": ["two"]}
-    assert list(source.paths) == [str(tmp_path / "images/a.jpg"), "/abs/b.jpg"]
+    assert [source.path(i) for i in (0, 1)] == [str(tmp_path / "images/a.jpg"), "/abs/b.jpg"]
     assert source.skipped == {"caption without image": [1, f"{path}, image_id 9"],
                               "empty caption": [1, "/abs/b.jpg"]}
 
@@ -157,15 +157,17 @@ def test_karpathy_splits(tmp_path):
     assert pairs(open_data(str(path))) == {"a.jpg": ["A", "B"], "b.jpg": ["C"]}
     assert pairs(open_data(str(path), split="test")) == {"c.jpg": ["D"]}
     assert pairs(open_data(f"{path}:split=val", split="test")) == {"d.jpg": ["E"]}
-    assert open_data(str(path)).paths[1] == str(tmp_path / "val2014/b.jpg")
+    assert open_data(str(path)).path(1) == str(tmp_path / "val2014/b.jpg")
 
 
-def test_captions_live_in_numpy_buffers():
-    texts = ["a", "", "héllo 猫", "lone \ud83d surrogate", "z" * 1000]
-    strings = common.Strings(texts)
-    assert list(strings) == texts and len(strings) == 5
-    assert isinstance(strings.buffer, np.ndarray)
-    assert strings.buffer.nbytes == sum(len(t.encode("utf-8", "surrogatepass")) for t in texts)
+def test_rows_live_in_numpy_buffers_and_names_need_not_be_utf8(tmp_path):
+    texts = ["a", "héllo 猫", "lone \ud83d surrogate", "z" * 1000]
+    paths = ["a.jpg", os.fsdecode(b"\xff.jpg"), "\ud83d.jpg", "猫.jpg"]
+    source = CaptionTable(zip(paths, texts), "x", tmp_path)
+    assert source.captions.tolist() == [*texts[:2], "lone ? surrogate", texts[3]]
+    assert [source.path(i) for i in range(4)] == [str(tmp_path / path) for path in paths]
+    (tmp_path / os.fsdecode(b"\xff.jpg")).write_bytes(picture())
+    assert take(stream(CaptionTable([(paths[1], "n1")], "x", tmp_path)), 1)[0]["skipped"] == {0: {}}
     source = CaptionTable([(f"{i}.jpg", f"n{i}") for i in range(50)], "x")
     assert not any(isinstance(v, (list, dict)) and len(v) >= 50 for v in vars(source).values())
 

@@ -207,7 +207,7 @@ def test_labels_come_from_shards_folders_and_the_world(tmp_path):
     for (_, label, where), _ in itertools.islice(shards.samples(0, 0, 1), 5):
         assert label == int(where[-5:]) % 2
     for (path, label, _, row), _ in itertools.islice(table.samples(0, 0, 1), 30):
-        assert f"/{table.classes[label]}/" in path and path == table.paths[row]
+        assert f"/{table.classes[label]}/" in path and path == table.path(row)
     sample = world.sample(4, "train", common.mix_seed(0, 0, 0, 0), 1)         # that of the stream
     assert torch.equal(batch["labels"], sample["scene"]["shape"][:, 0])
 
