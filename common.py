@@ -624,92 +624,63 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean, deviation of pi
 
 def load_clip(towers, state_dict, tokenizer):
     """Load a whole CLIP, as OpenCLIP or OpenAI saved it, into the image and the text tower ->
-    ({a name of CLIP_PARTS: tensor}, for load_clip_parts; sentences for the user). UserError if a
-    tower has a tensor that the file lacks, or the file one that the tower lacks."""
+    {a name of CLIP_PARTS: tensor}, for load_clip_parts. UserError for another network or words."""
     state = state_dict if isinstance(state_dict, dict) else {}
-    image, text, parts = {}, {}, {}
-    for key, value in state.get("state_dict", state).items():
+    state, image, text, parts = state.get("state_dict", state), {}, {}, {}
+    for key, value in state.items():
         key = str(key).removeprefix("module.").removeprefix("text.")
         if key in CLIP_PARTS:
             parts[key] = value
         elif key.startswith("visual."):
             image[key.removeprefix("visual.")] = value
-        else:
+        elif key not in OPENAI_ONLY:
             text[key] = value
-    for name, tensors in (("class_embedding", image), ("token_embedding.weight", text)):
-        if name not in tensors:
-            raise UserError(f"it has no {name}: give a CLIP with a ViT, as OpenCLIP or OpenAI "
-                            f"saved it.")
-    words, expected = len(text["token_embedding.weight"]), towers[1].vocab_size
-    others = words == CLIP_TOKENS and isinstance(tokenizer, WordPiece)
-    if words != expected or others:
-        raise UserError(f"it has {words} tokens of another vocabulary than this text tower's "
-                        f"{expected}: give theirs with --vocab; that of OpenAI's and most of "
-                        f"OpenCLIP's weights is bpe_simple_vocab_16e6.txt.gz.")
-    notes = load_tower(towers[0], image, "--image-encoder")
-    is_openai = any(name in text for name in OPENAI_ONLY)
-    text = {name: value for name, value in text.items() if name not in OPENAI_ONLY}
-    notes += load_tower(towers[1], text, "--text-encoder")
-    modules = [module for tower in towers for module in tower.modules()]
-    if any(isinstance(module, nn.GELU) for module in modules):
-        remedy = "add :quick_gelu=1 to --image-encoder and --text-encoder"
-        if is_openai:
-            raise UserError(f"it is OpenAI's, whose GELU is another one: {remedy}.")
-        notes.append(f"read with GELU; if its model in OpenCLIP is OpenAI's or is called "
-                     f"...-quickgelu, {remedy}")
-    return parts, notes
+    if towers[1].vocab_size == CLIP_TOKENS and isinstance(tokenizer, WordPiece):
+        raise UserError("it has CLIP's words: give --vocab bpe_simple_vocab_16e6.txt.gz.")
+    modules = [*towers[0].modules(), *towers[1].modules()]
+    if OPENAI_ONLY[0] in state and any(isinstance(module, nn.GELU) for module in modules):
+        raise UserError("it is OpenAI's, whose GELU is another one: add :quick_gelu=1 to "
+                        "--image-encoder and --text-encoder.")
+    preset = "the preset clip-... of the file's model"
+    load_tower(towers[0], image, CLIP_NAMES, f"give --image-encoder {preset}")
+    load_tower(towers[1], text, CLIP_NAMES, f"give --text-encoder {preset} and --vocab its words")
+    return parts
 
 
-CLIP_REMEDY = "the preset clip-... of the file's model; a network that differs from it does not fit"
-
-
-def load_tower(tower, tensors, flag, names=CLIP_NAMES, remedy=CLIP_REMEDY):
-    """Load the tensors of a CLIP's or timm's tower, strictly -> sentences for the user."""
-    if isinstance(tower, ResNet):
-        raise UserError("it needs a ViT: choose another --image-encoder.")
-    found, notes, depth = {}, [], len(tower.blocks)
+def load_tower(tower, tensors, names, remedy):
+    """Load all tensors of a CLIP's or timm's tower but those of blocks that the method replaces;
+    positions are interpolated. UserError with the remedy if one lacks or is left."""
+    found = {}
+    replaced = tuple(f"blocks.{len(tower.blocks) + i}." for i in range(tower.replaced))
     for name, value in tensors.items():
         for theirs, ours in names:
             name = name.replace(theirs, ours)
         if name in ("cls", "pos"):
             value = value.reshape(1, -1, value.shape[-1]).float()
-        found[name] = value
-    for i in range(depth, depth + tower.replaced):
-        notes.append(f"{flag}: block {i} of the file is left out, the method replaces it")
-        found = {name: x for name, x in found.items() if not name.startswith(f"blocks.{i}.")}
+        if not name.startswith(replaced):
+            found[name] = value
     if isinstance(tower, ViT) and "pos" in found:
         has_cls = tower.cls is not None
         patches = found["pos"].shape[1] - has_cls
-        if patches != tower.grid**2 and patches == math.isqrt(patches) ** 2:
+        if patches == math.isqrt(patches) ** 2:
             found["pos"] = resize_positions(found["pos"], has_cls, tower.grid, tower.grid)
-            notes.append(f"{flag}: positions interpolated from {patches} to {tower.grid**2}")
-    if names is CLIP_NAMES and tower.blocks and tower.width != 64 * tower.blocks[0].attn.heads:
-        notes.append(f"{flag}: width / heads is 64 in CLIP but not here, and no tensor shows it")
-    restore_model(tower, found, "it", f"give {flag} {remedy}")
-    return notes
+    restore_model(tower, found, "it", remedy)
 
 
 def load_clip_parts(model, parts):
-    """Copy what load_clip returned to the model's clip_parameters -> sentences about what it has
-    no place for. UserError where one lacks or has another size: random numbers in its place would
-    ruin the others."""
-    places = model.clip_parameters()
-    for name, ours in places.items():
-        if name not in parts:
-            raise UserError(f"it has no {name}, which the model needs: give a CLIP with its "
-                            f"projections and its scale.")
-        theirs = parts[name].reshape(()) if name == "logit_scale" else parts[name]
-        if ours.t().shape != theirs.shape:
-            raise UserError(f"its {name} is {tuple(theirs.shape)}, but the model needs "
-                            f"{tuple(ours.t().shape)}: give --embed-dim {theirs.shape[-1]}.")
-        ours.data.copy_(theirs.t())
-    return [f"{name}: this model has no place for it, not used"
-            for name in parts if name not in places]
+    """Copy what load_clip returned to the model's clip_parameters. UserError where one lacks or has
+    another size: random numbers in its place would ruin the others."""
+    for name, ours in model.clip_parameters().items():
+        theirs = parts[name].squeeze().t() if name in parts else None
+        if theirs is None or theirs.shape != ours.shape:
+            raise UserError(f"it has no {name} of {tuple(ours.t().shape)}, which the model needs: "
+                            f"give a CLIP with its projections, and their --embed-dim.")
+        ours.data.copy_(theirs)
 
 
 def load_timm(tower, state_dict):
     """Load a ViT saved under timm's names (by timm, DeiT, DINO, BAM or eval.py --export; of DINO
-    and BAM the teacher's weights) -> sentences for the user."""
+    and BAM the teacher's weights), whose pixels are normalised as ImageNet's."""
     state, found = state_dict, {}
     for key in ("model", "teacher"):  # of BAM's and DeiT's, of DINO's whole checkpoints
         state = state.get(key, state) if isinstance(state, dict) else {}
@@ -717,11 +688,9 @@ def load_timm(tower, state_dict):
         name = re.sub(r"^(module\.|teacher\.|backbone\.)*", "", str(name))
         if not name.startswith(("student.", "head.", "proj_head.")):
             found[name] = value
-    remedy = "the sizes of the file's ViT, as ViT-S/16:cls=1 for DINO's; other networks do not fit"
-    notes = load_tower(tower, for_other_pixels(found, IMAGENET, (MEAN, STD)), "--image-encoder",
-                       TIMM_NAMES, remedy)
-    return [*notes, "the file does not tell how many heads it has (taken from --image-encoder) nor "
-                    "how its pixels are normalised (taken as ImageNet's)"]
+    load_tower(tower, for_other_pixels(found, IMAGENET, (MEAN, STD)), TIMM_NAMES,
+               "give --image-encoder the sizes of the file's ViT, as ViT-S/16:cls=1 for DINO's; "
+               "other networks do not fit")
 
 
 def timm_weights(tower):

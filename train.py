@@ -614,7 +614,7 @@ def build_tokenizer(args, data):
 
 
 def build_model(args, method, tokenizer):
-    """The model, the same on every rank. Prints what was left out or assumed of loaded weights."""
+    """The model, the same on every rank."""
     source = None
     if args.finetune and not (args.resume or args.dry_run):
         source = evaluation.load_run(args.finetune)[0].model
@@ -626,9 +626,9 @@ def build_model(args, method, tokenizer):
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
             weights = common.load_checkpoint(args.init_weights)
             if method.uses_text(args):
-                parts, notes = common.load_clip(towers, weights, tokenizer)
+                parts = common.load_clip(towers, weights, tokenizer)
             else:
-                parts, notes = {}, common.load_timm(towers[0], weights)
+                common.load_timm(towers[0], weights)
     if args.grad_checkpoint and isinstance(towers[0], common.ResNet):
         raise UserError(f"--grad-checkpoint recomputes the blocks of a ViT, {args.image_encoder} "
                         f"has none: leave it out, or lower --batch.")
@@ -640,9 +640,7 @@ def build_model(args, method, tokenizer):
     model = common.build_model(method, args, *towers)
     if parts is not None:
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
-            notes += common.load_clip_parts(model, parts)
-        for line in notes:
-            print_once(f"--init-weights: {line}")
+            common.load_clip_parts(model, parts)
     for module in model.modules():
         if isinstance(module, common.Blocks):
             module.grad_checkpoint = args.grad_checkpoint
