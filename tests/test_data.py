@@ -363,19 +363,17 @@ def test_damaged_images_never_crash():
             pass
 
 
-def test_fifos_and_pixel_bombs_are_counted_and_neither_hang_nor_warn(tmp_path):
+def test_pixel_bombs_are_counted_and_do_not_warn(tmp_path):
     write_files(tmp_path, {f"{i}.jpg": picture() for i in range(4)})
-    os.mkfifo(tmp_path / "4.jpg")
     Image.new("1", (10_000, 9_000)).save(tmp_path / "5.png")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for name, why in (("4.jpg", "no regular file"), ("5.png", "90000000 pixels")):
-            with pytest.raises(common.IMAGE_ERRORS, match=why):
-                common.open_image(str(tmp_path / name), 8)
+        with pytest.raises(common.IMAGE_ERRORS, match="90000000 pixels"):
+            common.open_image(str(tmp_path / "5.png"), 8)
         source = open_data(str(tmp_path), content=None)
         stream = Stream(source, None, common.train_transform(8), 8, None, 4, 0)
         (count, _), = take(stream, 2)[-1]["skipped"][0].values()
-    assert count >= 2
+    assert count >= 1
     with pytest.raises(FileNotFoundError):
         common.open_image(str(tmp_path / "gone.jpg"), 8)
 
