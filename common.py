@@ -491,6 +491,7 @@ def image_encoder_settings(spec):
 class Method:
     """A method's module, with defaults for what it leaves out; it has Config, PRESETS, Model.
 
+    The module's functions become attributes of the object and shadow these lambdas of its class.
     `args` is a run's settings: one object with the fields of train.py's and the method's Config.
     """
 
@@ -511,7 +512,8 @@ class Method:
 
 
 class ModelDefaults:
-    """What a Model may leave out; an ability that it does not have is None. It must have
+    """What a Model may leave out; an ability that it does not have is None. build_model joins the
+    two: the Model's class comes first, this one answers what it lacks. A Model must have
 
     __init__(config, image_encoder, text_encoder, image_width, text_width),
     image_encoder and, if it learns from captions, text_encoder: those that it was given,
@@ -845,6 +847,12 @@ class WordPiece(Tokenizer):
         return pieces
 
 
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+# {byte: the sign that stands for it in CLIP's file}, in the order of their ids, 0 to 255
+BYTE_SIGNS = dict(zip(PRINTABLE + OTHERS, map(chr, [*PRINTABLE, *range(256, 324)])))
+
+
 class BPE(Tokenizer):
     """CLIP's byte-pair encoding: in the bytes of a word, neighbours are merged in the file's order.
 
@@ -855,14 +863,11 @@ class BPE(Tokenizer):
 
     def __init__(self, lines):
         self.lines = lines[: CLIP_TOKENS - 2 * 256 - 2 + 1]
-        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        others = [byte for byte in range(256) if byte not in printable]
-        order = printable + others                           # the bytes of ids 0 to 255
-        signs = [chr(code) for code in (*printable, *range(256, 256 + len(others)))]  # in the file
-        signs += [sign + "</w>" for sign in signs]
+        signs = list(BYTE_SIGNS.values())
+        signs += [sign + "</w>" for sign in signs]           # ids 256 to 511
         ids = {sign: i for i, sign in enumerate(signs)}
-        spelled = [bytes([byte]) for byte in order] * 2      # the bytes of each id
-        self.byte_ids, self.merges = {byte: i for i, byte in enumerate(order)}, {}
+        spelled = [bytes([byte]) for byte in BYTE_SIGNS] * 2  # the bytes of each id
+        self.byte_ids, self.merges = {byte: i for i, byte in enumerate(BYTE_SIGNS)}, {}
         for number, line in enumerate(self.lines[1:], 2):
             try:
                 a, b = line.split()
@@ -1597,6 +1602,7 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
     image, "caption", "label" (of class folders, of shards, or the world's shapes), or None for
     images alone: shards need no captions then, and a directory no class folders.
     """
+    # this opens what training reads; evaluation: see eval.open_eval_set
     if "::" in spec:
         if not all(part.endswith(".tar") for part in spec.split("::")):
             raise UserError(f"{spec}: '::' joins tar shards alone, 'A/{{000..012}}.tar::B.tar'.")
@@ -1725,6 +1731,20 @@ def read_lines(path, flag):
 
 # Streams and seeds --------------------------------------------------------------------
 
+# A worker is a share of the data, with random numbers of its own. Its position says how far it has
+# read; each batch brings its worker's, and a checkpoint keeps the latest of all. A DataLoader asks
+# its processes for batches in turn, process 0 first. So process 0 goes on with the worker that has
+# the fewest batches, else a continued run would see its batches in another order.
+
+
+def this_worker(positions):
+    """The worker whose stream this process continues, and the number of workers."""
+    info = get_worker_info()
+    if info is None:
+        return 0, 1
+    batches = [positions.get(worker, (0,))[0] for worker in range(info.num_workers)]
+    return (batches.index(min(batches)) + info.id) % info.num_workers, info.num_workers
+
 
 class Stream(IterableDataset):
     """Endless batches of one rank, reproducible from (seed, rank, worker, position).
@@ -1846,18 +1866,6 @@ class EachImage(IterableDataset):
                     found.append(row)
             if found:
                 yield found, to_floats(torch.stack(images))
-
-
-def this_worker(positions):
-    """The worker whose stream this process continues, and the number of workers.
-
-    A DataLoader asks process 0 first: it continues the stream with the fewest batches.
-    """
-    info = get_worker_info()
-    if info is None:
-        return 0, 1
-    batches = [positions.get(worker, (0,))[0] for worker in range(info.num_workers)]
-    return (batches.index(min(batches)) + info.id) % info.num_workers, info.num_workers
 
 
 @contextlib.contextmanager
