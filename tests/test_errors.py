@@ -264,10 +264,6 @@ ERRORS = [
             for state in ({"method": "bam"}, [torch.ones(2)])),
           *(("last.pt", "can be read: it is cut off, empty or of .* step-N.pt .* begin anew", damaged)
             for damaged in ("", "broken", saved({"method": "sparc"})[:99], pickle.dumps([{}]))))),
-    *(("eval runs/sparc", f"config.json is damaged.*({reason}).*: write it anew",
-       {"runs/sparc/config.json": text}) for reason, text in (
-           ("", config(image_encoder=7)), ("str|empty", config(embed_dim="eight")),
-           ("str", config(image_size="x")), ("negative", config(embed_dim=-4)))),
     ("train --resume auto --out runs/sparc", "can be read: it is cut off", {"runs/sparc/last.pt": ""}),
 
     # Evaluation
