@@ -1252,9 +1252,9 @@ class CaptionTable:
             raise UserError(f"{name} has no image with a caption (left out: {left_out}).")
         # Forked workers share numpy's buffers. (Of lists they would copy every page: each access
         # writes a reference count.) Paths are bytes, as not all are UTF-8.
-        paths = [path.encode(errors="surrogatepass") for path in captions]
+        self.name = name
+        self.path_bytes = np.array([path.encode(errors="surrogatepass") for path in captions])
         texts = list(itertools.chain.from_iterable(captions.values()))
-        self.name, self.path_bytes = name, np.array(paths)
         self.captions = np.array(texts, np.dtypes.StringDType())
         # image i has the captions first[i] to first[i + 1] - 1
         self.first = np.cumsum([0, *map(len, captions.values())])
