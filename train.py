@@ -93,10 +93,11 @@ class Config:
 
 
 # Every number is finite and, but for STAIR's biases, not negative. Of these fields more is asked.
-POSITIVE = set("""vocab_size image_size crop_scale steps epochs batch log_every save_every accum_freq
-    probe_epochs embed_dim init_scale filip_keep mgca_prototypes L V D grp_size bottleneck codes
-    out_dim head_width head_bottleneck student_temp teacher_temp local_size crop_least crop_border
-    tau tau_b sinkhorn_iters projector_width projector_dim crop_every crop_alpha""".split())
+POSITIVE = set("""vocab_size image_size crop_scale steps epochs batch log_every save_every
+    probe_epochs accum_freq embed_dim init_scale filip_keep mgca_prototypes L V D grp_size
+    bottleneck codes out_dim head_width head_bottleneck student_temp teacher_temp local_size
+    crop_least crop_border tau tau_b sinkhorn_iters projector_width projector_dim crop_every
+    crop_alpha""".split())
 BELOW_ONE = {"beta2", "smoothing", "drop_path"}
 AT_MOST_ONE = {"crop_scale", "sigma", "filip_keep", "center_momentum", "ema", "crop_least",
                "crop_border", "crop_threshold", "share_1", "share_2", "ramp", "erasing"}
@@ -357,7 +358,7 @@ def check_numbers(args):
 
 
 def check_settings(args, method, defaults):
-    """Raise UserError for flags that do not fit each other. defaults: the settings without flags."""
+    """Raise UserError for flags that do not fit. defaults: the settings without any flag."""
     given = {name for name, value in defaults.items() if vars(args)[name] != value}
     for name in sorted(given):
         flag, value = flag_of(name), vars(args)[name]

@@ -236,7 +236,7 @@ ERRORS = [
     ("sparc --data gone --out /proc/x", "/proc/x cannot be written"),
     ("sparc --data gone --out /dev/full", "/dev/full cannot be written"),
     ("sparc --out runs/sparc", "runs/sparc has a last.pt already: continue its run with --resume"),
-    *((f"sparc --out {out}", f"{out} has a {name} already: .* or give another", {f"{out}/{name}": "mine"})
+    *((f"sparc --out {out}", f"{out} has a {name} already: .* give another", {f"{out}/{name}": ""})
       for out, name in ((".", "config.json"), ("mine", "vocab.txt"), (".", "log.jsonl"),
                         (".", "eval.json"), ("mine", "step-2.pt"))),
     (f"sparc --out {'n' * 300}", "n cannot be written: File name too long"),

@@ -717,7 +717,8 @@ def test_dry_run_ends_with_json(tmp_path, capsys, name):
     assert not (tmp_path / "unused").exists()
 
 
-@pytest.mark.parametrize("flags", ["--grad-checkpoint", "--accum-freq 4 --image-encoder tiny-patch"])
+@pytest.mark.parametrize("flags", [
+    "--grad-checkpoint", "--accum-freq 4 --image-encoder tiny-patch"])
 def test_towers_recompute_and_take_parts_as_the_flags_say(flags):
     args = train.parse_args([*SPARC, *flags.split(), "--image-size", "16"])
     model = train.build_model(args, train.METHODS["sparc"], range(50))
