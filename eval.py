@@ -92,7 +92,8 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=1
 # what is chosen, epochs
 PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100), "lbfgs": ("l2", None)}
 # differs: BAM's rate is .002 for ViT, .3 for ResNet-50, times batch / 256 in its code; its figure
-# is that of the best epoch on the test images.
+# is that of the best epoch on the test images; it learns from all training images, here from nine
+# tenths; its crops are resized bilinearly.
 RATES = (0.002, 0.01, 0.05, 0.3, 1.0)
 
 
@@ -149,6 +150,9 @@ def sgd_probe(crops, held, held_labels, classes, epochs=100):
     trains on the same batches, as in DINOv2's code; the best on held-out features is the probe.
     """
     heads = [torch.nn.Linear(held.shape[1], classes).to(held.device) for _ in RATES]
+    for head in heads:
+        torch.nn.init.normal_(head.weight, std=0.01)
+        torch.nn.init.zeros_(head.bias)
     parameters = [{"params": head.parameters(), "lr": rate} for head, rate in zip(heads, RATES)]
     optimizer = torch.optim.SGD(parameters, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
@@ -539,6 +543,7 @@ class EvalSet:
     negatives: Callable = None     # () -> pairs with [(kind, caption, wrong caption)]
     winoground: Callable = None    # () -> pairs with (number, caption), each number twice
     maps: Callable = None          # (purpose) -> pairs with {"": ids (H, W)}, from 1
+    grounded: Callable = None      # () -> pairs with (caption, {(kind, word): mask (S, S)})
 
     def __init__(self, **members):
         vars(self).update(members)
@@ -761,6 +766,19 @@ class WorldSet(EvalSet):
             yield image, {grouping: ids[i] for grouping, ids in truths.items()}
 
 
+    def grounded(self):
+        """For each colour and shape of a scene, and its plural, the pixels of its objects."""
+        sample = self.scenes("samples")
+        names = "images", "captions", "objects", "segmentation"
+        for image, caption, objects, ids in zip(*[sample[name] for name in names]):
+            masks = collections.defaultdict(lambda: torch.zeros_like(ids, dtype=torch.bool))
+            for k, o in enumerate(objects, 1):
+                plural = common.plural(o["shape"])
+                for word in (("colour", o["colour"]), ("shape", o["shape"]), ("shape", plural)):
+                    masks[word] = masks[word] | (ids == k)
+            yield image, (caption, masks)
+
+
 def class_ids(scene, grouping):
     """World scene -> (n, K), the "/colour", "/shape" or "/pair" of its objects."""
     return scene["colour"] * 8 + scene["shape"] if grouping == "/pair" else scene[grouping[1:]]
@@ -794,7 +812,7 @@ def open_kind(options, image_size, captions):
     if examples.is_file():
         return EvalSet(winoground=lambda: read_winoground(examples, root, limit))
     files = [file for file in sorted(directory.glob("*.json")) if file.is_file()
-             and re.search('"(filename|negative_caption)"', file.read_text(encoding="utf-8", errors="replace")[:4000])]
+             and re.search(b'"(filename|negative_caption)"', file.read_bytes()[:4000])]
     if files:
         pairs = lambda: read_sugarcrepe(files, options.image_root)
         return EvalSet(negatives=lambda: itertools.islice(pairs(), limit))
@@ -1072,6 +1090,35 @@ def segmentation(embed, data, options):
     return result | {"segmentation/images": images}
 
 
+def share_on(mask, weights):
+    """Which share of the weights (P,) of patches lies on a mask (S, S), in pixels."""
+    patches = F.adaptive_avg_pool2d(mask[None].float(), math.isqrt(len(weights))).flatten()  # (P,)
+    return ((weights * patches).sum() / weights.sum()).item()
+
+
+def share_by_kind(found):
+    """[(kind, share of weights on a mask, that mask)] -> {kind: (mean share, that of a guess)}."""
+    result = {}
+    for kind in sorted({kind for kind, _, _ in found}):
+        shares, masks = zip(*[(share, mask) for k, share, mask in found if k == kind])
+        result[kind] = mean(shares), torch.stack(masks).float().mean().item()
+    return result
+
+
+@torch.no_grad()
+def alignment(embed, data, options):
+    """Which share of a word's weights (SPARC, Eq. 4) lies on the objects that it names (ours)."""
+    found = []
+    for image, (caption, masks) in data.grounded():
+        tokens, mask = embed.tokenize([caption])
+        weights = embed.model.align_words(image[None].to(embed.device), tokens, mask)[0].cpu()
+        words = [embed.tokenizer.vocab[token] for token in tokens[0]]
+        for (kind, word), objects in masks.items():
+            found += [(f"alignment/{kind}", share_on(objects, x), objects)
+                      for x, w in zip(weights, words) if w == word]
+    return share_by_kind(found)
+
+
 # SPARO's tasks: slots and masks -----------------------------------------------------------
 
 
@@ -1103,6 +1150,35 @@ def slots(embed, data, options):
         found = headlines(dataclasses.replace(embed, mask=mask), data, options)
         result |= {f"slots/{name}/{key}": value for key, value in found.items()}
     return result
+
+
+@torch.no_grad()
+def attention_of_slots(embed, images, captions):
+    """n pairs -> ids (n, length), weights (n, L, P) of patches, the place (n, L) of the token that
+    a slot weighs most, that weight, and whether it is above .5, of a word, and the slot's image and
+    text agree (cosine above .75), as in SPARO's Sec. 5.4."""
+    tokens, mask = embed.tokenize(captions)
+    attention = embed.model.attend(images.to(embed.device), tokens, mask)
+    over_image, over_text, y_i, y_t = [x.cpu() for x in attention]
+    patches = embed.model.image_encoder.grid ** 2
+    sharpness, word = over_text.max(-1)                                     # (n, L)
+    is_word = (word > 0) & (word < mask.cpu().sum(1, keepdim=True) - 1)
+    agree = (F.cosine_similarity(y_i, y_t, dim=-1) > 0.75) & (sharpness > 0.5) & is_word
+    return tokens.cpu(), over_image[:, :, -patches:], word, sharpness, agree  # without [CLS]
+
+
+def slot_alignment(embed, data, options):
+    """How much of the patch that a slot weighs most lies on the object that its word names (ours),
+    where `attention_of_slots` finds one."""
+    found = []
+    for image, (caption, masks) in data.grounded():
+        tokens, weights, places, _, agree = attention_of_slots(embed, image[None], [caption])
+        for slot in agree[0].nonzero()[:, 0].tolist():
+            word = embed.tokenizer.vocab[tokens[0, places[0, slot]]]
+            best = F.one_hot(weights[0, slot].argmax(), weights.shape[2])
+            found += [(f"slot_alignment/{kind}", share_on(objects, best), objects)
+                      for (kind, name), objects in masks.items() if name == word]
+    return share_by_kind(found)
 
 
 def masks(embed, data, options):
@@ -1234,6 +1310,8 @@ TASKS = {
     "linear": Task(linear, ("groups",)),
     "slots": Task(slots, ("groups", "captioned", "negatives"), "slots"),
     "masks": Task(masks, ("groups", "captioned"), "mask_parts"),
+    "alignment": Task(alignment, ("grounded",), "align_words"),
+    "slot_alignment": Task(slot_alignment, ("grounded",), "slots"),
 }
 
 
@@ -1320,6 +1398,14 @@ def lit_sheet(title, rows):
     return sheet(f"{title}. {LIT}", pages)
 
 
+def on_objects(task, embed, data):
+    """A picture's one number, in words, where the data know which object a word names."""
+    figures = task(embed, data, None) if data.grounded else {}
+    shares = [f"{value:.2f} by {key.rpartition('/')[2]} (chance {chance:.2f})"
+              for key, (value, chance) in figures.items()]
+    return f". On the objects named lie, on average, {', '.join(shares)}" if shares else ""
+
+
 def says_something(word, data):
     """Whether a picture shows a word: nouns and adjectives; where they are unknown, most words."""
     known = data.content_words
@@ -1338,7 +1424,8 @@ def draw_alignment(embed, data):
         maps = [pair for pair in zip(words, weights[i, inner].cpu())
                 if says_something(pair[0], data)]
         rows.append((caption, images[i], maps[:8]))
-    return lit_sheet("SPARC: the patches that each word is aligned to (Eq. 4)", rows)
+    title = "SPARC: the patches that each word is aligned to (Eq. 4)"
+    return lit_sheet(title + on_objects(alignment, embed, data), rows)
 
 
 def class_keys(data, groupings):
@@ -1383,16 +1470,9 @@ def draw_segmentation(runs, data):
 
 def draw_slots(embed, data):
     """What single slots attend to in images and captions (SPARO, Sec. 5.4): as in the paper
-    slots that attend sharply to words, and to other words than the slots above, and samples
-    where the slot's image and text agree (cosine above .75)."""
+    slots that attend sharply to words, and to other words than the slots above."""
     images, captions = take(embed, data, 64)
-    tokens, mask = embed.tokenize(captions)
-    attention = embed.model.attend(images.to(embed.device), tokens, mask)
-    over_image, over_text, y_i, y_t = [x.cpu() for x in attention]
-    patches = embed.model.image_encoder.grid ** 2
-    sharpness, word = over_text.max(-1)                                     # (n, L)
-    is_word = (word > 0) & (word < mask.cpu().sum(1, keepdim=True) - 1)
-    agree = (F.cosine_similarity(y_i, y_t, dim=-1) > 0.75) & (sharpness > 0.5) & is_word
+    tokens, over_image, word, sharpness, agree = attention_of_slots(embed, images, captions)
     rows, chosen = [], []
     for slot in (agree * sharpness).sum(0).argsort(descending=True).tolist():
         shown = agree[:, slot].nonzero()[:, 0]
@@ -1403,11 +1483,12 @@ def draw_slots(embed, data):
         chosen.append(slot)
         cells = []
         for i in shown[:5].tolist():
-            lit = light_up(images[i], over_image[i, slot, -patches:])       # without [CLS]
+            lit = light_up(images[i], over_image[i, slot])
             name = embed.tokenizer.vocab[tokens[i, word[i, slot]]]
             cells.append((join([to_picture(images[i]), lit], gap=0), name))
         rows.append((f"Slot {slot}", cells))
     title = "SPARO: the word of a caption and the patches that a slot attends to"
+    title += on_objects(slot_alignment, embed, data)
     return sheet(f"{title}. {LIT}", rows) if rows else None
 
 
@@ -1481,7 +1562,8 @@ def draw_neighbours(embed, data):
 def draw_captions(runs, data):
     """Images, their captions, and of the captions of 1,000 images the nearest and its K-Precision,
     where no run finds an image's own (SPARC, Figs. 5, 6). runs: {name: Embedder}. differs: D.9
-    chooses images where SPARC's precision is above CLIP's; here they are the first."""
+    chooses images where SPARC's precision is above CLIP's; here they are the first, and all words
+    count, in Fig. 6 nouns and adjectives (K-Pna)."""
     pairs, found, rows = list(itertools.islice(data.captioned("captioned"), 1000)), {}, []
     for name, embed in runs.items():
         x, kept = embed.encode_pairs((image, (image, captions)) for image, captions in pairs)
@@ -1497,7 +1579,7 @@ def draw_captions(runs, data):
         image = image if torch.is_tensor(image) else embed.read(image)
         rows.append(("", [(join([to_picture(image), join(lines, True)]), "")]))
     title = ("Images that are not nearest to a caption of their own, and the caption that is. "
-             "K-Precision is the share of its words that occur in their own")
+             "K-Precision: the share of its words, all of them, in their own")
     return sheet(title, rows) if rows else None
 
 
@@ -1584,7 +1666,8 @@ def default_tasks(data, model):
         return ["classification"]
     if model.encode_text is None:
         return ["knn", "linear"] if data.is_world else ["knn"]  # a probe of files takes long
-    tasks = ["zeroshot", "retrieval", "negatives", "winoground", "segmentation"]
+    tasks = ["zeroshot", "retrieval", "negatives", "winoground", "segmentation", "alignment",
+             "slot_alignment"]
     return [*tasks, "words", "textfree", "sparsity"] if model.encode_words else tasks
 
 

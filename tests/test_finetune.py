@@ -191,7 +191,15 @@ def test_classification_by_hand():
     data = evaluation.EvalSet(labelled=lambda purpose: None)
     result = evaluation.classification(embed, data, None)
     assert evaluation.to_float(result["classification"]) == 2 / 4
-    assert result["classification/mean_per_class"] == pytest.approx((2 / 3 + 0) / 2)
+    assert result["classification/mean_per_class"] == (pytest.approx((2 / 3 + 0) / 2), 1 / 3)
+
+
+def test_labels_that_a_classifier_has_not_learned_are_refused():
+    model = SimpleNamespace(config=None, class_scores=None)
+    embed = SimpleNamespace(model=model, encode_pairs=lambda *_: (torch.eye(3), [0, 8, 1]))
+    data = evaluation.EvalSet(labelled=lambda purpose: None)
+    with pytest.raises(UserError, match="a.tar holds class 8, the classifier has learned 3"):
+        evaluation.classification(embed, data, SimpleNamespace(data="a.tar"))
 
 
 def test_labels_come_from_shards_folders_and_the_world(tmp_path):
