@@ -1493,12 +1493,12 @@ def draw_slots(embed, data):
 
 
 def word_cloud(words, scores):
-    """Words, their scores (n,) -> a picture of the best 20, large by score. A word of score 0 is
-    none that STAIR found; of similarities all may be negative."""
+    """Words, their scores (n,) -> a picture of the best 20 and their scores (STAIR, Table 9), large
+    by score. A word of score 0 is none that STAIR found; of similarities all may be negative."""
     best, ids = scores.topk(min(20, len(words)))
     sizes = 9 + 8 * (best / best[0].clamp(min=1e-6)).clamp(min=0)
-    pages = [draw_text(words[k], 100, int(size)) for k, size, score in zip(ids, sizes, best)
-             if score.isfinite() and score != 0]
+    pages = [draw_text(f"{words[k]} {score:.2f}", 120, int(size))
+             for k, size, score in zip(ids, sizes, best) if score.isfinite() and score != 0]
     cloud = [join(part) for part in chunks(pages or [draw_text("no word", 100)], 3)]
     return join(cloud, True, 2)
 
@@ -1518,19 +1518,22 @@ def draw_words(runs, data):
     return sheet(title, [("", cells)], columns=2)
 
 
-def draw_queries(embed, data):
-    """Where words are found in images without a text tower (STAIR, Fig. 10)."""
+def draw_queries(embed, data, queries=None):
+    """Where queries, or words of the caption, are found in images without a text tower (STAIR,
+    Fig. 10); of several tokens their mean (Sec. 7.2)."""
     images, captions = take(embed, data, 10)
     rows, patches = [], embed.model.image_encoder.grid ** 2
     for i, caption in enumerate(captions):
         words = [word for word in dict.fromkeys(common.split_words(caption))
                  if word in embed.tokenizer.ids and says_something(word, data)][:8]
+        words = queries or words
         if words:
-            ids = torch.tensor([embed.tokenizer.ids[word] for word in words])
-            encode = functools.partial(embed.model.word_maps, ids=ids.to(embed.device))
-            maps = embed.images(images[i : i + 1], encode)[0, -patches:].T  # p(h_j)
-            maps = maps - maps.amin(1, keepdim=True)                        # (words, g * g)
-            rows.append((caption, images[i], zip(words, maps)))
+            tokens = [embed.tokenizer.encode(word)[1:-1] for word in words]
+            ids = torch.tensor(sum(tokens, []), device=embed.device)
+            encode = functools.partial(embed.model.word_maps, ids=ids)
+            maps = embed.images(images[i : i + 1], encode)[0, -patches:]    # (P, m), p(h_j)
+            maps = [x.mean(1) for x in maps.split([len(ids) for ids in tokens], 1)]
+            rows.append((caption, images[i], zip(words, [x - x.min() for x in maps])))
     return lit_sheet("STAIR: where words are found, without a text tower", rows) if rows else None
 
 
@@ -1790,7 +1793,8 @@ def save_pictures(pages):
 
 def search(embed, data, options, run, queries):
     """Index images by the words of their encodings and answer queries (STAIR, App. D): captions, or
-    words with AND, OR, NOT. It writes index.pt, and search.png of what is found."""
+    words with AND, OR, NOT. It writes index.pt, search.png of what is found, and queries.png, where
+    in images."""
     if not embed.model.encode_words or not (data.captioned or data.labelled):
         raise UserError("--query needs a run of STAIR, whose encodings are words to look up, and "
                         "shapes, captioned images or class folders.")
@@ -1818,7 +1822,11 @@ def search(embed, data, options, run, queries):
         rows.append((heading, [(to_picture(image), score) for image, score in shown]))
     index.save(output_path(run, options, "index.pt"))
     title = "What queries find. Scores are cosines; of boolean queries sums of weights."
-    save_pictures({output_path(run, options, "search.png"): sheet(title, rows)})
+    pages = {output_path(run, options, "search.png"): sheet(title, rows)}
+    captions = [query for query in queries if not stair.is_boolean(query)]
+    if captions and PICTURES["queries"].fits(data):
+        pages[output_path(run, options, "queries.png")] = draw_queries(embed, data, captions)
+    save_pictures(pages)
 
 
 def answers(embed, index, queries):
@@ -1993,9 +2001,30 @@ ASIDE = ("seed out argv git resume workers log_every save_every keep_every eval_
          "accum_freq").split()  # settings in which the runs of a column may differ
 
 
+def print_table(columns):
+    """Print {heading: [{metric: figure} of each run, or of each --data]}: the mean, and the standard
+    deviation of several; of two columns how far the second's is above the first's."""
+    more = " difference |" if len(columns) == 2 else ""
+    print("| |" + "".join(f" {heading} |" for heading in columns) + more)
+    print("|---" * (len(columns) + 1 + bool(more)) + "|")
+    rows = itertools.chain(*columns.values())
+    for metric in filter(is_shown, dict.fromkeys(itertools.chain(*rows))):
+        cells, means = [], []
+        for figures in columns.values():
+            values = [row[metric] for row in figures if metric in row]
+            deviation = f" ± {in_digits(np.std(values, ddof=1), 3)}" if len(values) > 1 else ""
+            is_known = len(values) == len(figures)
+            cells.append(in_digits(mean(values), 3) + deviation if is_known else "")
+            means += [mean(values)] if is_known else []
+        if more:
+            is_known = len(means) == 2 and means[0]
+            cells.append(f"{means[1] / means[0] - 1:+.1%}" if is_known else "")
+        print(f"| {metric} | " + " | ".join(cells) + " |")
+
+
 def compare_runs(evaluated, tasks):
-    """Print a table of several runs, {run: Evaluated}: a column for each, or mean and deviation of
-    those that differ in their seed alone; draw comparison.png of the first if --task allows it."""
+    """Print a table of several runs, {run: Evaluated}: a column for each, or for those that differ
+    in their seed alone; draw comparison.png of the first if --task allows it."""
     columns = collections.defaultdict(list)
     for run, found in evaluated.items():
         settings = {key: value for key, value in vars(found.args).items() if key not in ASIDE}
@@ -2003,17 +2032,8 @@ def compare_runs(evaluated, tasks):
     specs = {(found.options.data, found.embed.image_size) for found in evaluated.values()}
     if len(specs) > 1:
         print("These figures are of different data, or of images of different sizes.")
-    print("| |" + "".join(f" {runs[0]} ({len(runs)}) |" for runs in columns.values()))
-    print("|---" * (len(columns) + 1) + "|")
-    metrics = itertools.chain(*[found.figures for found in evaluated.values()])
-    for metric in filter(is_shown, dict.fromkeys(metrics)):
-        cells = []
-        for runs in columns.values():
-            figures = [evaluated[run].figures for run in runs]
-            values = [row[metric] for row in figures if metric in row]
-            deviation = f" ± {in_digits(np.std(values, ddof=1), 3)}" if len(values) > 1 else ""
-            cells.append(in_digits(mean(values), 3) + deviation if values else "")
-        print(f"| {metric} | " + " | ".join(cells) + " |")
+    print_table({f"{runs[0]} ({len(runs)})": [evaluated[run].figures for run in runs]
+                 for runs in columns.values()})
     embedders = {Path(runs[0]).name: evaluated[runs[0]].embed for runs in columns.values()}
     if len(embedders) < len(columns):  # a/x and b/x
         embedders = {runs[0]: evaluated[runs[0]].embed for runs in columns.values()}
@@ -2132,7 +2152,7 @@ def main(argv=None):
     flags.device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with common.explained((RuntimeError, AssertionError), f"--device {flags.device}"):
         torch.empty(1, device=flags.device)
-    failed = []
+    failed, figures = [], collections.defaultdict(list)  # by run, of each --data
     for spec in flags.data or [None]:
         evaluated = {}
         for run in flags.runs:
@@ -2142,6 +2162,10 @@ def main(argv=None):
                 failed.append(f"{run}: {error}" if len(flags.runs) > 1 else str(error))
         if evaluated and len(flags.runs) > 1 and not flags.queries:
             compare_runs(evaluated, flags.tasks)
+        for run, found in evaluated.items():
+            figures[run] += [found.figures] if found else []
+    if len(flags.data or []) > 1 and figures:
+        print_table({f"{run}, mean of {len(rows)} data": rows for run, rows in figures.items()})
     if failed:
         raise UserError(" ".join(failed))
 

@@ -281,8 +281,8 @@ def test_a_table_of_several_runs(run_of, tmp_path, monkeypatch, capsys):
         patch.setattr(evaluation, "run_tasks", lambda *arguments: next(found))
         evaluation.main([*map(str, runs), "--task", "retrieval"])
     assert capsys.readouterr().out.splitlines()[-4:] == [
-        f"| | {runs[0]} (2) | {runs[2]} (1) |", "|---|---|---|", "| x | 0.200 ± 0.141 | 0.500 |",
-        "| y | 1.000 ± 0.000 |  |"]
+        f"| | {runs[0]} (2) | {runs[2]} (1) | difference |", "|---|---|---|---|",
+        "| x | 0.200 ± 0.141 | 0.500 | +150.0% |", "| y | 1.000 ± 0.000 |  |  |"]
     assert not (runs[0] / "comparison.png").exists()  # of segmentations, which nobody asked for
     evaluation.main([*map(str, runs), "--task", "segmentation"])
     pages = [Image.open(runs[0] / f"{name}.png") for name in ("comparison", "segmentation")]
@@ -318,7 +318,8 @@ def test_data_are_evaluated_one_after_the_other(run_of, tmp_path, capsys):
         assert [line[i]["settings"]["data"] for line in found] == [spec, spec]
         cells = [f" {line[i]['knn']:.3f} " for line in found]
         assert f"| knn |{'|'.join(cells)}|" in shown
-    assert shown.count(f"| | {runs[0]} (1) | {runs[1]} (1) |") == 2 and "different" not in shown
+    assert shown.count(f"| | {runs[0]} (1) | {runs[1]} (1) |") == 2 and "different d" not in shown
+    assert f"| | {runs[0]}, mean of 2 data | {runs[1]}, mean of 2 data | difference |" in shown
     evaluation.main([str(runs[1]), "--data", specs[0], "--task", "heads"])  # learns from nothing
 
 
