@@ -1909,10 +1909,10 @@ def writing(path):
 
 
 @contextlib.contextmanager
-def replacing(path):
-    """A binary file to write that takes the place of `path` in the end: a killed process leaves
-    the old file or the new one, never a half; an error leaves the old one."""
-    temporary = Path(f"{path}.tmp")
+def replacing(path, suffix=f".{os.getpid()}.tmp"):
+    """A binary file to write, PATH + suffix, that takes the place of `path` in the end: a killed
+    process leaves the old file or the new one, never a half; an error leaves the old one."""
+    temporary = Path(f"{path}{suffix}")
     try:
         with writing(path), open(temporary, "wb") as file:
             yield file
@@ -1926,7 +1926,7 @@ def replacing(path):
 
 
 def save_checkpoint(path, state):
-    with replacing(path) as file:
+    with replacing(path, ".tmp") as file:  # a run is locked: kills leave one at most
         try:
             torch.save(state, file)
         except RuntimeError as error:  # torch's, of a full disk

@@ -657,6 +657,19 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch, run_of, er
     assert not list(run.glob("*.tmp"))
 
 
+def test_files_are_written_under_other_names_a_checkpoint_always_under_the_same(
+        tmp_path, monkeypatch):
+    """So that processes do not meet, and kills leave one half checkpoint at most."""
+    write_files(tmp_path, {"a.json.tmp": "the user's"})
+    with common.replacing(tmp_path / "a.json"):
+        assert (tmp_path / f"a.json.{os.getpid()}.tmp").exists()
+    assert (tmp_path / "a.json.tmp").read_text() == "the user's"
+    monkeypatch.setattr(torch, "save", lambda state, file: files.append(file.name))
+    files = []
+    common.save_checkpoint(tmp_path / "last.pt", {})
+    assert files == [str(tmp_path / "last.pt.tmp")]
+
+
 DIVERGE = ["--lr", "1e30", "--warmup", "1", "--clip-grad", "0"]
 
 
