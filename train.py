@@ -591,14 +591,26 @@ def open_evaluation(args, model):
         tasks = ["classification" if model.class_scores else "knn"]
     options = evaluation.options_of({"tasks": tasks}, args)
     if not (args.eval_data or args.eval_every):
+        if tasks == ["knn"] and options.on_training_images:
+            print_once("note: k-NN is tested on other images than --data: without --eval-data "
+                       "nothing will be evaluated")
         return None, options
     data = evaluation.open_eval_set(options, args.image_size, with_text)
-    learner = "the classifier" if model.class_scores else "k-NN"
-    remedy = f" In training, {learner} learns from --data and is tested on --eval-data"
+    remedy = "" if with_text else " In training, --data is learned from and --eval-data tests"
     with common.explained(UserError, "No evaluation", remedy):
-        tasks = evaluation.tasks_to_run(options, data, model)
-        evaluation.check_data(tasks, options, data, model)
+        check_evaluation(options, data, model)
     return data, options
+
+
+def check_evaluation(options, data, model):
+    """Raise UserError if the data lack what the tasks need, or none of the images can be read."""
+    tasks = evaluation.tasks_to_run(options, data, model)
+    if tasks == ["knn"] and options.on_training_images:
+        raise UserError("k-NN is tested on other images than --data: give --eval-data.")
+    evaluation.check_data(tasks, options, data, model)
+    pairs = data.labelled or data.captioned
+    if pairs and not data.is_world:
+        next(evaluation.read_images(pairs("first"), common.open_image))
 
 
 def build_tokenizer(args, data):
@@ -968,8 +980,7 @@ def finish(args, embed, eval_data, at):
     try:
         if eval_data is None:
             eval_data = evaluation.open_eval_set(options, args.image_size, with_text)
-        tasks = evaluation.tasks_to_run(options, eval_data, embed.model)
-        evaluation.check_data(tasks, options, eval_data, embed.model)
+        check_evaluation(options, eval_data, embed.model)
     except UserError as error:
         print(f"No evaluation: {error} Later, eval.py evaluates the run on any --data.")
         return evaluation.save_pictures(evaluation.draw_log(args.out))

@@ -142,7 +142,13 @@ ERRORS = [
     ("sparc --data mixed", "^1 of the 2 class folders of mixed have no images: cat; remove"),
     ("sparc --data numbers --vocab poor.txt", f"{NUMBER} for a name: rename it"),
     ("sparc --data numbers --eval-every 1", NUMBER),
-    ("bam --data photos --eval-every 1", "give --train-data, other .* k-NN learns from --data and is"),
+    *((f"bam --data photos {more}", "^No .*: k-NN is tested on other .* --data: give --eval-data")
+      for more in ("--eval-every 1", "--eval-data photos/")),
+    ("sparc --eval-data broken", "^No evaluation: None of the 1 images could be read, .*png"),
+    ("bam --data photos --eval-data broken", "^No evaluation: .* In training, --data is learned"),
+    (f"sparc --eval-data {'n' * 300}", "n does not exist; a SPEC is"),
+    ("classifier --data photos --label-fraction 10%", r"\(number or file\) 10% cannot be read"),
+    ("train --finetune '' --data photos", "holds no run"),
     ("bam --data photos --eval-data others", "must have the class folders of others.*: blue, grey"),
     ("bam --eval-data table.csv", "^No .*table.csv: give class folders or shapes"),
 

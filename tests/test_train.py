@@ -27,8 +27,8 @@ import eval as evaluation
 import sparc
 import train
 from common import UserError
-from helpers import (ROOT, SMALL, assert_same_weights, read_log, run_ranks, train_alone,
-                     train_until, weights, write_files, write_table)
+from helpers import (ROOT, SMALL, assert_same_weights, picture, read_log, run_ranks,
+                     train_alone, train_until, weights, write_files, write_table)
 
 SPARC = SMALL["sparc"]
 
@@ -287,6 +287,15 @@ def test_a_run_says_what_begins_and_how_long_it_took(tmp_path, capsys):
                  "1.1 steps per epoch", "0.0% of the captions' tokens are [UNK]"):
         assert part in first
     assert re.fullmatch(f"{tmp_path}/run: done in 0:00:\\d\\d", last)
+
+
+def test_bam_on_one_folder_says_at_once_what_evaluation_needs(tmp_path, capsys):
+    write_files(tmp_path, {f"data/{name}/{i}.png": picture() for name in "ab" for i in range(8)})
+    data = ["--data", str(tmp_path / "data"), "--image-size", "16", "--out", str(tmp_path / "run")]
+    train.main([*SMALL["bam"], *data])
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("note: ") and "--eval-data" in first
+    assert "No evaluation" in str(lines) and "--train-data" not in str(lines)
 
 
 def test_the_bar_shows_the_stage(tmp_path, capsys):
