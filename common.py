@@ -21,6 +21,7 @@ import os
 import random
 import re
 import string
+import sys
 import tarfile
 import textwrap
 import unicodedata
@@ -60,6 +61,24 @@ def explained(kinds, what, remedy=""):
         raise UserError(f"{what}: {reason}{remedy}".rstrip(".") + ".") from None
 
 
+class Output(io.FileIO):
+    """Standard output or error. A run goes on when nobody reads it any more, as after `| head`."""
+
+    def write(self, data):
+        with contextlib.suppress(BrokenPipeError):
+            return super().write(data)
+        return len(data)
+
+
+def prepare_output():
+    """Print whatever names files have, UTF-8 or not, on any terminal, to the end."""
+    for name in ("stdout", "stderr"):
+        if old := getattr(sys, name):  # it is not closed
+            file = io.BufferedWriter(Output(old.fileno(), "w", closefd=False))
+            new = io.TextIOWrapper(file, old.encoding, "backslashreplace", line_buffering=True)
+            setattr(sys, name, new)
+
+
 def parse_spec(spec):
     """"name:key=value,key=value" -> (name, {key: value}). A name may hold other colons."""
     match = re.fullmatch(r"(.*?):(\w+=[^,=]*(?:,\w+=[^,=]*)*)", spec)
@@ -88,9 +107,9 @@ def cast_settings(settings, defaults, name):
 
 def init_distributed():
     """Join the process group of `torchrun`, if there is one -> this rank's device."""
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
-    if tasks > 1 and "RANK" not in os.environ:
-        raise UserError(f"srun started {tasks} tasks that know nothing of each other: start one a "
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("WORLD_SIZE", "1")
+    if tasks != "1" and "RANK" not in os.environ:
+        raise UserError(f"There are {tasks} tasks that know nothing of each other: start one a "
                         f"machine, `srun --ntasks-per-node=1 torchrun ... train.py ...`.")
     cuda, device = torch.cuda.is_available(), torch.device("cpu")
     if cuda:
@@ -1941,7 +1960,7 @@ def read_config(run):
     with explained(kinds, f"{path} is damaged or unreadable", remedy):
         if not path.exists():
             raise UserError(f"{run} holds no run: there is no {path}.")
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
         if not all(isinstance(config.get(name), str) for name in ("method", "data")):
             raise ValueError("it names no method or no data")
         return config

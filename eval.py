@@ -2171,6 +2171,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    common.prepare_output()
     try:
         main()
     except UserError as error:

@@ -497,7 +497,7 @@ class Log:
 
     def cut(self, step):
         """Leave the lines up to the step; a killed run may have written half of the last."""
-        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        lines = self.path.read_text("utf-8").splitlines(keepends=True) if self.path.exists() else []
         kept = []
         for number, line in enumerate(lines, 1):
             what = f"Line {number} of {self.path} is damaged, delete it"
@@ -1024,8 +1024,14 @@ def main(argv=None):
     args = parse_args(sys.argv[1:] if argv is None else argv)
     common.turn_off_tf32()
     device = common.init_distributed()
-    with claim_run(args) as out:
-        stopped_by = train(args, out, device)
+    try:
+        with claim_run(args) as out:
+            stopped_by = train(args, out, device)
+    except RuntimeError as error:  # torch's handler of SIGCHLD raises it anywhere
+        if "DataLoader worker" not in str(error):
+            raise
+        raise UserError("A worker was killed, perhaps as memory ran out: lower --workers or "
+                        "--batch, or raise a container's --shm-size; --resume continues.") from None
     if out and not stopped_by:
         seconds = round(time.perf_counter() - start)
         print(f"{out}: done in {datetime.timedelta(seconds=seconds)}")
@@ -1035,6 +1041,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    common.prepare_output()
     try:
         stopped_by = main()
     except KeyboardInterrupt:

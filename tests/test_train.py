@@ -381,6 +381,27 @@ def test_the_first_signal_saves_and_a_second_ctrl_c_ends_at_once(tmp_path, monke
         assert common.load_checkpoint(tmp_path / "last.pt")["step"] == 2
 
 
+def test_a_worker_that_the_kernel_kills_is_one_sentence(tmp_path, monkeypatch):
+    kill = lambda self, samples: os.kill(os.getpid(), signal.SIGKILL)
+    monkeypatch.setattr(common.WorldStream, "collate", kill)
+    with pytest.raises(UserError, match="^A worker was killed, .* --workers or --batch, .*shm"):
+        train.main([*SPARC, "--workers", "1", "--out", str(tmp_path)])
+
+
+def test_neither_strange_names_nor_a_closed_pipe_end_a_run(tmp_path):
+    write_files(tmp_path, {f"data/{folder}/0.png": picture() for folder in "ab"})
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/data/a/\xff.jpg")).write_bytes(b"no image")
+    data = ["--data", str(tmp_path / "data"), "--image-size", "16", "--out", str(tmp_path / "run")]
+    unbuffered = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "ascii"}
+    for command, last in (["train.py", *SPARC, *data], "eval.json"), (["eval.py", data[-1]], ""):
+        process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE, env=unbuffered)
+        process.stdout.readline()
+        process.stdout.close()
+        assert b"Error" not in process.stderr.read() and process.wait() == 0
+        assert (tmp_path / "run" / last).exists()
+
+
 def test_one_ctrl_c_ends_a_loop_of_runs(tmp_path):
     command = shlex.join([sys.executable, str(ROOT / "train.py"), *SPARC, "--steps", "9999"])
     loop = f"for i in 0 1; do {command} --out {tmp_path}/$i && touch {tmp_path}/went-on; done"
@@ -607,11 +628,13 @@ def test_the_batch_is_divided_among_the_ranks(monkeypatch):
         train.main([*SPARC, "--batch", "7"])
 
 
-def test_srun_without_torchrun_is_refused(monkeypatch):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    with pytest.raises(UserError, match="srun started 2 tasks .*srun --ntasks-per-node=1 torchrun"):
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "WORLD_SIZE"])
+def test_tasks_without_torchrun_are_refused(monkeypatch, name):
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(UserError, match="are 2 tasks .*srun --ntasks-per-node=1 torchrun"):
         train.main(SPARC)
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", False)
     assert common.init_distributed().type in ("cpu", "cuda")
 
 
