@@ -295,6 +295,8 @@ def read_images(pairs, read, workers=0):
                     unreadable += 1
                 else:
                     yield image, value
+    if n == 0:
+        raise UserError("There is not one image: the list or the choice of images is empty.")
     if unreadable == n:  # the file may be bytes
         raise UserError(f"None of the {n} images could be read, the last is {file!r:.200}: is it "
                         f"there? Is --image-root right?")
@@ -431,7 +433,7 @@ class Classes:
 def read_templates(given):
     """--templates, a file of templates or templates -> list of templates."""
     source = "--templates"
-    if len(given) == 1 and Path(given[0]).is_file():
+    if len(given) == 1 and os.path.isfile(given[0]):
         source += f" {given[0]}"
         given = common.read_lines(given[0], "--templates") or given
     for template in given:
@@ -502,6 +504,8 @@ def options_of(flags, args):
 
 def splits_of(spec):
     """The splits of a directory in the layout of Pascal VOC or CLIP_benchmark, none of others."""
+    if not os.path.isdir(spec):  # does not raise, as glob does, where the name is too long
+        return []
     lists = Path(spec).glob("ImageSets/Segmentation/*.txt")
     shards = Path(spec).glob("*/nshards.txt")
     return sorted([*[path.stem for path in lists], *[path.parent.name for path in shards]])
@@ -509,11 +513,11 @@ def splits_of(spec):
 
 def default_split(spec):
     """The split to evaluate where none is asked for; "all" of data that have no splits."""
-    if Path(spec, "SegmentationClass").is_dir():
+    if os.path.isdir(f"{spec}/SegmentationClass"):
         return "val"  # VOC's test split has no maps
     name, own = common.parse_spec(spec)
     is_json = name.lower().endswith(".json")
-    if is_json and Path(name).is_file() and b'"annotations"' in Path(name).read_bytes():
+    if is_json and os.path.isfile(name) and b'"annotations"' in Path(name).read_bytes():
         return "all"  # COCO's own
     has_splits = name == "shapes" or is_json or splits_of(spec)
     return own.get("split", "test") if has_splits else "all"
@@ -804,14 +808,15 @@ def open_eval_set(options, image_size, captions=True):
 
 def open_kind(options, image_size, captions):
     spec, directory, limit = options.data, Path(options.data), options.limit
-    if (directory / "SegmentationClass").is_dir():
+    if os.path.isdir(directory / "SegmentationClass"):
         return VocSet(spec, options)
     if splits_of(spec):
         return ShardSet(spec, options)
     examples, root = directory / "examples.jsonl", options.image_root or directory / "images"
-    if examples.is_file():
+    if os.path.isfile(examples):
         return EvalSet(winoground=lambda: read_winoground(examples, root, limit))
-    files = [file for file in sorted(directory.glob("*.json")) if file.is_file()
+    found = directory.glob("*.json") if os.path.isdir(spec) else []
+    files = [file for file in sorted(found) if file.is_file()
              and re.search(b'"(filename|negative_caption)"', file.read_bytes()[:4000])]
     if files:
         pairs = lambda: read_sugarcrepe(files, options.image_root)

@@ -286,6 +286,9 @@ ERRORS = [
            CREPE[:-1], CREPE.replace("filename", "file"), '["negative_caption"]',
            CREPE.replace("negative_caption", "negative"),
            '{"0": "negative_caption"}')),
+    *((f"eval runs/sparc {flag} {'n' * 300}", message) for flag, message in {
+        "--data": "n does not exist; a SPEC", "--templates": "n' is no file of templates",
+        "--data photos --task knn --train-data": "n does not exist; a SPEC"}.items()),
     ("eval runs/sparc --task slots", "slots cannot use this model; what can"),
     ("eval runs/sparc --data photos --split val", "--split val: photos has no splits"),
     ("eval runs/sparc --data a.json:split=val --split test", "a.json:split=val names its split its"),
@@ -321,7 +324,7 @@ ERRORS = [
     (VOC, r"a.png is no map of class ids .* shape \(8, 8, 3\)",
      {"voc/SegmentationClass/a.png": picture(format="PNG")}),
     (VOC, "None of the 1 images could be read, the last is 'a'", {"voc/JPEGImages/a.jpg": ""}),
-    (VOC, "None of the 0 images could be read", {"voc/ImageSets/Segmentation/val.txt": ""}),
+    (VOC, "There is not one image: the list or the", {"voc/ImageSets/Segmentation/val.txt": ""}),
     (SET, "holds class 2, but .*classnames.txt has 2 names, the first of class 0"),
     (SET + " --split val", "has no split val, only test"),
     (SET, "^--templates colours/zeroshot_class.*.txt: 'a photo' is no file of templates, one a",
