@@ -319,13 +319,13 @@ def default_settings(args):
     continues, or a preset."""
     if args.resume:
         return common.read_config(args.out)
-    method = args.method or ("classifier" if args.finetune else None)
+    method = args.method or ("classifier" if args.finetune is not None else None)
     if method is None:
         return {}
     presets = METHODS[method].PRESETS
     if args.preset not in presets:
         raise UserError(f"{method} has no preset {args.preset!r}; it has {', '.join(presets)}.")
-    encoder = encoder_of(args.finetune) if args.finetune else {}
+    encoder = encoder_of(args.finetune) if args.finetune is not None else {}
     return {"method": method} | presets[args.preset] | encoder
 
 
@@ -523,7 +523,9 @@ class Log:
         self.bar.close()
         start = "python"
         if dist.is_initialized():
-            start = f"torchrun --nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE')}"
+            here = os.environ.get("LOCAL_WORLD_SIZE")
+            alone = "--standalone " if here == os.environ.get("WORLD_SIZE") else ""
+            start = f"torchrun {alone}--nproc_per_node={here}"
         command = shlex.join([os.path.relpath(__file__), "--resume", "--out", args.out])
         print_once(f"Stopped by signal after step {step}; continue with: {start} {command}")
 
@@ -1048,6 +1050,8 @@ if __name__ == "__main__":
         stopped_by = signal.SIGINT
     except Exception as error:
         let_rank_0_speak()
+        for bar in list(tqdm._instances):
+            bar.close()  # the message begins on a line of its own
         if isinstance(error, UserError):
             sys.exit(f"error: {error}")
         raise

@@ -351,12 +351,13 @@ def test_an_error_ends_the_program_and_its_workers(tmp_path):
                                  [*ranks, str(tmp_path / "memory.py"), *SPARC])):
         command = [sys.executable, *command, "--workers", "1", "--out", str(tmp_path / f"{i}")]
         processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
-    for process, message in zip(processes, ("error: ", "OutOfMemoryError: no memory")):
+    for i, message in enumerate(("error: ", "OutOfMemoryError: no memory")):
+        process = processes[i]
         try:
             end = process.communicate(timeout=150)[1]
         finally:
             process.kill()
-        assert process.returncode == 1 and end.count(message) == 1
+        assert process.returncode == 1 and end.count(f"\n{message}" if i == 0 else message) == 1
         assert ("Traceback" in end) == ("Memory" in message)
 
 
@@ -510,6 +511,17 @@ def test_the_stop_message_is_a_command(tmp_path, capsys):
     assert (python, Path(script).resolve()) == ("python", ROOT / "train.py")
     train_alone(flags)
     assert len(read_log(tmp_path / "a run")) == 6
+
+
+@pytest.mark.parametrize("world, flag", [("2", "--standalone "), ("4", "")])
+def test_the_stop_message_of_ranks_starts_torchrun(tmp_path, monkeypatch, capsys, world, flag):
+    monkeypatch.setattr(train.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(train, "this_rank", lambda: (0, int(world)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", world)
+    args = train.parse_args([*SPARC, "--out", "run"])
+    train.Log(args, None, 0).stopped(args, 3)
+    assert f"with: torchrun {flag}--nproc_per_node=2 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stopped, steps, message", [
