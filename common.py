@@ -396,7 +396,7 @@ def resize_positions(pos, has_cls, height, width):
     if (side, side) == (height, width):
         return pos
     grid = grid.reshape(1, side, side, -1).permute(0, 3, 1, 2).float()
-    grid = F.interpolate(grid, (height, width), mode="bicubic", antialias=True)
+    grid = F.interpolate(grid, (height, width), mode="bicubic", antialias=True)  # DeiT: without
     return torch.cat([cls, grid.flatten(2).transpose(1, 2).to(pos.dtype)], dim=1)
 
 
@@ -694,7 +694,7 @@ def load_timm(tower, state_dict):
     for key in ("model", "teacher"):  # of BAM's and DeiT's, of DINO's whole checkpoints
         state = state.get(key, state) if isinstance(state, dict) else {}
     for name, value in state.items():
-        name = re.sub(r"^(module\.|teacher\.|backbone\.)*", "", str(name))
+        name = re.sub(r"^(module\.|teacher\.|backbone\.|_orig_mod\.)*", "", str(name))
         if not name.startswith(("student.", "head.", "proj_head.")):
             found[name] = value
     load_tower(tower, for_other_pixels(found, IMAGENET, (MEAN, STD)), TIMM_NAMES,
@@ -1012,8 +1012,8 @@ class Augment:
     Table 9), whose code is timm's, with torchvision's functions.
 
     differs: RandAugment's magnitude (9 of 10) has no noise; it applies every operation, timm half
-    of them, never inverts, posterizes less, resamples bilinearly (timm: bicubically) and fills with
-    black. What is erased becomes grey, in timm noise.
+    of them, never inverts, has no SolarizeAdd, posterizes less, resamples bilinearly (timm:
+    bicubically) and fills with black. What is erased becomes grey, in timm noise.
     """
 
     def __init__(self, size, classes, min_scale, rand_augment, erasing, mixup, cutmix):
@@ -1640,7 +1640,7 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
 def open_directory(directory, content):
     """DIR/class folder/image.jpg -> CaptionTable with labels and captions "a photo of a NAME."."""
     entries = list(Path(directory).iterdir())
-    folders = sorted(p for p in entries if p.is_dir() and p.name[0] != ".")
+    folders = sorted(p for p in entries if p.is_dir() and not p.name.startswith((".", "__MACOSX")))
     if content and not folders:
         raise UserError(f"{directory} has no class folders: give one that holds a folder of images "
                         f"for each class.")
@@ -1721,6 +1721,9 @@ def label_rows(names, labels, fraction):
         raise UserError(f"--label-fraction {fraction} names {len(wanted)} images, without their "
                         f"folders; the training data lack {missing} and have these names "
                         f"{len(rows)} times: each must be there once, else give a number.")
+    if lacking := set(np.asarray(labels).tolist()) - {int(labels[i]) for i in rows}:
+        raise UserError(f"--label-fraction {fraction} names no image of {len(lacking)} classes, "
+                        f"as number {min(lacking)} (from 0): name one of each, or give a number.")
     return rows
 
 

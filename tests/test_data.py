@@ -587,7 +587,7 @@ def test_blur_is_a_gaussian_of_its_own_for_each_image():
 
 def test_class_folders(tmp_path):
     names = ("fire_truck/1.jpg fire_truck/2.PNG airplane/deep/1.jpeg airplane/notes.txt .git/x.jpg "
-             "loose.png")
+             "__MACOSX/._1.jpg loose.png")
     folder = tmp_path / "a:b=c"  # not a SPEC with a setting
     write_files(folder, dict.fromkeys(names.split(), picture()))
     source, truck = open_data(str(folder)), "a photo of a fire truck."
@@ -730,12 +730,14 @@ def test_a_fraction_of_the_labels_is_of_each_class_or_what_a_file_names(tmp_path
     assert rows[:4] != [0, 1, 2, 3]                                         # at random
     assert rows == common.label_rows(names, labels, "1e-1")
     assert common.label_rows(names, labels, "1.0") == list(range(53))
-    (tmp_path / "1percent.txt").write_text("7.jpg\nelsewhere/52.jpg\n\n")
+    (tmp_path / "1percent.txt").write_text("7.jpg\n44.jpg\nelsewhere/52.jpg\n\n")
     file = str(tmp_path / "1percent.txt")
-    assert common.label_rows(names, labels, file) == [7, 52]
-    with pytest.raises(UserError, match="names 2 images, .* lack 1 and"):
+    assert common.label_rows(names, labels, file) == [7, 44, 52]
+    with pytest.raises(UserError, match="1percent.txt names no image of 2 classes, as number 3 "):
+        common.label_rows([*names, "a", "b"], np.array([*labels, 4, 3]), file)
+    with pytest.raises(UserError, match="names 3 images, .* lack 1 and"):
         common.label_rows(names[:50] + [None], labels, file)
-    with pytest.raises(UserError, match="have these names 3 times: each must"):
+    with pytest.raises(UserError, match="have these names 4 times: each must"):
         common.label_rows([*names, "other/7.jpg"], labels, file)
     for wrong in ("0", "1.5", "-1"):
         with pytest.raises(UserError, match="must be above 0 and at most 1"):

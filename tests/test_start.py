@@ -290,7 +290,8 @@ def as_bam_saves(state, other):
 @pytest.mark.parametrize("save", [
     lambda state, other: state, lambda state, other: state | {"head.weight": torch.ones(2)},
     lambda state, other: {"model": state, "epoch": 3}, as_dino_saves, as_bam_saves,
-    lambda state, other: as_dino_saves(prefixed("module.", state), other)])
+    lambda state, other: as_dino_saves(prefixed("module.", state), other),
+    lambda state, other: {"model": prefixed("_orig_mod.module.backbone.", state)}])
 def test_files_of_timm_dino_and_bam_are_read(save, tmp_path):
     vit, pixels = tiny_vit(cls=True), torch.rand(3, SIZE, SIZE)
     state = made_up_timm(vit)
