@@ -698,8 +698,8 @@ def load_timm(tower, state_dict):
         if not name.startswith(("student.", "head.", "proj_head.")):
             found[name] = value
     load_tower(tower, for_other_pixels(found, IMAGENET, (MEAN, STD)), TIMM_NAMES,
-               "give --image-encoder the sizes of the file's ViT, as ViT-S/16:cls=1 for DINO's; "
-               "other networks do not fit")
+               "give --image-encoder the sizes of the file's ViT, as ViT-S/16:cls=1 for DINO's; of "
+               "a run here, `eval.py RUN --export FILE` writes such a file")
 
 
 def timm_weights(tower):
@@ -1633,7 +1633,7 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
                         f"labels or shapes.")
     reader, defaults = readers[suffix]
     settings = defaults | cast_settings(settings, defaults, name)
-    with explained((OSError, UnicodeDecodeError), f"Cannot read {name}", "; is it UTF-8?"):
+    with explained((OSError, UnicodeDecodeError), f"Cannot read {name}"):
         return CaptionTable(reader(name, **settings), name, Path(image_root or Path(name).parent))
 
 
@@ -1713,7 +1713,7 @@ def label_rows(names, labels, fraction):
             of_class = generator.permutation(np.flatnonzero(labels == label))
             rows += of_class[: max(1, round(share * len(of_class)))].tolist()
         return sorted(rows)
-    wanted = {Path(line).name for line in read_lines(fraction, "--label-fraction")}
+    wanted = {Path(line).name for line in read_lines(fraction, "--label-fraction (number or file)")}
     names = [name and Path(name).name for name in names]
     rows = [i for i, name in enumerate(names) if name in wanted]
     missing = len(wanted - set(names))
@@ -1977,6 +1977,8 @@ def restore_model(model, weights, path, remedy):
         lines = [textwrap.shorten(line, 150) for line in str(error).splitlines()[1:4]]
         raise UserError(f"{path} holds a model of another size or kind ({' '.join(lines)}): "
                         f"{remedy}.") from None
+    if not all(x.isfinite().all() for x in model.state_dict().values()):
+        raise UserError(f"{path} holds weights that are NaN or infinite: give others.")
 
 
 def load_checkpoint(path, map_location="cpu"):
@@ -1985,7 +1987,7 @@ def load_checkpoint(path, map_location="cpu"):
         with torch.serialization.safe_globals([argparse.Namespace]):  # DINO's settings
             return torch.load(path, map_location=map_location, weights_only=True)
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        raise UserError(f"There is no checkpoint {path}: {error.strerror}.") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
     except Exception as error:
         why = ("it is cut off, empty or of another kind; take another, such as a step-N.pt of "
                "--keep-every, or begin anew")

@@ -742,5 +742,5 @@ def test_a_fraction_of_the_labels_is_of_each_class_or_what_a_file_names(tmp_path
     for wrong in ("0", "1.5", "-1"):
         with pytest.raises(UserError, match="must be above 0 and at most 1"):
             common.label_rows(names, labels, wrong)
-    with pytest.raises(UserError, match="--label-fraction no.txt cannot be read"):
+    with pytest.raises(UserError, match=r"--label-fraction \(number or file\) no.txt cannot be"):
         common.label_rows(names, labels, "no.txt")

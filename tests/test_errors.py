@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import math
 import pickle
 import shlex
 import shutil
@@ -13,7 +14,8 @@ import torch
 
 import eval as evaluation
 import train
-from common import BAD_SHARD, SPECIAL_TOKENS, UserError, World, train_wordpiece
+from common import (BAD_SHARD, SPECIAL_TOKENS, UserError, World, restore_model,
+                    train_wordpiece)
 from helpers import SMALL, picture, write_files
 from test_start import made_up_clip_file
 
@@ -168,11 +170,11 @@ ERRORS = [
     ("sparc --data a.csv", EMPTY, 'filepath,"title\nx.jpg,one\n'),
     ("sparc --data a.csv", "a.csv has no image with a caption", "filepath,title\n"),
     ("sparc --data a.csv", "left out: 1 x empty caption, the last ", "filepath,title\nx.jpg,\n"),
-    ("sparc --data a.csv", "Cannot read a.csv.*UTF-8", b"filepath,title\nx.jpg,caf\xe9\n"),
+    ("sparc --data a.csv", "Cannot read a.csv: 'utf-8' .*byte.$", b"filepath,title\nx.jpg,caf\xe9\n"),
     ("sparc --data a.tsv", "a.tsv.* 1 x broken row .an open quote, a comma outside quotes",
      'filepath\ttitle\nx.jpg\t"never closed' + "x" * 200_000),
     ("sparc --data a.token", "left out: 1 x empty caption, the last x.jpg", "x.jpg#0 no tab\n"),
-    ("sparc --data a.token", "Cannot read a.token.*UTF-8", b"x.jpg#0\t\xff\n"),
+    ("sparc --data a.token", "Cannot read a.token: 'utf-8' .*byte.$", b"x.jpg#0\t\xff\n"),
     ("sparc --data a.json", "a.json is not valid JSON", "{"),
     ("sparc --data a.json", "a.json is not valid JSON", b"\xff"),
     ("sparc --data a.json", "a.json is not valid JSON", "[" * 100_000),
@@ -226,10 +228,13 @@ ERRORS = [
        saved(state)) for state in ({"model": {"a": torch.ones(2)}}, [torch.ones(2)], {0: 1},
                                    {"visual.trunk.cls_token": torch.ones(2)})),
 
-    ("bam --init-weights 0", "--init-weights 0: it holds .*Missing.*: give --image-encoder the sizes",
+    ("bam --init-weights 0", "--init-weights 0: it holds .*Missing.* `eval.py RUN --export FILE` w",
      saved({"patch_embed.proj.weight": torch.ones(2)})),
     ("bam --image-encoder ResNet-50 --data shapes:size=32 --local-size 32 --readout gap "
      "--init-weights 0", "--init-weights 0: it holds .*Missing.*: give --image-encoder", saved({})),
+    (lambda: restore_model(torch.nn.Linear(1, 1), {"weight": torch.tensor([[math.nan]]),
+                                                   "bias": torch.ones(1)}, "a.pt", ""),
+     "a.pt holds weights that are NaN or infinite: give others"),
     *((f"eval runs/{name} --export out.pt", "--export writes a ViT as timm has it, but this image")
       for name in ("bam", "sparo")),
     *((f"eval runs/bam {more} --export out.pt", "--export writes the weights of one run and")
