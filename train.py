@@ -594,8 +594,7 @@ def open_evaluation(args, model):
     options = evaluation.options_of({"tasks": tasks}, args)
     if not (args.eval_data or args.eval_every):
         if tasks == ["knn"] and options.on_training_images:
-            print_once("note: k-NN is tested on other images than --data: without --eval-data "
-                       "nothing will be evaluated")
+            print_once("note: k-NN needs --eval-data: without it nothing will be evaluated")
         return None, options
     data = evaluation.open_eval_set(options, args.image_size, with_text)
     remedy = "" if with_text else " In training, --data is learned from and --eval-data tests"
