@@ -1101,27 +1101,31 @@ def share_on(mask, weights):
     return ((weights * patches).sum() / weights.sum()).item()
 
 
-def share_by_kind(found):
-    """[(kind, share of weights on a mask, that mask)] -> {kind: (mean share, that of a guess)}."""
-    result = {}
-    for kind in sorted({kind for kind, _, _ in found}):
-        shares, masks = zip(*[(share, mask) for k, share, mask in found if k == kind])
-        result[kind] = mean(shares), torch.stack(masks).float().mean().item()
-    return result
+def shares_on_objects(embed, data, words_of):
+    """words_of(embed, image, caption) -> pairs (word, weights (P,)). -> {kind of word: which share
+    of its weights lies on the objects that it names, and what even weights give} (ours)."""
+    found = collections.defaultdict(list)
+    for image, (caption, masks) in data.grounded():
+        for word, weights in words_of(embed, image, caption):
+            for kind in ("colour", "shape"):
+                mask = masks.get((kind, word))
+                if mask is not None:
+                    found[kind].append((share_on(mask, weights), mask.float().mean().item()))
+    return {kind: tuple(map(mean, zip(*found[kind]))) for kind in sorted(found)}
 
 
 @torch.no_grad()
+def aligned_words(embed, image, caption):
+    """SPARC, Eq. 4: all tokens, and how they weigh the patches."""
+    tokens, mask = embed.tokenize([caption])
+    weights = embed.model.align_words(image[None].to(embed.device), tokens, mask)
+    return zip([embed.tokenizer.vocab[token] for token in tokens[0]], weights[0].cpu())
+
+
 def alignment(embed, data, options):
-    """Which share of a word's weights (SPARC, Eq. 4) lies on the objects that it names (ours)."""
-    found = []
-    for image, (caption, masks) in data.grounded():
-        tokens, mask = embed.tokenize([caption])
-        weights = embed.model.align_words(image[None].to(embed.device), tokens, mask)[0].cpu()
-        words = [embed.tokenizer.vocab[token] for token in tokens[0]]
-        for (kind, word), objects in masks.items():
-            found += [(f"alignment/{kind}", share_on(objects, x), objects)
-                      for x, w in zip(weights, words) if w == word]
-    return share_by_kind(found)
+    """Whether words weigh the patches of the objects that they name (SPARC)."""
+    shares = shares_on_objects(embed, data, aligned_words)
+    return {f"alignment/{kind}": found for kind, found in shares.items()}
 
 
 # SPARO's tasks: slots and masks -----------------------------------------------------------
@@ -1172,18 +1176,18 @@ def attention_of_slots(embed, images, captions):
     return tokens.cpu(), over_image[:, :, -patches:], word, sharpness, agree  # without [CLS]
 
 
+def words_of_slots(embed, image, caption):
+    """The words of those slots, and the patches that they weigh most."""
+    tokens, weights, places, _, agree = attention_of_slots(embed, image[None], [caption])
+    for slot in agree[0].nonzero()[:, 0].tolist():
+        best = F.one_hot(weights[0, slot].argmax(), weights.shape[2])
+        yield embed.tokenizer.vocab[tokens[0, places[0, slot]]], best
+
+
 def slot_alignment(embed, data, options):
-    """How much of the patch that a slot weighs most lies on the object that its word names (ours),
-    where `attention_of_slots` finds one."""
-    found = []
-    for image, (caption, masks) in data.grounded():
-        tokens, weights, places, _, agree = attention_of_slots(embed, image[None], [caption])
-        for slot in agree[0].nonzero()[:, 0].tolist():
-            word = embed.tokenizer.vocab[tokens[0, places[0, slot]]]
-            best = F.one_hot(weights[0, slot].argmax(), weights.shape[2])
-            found += [(f"slot_alignment/{kind}", share_on(objects, best), objects)
-                      for (kind, name), objects in masks.items() if name == word]
-    return share_by_kind(found)
+    """Whether the patch that a slot weighs most lies on the object that its word names (SPARO)."""
+    shares = shares_on_objects(embed, data, words_of_slots)
+    return {f"slot_alignment/{kind}": found for kind, found in shares.items()}
 
 
 def masks(embed, data, options):

@@ -643,8 +643,6 @@ def test_the_share_of_weights_on_an_object():
     mask[:4, 2:6] = True                                                    # half of two patches
     assert evaluation.share_on(mask, torch.tensor([1.0, 3, 0, 4])) == 0.25
     assert evaluation.share_on(mask, torch.tensor([1.0, 1, 0, 0])) == 0.5
-    found = [("a/x", 0.5, mask), ("a/y", 0.2, ~mask), ("a/x", 0.1, ~mask)]
-    assert evaluation.share_by_kind(found) == {"a/x": (0.3, 0.5), "a/y": (0.2, 0.75)}
 
 
 def test_words_and_slots_are_measured_where_the_scene_has_their_objects():
