@@ -1,6 +1,5 @@
 """What is refused: a command, and a piece of its message with the value and the remedy."""
 
-import gzip
 import io
 import json
 import math
@@ -14,8 +13,7 @@ import torch
 
 import eval as evaluation
 import train
-from common import (BAD_SHARD, SPECIAL_TOKENS, UserError, World, restore_model,
-                    train_wordpiece)
+from common import BAD_SHARD, SPECIAL_TOKENS, UserError, restore_model, train_wordpiece
 from helpers import SMALL, picture, write_files
 from test_start import made_up_clip_file
 
@@ -66,61 +64,41 @@ ERRORS = [
     ("sparc --preset b33", "has no preset 'b33'; it has tiny, b32, b16, l14"),
     *((command, f"{command.partition(' ')[2]} must be {rest}") for command, rest in {
         "sparc --batch 0": "positive", "sparc --batch 1": "2 or more: the loss compares captions",
-        **dict.fromkeys(["sparc --seed -1", "sparc --lambda-f -1.0", "sparc --lambda-f nan",
-                         "sparc --image-size -48", "sparc --lr inf", "stair --bias-text nan"],
-                        "finite and not negative"),
-        **dict.fromkeys(["sparc --embed-dim 0", "sparc --image-size 0", "sparc --vocab-size 0",
-                         "sparc --probe-epochs 0", "sparc --crop-scale 0.0", "sparo --codes 0",
-                         "stair --init-scale 0.0"], "positive"),
-        "sparc --beta2 1.0": "below 1", "sparc --sigma 2.0": "at most 1",
-        "sparc --crop-scale 1.5": "at most 1", "bam --batch 1": "2 or more"}.items()),
+        **dict.fromkeys(["sparc --seed -1", "sparc --lambda-f -1.0", "sparc --lr inf",
+                         "stair --bias-text nan"], "finite and not negative"),
+        "sparc --embed-dim 0": "positive", "stair --init-scale 0.0": "positive",
+        "sparc --beta2 1.0": "below 1", "sparc --sigma 2.0": "at most 1"}.items()),
     ("sparc --warmup 7", "--warmup 7 is longer than the 6 --steps"),
     ("sparc --epochs 1", "--epochs and --steps both say"),
     ("train --method sparc --epochs 1 --out run", "how many images shapes.* known; give --steps"),
     ("sparc --accum-freq 2", "--accum-freq 2 .* BatchNorm .* tiny-patch"),
-    ("sparc --accum-freq 2 --image-encoder ResNet-50 --data shapes:size=32", "BatchNorm of ResN"),
     ("sparc --grad-checkpoint --image-encoder ResNet-50 --data shapes:size=32", "leave it out, or"),
     ("sparo --grp-size 3 --L 4", "give a divisor of L"),
     ("sparo --readout cls --image-encoder tiny", "add cls=1"),
     ("stair --share-1 0.7 --share-2 0.3", "leave no steps to stage 3"),
     ("dino --vocab nowhere.txt", "--vocab has no effect here"),
-    ("dino --crop-scale 0.5", "--crop-scale has no effect here"),
     ("dino --crop-least 0.6 --crop-border 0.5", "0.6 must not be above --crop-border 0.5"),
     ("dino --local-size 12", "--local-size: a view of 12 .* not a multiple of the 8 of a patch"),
     ("dino --readout fdt", "--objective dino has --readout sparo, cls, gap, not fdt"),
     ("dino --readout cls --image-encoder ResNet-50 --data shapes:size=64", "choose a ViT"),
     ("bam --target onehot --normalization block", "leave out --normalization block"),
-    ("bam --local-crops 1 --local-size 24", "--local-size must not be above the 16"),
-    ("bam --crop-least 0.6", "--crop-least 0.6 must not be above"),
     ("bam --contrastive-crop --crop-start 1", "a table, not of shapes.* --no-contrastive-crop"),
     ("bam --contrastive-crop --crop-start 9", "--crop-start 9 must be below --steps 4"),
-    ("bam --contrastive-crop --crop-start 1 --data 000.tar", "of a table, .* unpack shards"),
-    ("bam --readout cls --image-encoder tiny", r"the \[CLS\] token: add cls=1"),
 
     # Towers
     ("sparc --image-encoder ViT-Z/9", "no ViT preset 'ViT-Z/9'; there are tiny, tiny-patch, tiny/4, V"),
     ("sparc --image-encoder tiny:stem=none", "ViT has no setting 'stem'; it has "),
-    ("sparc --image-encoder tiny:patch_size=4", "strides of stem .* must multiply to patch_size 4"),
     ("sparc --data shapes:size=50", "image_size 50 is not a multiple of patch_size 8: give 48"),
-    ("sparc --image-encoder tiny:positions=a", "positions must be learned or sincos, not 'a'"),
     ("sparc --image-encoder tiny:heads=5", "width 96 is not a multiple of heads 5"),
     ("sparc --image-encoder tiny:depth=4.5", "depth='4.5' is not of type int"),
-    ("sparc --image-encoder ResNet-50", "image_size 16 is not a multiple of 32"),
-    ("sparc --image-encoder ResNet-50:blocks=3", "ResNet has no setting 'blocks'; it has image_s"),
-    ("sparc --text-encoder tiny:vocab_size=abc --dry-run", "vocab_size='abc' is not of type int"),
     ("sparc --text-encoder tiny:vocab_size=500",
      r"vocab_size=500 is for 500 tokens, a vocabulary trained from these captions has \d+: give"),
-    ("sparc --text-encoder clip-b32", "is for 49408 tokens, .* or another --text-encoder"),
 
     # Vocabularies
     ("sparc --vocab nowhere.txt", "vocabulary nowhere.txt: .*No such file"),
-    ("sparc --vocab .", "directory"), ("sparc --vocab 0", "0: 'utf-8' codec can't decode", b"\x80"),
+    ("sparc --vocab 0", "0: 'utf-8' codec can't decode", b"\x80"),
     ("sparc --vocab 0", r"0.* lacks \[PAD\] \[UNK\] \[CLS\] \[SEP\]", b""),
-    *(("sparc --vocab 0", rf"0.* lacks \[{token}\]:",
-       "\n".join(SPECIAL_TOKENS).replace(f"[{token}]", ""))
-      for token in ("PAD", "UNK", "CLS", "SEP")),
     ("sparc --vocab 0", "0: Line 3 of the vocabulary, 'ab', is no pair", "#version: 0\na b\nab\n"),
-    ("sparc --vocab 0", "0: .*'a bc', is no pair of known pieces", "#version: 0.2\na bc\n"),
     ("sparc --vocab 0", "No line .* has </w>, .*GPT-2.*bpe_simple", "#version: 0\n\u0120 t\nh e\n"),
     ("sparc --vocab a.gz", "Cannot read the vocabulary a.gz: .*; give a BERT vocab.txt", "broken"),
     ("sparc --vocab poor.txt", "^83% of the captions' tokens are .UNK., .* give another --vocab"),
@@ -128,169 +106,112 @@ ERRORS = [
 
     # Data
     ("sparc --data nowhere.csv", "nowhere.csv does not exist; a SPEC is shapes, a CSV"),
-    ("sparc --eval-data nowhere", "nowhere does not exist"),
     ("sparc --data {000..004}.tar", "3 of the 5 shards .* first is 002.tar"),
-    ("sparc --data {3..1}.tar", r"range \{3..1\} of"), ("sparc --data gone.tar", "gone.tar"),
     ("sparc --data *.tar", r"\*.tar; several are named with braces, DIR/\{00000..00012\}.tar"),
     ("sparc --data 000.tar::gone.tar", "gone.tar"),
-    *((f"sparc --data 000.tar::{other}", f"::{other}: '::' joins tar shards alone")
-      for other in ("table.csv", "shapes", "000.tar:weight=2")),
+    ("sparc --data 000.tar::table.csv", "::table.csv: '::' joins tar shards alone"),
     ("sparc --data table.csv:colour=x", "no setting 'colour'; it has caption, image"),
-    ("sparc --data 000.tar:window=2", "no setting 'window'; it has none"),
-    ("sparc --data folders:classes=x", "no setting 'classes'; it has none"),
     ("sparc --data bare", "bare has no class folders"), ("bam --data bare", "bare has no images"),
     ("sparc --data folders", r"folders has no images \(.jpg .*named with braces, DIR/\{00000.."),
-    ("bam --data folders", r"folders has no images \(.jpg "),
     ("sparc --data mixed", "^1 of the 2 class folders of mixed have no images: cat; remove"),
     ("sparc --data numbers --vocab poor.txt", f"{NUMBER} for a name: rename it"),
-    ("sparc --data numbers --eval-every 1", NUMBER),
-    *((f"bam --data photos {more}", "^No .*: k-NN is tested on other .* --data: give --eval-data")
-      for more in ("--eval-every 1", "--eval-data photos/")),
+    ("bam --data photos --eval-every 1", "^No .*: k-NN is tested on other .* --data: give --eval-data"),
     ("sparc --eval-data broken", "^No evaluation: None of the 1 images could be read, .*png"),
     ("bam --data photos --eval-data broken", "^No evaluation: .* In training, --data is learned"),
-    (f"sparc --eval-data {'n' * 300}", "n does not exist; a SPEC is"),
     ("classifier --data photos --label-fraction 10%", r"\(number or file\) 10% cannot be read"),
-    ("train --finetune '' --data photos", "holds no run"),
     ("bam --data photos --eval-data others", "must have the class folders of others.*: blue, grey"),
     ("bam --eval-data table.csv", "^No .*table.csv: give class folders or shapes"),
-
-    *(("sparc --data a.tar", rf"{BAD_SHARD}.* a.tar \({reason}\)", content)
-      for content, reason in ((gzip.compress(b"x" * 999), "truncated header"),
-                              (b"a text\n" * 200, "invalid header"), ("", "empty file"),
-                              ("text", "truncated header"), (bytes(10_240), "it holds no files"))),
+    ("sparc --data a.tar", rf"{BAD_SHARD}.* a.tar \(empty file\)", ""),
     ("sparc --data a.tar", "a.tar has no image with a caption.*left out: no image, a.tar:0",
      {"a.tar": {"0.txt": "no image"}}),
 
     # Tables
     ("sparc --data a.csv", "a.csv has no column 'filepath', only url, caption; name yours with",
      "url,caption\nx,y\n"),
-    ("sparc --data a.csv", "no column 'title', only image, text", "image,text\nx,y\n"),
     ("sparc --data a.csv", "only a;b; .* .commas or tabs part them", "a;b\nx;y\n"),
-    ("sparc --data a.csv", EMPTY, ""),
     ("sparc --data a.csv", EMPTY, 'filepath,"title\nx.jpg,one\n'),
-    ("sparc --data a.csv", "a.csv has no image with a caption", "filepath,title\n"),
     ("sparc --data a.csv", "left out: 1 x empty caption, the last ", "filepath,title\nx.jpg,\n"),
     ("sparc --data a.csv", "Cannot read a.csv: 'utf-8' .*byte.$", b"filepath,title\nx.jpg,caf\xe9\n"),
     ("sparc --data a.tsv", "a.tsv.* 1 x broken row .an open quote, a comma outside quotes",
      'filepath\ttitle\nx.jpg\t"never closed' + "x" * 200_000),
-    ("sparc --data a.token", "left out: 1 x empty caption, the last x.jpg", "x.jpg#0 no tab\n"),
-    ("sparc --data a.token", "Cannot read a.token: 'utf-8' .*byte.$", b"x.jpg#0\t\xff\n"),
     ("sparc --data a.json", "a.json is not valid JSON", "{"),
-    ("sparc --data a.json", "a.json is not valid JSON", b"\xff"),
-    ("sparc --data a.json", "a.json is not valid JSON", "[" * 100_000),
-    *(("sparc --data a.json", f"a.json is {NO_CAPTIONS}", text)
-      for text in ("[1]", "3", "null", '{"images": 3, "annotations": []}')),
-    ("sparc --data a.json", "no captions of split 'train', only of none", '{"images": []}'),
+    ("sparc --data a.json", f"a.json is {NO_CAPTIONS}", "[1]"),
     ("sparc --data a.json:split=dev", "no captions of split 'dev', only of val: give .*split=NAME",
      {"a.json": '{"images": [{"filename": "a", "split": "val", "sentences": []}]}'}),
     ("sparc --data a.json", f"{NO_CAPTIONS}: 'caption'.", COCO),
-    ("sparc --data a.json", "'file_name'", '{"images": [{"id": 1}], "annotations": []}'),
-    ("sparc --data a.json", "'split'", '{"images": [{"sentences": [], "filename": "a"}]}'),
     ("sparc --data a.parquet", "no reader for '.parquet' files, only .csv", "x"),
-    ("sparc --data a.tar.gz", "no reader for '.gz' files, only .csv", "x"),
 
     # The world
     *((f"sparc --data shapes:{name}={value}", f"shapes.*{name}.*{value}")
-      for name, values in {"size": "0 -48 8 100000 big", "objects": "0 8", "noise": "-1 nan 7",
-                           "heldout": "-1 33", "small": "0 -0.1 0.01 0.3",
-                           "large": "0.1 0.9 inf"}.items() for value in values.split()),
+      for name, value in {"size": "big", "objects": "8", "noise": "nan", "heldout": "33",
+                          "small": "0.3", "large": "0.1"}.items()),
     ("sparc --data shapes:colour=3", "shapes has no setting 'colour'; it has background"),
-    (lambda: World().sample(1, "dev", 0), "'dev'.*train, val, test"),
 
     # A whole CLIP
     ("clip", "^--init-weights clip.pt: it is OpenAI's, whose GELU .*: add :quick_gelu=1",
      {"input_resolution": ()}),
     ("clip", IMAGE.format("Unexpected .*blocks.0.ls_1.gamma"), {f"visual.{BLOCK}ls_1.gamma": 16}),
-    ("clip", TEXT.format("Unexpected .*blocks.0.ls_2.gamma"), {f"{BLOCK}ls_2.gamma": 16}),
-    ("clip", IMAGE.format("Unexpected .*trunk.norm.weight"), {"visual.trunk.norm.weight": 16}),
-    ("clip", TEXT.format("Unexpected .*cls_emb"), {"cls_emb": 16}),                       # CoCa's
     ("clip", TEXT.format("Unexpected .*logit_bias"), {"logit_bias": 1}),                  # SigLIP's
     ("clip", IMAGE.format("Missing .*norm_pre.bias"), {"visual.ln_pre.bias": None}),
-    ("clip", IMAGE.format("Missing .*0.mlp.fc1.bias"), {f"visual.{BLOCK}mlp.c_fc.bias": None}),
     ("clip", TEXT.format("size mismatch for norm.weight"), {"ln_final.weight": 5}),
-    ("clip", TEXT.format("size mismatch for pos"), {"positional_embedding": (9, 16)}),
     ("clip", IMAGE.format("size mismatch for pos"), {"visual.positional_embedding": (7, 16)}),
     ("clip", IMAGE.format("Unexpected .*blocks.1.norm1.weight"),                    # a deeper file
      {"visual.transformer.resblocks.1.ln_1.weight": 16}),
-    *((f"clip --image-encoder {CLIP}{setting}", IMAGE.format(wrong)) for setting, wrong in {
-        "pre_norm=0": "Unexpected .*norm_pre.weight", "cls=0": "Unexpected .*cls",
-        "patch_bias=1": "Missing .*patch_embed.bias",
-        "depth=2": "Missing .*blocks.1.norm1.weight"}.items()),
     ("clip", TEXT.format("size mismatch for embedding") + ".* and --vocab its words",
      {"token_embedding.weight": (20, 16)}),
     *(("clip", rf"^--init-weights clip.pt: it has no {part} of \(.*\), which the model needs: g",
-       {part: shape}) for part, shape in (("visual.proj", None), ("text_projection", None),
-       ("logit_scale", None), ("visual.proj", (16, 5)), ("text_projection", (9, 8)))),
-    ("clip --data shapes:size=32 --image-encoder ResNet-50", IMAGE.format("Missing")),
-    ("clip", TEXT.format("Missing .*embedding"), {"token_embedding.weight": None}),
+       {part: shape}) for part, shape in (("visual.proj", None), ("text_projection", (9, 8)))),
     ("sparc --init-weights 0", "^--init-weights 0: 0 is not a checkpoint that can be", "broken"),
     *(("sparc --init-weights 0", "^--init-weights 0: it holds .*Missing.*: give --image-encoder",
-       saved(state)) for state in ({"model": {"a": torch.ones(2)}}, [torch.ones(2)], {0: 1},
-                                   {"visual.trunk.cls_token": torch.ones(2)})),
-
+       saved(state)) for state in ({"model": {"a": torch.ones(2)}}, [torch.ones(2)])),
     ("bam --init-weights 0", "--init-weights 0: it holds .*Missing.* `eval.py RUN --export FILE` w",
      saved({"patch_embed.proj.weight": torch.ones(2)})),
-    ("bam --image-encoder ResNet-50 --data shapes:size=32 --local-size 32 --readout gap "
-     "--init-weights 0", "--init-weights 0: it holds .*Missing.*: give --image-encoder", saved({})),
     (lambda: restore_model(torch.nn.Linear(1, 1), {"weight": torch.tensor([[math.nan]]),
                                                    "bias": torch.ones(1)}, "a.pt", ""),
      "a.pt holds weights that are NaN or infinite: give others"),
-    *((f"eval runs/{name} --export out.pt", "--export writes a ViT as timm has it, but this image")
-      for name in ("bam", "sparo")),
-    *((f"eval runs/bam {more} --export out.pt", "--export writes the weights of one run and")
-      for more in ("runs/sparc", "--task knn", "--data shapes", "--query a")),
+    ("eval runs/sparo --export out.pt", "--export writes a ViT as timm has it, but this image"),
+    ("eval runs/bam runs/sparc --export out.pt", "--export writes the weights of one run and"),
     ("eval runs/bam --probe lbfgs --probe-epochs 3", "it converges: leave out --probe-epochs"),
 
     # Directories of runs
     ("sparc --data gone --out table.csv", "table.csv cannot be written: File exists"),
     ("sparc --data gone --out table.csv/x", "table.csv/x cannot be written: Not a directory"),
     ("sparc --data gone --out /proc/x", "/proc/x cannot be written"),
-    ("sparc --data gone --out /dev/full", "/dev/full cannot be written"),
     ("sparc --out runs/sparc", "runs/sparc has a last.pt already: continue its run with --resume"),
     *((f"sparc --out {out}", f"{out} has a {name} already: .* give another", {f"{out}/{name}": ""})
       for out, name in ((".", "config.json"), ("mine", "vocab.txt"), (".", "log.jsonl"),
                         (".", "eval.json"), ("mine", "step-2.pt"))),
     (f"sparc --out {'n' * 300}", "n cannot be written: File name too long"),
-    (f"sparc --resume auto --out {'n' * 300}", "n cannot be written: File name too long"),
     ("sparc --resume", "run holds no run"), ("train --resume", "--resume needs --out"),
-    ("train --method sparc --resume auto", "--resume needs --out"),
     ("stair --resume --out runs/sparc", "is a run of --method sparc: leave out --method stair"),
     ("train --resume --embed-dim 7 --out runs/sparc", "model of another size.*: leave out"),
     ("train --resume --preset b32 --out runs/sparc", "--preset tiny: leave out --preset b32"),
     ("train --resume auto --vocab poor.txt --out runs/sparc", "leave out --vocab poor.txt"),
-    ("train --resume --vocab-size 50 --out runs/sparc", "leave out --vocab-size 50"),
     ("train --resume --init-weights clip.pt --out runs/sparc", "leave out --init-weights clip.pt"),
     ("train --resume --steps 5 --out runs/sparc", "has made 6 steps: --steps 5 must not be fewer"),
     ("train --resume --bench 2 --out runs/sparc", "--bench times a new run: leave out --resume"),
-    ("train --bench 2 --dry-run --method sparc", "leave out --resume and --dry-run"),
     ("train --resume --optimizer lamb --out runs/sparc", "--optimizer adamw: leave out"),
     *((f"{command} runs/{name}", message, {f"runs/{name}/{file}": text})
       for command, name in (("train --resume --out", "sparc"), ("eval", "sparc"))
       for file, message, text in (
           *(("config.json", "config.json is damaged.*: write it anew", text)
-            for text in ('{"method": "sp', "[]", "{}", "", '{"method": "sparc"}',
-                         config(data=None))),
+            for text in ('{"method": "sp', "[]", config(data=None))),
           ("vocab.txt", "last.pt holds a model of another size.*vocab.txt", FILES["poor.txt"]),
           *(("last.pt", "last.pt holds no sparc model", saved(state))
             for state in ({"method": "bam"}, [torch.ones(2)])),
           *(("last.pt", "can be read: it is cut off, empty or of .* step-N.pt .* begin anew", damaged)
-            for damaged in ("", "broken", saved({"method": "sparc"})[:99], pickle.dumps([{}]))))),
-    ("train --resume auto --out runs/sparc", "can be read: it is cut off", {"runs/sparc/last.pt": ""}),
+            for damaged in ("", saved({"method": "sparc"})[:99], pickle.dumps([{}]))))),
 
     # Evaluation
     ("eval bare", "bare holds no run"),
     ("eval runs/sparc --task dance", "no task dance; there are zeroshot, "),
-    *((f"eval runs/sparc --{name} 0", f"--{name} 0 must be at least 1")
-      for name in ("limit", "batch", "probe-epochs")),
+    ("eval runs/sparc --limit 0", "--limit 0 must be at least 1"),
     ("eval runs/sparc --device gpu", "--device gpu: "),
     ("eval runs/sparc runs/bam ./runs/bam", "/bam: a run is named twice, name each once"),
     ("eval runs/stair --query red --task words", "--query searches and measures nothing: leave"),
     ("eval runs/sparc --classes names.txt", "--classes names.txt: .* shapes"),
     *(("eval runs/sparc --data crepe", "crepe/swap_att.json: .* must have filename, caption and",
-       {"crepe/swap_att.json": text}) for text in (
-           CREPE[:-1], CREPE.replace("filename", "file"), '["negative_caption"]',
-           CREPE.replace("negative_caption", "negative"),
-           '{"0": "negative_caption"}')),
+       {"crepe/swap_att.json": text}) for text in (CREPE[:-1], CREPE.replace("filename", "file"))),
     *((f"eval runs/sparc {flag} {'n' * 300}", message) for flag, message in {
         "--data": "n does not exist; a SPEC", "--templates": "n' is no file of templates",
         "--data photos --task knn --train-data": "n does not exist; a SPEC"}.items()),
@@ -299,49 +220,33 @@ ERRORS = [
     ("eval runs/sparc --data a.json:split=val --split test", "a.json:split=val names its split its"),
     ("eval runs/sparc --data photos --task segmentation", "segmentation cannot use this data"),
     ("eval runs/sparc --data broken --task zeroshot", "None of the 1 images could be read, .*png"),
-    ("eval runs/sparc --data photos --task zeroshot,linear", "give --train-data, other class"),
     ("eval runs/bam --data photos", "give --train-data, other class folders"),
     ("eval runs/bam --data photos --train-data photos/", "give --train-data, other class"),
     ("eval runs/bam --data photos --train-data others",
      "others must have the class folders of photos, .*: blue, red; give others with --train-data"),
-    ("eval runs/bam --task zeroshot", "zeroshot cannot use this model; what can"),
-    ("eval runs/sparc --task classification", "cannot use this model; what can"),
     ("eval runs/bam --data table.csv", "on table.csv: give class folders or shapes.$"),
     ("eval runs/bam --query red", "--query needs a run of STAIR"),
     ("eval runs/stair --query 'red AND qqq'", "--query.* no word 'qqq': give words of vocab.txt"),
-    *((f"eval runs/sparo --data numbers --task {task} --select photos", f"{NUMBER} .* --classes")
-      for task in ("zeroshot", "slots", "words")),
+    ("eval runs/sparo --data numbers --task slots --select photos", f"{NUMBER} .* --classes"),
     ("eval runs/sparo --data photos --task slots", "slots needs --select"),
     ("eval runs/sparo --data photos --task slots --select photos", "not the data to evaluate"),
-    ("eval runs/sparo --data photos --task slots --select crepe", "; crepe is something else"),
-    ("eval runs/sparo --data photos --task masks --select photos/", "not the data to evaluate"),
     ("eval runs/sparo --data photos --task masks --select others", "SugarCrepe's files"),
-    ("eval runs/sparc --data photos --classes gone.txt", "--classes gone.txt cannot be read"),
     ("eval runs/sparc --data photos --classes 0", "--classes 0 cannot be read", b"\xff"),
     ("eval runs/sparc --data photos --classes 0", "0 has 1 names for 2 class folders: give", "a\n"),
-    ("eval runs/sparc --templates 0", PROMPT.format(0), "\n"),
     ("eval runs/sparc --templates 0", PROMPT.format("red"), "red\n"),
     *((f"eval runs/sparc --templates '{template}'", PROMPT.format(template).replace("{", r"\{"))
-      for template in ("no.txt", "a photo", "a {b}", "{} {a}", "{")),
+      for template in ("no.txt", "{} {a}", "{")),
     (VOC + " --split test", "voc has no split test, only val"),
-    (VOC + " --classes gone.txt", "--classes gone.txt cannot be read"),
     (VOC + " --classes names.txt", "a.png holds class 3, .* are 2 names: give all with --classes"),
     (VOC, r"a.png is no map of class ids .* shape \(8, 8, 3\)",
      {"voc/SegmentationClass/a.png": picture(format="PNG")}),
-    (VOC, "None of the 1 images could be read, the last is 'a'", {"voc/JPEGImages/a.jpg": ""}),
     (VOC, "There is not one image: the list or the", {"voc/ImageSets/Segmentation/val.txt": ""}),
     (SET, "holds class 2, but .*classnames.txt has 2 names, the first of class 0"),
-    (SET + " --split val", "has no split val, only test"),
-    (SET, "^--templates colours/zeroshot_class.*.txt: 'a photo' is no file of templates, one a",
-     {"colours/zeroshot_classification_templates.txt": "a photo\n"}),
-    (SET, "--classes .*classnames.txt cannot be read", {"colours/classnames.txt": b"\xff"}),
-    (SET + " --task knn", "give --train-data, other class folders"),
-    *((SET, f"nshards.txt holds '{n}'; it must be the number of 0.tar, 1.tar",
-       {"colours/test/nshards.txt": n}) for n in ("", "two", "0", "-1")),
+    (SET, "nshards.txt holds 'two'; it must be the number of 0.tar, 1.tar",
+     {"colours/test/nshards.txt": "two"}),
     (SET, "2 of the 3 shards of .* first is .*1.tar", {"colours/test/nshards.txt": "3"}),
     ("eval runs/sparc --data pairs", "no image with a caption.*left out: "),
-    *(("eval runs/sparc --data winoground", "sample 1: .* must have image_0, image_1",
-       {"winoground/examples.jsonl": text}) for text in ('{"image_0": "x"}', "no JSON", "[1]")),
+    ("eval runs/sparc --data winoground", "sample 1: .* must have image_0, image_1"),
 ]
 
 
