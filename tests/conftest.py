@@ -19,6 +19,11 @@ from helpers import SMALL
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGCHLD
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", 'ranks: starts several processes; pytest -m "not ranks" is '
+                                       "the fast part, for between two changes")
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)

@@ -294,6 +294,17 @@ def train_until(step, flags):
         train.main([str(flag) for flag in flags])
 
 
+def train_on_rank(rank, flags, step=None):
+    """Train as a process of run_ranks, without the evaluation; step: as in train_until."""
+    args, calls = train.parse_args([str(flag) for flag in flags]), itertools.count(1)
+    Path(args.out).mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "evaluate_and_show", lambda *arguments: None)
+        if step:
+            patch.setattr(train.Stop, "agreed", lambda self, device: next(calls) == step)
+        return train.train(args, None if rank else Path(args.out), torch.device("cpu"))
+
+
 def read_log(run):
     """log.jsonl: one dict per logged step."""
     return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]

@@ -129,10 +129,12 @@ def compiled_on_a_rank(rank):
     return rank
 
 
+@pytest.mark.ranks
 def test_compiled_towers_of_two_ranks_give_the_gradients_of_plain_ones(tmp_path):
     assert run_ranks(tmp_path, compiled_on_a_rank) == [0, 1]
 
 
+@pytest.mark.ranks
 def test_parts_of_two_ranks_give_the_gradients_of_the_whole(tmp_path):
     assert run_ranks(tmp_path, parts_on_a_rank) == [len(OBJECTIVES)] * 2
 

@@ -120,6 +120,7 @@ def losses_of_rank(rank, world):
     return results
 
 
+@pytest.mark.ranks
 def test_three_ranks_make_the_dense_loss_of_all_their_images(tmp_path):
     ranks = run_ranks(tmp_path, losses_of_rank, 3, 3)
     for case, *parts in zip(RANK_CASES, *ranks):
@@ -207,6 +208,7 @@ def build(name):
     return tiny_model("bam", **MODELS[name])
 
 
+@pytest.mark.ranks
 def test_three_ranks_are_one_process(tmp_path):
     models, batch = {name: build(name) for name in MODELS}, make_views(6)
     for name, ranks in on_ranks(tmp_path, build, models, batch, world=3).items():
@@ -406,6 +408,7 @@ def boxes_of_rank(rank, photos):
     return train.find_boxes(args, source, Model(), torch.device("cpu"), contextlib.nullcontext)
 
 
+@pytest.mark.ranks
 def test_two_ranks_find_the_boxes_of_one(tmp_path):
     photos = make_photos(tmp_path / "photos")
     (photos / "left/left3.png").write_bytes(b"no image")

@@ -325,6 +325,7 @@ def build(name):
     return tiny_model("sparc", **CASES[name])
 
 
+@pytest.mark.ranks
 def test_three_ranks_equal_one_process(tmp_path):
     """Also FILIP's token dropping, where each rank chooses among its own pairs."""
     models, batch = {name: build(name) for name in CASES}, make_batch(B=6)

@@ -22,8 +22,8 @@ import stair
 import toy
 import train
 from helpers import (ROOT, SMALL, assert_one_process, assert_same_weights, make_batch, make_views,
-                     on_ranks, read_log, run_ranks, tiny_model, train_alone, train_until,
-                     write_files, write_shards, write_table)
+                     on_ranks, read_log, run_ranks, tiny_model, train_alone, train_on_rank,
+                     train_until, write_files, write_shards, write_table)
 from train import METHODS
 
 STABLE_FLAGS = """--preset tiny --data shapes --out DIR --steps 1 --batch 8 --lr 0.1 --amp bf16
@@ -116,6 +116,7 @@ def contrastive_losses(rank):
     return results
 
 
+@pytest.mark.ranks
 def test_one_product_is_the_printed_loss_of_two(tmp_path):
     alone = contrastive_losses(0)
     ranks = run_ranks(tmp_path, contrastive_losses)
@@ -126,6 +127,7 @@ def test_one_product_is_the_printed_loss_of_two(tmp_path):
             torch.testing.assert_close(result, alone[0], rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", SMALL)
 def test_two_ranks_are_one_process_and_every_parameter_learns(tmp_path, name):
     model, batch = tiny_model(name), batch_of(name, 8)
@@ -138,25 +140,47 @@ def test_two_ranks_are_one_process_and_every_parameter_learns(tmp_path, name):
     assert [key for key, g in trained.items() if g is None or g.abs().max() == 0] == []
 
 
-@pytest.mark.parametrize("name, flags", [
-    *((name, "") for name in SMALL),
-    *((name, ON_FILES + "table.csv") for name in ("sparc", "sparo", "stair")),
-    ("sparc", ON_FILES + "000.tar::001.tar"), ("sparc", ON_FILES + "{000..001}.tar --workers 2"),
-    ("bam", "--optimizer lars --lr 0.3 --image-encoder tiny:width=16,heads=2,cls=1,drop_path=0.5"),
-    ("bam", ON_FILES + "table.csv --workers 1 --contrastive-crop --crop-start 1 --crop-every 3"),
-    ("classifier", ON_FILES + "{000..001}.tar --workers 2 --classes names.txt")])
-def test_a_stopped_run_continues_bit_for_bit(tmp_path, monkeypatch, capsys, run_of, name, flags):
+def two_ranks(name):
+    return pytest.param(name, "", [3], 2, marks=pytest.mark.ranks)
+
+
+@pytest.mark.parametrize("name, flags, stops, ranks", [  # the steps after which the run is stopped
+    *((name, "", [3], 1) for name in SMALL), two_ranks("sparc"), two_ranks("dino"),
+    ("stair", "", [1, 2, 3, 4, 6], 1),                 # within each stage and at its end
+    ("sparc", ON_FILES + "table.csv", [3], 1), ("stair", ON_FILES + "table.csv", [3], 1),
+    ("sparo", ON_FILES + "table.csv --vocab merges.txt", [3], 1),
+    ("dino", ON_FILES + "table.csv --workers 1", [2], 1),
+    ("sparc", ON_FILES + "000.tar::001.tar", [3], 1),
+    ("sparc", ON_FILES + "{000..001}.tar --workers 2", [3], 1),
+    ("bam", "--optimizer lars --lr 0.3 --image-encoder tiny:width=16,heads=2,cls=1,drop_path=0.5",
+     [3], 1),
+    ("bam", ON_FILES + "table.csv --workers 1 --contrastive-crop --crop-start 1 --crop-every 3",
+     [3], 1),
+    ("classifier", ON_FILES + "{000..001}.tar --workers 2 --classes names.txt", [3], 1)])
+def test_a_stopped_run_continues_bit_for_bit(
+        tmp_path, monkeypatch, capsys, run_of, name, flags, stops, ranks):
     monkeypatch.chdir(tmp_path)
     write_table(tmp_path, 12)
     write_shards(tmp_path, [5, 4], labels=2)
-    write_files(tmp_path, {"names.txt": "odd\neven"})
+    write_files(tmp_path, {"names.txt": "odd\neven", "merges.txt": "#version: 0.2\nn 1</w>\n"})
     whole, stopped = run_of(name), tmp_path / "stopped"
-    if flags:
+    begin, resume = [*SMALL[name], *flags.split(), "--out"], ["--resume", "--out", stopped]
+
+    def run(flags, step=None):
+        if ranks > 1:
+            run_ranks(tmp_path, train_on_rank, ranks, flags, step)
+        elif step:
+            train_until(step, flags)
+        else:
+            train_alone(flags)
+
+    if flags or ranks > 1:
         whole = tmp_path / "whole"
-        train_alone([*SMALL[name], *flags.split(), "--out", whole])
-    train_until(3, [*SMALL[name], *flags.split(), "--out", stopped])
-    assert [record["step"] for record in read_log(stopped)] == [1, 2, 3]
-    train_alone(["--resume", "--out", stopped])
+        run([*begin, whole])
+    for before, step in zip([0, *stops], stops):
+        run(resume if before else [*begin, stopped], step - before)
+        assert [record["step"] for record in read_log(stopped)] == [*range(1, step + 1)]
+    run(resume)
     assert_same_weights(stopped, whole)
     assert len(read_log(stopped)) == len(read_log(whole))
     assert "start anew" not in capsys.readouterr().out

@@ -24,8 +24,8 @@ from torchvision.transforms import v2
 import common
 from common import CaptionTable, Skipped, Stream, TarShards, UserError, WordPiece, World
 from common import WorldStream, open_data
-from helpers import (SMALL, assert_same_weights, picture, read_log, train_alone, train_until,
-                     write_files, write_shards, write_table, write_tar)
+from helpers import (SMALL, picture, read_log, train_alone, write_files, write_shards, write_table,
+                     write_tar)
 
 WORDS = ["a", "photo", "of", *(f"n{i}" for i in range(200))]
 TOKENIZER = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])
@@ -684,14 +684,6 @@ def test_no_value_of_a_gpu_is_asked_for(kind):
         images * torch.tensor([1.0])
     with pytest.raises(NotImplementedError), OnOneDevice():
         images[images > 0]
-
-
-def test_a_training_on_views_of_files_is_the_same_with_a_worker_and_continues(tmp_path):
-    flags = [*SMALL["dino"], "--data", write_table(tmp_path, 12), "--image-size", 16]
-    train_alone([*flags, "--out", tmp_path / "here"])
-    train_until(2, [*flags, "--workers", 1, "--out", tmp_path / "stopped"])
-    train_alone(["--resume", "--out", tmp_path / "stopped"])
-    assert_same_weights(tmp_path / "here", tmp_path / "stopped")
 
 
 def test_training_images_are_uint8_and_torchvisions():

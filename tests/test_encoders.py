@@ -259,6 +259,7 @@ def ranks(tmp_path_factory):
     return run_ranks(tmp_path_factory.mktemp("ranks"), normalise_on, world=3)
 
 
+@pytest.mark.ranks
 def test_batch_norm_of_three_ranks_is_that_of_one_process(ranks):
     norm, images, weights = norm_and_images(nn.BatchNorm2d)
     y = norm(images.requires_grad_())
@@ -276,6 +277,7 @@ def test_batch_norm_of_three_ranks_is_that_of_one_process(ranks):
             close(rank["state"][name], value, 1e-6, 1e-6)
 
 
+@pytest.mark.ranks
 def test_gather_keeps_the_order_of_the_ranks_and_sums_their_gradients(ranks):
     assert common.gather.rank == 0 and common.gather(ranks) is ranks  # one process
     for i, result in enumerate(ranks):

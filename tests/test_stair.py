@@ -17,9 +17,8 @@ import common
 import eval as evaluation
 import stair
 import train
-from helpers import (SMALL, LiveMemory, assert_one_process, assert_same_weights,
-                     assert_same_with_gradients, cos, infonce, make_batch, mean, on_ranks, padded,
-                     picture, read_log, tiny_model, train_alone, train_until, weights, write_files)
+from helpers import (SMALL, LiveMemory, assert_same_with_gradients, cos, infonce, make_batch, mean,
+                     padded, picture, read_log, tiny_model, train_alone, weights, write_files)
 
 V, E = 11, 6
 tiny_stair = functools.partial(tiny_model, "stair")
@@ -241,13 +240,6 @@ def test_warnings_of_collapse_and_of_encodings_that_are_not_sparse():
     assert model.warn(many) is None                                       # it still grows
 
 
-def test_two_ranks_equal_one_process(tmp_path):
-    batch, models = make_batch(B=8), {stage: tiny_stair(stage) for stage in (1, 2)}
-    ranks = on_ranks(tmp_path, tiny_stair, models, batch)
-    for stage, model in models.items():
-        assert_one_process(ranks[stage], model, model(batch)["loss"])
-
-
 def test_presets_are_the_papers_model_and_steps():
     """Sec. 4.2 and App. A, counted by hand: 140.0 million parameters."""
     three, single, clip = [
@@ -282,18 +274,6 @@ def test_three_stages_have_their_steps_and_learning_rates(tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in frozen)
     assert not all(torch.equal(second[name], last[name]) for name in frozen)
     assert torch.equal(second["image_embedding"], first["text_encoder.embedding.weight"])
-
-
-def test_a_run_continues_in_any_stage_bit_for_bit(tmp_path, run_of):
-    flags = [*SMALL["stair"], "--out", tmp_path]
-    resume = [*flags, "--resume"]
-    for step in (1, 2, 3, 4):
-        train_until(1, flags if step == 1 else resume)
-        stages = [(tmp_path / f"stage-{number}.pt").exists() for number in (1, 2)]
-        assert len(read_log(tmp_path)) == step and stages == [step >= 2, step >= 4]
-    train_until(2, resume)
-    train_alone(resume)
-    assert_same_weights(tmp_path, run_of("stair"))
 
 
 def test_without_stage_2(tmp_path):
