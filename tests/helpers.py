@@ -25,7 +25,6 @@ import eval as evaluation
 import train
 
 ROOT = Path(__file__).parents[1]
-SHARED = ROOT.parent / "shared" if (ROOT.parent / "shared/data").is_dir() else None
 
 # Flags of runs that take a second.
 TOWER = "tiny:width=16,heads=2,depth="
@@ -194,9 +193,11 @@ class LiveMemory(TorchDispatchMode):
         self.add(tensors)
 
     def add(self, tensors):
+        before = len(self.sizes)
         for x in tensors:
             self.sizes[x.untyped_storage()] = x.untyped_storage().nbytes()
-        self.peak = max(self.peak, sum(self.sizes.values()))
+        if len(self.sizes) > before:
+            self.peak = max(self.peak, sum(self.sizes.values()))
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))

@@ -14,8 +14,8 @@ from torch.nn.functional import normalize
 import bam
 import common
 import train
-from helpers import (SMALL, assert_one_process, cos, make_views, on_ranks, read_log, run_ranks,
-                     tiny_model, train_alone, weights)
+from helpers import (SMALL, assert_one_process, cos, make_views, on_ranks, run_ranks, tiny_model,
+                     train_alone, weights)
 
 
 def dense_loss(z, k, G, teacher=None, tau=0.1, tau_b=0.05, iters=3, mask="exclude",
@@ -184,14 +184,10 @@ def test_a_teacher_gets_no_gradient():
 
 @pytest.mark.parametrize("shape, k, settings, message", [
     ((5, 3), 2, {}, r"5 latents are not .* \(2, 2 large\)"),
-    ((4, 3), 1, {}, "two or more"),
     ((4, 3), 2, dict(teacher=torch.randn(4, 5)), r"are \(4, 5\); .* student's \(4, 3\)"),
     ((6, 3), 3, dict(teacher=torch.randn(4, 3)), "must be of all views"),
     ((2, 3), 2, {}, "global batch needs two"),
-    ((4, 3), 2, dict(n_global=0), "0 large"),
     ((4, 3), 2, dict(mask="Zero"), "is one of exclude, zero, none, not 'Zero'"),
-    ((4, 3), 2, dict(normalization="blocks"), "normalization is one of"),
-    ((4, 3), 2, dict(target="simclr"), "target is one"),
     ((4, 3), 2, dict(target="onehot", normalization="block"), "is global"),
     ((4, 3), 2, dict(target="onehot", n_global=1), "two or more large"),
 ])
@@ -383,18 +379,14 @@ def test_every_image_gets_the_box_that_its_crops_lie_in(tmp_path):
     assert sorted(calls, key=str) == 5 * [(False, 0.9)] + [(False, None)] + 5 * [(True, 0.1)]
 
 
-def test_boxes_change_a_training_and_those_of_old_code_are_refused(tmp_path):
+def test_boxes_change_a_training(tmp_path):
     flags = ["--data", make_photos(tmp_path / "photos"), "--image-size", "16", "--crop-start", "1"]
     runs = tmp_path / "with", tmp_path / "without"
     for run, crops in zip(runs, ("--contrastive-crop", "--no-contrastive-crop")):
         train_alone([*SMALL["bam"], *flags, crops, "--out", run])
     assert not torch.equal(*(weights(run)["projector.0.weight"] for run in runs))
-    state = common.load_checkpoint(runs[0] / "last.pt")
-    boxes = state["boxes"]
+    boxes = common.load_checkpoint(runs[0] / "last.pt")["boxes"]
     assert boxes.shape == (12, 4) and (boxes[:, :2] < boxes[:, 2:]).all()
-    torch.save(state | {"boxes": (torch.arange(12), boxes)}, runs[0] / "last.pt")
-    with pytest.raises(common.UserError, match="by the names of files"):
-        train_alone(["--resume", "--out", runs[0]])
 
 
 def boxes_of_rank(rank, photos):
@@ -416,13 +408,3 @@ def test_two_ranks_find_the_boxes_of_one(tmp_path):
     assert alone.shape == (12, 4) and alone[3].isnan().all() and len(alone.unique()) > 11
     for boxes in run_ranks(tmp_path, boxes_of_rank, 2, str(photos)):
         torch.testing.assert_close(boxes, alone, equal_nan=True)
-
-
-def test_knn_in_the_log_needs_no_names_of_imagenets_folders(tmp_path):
-    photos, others, run = tmp_path / "photos", tmp_path / "others", tmp_path / "run"
-    for folder in (make_photos(photos), make_photos(others)):
-        (folder / "left").rename(folder / "n00000001")
-    train_alone([*SMALL["bam"], "--data", photos, "--eval-data", others, "--image-size", "16",
-                 "--eval-every", "2", "--log-every", "3", "--out", run])
-    logged = {line["step"]: "knn" in line for line in read_log(run)}
-    assert logged == {2: True, 3: False, 4: True}

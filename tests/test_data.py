@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
@@ -447,55 +445,6 @@ def test_captions_of_shards_take_turns(tmp_path):
     assert source.sample_captions(4) == ["n0 n0", "n0 n1", "n0 n2", "n1 n0"]
 
 
-def tensors_of(batch):
-    batch = common.distort(batch)
-    return [batch["tokens"], batch["mask"], *batch.get("views", [batch.get("images")])]
-
-
-def make_stream(kind, directory, positions=None, seed=0):
-    kind, _, viewed = kind.partition(" ")
-    transform = None
-    if viewed:
-        views = [common.View(8, (0.4, 1.0), blur=0.5), common.View(4, (0.1, 0.4), solarize=0.5)]
-        transform = common.Views(views, 8)
-    if kind == "world":
-        return WorldStream(World(size=16), TOKENIZER, transform, 0, 16, 4, seed,
-                           positions=positions)
-    if kind == "table":
-        spec = write_table(directory, 23, broken=(3, 4, 11))
-    else:
-        spec = write_shards(directory, [3, 4, 4, 1, 5, 5], (2, 9, 10), uncaptioned=(0, 8, 15))
-        shard = directory / "001.tar"
-        shard.write_bytes(shard.read_bytes()[:7000])  # two of its four samples
-    transform = transform or common.train_transform(8)
-    return stream(open_data(spec), 3, seed, transform, positions=positions)
-
-
-@pytest.mark.parametrize("workers, stops", [(0, (1, 6, 9)), (2, (7,))])
-@pytest.mark.parametrize("kind", [
-    "table", "tar", "world", "table views", "tar views", "world views"])
-def test_a_restarted_stream_continues_the_batches(kind, workers, stops, tmp_path):
-    whole = take(make_stream(kind, tmp_path), 14, workers)
-    other = take(make_stream(kind, tmp_path, seed=1), 1)[0]
-    assert not torch.equal(tensors_of(whole[0])[2], tensors_of(other)[2])
-    if kind.endswith("views"):
-        *_, large, small = tensors_of(whole[0])
-        assert large.shape[2:] == (8, 8) and small.shape[2:] == (4, 4)
-        for a, b in itertools.combinations(large, 2):  # other views of each image
-            assert not torch.equal(a, b)
-    if not kind.startswith("world"):
-        skipped = [s for batch in whole[-2:] for s in batch["skipped"].values()]
-        assert sum(row[0] for reasons in skipped for row in reasons.values()) > 3
-    for stop in stops:
-        positions = {}
-        for batch in whole[:stop]:
-            positions |= batch["position"]
-        rest = take(make_stream(kind, tmp_path, positions), 14 - stop, workers)
-        for a, b in zip(whole[stop:], rest, strict=True):
-            assert all(map(torch.equal, tensors_of(a), tensors_of(b)))
-            assert (a["position"], a["skipped"]) == (b["position"], b["skipped"])
-
-
 def test_augmentation_changes_from_epoch_to_epoch_by_a_generator_of_its_own(tmp_path):
     source, before = open_data(write_table(tmp_path, 1)), torch.get_rng_state()
     images = take(stream(source, 4), 1)[0]["images"]
@@ -657,33 +606,6 @@ def test_views_are_distorted_by_the_numbers_that_were_drawn(kind):
         torch.testing.assert_close(x, expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(torch.rand(1), after) and "draws" not in result
     assert all(map(torch.equal, batch["views"], kept))       # what came is left as it was
-
-
-class OnOneDevice(TorchDispatchMode):
-    """Fails when a tensor of another device, such as a constant of the host, takes part."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        tensors = [x for x in tree_leaves((args, kwargs, out)) if torch.is_tensor(x)]
-        assert all(x.is_meta for x in tensors), function
-        return out
-
-
-@pytest.mark.parametrize("kind", ["files", "world"])
-def test_no_value_of_a_gpu_is_asked_for(kind):
-    """Meta tensors have no values: whatever depends on one, a mask's rows too, raises."""
-    views = common.Views(ALL_VIEWS, 32)
-    batch = views.collate(crops_of(kind, views))
-    batch = tree_map_only(torch.Tensor, lambda x: x.to("meta"), batch)
-    with OnOneDevice():
-        result = common.distort(batch)
-        images = common.to_floats(torch.empty(4, 3, 8, 8, dtype=torch.uint8, device="meta"))
-    assert [x.shape[2] for x in result["views"]] == [32, 32, 16, 16]
-    assert images.dtype == torch.float32
-    with pytest.raises(AssertionError), OnOneDevice():       # the spy sees constants
-        images * torch.tensor([1.0])
-    with pytest.raises(NotImplementedError), OnOneDevice():
-        images[images > 0]
 
 
 def test_training_images_are_uint8_and_torchvisions():

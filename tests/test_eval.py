@@ -141,16 +141,6 @@ def test_the_sgd_probe_trains_every_learning_rate_as_if_alone_and_chooses_on_wha
     torch.testing.assert_close(found.weight, best.weight, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("n, largest", [(640, 10), (66_000, 1016)])         # 64 batches, and 65
-def test_the_sgd_probes_batches_have_1024_images_at_most_and_an_epoch_64_at_least(
-        monkeypatch, n, largest):
-    sizes, loss = [], F.cross_entropy
-    monkeypatch.setattr(F, "cross_entropy", lambda x, y: sizes.append(len(y)) or loss(x, y))
-    x, y = torch.randn(n, 1), torch.randint(2, (n,))
-    evaluation.sgd_probe(lambda: (x, y), x[:9], y[:9], 2, epochs=1)
-    assert sum(sizes) == len(evaluation.RATES) * n and max(sizes) == largest
-
-
 def logistic_objective(head, x, y, l2):
     """Mean cross entropy + l2 / 2 |W|^2 in float64 (BAM, D.3), written out."""
     logits = x.double() @ head.weight.double().T + head.bias.double()
@@ -474,16 +464,6 @@ def test_the_sgd_probe_holds_out_a_tenth_of_the_training_images(tmp_path, monkey
     assert capsys.readouterr().out.count("skipped 1 of") == 1               # not in each epoch
 
 
-def test_a_probe_says_if_the_held_out_images_cannot_choose(capsys):
-    x, labels = torch.eye(8)[:6], torch.tensor([0, 1, 2, 0, 1, 2])
-    for probe in (evaluation.adamw_probe, evaluation.lbfgs_probe):
-        probe(x, labels)
-        assert "equally well on the 1 images that were held out" in capsys.readouterr().out
-    labels = torch.arange(100) % 2
-    evaluation.lbfgs_probe(F.one_hot(labels).float() + torch.randn(100, 2), labels)
-    assert capsys.readouterr().out == ""
-
-
 def test_the_lbfgs_probe_resizes_the_shorter_side_to_the_crop(tmp_path, monkeypatch):
     for part in ("train", "test"):
         make_folders(tmp_path / part)
@@ -608,18 +588,6 @@ def test_nearest_captions_are_shown_where_no_run_finds_an_own_one(tmp_path, monk
     right = opened(tmp_path / "captions.csv", limit=3)[0]
     right.captioned = lambda purpose: [(tmp_path / "red/0.png", ["red"])]
     assert evaluation.draw_captions({"found": embedder()}, right) is None
-
-
-def test_a_cloud_has_the_best_words_large_by_score(monkeypatch):
-    words = [f"w{i}" for i in range(30)]
-    for scores, sizes in (([0.0, 4.0, 2.0, -math.inf], {"w1 4.00": 17, "w2 2.00": 13}),
-                          ([-0.2, -0.1, 0.0, -math.inf], {"w1 -0.10": 9, "w0 -0.20": 9}),
-                          ([0.0, -math.inf], {"no word": 13})):
-        scores = torch.tensor(scores + [-math.inf] * (30 - len(scores)))
-        draw = lambda: evaluation.word_cloud(words, scores)
-        assert texts_of(draw, monkeypatch) == list(sizes.items())
-    draw = lambda: evaluation.word_cloud(words, torch.arange(30) + 1.0)
-    assert [text.split()[0] for text, _ in texts_of(draw, monkeypatch)] == words[:9:-1]
 
 
 def sugarcrepe(*pairs):
@@ -800,73 +768,6 @@ def test_a_run_draws_its_pictures(run_of, name, pictures):
             assert page.width > 600 and len(page.getcolors(10**6)) > 20
 
 
-def test_text_is_wrapped_and_cells_go_on_in_the_next_line():
-    short, long = evaluation.draw_text("a caption", 112), evaluation.draw_text("a caption " * 9, 112)
-    assert short.width == long.width == 112 and long.height > 3 * short.height
-    cell = Image.new("RGB", (112, 112)), "label"
-    one, two = (evaluation.sheet("", [("", [cell] * n)]) for n in (12, 13))
-    assert two.width == one.width and two.height > one.height + 112
-
-
-def test_a_word_is_not_broken():
-    narrow, word = evaluation.draw_text("a traditionally", 40), evaluation.draw_text("a", 40)
-    assert narrow.width > 60 and narrow.height == 2 * word.height
-
-
-def test_letters_that_the_font_lacks_are_left_out():
-    """Accents are dropped; what has no Latin letter is "(...)"."""
-    for string, shown in (("Café à “Łódź”", "Cafe a odz"), ("赤い犬，", "(...)"),
-                          ("красная собака 2", "(...)"), (".", ".")):
-        assert evaluation.draw_text(string, 112) == evaluation.draw_text(shown, 112)
-
-
-def shown_by(draw, monkeypatch):
-    """The title and the rows of the sheet that draw() makes."""
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "sheet", lambda title, rows: (title, rows))
-        return draw()
-
-
-@pytest.mark.parametrize("method, picture, words", [
-    ("sparc", "alignment", "small red circle large blue ring green star"),
-    ("stair", "queries", "small red circle large blue ring green star"), ("bam", "heads", None)])
-def test_lit_patches_are_explained_and_of_eight_words_at_most(
-        run_of, monkeypatch, method, picture, words):
-    """Of photos, too, whose nouns nobody knows."""
-    embed, _ = evaluation.load_run(run_of(method))
-    image = torch.zeros(3, embed.image_size, embed.image_size)
-    caption = "a small red circle , the large blue ring and a green star with a pink moon"
-    data = evaluation.EvalSet(captioned=lambda purpose: [(image, [caption])])
-    draw = lambda: evaluation.PICTURES[picture].run(embed, data)
-    title, [(_, cells)] = shown_by(draw, monkeypatch)
-    assert title.endswith(". Bright patches weigh most, black ones nothing.")
-    assert words is None or [label for _, label in cells] == ["image", *words.split()]
-
-
-def test_the_classes_of_a_map_stand_beside_it_and_colours_have_their_own(run_of, monkeypatch):
-    embed, args = evaluation.load_run(run_of("sparc"))
-    data = evaluation.open_eval_set(evaluation.options_of({}, args), embed.image_size)
-    written = [name for name, _ in texts_of(
-        lambda: evaluation.draw_segmentation({"found": embed}, data), monkeypatch)]
-    names = data.map_classes["/colour"].names + data.map_classes["/shape"].names
-    assert written[:16] == names and {"true colour", "found shape"} <= set(written[16:])
-    draw = lambda: evaluation.draw_segmentation({"found": embed}, data)
-    _, rows = shown_by(draw, monkeypatch)
-    assert all(cell.width > 144 + 60 for _, cells in rows for cell, _ in cells[1:])
-    world = 255 * torch.tensor(list(common.COLOURS.values()))
-    assert (torch.tensor(evaluation.CLASS_COLOURS[:8]) - world).abs().max() < 1
-    others = torch.tensor(evaluation.CLASS_COLOURS[8:16])
-    assert torch.cdist(others.float(), world).min() > 70
-
-
-def test_a_saved_picture_keeps_a_rare_colour(tmp_path):
-    page, pink = torch.randint(40, 120, (3, 200, 200), dtype=torch.uint8), (242, 153, 191)
-    page[:, 50:60, 50:60] = torch.tensor(pink)[:, None, None]
-    evaluation.save_pictures({tmp_path / "page.png": evaluation.to_pil_image(page)})
-    with Image.open(tmp_path / "page.png") as saved:
-        assert saved.convert("RGB").getpixel((55, 55)) == pink
-
-
 def test_a_chart_draws_points_where_they_are():
     log = [{"step": 0, "a": 0.0, "b": 3}, {"step": 50, "b": math.nan}, {"step": 75, "a": -1.0},
            {"step": 100, "a": 4.0, "b": 3}]
@@ -876,15 +777,3 @@ def test_a_chart_draws_points_where_they_are():
     assert page.getpixel((150, 200)) == red                                 # to -1, drawn at 0
     assert page.getpixel((350, 100)) == red                                 # from there to 4
     assert ends == "0 at step 0, 4 at step 100, top 4"
-
-
-def test_the_curves_of_a_run_need_two_points(run_of, tmp_path, monkeypatch):
-    assert evaluation.draw_log(tmp_path) == {}
-    lines = (run_of("bam") / "log.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "log.jsonl").write_text(lines[0] + "half a li")
-    assert evaluation.draw_log(tmp_path) == {}
-    (tmp_path / "log.jsonl").write_text("".join(lines[:2]))
-    for run, n in ((tmp_path, 5), (run_of("sparc"), 4)):                    # BAM's entropies, too
-        monkeypatch.setattr(evaluation, "sheet", lambda title, rows, columns: rows)
-        (_, cells), = evaluation.draw_log(run)[run / "curves.png"]
-        assert len(cells) == n

@@ -22,7 +22,7 @@ import common
 import eval as evaluation
 import stair
 import train
-from helpers import LiveMemory, make_batch, make_views, tiny_model, write_table
+from helpers import LiveMemory, make_batch, make_views, tiny_model
 from test_accum import OBJECTIVES
 
 CASES = OBJECTIVES | {  # name: model of helpers.MODELS, its settings
@@ -242,15 +242,6 @@ def test_a_dry_run_of_ranks_exchanges_nothing(ranks, name):
     model = train.build_model(args, method, tokenizer)
     train.dry_run(args, method, model)
     assert ranks == []
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_gpu_without_workers_is_told_that_it_waits(tmp_path, capsys, workers):
-    args = train.parse_args(["--method", "bam", "--batch", "4", "--workers", str(workers),
-                             "--data", write_table(tmp_path, 4)])
-    data = train.open_data(args, train.METHODS["bam"])
-    train.announce(args, data, torch.nn.Linear(2, 2), None, torch.device("cuda"))
-    assert ("the GPU waits" in capsys.readouterr().out) == (workers == 0)
 
 
 def kept_per_image(fake, method, preset, *flags):

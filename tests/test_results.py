@@ -5,7 +5,6 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -145,16 +144,6 @@ def test_an_export_writes_a_new_file_alone(run_of, tmp_path):
     assert {path: path.read_bytes() for path in run.iterdir()} == before
 
 
-def test_a_table_has_no_row_that_says_nothing(run_of, tmp_path, capsys):
-    runs = [shutil.copytree(run_of("bam"), tmp_path / name) for name in "ab"]
-    evaluation.main([*map(str, runs), "--task", "knn", "--data", "shapes:size=16,palette=1"])
-    shown = capsys.readouterr().out
-    assert "knn/shape" in shown and "  knn/colour" not in shown
-    assert evaluation.in_digits(1.778279410038923e-05, 4) == "1.778e-05"
-    assert evaluation.in_digits(0.25, 4) == "0.2500" and evaluation.in_digits(0, 3) == "0.000"
-    assert not any(map(evaluation.is_shown, ("retrieval/images", "zeroshot/chance")))
-
-
 def test_limit_means_the_same_for_every_kind_of_data(tmp_path):
     make_folders(tmp_path / "folders")
     make_voc_folder(tmp_path / "voc")
@@ -260,15 +249,6 @@ def test_a_run_that_fails_leaves_the_others_their_table(run_of, tmp_path, capsys
     assert f"| | {runs[1]} (1) |\n|---|---|\n| zeroshot |" in capsys.readouterr().out
 
 
-def test_classes_with_one_name_are_named(run_of, tmp_path, capsys):
-    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
-    make_folders(tmp_path / "photos")
-    (tmp_path / "names.txt").write_text("red\nsky\nred")
-    evaluation.main([str(run), "--task", "zeroshot", "--data", str(tmp_path / "photos"),
-                     "--classes", str(tmp_path / "names.txt")])
-    assert "Several classes are called red: no text tells them apart" in capsys.readouterr().out
-
-
 def test_a_table_of_several_runs(run_of, tmp_path, monkeypatch, capsys):
     """A column for each setting: mean and deviation of runs that differ in their seed alone."""
     runs = [shutil.copytree(run_of("sparc"), tmp_path / name) for name in "abc"]
@@ -289,23 +269,6 @@ def test_a_table_of_several_runs(run_of, tmp_path, monkeypatch, capsys):
     assert pages[0].width > pages[1].width
 
 
-def test_words_and_captions_of_several_runs_side_by_side(run_of, tmp_path):
-    runs = [shutil.copytree(run_of(name), tmp_path / name) for name in ("stair", "sparc")]
-    world = "shapes:size=16,objects=2"
-    page, sizes = runs[0] / "shapes-size-16-objects-2-comparison.png", []
-    for tasks in ("words", "captions", "words,captions"):
-        evaluation.main([*map(str, runs), "--data", world, "--task", tasks, "--limit", "4"])
-        with Image.open(page) as picture:
-            sizes.append(picture.size)
-    words, captions, both = sizes
-    assert words[0] > 1300 and both == (words[0], words[1] + 8 + captions[1])
-    with Image.open(runs[1] / "shapes-size-16-objects-2-words.png") as alone:
-        assert alone.width < words[0]
-    page.unlink()
-    evaluation.main([*map(str, runs), "--data", world, "--task", "neighbours"])
-    assert not page.exists()
-
-
 def test_data_are_evaluated_one_after_the_other(run_of, tmp_path, capsys):
     runs = [shutil.copytree(run_of(name), tmp_path / name) for name in ("sparc", "bam")]
     *specs, train_data = [str(tmp_path / name) for name in ("a", "b", "train")]
@@ -321,21 +284,6 @@ def test_data_are_evaluated_one_after_the_other(run_of, tmp_path, capsys):
     assert shown.count(f"| | {runs[0]} (1) | {runs[1]} (1) |") == 2 and "different d" not in shown
     assert f"| | {runs[0]}, mean of 2 data | {runs[1]}, mean of 2 data | difference |" in shown
     evaluation.main([str(runs[1]), "--data", specs[0], "--task", "heads"])  # learns from nothing
-
-
-def test_captions_without_a_known_word_leave_a_picture_out(run_of, tmp_path):
-    make_folders(tmp_path)
-    (tmp_path / "photos.csv").write_text("image,caption\nred/0.png,红 红\n", encoding="utf-8")
-    embed, _ = evaluation.load_run(run_of("stair"))
-    data, _ = opened(tmp_path / "photos.csv")
-    assert evaluation.draw_queries(embed, data) is None
-
-
-def test_a_patch_is_lit_as_its_weight_is():
-    image = common.normalize(torch.ones(3, 16, 16))
-    page = np.asarray(evaluation.light_up(image, torch.tensor([0.0, 2.0, 1.0, -1.0])))
-    corners = page[10, 10], page[10, -10], page[-10, 10], page[-10, -10]
-    assert [int(corner.max()) for corner in corners] == [0, 255, 127, 0]
 
 
 def test_neighbours_are_the_nearest(run_of, monkeypatch, tmp_path):

@@ -1,7 +1,6 @@
 """The command line of train.py: settings, runs, signals, resuming, ranks, costs, errors."""
 
 import dataclasses
-import errno
 import itertools
 import json
 import math
@@ -416,18 +415,6 @@ def test_a_resume_notices_other_words_and_other_data_of_equal_number(tmp_path, c
         evaluation.load_run(run)
 
 
-def test_notes_say_what_a_run_lacks(tmp_path, monkeypatch, capsys):
-    """A stage longer than the warm-up, images for a batch, cores of its own."""
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(os, "getloadavg", lambda: (os.cpu_count() + 1, 0, 0))
-    data = ["--data", write_table(tmp_path, 4), "--image-size", "16", "--steps", "24"]
-    train_alone([*SPARC, *data, "--out", tmp_path / "run"])
-    shown = "".join(capsys.readouterr())
-    for note in ("note: in 24 steps the learning rate does not reach its peak", "set OMP_NUM_THREADS=1",
-                 "note: --batch 8 has some of the 4 images more than once"):
-        assert shown.count(note) == 1
-
-
 def test_a_resume_that_dies_as_it_writes_its_settings_loses_nothing(tmp_path, monkeypatch, run_of):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
 
@@ -507,15 +494,6 @@ def test_workers_do_not_hold_the_lock_of_a_killed_run(tmp_path):
     process.wait()
     with train.claim_run(train.parse_args(["--resume", "--out", str(tmp_path)])):
         pass
-
-
-def test_a_file_system_without_locks_stops_no_run(tmp_path, monkeypatch):
-    def flock(file, operation):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(train.fcntl, "flock", flock)
-    train_alone([*SPARC, "--steps", "1", "--out", tmp_path])
-    assert len(read_log(tmp_path)) == 1
 
 
 def test_runs_are_not_overwritten(tmp_path, monkeypatch):
