@@ -46,8 +46,9 @@ RECORDS = Path(__file__).with_suffix(".json")
 TABLES = json.loads(Path(__file__).with_name("claims-runs.json").read_text("utf-8"))
 PLACE = "run", "rate", "seed", "split", "metric", "flags"  # of a figure
 METRIC = re.compile(r"(\S+)(?: \[(.+?)\])?")  # of a claim: name, flags of eval.py or ""
-TASK_OF = {"i2t": "retrieval", "t2i": "retrieval", "faithfulness": "retrieval", "active": "sparsity",
-           "miou": "segmentation", "miou_fg": "segmentation"}  # of metrics not called as their task
+TASK_OF = {"i2t": "retrieval", "t2i": "retrieval", "faithfulness": "retrieval",
+           "active": "sparsity", "miou": "segmentation",
+           "miou_fg": "segmentation"}  # of metrics not called as their task
 RATES = (0.0005, 0.001, 0.002)  # learning rates, tried with seed 0, if a run has no others
 
 
@@ -158,12 +159,12 @@ def print_table(method):
         elif run["rate_by"] not in table["runs"] and rate in (rates[0], rates[-1]):
             edge = " (at the edge of its sweep)"
         chosen += [f"{name} {rate}{edge}"] if rate else []
-    print(f"\nTest split, mean ± deviation of seeds {tuple(table['seeds'])}, of * those of its record. A "
-          f"claim holds if each difference has its sign and their mean is above twice its standard "
-          f"error, weakly if one of both is so; it is reversed if each has the other sign.\n"
-          f"Learning rates, the best of {RATES} or of those in RUNS, on the val split with seed 0: "
-          f"{', '.join(chosen) or 'none yet'}.\n* An older record in claims.json, of which single "
-          f"figures were not kept.")
+    print(f"\nTest split, mean ± deviation of seeds {tuple(table['seeds'])}, of * those of its "
+          f"record. A claim holds if each difference has its sign and their mean is above twice "
+          f"its standard error, weakly if one of both is so; it is reversed if each has the other "
+          f"sign.\nLearning rates, the best of {RATES} or of those in RUNS, on the val split with "
+          f"seed 0: {', '.join(chosen) or 'none yet'}.\n* An older record in claims.json, of which "
+          f"single figures were not kept.")
     for record in records.values():
         if record["method"] == method and "summary" in record:
             figures = record["figures"].items()

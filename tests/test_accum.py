@@ -170,32 +170,3 @@ def test_the_flag_changes_no_training(tmp_path, monkeypatch):
         run = tmp_path / f"parts{len(flags)}"
         train_alone([*SPARC, "--accum-freq", 3, *flags, "--out", run])
         torch.testing.assert_close(weights(run), weights(tmp_path / "whole"), rtol=1e-3, atol=1e-5)
-
-
-def test_rows_of_the_fine_grained_loss_take_less_memory(monkeypatch):
-    """Of similarities (512, 9, 16), 64 rows at a time; test_baselines.py has their gradients."""
-    tokens, patches = (torch.randn(512, n, 8).requires_grad_() for n in (9, 16))
-    peaks = []
-    for limit in (2**24, 64 * 9 * 16):
-        monkeypatch.setattr(sparc, "in_rows", functools.partial(sparc.in_rows, limit=limit))
-        with LiveMemory([tokens, patches]) as memory:
-            sparc.fine_grained_loss(tokens, patches, torch.rand(512, 9) < 0.7, 9.0).backward()
-        peaks.append(memory.peak)
-    assert peaks[1] < peaks[0] / 2
-
-
-def test_half_precision_adds_the_parts_gradients_in_fp32():
-    tower = common.ViT(image_size=16, patch_size=4, width=32, depth=2, heads=2)
-    images, target = torch.randn(256, 3, 16, 16), torch.randn(256, 16, 32)
-
-    def gradient(K, bf16):
-        tower.accum_freq = K
-        tower.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            out = tower(images)
-        (out.float() * target).mean().backward()
-        return tower.blocks[0].attn.qkv.weight.grad.clone()
-
-    exact = gradient(1, False)
-    once, parts = [(gradient(K, True) - exact).norm() for K in (1, 128)]
-    assert parts < 1.3 * once

@@ -276,13 +276,6 @@ def test_effective_rank_and_mean_cosine():
     torch.testing.assert_close(bam.mean_cosine(z), sum(expected) / 20)
 
 
-@pytest.mark.parametrize("similarity, rank, step, collapsed", [
-    (0.999, 9.0, 200, True), (0.0, 1.2, 200, True), (0.999, 9.0, 50, False), (0.5, 9, 200, False)])
-def test_a_collapse_is_reported(similarity, rank, step, collapsed):
-    record = {"step": step, "similarity": similarity, "effective_rank": rank}
-    assert ("has collapsed" in str(tiny_model("bam").warn(record))) == collapsed
-
-
 def test_lars_is_the_literal_one():
     w, b = nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.zeros(2))
     groups = [{"params": [w], "decays": True, "weight_decay": 0.1},

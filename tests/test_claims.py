@@ -69,7 +69,7 @@ def write(root, run, rate, seed, figures, **settings):
 def test_rates_are_chosen_then_seeds_trained_then_the_table_is_filled(printed, tmp_path):
     swept = [*(("a", rate) for rate in claims.RATES), *(("b", rate) for rate in RUNS["b"]["rates"])]
     assert printed("--again") == [command(*run, 0) for run in swept] + [
-        command("a", 0.002, seed) for seed in RUNS["tuned"]["seeds"][:2]]  # what `tuned` begins with
+        command("a", 0.002, seed) for seed in (4, 5)]  # what `tuned` begins with
     table = printed()
     assert table[2].endswith(
         "| 2, 1 | 0.700 ± 0.010, 0.500 | +0.300 -0.100 +0.400 | not shown: noise * |")

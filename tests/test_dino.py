@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 import common
-import eval as evaluation
 import sparo
 import train
 from helpers import (SMALL, assert_same_with_gradients, cos, make_views, read_log, tiny_model,
-                     train_alone, write_tar)
-from test_bam import make_photos
+                     train_alone)
 
 SMALL = SMALL["dino"]
 K, SIZES = 7, (16, 16, 8, 8, 8)
@@ -223,19 +221,3 @@ def test_weight_decay_follows_half_a_cosine(tmp_path, monkeypatch, start, flags)
     expected = [0.4 - (0.4 - start) * (1 + math.cos(math.pi * i / 4)) / 2 for i in range(4)]
     assert [decay for decay, _ in decays] == pytest.approx(expected)
     assert all(rest == 0 for _, rest in decays)
-
-
-def test_class_folders_and_labelled_shards_serve_knn(tmp_path, capsys):
-    run, test, shard = tmp_path / "run", make_photos(tmp_path / "test"), {}
-    for image in test.glob("*/*.png"):
-        label = str(int(image.parent.name == "right"))
-        shard |= {image.name: image.read_bytes(), f"{image.stem}.cls": label}
-    flags = [*SMALL, "--image-size", "16", "--batch", "2"]
-    train.main([*flags, "--data", write_tar(tmp_path / "0.tar", shard), "--eval-data", str(test),
-                "--out", str(run)])
-    assert json.loads((run / "eval.json").read_text())["knn"] == 1
-    (test / "right").rename(test / "bat")  # sorted before left: the labels mean other folders now
-    evaluation.main([str(run)])
-    assert json.loads((run / "eval.json").read_text())["knn"] == 0
-    train.main([*flags, "--data", str(test), "--out", str(tmp_path / "folders")])
-    assert "other class folders or tar shards with labels" in capsys.readouterr().out

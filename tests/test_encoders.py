@@ -213,14 +213,6 @@ def test_parse_spec(spec, name, settings):
     assert common.parse_spec(spec) == (name, settings)
 
 
-def test_cast_settings():
-    defaults = {"n": 3, "x": 0.5, "flag": False, "name": "a"}
-    texts = {"n": "4", "x": "1e-3", "flag": "True", "name": "b"}
-    values = {"n": 4, "x": 1e-3, "flag": True, "name": "b"}
-    assert common.cast_settings(texts, defaults, "it") == values
-    assert common.cast_settings({"flag": "0"}, {"flag": True}, "it") == {"flag": False}
-
-
 def norm_and_images(kind):
     torch.manual_seed(5)
     images = torch.randn(6, 3, 5, 5)

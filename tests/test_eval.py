@@ -180,11 +180,6 @@ def test_the_lbfgs_probe_minimises_its_objective_and_chooses_on_what_is_held_out
     assert head(torch.eye(3)).argmax(1).tolist() == [0, 1, 2]
 
 
-def test_the_mean_per_class_counts_classes_alike():
-    predicted, labels = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 0, 0, 0, 2])
-    assert evaluation.mean_per_class(predicted, labels) == (3 / 4 + 0) / 2
-
-
 def test_winoground_scores():
     right, text_only, image_only = [[2, 0], [0, 2]], [[5, 6], [1, 7]], [[5, 1], [6, 7]]
     tie = [[1, 1], [1, 1]]
@@ -566,30 +561,6 @@ def texts_of(draw, monkeypatch):
     return written
 
 
-def test_nearest_captions_are_shown_where_no_run_finds_an_own_one(tmp_path, monkeypatch):
-    make_folders(tmp_path)
-    table = ('image,caption\nred/0.png,"the, blue car"\nblue/0.png,a red car\n'  # exchanged
-             "green/1.png,green grass\nred/broken.png,green\nblue/1.png,red\nblue/1.png,a truck\n")
-    write_files(tmp_path, {"captions.csv": table})
-    data, _ = opened(tmp_path / "captions.csv")
-    other = Oracle()  # it takes red for blue, blue for green
-    other.encode_image = lambda images: Oracle.encode_image(other, images).roll(2, 1)
-    for runs, expected in (
-            ({"it": embedder()}, ["its own: the, blue car", "it (K-Precision 0.33): a red car",
-                                  "its own: a red car", "it (K-Precision 0.33): the, blue car",
-                                  "its own: red / a truck",
-                                  "it (K-Precision 0.00): the, blue car"]),
-            ({"it": embedder(), "other": embedder(other)},
-             ["its own: a red car", "it (K-Precision 0.33): the, blue car",
-              "other (K-Precision 0.00): green grass", "its own: red / a truck",
-              "it (K-Precision 0.00): the, blue car", "other (K-Precision 0.00): green grass"])):
-        written = texts_of(lambda: evaluation.draw_captions(runs, data), monkeypatch)
-        assert [string for string, _ in written if ": " in string][:-1] == expected
-    right = opened(tmp_path / "captions.csv", limit=3)[0]
-    right.captioned = lambda purpose: [(tmp_path / "red/0.png", ["red"])]
-    assert evaluation.draw_captions({"found": embedder()}, right) is None
-
-
 def sugarcrepe(*pairs):
     """A file of pairs (colour, its negative), with pictures of make_folders()."""
     return json.dumps({i: {"filename": f"{colour}/0.png", "caption": colour,
@@ -741,15 +712,6 @@ def test_a_patch_has_its_commonest_class():
     assert evaluation.patch_labels(larger, 4, 2).tolist() == [1, 2, 3, 0]
 
 
-def test_a_run_without_text_segments_the_world_linearly(run_of):
-    embed, _ = evaluation.load_run(run_of("bam"))
-    _, options = opened("shapes:size=16,objects=2", tasks=["linear_segmentation"])
-    data = evaluation.open_eval_set(options, 16)
-    result = evaluation.evaluate(embed, data, options)
-    assert sorted(result) == [f"linear_segmentation/{way}" for way in ("colour", "pair", "shape")]
-    assert all(0 < value < 1 for value in result.values())
-
-
 def test_data_have_a_default_split(tmp_path, monkeypatch):
     write_files(tmp_path, {"coco.json": '{"images": [], "annotations": []}', "a.json": "{}"})
     monkeypatch.chdir(tmp_path)
@@ -766,14 +728,3 @@ def test_a_run_draws_its_pictures(run_of, name, pictures):
     for picture in pictures:
         with Image.open(run_of(name) / f"{picture}.png") as page:
             assert page.width > 600 and len(page.getcolors(10**6)) > 20
-
-
-def test_a_chart_draws_points_where_they_are():
-    log = [{"step": 0, "a": 0.0, "b": 3}, {"step": 50, "b": math.nan}, {"step": 75, "a": -1.0},
-           {"step": 100, "a": 4.0, "b": 3}]
-    page, ends = evaluation.chart(log, ["a", "b"], width=400, height=200)
-    red, green = evaluation.CLASS_COLOURS[:2]
-    assert page.getpixel((200, 50)) == green                                # past the nan
-    assert page.getpixel((150, 200)) == red                                 # to -1, drawn at 0
-    assert page.getpixel((350, 100)) == red                                 # from there to 4
-    assert ends == "0 at step 0, 4 at step 100, top 4"

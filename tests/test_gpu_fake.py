@@ -218,32 +218,6 @@ def test_our_own_backward_passes_stay_on_the_gpu(fake, waits, ranks, monkeypatch
     assert [call for call, _ in ranks] == ["reduce_scatter_tensor"]
 
 
-def test_a_streamed_encoding_takes_a_gpus_share_at_a_time(fake):
-    """2,048 images of 197 tokens, 30,522 words in bf16: 11 images at a time, e is cast once."""
-    with fake, torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-        t, e = torch.zeros(2048, 197, 64, device="cuda"), torch.zeros(30_522, 64, device="cuda")
-        with Calls([]) as calls:
-            stair.StreamedEncoding.apply(t, e, torch.zeros(30_522, device="cuda"))
-    products = [name for name in calls.names if "mm" in name]
-    casts = [name for name in calls.names if "_to_copy" in name]
-    assert len(products) <= 2048 / 11 + 2 and len(casts) < 2.2 * len(products)
-
-
-@pytest.mark.parametrize("name", ["sparc", "bam"])
-def test_a_dry_run_of_ranks_exchanges_nothing(ranks, name):
-    """NCCL has no collectives of the CPU's tensors, on which a dry run computes."""
-    flags = ["--method", name, "--dry-run", "--data", "shapes:size=32", "--batch", "8"]
-    args = train.parse_args(flags)
-    method = train.METHODS[args.method]
-    tokenizer = None
-    data = train.open_data(args, method)
-    if method.uses_text(args):
-        tokenizer = common.WordPiece(common.train_wordpiece(data.sample_captions(50), 200))
-    model = train.build_model(args, method, tokenizer)
-    train.dry_run(args, method, model)
-    assert ranks == []
-
-
 def kept_per_image(fake, method, preset, *flags):
     """MiB that the forward pass of a preset keeps for each image or pair, bf16, of a rank of 8."""
     args = train.parse_args(["--method", method, "--preset", preset, *flags])

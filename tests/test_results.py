@@ -16,9 +16,6 @@ from helpers import SMALL, picture, write_files
 from test_eval import make_folders, make_voc_folder, opened, sugarcrepe
 from test_sets import write_labelled, write_winoground
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
 def read(run):
     """eval.json."""
     return json.loads((run / "eval.json").read_text())
@@ -174,23 +171,6 @@ def test_workers_batch_and_device_are_flags_and_nothing_is_computed_in_tf32(run_
     assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
 
 
-@GPU
-def test_neighbours_and_probes_run_on_the_gpu():
-    x, labels = torch.randn(300, 8), torch.randint(5, (300,))
-    x[torch.arange(300), labels] += 3
-    found = []
-    for device in ("cpu", "cuda"):
-        a, b = x.to(device), labels.to(device)
-        head, _ = evaluation.adamw_probe(a[:200], b[:200], epochs=2)
-        crops = lambda: (x[:200], labels[:200])
-        other, _ = evaluation.sgd_probe(crops, a[200:], b[200:], 5, epochs=3)
-        assert next(head.parameters()).device.type == next(other.parameters()).device.type == device
-        right = [(probe(a[200:]).argmax(1) == b[200:]).float().mean() for probe in (head, other)]
-        found.append(torch.tensor([evaluation.knn_accuracy(a[:200], b[:200], a[200:], b[200:]),
-                                   *right]))
-    torch.testing.assert_close(*found, atol=0.03, rtol=0)
-
-
 def test_the_table_has_chance_levels(run_of, tmp_path, capsys):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     evaluation.main([str(run), "--task", "zeroshot,retrieval,negatives"])
@@ -199,15 +179,6 @@ def test_the_table_has_chance_levels(run_of, tmp_path, capsys):
     assert {"zeroshot": "0.0156", "zeroshot/colour": "0.1250", "zeroshot/acc5": "0.0781",
             "i2t/R@1": "0.0833", "t2i/R@10": "0.8333",
             "negatives/swap_att": "0.5000"}.items() <= shown.items()
-
-
-def test_a_guess_among_the_classes_that_are_learned_from_is_the_chance_level_of_knn(run_of):
-    embed, _ = evaluation.load_run(run_of("sparc"))
-    data, options = opened("shapes:size=16,palette=2,heldout=3", tasks=["zeroshot", "knn"])
-    found = evaluation.run_tasks(embed, data, options)
-    assert found["zeroshot"][1] == 1 / 64 and found["zeroshot/colour"][1] == 1 / 8
-    chance = [found[f"knn{way}"][1] for way in ("", "/colour", "/shape")]
-    assert chance == [1 / 14, 1 / 2, 1 / 8]  # two of the three pairs are of the two colours
 
 
 def test_inference_in_three_lines(run_of, tmp_path):
@@ -284,22 +255,3 @@ def test_data_are_evaluated_one_after_the_other(run_of, tmp_path, capsys):
     assert shown.count(f"| | {runs[0]} (1) | {runs[1]} (1) |") == 2 and "different d" not in shown
     assert f"| | {runs[0]}, mean of 2 data | {runs[1]}, mean of 2 data | difference |" in shown
     evaluation.main([str(runs[1]), "--data", specs[0], "--task", "heads"])  # learns from nothing
-
-
-def test_neighbours_are_the_nearest(run_of, monkeypatch, tmp_path):
-    run, shown = shutil.copytree(run_of("bam"), tmp_path / "bam"), []
-    write_files(tmp_path, {f"flat/{i}.png": picture(format="PNG") for i in range(2)})
-    evaluation.main([str(run), "--data", str(tmp_path / "flat"), "--task", "neighbours"])
-    assert len(list(run.glob("*flat-neighbours.png"))) == 1
-    monkeypatch.setattr(evaluation, "sheet", lambda title, rows: shown.extend(rows))
-    monkeypatch.setattr(evaluation, "to_picture", lambda image, size: image)
-    embed, args = evaluation.load_run(run_of("bam"))
-    data = evaluation.open_eval_set(evaluation.options_of({}, args), embed.image_size)
-    evaluation.draw_neighbours(embed, data)
-    x = embed.images(torch.stack(list(data.images("search"))))
-    assert len(shown) == 4
-    for query, (_, cells) in zip(x, shown):
-        images, labels = zip(*cells)
-        cosines = embed.images(torch.stack(images)) @ query
-        torch.testing.assert_close(cosines, (x @ query).topk(10).values)
-        assert labels == ("image", *[f"{cosine:.2f}" for cosine in cosines[1:]])

@@ -60,24 +60,6 @@ def test_the_names_and_prompts_of_a_folder_are_used_unless_others_are_given(
     assert opened(spec)[0].classes.prompts[0] == "a photo of a blue."
 
 
-def test_folders_and_the_same_images_in_class_folders_have_the_same_results(run_of, tmp_path):
-    (embed, _), members = evaluation.load_run(run_of("sparc")), {}
-    make_folders(tmp_path / "folders")
-    for path in sorted(tmp_path.glob("folders/*/[01].png")):
-        key, label = path.parent.name + path.stem, NAMES.index(path.parent.name)
-        members |= {f"{key}.png": path.read_bytes(), f"{key}.cls": str(label)}
-    for split in ("test", "train"):
-        write_split(tmp_path / "shards" / split, members)
-    write_files(tmp_path, {"shards/classnames.txt": "\n".join(NAMES)})
-    results = []
-    for spec, train in (("shards", None), ("folders", tmp_path / "shards" / "train" / "0.tar")):
-        tasks = ["zeroshot", "knn", "linear"]
-        data, options = opened(tmp_path / spec, tasks=tasks, train_data=train and str(train),
-                               templates=["a {c}"])
-        results.append(evaluation.evaluate(embed, data, options))
-    assert results[0] == results[1] and {"zeroshot", "knn", "linear"} <= results[0].keys()
-
-
 def test_knn_and_slots_learn_from_the_split_train_or_else_from_train_data(tmp_path):
     spec = write_labelled(tmp_path / "with")
     write_labelled(tmp_path / "with", "train")

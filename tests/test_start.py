@@ -1,5 +1,4 @@
-"""Start from a whole CLIP or a ViT, export a ViT, and the lines for other projects that method files
-hold."""
+"""Start from a whole CLIP or a ViT, export a ViT; the lines for other projects in method files."""
 
 import argparse
 import functools
@@ -188,7 +187,8 @@ def test_sparc_drops_the_cls_token(objective):
 
 
 TIMM_NAMES = [("cls_token", "cls"), ("pos_embed", "pos"), ("patch_embed.proj.", "patch_embed.")]
-TIMM_BLOCK = """norm1.weight norm1.bias attn.qkv.weight attn.qkv.bias attn.proj.weight attn.proj.bias
+TIMM_BLOCK = """
+    norm1.weight norm1.bias attn.qkv.weight attn.qkv.bias attn.proj.weight attn.proj.bias
     norm2.weight norm2.bias mlp.fc1.weight mlp.fc1.bias mlp.fc2.weight mlp.fc2.bias"""
 
 
