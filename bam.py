@@ -294,19 +294,19 @@ class Model(nn.Module):
     #     z = projector(h, gather).flatten(0, 1)                            # (k n, E)
     #     loss = bam_loss(z, len(views), n_global=G, gather=gather)
 
-    def evaluated(self):
+    def evaluation_encoder(self):
         """The image encoder that is evaluated: the teacher's, as in the authors' code."""
         return self.teacher[0] if self.teacher else self.image_encoder
 
     def encode_image(self, images):
         """(B, 3, H, W) -> h (B, d), normalised."""
-        return F.normalize(self.readout(self.evaluated()(images)).float(), dim=-1)
+        return F.normalize(self.readout(self.evaluation_encoder()(images)).float(), dim=-1)
 
     def probe_features(self, images):
         """What a linear probe sees: h, or [CLS] and the mean of the patches (App. D.1). The
         authors' script normalises them by BatchNorm; the paper does not say so. differs: `tiny`
         trains the probe as SPARO's paper does (C.1), by AdamW and without augmentation."""
-        tokens = self.evaluated()(images).float()
+        tokens = self.evaluation_encoder()(images).float()
         if self.config.readout == "gap":
             return tokens.mean(1)
         return torch.cat([tokens[:, 0], tokens[:, 1:].mean(1)], 1)
@@ -314,7 +314,7 @@ class Model(nn.Module):
     def head_maps(self, images):
         """(B, 3, H, W) -> (B, heads, h, w), the attention of [CLS] in the last block. eval.py draws
         it at the run's size; Fig. 5 is of 512 pixels."""
-        return self.evaluated().cls_attention(images)
+        return self.evaluation_encoder().cls_attention(images)
 
     def boxes(self, images):
         """(B, 3, H, W) -> (B, 4), boxes in which the centres of crops lie (App. G)."""
@@ -542,7 +542,7 @@ class Classifier(nn.Module):
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
         self.config, self.image_encoder = config, image_encoder
-        if "pos" in dict(image_encoder.named_buffers(recurse=False)):  # sin-cos: DeiT's code trains it
+        if "pos" in dict(image_encoder.named_buffers(recurse=False)):  # DeiT's code trains sin-cos
             image_encoder.pos = nn.Parameter(image_encoder.pos)
         self.head = nn.Linear(image_width, len(config.classes))
         nn.init.normal_(self.head.weight, std=0.02)  # as in DeiT's code

@@ -185,7 +185,7 @@ class Tower(nn.Module):
     it needs the memory of one."""
 
     accum_freq = 1
-    replaced = 0  # how many blocks a whole tower has behind these: the method replaces them
+    left_out = 0  # how many blocks a whole tower has behind these: the method replaces them
 
     def forward(self, *inputs):
         if self.accum_freq == 1:
@@ -508,7 +508,7 @@ class Method:
     uses_text = lambda self, args: True  # whether there is a text tower
     content = lambda self, args: "caption" if self.uses_text(args) else None  # see open_data
     needs_cls = lambda self, args: ""    # the flag that needs the [CLS] token, if any
-    replaced_blocks = lambda self, args: 0  # how many of a tower's last blocks it replaces
+    blocks_left_out = lambda self, args: 0  # how many of a tower's last blocks it replaces
     vit_settings = lambda self, args: {}  # arguments of the ViT, in place of --image-encoder's
     views = lambda self, args: None      # arguments of View, a dict for each random view
     augment = lambda self, args: None    # arguments of Augment, of labelled images
@@ -550,7 +550,7 @@ class ModelDefaults:
     # "logit_scale": those of the three that it has.
     clip_parameters = lambda self: {}
     # The image encoder that encode_image uses, a teacher's, if there is one:
-    evaluated = lambda self: self.image_encoder
+    evaluation_encoder = lambda self: self.image_encoder
     # What a linear probe gets, and the loss of equal similarities (batch_size is global):
     probe_features = lambda self, images: self.encode_image(images)
     chance_loss = lambda self, batch_size, mask, patches: math.log(batch_size)
@@ -574,13 +574,13 @@ def build_encoders(method, args, tokenizer):
     """Fresh image and text encoder of a run's settings; None for the latter without text."""
     kind, image = image_encoder_settings(args.image_encoder)
     image["image_size"] = args.image_size or image["image_size"]
-    replaced = 0
+    left_out = 0
     if kind is ViT:  # a ResNet has no block to replace, and the text tower beside it keeps its own
         image |= method.vit_settings(args)
-        replaced = method.replaced_blocks(args)
-        image["depth"] -= replaced
+        left_out = method.blocks_left_out(args)
+        image["depth"] -= left_out
     image_encoder = kind(**image)
-    image_encoder.replaced = replaced
+    image_encoder.left_out = left_out
     flag = method.needs_cls(args)
     if flag and image_encoder.cls is None:
         remedy = "choose a ViT" if kind is ResNet else "add cls=1 to --image-encoder"
@@ -589,9 +589,9 @@ def build_encoders(method, args, tokenizer):
         return image_encoder, None
     text = encoder_settings(TextTransformer, args.text_encoder, TEXT_PRESETS)
     text["vocab_size"] = max(len(tokenizer), asked_words(args.text_encoder))
-    text["depth"] -= replaced
+    text["depth"] -= left_out
     text_encoder = TextTransformer(**text)
-    text_encoder.replaced = replaced
+    text_encoder.left_out = left_out
     unused = range(len(tokenizer), text["vocab_size"])
     text_encoder.special = [*getattr(tokenizer, "special", ()), *unused]
     return image_encoder, text_encoder
@@ -660,7 +660,7 @@ def load_tower(tower, tensors, names, remedy):
     """Load all tensors of a CLIP's or timm's tower but those of blocks that the method replaces;
     positions are interpolated. UserError with the remedy if one lacks or is left."""
     found = {}
-    replaced = tuple(f"blocks.{len(tower.blocks) + i}." for i in range(tower.replaced))
+    replaced = tuple(f"blocks.{len(tower.blocks) + i}." for i in range(tower.left_out))
     for name, value in tensors.items():
         for theirs, ours in names:
             name = name.replace(theirs, ours)
@@ -705,7 +705,7 @@ def load_timm(tower, state_dict):
 def timm_weights(tower):
     """A ViT's weights as load_timm reads them -> {timm's name: tensor}; UserError for others."""
     is_plain = isinstance(tower, ViT) and isinstance(tower.patch_embed, nn.Conv2d)
-    if not is_plain or tower.replaced or isinstance(tower.norm, nn.Identity):
+    if not is_plain or tower.left_out or isinstance(tower.norm, nn.Identity):
         raise UserError("--export writes a ViT as timm has it, but this image encoder is a ResNet, "
                         "has a stem, or ends in the method's read-out: train a plain ViT (in the "
                         "embedded world --image-encoder tiny-patch).")
@@ -1202,9 +1202,8 @@ def blur(x, sigma):
 #   content                             what comes with an image: "caption", "label" or None
 #   classes                             names of the labels, if it knows them
 #   sample_captions(limit)              captions for a vocabulary
-#   layout                              in another one positions mean other samples, so a
+#   fingerprint                         with another one positions mean other samples, so a
 #                                       checkpoint keeps it
-#   names                               hash of a table's file names, without directories; else None
 # The first two have
 #   samples(seed, part, parts, start)   endless (sample, position behind it) of one of `parts`
 #                                       parts; a sample is (file, caption or label, name), or
@@ -1254,7 +1253,7 @@ class CaptionTable:
     content = "caption"
 
     def __init__(self, rows, name, root=""):
-        captions, self.skipped, self.names = defaultdict(list), {}, 0
+        captions, self.skipped, names = defaultdict(list), {}, 0
         for row in rows:
             if isinstance(row, Skipped):
                 row.count(self.skipped)
@@ -1263,7 +1262,7 @@ class CaptionTable:
             caption = caption.encode(errors="replace").decode()  # "?" for a lone surrogate
             if caption:
                 captions[path].append(caption)
-                self.names = zlib.crc32(os.path.basename(path).encode(errors="replace"), self.names)
+                names = zlib.crc32(os.path.basename(path).encode(errors="replace"), names)
             else:
                 Skipped("empty caption", path).count(self.skipped)
         if not captions:
@@ -1277,7 +1276,8 @@ class CaptionTable:
         self.captions = np.array(texts, np.dtypes.StringDType())
         # image i has the captions first[i] to first[i + 1] - 1
         self.first = np.cumsum([0, *map(len, captions.values())])
-        self.layout = f"{len(self)} images"
+        # by their names, whatever the directory
+        self.fingerprint = f"{len(self)} images, {names}"
 
     def __len__(self):
         return len(self.path_bytes)
@@ -1328,14 +1328,14 @@ class TarShards:
     lacks its `content` is skipped and counted.
     """
 
-    max_bad, window, names = 20_000, 4, None
+    max_bad, window = 20_000, 4
     start = 0, 0, 0  # position: epoch, window, samples of it so far; what is before is not read
     classes = None
 
     def __init__(self, pattern, content="caption"):
         self.name, self.content, self.skipped = pattern, content, {}
         self.paths = [path for part in pattern.split("::") for path in expand_braces(part)]
-        self.layout = f"{len(self.paths)} shards"
+        self.fingerprint = f"{len(self.paths)} shards"
         missing = [path for path in self.paths if not os.path.isfile(path)]
         if missing:
             raise UserError(f"{len(missing)} of the {len(self.paths)} shards of {pattern} do not "
@@ -2054,7 +2054,7 @@ class World:
     fillers: bool = True      # openings, closings: words that describe nothing
     words: int = 0            # made-up words; a caption holds up to two
 
-    layout, names = "shapes", None
+    fingerprint = "shapes"
     content, classes = "caption", SHAPE_NAMES
 
     def __post_init__(self):

@@ -1855,7 +1855,7 @@ def answers(embed, index, queries):
 # A run and its options ------------------------------------------------------------------
 
 
-def embedder(model, tokenizer, args, device):
+def new_embedder(model, tokenizer, args, device):
     """A model of a run with settings `args` -> Embedder."""
     if model.encode_text is None:  # it may learn from captions and yet encode images alone
         tokenizer = None
@@ -1892,7 +1892,7 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
                          "beside it must be those that its run wrote")
     if tokenizer and state["words"] != tokenizer.hash():
         raise UserError(f"{run}/vocab.txt has other words than when the run was saved.")
-    embed = embedder(model.to(device), tokenizer, args, device)
+    embed = new_embedder(model.to(device), tokenizer, args, device)
     embed.step = state["step"]
     return embed, args
 
@@ -1921,7 +1921,7 @@ def open_training_maps(options, data):
 def linear_segmentation(embed, data, options):
     """mIoU over all pixels, the background a class as in VOC. adamw_probe trains a linear
     classifier of the image encoder's patches to predict the commonest class of a patch's pixels."""
-    encoder, result = embed.model.evaluated(), {}
+    encoder, result = embed.model.evaluation_encoder(), {}
     P = encoder.grid**2
 
     def encode(images):
@@ -1955,7 +1955,7 @@ def export(run, checkpoint, file):
     videos, UPerNet, Mask R-CNN and DeiT's fine-tuning begin (BAM, Tables 3, 6, 7)."""
     if not file or os.path.lexists(file):
         raise UserError(f"--export {file!r} must be a new file: give a name that does not exist.")
-    tower = load_run(run, checkpoint=checkpoint)[0].model.evaluated()
+    tower = load_run(run, checkpoint=checkpoint)[0].model.evaluation_encoder()
     weights = common.timm_weights(tower)
     with common.replacing(file) as opened:
         torch.save(weights, opened)
@@ -2011,8 +2011,8 @@ ASIDE = ("seed out argv git resume workers log_every save_every keep_every eval_
 
 
 def print_table(columns):
-    """Print {heading: [{metric: figure} of each run, or of each --data]}: the mean, and the standard
-    deviation of several; of two columns how far the second's is above the first's."""
+    """Print {heading: [{metric: figure} of each run, or of each --data]}: the mean, and the
+    standard deviation of several; of two columns how far the second's is above the first's."""
     more = " difference |" if len(columns) == 2 else ""
     print("| |" + "".join(f" {heading} |" for heading in columns) + more)
     print("|---" * (len(columns) + 1 + bool(more)) + "|")

@@ -187,7 +187,7 @@ def clip_loss(v, t, scale, gather=identity):
         return (image_to_text + text_to_image).mean() / 2
 
 
-def replaced_blocks(args):
+def blocks_left_out(args):
     """How many last blocks of a ViT and its text tower the read-out replaces (Sec. 3.4 and 4)."""
     return int(args.readout == "sparo" and args.replace_block)
 
@@ -507,11 +507,11 @@ class Dino(nn.Module):
     def chance_loss(self, batch_size, mask, patches):
         return math.log(self.config.out_dim)  # uniform distributions
 
-    def evaluated(self):
+    def evaluation_encoder(self):
         return self.teacher[0]
 
     def head_maps(self, images):
-        return self.evaluated().cls_attention(images)              # (B, heads, h, w)
+        return self.evaluation_encoder().cls_attention(images)              # (B, heads, h, w)
 
     def encode_image(self, images):
         return F.normalize(self.teacher[:2](images).flatten(1).float(), dim=-1)  # (B, M)
@@ -524,7 +524,7 @@ class Dino(nn.Module):
         encoder, readout, _ = self.teacher
         if not hasattr(encoder, "layers"):
             return readout(encoder(images)).flatten(1).float()
-        replaced = replaced_blocks(self.config)  # 1 if the read-out is the last block, else 0
+        replaced = blocks_left_out(self.config)  # 1 if the read-out is the last block, else 0
         layers = encoder.layers(images, 4 - replaced)              # of (B, n, d)
         blocks = layers if replaced else layers[:-1]
         features = [x[:, 0] for x in blocks] + [readout(layers[-1]).flatten(1)]

@@ -127,51 +127,51 @@ def train(args, out, device):
     method = METHODS[args.method]
 
     # Build: what can be wrong is found here, not after an hour.
-    data = open_data(args, method)
+    data = open_training_data(args, method)
     tokenizer = build_tokenizer(args, data) if method.uses_text(args) else None
-    model = build_model(args, method, tokenizer)
+    model = new_model(args, method, tokenizer)
     eval_data, options = open_evaluation(args, model)
     transform = build_transform(args, method, model.image_encoder)
     if args.dry_run:
         return dry_run(args, method, model)
     model.to(device)
-    embed = evaluation.embedder(model, tokenizer, args, device)
+    embed = evaluation.new_embedder(model, tokenizer, args, device)
     torch.manual_seed(args.seed + rank)  # stochastic depth differs between ranks
     autocast, scaler, is_half = mixed_precision(args, device)
 
-    # Resume: `at` is all that moves, beside weights, optimizer and loss scale.
-    at, saved = Progress((data.layout, data.names), tokenizer and tokenizer.hash()), None
+    # Resume: `progress` is all that moves, beside weights, optimizer and loss scale.
+    progress, saved = Progress(data.fingerprint, tokenizer and tokenizer.hash()), None
     if args.resume:
-        saved = load_state(args, model, scaler, at, device)
+        saved = load_state(args, model, scaler, progress, device)
     if out:
         announce(args, data, model, tokenizer, device)
         write_run(args, tokenizer, out)
-    log, stop, clock, batches = Log(args, out, at.step), Stop(), Clock(), None
+    log, stop, clock, batches = Log(args, out, progress.step), Stop(), Clock(), None
 
     end = 0
     for number, steps, lr in method.stages(args):  # STAIR has three, the others one
         start, end = end, end + steps
-        if at.step >= end:
+        if progress.step >= end:
             continue
-        model.begin_stage(number, fresh=at.step == start)
-        at.stage = number
+        model.begin_stage(number, fresh=progress.step == start)
+        progress.stage = number
         log.show_stage(args, method, number)
-        optimizer = build_optimizer(args, model, saved if at.step > start else None)
+        optimizer = build_optimizer(args, model, saved if progress.step > start else None)
         saved = None  # it would stay in memory
         parallel = wrap(args, model, world_size)
         model.train()
 
-        while at.step < end:
-            if at.step in method.box_refreshes(args):  # BAM: crop around what [CLS] attends to
+        while progress.step < end:
+            if progress.step in method.box_refreshes(args):  # BAM: crops are where [CLS] looks
                 batches = None  # ends its workers
-                at.boxes = find_boxes(args, data, model, device, autocast)
+                progress.boxes = find_boxes(args, data, model, device, autocast)
             if batches is None:
-                batches = open_loader(args, data, transform, tokenizer, model, at)
+                batches = open_loader(args, data, transform, tokenizer, model, progress)
                 clock.reset()
             batch = to_device(clock.wait_for(batches), device)
 
             # One update.
-            step = at.step - start
+            step = progress.step - start
             set_schedules(optimizer, args, step, steps, lr)
             batch = common.distort(batch)
             # The losses, which autocast leaves in fp32, are in TF32: its error is far below bf16's.
@@ -187,26 +187,26 @@ def train(args, out, device):
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
             model.after_update(step, steps)
-            at.advance(batch)
+            progress.advance(batch)
             log.bar.update()
 
             # Once in a while: log, evaluate, save, stop. What is due is the same on every rank.
-            keep_due, evaluate_due = at.due(args.keep_every), at.due(args.eval_every)
-            save_due = at.due(args.save_every) or keep_due or at.step == end
-            log_due = at.due(args.log_every) or evaluate_due or at.step == args.steps
+            keep_due, evaluate_due = progress.due(args.keep_every), progress.due(args.eval_every)
+            save_due = progress.due(args.save_every) or keep_due or progress.step == end
+            log_due = progress.due(args.log_every) or evaluate_due or progress.step == args.steps
             # A GPU waits while ranks ask each other whether a signal came: they do it rarely.
-            ask_due = save_due or at.due(min(10, args.log_every)) or not dist.is_initialized()
+            ask_due = save_due or progress.due(min(10, args.log_every)) or not dist.is_initialized()
             stopping = ask_due and stop.agreed(device)
             if args.bench:
-                if stopping or bench_is_over(args, at.step, clock):
+                if stopping or bench_is_over(args, progress.step, clock):
                     return stopping
                 continue
             if stopping or log_due or save_due:
-                check_finite(args, at.step, outputs["loss"], grad_norm)
+                check_finite(args, progress.step, outputs["loss"], grad_norm)
             if log_due and rank == 0:
-                record = {"step": at.step, "lr": optimizer.param_groups[0]["lr"]}
+                record = {"step": progress.step, "lr": optimizer.param_groups[0]["lr"]}
                 record |= measure(args, model, batch, autocast, outputs, grad_norm)
-                record |= clock.rates(args.batch) | at.skipped_counts()
+                record |= clock.rates(args.batch) | progress.skipped_counts()
                 if evaluate_due:
                     record |= evaluate_unnoticed(embed, eval_data, options)
                 log.write(record, model.warn(record))
@@ -214,17 +214,17 @@ def train(args, out, device):
                 clock.reset()
             if stopping or save_due:
                 names = ["last.pt"]
-                if at.step == end and end < args.steps:
+                if progress.step == end and end < args.steps:
                     names.append(f"stage-{number}.pt")
                 if keep_due:
-                    names.append(f"step-{at.step}.pt")
-                save(names, args, model, optimizer, scaler, at)
+                    names.append(f"step-{progress.step}.pt")
+                save(names, args, model, optimizer, scaler, progress)
             if stopping:
-                log.stopped(args, at.step)
+                log.stopped(args, progress.step)
                 return stopping
     log.bar.close()
     stop.restore()  # a signal ends the evaluation at once
-    finish(args, embed, eval_data, at)
+    finish(args, embed, eval_data, progress)
 
 
 def bench_is_over(args, step, clock):
@@ -334,8 +334,8 @@ def encoder_of(run):
     method, args = evaluation.settings_of_run(run)
     encoder = args.image_encoder
     kind, settings = common.image_encoder_settings(encoder)
-    if kind is common.ViT and method.replaced_blocks(args):  # SPARO's read-out is left behind
-        depth = settings["depth"] - method.replaced_blocks(args)
+    if kind is common.ViT and method.blocks_left_out(args):  # SPARO's read-out is left behind
+        depth = settings["depth"] - method.blocks_left_out(args)
         encoder += f"{',' if ':' in encoder else ':'}depth={depth}"
     return {"image_encoder": encoder, "image_size": args.image_size}
 
@@ -538,7 +538,7 @@ def print_once(line):
 # Data, model, optimizer -----------------------------------------
 
 
-def open_data(args, method):
+def open_training_data(args, method):
     """-> the data to train on. Sets args.image_size, the world's or else the encoder's if none is
     given, and with --epochs args.steps."""
     _, world_size = this_rank()
@@ -627,7 +627,7 @@ def build_tokenizer(args, data):
     return common.WordPiece(vocab)
 
 
-def build_model(args, method, tokenizer):
+def new_model(args, method, tokenizer):
     """The model, the same on every rank."""
     source = None
     if args.finetune and not (args.resume or args.dry_run):
@@ -635,7 +635,7 @@ def build_model(args, method, tokenizer):
     torch.manual_seed(args.seed)
     towers, parts = common.build_encoders(method, args, tokenizer), None
     if source is not None:
-        common.copy_tower(towers[0], source.evaluated(), args.finetune)
+        common.copy_tower(towers[0], source.evaluation_encoder(), args.finetune)
     if args.init_weights and not (args.resume or args.dry_run):
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
             weights = common.load_checkpoint(args.init_weights)
@@ -679,8 +679,8 @@ def build_transform(args, method, encoder):
     return common.Views([common.View(**view) for view in views], args.image_size)
 
 
-def open_loader(args, data, transform, tokenizer, model, at):
-    """This rank's batches, from the positions of `at` on."""
+def open_loader(args, data, transform, tokenizer, model, progress):
+    """This rank's batches, from the positions of `progress` on."""
     rank, world_size = this_rank()
     context = model.text_encoder.context if tokenizer else None
     kind = common.Stream
@@ -690,8 +690,8 @@ def open_loader(args, data, transform, tokenizer, model, at):
     # large JPEGs are decoded smaller, with pixels enough for the smallest crop
     min_side = math.ceil(args.image_size * max(1.5, args.crop_scale ** -0.5))
     stream = kind(data, tokenizer, transform, min_side=min_side, context=context,
-                  batch_size=args.batch // world_size, seed=args.seed + at.order, rank=rank,
-                  world_size=world_size, positions=dict(at.positions), boxes=at.boxes)
+                  batch_size=args.batch // world_size, seed=args.seed + progress.order, rank=rank,
+                  world_size=world_size, positions=dict(progress.positions), boxes=progress.boxes)
     return iter(read_in_workers(stream, args.workers))
 
 
@@ -786,7 +786,7 @@ def to_device(batch, device):
 class Progress:
     """All that moves while training and is saved, beside weights, optimizer and loss scale."""
 
-    data: tuple = (common.World.layout, None)  # that positions are of: layout, hash of file names
+    data: str = common.World.fingerprint  # of the data that positions are of
     words: int | None = None  # a hash of the vocabulary, if there is one
     step: int = 0
     stage: int = 1  # that the last step was of
@@ -840,32 +840,33 @@ class Progress:
             torch.cuda.set_rng_state(local["cuda_rng"].cpu())
 
 
-def save(names, args, model, optimizer, scaler, at):
+def save(names, args, model, optimizer, scaler, progress):
     """Write a checkpoint under each of the names. Every rank must call it."""
     state = {"method": args.method, "model": model.state_dict(), "scaler": scaler.state_dict(),
-             "optimizer": optimizer.state_dict(), **at.state(args.workers)}
+             "optimizer": optimizer.state_dict(), **progress.state(args.workers)}
     if this_rank()[0] == 0:
         for name in names:
             common.save_checkpoint(Path(args.out, name), state)
 
 
-def check_plan(args, at):
+def check_plan(args, progress):
     """Raise UserError if --steps are fewer than were made, or put the last in another stage."""
-    if at.step > args.steps:
-        raise UserError(f"{args.out} has made {at.step} steps: --steps {args.steps} must not be "
-                        f"fewer.")
+    if progress.step > args.steps:
+        raise UserError(f"{args.out} has made {progress.step} steps: --steps {args.steps} must not "
+                        f"be fewer.")
     end = 0
     for number, steps, _ in METHODS[args.method].stages(args):
         end += steps
-        if at.step <= end:
+        if progress.step <= end:
             break
-    if at.stage != number:
-        raise UserError(f"{args.out} has made step {at.step} in stage {at.stage}, with these flags "
-                        f"it is of stage {number}: leave out what changes the stages, as --steps.")
+    if progress.stage != number:
+        raise UserError(f"{args.out} has made step {progress.step} in stage {progress.stage}, with "
+                        f"these flags it is of stage {number}: leave out what changes the stages, "
+                        f"as --steps.")
 
 
-def load_state(args, model, scaler, at, device):
-    """Restore weights, loss scale and `at` from last.pt, and return all of it."""
+def load_state(args, model, scaler, progress, device):
+    """Restore weights, loss scale and `progress` from last.pt, and return all of it."""
     path = Path(args.out, "last.pt")
     state = common.load_checkpoint(path, device)
     if not isinstance(state, dict) or state.get("method") != args.method:
@@ -874,8 +875,8 @@ def load_state(args, model, scaler, at, device):
     common.restore_model(model, state["model"], path, remedy)
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])
-    at.restore(state, args.workers)
-    check_plan(args, at)
+    progress.restore(state, args.workers)
+    check_plan(args, progress)
     return state
 
 
@@ -970,9 +971,9 @@ def evaluate_unnoticed(embed, eval_data, options):
         return evaluation.evaluate(embed, eval_data, options)
 
 
-def finish(args, embed, eval_data, at):
+def finish(args, embed, eval_data, progress):
     """Print what all workers of all ranks skipped, evaluate, draw."""
-    every_rank = common.gather_objects(common.total_skipped(at.skipped.values()))
+    every_rank = common.gather_objects(common.total_skipped(progress.skipped.values()))
     if this_rank()[0] > 0:
         return
     if skipped := common.describe_skipped(common.total_skipped(every_rank)):
@@ -987,7 +988,7 @@ def finish(args, embed, eval_data, at):
         return evaluation.save_pictures(evaluation.draw_log(args.out))
     print(f"Evaluation on {evaluation.describe(options)}, in fp32:")
     embed.model.eval()
-    embed.step = at.step
+    embed.step = progress.step
     evaluation.evaluate_and_show(embed, eval_data, options, args.out)
 
 

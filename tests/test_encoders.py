@@ -272,7 +272,7 @@ def test_gather_keeps_the_order_of_the_ranks_and_sums_their_gradients(ranks):
 def test_the_evaluated_encoder_is_the_one_that_encodes(name):
     model = tiny_model(name).eval()
     images, before = torch.randn(2, 3, 16, 16), []
-    model.evaluated().register_forward_hook(lambda *call: before.append(call[1][0]))
+    model.evaluation_encoder().register_forward_hook(lambda *call: before.append(call[1][0]))
     model.encode_image(images)
     assert torch.equal(before[0], images)
-    assert (model.evaluated() is model.image_encoder) == (name not in ("dino", "bam"))
+    assert (model.evaluation_encoder() is model.image_encoder) == (name not in ("dino", "bam"))

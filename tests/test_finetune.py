@@ -90,7 +90,7 @@ def test_a_run_is_fine_tuned_from_its_evaluated_encoder(tmp_path, run_of, name):
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert config["method"] == "classifier" and config["image_size"] == 16
     assert config["classes"] == common.SHAPE_NAMES
-    found, expected = weights(tmp_path / "run"), evaluation.load_run(run)[0].model.evaluated()
+    found, expected = weights(tmp_path / "run"), evaluation.load_run(run)[0].model.evaluation_encoder()
     tower = {key.removeprefix("image_encoder."): x for key, x in found.items()
              if key.startswith("image_encoder.")}
     assert tower.keys() == expected.state_dict().keys()
@@ -136,7 +136,7 @@ def test_positions_are_interpolated_to_other_images(tmp_path, run_of):
     data = make_folders(tmp_path / "data", n=2)
     train_alone(["--finetune", run_of("bam"), "--image-size", 32, "--lr", 0, "--steps", 1,
                  "--batch", 2, "--data", data, "--out", tmp_path / "run"])
-    pos = evaluation.load_run(run_of("bam"))[0].model.evaluated().pos
+    pos = evaluation.load_run(run_of("bam"))[0].model.evaluation_encoder().pos
     expected = common.resize_positions(pos, True, 4, 4)
     assert torch.equal(weights(tmp_path / "run")["image_encoder.pos"], expected)
     with pytest.raises(UserError, match="another size or kind .* leave out --image-encoder"):

@@ -224,7 +224,7 @@ def kept_per_image(fake, method, preset, *flags):
     method, encoder = train.METHODS[method], common.image_encoder_settings(args.image_encoder)[1]
     args.image_size = args.image_size or encoder["image_size"]
     with torch.device("meta"):  # a fake teacher cannot be copied
-        model, kept = train.build_model(args, method, range(4)), []
+        model, kept = train.new_model(args, method, range(4)), []
     with fake, torch.device("cuda"):
         move(model)
         for n in (2, 4):

@@ -257,8 +257,8 @@ def test_a_vits_positions_are_interpolated_and_its_replaced_block_is_left_out():
         common.load_timm(vit, state)
     args = train.parse_args(SMALL["sparo"])
     built = common.build_encoders(train.METHODS["sparo"], args, range(4))
-    assert [tower.replaced for tower in built] == [1, 1]
-    vit.replaced = 1
+    assert [tower.left_out for tower in built] == [1, 1]
+    vit.left_out = 1
     common.load_timm(vit, state)
     assert torch.equal(vit.norm.weight, state["norm.weight"])
 
@@ -278,9 +278,9 @@ def test_a_run_starts_from_the_vit_that_another_exported(name, tmp_path, capsys)
         assert told in line
     train_alone([*flags, "--out", runs[1], "--seed", "2", "--lr", "0", "--init-weights", file])
     a, b = (evaluation.load_run(run)[0].model for run in runs)
-    for ours, theirs in zip(a.evaluated().parameters(), b.evaluated().parameters()):
+    for ours, theirs in zip(a.evaluation_encoder().parameters(), b.evaluation_encoder().parameters()):
         close(ours, theirs)
-    assert torch.equal(b.image_encoder.pos, b.evaluated().pos)
+    assert torch.equal(b.image_encoder.pos, b.evaluation_encoder().pos)
 
 
 def snippet(name):

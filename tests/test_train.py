@@ -65,8 +65,8 @@ def test_another_seed_gives_other_weights_and_other_data():
     found = []
     for seed in "01":
         args = train.parse_args([*SPARC, "--seed", seed])
-        data = train.open_data(args, train.METHODS["sparc"])
-        model = train.build_model(args, train.METHODS["sparc"], range(50))
+        data = train.open_training_data(args, train.METHODS["sparc"])
+        model = train.new_model(args, train.METHODS["sparc"], range(50))
         batches = train.open_loader(args, data, None, None, model, train.Progress())
         found.append((model.g_v.weight, next(batches)["images"]))
     assert not any(map(torch.equal, *found))
@@ -561,7 +561,7 @@ def test_dry_run_ends_with_json(tmp_path, capsys, name):
     "--grad-checkpoint", "--accum-freq 4 --image-encoder tiny-patch"])
 def test_towers_recompute_and_take_parts_as_the_flags_say(flags):
     args = train.parse_args([*SPARC, *flags.split(), "--image-size", "16"])
-    model = train.build_model(args, train.METHODS["sparc"], range(50))
+    model = train.new_model(args, train.METHODS["sparc"], range(50))
     for tower in (model.image_encoder, model.text_encoder):
         assert tower.accum_freq == args.accum_freq
         assert tower.blocks.grad_checkpoint == args.grad_checkpoint
