@@ -193,11 +193,9 @@ class LiveMemory(TorchDispatchMode):
         self.add(tensors)
 
     def add(self, tensors):
-        before = len(self.sizes)
         for x in tensors:
             self.sizes[x.untyped_storage()] = x.untyped_storage().nbytes()
-        if len(self.sizes) > before:
-            self.peak = max(self.peak, sum(self.sizes.values()))
+        self.peak = max(self.peak, sum(self.sizes.values()))
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
