@@ -459,6 +459,13 @@ def test_the_sgd_probe_holds_out_a_tenth_of_the_training_images(tmp_path, monkey
     assert capsys.readouterr().out.count("skipped 1 of") == 1               # not in each epoch
 
 
+def test_a_probe_says_if_the_held_out_images_cannot_choose(capsys):
+    x, labels = torch.eye(8)[:6], torch.tensor([0, 1, 2, 0, 1, 2])
+    for probe in (evaluation.adamw_probe, evaluation.lbfgs_probe):
+        probe(x, labels)
+        assert "equally well on the 1 images that were held out" in capsys.readouterr().out
+
+
 def test_the_lbfgs_probe_resizes_the_shorter_side_to_the_crop(tmp_path, monkeypatch):
     for part in ("train", "test"):
         make_folders(tmp_path / part)
