@@ -1,5 +1,6 @@
 """--accum-freq: towers that take their rows in parts give the gradients of whole ones."""
 
+import contextlib
 import functools
 import math
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import common
@@ -170,3 +172,52 @@ def test_the_flag_changes_no_training(tmp_path, monkeypatch):
         run = tmp_path / f"parts{len(flags)}"
         train_alone([*SPARC, "--accum-freq", 3, *flags, "--out", run])
         torch.testing.assert_close(weights(run), weights(tmp_path / "whole"), rtol=1e-3, atol=1e-5)
+
+
+class TF32(TorchDispatchMode):
+    """Rounds operands of products in fp32 to TF32's 10 bits, as GPUs do; their sums stay fp32."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        if function in (aten.mm.default, aten.bmm.default, aten.addmm.default):
+            args = [self.rounded(x) if x.dtype == torch.float32 else x for x in args]
+        return function(*args, **(kwargs or {}))
+
+    def rounded(self, x):
+        return ((x.contiguous().view(torch.int32) + 2**12 >> 13) << 13).view(torch.float32)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_tf32_adds_little_to_the_error_of_bf16(name):
+    """What autocast leaves in fp32, the losses, is in TF32 then: gradients at 1 / tau = 50."""
+    def gradient(bf16, mode):
+        torch.manual_seed(0)
+        method, settings = OBJECTIVES[name]
+        model = tiny_model(method, vit=dict(stem=None), **settings)
+        if hasattr(model, "log_scale"):
+            model.log_scale.data.fill_(math.log(50))
+        batch = make_views(8) if method in ("dino", "bam") else make_batch(8)
+        with mode, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            model(batch)["loss"].backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    exact, half = (gradient(bf16, contextlib.nullcontext()) for bf16 in (False, True))
+    tf32 = gradient(True, TF32())
+    assert 0 < (tf32 - half).norm() < (half - exact).norm() / 2
+
+
+def test_half_precision_adds_the_parts_gradients_in_fp32():
+    tower = common.ViT(image_size=16, patch_size=4, width=32, depth=2, heads=2)
+    images, target = torch.randn(256, 3, 16, 16), torch.randn(256, 16, 32)
+
+    def gradient(K, bf16):
+        tower.accum_freq = K
+        tower.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            out = tower(images)
+        (out.float() * target).mean().backward()
+        return tower.blocks[0].attn.qkv.weight.grad.clone()
+
+    exact = gradient(1, False)
+    once, parts = [(gradient(K, True) - exact).norm() for K in (1, 128)]
+    assert parts < 1.3 * once

@@ -22,7 +22,7 @@ import common
 import eval as evaluation
 import stair
 import train
-from helpers import LiveMemory, make_batch, make_views, tiny_model
+from helpers import LiveMemory, make_batch, make_views, tiny_model, write_table
 from test_accum import OBJECTIVES
 
 CASES = OBJECTIVES | {  # name: model of helpers.MODELS, its settings
@@ -274,6 +274,41 @@ def print_memory(fake):
                     gpus *= 2
                 row.append((mib, gpus))
             print(f"{name}, {preset}:", *(f"{mib:.1f} MiB {gpus} GPUs," for mib, gpus in row))
+
+
+@pytest.mark.parametrize("name", ["sparc", "bam"])
+def test_a_dry_run_of_ranks_exchanges_nothing(ranks, name):
+    """NCCL has no collectives of the CPU's tensors, on which a dry run computes."""
+    flags = ["--method", name, "--dry-run", "--data", "shapes:size=32", "--batch", "8"]
+    args = train.parse_args(flags)
+    method = train.METHODS[args.method]
+    tokenizer = None
+    data = train.open_training_data(args, method)
+    if method.uses_text(args):
+        tokenizer = common.WordPiece(common.train_wordpiece(data.sample_captions(50), 200))
+    model = train.new_model(args, method, tokenizer)
+    train.dry_run(args, method, model)
+    assert ranks == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_gpu_without_workers_is_told_that_it_waits(tmp_path, capsys, workers):
+    args = train.parse_args(["--method", "bam", "--batch", "4", "--workers", str(workers),
+                             "--data", write_table(tmp_path, 4)])
+    data = train.open_training_data(args, train.METHODS["bam"])
+    train.announce(args, data, torch.nn.Linear(2, 2), None, torch.device("cuda"))
+    assert ("the GPU waits" in capsys.readouterr().out) == (workers == 0)
+
+
+def test_a_streamed_encoding_takes_a_gpus_share_at_a_time(fake):
+    """2,048 images of 197 tokens, 30,522 words in bf16: 11 images at a time, e is cast once."""
+    with fake, torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        t, e = torch.zeros(2048, 197, 64, device="cuda"), torch.zeros(30_522, 64, device="cuda")
+        with Calls([]) as calls:
+            stair.StreamedEncoding.apply(t, e, torch.zeros(30_522, device="cuda"))
+    products = [name for name in calls.names if "mm" in name]
+    casts = [name for name in calls.names if "_to_copy" in name]
+    assert len(products) <= 2048 / 11 + 2 and len(casts) < 2.2 * len(products)
 
 
 if __name__ == "__main__":

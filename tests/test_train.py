@@ -603,3 +603,46 @@ def test_decoded_images_have_pixels_for_the_smallest_crop(monkeypatch, tmp_path,
     args.image_size = 8
     train.open_loader(args, None, None, None, None, train.Progress())
     assert found == [side]
+
+
+class Device:
+    """A GPU, whose work the host enqueues, and a clock that both share, in seconds."""
+
+    def __init__(self):
+        self.now, self.free = 0.0, 0.0
+
+    def record(self, event):
+        event.time = self.free = max(self.now, self.free)
+
+
+@pytest.mark.parametrize("loading, share", [(0.03, 0.0), (0.1, 0.5)])
+def test_data_share_is_the_time_that_the_gpu_waits(monkeypatch, loading, share):
+    """A batch is computed in .05 s; the host is ready at once and only loads."""
+    device = Device()
+
+    class Event:
+        def __init__(self, enable_timing):
+            device.record(self)
+
+        record = lambda self: device.record(self)
+        elapsed_time = lambda self, other: 1000 * (other.time - self.time)
+
+    def load():
+        while True:
+            device.now += loading
+            yield device.now
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "synchronize",
+                        lambda: setattr(device, "now", max(device.now, device.free)))
+    monkeypatch.setattr(time, "perf_counter", lambda: device.now)
+    clock, batches = train.Clock(), load()
+    clock.reset()
+    for _ in range(100):
+        clock.wait_for(batches)
+        device.free = max(device.now, device.free) + 0.05
+    rates = clock.rates(8)
+    assert rates["data_share"] == pytest.approx(share, abs=0.01)
+    assert rates["images_per_s"] == pytest.approx(8 / max(loading, 0.05), rel=0.02)
