@@ -6,8 +6,10 @@ import itertools
 import json
 import os
 import random
+import re
 import resource
 import tarfile
+import textwrap
 import warnings
 from pathlib import Path
 from resource import RLIMIT_NOFILE
@@ -627,3 +629,21 @@ def test_a_fraction_of_the_labels_is_of_each_class_or_what_a_file_names(tmp_path
             common.label_rows(names, labels, wrong)
     with pytest.raises(UserError, match=r"--label-fraction \(number or file\) no.txt cannot be"):
         common.label_rows(names, labels, "no.txt")
+
+
+def test_the_readme_makes_class_folders_of_a_data_set_of_torchvision(tmp_path, monkeypatch):
+    """With a stand-in for the download."""
+    readme = Path(__file__).parents[1].joinpath("README.md").read_text("utf-8")
+    lines = re.search(r"    from pathlib import Path\n(?:    .+\n)+", readme)[0]
+
+    def data_set(root, train, download):
+        pairs = [(Image.new("RGB", (32, 32)), label) for label in (1, 0, 1)[: 3 if train else 2]]
+        return type("Photos", (list,), {"classes": ["cat", "dog"]})(pairs)
+
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", data_set)
+    monkeypatch.chdir(tmp_path)
+    exec(textwrap.dedent(lines), {})
+    table = common.open_data("cifar10/train", content="label")
+    assert (len(table), table.classes, list(table.labels)) == (3, ["cat", "dog"], [0, 1, 1])
+    assert sorted(str(path) for path in Path("cifar10/test").rglob("*.png")) == [
+        "cifar10/test/cat/1.png", "cifar10/test/dog/0.png"]
