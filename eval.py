@@ -1647,11 +1647,20 @@ PICTURES = {
 OF_RUNS = ("segmentation", "words", "captions")  # functions of {run: Embedder}
 
 
-def is_drawn(name, tasks, data, *models):
-    """Whether a picture is asked for (--task, or by default), and data and all models serve it."""
-    picture, has_words = PICTURES[name], any(model.encode_words for model in models)
-    asked = name in tasks if tasks else name != "words" or has_words
-    return asked and picture.fits(data) and all(picture.suits(model) for model in models)
+@torch.no_grad()
+def draw_pictures(embedders, data, tasks):
+    """{name: picture} of what `tasks` names, or without any of what data and models serve. Several
+    {run: Embedder} share those of OF_RUNS."""
+    models, pages = [embed.model for embed in embedders.values()], {}
+    for name, picture in PICTURES.items():
+        if name not in OF_RUNS and len(models) > 1:
+            continue
+        usual = name != "words" or any(model.encode_words for model in models)
+        asked = name in tasks if tasks else usual
+        if asked and picture.fits(data) and all(picture.suits(model) for model in models):
+            shown = embedders if name in OF_RUNS else next(iter(embedders.values()))
+            pages[name] = picture.run(shown, data)
+    return {name: page for name, page in pages.items() if page}
 
 
 # Evaluating a run -----------------------------------------------------------------------
@@ -1730,7 +1739,11 @@ def evaluate_and_show(embed, data, options, run):
               f"lacks: train on captions with them, or with --vocab.")
     if result:
         write_figures(embed, data, options, run, result)
-    if not draw_pictures(embed, data, options, run) and not result:
+    pages = draw_log(run) if options.is_own and not options.tasks else {}
+    drawn = draw_pictures({"found": embed}, data, options.tasks)
+    pages |= {output_path(run, options, f"{name}.png"): page for name, page in drawn.items()}
+    save_pictures(pages)
+    if not pages and not result:
         tasks = ", ".join(options.tasks or ["the default tasks"])
         raise UserError(f"{run}: there is nothing to evaluate in {tasks} on {options.data}.")
     return result
@@ -1775,26 +1788,12 @@ def output_path(run, options, name):
     return Path(run, name if options.is_own else f"{data}-{name}")
 
 
-@torch.no_grad()
-def draw_pictures(embed, data, options, run):
-    """Draw what --task names, or all that data and model serve, and of the run's own data its
-    log -> {path: picture}."""
-    pages = draw_log(run) if options.is_own and not options.tasks else {}
-    for name, picture in PICTURES.items():
-        if is_drawn(name, options.tasks, data, embed.model):
-            shown = {"found": embed} if name in OF_RUNS else embed
-            pages[output_path(run, options, f"{name}.png")] = picture.run(shown, data)
-    return save_pictures(pages)
-
-
 def save_pictures(pages):
-    pages = {path: page for path, page in pages.items() if page}
     for path, page in pages.items():
         with common.replacing(path) as file:
             page.quantize(256, Image.Quantize.MAXCOVERAGE).save(file, "PNG")  # rare colours stay
     if pages:
         print("pictures: " + ", ".join(map(str, pages)))
-    return pages
 
 
 # Search -----------------------------------------------------------------------------------
@@ -2048,17 +2047,9 @@ def compare_runs(evaluated, tasks):
         embedders = {runs[0]: evaluated[runs[0]].embed for runs in columns.values()}
     if len(specs) == 1:
         run, first = next(iter(evaluated.items()))
-        page = draw_side_by_side(embedders, first.data, tasks)
-        save_pictures({output_path(run, first.options, "comparison.png"): page})
-
-
-@torch.no_grad()
-def draw_side_by_side(embedders, data, tasks):
-    """What --task allows of OF_RUNS, data and models serve. embedders: {run: Embedder}."""
-    models = [embed.model for embed in embedders.values()]
-    pages = [PICTURES[name].run(embedders, data) for name in OF_RUNS
-             if is_drawn(name, tasks, data, *models)]
-    return join(list(filter(None, pages)), down=True) if any(pages) else None
+        if pages := draw_pictures(embedders, first.data, tasks):
+            page = join(list(pages.values()), down=True)
+            save_pictures({output_path(run, first.options, "comparison.png"): page})
 
 
 # Command line ---------------------------------------------------------------------------
