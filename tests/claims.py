@@ -9,9 +9,9 @@ each learning rate, measure, train with other seeds, measure, the fifth keeps th
 a figure of one run (delete those of a preset that changes), or what is left of older trainings: of
 a claim mean and deviation of A and of B, their difference by seed; in a summary mean and deviation
 of several metrics of a run. `flags` of a figure are those of eval.py, without them it is of the
-run's own evaluation. `cifar10/` has 20,000 images of CIFAR-10's training set in four shards, with
-captions such as `a close-up of a cat.`, the same in the class folders of cifar10/train, and 200 of
-each class of the test set in those of cifar10/test.
+run's own evaluation. Photos are CIFAR-10's in class folders, as the README makes them, of which
+--again makes four shards with captions. (On record: 2,000 of each class of the training set, in the
+folders, too, and 200 of the test set.)
 
 tests/claims-runs.json has the claims of each method and what they are tried with. A run has
     rate_by   the metric whose best value on the val split chooses the learning rate, or the run
@@ -29,9 +29,12 @@ A claim is that A is above B:
 
 import argparse
 import collections
+import io
 import json
+import random
 import re
 import sys
+import tarfile
 from pathlib import Path
 from statistics import mean
 
@@ -50,6 +53,8 @@ TASK_OF = {"i2t": "retrieval", "t2i": "retrieval", "faithfulness": "retrieval",
            "active": "sparsity", "miou": "segmentation",
            "miou_fg": "segmentation"}  # of metrics not called as their task
 RATES = (0.0005, 0.001, 0.002)  # learning rates, tried with seed 0, if a run has no others
+CAPTIONS = ("a photo of {}.", "a blurry photo of {}.", "a close-up of {}.",
+            "a small picture of {}.", "{} in a low resolution photo.")
 
 
 def key_of(record):
@@ -202,8 +207,28 @@ def last_figure(out, config, metric, flags):
     return value
 
 
+def make_shards(root):
+    """Of ROOT/train/CLASS/i.png the shards ROOT/00000.tar to 00003.tar: 2,000 images a class, their
+    captions with the names of claims-classes.txt, which are in the order of the folders."""
+    rng, samples = random.Random(0), []
+    names = common.read_lines(Path(__file__).with_name("claims-classes.txt"), "--classes")
+    for folder, name in zip(sorted(Path(root, "train").iterdir()), names):
+        samples += [(path, name) for path in sorted(folder.iterdir())[:2000]]
+    rng.shuffle(samples)
+    for shard in range(4):
+        with tarfile.open(Path(root, f"{shard:05}.tar"), "w") as tar:
+            for i, (path, name) in enumerate(samples[shard::4]):
+                caption = rng.choice(CAPTIONS).format(common.article(name))
+                for suffix, data in ((".png", path.read_bytes()), (".txt", caption.encode())):
+                    member = tarfile.TarInfo(f"{i:06}{suffix}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+
+
 def train_again(method):
     """Put what the runs have into claims.json and print the commands for the rest."""
+    if Path("cifar10/train").is_dir() and not Path("cifar10/00000.tar").exists():
+        make_shards("cifar10")
     records, found = read_records(), []
     missing = collections.defaultdict(dict)  # commands of a run, each once
 

@@ -11,7 +11,7 @@ import claims
 import common
 import eval as evaluation
 import train
-from helpers import write_files
+from helpers import picture, write_files
 
 SEEDS = 3, 4, 5
 RUNS = {"a": {"rate_by": "zeroshot", "flags": "--method sparc"},
@@ -185,3 +185,15 @@ def test_the_figures_of_the_texts_are_those_of_the_tables(capsys):
         assert {*re.findall(r"(?<!\d)\.\d{3}(?!\d)", text)} <= figures, name
         paired = re.findall(r"[+-]\.\d{3} [+-]\.\d{3} [+-]\.\d{3}|\.\d{3} \+?[±-]+ \.\d{3}", text)
         assert all(pair.replace("+-", "±").removesuffix("0") in tables for pair in paired), name
+
+
+def test_shards_with_captions_are_made_of_class_folders(printed, tmp_path):
+    classes = (Path(claims.__file__).with_name("claims-classes.txt")).read_text().split()
+    write_files(tmp_path, {f"cifar10/train/{i}/{j}.png": picture(format="PNG")
+                           for i in range(len(classes)) for j in range(2)})
+    printed("--again")
+    pattern = "cifar10/{00000..00003}.tar"
+    pairs = list(common.TarShards(pattern).each("caption"))
+    assert len(pairs) == 2 * len(classes) and all(len(captions) == 1 for _, captions in pairs)
+    shown = " ".join(caption for _, (caption,) in pairs)
+    assert all(shown.count(f" {name}") == 2 for name in classes)
