@@ -1932,6 +1932,8 @@ def linear_segmentation(embed, data, options):
         labels = torch.cat([patch_labels(maps[grouping], embed.image_size, encoder.grid)
                             for maps in learned])                           # (n P,)
         counted, batch = labels != 255, min(512, max(32, len(labels) // 64))
+        if not counted.any():
+            raise UserError(f"Every pixel of {options.data} to learn from is 255: none counts.")
         seen = x.flatten(0, 1)[counted].to(embed.device), labels[counted].to(embed.device)
         head = adamw_probe(*seen, epochs=3, batch=batch)[0].cpu()
         found, truth = [], []  # ids of all pixels, from 1: the background is a class, too
@@ -2056,7 +2058,8 @@ def compare_runs(evaluated, tasks):
 
 
 def build_parser():
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+    parser = argparse.ArgumentParser(usage="eval.py RUN [RUN ...] [--FLAG VALUE ...]; --help lists "
+                                           "the flags", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("runs", nargs="+", metavar="run", help="directory of a run of train.py")

@@ -712,6 +712,16 @@ def test_linear_segmentation_in_pascal_vocs_layout(tmp_path):
         linear_miou(tmp_path)
 
 
+def test_linear_segmentation_needs_a_pixel_that_counts(tmp_path):
+    blank = picture(8, 8, "L", "PNG", 255)
+    files = {f"SegmentationClass/{name}.png": blank for name in "ab"}
+    files |= {f"JPEGImages/{name}.jpg": picture() for name in "ab"}
+    lists = {"ImageSets/Segmentation/train.txt": "a", "ImageSets/Segmentation/val.txt": "b"}
+    write_files(tmp_path, files | lists | {"classes.txt": "red"})
+    with pytest.raises(common.UserError, match="Every pixel of .* to learn from is 255"):
+        linear_miou(tmp_path)
+
+
 def test_a_patch_has_its_commonest_class():
     truth = torch.tensor([[1, 1, 2, 2], [1, 0, 255, 255], [3, 3, 0, 0], [3, 3, 0, 1]])
     assert evaluation.patch_labels(truth, 4, 2).tolist() == [1, 2, 3, 0]
