@@ -1248,17 +1248,7 @@ def label_ranks(scores, pieces, labels):
 
 def words(embed, data, options):
     """Interpretability (STAIR, Table 4): how often an image's label is among the k best words; of
-    the world its colour, its shape, and the better of both. Of captioned images: how many of the
-    ten best tokens occur in the captions, and in another image's, a fraction."""
-    encode = embed.tokenizer.encode
-    if data.groups is None:
-        x, captions = embed.encode_pairs(data.captioned("captioned"))
-        best = vocabulary_scores(embed, x).topk(10).indices                 # (n, 10)
-        texts = [torch.tensor(encode(" ".join(group))) for group in captions]
-        own = [torch.isin(ids, text) for ids, text in zip(best, texts)]
-        others = [torch.isin(ids, text) for ids, text in zip(best, texts[1:] + texts[:1])]
-        return {"words/in_captions": torch.stack(own).float().mean(1),      # (n,)
-                "words/in_others_captions": torch.stack(others).float().mean(1)}
+    the world its colour, its shape, and the better of both."""
     x, ids = labelled(embed, data, "zeroshot")
     scores, ranks = vocabulary_scores(embed, x), {}
     for grouping, (group, names) in data.groups.items():
@@ -1266,7 +1256,7 @@ def words(embed, data, options):
             continue  # no single word names a colour and a shape
         names = names if grouping else data.classes.names  # folders may be called otherwise
         # a class without a name gets the score of special tokens, -inf
-        pieces = [encode(name)[1:-1] or embed.tokenizer.special for name in names]
+        pieces = [embed.tokenizer.encode(name)[1:-1] or embed.tokenizer.special for name in names]
         ranks[grouping] = label_ranks(scores, pieces, group[ids])
     ranks[""] = torch.stack(list(ranks.values())).amin(0)
     ks = (1, 10, 50, 100)
@@ -1312,7 +1302,7 @@ TASKS = {
     "negatives": Task(negatives, ("negatives",), "encode_text"),
     "winoground": Task(winoground, ("winoground",), "encode_text"),
     "segmentation": Task(segmentation, ("maps",), "encode_patches"),
-    "words": Task(words, ("groups", "captioned"), "encode_text"),
+    "words": Task(words, ("groups",), "encode_text"),
     "textfree": Task(textfree, ("groups", "captioned"), "encode_words"),
     "sparsity": Task(sparsity, IMAGES, "encode_text"),
     "knn": Task(knn, ("groups",)),

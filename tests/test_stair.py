@@ -328,7 +328,7 @@ def test_a_run_is_read_and_searched(tmp_path, run_of, capsys):
     assert [x for _, x in index.search(query, 24)] == pytest.approx(expected, abs=1e-5)
 
 
-def test_files_are_searched_and_their_captions_words_counted(tmp_path, monkeypatch):
+def test_files_are_searched(tmp_path, monkeypatch):
     captions, run = ["中文 red", "中文 green", "中文 blue"], tmp_path / "run"
     rows = "".join(f"data/x/{i}.png,{caption}\n" for i, caption in enumerate(captions))
     files = {f"data/x/{i}.png": picture(format="PNG") for i in range(3)}
@@ -342,18 +342,6 @@ def test_files_are_searched_and_their_captions_words_counted(tmp_path, monkeypat
         evaluation.main([str(run), "--data", str(tmp_path / "data"), "--query", "red"])
     index, = run.glob("*data-index.pt")
     assert len(stair.InvertedIndex.load(index).ids) == 3 and not (run / "index.pt").exists()
-    embed, args = evaluation.load_run(run)
-    captions = [embed.tokenizer.encode(caption) for caption in captions]
-    scores = torch.randn(3, len(embed.tokenizer))
-    scores[:, captions[0]] += 3.0
-    monkeypatch.setattr(evaluation, "vocabulary_scores", lambda embed, images: scores)
-    options = evaluation.options_of({}, args)
-    found = evaluation.words(embed, evaluation.open_eval_set(options, 16), options)
-    best = scores.topk(10).indices.tolist()
-    for name, truths in (("words/in_captions", captions),
-                         ("words/in_others_captions", captions[1:] + captions[:1])):
-        expected = [sum(k in truth for k in ids) / 10 for ids, truth in zip(best, truths)]
-        assert max(expected) > 0 and found[name].tolist() == pytest.approx(expected)
 
 
 WORDS = ["[PAD]", "red", "blue", "circle", "star", "the"]
