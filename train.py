@@ -381,9 +381,6 @@ def check_settings(args, method, defaults):
         args.epochs = None  # of a run that is resumed
     with common.explained(ValueError, f"--method {args.method}"):
         method.check(args)
-    if "warmup" in given and args.warmup > args.steps and not args.epochs:
-        raise UserError(f"--warmup {args.warmup} is longer than the {args.steps} --steps: the "
-                        f"learning rate would not reach its peak.")
     if args.bench:
         args.steps, args.epochs = max(args.steps, BENCH_WARMUP + args.bench), None
 
@@ -461,8 +458,6 @@ def announce(args, data, model, tokenizer, device):
              f"{params / 1e6:.1f} M parameters"]
     if isinstance(data, common.CaptionTable):
         facts.append(f"{len(data):,} images, {len(data) / args.batch:.1f} steps per epoch")
-        if len(data) < args.batch:
-            print(f"note: --batch {args.batch} has some of the {len(data)} images more than once")
     if device.type == "cuda" and args.workers == 0 and not isinstance(data, common.World):
         print("note: with --workers 0 the GPU waits while this process decodes images")
     if "OMP_NUM_THREADS" not in os.environ and os.getloadavg()[0] > os.cpu_count():

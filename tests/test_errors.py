@@ -68,7 +68,6 @@ ERRORS = [
                          "stair --bias-text nan"], "finite and not negative"),
         "sparc --embed-dim 0": "positive", "stair --init-scale 0.0": "positive",
         "sparc --beta2 1.0": "below 1", "sparc --sigma 2.0": "at most 1"}.items()),
-    ("sparc --warmup 7", "--warmup 7 is longer than the 6 --steps"),
     ("sparc --epochs 1", "--epochs and --steps both say"),
     ("train --method sparc --epochs 1 --out run", "how many images shapes.* known; give --steps"),
     ("sparc --accum-freq 2", "--accum-freq 2 .* BatchNorm .* tiny-patch"),
