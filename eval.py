@@ -489,12 +489,16 @@ def options_of(flags, args):
         own["train_data"] = args.data
     own["split"] = default_split(spec)
     name, settings = common.parse_spec(spec)
-    learned = Path(common.parse_spec(args.data)[0]).resolve()
-    own["on_training_images"] = own["split"] == "all" and Path(name).resolve() == learned
+    learned, of_learned = common.parse_spec(args.data)
+    is_learned = given.get("split", own["split"]) in ("all", of_learned.get("split", "train"))
+    is_same = name != "shapes" and Path(name).resolve() == Path(learned).resolve()
+    own["on_training_images"] = is_learned and is_same
     if "split" in given and own["split"] == "all":
         raise UserError(f"--split {given['split']}: {spec} has no splits.")
     if "split" in given and "split" in settings:
         raise UserError(f"--split {given['split']}: {spec} names its split itself.")
+    if "train_data" in given and name == "shapes":
+        raise UserError(f"--train-data {given['train_data']}: shapes have a training split.")
     if "classes" in given and name == "shapes":
         raise UserError(f"--classes {given['classes']}: the classes of shapes have their names.")
     if "templates" in given:
@@ -768,7 +772,6 @@ class WorldSet(EvalSet):
         truths = {grouping: label_maps(sample, grouping) for grouping in groupings}
         for i, image in enumerate(sample["images"]):
             yield image, {grouping: ids[i] for grouping, ids in truths.items()}
-
 
     def grounded(self):
         """For each colour and shape of a scene, and its plural, the pixels of its objects."""
@@ -1050,7 +1053,8 @@ def linear(embed, data, options):
     x, ids = labelled(embed, data, "test", encode)
     predicted, result = head.cpu()(x).argmax(1), {}
     for grouping, (group, _) in data.groups.items():
-        chance = 1 / len(group[learned.cpu()].unique())
+        known = group if data.unseen is None else group[~data.unseen]  # which the probe can learn
+        chance = 1 / len(known.unique())
         result[f"linear{grouping}"] = group[predicted] == group[ids], chance
     result["linear/mean_per_class"] = mean_per_class(predicted, ids)
     return result | {f"linear/{setting}": value}
@@ -2003,7 +2007,8 @@ ASIDE = ("seed out argv git resume workers log_every save_every keep_every eval_
 
 def print_table(columns):
     """Print {heading: [{metric: figure} of each run, or of each --data]}: the mean, and the
-    standard deviation of several; of two columns how far the second's is above the first's."""
+    standard deviation of several, (n) where fewer have it; of two columns how far the second's is
+    above the first's."""
     more = " difference |" if len(columns) == 2 else ""
     print("| |" + "".join(f" {heading} |" for heading in columns) + more)
     print("|---" * (len(columns) + 1 + bool(more)) + "|")
@@ -2013,11 +2018,11 @@ def print_table(columns):
         for figures in columns.values():
             values = [row[metric] for row in figures if metric in row]
             deviation = f" ± {in_digits(np.std(values, ddof=1), 3)}" if len(values) > 1 else ""
-            is_known = len(values) == len(figures)
-            cells.append(in_digits(mean(values), 3) + deviation if is_known else "")
-            means += [mean(values)] if is_known else []
+            fewer = f" ({len(values)})" if len(values) < len(figures) else ""
+            cells.append(in_digits(mean(values), 3) + deviation + fewer if values else "")
+            means.append(mean(values) if values else 0)
         if more:
-            is_known = len(means) == 2 and means[0]
+            is_known = cells[1] and means[0]
             cells.append(f"{means[1] / means[0] - 1:+.1%}" if is_known else "")
         print(f"| {metric} | " + " | ".join(cells) + " |")
 
@@ -2156,7 +2161,8 @@ def main(argv=None):
         if evaluated and len(flags.runs) > 1 and not flags.queries:
             compare_runs(evaluated, flags.tasks)
         for run, found in evaluated.items():
-            figures[run] += [found.figures] if found else []
+            if found:
+                figures[run].append(found.figures)
     if len(flags.data or []) > 1 and figures:
         print_table({f"{run}, mean of {len(rows)} data": rows for run, rows in figures.items()})
     if failed:

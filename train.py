@@ -403,8 +403,8 @@ def choose_run(args):
         is_run = "argv" in common.read_config(out)
     with common.writing(out):  # its name may be too long
         replaced = sorted(path.name for path in out.glob("*.pt"))
-    if not is_run:
-        replaced += [name for name in WRITTEN if os.path.exists(out / name)]
+    names = ["eval.json"] if is_run else WRITTEN  # the evaluation is of a run that ended
+    replaced += [name for name in names if os.path.exists(out / name)]
     if replaced and not args.resume:
         raise UserError(f"{out} has a {replaced[0]} already: continue its run with --resume, or "
                         f"give another --out.")

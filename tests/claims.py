@@ -167,7 +167,7 @@ def print_table(method):
     print(f"\nTest split, mean ± deviation of seeds {tuple(table['seeds'])}, of * those of its "
           f"record. A claim holds if each difference has its sign and their mean is above twice "
           f"its standard error, weakly if one of both is so; it is reversed if each has the other "
-          f"sign.\nLearning rates, the best of {RATES} or of those in RUNS, on the val split with "
+          f"sign.\nLearning rates, the best of {RATES} or of its own, on the val split with "
           f"seed 0: {', '.join(chosen) or 'none yet'}.\n* An older record in claims.json, of which "
           f"single figures were not kept.")
     for record in records.values():

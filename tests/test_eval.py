@@ -456,6 +456,7 @@ def test_the_sgd_probe_holds_out_a_tenth_of_the_training_images(tmp_path, monkey
     found = evaluation.linear(embedder(), *opened(tmp_path / "test", probe="sgd", probe_epochs=3,
                                                   train_data=str(tmp_path / "train")))
     assert len(found["linear"][0]) == 6
+    assert found["linear"][1] == 1 / 3      # of all classes, not of those held out
     assert capsys.readouterr().out.count("skipped 1 of") == 1               # not in each epoch
 
 

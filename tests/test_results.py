@@ -119,6 +119,24 @@ def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
         assert all(getattr(options, name) == value for name, value in flags.items())
 
 
+def test_a_table_of_several_data_has_what_some_of_them_have(capsys):
+    evaluation.print_table({"run": [{"x": 0.2, "y": 1.0}, {"x": 0.4}], "other": [{}, {"z": 1.0}]})
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert rows == ["| x | 0.300 ± 0.141 |  |  |", "| y | 1.000 (1) |  |  |", "| z |  | 1.000 (1) |  |"]
+
+
+def test_training_images_are_named_whatever_the_split(tmp_path):
+    args = evaluation.METHODS["sparc"].Config()
+    vars(args).update(data="kar.json:split=val", eval_data=None, image_root=None, workers=0,
+                      probe="adamw", probe_epochs=None)
+    assert evaluation.options_of({}, args).on_training_images
+    for split, seen in (("test", False), ("val", True)):
+        options = evaluation.options_of({"data": "kar.json", "split": split}, args)
+        assert options.on_training_images == seen
+    with pytest.raises(common.UserError, match="--train-data x: shapes have a training split"):
+        evaluation.options_of({"data": "shapes", "train_data": "x"}, args)
+
+
 def test_half_a_last_line_takes_no_record_with_it_and_nan_is_null(run_of, tmp_path, monkeypatch):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     with open(run / "evals.jsonl", "a") as file:

@@ -365,6 +365,14 @@ def test_workers_do_not_hold_the_lock_of_a_killed_run(tmp_path):
         pass
 
 
+def test_a_run_that_ended_is_not_overwritten_where_its_weights_are_gone(run_of, tmp_path):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    for path in run.glob("*.pt"):
+        path.unlink()
+    with pytest.raises(UserError, match="has a eval.json already"):
+        train.main([*SPARC, "--out", str(run)])
+
+
 def test_runs_are_not_overwritten(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path, {"runs/mine/slurm-1.out": "no obstacle"})
