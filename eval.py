@@ -106,7 +106,7 @@ def split_held_out(x):
 def note_tie(scores, held):
     if len(set(scores)) == 1:
         print(f"note: all strengths of the probe's regularisation do equally well on the "
-              f"{len(held)} images that were held out to choose one: the first is taken.")
+              f"{len(held)} features that were held out to choose one: the first is taken.")
 
 
 def adamw_probe(x, labels, epochs=10, batch=64):
@@ -444,42 +444,18 @@ def read_templates(given):
     return given
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What to evaluate, and how: see the flags of these names in `build_parser`."""
-
-    data: str
-    split: str
-    train_data: str | None
-    probe: str
-    probe_epochs: int | None
-    label_fraction: str | None = None    # of what k-NN and probes learn from; or a file of names
-    image_root: str | None = None
-    limit: int | None = None
-    learn_limit: int | None = None       # of images to learn from, or to choose by
-    templates: list | None = None
-    classes: str | None = None
-    nouns_adjectives: str | None = None
-    caption_prefix: str | None = None    # before the captions of retrieval
-    select: str | None = None
-    select_root: str | None = None
-    checkpoint: str = "last.pt"
-    tasks: list | None = None
-    workers: int = 0
-    on_training_images: bool = False     # the run learned from these very images
-    is_own: bool = False                 # the run's own evaluation, maybe of other tasks
-
-
 TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # samples of a run's own data; --data takes all
+NO_SETTINGS = {"runs", "queries", "export", "workers", "batch", "device", "is_own"}  # of figures
 
 
 def options_of(flags, args):
-    """Options of a run with settings `args` and flags {name: value, None if not given} of eval.py,
-    data one SPEC. Without flags: those of `eval.py RUN` and of the end of a training."""
-    given = {name: flags[name] for name in Options.__dataclass_fields__.keys() & flags.keys()
-             if flags[name] is not None}
+    """Flags {name: value} of eval.py, data one SPEC, completed by the settings `args` of a run.
+    Beside them are learn_limit, of images to learn from or to choose by, on_training_images, and
+    is_own: this is the run's own evaluation, maybe of other tasks, as at the end of training."""
+    defaults = vars(build_parser().parse_args(["RUN"]))
+    given = {name: value for name, value in flags.items() if value != defaults.get(name)}
     own = {"probe": args.probe, "probe_epochs": args.probe_epochs, "workers": args.workers,
-           "train_data": None, "data": args.eval_data or args.data}
+           "data": args.eval_data or args.data, "learn_limit": None}
     if "data" not in given:
         own |= {"image_root": args.image_root, "limit": TEST_LIMIT, "learn_limit": LEARN_LIMIT}
     spec = given.get("data", own["data"])
@@ -503,7 +479,8 @@ def options_of(flags, args):
         raise UserError(f"--classes {given['classes']}: the classes of shapes have their names.")
     if "templates" in given:
         given["templates"] = read_templates(given["templates"])
-    return Options(**own | given, is_own=given.keys() <= {"tasks", "workers"})
+    own["is_own"] = given.keys() <= NO_SETTINGS | {"tasks"}
+    return argparse.Namespace(**defaults | own | given)
 
 
 def splits_of(spec):
@@ -545,7 +522,7 @@ class EvalSet:
     map_classes: dict = None       # {"": Classes} of `maps`
     content_words: set = None      # nouns and adjectives
     is_world: bool = False         # its other splits are there to learn from and to choose by
-    options: Options = None        # with which it was opened
+    options: argparse.Namespace = None  # with which it was opened
     labelled: Callable = None      # (purpose) -> pairs with class ids
     captioned: Callable = None     # (purpose) -> pairs with lists of captions
     negatives: Callable = None     # () -> pairs with [(kind, caption, wrong caption)]
@@ -571,7 +548,7 @@ class TableSet(EvalSet):
     """Image files with captions, or class folders, these in a random order, always the same."""
 
     def __init__(self, table, options):
-        self.table, self.options = table, options
+        self.table = table
         if table.classes is None:
             self.order, self.captioned = range(len(table)), self.caption_pairs
         else:
@@ -836,25 +813,22 @@ def open_kind(options, image_size, captions):
 
 
 def open_beside(options, data, spec, root, message):
-    """Data to learn from or to choose by: CLIP_benchmark's or VOC's split "train" if there is one,
-    of the world "val". Raises UserError with the message if `spec` is None, or the data to
-    evaluate."""
-    split = "train" if spec and "train" in splits_of(spec) else "val"
-    is_other_split = split == "train" and options.split != "train"
+    """Data to learn from or to choose by: CLIP_benchmark's or VOC's split "train", of the world
+    "val". Raises UserError with the message if `spec` is None, or the data to evaluate."""
+    splits = splits_of(spec) if spec else []
+    split = "train" if splits else "val"
     is_same = spec and Path(spec).resolve() == Path(options.data).resolve()
-    if spec is None or (is_same and not is_other_split):
+    if spec is None or (is_same and (split == options.split or split not in splits)):
         raise UserError(message)
-    beside = dataclasses.replace(options, data=spec, split=split, image_root=root,
-                                 limit=options.learn_limit)
-    return open_eval_set(beside, data.image_size)
+    limit = None if options.label_fraction else options.learn_limit  # a share is of all
+    beside = vars(options) | {"data": spec, "split": split, "image_root": root, "limit": limit}
+    return open_eval_set(argparse.Namespace(**beside), data.image_size)
 
 
 def open_training_set(options, data):
     """What k-NN and probes learn from: --train-data, of the world its training split."""
     if data.is_world:
         return data
-    if options.label_fraction:  # a share of all
-        options = dataclasses.replace(options, learn_limit=None)
     spec, names = options.train_data, data.groups[""][1]
     train = open_beside(options, data, spec, None,
                         "k-NN and linear probes learn from other images than these: give "
@@ -924,8 +898,7 @@ def take(embed, data, n):
 
 
 def zeroshot(embed, data, options):
-    """Top-1 and top-5 accuracy; `mean_per_class_recall`: each class of the images counts alike;
-    `heldout_pairs`: of the classes that training never shows."""
+    """Top-1 and top-5 accuracy; `mean_per_class_recall`: each class of the images counts alike."""
     x, ids = labelled(embed, data, "zeroshot")
     scores = embed.classify(x, data.classes)                                # (n, C)
     predicted, chance = scores.argmax(1), 1 / scores.shape[1]
@@ -934,9 +907,7 @@ def zeroshot(embed, data, options):
     if scores.shape[1] > 5:
         result["zeroshot/acc5"] = (scores.topk(5).indices == ids[:, None]).any(1), 5 * chance
     result["zeroshot/mean_per_class_recall"] = mean_per_class(predicted, ids), chance
-    if data.unseen is not None and data.unseen[ids].any():
-        result["zeroshot/heldout_pairs"] = (predicted == ids)[data.unseen[ids]], chance
-    return result | {"zeroshot/chance": chance}
+    return result
 
 
 def caption_words(*captions):
@@ -1282,6 +1253,82 @@ def sparsity(embed, data, options):
             "active/text": (embed.texts(captions) != 0).flatten(1).sum(1)}
 
 
+# Linear segmentation ----------------------------------------------------------------------
+#
+# What frozen patches know, without a decoder (BAM's Table 7 has UPerNet's, for which see --export).
+
+
+def patch_labels(truth, size, grid):
+    """A map (H, W) -> (grid * grid,), the commonest id in each patch of an image of `size`."""
+    truth = F.interpolate(truth[None, None].float(), (size, size))[0, 0]    # nearest pixels
+    cells = truth.unflatten(0, (grid, -1)).unflatten(2, (grid, -1))         # (g, p, g, p)
+    return cells.transpose(1, 2).reshape(grid**2, -1).mode().values.long()
+
+
+def open_training_maps(options, data):
+    """Pairs (image, {grouping: map}) of the split train, of the world or of VOC's layout."""
+    if data.is_world:
+        return data.maps("train")
+    message = (f"linear_segmentation learns from the split train of {options.data}, which must "
+               f"have one: evaluate on another.")
+    return open_beside(options, data, options.data, options.image_root, message).maps("train")
+
+
+def linear_segmentation(embed, data, options):
+    """mIoU over all pixels, the background a class as in VOC. adamw_probe trains a linear
+    classifier of the image encoder's patches to predict the commonest class of a patch's pixels."""
+    encoder, result = embed.model.evaluation_encoder(), {}
+    P = encoder.grid**2
+
+    def encode(images):
+        return encoder(images)[:, -P:].float()                              # (B, P, d)
+
+    x, learned = embed.encode_pairs(open_training_maps(options, data), encode)
+    test, truths = embed.encode_pairs(data.maps("segmentation"), encode)
+    for grouping in data.map_classes:
+        labels = torch.cat([patch_labels(maps[grouping], embed.image_size, encoder.grid)
+                            for maps in learned])                           # (n P,)
+        counted, batch = labels != 255, min(512, max(32, len(labels) // 64))
+        if not counted.any():
+            raise UserError(f"Every pixel of {options.data} to learn from is 255: none counts.")
+        seen = x.flatten(0, 1)[counted].to(embed.device), labels[counted].to(embed.device)
+        head = adamw_probe(*seen, epochs=3, batch=batch)[0].cpu()
+        found, truth = [], []  # ids of all pixels, from 1: the background is a class, too
+        for patches, maps in zip(test, truths):
+            ids = upsample(head(patches).argmax(1), maps[grouping].shape)
+            found.append(ids.flatten() + 1)
+            truth.append((maps[grouping] + (maps[grouping] != 255)).flatten())
+        result[f"linear_segmentation{grouping}"] = image_iou(torch.cat(found), torch.cat(truth))
+    return result
+
+
+# Fine-tuned classifiers (BAM, Tables 3 to 5) ----------------------------------------------
+
+
+def check_classes(options, data, model):
+    """Raise UserError if a classifier has learned other classes than those of the data."""
+    known = model.config.classes
+    names = list(data.groups["/shape" if data.is_world else ""][1]) if data.groups else known
+    if names != known:
+        raise UserError(f"The classifier has learned {len(known)} classes, {', '.join(known[:3])}, "
+                        f"..., {options.data} has {len(names)}, {', '.join(names[:3])}, ...: they "
+                        f"must be the same; names of shards can be given with --classes.")
+
+
+def classification(embed, data, options):
+    """Top-1 accuracy of a classifier, of the world on shapes; `mean_per_class`: each class of the
+    images counts alike."""
+    scores, labels = labelled(embed, data, "test", embed.model.class_scores)
+    if data.is_world:
+        labels = data.groups["/shape"][0][labels]
+    if labels.max() >= scores.shape[1]:
+        raise UserError(f"{options.data} holds class {labels.max()}, the classifier has learned "
+                        f"{scores.shape[1]}, the first of which is 0: evaluate on these alone.")
+    predicted, chance = scores.argmax(1), 1 / scores.shape[1]
+    return {"classification": (predicted == labels, chance),
+            "classification/mean_per_class": (mean_per_class(predicted, labels), chance)}
+
+
 # What can be measured ---------------------------------------------------------------------
 
 
@@ -1315,7 +1362,20 @@ TASKS = {
     "masks": Task(masks, ("groups", "captioned"), "mask_parts"),
     "alignment": Task(alignment, ("grounded",), "align_words"),
     "slot_alignment": Task(slot_alignment, ("grounded",), "slots"),
+    "linear_segmentation": Task(linear_segmentation, ("maps",)),
+    "classification": Task(classification, ("labelled",), "class_scores"),
 }
+
+
+def default_tasks(data, model):
+    """Names of the tasks that are run where none is asked for."""
+    if model.class_scores:
+        return ["classification"]
+    if model.encode_text is None:
+        return ["knn", "linear"] if data.is_world else ["knn"]  # a probe of files takes long
+    tasks = ["zeroshot", "retrieval", "negatives", "winoground", "segmentation", "alignment",
+             "slot_alignment"]
+    return [*tasks, "words", "textfree", "sparsity"] if model.encode_words else tasks
 
 
 def to_float(found):
@@ -1676,16 +1736,6 @@ def tasks_to_run(options, data, model):
     return [name for name in usable if name in (options.tasks or default_tasks(data, model))]
 
 
-def default_tasks(data, model):
-    if model.class_scores:
-        return ["classification"]
-    if model.encode_text is None:
-        return ["knn", "linear"] if data.is_world else ["knn"]  # a probe of files takes long
-    tasks = ["zeroshot", "retrieval", "negatives", "winoground", "segmentation", "alignment",
-             "slot_alignment"]
-    return [*tasks, "words", "textfree", "sparsity"] if model.encode_words else tasks
-
-
 def check_data(tasks, options, data, model):
     """Raise UserError if the data lack what the tasks need: class names, images to learn from."""
     if options.caption_prefix and "retrieval" not in tasks:
@@ -1699,34 +1749,32 @@ def check_data(tasks, options, data, model):
         next(iter(data.training.labelled("first")))
 
 
-def run_tasks(embed, data, options):
-    found, tasks = {}, tasks_to_run(options, data, embed.model)
+def evaluate(embed, data, options):
+    """Run the tasks -> {metric: float}; METRIC/chance is what a guess gives, where it is known."""
+    tasks, result = tasks_to_run(options, data, embed.model), {}
     check_data(tasks, options, data, embed.model)
     for name in tasks:
-        found |= TASKS[name].run(embed, data, options)
-    return found
-
-
-def evaluate(embed, data, options):
-    """Run the tasks -> {metric: float}."""
-    return {key: to_float(value) for key, value in run_tasks(embed, data, options).items()}
+        for metric, found in TASKS[name].run(embed, data, options).items():
+            result[metric] = to_float(found)
+            if isinstance(found, tuple):
+                result[f"{metric}/chance"] = found[1]
+    return result
 
 
 def evaluate_and_show(embed, data, options, run):
     """Evaluate, print a table, write the figures and draw pictures into RUN -> {metric: float}."""
-    found = run_tasks(embed, data, options)
-    result = {key: to_float(value) for key, value in found.items()}
+    result = evaluate(embed, data, options)
     if data.named and embed.tokenizer:
         print(f"Class names: {data.named.source}. First prompt: {data.named.prompts[0]!r}")
         count = collections.Counter(data.named.names)
         if twice := [name for name in count if count[name] > 1]:
             print(f"Several classes are called {', '.join(twice)}: no text tells them apart.")
-    chance = {key: pair[1] for key, pair in found.items() if isinstance(pair, tuple)}
-    shown = [key for key in result if is_shown(key) and chance.get(key) != 1]  # 1: one class
+    shown = metrics_of_table(result)
     width = max(map(len, shown), default=0)
-    for key in shown:
-        level = f"  chance {chance[key]:.4f}" if key in chance else ""
-        print(f"  {key:{width}}  {in_digits(result[key], 4)}{level}")
+    for metric in shown:
+        chance = result.get(f"{metric}/chance")
+        level = "" if chance is None else f"  chance {chance:.4f}"
+        print(f"  {metric:{width}}  {in_digits(result[metric], 4)}{level}")
     if embed.unknown_tokens > 0.1 * embed.tokens:
         fraction = embed.unknown_tokens / embed.tokens
         print(f"{fraction:.0%} of the texts' tokens are [UNK], words that the run's vocabulary "
@@ -1743,9 +1791,11 @@ def evaluate_and_show(embed, data, options, run):
     return result
 
 
-def is_shown(key):
-    """Whether a table shows what evals.jsonl has: not how many images there were, nor chance."""
-    return not key.endswith(("/images", "/chance"))
+def metrics_of_table(result):
+    """Of the metrics in evals.jsonl those that tables show: not how many images there were, nor
+    chance, nor a figure of a single class."""
+    return [metric for metric in result if not metric.endswith(("/images", "/chance"))
+            and result.get(f"{metric}/chance") != 1]
 
 
 def in_digits(x, digits):
@@ -1754,9 +1804,7 @@ def in_digits(x, digits):
 
 def settings_of(options):
     """The options that figures depend on, as a dict."""
-    settings = dataclasses.asdict(options)
-    del settings["workers"], settings["is_own"]
-    return settings
+    return {name: value for name, value in vars(options).items() if name not in NO_SETTINGS}
 
 
 def write_figures(embed, data, options, run, result):
@@ -1890,58 +1938,6 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
     return embed, args
 
 
-# Linear segmentation ----------------------------------------------------------------------
-#
-# What frozen patches know, without a decoder (BAM's Table 7 has UPerNet's, for which see --export).
-
-
-def patch_labels(truth, size, grid):
-    """A map (H, W) -> (grid * grid,), the commonest id in each patch of an image of `size`."""
-    truth = F.interpolate(truth[None, None].float(), (size, size))[0, 0]    # nearest pixels
-    cells = truth.unflatten(0, (grid, -1)).unflatten(2, (grid, -1))         # (g, p, g, p)
-    return cells.transpose(1, 2).reshape(grid**2, -1).mode().values.long()
-
-
-def open_training_maps(options, data):
-    """Pairs (image, {grouping: map}) of the split train, of the world or of VOC's layout."""
-    if data.is_world:
-        return data.maps("train")
-    message = (f"linear_segmentation learns from the split train of {options.data}, which must "
-               f"have one: evaluate on another.")
-    return open_beside(options, data, options.data, options.image_root, message).maps("train")
-
-
-def linear_segmentation(embed, data, options):
-    """mIoU over all pixels, the background a class as in VOC. adamw_probe trains a linear
-    classifier of the image encoder's patches to predict the commonest class of a patch's pixels."""
-    encoder, result = embed.model.evaluation_encoder(), {}
-    P = encoder.grid**2
-
-    def encode(images):
-        return encoder(images)[:, -P:].float()                              # (B, P, d)
-
-    x, learned = embed.encode_pairs(open_training_maps(options, data), encode)
-    test, truths = embed.encode_pairs(data.maps("segmentation"), encode)
-    for grouping in data.map_classes:
-        labels = torch.cat([patch_labels(maps[grouping], embed.image_size, encoder.grid)
-                            for maps in learned])                           # (n P,)
-        counted, batch = labels != 255, min(512, max(32, len(labels) // 64))
-        if not counted.any():
-            raise UserError(f"Every pixel of {options.data} to learn from is 255: none counts.")
-        seen = x.flatten(0, 1)[counted].to(embed.device), labels[counted].to(embed.device)
-        head = adamw_probe(*seen, epochs=3, batch=batch)[0].cpu()
-        found, truth = [], []  # ids of all pixels, from 1: the background is a class, too
-        for patches, maps in zip(test, truths):
-            ids = upsample(head(patches).argmax(1), maps[grouping].shape)
-            found.append(ids.flatten() + 1)
-            truth.append((maps[grouping] + (maps[grouping] != 255)).flatten())
-        result[f"linear_segmentation{grouping}"] = image_iou(torch.cat(found), torch.cat(truth))
-    return result
-
-
-TASKS["linear_segmentation"] = Task(linear_segmentation, ("maps",))
-
-
 # Weights for other people's code ----------------------------------------------------------
 
 
@@ -1968,37 +1964,6 @@ def export(run, checkpoint, file):
           f"eps={tower.norm.eps:g}))")
 
 
-# Fine-tuned classifiers (BAM, Tables 3 to 5) ----------------------------------------------
-
-
-def check_classes(options, data, model):
-    """Raise UserError if a classifier has learned other classes than those of the data."""
-    known = model.config.classes
-    names = list(data.groups["/shape" if data.is_world else ""][1]) if data.groups else known
-    if names != known:
-        raise UserError(f"The classifier has learned {len(known)} classes, {', '.join(known[:3])}, "
-                        f"..., {options.data} has {len(names)}, {', '.join(names[:3])}, ...: they "
-                        f"must be the same; names of shards can be given with --classes.")
-
-
-def classification(embed, data, options):
-    """Top-1 accuracy of a classifier, of the world on shapes; `mean_per_class`: each class of the
-    images counts alike."""
-    scores, labels = labelled(embed, data, "test", embed.model.class_scores)
-    if data.is_world:
-        labels = data.groups["/shape"][0][labels]
-    if labels.max() >= scores.shape[1]:
-        raise UserError(f"{options.data} holds class {labels.max()}, the classifier has learned "
-                        f"{scores.shape[1]}, the first of which is 0: evaluate on these alone.")
-    predicted, chance = scores.argmax(1), 1 / scores.shape[1]
-    return {"classification": (predicted == labels, chance),
-            "classification/mean_per_class": (mean_per_class(predicted, labels), chance),
-            "classification/chance": chance}
-
-
-TASKS["classification"] = Task(classification, ("labelled",), "class_scores")
-
-
 # Several runs ---------------------------------------------------------------------------
 
 ASIDE = ("seed out argv git resume workers log_every save_every keep_every eval_every "
@@ -2013,7 +1978,7 @@ def print_table(columns):
     print("| |" + "".join(f" {heading} |" for heading in columns) + more)
     print("|---" * (len(columns) + 1 + bool(more)) + "|")
     rows = itertools.chain(*columns.values())
-    for metric in filter(is_shown, dict.fromkeys(itertools.chain(*rows))):
+    for metric in dict.fromkeys(itertools.chain(*map(metrics_of_table, rows))):
         cells, means = [], []
         for figures in columns.values():
             values = [row[metric] for row in figures if metric in row]
@@ -2088,7 +2053,8 @@ def build_parser():
     add("--select", help="class folders for `slots` to rank slots on, or SugarCrepe's files for "
                          "`masks` to train masks on (files need it)")
     add("--select-root", help="directory that the file names of --select are relative to")
-    add("--checkpoint", help="weights: last.pt (default), step-N.pt, stage-1.pt of STAIR's runs")
+    add("--checkpoint", default="last.pt",
+        help="weights: last.pt (default), step-N.pt, stage-1.pt of STAIR's runs")
     add("--workers", type=int, help="threads that read images (default: the run's)")
     add("--batch", type=int, default=256, help="images or captions that are encoded at a time")
     add("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
@@ -2105,14 +2071,14 @@ def describe(options):
 class Evaluated(NamedTuple):
     embed: Embedder
     args: object                 # settings of the run
-    options: Options
+    options: argparse.Namespace
     data: EvalSet
     figures: dict                # {metric: float}
 
 
 def evaluate_run(run, flags):
     """Evaluate a run by flags {name: value}, of --data one SPEC -> Evaluated; None for --query."""
-    embed, args = load_run(run, flags["device"], flags["checkpoint"] or "last.pt")
+    embed, args = load_run(run, flags["device"], flags["checkpoint"])
     options = options_of(flags, args)
     embed.chunk, embed.workers = flags["batch"], options.workers
     data = open_eval_set(options, embed.image_size, captions=embed.tokenizer is not None)
@@ -2145,7 +2111,7 @@ def main(argv=None):
         if len(flags.runs) > 1 or given - {"runs", "checkpoint", "export"}:
             raise UserError("--export writes the weights of one run and measures nothing: give one "
                             "run, and beside it --checkpoint alone.")
-        return export(flags.runs[0], flags.checkpoint or "last.pt", flags.export)
+        return export(flags.runs[0], flags.checkpoint, flags.export)
     common.turn_off_tf32()
     flags.device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with common.explained((RuntimeError, AssertionError), f"--device {flags.device}"):

@@ -1,6 +1,6 @@
 """What eval.py leaves behind: figures and their settings, tables, pictures."""
 
-import dataclasses
+import argparse
 import json
 import shutil
 from pathlib import Path
@@ -107,7 +107,7 @@ def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
     own = evaluation.options_of({}, args)
     assert (own.probe, own.probe_epochs) == ("sgd", 7)
     asked = {"workers": 7, "tasks": ["knn"]}  # no figure depends on them
-    assert evaluation.options_of(asked, args) == dataclasses.replace(own, **asked) and own.is_own
+    assert evaluation.options_of(asked, args) == argparse.Namespace(**vars(own) | asked) and own.is_own
     assert (own.data, own.train_data, own.split, own.image_root) == ("b/test", "a.csv", "all", "r")
     for flags, expected in (
             ({"data": "b/test"}, (None, None, None)), ({"limit": 7}, (7, 20_000, "r")),
@@ -141,7 +141,7 @@ def test_half_a_last_line_takes_no_record_with_it_and_nan_is_null(run_of, tmp_pa
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     with open(run / "evals.jsonl", "a") as file:
         file.write('{"settings": {"da')
-    monkeypatch.setattr(evaluation, "run_tasks", lambda *arguments: {"miou": float("nan")})
+    monkeypatch.setattr(evaluation, "evaluate", lambda *arguments: {"miou": float("nan")})
     evaluation.main([str(run), "--task", "segmentation"])
     *_, half, last = (run / "evals.jsonl").read_text().splitlines()
     assert half == '{"settings": {"da' and json.loads(last)["miou"] is None
@@ -247,7 +247,7 @@ def test_a_table_of_several_runs(run_of, tmp_path, monkeypatch, capsys):
         (run / "config.json").write_text(json.dumps(config))
     found = iter([{"x": 0.1, "y": 1}, {"x": 0.3, "y": 1}, {"x": 0.5}])
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "run_tasks", lambda *arguments: next(found))
+        patch.setattr(evaluation, "evaluate", lambda *arguments: next(found))
         evaluation.main([*map(str, runs), "--task", "retrieval"])
     assert capsys.readouterr().out.splitlines()[-4:] == [
         f"| | {runs[0]} (2) | {runs[2]} (1) | difference |", "|---|---|---|---|",

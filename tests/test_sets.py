@@ -45,8 +45,8 @@ def test_the_names_and_prompts_of_a_folder_are_used_unless_others_are_given(
     assert options.split == "test" and options.data == spec
     assert data.classes.prompts == ["a blue.", "the blue", "a green.", "the green", "a red.",
                                     "the red"]
-    result = evaluation.zeroshot(embedder(), data, options)
-    assert result["zeroshot"][0].tolist() == [True] * 6 and result["zeroshot/chance"] == 1 / 3
+    right, chance = evaluation.zeroshot(embedder(), data, options)["zeroshot"]
+    assert right.tolist() == [True] * 6 and chance == 1 / 3
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     evaluation.main([str(run), "--task", "zeroshot", "--data", spec])
     settings = json.loads((run / "evals.jsonl").read_text().splitlines()[-1])["settings"]
