@@ -1078,15 +1078,17 @@ def share_on(mask, weights):
 
 def shares_on_objects(embed, data, words_of):
     """words_of(embed, image, caption) -> pairs (word, weights (P,)). -> {kind of word: which share
-    of its weights lies on the objects that it names, and what even weights give} (ours)."""
-    found = collections.defaultdict(list)
+    of its weights lies on the objects that it names, and what even weights give} (ours); nan where
+    there is no word of a kind."""
+    found = {"colour": [], "shape": []}
     for image, (caption, masks) in data.grounded():
         for word, weights in words_of(embed, image, caption):
-            for kind in ("colour", "shape"):
+            for kind, pairs in found.items():
                 mask = masks.get((kind, word))
                 if mask is not None:
-                    found[kind].append((share_on(mask, weights), mask.float().mean().item()))
-    return {kind: tuple(map(mean, zip(*found[kind]))) for kind in sorted(found)}
+                    pairs.append((share_on(mask, weights), mask.float().mean().item()))
+    return {kind: (mean([share for share, _ in pairs]), mean([even for _, even in pairs]))
+            for kind, pairs in found.items()}
 
 
 @torch.no_grad()

@@ -593,6 +593,15 @@ def test_the_share_of_weights_on_an_object():
     assert evaluation.share_on(mask, torch.tensor([1.0, 1, 0, 0])) == 0.5
 
 
+def test_a_kind_of_words_without_one_has_no_share():
+    masks = {("colour", "red"): torch.ones(8, 8, dtype=torch.bool)}
+    data = evaluation.EvalSet(grounded=lambda: [(None, ("a red ring", masks))])
+    words = lambda embed, image, caption: [("a", torch.ones(4)), ("red", torch.ones(4))]
+    found = evaluation.shares_on_objects(None, data, words)
+    assert found["colour"] == (1, 1) and all(map(math.isnan, found["shape"]))
+
+
+
 def test_words_and_slots_are_measured_where_the_scene_has_their_objects():
     """A model that knows the scene has all weight on the objects, one that is blind has chance."""
     data, _ = opened("shapes:size=16,fillers=0", limit=20)
