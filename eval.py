@@ -573,13 +573,6 @@ class TableSet(EvalSet):
             yield self.table.path(i), int(self.table.labels[i])
 
 
-def check_split(options):
-    splits = splits_of(options.data)
-    if options.split not in splits:
-        raise UserError(f"{options.data} has no split {options.split}, only "
-                        f"{', '.join(splits) or 'none'}.")
-
-
 def known_labels(pairs, spec, names, source):
     """Pairs (image, class id) of `spec`. Raises UserError for an id without a name."""
     for image, label in pairs:
@@ -594,7 +587,6 @@ class ShardSet(EvalSet):
     KEY.txt if dataset_type.txt says "retrieval", else with KEY.cls, a number of classnames.txt."""
 
     def __init__(self, directory, options):
-        check_split(options)
         self.limit, file = options.limit, Path(directory, options.split, "nshards.txt")
         n = common.read_text(file, "--data").strip()
         if not re.fullmatch("[1-9][0-9]{0,6}", n):
@@ -653,7 +645,6 @@ class VocSet(EvalSet):
 
     def __init__(self, directory, options):
         self.directory, self.workers = Path(directory), options.workers
-        check_split(options)
         file = self.directory / "ImageSets" / "Segmentation" / f"{options.split}.txt"
         self.ids = file.read_text(encoding="utf-8").split()[: options.limit]
         names = common.read_lines(options.classes, "--classes") if options.classes else VOC_CLASSES
@@ -788,10 +779,12 @@ def open_eval_set(options, image_size, captions=True):
 
 def open_kind(options, image_size, captions):
     spec, directory, limit = options.data, Path(options.data), options.limit
-    if os.path.isdir(directory / "SegmentationClass"):
-        return VocSet(spec, options)
-    if splits_of(spec):
-        return ShardSet(spec, options)
+    is_voc, splits = os.path.isdir(directory / "SegmentationClass"), splits_of(spec)
+    if is_voc or splits:
+        if options.split not in splits:
+            raise UserError(f"{spec} has no split {options.split}, only "
+                            f"{', '.join(splits) or 'none'}.")
+        return (VocSet if is_voc else ShardSet)(spec, options)
     examples, root = directory / "examples.jsonl", options.image_root or directory / "images"
     if os.path.isfile(examples):
         return EvalSet(winoground=lambda: read_winoground(examples, root, limit))
