@@ -10,8 +10,8 @@ a figure of one run (delete those of a preset that changes), or what is left of 
 a claim mean and deviation of A and of B, their difference by seed; in a summary mean and deviation
 of several metrics of a run. `flags` of a figure are those of eval.py, without them it is of the
 run's own evaluation. Photos are CIFAR-10's in class folders, as the README makes them, of which
---again makes four shards with captions. (On record: 2,000 of each class of the training set, in the
-folders, too, and 200 of the test set.)
+--again makes four shards with captions, and the folders fit and val of train, to choose rates by.
+(On record: 2,000 of each class of the training set, in the folders, too, and 200 of the test set.)
 
 tests/claims-runs.json has the claims of each method and what they are tried with. A run has
     rate_by   the metric whose best value on the val split chooses the learning rate, or the run
@@ -225,10 +225,22 @@ def make_shards(root):
                     tar.addfile(member, io.BytesIO(data))
 
 
+def hold_out(root):
+    """Of ROOT/train/CLASS a tenth, links, to ROOT/val/CLASS, the others to ROOT/fit/CLASS."""
+    for folder in Path(root, "train").iterdir():
+        images = sorted(folder.iterdir())
+        held = set(random.Random(0).sample(images, len(images) // 10))
+        for image in images:
+            link = Path(root, "val" if image in held else "fit", folder.name, image.name)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(image.resolve())
+
+
 def train_again(method):
     """Put what the runs have into claims.json and print the commands for the rest."""
-    if Path("cifar10/train").is_dir() and not Path("cifar10/00000.tar").exists():
+    if Path("cifar10/train").is_dir() and not Path("cifar10/val").exists():
         make_shards("cifar10")
+        hold_out("cifar10")
     records, found = read_records(), []
     missing = collections.defaultdict(dict)  # commands of a run, each once
 

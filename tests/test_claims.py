@@ -190,10 +190,14 @@ def test_the_figures_of_the_texts_are_those_of_the_tables(capsys):
 def test_shards_with_captions_are_made_of_class_folders(printed, tmp_path):
     classes = (Path(claims.__file__).with_name("claims-classes.txt")).read_text().split()
     write_files(tmp_path, {f"cifar10/train/{i}/{j}.png": picture(format="PNG")
-                           for i in range(len(classes)) for j in range(2)})
+                           for i in range(len(classes)) for j in range(10)})
     printed("--again")
     pattern = "cifar10/{00000..00003}.tar"
     pairs = list(common.TarShards(pattern).each("caption"))
-    assert len(pairs) == 2 * len(classes) and all(len(captions) == 1 for _, captions in pairs)
+    assert len(pairs) == 10 * len(classes) and all(len(captions) == 1 for _, captions in pairs)
     shown = " ".join(caption for _, (caption,) in pairs)
-    assert all(shown.count(f" {name}") == 2 for name in classes)
+    assert all(shown.count(f" {name}") == 10 for name in classes)
+    fit, val = ([*Path("cifar10", part).glob("*/*.png")] for part in ("fit", "val"))
+    assert len(fit) == 9 * len(classes) and len(val) == len(classes)
+    names = {"/".join(path.parts[-2:]) for path in fit + val}
+    assert len(names) == len(pairs) and all(path.exists() for path in fit + val)
