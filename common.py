@@ -9,6 +9,7 @@ import contextlib
 import csv
 import dataclasses
 import datetime
+import functools
 import gzip
 import heapq
 import html
@@ -25,7 +26,6 @@ import sys
 import tarfile
 import textwrap
 import unicodedata
-import warnings
 import zlib
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
@@ -82,7 +82,7 @@ def prepare_output():
 def parse_spec(spec):
     """"name:key=value,key=value" -> (name, {key: value}). A name may hold other colons."""
     match = re.fullmatch(r"(.*?):(\w+=[^,=]*(?:,\w+=[^,=]*)*)", spec)
-    if not match or os.path.exists(spec):
+    if not match or "::" in spec or os.path.exists(spec):
         return spec, {}
     return match[1], dict(item.split("=") for item in match[2].split(","))
 
@@ -212,8 +212,6 @@ class Attention(nn.Module):
 
     def __init__(self, width, heads):
         super().__init__()
-        if width % heads:
-            raise UserError(f"width {width} is not a multiple of heads {heads}.")
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
@@ -310,8 +308,9 @@ class ViT(Tower):
     H and W must be multiples of patch_size; `cls` puts a [CLS] token first.
     positions: "learned" or "sincos", interpolated for images that are not `image_size` wide.
     pre_norm: a LayerNorm before the first block (CLIP's `ln_pre`).
-    stem: ((channels, stride), ...) of 3x3 convolutions in place of the patch convolution. Small
-    ViTs learn much faster behind them (Xiao et al. 2021, arXiv 2106.14881).
+    stem: ((channels, stride), ...) of 3x3 convolutions in place of the patch convolution, whose
+    strides multiply to patch_size. Small ViTs learn much faster behind them (Xiao et al. 2021,
+    arXiv 2106.14881).
     drop_path: stochastic depth of the last block, growing linearly from 0.
     quick_gelu, eps, patch_bias: as the weights that you load need them.
     """
@@ -329,7 +328,7 @@ class ViT(Tower):
         self.image_size, self.patch_size, self.width = image_size, patch_size, width
         self.grid = image_size // patch_size
         if stem:
-            self.patch_embed = conv_stem(stem, patch_size, width)
+            self.patch_embed = conv_stem(stem, width)
         else:
             self.patch_embed = nn.Conv2d(3, width, patch_size, patch_size, bias=patch_bias)
         self.cls = nn.Parameter(torch.randn(1, 1, width) * 0.02) if cls else None
@@ -370,10 +369,8 @@ class ViT(Tower):
         return weights.unflatten(2, (images.shape[2] // self.patch_size, -1))
 
 
-def conv_stem(stem, patch_size, width):
+def conv_stem(stem, width):
     """((channels, stride), ...) -> convolutions from images to a map of `width` channels."""
-    if math.prod(stride for _, stride in stem) != patch_size:
-        raise UserError(f"The strides of stem {stem} must multiply to patch_size {patch_size}.")
     layers, channels = [], 3
     for out, stride in stem:
         layers.append(Conv2dNormActivation(channels, out, 3, stride, norm_layer=BatchNorm))
@@ -501,6 +498,9 @@ class Method:
 
     The module's functions become attributes of the object and shadow these lambdas of its class.
     `args` is a run's settings: one object with the fields of train.py's and the method's Config.
+    tests/test_contract.py expects of a new file in METHODS that alone, in an empty directory, it
+    prints a short demonstration when it is run, with torch and nothing else to import, that each
+    field of its Config has a comment, and each value of its PRESETS a field.
     """
 
     model_class = lambda self, args: self.Model  # the class of the model
@@ -551,7 +551,8 @@ class ModelDefaults:
     clip_parameters = lambda self: {}
     # The image encoder that encode_image uses, a teacher's, if there is one:
     evaluation_encoder = lambda self: self.image_encoder
-    # What a linear probe gets, and the loss of equal similarities (batch_size is global):
+    # What a linear probe gets; the loss of equal similarities, by default log B of a contrastive
+    # loss over the global batch of B (--dry-run prints it):
     probe_features = lambda self, images: self.encode_image(images)
     chance_loss = lambda self, batch_size, mask, patches: math.log(batch_size)
     # A stage begins, or is continued if not fresh; before and after an update of a stage:
@@ -872,15 +873,13 @@ class BPE(Tokenizer):
         ids = {sign: i for i, sign in enumerate(signs)}
         spelled = [bytes([byte]) for byte in BYTE_SIGNS] * 2  # the bytes of each id
         self.byte_ids, self.merges = {byte: i for i, byte in enumerate(BYTE_SIGNS)}, {}
-        for number, line in enumerate(self.lines[1:], 2):
-            try:
+        remedy = "; give CLIP's bpe_simple_vocab_16e6.txt.gz"
+        with explained((ValueError, KeyError), "A line is no pair of known pieces", remedy):
+            for line in self.lines[1:]:
                 a, b = line.split()
                 pair = ids[a], ids[b]
-            except (ValueError, KeyError):
-                raise UserError(f"Line {number} of the vocabulary, {line!r}, is no pair of known "
-                                f"pieces: give CLIP's bpe_simple_vocab_16e6.txt.gz.") from None
-            self.merges[pair] = ids[a + b] = len(spelled)
-            spelled.append(spelled[pair[0]] + spelled[pair[1]])
+                self.merges[pair] = ids[a + b] = len(spelled)
+                spelled.append(spelled[pair[0]] + spelled[pair[1]])
         if not any("</w>" in line for line in self.lines):
             raise UserError("No line of the vocabulary has </w>, the end of a word, as with GPT-2's"
                             " merges.txt: give CLIP's bpe_simple_vocab_16e6.txt.gz.")
@@ -968,9 +967,7 @@ def merge_pair(pieces, pair, merged):
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
 IMAGE_ERRORS = (OSError, SyntaxError, ValueError, NotImplementedError,  # of damaged files, by PIL
-                Image.DecompressionBombError, Image.DecompressionBombWarning)
-# images of more than PIL's MAX_IMAGE_PIXELS are refused, not decoded with a warning
-warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
+                Image.DecompressionBombError)
 BICUBIC = v2.InterpolationMode.BICUBIC
 
 
@@ -1206,9 +1203,11 @@ def blur(x, sigma):
 #                                       checkpoint keeps it
 # The first two have
 #   samples(seed, part, parts, start)   endless (sample, position behind it) of one of `parts`
-#                                       parts; a sample is (file, caption or label, name), or
-#                                       Skipped; a table's has the number of the image behind them
+#                                       disjoint parts; a sample is (file or its bytes, caption or
+#                                       label, name) or Skipped; a table's has the image's number
+#                                       behind them
 #   start                               the first position
+#   len(source), unit                   what is dealt to the parts: so many "images" or "shards"
 #   skipped, max_bad                    rows left out when it was opened; unusable samples in a
 #                                       row that end a run
 
@@ -1248,7 +1247,8 @@ class CaptionTable:
     once, over all ranks and workers, with the next of its captions.
     """
 
-    max_bad, start = 1000, 0  # position: the number of samples so far
+    max_bad, unit = 1000, "images"
+    start = 0                 # position: the number of samples so far
     classes = labels = None   # names of the class folders, the number of each image's
     content = "caption"
 
@@ -1295,12 +1295,7 @@ class CaptionTable:
         return table
 
     def samples(self, seed, part, parts, start=start):
-        """Endless ((path, caption or label, path, row), position behind it) of one of `parts`
-        disjoint parts."""
         size = len(range(part, len(self), parts))
-        if size == 0:
-            raise UserError(f"{self.name} has {len(self)} images, fewer than ranks x workers = "
-                            f"{parts}: use fewer ranks or --workers.")
         while True:
             epoch = start // size
             order = np.random.default_rng((seed, epoch)).permutation(len(self))[part::parts]
@@ -1328,12 +1323,12 @@ class TarShards:
     lacks its `content` is skipped and counted.
     """
 
-    max_bad, window = 20_000, 4
+    max_bad, window, unit = 20_000, 4, "shards"
     start = 0, 0, 0  # position: epoch, window, samples of it so far; what is before is not read
-    classes = None
+    content, classes = "caption", None
 
-    def __init__(self, pattern, content="caption"):
-        self.name, self.content, self.skipped = pattern, content, {}
+    def __init__(self, pattern):
+        self.name, self.skipped = pattern, {}
         self.paths = [path for part in pattern.split("::") for path in expand_braces(part)]
         self.fingerprint = f"{len(self.paths)} shards"
         missing = [path for path in self.paths if not os.path.isfile(path)]
@@ -1342,12 +1337,10 @@ class TarShards:
                             f"exist, the first is {missing[0]}; several are named with braces, "
                             f"DIR/{{00000..00012}}.tar.")
 
+    def __len__(self):
+        return len(self.paths)
+
     def samples(self, seed, part, parts, start=start):
-        """Endless (sample, position behind it) of one of `parts` disjoint parts; a sample is
-        (bytes, caption or label, "shard:key") or Skipped."""
-        if len(self.paths) < parts:
-            raise UserError(f"{self.name} has {len(self.paths)} shards, fewer than ranks x "
-                            f"workers = {parts}: use fewer ranks or --workers.")
         epoch, window, place = start
         while True:
             order = np.random.default_rng((seed, epoch)).permutation(len(self.paths))[part::parts]
@@ -1382,10 +1375,7 @@ class TarShards:
                 yield sample[:2]
         reasons = describe_skipped(left_out)
         if total == 0:
-            needed = {"label": "a number in KEY.cls, or as label in KEY.json",
-                      "caption": "lines in KEY.txt"}[content]
-            raise UserError(f"{self.name} has no image with a {content}, {needed} (left out: "
-                            f"{reasons}).")
+            raise UserError(f"{self.name} has no image with a {content} (left out: {reasons}).")
         if left_out:
             print(f"left out of {self.name}: {reasons}")
 
@@ -1397,8 +1387,8 @@ class TarShards:
             if len(captions) >= limit:
                 return captions[:limit]
         if not captions:
-            raise UserError(f"{self.name} has no image with a caption, lines in KEY.txt; the last "
-                            f"that was left out: {sample.reason}, {sample.where}.")
+            raise UserError(f"{self.name} has no image with a caption; the last that was left out: "
+                            f"{sample.reason}, {sample.where}.")
         return captions
 
 
@@ -1407,12 +1397,10 @@ def expand_braces(pattern):
     braces = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
     if not braces:
         return [pattern]
-    first, last = braces.groups()
-    if int(last) < int(first):
-        raise UserError(f"The brace range {braces[0]} of {pattern}: give the lower number first.")
+    first, last = sorted(map(int, braces.groups()))
     paths = []
-    for i in range(int(first), int(last) + 1):
-        paths += expand_braces(pattern.replace(braces[0], str(i).zfill(len(first)), 1))
+    for i in range(first, last + 1):
+        paths += expand_braces(pattern.replace(braces[0], str(i).zfill(len(braces[1])), 1))
     return paths
 
 
@@ -1528,12 +1516,8 @@ def read_table(path, image, caption):
         first = file.readline()
         delimiter = "\t" if "\t" in first else ","
         columns = read_cells(first, delimiter)
-
-        def first_known(*names):
-            return next((name for name in names if name in columns), names[0])
-
-        image = image or first_known("filepath", "image")
-        caption = caption or first_known("title", "caption")
+        image = image or ("filepath" if "filepath" in columns else "image")
+        caption = caption or ("title" if "title" in columns else "caption")
         for column in (image, caption):
             if column not in columns:
                 known = ", ".join(columns) or "an empty or broken first line"
@@ -1568,76 +1552,86 @@ def read_token_file(path):
 
 def read_json(path, split):
     """COCO captions or Karpathy's JSON -> (path, caption) rows or Skipped."""
-    with explained((ValueError, RecursionError), f"{path} is not valid JSON"):
-        data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-    rows = []
     splits = ("train", "restval") if split == "train" else (split,)
-    with explained((KeyError, TypeError, AttributeError),
+    with explained((ValueError, KeyError, TypeError, AttributeError),
                    f"{path} is neither COCO captions nor Karpathy's JSON"):
+        data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
         if "annotations" in data:  # COCO
             names = {image["id"]: str(image["file_name"]) for image in data["images"]}
             for annotation in data["annotations"]:
-                number, caption = annotation["image_id"], (annotation["caption"] or "").strip()
-                row = Skipped("caption without image", f"{path}, image_id {number}")
-                rows.append((names[number], caption) if number in names else row)
-            return rows
+                number = annotation["image_id"]
+                if number in names:
+                    yield names[number], str(annotation["caption"] or "")
+                else:
+                    yield Skipped("caption without image", f"{path}, image_id {number}")
+            return
         for image in data["images"]:
             if image["split"] in splits:
                 name = os.path.join(image.get("filepath", ""), image["filename"])
-                rows += [(name, (sentence["raw"] or "").strip()) for sentence in image["sentences"]]
-        known = ", ".join(sorted({image["split"] for image in data["images"]})) or "none"
-    if not rows:
-        raise UserError(f"{path} has no captions of split {split!r}, only of {known}: give "
-                        f"{path}:split=NAME.")
-    return rows
+                for sentence in image["sentences"]:
+                    yield name, str(sentence["raw"] or "")
+
+
+def formats():
+    """What a SPEC may be, a row each: the endings of its name; opener(name, content, image_root,
+    **settings) -> a source; the settings' defaults; its form, for --help and errors."""
+    columns = {"image": "", "caption": ""}
+    return [
+        (["shapes"], lambda name, content, root, **settings: World(**settings),
+         dataclasses.asdict(World()), "shapes[:SETTING=VALUE,...]"),
+        ([".csv", ".tsv", ".txt"], functools.partial(open_table, read_table), columns,
+         "FILE.csv, .tsv or .txt[:image=COLUMN,caption=COLUMN]"),
+        ([".tar"], lambda name, content, root: TarShards(name), {},
+         "'DIR/{00000..00012}.tar', several of them joined by '::'"),
+        ([".json"], functools.partial(open_table, read_json), {"split": "train"},
+         "FILE.json of COCO or Karpathy[:split=NAME]"),
+        ([".token"], functools.partial(open_table, read_token_file), {}, "FILE.token of Flickr"),
+        (["/"], open_directory, {}, "DIR of class folders")]
+
+
+def spec_forms():
+    return "; ".join(form for *_, form in formats())
 
 
 def open_data(spec, image_root=None, split="train", image_size=48, content="caption"):
-    """A SPEC -> World, CaptionTable or TarShards.
+    """A SPEC, one of formats() -> World, CaptionTable or TarShards.
 
-    SPEC: shapes[:setting=value,...] | FILE.csv .tsv .txt [:image=COLUMN,caption=COLUMN] |
-    'DIR/{00000..00012}.tar', several of them joined by "::" | FILE.token |
-    FILE.json (COCO, Karpathy) [:split=val] | DIR of class folders.
-    split: of Karpathy's; train takes restval too.
     image_root: what a table's file names are relative to; None: the table's directory.
-    image_size: of the world's pictures, unless the SPEC says it. content: what shall come with an
-    image, "caption", "label" (of class folders, of shards, or the world's shapes), or None for
-    images alone: shards need no captions then, and a directory no class folders.
+    split, image_size: Karpathy's split (train takes restval too), and the pixels of the world's
+    pictures, unless the SPEC says them.
+    content: what shall come with an image, "caption", "label" (of class folders, of shards, or the
+    world's shapes), or None for images alone: shards need no captions then, and a directory no
+    class folders.
     """
     # this opens what training reads; evaluation: see eval.open_eval_set
-    if "::" in spec:
-        if not all(part.endswith(".tar") for part in spec.split("::")):
-            raise UserError(f"{spec}: '::' joins tar shards alone, 'A/{{000..012}}.tar::B.tar'.")
-        return TarShards(spec, content)
     name, settings = parse_spec(spec)
-    if name == "shapes":
-        settings = cast_settings(settings, dataclasses.asdict(World()), "shapes")
-        world = World(**{"size": image_size, **settings})
-        world.content = content
-        return world
-    suffix = Path(name).suffix.lower()
-    if suffix == ".tar" or os.path.isdir(name):
-        cast_settings(settings, {}, name)
-        return TarShards(name, content) if suffix == ".tar" else open_directory(name, content)
-    if not os.path.exists(name):
-        raise UserError(f"{name} does not exist; a SPEC is shapes, a CSV, TSV or .token file, tar "
-                        f"shards, a COCO or Karpathy JSON, or class folders.")
-    table = read_table, {"image": "", "caption": ""}
-    readers = {".csv": table, ".tsv": table, ".txt": table, ".token": (read_token_file, {}),
-               ".json": (read_json, {"split": split})}
-    if suffix not in readers:
-        raise UserError(f"{spec}: no reader for {suffix!r} files, only "
-                        f"{', '.join(readers)}, .tar and directories.")
+    ending = Path(name).suffix.lower() or name
+    if os.path.isdir(name) and name != "shapes":
+        ending = "/"
+    for endings, opener, defaults, _ in formats():
+        if ending in endings:
+            break
+    else:
+        raise UserError(f"{spec} is no directory and its ending is unknown; a SPEC is one of: "
+                        f"{spec_forms()}.")
+    asked = {"split": split, "size": image_size}
+    asked = {key: asked[key] for key in asked.keys() & defaults.keys()}
+    settings = defaults | asked | cast_settings(settings, defaults, name)
+    source = opener(name, content, image_root, **settings)
+    source.content = content
+    return source
+
+
+def open_table(read, name, content, image_root, **settings):
+    """A file of captions; read(name, **settings) -> its rows."""
     if content == "label":
-        raise UserError(f"{spec} has captions, not labels: give class folders, tar shards with "
+        raise UserError(f"{name} has captions, not labels: give class folders, tar shards with "
                         f"labels or shapes.")
-    reader, defaults = readers[suffix]
-    settings = defaults | cast_settings(settings, defaults, name)
     with explained((OSError, UnicodeDecodeError), f"Cannot read {name}"):
-        return CaptionTable(reader(name, **settings), name, Path(image_root or Path(name).parent))
+        return CaptionTable(read(name, **settings), name, image_root or Path(name).parent)
 
 
-def open_directory(directory, content):
+def open_directory(directory, content, image_root):
     """DIR/class folder/image.jpg -> CaptionTable with labels and captions "a photo of a NAME."."""
     entries = list(Path(directory).iterdir())
     folders = sorted(p for p in entries if p.is_dir() and not p.name.startswith((".", "__MACOSX")))
@@ -1664,7 +1658,6 @@ def open_directory(directory, content):
         raise UserError(f"{len(empty)} of the {len(folders)} class folders of {directory} have "
                         f"no images: {', '.join(empty[:10])}; remove them, or add their images.")
     table = CaptionTable(rows, directory)
-    table.content = content
     if folders:
         table.classes, table.labels = classes, np.array(labels)
     return table
@@ -1721,9 +1714,6 @@ def label_rows(names, labels, fraction):
         raise UserError(f"--label-fraction {fraction} names {len(wanted)} images, without their "
                         f"folders; the training data lack {missing} and have these names "
                         f"{len(rows)} times: each must be there once, else give a number.")
-    if lacking := set(np.asarray(labels).tolist()) - {int(labels[i]) for i in rows}:
-        raise UserError(f"--label-fraction {fraction} names no image of {len(lacking)} classes, "
-                        f"as number {min(lacking)} (from 0): name one of each, or give a number.")
     return rows
 
 
@@ -1779,6 +1769,9 @@ class Stream(IterableDataset):
     def __iter__(self):
         worker, workers = this_worker(self.positions)
         part, parts = self.rank * workers + worker, self.world_size * workers
+        if len(self.source) < parts:
+            raise UserError(f"{self.source.name} has {len(self.source)} {self.source.unit}, fewer "
+                            f"than ranks x workers = {parts}: use fewer ranks or --workers.")
         skipped = self.source.skipped if part == 0 else {}  # a table's rows count once
         start = 0, self.source.start, skipped
         batches, position, skipped = self.positions.get(worker, start)
@@ -1812,8 +1805,7 @@ class Stream(IterableDataset):
         try:
             image = open_image(file, self.min_side)
         except IMAGE_ERRORS as error:
-            why = re.sub(" <.*>", "", str(error))  # PIL names an object by its address
-            return Skipped("unreadable image", f"{name} ({why})")
+            return Skipped("unreadable image", f"{name} ({error})")
         if self.boxes is None or self.boxes[row].isnan().any():
             return self.transform(image), caption
         return self.transform(image, self.boxes[row].tolist()), caption
@@ -1948,25 +1940,15 @@ def replacing(path, suffix=f".{os.getpid()}.tmp"):
 
 
 def save_checkpoint(path, state):
-    with replacing(path, ".tmp") as file:  # a run is locked: kills leave one at most
-        try:
-            torch.save(state, file)
-        except RuntimeError as error:  # torch's, of a full disk
-            raise OSError(f"is the disk full? ({str(error).splitlines()[0]})")
+    full = explained(RuntimeError, f"{path} cannot be written, is the disk full?")
+    with replacing(path, ".tmp") as file, full:  # a run is locked: kills leave one at most
+        torch.save(state, file)
 
 
 def read_config(run):
     """The settings of a run's directory, as config.json has them."""
-    path = Path(run, "config.json")
-    remedy = ": write it anew, as a run with the same flags and another --out writes it"
-    kinds = OSError, ValueError, AttributeError
-    with explained(kinds, f"{path} is damaged or unreadable", remedy):
-        if not path.exists():
-            raise UserError(f"{run} holds no run: there is no {path}.")
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not all(isinstance(config.get(name), str) for name in ("method", "data")):
-            raise ValueError("it names no method or no data")
-        return config
+    with explained((OSError, ValueError), f"{run} holds no run, config.json cannot be read"):
+        return json.loads(Path(run, "config.json").read_text(encoding="utf-8"))
 
 
 def restore_model(model, weights, path, remedy):
@@ -1986,11 +1968,10 @@ def load_checkpoint(path, map_location="cpu"):
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):  # DINO's settings
             return torch.load(path, map_location=map_location, weights_only=True)
-    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
     except Exception as error:
-        why = ("it is cut off, empty or of another kind; take another, such as a step-N.pt of "
-               "--keep-every, or begin anew")
+        why = getattr(error, "strerror", None) or (
+            "it is cut off, empty or of another kind; take another, such as a step-N.pt of "
+            "--keep-every, or begin anew")
         if "TorchScript" in str(error):  # OpenAI's own files
             why = "convert it by torch.save(torch.jit.load(FILE, 'cpu').state_dict(), NEW)"
         raise UserError(f"{path} is not a checkpoint that can be read: {why}.") from None
@@ -2076,8 +2057,6 @@ class World:
 
     def scenes(self, n, split, generator, objects=None):
         """n scenes of the split, with exactly `objects` objects, or 1 to `self.objects`."""
-        if split not in SPLITS:
-            raise UserError(f"shapes has no split {split!r}, only {', '.join(SPLITS)}.")
         heldout = torch.zeros(8, 8, dtype=torch.bool)
         for colour, shape in self.heldout_pairs:
             heldout[colour, shape] = True

@@ -48,7 +48,7 @@ class Config:
     """Settings of a run, whatever the method. Batch sizes are global, over all ranks."""
 
     preset: str = "tiny"  # a row of the method's PRESETS, whose values replace the defaults here
-    data: str = "shapes"  # SPEC: shapes | CSV, TSV | A.tar::B.tar | COCO JSON | .token | DIR
+    data: str = "shapes"  # SPEC, what to train on; its forms stand at the end of this help
     image_root: str | None = None  # directory that the file names of a table are relative to
     eval_data: str | None = None  # SPEC; None: --data, the test split if it has one
     vocab: str | None = None  # BERT's vocab.txt or CLIP's bpe_...txt.gz; None: from the captions
@@ -291,7 +291,8 @@ def add_flags(parser, config_class, title):
 def parse_args(argv):
     """Command line -> the run's settings."""
     usage = "train.py --method NAME [--FLAG VALUE ...]; --method NAME --help lists the flags"
-    parser = Parser(usage=usage, description=__doc__, allow_abbrev=False, add_help=False)
+    parser = Parser(usage=usage, description=__doc__, allow_abbrev=False, add_help=False,
+                    epilog=f"A SPEC is one of: {common.spec_forms()}.")
     parser.add_argument("--method", choices=METHODS, help="has flags of its own")
     add_flags(parser, Config, "settings of a run")
     first, _ = parser.parse_known_args(argv)  # without the method's flags
