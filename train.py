@@ -9,7 +9,6 @@ eval.json and pictures.
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import fcntl
 import functools
 import inspect
@@ -19,8 +18,6 @@ import multiprocessing
 import os
 import re
 import resource
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -92,30 +89,7 @@ class Config:
     bench: int = 0  # time this many steps, print the rates, and stop
 
 
-# Every number is finite and, but for STAIR's biases, not negative. Of these fields more is asked.
-POSITIVE = set("""vocab_size image_size crop_scale steps epochs batch log_every save_every
-    probe_epochs accum_freq embed_dim init_scale filip_keep mgca_prototypes L V D grp_size
-    bottleneck codes out_dim head_width head_bottleneck student_temp teacher_temp local_size
-    crop_least crop_border tau tau_b sinkhorn_iters projector_width projector_dim crop_every
-    crop_alpha""".split())
-BELOW_ONE = {"beta2", "smoothing", "drop_path"}
-AT_MOST_ONE = {"crop_scale", "sigma", "filip_keep", "center_momentum", "ema", "crop_least",
-               "crop_border", "crop_threshold", "share_1", "share_2", "ramp", "erasing"}
-# flags that have no effect without captions
-TEXT_FLAGS = {"vocab", "vocab_size", "text_encoder", "crop_scale"}
-# what a run that is resumed keeps
-FIXED = {"method", "preset", "vocab", "vocab_size", "optimizer", "finetune", "init_weights"}
-
-
-def sgd(groups, betas=(0.9, 0), eps=0):
-    return torch.optim.SGD(groups, momentum=betas[0], nesterov=True)  # as timm's, so DeiT's "sgd"
-
-
-OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True), "sgd": sgd,
-              "lamb": METHODS["stair"].LAMB, "lars": METHODS["bam"].LARS}
 BENCH_WARMUP = 3  # steps before --bench starts the clock
-WRITTEN = ("config.json", "vocab.txt", "log.jsonl", "eval.json")  # by a run, beside checkpoints
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 # Training -----------------------------------------
@@ -145,6 +119,7 @@ def train(args, out, device):
         saved = load_state(args, model, scaler, progress, device)
     if out:
         announce(args, data, model, tokenizer, device)
+        lock = lock_run(out)  # until the file is closed, when train() ends
         write_run(args, tokenizer, out)
     log, stop, clock, batches = Log(args, out, progress.step), Stop(), Clock(), None
 
@@ -155,7 +130,6 @@ def train(args, out, device):
             continue
         model.begin_stage(number, fresh=progress.step == start)
         progress.stage = number
-        log.show_stage(args, method, number)
         optimizer = build_optimizer(args, model, saved if progress.step > start else None)
         saved = None  # it would stay in memory
         parallel = wrap(args, model, world_size)
@@ -220,11 +194,13 @@ def train(args, out, device):
                     names.append(f"step-{progress.step}.pt")
                 save(names, args, model, optimizer, scaler, progress)
             if stopping:
-                log.stopped(args, progress.step)
+                log.bar.close()
+                print_once(f"Stopped by signal after step {progress.step}; continue with "
+                           f"--resume --out {args.out}")
                 return stopping
     log.bar.close()
     stop.restore()  # a signal ends the evaluation at once
-    finish(args, embed, eval_data, progress)
+    finish(args, embed, eval_data, options, progress)
 
 
 def bench_is_over(args, step, clock):
@@ -310,8 +286,7 @@ def parse_args(argv):
     if not method:
         parser.error("the following arguments are required: --method")
     args.resume = first.resume
-    check_numbers(args)
-    check_settings(args, METHODS[method], vars(parser.parse_args([])))
+    check_settings(args, METHODS[method], vars(parser.parse_args([])), argv)
     return args
 
 
@@ -341,52 +316,72 @@ def encoder_of(run):
     return {"image_encoder": encoder, "image_size": args.image_size}
 
 
-def check_numbers(args):
-    for name, value in vars(args).items():
-        if not isinstance(value, (int, float)):
-            continue
-        if not math.isfinite(value) or (value < 0 and not name.startswith("bias")):
-            wanted = "finite and not negative"
-        elif name in POSITIVE and value == 0:
-            wanted = "positive"
-        elif name in BELOW_ONE and value >= 1:
-            wanted = "below 1"
-        elif name in AT_MOST_ONE and value > 1:
-            wanted = "at most 1"
-        else:
-            continue
-        raise UserError(f"{flag_of(name)} {value} must be {wanted}.")
+# Every number is finite and, but for SIGNED, not negative. Of these fields more is asked.
+POSITIVE = set("""vocab_size image_size crop_scale steps epochs batch log_every save_every
+    probe_epochs accum_freq embed_dim init_scale filip_keep mgca_prototypes L V D grp_size
+    bottleneck codes out_dim head_width head_bottleneck student_temp teacher_temp local_size
+    crop_least crop_border tau tau_b sinkhorn_iters projector_width projector_dim crop_every
+    crop_alpha""".split())
+SIGNED = {"bias_image", "bias_text"}
+BELOW_ONE = {"beta2", "smoothing", "drop_path"}
+AT_MOST_ONE = {"crop_scale", "sigma", "filip_keep", "center_momentum", "ema", "crop_least",
+               "crop_border", "crop_threshold", "share_1", "share_2", "ramp", "erasing"}
+# flags that have no effect without captions
+TEXT_FLAGS = {"vocab", "vocab_size", "text_encoder", "crop_scale"}
+# what a run that is resumed keeps
+FIXED = {"method", "preset", "vocab", "vocab_size", "optimizer", "finetune", "init_weights"}
 
 
-def check_settings(args, method, defaults):
-    """Raise UserError for flags that do not fit. defaults: the settings without any flag."""
-    given = {name for name, value in defaults.items() if vars(args)[name] != value}
-    for name in sorted(given):
+def check_settings(args, method, defaults, argv):
+    """Raise UserError for flags that do not fit. defaults: the settings without any flag, of which
+    none is refused."""
+    for name, default in defaults.items():
         flag, value = flag_of(name), vars(args)[name]
+        if value == default:
+            continue
         if args.resume and name in FIXED:
-            raise UserError(f"{args.out} is a run of {flag} {defaults[name]}: leave out {flag} "
-                            f"{value}, or give another --out.")
+            raise UserError(f"{args.out} is a run of {flag} {default}: leave out {flag} {value}, "
+                            f"or give another --out.")
         has_effect = method.uses_text(args) or (name == "crop_scale" and method.augment(args))
         if name in TEXT_FLAGS and not has_effect:
             raise UserError(f"{flag} has no effect here: the objective takes no captions.")
+        if isinstance(value, (int, float)):
+            check_number(name, value)
+    named = {word.partition("=")[0] for word in argv}
+    if {"--epochs", "--steps"} <= named:
+        raise UserError("--epochs and --steps both say how long to train: give one of them.")
+    if "--steps" in named:
+        args.epochs = None  # of a run that is resumed
     if method.uses_text(args) and args.batch < 2:
         raise UserError(f"--batch {args.batch} must be 2 or more: the loss compares captions.")
-    if {"epochs", "steps"} <= given:
-        raise UserError("--epochs and --steps both say how long to train: give one of them.")
     if args.finetune and (args.init_weights or args.method != "classifier"):
         raise UserError("--finetune trains a classifier from the weights of a run: leave out "
                         "--method and --init-weights.")
-    if args.bench and (args.resume or args.dry_run):
-        raise UserError("--bench times a new run: leave out --resume and --dry-run.")
-    if "steps" in given:
-        args.epochs = None  # of a run that is resumed
-    with common.explained(ValueError, f"--method {args.method}"):
-        method.check(args)
+    if args.bench and args.resume:
+        raise UserError("--bench times a new run: leave out --resume.")
     if args.bench:
         args.steps, args.epochs = max(args.steps, BENCH_WARMUP + args.bench), None
 
 
+def check_number(name, value):
+    if not math.isfinite(value) or (value < 0 and name not in SIGNED):
+        wanted = "finite and not negative"
+    elif name in POSITIVE and value == 0:
+        wanted = "positive"
+    elif name in BELOW_ONE and value >= 1:
+        wanted = "below 1"
+    elif name in AT_MOST_ONE and value > 1:
+        wanted = "at most 1"
+    elif name == "seed" and value >= 2**63:
+        wanted = "below 2^63"
+    else:
+        return
+    raise UserError(f"{flag_of(name)} {value} must be {wanted}.")
+
+
 # The run's directory -----------------------------------------
+
+WRITTEN = ("config.json", "vocab.txt", "log.jsonl", "eval.json")  # by a run, beside checkpoints
 
 
 def choose_run(args):
@@ -412,32 +407,20 @@ def choose_run(args):
     return out
 
 
-@contextlib.contextmanager
-def claim_run(args):
-    """The run's directory, or None if this process writes nothing. It alone writes there: it has a
-    lock that the kernel frees, however it ends. A new directory that stays empty is removed."""
-    out = None if args.dry_run or args.bench else choose_run(args)
-    if out is None or this_rank()[0] > 0:
-        yield None
-        return
-    is_new = not out.exists()
+def lock_run(out):
+    """Make the run's directory and lock it -> a file; the kernel frees the lock when it is closed
+    or the process ends, however that is. A process that it forks does not hold the lock."""
     with common.writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        lock = open(out / "lock", "a")
-    with lock:
-        os.register_at_fork(after_in_child=lock.close)  # else a worker holds it longer
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{out} is in use by another run: wait for it or stop it, or give "
-                            f"another --out.") from None
-        except OSError:
-            pass  # this file system has no locks
-        try:
-            yield out
-        finally:
-            if is_new and out.exists() and os.listdir(out) == ["lock"]:
-                shutil.rmtree(out)
+        file = open(out / "lock", "a")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{out} is in use by another run: wait for it or stop it, or give another "
+                        f"--out.") from None
+    except OSError:
+        pass  # this file system has no locks
+    return file
 
 
 def write_run(args, tokenizer, out):
@@ -453,30 +436,38 @@ def write_run(args, tokenizer, out):
 
 
 def announce(args, data, model, tokenizer, device):
-    """Print what begins. Raises UserError if most of the captions' tokens are unknown."""
+    """Print what begins. Raises UserError if the vocabulary does not serve the captions."""
     params = sum(p.numel() for p in model.parameters())
     facts = [f"{device}, {this_rank()[1]} ranks, {torch.get_num_threads()} threads",
              f"{params / 1e6:.1f} M parameters"]
     if isinstance(data, common.CaptionTable):
         facts.append(f"{len(data):,} images, {len(data) / args.batch:.1f} steps per epoch")
+    if tokenizer:
+        facts.append(f"{check_vocabulary(args, data, tokenizer):.1%} of the captions' tokens are "
+                     f"[UNK]")
+    print(f"{args.out}: {', '.join(facts)}")
     if device.type == "cuda" and args.workers == 0 and not isinstance(data, common.World):
         print("note: with --workers 0 the GPU waits while this process decodes images")
-    if "OMP_NUM_THREADS" not in os.environ and os.getloadavg()[0] > os.cpu_count():
-        print("note: other jobs share these cores, and threads that wait for each other are slow: "
-              "set OMP_NUM_THREADS=1")
-    if tokenizer:
-        captions = data.sample_captions(1000)
-        ids = [i for caption in captions for i in tokenizer.encode(caption)[1:-1]]
-        share = ids.count(tokenizer.unk) / max(1, len(ids))
-        facts.append(f"{share:.1%} of the captions' tokens are [UNK]")
-        if share > 0.5:
-            raise UserError(f"{share:.0%} of the captions' tokens are [UNK], words that the "
-                            f"vocabulary lacks: give another --vocab, or none.")
-    print(f"{args.out}: {', '.join(facts)}")
     for _, steps, _ in METHODS[args.method].stages(args):
         if 0 < steps < args.warmup:
             print(f"note: in {steps} steps the learning rate does not reach its peak: --warmup is "
                   f"{args.warmup}")
+
+
+def check_vocabulary(args, data, tokenizer):
+    """Raise UserError if the text encoder is for more tokens, or captions lack most of theirs; the
+    share that they lack."""
+    asked = common.asked_words(args.text_encoder)
+    if asked > len(tokenizer) and not args.vocab:
+        raise UserError(f"--text-encoder {args.text_encoder} is for {asked} tokens, a vocabulary "
+                        f"trained from these captions has {len(tokenizer)}: give --vocab FILE of "
+                        f"{asked} tokens, or another --text-encoder.")
+    ids = [i for caption in data.sample_captions(1000) for i in tokenizer.encode(caption)[1:-1]]
+    unknown = ids.count(tokenizer.unk) / max(1, len(ids))
+    if unknown > 0.5:
+        raise UserError(f"{unknown:.0%} of the captions' tokens are [UNK], words that the "
+                        f"vocabulary lacks: give another --vocab, or none.")
+    return unknown
 
 
 class Log:
@@ -486,26 +477,21 @@ class Log:
         self.warned = set()
         self.bar = tqdm(total=args.steps, initial=step, desc=args.method, unit="step",
                         mininterval=1, disable=out is None)
-        if out is None:
-            return
-        self.path = out / "log.jsonl"
-        self.cut(step)
+        if out:
+            self.path = out / "log.jsonl"
+            self.cut(step)
 
     def cut(self, step):
         """Leave the lines up to the step; a killed run may have written half of the last."""
-        lines = self.path.read_text("utf-8").splitlines(keepends=True) if self.path.exists() else []
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
         kept = []
         for number, line in enumerate(lines, 1):
             what = f"Line {number} of {self.path} is damaged, delete it"
             with common.explained((ValueError, TypeError, KeyError), what):
-                if line.endswith("\n") and json.loads(line)["step"] <= step:
+                if line.endswith(b"\n") and json.loads(line)["step"] <= step:
                     kept.append(line)
         with common.replacing(self.path) as file:
-            file.write("".join(kept).encode())
-
-    def show_stage(self, args, method, number):
-        if len(method.stages(args)) > 1:
-            self.bar.set_description(f"{args.method}, stage {number}")
+            file.writelines(kept)
 
     def write(self, record, warning):
         if warning and warning not in self.warned:
@@ -514,16 +500,6 @@ class Log:
         with common.writing(self.path), open(self.path, "a") as file:
             file.write(json.dumps(record) + "\n")
         self.bar.set_postfix(loss=record["loss"], images_per_s=record["images_per_s"])
-
-    def stopped(self, args, step):
-        self.bar.close()
-        start = "python"
-        if dist.is_initialized():
-            here = os.environ.get("LOCAL_WORLD_SIZE")
-            alone = "--standalone " if here == os.environ.get("WORLD_SIZE") else ""
-            start = f"torchrun {alone}--nproc_per_node={here}"
-        command = shlex.join([os.path.relpath(__file__), "--resume", "--out", args.out])
-        print_once(f"Stopped by signal after step {step}; continue with: {start} {command}")
 
 
 def print_once(line):
@@ -541,15 +517,13 @@ def open_training_data(args, method):
     if args.batch % world_size:
         raise UserError(f"--batch {args.batch} is global and must be a multiple of the "
                         f"{world_size} ranks.")
-    with_text, content = method.uses_text(args), method.content(args)
     encoder = common.image_encoder_settings(args.image_encoder)[1]
     args.image_size = args.image_size or encoder["image_size"]
+    content = method.content(args)
     data = common.open_data(args.data, args.image_root, "train", args.image_size, content)
     if content == "label":
         data = choose_labels(args, data)
     is_table = isinstance(data, common.CaptionTable)
-    if with_text:
-        data.sample_captions(1)  # class folders may lack names
     if isinstance(data, common.World):
         args.image_size = data.size
     if args.epochs:
@@ -557,8 +531,9 @@ def open_training_data(args, method):
             raise UserError(f"--epochs {args.epochs}: how many images {args.data} has is not "
                             f"known; give --steps, which is epochs x images / --batch.")
         args.steps = math.ceil(args.epochs * len(data) / args.batch)
-        with common.explained(ValueError, f"--epochs {args.epochs}"):
-            method.check(args)
+    with common.explained(ValueError, f"--method {args.method}"):
+        method.check(args)
+        method.views(args)
     if method.box_refreshes(args) and not (is_table or args.dry_run):
         raise UserError(f"--contrastive-crop finds boxes for the images of class folders or of a "
                         f"table, not of {args.data}: unpack shards, or give --no-contrastive-crop.")
@@ -582,45 +557,43 @@ def choose_labels(args, data):
 
 
 def open_evaluation(args, model):
-    """-> data and options of the evaluations on the way. Errors in --eval-data are found here; with
-    neither it nor --eval-every the data are None, and finish() opens them."""
-    with_text, tasks = model.encode_text is not None, None
-    if not with_text:
-        tasks = ["classification" if model.class_scores else "knn"]
-    options = evaluation.options_of({"tasks": tasks}, args)
-    if not (args.eval_data or args.eval_every):
-        if tasks == ["knn"] and options.on_training_images:
-            print_once("note: k-NN needs --eval-data: without it nothing will be evaluated")
+    """-> data and options of the run's own evaluation. The data are None on other ranks than the
+    first, and where there can be no evaluation, an error if --eval-data or --eval-every ask for it;
+    it is found before the training, not after."""
+    options, with_text = evaluation.options_of({}, args), model.encode_text is not None
+    if this_rank()[0] > 0:
         return None, options
-    data = evaluation.open_eval_set(options, args.image_size, with_text)
     remedy = "" if with_text else " In training, --data is learned from and --eval-data tests"
-    with common.explained(UserError, "No evaluation", remedy):
-        check_evaluation(options, data, model)
-    return data, options
+    try:
+        with common.explained(UserError, "No evaluation", remedy):
+            return open_checked(args, model, options, with_text), options
+    except UserError as error:
+        if args.eval_data or args.eval_every:
+            raise
+        print(f"note: {error} Later, eval.py evaluates the run on any --data.")
+        return None, options
 
 
-def check_evaluation(options, data, model):
-    """Raise UserError if the data lack what the tasks need, or none of the images can be read."""
-    tasks = evaluation.tasks_to_run(options, data, model)
-    if tasks == ["knn"] and options.on_training_images:
+def open_checked(args, model, options, with_text):
+    """Data to evaluate. Raises UserError if they lack what the tasks need, or none of the images
+    can be read."""
+    if options.on_training_images and not (with_text or model.class_scores):
         raise UserError("k-NN is tested on other images than --data: give --eval-data.")
+    data = evaluation.open_eval_set(options, args.image_size, with_text)
+    tasks = evaluation.tasks_to_run(options, data, model)
     evaluation.check_data(tasks, options, data, model)
     pairs = data.labelled or data.captioned
     if pairs and not data.is_world:
         next(evaluation.read_images(pairs("first"), common.open_image))
+    return data
 
 
 def build_tokenizer(args, data):
     """The run's saved vocabulary, the user's, or one trained from at most 100,000 captions."""
     if args.resume or args.vocab:
         return common.open_tokenizer(Path(args.out, "vocab.txt") if args.resume else args.vocab)
-    vocab = common.train_wordpiece(data.sample_captions(100_000), args.vocab_size)
-    asked = common.asked_words(args.text_encoder)
-    if asked > len(vocab) and not (args.dry_run or args.bench):
-        raise UserError(f"--text-encoder {args.text_encoder} is for {asked} tokens, a vocabulary "
-                        f"trained from these captions has {len(vocab)}: give --vocab FILE of "
-                        f"{asked} tokens, or another --text-encoder.")
-    return common.WordPiece(vocab)
+    return common.WordPiece(
+        common.train_wordpiece(data.sample_captions(100_000), args.vocab_size))
 
 
 def new_model(args, method, tokenizer):
@@ -639,14 +612,6 @@ def new_model(args, method, tokenizer):
                 parts = common.load_clip(towers, weights, tokenizer)
             else:
                 common.load_timm(towers[0], weights)
-    if args.grad_checkpoint and isinstance(towers[0], common.ResNet):
-        raise UserError(f"--grad-checkpoint recomputes the blocks of a ViT, {args.image_encoder} "
-                        f"has none: leave it out, or lower --batch.")
-    batch_norms = [x for x in towers[0].modules() if isinstance(x, common.BatchNorm)]
-    if args.accum_freq > 1 and batch_norms:
-        raise UserError(f"--accum-freq {args.accum_freq} computes parts of a batch, the BatchNorm "
-                        f"of {args.image_encoder} needs all of it: choose a ViT without a stem "
-                        f"(in the embedded world --image-encoder tiny-patch).")
     model = common.build_model(method, args, *towers)
     if parts is not None:
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
@@ -656,13 +621,16 @@ def new_model(args, method, tokenizer):
             module.grad_checkpoint = args.grad_checkpoint
         if isinstance(module, common.Tower):  # a teacher's, too
             module.accum_freq = args.accum_freq
+        if isinstance(module, common.BatchNorm) and args.accum_freq > 1:
+            raise UserError(f"--accum-freq {args.accum_freq} computes parts of a batch, the "
+                            f"BatchNorm of {args.image_encoder} needs all of it: choose a ViT "
+                            f"without a stem (in the embedded world, tiny-patch).")
     return model
 
 
 def build_transform(args, method, encoder):
     """What makes a training image of a file; views of the world's images too."""
-    with common.explained(ValueError, f"--method {args.method}"):
-        views = method.views(args)
+    views = method.views(args)
     if settings := method.augment(args):
         return common.Augment(args.image_size, **settings)
     if views is None:
@@ -719,6 +687,14 @@ def find_boxes(args, data, model, device, autocast):
     for rows, boxes in common.gather_objects((rows, torch.tensor(boxes).view(-1, 4))):
         found[rows] = boxes
     return found
+
+
+def sgd(groups, betas=(0.9, 0), eps=0):
+    return torch.optim.SGD(groups, momentum=betas[0], nesterov=True)  # as timm's, so DeiT's "sgd"
+
+
+OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True), "sgd": sgd,
+              "lamb": METHODS["stair"].LAMB, "lars": METHODS["bam"].LARS}
 
 
 def build_optimizer(args, model, saved):
@@ -845,35 +821,28 @@ def save(names, args, model, optimizer, scaler, progress):
             common.save_checkpoint(Path(args.out, name), state)
 
 
-def check_plan(args, progress):
-    """Raise UserError if --steps are fewer than were made, or put the last in another stage."""
-    if progress.step > args.steps:
-        raise UserError(f"{args.out} has made {progress.step} steps: --steps {args.steps} must not "
-                        f"be fewer.")
-    end = 0
-    for number, steps, _ in METHODS[args.method].stages(args):
-        end += steps
-        if progress.step <= end:
-            break
-    if progress.stage != number:
-        raise UserError(f"{args.out} has made step {progress.step} in stage {progress.stage}, with "
-                        f"these flags it is of stage {number}: leave out what changes the stages, "
-                        f"as --steps.")
-
-
 def load_state(args, model, scaler, progress, device):
-    """Restore weights, loss scale and `progress` from last.pt, and return all of it."""
+    """Restore weights, loss scale and `progress` from last.pt, and return all of it. Raises
+    UserError if its last step is not of the same stage with the flags of today."""
     path = Path(args.out, "last.pt")
     state = common.load_checkpoint(path, device)
-    if not isinstance(state, dict) or state.get("method") != args.method:
-        raise UserError(f"{path} holds no {args.method} model.")
     remedy = "leave out the flags that change the model; vocab.txt must be that of the run"
     common.restore_model(model, state["model"], path, remedy)
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     progress.restore(state, args.workers)
-    check_plan(args, progress)
+    end, is_same = 0, False
+    for number, steps, _ in METHODS[args.method].stages(args):
+        start, end = end, end + steps
+        is_same |= number == progress.stage and start < progress.step <= end
+    if not is_same:
+        raise UserError(f"{args.out} has made {progress.step} steps, the last in stage "
+                        f"{progress.stage}; with these flags it is in another stage or in none: "
+                        f"leave out --steps {args.steps}, or what else changes the stages.")
     return state
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stop:
@@ -909,11 +878,6 @@ class Clock:
         self.start, self.waits = self.now(), []
 
     def now(self):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the steps so far are done
-        return time.perf_counter()
-
-    def mark(self):
         """This moment. The host runs ahead of a GPU, so it is one between the GPU's tasks."""
         if not torch.cuda.is_available():
             return time.perf_counter()
@@ -922,18 +886,21 @@ class Clock:
         return event
 
     def wait_for(self, batches):
-        before, batch = self.mark(), next(batches)
-        self.waits.append((before, self.mark()))
+        before, batch = self.now(), next(batches)
+        self.waits.append((before, self.now()))
         return batch
 
+    def seconds(self, before, after):
+        if isinstance(before, float):
+            return after - before
+        after.synchronize()
+        return before.elapsed_time(after) / 1000
+
     def rates(self, batch_size):
-        seconds, data_time = self.now() - self.start, 0.0
-        for before, after in self.waits:
-            is_event = isinstance(before, torch.cuda.Event)
-            data_time += before.elapsed_time(after) / 1000 if is_event else after - before
-        images_per_s = len(self.waits) * batch_size / seconds
+        total = self.seconds(self.start, self.now())
+        waited = sum(self.seconds(*wait) for wait in self.waits)
         process_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"images_per_s": images_per_s, "data_share": data_time / seconds,
+        return {"images_per_s": len(self.waits) * batch_size / total, "data_share": waited / total,
                 "peak_memory_bytes": torch.cuda.max_memory_allocated() or process_memory}
 
 
@@ -961,26 +928,23 @@ def measure(args, model, batch, autocast, outputs, grad_norm):
 
 
 def evaluate_unnoticed(embed, eval_data, options):
-    """The metrics of --eval-every. The training's random numbers go on as without it."""
+    """The metrics of --eval-every, without captions those of k-NN alone, as a probe takes long. The
+    training's random numbers go on as without it."""
+    if embed.model.encode_text is None and not embed.model.class_scores:
+        options = dataclasses.replace(options, tasks=["knn"])
     devices = [embed.device] if embed.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         return evaluation.evaluate(embed, eval_data, options)
 
 
-def finish(args, embed, eval_data, progress):
+def finish(args, embed, eval_data, options, progress):
     """Print what all workers of all ranks skipped, evaluate, draw."""
     every_rank = common.gather_objects(common.total_skipped(progress.skipped.values()))
     if this_rank()[0] > 0:
         return
     if skipped := common.describe_skipped(common.total_skipped(every_rank)):
         print(f"skipped {skipped}")
-    options, with_text = evaluation.options_of({}, args), embed.model.encode_text is not None
-    try:
-        if eval_data is None:
-            eval_data = evaluation.open_eval_set(options, args.image_size, with_text)
-        check_evaluation(options, eval_data, embed.model)
-    except UserError as error:
-        print(f"No evaluation: {error} Later, eval.py evaluates the run on any --data.")
+    if eval_data is None:
         return evaluation.save_pictures(evaluation.draw_log(args.out))
     print(f"Evaluation on {evaluation.describe(options)}, in fp32:")
     embed.model.eval()
@@ -1018,21 +982,11 @@ def made_up_batch(args, method, model, n):
 
 def main(argv=None):
     """-> the signal that stopped the run, if any."""
-    start = time.perf_counter()
     args = parse_args(sys.argv[1:] if argv is None else argv)
     common.turn_off_tf32()
     device = common.init_distributed()
-    try:
-        with claim_run(args) as out:
-            stopped_by = train(args, out, device)
-    except RuntimeError as error:  # torch's handler of SIGCHLD raises it anywhere
-        if "DataLoader worker" not in str(error):
-            raise
-        raise UserError("A worker was killed, perhaps as memory ran out: lower --workers or "
-                        "--batch, or raise a container's --shm-size; --resume continues.") from None
-    if out and not stopped_by:
-        seconds = round(time.perf_counter() - start)
-        print(f"{out}: done in {datetime.timedelta(seconds=seconds)}")
+    out = None if args.dry_run or args.bench else choose_run(args)
+    stopped_by = train(args, out if this_rank()[0] == 0 else None, device)
     if dist.is_initialized():  # not after an error: NCCL would wait for the other ranks
         dist.destroy_process_group()
     return stopped_by

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import runpy
-import shlex
 import shutil
 import signal
 import subprocess
@@ -48,6 +47,15 @@ def test_flags_go_before_presets_before_defaults(flags):
     assert args.lambda_f == 5.0            # flag
     assert args.steps == 250_000           # preset
     assert args.beta2 == 0.98              # default
+
+
+def test_what_a_preset_says_is_never_refused(monkeypatch):
+    monkeypatch.setitem(train.METHODS["sparc"].PRESETS, "mine", {"sigma": -1.0})
+    command = ["--method", "sparc", "--preset", "mine", "--sigma"]
+    assert train.parse_args([*command, "-1.0"]).sigma == -1
+    with pytest.raises(UserError, match="--sigma -2.0 must be finite and not negative"):
+        train.parse_args([*command, "-2.0"])
+    assert train.parse_args(["--method", "stair", "--bias-text", "-2"]).bias_text == -2
 
 
 def test_a_run_writes_everything(run_of):
@@ -171,8 +179,8 @@ def test_bam_on_one_folder_says_at_once_what_evaluation_needs(tmp_path, capsys):
     data = ["--data", str(tmp_path / "data"), "--image-size", "16", "--out", str(tmp_path / "run")]
     train.main([*SMALL["bam"], *data])
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first.startswith("note: ") and "--eval-data" in first
-    assert "No evaluation" in str(lines) and "--train-data" not in str(lines)
+    assert first.startswith("note: No evaluation: ") and "--eval-data" in first
+    assert "valuation" not in str(lines) and (tmp_path / "run/curves.png").exists()
 
 
 def test_keep_every_keeps_checkpoints(tmp_path, run_of):
@@ -228,13 +236,6 @@ def test_the_first_signal_saves_and_a_second_ctrl_c_ends_at_once(tmp_path, monke
     else:
         assert train.main(flags) in train.SIGNALS
         assert common.load_checkpoint(tmp_path / "last.pt")["step"] == 2
-
-
-def test_a_worker_that_the_kernel_kills_is_one_sentence(tmp_path, monkeypatch):
-    kill = lambda self, samples: os.kill(os.getpid(), signal.SIGKILL)
-    monkeypatch.setattr(common.WorldStream, "collate", kill)
-    with pytest.raises(UserError, match="^A worker was killed, .* --workers or --batch, .*shm"):
-        train.main([*SPARC, "--workers", "1", "--out", str(tmp_path)])
 
 
 def test_neither_strange_names_nor_a_closed_pipe_end_a_run(tmp_path):
@@ -304,54 +305,36 @@ def test_half_a_line_of_the_log_is_cut_off_and_a_damaged_one_named(tmp_path, run
     (run / "log.jsonl").write_text("".join([*lines, '{"step": 7}\n', '{"st']))
     train_alone(["--resume", "--out", run])
     assert (run / "log.jsonl").read_text() == "".join(lines)
-    for bad in ("garbage\n", "{}\n", "7\n"):
-        (run / "log.jsonl").write_text("".join([*lines[:2], bad, *lines[3:]]))
+    for bad in (b"garbage\n", b"{}\n", b"7\n", b"\xff\n"):
+        damaged = [*map(str.encode, lines[:2]), bad, *map(str.encode, lines[3:])]
+        (run / "log.jsonl").write_bytes(b"".join(damaged))
         with pytest.raises(UserError, match="Line 3 of .*log.jsonl is damaged, delete it: "):
             train_alone(["--resume", "--out", run])
-        assert len((run / "log.jsonl").read_text().splitlines()) == 6
+        assert (run / "log.jsonl").read_bytes() == b"".join(damaged)
 
 
-def test_the_stop_message_is_a_command(tmp_path, capsys):
-    train_until(2, [*SPARC, "--out", tmp_path / "a run"])
-    message = capsys.readouterr().out.splitlines()[-1]
-    python, script, *flags = shlex.split(message.partition("continue with: ")[2])
-    assert (python, Path(script).resolve()) == ("python", ROOT / "train.py")
-    train_alone(flags)
-    assert len(read_log(tmp_path / "a run")) == 6
-
-
-@pytest.mark.parametrize("world, flag", [("2", "--standalone "), ("4", "")])
-def test_the_stop_message_of_ranks_starts_torchrun(tmp_path, monkeypatch, capsys, world, flag):
-    monkeypatch.setattr(train.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(train, "this_rank", lambda: (0, int(world)))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("WORLD_SIZE", world)
-    args = train.parse_args([*SPARC, "--out", "run"])
-    train.Log(args, None, 0).stopped(args, 3)
-    assert f"with: torchrun {flag}--nproc_per_node=2 " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("stopped, steps, message", [
-    (6, 40, "made step 6 in stage 3, with these flags it is of stage 1"),   # stages of 10, 10, 20
-    (6, 12, "made step 6 in stage 3, with these flags it is of stage 2"),   # ends with stage 2
-    (6, 9, None)])
-def test_resume_never_goes_back_a_stage(tmp_path, stopped, steps, message):
-    train_until(stopped, [*SMALL["stair"], "--out", tmp_path])              # stages of 2, 2, 4
-    resume = ["--resume", "--steps", steps, "--out", tmp_path]
+@pytest.mark.parametrize("stopped, flags, message", [
+    (6, "--steps 40", "in another stage"),                       # stages of 10, 10, 20
+    (6, "--steps 12", "in another stage"),                       # it ends with stage 2
+    (6, "--steps 5", "in none: leave out --steps 5"),
+    (2, "--stages single", "in another stage"), (6, "--steps 9", None)])
+def test_resume_never_goes_back_a_stage(tmp_path, stopped, flags, message):
+    train_until(stopped, [*SMALL["stair"], "--out", tmp_path])   # stages of 2, 2, 4
+    resume = ["--resume", *flags.split(), "--out", tmp_path]
     if message is None:
         return train_alone(resume)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"has made {stopped} steps, the last in stage .*{message}"):
         train_alone(resume)
 
 
 def test_a_second_run_in_a_directory_is_refused(tmp_path, run_of):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
-    resume = ["--resume", "--out", str(run)]
-    with train.claim_run(train.parse_args(resume)):
-        with pytest.raises(UserError, match="run is in use by another run: wait for it"):
-            train.main(resume)
+    command = [sys.executable, str(ROOT / "train.py"), "--resume", "--out", str(run)]
+    with train.lock_run(run):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert "run is in use by another run: wait for it" in done.stderr
         evaluation.main([str(run), "--task", "zeroshot"])
-    train_alone(resume)
+    assert done.returncode == 1 and subprocess.run(command).returncode == 0
 
 
 @pytest.mark.ranks
@@ -361,8 +344,7 @@ def test_workers_do_not_hold_the_lock_of_a_killed_run(tmp_path):
     wait_for_steps(process, tmp_path, 2)
     process.kill()
     process.wait()
-    with train.claim_run(train.parse_args(["--resume", "--out", str(tmp_path)])):
-        pass
+    train.lock_run(tmp_path).close()
 
 
 def test_a_run_that_ended_is_not_overwritten_where_its_weights_are_gone(run_of, tmp_path):
@@ -633,6 +615,7 @@ def test_data_share_is_the_time_that_the_gpu_waits(monkeypatch, loading, share):
             device.record(self)
 
         record = lambda self: device.record(self)
+        synchronize = lambda self: setattr(device, "now", max(device.now, self.time))
         elapsed_time = lambda self, other: 1000 * (other.time - self.time)
 
     def load():
@@ -643,9 +626,6 @@ def test_data_share_is_the_time_that_the_gpu_waits(monkeypatch, loading, share):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "synchronize",
-                        lambda: setattr(device, "now", max(device.now, device.free)))
-    monkeypatch.setattr(time, "perf_counter", lambda: device.now)
     clock, batches = train.Clock(), load()
     clock.reset()
     for _ in range(100):
