@@ -1565,6 +1565,10 @@ def read_json(path, split):
                 else:
                     yield Skipped("caption without image", f"{path}, image_id {number}")
             return
+        known = {image["split"] for image in data["images"]}
+        if not known.intersection(splits):
+            raise UserError(f"{path} has no captions of split {split!r}, only of "
+                            f"{', '.join(sorted(known))}: give {path}:split=NAME.")
         for image in data["images"]:
             if image["split"] in splits:
                 name = os.path.join(image.get("filepath", ""), image["filename"])
@@ -1714,6 +1718,9 @@ def label_rows(names, labels, fraction):
         raise UserError(f"--label-fraction {fraction} names {len(wanted)} images, without their "
                         f"folders; the training data lack {missing} and have these names "
                         f"{len(rows)} times: each must be there once, else give a number.")
+    if lacking := set(np.asarray(labels).tolist()) - {int(labels[i]) for i in rows}:
+        raise UserError(f"--label-fraction {fraction} names no image of {len(lacking)} classes, "
+                        f"as number {min(lacking)} (from 0): name one of each, or give a number.")
     return rows
 
 
@@ -2057,6 +2064,8 @@ class World:
 
     def scenes(self, n, split, generator, objects=None):
         """n scenes of the split, with exactly `objects` objects, or 1 to `self.objects`."""
+        if split not in SPLITS:
+            raise UserError(f"shapes has no split {split!r}, only {', '.join(SPLITS)}.")
         heldout = torch.zeros(8, 8, dtype=torch.bool)
         for colour, shape in self.heldout_pairs:
             heldout[colour, shape] = True

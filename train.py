@@ -446,6 +446,9 @@ def announce(args, data, model, tokenizer, device):
         facts.append(f"{check_vocabulary(args, data, tokenizer):.1%} of the captions' tokens are "
                      f"[UNK]")
     print(f"{args.out}: {', '.join(facts)}")
+    if "OMP_NUM_THREADS" not in os.environ and os.getloadavg()[0] > os.cpu_count():
+        print("note: other jobs share these cores, and threads that wait for each other are slow: "
+              "set OMP_NUM_THREADS=1")
     if device.type == "cuda" and args.workers == 0 and not isinstance(data, common.World):
         print("note: with --workers 0 the GPU waits while this process decodes images")
     for _, steps, _ in METHODS[args.method].stages(args):
@@ -931,7 +934,7 @@ def evaluate_unnoticed(embed, eval_data, options):
     """The metrics of --eval-every, without captions those of k-NN alone, as a probe takes long. The
     training's random numbers go on as without it."""
     if embed.model.encode_text is None and not embed.model.class_scores:
-        options = dataclasses.replace(options, tasks=["knn"])
+        options = argparse.Namespace(**vars(options) | {"tasks": ["knn"]})
     devices = [embed.device] if embed.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         return evaluation.evaluate(embed, eval_data, options)
@@ -986,7 +989,13 @@ def main(argv=None):
     common.turn_off_tf32()
     device = common.init_distributed()
     out = None if args.dry_run or args.bench else choose_run(args)
-    stopped_by = train(args, out if this_rank()[0] == 0 else None, device)
+    try:
+        stopped_by = train(args, out if this_rank()[0] == 0 else None, device)
+    except RuntimeError as error:  # torch's handler of SIGCHLD raises it anywhere
+        if "DataLoader worker" not in str(error):
+            raise
+        raise UserError("A worker was killed, perhaps as memory ran out: lower --workers or "
+                        "--batch, or raise a container's --shm-size; --resume continues.") from None
     if dist.is_initialized():  # not after an error: NCCL would wait for the other ranks
         dist.destroy_process_group()
     return stopped_by

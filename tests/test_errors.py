@@ -129,6 +129,8 @@ ERRORS = [
     ("sparc --data a.json", f"a.json is {NO_CAPTIONS}: Expecting property name", "{"),
     ("sparc --data a.json", f"a.json is {NO_CAPTIONS}", "[1]"),
     ("sparc --data a.json", f"{NO_CAPTIONS}: 'caption'.", COCO),
+    ("sparc --data a.json:split=dev", "no captions of split 'dev', only of val: give .*split=NAME",
+     {"a.json": '{"images": [{"filename": "a", "split": "val", "sentences": []}]}'}),
     ("sparc --data a.parquet", "its ending is unknown; a SPEC is one of: shapes", "x"),
 
     # The world
