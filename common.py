@@ -1266,7 +1266,7 @@ class CaptionTable:
                 Skipped("empty caption", path).count(self.skipped)
         if not captions:
             left_out = describe_skipped(self.skipped) or "nothing"
-            raise UserError(f"{name} has no image with a caption (left out: {left_out}).")
+            raise UserError(f"{name} has no image that can be used (left out: {left_out}).")
         # Forked workers share numpy's buffers. (Of lists they would copy every page: each access
         # writes a reference count.) Paths are bytes, as not all are UTF-8.
         self.name = name
@@ -1638,7 +1638,7 @@ def open_directory(directory, content, image_root):
     folders = sorted(p for p in entries if p.is_dir() and not p.name.startswith((".", "__MACOSX")))
     if content and not folders:
         raise UserError(f"{directory} has no class folders: give one that holds a folder of images "
-                        f"for each class.")
+                        f"for each class, or shards by name, DIR/{{00000..00012}}.tar.")
     classes = names = [folder.name for folder in folders]
     with contextlib.suppress(UserError):  # where nobody reads the captions, names may be numbers
         names, _ = class_names(classes)
@@ -1652,9 +1652,6 @@ def open_directory(directory, content, image_root):
         labels += [label] * len(images)
         if not images:
             empty.append(folder.name)
-    if not labels:
-        raise UserError(f"{directory} has no images ({' '.join(IMAGE_SUFFIXES)}); shards are named "
-                        f"with braces, DIR/{{00000..00012}}.tar.")
     if content and empty:
         raise UserError(f"{len(empty)} of the {len(folders)} class folders of {directory} have "
                         f"no images: {', '.join(empty[:10])}; remove them, or add their images.")

@@ -1,6 +1,7 @@
 """Files of every SPEC: what is read, skipped and counted, or refused; the order of a Stream."""
 
 import contextlib
+import functools
 import io
 import itertools
 import json
@@ -93,6 +94,19 @@ def test_tables(tmp_path, name, text, expected):
     source = open_data(str(tmp_path / name))
     assert pairs(source) == expected and source.skipped == {}
     assert Path(source.path(0)).parent == tmp_path
+
+
+def test_a_row_more_is_a_format_more(tmp_path, monkeypatch):
+    def read_lines(path):
+        return (line.split("|") for line in Path(path).read_text().splitlines())
+
+    row = [".bars"], functools.partial(common.open_table, read_lines), {}, "FILE.bars"
+    rows = [*common.formats(), row]
+    monkeypatch.setattr(common, "formats", lambda: rows)
+    (tmp_path / "a.bars").write_text("x.jpg|one\ny.jpg|two\n")
+    assert pairs(open_data(str(tmp_path / "a.bars"))) == {"x.jpg": ["one"], "y.jpg": ["two"]}
+    with pytest.raises(UserError, match="its ending is unknown; .* FILE.bars"):
+        open_data("nowhere")
 
 
 ROWS = "".join(f"{i}.jpg,n{i}\n" for i in range(9))
