@@ -172,7 +172,10 @@ def train(args, out, device):
             ask_due = save_due or progress.due(min(10, args.log_every)) or not dist.is_initialized()
             stopping = ask_due and stop.agreed(device)
             if args.bench:
-                if stopping or bench_is_over(args, progress.step, clock):
+                if progress.step == BENCH_WARMUP:
+                    clock.reset()
+                if stopping or progress.step == BENCH_WARMUP + args.bench:
+                    print_once(json.dumps(clock.rates(args.batch)))
                     return stopping
                 continue
             if stopping or log_due or save_due:
@@ -201,16 +204,6 @@ def train(args, out, device):
     log.bar.close()
     stop.restore()  # a signal ends the evaluation at once
     finish(args, embed, eval_data, options, progress)
-
-
-def bench_is_over(args, step, clock):
-    """Time the steps of --bench and print the rates -> whether this was the last."""
-    if step == BENCH_WARMUP:
-        clock.reset()
-    if step < BENCH_WARMUP + args.bench:
-        return False
-    print_once(json.dumps(clock.rates(args.batch)))
-    return True
 
 
 # Command line -----------------------------------------
@@ -364,19 +357,13 @@ def check_settings(args, method, defaults, argv):
 
 
 def check_number(name, value):
+    rules = [(POSITIVE, value > 0, "positive"), (BELOW_ONE, value < 1, "below 1"),
+             (AT_MOST_ONE, value <= 1, "at most 1"), ({"seed"}, value < 2**63, "below 2^63")]
     if not math.isfinite(value) or (value < 0 and name not in SIGNED):
-        wanted = "finite and not negative"
-    elif name in POSITIVE and value == 0:
-        wanted = "positive"
-    elif name in BELOW_ONE and value >= 1:
-        wanted = "below 1"
-    elif name in AT_MOST_ONE and value > 1:
-        wanted = "at most 1"
-    elif name == "seed" and value >= 2**63:
-        wanted = "below 2^63"
-    else:
-        return
-    raise UserError(f"{flag_of(name)} {value} must be {wanted}.")
+        raise UserError(f"{flag_of(name)} {value} must be finite and not negative.")
+    for names, holds, wanted in rules:
+        if name in names and not holds:
+            raise UserError(f"{flag_of(name)} {value} must be {wanted}.")
 
 
 # The run's directory -----------------------------------------
@@ -560,35 +547,27 @@ def choose_labels(args, data):
 
 
 def open_evaluation(args, model):
-    """-> data and options of the run's own evaluation. The data are None on other ranks than the
-    first, and where there can be no evaluation, an error if --eval-data or --eval-every ask for it;
-    it is found before the training, not after."""
+    """-> data and options of the run's own evaluation. The data are None on all ranks but the
+    first, and where no evaluation is possible; that is an error only with --eval-data or
+    --eval-every."""
     options, with_text = evaluation.options_of({}, args), model.encode_text is not None
     if this_rank()[0] > 0:
         return None, options
     remedy = "" if with_text else " In training, --data is learned from and --eval-data tests"
     try:
         with common.explained(UserError, "No evaluation", remedy):
-            return open_checked(args, model, options, with_text), options
+            data = evaluation.open_eval_set(options, args.image_size, with_text)
+            tasks = evaluation.tasks_to_run(options, data, model)
+            evaluation.check_data(tasks, options, data, model)
+            pairs = data.labelled or data.captioned
+            if pairs and not data.is_world:
+                next(evaluation.read_images(pairs("first"), common.open_image))
+        return data, options
     except UserError as error:
         if args.eval_data or args.eval_every:
             raise
-        print(f"note: {error} Later, eval.py evaluates the run on any --data.")
+        print(f"note: {error}")
         return None, options
-
-
-def open_checked(args, model, options, with_text):
-    """Data to evaluate. Raises UserError if they lack what the tasks need, or none of the images
-    can be read."""
-    if options.on_training_images and not (with_text or model.class_scores):
-        raise UserError("k-NN is tested on other images than --data: give --eval-data.")
-    data = evaluation.open_eval_set(options, args.image_size, with_text)
-    tasks = evaluation.tasks_to_run(options, data, model)
-    evaluation.check_data(tasks, options, data, model)
-    pairs = data.labelled or data.captioned
-    if pairs and not data.is_world:
-        next(evaluation.read_images(pairs("first"), common.open_image))
-    return data
 
 
 def build_tokenizer(args, data):
@@ -602,13 +581,13 @@ def build_tokenizer(args, data):
 def new_model(args, method, tokenizer):
     """The model, the same on every rank."""
     source = None
-    if args.finetune and not (args.resume or args.dry_run):
+    if args.finetune and not args.resume:
         source = evaluation.load_run(args.finetune)[0].model
     torch.manual_seed(args.seed)
     towers, parts = common.build_encoders(method, args, tokenizer), None
     if source is not None:
         common.copy_tower(towers[0], source.evaluation_encoder(), args.finetune)
-    if args.init_weights and not (args.resume or args.dry_run):
+    if args.init_weights and not args.resume:
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
             weights = common.load_checkpoint(args.init_weights)
             if method.uses_text(args):
