@@ -824,8 +824,9 @@ def open_training_set(options, data):
         return data
     spec, names = options.train_data, data.groups[""][1]
     train = open_beside(options, data, spec, None,
-                        "k-NN and linear probes learn from other images than these: give "
-                        "--train-data, other class folders or tar shards with labels.")
+                        "k-NN and probes learn from other images than they are tested on: give "
+                        "--train-data (train.py: --eval-data), other class folders or tar shards "
+                        "with labels.")
     others = train.groups is not None and train.groups[""][1] != names  # tar files have no names
     if train.labelled is None or others:
         raise UserError(f"{spec} must have the class folders of {options.data}, to learn from: "

@@ -107,7 +107,7 @@ ERRORS = [
     ("bam --data bare", "bare has no image that can be used .left out: nothing"),
     ("sparc --data mixed", "^1 of the 2 class folders of mixed have no images: cat; remove"),
     ("sparc --data numbers --vocab poor.txt", f"{NUMBER} for a name: rename it"),
-    ("bam --data photos --eval-every 1", "^No evaluation: .*learned from and --eval-data tests"),
+    ("bam --data photos --eval-every 1", "^No evaluation: .*give --train-data .train.py: --eval-data"),
     ("sparc --eval-data broken", "^No evaluation: None of the 1 images could be read, .*png"),
     ("bam --data photos --eval-data broken", "^No evaluation: .* In training, --data is learned"),
     ("classifier --data photos --label-fraction 10%", r"\(number or file\) 10% cannot be read"),
