@@ -1941,7 +1941,7 @@ def replacing(path, suffix=f".{os.getpid()}.tmp"):
 
 
 def save_checkpoint(path, state):
-    full = explained(RuntimeError, f"{path} cannot be written, is the disk full?")
+    full = explained(RuntimeError, f"{path} cannot be written", " (is the disk full?)")  # torch's
     with replacing(path, ".tmp") as file, full:  # a run is locked: kills leave one at most
         torch.save(state, file)
 
