@@ -183,6 +183,7 @@ def check_run(out, config, flags):
     preset = evaluation.METHODS[config["method"]].PRESETS[config["preset"]]
     given = {flag[2:].replace("-", "_") for flag in flags if flag.startswith("--")}
     given |= {"image_encoder"} if "finetune" in given else set()  # it is the other run's
+    given |= {"steps"} if "epochs" in given else set()
     stale = [name for name in preset.keys() - given if config.get(name) != preset[name]]
     if argv[1:-4] != flags or stale:  # the last four are --out OUT --resume auto
         raise common.UserError(f"{out} was not trained with {' '.join(flags)}, or the preset has "
