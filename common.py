@@ -89,7 +89,7 @@ def parse_spec(spec):
 
 def cast_settings(settings, defaults, name):
     """Cast the strings of a spec's settings to the types of `defaults`."""
-    booleans = {"1": True, "0": False}
+    booleans = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     result = {}
     for key, text in settings.items():
         if key not in defaults:
@@ -212,6 +212,8 @@ class Attention(nn.Module):
 
     def __init__(self, width, heads):
         super().__init__()
+        if width % heads:
+            raise UserError(f"width {width} is not a multiple of heads {heads}.")
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
@@ -328,7 +330,7 @@ class ViT(Tower):
         self.image_size, self.patch_size, self.width = image_size, patch_size, width
         self.grid = image_size // patch_size
         if stem:
-            self.patch_embed = conv_stem(stem, width)
+            self.patch_embed = conv_stem(stem, patch_size, width)
         else:
             self.patch_embed = nn.Conv2d(3, width, patch_size, patch_size, bias=patch_bias)
         self.cls = nn.Parameter(torch.randn(1, 1, width) * 0.02) if cls else None
@@ -369,8 +371,10 @@ class ViT(Tower):
         return weights.unflatten(2, (images.shape[2] // self.patch_size, -1))
 
 
-def conv_stem(stem, width):
+def conv_stem(stem, patch_size, width):
     """((channels, stride), ...) -> convolutions from images to a map of `width` channels."""
+    if math.prod(stride for _, stride in stem) != patch_size:
+        raise UserError(f"The strides of stem {stem} must multiply to patch_size {patch_size}.")
     layers, channels = [], 3
     for out, stride in stem:
         layers.append(Conv2dNormActivation(channels, out, 3, stride, norm_layer=BatchNorm))

@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -119,7 +120,6 @@ def train(args, out, device):
         saved = load_state(args, model, scaler, progress, device)
     if out:
         announce(args, data, model, tokenizer, device)
-        lock = lock_run(out)  # until the file is closed, when train() ends
         write_run(args, tokenizer, out)
     log, stop, clock, batches = Log(args, out, progress.step), Stop(), Clock(), None
 
@@ -394,6 +394,23 @@ def choose_run(args):
     return out
 
 
+@contextlib.contextmanager
+def claim_run(args):
+    """The run's directory, or None if this process writes nothing. It alone writes there, from
+    before it reads anything. A new directory that stays empty is removed."""
+    out = None if args.dry_run or args.bench else choose_run(args)
+    if out is None or this_rank()[0] > 0:
+        yield None
+        return
+    is_new = not out.exists()
+    with lock_run(out):
+        try:
+            yield out
+        finally:
+            if is_new and out.exists() and os.listdir(out) == ["lock"]:
+                shutil.rmtree(out)
+
+
 def lock_run(out):
     """Make the run's directory and lock it -> a file; the kernel frees the lock when it is closed
     or the process ends, however that is. A process that it forks does not hold the lock."""
@@ -594,6 +611,9 @@ def new_model(args, method, tokenizer):
                 parts = common.load_clip(towers, weights, tokenizer)
             else:
                 common.load_timm(towers[0], weights)
+    if args.grad_checkpoint and isinstance(towers[0], common.ResNet):
+        raise UserError(f"--grad-checkpoint recomputes the blocks of a ViT, {args.image_encoder} "
+                        f"has none: leave it out, or lower --batch.")
     model = common.build_model(method, args, *towers)
     if parts is not None:
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
@@ -967,9 +987,9 @@ def main(argv=None):
     args = parse_args(sys.argv[1:] if argv is None else argv)
     common.turn_off_tf32()
     device = common.init_distributed()
-    out = None if args.dry_run or args.bench else choose_run(args)
     try:
-        stopped_by = train(args, out if this_rank()[0] == 0 else None, device)
+        with claim_run(args) as out:
+            stopped_by = train(args, out, device)
     except RuntimeError as error:  # torch's handler of SIGCHLD raises it anywhere
         if "DataLoader worker" not in str(error):
             raise

@@ -334,6 +334,19 @@ def test_resume_never_goes_back_a_stage(tmp_path, stopped, flags, message):
         train_alone(resume)
 
 
+def test_a_run_has_its_directory_before_it_reads_anything(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+
+    def start_another(args, claimed, device):
+        command = [sys.executable, str(ROOT / "train.py"), *SPARC, "--out", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert claimed == out and "is in use by another run" in done.stderr
+
+    monkeypatch.setattr(train, "train", start_another)
+    train.main([*SPARC, "--out", str(out)])
+    assert not out.exists()                                  # nothing was written
+
+
 def test_a_second_run_in_a_directory_is_refused(tmp_path, run_of):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     command = [sys.executable, str(ROOT / "train.py"), "--resume", "--out", str(run)]
