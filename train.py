@@ -105,7 +105,9 @@ def train(args, out, device):
     data = open_training_data(args, method)
     tokenizer = build_tokenizer(args, data) if method.uses_text(args) else None
     model = new_model(args, method, tokenizer)
-    eval_data, options = open_evaluation(args, model)
+    options, eval_data = evaluation.options_of({}, args), None
+    if rank == 0 and opens_early(args, model):
+        eval_data = open_evaluation(args, model, options)
     transform = build_transform(args, method, model.image_encoder)
     if args.dry_run:
         return dry_run(args, method, model)
@@ -563,13 +565,21 @@ def choose_labels(args, data):
     return data.only(common.label_rows(paths, data.labels, args.label_fraction))
 
 
-def open_evaluation(args, model):
-    """-> data and options of the run's own evaluation. The data are None on all ranks but the
-    first, and where no evaluation is possible; that is an error only with --eval-data or
-    --eval-every."""
-    options, with_text = evaluation.options_of({}, args), model.encode_text is not None
-    if this_rank()[0] > 0:
-        return None, options
+def by_knn(model):
+    """Whether k-NN evaluates a model: it has neither a text tower nor classes."""
+    return model.encode_text is None and model.class_scores is None
+
+
+def opens_early(args, model):
+    """Whether data to evaluate are opened before the training, where their errors cost no time.
+    Else, after it: they are what is trained on, and a table would be read and held twice."""
+    return bool(args.eval_data or args.eval_every or by_knn(model))
+
+
+def open_evaluation(args, model, options):
+    """-> data of the run's own evaluation, None where none is possible; that is an error only with
+    --eval-data or --eval-every."""
+    with_text = model.encode_text is not None
     remedy = "" if with_text else " In training, --data is learned from and --eval-data tests"
     try:
         with common.explained(UserError, "No evaluation", remedy):
@@ -579,12 +589,12 @@ def open_evaluation(args, model):
             pairs = data.labelled or data.captioned
             if pairs and not data.is_world:
                 next(evaluation.read_images(pairs("first"), common.open_image))
-        return data, options
+        return data
     except UserError as error:
         if args.eval_data or args.eval_every:
             raise
         print(f"note: {error}")
-        return None, options
+        return None
 
 
 def build_tokenizer(args, data):
@@ -932,7 +942,7 @@ def measure(args, model, batch, autocast, outputs, grad_norm):
 def evaluate_unnoticed(embed, eval_data, options):
     """The metrics of --eval-every, without captions those of k-NN alone, as a probe takes long. The
     training's random numbers go on as without it."""
-    if embed.model.encode_text is None and not embed.model.class_scores:
+    if by_knn(embed.model):
         options = argparse.Namespace(**vars(options) | {"tasks": ["knn"]})
     devices = [embed.device] if embed.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
@@ -946,6 +956,8 @@ def finish(args, embed, eval_data, options, progress):
         return
     if skipped := common.describe_skipped(common.total_skipped(every_rank)):
         print(f"skipped {skipped}")
+    if not opens_early(args, embed.model):
+        eval_data = open_evaluation(args, embed.model, options)
     if eval_data is None:
         return evaluation.save_pictures(evaluation.draw_log(args.out))
     print(f"Evaluation on {evaluation.describe(options)}, in fp32:")

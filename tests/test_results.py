@@ -100,6 +100,16 @@ def test_other_evaluations_overwrite_nothing(run_of, tmp_path):
     assert {key.partition("/")[0] for key in lines(run)[-1]} == {"settings", "alignment"}
 
 
+def test_a_table_is_read_once_before_the_training(tmp_path, monkeypatch):
+    spec, opened, at_start = make_table(tmp_path), [], []
+    open_data, wrap = common.open_data, train.wrap
+    monkeypatch.setattr(common, "open_data", lambda *given: opened.append(1) or open_data(*given))
+    monkeypatch.setattr(train, "wrap", lambda *given: at_start.append(len(opened)) or wrap(*given))
+    train.main([*SMALL["sparc"], "--data", spec, "--image-size", "16", "--batch", "4",
+                "--out", str(tmp_path / "run")])
+    assert at_start == [1] and len(opened) == 2 and (tmp_path / "run/eval.json").exists()
+
+
 def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
     args = evaluation.METHODS["bam"].Config()
     vars(args).update(data="a.csv", eval_data="b/test", image_root="r", image_size=8, workers=2)
