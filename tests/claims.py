@@ -239,9 +239,11 @@ def hold_out(root):
 
 def train_again(method):
     """Put what the runs have into claims.json and print the commands for the rest."""
-    if Path("cifar10/train").is_dir() and not Path("cifar10/val").exists():
-        make_shards("cifar10")
-        hold_out("cifar10")
+    if Path("cifar10/train").is_dir():
+        if not Path("cifar10/00000.tar").exists():
+            make_shards("cifar10")
+        if not Path("cifar10/val").exists():
+            hold_out("cifar10")
     records, found = read_records(), []
     missing = collections.defaultdict(dict)  # commands of a run, each once
 

@@ -199,5 +199,10 @@ def test_shards_with_captions_are_made_of_class_folders(printed, tmp_path):
     assert all(shown.count(f" {name}") == 10 for name in classes)
     fit, val = ([*Path("cifar10", part).glob("*/*.png")] for part in ("fit", "val"))
     assert len(fit) == 9 * len(classes) and len(val) == len(classes)
+    Path("cifar10/00000.tar").write_text("the user's")
+    shutil.rmtree("cifar10/val")
+    shutil.rmtree("cifar10/fit")
+    printed("--again")
+    assert Path("cifar10/00000.tar").read_text() == "the user's" and Path("cifar10/val").exists()
     names = {"/".join(path.parts[-2:]) for path in fit + val}
     assert len(names) == len(pairs) and all(path.exists() for path in fit + val)
