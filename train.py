@@ -176,8 +176,10 @@ def train(args, out, device):
             if args.bench:
                 if progress.step == BENCH_WARMUP:
                     clock.reset()
-                if stopping or progress.step == BENCH_WARMUP + args.bench:
+                is_over = progress.step == BENCH_WARMUP + args.bench
+                if is_over:
                     print_once(json.dumps(clock.rates(args.batch)))
+                if stopping or is_over:
                     return stopping
                 continue
             if stopping or log_due or save_due:
@@ -608,13 +610,13 @@ def build_tokenizer(args, data):
 def new_model(args, method, tokenizer):
     """The model, the same on every rank."""
     source = None
-    if args.finetune and not args.resume:
+    if args.finetune and not (args.resume or args.dry_run):
         source = evaluation.load_run(args.finetune)[0].model
     torch.manual_seed(args.seed)
     towers, parts = common.build_encoders(method, args, tokenizer), None
     if source is not None:
         common.copy_tower(towers[0], source.evaluation_encoder(), args.finetune)
-    if args.init_weights and not args.resume:
+    if args.init_weights and not (args.resume or args.dry_run):
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
             weights = common.load_checkpoint(args.init_weights)
             if method.uses_text(args):
