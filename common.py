@@ -1952,8 +1952,9 @@ def save_checkpoint(path, state):
 
 def read_config(run):
     """The settings of a run's directory, as config.json has them."""
-    with explained((OSError, ValueError), f"{run} holds no run, config.json cannot be read"):
-        return json.loads(Path(run, "config.json").read_text(encoding="utf-8"))
+    broken = f"{run} holds no run, config.json cannot be read"
+    with explained((OSError, ValueError, TypeError), broken):
+        return dict(json.loads(Path(run, "config.json").read_text(encoding="utf-8")))
 
 
 def restore_model(model, weights, path, remedy):

@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -132,6 +133,8 @@ def train(args, out, device):
             continue
         model.begin_stage(number, fresh=progress.step == start)
         progress.stage = number
+        if steps < args.steps:
+            log.bar.set_description(f"{args.method}, stage {number}")
         optimizer = build_optimizer(args, model, saved if progress.step > start else None)
         saved = None  # it would stay in memory
         parallel = wrap(args, model, world_size)
@@ -202,8 +205,8 @@ def train(args, out, device):
                 save(names, args, model, optimizer, scaler, progress)
             if stopping:
                 log.bar.close()
-                print_once(f"Stopped by signal after step {progress.step}; continue with "
-                           f"--resume --out {args.out}")
+                print_once(f"Stopped by signal after step {progress.step}: start the same command "
+                           f"again with --resume --out {shlex.quote(args.out)}")
                 return stopping
     log.bar.close()
     stop.restore()  # a signal ends the evaluation at once

@@ -189,6 +189,7 @@ ERRORS = [
       for command, name in (("train --resume --out", "sparc"), ("eval", "sparc"))
       for file, message, text in (
           ("config.json", "holds no run, config.json cannot be read: Unterm", '{"method": "sp'),
+          ("config.json", "holds no run, config.json cannot be read: 'int'", "7"),
           ("vocab.txt", "last.pt holds a model of another size.*vocab.txt", FILES["poor.txt"]),
           *(("last.pt", "last.pt holds no sparc model", saved(state))
             for state in ({"method": "bam"}, [torch.ones(2)]) if command == "eval"),

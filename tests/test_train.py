@@ -195,13 +195,14 @@ def test_keep_every_keeps_checkpoints(tmp_path, run_of):
 @pytest.mark.ranks
 def test_a_signal_to_all_processes_saves(tmp_path):
     """As torchrun and Slurm send it: to the workers that load data too."""
-    run = tmp_path / "killed"
+    run = tmp_path / "a run"
     flags = [*SPARC, "--steps", "9999", "--workers", "2", "--out", str(run)]
     command = [sys.executable, str(ROOT / "train.py"), *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     wait_for_steps(process, run, 5)
     os.killpg(process.pid, signal.SIGTERM)
-    assert "Stopped by signal" in process.communicate()[0]
+    message = f"start the same command again with --resume --out '{run}'"
+    assert message in process.communicate()[0]
     assert process.returncode == -signal.SIGTERM
     assert common.load_checkpoint(run / "last.pt")["step"] == read_log(run)[-1]["step"] >= 5
 
@@ -325,8 +326,9 @@ def test_half_a_line_of_the_log_is_cut_off_and_a_damaged_one_named(tmp_path, run
     (6, "--steps 12", "in another stage"),                       # it ends with stage 2
     (6, "--steps 5", "in none: leave out --steps 5"),
     (2, "--stages single", "in another stage"), (6, "--steps 9", None)])
-def test_resume_never_goes_back_a_stage(tmp_path, stopped, flags, message):
+def test_resume_never_goes_back_a_stage(tmp_path, capsys, stopped, flags, message):
     train_until(stopped, [*SMALL["stair"], "--out", tmp_path])   # stages of 2, 2, 4
+    assert ("stair, stage 3:" in capsys.readouterr().err) == (stopped == 6)
     resume = ["--resume", *flags.split(), "--out", tmp_path]
     if message is None:
         return train_alone(resume)
