@@ -869,7 +869,8 @@ def open_selection(options, data, task, chooser, needed):
 #
 # A task is a function of an Embedder, an EvalSet and eval.py's options -> {metric: value} or, where
 # it is known what a guess gives, {metric: (value, chance)}; the value is a number, or a tensor
-# whose mean it is. First those for any model.
+# whose mean it is. A metric is called TASK or TASK/..., else it stands in TASK_OF of
+# tests/claims.py. First those for any model.
 
 
 def labelled(embed, data, purpose, encode=None):

@@ -117,7 +117,7 @@ def train(args, out, device):
     torch.manual_seed(args.seed + rank)  # stochastic depth differs between ranks
     autocast, scaler, is_half = mixed_precision(args, device)
 
-    # Resume: `progress` is all that moves, beside weights, optimizer and loss scale.
+    # Resume.
     progress, saved = Progress(data.fingerprint, tokenizer and tokenizer.hash()), None
     if args.resume:
         saved = load_state(args, model, scaler, progress, device)

@@ -21,9 +21,9 @@ import sparo
 import stair
 import toy
 import train
-from helpers import (ROOT, SMALL, assert_one_process, assert_same_weights, make_batch, make_views,
-                     on_ranks, read_log, run_ranks, tiny_model, train_alone, train_on_rank,
-                     train_until, write_files, write_shards, write_table)
+from helpers import (METHOD, MODELS, ROOT, SMALL, assert_one_process, assert_same_weights,
+                     make_batch, make_views, on_ranks, read_log, run_ranks, tiny_model, train_alone,
+                     train_on_rank, train_until, write_files, write_shards, write_table)
 from train import METHODS
 
 STABLE_FLAGS = """--preset tiny --data shapes --out DIR --steps 1 --batch 8 --lr 0.1 --amp bf16
@@ -200,6 +200,11 @@ def test_a_model_of_zeros_has_the_chance_loss(name, settings):
     assert loss == pytest.approx(model.chance_loss(4, batch.get("mask"), 16), abs=1e-4)
 
 
+def test_every_method_is_tested():
+    assert {METHOD.get(name, name) for name in SMALL} == METHODS.keys()
+    assert SMALL.keys() == MODELS.keys()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_fields_have_help_and_presets_name_fields(method):
     comments = train.comments_of(train.Config) | train.comments_of(METHODS[method].Config)
@@ -233,7 +238,7 @@ def test_presets_are_the_papers_models(name, preset):
     if preset in PRINTED:
         assert PRINTED[preset] == (round(millions) if text else int(millions))
     if text and preset not in ("tiny", "grounded"):
-        assert model.text_encoder.vocab_size == WORDS.get(preset, WORDS.get(name))
+        assert model.text_encoder.vocab_size == WORDS[preset if preset in WORDS else name]
 
 
 @pytest.mark.parametrize("name, preset", CONSTANTS)
