@@ -703,8 +703,7 @@ def load_timm(tower, state_dict):
         if not name.startswith(("student.", "head.", "proj_head.")):
             found[name] = value
     load_tower(tower, for_other_pixels(found, IMAGENET, (MEAN, STD)), TIMM_NAMES,
-               "give --image-encoder the sizes of the file's ViT, as ViT-S/16:cls=1 for DINO's; of "
-               "a run here, `eval.py RUN --export FILE` writes such a file")
+               "give --image-encoder the sizes of the file's ViT, as ViT-S/16:cls=1 for DINO's")
 
 
 def timm_weights(tower):
@@ -1639,7 +1638,8 @@ def open_table(read, name, content, image_root, **settings):
 
 def open_directory(directory, content, image_root):
     """DIR/class folder/image.jpg -> CaptionTable with labels and captions "a photo of a NAME."."""
-    entries = list(Path(directory).iterdir())
+    with explained(OSError, f"Cannot read {directory}"):
+        entries = list(Path(directory).iterdir())
     folders = sorted(p for p in entries if p.is_dir() and not p.name.startswith((".", "__MACOSX")))
     if content and not folders:
         raise UserError(f"{directory} has no class folders: give one that holds a folder of images "
@@ -1658,8 +1658,9 @@ def open_directory(directory, content, image_root):
         if not images:
             empty.append(folder.name)
     if content and empty:
-        raise UserError(f"{len(empty)} of the {len(folders)} class folders of {directory} have "
-                        f"no images: {', '.join(empty[:10])}; remove them, or add their images.")
+        raise UserError(f"{len(empty)} of the {len(folders)} class folders of {directory} have no "
+                        f"images, or none that you may read: {', '.join(empty[:10])}; add images, "
+                        f"mend the permissions, or remove what is empty.")
     table = CaptionTable(rows, directory)
     if folders:
         table.classes, table.labels = classes, np.array(labels)

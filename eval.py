@@ -646,7 +646,7 @@ class VocSet(EvalSet):
     def __init__(self, directory, options):
         self.directory, self.workers = Path(directory), options.workers
         file = self.directory / "ImageSets" / "Segmentation" / f"{options.split}.txt"
-        self.ids = file.read_text(encoding="utf-8").split()[: options.limit]
+        self.ids = common.read_text(file, "--data").split()[: options.limit]
         names = common.read_lines(options.classes, "--classes") if options.classes else VOC_CLASSES
         self.named = Classes(names, options.templates, options.classes or "Pascal VOC")
         self.map_classes = {"": self.named}
@@ -789,7 +789,7 @@ def open_kind(options, image_size, captions):
     if os.path.isfile(examples):
         return EvalSet(winoground=lambda: read_winoground(examples, root, limit))
     found = directory.glob("*.json") if os.path.isdir(spec) else []
-    files = [file for file in sorted(found) if file.is_file()
+    files = [file for file in sorted(found) if file.is_file() and os.access(file, os.R_OK)
              and re.search(b'"(filename|negative_caption)"', file.read_bytes()[:4000])]
     if files:
         pairs = lambda: read_sugarcrepe(files, options.image_root)

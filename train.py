@@ -272,6 +272,9 @@ def parse_args(argv):
     parser.add_argument("--method", choices=METHODS, help="has flags of its own")
     add_flags(parser, Config, "settings of a run")
     first, _ = parser.parse_known_args(argv)  # without the method's flags
+    for name, value in vars(first).items():
+        if value == "":  # a shell's variable that is not set
+            raise UserError(f"{flag_of(name)} is empty: give a value, or leave it out.")
     if first.resume and not first.out:
         raise UserError("--resume needs --out, the directory of the run to continue.")
     if first.resume == "auto":
@@ -622,6 +625,9 @@ def new_model(args, method, tokenizer):
     if args.init_weights and not (args.resume or args.dry_run):
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
             weights = common.load_checkpoint(args.init_weights)
+            if "ranks" in weights:
+                raise UserError("it is a checkpoint of a run here: `eval.py RUN --export FILE` "
+                                "writes the weights of its image encoder for BAM and DINO.")
             if method.uses_text(args):
                 parts = common.load_clip(towers, weights, tokenizer)
             else:
@@ -1010,8 +1016,9 @@ def main(argv=None):
     except RuntimeError as error:  # torch's handler of SIGCHLD raises it anywhere
         if "DataLoader worker" not in str(error):
             raise
-        raise UserError("A worker was killed, perhaps as memory ran out: lower --workers or "
-                        "--batch, or raise a container's --shm-size; --resume continues.") from None
+        raise UserError(f"A worker was killed, perhaps as memory ran out: lower --workers or "
+                        f"--batch, or raise a container's --shm-size; --resume auto --out "
+                        f"{args.out} goes on from the last save, if there is one.") from None
     if dist.is_initialized():  # not after an error: NCCL would wait for the other ranks
         dist.destroy_process_group()
     return stopped_by

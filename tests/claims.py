@@ -298,6 +298,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    common.prepare_output()
     try:
         main()
     except common.UserError as error:

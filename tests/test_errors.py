@@ -12,7 +12,8 @@ import torch
 
 import eval as evaluation
 import train
-from common import BAD_SHARD, SPECIAL_TOKENS, UserError, restore_model, train_wordpiece
+from common import (BAD_SHARD, SPECIAL_TOKENS, UserError, open_directory, restore_model,
+                    train_wordpiece)
 from helpers import SMALL, picture, write_files
 from test_start import made_up_clip_file
 
@@ -87,6 +88,8 @@ ERRORS = [
      r"vocab_size=500 is for 500 tokens, a vocabulary trained from these captions has \d+: give"),
 
     # Vocabularies
+    *((f"{command} ''", f"^{command.split()[1]} is empty: give a value, or leave it out")
+      for command in ("sparc --vocab", "bam --init-weights", "train --finetune")),
     ("sparc --vocab nowhere.txt", "vocabulary nowhere.txt: .*No such file"),
     ("sparc --vocab 0", "0: 'utf-8' codec can't decode", b"\x80"),
     ("sparc --vocab 0", r"0.* lacks \[PAD\] \[UNK\] \[CLS\] \[SEP\]", b""),
@@ -105,12 +108,13 @@ ERRORS = [
     ("sparc --data table.csv:colour=x", "no setting 'colour'; it has caption, image"),
     ("sparc --data bare", r"bare has no class folders: .* DIR/\{00000"),
     ("bam --data bare", "bare has no image that can be used .left out: nothing"),
-    ("sparc --data mixed", "^1 of the 2 class folders of mixed have no images: cat; remove"),
+    (lambda: open_directory("gone", "label", None), "^Cannot read gone: No such file"),
+    ("sparc --data mixed", "^1 of the 2 class folders of mixed have no images, .* read: cat; add"),
     ("sparc --data numbers --vocab poor.txt", f"{NUMBER} for a name: rename it"),
     ("sparc --grad-checkpoint --image-encoder ResNet-50 --data shapes:size=32", "leave it out, or"),
     ("sparc --image-encoder tiny:patch_size=4", "must multiply to patch_size 4"),
     ("sparc --image-encoder tiny-patch:heads=5", "is not a multiple of heads 5"),
-    ("bam --data photos --eval-every 1", "^No evaluation: .*give --train-data .train.py: --eval-data"),
+    ("bam --data photos --eval-every 1", "^No evaluation: .* --train-data .train.py: --eval-data"),
     ("sparc --eval-data broken", "^No evaluation: None of the 1 images could be read, .*png"),
     ("bam --data photos --eval-data broken", "^No evaluation: .* In training, --data is learned"),
     ("classifier --data photos --label-fraction 10%", r"\(number or file\) 10% cannot be read"),
@@ -126,7 +130,7 @@ ERRORS = [
     ("sparc --data a.csv", "only a;b; .* .commas or tabs part them", "a;b\nx;y\n"),
     ("sparc --data a.csv", EMPTY, 'filepath,"title\nx.jpg,one\n'),
     ("sparc --data a.csv", "left out: 1 x empty caption, the last ", "filepath,title\nx.jpg,\n"),
-    ("sparc --data a.csv", "Cannot read a.csv: 'utf-8' .*byte.$", b"filepath,title\nx.jpg,caf\xe9\n"),
+    ("sparc --data a.csv", "Cannot read a.csv: 'utf-8' .*byte.$", b"filepath,title\nx,caf\xe9\n"),
     ("sparc --data a.tsv", "a.tsv.* 1 x broken row .an open quote, a comma outside quotes",
      'filepath\ttitle\nx.jpg\t"never closed' + "x" * 200_000),
     ("sparc --data a.json", f"a.json is {NO_CAPTIONS}: Expecting property name", "{"),
@@ -159,7 +163,7 @@ ERRORS = [
     ("sparc --init-weights 0", "^--init-weights 0: 0 is not a checkpoint that can be", "broken"),
     ("sparc --init-weights 0", "^--init-weights 0: it holds .*Missing.*: give --image-encoder",
      saved({"patch_embed": torch.ones(2)})),
-    ("bam --init-weights 0", "--init-weights 0: it holds .*Missing.* `eval.py RUN --export FILE` w",
+    ("bam --init-weights 0", "--init-weights 0: it holds .*Missing.* as ViT-S/16:cls=1",
      saved({"patch_embed.proj.weight": torch.ones(2)})),
     (lambda: restore_model(torch.nn.Linear(1, 1), {"weight": torch.tensor([[math.nan]]),
                                                    "bias": torch.ones(1)}, "a.pt", ""),
@@ -182,6 +186,8 @@ ERRORS = [
     ("train --resume --embed-dim 7 --out runs/sparc", "model of another size.*: leave out"),
     ("train --resume --preset b32 --out runs/sparc", "--preset tiny: leave out --preset b32"),
     ("train --resume auto --vocab poor.txt --out runs/sparc", "leave out --vocab poor.txt"),
+    *((f"{name} --init-weights 0", "0: it is a checkpoint of a run here: `eval.py RUN --export",
+       saved({"model": {}, "ranks": []})) for name in ("sparc", "bam")),
     ("train --resume --init-weights clip.pt --out runs/sparc", "leave out --init-weights clip.pt"),
     ("train --resume --steps 5 --out runs/sparc", "has made 6 steps, .* leave out --steps 5"),
     ("train --resume --optimizer lamb --out runs/sparc", "--optimizer adamw: leave out"),
@@ -231,6 +237,8 @@ ERRORS = [
     (VOC + " --classes names.txt", "a.png holds class 3, .* are 2 names: give all with --classes"),
     (VOC, r"a.png is no map of class ids .* shape \(8, 8, 3\)",
      {"voc/SegmentationClass/a.png": picture(format="PNG")}),
+    (VOC, "^--data voc/.*val.txt cannot be read: 'utf-8'",
+     {"voc/ImageSets/Segmentation/val.txt": b"\xff"}),
     (VOC, "There is not one image: the list or the", {"voc/ImageSets/Segmentation/val.txt": ""}),
     (SET, "holds class 2, but .*classnames.txt has 2 names, the first of class 0"),
     (SET, "nshards.txt holds 'two'; it must be the number of 0.tar, 1.tar",
