@@ -789,7 +789,7 @@ def open_kind(options, image_size, captions):
     if os.path.isfile(examples):
         return EvalSet(winoground=lambda: read_winoground(examples, root, limit))
     found = directory.glob("*.json") if os.path.isdir(spec) else []
-    files = [file for file in sorted(found) if file.is_file() and os.access(file, os.R_OK)
+    files = [file for file in sorted(found) if file.is_file()
              and re.search(b'"(filename|negative_caption)"', file.read_bytes()[:4000])]
     if files:
         pairs = lambda: read_sugarcrepe(files, options.image_root)
@@ -2061,7 +2061,7 @@ def build_parser():
 def describe(options):
     """What is evaluated, in words."""
     most = f", {options.limit:,} samples at most" if options.limit else ""
-    seen = ", images that it was trained on" if options.on_training_images else ""
+    seen = ", the data that it was trained on" if options.on_training_images else ""
     return f"{options.data}, split {options.split}{most}{seen}"
 
 

@@ -117,7 +117,7 @@ def train(args, out, device):
     torch.manual_seed(args.seed + rank)  # stochastic depth differs between ranks
     autocast, scaler, is_half = mixed_precision(args, device)
 
-    # Resume.
+    # Resume: `progress` is all that moves, beside weights, optimizer and loss scale.
     progress, saved = Progress(data.fingerprint, tokenizer and tokenizer.hash()), None
     if args.resume:
         saved = load_state(args, model, scaler, progress, device)
@@ -1018,7 +1018,7 @@ def main(argv=None):
             raise
         raise UserError(f"A worker was killed, perhaps as memory ran out: lower --workers or "
                         f"--batch, or raise a container's --shm-size; --resume auto --out "
-                        f"{args.out} goes on from the last save, if there is one.") from None
+                        f"{shlex.quote(args.out)} goes on from the last save, if any.") from None
     if dist.is_initialized():  # not after an error: NCCL would wait for the other ranks
         dist.destroy_process_group()
     return stopped_by

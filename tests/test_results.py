@@ -55,7 +55,7 @@ def test_the_end_of_a_training_on_files_equals_eval_py(tmp_path, capsys):
     capsys.readouterr()
     evaluation.main([str(run)])
     assert read(run) == at_end
-    header = f"{run} on {spec}, split all, 1,000 samples at most, images that it was trained on:"
+    header = f"{run} on {spec}, split all, 1,000 samples at most, the data that it was trained on:"
     assert header in capsys.readouterr().out and at_end["settings"]["on_training_images"]
     evaluation.main([str(run), "--data", spec])  # all of it
     assert lines(run)[-1]["settings"]["limit"] is None and read(run) == at_end
