@@ -327,10 +327,12 @@ class ViT(Tower):
                             f"{patch_size}: give {multiple}.")
         if positions not in ("learned", "sincos"):
             raise UserError(f"positions must be learned or sincos, not {positions!r}.")
+        if stem and math.prod(stride for _, stride in stem) != patch_size:
+            raise UserError(f"The strides of stem {stem} must multiply to patch_size {patch_size}.")
         self.image_size, self.patch_size, self.width = image_size, patch_size, width
         self.grid = image_size // patch_size
         if stem:
-            self.patch_embed = conv_stem(stem, patch_size, width)
+            self.patch_embed = conv_stem(stem, width)
         else:
             self.patch_embed = nn.Conv2d(3, width, patch_size, patch_size, bias=patch_bias)
         self.cls = nn.Parameter(torch.randn(1, 1, width) * 0.02) if cls else None
@@ -371,10 +373,8 @@ class ViT(Tower):
         return weights.unflatten(2, (images.shape[2] // self.patch_size, -1))
 
 
-def conv_stem(stem, patch_size, width):
+def conv_stem(stem, width):
     """((channels, stride), ...) -> convolutions from images to a map of `width` channels."""
-    if math.prod(stride for _, stride in stem) != patch_size:
-        raise UserError(f"The strides of stem {stem} must multiply to patch_size {patch_size}.")
     layers, channels = [], 3
     for out, stride in stem:
         layers.append(Conv2dNormActivation(channels, out, 3, stride, norm_layer=BatchNorm))
@@ -505,7 +505,7 @@ class Method:
     tests/test_contract.py expects of a new file in METHODS that alone, in an empty directory, it
     prints a short demonstration when it is run, with torch and nothing else to import, that each
     field of its Config has a comment, and each value of its PRESETS, one called tiny, a field; and
-    a row in SMALL and MODELS of tests/helpers.py. Sets of fields in train.py bound numbers: SIGNED.
+    a row in SMALL and MODELS of tests/helpers.py. A field that may be negative is in train.SIGNED.
     """
 
     model_class = lambda self, args: self.Model  # the class of the model

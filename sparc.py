@@ -329,8 +329,8 @@ class Model(nn.Module):
 # that zero-shot prefers, and most without a stem (preset `grounded`): of a word's weights .170 lie
 # on objects of its colour, .140 of its shape (by chance .069), and SPARC is above CLIP with each
 # seed in zero-shot (.670, .657), R@1 (.716, .663 of images) and faithfulness (K-Pna .926, .910).
-# There softmax weights lie on colours (.283), with each seed more, but not on shapes (.064); without
-# sparsity less lies on both (.130, .117).
+# There softmax weights lie on colours (.283), with each seed more, but not on shapes (.064);
+# without sparsity less lies on both (.130, .117).
 # An update takes 1.005 times CLIP's FLOPs (Table 11: 1.005), which tests/test_train.py counts.
 
 

@@ -615,14 +615,14 @@ def build_tokenizer(args, data):
 
 def new_model(args, method, tokenizer):
     """The model, the same on every rank."""
-    source = None
-    if args.finetune and not (args.resume or args.dry_run):
+    source, reads_weights = None, not (args.resume or args.dry_run)
+    if args.finetune and reads_weights:
         source = evaluation.load_run(args.finetune)[0].model
     torch.manual_seed(args.seed)
     towers, parts = common.build_encoders(method, args, tokenizer), None
     if source is not None:
         common.copy_tower(towers[0], source.evaluation_encoder(), args.finetune)
-    if args.init_weights and not (args.resume or args.dry_run):
+    if args.init_weights and reads_weights:
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
             weights = common.load_checkpoint(args.init_weights)
             if "ranks" in weights:

@@ -242,7 +242,8 @@ def test_the_first_signal_saves_and_a_second_ctrl_c_ends_at_once(tmp_path, monke
 def test_a_worker_that_the_kernel_kills_is_one_sentence(tmp_path, monkeypatch):
     kill = lambda self, samples: os.kill(os.getpid(), signal.SIGKILL)
     monkeypatch.setattr(common.WorldStream, "collate", kill)
-    message = f"^A worker was killed, .* --batch, .*shm.* --resume auto --out {tmp_path} goes on"
+    message = ("^A worker was killed, .* --workers or --batch, .*shm.* "
+               f"--resume auto --out {tmp_path} goes on")
     with pytest.raises(UserError, match=message):
         train.main([*SPARC, "--workers", "1", "--out", str(tmp_path)])
 
