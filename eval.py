@@ -873,9 +873,9 @@ def open_selection(options, data, task, chooser, needed):
 # tests/claims.py. First those for any model.
 
 
-def labelled(embed, data, purpose, encode=None):
-    """Features (n, E) and class ids (n,) of the labelled images that can be read."""
-    x, ids = embed.encode_pairs(data.labelled(purpose), encode)
+def labelled(embed, pairs, encode=None):
+    """Pairs (image, class id) -> features (n, E), ids (n,) of those that can be read."""
+    x, ids = embed.encode_pairs(pairs, encode)
     return x, torch.tensor(ids)
 
 
@@ -894,7 +894,7 @@ def take(embed, data, n):
 
 def zeroshot(embed, data, options):
     """Top-1 and top-5 accuracy; `mean_per_class_recall`: each class of the images counts alike."""
-    x, ids = labelled(embed, data, "zeroshot")
+    x, ids = labelled(embed, data.labelled("zeroshot"))
     scores = embed.classify(x, data.classes)                                # (n, C)
     predicted, chance = scores.argmax(1), 1 / scores.shape[1]
     result = {f"zeroshot{grouping}": (group[predicted] == group[ids], 1 / len(names))
@@ -977,8 +977,8 @@ def winoground(embed, data, options):
 def knn(embed, data, options):
     """Accuracy of 20 nearest neighbours on the encodings of images."""
     encode = embed.model.encode_image
-    x, ids = embed.encode_pairs(training_pairs(options, data)(), encode)
-    test, labels = labelled(embed, data, "test", encode)
+    x, ids = labelled(embed, training_pairs(options, data)(), encode)
+    test, labels = labelled(embed, data.labelled("test"), encode)
     x, test = x.to(embed.device), test.to(embed.device)
     result = {}
     for grouping, (group, _) in data.groups.items():
@@ -994,8 +994,7 @@ def random_crops(embed, pairs):
     read = functools.partial(common.open_image, min_side=4 * embed.image_size)
     images = read_images(pairs, read, embed.workers)
     cropped = ((common.to_floats(crop(image)), label) for image, label in images)
-    x, labels = embed.encode_pairs(cropped, embed.model.probe_features)
-    return x, torch.tensor(labels)
+    return labelled(embed, cropped, embed.model.probe_features)
 
 
 def linear(embed, data, options):
@@ -1006,8 +1005,8 @@ def linear(embed, data, options):
     step = 10 if options.probe == "sgd" else 1  # a tenth is held out
     if options.probe == "lbfgs":  # BAM, D.3: 224 by the shorter side, where the others take 256
         embed = dataclasses.replace(embed, resize=embed.image_size)
-    x, learned = embed.encode_pairs(itertools.islice(pairs(), 0, None, step), encode)
-    x, learned = x.to(embed.device), torch.tensor(learned).to(embed.device)
+    x, learned = labelled(embed, itertools.islice(pairs(), 0, None, step), encode)
+    x, learned = x.to(embed.device), learned.to(embed.device)
     if options.probe == "adamw":
         head, value = adamw_probe(x, learned, epochs)
     elif options.probe == "lbfgs":
@@ -1016,7 +1015,7 @@ def linear(embed, data, options):
         crops = lambda: random_crops(embed, (pair for i, pair in enumerate(pairs()) if i % 10))
         classes = len(data.groups[""][1])
         head, value = sgd_probe(crops, x, learned, classes, epochs)
-    x, ids = labelled(embed, data, "test", encode)
+    x, ids = labelled(embed, data.labelled("test"), encode)
     predicted, result = head.cpu()(x).argmax(1), {}
     for grouping, (group, _) in data.groups.items():
         known = group if data.unseen is None else group[~data.unseen]  # which the probe can learn
@@ -1118,7 +1117,7 @@ def slots(embed, data, options):
     of each alone, on --select; then some of them are evaluated."""
     needed = "class folders to rank the slots on"
     selection = open_selection(options, data, "slots", "zeroshot", needed)
-    x, ids = labelled(embed, selection, "slots", embed.model.image_slots)   # (n, L, V), (n,)
+    x, ids = labelled(embed, selection.labelled("slots"), embed.model.image_slots)
     y = embed.texts(selection.classes.prompts, embed.model.text_slots)      # (C * T, L, V)
     y = F.normalize(y, dim=-1).unflatten(0, (len(selection.classes.names), -1)).mean(1)
     accuracies = sparo.slot_accuracies(x, y, ids)                           # (L,)
@@ -1221,7 +1220,7 @@ def label_ranks(scores, pieces, labels):
 def words(embed, data, options):
     """Interpretability (STAIR, Table 4): how often an image's label is among the k best words; of
     the world its colour, its shape, and the better of both."""
-    x, ids = labelled(embed, data, "zeroshot")
+    x, ids = labelled(embed, data.labelled("zeroshot"))
     scores, ranks = vocabulary_scores(embed, x), {}
     for grouping, (group, names) in data.groups.items():
         if grouping == "" and len(data.groups) > 1:
@@ -1315,7 +1314,7 @@ def check_classes(options, data, model):
 def classification(embed, data, options):
     """Top-1 accuracy of a classifier, of the world on shapes; `mean_per_class`: each class of the
     images counts alike."""
-    scores, labels = labelled(embed, data, "test", embed.model.class_scores)
+    scores, labels = labelled(embed, data.labelled("test"), embed.model.class_scores)
     if data.is_world:
         labels = data.groups["/shape"][0][labels]
     if labels.max() >= scores.shape[1]:
