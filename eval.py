@@ -1473,16 +1473,11 @@ def says_something(word, data):
 
 def draw_alignment(embed, data):
     """Which patches the words of a caption, eight at most, are aligned to (SPARC, Eq. 4)."""
-    images, captions = take(embed, data, 8)
-    tokens, mask = embed.tokenize(captions)
-    weights = embed.model.align_words(images.to(embed.device), tokens, mask)  # (n, L, P)
     rows = []
-    for i, caption in enumerate(captions):
-        inner = slice(1, int(mask[i].sum()) - 1)  # without [CLS] and [SEP]
-        words = [embed.tokenizer.vocab[token] for token in tokens[i, inner]]
-        maps = [pair for pair in zip(words, weights[i, inner].cpu())
-                if says_something(pair[0], data)]
-        rows.append((caption, images[i], maps[:8]))
+    for image, caption in zip(*take(embed, data, 8)):
+        maps = [(word, weights) for word, weights in aligned_words(embed, image, caption)
+                if says_something(word, data)]
+        rows.append((caption, image, maps[:8]))
     title = "SPARC: the patches that each word is aligned to (Eq. 4)"
     return lit_sheet(title + on_objects(alignment, embed, data), rows)
 
