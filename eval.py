@@ -582,38 +582,31 @@ def known_labels(pairs, spec, names, source):
         yield image, label
 
 
-class ShardSet(EvalSet):
+def open_benchmark(directory, options):
     """CLIP_benchmark's layout: SPLIT/0.tar, 1.tar, ..., as many as SPLIT/nshards.txt says, with
     KEY.txt if dataset_type.txt says "retrieval", else with KEY.cls, a number of classnames.txt."""
+    split, limit = Path(directory, options.split), options.limit
+    with common.explained(ValueError, f"{split}/nshards.txt"):
+        n = int(common.read_text(split / "nshards.txt", "--data"))
+    shards = common.TarShards(f"{split}/{{0..{n - 1}}}.tar")
+    kind = Path(directory, "dataset_type.txt")
+    kind = common.read_text(kind, "--data").strip().lower() if kind.is_file() else ""
+    if kind == "multilabel":
+        raise UserError(f"{directory} has several labels an image: no task measures that.")
+    if kind == "retrieval":
+        return EvalSet(captioned=lambda purpose: itertools.islice(shards.each("caption"), limit))
+    source = str(options.classes or Path(directory, "classnames.txt"))
+    lines = common.read_text(source, "--classes").splitlines()
+    names = [line.strip() for line in lines]  # CLEVR has a class without a name
+    templates, file = options.templates, f"{directory}/zeroshot_classification_templates.txt"
+    if not templates and Path(file).is_file():
+        templates = read_templates([file])
+    classes, groups = Classes(names, templates, source), {"": (torch.arange(len(names)), names)}
 
-    def __init__(self, directory, options):
-        self.limit, file = options.limit, Path(directory, options.split, "nshards.txt")
-        n = common.read_text(file, "--data").strip()
-        if not re.fullmatch("[1-9][0-9]{0,6}", n):
-            raise UserError(f"{file} holds {n!r}; it must be the number of 0.tar, 1.tar, ...")
-        self.shards = common.TarShards(f"{file.parent}/{{0..{int(n) - 1}}}.tar")
-        kind = Path(directory, "dataset_type.txt")
-        kind = common.read_text(kind, "--data").strip().lower() if kind.is_file() else ""
-        if kind == "multilabel":
-            raise UserError(f"{directory} has several labels an image: no task measures that.")
-        if kind == "retrieval":
-            self.captioned = self.caption_pairs
-            return
-        source = str(options.classes or Path(directory, "classnames.txt"))
-        lines = common.read_text(source, "--classes").splitlines()
-        names = [line.strip() for line in lines]  # CLEVR has a class without a name
-        templates, file = options.templates, f"{directory}/zeroshot_classification_templates.txt"
-        if not templates and Path(file).is_file():
-            templates = read_templates([file])
-        self.classes = self.named = Classes(names, templates, source)
-        self.groups, self.labelled = {"": (torch.arange(len(names)), names)}, self.label_pairs
+    def label_pairs(purpose):
+        return known_labels(shards.each("label", limit), shards.name, names, source)
 
-    def caption_pairs(self, purpose):
-        return itertools.islice(self.shards.each("caption"), self.limit)
-
-    def label_pairs(self, purpose):
-        pairs = self.shards.each("label", self.limit)
-        return known_labels(pairs, self.shards.name, self.named.names, self.named.source)
+    return EvalSet(classes=classes, named=classes, groups=groups, labelled=label_pairs)
 
 
 def read_winoground(file, root, limit):
@@ -784,7 +777,7 @@ def open_kind(options, image_size, captions):
         if options.split not in splits:
             raise UserError(f"{spec} has no split {options.split}, only "
                             f"{', '.join(splits) or 'none'}.")
-        return (VocSet if is_voc else ShardSet)(spec, options)
+        return (VocSet if is_voc else open_benchmark)(spec, options)
     examples, root = directory / "examples.jsonl", options.image_root or directory / "images"
     if os.path.isfile(examples):
         return EvalSet(winoground=lambda: read_winoground(examples, root, limit))
