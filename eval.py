@@ -540,8 +540,19 @@ class EvalSet:
 
     @functools.cached_property
     def training(self):
-        """The EvalSet that k-NN and probes learn from, opened once."""
-        return open_training_set(self.options, self)
+        """What k-NN and probes learn from, opened once: --train-data, of the world the same."""
+        if self.is_world:
+            return self
+        spec, names = self.options.train_data, self.groups[""][1]
+        train = open_beside(self.options, self, spec, None,
+                            "k-NN and probes learn from other images than they are tested on: "
+                            "give --train-data (train.py: --eval-data), other class folders or "
+                            "tar shards with labels.")
+        others = train.groups and train.groups[""][1] != names  # tar files have no names
+        if train.labelled is None or others:
+            raise UserError(f"{spec} must have the class folders of {self.options.data}, to learn "
+                            f"from: {', '.join(names)}; give others with --train-data.")
+        return train
 
 
 class TableSet(EvalSet):
@@ -809,22 +820,6 @@ def open_beside(options, data, spec, root, message):
     limit = None if options.label_fraction else options.learn_limit  # a share is of all
     beside = vars(options) | {"data": spec, "split": split, "image_root": root, "limit": limit}
     return open_eval_set(argparse.Namespace(**beside), data.image_size)
-
-
-def open_training_set(options, data):
-    """What k-NN and probes learn from: --train-data, of the world its training split."""
-    if data.is_world:
-        return data
-    spec, names = options.train_data, data.groups[""][1]
-    train = open_beside(options, data, spec, None,
-                        "k-NN and probes learn from other images than they are tested on: give "
-                        "--train-data (train.py: --eval-data), other class folders or tar shards "
-                        "with labels.")
-    others = train.groups is not None and train.groups[""][1] != names  # tar files have no names
-    if train.labelled is None or others:
-        raise UserError(f"{spec} must have the class folders of {options.data}, to learn from: "
-                        f"{', '.join(names)}; give others with --train-data.")
-    return train
 
 
 def training_pairs(options, data):
