@@ -1975,22 +1975,21 @@ def compare_runs(evaluated, tasks):
     """Print a table of several runs, {run: Evaluated}: a column for each, or for those that differ
     in their seed alone; draw comparison.png of the first if --task allows it."""
     columns = collections.defaultdict(list)
-    for run, found in evaluated.items():
-        settings = {key: value for key, value in vars(found.args).items() if key not in ASIDE}
+    for run in evaluated:
+        _, args = settings_of_run(run)
+        settings = {key: value for key, value in vars(args).items() if key not in ASIDE}
         columns[json.dumps(settings, sort_keys=True)].append(run)
-    specs = {(found.options.data, found.embed.image_size) for found in evaluated.values()}
+    specs = {(found.data.options.data, found.data.image_size) for found in evaluated.values()}
     if len(specs) > 1:
         print("These figures are of different data, or of images of different sizes.")
     print_table({f"{runs[0]} ({len(runs)})": [evaluated[run].figures for run in runs]
                  for runs in columns.values()})
-    embedders = {Path(runs[0]).name: evaluated[runs[0]].embed for runs in columns.values()}
-    if len(embedders) < len(columns):  # a/x and b/x
-        embedders = {runs[0]: evaluated[runs[0]].embed for runs in columns.values()}
     if len(specs) == 1:
+        embedders = {runs[0]: evaluated[runs[0]].embed for runs in columns.values()}
         run, first = next(iter(evaluated.items()))
         if pages := draw_pictures(embedders, first.data, tasks):
             page = join(list(pages.values()), down=True)
-            save_pictures({output_path(run, first.options, "comparison.png"): page})
+            save_pictures({output_path(run, first.data.options, "comparison.png"): page})
 
 
 # Command line ---------------------------------------------------------------------------
@@ -2049,8 +2048,6 @@ def describe(options):
 
 class Evaluated(NamedTuple):
     embed: Embedder
-    args: object                 # settings of the run
-    options: argparse.Namespace
     data: EvalSet
     figures: dict                # {metric: float}
 
@@ -2065,7 +2062,7 @@ def evaluate_run(run, flags):
     if flags["queries"]:
         search(embed, data, options, run, flags["queries"])
         return None
-    return Evaluated(embed, args, options, data, evaluate_and_show(embed, data, options, run))
+    return Evaluated(embed, data, evaluate_and_show(embed, data, options, run))
 
 
 def main(argv=None):
