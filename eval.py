@@ -514,7 +514,7 @@ class EvalSet:
     A kind that may lack a member names its method otherwise and sets it if its data have it.
     """
 
-    image_size: int = None         # of the world and of `maps`
+    image_size: int = None         # with which it was opened
     classes: Classes = None        # of tasks with text; the others need `groups` alone
     groups: dict = None            # of folders its key is "", of the world also "/colour", "/shape"
     named: Classes = None          # names or prompts not of the world itself, once asked for
@@ -642,40 +642,37 @@ def read_sugarcrepe(files, root):
     return negatives_of.items()
 
 
-class VocSet(EvalSet):
+def open_voc(directory, options, image_size):
     """Pascal VOC's layout: ImageSets/Segmentation/SPLIT.txt lists ids of JPEGImages/ID.jpg and
     SegmentationClass/ID.png, maps of classes 1, 2, ..., 0 for background and 255 for what does
     not count. The whole image is squeezed into a square."""
+    directory = Path(directory)
+    file = directory / "ImageSets" / "Segmentation" / f"{options.split}.txt"
+    ids = common.read_text(file, "--data").split()[: options.limit]
+    names = common.read_lines(options.classes, "--classes") if options.classes else VOC_CLASSES
+    classes = Classes(names, options.templates, options.classes or "Pascal VOC")
 
-    def __init__(self, directory, options):
-        self.directory, self.workers = Path(directory), options.workers
-        file = self.directory / "ImageSets" / "Segmentation" / f"{options.split}.txt"
-        self.ids = common.read_text(file, "--data").split()[: options.limit]
-        names = common.read_lines(options.classes, "--classes") if options.classes else VOC_CLASSES
-        self.named = Classes(names, options.templates, options.classes or "Pascal VOC")
-        self.map_classes = {"": self.named}
-
-    def read(self, name):
-        """An id -> image (3, S, S), map (H, W)."""
-        size = self.image_size
-        image = common.open_image(self.directory / "JPEGImages" / f"{name}.jpg")
-        image = image.resize((size, size), Image.Resampling.BICUBIC)
-        with Image.open(self.directory / "SegmentationClass" / f"{name}.png") as file:
+    def read(name):
+        """An id -> image (3, S, S), {"": map (H, W)}."""
+        image = common.open_image(directory / "JPEGImages" / f"{name}.jpg")
+        image = image.resize((image_size, image_size), Image.Resampling.BICUBIC)
+        path = directory / "SegmentationClass" / f"{name}.png"
+        with Image.open(path) as file:
             truth = torch.from_numpy(np.array(file))
-        return common.to_floats(pil_to_tensor(image)), truth
+        if truth.ndim != 2 or truth.dtype != torch.uint8:
+            raise UserError(f"{path} is no map of class ids (8 bits, palette or grey): it is "
+                            f"{truth.dtype} of shape {tuple(truth.shape)}.")
+        highest = truth.masked_fill(truth == 255, 0).max()
+        if highest > len(names):
+            raise UserError(f"{path} holds class {highest}, but there are {len(names)} names: give "
+                            f"all with --classes.")
+        return common.to_floats(pil_to_tensor(image)), {"": truth}
 
-    def maps(self, purpose):
-        pairs, classes = zip(self.ids, self.ids), len(self.named.names)
-        for (image, truth), name in read_images(pairs, self.read, self.workers):
-            path = self.directory / "SegmentationClass" / f"{name}.png"
-            if truth.ndim != 2 or truth.dtype != torch.uint8:
-                raise UserError(f"{path} is no map of class ids (8 bits, palette or grey): it is "
-                                f"{truth.dtype} of shape {tuple(truth.shape)}.")
-            highest = truth.masked_fill(truth == 255, 0).max()
-            if highest > classes:
-                raise UserError(f"{path} holds class {highest}, but there are {classes} names: "
-                                f"give all with --classes.")
-            yield image, {"": truth}
+    def maps(purpose):
+        pairs = ((name, None) for name in ids)
+        return (pair for pair, _ in read_images(pairs, read, options.workers))
+
+    return EvalSet(named=classes, map_classes={"": classes}, maps=maps)
 
 
 COLOURS, SHAPES = common.COLOUR_NAMES, common.SHAPE_NAMES
@@ -788,7 +785,7 @@ def open_kind(options, image_size, captions):
         if options.split not in splits:
             raise UserError(f"{spec} has no split {options.split}, only "
                             f"{', '.join(splits) or 'none'}.")
-        return (VocSet if is_voc else open_benchmark)(spec, options)
+        return open_voc(spec, options, image_size) if is_voc else open_benchmark(spec, options)
     examples, root = directory / "examples.jsonl", options.image_root or directory / "images"
     if os.path.isfile(examples):
         return EvalSet(winoground=lambda: read_winoground(examples, root, limit))

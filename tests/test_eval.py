@@ -524,12 +524,13 @@ def test_images_to_evaluate_are_decoded_whole(tmp_path):
     """A path and its PIL image are encoded alike."""
     file = tmp_path / "JPEGImages" / "x.jpg"
     write_files(tmp_path, {"JPEGImages/x.jpg": picture(640, 480),
-                           "SegmentationClass/x.png": picture(640, 480, "L", "PNG")})
+                           "ImageSets/Segmentation/val.txt": "x",
+                           "SegmentationClass/x.png": picture(640, 480, "L", "PNG", 1)})
     assert torch.equal(embedder().read(str(file)), embedder().read(Image.open(file)))
-    voc = SimpleNamespace(directory=tmp_path, image_size=8)
+    (image, _), = opened(tmp_path)[0].maps("segmentation")
     small = Image.open(file).convert("RGB").resize((8, 8), Image.Resampling.BICUBIC)
     expected = common.to_floats(evaluation.pil_to_tensor(small))
-    assert torch.equal(evaluation.VocSet.read(voc, "x")[0], expected)
+    assert torch.equal(image, expected)
 
 
 def test_faithfulness_counts_the_words_of_the_retrieved_caption(tmp_path):
@@ -557,16 +558,6 @@ def test_a_prefix_stands_before_captions_that_are_compared_and_is_no_word_of_the
     assert seen == [["blue red", "blue green and", "blue blue"]]
     assert result["t2i/R@1"][0] == 1 / 3    # "blue red" is as near to blue as to red
     assert result["faithfulness/K-P"] == 1  # of "red", not of "blue red"
-
-
-def texts_of(draw, monkeypatch):
-    """What draw() writes, and how large: [(string, size)]."""
-    written, write = [], evaluation.draw_text
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "draw_text", lambda string, width, size=13: written.append(
-            (string, size)) or write(string, width, size))
-        draw()
-    return written
 
 
 def sugarcrepe(*pairs):
