@@ -630,7 +630,7 @@ def read_winoground(file, root, limit):
                 yield str(Path(root, f"{row[f'image_{i}']}.png")), (number, row[f"caption_{i}"])
 
 
-def read_sugarcrepe(files, root):
+def read_sugarcrepe(files, root, limit):
     """SugarCrepe's files, one for each kind -> the pairs of EvalSet.negatives."""
     negatives_of = collections.defaultdict(list)
     for file in files:
@@ -639,7 +639,7 @@ def read_sugarcrepe(files, root):
             for item in json.loads(file.read_text(encoding="utf-8")).values():
                 negative = (file.stem, item["caption"], item["negative_caption"])
                 negatives_of[str(Path(root or ".", item["filename"]))].append(negative)
-    return negatives_of.items()
+    return itertools.islice(negatives_of.items(), limit)
 
 
 def open_voc(directory, options, image_size):
@@ -793,8 +793,7 @@ def open_kind(options, image_size, captions):
     files = [file for file in sorted(found) if file.is_file()
              and re.search(b'"(filename|negative_caption)"', file.read_bytes()[:4000])]
     if files:
-        pairs = lambda: read_sugarcrepe(files, options.image_root)
-        return EvalSet(negatives=lambda: itertools.islice(pairs(), limit))
+        return EvalSet(negatives=lambda: read_sugarcrepe(files, options.image_root, limit))
     content = "caption" if captions else None
     source = common.open_data(spec, options.image_root, options.split, image_size, content)
     if isinstance(source, common.World):
