@@ -1245,25 +1245,20 @@ def patch_labels(truth, size, grid):
     return cells.transpose(1, 2).reshape(grid**2, -1).mode().values.long()
 
 
-def open_training_maps(options, data):
-    """Pairs (image, {grouping: map}) of the split train, of the world or of VOC's layout."""
-    if data.is_world:
-        return data.maps("train")
-    message = (f"linear_segmentation learns from the split train of {options.data}, which must "
-               f"have one: evaluate on another.")
-    return open_beside(options, data, options.data, options.image_root, message).maps("train")
-
-
 def linear_segmentation(embed, data, options):
     """mIoU over all pixels, the background a class as in VOC. adamw_probe trains a linear
     classifier of the image encoder's patches to predict the commonest class of a patch's pixels."""
-    encoder, result = embed.model.evaluation_encoder(), {}
+    encoder, result, train = embed.model.evaluation_encoder(), {}, data
     P = encoder.grid**2
+    if not data.is_world:
+        train = open_beside(options, data, options.data, None,
+                            f"linear_segmentation learns from the split train of {options.data}, "
+                            f"which must have one: evaluate on another.")
 
     def encode(images):
         return encoder(images)[:, -P:].float()                              # (B, P, d)
 
-    x, learned = embed.encode_pairs(open_training_maps(options, data), encode)
+    x, learned = embed.encode_pairs(train.maps("train"), encode)
     test, truths = embed.encode_pairs(data.maps("segmentation"), encode)
     for grouping in data.map_classes:
         labels = torch.cat([patch_labels(maps[grouping], embed.image_size, encoder.grid)
