@@ -907,11 +907,9 @@ def retrieval(embed, data, options):
     image_ids = torch.arange(len(x))
     text_ids = torch.tensor([i for i, group in enumerate(captions) for _ in group])
 
-    def text_to_image(texts, images):
-        return embed.similarity(images, texts).T
-
     i2t = recall_at_k(x, y, (image_ids, text_ids), similarity=embed.similarity)
-    t2i = recall_at_k(y, x, (text_ids, image_ids), similarity=text_to_image)
+    t2i = recall_at_k(y, x, (text_ids, image_ids),
+                      similarity=lambda texts, images: embed.similarity(images, texts).T)
     result = {f"i2t/R@{k}": recall for k, recall in i2t.items()}
     result["i2t/R@1"] = i2t[1], 1 / len(x)
     result |= {f"t2i/R@{k}": (recall, min(1, k / len(x))) for k, recall in t2i.items()}
