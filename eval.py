@@ -511,7 +511,6 @@ class EvalSet:
     embedded world draws other scenes for each `purpose`; files are the same for all. Metrics are
     also taken by `groups` of classes: {"/colour": (the group of each class (C,), their names)};
     {"": ...} stands for the classes themselves. `maps` and `map_classes` have such keys, too.
-    A kind that may lack a member names its method otherwise and sets it if its data have it.
     """
 
     image_size: int = None         # with which it was opened
@@ -559,29 +558,20 @@ class TableSet(EvalSet):
     """Image files with captions, or class folders, these in a random order, always the same."""
 
     def __init__(self, table, options):
-        self.table = table
+        self.table, rows = table, range(len(table))[: options.limit]
         if table.classes is None:
-            self.order, self.captioned = range(len(table)), self.caption_pairs
-        else:
-            generator = torch.Generator().manual_seed(0)
-            self.order = torch.randperm(len(table), generator=generator).tolist()
-            self.groups = {"": (torch.arange(len(table.classes)), table.classes)}
-            self.labelled = self.label_pairs
-        self.order = self.order[: options.limit]
+            self.captioned = lambda purpose: ((table.path(i), table.captions_of(i)) for i in rows)
+            return
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randperm(len(table), generator=generator)[: options.limit].tolist()
+        self.groups = {"": (torch.arange(len(table.classes)), table.classes)}
+        self.labelled = lambda purpose: ((table.path(i), int(table.labels[i])) for i in rows)
 
     @functools.cached_property
     def classes(self):
         names, source = common.class_names(self.table.classes, self.options.classes)
         self.named = Classes(names, self.options.templates, source)
         return self.named
-
-    def caption_pairs(self, purpose):
-        for i in self.order:
-            yield self.table.path(i), self.table.captions_of(i)
-
-    def label_pairs(self, purpose):
-        for i in self.order:
-            yield self.table.path(i), int(self.table.labels[i])
 
 
 def known_labels(pairs, spec, names, source):
