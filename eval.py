@@ -1042,10 +1042,10 @@ def share_on(mask, weights):
     return ((weights * patches).sum() / weights.sum()).item()
 
 
-def shares_on_objects(embed, data, words_of):
-    """words_of(embed, image, caption) -> pairs (word, weights (P,)). -> {kind of word: which share
-    of its weights lies on the objects that it names, and what even weights give} (ours); nan where
-    there is no word of a kind."""
+def shares_on_objects(task, embed, data, words_of):
+    """words_of(embed, image, caption) -> pairs (word, weights (P,)). -> {TASK/kind of word: which
+    share of its weights lies on the objects that it names, and what even weights give} (ours);
+    nan where there is no word of a kind."""
     found = {"colour": [], "shape": []}
     for image, (caption, masks) in data.grounded():
         for word, weights in words_of(embed, image, caption):
@@ -1053,8 +1053,8 @@ def shares_on_objects(embed, data, words_of):
                 mask = masks.get((kind, word))
                 if mask is not None:
                     pairs.append((share_on(mask, weights), mask.float().mean().item()))
-    return {kind: (mean([share for share, _ in pairs]), mean([even for _, even in pairs]))
-            for kind, pairs in found.items()}
+    return {f"{task}/{kind}": (mean([share for share, _ in pairs]),
+                               mean([even for _, even in pairs])) for kind, pairs in found.items()}
 
 
 @torch.no_grad()
@@ -1067,8 +1067,7 @@ def aligned_words(embed, image, caption):
 
 def alignment(embed, data, options):
     """Whether words weigh the patches of the objects that they name (SPARC)."""
-    shares = shares_on_objects(embed, data, aligned_words)
-    return {f"alignment/{kind}": found for kind, found in shares.items()}
+    return shares_on_objects("alignment", embed, data, aligned_words)
 
 
 # SPARO's tasks: slots and masks -----------------------------------------------------------
@@ -1129,8 +1128,7 @@ def words_of_slots(embed, image, caption):
 
 def slot_alignment(embed, data, options):
     """Whether the patch that a slot weighs most lies on the object that its word names (SPARO)."""
-    shares = shares_on_objects(embed, data, words_of_slots)
-    return {f"slot_alignment/{kind}": found for kind, found in shares.items()}
+    return shares_on_objects("slot_alignment", embed, data, words_of_slots)
 
 
 def masks(embed, data, options):

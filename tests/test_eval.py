@@ -588,8 +588,8 @@ def test_a_kind_of_words_without_one_has_no_share():
     masks = {("colour", "red"): torch.ones(8, 8, dtype=torch.bool)}
     data = evaluation.EvalSet(grounded=lambda: [(None, ("a red ring", masks))])
     words = lambda embed, image, caption: [("a", torch.ones(4)), ("red", torch.ones(4))]
-    found = evaluation.shares_on_objects(None, data, words)
-    assert found["colour"] == (1, 1) and all(map(math.isnan, found["shape"]))
+    found = evaluation.shares_on_objects("task", None, data, words)
+    assert found["task/colour"] == (1, 1) and all(map(math.isnan, found["task/shape"]))
 
 
 
