@@ -1605,13 +1605,6 @@ def draw_captions(runs, data):
     return sheet(title, rows) if rows else None
 
 
-def read_log(run):
-    """log.jsonl -> a dict for each line; the last may be half."""
-    log = Path(run, "log.jsonl")
-    lines = log.read_text().split("\n")[:-1] if log.exists() else []
-    return [json.loads(line) for line in lines]
-
-
 CHARTS = [  # keys of log.jsonl, drawn in red, green and blue
     ("loss; green: of a guess", ["loss", "chance_loss"]), ("learning rate", ["lr"]),
     ("norm of the gradient", ["grad_norm"]), ("images a second", ["images_per_s"]),
@@ -1635,7 +1628,9 @@ def chart(log, keys, width=320, height=160):
 
 def draw_log(run):
     """{path: picture} of what a run's log shows: the training, of BAM also its Fig. 3."""
-    log, cells = read_log(run), []
+    file, cells = Path(run, "log.jsonl"), []
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []     # the last may be half
+    log = [json.loads(line) for line in lines]
     for title, keys in CHARTS:
         if len(log) > 1 and set(keys) <= log[-1].keys():
             page, ends = chart(log, keys)
