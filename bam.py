@@ -464,8 +464,6 @@ def check(args):
 
 def views(args):
     """Arguments of common.View (BYOL's, Sec. 4.1): two large views, then the small ones."""
-    if args.local_crops and args.local_size > args.image_size:
-        raise ValueError(f"--local-size must not be above the {args.image_size} of a large view.")
     large = dict(size=args.image_size, scale=(args.crop_border, 1.0), alpha=args.crop_alpha)
     small = large | dict(size=args.local_size, scale=(args.crop_least, args.crop_border), blur=0.5)
     first, second = large | dict(blur=1.0), large | dict(blur=0.1, solarize=0.2)

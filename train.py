@@ -550,7 +550,6 @@ def open_training_data(args, method):
         args.steps = math.ceil(args.epochs * len(data) / args.batch)
     with common.explained(ValueError, f"--method {args.method}"):
         method.check(args)
-        method.views(args)
     if method.box_refreshes(args) and not (is_table or args.dry_run):
         raise UserError(f"--contrastive-crop finds boxes for the images of class folders or of a "
                         f"table, not of {args.data}: unpack shards, or give --no-contrastive-crop.")
@@ -660,9 +659,10 @@ def build_transform(args, method, encoder):
         return common.train_transform(args.image_size, args.crop_scale)
     patch = encoder.image_size // encoder.grid
     for view in views:
-        if view["size"] % patch:
+        if view["size"] % patch or view["size"] > args.image_size:
             raise UserError(f"--local-size: a view of {view['size']} pixels is not a multiple of "
-                            f"the {patch} of a patch.")
+                            f"the {patch} of a patch, or above the {args.image_size} of a large "
+                            f"view.")
     return common.Views([common.View(**view) for view in views], args.image_size)
 
 

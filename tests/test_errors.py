@@ -73,6 +73,8 @@ ERRORS = [
     ("stair --share-1 0.7 --share-2 0.3", "leave no steps to stage 3"),
     ("dino --vocab nowhere.txt", "--vocab has no effect here"),
     ("dino --local-size 12", "--local-size: a view of 12 .* not a multiple of the 8 of a patch"),
+    *((f"{name} --local-size 24", "a view of 24 .* or above the 16 of a large view")
+      for name in ("dino", "bam")),
     ("dino --readout fdt", "--objective dino has --readout sparo, cls, gap, not fdt"),
     ("dino --readout cls --image-encoder ResNet-50 --data shapes:size=64", "choose a ViT"),
     ("bam --target onehot --normalization block", "leave out --normalization block"),
