@@ -460,17 +460,12 @@ class InvertedIndex:
         return [(self.ids[row], score) for row, score in found if score > 0]
 
     def save(self, path):
-        enc = self.enc.coalesce()
-        torch.save(vars(self) | {"enc": (enc.indices(), enc.values())}, path)
+        torch.save(vars(self), path)
 
     @classmethod
     def load(cls, path):
-        state, index = torch.load(path, weights_only=True), cls([])
-        if state.keys() != vars(index).keys():
-            raise ValueError(f"{path} holds no index.")
-        size = len(state["word_ids"]), len(state["ids"])
-        state["enc"] = torch.sparse_coo_tensor(*state["enc"], size, check_invariants=True)
-        vars(index).update(state)
+        index = cls([])
+        vars(index).update(torch.load(path, weights_only=True))
         return index
 
 
