@@ -378,8 +378,6 @@ def check_number(name, value):
 
 # The run's directory -----------------------------------------
 
-WRITTEN = ("config.json", "vocab.txt", "log.jsonl", "eval.json")  # by a run, beside checkpoints
-
 
 def choose_run(args):
     """The run's directory, the same on every rank; an old run is never overwritten."""
@@ -394,10 +392,10 @@ def choose_run(args):
     out, is_run = Path(args.out), False
     with contextlib.suppress(UserError):  # a run that was killed before it saved begins anew
         is_run = "argv" in common.read_config(out)
-    with common.writing(out):  # its name may be too long
-        replaced = sorted(path.name for path in out.glob("*.pt"))
-    names = ["eval.json"] if is_run else WRITTEN  # the evaluation is of a run that ended
-    replaced += [name for name in names if os.path.exists(out / name)]
+    names = ["*.pt", "eval.json"]  # of a run that saved or ended
+    if not is_run:  # then these are the user's own
+        names += ["config.json", "vocab.txt", "log.jsonl"]
+    replaced = [path.name for name in names for path in out.glob(name)]
     if replaced and not args.resume:
         raise UserError(f"{out} has a {replaced[0]} already: continue its run with --resume, or "
                         f"give another --out.")
