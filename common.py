@@ -616,10 +616,8 @@ def copy_tower(tower, source, run):
     """Load the weights of a run's image encoder, positions interpolated to this one's images. The
     last norm stays as it begins where the source has none (CLIP+GAP's is in the read-out)."""
     norm = {key: x for key, x in tower.state_dict().items() if key.startswith("norm.")}
-    weights, grid = norm | source.state_dict(), tower.grid
-    if "pos" in weights:
-        weights["pos"] = resize_positions(weights["pos"], source.cls is not None, grid, grid)
-    restore_model(tower, weights, run, "leave out --image-encoder")
+    with explained(UserError, run):
+        load_tower(tower, norm | source.state_dict(), (), "leave out --image-encoder")
 
 
 # Weights of others --------------------------------------------------------------------
@@ -662,8 +660,8 @@ def load_clip(towers, state_dict, tokenizer):
 
 
 def load_tower(tower, tensors, names, remedy):
-    """Load all tensors of a CLIP's or timm's tower but those of blocks that the method replaces;
-    positions are interpolated. UserError with the remedy if one lacks or is left."""
+    """Load all tensors of another tower but those of blocks that the method replaces; positions are
+    interpolated. names: (theirs, ours), .... UserError with the remedy if one lacks or is left."""
     found = {}
     replaced = tuple(f"blocks.{len(tower.blocks) + i}." for i in range(tower.left_out))
     for name, value in tensors.items():
