@@ -1005,9 +1005,9 @@ def eval_transform(size, resize=None):
     return v2.Compose([resize, v2.CenterCrop(size), v2.PILToTensor(), to_floats])
 
 
-class Augment:
-    """Random changes of labelled images, and of batches their mixtures, as in DeiT (2012.12877,
-    Table 9), whose code is timm's, with torchvision's functions.
+class Augment(v2.Compose):
+    """Random changes of a labelled image, PIL's or (3, H, W) in [0, 1] -> normalised (3, size,
+    size), and of batches their mixtures, as in DeiT (2012.12877, Table 9), whose code is timm's.
 
     differs: RandAugment's magnitude (9 of 10) has no noise; it applies every operation, timm half
     of them, never inverts, has no SolarizeAdd, posterizes less, resamples bilinearly (timm:
@@ -1020,13 +1020,10 @@ class Augment:
             bilinear = v2.InterpolationMode.BILINEAR
             steps.append(v2.RandAugment(2, magnitude=27, interpolation=bilinear))  # of 30
         steps += [to_unit, normalize, v2.RandomErasing(erasing)]
-        self.change, self.classes = v2.Compose(steps), classes
+        super().__init__(steps)
+        self.classes = classes
         kinds = (v2.MixUp, mixup), (v2.CutMix, cutmix)
         self.mixtures = [kind(alpha=alpha, num_classes=classes) for kind, alpha in kinds if alpha]
-
-    def __call__(self, image):
-        """A PIL image, or (3, H, W) in [0, 1] -> normalised (3, size, size)."""
-        return self.change(image)
 
     def mix(self, images, labels):
         """(B, 3, S, S), (B,) -> mixed images and shares of classes (B, C), or both unchanged."""
