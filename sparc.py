@@ -424,10 +424,11 @@ def gloria_loss(tokens, patches, mask, scale, gather=identity):
     differs: its code, not its paper, has one more softmax, over the words, inside the first."""
     def scores(patches, tokens):  # c is never built: |c|^2 = a' gram a
         words, tokens = tokens.any(-1), tokens.flatten(0, 1)            # (c, L), (c * L, E)
+        tokens = tokens / tokens.shape[1] ** 0.5  # cosines stay
         s = patches @ tokens.T                                          # (b, P, c * L)
-        a = (s / tokens.shape[1] ** 0.5).softmax(1)
+        a = s.softmax(1)
         c_square = (a * (gram @ a)).sum(1)                              # (b, c * L)
-        v_square = (a * gram.diagonal(dim1=1, dim2=2)[..., None]).sum(1)
+        v_square = (gram.diagonal(dim1=1, dim2=2)[:, None] @ a)[:, 0]
         c_square = torch.maximum(c_square, 1e-6 * v_square)  # |c| may be mere rounding
         norms = (c_square * tokens.square().sum(1)).clamp(min=1e-24).sqrt()  # |c| |t|
         cos = ((a * s).sum(1) / norms).view(-1, *words.shape)           # (b, c, L)
