@@ -54,7 +54,6 @@ class Config:
     tau: float = 0.1  # temperature of A (Sec. 3.1)
     tau_b: float = 0.05  # tau_B, of B (Sec. 3.4; lambda in App. F)
     sinkhorn_iters: int = 3  # iterations of Sinkhorn (authors' code)
-    top_k: int = 0  # columns of a target (authors: 128); 0: all
     teacher: bool = True  # a moving average makes targets and columns (App. C)
     ema: float = 0.995  # momentum of the teacher at first; it ends at 1
     readout: Literal["cls", "gap"] = "cls"  # h: [CLS], or the mean of all tokens
@@ -82,7 +81,8 @@ PRESETS = {
                  contrastive_crop=False, crop_start=150, crop_every=75, probe="adamw"),
     # Sec. 4.1, App. C, Table 9a: 300 epochs of 1,281,167 images; warm-up 40, ResNet-50 10.
     # ResNet-50's lr .3 is read as per 256 images, ViT's .003 as it is. The authors' scripts
-    # differ: 400 epochs, lr .0048 that ends at .001, boxes every 40 epochs, top_k 128.
+    # differ: 400 epochs, lr .0048 that ends at .001, boxes every 40 epochs, of a target the
+    # largest 128 columns alone.
     "vit-s16": dict(image_encoder="ViT-S/16:cls=1,positions=sincos", **VIT),
     "vit-b16": dict(image_encoder="ViT-B/16:cls=1,positions=sincos", **VIT),
     "r50": dict(image_encoder="ResNet-50", readout="gap", activation="relu", teacher=False, contrastive_crop=False,
@@ -179,13 +179,13 @@ def losses_in_parts(z, B, rows, c, columns, mask, tau):
 
 
 def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters=3,
-             mask="exclude", normalization="global", target="balanced", top_k=0,
+             mask="exclude", normalization="global", target="balanced",
              gather=identity, entropies=False):
     """Eq. 1 to 5. z: (n_views * n, E) latents of n images, view by view, the n_global large
     views first (None: all are). teacher: such latents of a moving average, for columns and
     targets (App. C). gather: (N, ...) -> (W N, ...), differentiable, rank by rank; gather.rank is
     this one; every rank has n images. The others are Config's (iters: sinkhorn_iters). -> scalar;
-    with entropies=True also mean row entropies of A, and of B before top_k. ValueError: bad input.
+    with entropies=True also mean row entropies of A, and of B. ValueError: bad input.
     """
     k, n = n_views, len(z) // n_views
     G = k if n_global is None else n_global
@@ -205,7 +205,7 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
     columns = gather(rows[:G].flatten())                     # (m,)
     if normalization == "block":  # Table 1, below
         S, S_m = (similarities(x, c, rows, columns, mask).view(k, n, -1) for x in (z, z_m))
-        found = block_loss(S, S_m[:G], target, tau, tau_b, iters, top_k, gather)
+        found = block_loss(S, S_m[:G], target, tau, tau_b, iters, gather)
         return found if entropies else found[0]
     with torch.no_grad():  # the loss has no gradient through B (Sec. 4.1)
         if target == "balanced":
@@ -217,8 +217,6 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
         # differs: in Sec. 3.5 small views are targets of large ones, too; not in the authors' code
         B = B[: G * n].view(G, n, -1)
         entropy_b = torch.special.entr(B).sum(-1).mean()
-        if top_k and target != "onehot":
-            B = keep_largest(B, top_k)
 
     losses, entropies_a = losses_in_parts(z, B, rows, c, columns, mask, tau)
     return (losses.mean(), entropies_a.mean(), entropy_b) if entropies else losses.mean()
@@ -272,7 +270,7 @@ class Model(nn.Module):
         loss, entropy_a, entropy_b = bam_loss(
             z.flatten(0, 1), len(views), z_m, n_global=2, tau=cfg.tau, tau_b=cfg.tau_b,
             iters=cfg.sinkhorn_iters, mask=cfg.mask, normalization=cfg.normalization,
-            target=cfg.target, top_k=cfg.top_k, gather=gather, entropies=True)
+            target=cfg.target, gather=gather, entropies=True)
         return {"loss": loss, "entropy_a": entropy_a, "entropy_b": entropy_b,
                 "similarity": mean_cosine(z[0].detach()),
                 "effective_rank": effective_rank(gather(h[0].detach()))}
@@ -407,7 +405,7 @@ def check_arguments(z, k, G, teacher, **settings):
         raise ValueError("SimCLR takes two or more large views, and its normalization is global.")
 
 
-def block_loss(S, S_m, target, tau, tau_b, iters, top_k, gather):
+def block_loss(S, S_m, target, tau, tau_b, iters, gather):
     """Table 1 without global normalization: each block S_jj' (n, W n) has its own softmax and
     Sinkhorn. S (k, n, m), S_m (G, n, m) -> loss, entropies of A and B, means over j'."""
     G, n = S_m.shape[:2]
@@ -422,17 +420,8 @@ def block_loss(S, S_m, target, tau, tau_b, iters, top_k, gather):
             else:
                 B = attention(blocks, tau_b)
             entropies = [torch.special.entr(x).sum(-1).mean() for x in (log_A.exp(), B)]
-        B = keep_largest(B, top_k) if top_k else B
         found.append(torch.stack([matching(B, log_A).mean(), *entropies]))
     return torch.stack(found).mean(0).unbind()
-
-
-def keep_largest(B, top_k):
-    """B (G, n, m) -> B, 0 but in the top_k columns of each image, those of the largest mean over
-    its views; rows keep their sums. differs: the authors' code does this, the paper does not."""
-    largest = B.mean(0).topk(min(top_k, B.shape[-1])).indices.expand(len(B), -1, -1)
-    kept = B * torch.zeros_like(B).scatter(-1, largest, 1)
-    return kept * B.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True)
 
 
 # Settings, ContrastiveCrop, optimizer -----------------------------------------------------

@@ -55,8 +55,6 @@ class Config:
     lambda_text: float = 1e-3                           # Eq. 7
     ramp: float = 0.5                                   # fraction of a stage in which lambdas grow
     revive_until: int = 3                               # last stage in which inactive words learn
-    bias_image: float = 0.0                             # b of the image head at the start
-    bias_text: float = 0.0                              # b of the text head at the start
     init_scale: float = 1 / 0.07                        # first 1 / T; CLIP (arXiv 2103.00020)
 
 
@@ -174,14 +172,14 @@ class StreamedEncoding(torch.autograd.Function):
 
 class TokenProjectionHead(nn.Module):
     """Eq. 4 and 5. d: width of h; embedding: nn.Embedding (|V|, E), of the text tower;
-    special: ids of tokens that are never active; bias: b at the start."""
+    special: ids of tokens that are never active."""
 
-    def __init__(self, d, embedding, special=(), bias=0.0):
+    def __init__(self, d, embedding, special=()):
         super().__init__()
         V, E = embedding.weight.shape
         self.embedding = embedding
         self.transform = nn.Sequential(nn.Linear(d, E), nn.GELU(), nn.LayerNorm(E))
-        self.bias = nn.Parameter(torch.full((V,), bias))
+        self.bias = nn.Parameter(torch.zeros(V))
         self.register_buffer("valid", torch.ones(V, dtype=torch.bool), persistent=False)
         self.valid[list(special)] = False
 
@@ -219,8 +217,8 @@ class Model(nn.Module):
         self.config = config
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
         e, special = text_encoder.embedding, text_encoder.special
-        self.image_head = TokenProjectionHead(image_width, e, special, config.bias_image)
-        self.text_head = TokenProjectionHead(text_width, e, special, config.bias_text)
+        self.image_head = TokenProjectionHead(image_width, e, special)
+        self.text_head = TokenProjectionHead(text_width, e, special)
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
         self.register_buffer("image_embedding", e.weight.detach().clone())  # for stage 2
         self.register_buffer("strength", torch.tensor(0.0))  # of the regulariser, 0 to 1

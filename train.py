@@ -319,13 +319,12 @@ def encoder_of(run):
     return {"image_encoder": encoder, "image_size": args.image_size}
 
 
-# Every number is finite and, but for SIGNED, not negative. Of these fields more is asked.
+# Every number is finite and not negative. Of these fields more is asked.
 POSITIVE = set("""vocab_size image_size crop_scale steps epochs batch log_every save_every
     probe_epochs accum_freq embed_dim init_scale filip_keep mgca_prototypes L V D grp_size
     bottleneck codes out_dim head_width head_bottleneck student_temp teacher_temp local_size
     crop_least crop_border tau tau_b sinkhorn_iters projector_width projector_dim crop_every
     crop_alpha""".split())
-SIGNED = {"bias_image", "bias_text"}
 BELOW_ONE = {"beta2", "smoothing", "drop_path"}
 AT_MOST_ONE = {"crop_scale", "sigma", "filip_keep", "center_momentum", "ema", "crop_least",
                "crop_border", "crop_threshold", "share_1", "share_2", "ramp", "erasing"}
@@ -369,7 +368,7 @@ def check_settings(args, method, defaults, argv):
 def check_number(name, value):
     rules = [(POSITIVE, value > 0, "positive"), (BELOW_ONE, value < 1, "below 1"),
              (AT_MOST_ONE, value <= 1, "at most 1"), ({"seed"}, value < 2**63, "below 2^63")]
-    if not math.isfinite(value) or (value < 0 and name not in SIGNED):
+    if not math.isfinite(value) or value < 0:
         raise UserError(f"{flag_of(name)} {value} must be finite and not negative.")
     for names, holds, wanted in rules:
         if name in names and not holds:

@@ -19,7 +19,7 @@ from helpers import (SMALL, assert_one_process, cos, make_views, on_ranks, run_r
 
 
 def dense_loss(z, k, G, teacher=None, tau=0.1, tau_b=0.05, iters=3, mask="exclude",
-               normalization="global", target="balanced", top_k=0):
+               normalization="global", target="balanced"):
     """Eq. 1 to 5 of all n images with dense matrices, and exp without logarithms. As in the
     authors' code Sinkhorn takes the rows of all k views; large views are columns and targets.
     One-hot targets of two views: SimCLR (arXiv 2002.05709), Eq. 1 and Algorithm 1."""
@@ -52,11 +52,6 @@ def dense_loss(z, k, G, teacher=None, tau=0.1, tau_b=0.05, iters=3, mask="exclud
     for _ in range(iters if target == "balanced" else 0):
         B = normalised(normalised(B, 0), 1)
     B = torch.eye(k * n, G * n, dtype=z.dtype) if target == "onehot" else normalised(B, 1)
-    for i in range(n if top_k else 0):
-        rows = [j * n + i for j in range(G)]
-        dropped = B[rows].mean(0).argsort(descending=True)[top_k:]
-        kept = B[rows].index_fill(1, dropped, 0)
-        B[rows] = kept * B[rows].sum(1, keepdim=True) / kept.sum(1, keepdim=True)
     losses = []
     for j, other, i in itertools.product(range(G), range(k), range(n)):
         if j != other:
@@ -66,14 +61,14 @@ def dense_loss(z, k, G, teacher=None, tau=0.1, tau_b=0.05, iters=3, mask="exclud
 
 
 CASES = [
-    dict(), dict(mask="zero"), dict(mask="none"), dict(top_k=2), dict(top_k=3, mask="none"),
+    dict(), dict(mask="zero"), dict(mask="none"),
     dict(normalization="block"), dict(normalization="block", mask="zero"), dict(target="softmax"),
     dict(target="softmax", mask="none", normalization="block"), dict(target="onehot"),
     dict(target="onehot", mask="zero", k=3, G=3), dict(iters=1, tau=0.5, tau_b=0.3), dict(k=4),
     dict(k=4, mask="zero", teacher=True), dict(k=3, G=3), dict(k=3, G=1), dict(teacher=True),
     dict(teacher=True, mask="zero"), dict(teacher=True, k=4), dict(teacher=True, target="onehot"),
     dict(teacher=True, normalization="block", k=3), dict(k=4, target="onehot"),
-    dict(k=4, top_k=3), dict(k=4, target="softmax"), dict(k=4, G=3, normalization="block"),
+    dict(k=4, target="softmax"), dict(k=4, G=3, normalization="block"),
 ]
 
 
@@ -102,7 +97,7 @@ def test_the_loss_and_its_gradient_are_the_dense_ones(case, monkeypatch):
 
 
 RANK_CASES = [dict(), dict(k=4), dict(k=4, teacher=True), dict(k=3, G=1), dict(k=4, mask="zero"),
-              dict(k=3, normalization="block"), dict(k=4, target="onehot"), dict(k=4, top_k=3)]
+              dict(k=3, normalization="block"), dict(k=4, target="onehot")]
 
 
 def losses_of_rank(rank, world):
@@ -218,7 +213,7 @@ def test_three_ranks_are_one_process(tmp_path):
 
 
 def test_the_teacher_sees_all_views():
-    settings = dict(tau=0.2, tau_b=0.1, top_k=3)
+    settings = dict(tau=0.2, tau_b=0.1)
     model = tiny_model("bam", batch_norm=True, sinkhorn_iters=2, **settings)
     nn.init.normal_(model.teacher[1][0].weight)  # else it is the student
     batch = make_views()

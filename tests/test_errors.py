@@ -60,7 +60,7 @@ ERRORS = [
     *((command, f"{command.partition(' ')[2]} must be {rest}") for command, rest in {
         "sparc --batch 0": "positive", "sparc --batch 1": "2 or more: the loss compares captions",
         **dict.fromkeys(["sparc --seed -1", "sparc --lambda-f -1.0", "sparc --lr inf",
-                         "stair --bias-text nan"], "finite and not negative"),
+                         "stair --ramp nan"], "finite and not negative"),
         "sparc --embed-dim 0": "positive", "stair --init-scale 0.0": "positive",
         "sparc --seed 99999999999999999999": r"below 2\^63", "sparc --beta2 1.0": "below 1",
         "sparc --sigma 2.0": "at most 1"}.items()),

@@ -28,7 +28,7 @@ from test_accum import OBJECTIVES
 CASES = OBJECTIVES | {  # name: model of helpers.MODELS, its settings
     "softmax": ("sparc", dict(align="softmax", h_v="residual")),
     "attpool": ("sparo", dict(readout="attpool")), "dino-cls": ("dino", dict(readout="cls")),
-    "bam-blocks": ("bam", dict(normalization="block", top_k=2, mask="zero", readout="gap")),
+    "bam-blocks": ("bam", dict(normalization="block", mask="zero", readout="gap")),
     "classifier": ("classifier", {})}
 COLLECTIVES = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_gather_object"
 RAGGED = "filip", "clip+filip", "gloria"  # ranks ask each other for their longest caption

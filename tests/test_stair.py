@@ -43,8 +43,8 @@ def literal_encoding(head, h, mask=None):
     return torch.stack(rows)
 
 
-def build(special=(0, 3), bias=0.1):
-    head = stair.TokenProjectionHead(5, nn.Embedding(V, E), special, bias).double()
+def build(special=(0, 3)):
+    head = stair.TokenProjectionHead(5, nn.Embedding(V, E), special).double()
     for p in head.parameters():
         nn.init.normal_(p)
     return head
@@ -104,7 +104,8 @@ def test_the_streamed_form_never_holds_p_as_a_whole(monkeypatch):
 
 
 def test_encodings_under_autocast_are_those_of_rounded_logits():
-    head, h = stair.TokenProjectionHead(5, nn.Embedding(V, E), (), 0.1), torch.randn(3, 4, 5)
+    head, h = stair.TokenProjectionHead(5, nn.Embedding(V, E)), torch.randn(3, 4, 5)
+    nn.init.constant_(head.bias, 0.1)
     with torch.autocast("cpu", torch.bfloat16):
         enc, t = head(h), head.transform(h)
     p = (t.bfloat16() @ head.embedding.weight.bfloat16().T).amax(1).float() + head.bias
@@ -264,11 +265,11 @@ def test_three_stages_have_their_steps_and_learning_rates(tmp_path):
 
 
 def test_without_stage_2(tmp_path):
-    flags = "--share-2 0 --amp bf16 --grad-checkpoint --bias-text 1 --init-scale 20".split()
+    flags = "--share-2 0 --amp bf16 --grad-checkpoint --init-scale 20".split()
     train_alone([*SMALL["stair"], *flags, "--out", tmp_path])
     log = read_log(tmp_path)
     assert [record["stage"] for record in log] == [1] * 2 + [3] * 6
-    assert log[0]["scale"] == pytest.approx(20) and log[0]["active_text"] > 1
+    assert log[0]["scale"] == pytest.approx(20)
 
 
 def test_a_single_stage_with_lamb_and_a_linear_schedule(tmp_path):

@@ -55,7 +55,6 @@ def test_what_a_preset_says_is_never_refused(monkeypatch):
     assert train.parse_args([*command, "-1.0"]).sigma == -1
     with pytest.raises(UserError, match="--sigma -2.0 must be finite and not negative"):
         train.parse_args([*command, "-2.0"])
-    assert train.parse_args(["--method", "stair", "--bias-text", "-2"]).bias_text == -2
 
 
 def test_a_run_writes_everything(run_of):
