@@ -458,12 +458,17 @@ class InvertedIndex:
         return [(self.ids[row], score) for row, score in found if score > 0]
 
     def save(self, path):
-        torch.save(vars(self), path)
+        enc = self.enc.coalesce()
+        torch.save(vars(self) | {"enc": (enc.indices(), enc.values())}, path)
 
     @classmethod
     def load(cls, path):
-        index = cls([])
-        vars(index).update(torch.load(path, weights_only=True))
+        state, index = torch.load(path, weights_only=True), cls([])
+        if state.keys() != vars(index).keys():
+            raise ValueError(f"{path} holds no index.")
+        size = len(state["word_ids"]), len(state["ids"])
+        state["enc"] = torch.sparse_coo_tensor(*state["enc"], size, check_invariants=True)
+        vars(index).update(state)
         return index
 
 

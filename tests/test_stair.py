@@ -436,3 +436,8 @@ def test_queries_that_are_none_are_named(query, message):
 def test_arguments_that_do_not_fit_are_named(function, arguments, message):
     with pytest.raises(ValueError, match=message):
         function(stair.InvertedIndex(WORDS), *arguments)
+
+
+def test_another_file_is_no_index(run_of):
+    with pytest.raises(ValueError, match="holds no index"):
+        stair.InvertedIndex.load(run_of("stair") / "last.pt")
