@@ -36,8 +36,9 @@ several datasets in one step, the labels of JFT as captions (D.2), Pascal Contex
 prompts (write each prefix with each suffix into a file for `eval.py --templates`).
 
 Run:     python train.py --method sparc       (--objective clip, filip, ...: the baselines)
-Result:  --lambda-f 0.5 --lr 1e-3, seeds 6-8: zero-shot .585 +- .032, CLIP .522 +- .016; R@1 of
-         captions .654, CLIP .615, of images .559, .538: each seed above; mIoU of colours: less.
+Result:  --lambda-f 0.5 --lr 1e-3, seeds 6-8: zero-shot .585 +- .032, CLIP .522 +- .016, with FILIP
+         .495 +- .005, FILIP .429 +- .027; R@1 of captions .654, CLIP .615, of images .559, .538:
+         SPARC above the others with each seed; mIoU of colours: less.
          --preset grounded, both at its rate: .670, .657; .759, .695; .716, .663; mIoU .220, .208.
 """
 
