@@ -505,7 +505,7 @@ class Method:
     tests/test_contract.py expects of a new file in METHODS that alone, in an empty directory, it
     prints a short demonstration when it is run, with torch and nothing else to import, that each
     field of its Config has a comment, and each value of its PRESETS, one called tiny, a field; and
-    a row in SMALL and MODELS of tests/helpers.py. A field that may be negative is in train.SIGNED.
+    a row in SMALL and MODELS of tests/helpers.py. Sets of fields in train.py bound numbers.
     """
 
     model_class = lambda self, args: self.Model  # the class of the model

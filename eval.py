@@ -587,9 +587,11 @@ def open_benchmark(directory, options):
     """CLIP_benchmark's layout: SPLIT/0.tar, 1.tar, ..., as many as SPLIT/nshards.txt says, with
     KEY.txt if dataset_type.txt says "retrieval", else with KEY.cls, a number of classnames.txt."""
     split, limit = Path(directory, options.split), options.limit
-    with common.explained(ValueError, f"{split}/nshards.txt"):
-        n = int(common.read_text(split / "nshards.txt", "--data"))
-    shards = common.TarShards(f"{split}/{{0..{n - 1}}}.tar")
+    n = common.read_text(split / "nshards.txt", "--data").strip()
+    if not re.fullmatch("[1-9][0-9]{0,6}", n):
+        raise UserError(f"{split}/nshards.txt holds {n!r}; it must be the number of 0.tar, 1.tar, "
+                        f"...")
+    shards = common.TarShards(f"{split}/{{0..{int(n) - 1}}}.tar")
     kind = Path(directory, "dataset_type.txt")
     kind = common.read_text(kind, "--data").strip().lower() if kind.is_file() else ""
     if kind == "multilabel":
@@ -1947,9 +1949,8 @@ def compare_runs(evaluated, tasks):
     """Print a table of several runs, {run: Evaluated}: a column for each, or for those that differ
     in their seed alone; draw comparison.png of the first if --task allows it."""
     columns = collections.defaultdict(list)
-    for run in evaluated:
-        _, args = settings_of_run(run)
-        settings = {key: value for key, value in vars(args).items() if key not in ASIDE}
+    for run, found in evaluated.items():
+        settings = {key: value for key, value in vars(found.args).items() if key not in ASIDE}
         columns[json.dumps(settings, sort_keys=True)].append(run)
     specs = {(found.data.options.data, found.data.image_size) for found in evaluated.values()}
     if len(specs) > 1:
@@ -2020,6 +2021,7 @@ def describe(options):
 
 class Evaluated(NamedTuple):
     embed: Embedder
+    args: object                 # settings of the run
     data: EvalSet
     figures: dict                # {metric: float}
 
@@ -2034,7 +2036,7 @@ def evaluate_run(run, flags):
     if flags["queries"]:
         search(embed, data, options, run, flags["queries"])
         return None
-    return Evaluated(embed, data, evaluate_and_show(embed, data, options, run))
+    return Evaluated(embed, args, data, evaluate_and_show(embed, data, options, run))
 
 
 def main(argv=None):

@@ -244,7 +244,7 @@ ERRORS = [
      {"voc/ImageSets/Segmentation/val.txt": b"\xff"}),
     (VOC, "There is not one image: the list or the", {"voc/ImageSets/Segmentation/val.txt": ""}),
     (SET, "holds class 2, but .*classnames.txt has 2 names, the first of class 0"),
-    (SET, "test/nshards.txt: invalid literal for int.*'two'",
+    (SET, "nshards.txt holds 'two'; it must be the number of 0.tar, 1.tar",
      {"colours/test/nshards.txt": "two"}),
     (SET, "2 of the 3 shards of .* first is .*1.tar", {"colours/test/nshards.txt": "3"}),
     ("eval runs/sparc --data pairs", "no image with a caption.*left out: "),
