@@ -394,7 +394,8 @@ def choose_run(args):
     names = ["*.pt", "eval.json"]  # of a run that saved or ended
     if not is_run:  # then these are the user's own
         names += ["config.json", "vocab.txt", "log.jsonl"]
-    replaced = [path.name for name in names for path in out.glob(name)]
+    with common.writing(out):  # its name may be too long
+        replaced = [path.name for name in names for path in out.glob(name)]
     if replaced and not args.resume:
         raise UserError(f"{out} has a {replaced[0]} already: continue its run with --resume, or "
                         f"give another --out.")

@@ -184,6 +184,7 @@ ERRORS = [
     *((f"sparc --out {out}", f"{out} has a {name} already: .* give another", {f"{out}/{name}": ""})
       for out, name in ((".", "config.json"), ("mine", "vocab.txt"), (".", "log.jsonl"),
                         (".", "eval.json"), ("mine", "step-2.pt"))),
+    (f"sparc --out {'n' * 300}", "n cannot be written: File name too long"),
     ("sparc --resume", "run holds no run"), ("train --resume", "--resume needs --out"),
     ("stair --resume --out runs/sparc", "is a run of --method sparc: leave out --method stair"),
     ("train --resume --embed-dim 7 --out runs/sparc", "model of another size.*: leave out"),

@@ -269,7 +269,7 @@ def test_without_stage_2(tmp_path):
     train_alone([*SMALL["stair"], *flags, "--out", tmp_path])
     log = read_log(tmp_path)
     assert [record["stage"] for record in log] == [1] * 2 + [3] * 6
-    assert log[0]["scale"] == pytest.approx(20)
+    assert log[0]["scale"] == pytest.approx(20) and log[0]["active_text"] > 1
 
 
 def test_a_single_stage_with_lamb_and_a_linear_schedule(tmp_path):
