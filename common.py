@@ -128,7 +128,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         rows = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
-        dist.all_gather_into_tensor(rows, x.contiguous())
+        # torch 2.14 has new names, and warns of the old ones
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(rows, x.contiguous())
         return rows
 
     @staticmethod
@@ -138,7 +140,8 @@ class _Gather(torch.autograd.Function):
             dist.all_reduce(gradient)
             return gradient.chunk(dist.get_world_size())[dist.get_rank()]
         rows = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
-        dist.reduce_scatter_tensor(rows, gradient.contiguous())
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(rows, gradient.contiguous())
         return rows
 
 

@@ -1428,7 +1428,7 @@ def on_objects(task, embed, data):
     """A picture's one number, in words, where the data know which object a word names."""
     figures = task(embed, data, None) if data.grounded else {}
     shares = [f"{value:.2f} by {key.rpartition('/')[2]} (chance {chance:.2f})"
-              for key, (value, chance) in figures.items()]
+              for key, (value, chance) in figures.items() if math.isfinite(value)]
     return f". On the objects named lie, on average, {', '.join(shares)}" if shares else ""
 
 
@@ -1796,7 +1796,7 @@ def save_pictures(pages):
 
 def search(embed, data, options, run, queries):
     """Index images by the words of their encodings and answer queries (STAIR, App. D): captions, or
-    words with AND, OR, NOT. It writes index.pt, search.png of what is found, and queries.png, where
+    words with AND, OR, NOT. It writes index.pt, search.png of what is found, and found.png, where
     in images."""
     if not embed.model.encode_words or not (data.captioned or data.labelled):
         raise UserError("--query needs a run of STAIR, whose encodings are words to look up, and "
@@ -1828,7 +1828,7 @@ def search(embed, data, options, run, queries):
     pages = {output_path(run, options, "search.png"): sheet(title, rows)}
     captions = [query for query in queries if not stair.is_boolean(query)]
     if captions and PICTURES["queries"].fits(data):
-        pages[output_path(run, options, "queries.png")] = draw_queries(embed, data, captions)
+        pages[output_path(run, options, "found.png")] = draw_queries(embed, data, captions)
     save_pictures(pages)
 
 

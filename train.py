@@ -457,6 +457,11 @@ def announce(args, data, model, tokenizer, device):
     if tokenizer:
         facts.append(f"{check_vocabulary(args, data, tokenizer):.1%} of the captions' tokens are "
                      f"[UNK]")
+    if args.resume:
+        old = common.read_config(args.out)
+        changed = [name for name in old if name not in ("resume", "out")
+                   and old[name] != vars(args).get(name, old[name])]
+        facts += [f"{flag_of(name)} was {old[name]}" for name in changed]
     print(f"{args.out}: {', '.join(facts)}")
     if "OMP_NUM_THREADS" not in os.environ and os.getloadavg()[0] > os.cpu_count():
         print("note: other jobs share these cores, and threads that wait for each other are slow: "

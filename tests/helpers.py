@@ -212,7 +212,7 @@ def rank_process(rank):
 def as_rank(rank, directory, world, function, arguments):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank,
-                            world_size=world, timeout=datetime.timedelta(seconds=60))
+                            world_size=world, timeout=datetime.timedelta(minutes=5))
     try:
         torch.save(function(rank, *arguments), directory / f"rank{rank}.pt")
         dist.barrier()  # else torch 2.6 may hang where one rank ends before another
@@ -229,7 +229,7 @@ def run_ranks(directory, function, world=2, *arguments):
         task = rank, directory, world, function, arguments
         running.append(rank_process(rank).apply_async(as_rank, task))
     for result in running:
-        result.get(timeout=300)
+        result.get(timeout=900)
     return [torch.load(directory / f"rank{rank}.pt") for rank in range(world)]
 
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -261,12 +262,14 @@ def test_neither_strange_names_nor_a_closed_pipe_end_a_run(tmp_path):
         assert (tmp_path / "run" / last).exists()
 
 
-def test_resume_auto_begins_or_continues_with_one_command(tmp_path, run_of):
+def test_resume_auto_begins_or_continues_with_one_command(tmp_path, run_of, capsys):
     vocab = shutil.copy(run_of("sparc") / "vocab.txt", tmp_path)
     command = [*SPARC, "--preset", "tiny", "--vocab", vocab, "--out", tmp_path / "run"]
     for steps in (2, 4, 4):
         train_alone([*command, "--resume", "auto", "--steps", steps])
         assert len(read_log(tmp_path / "run")) == steps
+    printed = capsys.readouterr().out
+    assert re.findall("--.* was .*", printed) == ["--steps was 2"]  # a flag that was changed
     (tmp_path / "run/last.pt").unlink()  # as if killed before it saved: it begins anew
     train_alone([*command, "--resume", "auto", "--steps", 2])
     assert [record["step"] for record in read_log(tmp_path / "run")] == [1, 2]
