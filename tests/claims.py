@@ -110,7 +110,8 @@ def compare(method, claim, figure):
         sides.append([figure(base, rate, seed, "test", *metric) for seed in seeds] or [None])
     if None in sides[0] + sides[1]:
         return None
-    greater, smaller = ([mean(side), np.std(side, ddof=1)] for side in sides)
+    deviation = lambda side: [np.std(side, ddof=1)] if len(side) > 1 else []
+    greater, smaller = ([mean(side), *deviation(side)] for side in sides)
     return {"greater": greater, "smaller": smaller, "differences": [a - b for a, b in zip(*sides)]}
 
 
