@@ -80,8 +80,8 @@ TINY = dict(data="shapes:objects=4,together=0.85,small=0.13,large=0.18,backgroun
 PRESETS = {  # settings of this file and of train.py; flags override them
     "tiny": TINY,
     # Words light up their objects (.170 of a word's weight lies on those of its colour, .140 of its
-    # shape; chance .069): no stem, which smears objects over their neighbours. differs: sigma is not
-    # 1 / P, at which the background keeps weight.
+    # shape; chance .069): no stem, which smears objects over their neighbours. differs: sigma is
+    # not 1 / P, at which the background keeps weight.
     "grounded": TINY | dict(image_encoder="tiny-patch", sigma=0.3, steps=2400),
     "b32": PAPER | dict(image_encoder="ViT-B/32"),
     "b16": PAPER | dict(image_encoder="ViT-B/16"),
