@@ -598,10 +598,10 @@ CLASSIFIER = SimpleNamespace(  # what train.py and eval.py ask of a method
 #   .468; of two views with it .421, without .453 *).
 # * Positives must be masked (else .315), the projector needs BatchNorm (.30 *), blocks are no worse
 #   than global normalisation (.470, .470).
-# * A teacher lags behind: k-NN of CIFAR-10's photos, 25 epochs, .415, without .563. On the world,
-#   with --batch-norm, the effective rank of h after 60 steps is 1.2 with --ema .97, 1.4 with .8, 20
-#   with 0, and 22 without a teacher: the network moves far while it lags. A tenth of the rate is no
-#   remedy (k-NN of photos after 5 epochs .31, of val, beside .32).
+# * A teacher, which has no BatchNorm: k-NN of CIFAR-10's photos, 25 epochs, .415, without .563. At
+#   a tenth of the rate it is no better (after 5 epochs .31, of val, beside .32). With --batch-norm
+#   it lags behind: on the world the effective rank of h after 60 steps is 1.2 with --ema .97, 1.4
+#   with .8, 20 with 0, and 22 without a teacher (one seed each).
 # * BAM gains on SimCLR of two views with the steps: probe .470, .576 in 300; .661, .659 in 600;
 #   .906, .829 in 1,200 (above with four seeds of five: not shown). Of CIFAR-10's photos it is below
 #   with each: k-NN after 5, 15, 25 epochs .50, .55, .56, SimCLR .51, .57, .57.

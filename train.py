@@ -459,8 +459,8 @@ def announce(args, data, model, tokenizer, device):
                      f"[UNK]")
     if args.resume:
         old = common.read_config(args.out)
-        changed = [name for name in old if name not in ("resume", "out")
-                   and old[name] != vars(args).get(name, old[name])]
+        changed = [name for name, value in vars(args).items()
+                   if name not in ("resume", "out") and value != old.get(name, value)]
         facts += [f"{flag_of(name)} was {old[name]}" for name in changed]
     print(f"{args.out}: {', '.join(facts)}")
     if "OMP_NUM_THREADS" not in os.environ and os.getloadavg()[0] > os.cpu_count():
