@@ -120,7 +120,7 @@ def mask_positives(S, rows, columns, mask="zero"):
     if mask == "none":  # Table 1 without pos. masking
         return S
     # differs: "exclude" leaves positives out of softmax and Sinkhorn (authors' code)
-    value = 0.0 if mask == "zero" else -torch.inf
+    value = 0.0 if mask == "zero" else -1e30  # exp gives 0; 0 * log A in Eq. 5 is no NaN
     return S.masked_fill(rows[:, None] == columns, value)
 
 
@@ -152,7 +152,6 @@ def sinkhorn(S, tau, iters, gather=identity):
 # L_BAM = sum_{j != j'} sum_i CE(b_i^j, a_i^j'),  CE(b, a) = -<b, log a>             (Eq. 5)
 def matching(B, log_A):
     """B (G, p, m), log A (k, p, m) -> (p,), of each image the mean over pairs of views."""
-    log_A = log_A.masked_fill(log_A == -torch.inf, 0)        # left out; there B is 0
     loss = 0
     for j, b in enumerate(B):
         for other, log_a in enumerate(log_A):
@@ -161,14 +160,17 @@ def matching(B, log_A):
     return loss / (len(B) * (len(log_A) - 1))
 
 
-def losses_in_parts(z, B, rows, c, columns, mask, tau):
-    """z (k, n, E), B (G, n, m) -> losses (n,) of the images, entropies (n,) of A. If S is large, a
-    few images at a time: the backward pass computes each part again, and no part's S is kept."""
+def losses_in_parts(z, B, rows, c, columns, mask, tau, entropies):
+    """z (k, n, E), B (G, n, m) -> [losses (n,) of the images, and if asked for entropies (n,) of A].
+    If S is large, a few images at a time: the backward pass computes each part again, and no part's
+    S is kept."""
     def losses(z, B, rows):
         S = similarities(z, c, rows, columns, mask)
         log_A = attention(S, tau, log=True).unflatten(0, rows.shape)         # (k, p, m)
-        entropy = torch.special.entr(log_A.detach().exp()).sum(-1).mean(0)
-        return matching(B, log_A), entropy
+        found = [matching(B, log_A)]
+        if entropies:
+            found.append(torch.special.entr(log_A.detach().exp()).sum(-1).mean(0))
+        return found
 
     p = max(1, CHUNK // (len(z) * len(c)))  # images at a time
     if p >= z.shape[1]:
@@ -216,10 +218,12 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
             B = (rows.view(-1, 1) == columns).to(z.dtype)
         # differs: in Sec. 3.5 small views are targets of large ones, too; not in the authors' code
         B = B[: G * n].view(G, n, -1)
-        entropy_b = torch.special.entr(B).sum(-1).mean()
 
-    losses, entropies_a = losses_in_parts(z, B, rows, c, columns, mask, tau)
-    return (losses.mean(), entropies_a.mean(), entropy_b) if entropies else losses.mean()
+    found = losses_in_parts(z, B, rows, c, columns, mask, tau, entropies)
+    if not entropies:
+        return found[0].mean()
+    losses, entropies_a = found
+    return losses.mean(), entropies_a.mean(), torch.special.entr(B).sum(-1).mean()
 
 
 # Model ------------------------------------------------------------------------------------

@@ -379,6 +379,8 @@ def filip_scores(x, y):
 def most_similar(x, y, keep):
     """FILIP's token dropping: of each image or caption of x the fraction `keep` of tokens that
     are most similar to any token of y. x (b, N, E), y (b, M, E) -> (b, N', E)."""
+    if keep == 1:  # all are
+        return x
     with torch.no_grad():
         best = in_chunks(best_cosines, x, y).amax(1).masked_fill(~x.any(-1), -2.0)  # (b, N)
         # 1e-4: in fp32 0.6 * 25 is above 15
