@@ -283,7 +283,9 @@ class Model(nn.Module):
     def after_update(self, step, steps):
         """teacher = momentum * teacher + (1 - momentum) * student (App. C)."""
         if self.teacher:
-            momentum = 1 - (1 - self.config.ema) * (1 + math.cos(math.pi * step / steps)) / 2
+            # the authors' code moves the teacher as the next step begins, with its momentum
+            done = (step + 1) / steps
+            momentum = 1 - (1 - self.config.ema) * (1 + math.cos(math.pi * done)) / 2
             students = list(self.student().parameters())
             torch._foreach_lerp_(list(self.teacher.parameters()), students, 1 - momentum)
 

@@ -109,8 +109,8 @@ def test_captions_describe_every_object_truly_and_name_shares_of_what_there_is()
 
 def test_captions_are_those_that_the_figures_were_measured_on():
     captions = World(fillers=False, objects=2, together=0.85).sample(300, "train", 0)["captions"]
-    assert captions[:2] == ["a blue star above a yellow cross",
-                            "a pink diamond right of a white triangle"]
+    assert captions[:2] == ["a blue star above a large yellow cross",
+                            "a pink diamond right of a triangle"]
 
 
 def test_made_up_words_stand_around_a_true_caption():
