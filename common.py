@@ -969,7 +969,8 @@ def merge_pair(pieces, pair, merged):
 # Images and views ---------------------------------------------------------------------
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff",
+                  ".jpe", ".jfif", ".avif")
 IMAGE_ERRORS = (OSError, SyntaxError, ValueError, NotImplementedError,  # of damaged files, by PIL
                 Image.DecompressionBombError)
 BICUBIC = v2.InterpolationMode.BICUBIC
@@ -1265,7 +1266,7 @@ class CaptionTable:
             if isinstance(row, Skipped):
                 row.count(self.skipped)
                 continue
-            path, caption = str(Path(root, row[0])), row[1].strip()
+            path, caption = os.path.join(root, row[0]), row[1].strip()
             caption = caption.encode(errors="replace").decode()  # "?" for a lone surrogate
             if caption:
                 captions[path].append(caption)
@@ -1276,9 +1277,10 @@ class CaptionTable:
             left_out = describe_skipped(self.skipped) or "nothing"
             raise UserError(f"{name} has no image that can be used (left out: {left_out}).")
         # Forked workers share numpy's buffers. (Of lists they would copy every page: each access
-        # writes a reference count.) Paths are bytes, as not all are UTF-8.
+        # writes a reference count.) Paths are bytes, as not all are UTF-8, in one row.
         self.name = name
-        self.path_bytes = np.array([path.encode(errors="surrogatepass") for path in captions])
+        paths = [path.encode(errors="surrogatepass") for path in captions]
+        self.path_bytes, self.path_ends = b"".join(paths), np.cumsum([0, *map(len, paths)])
         texts = list(itertools.chain.from_iterable(captions.values()))
         self.captions = np.array(texts, np.dtypes.StringDType())
         # image i has the captions first[i] to first[i + 1] - 1
@@ -1287,10 +1289,11 @@ class CaptionTable:
         self.fingerprint = f"{len(self)} images, {names}"
 
     def __len__(self):
-        return len(self.path_bytes)
+        return len(self.first) - 1
 
     def path(self, i):
-        return self.path_bytes[i].decode(errors="surrogatepass")
+        path = self.path_bytes[self.path_ends[i] : self.path_ends[i + 1]]
+        return path.decode(errors="surrogatepass")
 
     def captions_of(self, i):
         return self.captions[self.first[i] : self.first[i + 1]].tolist()
@@ -1415,6 +1418,13 @@ KEY = re.compile(r"(.*/)?[^/.]*")
 SHARD_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, IndexError,
                 MemoryError)  # what tarfile raises for damaged files
 BAD_SHARD = "unreadable, truncated or compressed shard"
+NO_IMAGE = "no image (the files of a key must stand together)"
+UNUSED = "image that no sample uses (a second one of its key, or a dot within its key)"
+BLOCK = tarfile.BLOCKSIZE
+# name, size, file or directory, magic, prefix of the name
+PLAIN_HEADER = re.compile(rb"(.{100}).{24}([0-7]{11}).{21}([05]).{100}ustar([\0 ]).{82}(.{155})",
+                          re.DOTALL)
+PAX_TIME = re.compile(rb"\d+ mtime=[\d.]+\n\0+")
 
 
 def read_tars(paths, content, limit=None):
@@ -1432,35 +1442,86 @@ def read_tars(paths, content, limit=None):
         yield read_sample(row, content)
 
 
+def read_members(file):
+    """An open tar -> (name, where its headers start, where its content starts, size) of each file.
+
+    tarfile takes 30 us a header, so 4 s for four shards of 10,000 samples, while training waits.
+    Plain headers are read here, also behind a pax header that holds the time alone, as webdataset
+    writes it. From the first other header on, tarfile reads.
+    """
+    file_size, start = os.fstat(file.fileno()).st_size, 0
+    while True:
+        header, offset = os.pread(file.fileno(), 3 * BLOCK, start), start
+        if header[156:157] == b"x" and PAX_TIME.fullmatch(header, BLOCK, 2 * BLOCK):
+            header, offset = header[2 * BLOCK :], offset + 2 * BLOCK
+        plain = PLAIN_HEADER.match(header)
+        if not plain:
+            break
+        name, size, kind, magic, prefix = plain.groups()
+        name, prefix = name.partition(b"\0")[0], prefix.partition(b"\0")[0]
+        if prefix and magic == b"\0":  # GNU's magic ends in a space, and its prefix is none
+            name = prefix + b"/" + name
+        offset, size = offset + BLOCK, int(size, 8)
+        if offset + size > file_size:
+            raise EOFError("it is cut off")
+        if kind == b"0":
+            yield name.decode("utf-8", "surrogateescape"), start, offset, size
+        start = offset + math.ceil(size / BLOCK) * BLOCK
+    if start > file_size:
+        raise EOFError("it is cut off")
+    file.seek(start)
+    with tarfile.open(fileobj=file, mode="r:") as tar:
+        for member in tar:
+            if member.isfile():
+                yield member.name, member.offset, member.offset_data, member.size
+        start = tar.offset
+    if os.pread(file.fileno(), BLOCK, start) != bytes(BLOCK):  # a tar ends with blocks of zeros
+        raise tarfile.ReadError("its end is missing")
+
+
 def read_headers(path, files):
     """One shard -> (file, key, where its headers start, {suffix: (offset, size)}) of each key, or
     Skipped. No image is read.
 
-    A key is a name up to its first dot; its files stand together (img2dataset). files: an
-    ExitStack, which closes the shard.
+    A key is a name up to its first dot; its files stand together (img2dataset), and a suffix that
+    the key has already begins another sample, as in OpenCLIP. files: an ExitStack, which closes the
+    shard.
     """
-    places = {}
+    key, places, problem = None, {}, None
     try:
-        file = files.enter_context(open(path, "rb", buffering=8192))  # the default on NFS: 1 MB
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in tar:
-                if not member.isfile():
-                    continue
-                name = KEY.match(member.name)[0]
-                if places and name != key:
-                    yield file, key, start, places
-                    places = {}
-                if not places:
-                    key, start = name, member.offset
-                places[member.name[len(key):].lower()] = member.offset_data, member.size
+        file = files.enter_context(open(path, "rb", buffering=0))
+        for name, headers, offset, size in read_members(file):
+            found = KEY.match(name)[0]
+            suffix = name[len(found):].lower()
+            if suffix.startswith("._"):  # macOS's notes on the file of this name
+                continue
+            if places and (found != key or suffix in places):
+                yield from rows_of_key(file, key, start, places)
+                places = {}
             if not places:
-                raise tarfile.ReadError("it holds no files")
-            yield file, key, start, places
-            file.seek(tar.offset)
-            if file.read(512) != bytes(512):  # the end of a tar is two blocks of zeros
-                raise tarfile.ReadError("its end is missing")
+                key, start = found, headers
+            places[suffix] = offset, size
     except SHARD_ERRORS as error:
-        yield Skipped(BAD_SHARD, f"{path} ({error})")
+        problem = error
+    if places:
+        yield from rows_of_key(file, key, start, places)
+    if problem or key is None:
+        yield Skipped(BAD_SHARD, f"{path} ({problem or 'it holds no files'})")
+
+
+def rows_of_key(file, key, start, places):
+    """The row of a key, and Skipped for each of its images that is not the sample's."""
+    used = image_suffix(places)
+    unused = [suffix for suffix in places if suffix != used and suffix.endswith(IMAGE_SUFFIXES)]
+    if used or not unused:
+        yield file, key, start, places
+    for suffix in unused:
+        yield Skipped(UNUSED, f"{file.name}:{key}{suffix}")
+
+
+def image_suffix(places):
+    """The suffix of a key's image, None without one."""
+    return next((suffix for suffix in IMAGE_SUFFIXES if suffix in places), None)
 
 
 def read_sample(row, content):
@@ -1472,35 +1533,38 @@ def read_sample(row, content):
     if isinstance(row, Skipped):
         return row
     file, key, _, places = row
-    where = f"{file.name}:{key}"
-    images = [suffix for suffix in IMAGE_SUFFIXES if suffix in places]
-    if not images:
-        return Skipped("no image", where)
+    where, image = f"{file.name}:{key}", image_suffix(places)
+    if image is None:
+        return Skipped(NO_IMAGE, where)
+    texts = {"caption": [".txt"], "label": [".cls", ".json"], None: []}[content]
+    wanted = [suffix for suffix in (image, *texts) if suffix in places]
     try:
-        image = read_part(file, places[images[0]])
-        if content is None:
-            return image, [""], where
-        suffixes = {"caption": [".txt"], "label": [".cls", ".json"]}[content]
-        texts = [read_part(file, places.get(suffix, (0, 0))) for suffix in suffixes]
+        found = read_parts(file, {suffix: places[suffix] for suffix in wanted})
     except SHARD_ERRORS as error:
         return Skipped(BAD_SHARD, f"{file.name} ({error})")
+    if content is None:
+        return found[image], [""], where
     if content == "label":
-        label = find_label(*texts)
-        return Skipped("no label", where) if label is None else (image, label, where)
-    lines = texts[0].decode("utf-8", "replace").split("\n")
+        label = find_label(found.get(".cls", b""), found.get(".json", b""))
+        return Skipped("no label", where) if label is None else (found[image], label, where)
+    lines = found.get(".txt", b"").decode("utf-8", "replace").split("\n")
     captions = [line.strip() for line in lines if line.strip()]
-    return (image, captions, where) if captions else Skipped("empty caption", where)
+    return (found[image], captions, where) if captions else Skipped("empty caption", where)
 
 
-def read_part(file, place):
-    offset, size = place
+def read_parts(file, places):
+    """{name: (offset, size)} of parts of a file that stand together -> {name: bytes}, by one read:
+    on a network's disk each takes its time."""
     if file.closed:
         with open(file.name, "rb", buffering=0) as file:
-            return read_part(file, place)
-    data = os.pread(file.fileno(), size, offset)
-    if len(data) < size:
+            return read_parts(file, places)
+    first = min(offset for offset, _ in places.values())
+    end = max(offset + size for offset, size in places.values())
+    data = os.pread(file.fileno(), end - first, first)
+    if len(data) < end - first:
         raise EOFError("it was cut off after it was opened")
-    return data
+    return {name: data[offset - first : offset - first + size]
+            for name, (offset, size) in places.items()}
 
 
 def find_label(cls, data):
@@ -1643,32 +1707,58 @@ def open_table(read, name, content, image_root, **settings):
 def open_directory(directory, content, image_root):
     """DIR/class folder/image.jpg -> CaptionTable with labels and captions "a photo of a NAME."."""
     with explained(OSError, f"Cannot read {directory}"):
-        entries = list(Path(directory).iterdir())
-    folders = sorted(p for p in entries if p.is_dir() and not p.name.startswith((".", "__MACOSX")))
-    if content and not folders:
+        entries = [entry for entry in os.scandir(directory) if not entry.name.startswith(HIDDEN)]
+    classes = sort_classes([entry.name for entry in entries if entry.is_dir()])
+    if content and not classes:
         raise UserError(f"{directory} has no class folders: give one that holds a folder of images "
                         f"for each class, or shards by name, DIR/{{00000..00012}}.tar.")
-    classes = names = [folder.name for folder in folders]
+    names = classes
     with contextlib.suppress(UserError):  # where nobody reads the captions, names may be numbers
         names, _ = class_names(classes)
-    loose = [p for p in entries if folders and p.suffix.lower() in IMAGE_SUFFIXES and p.is_file()]
-    rows = [Skipped("image beside the class folders", str(path)) for path in sorted(loose)]
+    loose = [entry.path for entry in entries if is_image(entry.name) and entry.is_file()]
+    rows = [Skipped("image beside the class folders", path) for path in sorted(loose) if classes]
     labels, empty = [], []
-    for label, folder in enumerate(folders or [Path(directory)]):
-        images = [p for p in sorted(folder.rglob("*")) if p.suffix.lower() in IMAGE_SUFFIXES]
-        caption = f"a photo of {article(names[label])}." if folders else "an image"
+    for label, folder in enumerate(classes or [""]):
+        paths = list_files(os.path.join(directory, folder).rstrip("/"))
+        images = [path for path in paths if is_image(path)]
+        others = [path for path in paths if not is_image(path)]
+        caption = f"a photo of {article(names[label])}." if classes else "an image"
         rows += [(path, caption) for path in images]
+        rows += [Skipped("file without an image's ending", path) for path in others]
         labels += [label] * len(images)
         if not images:
-            empty.append(folder.name)
+            empty.append(folder)
     if content and empty:
-        raise UserError(f"{len(empty)} of the {len(folders)} class folders of {directory} have no "
-                        f"images, or none that you may read: {', '.join(empty[:10])}; add images, "
-                        f"mend the permissions, or remove what is empty.")
+        raise UserError(f"{len(empty)} of the {len(classes)} class folders of {directory} have no "
+                        f"images, or none that you may read: {', '.join(empty[:10])}; add images "
+                        f"({' '.join(IMAGE_SUFFIXES)}), mend the permissions, or remove what is "
+                        f"empty.")
     table = CaptionTable(rows, directory)
-    if folders:
+    if classes:
         table.classes, table.labels = classes, np.array(labels)
     return table
+
+
+HIDDEN = (".", "__MACOSX", "@eaDir")  # beginnings of names that systems and editors make
+
+
+def list_files(folder):
+    """The files at any depth of a folder, links followed, in order."""
+    paths = []
+    for place, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(HIDDEN)]
+        paths += [f"{place}/{name}" for name in files if not name.startswith(HIDDEN)]
+    return sorted(paths)
+
+
+def is_image(name):
+    return name.lower().endswith(IMAGE_SUFFIXES)
+
+
+def sort_classes(folders):
+    """Sorted names of class folders; if all are whole numbers, 2 stands before 10: files of names
+    and labels of shards count so."""
+    return sorted(sorted(folders), key=int if all(map(str.isdecimal, folders)) else str)
 
 
 def article(phrase):

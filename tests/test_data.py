@@ -9,6 +9,7 @@ import os
 import random
 import re
 import resource
+import tarfile
 import textwrap
 from pathlib import Path
 from resource import RLIMIT_NOFILE
@@ -209,7 +210,58 @@ def test_what_a_shard_holds(tmp_path):
     assert samples == [(jpg, text) for text in [*texts, ["ten", "10"]]]
     assert TarShards(path).sample_captions(99) == [*sum(texts, []), "ten", "10"]
     assert skips_of(path) == [("empty caption", f"{path}:003"), ("empty caption", f"{path}:004"),
-                              ("no image", f"{path}:005")]
+                              (common.NO_IMAGE, f"{path}:005")]
+
+
+def members_by_tarfile(path):
+    with tarfile.open(path) as tar:
+        return [(member.name, member.offset, member.offset_data, member.size)
+                for member in tar if member.isfile()]
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("odd", [
+    dict(), dict(mtime=1.7e9 + 0.25), dict(name="d/" * 45 + "name"), dict(name="n" * 90 + "caf\xe9"),
+    dict(name="long/" * 40 + "1.jpg"), dict(type=tarfile.DIRTYPE), dict(type=tarfile.SYMTYPE),
+    dict(type=tarfile.LNKTYPE), dict(type=tarfile.CONTTYPE), dict(mtime=1.5, name="\u732b.jpg"),
+    dict(pax_headers={"path": "another"}, mtime=2.5), dict(pax_headers={"comment": "none"})])
+def test_tars_are_read_as_by_tarfile(tmp_path, format, odd):
+    with tarfile.open(tmp_path / "a.tar", "w", format=format) as tar:
+        for i in range(6):
+            member = tarfile.TarInfo(f"{i}.txt")
+            for name, value in odd.items() if i in (2, 4) else ():
+                setattr(member, name, value)
+            if member.isfile():
+                member.size = 600 * i
+            if len(member.name) > 200 and format == tarfile.USTAR_FORMAT:
+                return  # it has no such names
+            tar.addfile(member, io.BytesIO(bytes(600 * i)))
+    with open(tmp_path / "a.tar", "rb", buffering=0) as file:
+        assert list(common.read_members(file)) == members_by_tarfile(tmp_path / "a.tar")
+
+
+def test_no_image_of_a_shard_vanishes(tmp_path):
+    """Keys end at their first dot; what no sample uses is counted."""
+    images = [picture(value=i) for i in range(4)]
+
+    def read(*names):
+        with tarfile.open(tmp_path / "a.tar", "w") as tar:
+            for i, name in enumerate(names):
+                member = tarfile.TarInfo(name)
+                data = f"n{i}".encode() if name.endswith("txt") else images[i % 4]
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+        samples = list(common.read_tars([str(tmp_path / "a.tar")], "caption"))
+        used = [sample[1] for sample in samples if not isinstance(sample, Skipped)]
+        return used, [skipped[0] for skipped in skips_of(tmp_path / "a.tar")]
+
+    assert read("a.jpg", "a.txt", "a.jpg", "a.txt") == ([["n1"], ["n3"]], [])
+    assert read("a.jpg", "a.txt", "a.2.jpg", "a.2.txt") == ([["n1"]], [common.UNUSED])
+    assert read("a.jpg", "a.png", "a.txt") == ([["n2"]], [common.UNUSED])
+    assert read("v1.0.jpg", "v1.0.txt", "v1.1.jpg", "v1.1.txt") == ([], [common.UNUSED] * 2)
+    assert read("./._a.jpg", "./a.jpg", "./._a.txt", "./a.txt") == ([["n3"]], [])
+    assert read("a.jpg", "b.jpg", "a.txt", "b.txt") == ([], ["empty caption", "empty caption",
+                                                             common.NO_IMAGE, common.NO_IMAGE])
 
 
 def test_broken_shards(tmp_path):
@@ -223,7 +275,7 @@ def test_broken_shards(tmp_path):
         reasons = [reason for reason, _ in skips_of(bad)]
         assert reasons.count(common.BAD_SHARD) == 1, cut
         counts.append(len(list(common.read_tars([bad], "caption"))) - len(reasons))
-        assert counts[-1] <= cut * 3 // whole
+        assert counts[-1] <= (cut + 511) * 3 // whole  # of a last block the content is enough
     assert counts == sorted(counts) and counts[-1] == 3 and set(counts) == {0, 1, 2, 3}
     middle = bytearray(data)
     middle[whole // 3 : whole // 3 + 512] = b"x" * 512  # a header in the middle
@@ -434,7 +486,7 @@ def test_augmentation_changes_from_epoch_to_epoch_by_a_generator_of_its_own(tmp_
 BAD_SHARDS = {  # {reason: what the shard holds}
     common.BAD_SHARD: b"", "empty caption": {"0.jpg": picture(), "0.txt": ""},
     "unreadable image": {"0.jpg": b"no image", "0.txt": "n0"},
-    "no image": {f"{i}.txt": "n0" for i in range(3000)}}
+    common.NO_IMAGE: {f"{i}.txt": "n0" for i in range(3000)}}
 
 
 @pytest.mark.parametrize("reason", BAD_SHARDS)
@@ -521,12 +573,39 @@ def test_class_folders(tmp_path):
     source, truck = open_data(str(folder)), "a photo of a fire truck."
     assert source.classes == ["airplane", "fire_truck"]
     assert source.labels.tolist() == [0, 1, 1]
-    assert source.skipped == {"image beside the class folders": [1, f"{folder}/loose.png"]}
+    assert source.skipped == {
+        "image beside the class folders": [1, f"{folder}/loose.png"],
+        "file without an image's ending": [1, f"{folder}/airplane/notes.txt"]}
     assert source.sample_captions(9) == ["a photo of an airplane.", truck, truck]
     assert common.class_names(source.classes) == (["airplane", "fire truck"], "folders")
     file = tmp_path / "names.txt"
     file.write_text("aeroplane\n\nfire engine\n")
     assert common.class_names(source.classes, file) == (["aeroplane", "fire engine"], str(file))
+
+
+def test_links_below_class_folders_are_followed_and_hidden_names_are_not_read(tmp_path):
+    files = ("data/cat/1.jpg data/cat/.ipynb_checkpoints/1-checkpoint.jpg data/cat/@eaDir/1.jpg "
+             "data/cat/._1.jpg data/dog/deep/er/1.pgm data/dog/1.jfif elsewhere/2.jpg")
+    write_files(tmp_path, dict.fromkeys(files.split(), picture()))
+    (tmp_path / "data/cat/more").symlink_to(tmp_path / "elsewhere")
+    source = open_data(f"{tmp_path}/data", content="label")
+    paths = [os.path.relpath(source.path(i), tmp_path / "data") for i in range(len(source))]
+    assert paths == ["cat/1.jpg", "cat/more/2.jpg", "dog/1.jfif", "dog/deep/er/1.pgm"]
+    assert source.labels.tolist() == [0, 0, 1, 1] and source.skipped == {}
+
+
+def test_folders_that_are_numbers_stand_in_their_order(tmp_path):
+    write_files(tmp_path, {f"{kind}/{name}/1.jpg": picture() for kind, names in (
+        ("numbers", "10 9 0 2"), ("words", "10 9 0 x2")) for name in names.split()})
+    assert open_data(f"{tmp_path}/numbers").classes == ["0", "2", "9", "10"]
+    assert open_data(f"{tmp_path}/words").classes == ["0", "10", "9", "x2"]
+
+
+def test_a_long_path_takes_the_memory_of_itself_alone():
+    paths = [f"{i}.jpg" for i in range(1000)] + ["x" * 5000 + "/\u732b.jpg"]
+    table = CaptionTable([(path, "n1") for path in paths], "a.csv")
+    assert [table.path(i) for i in range(1001)] == paths and len(table) == 1001
+    assert len(table.path_bytes) == sum(len(path.encode()) for path in paths)
 
 
 def test_imagenets_thousand_folders_have_torchvisions_names():

@@ -109,7 +109,7 @@ ERRORS = [
     ("sparc --data 000.tar::table.csv", "Cannot read 000.tar::table.csv: No such file"),
     ("sparc --data table.csv:colour=x", "no setting 'colour'; it has caption, image"),
     ("sparc --data bare", r"bare has no class folders: .* DIR/\{00000"),
-    ("bam --data bare", "bare has no image that can be used .left out: nothing"),
+    ("bam --data bare", "bare has no image that can be used .left out: 1 x file without an image's ending"),
     (lambda: open_directory("gone", "label", None), "^Cannot read gone: No such file"),
     ("sparc --data mixed", "^1 of the 2 class folders of mixed have no images, .* read: cat; add"),
     ("sparc --data numbers --vocab poor.txt", f"{NUMBER} for a name: rename it"),
@@ -124,7 +124,7 @@ ERRORS = [
     ("bam --data photos --eval-data others", "must have the class folders of others.*: blue, grey"),
     ("bam --eval-data table.csv", "^No .*table.csv: give class folders or shapes"),
     ("sparc --data a.tar", rf"{BAD_SHARD}.* a.tar \(empty file\)", ""),
-    ("sparc --data a.tar", "a.tar has no image with a caption.*left out: no image, a.tar:0",
+    ("sparc --data a.tar", "a.tar has no image with a caption.*left out: no image .the files of a key must stand together., a.tar:0",
      {"a.tar": {"0.txt": "no image"}}),
 
     # Tables
