@@ -403,7 +403,7 @@ class InvertedIndex:
 
     def __init__(self, vocabulary):
         self.word_ids, self.ids = {word: k for k, word in enumerate(vocabulary)}, []
-        self.enc = torch.zeros(len(self.word_ids), 0).to_sparse()  # (|V|, n)
+        self.parts = [torch.zeros(len(self.word_ids), 0).to_sparse()]  # (|V|, n) of all together
 
     def add(self, ids, enc):
         """Add n documents: a list of their ids, their encodings (n, |V|)."""
@@ -414,7 +414,13 @@ class InvertedIndex:
         if not (enc.values() >= 0).all() or enc.values().isinf().any():
             raise ValueError("The weights of an encoding must be finite and not negative.")
         self.ids += ids
-        self.enc = torch.cat([self.enc, enc.T], 1)
+        self.parts.append(enc.T)
+
+    def joined(self):
+        """(|V|, n), sparse, sorted by words. To join what is new copies all: add leaves it to this."""
+        if len(self.parts) > 1:
+            self.parts = [torch.cat(self.parts, 1).coalesce()]
+        return self.parts[0]
 
     def vector(self, weights):
         """{word: weight} -> (|V|,); words as in the vocabulary, or else in lower case."""
@@ -428,12 +434,12 @@ class InvertedIndex:
 
     def scores(self, query):
         """(|V|,) -> (n,), the dot products with all documents."""
-        self.enc = self.enc.coalesce()  # sorts the words, if they are not sorted yet
-        words, documents = self.enc.indices()                     # (m,), of m weights above zero
+        enc = self.joined()
+        words, documents = enc.indices()                          # (m,), of m weights above zero
         result = torch.zeros(len(self.ids))
         for k in query.nonzero()[:, 0].tolist():
             i, j = torch.searchsorted(words, torch.tensor([k, k + 1]))
-            result.index_add_(0, documents[i:j], self.enc.values()[i:j], alpha=query[k].item())
+            result.index_add_(0, documents[i:j], enc.values()[i:j], alpha=query[k].item())
         return result
 
     def has(self, word):
@@ -441,9 +447,10 @@ class InvertedIndex:
         return self.scores(self.vector({word: 1.0})) > 0
 
     def search(self, query, k=10, where=None, allow=None, block=()):
-        """The k documents with the largest dot product, [(id, score)], best first; none without a
-        word of the query. query: {word: weight} or encoding (|V|,); where (n,), bool: documents
-        that may be found; allow: the only words that count; block: words that do not."""
+        """The k documents with the largest dot product, [(id, score)], best first. query: {word:
+        weight} or encoding (|V|,); where (n,), bool: the documents to be found, also without a word
+        of the query; None: all that have one. allow: the only words that count; block: words that
+        do not."""
         query = self.vector(query) if isinstance(query, dict) else query.detach().cpu()
         if query.shape != (len(self.word_ids),):
             raise ValueError(f"A query has {len(self.word_ids)} weights, not {tuple(query.shape)}.")
@@ -451,15 +458,14 @@ class InvertedIndex:
         if allow is not None:
             query = query * (self.vector(dict.fromkeys(allow, 1.0)) > 0)
         scores = self.scores(query)
-        if where is not None:
-            scores = scores * where
+        scores = scores.masked_fill(scores <= 0 if where is None else ~where, -1)
         best = scores.topk(min(k, len(scores)))
         found = zip(best.indices.tolist(), best.values.tolist())
-        return [(self.ids[row], score) for row, score in found if score > 0]
+        return [(self.ids[row], score) for row, score in found if score >= 0]
 
     def save(self, path):
-        enc = self.enc.coalesce()
-        torch.save(vars(self) | {"enc": (enc.indices(), enc.values())}, path)
+        enc = self.joined()
+        torch.save(vars(self) | {"parts": (enc.indices(), enc.values())}, path)
 
     @classmethod
     def load(cls, path):
@@ -467,7 +473,8 @@ class InvertedIndex:
         if state.keys() != vars(index).keys():
             raise ValueError(f"{path} holds no index.")
         size = len(state["word_ids"]), len(state["ids"])
-        state["enc"] = torch.sparse_coo_tensor(*state["enc"], size, check_invariants=True)
+        enc = torch.sparse_coo_tensor(*state["parts"], size, check_invariants=True)
+        state["parts"] = [enc.coalesce()]
         vars(index).update(state)
         return index
 
