@@ -68,16 +68,22 @@ def recall_at_k(queries, keys, positives, chunk=1024, similarity=torch.inner):
 
 
 def class_embeddings(encode_text, classes, kept=1):
-    """Zero-shot classifier (C, E): mean of each class's prompts (CLIP), where `kept` (E,) is 1."""
-    prompts = encode_text(classes.prompts)                                  # (C * T, E)
-    prompts = prompts.unflatten(0, (len(classes.names), -1))                # (C, T, E)
-    return F.normalize(kept * prompts.mean(1), dim=-1)
+    """Zero-shot classifier (C, E): mean of each class's prompts (CLIP), where `kept` (E,) is 1.
+
+    Some classes at a time: STAIR's encodings of ImageNet's 80,000 prompts would take 10 GB.
+    """
+    T, rows = len(classes.templates), []
+    for prompts in chunks(classes.prompts, T * max(1, 256 // T)):
+        prompts = encode_text(prompts).unflatten(0, (-1, T))                # (c, T, E)
+        rows.append(F.normalize(kept * prompts.mean(1), dim=-1))
+    return torch.cat(rows)
 
 
-def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=1024):
+def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=256):
     """Accuracy of the k nearest neighbours' vote with exp(cosine / tau) (DINO, Appendix).
 
-    Features (N, E), labels (N,); k is at most the number of training features.
+    Features (N, E), labels (N,); k is at most the number of training features; chunk: test
+    features at a time, whose similarities take chunk x N x 4 bytes.
     """
     train, test = F.normalize(train, dim=-1), F.normalize(test, dim=-1)
     correct, classes = 0, int(train_labels.max()) + 1
@@ -103,23 +109,32 @@ def split_held_out(x):
     return order.to(x.device).tensor_split([len(x) // 5])
 
 
+def middle_best(scores):
+    """The number of the best score, of equal ones the middle: extreme strengths are seldom right."""
+    best = [i for i, score in enumerate(scores) if score == max(scores)]
+    return best[len(best) // 2]
+
+
 def note_tie(scores, held):
     if len(set(scores)) == 1:
         print(f"note: all strengths of the probe's regularisation do equally well on the "
-              f"{len(held)} features that were held out to choose one: the first is taken.")
+              f"{len(held)} features that were held out to choose one: the middle one is taken.")
 
 
 def adamw_probe(x, labels, epochs=10, batch=64):
     """Linear classifier of features (N, E), labels (N,) as CLIP_benchmark trains it (SPARO, C.1)
     -> torch.nn.Linear, its weight decay. Of 97 weight decays it scores every 16th on a held-out
-    fifth (ours), then those 8, 4, 2, 1 beside the best so far; with the best it trains on all."""
+    fifth (ours), then those 8, 4, 2, 1 beside the best so far; with the best it trains on all.
+
+    differs: of equally good 16ths it takes the middle one, CLIP_benchmark the smallest.
+    """
     decays, classes = np.logspace(-6, 2, 97).tolist(), int(labels.max()) + 1
     held, fitted = split_held_out(x)
 
     @common.fixed_seed(0)
     def fit(x, labels, decay):
         head = torch.nn.Linear(x.shape[1], classes).to(x.device)
-        optimizer = torch.optim.AdamW(head.parameters(), weight_decay=decay)
+        optimizer = torch.optim.AdamW(head.parameters(), weight_decay=decay, fused=True)
         orders = [torch.randperm(len(x)).to(x.device) for _ in range(epochs)]
         batches = [rows for epoch in orders for rows in epoch.split(batch)]
         for step, rows in enumerate(batches):
@@ -134,8 +149,9 @@ def adamw_probe(x, labels, epochs=10, batch=64):
         head = fit(x[fitted], labels[fitted], decays[i])
         return (head(x[held]).argmax(1) == labels[held]).sum().item()
 
-    best = max(range(0, 97, 16), key=score)
-    note_tie([score(i) for i in range(0, 97, 16)], held)
+    scores = [score(i) for i in range(0, 97, 16)]
+    note_tie(scores, held)
+    best = 16 * middle_best(scores)
     for step in (8, 4, 2, 1):
         best = max((max(best - step, 0), best, min(best + step, 96)), key=score)
     return fit(x, labels, decays[best]), decays[best]
@@ -167,7 +183,7 @@ def sgd_probe(crops, held, held_labels, classes, epochs=100):
             optimizer.step()
         schedule.step()
     scores = [(head(held).argmax(1) == held_labels).sum().item() for head in heads]
-    best = scores.index(max(scores))
+    best = middle_best(scores)
     return heads[best], RATES[best]
 
 
@@ -181,7 +197,8 @@ def lbfgs_probe(x, labels, strengths=STRENGTHS):
     all. differs: the paper has validation images; whether it takes the mean of the cross entropy,
     as here, or the sum, it does not say."""
     x, (held, fitted) = x.double(), split_held_out(x)
-    head, right = torch.nn.Linear(x.shape[1], int(labels.max()) + 1).to(x), {}
+    head, right = torch.nn.Linear(x.shape[1], int(labels.max()) + 1).to(x), []
+    x_fitted, labels_fitted = x[fitted], labels[fitted]
 
     def fit(x, labels, l2):  # mean cross entropy + l2 / 2 |W|^2, from where the last one ended
         optimizer = torch.optim.LBFGS(head.parameters(), max_iter=1000, tolerance_grad=1e-5,
@@ -196,10 +213,10 @@ def lbfgs_probe(x, labels, strengths=STRENGTHS):
         optimizer.step(objective)
 
     for l2 in strengths:
-        fit(x[fitted], labels[fitted], l2)
-        right[l2] = (head(x[held]).argmax(1) == labels[held]).sum().item()
-    best = max(right, key=right.get)
-    note_tie(right.values(), held)
+        fit(x_fitted, labels_fitted, l2)
+        right.append((head(x[held]).argmax(1) == labels[held]).sum().item())
+    best = strengths[middle_best(right)]
+    note_tie(right, held)
     fit(x, labels, best)
     return head.float(), float(best)
 
@@ -267,6 +284,18 @@ def as_list(items):
     if not items:
         raise UserError("There is nothing to encode: the list is empty.")
     return items
+
+
+def concatenate(parts):
+    """torch.cat of a list, which is emptied: what is copied is freed, so that no row is there
+    twice. (STAIR's encodings of COCO's captions take 3 GB.)"""
+    rows = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
+    end = len(rows)
+    while parts:
+        part = parts.pop()
+        rows[end - len(part) : end] = part
+        end -= len(part)
+    return rows
 
 
 def assert_finite(x):
@@ -368,7 +397,7 @@ class Embedder:
         if parts[0].ndim == 3:
             longest = max(x.shape[1] for x in parts)
             parts = [F.pad(x, (0, 0, 0, longest - x.shape[1])) for x in parts]
-        return torch.cat(parts)
+        return concatenate(parts)
 
     @torch.no_grad()
     def images(self, images, encode=None):
@@ -376,8 +405,8 @@ class Embedder:
         if not torch.is_tensor(images):
             images = torch.stack([self.read(image) for image in as_list(images)])
         encode = encode or self.encode_image
-        return assert_finite(torch.cat([encode(x.to(self.device)).cpu()
-                                 for x in images.split(self.chunk)]))
+        return assert_finite(concatenate([encode(x.to(self.device)).cpu()
+                                          for x in images.split(self.chunk)]))
 
     def encode_pairs(self, pairs, encode=None):
         """Pairs (image or file, value) -> encodings of those that can be read, their values."""
@@ -386,7 +415,7 @@ class Embedder:
             images, of_images = zip(*part)
             features.append(self.images(torch.stack(images), encode))
             values += of_images
-        return torch.cat(features), values
+        return concatenate(features), values
 
     @torch.no_grad()
     def similarity(self, images, texts):

@@ -111,6 +111,32 @@ def test_the_adamw_probe_chooses_as_clip_benchmark_does():
     assert not torch.allclose(plain.weight, head.weight)
 
 
+def test_of_equal_strengths_a_probe_takes_the_middle_one(capsys):
+    """One image a class: what is held out has classes that nobody learned."""
+    x, y = F.one_hot(torch.arange(20)).float() + 0.1 * torch.randn(20, 20), torch.arange(20)
+    head, l2 = evaluation.lbfgs_probe(x, y)
+    assert l2 == evaluation.STRENGTHS[22] and "the middle one is taken" in capsys.readouterr().out
+    assert (head(x).argmax(1) == y).all()
+    assert [evaluation.middle_best(scores) for scores in ([1, 3, 3, 2, 3], [5], [2, 2])] == [2, 0, 1]
+
+
+def test_prompts_are_averaged_class_by_class():
+    """As all at once, whatever the number of templates."""
+    encodings = {}
+
+    def encode(prompts):
+        asked.append(len(prompts))
+        return torch.stack([encodings.setdefault(p, torch.randn(6)) for p in prompts])
+
+    for T in (1, 3, 100, 300):
+        names, templates = [f"c{i}" for i in range(7)], ["{} %d" % t for t in range(T)]
+        asked, classes = [], evaluation.Classes(names, templates)
+        found = evaluation.class_embeddings(encode, classes)
+        means = [torch.stack([encodings[f"c{i} {t}"] for t in range(T)]).mean(0) for i in range(7)]
+        torch.testing.assert_close(found, F.normalize(torch.stack(means), dim=-1))
+        assert max(asked) <= max(256, T)
+
+
 def test_the_probes_have_their_papers_settings():
     assert evaluation.PROBES == {"adamw": ("weight_decay", 10), "sgd": ("lr", 100),  # C.1; 9b
                                  "lbfgs": ("l2", None)}                     # D.3
