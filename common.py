@@ -21,6 +21,7 @@ import math
 import os
 import random
 import re
+import shutil
 import string
 import sys
 import tarfile
@@ -744,6 +745,8 @@ CJK = [(0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B81F
 
 def clean_text(text):
     """BERT's uncased normalisation: lower case, no accents or control characters, CJK apart."""
+    if text.isascii() and text.isprintable():  # nothing else to do, as with most captions
+        return text.lower()
     out = []
     for char in text:
         category = unicodedata.category(char)
@@ -906,6 +909,7 @@ class BPE(Tokenizer):
         words = re.finditer("'(?:s|t|re|ve|m|ll|d)|[a-z]+|[0-9]|[^ a-z0-9]+", "".join(signs))
         return [text[word.start() : word.end()] for word in words]
 
+    @functools.lru_cache(2**16)  # of words, which repeat: at most 14 MB
     def pieces(self, word):
         """A word -> ids of its pieces."""
         *ids, last = [self.byte_ids[byte] for byte in word.encode("utf-8", "replace")]
@@ -913,7 +917,7 @@ class BPE(Tokenizer):
         while pairs := [pair for pair in itertools.pairwise(ids) if pair in self.merges]:
             best = min(pairs, key=self.merges.get)
             ids = merge_pair(ids, best, self.merges[best])
-        return ids
+        return tuple(ids)  # nobody may change what is kept
 
 
 def train_wordpiece(captions, size):
@@ -2040,10 +2044,21 @@ def replacing(path, suffix=f".{os.getpid()}.tmp"):
         raise
 
 
-def save_checkpoint(path, state):
-    full = explained(RuntimeError, f"{path} cannot be written", " (is the disk full?)")  # torch's
-    with replacing(path, ".tmp") as file, full:  # a run is locked: kills leave one at most
+def save_checkpoint(paths, state):
+    """Write a checkpoint under each of the names: once, the others are links to it."""
+    first, *others = paths
+    full = explained(RuntimeError, f"{first} cannot be written", " (is the disk full?)")  # torch's
+    with replacing(first, ".tmp") as file, full:  # a run is locked: kills leave one at most
         torch.save(state, file)
+    for path in others:
+        temporary = Path(f"{path}.tmp")
+        with writing(path):
+            temporary.unlink(missing_ok=True)
+            try:
+                os.link(first, temporary)
+            except OSError:  # a file system without links
+                shutil.copyfile(first, temporary)
+            os.replace(temporary, path)
 
 
 def read_config(run):

@@ -261,10 +261,13 @@ class Model(nn.Module):
 
     def diagnose(self, batch):
         """L_f of captions with WRONG images: if words are not grounded, it is as low as L_f."""
-        few = {name: batch[name][:256] for name in ("images", "tokens", "mask")}
-        used = patches_per_word(self.align_words(**few), words_only(few["mask"]))
-        wrong = few | {"images": few["images"].roll(1, 0)}
-        return {"local_wrong_image": self(wrong)["local"], "patches_per_word": used}
+        images, ids, mask = (batch[name][:256] for name in ("images", "tokens", "mask"))
+        tokens = self.g_t(self.text_encoder(ids, mask))             # (B, L, E)
+        patches = self.g_v(self.f_v(images))                        # (B, P, E)
+        wrong = fine_grained_loss(tokens, patches.roll(1, 0), words_only(mask),
+                                  self.log_scale.exp(), self.align, self.config.token_mean)
+        used = patches_per_word(self.align(tokens, patches), words_only(mask))
+        return {"local_wrong_image": wrong, "patches_per_word": used}
 
     def after_update(self, step, steps):
         """Keep 1 / tau within [1, 100], as CLIP does."""

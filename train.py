@@ -843,8 +843,7 @@ def save(names, args, model, optimizer, scaler, progress):
     state = {"method": args.method, "model": model.state_dict(), "scaler": scaler.state_dict(),
              "optimizer": optimizer.state_dict(), **progress.state(args.workers)}
     if this_rank()[0] == 0:
-        for name in names:
-            common.save_checkpoint(Path(args.out, name), state)
+        common.save_checkpoint([Path(args.out, name) for name in names], state)
 
 
 def load_state(args, model, scaler, progress, device):

@@ -236,3 +236,10 @@ def test_a_saved_bpe_is_opened_as_one(bpe, tmp_path):
     bpe.save(tmp_path / "vocab.txt")
     again = common.open_tokenizer(tmp_path / "vocab.txt")
     assert (again.vocab, again.merges) == (bpe.vocab, bpe.merges)
+
+
+def test_texts_of_ascii_are_cleaned_as_others():
+    """They take a short way, which an accent closes."""
+    for i in range(128):
+        text = f"A{chr(i)}b"
+        assert common.clean_text(f"{text}\u00e9") == common.clean_text(text) + "e"

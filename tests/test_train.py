@@ -133,13 +133,13 @@ def test_epochs_say_how_many_steps(tmp_path):
 
 @pytest.mark.parametrize("amp", ["bf16", "off"])
 def test_tf32_is_for_the_updates_of_half_precision_alone(tmp_path, monkeypatch, amp):
-    seen, forward, matmul = [], sparc.Model.forward, torch.backends.cuda.matmul
+    seen, f_v, matmul = [], sparc.Model.f_v, torch.backends.cuda.matmul
 
-    def spy(model, *inputs):  # a step that is logged computes a loss in evaluation mode, too
+    def spy(model, images):  # a step that is logged computes another loss in evaluation mode
         seen.append((model.training, matmul.allow_tf32))
-        return forward(model, *inputs)
+        return f_v(model, images)
 
-    monkeypatch.setattr(sparc.Model, "forward", spy)
+    monkeypatch.setattr(sparc.Model, "f_v", spy)
     monkeypatch.setattr(
         evaluation, "evaluate_and_show", lambda *_: seen.append(("end", matmul.allow_tf32)))
     matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # as torch and NVIDIA's containers
@@ -519,8 +519,23 @@ def test_files_are_written_under_other_names_a_checkpoint_always_under_the_same(
     assert (tmp_path / "a.json.tmp").read_text() == "the user's"
     monkeypatch.setattr(torch, "save", lambda state, file: files.append(file.name))
     files = []
-    common.save_checkpoint(tmp_path / "last.pt", {})
+    common.save_checkpoint([tmp_path / "last.pt"], {})
     assert files == [str(tmp_path / "last.pt.tmp")]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_checkpoint_of_several_names_is_written_once(tmp_path, monkeypatch, links):
+    """And stays when the next one takes one of them; also where no files can be linked."""
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *paths: open(tmp_path / "no" / "links"))
+    saved, save = [], torch.save
+    monkeypatch.setattr(torch, "save", lambda *both: saved.append(both) or save(*both))
+    last, kept = tmp_path / "last.pt", tmp_path / "step-1.pt"
+    write_files(tmp_path, {"step-1.pt.tmp": "left by a kill"})
+    common.save_checkpoint([last, kept], {"step": 1})
+    common.save_checkpoint([last], {"step": 2})
+    assert [torch.load(path)["step"] for path in (last, kept)] == [2, 1] and len(saved) == 2
+    assert sorted(os.listdir(tmp_path)) == ["last.pt", "step-1.pt"]
 
 
 DIVERGE = ["--lr", "1e30", "--warmup", "1", "--clip-grad", "0"]
