@@ -549,6 +549,7 @@ class EvalSet:
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
     map_classes: dict = None       # {"": Classes} of `maps`
     content_words: set = None      # nouns and adjectives
+    pool: int = None               # images that retrieval ranks at a time; None: all
     is_world: bool = False         # its other splits are there to learn from and to choose by
     options: argparse.Namespace = None  # with which it was opened
     labelled: Callable = None      # (purpose) -> pairs with class ids
@@ -711,6 +712,7 @@ class WorldSet(EvalSet):
 
     def __init__(self, world, options):
         self.world, self.split, self.limit = world, options.split, options.limit
+        self.pool = WORLD_N // 2  # more scenes are more draws, not a larger haystack
         templates = options.templates
         usual = ["{a}", "a photo of {a}"] if world.fillers else ["{a}"]  # in its words
         self.classes = Classes(PAIRS, templates or usual, "shapes")
@@ -733,7 +735,10 @@ class WorldSet(EvalSet):
         if purpose in learned:
             return self.world.sample(*learned[purpose])
         n, *more = evaluated[purpose]
-        return self.world.sample(min(n, self.limit or n), *more)
+        if self.limit:  # a small one is the number of samples, a large one draws more of all kinds
+            more_n = 0 if purpose == "picture" else n * self.limit // TEST_LIMIT
+            n = max(min(n, self.limit), more_n)
+        return self.world.sample(n, *more)
 
     def labelled(self, purpose):
         sample = self.scenes(purpose)
@@ -923,6 +928,17 @@ def retrieval(embed, data, options):
     """Recall at 1, 5, 10 both ways, every caption a query, and faithfulness: K-Precision of the
     caption that is nearest to each image. STAIR (4.3) has --caption-prefix "a photo of"."""
     x, captions = embed.encode_pairs(data.captioned("captioned"))
+    n = min(data.pool or len(x), len(x))
+    starts = range(0, len(x), n)
+    pools = [rank_pairs(embed, data, options, x[i : i + n], captions[i : i + n]) for i in starts]
+    result = {name: mean([found[name] for found in pools]) for name in pools[0]}
+    result["i2t/R@1"] = result["i2t/R@1"], 1 / n
+    result |= {f"t2i/R@{k}": (result[f"t2i/R@{k}"], min(1, k / n)) for k in (1, 5, 10)}
+    return result | {"retrieval/images": len(x)}
+
+
+def rank_pairs(embed, data, options, x, captions):
+    """Encodings (n, E) of images, n lists of captions -> retrieval's metrics among these."""
     flat, prefix = list(itertools.chain(*captions)), options.caption_prefix
     y = embed.texts([f"{prefix} {caption}" for caption in flat] if prefix else flat)
     image_ids = torch.arange(len(x))
@@ -932,14 +948,13 @@ def retrieval(embed, data, options):
     t2i = recall_at_k(y, x, (text_ids, image_ids),
                       similarity=lambda texts, images: embed.similarity(images, texts).T)
     result = {f"i2t/R@{k}": recall for k, recall in i2t.items()}
-    result["i2t/R@1"] = i2t[1], 1 / len(x)
-    result |= {f"t2i/R@{k}": (recall, min(1, k / len(x))) for k, recall in t2i.items()}
+    result |= {f"t2i/R@{k}": recall for k, recall in t2i.items()}
     retrieved = [caption_words(flat[j]) for j in nearest_captions(embed, x, y)]
     truths = [set(caption_words(*group)) for group in captions]
     result["faithfulness/K-P"] = k_precision(retrieved, truths)
     if data.content_words:
         result["faithfulness/K-Pna"] = k_precision(retrieved, truths, data.content_words)
-    return result | {"retrieval/images": len(x)}
+    return result
 
 
 def negative_pairs(embed, data):

@@ -75,14 +75,13 @@ PAPER = dict(text_encoder="12x768:context=55,vocab_size=32000", vocab_size=32_00
              steps=200_000, lr=9e-4, weight_decay=0.2, warmup=2500)
 GLORIA = PAPER | dict(objective="gloria", batch=4096, steps=800_000)  # Sec. D.3
 TINY = dict(data="shapes:objects=4,together=0.85,small=0.13,large=0.18,background=0,fillers=0", embed_dim=128,
-            image_encoder="tiny/4", text_encoder="tiny", h_v="residual", lambda_f=0.1, batch=128, steps=400, lr=2e-3,
-            weight_decay=0.1, warmup=50)
+            text_encoder="tiny", h_v="residual", lambda_f=0.1, batch=128, lr=2e-3, weight_decay=0.1, warmup=50)
 PRESETS = {  # settings of this file and of train.py; flags override them
-    "tiny": TINY,
-    # Words light up their objects (.170 of a word's weight lies on those of its colour, .140 of its
-    # shape; chance .069): no stem, which smears objects over their neighbours. differs: sigma is
-    # not 1 / P, at which the background keeps weight.
-    "grounded": TINY | dict(image_encoder="tiny-patch", sigma=0.3, steps=2400),
+    # Words weigh the patches of their objects: without a stem, which smears objects over their
+    # neighbours. differs: sigma is not 1 / P, at which the background keeps weight.
+    "tiny": TINY | dict(image_encoder="tiny-patch", sigma=0.4, steps=1200),
+    # Faster to good retrieval, but its words weigh no objects.
+    "tiny-stem": TINY | dict(image_encoder="tiny/4", steps=400),
     "b32": PAPER | dict(image_encoder="ViT-B/32"),
     "b16": PAPER | dict(image_encoder="ViT-B/16"),
     "l14": PAPER | dict(image_encoder="ViT-L/14", steps=250_000),

@@ -14,8 +14,8 @@ run's own evaluation. Photos are CIFAR-10's in class folders, as the README make
 (On record: 2,000 of each class of the training set, in the folders, too, and 200 of the test set.)
 
 tests/claims-runs.json has the claims of each method and what they are tried with. A run has
-    rate_by   the metric whose best value on the val split chooses the learning rate, or the run
-              whose rate it takes
+    rate_by   the metric, perhaps with [flags of eval.py], whose best value on the val split chooses
+              the learning rate, the mean of the table's rate_seeds, or the run whose rate it takes
     flags     of train.py; {seed} is the run's. Or:
     repeats   the run that it is, at a rate of its own
     rates     to try; without them RATES; a single one is taken as it is
@@ -25,6 +25,7 @@ A claim is that A is above B:
     runs      A and B
     metrics   one or two, each perhaps with [flags of eval.py], which no shell may change
     why_not   if it does not hold here
+    untrained the metric of an untrained network: a side at or below it did not train
 """
 
 import argparse
@@ -89,8 +90,11 @@ def rate_of(method, name, figure):
     base, rates = trained(method, name)
     if len(rates) == 1:
         return rates[0]
-    scores = {rate: figure(base, rate, 0, "val", rate_by) for rate in rates}
-    return None if None in scores.values() else max(scores, key=scores.get)
+    metric, seeds = METRIC.match(rate_by).groups(""), TABLES[method].get("rate_seeds", [0])
+    scores = {rate: [figure(base, rate, seed, "val", *metric) for seed in seeds] for rate in rates}
+    if any(None in values for values in scores.values()):
+        return None
+    return max(scores, key=lambda rate: mean(scores[rate]))
 
 
 def seeds_of(method, names):
@@ -112,35 +116,53 @@ def compare(method, claim, figure):
         return None
     deviation = lambda side: [np.std(side, ddof=1)] if len(side) > 1 else []
     greater, smaller = ([mean(side), *deviation(side)] for side in sides)
-    return {"greater": greater, "smaller": smaller, "differences": [a - b for a, b in zip(*sides)]}
+    found = {"greater": greater, "smaller": smaller,
+             "differences": [a - b for a, b in zip(*sides)]}
+    return found | {"untrained": claim["untrained"]} if "untrained" in claim else found
+
+
+# the 97.5 % quantile of Student's t with n - 1 degrees of freedom
+QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
+RULE = ("A claim holds (is reversed) if the mean difference of n >= 5 seeds is above (below) 0 by more "
+        "than t(.975, n - 1) standard errors; else it is not shown; with fewer seeds it is not "
+        "decided. By chance alone 1 claim in 40 holds, and 1 is reversed.")
+
+
+def interval(differences):
+    """The 95 % interval of their mean; None of one."""
+    n = len(differences)
+    if n < 2:
+        return None
+    half = QUANTILES[n] * np.std(differences, ddof=1) / n**0.5
+    return mean(differences) - half, mean(differences) + half
 
 
 def verdict(differences):
-    """By the signs of the differences and by their mean, beside twice its standard error."""
-    if len(differences) < 3:
-        return "not decided"
-    signs = all(x > 0 for x in differences)  # nan is neither
-    is_clear = mean(differences) > 2 * np.std(differences, ddof=1) / len(differences) ** 0.5
-    if signs or is_clear:
-        return "holds" if signs and is_clear else "holds weakly"
-    return "reversed" if all(x < 0 for x in differences) else "not shown"
+    """By RULE."""
+    n = len(differences)
+    if n < 5:
+        return f"not decided (n = {n})" if n else "not decided"
+    low, high = interval(differences)
+    kind = "holds" if low > 0 else "reversed" if high < 0 else "not shown"  # nan: not shown
+    return f"{kind} (n = {n})"
 
 
-def cells(found, seeds, why_not=None):
-    """What was found of a claim: figures, differences seed by seed, verdict, with n where the seeds
-    are not as many as the method's."""
+def cells(found, why_not=None):
+    """What was found of a claim: figures, differences seed by seed, their interval, verdict."""
     if found is None:
-        return "", "", "not run yet"
+        return "", "", "", "not run yet"
     sides = [" ± ".join(f"{x:.3f}" for x in found[side] if x is not None) or "?"
              for side in ("greater", "smaller")]
-    n = len(found["differences"])
-    # of an older record without differences the signs alone are known
-    known = found.get("verdict", "").replace("in every seed", "weakly")
-    holds = known or verdict(found["differences"])
-    holds += f" (n = {n})" if n not in (0, len(seeds)) else ""
+    differences = found["differences"]
+    between = interval(differences)
+    between = f"{between[0]:+.3f} to {between[1]:+.3f}" if between else ""
+    means = {"A": found["greater"][0], "B": found["smaller"][0]}
+    untrained = found.get("untrained", -1)  # what a network without a training has
+    idle = [name for name, value in means.items() if value is not None and value <= untrained]
+    holds = f"{' and '.join(idle)} did not train" if idle else verdict(differences)
     holds += f": {why_not}" if why_not and not holds.startswith("holds") else ""
     holds += " *" if "from" in found else ""
-    return ", ".join(sides), " ".join(f"{x:+.3f}" for x in found["differences"]), holds
+    return ", ".join(sides), " ".join(f"{x:+.3f}" for x in differences), between, holds
 
 
 def print_table(method):
@@ -149,12 +171,13 @@ def print_table(method):
     def figure(*place):
         return records.get(key_of({"method": method} | dict(zip(PLACE, place))), {}).get("value")
 
-    header = "claim: A above B", "source", "in the paper", "here", "difference by seed", "verdict"
+    header = ("claim: A above B", "source", "in the paper", "here", "difference by seed",
+              "95 % interval", "verdict")
     print("| " + " | ".join(header) + " |\n" + "| --- " * len(header) + "|")
     for claim in table["claims"]:
         key = key_of({"method": method, "claim": f"{claim['runs']}: {claim['metrics']}"})
         found = compare(method, claim, figure) or records.get(key)
-        row = cells(found, table["seeds"], claim.get("why_not"))
+        row = cells(found, claim.get("why_not"))
         print("| " + " | ".join([claim["claim"], claim["source"], claim["paper"], *row]) + " |")
     chosen = []
     for name, run in table["runs"].items():
@@ -165,12 +188,16 @@ def print_table(method):
         elif run["rate_by"] not in table["runs"] and rate in (rates[0], rates[-1]):
             edge = " (at the edge of its sweep)"
         chosen += [f"{name} {rate}{edge}"] if rate else []
+    tried = ", ".join(map(str, table.get("rate_seeds", [0])))
     print(f"\nTest split, mean ± deviation of seeds {tuple(table['seeds'])}, of * those of its "
-          f"record. A claim holds if each difference has its sign and their mean is above twice "
-          f"its standard error, weakly if one of both is so; it is reversed if each has the other "
-          f"sign.\nLearning rates, the best of {RATES} or of its own, on the val split with "
-          f"seed 0: {', '.join(chosen) or 'none yet'}.\n* An older record in claims.json, of which "
-          f"single figures were not kept.")
+          f"record. {RULE}\nLearning rates, the best of {RATES} or of its own, on the val split "
+          f"with seed {tried}: {', '.join(chosen) or 'none yet'}.\n* An older record in "
+          f"claims.json, of which single figures were not kept.")
+    for note in table["notes"]:
+        print(f"note: {note}")
+    for name, run in table["runs"].items():
+        if "about" in run:
+            print(f"{name}: {run['about']}")
     for record in records.values():
         if record["method"] == method and "summary" in record:
             figures = record["figures"].items()

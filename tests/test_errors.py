@@ -56,7 +56,7 @@ BLOCK = "transformer.resblocks.0."
 # content of the file that the last word names, or of a CLIP {tensor: shape, or None to lack}.
 ERRORS = [
     # Settings of a training
-    ("sparc --preset b33", "has no preset 'b33'; it has tiny, grounded, b32, b16, l14"),
+    ("sparc --preset b33", "has no preset 'b33'; it has tiny, tiny-stem, b32, b16, l14"),
     *((command, f"{command.partition(' ')[2]} must be {rest}") for command, rest in {
         "sparc --batch 0": "positive", "sparc --batch 1": "2 or more: the loss compares captions",
         **dict.fromkeys(["sparc --seed -1", "sparc --lambda-f -1.0", "sparc --lr inf",
