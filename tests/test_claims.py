@@ -35,7 +35,7 @@ CHOOSING = "zeroshot", "t2i/R@1", "miou_fg/colour", "knn", "linear", "classifica
 def printed(monkeypatch, tmp_path, capsys):
     """A function: flags -> lines that claims.py sparc prints in an empty directory."""
     monkeypatch.chdir(tmp_path)
-    table = {"seeds": [*SEEDS], "runs": RUNS, "claims": CLAIMS}
+    table = {"seeds": [*SEEDS], "runs": RUNS, "claims": CLAIMS, "notes": ["of a note"]}
     monkeypatch.setitem(claims.TABLES, "sparc", table)
     monkeypatch.setattr(claims, "RECORDS", tmp_path / "claims.json")
     claims.RECORDS.write_text(json.dumps([OLDER, SUMMARY]))
@@ -72,9 +72,10 @@ def test_rates_are_chosen_then_seeds_trained_then_the_table_is_filled(printed, t
         command("a", 0.002, seed) for seed in (4, 5)]  # what `tuned` begins with
     table = printed()
     assert table[2].endswith(
-        "| 2, 1 | 0.700 ± 0.010, 0.500 | +0.300 -0.100 +0.400 | not shown: noise * |")
-    assert table[3].endswith("| 2, 1 |  |  | not run yet |")
-    assert table[-1] == "- photos: x 0.5 ± 0.01, y 3 (no flags)"
+        "| 2, 1 | 0.700 ± 0.010, 0.500 | +0.300 -0.100 +0.400 | -0.457 to +0.857 | not decided "
+        "(n = 3): noise * |")
+    assert table[3].endswith("| 2, 1 |  |  |  | not run yet |")
+    assert table[-1] == "- photos: x 0.5 ± 0.01, y 3 (no flags)" and "note: of a note" in table
 
     for run, rate in swept:  # on the test split, and of other settings, the rates' order is another
         write(tmp_path, run, rate, 0, {"zeroshot": 1 - rate})
@@ -109,10 +110,14 @@ def test_rates_are_chosen_then_seeds_trained_then_the_table_is_filled(printed, t
     assert printed("--again") == []
     shutil.rmtree(tmp_path / "runs")  # the figures are kept
     assert [line.split(" | ", 3)[3] for line in printed()[2:6]] == [
-        "0.900 ± 0.100, 0.400 ± 0.000 | +0.400 +0.500 +0.600 | holds |",
-        "0.200 ± 0.000, 0.400 ± 0.100 | -0.100 -0.200 -0.300 | reversed: noise |",
-        "0.567 ± 0.153, 0.500 ± 0.000 | -0.100 +0.200 +0.100 | not shown: noise |",
-        "0.750 ± 0.000, 0.500 ± 0.000 | +0.250 +0.250 | not decided (n = 2): noise |"]
+        "0.900 ± 0.100, 0.400 ± 0.000 | +0.400 +0.500 +0.600 | +0.252 to +0.748 | not decided "
+        "(n = 3): noise |",
+        "0.200 ± 0.000, 0.400 ± 0.100 | -0.100 -0.200 -0.300 | -0.448 to +0.048 | not decided "
+        "(n = 3): noise |",
+        "0.567 ± 0.153, 0.500 ± 0.000 | -0.100 +0.200 +0.100 | -0.313 to +0.446 | not decided "
+        "(n = 3): noise |",
+        "0.750 ± 0.000, 0.500 ± 0.000 | +0.250 +0.250 | +0.250 to +0.250 | not decided (n = 2): "
+        "noise |"]
     kept = json.loads(claims.RECORDS.read_text("utf-8"))
     assert OLDER in kept and SUMMARY in kept and {
         "method": "sparc", "run": "a", "rate": 0.001, "seed": 4, "split": "test", "value": 0.7,
@@ -120,15 +125,22 @@ def test_rates_are_chosen_then_seeds_trained_then_the_table_is_filled(printed, t
 
 
 @pytest.mark.parametrize("differences, expected", [
-    ([0.1, 0.2, 0.3], "holds"), ([0.2, 0.2, 0.2], "holds"),
-    ([0.01, 0.01, 0.4], "holds weakly"),                    # mean .14, standard error .13
-    ([0.0, 0.2, 0.2, 0.2], "holds weakly"),                 # mean .15, standard error .05
-    ([-0.1, 0.2, 0.2, 0.2], "not shown"),                   # mean .125, standard error .075
-    ([0.1, -0.1, -0.1], "not shown"), ([0.0, 0.0, 0.0], "not shown"),
-    ([-0.1, -0.2, -0.3], "reversed"), ([-0.01, -0.01, -0.4], "reversed"),
-    ([0.1, float("nan"), 0.2], "not shown"), ([0.1, 0.2], "not decided")])
+    ([0.1, 0.2, 0.3, 0.2, 0.2], "holds (n = 5)"), ([0.2] * 6, "holds (n = 6)"),
+    ([-0.1, 0.2, 0.2, 0.2, 0.2], "not shown (n = 5)"),      # mean .14, 2.776 standard errors .166
+    ([-0.01, 0.2, 0.2, 0.2, 0.2], "holds (n = 5)"),         # mean .158, .117
+    ([-0.1, -0.2, -0.3, -0.2, -0.2], "reversed (n = 5)"),
+    ([-0.01, -0.01, -0.01, -0.01, -0.4], "not shown (n = 5)"), ([0.0] * 5, "not shown (n = 5)"),
+    ([0.1, float("nan"), 0.2, 0.1, 0.1], "not shown (n = 5)"),
+    ([0.1, 0.2, 0.3], "not decided (n = 3)"), ([0.1], "not decided (n = 1)")])
 def test_verdicts(differences, expected):
     assert claims.verdict(differences) == expected
+
+
+def test_a_side_that_is_no_better_than_an_untrained_network_did_not_train():
+    found = {"greater": [0.4, 0.1], "smaller": [0.3, 0.1], "differences": [0.1] * 5}
+    for untrained, verdict in ((0.2, "holds (n = 5)"), (0.3, "B did not train: noise"),
+                               (0.5, "A and B did not train: noise")):
+        assert claims.cells(found | {"untrained": untrained}, "noise")[-1] == verdict
 
 
 @pytest.mark.parametrize("old, new", [("--lr", "--beta2"), ("objects=4", "objects=3"),
@@ -147,13 +159,14 @@ def test_every_command_of_a_claim_parses(method):
     runs, used, named = table["runs"], set(), []
     for name, run in runs.items():
         base, rates = claims.trained(method, name)
-        assert run["rate_by"] in {*runs, *CHOOSING} and [*rates] == sorted(rates)
+        by = run["rate_by"].partition(" [")[0]
+        assert by in {*runs, *CHOOSING} and [*rates] == sorted(rates)
         flags = re.sub(rf"--finetune runs/claims/{method}/bam-[\d.]+-{{seed}}",
                        "--method classifier", runs[base]["flags"])
         settings[name] = train.parse_args([*flags.split(), "--lr", "0.001"])
         used |= {run["rate_by"]}
     for claim in table["claims"]:
-        assert claim.keys() - {"why_not"} == {"claim", "source", "paper", "runs", "metrics"}
+        assert claim.keys() - {"why_not", "untrained"} == {"claim", "source", "paper", "runs", "metrics"}
         names, metrics = claim["runs"].split(), claims.METRIC.findall(claim["metrics"])
         used |= {*names} | {claims.trained(method, name)[0] for name in names}
         named.append(f"{claim['runs']}: {claim['metrics']}")
@@ -173,7 +186,8 @@ def test_every_command_of_a_claim_parses(method):
 
 def test_the_figures_of_the_texts_are_those_of_the_tables(capsys):
     root, texts = Path(claims.__file__).parents[1], {}
-    for method in claims.TABLES:
+    claims.print_table("readme")
+    for method in claims.TABLES.keys() - {"readme"}:
         claims.print_table(method)
         text = (root / f"{method}.py").read_text("utf-8")
         found = text[text.index("# What was found out"):].split("\n\n")[0]

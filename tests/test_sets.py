@@ -153,3 +153,22 @@ def test_winogrounds_own_files(tmp_path, capsys):
     (tmp_path / "w/images/b.png").unlink()
     with pytest.raises(common.UserError, match="has no pair of images of which both can be read"):
         evaluation.winoground(embedder(), *opened(tmp_path / "w"))
+
+
+def test_a_large_limit_draws_more_of_the_world_and_retrieval_ranks_in_pools():
+    """A haystack stays as large, so that R@1 of more scenes is the mean of more draws."""
+    n = evaluation.WORLD_N
+    data, options = opened("shapes:size=16,fillers=0", limit=3000)
+    assert len(list(data.labelled("zeroshot"))) == 3 * n and data.pool == n // 2
+    assert len(list(data.captioned("captioned"))) == 3 * (n // 2)
+    assert len(list(data.maps("picture"))) == 8
+    embed = embedder()
+    found = evaluation.retrieval(embed, data, options)
+    pairs = list(data.captioned("captioned"))
+    single = [evaluation.retrieval(embed, evaluation.EvalSet(
+        captioned=lambda purpose: iter(pairs[i : i + n // 2])), options)
+        for i in range(0, len(pairs), n // 2)]
+    for name in ("i2t/R@1", "t2i/R@5"):
+        values = [evaluation.to_float(x[name]) for x in single]
+        assert evaluation.to_float(found[name]) == pytest.approx(sum(values) / 3)
+    assert found["i2t/R@1"][1] == 1 / (n // 2)
