@@ -123,6 +123,14 @@ def init_distributed():
     return device
 
 
+def patient_group():
+    """A group on which ranks wait for rank 0 for a day, None of one process. On NCCL's they may
+    not, and torchrun would end a machine whose ranks have left 5 minutes before the others."""
+    if not dist.is_initialized():
+        return None
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+
+
 class _Gather(torch.autograd.Function):
     """(B, ...) on each rank -> (world * B, ...). Backward sums the gradients of all ranks."""
 

@@ -100,7 +100,7 @@ BENCH_WARMUP = 3  # steps before --bench starts the clock
 def train(args, out, device):
     """-> the signal that stopped it, if any. out: the run's directory; None: write nothing."""
     rank, world_size = this_rank()
-    method = METHODS[args.method]
+    method, patience = METHODS[args.method], common.patient_group()
 
     # Build: what can be wrong is found here, not after an hour.
     data = open_training_data(args, method)
@@ -136,7 +136,7 @@ def train(args, out, device):
         if steps < args.steps:
             log.bar.set_description(f"{args.method}, stage {number}")
         optimizer = build_optimizer(args, model, saved if progress.step > start else None)
-        saved = None  # it would stay in memory
+        saved = parallel = None  # they would stay in memory, DDP's buckets as gradients
         parallel = wrap(args, model, world_size)
         model.train()
 
@@ -195,6 +195,7 @@ def train(args, out, device):
                     record |= evaluate_unnoticed(embed, eval_data, options)
                 log.write(record, model.warn(record))
                 model.train()
+            if log_due:
                 clock.reset()
             if stopping or save_due:
                 names = ["last.pt"]
@@ -211,6 +212,8 @@ def train(args, out, device):
     log.bar.close()
     stop.restore()  # a signal ends the evaluation at once
     finish(args, embed, eval_data, options, progress)
+    if patience:
+        dist.barrier(patience)  # all leave together, after rank 0's evaluation
 
 
 # Command line -----------------------------------------
@@ -685,10 +688,17 @@ def open_loader(args, data, transform, tokenizer, model, progress):
     return iter(read_in_workers(stream, args.workers))
 
 
+PATIENCE = 1800  # seconds for which a batch is awaited
+
+
 def read_in_workers(dataset, workers):
     return torch.utils.data.DataLoader(
         dataset, batch_size=None, num_workers=workers, worker_init_fn=ignore_signals,
         pin_memory=torch.cuda.is_available(),
+        # forked workers share the table's memory; Python 3.14 would start them otherwise
+        multiprocessing_context="fork" if workers else None,
+        # a worker whose batch does not fit into /dev/shm would be awaited for ever
+        timeout=PATIENCE if workers else 0,
         generator=torch.Generator())  # else it draws from the training's numbers
 
 
@@ -1016,11 +1026,16 @@ def main(argv=None):
         with claim_run(args) as out:
             stopped_by = train(args, out, device)
     except RuntimeError as error:  # torch's handler of SIGCHLD raises it anywhere
-        if "DataLoader worker" not in str(error):
+        message = str(error)
+        if message.startswith("DataLoader worker (pid"):
+            what = "A worker was killed, perhaps as memory ran out"
+        elif message.startswith("DataLoader timed out"):
+            what = f"No batch came for {PATIENCE // 60} minutes, perhaps as /dev/shm is full"
+        else:
             raise
-        raise UserError(f"A worker was killed, perhaps as memory ran out: lower --workers or "
-                        f"--batch, or raise a container's --shm-size; --resume auto --out "
-                        f"{shlex.quote(args.out)} goes on from the last save, if any.") from None
+        raise UserError(f"{what}: lower --workers or --batch, or raise a container's --shm-size; "
+                        f"--resume auto --out {shlex.quote(args.out)} goes on from the last save, "
+                        f"if any.") from None
     if dist.is_initialized():  # not after an error: NCCL would wait for the other ranks
         dist.destroy_process_group()
     return stopped_by

@@ -1,6 +1,7 @@
 """The command line of train.py: settings, runs, signals, resuming, ranks, costs, errors."""
 
 import dataclasses
+import gc
 import itertools
 import json
 import math
@@ -9,9 +10,11 @@ import re
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -246,6 +249,118 @@ def test_a_worker_that_the_kernel_kills_is_one_sentence(tmp_path, monkeypatch):
                f"--resume auto --out {tmp_path} goes on")
     with pytest.raises(UserError, match=message):
         train.main([*SPARC, "--workers", "1", "--out", str(tmp_path)])
+
+
+def test_a_worker_that_sends_nothing_is_one_sentence(tmp_path, monkeypatch):
+    """As where /dev/shm is full: torch's thread that sends a batch dies, and its worker lives on."""
+    monkeypatch.setattr(train, "PATIENCE", 1)
+    monkeypatch.setattr(common.WorldStream, "collate", lambda self, samples: time.sleep(3))
+    with pytest.raises(UserError, match="^No batch came for .*/dev/shm is full: .*--shm-size"):
+        train.main([*SPARC, "--workers", "1", "--out", str(tmp_path)])
+
+
+def test_an_error_in_a_worker_is_told_as_it_is(tmp_path, monkeypatch):
+    def fail(self, samples):
+        raise RuntimeError("the mistake of a user's own code")
+
+    monkeypatch.setattr(common.WorldStream, "collate", fail)
+    with pytest.raises(RuntimeError, match="(?s)in DataLoader worker.*of a user's own code"):
+        train.main([*SPARC, "--workers", "1", "--out", str(tmp_path)])
+
+
+def test_the_wrapper_of_an_ended_stage_is_gone_when_the_next_one_begins(tmp_path, monkeypatch):
+    """DDP's keeps the memory of all gradients."""
+    wrappers, alive = [], []
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.forward = model.forward
+
+    def wrap(args, model, world_size):
+        gc.collect()
+        alive.append(sum(wrapper() is not None for wrapper in wrappers))
+        wrapper = Wrapper(model)
+        wrappers.append(weakref.ref(wrapper))
+        return wrapper
+
+    monkeypatch.setattr(train, "wrap", wrap)
+    train_alone([*SMALL["stair"], "--out", tmp_path])
+    assert alive == [0, 0, 0]
+
+
+def leave_after_rank_0(rank, run):
+    """-> when this rank leaves train(), when rank 0's evaluation ends, moments that its clock
+    keeps. They share this machine's clock."""
+    kept, moments, rates = [], [], train.Clock.wait_for
+
+    def wait_for(clock, batches):
+        batch = rates(clock, batches)
+        kept.append(len(clock.waits))
+        return batch
+
+    def evaluate(*arguments):
+        time.sleep(2)
+        moments.append(time.monotonic())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Clock, "wait_for", wait_for)
+        patch.setattr(train, "finish", lambda *arguments: rank or evaluate())
+        train_on_rank(rank, [*SMALL["sparc"], "--steps", 6, "--log-every", 2, "--out", run])
+    return [time.monotonic(), *moments], max(kept)
+
+
+@pytest.mark.ranks
+def test_ranks_leave_together_and_keep_no_more_moments_than_rank_0(tmp_path):
+    (first, ended), kept = (found := run_ranks(tmp_path, leave_after_rank_0, 2,
+                                               str(tmp_path / "run")))[0]
+    (other,), kept_by_other = found[1]
+    assert first >= ended and other >= ended
+    assert kept == kept_by_other == 2
+
+
+NODE = """
+import sys
+from torch.distributed.elastic.agent.server import local_elastic_agent as elastic
+from torch.distributed.run import main
+
+init = elastic.LocalElasticAgent.__init__
+elastic.LocalElasticAgent.__init__ = lambda self, *args, **settings: init(
+    self, *args, **settings | {"exit_barrier_timeout": 1})
+main(sys.argv[1:])
+"""
+RANK = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import common
+import torch.distributed as dist
+
+common.init_distributed()
+patience = common.patient_group()
+if dist.get_rank() == 0:
+    time.sleep(5)                                            # the evaluation
+    open(sys.argv[2], "w").close()
+dist.barrier(patience)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.ranks
+def test_an_evaluation_may_last_longer_than_torchruns_patience(tmp_path):
+    """Two nodes, of which the second hosts the rendezvous. It leaves a second after its ranks (by
+    default 300): without the barrier rank 0, on the other node, would fail."""
+    write_files(tmp_path, {"node.py": NODE, "rank.py": RANK})
+    with socket.socket() as free:
+        free.bind(("127.0.0.2", 0))
+        endpoint = f"127.0.0.2:{free.getsockname()[1]}"
+    nodes = [subprocess.Popen(
+        [sys.executable, "node.py", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d",
+         f"--rdzv_endpoint={endpoint}", f"--rdzv_conf=is_host={host}", f"--local_addr={address}",
+         "rank.py", ROOT, tmp_path / "evaluated"], cwd=tmp_path,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"}, stderr=subprocess.PIPE)
+        for host, address in ((0, "127.0.0.1"), (1, "127.0.0.2"))]
+    errors = [node.communicate(timeout=120)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], errors
 
 
 def test_neither_strange_names_nor_a_closed_pipe_end_a_run(tmp_path):
