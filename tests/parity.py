@@ -1,0 +1,200 @@
+"""Train the authors' code and this project's side by side, from equal weights on equal batches, on
+the CPU, and print the largest relative difference of all steps.
+
+    git clone https://github.com/ankitkv/sparo-clip ../sparo; git -C ../sparo checkout 6621a31
+    git clone https://github.com/DanielShalam/BAM ../BAM; git -C ../BAM checkout fd85871
+    git clone https://github.com/facebookresearch/dino ../dino; git -C ../dino checkout 7c446df
+    pip install ftfy regex timm             # sparo needs ftfy and regex, bam needs timm
+    python tests/parity.py sparo ../sparo   # or: bam ../BAM, or: dino ../dino
+
+The authors' train_one_epoch trains their network, train.py's train() trains ours. Which parameters
+decay, and how DINO's gradient is clipped, differs here: both do it as the authors do. Left out, as
+it differs: BatchNorm in BAM's head, warm-up and last rate of BAM and DINO, small views of DINO.
+
+What is replaced at run time, and why (train() gets its model, batches and groups from here):
+  * .cuda() and torch.cuda.synchronize do nothing: there is no GPU. torch.distributed's functions
+    answer for one process. wandb and diffdist are empty: nothing is logged, nothing gathered.
+  * BAM's masking_fn, which is read and never set, is None (no top-k). build_from_args is avoided:
+    it passes an argument, ot_reg, that BAMLoss lacks. Block gets only arguments that it takes.
+"""
+
+import copy
+import os
+import sys
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for a GPU
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import torch
+from torch import distributed, nn
+
+import common
+import train
+
+VIEWS = ("--image-size 32 --readout cls --steps 40 --bench 37 --warmup 0 --weight-decay .04 --lr "
+         "1e-4 --weight-decay-end .4 --beta2 .999 --adam-eps 1e-8 --image-encoder tiny-patch:cls=1")
+FLAGS = {  # of train.py; --bench N ends it after 3 + N steps, without an evaluation
+    "sparo": "--method sparo --image-encoder clip-b32:patch_size=8,width=128,depth=3,heads=2 "
+             "--image-size 32 --steps 60 --bench 57 --warmup 6 --weight-decay .5 --clip-grad 0",
+    "bam": f"--method bam {VIEWS},positions=sincos --clip-grad .3 --no-batch-norm",
+    "dino": f"--method sparo --objective dino {VIEWS} --clip-grad .03 --freeze-last 10"}
+ROWS = {"sparo": {"SPARO": "--readout sparo", "CLIP": "--readout cls", "CLIP+GAP": "--readout gap"},
+        "bam": {"BAM without a teacher": "--no-teacher", "BAM with the teacher": "--teacher"},
+        "dino": {"DINO": ""}}
+
+
+def sparo(args, batches):
+    """-> the authors' network, ours with its weights, what groups parameters, what trains it."""
+    import open_clip
+    from training import scheduler, train as official
+    slots, gap = args.readout == "sparo", args.readout == "gap"
+    vision = dict(image_size=32, patch_size=8, width=128, layers=3, global_average_pool=gap)
+    text = dict(context_length=32, vocab_size=64, width=128, layers=2, heads=4)
+    theirs = open_clip.CLIP(args.embed_dim, vision, text, output_dict=True, use_sparo=slots,
+                            L=args.L, V=args.V, sparo_attn_dim=args.D, reduce_depth=int(slots))
+    towers = common.build_encoders(train.METHODS["sparo"], args, tokenizer=range(64))
+    state = {name: x for name, x in theirs.state_dict().items() if "sparo" not in name}
+    parts = common.load_clip(towers, state, tokenizer=None)
+    ours = common.build_model(train.METHODS["sparo"], args, *towers)
+    common.load_clip_parts(ours, parts)
+    if slots:
+        copy_weights(ours.image_readout, theirs.visual.sparo)
+        copy_weights(ours.text_readout, theirs.text_sparo)
+    if gap:
+        ours.image_readout.proj[1].weight.data.copy_(parts["visual.proj"].T)
+        ours.text_readout.proj.weight.data.copy_(parts["text_projection"].T)
+
+    def groups(network):  # the authors' main() has them inside: matrices decay; [CLS] is a vector
+        decay = [x for x in network.parameters() if x.squeeze().dim() > 1]
+        rest = [x for x in network.parameters() if x.squeeze().dim() < 2]
+        return dict(params=decay, weight_decay=args.weight_decay), dict(params=rest, weight_decay=0)
+
+    optimizer = torch.optim.AdamW(groups(theirs), betas=(0.9, args.beta2), eps=args.adam_eps)
+    schedule = scheduler.cosine_lr(optimizer, args.lr, args.warmup, args.steps)
+    loader = torch.utils.data.DataLoader([(x["images"], x["tokens"]) for x in batches], None)
+    loader.num_batches, loader.num_samples = args.steps, 1
+    data = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda epoch: None)}
+    settings = SimpleNamespace(device="cpu", precision="fp32", distill=False, accum_freq=1,
+                               skip_scheduler=False, grad_clip_norm=None, rank=1)
+    return theirs, ours, groups, lambda: official.train_one_epoch(
+        theirs, data, open_clip.ClipLoss(), 0, optimizer, None, schedule, None, settings)
+
+
+def bam(args, batches):
+    import main_pretrain as official
+    import utils
+    from models import vit
+    backbone = vit.ViT(img_size=32, patch_size=8, embed_dim=96, depth=2, num_heads=3, num_classes=0,
+                       dynamic_img_size=True, block_fn=lambda dim, num_heads, **others: vit.Block(
+                           dim, num_heads, qkv_bias=True, norm_layer=others["norm_layer"]))
+    head = official.MlpProjHead(96, 3, 1024, 1024, use_bn=False, activation="gelu")
+    theirs, kind = official.MultiCropWrapper(backbone, head), official.BAMLoss
+    ours, loader, optimizer, (*schedules, momenta) = start(args, batches, utils, backbone, head)
+    ours.image_encoder.patch_embed.requires_grad_(False)  # as the authors have it
+    if args.teacher:
+        theirs = official.StudentTeacherWrapper(theirs, copy.deepcopy(theirs), momenta)
+        kind = official.DistillBAMLoss
+    loss = kind(4, 2, 2, [args.tau_b], args.tau, args.sinkhorn_iters)
+    loss.masking_fn = None
+    return theirs, ours, utils.get_params_groups, lambda: official.train_one_epoch(
+        theirs, loss, loader, optimizer, *schedules, 0, utils.AmpScalerWrapper(enable=False), args)
+
+
+def dino(args, batches):
+    import main_dino as official
+    import utils
+    student, teacher = [utils.MultiCropWrapper(
+        official.vits.VisionTransformer([32], 8, embed_dim=96, depth=2, num_heads=3, qkv_bias=True,
+                                        norm_layer=lambda width: nn.LayerNorm(width, eps=1e-6)),
+        official.DINOHead(96, 1024, hidden_dim=256, bottleneck_dim=64)) for _ in range(2)]
+    teacher.requires_grad_(False).load_state_dict(student.state_dict())
+    ours, loader, optimizer, schedules = start(args, batches, utils, student.backbone, student.head)
+    train.clip_grad_norm_ = lambda _, norm: utils.clip_gradients(ours, norm)
+    loss = official.DINOLoss(1024, 4, args.teacher_temp, args.teacher_temp, 0, 4)
+    settings = SimpleNamespace(epochs=4, clip_grad=args.clip_grad, freeze_last_layer=1)
+    both = nn.ModuleList([nn.DataParallel(student), teacher])
+    return both, ours, utils.get_params_groups, lambda: [official.train_one_epoch(
+        *both, teacher, loss, loader[10 * epoch:][:10], optimizer, *schedules, epoch, None,
+        settings) for epoch in range(4)]
+
+
+def start(args, batches, utils, vit, head):
+    """-> our model on copies of the authors' ViT and head; their batches, optimizer, schedules."""
+    encoder, _ = common.build_encoders(train.METHODS[args.method], args, None)
+    common.load_tower(encoder, vit.state_dict(), common.TIMM_NAMES, "")
+    ours = common.build_model(train.METHODS[args.method], args, encoder, None)
+    for network in filter(None, (ours.student(), ours.teacher)):
+        copy_weights(network[-1], head)
+    ends = (args.lr, 0), (args.weight_decay, args.weight_decay_end), (args.ema, 1)
+    schedules = [utils.cosine_scheduler(*pair, 4, args.steps // 4) for pair in ends]
+    optimizer = torch.optim.AdamW(utils.get_params_groups(nn.ModuleList([vit, head])))
+    return ours, [(batch["views"], None) for batch in batches], optimizer, schedules
+
+
+def copy_weights(ours, theirs):
+    trained = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(trained), ours.parameters())
+
+
+def make_batch(args, dtype):
+    """24 images of coloured squares, four noisy views of each, captions that word 63 ends."""
+    images = nn.Upsample(scale_factor=8)(2 * torch.randn(24, 3, 4, 4, dtype=dtype))
+    views = [images + torch.randn_like(images) for _ in range(4)]
+    if args.method == "bam":
+        views[2:] = [view[..., ::2, ::2] for view in views[2:]]
+    last = torch.randint(4, 32, (24, 1))
+    tokens = torch.randint(1, 63, (24, 32)).masked_fill(torch.arange(32) > last, 0)
+    tokens.scatter_(1, last, 63)  # OpenCLIP finds the end by its number, the largest
+    return dict(images=images, tokens=tokens, mask=tokens > 0, views=views, position={}, skipped={})
+
+
+def watch(network, run, backward=torch.Tensor.backward):
+    """-> (steps, 3): loss, norm of the gradient before it is clipped, how many entries it has."""
+
+    def measured(loss):
+        backward(loss)
+        gradients = [x.grad for x in network.parameters() if x.grad is not None]
+        norm, count = nn.utils.get_total_norm(gradients), sum(x.numel() for x in gradients)
+        record.append([loss.item(), norm.item(), count])
+    record, torch.Tensor.backward = [], measured
+    run()
+    return torch.tensor(record, dtype=torch.float64)
+
+
+OFFICIAL = {  # what trains it, repository, commit, one of its files, packages that it needs
+    "sparo": (sparo, "ankitkv/sparo-clip", "6621a31", "scripts/train_codebook.sh", "ftfy regex"),
+    "bam": (bam, "DanielShalam/BAM", "fd85871", "bam/bam_loss.py", "timm"),
+    "dino": (dino, "facebookresearch/dino", "7c446df", "main_dino.py", "")}
+
+if __name__ == "__main__":
+    name, path = sys.argv[1:]
+    build, repository, commit, file, packages = OFFICIAL[name]
+    if not os.path.exists(f"{path}/{file}"):
+        sys.exit(f"{path} is not https://github.com/{repository}: clone it, check out {commit}.")
+    if missing := [package for package in packages.split() if not find_spec(package)]:
+        sys.exit(f"{repository} needs packages that are missing: pip install {' '.join(missing)}")
+    rows = [train.parse_args(f"{FLAGS[name]} {more}".split()) for more in ROWS[name].values()]
+    torch.Tensor.cuda = lambda tensor, *args, **settings: tensor
+    torch.cuda.synchronize = distributed.all_reduce = lambda *args, **settings: None
+    distributed.get_world_size, distributed.get_rank = lambda: 1, lambda: 0
+    sys.modules |= {"wandb": SimpleNamespace(run=None), "diffdist": SimpleNamespace()}
+    del sys.modules["bam"]  # the authors' package has this name, too
+    sys.path[:0] = [path, path + "/src"]
+    out, sys.stdout = sys.stdout, open(os.devnull, "w")  # the authors' code prints its progress
+    print("what | steps | dtype | parameters | loss | losses differ by | gradient norms", file=out)
+    for what, args in zip(ROWS[name], rows):
+        for dtype in (torch.float64, torch.float32):
+            torch.manual_seed(0)
+            batches = [make_batch(args, dtype) for _ in range(4)] * (args.steps // 4)
+            theirs, ours, groups, run = build(args, batches)
+            a = watch(theirs.to(dtype), run)
+            decay, rest = groups(ours.to(dtype))
+            common.param_groups = lambda *_: [decay | {"decays": True}, rest | {"decays": False}]
+            train.new_model, train.build_tokenizer = lambda *_: ours, lambda *_: None
+            train.open_loader = lambda *_: iter(batches)
+            b = watch(ours, lambda: train.train(args, None, torch.device("cpu")))
+            loss, norm, _ = ((a - b).abs() / a).amax(0).tolist()
+            print(f"{what} | {len(a)} | {str(dtype)[6:]} | {a[0, 2]:,.0f} = {b[0, 2]:,.0f} | "
+                  f"{a[0, 0]:.2f} to {a[-1, 0]:.2g} | {loss:.1e} | {norm:.1e}", file=out)
