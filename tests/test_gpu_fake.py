@@ -37,7 +37,7 @@ ALL_GATHER, SCATTER = (new if hasattr(dist, new) else old for new, old in (
 COLLECTIVES = ALL_GATHER, SCATTER, "all_reduce", "all_gather_object"
 RAGGED = "filip", "clip+filip", "gloria"  # ranks ask each other for their longest caption
 pytestmark = pytest.mark.skipif(not hasattr(torch._C, "_ensureCUDADeviceGuardSet"),
-                                reason="this torch needs a driver for fake CUDA tensors, too")
+                                reason="before torch 2.10 fake CUDA tensors need a driver, too")
 
 
 @pytest.fixture
