@@ -5,6 +5,7 @@ them. The embedded world stands last: with data of your own you need not read it
 """
 
 import argparse
+import collections
 import contextlib
 import csv
 import dataclasses
@@ -35,7 +36,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset, get_worker_info
@@ -650,9 +651,9 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean, deviation of pi
 def load_clip(towers, state_dict, tokenizer):
     """Load a whole CLIP, as OpenCLIP or OpenAI saved it, into the image and the text tower ->
     {a name of CLIP_PARTS: tensor}, for load_clip_parts. UserError for another network or words."""
-    state, image, text, parts = state_dict.get("state_dict", state_dict), {}, {}, {}
+    state, image, text, parts = unwrapped(state_dict), {}, {}, {}
     for key, value in state.items():
-        key = key.removeprefix("module.").removeprefix("text.")
+        key = key.removeprefix("text.")
         if key in CLIP_PARTS:
             parts[key] = value
         elif key.startswith("visual."):
@@ -671,6 +672,22 @@ def load_clip(towers, state_dict, tokenizer):
     return parts
 
 
+def unwrapped(state):
+    """What torch.load gives -> {name: tensor}: the weights alone, without what DDP, torch.compile
+    and training loops put around them and before their names."""
+    if isinstance(state, dict):
+        # "state_dict": OpenCLIP, timm, Lightning; "model": DeiT, BAM; "teacher": DINO
+        for key in ("state_dict", "model", "teacher"):
+            if isinstance(state.get(key), dict):
+                state = state[key]
+    names = state.keys() if isinstance(state, dict) else ()
+    if not any(torch.is_tensor(state[name]) for name in names):
+        held = ", ".join(map(str, [*names][:5])) or f"a {type(state).__name__}"
+        raise UserError(f"it holds no weights under a name that is known, but {held}: save "
+                        f"model.state_dict() alone.")
+    return {re.sub(r"^(module\.|_orig_mod\.)*", "", name): x for name, x in state.items()}
+
+
 def load_tower(tower, tensors, names, remedy):
     """Load all tensors of another tower but those of blocks that the method replaces; positions are
     interpolated. names: (theirs, ours), .... UserError with the remedy if one lacks or is left."""
@@ -683,6 +700,10 @@ def load_tower(tower, tensors, names, remedy):
             value = value.reshape(1, -1, value.shape[-1]).float()
         if not name.startswith(replaced):
             found[name] = value
+    known = {name.partition(".")[0] for name in tower.state_dict()}
+    if found and not any(name.partition(".")[0] in known for name in found):
+        raise UserError(f"none of its names is known, such as {', '.join([*tensors][:3])}: give them "
+                        f"timm's or OpenCLIP's names.")
     if isinstance(tower, ViT) and "pos" in found:
         has_cls = tower.cls is not None
         patches = found["pos"].shape[1] - has_cls
@@ -705,10 +726,8 @@ def load_clip_parts(model, parts):
 def load_timm(tower, state_dict):
     """Load a ViT saved under timm's names (by timm, DeiT, DINO, BAM or eval.py --export; of DINO
     and BAM the teacher's weights), whose pixels are normalised as ImageNet's."""
-    state, found = state_dict, {}
-    for key in ("model", "teacher"):  # of BAM's and DeiT's, of DINO's whole checkpoints
-        state = state.get(key, state)
-    for name, value in state.items():
+    found = {}
+    for name, value in unwrapped(state_dict).items():
         name = re.sub(r"^(module\.|teacher\.|backbone\.|_orig_mod\.)*", "", name)
         if not name.startswith(("student.", "head.", "proj_head.")):
             found[name] = value
@@ -983,8 +1002,7 @@ def merge_pair(pieces, pair, merged):
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff",
                   ".jpe", ".jfif", ".avif")
-IMAGE_ERRORS = (OSError, SyntaxError, ValueError, NotImplementedError,  # of damaged files, by PIL
-                Image.DecompressionBombError)
+ORIENTATION = ExifTags.Base.Orientation
 BICUBIC = v2.InterpolationMode.BICUBIC
 
 
@@ -1023,7 +1041,16 @@ def eval_transform(size, resize=None):
     PIL resizes: its pixels are those of OpenCLIP's and DINO's evaluation.
     """
     resize = v2.Resize(resize or size, BICUBIC)
-    return v2.Compose([resize, v2.CenterCrop(size), v2.PILToTensor(), to_floats])
+    return v2.Compose([cut_thin, resize, v2.CenterCrop(size), v2.PILToTensor(), to_floats])
+
+
+def cut_thin(image):
+    """A picture above eight times as long as wide -> its middle, four times as long: the centre
+    crop keeps less, and a row of 20,000 pixels, resized whole, would take 6 GB."""
+    short = min(image.size)
+    if max(image.size) <= 8 * short:
+        return image
+    return v2.functional.center_crop(image, [min(side, 4 * short) for side in image.size[::-1]])
 
 
 class Augment(v2.Compose):
@@ -1055,15 +1082,39 @@ class Augment(v2.Compose):
 
 
 def open_image(file, min_side=None):
-    """A path or bytes -> RGB image. min_side: large JPEGs come smaller, but no side below it."""
+    """A path, bytes or a PIL image -> RGB image. min_side: large JPEGs come smaller, but no side
+    below it. PIL raises errors of any type for damaged files."""
+    if isinstance(file, Image.Image):
+        return to_rgb(file)
     if isinstance(file, bytes):
         file = io.BytesIO(file)
     with Image.open(file) as image:
         if min_side:
             image.draft("RGB", (min_side, min_side))
-        if image.mode.startswith("I"):  # 16 bits: PIL's convert would cut at 255
-            image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
-        return image.convert("RGB")
+        return to_rgb(image)
+
+
+def to_rgb(image):
+    """A PIL image of any mode -> RGB, as a viewer shows it.
+
+    differs: OpenCLIP, timm and torchvision ignore both EXIF's orientation, so that a phone's
+    portrait lies on its side, and transparency, below which pixels are often black. Transparent
+    pixels are white here, as in img2dataset's shards.
+    """
+    if image.getexif().get(ORIENTATION, 1) != 1:
+        image = ImageOps.exif_transpose(image)
+    if image.mode.startswith(("I", "F")):  # PIL's convert would cut at 255
+        x = np.asarray(image)
+        if image.mode == "F" and x.max() <= 1:
+            x = 255 * x
+        elif image.mode.startswith("I;16") or x.max() > 255:
+            x = x / 256
+        image = Image.fromarray(x.clip(0, 255).astype(np.uint8))
+    if "A" in image.getbands() or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image)
+    return image.convert("RGB")
 
 
 @dataclasses.dataclass
@@ -1260,6 +1311,11 @@ def describe_skipped(counts):
                      for reason, (n, example) in counts.items())
 
 
+def is_printed(caption):
+    """Whether a caption has a character to be seen: a zero-width space alone says nothing."""
+    return any(map(str.isprintable, caption.replace(" ", "")))
+
+
 class CaptionTable:
     """Image files with one or more captions each; those of class folders have labels, too.
 
@@ -1280,7 +1336,7 @@ class CaptionTable:
                 continue
             path, caption = os.path.join(root, row[0]), row[1].strip()
             caption = caption.encode(errors="replace").decode()  # "?" for a lone surrogate
-            if caption:
+            if is_printed(caption):
                 captions[path].append(caption)
                 names = zlib.crc32(os.path.basename(path).encode(errors="replace"), names)
             else:
@@ -1431,6 +1487,7 @@ SHARD_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, 
                 MemoryError)  # what tarfile raises for damaged files
 BAD_SHARD = "unreadable, truncated or compressed shard"
 NO_IMAGE = "no image (the files of a key must stand together)"
+NO_CAPTION = "no .txt (the files of a key must stand together)"
 UNUSED = "image that no sample uses (a second one of its key, or a dot within its key)"
 BLOCK = tarfile.BLOCKSIZE
 # name, size, file or directory, magic, prefix of the name
@@ -1559,8 +1616,10 @@ def read_sample(row, content):
     if content == "label":
         label = find_label(found.get(".cls", b""), found.get(".json", b""))
         return Skipped("no label", where) if label is None else (found[image], label, where)
-    lines = found.get(".txt", b"").decode("utf-8", "replace").split("\n")
-    captions = [line.strip() for line in lines if line.strip()]
+    if ".txt" not in found:
+        return Skipped(NO_CAPTION, where)
+    lines = found[".txt"].decode("utf-8-sig", "replace").split("\n")
+    captions = [line.strip() for line in lines if is_printed(line.strip())]
     return (found[image], captions, where) if captions else Skipped("empty caption", where)
 
 
@@ -1589,14 +1648,14 @@ def find_label(cls, data):
 
 
 def read_table(path, image, caption):
-    """CSV or TSV with a header, a line a row -> (path, caption) rows or Skipped.
+    """CSV or TSV with a header -> (path, caption) rows or Skipped.
 
     Columns, where "": filepath, title (OpenCLIP) or image, caption (Flickr).
     """
     with open(path, newline="", encoding="utf-8-sig") as file:
         first = file.readline()
         delimiter = "\t" if "\t" in first else ","
-        columns = read_cells(first, delimiter)
+        columns = read_cells([first], delimiter)
         image = image or ("filepath" if "filepath" in columns else "image")
         caption = caption or ("title" if "title" in columns else "caption")
         for column in (image, caption):
@@ -1605,20 +1664,52 @@ def read_table(path, image, caption):
                 raise UserError(f"{path} has no column {column!r}, only {known}; name yours with "
                                 f"{path}:image=COLUMN,caption=COLUMN (commas or tabs part them).")
         i, j = columns.index(image), columns.index(caption)
-        for number, line in enumerate(file, 2):
-            cells = read_cells(line, delimiter)
-            if len(cells) == len(columns) and cells[i]:
+        for number, cells in read_rows(file, delimiter, len(columns)):
+            if cells and cells[i]:
                 yield cells[i], cells[j]
-            elif line.strip():
+            else:
                 yield Skipped("broken row (an open quote, a comma outside quotes?)",
                               f"{path}, line {number}")
 
 
-def read_cells(line, delimiter):
-    """A line of a table -> its cells, none if it is broken."""
-    strict = line.count('"') % 2 == 1  # a quote left open is an error, within a cell it is text
+ROW_LINES = 100  # of a caption in quotes, at most
+
+
+def read_rows(lines, delimiter, width):
+    """Lines of a table behind its header -> (number of its first line, cells) of each row; of a
+    broken row no cells.
+
+    A cell in quotes may have line breaks, as pandas writes it. Where no line closes a quote so that
+    the row has its width, the quote is a mistake, which costs its own line alone.
+    """
+    ahead, number = collections.deque(), 2
+
+    def take():
+        return ahead.popleft() if ahead else next(lines, None)
+
+    while (line := take()) is not None:
+        row, cells = [line], read_cells([line], delimiter)
+        while not cells and '"' in line and len(row) < ROW_LINES and (more := take()) is not None:
+            row.append(more)
+            cells = read_cells(row, delimiter)
+            if len(cells) != width:
+                cells = []
+        if not cells:  # a quote that nobody closes: the other lines are rows of their own
+            ahead.extendleft(reversed(row[1:]))
+            row = [line]
+        if cells or line.strip():
+            yield number, cells if len(cells) == width else []
+        number += len(row)
+
+
+def read_cells(lines, delimiter):
+    """Lines of one row -> its cells, none if they are broken or more than a row."""
+    # a quote left open is an error, within a cell it is text
+    strict = sum(line.count('"') for line in lines) % 2 == 1 or len(lines) > 1
+    rows = csv.reader(lines, delimiter=delimiter, strict=strict)
     try:
-        return next(csv.reader([line], delimiter=delimiter, strict=strict), [])
+        cells = next(rows, [])
+        return cells if rows.line_num == len(lines) else []
     except csv.Error:
         return []
 
@@ -1832,7 +1923,7 @@ def label_rows(names, labels, fraction):
 
 def read_text(path, flag):
     with explained((OSError, UnicodeDecodeError), f"{flag} {path} cannot be read"):
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
 
 
 def read_lines(path, flag):
@@ -1917,8 +2008,8 @@ class Stream(IterableDataset):
         """Decode and augment -> (image or crops, caption or label) or Skipped."""
         try:
             image = open_image(file, self.min_side)
-        except IMAGE_ERRORS as error:
-            return Skipped("unreadable image", f"{name} ({error})")
+        except Exception as error:
+            return Skipped("unreadable image", f"{name} ({type(error).__name__}: {error})")
         if self.boxes is None or self.boxes[row].isnan().any():
             return self.transform(image), caption
         return self.transform(image, self.boxes[row].tolist()), caption
@@ -1972,7 +2063,7 @@ class EachImage(IterableDataset):
         for i in range(0, len(rows), self.batch_size):
             found, images = [], []
             for row in rows[i : i + self.batch_size]:
-                with contextlib.suppress(*IMAGE_ERRORS):
+                with contextlib.suppress(Exception):  # of a damaged image; Stream counts it
                     image = open_image(self.table.path(row), self.size[0])
                     image = image.resize(self.size, Image.Resampling.BICUBIC)
                     images.append(v2.functional.pil_to_tensor(image))
@@ -2094,12 +2185,24 @@ def load_checkpoint(path, map_location="cpu"):
         with torch.serialization.safe_globals([argparse.Namespace]):  # DINO's settings
             return torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
-        why = getattr(error, "strerror", None) or (
-            "it is cut off, empty or of another kind; take another, such as a step-N.pt of "
-            "--keep-every, or begin anew")
-        if "TorchScript" in str(error):  # OpenAI's own files
-            why = "convert it by torch.save(torch.jit.load(FILE, 'cpu').state_dict(), NEW)"
+        why = getattr(error, "strerror", None) or why_unreadable(path, str(error))
         raise UserError(f"{path} is not a checkpoint that can be read: {why}.") from None
+
+
+def why_unreadable(path, message):
+    """torch.load's message about a file -> what is wrong with it, and what to do."""
+    with open(path, "rb") as file:
+        is_safetensors = file.read(9)[8:] == b"{"  # the length of its header, then JSON
+    if is_safetensors:
+        return ("it is a safetensors file; convert it by torch.save(safetensors.torch.load_file("
+                "FILE), NEW)")
+    if "TorchScript" in message:  # OpenAI's own files
+        return "convert it by torch.save(torch.jit.load(FILE, 'cpu').state_dict(), NEW)"
+    if held := re.search(r"GLOBAL (\S+)", message):
+        return (f"beside weights it holds {held[1]}, which could execute code; if you trust it, save "
+                f"the weights alone by torch.save(torch.load(FILE, weights_only=False)[KEY], NEW)")
+    return ("it is cut off, empty or of another kind; take another, such as a step-N.pt of "
+            "--keep-every, or begin anew")
 
 
 # The embedded world -------------------------------------------------------------------

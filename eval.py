@@ -307,30 +307,34 @@ def assert_finite(x):
 
 def read_images(pairs, read, workers=0):
     """Pairs (image or file, value) -> pairs (image, value) of those that can be read; then it
-    prints how many cannot. Raises UserError if none can. read: a function of a file."""
+    prints how many cannot, and why the last cannot. Raises UserError if none can. read: a function
+    of a file."""
     def attempt(file):
         try:
             return file if torch.is_tensor(file) else read(file)
-        except common.IMAGE_ERRORS:
-            return None
+        except UserError:
+            raise
+        except Exception as error:  # PIL's are of any type
+            name = "a file" if isinstance(file, bytes) else f"{file!s:.200}"
+            return f"{name} ({type(error).__name__}: {error!s:.200})"
 
-    n, unreadable, file = 0, 0, None
+    n, unreadable, last = 0, 0, ""
     with ThreadPool(max(1, workers)) as pool:
         for part in chunks(pairs, 256):
             n += len(part)
             images = pool.imap(attempt, [file for file, _ in part])
-            for (file, value), image in zip(part, images):
-                if image is None:
-                    unreadable += 1
+            for (_, value), image in zip(part, images):
+                if isinstance(image, str):
+                    unreadable, last = unreadable + 1, image
                 else:
                     yield image, value
     if n == 0:
         raise UserError("There is not one image: the list or the choice of images is empty.")
-    if unreadable == n:  # the file may be bytes
-        raise UserError(f"None of the {n} images could be read, the last is {file!r:.200}: is it "
-                        f"there? Is --image-root right?")
+    if unreadable == n:
+        raise UserError(f"None of the {n} images could be read, the last is {last}: is it there? "
+                        f"Is --image-root right?")
     if unreadable:
-        print(f"skipped {unreadable} of {n} images that cannot be read")
+        print(f"skipped {unreadable} of {n} images that cannot be read, the last {last}")
 
 
 @dataclasses.dataclass
@@ -363,8 +367,7 @@ class Embedder:
         # CLIP resizes to the size of the crop, DINO and BAM to 256 for 224 (BAM, D.1)
         resize = self.image_size if self.tokenizer else round(self.image_size * 256 / 224)
         resize = self.resize or resize
-        image = file.convert("RGB") if isinstance(file, Image.Image) else common.open_image(file)
-        return common.eval_transform(self.image_size, resize)(image)
+        return common.eval_transform(self.image_size, resize)(common.open_image(file))
 
     def encode_image(self, images):
         if self.model.late_interaction:
@@ -546,6 +549,7 @@ class EvalSet:
     classes: Classes = None        # of tasks with text; the others need `groups` alone
     groups: dict = None            # of folders its key is "", of the world also "/colour", "/shape"
     named: Classes = None          # names or prompts not of the world itself, once asked for
+    numbered: bool = False         # class ids are those of shards' labels, not of sorted folders
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
     map_classes: dict = None       # {"": Classes} of `maps`
     content_words: set = None      # nouns and adjectives
@@ -577,8 +581,12 @@ class EvalSet:
                             "k-NN and probes learn from other images than they are tested on: "
                             "give --train-data (train.py: --eval-data), other class folders or "
                             "tar shards with labels.")
-        others = train.groups and train.groups[""][1] != names  # tar files have no names
-        if train.labelled is None or others:
+        if train.labelled and train.groups is None and not self.numbered:  # of tar shards
+            raise UserError(f"{spec} numbers its classes, {self.options.data} names them: which is "
+                            f"which is not known. Give eval.py --classes FILE, a name a line, that "
+                            f"of label 0 first, in the order of the sorted folders; or name the "
+                            f"folders 0, 1, ...; or learn from class folders (--train-data).")
+        if train.labelled is None or (train.groups and train.groups[""][1] != names):
             raise UserError(f"{spec} must have the class folders of {self.options.data}, to learn "
                             f"from: {', '.join(names)}; give others with --train-data.")
         return train
@@ -589,17 +597,24 @@ class TableSet(EvalSet):
 
     def __init__(self, table, options):
         self.table, rows = table, range(len(table))[: options.limit]
+        if table.skipped:
+            print(f"left out of {table.name}: {common.describe_skipped(table.skipped)}")
         if table.classes is None:
             self.captioned = lambda purpose: ((table.path(i), table.captions_of(i)) for i in rows)
             return
         generator = torch.Generator().manual_seed(0)
         rows = torch.randperm(len(table), generator=generator)[: options.limit].tolist()
         self.groups = {"": (torch.arange(len(table.classes)), table.classes)}
+        numbers = [str(i) for i in range(len(table.classes))]
+        self.numbered = bool(options.classes) or table.classes == numbers
         self.labelled = lambda purpose: ((table.path(i), int(table.labels[i])) for i in rows)
 
     @functools.cached_property
     def classes(self):
-        names, source = common.class_names(self.table.classes, self.options.classes)
+        folders = self.table.classes
+        names, source = common.class_names(folders, self.options.classes)
+        if self.options.classes:
+            print(f"classes: {folders[0]} = {names[0]}, ..., {folders[-1]} = {names[-1]}")
         self.named = Classes(names, self.options.templates, source)
         return self.named
 
@@ -639,7 +654,8 @@ def open_benchmark(directory, options):
     def label_pairs(purpose):
         return known_labels(shards.each("label", limit), shards.name, names, source)
 
-    return EvalSet(classes=classes, named=classes, groups=groups, labelled=label_pairs)
+    return EvalSet(classes=classes, named=classes, groups=groups, labelled=label_pairs,
+                   numbered=True)
 
 
 def read_winoground(file, root, limit):

@@ -1,6 +1,7 @@
 """Files of every SPEC: what is read, skipped and counted, or refused; the order of a Stream."""
 
 import contextlib
+import csv
 import functools
 import io
 import itertools
@@ -17,11 +18,12 @@ from resource import RLIMIT_NOFILE
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 import common
+import eval as evaluation
 from common import CaptionTable, Skipped, Stream, TarShards, UserError, WordPiece, World
 from common import WorldStream, open_data
 from helpers import (SMALL, picture, read_log, train_alone, write_files, write_shards, write_table,
@@ -127,7 +129,7 @@ def test_rows_that_say_too_little_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize("row, count, line", [  # the last line; `row` begins in line 12
-    ('x.jpg,"a dog\n', 1, 12), ('x.jpg,"two\nlines"\n', 2, 13),
+    ('x.jpg,"a dog\n', 1, 12),
     ('x.jpg,"a dog\n\ny.jpg,a cat\nz.jpg,"a cow\n', 2, 15), ('x.jpg,"a dog" and "a cat\n', 1, 12),
     (f"x.jpg,{'x' * 131_073}\n", 1, 12), (f'x.jpg,"a dog\n{ROWS * 2000}', 1, 12),
     ("x.jpg\n\nz.jpg\n", 2, 14), ("x.jpg,a,dog\n", 1, 12)])
@@ -139,6 +141,30 @@ def test_a_broken_row_is_counted_by_its_line_and_the_others_are_used(tmp_path, r
     names, turns = {"a.jpg", *(f"{i}.jpg" for i in range(9))}, row.count("0.jpg") + 2
     assert set(pairs(source)) == (names | {"y.jpg"} if "y.jpg" in row else names)
     assert pairs(source)["3.jpg"] == ["n3"] * turns
+
+
+@pytest.mark.parametrize("delimiter", [",", "\t"])
+def test_a_caption_in_quotes_may_have_line_breaks(tmp_path, delimiter):
+    """As Python's csv and pandas write it. A quote that is never closed costs its own line."""
+    captions = ["a dog", 'Red car,\tsaid "he"\nfor sale, "cheap"\r\n\n3 doors', "x\n" * 90,
+                "a\ncat"]
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        writer.writerows([["image", "caption"], *((f"{i}.jpg", x) for i, x in enumerate(captions))])
+        file.write(f'broken.jpg{delimiter}"open\n')
+        writer.writerows((f"{i}.jpg", "after") for i in range(4))
+    source = open_data(str(tmp_path / "a.csv"))
+    assert pairs(source) == {f"{i}.jpg": [x.strip(), "after"] for i, x in enumerate(captions)}
+    line = 2 + sum(1 + x.count("\n") for x in captions)
+    assert source.skipped == {BROKEN: [1, f"{tmp_path}/a.csv, line {line}"]}
+
+
+@pytest.mark.parametrize("caption", ["", "  ", "\u200b", "\ufeff \x00", "\u00ad\u200e"])
+def test_a_caption_that_shows_nothing_is_empty(tmp_path, caption):
+    table = CaptionTable([("x.jpg", caption), ("y.jpg", f"a{caption}")], "a.csv")
+    assert len(table) == 1 and table.skipped == {"empty caption": [1, "x.jpg"]}
+    path = write_tar(tmp_path / "a.tar", {"x.jpg": picture(), "x.txt": caption})
+    assert skips_of(path) == [("empty caption", f"{path}:x")]
 
 
 def test_captions_for_the_vocabulary_are_spread_over_the_table():
@@ -209,7 +235,7 @@ def test_what_a_shard_holds(tmp_path):
     texts = [["one"], ["two"], ["eight"], ["other"], ["caf\ufffd"], ["long\u2028name"]]
     assert samples == [(jpg, text) for text in [*texts, ["ten", "10"]]]
     assert TarShards(path).sample_captions(99) == [*sum(texts, []), "ten", "10"]
-    assert skips_of(path) == [("empty caption", f"{path}:003"), ("empty caption", f"{path}:004"),
+    assert skips_of(path) == [(common.NO_CAPTION, f"{path}:003"), ("empty caption", f"{path}:004"),
                               (common.NO_IMAGE, f"{path}:005")]
 
 
@@ -260,8 +286,8 @@ def test_no_image_of_a_shard_vanishes(tmp_path):
     assert read("a.jpg", "a.png", "a.txt") == ([["n2"]], [common.UNUSED])
     assert read("v1.0.jpg", "v1.0.txt", "v1.1.jpg", "v1.1.txt") == ([], [common.UNUSED] * 2)
     assert read("./._a.jpg", "./a.jpg", "./._a.txt", "./a.txt") == ([["n3"]], [])
-    assert read("a.jpg", "b.jpg", "a.txt", "b.txt") == ([], ["empty caption", "empty caption",
-                                                             common.NO_IMAGE, common.NO_IMAGE])
+    assert read("a.jpg", "b.jpg", "a.txt", "b.txt") == (
+        [], [common.NO_CAPTION] * 2 + [common.NO_IMAGE] * 2)
 
 
 def test_broken_shards(tmp_path):
@@ -357,7 +383,8 @@ def test_colours_survive_decoding():
     palette.save(file, "PNG")
     rgba = picture(mode="RGBA", format="PNG", value=(200, 100, 50, 128))
     grey = picture(mode="L", format="PNG", value=77)
-    for data, colour in ((file.getvalue(), (10, 200, 30)), (rgba, (200, 100, 50)),
+    # half of the white that is below it
+    for data, colour in ((file.getvalue(), (10, 200, 30)), (rgba, (227, 177, 152)),
                          (grey, (77, 77, 77))):
         assert common.open_image(data, 4).getpixel((0, 0)) == colour
 
@@ -388,8 +415,98 @@ def test_drafts_are_large_enough(size, min_side):
 
 def test_pixel_bombs_are_errors(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
-    with pytest.raises(common.IMAGE_ERRORS, match="64 pixels"):
+    with pytest.raises(Image.DecompressionBombError, match="64 pixels"):
         common.open_image(picture(8, 8))
+
+
+def tones(dtype, scale):
+    """Black to white, left to right."""
+    return Image.fromarray(np.tile(np.linspace(0, scale, 256), (8, 1)).astype(dtype))
+
+
+def drawing(mode):
+    """A black ring on a transparent ground, whose hidden pixels are black, too."""
+    alpha = Image.new("L", (32, 32), 0)
+    ImageDraw.Draw(alpha).ellipse((6, 6, 26, 26), outline=255, width=4)
+    image = Image.new("RGBA", (32, 32), (0, 0, 0, 0))
+    image.putalpha(alpha)
+    return image.quantize(method=2) if mode == "P" else image.convert(mode)
+
+
+KINDS = {"16 bits": (tones(np.uint16, 65535), "PNG"), "32 bits": (tones(np.int32, 255), "TIFF"),
+         "32 bits, bright": (tones(np.int32, 65535), "TIFF"),
+         "floats": (tones(np.float32, 1), "TIFF"), "large floats": (tones(np.float32, 255), "TIFF"),
+         **{f"{mode} {format}": (drawing(mode), format) for mode, format in (
+             ("RGBA", "PNG"), ("LA", "PNG"), ("P", "PNG"), ("RGBA", "GIF"), ("RGBA", "WEBP"))}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_picture_means_the_same_through_every_door(tmp_path, kind):
+    """A path, its bytes and a PIL image; all tones of many bits, transparency over white."""
+    image, format = KINDS[kind]
+    image.save(tmp_path / "x", format, lossless=True)
+    data = (tmp_path / "x").read_bytes()
+    with Image.open(tmp_path / "x") as opened:
+        pictures = [np.asarray(common.open_image(x)) for x in (str(tmp_path / "x"), data, opened)]
+    assert np.array_equal(pictures[0], pictures[1]) and np.array_equal(pictures[0], pictures[2])
+    grey = pictures[0].mean(2)
+    if format == "TIFF" or kind == "16 bits":
+        assert np.abs(grey - np.arange(256)).max() <= 1
+    else:
+        assert grey[16, 16] == grey[0, 0] == 255 and grey[16, 7] == 0
+
+
+def test_photos_stand_upright():
+    """EXIF's orientation 6: the camera was turned; also of drafts."""
+    image, file = Image.new("RGB", (80, 40), "red"), io.BytesIO()
+    image.paste("blue", (0, 0, 40, 40))                      # the left half, then the upper
+    exif = Image.Exif()
+    exif[common.ORIENTATION] = 6
+    image.save(file, "JPEG", exif=exif)
+    for found in (common.open_image(file.getvalue()), common.open_image(file.getvalue(), 10)):
+        assert found.height == 2 * found.width
+        assert found.getpixel((2, 2))[2] > 200 > found.getpixel((2, found.height - 3))[2]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, ZeroDivisionError, AttributeError])
+def test_whatever_pil_raises_of_a_damaged_image_is_counted(tmp_path, monkeypatch, capsys, error):
+    spec, to_rgb = write_table(tmp_path, 4), common.to_rgb
+
+    def fail(image):
+        if image.info.get("comment") == b"damaged":
+            raise error("decoding failed")
+        return to_rgb(image)
+
+    Image.new("RGB", (8, 8)).save(tmp_path / "2.jpg", "JPEG", comment=b"damaged")
+    monkeypatch.setattr(common, "to_rgb", fail)
+    batch = take(stream(open_data(spec), 3), 2)[1]
+    (count, example), = [reason["unreadable image"] for reason in batch["skipped"].values()]
+    assert count >= 1 and example == f"{tmp_path}/2.jpg ({error.__name__}: decoding failed)"
+    files = [(f"{tmp_path}/{i}.jpg", i) for i in range(4)]
+    assert [i for _, i in evaluation.read_images(files, common.open_image)] == [0, 1, 3]
+    printed = capsys.readouterr().out
+    assert f"skipped 1 of 4 images that cannot be read, the last {example}" in printed
+    rows = [row for rows, _ in common.EachImage(open_data(spec), 8, 2) for row in rows]
+    assert rows == [0, 1, 3]
+
+
+@pytest.mark.parametrize("size", [(1, 20_000), (20_000, 1), (3, 5000), (16, 400)])
+def test_a_thin_picture_takes_little_memory_and_keeps_its_middle(size):
+    x = np.linspace(0, 255, max(size)).astype(np.uint8)
+    x = np.tile(x, (min(size), 1)) if size[0] > size[1] else np.tile(x[:, None], (1, size[0]))
+    image, transform = Image.fromarray(x).convert("RGB"), common.eval_transform(16)
+    seen, resize = [], transform.transforms[1]
+    transform.transforms[1] = lambda x: seen.append(x.size) or resize(x)
+    pixels = common.denormalize(transform(image))
+    assert max(seen[0]) <= 8 * min(size) and (pixels - 0.5).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("size", [(40, 30), (8, 64), (64, 8), (1, 1)])
+def test_ordinary_pictures_have_the_pixels_of_openclips_transform(size):
+    image = Image.open(io.BytesIO(picture(*size))).convert("RGB")
+    reference = v2.Compose([v2.Resize(16, v2.InterpolationMode.BICUBIC), v2.CenterCrop(16),
+                            v2.PILToTensor(), common.to_floats])
+    assert torch.equal(common.eval_transform(16)(image), reference(image))
 
 
 @pytest.mark.parametrize("parts", [1, 3, 5])
