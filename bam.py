@@ -16,20 +16,27 @@ balanced and sharpened description of another.
     L_BAM     matching, bam_loss         (n,), scalar  Eq. 5
     n images on each of W ranks, k views of an image, G of them large; m = W G n columns
 
+The authors' code is https://github.com/DanielShalam/BAM at fd85871, named below (FILE:LINE), or
+(LINE) of the last file. `python tests/parity.py bam PATH` trains their network and ours side by
+side, with their weight decay, in float64: the relative difference of the losses of 40 steps is at
+most 1.3e-15, with a teacher 3.9e-16.
+
 Differs from the paper, as the authors' code does (search for "differs" for the other places):
-  * Columns of S, and targets, are large views alone; rows of all views are balanced.
-  * Positives are left out (mask="exclude"); "zero" is Eq. 3 as printed.
-  * Three Sinkhorn iterations, columns first; a mean over pairs and images, not a sum.
-  * With a teacher, the teacher is evaluated.
-Ours, not the authors': the ViT starts as CLIP's does and learns all (theirs: as MoCo-v3's, with
-fixed patch embeddings), ViT-S has 6 heads (12: `ViT-S/16:heads=12`), the learning rate ends at 0
-(their default: 1e-6), colour jitter has BYOL's saturation .2 (Sec. 4.1; theirs: .4) and turns hues
-in YIQ (HSV), pixels have CLIP's mean and deviation (ImageNet's), [CLS] does not decay.
-Not here: the baselines MoCo-v3, MAE, BEiT (Tables 2 to 4) and SwAV (App. H), Tables 6 and 7
-(`eval.py --export` writes weights), CAFormer (8), k-means (App. I).
+  * Columns of S (bam_loss.py:141) and targets (106) are large views alone; all rows are balanced.
+  * Positives are left out (mask="exclude"; bam_loss.py:63, 115); "zero" is Eq. 3 as printed.
+  * Three Sinkhorn iterations (34), columns first (292); a mean over pairs and images (128), no sum.
+  * With a teacher, the teacher is evaluated (eval_linear.py:129, utils.py:106).
+Differs from the authors' code (in brackets): the ViT starts as CLIP's does and learns all (as
+MoCo-v3's, utils.py:53, with fixed patch embeddings, vit.py:169). ViT-S has 6 heads (12, vit.py:259;
+`ViT-S/16:heads=12`). The rate ends at 0 (1e-6, main_pretrain.py:112); its warm-up begins at peak /
+warmup (0, utils.py:190) and has the peak at the same step. Jitter has BYOL's saturation .2,
+Sec. 4.1 (.4, image_transforms.py:52), and turns hues in YIQ (HSV). Pixels have CLIP's mean and
+deviation (ImageNet's, 59). [CLS] does not decay (it does, utils.py:603).
+Not here: Fig. 1 (similarities of views, of a class, of others), MoCo-v3, MAE, BEiT (Tables 2 to 4),
+SwAV (App. H), Tables 6, 7 (`eval.py --export` writes weights), CAFormer (8), k-means (App. I).
 Run:     python train.py --method bam                        (the embedded world)
 Result:  k-NN of shapes .498 +- .081, SimCLR .578, DINO .371, pixels .715, untrained .39; in 600
-         steps .737, SimCLR .733 (linear probe .661, .793); of two views .311, SimCLR .554; of
+         steps .737, SimCLR .733 (linear probe .661, .793); with two views .311, SimCLR .554; on
          CIFAR-10's photos, 25 epochs, .563, SimCLR .573 (.565, .589); seeds 3-5.
 """
 
@@ -53,17 +60,17 @@ class Config:
     normalization: Literal["global", "block"] = "global"  # of S; of its blocks (Table 1)
     tau: float = 0.1  # temperature of A (Sec. 3.1)
     tau_b: float = 0.05  # tau_B, of B (Sec. 3.4; lambda in App. F)
-    sinkhorn_iters: int = 3  # iterations of Sinkhorn (authors' code)
+    sinkhorn_iters: int = 3  # iterations of Sinkhorn (authors' bam_loss.py:34)
     teacher: bool = True  # a moving average makes targets and columns (App. C)
-    ema: float = 0.995  # momentum of the teacher at first; it ends at 1 (authors)
+    ema: float = 0.995  # the teacher's momentum; it ends at 1 (authors' main_pretrain.py:99, 261)
     readout: Literal["cls", "gap"] = "cls"  # h: [CLS], or the mean of all tokens
     projector_width: int = 4096  # both hidden layers (App. C)
     projector_dim: int = 4096  # E (App. C)
     batch_norm: bool | None = None  # in the projector; None: if no teacher (App. C)
     activation: Literal["gelu", "relu"] = "gelu"  # in the projector; ResNet: ReLU (App. C)
     local_crops: int = 6  # small views beside two large ones (Sec. 3.5)
-    local_size: int = 96  # pixels of a small view (authors)
-    crop_least: float = 0.05  # smallest area of small views (authors)
+    local_size: int = 96  # pixels of a small view (authors' main_pretrain.py:133)
+    crop_least: float = 0.05  # smallest area of small views (authors' main_pretrain.py:132)
     crop_border: float = 0.25  # their largest, smallest of large views
     contrastive_crop: bool = True  # crop around what [CLS] attends to (App. G)
     crop_start: int = 12_512  # first step with boxes: 40 epochs
@@ -81,8 +88,9 @@ PRESETS = {
                  contrastive_crop=False, crop_start=150, crop_every=75, probe="adamw"),
     # Sec. 4.1, App. C, Table 9a: 300 epochs of 1,281,167 images; warm-up 40, ResNet-50 10.
     # ResNet-50's lr .3 is read as per 256 images, ViT's .003 as it is; that ResNet-50 has no
-    # teacher is our reading. The authors' scripts differ: 400 epochs, lr .0048 that ends at .001,
-    # boxes every 40 epochs, of a target the largest 128 columns alone.
+    # teacher is our reading. The authors' vit_small.slurm differs: 400 epochs (34), lr .0048 (53)
+    # that ends at .001 (54), boxes every 40 epochs (37). It asks for the largest 128 columns of a
+    # target (64), but nothing sets the masking_fn that would take them (bam_loss.py:107).
     "vit-s16": dict(image_encoder="ViT-S/16:cls=1,positions=sincos", **VIT),
     "vit-b16": dict(image_encoder="ViT-B/16:cls=1,positions=sincos", **VIT),
     "r50": dict(image_encoder="ResNet-50", readout="gap", activation="relu", teacher=False, contrastive_crop=False,
@@ -119,7 +127,7 @@ def mask_positives(S, rows, columns, mask="zero"):
     """S (R, C) -> S hat. rows (R,), columns (C,): the number of the image of each row, column."""
     if mask == "none":  # Table 1 without pos. masking
         return S
-    # differs: "exclude" leaves positives out of softmax and Sinkhorn (authors' code)
+    # differs: "exclude" leaves positives out of softmax and Sinkhorn (bam_loss.py:63, 115)
     value = 0.0 if mask == "zero" else -1e30  # exp gives 0; 0 * log A in Eq. 5 is no NaN
     return S.masked_fill(rows[:, None] == columns, value)
 
@@ -136,9 +144,9 @@ def similarities(z, c, rows, columns, mask):
 def sinkhorn(S, tau, iters, gather=identity):
     """S (..., rows, columns) -> B: K = exp(S / tau), columns and rows normalised in turn.
 
-    Each row of B has the sum 1. In the limit each column has the sum rows / columns, as in the
-    authors' code: 1 if S is square. With gather, S has the rows of this rank, and the columns of
-    all. B has no gradient (Sec. 4.1).
+    Each row of B has the sum 1, each column in the limit rows / columns (bam_loss.py:289): 1 if S
+    is square. With gather, S has the rows of this rank, and the columns of all. B has no gradient
+    (Sec. 4.1).
     """
     with in_fp32(S.detach()) as (S,):
         log_K = S / tau
@@ -161,9 +169,8 @@ def matching(B, log_A):
 
 
 def losses_in_parts(z, B, rows, c, columns, mask, tau, entropies):
-    """z (k, n, E), B (G, n, m) -> [losses (n,) of the images, and if asked for entropies (n,) of A].
-    If S is large, a few images at a time: the backward pass computes each part again, and no part's
-    S is kept."""
+    """z (k, n, E), B (G, n, m) -> [losses (n,) of the images, and if asked for entropies (n,)
+    of A]. If S is large, a few images at a time: backward computes each part's S again."""
     def losses(z, B, rows):
         S = similarities(z, c, rows, columns, mask)
         log_A = attention(S, tau, log=True).unflatten(0, rows.shape)         # (k, p, m)
@@ -216,7 +223,7 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
             B = attention(similarities(z_m, c, rows, columns, mask), tau_b)
         else:
             B = (rows.view(-1, 1) == columns).to(z.dtype)
-        # differs: in Sec. 3.5 small views are targets of large ones, too; not in the authors' code
+        # differs: Sec. 3.5 takes small views as targets, too; bam_loss.py:106 takes large ones
         B = B[: G * n].view(G, n, -1)
 
     found = losses_in_parts(z, B, rows, c, columns, mask, tau, entropies)
@@ -283,7 +290,7 @@ class Model(nn.Module):
     def after_update(self, step, steps):
         """teacher = momentum * teacher + (1 - momentum) * student (App. C)."""
         if self.teacher:
-            # the authors' code moves the teacher as the next step begins, with its momentum
+            # the next step moves the authors' teacher, with its momentum (wrappers.py:103)
             done = (step + 1) / steps
             momentum = 1 - (1 - self.config.ema) * (1 + math.cos(math.pi * done)) / 2
             students = list(self.student().parameters())
@@ -299,7 +306,7 @@ class Model(nn.Module):
     #     loss = bam_loss(z, len(views), n_global=G, gather=gather)
 
     def evaluation_encoder(self):
-        """The image encoder that is evaluated: the teacher's, as in the authors' code."""
+        """The image encoder that is evaluated: the teacher's (eval_linear.py:129)."""
         return self.teacher[0] if self.teacher else self.image_encoder
 
     def encode_image(self, images):
@@ -308,8 +315,9 @@ class Model(nn.Module):
 
     def probe_features(self, images):
         """What a linear probe sees: h, or [CLS] and the mean of the patches (App. D.1). The
-        authors' script normalises them by BatchNorm; the paper does not say so. differs: `tiny`
-        trains the probe as SPARO's paper does (C.1), by AdamW and without augmentation."""
+        authors' script normalises them by BatchNorm (linear.slurm:35, eval_linear.py:362); the
+        paper does not say so. differs: `tiny` trains the probe as SPARO's paper does
+        (C.1), by AdamW and without augmentation."""
         tokens = self.evaluation_encoder()(images).float()
         if self.config.readout == "gap":
             return tokens.mean(1)
@@ -342,7 +350,7 @@ class Model(nn.Module):
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """Over the images of the global batch: N ranks normalise as one process would."""
+    """Over the images of the global batch, in fp32: N ranks normalise as one process would."""
 
     def forward(self, x, gather):  # x (k, n, d) -> the same shape
         # differs: each view alone; over all views the tiny network told small from large
@@ -366,8 +374,8 @@ class Projector(nn.ModuleList):
         widths = [d, config.projector_width, config.projector_width, config.projector_dim]
         for i in range(3):
             self.append(nn.Linear(widths[i], widths[i + 1], bias=not batch_norm))
-            nn.init.normal_(self[-1].weight, std=0.02)       # as in the authors' code
-            if batch_norm:  # differs: the last has no scale and shift (authors' code)
+            nn.init.normal_(self[-1].weight, std=0.02)       # as heads.py:44
+            if batch_norm:  # differs: the last has no scale and shift (heads.py:36)
                 self.append(BatchNorm(widths[i + 1], affine=i < 2, track_running_stats=False))
             else:
                 nn.init.zeros_(self[-1].bias)
@@ -473,8 +481,9 @@ def box_refreshes(args):
 def heat_boxes(heat, threshold, size):
     """Attention of [CLS], summed over heads (B, h, w) -> (B, 4), the boxes around what is above
     `threshold` once scaled to [0, 1]: left, top, right, bottom as shares of the sides."""
-    # differs: the map is enlarged before it is scaled to [0, 1], App. G scales first; boxes
-    # hold their last row and column of pixels, which the authors' code cuts off
+    # differs: the map is enlarged before it is scaled to [0, 1]; App. G and the authors' code
+    # (contrastive_croping_vit.py:38) scale first. Boxes hold their last row and column of pixels;
+    # the authors' code (49) cuts both off.
     heat = F.interpolate(heat[:, None], (size, size), mode="bilinear")[:, 0]
     low, high = heat.amin((1, 2), keepdim=True), heat.amax((1, 2), keepdim=True)
     seen = (heat - low) / (high - low).clamp(min=1e-12) > threshold          # (B, size, size)
@@ -576,12 +585,14 @@ CLASSIFIER_PRESETS = {  # --finetune RUN brings its own encoder
                  warmup=25, **PLAIN),
     # Table 3: 150 epochs, else DeiT's defaults (facebookresearch/deit, main.py: lr 5e-4 for 512
     # images, warm-up 5 epochs). differs: no moving average of the weights, no repeated
-    # augmentation; the rate starts and ends at 0 (there 1e-6, 1e-5). Steps are of all ImageNet,
-    # but for the rest of an epoch that fills no batch of one of 8 GPUs: DeiT's loader drops it.
+    # augmentation; the rate starts and ends at 0 (there 1e-6, 1e-5) and changes by step (there by
+    # epoch). Steps are of all ImageNet, but for the rest of an epoch that fills no batch of one of
+    # 8 GPUs: DeiT's loader drops it.
     "imagenet": dict(batch=1024, steps=187_650, lr=1e-3, warmup=6255, weight_decay=0.05, **DEIT),
     # Table 4: D.1's text says SGD, weight decay .3, a swept rate (.01 is ours, for the decay is
     # strong), Table 9c AdamW, 5e-5, and names no decay (.3 here). RandAugment is our reading of
-    # D.1's "default" regularization. For 10 %; for 1 % --steps 2503 --warmup 125.
+    # D.1's "default" regularization. For 10 %; for 1 % --steps 2503 --warmup 125. DeiT's loader
+    # drops an epoch's last, partial batch: it has 25,000 and 2,500 steps.
     "semi-sgd": dict(optimizer="sgd", lr=0.01, **SEMI),
     "semi-adamw": dict(lr=5e-5, **SEMI),
     # Table 5: MoCo-v3's (facebookresearch/moco-v3, transfer/: 8 x 128 images, lr 3e-4 for 512, 100
@@ -609,10 +620,11 @@ CLASSIFIER = SimpleNamespace(  # what train.py and eval.py ask of a method
 #   it lags behind: on the world the effective rank of h after 60 steps is 1.2 with --ema .97, 1.4
 #   with .8, 20 with 0, and 22 without a teacher (one seed each).
 # * BAM gains on SimCLR of two views with the steps: probe .470, .576 in 300; .661, .659 in 600;
-#   .906, .829 in 1,200 (above with four seeds of five: not shown). Of CIFAR-10's photos it is below
-#   with each: k-NN after 5, 15, 25 epochs .50, .55, .56, SimCLR .51, .57, .57.
-# * Of eight colours it learns colours (.998), not shapes (.44, SimCLR .73; 600 steps, val): targets
-#   are what the network sees already. Of one it learns shapes, at a low rate (5e-4 .70, 2e-3 .42).
+#   .906, .829 in 1,200 (above with four seeds of five: not shown). On CIFAR-10's photos it is below
+#   with each seed: k-NN after 5, 15, 25 epochs .50, .55, .56, SimCLR .51, .57, .57.
+# * Objects of eight colours teach it colours (.998), not shapes (.44, SimCLR .73; 600 steps, val):
+#   targets are what the network sees already. Objects of one colour teach it shapes, at a low rate
+#   (5e-4 .70, 2e-3 .42).
 # * An update: 1.006 times DINO's FLOPs (Table 10: time .93): vit-s16, dino-s16 --readout cls, both
 #   with --batch 2048 --local-crops 0.
 

@@ -2,8 +2,8 @@
 (Vani et al., ECCV 2024, arXiv 2404.15721).
 
 An encoding is made of L slots. Each slot is the output of one attention head with a learned
-query over a transformer's outputs: a bottleneck, so that a slot holds one concept. In CLIP
-both towers have the same slots; the similarity of image and caption is the mean over slots.
+query over a transformer's outputs: a bottleneck, so that a slot holds one concept. CLIP's two
+towers have the same slots; the similarity of image and caption is the mean over slots.
 
     symbol    name here        shape              where (K' is K transposed)
     H         x                (B, n, d)          Sec. 3.1; all outputs of a transformer
@@ -15,16 +15,24 @@ both towers have the same slots; the similarity of image and caption is the mean
     y         normalize_slots  (B, L V)           Sec. 3.3; encoding, of length 1
     y^i, y^t  v, t             (B, L V)           Eq. 2; encodings of images and captions
 
+The authors' code is https://github.com/ankitkv/sparo-clip at 6621a31, a fork of OpenCLIP; DINO's
+is https://github.com/facebookresearch/dino at 7c446df. A place in them is named (FILE:LINE).
+`python tests/parity.py sparo PATH` (or dino) trains their network and ours side by side, with
+their weight decay, in float64: the relative difference of the losses of 60 steps is at most 9.6e-15
+(CLIP 1.4e-14, CLIP+GAP 5.7e-15), of DINO's 40 steps 4.2e-16.
+
 Differs from the paper (what concerns a variant stands at the variant):
   * Sparo.forward computes App. A's listing, Eq. 1 with biases, in another order.
   * Captions end at WordPiece's [SEP]; the paper's tokens are CLIP's (--vocab bpe_...txt.gz).
-  * Weight decay spares embeddings, positions and queries; photographs are flipped (common.py:
-    param_groups, train_transform). The authors' OpenCLIP decays all matrices and does not flip.
-    The image tower starts as CLIP's text tower does; OpenCLIP leaves it at torch's defaults,
-    [CLS] and positions at width^-.5.
-  * Recall@k asks whether a match is among the k nearest, as the authors' code does; Sec. 4.2
-    has the fraction of the k that match.
-Not here: CLIP's own form of ResNet-50 (App. B.3).
+  * Embeddings, positions and queries do not decay (common.param_groups); the authors' code
+    decays all matrices (training/main.py:310).
+  * Photographs are flipped (common.train_transform); the authors' are not (transform.py:105).
+  * The image tower starts as CLIP's text tower does (transformer.py:703). The authors' starts
+    with torch's defaults, [CLS] and positions with width^-.5 (transformer.py:503, 430).
+  * Recall@k asks whether a match is among the k nearest, as CLIP_benchmark (Table C.2) and the
+    authors' code (training/train.py:360) do; Sec. 4.2 has the fraction of the k that match.
+Not here: CLIP's own form of ResNet-50 (App. B.3); Table 5's VTAB Avg, the relative change of a mean
+         accuracy (eval.py prints the mean of the relative changes).
 
 Run:     python train.py --method sparo                   (the embedded world, in minutes)
          python train.py --method sparo --readout cls     (CLIP; gap: CLIP+GAP)
@@ -78,7 +86,7 @@ class Config:
 
 PAPER = dict(text_encoder="clip-b16", lr=5e-4, weight_decay=0.5, warmup=3600, batch=4096,
              clip_grad=0.0)
-R50 = PAPER | dict(image_encoder="ResNet-50", steps=78_280, beta2=0.999, adam_eps=1e-8)  # OpenCLIP's for a ResNet
+R50 = PAPER | dict(image_encoder="ResNet-50", steps=78_280, beta2=0.999, adam_eps=1e-8)  # OpenCLIP's (params.py:11)
 PRESETS = {  # settings of this file and of train.py by name; --flags override them
     "tiny": dict(image_encoder="tiny:cls=1", text_encoder="tiny:causal=1", data="shapes", L=32, V=16, D=16, batch=128,
                  steps=600, lr=1e-3, weight_decay=0.1, warmup=50, embed_dim=128, codes=512, out_dim=1024, ema=0.99,
@@ -100,7 +108,8 @@ PRESETS = {  # settings of this file and of train.py by name; --flags override t
     "cc15m-r50-clip": dict(readout="cls", embed_dim=1024, **R50),
     "cc15m-r50-clip4096": dict(readout="cls", embed_dim=4096, **R50),
     # The CLIP that STAIR compares with (arXiv 2301.13081, Sec. 4.2), with LAMB's own constants.
-    # [CLS] and a causal text tower are CLIP's; how STAIR's towers differ, it does not say.
+    # [CLS] and a causal text tower are CLIP's; how STAIR's towers differ, it does not say. differs:
+    # LAMB neither scales nor decays the token embedding (see stair.py).
     "stair-clip": dict(image_encoder="ViT-B/16:cls=1", text_encoder="12x512:context=76,causal=1,vocab_size=30522",
                        readout="cls", steps=600_000, batch=16384, optimizer="lamb", beta2=0.999,
                        adam_eps=1e-6, lr=1e-3, schedule="linear", weight_decay=1e-2, warmup=10_000, clip_grad=0.0),
@@ -270,8 +279,8 @@ class Model(nn.Module):
 # What was found out on the embedded world (three seeds, lr 1e-3, FDT and AttPool 5e-4):
 # SPARO binds colours to shapes: swapped attributes .593 (CLIP .496, chance .50), among four objects
 # .848 (sparc.py's CLIP .509). Swapped objects stay at chance for SPARO, CLIP, CLIP+GAP.
-# In zero-shot AttPool has .708; with LayerNorm and projection by slot .779; with separate heads,
-# too, .791; SPARO .912, CLIP .794, FDT .631. The best half of the slots keeps the hard
+# Zero-shot of AttPool is .708; with LayerNorm and projection by slot .779; with separate heads,
+# too, .791; of SPARO .912, CLIP .794, FDT .631. The best half of the slots keeps the hard
 # negatives (.719, all slots .722), without the paper's gain.
 # For each per cent that a mask of single dimensions gains on hard negatives, zero-shot loses .9 per
 # cent with SPARO, 2.9 with a CLIP+GAP as wide. A mask of slots costs 5.3 (in the paper less than
@@ -300,7 +309,7 @@ def other_readouts(config, image_encoder, image_width, text_width):
         return [pool, Pool(projection(text_width, E))]
     if config.readout == "cls":
         return [Pool(projection(d, E)) for d in widths]
-    if config.readout == "gap":  # as in the authors' scripts: the mean, then the tower's LayerNorm
+    if config.readout == "gap":  # the mean, then the tower's LayerNorm (transformer.py:527, 573)
         norm = getattr(image_encoder, "norm", nn.Identity())       # a ResNet has none
         image_encoder.norm = nn.Identity()
         mean = Pool(nn.Sequential(norm, projection(image_width, E)), mean=True)
@@ -352,7 +361,8 @@ class AttentionPool(nn.Module):
 class CrossAttention(nn.Module):
     """Table 6: L queries, keys and values of width D; then LayerNorm and projection, of all
     outputs or slot by slot. AttPool has heads="multi" and neither of them slot by slot. The
-    released code also projects queries, behind LayerNorms; Table 6 has no parameters for that."""
+    authors' code also projects queries, behind LayerNorms (transformer.py:229); Table 6 has no
+    parameters for such projections."""
 
     def __init__(self, d, L, V, D, heads, slot_norm, slot_projection):
         super().__init__()
@@ -377,12 +387,14 @@ class CrossAttention(nn.Module):
 class FDT(nn.Module):
     """Finite Discrete Tokens (B.2): each position scores the codes (C, E) that the towers
     share; sparsemax of the maximum over positions gives the mixture of codes. differs: outputs
-    come normalised, [CLS] among them; what is behind a caption's end scores -inf, not 0."""
+    are normalised and include [CLS]; the authors' are not (model.py:448) and lack it
+    (transformer.py:565). What is behind a caption's end scores -inf, not 0 (transformer.py:1067).
+    """
 
     def __init__(self, d, codebook):
         super().__init__()
         E = codebook.shape[1]
-        self.codebook, self.temperature = codebook, 1000 * E**0.5  # the authors'
+        self.codebook, self.temperature = codebook, 1000 * E**0.5  # transformer.py:1004, 1065
         self.query = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, E), nn.GELU(), nn.LayerNorm(E),
                                    nn.Linear(E, E))
 
@@ -441,9 +453,13 @@ class Dino(nn.Module):
     """The student learns the distributions that its moving average, the teacher, gives to
     other views. Slots enter the head as they are. The teacher is what is evaluated.
 
-    differs: the norm of the whole gradient is clipped, not each parameter's; lr ends at 0, not
-    1e-6; [CLS], positions and q do not decay; pixels are normalised as CLIP's, encoders start as
-    CLIP's; positions are interpolated with antialiasing; colours change as in common.jitter.
+    differs (brackets: DINO's code): the norm of the whole gradient is clipped (each parameter's,
+    utils.py:132). The rate ends at 0 (1e-6, main_dino.py:101); its warm-up begins at peak / warmup
+    (0, utils.py:191) and has the peak at the same step. [CLS], positions and q do not decay (they
+    do, utils.py:639). Pixels have CLIP's mean and deviation (ImageNet's, main_dino.py:431).
+    Encoders start as CLIP's. Positions are interpolated with antialiasing (without,
+    vision_transformer.py:187). Colours change as in common.jitter (torchvision's,
+    main_dino.py:424).
     """
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
@@ -517,18 +533,19 @@ class Dino(nn.Module):
         return F.normalize(self.teacher[:2](images).flatten(1).float(), dim=-1)  # (B, M)
 
     def probe_features(self, images):
-        """DINO's linear probe (C.2) sees [CLS] after each of the last four blocks; the slots,
-        or with `gap` the mean, replace the last; of a ResNet it sees the read-out alone.
-        differs: eval.py chooses its rate (DINO's is .001 x batch / 256); `tiny` trains it as
-        CLIP's (C.1), by AdamW and without augmentation."""
+        """DINO's linear probe (C.2; eval_linear.py:256, 165) sees [CLS] after each of the last four
+        blocks; the slots, or with `gap` the mean, replace the last. Without a [CLS] it sees the
+        mean of the patches (ours), with a ResNet the read-out alone. differs: eval.py chooses its
+        rate (DINO's is .001 x batch / 256); `tiny` trains it as CLIP's (C.1), by AdamW and without
+        augmentation."""
         encoder, readout, _ = self.teacher
         if not hasattr(encoder, "layers"):
             return readout(encoder(images)).flatten(1).float()
         replaced = blocks_left_out(self.config)  # 1 if the read-out is the last block, else 0
         layers = encoder.layers(images, 4 - replaced)              # of (B, n, d)
         blocks = layers if replaced else layers[:-1]
-        features = [x[:, 0] for x in blocks] + [readout(layers[-1]).flatten(1)]
-        return torch.cat(features, 1).float()
+        summary = [x.mean(1) if encoder.cls is None else x[:, 0] for x in blocks]   # of (B, d)
+        return torch.cat([*summary, readout(layers[-1]).flatten(1)], 1).float()
 
 
 def model_class(args):
@@ -554,7 +571,8 @@ def check(args):
 
 
 def views(args):
-    """DINO's random views of an image (C.2): two large ones, then the small ones."""
+    """DINO's random views of an image (C.2; main_dino.py:435): two large ones, then the small
+    ones."""
     if args.objective != "dino":
         return None
     large = dict(size=args.image_size, scale=(args.crop_border, 1.0))

@@ -161,18 +161,19 @@ def test_what_is_evaluated_is_the_teacher():
     torch.testing.assert_close(model.head_maps(images), encoder.cls_attention(images))
 
 
-@pytest.mark.parametrize("readout, replace, depth, layers", [
-    ("cls", True, 6, 4), ("cls", True, 2, 2), ("gap", True, 6, 4), ("sparo", True, 5, 3),
-    ("sparo", True, 1, 1), ("sparo", False, 6, 4)])
-def test_probe_features_are_those_of_the_last_four_blocks(readout, replace, depth, layers):
-    settings = dict(vit=dict(stem=None, depth=depth), replace_block=replace)
+@pytest.mark.parametrize("readout, replace, depth, layers, cls", [
+    ("cls", True, 6, 4, True), ("cls", True, 2, 2, True), ("gap", True, 6, 4, True),
+    ("sparo", True, 5, 3, True), ("sparo", True, 1, 1, True), ("sparo", False, 6, 4, True),
+    ("sparo", True, 5, 3, False), ("gap", True, 6, 4, False)])
+def test_probe_features_are_those_of_the_last_four_blocks(readout, replace, depth, layers, cls):
+    settings = dict(vit=dict(stem=None, depth=depth, cls=cls), replace_block=replace)
     model, images = small_model(readout, **settings).eval(), torch.randn(2, 3, 16, 16)
     encoder, head, _ = model.teacher
     outputs = []
     for block in encoder.blocks:
         block.register_forward_hook(lambda *call: outputs.append(encoder.norm(call[-1])))
     features = model.probe_features(images)
-    expected = [x[:, 0] for x in outputs[:depth][-layers:]]
+    expected = [x[:, 0] if cls else x.mean(1) for x in outputs[:depth][-layers:]]
     if not (readout == "sparo" and replace):
         expected.pop()
     expected.append(head(outputs[depth - 1]).flatten(1))
