@@ -293,7 +293,7 @@ class Blocks(nn.ModuleList):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """BatchNorm2d over the GLOBAL batch: nn.SyncBatchNorm, but on CPUs too."""
+    """BatchNorm2d over the GLOBAL batch, in fp32: nn.SyncBatchNorm, but on CPUs too."""
 
     def forward(self, x):
         if not (self.training and dist.is_initialized()):
@@ -1028,7 +1028,11 @@ def to_unit(images):
 
 
 def train_transform(size, min_scale=0.9):
-    """Random crop of `min_scale` to 1 of the area, random flip -> uint8 (3, size, size)."""
+    """Random crop of `min_scale` to 1 of the area, random flip -> uint8 (3, size, size).
+
+    differs: SPARO's authors do not flip (open_clip/transform.py:105); SPARC resizes the whole image
+    (Sec. 4.1).
+    """
     crop = v2.RandomResizedCrop(size, (min_scale, 1.0), interpolation=BICUBIC)
     # A tensor first: torch resizes it three times as fast as PIL (with AVX2; without, half as
     # fast). Pixels differ from PIL's by rounding, .05 of 255 on average.
@@ -1249,7 +1253,10 @@ def draw_colours(n, brightness, contrast, saturation, hue):
 
 
 def jitter(x, colours):
-    """Change the colours of each image of (B, 3, H, W) in [0, 1]; colours: of draw_colours."""
+    """Change the colours of each image of (B, 3, H, W) in [0, 1]; colours: of draw_colours.
+
+    differs: hues turn in YIQ; in torchvision's jitter, which BAM and DINO use, in HSV.
+    """
     b, c, colours = colours[:, :, None].split([1, 1, 9], 1)       # (B, 1, 1), (B, 9, 1)
     grey = b * luma(x).mean((2, 3), keepdim=True)[:, 0]           # (B, 1, 1)
     x = torch.baddbmm((1 - c) * grey, colours.view(-1, 3, 3), x.flatten(2)).view_as(x)
@@ -1825,7 +1832,7 @@ def open_directory(directory, content, image_root):
         paths = list_files(os.path.join(directory, folder).rstrip("/"))
         images = [path for path in paths if is_image(path)]
         others = [path for path in paths if not is_image(path)]
-        caption = f"a photo of {article(names[label])}." if classes else "an image"
+        caption = FOLDER_CAPTION.format(a=article(names[label])) if classes else "an image"
         rows += [(path, caption) for path in images]
         rows += [Skipped("file without an image's ending", path) for path in others]
         labels += [label] * len(images)
@@ -1842,6 +1849,7 @@ def open_directory(directory, content, image_root):
     return table
 
 
+FOLDER_CAPTION = "a photo of {a}."  # {a}: a class's name with its article
 HIDDEN = (".", "__MACOSX", "@eaDir")  # beginnings of names that systems and editors make
 
 
@@ -2094,7 +2102,11 @@ def cosine(step, steps, start, end):
 
 
 def cosine_lr(step, steps, warmup, peak):
-    """Linear warm-up to `peak` over `warmup` steps, then half a cosine to 0 at `steps`."""
+    """Linear warm-up to `peak` over `warmup` steps, then half a cosine to 0 at `steps`.
+
+    It begins at peak / warmup, as OpenCLIP's. differs: BAM's and DINO's begin at 0 (utils.py:190,
+    191 of the authors); all have the peak at step warmup - 1.
+    """
     if step < warmup:
         return peak * (step + 1) / warmup
     return cosine(step - warmup, steps - warmup, peak, 0.0)
@@ -2111,7 +2123,10 @@ def linear_lr(step, steps, warmup, peak):
 
 
 def param_groups(model, weight_decay):
-    """Two optimizer groups: weights of linear and convolution layers decay, all others do not."""
+    """Two optimizer groups: weights of linear and convolution layers decay, all others do not.
+
+    differs: OpenCLIP decays all matrices (training/main.py:310), LAMB as published all tensors.
+    """
     linear = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
     matrices = {id(module.weight) for module in linear}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -54,7 +54,8 @@ def recall_at_k(queries, keys, positives, chunk=1024, similarity=torch.inner):
     queries (Q, E), keys (K, E); positives: ids (Q,), (K,), a positive pair has equal ids;
     similarity(queries, keys) -> (Q, K). On a tie the negative key comes first.
     differs: SPARO, Sec. 4.2, defines the fraction of the k best that are positives; its figures
-    are of CLIP_benchmark's code, which counts a query with any positive among them, as here.
+    are of CLIP_benchmark's code (Table C.2), which counts a query with any positive among them, as
+    here and in the authors' training/train.py:360.
     """
     query_ids, key_ids = positives
     ranks = []
@@ -497,6 +498,8 @@ def options_of(flags, args):
         own["train_data"] = args.data
     own["split"] = default_split(spec)
     name, settings = common.parse_spec(spec)
+    if os.path.isdir(args.data) and name != "shapes":  # class folders: the caption that was learned
+        own["templates"] = [common.FOLDER_CAPTION]
     learned, of_learned = common.parse_spec(args.data)
     is_learned = given.get("split", own["split"]) in ("all", of_learned.get("split", "train"))
     is_same = name != "shapes" and Path(name).resolve() == Path(learned).resolve()
@@ -579,16 +582,16 @@ class EvalSet:
         spec, names = self.options.train_data, self.groups[""][1]
         train = open_beside(self.options, self, spec, None,
                             "k-NN and probes learn from other images than they are tested on: "
-                            "give --train-data (train.py: --eval-data), other class folders or "
-                            "tar shards with labels.")
+                            "give other class folders or tar shards with labels, by eval.py "
+                            "--train-data or train.py --eval-data.")
         if train.labelled and train.groups is None and not self.numbered:  # of tar shards
             raise UserError(f"{spec} numbers its classes, {self.options.data} names them: which is "
                             f"which is not known. Give eval.py --classes FILE, a name a line, that "
                             f"of label 0 first, in the order of the sorted folders; or name the "
-                            f"folders 0, 1, ...; or learn from class folders (--train-data).")
+                            f"folders 0, 1, ...; or learn from class folders (eval.py --train-data).")
         if train.labelled is None or (train.groups and train.groups[""][1] != names):
             raise UserError(f"{spec} must have the class folders of {self.options.data}, to learn "
-                            f"from: {', '.join(names)}; give others with --train-data.")
+                            f"from: {', '.join(names)}; give others with eval.py --train-data.")
         return train
 
 
@@ -1196,7 +1199,11 @@ def slot_alignment(embed, data, options):
 def masks(embed, data, options):
     """Masks of the image encoding, by slots and by dimensions, trained on the hard negatives of
     --select (SPARO, Sec. 5.2, Table 5). `pairs`: fraction of pairs that are right;
-    `relative_change`: of another metric, divided by that of `pairs`."""
+    `relative_change`: of another metric, divided by that of `pairs`.
+
+    differs: Table 5's VTAB Avg is the relative change of the mean accuracy; a table of several
+    --data here has the mean of their relative changes.
+    """
     needed = "SugarCrepe's files to train the mask on"
     selection = open_selection(options, data, "masks", "negatives", needed)
     _, x, captions, wrong = negative_pairs(embed, selection)
@@ -1692,7 +1699,8 @@ def draw_log(run):
     """{path: picture} of what a run's log shows: the training, of BAM also its Fig. 3."""
     file, cells = Path(run, "log.jsonl"), []
     lines = file.read_text().split("\n")[:-1] if file.exists() else []     # the last may be half
-    log = [json.loads(line) for line in lines]
+    log = [{name: math.nan if x is None else x for name, x in json.loads(line).items()}
+           for line in lines]
     for title, keys in CHARTS:
         if len(log) > 1 and set(keys) <= log[-1].keys():
             page, ends = chart(log, keys)

@@ -63,7 +63,7 @@ class Config:
     steps: int = 1000  # updates
     epochs: int | None = None  # instead of --steps: how often each image of files is shown
     batch: int = 128  # pairs per step, over all ranks
-    lr: float = 5e-4  # peak; linear warm-up, then --schedule to 0
+    lr: float = 5e-4  # peak; linear warm-up from lr / warmup, then --schedule to 0
     warmup: int = 100  # steps, of each stage if there are several
     schedule: Literal["cosine", "linear"] = "cosine"  # of the learning rate after the warm-up
     optimizer: Literal["adamw", "lamb", "lars", "sgd"] = "adamw"  # lamb: of STAIR; lars: of BAM
@@ -408,7 +408,8 @@ def choose_run(args):
 @contextlib.contextmanager
 def claim_run(args):
     """The run's directory, or None if this process writes nothing. It alone writes there, from
-    before it reads anything. A new directory that stays empty is removed."""
+    before it reads anything. A new directory is removed if the run fails before its first step is
+    logged or saved."""
     out = None if args.dry_run or args.bench else choose_run(args)
     if out is None or this_rank()[0] > 0:
         yield None
@@ -418,7 +419,9 @@ def claim_run(args):
         try:
             yield out
         finally:
-            if is_new and out.exists() and os.listdir(out) == ["lock"]:
+            log, of_a_start = out / "log.jsonl", {"lock", "config.json", "vocab.txt", "log.jsonl"}
+            nothing_logged = not log.exists() or log.stat().st_size == 0
+            if is_new and out.exists() and nothing_logged and of_a_start >= {*os.listdir(out)}:
                 shutil.rmtree(out)
 
 
@@ -471,6 +474,9 @@ def announce(args, data, model, tokenizer, device):
               "set OMP_NUM_THREADS=1")
     if device.type == "cuda" and args.workers == 0 and not isinstance(data, common.World):
         print("note: with --workers 0 the GPU waits while this process decodes images")
+    if isinstance(data, common.CaptionTable) and len(data) < args.batch:
+        print(f"note: a batch of {args.batch} holds each of the {len(data)} images several times, "
+              f"as if they were different ones: lower --batch")
     for _, steps, _ in METHODS[args.method].stages(args):
         if 0 < steps < args.warmup:
             print(f"note: in {steps} steps the learning rate does not reach its peak: --warmup is "
@@ -520,8 +526,11 @@ class Log:
         if warning and warning not in self.warned:
             self.bar.write(f"warning at step {record['step']}: {warning}")
             self.warned.add(warning)
+        # JSON has no NaN: a gradient that overflowed in fp16 is null
+        plain = {name: x if not isinstance(x, float) or math.isfinite(x) else None
+                 for name, x in record.items()}
         with common.writing(self.path), open(self.path, "a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(plain, allow_nan=False) + "\n")
         self.bar.set_postfix(loss=record["loss"], images_per_s=record["images_per_s"])
 
 
@@ -685,21 +694,34 @@ def open_loader(args, data, transform, tokenizer, model, progress):
     stream = kind(data, tokenizer, transform, min_side=min_side, context=context,
                   batch_size=args.batch // world_size, seed=args.seed + progress.order, rank=rank,
                   world_size=world_size, positions=dict(progress.positions), boxes=progress.boxes)
-    return iter(read_in_workers(stream, args.workers))
+    return read_in_workers(stream, args.workers)
 
 
-PATIENCE = 1800  # seconds for which a batch is awaited
+PATIENCE, LOOK = 1800, 10  # seconds: a batch is awaited so long, workers are looked at so often
 
 
 def read_in_workers(dataset, workers):
-    return torch.utils.data.DataLoader(
+    """The batches of an IterableDataset, read by so many processes."""
+    batches = iter(torch.utils.data.DataLoader(
         dataset, batch_size=None, num_workers=workers, worker_init_fn=ignore_signals,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=torch.cuda.is_available(), timeout=LOOK if workers else 0,
         # forked workers share the table's memory; Python 3.14 would start them otherwise
         multiprocessing_context="fork" if workers else None,
-        # a worker whose batch does not fit into /dev/shm would be awaited for ever
-        timeout=PATIENCE if workers else 0,
-        generator=torch.Generator())  # else it draws from the training's numbers
+        generator=torch.Generator()))  # else it draws from the training's numbers
+    waited = 0
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            # a worker whose batch does not fit into /dev/shm would be awaited for ever
+            waited += LOOK
+            if waited >= PATIENCE or not str(error).startswith("DataLoader timed out"):
+                raise
+            continue
+        waited = 0
+        yield batch
 
 
 def ignore_signals(worker):
@@ -866,10 +888,13 @@ def load_state(args, model, scaler, progress, device):
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     progress.restore(state, args.workers)
-    end, is_same = 0, False
-    for number, steps, _ in METHODS[args.method].stages(args):
+    stages, end, is_same = METHODS[args.method].stages(args), 0, False
+    for number, steps, _ in stages:
         start, end = end, end + steps
         is_same |= number == progress.stage and start < progress.step <= end
+    if len(stages) == 1 and progress.step > args.steps:
+        raise UserError(f"{args.out} has made {progress.step} steps, more than --steps {args.steps}"
+                        f": give as many or more, or leave --steps out.")
     if not is_same:
         raise UserError(f"{args.out} has made {progress.step} steps, the last in stage "
                         f"{progress.stage}; with these flags it is in another stage or in none: "

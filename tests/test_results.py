@@ -283,3 +283,16 @@ def test_data_are_evaluated_one_after_the_other(run_of, tmp_path, capsys):
     assert shown.count(f"| | {runs[0]} (1) | {runs[1]} (1) |") == 2 and "different d" not in shown
     assert f"| | {runs[0]}, mean of 2 data | {runs[1]}, mean of 2 data | difference |" in shown
     evaluation.main([str(runs[1]), "--data", specs[0], "--task", "heads"])  # learns from nothing
+
+
+def test_class_folders_are_tested_with_the_caption_that_was_learned(tmp_path):
+    make_folders(tmp_path, ["blue", "red"])
+    folders = tmp_path
+    args = train.parse_args([*SMALL["sparc"], "--data", str(folders), "--image-size", "16"])
+    options = evaluation.options_of({"data": str(folders)}, args)
+    data = evaluation.open_eval_set(options, 16)
+    assert data.classes.prompts == ["a photo of a blue.", "a photo of a red."]
+    asked = evaluation.options_of({"data": str(folders), "templates": ["the {}"]}, args)
+    assert asked.templates == ["the {}"]
+    of_world = train.parse_args(SMALL["sparc"])
+    assert evaluation.options_of({"data": str(folders)}, of_world).templates is None
