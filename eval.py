@@ -234,35 +234,6 @@ def winoground_scores(s):
     return text, image, text & image
 
 
-def k_precision(retrieved, truths, among=None):
-    """K-Precision (SPARC, Sec. 4.4): how many of a retrieved caption's words occur in the true
-    captions, a fraction, mean over images. retrieved: n lists of words; truths: n sets; among:
-    count only these words (K-Pna: nouns and adjectives), and captions that have one.
-
-    differs: Adlakha et al. (2023), cited for it, drop "a", "an", "the" and count a word only as
-    often as the truth has it. SPARC counts articles: its PACL, at chance, has .26, K-Pna .03.
-    """
-    precisions = []
-    for words, truth in zip(retrieved, truths):
-        words = [word for word in words if among is None or word in among]
-        if words:
-            precisions.append(sum(word in truth for word in words) / len(words))
-    return mean(precisions)
-
-
-def image_iou(predicted, truth, foreground_only=False):
-    """Mean IoU over the classes 1, 2, ... in the truth, None without one (SPARC, D.7). Maps (H, W);
-    pixels with truth 255 are ignored, and with `foreground_only` those with truth 0 too."""
-    valid = truth != 255
-    if foreground_only:
-        valid = valid & (truth != 0)
-    ious = []
-    for c in truth[valid & (truth != 0)].unique():
-        p_c, t_c = (predicted == c) & valid, (truth == c) & valid
-        ious.append((p_c & t_c).sum() / (p_c | t_c).sum())
-    return torch.stack(ious).mean().item() if ious else None
-
-
 def mean(values):
     """Mean of the values that are not None; nan if there is none."""
     known = [value for value in values if value is not None]
@@ -749,8 +720,7 @@ class WorldSet(EvalSet):
             "negatives": (WORLD_N, split, 3, few), "segmentation": (WORLD_N // 2, split, 5, most),
             "samples": (WORLD_N // 2, split, 6, few), "picture": (8, split, 7, most),
             "search": (WORLD_N, split, 7, None), "test": (WORLD_N, split, 9, 1)}
-        learned = {"slots": (WORLD_N, "val", 8, 1), "train": (4 * WORLD_N, "train", 9, 1),
-                   "train_maps": (WORLD_N // 2, "train", 10, most)}
+        learned = {"slots": (WORLD_N, "val", 8, 1), "train": (4 * WORLD_N, "train", 9, 1)}
         if purpose in learned:
             return self.world.sample(*learned[purpose])
         n, *more = evaluated[purpose]
@@ -781,7 +751,7 @@ class WorldSet(EvalSet):
             yield image, [(kind, *pairs[kind]) for kind in sorted(pairs)]
 
     def maps(self, purpose):
-        sample = self.scenes("train_maps" if purpose == "train" else purpose)
+        sample = self.scenes(purpose)
         groupings = ["/colour", "/shape"] if purpose == "picture" else list(self.map_classes)
         truths = {grouping: label_maps(sample, grouping) for grouping in groupings}
         for i, image in enumerate(sample["images"]):
@@ -970,9 +940,9 @@ def rank_pairs(embed, data, options, x, captions):
     result |= {f"t2i/R@{k}": recall for k, recall in t2i.items()}
     retrieved = [caption_words(flat[j]) for j in nearest_captions(embed, x, y)]
     truths = [set(caption_words(*group)) for group in captions]
-    result["faithfulness/K-P"] = k_precision(retrieved, truths)
+    result["faithfulness/K-P"] = sparc.k_precision(retrieved, truths)
     if data.content_words:
-        result["faithfulness/K-Pna"] = k_precision(retrieved, truths, data.content_words)
+        result["faithfulness/K-Pna"] = sparc.k_precision(retrieved, truths, data.content_words)
     return result
 
 
@@ -1065,17 +1035,6 @@ def linear(embed, data, options):
 # SPARC's task: segmentation ---------------------------------------------------------------
 
 
-def segment(patches, classes, size):
-    """Patches (P, E), classes (C, E) -> (H, W), 1 + the class nearest to each pixel's patch."""
-    return upsample((patches @ classes.T).argmax(1) + 1, size)
-
-
-def upsample(ids, size):
-    """An id for each patch (P,) -> a map (H, W) without smoothing."""
-    grid = math.isqrt(len(ids))
-    return F.interpolate(ids.view(1, 1, grid, grid).float(), size, mode="nearest")[0, 0].long()
-
-
 def patch_classes(embed, data):
     """{grouping of data.map_classes: embeddings (C, E) to compare single patches with}."""
     encode = functools.partial(embed.texts, encode=embed.model.encode_text)
@@ -1093,18 +1052,12 @@ def segmentation(embed, data, options):
         images += len(patches)
         for x, maps in zip(patches, truths):
             for grouping, truth in maps.items():
-                predicted = segment(x, classes[grouping], truth.shape)
-                foreground = image_iou(predicted, truth, foreground_only=True)
-                scores[f"miou{grouping}"].append(image_iou(predicted, truth))
+                predicted = sparc.segment(x, classes[grouping], truth.shape)
+                foreground = sparc.image_iou(predicted, truth, foreground_only=True)
+                scores[f"miou{grouping}"].append(sparc.image_iou(predicted, truth))
                 scores[f"miou_fg{grouping}"].append(foreground)
     result = {name: mean(values) for name, values in scores.items()}
     return result | {"segmentation/images": images}
-
-
-def share_on(mask, weights):
-    """Which share of the weights (P,) of patches lies on a mask (S, S), in pixels."""
-    patches = F.adaptive_avg_pool2d(mask[None].float(), math.isqrt(len(weights))).flatten()  # (P,)
-    return ((weights * patches).sum() / weights.sum()).item()
 
 
 def shares_on_objects(task, embed, data, words_of):
@@ -1117,7 +1070,7 @@ def shares_on_objects(task, embed, data, words_of):
             for kind, pairs in found.items():
                 mask = masks.get((kind, word))
                 if mask is not None:
-                    pairs.append((share_on(mask, weights), mask.float().mean().item()))
+                    pairs.append((sparc.share_on(mask, weights), mask.float().mean().item()))
     return {f"{task}/{kind}": (mean([share for share, _ in pairs]),
                                mean([even for _, even in pairs])) for kind, pairs in found.items()}
 
@@ -1249,13 +1202,6 @@ def vocabulary_scores(embed, x):
     return scores
 
 
-def label_ranks(scores, pieces, labels):
-    """Ranks from 0 of labels (n,) among all words by scores (n, |V|), last on a tie. pieces: of
-    each class the ids of its sub-words, the best of which counts."""
-    by_class = torch.stack([scores[:, ids].amax(1) for ids in pieces], 1)   # (n, C)
-    return (scores >= by_class.gather(1, labels[:, None])).sum(1) - 1
-
-
 def words(embed, data, options):
     """Interpretability (STAIR, Table 4): how often an image's label is among the k best words; of
     the world its colour, its shape, and the better of both."""
@@ -1267,7 +1213,7 @@ def words(embed, data, options):
         names = names if grouping else data.classes.names  # folders may be called otherwise
         # a class without a name gets the score of special tokens, -inf
         pieces = [embed.tokenizer.encode(name)[1:-1] or embed.tokenizer.special for name in names]
-        ranks[grouping] = label_ranks(scores, pieces, group[ids])
+        ranks[grouping] = stair.label_ranks(scores, pieces, group[ids])
     ranks[""] = torch.stack(list(ranks.values())).amin(0)
     ks = (1, 10, 50, 100)
     return {f"words{grouping}/top{k}": rank < k for grouping, rank in ranks.items() for k in ks}
@@ -1286,50 +1232,6 @@ def sparsity(embed, data, options):
     images, captions = take(embed, data, 500)
     return {"active/image": (embed.images(images) != 0).flatten(1).sum(1),
             "active/text": (embed.texts(captions) != 0).flatten(1).sum(1)}
-
-
-# Linear segmentation ----------------------------------------------------------------------
-#
-# What frozen patches know, without a decoder (BAM's Table 7 has UPerNet's, for which see --export).
-
-
-def patch_labels(truth, size, grid):
-    """A map (H, W) -> (grid * grid,), the commonest id in each patch of an image of `size`."""
-    truth = F.interpolate(truth[None, None].float(), (size, size))[0, 0]    # nearest pixels
-    cells = truth.unflatten(0, (grid, -1)).unflatten(2, (grid, -1))         # (g, p, g, p)
-    return cells.transpose(1, 2).reshape(grid**2, -1).mode().values.long()
-
-
-def linear_segmentation(embed, data, options):
-    """mIoU over all pixels, the background a class as in VOC. adamw_probe trains a linear
-    classifier of the image encoder's patches to predict the commonest class of a patch's pixels."""
-    encoder, result, train = embed.model.evaluation_encoder(), {}, data
-    P = encoder.grid**2
-    if not data.is_world:
-        train = open_beside(options, data, options.data, None,
-                            f"linear_segmentation learns from the split train of {options.data}, "
-                            f"which must have one: evaluate on another.")
-
-    def encode(images):
-        return encoder(images)[:, -P:].float()                              # (B, P, d)
-
-    x, learned = embed.encode_pairs(train.maps("train"), encode)
-    test, truths = embed.encode_pairs(data.maps("segmentation"), encode)
-    for grouping in data.map_classes:
-        labels = torch.cat([patch_labels(maps[grouping], embed.image_size, encoder.grid)
-                            for maps in learned])                           # (n P,)
-        counted, batch = labels != 255, min(512, max(32, len(labels) // 64))
-        if not counted.any():
-            raise UserError(f"Every pixel of {options.data} to learn from is 255: none counts.")
-        seen = x.flatten(0, 1)[counted].to(embed.device), labels[counted].to(embed.device)
-        head = adamw_probe(*seen, epochs=3, batch=batch)[0].cpu()
-        found, truth = [], []  # ids of all pixels, from 1: the background is a class, too
-        for patches, maps in zip(test, truths):
-            ids = upsample(head(patches).argmax(1), maps[grouping].shape)
-            found.append(ids.flatten() + 1)
-            truth.append((maps[grouping] + (maps[grouping] != 255)).flatten())
-        result[f"linear_segmentation{grouping}"] = image_iou(torch.cat(found), torch.cat(truth))
-    return result
 
 
 # Fine-tuned classifiers (BAM, Tables 3 to 5) ----------------------------------------------
@@ -1392,7 +1294,6 @@ TASKS = {
     "masks": Task(masks, ("groups", "captioned"), "mask_parts"),
     "alignment": Task(alignment, ("grounded",), "align_words"),
     "slot_alignment": Task(slot_alignment, ("grounded",), "slots"),
-    "linear_segmentation": Task(linear_segmentation, ("maps",)),
     "classification": Task(classification, ("labelled",), "class_scores"),
 }
 
@@ -1541,7 +1442,7 @@ def draw_segmentation(runs, data):
             size, maps = (144, 144 * truth.shape[0] // truth.shape[1]), {"true": truth}
             for name, embed in runs.items():
                 patches = embed.images(image[None], embed.model.encode_patches)[0]
-                maps[name] = segment(patches, classes[name][grouping], truth.shape)
+                maps[name] = sparc.segment(patches, classes[name][grouping], truth.shape)
             for name, ids in maps.items():
                 shade = torch.where(truth == 0, 0.35, 1.0)[..., None]
                 painted = (colours[grouping][ids.long()] * shade).byte().permute(2, 0, 1)
@@ -1665,7 +1566,7 @@ def draw_captions(runs, data):
             continue
         lines = [draw_text(f"its own: {' / '.join(captions)}", 500)]
         for name, caption in zip(found, nearest):
-            score = k_precision([caption_words(caption)], [caption_words(*captions)])
+            score = sparc.k_precision([caption_words(caption)], [caption_words(*captions)])
             lines.append(draw_text(f"{name} (K-Precision {score:.2f}): {caption}", 500))
         image = image if torch.is_tensor(image) else embed.read(image)
         rows.append(("", [(join([to_picture(image), join(lines, True)]), "")]))
@@ -2044,7 +1945,7 @@ def build_parser():
     add("runs", nargs="+", metavar="run", help="directory of a run of train.py")
     add("--task", dest="tasks", type=lambda names: names.split(","), metavar="NAMES",
         help=f"tasks {', '.join(TASKS)}; pictures {', '.join(PICTURES)}; comma-separated (default: "
-             "the usual ones of the model; never slots, masks, linear_segmentation)")
+             "the usual ones of the model; never slots, masks)")
     add("--data", nargs="+", metavar="SPEC",
         help="as of train.py, or a directory in the layout of CLIP_benchmark, Pascal VOC, "
              "Winoground or SugarCrepe (default: the run's --eval-data, or --data)")

@@ -576,6 +576,57 @@ def model_class(args):
     return Model if args.objective == "sparc" else Baseline
 
 
+# Measures of the paper --------------------------------------------------------------------
+#
+# eval.py has the images and captions; these have matrices.
+
+
+def segment(patches, classes, size):
+    """Patches (P, E), classes (C, E) -> (H, W), 1 + the class nearest to each pixel's patch."""
+    return upsample((patches @ classes.T).argmax(1) + 1, size)
+
+
+def upsample(ids, size):
+    """An id for each patch (P,) -> a map (H, W) without smoothing."""
+    grid = math.isqrt(len(ids))
+    return F.interpolate(ids.view(1, 1, grid, grid).float(), size, mode="nearest")[0, 0].long()
+
+
+def image_iou(predicted, truth, foreground_only=False):
+    """Mean IoU over the classes 1, 2, ... in the truth, None without one (D.7). Maps (H, W);
+    pixels with truth 255 are ignored, and with `foreground_only` those with truth 0 too."""
+    valid = truth != 255
+    if foreground_only:
+        valid = valid & (truth != 0)
+    ious = []
+    for c in truth[valid & (truth != 0)].unique():
+        p_c, t_c = (predicted == c) & valid, (truth == c) & valid
+        ious.append((p_c & t_c).sum() / (p_c | t_c).sum())
+    return torch.stack(ious).mean().item() if ious else None
+
+
+def k_precision(retrieved, truths, among=None):
+    """K-Precision (Sec. 4.4): how many of a retrieved caption's words occur in the true
+    captions, a fraction, mean over images. retrieved: n lists of words; truths: n sets; among:
+    count only these words (K-Pna: nouns and adjectives), and captions that have one.
+
+    differs: Adlakha et al. (2023), cited for it, drop "a", "an", "the" and count a word only as
+    often as the truth has it. The paper counts articles: its PACL, at chance, has .26, K-Pna .03.
+    """
+    precisions = []
+    for words, truth in zip(retrieved, truths):
+        words = [word for word in words if among is None or word in among]
+        if words:
+            precisions.append(sum(word in truth for word in words) / len(words))
+    return sum(precisions) / len(precisions) if precisions else math.nan
+
+
+def share_on(mask, weights):
+    """Which share of the weights (P,) of patches lies on a mask (S, S), in pixels."""
+    patches = F.adaptive_avg_pool2d(mask[None].float(), math.isqrt(len(weights))).flatten()  # (P,)
+    return ((weights * patches).sum() / weights.sum()).item()
+
+
 if __name__ == "__main__":
     # 4 of 9 patches of an image resemble the words of its caption, the others are noise.
     torch.manual_seed(0)

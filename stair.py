@@ -397,6 +397,16 @@ class LAMB(torch.optim.Optimizer):
             torch._foreach_sub_(params, torch._foreach_mul(update, list(group["lr"] * trust)))
 
 
+# Interpretability (Sec. 5.1, Table 4) --------------------------------------------------------
+
+
+def label_ranks(scores, pieces, labels):
+    """Ranks from 0 of labels (n,) among all words by scores (n, |V|), last on a tie. pieces: of
+    each class the ids of its sub-words, the best of which counts."""
+    by_class = torch.stack([scores[:, ids].amax(1) for ids in pieces], 1)   # (n, C)
+    return (scores >= by_class.gather(1, labels[:, None])).sum(1) - 1
+
+
 # Inverted index (App. D) --------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from PIL import Image
 
 import common
 import eval as evaluation
+import sparc
 from helpers import picture, write_files
 
 
@@ -221,10 +222,10 @@ def test_mean_iou_by_hand():
     truth, predicted = torch.tensor(truth), torch.tensor(predicted)
     # class 1: 1 of {(0, 0), (0, 2), (0, 3)}; class 2: 2 of 3; the pixel with 255 does not count
     first = (1 / 3 + 2 / 3) / 2
-    ious = [evaluation.image_iou(p, t) for p, t in zip(predicted, truth)]
+    ious = [sparc.image_iou(p, t) for p, t in zip(predicted, truth)]
     assert ious == [pytest.approx(first), pytest.approx(2 / 5), None]
     assert evaluation.mean(ious) == pytest.approx((first + 2 / 5) / 2)
-    inside = [evaluation.image_iou(p, t, foreground_only=True) for p, t in zip(predicted, truth)]
+    inside = [sparc.image_iou(p, t, foreground_only=True) for p, t in zip(predicted, truth)]
     assert inside == [pytest.approx((1 / 2 + 2 / 3) / 2), pytest.approx(2 / 4), None]
     assert math.isnan(evaluation.mean([None]))
 
@@ -232,17 +233,17 @@ def test_mean_iou_by_hand():
 def test_k_precision_by_hand():
     retrieved = [["a", "red", "red", "car"], ["two", "dogs"], ["it"]]
     truths = [{"a", "red", "bus"}, {"two", "dogs", "run"}, {"the", "sky"}]
-    assert evaluation.k_precision(retrieved, truths) == pytest.approx((3 / 4 + 1 + 0) / 3)
+    assert sparc.k_precision(retrieved, truths) == pytest.approx((3 / 4 + 1 + 0) / 3)
     among = {"red", "car", "dogs"}                                          # "it" has none
-    assert evaluation.k_precision(retrieved, truths, among) == pytest.approx((2 / 3 + 1) / 2)
-    assert math.isnan(evaluation.k_precision(retrieved, truths, {"moon"}))
+    assert sparc.k_precision(retrieved, truths, among) == pytest.approx((2 / 3 + 1) / 2)
+    assert math.isnan(sparc.k_precision(retrieved, truths, {"moon"}))
 
 
 def test_segment_takes_the_nearest_class_of_each_patch():
     patches = torch.eye(3)[[0, 1, 2, 2]]
-    found = evaluation.segment(patches, torch.eye(3), (4, 4))
+    found = sparc.segment(patches, torch.eye(3), (4, 4))
     assert found.tolist() == [[1, 1, 2, 2], [1, 1, 2, 2], [3, 3, 3, 3], [3, 3, 3, 3]]
-    found = evaluation.segment(patches, torch.eye(3), (2, 6))
+    found = sparc.segment(patches, torch.eye(3), (2, 6))
     assert found.tolist() == [[1, 1, 1, 2, 2, 2], [3, 3, 3, 3, 3, 3]]
 
 
@@ -606,8 +607,8 @@ def test_negatives_on_sugarcrepe_files(tmp_path):
 def test_the_share_of_weights_on_an_object():
     mask = torch.zeros(8, 8, dtype=torch.bool)
     mask[:4, 2:6] = True                                                    # half of two patches
-    assert evaluation.share_on(mask, torch.tensor([1.0, 3, 0, 4])) == 0.25
-    assert evaluation.share_on(mask, torch.tensor([1.0, 1, 0, 0])) == 0.5
+    assert sparc.share_on(mask, torch.tensor([1.0, 3, 0, 4])) == 0.25
+    assert sparc.share_on(mask, torch.tensor([1.0, 1, 0, 0])) == 0.5
 
 
 def test_a_kind_of_words_without_one_has_no_share():
@@ -693,68 +694,6 @@ def test_segmentation_of_a_folder_in_pascal_vocs_layout(tmp_path, capsys):
     assert two.width > one.width > 600                                      # b beside a
     assert not evaluation.PICTURES["alignment"].fits(data)
     assert len(opened(tmp_path)[0].map_classes[""].names) == 20             # Pascal's own
-
-
-class OneHotPatches(torch.nn.Module):
-    """An encoder whose four patches tell their colour, behind a [CLS] token."""
-
-    grid = 2
-
-    def forward(self, images):
-        patches = Oracle().encode_patches(images).round()                   # (B, 4, 3)
-        return torch.cat([torch.rand(len(images), 1, 3), patches], 1)
-
-
-def linear_miou(tmp_path, **flags):
-    model = Oracle()
-    model.image_encoder = OneHotPatches()
-    data, options = opened(tmp_path, classes=str(tmp_path / "classes.txt"),
-                           tasks=["linear_segmentation"], **flags)
-    return evaluation.evaluate(embedder(model), data, options)
-
-
-def test_linear_segmentation_in_pascal_vocs_layout(tmp_path):
-    """Halves of images in two of three colours."""
-    red, green, blue = COLOURS.values()
-    halves = {"a": (red, blue, 1, 3), "b": (green, red, 2, 1), "c": (blue, green, 3, 2)}
-    files = {"classes.txt": "red\ngreen\nblue\n",
-             "ImageSets/Segmentation/train.txt": "\n".join("abc" * 40),
-             "ImageSets/Segmentation/val.txt": "a\nb\nc"}
-    for name, (left, right, *ids) in halves.items():
-        files[f"JPEGImages/{name}.jpg"] = picture(16, 16, value=8 * [left] + 8 * [right])
-        ids = 8 * ids[:1] + 8 * ids[1:]
-        files[f"SegmentationClass/{name}.png"] = picture(16, 16, "L", "PNG", ids)
-    write_files(tmp_path, files)
-    assert linear_miou(tmp_path) == {"linear_segmentation": 1}
-    # half a patch off: 2 columns do not count, 2 are background
-    moved = 2 * [255] + 2 * [0] + 8 * [1] + 4 * [3]
-    write_files(tmp_path, {"SegmentationClass/d.png": picture(16, 16, "L", "PNG", moved),
-                           "JPEGImages/d.jpg": files["JPEGImages/a.jpg"],
-                           "ImageSets/Segmentation/val.txt": "d"})
-    # red is found in columns 2 to 8, blue in 8 to 16, the background nowhere
-    assert linear_miou(tmp_path) == {"linear_segmentation": pytest.approx((4 / 10 + 4 / 8 + 0) / 3)}
-    with pytest.raises(common.UserError, match="learns from the split train of"):
-        linear_miou(tmp_path, split="train")
-    (tmp_path / "ImageSets/Segmentation/train.txt").unlink()
-    with pytest.raises(common.UserError, match="which must have one"):
-        linear_miou(tmp_path)
-
-
-def test_linear_segmentation_needs_a_pixel_that_counts(tmp_path):
-    blank = picture(8, 8, "L", "PNG", 255)
-    files = {f"SegmentationClass/{name}.png": blank for name in "ab"}
-    files |= {f"JPEGImages/{name}.jpg": picture() for name in "ab"}
-    lists = {"ImageSets/Segmentation/train.txt": "a", "ImageSets/Segmentation/val.txt": "b"}
-    write_files(tmp_path, files | lists | {"classes.txt": "red"})
-    with pytest.raises(common.UserError, match="Every pixel of .* to learn from is 255"):
-        linear_miou(tmp_path)
-
-
-def test_a_patch_has_its_commonest_class():
-    truth = torch.tensor([[1, 1, 2, 2], [1, 0, 255, 255], [3, 3, 0, 0], [3, 3, 0, 1]])
-    assert evaluation.patch_labels(truth, 4, 2).tolist() == [1, 2, 3, 0]
-    larger = truth.repeat_interleave(3, 0).repeat_interleave(5, 1)          # (12, 20)
-    assert evaluation.patch_labels(larger, 4, 2).tolist() == [1, 2, 3, 0]
 
 
 def test_data_have_a_default_split(tmp_path, monkeypatch):

@@ -286,9 +286,9 @@ def test_a_single_stage_with_lamb_and_a_linear_schedule(tmp_path):
 
 def test_label_ranks_count_the_best_sub_word_and_ties_against_it():
     scores = torch.tensor([[0.0, 3.0, 2.0, 1.0], [1.0, 1.0, 0.0, 1.0]])
-    ranks = evaluation.label_ranks(scores, [[2, 3], [0]], torch.tensor([0, 0]))
+    ranks = stair.label_ranks(scores, [[2, 3], [0]], torch.tensor([0, 0]))
     assert ranks.tolist() == [1, 2]
-    ranks = evaluation.label_ranks(scores, [[1], [0, 2]], torch.tensor([1, 1]))
+    ranks = stair.label_ranks(scores, [[1], [0, 2]], torch.tensor([1, 1]))
     assert ranks.tolist() == [1, 2]
 
 
@@ -300,7 +300,7 @@ def test_a_piece_that_spells_a_word_does_not_rival_it_where_words_are_texts():
         similarity=lambda x, y: x @ y.T)
     scores = evaluation.vocabulary_scores(embed, torch.tensor([[0.0, 1.0]]))
     assert scores.tolist() == [[-math.inf] * 4 + [3.0, -math.inf, 1.0]]
-    assert evaluation.label_ranks(scores, [[4]], torch.tensor([0])).tolist() == [0]
+    assert stair.label_ranks(scores, [[4]], torch.tensor([0])).tolist() == [0]
     embed.model.encode_words = True                                # STAIR's encodings are words
     scores = evaluation.vocabulary_scores(embed, torch.arange(7.0)[None])
     assert scores.tolist() == [[-math.inf] * 4 + [4.0, 5.0, 6.0]]
