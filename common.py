@@ -1,7 +1,20 @@
-"""What the four methods share: encoders, tokenizer, data, schedules, checkpoints.
+"""What the four methods share. Nothing here names a method, and no method file imports this one:
+train.py and eval.py join them. A map of the sections:
 
-Nothing here names a method, and no method file imports this one: train.py and eval.py join
-them. The embedded world stands last: with data of your own you need not read it.
+    Encoders            ViT, TextTransformer, ResNet; their presets
+    What ... a method   what a new method file must bring, and its defaults
+    Tokenizer           WordPiece, CLIP's BPE, the training of a vocabulary
+    Images and views    decoding, crops, augmentation
+    Data files          tables, tar shards, class folders: what --data names
+    Streams and seeds   endless batches that a resumed run continues
+    Schedules           learning rate, weight decay
+    ... checkpoints     parameter groups, files that a kill leaves whole
+    Distributed         ranks, and a gather with gradients
+    Weights of others   CLIP's and timm's, in and out
+    The embedded world  drawn scenes with captions: skip it if you have data
+
+To add a data format, write a function that yields (path, caption) rows and add a row to formats().
+To add an encoder, add a row to VIT_PRESETS or TEXT_PRESETS. To add a method, read Method.
 """
 
 import argparse
@@ -104,92 +117,10 @@ def cast_settings(settings, defaults, name):
     return result
 
 
-# Distributed --------------------------------------------------------------------------
-
-
-def init_distributed():
-    """Join the process group of `torchrun`, if there is one -> this rank's device."""
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("WORLD_SIZE", "1")
-    if tasks != "1" and "RANK" not in os.environ:
-        raise UserError(f"There are {tasks} tasks that know nothing of each other: start one a "
-                        f"machine, `srun --ntasks-per-node=1 torchrun ... train.py ...`.")
-    cuda, device = torch.cuda.is_available(), torch.device("cpu")
-    if cuda:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        timeout = datetime.timedelta(minutes=30)  # the others wait while rank 0 evaluates
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout,
-                                device_id=device if cuda else None)
-    return device
-
-
-def patient_group():
-    """A group on which ranks wait for rank 0 for a day, None of one process. On NCCL's they may
-    not, and torchrun would end a machine whose ranks have left 5 minutes before the others."""
-    if not dist.is_initialized():
-        return None
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
-
-
-class _Gather(torch.autograd.Function):
-    """(B, ...) on each rank -> (world * B, ...). Backward sums the gradients of all ranks."""
-
-    @staticmethod
-    def forward(ctx, x):
-        rows = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
-        # torch 2.14 has new names, and warns of the old ones
-        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        all_gather(rows, x.contiguous())
-        return rows
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if dist.get_backend() == "gloo":  # before torch 2.8 it has no reduce_scatter
-            gradient = gradient.clone(memory_format=torch.contiguous_format)  # it may be shared
-            dist.all_reduce(gradient)
-            return gradient.chunk(dist.get_world_size())[dist.get_rank()]
-        rows = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        scatter(rows, gradient.contiguous())
-        return rows
-
-
-class Gather:
-    """gather(x): (B, ...) on each rank, of one shape -> (world * B, ...), in the order of the
-    ranks: row i of x is row gather.rank * B + i.
-
-    Differentiable, so that DDP's mean over ranks is the gradient of one process on the global
-    batch. (A plain all_gather loses what the other ranks' losses contribute to these rows.)
-    """
-
-    def __call__(self, x):
-        return _Gather.apply(x) if dist.is_initialized() else x
-
-    @property
-    def rank(self):
-        return dist.get_rank() if dist.is_initialized() else 0
-
-
-gather = Gather()
-
-
-def gather_objects(value):
-    """The (picklable) values of all ranks, as a list in the order of the ranks."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def turn_off_tf32():
-    """What is fp32 is computed in fp32, on a GPU too."""
-    torch.backends.cudnn.allow_tf32 = False  # on by default: convolutions of fp32 in 10 bits
-    torch.backends.cuda.matmul.allow_tf32 = False  # on in NVIDIA's containers
-
-
 # Encoders -----------------------------------------------------------------------------
+#
+# A tower returns ALL its tokens, normalised: the method decides how to pool them. Weights begin as
+# CLIP's. Names of parameters are timm's, so that its weights need few translations.
 
 
 class Tower(nn.Module):
@@ -633,136 +564,9 @@ def copy_tower(tower, source, run):
         load_tower(tower, norm | source.state_dict(), (), "leave out --image-encoder")
 
 
-# Weights of others --------------------------------------------------------------------
-
-CLIP_NAMES = [  # OpenCLIP's and OpenAI's names, ours
-    ("transformer.resblocks.", "blocks."), (".in_proj_", ".qkv."), (".out_proj.", ".proj."),
-    (".ln_1.", ".norm1."), (".ln_2.", ".norm2."), (".c_fc.", ".fc1."), (".c_proj.", ".fc2."),
-    ("conv1.", "patch_embed."), ("class_embedding", "cls"), ("positional_embedding", "pos"),
-    ("token_embedding.", "embedding."), ("ln_pre.", "norm_pre."), ("ln_post.", "norm."),
-    ("ln_final.", "norm.")]
-CLIP_PARTS = ("visual.proj", "text_projection", "logit_scale")  # what is in no tower
-OPENAI_ONLY = ("input_resolution", "context_length", "vocab_size")  # beside the weights
-TIMM_NAMES = [  # timm's names of its VisionTransformer, ours where they are others
-    ("cls_token", "cls"), ("pos_embed", "pos"), ("patch_embed.proj.", "patch_embed.")]
-IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean, deviation of pixels: as timm's
-
-
-def load_clip(towers, state_dict, tokenizer):
-    """Load a whole CLIP, as OpenCLIP or OpenAI saved it, into the image and the text tower ->
-    {a name of CLIP_PARTS: tensor}, for load_clip_parts. UserError for another network or words."""
-    state, image, text, parts = unwrapped(state_dict), {}, {}, {}
-    for key, value in state.items():
-        key = key.removeprefix("text.")
-        if key in CLIP_PARTS:
-            parts[key] = value
-        elif key.startswith("visual."):
-            image[key.removeprefix("visual.")] = value
-        elif key not in OPENAI_ONLY:
-            text[key] = value
-    if towers[1].vocab_size == CLIP_TOKENS and isinstance(tokenizer, WordPiece):
-        raise UserError("it has CLIP's words: give --vocab bpe_simple_vocab_16e6.txt.gz.")
-    modules = [*towers[0].modules(), *towers[1].modules()]
-    if OPENAI_ONLY[0] in state and any(isinstance(module, nn.GELU) for module in modules):
-        raise UserError("it is OpenAI's, whose GELU is another one: add :quick_gelu=1 to "
-                        "--image-encoder and --text-encoder.")
-    preset = "the preset clip-... of the file's model"
-    load_tower(towers[0], image, CLIP_NAMES, f"give --image-encoder {preset}")
-    load_tower(towers[1], text, CLIP_NAMES, f"give --text-encoder {preset} and --vocab its words")
-    return parts
-
-
-def unwrapped(state):
-    """What torch.load gives -> {name: tensor}: the weights alone, without what DDP, torch.compile
-    and training loops put around them and before their names."""
-    if isinstance(state, dict):
-        # "state_dict": OpenCLIP, timm, Lightning; "model": DeiT, BAM; "teacher": DINO
-        for key in ("state_dict", "model", "teacher"):
-            if isinstance(state.get(key), dict):
-                state = state[key]
-    names = state.keys() if isinstance(state, dict) else ()
-    if not any(torch.is_tensor(state[name]) for name in names):
-        held = ", ".join(map(str, [*names][:5])) or f"a {type(state).__name__}"
-        raise UserError(f"it holds no weights under a name that is known, but {held}: save "
-                        f"model.state_dict() alone.")
-    return {re.sub(r"^(module\.|_orig_mod\.)*", "", name): x for name, x in state.items()}
-
-
-def load_tower(tower, tensors, names, remedy):
-    """Load all tensors of another tower but those of blocks that the method replaces; positions are
-    interpolated. names: (theirs, ours), .... UserError with the remedy if one lacks or is left."""
-    found = {}
-    replaced = tuple(f"blocks.{len(tower.blocks) + i}." for i in range(tower.left_out))
-    for name, value in tensors.items():
-        for theirs, ours in names:
-            name = name.replace(theirs, ours)
-        if name in ("cls", "pos"):
-            value = value.reshape(1, -1, value.shape[-1]).float()
-        if not name.startswith(replaced):
-            found[name] = value
-    known = {name.partition(".")[0] for name in tower.state_dict()}
-    if found and not any(name.partition(".")[0] in known for name in found):
-        raise UserError(f"none of its names is known, such as {', '.join([*tensors][:3])}: give them "
-                        f"timm's or OpenCLIP's names.")
-    if isinstance(tower, ViT) and "pos" in found:
-        has_cls = tower.cls is not None
-        patches = found["pos"].shape[1] - has_cls
-        if patches == math.isqrt(patches) ** 2:
-            found["pos"] = resize_positions(found["pos"], has_cls, tower.grid, tower.grid)
-    restore_model(tower, found, "it", remedy)
-
-
-def load_clip_parts(model, parts):
-    """Copy what load_clip returned to the model's clip_parameters. UserError where one lacks or has
-    another size: random numbers in its place would ruin the others."""
-    for name, ours in model.clip_parameters().items():
-        theirs = parts[name].squeeze().t() if name in parts else None
-        if theirs is None or theirs.shape != ours.shape:
-            raise UserError(f"it has no {name} of {tuple(ours.t().shape)}, which the model needs: "
-                            f"give a CLIP with its projections, and their --embed-dim.")
-        ours.data.copy_(theirs)
-
-
-def load_timm(tower, state_dict):
-    """Load a ViT saved under timm's names (by timm, DeiT, DINO, BAM or eval.py --export; of DINO
-    and BAM the teacher's weights), whose pixels are normalised as ImageNet's."""
-    found = {}
-    for name, value in unwrapped(state_dict).items():
-        name = re.sub(r"^(module\.|teacher\.|backbone\.|_orig_mod\.)*", "", name)
-        if not name.startswith(("student.", "head.", "proj_head.")):
-            found[name] = value
-    load_tower(tower, for_other_pixels(found, IMAGENET, (MEAN, STD)), TIMM_NAMES,
-               "give --image-encoder the sizes of the file's ViT, as ViT-S/16:cls=1 for DINO's")
-
-
-def timm_weights(tower):
-    """A ViT's weights as load_timm reads them -> {timm's name: tensor}; UserError for others."""
-    is_plain = isinstance(tower, ViT) and isinstance(tower.patch_embed, nn.Conv2d)
-    if not is_plain or tower.left_out or isinstance(tower.norm, nn.Identity):
-        raise UserError("--export writes a ViT as timm has it, but this image encoder is a ResNet, "
-                        "has a stem, or ends in the method's read-out: train a plain ViT (in the "
-                        "embedded world --image-encoder tiny-patch).")
-    state = {}
-    for name, value in tower.state_dict().items():
-        for theirs, ours in TIMM_NAMES:
-            name = name.replace(ours, theirs)
-        state[name] = value.cpu()
-    return for_other_pixels(state, (MEAN, STD), IMAGENET)
-
-
-def for_other_pixels(state, old, new):
-    """A ViT's weights under timm's names, for pixels normalised by `old`, (mean, std) -> for `new`.
-    ViTs without that bias are CLIP's, whose pixels are normalised alike here and in timm."""
-    (mean, std), (new_mean, new_std) = torch.tensor(old), torch.tensor(new)  # (3,) each
-    weight, bias = "patch_embed.proj.weight", "patch_embed.proj.bias"  # (d, 3, p, p), (d,)
-    if weight not in state or bias not in state:
-        return state
-    shift = state[weight] * ((new_mean - mean) / std)[:, None, None]
-    return state | {weight: state[weight] * (new_std / std)[:, None, None],
-                    bias: state[bias] + shift.sum((1, 2, 3))}
-
-
 # Tokenizer ----------------------------------------------------------------------------
+#
+# Both kinds give exactly the ids of the originals: weights of others are useless with other ids.
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 MAX_WORD = 100  # characters; a longer word is [UNK]
@@ -998,6 +802,9 @@ def merge_pair(pieces, pair, merged):
 
 
 # Images and views ---------------------------------------------------------------------
+#
+# Workers decode and crop, image by image. Flips, colours and blur are cheaper by the batch: they
+# run on the model's device, with random numbers that the worker drew.
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff",
@@ -1563,7 +1370,7 @@ def read_headers(path, files):
     the key has already begins another sample, as in OpenCLIP. files: an ExitStack, which closes the
     shard.
     """
-    key, places, problem = None, {}, None
+    key, start, places, problem = None, 0, {}, None
     try:
         file = files.enter_context(open(path, "rb", buffering=0))
         for name, headers, offset, size in read_members(file):
@@ -2094,6 +1901,8 @@ def mix_seed(*numbers):
 
 
 # Schedules ----------------------------------------------------------------------------
+#
+# Functions of a step, without a state that a resumed run would have to restore.
 
 
 def cosine(step, steps, start, end):
@@ -2120,6 +1929,8 @@ def linear_lr(step, steps, warmup, peak):
 
 
 # Parameter groups and checkpoints -----------------------------------------------------
+#
+# A run may be killed at any moment: a file is written beside the old one and then takes its place.
 
 
 def param_groups(model, weight_decay):
@@ -2214,13 +2025,237 @@ def why_unreadable(path, message):
     if "TorchScript" in message:  # OpenAI's own files
         return "convert it by torch.save(torch.jit.load(FILE, 'cpu').state_dict(), NEW)"
     if held := re.search(r"GLOBAL (\S+)", message):
-        return (f"beside weights it holds {held[1]}, which could execute code; if you trust it, save "
-                f"the weights alone by torch.save(torch.load(FILE, weights_only=False)[KEY], NEW)")
+        return (f"beside weights it holds {held[1]}, which could execute code; if you trust it, "
+                f"save the weights alone by torch.save(torch.load(FILE, weights_only=False)[KEY], "
+                f"NEW)")
     return ("it is cut off, empty or of another kind; take another, such as a step-N.pt of "
             "--keep-every, or begin anew")
 
 
+# Distributed --------------------------------------------------------------------------
+#
+# N ranks must give the gradients of one process on the global batch. A loss exchanges nothing but
+# by Gather, which sums the gradients that other ranks' losses send back.
+
+
+def init_distributed():
+    """Join the process group of `torchrun`, if there is one -> this rank's device."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("WORLD_SIZE", "1")
+    if tasks != "1" and "RANK" not in os.environ:
+        raise UserError(f"There are {tasks} tasks that know nothing of each other: start one a "
+                        f"machine, `srun --ntasks-per-node=1 torchrun ... train.py ...`.")
+    cuda, device = torch.cuda.is_available(), torch.device("cpu")
+    if cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        timeout = datetime.timedelta(minutes=30)  # the others wait while rank 0 evaluates
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout,
+                                device_id=device if cuda else None)
+    return device
+
+
+def patient_group():
+    """A group on which ranks wait for rank 0 for a day, None of one process. On NCCL's they may
+    not, and torchrun would end a machine whose ranks have left 5 minutes before the others."""
+    if not dist.is_initialized():
+        return None
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+
+
+class _Gather(torch.autograd.Function):
+    """(B, ...) on each rank -> (world * B, ...). Backward sums the gradients of all ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        rows = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
+        # torch 2.14 has new names, and warns of the old ones
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(rows, x.contiguous())
+        return rows
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if dist.get_backend() == "gloo":  # before torch 2.8 it has no reduce_scatter
+            gradient = gradient.clone(memory_format=torch.contiguous_format)  # it may be shared
+            dist.all_reduce(gradient)
+            return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+        rows = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(rows, gradient.contiguous())
+        return rows
+
+
+class Gather:
+    """gather(x): (B, ...) on each rank, of one shape -> (world * B, ...), in the order of the
+    ranks: row i of x is row gather.rank * B + i.
+
+    Differentiable, so that DDP's mean over ranks is the gradient of one process on the global
+    batch. (A plain all_gather loses what the other ranks' losses contribute to these rows.)
+    """
+
+    def __call__(self, x):
+        return _Gather.apply(x) if dist.is_initialized() else x
+
+    @property
+    def rank(self):
+        return dist.get_rank() if dist.is_initialized() else 0
+
+
+gather = Gather()
+
+
+def gather_objects(value):
+    """The (picklable) values of all ranks, as a list in the order of the ranks."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def turn_off_tf32():
+    """What is fp32 is computed in fp32, on a GPU too."""
+    torch.backends.cudnn.allow_tf32 = False  # on by default: convolutions of fp32 in 10 bits
+    torch.backends.cuda.matmul.allow_tf32 = False  # on in NVIDIA's containers
+
+
+# Weights of others --------------------------------------------------------------------
+#
+# Names are translated, positions interpolated. A file that does not fit as a whole is refused:
+# random numbers in a part of a network would ruin the figures without a word.
+
+CLIP_NAMES = [  # OpenCLIP's and OpenAI's names, ours
+    ("transformer.resblocks.", "blocks."), (".in_proj_", ".qkv."), (".out_proj.", ".proj."),
+    (".ln_1.", ".norm1."), (".ln_2.", ".norm2."), (".c_fc.", ".fc1."), (".c_proj.", ".fc2."),
+    ("conv1.", "patch_embed."), ("class_embedding", "cls"), ("positional_embedding", "pos"),
+    ("token_embedding.", "embedding."), ("ln_pre.", "norm_pre."), ("ln_post.", "norm."),
+    ("ln_final.", "norm.")]
+CLIP_PARTS = ("visual.proj", "text_projection", "logit_scale")  # what is in no tower
+OPENAI_ONLY = ("input_resolution", "context_length", "vocab_size")  # beside the weights
+TIMM_NAMES = [  # timm's names of its VisionTransformer, ours where they are others
+    ("cls_token", "cls"), ("pos_embed", "pos"), ("patch_embed.proj.", "patch_embed.")]
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean, deviation of pixels: as timm's
+
+
+def load_clip(towers, state_dict, tokenizer):
+    """Load a whole CLIP, as OpenCLIP or OpenAI saved it, into the image and the text tower ->
+    {a name of CLIP_PARTS: tensor}, for load_clip_parts. UserError for another network or words."""
+    state, image, text, parts = unwrapped(state_dict), {}, {}, {}
+    for key, value in state.items():
+        key = key.removeprefix("text.")
+        if key in CLIP_PARTS:
+            parts[key] = value
+        elif key.startswith("visual."):
+            image[key.removeprefix("visual.")] = value
+        elif key not in OPENAI_ONLY:
+            text[key] = value
+    if towers[1].vocab_size == CLIP_TOKENS and isinstance(tokenizer, WordPiece):
+        raise UserError("it has CLIP's words: give --vocab bpe_simple_vocab_16e6.txt.gz.")
+    modules = [*towers[0].modules(), *towers[1].modules()]
+    if OPENAI_ONLY[0] in state and any(isinstance(module, nn.GELU) for module in modules):
+        raise UserError("it is OpenAI's, whose GELU is another one: add :quick_gelu=1 to "
+                        "--image-encoder and --text-encoder.")
+    preset = "the preset clip-... of the file's model"
+    load_tower(towers[0], image, CLIP_NAMES, f"give --image-encoder {preset}")
+    load_tower(towers[1], text, CLIP_NAMES, f"give --text-encoder {preset} and --vocab its words")
+    return parts
+
+
+def unwrapped(state):
+    """What torch.load gives -> {name: tensor}: the weights alone, without what DDP, torch.compile
+    and training loops put around them and before their names."""
+    if isinstance(state, dict):
+        # "state_dict": OpenCLIP, timm, Lightning; "model": DeiT, BAM; "teacher": DINO
+        for key in ("state_dict", "model", "teacher"):
+            if isinstance(state.get(key), dict):
+                state = state[key]
+    names = state.keys() if isinstance(state, dict) else ()
+    if not any(torch.is_tensor(state[name]) for name in names):
+        held = ", ".join(map(str, [*names][:5])) or f"a {type(state).__name__}"
+        raise UserError(f"it holds no weights under a name that is known, but {held}: save "
+                        f"model.state_dict() alone.")
+    return {re.sub(r"^(module\.|_orig_mod\.)*", "", name): x for name, x in state.items()}
+
+
+def load_tower(tower, tensors, names, remedy):
+    """Load all tensors of another tower but those of blocks that the method replaces; positions are
+    interpolated. names: (theirs, ours), .... UserError with the remedy if one lacks or is left."""
+    found = {}
+    replaced = tuple(f"blocks.{len(tower.blocks) + i}." for i in range(tower.left_out))
+    for name, value in tensors.items():
+        for theirs, ours in names:
+            name = name.replace(theirs, ours)
+        if name in ("cls", "pos"):
+            value = value.reshape(1, -1, value.shape[-1]).float()
+        if not name.startswith(replaced):
+            found[name] = value
+    known = {name.partition(".")[0] for name in tower.state_dict()}
+    if found and not any(name.partition(".")[0] in known for name in found):
+        raise UserError(f"none of its names is known, such as {', '.join([*tensors][:3])}: give "
+                        f"them timm's or OpenCLIP's names.")
+    if isinstance(tower, ViT) and "pos" in found:
+        has_cls = tower.cls is not None
+        patches = found["pos"].shape[1] - has_cls
+        if patches == math.isqrt(patches) ** 2:
+            found["pos"] = resize_positions(found["pos"], has_cls, tower.grid, tower.grid)
+    restore_model(tower, found, "it", remedy)
+
+
+def load_clip_parts(model, parts):
+    """Copy what load_clip returned to the model's clip_parameters. UserError where one lacks or has
+    another size: random numbers in its place would ruin the others."""
+    for name, ours in model.clip_parameters().items():
+        theirs = parts[name].squeeze().t() if name in parts else None
+        if theirs is None or theirs.shape != ours.shape:
+            raise UserError(f"it has no {name} of {tuple(ours.t().shape)}, which the model needs: "
+                            f"give a CLIP with its projections, and their --embed-dim.")
+        ours.data.copy_(theirs)
+
+
+def load_timm(tower, state_dict):
+    """Load a ViT saved under timm's names (by timm, DeiT, DINO, BAM or eval.py --export; of DINO
+    and BAM the teacher's weights), whose pixels are normalised as ImageNet's."""
+    found = {}
+    for name, value in unwrapped(state_dict).items():
+        name = re.sub(r"^(module\.|teacher\.|backbone\.|_orig_mod\.)*", "", name)
+        if not name.startswith(("student.", "head.", "proj_head.")):
+            found[name] = value
+    load_tower(tower, for_other_pixels(found, IMAGENET, (MEAN, STD)), TIMM_NAMES,
+               "give --image-encoder the sizes of the file's ViT, as ViT-S/16:cls=1 for DINO's")
+
+
+def timm_weights(tower):
+    """A ViT's weights as load_timm reads them -> {timm's name: tensor}; UserError for others."""
+    is_plain = isinstance(tower, ViT) and isinstance(tower.patch_embed, nn.Conv2d)
+    if not is_plain or tower.left_out or isinstance(tower.norm, nn.Identity):
+        raise UserError("--export writes a ViT as timm has it, but this image encoder is a ResNet, "
+                        "has a stem, or ends in the method's read-out: train a plain ViT (in the "
+                        "embedded world --image-encoder tiny-patch).")
+    state = {}
+    for name, value in tower.state_dict().items():
+        for theirs, ours in TIMM_NAMES:
+            name = name.replace(ours, theirs)
+        state[name] = value.cpu()
+    return for_other_pixels(state, (MEAN, STD), IMAGENET)
+
+
+def for_other_pixels(state, old, new):
+    """A ViT's weights under timm's names, for pixels normalised by `old`, (mean, std) -> for `new`.
+    ViTs without that bias are CLIP's, whose pixels are normalised alike here and in timm."""
+    (mean, std), (new_mean, new_std) = torch.tensor(old), torch.tensor(new)  # (3,) each
+    weight, bias = "patch_embed.proj.weight", "patch_embed.proj.bias"  # (d, 3, p, p), (d,)
+    if weight not in state or bias not in state:
+        return state
+    shift = state[weight] * ((new_mean - mean) / std)[:, None, None]
+    return state | {weight: state[weight] * (new_std / std)[:, None, None],
+                    bias: state[bias] + shift.sum((1, 2, 3))}
+
+
 # The embedded world -------------------------------------------------------------------
+#
+# An instrument, not a data set: all that can be measured on real data can be measured here in
+# minutes.
 
 COLOURS = {
     "red": (0.85, 0.15, 0.15), "green": (0.15, 0.65, 0.2), "blue": (0.2, 0.3, 0.9),

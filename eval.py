@@ -2,11 +2,22 @@
 
 Prints a table, writes pictures and appends the figures to RUN/evals.jsonl; those of a run's own
 data, as at the end of its training, are also in RUN/eval.json. Several runs share a table, those
-that differ in their seed alone with mean and standard deviation.
+that differ in their seed alone with mean and standard deviation. A map of the sections:
 
-A metric is a pure function of matrices. An Embedder makes the matrices from images and
-captions, in fp32: cosines in half precision tie. An EvalSet gives all kinds of data the same
-members. TASKS and PICTURES list what can be measured and drawn, and what that needs.
+    Metrics             pure functions of matrices; k-NN and linear probes
+    The embedder        a model that encodes images and captions, in fp32: half precision ties
+    A run ...           load_run: a run's directory -> Embedder and settings
+    Data                EvalSet: one face for every kind of data; the openers; the world
+    Tasks               functions of Embedder, EvalSet, options; then those of one method each
+    What can be ...     TASKS: the table of all tasks, what each needs
+    Pictures            the same for PICTURES
+    Evaluating a run    main -> evaluate_run -> load_run, open_eval_set, evaluate_and_show
+    Search, Weights     --query, --export
+    Several runs        tables and comparisons
+    Command line        the flags
+
+To add a task, write a function and a row of TASKS; a picture, a row of PICTURES; a kind of data, a
+branch of open_kind that returns an EvalSet.
 """
 
 import argparse
@@ -46,6 +57,8 @@ METHODS["classifier"] = common.Method(bam.CLASSIFIER)  # of train.py --finetune
 
 
 # Metrics ----------------------------------------------------------------------------------
+#
+# Matrices in, numbers out: these can be copied, and tests check them by hand.
 
 
 def recall_at_k(queries, keys, positives, chunk=1024, similarity=torch.inner):
@@ -111,7 +124,7 @@ def split_held_out(x):
 
 
 def middle_best(scores):
-    """The number of the best score, of equal ones the middle: extreme strengths are seldom right."""
+    """The index of the best score, of equal ones the middle: extreme strengths are seldom right."""
     best = [i for i, score in enumerate(scores) if score == max(scores)]
     return best[len(best) // 2]
 
@@ -241,6 +254,8 @@ def mean(values):
 
 
 # The embedder -----------------------------------------------------------------------------
+#
+# Cosines in half precision tie, so all is computed in fp32, whatever the training used.
 
 
 def chunks(items, n):
@@ -413,7 +428,57 @@ class Embedder:
         return scores.unflatten(1, (len(classes.names), -1)).mean(2)
 
 
+# A run and its options ------------------------------------------------------------------
+#
+# A run's directory holds all that its model needs: config.json, vocab.txt and a checkpoint.
+
+
+def new_embedder(model, tokenizer, args, device):
+    """A model of a run with settings `args` -> Embedder."""
+    if model.encode_text is None:  # it may learn from captions and yet encode images alone
+        tokenizer = None
+    context = model.text_encoder.context if tokenizer else None
+    size = model.image_encoder.image_size
+    return Embedder(model, tokenizer, context, size, device, workers=args.workers)
+
+
+def settings_of_run(run):
+    """A run's directory -> its method, its settings. Raises UserError if it holds no run."""
+    config = common.read_config(run)
+    method = METHODS.get(config.get("method"))
+    if method is None:
+        raise UserError(f"{run}/config.json names no method of {', '.join(METHODS)}.")
+    args = method.Config()
+    vars(args).update(config)
+    return method, args
+
+
+def load_run(run, device="cpu", checkpoint="last.pt"):
+    """A run's directory -> (Embedder, settings). Raises UserError if it holds no run.
+
+        model, args = eval.load_run("runs/sparc")
+        x = model.images(["a.jpg", Image.open("b.jpg")])  # (2, E), normalised
+        t = model.texts(["a cat"])                        # (1, E); scores: model.similarity(x, t)
+    """
+    method, args = settings_of_run(run)
+    tokenizer = common.open_tokenizer(Path(run, "vocab.txt")) if method.uses_text(args) else None
+    model = common.build_model(method, args, *common.build_encoders(method, args, tokenizer))
+    state = common.load_checkpoint(Path(run, checkpoint))
+    if not isinstance(state, dict) or state.get("method") != args.method:
+        raise UserError(f"{run}/{checkpoint} holds no {args.method} model, as config.json says.")
+    common.restore_model(model, state["model"], f"{run}/{checkpoint}", "config.json and vocab.txt "
+                         "beside it must be those that its run wrote")
+    if tokenizer and state["words"] != tokenizer.hash():
+        raise UserError(f"{run}/vocab.txt has other words than when the run was saved.")
+    embed = new_embedder(model.to(device), tokenizer, args, device)
+    embed.step = state["step"]
+    return embed, args
+
+
 # Data: one face for every kind ------------------------------------------------------------
+#
+# A task asks an EvalSet for pairs and need not know where they lie. None stands for what data
+# lack.
 
 TEMPLATES = ["a photo of {a}.", "{a}", "a close-up of {a}.", "a picture of {a}."]
 VOC_CLASSES = [
@@ -559,7 +624,7 @@ class EvalSet:
             raise UserError(f"{spec} numbers its classes, {self.options.data} names them: which is "
                             f"which is not known. Give eval.py --classes FILE, a name a line, that "
                             f"of label 0 first, in the order of the sorted folders; or name the "
-                            f"folders 0, 1, ...; or learn from class folders (eval.py --train-data).")
+                            f"folders 0, 1, ...; or learn from class folders (--train-data).")
         if train.labelled is None or (train.groups and train.groups[""][1] != names):
             raise UserError(f"{spec} must have the class folders of {self.options.data}, to learn "
                             f"from: {', '.join(names)}; give others with eval.py --train-data.")
@@ -687,6 +752,88 @@ def open_voc(directory, options, image_size):
     return EvalSet(named=classes, map_classes={"": classes}, maps=maps)
 
 
+def open_eval_set(options, image_size, captions=True):
+    """options.data, a SPEC of common.open_data or a directory like CLIP_benchmark's, Winoground's,
+    SugarCrepe's or Pascal VOC's -> EvalSet. captions: False for a model without a text tower."""
+    data = open_kind(options, image_size, captions)
+    data.image_size, data.options = image_size, options
+    if options.nouns_adjectives:
+        lines = common.read_lines(options.nouns_adjectives, "--nouns-adjectives")
+        data.content_words = {word.lower() for word in lines}
+    return data
+
+
+def open_kind(options, image_size, captions):
+    spec, directory, limit = options.data, Path(options.data), options.limit
+    is_voc, splits = os.path.isdir(directory / "SegmentationClass"), splits_of(spec)
+    if is_voc or splits:
+        if options.split not in splits:
+            raise UserError(f"{spec} has no split {options.split}, only "
+                            f"{', '.join(splits) or 'none'}.")
+        return open_voc(spec, options, image_size) if is_voc else open_benchmark(spec, options)
+    examples, root = directory / "examples.jsonl", options.image_root or directory / "images"
+    if os.path.isfile(examples):
+        return EvalSet(winoground=lambda: read_winoground(examples, root, limit))
+    found = directory.glob("*.json") if os.path.isdir(spec) else []
+    files = [file for file in sorted(found) if file.is_file()
+             and re.search(b'"(filename|negative_caption)"', file.read_bytes()[:4000])]
+    if files:
+        return EvalSet(negatives=lambda: read_sugarcrepe(files, options.image_root, limit))
+    content = "caption" if captions else None
+    source = common.open_data(spec, options.image_root, options.split, image_size, content)
+    if isinstance(source, common.World):
+        return WorldSet(source, options)
+    if isinstance(source, common.TarShards):  # their classes have no names: to learn from
+        # a sample of shards would read all headers first
+        pairs = lambda purpose: source.each("label", None if purpose == "first" else limit)
+        return EvalSet(labelled=pairs)
+    return TableSet(source, options)
+
+
+def open_beside(options, data, spec, root, message):
+    """Data to learn from or to choose by: CLIP_benchmark's or VOC's split "train", of the world
+    "val". Raises UserError with the message if `spec` is None, or the data to evaluate."""
+    splits = splits_of(spec) if spec else []
+    split = "train" if splits else "val"
+    is_same = spec and Path(spec).resolve() == Path(options.data).resolve()
+    if spec is None or (is_same and (split == options.split or split not in splits)):
+        raise UserError(message)
+    limit = None if options.label_fraction else options.learn_limit  # a share is of all
+    beside = vars(options) | {"data": spec, "split": split, "image_root": root, "limit": limit}
+    return open_eval_set(argparse.Namespace(**beside), data.image_size)
+
+
+def training_pairs(options, data):
+    """A function that gives the pairs (image, class id) of data.training, of --label-fraction those
+    that it leaves."""
+    def pairs():
+        names = data.groups[""][1]
+        labelled = data.training.labelled("train")
+        return known_labels(labelled, options.train_data, names, options.data)
+
+    if options.label_fraction is None:
+        return pairs
+    files, labels = [], []
+    for image, label in pairs():
+        files.append(image if isinstance(image, str) else None)
+        labels.append(label)
+    chosen = set(common.label_rows(files, labels, options.label_fraction))
+    return lambda: (pair for i, pair in enumerate(pairs()) if i in chosen)
+
+
+def open_selection(options, data, task, chooser, needed):
+    """What slots or masks are chosen by: --select, which must suit the task `chooser`, or other
+    samples of the world."""
+    spec, message = options.select, f"Task {task} needs --select, {needed}"
+    if spec is None and data.is_world:
+        return data
+    selection = open_beside(options, data, spec, options.select_root,
+                            f"{message}, not the data to evaluate.")
+    if not TASKS[chooser].fits(selection):
+        raise UserError(f"{message}; {spec} is something else.")
+    return selection
+
+
 COLOURS, SHAPES = common.COLOUR_NAMES, common.SHAPE_NAMES
 PAIRS = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]     # 8 * colour + shape
 WORLD_WORDS = {"small", "large", *COLOURS, *SHAPES, *map(common.plural, SHAPES)}
@@ -780,88 +927,6 @@ def label_maps(sample, grouping):
     ids = F.pad(class_ids(sample["scene"], grouping) + 1, (1, 0))           # (n, 1 + K)
     segmentation = sample["segmentation"]
     return ids.gather(1, segmentation.flatten(1)).view_as(segmentation)
-
-
-def open_eval_set(options, image_size, captions=True):
-    """options.data, a SPEC of common.open_data or a directory like CLIP_benchmark's, Winoground's,
-    SugarCrepe's or Pascal VOC's -> EvalSet. captions: False for a model without a text tower."""
-    data = open_kind(options, image_size, captions)
-    data.image_size, data.options = image_size, options
-    if options.nouns_adjectives:
-        lines = common.read_lines(options.nouns_adjectives, "--nouns-adjectives")
-        data.content_words = {word.lower() for word in lines}
-    return data
-
-
-def open_kind(options, image_size, captions):
-    spec, directory, limit = options.data, Path(options.data), options.limit
-    is_voc, splits = os.path.isdir(directory / "SegmentationClass"), splits_of(spec)
-    if is_voc or splits:
-        if options.split not in splits:
-            raise UserError(f"{spec} has no split {options.split}, only "
-                            f"{', '.join(splits) or 'none'}.")
-        return open_voc(spec, options, image_size) if is_voc else open_benchmark(spec, options)
-    examples, root = directory / "examples.jsonl", options.image_root or directory / "images"
-    if os.path.isfile(examples):
-        return EvalSet(winoground=lambda: read_winoground(examples, root, limit))
-    found = directory.glob("*.json") if os.path.isdir(spec) else []
-    files = [file for file in sorted(found) if file.is_file()
-             and re.search(b'"(filename|negative_caption)"', file.read_bytes()[:4000])]
-    if files:
-        return EvalSet(negatives=lambda: read_sugarcrepe(files, options.image_root, limit))
-    content = "caption" if captions else None
-    source = common.open_data(spec, options.image_root, options.split, image_size, content)
-    if isinstance(source, common.World):
-        return WorldSet(source, options)
-    if isinstance(source, common.TarShards):  # their classes have no names: to learn from
-        # a sample of shards would read all headers first
-        pairs = lambda purpose: source.each("label", None if purpose == "first" else limit)
-        return EvalSet(labelled=pairs)
-    return TableSet(source, options)
-
-
-def open_beside(options, data, spec, root, message):
-    """Data to learn from or to choose by: CLIP_benchmark's or VOC's split "train", of the world
-    "val". Raises UserError with the message if `spec` is None, or the data to evaluate."""
-    splits = splits_of(spec) if spec else []
-    split = "train" if splits else "val"
-    is_same = spec and Path(spec).resolve() == Path(options.data).resolve()
-    if spec is None or (is_same and (split == options.split or split not in splits)):
-        raise UserError(message)
-    limit = None if options.label_fraction else options.learn_limit  # a share is of all
-    beside = vars(options) | {"data": spec, "split": split, "image_root": root, "limit": limit}
-    return open_eval_set(argparse.Namespace(**beside), data.image_size)
-
-
-def training_pairs(options, data):
-    """A function that gives the pairs (image, class id) of data.training, of --label-fraction those
-    that it leaves."""
-    def pairs():
-        names = data.groups[""][1]
-        labelled = data.training.labelled("train")
-        return known_labels(labelled, options.train_data, names, options.data)
-
-    if options.label_fraction is None:
-        return pairs
-    files, labels = [], []
-    for image, label in pairs():
-        files.append(image if isinstance(image, str) else None)
-        labels.append(label)
-    chosen = set(common.label_rows(files, labels, options.label_fraction))
-    return lambda: (pair for i, pair in enumerate(pairs()) if i in chosen)
-
-
-def open_selection(options, data, task, chooser, needed):
-    """What slots or masks are chosen by: --select, which must suit the task `chooser`, or other
-    samples of the world."""
-    spec, message = options.select, f"Task {task} needs --select, {needed}"
-    if spec is None and data.is_world:
-        return data
-    selection = open_beside(options, data, spec, options.select_root,
-                            f"{message}, not the data to evaluate.")
-    if not TASKS[chooser].fits(selection):
-        raise UserError(f"{message}; {spec} is something else.")
-    return selection
 
 
 # Tasks ------------------------------------------------------------------------------------
@@ -1033,6 +1098,8 @@ def linear(embed, data, options):
 
 
 # SPARC's task: segmentation ---------------------------------------------------------------
+#
+# The measures themselves stand in sparc.py.
 
 
 def patch_classes(embed, data):
@@ -1089,6 +1156,8 @@ def alignment(embed, data, options):
 
 
 # SPARO's tasks: slots and masks -----------------------------------------------------------
+#
+# Slots are ranked, masks trained on other data than those that are evaluated.
 
 
 def headlines(embed, data, options, tasks=("zeroshot", "retrieval", "negatives")):
@@ -1181,6 +1250,9 @@ def masks(embed, data, options):
 
 
 # STAIR's tasks: encodings that are words --------------------------------------------------
+#
+# An encoding's numbers are weights of words, so words can be ranked, and texts encoded without the
+# text tower.
 
 
 def word_columns(embed, encodings):
@@ -1235,6 +1307,8 @@ def sparsity(embed, data, options):
 
 
 # Fine-tuned classifiers (BAM, Tables 3 to 5) ----------------------------------------------
+#
+# They have classes and no captions, and one task of their own.
 
 
 def check_classes(options, data, model):
@@ -1262,6 +1336,8 @@ def classification(embed, data, options):
 
 
 # What can be measured ---------------------------------------------------------------------
+#
+# A task runs if the data and the model have what its row names.
 
 
 IMAGES = "captioned", "groups"  # with a text each
@@ -1640,6 +1716,8 @@ def draw_pictures(embedders, data, tasks):
 
 
 # Evaluating a run -----------------------------------------------------------------------
+#
+# The figures of a run's own data are written where training looks for them, others beside them.
 
 
 def tasks_to_run(options, data, model):
@@ -1761,6 +1839,8 @@ def save_pictures(pages):
 
 
 # Search -----------------------------------------------------------------------------------
+#
+# STAIR's inverted index, filled with a data set's images and asked by captions or words.
 
 
 def search(embed, data, options, run, queries):
@@ -1815,52 +1895,9 @@ def answers(embed, index, queries):
             yield f"{query} ({name})", index.search(x, 8)
 
 
-# A run and its options ------------------------------------------------------------------
-
-
-def new_embedder(model, tokenizer, args, device):
-    """A model of a run with settings `args` -> Embedder."""
-    if model.encode_text is None:  # it may learn from captions and yet encode images alone
-        tokenizer = None
-    context = model.text_encoder.context if tokenizer else None
-    size = model.image_encoder.image_size
-    return Embedder(model, tokenizer, context, size, device, workers=args.workers)
-
-
-def settings_of_run(run):
-    """A run's directory -> its method, its settings. Raises UserError if it holds no run."""
-    config = common.read_config(run)
-    method = METHODS.get(config.get("method"))
-    if method is None:
-        raise UserError(f"{run}/config.json names no method of {', '.join(METHODS)}.")
-    args = method.Config()
-    vars(args).update(config)
-    return method, args
-
-
-def load_run(run, device="cpu", checkpoint="last.pt"):
-    """A run's directory -> (Embedder, settings). Raises UserError if it holds no run.
-
-        model, args = eval.load_run("runs/sparc")
-        x = model.images(["a.jpg", Image.open("b.jpg")])  # (2, E), normalised
-        t = model.texts(["a cat"])                        # (1, E); scores: model.similarity(x, t)
-    """
-    method, args = settings_of_run(run)
-    tokenizer = common.open_tokenizer(Path(run, "vocab.txt")) if method.uses_text(args) else None
-    model = common.build_model(method, args, *common.build_encoders(method, args, tokenizer))
-    state = common.load_checkpoint(Path(run, checkpoint))
-    if not isinstance(state, dict) or state.get("method") != args.method:
-        raise UserError(f"{run}/{checkpoint} holds no {args.method} model, as config.json says.")
-    common.restore_model(model, state["model"], f"{run}/{checkpoint}", "config.json and vocab.txt "
-                         "beside it must be those that its run wrote")
-    if tokenizer and state["words"] != tokenizer.hash():
-        raise UserError(f"{run}/vocab.txt has other words than when the run was saved.")
-    embed = new_embedder(model.to(device), tokenizer, args, device)
-    embed.step = state["step"]
-    return embed, args
-
-
 # Weights for other people's code ----------------------------------------------------------
+#
+# timm's names and pixels, so that detection and segmentation codes load the image encoder.
 
 
 def export(run, checkpoint, file):
@@ -1887,6 +1924,9 @@ def export(run, checkpoint, file):
 
 
 # Several runs ---------------------------------------------------------------------------
+#
+# Runs that differ in their seed alone are one column: mean, deviation, and the difference to the
+# first.
 
 ASIDE = ("seed out argv git resume workers log_every save_every keep_every eval_every "
          "accum_freq").split()  # settings in which the runs of a column may differ
@@ -1935,6 +1975,8 @@ def compare_runs(evaluated, tasks):
 
 
 # Command line ---------------------------------------------------------------------------
+#
+# Flags of an evaluation. The settings of the run itself are in its config.json.
 
 
 def build_parser():

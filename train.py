@@ -3,7 +3,17 @@
 
 Settings are the defaults of two dataclasses, Config below and the method's, then the values of its
 --preset, then the flags. The run's directory gets config.json, vocab.txt, log.jsonl, last.pt,
-eval.json and pictures.
+eval.json and pictures. A map of the sections:
+
+    Config                  every setting, its default, its help
+    Training                train(): build, resume, loop
+    Command line            flags from dataclasses; what is refused
+    The run's directory     who may write there; what it holds
+    Data, model, optimizer  what train() builds
+    What moves              Progress, checkpoints, signals, the clock
+    Log, evaluation, cost   what happens once in a while; --dry-run
+
+To add a setting, add a field with a comment to Config; an optimizer, a row of OPTIMIZERS.
 """
 
 import argparse
@@ -95,6 +105,8 @@ BENCH_WARMUP = 3  # steps before --bench starts the clock
 
 
 # Training -----------------------------------------
+#
+# One function, from the data to the last evaluation. All that it calls stands below it.
 
 
 def train(args, out, device):
@@ -149,22 +161,30 @@ def train(args, out, device):
                 clock.reset()
             batch = to_device(clock.wait_for(batches), device)
 
-            # One update.
+            # One update. The learning rate is a function of the step in its stage.
             step = progress.step - start
             set_schedules(optimizer, args, step, steps, lr)
             batch = common.distort(batch)
-            # The losses, which autocast leaves in fp32, are in TF32: its error is far below bf16's.
+
+            # The forward pass: the towers in half precision, the loss over the global batch. Losses
+            # stay in fp32 under autocast; TF32 in their products errs far less than bf16 towers.
             torch.backends.cuda.matmul.allow_tf32 = is_half
             with autocast():
                 outputs = parallel(batch, common.gather)  # {"loss": scalar, others to log}
+
+            # The backward pass; fp16 scales the loss, as its small gradients would be 0.
             scaler.scale(outputs["loss"]).backward()
             torch.backends.cuda.matmul.allow_tf32 = False
             model.before_update(step)
+
+            # Clip the true gradient, so unscale it first; the scaler skips an update that overflowed.
             scaler.unscale_(optimizer)
             grad_norm = clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
             scaler.step(optimizer)
             scaler.update()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)  # None takes no memory
+
+            # The method's own moves: a teacher follows its student, a temperature stays in bounds.
             model.after_update(step, steps)
             progress.advance(batch)
             log.bar.update()
@@ -217,6 +237,8 @@ def train(args, out, device):
 
 
 # Command line -----------------------------------------
+#
+# A flag for each field of Config and of the method's Config; the comment of a field is its help.
 
 
 class Parser(argparse.ArgumentParser):
@@ -379,6 +401,8 @@ def check_number(name, value):
 
 
 # The run's directory -----------------------------------------
+#
+# One process writes there, under a lock; what an earlier run left is never overwritten.
 
 
 def choose_run(args):
@@ -540,6 +564,8 @@ def print_once(line):
 
 
 # Data, model, optimizer -----------------------------------------
+#
+# Each rank builds the same model from --seed, and reads a part of the data of its own.
 
 
 def open_training_data(args, method):
@@ -810,6 +836,8 @@ def to_device(batch, device):
 
 
 # What moves while training -----------------------------------------
+#
+# A resumed run goes on bit for bit: what moves is one object, and a checkpoint keeps it.
 
 
 @dataclasses.dataclass
@@ -974,6 +1002,8 @@ def check_finite(args, step, loss, grad_norm):
 
 
 # Log, evaluation, cost -----------------------------------------
+#
+# What happens once in a while, and may cost time: none of it changes what is trained.
 
 
 @torch.no_grad()

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import common
-import sparc
 import train
 from helpers import (SMALL, LiveMemory, make_batch, make_views, run_ranks, tiny_model, train_alone,
                      weights)

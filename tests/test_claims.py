@@ -166,7 +166,8 @@ def test_every_command_of_a_claim_parses(method):
         settings[name] = train.parse_args([*flags.split(), "--lr", "0.001"])
         used |= {run["rate_by"]}
     for claim in table["claims"]:
-        assert claim.keys() - {"why_not", "untrained"} == {"claim", "source", "paper", "runs", "metrics"}
+        needed = {"claim", "source", "paper", "runs", "metrics"}
+        assert claim.keys() - {"why_not", "untrained"} == needed
         names, metrics = claim["runs"].split(), claims.METRIC.findall(claim["metrics"])
         used |= {*names} | {claims.trained(method, name)[0] for name in names}
         named.append(f"{claim['runs']}: {claim['metrics']}")

@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import os
-import random
 import re
 import resource
 import tarfile
@@ -247,7 +246,8 @@ def members_by_tarfile(path):
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 @pytest.mark.parametrize("odd", [
-    dict(), dict(mtime=1.7e9 + 0.25), dict(name="d/" * 45 + "name"), dict(name="n" * 90 + "caf\xe9"),
+    dict(), dict(mtime=1.7e9 + 0.25), dict(name="d/" * 45 + "name"),
+    dict(name="n" * 90 + "caf\xe9"),
     dict(name="long/" * 40 + "1.jpg"), dict(type=tarfile.DIRTYPE), dict(type=tarfile.SYMTYPE),
     dict(type=tarfile.LNKTYPE), dict(type=tarfile.CONTTYPE), dict(mtime=1.5, name="\u732b.jpg"),
     dict(pax_headers={"path": "another"}, mtime=2.5), dict(pax_headers={"comment": "none"})])

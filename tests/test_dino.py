@@ -10,7 +10,6 @@ from torch import nn
 
 import common
 import sparo
-import train
 from helpers import (SMALL, assert_same_with_gradients, cos, make_views, read_log, tiny_model,
                      train_alone)
 

@@ -709,6 +709,6 @@ def test_data_have_a_default_split(tmp_path, monkeypatch):
     ("bam", ["heads", "curves", "neighbours"])])
 def test_a_run_draws_its_pictures(run_of, name, pictures):
     assert (run_of(name) / "words.png").exists() == (name == "stair")  # of others if asked for
-    for picture in pictures:
-        with Image.open(run_of(name) / f"{picture}.png") as page:
+    for shown in pictures:
+        with Image.open(run_of(name) / f"{shown}.png") as page:
             assert page.width > 600 and len(page.getcolors(10**6)) > 20
