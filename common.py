@@ -2150,6 +2150,8 @@ def load_clip(towers, state_dict, tokenizer):
             image[key.removeprefix("visual.")] = value
         elif key not in OPENAI_ONLY:
             text[key] = value
+    if not image:
+        raise UserError(unknown_names(state))
     if towers[1].vocab_size == CLIP_TOKENS and isinstance(tokenizer, WordPiece):
         raise UserError("it has CLIP's words: give --vocab bpe_simple_vocab_16e6.txt.gz.")
     modules = [*towers[0].modules(), *towers[1].modules()]
@@ -2178,6 +2180,11 @@ def unwrapped(state):
     return {re.sub(r"^(module\.|_orig_mod\.)*", "", name): x for name, x in state.items()}
 
 
+def unknown_names(names):
+    return (f"none of its names is known, such as {', '.join([*names][:3])}: give them timm's or "
+            f"OpenCLIP's names.")
+
+
 def load_tower(tower, tensors, names, remedy):
     """Load all tensors of another tower but those of blocks that the method replaces; positions are
     interpolated. names: (theirs, ours), .... UserError with the remedy if one lacks or is left."""
@@ -2192,8 +2199,7 @@ def load_tower(tower, tensors, names, remedy):
             found[name] = value
     known = {name.partition(".")[0] for name in tower.state_dict()}
     if found and not any(name.partition(".")[0] in known for name in found):
-        raise UserError(f"none of its names is known, such as {', '.join([*tensors][:3])}: give "
-                        f"them timm's or OpenCLIP's names.")
+        raise UserError(unknown_names(tensors))
     if isinstance(tower, ViT) and "pos" in found:
         has_cls = tower.cls is not None
         patches = found["pos"].shape[1] - has_cls
