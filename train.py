@@ -177,7 +177,7 @@ def train(args, out, device):
             torch.backends.cuda.matmul.allow_tf32 = False
             model.before_update(step)
 
-            # Clip the true gradient, so unscale it first; the scaler skips an update that overflowed.
+            # Clip the true gradient: unscale it first. The scaler skips an update that overflowed.
             scaler.unscale_(optimizer)
             grad_norm = clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
             scaler.step(optimizer)

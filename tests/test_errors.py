@@ -165,7 +165,7 @@ ERRORS = [
     *(("clip", rf"^--init-weights clip.pt: it has no {part} of \(.*\), which the model needs: g",
        {part: shape}) for part, shape in (("visual.proj", None), ("text_projection", (9, 8)))),
     ("sparc --init-weights 0", "^--init-weights 0: 0 is not a checkpoint that can be", "broken"),
-    ("sparc --init-weights 0", "^--init-weights 0: none of its names is known, such as patch_embed: give",
+    ("sparc --init-weights 0", "^--init-weights 0: none of its names is known, such as patch_embed",
      saved({"patch_embed": torch.ones(2)})),
     ("bam --init-weights 0", "--init-weights 0: it holds .*Missing.* as ViT-S/16:cls=1",
      saved({"patch_embed.proj.weight": torch.ones(2)})),
