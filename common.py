@@ -915,8 +915,8 @@ def to_rgb(image):
     if image.getexif().get(ORIENTATION, 1) != 1:
         image = ImageOps.exif_transpose(image)
     if image.mode.startswith(("I", "F")):  # PIL's convert would cut at 255
-        x = np.asarray(image)
-        if image.mode == "F" and x.max() <= 1:
+        x = np.nan_to_num(np.asarray(image))
+        if image.mode == "F" and x.max() <= 2:  # about 1 for white
             x = 255 * x
         elif image.mode.startswith("I;16") or x.max() > 255:
             x = x / 256
@@ -1300,7 +1300,7 @@ KEY = re.compile(r"(.*/)?[^/.]*")
 SHARD_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, IndexError,
                 MemoryError)  # what tarfile raises for damaged files
 BAD_SHARD = "unreadable, truncated or compressed shard"
-NO_IMAGE = "no image (the files of a key must stand together)"
+NO_IMAGE = "no image of a known ending (the files of a key must stand together)"
 NO_CAPTION = "no .txt (the files of a key must stand together)"
 UNUSED = "image that no sample uses (a second one of its key, or a dot within its key)"
 BLOCK = tarfile.BLOCKSIZE
@@ -1454,7 +1454,7 @@ def read_parts(file, places):
 
 def find_label(cls, data):
     """What KEY.cls and KEY.json hold -> the label, or None."""
-    text = cls.decode("utf-8", "replace").strip()
+    text = cls.decode("utf-8-sig", "replace").strip()
     if not text:
         with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
             text = str(json.loads(data)["label"])
@@ -1626,14 +1626,16 @@ def open_directory(directory, content, image_root):
     with explained(OSError, f"Cannot read {directory}"):
         entries = [entry for entry in os.scandir(directory) if not entry.name.startswith(HIDDEN)]
     classes = sort_classes([entry.name for entry in entries if entry.is_dir()])
+    files = sorted(entry.path for entry in entries if not entry.is_dir())
+    if content is None and any(map(is_image, files)):
+        classes, files = [], []  # a folder of images, at any depth
     if content and not classes:
         raise UserError(f"{directory} has no class folders: give one that holds a folder of images "
                         f"for each class, or shards by name, DIR/{{00000..00012}}.tar.")
     names = classes
     with contextlib.suppress(UserError):  # where nobody reads the captions, names may be numbers
         names, _ = class_names(classes)
-    loose = [entry.path for entry in entries if is_image(entry.name) and entry.is_file()]
-    rows = [Skipped("image beside the class folders", path) for path in sorted(loose) if classes]
+    rows = [Skipped("file beside the class folders", path) for path in files if classes]
     labels, empty = [], []
     for label, folder in enumerate(classes or [""]):
         paths = list_files(os.path.join(directory, folder).rstrip("/"))
@@ -1662,9 +1664,14 @@ HIDDEN = (".", "__MACOSX", "@eaDir")  # beginnings of names that systems and edi
 
 def list_files(folder):
     """The files at any depth of a folder, links followed, in order."""
-    paths = []
+    paths, seen = [], set()
     for place, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(HIDDEN)]
+        here = os.path.realpath(place)
+        if here in seen:  # a link to a folder above, or to one that was read
+            folders.clear()
+            continue
+        seen.add(here)
+        folders[:] = sorted(name for name in folders if not name.startswith(HIDDEN))
         paths += [f"{place}/{name}" for name in files if not name.startswith(HIDDEN)]
     return sorted(paths)
 
@@ -1695,6 +1702,15 @@ def class_names(folders, file=None):
         if len(names) != len(folders):
             raise UserError(f"{file} has {len(names)} names for {len(folders)} class folders: "
                             f"give a NAME a line, in the folders' sorted order.")
+        plain = [folder.replace("_", " ") for folder in folders]
+        named = [name.replace("_", " ") for name in names]
+        if sorted(named) == sorted(plain):  # the folders' own names, in the order of labels
+            return plain, str(file)
+        for folder, name in zip(plain, named):
+            if name != folder and name in plain:
+                raise UserError(f"{file} gives the folder {folder} the name of another one, "
+                                f"{name}: its lines must be in the folders' sorted order, or be "
+                                f"the names of all folders.")
         return names, str(file)
     numbers = [folder for folder in folders if re.fullmatch(r"n\d{8}", folder)]
     if len(numbers) == len(folders) == 1000:
@@ -2011,7 +2027,8 @@ def load_checkpoint(path, map_location="cpu"):
         with torch.serialization.safe_globals([argparse.Namespace]):  # DINO's settings
             return torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
-        why = getattr(error, "strerror", None) or why_unreadable(path, str(error))
+        missing = FileNotFoundError, PermissionError, IsADirectoryError
+        why = error.strerror if isinstance(error, missing) else why_unreadable(path, str(error))
         raise UserError(f"{path} is not a checkpoint that can be read: {why}.") from None
 
 
@@ -2171,13 +2188,18 @@ def unwrapped(state):
         # "state_dict": OpenCLIP, timm, Lightning; "model": DeiT, BAM; "teacher": DINO
         for key in ("state_dict", "model", "teacher"):
             if isinstance(state.get(key), dict):
+                averages = [name for name in state if "ema" in str(name).split("_")]
+                if averages:
+                    print(f"note: the weights are those under {key!r}, not those under "
+                          f"{', '.join(averages)}.")
                 state = state[key]
     names = state.keys() if isinstance(state, dict) else ()
     if not any(torch.is_tensor(state[name]) for name in names):
         held = ", ".join(map(str, [*names][:5])) or f"a {type(state).__name__}"
         raise UserError(f"it holds no weights under a name that is known, but {held}: save "
                         f"model.state_dict() alone.")
-    return {re.sub(r"^(module\.|_orig_mod\.)*", "", name): x for name, x in state.items()}
+    return {re.sub(r"^(module\.|_orig_mod\.)*", "", name): x for name, x in state.items()
+            if isinstance(name, str) and torch.is_tensor(x)}
 
 
 def unknown_names(names):
@@ -2251,8 +2273,8 @@ def for_other_pixels(state, old, new):
     ViTs without that bias are CLIP's, whose pixels are normalised alike here and in timm."""
     (mean, std), (new_mean, new_std) = torch.tensor(old), torch.tensor(new)  # (3,) each
     weight, bias = "patch_embed.proj.weight", "patch_embed.proj.bias"  # (d, 3, p, p), (d,)
-    if weight not in state or bias not in state:
-        return state
+    if weight not in state or bias not in state or state[weight].shape[1:2] != (3,):
+        return state  # of another size: it will be refused
     shift = state[weight] * ((new_mean - mean) / std)[:, None, None]
     return state | {weight: state[weight] * (new_std / std)[:, None, None],
                     bias: state[bias] + shift.sum((1, 2, 3))}

@@ -588,7 +588,8 @@ class EvalSet:
     classes: Classes = None        # of tasks with text; the others need `groups` alone
     groups: dict = None            # of folders its key is "", of the world also "/colour", "/shape"
     named: Classes = None          # names or prompts not of the world itself, once asked for
-    numbered: bool = False         # class ids are those of shards' labels, not of sorted folders
+    numbered: bool = False         # it is known which class a number of shards means:
+    label_ids: list = None         # its class id; None: the number itself
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
     map_classes: dict = None       # {"": Classes} of `maps`
     content_words: set = None      # nouns and adjectives
@@ -622,9 +623,10 @@ class EvalSet:
                             "--train-data or train.py --eval-data.")
         if train.labelled and train.groups is None and not self.numbered:  # of tar shards
             raise UserError(f"{spec} numbers its classes, {self.options.data} names them: which is "
-                            f"which is not known. Give eval.py --classes FILE, a name a line, that "
-                            f"of label 0 first, in the order of the sorted folders; or name the "
-                            f"folders 0, 1, ...; or learn from class folders (--train-data).")
+                            f"which is not known. Name the folders 0, 1, ..., or learn from class "
+                            f"folders (eval.py --train-data), or give eval.py --classes FILE of "
+                            f"the folders' names, that of label 0 first (train.py: leave out "
+                            f"--eval-data, and evaluate afterwards).")
         if train.labelled is None or (train.groups and train.groups[""][1] != names):
             raise UserError(f"{spec} must have the class folders of {self.options.data}, to learn "
                             f"from: {', '.join(names)}; give others with eval.py --train-data.")
@@ -646,6 +648,12 @@ class TableSet(EvalSet):
         self.groups = {"": (torch.arange(len(table.classes)), table.classes)}
         numbers = [str(i) for i in range(len(table.classes))]
         self.numbered = bool(options.classes) or table.classes == numbers
+        if options.classes:
+            lines = common.read_lines(options.classes, "--classes")
+            known = {folder.replace("_", " "): i for i, folder in enumerate(table.classes)}
+            ids = [known.get(line.replace("_", " ")) for line in lines]
+            if None not in ids:  # the folders' own names: a line's number is a label of shards
+                self.label_ids = ids
         self.labelled = lambda purpose: ((table.path(i), int(table.labels[i])) for i in rows)
 
     @functools.cached_property
@@ -809,7 +817,10 @@ def training_pairs(options, data):
     def pairs():
         names = data.groups[""][1]
         labelled = data.training.labelled("train")
-        return known_labels(labelled, options.train_data, names, options.data)
+        labelled = known_labels(labelled, options.train_data, names, options.data)
+        if data.training.groups is None and data.label_ids:
+            return ((image, data.label_ids[label]) for image, label in labelled)
+        return labelled
 
     if options.label_fraction is None:
         return pairs

@@ -207,23 +207,23 @@ def train(args, out, device):
                 continue
             if stopping or log_due or save_due:
                 check_finite(args, progress.step, outputs["loss"], grad_norm)
-            if log_due and rank == 0:
-                record = {"step": progress.step, "lr": optimizer.param_groups[0]["lr"]}
-                record |= measure(args, model, batch, autocast, outputs, grad_norm)
-                record |= clock.rates(args.batch) | progress.skipped_counts()
-                if evaluate_due:
-                    record |= evaluate_unnoticed(embed, eval_data, options)
-                log.write(record, model.warn(record))
-                model.train()
-            if log_due:
-                clock.reset()
-            if stopping or save_due:
+            if stopping or save_due:  # before an evaluation, which may outlast torchrun's patience
                 names = ["last.pt"]
                 if progress.step == end and end < args.steps:
                     names.append(f"stage-{number}.pt")
                 if keep_due:
                     names.append(f"step-{progress.step}.pt")
                 save(names, args, model, optimizer, scaler, progress)
+            if log_due and rank == 0:
+                record = {"step": progress.step, "lr": optimizer.param_groups[0]["lr"]}
+                record |= measure(args, model, batch, autocast, outputs, grad_norm)
+                record |= clock.rates(args.batch) | progress.skipped_counts()
+                if evaluate_due and not stopping:
+                    record |= evaluate_unnoticed(embed, eval_data, options)
+                log.write(record, model.warn(record))
+                model.train()
+            if log_due:
+                clock.reset()
             if stopping:
                 log.bar.close()
                 print_once(f"Stopped by signal after step {progress.step}: start the same command "

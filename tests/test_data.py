@@ -691,7 +691,7 @@ def test_class_folders(tmp_path):
     assert source.classes == ["airplane", "fire_truck"]
     assert source.labels.tolist() == [0, 1, 1]
     assert source.skipped == {
-        "image beside the class folders": [1, f"{folder}/loose.png"],
+        "file beside the class folders": [1, f"{folder}/loose.png"],
         "file without an image's ending": [1, f"{folder}/airplane/notes.txt"]}
     assert source.sample_captions(9) == ["a photo of an airplane.", truck, truck]
     assert common.class_names(source.classes) == (["airplane", "fire truck"], "folders")
@@ -705,10 +705,22 @@ def test_links_below_class_folders_are_followed_and_hidden_names_are_not_read(tm
              "data/cat/._1.jpg data/dog/deep/er/1.pgm data/dog/1.jfif elsewhere/2.jpg")
     write_files(tmp_path, dict.fromkeys(files.split(), picture()))
     (tmp_path / "data/cat/more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data/dog/deep/up").symlink_to(tmp_path / "data/dog")        # a circle
     source = open_data(f"{tmp_path}/data", content="label")
     paths = [os.path.relpath(source.path(i), tmp_path / "data") for i in range(len(source))]
     assert paths == ["cat/1.jpg", "cat/more/2.jpg", "dog/1.jfif", "dog/deep/er/1.pgm"]
     assert source.labels.tolist() == [0, 0, 1, 1] and source.skipped == {}
+
+
+def test_a_folder_of_images_may_have_folders(tmp_path):
+    """BAM asks for no labels; class folders beside loose images would be a part of the images."""
+    files = "1.jpg", "2.jpg", "more/3.jpg", "none/notes.txt"
+    write_files(tmp_path, dict.fromkeys(files, picture()))
+    source = open_data(str(tmp_path), content=None)
+    assert [os.path.basename(source.path(i)) for i in range(len(source))] == [
+        "1.jpg", "2.jpg", "3.jpg"] and source.classes is None
+    with pytest.raises(UserError, match="1 of the 2 class folders"):
+        open_data(str(tmp_path))
 
 
 def test_folders_that_are_numbers_stand_in_their_order(tmp_path):

@@ -276,3 +276,20 @@ def test_the_evaluated_encoder_is_the_one_that_encodes(name):
     model.encode_image(images)
     assert torch.equal(before[0], images)
     assert (model.evaluation_encoder() is model.image_encoder) == (name not in ("dino", "bam"))
+
+
+def test_what_stands_beside_the_weights_is_left_and_an_average_is_said(capsys):
+    weights = {"module._orig_mod.a": torch.ones(1), "epoch": 3, 7: torch.ones(1), "b": [1.0]}
+    assert common.unwrapped(weights) == {"a": torch.ones(1)}
+    assert common.unwrapped({"state_dict": weights, "state_dict_ema": {}}) == {"a": torch.ones(1)}
+    assert "under 'state_dict', not those under state_dict_ema" in capsys.readouterr().out
+    with pytest.raises(common.UserError, match="holds no weights .*but epoch"):
+        common.unwrapped({"epoch": 3})
+
+
+def test_a_vit_of_one_colour_is_refused():
+    tower = common.ViT(16, 8, width=8, depth=1, heads=2)
+    state = common.timm_weights(tower)
+    state["patch_embed.proj.weight"] = state["patch_embed.proj.weight"][:, :1]
+    with pytest.raises(common.UserError, match="size mismatch for patch_embed.weight"):
+        common.load_timm(tower, state)

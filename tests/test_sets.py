@@ -174,14 +174,13 @@ def test_a_large_limit_draws_more_of_the_world_and_retrieval_ranks_in_pools():
     assert found["i2t/R@1"][1] == 1 / (n // 2)
 
 
-@pytest.mark.parametrize("way", ["named", "numbers", "from 1", "--classes"])
+@pytest.mark.parametrize("way", ["named", "numbers", "from 1", "--classes", "own"])
 def test_numbers_of_shards_and_names_of_folders_are_joined_where_their_order_is_known(
         tmp_path, capsys, way):
     """Folders are sorted, labels of shards numbered by their maker: red, green, blue are 0, 1, 2
     here. Where nobody says so, k-NN would be 1/3 or 0 without a word."""
-    names = {"named": ["red", "green", "blue"], "--classes": ["red", "green", "blue"],
-             "numbers": ["0", "1", "2"], "from 1": ["1", "2", "3"]}[way]
     order = ["red", "green", "blue"]
+    names = {"numbers": ["0", "1", "2"], "from 1": ["1", "2", "3"]}.get(way, order)
     write_files(tmp_path, {f"test/{name}/{i}.png": plain(colour)
                            for name, colour in zip(names, order) for i in range(2)})
     labels = [sorted(names).index(name) for name in names] if way == "--classes" else range(3)
@@ -189,14 +188,23 @@ def test_numbers_of_shards_and_names_of_folders_are_joined_where_their_order_is_
     for label, colour in zip(labels, order):
         members |= {f"{label}.png": plain(colour), f"{label}.cls": str(label)}
     shards = write_tar(tmp_path / "0.tar", members)
-    (tmp_path / "names.txt").write_text("azure\ngrass\nblood\n")
-    classes = str(tmp_path / "names.txt") if way == "--classes" else None
+    (tmp_path / "names.txt").write_text("\n".join(order if way == "own" else
+                                                  ["azure", "grass", "blood"]))
+    classes = str(tmp_path / "names.txt") if way in ("--classes", "own") else None
     data, options = opened(tmp_path / "test", train_data=shards, classes=classes)
     if way in ("named", "from 1"):
         with pytest.raises(common.UserError, match="0.tar numbers its classes.*--classes FILE"):
             evaluation.knn(embedder(), data, options)
         return
     assert evaluation.knn(embedder(), data, options)["knn"][0] == 1
-    if classes:
+    if way == "own":  # the folders' names, in the order of the labels
+        assert data.classes.names == ["blue", "green", "red"]
+    elif classes:
         assert data.classes.names == ["azure", "grass", "blood"]
         assert "classes: blue = azure, ..., red = blood" in capsys.readouterr().out
+
+
+def test_a_name_of_another_folder_is_refused(tmp_path):
+    (tmp_path / "names.txt").write_text("red\nblue\nsky\n")
+    with pytest.raises(common.UserError, match="the folder blue the name of another one, red"):
+        common.class_names(["blue", "green", "red"], tmp_path / "names.txt")

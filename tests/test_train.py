@@ -843,3 +843,16 @@ def test_a_batch_larger_than_the_data_is_said(tmp_path, capsys):
     train_alone([*SPARC, "--data", write_table(tmp_path, 3), "--image-size", 16, "--steps", 1,
                  "--out", tmp_path / "run"])
     assert "note: a batch of 8 holds each of the 3 images several times" in capsys.readouterr().out
+
+
+def test_a_run_is_saved_before_it_is_evaluated(tmp_path, monkeypatch):
+    """torchrun kills ranks that take longer to stop than it waits, an evaluation among them."""
+    saved = []
+
+    def evaluate(*arguments):
+        saved.append(common.load_checkpoint(tmp_path / "last.pt")["step"])
+        return {}
+
+    monkeypatch.setattr(train, "evaluate_unnoticed", evaluate)
+    train_alone([*SPARC, "--steps", 4, "--eval-every", 2, "--save-every", 2, "--out", tmp_path])
+    assert saved == [2, 4]
