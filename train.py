@@ -655,14 +655,27 @@ def build_tokenizer(args, data):
 
 def new_model(args, method, tokenizer):
     """The model, the same on every rank."""
-    source, reads_weights = None, not (args.resume or args.dry_run)
-    if args.finetune and reads_weights:
-        source = evaluation.load_run(args.finetune)[0].model
     torch.manual_seed(args.seed)
+    towers, parts = build_towers(args, method, tokenizer)
+    model = common.build_model(method, args, *towers)
+    if parts is not None:
+        with common.explained(UserError, f"--init-weights {args.init_weights}"):
+            common.load_clip_parts(model, parts)
+    save_memory(args, model)
+    return model
+
+
+def build_towers(args, method, tokenizer):
+    """-> image and text encoder, with the weights that --finetune or --init-weights names; what
+    such a file holds beside the towers, for load_clip_parts, or None."""
     towers, parts = common.build_encoders(method, args, tokenizer), None
-    if source is not None:
+    if args.resume or args.dry_run:  # the weights come from the checkpoint, or do not matter
+        return towers, parts
+    if args.finetune:
+        with torch.random.fork_rng(devices=[]):  # to build the other model draws numbers, too
+            source = evaluation.load_run(args.finetune)[0].model
         common.copy_tower(towers[0], source.evaluation_encoder(), args.finetune)
-    if args.init_weights and reads_weights:
+    if args.init_weights:
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
             weights = common.load_checkpoint(args.init_weights)
             if "ranks" in weights:
@@ -672,23 +685,23 @@ def new_model(args, method, tokenizer):
                 parts = common.load_clip(towers, weights, tokenizer)
             else:
                 common.load_timm(towers[0], weights)
-    if args.grad_checkpoint and isinstance(towers[0], common.ResNet):
+    return towers, parts
+
+
+def save_memory(args, model):
+    """Set what --grad-checkpoint and --accum-freq ask for, in all towers, a teacher's, too."""
+    if args.grad_checkpoint and isinstance(model.image_encoder, common.ResNet):
         raise UserError(f"--grad-checkpoint recomputes the blocks of a ViT, {args.image_encoder} "
                         f"has none: leave it out, or lower --batch.")
-    model = common.build_model(method, args, *towers)
-    if parts is not None:
-        with common.explained(UserError, f"--init-weights {args.init_weights}"):
-            common.load_clip_parts(model, parts)
     for module in model.modules():
         if isinstance(module, common.Blocks):
             module.grad_checkpoint = args.grad_checkpoint
-        if isinstance(module, common.Tower):  # a teacher's, too
+        if isinstance(module, common.Tower):
             module.accum_freq = args.accum_freq
         if isinstance(module, common.BatchNorm) and args.accum_freq > 1:
             raise UserError(f"--accum-freq {args.accum_freq} computes parts of a batch, the "
                             f"BatchNorm of {args.image_encoder} needs all of it: choose a ViT "
                             f"without a stem (in the embedded world, tiny-patch).")
-    return model
 
 
 def build_transform(args, method, encoder):
