@@ -1148,7 +1148,8 @@ class CaptionTable:
             if isinstance(row, Skipped):
                 row.count(self.skipped)
                 continue
-            path, caption = os.path.join(root, row[0]), row[1].strip()
+            path = os.path.join(root, row[0]) if root else row[0]
+            caption = row[1].strip()
             caption = caption.encode(errors="replace").decode()  # "?" for a lone surrogate
             if is_printed(caption):
                 captions[path].append(caption)
