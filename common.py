@@ -1249,7 +1249,7 @@ class TarShards:
                     if not isinstance(sample, Skipped) and self.content != "label":
                         image, captions, where = sample
                         _, _, offset, _ = rows[i]  # in the tar: stands for the sample's number
-                        caption = captions[(epoch + offset // tarfile.BLOCKSIZE) % len(captions)]
+                        caption = captions[(epoch + offset // BLOCK) % len(captions)]
                         sample = image, caption, where
                     place += 1
                     is_last = place == len(rows)
@@ -1703,8 +1703,7 @@ def class_names(folders, file=None):
         if len(names) != len(folders):
             raise UserError(f"{file} has {len(names)} names for {len(folders)} class folders: "
                             f"give a NAME a line, in the folders' sorted order.")
-        plain = [folder.replace("_", " ") for folder in folders]
-        named = [name.replace("_", " ") for name in names]
+        plain, named = with_spaces(folders), with_spaces(names)
         if sorted(named) == sorted(plain):  # the folders' own names, in the order of labels
             return plain, str(file)
         for folder, name in zip(plain, named):
@@ -1720,7 +1719,12 @@ def class_names(folders, file=None):
     if numbers:
         raise UserError(f"The class folder {numbers[0]} has a number of ImageNet for a name: "
                         f"rename it, or give names with --classes FILE of eval.py.")
-    return [folder.replace("_", " ") for folder in folders], "folders"
+    return with_spaces(folders), "folders"
+
+
+def with_spaces(folders):
+    """Names of class folders, in which "_" stands for a space, as they are read aloud."""
+    return [folder.replace("_", " ") for folder in folders]
 
 
 def label_rows(names, labels, fraction):

@@ -588,8 +588,8 @@ class EvalSet:
     classes: Classes = None        # of tasks with text; the others need `groups` alone
     groups: dict = None            # of folders its key is "", of the world also "/colour", "/shape"
     named: Classes = None          # names or prompts not of the world itself, once asked for
-    numbered: bool = False         # it is known which class a number of shards means:
-    label_ids: list = None         # its class id; None: the number itself
+    numbered: bool = False         # whether labels of shards can be joined with these classes
+    label_ids: list = None         # the class id of each label; None: the label itself
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
     map_classes: dict = None       # {"": Classes} of `maps`
     content_words: set = None      # nouns and adjectives
@@ -650,8 +650,8 @@ class TableSet(EvalSet):
         self.numbered = bool(options.classes) or table.classes == numbers
         if options.classes:
             lines = common.read_lines(options.classes, "--classes")
-            known = {folder.replace("_", " "): i for i, folder in enumerate(table.classes)}
-            ids = [known.get(line.replace("_", " ")) for line in lines]
+            known = {name: i for i, name in enumerate(common.with_spaces(table.classes))}
+            ids = [known.get(name) for name in common.with_spaces(lines)]
             if None not in ids:  # the folders' own names: a line's number is a label of shards
                 self.label_ids = ids
         self.labelled = lambda purpose: ((table.path(i), int(table.labels[i])) for i in rows)

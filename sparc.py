@@ -583,12 +583,7 @@ def model_class(args):
 
 def segment(patches, classes, size):
     """Patches (P, E), classes (C, E) -> (H, W), 1 + the class nearest to each pixel's patch."""
-    return upsample((patches @ classes.T).argmax(1) + 1, size)
-
-
-def upsample(ids, size):
-    """An id for each patch (P,) -> a map (H, W) without smoothing."""
-    grid = math.isqrt(len(ids))
+    ids, grid = (patches @ classes.T).argmax(1) + 1, math.isqrt(len(patches))  # (P,)
     return F.interpolate(ids.view(1, 1, grid, grid).float(), size, mode="nearest")[0, 0].long()
 
 
