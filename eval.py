@@ -434,7 +434,7 @@ class Embedder:
 
 
 def new_embedder(model, tokenizer, args, device):
-    """A model of a run with settings `args` -> Embedder."""
+    """A model, and the settings `args` of its run -> Embedder."""
     if model.encode_text is None:  # it may learn from captions and yet encode images alone
         tokenizer = None
     context = model.text_encoder.context if tokenizer else None
@@ -444,12 +444,12 @@ def new_embedder(model, tokenizer, args, device):
 
 def settings_of_run(run):
     """A run's directory -> its method, its settings. Raises UserError if it holds no run."""
-    config = common.read_config(run)
-    method = METHODS.get(config.get("method"))
+    saved = common.read_config(run)
+    method = METHODS.get(saved.get("method"))
     if method is None:
         raise UserError(f"{run}/config.json names no method of {', '.join(METHODS)}.")
     args = method.Config()
-    vars(args).update(config)
+    vars(args).update(saved)
     return method, args
 
 
@@ -470,9 +470,9 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
                          "beside it must be those that its run wrote")
     if tokenizer and state["words"] != tokenizer.hash():
         raise UserError(f"{run}/vocab.txt has other words than when the run was saved.")
-    embed = new_embedder(model.to(device), tokenizer, args, device)
-    embed.step = state["step"]
-    return embed, args
+    embedder = new_embedder(model.to(device), tokenizer, args, device)
+    embedder.step = state["step"]
+    return embedder, args
 
 
 # Data: one face for every kind ------------------------------------------------------------
@@ -514,7 +514,7 @@ def read_templates(given):
 
 
 TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # samples of a run's own data; --data takes all
-NO_SETTINGS = {"runs", "queries", "export", "workers", "batch", "device", "is_own"}  # of figures
+NOT_OF_FIGURES = {"runs", "queries", "export", "workers", "batch", "device", "is_own"}  # of figures
 
 
 def options_of(flags, args):
@@ -550,7 +550,7 @@ def options_of(flags, args):
         raise UserError(f"--classes {given['classes']}: the classes of shapes have their names.")
     if "templates" in given:
         given["templates"] = read_templates(given["templates"])
-    own["is_own"] = given.keys() <= NO_SETTINGS | {"tasks"}
+    own["is_own"] = given.keys() <= NOT_OF_FIGURES | {"tasks"}
     return argparse.Namespace(**defaults | own | given)
 
 
@@ -948,29 +948,29 @@ def label_maps(sample, grouping):
 # tests/claims.py. First those for any model.
 
 
-def labelled(embed, pairs, encode=None):
+def labelled(embedder, pairs, encode=None):
     """Pairs (image, class id) -> features (n, E), ids (n,) of those that can be read."""
-    x, ids = embed.encode_pairs(pairs, encode)
+    x, ids = embedder.encode_pairs(pairs, encode)
     return x, torch.tensor(ids)
 
 
-def take(embed, data, n):
+def take(embedder, data, n):
     """The first n samples that can be read -> images (n, 3, S, S), n captions, of labelled images
     a prompt with the class."""
     if data.captioned:
         pairs = ((image, captions[0]) for image, captions in data.captioned("samples"))
     else:
-        names = data.classes.names if embed.tokenizer else data.groups[""][1]
+        names = data.classes.names if embedder.tokenizer else data.groups[""][1]
         prompts = [f"a photo of {common.article(name)}." for name in names]
         pairs = ((image, prompts[c]) for image, c in data.labelled("samples"))
-    images, captions = zip(*itertools.islice(read_images(pairs, embed.read), n))
+    images, captions = zip(*itertools.islice(read_images(pairs, embedder.read), n))
     return torch.stack(images), list(captions)
 
 
-def zeroshot(embed, data, options):
+def zeroshot(embedder, data, options):
     """Top-1 and top-5 accuracy; `mean_per_class_recall`: each class of the images counts alike."""
-    x, ids = labelled(embed, data.labelled("zeroshot"))
-    scores = embed.classify(x, data.classes)                                # (n, C)
+    x, ids = labelled(embedder, data.labelled("zeroshot"))
+    scores = embedder.classify(x, data.classes)                                # (n, C)
     predicted, chance = scores.argmax(1), 1 / scores.shape[1]
     result = {f"zeroshot{grouping}": (group[predicted] == group[ids], 1 / len(names))
               for grouping, (group, names) in data.groups.items()}
@@ -984,37 +984,37 @@ def caption_words(*captions):
     return [word for word in common.split_words(" ".join(captions)) if word.isalnum()]
 
 
-def nearest_captions(embed, x, y):
+def nearest_captions(embedder, x, y):
     """Encodings of images (n, ...) and captions (m, ...) -> the number of each image's nearest."""
-    return torch.cat([embed.similarity(part, y).argmax(1) for part in x.split(256)]).tolist()
+    return torch.cat([embedder.similarity(part, y).argmax(1) for part in x.split(256)]).tolist()
 
 
-def retrieval(embed, data, options):
+def retrieval(embedder, data, options):
     """Recall at 1, 5, 10 both ways, every caption a query, and faithfulness: K-Precision of the
     caption that is nearest to each image. STAIR (4.3) has --caption-prefix "a photo of"."""
-    x, captions = embed.encode_pairs(data.captioned("captioned"))
+    x, captions = embedder.encode_pairs(data.captioned("captioned"))
     n = min(data.pool or len(x), len(x))
     starts = range(0, len(x), n)
-    pools = [rank_pairs(embed, data, options, x[i : i + n], captions[i : i + n]) for i in starts]
+    pools = [rank_pairs(embedder, data, options, x[i : i + n], captions[i : i + n]) for i in starts]
     result = {name: mean([found[name] for found in pools]) for name in pools[0]}
     result["i2t/R@1"] = result["i2t/R@1"], 1 / n
     result |= {f"t2i/R@{k}": (result[f"t2i/R@{k}"], min(1, k / n)) for k in (1, 5, 10)}
     return result | {"retrieval/images": len(x)}
 
 
-def rank_pairs(embed, data, options, x, captions):
+def rank_pairs(embedder, data, options, x, captions):
     """Encodings (n, E) of images, n lists of captions -> retrieval's metrics among these."""
     flat, prefix = list(itertools.chain(*captions)), options.caption_prefix
-    y = embed.texts([f"{prefix} {caption}" for caption in flat] if prefix else flat)
+    y = embedder.texts([f"{prefix} {caption}" for caption in flat] if prefix else flat)
     image_ids = torch.arange(len(x))
     text_ids = torch.tensor([i for i, group in enumerate(captions) for _ in group])
 
-    i2t = recall_at_k(x, y, (image_ids, text_ids), similarity=embed.similarity)
+    i2t = recall_at_k(x, y, (image_ids, text_ids), similarity=embedder.similarity)
     t2i = recall_at_k(y, x, (text_ids, image_ids),
-                      similarity=lambda texts, images: embed.similarity(images, texts).T)
+                      similarity=lambda texts, images: embedder.similarity(images, texts).T)
     result = {f"i2t/R@{k}": recall for k, recall in i2t.items()}
     result |= {f"t2i/R@{k}": recall for k, recall in t2i.items()}
-    retrieved = [caption_words(flat[j]) for j in nearest_captions(embed, x, y)]
+    retrieved = [caption_words(flat[j]) for j in nearest_captions(embedder, x, y)]
     truths = [set(caption_words(*group)) for group in captions]
     result["faithfulness/K-P"] = sparc.k_precision(retrieved, truths)
     if data.content_words:
@@ -1022,19 +1022,19 @@ def rank_pairs(embed, data, options, x, captions):
     return result
 
 
-def negative_pairs(embed, data):
+def negative_pairs(embedder, data):
     """Hard negatives -> n kinds, encodings (n, E) of the images, n captions, n wrong ones."""
-    x, groups = embed.encode_pairs(data.negatives())
+    x, groups = embedder.encode_pairs(data.negatives())
     rows = [i for i, group in enumerate(groups) for _ in group]
     kinds, captions, wrong = zip(*itertools.chain(*groups))
     return kinds, x[rows], captions, wrong
 
 
-def negatives(embed, data, options):
+def negatives(embedder, data, options):
     """Fraction of captions that score strictly higher than their hard negative, by kind."""
-    kinds, x, captions, wrong = negative_pairs(embed, data)
-    right = embed.pair_scores(x, embed.texts(captions))
-    wrong = embed.pair_scores(x, embed.texts(wrong))
+    kinds, x, captions, wrong = negative_pairs(embedder, data)
+    right = embedder.pair_scores(x, embedder.texts(captions))
+    wrong = embedder.pair_scores(x, embedder.texts(wrong))
     result = {}
     for kind in sorted(set(kinds)):
         rows = torch.tensor([k == kind for k in kinds])
@@ -1042,63 +1042,63 @@ def negatives(embed, data, options):
     return result | {"negatives": (mean([value for value, _ in result.values()]), 1 / 2)}
 
 
-def winoground(embed, data, options):
+def winoground(embedder, data, options):
     """Winoground's scores: two captions of the same words, to be matched with two images."""
-    x, values = embed.encode_pairs(data.winoground())
+    x, values = embedder.encode_pairs(data.winoground())
     count = collections.Counter(pair for pair, _ in values)
     rows = [i for i, (pair, _) in enumerate(values) if count[pair] == 2]    # both can be read
     if not rows:
         raise UserError(f"{options.data} has no pair of images of which both can be read.")
-    y = embed.texts([values[i][1] for i in rows])
+    y = embedder.texts([values[i][1] for i in rows])
     x, y = x[rows].unflatten(0, (-1, 2)), y.unflatten(0, (-1, 2))           # (n, 2, E)
-    scores = torch.stack([embed.similarity(*pair).T for pair in zip(x, y)])
+    scores = torch.stack([embedder.similarity(*pair).T for pair in zip(x, y)])
     text, image, group = winoground_scores(scores)
     return {"winoground/text": (text, 1 / 4), "winoground/image": (image, 1 / 4),
             "winoground/group": (group, 1 / 6)}
 
 
-def knn(embed, data, options):
+def knn(embedder, data, options):
     """Accuracy of 20 nearest neighbours on the encodings of images."""
-    encode = embed.model.encode_image
-    x, ids = labelled(embed, training_pairs(options, data)(), encode)
-    test, labels = labelled(embed, data.labelled("test"), encode)
-    x, test = x.to(embed.device), test.to(embed.device)
+    encode = embedder.model.encode_image
+    x, ids = labelled(embedder, training_pairs(options, data)(), encode)
+    test, labels = labelled(embedder, data.labelled("test"), encode)
+    x, test = x.to(embedder.device), test.to(embedder.device)
     result = {}
     for grouping, (group, _) in data.groups.items():
-        learned, truth = group[ids].to(embed.device), group[labels].to(embed.device)
+        learned, truth = group[ids].to(embedder.device), group[labels].to(embedder.device)
         accuracy = knn_accuracy(x, learned, test, truth)
         result[f"knn{grouping}"] = accuracy, 1 / len(learned.unique())
     return result
 
 
-def random_crops(embed, pairs):
+def random_crops(embedder, pairs):
     """Features (n, E) to probe and labels (n,) of a random crop, perhaps flipped, of each image."""
-    crop = common.train_transform(embed.image_size, min_scale=0.08)
-    read = functools.partial(common.open_image, min_side=4 * embed.image_size)
-    images = read_images(pairs, read, embed.workers)
+    crop = common.train_transform(embedder.image_size, min_scale=0.08)
+    read = functools.partial(common.open_image, min_side=4 * embedder.image_size)
+    images = read_images(pairs, read, embedder.workers)
     cropped = ((common.to_floats(crop(image)), label) for image, label in images)
-    return labelled(embed, cropped, embed.model.probe_features)
+    return labelled(embedder, cropped, embedder.model.probe_features)
 
 
-def linear(embed, data, options):
+def linear(embedder, data, options):
     """Accuracy of a linear probe on what the method's paper probes, trained as --probe says."""
-    encode, pairs = embed.model.probe_features, training_pairs(options, data)
+    encode, pairs = embedder.model.probe_features, training_pairs(options, data)
     setting, epochs = PROBES[options.probe]
     epochs = options.probe_epochs or epochs
     step = 10 if options.probe == "sgd" else 1  # a tenth is held out
     if options.probe == "lbfgs":  # BAM, D.3: 224 by the shorter side, where the others take 256
-        embed = dataclasses.replace(embed, resize=embed.image_size)
-    x, learned = labelled(embed, itertools.islice(pairs(), 0, None, step), encode)
-    x, learned = x.to(embed.device), learned.to(embed.device)
+        embedder = dataclasses.replace(embedder, resize=embedder.image_size)
+    x, learned = labelled(embedder, itertools.islice(pairs(), 0, None, step), encode)
+    x, learned = x.to(embedder.device), learned.to(embedder.device)
     if options.probe == "adamw":
         head, value = adamw_probe(x, learned, epochs)
     elif options.probe == "lbfgs":
         head, value = lbfgs_probe(x, learned)
     else:
-        crops = lambda: random_crops(embed, (pair for i, pair in enumerate(pairs()) if i % 10))
+        crops = lambda: random_crops(embedder, (pair for i, pair in enumerate(pairs()) if i % 10))
         classes = len(data.groups[""][1])
         head, value = sgd_probe(crops, x, learned, classes, epochs)
-    x, ids = labelled(embed, data.labelled("test"), encode)
+    x, ids = labelled(embedder, data.labelled("test"), encode)
     predicted, result = head.cpu()(x).argmax(1), {}
     for grouping, (group, _) in data.groups.items():
         known = group if data.unseen is None else group[~data.unseen]  # which the probe can learn
@@ -1113,20 +1113,20 @@ def linear(embed, data, options):
 # The measures themselves stand in sparc.py.
 
 
-def patch_classes(embed, data):
+def patch_classes(embedder, data):
     """{grouping of data.map_classes: embeddings (C, E) to compare single patches with}."""
-    encode = functools.partial(embed.texts, encode=embed.model.encode_text)
+    encode = functools.partial(embedder.texts, encode=embedder.model.encode_text)
     return {grouping: class_embeddings(encode, classes)
             for grouping, classes in data.map_classes.items()}
 
 
-def segmentation(embed, data, options):
+def segmentation(embedder, data, options):
     """Zero-shot segmentation (SPARC, D.7): mIoU of the classes in the truth, mean over images. As
     in the paper there is no class for the background: its pixels count against the class that they
     get; `miou_fg` ignores them. D.7 names no prompts: here a class has the mean of several."""
-    classes, scores, images = patch_classes(embed, data), collections.defaultdict(list), 0
-    for part in chunks(data.maps("segmentation"), embed.chunk):
-        patches, truths = embed.encode_pairs(part, embed.model.encode_patches)   # (n, P, E)
+    classes, scores, images = patch_classes(embedder, data), collections.defaultdict(list), 0
+    for part in chunks(data.maps("segmentation"), embedder.chunk):
+        patches, truths = embedder.encode_pairs(part, embedder.model.encode_patches)   # (n, P, E)
         images += len(patches)
         for x, maps in zip(patches, truths):
             for grouping, truth in maps.items():
@@ -1138,13 +1138,15 @@ def segmentation(embed, data, options):
     return result | {"segmentation/images": images}
 
 
-def shares_on_objects(task, embed, data, words_of):
-    """words_of(embed, image, caption) -> pairs (word, weights (P,)). -> {TASK/kind of word: which
-    share of its weights lies on the objects that it names, and what even weights give} (ours);
-    nan where there is no word of a kind."""
+def shares_on_objects(task, embedder, data, words_of):
+    """The share of a word's weights that lies on the objects that it names (ours).
+
+    words_of(embedder, image, caption) -> pairs (word, weights (P,)). The result is {TASK/kind of
+    word: (mean share, share of even weights)}, nan for a kind of which there is no word.
+    """
     found = {"colour": [], "shape": []}
     for image, (caption, masks) in data.grounded():
-        for word, weights in words_of(embed, image, caption):
+        for word, weights in words_of(embedder, image, caption):
             for kind, pairs in found.items():
                 mask = masks.get((kind, word))
                 if mask is not None:
@@ -1154,16 +1156,16 @@ def shares_on_objects(task, embed, data, words_of):
 
 
 @torch.no_grad()
-def aligned_words(embed, image, caption):
+def aligned_words(embedder, image, caption):
     """SPARC, Eq. 4: all tokens, and how they weigh the patches."""
-    tokens, mask = embed.tokenize([caption])
-    weights = embed.model.align_words(image[None].to(embed.device), tokens, mask)
-    return zip([embed.tokenizer.vocab[token] for token in tokens[0]], weights[0].cpu())
+    tokens, mask = embedder.tokenize([caption])
+    weights = embedder.model.align_words(image[None].to(embedder.device), tokens, mask)
+    return zip([embedder.tokenizer.vocab[token] for token in tokens[0]], weights[0].cpu())
 
 
-def alignment(embed, data, options):
+def alignment(embedder, data, options):
     """Whether words weigh the patches of the objects that they name (SPARC)."""
-    return shares_on_objects("alignment", embed, data, aligned_words)
+    return shares_on_objects("alignment", embedder, data, aligned_words)
 
 
 # SPARO's tasks: slots and masks -----------------------------------------------------------
@@ -1171,23 +1173,23 @@ def alignment(embed, data, options):
 # Slots are ranked, masks trained on other data than those that are evaluated.
 
 
-def headlines(embed, data, options, tasks=("zeroshot", "retrieval", "negatives")):
+def headlines(embedder, data, options, tasks=("zeroshot", "retrieval", "negatives")):
     """What those of the tasks give that the data can serve, their headline metrics alone."""
     result = {}
     for name in tasks:
         if TASKS[name].fits(data):
-            result |= TASKS[name].run(embed, data, options)
+            result |= TASKS[name].run(embedder, data, options)
     names = ("zeroshot", "i2t/R@1", "t2i/R@1", "negatives")
     return {name: result[name] for name in names if name in result}
 
 
-def slots(embed, data, options):
+def slots(embedder, data, options):
     """Post-hoc concept selection (SPARO, Sec. 5.1): slots are ranked by the zero-shot accuracy
     of each alone, on --select; then some of them are evaluated."""
     needed = "class folders to rank the slots on"
     selection = open_selection(options, data, "slots", "zeroshot", needed)
-    x, ids = labelled(embed, selection.labelled("slots"), embed.model.image_slots)
-    y = embed.texts(selection.classes.prompts, embed.model.text_slots)      # (C * T, L, V)
+    x, ids = labelled(embedder, selection.labelled("slots"), embedder.model.image_slots)
+    y = embedder.texts(selection.classes.prompts, embedder.model.text_slots)      # (C * T, L, V)
     y = F.normalize(y, dim=-1).unflatten(0, (len(selection.classes.names), -1)).mean(1)
     accuracies = sparo.slot_accuracies(x, y, ids)                           # (L,)
     order, (L, V) = accuracies.argsort(descending=True), y.shape[1:]
@@ -1196,40 +1198,40 @@ def slots(embed, data, options):
                "worst_half": order[L // 2 :]}
     for name, chosen in choices.items():
         mask = torch.zeros(L).index_fill(0, chosen, 1).repeat_interleave(V)
-        found = headlines(dataclasses.replace(embed, mask=mask), data, options)
+        found = headlines(dataclasses.replace(embedder, mask=mask), data, options)
         result |= {f"slots/{name}/{key}": value for key, value in found.items()}
     return result
 
 
 @torch.no_grad()
-def attention_of_slots(embed, images, captions):
+def attention_of_slots(embedder, images, captions):
     """n pairs -> ids (n, length), weights (n, L, P) of patches, the place (n, L) of the token that
     a slot weighs most, that weight, and whether it is above .5, of a word, and the slot's image and
     text agree (cosine above .75), as in SPARO's Sec. 5.4."""
-    tokens, mask = embed.tokenize(captions)
-    attention = embed.model.attend(images.to(embed.device), tokens, mask)
+    tokens, mask = embedder.tokenize(captions)
+    attention = embedder.model.attend(images.to(embedder.device), tokens, mask)
     over_image, over_text, y_i, y_t = [x.cpu() for x in attention]
-    patches = embed.model.image_encoder.grid ** 2
+    patches = embedder.model.image_encoder.grid ** 2
     sharpness, word = over_text.max(-1)                                     # (n, L)
     is_word = (word > 0) & (word < mask.cpu().sum(1, keepdim=True) - 1)
     agree = (F.cosine_similarity(y_i, y_t, dim=-1) > 0.75) & (sharpness > 0.5) & is_word
     return tokens.cpu(), over_image[:, :, -patches:], word, sharpness, agree  # without [CLS]
 
 
-def words_of_slots(embed, image, caption):
+def words_of_slots(embedder, image, caption):
     """The words of those slots, and the patches that they weigh most."""
-    tokens, weights, places, _, agree = attention_of_slots(embed, image[None], [caption])
+    tokens, weights, places, _, agree = attention_of_slots(embedder, image[None], [caption])
     for slot in agree[0].nonzero()[:, 0].tolist():
         best = F.one_hot(weights[0, slot].argmax(), weights.shape[2])
-        yield embed.tokenizer.vocab[tokens[0, places[0, slot]]], best
+        yield embedder.tokenizer.vocab[tokens[0, places[0, slot]]], best
 
 
-def slot_alignment(embed, data, options):
+def slot_alignment(embedder, data, options):
     """Whether the patch that a slot weighs most lies on the object that its word names (SPARO)."""
-    return shares_on_objects("slot_alignment", embed, data, words_of_slots)
+    return shares_on_objects("slot_alignment", embedder, data, words_of_slots)
 
 
-def masks(embed, data, options):
+def masks(embedder, data, options):
     """Masks of the image encoding, by slots and by dimensions, trained on the hard negatives of
     --select (SPARO, Sec. 5.2, Table 5). `pairs`: fraction of pairs that are right;
     `relative_change`: of another metric, divided by that of `pairs`.
@@ -1239,18 +1241,18 @@ def masks(embed, data, options):
     """
     needed = "SugarCrepe's files to train the mask on"
     selection = open_selection(options, data, "masks", "negatives", needed)
-    _, x, captions, wrong = negative_pairs(embed, selection)
-    y_p, y_n = embed.texts(captions), embed.texts(wrong)
+    _, x, captions, wrong = negative_pairs(embedder, selection)
+    y_p, y_n = embedder.texts(captions), embedder.texts(wrong)
     tasks, result = ("zeroshot", "retrieval"), {}
-    before = headlines(embed, data, options, tasks)
-    for name, parts in (("slots", embed.model.mask_parts), ("dimensions", x.shape[1])):
+    before = headlines(embedder, data, options, tasks)
+    for name, parts in (("slots", embedder.model.mask_parts), ("dimensions", x.shape[1])):
         if x.shape[1] % parts:
             continue
         generator = torch.Generator().manual_seed(0)
         mask, start, fit = sparo.train_mask(x, y_p, y_n, parts, generator=generator)
         result |= {f"masks/{name}/pairs_before": start, f"masks/{name}/pairs": fit,
                    f"masks/{name}/kept": mask.mean()}
-        after = headlines(dataclasses.replace(embed, mask=mask), data, options, tasks)
+        after = headlines(dataclasses.replace(embedder, mask=mask), data, options, tasks)
         for key, found in after.items():
             old, new, change = to_float(before[key]), to_float(found), math.nan
             if fit > start > 0 and old:
@@ -1266,55 +1268,56 @@ def masks(embed, data, options):
 # text tower.
 
 
-def word_columns(embed, encodings):
+def word_columns(embedder, encodings):
     """Encodings without the columns that an embedding larger than the vocabulary has."""
-    return encodings[:, : len(embed.tokenizer)]
+    return encodings[:, : len(embedder.tokenizer)]
 
 
-def vocabulary_scores(embed, x):
+def vocabulary_scores(embedder, x):
     """Encodings of images -> scores (n, |V|) of all words, special tokens at -inf: of STAIR the
     encodings, of others similarities with each word's encoding (STAIR, Sec. 5.1), where `##car`,
     encoded as `car`, is at -inf if the vocabulary has `car`, too."""
-    vocab, ids, no_words = embed.tokenizer.vocab, embed.tokenizer.ids, [*embed.tokenizer.special]
-    if embed.model.encode_words is None:
+    tokenizer = embedder.tokenizer
+    vocab, ids, no_words = tokenizer.vocab, tokenizer.ids, [*tokenizer.special]
+    if embedder.model.encode_words is None:
         words = [token.removeprefix("##").removesuffix("##") for token in vocab]
         no_words += [k for k, word in enumerate(words) if word != vocab[k] and word in ids]
-        x = embed.similarity(x, embed.texts(words))
-    scores = word_columns(embed, x).clone()
+        x = embedder.similarity(x, embedder.texts(words))
+    scores = word_columns(embedder, x).clone()
     scores[:, no_words] = -torch.inf
     return scores
 
 
-def words(embed, data, options):
+def words(embedder, data, options):
     """Interpretability (STAIR, Table 4): how often an image's label is among the k best words; of
     the world its colour, its shape, and the better of both."""
-    x, ids = labelled(embed, data.labelled("zeroshot"))
-    scores, ranks = vocabulary_scores(embed, x), {}
+    x, ids = labelled(embedder, data.labelled("zeroshot"))
+    tokenizer, scores, ranks = embedder.tokenizer, vocabulary_scores(embedder, x), {}
     for grouping, (group, names) in data.groups.items():
         if grouping == "" and len(data.groups) > 1:
             continue  # no single word names a colour and a shape
         names = names if grouping else data.classes.names  # folders may be called otherwise
         # a class without a name gets the score of special tokens, -inf
-        pieces = [embed.tokenizer.encode(name)[1:-1] or embed.tokenizer.special for name in names]
+        pieces = [tokenizer.encode(name)[1:-1] or tokenizer.special for name in names]
         ranks[grouping] = stair.label_ranks(scores, pieces, group[ids])
     ranks[""] = torch.stack(list(ranks.values())).amin(0)
     ks = (1, 10, 50, 100)
     return {f"words{grouping}/top{k}": rank < k for grouping, rank in ranks.items() for k in ks}
 
 
-def textfree(embed, data, options):
+def textfree(embedder, data, options):
     """Zero-shot classification and retrieval without the text tower (STAIR, Table 5)."""
-    embed = dataclasses.replace(embed, text_free=True)
-    found = headlines(embed, data, options, ("zeroshot", "retrieval"))
+    embedder = dataclasses.replace(embedder, text_free=True)
+    found = headlines(embedder, data, options, ("zeroshot", "retrieval"))
     return {f"textfree/{key}": value for key, value in found.items()}
 
 
-def sparsity(embed, data, options):
+def sparsity(embedder, data, options):
     """How many numbers of the encoding of an image and of a caption are not 0, on average: of
     STAIR the active words, of others all."""
-    images, captions = take(embed, data, 500)
-    return {"active/image": (embed.images(images) != 0).flatten(1).sum(1),
-            "active/text": (embed.texts(captions) != 0).flatten(1).sum(1)}
+    images, captions = take(embedder, data, 500)
+    return {"active/image": (embedder.images(images) != 0).flatten(1).sum(1),
+            "active/text": (embedder.texts(captions) != 0).flatten(1).sum(1)}
 
 
 # Fine-tuned classifiers (BAM, Tables 3 to 5) ----------------------------------------------
@@ -1332,10 +1335,10 @@ def check_classes(options, data, model):
                         f"must be the same; names of shards can be given with --classes.")
 
 
-def classification(embed, data, options):
+def classification(embedder, data, options):
     """Top-1 accuracy of a classifier, of the world on shapes; `mean_per_class`: each class of the
     images counts alike."""
-    scores, labels = labelled(embed, data.labelled("test"), embed.model.class_scores)
+    scores, labels = labelled(embedder, data.labelled("test"), embedder.model.class_scores)
     if data.is_world:
         labels = data.groups["/shape"][0][labels]
     if labels.max() >= scores.shape[1]:
@@ -1479,9 +1482,9 @@ def lit_sheet(title, rows):
     return sheet(f"{title}. {LIT}", pages)
 
 
-def on_objects(task, embed, data):
+def on_objects(task, embedder, data):
     """A picture's one number, in words, where the data know which object a word names."""
-    figures = task(embed, data, None) if data.grounded else {}
+    figures = task(embedder, data, None) if data.grounded else {}
     shares = [f"{value:.2f} by {key.rpartition('/')[2]} (chance {chance:.2f})"
               for key, (value, chance) in figures.items() if math.isfinite(value)]
     return f". On the objects named lie, on average, {', '.join(shares)}" if shares else ""
@@ -1493,15 +1496,15 @@ def says_something(word, data):
     return word in known if known else word.isalpha() and word not in STOP_WORDS
 
 
-def draw_alignment(embed, data):
+def draw_alignment(embedder, data):
     """Which patches the words of a caption, eight at most, are aligned to (SPARC, Eq. 4)."""
     rows = []
-    for image, caption in zip(*take(embed, data, 8)):
-        maps = [(word, weights) for word, weights in aligned_words(embed, image, caption)
+    for image, caption in zip(*take(embedder, data, 8)):
+        maps = [(word, weights) for word, weights in aligned_words(embedder, image, caption)
                 if says_something(word, data)]
         rows.append((caption, image, maps[:8]))
     title = "SPARC: the patches that each word is aligned to (Eq. 4)"
-    return lit_sheet(title + on_objects(alignment, embed, data), rows)
+    return lit_sheet(title + on_objects(alignment, embedder, data), rows)
 
 
 def class_keys(data, groupings):
@@ -1520,15 +1523,15 @@ def class_keys(data, groupings):
 
 def draw_segmentation(runs, data):
     """Image, true map, the map that each run finds (SPARC, Fig. 3). runs: {name: Embedder}."""
-    classes = {name: patch_classes(embed, data) for name, embed in runs.items()}
+    classes = {name: patch_classes(embedder, data) for name, embedder in runs.items()}
     samples, rows = list(itertools.islice(data.maps("picture"), 8)), []
     colours, keys = class_keys(data, samples[0][1])
     for image, truths in samples:
         cells = []
         for grouping, truth in truths.items():
             size, maps = (144, 144 * truth.shape[0] // truth.shape[1]), {"true": truth}
-            for name, embed in runs.items():
-                patches = embed.images(image[None], embed.model.encode_patches)[0]
+            for name, embedder in runs.items():
+                patches = embedder.images(image[None], embedder.model.encode_patches)[0]
                 maps[name] = sparc.segment(patches, classes[name][grouping], truth.shape)
             for name, ids in maps.items():
                 shade = torch.where(truth == 0, 0.35, 1.0)[..., None]
@@ -1544,11 +1547,11 @@ def draw_segmentation(runs, data):
     return sheet(title, rows)
 
 
-def draw_slots(embed, data):
+def draw_slots(embedder, data):
     """What single slots attend to in images and captions (SPARO, Sec. 5.4): as in the paper
     slots that attend sharply to words, and to other words than the slots above."""
-    images, captions = take(embed, data, 64)
-    tokens, over_image, word, sharpness, agree = attention_of_slots(embed, images, captions)
+    images, captions = take(embedder, data, 64)
+    tokens, over_image, word, sharpness, agree = attention_of_slots(embedder, images, captions)
     rows, chosen = [], []
     for slot in (agree * sharpness).sum(0).argsort(descending=True).tolist():
         shown = agree[:, slot].nonzero()[:, 0]
@@ -1560,11 +1563,11 @@ def draw_slots(embed, data):
         cells = []
         for i in shown[:5].tolist():
             lit = light_up(images[i], over_image[i, slot])
-            name = embed.tokenizer.vocab[tokens[i, word[i, slot]]]
+            name = embedder.tokenizer.vocab[tokens[i, word[i, slot]]]
             cells.append((join([to_picture(images[i]), lit], gap=0), name))
         rows.append((f"Slot {slot}", cells))
     title = "SPARO: the word of a caption and the patches that a slot attends to"
-    title += on_objects(slot_alignment, embed, data)
+    title += on_objects(slot_alignment, embedder, data)
     return sheet(f"{title}. {LIT}", rows) if rows else None
 
 
@@ -1584,56 +1587,56 @@ def draw_words(runs, data):
     Fig. 4), of several runs side by side (Fig. 5). runs: {name: Embedder}."""
     images, captions = take(next(iter(runs.values())), data, 16)
     pictures = [[to_picture(image, (144, 144))] for image in images]
-    for name, embed in runs.items():
-        scores = vocabulary_scores(embed, embed.images(images))             # (n, |V|)
+    for name, embedder in runs.items():
+        scores = vocabulary_scores(embedder, embedder.images(images))             # (n, |V|)
         for row, of_image in zip(pictures, scores):
-            cloud = word_cloud(embed.tokenizer.vocab, of_image)
+            cloud = word_cloud(embedder.tokenizer.vocab, of_image)
             row.append(join([draw_text(f"{name}:", cloud.width), cloud], down=True))
     cells = [(join(row), caption) for row, caption in zip(pictures, captions)]
     title = "A caption, its image, and the words that the encoding scores highest"
     return sheet(title, [("", cells)], columns=2)
 
 
-def draw_queries(embed, data, queries=None):
+def draw_queries(embedder, data, queries=None):
     """Where queries, or words of the caption, are found in images without a text tower (STAIR,
     Fig. 10); of several tokens their mean (Sec. 7.2)."""
-    images, captions = take(embed, data, 10)
-    rows, patches = [], embed.model.image_encoder.grid ** 2
+    images, captions = take(embedder, data, 10)
+    rows, patches = [], embedder.model.image_encoder.grid ** 2
     for i, caption in enumerate(captions):
         words = [word for word in dict.fromkeys(common.split_words(caption))
-                 if word in embed.tokenizer.ids and says_something(word, data)][:8]
+                 if word in embedder.tokenizer.ids and says_something(word, data)][:8]
         words = queries or words
         if words:
-            tokens = [embed.tokenizer.encode(word)[1:-1] for word in words]
-            ids = torch.tensor(sum(tokens, []), device=embed.device)
-            encode = functools.partial(embed.model.word_maps, ids=ids)
-            maps = embed.images(images[i : i + 1], encode)[0, -patches:]    # (P, m), p(h_j)
+            tokens = [embedder.tokenizer.encode(word)[1:-1] for word in words]
+            ids = torch.tensor(sum(tokens, []), device=embedder.device)
+            encode = functools.partial(embedder.model.word_maps, ids=ids)
+            maps = embedder.images(images[i : i + 1], encode)[0, -patches:]    # (P, m), p(h_j)
             maps = [x.mean(1) for x in maps.split([len(ids) for ids in tokens], 1)]
             rows.append((caption, images[i], zip(words, [x - x.min() for x in maps])))
     return lit_sheet("STAIR: where words are found, without a text tower", rows) if rows else None
 
 
-def draw_heads(embed, data):
+def draw_heads(embedder, data):
     """What [CLS] attends to in the last block, mean over heads and each head (BAM, Fig. 5)."""
-    if embed.model.image_encoder.cls is None:
+    if embedder.model.image_encoder.cls is None:
         return None
-    images, _ = take(embed, data, 8)
+    images, _ = take(embedder, data, 8)
     rows = []
-    for image, heads in zip(images, embed.model.head_maps(images.to(embed.device)).cpu()):
+    for image, heads in zip(images, embedder.model.head_maps(images.to(embedder.device)).cpu()):
         names = ["mean of heads", *[f"head {i + 1}" for i in range(len(heads))]]
         rows.append(("", image, zip(names, [heads.mean(0), *heads])))
     return lit_sheet("What [CLS] attends to in the last block", rows)
 
 
-def draw_neighbours(embed, data):
+def draw_neighbours(embedder, data):
     """Images, and those of 1,000 whose encodings are nearest to theirs."""
     pairs = ((image, image) for image in itertools.islice(data.images("search"), 1000))
-    x, files = embed.encode_pairs(pairs, embed.model.encode_image)
+    x, files = embedder.encode_pairs(pairs, embedder.model.encode_image)
     cosines, nearest = torch.inner(x[:4], x).topk(min(10, len(x)))          # (4, 10)
     rows = []
     for scores, ids in zip(cosines.tolist(), nearest.tolist()):
         labels = ["image", *[f"{score:.2f}" for score in scores[1:]]]       # the first is itself
-        shown = read_images(zip([files[i] for i in ids], labels), embed.read)
+        shown = read_images(zip([files[i] for i in ids], labels), embedder.read)
         rows.append(("", [(to_picture(image, (80, 80)), label) for image, label in shown]))
     return sheet("An image, and the images whose encodings are nearest, with their cosines", rows)
 
@@ -1644,10 +1647,10 @@ def draw_captions(runs, data):
     chooses images where SPARC's precision is above CLIP's; here they are the first, and all words
     count, in Fig. 6 nouns and adjectives (K-Pna)."""
     pairs, found, rows = list(itertools.islice(data.captioned("captioned"), 1000)), {}, []
-    for name, embed in runs.items():
-        x, kept = embed.encode_pairs((image, (image, captions)) for image, captions in pairs)
+    for name, embedder in runs.items():
+        x, kept = embedder.encode_pairs((image, (image, captions)) for image, captions in pairs)
         flat = [caption for _, captions in kept for caption in captions]
-        found[name] = [flat[j] for j in nearest_captions(embed, x, embed.texts(flat))]
+        found[name] = [flat[j] for j in nearest_captions(embedder, x, embedder.texts(flat))]
     for (image, captions), *nearest in zip(kept, *found.values()):
         if len(rows) == 8 or set(nearest) & set(captions):
             continue
@@ -1655,7 +1658,7 @@ def draw_captions(runs, data):
         for name, caption in zip(found, nearest):
             score = sparc.k_precision([caption_words(caption)], [caption_words(*captions)])
             lines.append(draw_text(f"{name} (K-Precision {score:.2f}): {caption}", 500))
-        image = image if torch.is_tensor(image) else embed.read(image)
+        image = image if torch.is_tensor(image) else embedder.read(image)
         rows.append(("", [(join([to_picture(image), join(lines, True)]), "")]))
     title = ("Images that are not nearest to a caption of their own, and the caption that is. "
              "K-Precision: the share of its words, all of them, in their own")
@@ -1714,7 +1717,7 @@ OF_RUNS = ("segmentation", "words", "captions")  # functions of {run: Embedder}
 def draw_pictures(embedders, data, tasks):
     """{name: picture} of what `tasks` names, or without any of what data and models serve. Several
     {run: Embedder} share those of OF_RUNS."""
-    models, pages = [embed.model for embed in embedders.values()], {}
+    models, pages = [embedder.model for embedder in embedders.values()], {}
     for name, picture in PICTURES.items():
         if name not in OF_RUNS and len(models) > 1:
             continue
@@ -1760,22 +1763,22 @@ def check_data(tasks, options, data, model):
         next(iter(data.training.labelled("first")))
 
 
-def evaluate(embed, data, options):
+def evaluate(embedder, data, options):
     """Run the tasks -> {metric: float}; METRIC/chance is what a guess gives, where it is known."""
-    tasks, result = tasks_to_run(options, data, embed.model), {}
-    check_data(tasks, options, data, embed.model)
+    tasks, result = tasks_to_run(options, data, embedder.model), {}
+    check_data(tasks, options, data, embedder.model)
     for name in tasks:
-        for metric, found in TASKS[name].run(embed, data, options).items():
+        for metric, found in TASKS[name].run(embedder, data, options).items():
             result[metric] = to_float(found)
             if isinstance(found, tuple):
                 result[f"{metric}/chance"] = found[1]
     return result
 
 
-def evaluate_and_show(embed, data, options, run):
+def evaluate_and_show(embedder, data, options, run):
     """Evaluate, print a table, write the figures and draw pictures into RUN -> {metric: float}."""
-    result = evaluate(embed, data, options)
-    if data.named and embed.tokenizer:
+    result = evaluate(embedder, data, options)
+    if data.named and embedder.tokenizer:
         print(f"Class names: {data.named.source}. First prompt: {data.named.prompts[0]!r}")
         count = collections.Counter(data.named.names)
         if twice := [name for name in count if count[name] > 1]:
@@ -1786,14 +1789,14 @@ def evaluate_and_show(embed, data, options, run):
         chance = result.get(f"{metric}/chance")
         level = "" if chance is None else f"  chance {chance:.4f}"
         print(f"  {metric:{width}}  {in_digits(result[metric], 4)}{level}")
-    if embed.unknown_tokens > 0.1 * embed.tokens:
-        fraction = embed.unknown_tokens / embed.tokens
+    if embedder.unknown_tokens > 0.1 * embedder.tokens:
+        fraction = embedder.unknown_tokens / embedder.tokens
         print(f"{fraction:.0%} of the texts' tokens are [UNK], words that the run's vocabulary "
               f"lacks: train on captions with them, or with --vocab.")
     if result:
-        write_figures(embed, data, options, run, result)
+        write_figures(embedder, data, options, run, result)
     pages = draw_log(run) if options.is_own and not options.tasks else {}
-    drawn = draw_pictures({"found": embed}, data, options.tasks)
+    drawn = draw_pictures({"found": embedder}, data, options.tasks)
     pages |= {output_path(run, options, f"{name}.png"): page for name, page in drawn.items()}
     save_pictures(pages)
     if not pages and not result:
@@ -1813,20 +1816,20 @@ def in_digits(x, digits):
     return f"{x:.{digits}g}" if 0 < abs(x) < 0.001 else f"{x:.{digits}f}"
 
 
-def settings_of(options):
+def figure_options(options):
     """The options that figures depend on, as a dict."""
-    return {name: value for name, value in vars(options).items() if name not in NO_SETTINGS}
+    return {name: value for name, value in vars(options).items() if name not in NOT_OF_FIGURES}
 
 
-def write_figures(embed, data, options, run, result):
+def write_figures(embedder, data, options, run, result):
     """Append the figures, with all that they depend on, to RUN/evals.jsonl. Those of the run's own
     evaluation are also RUN/eval.json."""
-    settings = settings_of(options) | {"step": embed.step}
+    depends_on = figure_options(options) | {"step": embedder.step}
     classes = data.classes if data.is_world else data.named
     if classes:
-        settings |= {"class_names": classes.source, "prompts": classes.templates}
+        depends_on |= {"class_names": classes.source, "prompts": classes.templates}
     finite = {key: x if math.isfinite(x) else None for key, x in result.items()}  # JSON has no NaN
-    record, path = {"settings": settings} | finite, Path(run, "evals.jsonl")
+    record, path = {"settings": depends_on} | finite, Path(run, "evals.jsonl")
     is_cut = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
     with common.writing(path), open(path, "a") as file:
         file.write(is_cut * "\n" + json.dumps(record) + "\n")
@@ -1854,33 +1857,33 @@ def save_pictures(pages):
 # STAIR's inverted index, filled with a data set's images and asked by captions or words.
 
 
-def search(embed, data, options, run, queries):
+def search(embedder, data, options, run, queries):
     """Index images by the words of their encodings and answer queries (STAIR, App. D): captions, or
     words with AND, OR, NOT. It writes index.pt, search.png of what is found, and found.png, where
     in images."""
-    if not embed.model.encode_words or not (data.captioned or data.labelled):
+    if not embedder.model.encode_words or not (data.captioned or data.labelled):
         raise UserError("--query needs a run of STAIR, whose encodings are words to look up, and "
                         "shapes, captioned images or class folders.")
-    index, images, rows = stair.InvertedIndex(embed.tokenizer.vocab), {}, []
+    index, images, rows = stair.InvertedIndex(embedder.tokenizer.vocab), {}, []
     with common.explained(ValueError, "--query"):  # found before all is encoded
         for query in queries:
-            ids = embed.tokenizer.encode(query)[1:-1]
+            ids = embedder.tokenizer.encode(query)[1:-1]
             if stair.is_boolean(query):
                 stair.boolean_query(query, index)
-            elif set(ids) <= {embed.tokenizer.unk}:
+            elif set(ids) <= {embedder.tokenizer.unk}:
                 raise ValueError(f"the vocabulary has no word of {query!r}")
     pairs = ((image, (image if isinstance(image, str) else str(i), image))
              for i, image in enumerate(data.images("search")))
-    parts = chunks(read_images(pairs, embed.read, embed.workers), embed.chunk)
-    for part in tqdm(parts, f"images, {embed.chunk} at a time"):
-        x, documents = embed.encode_pairs(part)
-        index.add([name for name, _ in documents], word_columns(embed, x))
+    parts = chunks(read_images(pairs, embedder.read, embedder.workers), embedder.chunk)
+    for part in tqdm(parts, f"images, {embedder.chunk} at a time"):
+        x, documents = embedder.encode_pairs(part)
+        index.add([name for name, _ in documents], word_columns(embedder, x))
         images |= documents
-    for heading, best in answers(embed, index, queries):
+    for heading, best in answers(embedder, index, queries):
         names = ", ".join(f"{name} ({score:.2f})" for name, score in best) or "nothing"
         print(f"{heading}: {names}")
         pairs = [(images[name], f"{score:.2f}") for name, score in best]
-        shown = read_images(pairs, embed.read) if pairs else []
+        shown = read_images(pairs, embedder.read) if pairs else []
         heading += "" if best else ": nothing found"
         rows.append((heading, [(to_picture(image), score) for image, score in shown]))
     index.save(output_path(run, options, "index.pt"))
@@ -1888,21 +1891,22 @@ def search(embed, data, options, run, queries):
     pages = {output_path(run, options, "search.png"): sheet(title, rows)}
     captions = [query for query in queries if not stair.is_boolean(query)]
     if captions and PICTURES["queries"].fits(data):
-        pages[output_path(run, options, "found.png")] = draw_queries(embed, data, captions)
+        pages[output_path(run, options, "found.png")] = draw_queries(embedder, data, captions)
     save_pictures(pages)
 
 
-def answers(embed, index, queries):
+def answers(embedder, index, queries):
     """Pairs of a heading and [(name, score), ...]: of a caption two, with the text tower and
     without it."""
-    encoders = {"text tower": embed.model.encode_text, "words alone": embed.model.encode_words}
+    model = embedder.model
+    encoders = {"text tower": model.encode_text, "words alone": model.encode_words}
     for query in queries:
         if stair.is_boolean(query):
             where, words = stair.boolean_query(query, index)
             yield query, index.search(dict.fromkeys(words, 1.0), 8, where)
             continue
         for name, encode in encoders.items():
-            x = word_columns(embed, embed.texts([query], encode))[0]
+            x = word_columns(embedder, embedder.texts([query], encode))[0]
             yield f"{query} ({name})", index.search(x, 8)
 
 
@@ -1978,7 +1982,7 @@ def compare_runs(evaluated, tasks):
     print_table({f"{runs[0]} ({len(runs)})": [evaluated[run].figures for run in runs]
                  for runs in columns.values()})
     if len(specs) == 1:
-        embedders = {runs[0]: evaluated[runs[0]].embed for runs in columns.values()}
+        embedders = {runs[0]: evaluated[runs[0]].embedder for runs in columns.values()}
         run, first = next(iter(evaluated.items()))
         if pages := draw_pictures(embedders, first.data, tasks):
             page = join(list(pages.values()), down=True)
@@ -2042,7 +2046,7 @@ def describe(options):
 
 
 class Evaluated(NamedTuple):
-    embed: Embedder
+    embedder: Embedder
     args: object                 # settings of the run
     data: EvalSet
     figures: dict                # {metric: float}
@@ -2050,15 +2054,15 @@ class Evaluated(NamedTuple):
 
 def evaluate_run(run, flags):
     """Evaluate a run by flags {name: value}, of --data one SPEC -> Evaluated; None for --query."""
-    embed, args = load_run(run, flags["device"], flags["checkpoint"])
+    embedder, args = load_run(run, flags["device"], flags["checkpoint"])
     options = options_of(flags, args)
-    embed.chunk, embed.workers = flags["batch"], options.workers
-    data = open_eval_set(options, embed.image_size, captions=embed.tokenizer is not None)
+    embedder.chunk, embedder.workers = flags["batch"], options.workers
+    data = open_eval_set(options, embedder.image_size, captions=embedder.tokenizer is not None)
     print(f"{run} on {describe(options)}:")
     if flags["queries"]:
-        search(embed, data, options, run, flags["queries"])
+        search(embedder, data, options, run, flags["queries"])
         return None
-    return Evaluated(embed, args, data, evaluate_and_show(embed, data, options, run))
+    return Evaluated(embedder, args, data, evaluate_and_show(embedder, data, options, run))
 
 
 def main(argv=None):

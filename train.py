@@ -125,7 +125,7 @@ def train(args, out, device):
     if args.dry_run:
         return dry_run(args, method, model)
     model.to(device)
-    embed = evaluation.new_embedder(model, tokenizer, args, device)
+    embedder = evaluation.new_embedder(model, tokenizer, args, device)
     torch.manual_seed(args.seed + rank)  # stochastic depth differs between ranks
     autocast, scaler, is_half = mixed_precision(args, device)
 
@@ -219,7 +219,7 @@ def train(args, out, device):
                 record |= measure(args, model, batch, autocast, outputs, grad_norm)
                 record |= clock.rates(args.batch) | progress.skipped_counts()
                 if evaluate_due and not stopping:
-                    record |= evaluate_unnoticed(embed, eval_data, options)
+                    record |= evaluate_unnoticed(embedder, eval_data, options)
                 log.write(record, model.warn(record))
                 model.train()
             if log_due:
@@ -231,7 +231,7 @@ def train(args, out, device):
                 return stopping
     log.bar.close()
     stop.restore()  # a signal ends the evaluation at once
-    finish(args, embed, eval_data, options, progress)
+    finish(args, embedder, eval_data, options, progress)
     if patience:
         dist.barrier(patience)  # all leave together, after rank 0's evaluation
 
@@ -1030,31 +1030,31 @@ def measure(args, model, batch, autocast, outputs, grad_norm):
     return {name: x.item() for name, x in scalars.items()} | {"chance_loss": chance_loss}
 
 
-def evaluate_unnoticed(embed, eval_data, options):
+def evaluate_unnoticed(embedder, eval_data, options):
     """The metrics of --eval-every, without captions those of k-NN alone, as a probe takes long. The
     training's random numbers go on as without it."""
-    if by_knn(embed.model):
+    if by_knn(embedder.model):
         options = argparse.Namespace(**vars(options) | {"tasks": ["knn"]})
-    devices = [embed.device] if embed.device.type == "cuda" else []
+    devices = [embedder.device] if embedder.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        return evaluation.evaluate(embed, eval_data, options)
+        return evaluation.evaluate(embedder, eval_data, options)
 
 
-def finish(args, embed, eval_data, options, progress):
+def finish(args, embedder, eval_data, options, progress):
     """Print what all workers of all ranks skipped, evaluate, draw."""
     every_rank = common.gather_objects(common.total_skipped(progress.skipped.values()))
     if this_rank()[0] > 0:
         return
     if skipped := common.describe_skipped(common.total_skipped(every_rank)):
         print(f"skipped {skipped}")
-    if not opens_early(args, embed.model):
-        eval_data = open_evaluation(args, embed.model, options)
+    if not opens_early(args, embedder.model):
+        eval_data = open_evaluation(args, embedder.model, options)
     if eval_data is None:
         return evaluation.save_pictures(evaluation.draw_log(args.out))
     print(f"Evaluation on {evaluation.describe(options)}, in fp32:")
-    embed.model.eval()
-    embed.step = progress.step
-    evaluation.evaluate_and_show(embed, eval_data, options, args.out)
+    embedder.model.eval()
+    embedder.step = progress.step
+    evaluation.evaluate_and_show(embedder, eval_data, options, args.out)
 
 
 def dry_run(args, method, model):

@@ -60,7 +60,7 @@ def write(root, run, rate, seed, figures, **settings):
     files = {"config.json": json.dumps(vars(args) | {"argv": argv, "git": "c0ffee"})}
     out = root / f"runs/claims/sparc/{run}-{rate}-{seed}"
     write_files(out, files | {"eval.json": "{}"})
-    usual = evaluation.settings_of(evaluation.options_of({}, args))
+    usual = evaluation.figure_options(evaluation.options_of({}, args))
     del usual["on_training_images"]  # which older lines lack
     with open(out / "evals.jsonl", "a") as file:
         file.write(json.dumps({"settings": usual | settings} | figures) + "\n")
