@@ -439,17 +439,23 @@ def image_encoder_settings(spec):
 
 
 # What train.py and eval.py ask of a method --------------------------------------------
+#
+# Method holds the functions of a method's module, ModelDefaults the members of its Model. Both
+# list everything that is asked, one line each, with the answer of a method that leaves it out.
 
 
 class Method:
-    """A method's module, with defaults for what it leaves out; it has Config, PRESETS, Model.
+    """A method's module: Config, PRESETS, Model, and the functions below.
 
-    The module's functions become attributes of the object and shadow these lambdas of its class.
-    `args` is a run's settings: one object with the fields of train.py's and the method's Config.
-    tests/test_contract.py expects of a new file in METHODS that alone, in an empty directory, it
-    prints a short demonstration when it is run, with torch and nothing else to import, that each
-    field of its Config has a comment, and each value of its PRESETS, one called tiny, a field; and
-    a row in SMALL and MODELS of tests/helpers.py. Sets of fields in train.py bound numbers.
+    `method.views(args)` calls the module's `views`, or the default below if the module has none.
+    `args` is the settings of a run: one object with the fields of train.py's and of the method's
+    Config. To add a method:
+
+    1. Write NAME.py, which imports torch alone. Each field of its Config has a comment, the help
+       of its flag. Its PRESETS have one called tiny. Run alone, it prints a demonstration.
+    2. Import it in eval.py and add it to METHODS there.
+    3. Add a row to SMALL and to MODELS in tests/helpers.py: tests/test_contract.py checks the rest.
+    4. Name settings that must be positive, or at most 1, in the sets above train.check_settings.
     """
 
     model_class = lambda self, args: self.Model  # the class of the model
@@ -465,12 +471,15 @@ class Method:
     box_refreshes = lambda self, args: ()  # steps before which Model.boxes is asked anew
 
     def __init__(self, module):
-        vars(self).update(vars(module))
+        for name, value in vars(module).items():
+            setattr(self, name, value)  # hides the default of this class
 
 
 class ModelDefaults:
-    """What a Model may leave out; an ability that it does not have is None. build_model joins the
-    two: the Model's class comes first, this one answers what it lacks. A Model must have
+    """What a Model may leave out; an ability that it does not have is None.
+
+    build_model makes a class of the method's Model and of this one: what the Model lacks is found
+    here. A Model must have
 
     __init__(config, image_encoder, text_encoder, image_width, text_width),
     image_encoder and, if it learns from captions, text_encoder: those that it was given,
@@ -548,12 +557,13 @@ def build_encoders(method, args, tokenizer):
 
 
 def build_model(method, args, image_encoder, text_encoder):
-    """The method's model on its encoders, completed by ModelDefaults."""
-    kind = method.model_class(args)
-    complete = type(kind.__name__, (kind, ModelDefaults), {})
+    """The method's model on its encoders."""
+    class Model(method.model_class(args), ModelDefaults):
+        """The method's own class comes first; ModelDefaults answers what that class leaves out."""
+
     text_width = text_encoder.width if text_encoder else None
     with explained(ValueError, args.method):
-        return complete(args, image_encoder, text_encoder, image_encoder.width, text_width)
+        return Model(args, image_encoder, text_encoder, image_encoder.width, text_width)
 
 
 def copy_tower(tower, source, run):
@@ -699,15 +709,22 @@ BYTE_SIGNS = dict(zip(PRINTABLE + OTHERS, map(chr, [*PRINTABLE, *range(256, 324)
 class BPE(Tokenizer):
     """CLIP's byte-pair encoding: in the bytes of a word, neighbours are merged in the file's order.
 
-    lines: a comment, then pairs of pieces; </w> ends a word. The ids are OpenCLIP's, but for texts
-    that its `ftfy` repairs more than `split` does, or that spell out special tokens (plain text
-    here). In `vocab` "do##" is a piece after which the word goes on. No token is unknown.
+    lines: a comment, then pairs of pieces, one pair a line. A sign stands for each byte, and </w>
+    for the end of a word: the word "cat" begins as c, a, t</w>. Each line of the file is one merge:
+
+        a t</w>      "cat" becomes c, at</w>      a new piece, with the next free id
+        c at</w>     "cat" becomes cat</w>
+
+    The ids are OpenCLIP's, except for texts that its `ftfy` repairs more than `split` does, or that
+    spell out special tokens (plain text here). A piece that is not the end of its word stands in
+    `vocab` with "##" behind it ("c##"). No token is unknown.
     """
 
     def __init__(self, lines):
         self.lines = lines[: CLIP_TOKENS - 2 * 256 - 2 + 1]
+        # ids 0 to 255: a byte inside a word; 256 to 511: the same byte at the end of a word
         signs = list(BYTE_SIGNS.values())
-        signs += [sign + "</w>" for sign in signs]           # ids 256 to 511
+        signs += [sign + "</w>" for sign in signs]
         ids = {sign: i for i, sign in enumerate(signs)}
         spelled = [bytes([byte]) for byte in BYTE_SIGNS] * 2  # the bytes of each id
         self.byte_ids, self.merges = {byte: i for i, byte in enumerate(BYTE_SIGNS)}, {}
@@ -715,8 +732,8 @@ class BPE(Tokenizer):
         with explained((ValueError, KeyError), "A line is no pair of known pieces", remedy):
             for line in self.lines[1:]:
                 a, b = line.split()
-                pair = ids[a], ids[b]
-                self.merges[pair] = ids[a + b] = len(spelled)
+                pair, merged = (ids[a], ids[b]), len(spelled)
+                self.merges[pair] = ids[a + b] = merged
                 spelled.append(spelled[pair[0]] + spelled[pair[1]])
         if not any("</w>" in line for line in self.lines):
             raise UserError("No line of the vocabulary has </w>, the end of a word, as with GPT-2's"
@@ -982,15 +999,18 @@ class Views:
         numbers}, for `distort`."""
         crops = [torch.stack(column) for column in zip(*samples)]
         drawn = [self.draw(len(crops[0]), view) for view in self.views]
-        changed, colours, sigma = map(torch.stack, zip(*drawn))  # (V, 5, B), (V, B, 11), (V, B)
-        # few tensors, as each takes time on its way from a worker: the rows of all changes in one
-        draws = {"rows": changed.nonzero()[:, 2], "counts": changed.sum(2).flatten().tolist(),
-                 "colours": colours, "sigma": sigma}
+        changed, colours, sigma = zip(*drawn)                # a tensor of each for every view
+        # The changes of a view share one tensor of row numbers, split by their counts: each tensor
+        # costs time, and an open file, on the way from a worker.
+        draws = {"rows": [x.nonzero()[:, 1] for x in changed],
+                 "counts": [x.sum(1).tolist() for x in changed],
+                 "colours": torch.stack(colours),            # (V, B, 11)
+                 "sigma": torch.stack(sigma)}                # (V, B)
         return {"views": crops, "draws": draws}
 
     def draw(self, n, view):
-        """Which of n images each of five changes befalls (5, n), their random colours (n, 11) and
-        the widths of their blur (n,) in pixels."""
+        """Draw a view's changes of n images: which images each of five changes applies to (5, n)
+        bool, the random colours (n, 11), and the width of the blur (n,) in pixels."""
         flipped, jittered = torch.rand(n) < 0.5, torch.rand(n) < 0.8
         colours = draw_colours(n, 0.4, 0.4, 0.2, 0.1)
         grey, blurred = torch.rand(n) < 0.2, torch.rand(n) < view.blur
@@ -1001,22 +1021,23 @@ class Views:
 
 
 def distort(batch):
-    """A batch with "draws" -> without them, its crops distorted and normalised on their device.
+    """Apply the changes that Views.collate drew, on the device of the crops, and normalise.
 
-    Rows are numbers, not masks, and constants Python's: the host need not wait for a GPU.
+    A batch without "draws" stays as it is. Rows are numbers, not masks, and constants are Python's,
+    because a mask or a constant tensor would make the host wait for the GPU.
     """
     if "draws" not in batch:
         return batch
     batch, views = dict(batch), []
     draws = batch.pop("draws")
-    rows = draws["rows"].split(draws["counts"])          # 5 of the first view, then of the second
-    for v, x in enumerate(batch["views"]):
-        flipped, jittered, grey, blurred, solarized = rows[5 * v : 5 * v + 5]
+    columns = draws["rows"], draws["counts"], draws["colours"], draws["sigma"]
+    for x, rows, counts, colours, sigma in zip(batch["views"], *columns):
+        flipped, jittered, grey, blurred, solarized = rows.split(counts)
         x = to_unit(x).clamp(0, 1)                       # bicubic crops of floats overshoot
         x[flipped] = x[flipped].flip(3)
-        x[jittered] = jitter(x[jittered], draws["colours"][v, jittered])
+        x[jittered] = jitter(x[jittered], colours[jittered])
         x[grey] = luma(x[grey]).expand(-1, 3, -1, -1)
-        x[blurred] = blur(x[blurred], draws["sigma"][v, blurred])
+        x[blurred] = blur(x[blurred], sigma[blurred])
         x[solarized] = v2.functional.solarize(x[solarized], 0.5)
         views.append(normalize(x))
     return batch | {"views": views}
@@ -1768,20 +1789,25 @@ def read_lines(path, flag):
 
 
 # Streams and seeds --------------------------------------------------------------------
-
-# A worker is a share of the data, with random numbers of its own. Its position says how far it has
-# read; each batch brings its worker's, and a checkpoint keeps the latest of all. A DataLoader asks
-# its processes for batches in turn, process 0 first. So process 0 goes on with the worker that has
-# the fewest batches, else a continued run would see its batches in another order.
+#
+# A resumed run sees the batches that the uninterrupted run would have seen. So each worker, a share
+# of the data, counts how far it has read, each batch brings its worker's position along, and a
+# checkpoint keeps the latest position of every worker.
 
 
 def this_worker(positions):
-    """The worker whose stream this process continues, and the number of workers."""
+    """The worker whose stream this process continues, and the number of workers.
+
+    A DataLoader asks its processes in turn, process 0 first. The next batch of a resumed run is due
+    from the worker that has delivered the fewest: process 0 must continue that one, process 1 the
+    next. Else the batches would come in another order.
+    """
     info = get_worker_info()
     if info is None:
         return 0, 1
     batches = [positions.get(worker, (0,))[0] for worker in range(info.num_workers)]
-    return (batches.index(min(batches)) + info.id) % info.num_workers, info.num_workers
+    first = batches.index(min(batches))
+    return (first + info.id) % info.num_workers, info.num_workers
 
 
 class Stream(IterableDataset):

@@ -297,22 +297,23 @@ def read_images(pairs, read, workers=0):
     prints how many cannot, and why the last cannot. Raises UserError if none can. read: a function
     of a file."""
     def attempt(file):
+        """-> image, None; or None, why it cannot be read."""
         try:
-            return file if torch.is_tensor(file) else read(file)
+            return file if torch.is_tensor(file) else read(file), None
         except UserError:
             raise
         except Exception as error:  # PIL's are of any type
             name = "a file" if isinstance(file, bytes) else f"{file!s:.200}"
-            return f"{name} ({type(error).__name__}: {error!s:.200})"
+            return None, f"{name} ({type(error).__name__}: {error!s:.200})"
 
     n, unreadable, last = 0, 0, ""
     with ThreadPool(max(1, workers)) as pool:
         for part in chunks(pairs, 256):
             n += len(part)
-            images = pool.imap(attempt, [file for file, _ in part])
-            for (_, value), image in zip(part, images):
-                if isinstance(image, str):
-                    unreadable, last = unreadable + 1, image
+            attempts = pool.imap(attempt, [file for file, _ in part])
+            for (_, value), (image, reason) in zip(part, attempts):
+                if reason:
+                    unreadable, last = unreadable + 1, reason
                 else:
                     yield image, value
     if n == 0:
@@ -513,45 +514,80 @@ def read_templates(given):
     return given
 
 
-TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # samples of a run's own data; --data takes all
-NOT_OF_FIGURES = {"runs", "queries", "export", "workers", "batch", "device", "is_own"}  # of figures
+# The run's own evaluation is a sample, as it ends every training; --data is evaluated in full.
+TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # images to evaluate, images to learn from
+# options that change no figure
+NOT_OF_FIGURES = {"runs", "queries", "export", "workers", "batch", "device", "is_own"}
 
 
-def options_of(flags, args):
-    """Flags {name: value} of eval.py, data one SPEC, completed by the settings `args` of a run.
-    Beside them are learn_limit, of images to learn from or to choose by, on_training_images, and
-    is_own: this is the run's own evaluation, maybe of other tasks, as at the end of training."""
+def options_of(given, args):
+    """The options of one evaluation: what is given on the command line, else the run's own.
+
+    given: {name: value} of eval.py's flags, `data` one SPEC; args: the settings of the run. The
+    result has three options more:
+
+        learn_limit         how many images k-NN and probes learn from; None: all
+        on_training_images  whether the run was trained on the images to evaluate
+        is_own              whether figures are of the run's own data, as at the end of training
+    """
     defaults = vars(build_parser().parse_args(["RUN"]))
-    given = {name: value for name, value in flags.items() if value != defaults.get(name)}
+    given = {name: value for name, value in given.items() if value != defaults.get(name)}
     own = {"probe": args.probe, "probe_epochs": args.probe_epochs, "workers": args.workers,
            "data": args.eval_data or args.data, "learn_limit": None}
     if "data" not in given:
         own |= {"image_root": args.image_root, "limit": TEST_LIMIT, "learn_limit": LEARN_LIMIT}
-    spec = given.get("data", own["data"])
-    if "train" in splits_of(spec):
-        own["train_data"] = spec
-    elif args.data != spec and common.parse_spec(args.data)[0] != "shapes":
-        own["train_data"] = args.data
-    own["split"] = default_split(spec)
-    name, settings = common.parse_spec(spec)
-    if os.path.isdir(args.data) and name != "shapes":  # class folders: the caption that was learned
-        own["templates"] = [common.FOLDER_CAPTION]
-    learned, of_learned = common.parse_spec(args.data)
-    is_learned = given.get("split", own["split"]) in ("all", of_learned.get("split", "train"))
-    is_same = name != "shapes" and Path(name).resolve() == Path(learned).resolve()
-    own["on_training_images"] = is_learned and is_same
-    if "split" in given and own["split"] == "all":
-        raise UserError(f"--split {given['split']}: {spec} has no splits.")
-    if "split" in given and "split" in settings:
-        raise UserError(f"--split {given['split']}: {spec} names its split itself.")
-    if "train_data" in given and name == "shapes":
-        raise UserError(f"--train-data {given['train_data']}: shapes have a training split.")
-    if "classes" in given and name == "shapes":
-        raise UserError(f"--classes {given['classes']}: the classes of shapes have their names.")
+    data = given.get("data", own["data"])
+    own |= {"split": default_split(data), "train_data": data_to_learn_from(data, args),
+            "templates": learned_templates(data, args)}
+    refuse_useless_options(given, data, own["split"])
     if "templates" in given:
         given["templates"] = read_templates(given["templates"])
-    own["is_own"] = given.keys() <= NOT_OF_FIGURES | {"tasks"}
-    return argparse.Namespace(**defaults | own | given)
+    options = argparse.Namespace(**defaults | own | given)
+    options.on_training_images = is_trained_on(options.data, options.split, args)
+    options.is_own = given.keys() <= NOT_OF_FIGURES | {"tasks"}
+    return options
+
+
+def data_to_learn_from(data, args):
+    """What do k-NN and probes learn from, where no --train-data is given? The data's own training
+    split, else what the run was trained on, unless the run was trained on the world."""
+    if "train" in splits_of(data):
+        return data
+    if args.data == data or common.parse_spec(args.data)[0] == "shapes":
+        return None
+    return args.data
+
+
+def learned_templates(data, args):
+    """Which prompts does the model know? From class folders it has learned one caption."""
+    is_world = common.parse_spec(data)[0] == "shapes"
+    return [common.FOLDER_CAPTION] if os.path.isdir(args.data) and not is_world else None
+
+
+def is_trained_on(data, split, args):
+    """Was the run trained on these images? The world never shows a test scene in training."""
+    name, learned = common.parse_spec(data)[0], common.parse_spec(args.data)
+    if name == "shapes" or Path(name).resolve() != Path(learned[0]).resolve():
+        return False
+    return split in ("all", learned[1].get("split", "train"))
+
+
+def refuse_useless_options(given, data, default):
+    """Raise UserError for an option that has no effect on the data, whose usual split is
+    `default`."""
+    name, settings = common.parse_spec(data)
+    reasons = []
+    if default == "all":
+        reasons.append(("split", f"{data} has no splits"))
+    if "split" in settings:
+        reasons.append(("split", f"{data} names its split itself"))
+    if name == "shapes":
+        reasons.append(("train_data", "shapes have a training split"))
+        reasons.append(("classes", "the classes of shapes have their names"))
+    for option, reason in reasons:
+        if option in given:
+            flag = "--" + option.replace("_", "-")
+            raise UserError(f"{flag} {given[option]} has no effect: {reason}. Leave it out.")
 
 
 def splits_of(spec):
@@ -596,6 +632,7 @@ class EvalSet:
     pool: int = None               # images that retrieval ranks at a time; None: all
     is_world: bool = False         # its other splits are there to learn from and to choose by
     options: argparse.Namespace = None  # with which it was opened
+    training: "EvalSet" = None     # what k-NN and probes learn from, see training_pairs
     labelled: Callable = None      # (purpose) -> pairs with class ids
     captioned: Callable = None     # (purpose) -> pairs with lists of captions
     negatives: Callable = None     # () -> pairs with [(kind, caption, wrong caption)]
@@ -610,27 +647,6 @@ class EvalSet:
         """The images of captioned or labelled pairs, to look at or to search."""
         pairs = self.captioned or self.labelled
         return (image for image, _ in pairs(purpose))
-
-    @functools.cached_property
-    def training(self):
-        """What k-NN and probes learn from, opened once: --train-data, of the world the same."""
-        if self.is_world:
-            return self
-        spec, names = self.options.train_data, self.groups[""][1]
-        train = open_beside(self.options, self, spec, None,
-                            "k-NN and probes learn from other images than they are tested on: "
-                            "give other class folders or tar shards with labels, by eval.py "
-                            "--train-data or train.py --eval-data.")
-        if train.labelled and train.groups is None and not self.numbered:  # of tar shards
-            raise UserError(f"{spec} numbers its classes, {self.options.data} names them: which is "
-                            f"which is not known. Name the folders 0, 1, ..., or learn from class "
-                            f"folders (eval.py --train-data), or give eval.py --classes FILE of "
-                            f"the folders' names, that of label 0 first (train.py: leave out "
-                            f"--eval-data, and evaluate afterwards).")
-        if train.labelled is None or (train.groups and train.groups[""][1] != names):
-            raise UserError(f"{spec} must have the class folders of {self.options.data}, to learn "
-                            f"from: {', '.join(names)}; give others with eval.py --train-data.")
-        return train
 
 
 class TableSet(EvalSet):
@@ -652,8 +668,8 @@ class TableSet(EvalSet):
             lines = common.read_lines(options.classes, "--classes")
             known = {name: i for i, name in enumerate(common.with_spaces(table.classes))}
             ids = [known.get(name) for name in common.with_spaces(lines)]
-            if None not in ids:  # the folders' own names: a line's number is a label of shards
-                self.label_ids = ids
+            # where the lines are the folders' names, the number of a line is a label of shards
+            self.label_ids = None if None in ids else ids
         self.labelled = lambda purpose: ((table.path(i), int(table.labels[i])) for i in rows)
 
     @functools.cached_property
@@ -811,16 +827,27 @@ def open_beside(options, data, spec, root, message):
     return open_eval_set(argparse.Namespace(**beside), data.image_size)
 
 
-def training_pairs(options, data):
-    """A function that gives the pairs (image, class id) of data.training, of --label-fraction those
-    that it leaves."""
+def training_pairs(options, data, purpose="train"):
+    """What do k-NN and probes learn from? -> a function that yields pairs (image, class id).
+
+    The world has a training split; other data need --train-data. Raises UserError if there is
+    nothing to learn from, or if its classes are not those of the data. purpose: "first" to look at
+    one pair alone.
+    """
+    spec, names = options.train_data, data.groups[""][1]
+    if data.training is None:  # opened once: k-NN and the linear probe share it
+        data.training = data if data.is_world else open_beside(
+            options, data, spec, None, "k-NN and probes learn from other images than they are "
+            "tested on: give other class folders or tar shards with labels, by eval.py "
+            "--train-data or train.py --eval-data.")
+    train = data.training
+    if not data.is_world:
+        check_same_classes(options, data, train)
+    ids = data.label_ids if train.groups is None else None  # of shards, whose labels are numbers
+
     def pairs():
-        names = data.groups[""][1]
-        labelled = data.training.labelled("train")
-        labelled = known_labels(labelled, options.train_data, names, options.data)
-        if data.training.groups is None and data.label_ids:
-            return ((image, data.label_ids[label]) for image, label in labelled)
-        return labelled
+        for image, label in known_labels(train.labelled(purpose), spec, names, options.data):
+            yield image, ids[label] if ids else label
 
     if options.label_fraction is None:
         return pairs
@@ -830,6 +857,21 @@ def training_pairs(options, data):
         labels.append(label)
     chosen = set(common.label_rows(files, labels, options.label_fraction))
     return lambda: (pair for i, pair in enumerate(pairs()) if i in chosen)
+
+
+def check_same_classes(options, data, train):
+    """Raise UserError unless the data to learn from have the classes of the data to evaluate:
+    folders are joined by their names, labels of shards by their numbers."""
+    spec, names = options.train_data, data.groups[""][1]
+    if train.labelled and train.groups is None and not data.numbered:  # shards
+        raise UserError(f"{spec} numbers its classes, {options.data} names them: which is which "
+                        f"is not known. Name the folders 0, 1, ..., or learn from class folders "
+                        f"(eval.py --train-data), or give eval.py --classes FILE of the folders' "
+                        f"names, that of label 0 first (train.py: leave out --eval-data, and "
+                        f"evaluate afterwards).")
+    if train.labelled is None or (train.groups and train.groups[""][1] != names):
+        raise UserError(f"{spec} must have the class folders of {options.data}, to learn from: "
+                        f"{', '.join(names)}; give others with eval.py --train-data.")
 
 
 def open_selection(options, data, task, chooser, needed):
@@ -1760,7 +1802,8 @@ def check_data(tasks, options, data, model):
     if "classification" in tasks:
         check_classes(options, data, model)
     if ("knn" in tasks or "linear" in tasks) and not data.is_world:
-        next(iter(data.training.labelled("first")))
+        everything = argparse.Namespace(**vars(options) | {"label_fraction": None})
+        next(training_pairs(everything, data, "first")())
 
 
 def evaluate(embedder, data, options):

@@ -143,7 +143,7 @@ def test_training_images_are_named_whatever_the_split(tmp_path):
     for split, seen in (("test", False), ("val", True)):
         options = evaluation.options_of({"data": "kar.json", "split": split}, args)
         assert options.on_training_images == seen
-    with pytest.raises(common.UserError, match="--train-data x: shapes have a training split"):
+    with pytest.raises(common.UserError, match="--train-data x has no effect: shapes have a train"):
         evaluation.options_of({"data": "shapes", "train_data": "x"}, args)
 
 
