@@ -1,9 +1,11 @@
-"""Train a method: `python train.py --method sparc`, on 8 GPUs
-`torchrun --nproc_per_node=8 train.py --method sparc`. To read how it works, begin at train().
+"""Train a method: `python train.py --method sparc`, or on 8 GPUs
+`torchrun --nproc_per_node=8 train.py --method sparc`.
 
-Settings are the defaults of two dataclasses, Config below and the method's, then the values of its
---preset, then the flags. The run's directory gets config.json, vocab.txt, log.jsonl, last.pt,
-eval.json and pictures. A map of the sections:
+A setting has its default in one of two dataclasses, Config below and the method's own Config. A
+--preset replaces defaults, a flag replaces both. The run's directory gets config.json, vocab.txt,
+log.jsonl, last.pt, eval.json and pictures.
+
+To read how it works, begin at train(). A map of the sections:
 
     Config                  every setting, its default, its help
     Training                train(): build, resume, loop
@@ -13,7 +15,8 @@ eval.json and pictures. A map of the sections:
     What moves              Progress, checkpoints, signals, the clock
     Log, evaluation, cost   what happens once in a while; --dry-run
 
-To add a setting, add a field with a comment to Config; an optimizer, a row of OPTIMIZERS.
+To add a setting, add a field with a comment to Config; an optimizer, a row of OPTIMIZERS. `args`
+is the settings of the run, `options` those of its evaluation (eval.options_of).
 """
 
 import argparse
@@ -54,67 +57,101 @@ from eval import METHODS
 
 @dataclasses.dataclass
 class Config:
-    """Settings of a run, whatever the method. Batch sizes are global, over all ranks."""
+    """Settings of a run, whatever the method. Batch sizes are global, over all ranks.
 
-    preset: str = "tiny"  # a row of the method's PRESETS, whose values replace the defaults here
-    data: str = "shapes"  # SPEC, what to train on; its forms stand at the end of this help
-    image_root: str | None = None  # directory that the file names of a table are relative to
-    eval_data: str | None = None  # SPEC; None: --data, the test split if it has one
-    vocab: str | None = None  # BERT's vocab.txt or CLIP's bpe_...txt.gz; None: from the captions
-    vocab_size: int = 8192  # of a vocabulary trained from the captions, at most
-    out: str | None = None  # directory of the run; None: runs/METHOD, runs/METHOD-2, ...
-    image_encoder: str = "ViT-B/16"  # row of common.VIT_PRESETS[:setting=value,...], or ResNet-50
-    text_encoder: str = "12x512"  # row of common.TEXT_PRESETS[:setting=value,...]
-    image_size: int | None = None  # pixels; None: the encoder's, or the world's
-    finetune: str | None = None  # RUN whose image encoder is fine-tuned, by --method classifier
-    # file of a whole CLIP's weights or, for methods without captions, of a ViT's under timm's names
-    init_weights: str | None = None
-    crop_scale: float = 0.9  # smallest area of training crops (OpenCLIP's)
-    steps: int = 1000  # updates
-    epochs: int | None = None  # instead of --steps: how often each image of files is shown
-    batch: int = 128  # pairs per step, over all ranks
-    lr: float = 5e-4  # peak; linear warm-up from lr / warmup, then --schedule to 0
-    warmup: int = 100  # steps, of each stage if there are several
-    schedule: Literal["cosine", "linear"] = "cosine"  # of the learning rate after the warm-up
-    optimizer: Literal["adamw", "lamb", "lars", "sgd"] = "adamw"  # lamb: of STAIR; lars: of BAM
-    weight_decay: float = 0.1  # on the weights of linear and convolution layers only
-    weight_decay_end: float | None = None  # where half a cosine takes it; None: it stays
-    beta2: float = 0.98  # AdamW's, LAMB's; beta1 is 0.9 (CLIP, Table 18)
-    adam_eps: float = 1e-6  # CLIP, Table 18
-    clip_grad: float = 1.0  # largest norm of the gradient; 0: no clipping
-    amp: Literal["bf16", "fp16", "off"] | None = None  # None: bf16 on a GPU, off on the CPU
-    workers: int = 0  # data loading processes per rank
-    seed: int = 0  # of weights, data and augmentation
-    log_every: int = 10  # steps
-    save_every: int = 1000  # steps
-    keep_every: int = 0  # steps between checkpoints that stay, as step-N.pt; 0: none
-    # steps between evaluations of 1,000 images in the log, by k-NN without captions; 0: none
-    eval_every: int = 0
-    probe: Literal["adamw", "sgd"] = "adamw"  # eval.py's linear probe: SPARO's or BAM's
-    probe_epochs: int | None = None  # of the linear probe; None: its paper's, 10 or 100
-    # continue the run in --out with its settings; given flags replace them; auto: or begin it
+    The comment behind a field, or the lines above it, are the help of its flag.
+    """
+
+    preset: str = "tiny"  # row of the method's PRESETS, whose values replace the defaults here
+    out: str | None = None  # directory of the run; without it runs/METHOD, runs/METHOD-2, ...
+    # continue the run in --out with its own settings; flags that are given beside it replace them;
+    # `--resume auto` begins the run where --out has no checkpoint
     resume: bool = False
-    compile: bool = False  # torch.compile of each block of a ViT and of the text tower, or a ResNet
-    grad_checkpoint: bool = False  # recompute a ViT's blocks in the backward pass: less memory
-    accum_freq: int = 1  # parts of a rank's rows that the towers take one after the other
-    dry_run: bool = False  # print parameters, FLOPs and the loss at chance, and stop
-    bench: int = 0  # time this many steps, print the rates, and stop
+    # RUN whose image encoder is fine-tuned on labelled images (--method classifier; BAM, Table 3)
+    finetune: str | None = None
+    seed: int = 0  # seed of the weights, the data and the augmentation
+
+    data: str = "shapes"  # SPEC of what to train on; the end of this help lists the forms of a SPEC
+    image_root: str | None = None  # directory that a table's file names are relative to
+    # SPEC of what to evaluate on at the end; without it the test split of --data, or, where --data
+    # has no splits, the images of the training
+    eval_data: str | None = None
+    # vocabulary file, BERT's vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz; without it a
+    # vocabulary is trained on the captions of --data
+    vocab: str | None = None
+    vocab_size: int = 8192  # largest size of a vocabulary that is trained on the captions
+    # side of an image in pixels; without it the encoder's, for the embedded world 48
+    image_size: int | None = None
+    crop_scale: float = 0.9  # smallest area of a training crop, as a fraction (OpenCLIP's)
+    workers: int = 0  # number of processes per rank that load data; 0: the training loads them
+
+    # image encoder, NAME or NAME:setting=value,...; the names are the rows of common.VIT_PRESETS,
+    # and ResNet-50
+    image_encoder: str = "ViT-B/16"
+    # text encoder, NAME or NAME:setting=value,...; the names are the rows of common.TEXT_PRESETS
+    text_encoder: str = "12x512"
+    # file of pretrained weights to start from: a whole CLIP's or, for methods without captions, a
+    # ViT's under timm's names
+    init_weights: str | None = None
+
+    steps: int = 1000  # number of updates
+    # number of times that each image of a table or of class folders is shown, in place of --steps
+    epochs: int | None = None
+    batch: int = 128  # pairs or images of a step, over all ranks and all parts of --accum-freq
+    lr: float = 5e-4  # highest learning rate, which the warm-up reaches; no rescaling by --batch
+    warmup: int = 100  # steps of linear warm-up, in each stage of a method that has several
+    schedule: Literal["cosine", "linear"] = "cosine"  # how the learning rate falls to 0
+    # optimizer; STAIR's authors use lamb, BAM's authors lars for ResNet-50
+    optimizer: Literal["adamw", "lamb", "lars", "sgd"] = "adamw"
+    weight_decay: float = 0.1  # weight decay of the weights of linear and convolution layers
+    # value that the weight decay reaches at the end, by half a cosine; without it the decay stays
+    weight_decay_end: float | None = None
+    beta2: float = 0.98  # second beta of AdamW and LAMB (CLIP, Table 18); the first is 0.9
+    adam_eps: float = 1e-6  # epsilon of AdamW and LAMB (CLIP, Table 18)
+    clip_grad: float = 1.0  # largest norm of the gradient; 0 does not clip
+
+    log_every: int = 10  # steps between two lines of log.jsonl
+    save_every: int = 1000  # steps between two writings of last.pt
+    keep_every: int = 0  # steps between two checkpoints that are kept, step-N.pt; 0 keeps none
+    # steps between two evaluations during training, of 1,000 images, by k-NN where a method has no
+    # text encoder; 0: only at the end
+    eval_every: int = 0
+    probe: Literal["adamw", "sgd"] = "adamw"  # linear probe of the evaluation: SPARO's or BAM's
+    # epochs of the linear probe; without it those of its paper, 10 for adamw, 100 for sgd
+    probe_epochs: int | None = None
+
+    # precision of the encoders; without it bf16 on a GPU, off on a CPU; losses are always fp32
+    amp: Literal["bf16", "fp16", "off"] | None = None
+    compile: bool = False  # compile the blocks of a ViT or ResNet with torch.compile
+    grad_checkpoint: bool = False  # recompute a ViT's blocks in the backward pass, to save memory
+    # number of parts in which a rank's encoders process its batch, one after the other, to save
+    # memory; the loss still compares the whole batch
+    accum_freq: int = 1
+    dry_run: bool = False  # print parameters, FLOPs and the loss at chance, then stop
+    bench: int = 0  # number of steps to time; print the rates, then stop
 
 
-BENCH_WARMUP = 3  # steps before --bench starts the clock
+# The first setting of each group in --help.
+GROUPS = {"preset": "run", "data": "data", "image_encoder": "encoders", "steps": "optimization",
+          "log_every": "log, checkpoints and evaluation", "amp": "speed and memory"}
+BENCH_WARMUP = 3  # steps before --bench starts the clock: kernels are chosen, memory is taken
 
 
 # Training -----------------------------------------
 #
-# One function, from the data to the last evaluation. All that it calls stands below it.
+# One function, from the data to the last evaluation. The functions that it calls stand below it.
 
 
 def train(args, out, device):
-    """-> the signal that stopped it, if any. out: the run's directory; None: write nothing."""
-    rank, world_size = this_rank()
-    method, patience = METHODS[args.method], common.patient_group()
+    """Train, evaluate, and return the signal that stopped the run, or None.
 
-    # Build: what can be wrong is found here, not after an hour.
+    out: the run's directory, None on ranks that write nothing.
+    """
+    rank, world_size = this_rank()
+    method = METHODS[args.method]
+    patient = common.patient_group()  # of all ranks, to wait for rank 0's evaluation
+
+    # Build. Data to evaluate on are opened now, too: a wrong path must not end a day's training.
     data = open_training_data(args, method)
     tokenizer = build_tokenizer(args, data) if method.uses_text(args) else None
     model = new_model(args, method, tokenizer)
@@ -129,7 +166,7 @@ def train(args, out, device):
     torch.manual_seed(args.seed + rank)  # stochastic depth differs between ranks
     autocast, scaler, is_half = mixed_precision(args, device)
 
-    # Resume: `progress` is all that moves, beside weights, optimizer and loss scale.
+    # Resume. `progress` holds all that changes, apart from weights, optimizer and loss scale.
     progress, saved = Progress(data.fingerprint, tokenizer and tokenizer.hash()), None
     if args.resume:
         saved = load_state(args, model, scaler, progress, device)
@@ -148,61 +185,62 @@ def train(args, out, device):
         if steps < args.steps:
             log.bar.set_description(f"{args.method}, stage {number}")
         optimizer = build_optimizer(args, model, saved if progress.step > start else None)
-        saved = parallel = None  # they would stay in memory, DDP's buckets as gradients
+        # Free the checkpoint and the last stage's DDP, whose buckets hold its gradients.
+        saved = parallel = None
         parallel = wrap(args, model, world_size)
         model.train()
 
         while progress.step < end:
-            if progress.step in method.box_refreshes(args):  # BAM: crops are where [CLS] looks
-                batches = None  # ends its workers
+            if progress.step in method.box_refreshes(args):  # BAM crops where [CLS] looks
+                batches = None  # ends the workers, which crop by the old boxes
                 progress.boxes = find_boxes(args, data, model, device, autocast)
             if batches is None:
                 batches = open_loader(args, data, transform, tokenizer, model, progress)
                 clock.reset()
             batch = to_device(clock.wait_for(batches), device)
 
-            # One update. The learning rate is a function of the step in its stage.
+            # One update. The learning rate depends on the step within its stage.
             step = progress.step - start
             set_schedules(optimizer, args, step, steps, lr)
             batch = common.distort(batch)
 
-            # The forward pass: the towers in half precision, the loss over the global batch. Losses
-            # stay in fp32 under autocast; TF32 in their products errs far less than bf16 towers.
+            # The forward pass: encoders in half precision, the loss over the global batch. Losses
+            # stay in fp32 under autocast; TF32 in their products errs far less than bf16 encoders.
             torch.backends.cuda.matmul.allow_tf32 = is_half
             with autocast():
                 outputs = parallel(batch, common.gather)  # {"loss": scalar, others to log}
 
-            # The backward pass; fp16 scales the loss, as its small gradients would be 0.
+            # The backward pass. fp16 scales the loss, because small gradients would become 0.
             scaler.scale(outputs["loss"]).backward()
             torch.backends.cuda.matmul.allow_tf32 = False
             model.before_update(step)
 
-            # Clip the true gradient: unscale it first. The scaler skips an update that overflowed.
+            # Clip the gradient as it is without the scale. The scaler skips an update whose
+            # gradient overflowed.
             scaler.unscale_(optimizer)
             grad_norm = clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)  # None takes no memory
 
-            # The method's own moves: a teacher follows its student, a temperature stays in bounds.
+            # What the method itself changes: a teacher follows its student, a temperature stays in
+            # its bounds.
             model.after_update(step, steps)
             progress.advance(batch)
             log.bar.update()
 
-            # Once in a while: log, evaluate, save, stop. What is due is the same on every rank.
+            # Once in a while: log, evaluate, save, stop. All ranks agree on what is due.
             keep_due, evaluate_due = progress.due(args.keep_every), progress.due(args.eval_every)
             save_due = progress.due(args.save_every) or keep_due or progress.step == end
             log_due = progress.due(args.log_every) or evaluate_due or progress.step == args.steps
-            # A GPU waits while ranks ask each other whether a signal came: they do it rarely.
+            # A GPU waits while ranks ask each other whether a signal came, so they ask rarely.
             ask_due = save_due or progress.due(min(10, args.log_every)) or not dist.is_initialized()
             stopping = ask_due and stop.agreed(device)
-            if args.bench:
-                if progress.step == BENCH_WARMUP:
-                    clock.reset()
-                is_over = progress.step == BENCH_WARMUP + args.bench
-                if is_over:
-                    print_once(json.dumps(clock.rates(args.batch)))
-                if stopping or is_over:
+            if args.bench:  # updates alone: no log, no checkpoint, no evaluation
+                rates = clock.bench(args.bench, args.batch)
+                if rates:
+                    print_once(json.dumps(rates))
+                if rates or stopping:
                     return stopping
                 continue
             if stopping or log_due or save_due:
@@ -218,9 +256,10 @@ def train(args, out, device):
                 record = {"step": progress.step, "lr": optimizer.param_groups[0]["lr"]}
                 record |= measure(args, model, batch, autocast, outputs, grad_norm)
                 record |= clock.rates(args.batch) | progress.skipped_counts()
+                figures = {}
                 if evaluate_due and not stopping:
-                    record |= evaluate_unnoticed(embedder, eval_data, options)
-                log.write(record, model.warn(record))
+                    figures = evaluate_unnoticed(embedder, eval_data, options)
+                log.write(record, figures, model.warn(record))
                 model.train()
             if log_due:
                 clock.reset()
@@ -230,15 +269,20 @@ def train(args, out, device):
                            f"again with --resume --out {shlex.quote(args.out)}")
                 return stopping
     log.bar.close()
-    stop.restore()  # a signal ends the evaluation at once
+    stop.restore()  # from here on a signal ends the program at once
     finish(args, embedder, eval_data, options, progress)
-    if patience:
-        dist.barrier(patience)  # all leave together, after rank 0's evaluation
+    if patient:
+        dist.barrier(patient)  # all leave together: torchrun ends those that are left alone
 
 
 # Command line -----------------------------------------
 #
-# A flag for each field of Config and of the method's Config; the comment of a field is its help.
+# Each field of Config and of the method's Config is a flag; the comment of a field is its help.
+
+
+USAGE = "train.py --method NAME [--FLAG VALUE ...]"
+HELP = __doc__.partition("\n\nTo read")[0]
+SPEC_FORMS = "\n".join(f"  {form}" for form in common.spec_forms().split("; "))
 
 
 class Parser(argparse.ArgumentParser):
@@ -248,28 +292,33 @@ class Parser(argparse.ArgumentParser):
 
 
 def let_rank_0_speak():
-    """Ranks of a machine often fail alike: all but the first wait, until torchrun ends them."""
+    """Ranks often fail with the same message: all but the first of a machine keep silent, until
+    torchrun ends them."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Stop would only note it
         time.sleep(10)
 
 
-@functools.cache  # the source of a class is searched for in its file
+@functools.cache  # inspect searches the file for the source of a class
 def comments_of(config_class):
-    """{field: the comment behind a field of a dataclass, or the one in the line above it}."""
-    pattern = r"^(?:    # (.*)\n)?    (\w+): [^#\n]*(?:# (.*))?$"
+    """{field of a dataclass: the comment behind it, or the comment lines above it}."""
+    pattern = r"^((?:    # .*\n)*)    (\w+): [^#\n]*(?:# (.*))?$"
     found = re.findall(pattern, inspect.getsource(config_class), re.MULTILINE)
-    return {name: behind or above for above, name, behind in found}
+    joined = lambda lines: re.sub(r"\s+#?\s*", " ", lines).strip()
+    return {name: behind or joined(above) for above, name, behind in found}
 
 
 def flag_of(name):
     return "--" + name.replace("_", "-")
 
 
-def add_flags(parser, config_class, title):
-    """A flag for each field of a dataclass, with its comment as help."""
-    group, comments = parser.add_argument_group(title), comments_of(config_class)
+def add_flags(parser, config_class, title, defaults):
+    """A flag for each field of a dataclass. Its help is the field's comment and, where `defaults`
+    {name: value} are known, the default."""
+    comments, group = comments_of(config_class), None
     for field in dataclasses.fields(config_class):
+        if group is None or field.name in GROUPS:
+            group = parser.add_argument_group(GROUPS.get(field.name, title))
         kind = field.type
         if type(None) in get_args(kind):  # kind | None
             kind = get_args(kind)[0]
@@ -284,43 +333,59 @@ def add_flags(parser, config_class, title):
             options = {"type": read, "metavar": "FILE"}
         else:
             options = {"type": kind, "metavar": kind.__name__.upper()}
-        options["help"] = comments[field.name].replace("%", "%%") + " (default: %(default)s)"
+        options["help"] = comments[field.name].replace("%", "%%")
+        if defaults.get(field.name) is not None:
+            options["help"] += " (default: %(default)s)"
         group.add_argument(flag_of(field.name), **options)
     parser.set_defaults(**vars(config_class()))
 
 
 def parse_args(argv):
     """Command line -> the run's settings."""
-    usage = "train.py --method NAME [--FLAG VALUE ...]; --method NAME --help lists the flags"
-    parser = Parser(usage=usage, description=__doc__, allow_abbrev=False, add_help=False,
-                    epilog=f"A SPEC is one of: {common.spec_forms()}.")
-    parser.add_argument("--method", choices=METHODS, help="has flags of its own")
-    add_flags(parser, Config, "settings of a run")
-    first, _ = parser.parse_known_args(argv)  # without the method's flags
-    for name, value in vars(first).items():
-        if value == "":  # a shell's variable that is not set
-            raise UserError(f"{flag_of(name)} is empty: give a value, or leave it out.")
+    for flag, value in zip(argv, [*argv[1:], None]):  # a shell's variable may not be set
+        if flag.startswith("--") and (value == "" or flag.endswith("=")):
+            raise UserError(f"{flag.rstrip('=')} is empty: give a value, or leave the flag out.")
+
+    # First the few flags on which the other flags and their defaults depend.
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("method", "preset", "out", "finetune"):
+        first.add_argument(flag_of(name), default=vars(Config()).get(name))
+    first.add_argument("--resume", nargs="?", const=True, default=False)
+    first, _ = first.parse_known_args(argv)
     if first.resume and not first.out:
         raise UserError("--resume needs --out, the directory of the run to continue.")
     if first.resume == "auto":
         first.resume = os.path.exists(f"{first.out}/last.pt")
+    if first.method and first.method not in METHODS:
+        raise UserError(f"There is no method {first.method!r}; there are {', '.join(METHODS)}.")
     defaults = default_settings(first)
     method = first.method or defaults.get("method")
+
+    # Then all flags: train.py's, the method's, with the defaults of the preset or of the old run.
+    parser = Parser(usage=USAGE, description=HELP, allow_abbrev=False, add_help=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter,
+                    epilog=f"A SPEC is one of:\n{SPEC_FORMS}")
+    parser.add_argument("--method", choices=METHODS, help="what to train; `--method NAME --help` "
+                        "lists the method's own flags and the defaults of its preset")
+    shown = vars(Config()) | defaults if method else {}  # without a method no default is known
+    add_flags(parser, Config, "run", shown)
     if method:
-        add_flags(parser, METHODS[method].Config, f"settings of {method}")
+        own = METHODS[method].Config
+        add_flags(parser, own, f"settings of {method}", vars(own()) | defaults)
     parser.set_defaults(**defaults)
     parser.add_argument("-h", "--help", action="help", help="show this and stop")
     args = parser.parse_args(argv)
     if not method:
-        parser.error("the following arguments are required: --method")
+        names = ", ".join(name for name in METHODS if name != "classifier")
+        parser.error(f"--method is required, one of {names}; classifier fine-tunes a run.")
     args.resume = first.resume
     check_settings(args, METHODS[method], vars(parser.parse_args([])), argv)
     return args
 
 
 def default_settings(args):
-    """What replaces the defaults of the dataclasses: the settings of the run that --resume
-    continues, or a preset."""
+    """What replaces the defaults of the dataclasses: the settings of the old run with --resume,
+    else those of the preset."""
     if args.resume:
         return common.read_config(args.out)
     method = args.method or ("classifier" if args.finetune is not None else None)
@@ -334,17 +399,17 @@ def default_settings(args):
 
 
 def encoder_of(run):
-    """The settings of a run that say what its image encoder is."""
+    """The settings that describe a run's image encoder."""
     method, args = evaluation.settings_of_run(run)
     encoder = args.image_encoder
     kind, settings = common.image_encoder_settings(encoder)
-    if kind is common.ViT and method.blocks_left_out(args):  # SPARO's read-out is left behind
+    if kind is common.ViT and method.blocks_left_out(args):  # SPARO's module replaces them
         depth = settings["depth"] - method.blocks_left_out(args)
         encoder += f"{',' if ':' in encoder else ':'}depth={depth}"
     return {"image_encoder": encoder, "image_size": args.image_size}
 
 
-# Every number is finite and not negative. Of these fields more is asked.
+# Every number must be finite and not negative. Some fields must satisfy more.
 POSITIVE = set("""vocab_size image_size crop_scale steps epochs batch log_every save_every
     probe_epochs accum_freq embed_dim init_scale filip_keep mgca_prototypes L V D grp_size
     bottleneck codes out_dim head_width head_bottleneck student_temp teacher_temp local_size
@@ -353,34 +418,35 @@ POSITIVE = set("""vocab_size image_size crop_scale steps epochs batch log_every 
 BELOW_ONE = {"beta2", "smoothing", "drop_path"}
 AT_MOST_ONE = {"crop_scale", "sigma", "filip_keep", "center_momentum", "ema", "crop_least",
                "crop_border", "crop_threshold", "share_1", "share_2", "ramp", "erasing"}
-# flags that have no effect without captions
+# flags that need captions
 TEXT_FLAGS = {"vocab", "vocab_size", "text_encoder", "crop_scale"}
-# what a run that is resumed keeps
+# settings that cannot change when a run is resumed
 FIXED = {"method", "preset", "vocab", "vocab_size", "optimizer", "finetune", "init_weights"}
 
 
 def check_settings(args, method, defaults, argv):
-    """Raise UserError for flags that do not fit. defaults: the settings without any flag, of which
-    none is refused."""
+    """Raise UserError for flags that do not fit each other. defaults: the settings with no flag
+    given; these are always accepted."""
     for name, default in defaults.items():
         flag, value = flag_of(name), vars(args)[name]
         if value == default:
             continue
         if args.resume and name in FIXED:
-            raise UserError(f"{args.out} is a run of {flag} {default}: leave out {flag} {value}, "
-                            f"or give another --out.")
+            raise UserError(f"{args.out} was begun with {flag} {default}, which cannot change: "
+                            f"leave out {flag} {value}, or give another --out.")
         has_effect = method.uses_text(args) or (name == "crop_scale" and method.augment(args))
         if name in TEXT_FLAGS and not has_effect:
-            raise UserError(f"{flag} has no effect here: the objective takes no captions.")
+            raise UserError(f"{flag} has no effect: this objective uses no captions. Leave it out.")
         if isinstance(value, (int, float)):
             check_number(name, value)
     named = {word.partition("=")[0] for word in argv}
     if {"--epochs", "--steps"} <= named:
         raise UserError("--epochs and --steps both say how long to train: give one of them.")
     if "--steps" in named:
-        args.epochs = None  # of a run that is resumed
+        args.epochs = None  # which the resumed run may have had
     if method.uses_text(args) and args.batch < 2:
-        raise UserError(f"--batch {args.batch} must be 2 or more: the loss compares captions.")
+        raise UserError(f"--batch {args.batch} must be 2 or more: the loss compares the captions "
+                        f"of a batch.")
     if args.finetune and (args.init_weights or args.method != "classifier"):
         raise UserError("--finetune trains a classifier from the weights of a run: leave out "
                         "--method and --init-weights.")
@@ -402,11 +468,12 @@ def check_number(name, value):
 
 # The run's directory -----------------------------------------
 #
-# One process writes there, under a lock; what an earlier run left is never overwritten.
+# One process writes there and holds a lock. The files of an earlier run are never overwritten.
 
 
 def choose_run(args):
-    """The run's directory, the same on every rank; an old run is never overwritten."""
+    """The run's directory, the same on every rank. Raises UserError if it holds a run that is not
+    to be resumed."""
     if not args.out:
         args.out, i = f"runs/{args.method}", 2
         while Path(args.out).exists():
@@ -416,24 +483,26 @@ def choose_run(args):
         raise UserError(f"Only some ranks find {args.out}/last.pt to resume: --out must be a "
                         f"directory that all machines share.")
     out, is_run = Path(args.out), False
-    with contextlib.suppress(UserError):  # a run that was killed before it saved begins anew
+    with contextlib.suppress(UserError):  # a run that was killed before it saved may begin anew
         is_run = "argv" in common.read_config(out)
     names = ["*.pt", "eval.json"]  # of a run that saved or ended
-    if not is_run:  # then these are the user's own
+    if not is_run:  # then files of these names are the user's own
         names += ["config.json", "vocab.txt", "log.jsonl"]
     with common.writing(out):  # its name may be too long
         replaced = [path.name for name in names for path in out.glob(name)]
     if replaced and not args.resume:
-        raise UserError(f"{out} has a {replaced[0]} already: continue its run with --resume, or "
+        raise UserError(f"{out} already has a {replaced[0]}: continue its run with --resume, or "
                         f"give another --out.")
     return out
 
 
 @contextlib.contextmanager
 def claim_run(args):
-    """The run's directory, or None if this process writes nothing. It alone writes there, from
-    before it reads anything. A new directory is removed if the run fails before its first step is
-    logged or saved."""
+    """The run's directory, locked; None if this process writes nothing.
+
+    The lock is taken before anything there is read. A new directory is removed if the run fails
+    before it logs or saves a step.
+    """
     out = None if args.dry_run or args.bench else choose_run(args)
     if out is None or this_rank()[0] > 0:
         yield None
@@ -450,8 +519,11 @@ def claim_run(args):
 
 
 def lock_run(out):
-    """Make the run's directory and lock it -> a file; the kernel frees the lock when it is closed
-    or the process ends, however that is. A process that it forks does not hold the lock."""
+    """Make the run's directory and lock it -> the open file of the lock.
+
+    The kernel frees the lock when the file is closed or the process ends, even by a kill. Forked
+    workers do not hold it.
+    """
     with common.writing(out):
         out.mkdir(parents=True, exist_ok=True)
         file = open(out / "lock", "a")
@@ -466,7 +538,7 @@ def lock_run(out):
 
 
 def write_run(args, tokenizer, out):
-    """Write what eval.py and --resume need to build the model again."""
+    """Write config.json and vocab.txt, from which eval.py and --resume build the model again."""
     git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent,
                          capture_output=True, text=True)  # a shell: there may be no git
     record = {"argv": sys.argv} | vars(args)  # a run that is resumed keeps its own argv
@@ -478,38 +550,52 @@ def write_run(args, tokenizer, out):
 
 
 def announce(args, data, model, tokenizer, device):
-    """Print what begins. Raises UserError if the vocabulary does not serve the captions."""
-    params = sum(p.numel() for p in model.parameters())
-    facts = [f"{device}, {this_rank()[1]} ranks, {torch.get_num_threads()} threads",
-             f"{params / 1e6:.1f} M parameters"]
+    """Print what begins. Raises UserError if the vocabulary does not fit the captions."""
+    params = sum(p.numel() for p in model.parameters()) / 1e6
+    ranks, threads = this_rank()[1], torch.get_num_threads()
+    facts = [f"--method {args.method}", f"--preset {args.preset}", *changed_settings(args)]
+    print(f"{args.out}: {' '.join(facts)}")
+    print(f"{params:.1f} M parameters on {device}, {ranks} process{'es' * (ranks > 1)}, "
+          f"{threads} thread{'s' * (threads > 1)} each")
     if isinstance(data, common.CaptionTable):
-        facts.append(f"{len(data):,} images, {len(data) / args.batch:.1f} steps per epoch")
-    if tokenizer:
-        facts.append(f"{check_vocabulary(args, data, tokenizer):.1%} of the captions' tokens are "
-                     f"[UNK]")
-    if args.resume:
-        old = common.read_config(args.out)
-        changed = [name for name, value in vars(args).items()
-                   if name not in ("resume", "out") and value != old.get(name, value)]
-        facts += [f"{flag_of(name)} was {old[name]}" for name in changed]
-    print(f"{args.out}: {', '.join(facts)}")
+        print(f"{len(data):,} images, {len(data) / args.batch:.1f} steps per epoch")
+    unknown = check_vocabulary(args, data, tokenizer) if tokenizer else 0
+    if unknown > 0.01:
+        print(f"note: the vocabulary lacks {unknown:.1%} of the captions' tokens, they are [UNK]")
     if "OMP_NUM_THREADS" not in os.environ and os.getloadavg()[0] > os.cpu_count():
-        print("note: other jobs share these cores, and threads that wait for each other are slow: "
+        print("note: other jobs use these cores, and threads that wait for each other are slow: "
               "set OMP_NUM_THREADS=1")
     if device.type == "cuda" and args.workers == 0 and not isinstance(data, common.World):
-        print("note: with --workers 0 the GPU waits while this process decodes images")
+        print("note: with --workers 0 the GPU waits while this process decodes images: give "
+              "--workers 8, or more")
     if isinstance(data, common.CaptionTable) and len(data) < args.batch:
-        print(f"note: a batch of {args.batch} holds each of the {len(data)} images several times, "
-              f"as if they were different ones: lower --batch")
+        print(f"note: --batch {args.batch} is more than the {len(data)} images: a batch shows an "
+              f"image several times and treats it as different images: lower --batch")
     for _, steps, _ in METHODS[args.method].stages(args):
         if 0 < steps < args.warmup:
-            print(f"note: in {steps} steps the learning rate does not reach its peak: --warmup is "
-                  f"{args.warmup}")
+            print(f"note: --warmup {args.warmup} is longer than the {steps} steps: the learning "
+                  f"rate does not reach --lr")
+
+
+def changed_settings(args):
+    """The settings that are not the preset's, as flags; those of a run that is resumed, too, with
+    the value that they had."""
+    method = METHODS[args.method]
+    usual = vars(Config()) | vars(method.Config()) | method.PRESETS[args.preset]
+    shown = usual.keys() - {"preset", "out", "resume", "image_size"}
+    if args.resume:
+        usual |= common.read_config(args.out)
+    words = []
+    for name in sorted(shown):
+        value, before = vars(args)[name], usual[name]
+        if value != before and not (name == "steps" and args.epochs):
+            words.append(f"{flag_of(name)} {value}" + f" (it was {before})" * bool(args.resume))
+    return words
 
 
 def check_vocabulary(args, data, tokenizer):
-    """Raise UserError if the text encoder is for more tokens, or captions lack most of theirs; the
-    share that they lack."""
+    """The share of the captions' tokens that the vocabulary lacks. Raises UserError if it lacks
+    most of them, or if the text encoder is made for a larger vocabulary."""
     asked = common.asked_words(args.text_encoder)
     if asked > len(tokenizer) and not args.vocab:
         raise UserError(f"--text-encoder {args.text_encoder} is for {asked} tokens, a vocabulary "
@@ -524,18 +610,19 @@ def check_vocabulary(args, data, tokenizer):
 
 
 class Log:
-    """log.jsonl and the progress bar of rank 0; each warning is printed once."""
+    """log.jsonl, and what rank 0 shows of it: a bar on a terminal, else a line now and then."""
 
     def __init__(self, args, out, step):
-        self.warned = set()
+        self.warned, self.steps, self.last_line = set(), args.steps, -math.inf
+        # None: tqdm shows a bar on a terminal alone
         self.bar = tqdm(total=args.steps, initial=step, desc=args.method, unit="step",
-                        mininterval=1, disable=out is None)
+                        mininterval=1, disable=None if out else True)
         if out:
             self.path = out / "log.jsonl"
             self.cut(step)
 
     def cut(self, step):
-        """Leave the lines up to the step; a killed run may have written half of the last."""
+        """Keep the lines up to the step; a killed run may have written half of the last line."""
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
         kept = []
         for number, line in enumerate(lines, 1):
@@ -546,16 +633,26 @@ class Log:
         with common.replacing(self.path) as file:
             file.writelines(kept)
 
-    def write(self, record, warning):
-        if warning and warning not in self.warned:
-            self.bar.write(f"warning at step {record['step']}: {warning}")
-            self.warned.add(warning)
+    def write(self, record, figures, warning):
+        """Append a step's record and the figures of its evaluation; print each warning once."""
+        step = record["step"]
         # JSON has no NaN: a gradient that overflowed in fp16 is null
         plain = {name: x if not isinstance(x, float) or math.isfinite(x) else None
-                 for name, x in record.items()}
+                 for name, x in (record | figures).items()}
         with common.writing(self.path), open(self.path, "a") as file:
             file.write(json.dumps(plain, allow_nan=False) + "\n")
         self.bar.set_postfix(loss=record["loss"], images_per_s=record["images_per_s"])
+        if self.bar.disable and (time.monotonic() > self.last_line + 10 or step == self.steps):
+            self.last_line = time.monotonic()
+            print(f"step {step}/{self.steps}  loss {record['loss']:.4g}  lr {record['lr']:.3g}  "
+                  f"{record['images_per_s']:.0f} images/s", flush=True)
+        if figures:
+            names = [name for name in figures if "/" not in name or name.endswith("R@1")]
+            shown = ", ".join(f"{name} {figures[name]:.3f}" for name in names)
+            self.bar.write(f"step {step}: {shown}")
+        if warning and warning not in self.warned:
+            self.bar.write(f"warning at step {step}: {warning}")
+            self.warned.add(warning)
 
 
 def print_once(line):
@@ -565,12 +662,12 @@ def print_once(line):
 
 # Data, model, optimizer -----------------------------------------
 #
-# Each rank builds the same model from --seed, and reads a part of the data of its own.
+# Every rank builds the same model from --seed, and reads its own part of the data.
 
 
 def open_training_data(args, method):
-    """-> the data to train on. Sets args.image_size, the world's or else the encoder's if none is
-    given, and with --epochs args.steps."""
+    """Open --data. Sets args.image_size, if it is not given, to the world's or the encoder's, and
+    with --epochs args.steps."""
     _, world_size = this_rank()
     if args.batch % world_size:
         raise UserError(f"--batch {args.batch} is global and must be a multiple of the "
@@ -586,49 +683,54 @@ def open_training_data(args, method):
         args.image_size = data.size
     if args.epochs:
         if not is_table:
-            raise UserError(f"--epochs {args.epochs}: how many images {args.data} has is not "
-                            f"known; give --steps, which is epochs x images / --batch.")
+            raise UserError(f"--epochs {args.epochs} needs the number of images, which {args.data} "
+                            f"does not tell: give --steps, which is epochs x images / --batch.")
         args.steps = math.ceil(args.epochs * len(data) / args.batch)
     with common.explained(ValueError, f"--method {args.method}"):
         method.check(args)
     if method.box_refreshes(args) and not (is_table or args.dry_run):
-        raise UserError(f"--contrastive-crop finds boxes for the images of class folders or of a "
-                        f"table, not of {args.data}: unpack shards, or give --no-contrastive-crop.")
+        raise UserError(f"--contrastive-crop keeps a box for each image and needs class folders or "
+                        f"a table, not {args.data}: unpack the shards, or give "
+                        f"--no-contrastive-crop.")
     return data
 
 
 def choose_labels(args, data):
-    """The labelled data, or what --label-fraction leaves. Sets args.classes to the names."""
-    given = args.classes  # of a run that is resumed, its own
+    """The labelled data, or the share of them that --label-fraction leaves. Sets args.classes to
+    the names of the classes."""
+    given = args.classes  # by --classes, or by the run that is resumed
     args.classes = list(data.classes or given or ())
-    if not args.classes or given not in (None, args.classes):
-        names = ", ".join(args.classes) or "not named"
-        raise UserError(f"The classes of {args.data} are {names}: give --classes FILE of their "
-                        f"names, one a line, that of label 0 first, or other data.")
+    if not args.classes:
+        raise UserError(f"The classes of {args.data} have no names: give --classes FILE with one "
+                        f"name a line, that of label 0 first.")
+    if given not in (None, args.classes):
+        raise UserError(f"The classes of {args.data} are {', '.join(args.classes)}; --classes or "
+                        f"the resumed run has {', '.join(given)}: leave out --classes, or give "
+                        f"the data of the run.")
     if args.label_fraction is None:
         return data
     if not isinstance(data, common.CaptionTable):
-        raise UserError(f"--label-fraction takes images of class folders, not of {args.data}.")
+        raise UserError(f"--label-fraction needs class folders, {args.data} is something else.")
     paths = [data.path(i) for i in range(len(data))]
     return data.only(common.label_rows(paths, data.labels, args.label_fraction))
 
 
 def by_knn(model):
-    """Whether k-NN evaluates a model: it has neither a text tower nor classes."""
+    """Whether a model is evaluated by k-NN, because it has neither a text encoder nor classes."""
     return model.encode_text is None and model.class_scores is None
 
 
 def opens_early(args, model):
-    """Whether data to evaluate are opened before the training, where their errors cost no time.
-    Else, after it: they are what is trained on, and a table would be read and held twice."""
+    """Whether the data to evaluate on are opened before the training, so that an error in them
+    costs no time. Data that are also trained on wait: a table would be in memory twice."""
     return bool(args.eval_data or args.eval_every or by_knn(model))
 
 
 def open_evaluation(args, model, options):
-    """-> data of the run's own evaluation, None where none is possible; that is an error only with
-    --eval-data or --eval-every."""
+    """The data of the run's own evaluation, or None where no task can use them; that is an error
+    only with --eval-data or --eval-every."""
     with_text = model.encode_text is not None
-    remedy = "" if with_text else " In training, --data is learned from and --eval-data tests"
+    remedy = "" if with_text else " k-NN learns from --data and is tested on --eval-data"
     try:
         with common.explained(UserError, "No evaluation", remedy):
             data = evaluation.open_eval_set(options, args.image_size, with_text)
@@ -646,7 +748,7 @@ def open_evaluation(args, model, options):
 
 
 def build_tokenizer(args, data):
-    """The run's saved vocabulary, the user's, or one trained from at most 100,000 captions."""
+    """The vocabulary of the resumed run, that of --vocab, or one trained on 100,000 captions."""
     if args.resume or args.vocab:
         return common.open_tokenizer(Path(args.out, "vocab.txt") if args.resume else args.vocab)
     return common.WordPiece(
@@ -666,21 +768,21 @@ def new_model(args, method, tokenizer):
 
 
 def build_towers(args, method, tokenizer):
-    """-> image and text encoder, with the weights that --finetune or --init-weights names; what
-    such a file holds beside the towers, for load_clip_parts, or None."""
+    """The image and the text encoder, with the weights of --finetune or --init-weights; and what a
+    CLIP's file holds besides them (its projections), for load_clip_parts, or None."""
     towers, parts = common.build_encoders(method, args, tokenizer), None
-    if args.resume or args.dry_run:  # the weights come from the checkpoint, or do not matter
+    if args.resume or args.dry_run:  # the checkpoint has the weights, or they do not matter
         return towers, parts
     if args.finetune:
-        with torch.random.fork_rng(devices=[]):  # to build the other model draws numbers, too
+        with torch.random.fork_rng(devices=[]):  # building the other model draws numbers, too
             source = evaluation.load_run(args.finetune)[0].model
         common.copy_tower(towers[0], source.evaluation_encoder(), args.finetune)
     if args.init_weights:
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
             weights = common.load_checkpoint(args.init_weights)
             if "ranks" in weights:
-                raise UserError("it is a checkpoint of a run here: `eval.py RUN --export FILE` "
-                                "writes the weights of its image encoder for BAM and DINO.")
+                raise UserError("the file is a checkpoint of train.py: `eval.py RUN --export FILE` "
+                                "writes the image encoder's weights, which BAM and DINO load.")
             if method.uses_text(args):
                 parts = common.load_clip(towers, weights, tokenizer)
             else:
@@ -689,23 +791,24 @@ def build_towers(args, method, tokenizer):
 
 
 def save_memory(args, model):
-    """Set what --grad-checkpoint and --accum-freq ask for, in all towers, a teacher's, too."""
+    """Apply --grad-checkpoint and --accum-freq to all encoders, a teacher's included."""
     if args.grad_checkpoint and isinstance(model.image_encoder, common.ResNet):
-        raise UserError(f"--grad-checkpoint recomputes the blocks of a ViT, {args.image_encoder} "
-                        f"has none: leave it out, or lower --batch.")
+        raise UserError(f"--grad-checkpoint recomputes the blocks of a ViT; {args.image_encoder} "
+                        f"has none: leave the flag out, or lower --batch.")
     for module in model.modules():
         if isinstance(module, common.Blocks):
             module.grad_checkpoint = args.grad_checkpoint
         if isinstance(module, common.Tower):
             module.accum_freq = args.accum_freq
         if isinstance(module, common.BatchNorm) and args.accum_freq > 1:
-            raise UserError(f"--accum-freq {args.accum_freq} computes parts of a batch, the "
-                            f"BatchNorm of {args.image_encoder} needs all of it: choose a ViT "
-                            f"without a stem (in the embedded world, tiny-patch).")
+            raise UserError(f"--accum-freq {args.accum_freq} splits the batch, but the BatchNorm "
+                            f"of {args.image_encoder} needs all of it: choose a ViT without a "
+                            f"convolutional stem, such as --image-encoder tiny-patch.")
 
 
 def build_transform(args, method, encoder):
-    """What makes a training image of a file; views of the world's images too."""
+    """The function that turns an image of a file into a training image, or into several views; the
+    world's images become views, too."""
     views = method.views(args)
     if settings := method.augment(args):
         return common.Augment(args.image_size, **settings)
@@ -714,21 +817,20 @@ def build_transform(args, method, encoder):
     patch = encoder.image_size // encoder.grid
     for view in views:
         if view["size"] % patch or view["size"] > args.image_size:
-            raise UserError(f"--local-size: a view of {view['size']} pixels is not a multiple of "
-                            f"the {patch} of a patch, or above the {args.image_size} of a large "
-                            f"view.")
+            raise UserError(f"--local-size {view['size']} must be a multiple of the patch size "
+                            f"{patch} and at most --image-size {args.image_size}.")
     return common.Views([common.View(**view) for view in views], args.image_size)
 
 
 def open_loader(args, data, transform, tokenizer, model, progress):
-    """This rank's batches, from the positions of `progress` on."""
+    """This rank's batches, beginning at the positions in `progress`."""
     rank, world_size = this_rank()
     context = model.text_encoder.context if tokenizer else None
     kind = common.Stream
     if isinstance(data, common.World):
         kind = common.WorldStream
-        transform = None if tokenizer else transform  # its captions name what a crop may lose
-    # large JPEGs are decoded smaller, with pixels enough for the smallest crop
+        transform = None if tokenizer else transform  # a crop may lose what the caption names
+    # Large JPEGs are decoded smaller, with enough pixels for the smallest crop.
     min_side = math.ceil(args.image_size * max(1.5, args.crop_scale ** -0.5))
     stream = kind(data, tokenizer, transform, min_side=min_side, context=context,
                   batch_size=args.batch // world_size, seed=args.seed + progress.order, rank=rank,
@@ -736,11 +838,12 @@ def open_loader(args, data, transform, tokenizer, model, progress):
     return read_in_workers(stream, args.workers)
 
 
-PATIENCE, LOOK = 1800, 10  # seconds: a batch is awaited so long, workers are looked at so often
+# Seconds: how long a batch is awaited, and how often it is checked that the workers still live.
+PATIENCE, LOOK = 1800, 10
 
 
 def read_in_workers(dataset, workers):
-    """The batches of an IterableDataset, read by so many processes."""
+    """Yield the batches of an IterableDataset, which `workers` processes read."""
     batches = iter(torch.utils.data.DataLoader(
         dataset, batch_size=None, num_workers=workers, worker_init_fn=ignore_signals,
         pin_memory=torch.cuda.is_available(), timeout=LOOK if workers else 0,
@@ -754,7 +857,7 @@ def read_in_workers(dataset, workers):
         except StopIteration:
             return
         except RuntimeError as error:
-            # a worker whose batch does not fit into /dev/shm would be awaited for ever
+            # A worker whose batch does not fit into /dev/shm hangs: do not wait for ever.
             waited += LOOK
             if waited >= PATIENCE or not str(error).startswith("DataLoader timed out"):
                 raise
@@ -764,14 +867,15 @@ def read_in_workers(dataset, workers):
 
 
 def ignore_signals(worker):
-    """torchrun and Slurm signal all processes: workers must live until the run has saved."""
+    """torchrun and Slurm signal all processes, but workers must live until the run has saved."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 @torch.no_grad()
 def find_boxes(args, data, model, device, autocast):
-    """Where crops of each image are to lie (BAM, App. G); each rank looks at a part of the data."""
+    """The box of each image (n, 4), in which the centres of its crops lie (BAM, App. G). Each rank
+    finds the boxes of its part of the data."""
     model.eval()
     images = common.EachImage(data, args.image_size, 256, *this_rank())
     rows, boxes = [], []
@@ -780,7 +884,7 @@ def find_boxes(args, data, model, device, autocast):
         with autocast():
             boxes += model.boxes(x.to(device)).tolist()
     model.train()
-    found = torch.full((len(data), 4), math.nan)  # stays so for images that cannot be read
+    found = torch.full((len(data), 4), math.nan)  # an image that cannot be read has no box
     for rows, boxes in common.gather_objects((rows, torch.tensor(boxes).view(-1, 4))):
         found[rows] = boxes
     return found
@@ -795,18 +899,19 @@ OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True), "sgd": 
 
 
 def build_optimizer(args, model, saved):
-    """A new optimizer, or one that goes on from a checkpoint, if it is not None."""
+    """A new optimizer, or with a checkpoint `saved` the one that continues it."""
     groups = common.param_groups(model, args.weight_decay)
     optimizer = OPTIMIZERS[args.optimizer](groups, betas=(0.9, args.beta2), eps=args.adam_eps)
     if saved:
-        settings = optimizer.param_groups  # of this command line, not those of the saved run
+        settings = optimizer.param_groups  # from this command line, which may change them
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups = settings
     return optimizer
 
 
 def set_schedules(optimizer, args, step, steps, lr):
-    """Learning rate and weight decay of a step of the stage, which has `steps` and the peak lr."""
+    """Set the learning rate and the weight decay for a step of a stage, which has `steps` steps and
+    the peak learning rate `lr`."""
     schedule = {"cosine": common.cosine_lr, "linear": common.linear_lr}[args.schedule]
     for group in optimizer.param_groups:
         group["lr"] = schedule(step, steps, args.warmup, lr)
@@ -818,7 +923,7 @@ def set_schedules(optimizer, args, step, steps, lr):
 def wrap(args, model, world_size):
     """The model compiled and parallel, as the settings ask."""
     if args.compile:
-        # DDP's buckets would split graphs, which those of recomputed blocks do not survive
+        # DDP's buckets would split the graphs, which breaks blocks that are recomputed.
         torch._dynamo.config.optimize_ddp = False
         torch._dynamo.config.cache_size_limit = 128  # a graph for each block's stochastic depth
         for module in model.modules():
@@ -831,7 +936,8 @@ def wrap(args, model, world_size):
 
 
 def mixed_precision(args, device):
-    """The context of --amp, to be called, the scaler of the loss, and whether --amp is not off."""
+    """-> autocast (a function that returns the context of --amp), the scaler of the loss, and
+    whether the encoders run in half precision."""
     amp = args.amp or ("bf16" if device.type == "cuda" else "off")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}[amp]
     autocast = functools.partial(torch.autocast, device.type, dtype, enabled=amp != "off")
@@ -850,24 +956,25 @@ def to_device(batch, device):
 
 # What moves while training -----------------------------------------
 #
-# A resumed run goes on bit for bit: what moves is one object, and a checkpoint keeps it.
+# A resumed run continues bit for bit on a CPU: all that changes is one object, which a checkpoint
+# keeps.
 
 
 @dataclasses.dataclass
 class Progress:
-    """All that moves while training and is saved, beside weights, optimizer and loss scale."""
+    """All that changes during training and is saved, apart from weights, optimizer, loss scale."""
 
-    data: str = common.World.fingerprint  # of the data that positions are of
-    words: int | None = None  # a hash of the vocabulary, if there is one
+    data: str = common.World.fingerprint  # fingerprint of the data to which the positions belong
+    words: int | None = None  # hash of the vocabulary, if there is one
     step: int = 0
-    stage: int = 1  # that the last step was of
-    order: int = 0  # added to --seed: in which order the data come
-    positions: dict = dataclasses.field(default_factory=dict)  # of the data's workers, see Stream
+    stage: int = 1  # the stage of the last step
+    order: int = 0  # added to --seed for the order of the data; see restore
+    positions: dict = dataclasses.field(default_factory=dict)  # {worker: how far it is}, see Stream
     skipped: dict = dataclasses.field(default_factory=dict)  # {worker: {reason: [count, example]}}
-    boxes: torch.Tensor | None = None  # (n, 4), where crops are to lie (BAM, App. G)
+    boxes: torch.Tensor | None = None  # (n, 4), where crops lie (BAM, App. G)
 
     def due(self, every):
-        """Whether this is one of every so many steps; 0: none is."""
+        """Whether something that happens every so many steps happens at this one; 0: never."""
         return every > 0 and self.step % every == 0
 
     def advance(self, batch):
@@ -876,7 +983,7 @@ class Progress:
         self.skipped |= batch["skipped"]
 
     def skipped_counts(self):
-        """{"skipped": {reason: count}} of this rank, or nothing."""
+        """{"skipped": {reason: count}} for this rank, {} if nothing was skipped."""
         total = common.total_skipped(self.skipped.values())
         counts = {reason: count for reason, (count, _) in total.items()}
         return {"skipped": counts} if counts else {}
@@ -891,19 +998,23 @@ class Progress:
                 "ranks": common.gather_objects(local)}
 
     def restore(self, state, workers):
-        """Go on from a checkpoint, with this rank's random numbers."""
+        """Continue from a checkpoint's state, with this rank's random numbers.
+
+        With other data, ranks or workers the saved positions mean nothing: then the data begin
+        again, in an order that no earlier part of the run has seen.
+        """
         rank, world_size = this_rank()
         if state["words"] != self.words:
-            raise UserError("vocab.txt has other words than when the run was saved: put back its "
-                            "own, or begin the run anew.")
+            raise UserError("vocab.txt has other words than when the run was saved: put the old "
+                            "file back, or begin a new run.")
         self.step, self.stage, self.order = state["step"], state["stage"], state["order"]
         if state["boxes"] is not None and state["data"] == self.data:
             self.boxes = state["boxes"].cpu()
         saved = len(state["ranks"]), state["workers"], state["data"]
         if saved != (world_size, workers, self.data):
             self.order += self.step
-            return print_once("Other data, ranks, workers or code than before: the data start "
-                              "anew, in another order.")
+            return print_once("note: the data, the number of ranks or of workers changed since the "
+                              "run was saved: the data begin again, in another order")
         local = state["ranks"][rank]
         self.positions, self.skipped = local["positions"], local["skipped"]
         torch.set_rng_state(local["rng"].cpu())
@@ -920,8 +1031,8 @@ def save(names, args, model, optimizer, scaler, progress):
 
 
 def load_state(args, model, scaler, progress, device):
-    """Restore weights, loss scale and `progress` from last.pt, and return all of it. Raises
-    UserError if its last step is not of the same stage with the flags of today."""
+    """Restore weights, loss scale and `progress` from last.pt, and return the whole checkpoint.
+    Raises UserError if the current flags put its last step into another stage."""
     path = Path(args.out, "last.pt")
     state = common.load_checkpoint(path, device)
     remedy = "leave out the flags that change the model; vocab.txt must be that of the run"
@@ -938,8 +1049,8 @@ def load_state(args, model, scaler, progress, device):
                         f": give as many or more, or leave --steps out.")
     if not is_same:
         raise UserError(f"{args.out} has made {progress.step} steps, the last in stage "
-                        f"{progress.stage}; with these flags it is in another stage or in none: "
-                        f"leave out --steps {args.steps}, or what else changes the stages.")
+                        f"{progress.stage}; with these flags that step is in another stage or in "
+                        f"none: leave out --steps {args.steps}, or whatever changes the stages.")
     return state
 
 
@@ -947,8 +1058,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stop:
-    """Notes SIGTERM and SIGINT: the run saves and ends after its step. A second Ctrl-C ends it at
-    once, but not on several ranks: there Slurm and torchrun may both send the first."""
+    """Notes SIGTERM and SIGINT, so that the run can save and end after its step.
+
+    A second Ctrl-C ends the run at once. Not with several ranks: there Slurm and torchrun may both
+    send the first.
+    """
 
     def __init__(self):
         self.noted = 0
@@ -964,7 +1078,7 @@ class Stop:
         self.noted = int(number)
 
     def agreed(self, device):
-        """The signal that any rank noted, or 0. Every rank must ask after the same steps."""
+        """The signal that any rank has noted, or 0. Every rank must call it after the same step."""
         if not dist.is_initialized():
             return self.noted
         noted = torch.tensor(self.noted, device=device)
@@ -975,11 +1089,21 @@ class Stop:
 class Clock:
     """Images per second and the fraction of time that waits for data, since the last reset."""
 
+    is_warm = False  # whether --bench has begun to count
+
     def reset(self):
         self.start, self.waits = self.now(), []
 
+    def bench(self, steps, batch_size):
+        """The rates of so many steps behind the first BENCH_WARMUP; None before they are over."""
+        if not self.is_warm and len(self.waits) == BENCH_WARMUP:
+            self.reset()
+            self.is_warm = True
+        is_over = self.is_warm and len(self.waits) == steps
+        return self.rates(batch_size) if is_over else None
+
     def now(self):
-        """This moment. The host runs ahead of a GPU, so it is one between the GPU's tasks."""
+        """This moment: on a GPU an event in its queue, because the host runs ahead of the GPU."""
         if not torch.cuda.is_available():
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -1006,9 +1130,9 @@ class Clock:
 
 
 def check_finite(args, step, loss, grad_norm):
-    """Raise UserError if the loss or the gradient is not finite. Weights that are NaN stay NaN,
-    on all ranks, so that it is enough to look once in a while."""
-    # fp16's gradient may overflow: the scaler leaves out such an update
+    """Raise UserError if the loss or the gradient is not finite. Looking once in a while is enough,
+    as weights that are NaN stay NaN on all ranks."""
+    # With fp16 a gradient may overflow; the scaler skips that update.
     if not torch.isfinite(loss if args.amp == "fp16" else loss + grad_norm):
         raise UserError(f"The loss is {loss.item()}, the gradient's norm is {grad_norm.item()} at "
                         f"step {step}: lower --lr, raise --warmup or change --amp.")
@@ -1016,12 +1140,12 @@ def check_finite(args, step, loss, grad_norm):
 
 # Log, evaluation, cost -----------------------------------------
 #
-# What happens once in a while, and may cost time: none of it changes what is trained.
+# What happens once in a while. Nothing here changes what is trained.
 
 
 @torch.no_grad()
 def measure(args, model, batch, autocast, outputs, grad_norm):
-    """The scalars of a step that is logged, with what the method computes only then."""
+    """The scalars of a logged step, with those that the method computes for the log alone."""
     model.eval()
     with autocast():
         scalars = outputs | model.diagnose(batch) | {"grad_norm": grad_norm}
@@ -1031,8 +1155,8 @@ def measure(args, model, batch, autocast, outputs, grad_norm):
 
 
 def evaluate_unnoticed(embedder, eval_data, options):
-    """The metrics of --eval-every, without captions those of k-NN alone, as a probe takes long. The
-    training's random numbers go on as without it."""
+    """The figures of --eval-every; without captions those of k-NN alone, as a linear probe takes
+    long. The random numbers of the training stay as they are without an evaluation."""
     if by_knn(embedder.model):
         options = argparse.Namespace(**vars(options) | {"tasks": ["knn"]})
     devices = [embedder.device] if embedder.device.type == "cuda" else []
@@ -1041,7 +1165,8 @@ def evaluate_unnoticed(embedder, eval_data, options):
 
 
 def finish(args, embedder, eval_data, options, progress):
-    """Print what all workers of all ranks skipped, evaluate, draw."""
+    """Print what the workers of all ranks skipped, evaluate, draw, and say where the results are.
+    Every rank must call it; rank 0 evaluates."""
     every_rank = common.gather_objects(common.total_skipped(progress.skipped.values()))
     if this_rank()[0] > 0:
         return
@@ -1055,6 +1180,8 @@ def finish(args, embedder, eval_data, options, progress):
     embedder.model.eval()
     embedder.step = progress.step
     evaluation.evaluate_and_show(embedder, eval_data, options, args.out)
+    print(f"{args.out} holds last.pt (weights), eval.json (these figures), log.jsonl and the "
+          f"pictures. Next: python eval.py {shlex.quote(args.out)} --data SPEC")
 
 
 def dry_run(args, method, model):
@@ -1072,8 +1199,8 @@ def dry_run(args, method, model):
 
 
 def made_up_batch(args, method, model, n):
-    """n random images, as of files, with captions of full length or labels, or n random images a
-    view."""
+    """A batch of n random images, with captions of full length or labels, or n random images for
+    each view."""
     views = method.views(args)
     if views:
         return {"views": [torch.randn(n, 3, view["size"], view["size"]) for view in views]}
@@ -1096,15 +1223,16 @@ def main(argv=None):
     except RuntimeError as error:  # torch's handler of SIGCHLD raises it anywhere
         message = str(error)
         if message.startswith("DataLoader worker (pid"):
-            what = "A worker was killed, perhaps as memory ran out"
+            what = "A data loading worker was killed, perhaps because memory ran out"
         elif message.startswith("DataLoader timed out"):
-            what = f"No batch came for {PATIENCE // 60} minutes, perhaps as /dev/shm is full"
+            what = (f"No batch came for {PATIENCE // 60} minutes, perhaps because /dev/shm is "
+                    f"full")
         else:
             raise
-        raise UserError(f"{what}: lower --workers or --batch, or raise a container's --shm-size; "
-                        f"--resume auto --out {shlex.quote(args.out)} goes on from the last save, "
-                        f"if any.") from None
-    if dist.is_initialized():  # not after an error: NCCL would wait for the other ranks
+        raise UserError(f"{what}: lower --workers or --batch, or raise the container's --shm-size. "
+                        f"`--resume auto --out {shlex.quote(args.out)}` continues from the last "
+                        f"save, if there is one.") from None
+    if dist.is_initialized():  # after an error NCCL would wait for the other ranks
         dist.destroy_process_group()
     return stopped_by
 
@@ -1118,15 +1246,15 @@ if __name__ == "__main__":
     except Exception as error:
         let_rank_0_speak()
         for bar in list(tqdm._instances):
-            bar.close()  # the message begins on a line of its own
+            bar.close()  # so that the message begins on its own line
         if isinstance(error, UserError):
             sys.exit(f"error: {error}")
         raise
-    finally:  # Python ends workers by SIGTERM, which they ignore, and would wait for ever
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch raises an error of its own
+    finally:  # Python would end the workers by SIGTERM, which they ignore, and wait for ever
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch raises an error for each
         for worker in multiprocessing.active_children():
             worker.kill()
-    if stopped_by:  # end without a handler: loops of a shell, && and Slurm see the signal
+    if stopped_by:  # end by the signal itself, so that a shell's loop, && and Slurm see it
         sys.stdout.flush()
         signal.signal(stopped_by, signal.SIG_DFL)
         os.kill(os.getpid(), stopped_by)

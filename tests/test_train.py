@@ -817,8 +817,9 @@ def test_data_share_is_the_time_that_the_gpu_waits(monkeypatch, loading, share):
 def test_a_log_is_json_for_every_reader(tmp_path):
     """fp16's gradient may overflow; JSON has no NaN."""
     log = train.Log(train.parse_args(SPARC), tmp_path, 0)
-    log.write({"step": 1, "loss": 1.0, "grad_norm": math.nan, "images_per_s": 2.0}, None)
-    log.write({"step": 2, "loss": 0.5, "grad_norm": math.inf, "images_per_s": 2.0}, None)
+    for step, norm in ((1, math.nan), (2, math.inf)):
+        record = {"step": step, "loss": 1.0, "grad_norm": norm, "images_per_s": 2.0, "lr": 0.1}
+        log.write(record, {}, None)
     text = (tmp_path / "log.jsonl").read_text()
     assert [json.loads(line)["grad_norm"] for line in text.splitlines()] == [None, None]
     assert "NaN" not in text and "Infinity" not in text
