@@ -183,7 +183,7 @@ def train(args, out, device):
         model.begin_stage(number, fresh=progress.step == start)
         progress.stage = number
         if steps < args.steps:
-            log.bar.set_description(f"{args.method}, stage {number}")
+            log.begin_stage(number)
         optimizer = build_optimizer(args, model, saved if progress.step > start else None)
         # Free the checkpoint and the last stage's DDP, whose buckets hold its gradients.
         saved = parallel = None
@@ -614,12 +614,17 @@ class Log:
 
     def __init__(self, args, out, step):
         self.warned, self.steps, self.last_line = set(), args.steps, -math.inf
+        self.title = args.method
         # None: tqdm shows a bar on a terminal alone
         self.bar = tqdm(total=args.steps, initial=step, desc=args.method, unit="step",
                         mininterval=1, disable=None if out else True)
         if out:
             self.path = out / "log.jsonl"
             self.cut(step)
+
+    def begin_stage(self, number):
+        self.title, self.last_line = f"{self.title.partition(',')[0]}, stage {number}", -math.inf
+        self.bar.set_description(self.title)
 
     def cut(self, step):
         """Keep the lines up to the step; a killed run may have written half of the last line."""
@@ -644,7 +649,7 @@ class Log:
         self.bar.set_postfix(loss=record["loss"], images_per_s=record["images_per_s"])
         if self.bar.disable and (time.monotonic() > self.last_line + 10 or step == self.steps):
             self.last_line = time.monotonic()
-            print(f"step {step}/{self.steps}  loss {record['loss']:.4g}  lr {record['lr']:.3g}  "
+            print(f"{self.title}: step {step}/{self.steps}  loss {record['loss']:.4g}  lr {record['lr']:.3g}  "
                   f"{record['images_per_s']:.0f} images/s", flush=True)
         if figures:
             names = [name for name in figures if "/" not in name or name.endswith("R@1")]

@@ -162,7 +162,7 @@ def test_it_learns_classes_and_eval_measures_them(tmp_path, capsys):
         train_alone([*SMALL["classifier"], "--data", data, "--eval-data", other, "--out",
                      tmp_path / "new"])
     assert not (tmp_path / "new").exists()
-    with pytest.raises(UserError, match="classes of .*other are blue, green, yellow: give"):
+    with pytest.raises(UserError, match="classes of .*other are blue, green, yellow; --classes or"):
         train_alone(["--resume", "--out", run, "--data", other])
     spec = write_shards(tmp_path, [6], labels=2)
     capsys.readouterr()
@@ -210,11 +210,11 @@ def test_labels_come_from_shards_folders_and_the_world(tmp_path):
 
 @pytest.mark.parametrize("flags, message", [
     ("--data table.csv", "has captions, not labels: give class folders"),
-    ("--data 000.tar", "classes of 000.tar are not named: give --classes FILE"),
+    ("--data 000.tar", "classes of 000.tar have no names: give --classes FILE"),
     ("--data 000.tar --classes one.txt", "holds class 1, but there are 1 classes"),
-    ("--data 000.tar --classes two.txt --label-fraction 0.1", "takes images of class folders"),
-    ("--data data --classes two.txt", "classes of data are blue, green, red: give"),
-    ("--vocab two.txt", "--vocab has no effect here"),
+    ("--data 000.tar --classes two.txt --label-fraction 0.1", "needs class folders"),
+    ("--data data --classes two.txt", "classes of data are blue, green, red; --classes or"),
+    ("--vocab two.txt", "--vocab has no effect: this"),
     ("--finetune data", "data holds no run"),
 ])
 def test_errors_name_the_remedy(tmp_path, monkeypatch, flags, message):

@@ -245,8 +245,8 @@ def test_the_first_signal_saves_and_a_second_ctrl_c_ends_at_once(tmp_path, monke
 def test_a_worker_that_the_kernel_kills_is_one_sentence(tmp_path, monkeypatch):
     kill = lambda self, samples: os.kill(os.getpid(), signal.SIGKILL)
     monkeypatch.setattr(common.WorldStream, "collate", kill)
-    message = ("^A worker was killed, .* --workers or --batch, .*shm.* "
-               f"--resume auto --out {tmp_path} goes on")
+    message = ("^A data loading worker was killed, .* --workers or --batch, .*shm.* "
+               f"`--resume auto --out {tmp_path}` continues")
     with pytest.raises(UserError, match=message):
         train.main([*SPARC, "--workers", "1", "--out", str(tmp_path)])
 
@@ -406,7 +406,7 @@ def test_resume_auto_begins_or_continues_with_one_command(tmp_path, run_of, caps
         train_alone([*command, "--resume", "auto", "--steps", steps])
         assert len(read_log(tmp_path / "run")) == steps
     printed = capsys.readouterr().out
-    assert re.findall("--.* was .*", printed) == ["--steps was 2"]  # a flag that was changed
+    assert re.findall(r"--\S+ \S+ \(it was .*?\)", printed) == ["--steps 4 (it was 2)"]
     (tmp_path / "run/last.pt").unlink()  # as if killed before it saved: it begins anew
     train_alone([*command, "--resume", "auto", "--steps", 2])
     assert [record["step"] for record in read_log(tmp_path / "run")] == [1, 2]
@@ -418,7 +418,7 @@ def test_a_resume_notices_other_words_and_other_data_of_equal_number(tmp_path, c
     write_files(tmp_path, {name: "\n".join(lines) for name, lines in tables.items()})
     for i in range(9):
         shutil.copy(tmp_path / f"{i}.jpg", tmp_path / "moved")
-    run, notice = tmp_path / "run", "Other data, ranks, workers or code than before"
+    run, notice = tmp_path / "run", "note: the data, the number of ranks or of workers changed"
     flags = [*SPARC, "--image-size", "16", "--out", run, "--data"]
     train_alone([*flags, tmp_path / "table.csv", "--steps", "1"])
     for steps, (name, expected) in enumerate((("moved/a.csv", 0), ("b.csv", 1)), 2):
@@ -469,7 +469,7 @@ def test_half_a_line_of_the_log_is_cut_off_and_a_damaged_one_named(tmp_path, run
     (2, "--stages single", "in another stage"), (6, "--steps 9", None)])
 def test_resume_never_goes_back_a_stage(tmp_path, capsys, stopped, flags, message):
     train_until(stopped, [*SMALL["stair"], "--out", tmp_path])   # stages of 2, 2, 4
-    assert ("stair, stage 3:" in capsys.readouterr().err) == (stopped == 6)
+    assert ("stair, stage 3:" in capsys.readouterr().out) == (stopped == 6)
     resume = ["--resume", *flags.split(), "--out", tmp_path]
     if message is None:
         return train_alone(resume)
@@ -514,7 +514,7 @@ def test_a_run_that_ended_is_not_overwritten_where_its_weights_are_gone(run_of, 
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     for path in run.glob("*.pt"):
         path.unlink()
-    with pytest.raises(UserError, match="has a eval.json already"):
+    with pytest.raises(UserError, match="already has a eval.json"):
         train.main([*SPARC, "--out", str(run)])
 
 
@@ -843,7 +843,7 @@ def test_a_start_that_fails_leaves_no_directory(tmp_path, monkeypatch):
 def test_a_batch_larger_than_the_data_is_said(tmp_path, capsys):
     train_alone([*SPARC, "--data", write_table(tmp_path, 3), "--image-size", 16, "--steps", 1,
                  "--out", tmp_path / "run"])
-    assert "note: a batch of 8 holds each of the 3 images several times" in capsys.readouterr().out
+    assert "note: --batch 8 is more than the 3 images" in capsys.readouterr().out
 
 
 def test_a_run_is_saved_before_it_is_evaluated(tmp_path, monkeypatch):
