@@ -1986,8 +1986,8 @@ def export(run, checkpoint, file):
 # Runs that differ in their seed alone are one column: mean, deviation, and the difference to the
 # first.
 
-ASIDE = ("seed out argv git resume workers log_every save_every keep_every eval_every "
-         "accum_freq").split()  # settings in which the runs of a column may differ
+ASIDE = ("seed out argv git torch threads resume workers log_every save_every keep_every "
+         "eval_every accum_freq").split()  # settings in which the runs of a column may differ
 
 
 def print_table(columns):

@@ -542,7 +542,8 @@ def write_run(args, tokenizer, out):
     git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent,
                          capture_output=True, text=True)  # a shell: there may be no git
     record = {"argv": sys.argv} | vars(args)  # a run that is resumed keeps its own argv
-    record["git"] = git.stdout.strip() or None
+    record |= {"git": git.stdout.strip() or None, "torch": str(torch.__version__),
+               "threads": torch.get_num_threads()}
     with common.replacing(out / "config.json") as file:
         file.write(json.dumps(record, indent=2).encode() + b"\n")
     if tokenizer and not args.resume:
@@ -649,8 +650,8 @@ class Log:
         self.bar.set_postfix(loss=record["loss"], images_per_s=record["images_per_s"])
         if self.bar.disable and (time.monotonic() > self.last_line + 10 or step == self.steps):
             self.last_line = time.monotonic()
-            print(f"{self.title}: step {step}/{self.steps}  loss {record['loss']:.4g}  lr {record['lr']:.3g}  "
-                  f"{record['images_per_s']:.0f} images/s", flush=True)
+            print(f"{self.title}: step {step}/{self.steps}  loss {record['loss']:.4g}  "
+                  f"lr {record['lr']:.3g}  {record['images_per_s']:.0f} images/s", flush=True)
         if figures:
             names = [name for name in figures if "/" not in name or name.endswith("R@1")]
             shown = ", ".join(f"{name} {figures[name]:.3f}" for name in names)

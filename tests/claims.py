@@ -124,8 +124,8 @@ def compare(method, claim, figure):
 # the 97.5 % quantile of Student's t with n - 1 degrees of freedom
 QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 RULE = ("A claim holds (is reversed) if the mean difference of n >= 5 seeds is above (below) 0 by "
-        "more than t(.975, n - 1) standard errors; else it is not shown; with fewer seeds it is not "
-        "decided. By chance alone 1 claim in 40 holds, and 1 is reversed.")
+        "more than t(.975, n - 1) standard errors; else it is not shown; with fewer seeds it is "
+        "not decided. By chance alone 1 claim in 40 holds, and 1 is reversed.")
 
 
 def interval(differences):
@@ -303,7 +303,8 @@ def train_again(method):
             missing[out][f"python eval.py {out} {of}--task {task} {flags}".strip()] = None
         else:
             place = {name: x for name, x in place.items() if x != ""}
-            found.append({"method": method, **place, "value": value, "commit": config["git"]})
+            found.append({"method": method, **place, "value": value, "commit": config["git"],
+                          "torch": config.get("torch"), "threads": config.get("threads")})
         return value
 
     for claim in TABLES[method]["claims"]:
