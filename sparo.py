@@ -1,13 +1,14 @@
 """SPARO: Selective Attention for Robust and Compositional Transformer Encodings for Vision
 (Vani et al., ECCV 2024, arXiv 2404.15721).
 
-An encoding is made of L slots. Each slot is the output of one attention head with a learned
-query over a transformer's outputs: a bottleneck, so that a slot holds one concept. CLIP's two
-towers have the same slots; the similarity of image and caption is the mean over slots.
+L attention heads read the outputs of a transformer. Each head has a learned query and returns one
+short vector, its slot. The L slots, one after the other, are the encoding. A slot is narrow and
+comes from a single head, so it tends to hold a single concept. Both towers of CLIP get L slots, and
+the similarity of an image and a caption is the mean of the L cosines between their slots.
 
     symbol    name here        shape              where (K' is K transposed)
-    H         x                (B, n, d)          Sec. 3.1; all outputs of a transformer
-    g         grp_size                            App. A; slots that share one K_l
+    H         x                (B, n, d)          Sec. 3.1; the n outputs of a transformer
+    g         grp_size                            App. A; number of slots that share one K_l
     q_l       Sparo.q          (1, L/g, g, 1, D)  Eq. 1; learned query of slot l
     K_l       Sparo.KVproj     d -> (L/g) D       Eq. 1; learned key projection
     W         Sparo.Wproj      D -> V             Eq. 1; learned, shared by all slots
@@ -15,31 +16,41 @@ towers have the same slots; the similarity of image and caption is the mean over
     y         normalize_slots  (B, L V)           Sec. 3.3; encoding, of length 1
     y^i, y^t  v, t             (B, L V)           Eq. 2; encodings of images and captions
 
-The authors' code is https://github.com/ankitkv/sparo-clip at 6621a31, a fork of OpenCLIP; DINO's
-is https://github.com/facebookresearch/dino at 7c446df. A place in them is named (FILE:LINE).
-`python tests/parity.py sparo PATH` (or dino) trains their network and ours side by side, with
-their weight decay, in float64: the relative difference of the losses of 60 steps is at most 9.6e-15
-(CLIP 1.4e-14, CLIP+GAP 5.7e-15), of DINO's 40 steps 4.2e-16.
+The authors' code is https://github.com/ankitkv/sparo-clip at 6621a31, a fork of OpenCLIP; DINO's is
+https://github.com/facebookresearch/dino at 7c446df. (FILE:LINE) names a line of one of the two.
+`python tests/parity.py sparo PATH` trains their network and ours side by side, in float64 and with
+their weight decay. The losses of 60 steps have a relative difference of at most 9.6e-15 (CLIP
+1.4e-14, CLIP+GAP 5.7e-15). `python tests/parity.py dino PATH` compares 40 steps of DINO: 4.2e-16.
 
-Differs from the paper (what concerns a variant stands at the variant):
-  * Sparo.forward computes App. A's listing, Eq. 1 with biases, in another order.
-  * Captions end at WordPiece's [SEP]; the paper's tokens are CLIP's (--vocab bpe_...txt.gz).
-  * Embeddings, positions and queries do not decay (common.param_groups); the authors' code
-    decays all matrices (training/main.py:310).
-  * Photographs are flipped (common.train_transform); the authors' are not (transform.py:105).
-  * The image tower starts as CLIP's text tower does (transformer.py:703). The authors' starts
-    with torch's defaults, [CLS] and positions with width^-.5 (transformer.py:503, 430).
-  * Recall@k asks whether a match is among the k nearest, as CLIP_benchmark (Table C.2) and the
-    authors' code (training/train.py:360) do; Sec. 4.2 has the fraction of the k that match.
+Differs from the paper (the differences of a variant stand at the variant):
+  * Sparo.forward returns what the listing of App. A returns (Eq. 1 with biases), but costs less.
+  * Captions are WordPiece tokens and end at [SEP]. The paper's tokens are CLIP's, which
+    --vocab bpe_simple_vocab_16e6.txt.gz selects.
+  * Embeddings, positions and queries do not decay; the authors' do (training/main.py:310).
+  * Photographs are flipped at random; the authors' are not (transform.py:105).
+  * The image tower is initialised as CLIP's text tower is (transformer.py:703). The authors' image
+    tower has torch's initial weights; its [CLS] and positions have a deviation of width^-.5
+    (transformer.py:503, 430).
+  * Recall@k counts a query if any of its k nearest matches, as CLIP_benchmark (Table C.2) and the
+    authors' code (training/train.py:360) do. Sec. 4.2 counts the fraction of the k that match.
 Not here: CLIP's own form of ResNet-50 (App. B.3); Table 5's VTAB Avg, the relative change of a mean
          accuracy (eval.py prints the mean of the relative changes).
-
 Run:     python train.py --method sparo                   (the embedded world, in minutes)
          python train.py --method sparo --readout cls     (CLIP; gap: CLIP+GAP)
          python train.py --method sparo --objective dino  (DINO; --readout sparo, cls, gap)
-Result:  seeds 11-15: zero-shot .933 +- .013, CLIP .842 +- .074 (above with four: not shown);
-         swapped attributes .610 +- .074, CLIP .508 +- .006 (holds). Seeds 3-5, an older record:
-         CLIP+GAP's zero-shot .871 +- .063, hard negatives .722, CLIP .695, CLIP+GAP .692.
+Result:  on test data, mean +- deviation of n seeds. The 95 % interval of the difference from CLIP
+         is -.009 to +.191 in zero-shot, +.002 to +.201 on swapped attributes. Three seeds decide
+         nothing: these rows are an older record, which `python tests/claims.py sparo` prints.
+
+    what                                       here          beside                    n
+    zero-shot                                  .933 +- .013  CLIP .842 +- .074         5, not shown
+    captions with swapped attributes           .610 +- .074  CLIP .508 +- .006         5, holds
+    zero-shot                                  .912 +- .074  CLIP+GAP .871 +- .063     3
+    zero-shot                                  .912 +- .074  AttPool .708 +- .109      3
+    hard negatives                             .722 +- .009  CLIP .695, CLIP+GAP .692  3
+    hard negatives, best half of the slots     .719 +- .017  all slots .722 +- .009    3
+    share of a top patch on its word's colour  .476 +- .044  chance .071 +- .001       3
+    linear probe of DINO with SPARO            .465 +- .030  DINO .437 +- .047         3
 """
 
 import contextlib
@@ -56,44 +67,48 @@ from torch import nn
 
 @dataclass
 class Config:
-    objective: Literal["clip", "dino"] = "clip"  # CLIP (Sec. 3.3) or DINO (Sec. 3.4)
-    # Sec. 3.2; cls: CLIP, gap: CLIP+GAP, attpool: Table 6, bottleneck, fdt: App. B.2
+    objective: Literal["clip", "dino"] = "clip"  # training loss, CLIP's or DINO's (Sec. 3.3, 3.4)
+    # how a tower's outputs become an encoding; cls: CLIP, gap: CLIP+GAP (Sec. 3.2, 5.3, App. B.2)
     readout: Literal["sparo", "cls", "gap", "attpool", "bottleneck", "fdt"] = "sparo"
-    L: int = 128                      # slots; Sec. 4: 64 on Conceptual Captions, with DINO
-    V: int = 64                       # width of a slot (Sec. 4)
-    D: int = 64                       # width of a slot's key (Sec. 3.2)
-    grp_size: int = 1                 # slots that share a key projection (App. A)
-    replace_block: bool = True        # SPARO in the place of a tower's last block (Sec. 4)
-    init_scale: float = 1 / 0.07      # 1 / temperature at first (CLIP, 2.5)
-    embed_dim: int = 512              # cls, gap, bottleneck, fdt: width of the encoding
-    bottleneck: int = 64              # bottleneck: m of App. B.2
-    codes: int = 16384                # fdt: size of the codebook (App. B.2)
-    heads: Literal["separate", "multi"] = "multi"  # attpool, Table 6: multi mixes heads
-    slot_norm: bool = False           # attpool, Table 6: LayerNorm slot by slot
-    slot_projection: bool = False     # attpool, Table 6: one projection for all slots
-    out_dim: int = 65536              # dino: K, width of the distributions (all dino: C.2)
-    head_width: int = 2048            # dino: width of the head's hidden layers
-    head_bottleneck: int = 256        # dino: width before the head's last layer
-    student_temp: float = 0.1         # dino: tau_s
-    teacher_temp: float = 0.04        # dino: tau_t
-    center_momentum: float = 0.9      # dino: momentum of the center
-    ema: float = 0.996                # dino: teacher's momentum, by half a cosine to 1
-    freeze_last: int = 0              # dino: steps before the last layer trains
-    local_crops: int = 8              # dino: small views, beside two large ones
-    local_size: int = 96              # dino: pixels of a small view
-    crop_least: float = 0.05          # dino: min. fraction of the image in small views
-    crop_border: float = 0.4          # dino: max. of small, min. of large views
+    L: int = 128                   # number of slots; 64 on Conceptual Captions and in DINO (Sec. 4)
+    V: int = 64                    # width of a slot (Sec. 4)
+    D: int = 64                    # width of a slot's query and keys (Sec. 3.2)
+    grp_size: int = 1              # number of slots that share one key projection (App. A)
+    replace_block: bool = True     # let SPARO replace the last block of each tower (Sec. 4)
+    init_scale: float = 1 / 0.07   # initial 1 / temperature of CLIP's loss (CLIP, Sec. 2.5)
+    # width of the encoding with --readout cls, gap, bottleneck or fdt (M in Sec. 3.1)
+    embed_dim: int = 512
+    bottleneck: int = 64           # width m of the layer that --readout bottleneck adds (App. B.2)
+    codes: int = 16384             # number of codes of --readout fdt (App. B.2)
+    # multi: a linear layer mixes the heads of --readout attpool, separate: none does (Table 6)
+    heads: Literal["separate", "multi"] = "multi"
+    slot_norm: bool = False        # normalise the slots of --readout attpool one by one (Table 6)
+    slot_projection: bool = False  # project the slots of --readout attpool one by one (Table 6)
+    out_dim: int = 65536           # DINO: number K of outputs of the head (App. C.2)
+    head_width: int = 2048         # DINO: width of the head's hidden layers (App. C.2)
+    head_bottleneck: int = 256     # DINO: width in front of the head's last layer (App. C.2)
+    student_temp: float = 0.1      # DINO: temperature tau_s of the student's outputs (App. C.2)
+    teacher_temp: float = 0.04     # DINO: temperature tau_t of the teacher's outputs (App. C.2)
+    center_momentum: float = 0.9   # DINO: momentum of the center c of teacher outputs (App. C.2)
+    ema: float = 0.996             # DINO: momentum of the teacher at first, 1 at the end (App. C.2)
+    freeze_last: int = 0           # DINO: number of steps before the last layer trains (App. C.2)
+    local_crops: int = 8           # DINO: number of small views; two are large (App. C.2)
+    local_size: int = 96           # DINO: height and width of a small view, in pixels (App. C.2)
+    crop_least: float = 0.05       # DINO: smallest fraction of the image in a small view (App. C.2)
+    # DINO: largest fraction of the image in a small view, and smallest in a large one (App. C.2)
+    crop_border: float = 0.4
 
 
 PAPER = dict(text_encoder="clip-b16", lr=5e-4, weight_decay=0.5, warmup=3600, batch=4096,
              clip_grad=0.0)
-R50 = PAPER | dict(image_encoder="ResNet-50", steps=78_280, beta2=0.999, adam_eps=1e-8)  # OpenCLIP's (params.py:11)
-PRESETS = {  # settings of this file and of train.py by name; --flags override them
+# OpenCLIP's AdamW has another beta2 and epsilon for a ResNet than for a ViT (params.py:11).
+R50 = PAPER | dict(image_encoder="ResNet-50", steps=78_280, beta2=0.999, adam_eps=1e-8)
+PRESETS = {  # the values of --preset: settings of this file and of train.py; flags override them
     "tiny": dict(image_encoder="tiny:cls=1", text_encoder="tiny:causal=1", data="shapes", L=32, V=16, D=16, batch=128,
                  steps=600, lr=1e-3, weight_decay=0.1, warmup=50, embed_dim=128, codes=512, out_dim=1024, ema=0.99,
                  head_width=256, head_bottleneck=64, local_crops=2, local_size=24, crop_least=0.2, crop_border=0.5),
-    # Sec. 4, Table C.3. Steps: epochs times pairs of Table C.1 over the batch, 32 x 2,795,293 of
-    # CC3M, 25 x 10,030,127 of CC12M, 25 x 12,825,420 of CC15M, 32 x 319,707,672 of LAION-400M.
+    # Sec. 4, Table C.3. The steps are epochs x pairs / batch. Epochs x pairs (Table C.1):
+    # CC3M 32 x 2,795,293, CC12M 25 x 10,030,127, CC15M 25 x 12,825,420, L400M 32 x 319,707,672.
     "cc3m-b16": dict(image_encoder="clip-b16", L=64, steps=21_838, **PAPER),
     "cc12m-b16": dict(image_encoder="clip-b16", L=64, steps=61_219, **PAPER),
     "cc3m-b32": dict(image_encoder="clip-b32", L=64, steps=21_838, **PAPER),  # Table B.1
@@ -102,19 +117,19 @@ PRESETS = {  # settings of this file and of train.py by name; --flags override t
     "cc15m-b16": dict(image_encoder="clip-b16", L=64, steps=78_280, **PAPER),
     "l400m-b32": dict(image_encoder="clip-b32", L=128, steps=312_214,
                       **PAPER | dict(weight_decay=0.2, warmup=2000, batch=32768)),
-    # The rows of Table B.2. differs: ResNet-50 is torchvision's; the text tower keeps its last
-    # block, so that SPARO has the table's parameters.
+    # Table B.2. differs: ResNet-50 is torchvision's. The text tower keeps its last block, because
+    # without this block SPARO would have fewer parameters than the table prints.
     "cc15m-r50": dict(L=128, V=32, D=32, **R50),
     "cc15m-r50-d64": dict(L=128, V=32, D=64, **R50),
     "cc15m-r50-clip": dict(readout="cls", embed_dim=1024, **R50),
     "cc15m-r50-clip4096": dict(readout="cls", embed_dim=4096, **R50),
-    # The CLIP that STAIR compares with (arXiv 2301.13081, Sec. 4.2), with LAMB's own constants.
-    # [CLS] and a causal text tower are CLIP's; how STAIR's towers differ, it does not say. differs:
-    # LAMB neither scales nor decays the token embedding (see stair.py).
+    # The CLIP that STAIR is compared with (arXiv 2301.13081, Sec. 4.2); beta2 and adam_eps are
+    # LAMB's defaults. STAIR does not say how it modifies CLIP's towers, so [CLS] and the causal
+    # text tower stay. differs: LAMB neither scales nor decays the token embedding (see stair.py).
     "stair-clip": dict(image_encoder="ViT-B/16:cls=1", text_encoder="12x512:context=76,causal=1,vocab_size=30522",
                        readout="cls", steps=600_000, batch=16384, optimizer="lamb", beta2=0.999,
                        adam_eps=1e-6, lr=1e-3, schedule="linear", weight_decay=1e-2, warmup=10_000, clip_grad=0.0),
-    # Sec. 3.4, C.2: 100 epochs of ImageNet's 1,281,167 images, 10 of them warm-up
+    # Sec. 3.4, App. C.2: 100 epochs of ImageNet's 1,281,167 images, of which 10 are warm-up.
     "dino-s16": dict(image_encoder="ViT-S/16:cls=1,drop_path=0.1", objective="dino", L=64, batch=512, steps=250_200,
                      lr=1e-3, beta2=0.999, adam_eps=1e-8, clip_grad=3.0, weight_decay=0.04, weight_decay_end=0.4,
                      warmup=25_020, freeze_last=2502, probe="sgd"),
@@ -123,24 +138,26 @@ PRESETS = {  # settings of this file and of train.py by name; --flags override t
 
 @contextlib.contextmanager
 def in_fp32(*tensors):
-    """`with in_fp32(x, y) as (x, y):` half precision is float32, float64 stays, autocast is off."""
+    """Inside `with in_fp32(x, y) as (x, y):` half-precision tensors are float32 and autocast is
+    off, because losses need this precision. float64 tensors stay float64."""
     with torch.autocast(tensors[0].device.type, enabled=False):
         yield [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
 def identity(x):
+    """The `gather` of a single process, which has nothing to collect."""
     return x
 
 
 def after_end(eos_idx, n):
-    """Index (B,) of each caption's last token -> (B, n), True at the positions behind it."""
+    """Indices (B,) of the captions' last tokens -> (B, n), True at the positions after them."""
     return torch.arange(n, device=eos_idx.device) > eos_idx[:, None]
 
 
 # y_l = W K_l H' softmax(H K_l' q_l / sqrt(D))                                      (Eq. 1)
 class Sparo(nn.Module):
-    """Separate-head attention. Its parameters have the names of the listing of App. A. Raises
-    ValueError if grp_size does not divide L."""
+    """Separate-head attention (Sec. 3.2): outputs (B, n, d) -> slots (B, L, V). Parameters have the
+    names that App. A's listing has. Raises ValueError if grp_size does not divide L."""
 
     def __init__(self, d, L, V, D, grp_size=1):
         super().__init__()
@@ -155,16 +172,19 @@ class Sparo(nn.Module):
         nn.init.zeros_(self.Wproj.bias)
 
     def forward(self, x, eos_idx=None, return_attn=False):
-        """x (B, n, d), eos_idx (B,): slots do not see the positions behind it -> slots
-        (B, L, V), and with return_attn the attention (B, L, n)."""
+        """x (B, n, d) -> slots (B, L, V); with return_attn also the attention (B, L, n).
+
+        eos_idx (B,): index of each caption's last token. Slots ignore the positions after it.
+        """
         B, n, d = x.shape
         K = self.KVproj.weight.view(self.nkeys, self.D, d)         # (L/g, D, d)
         b = self.KVproj.bias.view(self.nkeys, 1, self.D)           # (L/g, 1, D)
 
-        # differs: the listing projects every position to keys, (B, n, (L/g) D). Here K_l meets no
-        # position: the scores are H u_l, and K_l is applied to p_l, after the attention. Its
-        # bias b_l would add the same to all scores of a slot, which softmax ignores; as the
-        # attention sums to 1, b_l reaches the values unchanged.
+        # differs: the listing projects all n positions to keys, (B, n, (L/g) D). The query q_l is
+        # the same for all images, so K_l' q_l can be computed first, and the scores are H u_l.
+        # K_l then projects one pooled vector p_l for each slot instead of n positions. The bias
+        # b_l of K_l adds one number to all scores of a slot, which softmax ignores. The attention
+        # sums to 1, so b_l is added to the values as it is.
         u = self.q[0, :, :, 0] @ K * self.D**-0.5    # (L/g, g, d)  u_l = K_l' q_l / sqrt(D)
         scores = F.linear(x, u.flatten(0, 1)).transpose(1, 2)      # (B, L, n)  H u_l
         if eos_idx is not None:
@@ -184,33 +204,41 @@ def normalize_slots(y):
 
 
 def clip_loss(v, t, scale, gather=identity):
-    """CLIP's loss, a scalar. v, t (B, M): encodings of pairs, of length 1; scale: 1 / temperature;
-    gather: (B, M) -> (world * B, M), differentiable, rank by rank; gather.rank is this one."""
+    """CLIP's loss of B pairs, a scalar (Sec. 3.3).
+
+    v, t (B, M): encodings of the images and of the captions, of length 1. scale: 1 / temperature.
+    gather(x) joins the x (B, M) of all ranks in their order, (world * B, M), and passes gradients;
+    gather.rank is the number of this rank.
+    """
     pair = getattr(gather, "rank", 0) * len(v) + torch.arange(len(v), device=v.device)
     with in_fp32(v, t) as (v, t):
         logits = scale * v @ gather(t).T                           # (B, world * B)
         positive = logits.take_along_dim(pair[:, None], 1)[:, 0]   # (B,)
         image_to_text = logits.logsumexp(1) - positive             # (B,)
-        # ranks exchange a number per text, its sum over their images, in place of the images
+        # A text is compared with the images of all ranks. Each rank sends one number for each
+        # text, the logsumexp over its own images, instead of the encodings of its images.
         sums = gather(logits.logsumexp(0, keepdim=True)).logsumexp(0)  # (world * B,)
         text_to_image = sums[pair] - positive                      # (B,)
         return (image_to_text + text_to_image).mean() / 2
 
 
 def blocks_left_out(args):
-    """How many last blocks of a ViT and its text tower the read-out replaces (Sec. 3.4 and 4)."""
+    """Number of last blocks that each tower lacks because SPARO replaces them (Sec. 3.4, 4)."""
     return int(args.readout == "sparo" and args.replace_block)
 
 
 class Model(nn.Module):
-    """CLIP with a read-out on both towers (Sec. 3.3). image_encoder(images) -> (B, n, width),
-    with [CLS] first or without; text_encoder(tokens, mask) -> (B, n, width), causal."""
+    """CLIP with a read-out on each tower (Sec. 3.3).
+
+    image_encoder(images) -> (B, n, image_width), with [CLS] first or without [CLS];
+    text_encoder(tokens, mask) -> (B, n, text_width), causal.
+    """
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
         self.config = config
         self.slots = config.L if config.readout == "sparo" else 0
-        self.mask_parts = config.L  # equal parts of an encoding that train_mask weighs
+        self.mask_parts = config.L  # train_mask learns one weight for each of these equal parts
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
         widths = image_width, text_width
         if config.readout == "sparo":
@@ -222,15 +250,16 @@ class Model(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
 
     def forward(self, batch, gather=identity):
-        """batch: images (B, 3, H, W), tokens (B, n), mask (B, n), True at tokens.
-        Returns {"loss": scalar, and scalars to log}."""
+        """batch: images (B, 3, H, W), tokens (B, n), mask (B, n), True at tokens, False at padding.
+        Returns {"loss": scalar, "scale": scalar to log}."""
         v = self.encode_image(batch["images"])                     # (B, L V)
         t = self.encode_text(batch["tokens"], batch["mask"])       # (B, L V)
         scale = self.log_scale.exp()
         return {"loss": clip_loss(v, t, scale, gather), "scale": scale.detach()}
 
     def clip_parameters(self):
-        """What starts from a whole CLIP (--init-weights): with --readout cls the model is CLIP."""
+        """{CLIP's name: parameter} that --init-weights sets, in addition to the towers. Only with
+        --readout cls the model is CLIP and has CLIP's projections."""
         places = {"logit_scale": self.log_scale}
         if self.config.readout == "cls":
             places["visual.proj"] = self.image_readout.proj.weight
@@ -249,17 +278,17 @@ class Model(nn.Module):
         return normalize_slots(self.text_slots(tokens, mask))      # (B, L V)
 
     def image_slots(self, images, **options):
-        """(B, 3, H, W) -> (B, L, V), with return_attn=True also (B, L, n)."""
+        """Images (B, 3, H, W) -> slots (B, L, V), with return_attn=True also (B, L, n)."""
         return self.image_readout(self.image_encoder(images), **options)
 
     def text_slots(self, tokens, mask, **options):
-        """(B, n), (B, n) -> (B, L, V), with return_attn=True also (B, L, n)."""
-        eos_idx = mask.sum(1) - 1                                  # (B,)
+        """tokens, mask (B, n) -> slots (B, L, V), with return_attn=True also (B, L, n)."""
+        eos_idx = mask.sum(1) - 1                                  # (B,); padding comes last
         return self.text_readout(self.text_encoder(tokens, mask), eos_idx, **options)
 
     def attend(self, images, tokens, mask):
-        """What the slots of pairs attend to (Sec. 5.4): weights (B, L, n) of the image's
-        tokens, weights (B, L, n) of the caption's, and the slots (B, L, V) of both."""
+        """What the slots of B pairs attend to (Sec. 5.4): their attention over the image's tokens
+        (B, L, n) and over the caption's tokens (B, L, n), then the slots of both (B, L, V)."""
         y_i, over_image = self.image_slots(images, return_attn=True)
         y_t, over_text = self.text_slots(tokens, mask, return_attn=True)
         return over_image, over_text, y_i, y_t
@@ -267,37 +296,27 @@ class Model(nn.Module):
 
 # To read SPARO, stop here. ----------------------------------------------------------------
 #
-# Into Hugging Face's CLIP (`model`), for `images`, `ids` and their attention mask `mask`; gather:
-# identity, under DDP common.gather. "once": before the optimizer is made.
+# To add SPARO to Hugging Face's CLIP (`model`): `images` are pixels, `ids` are tokens with the
+# attention mask `mask`, and `gather` is identity, or common.gather under DDP. Run the lines marked
+# "once" before you make the optimizer.
 #     image_sparo, text_sparo = Sparo(768, 64, 64, 64), Sparo(512, 64, 64, 64)  # once
 #     x = model.vision_model(pixel_values=images).last_hidden_state             # (B, n, 768)
-#     x = model.vision_model.post_layernorm(x)  # the text model does this by itself
+#     x = model.vision_model.post_layernorm(x)  # the text model's outputs are normalised
 #     h = model.text_model(input_ids=ids, attention_mask=mask).last_hidden_state  # (B, n, 512)
 #     v = normalize_slots(image_sparo(x))                                       # (B, L V)
 #     t = normalize_slots(text_sparo(h, eos_idx=mask.sum(1) - 1))               # (B, L V)
 #     loss = clip_loss(v, t, model.logit_scale.exp(), gather)
-#
-# What was found out on the embedded world (three seeds, lr 1e-3, FDT and AttPool 5e-4):
-# SPARO binds colours to shapes: swapped attributes .593 (CLIP .496, chance .50), among four objects
-# .848 (sparc.py's CLIP .509). Swapped objects stay at chance for SPARO, CLIP, CLIP+GAP.
-# Zero-shot of AttPool is .708; with LayerNorm and projection by slot .779; with separate heads,
-# too, .791; of SPARO .912, CLIP .794, FDT .631. The best half of the slots keeps the hard
-# negatives (.719, all slots .722), without the paper's gain.
-# For each per cent that a mask of single dimensions gains on hard negatives, zero-shot loses .9 per
-# cent with SPARO, 2.9 with a CLIP+GAP as wide. A mask of slots costs 5.3 (in the paper less than
-# one of dimensions), of as many parts of CLIP+GAP 6.3: no difference is shown.
-# CLIP+GAP as wide as SPARO is no better (.823; of 128 dimensions .871). V = 64 is worse at this
-# rate (.759); of V = 4 (.884), L = 8 and 64 (.900, .928) no difference to .912 is shown.
-# With DINO (lr 2.5e-4), SPARO raises the linear probe (.465, .437), but not k-NN (.348, .354).
 
 
 # Other read-outs --------------------------------------------------------------------------
-# x (B, n, d), and for captions the index eos_idx (B,) of the last token -> (B, 1, M): one slot,
-# so the whole is normalised. How Table 6's variants are normalised, the paper does not say.
+#
+# Each takes x (B, n, d), and for captions the indices eos_idx (B,) of the last tokens, and returns
+# a single slot (B, 1, M), so that normalize_slots normalises the encoding as one vector. The paper
+# does not say how it normalises the variants of Table 6.
 
 
 def other_readouts(config, image_encoder, image_width, text_width):
-    """The read-outs of the two towers."""
+    """[read-out of the image tower, read-out of the text tower]"""
 
     def projection(d, M):
         layer = nn.Linear(d, M, bias=False)
@@ -305,16 +324,18 @@ def other_readouts(config, image_encoder, image_width, text_width):
         return layer
 
     E, m, widths = config.embed_dim, config.bottleneck, (image_width, text_width)
-    if config.readout == "cls" and image_encoder.cls is None:  # a ResNet; App. B.3
+    if config.readout == "cls" and image_encoder.cls is None:  # a ResNet (App. B.3)
         pool = AttentionPool(image_width, image_encoder.grid**2, E)
         return [pool, Pool(projection(text_width, E))]
     if config.readout == "cls":
         return [Pool(projection(d, E)) for d in widths]
-    if config.readout == "gap":  # the mean, then the tower's LayerNorm (transformer.py:527, 573)
-        norm = getattr(image_encoder, "norm", nn.Identity())       # a ResNet has none
+    if config.readout == "gap":
+        # The authors take the mean first and apply the tower's last LayerNorm to the mean
+        # (transformer.py:527, 573), so the LayerNorm moves from the tower to the read-out.
+        norm = getattr(image_encoder, "norm", nn.Identity())       # a ResNet has no LayerNorm
         image_encoder.norm = nn.Identity()
         mean = Pool(nn.Sequential(norm, projection(image_width, E)), mean=True)
-        return [mean, Pool(projection(text_width, E))]             # captions: their end, as CLIP
+        return [mean, Pool(projection(text_width, E))]             # captions are read as in CLIP
     if config.readout == "bottleneck":  # App. B.2
         return [Pool(nn.Sequential(projection(d, m), nn.Linear(m, E))) for d in widths]
     if config.readout == "fdt":
@@ -325,7 +346,8 @@ def other_readouts(config, image_encoder, image_width, text_width):
 
 
 class Pool(nn.Module):
-    """The output at [CLS], or at the caption's end (CLIP); mean=True: the mean of all outputs."""
+    """Projects the output at [CLS] or at a caption's last token (CLIP), or with mean=True the mean
+    of all outputs (CLIP+GAP)."""
 
     def __init__(self, proj, mean=False):
         super().__init__()
@@ -340,8 +362,8 @@ class Pool(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """CLIP's end of a ResNet (CLIP, Sec. 2.4): the mean of the n outputs attends to them and to
-    itself, with heads of 64."""
+    """The last layer of CLIP's ResNet (CLIP, Sec. 2.4): attention whose query is the mean of the n
+    outputs, and whose keys and values are the mean and the outputs. A head is 64 wide."""
 
     def __init__(self, d, n, M):
         super().__init__()
@@ -360,10 +382,13 @@ class AttentionPool(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Table 6: L queries, keys and values of width D; then LayerNorm and projection, of all
-    outputs or slot by slot. AttPool has heads="multi" and neither of them slot by slot. The
-    authors' code also projects queries, behind LayerNorms (transformer.py:229); Table 6 has no
-    parameters for such projections."""
+    """The cross-attention of Table 6: L heads of width D, each with a learned query.
+
+    heads="multi" adds the layer that mixes the heads. A LayerNorm and a projection follow, each
+    slot by slot (slot_norm, slot_projection) or over all slots together. AttPool mixes the heads
+    and has neither slot by slot. The authors' code also applies a LayerNorm and a projection to
+    the queries (transformer.py:229); Table 6 counts no parameters of such a projection.
+    """
 
     def __init__(self, d, L, V, D, heads, slot_norm, slot_projection):
         super().__init__()
@@ -380,16 +405,20 @@ class CrossAttention(nn.Module):
         visible = None if eos_idx is None else ~after_end(eos_idx, n)[:, None, None]
         y = F.scaled_dot_product_attention(self.q.expand(B, -1, -1, -1), k, v, visible)
         y = self.mix(y.flatten(1))                                 # (B, L D)
-        y = self.norm(y.view(B, -1, *self.norm.normalized_shape))  # slot by slot, or all
-        y = self.proj(y.view(B, -1, self.proj.in_features))        # slot by slot, or all
+        y = self.norm(y.view(B, -1, *self.norm.normalized_shape))  # (B, L, D) or (B, 1, L D)
+        y = self.proj(y.view(B, -1, self.proj.in_features))        # (B, L, V) or (B, 1, L V)
         return y.view(B, 1, -1)                                    # (B, 1, L V)
 
 
 class FDT(nn.Module):
-    """Finite Discrete Tokens (B.2): each position scores the codes (C, E) that the towers
-    share; sparsemax of the maximum over positions gives the mixture of codes. differs: outputs
-    are normalised and include [CLS]; the authors' are not (model.py:448) and lack it
-    (transformer.py:565). What is behind a caption's end scores -inf, not 0 (transformer.py:1067).
+    """Finite Discrete Tokens (App. B.2): an encoding is a mixture of codes.
+
+    Both towers share the codes (C, E). Each position scores all codes, each code keeps its largest
+    score, and sparsemax turns the C scores into the weights of the mixture.
+
+    differs: the outputs are normalised and include [CLS]. The authors do not normalise them
+    (model.py:448) and leave out [CLS] (transformer.py:565). Positions after a caption's end score
+    -inf and are never the largest; in the authors' code they score 0 (transformer.py:1067).
     """
 
     def __init__(self, d, codebook):
@@ -407,10 +436,12 @@ class FDT(nn.Module):
 
 
 def sparsemax(z):
-    """(..., C) -> the nearest point of the simplex (Martins & Astudillo 2016)."""
+    """Scores (..., C) -> the nearest weights (..., C) that are not negative and sum to 1; many are
+    exactly 0 (Martins & Astudillo 2016)."""
     with in_fp32(z) as (z,):
         k = torch.arange(1, z.shape[-1] + 1, device=z.device)
-        sums = z.sort(-1, descending=True).values.cumsum(-1)       # of the k largest
+        sums = z.sort(-1, descending=True).values.cumsum(-1)       # (..., C), sum of the k largest
+        # Each k gives a threshold. The largest belongs to the k that is the number of weights > 0.
         threshold = ((sums - 1) / k).amax(-1, keepdim=True)
         return (z - threshold).clamp(min=0)
 
@@ -421,20 +452,25 @@ def sparsemax(z):
 # P_s = softmax(g_s / tau_s),  P_t = softmax((g_t - c) / tau_t)
 # mean over large views x and views x' != x of - P_t(x) . log P_s(x')          (DINO, Eq. 3)
 def dino_loss(student, teacher, center, student_temp, teacher_temp):
-    """Logits g_s (V, B, K) of all views, the G large ones first, g_t (G, B, K) of the large
-    ones, c (K,) -> scalar, and P_t (G, B, K). The teacher gets no gradient."""
+    """DINO's loss, a scalar, and P_t (G, B, K).
+
+    student: logits g_s (V, B, K) of V views, of which the G large ones come first. teacher: logits
+    g_t (G, B, K) of the large views; they get no gradient. center: c (K,).
+    """
     with in_fp32(student, teacher) as (student, teacher):
         p_t = ((teacher.detach() - center) / teacher_temp).softmax(-1)
         log_p_s = (student / student_temp).log_softmax(-1)
         G, V = len(teacher), len(student)
-        # The sum over pairs is the product of sums, less the pairs of a view with itself.
+        # The sum over all pairs of views is a product of two sums, which is cheap. The G pairs of
+        # a view with itself are then subtracted.
         every = (p_t.sum(0) * log_p_s.sum(0)).sum(-1).mean()
         same = (p_t * log_p_s[:G]).sum((0, 2)).mean()
         return (same - every) / (G * (V - 1)), p_t
 
 
 class DinoHead(nn.Module):
-    """Three layers, then the cosines with K directions. (B, M) -> (B, K)"""
+    """Encodings (B, M) -> logits (B, K): three layers, then the cosine with each of K learned
+    directions, which is what DINO's weight-normalised last layer computes."""
 
     def __init__(self, M, K, width, bottleneck):
         super().__init__()
@@ -451,16 +487,20 @@ class DinoHead(nn.Module):
 
 
 class Dino(nn.Module):
-    """The student learns the distributions that its moving average, the teacher, gives to
-    other views. Slots enter the head as they are. The teacher is what is evaluated.
+    """A student network learns the output distributions of a teacher network that sees another
+    view of the same image. The teacher's weights are a moving average of the student's weights.
+    Evaluation uses the teacher. The head gets the slots without normalisation.
 
-    differs (brackets: DINO's code): the norm of the whole gradient is clipped (each parameter's,
-    utils.py:132). The rate ends at 0 (1e-6, main_dino.py:101); its warm-up begins at peak / warmup
-    (0, utils.py:191) and has the peak at the same step. [CLS], positions and q do not decay (they
-    do, utils.py:639). Pixels have CLIP's mean and deviation (ImageNet's, main_dino.py:431).
-    Encoders start as CLIP's. Positions are interpolated with antialiasing (without,
-    vision_transformer.py:187). Colours change as in common.jitter (torchvision's,
-    main_dino.py:424).
+    differs from DINO's code (FILE:LINE):
+      * Clipping bounds the norm of the whole gradient, not the norm of each parameter's gradient
+        (utils.py:132).
+      * The learning rate ends at 0, not at 1e-6 (main_dino.py:101). Its warm-up begins at
+        peak / warmup, not at 0 (utils.py:191), and reaches the peak at the same step.
+      * [CLS], positions and queries do not decay (they do, utils.py:639).
+      * Pixels are normalised with CLIP's mean and deviation, not ImageNet's (main_dino.py:431).
+      * The image encoder is initialised as CLIP's is.
+      * Positions are interpolated with antialiasing (without it, vision_transformer.py:187).
+      * common.jitter changes the colours, not torchvision's (main_dino.py:424).
     """
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
@@ -475,35 +515,38 @@ class Dino(nn.Module):
         self.head = DinoHead(M, config.out_dim, config.head_width, config.head_bottleneck)
         self.teacher = copy.deepcopy(self.student()).requires_grad_(False)
         self.register_buffer("center", torch.zeros(config.out_dim))
-        self.train()
+        self.train()  # sets the teacher's mode, too
 
     def student(self):
         return nn.Sequential(self.image_encoder, self.readout, self.head)
 
     def train(self, mode=True):
-        """The teacher drops nothing, but normalises by the batch as the student does."""
+        """The teacher applies no dropout or stochastic depth, but its BatchNorm normalises by the
+        batch, as the student's BatchNorm does."""
         super().train(mode)
         for module in self.teacher.modules():
             module.training = mode and isinstance(module, nn.modules.batchnorm._BatchNorm)
         return self
 
     def logits(self, network, views):
-        """V views (B, 3, s, s), two large ones first -> (V, B, K). One pass for each size."""
+        """V views (B, 3, s, s), the two large ones first -> logits (V, B, K). Views of one size
+        go through the network together."""
         encode, head = network[:2], network[2]
         by_size = [torch.cat(part) for part in (views[:2], views[2:]) if part]
         y = torch.cat([encode(x).flatten(1) for x in by_size])     # (V B, M)
         return head(y).unflatten(0, (len(views), -1))
 
     def forward(self, batch, gather=identity):
-        """batch: views, a list of (B, 3, s, s), two large ones first. Returns {"loss": scalar,
-        and the entropies of P_t and of its mean: a collapse takes both to log K, or to 0}."""
+        """batch: views, a list of (B, 3, s, s), the two large ones first. Returns the loss and, to
+        log, the entropy of P_t and the entropy of its mean over images and views. After a collapse
+        the outputs no longer depend on the image, and both entropies are near log K or near 0."""
         config, views = self.config, batch["views"]
         with torch.no_grad():
             teacher = self.logits(self.teacher, views[:2])         # (2, B, K)
         student = self.logits(self.student(), views)               # (V, B, K)
         loss, p_t = dino_loss(student, teacher, self.center, config.student_temp,
                               config.teacher_temp)
-        if self.training:  # c = m c + (1 - m) mean g_t of the global batch    (DINO, Eq. 4)
+        if self.training:  # c = m c + (1 - m) mean of g_t over the global batch   (DINO, Eq. 4)
             mean = gather(teacher.mean((0, 1))[None]).mean(0)      # (K,)
             self.center.lerp_(mean, 1 - config.center_momentum)
         entropy = torch.special.entr(p_t).sum(-1).mean()           # entr(p) = -p log p
@@ -511,18 +554,20 @@ class Dino(nn.Module):
         return {"loss": loss, "entropy": entropy, "entropy_mean": entropy_mean}
 
     def before_update(self, step):
-        if step < self.config.freeze_last:  # Adam does not even count the step
+        """Keep the last layer fixed in the first steps. Adam skips a weight without a gradient, and
+        does not count the step for this weight."""
+        if step < self.config.freeze_last:
             self.head.last.weight.grad = None
 
     @torch.no_grad()
     def after_update(self, step, steps):
-        """theta_t = m theta_t + (1 - m) theta_s; half a cosine takes m from `ema` to 1."""
+        """theta_t = m theta_t + (1 - m) theta_s; m grows from `ema` to 1 by half a cosine."""
         m = 1 - (1 - self.config.ema) * (1 + math.cos(math.pi * step / steps)) / 2
         theta_t, theta_s = (list(net.parameters()) for net in (self.teacher, self.student()))
         torch._foreach_lerp_(theta_t, theta_s, 1 - m)
 
     def chance_loss(self, batch_size, mask, patches):
-        return math.log(self.config.out_dim)  # uniform distributions
+        return math.log(self.config.out_dim)  # the loss of uniform distributions
 
     def evaluation_encoder(self):
         return self.teacher[0]
@@ -534,15 +579,18 @@ class Dino(nn.Module):
         return F.normalize(self.teacher[:2](images).flatten(1).float(), dim=-1)  # (B, M)
 
     def probe_features(self, images):
-        """DINO's linear probe (C.2; eval_linear.py:256, 165) sees [CLS] after each of the last four
-        blocks; the slots, or with `gap` the mean, replace the last. Without a [CLS] it sees the
-        mean of the patches (ours), with a ResNet the read-out alone. differs: eval.py chooses its
-        rate (DINO's is .001 x batch / 256); `tiny` trains it as CLIP's (C.1), by AdamW and without
-        augmentation."""
+        """What DINO's linear probe learns from (App. C.2; eval_linear.py:256, 165): [CLS] after
+        each of the last four blocks. The slots, or with `gap` the mean, take the place of the last
+        [CLS]. A ViT without [CLS] gives the means of its patches (ours), a ResNet only the output
+        of the read-out.
+
+        differs: eval.py chooses the probe's learning rate; DINO's is .001 x batch / 256. Under
+        `tiny` the probe is trained as CLIP's is (App. C.1), with AdamW and without augmentation.
+        """
         encoder, readout, _ = self.teacher
         if not hasattr(encoder, "layers"):
             return readout(encoder(images)).flatten(1).float()
-        replaced = blocks_left_out(self.config)  # 1 if the read-out is the last block, else 0
+        replaced = blocks_left_out(self.config)  # 1 if SPARO replaces the last block, else 0
         layers = encoder.layers(images, 4 - replaced)              # of (B, n, d)
         blocks = layers if replaced else layers[:-1]
         summary = [x.mean(1) if encoder.cls is None else x[:, 0] for x in blocks]   # of (B, d)
@@ -559,21 +607,21 @@ def uses_text(args):
 
 def needs_cls(args):
     if args.readout == "cls" and args.objective == "clip" and "ResNet" in args.image_encoder:
-        return ""  # AttentionPool
+        return ""  # AttentionPool needs no [CLS]
     return f"--readout {args.readout}" if args.readout in ("cls", "bottleneck") else ""
 
 
 def check(args):
     if args.objective == "dino" and args.readout not in ("sparo", "cls", "gap"):
-        raise ValueError(f"--objective dino has --readout sparo, cls, gap, not {args.readout}.")
+        raise ValueError(f"--objective dino needs --readout sparo, cls or gap, not {args.readout}.")
     if args.objective == "dino" and args.crop_least > args.crop_border:
         least, most = args.crop_least, args.crop_border
         raise ValueError(f"--crop-least {least} must not be above --crop-border {most}.")
 
 
 def views(args):
-    """DINO's random views of an image (C.2; main_dino.py:435): two large ones, then the small
-    ones."""
+    """Settings of DINO's random views of an image (App. C.2; main_dino.py:435): the two large
+    views, then the small ones."""
     if args.objective != "dino":
         return None
     large = dict(size=args.image_size, scale=(args.crop_border, 1.0))
@@ -586,27 +634,33 @@ def views(args):
 
 
 def slot_accuracies(y_i, y_t, labels):
-    """Zero-shot accuracy of each slot alone (Sec. 5.1). Slots y_i (n, L, V) of images, y_t
-    (C, L, V) of classes; labels (n,) -> (L,)."""
+    """Slots y_i (n, L, V) of images, slots y_t (C, L, V) of classes, labels (n,) -> zero-shot
+    accuracy of each slot alone (L,) (Sec. 5.1)."""
     y_i, y_t = F.normalize(y_i, dim=-1), F.normalize(y_t, dim=-1)
     right = [(y_i[:, l] @ y_t[:, l].T).argmax(1) == labels for l in range(y_i.shape[1])]
     return torch.stack(right).float().mean(1)
 
 
-# m = sigmoid(s theta / 4),  s = max(100, exp(alpha)),  theta in R^M'                 (C.1)
+# m = sigmoid(s theta / 4),  s = max(100, exp(alpha)),  theta in R^M'            (App. C.1)
 # cross-entropy of the logits  s cos(m y^i, y^p)  and  s cos(m y^i, y^n)
 def train_mask(y_i, y_p, y_n, parts, epochs=100, batch=256, generator=None):
-    """A mask that tells captions from hard negatives (Sec. 5.2). y_i, y_p, y_n: encodings
-    (n, M) of images, captions, negatives; parts: M', L for slots, M for single dimensions.
+    """Train a mask of image encodings that tells captions from hard negatives (Sec. 5.2).
 
-    Returns the mask (M,) of the epoch with the most right pairs (ones if no epoch has more than
-    no mask), and the fractions of right pairs without and with it. Raises ValueError if parts
-    does not divide M. differs: C.1 chooses the mask by SugarCrepe's mean over categories. It
-    gives no batch size: 256 is ours, and sets the number of updates.
+    y_i, y_p, y_n (n, M): encodings of images, of their captions and of the hard negatives. parts:
+    M', the number of weights of the mask: L for slots, M for single dimensions. A pair is right if
+    the image is closer to the caption than to the negative.
+
+    Returns the mask (M,) of the epoch with the most right pairs, the fraction of right pairs
+    without a mask, and the fraction with this mask. The mask is all ones if no epoch beats the
+    encodings without a mask. Raises ValueError if parts does not divide M.
+
+    differs: App. C.1 chooses the epoch by SugarCrepe's mean over categories. The paper gives no
+    batch size, which sets the number of updates; 256 is ours.
     """
     n, M = y_i.shape
     if M % parts:
-        raise ValueError(f"Encodings of {M} dimensions have no {parts} equal parts.")
+        raise ValueError(f"parts={parts} does not divide the {M} dimensions of an encoding: give "
+                         f"a divisor of {M}.")
     theta = y_i.new_zeros(parts).requires_grad_()
     alpha = y_i.new_tensor(math.log(100)).requires_grad_()
     optimizer = torch.optim.SGD([theta, alpha], lr=0.02, momentum=0.9)
@@ -624,7 +678,7 @@ def train_mask(y_i, y_p, y_n, parts, epochs=100, batch=256, generator=None):
     for _ in range(epochs):
         for rows in torch.randperm(n, generator=generator).split(batch):
             s, m = scale_and_mask()
-            loss = F.softplus(-s * margin(m, rows)).mean()  # cross-entropy of two logits
+            loss = F.softplus(-s * margin(m, rows)).mean()  # cross-entropy of the two logits
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -636,7 +690,8 @@ def train_mask(y_i, y_p, y_n, parts, epochs=100, batch=256, generator=None):
 
 
 if __name__ == "__main__":
-    # The read-out of ViT-B/16, forward and backward, in our order and in that of App. A.
+    # The slots of 16 images, from random outputs of the size of ViT-B/16's. Sparo.forward and the
+    # listing of App. A give the same slots, but the listing takes longer.
     x, readout = torch.randn(16, 197, 768), Sparo(768, L=64, V=64, D=64)
 
     def as_listed(x):
@@ -645,7 +700,8 @@ if __name__ == "__main__":
         return readout.Wproj((attn @ kv).squeeze(2))               # (B, L, V)
 
     torch.testing.assert_close(readout(x), as_listed(x), rtol=1e-4, atol=1e-5)
-    for name, compute in ("Eq. 1 in our order", readout), ("the same, as in App. A", as_listed):
+    print(f"outputs {tuple(x.shape)} -> slots {tuple(readout(x).shape)}, forward and backward")
+    for name, compute in ("as in Sparo.forward", readout), ("as in the listing", as_listed):
         start = time.perf_counter()
         compute(x).sum().backward()
         print(f"{name}: {1e3 * (time.perf_counter() - start):.0f} ms")

@@ -75,7 +75,7 @@ ERRORS = [
     ("dino --local-size 12", "--local-size 12 must be a multiple of the patch size 8"),
     *((f"{name} --local-size 24", "--local-size 24 must be .* and at most --image-size 16")
       for name in ("dino", "bam")),
-    ("dino --readout fdt", "--objective dino has --readout sparo, cls, gap, not fdt"),
+    ("dino --readout fdt", "--objective dino needs --readout sparo, cls or gap, not fdt"),
     ("dino --readout cls --image-encoder ResNet-50 --data shapes:size=64", "choose a ViT"),
     ("bam --target onehot --normalization block", "leave out --normalization block"),
     ("bam --contrastive-crop --crop-start 1", "a table, not shapes.* --no-contrastive-crop"),
