@@ -37,7 +37,6 @@ Result:  text-to-image R@1 .905 +- .003 (sparc.py's CLIP .836 +- .014, one stage
          image's shape is among its 10 heaviest of 862 tokens in .999 (one stage .000); seeds 3-5.
 """
 
-import ast
 import contextlib
 import math
 import re
@@ -502,26 +501,50 @@ def is_boolean(text):
 
 
 def boolean_query(text, index):
-    """"red (ring OR star) NOT blue" -> the documents that match (n,), bool, and the words that are
-    not negated, to rank them by. Side by side means AND."""
-    parts, words = re.findall(r"[()]|[^\s()]+", text), []
-    parts = [x.lower() if x in ("AND", "OR", "NOT", "(", ")") else repr(x) for x in parts]
-    python = re.sub(r"""(?<=['")]) (?=['"(]|not)""", " and ", " ".join(parts))
+    """"red (ring OR star) NOT blue" -> (n,), True at the documents that match, and the words that
+    are not negated, to rank the documents by.
 
-    def matches(query, negated=False):
-        if isinstance(query, ast.UnaryOp):
-            return ~matches(query.operand, not negated)
-        if isinstance(query, ast.BoolOp):
-            found = torch.stack([matches(x, negated) for x in query.values])
-            return found.all(0) if isinstance(query.op, ast.And) else found.any(0)
+    NOT binds more closely than AND, and AND more closely than OR. Words side by side mean AND.
+    Raises ValueError if the query cannot be read, has a word that the vocabulary lacks, or negates
+    all of its words.
+    """
+    parts = [*re.findall(r"[()]|[^\s()]+", text), ""]             # "" is the end
+    words = []
+
+    def need(condition):
+        if not condition:
+            raise ValueError(f"{text!r} is not a boolean query: join words by AND, OR, NOT, ( ).")
+
+    def any_of(negated):  # red OR blue star
+        found = all_of(negated)
+        while parts[0] == "OR":
+            parts.pop(0)
+            found = found | all_of(negated)
+        return found
+
+    def all_of(negated):  # red AND star, or red star
+        found = one(negated)
+        while parts[0] not in ("OR", ")", ""):
+            if parts[0] == "AND":
+                parts.pop(0)
+            found = found & one(negated)
+        return found
+
+    def one(negated):  # red, or NOT red, or (red OR blue)
+        part = parts.pop(0)
+        if part == "NOT":
+            return ~one(not negated)
+        if part == "(":
+            found = any_of(negated)
+            need(parts.pop(0) == ")")
+            return found
+        need(part not in ("AND", "OR", ")", ""))
         if not negated:
-            words.append(query.value)
-        return index.has(query.value)
+            words.append(part)
+        return index.has(part)
 
-    try:
-        where = matches(ast.parse(python, mode="eval").body)
-    except (SyntaxError, AttributeError):  # "()" is a tuple, which has no value
-        raise ValueError(f"{text!r} is no boolean query of words, AND, OR, NOT, ( ).") from None
+    where = any_of(negated=False)
+    need(parts == [""])
     if not words:
         raise ValueError(f"{text!r} has no word to rank by: give one without NOT.")
     return where, words

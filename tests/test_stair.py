@@ -417,7 +417,7 @@ def test_masks_allow_and_block():
 
 
 @pytest.mark.parametrize("query, message", [
-    *((query, "no boolean query") for query in
+    *((query, "not a boolean query") for query in
       ["", "red AND", "(red", "red)", "NOT", "OR red", "()", "red OR OR blue"]),
     ("NOT (red OR blue)", "no word to rank by"), ("red NOT green", "no word 'green'")])
 def test_queries_that_are_none_are_named(query, message):
