@@ -1,9 +1,11 @@
 """STAIR: Learning Sparse Text and Image Representation in Grounded Tokens
-(Chen et al., 2023, arXiv 2301.13081)
+(Chen et al., 2023, arXiv 2301.13081).
 
-An image or a caption becomes one vector with a weight for each word of the vocabulary, most
-of them zero: people can read it and an inverted index can search it. Training has three
-stages, so that words keep their meaning; the contrastive loss alone would redefine them.
+An image or a caption becomes one vector with a weight for each word of the vocabulary. Most weights
+are 0, so people can read the vector and an inverted index can search it. The contrastive loss alone
+would give words new meanings, so training has three stages. In stage 1 only a caption's own words
+may be active in its vector, and the image tower learns these words. Stage 2 freezes the image
+tower, and the text tower learns to activate other words that fit. Stage 3 trains both towers.
 
     symbol      name here            shape            where
     f, g        image_encoder, image_head             Eq. 1; and text_encoder, text_head
@@ -19,22 +21,33 @@ stages, so that words keep their meaning; the contrastive loss alone would redef
 We know of no code by the authors.
 
 Differs from the paper:
-  * Inactive words of the caption learn too, up to stage `revive_until` (b16: in none). The paper's
-    relu stops their gradient: what the image tower misses at first never comes back.
-  * The loss's cosine counts an encoding shorter than 0.5 as 0.5 long, to bound its gradient.
-  * LAMB neither scales nor decays e (common.param_groups); as published it does both. So the
-    first step of b16's e is 49 times as long, 16 times if a tenth of its rows has a gradient.
-  * Where the paper is silent: special tokens ([CLS], [SEP], ...) are never active. Stage 2 trains
-    e with the text tower, and the frozen image head keeps a copy. The mean of Eq. 6 is over the
-    global batch. Eq. 3 is taken in both directions. Each stage has a new optimizer, and lambdas
-    grow from 0 in its first half. Photographs are cropped a little and flipped. How CLIP-B/16 is
-    "modified": here the image tower has no [CLS] and no LayerNorm before its blocks, the text
-    tower sees both ways.
-Not here: the authors' private pairs (App. B); in the index, embeddings or other tokens beside the
-         words, and words that are allowed or blocked in documents (App. D; mask what `add` gets).
+  * A word of the caption gets a gradient even where its weight is 0, up to stage `revive_until`
+    (in b16 never). The paper's ReLU stops this gradient, so that a word which the image tower does
+    not see at first never comes back.
+  * The cosine in the loss counts an encoding shorter than 0.5 as 0.5 long, to bound its gradient.
+  * LAMB neither scales nor decays e (common.param_groups); LAMB as published does both. So the
+    first step of e in b16 is 49 times as long (16 times if a tenth of its rows has a gradient).
+  * The paper leaves open how its towers modify CLIP-B/16. Here the image tower has no [CLS] and no
+    LayerNorm before its blocks, and the text tower sees both ways.
+  * The paper leaves more open. Here special tokens ([CLS], [SEP], ...) are never active. Stage 2
+    trains e with the text tower, and the frozen image head keeps a copy of e. The mean of Eq. 6 is
+    over the global batch. Eq. 3 is averaged over both directions. Each stage has a new optimizer,
+    and the lambdas grow from 0 in its first half. Photographs are cropped a little and flipped.
+Not here: the authors' private pairs (App. B). The index (App. D) holds words, no other features. It
+         has no allowed or blocked words for documents; set these words to 0 before `add`.
 Run:     python train.py --method stair                     (the embedded world)
-Result:  text-to-image R@1 .905 +- .003 (sparc.py's CLIP .836 +- .014, one stage .687); an
-         image's shape is among its 10 heaviest of 862 tokens in .999 (one stage .000); seeds 3-5.
+Result:  on test data, mean +- deviation of n seeds. Three seeds decide nothing. CLIP is sparc.py's;
+         `python tests/claims.py stair` prints all claims.
+
+    what                                      here          beside                             n
+    text-to-image R@1                         .905 +- .003  CLIP .836 +- .014, one stage .687  3
+    image-to-text R@1                         .937 +- .013  CLIP .897 +- .015, one stage .742  3
+    ... without the text tower                .524 +- .071  with it .937 +- .013               3
+    zero-shot                                 .991 +- .004  after stage 2 .747, stage 1 .770   3
+    shape among the 10 heaviest of 862 words  .999 +- .001  one stage .000 +- .000             3
+    heaviest word is the label                .355 +- .243  CLIP .459, --revive-until 0 .216   3
+    ... for CIFAR-10's photos                 .389 +- .033  CLIP .278 +- .056                  3
+    active words of an image, lambda 5e-4     32.2 +- 2.6   lambda 5e-2: 12.2 +- 2.6           3
 """
 
 import contextlib
@@ -50,57 +63,66 @@ from torch import nn
 
 @dataclass
 class Config:
-    stages: Literal["three", "single"] = "three"        # Sec. 3; single: App. A
-    share_1: float = 0.25                               # fraction of the steps in stage 1
-    share_2: float = 0.25                               # fraction of the steps in stage 2
-    lr_2: float = 1.0                                   # peak in stage 2, times --lr
-    lr_3: float = 0.1                                   # peak in stage 3, times --lr; Sec. 4.2
-    lambda_image: float = 1e-3                          # Eq. 7; Sec. 6.3 tries 1e-2 to 1e-4
-    lambda_text: float = 1e-3                           # Eq. 7
-    ramp: float = 0.5                                   # fraction of a stage in which lambdas grow
-    revive_until: int = 3                               # last stage in which inactive words learn
-    init_scale: float = 1 / 0.07                        # first 1 / T; CLIP (arXiv 2103.00020)
+    stages: Literal["three", "single"] = "three"  # three stages (Sec. 3), or only the last (App. A)
+    share_1: float = 0.25         # fraction of --steps for stage 1 (Sec. 4.2)
+    share_2: float = 0.25         # fraction of --steps for stage 2; stage 3 has the rest (Sec. 4.2)
+    lr_2: float = 1.0             # peak learning rate of stage 2, as a multiple of --lr (Sec. 4.2)
+    lr_3: float = 0.1             # peak learning rate of stage 3, as a multiple of --lr (Sec. 4.2)
+    lambda_image: float = 1e-3    # weight of the images' FLOPs loss (Eq. 7; Sec. 6.3: 1e-4 to 1e-2)
+    lambda_text: float = 1e-3     # weight of the captions' FLOPs loss (Eq. 7)
+    ramp: float = 0.5             # fraction of a stage in which both lambdas grow from 0 (Sec. 4.2)
+    # last stage in which inactive words of a caption get a gradient, 0 for no stage (ours)
+    revive_until: int = 3
+    init_scale: float = 1 / 0.07  # initial 1 / T of the contrastive loss (Eq. 3; CLIP, Sec. 2.5)
 
 
-# Sec. 4.2: 300,000 + 300,000 + 600,000 steps, BERT's 30,522 tokens (--vocab FILE); beta2 and
-# adam_eps are LAMB's own. The CLIP that it is compared with is sparo.py's preset stair-clip.
+# Sec. 4.2: 300,000 + 300,000 + 600,000 steps, and BERT's 30,522 tokens (--vocab FILE). beta2 and
+# adam_eps are LAMB's defaults. The CLIP of the paper's tables is the preset stair-clip of sparo.py.
 B16 = dict(image_encoder="ViT-B/16", text_encoder="12x512:context=76,vocab_size=30522",
            batch=16384, steps=1_200_000, optimizer="lamb", beta2=0.999, adam_eps=1e-6, lr=1e-3,
            schedule="linear", weight_decay=1e-2, warmup=10_000, clip_grad=0.0, revive_until=0)
-PRESETS = {  # settings of this file and of train.py
-    # chosen on the val split of the embedded world; AdamW, and stage 3 keeps the rate
+PRESETS = {  # the values of --preset: settings of this file and of train.py; flags override them
+    # Chosen on the val split of the embedded world. Unlike b16, it trains with AdamW, and stage 3
+    # keeps the learning rate.
     "tiny": dict(image_encoder="tiny", text_encoder="tiny", data="shapes:words=400",
                  batch=128, steps=1000, lr=2e-3, lr_3=1.0, share_1=0.4, share_2=0.15,
                  lambda_image=5e-3, lambda_text=5e-3, weight_decay=0.1, warmup=50),
     "b16": B16,
-    "b16-single": B16 | dict(stages="single", steps=600_000),  # App. A: as long as CLIP
+    "b16-single": B16 | dict(stages="single", steps=600_000),  # App. A: as many steps as CLIP
 }
 
 
 @contextlib.contextmanager
 def in_fp32(*tensors):
-    """`with in_fp32(x, y) as (x, y):` half precision is float32, float64 stays, autocast is off."""
+    """Inside `with in_fp32(x, y) as (x, y):` half-precision tensors are float32 and autocast is
+    off, because losses need this precision. float64 tensors stay float64."""
     with torch.autocast(tensors[0].device.type, enabled=False):
         yield [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
 def identity(x):
+    """The `gather` of a single process, which has nothing to collect."""
     return x
 
 
 # M(x, y) = cos(enc(x), enc(y))                                                      (Eq. 2)
 # L_con = -1/B sum_i log( exp(M(x_i, y_i) / T) / sum_j exp(M(x_i, y_j) / T) )        (Eq. 3)
 def contrastive_loss(v, t, scale, gather=identity):
-    """Mean of Eq. 3 from image to text and back; v, t (B, |V|): enc of B pairs -> scalar.
-    gather: (B, |V|) -> (world * B, |V|), differentiable, rank by rank; gather.rank is this one."""
+    """The mean of Eq. 3 from image to text and of Eq. 3 from text to image, a scalar.
+
+    v, t (B, |V|): enc of B images and of their captions. scale: 1 / T. gather(x) joins the x
+    (B, |V|) of all ranks in their order, (world * B, |V|), and passes gradients; gather.rank is the
+    number of this rank.
+    """
     i = getattr(gather, "rank", 0) * len(v) + torch.arange(len(v), device=v.device)
     with in_fp32(v, t) as (v, t):
-        v = F.normalize(v, dim=-1, eps=0.5)  # differs: eps, for short encodings
+        v = F.normalize(v, dim=-1, eps=0.5)  # differs: eps bounds the gradient
         t = F.normalize(t, dim=-1, eps=0.5)
         M = scale * v @ gather(t).T                                      # (B, world * B), M / T
         positive = M.take_along_dim(i[:, None], 1)[:, 0]                 # (B,)
         image_to_text = M.logsumexp(1) - positive                        # (B,)
-        # ranks exchange a number per text, its sum over their images, in place of the images
+        # A text is compared with the images of all ranks. Each rank sends one number for each
+        # text, the logsumexp over its own images, instead of the encodings of its images.
         sums = gather(M.logsumexp(0, keepdim=True)).logsumexp(0)         # (world * B,)
         text_to_image = sums[i] - positive                               # (B,)
         return (image_to_text + text_to_image).mean() / 2
@@ -108,75 +130,30 @@ def contrastive_loss(v, t, scale, gather=identity):
 
 # L_FLOPs = sum_k ( 1/N sum_i enc_k^(i) )^2,  N: the size of the global batch        (Eq. 6)
 def flops_loss(enc, gather=identity):
-    """A smooth count of the products that a dot product takes. enc (B, |V|) -> scalar."""
+    """enc (B, |V|) -> scalar, a differentiable count of the multiplications in the dot product of
+    two encodings. It is small if few words are active, and each of them in few samples."""
     with in_fp32(enc) as (enc,):
-        mean = enc.mean(0, keepdim=True)                                 # (1, |V|), local
+        mean = enc.mean(0, keepdim=True)                                 # (1, |V|), of this rank
         return gather(mean).mean(0).square().sum()
 
 
 # p(h_j) = e . transform(h_j) + b                                                    (Eq. 4)
 # enc = log(1 + relu(max_j p(h_j)))                                                  (Eq. 5)
 def encode(t, e, b, mask=None):
-    """t = transform(h) (B, N, E) -> enc (B, |V|); mask (B, N): False at padding."""
+    """t = transform(h) (B, N, E), e (|V|, E), b (|V|,) -> enc (B, |V|). mask (B, N) is False at
+    padding. A word weighs as much as at its best position. The log dampens very large weights."""
     p = t @ e.T + b                                                      # (B, N, |V|)
     if mask is not None:
         p = p.masked_fill(~mask[:, :, None], -math.inf)
     return torch.log1p(p.max(1).values.relu())                           # (B, |V|)
 
 
-class StreamedEncoding(torch.autograd.Function):
-    """`encode` in O(B |V|) memory instead of O(B N |V|): p never exists as a whole.
-
-    Forward takes a few samples at a time; of each word it keeps the maximum of p(h_j) over j,
-    and where it is. Backward, an entry of enc above zero passes its gradient to that position
-    alone: d log(1 + p) = dp / (1 + p) = exp(-enc) dp. An entry at zero does so too if `revived`
-    (B, |V|) marks it and a larger value lowers the loss.
-    """
-
-    CHUNK = 2**23  # numbers in memory at a time: of p, or of the rows that backward gathers
-
-    @staticmethod
-    def forward(ctx, t, e, b, mask=None, revived=None):
-        maxima, positions = [], []
-        ctx.chunk = StreamedEncoding.CHUNK * (8 if t.is_cuda else 1)  # so few leave a GPU idle
-        size = max(1, ctx.chunk // (t.shape[1] * len(e)))
-        e_cast = e.to((t[:1, :1] @ e[:1].T).dtype)  # once, as autocast would for each part
-        for i in range(0, len(t), size):
-            p = t[i : i + size] @ e_cast.T                        # (size, N, |V|)
-            if mask is not None:
-                p.masked_fill_(~mask[i : i + size, :, None], -math.inf)
-            maximum, position = p.max(1)                          # (size, |V|)
-            maxima.append(maximum)
-            positions.append(position.int())
-        max_p = torch.cat(maxima) + b                             # (B, |V|); one b for all j
-        enc = torch.log1p(max_p.relu())
-        if revived is not None:
-            revived = revived & max_p.isfinite()                  # b of special tokens is -inf
-        ctx.save_for_backward(t, e, enc, torch.cat(positions), revived)
-        return enc
-
-    @staticmethod
-    def backward(ctx, gradient):
-        t, e, enc, positions, revived = ctx.saved_tensors
-        passes = enc > 0
-        if revived is not None:
-            passes |= revived & (gradient < 0)
-        grad_p = gradient * torch.exp(-enc) * passes              # (B, |V|)
-        sample, word = grad_p.nonzero(as_tuple=True)              # (n,), with gradient
-        row = sample * t.shape[1] + positions[sample, word]       # (n,), rows of flat_t
-        values = grad_p[sample, word][:, None]                    # (n, 1)
-        flat_t = t.flatten(0, 1)                                  # (B N, E)
-        grad_e, grad_t = torch.zeros_like(e), torch.zeros_like(flat_t)
-        size = max(1, ctx.chunk // t.shape[2])
-        for i, k, g in zip(row.split(size), word.split(size), values.split(size)):
-            grad_t.index_add_(0, i, (g * e[k]).to(t.dtype))
-            grad_e.index_add_(0, k, (g * flat_t[i]).to(e.dtype))
-        return grad_t.view_as(t), grad_e, grad_p.sum(0), None, None
-
-
 class TokenProjectionHead(nn.Module):
-    """Eq. 4 and 5. d: width of h; embedding: nn.Embedding (|V|, E), of the text tower;
-    special: ids of tokens that are never active."""
+    """Eq. 4 and 5: a tower's outputs (B, N, d) -> enc (B, |V|).
+
+    embedding: the text tower's nn.Embedding (|V|, E), which both heads share, so that a weight
+    belongs to a real word. special: ids of tokens that are never active.
+    """
 
     def __init__(self, d, embedding, special=()):
         super().__init__()
@@ -188,22 +165,25 @@ class TokenProjectionHead(nn.Module):
         self.valid[list(special)] = False
 
     def forward(self, h, mask=None, e=None, revived=None):
-        """h (B, N, d), mask (B, N): False at padding -> enc (B, |V|). e: other embedding."""
+        """h (B, N, d) -> enc (B, |V|). mask (B, N) is False at padding. e (|V|, E) replaces the
+        shared embedding. revived (B, |V|) is True at words that get a gradient at weight 0, too."""
         e = self.embedding.weight if e is None else e
         b = self.bias.masked_fill(~self.valid, -math.inf)
+        # StreamedEncoding (below) returns what `encode` returns, in less memory. differs: it gives
+        # a gradient to the words `revived`, even at weight 0.
         return StreamedEncoding.apply(self.transform(h), e, b, mask, revived)
 
 
 # mask(y)_k = 1 if token k is in the caption y                                       (Eq. 8)
 def caption_mask(tokens, mask, size):
-    """tokens (B, L), mask (B, L): False at padding -> (B, size), 0 or 1."""
+    """tokens (B, L), mask (B, L), False at padding -> mask(y) (B, size), 0 or 1."""
     result = torch.zeros(len(tokens), size, device=tokens.device)
     return result.scatter_reduce_(1, tokens, mask.float(), "amax")
 
 
 def stages(args):
     """The stages of Sec. 3: [(number, steps, peak learning rate)]."""
-    if args.stages == "single":  # nothing is masked or frozen, as in stage 3
+    if args.stages == "single":  # as stage 3, which masks and freezes nothing
         return [(3, args.steps, args.lr)]
     first, second = round(args.share_1 * args.steps), round(args.share_2 * args.steps)
     third = args.steps - first - second
@@ -212,9 +192,12 @@ def stages(args):
 
 
 class Model(nn.Module):
-    """Two towers with a head each. image_encoder(images) -> (B, N, image_width);
-    text_encoder(tokens, mask) -> (B, L, text_width), with `embedding`, an nn.Embedding, and
-    `special`, the ids of tokens that stand for no word."""
+    """Two towers, each with a head.
+
+    image_encoder(images) -> (B, N, image_width); text_encoder(tokens, mask) -> (B, L, text_width).
+    text_encoder.embedding is an nn.Embedding (|V|, E); text_encoder.special has the ids of tokens
+    that are not words.
+    """
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
@@ -224,16 +207,17 @@ class Model(nn.Module):
         self.image_head = TokenProjectionHead(image_width, e, special)
         self.text_head = TokenProjectionHead(text_width, e, special)
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
-        self.register_buffer("image_embedding", e.weight.detach().clone())  # for stage 2
-        self.register_buffer("strength", torch.tensor(0.0))  # of the regulariser, 0 to 1
+        self.register_buffer("image_embedding", e.weight.detach().clone())  # the head's in stage 2
+        self.register_buffer("strength", torch.tensor(0.0))  # factor of both lambdas, 0 to 1
         self.register_buffer("stage", torch.tensor(3))  # for checkpoints and the log
-        self.number = 3  # stage as an int: to read a tensor, the program waits for the GPU
+        self.number = 3  # the stage as an int: reading the tensor would wait for the GPU
 
     def begin_stage(self, number, fresh):
-        """Enter stage 1, 2 or 3 (Sec. 3); fresh: at its beginning, not from a checkpoint."""
+        """Enter stage 1, 2 or 3 (Sec. 3). fresh: the stage begins; if False, a checkpoint of this
+        stage was loaded."""
         self.number = number
         self.stage.fill_(number)
-        # stage 2 freezes the image tower and its head, but not e, which is the text tower's
+        # Stage 2 freezes the image tower and its head, but not e, which the text tower trains.
         self.image_encoder.requires_grad_(number != 2)
         self.image_head.transform.requires_grad_(number != 2)
         self.image_head.bias.requires_grad_(number != 2)
@@ -243,35 +227,38 @@ class Model(nn.Module):
             self.image_embedding.copy_(self.text_encoder.embedding.weight.detach())
 
     def load_state_dict(self, *args, **kwargs):
+        """Load a checkpoint, and continue the stage that it was in."""
         result = super().load_state_dict(*args, **kwargs)
         self.begin_stage(int(self.stage), fresh=False)
         return result
 
     def image_e(self):
-        """e of the image head; in stage 2 the copy from the end of stage 1."""
+        """e of the image head: in stage 2 the copy from the end of stage 1, else the shared e."""
         return self.image_embedding if self.number == 2 else self.image_head.embedding.weight
 
     def image_encoding(self, images, revived=None):
         """(B, 3, H, W) -> enc (B, |V|)."""
-        self.image_encoder.train(self.training and self.number != 2)  # frozen: evaluation mode
+        self.image_encoder.train(self.training and self.number != 2)  # frozen: no new statistics
         return self.image_head(self.image_encoder(images), None, self.image_e(), revived)
 
     def text_encoding(self, tokens, mask, revived=None):
-        """(B, L), (B, L) -> enc (B, |V|); in stage 1 enc_mask."""
+        """tokens, mask (B, L) -> enc (B, |V|), in stage 1 enc_mask."""
         enc = self.text_head(self.text_encoder(tokens, mask), mask, revived=revived)
         if self.number == 1:  # enc_mask = g(f(y)) mask(y)                         (Eq. 8)
             enc = enc * self.caption_words(tokens, mask)
         return enc
 
     def caption_words(self, tokens, mask):
-        """mask(y) without the special tokens, (B, |V|), 0 or 1."""
+        """tokens, mask (B, L) -> mask(y) without the special tokens, (B, |V|), 0 or 1."""
         return caption_mask(tokens, mask, len(self.text_head.valid)) * self.text_head.valid
 
     def forward(self, batch, gather=identity):
-        """images (B, 3, H, W), tokens (B, L), mask (B, L) -> {"loss": scalar, ...}."""
+        """batch: images (B, 3, H, W), tokens (B, L), mask (B, L), True at tokens, False at padding.
+        Returns {"loss": scalar, and scalars to log}."""
         cfg, scale = self.config, self.log_scale.exp()
         tokens, mask = batch["tokens"], batch["mask"]
         words = self.caption_words(tokens, mask)                  # (B, |V|)
+        # differs: the caption's words get a gradient even at weight 0, up to this stage.
         revived = words > 0 if self.number <= cfg.revive_until else None
         v = self.image_encoding(batch["images"], revived)         # (B, |V|)
         t = self.text_encoding(tokens, mask, revived)             # (B, |V|)
@@ -286,55 +273,61 @@ class Model(nn.Module):
         return {"loss": loss, **{name: value.detach() for name, value in log.items()}}
 
     def after_update(self, step, steps):
-        """Strength grows with the square of the step (Sec. 4.2); scale stays in [1, 100]."""
+        """Let the lambdas grow with the square of the step (Sec. 4.2), up to `ramp` of the stage.
+        Keep the scale within [1, 100], as CLIP does."""
         self.log_scale.data.clamp_(0, math.log(100))
         ramp_steps = max(1, self.config.ramp * steps)
         self.strength.fill_(min(1.0, ((step + 1) / ramp_steps) ** 2))
 
-    # To read STAIR, stop here. Below: evaluation, warnings, LAMB, the inverted index.
+    # To read STAIR, stop here. Below: evaluation, warnings, StreamedEncoding, LAMB, the index.
 
     def encode_image(self, images):
-        """(B, 3, H, W) -> (B, |V|), normalised; the weights of Table 9 are enc itself."""
+        """(B, 3, H, W) -> (B, |V|), normalised. The weights in Table 9 are not normalised."""
         return F.normalize(self.image_encoding(images), dim=-1)
 
     def encode_text(self, tokens, mask):
-        """(B, L), (B, L) -> (B, |V|), normalised."""
+        """tokens, mask (B, L) -> (B, |V|), normalised."""
         return F.normalize(self.text_encoding(tokens, mask), dim=-1)
 
     def clip_parameters(self):
-        """What starts from a whole CLIP (--init-weights): there is no place for projections."""
+        """{CLIP's name: parameter} that --init-weights sets, in addition to the towers. STAIR has
+        no parameters for CLIP's projections."""
         return {"logit_scale": self.log_scale}
 
     def encode_words(self, tokens, mask):
-        """A query without the text tower: its tokens, equally weighted (Sec. 7.1). Those of a class
-        include its prompt's, "photo", "of", ...: the paper does not say."""
+        """tokens, mask (B, L) -> (B, |V|): a query without the text tower, whose tokens have equal
+        weights (Sec. 7.1). The query of a class includes the words of the prompt, such as "photo";
+        the paper does not say whether they count."""
         return F.normalize(self.caption_words(tokens, mask), dim=-1)
 
     def word_maps(self, images, ids):
-        """(B, 3, H, W), ids of words (n,) -> p(h_j) of these words (B, N, n) (Sec. 7.2)."""
+        """Images (B, 3, H, W), ids (n,) of words -> p(h_j) of these words (B, N, n): where in the
+        images the words are (Sec. 7.2)."""
         t = self.image_head.transform(self.image_encoder(images))  # (B, N, E)
         return F.linear(t, self.image_e()[ids], self.image_head.bias[ids])
 
     def warn(self, record):
-        """A sentence if too few or too many words are active, or None. record: of the log."""
+        """A warning if too few or too many words are active, else None. record: a line of the
+        log."""
         for side in ("image", "text"):
             flag, active = f"--lambda-{side}", record[f"active_{side}"]
             if active < 1:
-                return f"{side} encodings have fewer than one active word: lower {flag}."
-            grown = self.number == 3 and self.strength == 1
+                return f"{side} encodings have less than one active word on average: lower {flag}."
+            grown = self.number == 3 and self.strength == 1  # before, many words may be active
             if grown and active > len(self.text_head.valid) / 4:
-                return f"{side} encodings are not sparse: raise {flag}."
+                return f"{side} encodings have over a quarter of all words active: raise {flag}."
         return None
 
 
 def check(args):
     if args.stages == "three" and args.share_1 + args.share_2 >= 1:
         raise ValueError("--share-1 and --share-2 leave no steps to stage 3: their sum is "
-                         f"{args.share_1 + args.share_2:g}.")
+                         f"{args.share_1 + args.share_2:g} and must be below 1.")
 
 
-# Into Hugging Face's CLIP (`model`), for `images`, `ids` and their attention mask `mask`; gather:
-# identity, under DDP common.gather. "once": before the optimizer is made.
+# To turn Hugging Face's CLIP (`model`) into STAIR: `images` are pixels, `ids` are tokens with the
+# attention mask `mask`, and `gather` is identity, or common.gather under DDP. Run the lines marked
+# "once" before you make the optimizer.
 #     e, special = model.text_model.embeddings.token_embedding, (49406, 49407)  # once
 #     image_head = TokenProjectionHead(768, e, special)                         # once
 #     text_head = TokenProjectionHead(512, e, special)                          # once
@@ -345,23 +338,71 @@ def check(args):
 #     loss = contrastive_loss(v, t, model.logit_scale.exp(), gather)
 #     loss = loss + 1e-3 * (flops_loss(v, gather) + flops_loss(t, gather))
 
-# What was found out on the embedded world (three seeds):
-# - Three stages keep the meaning of words, one does not (Table 7), with revival in it or without;
-#   three without it do in one seed of three (heaviest word .648, 0, 0). With it they also retrieve
-#   better than CLIP and one stage (image-to-text R@1 .937, .897, .742; Table 6: one beats CLIP).
-# - Stage 3 raises text-to-image R@1 from .608 to .905 and zero-shot from .747 to .991. Stage 2
-#   lowers zero-shot (.770 after stage 1), in Figure 7 it raises it.
-# - The heaviest word is the label no more often than CLIP's nearest (.355, .459; Table 4), with
-#   CIFAR-10's photos more often (.389, .278).
-# - Without the text tower R@1 falls from .937 to .524 and from .905 to .766 (Table 5).
-# - Lambda 5e-4 leaves an image 32 active words, 5e-2 12; R@1 and zero-shot stay (Figure 8: fall).
+
+# Eq. 4 and 5 in less memory ------------------------------------------------------------------
+
+
+class StreamedEncoding(torch.autograd.Function):
+    """`encode` in O(B |V|) memory instead of O(B N |V|), because p is never held in full.
+
+    Forward computes p for a few samples at a time. For each word it keeps the maximum of p(h_j)
+    over j and the position j of the maximum. Backward sends the gradient of an entry of enc to this
+    position only: d log(1 + p) = dp / (1 + p) = exp(-enc) dp. An entry above 0 always sends its
+    gradient. An entry at 0 sends it only if `revived` (B, |V|) is True there and a larger value
+    would lower the loss.
+    """
+
+    CHUNK = 2**23  # how many numbers of p, or of the rows that backward gathers, exist at a time
+
+    @staticmethod
+    def forward(ctx, t, e, b, mask=None, revived=None):
+        maxima, positions = [], []
+        ctx.chunk = StreamedEncoding.CHUNK * (8 if t.is_cuda else 1)  # small ones leave a GPU idle
+        size = max(1, ctx.chunk // (t.shape[1] * len(e)))
+        e_cast = e.to((t[:1, :1] @ e[:1].T).dtype)  # else autocast casts e for each chunk
+        for i in range(0, len(t), size):
+            p = t[i : i + size] @ e_cast.T                        # (size, N, |V|)
+            if mask is not None:
+                p.masked_fill_(~mask[i : i + size, :, None], -math.inf)
+            maximum, position = p.max(1)                          # (size, |V|)
+            maxima.append(maximum)
+            positions.append(position.int())
+        max_p = torch.cat(maxima) + b                             # (B, |V|); b does not depend on j
+        enc = torch.log1p(max_p.relu())
+        if revived is not None:
+            revived = revived & max_p.isfinite()                  # special tokens have b = -inf
+        ctx.save_for_backward(t, e, enc, torch.cat(positions), revived)
+        return enc
+
+    @staticmethod
+    def backward(ctx, gradient):
+        t, e, enc, positions, revived = ctx.saved_tensors
+        passes = enc > 0
+        if revived is not None:
+            passes |= revived & (gradient < 0)
+        grad_p = gradient * torch.exp(-enc) * passes              # (B, |V|)
+        sample, word = grad_p.nonzero(as_tuple=True)              # (n,), the entries that pass
+        row = sample * t.shape[1] + positions[sample, word]       # (n,), their rows of flat_t
+        values = grad_p[sample, word][:, None]                    # (n, 1)
+        flat_t = t.flatten(0, 1)                                  # (B N, E)
+        grad_e, grad_t = torch.zeros_like(e), torch.zeros_like(flat_t)
+        size = max(1, ctx.chunk // t.shape[2])
+        for i, k, g in zip(row.split(size), word.split(size), values.split(size)):
+            grad_t.index_add_(0, i, (g * e[k]).to(t.dtype))
+            grad_e.index_add_(0, k, (g * flat_t[i]).to(e.dtype))
+        return grad_t.view_as(t), grad_e, grad_p.sum(0), None, None
+
+
+# Optimizer (Sec. 4.2) ------------------------------------------------------------------------
 
 
 class LAMB(torch.optim.Optimizer):
-    """Adam; updates are scaled to the norm of their tensor (arXiv 1904.00962; Sec. 4.2). differs:
-    groups with `decays` False are not scaled: biases, norms, positions, the token embedding e. One
-    seed of `tiny` (--optimizer lamb --beta2 .999 --weight-decay 1e-2 --lr 3e-3 --steps 500) has a
-    zero-shot of .62, and of .29 if e is scaled and decays."""
+    """Adam whose update of a tensor is scaled to the norm of the tensor (arXiv 1904.00962).
+
+    differs: groups with `decays` False are not scaled. These are biases, norms, positions and the
+    token embedding e. With `tiny --optimizer lamb --beta2 .999 --weight-decay 1e-2 --lr 3e-3
+    --steps 500` zero-shot is .62, and .29 if e is scaled and decays (one seed).
+    """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
@@ -378,7 +419,8 @@ class LAMB(torch.optim.Optimizer):
                     state["step"], state["exp_avg"] = 0, torch.zeros_like(p)
                     state["exp_avg_sq"] = torch.zeros_like(p)
                 state["step"] += 1
-            # all parameters at once: on a GPU a kernel for each would cost more than its work
+            # All parameters at once: on a GPU, starting a kernel for each parameter would take
+            # longer than the computation.
             steps, m, v = ([self.state[p][name] for p in params]
                            for name in ("step", "exp_avg", "exp_avg_sq"))
             grads, (beta1, beta2) = [p.grad for p in params], group["betas"]
@@ -400,8 +442,11 @@ class LAMB(torch.optim.Optimizer):
 
 
 def label_ranks(scores, pieces, labels):
-    """Ranks from 0 of labels (n,) among all words by scores (n, |V|), last on a tie. pieces: of
-    each class the ids of its sub-words, the best of which counts."""
+    """scores (n, |V|) of all words, labels (n,) -> ranks (n,) of the labels among the words.
+
+    The best rank is 0; a label ranks behind the words that tie with it. pieces: for each class the
+    ids of its sub-words, of which the one with the best score counts (Sec. 5.1).
+    """
     by_class = torch.stack([scores[:, ids].amax(1) for ids in pieces], 1)   # (n, C)
     return (scores >= by_class.gather(1, labels[:, None])).sum(1) - 1
 
@@ -410,7 +455,8 @@ def label_ranks(scores, pieces, labels):
 
 
 class InvertedIndex:
-    """Exact search of encodings: of each word the documents that have it, and their weights.
+    """Exact search over encodings. For each word the index holds the documents in which the word
+    has a weight above 0, and these weights.
 
         index = InvertedIndex(vocabulary)                # list of |V| tokens
         index.add(["a.jpg", "b.jpg"], enc)               # (n, |V|) >= 0, dense or sparse
@@ -419,13 +465,14 @@ class InvertedIndex:
 
     def __init__(self, vocabulary):
         self.word_ids, self.ids = {word: k for k, word in enumerate(vocabulary)}, []
-        self.parts = [torch.zeros(len(self.word_ids), 0).to_sparse()]  # (|V|, n) of all together
+        self.parts = [torch.zeros(len(self.word_ids), 0).to_sparse()]  # joined: (|V|, n)
 
     def add(self, ids, enc):
-        """Add n documents: a list of their ids, their encodings (n, |V|)."""
+        """Add n documents: a list of their ids, and their encodings (n, |V|). Raises ValueError if
+        the two do not fit, or if a weight is negative or not finite."""
         if isinstance(ids, str) or enc.shape != (len(ids), len(self.word_ids)):
-            raise ValueError(f"A list of n ids needs encodings (n, {len(self.word_ids)}), "
-                             f"not {tuple(enc.shape)}; ids: {str(ids):.50}.")
+            raise ValueError(f"Give a list of n ids and encodings (n, {len(self.word_ids)}), not "
+                             f"{str(ids):.50} and encodings {tuple(enc.shape)}.")
         enc = enc.detach().to("cpu", torch.float32).to_sparse().coalesce()
         if not (enc.values() >= 0).all() or enc.values().isinf().any():
             raise ValueError("The weights of an encoding must be finite and not negative.")
@@ -433,13 +480,15 @@ class InvertedIndex:
         self.parts.append(enc.T)
 
     def joined(self):
-        """(|V|, n), sparse, sorted by words. Joining copies all, so `add` leaves it to this."""
+        """The weights of all documents, sparse (|V|, n), sorted by word. Joining copies all
+        weights, so it waits for the first search after an `add`."""
         if len(self.parts) > 1:
             self.parts = [torch.cat(self.parts, 1).coalesce()]
         return self.parts[0]
 
     def vector(self, weights):
-        """{word: weight} -> (|V|,); words as in the vocabulary, or else in lower case."""
+        """{word: weight} -> (|V|,). A word that is not in the vocabulary is tried in lower case;
+        ValueError if this is not in the vocabulary either."""
         result = torch.zeros(len(self.word_ids))
         for word, weight in weights.items():
             k = self.word_ids.get(word, self.word_ids.get(word.lower()))
@@ -449,24 +498,26 @@ class InvertedIndex:
         return result
 
     def scores(self, query):
-        """(|V|,) -> (n,), the dot products with all documents."""
+        """query (|V|,) -> its dot products with all documents (n,)."""
         enc = self.joined()
-        words, documents = enc.indices()                          # (m,), of m weights above zero
+        words, documents = enc.indices()                          # (m,), of all weights above 0
         result = torch.zeros(len(self.ids))
         for k in query.nonzero()[:, 0].tolist():
-            i, j = torch.searchsorted(words, torch.tensor([k, k + 1]))
+            i, j = torch.searchsorted(words, torch.tensor([k, k + 1]))  # entries of word k
             result.index_add_(0, documents[i:j], enc.values()[i:j], alpha=query[k].item())
         return result
 
     def has(self, word):
-        """Which documents have a word: (n,), bool."""
+        """(n,), True at the documents in which the word has a weight above 0."""
         return self.scores(self.vector({word: 1.0})) > 0
 
     def search(self, query, k=10, where=None, allow=None, block=()):
-        """The k documents with the largest dot product, [(id, score)], best first. query: {word:
-        weight} or encoding (|V|,); where (n,), bool: the documents to be found, also without a word
-        of the query; None: all that have one. allow: the only words that count; block: words that
-        do not."""
+        """The k documents with the largest dot products, [(id, score)], best first.
+
+        query: {word: weight} or an encoding (|V|,). where (n,): True at the documents that may be
+        found, even if they have no word of the query; None: all documents that have one. allow: the
+        only words of the query that count. block: words of the query that do not count.
+        """
         query = self.vector(query) if isinstance(query, dict) else query.detach().cpu()
         if query.shape != (len(self.word_ids),):
             raise ValueError(f"A query has {len(self.word_ids)} weights, not {tuple(query.shape)}.")
@@ -487,7 +538,7 @@ class InvertedIndex:
     def load(cls, path):
         state, index = torch.load(path, weights_only=True), cls([])
         if state.keys() != vars(index).keys():
-            raise ValueError(f"{path} holds no index.")
+            raise ValueError(f"{path} holds no index: give a file of InvertedIndex.save.")
         size = len(state["word_ids"]), len(state["ids"])
         enc = torch.sparse_coo_tensor(*state["parts"], size, check_invariants=True)
         state["parts"] = [enc.coalesce()]
@@ -496,7 +547,7 @@ class InvertedIndex:
 
 
 def is_boolean(text):
-    """Does a query use AND, OR or NOT? If not, it is a caption."""
+    """Whether a query has AND, OR or NOT. Without them it is a caption."""
     return re.search(r"\b(AND|OR|NOT)\b", text) is not None
 
 
@@ -551,7 +602,7 @@ def boolean_query(text, index):
 
 
 if __name__ == "__main__":
-    # A picture is its caption's words as vectors, and noise; a text is its words (Eq. 8).
+    # A picture has a vector for each word of its caption, and noise. A text is its words (Eq. 8).
     torch.manual_seed(0)
     B, L, N, E, V = 128, 3, 9, 32, 40
     looks, head = torch.randn(V, E), TokenProjectionHead(E, nn.Embedding(V, E))

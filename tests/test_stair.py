@@ -431,8 +431,8 @@ def test_queries_that_are_none_are_named(query, message):
     (stair.InvertedIndex.search, [{}, 1, None, ["green"]], "no word 'green'"),
     (stair.InvertedIndex.search, [{}, 1, None, None, ["green"]], "no word 'green'"),
     (stair.InvertedIndex.search, [torch.ones(3)], r"has 6 weights, not \(3,\)"),
-    (stair.InvertedIndex.add, [["a"], torch.ones(2, 6)], r"not \(2, 6\)"),
-    (stair.InvertedIndex.add, ["xy", torch.ones(2, 6)], "A list of n ids"),
+    (stair.InvertedIndex.add, [["a"], torch.ones(2, 6)], r"encodings \(2, 6\)"),
+    (stair.InvertedIndex.add, ["xy", torch.ones(2, 6)], "Give a list of n ids"),
     *((stair.InvertedIndex.add, [["a"], torch.full((1, 6), x)], "must be finite and not negative")
       for x in (-1.0, math.nan, math.inf))])
 def test_arguments_that_do_not_fit_are_named(function, arguments, message):
