@@ -2,9 +2,9 @@
 (Vani et al., ECCV 2024, arXiv 2404.15721).
 
 L attention heads read the outputs of a transformer. Each head has a learned query and returns one
-short vector, its slot. The L slots, one after the other, are the encoding. A slot is narrow and
-comes from a single head, so it tends to hold a single concept. Both towers of CLIP get L slots, and
-the similarity of an image and a caption is the mean of the L cosines between their slots.
+short vector, its slot. The encoding is the concatenation of the L slots. A slot is narrow and comes
+from a single head, so it tends to hold a single concept. Both towers of CLIP get L slots, and the
+similarity of an image and a caption is the mean of the L cosines between their slots.
 
     symbol    name here        shape              where (K' is K transposed)
     H         x                (B, n, d)          Sec. 3.1; the n outputs of a transformer
@@ -86,7 +86,7 @@ class Config:
     slot_projection: bool = False  # project the slots of --readout attpool one by one (Table 6)
     out_dim: int = 65536           # DINO: number K of outputs of the head (App. C.2)
     head_width: int = 2048         # DINO: width of the head's hidden layers (App. C.2)
-    head_bottleneck: int = 256     # DINO: width in front of the head's last layer (App. C.2)
+    head_bottleneck: int = 256     # DINO: width of the inputs of the head's last layer (App. C.2)
     student_temp: float = 0.1      # DINO: temperature tau_s of the student's outputs (App. C.2)
     teacher_temp: float = 0.04     # DINO: temperature tau_t of the teacher's outputs (App. C.2)
     center_momentum: float = 0.9   # DINO: momentum of the center c of teacher outputs (App. C.2)
@@ -441,7 +441,7 @@ def sparsemax(z):
     with in_fp32(z) as (z,):
         k = torch.arange(1, z.shape[-1] + 1, device=z.device)
         sums = z.sort(-1, descending=True).values.cumsum(-1)       # (..., C), sum of the k largest
-        # Each k gives a threshold. The largest belongs to the k that is the number of weights > 0.
+        # Each k gives a threshold. The right k, the number of weights above 0, gives the largest.
         threshold = ((sums - 1) / k).amax(-1, keepdim=True)
         return (z - threshold).clamp(min=0)
 
@@ -537,9 +537,12 @@ class Dino(nn.Module):
         return head(y).unflatten(0, (len(views), -1))
 
     def forward(self, batch, gather=identity):
-        """batch: views, a list of (B, 3, s, s), the two large ones first. Returns the loss and, to
-        log, the entropy of P_t and the entropy of its mean over images and views. After a collapse
-        the outputs no longer depend on the image, and both entropies are near log K or near 0."""
+        """batch: views, a list of (B, 3, s, s), the two large ones first. Returns {"loss":
+        scalar, "entropy": of P_t, "entropy_mean": of the mean of P_t over images and views}.
+
+        After a collapse the outputs no longer depend on the image. Both entropies are then near
+        log K, or both are near 0.
+        """
         config, views = self.config, batch["views"]
         with torch.no_grad():
             teacher = self.logits(self.teacher, views[:2])         # (2, B, K)
@@ -580,9 +583,9 @@ class Dino(nn.Module):
 
     def probe_features(self, images):
         """What DINO's linear probe learns from (App. C.2; eval_linear.py:256, 165): [CLS] after
-        each of the last four blocks. The slots, or with `gap` the mean, take the place of the last
-        [CLS]. A ViT without [CLS] gives the means of its patches (ours), a ResNet only the output
-        of the read-out.
+        each of the last four blocks. The slots, or with `gap` the mean, replace the last [CLS]. A
+        ViT without [CLS] gives the means of its patches (ours), a ResNet only the output of the
+        read-out.
 
         differs: eval.py chooses the probe's learning rate; DINO's is .001 x batch / 256. Under
         `tiny` the probe is trained as CLIP's is (App. C.1), with AdamW and without augmentation.

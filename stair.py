@@ -29,12 +29,13 @@ Differs from the paper:
     first step of e in b16 is 49 times as long (16 times if a tenth of its rows has a gradient).
   * The paper leaves open how its towers modify CLIP-B/16. Here the image tower has no [CLS] and no
     LayerNorm before its blocks, and the text tower sees both ways.
-  * The paper leaves more open. Here special tokens ([CLS], [SEP], ...) are never active. Stage 2
-    trains e with the text tower, and the frozen image head keeps a copy of e. The mean of Eq. 6 is
-    over the global batch. Eq. 3 is averaged over both directions. Each stage has a new optimizer,
-    and the lambdas grow from 0 in its first half. Photographs are cropped a little and flipped.
-Not here: the authors' private pairs (App. B). The index (App. D) holds words, no other features. It
-         has no allowed or blocked words for documents; set these words to 0 before `add`.
+  * Where the paper is silent, these choices are ours: special tokens ([CLS], [SEP], ...) are never
+    active. Stage 2 trains e with the text tower, and the frozen image head keeps a copy of e. The
+    mean of Eq. 6 is over the global batch. Eq. 3 is averaged over both directions. Each stage has a
+    new optimizer, and the lambdas grow from 0 in its first half. Photographs are cropped a little
+    and flipped.
+Not here: the authors' private pairs (App. B). The index (App. D) holds words and no other features.
+         To block words in documents, set the weights of these words to 0 before `add`.
 Run:     python train.py --method stair                     (the embedded world)
 Result:  on test data, mean +- deviation of n seeds. Three seeds decide nothing. CLIP is sparc.py's;
          `python tests/claims.py stair` prints all claims.
@@ -141,7 +142,8 @@ def flops_loss(enc, gather=identity):
 # enc = log(1 + relu(max_j p(h_j)))                                                  (Eq. 5)
 def encode(t, e, b, mask=None):
     """t = transform(h) (B, N, E), e (|V|, E), b (|V|,) -> enc (B, |V|). mask (B, N) is False at
-    padding. A word weighs as much as at its best position. The log dampens very large weights."""
+    padding. The position with the largest p decides a word's weight; the log dampens large weights.
+    """
     p = t @ e.T + b                                                      # (B, N, |V|)
     if mask is not None:
         p = p.masked_fill(~mask[:, :, None], -math.inf)
@@ -238,11 +240,11 @@ class Model(nn.Module):
 
     def image_encoding(self, images, revived=None):
         """(B, 3, H, W) -> enc (B, |V|)."""
-        self.image_encoder.train(self.training and self.number != 2)  # frozen: no new statistics
+        self.image_encoder.train(self.training and self.number != 2)  # BatchNorm is frozen, too
         return self.image_head(self.image_encoder(images), None, self.image_e(), revived)
 
     def text_encoding(self, tokens, mask, revived=None):
-        """tokens, mask (B, L) -> enc (B, |V|), in stage 1 enc_mask."""
+        """tokens, mask (B, L) -> enc (B, |V|), or in stage 1 enc_mask of Eq. 8."""
         enc = self.text_head(self.text_encoder(tokens, mask), mask, revived=revived)
         if self.number == 1:  # enc_mask = g(f(y)) mask(y)                         (Eq. 8)
             enc = enc * self.caption_words(tokens, mask)
@@ -258,7 +260,7 @@ class Model(nn.Module):
         cfg, scale = self.config, self.log_scale.exp()
         tokens, mask = batch["tokens"], batch["mask"]
         words = self.caption_words(tokens, mask)                  # (B, |V|)
-        # differs: the caption's words get a gradient even at weight 0, up to this stage.
+        # differs: up to stage revive_until a caption's words get a gradient even at weight 0.
         revived = words > 0 if self.number <= cfg.revive_until else None
         v = self.image_encoding(batch["images"], revived)         # (B, |V|)
         t = self.text_encoding(tokens, mask, revived)             # (B, |V|)
