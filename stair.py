@@ -180,7 +180,7 @@ class TokenProjectionHead(nn.Module):
 def caption_mask(tokens, mask, size):
     """tokens (B, L), mask (B, L), False at padding -> mask(y) (B, size), 0 or 1."""
     result = torch.zeros(len(tokens), size, device=tokens.device)
-    return result.scatter_reduce_(1, tokens, mask.float(), "amax")
+    return result.scatter_reduce_(1, tokens, mask.to(result.dtype), "amax")
 
 
 def stages(args):
