@@ -1449,21 +1449,28 @@ def to_float(found):
 
 # Pictures ---------------------------------------------------------------------------------
 #
-# A picture is a function of an Embedder and an EvalSet -> PIL image; None: nothing to show.
+# A picture is a function of an Embedder and an EvalSet -> PIL image, or None if there is nothing
+# to show. The functions that compare runs expect {name: Embedder}; a single run has the name "".
 
 BACKGROUND, NOT_COUNTED = (40, 40, 40), (150, 150, 150)
-CLASS_COLOURS = [  # that can be told apart; the first eight are the world's own
+CLASS_COLOURS = [  # colours that can be told apart; the first eight are those of the world
     (217, 38, 38), (38, 166, 51), (51, 77, 230), (242, 217, 51), (140, 51, 179),
     (242, 140, 26), (242, 153, 191), (242, 242, 242), (0, 250, 250), (130, 80, 30),
     (200, 160, 255), (200, 250, 150), (250, 0, 220), (110, 110, 0), (0, 110, 160),
     (130, 0, 50), (0, 150, 136), (255, 215, 180), (130, 130, 255), (20, 80, 40)]
-LIT = "Bright patches weigh most, black ones nothing."
+BRIGHTNESS = ("Brightness shows the weight of a patch: black is 0, full brightness is the largest "
+              "weight of the map.")
+SCORES = ("Brightness shows the score of a patch for a word, p(h_j) in Eq. 4, or the mean score "
+          "for the words of a query: black is the lowest score of the map, full brightness is the "
+          "highest. The scores need no text tower.")
 STOP_WORDS = set("a an the and of in on at to by with from for is are it its his her".split())
 
 
 def draw_text(string, width, size=13):
-    """A picture of text, wrapped to `width`, wider if a word is. The font has Latin letters alone:
-    accents are dropped, and for other scripts stands "(...)"."""
+    """Draw text that wraps at `width` pixels. A longer word makes the picture wider.
+
+    The font has Latin letters alone. Accents are dropped; "(...)" replaces other scripts.
+    """
     if not string.isascii():
         plain = unicodedata.normalize("NFKD", string).encode("ascii", "ignore").decode()
         string = plain if re.search("[A-Za-z]", plain) else "(...)"
@@ -1476,7 +1483,7 @@ def draw_text(string, width, size=13):
 
 
 def join(pictures, down=False, gap=8):
-    """Pictures on one page: side by side, lower edges in line, or one below the other."""
+    """Join pictures side by side with their lower edges in line, or one below the other."""
     widths, heights = zip(*[picture.size for picture in pictures])
     gaps = gap * (len(pictures) - 1)
     size = (max(widths), sum(heights) + gaps) if down else (sum(widths) + gaps, max(heights))
@@ -1487,118 +1494,140 @@ def join(pictures, down=False, gap=8):
     return page
 
 
-def sheet(title, rows, columns=12):
-    """Rows of cells, (heading, [(picture, label), ...]) each -> one picture. After `columns`
-    cells a row goes on in the next line."""
+def sheet(title, note, rows, columns=12):
+    """Draw a page: the title, a note on how to read the page, and rows of labelled pictures.
+
+    rows: pairs (heading, [(picture, label), ...]). A row has at most `columns` pictures in a line.
+    """
     lines = []
     for heading, cells in rows:
         boxes = [join([draw_text(label, cell.width), cell], True, 2) for cell, label in cells]
         row = [join(part) for part in chunks(boxes, columns)]
         width = max([640, *[line.width for line in row]])
-        lines.append(join([draw_text(heading, width), *row], True, 4))
+        lines.append(join([draw_text(heading, width), *row], True))
     width = max(line.width for line in lines)
-    page = join([draw_text(title, width, 16), *lines], True, 12)
-    return ImageOps.expand(page, 10, "white")
+    head = join([draw_text(title, width, 16), draw_text(note, width)], True, 4)
+    return ImageOps.expand(join([head, *lines], True, 12), 10, "white")
 
 
 def to_picture(image, size=(112, 112)):
-    """Normalised (3, H, W) -> PIL image, its pixels enlarged without smoothing."""
+    """Normalised (3, H, W) -> PIL image. Pixels are enlarged without smoothing: what is drawn is
+    what the model sees."""
     image = to_pil_image(common.denormalize(image).clamp(0, 1))
     return image.resize(size, Image.Resampling.NEAREST)
 
 
 def light_up(image, weights):
-    """An image (3, H, W) -> a picture, each patch darkened to its weight (P,) / the largest."""
+    """Image (3, H, W), weights (P,) of its patches -> a picture that is darker where a weight is
+    smaller than the largest one."""
     picture, grid = to_picture(image), math.isqrt(weights.numel())
     level = weights.clamp(min=0) / weights.max().clamp(min=1e-6)            # (P,)
     mask = to_pil_image(level.view(1, grid, grid)).resize(picture.size, Image.Resampling.NEAREST)
     return Image.composite(picture, Image.new("RGB", picture.size), mask)
 
 
-def lit_sheet(title, rows):
+def lit_sheet(title, note, rows):
     """A sheet of rows (heading, image (3, H, W), [(label, weights (P,) of its patches), ...])."""
     pages = []
     for heading, image, maps in rows:
         cells = [(light_up(image, weights), label) for label, weights in maps]
         pages.append((heading, [(to_picture(image), "image"), *cells]))
-    return sheet(f"{title}. {LIT}", pages)
+    return sheet(title, note, pages)
 
 
-def on_objects(task, embedder, data):
-    """A picture's one number, in words, where the data know which object a word names."""
-    figures = task(embedder, data, None) if data.grounded else {}
-    shares = [f"{value:.2f} by {key.rpartition('/')[2]} (chance {chance:.2f})"
-              for key, (value, chance) in figures.items() if math.isfinite(value)]
-    return f". On the objects named lie, on average, {', '.join(shares)}" if shares else ""
+def share_sentences(sentence, figures):
+    """Fill the figures of `shares_on_objects` into a sentence with {kind}, {share} and {even}:
+    one sentence for each kind of words. A kind that no word has gets none: its share is nan."""
+    sentences = ""
+    for metric, (share, even) in figures.items():
+        if math.isfinite(share):
+            kind = metric.rpartition("/")[2]
+            share, even = f"{100 * share:.0f} %", f"{100 * even:.0f} %"
+            sentences += " " + sentence.format(kind=kind, share=share, even=even)
+    return sentences
 
 
 def says_something(word, data):
-    """Whether a picture shows a word: nouns and adjectives; where they are unknown, most words."""
+    """Whether a picture shows a word: only nouns and adjectives if the data know them, else all
+    words that are not STOP_WORDS."""
     known = data.content_words
     return word in known if known else word.isalpha() and word not in STOP_WORDS
 
 
 def draw_alignment(embedder, data):
-    """Which patches the words of a caption, eight at most, are aligned to (SPARC, Eq. 4)."""
+    """Which patches each word of a caption weights (SPARC, Eq. 4), for at most eight words."""
     rows = []
     for image, caption in zip(*take(embedder, data, 8)):
+        complete = set(caption_words(caption))  # a token may be a piece of a word
         maps = [(word, weights) for word, weights in aligned_words(embedder, image, caption)
-                if says_something(word, data)]
+                if word in complete and says_something(word, data)]
         rows.append((caption, image, maps[:8]))
-    title = "SPARC: the patches that each word is aligned to (Eq. 4)"
-    return lit_sheet(title + on_objects(alignment, embedder, data), rows)
+    title = "SPARC: which patches each word of a caption weights (Eq. 4)."
+    if data.grounded:
+        title += share_sentences("Words put {share} of their weight on the objects that they name "
+                                 "by {kind}; uniform weights would put {even}.",
+                                 alignment(embedder, data, None))
+    return lit_sheet(title, BRIGHTNESS, rows)
 
 
-def class_keys(data, groupings):
-    """{grouping of data.map_classes: colours (256, 3) of class ids}, {grouping: [a picture of each
-    class's colour and name]}."""
-    palette, tables, keys = itertools.cycle(CLASS_COLOURS), {}, {}
+def class_legends(data, groupings):
+    """{grouping of data.map_classes: colours (256, 3) of class ids}, {grouping: [a line of the
+    legend for each class]}. Groupings share no colour, as long as there are enough colours."""
+    palette, tables, legends = itertools.cycle(CLASS_COLOURS), {}, {}
     for grouping in groupings:
         names = data.map_classes[grouping].names
         colours = list(itertools.islice(palette, len(names)))
-        keys[grouping] = [join([Image.new("RGB", (12, 12), colour), draw_text(name, 60)])
-                          for colour, name in zip(colours, names)]
+        legends[grouping] = [join([Image.new("RGB", (12, 12), colour), draw_text(name, 60)])
+                             for name, colour in zip(names, colours)]
         rest = [NOT_COUNTED] * (255 - len(names))
         tables[grouping] = torch.tensor([BACKGROUND, *colours, *rest])
-    return tables, keys
+    return tables, legends
 
 
 def draw_segmentation(runs, data):
-    """Image, true map, the map that each run finds (SPARC, Fig. 3). runs: {name: Embedder}."""
+    """An image, its true map and the map that each run predicts (SPARC, Fig. 3).
+    runs: {name: Embedder}."""
     classes = {name: patch_classes(embedder, data) for name, embedder in runs.items()}
     samples, rows = list(itertools.islice(data.maps("picture"), 8)), []
-    colours, keys = class_keys(data, samples[0][1])
+    colours, legends = class_legends(data, samples[0][1])
     for image, truths in samples:
         cells = []
         for grouping, truth in truths.items():
-            size, maps = (144, 144 * truth.shape[0] // truth.shape[1]), {"true": truth}
+            what = grouping[1:] or "class"
+            size, maps = (144, 144 * truth.shape[0] // truth.shape[1]), {f"true {what}": truth}
             for name, embedder in runs.items():
                 patches = embedder.images(image[None], embedder.model.encode_patches)[0]
-                maps[name] = sparc.segment(patches, classes[name][grouping], truth.shape)
-            for name, ids in maps.items():
+                predicted = sparc.segment(patches, classes[name][grouping], truth.shape)
+                maps[f"predicted {what}" + (f" by {name}" if name else "")] = predicted
+            for label, ids in maps.items():
                 shade = torch.where(truth == 0, 0.35, 1.0)[..., None]
                 painted = (colours[grouping][ids.long()] * shade).byte().permute(2, 0, 1)
                 picture = to_pil_image(painted).resize(size, Image.Resampling.NEAREST)
                 shown = ids[(truth != 0) & (truth != 255)].unique().tolist()  # on the objects
                 if shown:
-                    legend = join([keys[grouping][c - 1] for c in shown], True, 2)
+                    legend = join([legends[grouping][c - 1] for c in shown], True, 2)
                     picture = join([picture, legend])
-                cells.append((picture, f"{name} {grouping[1:]}"))
+                cells.append((picture, label))
         rows.append(("", [(to_picture(image, size), "image"), *cells]))
-    title = "Zero-shot segmentation: the class that a patch resembles most. The background is dim."
-    return sheet(title, rows)
+    title = "Zero-shot segmentation: each patch gets the class whose text embedding is nearest."
+    note = ("The background is dimmed, as no class stands for it. A legend names the classes of "
+            "the pixels that are not background.")
+    if not data.is_world:
+        note += " Grey pixels of a true map do not count."
+    return sheet(title, note, rows)
 
 
 def draw_slots(embedder, data):
-    """What single slots attend to in images and captions (SPARO, Sec. 5.4): as in the paper
-    slots that attend sharply to words, and to other words than the slots above."""
+    """Which words and patches single slots attend to (SPARO, Sec. 5.4). The paper and we choose
+    slots that attend sharply to a word, and to other words than the slots above."""
     images, captions = take(embedder, data, 64)
     tokens, over_image, word, sharpness, agree = attention_of_slots(embedder, images, captions)
     rows, chosen = [], []
     for slot in (agree * sharpness).sum(0).argsort(descending=True).tolist():
         shown = agree[:, slot].nonzero()[:, 0]
         repeats = word[shown][:, chosen] == word[shown][:, [slot]]          # (shown, chosen)
-        is_new = (repeats.float().mean(0) < 0.3).all()  # of a slot above, its words in 30 %
+        # a slot above repeats if it has the same word in 30 % of these captions
+        is_new = (repeats.float().mean(0) < 0.3).all()
         if len(shown) < 4 or not is_new or len(chosen) == 8:
             continue
         chosen.append(slot)
@@ -1608,58 +1637,79 @@ def draw_slots(embedder, data):
             name = embedder.tokenizer.vocab[tokens[i, word[i, slot]]]
             cells.append((join([to_picture(images[i]), lit], gap=0), name))
         rows.append((f"Slot {slot}", cells))
-    title = "SPARO: the word of a caption and the patches that a slot attends to"
-    title += on_objects(slot_alignment, embedder, data)
-    return sheet(f"{title}. {LIT}", rows) if rows else None
+    if not rows:
+        return None
+    title = "SPARO: the word and the patches that the same slot weights (Sec. 5.4)."
+    if data.grounded:
+        title += share_sentences("{share} of the pixels of a slot's brightest patch lie on the "
+                                 "objects that the slot's word names by {kind}; {even} of all "
+                                 "pixels do.", slot_alignment(embedder, data, None))
+    note = (f"A row is one of {agree.shape[1]} slots. In the pairs shown the slot puts more than "
+            f"half of its weight on one word of the caption (above the image), and its values for "
+            f"image and caption have a cosine above 0.75. {BRIGHTNESS}")
+    return sheet(title, note, rows)
 
 
 def word_cloud(words, scores):
-    """Words, their scores (n,) -> a picture of the best 20 and their scores (STAIR, Table 9), large
-    by score. A word of score 0 is none that STAIR found; of similarities all may be negative."""
+    """Words, their scores (n,) -> a picture of the best 20 words with their scores (STAIR, Table
+    9). The font grows with the score. A word of score 0 is left out: STAIR's encoding lacks it."""
     best, ids = scores.topk(min(20, len(words)))
-    sizes = 9 + 8 * (best / best[0].clamp(min=1e-6)).clamp(min=0)
-    pages = [draw_text(f"{words[k]} {score:.2f}", 120, int(size))
-             for k, size, score in zip(ids, sizes, best) if score.isfinite() and score != 0]
+    sizes = 11 + 6 * (best / best[0].clamp(min=1e-6)).clamp(min=0)  # similarities may be negative
+    pages = []
+    for k, size, score in zip(ids, sizes, best):
+        if score.isfinite() and score != 0:
+            number = draw_text(f"{score:.2f}", 1, 11)
+            pair = join([draw_text(words[k], 1, int(size)), number], gap=4)
+            pages.append(ImageOps.expand(pair, (0, 0, max(0, 112 - pair.width), 0), "white"))
     cloud = [join(part) for part in chunks(pages or [draw_text("no word", 100)], 3)]
     return join(cloud, True, 2)
 
 
 def draw_words(runs, data):
-    """The best words of images by `vocabulary_scores`, of STAIR the heaviest of an encoding (STAIR,
-    Fig. 4), of several runs side by side (Fig. 5). runs: {name: Embedder}."""
+    """The words with the highest `vocabulary_scores` for an image (STAIR, Fig. 4), of several runs
+    side by side (Fig. 5). runs: {name: Embedder}."""
     images, captions = take(next(iter(runs.values())), data, 16)
     pictures = [[to_picture(image, (144, 144))] for image in images]
     for name, embedder in runs.items():
         scores = vocabulary_scores(embedder, embedder.images(images))             # (n, |V|)
         for row, of_image in zip(pictures, scores):
             cloud = word_cloud(embedder.tokenizer.vocab, of_image)
-            row.append(join([draw_text(f"{name}:", cloud.width), cloud], down=True))
+            row.append(join([draw_text(name, cloud.width), cloud], down=True))
     cells = [(join(row), caption) for row, caption in zip(pictures, captions)]
-    title = "A caption, its image, and the words that the encoding scores highest"
-    return sheet(title, [("", cells)], columns=2)
+    title = "The 20 words that score highest for an image, and their scores."
+    note = ("STAIR's score is the weight of the word in the image's encoding. Other methods' score "
+            "is the similarity of the image and the word. The model does not see the caption.")
+    if data.is_world and data.world.words:
+        note += " Captions of this world hold invented words, which describe nothing."
+    return sheet(title, note, [("", cells)], columns=2)
 
 
-def draw_queries(embedder, data, queries=None):
-    """Where queries, or words of the caption, are found in images without a text tower (STAIR,
-    Fig. 10); of several tokens their mean (Sec. 7.2)."""
-    images, captions = take(embedder, data, 10)
-    rows, patches = [], embedder.model.image_encoder.grid ** 2
-    for i, caption in enumerate(captions):
+def query_maps(embedder, image, queries):
+    """Where each query lies in an image (3, H, W), without a text tower (STAIR, Fig. 10) -> a map
+    (P,) for each query: p(h_j), its mean over the query's tokens (Sec. 7.2), less its minimum."""
+    tokens = [embedder.tokenizer.encode(query)[1:-1] for query in queries]
+    ids = torch.tensor(sum(tokens, []), device=embedder.device)
+    encode = functools.partial(embedder.model.word_maps, ids=ids)
+    patches = embedder.model.image_encoder.grid ** 2
+    maps = embedder.images(image[None], encode)[0, -patches:]               # (P, m), p(h_j)
+    maps = [x.mean(1) for x in maps.split([len(ids) for ids in tokens], 1)]
+    return [x - x.min() for x in maps]
+
+
+def draw_queries(embedder, data):
+    """Where the words of its caption, eight at most, lie in an image (STAIR, Fig. 10)."""
+    rows = []
+    for image, caption in zip(*take(embedder, data, 10)):
         words = [word for word in dict.fromkeys(common.split_words(caption))
                  if word in embedder.tokenizer.ids and says_something(word, data)][:8]
-        words = queries or words
         if words:
-            tokens = [embedder.tokenizer.encode(word)[1:-1] for word in words]
-            ids = torch.tensor(sum(tokens, []), device=embedder.device)
-            encode = functools.partial(embedder.model.word_maps, ids=ids)
-            maps = embedder.images(images[i : i + 1], encode)[0, -patches:]    # (P, m), p(h_j)
-            maps = [x.mean(1) for x in maps.split([len(ids) for ids in tokens], 1)]
-            rows.append((caption, images[i], zip(words, [x - x.min() for x in maps])))
-    return lit_sheet("STAIR: where words are found, without a text tower", rows) if rows else None
+            rows.append((caption, image, zip(words, query_maps(embedder, image, words))))
+    title = "STAIR: where the words of a caption lie in its image (Fig. 10)."
+    return lit_sheet(title, SCORES, rows) if rows else None
 
 
 def draw_heads(embedder, data):
-    """What [CLS] attends to in the last block, mean over heads and each head (BAM, Fig. 5)."""
+    """The attention of [CLS] in the last block, mean over heads and each head (BAM, Fig. 5)."""
     if embedder.model.image_encoder.cls is None:
         return None
     images, _ = take(embedder, data, 8)
@@ -1667,108 +1717,220 @@ def draw_heads(embedder, data):
     for image, heads in zip(images, embedder.model.head_maps(images.to(embedder.device)).cpu()):
         names = ["mean of heads", *[f"head {i + 1}" for i in range(len(heads))]]
         rows.append(("", image, zip(names, [heads.mean(0), *heads])))
-    return lit_sheet("What [CLS] attends to in the last block", rows)
+    title = "Which patches [CLS] attends to in the last block (BAM, Fig. 5)."
+    return lit_sheet(title, BRIGHTNESS, rows)
 
 
 def draw_neighbours(embedder, data):
-    """Images, and those of 1,000 whose encodings are nearest to theirs."""
+    """Images, and those of 1,000 whose encodings are nearest to theirs. A second row has the
+    nearest by pixels, which shows what the encoder adds."""
+    def encode(images):
+        """(B, 3, S, S) -> (B, E + 3 * 32 * 32): encodings, then the pixels of small copies, because
+        all pixels of 1,000 photographs (224 x 224) would take 600 MB."""
+        pixels = F.adaptive_avg_pool2d(images, 32).flatten(1)
+        return torch.cat([embedder.model.encode_image(images), pixels], 1)
+
     pairs = ((image, image) for image in itertools.islice(data.images("search"), 1000))
-    x, files = embedder.encode_pairs(pairs, embedder.model.encode_image)
-    cosines, nearest = torch.inner(x[:4], x).topk(min(10, len(x)))          # (4, 10)
+    x, files = embedder.encode_pairs(pairs, encode)
+    encodings, pixels = x.tensor_split([x.shape[1] - 3 * 32 * 32], 1)
+    features = {"encoding": F.normalize(encodings, dim=-1),
+                "pixels": F.normalize(pixels - pixels.mean(0), dim=-1)}
     rows = []
-    for scores, ids in zip(cosines.tolist(), nearest.tolist()):
-        labels = ["image", *[f"{score:.2f}" for score in scores[1:]]]       # the first is itself
-        shown = read_images(zip([files[i] for i in ids], labels), embedder.read)
-        rows.append(("", [(to_picture(image, (80, 80)), label) for image, label in shown]))
-    return sheet("An image, and the images whose encodings are nearest, with their cosines", rows)
+    for i in range(min(4, len(files))):
+        for name, x in features.items():
+            cosines = x @ x[i]                                              # (n,)
+            cosines[i] = math.inf  # the query comes first, even before a copy of the query
+            scores, nearest = cosines.topk(min(10, len(files)))
+            labels = ["query", *[f"{score:.2f}" for score in scores[1:]]]
+            shown = read_images(zip([files[k] for k in nearest], labels), embedder.read)
+            cells = [(to_picture(image, (80, 80)), label) for image, label in shown]
+            rows.append((f"Nearest by {name}", cells))
+    title = f"Which of {len(files):,} images are nearest to a query, by encoding and by pixels."
+    means = [f"{(x @ x.T).mean():.2f} by {name}" for name, x in features.items()]
+    note = (f"The numbers are cosines. The mean cosine of two images is {' and '.join(means)}. "
+            f"The pixels are those of a copy of 32 x 32, minus the mean copy.")
+    return sheet(title, note, rows)
 
 
 def draw_captions(runs, data):
-    """Images, their captions, and of the captions of 1,000 images the nearest and its K-Precision,
-    where no run finds an image's own (SPARC, Figs. 5, 6). runs: {name: Embedder}. differs: D.9
-    chooses images where SPARC's precision is above CLIP's; here they are the first, and all words
-    count, in Fig. 6 nouns and adjectives (K-Pna)."""
+    """Retrieval errors: images among 1,000 for which each run finds a caption of another image,
+    with the caption and its K-Precision (SPARC, Figs. 5, 6). runs: {name: Embedder}.
+
+    differs: D.9 chooses images where SPARC's precision is above CLIP's, here the first errors are
+    shown; here all words count, in Fig. 6 nouns and adjectives (K-Pna).
+    """
     pairs, found, rows = list(itertools.islice(data.captioned("captioned"), 1000)), {}, []
     for name, embedder in runs.items():
         x, kept = embedder.encode_pairs((image, (image, captions)) for image, captions in pairs)
         flat = [caption for _, captions in kept for caption in captions]
         found[name] = [flat[j] for j in nearest_captions(embedder, x, embedder.texts(flat))]
+    errors = []
     for (image, captions), *nearest in zip(kept, *found.values()):
-        if len(rows) == 8 or set(nearest) & set(captions):
-            continue
-        lines = [draw_text(f"its own: {' / '.join(captions)}", 500)]
+        if not set(nearest) & set(captions):
+            errors.append((image, captions, nearest))
+    for image, captions, nearest in errors[:8]:
+        lines = [draw_text(f"own captions: {' / '.join(captions)}", 500)]
         for name, caption in zip(found, nearest):
             score = sparc.k_precision([caption_words(caption)], [caption_words(*captions)])
-            lines.append(draw_text(f"{name} (K-Precision {score:.2f}): {caption}", 500))
+            label = "nearest caption" + (f" by {name}" if name else "")
+            lines.append(draw_text(f"{label} (K-Precision {score:.2f}): {caption}", 500))
         image = image if torch.is_tensor(image) else embedder.read(image)
         rows.append(("", [(join([to_picture(image), join(lines, True)]), "")]))
-    title = ("Images that are not nearest to a caption of their own, and the caption that is. "
-             "K-Precision: the share of its words, all of them, in their own")
-    return sheet(title, rows) if rows else None
+    title = (f"Retrieval errors alone: {len(errors):,} of {len(kept):,} images are nearest to a "
+             f"caption of another image" + (" in each run." if len(runs) > 1 else "."))
+    note = ("K-Precision: the share of the nearest caption's words that occur in the image's own "
+            "captions.")
+    return sheet(title, note, rows) if rows else None
 
 
-CHARTS = [  # keys of log.jsonl, drawn in red, green and blue
-    ("loss; green: of a guess", ["loss", "chance_loss"]), ("learning rate", ["lr"]),
-    ("norm of the gradient", ["grad_norm"]), ("images a second", ["images_per_s"]),
-    ("BAM: entropy of the attention between images, in nats; green: of its target; blue: if evenly "
-     "spread (Fig. 3)", ["entropy_a", "entropy_b", "chance_loss"])]
+CHARTS = {  # title: {key of log.jsonl: what its curve shows}; the colours are red, green and blue
+    "Loss": {"loss": "loss", "chance_loss": "loss of a random guess"},
+    "Learning rate": {"lr": "learning rate"},
+    "Norm of the gradient, before it is clipped": {"grad_norm": "norm"},
+    "Images per second": {"images_per_s": "images per second"},
+    "Entropy of the attention to other images, in nats (BAM, Fig. 3)": {
+        "entropy_a": "attention A", "entropy_b": "target B", "chance_loss": "uniform attention"}}
 
 
-def chart(log, keys, width=320, height=160):
-    """A picture of values by steps, both from 0, without those that are not finite; its ends."""
-    page = Image.new("RGB", (width + 1, height + 1), "#eeeeee")
-    values = {key: [record.get(key, math.nan) for record in log] for key in keys}
-    top = max([1e-12, *filter(math.isfinite, itertools.chain(*values.values()))])
-    steps = [record["step"] for record in log]
-    for key, colour in reversed(list(zip(keys, CLASS_COLOURS))):
-        line = [(width * step / steps[-1], height * (1 - max(0, value) / top))
-                for step, value in zip(steps, values[key]) if math.isfinite(value)]
-        ImageDraw.Draw(page).line(line, colour, 2)
-    first, *_, last = values[keys[0]]
-    return page, f"{first:.4g} at step {steps[0]}, {last:.4g} at step {steps[-1]}, top {top:.4g}"
+def move_apart(labels, least=13):
+    """Labels (y, text, colour) -> the same from the lowest one up, in steps of `least` pixels or
+    more. A label that would lie on the one below it moves up."""
+    moved = []
+    for y, text, colour in sorted(labels, key=lambda label: -label[0]):  # y grows downwards
+        y = min(y, moved[-1][0] - least) if moved else y
+        moved.append((y, text, colour))
+    return moved
+
+
+def chart(log, legend, width=300, height=140):
+    """Draw curves of a log by steps. legend: {key: what its curve shows}. None without a number.
+
+    The y axis ends at 0 and at the highest value, the x axis at the first and the last step. Each
+    curve has its first value on the left and its last value on the right, in its own colour. A
+    vertical line marks where a stage begins (STAIR has three).
+    """
+    curves, first, last = [], log[0]["step"], log[-1]["step"]
+    for key, name, colour in zip(legend, COLOURS, CLASS_COLOURS):
+        points = [(record["step"], record.get(key, math.nan)) for record in log]
+        points = [(step, value) for step, value in points if math.isfinite(value)]
+        if points:
+            curves.append((points, f"{name}: {legend[key]}", colour))
+    if not curves:
+        return None
+    highest = max([1e-12, *[value for points, *_ in curves for _, value in points]])
+    left, top = 64, 52
+    right, bottom = left + width, top + height
+
+    def at(step, value):
+        x = left + width * (step - first) / (last - first)
+        return x, bottom - height * max(0, value) / highest
+
+    def in_short(value):
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+    page = Image.new("RGB", (right + left, bottom + 20), "white")
+    draw, font = ImageDraw.Draw(page), ImageFont.load_default(12)
+
+    # the legend, the x axis, the stages
+    x = left
+    for _, name, colour in curves:
+        draw.text((x, 4), name, colour, font, "lt")
+        x += font.getlength(name) + 14
+    draw.rectangle((left, top, right, bottom), "#eeeeee")
+    draw.text((left, bottom + 4), f"step {first:,}", "black", font, "lt")
+    draw.text((right, bottom + 4), f"step {last:,}", "black", font, "rt")
+    for before, record in itertools.pairwise(log):
+        if record.get("stage") != before.get("stage"):
+            x, _ = at(before["step"], 0)
+            draw.line((x, top, x, bottom), "#888888")
+            draw.text((x, top - 2), f"stage {record['stage']}", "black", font, "lb")
+
+    # the curves and, on both sides, their values
+    starts, ends = [(bottom, "0", "black")], []
+    for points, _, colour in reversed(curves):  # the first curve lies on top
+        line = [at(*point) for point in points]
+        draw.line(line, colour, 2)
+        starts.append((line[0][1], in_short(points[0][1]), colour))
+        ends.append((line[-1][1], in_short(points[-1][1]), colour))
+    if all(y > top for y, *_ in starts):  # no curve begins at the highest value
+        starts.append((top, in_short(highest), "black"))
+    for y, text, colour in move_apart(starts):
+        draw.text((left - 4, y), text, colour, font, "rm")
+    for y, text, colour in move_apart(ends):
+        draw.text((right + 4, y), text, colour, font, "lm")
+    return page
 
 
 def draw_log(run):
-    """{path: picture} of what a run's log shows: the training, of BAM also its Fig. 3."""
+    """{RUN/curves.png: the curves of RUN/log.jsonl}, or {} if the log has fewer than two steps."""
     file, cells = Path(run, "log.jsonl"), []
-    lines = file.read_text().split("\n")[:-1] if file.exists() else []     # the last may be half
+    # a run that is being trained may have written half of the last line
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
     log = [{name: math.nan if x is None else x for name, x in json.loads(line).items()}
            for line in lines]
-    for title, keys in CHARTS:
-        if len(log) > 1 and set(keys) <= log[-1].keys():
-            page, ends = chart(log, keys)
-            cells.append((page, f"{title}: {ends}"))
-    title = "The training, by steps"
-    return {Path(run, "curves.png"): sheet(title, [("", cells)], columns=2)} if cells else {}
+    for title, legend in CHARTS.items():
+        if len(log) > 1 and set(legend) <= log[-1].keys():
+            if page := chart(log, legend):
+                cells.append((page, title))
+    if not cells:
+        return {}
+    note = ("A vertical axis begins at 0 and ends at the highest value. Numbers in colour are the "
+            "first and the last value of a curve.")
+    page = sheet("The training, step by step.", note, [("", cells)], columns=2)
+    return {Path(run, "curves.png"): page}
+
+
+class Picture(NamedTuple):
+    """A row of PICTURES. Only a function that compares runs expects several embedders, so that the
+    others need no loop over runs."""
+
+    draw: Callable               # function of an Embedder and an EvalSet -> PIL image or None
+    data: tuple                  # see Task
+    model: str = "encode_image"  # see Task
+    compares_runs: bool = False  # whether `draw` expects {name: Embedder} in place of an Embedder
+
+    fits, suits = Task.fits, Task.suits
 
 
 PICTURES = {
-    "alignment": Task(draw_alignment, IMAGES, "align_words"),
-    "segmentation": Task(draw_segmentation, ("maps",), "encode_patches"),
-    "slots": Task(draw_slots, IMAGES, "slots"),
-    "words": Task(draw_words, IMAGES, "encode_text"),
-    "queries": Task(draw_queries, IMAGES, "word_maps"),
-    "captions": Task(draw_captions, ("captioned",), "encode_text"),
-    "heads": Task(draw_heads, IMAGES, "head_maps"),
-    "neighbours": Task(draw_neighbours, ("captioned", "labelled")),
+    "alignment": Picture(draw_alignment, IMAGES, "align_words"),
+    "segmentation": Picture(draw_segmentation, ("maps",), "encode_patches", compares_runs=True),
+    "slots": Picture(draw_slots, IMAGES, "slots"),
+    "words": Picture(draw_words, IMAGES, "encode_text", compares_runs=True),
+    "queries": Picture(draw_queries, IMAGES, "word_maps"),
+    "captions": Picture(draw_captions, ("captioned",), "encode_text", compares_runs=True),
+    "heads": Picture(draw_heads, IMAGES, "head_maps"),
+    "neighbours": Picture(draw_neighbours, ("captioned", "labelled")),
 }
-OF_RUNS = ("segmentation", "words", "captions")  # functions of {run: Embedder}
+
+
+def pictures_to_draw(models, data, tasks):
+    """The rows {name: Picture} that `tasks` names, or the usual ones if `tasks` is empty, without
+    those that the data or one of the models cannot serve."""
+    usual = set(PICTURES)
+    if not any(model.encode_words for model in models):
+        usual.remove("words")  # only the words of STAIR are its encoding
+    return {name: picture for name, picture in PICTURES.items()
+            if name in (tasks or usual) and picture.fits(data)
+            and all(picture.suits(model) for model in models)}
 
 
 @torch.no_grad()
-def draw_pictures(embedders, data, tasks):
-    """{name: picture} of what `tasks` names, or without any of what data and models serve. Several
-    {run: Embedder} share those of OF_RUNS."""
-    models, pages = [embedder.model for embedder in embedders.values()], {}
-    for name, picture in PICTURES.items():
-        if name not in OF_RUNS and len(models) > 1:
-            continue
-        usual = name != "words" or any(model.encode_words for model in models)
-        asked = name in tasks if tasks else usual
-        if asked and picture.fits(data) and all(picture.suits(model) for model in models):
-            shown = embedders if name in OF_RUNS else next(iter(embedders.values()))
-            pages[name] = picture.run(shown, data)
+def draw_pictures(embedder, data, tasks):
+    """The pictures of one run -> {name: picture}."""
+    pages = {}
+    for name, picture in pictures_to_draw([embedder.model], data, tasks).items():
+        pages[name] = picture.draw({"": embedder} if picture.compares_runs else embedder, data)
     return {name: page for name, page in pages.items() if page}
+
+
+@torch.no_grad()
+def draw_comparison(embedders, data, tasks):
+    """The pictures of several runs {name: Embedder} side by side -> [picture]."""
+    models = [embedder.model for embedder in embedders.values()]
+    pages = [picture.draw(embedders, data)
+             for picture in pictures_to_draw(models, data, tasks).values() if picture.compares_runs]
+    return [page for page in pages if page]
 
 
 # Evaluating a run -----------------------------------------------------------------------
@@ -1839,7 +2001,7 @@ def evaluate_and_show(embedder, data, options, run):
     if result:
         write_figures(embedder, data, options, run, result)
     pages = draw_log(run) if options.is_own and not options.tasks else {}
-    drawn = draw_pictures({"found": embedder}, data, options.tasks)
+    drawn = draw_pictures(embedder, data, options.tasks)
     pages |= {output_path(run, options, f"{name}.png"): page for name, page in drawn.items()}
     save_pictures(pages)
     if not pages and not result:
@@ -1897,18 +2059,21 @@ def save_pictures(pages):
 
 # Search -----------------------------------------------------------------------------------
 #
-# STAIR's inverted index, filled with a data set's images and asked by captions or words.
+# STAIR's inverted index holds the images of a data set. Captions and words are its queries.
 
 
 def search(embedder, data, options, run, queries):
-    """Index images by the words of their encodings and answer queries (STAIR, App. D): captions, or
-    words with AND, OR, NOT. It writes index.pt, search.png of what is found, and found.png, where
-    in images."""
+    """Index images by the words of their encodings and answer queries (STAIR, App. D). A query is
+    a caption, or words with AND, OR, NOT.
+
+    It writes index.pt, search.png with the images that queries find, and found.png with the
+    patches where a caption lies in the first five images that the text tower finds.
+    """
     if not embedder.model.encode_words or not (data.captioned or data.labelled):
         raise UserError("--query needs a run of STAIR, whose encodings are words to look up, and "
                         "shapes, captioned images or class folders.")
-    index, images, rows = stair.InvertedIndex(embedder.tokenizer.vocab), {}, []
-    with common.explained(ValueError, "--query"):  # found before all is encoded
+    index, images = stair.InvertedIndex(embedder.tokenizer.vocab), {}
+    with common.explained(ValueError, "--query"):  # a wrong query fails before all is encoded
         for query in queries:
             ids = embedder.tokenizer.encode(query)[1:-1]
             if stair.is_boolean(query):
@@ -1922,35 +2087,51 @@ def search(embedder, data, options, run, queries):
         x, documents = embedder.encode_pairs(part)
         index.add([name for name, _ in documents], word_columns(embedder, x))
         images |= documents
-    for heading, best in answers(embedder, index, queries):
+    rows, located = [], []
+    for query, encoder, best in answers(embedder, index, queries):
+        heading = f"{query} ({encoder})" if encoder else query
         names = ", ".join(f"{name} ({score:.2f})" for name, score in best) or "nothing"
         print(f"{heading}: {names}")
         pairs = [(images[name], f"{score:.2f}") for name, score in best]
-        shown = read_images(pairs, embedder.read) if pairs else []
+        shown = list(read_images(pairs, embedder.read)) if pairs else []
         heading += "" if best else ": nothing found"
         rows.append((heading, [(to_picture(image), score) for image, score in shown]))
+        if encoder == "text tower" and shown:
+            located.append((query, locate(embedder, query, shown[:5])))
     index.save(output_path(run, options, "index.pt"))
-    title = "What queries find. Scores are cosines; of boolean queries sums of weights."
-    pages = {output_path(run, options, "search.png"): sheet(title, rows)}
-    captions = [query for query in queries if not stair.is_boolean(query)]
-    if captions and PICTURES["queries"].fits(data):
-        pages[output_path(run, options, "found.png")] = draw_queries(embedder, data, captions)
+    note = ("The score of a caption is a cosine. The answer of the words alone needs no text "
+            "tower. The score of a query with AND, OR, NOT is the sum of its words' weights.")
+    page = sheet("STAIR: the images that each query finds, and their scores.", note, rows)
+    pages = {output_path(run, options, "search.png"): page}
+    if located:
+        title = "STAIR: where a query lies in the five images that it finds first (Fig. 10)."
+        note = f"The text tower ranks the images by the cosine above them. {SCORES}"
+        pages[output_path(run, options, "found.png")] = sheet(title, note, located)
     save_pictures(pages)
 
 
 def answers(embedder, index, queries):
-    """Pairs of a heading and [(name, score), ...]: of a caption two, with the text tower and
-    without it."""
+    """Triples of a query, what encodes it and [(name, score), ...]. A caption has two answers, one
+    of the text tower and one of its words alone. A boolean query is not encoded: None."""
     model = embedder.model
     encoders = {"text tower": model.encode_text, "words alone": model.encode_words}
     for query in queries:
         if stair.is_boolean(query):
             where, words = stair.boolean_query(query, index)
-            yield query, index.search(dict.fromkeys(words, 1.0), 8, where)
+            yield query, None, index.search(dict.fromkeys(words, 1.0), 8, where)
             continue
         for name, encode in encoders.items():
             x = word_columns(embedder, embedder.texts([query], encode))[0]
-            yield f"{query} ({name})", index.search(x, 8)
+            yield query, name, index.search(x, 8)
+
+
+def locate(embedder, query, shown):
+    """Pairs (image, label) -> pairs (the image beside the map of where the query lies, label)."""
+    cells = []
+    for image, label in shown:
+        weights, = query_maps(embedder, image, [query])
+        cells.append((join([to_picture(image), light_up(image, weights)], gap=0), label))
+    return cells
 
 
 # Weights for other people's code ----------------------------------------------------------
@@ -2013,8 +2194,9 @@ def print_table(columns):
 
 
 def compare_runs(evaluated, tasks):
-    """Print a table of several runs, {run: Evaluated}: a column for each, or for those that differ
-    in their seed alone; draw comparison.png of the first if --task allows it."""
+    """Print a table of several runs {run: Evaluated}. Each run has a column; runs that differ in
+    their seed alone share one. -> [a picture of the first run of each column, side by side], or []
+    if --task allows no such picture, there is one column, or the runs saw different data."""
     columns = collections.defaultdict(list)
     for run, found in evaluated.items():
         settings = {key: value for key, value in vars(found.args).items() if key not in ASIDE}
@@ -2022,14 +2204,25 @@ def compare_runs(evaluated, tasks):
     specs = {(found.data.options.data, found.data.image_size) for found in evaluated.values()}
     if len(specs) > 1:
         print("These figures are of different data, or of images of different sizes.")
-    print_table({f"{runs[0]} ({len(runs)})": [evaluated[run].figures for run in runs]
-                 for runs in columns.values()})
-    if len(specs) == 1:
-        embedders = {runs[0]: evaluated[runs[0]].embedder for runs in columns.values()}
-        run, first = next(iter(evaluated.items()))
-        if pages := draw_pictures(embedders, first.data, tasks):
-            page = join(list(pages.values()), down=True)
-            save_pictures({output_path(run, first.data.options, "comparison.png"): page})
+    if any(found.figures for found in evaluated.values()):  # a picture alone measures nothing
+        print_table({f"{runs[0]} ({len(runs)})": [evaluated[run].figures for run in runs]
+                     for runs in columns.values()})
+    if len(specs) > 1 or len(columns) == 1:
+        return []
+    shown = [runs[0] for runs in columns.values()]
+    names = [Path(run).resolve().name for run in shown]  # paths would be wider than the pictures
+    if len(set(names)) < len(names):
+        names = shown
+    embedders = {name: evaluated[run].embedder for name, run in zip(names, shown)}
+    data = evaluated[shown[0]].data
+    pages = draw_comparison(embedders, data, tasks)
+    if not pages:
+        return []
+    title = f"Runs side by side on {data.options.data}: {', '.join(shown)}."
+    if len(shown) < len(evaluated):
+        title += " Runs that differ in their seed alone are represented by the first of them."
+    heading = draw_text(title, max(page.width for page in pages) - 20, 18)
+    return [join([ImageOps.expand(heading, 10, "white"), *pages], down=True)]
 
 
 # Command line ---------------------------------------------------------------------------
@@ -2135,7 +2328,7 @@ def main(argv=None):
     flags.device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with common.explained((RuntimeError, AssertionError), f"--device {flags.device}"):
         torch.empty(1, device=flags.device)
-    failed, figures = [], collections.defaultdict(list)  # by run, of each --data
+    failed, pages, figures = [], [], collections.defaultdict(list)  # by run, of each --data
     for spec in flags.data or [None]:
         evaluated = {}
         for run in flags.runs:
@@ -2144,10 +2337,12 @@ def main(argv=None):
             except UserError as error:  # the others go on
                 failed.append(f"{run}: {error}" if len(flags.runs) > 1 else str(error))
         if evaluated and len(flags.runs) > 1 and not flags.queries:
-            compare_runs(evaluated, flags.tasks)
+            pages += compare_runs(evaluated, flags.tasks)
         for run, found in evaluated.items():
             if found:
                 figures[run].append(found.figures)
+    if pages:
+        save_pictures({Path(flags.runs[0], "comparison.png"): join(pages, down=True)})
     if len(flags.data or []) > 1 and figures:
         print_table({f"{run}, mean of {len(rows)} data": rows for run, rows in figures.items()})
     if failed:

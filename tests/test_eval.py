@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageChops
 
 import common
 import eval as evaluation
@@ -690,7 +690,7 @@ def test_segmentation_of_a_folder_in_pascal_vocs_layout(tmp_path, capsys):
     assert result == {"miou": 1, "miou_fg": 1, "segmentation/images": 2}
     assert "skipped 1 of 3" in capsys.readouterr().out
     one, two = (evaluation.draw_segmentation(dict.fromkeys(names, embedder()), data)
-                for names in (["found"], ["a", "b"]))
+                for names in ([""], ["a", "b"]))
     assert two.width > one.width > 600                                      # b beside a
     assert not evaluation.PICTURES["alignment"].fits(data)
     assert len(opened(tmp_path)[0].map_classes[""].names) == 20             # Pascal's own
@@ -702,6 +702,54 @@ def test_data_have_a_default_split(tmp_path, monkeypatch):
     for split, specs in (("test", ("shapes:objects=2", "a.json")), ("val", ("a.json:split=val",)),
                          ("all", ("a.csv", "folders", "a.token", "coco.json"))):
         assert {evaluation.default_split(spec) for spec in specs} == {split}
+
+
+def rows_of(monkeypatch, draw, *arguments):
+    """The rows of the sheet that a function draws."""
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "sheet", lambda title, note, rows, columns=12: rows)
+        return draw(*arguments)
+
+
+def test_neighbours_are_shown_by_encoding_and_by_pixels(tmp_path, monkeypatch):
+    make_folders(tmp_path)
+    rows = rows_of(monkeypatch, evaluation.draw_neighbours, embedder(), opened(tmp_path)[0])
+    assert [heading for heading, _ in rows] == ["Nearest by encoding", "Nearest by pixels"] * 4
+    for _, cells in rows:
+        labels = [label for _, label in cells]
+        assert labels[:2] == ["query", "1.00"] and "1.00" not in labels[2:]  # two of each colour
+
+
+def test_a_picture_names_runs_only_if_there_are_several(tmp_path, monkeypatch):
+    make_voc_folder(tmp_path)
+    data, _ = opened(tmp_path, classes=str(tmp_path / "classes.txt"), templates=["{}"])
+    for names, predicted in (
+            ([""], ["predicted class"]),
+            (["a", "b"], ["predicted class by a", "predicted class by b"])):
+        runs = dict.fromkeys(names, embedder())
+        for _, cells in rows_of(monkeypatch, evaluation.draw_segmentation, runs, data):
+            assert [label for _, label in cells] == ["image", "true class", *predicted]
+
+
+def test_a_title_has_the_shares_that_are_known():
+    figures = {"task/colour": (0.174, 0.068), "task/shape": (math.nan, math.nan)}
+    sentence = "Words by {kind}: {share}; uniform: {even}."
+    assert evaluation.share_sentences(sentence, figures) == " Words by colour: 17 %; uniform: 7 %."
+
+
+def test_labels_of_a_chart_do_not_overlap():
+    moved = evaluation.move_apart([(0, "top", ""), (95, "b", ""), (100, "0", ""), (2, "c", "")])
+    assert [(y, text) for y, text, _ in moved] == [(100, "0"), (87, "b"), (2, "c"), (-11, "top")]
+
+
+def test_a_chart_marks_where_a_stage_begins():
+    log = [{"step": step, "loss": 1.0, "stage": 1 + (step > 20)} for step in (10, 20, 30)]
+    marked = evaluation.chart(log, {"loss": "loss"}, width=300)
+    plain = evaluation.chart([{"step": 10, "loss": 1.0}, {"step": 30, "loss": 1.0}],
+                             {"loss": "loss"}, width=300)
+    left, _, right, _ = ImageChops.difference(marked, plain).getbbox()
+    assert marked.size == plain.size and left == 64 + 300 // 2 and right < left + 60
+    assert evaluation.chart(log, {"grad_norm": "norm"}) is None             # fp16 may give none
 
 
 @pytest.mark.parametrize("name, pictures", [

@@ -268,6 +268,30 @@ def test_a_table_of_several_runs(run_of, tmp_path, monkeypatch, capsys):
     assert pages[0].width > pages[1].width
 
 
+def test_a_comparison_shows_each_data_and_the_names_of_the_runs(run_of, tmp_path, monkeypatch):
+    """Runs that differ in their seed alone are one column, which leaves nothing to compare."""
+    runs = [shutil.copytree(run_of("sparc"), tmp_path / name) for name in "abc"]
+    for seed, run in enumerate(runs):
+        config = json.loads((run / "config.json").read_text())
+        (run / "config.json").write_text(json.dumps(config | {"seed": seed}))
+    a, b, c = map(str, runs)
+    evaluation.main([a, b, "--task", "captions"])
+    assert not (runs[0] / "comparison.png").exists()
+    config = json.loads((runs[2] / "config.json").read_text())
+    (runs[2] / "config.json").write_text(json.dumps(config | {"sigma": 0.1}))
+    texts, draw_text = [], evaluation.draw_text
+    monkeypatch.setattr(evaluation, "draw_text",
+                        lambda string, *more: texts.append(string) or draw_text(string, *more))
+    specs = ["shapes:size=16", "shapes:size=16,objects=1"]
+    evaluation.main([a, b, c, "--task", "captions", "--data", *specs])
+    assert not (runs[1] / "comparison.png").exists() and (runs[0] / "comparison.png").exists()
+    for spec in specs:
+        title = next(text for text in texts if text.startswith(f"Runs side by side on {spec}:"))
+        assert f": {a}, {c}. " in title and "first of them" in title
+    assert any(text.startswith("nearest caption by a (") for text in texts)
+    assert any(text.startswith("nearest caption (") for text in texts)      # of one run alone
+
+
 def test_data_are_evaluated_one_after_the_other(run_of, tmp_path, capsys):
     runs = [shutil.copytree(run_of(name), tmp_path / name) for name in ("sparc", "bam")]
     *specs, train_data = [str(tmp_path / name) for name in ("a", "b", "train")]

@@ -306,7 +306,7 @@ def test_a_piece_that_spells_a_word_does_not_rival_it_where_words_are_texts():
     assert scores.tolist() == [[-math.inf] * 4 + [4.0, 5.0, 6.0]]
 
 
-def test_a_run_is_read_and_searched(tmp_path, run_of, capsys):
+def test_a_run_is_read_and_searched(tmp_path, run_of, monkeypatch, capsys):
     run = shutil.copytree(run_of("stair"), tmp_path / "run")
     evaluation.main([str(run), "--task", "words,textfree,sparsity"])
     evaluation.main([str(run), "--task", "sparsity", "--checkpoint", "stage-1.pt"])
@@ -317,6 +317,9 @@ def test_a_run_is_read_and_searched(tmp_path, run_of, capsys):
     assert found["words/top10"] <= found["words/top100"] <= 1
     assert set(stage_1) == {"settings", "active/image", "active/text"}
     capsys.readouterr()
+    located, query_maps = [], evaluation.query_maps
+    monkeypatch.setattr(evaluation, "query_maps", lambda embedder, image, queries: located.append(
+        (image, *queries)) or query_maps(embedder, image, queries))
     evaluation.main([str(run), "--query", "a red circle", "Red AND NOT blue", "red AND NOT red"])
     shown = capsys.readouterr().out
     for way in ("a red circle (text tower): ", "a red circle (words alone): ", "Red AND NOT blue:"):
@@ -327,6 +330,11 @@ def test_a_run_is_read_and_searched(tmp_path, run_of, capsys):
     scores = embed.images(images) @ query
     expected = scores[scores > 0].sort(descending=True).values.tolist()
     assert [x for _, x in index.search(query, 24)] == pytest.approx(expected, abs=1e-5)
+    best = index.search(embed.texts(["a red circle"])[0], 5)               # found.png shows these
+    assert [query for _, query in located] == ["a red circle"] * len(best) and best
+    for (image, _), (name, _) in zip(located, best):
+        assert torch.equal(image, images[int(name)])
+    assert (run / "found.png").exists() and (run / "search.png").exists()
 
 
 def test_files_are_searched(tmp_path, monkeypatch):
