@@ -1802,21 +1802,26 @@ def move_apart(labels, least=13):
     return moved
 
 
-def chart(log, legend, width=300, height=140):
-    """Draw curves of a log by steps. legend: {key: what its curve shows}. None without a number.
+def read_curves(log, legend):
+    """Records of a log, {key: what its curve shows} -> [(points (step, value), name, colour)].
+    Values that are not finite are left out, and curves without a value."""
+    curves = []
+    for (key, meaning), name, colour in zip(legend.items(), COLOURS, CLASS_COLOURS):
+        points = [(record["step"], record.get(key, math.nan)) for record in log]
+        points = [(step, value) for step, value in points if math.isfinite(value)]
+        if points:
+            curves.append((points, f"{name}: {meaning}", colour))
+    return curves
+
+
+def chart(log, curves, width=300, height=140):
+    """Draw curves of a log by steps. curves: as of `read_curves`, at least one.
 
     The y axis ends at 0 and at the highest value, the x axis at the first and the last step. Each
     curve has its first value on the left and its last value on the right, in its own colour. A
     vertical line marks where a stage begins (STAIR has three).
     """
-    curves, first, last = [], log[0]["step"], log[-1]["step"]
-    for key, name, colour in zip(legend, COLOURS, CLASS_COLOURS):
-        points = [(record["step"], record.get(key, math.nan)) for record in log]
-        points = [(step, value) for step, value in points if math.isfinite(value)]
-        if points:
-            curves.append((points, f"{name}: {legend[key]}", colour))
-    if not curves:
-        return None
+    first, last = log[0]["step"], log[-1]["step"]
     highest = max([1e-12, *[value for points, *_ in curves for _, value in points]])
     left, top = 64, 52
     right, bottom = left + width, top + height
@@ -1870,8 +1875,8 @@ def draw_log(run):
            for line in lines]
     for title, legend in CHARTS.items():
         if len(log) > 1 and set(legend) <= log[-1].keys():
-            if page := chart(log, legend):
-                cells.append((page, title))
+            if curves := read_curves(log, legend):
+                cells.append((chart(log, curves), title))
     if not cells:
         return {}
     note = ("A vertical axis begins at 0 and ends at the highest value. Numbers in colour are the "

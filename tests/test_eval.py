@@ -744,12 +744,12 @@ def test_labels_of_a_chart_do_not_overlap():
 
 def test_a_chart_marks_where_a_stage_begins():
     log = [{"step": step, "loss": 1.0, "stage": 1 + (step > 20)} for step in (10, 20, 30)]
-    marked = evaluation.chart(log, {"loss": "loss"}, width=300)
-    plain = evaluation.chart([{"step": 10, "loss": 1.0}, {"step": 30, "loss": 1.0}],
-                             {"loss": "loss"}, width=300)
+    curves = evaluation.read_curves(log, {"loss": "loss", "lr": "fp16 may give no number"})
+    assert [name for _, name, _ in curves] == ["red: loss"]
+    marked = evaluation.chart(log, curves, width=300)
+    plain = evaluation.chart([{"step": 10}, {"step": 30}], curves, width=300)
     left, _, right, _ = ImageChops.difference(marked, plain).getbbox()
     assert marked.size == plain.size and left == 64 + 300 // 2 and right < left + 60
-    assert evaluation.chart(log, {"grad_norm": "norm"}) is None             # fp16 may give none
 
 
 @pytest.mark.parametrize("name, pictures", [
