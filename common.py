@@ -1,17 +1,19 @@
-"""What the four methods share. Nothing here names a method, and no method file imports this one:
-train.py and eval.py join them. A map of the sections:
+"""What the four methods share: encoders, tokenizers, data, distributed training, weights.
+
+This file names no method, and no method file imports this file: train.py and eval.py join them.
+So a method file can be copied into another project alone. The sections:
 
     Encoders            ViT, TextTransformer, ResNet; their presets
-    What ... a method   what a new method file must bring, and its defaults
+    What ... a method   what a new method file must define, and the defaults
     Tokenizer           WordPiece, CLIP's BPE, the training of a vocabulary
     Images and views    decoding, crops, augmentation
     Data files          tables, tar shards, class folders: what --data names
     Streams and seeds   endless batches that a resumed run continues
     Schedules           learning rate, weight decay
-    ... checkpoints     parameter groups, files that a kill leaves whole
+    ... checkpoints     parameter groups; files that a killed process leaves intact
     Distributed         ranks, and a gather with gradients
-    Weights of others   CLIP's and timm's, in and out
-    The embedded world  drawn scenes with captions: skip it if you have data
+    Weights of others   reading CLIP's and timm's weights, writing timm's
+    The embedded world  drawn scenes with captions; skip this section if you have data
 
 To add a data format, write a function that yields (path, caption) rows and add a row to formats().
 To add an encoder, add a row to VIT_PRESETS or TEXT_PRESETS. To add a method, read Method.
@@ -59,25 +61,34 @@ from torchvision.transforms import v2
 
 
 class UserError(Exception):
-    """Bad input: the command line prints the message, one sentence, without a traceback."""
+    """An error that the user can mend. The command line prints its message without a traceback.
+
+    The message is one line: the problem, then the remedy.
+    """
 
     def __init__(self, message):
-        # of an error in a worker, a DataLoader puts a traceback before the message
+        # A DataLoader raises a worker's error again, with the worker's traceback before the
+        # message. Only the message is kept.
         super().__init__(message.rpartition("UserError: ")[2].strip())
 
 
 @contextlib.contextmanager
 def explained(kinds, what, remedy=""):
-    """Turn errors of these kinds into a UserError: "what: the error" and the remedy."""
+    """A context that turns errors of these types into a UserError: "WHAT: the error REMEDY."."""
     try:
         yield
     except kinds as error:
+        # strerror is an OSError's text without the path, which `what` names already
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise UserError(f"{what}: {reason}{remedy}".rstrip(".") + ".") from None
 
 
 class Output(io.FileIO):
-    """Standard output or error. A run goes on when nobody reads it any more, as after `| head`."""
+    """Standard output or error, on which a run can print when the reader has left.
+
+    With `train.py ... | head` the pipe closes after ten lines. Python would end the run with a
+    BrokenPipeError; this class drops the text, and the training continues.
+    """
 
     def write(self, data):
         with contextlib.suppress(BrokenPipeError):
@@ -86,16 +97,23 @@ class Output(io.FileIO):
 
 
 def prepare_output():
-    """Print whatever names files have, UTF-8 or not, on any terminal, to the end."""
+    """Make printing safe: no file name, terminal or closed pipe can end a run.
+
+    Characters that the terminal cannot show are printed as backslash escapes.
+    """
     for name in ("stdout", "stderr"):
-        if old := getattr(sys, name):  # it is not closed
+        if old := getattr(sys, name):  # None where the stream is closed
             file = io.BufferedWriter(Output(old.fileno(), "w", closefd=False))
             new = io.TextIOWrapper(file, old.encoding, "backslashreplace", line_buffering=True)
             setattr(sys, name, new)
 
 
 def parse_spec(spec):
-    """"name:key=value,key=value" -> (name, {key: value}). A name may hold other colons."""
+    """"name:key=value,key=value" -> (name, {key: value}).
+
+    A name may contain other colons. A path that exists is never split, and neither are several
+    shards, joined by "::".
+    """
     match = re.fullmatch(r"(.*?):(\w+=[^,=]*(?:,\w+=[^,=]*)*)", spec)
     if not match or "::" in spec or os.path.exists(spec):
         return spec, {}
@@ -103,13 +121,16 @@ def parse_spec(spec):
 
 
 def cast_settings(settings, defaults, name):
-    """Cast the strings of a spec's settings to the types of `defaults`."""
+    """Cast the strings of a spec's settings to the types of `defaults`.
+
+    Raises UserError for a key that `defaults` lacks and for a string that cannot be cast.
+    """
     booleans = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     result = {}
     for key, text in settings.items():
         if key not in defaults:
             known = ", ".join(sorted(defaults)) or "none"
-            raise UserError(f"{name} has no setting {key!r}; it has {known}.")
+            raise UserError(f"{name} has no setting {key!r}; its settings: {known}.")
         kind = type(defaults[key])
         problem = f"{name}: {key}={text!r} is not of type {kind.__name__}"
         with explained((ValueError, KeyError), problem, f" (default {defaults[key]})"):
@@ -119,17 +140,23 @@ def cast_settings(settings, defaults, name):
 
 # Encoders -----------------------------------------------------------------------------
 #
-# A tower returns ALL its tokens, normalised: the method decides how to pool them. Weights begin as
-# CLIP's. Names of parameters are timm's, so that its weights need few translations.
+# A tower is an encoder of images or of texts. It returns ALL its tokens after the last LayerNorm,
+# because each method pools them in its own manner: one mean, slots, words, or not at all.
+#
+# Weights are initialised as CLIP's are. Parameters have timm's names, so that loading timm's
+# weights translates few names.
 
 
 class Tower(nn.Module):
-    """A transformer, whose `all_tokens` computes a batch. With accum_freq K the rows of a batch are
-    taken in at most K parts, one after the other, and the backward pass computes each part again:
-    it needs the memory of one."""
+    """A transformer. Its subclasses define `all_tokens`, which computes the tokens of a batch.
+
+    With accum_freq K the rows of a batch are computed in at most K parts, one after the other. The
+    backward pass computes each part again, so that memory for the activations of one part is
+    enough. The loss still sees the whole batch, as a contrastive loss must.
+    """
 
     accum_freq = 1
-    left_out = 0  # how many blocks a whole tower has behind these: the method replaces them
+    left_out = 0  # how many final blocks are missing because the method replaces them
 
     def forward(self, *inputs):
         if self.accum_freq == 1:
@@ -137,15 +164,19 @@ class Tower(nn.Module):
         rows = math.ceil(len(inputs[0]) / self.accum_freq)
         outputs = []
         for part in zip(*[x.split(rows) for x in inputs if x is not None]):
-            # each part makes its own half-precision weights: their gradients add up in fp32
+            # Autocast caches a half-precision copy of each weight. If all parts shared the copy,
+            # their gradients would add up in half precision. A copy for each part makes them add
+            # up in the weight's own gradient, in fp32.
             torch.clear_autocast_cache()
-            # draws the same numbers again, for stochastic depth; without gradients a plain call
+
+            # The second computation restores the random state of the first, so that stochastic
+            # depth drops the same rows. Without gradients, checkpoint is a plain call.
             outputs.append(checkpoint(self.all_tokens, *part, use_reentrant=False))
         return torch.cat(outputs)
 
 
 class QuickGELU(nn.Module):
-    """x * sigmoid(1.702 x): the GELU of OpenAI's CLIP weights."""
+    """x * sigmoid(1.702 x): the approximation of GELU that OpenAI's CLIP was trained with."""
 
     def forward(self, x):
         return x * torch.sigmoid(1.702 * x)
@@ -157,13 +188,14 @@ class Attention(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
         if width % heads:
-            raise UserError(f"width {width} is not a multiple of heads {heads}.")
+            raise UserError(f"width {width} is not a multiple of heads {heads}: give a number of "
+                            f"heads that divides the width.")
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
     def forward(self, x, mask=None, causal=False):
-        """mask: (B, 1, 1, N), True where a key may be attended to."""
+        """mask: (B, 1, 1, N), True where a key may be attended to; None for all keys."""
         q, k, v = self.split_heads(x)
         x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
         return self.proj(x.transpose(1, 2).flatten(2))       # (B, N, d)
@@ -175,7 +207,11 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block with stochastic depth."""
+    """Pre-norm transformer block, (B, N, d) -> (B, N, d).
+
+    drop_path: stochastic depth (arXiv 1603.09382), the probability with which a training step
+    skips the attention of an image, and, drawn again, its MLP.
+    """
 
     def __init__(self, width, heads, act, eps, drop_path):
         super().__init__()
@@ -194,8 +230,11 @@ class Block(nn.Module):
 
 
 class Blocks(nn.ModuleList):
-    """`depth` blocks in a row; weights start as CLIP's, biases 0; stochastic depth grows to
-    `drop_path`. With grad_checkpoint the backward pass computes each block again."""
+    """`depth` blocks in sequence, initialised as CLIP's: normal weights, zero biases.
+
+    Stochastic depth grows linearly from 0 in the first block to `drop_path` in the last. With
+    grad_checkpoint the backward pass computes each block again, which saves memory.
+    """
 
     grad_checkpoint = False
 
@@ -204,6 +243,8 @@ class Blocks(nn.ModuleList):
         rates = np.linspace(0, drop_path, depth).tolist()
         super().__init__(Block(width, heads, act, eps, rate) for rate in rates)
         for block in self:
+            # 2 * depth layers (proj and fc2) add their outputs to the residual stream. Their
+            # smaller weights keep the variance of that sum independent of the depth.
             nn.init.normal_(block.attn.qkv.weight, std=width**-0.5)
             nn.init.normal_(block.attn.proj.weight, std=(2 * width * depth) ** -0.5)
             nn.init.normal_(block.mlp.fc1.weight, std=(2 * width) ** -0.5)
@@ -212,7 +253,7 @@ class Blocks(nn.ModuleList):
                 nn.init.zeros_(linear.bias)
 
     def forward(self, x, mask=None, causal=False, n=1):
-        """-> a list with the outputs of the last n blocks."""
+        """(B, N, d) -> a list of the outputs of the last n blocks, (B, N, d) each, in order."""
         outputs = []
         for block in self:
             if self.grad_checkpoint and torch.is_grad_enabled():
@@ -220,11 +261,14 @@ class Blocks(nn.ModuleList):
             else:
                 x = block(x, mask, causal)
             outputs = [*outputs, x][-n:]
-        return outputs or [x]  # without blocks: the input
+        return outputs or [x]  # with depth 0 the input is the output
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """BatchNorm2d over the GLOBAL batch, in fp32: nn.SyncBatchNorm, but on CPUs too."""
+    """BatchNorm2d with the statistics of the GLOBAL batch, computed in fp32.
+
+    N ranks then give the gradients of one process. nn.SyncBatchNorm does the same on GPUs only.
+    """
 
     def forward(self, x):
         if not (self.training and dist.is_initialized()):
@@ -233,12 +277,16 @@ class BatchNorm(nn.BatchNorm2d):
         def statistics(x):
             return torch.var_mean(x.float(), (0, 2, 3), correction=0)  # (C,), (C,)
 
-        # computed again in the backward pass, which else would keep x in fp32, too
+        # The backward pass computes the statistics again. Otherwise autograd would keep a second
+        # copy of x, in fp32.
         variances, means = checkpoint(statistics, x, use_reentrant=False, preserve_rng_state=False)
         means, variances = gather(torch.stack([means, variances])[None]).unbind(1)  # (world, C)
+
+        # The total variance is the mean variance within ranks plus the variance between ranks.
         mean = means.mean(0)                                 # (C,)
-        variance = (variances + (means - mean).square()).mean(0)  # within and between ranks
+        variance = (variances + (means - mean).square()).mean(0)  # (C,)
         with torch.no_grad():
+            # n values for each channel; n / (n - 1) makes the running variance unbiased, as torch's
             n = x.numel() / x.shape[1] * dist.get_world_size()
             self.running_mean.lerp_(mean, self.momentum)
             self.running_var.lerp_(variance * n / (n - 1), self.momentum)
@@ -251,14 +299,19 @@ class BatchNorm(nn.BatchNorm2d):
 class ViT(Tower):
     """Vision transformer that returns ALL tokens: images (B, 3, H, W) -> (B, N, width).
 
-    H and W must be multiples of patch_size; `cls` puts a [CLS] token first.
-    positions: "learned" or "sincos", interpolated for images that are not `image_size` wide.
+    N is H/p * W/p for patch_size p, plus 1 with `cls`. H and W must be multiples of p.
+
+    cls: put a [CLS] token before the patches.
+    positions: "learned", or "sincos", which are fixed. Images of another size than `image_size`
+        get interpolated positions.
     pre_norm: a LayerNorm before the first block (CLIP's `ln_pre`).
-    stem: ((channels, stride), ...) of 3x3 convolutions in place of the patch convolution, whose
-    strides multiply to patch_size. Small ViTs learn much faster behind them (Xiao et al. 2021,
-    arXiv 2106.14881).
-    drop_path: stochastic depth of the last block, growing linearly from 0.
-    quick_gelu, eps, patch_bias: as the weights that you load need them.
+    stem: ((channels, stride), ...) of 3x3 convolutions that replace the patch convolution. The
+        product of their strides must be patch_size. Small ViTs learn much faster with such a stem
+        (Xiao et al. 2021, arXiv 2106.14881).
+    drop_path: stochastic depth of the last block; the blocks before have less, linearly from 0.
+    quick_gelu, eps, patch_bias: to be set as the weights need them that you load.
+
+    Raises UserError for sizes that do not divide.
     """
 
     def __init__(self, image_size=224, patch_size=16, width=768, depth=12, heads=12,
@@ -272,7 +325,9 @@ class ViT(Tower):
         if positions not in ("learned", "sincos"):
             raise UserError(f"positions must be learned or sincos, not {positions!r}.")
         if stem and math.prod(stride for _, stride in stem) != patch_size:
-            raise UserError(f"The strides of stem {stem} must multiply to patch_size {patch_size}.")
+            raise UserError(f"The strides of the convolutional stem {stem} must multiply to "
+                            f"patch_size {patch_size}: choose a preset without a stem, such as "
+                            f"tiny-patch.")
         self.image_size, self.patch_size, self.width = image_size, patch_size, width
         self.grid = image_size // patch_size
         if stem:
@@ -284,7 +339,8 @@ class ViT(Tower):
             self.pos = nn.Parameter(torch.randn(1, cls + self.grid**2, width) * 0.02)
         else:
             pos = sincos_positions(self.grid, self.grid, width)
-            self.register_buffer("pos", F.pad(pos, (0, 0, int(cls), 0))[None])  # 0 for [CLS]
+            # a row of zeros before the others: [CLS] has no place in the image
+            self.register_buffer("pos", F.pad(pos, (0, 0, int(cls), 0))[None])
         self.norm_pre = nn.LayerNorm(width, eps=eps) if pre_norm else nn.Identity()
         self.blocks = Blocks(depth, width, heads, quick_gelu, eps, drop_path)
         self.norm = nn.LayerNorm(width, eps=eps)
@@ -293,11 +349,11 @@ class ViT(Tower):
         return self.layers(images, 1)[0]
 
     def layers(self, images, n):
-        """The outputs (B, N, width) of the last n blocks, normalised, the last one last."""
+        """Images -> the outputs (B, N, width) of the last n blocks, in order, each normalised."""
         return [self.norm(x) for x in self.blocks(self.embed(images), n=n)]
 
     def embed(self, images):
-        """(B, 3, H, W) -> what enters the first block, (B, N, width), [CLS] first if any."""
+        """(B, 3, H, W) -> the input of the first block, (B, N, width), with [CLS] first if any."""
         x = self.patch_embed(to_floats(images))              # (B, d, h, w)
         pos = resize_positions(self.pos, self.cls is not None, *x.shape[2:])
         x = x.flatten(2).transpose(1, 2)                     # (B, h*w, d)
@@ -306,7 +362,12 @@ class ViT(Tower):
         return self.norm_pre(x + pos)
 
     def cls_attention(self, images):
-        """How much [CLS] attends to each patch in the last block -> (B, heads, h, w)."""
+        """Images -> the attention weights from [CLS] to each patch in the last block.
+
+        The result is (B, heads, h, w). The weights of a head sum to less than 1, because [CLS]
+        also attends to itself. The fused attention of `Attention.forward` returns no weights, so
+        the last block's are computed here.
+        """
         *before, last = self.blocks
         x = self.embed(images)
         for block in before:
@@ -318,7 +379,10 @@ class ViT(Tower):
 
 
 def conv_stem(stem, width):
-    """((channels, stride), ...) -> convolutions from images to a map of `width` channels."""
+    """((channels, stride), ...) -> convolutions, images (B, 3, H, W) -> (B, width, H/p, W/p).
+
+    p is the product of the strides.
+    """
     layers, channels = [], 3
     for out, stride in stem:
         layers.append(Conv2dNormActivation(channels, out, 3, stride, norm_layer=BatchNorm))
@@ -327,7 +391,11 @@ def conv_stem(stem, width):
 
 
 def sincos_positions(height, width, d):
-    """(height * width, d): a quarter each for sin, cos of the column and sin, cos of the row."""
+    """Fixed positions (height * width, d), as the sinusoids of "Attention Is All You Need" in 2-D.
+
+    The four quarters of the d numbers are: sin of the column, cos of the column, sin of the row,
+    cos of the row; each at d / 4 frequencies.
+    """
     omega = 10000.0 ** (-torch.arange(d // 4) / (d // 4))
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     x, y = x.flatten()[:, None] * omega, y.flatten()[:, None] * omega
@@ -335,21 +403,26 @@ def sincos_positions(height, width, d):
 
 
 def resize_positions(pos, has_cls, height, width):
-    """A square grid (1, [1 +] g*g, d) -> bicubic to height x width; the [CLS] row stays."""
+    """Interpolate the positions of a square grid to a grid of height x width, bicubically.
+
+    (1, [1 +] g*g, d) -> (1, [1 +] height*width, d). The row of [CLS] stays as it is.
+    """
     cls, grid = pos[:, : int(has_cls)], pos[:, int(has_cls):]
     side = math.isqrt(grid.shape[1])
     if (side, side) == (height, width):
         return pos
     grid = grid.reshape(1, side, side, -1).permute(0, 3, 1, 2).float()
-    grid = F.interpolate(grid, (height, width), mode="bicubic", antialias=True)  # DeiT: without
+    # differs: DeiT does not use antialiasing
+    grid = F.interpolate(grid, (height, width), mode="bicubic", antialias=True)
     return torch.cat([cls, grid.flatten(2).transpose(1, 2).to(pos.dtype)], dim=1)
 
 
 class TextTransformer(Tower):
     """Text transformer that returns ALL tokens: ids (B, L), mask (B, L) -> (B, L, width).
 
-    `mask` is True on real tokens. A bidirectional tower hides the padding from the attention; a
-    causal one need not: padding stands behind every real token. Outputs there have no meaning.
+    `mask` is True on real tokens. A bidirectional tower hides the padding from the attention. A
+    causal tower needs no mask: padding comes last, so no real token attends to padding. Ignore the
+    outputs at padding.
     """
 
     def __init__(self, vocab_size=30522, context=77, width=512, depth=12, heads=8, causal=False,
@@ -357,7 +430,7 @@ class TextTransformer(Tower):
         super().__init__()
         self.vocab_size, self.context, self.width = vocab_size, context, width
         self.causal = causal
-        self.special = ()  # ids of tokens that stand for no word; build_encoders sets them
+        self.special = ()  # ids of tokens that are no words, such as [SEP]; see build_encoders
         self.embedding = nn.Embedding(vocab_size, width)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.pos = nn.Parameter(torch.randn(1, context, width) * 0.01)
@@ -373,34 +446,40 @@ class TextTransformer(Tower):
 class ResNet(resnet.ResNet):
     """torchvision's ResNet without its head: images (B, 3, H, W) -> tokens (B, h * w, width).
 
-    A token stands for 32 x 32 pixels. blocks: how many in each of the four stages.
+    h = H / 32 and w = W / 32. The last feature map gives one token for each of its positions, so
+    that methods see a ResNet as they see a ViT. blocks: the number of blocks of the four stages.
     """
 
     def __init__(self, image_size=224, blocks=(3, 4, 6, 3)):
         super().__init__(resnet.Bottleneck, list(blocks), norm_layer=BatchNorm)
         if image_size % 32:
-            raise UserError(f"image_size {image_size} is not a multiple of 32 (ResNet's stride).")
+            raise UserError(f"image_size {image_size} is not a multiple of 32, the stride of a "
+                            f"ResNet: give a multiple.")
         self.image_size, self.grid, self.cls = image_size, image_size // 32, None
         self.width = self.fc.in_features
         del self.avgpool, self.fc
 
     def forward(self, images):
-        images = to_floats(images).contiguous(memory_format=torch.channels_last)  # faster
+        # convolutions are faster with channels last
+        images = to_floats(images).contiguous(memory_format=torch.channels_last)
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         x = self.layer2(self.layer1(x))                      # (B, 512, H/8, W/8)
         x = self.layer4(self.layer3(x))                      # (B, 2048, H/32, W/32)
         return x.flatten(2).transpose(1, 2)
 
 
-CLIP_TOKENS = 49_408
-WORLD_STEM = ((32, 2), (64, 2), (128, 2), (128, 1))  # it sees 31 pixels, its first two layers 7
+CLIP_TOKENS = 49_408  # the size of CLIP's vocabulary
+# The receptive field is 31 pixels. The first two layers alone (tiny/4) have 7.
+WORLD_STEM = ((32, 2), (64, 2), (128, 2), (128, 1))
 CLIP_VIT = dict(cls=True, pre_norm=True, patch_bias=False, eps=1e-5)
 CLIP_TEXT = dict(vocab_size=CLIP_TOKENS, context=77, depth=12, causal=True)
-# clip-...: CLIP's towers (2103.00020, Table 20) as OpenCLIP has them, for --init-weights. OpenAI's
-# own weights need quick_gelu=1, as all models whose name in OpenCLIP ends in -quickgelu.
+# The presets clip-... are CLIP's towers (2103.00020, Table 20) with OpenCLIP's details, for
+# --init-weights. OpenAI's own weights need quick_gelu=1 too, and so does every model whose name in
+# OpenCLIP ends in -quickgelu.
 VIT_PRESETS = {
     "tiny": dict(image_size=48, patch_size=8, width=96, depth=2, heads=3, stem=WORLD_STEM),
-    "tiny-patch": dict(image_size=48, patch_size=8, width=96, depth=2, heads=3),  # no BatchNorm
+    # without the stem's BatchNorm, which needs the whole batch at once: for --accum-freq
+    "tiny-patch": dict(image_size=48, patch_size=8, width=96, depth=2, heads=3),
     "tiny/4": dict(image_size=48, patch_size=4, width=96, depth=2, heads=3, stem=WORLD_STEM[:2]),
     "ViT-S/16": dict(patch_size=16, width=384, depth=12, heads=6),  # DeiT (2012.12877), Table 1
     "ViT-B/32": dict(patch_size=32, width=768, depth=12, heads=12),  # ViT (2010.11929), Table 1
@@ -422,119 +501,144 @@ TEXT_PRESETS = {
 
 
 def encoder_settings(kind, spec, presets):
-    """(ViT, "ViT-B/16:drop_path=0.1", VIT_PRESETS) -> all arguments of the constructor."""
+    """(ViT, "ViT-B/16:drop_path=0.1", VIT_PRESETS) -> {argument of the constructor: value}.
+
+    The spec's settings override the preset, and the preset overrides the constructor's defaults.
+    Raises UserError for an unknown preset or setting.
+    """
     name, settings = parse_spec(spec)
     if name not in presets:
         known = ", ".join(presets)
         raise UserError(f"There is no {kind.__name__} preset {name!r}; there are {known}.")
     defaults = {k: p.default for k, p in inspect.signature(kind).parameters.items()}
+    # a spec can set numbers and words, not tuples
     scalars = {k: value for k, value in defaults.items() if k not in ("stem", "blocks")}
     return defaults | presets[name] | cast_settings(settings, scalars, kind.__name__)
 
 
 def image_encoder_settings(spec):
-    """A spec of --image-encoder -> (ViT or ResNet, all arguments of its constructor)."""
+    """The spec of --image-encoder -> (ViT or ResNet, {argument of the constructor: value})."""
     kind = ResNet if parse_spec(spec)[0] in RESNET_PRESETS else ViT
     return kind, encoder_settings(kind, spec, VIT_PRESETS | RESNET_PRESETS)
 
 
-# What train.py and eval.py ask of a method --------------------------------------------
+# What train.py and eval.py need from a method -----------------------------------------
 #
-# Method holds the functions of a method's module, ModelDefaults the members of its Model. Both
-# list everything that is asked, one line each, with the answer of a method that leaves it out.
+# Method lists the functions that a method's module may define, ModelDefaults the members that its
+# Model may define: one line each, with the default for a method that leaves it out. train.py and
+# eval.py use nothing else of a method. So a new method is a new file, and both work with it.
 
 
 class Method:
     """A method's module: Config, PRESETS, Model, and the functions below.
 
     `method.views(args)` calls the module's `views`, or the default below if the module has none.
-    `args` is the settings of a run: one object with the fields of train.py's and of the method's
-    Config. To add a method:
+    `args` are the settings of a run: one object with the fields of train.py's Config and of the
+    method's Config. To add a method:
 
-    1. Write NAME.py, which imports torch alone. Each field of its Config has a comment, the help
-       of its flag. Its PRESETS have one called tiny. Run alone, it prints a demonstration.
-    2. Import it in eval.py and add it to METHODS there.
+    1. Write NAME.py, which imports nothing but torch. Each field of its Config has a comment, which
+       becomes the help of its flag. One of its PRESETS is called tiny. Run alone, the file prints a
+       demonstration.
+    2. Import the file in eval.py and add it to METHODS there.
     3. Add a row to SMALL and to MODELS in tests/helpers.py: tests/test_contract.py checks the rest.
     4. Name settings that must be positive, or at most 1, in the sets above train.check_settings.
     """
 
     model_class = lambda self, args: self.Model  # the class of the model
-    check = lambda self, args: None      # raises ValueError for settings that do not fit
-    uses_text = lambda self, args: True  # whether there is a text tower
+    check = lambda self, args: None      # raises ValueError for settings that exclude each other
+    uses_text = lambda self, args: True  # whether the model has a text tower
     content = lambda self, args: "caption" if self.uses_text(args) else None  # see open_data
-    needs_cls = lambda self, args: ""    # the flag that needs the [CLS] token, if any
-    blocks_left_out = lambda self, args: 0  # how many of a tower's last blocks it replaces
-    vit_settings = lambda self, args: {}  # arguments of the ViT, in place of --image-encoder's
+    needs_cls = lambda self, args: ""    # the flag that needs a [CLS] token; "" if none does
+    blocks_left_out = lambda self, args: 0  # how many final blocks of a tower the method replaces
+    vit_settings = lambda self, args: {}  # arguments of ViT that override --image-encoder's
     views = lambda self, args: None      # arguments of View, a dict for each random view
-    augment = lambda self, args: None    # arguments of Augment, of labelled images
+    augment = lambda self, args: None    # arguments of Augment, for labelled images
     stages = lambda self, args: [(1, args.steps, args.lr)]  # (number, steps, peak lr)
-    box_refreshes = lambda self, args: ()  # steps before which Model.boxes is asked anew
+    box_refreshes = lambda self, args: ()  # steps before which train.py calls Model.boxes again
 
     def __init__(self, module):
         for name, value in vars(module).items():
-            setattr(self, name, value)  # hides the default of this class
+            setattr(self, name, value)  # an instance's attribute hides the default of the class
 
 
 class ModelDefaults:
-    """What a Model may leave out; an ability that it does not have is None.
+    """Defaults for what a Model may leave out. None means that the model lacks the ability.
 
-    build_model makes a class of the method's Model and of this one: what the Model lacks is found
-    here. A Model must have
+    build_model makes a class that inherits from the method's Model first and from this class
+    second, so that Python finds here what the Model lacks. A Model must define
 
-    __init__(config, image_encoder, text_encoder, image_width, text_width),
-    image_encoder and, if it learns from captions, text_encoder: those that it was given,
-    forward(batch, gather) -> {"loss": scalar, other scalars to log},
-    encode_image(images) -> (B, E), normalised.
+        __init__(config, image_encoder, text_encoder, image_width, text_width)
+        image_encoder, and text_encoder if it learns from captions: the encoders that it was given
+        forward(batch, gather) -> {"loss": scalar, other scalars to log}
+        encode_image(images) -> (B, E), normalised
+
+    Shapes below: B images or captions, E numbers in an encoding, P patches, L text tokens or slots,
+    N image tokens, V numbers in a slot, |V| words, h x w patches, C classes.
     """
 
-    late_interaction = False  # `similarity` compares encode_patches and encode_tokens
+    late_interaction = False  # whether `similarity` compares encode_patches and encode_tokens
     slots = 0                 # number of slots of image_slots, text_slots and attend
-    mask_parts = 0            # equal parts of an encoding for which masks are trained
+    mask_parts = 0            # number of equal parts of an encoding for which masks are trained
     encode_text = None        # (tokens, mask) -> (B, E), normalised
     encode_patches = None     # (images) -> (B, P, E), normalised
-    encode_tokens = None      # (tokens, mask) -> (B, L, E), zeros where no word is
-    similarity = None         # (patches, tokens) -> (n, m)
+    encode_tokens = None      # (tokens, mask) -> (B, L, E), zeros at padding
+    similarity = None         # (patches, tokens) of n images and m captions -> (n, m)
     align_words = None        # (images, tokens, mask) -> (B, L, P), weights of patches
     image_slots = None        # (images) -> (B, L, V)
     text_slots = None         # (tokens, mask) -> (B, L, V)
     attend = None             # (images, tokens, mask) -> attention over both, slots of both
-    encode_words = None       # (tokens, mask) -> (B, |V|), the caption's words alone
-    word_maps = None          # (images, ids) -> (B, N, n), words' scores at image tokens
+    encode_words = None       # (tokens, mask) -> (B, |V|), from a caption's words, without a tower
+    word_maps = None          # (images, ids) -> (B, N, n), scores of n words at image tokens
     head_maps = None          # (images) -> (B, heads, h, w), what [CLS] attends to
-    class_scores = None       # (images) -> (B, C), of a classifier
-    boxes = None              # (images) -> (B, 4), where crops lie, as fractions of the sides
+    class_scores = None       # (images) -> (B, C), a classifier's scores
+    boxes = None              # (images) -> (B, 4), boxes of crops, as fractions of the sides
 
-    # Parameters (E, d) that start as CLIP's "visual.proj" and "text_projection", and its
-    # "logit_scale": those of the three that it has.
+    # {CLIP's name: our parameter} for CLIP's "visual.proj", "text_projection" and "logit_scale", as
+    # far as the model has them. Projections are (E, d).
     clip_parameters = lambda self: {}
-    # The image encoder that encode_image uses, a teacher's, if there is one:
+
+    # the image encoder that encode_image uses: the teacher's, if the model has a teacher
     evaluation_encoder = lambda self: self.image_encoder
-    # What a linear probe gets; the loss of equal similarities, by default log B of a contrastive
-    # loss over the global batch of B (--dry-run prints it):
+
+    # the input of a linear probe
     probe_features = lambda self, images: self.encode_image(images)
+
+    # the loss if all similarities are equal: log B for a contrastive loss over a global batch of B.
+    # A training whose loss stays there has learned nothing (--dry-run prints this number).
     chance_loss = lambda self, batch_size, mask, patches: math.log(batch_size)
-    # A stage begins, or is continued if not fresh; before and after an update of a stage:
+
+    # called when a stage begins (fresh) or a resumed run continues it
     begin_stage = lambda self, number, fresh: None
+
+    # called before and after each update; `step` counts within the stage
     before_update = lambda self, step: None
     after_update = lambda self, step, steps: None
-    # When a step is logged, on one rank, in evaluation mode: scalars to log; a warning or None:
+
+    # called when a step is logged, on one rank, in evaluation mode: scalars to log
     diagnose = lambda self, batch: {}
+
+    # a logged record -> a warning to print, or None
     warn = lambda self, record: None
 
 
 def asked_words(spec):
-    """The vocab_size that a spec of --text-encoder or its preset asks for, 0 without one."""
+    """The vocab_size that the spec of --text-encoder or its preset sets; 0 if neither does."""
     words = encoder_settings(TextTransformer, spec, TEXT_PRESETS)["vocab_size"]
     name, settings = parse_spec(spec)
     return words if "vocab_size" in TEXT_PRESETS[name] | settings else 0
 
 
 def build_encoders(method, args, tokenizer):
-    """Fresh image and text encoder of a run's settings; None for the latter without text."""
+    """A run's settings -> new (image encoder, text encoder); the second is None without text.
+
+    tokenizer: its length is the size of the text encoder's vocabulary, unless --text-encoder names
+    a larger one. Raises UserError where the method needs a [CLS] token that the encoder lacks.
+    """
     kind, image = image_encoder_settings(args.image_encoder)
     image["image_size"] = args.image_size or image["image_size"]
     left_out = 0
-    if kind is ViT:  # a ResNet has no block to replace, and the text tower beside it keeps its own
+    # A ResNet has no transformer block to replace. Its text tower keeps all blocks too.
+    if kind is ViT:
         image |= method.vit_settings(args)
         left_out = method.blocks_left_out(args)
         image["depth"] -= left_out
@@ -543,7 +647,7 @@ def build_encoders(method, args, tokenizer):
     flag = method.needs_cls(args)
     if flag and image_encoder.cls is None:
         remedy = "choose a ViT" if kind is ResNet else "add cls=1 to --image-encoder"
-        raise UserError(f"{flag} of {args.method} takes the [CLS] token: {remedy}.")
+        raise UserError(f"{args.method} with {flag} needs a [CLS] token: {remedy}.")
     if not method.uses_text(args):
         return image_encoder, None
     text = encoder_settings(TextTransformer, args.text_encoder, TEXT_PRESETS)
@@ -551,15 +655,19 @@ def build_encoders(method, args, tokenizer):
     text["depth"] -= left_out
     text_encoder = TextTransformer(**text)
     text_encoder.left_out = left_out
+    # ids that no token has, where the text encoder's vocabulary is larger than the tokenizer's
     unused = range(len(tokenizer), text["vocab_size"])
     text_encoder.special = [*getattr(tokenizer, "special", ()), *unused]
     return image_encoder, text_encoder
 
 
 def build_model(method, args, image_encoder, text_encoder):
-    """The method's model on its encoders."""
+    """The method's Model with these encoders and with ModelDefaults' members.
+
+    A ValueError of its constructor (settings that exclude each other) becomes a UserError.
+    """
     class Model(method.model_class(args), ModelDefaults):
-        """The method's own class comes first; ModelDefaults answers what that class leaves out."""
+        """The method's class comes first; ModelDefaults has what that class leaves out."""
 
     text_width = text_encoder.width if text_encoder else None
     with explained(ValueError, args.method):
@@ -567,8 +675,12 @@ def build_model(method, args, image_encoder, text_encoder):
 
 
 def copy_tower(tower, source, run):
-    """Load the weights of a run's image encoder, positions interpolated to this one's images. The
-    last norm stays as it begins where the source has none (CLIP+GAP's is in the read-out)."""
+    """Load the weights of a run's image encoder `source` into `tower`. Raises UserError if they do
+    not fit.
+
+    Positions are interpolated to the image size of `tower`. If the source has no final LayerNorm
+    (CLIP+GAP has it in the read-out), the LayerNorm of `tower` keeps its initial weights.
+    """
     norm = {key: x for key, x in tower.state_dict().items() if key.startswith("norm.")}
     with explained(UserError, run):
         load_tower(tower, norm | source.state_dict(), (), "leave out --image-encoder")

@@ -83,7 +83,7 @@ ERRORS = [
 
     # Towers
     ("sparc --image-encoder ViT-Z/9", "no ViT preset 'ViT-Z/9'; there are tiny, tiny-patch,"),
-    ("sparc --image-encoder tiny:stem=none", "ViT has no setting 'stem'; it has "),
+    ("sparc --image-encoder tiny:stem=none", "ViT has no setting 'stem'; its settings: "),
     ("sparc --data shapes:size=50", "image_size 50 is not a multiple of patch_size 8: give 48"),
     ("sparc --image-encoder tiny:depth=4.5", "depth='4.5' is not of type int"),
     ("sparc --text-encoder tiny:vocab_size=500",
@@ -107,7 +107,7 @@ ERRORS = [
     ("sparc --data *.tar", r"\*.tar; several are named with braces, DIR/\{00000..00012\}.tar"),
     ("sparc --data 000.tar::gone.tar", "gone.tar"),
     ("sparc --data 000.tar::table.csv", "Cannot read 000.tar::table.csv: No such file"),
-    ("sparc --data table.csv:colour=x", "no setting 'colour'; it has caption, image"),
+    ("sparc --data table.csv:colour=x", "no setting 'colour'; its settings: caption, image"),
     ("sparc --data bare", r"bare has no class folders: .* DIR/\{00000"),
     ("bam --data bare", "bare has no image that can be used .left out: 1 x file without an image's ending"),
     (lambda: open_directory("gone", "label", None), "^Cannot read gone: No such file"),
@@ -148,7 +148,7 @@ ERRORS = [
     *((f"sparc --data shapes:{name}={value}", f"shapes.*{name}.*{value}")
       for name, value in {"size": "big", "objects": "8", "noise": "nan", "heldout": "33",
                           "small": "0.3", "large": "0.1"}.items()),
-    ("sparc --data shapes:colour=3", "shapes has no setting 'colour'; it has background"),
+    ("sparc --data shapes:colour=3", "shapes has no setting 'colour'; its settings: background"),
 
     # A whole CLIP
     ("clip", "^--init-weights clip.pt: it is OpenAI's, whose GELU .*: add :quick_gelu=1",
