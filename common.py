@@ -688,17 +688,24 @@ def copy_tower(tower, source, run):
 
 # Tokenizer ----------------------------------------------------------------------------
 #
-# Both kinds give exactly the ids of the originals: weights of others are useless with other ids.
+# WordPiece is BERT's tokenizer. STAIR needs it, because its tokens are words that people can read.
+# BPE is CLIP's tokenizer, for CLIP's weights. Both return exactly the ids of the originals, because
+# an embedding that was trained with other ids is useless.
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-MAX_WORD = 100  # characters; a longer word is [UNK]
+MAX_WORD = 100  # characters; a longer word becomes [UNK], as in BERT
+# the code points of Chinese characters, as Hugging Face's BERT has them
 CJK = [(0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B81F),
-       (0x2B920, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F)]  # as Hugging Face has them
+       (0x2B920, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F)]
 
 
 def clean_text(text):
-    """BERT's uncased normalisation: lower case, no accents or control characters, CJK apart."""
-    if text.isascii() and text.isprintable():  # nothing else to do, as with most captions
+    """BERT's uncased normalisation.
+
+    Letters become lower case and lose their accents. Control characters are removed. Spaces are put
+    around each Chinese character, which makes it a word.
+    """
+    if text.isascii() and text.isprintable():  # most captions need only this fast line
         return text.lower()
     out = []
     for char in text:
@@ -708,18 +715,19 @@ def clean_text(text):
         elif any(first <= ord(char) <= last for first, last in CJK):
             out.append(f" {char} ")
         elif char != "\ufffd" and category not in ("Cc", "Cf", "Co", "Cs"):
-            out.append(char)  # unassigned ones (Cn) stay too and end in [UNK]
+            out.append(char)  # an unassigned code point (Cn) stays too, and becomes [UNK]
+    # NFD splits a letter with an accent into the letter and a mark (Mn)
     text = unicodedata.normalize("NFD", "".join(out))
     return "".join(char.lower() for char in text if unicodedata.category(char) != "Mn")
 
 
 def is_punctuation(char):
-    """Unicode's punctuation, and all ASCII symbols (BERT)."""
+    """Whether BERT counts a character as punctuation: Unicode's punctuation and ASCII symbols."""
     return char in string.punctuation or unicodedata.category(char).startswith("P")
 
 
 def split_words(text):
-    """A text, cleaned -> its words; every punctuation character is a word of its own."""
+    """A text -> its words, cleaned. Every punctuation character is a word of its own."""
     words = []
     for chunk in clean_text(text).split():
         for punctuation, group in itertools.groupby(chunk, is_punctuation):
@@ -728,28 +736,43 @@ def split_words(text):
 
 
 class Tokenizer:
-    """What both kinds share. A kind has split(text) -> words, pieces(word) -> ids; `vocab`, a list
-    of tokens, `ids`, {token: id}, the ids `pad`, `unk`, `cls` and `sep`, `special`, all ids that
-    stand for no word, and the `lines` of its file."""
+    """What both tokenizers share. A subclass defines
+
+    split(text)           -> words
+    pieces(word)          -> ids of the tokens of a word
+    vocab, ids            list of tokens, {token: id}
+    pad, unk, cls, sep    ids
+    special               all ids that are no words
+    lines                 the lines of its file, for `save` and `hash`
+    """
 
     def __len__(self):
         return len(self.vocab)
 
     def encode(self, text, max_length=None):
-        """Text -> ids [CLS] ... [SEP]; more than `max_length`, at least 2, are cut before [SEP]."""
+        """Text -> list of ids, [CLS] ... [SEP], truncated to `max_length` ids (2 or more).
+
+        A truncated text keeps its [SEP], because causal towers are pooled at that token.
+        """
         ids = [piece for word in self.split(text) for piece in self.pieces(word)]
         if max_length is not None:
             ids = ids[: max_length - 2]
         return [self.cls, *ids, self.sep]
 
     def batch(self, texts, max_length):
-        """B texts -> ids and mask (B, L), True on tokens; L is the longest of THESE texts."""
+        """B texts -> ids (B, L) and mask (B, L), which is True on tokens and False on padding.
+
+        L is the length of the longest of THESE texts, at most max_length. Captions are much shorter
+        than the context, and a text tower's time grows with L.
+        """
         rows = [torch.tensor(self.encode(text, max_length)) for text in texts]
         tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.pad)
         lengths = torch.tensor([len(row) for row in rows])
         return tokens, torch.arange(tokens.shape[1]) < lengths[:, None]
 
     def hash(self):
+        """A number that identifies the vocabulary. A checkpoint keeps it: a resumed run with other
+        words would train wrong embeddings."""
         return zlib.crc32("\n".join(self.lines).encode())
 
     def save(self, path):
@@ -758,27 +781,32 @@ class Tokenizer:
 
 
 def open_tokenizer(path):
-    """A BERT vocab.txt -> WordPiece; CLIP's bpe_simple_vocab_16e6.txt.gz, or its text -> BPE."""
+    """A BERT vocab.txt -> WordPiece. CLIP's bpe_simple_vocab_16e6.txt, .gz or not -> BPE."""
     lines = read_vocabulary(path)
     with explained(UserError, path):
         return BPE(lines) if "#version" in lines[0] else WordPiece(lines)
 
 
 def read_vocabulary(path):
-    """The lines of a text file, which may be compressed."""
+    """The lines of a text file or of a .gz file. Raises UserError if it cannot be read."""
     opener = gzip.open if str(path).endswith(".gz") else open
     kinds = OSError, EOFError, UnicodeDecodeError, zlib.error
-    remedy = "; give a BERT vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz"
+    remedy = ". Give a BERT vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz"
     with explained(kinds, f"Cannot read the vocabulary {path}", remedy):
         with opener(path, "rt", encoding="utf-8-sig") as file:
             return file.read().rstrip("\n").split("\n")
 
 
 class WordPiece(Tokenizer):
-    """BERT's uncased tokenizer: greedy longest match against a vocabulary, `##` inside a word.
+    """BERT's uncased tokenizer. A word becomes the longest token of the vocabulary that begins it,
+    then the longest token that continues it, and so on. Tokens that continue a word begin with ##:
 
-    vocab: path of a `vocab.txt`, a token a line, or a list of tokens; UserError if it is
-    unreadable. Special tokens spelled out in a text are plain text.
+        "sunflowers" becomes sun, ##flower, ##s if the vocabulary has these and no longer tokens
+
+    A word without such pieces becomes [UNK]. "[SEP]" in a text is plain text, no special token.
+
+    vocab: the path of a `vocab.txt`, one token per line, or a list of tokens. Raises UserError if
+    the file cannot be read or lacks a special token.
     """
 
     split = staticmethod(split_words)
@@ -790,12 +818,12 @@ class WordPiece(Tokenizer):
         missing = [token for token in SPECIAL_TOKENS if token not in self.ids]
         if missing:
             raise UserError(f"The vocabulary of {len(vocab)} tokens lacks {' '.join(missing)}: "
-                            f"give a BERT vocab.txt, one token a line.")
+                            f"give a BERT vocab.txt, one token per line.")
         self.pad, self.unk, self.cls, self.sep = (self.ids[token] for token in SPECIAL_TOKENS)
         self.special = [i for i, token in enumerate(vocab) if re.fullmatch(r"\[\w+\]", token)]
 
     def pieces(self, word):
-        """A word -> ids of its pieces."""
+        """A word -> list of the ids of its pieces."""
         if len(word) > MAX_WORD:
             return [self.unk]
         pieces, start = [], 0
@@ -805,7 +833,7 @@ class WordPiece(Tokenizer):
                 piece = mark + word[start:end]
                 if piece in self.ids:
                     break
-            else:
+            else:  # no token continues the word here
                 return [self.unk]
             pieces.append(self.ids[piece])
             start = end
@@ -814,42 +842,54 @@ class WordPiece(Tokenizer):
 
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
-# {byte: the sign that stands for it in CLIP's file}, in the order of their ids, 0 to 255
+# {byte: the character that represents the byte in CLIP's file}, in the order of the ids 0 to 255.
+# The file is text, so that bytes without a printable character (a space, a part of an accented
+# letter) are represented by the characters from 256 on.
 BYTE_SIGNS = dict(zip(PRINTABLE + OTHERS, map(chr, [*PRINTABLE, *range(256, 324)])))
 
 
 class BPE(Tokenizer):
-    """CLIP's byte-pair encoding: in the bytes of a word, neighbours are merged in the file's order.
+    """CLIP's byte-pair encoding. A word starts as its bytes, and neighbours are merged in the order
+    of the file's lines.
 
-    lines: a comment, then pairs of pieces, one pair a line. A sign stands for each byte, and </w>
-    for the end of a word: the word "cat" begins as c, a, t</w>. Each line of the file is one merge:
+    lines: a comment, then one merge per line. A byte is represented by a character ("sign"), and
+    </w> marks the end of a word. The word "cat" starts as c, a, t</w>:
 
         a t</w>      "cat" becomes c, at</w>      a new piece, with the next free id
         c at</w>     "cat" becomes cat</w>
 
-    The ids are OpenCLIP's, except for texts that its `ftfy` repairs more than `split` does, or that
-    spell out special tokens (plain text here). A piece that is not the end of its word stands in
-    `vocab` with "##" behind it ("c##"). No token is unknown.
+    The ids are OpenCLIP's with two exceptions: OpenCLIP repairs some texts with `ftfy` more than
+    `split` does, and treats special tokens in a text as such (they are plain text here). `vocab`
+    shows a piece that does not end its word with "##" behind it ("c##"). No token is unknown,
+    because every byte is a piece. Raises UserError for lines that are no merges.
     """
 
     def __init__(self, lines):
+        # CLIP uses the first merges of a longer file: its vocabulary without the bytes (twice) and
+        # the two special tokens; 1 for the comment
         self.lines = lines[: CLIP_TOKENS - 2 * 256 - 2 + 1]
+
         # ids 0 to 255: a byte inside a word; 256 to 511: the same byte at the end of a word
         signs = list(BYTE_SIGNS.values())
         signs += [sign + "</w>" for sign in signs]
         ids = {sign: i for i, sign in enumerate(signs)}
         spelled = [bytes([byte]) for byte in BYTE_SIGNS] * 2  # the bytes of each id
+
+        # the ids of the merges follow, in the order of the lines
         self.byte_ids, self.merges = {byte: i for i, byte in enumerate(BYTE_SIGNS)}, {}
-        remedy = "; give CLIP's bpe_simple_vocab_16e6.txt.gz"
-        with explained((ValueError, KeyError), "A line is no pair of known pieces", remedy):
+        remedy = ". Give CLIP's bpe_simple_vocab_16e6.txt.gz"
+        with explained((ValueError, KeyError), "A line is not a pair of known pieces", remedy):
             for line in self.lines[1:]:
                 a, b = line.split()
                 pair, merged = (ids[a], ids[b]), len(spelled)
                 self.merges[pair] = ids[a + b] = merged
                 spelled.append(spelled[pair[0]] + spelled[pair[1]])
         if not any("</w>" in line for line in self.lines):
-            raise UserError("No line of the vocabulary has </w>, the end of a word, as with GPT-2's"
-                            " merges.txt: give CLIP's bpe_simple_vocab_16e6.txt.gz.")
+            raise UserError("The vocabulary has no </w>, which marks the end of a word; GPT-2's "
+                            "merges.txt has none either. Give CLIP's "
+                            "bpe_simple_vocab_16e6.txt.gz.")
+
+        # what pictures and tables show: the text of each id
         self.vocab = [piece.decode(errors="backslashreplace") for piece in spelled]
         for piece, i in ids.items():
             self.vocab[i] += "" if piece.endswith("</w>") else "##"
@@ -860,31 +900,44 @@ class BPE(Tokenizer):
 
     @staticmethod
     def split(text):
-        """Words: letters, a digit, other characters; 's, 't, 're, 've, 'm, 'll, 'd apart."""
+        """A text -> its words: runs of letters, single digits, runs of other characters.
+
+        The endings 's, 't, 're, 've, 'm, 'll and 'd are words of their own, as in CLIP.
+        """
+        # web captions have HTML's escapes, at times twice (&amp;quot;), and curly quotes
         text = html.unescape(html.unescape(text)).replace("\ufeff", "")
         text = " ".join(unicodedata.normalize("NFC", text).split()).lower()
         text = re.sub("[\u201c-\u201f]", '"', re.sub("[\u02bc\u2018-\u201b]", "'", text))
-        kinds = {"L": "a", "N": "0"}  # in place of letters and numbers that are not ASCII
+
+        # Python's `re` has no \p{L} and \p{N}. So each character that is not ASCII is replaced by
+        # one of its category before the words are found; the words are cut from the text itself.
+        kinds = {"L": "a", "N": "0"}
         signs = [c if c.isascii() else kinds.get(unicodedata.category(c)[0], "-") for c in text]
         words = re.finditer("'(?:s|t|re|ve|m|ll|d)|[a-z]+|[0-9]|[^ a-z0-9]+", "".join(signs))
         return [text[word.start() : word.end()] for word in words]
 
-    @functools.lru_cache(2**16)  # of words, which repeat: at most 14 MB
+    @functools.lru_cache(2**16)  # words repeat in captions; the cache has at most 14 MB
     def pieces(self, word):
-        """A word -> ids of its pieces."""
+        """A word -> tuple of the ids of its pieces.
+
+        Among the pairs of neighbours the one whose line comes first is merged, until no pair has a
+        line.
+        """
         *ids, last = [self.byte_ids[byte] for byte in word.encode("utf-8", "replace")]
-        ids.append(last + 256)                               # the same sign with </w>
+        ids.append(last + 256)                               # the same byte with </w>
         while pairs := [pair for pair in itertools.pairwise(ids) if pair in self.merges]:
             best = min(pairs, key=self.merges.get)
             ids = merge_pair(ids, best, self.merges[best])
-        return tuple(ids)  # nobody may change what is kept
+        return tuple(ids)  # a list in the cache could be changed by a caller
 
 
 def train_wordpiece(captions, size):
-    """A vocabulary of at most `size` tokens: all characters, then merged pairs of pieces.
+    """Captions -> a vocabulary of at most `size` tokens: all characters, then merged pairs.
 
-    Again and again the most frequent adjacent pair is merged, of equally frequent ones the
-    alphabetically first, until every word is one token.
+    Each step merges the most frequent pair of adjacent pieces into a new token. Among equally
+    frequent pairs the alphabetically first is merged, so that the order of the captions does not
+    matter. The last step is reached when every word is one token or the vocabulary is full. Raises
+    UserError if `size` is less than the number of characters.
     """
     counts = Counter(word for caption in captions for word in split_words(caption))
     words = {word: [word[0], *("##" + char for char in word[1:])]
@@ -892,7 +945,10 @@ def train_wordpiece(captions, size):
     vocab = SPECIAL_TOKENS + sorted({piece for pieces in words.values() for piece in pieces})
     if len(vocab) > size:
         raise UserError(f"A vocabulary of {size} is too small: these captions have {len(vocab)} "
-                        f"characters and special tokens; give --vocab-size {len(vocab)} or more.")
+                        f"characters and special tokens. Give --vocab-size {len(vocab)} or more.")
+
+    # Counting all pairs again after each merge would be slow. So a merge recounts only the words
+    # that contain the pair, and a heap keeps the most frequent pair on top.
     pair_counts, words_with, changed, heap = Counter(), defaultdict(set), set(), []
 
     def add_pairs(word, n):
@@ -908,7 +964,9 @@ def train_wordpiece(captions, size):
             pair = changed.pop()
             heapq.heappush(heap, (-pair_counts[pair], pair))
         count, best = heapq.heappop(heap)
-        if count == 0 or -count != pair_counts[best]:  # outdated: it was pushed anew, or is gone
+        # An entry is outdated if the pair's count has changed since: a newer entry has the right
+        # count, or the pair has disappeared.
+        if count == 0 or -count != pair_counts[best]:
             continue
         merged = best[0] + best[1].removeprefix("##")
         vocab.append(merged)
@@ -920,7 +978,7 @@ def train_wordpiece(captions, size):
 
 
 def merge_pair(pieces, pair, merged):
-    """The pieces of a word, each occurrence of the pair merged, from the left."""
+    """The pieces of a word -> the pieces with each occurrence of the pair merged, from the left."""
     result = []
     for piece in pieces:
         if result and (result[-1], piece) == pair:
@@ -932,8 +990,13 @@ def merge_pair(pieces, pair, merged):
 
 # Images and views ---------------------------------------------------------------------
 #
-# Workers decode and crop, image by image. Flips, colours and blur are cheaper by the batch: they
-# run on the model's device, with random numbers that the worker drew.
+# A DataLoader's workers decode and crop, image by image, because files have different sizes. The
+# crops of a view have one size. So colours and blur of views are changed batch by batch, which is
+# cheaper, on the model's device. The worker draws the random numbers of these changes, so that they
+# depend only on the seed and on the position in the data.
+#
+# Crops stay uint8 until they are on the model's device, as floats have four times as many bytes.
+# Augment, which changes the colours of single images, returns floats.
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff",
@@ -943,50 +1006,61 @@ BICUBIC = v2.InterpolationMode.BICUBIC
 
 
 def normalize(images):
-    """(..., 3, H, W) in [0, 1] -> zero mean, unit variance by CLIP's constants."""
-    channels = zip(images.unbind(-3), MEAN, STD)  # numbers: a GPU would wait for tensors of them
+    """(..., 3, H, W) in [0, 1] -> (x - mean) / std for each channel, with CLIP's constants."""
+    # Python numbers, because copying a tensor of constants makes the host wait for the GPU
+    channels = zip(images.unbind(-3), MEAN, STD)
     return torch.stack([(x - mean) / std for x, mean, std in channels], -3)
 
 
 def denormalize(images):
-    """The inverse of `normalize`."""
+    """The inverse of `normalize`: (..., 3, H, W) -> values in [0, 1]."""
     return images * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]
 
 
 def to_floats(images):
-    """uint8 images, as they come from files -> normalised; floats are so already, and stay."""
+    """uint8 images, as files have them -> normalised floats.
+
+    Floats are returned unchanged: the embedded world and eval_transform have normalised them.
+    """
     return normalize(to_unit(images)) if images.dtype == torch.uint8 else images
 
 
 def to_unit(images):
-    """uint8 images -> floats in [0, 1]; floats stay."""
+    """uint8 images -> floats in [0, 1]. Floats are returned unchanged."""
     return v2.functional.to_dtype(images, scale=True)
 
 
 def train_transform(size, min_scale=0.9):
-    """Random crop of `min_scale` to 1 of the area, random flip -> uint8 (3, size, size).
+    """A transform, PIL image -> uint8 (3, size, size): a random crop, then a random flip.
 
-    differs: SPARO's authors do not flip (open_clip/transform.py:105); SPARC resizes the whole image
-    (Sec. 4.1).
+    The crop has `min_scale` to 1 of the image's area.
+
+    differs: SPARO's authors do not flip (open_clip/transform.py:105). SPARC resizes the image
+    without a crop (Sec. 4.1).
     """
     crop = v2.RandomResizedCrop(size, (min_scale, 1.0), interpolation=BICUBIC)
-    # A tensor first: torch resizes it three times as fast as PIL (with AVX2; without, half as
-    # fast). Pixels differ from PIL's by rounding, .05 of 255 on average.
+    # The image becomes a tensor before the crop, because torch resizes a tensor three times as fast
+    # as PIL an image (on CPUs with AVX2; on others half as fast). Pixels differ from PIL's by
+    # rounding, .05 of 255 on average.
     return v2.Compose([v2.PILToTensor(), crop, v2.RandomHorizontalFlip()])
 
 
 def eval_transform(size, resize=None):
-    """Shorter side to `resize` or `size`, centre crop -> normalised (3, size, size).
+    """A transform, PIL image -> normalised (3, size, size): resize, then crop the centre.
 
-    PIL resizes: its pixels are those of OpenCLIP's and DINO's evaluation.
+    The shorter side is resized to `resize`, or to `size` if `resize` is None. PIL resizes, so that
+    pixels equal those of OpenCLIP's and DINO's evaluation.
     """
     resize = v2.Resize(resize or size, BICUBIC)
     return v2.Compose([cut_thin, resize, v2.CenterCrop(size), v2.PILToTensor(), to_floats])
 
 
 def cut_thin(image):
-    """A picture above eight times as long as wide -> its middle, four times as long: the centre
-    crop keeps less, and a row of 20,000 pixels, resized whole, would take 6 GB."""
+    """A picture more than eight times as long as wide -> its middle part, four times as long.
+
+    The crop that follows keeps a square. Without this cut, a row of 20,000 pixels would be resized
+    to full length and need 6 GB.
+    """
     short = min(image.size)
     if max(image.size) <= 8 * short:
         return image
@@ -994,19 +1068,21 @@ def cut_thin(image):
 
 
 class Augment(v2.Compose):
-    """Random changes of a labelled image, PIL's or (3, H, W) in [0, 1] -> normalised (3, size,
-    size), and of batches their mixtures, as in DeiT (2012.12877, Table 9), whose code is timm's.
+    """Augmentation of labelled images as in DeiT (2012.12877, Table 9), whose code is timm's.
 
-    differs: RandAugment's magnitude (9 of 10) has no noise; it applies every operation, timm half
-    of them, never inverts, has no SolarizeAdd, posterizes less, resamples bilinearly (timm:
-    bicubically) and fills with black. What is erased becomes grey, in timm noise.
+    Called with an image, PIL's or (3, H, W) in [0, 1], it returns a normalised (3, size, size).
+    `mix` mixes the images of a batch, and their labels.
+
+    differs: the magnitude of RandAugment (9 of 10) has no noise. Ours applies every operation that
+    is drawn (timm's half of them), never inverts, has no SolarizeAdd, posterizes less, resamples
+    bilinearly (timm's bicubically) and fills with black. Erased pixels become grey (timm's: noise).
     """
 
     def __init__(self, size, classes, min_scale, rand_augment, erasing, mixup, cutmix):
         steps = [train_transform(size, min_scale)]
         if rand_augment:
             bilinear = v2.InterpolationMode.BILINEAR
-            steps.append(v2.RandAugment(2, magnitude=27, interpolation=bilinear))  # of 30
+            steps.append(v2.RandAugment(2, magnitude=27, interpolation=bilinear))  # 27 of 30
         steps += [to_unit, normalize, v2.RandomErasing(erasing)]
         super().__init__(steps)
         self.classes = classes
@@ -1014,16 +1090,24 @@ class Augment(v2.Compose):
         self.mixtures = [kind(alpha=alpha, num_classes=classes) for kind, alpha in kinds if alpha]
 
     def mix(self, images, labels):
-        """(B, 3, S, S), (B,) -> mixed images and shares of classes (B, C), or both unchanged."""
+        """Images (B, 3, S, S) and labels (B,) -> mixed images and shares of classes (B, C).
+
+        Without MixUp and CutMix both are returned unchanged. Raises UserError for a label that is
+        not below C.
+        """
         if labels.max() >= self.classes:
-            raise UserError(f"--data holds class {labels.max()}, but there are {self.classes} "
-                            f"classes, the first of which is 0: give the names of all.")
+            raise UserError(f"--data has label {labels.max()}, but there are {self.classes} "
+                            f"classes, counted from 0: give the names of all classes.")
         return v2.RandomChoice(self.mixtures)(images, labels) if self.mixtures else (images, labels)
 
 
 def open_image(file, min_side=None):
-    """A path, bytes or a PIL image -> RGB image. min_side: large JPEGs come smaller, but no side
-    below it. PIL raises errors of any type for damaged files."""
+    """A path, bytes or a PIL image -> RGB PIL image.
+
+    min_side: a large JPEG may be decoded at a half, a quarter or an eighth of its size, which saves
+    time, as long as no side falls below min_side. PIL raises errors of any type for damaged files,
+    so callers catch Exception.
+    """
     if isinstance(file, Image.Image):
         return to_rgb(file)
     if isinstance(file, bytes):
@@ -1035,19 +1119,20 @@ def open_image(file, min_side=None):
 
 
 def to_rgb(image):
-    """A PIL image of any mode -> RGB, as a viewer shows it.
+    """A PIL image of any mode -> RGB, as a viewer shows the image.
 
-    differs: OpenCLIP, timm and torchvision ignore both EXIF's orientation, so that a phone's
-    portrait lies on its side, and transparency, below which pixels are often black. Transparent
-    pixels are white here, as in img2dataset's shards.
+    differs: OpenCLIP, timm and torchvision ignore EXIF's orientation, so that a phone's portrait
+    lies on its side. They also ignore transparency, and the colour below transparent pixels is
+    often black. Transparent pixels are white here, as in img2dataset's shards.
     """
     if image.getexif().get(ORIENTATION, 1) != 1:
         image = ImageOps.exif_transpose(image)
-    if image.mode.startswith(("I", "F")):  # PIL's convert would cut at 255
+    # Images of 16 bits, 32 bits or floats: PIL's convert would cut all values at 255.
+    if image.mode.startswith(("I", "F")):
         x = np.nan_to_num(np.asarray(image))
-        if image.mode == "F" and x.max() <= 2:  # about 1 for white
+        if image.mode == "F" and x.max() <= 2:  # floats in which 1 is white
             x = 255 * x
-        elif image.mode.startswith("I;16") or x.max() > 255:
+        elif image.mode.startswith("I;16") or x.max() > 255:  # 65,535 is white
             x = x / 256
         image = Image.fromarray(x.clip(0, 255).astype(np.uint8))
     if "A" in image.getbands() or "transparency" in image.info:
@@ -1059,37 +1144,40 @@ def to_rgb(image):
 
 @dataclasses.dataclass
 class View:
-    """A kind of random view of an image (BYOL, arXiv 2006.07733, App. B; DINO, 2104.14294).
+    """The settings of one random view of an image (BYOL, 2006.07733, App. B; DINO, 2104.14294).
 
-    All kinds are flipped (probability .5), jittered in colour (.8) and made grey (.2).
+    Every view is flipped with probability .5, jittered in colour with .8 and made grey with .2.
     """
 
-    size: int                # pixels of its side
-    scale: tuple             # smallest and largest fraction of the image's area
-    blur: float = 0.0        # probability
-    solarize: float = 0.0    # probability
-    alpha: float = 1.0       # the crop's centre in an image's box, if any: Beta(alpha, alpha)
+    size: int                # side of the crop in pixels, after resizing
+    scale: tuple             # smallest and largest area of the crop, as fractions of the image's
+    blur: float = 0.0        # probability of a Gaussian blur
+    solarize: float = 0.0    # probability of solarisation: values above .5 are inverted
+    alpha: float = 1.0       # if the image has a box, the crop's centre is from Beta(alpha, alpha)
 
 
 class Views:
-    """Several random views of each image; image_size: of the largest, blur is relative to it.
+    """Several random views of each image, for methods that compare views (BAM, DINO, SimCLR).
 
-    Workers make crops, image by image, and draw all random numbers; `distort` does the rest, by
-    the batch, on the model's device.
+    A worker crops, image by image, and draws all random numbers. `distort` changes the colours of
+    the whole batch, on the model's device.
+
+    views: list of View. image_size: the side of the largest view, to which the width of the blur is
+    relative.
     """
 
     def __init__(self, views, image_size):
         self.views, self.image_size = views, image_size
         self.betas = [torch.distributions.Beta(view.alpha, view.alpha) for view in views]
-        # enough pixels for every view's smallest crop
+        # open_image must leave enough pixels for the smallest crop of every view
         self.min_side = max(math.ceil(view.size / view.scale[0] ** 0.5) for view in views)
 
     def __call__(self, image, box=None):
-        """A PIL image, or (3, H, W) in [0, 1] -> a random crop (3, size, size) for each view,
-        of uint8 or such floats.
+        """A PIL image, or floats (3, H, W) in [0, 1] -> a list of random crops (3, size, size), one
+        for each view; uint8 for a PIL image, else floats.
 
-        box: (left, top, right, bottom), fractions of the sides, in which the crops' centres lie
-        (ContrastiveCrop, arXiv 2202.03278).
+        box: (left, top, right, bottom), as fractions of the sides. The centres of the crops lie in
+        this box (ContrastiveCrop, arXiv 2202.03278).
         """
         if not torch.is_tensor(image):
             image = v2.functional.pil_to_tensor(image)       # see train_transform
@@ -1107,22 +1195,27 @@ class Views:
         return crops
 
     def collate(self, samples):
-        """B lists of crops -> {"views": [(B, 3, size, size) for each view], "draws": random
-        numbers}, for `distort`."""
+        """B lists of crops -> {"views": [(B, 3, size, size) for each view], "draws": the random
+        numbers that `distort` needs}."""
         crops = [torch.stack(column) for column in zip(*samples)]
         drawn = [self.draw(len(crops[0]), view) for view in self.views]
-        changed, colours, sigma = zip(*drawn)                # a tensor of each for every view
-        # The changes of a view share one tensor of row numbers, split by their counts: each tensor
-        # costs time, and an open file, on the way from a worker.
-        draws = {"rows": [x.nonzero()[:, 1] for x in changed],
+        changed, colours, sigma = zip(*drawn)                # each has one tensor for every view
+
+        # The five changes of a view share one tensor of row numbers; `counts` says where to split
+        # it. Every tensor that a worker sends costs time and an open file.
+        draws = {"rows": [x.nonzero()[:, 1] for x in changed],  # (sum of counts,) for each view
                  "counts": [x.sum(1).tolist() for x in changed],
                  "colours": torch.stack(colours),            # (V, B, 11)
                  "sigma": torch.stack(sigma)}                # (V, B)
         return {"views": crops, "draws": draws}
 
     def draw(self, n, view):
-        """Draw a view's changes of n images: which images each of five changes applies to (5, n)
-        bool, the random colours (n, 11), and the width of the blur (n,) in pixels."""
+        """Draw the changes of a view of n images. Returns three tensors:
+
+        (5, n) bool, whether an image is flipped, jittered, made grey, blurred, solarized;
+        (n, 11), the changes of colour, as `jitter` needs them;
+        (n,), the standard deviation of the blur in pixels.
+        """
         flipped, jittered = torch.rand(n) < 0.5, torch.rand(n) < 0.8
         colours = draw_colours(n, 0.4, 0.4, 0.2, 0.1)
         grey, blurred = torch.rand(n) < 0.2, torch.rand(n) < view.blur
@@ -1135,8 +1228,9 @@ class Views:
 def distort(batch):
     """Apply the changes that Views.collate drew, on the device of the crops, and normalise.
 
-    A batch without "draws" stays as it is. Rows are numbers, not masks, and constants are Python's,
-    because a mask or a constant tensor would make the host wait for the GPU.
+    A batch without "draws" is returned unchanged. Rows are selected by their numbers, and constants
+    are Python numbers: indexing with a mask, or copying a constant tensor, makes the host wait for
+    the GPU.
     """
     if "draws" not in batch:
         return batch
@@ -1145,7 +1239,7 @@ def distort(batch):
     columns = draws["rows"], draws["counts"], draws["colours"], draws["sigma"]
     for x, rows, counts, colours, sigma in zip(batch["views"], *columns):
         flipped, jittered, grey, blurred, solarized = rows.split(counts)
-        x = to_unit(x).clamp(0, 1)                       # bicubic crops of floats overshoot
+        x = to_unit(x).clamp(0, 1)                       # bicubic resizing of floats overshoots
         x[flipped] = x[flipped].flip(3)
         x[jittered] = jitter(x[jittered], colours[jittered])
         x[grey] = luma(x[grey]).expand(-1, 3, -1, -1)
@@ -1156,9 +1250,10 @@ def distort(batch):
 
 
 def crop_start(low, high, length, side, fraction):
-    """Where a crop of `length` of a side's pixels starts, its centre between low and high.
+    """The first pixel of a crop of `length` pixels, whose centre lies between low and high.
 
-    fraction: 0 for the first such start in the image, 1 for the last.
+    side: the number of pixels of this side of the image, which the crop must not leave.
+    fraction: 0 gives the first possible start, 1 the last.
     """
     first = min(max(low - length / 2, 0), side - length)
     last = min(max(high - length / 2, 0), side - length)
@@ -1166,48 +1261,60 @@ def crop_start(low, high, length, side, fraction):
 
 
 def luma(x):
-    """(B, 3, H, W) -> (B, 1, H, W), the grey value (ITU-R BT.601)."""
+    """(B, 3, H, W) -> (B, 1, H, W), the grey values by the weights of ITU-R BT.601."""
     r, g, b = x.split(1, dim=1)
     return 0.299 * r + 0.587 * g + 0.114 * b
 
 
 def draw_colours(n, brightness, contrast, saturation, hue):
-    """Random changes of colour, for `jitter`: (n, 11), two factors and a 3 x 3 map of colours.
+    """Draw the changes of colour of n images, for `jitter` -> (n, 11).
 
-    Factors are from 1 - strength to 1 + strength; the hue turns by up to `hue` of a circle. The
-    four are one linear map around the mean grey value, in YIQ: their order does not matter.
-    (v2.ColorJitter turns the hue in HSV and cuts at 0 and 1 after each step.)
+    The 11 numbers are the factor of the brightness, the factor of the contrast, and a 3 x 3 matrix
+    that maps colours. Factors are uniform in [1 - strength, 1 + strength]; the hue turns by up to
+    `hue` of a circle.
+
+    In YIQ (Y is the grey value; I and Q span the colours) saturation scales I and Q, and hue turns
+    them. So all four changes together are one linear map around the mean grey value, and their
+    order does not matter. v2.ColorJitter turns the hue in HSV and cuts at 0 and 1 after each step.
     """
     b, c, s = (torch.empty(n, 1, 1).uniform_(1 - strength, 1 + strength)
                for strength in (brightness, contrast, saturation))
     angle = torch.empty(n).uniform_(-2 * math.pi * hue, 2 * math.pi * hue)
+
+    # RGB -> YIQ, scale and turn I and Q, YIQ -> RGB
     yiq = torch.tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213],
                         [0.2115, -0.5227, 0.3112]])
     turn = torch.zeros(n, 3, 3)
     turn[:, 0, 0] = 1
     turn[:, 1, 1] = turn[:, 2, 2] = angle.cos()
     turn[:, 2, 1], turn[:, 1, 2] = angle.sin(), -angle.sin()
-    turn[:, 1:] *= s                                     # saturation scales I and Q
+    turn[:, 1:] *= s                                     # the saturation
     colours = torch.linalg.inv(yiq) @ turn @ yiq * b     # (n, 3, 3)
     return torch.cat([x.flatten(1) for x in (b, c, c * colours)], 1)
 
 
 def jitter(x, colours):
-    """Change the colours of each image of (B, 3, H, W) in [0, 1]; colours: of draw_colours.
+    """Change the colours of images (B, 3, H, W) in [0, 1]; colours: (B, 11) from draw_colours.
 
-    differs: hues turn in YIQ; in torchvision's jitter, which BAM and DINO use, in HSV.
+    differs: hues turn in YIQ. Torchvision's jitter, which BAM and DINO use, turns them in HSV.
     """
     b, c, colours = colours[:, :, None].split([1, 1, 9], 1)       # (B, 1, 1), (B, 9, 1)
     grey = b * luma(x).mean((2, 3), keepdim=True)[:, 0]           # (B, 1, 1)
+    # contrast: c * x + (1 - c) * grey; c is a factor of the matrix already
     x = torch.baddbmm((1 - c) * grey, colours.view(-1, 3, 3), x.flatten(2)).view_as(x)
     return x.clamp(0, 1)
 
 
 def blur(x, sigma):
-    """Gaussian blur of (B, 3, s, s) as two matrix products; sigma (B,) in pixels."""
+    """Gaussian blur of (B, 3, s, s); sigma: (B,), the standard deviations in pixels.
+
+    A Gaussian is separable: one matrix product blurs the columns, one the rows. So each image can
+    have its own sigma, which one convolution for the batch could not do.
+    """
     i, sigma = torch.arange(x.shape[-1], device=x.device), sigma.view(-1, 1, 1, 1)
     kernel = (-(i[:, None] - i).square() / (2 * sigma.square())).exp()  # (B, 1, s, s)
-    kernel = kernel / kernel.sum(-1, keepdim=True)  # at the edges: of what is inside
+    # weights sum to 1 at the edges too, over the pixels that are inside the image
+    kernel = kernel / kernel.sum(-1, keepdim=True)
     return kernel @ x @ kernel.transpose(2, 3)
 
 

@@ -51,7 +51,7 @@ def test_labels_of_mixtures_are_the_shares_of_their_images(name):
         assert len(numbers) <= 4 if name == "cutmix" else 0 <= numbers.min()
     assert len(shares) > 1
     assert changes().mix(images, labels)[1] is labels
-    with pytest.raises(UserError, match="holds class 3, but there are 3 classes"):
+    with pytest.raises(UserError, match="has label 3, but there are 3 classes"):
         changes(classes=3).mix(images, labels)
 
 
