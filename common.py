@@ -1320,38 +1320,43 @@ def blur(x, sigma):
 
 # Data files ---------------------------------------------------------------------------
 #
-# What --data names is a source: CaptionTable, TarShards or World. All three have
-#   content                             what comes with an image: "caption", "label" or None
-#   classes                             names of the labels, if it knows them
-#   sample_captions(limit)              captions for a vocabulary
-#   fingerprint                         with another one positions mean other samples, so a
-#                                       checkpoint keeps it
-# The first two have
-#   samples(seed, part, parts, start)   endless (sample, position behind it) of one of `parts`
-#                                       disjoint parts; a sample is (file or its bytes, caption or
-#                                       label, name) or Skipped; a table's has the image's number
-#                                       behind them
-#   start                               the first position
-#   len(source), unit                   what is dealt to the parts: so many "images" or "shards"
-#   skipped, max_bad                    rows left out when it was opened; unusable samples in a
-#                                       row that end a run
+# --data names a source: a CaptionTable, TarShards or a World. Every source has
+#   content                  what comes with an image: "caption", "label" or None
+#   classes                  the names of the labels, or None if the source does not know them
+#   sample_captions(limit)   captions for the training of a vocabulary
+#   fingerprint              identifies the data; a checkpoint keeps it, because the positions of
+#                            a resumed run are wrong for other data
+#
+# CaptionTable and TarShards also have
+#   samples(seed, part, parts, start)
+#                            yields (sample, position after it) without end, for one of `parts`
+#                            disjoint parts of the data, one part for each worker of each rank. A
+#                            sample is Skipped or (path or bytes, caption or label, name); a table's
+#                            sample has a fourth item, the number of the image.
+#   start                    the first position
+#   len(source), unit        how many "images" or "shards" are dealt to the parts
+#   skipped                  {reason: [count, last example]} of the rows left out at the start
+#   max_bad                  a run ends after so many unusable samples in a row
+#
+# Web data always have broken files. A broken sample is skipped, counted by its reason and reported,
+# so that it ends no run and still does not go unseen.
 
 
 @dataclasses.dataclass
 class Skipped:
-    """A sample or a shard that was left out, and why."""
+    """A sample or a shard that was left out."""
 
-    reason: str
-    where: str
+    reason: str  # why; samples are counted by this text
+    where: str   # the file, line or key
 
     def count(self, counts):
-        """Enter it into {reason: [count, last example]}."""
+        """Add this one to `counts`, {reason: [count, last example]}."""
         n, _ = counts.get(self.reason, [0, ""])
         counts[self.reason] = [n + 1, self.where]
 
 
 def total_skipped(parts):
-    """Several of Skipped.count's {reason: [count, last example]} -> one."""
+    """Several {reason: [count, last example]}, as Skipped.count makes them -> their sum."""
     total = {}
     for part in parts:
         for reason, (n, example) in part.items():
@@ -1366,20 +1371,23 @@ def describe_skipped(counts):
 
 
 def is_printed(caption):
-    """Whether a caption has a character to be seen: a zero-width space alone says nothing."""
+    """Whether a caption has a visible character; a zero-width space is none."""
     return any(map(str.isprintable, caption.replace(" ", "")))
 
 
 class CaptionTable:
-    """Image files with one or more captions each; those of class folders have labels, too.
+    """Image files with one or more captions each. Images of class folders also have labels.
 
-    rows: (path, caption) or Skipped; rows of one path are one image. An epoch shows each image
-    once, over all ranks and workers, with the next of its captions.
+    rows: (path, caption) or Skipped. Rows with the same path are captions of one image. In an epoch
+    each image is shown once, over all ranks and workers; the next epoch shows its next caption.
+    root: the directory that the paths are relative to; "" if they are not.
+
+    Raises UserError if no row can be used.
     """
 
     max_bad, unit = 1000, "images"
-    start = 0                 # position: the number of samples so far
-    classes = labels = None   # names of the class folders, the number of each image's
+    start = 0                 # a position is the number of samples so far
+    classes = labels = None   # class folders: their names, and (n,) the label of each image
     content = "caption"
 
     def __init__(self, rows, name, root=""):
@@ -1390,17 +1398,21 @@ class CaptionTable:
                 continue
             path = os.path.join(root, row[0]) if root else row[0]
             caption = row[1].strip()
-            caption = caption.encode(errors="replace").decode()  # "?" for a lone surrogate
+            # JSON can hold half of a character (a lone surrogate), which is no UTF-8: "?" instead
+            caption = caption.encode(errors="replace").decode()
             if is_printed(caption):
                 captions[path].append(caption)
                 names = zlib.crc32(os.path.basename(path).encode(errors="replace"), names)
             else:
                 Skipped("empty caption", path).count(self.skipped)
         if not captions:
-            left_out = describe_skipped(self.skipped) or "nothing"
-            raise UserError(f"{name} has no image that can be used (left out: {left_out}).")
-        # Forked workers share numpy's buffers. (Of lists they would copy every page: each access
-        # writes a reference count.) Paths are bytes, as not all are UTF-8, in one row.
+            left_out = describe_skipped(self.skipped)
+            reason = f" (left out: {left_out})." if left_out else ": it is empty."
+            raise UserError(f"{name} has no image that can be used{reason}")
+
+        # Paths and captions are kept in numpy's buffers, which forked workers share. If they were
+        # lists of strings, reading a string would write its reference count, and each worker would
+        # copy every page of memory. Paths are bytes, as not all names are UTF-8, joined into one.
         self.name = name
         paths = [path.encode(errors="surrogatepass") for path in captions]
         self.path_bytes, self.path_ends = b"".join(paths), np.cumsum([0, *map(len, paths)])
@@ -1408,7 +1420,8 @@ class CaptionTable:
         self.captions = np.array(texts, np.dtypes.StringDType())
         # image i has the captions first[i] to first[i + 1] - 1
         self.first = np.cumsum([0, *map(len, captions.values())])
-        # by their names, whatever the directory
+
+        # made from the names without directories, so that a run can resume with data that moved
         self.fingerprint = f"{len(self)} images, {names}"
 
     def __len__(self):
@@ -1422,42 +1435,54 @@ class CaptionTable:
         return self.captions[self.first[i] : self.first[i + 1]].tolist()
 
     def only(self, rows):
-        """These of the labelled images, as a table of its own."""
+        """A new table with these rows of a labelled table."""
         table = CaptionTable([(self.path(i), self.captions[i]) for i in rows], self.name)
         table.classes, table.labels, table.content = self.classes, self.labels[rows], "label"
         return table
 
     def samples(self, seed, part, parts, start=start):
+        """See the head of this section. The order of an epoch depends on (seed, epoch) only, so a
+        resumed run jumps to a position without reading what comes before."""
         size = len(range(part, len(self), parts))
         while True:
             epoch = start // size
+            # all parts draw the same permutation; each takes every parts-th image of it
             order = np.random.default_rng((seed, epoch)).permutation(len(self))[part::parts]
             for i in order[start % size :].tolist():
                 path, captions, start = self.path(i), self.captions_of(i), start + 1
+                # + i: otherwise the first epoch would show nothing but first captions
                 value = captions[(epoch + i) % len(captions)]
                 if self.content == "label":
                     value = int(self.labels[i])
                 yield (path, value, path, i), start
 
     def sample_captions(self, limit):
-        """At most so many captions, spread over the table: class folders stand in order."""
+        """At most `limit` captions, evenly spread over the table. The first `limit` ones would
+        name few classes, because class folders are read one after the other."""
         if self.classes:
-            class_names(self.classes)  # raises where folders have numbers for names
+            class_names(self.classes)  # raises UserError if folders have numbers instead of names
         n = min(limit, len(self.captions))
         return [self.captions[i * len(self.captions) // n] for i in range(n)]
 
 
 class TarShards:
-    """img2dataset shards: `KEY.jpg` and `KEY.txt`, a caption a line, or a label, see read_sample.
+    """Tar shards, as img2dataset writes them: `KEY.jpg` with `KEY.txt` (one caption per line), or
+    with a label (see read_sample).
 
-    pattern: DIR/{00000..00012}.tar, or several of these, joined by "::". Each epoch the shards are
-    shuffled and dealt to ranks and workers. A worker takes four shards at a time (a window), reads
-    their headers, shuffles their samples, and reads each from its place. What is unreadable or
-    lacks its `content` is skipped and counted.
+    pattern: DIR/{00000..00012}.tar, or several of these, joined by "::".
+
+    In each epoch the shards are shuffled and dealt to ranks and workers. A worker opens four shards
+    at a time (a window), reads their headers, shuffles their samples, and reads each sample from
+    its offset. So samples of four shards are mixed, no image waits in memory, and a resumed run
+    reads nothing that comes before its position. A sample that is unreadable or lacks its `content`
+    is skipped and counted.
+
+    Raises UserError if a shard does not exist.
     """
 
+    # more than the samples of one shard, usually 10,000: a single bad shard must not end a run
     max_bad, window, unit = 20_000, 4, "shards"
-    start = 0, 0, 0  # position: epoch, window, samples of it so far; what is before is not read
+    start = 0, 0, 0  # a position is (epoch, window, samples of the window so far)
     content, classes = "caption", None
 
     def __init__(self, pattern):
@@ -1467,28 +1492,33 @@ class TarShards:
         missing = [path for path in self.paths if not os.path.isfile(path)]
         if missing:
             raise UserError(f"{len(missing)} of the {len(self.paths)} shards of {pattern} do not "
-                            f"exist, the first is {missing[0]}; several are named with braces, "
-                            f"DIR/{{00000..00012}}.tar.")
+                            f"exist; the first is {missing[0]}. Name several shards with braces, "
+                            f"as in DIR/{{00000..00012}}.tar.")
 
     def __len__(self):
         return len(self.paths)
 
     def samples(self, seed, part, parts, start=start):
+        """See the head of this section."""
         epoch, window, place = start
         while True:
+            # the shards of this part in this epoch, and the next four of them
             order = np.random.default_rng((seed, epoch)).permutation(len(self.paths))[part::parts]
             shards = order[window * self.window :][: self.window]
             if len(shards) == 0:
                 epoch, window = epoch + 1, 0
                 continue
+
             with contextlib.ExitStack() as files:
                 rows = [row for i in shards for row in read_headers(self.paths[i], files)]
                 order = np.random.default_rng((seed, epoch, part, window)).permutation(len(rows))
                 for i in order[place:].tolist():
                     sample = read_sample(rows[i], self.content)
                     if not isinstance(sample, Skipped) and self.content != "label":
+                        # Captions take turns, as in CaptionTable. A sample of a tar has no number;
+                        # its offset in the tar serves as one.
                         image, captions, where = sample
-                        _, _, offset, _ = rows[i]  # in the tar: stands for the sample's number
+                        _, _, offset, _ = rows[i]
                         caption = captions[(epoch + offset // BLOCK) % len(captions)]
                         sample = image, caption, where
                     place += 1
@@ -1497,8 +1527,12 @@ class TarShards:
             window, place = window + 1, 0
 
     def each(self, content, limit=None):
-        """(bytes, label or [captions]) of every image with a "label" or a "caption", or of `limit`
-        samples, drawn at random, always the same; prints at the end what was left out."""
+        """Yield (bytes, label or [captions]) of every image, in order, for an evaluation.
+
+        content: "label" or "caption". limit: read only so many samples, drawn at random; every call
+        draws the same ones. Prints at the end what was left out. Raises UserError if no image has a
+        label or a caption.
+        """
         total, left_out = 0, {}
         for sample in read_tars(self.paths, content, limit):
             if isinstance(sample, Skipped):
@@ -1513,6 +1547,7 @@ class TarShards:
             print(f"left out of {self.name}: {reasons}")
 
     def sample_captions(self, limit):
+        """The first `limit` captions, or fewer if the shards have fewer."""
         captions, samples = [], read_tars(self.paths, "caption")
         for sample in itertools.islice(samples, limit + self.max_bad):
             if not isinstance(sample, Skipped):
@@ -1520,13 +1555,13 @@ class TarShards:
             if len(captions) >= limit:
                 return captions[:limit]
         if not captions:
-            raise UserError(f"{self.name} has no image with a caption; the last that was left out: "
-                            f"{sample.reason}, {sample.where}.")
+            raise UserError(f"{self.name} has no image with a caption (the last that was left out: "
+                            f"{sample.reason}, {sample.where}).")
         return captions
 
 
 def expand_braces(pattern):
-    """`a/{000..012}.tar` -> the 13 paths; several ranges multiply."""
+    """`a/{000..012}.tar` -> the 13 paths. Two ranges give all combinations."""
     braces = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
     if not braces:
         return [pattern]
@@ -1537,23 +1572,29 @@ def expand_braces(pattern):
     return paths
 
 
-KEY = re.compile(r"(.*/)?[^/.]*")
+KEY = re.compile(r"(.*/)?[^/.]*")  # a file's name up to the first dot behind the directory
+# what tarfile raises for damaged files
 SHARD_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, IndexError,
-                MemoryError)  # what tarfile raises for damaged files
+                MemoryError)
 BAD_SHARD = "unreadable, truncated or compressed shard"
-NO_IMAGE = "no image of a known ending (the files of a key must stand together)"
-NO_CAPTION = "no .txt (the files of a key must stand together)"
-UNUSED = "image that no sample uses (a second one of its key, or a dot within its key)"
+NO_IMAGE = "no image of a known ending (the files of a key must be neighbours in the tar)"
+NO_CAPTION = "no .txt (the files of a key must be neighbours in the tar)"
+UNUSED = "image that no sample uses (a second image of its key, or a key with a dot)"
+
+# A tar is a sequence of blocks of 512 bytes: a header, the content of a file, the next header, ....
 BLOCK = tarfile.BLOCKSIZE
-# name, size, file or directory, magic, prefix of the name
+# the groups: name, size (octal), file (0) or directory (5), end of the magic word, name's prefix
 PLAIN_HEADER = re.compile(rb"(.{100}).{24}([0-7]{11}).{21}([05]).{100}ustar([\0 ]).{82}(.{155})",
                           re.DOTALL)
+# the content of a pax header that holds nothing but a time
 PAX_TIME = re.compile(rb"\d+ mtime=[\d.]+\n\0+")
 
 
 def read_tars(paths, content, limit=None):
-    """Shards, one open at a time -> what read_sample makes of each key, in their order, or of
-    `limit` keys, drawn at random, always the same."""
+    """Yield read_sample's result for each key of the shards, in order; one shard is open at a time.
+
+    limit: only so many keys, drawn at random; every call draws the same ones.
+    """
     def each_row():
         for path in paths:
             with contextlib.ExitStack() as files:
@@ -1561,20 +1602,24 @@ def read_tars(paths, content, limit=None):
 
     rows, draw = each_row(), random.Random(0)
     if limit:
+        # the `limit` rows with the smallest random numbers, in one pass, without holding all rows
         rows = heapq.nsmallest(limit, rows, key=lambda row: draw.random())
     for row in rows:
         yield read_sample(row, content)
 
 
 def read_members(file):
-    """An open tar -> (name, where its headers start, where its content starts, size) of each file.
+    """Yield (name, offset of its headers, offset of its content, size) of each file of an open tar.
 
-    tarfile takes 30 us a header, so 4 s for four shards of 10,000 samples, while training waits.
-    Plain headers are read here, also behind a pax header that holds the time alone, as webdataset
-    writes it. From the first other header on, tarfile reads.
+    tarfile needs 30 us per header, so 4 s for four shards of 10,000 samples, while the training
+    waits. This function parses plain headers itself, including those behind a pax header that holds
+    only a time, as webdataset writes them. From the first other header on, tarfile reads.
+
+    Raises one of SHARD_ERRORS where the tar is damaged or cut off.
     """
     file_size, start = os.fstat(file.fileno()).st_size, 0
     while True:
+        # three blocks: a pax header, its content and the file's own header, or the latter first
         header, offset = os.pread(file.fileno(), 3 * BLOCK, start), start
         if header[156:157] == b"x" and PAX_TIME.fullmatch(header, BLOCK, 2 * BLOCK):
             header, offset = header[2 * BLOCK :], offset + 2 * BLOCK
@@ -1583,7 +1628,8 @@ def read_members(file):
             break
         name, size, kind, magic, prefix = plain.groups()
         name, prefix = name.partition(b"\0")[0], prefix.partition(b"\0")[0]
-        if prefix and magic == b"\0":  # GNU's magic ends in a space, and its prefix is none
+        # GNU's magic word ends in a space, and GNU uses the bytes of the prefix for other things
+        if prefix and magic == b"\0":
             name = prefix + b"/" + name
         offset, size = offset + BLOCK, int(size, 8)
         if offset + size > file_size:
@@ -1593,33 +1639,37 @@ def read_members(file):
         start = offset + math.ceil(size / BLOCK) * BLOCK
     if start > file_size:
         raise EOFError("it is cut off")
+
+    # the rest: the end of the tar, or a header that is not plain
     file.seek(start)
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
             if member.isfile():
                 yield member.name, member.offset, member.offset_data, member.size
         start = tar.offset
-    if os.pread(file.fileno(), BLOCK, start) != bytes(BLOCK):  # a tar ends with blocks of zeros
+    # A tar ends with blocks of zeros. tarfile accepts a file without them, which was cut off.
+    if os.pread(file.fileno(), BLOCK, start) != bytes(BLOCK):
         raise tarfile.ReadError("its end is missing")
 
 
 def read_headers(path, files):
-    """One shard -> (file, key, where its headers start, {suffix: (offset, size)}) of each key, or
+    """Yield (file, key, offset of its headers, {suffix: (offset, size)}) of each key of a shard, or
     Skipped. No image is read.
 
-    A key is a name up to its first dot; its files stand together (img2dataset), and a suffix that
-    the key has already begins another sample, as in OpenCLIP. files: an ExitStack, which closes the
-    shard.
+    A key is a file's name up to its first dot. The files of a key are neighbours in the tar, as
+    img2dataset writes them. A suffix that the key has already starts another sample, as in
+    OpenCLIP. files: an ExitStack, which closes the shard.
     """
+    # the key being read, where it starts, its files so far; the error that ended the reading
     key, start, places, problem = None, 0, {}, None
     try:
         file = files.enter_context(open(path, "rb", buffering=0))
         for name, headers, offset, size in read_members(file):
             found = KEY.match(name)[0]
             suffix = name[len(found):].lower()
-            if suffix.startswith("._"):  # macOS's notes on the file of this name
+            if suffix.startswith("._"):  # macOS stores a file's attributes in a second file, ._NAME
                 continue
-            if places and (found != key or suffix in places):
+            if places and (found != key or suffix in places):  # another sample starts
                 yield from rows_of_key(file, key, start, places)
                 places = {}
             if not places:
@@ -1634,7 +1684,11 @@ def read_headers(path, files):
 
 
 def rows_of_key(file, key, start, places):
-    """The row of a key, and Skipped for each of its images that is not the sample's."""
+    """Yield the row of a key, and Skipped for each image of the key that the sample does not use.
+
+    The file v1.0.jpg has the key "v1" and the suffix ".0.jpg", which is no image's suffix. So a
+    name with a dot makes its image useless, and the user must hear of it.
+    """
     used = image_suffix(places)
     unused = [suffix for suffix in places if suffix != used and suffix.endswith(IMAGE_SUFFIXES)]
     if used or not unused:
@@ -1644,15 +1698,15 @@ def rows_of_key(file, key, start, places):
 
 
 def image_suffix(places):
-    """The suffix of a key's image, None without one."""
+    """The suffix of a key's image; None if the key has no image."""
     return next((suffix for suffix in IMAGE_SUFFIXES if suffix in places), None)
 
 
 def read_sample(row, content):
-    """A row of read_headers -> (image bytes, [captions] or label, "shard:key") or Skipped.
+    """A row of read_headers -> (image's bytes, [captions] or label, "shard:key") or Skipped.
 
-    content: "caption" (KEY.txt, a caption a line), "label" (KEY.cls or "label" in KEY.json) or
-    None.
+    content: "caption" reads KEY.txt, one caption per line. "label" reads the number in KEY.cls, or
+    "label" in KEY.json. None reads the image only; its caption is "".
     """
     if isinstance(row, Skipped):
         return row
@@ -1679,8 +1733,11 @@ def read_sample(row, content):
 
 
 def read_parts(file, places):
-    """{name: (offset, size)} of parts of a file that stand together -> {name: bytes}, by one read:
-    on a network's disk each takes its time."""
+    """{name: (offset, size)} of neighbouring parts of a file -> {name: bytes}.
+
+    One read fetches all parts, because each read from a network's disk has a latency.
+    """
+    # read_tars with a limit draws its rows first and reads them when their shards are closed
     if file.closed:
         with open(file.name, "rb", buffering=0) as file:
             return read_parts(file, places)
@@ -1694,7 +1751,7 @@ def read_parts(file, places):
 
 
 def find_label(cls, data):
-    """What KEY.cls and KEY.json hold -> the label, or None."""
+    """The bytes of KEY.cls and of KEY.json -> the label, a number >= 0, or None."""
     text = cls.decode("utf-8-sig", "replace").strip()
     if not text:
         with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
@@ -1702,40 +1759,50 @@ def find_label(cls, data):
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
-def read_table(path, image, caption):
-    """CSV or TSV with a header -> (path, caption) rows or Skipped.
+BROKEN_ROW = "broken row (perhaps an open quote, or a comma outside quotes)"
+LONG_FIELD = "field of more than 131,072 characters (perhaps a quote is not closed)"  # csv's limit
+ROW_LINES = 100  # a row in quotes has at most so many lines
 
-    Columns, where "": filepath, title (OpenCLIP) or image, caption (Flickr).
+
+def read_table(path, image, caption):
+    """Yield (path, caption) or Skipped for each row of a CSV or TSV file with a header.
+
+    image, caption: the names of the two columns. If they are "", the columns are filepath and title
+    (OpenCLIP's names) or image and caption (Flickr's). Raises UserError if a column is missing or
+    the file has no rows.
     """
     with open(path, newline="", encoding="utf-8-sig") as file:
         first = file.readline()
         delimiter = "\t" if "\t" in first else ","
-        columns = read_cells([first], delimiter)
+        columns, _ = read_cells([first], delimiter)
         image = image or ("filepath" if "filepath" in columns else "image")
         caption = caption or ("title" if "title" in columns else "caption")
         for column in (image, caption):
             if column not in columns:
-                known = ", ".join(columns) or "an empty or broken first line"
-                raise UserError(f"{path} has no column {column!r}, only {known}; name yours with "
-                                f"{path}:image=COLUMN,caption=COLUMN (commas or tabs part them).")
-        i, j = columns.index(image), columns.index(caption)
-        for number, cells in read_rows(file, delimiter, len(columns)):
+                known = f"its columns: {', '.join(columns)}"
+                if not columns:
+                    known = "its first line is empty or broken"
+                raise UserError(f"{path} has no column {column!r}; {known}. Name yours with "
+                                f"{path}:image=COLUMN,caption=COLUMN. Columns must be separated by "
+                                f"commas or tabs.")
+
+        i, j, number = columns.index(image), columns.index(caption), None
+        for number, cells, problem in read_rows(file, delimiter, len(columns)):
             if cells and cells[i]:
                 yield cells[i], cells[j]
             else:
-                yield Skipped("broken row (an open quote, a comma outside quotes?)",
-                              f"{path}, line {number}")
-
-
-ROW_LINES = 100  # of a caption in quotes, at most
+                yield Skipped(problem or BROKEN_ROW, f"{path}, line {number}")
+        if number is None:
+            raise UserError(f"{path} has a header but no rows.")
 
 
 def read_rows(lines, delimiter, width):
-    """Lines of a table behind its header -> (number of its first line, cells) of each row; of a
-    broken row no cells.
+    """Yield (number of its first line, cells, "") for each row of a table, from its second line on.
 
-    A cell in quotes may have line breaks, as pandas writes it. Where no line closes a quote so that
-    the row has its width, the quote is a mistake, which costs its own line alone.
+    A broken row has no cells; the third item says what is wrong. A cell in quotes may have line
+    breaks, as pandas writes them. So lines are added to a row until its quotes are closed and it
+    has `width` cells. If that does not happen within ROW_LINES lines, the quote is a mistake: only
+    its own line is broken, and the lines behind it are rows of their own.
     """
     ahead, number = collections.deque(), 2
 
@@ -1743,34 +1810,39 @@ def read_rows(lines, delimiter, width):
         return ahead.popleft() if ahead else next(lines, None)
 
     while (line := take()) is not None:
-        row, cells = [line], read_cells([line], delimiter)
+        row = [line]
+        cells, problem = read_cells(row, delimiter)
         while not cells and '"' in line and len(row) < ROW_LINES and (more := take()) is not None:
             row.append(more)
-            cells = read_cells(row, delimiter)
+            cells, problem = read_cells(row, delimiter)
             if len(cells) != width:
                 cells = []
-        if not cells:  # a quote that nobody closes: the other lines are rows of their own
+
+        if not cells:  # no line closes the quote: put the other lines back
             ahead.extendleft(reversed(row[1:]))
             row = [line]
-        if cells or line.strip():
-            yield number, cells if len(cells) == width else []
+        if len(cells) == width:
+            yield number, cells, ""
+        elif cells or line.strip():  # an empty line is no row
+            yield number, [], problem or BROKEN_ROW
         number += len(row)
 
 
 def read_cells(lines, delimiter):
-    """Lines of one row -> its cells, none if they are broken or more than a row."""
-    # a quote left open is an error, within a cell it is text
+    """The lines of one row -> (cells, ""). If they are not exactly one row: ([], what is wrong)."""
+    # With an odd number of quotes, or several lines, a quote that is left open must be an error
+    # (strict). Otherwise quotes within a cell are text, as in: a 5" pipe and a 3" pipe.
     strict = sum(line.count('"') for line in lines) % 2 == 1 or len(lines) > 1
     rows = csv.reader(lines, delimiter=delimiter, strict=strict)
     try:
         cells = next(rows, [])
-        return cells if rows.line_num == len(lines) else []
-    except csv.Error:
-        return []
+    except csv.Error as error:
+        return [], LONG_FIELD if "field limit" in str(error) else BROKEN_ROW
+    return (cells, "") if rows.line_num == len(lines) else ([], BROKEN_ROW)
 
 
 def read_token_file(path):
-    """Flickr's `.token`: `x.jpg#0<TAB>caption` a line -> (path, caption) rows."""
+    """Yield (path, caption) for each line `x.jpg#0<TAB>caption` of Flickr's `.token` file."""
     for line in Path(path).read_text(encoding="utf-8-sig").split("\n"):
         if line.strip():
             name, _, caption = line.partition("\t")
@@ -1778,11 +1850,17 @@ def read_token_file(path):
 
 
 def read_json(path, split):
-    """COCO captions or Karpathy's JSON -> (path, caption) rows or Skipped."""
+    """Yield (path, caption) or Skipped for each caption of COCO's JSON or of Karpathy's.
+
+    split: Karpathy's train, val or test. COCO has a file for each split. Raises UserError if the
+    file is neither, or has no captions of this split.
+    """
+    # "restval" is the part of COCO's val set that Karpathy adds to the training images
     splits = ("train", "restval") if split == "train" else (split,)
+    text = Path(path).read_text(encoding="utf-8-sig")
     with explained((ValueError, KeyError, TypeError, AttributeError),
                    f"{path} is neither COCO captions nor Karpathy's JSON"):
-        data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        data = json.loads(text)
         if "annotations" in data:  # COCO
             names = {image["id"]: str(image["file_name"]) for image in data["images"]}
             for annotation in data["annotations"]:
@@ -1792,6 +1870,8 @@ def read_json(path, split):
                 else:
                     yield Skipped("caption without image", f"{path}, image_id {number}")
             return
+
+        # Karpathy
         known = {image["split"] for image in data["images"]}
         if not known.intersection(splits):
             raise UserError(f"{path} has no captions of split {split!r}, only of "
@@ -1804,8 +1884,11 @@ def read_json(path, split):
 
 
 def formats():
-    """What a SPEC may be, a row each: the endings of its name; opener(name, content, image_root,
-    **settings) -> a source; the settings' defaults; its form, for --help and errors."""
+    """The formats of --data, one row each: (endings of the name, opener, the default of each
+    setting, the form of the SPEC for --help and errors).
+
+    opener(name, content, image_root, **settings) returns a source. To add a format, add a row.
+    """
     columns = {"image": "", "caption": ""}
     return [
         (["shapes"], lambda name, content, root, **settings: World(**settings),
@@ -1825,16 +1908,19 @@ def spec_forms():
 
 
 def open_data(spec, image_root=None, split="train", image_size=48, content="caption"):
-    """A SPEC, one of formats() -> World, CaptionTable or TarShards.
+    """Open the data to train on: a SPEC, in one of formats() -> World, CaptionTable or TarShards.
 
-    image_root: what a table's file names are relative to; None: the table's directory.
-    split, image_size: Karpathy's split (train takes restval too), and the pixels of the world's
-    pictures, unless the SPEC says them.
-    content: what shall come with an image, "caption", "label" (of class folders, of shards, or the
-    world's shapes), or None for images alone: shards need no captions then, and a directory no
-    class folders.
+    image_root: the directory that the file names in a table are relative to; None for the table's
+        own directory.
+    split: Karpathy's split ("train" includes restval). image_size: the side of the world's pictures
+        in pixels. The SPEC's own settings override both.
+    content: what each image needs. "caption"; "label", which class folders, shards and the world
+        have; or None for images only, so that shards need no captions and directories no class
+        folders.
+
+    Raises UserError if the data do not exist or do not fit. (eval.open_eval_set opens the data of
+    an evaluation.)
     """
-    # this opens what training reads; evaluation: see eval.open_eval_set
     name, settings = parse_spec(spec)
     ending = Path(name).suffix.lower() or name
     if os.path.isdir(name) and name != "shapes":
@@ -1843,8 +1929,10 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
         if ending in endings:
             break
     else:
-        raise UserError(f"{spec} is no directory and its ending is unknown; a SPEC is one of: "
-                        f"{spec_forms()}.")
+        problem = "is a file of an unknown format" if os.path.exists(name) else "does not exist"
+        raise UserError(f"{name} {problem}. Give one of: {spec_forms()}.")
+
+    # the defaults of the format, then this call's values, then the SPEC's own settings
     asked = {"split": split, "size": image_size}
     asked = {key: asked[key] for key in asked.keys() & defaults.keys()}
     settings = defaults | asked | cast_settings(settings, defaults, name)
@@ -1854,29 +1942,53 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
 
 
 def open_table(read, name, content, image_root, **settings):
-    """A file of captions; read(name, **settings) -> its rows."""
+    """Open a file of captions -> CaptionTable. read(name, **settings) yields the rows.
+
+    Raises UserError if the file cannot be read, is not UTF-8, or if content is "label".
+    """
     if content == "label":
         raise UserError(f"{name} has captions, not labels: give class folders, tar shards with "
                         f"labels or shapes.")
-    with explained((OSError, UnicodeDecodeError), f"Cannot read {name}"):
-        return CaptionTable(read(name, **settings), name, image_root or Path(name).parent)
+    with explained(OSError, f"Cannot read {name}"):
+        try:
+            return CaptionTable(read(name, **settings), name, image_root or Path(name).parent)
+        except UnicodeDecodeError:
+            raise UserError(f"{name}, line {first_line_not_utf8(name)} is not UTF-8. Save the file "
+                            f"as UTF-8.") from None
+
+
+def first_line_not_utf8(path):
+    """The number of the first line of a file that is not UTF-8. (A UnicodeDecodeError has only the
+    position within a chunk of the file.)"""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
 
 
 def open_directory(directory, content, image_root):
-    """DIR/class folder/image.jpg -> CaptionTable with labels and captions "a photo of a NAME."."""
+    """DIR/class folder/image.jpg -> CaptionTable with labels and captions "a photo of a NAME.".
+
+    Labels count the sorted class folders. With content None, images may also lie in DIR itself and
+    in folders at any depth, without labels. Raises UserError if a class folder is missing or empty.
+    """
     with explained(OSError, f"Cannot read {directory}"):
         entries = [entry for entry in os.scandir(directory) if not entry.name.startswith(HIDDEN)]
     classes = sort_classes([entry.name for entry in entries if entry.is_dir()])
     files = sorted(entry.path for entry in entries if not entry.is_dir())
     if content is None and any(map(is_image, files)):
-        classes, files = [], []  # a folder of images, at any depth
+        classes, files = [], []  # images without classes: read the directory as one folder
     if content and not classes:
-        raise UserError(f"{directory} has no class folders: give one that holds a folder of images "
-                        f"for each class, or shards by name, DIR/{{00000..00012}}.tar.")
+        raise UserError(f"{directory} has no class folders: give a directory with one folder of "
+                        f"images for each class, or name shards, as in DIR/{{00000..00012}}.tar.")
+
+    # Numbers instead of names are an error only where captions are read: see sample_captions.
     names = classes
-    with contextlib.suppress(UserError):  # where nobody reads the captions, names may be numbers
+    with contextlib.suppress(UserError):
         names, _ = class_names(classes)
-    rows = [Skipped("file beside the class folders", path) for path in files if classes]
+    rows = [Skipped("file next to the class folders", path) for path in files if classes]
     labels, empty = [], []
     for label, folder in enumerate(classes or [""]):
         paths = list_files(os.path.join(directory, folder).rstrip("/"))
@@ -1890,25 +2002,27 @@ def open_directory(directory, content, image_root):
             empty.append(folder)
     if content and empty:
         raise UserError(f"{len(empty)} of the {len(classes)} class folders of {directory} have no "
-                        f"images, or none that you may read: {', '.join(empty[:10])}; add images "
-                        f"({' '.join(IMAGE_SUFFIXES)}), mend the permissions, or remove what is "
-                        f"empty.")
+                        f"images, or you may not list them: {', '.join(empty[:10])}. Add images "
+                        f"({' '.join(IMAGE_SUFFIXES)}), allow the reading, or remove these "
+                        f"folders.")
     table = CaptionTable(rows, directory)
     if classes:
         table.classes, table.labels = classes, np.array(labels)
     return table
 
 
-FOLDER_CAPTION = "a photo of {a}."  # {a}: a class's name with its article
-HIDDEN = (".", "__MACOSX", "@eaDir")  # beginnings of names that systems and editors make
+FOLDER_CAPTION = "a photo of {a}."  # {a}: the name of the class with its article
+# beginnings of the names of files that systems and editors create without being asked
+HIDDEN = (".", "__MACOSX", "@eaDir")
 
 
 def list_files(folder):
-    """The files at any depth of a folder, links followed, in order."""
+    """The sorted paths of all files of a folder, at any depth. Links are followed."""
     paths, seen = [], set()
     for place, folders, files in os.walk(folder, followlinks=True):
         here = os.path.realpath(place)
-        if here in seen:  # a link to a folder above, or to one that was read
+        # A link can lead to a folder above, which would never end, or to a folder read before.
+        if here in seen:
             folders.clear()
             continue
         seen.add(here)
@@ -1922,57 +2036,67 @@ def is_image(name):
 
 
 def sort_classes(folders):
-    """Sorted names of class folders; if all are whole numbers, 2 stands before 10: files of names
-    and labels of shards count so."""
+    """The names of class folders, sorted. If all names are whole numbers, they are sorted as
+    numbers, 2 before 10, so that a folder's label is its number."""
     return sorted(sorted(folders), key=int if all(map(str.isdecimal, folders)) else str)
 
 
 def article(phrase):
+    """"apple" -> "an apple", "car" -> "a car"."""
     word = "an" if phrase.lower().startswith(tuple("aeiou")) else "a"
     return f"{word} {phrase}"
 
 
 def class_names(folders, file=None):
-    """Sorted names of class folders -> names of the classes, and where these come from.
+    """The sorted names of class folders -> (the names of the classes, where the names come from).
 
-    file: a NAME a line, in the folders' order. Without one, all 1,000 folders of ImageNet
-    (n01440764, ...) have torchvision's names; others are called like their folder.
+    file: one name per line, in the order of the folders. Without a file, the 1,000 folders of
+    ImageNet (n01440764, ...) get torchvision's names, and other classes are named like their
+    folder. Raises UserError if the file does not fit, or if a folder has a number instead of a
+    name: a text tower knows no numbers of ImageNet.
     """
     if file:
         names = read_lines(file, "--classes")
         if len(names) != len(folders):
             raise UserError(f"{file} has {len(names)} names for {len(folders)} class folders: "
-                            f"give a NAME a line, in the folders' sorted order.")
+                            f"give one name per line, in the sorted order of the folders.")
         plain, named = with_spaces(folders), with_spaces(names)
-        if sorted(named) == sorted(plain):  # the folders' own names, in the order of labels
+        if sorted(named) == sorted(plain):  # the folders' own names, in any order
             return plain, str(file)
+
+        # A file in another order than the folders would name every class wrongly, without an error.
         for folder, name in zip(plain, named):
             if name != folder and name in plain:
-                raise UserError(f"{file} gives the folder {folder} the name of another one, "
-                                f"{name}: its lines must be in the folders' sorted order, or be "
-                                f"the names of all folders.")
+                raise UserError(f"{file} gives the folder {folder} the name of another folder, "
+                                f"{name}: its lines must be in the sorted order of the folders, or "
+                                f"be exactly the names of the folders.")
         return names, str(file)
+
     numbers = [folder for folder in folders if re.fullmatch(r"n\d{8}", folder)]
     if len(numbers) == len(folders) == 1000:
-        # differs: CLIP and CLIP_benchmark have names of their own, which --classes takes
+        # differs: CLIP and CLIP_benchmark use other names; give theirs with --classes
         return ResNet50_Weights.IMAGENET1K_V1.meta["categories"], "torchvision"
     if numbers:
-        raise UserError(f"The class folder {numbers[0]} has a number of ImageNet for a name: "
-                        f"rename it, or give names with --classes FILE of eval.py.")
+        raise UserError(f"The class folder {numbers[0]} has a number of ImageNet instead of a "
+                        f"name: rename it, or give names with eval.py --classes FILE.")
     return with_spaces(folders), "folders"
 
 
 def with_spaces(folders):
-    """Names of class folders, in which "_" stands for a space, as they are read aloud."""
+    """The names of class folders with spaces in place of "_", as captions write them."""
     return [folder.replace("_", " ") for folder in folders]
 
 
 def label_rows(names, labels, fraction):
-    """The rows of labelled images that --label-fraction leaves -> sorted row numbers.
+    """The row numbers of the labelled images that --label-fraction keeps, sorted.
 
-    fraction: a number in (0, 1], so much of each class, rounded, but one image at least, always
-    the same ones; or a file of image names, one a line, as SimCLR's lists of 1 % and 10 % of
-    ImageNet, which BAM takes (Table 4). names: of the images, None where one has none.
+    names: the names of the images, None for an image without one. labels: their labels.
+    fraction: either a number in (0, 1], the share of each class that is kept, rounded, but at least
+    one image; every call keeps the same images. Or a file of image names, one per line, such as
+    SimCLR's lists of 1 % and 10 % of ImageNet, which BAM uses (Table 4).
+
+    Raises UserError if a name of the file is not the name of exactly one image, or if a class has
+    no image left.
     """
     if re.fullmatch(r"-?\d*\.?\d+(e-?\d+)?", fraction):
         share, rows, labels = float(fraction), [], np.asarray(labels)
@@ -1988,22 +2112,25 @@ def label_rows(names, labels, fraction):
     rows = [i for i, name in enumerate(names) if name in wanted]
     missing = len(wanted - set(names))
     if missing or len(rows) > len(wanted):
-        raise UserError(f"--label-fraction {fraction} names {len(wanted)} images, without their "
-                        f"folders; the training data lack {missing} and have these names "
-                        f"{len(rows)} times: each must be there once, else give a number.")
+        raise UserError(f"--label-fraction {fraction} lists {len(wanted)} names of images (folders "
+                        f"are ignored). {missing} of them are missing from the training data, "
+                        f"which have {len(rows)} images with these names: each name must be the "
+                        f"name of one image. Or give a number.")
     if lacking := set(np.asarray(labels).tolist()) - {int(labels[i]) for i in rows}:
-        raise UserError(f"--label-fraction {fraction} names no image of {len(lacking)} classes, "
-                        f"as number {min(lacking)} (from 0): name one of each, or give a number.")
+        raise UserError(f"--label-fraction {fraction} lists no image of {len(lacking)} classes, "
+                        f"for example of class {min(lacking)} (counted from 0): list an image of "
+                        f"each class, or give a number.")
     return rows
 
 
 def read_text(path, flag):
+    """The text of a file that `flag` names. Raises UserError if the file cannot be read."""
     with explained((OSError, UnicodeDecodeError), f"{flag} {path} cannot be read"):
         return Path(path).read_text(encoding="utf-8-sig")
 
 
 def read_lines(path, flag):
-    """The lines of a text file that are not empty."""
+    """The lines of a text file without spaces around them; empty lines are left out."""
     return [line.strip() for line in read_text(path, flag).splitlines() if line.strip()]
 
 

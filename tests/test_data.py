@@ -107,12 +107,12 @@ def test_a_row_more_is_a_format_more(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "formats", lambda: rows)
     (tmp_path / "a.bars").write_text("x.jpg|one\ny.jpg|two\n")
     assert pairs(open_data(str(tmp_path / "a.bars"))) == {"x.jpg": ["one"], "y.jpg": ["two"]}
-    with pytest.raises(UserError, match="its ending is unknown; .* FILE.bars"):
+    with pytest.raises(UserError, match="^nowhere does not exist. Give one of: .* FILE.bars"):
         open_data("nowhere")
 
 
 ROWS = "".join(f"{i}.jpg,n{i}\n" for i in range(9))
-BROKEN = "broken row (an open quote, a comma outside quotes?)"
+BROKEN, LONG = common.BROKEN_ROW, common.LONG_FIELD
 
 
 def test_rows_that_say_too_little_are_counted(tmp_path):
@@ -130,8 +130,7 @@ def test_rows_that_say_too_little_are_counted(tmp_path):
 @pytest.mark.parametrize("row, count, line", [  # the last line; `row` begins in line 12
     ('x.jpg,"a dog\n', 1, 12),
     ('x.jpg,"a dog\n\ny.jpg,a cat\nz.jpg,"a cow\n', 2, 15), ('x.jpg,"a dog" and "a cat\n', 1, 12),
-    (f"x.jpg,{'x' * 131_073}\n", 1, 12), (f'x.jpg,"a dog\n{ROWS * 2000}', 1, 12),
-    ("x.jpg\n\nz.jpg\n", 2, 14), ("x.jpg,a,dog\n", 1, 12)])
+    (f'x.jpg,"a dog\n{ROWS * 2000}', 1, 12), ("x.jpg\n\nz.jpg\n", 2, 14), ("x.jpg,a,dog\n", 1, 12)])
 def test_a_broken_row_is_counted_by_its_line_and_the_others_are_used(tmp_path, row, count, line):
     path = tmp_path / "a.csv"
     path.write_text("image,caption\n" + ROWS + "a.jpg,b\n" + row + ROWS)
@@ -140,6 +139,31 @@ def test_a_broken_row_is_counted_by_its_line_and_the_others_are_used(tmp_path, r
     names, turns = {"a.jpg", *(f"{i}.jpg" for i in range(9))}, row.count("0.jpg") + 2
     assert set(pairs(source)) == (names | {"y.jpg"} if "y.jpg" in row else names)
     assert pairs(source)["3.jpg"] == ["n3"] * turns
+
+
+@pytest.mark.parametrize("row", ["x.jpg," + "x" * 131_073, 'x.jpg,"a dog\ny.jpg,' + "x" * 131_072])
+def test_a_field_above_csvs_limit_is_named_with_its_line(tmp_path, row):
+    (tmp_path / "a.csv").write_text("image,caption\na.jpg,b\n" + row + "\nz.jpg,c\n")
+    source = open_data(str(tmp_path / "a.csv"))
+    assert source.skipped == {LONG: [1, f"{tmp_path}/a.csv, line 3"]}
+    assert {"a.jpg", "z.jpg"} <= set(pairs(source))          # the other rows are used
+
+
+@pytest.mark.parametrize("name, before", [
+    ("a.csv", "image,caption\nx.jpg,one\n" * 2000), ("a.token", "x.jpg#0\tone\n" * 4000),
+    ("a.json", '{"images": [\n' * 4000)])
+def test_a_file_that_is_not_utf8_is_named_with_the_line(tmp_path, name, before):
+    path = tmp_path / name
+    path.write_bytes(before.encode() + "y.jpg,café\n".encode("latin-1"))
+    message = f"{path}, line 4001 is not UTF-8. Save the file as UTF-8."
+    assert failure(open_data, str(path)) == message
+
+
+def test_a_table_without_rows_says_so(tmp_path):
+    (tmp_path / "a.csv").write_text("image,caption\n\n")
+    (tmp_path / "a.token").write_text("\n")
+    assert failure(open_data, f"{tmp_path}/a.csv") == f"{tmp_path}/a.csv has a header but no rows."
+    assert failure(open_data, f"{tmp_path}/a.token").endswith("can be used: it is empty.")
 
 
 @pytest.mark.parametrize("delimiter", [",", "\t"])
@@ -691,7 +715,7 @@ def test_class_folders(tmp_path):
     assert source.classes == ["airplane", "fire_truck"]
     assert source.labels.tolist() == [0, 1, 1]
     assert source.skipped == {
-        "file beside the class folders": [1, f"{folder}/loose.png"],
+        "file next to the class folders": [1, f"{folder}/loose.png"],
         "file without an image's ending": [1, f"{folder}/airplane/notes.txt"]}
     assert source.sample_captions(9) == ["a photo of an airplane.", truck, truck]
     assert common.class_names(source.classes) == (["airplane", "fire truck"], "folders")
@@ -842,11 +866,11 @@ def test_a_fraction_of_the_labels_is_of_each_class_or_what_a_file_names(tmp_path
     (tmp_path / "1percent.txt").write_text("7.jpg\n44.jpg\nelsewhere/52.jpg\n\n")
     file = str(tmp_path / "1percent.txt")
     assert common.label_rows(names, labels, file) == [7, 44, 52]
-    with pytest.raises(UserError, match="1percent.txt names no image of 2 classes, as number 3 "):
+    with pytest.raises(UserError, match="1percent.txt lists no image of 2 classes, .* class 3 "):
         common.label_rows([*names, "a", "b"], np.array([*labels, 4, 3]), file)
-    with pytest.raises(UserError, match="names 3 images, .* lack 1 and"):
+    with pytest.raises(UserError, match="lists 3 names of images .* 1 of them are missing"):
         common.label_rows(names[:50] + [None], labels, file)
-    with pytest.raises(UserError, match="have these names 4 times: each must"):
+    with pytest.raises(UserError, match="have 4 images with these names: each name must"):
         common.label_rows([*names, "other/7.jpg"], labels, file)
     for wrong in ("0", "1.5", "-1"):
         with pytest.raises(UserError, match="must be above 0 and at most 1"):

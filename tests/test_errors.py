@@ -43,7 +43,7 @@ FILES = {  # in the directory where the commands run, beside runs/NAME, a run wi
 COCO = '{"images": [{"id": 1, "file_name": "a"}], "annotations": [{"image_id": 1, "bbox": []}]}'
 NO_CAPTIONS = "neither COCO captions nor Karpathy's JSON"
 NUMBER = "folder n00000001 has a number of ImageNet"
-EMPTY = "has no column 'image', only an empty or broken first line; name yours"
+EMPTY = "has no column 'image'; its first line is empty or broken. Name yours"
 VOC, SET = "eval runs/sparc --task segmentation --data voc", "eval runs/sparc --data colours"
 PROMPT = "'{}' is no file of templates, one a line, and no template with one"
 CLIP = "clip-b32:width=16,heads=2,image_size=16,patch_size=8,depth=1,"
@@ -95,25 +95,25 @@ ERRORS = [
     ("sparc --vocab nowhere.txt", "vocabulary nowhere.txt: .*No such file"),
     ("sparc --vocab 0", "0: 'utf-8' codec can't decode", b"\x80"),
     ("sparc --vocab 0", r"0.* lacks \[PAD\] \[UNK\] \[CLS\] \[SEP\]", b""),
-    ("sparc --vocab 0", "0: A line is no pair of known.*CLIP's bpe", "#version: 0\na b\nab\n"),
-    ("sparc --vocab 0", "No line .* has </w>, .*GPT-2.*bpe_simple", "#version: 0\n\u0120 t\nh e\n"),
-    ("sparc --vocab a.gz", "Cannot read the vocabulary a.gz: .*; give a BERT vocab.txt", "broken"),
+    ("sparc --vocab 0", "0: A line is not a pair of known.*CLIP's bpe", "#version: 0\na b\nab\n"),
+    ("sparc --vocab 0", "vocabulary has no </w>, .*GPT-2.*bpe_simple", "#version: 0\n\u0120 t\nh e\n"),
+    ("sparc --vocab a.gz", "Cannot read the vocabulary a.gz: .*Give a BERT vocab.txt", "broken"),
     ("sparc --vocab poor.txt", "^83% of the captions' tokens are .UNK., .* give another --vocab"),
     (lambda: train_wordpiece(["ab c"], 6), "A vocabulary of 6 is too small.* 7 "),
 
     # Data
     ("sparc --data nowhere.csv", "Cannot read nowhere.csv: No such file"),
     ("sparc --data {000..004}.tar", "3 of the 5 shards .* first is 002.tar"),
-    ("sparc --data *.tar", r"\*.tar; several are named with braces, DIR/\{00000..00012\}.tar"),
+    ("sparc --data *.tar", r"\*.tar. Name several .* with braces, as in DIR/\{00000..00012\}.tar"),
     ("sparc --data 000.tar::gone.tar", "gone.tar"),
     ("sparc --data 000.tar::table.csv", "Cannot read 000.tar::table.csv: No such file"),
     ("sparc --data table.csv:colour=x", "no setting 'colour'; its settings: caption, image"),
     ("sparc --data bare", r"bare has no class folders: .* DIR/\{00000"),
     ("bam --data bare", "bare has no image that can be used .left out: 1 x file without an image's ending"),
     (lambda: open_directory("gone", "label", None), "^Cannot read gone: No such file"),
-    ("sparc --data mixed", "^1 of the 2 class folders of mixed have no images, .* read: cat; add"),
-    ("sparc --data numbers --vocab poor.txt", f"{NUMBER} for a name: rename it"),
-    ("sparc --grad-checkpoint --image-encoder ResNet-50 --data shapes:size=32", "leave the flag out, or"),
+    ("sparc --data mixed", "^1 of the 2 class folders of mixed have no images, .* list them: cat. Add"),
+    ("sparc --data numbers --vocab poor.txt", f"{NUMBER} instead of a name: rename it"),
+    ("sparc --grad-checkpoint --image-encoder ResNet-50 --data shapes:size=32", "leave it out, or"),
     ("sparc --image-encoder tiny:patch_size=4", "must multiply to patch_size 4"),
     ("sparc --image-encoder tiny-patch:heads=5", "is not a multiple of heads 5"),
     ("bam --data photos --eval-every 1",
@@ -128,21 +128,21 @@ ERRORS = [
      {"a.tar": {"0.txt": "no image"}}),
 
     # Tables
-    ("sparc --data a.csv", "a.csv has no column 'image', only url, caption; name yours with",
+    ("sparc --data a.csv", "a.csv has no column 'image'; its columns: url, caption. Name yours with",
      "url,caption\nx,y\n"),
-    ("sparc --data a.csv", "only a;b; .* .commas or tabs part them", "a;b\nx;y\n"),
+    ("sparc --data a.csv", "its columns: a;b. .* must be separated by commas or tabs", "a;b\nx;y\n"),
     ("sparc --data a.csv", EMPTY, 'filepath,"title\nx.jpg,one\n'),
     ("sparc --data a.csv", "left out: 1 x empty caption, the last ", "filepath,title\nx.jpg,\n"),
-    ("sparc --data a.csv", "Cannot read a.csv: 'utf-8' .*byte.$",
+    ("sparc --data a.csv", "^a.csv, line 2 is not UTF-8. Save the file as UTF-8",
      b"filepath,title\nx.jpg,caf\xe9\n"),
-    ("sparc --data a.tsv", "a.tsv.* 1 x broken row .an open quote, a comma outside quotes",
+    ("sparc --data a.tsv", "1 x field of more than 131,072 .* quote is not closed.*, the last a.tsv, line 2",
      'filepath\ttitle\nx.jpg\t"never closed' + "x" * 200_000),
     ("sparc --data a.json", f"a.json is {NO_CAPTIONS}: Expecting property name", "{"),
     ("sparc --data a.json", f"a.json is {NO_CAPTIONS}", "[1]"),
     ("sparc --data a.json", f"{NO_CAPTIONS}: 'caption'.", COCO),
     ("sparc --data a.json:split=dev", "no captions of split 'dev', only of val: give .*split=NAME",
      {"a.json": '{"images": [{"filename": "a", "split": "val", "sentences": []}]}'}),
-    ("sparc --data a.parquet", "its ending is unknown; a SPEC is one of: shapes", "x"),
+    ("sparc --data a.parquet", "a.parquet is a file of an unknown format. Give one of: shapes", "x"),
 
     # The world
     *((f"sparc --data shapes:{name}={value}", f"shapes.*{name}.*{value}")
@@ -216,8 +216,8 @@ ERRORS = [
     *(("eval runs/sparc --data crepe", "crepe/swap_att.json: .* must have filename, caption and",
        {"crepe/swap_att.json": text}) for text in (CREPE[:-1], CREPE.replace("filename", "file"))),
     *((f"eval runs/sparc {flag} {'n' * 300}", message) for flag, message in {
-        "--data": "n is no directory and its", "--templates": "n' is no file of templates",
-        "--data photos --task knn --train-data": "n is no directory and"}.items()),
+        "--data": "n does not exist. Give one of: ", "--templates": "n' is no file of templates",
+        "--data photos --task knn --train-data": "n does not exist. Give"}.items()),
     ("eval runs/sparc --task slots", "slots cannot use this model; what can"),
     ("eval runs/sparc --data photos --split val", "--split val has no effect: photos has no splits"),
     ("eval runs/sparc --data a.json:split=val --split test", "a.json:split=val names its split"),

@@ -206,5 +206,5 @@ def test_numbers_of_shards_and_names_of_folders_are_joined_where_their_order_is_
 
 def test_a_name_of_another_folder_is_refused(tmp_path):
     (tmp_path / "names.txt").write_text("red\nblue\nsky\n")
-    with pytest.raises(common.UserError, match="the folder blue the name of another one, red"):
+    with pytest.raises(common.UserError, match="the folder blue the name of another folder, red"):
         common.class_names(["blue", "green", "red"], tmp_path / "names.txt")
