@@ -2136,17 +2136,20 @@ def read_lines(path, flag):
 
 # Streams and seeds --------------------------------------------------------------------
 #
-# A resumed run sees the batches that the uninterrupted run would have seen. So each worker, a share
-# of the data, counts how far it has read, each batch brings its worker's position along, and a
-# checkpoint keeps the latest position of every worker.
+# A resumed run sees the batches that the uninterrupted run would have seen. To that end
+#   - each worker reads one fixed part of the data and counts how far it has read,
+#   - each batch carries the position of its worker,
+#   - a checkpoint keeps the latest position of every worker,
+#   - random numbers depend on the seed and the position only, not on what was drawn before.
 
 
 def this_worker(positions):
-    """The worker whose stream this process continues, and the number of workers.
+    """-> (the number of the worker that this process continues, the number of workers).
 
-    A DataLoader asks its processes in turn, process 0 first. The next batch of a resumed run is due
-    from the worker that has delivered the fewest: process 0 must continue that one, process 1 the
-    next. Else the batches would come in another order.
+    positions: {worker: (batches delivered, ...)}. A DataLoader takes one batch from each of its
+    processes in turn, beginning with process 0. In a resumed run the next batch must come from the
+    worker that has delivered the fewest batches. So process 0 continues that worker, and process 1
+    the next one. Otherwise the batches would come in another order.
     """
     info = get_worker_info()
     if info is None:
@@ -2156,17 +2159,28 @@ def this_worker(positions):
     return (first + info.id) % info.num_workers, info.num_workers
 
 
+MISSING_IMAGE = "image that does not exist"
+
+
 class Stream(IterableDataset):
     """Endless batches of one rank, reproducible from (seed, rank, worker, position).
 
-    source: CaptionTable or TarShards. transform: a function of an image, Augment or Views.
-    min_side: open_image's; Views have their own. tokenizer: None for images alone. boxes: None,
-    or (n, 4), where Views crops the images of a CaptionTable's rows; NaN: anywhere.
-    A batch has "images" (B, 3, S, S), of files uint8, or what Views.collate gives;
-    "tokens" and "mask" (B, L), or "labels" (B,), or (B, C), shares of classes, if Augment mixes;
-    "skipped": {worker: {reason: [count, last example]}};
-    "position": {worker: (batches, position in the source, skipped)}: a Stream that gets the
-    latest of all workers continues with the next batch.
+    source: CaptionTable or TarShards.
+    tokenizer: None if the model does not read captions. context: the largest number of tokens.
+    transform: a function of an image, Augment or Views. min_side: see open_image; Views have their
+        own.
+    batch_size: samples of this rank. positions: the latest of all workers, to continue a run.
+    boxes: None, or (n, 4), the box of each image of a CaptionTable for Views; NaN for no box.
+
+    A batch is a dict:
+        "images"             (B, 3, S, S), uint8 or normalised floats; or what Views.collate returns
+        "tokens", "mask"     (B, L), with a tokenizer
+        "labels"             (B,) if the source has labels; (B, C), shares, if Augment mixes
+        "skipped"            {worker: {reason: [count, last example]}}
+        "position"           {worker: (batches, position in the source, skipped)}
+
+    Raises UserError if the data have fewer images or shards than there are workers, or if too many
+    samples in a row cannot be used.
     """
 
     def __init__(self, source, tokenizer, transform, min_side, context, batch_size, seed,
@@ -2184,7 +2198,8 @@ class Stream(IterableDataset):
         if len(self.source) < parts:
             raise UserError(f"{self.source.name} has {len(self.source)} {self.source.unit}, fewer "
                             f"than ranks x workers = {parts}: use fewer ranks or --workers.")
-        skipped = self.source.skipped if part == 0 else {}  # a table's rows count once
+        # only one worker counts the rows that were left out when the source was opened
+        skipped = self.source.skipped if part == 0 else {}
         start = 0, self.source.start, skipped
         batches, position, skipped = self.positions.get(worker, start)
         skipped, bad_in_a_row, samples = dict(skipped), 0, []
@@ -2197,25 +2212,35 @@ class Stream(IterableDataset):
                 sample.count(skipped)
                 bad_in_a_row += 1
                 if bad_in_a_row >= self.source.max_bad:
-                    raise UserError(
-                        f"{self.source.name}: {bad_in_a_row:,} samples in a row could not be "
-                        f"used, the last: {sample.reason}, {sample.where}. Of a table, is "
-                        f"--image-root right?")
+                    raise UserError(self.why_useless(sample, bad_in_a_row))
                 continue
+
             bad_in_a_row = 0
             samples.append(sample)
             if len(samples) == self.batch_size:
                 batches += 1
-                with fixed_seed(self.seed, part, *numbers, 1):  # not those of the sample
+                # one number more: the batch must not draw the numbers of its last sample again
+                with fixed_seed(self.seed, part, *numbers, 1):
                     batch = self.collate(samples)
                 yield batch | {"position": {worker: (batches, position, dict(skipped))},
                                "skipped": {worker: dict(skipped)}}
                 samples = []
 
+    def why_useless(self, last, count):
+        """The message of the error that ends a run after `count` Skipped samples in a row."""
+        if last.reason == MISSING_IMAGE:
+            return (f"{last.where} does not exist, and the {count - 1:,} samples before it could "
+                    f"not be used either. Check --image-root, the directory that the file names in "
+                    f"the table are relative to.")
+        return (f"{self.source.name}: {count:,} samples in a row could not be used; the last: "
+                f"{last.reason}, {last.where}. Repair these data or give others.")
+
     def load(self, file, caption, name, row=None):
-        """Decode and augment -> (image or crops, caption or label) or Skipped."""
+        """Decode and augment a sample -> (image or crops, caption or label) or Skipped."""
         try:
             image = open_image(file, self.min_side)
+        except FileNotFoundError:
+            return Skipped(MISSING_IMAGE, name)
         except Exception as error:
             return Skipped("unreadable image", f"{name} ({type(error).__name__}: {error})")
         if self.boxes is None or self.boxes[row].isnan().any():
@@ -2223,6 +2248,7 @@ class Stream(IterableDataset):
         return self.transform(image, self.boxes[row].tolist()), caption
 
     def collate(self, samples):
+        """[(image or crops, caption or label)] -> a batch without "skipped" and "position"."""
         images, values = zip(*samples)
         if isinstance(self.transform, Views):
             batch = self.transform.collate(images)
@@ -2238,8 +2264,12 @@ class Stream(IterableDataset):
 
 
 class WorldStream(Stream):
-    """Stream's batches from the embedded world. transform: None, Augment or Views; min_side and
-    boxes have no effect. The labels of scenes of one object are their shapes."""
+    """A Stream of the embedded world, which is drawn, not read.
+
+    A batch depends on (seed, rank, worker, number of the batch). transform: None, Augment or Views.
+    min_side and boxes have no effect. For labels, each scene has one object; its shape is the
+    label.
+    """
 
     def __iter__(self):
         worker, _ = this_worker(self.positions)
@@ -2258,8 +2288,11 @@ class WorldStream(Stream):
 
 
 class EachImage(IterableDataset):
-    """Each image of one of `parts` parts of a CaptionTable, once, in batches: (numbers of their
-    rows, images (B, 3, S, S)), squeezed to a square, so that fractions of their sides stay."""
+    """Each image of one of `parts` parts of a CaptionTable, once, in batches, to find boxes in.
+
+    A batch is (the numbers of the images, normalised images (B, 3, S, S)). Images are squeezed to a
+    square without a crop, so that a box in fractions of the sides is valid for the file too.
+    """
 
     def __init__(self, table, image_size, batch_size, part=0, parts=1):
         self.table, self.size = table, (image_size, image_size)
@@ -2271,7 +2304,8 @@ class EachImage(IterableDataset):
         for i in range(0, len(rows), self.batch_size):
             found, images = [], []
             for row in rows[i : i + self.batch_size]:
-                with contextlib.suppress(Exception):  # of a damaged image; Stream counts it
+                # a damaged image gets no box; Stream counts it
+                with contextlib.suppress(Exception):
                     image = open_image(self.table.path(row), self.size[0])
                     image = image.resize(self.size, Image.Resampling.BICUBIC)
                     images.append(v2.functional.pil_to_tensor(image))
@@ -2282,20 +2316,26 @@ class EachImage(IterableDataset):
 
 @contextlib.contextmanager
 def fixed_seed(*numbers):
-    """Random numbers that depend on `numbers` alone; those outside stay as they were."""
+    """A context in which torch's CPU random numbers depend on `numbers` only.
+
+    Outside the context the random numbers go on as if it had not been there.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(mix_seed(*numbers))
         yield
 
 
 def mix_seed(*numbers):
-    """Integers -> one seed that changes with each of them."""
+    """Integers >= 0 -> one seed below 2^63, which depends on all of them.
+
+    A sum would not do: seed 1 of rank 0 would be seed 0 of rank 1.
+    """
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
 
 
 # Schedules ----------------------------------------------------------------------------
 #
-# Functions of a step, without a state that a resumed run would have to restore.
+# Functions of the step. They have no state, so a resumed run has nothing to restore.
 
 
 def cosine(step, steps, start, end):
@@ -2306,8 +2346,10 @@ def cosine(step, steps, start, end):
 def cosine_lr(step, steps, warmup, peak):
     """Linear warm-up to `peak` over `warmup` steps, then half a cosine to 0 at `steps`.
 
-    It begins at peak / warmup, as OpenCLIP's. differs: BAM's and DINO's begin at 0 (utils.py:190,
-    191 of the authors); all have the peak at step warmup - 1.
+    Step 0 has peak / warmup, as in OpenCLIP, and step warmup - 1 has the peak.
+
+    differs: the schedules of BAM's and DINO's authors begin at 0 (utils.py:190, 191). Their peak is
+    at the same step.
     """
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -2323,11 +2365,13 @@ def linear_lr(step, steps, warmup, peak):
 
 # Parameter groups and checkpoints -----------------------------------------------------
 #
-# A run may be killed at any moment: a file is written beside the old one and then takes its place.
+# A run may be killed at any moment, also while it writes. So a new file is written under a
+# temporary name and then renamed. Renaming replaces the old file in one step.
 
 
 def param_groups(model, weight_decay):
-    """Two optimizer groups: weights of linear and convolution layers decay, all others do not.
+    """Two groups for an optimizer: the weights of linear and convolution layers, which decay, and
+    all other parameters (biases, norms, embeddings, positions), which do not.
 
     differs: OpenCLIP decays all matrices (training/main.py:310), LAMB as published all tensors.
     """
@@ -2341,18 +2385,24 @@ def param_groups(model, weight_decay):
 
 
 def writing(path):
-    """A context that turns what goes wrong on the disk into a UserError."""
+    """A context that turns an OSError (a full disk, ...) into a UserError that names the path."""
     return explained(OSError, f"{path} cannot be written")
 
 
 @contextlib.contextmanager
 def replacing(path, suffix=f".{os.getpid()}.tmp"):
-    """A binary file to write, PATH + suffix, that takes the place of `path` in the end: a killed
-    process leaves the old file or the new one, never a half; an error leaves the old one."""
+    """A context with a binary file PATH + suffix to write to. At the end the file is renamed to
+    `path`.
+
+    A killed process leaves the old file or the new one, never a part of it. An error leaves the old
+    file.
+    """
     temporary = Path(f"{path}{suffix}")
     try:
         with writing(path), open(temporary, "wb") as file:
             yield file
+            # The content must be on the disk before the name is: otherwise a power failure could
+            # leave an empty file under the name of a checkpoint.
             file.flush()
             os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -2363,10 +2413,14 @@ def replacing(path, suffix=f".{os.getpid()}.tmp"):
 
 
 def save_checkpoint(paths, state):
-    """Write a checkpoint under each of the names: once, the others are links to it."""
+    """Write a checkpoint under each of the paths. It is written once; the other paths are links,
+    which cost no time and no space on the disk."""
     first, *others = paths
-    full = explained(RuntimeError, f"{first} cannot be written", " (is the disk full?)")  # torch's
-    with replacing(first, ".tmp") as file, full:  # a run is locked: kills leave one at most
+    # torch.save raises a RuntimeError where the disk is full
+    full = explained(RuntimeError, f"{first} cannot be written", " (is the disk full?)")
+    # Only one process writes in a run's directory, so the temporary name needs no process id. Kills
+    # then leave at most one unfinished file, which the next save overwrites.
+    with replacing(first, ".tmp") as file, full:
         torch.save(state, file)
     for path in others:
         temporary = Path(f"{path}.tmp")
@@ -2380,28 +2434,41 @@ def save_checkpoint(paths, state):
 
 
 def read_config(run):
-    """The settings of a run's directory, as config.json has them."""
-    broken = f"{run} holds no run, config.json cannot be read"
-    with explained((OSError, ValueError, TypeError), broken):
-        return dict(json.loads(Path(run, "config.json").read_text(encoding="utf-8")))
+    """The settings in the config.json of a run's directory -> dict. Raises UserError if there is
+    none."""
+    path = Path(run, "config.json")
+    kinds = OSError, ValueError, TypeError
+    with explained(kinds, f"{path} cannot be read", ". Give another run"):
+        try:
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(f"{path} does not exist, so {run} is no run. Give the directory of one "
+                            f"run, such as runs/sparc.") from None
 
 
 def restore_model(model, weights, path, remedy):
-    """Load the weights that `path` holds; UserError with the remedy if they do not fit."""
+    """Load weights, {name: tensor}, into a model. Raises UserError with the remedy if a tensor is
+    missing, extra, of another shape or not finite. path: the file, for the message."""
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
+        # the first differences of torch's long list; its first line names the class only
         lines = [textwrap.shorten(line, 150) for line in str(error).splitlines()[1:4]]
         raise UserError(f"{path} holds a model of another size or kind ({' '.join(lines)}): "
                         f"{remedy}.") from None
     if not all(x.isfinite().all() for x in model.state_dict().values()):
-        raise UserError(f"{path} holds weights that are NaN or infinite: give others.")
+        raise UserError(f"{path} holds weights that are NaN or infinite: give another file.")
 
 
 def load_checkpoint(path, map_location="cpu"):
-    """Read a checkpoint without executing code from it; UserError if that cannot be done."""
+    """Read a checkpoint. Raises UserError if `path` is none.
+
+    A pickle can execute any code when it is read. weights_only=True refuses everything but tensors
+    and plain values.
+    """
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):  # DINO's settings
+        # DINO's checkpoints hold their settings as a Namespace, which is harmless
+        with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
         missing = FileNotFoundError, PermissionError, IsADirectoryError
@@ -2410,34 +2477,45 @@ def load_checkpoint(path, map_location="cpu"):
 
 
 def why_unreadable(path, message):
-    """torch.load's message about a file -> what is wrong with it, and what to do."""
+    """torch.load's message about a file -> what is wrong with the file, and what to do."""
     with open(path, "rb") as file:
-        is_safetensors = file.read(9)[8:] == b"{"  # the length of its header, then JSON
+        is_safetensors = file.read(9)[8:] == b"{"  # 8 bytes, the length of the header, then JSON
     if is_safetensors:
-        return ("it is a safetensors file; convert it by torch.save(safetensors.torch.load_file("
+        return ("it is a safetensors file. Convert it with torch.save(safetensors.torch.load_file("
                 "FILE), NEW)")
-    if "TorchScript" in message:  # OpenAI's own files
-        return "convert it by torch.save(torch.jit.load(FILE, 'cpu').state_dict(), NEW)"
+    if "TorchScript" in message:  # OpenAI publishes CLIP as TorchScript
+        return ("it is a TorchScript archive. Convert it with torch.save(torch.jit.load(FILE, "
+                "'cpu').state_dict(), NEW)")
     if held := re.search(r"GLOBAL (\S+)", message):
-        return (f"beside weights it holds {held[1]}, which could execute code; if you trust it, "
-                f"save the weights alone by torch.save(torch.load(FILE, weights_only=False)[KEY], "
+        return (f"it holds weights and {held[1]}, which could execute code. If you trust the file, "
+                f"save only the weights with torch.save(torch.load(FILE, weights_only=False)[KEY], "
                 f"NEW)")
-    return ("it is cut off, empty or of another kind; take another, such as a step-N.pt of "
-            "--keep-every, or begin anew")
+    return ("it is cut off, empty or of another format. Give another file, such as a step-N.pt of "
+            "--keep-every, or begin a new run")
 
 
 # Distributed --------------------------------------------------------------------------
 #
-# N ranks must give the gradients of one process on the global batch. A loss exchanges nothing but
-# by Gather, which sums the gradients that other ranks' losses send back.
+# A rank is one process of `torchrun`, usually with one GPU. Each rank encodes its part of the
+# global batch. A contrastive loss compares all pairs of the global batch, so the ranks exchange
+# encodings.
+#
+# N ranks must give the gradients of one process on the global batch. Losses exchange tensors
+# through Gather only. Its backward pass sums the gradients from the losses of all ranks, and DDP
+# averages over ranks: the result is the gradient of the mean loss.
 
 
 def init_distributed():
-    """Join the process group of `torchrun`, if there is one -> this rank's device."""
+    """Join the process group of `torchrun`, if there is one. Returns the device of this rank.
+
+    Raises UserError if a cluster started several tasks without torchrun. Each would train the same
+    run alone.
+    """
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("WORLD_SIZE", "1")
     if tasks != "1" and "RANK" not in os.environ:
-        raise UserError(f"There are {tasks} tasks that know nothing of each other: start one a "
-                        f"machine, `srun --ntasks-per-node=1 torchrun ... train.py ...`.")
+        raise UserError(f"{tasks} tasks were started without torchrun and would train separately: "
+                        f"start one torchrun per machine, `srun --ntasks-per-node=1 torchrun ... "
+                        f"train.py ...`.")
     cuda, device = torch.cuda.is_available(), torch.device("cpu")
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -2450,28 +2528,34 @@ def init_distributed():
 
 
 def patient_group():
-    """A group on which ranks wait for rank 0 for a day, None of one process. On NCCL's they may
-    not, and torchrun would end a machine whose ranks have left 5 minutes before the others."""
+    """A process group on which ranks can wait for rank 0 for a day; None without ranks.
+
+    The others must wait while rank 0 evaluates and draws at the end: if all ranks of a machine left
+    more than 5 minutes before rank 0, torchrun would end that machine. The group of the training
+    waits only 30 minutes.
+    """
     if not dist.is_initialized():
         return None
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
 
 
 class _Gather(torch.autograd.Function):
-    """(B, ...) on each rank -> (world * B, ...). Backward sums the gradients of all ranks."""
+    """(B, ...) on each rank -> (world * B, ...). The backward pass sums the gradients that all
+    ranks have for this rank's rows."""
 
     @staticmethod
     def forward(ctx, x):
         rows = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
-        # torch 2.14 has new names, and warns of the old ones
+        # the new name of torch 2.14, which warns of the old one
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         all_gather(rows, x.contiguous())
         return rows
 
     @staticmethod
     def backward(ctx, gradient):
-        if dist.get_backend() == "gloo":  # before torch 2.8 it has no reduce_scatter
-            gradient = gradient.clone(memory_format=torch.contiguous_format)  # it may be shared
+        if dist.get_backend() == "gloo":  # gloo has no reduce_scatter before torch 2.8
+            # all_reduce writes into its tensor, and autograd may use the same tensor elsewhere
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(gradient)
             return gradient.chunk(dist.get_world_size())[dist.get_rank()]
         rows = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
@@ -2481,11 +2565,13 @@ class _Gather(torch.autograd.Function):
 
 
 class Gather:
-    """gather(x): (B, ...) on each rank, of one shape -> (world * B, ...), in the order of the
-    ranks: row i of x is row gather.rank * B + i.
+    """gather(x): (B, ...) on each rank -> (world * B, ...), in the order of the ranks.
 
-    Differentiable, so that DDP's mean over ranks is the gradient of one process on the global
-    batch. (A plain all_gather loses what the other ranks' losses contribute to these rows.)
+    Row i of this rank's x is row gather.rank * B + i of the result. All ranks must have the same
+    shape. Without ranks gather returns x.
+
+    gather is differentiable. torch's all_gather is not: the gradients that the losses of other
+    ranks have for this rank's rows would be lost.
     """
 
     def __call__(self, x):
@@ -2500,7 +2586,7 @@ gather = Gather()
 
 
 def gather_objects(value):
-    """The (picklable) values of all ranks, as a list in the order of the ranks."""
+    """A picklable value on each rank -> the list of all values, in the order of the ranks."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -2509,35 +2595,40 @@ def gather_objects(value):
 
 
 def turn_off_tf32():
-    """What is fp32 is computed in fp32, on a GPU too."""
-    torch.backends.cudnn.allow_tf32 = False  # on by default: convolutions of fp32 in 10 bits
-    torch.backends.cuda.matmul.allow_tf32 = False  # on in NVIDIA's containers
+    """Compute fp32 operations in fp32 on GPUs too. TF32 keeps 10 bits of the mantissa, fp32 23."""
+    torch.backends.cudnn.allow_tf32 = False  # torch's default is True, for convolutions
+    torch.backends.cuda.matmul.allow_tf32 = False  # NVIDIA's containers set True
 
 
 # Weights of others --------------------------------------------------------------------
 #
-# Names are translated, positions interpolated. A file that does not fit as a whole is refused:
-# random numbers in a part of a network would ruin the figures without a word.
+# Loading translates the names of tensors and interpolates positions. A file with a missing or an
+# extra tensor is refused. If such a file were loaded, a part of the network would keep its random
+# weights, and the figures would be wrong without any error.
 
-CLIP_NAMES = [  # OpenCLIP's and OpenAI's names, ours
+CLIP_NAMES = [  # (OpenCLIP's and OpenAI's name, ours)
     ("transformer.resblocks.", "blocks."), (".in_proj_", ".qkv."), (".out_proj.", ".proj."),
     (".ln_1.", ".norm1."), (".ln_2.", ".norm2."), (".c_fc.", ".fc1."), (".c_proj.", ".fc2."),
     ("conv1.", "patch_embed."), ("class_embedding", "cls"), ("positional_embedding", "pos"),
     ("token_embedding.", "embedding."), ("ln_pre.", "norm_pre."), ("ln_post.", "norm."),
     ("ln_final.", "norm.")]
-CLIP_PARTS = ("visual.proj", "text_projection", "logit_scale")  # what is in no tower
-OPENAI_ONLY = ("input_resolution", "context_length", "vocab_size")  # beside the weights
-TIMM_NAMES = [  # timm's names of its VisionTransformer, ours where they are others
+CLIP_PARTS = ("visual.proj", "text_projection", "logit_scale")  # CLIP's tensors outside the towers
+OPENAI_ONLY = ("input_resolution", "context_length", "vocab_size")  # tensors that are no weights
+TIMM_NAMES = [  # (the name in timm's VisionTransformer, ours), where they differ
     ("cls_token", "cls"), ("pos_embed", "pos"), ("patch_embed.proj.", "patch_embed.")]
-IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean, deviation of pixels: as timm's
+# the mean and the standard deviation by which timm normalises pixels
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def load_clip(towers, state_dict, tokenizer):
-    """Load a whole CLIP, as OpenCLIP or OpenAI saved it, into the image and the text tower ->
-    {a name of CLIP_PARTS: tensor}, for load_clip_parts. UserError for another network or words."""
+    """Load a CLIP, as OpenCLIP or OpenAI saved it, into the towers (image, text).
+
+    Returns {a name of CLIP_PARTS: tensor}, for load_clip_parts. Raises UserError if the file holds
+    another network, or if the tokenizer has other words than the file's text tower.
+    """
     state, image, text, parts = unwrapped(state_dict), {}, {}, {}
     for key, value in state.items():
-        key = key.removeprefix("text.")
+        key = key.removeprefix("text.")  # the text tower in OpenCLIP's CustomTextCLIP
         if key in CLIP_PARTS:
             parts[key] = value
         elif key.startswith("visual."):
@@ -2547,10 +2638,13 @@ def load_clip(towers, state_dict, tokenizer):
     if not image:
         raise UserError(unknown_names(state))
     if towers[1].vocab_size == CLIP_TOKENS and isinstance(tokenizer, WordPiece):
-        raise UserError("it has CLIP's words: give --vocab bpe_simple_vocab_16e6.txt.gz.")
+        raise UserError("the file expects CLIP's tokens: give --vocab "
+                        "bpe_simple_vocab_16e6.txt.gz.")
+
+    # Nothing in the shapes shows which GELU a model was trained with.
     modules = [*towers[0].modules(), *towers[1].modules()]
     if OPENAI_ONLY[0] in state and any(isinstance(module, nn.GELU) for module in modules):
-        raise UserError("it is OpenAI's, whose GELU is another one: add :quick_gelu=1 to "
+        raise UserError("these are OpenAI's weights, which need QuickGELU: add :quick_gelu=1 to "
                         "--image-encoder and --text-encoder.")
     preset = "the preset clip-... of the file's model"
     load_tower(towers[0], image, CLIP_NAMES, f"give --image-encoder {preset}")
@@ -2559,12 +2653,16 @@ def load_clip(towers, state_dict, tokenizer):
 
 
 def unwrapped(state):
-    """What torch.load gives -> {name: tensor}: the weights alone, without what DDP, torch.compile
-    and training loops put around them and before their names."""
+    """The content of a checkpoint -> {name: tensor}, only the weights.
+
+    Training loops save weights together with other things, under a key. DDP and torch.compile put
+    "module." and "_orig_mod." before the names. Raises UserError if there are no weights.
+    """
     if isinstance(state, dict):
         # "state_dict": OpenCLIP, timm, Lightning; "model": DeiT, BAM; "teacher": DINO
         for key in ("state_dict", "model", "teacher"):
             if isinstance(state.get(key), dict):
+                # Some files also hold an average of the weights (EMA), often the better ones.
                 averages = [name for name in state if "ema" in str(name).split("_")]
                 if averages:
                     print(f"note: the weights are those under {key!r}, not those under "
@@ -2573,70 +2671,91 @@ def unwrapped(state):
     names = state.keys() if isinstance(state, dict) else ()
     if not any(torch.is_tensor(state[name]) for name in names):
         held = ", ".join(map(str, [*names][:5])) or f"a {type(state).__name__}"
-        raise UserError(f"it holds no weights under a name that is known, but {held}: save "
-                        f"model.state_dict() alone.")
+        raise UserError(f"the file holds no weights under a known key, but {held}: save only "
+                        f"model.state_dict().")
     return {re.sub(r"^(module\.|_orig_mod\.)*", "", name): x for name, x in state.items()
             if isinstance(name, str) and torch.is_tensor(x)}
 
 
 def unknown_names(names):
-    return (f"none of its names is known, such as {', '.join([*names][:3])}: give them timm's or "
-            f"OpenCLIP's names.")
+    """The message for weights with unknown names."""
+    return (f"the file has no known names of weights, but {', '.join([*names][:3])}: rename them "
+            f"as in timm or OpenCLIP.")
 
 
 def load_tower(tower, tensors, names, remedy):
-    """Load all tensors of another tower but those of blocks that the method replaces; positions are
-    interpolated. names: (theirs, ours), .... UserError with the remedy if one lacks or is left."""
+    """Load {name: tensor} of another tower into `tower`, which may have other positions.
+
+    names: [(their name, ours)]. Blocks that the method replaces are left out. Raises UserError with
+    the remedy if a tensor is missing, extra or of another shape.
+    """
     found = {}
     replaced = tuple(f"blocks.{len(tower.blocks) + i}." for i in range(tower.left_out))
     for name, value in tensors.items():
         for theirs, ours in names:
             name = name.replace(theirs, ours)
-        if name in ("cls", "pos"):
-            value = value.reshape(1, -1, value.shape[-1]).float()
+        # CLIP's [CLS] is (d,) and its positions are (N, d); ours are (1, 1, d) and (1, N, d).
+        # restore_model refuses a tensor of another width.
+        if name in ("cls", "pos") and value.shape[-1:] == (tower.width,):
+            value = value.reshape(1, -1, tower.width).float()
         if not name.startswith(replaced):
             found[name] = value
     known = {name.partition(".")[0] for name in tower.state_dict()}
     if found and not any(name.partition(".")[0] in known for name in found):
         raise UserError(unknown_names(tensors))
-    if isinstance(tower, ViT) and "pos" in found:
+
+    if isinstance(tower, ViT) and "pos" in found and found["pos"].shape[-1:] == (tower.width,):
         has_cls = tower.cls is not None
         patches = found["pos"].shape[1] - has_cls
-        if patches == math.isqrt(patches) ** 2:
+        # Positions that are no square grid stay as they are, and restore_model refuses them.
+        if patches > 0 and patches == math.isqrt(patches) ** 2:
             found["pos"] = resize_positions(found["pos"], has_cls, tower.grid, tower.grid)
-    restore_model(tower, found, "it", remedy)
+    restore_model(tower, found, "the file", remedy)
 
 
 def load_clip_parts(model, parts):
-    """Copy what load_clip returned to the model's clip_parameters. UserError where one lacks or has
-    another size: random numbers in its place would ruin the others."""
+    """Copy the tensors that load_clip returned to the model's clip_parameters.
+
+    Raises UserError if a tensor is missing or has another shape. CLIP's projections are (d, E),
+    ours (E, d).
+    """
     for name, ours in model.clip_parameters().items():
-        theirs = parts[name].squeeze().t() if name in parts else None
+        theirs = parts.get(name)
+        if theirs is not None and theirs.squeeze().ndim <= 2:
+            theirs = theirs.squeeze().t()
         if theirs is None or theirs.shape != ours.shape:
-            raise UserError(f"it has no {name} of {tuple(ours.t().shape)}, which the model needs: "
-                            f"give a CLIP with its projections, and their --embed-dim.")
+            raise UserError(f"the file has no {name} of shape {tuple(ours.t().shape)}, which the "
+                            f"model needs: give a CLIP with projections, and set --embed-dim to "
+                            f"their width.")
         ours.data.copy_(theirs)
 
 
 def load_timm(tower, state_dict):
-    """Load a ViT saved under timm's names (by timm, DeiT, DINO, BAM or eval.py --export; of DINO
-    and BAM the teacher's weights), whose pixels are normalised as ImageNet's."""
+    """Load a ViT that timm, DeiT, DINO, BAM or eval.py --export saved, under timm's names.
+
+    These ViTs expect pixels normalised as timm does, ours as CLIP does: for_other_pixels adapts the
+    weights. From files of DINO and BAM the teacher is loaded. Raises UserError if the file does not
+    fit.
+    """
     found = {}
     for name, value in unwrapped(state_dict).items():
         name = re.sub(r"^(module\.|teacher\.|backbone\.|_orig_mod\.)*", "", name)
+        # heads are not part of the encoder
         if not name.startswith(("student.", "head.", "proj_head.")):
             found[name] = value
     load_tower(tower, for_other_pixels(found, IMAGENET, (MEAN, STD)), TIMM_NAMES,
-               "give --image-encoder the sizes of the file's ViT, as ViT-S/16:cls=1 for DINO's")
+               "give --image-encoder the sizes of the file's ViT, such as ViT-S/16:cls=1 for "
+               "DINO's")
 
 
 def timm_weights(tower):
-    """A ViT's weights as load_timm reads them -> {timm's name: tensor}; UserError for others."""
+    """A ViT -> its weights {timm's name: tensor}, as load_timm reads them. Raises UserError for an
+    encoder that timm's VisionTransformer cannot represent."""
     is_plain = isinstance(tower, ViT) and isinstance(tower.patch_embed, nn.Conv2d)
     if not is_plain or tower.left_out or isinstance(tower.norm, nn.Identity):
-        raise UserError("--export writes a ViT as timm has it, but this image encoder is a ResNet, "
-                        "has a stem, or ends in the method's read-out: train a plain ViT (in the "
-                        "embedded world --image-encoder tiny-patch).")
+        raise UserError("--export writes a ViT of timm's architecture, but this image encoder is a "
+                        "ResNet, has a convolutional stem, or ends in the method's read-out: train "
+                        "another image encoder (for shapes, --image-encoder tiny-patch).")
     state = {}
     for name, value in tower.state_dict().items():
         for theirs, ours in TIMM_NAMES:
@@ -2646,12 +2765,22 @@ def timm_weights(tower):
 
 
 def for_other_pixels(state, old, new):
-    """A ViT's weights under timm's names, for pixels normalised by `old`, (mean, std) -> for `new`.
-    ViTs without that bias are CLIP's, whose pixels are normalised alike here and in timm."""
+    """Adapt the weights of a ViT, {timm's name: tensor}, to another normalisation of pixels.
+
+    old, new: the (mean, std) that the weights expect and that they shall expect. The outputs stay
+    the same, as the patch embedding is linear: with the pixel p = new_mean + new_std * x,
+
+        w (p - mean) / std + b  =  (w new_std / std) x + (b + w (new_mean - mean) / std)
+
+    A ViT without that bias is CLIP's, whose pixels have the same normalisation here and in timm.
+    """
     (mean, std), (new_mean, new_std) = torch.tensor(old), torch.tensor(new)  # (3,) each
     weight, bias = "patch_embed.proj.weight", "patch_embed.proj.bias"  # (d, 3, p, p), (d,)
-    if weight not in state or bias not in state or state[weight].shape[1:2] != (3,):
-        return state  # of another size: it will be refused
+    if weight not in state or bias not in state:
+        return state
+    w, b = state[weight], state[bias]
+    if w.ndim != 4 or w.shape[1] != 3 or b.shape != w.shape[:1]:
+        return state  # restore_model refuses these tensors
     shift = state[weight] * ((new_mean - mean) / std)[:, None, None]
     return state | {weight: state[weight] * (new_std / std)[:, None, None],
                     bias: state[bias] + shift.sum((1, 2, 3))}

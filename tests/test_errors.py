@@ -47,7 +47,7 @@ EMPTY = "has no column 'image'; its first line is empty or broken. Name yours"
 VOC, SET = "eval runs/sparc --task segmentation --data voc", "eval runs/sparc --data colours"
 PROMPT = "'{}' is no file of templates, one a line, and no template with one"
 CLIP = "clip-b32:width=16,heads=2,image_size=16,patch_size=8,depth=1,"
-IMAGE = "^--init-weights clip.pt: it holds a model of another .*{}.*: give --image-encoder the"
+IMAGE = "^--init-weights clip.pt: the file holds a model of another .*{}.*: give --image-encoder the"
 TEXT = IMAGE.replace("image", "text")
 BLOCK = "transformer.resblocks.0."
 
@@ -151,7 +151,7 @@ ERRORS = [
     ("sparc --data shapes:colour=3", "shapes has no setting 'colour'; its settings: background"),
 
     # A whole CLIP
-    ("clip", "^--init-weights clip.pt: it is OpenAI's, whose GELU .*: add :quick_gelu=1",
+    ("clip", "^--init-weights clip.pt: these are OpenAI's weights, .*: add :quick_gelu=1",
      {"input_resolution": ()}),
     ("clip", IMAGE.format("Unexpected .*blocks.0.ls_1.gamma"), {f"visual.{BLOCK}ls_1.gamma": 16}),
     ("clip", TEXT.format("Unexpected .*logit_bias"), {"logit_bias": 1}),                  # SigLIP's
@@ -162,17 +162,18 @@ ERRORS = [
      {"visual.transformer.resblocks.1.ln_1.weight": 16}),
     ("clip", TEXT.format("size mismatch for embedding") + ".* and --vocab its words",
      {"token_embedding.weight": (20, 16)}),
-    *(("clip", rf"^--init-weights clip.pt: it has no {part} of \(.*\), which the model needs: g",
-       {part: shape}) for part, shape in (("visual.proj", None), ("text_projection", (9, 8)))),
+    *(("clip", rf"^--init-weights clip.pt: the file has no {part} of shape \(.*\), which",
+       {part: shape}) for part, shape in (
+        ("visual.proj", None), ("visual.proj", (2, 3, 4)), ("text_projection", (9, 8)))),
     ("sparc --init-weights 0", "^--init-weights 0: 0 is not a checkpoint that can be", "broken"),
-    ("sparc --init-weights 0", "^--init-weights 0: none of its names is known, such as patch_embed",
+    ("sparc --init-weights 0", "^--init-weights 0: the file has no known names of weights, but patch_embed: ",
      saved({"patch_embed": torch.ones(2)})),
-    ("bam --init-weights 0", "--init-weights 0: it holds .*Missing.* as ViT-S/16:cls=1",
+    ("bam --init-weights 0", "--init-weights 0: the file holds .*Missing.* such as ViT-S/16:cls=1",
      saved({"patch_embed.proj.weight": torch.ones(2)})),
     (lambda: restore_model(torch.nn.Linear(1, 1), {"weight": torch.tensor([[math.nan]]),
                                                    "bias": torch.ones(1)}, "a.pt", ""),
-     "a.pt holds weights that are NaN or infinite: give others"),
-    ("eval runs/sparo --export out.pt", "--export writes a ViT as timm has it, but this image"),
+     "a.pt holds weights that are NaN or infinite: give another file"),
+    ("eval runs/sparo --export out.pt", "--export writes a ViT of timm's architecture, but this image"),
     ("eval runs/bam runs/sparc --export out.pt", "--export writes the weights of one run and"),
     ("eval runs/bam --probe lbfgs --probe-epochs 3", "it converges: leave out --probe-epochs"),
 
@@ -185,8 +186,8 @@ ERRORS = [
       for out, name in ((".", "config.json"), ("mine", "vocab.txt"), (".", "log.jsonl"),
                         (".", "eval.json"), ("mine", "step-2.pt"))),
     (f"sparc --out {'n' * 300}", "n cannot be written: File name too long"),
-    ("sparc --resume", "run holds no run"), ("train --resume", "--resume needs --out"),
-    ("stair --resume --out runs/sparc", "was begun with --method sparc, .* leave out --method stair"),
+    ("sparc --resume", "^run/config.json does not exist, so run is no run. Give"), ("train --resume", "--resume needs --out"),
+    ("stair --resume --out runs/sparc", "is a run of --method sparc: leave out --method stair"),
     ("train --resume --embed-dim 7 --out runs/sparc", "model of another size.*: leave out"),
     ("train --resume --preset b32 --out runs/sparc", "--preset tiny, .* leave out --preset b32"),
     ("train --resume auto --vocab poor.txt --out runs/sparc", "leave out --vocab poor.txt"),
@@ -198,16 +199,16 @@ ERRORS = [
     *((f"{command} runs/{name}", message, {f"runs/{name}/{file}": text})
       for command, name in (("train --resume --out", "sparc"), ("eval", "sparc"))
       for file, message, text in (
-          ("config.json", "holds no run, config.json cannot be read: Unterm", '{"method": "sp'),
-          ("config.json", "holds no run, config.json cannot be read: 'int'", "7"),
+          ("config.json", "^runs/sparc/config.json cannot be read: Unterm", '{"method": "sp'),
+          ("config.json", "^runs/sparc/config.json cannot be read: 'int'", "7"),
           ("vocab.txt", "last.pt holds a model of another size.*vocab.txt", FILES["poor.txt"]),
           *(("last.pt", "last.pt holds no sparc model", saved(state))
             for state in ({"method": "bam"}, [torch.ones(2)]) if command == "eval"),
-          *(("last.pt", "can be read: it is cut off, empty or of .* step-N.pt .* begin", damaged)
+          *(("last.pt", "can be read: it is cut off, empty or of .* step-N.pt .* begin a new", damaged)
             for damaged in ("", saved({"method": "sparc"})[:99], pickle.dumps([{}]))))),
 
     # Evaluation
-    ("eval bare", "bare holds no run"),
+    ("eval bare", "^bare/config.json does not exist, so bare is no run. Give .* such as runs/sparc"),
     ("eval runs/sparc --task dance", "no task dance; there are zeroshot, "),
     ("eval runs/sparc --limit 0", "--limit 0 must be at least 1"),
     ("eval runs/sparc runs/bam ./runs/bam", "/bam: a run is named twice, name each once"),

@@ -102,7 +102,7 @@ def test_what_each_method_takes(name, settings, taken):
 def test_clips_words_need_clips_vocabulary():
     towers = tiny_vit(**CLIP_IMAGE), tiny_text(causal=True, vocab_size=49408)
     state = clip_names(*map(random_weights, towers))
-    with pytest.raises(UserError, match="it has CLIP's words: give --vocab bpe_simple"):
+    with pytest.raises(UserError, match="the file expects CLIP's tokens: give --vocab bpe_simple"):
         common.load_clip(towers, state, common.WordPiece(common.SPECIAL_TOKENS))
     common.load_clip(towers, state, common.BPE(["#version: 0.2", "a t</w>"]))
 
@@ -159,9 +159,9 @@ def test_a_run_starts_from_a_clip_and_resumes(tmp_path, monkeypatch, run_of):
 def test_a_torchscript_archive_names_the_call_that_converts_it(tmp_path):
     layer, path = nn.Linear(2, 3), tmp_path / "ViT-B-32.pt"
     torch.jit.script(layer).save(path)
-    with pytest.raises(UserError, match="can be read: convert it by ") as caught:
+    with pytest.raises(UserError, match="can be read: it is a TorchScript archive. Convert it with ") as caught:
         common.load_checkpoint(path)
-    call = re.search(r"convert it by (.*)\.$", str(caught.value))[1]
+    call = re.search(r"Convert it with (.*)\.$", str(caught.value))[1]
     exec(call, {"torch": torch, "FILE": path, "NEW": tmp_path / "new.pt"})
     converted = common.load_checkpoint(tmp_path / "new.pt")
     assert all(map(torch.equal, converted.values(), layer.state_dict().values()))
@@ -246,6 +246,16 @@ def test_files_of_timm_dino_and_bam_are_read(save, tmp_path):
     assert all(map(torch.equal, vit.parameters(), expected.parameters()))
 
 
+@pytest.mark.parametrize("name, shape", [
+    ("cls_token", ()), ("pos_embed", ()), ("pos_embed", (1, 0, WIDTH)), ("pos_embed", (1, 7, WIDTH)),
+    ("pos_embed", (2, 5, 8)), ("patch_embed.proj.weight", (WIDTH, 3)),
+    ("patch_embed.proj.bias", (7,))])
+def test_a_tensor_of_another_shape_is_refused(name, shape):
+    state = made_up_timm(tiny_vit(cls=True)) | {name: torch.ones(shape)}
+    with pytest.raises(UserError, match="^the file holds a model of another .*size mismatch for "):
+        common.load_timm(tiny_vit(cls=True), state)
+
+
 def test_a_vits_positions_are_interpolated_and_its_replaced_block_is_left_out():
     for cls in (True, False):
         vit, state = tiny_vit(cls=cls, image_size=20), made_up_timm(tiny_vit(cls=cls))
@@ -253,7 +263,7 @@ def test_a_vits_positions_are_interpolated_and_its_replaced_block_is_left_out():
         grid = pils_resize(state["pos_embed"][0, int(cls):].view(3, 3, WIDTH), 5, 5)
         close(vit.pos[0], torch.cat([state["pos_embed"][0, :int(cls)], grid]), 1e-6)
     vit, state = tiny_vit(depth=DEPTH - 1), made_up_timm(tiny_vit())
-    with pytest.raises(UserError, match="Unexpected .* the sizes of the file's ViT, as ViT-S/16"):
+    with pytest.raises(UserError, match="Unexpected .* the sizes of the file's ViT, such as ViT-S/16"):
         common.load_timm(vit, state)
     args = train.parse_args(SMALL["sparo"])
     built = common.build_encoders(train.METHODS["sparo"], args, range(4))
