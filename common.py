@@ -2788,15 +2788,19 @@ def for_other_pixels(state, old, new):
 
 # The embedded world -------------------------------------------------------------------
 #
-# An instrument, not a data set: all that can be measured on real data can be measured here in
-# minutes.
+# Pictures of coloured shapes with captions, drawn from a seed. The world is an instrument, not a
+# data set: everything that eval.py measures on real data can be measured here within minutes, and
+# without a download. It is hard enough that the methods differ: captions leave out details, their
+# order and words vary, and some pairs of colour and shape never occur in training.
 
 COLOURS = {
     "red": (0.85, 0.15, 0.15), "green": (0.15, 0.65, 0.2), "blue": (0.2, 0.3, 0.9),
     "yellow": (0.95, 0.85, 0.2), "purple": (0.55, 0.2, 0.7), "orange": (0.95, 0.55, 0.1),
     "pink": (0.95, 0.6, 0.75), "white": (0.95, 0.95, 0.95),
 }
-SHAPES = {  # of (u, v), the offset from the centre in radii, v downwards: negative inside
+# Signed distance functions: the distance from the point (u, v) to the outline of the shape, about,
+# and negative inside. (u, v) is the offset from the centre in radii; v points down.
+SHAPES = {
     "circle": lambda u, v: torch.hypot(u, v) - 0.95,
     "square": lambda u, v: torch.maximum(u.abs(), v.abs()) - 0.82,
     "triangle": lambda u, v: torch.maximum(v - 0.75, 0.87 * u.abs() - 0.5 * v - 0.5),
@@ -2808,6 +2812,8 @@ SHAPES = {  # of (u, v), the offset from the centre in radii, v downwards: negat
     "moon": lambda u, v: torch.maximum(torch.hypot(u, v) - 0.95, 0.75 - torch.hypot(u - 0.5, v)),
 }
 COLOUR_NAMES, SHAPE_NAMES = list(COLOURS), list(SHAPES)
+# Fillers describe nothing in the picture, as many words of web captions do. A method must learn to
+# ignore them. With ten empty strings about half of the captions have no opening, and half no closing.
 OPENINGS = [""] * 10 + [
     "a photo of", "a picture of", "there is", "we see", "this image shows", "an image with",
     "my favourite photo of", "look at", "in this scene there is", "here we have", "close view of",
@@ -2820,9 +2826,10 @@ JOINTS = [" and ", " and ", " with ", " , ", " next to ", " as well as "]
 NUMBERS = ["no", "one", "two", "three", "four", "five", "six", "seven"]
 RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
 OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
-P_RELATION = 0.3              # captions that relate two objects, of those that can
-P_COLOUR, P_SIZE = 0.9, 0.4   # objects whose colour, single objects whose size is named
-SPLITS = {"train": range(0, 8), "val": range(8, 9), "test": range(9, 10)}  # tenths
+P_RELATION = 0.3   # share of captions that relate two objects, if two objects can be related
+P_COLOUR = 0.9     # share of objects whose colour is named
+P_SIZE = 0.4       # share of single objects whose size is named
+SPLITS = {"train": range(0, 8), "val": range(8, 9), "test": range(9, 10)}  # tenths of all scenes
 
 
 @dataclasses.dataclass
@@ -2830,22 +2837,27 @@ class World:
     """The embedded world: coloured shapes with captions, drawn from a seed.
 
     Its fields are the settings of `shapes:...`. B scenes of at most K objects are a dict of
-    tensors: present, colour, shape, large, radius (B, K), centre (B, K, 2) as (x, y), in pixels.
-    A hash of its objects and their pixels puts a scene into train, val or test: no two splits
-    share one. `heldout` colour-shape pairs never occur in train.
+    tensors: present, colour, shape, large, radius (B, K), and centre (B, K, 2) as (x, y); radius
+    and centre are in pixels.
+
+    A hash of the objects and their positions puts a scene into train, val or test, so that no two
+    splits share a scene. `heldout` pairs of colour and shape never occur in train: whether a model
+    knows them shows whether it composes colour and shape.
+
+    Raises UserError for settings out of their range.
     """
 
-    size: int = 48            # pixels
-    objects: int = 3          # 1 to this many objects
-    noise: float = 0.04       # standard deviation of the softened background noise
-    background: float = 0.25  # how far the background colours of two images can differ
-    small: float = 0.14       # radius of a small object, fraction of the image
-    large: float = 0.20       # radius of a large one
-    palette: int = 8          # how many of COLOURS objects have; tasks ask for all 8
-    heldout: int = 6          # colour-shape pairs, of the 64, that training never shows
-    together: float = 0.0     # fraction of training scenes whose object 1 goes with object 0
-    fillers: bool = True      # openings, closings: words that describe nothing
-    words: int = 0            # made-up words; a caption holds up to two
+    size: int = 48            # side of a picture in pixels
+    objects: int = 3          # a picture has 1 to this many objects
+    noise: float = 0.04       # standard deviation of the smooth noise on the background
+    background: float = 0.25  # largest difference of the background colours of two pictures
+    small: float = 0.14       # radius of a small object, as a fraction of the picture's side
+    large: float = 0.20       # radius of a large object, as a fraction of the picture's side
+    palette: int = 8          # number of colours that objects have; tasks test all 8
+    heldout: int = 6          # number of colour-shape pairs, of 64, that training never shows
+    together: float = 0.0     # share of training scenes whose second object depends on the first
+    fillers: bool = True      # whether captions have openings and closings, which describe nothing
+    words: int = 0            # number of made-up words; a caption has at most two of them
 
     fingerprint = "shapes"
     content, classes = "caption", SHAPE_NAMES
@@ -2858,17 +2870,22 @@ class World:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise UserError(f"shapes: {name}={value} must be from {low} to {high}.")
-        self.cells = max(2, math.ceil(math.sqrt(self.objects)))  # a side; an object in a cell
-        low, high = 2.2 / self.size, 0.64 / self.cells  # 2 pixels; does not hide a neighbour
+        # The picture is a grid of cells x cells, and a cell has at most one object.
+        self.cells = max(2, math.ceil(math.sqrt(self.objects)))
+        # A radius is at least 2 pixels, and so small that no object hides one in the next cell.
+        low, high = 2.2 / self.size, 0.64 / self.cells
         if not low <= self.small < self.large <= high:
             raise UserError(
                 f"shapes: small={self.small} must be less than large={self.large}, both from "
                 f"{low:.3f} to {high:.3f} with size={self.size} and objects={self.objects}.")
-        # every colour in turn, with another shape in each turn
+        # each colour once before a colour comes again, then with another shape
         self.heldout_pairs = [(i % 8, (3 * i + i // 8 + 1) % 8) for i in range(self.heldout)]
 
     def scenes(self, n, split, generator, objects=None):
-        """n scenes of the split, with exactly `objects` objects, or 1 to `self.objects`."""
+        """Draw n scenes of a split -> dict of tensors.
+
+        objects: exact number of objects of each scene; None for 1 to `self.objects`.
+        """
         if split not in SPLITS:
             raise UserError(f"shapes has no split {split!r}, only {', '.join(SPLITS)}.")
         heldout = torch.zeros(8, 8, dtype=torch.bool)
@@ -2876,7 +2893,9 @@ class World:
             heldout[colour, shape] = True
         parts, kept = [], 0
         while kept < n:
-            # the split is so many tenths of all scenes; draw a fifth more than needed
+            # A hash decides the split of a scene, so scenes of all splits are drawn and those of
+            # this one are kept. The split has len(SPLITS[split]) of 10 scenes; draw 20 % more than
+            # needed on average.
             m = max(64, math.ceil((n - kept) * 10 / len(SPLITS[split]) * 1.2))
             scene = self.draw(m, generator, objects, self.together if split == "train" else 0)
             keep = self.in_split(scene, split)
@@ -2887,7 +2906,7 @@ class World:
         return {name: torch.cat([part[name] for part in parts])[:n] for name in parts[0]}
 
     def draw(self, m, generator, objects, together):
-        """m scenes, whatever their split."""
+        """Draw m scenes of any split; `together` as the setting. See `scenes`."""
         K = self.objects
 
         def rand(*shape):
@@ -2901,16 +2920,26 @@ class World:
             count = torch.randint(1, K + 1, (m, 1), generator=generator)
         present = (torch.arange(K) < count).expand(m, K)
         colour, shape, large = choices(self.palette), choices(8), choices(2).bool()
-        twin = rand(m) < 0.15  # so that counts above one occur
+
+        # In 15 % of the scenes the second object has the colour and the shape of the first. In 40 %
+        # of these the third has them too, and so on. So captions with numbers ("two red circles")
+        # are not too rare.
+        twin = rand(m) < 0.15
         for k in range(1, K):
             colour[twin, k], shape[twin, k] = colour[twin, 0], shape[twin, 0]
             twin = twin & (rand(m) < 0.4)
-        if together:  # red with green, circle with square: neighbours in the lists
+
+        # With `together` the second object depends on the first: a red circle comes with a green
+        # square. k ^ 1 is the neighbour in the list: 0 and 1, 2 and 3, and so on.
+        if together:
             pair = rand(m) < together
             present = present | (pair[:, None] & (torch.arange(K) == 1))
             for values, n in ((colour, self.palette), (shape, 8)):
                 first = values[pair, 0]
                 values[pair, 1] = torch.where(first ^ 1 < n, first ^ 1, first)
+
+        # Each object gets a cell of its own, a radius that varies by 10 %, and a random place. The
+        # object stays inside its cell if it is not larger than the cell.
         cell = rand(m, self.cells**2).argsort(1)[:, :K]
         radius = torch.where(large, self.large, self.small) * self.size
         radius = radius * (1 + 0.2 * (rand(m, K) - 0.5))
@@ -2922,7 +2951,11 @@ class World:
                 "radius": radius, "centre": centre}
 
     def in_split(self, scene, split):
-        """Scenes -> (B,) whether they are in the split; the order of objects does not matter."""
+        """Scenes -> (B,) bool, whether a scene belongs to the split.
+
+        The hash is a sum over objects, so that the order of the objects does not matter: a scene
+        and the same scene in another order belong to one split.
+        """
         x, y = scene["centre"].long().unbind(-1)
         code = (scene["colour"] * 8 + scene["shape"]) * 2 + scene["large"]
         code = code * self.size**2 + y * self.size + x
@@ -2930,35 +2963,42 @@ class World:
         return torch.isin((key // 128) % 10, torch.tensor(SPLITS[split]))
 
     def render(self, scene, generator):
-        """Scenes -> images (B, 3, S, S) in [0, 1] and segmentation (B, S, S).
+        """Scenes -> (images (B, 3, S, S) in [0, 1], segmentation (B, S, S)).
 
-        Segmentation is 0 on the background, k + 1 on object k.
+        The segmentation is 0 on the background and k + 1 on object k.
         """
         S, (B, K) = self.size, scene["present"].shape
+
+        # the background: a dark random colour for each picture, with smooth noise
         colour = torch.rand(B, 3, 1, 1, generator=generator) - 0.5
         noise = torch.randn(B, 3, S // 2 + 1, S // 2 + 1, generator=generator)
         noise = F.interpolate(noise, scale_factor=2, mode="bilinear")[..., :S, :S]
-        # interpolation shrinks the deviation to about 1 / 1.6
+        # 1.6, because the interpolation divides the standard deviation by about 1.6
         images = 0.275 + self.background * colour + self.noise * 1.6 * noise
+
         offset = torch.arange(S) + 0.5 - scene["centre"][..., None]
         offset = offset / scene["radius"][..., None, None]   # (B, K, 2, S): u, v
         tone = 1 + 0.15 * (2 * torch.rand(B, K, 1, generator=generator) - 1)
         rgb = torch.tensor(list(COLOURS.values()))[scene["colour"]] * tone
         rgb = rgb.clamp(max=1)                               # (B, K, 3)
         segmentation = torch.zeros(B, S, S, dtype=torch.long)
+
+        # all scenes at once whose object k has this shape: b of the B scenes
         for shape, k in itertools.product(range(8), range(K)):
             has_shape = scene["present"][:, k] & (scene["shape"][:, k] == shape)
             rows = torch.nonzero(has_shape)[:, 0]
             u, v = offset[rows, k, 0][:, None, :], offset[rows, k, 1][:, :, None]
             distance = SHAPES[SHAPE_NAMES[shape]](u, v) * scene["radius"][rows, k, None, None]
-            cover = (0.5 - distance).clamp(0, 1)             # (b, S, S), antialiased
+            # the covered share of each pixel, so that edges are smooth
+            cover = (0.5 - distance).clamp(0, 1)             # (b, S, S)
             paint = rgb[rows, k, :, None, None]
             images[rows] = torch.lerp(images[rows], paint, cover[:, None])
             segmentation[rows] = torch.where(cover > 0.5, k + 1, segmentation[rows])
         return images.clamp_(0, 1), segmentation
 
     def objects_of(self, scene):
-        """Scenes -> for each a list of objects: dicts of colour, shape, size (words), x, y."""
+        """Scenes -> a list of objects for each scene. An object is a dict: the words colour, shape
+        and size, and the centre x, y in pixels."""
         names = ("present", "colour", "shape", "large", "centre")
         lists = []
         for rows in zip(*(scene[name].tolist() for name in names)):
@@ -2971,15 +3011,21 @@ class World:
         return lists
 
     def caption(self, objects, rng):
-        """A caption of a scene: order, template, detail and fillers by rng, a random.Random."""
+        """The objects of a scene -> a caption.
+
+        rng, a random.Random, draws the order of the objects, the form of the sentence, the details
+        that are named, and the fillers.
+        """
         objects = rng.sample(objects, len(objects))
         related = [(a, name, b) for a, b in itertools.permutations(objects, 2)
                    for name in RELATIONS if holds(a, name, b)]
         if related and rng.random() < P_RELATION:
+            # "a red circle above a small star", then the other objects
             a, name, b = rng.choice(related)
             phrases = [f"{self.noun(a, rng)} {name} {self.noun(b, rng)}"]
             phrases += [self.noun(o, rng) for o in objects if o is not a and o is not b]
         else:
+            # "two red circles", "a star": equal objects are counted
             groups = defaultdict(list)
             for o in objects:
                 groups[o["colour"], o["shape"]].append(o)
@@ -2995,7 +3041,10 @@ class World:
         return text
 
     def noun(self, o, rng, count=1):
-        """An object, or `count` alike, in words, at times without its size or colour."""
+        """An object in words, or `count` equal objects, such as "a red circle" or "two stars".
+
+        The colour is left out at times, and the size often, as people do.
+        """
         words = []
         if count == 1 and rng.random() < P_SIZE:
             words.append(o["size"])
@@ -3006,7 +3055,14 @@ class World:
         return " ".join([NUMBERS[count], *words, plural(o["shape"])])
 
     def sample(self, n, split, seed, objects=None):
-        """n samples: normalised images, segmentation, captions, scene and objects."""
+        """Draw n samples of a split -> dict:
+
+        "images"        (n, 3, S, S), normalised
+        "segmentation"  (n, S, S), see `render`
+        "captions"      n strings
+        "scene"         dict of tensors, see World
+        "objects"       n lists, see `objects_of`
+        """
         generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
         scene = self.scenes(n, split, generator, objects)
         images, segmentation = self.render(scene, generator)
@@ -3016,13 +3072,20 @@ class World:
                 "objects": lists, "segmentation": segmentation}
 
     def sample_captions(self, limit):
-        """Training captions for a vocabulary, at most 5,000: all words but some made-up ones."""
+        """At most 5,000 training captions for a vocabulary. They contain all words of the world; if
+        there are many made-up words, some of these are missing."""
         generator, rng = torch.Generator().manual_seed(0), random.Random(0)
         scene = self.scenes(min(limit, 5000), "train", generator)
         return [self.caption(objects, rng) for objects in self.objects_of(scene)]
 
     def hard_negatives(self, objects, rng):
-        """{kind: (caption, negative)} of those of SugarCrepe's seven kinds that fit the scene."""
+        """The objects of a scene -> {kind: (true caption, false caption)}.
+
+        The kinds are SugarCrepe's seven. The false caption replaces an object, an attribute or a
+        relation, swaps two objects or attributes, or adds an object or an attribute. A kind is left
+        out if its false caption could be true for this scene, or if the scene has no second object
+        that the kind needs.
+        """
         a = rng.choice(objects)
         kinds = [(o["colour"], o["shape"]) for o in objects]
         colours, shapes = zip(*kinds)
@@ -3035,10 +3098,14 @@ class World:
             "replace_obj": (name, coloured(a["colour"], other_shape)),
             "add_obj": (everything, f"{everything} and {coloured(other_colour, other_shape)}"),
         }
+
+        # "a small red circle" is false only if every red circle is large
         alike = [o for o in objects if (o["colour"], o["shape"]) == (a["colour"], a["shape"])]
         if all(o["size"] == a["size"] for o in alike):
             other_size = "small" if a["size"] == "large" else "large"
             pairs["add_att"] = (name, article(f"{other_size} {a['colour']} {a['shape']}"))
+
+        # swaps need a second object that differs in colour and shape
         unlike = [o for o in objects if o["colour"] != a["colour"] and o["shape"] != a["shape"]]
         if not unlike:
             return pairs
@@ -3048,6 +3115,8 @@ class World:
         if not any(kind in kinds for kind in swapped):
             negative = " and ".join(coloured(*kind) for kind in swapped)
             pairs["swap_att"] = (f"{name} and {other}", negative)
+
+        # A relation is certain only if no other object looks like a or b.
         relation = next((r for r in RELATIONS if holds(a, r, b)), None)
         if relation and all(kinds.count((o["colour"], o["shape"])) == 1 for o in (a, b)):
             caption = f"{name} {relation} {other}"
@@ -3057,21 +3126,27 @@ class World:
 
 
 def holds(a, relation, b):
-    """Whether object a stands in the relation to b, by more than 6 pixels."""
+    """Whether the centre of object a is `relation` ("left of", ...) the centre of b, by more than 6
+    pixels: a smaller difference would be hard to see."""
     dx, dy = RELATIONS[relation]
     return (a["x"] - b["x"]) * dx + (a["y"] - b["y"]) * dy > 6
 
 
 def coloured(colour, shape):
+    """("red", "circle") -> "a red circle"."""
     return article(f"{colour} {shape}")
 
 
 def plural(shape):
+    """"circle" -> "circles", "cross" -> "crosses"."""
     return shape + ("es" if shape == "cross" else "s")
 
 
 def made_up_word(i):
-    """Word number i of 4,900: two syllables."""
-    i = i * 1987 % 4900  # a permutation: words in a row begin differently
+    """Word number i of 4,900, made of two syllables. Made-up words enlarge the vocabulary by words
+    that describe nothing."""
+    # 1987 and 4900 have no common divisor, so this is a permutation. Without it, the first 70 words
+    # would begin with the same syllable.
+    i = i * 1987 % 4900
     syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
     return syllables[i // 70] + syllables[i % 70]
