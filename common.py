@@ -1,7 +1,7 @@
 """What the four methods share: encoders, tokenizers, data, distributed training, weights.
 
 This file names no method, and no method file imports this file: train.py and eval.py join them.
-So a method file can be copied into another project alone. The sections:
+So a method file works in another project without this file. The sections:
 
     Encoders            ViT, TextTransformer, ResNet; their presets
     What ... a method   what a new method file must define, and the defaults
@@ -309,7 +309,7 @@ class ViT(Tower):
         product of their strides must be patch_size. Small ViTs learn much faster with such a stem
         (Xiao et al. 2021, arXiv 2106.14881).
     drop_path: stochastic depth of the last block; the blocks before have less, linearly from 0.
-    quick_gelu, eps, patch_bias: to be set as the weights need them that you load.
+    quick_gelu, eps, patch_bias: architectures differ here; set what the weights to load need.
 
     Raises UserError for sizes that do not divide.
     """
@@ -379,9 +379,9 @@ class ViT(Tower):
 
 
 def conv_stem(stem, width):
-    """((channels, stride), ...) -> convolutions, images (B, 3, H, W) -> (B, width, H/p, W/p).
+    """The convolutions of a stem, which map images (B, 3, H, W) to (B, width, H/p, W/p).
 
-    p is the product of the strides.
+    stem: ((channels, stride), ...). p is the product of the strides.
     """
     layers, channels = [], 3
     for out, stride in stem:
@@ -446,8 +446,8 @@ class TextTransformer(Tower):
 class ResNet(resnet.ResNet):
     """torchvision's ResNet without its head: images (B, 3, H, W) -> tokens (B, h * w, width).
 
-    h = H / 32 and w = W / 32. The last feature map gives one token for each of its positions, so
-    that methods see a ResNet as they see a ViT. blocks: the number of blocks of the four stages.
+    h = H / 32 and w = W / 32. Each position of the last feature map becomes a token, so that a
+    method can use a ResNet as it uses a ViT. blocks: the numbers of blocks of the four stages.
     """
 
     def __init__(self, image_size=224, blocks=(3, 4, 6, 3)):
@@ -478,7 +478,7 @@ CLIP_TEXT = dict(vocab_size=CLIP_TOKENS, context=77, depth=12, causal=True)
 # OpenCLIP ends in -quickgelu.
 VIT_PRESETS = {
     "tiny": dict(image_size=48, patch_size=8, width=96, depth=2, heads=3, stem=WORLD_STEM),
-    # without the stem's BatchNorm, which needs the whole batch at once: for --accum-freq
+    # For --accum-freq: this preset has no stem, whose BatchNorm needs all of the batch at once.
     "tiny-patch": dict(image_size=48, patch_size=8, width=96, depth=2, heads=3),
     "tiny/4": dict(image_size=48, patch_size=4, width=96, depth=2, heads=3, stem=WORLD_STEM[:2]),
     "ViT-S/16": dict(patch_size=16, width=384, depth=12, heads=6),  # DeiT (2012.12877), Table 1
@@ -920,8 +920,8 @@ class BPE(Tokenizer):
     def pieces(self, word):
         """A word -> tuple of the ids of its pieces.
 
-        Among the pairs of neighbours the one whose line comes first is merged, until no pair has a
-        line.
+        Each step merges the pair of neighbours whose line comes first in the file. The last step is
+        reached when no pair has a line.
         """
         *ids, last = [self.byte_ids[byte] for byte in word.encode("utf-8", "replace")]
         ids.append(last + 256)                               # the same byte with </w>
@@ -934,10 +934,10 @@ class BPE(Tokenizer):
 def train_wordpiece(captions, size):
     """Captions -> a vocabulary of at most `size` tokens: all characters, then merged pairs.
 
-    Each step merges the most frequent pair of adjacent pieces into a new token. Among equally
-    frequent pairs the alphabetically first is merged, so that the order of the captions does not
-    matter. The last step is reached when every word is one token or the vocabulary is full. Raises
-    UserError if `size` is less than the number of characters.
+    Each step merges the most frequent pair of adjacent pieces into a new token. If several pairs
+    are equally frequent, the alphabetically first is merged, so that the order of the captions does
+    not matter. The steps end when every word is one token or the vocabulary is full. Raises
+    UserError if `size` is too small for the characters and the special tokens.
     """
     counts = Counter(word for caption in captions for word in split_words(caption))
     words = {word: [word[0], *("##" + char for char in word[1:])]
@@ -1173,8 +1173,10 @@ class Views:
         self.min_side = max(math.ceil(view.size / view.scale[0] ** 0.5) for view in views)
 
     def __call__(self, image, box=None):
-        """A PIL image, or floats (3, H, W) in [0, 1] -> a list of random crops (3, size, size), one
-        for each view; uint8 for a PIL image, else floats.
+        """An image -> a list of random crops (3, size, size), one for each view.
+
+        image: a PIL image, whose crops are uint8, or floats (3, H, W) in [0, 1], whose crops are
+        floats.
 
         box: (left, top, right, bottom), as fractions of the sides. The centres of the crops lie in
         this box (ContrastiveCrop, arXiv 2202.03278).
@@ -1195,8 +1197,10 @@ class Views:
         return crops
 
     def collate(self, samples):
-        """B lists of crops -> {"views": [(B, 3, size, size) for each view], "draws": the random
-        numbers that `distort` needs}."""
+        """B lists of crops -> {"views": [(B, 3, size, size) for each view], "draws": ...}.
+
+        "draws" are the random numbers that `distort` needs.
+        """
         crops = [torch.stack(column) for column in zip(*samples)]
         drawn = [self.draw(len(crops[0]), view) for view in self.views]
         changed, colours, sigma = zip(*drawn)                # each has one tensor for every view
@@ -1273,9 +1277,10 @@ def draw_colours(n, brightness, contrast, saturation, hue):
     that maps colours. Factors are uniform in [1 - strength, 1 + strength]; the hue turns by up to
     `hue` of a circle.
 
-    In YIQ (Y is the grey value; I and Q span the colours) saturation scales I and Q, and hue turns
-    them. So all four changes together are one linear map around the mean grey value, and their
-    order does not matter. v2.ColorJitter turns the hue in HSV and cuts at 0 and 1 after each step.
+    Saturation and hue are linear in YIQ, where Y is the grey value and I and Q span the colours:
+    saturation scales I and Q, hue turns them. So all four changes together are one linear map
+    around the mean grey value, and their order does not matter. v2.ColorJitter turns the hue in HSV
+    and cuts at 0 and 1 after each step.
     """
     b, c, s = (torch.empty(n, 1, 1).uniform_(1 - strength, 1 + strength)
                for strength in (brightness, contrast, saturation))
@@ -1378,11 +1383,12 @@ def is_printed(caption):
 class CaptionTable:
     """Image files with one or more captions each. Images of class folders also have labels.
 
-    rows: (path, caption) or Skipped. Rows with the same path are captions of one image. In an epoch
-    each image is shown once, over all ranks and workers; the next epoch shows its next caption.
-    root: the directory that the paths are relative to; "" if they are not.
+    rows: (path, caption) or Skipped. Rows with the same path are captions of one image.
+    name: what messages call the table.
+    root: the directory that the paths are relative to, or "".
 
-    Raises UserError if no row can be used.
+    An epoch shows each image once, over all ranks and workers. The next epoch shows the image with
+    its next caption. Raises UserError if no row can be used.
     """
 
     max_bad, unit = 1000, "images"
@@ -1471,11 +1477,11 @@ class TarShards:
 
     pattern: DIR/{00000..00012}.tar, or several of these, joined by "::".
 
-    In each epoch the shards are shuffled and dealt to ranks and workers. A worker opens four shards
+    Each epoch shuffles the shards and deals them to ranks and workers. A worker opens four shards
     at a time (a window), reads their headers, shuffles their samples, and reads each sample from
     its offset. So samples of four shards are mixed, no image waits in memory, and a resumed run
-    reads nothing that comes before its position. A sample that is unreadable or lacks its `content`
-    is skipped and counted.
+    reads no sample that comes before its position. Samples that are unreadable, or that have no
+    caption or label where `content` needs one, are skipped and counted.
 
     Raises UserError if a shard does not exist.
     """
@@ -1830,8 +1836,8 @@ def read_rows(lines, delimiter, width):
 
 def read_cells(lines, delimiter):
     """The lines of one row -> (cells, ""). If they are not exactly one row: ([], what is wrong)."""
-    # With an odd number of quotes, or several lines, a quote that is left open must be an error
-    # (strict). Otherwise quotes within a cell are text, as in: a 5" pipe and a 3" pipe.
+    # Quotes within a cell can be text, as in: a 5" pipe and a 3" pipe. But an odd number of quotes,
+    # or a second line, means that a cell is in quotes. Then a quote left open is an error (strict).
     strict = sum(line.count('"') for line in lines) % 2 == 1 or len(lines) > 1
     rows = csv.reader(lines, delimiter=delimiter, strict=strict)
     try:
@@ -1971,8 +1977,9 @@ def first_line_not_utf8(path):
 def open_directory(directory, content, image_root):
     """DIR/class folder/image.jpg -> CaptionTable with labels and captions "a photo of a NAME.".
 
-    Labels count the sorted class folders. With content None, images may also lie in DIR itself and
-    in folders at any depth, without labels. Raises UserError if a class folder is missing or empty.
+    Label i is the i-th of the sorted class folders. If content is None, DIR may also be a folder of
+    images, at any depth and without labels. Raises UserError if content is not None and there are
+    no class folders, or an empty one.
     """
     with explained(OSError, f"Cannot read {directory}"):
         entries = [entry for entry in os.scandir(directory) if not entry.name.startswith(HIDDEN)]
@@ -2147,9 +2154,9 @@ def this_worker(positions):
     """-> (the number of the worker that this process continues, the number of workers).
 
     positions: {worker: (batches delivered, ...)}. A DataLoader takes one batch from each of its
-    processes in turn, beginning with process 0. In a resumed run the next batch must come from the
-    worker that has delivered the fewest batches. So process 0 continues that worker, and process 1
-    the next one. Otherwise the batches would come in another order.
+    processes in turn, beginning with process 0. When a run resumes, the next batch must come from
+    the worker that has delivered the fewest batches. So process 0 continues that worker, and
+    process 1 the next one. Otherwise the batches would come in another order.
     """
     info = get_worker_info()
     if info is None:
@@ -2267,8 +2274,8 @@ class WorldStream(Stream):
     """A Stream of the embedded world, which is drawn, not read.
 
     A batch depends on (seed, rank, worker, number of the batch). transform: None, Augment or Views.
-    min_side and boxes have no effect. For labels, each scene has one object; its shape is the
-    label.
+    min_side and boxes have no effect. If the source has labels, each scene has one object, and the
+    object's shape is the label.
     """
 
     def __iter__(self):
@@ -2508,8 +2515,8 @@ def why_unreadable(path, message):
 def init_distributed():
     """Join the process group of `torchrun`, if there is one. Returns the device of this rank.
 
-    Raises UserError if a cluster started several tasks without torchrun. Each would train the same
-    run alone.
+    Raises UserError if a cluster started several tasks without torchrun: each task would train a
+    run of its own.
     """
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("WORLD_SIZE", "1")
     if tasks != "1" and "RANK" not in os.environ:
@@ -2734,8 +2741,8 @@ def load_timm(tower, state_dict):
     """Load a ViT that timm, DeiT, DINO, BAM or eval.py --export saved, under timm's names.
 
     These ViTs expect pixels normalised as timm does, ours as CLIP does: for_other_pixels adapts the
-    weights. From files of DINO and BAM the teacher is loaded. Raises UserError if the file does not
-    fit.
+    weights. Files of DINO and BAM hold a student and a teacher; the teacher is loaded. Raises
+    UserError if the file does not fit.
     """
     found = {}
     for name, value in unwrapped(state_dict).items():
@@ -2790,8 +2797,8 @@ def for_other_pixels(state, old, new):
 #
 # Pictures of coloured shapes with captions, drawn from a seed. The world is an instrument, not a
 # data set: everything that eval.py measures on real data can be measured here within minutes, and
-# without a download. It is hard enough that the methods differ: captions leave out details, their
-# order and words vary, and some pairs of colour and shape never occur in training.
+# without a download. The world is hard enough that the methods differ: captions leave out details,
+# their order and words vary, and some pairs of colour and shape never occur in training.
 
 COLOURS = {
     "red": (0.85, 0.15, 0.15), "green": (0.15, 0.65, 0.2), "blue": (0.2, 0.3, 0.9),
@@ -2813,7 +2820,8 @@ SHAPES = {
 }
 COLOUR_NAMES, SHAPE_NAMES = list(COLOURS), list(SHAPES)
 # Fillers describe nothing in the picture, as many words of web captions do. A method must learn to
-# ignore them. With ten empty strings about half of the captions have no opening, and half no closing.
+# ignore them. Ten empty strings in each list leave about half of the captions without an opening,
+# and half without a closing.
 OPENINGS = [""] * 10 + [
     "a photo of", "a picture of", "there is", "we see", "this image shows", "an image with",
     "my favourite photo of", "look at", "in this scene there is", "here we have", "close view of",
@@ -2921,16 +2929,16 @@ class World:
         present = (torch.arange(K) < count).expand(m, K)
         colour, shape, large = choices(self.palette), choices(8), choices(2).bool()
 
-        # In 15 % of the scenes the second object has the colour and the shape of the first. In 40 %
-        # of these the third has them too, and so on. So captions with numbers ("two red circles")
-        # are not too rare.
+        # The second object copies colour and shape of the first with probability .15. If it does,
+        # the third copies them with probability .4, and so on. So captions with numbers ("two red
+        # circles") are not too rare.
         twin = rand(m) < 0.15
         for k in range(1, K):
             colour[twin, k], shape[twin, k] = colour[twin, 0], shape[twin, 0]
             twin = twin & (rand(m) < 0.4)
 
-        # With `together` the second object depends on the first: a red circle comes with a green
-        # square. k ^ 1 is the neighbour in the list: 0 and 1, 2 and 3, and so on.
+        # `together`: the second object is chosen by the first, so that a red circle comes with a
+        # green square. k ^ 1 is the neighbour of k in the list: 0 and 1, 2 and 3, and so on.
         if together:
             pair = rand(m) < together
             present = present | (pair[:, None] & (torch.arange(K) == 1))

@@ -652,8 +652,8 @@ def test_a_useless_shard_is_counted_and_nothing_but_such_shards_is_an_error(
 def test_a_table_of_images_that_are_not_there_ends_soon(n):
     source = CaptionTable([(f"gone/{i}.jpg", "n1") for i in range(n)], "a.csv")
     message = failure(take, stream(source), 1)
-    assert re.fullmatch(r"gone/\d+.jpg does not exist, and the 999 samples before it could not be used "
-                        r"either. Check --image-root, .*", message)
+    assert re.fullmatch(r"gone/\d+.jpg does not exist, and the 999 samples before it could not "
+                        r"be used either. Check --image-root, .*", message)
 
 
 @pytest.mark.parametrize("workers, ranks, parts", [(0, 3, 3), (2, 2, 4)])

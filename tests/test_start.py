@@ -159,7 +159,7 @@ def test_a_run_starts_from_a_clip_and_resumes(tmp_path, monkeypatch, run_of):
 def test_a_torchscript_archive_names_the_call_that_converts_it(tmp_path):
     layer, path = nn.Linear(2, 3), tmp_path / "ViT-B-32.pt"
     torch.jit.script(layer).save(path)
-    with pytest.raises(UserError, match="can be read: it is a TorchScript archive. Convert it with ") as caught:
+    with pytest.raises(UserError, match="can be read: it is a TorchScript .* Convert ") as caught:
         common.load_checkpoint(path)
     call = re.search(r"Convert it with (.*)\.$", str(caught.value))[1]
     exec(call, {"torch": torch, "FILE": path, "NEW": tmp_path / "new.pt"})
@@ -247,8 +247,8 @@ def test_files_of_timm_dino_and_bam_are_read(save, tmp_path):
 
 
 @pytest.mark.parametrize("name, shape", [
-    ("cls_token", ()), ("pos_embed", ()), ("pos_embed", (1, 0, WIDTH)), ("pos_embed", (1, 7, WIDTH)),
-    ("pos_embed", (2, 5, 8)), ("patch_embed.proj.weight", (WIDTH, 3)),
+    ("cls_token", ()), ("pos_embed", ()), ("pos_embed", (1, 0, WIDTH)),
+    ("pos_embed", (1, 7, WIDTH)), ("pos_embed", (2, 5, 8)), ("patch_embed.proj.weight", (WIDTH, 3)),
     ("patch_embed.proj.bias", (7,))])
 def test_a_tensor_of_another_shape_is_refused(name, shape):
     state = made_up_timm(tiny_vit(cls=True)) | {name: torch.ones(shape)}
@@ -263,7 +263,7 @@ def test_a_vits_positions_are_interpolated_and_its_replaced_block_is_left_out():
         grid = pils_resize(state["pos_embed"][0, int(cls):].view(3, 3, WIDTH), 5, 5)
         close(vit.pos[0], torch.cat([state["pos_embed"][0, :int(cls)], grid]), 1e-6)
     vit, state = tiny_vit(depth=DEPTH - 1), made_up_timm(tiny_vit())
-    with pytest.raises(UserError, match="Unexpected .* the sizes of the file's ViT, such as ViT-S/16"):
+    with pytest.raises(UserError, match="Unexpected .* sizes of the file's ViT, such as ViT-S/16"):
         common.load_timm(vit, state)
     args = train.parse_args(SMALL["sparo"])
     built = common.build_encoders(train.METHODS["sparo"], args, range(4))

@@ -589,7 +589,7 @@ def test_the_batch_is_divided_among_the_ranks(monkeypatch):
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "WORLD_SIZE"])
 def test_tasks_without_torchrun_are_refused(monkeypatch, name):
     monkeypatch.setenv(name, "2")
-    with pytest.raises(UserError, match="^2 tasks were started .*srun --ntasks-per-node=1 torchrun"):
+    with pytest.raises(UserError, match="^2 tasks were .*srun --ntasks-per-node=1 torchrun"):
         train.main(SPARC)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", False)
