@@ -1434,10 +1434,12 @@ class CaptionTable:
         return len(self.first) - 1
 
     def path(self, i):
+        """The path of image i."""
         path = self.path_bytes[self.path_ends[i] : self.path_ends[i + 1]]
         return path.decode(errors="surrogatepass")
 
     def captions_of(self, i):
+        """The list of the captions of image i."""
         return self.captions[self.first[i] : self.first[i + 1]].tolist()
 
     def only(self, rows):
@@ -1910,6 +1912,7 @@ def formats():
 
 
 def spec_forms():
+    """The forms of a SPEC, for --help and errors."""
     return "; ".join(form for *_, form in formats())
 
 
@@ -2295,8 +2298,9 @@ class WorldStream(Stream):
 
 
 class EachImage(IterableDataset):
-    """Each image of one of `parts` parts of a CaptionTable, once, in batches, to find boxes in.
+    """Batches of the images of a CaptionTable, in which a model finds the boxes for Views.
 
+    Each image comes once. part, parts: this rank reads every parts-th image, from number `part` on.
     A batch is (the numbers of the images, normalised images (B, 3, S, S)). Images are squeezed to a
     square without a crop, so that a box in fractions of the sides is valid for the file too.
     """
@@ -2441,8 +2445,10 @@ def save_checkpoint(paths, state):
 
 
 def read_config(run):
-    """The settings in the config.json of a run's directory -> dict. Raises UserError if there is
-    none."""
+    """The directory of a run -> the settings in its config.json, a dict.
+
+    Raises UserError if the file is missing or broken.
+    """
     path = Path(run, "config.json")
     kinds = OSError, ValueError, TypeError
     with explained(kinds, f"{path} cannot be read", ". Give another run"):
