@@ -1,23 +1,24 @@
-"""Evaluate trained runs: `python eval.py RUN --task zeroshot,retrieval --data SPEC`, or RUN RUN ...
+"""Evaluate trained runs: `python eval.py RUN [RUN ...] --task zeroshot,retrieval --data SPEC`.
 
-Prints a table, writes pictures and appends the figures to RUN/evals.jsonl; those of a run's own
-data, as at the end of its training, are also in RUN/eval.json. Several runs share a table, those
-that differ in their seed alone with mean and standard deviation. A map of the sections:
+The command prints a table of metrics, draws pictures into RUN and appends the figures to
+RUN/evals.jsonl. Without --data it repeats the evaluation that ends every training, which also
+writes RUN/eval.json. Several runs share a table; runs that differ only in their seed share a
+column, with mean and standard deviation. A map of the sections:
 
-    Metrics             pure functions of matrices; k-NN and linear probes
-    The embedder        a model that encodes images and captions, in fp32: half precision ties
+    Metrics             pure functions on matrices; k-NN and linear probes
+    The embedder        a model that encodes images and captions, in fp32
     A run ...           load_run: a run's directory -> Embedder and settings
-    Data                EvalSet: one face for every kind of data; the openers; the world
-    Tasks               functions of Embedder, EvalSet, options; then those of one method each
-    What can be ...     TASKS: the table of all tasks, what each needs
-    Pictures            the same for PICTURES
+    Data                EvalSet: one interface to every kind of data; the openers; the world
+    Tasks               functions of (Embedder, EvalSet, options); those of one method come last
+    What can be ...     TASKS: the table of all tasks, and what each needs
+    Pictures            PICTURES: the same for pictures
     Evaluating a run    main -> evaluate_run -> load_run, open_eval_set, evaluate_and_show
     Search, Weights     --query, --export
     Several runs        tables and comparisons
     Command line        the flags
 
-To add a task, write a function and a row of TASKS; a picture, a row of PICTURES; a kind of data, a
-branch of open_kind that returns an EvalSet.
+To add a task, write a function and add a row to TASKS. To add a picture, add a row to PICTURES. To
+add a kind of data, add an `if` to open_kind that returns an EvalSet.
 """
 
 import argparse
@@ -53,22 +54,27 @@ import stair
 from common import UserError
 
 METHODS = {module.__name__: common.Method(module) for module in (sparo, stair, sparc, bam)}
-METHODS["classifier"] = common.Method(bam.CLASSIFIER)  # of train.py --finetune
+METHODS["classifier"] = common.Method(bam.CLASSIFIER)  # what train.py --finetune trains
 
 
 # Metrics ----------------------------------------------------------------------------------
 #
-# Matrices in, numbers out: these can be copied, and tests check them by hand.
+# Each function takes matrices and returns numbers: tests check them by hand, and you can copy them.
 
 
 def recall_at_k(queries, keys, positives, chunk=1024, similarity=torch.inner):
-    """Fraction of queries with ANY positive among their k best keys -> {k: float}.
+    """Fraction of queries with at least one positive among their k best keys -> {k: float}.
 
-    queries (Q, E), keys (K, E); positives: ids (Q,), (K,), a positive pair has equal ids;
-    similarity(queries, keys) -> (Q, K). On a tie the negative key comes first.
-    differs: SPARO, Sec. 4.2, defines the fraction of the k best that are positives; its figures
-    are of CLIP_benchmark's code (Table C.2), which counts a query with any positive among them, as
-    here and in the authors' training/train.py:360.
+    queries (Q, E), keys (K, E); similarity(queries, keys) -> scores (Q, K).
+    positives: ids of the queries (Q,) and of the keys (K,); a pair with equal ids is positive.
+    chunk: how many queries are scored at a time; their scores take chunk x K x 4 bytes.
+
+    A negative key with the score of the best positive counts as better. So a model that gives
+    every pair the same score gets the worst recall, not the best.
+
+    differs: SPARO (Sec. 4.2) defines the fraction of the k best keys that are positive. Its figures
+    come from CLIP_benchmark's code (Table C.2), which counts a query with any positive key, as we
+    do and as the authors' training/train.py:360 does.
     """
     query_ids, key_ids = positives
     ranks = []
@@ -76,15 +82,20 @@ def recall_at_k(queries, keys, positives, chunk=1024, similarity=torch.inner):
         scores = similarity(x, keys)                                        # (chunk, K)
         positive = ids[:, None] == key_ids                                  # (chunk, K)
         best = scores.masked_fill(~positive, -torch.inf).amax(1, keepdim=True)
-        ranks.append((scores.masked_fill(positive, -torch.inf) >= best).sum(1))  # negatives before
+        # the rank from 0: how many negatives come before the best positive
+        ranks.append((scores.masked_fill(positive, -torch.inf) >= best).sum(1))
     ranks = torch.cat(ranks)
     return {k: (ranks < k).sum().item() / len(queries) for k in (1, 5, 10)}
 
 
 def class_embeddings(encode_text, classes, kept=1):
-    """Zero-shot classifier (C, E): mean of each class's prompts (CLIP), where `kept` (E,) is 1.
+    """Zero-shot classifier (C, E): the normalised mean of the encoded prompts of each class (CLIP).
 
-    Some classes at a time: STAIR's encodings of ImageNet's 80,000 prompts would take 10 GB.
+    encode_text: list of n prompts -> encodings (n, E); classes: a Classes.
+    kept: 1, or a vector (E,) with 1 for the dimensions to keep and 0 for the others.
+
+    About 256 prompts are encoded at a time and averaged at once. Encodings of all 80,000 prompts
+    of ImageNet would need 10 GB with STAIR.
     """
     T, rows = len(classes.templates), []
     for prompts in chunks(classes.prompts, T * max(1, 256 // T)):
@@ -94,10 +105,12 @@ def class_embeddings(encode_text, classes, kept=1):
 
 
 def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=256):
-    """Accuracy of the k nearest neighbours' vote with exp(cosine / tau) (DINO, Appendix).
+    """Accuracy of a vote of the k nearest neighbours (DINO, Appendix).
 
-    Features (N, E), labels (N,); k is at most the number of training features; chunk: test
-    features at a time, whose similarities take chunk x N x 4 bytes.
+    A neighbour's vote for its label has the weight exp(cosine / tau).
+    train (N, E), test (n, E): features of any norm; train_labels (N,), test_labels (n,).
+    k is lowered to N where there are fewer training features.
+    chunk: how many test features are compared at a time; their cosines take chunk x N x 4 bytes.
     """
     train, test = F.normalize(train, dim=-1), F.normalize(test, dim=-1)
     correct, classes = 0, int(train_labels.max()) + 1
@@ -109,43 +122,57 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=2
     return correct / len(test)
 
 
-# what is chosen, epochs
+# --probe: (the setting that the probe chooses by itself, its default number of epochs)
 PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100), "lbfgs": ("l2", None)}
-# differs: BAM's rate is .002 for ViT, .3 for ResNet-50, times batch / 256 in its code; its figure
-# is that of the best epoch on the test images; it learns from all training images, here from nine
-# tenths; its crops are resized bilinearly.
+# The learning rates from which the sgd probe chooses.
+# differs: BAM (Table 9b) has .002 for ViT and .3 for ResNet-50, which its code multiplies by
+# batch / 256. Its figure is that of the best epoch on the test images; ours is that of the last
+# epoch. Its probe learns from all training images, ours from nine tenths, because the other tenth
+# chooses the rate. Its code resizes crops with bilinear interpolation, ours with bicubic.
 RATES = (0.002, 0.01, 0.05, 0.3, 1.0)
 
 
 def split_held_out(x):
-    """Row numbers of a random fifth of features (N, E), always the same, and of the rest."""
+    """Row numbers of features (N, E): a random fifth to hold out, and the other four fifths.
+
+    A probe's strength of regularisation is chosen on the held-out rows. Chosen on the test images,
+    it would make the accuracy too good. SPARO (C.1) does not say how large its part is; a fifth is
+    our choice. The split is the same each time, so that a figure can be reproduced.
+    """
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
     return order.to(x.device).tensor_split([len(x) // 5])
 
 
 def middle_best(scores):
-    """The index of the best score, of equal ones the middle: extreme strengths are seldom right."""
+    """The index of the best score; of several equal ones the middle one, because settings at the
+    end of a range are rarely right."""
     best = [i for i, score in enumerate(scores) if score == max(scores)]
     return best[len(best) // 2]
 
 
 def note_tie(scores, held):
+    """Print a note if all strengths of regularisation score the same on the rows `held`."""
     if len(set(scores)) == 1:
-        print(f"note: all strengths of the probe's regularisation do equally well on the "
-              f"{len(held)} features that were held out to choose one: the middle one is taken.")
+        print(f"note: every strength of the probe's regularisation does equally well on the "
+              f"{len(held)} features that were held out to choose one: the middle one is used.")
 
 
 def adamw_probe(x, labels, epochs=10, batch=64):
-    """Linear classifier of features (N, E), labels (N,) as CLIP_benchmark trains it (SPARO, C.1)
-    -> torch.nn.Linear, its weight decay. Of 97 weight decays it scores every 16th on a held-out
-    fifth (ours), then those 8, 4, 2, 1 beside the best so far; with the best it trains on all.
+    """Linear classifier on features (N, E), labels (N,), trained as CLIP_benchmark does (SPARO,
+    C.1) -> torch.nn.Linear, its weight decay.
 
-    differs: of equally good 16ths it takes the middle one, CLIP_benchmark the smallest.
+    The weight decay is one of 97 values from 1e-6 to 1e2, chosen by the accuracy on a held-out
+    fifth. To score all 97 would take 97 trainings. The search takes at most 15: it scores every
+    16th value, then moves by 8, 4, 2 and 1 to the better neighbour. As 16 is a power of two, these
+    halved steps can reach each of the 97. The classifier that is returned learns from all rows.
+
+    differs: if several of the first seven values are equally good, CLIP_benchmark takes the
+    smallest, and we take the middle one.
     """
     decays, classes = np.logspace(-6, 2, 97).tolist(), int(labels.max()) + 1
     held, fitted = split_held_out(x)
 
-    @common.fixed_seed(0)
+    @common.fixed_seed(0)  # each weight decay gets the same weights and batches to start from
     def fit(x, labels, decay):
         head = torch.nn.Linear(x.shape[1], classes).to(x.device)
         optimizer = torch.optim.AdamW(head.parameters(), weight_decay=decay, fused=True)
@@ -158,8 +185,9 @@ def adamw_probe(x, labels, epochs=10, batch=64):
             optimizer.step()
         return head
 
-    @functools.cache
+    @functools.cache  # the search comes back to values that it knows
     def score(i):
+        """How many held-out labels are right with weight decay number i."""
         head = fit(x[fitted], labels[fitted], decays[i])
         return (head(x[held]).argmax(1) == labels[held]).sum().item()
 
@@ -173,11 +201,16 @@ def adamw_probe(x, labels, epochs=10, batch=64):
 
 @common.fixed_seed(0)
 def sgd_probe(crops, held, held_labels, classes, epochs=100):
-    """Linear classifier as BAM trains it (D.1, Table 9b) -> torch.nn.Linear, its learning rate.
+    """Linear classifier trained as BAM does (D.1, Table 9b) -> torch.nn.Linear, its learning rate.
 
-    crops(): features (n, E), labels (n,) of images that are cropped anew; each epoch calls it. An
-    epoch has batches of at most 1,024, and at least 64 of them. A head for each learning rate
-    trains on the same batches, as in DINOv2's code; the best on held-out features is the probe.
+    crops(): features (n, E), labels (n,) of new random crops of the training images. Each epoch
+    calls it. New crops are the only regularisation, as there is no weight decay.
+    held (m, E), held_labels (m,): centre crops of other images, which choose the learning rate.
+    classes: the number of classes.
+
+    A batch has at most 1,024 features (Table 9b). An epoch has at least 64 batches, so that small
+    data get enough updates. One head for each learning rate trains on the same batches, as in
+    DINOv2's code, because to encode the crops takes far longer than to train heads.
     """
     heads = [torch.nn.Linear(held.shape[1], classes).to(held.device) for _ in RATES]
     for head in heads:
@@ -186,13 +219,14 @@ def sgd_probe(crops, held, held_labels, classes, epochs=100):
     parameters = [{"params": head.parameters(), "lr": rate} for head, rate in zip(heads, RATES)]
     optimizer = torch.optim.SGD(parameters, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
-    for epoch in tqdm(range(epochs), "epochs of the linear probe"):
-        # what cannot be read is printed in the first epoch alone
+    for epoch in tqdm(range(epochs), "epochs of the linear probe", disable=None):
+        # crops() prints which files cannot be read: once is enough
         with contextlib.redirect_stdout(None if epoch else sys.stdout):
             x, labels = crops()
         for rows in torch.randperm(len(x)).chunk(max(64, math.ceil(len(x) / 1024))):
             batch, truth = x[rows].to(held.device), labels[rows].to(held.device)
             optimizer.zero_grad()
+            # heads share no weights, so the sum gives each head the gradient of its own loss
             sum(F.cross_entropy(head(batch), truth) for head in heads).backward()
             optimizer.step()
         schedule.step()
@@ -201,20 +235,28 @@ def sgd_probe(crops, held, held_labels, classes, epochs=100):
     return heads[best], RATES[best]
 
 
-STRENGTHS = np.logspace(5, -6, 45)  # of the l2 penalty: the strongest first
+# Strengths of the l2 penalty (D.3). The strongest comes first, as its fit converges in a few steps;
+# each further fit starts from the weights of the one before.
+STRENGTHS = np.logspace(5, -6, 45)
 
 
 @common.fixed_seed(0)
 def lbfgs_probe(x, labels, strengths=STRENGTHS):
-    """Logistic regression of features (N, E), labels (N,) by LBFGS (BAM, D.3, Table 5) ->
-    torch.nn.Linear, its l2: of 45 the best on a fifth that is held out, with which it learns from
-    all. differs: the paper has validation images; whether it takes the mean of the cross entropy,
-    as here, or the sum, it does not say."""
+    """Logistic regression on features (N, E), labels (N,) by LBFGS (BAM, D.3, Table 5)
+    -> torch.nn.Linear, the strength of its l2 penalty.
+
+    The strength is the best of 45 on a held-out fifth; with it the classifier learns from all rows.
+    The computation is in float64, so that rounding does not stop LBFGS before its tolerance.
+
+    differs: the paper chooses on validation images. It does not say whether it averages the cross
+    entropy over images, as we do, or sums it.
+    """
     x, (held, fitted) = x.double(), split_held_out(x)
     head, right = torch.nn.Linear(x.shape[1], int(labels.max()) + 1).to(x), []
     x_fitted, labels_fitted = x[fitted], labels[fitted]
 
-    def fit(x, labels, l2):  # mean cross entropy + l2 / 2 |W|^2, from where the last one ended
+    def fit(x, labels, l2):
+        """Minimise mean cross entropy + l2 / 2 |W|^2 from the weights that `head` has."""
         optimizer = torch.optim.LBFGS(head.parameters(), max_iter=1000, tolerance_grad=1e-5,
                                       line_search_fn="strong_wolfe")
 
@@ -236,19 +278,23 @@ def lbfgs_probe(x, labels, strengths=STRENGTHS):
 
 
 def mean_per_class(predicted, labels):
-    """Accuracy in which each class of the labels (n,) counts alike."""
+    """Accuracy within each class of the labels (n,), averaged over these classes."""
     return mean([to_float((predicted == labels)[labels == c]) for c in labels.unique()])
 
 
 def winoground_scores(s):
-    """s (n, 2, 2), [pair, caption, image] -> text, image, group (n,) bool; ties are wrong."""
+    """Scores s (n, 2, 2), [pair, caption, image] -> text, image, group, each (n,) bool.
+
+    text: both images score higher with their own caption. image: both captions score higher with
+    their own image. group: text and image. A tie is wrong.
+    """
     text = (s[:, 0, 0] > s[:, 1, 0]) & (s[:, 1, 1] > s[:, 0, 1])
     image = (s[:, 0, 0] > s[:, 0, 1]) & (s[:, 1, 1] > s[:, 1, 0])
     return text, image, text & image
 
 
 def mean(values):
-    """Mean of the values that are not None; nan if there is none."""
+    """Mean of the values that are not None; nan if all are None."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else math.nan
 

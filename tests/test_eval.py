@@ -116,7 +116,7 @@ def test_of_equal_strengths_a_probe_takes_the_middle_one(capsys):
     """One image a class: what is held out has classes that nobody learned."""
     x, y = F.one_hot(torch.arange(20)).float() + 0.1 * torch.randn(20, 20), torch.arange(20)
     head, l2 = evaluation.lbfgs_probe(x, y)
-    assert l2 == evaluation.STRENGTHS[22] and "the middle one is taken" in capsys.readouterr().out
+    assert l2 == evaluation.STRENGTHS[22] and "the middle one is used" in capsys.readouterr().out
     assert (head(x).argmax(1) == y).all()
     assert [evaluation.middle_best(scores) for scores in ([1, 3, 3, 2, 3], [5], [2, 2])] == [2, 0, 1]
 
