@@ -301,27 +301,39 @@ def mean(values):
 
 # The embedder -----------------------------------------------------------------------------
 #
-# Cosines in half precision tie, so all is computed in fp32, whatever the training used.
+# Encodings are computed in fp32, even if the training used bf16. A cosine in bf16 has only 8
+# significant bits, so many pairs would get the same score, and metrics count a tie as an error.
 
 
 def chunks(items, n):
-    """Lists of n items, the last one shorter."""
+    """Yield lists of n items; the last list may be shorter."""
     items = iter(items)
     while part := list(itertools.islice(items, n)):
         yield part
 
 
 def as_list(items):
-    """A list, also of one caption, path or image. Raises UserError if there is none."""
+    """A list of the items; one caption, path or image gives a list of one. Raises UserError if
+    there are no items."""
     items = [items] if isinstance(items, (str, bytes, Path, Image.Image)) else list(items)
     if not items:
-        raise UserError("There is nothing to encode: the list is empty.")
+        raise UserError("There is nothing to encode: give at least one image or caption.")
     return items
 
 
+def with_bar(parts, items):
+    """Yield the lists `parts`, and show on a bar how many `items` they held so far. The bar appears
+    after five seconds, and only on a terminal."""
+    with tqdm(desc=f"encoding {items}", unit=f" {items}", disable=None, delay=5,
+              leave=False) as bar:
+        for part in parts:
+            yield part
+            bar.update(len(part))
+
+
 def concatenate(parts):
-    """torch.cat of a list, which is emptied: what is copied is freed, so that no row is there
-    twice. (STAIR's encodings of COCO's captions take 3 GB.)"""
+    """torch.cat of a list of tensors, which is emptied: each tensor is freed once it is copied, so
+    that memory holds the rows once. (STAIR's encodings of COCO's captions take 3 GB.)"""
     rows = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
     end = len(rows)
     while parts:
@@ -332,23 +344,26 @@ def concatenate(parts):
 
 
 def assert_finite(x):
+    """Return x. Raises UserError if a number in x is NaN or infinite."""
     if not x.isfinite().all():
         raise UserError("Encodings are not finite numbers: the run has diverged, or its checkpoint "
-                        "is damaged.")
+                        "is damaged. Evaluate an earlier one with --checkpoint step-N.pt.")
     return x
 
 
 def read_images(pairs, read, workers=0):
-    """Pairs (image or file, value) -> pairs (image, value) of those that can be read; then it
-    prints how many cannot, and why the last cannot. Raises UserError if none can. read: a function
-    of a file."""
+    """Pairs (image or file, value) -> yields pairs (image, value), without the unreadable files.
+
+    read(file) -> image; `workers` threads call it. Prints at the end how many files were skipped,
+    and why the last one was. Raises UserError if there are no pairs or no file can be read.
+    """
     def attempt(file):
-        """-> image, None; or None, why it cannot be read."""
+        """-> (image, None), or (None, the reason why the file cannot be read)."""
         try:
             return file if torch.is_tensor(file) else read(file), None
-        except UserError:
+        except UserError:  # wrong data, such as a map of unknown classes: not to be skipped
             raise
-        except Exception as error:  # PIL's are of any type
+        except Exception as error:  # PIL raises errors of any type for damaged files
             name = "a file" if isinstance(file, bytes) else f"{file!s:.200}"
             return None, f"{name} ({type(error).__name__}: {error!s:.200})"
 
@@ -363,53 +378,60 @@ def read_images(pairs, read, workers=0):
                 else:
                     yield image, value
     if n == 0:
-        raise UserError("There is not one image: the list or the choice of images is empty.")
+        raise UserError("There is no image to read: the list of images is empty, or "
+                        "--label-fraction leaves none.")
     if unreadable == n:
-        raise UserError(f"None of the {n} images could be read, the last is {last}: is it there? "
-                        f"Is --image-root right?")
+        raise UserError(f"None of the {n} images could be read, the last is {last}: check its path "
+                        f"and --image-root.")
     if unreadable:
-        print(f"skipped {unreadable} of {n} images that cannot be read, the last {last}")
+        print(f"skipped {unreadable} of {n} images that cannot be read, the last one: {last}")
 
 
 @dataclasses.dataclass
 class Embedder:
-    """A trained model in evaluation mode: captions and images -> matrices on the CPU.
+    """A trained model in evaluation mode, which encodes captions and images into matrices on the
+    CPU.
 
-    Images and captions are vectors (E,), compared by their dot product. With `late_interaction`
-    they are patches (P, E) and tokens (L, E), compared by the model's own `similarity`. `encode`
-    is another method of the model to encode with.
+    Each image and each caption becomes a vector (E,); the dot product of two vectors compares them.
+    A model with `late_interaction` gives patches (P, E) and tokens (L, E) instead, which its own
+    `similarity` compares. The argument `encode` of the methods below is another function of the
+    model to encode with, such as `model.probe_features`.
     """
 
     model: torch.nn.Module
-    tokenizer: common.Tokenizer | None
-    context: int | None                  # tokens of a caption at most
-    image_size: int
+    tokenizer: common.Tokenizer | None   # None: the model encodes only images
+    context: int | None                  # longest caption, in tokens
+    image_size: int                      # S, in pixels
     device: str = "cpu"
-    chunk: int = 256                     # images or captions at a time
+    chunk: int = 256                     # images or captions that are encoded at a time
     workers: int = 0                     # threads that read images
-    mask: torch.Tensor | None = None     # (E,), multiplies encodings of images (SPARO)
-    text_free: bool = False              # a caption is the set of its words (STAIR)
-    step: int | None = None              # of its training
-    resize: int | None = None            # of the shorter side before the crop; None: the method's
+    mask: torch.Tensor | None = None     # (E,), multiplies the encodings of images (SPARO)
+    text_free: bool = False              # encode a caption as the set of its words (STAIR)
+    step: int | None = None              # number of training steps
+    resize: int | None = None            # the shorter side before the crop; None: see `read`
 
     def __post_init__(self):
         self.model.eval()
-        self.tokens = self.unknown_tokens = 0  # of all captions, without [CLS] and [SEP]
+        self.tokens = self.unknown_tokens = 0  # of all captions so far, without [CLS] and [SEP]
 
     def read(self, file):
-        """A path, bytes or PIL image -> its centre, normalised (3, S, S)."""
-        # CLIP resizes to the size of the crop, DINO and BAM to 256 for 224 (BAM, D.1)
+        """A path, bytes or PIL image -> its centre crop, normalised (3, S, S)."""
+        # CLIP resizes the shorter side to the size of the crop. DINO and BAM (D.1) resize it to
+        # 256 for a crop of 224.
         resize = self.image_size if self.tokenizer else round(self.image_size * 256 / 224)
         resize = self.resize or resize
         return common.eval_transform(self.image_size, resize)(common.open_image(file))
 
     def encode_image(self, images):
+        """Images (n, 3, S, S) -> (n, E), or patches (n, P, E) with late interaction."""
         if self.model.late_interaction:
             return self.model.encode_patches(images)
         x = self.model.encode_image(images)
+        # normalised again, so that scores of masked encodings are cosines
         return x if self.mask is None else F.normalize(x * self.mask.to(x.device), dim=-1)
 
     def encode_text(self, tokens, mask):
+        """Token ids and mask (n, L) -> (n, E), or (n, L, E) with late interaction."""
         if self.model.late_interaction:
             return self.model.encode_tokens(tokens, mask)
         if self.text_free:
@@ -417,9 +439,11 @@ class Embedder:
         return self.model.encode_text(tokens, mask)
 
     def tokenize(self, captions):
-        """n captions -> token ids and mask (n, L) on the model's device."""
+        """n captions -> token ids and mask (n, L) on the model's device. Raises UserError if the
+        model has no text tower."""
         if self.tokenizer is None:
-            raise UserError("This run has no text tower: it encodes images alone.")
+            raise UserError("This run has no text tower, so it cannot encode captions: choose a "
+                            "task that needs only images, such as knn.")
         tokens, mask = self.tokenizer.batch(captions, self.context)
         self.tokens += int(mask.sum()) - 2 * len(tokens)
         self.unknown_tokens += int((tokens == self.tokenizer.unk).sum())
@@ -429,7 +453,7 @@ class Embedder:
     def texts(self, captions, encode=None):
         """n captions, or one -> (n, E), or (n, L, E) padded with zeros."""
         encode, captions = encode or self.encode_text, as_list(captions)
-        parts = chunks(captions, self.chunk)
+        parts = with_bar(chunks(captions, self.chunk), "captions")
         parts = [assert_finite(encode(*self.tokenize(part)).cpu()) for part in parts]
         if parts[0].ndim == 3:
             longest = max(x.shape[1] for x in parts)
@@ -438,7 +462,7 @@ class Embedder:
 
     @torch.no_grad()
     def images(self, images, encode=None):
-        """(n, 3, S, S), or paths or PIL images, or one -> (n, E) or (n, P, E)."""
+        """A tensor (n, 3, S, S), or n paths or PIL images, or one -> (n, E) or (n, P, E)."""
         if not torch.is_tensor(images):
             images = torch.stack([self.read(image) for image in as_list(images)])
         encode = encode or self.encode_image
@@ -446,9 +470,11 @@ class Embedder:
                                           for x in images.split(self.chunk)]))
 
     def encode_pairs(self, pairs, encode=None):
-        """Pairs (image or file, value) -> encodings of those that can be read, their values."""
+        """Pairs (image or file, value) -> encodings (n, E) or (n, P, E) of the n images that can be
+        read, the list of their n values."""
         features, values = [], []
-        for part in chunks(read_images(pairs, self.read, self.workers), self.chunk):
+        pairs = read_images(pairs, self.read, self.workers)
+        for part in with_bar(chunks(pairs, self.chunk), "images"):
             images, of_images = zip(*part)
             features.append(self.images(torch.stack(images), encode))
             values += of_images
@@ -456,21 +482,23 @@ class Embedder:
 
     @torch.no_grad()
     def similarity(self, images, texts):
-        """Encodings of n images and m captions -> scores (n, m)."""
+        """Encodings of n images and of m captions -> scores (n, m)."""
         if not self.model.late_interaction:
             return torch.inner(images, texts)
         return self.model.similarity(images.to(self.device), texts.to(self.device)).cpu()
 
     def pair_scores(self, images, texts):
-        """Scores (n,) of n images, each with its own caption."""
+        """Encodings of n images and of one caption for each -> scores (n,)."""
+        # few at a time: `similarity` compares all images with all captions, and one in 16 is used
         parts = zip(images.split(16), texts.split(16))
         return torch.cat([self.similarity(x, y).diagonal() for x, y in parts])
 
     def classify(self, images, classes):
-        """Zero-shot scores (n, C) of encodings of images."""
+        """Encodings of n images, C classes -> zero-shot scores (n, C)."""
         if not self.model.late_interaction:
-            kept = 1 if self.mask is None else self.mask > 0  # of slots that were chosen
+            kept = 1 if self.mask is None else self.mask > 0  # without slots that the mask removes
             return torch.inner(images, class_embeddings(self.texts, classes, kept))
+        # tokens of different prompts cannot be averaged, so scores are
         scores = self.similarity(images, self.texts(classes.prompts))       # (n, C * T)
         return scores.unflatten(1, (len(classes.names), -1)).mean(2)
 
@@ -481,8 +509,8 @@ class Embedder:
 
 
 def new_embedder(model, tokenizer, args, device):
-    """A model, and the settings `args` of its run -> Embedder."""
-    if model.encode_text is None:  # it may learn from captions and yet encode images alone
+    """A model and the settings `args` of its run -> Embedder."""
+    if model.encode_text is None:  # a model may learn from captions, and yet encode only images
         tokenizer = None
     context = model.text_encoder.context if tokenizer else None
     size = model.image_encoder.image_size
@@ -494,38 +522,44 @@ def settings_of_run(run):
     saved = common.read_config(run)
     method = METHODS.get(saved.get("method"))
     if method is None:
-        raise UserError(f"{run}/config.json names no method of {', '.join(METHODS)}.")
+        raise UserError(f"{run}/config.json has the method {saved.get('method')!r}, which is none "
+                        f"of {', '.join(METHODS)}: give a run of train.py.")
     args = method.Config()
     vars(args).update(saved)
     return method, args
 
 
 def load_run(run, device="cpu", checkpoint="last.pt"):
-    """A run's directory -> (Embedder, settings). Raises UserError if it holds no run.
+    """A run's directory -> (Embedder, settings).
 
         model, args = eval.load_run("runs/sparc")
         x = model.images(["a.jpg", Image.open("b.jpg")])  # (2, E), normalised
-        t = model.texts(["a cat"])                        # (1, E); scores: model.similarity(x, t)
+        t = model.texts(["a cat"])                        # (1, E)
+        model.similarity(x, t)                            # (2, 1)
+
+    Raises UserError if the directory holds no run, or its files do not fit together.
     """
     method, args = settings_of_run(run)
     tokenizer = common.open_tokenizer(Path(run, "vocab.txt")) if method.uses_text(args) else None
     model = common.build_model(method, args, *common.build_encoders(method, args, tokenizer))
     state = common.load_checkpoint(Path(run, checkpoint))
     if not isinstance(state, dict) or state.get("method") != args.method:
-        raise UserError(f"{run}/{checkpoint} holds no {args.method} model, as config.json says.")
+        raise UserError(f"{run}/{checkpoint} holds no {args.method} model, which config.json asks "
+                        f"for: give a checkpoint that this run wrote.")
     common.restore_model(model, state["model"], f"{run}/{checkpoint}", "config.json and vocab.txt "
-                         "beside it must be those that its run wrote")
+                         "next to it must be those that the run wrote")
     if tokenizer and state["words"] != tokenizer.hash():
-        raise UserError(f"{run}/vocab.txt has other words than when the run was saved.")
+        raise UserError(f"{run}/vocab.txt has other words than when the run was saved: put back "
+                        f"the file that the run wrote.")
     embedder = new_embedder(model.to(device), tokenizer, args, device)
     embedder.step = state["step"]
     return embedder, args
 
 
-# Data: one face for every kind ------------------------------------------------------------
+# Data: one interface to every kind --------------------------------------------------------
 #
-# A task asks an EvalSet for pairs and need not know where they lie. None stands for what data
-# lack.
+# A task asks an EvalSet for pairs and need not know how they are stored. A member of an EvalSet is
+# None if the data have no such pairs.
 
 TEMPLATES = ["a photo of {a}.", "{a}", "a close-up of {a}.", "a picture of {a}."]
 VOC_CLASSES = [
@@ -535,8 +569,11 @@ VOC_CLASSES = [
 
 
 class Classes:
-    """Names of classes and their prompts. In a template {} is the name, {a} the name with its
-    article, and {c}, as in CLIP_benchmark's files, the name, too. source: the names' origin."""
+    """Names of C classes, and their prompts: C * T strings, those of the first class first.
+
+    templates: T strings. {} stands for the name, {a} for the name with its article, and {c} for the
+    name in CLIP_benchmark's files. source: the file or data set that the names come from.
+    """
 
     def __init__(self, names, templates=None, source=None):
         self.names, self.source, self.prompts = names, source, []
@@ -547,34 +584,35 @@ class Classes:
 
 
 def read_templates(given):
-    """--templates, a file of templates or templates -> list of templates."""
+    """The words of --templates, which are templates or one file of templates -> list of templates.
+    Raises UserError for a template without exactly one placeholder."""
     source = "--templates"
     if len(given) == 1 and os.path.isfile(given[0]):
         source += f" {given[0]}"
         given = common.read_lines(given[0], "--templates") or given
     for template in given:
         if re.findall(r"\{\w*\}|[{}]", template) not in (["{}"], ["{a}"], ["{c}"]):
-            raise UserError(f"{source}: {template!r} is no file of templates, one a line, and "
-                            f"no template with one {{}}, a class's name, or {{a}}, the name with "
-                            f"its article.")
+            raise UserError(f"{source}: {template!r} needs one placeholder: write {{}} for the name "
+                            f"of a class, or {{a}} for the name with its article; or give a file "
+                            f"with one template a line.")
     return given
 
 
-# The run's own evaluation is a sample, as it ends every training; --data is evaluated in full.
+# The evaluation that ends a training takes a sample, to be quick; --data is evaluated in full.
 TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # images to evaluate, images to learn from
-# options that change no figure
+# Options that change no figure, so that evals.jsonl need not record them
 NOT_OF_FIGURES = {"runs", "queries", "export", "workers", "batch", "device", "is_own"}
 
 
 def options_of(given, args):
-    """The options of one evaluation: what is given on the command line, else the run's own.
+    """The options of one evaluation: the flags that are given, otherwise the run's own settings.
 
-    given: {name: value} of eval.py's flags, `data` one SPEC; args: the settings of the run. The
-    result has three options more:
+    given: {name: value} of eval.py's flags, with one SPEC as `data`; args: the settings of the run.
+    The result has three options more than there are flags:
 
         learn_limit         how many images k-NN and probes learn from; None: all
         on_training_images  whether the run was trained on the images to evaluate
-        is_own              whether figures are of the run's own data, as at the end of training
+        is_own              whether the figures are those of the evaluation that ends the training
     """
     defaults = vars(build_parser().parse_args(["RUN"]))
     given = {name: value for name, value in given.items() if value != defaults.get(name)}
@@ -595,8 +633,11 @@ def options_of(given, args):
 
 
 def data_to_learn_from(data, args):
-    """What do k-NN and probes learn from, where no --train-data is given? The data's own training
-    split, else what the run was trained on, unless the run was trained on the world."""
+    """What k-NN and probes learn from if --train-data is not given -> SPEC or None.
+
+    The training split of the data to evaluate comes first, then the run's training data. None if
+    the run was trained on the data to evaluate, or on the world, which has other classes.
+    """
     if "train" in splits_of(data):
         return data
     if args.data == data or common.parse_spec(args.data)[0] == "shapes":
@@ -605,13 +646,18 @@ def data_to_learn_from(data, args):
 
 
 def learned_templates(data, args):
-    """Which prompts does the model know? From class folders it has learned one caption."""
+    """The prompts that the model knows from its training -> list of templates, or None.
+
+    A training on class folders shows one caption for each class, FOLDER_CAPTION. The world is
+    evaluated with its own prompts.
+    """
     is_world = common.parse_spec(data)[0] == "shapes"
     return [common.FOLDER_CAPTION] if os.path.isdir(args.data) and not is_world else None
 
 
 def is_trained_on(data, split, args):
-    """Was the run trained on these images? The world never shows a test scene in training."""
+    """Whether the run was trained on these images. The world never shows a test scene in
+    training."""
     name, learned = common.parse_spec(data)[0], common.parse_spec(args.data)
     if name == "shapes" or Path(name).resolve() != Path(learned[0]).resolve():
         return False
@@ -619,8 +665,8 @@ def is_trained_on(data, split, args):
 
 
 def refuse_useless_options(given, data, default):
-    """Raise UserError for an option that has no effect on the data, whose usual split is
-    `default`."""
+    """Raise UserError if one of the flags `given` has no effect on the data, whose default split is
+    `default`. Without an error, a user would take the figures for those of the flag."""
     name, settings = common.parse_spec(data)
     reasons = []
     if default == "all":
@@ -628,8 +674,8 @@ def refuse_useless_options(given, data, default):
     if "split" in settings:
         reasons.append(("split", f"{data} names its split itself"))
     if name == "shapes":
-        reasons.append(("train_data", "shapes have a training split"))
-        reasons.append(("classes", "the classes of shapes have their names"))
+        reasons.append(("train_data", "shapes have a training split of their own"))
+        reasons.append(("classes", "the names of the classes of shapes are fixed"))
     for option, reason in reasons:
         if option in given:
             flag = "--" + option.replace("_", "-")
@@ -637,8 +683,9 @@ def refuse_useless_options(given, data, default):
 
 
 def splits_of(spec):
-    """The splits of a directory in the layout of Pascal VOC or CLIP_benchmark, none of others."""
-    if not os.path.isdir(spec):  # does not raise, as glob does, where the name is too long
+    """Names of the splits of a directory in Pascal VOC's or CLIP_benchmark's layout; [] for other
+    data."""
+    if not os.path.isdir(spec):  # glob would raise for a name that is too long; isdir does not
         return []
     lists = Path(spec).glob("ImageSets/Segmentation/*.txt")
     shards = Path(spec).glob("*/nshards.txt")
@@ -646,57 +693,63 @@ def splits_of(spec):
 
 
 def default_split(spec):
-    """The split to evaluate where none is asked for; "all" of data that have no splits."""
+    """The split to evaluate if --split is not given; "all" for data without splits."""
     if os.path.isdir(f"{spec}/SegmentationClass"):
-        return "val"  # VOC's test split has no maps
+        return "val"  # VOC publishes no maps of its test images
     name, own = common.parse_spec(spec)
     is_json = name.lower().endswith(".json")
     if is_json and os.path.isfile(name) and b'"annotations"' in Path(name).read_bytes():
-        return "all"  # COCO's own
+        return "all"  # COCO has one file for each split; Karpathy's file holds all splits
     has_splits = name == "shapes" or is_json or splits_of(spec)
     return own.get("split", "test") if has_splits else "all"
 
 
 class EvalSet:
-    """Data to evaluate on. Every kind has these members, None where it lacks something.
+    """Data to evaluate on. Each kind of data has these members; None means that it has no such
+    thing.
 
-    A pair is (image, value); an image is a tensor (3, S, S), or a file, maybe unreadable. The
-    embedded world draws other scenes for each `purpose`; files are the same for all. Metrics are
-    also taken by `groups` of classes: {"/colour": (the group of each class (C,), their names)};
-    {"": ...} stands for the classes themselves. `maps` and `map_classes` have such keys, too.
+    A pair is (image, value). The image is a tensor (3, S, S), or a file, which may be unreadable.
+    `purpose` names what the pairs are for: the world draws other scenes for each purpose, and files
+    are the same for all.
+
+    `groups` says for which groupings of the classes a metric is also computed. Its values are
+    (the group (C,) of each class, the names of the groups). The key "" stands for the classes
+    themselves; in the world "/colour" and "/shape" group 64 pairs of colour and shape. `maps` and
+    `map_classes` have such keys, too.
     """
 
-    image_size: int = None         # with which it was opened
-    classes: Classes = None        # of tasks with text; the others need `groups` alone
-    groups: dict = None            # of folders its key is "", of the world also "/colour", "/shape"
-    named: Classes = None          # names or prompts not of the world itself, once asked for
-    numbered: bool = False         # whether labels of shards can be joined with these classes
-    label_ids: list = None         # the class id of each label; None: the label itself
+    image_size: int = None         # S, in pixels
+    classes: Classes = None        # names and prompts of the classes, for tasks with text
+    groups: dict = None            # {"": (ids (C,), names), ...}; folders have only the key ""
+    named: Classes = None          # the classes whose origin is printed; not for the world's own
+    numbered: bool = False         # whether class i is also label i of shards
+    label_ids: list = None         # the class of each label of shards; None: the label itself
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
-    map_classes: dict = None       # {"": Classes} of `maps`
-    content_words: set = None      # nouns and adjectives
-    pool: int = None               # images that retrieval ranks at a time; None: all
-    is_world: bool = False         # its other splits are there to learn from and to choose by
-    options: argparse.Namespace = None  # with which it was opened
+    map_classes: dict = None       # {key: Classes} of `maps`
+    content_words: set = None      # nouns and adjectives, which K-Pna counts
+    pool: int = None               # how many images retrieval ranks together; None: all
+    is_world: bool = False         # the world has other splits to learn from and to choose by
+    options: argparse.Namespace = None  # the options with which the data were opened
     training: "EvalSet" = None     # what k-NN and probes learn from, see training_pairs
-    labelled: Callable = None      # (purpose) -> pairs with class ids
-    captioned: Callable = None     # (purpose) -> pairs with lists of captions
-    negatives: Callable = None     # () -> pairs with [(kind, caption, wrong caption)]
-    winoground: Callable = None    # () -> pairs with (number, caption), each number twice
-    maps: Callable = None          # (purpose) -> pairs with {"": ids (H, W)}, from 1
-    grounded: Callable = None      # () -> pairs with (caption, {(kind, word): mask (S, S)})
+    labelled: Callable = None      # (purpose) -> pairs (image, class id)
+    captioned: Callable = None     # (purpose) -> pairs (image, list of captions)
+    negatives: Callable = None     # () -> pairs (image, [(kind, caption, wrong caption), ...])
+    winoground: Callable = None    # () -> pairs (image, (number, caption)), each number twice
+    maps: Callable = None          # (purpose) -> pairs (image, {key: class ids (H, W) from 1})
+    grounded: Callable = None      # () -> pairs (image, (caption, {(kind, word): mask (S, S)}))
 
     def __init__(self, **members):
         vars(self).update(members)
 
     def images(self, purpose):
-        """The images of captioned or labelled pairs, to look at or to search."""
+        """Yield the images of captioned or labelled pairs, for search and for pictures."""
         pairs = self.captioned or self.labelled
         return (image for image, _ in pairs(purpose))
 
 
 class TableSet(EvalSet):
-    """Image files with captions, or class folders, these in a random order, always the same."""
+    """Image files with captions, or class folders. The images of folders are shuffled, so that
+    --limit keeps images of all classes; their order is the same each time."""
 
     def __init__(self, table, options):
         self.table, rows = table, range(len(table))[: options.limit]
@@ -714,47 +767,53 @@ class TableSet(EvalSet):
             lines = common.read_lines(options.classes, "--classes")
             known = {name: i for i, name in enumerate(common.with_spaces(table.classes))}
             ids = [known.get(name) for name in common.with_spaces(lines)]
-            # where the lines are the folders' names, the number of a line is a label of shards
+            # If the lines are the folders' names in another order, that order numbers the shards.
+            # Otherwise the lines are new names for the sorted folders.
             self.label_ids = None if None in ids else ids
         self.labelled = lambda purpose: ((table.path(i), int(table.labels[i])) for i in rows)
 
-    @functools.cached_property
+    @functools.cached_property  # only tasks with text need names, which may be missing
     def classes(self):
         folders = self.table.classes
         names, source = common.class_names(folders, self.options.classes)
-        if self.options.classes:
+        if self.options.classes:  # to see at a glance whether the order is right
             print(f"classes: {folders[0]} = {names[0]}, ..., {folders[-1]} = {names[-1]}")
         self.named = Classes(names, self.options.templates, source)
         return self.named
 
 
 def known_labels(pairs, spec, names, source):
-    """Pairs (image, class id) of `spec`. Raises UserError for an id without a name."""
+    """Yield the pairs (image, class id) of `spec`. Raises UserError for an id without a name."""
     for image, label in pairs:
         if label >= len(names):
-            raise UserError(f"{spec} holds class {label}, but {source} has {len(names)} names, "
-                            f"the first of class 0.")
+            raise UserError(f"{spec} holds class {label}, but {source} has {len(names)} names, for "
+                            f"the classes 0 to {len(names) - 1}: every class needs a name.")
         yield image, label
 
 
 def open_benchmark(directory, options):
-    """CLIP_benchmark's layout: SPLIT/0.tar, 1.tar, ..., as many as SPLIT/nshards.txt says, with
-    KEY.txt if dataset_type.txt says "retrieval", else with KEY.cls, a number of classnames.txt."""
+    """A directory in CLIP_benchmark's layout -> EvalSet.
+
+    The shards are SPLIT/0.tar, 1.tar, ..., and SPLIT/nshards.txt holds their number. A sample has
+    KEY.txt if dataset_type.txt says "retrieval", and otherwise KEY.cls, a line number (from 0) of
+    classnames.txt. Raises UserError if a file is missing or wrong.
+    """
     split, limit = Path(directory, options.split), options.limit
     n = common.read_text(split / "nshards.txt", "--data").strip()
     if not re.fullmatch("[1-9][0-9]{0,6}", n):
-        raise UserError(f"{split}/nshards.txt holds {n!r}; it must be the number of 0.tar, 1.tar, "
-                        f"...")
+        raise UserError(f"{split}/nshards.txt holds {n!r}; write the number of the files 0.tar, "
+                        f"1.tar, ...")
     shards = common.TarShards(f"{split}/{{0..{int(n) - 1}}}.tar")
     kind = Path(directory, "dataset_type.txt")
     kind = common.read_text(kind, "--data").strip().lower() if kind.is_file() else ""
     if kind == "multilabel":
-        raise UserError(f"{directory} has several labels an image: no task measures that.")
+        raise UserError(f"{directory} has several labels an image: no task can evaluate them, give "
+                        f"data with one label an image.")
     if kind == "retrieval":
         return EvalSet(captioned=lambda purpose: itertools.islice(shards.each("caption"), limit))
     source = str(options.classes or Path(directory, "classnames.txt"))
     lines = common.read_text(source, "--classes").splitlines()
-    names = [line.strip() for line in lines]  # CLEVR has a class without a name
+    names = [line.strip() for line in lines]  # empty lines stay: CLEVR has a class without a name
     templates, file = options.templates, f"{directory}/zeroshot_classification_templates.txt"
     if not templates and Path(file).is_file():
         templates = read_templates([file])
@@ -768,7 +827,9 @@ def open_benchmark(directory, options):
 
 
 def read_winoground(file, root, limit):
-    """Winoground's examples.jsonl -> the pairs of EvalSet.winoground. root: where NAME.png lie."""
+    """Winoground's examples.jsonl -> yields the pairs of EvalSet.winoground, `limit` numbers at
+    most. root: the directory of the images NAME.png. Raises UserError for a line without the four
+    fields."""
     for number, line in enumerate(common.read_lines(file, "--data")[:limit]):
         with common.explained((ValueError, KeyError, TypeError), f"{file}, sample {number + 1}",
                               "; it must have image_0, image_1, caption_0, caption_1"):
@@ -778,8 +839,9 @@ def read_winoground(file, root, limit):
 
 
 def read_sugarcrepe(files, root, limit):
-    """SugarCrepe's files, one for each kind -> the pairs of EvalSet.negatives."""
-    negatives_of = collections.defaultdict(list)
+    """SugarCrepe's files, one for each kind of negative -> yields the pairs of EvalSet.negatives,
+    `limit` images at most. Raises UserError for an item without its three fields."""
+    negatives_of = collections.defaultdict(list)  # an image of several negatives is encoded once
     for file in files:
         with common.explained((ValueError, KeyError, TypeError, AttributeError), file,
                               "; its items must have filename, caption and negative_caption"):
@@ -790,9 +852,13 @@ def read_sugarcrepe(files, root, limit):
 
 
 def open_voc(directory, options, image_size):
-    """Pascal VOC's layout: ImageSets/Segmentation/SPLIT.txt lists ids of JPEGImages/ID.jpg and
-    SegmentationClass/ID.png, maps of classes 1, 2, ..., 0 for background and 255 for what does
-    not count. The whole image is squeezed into a square."""
+    """A directory in Pascal VOC's layout -> EvalSet with maps.
+
+    ImageSets/Segmentation/SPLIT.txt lists ids. JPEGImages/ID.jpg is an image, and
+    SegmentationClass/ID.png its map of class ids: 0 is the background, 255 marks pixels that do not
+    count. The image is squeezed into a square, not cropped, so that patches cover the map.
+    Raises UserError for a map that is not of this form, or has a class without a name.
+    """
     directory = Path(directory)
     file = directory / "ImageSets" / "Segmentation" / f"{options.split}.txt"
     ids = common.read_text(file, "--data").split()[: options.limit]
@@ -807,8 +873,8 @@ def open_voc(directory, options, image_size):
         with Image.open(path) as file:
             truth = torch.from_numpy(np.array(file))
         if truth.ndim != 2 or truth.dtype != torch.uint8:
-            raise UserError(f"{path} is no map of class ids (8 bits, palette or grey): it is "
-                            f"{truth.dtype} of shape {tuple(truth.shape)}.")
+            raise UserError(f"{path} is no map of class ids, but {truth.dtype} of shape "
+                            f"{tuple(truth.shape)}: give a PNG of 8 bits, with a palette or grey.")
         highest = truth.masked_fill(truth == 255, 0).max()
         if highest > len(names):
             raise UserError(f"{path} holds class {highest}, but there are {len(names)} names: give "
@@ -823,8 +889,12 @@ def open_voc(directory, options, image_size):
 
 
 def open_eval_set(options, image_size, captions=True):
-    """options.data, a SPEC of common.open_data or a directory like CLIP_benchmark's, Winoground's,
-    SugarCrepe's or Pascal VOC's -> EvalSet. captions: False for a model without a text tower."""
+    """Open options.data -> EvalSet.
+
+    options.data is a SPEC of common.open_data, or a directory in the layout of CLIP_benchmark,
+    Winoground, SugarCrepe or Pascal VOC. captions: False for a model without a text tower, which
+    can use shards without captions. Raises UserError if the data cannot be opened.
+    """
     data = open_kind(options, image_size, captions)
     data.image_size, data.options = image_size, options
     if options.nouns_adjectives:
@@ -834,62 +904,83 @@ def open_eval_set(options, image_size, captions=True):
 
 
 def open_kind(options, image_size, captions):
+    """The EvalSet of the first layout that options.data has."""
     spec, directory, limit = options.data, Path(options.data), options.limit
+
+    # a directory with splits: Pascal VOC's or CLIP_benchmark's layout
     is_voc, splits = os.path.isdir(directory / "SegmentationClass"), splits_of(spec)
-    if is_voc or splits:
-        if options.split not in splits:
-            raise UserError(f"{spec} has no split {options.split}, only "
-                            f"{', '.join(splits) or 'none'}.")
-        return open_voc(spec, options, image_size) if is_voc else open_benchmark(spec, options)
-    examples, root = directory / "examples.jsonl", options.image_root or directory / "images"
+    if (is_voc or splits) and options.split not in splits:
+        raise UserError(f"{spec} has no split {options.split}: give --split, one of "
+                        f"{', '.join(splits) or 'none'}.")
+    if is_voc:
+        return open_voc(spec, options, image_size)
+    if splits:
+        return open_benchmark(spec, options)
+
+    # Winoground
+    examples = directory / "examples.jsonl"
     if os.path.isfile(examples):
+        root = options.image_root or directory / "images"
         return EvalSet(winoground=lambda: read_winoground(examples, root, limit))
-    found = directory.glob("*.json") if os.path.isdir(spec) else []
-    files = [file for file in sorted(found) if file.is_file()
-             and re.search(b'"(filename|negative_caption)"', file.read_bytes()[:4000])]
+
+    # SugarCrepe, whose JSON files are recognised by their fields
+    files = sugarcrepe_files(directory)
     if files:
         return EvalSet(negatives=lambda: read_sugarcrepe(files, options.image_root, limit))
+
+    # all that can be trained on
     content = "caption" if captions else None
     source = common.open_data(spec, options.image_root, options.split, image_size, content)
     if isinstance(source, common.World):
         return WorldSet(source, options)
-    if isinstance(source, common.TarShards):  # their classes have no names: to learn from
-        # a sample of shards would read all headers first
+    if isinstance(source, common.TarShards):  # only to learn from: labels without names
+        # a random sample needs the headers of all shards, which the first pair does not
         pairs = lambda purpose: source.each("label", None if purpose == "first" else limit)
         return EvalSet(labelled=pairs)
     return TableSet(source, options)
 
 
+def sugarcrepe_files(directory):
+    """The JSON files of a directory that have a field of SugarCrepe in their first 4,000 bytes."""
+    found = sorted(directory.glob("*.json")) if os.path.isdir(directory) else []
+    field = re.compile(b'"(filename|negative_caption)"')
+    return [file for file in found if file.is_file() and field.search(file.read_bytes()[:4000])]
+
+
 def open_beside(options, data, spec, root, message):
-    """Data to learn from or to choose by: CLIP_benchmark's or VOC's split "train", of the world
-    "val". Raises UserError with the message if `spec` is None, or the data to evaluate."""
+    """Open a second data set `spec`, to learn from or to choose by -> EvalSet.
+
+    Its split is "train" in CLIP_benchmark's and VOC's layout, and "val" otherwise. root: the
+    directory that its file names are relative to. Raises UserError with the message if `spec` is
+    None, or names the images to evaluate.
+    """
     splits = splits_of(spec) if spec else []
     split = "train" if splits else "val"
     is_same = spec and Path(spec).resolve() == Path(options.data).resolve()
     if spec is None or (is_same and (split == options.split or split not in splits)):
         raise UserError(message)
-    limit = None if options.label_fraction else options.learn_limit  # a share is of all
+    limit = None if options.label_fraction else options.learn_limit  # a fraction counts all images
     beside = vars(options) | {"data": spec, "split": split, "image_root": root, "limit": limit}
     return open_eval_set(argparse.Namespace(**beside), data.image_size)
 
 
 def training_pairs(options, data, purpose="train"):
-    """What do k-NN and probes learn from? -> a function that yields pairs (image, class id).
+    """What k-NN and probes learn from -> a function that yields pairs (image, class id).
 
-    The world has a training split; other data need --train-data. Raises UserError if there is
-    nothing to learn from, or if its classes are not those of the data. purpose: "first" to look at
-    one pair alone.
+    The world has a training split; other data need --train-data. purpose "first" is for a look at
+    the first pair. Raises UserError if there is nothing to learn from, or if its classes are not
+    those of the data to evaluate.
     """
     spec, names = options.train_data, data.groups[""][1]
     if data.training is None:  # opened once: k-NN and the linear probe share it
         data.training = data if data.is_world else open_beside(
-            options, data, spec, None, "k-NN and probes learn from other images than they are "
+            options, data, spec, None, "k-NN and probes must learn from images that they are not "
             "tested on: give other class folders or tar shards with labels, by eval.py "
             "--train-data or train.py --eval-data.")
     train = data.training
     if not data.is_world:
         check_same_classes(options, data, train)
-    ids = data.label_ids if train.groups is None else None  # of shards, whose labels are numbers
+    ids = data.label_ids if train.groups is None else None  # for shards, whose labels are numbers
 
     def pairs():
         for image, label in known_labels(train.labelled(purpose), spec, names, options.data):
@@ -897,6 +988,7 @@ def training_pairs(options, data, purpose="train"):
 
     if options.label_fraction is None:
         return pairs
+    # a first pass over names and labels chooses which images the second pass yields
     files, labels = [], []
     for image, label in pairs():
         files.append(image if isinstance(image, str) else None)
@@ -906,41 +998,45 @@ def training_pairs(options, data, purpose="train"):
 
 
 def check_same_classes(options, data, train):
-    """Raise UserError unless the data to learn from have the classes of the data to evaluate:
-    folders are joined by their names, labels of shards by their numbers."""
+    """Raise UserError unless the data to learn from have the classes of the data to evaluate.
+    Class folders are matched by their names, labels of shards by their numbers."""
     spec, names = options.train_data, data.groups[""][1]
     if train.labelled and train.groups is None and not data.numbered:  # shards
-        raise UserError(f"{spec} numbers its classes, {options.data} names them: which is which "
-                        f"is not known. Name the folders 0, 1, ..., or learn from class folders "
-                        f"(eval.py --train-data), or give eval.py --classes FILE of the folders' "
-                        f"names, that of label 0 first (train.py: leave out --eval-data, and "
-                        f"evaluate afterwards).")
+        raise UserError(f"{spec} numbers its classes, {options.data} names them: to match them, "
+                        f"give eval.py --classes FILE with the folders' names, one a line, that of "
+                        f"label 0 first. Or name the folders 0, 1, ..., or learn from class "
+                        f"folders (eval.py --train-data). In training, leave out --eval-data and "
+                        f"evaluate afterwards.")
     if train.labelled is None or (train.groups and train.groups[""][1] != names):
-        raise UserError(f"{spec} must have the class folders of {options.data}, to learn from: "
-                        f"{', '.join(names)}; give others with eval.py --train-data.")
+        raise UserError(f"k-NN and probes learn from {spec}, which must have the class folders of "
+                        f"{options.data}: {', '.join(names)}; give other data with eval.py "
+                        f"--train-data.")
 
 
 def open_selection(options, data, task, chooser, needed):
-    """What slots or masks are chosen by: --select, which must suit the task `chooser`, or other
-    samples of the world."""
+    """The data that choose slots or masks -> EvalSet: --select, or other scenes of the world.
+
+    The task `chooser` must be able to run on them. needed: what --select must be, in words. Raises
+    UserError without --select, or if its data do not suit.
+    """
     spec, message = options.select, f"Task {task} needs --select, {needed}"
     if spec is None and data.is_world:
         return data
     selection = open_beside(options, data, spec, options.select_root,
                             f"{message}, not the data to evaluate.")
     if not TASKS[chooser].fits(selection):
-        raise UserError(f"{message}; {spec} is something else.")
+        raise UserError(f"{message}; {spec} holds none.")
     return selection
 
 
 COLOURS, SHAPES = common.COLOUR_NAMES, common.SHAPE_NAMES
 PAIRS = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]     # 8 * colour + shape
 WORLD_WORDS = {"small", "large", *COLOURS, *SHAPES, *map(common.plural, SHAPES)}
-WORLD_N = 1000  # samples of the embedded world; a task uses so many, half, or four times as many
+WORLD_N = 1000  # scenes of the world; some tasks use half of this number, probes four times it
 
 
 class WorldSet(EvalSet):
-    """The embedded world."""
+    """The embedded world, which has everything that a task can need but Winoground's pairs."""
 
     groups = {"": (torch.arange(64), PAIRS), "/colour": (torch.arange(64) // 8, COLOURS),
               "/shape": (torch.arange(64) % 8, SHAPES)}
@@ -948,9 +1044,11 @@ class WorldSet(EvalSet):
 
     def __init__(self, world, options):
         self.world, self.split, self.limit = world, options.split, options.limit
-        self.pool = WORLD_N // 2  # more scenes are more draws, not a larger haystack
+        # a larger --limit gives more searches of the same difficulty, not harder ones
+        self.pool = WORLD_N // 2
         templates = options.templates
-        usual = ["{a}", "a photo of {a}"] if world.fillers else ["{a}"]  # in its words
+        # "a photo of" occurs in captions with fillers; without them the model does not know it
+        usual = ["{a}", "a photo of {a}"] if world.fillers else ["{a}"]
         self.classes = Classes(PAIRS, templates or usual, "shapes")
         self.named = self.classes if templates else None
         self.map_classes = {"/colour": Classes(COLOURS, [f"{{a}} {shape}" for shape in SHAPES]),
@@ -959,30 +1057,42 @@ class WorldSet(EvalSet):
         self.unseen[[8 * colour + shape for colour, shape in world.heldout_pairs]] = True
 
     def scenes(self, purpose):
-        """The sample of a purpose; --limit is of what is evaluated, not of what is learned from."""
-        split, most, few = self.split, self.world.objects, min(3, self.world.objects)
-        evaluated = {  # size, split, seed, objects a scene (None: 1 or more)
-            "zeroshot": (WORLD_N, split, 1, 1), "captioned": (WORLD_N // 2, split, 2, most),
-            "negatives": (WORLD_N, split, 3, few), "segmentation": (WORLD_N // 2, split, 5, most),
-            "samples": (WORLD_N // 2, split, 6, few), "picture": (8, split, 7, most),
-            "search": (WORLD_N, split, 7, None), "test": (WORLD_N, split, 9, 1)}
-        learned = {"slots": (WORLD_N, "val", 8, 1), "train": (4 * WORLD_N, "train", 9, 1)}
-        if purpose in learned:
-            return self.world.sample(*learned[purpose])
-        n, *more = evaluated[purpose]
-        if self.limit:  # a small one is the number of samples, a large one draws more of all kinds
-            more_n = 0 if purpose == "picture" else n * self.limit // TEST_LIMIT
-            n = max(min(n, self.limit), more_n)
-        return self.world.sample(n, *more)
+        """The sample of World.sample for a purpose, the same each time."""
+        few, most = min(3, self.world.objects), self.world.objects
+        evaluated = {
+            # purpose: (number of scenes, seed, objects in each scene; None: 1 to `most`)
+            "zeroshot": (WORLD_N, 1, 1),
+            "captioned": (WORLD_N // 2, 2, most),
+            "negatives": (WORLD_N, 3, few),
+            "segmentation": (WORLD_N // 2, 5, most),
+            "samples": (WORLD_N // 2, 6, few),
+            "picture": (8, 7, most),
+            "search": (WORLD_N, 7, None),
+            "test": (WORLD_N, 9, 1),
+        }
+        if purpose == "train":
+            return self.world.sample(4 * WORLD_N, "train", 9, 1)
+        if purpose == "slots":
+            return self.world.sample(WORLD_N, "val", 8, 1)
+        n, seed, objects = evaluated[purpose]
+        if self.limit:  # it limits what is evaluated, not what is learned from or chosen by
+            # A small limit is the number of scenes. One above TEST_LIMIT gives each purpose more
+            # scenes, in proportion; a picture has no room for more.
+            more = 0 if purpose == "picture" else n * self.limit // TEST_LIMIT
+            n = max(min(n, self.limit), more)
+        return self.world.sample(n, self.split, seed, objects)
 
     def labelled(self, purpose):
+        """Scenes of one object, which is the class. Zero-shot and slots need no training images, so
+        only they keep the classes that training never shows."""
         sample = self.scenes(purpose)
         ids = class_ids(sample["scene"], "/pair")[:, 0].tolist()
         for image, c in zip(sample["images"], ids):
-            if purpose in ("zeroshot", "slots") or not self.unseen[c]:  # these need no training
+            if purpose in ("zeroshot", "slots") or not self.unseen[c]:
                 yield image, c
 
     def captioned(self, purpose):
+        """Two captions for each scene; for the purpose "samples" one."""
         sample, rng = self.scenes(purpose), random.Random(2)
         if purpose == "samples":
             yield from zip(sample["images"], [[caption] for caption in sample["captions"]])
@@ -991,12 +1101,14 @@ class WorldSet(EvalSet):
             yield image, [self.world.caption(objects, rng) for _ in range(2)]
 
     def negatives(self):
+        """Hard negatives of SugarCrepe's kinds, as many kinds as the scene allows."""
         sample, rng = self.scenes("negatives"), random.Random(3)
         for image, objects in zip(sample["images"], sample["objects"]):
             pairs = self.world.hard_negatives(objects, rng)
             yield image, [(kind, *pairs[kind]) for kind in sorted(pairs)]
 
     def maps(self, purpose):
+        """Maps of colours, shapes and pairs; a picture leaves out the pairs, to stay small."""
         sample = self.scenes(purpose)
         groupings = ["/colour", "/shape"] if purpose == "picture" else list(self.map_classes)
         truths = {grouping: label_maps(sample, grouping) for grouping in groupings}
@@ -1004,7 +1116,8 @@ class WorldSet(EvalSet):
             yield image, {grouping: ids[i] for grouping, ids in truths.items()}
 
     def grounded(self):
-        """For each colour and shape of a scene, and its plural, the pixels of its objects."""
+        """A mask for each colour and each shape of a scene: the pixels of all objects that have it.
+        A shape has its mask under its singular and its plural, as a caption may use either."""
         sample = self.scenes("samples")
         names = "images", "captions", "objects", "segmentation"
         for image, caption, objects, ids in zip(*[sample[name] for name in names]):
@@ -1017,12 +1130,12 @@ class WorldSet(EvalSet):
 
 
 def class_ids(scene, grouping):
-    """World scene -> (n, K), the "/colour", "/shape" or "/pair" of its objects."""
+    """A World scene -> ids (n, K) of its objects, by "/colour", "/shape" or "/pair"."""
     return scene["colour"] * 8 + scene["shape"] if grouping == "/pair" else scene[grouping[1:]]
 
 
 def label_maps(sample, grouping):
-    """World sample -> maps (n, S, S) of 1 + the objects' class ids, 0 elsewhere."""
+    """A World sample -> maps (n, S, S): 1 + the class id on an object, 0 on the background."""
     ids = F.pad(class_ids(sample["scene"], grouping) + 1, (1, 0))           # (n, 1 + K)
     segmentation = sample["segmentation"]
     return ids.gather(1, segmentation.flatten(1)).view_as(segmentation)

@@ -45,7 +45,7 @@ NO_CAPTIONS = "neither COCO captions nor Karpathy's JSON"
 NUMBER = "folder n00000001 has a number of ImageNet"
 EMPTY = "has no column 'image'; its first line is empty or broken. Name yours"
 VOC, SET = "eval runs/sparc --task segmentation --data voc", "eval runs/sparc --data colours"
-PROMPT = "'{}' is no file of templates, one a line, and no template with one"
+PROMPT = "'{}' needs one placeholder: write .* or give a file with one template a line"
 CLIP = "clip-b32:width=16,heads=2,image_size=16,patch_size=8,depth=1,"
 IMAGE = "^--init-weights clip.pt: the file holds a model of .*{}.*: give --image-encoder the"
 TEXT = IMAGE.replace("image", "text")
@@ -218,8 +218,8 @@ ERRORS = [
     *(("eval runs/sparc --data crepe", "crepe/swap_att.json: .* must have filename, caption and",
        {"crepe/swap_att.json": text}) for text in (CREPE[:-1], CREPE.replace("filename", "file"))),
     *((f"eval runs/sparc {flag} {'n' * 300}", message) for flag, message in {
-        "--data": "n does not exist. Give one of: ", "--templates": "n' is no file of templates",
-        "--data photos --task knn --train-data": "n does not exist. Give"}.items()),
+        "--data": "n is no directory and its", "--templates": "n' needs one placeholder",
+        "--data photos --task knn --train-data": "n is no directory and"}.items()),
     ("eval runs/sparc --task slots", "slots cannot use this model; what can"),
     ("eval runs/sparc --data photos --split val", "--split val has no effect: photos has no splits"),
     ("eval runs/sparc --data a.json:split=val --split test", "a.json:split=val names its split"),
@@ -228,7 +228,7 @@ ERRORS = [
     ("eval runs/bam --data photos", "give other class folders .*train.py --eval-data"),
     ("eval runs/bam --data photos --train-data photos/", "give other class .*--train-data"),
     ("eval runs/bam --data photos --train-data others",
-     "others must have the class folders of photos, .*: blue, red; give others with eval.py --train-data"),
+     "from others, .* class folders of photos: blue, red; give other data with eval.py --train-data"),
     ("eval runs/bam --data table.csv", "on table.csv: give class folders or shapes.$"),
     ("eval runs/stair --query 'red AND qqq'", "--query.* no word 'qqq': give words of vocab.txt"),
     ("eval runs/sparo --data numbers --task slots --select photos", f"{NUMBER} .* --classes"),
@@ -241,13 +241,13 @@ ERRORS = [
     *((f"eval runs/sparc --templates '{template}'", PROMPT.format(template).replace("{", r"\{"))
       for template in ("no.txt", "{} {a}", "{")),
     (VOC + " --classes names.txt", "a.png holds class 3, .* are 2 names: give all with --classes"),
-    (VOC, r"a.png is no map of class ids .* shape \(8, 8, 3\)",
+    (VOC, r"a.png is no map of class ids, but .* shape \(8, 8, 3\): give a PNG",
      {"voc/SegmentationClass/a.png": picture(format="PNG")}),
     (VOC, "^--data voc/.*val.txt cannot be read: 'utf-8'",
      {"voc/ImageSets/Segmentation/val.txt": b"\xff"}),
-    (VOC, "There is not one image: the list or the", {"voc/ImageSets/Segmentation/val.txt": ""}),
-    (SET, "holds class 2, but .*classnames.txt has 2 names, the first of class 0"),
-    (SET, "nshards.txt holds 'two'; it must be the number of 0.tar, 1.tar",
+    (VOC, "There is no image to read: the list of", {"voc/ImageSets/Segmentation/val.txt": ""}),
+    (SET, "holds class 2, but .*classnames.txt has 2 names, for the classes 0 to 1: every"),
+    (SET, "nshards.txt holds 'two'; write the number of the files 0.tar",
      {"colours/test/nshards.txt": "two"}),
     (SET, "2 of the 3 shards of .* first is .*1.tar", {"colours/test/nshards.txt": "3"}),
     ("eval runs/sparc --data pairs", "no image with a caption.*left out: "),
