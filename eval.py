@@ -592,9 +592,9 @@ def read_templates(given):
         given = common.read_lines(given[0], "--templates") or given
     for template in given:
         if re.findall(r"\{\w*\}|[{}]", template) not in (["{}"], ["{a}"], ["{c}"]):
-            raise UserError(f"{source}: {template!r} needs one placeholder: write {{}} for the name "
-                            f"of a class, or {{a}} for the name with its article; or give a file "
-                            f"with one template a line.")
+            raise UserError(f"{source}: {template!r} needs one placeholder: write {{}} for the "
+                            f"name of a class, or {{a}} for the name with its article; or give a "
+                            f"file with one template a line.")
     return given
 
 
@@ -1143,24 +1143,25 @@ def label_maps(sample, grouping):
 
 # Tasks ------------------------------------------------------------------------------------
 #
-# A task is a function of an Embedder, an EvalSet and eval.py's options -> {metric: value} or, where
-# it is known what a guess gives, {metric: (value, chance)}; the value is a number, or a tensor
-# whose mean it is. A metric is called TASK or TASK/..., else it stands in TASK_OF of
-# tests/claims.py. First those for any model.
+# A task is a function of an Embedder, an EvalSet and the options of eval.py. It returns
+# {metric: result}. A result is a number, or a tensor whose mean is the metric. If it is known what
+# a guess gives, the result is a pair (value, chance). A metric is called TASK or TASK/...; for a
+# metric with another name, TASK_OF of tests/claims.py has the task. Tasks for any model come first.
 
 
 def labelled(embedder, pairs, encode=None):
-    """Pairs (image, class id) -> features (n, E), ids (n,) of those that can be read."""
+    """Pairs (image, class id) -> features (n, E) and class ids (n,) of the n readable images."""
     x, ids = embedder.encode_pairs(pairs, encode)
     return x, torch.tensor(ids)
 
 
 def take(embedder, data, n):
-    """The first n samples that can be read -> images (n, 3, S, S), n captions, of labelled images
-    a prompt with the class."""
+    """The first n readable samples -> images (n, 3, S, S), n captions. A labelled image has a
+    prompt with its class for a caption."""
     if data.captioned:
         pairs = ((image, captions[0]) for image, captions in data.captioned("samples"))
     else:
+        # data.classes may ask for --classes, which a model without text does not need
         names = data.classes.names if embedder.tokenizer else data.groups[""][1]
         prompts = [f"a photo of {common.article(name)}." for name in names]
         pairs = ((image, prompts[c]) for image, c in data.labelled("samples"))
@@ -1169,7 +1170,8 @@ def take(embedder, data, n):
 
 
 def zeroshot(embedder, data, options):
-    """Top-1 and top-5 accuracy; `mean_per_class_recall`: each class of the images counts alike."""
+    """Zero-shot accuracy (CLIP): top-1, and top-5 if there are more than five classes.
+    `mean_per_class_recall` is the accuracy within each class, averaged over the images' classes."""
     x, ids = labelled(embedder, data.labelled("zeroshot"))
     scores = embedder.classify(x, data.classes)                                # (n, C)
     predicted, chance = scores.argmax(1), 1 / scores.shape[1]
@@ -1182,29 +1184,37 @@ def zeroshot(embedder, data, options):
 
 
 def caption_words(*captions):
+    """The words of all captions, without punctuation -> list."""
     return [word for word in common.split_words(" ".join(captions)) if word.isalnum()]
 
 
 def nearest_captions(embedder, x, y):
-    """Encodings of images (n, ...) and captions (m, ...) -> the number of each image's nearest."""
+    """Encodings x (n, ...) of images and y (m, ...) of captions -> n numbers, the row in y of the
+    caption that scores highest with each image."""
     return torch.cat([embedder.similarity(part, y).argmax(1) for part in x.split(256)]).tolist()
 
 
 def retrieval(embedder, data, options):
-    """Recall at 1, 5, 10 both ways, every caption a query, and faithfulness: K-Precision of the
-    caption that is nearest to each image. STAIR (4.3) has --caption-prefix "a photo of"."""
+    """Recall at 1, 5, 10: images find captions (i2t), captions find images (t2i).
+
+    Every caption is a query. faithfulness/K-P is the K-Precision (SPARC, Sec. 4.4) of the caption
+    that is nearest to each image. STAIR (Sec. 4.3) uses --caption-prefix "a photo of". Data with a
+    `pool` are ranked pool by pool, and each metric is the mean over pools.
+    """
     x, captions = embedder.encode_pairs(data.captioned("captioned"))
     n = min(data.pool or len(x), len(x))
     starts = range(0, len(x), n)
     pools = [rank_pairs(embedder, data, options, x[i : i + n], captions[i : i + n]) for i in starts]
     result = {name: mean([found[name] for found in pools]) for name in pools[0]}
+    # A caption has one image, but an image may have several captions, among which a guess at 5 or
+    # 10 has no simple chance.
     result["i2t/R@1"] = result["i2t/R@1"], 1 / n
     result |= {f"t2i/R@{k}": (result[f"t2i/R@{k}"], min(1, k / n)) for k in (1, 5, 10)}
     return result | {"retrieval/images": len(x)}
 
 
 def rank_pairs(embedder, data, options, x, captions):
-    """Encodings (n, E) of images, n lists of captions -> retrieval's metrics among these."""
+    """Encodings x (n, ...) of images, and n lists of captions -> {metric of retrieval: float}."""
     flat, prefix = list(itertools.chain(*captions)), options.caption_prefix
     y = embedder.texts([f"{prefix} {caption}" for caption in flat] if prefix else flat)
     image_ids = torch.arange(len(x))
@@ -1224,7 +1234,8 @@ def rank_pairs(embedder, data, options, x, captions):
 
 
 def negative_pairs(embedder, data):
-    """Hard negatives -> n kinds, encodings (n, E) of the images, n captions, n wrong ones."""
+    """The hard negatives of the data -> for n pairs of a right and a wrong caption: their kinds,
+    encodings (n, E) of their images, the n captions, the n wrong captions."""
     x, groups = embedder.encode_pairs(data.negatives())
     rows = [i for i, group in enumerate(groups) for _ in group]
     kinds, captions, wrong = zip(*itertools.chain(*groups))
@@ -1232,7 +1243,8 @@ def negative_pairs(embedder, data):
 
 
 def negatives(embedder, data, options):
-    """Fraction of captions that score strictly higher than their hard negative, by kind."""
+    """Fraction of captions that score strictly higher with their image than their hard negative
+    does (SugarCrepe): for each kind of negative, and the mean over kinds."""
     kinds, x, captions, wrong = negative_pairs(embedder, data)
     right = embedder.pair_scores(x, embedder.texts(captions))
     wrong = embedder.pair_scores(x, embedder.texts(wrong))
@@ -1244,22 +1256,26 @@ def negatives(embedder, data, options):
 
 
 def winoground(embedder, data, options):
-    """Winoground's scores: two captions of the same words, to be matched with two images."""
+    """Winoground's text, image and group score: two captions with the same words must be matched
+    with two images. Raises UserError if no two images of a pair can be read."""
     x, values = embedder.encode_pairs(data.winoground())
     count = collections.Counter(pair for pair, _ in values)
     rows = [i for i, (pair, _) in enumerate(values) if count[pair] == 2]    # both can be read
     if not rows:
-        raise UserError(f"{options.data} has no pair of images of which both can be read.")
+        raise UserError(f"{options.data} has no pair of images of which both can be read: check "
+                        f"--image-root.")
     y = embedder.texts([values[i][1] for i in rows])
     x, y = x[rows].unflatten(0, (-1, 2)), y.unflatten(0, (-1, 2))           # (n, 2, E)
     scores = torch.stack([embedder.similarity(*pair).T for pair in zip(x, y)])
     text, image, group = winoground_scores(scores)
+    # the chance that four scores in random order satisfy the inequalities
     return {"winoground/text": (text, 1 / 4), "winoground/image": (image, 1 / 4),
             "winoground/group": (group, 1 / 6)}
 
 
 def knn(embedder, data, options):
-    """Accuracy of 20 nearest neighbours on the encodings of images."""
+    """Accuracy of the 20 nearest neighbours, compared by their image encodings (DINO; SPARO,
+    Table 3)."""
     encode = embedder.model.encode_image
     x, ids = labelled(embedder, training_pairs(options, data)(), encode)
     test, labels = labelled(embedder, data.labelled("test"), encode)
@@ -1273,8 +1289,11 @@ def knn(embedder, data, options):
 
 
 def random_crops(embedder, pairs):
-    """Features (n, E) to probe and labels (n,) of a random crop, perhaps flipped, of each image."""
+    """Pairs (image, label) -> features (n, E) to probe and labels (n,): one random crop of each
+    image, flipped with probability 1/2."""
     crop = common.train_transform(embedder.image_size, min_scale=0.08)
+    # A crop of 8 % of the area has .28 of each side, so an image of 4 S pixels leaves it S pixels:
+    # a larger JPEG is decoded smaller, which is faster.
     read = functools.partial(common.open_image, min_side=4 * embedder.image_size)
     images = read_images(pairs, read, embedder.workers)
     cropped = ((common.to_floats(crop(image)), label) for image, label in images)
@@ -1282,12 +1301,15 @@ def random_crops(embedder, pairs):
 
 
 def linear(embedder, data, options):
-    """Accuracy of a linear probe on what the method's paper probes, trained as --probe says."""
+    """Accuracy of a linear probe on the features that the method's paper probes. --probe says how
+    it is trained; the setting that it chose by itself is reported, too."""
     encode, pairs = embedder.model.probe_features, training_pairs(options, data)
     setting, epochs = PROBES[options.probe]
     epochs = options.probe_epochs or epochs
-    step = 10 if options.probe == "sgd" else 1  # a tenth is held out
-    if options.probe == "lbfgs":  # BAM, D.3: 224 by the shorter side, where the others take 256
+    # The other probes get all images and hold out a fifth. sgd trains on crops, so here it encodes
+    # only the tenth that it holds out, every tenth image; the crops are of the other images.
+    step = 10 if options.probe == "sgd" else 1
+    if options.probe == "lbfgs":  # BAM (D.3) resizes the shorter side to the size of the crop
         embedder = dataclasses.replace(embedder, resize=embedder.image_size)
     x, learned = labelled(embedder, itertools.islice(pairs(), 0, None, step), encode)
     x, learned = x.to(embedder.device), learned.to(embedder.device)
@@ -1302,7 +1324,8 @@ def linear(embedder, data, options):
     x, ids = labelled(embedder, data.labelled("test"), encode)
     predicted, result = head.cpu()(x).argmax(1), {}
     for grouping, (group, _) in data.groups.items():
-        known = group if data.unseen is None else group[~data.unseen]  # which the probe can learn
+        # chance counts only the classes that the probe can learn
+        known = group if data.unseen is None else group[~data.unseen]
         chance = 1 / len(known.unique())
         result[f"linear{grouping}"] = group[predicted] == group[ids], chance
     result["linear/mean_per_class"] = mean_per_class(predicted, ids)
@@ -1311,22 +1334,26 @@ def linear(embedder, data, options):
 
 # SPARC's task: segmentation ---------------------------------------------------------------
 #
-# The measures themselves stand in sparc.py.
+# sparc.py has the measures themselves.
 
 
 def patch_classes(embedder, data):
-    """{grouping of data.map_classes: embeddings (C, E) to compare single patches with}."""
+    """{key of data.map_classes: embeddings (C, E) of its classes, to compare patches with}."""
     encode = functools.partial(embedder.texts, encode=embedder.model.encode_text)
     return {grouping: class_embeddings(encode, classes)
             for grouping, classes in data.map_classes.items()}
 
 
 def segmentation(embedder, data, options):
-    """Zero-shot segmentation (SPARC, D.7): mIoU of the classes in the truth, mean over images. As
-    in the paper there is no class for the background: its pixels count against the class that they
-    get; `miou_fg` ignores them. D.7 names no prompts: here a class has the mean of several."""
+    """Zero-shot segmentation (SPARC, D.7): mean IoU of the classes in the true map, averaged over
+    images.
+
+    The paper has no class for the background, and neither have we: each background pixel gets some
+    class and counts against it in `miou`. `miou_fg` ignores background pixels. D.7 names no
+    prompts; we average several for each class.
+    """
     classes, scores, images = patch_classes(embedder, data), collections.defaultdict(list), 0
-    for part in chunks(data.maps("segmentation"), embedder.chunk):
+    for part in with_bar(chunks(data.maps("segmentation"), embedder.chunk), "maps"):
         patches, truths = embedder.encode_pairs(part, embedder.model.encode_patches)   # (n, P, E)
         images += len(patches)
         for x, maps in zip(patches, truths):
@@ -1340,10 +1367,11 @@ def segmentation(embedder, data, options):
 
 
 def shares_on_objects(task, embedder, data, words_of):
-    """The share of a word's weights that lies on the objects that it names (ours).
+    """Which share of a word's weights lies on the objects that the word names (our measure).
 
-    words_of(embedder, image, caption) -> pairs (word, weights (P,)). The result is {TASK/kind of
-    word: (mean share, share of even weights)}, nan for a kind of which there is no word.
+    words_of(embedder, image, caption) -> pairs (word, weights (P,) of the image's patches).
+    Returns {"TASK/colour": (share, chance), "TASK/shape": ...}, means over all words of the kind.
+    The chance is the share of even weights. Both are nan if no caption has a word of the kind.
     """
     found = {"colour": [], "shape": []}
     for image, (caption, masks) in data.grounded():
@@ -1351,31 +1379,37 @@ def shares_on_objects(task, embedder, data, words_of):
             for kind, pairs in found.items():
                 mask = masks.get((kind, word))
                 if mask is not None:
-                    pairs.append((sparc.share_on(mask, weights), mask.float().mean().item()))
-    return {f"{task}/{kind}": (mean([share for share, _ in pairs]),
-                               mean([even for _, even in pairs])) for kind, pairs in found.items()}
+                    even = mask.float().mean().item()  # the fraction of pixels on the objects
+                    pairs.append((sparc.share_on(mask, weights), even))
+    result = {}
+    for kind, pairs in found.items():
+        share = mean([share for share, _ in pairs])
+        chance = mean([even for _, even in pairs])
+        result[f"{task}/{kind}"] = share, chance
+    return result
 
 
 @torch.no_grad()
 def aligned_words(embedder, image, caption):
-    """SPARC, Eq. 4: all tokens, and how they weigh the patches."""
+    """The tokens of a caption, and the weights (P,) that each gives to the patches of the image
+    (3, S, S) (SPARC, Eq. 4) -> pairs (token, weights)."""
     tokens, mask = embedder.tokenize([caption])
     weights = embedder.model.align_words(image[None].to(embedder.device), tokens, mask)
     return zip([embedder.tokenizer.vocab[token] for token in tokens[0]], weights[0].cpu())
 
 
 def alignment(embedder, data, options):
-    """Whether words weigh the patches of the objects that they name (SPARC)."""
+    """Whether a word's weights lie on the patches of the objects that it names (SPARC)."""
     return shares_on_objects("alignment", embedder, data, aligned_words)
 
 
 # SPARO's tasks: slots and masks -----------------------------------------------------------
 #
-# Slots are ranked, masks trained on other data than those that are evaluated.
+# The data that rank the slots or train the masks are never the data that are evaluated.
 
 
 def headlines(embedder, data, options, tasks=("zeroshot", "retrieval", "negatives")):
-    """What those of the tasks give that the data can serve, their headline metrics alone."""
+    """Run those of the tasks that fit the data -> {metric: result}, only the main metrics."""
     result = {}
     for name in tasks:
         if TASKS[name].fits(data):
@@ -1385,8 +1419,8 @@ def headlines(embedder, data, options, tasks=("zeroshot", "retrieval", "negative
 
 
 def slots(embedder, data, options):
-    """Post-hoc concept selection (SPARO, Sec. 5.1): slots are ranked by the zero-shot accuracy
-    of each alone, on --select; then some of them are evaluated."""
+    """Post-hoc concept selection (SPARO, Sec. 5.1). Each slot is ranked by its zero-shot accuracy
+    on --select, as the only slot; then parts of the slots are evaluated on --data."""
     needed = "class folders to rank the slots on"
     selection = open_selection(options, data, "slots", "zeroshot", needed)
     x, ids = labelled(embedder, selection.labelled("slots"), embedder.model.image_slots)
@@ -1406,38 +1440,52 @@ def slots(embedder, data, options):
 
 @torch.no_grad()
 def attention_of_slots(embedder, images, captions):
-    """n pairs -> ids (n, length), weights (n, L, P) of patches, the place (n, L) of the token that
-    a slot weighs most, that weight, and whether it is above .5, of a word, and the slot's image and
-    text agree (cosine above .75), as in SPARO's Sec. 5.4."""
+    """What the L slots attend to in n images (n, 3, S, S) and their captions. Returns
+
+        tokens     (n, length)  token ids of the captions
+        weights    (n, L, P)    the weights that a slot gives to the patches of the image
+        word       (n, L)       the position of the token to which a slot gives the highest weight
+        sharpness  (n, L)       that highest weight
+        agree      (n, L)       True if the slot can be interpreted by its word (SPARO, Sec. 5.4)
+
+    A slot can be interpreted if three things hold: the cosine of its image and its text encoding is
+    above .75 (the paper's threshold), its sharpness is above .5 (ours; the paper says "sharp"), and
+    its token is a word.
+    """
     tokens, mask = embedder.tokenize(captions)
     attention = embedder.model.attend(images.to(embedder.device), tokens, mask)
     over_image, over_text, y_i, y_t = [x.cpu() for x in attention]
     patches = embedder.model.image_encoder.grid ** 2
+    weights = over_image[:, :, -patches:]                                   # without [CLS]
     sharpness, word = over_text.max(-1)                                     # (n, L)
-    is_word = (word > 0) & (word < mask.cpu().sum(1, keepdim=True) - 1)
-    agree = (F.cosine_similarity(y_i, y_t, dim=-1) > 0.75) & (sharpness > 0.5) & is_word
-    return tokens.cpu(), over_image[:, :, -patches:], word, sharpness, agree  # without [CLS]
+    is_word = (word > 0) & (word < mask.cpu().sum(1, keepdim=True) - 1)     # not [CLS], not [SEP]
+    is_similar = F.cosine_similarity(y_i, y_t, dim=-1) > 0.75               # (n, L)
+    agree = is_similar & (sharpness > 0.5) & is_word
+    return tokens.cpu(), weights, word, sharpness, agree
 
 
 def words_of_slots(embedder, image, caption):
-    """The words of those slots, and the patches that they weigh most."""
-    tokens, weights, places, _, agree = attention_of_slots(embedder, image[None], [caption])
+    """The slots that can be interpreted -> yields pairs (word, weights (P,)): 1 for the patch to
+    which the slot gives the highest weight, 0 for the others."""
+    tokens, weights, word, _, agree = attention_of_slots(embedder, image[None], [caption])
     for slot in agree[0].nonzero()[:, 0].tolist():
         best = F.one_hot(weights[0, slot].argmax(), weights.shape[2])
-        yield embedder.tokenizer.vocab[tokens[0, places[0, slot]]], best
+        yield embedder.tokenizer.vocab[tokens[0, word[0, slot]]], best
 
 
 def slot_alignment(embedder, data, options):
-    """Whether the patch that a slot weighs most lies on the object that its word names (SPARO)."""
+    """Whether the best patch of a slot lies on the object that the slot's word names (SPARO)."""
     return shares_on_objects("slot_alignment", embedder, data, words_of_slots)
 
 
 def masks(embedder, data, options):
-    """Masks of the image encoding, by slots and by dimensions, trained on the hard negatives of
-    --select (SPARO, Sec. 5.2, Table 5). `pairs`: fraction of pairs that are right;
-    `relative_change`: of another metric, divided by that of `pairs`.
+    """Masks of the image encoding, trained on the hard negatives of --select (SPARO, Sec. 5.2,
+    Table 5): one weight for each slot, and one for each dimension.
 
-    differs: Table 5's VTAB Avg is the relative change of the mean accuracy; a table of several
+    `pairs` is the fraction of the negatives' pairs that are right with the mask, `pairs_before`
+    without. `relative_change` of another metric is its relative change, divided by that of `pairs`.
+
+    differs: VTAB Avg of Table 5 is the relative change of the mean accuracy. A table of several
     --data here has the mean of their relative changes.
     """
     needed = "SugarCrepe's files to train the mask on"
@@ -1447,7 +1495,7 @@ def masks(embedder, data, options):
     tasks, result = ("zeroshot", "retrieval"), {}
     before = headlines(embedder, data, options, tasks)
     for name, parts in (("slots", embedder.model.mask_parts), ("dimensions", x.shape[1])):
-        if x.shape[1] % parts:
+        if x.shape[1] % parts:  # an encoding without slots may not divide into as many parts
             continue
         generator = torch.Generator().manual_seed(0)
         mask, start, fit = sparo.train_mask(x, y_p, y_n, parts, generator=generator)
@@ -1465,39 +1513,44 @@ def masks(embedder, data, options):
 
 # STAIR's tasks: encodings that are words --------------------------------------------------
 #
-# An encoding's numbers are weights of words, so words can be ranked, and texts encoded without the
-# text tower.
+# Each number of an encoding is the weight of a word. So words can be ranked, and a text can be
+# encoded without the text tower.
 
 
 def word_columns(embedder, encodings):
-    """Encodings without the columns that an embedding larger than the vocabulary has."""
+    """Encodings (n, E) -> (n, |V|), without the columns of no word: an embedding may have more rows
+    than the vocabulary has words."""
     return encodings[:, : len(embedder.tokenizer)]
 
 
 def vocabulary_scores(embedder, x):
-    """Encodings of images -> scores (n, |V|) of all words, special tokens at -inf: of STAIR the
-    encodings, of others similarities with each word's encoding (STAIR, Sec. 5.1), where `##car`,
-    encoded as `car`, is at -inf if the vocabulary has `car`, too."""
+    """Encodings x (n, E) of images -> scores (n, |V|) of all words of the vocabulary.
+
+    STAIR's encodings are such scores. For the other methods, a word's score is the similarity of
+    the image to the word's encoding (STAIR, Sec. 5.1). A token that is no word of its own scores
+    -inf: a special token and, for the other methods, a piece such as `##car` if the vocabulary also
+    has the word `car`, as both are encoded as "car".
+    """
     tokenizer = embedder.tokenizer
     vocab, ids, no_words = tokenizer.vocab, tokenizer.ids, [*tokenizer.special]
-    if embedder.model.encode_words is None:
+    if embedder.model.encode_words is None:  # any method but STAIR
         words = [token.removeprefix("##").removesuffix("##") for token in vocab]
         no_words += [k for k, word in enumerate(words) if word != vocab[k] and word in ids]
-        x = embedder.similarity(x, embedder.texts(words))
+        x = embedder.similarity(x, embedder.texts(words))                   # (n, |V|)
     scores = word_columns(embedder, x).clone()
     scores[:, no_words] = -torch.inf
     return scores
 
 
 def words(embedder, data, options):
-    """Interpretability (STAIR, Table 4): how often an image's label is among the k best words; of
-    the world its colour, its shape, and the better of both."""
+    """Interpretability (STAIR, Table 4): how often the label of an image is among its k best words.
+    The world has two labels, colour and shape; there `words` counts the better of both."""
     x, ids = labelled(embedder, data.labelled("zeroshot"))
     tokenizer, scores, ranks = embedder.tokenizer, vocabulary_scores(embedder, x), {}
     for grouping, (group, names) in data.groups.items():
         if grouping == "" and len(data.groups) > 1:
             continue  # no single word names a colour and a shape
-        names = names if grouping else data.classes.names  # folders may be called otherwise
+        names = names if grouping else data.classes.names  # --classes may rename the folders
         # a class without a name gets the score of special tokens, -inf
         pieces = [tokenizer.encode(name)[1:-1] or tokenizer.special for name in names]
         ranks[grouping] = stair.label_ranks(scores, pieces, group[ids])
@@ -1507,15 +1560,16 @@ def words(embedder, data, options):
 
 
 def textfree(embedder, data, options):
-    """Zero-shot classification and retrieval without the text tower (STAIR, Table 5)."""
+    """Zero-shot classification and retrieval without the text tower (STAIR, Table 5): a text is the
+    set of its words."""
     embedder = dataclasses.replace(embedder, text_free=True)
     found = headlines(embedder, data, options, ("zeroshot", "retrieval"))
     return {f"textfree/{key}": value for key, value in found.items()}
 
 
 def sparsity(embedder, data, options):
-    """How many numbers of the encoding of an image and of a caption are not 0, on average: of
-    STAIR the active words, of others all."""
+    """Mean number of non-zeros in the encoding of an image and of a caption, over 500 samples: the
+    active words of STAIR. Encodings of other methods have no zeros."""
     images, captions = take(embedder, data, 500)
     return {"active/image": (embedder.images(images) != 0).flatten(1).sum(1),
             "active/text": (embedder.texts(captions) != 0).flatten(1).sum(1)}
@@ -1523,7 +1577,7 @@ def sparsity(embedder, data, options):
 
 # Fine-tuned classifiers (BAM, Tables 3 to 5) ----------------------------------------------
 #
-# They have classes and no captions, and one task of their own.
+# A classifier has classes and no captions. It has one task of its own.
 
 
 def check_classes(options, data, model):
@@ -1532,19 +1586,21 @@ def check_classes(options, data, model):
     names = list(data.groups["/shape" if data.is_world else ""][1]) if data.groups else known
     if names != known:
         raise UserError(f"The classifier has learned {len(known)} classes, {', '.join(known[:3])}, "
-                        f"..., {options.data} has {len(names)}, {', '.join(names[:3])}, ...: they "
-                        f"must be the same; names of shards can be given with --classes.")
+                        f"...; {options.data} has {len(names)}, {', '.join(names[:3])}, ...: they "
+                        f"must be the same. Name the classes of shards with --classes, or give "
+                        f"other data.")
 
 
 def classification(embedder, data, options):
-    """Top-1 accuracy of a classifier, of the world on shapes; `mean_per_class`: each class of the
-    images counts alike."""
+    """Top-1 accuracy of a classifier; on the world, whose scenes have one object here, the class is
+    the shape. `mean_per_class` is the accuracy within each class, averaged over classes. Raises
+    UserError for a label that the classifier does not have."""
     scores, labels = labelled(embedder, data.labelled("test"), embedder.model.class_scores)
     if data.is_world:
         labels = data.groups["/shape"][0][labels]
     if labels.max() >= scores.shape[1]:
-        raise UserError(f"{options.data} holds class {labels.max()}, the classifier has learned "
-                        f"{scores.shape[1]}, the first of which is 0: evaluate on these alone.")
+        raise UserError(f"{options.data} holds class {labels.max()}, but the classifier knows only "
+                        f"classes 0 to {scores.shape[1] - 1}: evaluate on images of these.")
     predicted, chance = scores.argmax(1), 1 / scores.shape[1]
     return {"classification": (predicted == labels, chance),
             "classification/mean_per_class": (mean_per_class(predicted, labels), chance)}

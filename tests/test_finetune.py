@@ -186,7 +186,7 @@ def test_labels_that_a_classifier_has_not_learned_are_refused():
     model = SimpleNamespace(config=None, class_scores=None)
     embed = SimpleNamespace(model=model, encode_pairs=lambda *_: (torch.eye(3), [0, 8, 1]))
     data = evaluation.EvalSet(labelled=lambda purpose: None)
-    with pytest.raises(UserError, match="a.tar holds class 8, the classifier has learned 3"):
+    with pytest.raises(UserError, match="a.tar holds class 8, but the classifier knows only classes 0 to 2: eva"):
         evaluation.classification(embed, data, SimpleNamespace(data="a.tar"))
 
 
