@@ -1611,18 +1611,22 @@ def classification(embedder, data, options):
 # A task runs if the data and the model have what its row names.
 
 
-IMAGES = "captioned", "groups"  # with a text each
+IMAGES = "captioned", "groups"  # images with a caption or the name of a class
 
 
 class Task(NamedTuple):
+    """A function, and what it needs. A picture is a Task, too."""
+
     run: Callable
     data: tuple                  # members of EvalSet, of which the data must have one
     model: str = "encode_image"  # member of the model that must not be None or 0
 
     def fits(self, data):
+        """Whether the data, an EvalSet, have what the task needs."""
         return any(getattr(data, member) is not None for member in self.data)
 
     def suits(self, model):
+        """Whether the model has what the task needs."""
         return bool(getattr(model, self.model))
 
 
@@ -1644,20 +1648,28 @@ TASKS = {
     "classification": Task(classification, ("labelled",), "class_scores"),
 }
 
+IN_WORDS = {  # what the rows name
+    "groups": "class folders", "captioned": "captions", "negatives": "SugarCrepe's files",
+    "winoground": "Winoground's files", "maps": "Pascal VOC's layout", "grounded": "shapes",
+    "labelled": "labelled images", "encode_text": "a text tower",
+    "encode_patches": "a model of sparc.py", "align_words": "a model of sparc.py",
+    "encode_words": "a model of stair.py", "mask_parts": "a model of sparo.py",
+    "slots": "the slots of SPARO", "class_scores": "a classifier"}
+
 
 def default_tasks(data, model):
-    """Names of the tasks that are run where none is asked for."""
+    """Names of the usual tasks of a model, which run where --task is not given."""
     if model.class_scores:
         return ["classification"]
-    if model.encode_text is None:
-        return ["knn", "linear"] if data.is_world else ["knn"]  # a probe of files takes long
+    if model.encode_text is None:  # a probe on files takes long, so it runs only if --task says so
+        return ["knn", "linear"] if data.is_world else ["knn"]
     tasks = ["zeroshot", "retrieval", "negatives", "winoground", "segmentation", "alignment",
              "slot_alignment"]
     return [*tasks, "words", "textfree", "sparsity"] if model.encode_words else tasks
 
 
 def to_float(found):
-    """What a task gives for a metric -> its value, of a tensor the mean."""
+    """A task's result for one metric, see above -> float. The mean of a tensor is taken."""
     value = found[0] if isinstance(found, tuple) else found
     return value.float().mean().item() if torch.is_tensor(value) else value
 
@@ -2155,41 +2167,59 @@ def draw_comparison(embedders, data, tasks):
 
 # Evaluating a run -----------------------------------------------------------------------
 #
-# The figures of a run's own data are written where training looks for them, others beside them.
+# The figures of a run's own data go into RUN/eval.json, as at the end of its training. All figures
+# go into RUN/evals.jsonl.
 
 
 def tasks_to_run(options, data, model):
-    """The names of the tasks that --task names, or of the default ones. Raises UserError if data
-    and model can serve no task, or lack one of --task."""
+    """Names of the tasks of --task, or of the usual ones that data and model can run.
+
+    Raises UserError if data and model can run no task at all, unless --task names a picture, or if
+    they cannot run a task of --task.
+    """
+    asked = options.tasks or []
     usable = [name for name, task in TASKS.items() if task.fits(data) and task.suits(model)]
-    if not usable and not PICTURES.keys() & (options.tasks or []):
+    if not usable and not PICTURES.keys() & asked:
         more = ", captions, SugarCrepe, Winoground or VOC" if model.encode_text else ""
         raise UserError(f"No task can evaluate on {options.data}: give class folders or shapes"
                         f"{more}.")
-    for name in options.tasks or []:
+    for name in asked:
         if name in TASKS and name not in usable:
-            why = "this model" if TASKS[name].fits(data) else "this data"
-            raise UserError(f"Task {name} cannot use {why}; what can be done is "
-                            f"{', '.join(usable)}.")
-    return [name for name in usable if name in (options.tasks or default_tasks(data, model))]
+            raise UserError(why_unusable(name, usable, options, data))
+    wanted = asked or default_tasks(data, model)
+    return [name for name in usable if name in wanted]
+
+
+def why_unusable(name, usable, options, data):
+    """What the task `name` needs and what can be run instead, in a sentence."""
+    task = TASKS[name]
+    if task.fits(data):
+        what, need = "this model", IN_WORDS[task.model]
+    else:
+        what, need = options.data, " or ".join(IN_WORDS[member] for member in task.data)
+    others = " and ".join(usable) if len(usable) < 3 else ", ".join(usable)
+    return f"With {what} one can run {others or 'no task'}; {name} needs {need}."
 
 
 def check_data(tasks, options, data, model):
-    """Raise UserError if the data lack what the tasks need: class names, images to learn from."""
+    """Raise UserError if something is missing that a task would notice only after minutes: names of
+    classes, images to learn from. Also if --caption-prefix has no effect on the tasks."""
     if options.caption_prefix and "retrieval" not in tasks:
-        raise UserError(f"--caption-prefix {options.caption_prefix!r} has no effect here: it is of "
-                        f"the task retrieval.")
+        raise UserError(f"--caption-prefix {options.caption_prefix!r} has no effect here: only the "
+                        f"task retrieval uses it. Leave it out.")
     if "zeroshot" in tasks:
-        data.classes  # raises for folders that need names
+        data.classes  # the property raises for folders that need names
     if "classification" in tasks:
         check_classes(options, data, model)
     if ("knn" in tasks or "linear" in tasks) and not data.is_world:
+        # without --label-fraction, which would read all labels before the first pair
         everything = argparse.Namespace(**vars(options) | {"label_fraction": None})
         next(training_pairs(everything, data, "first")())
 
 
 def evaluate(embedder, data, options):
-    """Run the tasks -> {metric: float}; METRIC/chance is what a guess gives, where it is known."""
+    """Run the tasks -> {metric: float}. METRIC/chance is what a guess gives, where that is known.
+    Raises UserError if a task cannot run."""
     tasks, result = tasks_to_run(options, data, embedder.model), {}
     check_data(tasks, options, data, embedder.model)
     for name in tasks:
@@ -2201,13 +2231,14 @@ def evaluate(embedder, data, options):
 
 
 def evaluate_and_show(embedder, data, options, run):
-    """Evaluate, print a table, write the figures and draw pictures into RUN -> {metric: float}."""
+    """Evaluate, print a table, write the figures and the pictures into RUN -> {metric: float}.
+    Raises UserError if there is neither a figure nor a picture."""
     result = evaluate(embedder, data, options)
     if data.named and embedder.tokenizer:
         print(f"Class names: {data.named.source}. First prompt: {data.named.prompts[0]!r}")
         count = collections.Counter(data.named.names)
         if twice := [name for name in count if count[name] > 1]:
-            print(f"Several classes are called {', '.join(twice)}: no text tells them apart.")
+            print(f"Several classes are called {', '.join(twice)}: no prompt tells them apart.")
     shown = metrics_of_table(result)
     width = max(map(len, shown), default=0)
     for metric in shown:
@@ -2216,8 +2247,9 @@ def evaluate_and_show(embedder, data, options, run):
         print(f"  {metric:{width}}  {in_digits(result[metric], 4)}{level}")
     if embedder.unknown_tokens > 0.1 * embedder.tokens:
         fraction = embedder.unknown_tokens / embedder.tokens
-        print(f"{fraction:.0%} of the texts' tokens are [UNK], words that the run's vocabulary "
-              f"lacks: train on captions with them, or with --vocab.")
+        print(f"{fraction:.0%} of the tokens of captions and prompts are [UNK], words that the "
+              f"run's vocabulary does not have: train on captions with these words, or with "
+              f"--vocab.")
     if result:
         write_figures(embedder, data, options, run, result)
     pages = draw_log(run) if options.is_own and not options.tasks else {}
@@ -2225,36 +2257,39 @@ def evaluate_and_show(embedder, data, options, run):
     pages |= {output_path(run, options, f"{name}.png"): page for name, page in drawn.items()}
     save_pictures(pages)
     if not pages and not result:
-        tasks = ", ".join(options.tasks or ["the default tasks"])
-        raise UserError(f"{run}: there is nothing to evaluate in {tasks} on {options.data}.")
+        tasks = ", ".join(options.tasks or ["the usual tasks"])
+        raise UserError(f"{run} cannot run {tasks} on {options.data}: choose another --task or "
+                        f"other --data.")
     return result
 
 
 def metrics_of_table(result):
-    """Of the metrics in evals.jsonl those that tables show: not how many images there were, nor
-    chance, nor a figure of a single class."""
+    """The metrics of evals.jsonl that tables show: no numbers of images, no chance levels, and no
+    metric with chance 1, as there is nothing to guess with one class."""
     return [metric for metric in result if not metric.endswith(("/images", "/chance"))
             and result.get(f"{metric}/chance") != 1]
 
 
 def in_digits(x, digits):
+    """A number with `digits` decimals; below .001 with so many significant digits."""
     return f"{x:.{digits}g}" if 0 < abs(x) < 0.001 else f"{x:.{digits}f}"
 
 
 def figure_options(options):
-    """The options that figures depend on, as a dict."""
+    """The options that figures depend on -> dict."""
     return {name: value for name, value in vars(options).items() if name not in NOT_OF_FIGURES}
 
 
 def write_figures(embedder, data, options, run, result):
-    """Append the figures, with all that they depend on, to RUN/evals.jsonl. Those of the run's own
-    evaluation are also RUN/eval.json."""
+    """Append the figures and all that they depend on to RUN/evals.jsonl, as one line. Those of the
+    run's own evaluation replace RUN/eval.json."""
     depends_on = figure_options(options) | {"step": embedder.step}
     classes = data.classes if data.is_world else data.named
     if classes:
         depends_on |= {"class_names": classes.source, "prompts": classes.templates}
     finite = {key: x if math.isfinite(x) else None for key, x in result.items()}  # JSON has no NaN
     record, path = {"settings": depends_on} | finite, Path(run, "evals.jsonl")
+    # a killed process may have left half a line: the record starts on a line of its own
     is_cut = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
     with common.writing(path), open(path, "a") as file:
         file.write(is_cut * "\n" + json.dumps(record) + "\n")
@@ -2264,15 +2299,18 @@ def write_figures(embedder, data, options, run, result):
 
 
 def output_path(run, options, name):
-    """RUN/NAME of the run's own evaluation, RUN/DATA-NAME of any other."""
+    """RUN/NAME for the run's own evaluation, RUN/DATA-NAME for any other, so that pictures of
+    different data do not replace each other."""
     data = re.sub("[^A-Za-z0-9]+", "-", options.data)[-60:].strip("-")
     return Path(run, name if options.is_own else f"{data}-{name}")
 
 
 def save_pictures(pages):
+    """Write {path: picture} as PNG files of 256 colours, and print their paths."""
     for path, page in pages.items():
         with common.replacing(path) as file:
-            page.quantize(256, Image.Quantize.MAXCOVERAGE).save(file, "PNG")  # rare colours stay
+            # MAXCOVERAGE keeps rare colours, which other methods merge
+            page.quantize(256, Image.Quantize.MAXCOVERAGE).save(file, "PNG")
     if pages:
         print("pictures: " + ", ".join(map(str, pages)))
 

@@ -243,7 +243,7 @@ def test_own_code_may_give_one_caption_or_image_but_not_none(run_of, tmp_path):
 def test_a_run_that_fails_leaves_the_others_their_table(run_of, tmp_path, capsys):
     runs = [shutil.copytree(run_of(name), tmp_path / name) for name in ("sparc", "stair", "bam")]
     (runs[0] / "last.pt").write_bytes(b"")
-    with pytest.raises(common.UserError, match="sparc: .*last.pt is not a .*bam: Task zeroshot "):
+    with pytest.raises(common.UserError, match="sparc: .*last.pt is not a .*bam: With this model "):
         evaluation.main([*map(str, runs), "--task", "zeroshot"])
     assert f"| | {runs[1]} (1) |\n|---|---|\n| zeroshot |" in capsys.readouterr().out
 
