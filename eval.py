@@ -25,6 +25,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import difflib
 import functools
 import itertools
 import json
@@ -2394,12 +2395,16 @@ def locate(embedder, query, shown):
 
 # Weights for other people's code ----------------------------------------------------------
 #
-# timm's names and pixels, so that detection and segmentation codes load the image encoder.
+# The image encoder under timm's parameter names, which codes for detection and segmentation load.
 
 
 def export(run, checkpoint, file):
-    """Write a run's evaluated image encoder under timm's names, with which DINO's evaluation of
-    videos, UPerNet, Mask R-CNN and DeiT's fine-tuning begin (BAM, Tables 3, 6, 7)."""
+    """Write a run's image encoder (a teacher's, if there is one) under timm's names to a new file,
+    and print how timm builds the model.
+
+    DINO's evaluation of videos, UPerNet, Mask R-CNN and DeiT's fine-tuning start from such a file
+    (BAM, Tables 3, 6, 7). Raises UserError if the file exists, or if the encoder is no plain ViT.
+    """
     if not file or os.path.lexists(file):
         raise UserError(f"--export {file!r} must be a new file: give a name that does not exist.")
     tower = load_run(run, checkpoint=checkpoint)[0].model.evaluation_encoder()
@@ -2422,17 +2427,21 @@ def export(run, checkpoint, file):
 
 # Several runs ---------------------------------------------------------------------------
 #
-# Runs that differ in their seed alone are one column: mean, deviation, and the difference to the
-# first.
+# Runs that differ only in their seed share a column: mean, standard deviation, and the difference
+# to the first column.
 
-ASIDE = ("seed out argv git torch threads resume workers log_every save_every keep_every "
-         "eval_every accum_freq").split()  # settings in which the runs of a column may differ
+# Settings in which the runs of a column may differ: the seed, and what is no choice of a training
+ASIDE = ("seed out argv git resume workers log_every save_every keep_every eval_every "
+         "accum_freq").split()
 
 
 def print_table(columns):
-    """Print {heading: [{metric: figure} of each run, or of each --data]}: the mean, and the
-    standard deviation of several, (n) where fewer have it; of two columns how far the second's is
-    above the first's."""
+    """Print {heading: [{metric: figure}, ...]} as a table, with a column for each heading.
+
+    A heading has one dict for each run, or for each --data. A cell has their mean, the standard
+    deviation of two or more, and (n) if only n of them have the metric. A table of two columns also
+    has the relative difference of the second to the first.
+    """
     more = " difference |" if len(columns) == 2 else ""
     print("| |" + "".join(f" {heading} |" for heading in columns) + more)
     print("|---" * (len(columns) + 1 + bool(more)) + "|")
@@ -2485,61 +2494,144 @@ def compare_runs(evaluated, tasks):
 
 # Command line ---------------------------------------------------------------------------
 #
-# Flags of an evaluation. The settings of the run itself are in its config.json.
+# The flags are those of an evaluation. The settings of the run itself are in its config.json.
+
+
+def suggest(word, flags):
+    """The flag that a user may have meant by `word`, or None. difflib misses two familiar names."""
+    familiar = {"--learning-rate": "--lr", "--output-dir": "--out"}
+    if familiar.get(word) in flags:
+        return familiar[word]
+    nearest = difflib.get_close_matches(word, flags, 1)
+    return nearest[0] if nearest else None
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        """Print the message and stop. A flag that does not exist gets the flag it may stand for."""
+        if message.startswith("unrecognized arguments"):
+            for word in re.findall(r"(?<!\S)--[\w-]+", message):
+                if flag := suggest(word, self._option_string_actions):
+                    message += f"; instead of {word}, did you mean {flag}?"
+        super().error(message)
 
 
 def build_parser():
-    parser = argparse.ArgumentParser(usage="eval.py RUN [RUN ...] [--FLAG VALUE ...]; --help lists "
-                                           "the flags", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("runs", nargs="+", metavar="run", help="directory of a run of train.py")
-    add("--task", dest="tasks", type=lambda names: names.split(","), metavar="NAMES",
-        help=f"tasks {', '.join(TASKS)}; pictures {', '.join(PICTURES)}; comma-separated (default: "
-             "the usual ones of the model; never slots, masks)")
+    """The flags of eval.py, in groups."""
+    parser = Parser(usage="eval.py RUN [RUN ...] [--FLAG VALUE ...]; --help lists the flags",
+                    description=__doc__, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="run", help="directory of a run of train.py")
+
+    add = parser.add_argument_group("data").add_argument
     add("--data", nargs="+", metavar="SPEC",
-        help="as of train.py, or a directory in the layout of CLIP_benchmark, Pascal VOC, "
-             "Winoground or SugarCrepe (default: the run's --eval-data, or --data)")
-    add("--image-root", help="directory that the file names of --data are relative to")
-    add("--split", help="of data that have splits (default: test, of VOC val)")
-    add("--limit", type=int,
-        help="use LIMIT samples for each task and picture: of class folders and labelled shards "
-             f"random ones, else the first (default: {TEST_LIMIT:,} of the run's own data, and "
-             f"{LEARN_LIMIT:,} to learn from; all of --data)")
+        help="data to evaluate on: a SPEC of train.py, or a directory in the layout of "
+             "CLIP_benchmark, Pascal VOC, Winoground or SugarCrepe (default: the run's "
+             "--eval-data, or its --data)")
+    add("--image-root", metavar="DIR",
+        help="directory that the file names of --data are relative to (default: the directory of a "
+             "table, DIR/images for Winoground)")
+    add("--split", metavar="NAME",
+        help="split of --data, if the data have splits (default: test; val for Pascal VOC)")
+    add("--limit", type=int, metavar="N",
+        help="largest number of samples for each task and picture; class folders and labelled "
+             "shards give random samples, other data the first ones (default: all samples of "
+             f"--data; {TEST_LIMIT:,} of the run's own data, and {LEARN_LIMIT:,} to learn from)")
+    add("--classes", metavar="FILE",
+        help="file of class names, one a line, in the order of the sorted folders or of the labels")
+    add("--templates", nargs="+", metavar="TEMPLATE",
+        help="zero-shot prompts, in which {} stands for the name of a class and {a} for the name "
+             "with its article; or one file of prompts, one a line")
+    add("--caption-prefix", metavar="WORDS",
+        help='words to put before each caption in retrieval; "a photo of" in STAIR (Sec. 4.3)')
+    add("--nouns-adjectives", metavar="FILE",
+        help="file of the words that K-Pna counts, one a line (SPARC, Sec. 4.4; default: known "
+             "only for shapes)")
+
+    add = parser.add_argument_group("tasks").add_argument
+    add("--task", dest="tasks", type=lambda names: names.split(","), metavar="NAMES",
+        help=f"comma-separated names of tasks: {', '.join(TASKS)}; and of pictures: "
+             f"{', '.join(PICTURES)} (default: every picture and the usual tasks that data and "
+             "model allow. The usual tasks of a model with text are zeroshot, retrieval, "
+             "negatives, winoground, segmentation, alignment and slot_alignment, for STAIR also "
+             "words, textfree and sparsity; of a model without text knn, on shapes also linear; of "
+             "a classifier classification)")
+    add("--select", metavar="SPEC",
+        help="class folders by which the task slots ranks the slots, or SugarCrepe's files on "
+             "which the task masks trains masks (SPARO, Sec. 5.1, 5.2; needed unless --data is "
+             "shapes)")
+    add("--select-root", metavar="DIR",
+        help="directory that the file names of --select are relative to")
+
+    add = parser.add_argument_group("k-NN and probes").add_argument
+    add("--train-data", metavar="SPEC",
+        help="images that k-NN and probes learn from: class folders, or shards with labels "
+             "(default: the split train of --data, or the data that the run was trained on)")
+    add("--label-fraction", metavar="FRACTION",
+        help="share of the labels of each class that k-NN and probes learn from, or a file of "
+             "image names, one a line (default: all labels)")
+    add("--probe", choices=PROBES,
+        help="how the task linear trains its probe: adamw as SPARO (C.1), sgd as BAM (D.1), lbfgs "
+             "as BAM's transfer by logistic regression (D.3) (default: the run's --probe)")
+    add("--probe-epochs", type=int, metavar="N",
+        help="number of epochs of a probe (default: the run's, or else 10 for adamw, 100 for sgd)")
+
+    add = parser.add_argument_group("STAIR's search").add_argument
     add("--query", dest="queries", nargs="+", metavar="QUERY",
-        help="of STAIR: search the images of --data for captions, or for words with AND, OR, NOT "
-             "and parentheses; evaluate nothing")
-    add("--export", metavar="FILE", help="write the image encoder, under timm's names, to FILE")
-    add("--templates", nargs="+", help="zero-shot prompts with {} for NAME or {a} for 'a NAME', or "
-                                       "a file of them, one a line")
-    add("--classes", help="file of class names, one a line, in the order of folders or numbers")
-    add("--nouns-adjectives", help="file with the words that K-Pna counts, one a line")
-    add("--caption-prefix", metavar="WORDS", help="before retrieval's captions (STAIR: a photo of)")
-    add("--train-data", help="what k-NN and probes learn from: class folders, or shards with labels"
-                             " (default: the split train of --data, or the run's data)")
-    add("--probe", choices=PROBES, help="SPARO's (adamw), BAM's (sgd), and its logistic regression "
-                                        "of transfer (lbfgs) (default: the run's)")
-    add("--probe-epochs", type=int, help="default: the run's, or 10 of adamw, 100 of sgd")
-    add("--label-fraction", help="share of each class for k-NN and probes, or file of image names")
-    add("--select", help="class folders for `slots` to rank slots on, or SugarCrepe's files for "
-                         "`masks` to train masks on (files need it)")
-    add("--select-root", help="directory that the file names of --select are relative to")
-    add("--checkpoint", default="last.pt",
-        help="weights: last.pt (default), step-N.pt, stage-1.pt of STAIR's runs")
-    add("--workers", type=int, help="threads that read images (default: the run's)")
-    add("--batch", type=int, default=256, help="images or captions that are encoded at a time")
-    add("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
+        help="search the images of --data instead of evaluating: a query is a caption, or words "
+             "with AND, OR, NOT and parentheses (STAIR, App. D)")
+
+    add = parser.add_argument_group("weights").add_argument
+    add("--checkpoint", default="last.pt", metavar="NAME",
+        help="file in RUN with the weights to evaluate: last.pt (default), step-N.pt, or "
+             "stage-1.pt of a run of STAIR")
+    add("--export", metavar="FILE",
+        help="write the image encoder under timm's parameter names to FILE, and evaluate nothing")
+
+    add = parser.add_argument_group("machine").add_argument
+    add("--workers", type=int, metavar="N",
+        help="number of threads that read images (default: the run's --workers)")
+    add("--batch", type=int, default=256, metavar="N",
+        help="number of images or captions that are encoded at a time (default: %(default)s)")
+    add("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is a GPU, else cpu)")
     return parser
 
 
+def check_flags(flags, parser):
+    """Raise UserError for flags that do not fit together, before any run is evaluated."""
+    known = TASKS | PICTURES
+    if unknown := set(flags.tasks or []) - known.keys():
+        raise UserError(f"There is no task {', '.join(unknown)}; there are {', '.join(known)}.")
+    for name, least in {"limit": 1, "probe_epochs": 1, "batch": 1, "workers": 0}.items():
+        value = vars(flags)[name]
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} {value} must be at least {least}.")
+    if flags.probe == "lbfgs" and flags.probe_epochs:
+        raise UserError("--probe lbfgs has no epochs, as it runs until it converges: leave out "
+                        "--probe-epochs.")
+    if flags.queries and flags.tasks:
+        raise UserError("--query searches and evaluates nothing: leave out --task.")
+    if len({Path(run).resolve() for run in flags.runs}) < len(flags.runs):
+        raise UserError(f"{', '.join(flags.runs)}: a run is named twice, name each once.")
+    for run in flags.runs:
+        common.read_config(run)  # raises for a directory without a run
+    if flags.export is not None:
+        given = {name for name, value in vars(flags).items() if value != parser.get_default(name)}
+        if len(flags.runs) > 1 or given - {"runs", "checkpoint", "export"}:
+            raise UserError("--export writes the weights of one run and evaluates nothing: give "
+                            "one run, and no other flag than --checkpoint.")
+
+
 def describe(options):
-    """What is evaluated, in words."""
+    """What is evaluated, as a phrase for the heading of the table."""
     most = f", {options.limit:,} samples at most" if options.limit else ""
     seen = ", the data that it was trained on" if options.on_training_images else ""
     return f"{options.data}, split {options.split}{most}{seen}"
 
 
 class Evaluated(NamedTuple):
+    """A run that was evaluated on one --data."""
+
     embedder: Embedder
     args: object                 # settings of the run
     data: EvalSet
@@ -2547,7 +2639,8 @@ class Evaluated(NamedTuple):
 
 
 def evaluate_run(run, flags):
-    """Evaluate a run by flags {name: value}, of --data one SPEC -> Evaluated; None for --query."""
+    """Evaluate a run by flags {name: value}, with one SPEC as `data` -> Evaluated. With --query it
+    searches, and returns None."""
     embedder, args = load_run(run, flags["device"], flags["checkpoint"])
     options = options_of(flags, args)
     embedder.chunk, embedder.workers = flags["batch"], options.workers
@@ -2560,39 +2653,24 @@ def evaluate_run(run, flags):
 
 
 def main(argv=None):
-    parser, known = build_parser(), TASKS | PICTURES
+    """Evaluate, search or export, as the command line says. Each --data is evaluated for all runs.
+    Raises UserError at the end if a run failed; the other runs are evaluated first."""
+    parser = build_parser()
     flags = parser.parse_args(argv)
-    if unknown := set(flags.tasks or []) - known.keys():
-        raise UserError(f"There is no task {', '.join(unknown)}; there are {', '.join(known)}.")
-    for name, least in {"limit": 1, "probe_epochs": 1, "batch": 1, "workers": 0}.items():
-        value = vars(flags)[name]
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} {value} must be at least {least}.")
-    if flags.probe == "lbfgs" and flags.probe_epochs:
-        raise UserError("--probe lbfgs has no epochs, it converges: leave out --probe-epochs.")
-    if flags.queries and flags.tasks:
-        raise UserError("--query searches and measures nothing: leave out --task.")
-    if len({Path(run).resolve() for run in flags.runs}) < len(flags.runs):
-        raise UserError(f"{', '.join(flags.runs)}: a run is named twice, name each once.")
-    for run in flags.runs:
-        common.read_config(run)  # before any is evaluated
+    check_flags(flags, parser)
     if flags.export is not None:
-        given = {name for name, value in vars(flags).items() if value != parser.get_default(name)}
-        if len(flags.runs) > 1 or given - {"runs", "checkpoint", "export"}:
-            raise UserError("--export writes the weights of one run and measures nothing: give one "
-                            "run, and beside it --checkpoint alone.")
         return export(flags.runs[0], flags.checkpoint, flags.export)
     common.turn_off_tf32()
     flags.device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with common.explained((RuntimeError, AssertionError), f"--device {flags.device}"):
         torch.empty(1, device=flags.device)
-    failed, pages, figures = [], [], collections.defaultdict(list)  # by run, of each --data
+    failed, figures = [], collections.defaultdict(list)  # {run: its figures on each --data}
     for spec in flags.data or [None]:
         evaluated = {}
         for run in flags.runs:
             try:
                 evaluated[run] = evaluate_run(run, vars(flags) | {"data": spec})
-            except UserError as error:  # the others go on
+            except UserError as error:  # hours of the other runs must not be lost
                 failed.append(f"{run}: {error}" if len(flags.runs) > 1 else str(error))
         if evaluated and len(flags.runs) > 1 and not flags.queries:
             pages += compare_runs(evaluated, flags.tasks)

@@ -213,7 +213,7 @@ ERRORS = [
     ("eval runs/sparc --task dance", "no task dance; there are zeroshot, "),
     ("eval runs/sparc --limit 0", "--limit 0 must be at least 1"),
     ("eval runs/sparc runs/bam ./runs/bam", "/bam: a run is named twice, name each once"),
-    ("eval runs/stair --query red --task words", "--query searches and measures nothing: leave"),
+    ("eval runs/stair --query red --task words", "--query searches and evaluates nothing: leave"),
     ("eval runs/sparc --classes names.txt", "--classes names.txt has no effect: .* shapes"),
     *(("eval runs/sparc --data crepe", "crepe/swap_att.json: .* must have filename, caption and",
        {"crepe/swap_att.json": text}) for text in (CREPE[:-1], CREPE.replace("filename", "file"))),

@@ -164,9 +164,21 @@ def test_an_export_writes_a_new_file_alone(run_of, tmp_path):
         with pytest.raises(common.UserError, match="must be a new file: give a name that does not"):
             evaluation.main([str(run), "--export", str(file)])
     for more in ("--limit 3", "--device cpu", "--templates {}", "--workers 2"):
-        with pytest.raises(common.UserError, match="beside it --checkpoint alone"):
+        with pytest.raises(common.UserError, match="no other flag than --checkpoint"):
             evaluation.main([str(run), "--export", str(tmp_path / "x.pt"), *more.split()])
     assert {path: path.read_bytes() for path in run.iterdir()} == before
+
+
+@pytest.mark.parametrize("flag, meant", [
+    ("--batch-size 64", "--batch"), ("--traindata=x", "--train-data"), ("--learning-rate 1", None)])
+def test_a_misspelt_flag_gets_the_flag_it_may_stand_for(capsys, flag, meant):
+    with pytest.raises(SystemExit):
+        evaluation.main(["run", *flag.split()])
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert f"unrecognized arguments: {flag}" in message
+    assert message.endswith(f"did you mean {meant}?") == bool(meant)
+    assert evaluation.suggest("--learning-rate", ["--lr", "--limit"]) == "--lr"
+    assert evaluation.suggest("--output-dir", ["--out", "--optimizer"]) == "--out"
 
 
 def test_limit_means_the_same_for_every_kind_of_data(tmp_path):
