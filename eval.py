@@ -137,7 +137,7 @@ def split_held_out(x):
     """Row numbers of features (N, E): a random fifth to hold out, and the other four fifths.
 
     A probe's strength of regularisation is chosen on the held-out rows. Chosen on the test images,
-    it would make the accuracy too good. SPARO (C.1) does not say how large its part is; a fifth is
+    it would make the accuracy too good. SPARO (C.1) does not say how much it holds out; a fifth is
     our choice. The split is the same each time, so that a figure can be reproduced.
     """
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
@@ -173,7 +173,7 @@ def adamw_probe(x, labels, epochs=10, batch=64):
     decays, classes = np.logspace(-6, 2, 97).tolist(), int(labels.max()) + 1
     held, fitted = split_held_out(x)
 
-    @common.fixed_seed(0)  # each weight decay gets the same weights and batches to start from
+    @common.fixed_seed(0)  # every fit starts from the same weights and sees the same batches
     def fit(x, labels, decay):
         head = torch.nn.Linear(x.shape[1], classes).to(x.device)
         optimizer = torch.optim.AdamW(head.parameters(), weight_decay=decay, fused=True)
@@ -323,10 +323,9 @@ def as_list(items):
 
 
 def with_bar(parts, items):
-    """Yield the lists `parts`, and show on a bar how many `items` they held so far. The bar appears
-    after five seconds, and only on a terminal."""
-    with tqdm(desc=f"encoding {items}", unit=f" {items}", disable=None, delay=5,
-              leave=False) as bar:
+    """Yield the lists `parts`, and count their elements on a bar; `items` is the word for them. The
+    bar appears after five seconds, and only on a terminal."""
+    with tqdm(desc="encoding", unit=f" {items}", disable=None, delay=5, leave=False) as bar:
         for part in parts:
             yield part
             bar.update(len(part))
@@ -499,7 +498,7 @@ class Embedder:
         if not self.model.late_interaction:
             kept = 1 if self.mask is None else self.mask > 0  # without slots that the mask removes
             return torch.inner(images, class_embeddings(self.texts, classes, kept))
-        # tokens of different prompts cannot be averaged, so scores are
+        # the tokens of different prompts cannot be averaged, so their scores are averaged
         scores = self.similarity(images, self.texts(classes.prompts))       # (n, C * T)
         return scores.unflatten(1, (len(classes.names), -1)).mean(2)
 
@@ -713,16 +712,17 @@ class EvalSet:
     `purpose` names what the pairs are for: the world draws other scenes for each purpose, and files
     are the same for all.
 
-    `groups` says for which groupings of the classes a metric is also computed. Its values are
-    (the group (C,) of each class, the names of the groups). The key "" stands for the classes
-    themselves; in the world "/colour" and "/shape" group 64 pairs of colour and shape. `maps` and
-    `map_classes` have such keys, too.
+    `groups` is a dict of groupings of the C classes. Tasks compute their metric for each grouping,
+    and append its key to the name of the metric. A grouping is a pair: a tensor (C,) with the group
+    of each class, and the list of the names of the groups. The key "" is the grouping in which each
+    class is a group of its own. The world also has "/colour" and "/shape", which group its 64 pairs
+    of a colour and a shape. `maps` and `map_classes` have the same keys.
     """
 
     image_size: int = None         # S, in pixels
     classes: Classes = None        # names and prompts of the classes, for tasks with text
     groups: dict = None            # {"": (ids (C,), names), ...}; folders have only the key ""
-    named: Classes = None          # the classes whose origin is printed; not for the world's own
+    named: Classes = None          # classes whose source is printed; None: the world's own names
     numbered: bool = False         # whether class i is also label i of shards
     label_ids: list = None         # the class of each label of shards; None: the label itself
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
@@ -948,7 +948,7 @@ def sugarcrepe_files(directory):
     return [file for file in found if file.is_file() and field.search(file.read_bytes()[:4000])]
 
 
-def open_beside(options, data, spec, root, message):
+def open_second(options, data, spec, root, message):
     """Open a second data set `spec`, to learn from or to choose by -> EvalSet.
 
     Its split is "train" in CLIP_benchmark's and VOC's layout, and "val" otherwise. root: the
@@ -961,8 +961,8 @@ def open_beside(options, data, spec, root, message):
     if spec is None or (is_same and (split == options.split or split not in splits)):
         raise UserError(message)
     limit = None if options.label_fraction else options.learn_limit  # a fraction counts all images
-    beside = vars(options) | {"data": spec, "split": split, "image_root": root, "limit": limit}
-    return open_eval_set(argparse.Namespace(**beside), data.image_size)
+    second = vars(options) | {"data": spec, "split": split, "image_root": root, "limit": limit}
+    return open_eval_set(argparse.Namespace(**second), data.image_size)
 
 
 def training_pairs(options, data, purpose="train"):
@@ -974,7 +974,7 @@ def training_pairs(options, data, purpose="train"):
     """
     spec, names = options.train_data, data.groups[""][1]
     if data.training is None:  # opened once: k-NN and the linear probe share it
-        data.training = data if data.is_world else open_beside(
+        data.training = data if data.is_world else open_second(
             options, data, spec, None, "k-NN and probes must learn from images that they are not "
             "tested on: give other class folders or tar shards with labels, by eval.py "
             "--train-data or train.py --eval-data.")
@@ -1018,15 +1018,15 @@ def open_selection(options, data, task, chooser, needed):
     """The data that choose slots or masks -> EvalSet: --select, or other scenes of the world.
 
     The task `chooser` must be able to run on them. needed: what --select must be, in words. Raises
-    UserError without --select, or if its data do not suit.
+    UserError if --select is missing, or if `chooser` cannot run on its data.
     """
     spec, message = options.select, f"Task {task} needs --select, {needed}"
     if spec is None and data.is_world:
         return data
-    selection = open_beside(options, data, spec, options.select_root,
+    selection = open_second(options, data, spec, options.select_root,
                             f"{message}, not the data to evaluate.")
     if not TASKS[chooser].fits(selection):
-        raise UserError(f"{message}; {spec} holds none.")
+        raise UserError(f"{message}, but {spec} holds none.")
     return selection
 
 
@@ -1303,7 +1303,7 @@ def random_crops(embedder, pairs):
 
 def linear(embedder, data, options):
     """Accuracy of a linear probe on the features that the method's paper probes. --probe says how
-    it is trained; the setting that it chose by itself is reported, too."""
+    it is trained. The result also has the setting that the probe chose by itself."""
     encode, pairs = embedder.model.probe_features, training_pairs(options, data)
     setting, epochs = PROBES[options.probe]
     epochs = options.probe_epochs or epochs
@@ -1528,9 +1528,10 @@ def vocabulary_scores(embedder, x):
     """Encodings x (n, E) of images -> scores (n, |V|) of all words of the vocabulary.
 
     STAIR's encodings are such scores. For the other methods, a word's score is the similarity of
-    the image to the word's encoding (STAIR, Sec. 5.1). A token that is no word of its own scores
-    -inf: a special token and, for the other methods, a piece such as `##car` if the vocabulary also
-    has the word `car`, as both are encoded as "car".
+    the image to the word's encoding (STAIR, Sec. 5.1).
+
+    Special tokens score -inf. For the other methods a piece such as `##car` also scores -inf if the
+    vocabulary has the word `car`: both would be encoded as "car", and the word would count twice.
     """
     tokenizer = embedder.tokenizer
     vocab, ids, no_words = tokenizer.vocab, tokenizer.ids, [*tokenizer.special]
@@ -1616,7 +1617,7 @@ IMAGES = "captioned", "groups"  # images with a caption or the name of a class
 
 
 class Task(NamedTuple):
-    """A function, and what it needs. A picture is a Task, too."""
+    """A function that measures or draws, and what it needs."""
 
     run: Callable
     data: tuple                  # members of EvalSet, of which the data must have one
@@ -2395,7 +2396,8 @@ def locate(embedder, query, shown):
 
 # Weights for other people's code ----------------------------------------------------------
 #
-# The image encoder under timm's parameter names, which codes for detection and segmentation load.
+# The image encoder is written under timm's parameter names, so that other people's programs for
+# detection and segmentation can load it.
 
 
 def export(run, checkpoint, file):
@@ -2430,7 +2432,8 @@ def export(run, checkpoint, file):
 # Runs that differ only in their seed share a column: mean, standard deviation, and the difference
 # to the first column.
 
-# Settings in which the runs of a column may differ: the seed, and what is no choice of a training
+# The runs of a column may differ in their seed, and in settings that are no part of the method or
+# of its training recipe.
 ASIDE = ("seed out argv git resume workers log_every save_every keep_every eval_every "
          "accum_freq").split()
 
@@ -2438,9 +2441,10 @@ ASIDE = ("seed out argv git resume workers log_every save_every keep_every eval_
 def print_table(columns):
     """Print {heading: [{metric: figure}, ...]} as a table, with a column for each heading.
 
-    A heading has one dict for each run, or for each --data. A cell has their mean, the standard
-    deviation of two or more, and (n) if only n of them have the metric. A table of two columns also
-    has the relative difference of the second to the first.
+    A heading has one dict for each run, or for each --data. A cell shows the mean over the dicts
+    and, if there are several, the standard deviation. If only n of the dicts have the metric, the
+    cell ends with (n). With two columns there is also a column "difference": how far the second
+    mean is above the first.
     """
     more = " difference |" if len(columns) == 2 else ""
     print("| |" + "".join(f" {heading} |" for heading in columns) + more)
@@ -2545,17 +2549,17 @@ def build_parser():
     add("--caption-prefix", metavar="WORDS",
         help='words to put before each caption in retrieval; "a photo of" in STAIR (Sec. 4.3)')
     add("--nouns-adjectives", metavar="FILE",
-        help="file of the words that K-Pna counts, one a line (SPARC, Sec. 4.4; default: known "
-             "only for shapes)")
+        help="file of nouns and adjectives, one a line, which K-Pna counts (SPARC, Sec. 4.4; "
+             "without the flag, K-Pna is computed only on shapes)")
 
     add = parser.add_argument_group("tasks").add_argument
     add("--task", dest="tasks", type=lambda names: names.split(","), metavar="NAMES",
         help=f"comma-separated names of tasks: {', '.join(TASKS)}; and of pictures: "
              f"{', '.join(PICTURES)} (default: every picture and the usual tasks that data and "
-             "model allow. The usual tasks of a model with text are zeroshot, retrieval, "
-             "negatives, winoground, segmentation, alignment and slot_alignment, for STAIR also "
-             "words, textfree and sparsity; of a model without text knn, on shapes also linear; of "
-             "a classifier classification)")
+             "model allow. For a model with text the usual tasks are zeroshot, retrieval, "
+             "negatives, winoground, segmentation, alignment and slot_alignment; for STAIR also "
+             "words, textfree and sparsity. For a model without text the usual task is knn, and on "
+             "shapes also linear. For a classifier the usual task is classification)")
     add("--select", metavar="SPEC",
         help="class folders by which the task slots ranks the slots, or SugarCrepe's files on "
              "which the task masks trains masks (SPARO, Sec. 5.1, 5.2; needed unless --data is "
