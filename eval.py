@@ -2307,12 +2307,17 @@ def output_path(run, options, name):
     return Path(run, name if options.is_own else f"{data}-{name}")
 
 
-def save_pictures(pages):
-    """Write {path: picture} as PNG files of 256 colours, and print their paths."""
+def write_pictures(pages):
+    """Write {path: picture} as PNG files of 256 colours."""
     for path, page in pages.items():
         with common.replacing(path) as file:
             # MAXCOVERAGE keeps rare colours, which other methods merge
             page.quantize(256, Image.Quantize.MAXCOVERAGE).save(file, "PNG")
+
+
+def save_pictures(pages):
+    """Write {path: picture} and print the paths."""
+    write_pictures(pages)
     if pages:
         print("pictures: " + ", ".join(map(str, pages)))
 

@@ -252,6 +252,8 @@ def train(args, out, device):
                 if keep_due:
                     names.append(f"step-{progress.step}.pt")
                 save(names, args, model, optimizer, scaler, progress)
+                if out:
+                    evaluation.write_pictures(evaluation.draw_log(out))
             if log_due and rank == 0:
                 record = {"step": progress.step, "lr": optimizer.param_groups[0]["lr"]}
                 record |= measure(args, model, batch, autocast, outputs, grad_norm)
@@ -285,7 +287,7 @@ HELP = __doc__.partition("\n\nTo read")[0]
 SPEC_FORMS = "\n".join(f"  {form}" for form in common.spec_forms().split("; "))
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(evaluation.Parser):
     def error(self, message):
         let_rank_0_speak()
         super().error(message)
