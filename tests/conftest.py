@@ -1,10 +1,15 @@
+"""Fixtures of all tests: a fixed seed, short evaluations, and one small run of each method.
+
+Every test begins with torch's seed 0. Tests that need a trained model share the runs of run_of.
+"""
+
 import functools
 import os
 import signal
 import sys
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # threads that share so little work wait for each other
+os.environ["OMP_NUM_THREADS"] = "1"  # models are so small that more threads only slow them down
 
 import pytest
 import torch
@@ -20,18 +25,19 @@ SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGCHLD
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", 'ranks: starts several processes; pytest -m "not ranks" is '
-                                       "the fast part, for between two changes")
+    config.addinivalue_line("markers", "ranks: the test starts several processes. While you change "
+                                       'a file, run the fast tests alone: pytest -m "not ranks"')
 
 
 @pytest.fixture(autouse=True)
 def seed():
+    """Begin each test with the seed 0."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def signals():
-    """A run that ends by an error leaves its handlers of signals behind."""
+    """Restore the signal handlers, which a run that ends by an error leaves behind."""
     handlers = [signal.getsignal(number) for number in SIGNALS]
     yield
     for number, handler in zip(SIGNALS, handlers):
@@ -40,7 +46,10 @@ def signals():
 
 @pytest.fixture(autouse=True, scope="session")
 def short_runs():
-    """Tasks on the world take 24 scenes; a vocabulary of the same captions is trained once."""
+    """Shorten the runs of all tests: a task on the world has 24 scenes.
+
+    Runs with the same captions share one vocabulary, which is trained once.
+    """
     evaluation.WORLD_N = 24
     vocabulary = functools.cache(common.train_wordpiece)
     common.train_wordpiece = lambda captions, size: list(vocabulary(tuple(captions), size))
@@ -48,8 +57,10 @@ def short_runs():
 
 @pytest.fixture(scope="session")
 def run_of(tmp_path_factory, short_runs):
-    """run_of("sparc"): the directory of a run with SMALL["sparc"], made once.
-    Copy it to change it."""
+    """Return a function: run_of("sparc") is the directory of a run with the flags SMALL["sparc"].
+
+    The run is made once. A test that changes the directory must copy it first.
+    """
 
     @functools.cache
     def make(name):

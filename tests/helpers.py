@@ -1,4 +1,8 @@
-"""What the tests share: literal references, tiny models and runs, ranks as processes."""
+"""What the tests share: literal references, small models and runs, image files, ranks as processes.
+
+A literal reference computes an equation number by number, in Python loops, as the paper prints it.
+Loops are slow, but a reader can compare them with the paper line by line.
+"""
 
 import datetime
 import functools
@@ -26,7 +30,7 @@ import train
 
 ROOT = Path(__file__).parents[1]
 
-# Flags of runs that take a second.
+# Flags of train.py for runs that last a second.
 TOWER = "tiny:width=16,heads=2,depth="
 RUN = "--batch 8 --log-every 1 --data shapes:size=16,objects=2"
 SLOTS = f"--L 4 --V 4 --D 4 --image-encoder {TOWER}2,cls=1"
@@ -42,9 +46,9 @@ SMALL = {
     "classifier": f"{RUN} --steps 4 --image-encoder {TOWER}1,cls=1 --mixup 0.8 --cutmix 1"
                   " --smoothing 0.1 --erasing 0.25 --rand-augment --drop-path 0.1",
 }
-METHOD = {"dino": "sparo"}  # its name in METHODS
+METHOD = {"dino": "sparo"}  # DINO is an objective of sparo.py
 SMALL = {name: ["--method", METHOD.get(name, name), *SMALL[name].split()] for name in SMALL}
-MODELS = {  # settings of the method's Config, and of its ViT
+MODELS = {  # {name: (settings of the method's Config, settings of its ViT)}
     "sparc": (dict(embed_dim=8), {}),
     "sparo": (dict(L=4, V=3, D=5, embed_dim=8, bottleneck=3, codes=20), dict(cls=True)),
     "dino": (dict(objective="dino", L=4, V=3, D=5, out_dim=7, head_width=12, head_bottleneck=6),
@@ -56,27 +60,31 @@ MODELS = {  # settings of the method's Config, and of its ViT
 
 
 def cos(a, b):
-    """Cosine of two vectors (E,)."""
+    """Return the cosine of two vectors (E,)."""
     return (a * b).sum() / ((a * a).sum().sqrt() * (b * b).sum().sqrt())
 
 
 def softmax(values):
-    """A list of scalar tensors -> the list of their softmax."""
+    """Return the softmax of a list of scalar tensors as a list."""
     e = [x.exp() for x in values]
     return [x / sum(e) for x in e]
 
 
 def infonce(row, positive):
-    """-log of the softmax of a list of scalar tensors at `positive`."""
+    """Return -log of the softmax of a list of scalar tensors, at the index `positive`."""
     return -(row[positive] - sum(x.exp() for x in row).log())
 
 
 def mean(values):
+    """Return the mean of a list of numbers or scalar tensors."""
     return sum(values) / len(values)
 
 
 def assert_same_with_gradients(value, expected, inputs):
-    """Two float64 tensors are equal, and their gradients by the inputs, weighted at random."""
+    """Assert that two float64 tensors and their gradients with respect to `inputs` are equal.
+
+    The gradients are those of a sum with random weights, so that every element contributes.
+    """
     torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
     weight = torch.randn_like(value)
     ours, theirs = (torch.autograd.grad((x * weight).sum(), inputs, allow_unused=True,
@@ -85,8 +93,11 @@ def assert_same_with_gradients(value, expected, inputs):
 
 
 def tiny_model(name, stage=3, vit={}, **settings):
-    """A model of width 16 with a grid of 4 x 4 patches, for make_batch() or, of dino and bam, for
-    make_views(). vit: settings of its image encoder; settings: of its Config; stage: of STAIR."""
+    """Return a model of width 16 for images of 4 x 4 patches.
+
+    Its batches are those of make_batch(), or of make_views() for dino and bam.
+    stage: the stage of STAIR. vit: settings of the ViT. settings: fields of the method's Config.
+    """
     method = train.METHODS[METHOD.get(name, name)]
     known, known_vit = MODELS[name]
     size = dict(width=16, depth=1, heads=2)
@@ -108,14 +119,16 @@ def tiny_model(name, stage=3, vit={}, **settings):
 
 
 def make_batch(B=4, L=9):
-    """Images (B, 3, 16, 16), tokens (B, L) and their mask (B, L), for B up to 8."""
+    """Return a batch of B pairs, B up to 8, whose captions have different lengths:
+    images (B, 3, 16, 16), tokens (B, L) and their mask (B, L).
+    """
     lengths = torch.tensor([9, 4, 6, 3, 5, 8, 7, 4])[:B].clamp(max=L)
     return {"images": torch.randn(B, 3, 16, 16), "tokens": torch.randint(4, 30, (B, L)),
             "mask": torch.arange(L) < lengths[:, None]}
 
 
 def padded(batch, n=3):
-    """The batch's tokens and mask with n positions more, of any words, that are masked."""
+    """Return the batch's tokens and mask with n more positions, which hold words but are masked."""
     tokens, mask = batch["tokens"], batch["mask"]
     B = len(tokens)
     return (torch.cat([tokens, torch.randint(30, (B, n))], 1),
@@ -123,12 +136,15 @@ def padded(batch, n=3):
 
 
 def make_views(B=4, sizes=(16, 16, 8, 8)):
-    """Views of B images: a list of (B, 3, size, size)."""
+    """Return views of B images: a list with one tensor (B, 3, size, size) for each size."""
     return {"views": [torch.randn(B, 3, size, size) for size in sizes]}
 
 
 def picture(width=8, height=8, mode="RGB", format="JPEG", value=None):
-    """Bytes of an image: noise, or of one value."""
+    """Return the bytes of an image file, whose pixels are noise.
+
+    value: pixels in place of the noise, for example a colour, broadcast to the image's shape.
+    """
     shape = (height, width) if mode in ("L", "P") else (height, width, len(mode))
     pixels = np.random.default_rng(0).integers(0, 256, shape)
     if value is not None:
@@ -140,7 +156,10 @@ def picture(width=8, height=8, mode="RGB", format="JPEG", value=None):
 
 
 def write_files(directory, files):
-    """{name: bytes, text, or a dict of a tar file's members} -> files below the directory."""
+    """Write {name: content} below the directory.
+
+    A content is bytes, text, or a dict {name: content} of the members of a tar file.
+    """
     for name, data in files.items():
         path = Path(directory, name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +170,7 @@ def write_files(directory, files):
 
 
 def write_tar(path, members):
-    """{name: bytes or text} -> a tar file."""
+    """Write {name: bytes or text} as a tar file and return its path."""
     with tarfile.open(path, "w") as tar:
         for name, data in members.items():
             data = data.encode() if isinstance(data, str) else data
@@ -162,7 +181,10 @@ def write_tar(path, members):
 
 
 def write_table(directory, n, broken=()):
-    """n images with captions; of the broken ones the file is no image."""
+    """Write n images and a table of their captions "n0", "n1", ...; return the path of the table.
+
+    broken: the numbers of images whose file holds no image.
+    """
     rows = "".join(f"{i}.jpg,n{i}\n" for i in range(n))
     write_files(directory, {"table.csv": "filepath,title\n" + rows})
     for i in range(n):
@@ -171,7 +193,13 @@ def write_table(directory, n, broken=()):
 
 
 def write_shards(directory, sizes, broken=(), uncaptioned=(), labels=None):
-    """One shard a size, the samples numbered through; returns the SPEC. labels: how many."""
+    """Write one shard of each size and return the SPEC of all of them.
+
+    The samples are numbered across the shards: sample i has the caption "n<i>".
+    broken: the numbers of samples whose image cannot be read.
+    uncaptioned: the numbers of samples whose caption is empty.
+    labels: the number of classes. Without it the samples have no labels.
+    """
     number = itertools.count()
     for s, size in enumerate(sizes):
         members = {}
@@ -185,14 +213,15 @@ def write_shards(directory, sizes, broken=(), uncaptioned=(), labels=None):
 
 
 class LiveMemory(TorchDispatchMode):
-    """Counts the bytes of all tensors while they live: `peak` is what an allocator needs."""
+    """Counts the bytes of all tensors that are alive. `peak` is the largest count so far."""
 
     def __init__(self, tensors=()):
         super().__init__()
-        self.sizes, self.peak = weakref.WeakKeyDictionary(), 0  # of storages
+        self.sizes, self.peak = weakref.WeakKeyDictionary(), 0  # {storage: bytes}
         self.add(tensors)
 
     def add(self, tensors):
+        """Count the storages of these tensors until they are freed."""
         for x in tensors:
             self.sizes[x.untyped_storage()] = x.untyped_storage().nbytes()
         self.peak = max(self.peak, sum(self.sizes.values()))
@@ -205,24 +234,28 @@ class LiveMemory(TorchDispatchMode):
 
 @functools.cache
 def rank_process(rank):
-    """The process that is this rank in every test: it imports torch once."""
+    """Return the process that is this rank in every test. A process imports torch only once."""
     return multiprocessing.get_context("spawn").Pool(1)
 
 
 def as_rank(rank, directory, world, function, arguments):
+    """Join a group of `world` ranks, call the function, and save what it returns."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank,
                             world_size=world, timeout=datetime.timedelta(minutes=5))
     try:
         torch.save(function(rank, *arguments), directory / f"rank{rank}.pt")
-        dist.barrier()  # else torch 2.6 may hang where one rank ends before another
+        dist.barrier()  # without it torch 2.6 may hang when one rank ends before another
     finally:
         dist.destroy_process_group()
 
 
 def run_ranks(directory, function, world=2, *arguments):
-    """[function(rank, *arguments) of each rank], in processes joined by gloo. `function` stands at
-    the top of a test module; it returns tensors, numbers, strings, or lists and dicts of these."""
+    """Return [function(rank, *arguments) of each rank]. The ranks are processes joined by gloo.
+
+    The function must be defined at the top level of a test module, where a process can import it.
+    It returns tensors, numbers, strings, or lists and dicts of them.
+    """
     (directory / "store").unlink(missing_ok=True)
     running = []
     for rank in range(world):
@@ -234,16 +267,19 @@ def run_ranks(directory, function, world=2, *arguments):
 
 
 def train_models(rank, directory, world, build, names):
-    """Loss and gradients of each saved model for this rank's rows of the saved batch."""
+    """Return {name: (outputs, gradients, state)} of the saved models.
+
+    Each model computes this rank's rows of the saved batch.
+    """
     results = {}
     for name in names:
         model = build(name)
         model.load_state_dict(torch.load(directory / f"{name}.pt"))
         batch = tree_map(lambda x: x.chunk(world)[rank], torch.load(directory / "batch.pt"))
-        if "mask" in batch:  # each rank cuts to its own longest caption
+        if "mask" in batch:  # a rank cuts its captions to the length of its longest one
             longest = int(batch["mask"].sum(1).max())
             batch |= {key: batch[key][:, :longest] for key in ("tokens", "mask")}
-        parallel = DistributedDataParallel(model)  # kept by name: its gradient hooks die with it
+        parallel = DistributedDataParallel(model)  # needs a name: without one its hooks are freed
         out = parallel(batch, common.gather)
         out["loss"].backward()
         gradients = {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
@@ -253,10 +289,12 @@ def train_models(rank, directory, world, build, names):
 
 
 def on_ranks(directory, build, models, batch, world=2):
-    """{name: [(outputs, gradients, state after the forward pass) of each rank]}.
+    """Run the forward and the backward pass of each model on each rank.
 
-    models: {name: model}; build(name), a function at the top of a test module, makes each anew.
-    batch: tensors whose rows are dealt to the ranks, in dicts or lists.
+    Return {name: [(outputs, gradients, state after the forward pass) of each rank]}.
+    models: {name: model}.
+    build: build(name) builds the model again; a function at the top level of a test module.
+    batch: tensors in dicts or lists, whose rows are divided among the ranks.
     """
     torch.save(batch, directory / "batch.pt")
     for name, model in models.items():
@@ -266,8 +304,12 @@ def on_ranks(directory, build, models, batch, world=2):
 
 
 def assert_one_process(ranks, model, loss, tolerance=1e-5):
-    """The mean loss of the ranks, as on_ranks gives them, and each one's gradients are those of
-    `loss`, which the model has in one process."""
+    """Assert that the ranks computed what one process computes.
+
+    The mean of the ranks' losses must be `loss`, which the model has in one process.
+    Each rank's gradients, which DDP averaged, must be the gradients of `loss`.
+    ranks: a value of what on_ranks returns.
+    """
     loss.backward()
     mean = sum(out["loss"].item() for out, *_ in ranks) / len(ranks)
     assert mean == pytest.approx(loss.item(), abs=tolerance)
@@ -279,14 +321,14 @@ def assert_one_process(ranks, model, loss, tolerance=1e-5):
 
 
 def train_alone(flags):
-    """Train, without the evaluation at the end."""
+    """Train in this process, without the evaluation at the end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluation, "evaluate_and_show", lambda *arguments: None)
         train.main([str(flag) for flag in flags])
 
 
 def train_until(step, flags):
-    """Train, and stop as after a signal when this call has made so many steps."""
+    """Train for `step` steps, then stop as a signal would stop the run."""
     calls = itertools.count(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.Stop, "agreed", lambda self, device: next(calls) == step)
@@ -294,7 +336,10 @@ def train_until(step, flags):
 
 
 def train_on_rank(rank, flags, step=None):
-    """Train as a process of run_ranks, without the evaluation; step: as in train_until."""
+    """Train as a process of run_ranks, without the evaluation. Return what train() returns.
+
+    step: as in train_until.
+    """
     args, calls = train.parse_args([str(flag) for flag in flags]), itertools.count(1)
     Path(args.out).mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -305,17 +350,17 @@ def train_on_rank(rank, flags, step=None):
 
 
 def read_log(run):
-    """log.jsonl: one dict per logged step."""
+    """Return the lines of log.jsonl: one dict for each logged step."""
     return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 
 def weights(run, name="last.pt"):
-    """The model's state dict in a checkpoint of the run."""
+    """Return the state dict of the model in a checkpoint of the run."""
     return common.load_checkpoint(run / name)["model"]
 
 
 def assert_same_weights(a, b):
-    """The last weights of two runs are the same, bit for bit."""
+    """Assert that the last weights of two runs are equal bit for bit."""
     a, b = weights(a), weights(b)
     assert a.keys() == b.keys()
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
