@@ -1,4 +1,8 @@
-"""BAM's loss against dense float64 matrices, on one rank and several, its model, boxes and runs."""
+"""BAM: the loss against dense float64 matrices, the model, and the boxes of ContrastiveCrop.
+
+The reference writes Eq. 1 to 5 with one matrix for all images of the global batch. One process and
+several ranks must have its loss and its gradient.
+"""
 
 import argparse
 import contextlib
@@ -20,9 +24,12 @@ from helpers import (SMALL, assert_one_process, cos, make_views, on_ranks, run_r
 
 def dense_loss(z, k, G, teacher=None, tau=0.1, tau_b=0.05, iters=3, mask="exclude",
                normalization="global", target="balanced"):
-    """Eq. 1 to 5 of all n images with dense matrices, and exp without logarithms. As in the
-    authors' code Sinkhorn takes the rows of all k views; large views are columns and targets.
-    One-hot targets of two views: SimCLR (arXiv 2002.05709), Eq. 1 and Algorithm 1."""
+    """Eq. 1 to 5 for n images with k views each, with plain exponentials.
+
+    Rows of the matrices are the latents of all k views. Columns and targets are the latents of the
+    G large views, as in the authors' code. One-hot targets of two views give the loss of SimCLR
+    (arXiv 2002.05709), Eq. 1 and Algorithm 1.
+    """
     n = len(z) // k
     teacher, keys = (z.detach(), z) if teacher is None else (teacher, teacher)
     views = [range(j * n, (j + 1) * n) for j in range(k)]
@@ -31,7 +38,7 @@ def dense_loss(z, k, G, teacher=None, tau=0.1, tau_b=0.05, iters=3, mask="exclud
         blocks = list(itertools.product(views, views[:G]))
 
     def kernel(x, c, tau):
-        """exp(S hat / tau), 0 where it is left out."""
+        """exp(S_hat / tau): 0 for excluded pairs, 1 for pairs whose S_hat is set to 0."""
         K = [[(cos(a, b) / tau).exp() for b in c[: G * n]] for a in x]
         for r, m in itertools.product(range(k * n), range(G * n)):
             if target == "onehot" and r == m:
@@ -41,7 +48,7 @@ def dense_loss(z, k, G, teacher=None, tau=0.1, tau_b=0.05, iters=3, mask="exclud
         return torch.stack([torch.stack(row) for row in K])
 
     def normalised(K, dim):
-        """Rows (1) or columns (0) of each block with the sum 1."""
+        """Divide each block by the sums of its rows (dim 1) or of its columns (dim 0)."""
         result = torch.zeros_like(K)
         for rows, columns in blocks:
             at = torch.tensor(rows)[:, None], torch.tensor(columns)
@@ -60,6 +67,7 @@ def dense_loss(z, k, G, teacher=None, tau=0.1, tau_b=0.05, iters=3, mask="exclud
     return sum(losses) / len(losses) / (G if normalization == "block" else 1)
 
 
+# Arguments of bam_loss and dense_loss: k views, G of them large.
 CASES = [
     dict(), dict(mask="zero"), dict(mask="none"),
     dict(normalization="block"), dict(normalization="block", mask="zero"), dict(target="softmax"),
@@ -73,23 +81,24 @@ CASES = [
 
 
 def latents(n, k=2, G=2, teacher=False, **settings):
-    """Float64 latents of a case: bam_loss's arguments, and the other settings."""
+    """Return float64 latents of n images as the arguments of bam_loss, and the other settings."""
     torch.manual_seed(0)
     z, z_m = torch.randn(2, k * n, 5, dtype=torch.double)
     return (z.requires_grad_(), k, z_m if teacher else None, G), settings
 
 
 def expected_of(n, case):
+    """Return the dense loss of a case and its gradient with respect to the latents."""
     (z, k, teacher, G), settings = latents(n, **case)
     loss = dense_loss(z, k, G, teacher, **settings)
     return loss.detach(), torch.autograd.grad(loss, z)[0]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_loss_and_its_gradient_are_the_dense_ones(case, monkeypatch):
+def test_loss_and_gradient_equal_those_of_dense_matrices(case, monkeypatch):
     (z, *rest), settings = latents(4, **case)
     expected = expected_of(4, case)
-    for chunk in (2**22, 1):  # all images at a time, each alone
+    for chunk in (2**22, 1):  # all images in one part; each image in a part of its own
         monkeypatch.setattr(bam, "CHUNK", chunk)
         loss = bam.bam_loss(z, *rest, **settings)
         gradient = torch.autograd.grad(2 * loss, z)[0] / 2
@@ -101,12 +110,13 @@ RANK_CASES = [dict(), dict(k=4), dict(k=4, teacher=True), dict(k=3, G=1), dict(k
 
 
 def losses_of_rank(rank, world):
-    """Of each case: this rank's loss, and its share of the gradient for its images."""
+    """Return for each case this rank's loss, and its share of the mean loss's gradient."""
     results = []
     for case in RANK_CASES:
         (z, k, teacher, G), settings = latents(2 * world, **case)
 
         def mine(x):
+            """Return the rows of this rank's images."""
             return x.detach().unflatten(0, (k, world, -1))[:, rank].flatten(0, 1)
 
         z, teacher = mine(z).requires_grad_(), None if teacher is None else mine(teacher)
@@ -116,7 +126,7 @@ def losses_of_rank(rank, world):
 
 
 @pytest.mark.ranks
-def test_three_ranks_make_the_dense_loss_of_all_their_images(tmp_path):
+def test_loss_on_three_ranks_equals_the_dense_loss_of_the_global_batch(tmp_path):
     ranks = run_ranks(tmp_path, losses_of_rank, 3, 3)
     for case, *parts in zip(RANK_CASES, *ranks):
         losses, gradients = zip(*parts)
@@ -125,7 +135,7 @@ def test_three_ranks_make_the_dense_loss_of_all_their_images(tmp_path):
         torch.testing.assert_close(found, expected_of(6, case), rtol=1e-10, atol=1e-12)
 
 
-def test_sinkhorn_is_the_literal_one_and_ends_balanced():
+def test_sinkhorn_equals_a_literal_loop_and_converges_to_equal_sums():
     for rows, columns in ((5, 5), (8, 3)):
         S = torch.randn(rows, columns, dtype=torch.double)
         K = (S / 0.5).exp()
@@ -138,7 +148,7 @@ def test_sinkhorn_is_the_literal_one_and_ends_balanced():
         torch.testing.assert_close(B.sum(0), torch.full((columns,), rows / columns).double())
 
 
-def test_the_loss_stays_finite_where_a_plain_exponential_does_not():
+def test_loss_is_finite_where_a_plain_exponential_overflows():
     B = bam.sinkhorn(1e3 * torch.randn(6, 6), 0.05, 3)
     torch.testing.assert_close(B.sum(1), torch.ones(6))
     z = torch.randn(12, 4, requires_grad=True)
@@ -147,7 +157,7 @@ def test_the_loss_stays_finite_where_a_plain_exponential_does_not():
     assert loss.isfinite() and z.grad.isfinite().all()
 
 
-def test_attention_is_a_softmax_and_half_precision_is_cast_up():
+def test_attention_is_a_softmax_and_stays_fp32_under_autocast():
     z = torch.randn(6, 4)
     e = (z / 0.1).exp()
     torch.testing.assert_close(bam.attention(z, 0.1), e / e.sum(1, keepdim=True))
@@ -158,7 +168,8 @@ def test_attention_is_a_softmax_and_half_precision_is_cast_up():
     assert torch.equal(loss, bam.bam_loss(z, 2))
 
 
-def test_entropies_and_limits():
+def test_entropies_are_those_of_the_rows_of_attention_and_targets():
+    """Equal latents have uniform rows over the 2 n - 2 columns of other images."""
     n = 6
     same = bam.bam_loss(torch.ones(2 * n, 4), 2, entropies=True)
     assert [x.item() for x in same] == pytest.approx([math.log(2 * n - 2)] * 3)
@@ -171,7 +182,7 @@ def test_entropies_and_limits():
         assert entropy.item() == pytest.approx(-(P * P.log()).sum(1).mean().item(), rel=1e-4)
 
 
-def test_a_teacher_gets_no_gradient():
+def test_the_teacher_gets_no_gradient():
     z, teacher = torch.randn(2, 6, 4).requires_grad_()
     loss = bam.bam_loss(z, 3, teacher, 2)
     assert torch.autograd.grad(loss, teacher, allow_unused=True) == (None,)
@@ -186,21 +197,23 @@ def test_a_teacher_gets_no_gradient():
     ((4, 3), 2, dict(target="onehot", normalization="block"), "is global"),
     ((4, 3), 2, dict(target="onehot", n_global=1), "two or more large"),
 ])
-def test_arguments_that_do_not_fit_are_named(shape, k, settings, message):
+def test_bad_arguments_raise_errors_that_name_them(shape, k, settings, message):
     with pytest.raises(ValueError, match=message):
         bam.bam_loss(torch.randn(shape), k, **settings)
 
 
+# Settings of the models that the tests below share.
 MODELS = {"teacher": dict(batch_norm=True), "bn-free": dict(), "alone": dict(teacher=False)}
 
 
 def build(name):
+    """Return a model of MODELS with the same weights at each call."""
     torch.manual_seed(0)
     return tiny_model("bam", **MODELS[name])
 
 
 @pytest.mark.ranks
-def test_three_ranks_are_one_process(tmp_path):
+def test_three_ranks_equal_one_process(tmp_path):
     models, batch = {name: build(name) for name in MODELS}, make_views(6)
     for name, ranks in on_ranks(tmp_path, build, models, batch, world=3).items():
         out = models[name](batch)
@@ -212,10 +225,10 @@ def test_three_ranks_are_one_process(tmp_path):
             torch.testing.assert_close(ours, expected, rtol=1e-3, atol=0)
 
 
-def test_the_teacher_sees_all_views():
+def test_the_teacher_encodes_all_views():
     settings = dict(tau=0.2, tau_b=0.1)
     model = tiny_model("bam", batch_norm=True, sinkhorn_iters=2, **settings)
-    nn.init.normal_(model.teacher[1][0].weight)  # else it is the student
+    nn.init.normal_(model.teacher[1][0].weight)  # so that the teacher differs from the student
     batch = make_views()
     z, z_m = (model.latents(network, batch["views"], bam.identity)[1].flatten(0, 1)
               for network in (model.student(), model.teacher))
@@ -224,17 +237,17 @@ def test_the_teacher_sees_all_views():
     torch.testing.assert_close(model(batch)["loss"], loss)
 
 
-def test_latents_are_normalised_view_by_view():
-    """Over all views, latents that tell views apart and no images would have unit variance."""
+def test_batch_norm_normalises_each_view_by_itself():
+    """Statistics over all views would allow latents that tell views apart but not images."""
     model, views = build("alone"), make_views(6)["views"]
     z, alone = (model.latents(model.student(), v, bam.identity)[1] for v in (views, views[:2]))
     torch.testing.assert_close(z.mean(1), torch.zeros(4, 6), atol=1e-5, rtol=0)
     torch.testing.assert_close(z[:2], alone, atol=1e-5, rtol=0)
 
 
-def test_the_teacher_is_evaluated():
+def test_the_teacher_encodes_images_in_an_evaluation():
     model, images = tiny_model("bam", teacher=True).eval(), torch.randn(2, 3, 16, 16)
-    nn.init.normal_(model.image_encoder.blocks[0].attn.qkv.weight)  # the student alone
+    nn.init.normal_(model.image_encoder.blocks[0].attn.qkv.weight)  # changes only the student
     encoder = model.teacher[0]
     tokens = encoder(images)
     cls, patches = tokens[:, 0], tokens[:, 1:].mean(1)
@@ -245,7 +258,7 @@ def test_the_teacher_is_evaluated():
     same(model.boxes(images), bam.heat_boxes(heat, model.config.crop_threshold, 16))
 
 
-def test_batch_norm_is_torchs_and_the_projector_has_it_without_a_teacher_only():
+def test_batch_norm_equals_torchs_and_is_the_default_without_a_teacher():
     norm, reference = bam.BatchNorm(5, track_running_stats=False), nn.BatchNorm1d(5)
     for name in ("weight", "bias"):
         nn.init.normal_(getattr(norm, name))
@@ -261,7 +274,7 @@ def test_batch_norm_is_torchs_and_the_projector_has_it_without_a_teacher_only():
     torch.testing.assert_close(projector(h, bam.identity), c(gelu(b(gelu(a(h))))))
 
 
-def test_effective_rank_and_mean_cosine():
+def test_effective_rank_counts_directions_and_mean_cosine_averages_pairs():
     line = torch.tensor([[1.0, 2.0], [2.0, 4.0], [3.0, 6.0]])
     axes = torch.cat([torch.eye(4), -torch.eye(4)])
     for h, expected in ((line, 1), (axes, 4), (axes[:, :1].repeat(1, 20), 1)):
@@ -271,7 +284,8 @@ def test_effective_rank_and_mean_cosine():
     torch.testing.assert_close(bam.mean_cosine(z), sum(expected) / 20)
 
 
-def test_lars_is_the_literal_one():
+def test_lars_equals_its_update_rule_written_out():
+    """A bias, which does not decay, is not scaled by the trust ratio either."""
     w, b = nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.zeros(2))
     groups = [{"params": [w], "decays": True, "weight_decay": 0.1},
               {"params": [b], "decays": False, "weight_decay": 0.0}]
@@ -288,7 +302,7 @@ def test_lars_is_the_literal_one():
     torch.testing.assert_close([w.detach(), b.detach()], [expected_w, expected_b])
 
 
-def test_views_are_byols_with_multi_crop():
+def test_views_are_those_of_byol_and_six_small_crops():
     args = train.parse_args(["--method", "bam", "--preset", "vit-s16", "--image-size", "224"])
     first, second, *local = bam.views(args)
     large = dict(size=224, scale=(0.25, 1.0), alpha=0.6)
@@ -296,27 +310,31 @@ def test_views_are_byols_with_multi_crop():
     assert local == 6 * [dict(size=96, scale=(0.05, 0.25), blur=0.5, alpha=0.6)]
 
 
-def test_boxes_hold_what_is_above_the_threshold():
+def test_boxes_contain_the_heat_above_the_threshold():
     heat = torch.zeros(2, 5, 5)
-    heat[0, 1:3, 2] = torch.tensor([5.0, 0.6])                   # .6 is .12 of the largest
+    heat[0, 1:3, 2] = torch.tensor([5.0, 0.6])                   # .6 is .12 of the maximum
     heat[1, 3, 0], heat[1, 0, 4] = 1.0, 0.09
-    heat += torch.tensor([3.0, -1.0]).view(2, 1, 1)              # maps are scaled to [0, 1] first
+    heat += torch.tensor([3.0, -1.0]).view(2, 1, 1)             # a map is scaled to [0, 1] first
     a, b = bam.heat_boxes(heat, 0.1, 5).tolist()
     assert a == pytest.approx([2 / 5, 1 / 5, 3 / 5, 3 / 5])
     assert b == pytest.approx([0, 3 / 5, 1 / 5, 4 / 5])
-    fine = bam.heat_boxes(heat, 0.5, 50)[0]                      # enlarged linearly
+    fine = bam.heat_boxes(heat, 0.5, 50)[0]                      # interpolated to 50 pixels
     assert fine.tolist() == pytest.approx([0.4, 0.2, 0.6, 0.4], abs=0.03)
 
 
 def centres(scale, alpha, box=None):
-    """Where the centres of 300 crops lie in an image of 60 x 80 pixels: (300, 2), y and x."""
+    """Return the centres (y, x) of 300 crops of an image with 60 x 80 pixels: (300, 2).
+
+    The image shows the coordinates of its pixels, so that the mean of a crop is its centre.
+    """
     place = torch.stack(torch.meshgrid(torch.arange(60.0), torch.arange(80.0), indexing="ij"))
     views = common.Views([common.View(8, scale, alpha=alpha)], 8)
     image = torch.cat([place, place[:1]]) / 100
     return 100 * torch.stack([views(image, box)[0][:2].mean((1, 2)) for _ in range(300)])
 
 
-def test_crops_lie_in_the_box_and_spread_to_its_edges():
+def test_crop_centres_lie_in_the_box_and_spread_to_its_edges():
+    """The centres follow Beta(alpha, alpha) in the box: .6 favours its edges, 10 its middle."""
     small, large, box = (0.02, 0.04), (0.25, 1.0), (0.25, 0.5, 0.75, 1.0)
     even, middle = centres(small, 0.6, box), centres(small, 10.0, box)
     for found in (even, middle):
@@ -329,8 +347,10 @@ def test_crops_lie_in_the_box_and_spread_to_its_edges():
 
 
 def make_photos(root):
-    """Two class folders of six images of 40 x 24 pixels, red on the left or on the right, where
-    the rest is green."""
+    """Write two class folders of six images with 40 x 24 pixels and return their directory.
+
+    A red rectangle lies on the left in one class, and on the right of a green ground in the other.
+    """
     for name, place in (("left", (4, 4, 14, 16)), ("right", (24, 8, 36, 20))):
         (root / name).mkdir(parents=True)
         for i in range(6):
@@ -340,8 +360,8 @@ def make_photos(root):
     return root
 
 
-def test_every_image_gets_the_box_that_its_crops_lie_in(tmp_path):
-    """Boxes are found for each row once, in two parts; the stream crops each image in its own."""
+def test_every_image_is_cropped_in_its_own_box(tmp_path):
+    """EachImage reads every row once, in two parts. Then Stream crops each image in its own box."""
     source = common.open_data(str(make_photos(tmp_path)), content=None)
     (tmp_path / "left/left3.png").write_bytes(b"no image")
     parts = []
@@ -350,12 +370,14 @@ def test_every_image_gets_the_box_that_its_crops_lie_in(tmp_path):
     assert sorted(parts) == [0, 1, 2, *range(4, 12)]
     _, images = next(iter(common.EachImage(source, 16, 12)))
     squeezed = common.denormalize(images[0])
-    assert squeezed.shape == (3, 16, 16) and squeezed[:, 8, 3].argmax() == 0     # all of 40 x 24
+    assert squeezed.shape == (3, 16, 16) and squeezed[:, 8, 3].argmax() == 0    # nothing is cut off
     boxes = torch.tensor(6 * [[0.1, 0.5, 0.1, 0.5]] + 6 * [[0.9, 0.5, 0.9, 0.5]])
     boxes[7] = math.nan                                      # an image without a box
     calls = []
 
     class Spy(common.Views):
+        """Notes for each image whether it is red on the left, and the left edge of its box."""
+
         def __call__(self, image, box=None):
             calls.append((image.getpixel((6, 10))[0] > 100, box and round(box[0], 1)))
             return super().__call__(image, box)
@@ -367,7 +389,7 @@ def test_every_image_gets_the_box_that_its_crops_lie_in(tmp_path):
     assert sorted(calls, key=str) == 5 * [(False, 0.9)] + [(False, None)] + 5 * [(True, 0.1)]
 
 
-def test_boxes_change_a_training(tmp_path):
+def test_contrastive_crop_changes_the_trained_weights(tmp_path):
     flags = ["--data", make_photos(tmp_path / "photos"), "--image-size", "16", "--crop-start", "1"]
     runs = tmp_path / "with", tmp_path / "without"
     for run, crops in zip(runs, ("--contrastive-crop", "--no-contrastive-crop")):
@@ -378,7 +400,7 @@ def test_boxes_change_a_training(tmp_path):
 
 
 def boxes_of_rank(rank, photos):
-    """find_boxes of a model whose boxes are the images' means."""
+    """Return find_boxes() for a model whose boxes have the mean of the image as each number."""
     class Model(torch.nn.Module):
         def boxes(self, images):
             return images.mean((1, 2, 3))[:, None].repeat(1, 4)
@@ -389,7 +411,7 @@ def boxes_of_rank(rank, photos):
 
 
 @pytest.mark.ranks
-def test_two_ranks_find_the_boxes_of_one(tmp_path):
+def test_two_ranks_find_the_boxes_of_one_process(tmp_path):
     photos = make_photos(tmp_path / "photos")
     (photos / "left/left3.png").write_bytes(b"no image")
     alone = boxes_of_rank(0, str(photos))

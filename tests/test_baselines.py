@@ -1,5 +1,8 @@
-"""The objectives that SPARC is compared with, against literal float64 loops; chunks; three ranks
-against one process."""
+"""SPARC's baselines CLIP, FILIP, PACL, GLoRIA and MGCA against literal references in float64.
+
+Chunks of captions, half precision and three ranks must not change a loss. Degenerate inputs must
+have finite gradients.
+"""
 
 import functools
 import math
@@ -15,25 +18,32 @@ from helpers import (assert_one_process, assert_same_with_gradients, cos, infonc
 from test_sparc import ragged
 
 OBJECTIVES = ["clip", "filip", "clip+filip", "pacl", "gloria", "mgca"]
+# {objective: the terms of its loss}; MGCA has a test of its own.
 TERMS = {"clip": ["global"], "filip": ["filip"], "clip+filip": ["global", "filip"],
          "pacl": ["pacl"], "gloria": ["global", "gloria"]}
 
 
 def words_of(tokens, mask):
+    """Return the list of words of each caption: its tokens where the mask is True."""
     return [[t for t, word in zip(row, m) if word] for row, m in zip(tokens, mask)]
 
 
 def largest(values):
+    """Return the largest of the scalar tensors."""
     return max(values, key=lambda x: x.item())
 
 
 def table(score, images, captions):
+    """Return the scores as rows: row i has the scores of image i with every caption."""
     return [[score(image, caption) for caption in captions] for image in images]
 
 
 def both_ways(rows, columns, scale):
-    """The loss of rows[i][j], image i and caption j, over the captions, and of columns[i][j] over
-    the images."""
+    """Return the contrastive loss of pairs, the mean of both directions.
+
+    rows[i][j] and columns[i][j] are scores of image i and caption j. The softmax over captions uses
+    rows, the softmax over images uses columns. FILIP has a different score for each direction.
+    """
     n, losses = len(rows), []
     for i in range(n):
         losses.append(infonce([scale * x for x in rows[i]], i))
@@ -42,20 +52,27 @@ def both_ways(rows, columns, scale):
 
 
 def literal_best(items, others):
-    """The mean over items of the best cosine with any of the others."""
+    """Return the mean over the items of the largest cosine with any of the others."""
     return mean([largest([cos(x, y) for y in others]) for x in items])
 
 
 def literal_filip(captions, patches, scale, sent_captions=None, sent_patches=None):
-    """All patches and the words that are sent, all words and the patches that are sent; everything
-    is sent by default."""
+    """FILIP's loss. By default all words and all patches are sent.
+
+    An image compares all its patches with the sent words of a caption. A caption compares all its
+    words with the sent patches of an image.
+    """
     rows = table(literal_best, patches, sent_captions or captions)
     columns = table(literal_best, captions, sent_patches or patches)
     return both_ways(rows, list(zip(*columns)), scale)
 
 
 def literal_sent(captions, patches, keep):
-    """Of each list the fraction `keep`, rounded up, that is most similar to the other side."""
+    """FILIP's token dropping: return each caption's sent words and each image's sent patches.
+
+    Each list keeps the fraction `keep`, rounded up, of its tokens: those with the largest cosine to
+    any token of the other modality.
+    """
 
     def chosen(items, others):
         best = [max(cos(x, y).item() for other in others for y in other) for x in items]
@@ -67,11 +84,13 @@ def literal_sent(captions, patches, keep):
 
 
 def literal_phi(image, t):
+    """PACL's score of an image and a caption t (E,)."""
     s = [cos(p, t) for p in image]
     return sum(a * x for a, x in zip(softmax(s), s))
 
 
 def literal_z(image, words, scale):
+    """GLoRIA's score of an image and a caption, divided by tau."""
     total = 0
     for t in words:
         a = softmax([(t * v).sum() / math.sqrt(len(t)) for v in image])
@@ -81,21 +100,24 @@ def literal_z(image, words, scale):
 
 
 def literal_gloria(captions, patches, scale):
+    """GLoRIA's local loss."""
     z = table(lambda image, words: literal_z(image, words, scale), patches, captions)
     return both_ways(z, z, 1)
 
 
 def literal_attention(module, x, y):
+    """Attention with one head: queries from x (n, E), keys and values from y (m, E) -> (n, E)."""
     q, k, v = module.q(x), module.k(y), module.v(y)
     weights = [softmax([(query * key).sum() / math.sqrt(len(key)) for key in k]) for query in q]
     return module.out(torch.stack([sum(a * value for a, value in zip(row, v)) for row in weights]))
 
 
 def scale_of(value):
+    """Return a float64 scale that requires a gradient."""
     return torch.tensor(value, dtype=torch.float64, requires_grad=True)
 
 
-def test_losses_over_the_batch_are_the_literal_ones():
+def test_filip_pacl_and_gloria_losses_equal_literal_loops():
     tokens, patches, mask = ragged()
     captions, scale = words_of(tokens, mask), scale_of(7.0)
     phi = table(literal_phi, patches, tokens[:, 0])
@@ -110,7 +132,8 @@ def test_losses_over_the_batch_are_the_literal_ones():
 
 @pytest.mark.parametrize("keep, numbers", [(0.2, [[1, 1, 1], [2, 2, 2]]),
                                            (0.6, [[3, 2, 2], [4, 4, 4]])])
-def test_filip_compares_with_the_most_similar_tokens_only(keep, numbers):
+def test_filip_sends_only_the_most_similar_tokens(keep, numbers):
+    """numbers: how many words each caption sends, and how many patches each image sends."""
     tokens, patches, mask = ragged()
     captions = words_of(tokens, mask)
     sent = literal_sent(captions, patches, keep)
@@ -121,13 +144,13 @@ def test_filip_compares_with_the_most_similar_tokens_only(keep, numbers):
     assert (value - sparc.filip_loss(tokens, patches, mask, 7.0, keep=1)).abs() > 1e-3
 
 
-def test_cross_attention_to_no_words_is_to_all_positions():
+def test_cross_attention_to_no_words_attends_to_all_positions():
     module, x, none = sparc.CrossAttention(6, 4), torch.randn(2, 3, 6), torch.zeros(2, 3) > 0
     torch.testing.assert_close(module(x, x, none), module(x, x, ~none))
 
 
 def all_losses(tokens, patches, mask, scale=7.0):
-    """{name: value} of every loss that sees the words of a caption."""
+    """Return {name: value} of every loss that depends on the words of a caption."""
     t = sparc.masked_mean(tokens, mask)
     return {
         "local": sparc.fine_grained_loss(tokens, patches, mask, scale),
@@ -148,7 +171,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_degenerate_rows_have_finite_losses_and_gradients(case):
+def test_degenerate_inputs_have_finite_losses_and_gradients(case):
     tokens, patches, mask = CHANGES[case](*(x.detach() for x in ragged()))
     tokens, patches = tokens.float().requires_grad_(), patches.float().requires_grad_()
     for name, value in all_losses(tokens, patches, mask, 100.0).items():
@@ -158,11 +181,12 @@ def test_degenerate_rows_have_finite_losses_and_gradients(case):
 
 
 def cut_chunks(monkeypatch, limit):
+    """Let a chunk hold at most `limit` similarities."""
     monkeypatch.setattr(sparc, "in_rows", functools.partial(sparc.in_rows, limit=limit))
 
 
 @pytest.mark.parametrize("limit", [1, 3 * 7 * 6 * 5])  # one and three captions at a time
-def test_chunks_give_the_same_values_and_gradients(monkeypatch, limit):
+def test_chunks_do_not_change_losses_or_gradients(monkeypatch, limit):
     tokens, patches, mask = ragged((5, 2, 3, 1, 4, 5, 2))
     scale = scale_of(7.0)
     whole = all_losses(tokens, patches, mask, scale)
@@ -184,7 +208,7 @@ def test_a_chunk_has_at_most_limit_similarities(monkeypatch):
     assert sizes == [8 * 6 * 5 * n for n in (7, 7, 6)]
 
 
-def test_losses_of_half_precision_are_fp32():
+def test_losses_are_computed_in_fp32_under_autocast():
     tokens, patches, mask = ragged()
     tokens, patches = tokens.detach().bfloat16(), patches.detach().bfloat16()
     expected = all_losses(tokens.float(), patches.float(), mask)
@@ -196,21 +220,24 @@ def test_losses_of_half_precision_are_fp32():
         assert value == expected[name], name
 
 
-def test_gloria_stays_bounded_where_the_patches_cancel():
-    """Attention to almost equal weights on patches of mean zero leaves |c| mere rounding."""
+def test_gloria_loss_is_bounded_if_the_patches_cancel():
+    """Weights that are nearly equal make c nearly the mean of the patches, which is 0 here.
+
+    c then holds only rounding errors, and the cosine divides by the norm of c.
+    """
     patches = 10 * torch.randn(4, 9, 8)
     patches = (patches - patches.mean(1, keepdim=True)).requires_grad_()
     mask = torch.ones(4, 3, dtype=torch.bool)
     for size in (1e-5, 1e-1):
         tokens = size * torch.randn(4, 3, 8)
         loss = sparc.gloria_loss(tokens, patches, mask, 5.0)
-        assert loss < 10 + math.log(4)  # cosines differ by 2 at most, tau is 1 / 5
+        assert loss < 10 + math.log(4)  # two cosines differ by at most 2; the scale is 5
     exact = literal_gloria(words_of(tokens.double(), mask), list(patches.double()), 5.0)
     torch.testing.assert_close(loss.double(), exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("objective", TERMS)
-def test_the_model_trains_on_the_sum_of_its_losses(objective):
+def test_model_loss_is_the_sum_of_the_objectives_terms(objective):
     model, batch = tiny_model("sparc", objective=objective), make_batch()
     f_v = model.image_encoder(batch["images"])
     f_t = model.text_encoder(batch["tokens"], batch["mask"])
@@ -232,9 +259,12 @@ def test_the_model_trains_on_the_sum_of_its_losses(objective):
 
 
 def mgca_of_the_public_code(v, t, pairs, prototypes, scale):
-    """MGCA's three terms with lambda 1, 1, 1, from the text of HKU-MedAI/MGCA, commit 0fe1c3b,
-    mgca_module.py: tokens weigh alike (SPARC, D.3) and have one temperature. v, t (B, E);
-    pairs: the normalised (tokens, contexts) of words and of patches, caption by caption."""
+    """MGCA's loss with lambda 1 for each of its three terms -> scalar.
+
+    It follows mgca_module.py of HKU-MedAI/MGCA, commit 0fe1c3b. Two things differ, as SPARC's D.3
+    says: tokens have equal weights, and all terms have one temperature.
+    v, t: (B, E). pairs: normalised (tokens, contexts), two for each caption: words, then patches.
+    """
     def sum_of_both(scores):
         labels = torch.arange(len(scores))
         return F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels)
@@ -250,14 +280,15 @@ def mgca_of_the_public_code(v, t, pairs, prototypes, scale):
 
     loss_ita = sum_of_both(scale * v @ t.T)
     losses = [sum_of_both(scale * x @ context.T) / 2 for x, context in pairs]
-    loss_local = sum(losses) / len(v)  # of words and of patches: added
+    loss_local = sum(losses) / len(v)  # the losses of words and of patches are added
     out_v, out_t = v @ prototypes.T, t @ prototypes.T
     i2t = (codes(out_v) * (scale * out_t).log_softmax(1)).sum(1).mean()
     t2i = (codes(out_t) * (scale * out_v).log_softmax(1)).sum(1).mean()
     return loss_ita + loss_local - (i2t + t2i) / 2
 
 
-def test_mgca_weighs_its_terms_as_the_public_code():
+def test_mgca_loss_is_half_the_loss_of_the_public_code():
+    """With half of the public code's weights the global term is CLIP's loss."""
     model, batch = tiny_model("sparc", objective="mgca").double(), make_batch()
     batch["images"] = batch["images"].double()
     f_v = model.image_encoder(batch["images"])
@@ -284,19 +315,23 @@ def test_mgca_weighs_its_terms_as_the_public_code():
 
 @pytest.mark.parametrize("objective, token_mean", [
     *((name, "caption") for name in OBJECTIVES), ("sparc", "batch")])
-def test_chance_loss_is_the_loss_of_equal_similarities(objective, token_mean):
+def test_chance_loss_equals_the_loss_of_equal_similarities(objective, token_mean):
     model, batch = tiny_model("sparc", objective=objective, token_mean=token_mean), make_batch()
     assert len(set(batch["mask"].sum(1).tolist())) > 1, "captions as long as each other"
     adaptors = [model.g_v] if objective == "gloria" else [model.g_v, model.g_t]
-    for p in nn.ModuleList(adaptors).parameters():  # words of zeros would be GLoRIA's padding
+    for p in nn.ModuleList(adaptors).parameters():  # GLoRIA would drop words of zeros
         nn.init.zeros_(p)
     loss = model(batch)["loss"].item()
     assert loss == pytest.approx(model.chance_loss(4, batch["mask"], 16), abs=1e-4)
 
 
 @pytest.mark.parametrize("objective", ["filip", "pacl"])
-def test_late_interaction_scores_are_those_of_the_loss(objective, monkeypatch):
-    cut_chunks(monkeypatch, 4 * 16)  # a caption at a time
+def test_evaluation_uses_the_scores_of_the_loss(objective, monkeypatch):
+    """FILIP and PACL compare images with captions by tokens, not by one encoding each.
+
+    FILIP's loss has one score for each direction. The evaluation uses the mean of both.
+    """
+    cut_chunks(monkeypatch, 4 * 16)  # one caption in each chunk
     model, batch = tiny_model("sparc", objective=objective, filip_keep=1.0).eval(), make_batch()
     patches = model.encode_patches(batch["images"])
     tokens = model.encode_tokens(batch["tokens"], batch["mask"])
@@ -322,12 +357,13 @@ CASES["sparc"] = dict(token_mean="batch", align="softmax")
 
 
 def build(name):
+    """Return the model of a case, for the test over ranks."""
     return tiny_model("sparc", **CASES[name])
 
 
 @pytest.mark.ranks
 def test_three_ranks_equal_one_process(tmp_path):
-    """Also FILIP's token dropping, where each rank chooses among its own pairs."""
+    """The case "filip, half" drops tokens: each rank chooses them among its own pairs."""
     models, batch = {name: build(name) for name in CASES}, make_batch(B=6)
     batch["mask"][2:4, 5:] = False
     assert len({int(rows.sum(1).max()) for rows in batch["mask"].split(2)}) == 3  # lengths
@@ -339,6 +375,7 @@ def test_three_ranks_equal_one_process(tmp_path):
 
 
 def filip_in_groups_of_two(model, batch):
+    """FILIP's loss of six pairs, of which each rank drops tokens among its own two."""
     f_v = model.image_encoder(batch["images"])
     f_t = model.text_encoder(batch["tokens"], batch["mask"])
     captions = words_of(model.g_t(f_t), sparc.words_only(batch["mask"]))

@@ -1,4 +1,8 @@
-"""DINO's loss against a literal float64 loop, its teacher (BAM's too), center, head and runs."""
+"""DINO: the loss and the head against literal references, the center, the teacher and the views.
+
+BAM's teacher is a moving average, too, so the tests of the teacher cover both methods. Others check
+the features of the linear probe, the schedule of the weight decay, and a run.
+"""
 
 import json
 import math
@@ -18,15 +22,17 @@ K, SIZES = 7, (16, 16, 8, 8, 8)
 
 
 def small_model(readout="sparo", **settings):
+    """Return a small model of sparo.Dino."""
     return tiny_model("dino", readout=readout, **settings)
 
 
 def make_batch(B=4):
+    """Return two large and three small views of B images."""
     return make_views(B, SIZES)
 
 
 def literal_loss(student, teacher, center, tau_s, tau_t):
-    """DINO's algorithm, pair by pair and image by image."""
+    """DINO's loss: cross entropy for each pair of different views and each image."""
     losses = []
     for i, t in enumerate(teacher):
         for j, s in enumerate(student):
@@ -40,7 +46,7 @@ def literal_loss(student, teacher, center, tau_s, tau_t):
 
 
 @pytest.mark.parametrize("G, V", [(2, 2), (2, 5), (1, 3), (3, 4)])
-def test_the_loss_and_its_gradients_are_the_literal_ones(G, V):
+def test_loss_and_gradient_equal_literal_loops(G, V):
     student = torch.randn(V, 3, K, dtype=torch.double, requires_grad=True)
     teacher, center = torch.randn(G, 3, K).double(), torch.randn(K).double()
     loss, p_t = sparo.dino_loss(student, teacher, center, 0.3, 0.2)
@@ -51,7 +57,7 @@ def test_the_loss_and_its_gradients_are_the_literal_ones(G, V):
     assert not sparo.dino_loss(student.detach(), teacher, center, 0.3, 0.2)[0].requires_grad
 
 
-def test_the_loss_is_fp32_inside_autocast():
+def test_loss_is_computed_in_fp32_under_autocast():
     logits, center = torch.randn(2, 3, K).bfloat16(), torch.zeros(K)
     with torch.autocast("cpu", torch.bfloat16):
         loss, _ = sparo.dino_loss(logits, logits, center, 0.1, 0.04)
@@ -59,7 +65,7 @@ def test_the_loss_is_fp32_inside_autocast():
     assert loss.dtype == torch.float32 and torch.equal(loss, expected)
 
 
-def test_the_head_is_the_literal_one():
+def test_head_equals_its_layers_written_out():
     head, x = sparo.DinoHead(5, K, 8, 6).double(), torch.randn(3, 5, dtype=torch.double)
     nn.init.normal_(head.mlp[2].bias)
     h = x
@@ -73,7 +79,7 @@ def test_the_head_is_the_literal_one():
         assert head.float()(x.float()).dtype == torch.float32
 
 
-def test_the_last_layer_rests_at_first_and_then_starts_afresh():
+def test_frozen_last_layer_starts_with_a_fresh_optimizer_state():
     model = small_model(freeze_last=2)
     optimizer = torch.optim.AdamW(model.student().parameters(), lr=0.01, weight_decay=0.5)
     last = model.head.last.weight
@@ -85,11 +91,15 @@ def test_the_last_layer_rests_at_first_and_then_starts_afresh():
         assert (last.grad is None) == (step < 2)
         optimizer.step()
         assert torch.equal(last, before) == (step < 2)
-    assert optimizer.state[last]["step"] == 1  # not 3: Adam's bias correction is not used up
+    assert optimizer.state[last]["step"] == 1  # not 3: the bias correction counts from here
 
 
-def test_the_loss_is_that_of_the_views_one_by_one():
-    model, batch = small_model(vit=dict(stem=None)), make_batch()  # no BatchNorm joins the views
+def test_model_loss_equals_the_loss_of_views_encoded_one_by_one():
+    """The model encodes all views of one size together.
+
+    BatchNorm would let views change each other.
+    """
+    model, batch = small_model(vit=dict(stem=None)), make_batch()  # without BatchNorm
 
     def logits(network, views):
         encoder, readout, head = network
@@ -108,9 +118,9 @@ def test_the_loss_is_that_of_the_views_one_by_one():
     torch.testing.assert_close(out["entropy_mean"], -(mean * mean.log()).sum())
 
 
-def test_the_center_follows_the_teachers_mean_output_in_training_only():
+def test_center_follows_the_teachers_mean_output_only_in_training():
     model, batch = small_model(vit=dict(stem=None), center_momentum=0.7), make_batch()
-    nn.init.normal_(model.teacher[2].mlp[4].bias)  # else it is the student
+    nn.init.normal_(model.teacher[2].mlp[4].bias)  # so that the teacher differs from the student
     with torch.no_grad():
         mean = model.logits(model.teacher, batch["views"][:2]).mean((0, 1))
     model(batch)
@@ -123,7 +133,7 @@ def test_the_center_follows_the_teachers_mean_output_in_training_only():
 
 
 @pytest.mark.parametrize("name", ["dino", "bam"])
-def test_the_teacher_is_the_students_moving_average_with_a_momentum_that_grows_to_one(name):
+def test_teacher_is_a_moving_average_whose_momentum_grows_to_1(name):
     model = tiny_model(name, ema=0.9)
     expected = [p.clone() for p in model.teacher.parameters()]
     assert all(map(torch.equal, expected, model.student().parameters()))
@@ -141,19 +151,19 @@ def test_the_teacher_is_the_students_moving_average_with_a_momentum_that_grows_t
 
 
 @pytest.mark.parametrize("name", ["dino", "bam"])
-def test_the_teacher_drops_nothing_and_normalises_by_the_batch(name):
+def test_teacher_drops_no_rows_and_its_batch_norm_uses_the_batch(name):
     norms = nn.modules.batchnorm._BatchNorm
     for mode in (True, False):
-        model = tiny_model(name) if mode else tiny_model(name).eval()  # as it was made: training
+        model = tiny_model(name) if mode else tiny_model(name).eval()  # a new model trains
         for module in model.teacher.modules():
             assert module.training == (mode and isinstance(module, norms))
         assert all(module.training == mode for module in model.image_encoder.modules())
     assert any(isinstance(module, norms) for module in model.teacher.modules())
 
 
-def test_what_is_evaluated_is_the_teacher():
+def test_the_teacher_encodes_images_in_an_evaluation():
     model, images = small_model().eval(), torch.randn(3, 3, 16, 16)
-    nn.init.normal_(model.image_encoder.pos)  # the student alone
+    nn.init.normal_(model.image_encoder.pos)  # changes only the student
     encoder, readout, _ = model.teacher
     y = readout(encoder(images)).flatten(1)
     torch.testing.assert_close(model.encode_image(images), nn.functional.normalize(y, dim=1))
@@ -164,7 +174,13 @@ def test_what_is_evaluated_is_the_teacher():
     ("cls", True, 6, 4, True), ("cls", True, 2, 2, True), ("gap", True, 6, 4, True),
     ("sparo", True, 5, 3, True), ("sparo", True, 1, 1, True), ("sparo", False, 6, 4, True),
     ("sparo", True, 5, 3, False), ("gap", True, 6, 4, False)])
-def test_probe_features_are_those_of_the_last_four_blocks(readout, replace, depth, layers, cls):
+def test_probe_features_join_the_last_four_blocks(readout, replace, depth, layers, cls):
+    """Each block gives its [CLS] token, or the mean of its patches if there is no [CLS].
+
+    The output of the readout replaces that of the last block. With replace_block SPARO's slots are
+    the fourth block themselves, after the last three of the tower.
+    depth: the number of blocks in the tower. layers: how many of them the features use.
+    """
     settings = dict(vit=dict(stem=None, depth=depth, cls=cls), replace_block=replace)
     model, images = small_model(readout, **settings).eval(), torch.randn(2, 3, 16, 16)
     encoder, head, _ = model.teacher
@@ -179,7 +195,7 @@ def test_probe_features_are_those_of_the_last_four_blocks(readout, replace, dept
     torch.testing.assert_close(features, torch.cat(expected, 1))
 
 
-def test_an_encoder_without_layers_has_its_readout_probed():
+def test_probe_features_of_a_resnet_are_the_output_of_its_readout():
     config = small_model().config
     encoder = common.ResNet(64, blocks=(1, 1, 1, 1))
     model, images = sparo.Dino(config, encoder, None, 2048, None).eval(), torch.randn(2, 3, 64, 64)
@@ -190,7 +206,7 @@ def test_an_encoder_without_layers_has_its_readout_probed():
 
 
 @pytest.mark.parametrize("crops", [0, 8])
-def test_views_are_dinos(crops):
+def test_views_are_those_of_dino(crops):
     args = SimpleNamespace(**vars(sparo.Config("dino", local_crops=crops)), image_size=224)
     first, second, *small = sparo.views(args)
     assert first == dict(size=224, scale=(0.4, 1.0), blur=1.0)
@@ -199,7 +215,8 @@ def test_views_are_dinos(crops):
     assert sparo.views(sparo.Config("clip")) is None
 
 
-def test_a_run_is_evaluated_without_text(run_of):
+def test_a_dino_run_has_no_tasks_with_text(run_of):
+    """Chance is a uniform distribution over 20 outputs: log 20."""
     run = run_of("dino")
     result, log = json.loads((run / "eval.json").read_text()), read_log(run)
     assert {"knn", "knn/shape", "linear", "linear/shape"} <= set(result)
@@ -211,10 +228,11 @@ def test_a_run_is_evaluated_without_text(run_of):
 @pytest.mark.parametrize("start, flags", [
     (0.04, "--readout cls --grad-checkpoint --freeze-last 2"),
     (0.0, "--readout gap --amp bf16 --local-crops 0")])
-def test_weight_decay_follows_half_a_cosine(tmp_path, monkeypatch, start, flags):
+def test_weight_decay_follows_a_half_cosine(tmp_path, monkeypatch, start, flags):
     decays = []
 
     def step(optimizer, *arguments):
+        """Note the weight decay of each group in place of an update."""
         decays.append([group["weight_decay"] for group in optimizer.param_groups])
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step)

@@ -1,4 +1,7 @@
-"""SPARC's equations against literal float64 loops, and its model."""
+"""SPARC: every equation against a literal reference in float64, and the model.
+
+The model's tests check the loss of Eq. 7, the encodings, and the values that training logs.
+"""
 
 import math
 from functools import partial
@@ -13,8 +16,10 @@ from helpers import (assert_same_with_gradients, cos, infonce, make_batch, mean,
 
 
 def literal_weights(tokens, patches, sigma=None):
-    """Eq. 2-4, one number at a time: tokens (L, E), patches (P, E) -> L lists of P scalars.
-    Where Eq. 2 is 0 / 0, all patches weigh alike."""
+    """Eq. 2 to 4 for tokens (L, E) and patches (P, E) -> L lists of P scalars.
+
+    Eq. 2 is 0 / 0 if a token is equally similar to all patches. Each weight is 1 / P then.
+    """
     P = len(patches)
     sigma = 1 / P if sigma is None else sigma
     rows = []
@@ -31,11 +36,12 @@ def literal_weights(tokens, patches, sigma=None):
 
 
 def literal_softmax_weights(tokens, patches):
+    """The softmax weights of Table 8, in place of Eq. 2 to 4 -> L lists of P scalars."""
     return [softmax([(t * v).sum() for v in patches]) for t in tokens]
 
 
 def literal_sequence(c, t, scale):
-    """Eq. 6 of one caption: c, t: L vectors -> both directions' loss of each token, halved."""
+    """Eq. 6 for one caption: c and t, L vectors each -> a list with the loss of each token."""
     losses = []
     for j in range(len(t)):
         c_to_t = infonce([scale * cos(c[j], x) for x in t], j)
@@ -45,7 +51,7 @@ def literal_sequence(c, t, scale):
 
 
 def literal_fine_grained(tokens, patches, mask, scale, weights=literal_weights):
-    """Eq. 5, 6 -> each caption's list of per-token losses."""
+    """Eq. 5 and 6 -> for each caption, the list of its tokens' losses."""
     losses = []
     for caption, image, words in zip(tokens, patches, mask):
         t = [x for x, word in zip(caption, words) if word]
@@ -57,14 +63,14 @@ def literal_fine_grained(tokens, patches, mask, scale, weights=literal_weights):
 
 
 def ragged(lengths=(5, 2, 3)):
-    """Tokens (B, 5, 4), patches (B, 6, 4), the mask of captions of these lengths."""
+    """Return tokens (B, 5, 4), patches (B, 6, 4) and the mask (B, 5). lengths: of the captions."""
     tokens, patches = (torch.randn(len(lengths), n, 4, dtype=torch.float64, requires_grad=True)
                        for n in (5, 6))
     return tokens, patches, torch.arange(5) < torch.tensor(lengths)[:, None]
 
 
 def ragged_with_a_flat_word():
-    """Also a word that is equally similar to all patches of its image: 0 / 0 in Eq. 2."""
+    """ragged(), but one word is equally similar to all patches of its image: 0 / 0 in Eq. 2."""
     tokens, patches, mask = ragged()
     with torch.no_grad():
         patches[0, :, 3], tokens[0, 1] = 0.0, torch.tensor([0.0, 0.0, 0.0, 2.0])
@@ -72,7 +78,7 @@ def ragged_with_a_flat_word():
 
 
 @pytest.mark.parametrize("sigma", [None, 0.0, 0.5, 1.0])
-def test_alignment_weights_are_equations_2_to_4(sigma):
+def test_alignment_weights_equal_equations_2_to_4(sigma):
     tokens, patches, _ = ragged_with_a_flat_word()
     rows = [row for t, v in zip(tokens, patches) for row in literal_weights(t, v, sigma)]
     expected = torch.stack([torch.stack(row) for row in rows]).view(3, 5, 6)
@@ -83,7 +89,7 @@ def test_alignment_weights_are_equations_2_to_4(sigma):
 @pytest.mark.parametrize("align, literal", [
     ("sparse", literal_weights), ("dense", partial(literal_weights, sigma=0.0)),
     ("softmax", literal_softmax_weights)])
-def test_fine_grained_loss_is_equation_6(align, literal):
+def test_fine_grained_loss_equals_equation_6(align, literal):
     tokens, patches, mask = ragged_with_a_flat_word()
     scale = torch.tensor(7.0, dtype=torch.float64, requires_grad=True)
     per_token = literal_fine_grained(tokens, patches, mask, scale, literal)
@@ -93,7 +99,7 @@ def test_fine_grained_loss_is_equation_6(align, literal):
     assert_same_with_gradients(loss, expected, (tokens, patches, scale))
 
 
-def test_token_mean_batch_divides_by_all_tokens():
+def test_token_mean_batch_averages_over_all_words_of_the_batch():
     tokens, patches, mask = ragged()
     per_token = [x for row in literal_fine_grained(tokens, patches, mask, 7.0) for x in row]
     value = sparc.fine_grained_loss(tokens, patches, mask, 7.0, token_mean="batch")
@@ -101,7 +107,7 @@ def test_token_mean_batch_divides_by_all_tokens():
     assert abs(value - sparc.fine_grained_loss(tokens, patches, mask, 7.0)) > 1e-3
 
 
-def test_limits_of_the_fine_grained_loss():
+def test_fine_grained_loss_is_0_if_words_differ_and_log_L_if_they_are_equal():
     eye = torch.eye(6, dtype=torch.float64)[None]
     mask = torch.ones(1, 6, dtype=torch.bool)
     assert sparc.fine_grained_loss(eye, eye, mask, 100.0) < 1e-6  # each word has its own patch
@@ -112,7 +118,7 @@ def test_limits_of_the_fine_grained_loss():
     assert sparc.fine_grained_loss(eye, eye, one, 100.0) == 0  # a single word has no negative
 
 
-def test_a_caption_without_words_adds_zero():
+def test_a_caption_without_words_adds_0_to_the_loss():
     tokens, patches, mask = ragged(lengths=(5, 0, 3))
     loss = sparc.fine_grained_loss(tokens, patches, mask, 7.0)
     both = sparc.fine_grained_loss(tokens[[0, 2]], patches[[0, 2]], mask[[0, 2]], 7.0)
@@ -120,7 +126,7 @@ def test_a_caption_without_words_adds_zero():
     assert all(g.isfinite().all() for g in torch.autograd.grad(loss, (tokens, patches)))
 
 
-def test_global_loss_is_equation_1():
+def test_global_loss_equals_equation_1():
     v, t = torch.randn(2, 4, 3, dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (v, t, torch.tensor(5.0, dtype=torch.float64))]
     expected = mean(literal_sequence(*inputs))
@@ -135,7 +141,8 @@ def test_words_only_drops_the_first_and_the_last_token():
     assert words == [[0, 1, 1, 0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 1, 0]]
 
 
-def test_model_loss_is_equation_7_on_words():
+def test_model_loss_equals_equation_7_on_words():
+    """The first and the last token of a caption are not words: both losses leave them out."""
     model, batch = tiny_model("sparc", lambda_g=0.5, lambda_f=3.0), make_batch()
     f_v = model.image_encoder(batch["images"])
     f_t = model.text_encoder(batch["tokens"], batch["mask"])
@@ -160,7 +167,7 @@ def test_model_loss_is_equation_7_on_words():
         torch.testing.assert_close(encoded, F.normalize(expected, dim=-1))
 
 
-def test_patches_per_word_by_hand_and_in_the_log():
+def test_patches_per_word_is_one_over_the_sum_of_squared_weights():
     a = torch.tensor([[[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25] * 4, [0.5, 0.25, 0.25, 0]]])
     for mask, expected in (([1, 0, 0, 0], 1), ([0, 1, 0, 0], 2), ([1, 1, 1, 0], (1 + 2 + 4) / 3),
                            ([0, 0, 0, 1], 1 / 0.375), ([0, 0, 0, 0], 0)):
@@ -175,20 +182,20 @@ def test_patches_per_word_by_hand_and_in_the_log():
         torch.testing.assert_close(model.diagnose(batch)["patches_per_word"], mean(counts))
 
 
-def test_residual_h_v_adds_the_patches():
+def test_residual_h_v_adds_its_input():
     plain, residual = tiny_model("sparc"), tiny_model("sparc", h_v="residual")
     residual.load_state_dict(plain.state_dict())
     x = torch.randn(2, 16)
     torch.testing.assert_close(residual.h_v(x), x + plain.h_v(x))
 
 
-def test_embeddings_ignore_padding():
+def test_text_encodings_ignore_padding():
     model, batch = tiny_model("sparc"), make_batch()
     text = model.encode_text(batch["tokens"], batch["mask"])
     torch.testing.assert_close(text, model.encode_text(*padded(batch)))
 
 
-def test_scale_stays_within_1_and_100():
+def test_scale_stays_between_1_and_100():
     model = tiny_model("sparc")
     for value, kept in ((10.0, 100.0), (-3.0, 1.0), (2.0, math.exp(2.0))):
         torch.nn.init.constant_(model.log_scale, value)

@@ -1,5 +1,7 @@
-"""SPARO's equations against literal float64 loops and the paper's listing, Table 6's sizes, and its
-model."""
+"""SPARO: slots, losses and baselines against literal references in float64 and the authors' code.
+
+Parameters and FLOPs must be those of Table 6, and the presets must have the papers' epochs.
+"""
 
 import math
 
@@ -18,8 +20,10 @@ from helpers import assert_same_with_gradients, cos, make_batch, padded, softmax
 
 
 def literal_slots(module, H, last=None):
-    """Eq. 1, slot by slot and position by position: one input H (n, d) -> slots (L, V), and the
-    attention (L, n)."""
+    """Eq. 1 for one input H (n, d), slot by slot -> slots (L, V) and attention (L, n).
+
+    last: the last position that is attended to.
+    """
     H = list(H) if last is None else list(H[: last + 1])
     weight = module.KVproj.weight.view(module.nkeys, module.D, -1)
     bias = module.KVproj.bias.view(module.nkeys, module.D)
@@ -35,7 +39,7 @@ def literal_slots(module, H, last=None):
 
 
 def listing(self, x, eos_idx=None):
-    """Sparo.forward as in the paper's listing (App. A)."""
+    """Sparo.forward as the paper's listing has it (App. A)."""
     batch_size, n, d = x.shape
     kv = self.KVproj(x).view(batch_size, n, self.nkeys, 1, self.D)
     kv = kv.expand(-1, -1, -1, self.grp_size, -1).permute(0, 2, 3, 1, 4)
@@ -51,10 +55,10 @@ def listing(self, x, eos_idx=None):
 
 @pytest.mark.parametrize("grp_size", [1, 2, 4])
 @pytest.mark.parametrize("ends", [None, [4, 0, 2]])
-def test_slots_are_equation_1_and_the_listing_in_values_and_gradients(grp_size, ends):
+def test_slots_equal_equation_1_and_the_papers_listing(grp_size, ends):
     module = sparo.Sparo(d=6, L=4, V=3, D=5, grp_size=grp_size).double()
     for p in module.parameters():
-        nn.init.normal_(p)  # biases too
+        nn.init.normal_(p)  # biases, too
     x = torch.randn(3, 5, 6, dtype=torch.float64, requires_grad=True)
     rows = [literal_slots(module, h, ends and ends[i]) for i, h in enumerate(x)]
     ends = None if ends is None else torch.tensor(ends)
@@ -87,7 +91,7 @@ def test_similarity_of_encodings_is_the_mean_cosine_of_the_slots():
     torch.testing.assert_close(v.norm(dim=1), torch.ones(3, dtype=torch.float64))
 
 
-def test_clip_loss_is_the_literal_one():
+def test_clip_loss_equals_a_literal_loop():
     v, t = F.normalize(torch.randn(2, 4, 3, dtype=torch.float64), dim=-1)
     scale = torch.tensor(5.0, dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (v, t, scale)]
@@ -100,7 +104,7 @@ def test_clip_loss_is_the_literal_one():
 @pytest.mark.parametrize("heads", ["separate", "multi"])
 @pytest.mark.parametrize("slot_norm", [False, True])
 @pytest.mark.parametrize("slot_projection", [False, True])
-def test_cross_attention_is_the_literal_one(heads, slot_norm, slot_projection):
+def test_cross_attention_equals_a_literal_loop(heads, slot_norm, slot_projection):
     module = sparo.CrossAttention(6, 3, 2, 4, heads, slot_norm, slot_projection).double()
     x, ends = torch.randn(2, 5, 6, dtype=torch.float64), [4, 1]
     rows = []
@@ -124,7 +128,7 @@ def test_sparsemax_is_the_projection_onto_the_simplex():
     p = sparo.sparsemax(z)
     torch.testing.assert_close(p.sum(-1), torch.ones(50, dtype=torch.float64))
     assert (p >= 0).all() and 0.1 < (p == 0).double().mean() < 0.9
-    for row, projected in zip(z.detach(), p.detach()):  # bisection for the threshold
+    for row, projected in zip(z.detach(), p.detach()):  # bisection finds the threshold
         low, high = row.min() - 1, row.max()
         for _ in range(60):
             middle = (low + high) / 2
@@ -136,9 +140,12 @@ def test_sparsemax_is_the_projection_onto_the_simplex():
     assert torch.autograd.gradcheck(sparo.sparsemax, z[:3])
 
 
-def test_fdt_mixes_the_codes_that_some_position_shows():
-    """ankitkv/sparo-clip f013384, transformer.py, FDTQueryModel: q_map, / sqrt(E), / 1000."""
-    codebook = nn.Parameter(1000 * torch.randn(7, 4, dtype=torch.float64))  # so that some are 0
+def test_fdt_mixes_codes_by_their_best_position():
+    """The reference follows FDTQueryModel in transformer.py of ankitkv/sparo-clip f013384.
+
+    A code's score is its best product with a position, divided by sqrt(E) and by 1000.
+    """
+    codebook = nn.Parameter(1000 * torch.randn(7, 4, dtype=torch.float64))  # some weights are 0
     module = sparo.FDT(6, codebook).double()
     norm, first, _, norm_2, second = module.query
     x, ends = torch.randn(2, 5, 6, dtype=torch.float64), torch.tensor([4, 1])
@@ -150,9 +157,11 @@ def test_fdt_mixes_the_codes_that_some_position_shows():
         torch.testing.assert_close(y, sum(w * code for w, code in zip(p, codebook))[None])
 
 
-def test_attention_pool_is_clips():
-    """openai/CLIP ea41722, clip/model.py, AttentionPool2d: positions on the mean and the outputs,
-    F.multi_head_attention_forward with the mean as the query, c_proj in the place of out_proj."""
+def test_attention_pool_equals_clips():
+    """The reference follows AttentionPool2d in clip/model.py of openai/CLIP ea41722.
+
+    The mean of the outputs is the query. Positions are added to the mean and to the outputs.
+    """
     x, pool = torch.randn(2, 9, 128).double(), sparo.AttentionPool(128, 9, 5).double()
     for p in pool.parameters():
         nn.init.normal_(p)
@@ -167,9 +176,12 @@ def test_attention_pool_is_clips():
     assert_same_with_gradients(pool(x), expected.transpose(0, 1), [*pool.parameters()])
 
 
-def test_clip_with_gap_takes_the_mean_of_all_image_tokens_then_the_towers_layer_norm():
-    """ankitkv/sparo-clip f013384: scripts/train_vitb32_gap.sh sets vision_cfg.global_average_pool
-    alone; VisionTransformer.forward_output: x.mean(dim=1), ln_post, @ proj. Captions: as CLIP."""
+def test_clip_with_gap_normalises_the_mean_of_all_image_tokens():
+    """The authors' scripts/train_vitb32_gap.sh sets only vision_cfg.global_average_pool.
+
+    VisionTransformer.forward_output (ankitkv/sparo-clip f013384) then computes x.mean(dim=1),
+    ln_post, @ proj. Captions are encoded as CLIP encodes them.
+    """
     vit = common.ViT(16, 4, 16, depth=1, heads=2, cls=True)
     text = common.TextTransformer(30, 12, 16, depth=1, heads=2, causal=True)
     nn.init.normal_(vit.norm.weight), nn.init.normal_(vit.norm.bias)
@@ -186,7 +198,7 @@ def test_clip_with_gap_takes_the_mean_of_all_image_tokens_then_the_towers_layer_
     t = [model.text_readout.proj.weight @ h for h in ends]
     expected = torch.stack([x / (x * x).sum().sqrt() for x in t])
     torch.testing.assert_close(model.encode_text(batch["tokens"], batch["mask"]), expected)
-    assert model.image_readout.proj[0] is norm  # a CLIP's, with --init-weights
+    assert model.image_readout.proj[0] is norm  # --init-weights loads it from a CLIP
 
 
 PARTIAL = [  # slot_norm, slot_projection, heads; 10^6 parameters, 10^9 multiplications
@@ -195,6 +207,7 @@ PARTIAL = [  # slot_norm, slot_projection, heads; 10^6 parameters, 10^9 multipli
     (False, False, "separate", 306, 8.8), (False, True, "separate", 172, 8.7),
     (True, False, "separate", 306, 8.8), (True, True, "separate", 172, 8.7),
 ]
+# flags, 10^6 parameters, 10^9 multiplications
 TABLE_6 = [("--readout cls", 151, 7.4), ("--readout gap", 151, 7.4),
            ("--no-replace-block", 161, 8.0), ("", 151, 7.4)]
 for norm, projection, heads, *sizes in PARTIAL:
@@ -203,7 +216,7 @@ for norm, projection, heads, *sizes in PARTIAL:
 
 
 def parameters_and_flops(flags):
-    """Millions of parameters and billions of multiplications of CLIP ViT-B/32 with a read-out."""
+    """Return parameters / 10^6 and multiplications / 10^9 of CLIP ViT-B/32 with these flags."""
     args = train.parse_args("--method sparo --preset l400m-b32".split() + flags.split())
     method = train.METHODS["sparo"]
     with FakeTensorMode():
@@ -216,10 +229,11 @@ def parameters_and_flops(flags):
 
 
 @pytest.mark.parametrize("flags, parameters, flops", TABLE_6)
-def test_parameters_and_flops_of_table_6(flags, parameters, flops, monkeypatch):
+def test_parameters_and_flops_equal_table_6(flags, parameters, flops, monkeypatch):
+    """Table 6 has the FLOPs of the listing. This project's order of operations needs fewer."""
     monkeypatch.setattr(sparo.Sparo, "forward", listing)
     assert parameters_and_flops(flags) == (parameters, flops)
-    if not flags:  # SPARO in our order
+    if not flags:  # SPARO as in sparo.py
         monkeypatch.undo()
         assert parameters_and_flops(flags) == (151, 6.8)
 
@@ -227,29 +241,32 @@ def test_parameters_and_flops_of_table_6(flags, parameters, flops, monkeypatch):
 @pytest.mark.parametrize("name, epochs, pairs", [  # Tables C.1 and C.3
     ("cc3m", 32, 2_795_293), ("cc12m", 25, 10_030_127), ("cc15m", 25, 12_825_420),
     ("l400m", 32, 319_707_672)])
-def test_presets_take_the_papers_epochs(name, epochs, pairs):
+def test_presets_have_the_papers_epochs(name, epochs, pairs):
     found = [preset for key, preset in sparo.PRESETS.items() if key.startswith(name)]
     assert found
     for preset in found:
         assert preset["steps"] == epochs * pairs // preset["batch"]
-    if name != "l400m":  # Table B.1: both sizes of each
+    if name != "l400m":  # Table B.1 has both patch sizes
         towers = {size: sparo.PRESETS[f"{name}-{size}"]["image_encoder"] for size in ("b32", "b16")}
         assert towers == {"b32": "clip-b32", "b16": "clip-b16"}
 
 
-def test_slot_accuracies_count_each_slot_alone():
+def test_slot_accuracies_classify_by_one_slot_each():
     classes = torch.randn(5, 3, 4)
     labels = torch.randint(5, (40,))
     images = classes[labels] * torch.rand(40, 3, 1)  # the length of a slot does not matter
-    images[:, 1] = torch.randn(40, 4)  # this slot knows nothing
-    images[:10, 2] = classes[(labels[:10] + 1) % 5, 2]  # this one is wrong for ten
+    images[:, 1] = torch.randn(40, 4)  # this slot is random
+    images[:10, 2] = classes[(labels[:10] + 1) % 5, 2]  # this slot is wrong for ten images
     accuracies = sparo.slot_accuracies(images, classes, labels)
     assert accuracies[[0, 2]].tolist() == [1.0, 0.75] and accuracies[1] < 0.6
 
 
 @pytest.mark.parametrize("parts", [4, 12])
 def test_a_mask_learns_which_parts_tell_captions_from_negatives(parts):
-    """Of four slots one says the truth, one always the contrary, louder, and two say nothing."""
+    """Slot 0 is right.
+
+    Slot 1 is wrong and has twice the score. Slots 2 and 3 tell nothing apart.
+    """
     y_i, y_p, y_n = torch.randn(3, 200, 4, 3)
     y_p[:, 0], y_n[:, 0] = y_i[:, 0], -y_i[:, 0]
     y_p[:, 1], y_n[:, 1] = -2 * y_i[:, 1], 2 * y_i[:, 1]
@@ -266,7 +283,7 @@ def test_a_mask_learns_which_parts_tell_captions_from_negatives(parts):
 
 
 @pytest.mark.parametrize("readout", ["sparo", "cls", "gap", "attpool", "bottleneck", "fdt"])
-def test_the_model_trains_on_clips_loss_of_its_encodings_which_ignore_padding(readout):
+def test_model_loss_is_clips_loss_of_encodings_that_ignore_padding(readout):
     model, batch = tiny_model("sparo", readout=readout), make_batch()
     out = model(batch)
     v = model.encode_image(batch["images"])

@@ -1,4 +1,8 @@
-"""STAIR's equations beside literal float64 loops, stages, LAMB, the inverted index, two ranks."""
+"""STAIR: every equation against a literal reference in float64, the three stages, and the search.
+
+The fast form of the encoding must have the values and gradients of the printed form, and need less
+memory. The inverted index is compared with a brute-force search.
+"""
 
 import functools
 import json
@@ -44,6 +48,7 @@ def literal_encoding(head, h, mask=None):
 
 
 def build(special=(0, 3)):
+    """Return a float64 head with random weights. special: ids of tokens that are never active."""
     head = stair.TokenProjectionHead(5, nn.Embedding(V, E), special).double()
     for p in head.parameters():
         nn.init.normal_(p)
@@ -52,7 +57,11 @@ def build(special=(0, 3)):
 
 @pytest.mark.parametrize("chunk", [1, 60, 2**23])
 @pytest.mark.parametrize("masked", [False, True])
-def test_encodings_are_equations_4_and_5_in_values_and_gradients(masked, chunk, monkeypatch):
+def test_encodings_equal_equations_4_and_5_in_values_and_gradients(masked, chunk, monkeypatch):
+    """chunk: how many numbers the streamed form computes at a time.
+
+    encode() is the printed form.
+    """
     monkeypatch.setattr(stair.StreamedEncoding, "CHUNK", chunk)
     head, h = build(), torch.randn(4, 7, 5, dtype=torch.double, requires_grad=True)
     mask = torch.arange(7) < torch.tensor([[7], [3], [1], [0]]) if masked else None
@@ -65,8 +74,11 @@ def test_encodings_are_equations_4_and_5_in_values_and_gradients(masked, chunk, 
     assert_same_with_gradients(plain, literal_encoding(head, h, mask), inputs)
 
 
-def test_words_of_the_caption_can_come_back_to_life():
-    """A revived entry at zero gets the gradient of its maximum, if the loss wants it larger."""
+def test_inactive_words_of_the_caption_get_a_gradient():
+    """An entry of 0 has no gradient, so an inactive word would stay inactive.
+
+    A revived entry has the gradient of its maximum, but only if a larger value lowers the loss.
+    """
     head, h = build(special=()), torch.randn(1, 3, 5, dtype=torch.double)
     nn.init.constant_(head.bias, -50.0)
     word = torch.arange(V) == 4
@@ -77,8 +89,11 @@ def test_words_of_the_caption_can_come_back_to_life():
         assert gradient.tolist() == (sign * moves * word).tolist()
 
 
-def test_reviving_takes_no_leap():
-    """The cosine's gradient is bounded; special words and hidden positions are not revived."""
+def test_gradients_of_revived_words_are_bounded():
+    """The cosine of an empty encoding would divide by 0. The loss bounds the norm from below.
+
+    Special words and masked positions are not revived.
+    """
     head, h, norms = build(), torch.randn(4, 3, 5, dtype=torch.double), []
     words = torch.rand(4, V, dtype=torch.double)
     for bias in (0.0, -50.0):  # with -50 the encodings are empty
@@ -92,18 +107,18 @@ def test_reviving_takes_no_leap():
     assert torch.autograd.grad(-enc.sum(), head.bias)[0].abs().sum() == 0
 
 
-def test_the_streamed_form_never_holds_p_as_a_whole(monkeypatch):
+def test_streamed_encoding_never_holds_all_of_p(monkeypatch):
     B, N, size, peaks = 16, 50, 3000, []
     monkeypatch.setattr(stair.StreamedEncoding, "CHUNK", N * size)
     t, e = nn.Parameter(torch.randn(B, N, 32)), nn.Parameter(torch.randn(size, 32))
     for form in (stair.StreamedEncoding.apply, stair.encode):
         with LiveMemory() as memory:
             form(t, e, torch.zeros(size)).sum().backward()
-        peaks.append(memory.peak / (4 * B * N * size))                    # 1: one p
+        peaks.append(memory.peak / (4 * B * N * size))                    # 1 is the size of p
     assert peaks[0] < 0.5 and peaks[1] > 1
 
 
-def test_encodings_under_autocast_are_those_of_rounded_logits():
+def test_encodings_under_autocast_round_only_the_products_to_bf16():
     head, h = stair.TokenProjectionHead(5, nn.Embedding(V, E)), torch.randn(3, 4, 5)
     nn.init.constant_(head.bias, 0.1)
     with torch.autocast("cpu", torch.bfloat16):
@@ -116,27 +131,27 @@ def test_encodings_under_autocast_are_those_of_rounded_logits():
     assert gradient.dtype == torch.float32 and gradient.abs().sum() > 0
 
 
-def test_flops_loss_is_equation_6():
+def test_flops_loss_equals_equation_6():
     enc = torch.rand(5, V, dtype=torch.double, requires_grad=True)
     expected = sum((sum(enc[i, k] for i in range(5)) / 5) ** 2 for k in range(V))
     assert_same_with_gradients(stair.flops_loss(enc), expected, [enc])
 
 
-def test_contrastive_loss_is_equation_3_both_ways():
+def test_contrastive_loss_is_the_mean_of_equation_3_in_both_directions():
     v, t = (torch.rand(4, V, dtype=torch.double, requires_grad=True) for _ in range(2))
     M = [[5 * cos(a, b) for b in t] for a in v]
     losses = [infonce(row, i) for rows in (M, zip(*M)) for i, row in enumerate(rows)]
     assert_same_with_gradients(stair.contrastive_loss(v, t, 5.0), mean(losses), [v, t])
 
 
-def test_caption_mask_is_equation_8():
+def test_caption_mask_equals_equation_8():
     tokens = torch.tensor([[2, 5, 5, 7], [2, 9, 1, 1]])
     mask = torch.tensor([[True] * 4, [True, True, False, False]])
     expected = [[float(k in words) for k in range(V)] for words in ((2, 5, 7), (2, 9))]
     assert stair.caption_mask(tokens, mask, V).tolist() == expected
 
 
-def test_lamb_is_the_papers_algorithm():
+def test_lamb_equals_the_algorithm_of_its_paper():
     p = torch.randn(3, 4, dtype=torch.double, requires_grad=True)
     zero = torch.zeros(2, dtype=torch.double, requires_grad=True)
     free = torch.full((2,), 3.0, dtype=torch.double, requires_grad=True)
@@ -152,7 +167,7 @@ def test_lamb_is_the_papers_algorithm():
         r = (m / (1 - 0.8**step)) / ((v / (1 - 0.9**step)).sqrt() + 1e-6) + 0.1 * x
         x = x - 0.02 * x.norm() / r.norm() * r
         torch.testing.assert_close(p.detach(), x)
-        if step == 1:  # a tensor of zeros has the trust 1; a bias is not scaled
+        if step == 1:  # a tensor of zeros has the trust ratio 1; a bias is not scaled
             assert zero.tolist() == pytest.approx([-0.02] * 2)
             assert free.tolist() == pytest.approx([2.98] * 2)
             again = stair.LAMB([{"params": [x]} for x in (p, zero, free)])
@@ -160,7 +175,7 @@ def test_lamb_is_the_papers_algorithm():
             optimizer = again
 
 
-def test_the_loss_is_equation_7():
+def test_model_loss_equals_equation_7():
     model, batch = tiny_stair(lambda_image=0.3, lambda_text=0.7), make_batch()
     v = model.image_encoding(batch["images"])
     t = model.text_encoding(batch["tokens"], batch["mask"])
@@ -170,7 +185,7 @@ def test_the_loss_is_equation_7():
     torch.testing.assert_close(model.encode_image(batch["images"]).norm(dim=1), torch.ones(4))
 
 
-def test_the_regulariser_grows_with_the_square_of_the_step():
+def test_regulariser_grows_with_the_square_of_the_step():
     model, strengths = tiny_stair(ramp=0.25), []
     for step in range(8):
         model.after_update(step, 8)
@@ -178,8 +193,8 @@ def test_the_regulariser_grows_with_the_square_of_the_step():
     assert strengths == pytest.approx([0.25] + [1] * 7)
 
 
-def test_stage_1_keeps_the_captions_own_words():
-    """In each stage what pads a caption changes nothing."""
+def test_stage_1_masks_all_words_but_the_captions_own():
+    """Padding changes the encodings in no stage."""
     model, batch = tiny_stair(1), make_batch()
     enc = model.text_encoding(batch["tokens"], batch["mask"])
     words = stair.caption_mask(batch["tokens"], batch["mask"], 30)
@@ -192,7 +207,7 @@ def test_stage_1_keeps_the_captions_own_words():
 
 
 def test_stage_2_freezes_the_image_tower_and_its_embedding():
-    """In a model, too, that loads its checkpoint."""
+    """A model that loads this state freezes them, too."""
     model, batch = tiny_stair(2).train(), make_batch()
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.5)
     before = model.image_encoding(batch["images"])
@@ -215,14 +230,14 @@ def test_stage_2_freezes_the_image_tower_and_its_embedding():
     assert model.image_encoder.training
 
 
-def test_queries_without_a_text_tower_are_the_captions_words():
+def test_queries_without_a_text_tower_weight_the_captions_words_equally():
     tokens, mask = torch.tensor([[2, 5, 7, 5, 3]]), torch.ones(1, 5, dtype=torch.bool)
     expected = torch.zeros(1, 30)
     expected[0, [5, 7]] = 0.5**0.5
     torch.testing.assert_close(tiny_stair().encode_words(tokens, mask), expected)
 
 
-@pytest.mark.parametrize("stage", [2, 3])  # in 2 with the frozen embedding
+@pytest.mark.parametrize("stage", [2, 3])  # stage 2 has the frozen embedding
 def test_word_maps_have_the_encoding_as_their_maximum(stage):
     model, images, ids = tiny_stair(stage).eval(), torch.randn(2, 3, 16, 16), [5, 9, 20]
     nn.init.normal_(model.text_encoder.embedding.weight)
@@ -232,8 +247,8 @@ def test_word_maps_have_the_encoding_as_their_maximum(stage):
     torch.testing.assert_close(torch.log1p(maps.amax(1).relu()), enc)
 
 
-def test_presets_are_the_papers_model_and_steps():
-    """Sec. 4.2 and App. A; counted by hand, 140.0 million parameters."""
+def test_presets_have_the_papers_model_and_steps():
+    """Sec. 4.2 and App. A. The 140.0 million parameters were counted by hand."""
     three, single, clip = [
         train.parse_args(["--method", method, "--preset", preset]) for method, preset in
         (("stair", "b16"), ("stair", "b16-single"), ("sparo", "stair-clip"))]
@@ -244,7 +259,7 @@ def test_presets_are_the_papers_model_and_steps():
     third = 3, 600_000, pytest.approx(1e-4)
     assert stair.stages(three) == [(1, 300_000, 1e-3), (2, 300_000, 1e-3), third]
     assert stair.stages(single) == [(3, 600_000, 1e-3)] and single.optimizer == "lamb"
-    for name in "optimizer schedule clip_grad".split():  # its rate and steps: test_contract.py
+    for name in "optimizer schedule clip_grad".split():  # test_contract.py has lr and steps
         assert getattr(clip, name) == getattr(single, name)
 
 
@@ -264,7 +279,7 @@ def test_three_stages_have_their_steps_and_learning_rates(tmp_path):
     assert torch.equal(second["image_embedding"], first["text_encoder.embedding.weight"])
 
 
-def test_without_stage_2(tmp_path):
+def test_a_run_without_stage_2_continues_with_stage_3(tmp_path):
     flags = "--share-2 0 --amp bf16 --grad-checkpoint --init-scale 20".split()
     train_alone([*SMALL["stair"], *flags, "--out", tmp_path])
     log = read_log(tmp_path)
@@ -272,7 +287,7 @@ def test_without_stage_2(tmp_path):
     assert log[0]["scale"] == pytest.approx(20) and log[0]["active_text"] > 1
 
 
-def test_a_single_stage_with_lamb_and_a_linear_schedule(tmp_path):
+def test_a_single_stage_trains_with_lamb_and_a_linear_schedule(tmp_path):
     flags = "--stages single --optimizer lamb --schedule linear --lr 1e-3".split()
     train_alone([*SMALL["stair"], *flags, "--out", tmp_path])
     log, expected = read_log(tmp_path), [1e-3]
@@ -284,7 +299,7 @@ def test_a_single_stage_with_lamb_and_a_linear_schedule(tmp_path):
     assert all(isinstance(p["step"], int) for p in state.values())      # AdamW keeps tensors
 
 
-def test_label_ranks_count_the_best_sub_word_and_ties_against_it():
+def test_label_ranks_use_the_best_sub_word_and_count_ties_against_it():
     scores = torch.tensor([[0.0, 3.0, 2.0, 1.0], [1.0, 1.0, 0.0, 1.0]])
     ranks = stair.label_ranks(scores, [[2, 3], [0]], torch.tensor([0, 0]))
     assert ranks.tolist() == [1, 2]
@@ -292,7 +307,11 @@ def test_label_ranks_count_the_best_sub_word_and_ties_against_it():
     assert ranks.tolist() == [1, 2]
 
 
-def test_a_piece_that_spells_a_word_does_not_rival_it_where_words_are_texts():
+def test_a_sub_word_does_not_compete_with_the_word_that_it_spells():
+    """Methods other than STAIR encode each token as a text.
+
+    The texts of "car" and "##car" are equal.
+    """
     tokenizer = common.WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "car", "##car", "##s"])
     embed = SimpleNamespace(
         tokenizer=tokenizer, model=SimpleNamespace(encode_words=None),
@@ -301,7 +320,7 @@ def test_a_piece_that_spells_a_word_does_not_rival_it_where_words_are_texts():
     scores = evaluation.vocabulary_scores(embed, torch.tensor([[0.0, 1.0]]))
     assert scores.tolist() == [[-math.inf] * 4 + [3.0, -math.inf, 1.0]]
     assert stair.label_ranks(scores, [[4]], torch.tensor([0])).tolist() == [0]
-    embed.model.encode_words = True                                # STAIR's encodings are words
+    embed.model.encode_words = True                                # STAIR: entries are words
     scores = evaluation.vocabulary_scores(embed, torch.arange(7.0)[None])
     assert scores.tolist() == [[-math.inf] * 4 + [4.0, 5.0, 6.0]]
 
@@ -337,7 +356,7 @@ def test_a_run_is_read_and_searched(tmp_path, run_of, monkeypatch, capsys):
     assert (run / "found.png").exists() and (run / "search.png").exists()
 
 
-def test_files_are_searched(tmp_path, monkeypatch):
+def test_images_in_files_are_searched(tmp_path, monkeypatch):
     captions, run = ["中文 red", "中文 green", "中文 blue"], tmp_path / "run"
     rows = "".join(f"data/x/{i}.png,{caption}\n" for i, caption in enumerate(captions))
     files = {f"data/x/{i}.png": picture(format="PNG") for i in range(3)}
@@ -345,7 +364,7 @@ def test_files_are_searched(tmp_path, monkeypatch):
     train.main([*SMALL["stair"], "--data", f"{tmp_path}/captions.csv", "--image-size", "16",
                 "--batch", "3", "--out", str(run)])
     write_files(tmp_path, {"data/x/9.png": "no image"})
-    with monkeypatch.context() as patch:  # no part of the images may depend on what it holds
+    with monkeypatch.context() as patch:  # the broken image is a part of its own
         chunks = evaluation.chunks
         patch.setattr(evaluation, "chunks", lambda items, n: chunks(items, 1))
         evaluation.main([str(run), "--data", str(tmp_path / "data"), "--query", "red"])
@@ -357,24 +376,30 @@ WORDS = ["[PAD]", "red", "blue", "circle", "star", "the"]
 
 
 def random_encodings(n):
+    """Return n random encodings (n, |V|), half of whose entries are 0."""
     return torch.rand(n, len(WORDS)) * (torch.rand(n, len(WORDS)) < 0.5)
 
 
 def make_index(n=40):
+    """Return an index of n random documents d0, d1, ... and their encodings."""
     index, enc = stair.InvertedIndex(WORDS), random_encodings(n)
     index.add([f"d{i}" for i in range(n)], enc)
     return index, enc
 
 
 def brute_force(documents, query, k, least=1e-30):
-    """{id: enc}, query (|V|,) -> [(id, score)], best first, one document after the other."""
+    """Score every document -> the k best [(id, score)], best first.
+
+    documents: {id: encoding (|V|,)}. query: (|V|,). least: the lowest score that is found.
+    """
     found = {name: sum(x * y for x, y in zip(enc.tolist(), query.tolist()))
              for name, enc in documents.items()}
     best = sorted(found.items(), key=lambda item: -item[1])[:k]
     return [(name, pytest.approx(score, abs=1e-6)) for name, score in best if score >= least]
 
 
-def test_random_operations_leave_what_a_brute_force_search_finds(tmp_path):
+def test_the_index_finds_what_a_brute_force_search_finds(tmp_path):
+    """Two hundred random operations add documents, search the index, or save and load it."""
     rng, index, documents = random.Random(0), stair.InvertedIndex(WORDS), {}
     for step in range(200):
         operation = rng.choice(["add", "search", "search", "reload"])
@@ -401,8 +426,8 @@ def test_random_operations_leave_what_a_brute_force_search_finds(tmp_path):
     ("star NOT (blue (red NOT circle))", "star circle",
      lambda r, b, c, s: s and not (b and r and not c)),
     ("red OR NOT blue", "red", lambda r, b, c, s: r or not b)])
-def test_boolean_queries(query, words, expected):
-    """Which documents match, and the words that are not negated."""
+def test_boolean_queries_find_the_documents_that_match(query, words, expected):
+    """words: those that are not negated. They rank the documents."""
     index, enc = make_index()
     where, found = stair.boolean_query(query, index)
     assert stair.is_boolean(query) and found == words.split()
@@ -411,7 +436,7 @@ def test_boolean_queries(query, words, expected):
     assert ids == {f"d{i}" for i in where.nonzero()[:, 0].tolist()}
 
 
-def test_masks_allow_and_block():
+def test_search_applies_where_allow_and_block():
     index, enc = make_index()
     assert not stair.is_boolean("a red star and no circle, ANDROID")
     assert index.has("Red").tolist() == (enc[:, 1] > 0).tolist()
@@ -428,7 +453,7 @@ def test_masks_allow_and_block():
     *((query, "not a boolean query") for query in
       ["", "red AND", "(red", "red)", "NOT", "OR red", "()", "red OR OR blue"]),
     ("NOT (red OR blue)", "no word to rank by"), ("red NOT green", "no word 'green'")])
-def test_queries_that_are_none_are_named(query, message):
+def test_invalid_boolean_queries_raise_errors_that_name_them(query, message):
     with pytest.raises(ValueError, match=message):
         stair.boolean_query(query, stair.InvertedIndex(WORDS))
 
@@ -443,11 +468,11 @@ def test_queries_that_are_none_are_named(query, message):
     (stair.InvertedIndex.add, ["xy", torch.ones(2, 6)], "Give a list of n ids"),
     *((stair.InvertedIndex.add, [["a"], torch.full((1, 6), x)], "must be finite and not negative")
       for x in (-1.0, math.nan, math.inf))])
-def test_arguments_that_do_not_fit_are_named(function, arguments, message):
+def test_bad_arguments_of_the_index_raise_errors_that_name_them(function, arguments, message):
     with pytest.raises(ValueError, match=message):
         function(stair.InvertedIndex(WORDS), *arguments)
 
 
-def test_another_file_is_no_index(run_of):
+def test_opening_another_file_as_an_index_raises_an_error(run_of):
     with pytest.raises(ValueError, match="holds no index"):
         stair.InvertedIndex.load(run_of("stair") / "last.pt")
