@@ -1,4 +1,9 @@
-"""Files of every SPEC: what is read, skipped and counted, or refused; the order of a Stream."""
+"""Data files: tables, tar shards and class folders, from a SPEC to the batches of a Stream.
+
+The tests check which samples are used, which are skipped and counted, and which data raise an
+error. Further tests check the order of the samples, and compare decoding and augmentation with PIL
+and torchvision.
+"""
 
 import contextlib
 import csv
@@ -33,40 +38,45 @@ TOKENIZER = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])
 
 
 def pairs(source):
-    """CaptionTable -> {file name: captions}."""
+    """Return {file name: captions} of a CaptionTable."""
     return {Path(source.path(i)).name: source.captions_of(i) for i in range(len(source))}
 
 
 def stream(source, batch_size=4, seed=0, transform=common.train_transform(8), **options):
+    """Return a Stream of small images from the source."""
     return Stream(source, TOKENIZER, transform, 8, 16, batch_size, seed, **options)
 
 
 def captions_in(batch):
+    """Return the first word of each caption in a batch."""
     return [TOKENIZER.vocab[row[1]] for row in batch["tokens"].tolist()]
 
 
 def take(dataset, n, workers=0):
+    """Return the first n items of a dataset, read by worker processes if there are workers."""
     if workers:
         dataset = DataLoader(dataset, batch_size=None, num_workers=workers)
     return list(itertools.islice(iter(dataset), n))
 
 
 def failure(run, *arguments):
-    """The message of the UserError that the call ends with."""
+    """Return the message of the UserError that the call raises."""
     try:
         run(*arguments)
     except UserError as error:
-        error.__traceback__ = None  # else a loader's processes live on
+        error.__traceback__ = None  # a traceback would keep a loader's processes alive
         return str(error)
     pytest.fail("no UserError")
 
 
 def skips_of(path):
+    """Return (reason, where) of each sample that is skipped in a shard."""
     samples = common.read_tars([path], "caption")
     return [(s.reason, s.where) for s in samples if isinstance(s, Skipped)]
 
 
 def captions_of_samples(source, n, seed=0, part=0, parts=1, start=0):
+    """Return the captions of n samples of one part of a source, from sample `start` on."""
     samples = itertools.islice(source.samples(seed, part, parts, source.start), start, start + n)
     return [caption for (_, caption, _), _ in samples]
 
@@ -91,15 +101,16 @@ def captions_of_samples(source, n, seed=0, part=0, parts=1, start=0):
     ("a.token", '\ufeffx.jpg#0\tA dog .\r\nx.jpg#1\tone\u2028two\r\n\r\ny#1.jpg#0\tB\n',
      {"x.jpg": ["A dog .", "one\u2028two"], "y#1.jpg": ["B"]}),
 ])
-def test_tables(tmp_path, name, text, expected):
+def test_a_table_gives_the_captions_of_each_image(tmp_path, name, text, expected):
     (tmp_path / name.partition(":")[0]).write_bytes(text.encode())
     source = open_data(str(tmp_path / name))
     assert pairs(source) == expected and source.skipped == {}
     assert Path(source.path(0)).parent == tmp_path
 
 
-def test_a_row_more_is_a_format_more(tmp_path, monkeypatch):
+def test_a_row_of_formats_adds_a_data_format(tmp_path, monkeypatch):
     def read_lines(path):
+        """Yield the rows of a made-up format: file name|caption."""
         return (line.split("|") for line in Path(path).read_text().splitlines())
 
     row = [".bars"], functools.partial(common.open_table, read_lines), {}, "FILE.bars"
@@ -115,7 +126,7 @@ ROWS = "".join(f"{i}.jpg,n{i}\n" for i in range(9))
 BROKEN, LONG = common.BROKEN_ROW, common.LONG_FIELD
 
 
-def test_rows_that_say_too_little_are_counted(tmp_path):
+def test_rows_without_a_file_name_or_a_caption_are_skipped_and_counted(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("filepath,title\nx.jpg,one\ny.jpg\nz.jpg,\nw.jpg,  \n,lost\n")
     source = open_data(str(path))
@@ -124,10 +135,11 @@ def test_rows_that_say_too_little_are_counted(tmp_path):
                               "empty caption": [2, str(tmp_path / "w.jpg")]}
     (tmp_path / "x.jpg").write_bytes(picture())
     assert take(stream(source, 2), 1)[0]["skipped"] == {0: source.skipped}
-    assert source.skipped["empty caption"][0] == 2  # a stream's counting leaves the table alone
+    assert source.skipped["empty caption"][0] == 2  # a stream does not change the table's counts
 
 
-@pytest.mark.parametrize("row, count, line", [  # the last line; `row` begins in line 12
+# row begins in line 12; line is the line of its last broken row.
+@pytest.mark.parametrize("row, count, line", [
     ('x.jpg,"a dog\n', 1, 12),
     ('x.jpg,"a dog\n\ny.jpg,a cat\nz.jpg,"a cow\n', 2, 15), ('x.jpg,"a dog" and "a cat\n', 1, 12),
     (f'x.jpg,"a dog\n{ROWS * 2000}', 1, 12), ("x.jpg\n\nz.jpg\n", 2, 14), ("x.jpg,a,dog\n", 1, 12)])
@@ -168,7 +180,7 @@ def test_a_table_without_rows_says_so(tmp_path):
 
 @pytest.mark.parametrize("delimiter", [",", "\t"])
 def test_a_caption_in_quotes_may_have_line_breaks(tmp_path, delimiter):
-    """As Python's csv and pandas write it. A quote that is never closed costs its own line."""
+    """Python's csv and pandas write such captions. A quote that is never closed breaks one line."""
     captions = ["a dog", 'Red car,\tsaid "he"\nfor sale, "cheap"\r\n\n3 doors', "x\n" * 90,
                 "a\ncat"]
     with open(tmp_path / "a.csv", "w", newline="") as file:
@@ -183,7 +195,7 @@ def test_a_caption_in_quotes_may_have_line_breaks(tmp_path, delimiter):
 
 
 @pytest.mark.parametrize("caption", ["", "  ", "\u200b", "\ufeff \x00", "\u00ad\u200e"])
-def test_a_caption_that_shows_nothing_is_empty(tmp_path, caption):
+def test_a_caption_without_printed_characters_is_empty(tmp_path, caption):
     table = CaptionTable([("x.jpg", caption), ("y.jpg", f"a{caption}")], "a.csv")
     assert len(table) == 1 and table.skipped == {"empty caption": [1, "x.jpg"]}
     path = write_tar(tmp_path / "a.tar", {"x.jpg": picture(), "x.txt": caption})
@@ -196,7 +208,7 @@ def test_captions_for_the_vocabulary_are_spread_over_the_table():
     assert table.sample_captions(50) == table.sample_captions(99) == [f"n{i}" for i in range(50)]
 
 
-def test_coco_captions_below_another_image_root(tmp_path):
+def test_coco_captions_find_their_images_below_image_root(tmp_path):
     path = tmp_path / "captions.json"
     captions = [(3, "one"), (7, "two\n"), (3, "three"), (9, "of no image"), (7, None)]
     path.write_text(json.dumps({
@@ -210,7 +222,7 @@ def test_coco_captions_below_another_image_root(tmp_path):
                               "empty caption": [1, "/abs/b.jpg"]}
 
 
-def test_karpathy_splits(tmp_path):
+def test_karpathys_json_gives_the_captions_of_one_split(tmp_path):
     path, images = tmp_path / "dataset_coco.json", []
     for name, split, captions in (("a.jpg", "train", "AB"), ("b.jpg", "restval", "C"),
                                   ("c.jpg", "test", "D"), ("d.jpg", "val", "E")):
@@ -223,7 +235,8 @@ def test_karpathy_splits(tmp_path):
     assert open_data(str(path)).path(1) == str(tmp_path / "val2014/b.jpg")
 
 
-def test_rows_live_in_numpy_buffers_and_names_need_not_be_utf8(tmp_path):
+def test_a_table_stores_rows_in_numpy_buffers_and_names_that_are_not_utf8(tmp_path):
+    """Worker processes share numpy's buffers. Each worker would copy lists and dicts."""
     texts = ["a", "héllo 猫", "lone \ud83d surrogate", "z" * 1000]
     paths = ["a.jpg", os.fsdecode(b"\xff.jpg"), "\ud83d.jpg", "猫.jpg"]
     source = CaptionTable(zip(paths, texts), "x", tmp_path)
@@ -240,11 +253,11 @@ def test_rows_live_in_numpy_buffers_and_names_need_not_be_utf8(tmp_path):
     ("{10..8}.tar", "08.tar 09.tar 10.tar"),
     ("{0..1}/{00..02}.tar", "0/00.tar 0/01.tar 0/02.tar 1/00.tar 1/01.tar 1/02.tar"),
     ("a.tar", "a.tar")])
-def test_brace_ranges(pattern, paths):
+def test_brace_ranges_expand_to_paths(pattern, paths):
     assert common.expand_braces(pattern) == paths.split()
 
 
-def test_what_a_shard_holds(tmp_path):
+def test_a_sample_of_a_shard_has_the_image_and_the_captions_of_its_key(tmp_path):
     jpg = picture()
     path = write_tar(tmp_path / "a.tar", {
         "001.jpg": jpg, "001.txt": "one\n", "001.json": '{"caption": "not this"}',
@@ -263,6 +276,7 @@ def test_what_a_shard_holds(tmp_path):
 
 
 def members_by_tarfile(path):
+    """Return (name, start of the header, start of the content, size) of each file, by tarfile."""
     with tarfile.open(path) as tar:
         return [(member.name, member.offset, member.offset_data, member.size)
                 for member in tar if member.isfile()]
@@ -275,7 +289,7 @@ def members_by_tarfile(path):
     dict(name="long/" * 40 + "1.jpg"), dict(type=tarfile.DIRTYPE), dict(type=tarfile.SYMTYPE),
     dict(type=tarfile.LNKTYPE), dict(type=tarfile.CONTTYPE), dict(mtime=1.5, name="\u732b.jpg"),
     dict(pax_headers={"path": "another"}, mtime=2.5), dict(pax_headers={"comment": "none"})])
-def test_tars_are_read_as_by_tarfile(tmp_path, format, odd):
+def test_tar_headers_are_read_as_tarfile_reads_them(tmp_path, format, odd):
     with tarfile.open(tmp_path / "a.tar", "w", format=format) as tar:
         for i in range(6):
             member = tarfile.TarInfo(f"{i}.txt")
@@ -284,17 +298,18 @@ def test_tars_are_read_as_by_tarfile(tmp_path, format, odd):
             if member.isfile():
                 member.size = 600 * i
             if len(member.name) > 200 and format == tarfile.USTAR_FORMAT:
-                return  # it has no such names
+                return  # the format has no names of this length
             tar.addfile(member, io.BytesIO(bytes(600 * i)))
     with open(tmp_path / "a.tar", "rb", buffering=0) as file:
         assert list(common.read_members(file)) == members_by_tarfile(tmp_path / "a.tar")
 
 
-def test_no_image_of_a_shard_vanishes(tmp_path):
-    """Keys end at their first dot; what no sample uses is counted."""
+def test_every_image_of_a_shard_is_used_or_counted(tmp_path):
+    """A key ends at the first dot of a name, so several images may have one key."""
     images = [picture(value=i) for i in range(4)]
 
     def read(*names):
+        """Write a shard with these members -> the captions of its samples, the reasons of skips."""
         with tarfile.open(tmp_path / "a.tar", "w") as tar:
             for i, name in enumerate(names):
                 member = tarfile.TarInfo(name)
@@ -314,21 +329,21 @@ def test_no_image_of_a_shard_vanishes(tmp_path):
         [], [common.NO_CAPTION] * 2 + [common.NO_IMAGE] * 2)
 
 
-def test_broken_shards(tmp_path):
+def test_a_broken_shard_gives_its_complete_samples_and_is_counted_once(tmp_path):
     good = write_shards(tmp_path, [3]).replace("{000..000}", "000")
     data, bad = Path(good).read_bytes(), tmp_path / "bad.tar"
     assert skips_of(good) == []
-    whole = len(data.rstrip(b"\0")) // 512 * 512 + 512  # without the two blocks of zeros
+    whole = len(data.rstrip(b"\0")) // 512 * 512 + 512  # without the two blocks of zeros at the end
     counts = []
     for cut in [*range(1, whole, 97), whole]:
         bad.write_bytes(data[:cut])
         reasons = [reason for reason, _ in skips_of(bad)]
         assert reasons.count(common.BAD_SHARD) == 1, cut
         counts.append(len(list(common.read_tars([bad], "caption"))) - len(reasons))
-        assert counts[-1] <= (cut + 511) * 3 // whole  # of a last block the content is enough
+        assert counts[-1] <= (cut + 511) * 3 // whole  # a last block need not be padded
     assert counts == sorted(counts) and counts[-1] == 3 and set(counts) == {0, 1, 2, 3}
     middle = bytearray(data)
-    middle[whole // 3 : whole // 3 + 512] = b"x" * 512  # a header in the middle
+    middle[whole // 3 : whole // 3 + 512] = b"x" * 512  # damages a header in the middle
     bad.write_bytes(middle)
     assert skips_of(bad)[-1][0] == common.BAD_SHARD
     assert len(list(common.read_tars([bad], "caption"))) == 2
@@ -343,7 +358,7 @@ def test_broken_shards(tmp_path):
     assert (skipped.reason, "cut off" in skipped.where) == (common.BAD_SHARD, True)
 
 
-def test_each_reason_stands_once_at_the_end_of_a_run(tmp_path, capsys):
+def test_the_end_of_a_run_names_each_reason_for_skipping_once(tmp_path, capsys):
     shards = write_shards(tmp_path, [4] * 8, broken=[3, 9])
     for i in (2, 5):
         (tmp_path / f"{i:03}.tar").write_bytes(b"")
@@ -356,7 +371,7 @@ def test_each_reason_stands_once_at_the_end_of_a_run(tmp_path, capsys):
         assert line.count(f"{count} x {reason}, the last {tmp_path}/00") == 1
 
 
-def test_labels_of_tar_shards(tmp_path, capsys):
+def test_labels_of_shards_come_from_cls_or_json(tmp_path, capsys):
     jpg = picture()
     path = write_tar(tmp_path / "0.tar", {
         "a.jpg": jpg, "a.cls": "3", "b.jpg": jpg, "b.json": '{"label": 1}',
@@ -373,7 +388,7 @@ def test_labels_of_tar_shards(tmp_path, capsys):
         list(shards.each("label"))
 
 
-def test_a_sample_may_be_of_more_shards_than_may_be_open(tmp_path):
+def test_a_random_sample_may_come_from_more_shards_than_can_be_open(tmp_path):
     for i in range(60):
         write_tar(tmp_path / f"{i}.tar", {"a.jpg": picture(), "a.cls": str(i)})
     source, limits = open_data(f"{tmp_path}/{{0..59}}.tar"), resource.getrlimit(RLIMIT_NOFILE)
@@ -401,20 +416,20 @@ def test_every_mode_and_size_decodes_to_rgb(tmp_path, width, height, mode, forma
             assert transform(image).shape == (3, 8, 8)
 
 
-def test_colours_survive_decoding():
+def test_decoding_keeps_colours_and_blends_transparency_with_white():
     palette, file = Image.new("P", (4, 4), 1), io.BytesIO()
     palette.putpalette([0, 0, 0, 10, 200, 30])
     palette.save(file, "PNG")
     rgba = picture(mode="RGBA", format="PNG", value=(200, 100, 50, 128))
     grey = picture(mode="L", format="PNG", value=77)
-    # half of the white that is below it
+    # (200, 100, 50) with half opacity over white is (227, 177, 152)
     for data, colour in ((file.getvalue(), (10, 200, 30)), (rgba, (227, 177, 152)),
                          (grey, (77, 77, 77))):
         assert common.open_image(data, 4).getpixel((0, 0)) == colour
 
 
 @pytest.mark.parametrize("format", ["PNG", "TIFF", "PPM"])
-def test_16_bits_keep_their_tones(format):
+def test_images_of_16_bits_keep_their_tones(format):
     file = io.BytesIO()
     tones = np.linspace(0, 65535, 256).astype(np.uint16).reshape(16, 16)
     Image.fromarray(tones).save(file, format)
@@ -425,31 +440,38 @@ def test_16_bits_keep_their_tones(format):
 
 @pytest.mark.parametrize("size", [(640, 480), (481, 333), (97, 800), (64, 64), (63, 200)])
 @pytest.mark.parametrize("min_side", [8, 60, 333])
-def test_drafts_are_large_enough(size, min_side):
+def test_jpeg_drafts_are_large_enough_and_close_to_the_image(size, min_side):
+    """To save time, JPEG's decoder can return an image at 1/2, 1/4 or 1/8 of its size.
+
+    No side may be below min_side.
+    """
     x, y = np.meshgrid(np.linspace(0, 255, size[0]), np.linspace(0, 255, size[1]))
     file = io.BytesIO()
     Image.fromarray(np.stack([x, y, (x + y) / 2], -1).astype(np.uint8)).save(file, "JPEG")
     draft = common.open_image(file.getvalue(), min_side)
     assert min(draft.size) >= min(min_side, *size)
-    assert min_side > 8 or min(draft.size) < 128             # else nothing was saved
+    assert min_side > 8 or min(draft.size) < 128             # the image was made smaller
     full = Image.open(file).resize(draft.size, Image.Resampling.BOX)
     difference = np.asarray(draft, dtype=float) - np.asarray(full, dtype=float)
     assert np.abs(difference).mean() < 5
 
 
-def test_pixel_bombs_are_errors(monkeypatch):
+def test_an_image_with_too_many_pixels_raises_an_error(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     with pytest.raises(Image.DecompressionBombError, match="64 pixels"):
         common.open_image(picture(8, 8))
 
 
 def tones(dtype, scale):
-    """Black to white, left to right."""
+    """Return an image from black on the left to white on the right."""
     return Image.fromarray(np.tile(np.linspace(0, scale, 256), (8, 1)).astype(dtype))
 
 
 def drawing(mode):
-    """A black ring on a transparent ground, whose hidden pixels are black, too."""
+    """Return a black ring on a transparent ground.
+
+    The hidden pixels of the ground are black, too.
+    """
     alpha = Image.new("L", (32, 32), 0)
     ImageDraw.Draw(alpha).ellipse((6, 6, 26, 26), outline=255, width=4)
     image = Image.new("RGBA", (32, 32), (0, 0, 0, 0))
@@ -457,6 +479,7 @@ def drawing(mode):
     return image.quantize(method=2) if mode == "P" else image.convert(mode)
 
 
+# {name: (image, format of its file)}
 KINDS = {"16 bits": (tones(np.uint16, 65535), "PNG"), "32 bits": (tones(np.int32, 255), "TIFF"),
          "32 bits, bright": (tones(np.int32, 65535), "TIFF"),
          "floats": (tones(np.float32, 1), "TIFF"), "large floats": (tones(np.float32, 255), "TIFF"),
@@ -465,8 +488,8 @@ KINDS = {"16 bits": (tones(np.uint16, 65535), "PNG"), "32 bits": (tones(np.int32
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_picture_means_the_same_through_every_door(tmp_path, kind):
-    """A path, its bytes and a PIL image; all tones of many bits, transparency over white."""
+def test_a_path_its_bytes_and_a_pil_image_give_the_same_pixels(tmp_path, kind):
+    """Images with 16 or 32 bits keep all their tones. Transparent pixels become white."""
     image, format = KINDS[kind]
     image.save(tmp_path / "x", format, lossless=True)
     data = (tmp_path / "x").read_bytes()
@@ -480,10 +503,10 @@ def test_a_picture_means_the_same_through_every_door(tmp_path, kind):
         assert grey[16, 16] == grey[0, 0] == 255 and grey[16, 7] == 0
 
 
-def test_photos_stand_upright():
-    """EXIF's orientation 6: the camera was turned; also of drafts."""
+def test_photos_are_turned_by_their_exif_orientation():
+    """Orientation 6 belongs to a camera that was turned by 90 degrees. Drafts are turned, too."""
     image, file = Image.new("RGB", (80, 40), "red"), io.BytesIO()
-    image.paste("blue", (0, 0, 40, 40))                      # the left half, then the upper
+    image.paste("blue", (0, 0, 40, 40))                      # the left half; once turned, the upper
     exif = Image.Exif()
     exif[common.ORIENTATION] = 6
     image.save(file, "JPEG", exif=exif)
@@ -493,7 +516,7 @@ def test_photos_stand_upright():
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TypeError, ZeroDivisionError, AttributeError])
-def test_whatever_pil_raises_of_a_damaged_image_is_counted(tmp_path, monkeypatch, capsys, error):
+def test_a_damaged_image_is_counted_whatever_error_pil_raises(tmp_path, monkeypatch, capsys, error):
     spec, to_rgb = write_table(tmp_path, 4), common.to_rgb
 
     def fail(image):
@@ -515,7 +538,8 @@ def test_whatever_pil_raises_of_a_damaged_image_is_counted(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("size", [(1, 20_000), (20_000, 1), (3, 5000), (16, 400)])
-def test_a_thin_picture_takes_little_memory_and_keeps_its_middle(size):
+def test_a_thin_image_needs_little_memory_and_keeps_its_middle(size):
+    """Resized without a crop, a row of 20,000 pixels would need 6 GB."""
     x = np.linspace(0, 255, max(size)).astype(np.uint8)
     x = np.tile(x, (min(size), 1)) if size[0] > size[1] else np.tile(x[:, None], (1, size[0]))
     image, transform = Image.fromarray(x).convert("RGB"), common.eval_transform(16)
@@ -526,7 +550,7 @@ def test_a_thin_picture_takes_little_memory_and_keeps_its_middle(size):
 
 
 @pytest.mark.parametrize("size", [(40, 30), (8, 64), (64, 8), (1, 1)])
-def test_ordinary_pictures_have_the_pixels_of_openclips_transform(size):
+def test_evaluation_images_have_the_pixels_of_openclips_transform(size):
     image = Image.open(io.BytesIO(picture(*size))).convert("RGB")
     reference = v2.Compose([v2.Resize(16, v2.InterpolationMode.BICUBIC), v2.CenterCrop(16),
                             v2.PILToTensor(), common.to_floats])
@@ -534,8 +558,8 @@ def test_ordinary_pictures_have_the_pixels_of_openclips_transform(size):
 
 
 @pytest.mark.parametrize("parts", [1, 3, 5])
-def test_the_order_of_a_table_is_the_literal_one(parts):
-    """Each image is in one part; its captions take turns, and not all begin with their first."""
+def test_the_order_of_a_table_equals_a_literal_loop(parts):
+    """Each image belongs to one part. Epoch e shows the caption number (e + i) of image i."""
     source = CaptionTable([(f"{i}.jpg", f"{i} {k}") for i in range(17) for k in range(3)], "x")
     for part in range(parts):
         expected = []
@@ -546,7 +570,7 @@ def test_the_order_of_a_table_is_the_literal_one(parts):
         assert [(path, caption) for (path, caption, *_), _ in samples] == expected
 
 
-def test_ranks_and_workers_draw_other_worlds():
+def test_ranks_and_workers_draw_different_scenes():
     batches = []
     for rank in range(2):
         stream = WorldStream(World(size=16), TOKENIZER, None, 0, 16, 4, 0, rank, 2)
@@ -556,7 +580,7 @@ def test_ranks_and_workers_draw_other_worlds():
 
 
 @pytest.mark.parametrize("ranks, workers", [(1, 0), (3, 0), (1, 2), (2, 2)])
-def test_ranks_and_workers_share_the_shards(tmp_path, ranks, workers):
+def test_ranks_and_workers_read_every_sample_of_the_shards_once(tmp_path, ranks, workers):
     sizes = [6, 2, 4, 4, 3, 5, 1, 7]
     source = open_data(write_shards(tmp_path, sizes, broken=(4, 9)))
     shown = []
@@ -569,8 +593,11 @@ def test_ranks_and_workers_share_the_shards(tmp_path, ranks, workers):
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_the_order_of_shards_is_the_literal_one(tmp_path, parts):
-    """Those of two sources are joined, dealt to the parts, and shuffled four at a time."""
+def test_the_order_of_shards_equals_a_literal_loop(tmp_path, parts):
+    """The shards of two sources are joined and dealt to the parts.
+
+    A part shuffles the samples of four shards at a time.
+    """
     write_shards(tmp_path, [5] * 10)
     source = open_data(f"{tmp_path}/{{000..006}}.tar::{tmp_path}/{{007..009}}.tar")
     for part in range(parts):
@@ -584,7 +611,7 @@ def test_the_order_of_shards_is_the_literal_one(tmp_path, parts):
         assert captions_of_samples(source, len(expected), 7, part, parts) == expected
 
 
-def test_a_resumed_stream_opens_the_shards_of_its_window_alone(tmp_path, monkeypatch):
+def test_a_resumed_stream_opens_only_the_shards_of_its_window(tmp_path, monkeypatch):
     source, opened = open_data(write_shards(tmp_path, [5] * 40)), []
     samples, place, read = source.samples(0, 0, 1), (0, 0, 0), common.read_headers
     while place < (20, 3, 10):  # 70 of the 200 samples of epoch 20
@@ -600,7 +627,7 @@ def test_a_resumed_stream_opens_the_shards_of_its_window_alone(tmp_path, monkeyp
     assert opened == [f"{i:03}.tar" for i in order]
 
 
-def test_captions_of_shards_take_turns(tmp_path):
+def test_captions_of_a_shards_image_alternate_between_epochs(tmp_path):
     jpg, captions, members = picture(), {}, {}
     for i in range(6):
         members |= {f"{i}.jpg": jpg, f"{i}.txt": f"n{i} n0\nn{i} n1\n\nn{i} n2\n"}
@@ -609,7 +636,8 @@ def test_captions_of_shards_take_turns(tmp_path):
         for caption in captions_of_samples(source, 6, start=6 * epoch):
             captions.setdefault(caption[:2], []).append(caption[3:])
     assert [sorted(turns) for turns in captions.values()] == [["n0", "n1", "n2"]] * 6
-    # by where a key's first header lies: the order that runs of all versions have
+    # The first caption depends on the position of the key's first header in the shard. A change
+    # of this rule would change the captions of runs that are resumed.
     rows = [row for row in common.read_headers(source.paths[0], contextlib.ExitStack())]
     firsts = {f"n{key}": f"n{start // 512 % 3}" for _, key, start, _ in rows}
     assert {name: turns[0] for name, turns in captions.items()} == firsts
@@ -617,21 +645,21 @@ def test_captions_of_shards_take_turns(tmp_path):
     assert source.sample_captions(4) == ["n0 n0", "n0 n1", "n0 n2", "n1 n0"]
 
 
-def test_augmentation_changes_from_epoch_to_epoch_by_a_generator_of_its_own(tmp_path):
+def test_augmentation_changes_between_epochs_and_leaves_torchs_generator_unchanged(tmp_path):
     source, before = open_data(write_table(tmp_path, 1)), torch.get_rng_state()
     images = take(stream(source, 4), 1)[0]["images"]
     assert len({image.numpy().tobytes() for image in images}) > 1
     assert torch.equal(before, torch.get_rng_state())
 
 
-BAD_SHARDS = {  # {reason: what the shard holds}
+BAD_SHARDS = {  # {reason for skipping: members of the shard}
     common.BAD_SHARD: b"", "empty caption": {"0.jpg": picture(), "0.txt": ""},
     "unreadable image": {"0.jpg": b"no image", "0.txt": "n0"},
     common.NO_IMAGE: {f"{i}.txt": "n0" for i in range(3000)}}
 
 
 @pytest.mark.parametrize("reason", BAD_SHARDS)
-def test_a_useless_shard_is_counted_and_nothing_but_such_shards_is_an_error(
+def test_a_useless_shard_is_counted_and_only_useless_shards_raise_an_error(
         tmp_path, monkeypatch, reason):
     write_shards(tmp_path, [15])
     write_files(tmp_path, {f"00{i}.tar": BAD_SHARDS[reason] for i in (1, 2)})
@@ -649,7 +677,7 @@ def test_a_useless_shard_is_counted_and_nothing_but_such_shards_is_an_error(
 
 
 @pytest.mark.parametrize("n", [3, 2000])
-def test_a_table_of_images_that_are_not_there_ends_soon(n):
+def test_a_table_of_missing_images_raises_an_error_after_1000_samples(n):
     source = CaptionTable([(f"gone/{i}.jpg", "n1") for i in range(n)], "a.csv")
     message = failure(take, stream(source), 1)
     assert re.fullmatch(r"gone/\d+.jpg does not exist, and the 999 samples before it could not "
@@ -657,7 +685,7 @@ def test_a_table_of_images_that_are_not_there_ends_soon(n):
 
 
 @pytest.mark.parametrize("workers, ranks, parts", [(0, 3, 3), (2, 2, 4)])
-def test_too_few_for_the_workers(workers, ranks, parts, tmp_path):
+def test_fewer_images_or_shards_than_workers_raise_an_error(workers, ranks, parts, tmp_path):
     for spec, count in ((write_table(tmp_path, 2), "2 images"),
                         (write_shards(tmp_path, [3, 3]), "2 shards")):
         source = open_data(spec)
@@ -667,10 +695,11 @@ def test_too_few_for_the_workers(workers, ranks, parts, tmp_path):
 
 
 def recoloured(x, *strengths):
+    """Jitter x randomly. strengths: of brightness, contrast, saturation and hue."""
     return common.jitter(x, common.draw_colours(len(x), *strengths))
 
 
-def test_jitter_is_torchvisions_brightness_contrast_and_saturation():
+def test_jitter_equals_torchvisions_brightness_contrast_and_saturation():
     x = torch.rand(5, 3, 6, 7) * 0.2 + 0.4                   # nothing is cut at 0 or 1
     with common.fixed_seed(1):
         found = recoloured(x, 0.3, 0.3, 0.3, 0)
@@ -683,7 +712,7 @@ def test_jitter_is_torchvisions_brightness_contrast_and_saturation():
         torch.testing.assert_close(changed, image, atol=2e-3, rtol=0)
 
 
-def test_hue_turns_colours_and_keeps_greys_and_brightness():
+def test_hue_changes_colours_but_not_greys_or_brightness():
     grey, x = torch.rand(4, 1, 5, 5).expand(4, 3, 5, 5), torch.rand(4, 3, 5, 5) * 0.2 + 0.4
     torch.testing.assert_close(recoloured(grey, 0, 0, 0, 0.5), grey, atol=1e-3, rtol=0)
     turned = recoloured(x, 0, 0, 0, 0.5)
@@ -691,11 +720,11 @@ def test_hue_turns_colours_and_keeps_greys_and_brightness():
     torch.testing.assert_close(common.luma(turned), common.luma(x), atol=1e-3, rtol=0)
     red = torch.tensor([0.6, 0.4, 0.4]).view(1, 3, 1, 1).expand(200, 3, 2, 2)
     little, much = (recoloured(red, 0, 0, 0, hue)[:, :, 0, 0] for hue in (0.1, 0.5))
-    assert (little.argmax(1) == 0).all()                     # by a tenth of a circle: still red
+    assert (little.argmax(1) == 0).all()                     # by .1: red stays largest
     assert (much.argmax(1).bincount(minlength=3) > 20).all()
 
 
-def test_blur_is_a_gaussian_of_its_own_for_each_image():
+def test_blur_is_torchvisions_gaussian_with_a_width_for_each_image():
     x, widths = torch.rand(3, 3, 21, 21), (0.1, 0.7, 1.5)
     sigma = torch.tensor(widths).view(3, 1, 1, 1)
     result = common.blur(x, sigma)
@@ -707,10 +736,10 @@ def test_blur_is_a_gaussian_of_its_own_for_each_image():
     torch.testing.assert_close(common.blur(flat, sigma), flat)
 
 
-def test_class_folders(tmp_path):
+def test_class_folders_give_classes_labels_and_captions(tmp_path):
     names = ("fire_truck/1.jpg fire_truck/2.PNG airplane/deep/1.jpeg airplane/notes.txt .git/x.jpg "
              "__MACOSX/._1.jpg loose.png")
-    folder = tmp_path / "a:b=c"  # not a SPEC with a setting
+    folder = tmp_path / "a:b=c"  # an existing path, although it looks like a SPEC with a setting
     write_files(folder, dict.fromkeys(names.split(), picture()))
     source, truck = open_data(str(folder)), "a photo of a fire truck."
     assert source.classes == ["airplane", "fire_truck"]
@@ -730,15 +759,15 @@ def test_links_below_class_folders_are_followed_and_hidden_names_are_not_read(tm
              "data/cat/._1.jpg data/dog/deep/er/1.pgm data/dog/1.jfif elsewhere/2.jpg")
     write_files(tmp_path, dict.fromkeys(files.split(), picture()))
     (tmp_path / "data/cat/more").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "data/dog/deep/up").symlink_to(tmp_path / "data/dog")        # a circle
+    (tmp_path / "data/dog/deep/up").symlink_to(tmp_path / "data/dog")        # circular
     source = open_data(f"{tmp_path}/data", content="label")
     paths = [os.path.relpath(source.path(i), tmp_path / "data") for i in range(len(source))]
     assert paths == ["cat/1.jpg", "cat/more/2.jpg", "dog/1.jfif", "dog/deep/er/1.pgm"]
     assert source.labels.tolist() == [0, 0, 1, 1] and source.skipped == {}
 
 
-def test_a_folder_of_images_may_have_folders(tmp_path):
-    """BAM asks for no labels; class folders beside loose images would be a part of the images."""
+def test_training_without_labels_reads_images_at_every_depth(tmp_path):
+    """BAM needs no labels, so it reads the loose images as well as those in folders."""
     files = "1.jpg", "2.jpg", "more/3.jpg", "none/notes.txt"
     write_files(tmp_path, dict.fromkeys(files, picture()))
     source = open_data(str(tmp_path), content=None)
@@ -748,33 +777,37 @@ def test_a_folder_of_images_may_have_folders(tmp_path):
         open_data(str(tmp_path))
 
 
-def test_folders_that_are_numbers_stand_in_their_order(tmp_path):
+def test_folders_named_by_numbers_are_sorted_as_numbers(tmp_path):
     write_files(tmp_path, {f"{kind}/{name}/1.jpg": picture() for kind, names in (
         ("numbers", "10 9 0 2"), ("words", "10 9 0 x2")) for name in names.split()})
     assert open_data(f"{tmp_path}/numbers").classes == ["0", "2", "9", "10"]
     assert open_data(f"{tmp_path}/words").classes == ["0", "10", "9", "x2"]
 
 
-def test_a_long_path_takes_the_memory_of_itself_alone():
+def test_a_long_path_needs_no_more_memory_than_its_bytes():
     paths = [f"{i}.jpg" for i in range(1000)] + ["x" * 5000 + "/\u732b.jpg"]
     table = CaptionTable([(path, "n1") for path in paths], "a.csv")
     assert [table.path(i) for i in range(1001)] == paths and len(table) == 1001
     assert len(table.path_bytes) == sum(len(path.encode()) for path in paths)
 
 
-def test_imagenets_thousand_folders_have_torchvisions_names():
+def test_imagenets_1000_folders_have_torchvisions_names():
     numbers = [f"n{i:08}" for i in range(1000)]
     names, source = common.class_names(numbers)
-    # indices 0, 1, 207, 999 of ImageNet's classes, sorted by their numbers
+    # classes 0, 1, 207 and 999 of ImageNet
     some = [names[i] for i in (0, 1, 207, 999)]
     assert some == ["tench", "goldfish", "golden retriever", "toilet tissue"]
     assert (len(names), source) == (1000, "torchvision")
 
 
 def distorted(x, view, image_size):
-    """Crops (B, 3, s, s) in [0, 1] of a kind of view, every change to all and then chosen by a
-    mask, each number drawn where it is used."""
+    """Return crops (B, 3, s, s) in [0, 1] after the random changes of a view, normalised.
+
+    Each change is computed for all crops, and a mask chooses the crops that are changed. Each
+    random number is drawn in the line that uses it.
+    """
     def some(p):
+        """Return a random mask that is True with probability p."""
         return torch.rand(len(x), 1, 1, 1) < p
 
     x = torch.where(some(0.5), x.flip(3), x).clamp(0, 1)
@@ -793,7 +826,7 @@ ALL_VIEWS = [common.View(32, (0.4, 1.0), blur=1.0), common.View(32, (0.4, 1.0), 
 
 
 def crops_of(kind, views, n=24):
-    """n lists of crops, of PIL images in uint8 or of the world's in floats."""
+    """Return n lists of crops: uint8 from PIL images, or floats from images of the world."""
     images = [Image.open(io.BytesIO(picture(50, 40))).convert("RGB")] * n
     if kind == "world":
         images = torch.rand(n, 3, 40, 40)
@@ -801,7 +834,7 @@ def crops_of(kind, views, n=24):
 
 
 @pytest.mark.parametrize("kind", ["files", "world"])
-def test_views_are_distorted_by_the_numbers_that_were_drawn(kind):
+def test_distort_equals_a_literal_reference_with_the_same_random_numbers(kind):
     views = common.Views(ALL_VIEWS, 32)
     crops = crops_of(kind, views)
     torch.manual_seed(1)
@@ -817,17 +850,17 @@ def test_views_are_distorted_by_the_numbers_that_were_drawn(kind):
         expected = distorted(column, ALL_VIEWS[i], 32)
         torch.testing.assert_close(x, expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(torch.rand(1), after) and "draws" not in result
-    assert all(map(torch.equal, batch["views"], kept))       # what came is left as it was
+    assert all(map(torch.equal, batch["views"], kept))       # the input is unchanged
 
 
 def assert_pixels_of_pil(found, expected):
-    """uint8 images whose resizing differs by rounding: by few levels, on average by a tenth."""
+    """Assert that uint8 images differ only by rounding: 8 levels at most, .1 on average."""
     assert found.dtype == expected.dtype == torch.uint8 and found.shape == expected.shape
     levels = (found.int() - expected.int()).abs().float()
     assert levels.max() <= 8 and levels.mean() < 0.1
 
 
-def test_training_images_are_those_of_pil_but_for_rounding():
+def test_training_crops_equal_those_of_pil_up_to_rounding():
     image = Image.open(io.BytesIO(picture(250, 140))).convert("RGB")
     reference = v2.Compose([
         v2.RandomResizedCrop(64, (0.5, 1.0), interpolation=v2.InterpolationMode.BICUBIC),
@@ -846,7 +879,7 @@ def test_training_images_are_those_of_pil_but_for_rounding():
 @pytest.mark.parametrize("tower", [
     lambda: common.ViT(32, 16, 12, 1, 2, cls=True), lambda: common.ResNet(32, (1, 1, 1, 1)),
     lambda: common.ViT(32, 8, 12, 2, 2, stem=((4, 4), (4, 2)))])
-def test_towers_normalise_uint8(tower):
+def test_towers_normalise_uint8_images(tower):
     tower, images = tower().eval(), torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
     floats = v2.functional.normalize(images / 255, common.MEAN, common.STD)
     torch.testing.assert_close(tower(images), tower(floats))
@@ -855,13 +888,13 @@ def test_towers_normalise_uint8(tower):
         torch.testing.assert_close(tower.cls_attention(images), tower.cls_attention(floats))
 
 
-def test_a_fraction_of_the_labels_is_of_each_class_or_what_a_file_names(tmp_path):
+def test_label_fraction_is_a_share_of_each_class_or_a_list_of_images(tmp_path):
     labels = [2] * 40 + [0] * 10 + [1] * 3
     names = [f"class/{i}.jpg" for i in range(53)]
     rows = common.label_rows(names, labels, "0.1")
     assert sorted(rows) == rows == common.label_rows(names, torch.tensor(labels), "0.1")
     assert [sum(labels[i] == c for i in rows) for c in range(3)] == [1, 1, 4]
-    assert rows[:4] != [0, 1, 2, 3]                                         # at random
+    assert rows[:4] != [0, 1, 2, 3]                                         # chosen at random
     assert rows == common.label_rows(names, labels, "1e-1")
     assert common.label_rows(names, labels, "1.0") == list(range(53))
     (tmp_path / "1percent.txt").write_text("7.jpg\n44.jpg\nelsewhere/52.jpg\n\n")
@@ -880,8 +913,8 @@ def test_a_fraction_of_the_labels_is_of_each_class_or_what_a_file_names(tmp_path
         common.label_rows(names, labels, "no.txt")
 
 
-def test_the_readme_makes_class_folders_of_a_data_set_of_torchvision(tmp_path, monkeypatch):
-    """With a stand-in for the download."""
+def test_the_readmes_lines_write_cifar10_as_class_folders(tmp_path, monkeypatch):
+    """A small stand-in replaces the data set that torchvision would download."""
     readme = Path(__file__).parents[1].joinpath("README.md").read_text("utf-8")
     lines = re.search(r"    from pathlib import Path\n(?:    .+\n)+", readme)[0]
 

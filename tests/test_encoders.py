@@ -1,4 +1,8 @@
-"""Encoders against torch's in float64 and literal loops, three ranks against one process."""
+"""Encoders: ViT, text transformer and ResNet against torch, torchvision and literal references.
+
+BatchNorm and gather on three ranks must equal one process. Further tests check which weights are
+read from the checkpoints of other projects.
+"""
 
 import math
 
@@ -13,20 +17,21 @@ from torchvision.models import resnet
 import common
 from helpers import assert_same_with_gradients, run_ranks, tiny_model
 
-WIDTH, HEADS, DEPTH, PATCH, SIZE = 12, 3, 2, 4, 12  # the tiny towers: a grid of 3 x 3 patches
+WIDTH, HEADS, DEPTH, PATCH, SIZE = 12, 3, 2, 4, 12  # of the tiny ViT: a grid of 3 x 3 patches
 VOCAB, CONTEXT = 19, 7
-TORCH_NAMES = [  # our names, and those of nn.TransformerEncoderLayer
+TORCH_NAMES = [  # (part of our name, part of the name in nn.TransformerEncoderLayer)
     ("attn.qkv.", "self_attn.in_proj_"), ("attn.proj.", "self_attn.out_proj."),
     ("mlp.fc1.", "linear1."), ("mlp.fc2.", "linear2.")]
 
 
 def random_weights(encoder, dtype=torch.float32):
-    """{name: random tensor} for every tensor of an encoder."""
+    """Return {name: random tensor} for every tensor of an encoder."""
     state = encoder.state_dict()
     return {name: (torch.randn(value.shape) * 0.4).to(dtype) for name, value in state.items()}
 
 
 def renamed(state, names):
+    """Return the state dict with names in which each of ours is replaced by theirs."""
     result = {}
     for name, value in state.items():
         for ours, theirs in names:
@@ -40,7 +45,10 @@ def quick_gelu(x):
 
 
 def torchs_block(p, act, eps, name=""):
-    """torch's pre-norm block in float64, with the weights of p that `name` begins."""
+    """Return torch's pre-norm block in float64.
+
+    Its weights are those of p whose names begin with `name`.
+    """
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, act, eps, batch_first=True,
                                        norm_first=True, dtype=torch.float64)
     own = {key.removeprefix(name): x for key, x in p.items() if key.startswith(name)}
@@ -49,12 +57,16 @@ def torchs_block(p, act, eps, name=""):
 
 
 def normed(x, p, name, eps):
+    """LayerNorm with the weights p[name]."""
     return layer_norm(x, (WIDTH,), p[f"{name}.weight"], p[f"{name}.bias"], eps)
 
 
 @torch.no_grad()
 def literal_vit(p, image, act, eps, pos=None):
-    """p: weights by our names; pos: positions (N, d) instead of theirs."""
+    """ViT written out: one image (3, H, W) -> tokens (N, d).
+
+    p: weights under our names. pos: positions (N, d) in place of the weights' own.
+    """
     p, image = {name: value.double() for name, value in p.items()}, image.double()
     rows = [p["cls"][0, 0]] if "cls" in p else []
     for top in range(0, image.shape[1], PATCH):
@@ -71,7 +83,10 @@ def literal_vit(p, image, act, eps, pos=None):
 
 @torch.no_grad()
 def literal_text(p, tokens, act, eps):
-    """The causal tower."""
+    """The causal text transformer written out: tokens (L,) -> (L, d).
+
+    p: weights under our names.
+    """
     p, n = {name: value.double() for name, value in p.items()}, len(tokens)
     x, hidden = p["embedding.weight"][tokens] + p["pos"][0, :n], torch.ones(n, n).triu(1).bool()
     for i in range(DEPTH):
@@ -80,30 +95,33 @@ def literal_text(p, tokens, act, eps):
 
 
 def pils_resize(grid, height, width):
-    """PIL's bicubic interpolation of (h, w, d) -> (height * width, d)."""
+    """PIL's bicubic interpolation of a grid (h, w, d) -> (height * width, d)."""
     channels = [Image.fromarray(x.float().numpy()) for x in grid.permute(2, 0, 1)]
     resized = [np.array(x.resize((width, height), Image.BICUBIC)) for x in channels]
     return torch.from_numpy(np.stack(resized, 2)).flatten(0, 1)
 
 
 def tiny_vit(**settings):
+    """Return a small ViT with these settings."""
     size = dict(image_size=SIZE, patch_size=PATCH, width=WIDTH, depth=DEPTH, heads=HEADS)
     return common.ViT(**size | settings)
 
 
 def tiny_text(**settings):
+    """Return a small text transformer with these settings."""
     size = dict(vocab_size=VOCAB, context=CONTEXT, width=WIDTH, depth=DEPTH, heads=HEADS)
     return common.TextTransformer(**size | settings)
 
 
 def close(a, b, atol=1e-5, rtol=0):
+    """Assert that a and b differ by at most atol + rtol * |b|."""
     torch.testing.assert_close(a, b.to(a.dtype), atol=atol, rtol=rtol)
 
 
 @pytest.mark.parametrize("act, torchs_act", [
     (nn.GELU, gelu), (common.QuickGELU, quick_gelu)])
 @pytest.mark.parametrize("kind", ["full", "padded", "causal"])
-def test_block_and_its_gradients_are_torchs(act, torchs_act, kind):
+def test_a_block_and_its_gradients_equal_torchs(act, torchs_act, kind):
     block = common.Block(WIDTH, HEADS, act, 1e-3, 0.0).double()
     block.load_state_dict(random_weights(block, torch.float64))
     torchs = torchs_block(block.state_dict(), torchs_act, 1e-3)
@@ -119,7 +137,8 @@ def test_block_and_its_gradients_are_torchs(act, torchs_act, kind):
 
 @pytest.mark.parametrize("height, width", [(12, 12), (20, 16), (8, 24)])
 @pytest.mark.parametrize("cls", [True, False])
-def test_vit_at_any_size(cls, height, width):
+def test_vit_equals_a_literal_reference_at_any_image_size(cls, height, width):
+    """The positions of other sizes are interpolated as PIL resizes an image."""
     vit, images = tiny_vit(cls=cls), torch.randn(2, 3, height, width)
     weights = random_weights(vit)
     vit.load_state_dict(weights)
@@ -130,7 +149,7 @@ def test_vit_at_any_size(cls, height, width):
         close(tokens, literal_vit(weights, image, gelu, 1e-6, pos))
 
 
-def test_sincos_positions():
+def test_sincos_positions_equal_their_formula():
     pos = common.sincos_positions(2, 3, 8)
     for y in range(2):
         for x in range(3):
@@ -144,7 +163,7 @@ def test_sincos_positions():
 
 @pytest.mark.parametrize("make, shape", [
     (lambda: tiny_vit(drop_path=0.5), (2, 3, SIZE, SIZE)), (tiny_text, (2, CONTEXT))])
-def test_gradient_checkpointing_changes_no_gradient(make, shape):
+def test_gradient_checkpointing_does_not_change_gradients(make, shape):
     encoder, inputs = make(), [torch.randn(shape)]
     if len(shape) == 2:
         mask = torch.arange(CONTEXT) < torch.tensor([[4], [7]])
@@ -161,7 +180,7 @@ def test_gradient_checkpointing_changes_no_gradient(make, shape):
     assert len(forwards) == 3 and all(map(torch.equal, *results))
 
 
-def test_resnet_gives_torchvisions_last_feature_map():
+def test_resnet_returns_torchvisions_last_feature_map():
     theirs = resnet.ResNet(resnet.Bottleneck, [1, 2, 1, 1]).eval()
     ours = common.ResNet(64, blocks=(1, 2, 1, 1)).eval()
     state = theirs.state_dict()
@@ -176,7 +195,7 @@ def test_resnet_gives_torchvisions_last_feature_map():
     assert common.image_encoder_settings("ResNet-50") == (common.ResNet, settings)
 
 
-def test_cls_attention_is_the_softmax_of_the_last_block():
+def test_cls_attention_equals_the_softmax_of_the_last_block():
     encoder = tiny_vit(cls=True, pre_norm=True).double()
     images = torch.randn(2, 3, 16, 8, dtype=torch.double)
     weights = encoder.cls_attention(images)
@@ -191,7 +210,7 @@ def test_cls_attention_is_the_softmax_of_the_last_block():
             close(weights[b, head].flatten(), torch.tensor(expected), 1e-6)
 
 
-def test_stochastic_depth_drops_whole_rows_in_training_only():
+def test_stochastic_depth_drops_rows_only_in_training():
     block = common.Block(WIDTH, HEADS, nn.GELU, 1e-6, 0.25)
     nn.init.zeros_(block.mlp.fc2.weight), nn.init.zeros_(block.mlp.fc2.bias)
     x = torch.randn(1, 4, WIDTH).expand(400, -1, -1)
@@ -209,18 +228,20 @@ def test_stochastic_depth_drops_whole_rows_in_training_only():
     ("ViT-B/16:drop_path=0.1,cls=1", "ViT-B/16", {"drop_path": "0.1", "cls": "1"}),
     ("C:/data/a.csv", "C:/data/a.csv", {}), ("a,b:c", "a,b:c", {}),
     ("C:/data/a.csv:image=path", "C:/data/a.csv", {"image": "path"})])
-def test_parse_spec(spec, name, settings):
+def test_parse_spec_separates_the_name_from_its_settings(spec, name, settings):
     assert common.parse_spec(spec) == (name, settings)
 
 
 def norm_and_images(kind):
+    """Return a BatchNorm of this class, images for three ranks, and weights of their outputs."""
     torch.manual_seed(5)
     images = torch.randn(6, 3, 5, 5)
-    images[2:] = 2 * images[2:] + 3  # the first rank's images are unlike the others'
+    images[2:] = 2 * images[2:] + 3  # the first rank's images have other statistics
     return kind(3), images, torch.randn(6, 3, 5, 5)
 
 
 def normalise_on(rank):
+    """Return what this rank gets from BatchNorm and from gather, with gradients."""
     norm, images, weights = norm_and_images(common.BatchNorm)
     part = slice(2 * rank, 2 * rank + 2)
     x = images[part].requires_grad_()
@@ -237,11 +258,12 @@ def normalise_on(rank):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
+    """What normalise_on returned on each of three ranks."""
     return run_ranks(tmp_path_factory.mktemp("ranks"), normalise_on, world=3)
 
 
 @pytest.mark.ranks
-def test_batch_norm_of_three_ranks_is_that_of_one_process(ranks):
+def test_batch_norm_on_three_ranks_equals_one_process(ranks):
     norm, images, weights = norm_and_images(nn.BatchNorm2d)
     y = norm(images.requires_grad_())
     (y * weights).sum().backward()
@@ -249,18 +271,18 @@ def test_batch_norm_of_three_ranks_is_that_of_one_process(ranks):
     close(torch.cat([rank["gradient"] for rank in ranks]), images.grad, 1e-5)
     for i, parameter in enumerate(norm.parameters()):
         close(sum(rank["gradients"][i] for rank in ranks), parameter.grad, 1e-4)
-    half = torch.cat([rank["half"] for rank in ranks])  # has statistics in fp32
+    half = torch.cat([rank["half"] for rank in ranks])  # bf16, but its statistics are fp32
     expected = norm(images.bfloat16().float()).detach()
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), expected, atol=1e-4, rtol=2**-8)
     for rank in ranks:
-        for name, value in norm.state_dict().items():  # after both batches
+        for name, value in norm.state_dict().items():  # running statistics of both batches
             close(rank["state"][name], value, 1e-6, 1e-6)
 
 
 @pytest.mark.ranks
 def test_gather_keeps_the_order_of_the_ranks_and_sums_their_gradients(ranks):
-    assert common.gather.rank == 0 and common.gather(ranks) is ranks  # one process
+    assert common.gather.rank == 0 and common.gather(ranks) is ranks  # in one process
     for i, result in enumerate(ranks):
         assert result["rank"] == i
         assert result["gathered"].tolist() == [[rank, row] for rank in range(3) for row in (0, 1)]
@@ -269,7 +291,7 @@ def test_gather_keeps_the_order_of_the_ranks_and_sums_their_gradients(ranks):
 
 
 @pytest.mark.parametrize("name", ["sparc", "sparo", "stair", "dino", "bam"])
-def test_the_evaluated_encoder_is_the_one_that_encodes(name):
+def test_evaluation_encoder_is_the_encoder_that_encode_image_uses(name):
     model = tiny_model(name).eval()
     images, before = torch.randn(2, 3, 16, 16), []
     model.evaluation_encoder().register_forward_hook(lambda *call: before.append(call[1][0]))
@@ -278,7 +300,8 @@ def test_the_evaluated_encoder_is_the_one_that_encodes(name):
     assert (model.evaluation_encoder() is model.image_encoder) == (name not in ("dino", "bam"))
 
 
-def test_what_stands_beside_the_weights_is_left_and_an_average_is_said(capsys):
+def test_only_weights_are_read_from_a_checkpoint_and_an_unused_average_is_named(capsys):
+    """timm's training checkpoints hold an average of the weights as state_dict_ema."""
     weights = {"module._orig_mod.a": torch.ones(1), "epoch": 3, 7: torch.ones(1), "b": [1.0]}
     assert common.unwrapped(weights) == {"a": torch.ones(1)}
     assert common.unwrapped({"state_dict": weights, "state_dict_ema": {}}) == {"a": torch.ones(1)}
@@ -287,7 +310,7 @@ def test_what_stands_beside_the_weights_is_left_and_an_average_is_said(capsys):
         common.unwrapped({"epoch": 3})
 
 
-def test_a_vit_of_one_colour_is_refused():
+def test_a_vit_for_images_with_one_channel_is_refused():
     tower = common.ViT(16, 8, width=8, depth=1, heads=2)
     state = common.timm_weights(tower)
     state["patch_embed.proj.weight"] = state["patch_embed.proj.weight"][:, :1]

@@ -1,4 +1,8 @@
-"""Start from a whole CLIP or a ViT, export a ViT; the lines for other projects in method files."""
+"""Weights of other projects: start from a CLIP or a ViT, export a ViT. Lines for other projects.
+
+Made-up checkpoints have the names of OpenCLIP's, OpenAI's, timm's, DINO's and BAM's files. Each
+method file has a comment with lines that use its loss in another project. A test runs the lines.
+"""
 
 import argparse
 import functools
@@ -19,20 +23,21 @@ from test_encoders import (CONTEXT, DEPTH, SIZE, VOCAB, WIDTH, close, literal_te
                            pils_resize, quick_gelu, random_weights, renamed, tiny_text, tiny_vit)
 
 CLIP_IMAGE = dict(cls=True, pre_norm=True, patch_bias=False, eps=1e-5)
-CLIP_NAMES = [  # our names, and those of OpenCLIP and OpenAI
+CLIP_NAMES = [  # (part of our name, part of the name in files of OpenCLIP and OpenAI)
     ("embedding.", "token_embedding."), ("cls", "class_embedding"), ("pos", "positional_embedding"),
     ("patch_embed.", "conv1."), ("norm_pre.", "ln_pre."), ("blocks.", "transformer.resblocks."),
     (".norm1.", ".ln_1."), (".attn.qkv.", ".attn.in_proj_"), (".attn.proj.", ".attn.out_proj."),
     (".norm2.", ".ln_2."), (".mlp.fc1.", ".mlp.c_fc."), (".mlp.fc2.", ".mlp.c_proj.")]
-NUMBERS = {"input_resolution": torch.tensor(12), "context_length": torch.tensor(7)}  # OpenAI's
+NUMBERS = {"input_resolution": torch.tensor(12), "context_length": torch.tensor(7)}  # OpenAI
 
 
 def prefixed(prefix, state):
+    """Return the state dict with the prefix before each name."""
     return {prefix + name: value for name, value in state.items()}
 
 
 def clip_names(image, text, E=8):
-    """Two towers as in a file of OpenCLIP or OpenAI, with projections to E."""
+    """Return two towers and projections to width E under the names of OpenCLIP and OpenAI."""
     wide, text_wide = len(image["norm.weight"]), len(text["norm.weight"])
     image = renamed(image, [*CLIP_NAMES, ("norm.", "ln_post.")])
     text = renamed(text, [*CLIP_NAMES, ("norm.", "ln_final.")])
@@ -45,14 +50,14 @@ def clip_names(image, text, E=8):
 
 
 def model_of(name, vit, tower, **settings):
-    """A method's model on two towers of test_encoders.py."""
+    """Return a method's model with these two towers."""
     config = train.METHODS[name].Config(**settings)
     config.method = name
     return common.build_model(train.METHODS[name], config, vit, tower)
 
 
 def custom_text(state):
-    """As OpenCLIP saves a model whose text tower stands by itself, as a training checkpoint."""
+    """Return OpenCLIP's training checkpoint of a model whose text tower is a separate module."""
     for key in list(state):
         if not key.startswith(("visual.", "logit_scale")):
             state[f"text.{key}"] = state.pop(key)
@@ -62,7 +67,7 @@ def custom_text(state):
 @pytest.mark.parametrize("act, dtype, extra, change", [
     (gelu, torch.float32, {}, dict), (gelu, torch.float32, {}, custom_text),
     (quick_gelu, torch.float16, NUMBERS, dict)])
-def test_sparos_clip_becomes_the_clip_of_the_file(act, dtype, extra, change):
+def test_sparos_clip_has_the_encodings_of_the_loaded_clip(act, dtype, extra, change):
     quick = act is quick_gelu
     vit, tower = tiny_vit(**CLIP_IMAGE, quick_gelu=quick), tiny_text(causal=True, quick_gelu=quick)
     image, text = random_weights(vit, dtype), random_weights(tower, dtype)
@@ -87,7 +92,7 @@ def test_sparos_clip_becomes_the_clip_of_the_file(act, dtype, extra, change):
     ("sparc", {"embed_dim": 8, "objective": "pacl"}, 2),
     ("sparo", {"readout": "cls", "embed_dim": 8}, 3),
     ("sparo", {"L": 2, "V": 3, "D": 4}, 1), ("stair", {}, 1)])
-def test_what_each_method_takes(name, settings, taken):
+def test_each_method_loads_the_parts_of_a_clip_that_it_has(name, settings, taken):
     model = model_of(name, tiny_vit(cls=True), tiny_text(), **settings)
     before = {key: p.clone() for key, p in model.named_parameters()}
     parts = {"visual.proj": torch.randn(WIDTH, 8), "text_projection": torch.randn(WIDTH, 8),
@@ -99,7 +104,7 @@ def test_what_each_method_takes(name, settings, taken):
         assert torch.equal(parameter, parts[part].T if parts[part].ndim else parts[part])
 
 
-def test_clips_words_need_clips_vocabulary():
+def test_a_clip_with_clips_words_needs_clips_vocabulary():
     towers = tiny_vit(**CLIP_IMAGE), tiny_text(causal=True, vocab_size=49408)
     state = clip_names(*map(random_weights, towers))
     with pytest.raises(UserError, match="the file expects CLIP's tokens: give --vocab bpe_simple"):
@@ -110,8 +115,8 @@ def test_clips_words_need_clips_vocabulary():
 @pytest.mark.parametrize("preset, heads, parameters", [
     ("clip-b32", (12, 8), 151_277_313), ("clip-b16", (12, 8), 149_620_737),
     ("clip-l14", (16, 12), 427_616_513)])
-def test_presets_of_clips_towers(preset, heads, parameters):
-    """Heads of CLIP's Table 20; all in all as many parameters as OpenAI's files hold."""
+def test_clip_presets_have_the_heads_and_parameters_of_clip(preset, heads, parameters):
+    """The heads are those of CLIP's Table 20. OpenAI's files have this number of parameters."""
     _, settings = common.image_encoder_settings(preset)
     words = common.encoder_settings(common.TextTransformer, preset, common.TEXT_PRESETS)
     with torch.device("meta"):
@@ -125,8 +130,10 @@ def test_presets_of_clips_towers(preset, heads, parameters):
 
 
 def made_up_clip_file(vocab, changes={}):
-    """Write clip.pt, weights of a made-up CLIP -> flags of SPARC to start from it.
-    changes: {name: shape of another tensor, or None if it lacks}."""
+    """Write clip.pt with random weights of a CLIP, and return SPARC's flags to start from the file.
+
+    changes: {tensor: another shape, or None if the file lacks the tensor}.
+    """
     towers = [f"clip-b32:width=16,heads=2,depth=1,{more}"
               for more in ("image_size=16,patch_size=8", "context=32,vocab_size=1")]
     flags = ["--image-encoder", towers[0], "--text-encoder", towers[1], "--embed-dim", "8",
@@ -141,7 +148,7 @@ def made_up_clip_file(vocab, changes={}):
     return flags
 
 
-def test_a_run_starts_from_a_clip_and_resumes(tmp_path, monkeypatch, run_of):
+def test_a_run_starts_from_a_clip_and_resumes_without_its_file(tmp_path, monkeypatch, run_of):
     monkeypatch.chdir(tmp_path)
     flags = [*SMALL["sparc"], *made_up_clip_file(run_of("sparc") / "vocab.txt")]
     clip, stopped = torch.load("clip.pt"), tmp_path / "stopped"
@@ -151,12 +158,12 @@ def test_a_run_starts_from_a_clip_and_resumes(tmp_path, monkeypatch, run_of):
     conv = trained["image_encoder.patch_embed.weight"]
     assert torch.equal(conv, clip["visual.conv1.weight"])
     train_until(3, [*flags, "--out", stopped])
-    (tmp_path / "clip.pt").unlink()  # a run that goes on does not read it again
+    (tmp_path / "clip.pt").unlink()  # a resumed run does not read it again
     train_alone(["--out", stopped, "--resume"])
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_torchscript_archive_names_the_call_that_converts_it(tmp_path):
+def test_the_error_for_a_torchscript_file_has_a_call_that_converts_it(tmp_path):
     layer, path = nn.Linear(2, 3), tmp_path / "ViT-B-32.pt"
     torch.jit.script(layer).save(path)
     with pytest.raises(UserError, match="can be read: it is a TorchScript .* Convert ") as caught:
@@ -175,6 +182,7 @@ def test_sparc_drops_the_cls_token(objective):
     images = batch["images"]
 
     def outputs():
+        """Return all that depends on the patches."""
         return [model(batch)["loss"], model.encode_image(images), model.encode_patches(images),
                 model.align_words(*batch.values())]
 
@@ -182,7 +190,7 @@ def test_sparc_drops_the_cls_token(objective):
     found[0].backward()
     assert [key for key, p in model.named_parameters() if p.grad is None] == []
     tokens = tower(images)
-    tower.cls, tower.forward = None, lambda images: tokens[:, 1:]       # patches alone
+    tower.cls, tower.forward = None, lambda images: tokens[:, 1:]       # only the patches
     assert all(map(torch.equal, found, outputs()))
 
 
@@ -193,8 +201,11 @@ TIMM_BLOCK = """
 
 
 def timm_forward(state, pixels, eps=1e-6):
-    """The tokens (N, width) of one image, pixels (3, H, W) in [0, 1], in float64: timm's names,
-    and the constants of its `default_cfg` of a ViT, or of a CLIP's, whose patches have no bias."""
+    """Return the tokens (N, width) of one image in float64. state: weights under timm's names.
+
+    pixels: (3, H, W) in [0, 1]. They are normalised by the constants of timm's `default_cfg` for a
+    ViT, or for a CLIP, whose patches have no bias.
+    """
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     if "patch_embed.proj.bias" not in state:
         mean, std = common.MEAN, common.STD
@@ -204,14 +215,14 @@ def timm_forward(state, pixels, eps=1e-6):
 
 @pytest.mark.parametrize("settings", [
     dict(cls=True), dict(cls=False), dict(cls=True, positions="sincos"), CLIP_IMAGE])
-def test_an_exported_vit_has_timms_names_and_its_own_outputs(settings):
+def test_an_exported_vit_has_timms_names_and_the_same_outputs(settings):
     vit = tiny_vit(**settings)
     vit.load_state_dict(random_weights(vit))
     state, pixels = common.timm_weights(vit), torch.rand(2, 3, SIZE, SIZE)
     names = ["pos_embed", "patch_embed.proj.weight", "norm.weight", "norm.bias"]
     names += [f"blocks.{i}.{name}" for i in range(DEPTH) for name in TIMM_BLOCK.split()]
     names += ["cls_token"] * settings["cls"]
-    clip = ["norm_pre.weight", "norm_pre.bias"]  # timm's have no bias of patches
+    clip = ["norm_pre.weight", "norm_pre.bias"]  # timm's CLIP has no bias of patches
     names += clip if settings is CLIP_IMAGE else ["patch_embed.proj.bias"]
     assert sorted(state) == sorted(names)
     eps = settings.get("eps", 1e-6)
@@ -223,21 +234,22 @@ def test_an_exported_vit_has_timms_names_and_its_own_outputs(settings):
 
 
 def made_up_timm(vit):
-    """Random weights under timm's names for a ViT."""
+    """Return random weights for a ViT under timm's names."""
     names = [(ours, theirs) for theirs, ours in TIMM_NAMES]
     return renamed(random_weights(vit), names)
 
 
 @pytest.mark.parametrize("save", [
     lambda state, other: state | {"head.weight": torch.ones(2)},
-    lambda state, other: {                                              # as DINO's
+    lambda state, other: {                                              # DINO's file
         "student": prefixed("module.backbone.", other), "args": argparse.Namespace(lr=0.1),
         "teacher": prefixed("module.backbone.", state) | {"head.last_layer.weight": torch.ones(2)}},
-    lambda state, other: {"model": prefixed("student.module.backbone.", other)      # as BAM's
+    lambda state, other: {"model": prefixed("student.module.backbone.", other)      # BAM's file
                           | prefixed("teacher.backbone.", state)
                           | {"teacher.proj_head.0.bias": torch.ones(2)}, "epoch": 3},
     lambda state, other: {"model": prefixed("_orig_mod.module.backbone.", state)}])
 def test_files_of_timm_dino_and_bam_are_read(save, tmp_path):
+    """DINO's and BAM's files hold a student, too. The teacher's weights are read."""
     vit, expected = tiny_vit(cls=True), tiny_vit(cls=True)
     state, other = made_up_timm(vit), made_up_timm(vit)
     common.load_timm(expected, state)
@@ -274,7 +286,7 @@ def test_a_vits_positions_are_interpolated_and_its_replaced_block_is_left_out():
 
 
 @pytest.mark.parametrize("name", ["dino", "bam"])
-def test_a_run_starts_from_the_vit_that_another_exported(name, tmp_path, capsys):
+def test_a_run_starts_from_the_vit_that_another_run_exported(name, tmp_path, capsys):
     quick, more = (0, ["--readout", "cls"]) if name == "dino" else (1, [])
     encoder = f"tiny-patch:width=16,heads=2,depth=1,cls=1,quick_gelu={quick}"
     flags = [*SMALL[name], "--image-encoder", encoder, *more]
@@ -294,7 +306,7 @@ def test_a_run_starts_from_the_vit_that_another_exported(name, tmp_path, capsys)
 
 
 def snippet(name):
-    """The lines of a method's file for another project -> (those to run once, the others)."""
+    """Return a method's lines for another project: those to run once, and all others."""
     text = (ROOT / f"{name}.py").read_text()
     comments = re.search(r"# (?:Into|On any) [^\n]*\n((?: *#[^\n]*\n)+)", text)[1].splitlines()
     lines = [line.strip()[6:] for line in comments if line.strip().startswith("#     ")]
@@ -303,7 +315,7 @@ def snippet(name):
 
 
 class Tokens(nn.Module):
-    """A tower of others: (B, 3, 16, 16) or (B, L) -> (B, N, width); of images [CLS] first."""
+    """A tower of another project: images (B, 3, 16, 16) or ids (B, L) -> (B, N, width)."""
 
     def __init__(self, width, words=0):
         super().__init__()
@@ -319,7 +331,7 @@ class Tokens(nn.Module):
 
 
 class OpenClip(nn.Module):
-    """What the lines use of OpenCLIP's CLIP."""
+    """What the lines use of OpenCLIP's class CLIP."""
 
     def __init__(self):
         super().__init__()
@@ -339,7 +351,7 @@ class OpenClip(nn.Module):
 
 
 class HuggingFace(nn.Module):
-    """What the lines use of Hugging Face's CLIPModel."""
+    """What the lines use of Hugging Face's class CLIPModel."""
 
     def __init__(self):
         super().__init__()
@@ -376,7 +388,7 @@ class Theirs(nn.Module):
 
 
 def as_they_have_it(name):
-    """A batch under the names of the lines."""
+    """Return a batch under the names that the lines use."""
     if name == "bam":
         return {"views": [torch.randn(4, 3, size, size) for size in (16, 16, 8)]}
     batch = make_batch()
@@ -388,7 +400,7 @@ def as_they_have_it(name):
 
 
 @pytest.mark.parametrize("name", ["sparo", "stair", "sparc", "bam"])
-def test_the_lines_for_other_projects_run_and_ask_the_other_ranks(name):
+def test_the_lines_for_other_projects_train_all_parameters_and_use_gather(name):
     model, gathered = Theirs(name), []
     loss = model(as_they_have_it(name), lambda x: gathered.append(x) or x)["loss"]
     loss.backward()

@@ -1,4 +1,8 @@
-"""WordPiece as Hugging Face's, its training and CLIP's BPE against literal references."""
+"""Tokenizers: WordPiece against Hugging Face's tokens, CLIP's BPE against a literal reference.
+
+The expected tokens were computed once with the original packages and are written into the tests.
+The training of a WordPiece vocabulary is compared with a loop that counts all pairs anew.
+"""
 
 import gzip
 import pickle
@@ -21,15 +25,17 @@ WORDS = """a an the two three red green blue yellow circle square triangle large
 
 @pytest.fixture(scope="module")
 def tiny():
+    """A WordPiece tokenizer with the vocabulary TINY."""
     return common.WordPiece(TINY)
 
 
-# The ids are those of tokenizers 0.23.3 (of spelled-out special tokens: without its own).
+# The tokens are those of tokenizers 0.23.3. Its special tokens were removed, so that "[CLS]" in a
+# caption is plain text.
 @pytest.mark.parametrize("text, tokens", [
     ("", ""), ("\u0301", ""), ("  \t\r\n\u00a0\u2028\u3000", ""),
     ("uning UNING uninging ing", "un ##ing un ##ing un ##ing ##ing ing"),
     ("unab una", "una ##b una"),
-    ("unable", "[UNK]"),  # greedy: una first, no way back to un ##able
+    ("unable", "[UNK]"),  # greedy: after "una" it does not go back to "un ##able"
     ("unz zun able", "[UNK] [UNK] [UNK]"),
     ("Café CAFE\u0301 c\u0327afé", "cafe cafe cafe"),
     ("a,b!?c'a", "a , b ! ? c ' a"),
@@ -50,12 +56,12 @@ def tiny():
     ("a" * 100, "a" + " ##a" * 99), ("a" * 101 + " b", "[UNK] b"),
     ("a\u0301" * 100, "a" + " ##a" * 99),
 ])
-def test_tokens(tiny, text, tokens):
+def test_wordpiece_gives_the_tokens_of_hugging_face(tiny, text, tokens):
     ids = tiny.encode(text)
     assert [tiny.vocab[i] for i in ids] == ["[CLS]", *tokens.split(), "[SEP]"]
 
 
-def test_truncation_keeps_sep(tiny):
+def test_truncation_keeps_the_sep_token(tiny):
     text = "a b c " * 333 + "a"
     whole = tiny.encode(text)
     assert len(whole) == 1002
@@ -65,7 +71,7 @@ def test_truncation_keeps_sep(tiny):
     assert tiny.encode("", 2) == [tiny.cls, tiny.sep]
 
 
-def test_batch(tiny):
+def test_a_batch_is_padded_to_its_longest_text_and_masked(tiny):
     tokens, mask = tiny.batch(["a", "", "a b c"], 77)
     pad, cls, sep, a, b, c = (tiny.ids[t] for t in ("[PAD]", "[CLS]", "[SEP]", "a", "b", "c"))
     assert tokens.tolist() == [
@@ -80,15 +86,15 @@ def test_batch(tiny):
     ("", "\n", "\n"), ("", "\n", ""), ("", "\n", "\n\n"), ("", "\r\n", "\r\n"), ("", "\r\n", ""),
     ("", "\r\n", "\r\n\r\n"), ("\ufeff", "\r\n", "\r\n"),
 ])
-def test_vocabulary_files(tmp_path, before, newline, after):
+def test_vocabulary_files_may_have_any_line_ends(tmp_path, before, newline, after):
     file = tmp_path / "vocab.txt"
     file.write_bytes((before + newline.join(TINY) + after).encode())
     assert common.WordPiece(file).vocab == common.WordPiece(str(file)).vocab == TINY
-    file.write_text("\n".join([*SPECIAL, "", "a"]) + "\n")  # a blank line counts inside
+    file.write_text("\n".join([*SPECIAL, "", "a"]) + "\n")  # a blank line inside has an id, too
     assert common.WordPiece(file).encode("a") == [2, 5, 3]
 
 
-def test_save_and_pickle(tmp_path, tiny):
+def test_saved_and_pickled_tokenizers_encode_the_same(tmp_path, tiny):
     tiny.save(tmp_path / "saved.txt")
     assert (tmp_path / "saved.txt").read_bytes() == ("\n".join(TINY) + "\n").encode()
     again = common.open_tokenizer(tmp_path / "saved.txt")
@@ -97,7 +103,7 @@ def test_save_and_pickle(tmp_path, tiny):
 
 
 def merge(pieces, a, b, merged):
-    """Replace each a, b by `merged`, from the left."""
+    """Replace each a, b in the list of pieces by `merged`, from the left."""
     i = 0
     while i < len(pieces) - 1:
         if (pieces[i], pieces[i + 1]) == (a, b):
@@ -106,7 +112,10 @@ def merge(pieces, a, b, merged):
 
 
 def literal_training(captions, size):
-    """Counts every pair anew before every merge; the words are plain, so split() finds them."""
+    """WordPiece training that counts every pair anew before every merge.
+
+    The words are plain letters, so str.split finds them.
+    """
     words = Counter(word for caption in captions for word in caption.split())
     pieces = {word: [word[0]] + ["##" + char for char in word[1:]] for word in words}
     vocab = SPECIAL + sorted(set(sum(pieces.values(), [])))
@@ -125,6 +134,7 @@ def literal_training(captions, size):
 
 
 def plain_captions(seed):
+    """Return 60 captions of plain words, some of which are random letters."""
     rng = random.Random(seed)
     letters = "ab" if seed % 2 else "abcdefg"
     words = WORDS.split() + ["".join(rng.choices(letters, k=rng.randint(1, 9))) for _ in range(60)]
@@ -133,7 +143,7 @@ def plain_captions(seed):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("size", [60, 150, 10_000])
-def test_training_equals_the_literal_one_in_any_order_of_the_captions(seed, size):
+def test_training_equals_a_literal_loop_in_any_order_of_the_captions(seed, size):
     captions = plain_captions(seed)
     vocab = common.train_wordpiece(captions, size)
     assert vocab == literal_training(captions, size)
@@ -141,7 +151,7 @@ def test_training_equals_the_literal_one_in_any_order_of_the_captions(seed, size
     assert len(vocab) == len(set(vocab)) and (len(vocab) == size or size == 10_000)
 
 
-def test_limits_of_training():
+def test_training_handles_long_words_and_too_few_captions():
     assert common.train_wordpiece(["ab " + "z" * 101], 100) == [*SPECIAL, "##b", "a", "ab"]
     assert "z" * 100 in common.train_wordpiece(["z" * 100], 1000)
     assert common.train_wordpiece(["ab c"], 7) == [*SPECIAL, "##b", "a", "c"]
@@ -151,19 +161,23 @@ def test_limits_of_training():
 SENTENCES = ["The dog's 2 puppies aren't here; they've 31 bones, 1/2 of them we'll \"don't\" it.",
              "banana bandana naan abab aaaa aaaaa mississippi café naïve 狗狗 straße <b>!!</b>",
              "o'clock ''tis 'S'T ½x² ٣٤ ⅷ \U0001F600 the then other bother mother \x7f\xad"]
+# CLIP's file writes each byte as a printable sign: itself, or from chr(256) on if it is STRANGE.
 STRANGE = [byte for byte in range(256) if byte < 33 or 127 <= byte < 161 or byte == 173]
 SIGNS = [chr(byte) for byte in range(256) if byte not in STRANGE]
 SIGNS += [chr(256 + i) for i in range(len(STRANGE))]
 
 
 def signs_of(word):
-    """A word -> the signs that CLIP's file has for its bytes; the last has </w>."""
+    """Return the signs that CLIP's file has for the bytes of a word.
+
+    The last sign ends with </w>.
+    """
     signs = [chr(256 + STRANGE.index(b)) if b in STRANGE else chr(b) for b in word.encode()]
     return [*signs[:-1], signs[-1] + "</w>"]
 
 
 def literal_bpe(pieces, merges):
-    """Every merge in turn, wherever it fits."""
+    """Apply every merge in turn, wherever it fits."""
     for a, b in merges:
         merge(pieces, a, b, a + b)
     return pieces
@@ -171,7 +185,7 @@ def literal_bpe(pieces, merges):
 
 @pytest.fixture(scope="module")
 def merges():
-    """60 pairs, each the most frequent in SENTENCES when it is merged."""
+    """60 pairs. Each is the most frequent pair of SENTENCES when it is merged."""
     words, merges = [signs_of(word) for word in " ".join(SENTENCES).lower().split()], []
     while len(merges) < 60:
         pairs = Counter(pair for word in words for pair in zip(word, word[1:]))
@@ -183,12 +197,13 @@ def merges():
 
 @pytest.fixture
 def bpe(tmp_path, merges):
+    """A BPE tokenizer, opened from a file with these merges."""
     lines = ["a file of merges #version: 0.2", *(" ".join(pair) for pair in merges), ""]
     (tmp_path / "merges.txt.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
     return common.open_tokenizer(tmp_path / "merges.txt.gz")
 
 
-# The words are those of ftfy 6.3.1 and OpenCLIP 3.3.0's pattern.
+# The words are those of ftfy 6.3.1 and of the pattern in OpenCLIP 3.3.0.
 @pytest.mark.parametrize("text, words", [
     ("It's DON'T we'll they've I'd i'm you're", "it 's don 't we 'll they 've i 'd i 'm you 're"),
     ("'tis \"'s ''s x''s 's's !'re 3's é's", "'t is \"' s '' s x '' s 's 's !' re 3 's é 's"),
@@ -201,13 +216,13 @@ def bpe(tmp_path, merges):
     ("&amp;lt;b&gt; &eacute; a\u3000b\tc\u00a0d", "< b > é a b c d"),
     ("emoji\U0001F600\U0001F600!", "emoji \U0001F600\U0001F600!"),
     ("İstanbul ΣΑΣ", "i \u0307 stanbul σας"), ("", ""), (" \n ", ""),
-    ("don’t “say” ‘it’", "don 't \" say \" ' it '"),  # ftfy has these quotes straight
+    ("don’t “say” ‘it’", "don 't \" say \" ' it '"),  # ftfy makes curly quotes straight
 ])
-def test_clips_words(text, words):
+def test_bpe_splits_texts_into_clips_words(text, words):
     assert common.BPE.split(text) == words.split()
 
 
-def test_bpe_is_the_literal_one(bpe, merges):
+def test_bpe_equals_a_literal_loop_over_all_merges(bpe, merges):
     order = [*SIGNS, *(sign + "</w>" for sign in SIGNS), *("".join(pair) for pair in merges)]
     assert (len(bpe), bpe.cls, bpe.sep, bpe.pad, bpe.unk) == (574, 572, 573, 0, -1)
     rng, merged = random.Random(0), 0
@@ -222,24 +237,24 @@ def test_bpe_is_the_literal_one(bpe, merges):
     assert merged > 200
 
 
-def test_bpe_says_its_pieces_in_words(bpe):
+def test_bpes_vocabulary_shows_pieces_as_readable_text(bpe):
     assert [bpe.vocab[i] for i in bpe.encode("The axe?")] == [
         "<start_of_text>", "the", "a##", "x##", "e", "?", "<end_of_text>"]
     assert bpe.ids["the"] == bpe.encode("the")[1] and bpe.special == [572, 573]
     assert len(bpe.ids) == len(bpe.vocab)
     pieces = [bpe.vocab[i].removesuffix("##") for i in bpe.encode("Banana and bandana")]
     assert "".join(pieces[1:-1]) == "bananaandbandana"
-    assert bpe.vocab[bpe.encode("\u00fc")[1]] == "\\xc3##"      # a byte of a letter
+    assert bpe.vocab[bpe.encode("\u00fc")[1]] == "\\xc3##"      # the first byte of the letter
 
 
-def test_a_saved_bpe_is_opened_as_one(bpe, tmp_path):
+def test_a_saved_bpe_is_opened_as_a_bpe(bpe, tmp_path):
     bpe.save(tmp_path / "vocab.txt")
     again = common.open_tokenizer(tmp_path / "vocab.txt")
     assert (again.vocab, again.merges) == (bpe.vocab, bpe.merges)
 
 
-def test_texts_of_ascii_are_cleaned_as_others():
-    """They take a short way, which an accent closes."""
+def test_ascii_texts_are_cleaned_like_other_texts():
+    """Printable ASCII has a fast path. An accent in the text leads to the general path."""
     for i in range(128):
         text = f"A{chr(i)}b"
         assert common.clean_text(f"{text}\u00e9") == common.clean_text(text) + "e"

@@ -1,4 +1,8 @@
-"""The embedded world: its captions, labels and negatives are true, its splits share nothing."""
+"""The embedded world `shapes`: its captions, labels, segmentations and negatives fit its scenes.
+
+A parser, written for these tests, reads a caption and compares it with the objects of a scene.
+Further tests check that no two splits share a scene, and that a SPEC sets the world's fields.
+"""
 
 import itertools
 import random
@@ -21,7 +25,11 @@ RGB = torch.tensor(list(COLOURS.values()))
 
 
 def parse(caption):
-    """Caption -> described objects (size, colour, shape; or None) and relations (i, r, j)."""
+    """Caption -> the objects that it describes, and their relations.
+
+    An object is (size, colour, shape), with None for what the caption does not say. A relation is
+    (i, words, j): object i stands "left of" object j.
+    """
     caption = re.sub(f"^({OPENING}) | ({CLOSING})$", "", caption)
     described, relations = [], []
     for phrase in re.split(r" and | with | , | next to | as well as ", caption):
@@ -37,17 +45,22 @@ def parse(caption):
 
 
 def fits(description, o):
+    """Return whether an object has the described size, colour and shape."""
     words = zip(description, ("size", "colour", "shape"))
     return all(word in (None, o[key]) for word, key in words)
 
 
 def stands(a, relation, b):
+    """Return whether object a stands in this relation to object b."""
     return {"left of": a["x"] < b["x"], "right of": a["x"] > b["x"],
             "above": a["y"] < b["y"], "below": a["y"] > b["y"]}[relation]
 
 
 def true_of(caption, objects, of_all=False):
-    """Whether distinct objects of the scene fit the words; of_all: and no object is left over."""
+    """Return whether the caption is true: different objects of the scene fit its descriptions.
+
+    of_all: the caption must describe every object of the scene, too.
+    """
     described, relations = parse(caption)
     if of_all and len(described) != len(objects):
         return False
@@ -59,11 +72,12 @@ def true_of(caption, objects, of_all=False):
 
 
 def thing(colour, shape, size="large", x=12.0, y=12.0):
+    """Return an object of a scene, as World.objects_of describes it."""
     return {"colour": colour, "shape": shape, "size": size, "x": x, "y": y}
 
 
 def compositions(scene):
-    """Scenes -> set of what stands at which pixel, whatever the order."""
+    """Return the set of scenes. A scene is the sorted numbers of its objects and their pixels."""
     x, y = scene["centre"].long().unbind(-1)
     code = (scene["colour"] * 8 + scene["shape"]) * 2 + scene["large"]
     code = (code * 100 + x) * 100 + y + 1
@@ -71,15 +85,16 @@ def compositions(scene):
 
 
 def scenes(world, n, split):
+    """Return n scenes of a split, without their images."""
     return world.scenes(n, split, torch.Generator().manual_seed(0), None)
 
 
 def lists_of_objects(world, n, split):
-    """n scenes, not drawn."""
+    """Return the objects of n scenes: a list for each scene."""
     return world.objects_of(scenes(world, n, split))
 
 
-def test_the_parser_of_these_tests_can_say_no():
+def test_the_parser_of_these_tests_finds_false_captions():
     red, blue = thing("red", "circle", x=10.0), thing("blue", "cross", "small", x=30.0)
     assert true_of("a photo of a large red circle left of a cross", [red, blue], of_all=True)
     for false in ("a red circle right of a blue cross", "a small red circle", "two red circles"):
@@ -87,7 +102,8 @@ def test_the_parser_of_these_tests_can_say_no():
     assert not true_of("a red circle", [red, blue], of_all=True)
 
 
-def test_captions_describe_every_object_truly_and_name_shares_of_what_there_is():
+def test_captions_describe_every_object_and_name_fixed_shares_of_attributes():
+    """The caption of a single object names its colour in 90 % of all scenes, its size in 40 %."""
     sample, seen, texts = World().sample(1000, "train", 0), Counter(), Counter()
     for caption, shown in zip(sample["captions"], sample["objects"]):
         assert true_of(caption, shown, of_all=True), (caption, shown)
@@ -107,13 +123,14 @@ def test_captions_describe_every_object_truly_and_name_shares_of_what_there_is()
     assert captions == {"three red circles", "three circles"}
 
 
-def test_captions_are_those_that_the_figures_were_measured_on():
+def test_captions_stay_those_of_the_recorded_figures():
+    """The figures in tests/claims.json were measured on these captions."""
     captions = World(fillers=False, objects=2, together=0.85).sample(300, "train", 0)["captions"]
     assert captions[:2] == ["a blue star above a large yellow cross",
                             "a pink diamond right of a triangle"]
 
 
-def test_made_up_words_stand_around_a_true_caption():
+def test_captions_are_true_without_their_made_up_words():
     known = {common.made_up_word(i) for i in range(20)}
     assert len(known) == 20
     sample, counts = World(words=20).sample(300, "train", 0), Counter()
@@ -124,7 +141,7 @@ def test_made_up_words_stand_around_a_true_caption():
     assert min(counts[n] for n in (0, 1, 2)) > 60 and counts.total() == 300
 
 
-def test_training_captions_hold_every_word():
+def test_training_captions_contain_every_word_of_test_captions():
     world, rng, known = World(), random.Random(0), World().sample_captions(100_000)
     captions = [world.caption(objects, rng) for objects in lists_of_objects(world, 1000, "test")]
     assert set(" ".join(captions).split()) <= set(" ".join(known).split())
@@ -144,7 +161,7 @@ def test_splits_share_no_scene_and_heldout_pairs_are_in_test_only():
 
 
 @pytest.mark.parametrize("settings", [{}, {"objects": 7}, {"size": 33, "large": 0.32}])
-def test_images_and_their_segmentation_show_every_object_where_and_as_it_is(settings):
+def test_images_and_segmentations_show_the_objects_of_their_scene(settings):
     world = World(**settings)
     sample = world.sample(100, "test", 0)
     scene, segmentation = sample["scene"], sample["segmentation"]
@@ -156,7 +173,7 @@ def test_images_and_their_segmentation_show_every_object_where_and_as_it_is(sett
         assert mask.any() == scene["present"][i, k] == (k < len(sample["objects"][i]))
         if mask.any():
             (cx, cy), radius = scene["centre"][i, k], scene["radius"][i, k]
-            assert torch.hypot(x[mask] - cx, y[mask] - cy).max() < 1.27 * radius  # a triangle's
+            assert torch.hypot(x[mask] - cx, y[mask] - cy).max() < 1.27 * radius  # a triangle
             colour, shape = scene["colour"][i, k], scene["shape"][i, k]
             size = "large" if scene["large"][i, k] else "small"
             assert sample["objects"][i][k] == thing(
@@ -170,7 +187,7 @@ def test_images_and_their_segmentation_show_every_object_where_and_as_it_is(sett
     assert (number == 2).all()
 
 
-def test_backgrounds_and_noise_have_the_deviation_of_the_setting():
+def test_backgrounds_and_noise_have_the_deviations_of_their_settings():
     sample = World(background=0.5, noise=0, objects=1).sample(200, "train", 0)
     corners = common.denormalize(sample["images"])[:, :, 0, 0]
     assert (corners - 0.275).abs().max() <= 0.25 + 1e-5
@@ -185,10 +202,11 @@ KINDS = {"replace_att", "replace_obj", "replace_rel", "add_att", "add_obj", "swa
 
 
 def same_words(a, b):
+    """Return whether two captions have the same words in any order. "an" counts as "a"."""
     return sorted(a.replace("an ", "a ").split()) == sorted(b.replace("an ", "a ").split())
 
 
-def test_hard_negatives_are_false_and_their_captions_true():
+def test_hard_negatives_are_false_and_their_captions_are_true():
     world, rng, seen = World(objects=7), random.Random(0), Counter()
     for o in lists_of_objects(world, 300, "test"):
         for kind, (caption, negative) in world.hard_negatives(o, rng).items():
@@ -197,7 +215,7 @@ def test_hard_negatives_are_false_and_their_captions_true():
             assert not true_of(negative, o), (kind, negative, o)
             assert not kind.startswith("swap") or same_words(caption, negative)
     assert set(seen) == KINDS and min(seen.values()) > 0.4 * 300
-    one = thing("red", "circle")                       # kinds that do not fit are left out
+    one = thing("red", "circle")                       # unsuitable categories are left out
     kinds = World().hard_negatives([one], random.Random(0))
     assert set(kinds) == {"replace_att", "replace_obj", "add_obj", "add_att"}
     crossed = [one, thing("blue", "square", x=36.0), thing("blue", "circle", y=36.0)]
@@ -206,7 +224,8 @@ def test_hard_negatives_are_false_and_their_captions_true():
             assert [true_of(caption, crossed) for caption in pair] == [True, False]
 
 
-def test_the_palette_is_the_first_colours_and_companions_stand_together_in_training_alone():
+def test_palette_limits_colours_and_companions_are_frequent_only_in_training():
+    """Companions are neighbours in the lists of colours and of shapes, as red and green."""
     sample = World(objects=2, palette=3, together=1.0).sample(300, "train", 0)
     colour = sample["scene"]["colour"]
     assert (colour[:, 0].bincount() / 300 - 1 / 3).abs().max() < 0.1
@@ -219,7 +238,7 @@ def test_the_palette_is_the_first_colours_and_companions_stand_together_in_train
         assert low < pair.float().mean() < high
 
 
-def test_settings_reach_the_world():
+def test_settings_of_the_spec_reach_the_world():
     world = open_data("shapes:objects=2,noise=0.1,fillers=0", image_size=64)
     assert world == World(size=64, objects=2, noise=0.1, fillers=False)
     assert open_data("shapes:size=32", image_size=64).size == 32
