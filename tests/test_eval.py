@@ -1,4 +1,8 @@
-"""Metrics on hand-made matrices, tasks and pictures on small made-up data."""
+"""eval.py: metrics against values computed by hand, tasks and pictures on small made-up data.
+
+Most tasks are tested with the model Oracle, which knows the colour of plain red, green and blue
+pictures, so that the right figures are known. Probes are compared with the code that they follow.
+"""
 
 import dataclasses
 import io
@@ -19,7 +23,11 @@ import sparc
 from helpers import picture, write_files
 
 
-def test_recall_counts_any_positive_and_loses_ties():
+def test_recall_counts_any_positive_and_ranks_ties_last():
+    """The rank of a query is the number of negative keys before its best positive key.
+
+    A negative key that ties with the best positive key comes before it.
+    """
     queries, keys = torch.randint(3, (40, 5)).float(), torch.randint(3, (30, 5)).float()
     query_ids, key_ids = torch.randint(6, (40,)), torch.arange(30) % 6
     scores, ranks = queries @ keys.T, []
@@ -41,7 +49,7 @@ def test_class_embeddings_average_normalised_prompts():
     torch.testing.assert_close(found, torch.stack([mean, torch.tensor([1.0, 0.0])]))
 
 
-def test_knn_is_the_literal_vote():
+def test_knn_equals_a_literal_vote():
     train, test = F.normalize(torch.randn(30, 4), dim=-1), F.normalize(torch.randn(25, 4), dim=-1)
     labels, test_labels = torch.randint(3, (30,)), torch.randint(3, (25,))
     right = 0
@@ -58,11 +66,15 @@ def test_knn_is_the_literal_vote():
 
 
 def clip_benchmarks_probe(train, val, both, epochs=10, lr=0.1, batch=64):
-    """CLIP_benchmark 48de38c, linear_probe.py (find_peak, train, evaluate), on a CPU and with this
-    order of samples -> the weight decay that it chooses, the model. (x, y) each."""
+    """Return the weight decay that CLIP_benchmark's linear probe chooses, and its model.
+
+    The code follows linear_probe.py of CLIP_benchmark 48de38c (find_peak, train, evaluate), but
+    runs on the CPU and draws samples in the order of adamw_probe. train, val and both are pairs
+    (features, labels).
+    """
 
     def fit(x, y, weight_decay):
-        torch.manual_seed(common.mix_seed(0))  # the start and the order of adamw_probe
+        torch.manual_seed(common.mix_seed(0))  # first weights and order as in adamw_probe
         model = torch.nn.Linear(x.shape[1], 20)
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
         steps, step = epochs * math.ceil(len(x) / batch), 0
@@ -94,13 +106,13 @@ def clip_benchmarks_probe(train, val, both, epochs=10, lr=0.1, batch=64):
 
 
 def noisy_features(n, classes=20, width=64):
-    """Features (n, width) of unit length, of classes that overlap, and labels (n,)."""
+    """Return unit features (n, width) of overlapping classes, and their labels (n,)."""
     y = torch.randint(classes, (n,))
     centres = torch.randn(classes, width, generator=torch.Generator().manual_seed(7))
     return F.normalize(centres[y] + 2.5 * torch.randn(n, width), dim=-1), y
 
 
-def test_the_adamw_probe_chooses_as_clip_benchmark_does():
+def test_adamw_probe_equals_clip_benchmarks_probe():
     x, y = noisy_features(750)
     order = torch.randperm(750, generator=torch.Generator().manual_seed(1))
     val, train = [(x[rows], y[rows]) for rows in (order[:150], order[150:])]
@@ -112,8 +124,11 @@ def test_the_adamw_probe_chooses_as_clip_benchmark_does():
     assert not torch.allclose(plain.weight, head.weight)
 
 
-def test_of_equal_strengths_a_probe_takes_the_middle_one(capsys):
-    """One image a class: what is held out has classes that nobody learned."""
+def test_a_probe_uses_the_middle_one_of_equally_good_strengths(capsys):
+    """Each class has one image, so a held-out image has a class that was not learned.
+
+    All strengths therefore have the score 0.
+    """
     x, y = F.one_hot(torch.arange(20)).float() + 0.1 * torch.randn(20, 20), torch.arange(20)
     head, l2 = evaluation.lbfgs_probe(x, y)
     assert l2 == evaluation.STRENGTHS[22] and "the middle one is used" in capsys.readouterr().out
@@ -121,8 +136,8 @@ def test_of_equal_strengths_a_probe_takes_the_middle_one(capsys):
     assert [evaluation.middle_best(scores) for scores in ([1, 3, 3, 2, 3], [5], [2, 2])] == [2, 0, 1]
 
 
-def test_prompts_are_averaged_class_by_class():
-    """As all at once, whatever the number of templates."""
+def test_class_embeddings_encode_few_prompts_at_a_time():
+    """A call encodes at most 256 prompts, or all prompts of one class if there are more."""
     encodings = {}
 
     def encode(prompts):
@@ -138,13 +153,13 @@ def test_prompts_are_averaged_class_by_class():
         assert max(asked) <= max(256, T)
 
 
-def test_the_probes_have_their_papers_settings():
-    assert evaluation.PROBES == {"adamw": ("weight_decay", 10), "sgd": ("lr", 100),  # C.1; 9b
-                                 "lbfgs": ("l2", None)}                     # D.3
-    assert {0.002, 0.3} < set(evaluation.RATES)  # BAM, Table 9b, ViT and ResNet-50
+def test_probes_have_their_papers_settings():
+    assert evaluation.PROBES == {"adamw": ("weight_decay", 10),             # SPARO, C.1
+                                 "sgd": ("lr", 100), "lbfgs": ("l2", None)}  # BAM, Table 9b, D.3
+    assert {0.002, 0.3} < set(evaluation.RATES)  # BAM, Table 9b: ViT and ResNet-50
 
 
-def test_the_sgd_probe_trains_every_learning_rate_as_if_alone_and_chooses_on_what_is_held_out():
+def test_sgd_probe_trains_each_learning_rate_by_itself_and_chooses_on_held_out_images():
     crops = [noisy_features(80) for _ in range(3)]
     held, queue = noisy_features(400), iter(crops)
     found, rate = evaluation.sgd_probe(lambda: next(queue), *held, 20, epochs=3)
@@ -169,18 +184,18 @@ def test_the_sgd_probe_trains_every_learning_rate_as_if_alone_and_chooses_on_wha
 
 
 def logistic_objective(head, x, y, l2):
-    """Mean cross entropy + l2 / 2 |W|^2 in float64 (BAM, D.3), written out."""
+    """Mean cross entropy + l2 / 2 |W|^2 in float64, written out (BAM, D.3)."""
     logits = x.double() @ head.weight.double().T + head.bias.double()
     losses = logits.logsumexp(1) - logits[range(len(y)), y]
     return losses.mean() + l2 / 2 * (head.weight.double() ** 2).sum()
 
 
-def test_the_lbfgs_probe_minimises_its_objective_and_chooses_on_what_is_held_out():
+def test_lbfgs_probe_minimises_its_objective_and_chooses_on_held_out_images():
     x, y = noisy_features(150, classes=4, width=8)
     order = torch.randperm(150, generator=torch.Generator().manual_seed(1))
     held, rest = order[:30], order[30:]
     right = {}
-    for l2 in (10.0, 0.02, 1e-5):                                           # each from 0
+    for l2 in (10.0, 0.02, 1e-5):                                           # a new head for each
         head = torch.nn.Linear(8, 4).double()
         optimizer = torch.optim.LBFGS(head.parameters(), max_iter=1000, tolerance_change=0,
                                       line_search_fn="strong_wolfe")
@@ -198,7 +213,7 @@ def test_the_lbfgs_probe_minimises_its_objective_and_chooses_on_what_is_held_out
     loss = logistic_objective(head, x, y, chosen)
     for gradient in torch.autograd.grad(loss, list(head.parameters())):
         assert gradient.abs().max() < 1e-4
-    prior, _ = evaluation.lbfgs_probe(x, y, [1e5])                          # the bias is free
+    prior, _ = evaluation.lbfgs_probe(x, y, [1e5])                          # W is 0, bias is free
     found = prior(x).softmax(1).mean(0)
     torch.testing.assert_close(found, y.bincount() / 150, atol=1e-3, rtol=0)
     assert evaluation.STRENGTHS == pytest.approx([10 ** (5 - i / 4) for i in range(45)])
@@ -207,7 +222,7 @@ def test_the_lbfgs_probe_minimises_its_objective_and_chooses_on_what_is_held_out
     assert head(torch.eye(3)).argmax(1).tolist() == [0, 1, 2]
 
 
-def test_winoground_scores():
+def test_winoground_scores_count_ties_as_wrong():
     right, text_only, image_only = [[2, 0], [0, 2]], [[5, 6], [1, 7]], [[5, 1], [6, 7]]
     tie = [[1, 1], [1, 1]]
     pairs = torch.tensor([right, text_only, image_only, tie]).float()
@@ -216,7 +231,7 @@ def test_winoground_scores():
     assert group == [True, False, False, False]
 
 
-def test_mean_iou_by_hand():
+def test_mean_iou_equals_values_computed_by_hand():
     truth = [[[0, 0, 1, 1], [0, 255, 2, 2]], [[0, 0, 0, 0], [3, 3, 3, 3]], [[0] * 4] * 2]
     predicted = [[[1, 0, 1, 2], [0, 1, 2, 2]], [[3, 1, 1, 1], [3, 3, 1, 1]], [[1] * 4] * 2]
     truth, predicted = torch.tensor(truth), torch.tensor(predicted)
@@ -230,16 +245,16 @@ def test_mean_iou_by_hand():
     assert math.isnan(evaluation.mean([None]))
 
 
-def test_k_precision_by_hand():
+def test_k_precision_equals_values_computed_by_hand():
     retrieved = [["a", "red", "red", "car"], ["two", "dogs"], ["it"]]
     truths = [{"a", "red", "bus"}, {"two", "dogs", "run"}, {"the", "sky"}]
     assert sparc.k_precision(retrieved, truths) == pytest.approx((3 / 4 + 1 + 0) / 3)
-    among = {"red", "car", "dogs"}                                          # "it" has none
+    among = {"red", "car", "dogs"}                                          # "it" is not counted
     assert sparc.k_precision(retrieved, truths, among) == pytest.approx((2 / 3 + 1) / 2)
     assert math.isnan(sparc.k_precision(retrieved, truths, {"moon"}))
 
 
-def test_segment_takes_the_nearest_class_of_each_patch():
+def test_segment_gives_each_patch_its_nearest_class():
     patches = torch.eye(3)[[0, 1, 2, 2]]
     found = sparc.segment(patches, torch.eye(3), (4, 4))
     assert found.tolist() == [[1, 1, 2, 2], [1, 1, 2, 2], [3, 3, 3, 3], [3, 3, 3, 3]]
@@ -264,7 +279,7 @@ COLOURS = {"red": (255, 0, 0), "green": (0, 128, 0), "blue": (0, 0, 255)}
 
 
 class Oracle(common.ModelDefaults):
-    """A perfect model of plain red, green and blue pictures: both towers give the colour."""
+    """A perfect model of plain red, green and blue pictures: both encoders return the colour."""
 
     words = [*COLOURS]
 
@@ -283,7 +298,7 @@ class Oracle(common.ModelDefaults):
 
 
 class LateOracle(Oracle):
-    """The same by patches: a score is that of the best patch for the worst word."""
+    """The Oracle with late interaction: a score is the worst word's score with its best patch."""
 
     late_interaction = True
 
@@ -296,7 +311,7 @@ class LateOracle(Oracle):
 
 
 class SlotOracle(Oracle):
-    """Three slots: two give the colour, the third is constant, or wrong."""
+    """The Oracle with three slots: two return the colour. The other is constant or wrong."""
 
     slots = mask_parts = 3
 
@@ -316,12 +331,16 @@ class SlotOracle(Oracle):
 
 
 def embedder(model=None):
+    """Return an Embedder of an oracle for images of 8 pixels."""
     tokenizer = common.WordPiece([*common.SPECIAL_TOKENS, *Oracle.words])
     return evaluation.Embedder(model or Oracle(), tokenizer, 16, 8, chunk=2)
 
 
 def opened(spec, **flags):
-    """The options of eval.py for a run on data of its own, and the EvalSet of `spec`."""
+    """Return the EvalSet of `spec`, and the options of eval.py with these flags.
+
+    The run was trained on the world, so nothing is evaluated on training images.
+    """
     args = evaluation.METHODS["sparc"].Config()
     vars(args).update(data="shapes", eval_data=None, image_root=None, workers=0, probe="adamw",
                       probe_epochs=None)
@@ -330,20 +349,23 @@ def opened(spec, **flags):
 
 
 def make_folders(root, names=COLOURS):
-    """Two pictures of each colour, and a broken one of the first, in folders of these names."""
+    """Write class folders with two pictures of each colour.
+
+    The first folder has a broken file, too.
+    """
     for name, colour in zip(names, COLOURS.values()):
         image = picture(20, 12, format="PNG", value=colour)
         write_files(root, {f"{name}/0.png": image, f"{name}/1.png": image})
     write_files(root / [*names][0], {"broken.png": "no image"})
 
 
-def test_zeroshot_by_hand():
-    """Of seven classes three have images, four, two and one of them."""
+def test_zeroshot_equals_values_computed_by_hand():
+    """Three of seven classes have images: four, two and one."""
     labels, scores = [0, 0, 0, 0, 5, 5, 6], torch.zeros(7, 7)
     scores[range(7), labels] = torch.tensor([9.0, 9, 9, 1, 9, 1, 0.5])
-    scores[3, 1:3] = 2                                                      # rank 3: in the top 5
-    scores[5, :4] = 2                                                       # rank 5
-    scores[6, :5] = 2                                                       # rank 6
+    scores[3, 1:3] = 2                                                      # its label has rank 3
+    scores[5, :4] = 2                                                       # rank 5: in the top 5
+    scores[6, :5] = 2                                                       # rank 6: not in it
     groups = {"": (torch.arange(7), list("abcdefg"))}
     data = evaluation.EvalSet(groups=groups, labelled=lambda purpose: None)
     model = SimpleNamespace(encode_pairs=lambda pairs, encode: (None, labels),
@@ -355,8 +377,8 @@ def test_zeroshot_by_hand():
     assert result["zeroshot/mean_per_class_recall"] == (pytest.approx(recall), 1 / 7)
 
 
-def test_classes_are_normalised_over_the_slots_that_stay():
-    """The mean of prompts loses what a mask has as 0; weights above 0 are the image's alone."""
+def test_class_embeddings_are_normalised_over_the_slots_of_the_mask():
+    """Where the mask is 0, the mean of prompts is 0, too. Weights above 0 act on images alone."""
     embed, x = embedder(), F.normalize(torch.tensor([[1.0, 0, 0], [1.0, 1, 0]]), dim=-1)
     classes = evaluation.Classes(["red", "red green"], ["{}", "{} blue"])
     for mask in (torch.tensor([1.0, 1, 0]), torch.tensor([0.5, 0.1, 0])):
@@ -364,12 +386,12 @@ def test_classes_are_normalised_over_the_slots_that_stay():
         torch.testing.assert_close(scores, torch.tensor([[1, 0.5**0.5], [0.5**0.5, 1]]))
 
 
-# prompts of "red" by templates; {c} is CLIP_benchmark's {}
+# {template: prompt of the class "red"}; {c} is CLIP_benchmark's {}
 PROMPTS = {"a photo of many {}.": "a photo of many red.", "{}": "red", "a bad {c}s": "a bad reds",
            "the toy {a}, I like it": "the toy a red, I like it"}
 
 
-def test_templates_have_the_bare_name_or_the_name_with_its_article(tmp_path):
+def test_templates_insert_the_name_or_the_name_with_its_article(tmp_path):
     make_folders(tmp_path)
     (tmp_path / "openai.txt").write_text("\n".join(PROMPTS) + "\n\n")
     for given in (list(PROMPTS), [str(tmp_path / "openai.txt")]):
@@ -381,7 +403,7 @@ def test_templates_have_the_bare_name_or_the_name_with_its_article(tmp_path):
                                         "a picture of a blue."]
 
 
-def test_the_worlds_prompts_have_articles():
+def test_prompts_of_the_world_have_articles():
     (data, _), colours, shapes = opened("shapes:size=16"), [], []
     for colour in common.COLOUR_NAMES:
         colours += [f"{common.article(colour)} {shape}" for shape in common.SHAPE_NAMES]
@@ -393,13 +415,12 @@ def test_the_worlds_prompts_have_articles():
     assert data.classes.prompts[:2] == ["one red circle", "one red square"]
     assert data.named is data.classes
     assert data.map_classes["/shape"].prompts == shapes
-    data, _ = opened("shapes:size=16,fillers=0")  # in whose captions no photo occurs
+    data, _ = opened("shapes:size=16,fillers=0")  # its captions do not say "a photo of"
     assert data.classes.prompts == colours and data.map_classes["/shape"].prompts == shapes[::2]
 
 
-def test_names_of_class_folders_are_asked_for_where_they_are_used(tmp_path, capsys):
-    """Names of class folders, which are numbers of ImageNet, are asked for where they are used, and
-    not where images are compared with images."""
+def test_names_of_class_folders_are_needed_only_by_tasks_that_use_them(tmp_path, capsys):
+    """Folders may be named by ImageNet's numbers if images are compared with images alone."""
     train, test, names = [str(tmp_path / name) for name in ("train", "test", "names.txt")]
     for part in (train, test):
         make_folders(Path(part), ["n01440764", "n02102480", "n03000684"])
@@ -418,8 +439,8 @@ def test_names_of_class_folders_are_asked_for_where_they_are_used(tmp_path, caps
     assert result["zeroshot"][0].tolist() == [True] * 6 and "zeroshot/acc5" not in result
 
 
-def test_late_interaction_is_compared_by_the_models_own_similarity(tmp_path):
-    """Pictures of two colours, that share no patch, and captions of one or two words."""
+def test_late_interaction_is_scored_by_the_models_own_similarity(tmp_path):
+    """Each picture has two colours, in separate patches. Captions have one or two words."""
     rows, files = "image,caption\n", {}
     for a, b in (("red", "green"), ("green", "blue"), ("blue", "red")):
         halves = 4 * [COLOURS[a]] + 4 * [COLOURS[b]]
@@ -429,7 +450,7 @@ def test_late_interaction_is_compared_by_the_models_own_similarity(tmp_path):
     data, options = opened(tmp_path / "captions.csv")
     late = embedder(LateOracle())
     images, _ = late.encode_pairs(data.captioned("captioned"))
-    texts = late.texts(["red", "blue green", "green red", "blue"])          # in chunks of two
+    texts = late.texts(["red", "blue green", "green red", "blue"])          # two at a time
     assert images.shape == (3, 4, 3) and texts.shape[0] == 4
     scores = late.similarity(images, texts)
     assert scores.round(decimals=1).tolist() == [[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 0, 1]]
@@ -441,12 +462,12 @@ def test_late_interaction_is_compared_by_the_models_own_similarity(tmp_path):
     assert result["i2t/R@1"] == result["t2i/R@1"] == result["faithfulness/K-P"] == 1
 
 
-def test_random_crops_keep_the_colours_of_every_file_tensor_and_bytes(tmp_path):
+def test_random_crops_keep_the_colours_of_files_tensors_and_bytes(tmp_path):
     make_folders(tmp_path)
     colours = torch.tensor([[0, 0, 1.0], [0, 128 / 255, 0], [1.0, 0, 0]])   # blue, green, red
     tensors = [(common.normalize(x[:, None, None].expand(3, 16, 16)), c)
                for c, x in enumerate(colours)]
-    files = list(opened(tmp_path)[0].labelled("train"))                     # one is broken
+    files = list(opened(tmp_path)[0].labelled("train"))                     # one file is broken
     in_shards = [(Path(file).read_bytes(), label) for file, label in files]
     seen, model = [], Oracle()
     model.probe_features = lambda images: seen.append(images) or model.encode_image(images)
@@ -460,10 +481,11 @@ def test_random_crops_keep_the_colours_of_every_file_tensor_and_bytes(tmp_path):
         torch.testing.assert_close(x, torch.eye(3)[2 - y], atol=0.02, rtol=0)
 
 
-def test_the_sgd_probe_holds_out_a_tenth_of_the_training_images(tmp_path, monkeypatch, capsys):
+def test_sgd_probe_holds_out_a_tenth_of_the_training_images(tmp_path, monkeypatch, capsys):
     seen, probe = [], evaluation.sgd_probe
 
     def spy(crops, held, *rest):
+        """Note the numbers of images that are trained on and held out."""
         seen.extend([len(crops()[1]), len(held)])
         return probe(crops, held, *rest)
 
@@ -472,7 +494,7 @@ def test_the_sgd_probe_holds_out_a_tenth_of_the_training_images(tmp_path, monkey
     with common.fixed_seed(1):
         crops = [evaluation.random_crops(embedder(), pairs) for _ in range(2)]
     assert [labels.tolist() for _, labels in crops] == [[label for _, label in pairs]] * 2
-    assert not torch.isclose(crops[0][0], crops[1][0]).all(1).any()         # new ones
+    assert not torch.isclose(crops[0][0], crops[1][0]).all(1).any()         # new crops each time
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "sgd_probe", spy)
         assert evaluation.linear(embedder(), data, options)["linear/lr"] in evaluation.RATES
@@ -483,18 +505,18 @@ def test_the_sgd_probe_holds_out_a_tenth_of_the_training_images(tmp_path, monkey
     found = evaluation.linear(embedder(), *opened(tmp_path / "test", probe="sgd", probe_epochs=3,
                                                   train_data=str(tmp_path / "train")))
     assert len(found["linear"][0]) == 6
-    assert found["linear"][1] == 1 / 3      # of all classes, not of those held out
-    assert capsys.readouterr().out.count("skipped 1 of") == 1               # not in each epoch
+    assert found["linear"][1] == 1 / 3      # chance: all classes count, not only those held out
+    assert capsys.readouterr().out.count("skipped 1 of") == 1               # once, in epoch 1
 
 
-def test_a_probe_says_if_the_held_out_images_cannot_choose(capsys):
+def test_a_probe_notes_that_held_out_images_do_not_tell_strengths_apart(capsys):
     x, labels = torch.eye(8)[:6], torch.tensor([0, 1, 2, 0, 1, 2])
     for probe in (evaluation.adamw_probe, evaluation.lbfgs_probe):
         probe(x, labels)
         assert "equally well on the 1 features that were held out" in capsys.readouterr().out
 
 
-def test_the_lbfgs_probe_resizes_the_shorter_side_to_the_crop(tmp_path, monkeypatch):
+def test_lbfgs_probe_resizes_the_shorter_side_to_the_crop(tmp_path, monkeypatch):
     for part in ("train", "test"):
         make_folders(tmp_path / part)
     embed, sizes, transform = embedder(), set(), common.eval_transform
@@ -527,15 +549,18 @@ def test_knn_and_probes_learn_from_a_fraction_of_the_labels(task, tmp_path, monk
         assert result[task] == 1
     assert seen == [[2, 2, 2], [1, 1, 1], [1, 1, 2]]
     data, options = opened(spec, train_data=train, label_fraction="0.2", learn_limit=5)
-    assert len(list(evaluation.training_pairs(options, data)())) == 6    # of all labels
+    assert len(list(evaluation.training_pairs(options, data)())) == 6    # .2 of all 30 labels
     world, options = opened("shapes:size=16", label_fraction="0.1")
     pairs = [int(c) for _, c in world.labelled("train")]
     few = [int(c) for _, c in evaluation.training_pairs(options, world)()]
     assert sorted(set(few)) == sorted(set(pairs)) and len(few) < len(pairs)
 
 
-def test_images_are_resized_as_the_method_does():
-    """By CLIP to the size of the crop; without a text tower to 256 of 224 (DINO, BAM)."""
+def test_images_are_resized_as_each_method_resizes_them():
+    """CLIP resizes the shorter side to the size of the crop, DINO and BAM to 256 for a crop of 224.
+
+    A model without a tokenizer is DINO's or BAM's.
+    """
     picture = Image.linear_gradient("L").resize((448, 224)).convert("RGB")
     for text, resized in ((True, 224), (False, 256)):
         embed = evaluation.Embedder(Oracle(), embedder().tokenizer if text else None, 16, 224)
@@ -547,8 +572,11 @@ def test_images_are_resized_as_the_method_does():
         torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
 
 
-def test_images_to_evaluate_are_decoded_whole(tmp_path):
-    """A path and its PIL image are encoded alike."""
+def test_evaluated_images_are_decoded_at_full_size(tmp_path):
+    """Only training decodes large JPEGs at a smaller size.
+
+    A file and its PIL image have equal pixels.
+    """
     file = tmp_path / "JPEGImages" / "x.jpg"
     write_files(tmp_path, {"JPEGImages/x.jpg": picture(640, 480),
                            "ImageSets/Segmentation/val.txt": "x",
@@ -562,7 +590,7 @@ def test_images_to_evaluate_are_decoded_whole(tmp_path):
 
 def test_faithfulness_counts_the_words_of_the_retrieved_caption(tmp_path):
     make_folders(tmp_path)
-    table = ('image,caption\nred/0.png,"the, blue car."\nblue/0.png,a red bus.\n'  # exchanged
+    table = ('image,caption\nred/0.png,"the, blue car."\nblue/0.png,a red bus.\n'  # swapped
              "green/1.png,green grass.\nred/broken.png,green\n")
     write_files(tmp_path, {"captions.csv": table, "words.txt": "Car\n\ngrass\n"})
     words = str(tmp_path / "words.txt")
@@ -574,7 +602,7 @@ def test_faithfulness_counts_the_words_of_the_retrieved_caption(tmp_path):
     assert "faithfulness/K-Pna" not in result
 
 
-def test_a_prefix_stands_before_captions_that_are_compared_and_is_no_word_of_theirs(tmp_path):
+def test_caption_prefix_is_encoded_but_not_counted_as_words(tmp_path):
     make_folders(tmp_path)
     table = "image,caption\nred/0.png,red\ngreen/1.png,green and\nblue/0.png,blue\n"
     write_files(tmp_path, {"captions.csv": table})
@@ -583,35 +611,35 @@ def test_a_prefix_stands_before_captions_that_are_compared_and_is_no_word_of_the
     embed.texts = lambda captions: seen.append(captions) or encode(captions)
     result = evaluation.retrieval(embed, data, options)
     assert seen == [["blue red", "blue green and", "blue blue"]]
-    assert result["t2i/R@1"][0] == 1 / 3    # "blue red" is as near to blue as to red
-    assert result["faithfulness/K-P"] == 1  # of "red", not of "blue red"
+    assert result["t2i/R@1"][0] == 1 / 3    # "blue red" is as similar to blue as to red
+    assert result["faithfulness/K-P"] == 1  # counts the words of "red", not of "blue red"
 
 
 def sugarcrepe(*pairs):
-    """A file of pairs (colour, its negative), with pictures of make_folders()."""
+    """Return a file of SugarCrepe for the pictures of make_folders(). pairs: (colour, negative)."""
     return json.dumps({i: {"filename": f"{colour}/0.png", "caption": colour,
                            "negative_caption": negative}
                        for i, (colour, negative) in enumerate(pairs)})
 
 
-def test_negatives_on_sugarcrepe_files(tmp_path):
+def test_negatives_are_measured_on_sugarcrepes_files(tmp_path):
     make_folders(tmp_path)
     write_files(tmp_path, {"swap_att.json": sugarcrepe(("red", "blue")),
                            "add_obj.json": sugarcrepe(("red", "red"))})
     data, options = opened(tmp_path, image_root=str(tmp_path))
     result = evaluation.evaluate(embedder(), data, options)
-    expected = {"negatives/swap_att": 1, "negatives/add_obj": 0, "negatives": 0.5}  # a tie
+    expected = {"negatives/swap_att": 1, "negatives/add_obj": 0, "negatives": 0.5}  # ties are wrong
     assert result == expected | {f"{metric}/chance": 0.5 for metric in expected}
 
 
-def test_the_share_of_weights_on_an_object():
+def test_share_on_is_the_share_of_weights_on_an_object():
     mask = torch.zeros(8, 8, dtype=torch.bool)
-    mask[:4, 2:6] = True                                                    # half of two patches
+    mask[:4, 2:6] = True                                                    # halves of two patches
     assert sparc.share_on(mask, torch.tensor([1.0, 3, 0, 4])) == 0.25
     assert sparc.share_on(mask, torch.tensor([1.0, 1, 0, 0])) == 0.5
 
 
-def test_a_kind_of_words_without_one_has_no_share():
+def test_shares_are_nan_for_words_that_no_caption_has():
     masks = {("colour", "red"): torch.ones(8, 8, dtype=torch.bool)}
     data = evaluation.EvalSet(grounded=lambda: [(None, ("a red ring", masks))])
     words = lambda embed, image, caption: [("a", torch.ones(4)), ("red", torch.ones(4))]
@@ -619,9 +647,11 @@ def test_a_kind_of_words_without_one_has_no_share():
     assert found["task/colour"] == (1, 1) and all(map(math.isnan, found["task/shape"]))
 
 
+def test_alignment_is_1_for_a_perfect_model_and_chance_for_a_blind_one():
+    """The perfect model puts all weight of a word on its objects.
 
-def test_words_and_slots_are_measured_where_the_scene_has_their_objects():
-    """A model that knows the scene has all weight on the objects, one that is blind has chance."""
+    The blind one has uniform weights.
+    """
     data, _ = opened("shapes:size=16,fillers=0", limit=20)
     pairs = list(data.grounded())
     image, (caption, masks) = pairs[0]
@@ -629,6 +659,7 @@ def test_words_and_slots_are_measured_where_the_scene_has_their_objects():
     vocab = sorted({word for _, (caption, _) in pairs for word in caption.split()})
     for sees in (True, False):
         def weigh(images, tokens, mask, sees=sees):
+            """Return the weights of the words on the pixels of the next scene."""
             caption, masks = next(known)
             kinds = {word: objects for (_, word), objects in masks.items()}
             rows = [kinds.get(word, ~image[0].bool()) for word in caption.split()]
@@ -645,7 +676,7 @@ def test_words_and_slots_are_measured_where_the_scene_has_their_objects():
             assert share == pytest.approx(1.0 if sees else chance, abs=1e-4)
 
 
-def test_slots_are_selected_and_masks_trained_on_files(tmp_path):
+def test_slots_are_selected_and_masks_are_trained_on_files(tmp_path):
     make_folders(tmp_path / "val")
     make_folders(tmp_path / "test")
     pairs = ("red", "green"), ("green", "blue"), ("blue", "red"), ("red", "blue")
@@ -663,8 +694,11 @@ def test_slots_are_selected_and_masks_trained_on_files(tmp_path):
 
 
 def make_voc_folder(root):
-    """Two pictures, red beside blue and green below red, with maps of 1 red, 2 green, 3 blue, where
-    the second red is background; a broken image."""
+    """Write two pictures and a broken one in Pascal VOC's layout.
+
+    The classes of the maps are 1 red, 2 green and 3 blue. One picture is red and blue, with ignored
+    pixels between them. The other is red above green, and the red half is background in its map.
+    """
     red, green, blue = COLOURS.values()
     tall = picture(16, 40, "L", "PNG", 20 * [[0]] + 20 * [[2]])
     write_files(root, {
@@ -674,11 +708,11 @@ def make_voc_folder(root):
         "JPEGImages/broken.jpg": "no image", "SegmentationClass/broken.png": tall,
         "SegmentationClass/a.png": picture(40, 16, "L", "PNG", 18 * [1] + 4 * [255] + 18 * [3])})
     with Image.open(io.BytesIO(tall)) as truth:
-        truth.putpalette(list(range(256)) * 3)                              # as Pascal's maps
+        truth.putpalette(list(range(256)) * 3)                              # as Pascal's maps have
         truth.save(root / "SegmentationClass/b.png")
 
 
-def test_segmentation_of_a_folder_in_pascal_vocs_layout(tmp_path, capsys):
+def test_segmentation_is_measured_on_pascal_vocs_layout(tmp_path, capsys):
     make_voc_folder(tmp_path)
     flags = dict(classes=str(tmp_path / "classes.txt"), templates=["{}"])
     data, options = opened(tmp_path, **flags)
@@ -693,10 +727,10 @@ def test_segmentation_of_a_folder_in_pascal_vocs_layout(tmp_path, capsys):
                 for names in ([""], ["a", "b"]))
     assert two.width > one.width > 600                                      # b beside a
     assert not evaluation.PICTURES["alignment"].fits(data)
-    assert len(opened(tmp_path)[0].map_classes[""].names) == 20             # Pascal's own
+    assert len(opened(tmp_path)[0].map_classes[""].names) == 20             # Pascal's classes
 
 
-def test_data_have_a_default_split(tmp_path, monkeypatch):
+def test_every_data_format_has_a_default_split(tmp_path, monkeypatch):
     write_files(tmp_path, {"coco.json": '{"images": [], "annotations": []}', "a.json": "{}"})
     monkeypatch.chdir(tmp_path)
     for split, specs in (("test", ("shapes:objects=2", "a.json")), ("val", ("a.json:split=val",)),
@@ -756,7 +790,7 @@ def test_a_chart_marks_where_a_stage_begins():
     ("sparc", ["alignment", "segmentation", "captions"]), ("stair", ["words", "queries"]),
     ("bam", ["heads", "curves", "neighbours"])])
 def test_a_run_draws_its_pictures(run_of, name, pictures):
-    assert (run_of(name) / "words.png").exists() == (name == "stair")  # of others if asked for
+    assert (run_of(name) / "words.png").exists() == (name == "stair")  # others need --task words
     for shown in pictures:
         with Image.open(run_of(name) / f"{shown}.png") as page:
             assert page.width > 600 and len(page.getcolors(10**6)) > 20

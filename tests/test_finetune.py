@@ -1,4 +1,8 @@
-"""Fine-tuning: labels, mixtures, what is taken from the run, classification."""
+"""Fine-tuning of a run's image encoder and a linear head: labels, augmentation, weights, accuracy.
+
+The tests check what is loaded from the run, mixtures of images and labels, the presets, and where
+labels come from.
+"""
 
 import itertools
 import json
@@ -18,10 +22,12 @@ from helpers import (SMALL, TOWER, make_batch, picture, tiny_model, train_alone,
                      write_files, write_shards)
 
 PLAIN = "--mixup 0 --cutmix 0 --erasing 0 --no-rand-augment --smoothing 0 --drop-path 0"
+# {class: colour of its pictures}
 COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
 
 
 def make_folders(root, names=COLOURS, n=10):
+    """Write class folders with n pictures of one colour each, and return their directory."""
     for name, colour in zip(names, COLOURS.values()):
         image = picture(16, 16, format="PNG", value=colour)
         write_files(root, {f"{name}/{name}{i}.png": image for i in range(n)})
@@ -29,14 +35,14 @@ def make_folders(root, names=COLOURS, n=10):
 
 
 def changes(**settings):
-    """Augment that leaves images as they are, but for the settings."""
+    """Return an Augment that changes images only as the settings say."""
     nothing = dict(min_scale=1.0, rand_augment=False, erasing=0.0, mixup=0.0, cutmix=0.0)
     return common.Augment(8, **nothing | dict(classes=4) | settings)
 
 
 @pytest.mark.parametrize("name", ["mixup", "cutmix"])
-def test_labels_of_mixtures_are_the_shares_of_their_images(name):
-    """Image i holds the number i: of a mixture of i and j the mean tells the share of each."""
+def test_labels_of_a_mixture_are_the_shares_of_its_images(name):
+    """All pixels of image i have the value i. The mean of a mixture therefore tells the shares."""
     images = torch.arange(4.0)[:, None, None, None].expand(4, 3, 8, 8)
     labels, shares = torch.tensor([2, 0, 1, 3]), set()
     for _ in range(5):
@@ -66,7 +72,8 @@ def test_images_are_cropped_erased_and_normalised():
     assert 0.02 * 64 < (erased == 0).all(0).sum() < 0.34 * 64               # Zhong et al., Alg. 1
 
 
-def test_the_loss_smooths_labels_and_shares_alike():
+def test_loss_smooths_labels_and_shares_of_labels():
+    """The head scores the [CLS] token. Without [CLS] it scores the mean of the tokens."""
     model, batch = tiny_model("classifier", smoothing=0.1), make_batch(4)
     batch["labels"] = torch.tensor([2, 0, 1, 2])
     scores = model.class_scores(batch["images"]).detach()
@@ -75,15 +82,18 @@ def test_the_loss_smooths_labels_and_shares_alike():
     for labels in (batch["labels"], one_hot(batch["labels"], 3).float()):
         torch.testing.assert_close(model(batch | {"labels": labels})["loss"], expected)
     tokens = model.image_encoder(batch["images"])
-    torch.testing.assert_close(scores, model.head(tokens[:, 0]))            # [CLS]
+    torch.testing.assert_close(scores, model.head(tokens[:, 0]))            # the [CLS] token
     without = tiny_model("classifier", vit=dict(cls=False))
     tokens = without.image_encoder(batch["images"])
     torch.testing.assert_close(without.class_scores(batch["images"]), without.head(tokens.mean(1)))
 
 
 @pytest.mark.parametrize("name", ["dino", "sparo", "stair"])
-def test_a_run_is_fine_tuned_from_its_evaluated_encoder(tmp_path, run_of, name):
-    """With the rate 0 it stays as it was: DINO's teacher, SPARO's tower without the read-out."""
+def test_fine_tuning_starts_from_the_evaluated_encoder(tmp_path, run_of, name):
+    """With the learning rate 0 the weights stay those of the run.
+
+    They are the teacher's for DINO, and the tower's without slots for SPARO.
+    """
     run = run_of(name)
     train_alone(["--finetune", run, "--lr", 0, "--steps", 1, "--batch", 4, "--data",
                  "shapes:size=16", *PLAIN.split(), "--out", tmp_path / "run"])
@@ -94,16 +104,18 @@ def test_a_run_is_fine_tuned_from_its_evaluated_encoder(tmp_path, run_of, name):
     tower = {key.removeprefix("image_encoder."): x for key, x in found.items()
              if key.startswith("image_encoder.")}
     assert tower.keys() == expected.state_dict().keys()
-    learned = dict(expected.named_parameters())                             # not BatchNorm's means
+    learned = dict(expected.named_parameters())                             # without statistics
     assert [key for key in learned if not torch.equal(tower[key], learned[key])] == []
 
 
 @pytest.mark.parametrize("name, images, smallest", [
     ("cifar10", 50_000, 0.05), ("cifar100", 50_000, 0.05), ("flowers", 2040, 0.05),
     ("pets", 3680, 0.05), ("imagenet", 1_281_167, 0.08)])
-def test_presets_are_mocos_transfer_and_deits(name, images, smallest):
-    """A batch is of 8 GPUs, each of which drops what fills none. MoCo-v3's datasets.py crops and
-    flips, without RandAugment and without erasing; DeiT's does both."""
+def test_presets_are_those_of_moco_v3s_transfer_and_of_deit(name, images, smallest):
+    """The papers divide a batch among 8 GPUs. Each GPU drops the images that do not fill a batch.
+
+    MoCo-v3's datasets.py crops and flips images. DeiT's also has RandAugment and erasing.
+    """
     args = train.parse_args(["--method", "classifier", "--preset", name, "--data", "folders"])
     epoch = math.ceil(images / 8) // (args.batch // 8)
     epochs, warmup = (150, 5) if name == "imagenet" else (100, 3)
@@ -114,7 +126,8 @@ def test_presets_are_mocos_transfer_and_deits(name, images, smallest):
     assert found["erasing"] == (0.25 if of_deit else 0)
 
 
-def test_sincos_positions_learn_as_in_deits_code():
+def test_sincos_positions_are_trained_without_weight_decay():
+    """They are parameters of the classifier, as in DeiT's code, but not of BAM."""
     model = tiny_model("classifier", vit=dict(positions="sincos"))
     expected = tiny_model("bam").image_encoder.pos
     assert "image_encoder.pos" in dict(model.named_parameters())
@@ -123,8 +136,8 @@ def test_sincos_positions_learn_as_in_deits_code():
     assert any(p is model.image_encoder.pos for p in rest["params"])        # without decay
 
 
-def test_a_tower_whose_norm_went_to_the_read_out_is_fine_tuned():
-    """CLIP+GAP normalises the mean: its tower has no norm, the classifier's stays as it begins."""
+def test_fine_tuning_of_a_tower_without_norm_keeps_the_classifiers_norm():
+    """CLIP+GAP normalises the mean of the tokens, so its tower has no norm of its own."""
     source, tower = (tiny_model(*args).image_encoder for args in (["sparo"], ["classifier"]))
     expected = source.state_dict()
     source.norm = torch.nn.Identity()
@@ -132,7 +145,7 @@ def test_a_tower_whose_norm_went_to_the_read_out_is_fine_tuned():
     assert all(torch.equal(x, expected[key]) for key, x in tower.state_dict().items())
 
 
-def test_positions_are_interpolated_to_other_images(tmp_path, run_of):
+def test_positions_are_interpolated_to_another_image_size(tmp_path, run_of):
     data = make_folders(tmp_path / "data", n=2)
     train_alone(["--finetune", run_of("bam"), "--image-size", 32, "--lr", 0, "--steps", 1,
                  "--batch", 2, "--data", data, "--out", tmp_path / "run"])
@@ -147,7 +160,7 @@ def test_positions_are_interpolated_to_other_images(tmp_path, run_of):
             train_alone(["--finetune", run_of("bam"), *more])
 
 
-def test_it_learns_classes_and_eval_measures_them(tmp_path, capsys):
+def test_a_classifier_learns_classes_and_eval_py_measures_them(tmp_path, capsys):
     data, test = make_folders(tmp_path / "data"), make_folders(tmp_path / "test", n=2)
     run = str(tmp_path / "run")
     train.main([*SMALL["classifier"], *PLAIN.split(), "--data", data, "--eval-data", test, "--lr",
@@ -166,12 +179,12 @@ def test_it_learns_classes_and_eval_measures_them(tmp_path, capsys):
         train_alone(["--resume", "--out", run, "--data", other])
     spec = write_shards(tmp_path, [6], labels=2)
     capsys.readouterr()
-    evaluation.main([run, "--data", spec])                                   # labels alone
+    evaluation.main([run, "--data", spec])                                   # has no names
     assert "classification" in capsys.readouterr().out
 
 
-def test_classification_by_hand():
-    """Of three classes two have images, three and one of them."""
+def test_classification_equals_values_computed_by_hand():
+    """Two of three classes have images: three and one."""
     predicted, labels = torch.tensor([0, 2, 0, 1]), [0, 0, 0, 2]
     config = SimpleNamespace(classes=list("abc"))
     model = SimpleNamespace(config=config, class_scores=one_hot(predicted, 3))
@@ -204,7 +217,7 @@ def test_labels_come_from_shards_folders_and_the_world(tmp_path):
         assert label == int(where[-5:]) % 2
     for (path, label, _, row), _ in itertools.islice(table.samples(0, 0, 1), 30):
         assert f"/{table.classes[label]}/" in path and path == table.path(row)
-    sample = world.sample(4, "train", common.mix_seed(0, 0, 0, 0), 1)         # that of the stream
+    sample = world.sample(4, "train", common.mix_seed(0, 0, 0, 0), 1)         # the stream's seed
     assert torch.equal(batch["labels"], sample["scene"]["shape"][:, 0])
 
 
@@ -217,7 +230,7 @@ def test_labels_come_from_shards_folders_and_the_world(tmp_path):
     ("--vocab two.txt", "--vocab has no effect here"),
     ("--finetune data", "data/config.json does not exist, so data is no run"),
 ])
-def test_errors_name_the_remedy(tmp_path, monkeypatch, flags, message):
+def test_errors_of_a_classifier_name_the_remedy(tmp_path, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
     make_folders(tmp_path / "data", n=1)
     write_shards(tmp_path, [8], labels=2)
@@ -227,8 +240,8 @@ def test_errors_name_the_remedy(tmp_path, monkeypatch, flags, message):
         train_alone([*SMALL["classifier"], *flags.split(), "--out", "run"])
 
 
-def test_sgd_is_nesterovs():
-    """Two steps of v = .9 v + g, p = p - lr (g + .9 v), where g has the decay of the weight."""
+def test_sgd_equals_nesterovs_update_rule():
+    """Two steps of v = .9 v + g, p = p - lr (g + .9 v). g includes the weight decay."""
     p = torch.nn.Parameter(torch.tensor([1.0]))
     groups = [{"params": [p], "lr": 0.1, "weight_decay": 0.5}]
     optimizer = train.OPTIMIZERS["sgd"](groups, betas=(0.9, 0.98), eps=1e-6)

@@ -1,4 +1,8 @@
-"""What eval.py leaves behind: figures and their settings, tables, pictures."""
+"""What eval.py writes and prints: eval.json, evals.jsonl, tables of several runs, and pictures.
+
+An evaluation must not overwrite the figures of another one. Further tests check the options, their
+defaults, and the Python functions that the README shows.
+"""
 
 import argparse
 import json
@@ -16,17 +20,19 @@ from helpers import SMALL, picture, write_files
 from test_eval import make_folders, make_voc_folder, opened, sugarcrepe
 from test_sets import write_labelled, write_winoground
 
+
 def read(run):
-    """eval.json."""
+    """Return eval.json of a run."""
     return json.loads((run / "eval.json").read_text())
 
 
 def lines(run):
-    """evals.jsonl: a dict for each evaluation."""
+    """Return the lines of evals.jsonl: a dict for each evaluation."""
     return [json.loads(line) for line in (run / "evals.jsonl").read_text().splitlines()]
 
 
 def make_table(root):
+    """Write four pictures and a table of their captions; return the path of the table."""
     make_folders(root)
     rows = [f"{colour}/{n}.png,a {colour} thing\n" for colour in ("red", "blue") for n in (0, 1)]
     write_files(root, {"photos.csv": "image,caption\n" + "".join(rows)})
@@ -34,7 +40,7 @@ def make_table(root):
 
 
 @pytest.mark.parametrize("name, step", [("sparc", 6), ("bam", 4)])
-def test_the_end_of_a_training_equals_eval_py(run_of, tmp_path, name, step):
+def test_evaluation_at_the_end_of_training_equals_eval_py(run_of, tmp_path, name, step):
     run = shutil.copytree(run_of(name), tmp_path / "run")
     at_end = read(run)
     (run / "eval.json").unlink()
@@ -46,7 +52,7 @@ def test_the_end_of_a_training_equals_eval_py(run_of, tmp_path, name, step):
     assert all(isinstance(value, (int, float)) for value in at_end.values())
 
 
-def test_the_end_of_a_training_on_files_equals_eval_py(tmp_path, capsys):
+def test_evaluation_at_the_end_of_training_on_files_equals_eval_py(tmp_path, capsys):
     spec, run = make_table(tmp_path), tmp_path / "run"
     train.main([*SMALL["sparc"], "--data", spec, "--image-size", "16", "--eval-data", spec,
                 "--batch", "4", "--out", str(run)])
@@ -57,12 +63,15 @@ def test_the_end_of_a_training_on_files_equals_eval_py(tmp_path, capsys):
     assert read(run) == at_end
     header = f"{run} on {spec}, split all, 1,000 samples at most, the data that it was trained on:"
     assert header in capsys.readouterr().out and at_end["settings"]["on_training_images"]
-    evaluation.main([str(run), "--data", spec])  # all of it
+    evaluation.main([str(run), "--data", spec])  # all images
     assert lines(run)[-1]["settings"]["limit"] is None and read(run) == at_end
 
 
-def test_other_evaluations_overwrite_nothing(run_of, tmp_path):
-    """Each makes a line of its own; eval.json and the run's pictures stay as they are."""
+def test_evaluations_with_other_options_overwrite_nothing(run_of, tmp_path):
+    """Each evaluation adds a line to evals.jsonl.
+
+    eval.json and the run's pictures do not change.
+    """
     run, folders = shutil.copytree(run_of("sparc"), tmp_path / "run"), tmp_path / ("long" * 30)
     make_folders(folders)
     (tmp_path / "words").write_text("red")
@@ -100,7 +109,7 @@ def test_other_evaluations_overwrite_nothing(run_of, tmp_path):
     assert {key.partition("/")[0] for key in lines(run)[-1]} == {"settings", "alignment"}
 
 
-def test_a_table_is_read_once_before_the_training(tmp_path, monkeypatch):
+def test_a_table_is_read_only_once_before_training(tmp_path, monkeypatch):
     spec, opened, at_start = make_table(tmp_path), [], []
     open_data, wrap = common.open_data, train.wrap
     monkeypatch.setattr(common, "open_data", lambda *given: opened.append(1) or open_data(*given))
@@ -116,7 +125,7 @@ def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
     vars(args).update(probe="sgd", probe_epochs=7)
     own = evaluation.options_of({}, args)
     assert (own.probe, own.probe_epochs) == ("sgd", 7)
-    asked = {"workers": 7, "tasks": ["knn"]}  # no figure depends on them
+    asked = {"workers": 7, "tasks": ["knn"]}  # options that change no figure
     assert evaluation.options_of(asked, args) == argparse.Namespace(**vars(own) | asked) and own.is_own
     assert (own.data, own.train_data, own.split, own.image_root) == ("b/test", "a.csv", "all", "r")
     for flags, expected in (
@@ -129,13 +138,13 @@ def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
         assert all(getattr(options, name) == value for name, value in flags.items())
 
 
-def test_a_table_of_several_data_has_what_some_of_them_have(capsys):
+def test_a_table_over_several_data_sets_has_the_metrics_of_each(capsys):
     evaluation.print_table({"run": [{"x": 0.2, "y": 1.0}, {"x": 0.4}], "other": [{}, {"z": 1.0}]})
     rows = capsys.readouterr().out.splitlines()[2:]
     assert rows == ["| x | 0.300 ± 0.141 |  |  |", "| y | 1.000 (1) |  |  |", "| z |  | 1.000 (1) |  |"]
 
 
-def test_training_images_are_named_whatever_the_split(tmp_path):
+def test_options_tell_whether_the_split_was_trained_on(tmp_path):
     args = evaluation.METHODS["sparc"].Config()
     vars(args).update(data="kar.json:split=val", eval_data=None, image_root=None, workers=0,
                       probe="adamw", probe_epochs=None)
@@ -147,7 +156,7 @@ def test_training_images_are_named_whatever_the_split(tmp_path):
         evaluation.options_of({"data": "shapes", "train_data": "x"}, args)
 
 
-def test_half_a_last_line_takes_no_record_with_it_and_nan_is_null(run_of, tmp_path, monkeypatch):
+def test_an_incomplete_last_line_costs_no_record_and_nan_is_null(run_of, tmp_path, monkeypatch):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     with open(run / "evals.jsonl", "a") as file:
         file.write('{"settings": {"da')
@@ -157,7 +166,7 @@ def test_half_a_last_line_takes_no_record_with_it_and_nan_is_null(run_of, tmp_pa
     assert half == '{"settings": {"da' and json.loads(last)["miou"] is None
 
 
-def test_an_export_writes_a_new_file_alone(run_of, tmp_path):
+def test_an_export_writes_only_a_new_file(run_of, tmp_path):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     before = {path: path.read_bytes() for path in run.iterdir()}
     for file in (run / "last.pt", run / "config.json", "/dev/null", ""):
@@ -195,13 +204,13 @@ def test_limit_means_the_same_for_every_kind_of_data(tmp_path):
             (tmp_path / "folders", "labelled", "test"), (tmp_path / "voc", "maps", "segmentation")):
         few, all = (getattr(opened(spec, limit=n)[0], name)(*purpose) for n in (1, None))
         assert len(list(few)) == 1 < len(list(all))
-    assert len(list(opened(tmp_path / "winoground", limit=1)[0].winoground())) == 2  # of a pair
+    assert len(list(opened(tmp_path / "winoground", limit=1)[0].winoground())) == 2  # one pair
     data = opened("shapes:size=16", limit=3, learn_limit=9)[0]
-    assert len(list(data.labelled("slots"))) == evaluation.WORLD_N          # to choose by
+    assert len(list(data.labelled("slots"))) == evaluation.WORLD_N          # not evaluated
     assert len(list(data.captioned("samples"))) == 3
 
 
-def test_workers_batch_and_device_are_flags_and_nothing_is_computed_in_tf32(run_of, monkeypatch):
+def test_workers_batch_and_device_are_flags_and_tf32_is_off(run_of, monkeypatch):
     used = []
     monkeypatch.setattr(evaluation, "evaluate_and_show", lambda embed, data, options, run: used.append(
         (embed.workers, embed.chunk, embed.device, options.workers)) or {})
@@ -211,7 +220,7 @@ def test_workers_batch_and_device_are_flags_and_nothing_is_computed_in_tf32(run_
     assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
 
 
-def test_the_table_has_chance_levels(run_of, tmp_path, capsys):
+def test_printed_metrics_have_their_chance_levels(run_of, tmp_path, capsys):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     evaluation.main([str(run), "--task", "zeroshot,retrieval,negatives"])
     shown = [line.split() for line in capsys.readouterr().out.splitlines() if " chance " in line]
@@ -221,7 +230,7 @@ def test_the_table_has_chance_levels(run_of, tmp_path, capsys):
             "negatives/swap_att": "0.5000"}.items() <= shown.items()
 
 
-def test_inference_in_three_lines(run_of, tmp_path):
+def test_three_lines_load_a_run_and_encode_images_and_texts(run_of, tmp_path):
     make_folders(tmp_path)
     files = [tmp_path / "red" / "0.png", str(tmp_path / "blue" / "0.png")]
     model, args = evaluation.load_run(run_of("sparc"))
@@ -233,7 +242,7 @@ def test_inference_in_three_lines(run_of, tmp_path):
     torch.testing.assert_close(x.norm(dim=1), torch.ones(2))
 
 
-def test_own_code_may_give_one_caption_or_image_but_not_none(run_of, tmp_path):
+def test_encoders_accept_a_single_caption_or_image_but_not_none(run_of, tmp_path):
     file = tmp_path / "a.jpg"
     file.write_bytes(picture())
     model, _ = evaluation.load_run(run_of("sparc"))
@@ -244,7 +253,7 @@ def test_own_code_may_give_one_caption_or_image_but_not_none(run_of, tmp_path):
         with pytest.raises(common.UserError, match="^There is nothing to encode"):
             encode([])
     for parameter in model.model.parameters():
-        parameter.data.fill_(torch.nan)  # where each image would be the best of all
+        parameter.data.fill_(torch.nan)  # NaN would rank each image first
     for encode, item in ((model.texts, "a cat"), (model.images, file)):
         with pytest.raises(common.UserError, match="not finite .* has diverged"):
             encode(item)
@@ -252,7 +261,7 @@ def test_own_code_may_give_one_caption_or_image_but_not_none(run_of, tmp_path):
         evaluation.load_run(run_of("bam"))[0].texts(["a cat"])
 
 
-def test_a_run_that_fails_leaves_the_others_their_table(run_of, tmp_path, capsys):
+def test_a_run_that_fails_does_not_stop_the_evaluation_of_others(run_of, tmp_path, capsys):
     runs = [shutil.copytree(run_of(name), tmp_path / name) for name in ("sparc", "stair", "bam")]
     (runs[0] / "last.pt").write_bytes(b"")
     with pytest.raises(common.UserError, match="sparc: .*last.pt is not a .*bam: With this model "):
@@ -260,8 +269,8 @@ def test_a_run_that_fails_leaves_the_others_their_table(run_of, tmp_path, capsys
     assert f"| | {runs[1]} (1) |\n|---|---|\n| zeroshot |" in capsys.readouterr().out
 
 
-def test_a_table_of_several_runs(run_of, tmp_path, monkeypatch, capsys):
-    """A column for each setting: mean and deviation of runs that differ in their seed alone."""
+def test_a_table_of_several_runs_averages_over_seeds(run_of, tmp_path, monkeypatch, capsys):
+    """Runs that differ only in their seed share a column. Other runs have a column each."""
     runs = [shutil.copytree(run_of("sparc"), tmp_path / name) for name in "abc"]
     for seed, run in enumerate(runs):
         config = json.loads((run / "config.json").read_text())
@@ -274,7 +283,7 @@ def test_a_table_of_several_runs(run_of, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[-4:] == [
         f"| | {runs[0]} (2) | {runs[2]} (1) | difference |", "|---|---|---|---|",
         "| x | 0.200 ± 0.141 | 0.500 | +150.0% |", "| y | 1.000 ± 0.000 |  |  |"]
-    assert not (runs[0] / "comparison.png").exists()  # of segmentations, which nobody asked for
+    assert not (runs[0] / "comparison.png").exists()  # --task did not name segmentation
     evaluation.main([*map(str, runs), "--task", "segmentation"])
     pages = [Image.open(runs[0] / f"{name}.png") for name in ("comparison", "segmentation")]
     assert pages[0].width > pages[1].width
@@ -318,10 +327,10 @@ def test_data_are_evaluated_one_after_the_other(run_of, tmp_path, capsys):
         assert f"| knn |{'|'.join(cells)}|" in shown
     assert shown.count(f"| | {runs[0]} (1) | {runs[1]} (1) |") == 2 and "different d" not in shown
     assert f"| | {runs[0]}, mean of 2 data | {runs[1]}, mean of 2 data | difference |" in shown
-    evaluation.main([str(runs[1]), "--data", specs[0], "--task", "heads"])  # learns from nothing
+    evaluation.main([str(runs[1]), "--data", specs[0], "--task", "heads"])  # needs no training data
 
 
-def test_class_folders_are_tested_with_the_caption_that_was_learned(tmp_path):
+def test_class_folders_are_evaluated_with_the_caption_of_training(tmp_path):
     make_folders(tmp_path, ["blue", "red"])
     folders = tmp_path
     args = train.parse_args([*SMALL["sparc"], "--data", str(folders), "--image-size", "16"])

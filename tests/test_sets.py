@@ -1,4 +1,8 @@
-"""The field's evaluation sets: CLIP_benchmark's webdatasets, Winoground."""
+"""The field's evaluation sets: CLIP_benchmark's webdatasets and Winoground, and limits of samples.
+
+The model is the Oracle of test_eval.py, which knows the colours of plain pictures. Its metrics are
+therefore known, and errors in reading the sets show.
+"""
 
 import json
 import shutil
@@ -14,18 +18,24 @@ NAMES = ["blue", "green", "red"]
 
 
 def plain(colour, format="PNG"):
-    """Bytes of a picture of one colour."""
+    """Return the bytes of a picture of one colour."""
     return picture(20, 12, format=format, value=COLOURS[colour])
 
 
 def write_split(directory, *shards):
-    """shards: dicts {name of a member: bytes or text}; CLIP_benchmark's SPLIT/*.tar."""
+    """Write the shards of a split in CLIP_benchmark's layout.
+
+    A shard is {member: bytes or text}.
+    """
     shards = {f"{i}.tar": members for i, members in enumerate(shards)}
     write_files(directory, shards | {"nshards.txt": f"{len(shards)}\n"})
 
 
 def write_labelled(directory, split="test", extra=()):
-    """Six images of three colours in two shards, of three formats."""
+    """Write six images of three colours, in three formats, as a labelled set of two shards.
+
+    extra: more members of the second shard. Return the SPEC of the set.
+    """
     shards = [{}, {}]
     for i in range(6):
         format = ("JPEG", "WEBP", "PNG")[i % 3]
@@ -38,7 +48,7 @@ def write_labelled(directory, split="test", extra=()):
     return str(directory)
 
 
-def test_the_names_and_prompts_of_a_folder_are_used_unless_others_are_given(
+def test_a_sets_own_names_and_prompts_are_used_unless_others_are_given(
         run_of, tmp_path, capsys):
     spec = write_labelled(tmp_path / "colours")
     data, options = opened(spec)
@@ -55,12 +65,12 @@ def test_the_names_and_prompts_of_a_folder_are_used_unless_others_are_given(
     assert "classnames.txt. First prompt: 'a blue.'" in capsys.readouterr().out
     (tmp_path / "names.txt").write_text("sky\n\nblood\n")
     data, _ = opened(spec, classes=str(tmp_path / "names.txt"), templates=["{a}!"])
-    assert data.classes.prompts == ["a sky!", "a !", "a blood!"]  # CLEVR has a name like this
+    assert data.classes.prompts == ["a sky!", "a !", "a blood!"]  # CLEVR has an empty name, too
     (tmp_path / "colours" / "zeroshot_classification_templates.txt").unlink()
     assert opened(spec)[0].classes.prompts[0] == "a photo of a blue."
 
 
-def test_knn_and_slots_learn_from_the_split_train_or_else_from_train_data(tmp_path):
+def test_knn_and_slots_learn_from_the_split_train_or_from_train_data(tmp_path):
     spec = write_labelled(tmp_path / "with")
     write_labelled(tmp_path / "with", "train")
     data, options = opened(spec, learn_limit=4)
@@ -76,14 +86,14 @@ def test_knn_and_slots_learn_from_the_split_train_or_else_from_train_data(tmp_pa
         assert evaluation.knn(embedder(), *opened(alone, train_data=train))["knn"][0] == 1
 
 
-def test_sets_of_several_labels_an_image_are_refused(tmp_path):
+def test_sets_with_several_labels_per_image_are_refused(tmp_path):
     spec = write_labelled(tmp_path)
     write_files(tmp_path, {"dataset_type.txt": "multilabel"})
     with pytest.raises(common.UserError, match="has several labels an image: no task"):
         opened(spec)
 
 
-def test_retrieval_with_several_captions_an_image(tmp_path, capsys):
+def test_retrieval_finds_any_of_an_images_captions(tmp_path, capsys):
     write_split(tmp_path / "test", {
         "0.png": plain("red"), "0.txt": "red\nred red\r\n", "1.png": plain("green"),
         "1.txt": "green", "2.png": plain("blue"), "2.txt": " \n\n", "3.png": plain("blue"),
@@ -99,7 +109,7 @@ def test_retrieval_with_several_captions_an_image(tmp_path, capsys):
     assert captions == ["red", "green"] and images.shape == (2, 3, 8, 8)
 
 
-def test_a_limit_takes_random_images_that_are_always_the_same(tmp_path):
+def test_limit_draws_the_same_random_images_each_time(tmp_path):
     members = {}
     for i in range(60):
         members |= {f"{i:02}.png": plain(NAMES[i // 20]), f"{i:02}.cls": str(i // 20)}
@@ -116,7 +126,7 @@ def test_a_limit_takes_random_images_that_are_always_the_same(tmp_path):
     assert [["red", "green", "blue"][c] for c in colours] == [c.split()[-1][:-1] for c in captions]
 
 
-def test_what_cannot_be_read_is_skipped_and_reported(tmp_path, capsys):
+def test_unreadable_samples_are_skipped_and_reported(tmp_path, capsys):
     extra = {"t1.jpg": b"no image", "t1.cls": "1", "t2.jpg": plain("red"), "t3.cls": "0",
              "t4.jpg": plain("red"), "t4.cls": "0 2"}
     data, options = opened(write_labelled(tmp_path, extra=extra))
@@ -131,14 +141,14 @@ def test_what_cannot_be_read_is_skipped_and_reported(tmp_path, capsys):
 
 
 def write_winoground(directory):
-    """Two pairs, the second one without its second image."""
+    """Write two pairs of Winoground. The second pair lacks its second image."""
     rows = [{"id": 0, "image_0": "a", "image_1": "b", "caption_0": "red", "caption_1": "blue"},
             {"id": 1, "image_0": "c", "image_1": "d", "caption_0": "green", "caption_1": "red"}]
     images = {f"images/{name}.png": plain(c) for name, c in zip("abc", ("red", "blue", "green"))}
     write_files(directory, images | {"examples.jsonl": "\n".join(map(json.dumps, rows))})
 
 
-def test_winogrounds_own_files(tmp_path, capsys):
+def test_winoground_is_evaluated_from_its_own_files(tmp_path, capsys):
     write_winoground(tmp_path / "w")
     (tmp_path / "w" / "images").rename(tmp_path / "photos")
     data, options = opened(tmp_path / "w", image_root=str(tmp_path / "photos"))
@@ -147,7 +157,7 @@ def test_winogrounds_own_files(tmp_path, capsys):
     assert {key: value.tolist() for key, (value, _) in result.items()} == {
         "winoground/text": [True], "winoground/image": [True], "winoground/group": [True]}
     assert "skipped 1 of 4 images" in capsys.readouterr().out
-    (tmp_path / "photos").rename(tmp_path / "w" / "images")  # where they lie in the release
+    (tmp_path / "photos").rename(tmp_path / "w" / "images")  # their folder in the release
     data, options = opened(tmp_path / "w", limit=1)
     assert evaluation.winoground(embedder(), data, options)["winoground/text"][0].tolist() == [True]
     (tmp_path / "w/images/b.png").unlink()
@@ -155,8 +165,11 @@ def test_winogrounds_own_files(tmp_path, capsys):
         evaluation.winoground(embedder(), *opened(tmp_path / "w"))
 
 
-def test_a_large_limit_draws_more_of_the_world_and_retrieval_ranks_in_pools():
-    """A haystack stays as large, so that R@1 of more scenes is the mean of more draws."""
+def test_a_large_limit_draws_more_scenes_and_retrieval_ranks_in_pools():
+    """R@1 depends on the number of candidates. Pools keep that number fixed, whatever the limit is.
+
+    R@1 is then the mean over the pools.
+    """
     n = evaluation.WORLD_N
     data, options = opened("shapes:size=16,fillers=0", limit=3000)
     assert len(list(data.labelled("zeroshot"))) == 3 * n and data.pool == n // 2
@@ -175,10 +188,16 @@ def test_a_large_limit_draws_more_of_the_world_and_retrieval_ranks_in_pools():
 
 
 @pytest.mark.parametrize("way", ["named", "numbers", "from 1", "--classes", "own"])
-def test_numbers_of_shards_and_names_of_folders_are_joined_where_their_order_is_known(
+def test_labels_of_shards_match_class_folders_only_if_their_order_is_known(
         tmp_path, capsys, way):
-    """Folders are sorted, labels of shards numbered by their maker: red, green, blue are 0, 1, 2
-    here. Where nobody says so, k-NN would be 1/3 or 0 without a word."""
+    """The labels 0, 1, 2 of the shards are red, green, blue. Sorted folders are blue, green, red.
+
+    k-NN would silently compare different classes, so an unknown order raises an error. Each `way`
+    names the folders or gives a --classes FILE: "named": red, green, blue; unknown. "numbers": 0,
+    1, 2; known. "from 1": 1, 2, 3; unknown. "own": the FILE has the folders' names in the order of
+    the labels; known. "--classes": the FILE has other names, and the labels have the order of the
+    sorted folders; known.
+    """
     order = ["red", "green", "blue"]
     names = {"numbers": ["0", "1", "2"], "from 1": ["1", "2", "3"]}.get(way, order)
     write_files(tmp_path, {f"test/{name}/{i}.png": plain(colour)
@@ -197,14 +216,14 @@ def test_numbers_of_shards_and_names_of_folders_are_joined_where_their_order_is_
             evaluation.knn(embedder(), data, options)
         return
     assert evaluation.knn(embedder(), data, options)["knn"][0] == 1
-    if way == "own":  # the folders' names, in the order of the labels
+    if way == "own":  # the file has the folders' names in the order of the labels
         assert data.classes.names == ["blue", "green", "red"]
     elif classes:
         assert data.classes.names == ["azure", "grass", "blood"]
         assert "classes: blue = azure, ..., red = blood" in capsys.readouterr().out
 
 
-def test_a_name_of_another_folder_is_refused(tmp_path):
+def test_a_class_name_that_is_another_folders_name_is_refused(tmp_path):
     (tmp_path / "names.txt").write_text("red\nblue\nsky\n")
     with pytest.raises(common.UserError, match="the folder blue the name of another folder, red"):
         common.class_names(["blue", "green", "red"], tmp_path / "names.txt")
