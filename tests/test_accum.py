@@ -1,4 +1,8 @@
-"""--accum-freq: towers that take their rows in parts give the gradients of whole ones."""
+"""--accum-freq K: a tower that encodes the batch in K parts gives the gradients of the full batch.
+
+The tests compare losses, gradients and memory for every objective, on one process and on two ranks,
+and with torch.compile. Two more tests measure the rounding of TF32 and of bf16.
+"""
 
 import contextlib
 import functools
@@ -18,7 +22,7 @@ import train
 from helpers import (SMALL, LiveMemory, make_batch, make_views, run_ranks, tiny_model, train_alone,
                      weights)
 
-OBJECTIVES = {  # name: model of helpers.MODELS, its settings
+OBJECTIVES = {  # {name: (model in helpers.MODELS, settings of its Config)}
     **{name: ("sparc", dict(objective=name, filip_keep=0.5, mgca_prototypes=7))
        for name in ("sparc", "clip", "filip", "clip+filip", "pacl", "gloria", "mgca")},
     "listing": ("sparc", dict(token_mean="batch")),
@@ -28,13 +32,13 @@ OBJECTIVES = {  # name: model of helpers.MODELS, its settings
     "bam": ("bam", {}), "bam-student": ("bam", dict(teacher=False, batch_norm=True)),
     "simclr": ("bam", dict(target="onehot", teacher=False)),
 }
-FP32 = {"dino": 1e-6}  # learned positions are interpolated for small views in fp32
-TOWER = "tiny-patch:width=16,heads=2,depth="  # without BatchNorm
+FP32 = {"dino": 1e-6}  # tolerance: positions are interpolated in fp32 for small views
+TOWER = "tiny-patch:width=16,heads=2,depth="  # has no BatchNorm, which would need the full batch
 SPARC = [*SMALL["sparc"], "--image-encoder", TOWER + "1", "--steps", "2", "--image-size", "16"]
 
 
 def build(name, **vit):
-    """The model of "sparc 4": objective sparc, in float64, with towers of 4 parts."""
+    """build("sparc 4") returns the float64 model of the objective sparc with accum_freq 4."""
     objective, K = name.split()
     method, settings = OBJECTIVES[objective]
     model = tiny_model(method, vit=dict(stem=None) | vit, **settings).double()
@@ -43,18 +47,23 @@ def build(name, **vit):
 
 
 def switch(model, K):
+    """Set accum_freq of the model's towers to K."""
     for module in model.modules():
         if isinstance(module, common.Tower):
             module.accum_freq = K
 
 
 def batch_of(name, B=8):
+    """Return a float64 batch of B samples for an objective."""
     batch = make_views(B) if OBJECTIVES[name][0] in ("dino", "bam") else make_batch(B)
     return tree_map(lambda x: x.double() if x.is_floating_point() else x, batch)
 
 
 def gradients(model, batch, parallel=None):
-    """Loss and gradients, once more from the same state; of all ranks if parallel is DDP's."""
+    """Return the loss and {name: gradient}, and restore the state that the forward pass changed.
+
+    parallel: the model inside DDP, which averages the gradients over the ranks.
+    """
     state = tree_map(torch.clone, model.state_dict())
     model.zero_grad()
     loss = (parallel or model)(batch, common.gather)["loss"]
@@ -65,6 +74,7 @@ def gradients(model, batch, parallel=None):
 
 
 def assert_equal(result, expected, tolerance=1e-12):
+    """Two results of gradients() have the same loss and the same gradients."""
     (loss, grads), (expected_loss, expected_grads) = result, expected
     assert loss == pytest.approx(expected_loss, abs=tolerance)
     assert grads.keys() == expected_grads.keys()
@@ -74,8 +84,8 @@ def assert_equal(result, expected, tolerance=1e-12):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_parts_give_the_gradients_of_the_whole(name):
-    """With 3 parts the last one is smaller; no tower sees more rows than a part has."""
+def test_parts_give_the_gradients_of_the_full_batch(name):
+    """The last of 3 parts is smaller than the others. No block sees more rows than a part has."""
     model, batch, seen = build(f"{name} 1"), batch_of(name), []
 
     def spy(module, inputs):
@@ -88,12 +98,15 @@ def test_parts_give_the_gradients_of_the_whole(name):
             switch(model, K)
             seen.clear()
             assert_equal(gradients(model, batch), expected, FP32.get(name, 1e-12))
-            together = 2 if "views" in batch else 1  # views that enter the tower in one call
+            together = 2 if "views" in batch else 1  # two views enter the tower in one call
             assert max(seen) == math.ceil(8 * together / K)
 
 
 def parts_on_a_rank(rank):
-    """This rank's half of each batch: parts under DDP against whole towers under DDP."""
+    """Compare K parts with one part, both inside DDP, on this rank's half of each batch.
+
+    Return the number of objectives.
+    """
     for name in OBJECTIVES:
         torch.manual_seed(0)
         model = build(f"{name} 1")
@@ -107,7 +120,11 @@ def parts_on_a_rank(rank):
 
 
 def compiled_on_a_rank(rank):
-    """With DDP's buckets of 4 KB, the first of 1: compiled blocks against plain ones."""
+    """Compare compiled blocks with plain blocks, both inside DDP, on this rank's half of a batch.
+
+    DDP collects gradients in buckets of 25 MB. Here a bucket has 4 KB, so that even the small model
+    fills several: a graph that DDP splits between two buckets would fail here. Return the rank.
+    """
     compile = functools.partial(torch.compile, backend="aot_eager")
     parallel = functools.partial(DistributedDataParallel, bucket_cap_mb=0.004)
     with pytest.MonkeyPatch.context() as patch:
@@ -128,17 +145,17 @@ def compiled_on_a_rank(rank):
 
 
 @pytest.mark.ranks
-def test_compiled_towers_of_two_ranks_give_the_gradients_of_plain_ones(tmp_path):
+def test_compiled_towers_on_two_ranks_give_the_gradients_of_plain_towers(tmp_path):
     assert run_ranks(tmp_path, compiled_on_a_rank) == [0, 1]
 
 
 @pytest.mark.ranks
-def test_parts_of_two_ranks_give_the_gradients_of_the_whole(tmp_path):
+def test_parts_on_two_ranks_give_the_gradients_of_the_full_batch(tmp_path):
     assert run_ranks(tmp_path, parts_on_a_rank) == [len(OBJECTIVES)] * 2
 
 
 @pytest.mark.parametrize("name", ["sparc", "dino", "stair3", "bam"])
-def test_memory_falls_with_the_parts(name):
+def test_peak_memory_falls_with_the_number_of_parts(name):
     model, batch, peaks = build(f"{name} 1", depth=6), batch_of(name), []
     for K in (1, 2, 4):
         switch(model, K)
@@ -149,8 +166,11 @@ def test_memory_falls_with_the_parts(name):
     assert peaks[1] < 0.8 * peaks[0] and peaks[2] < 0.8 * peaks[1]
 
 
-def test_parts_draw_the_same_numbers_again_in_the_backward_pass():
-    """Stochastic depth: gradients as of the parts one by one, with all that they compute kept."""
+def test_the_backward_pass_drops_the_same_rows_as_the_forward_pass():
+    """Stochastic depth draws random numbers, and the backward pass computes each part again.
+
+    The reference encodes the parts one by one with accum_freq 1, which computes nothing again.
+    """
     tower = common.ViT(16, 4, width=16, depth=3, heads=2, drop_path=0.5).double()
     images, grads = torch.randn(6, 3, 16, 16).double(), []
     for K in (1, 3):
@@ -163,7 +183,7 @@ def test_parts_draw_the_same_numbers_again_in_the_backward_pass():
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
 
 
-def test_the_flag_changes_no_training(tmp_path, monkeypatch):
+def test_accum_freq_does_not_change_the_trained_weights(tmp_path, monkeypatch):
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: compile(model, backend="eager"))
     train_alone([*SPARC, "--out", tmp_path / "whole"])
@@ -174,7 +194,7 @@ def test_the_flag_changes_no_training(tmp_path, monkeypatch):
 
 
 class TF32(TorchDispatchMode):
-    """Rounds operands of products in fp32 to TF32's 10 bits, as GPUs do; their sums stay fp32."""
+    """Round the operands of fp32 products to the 10 bits of TF32, as a GPU does. Sums stay fp32."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         aten = torch.ops.aten
@@ -187,8 +207,11 @@ class TF32(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_tf32_adds_little_to_the_error_of_bf16(name):
-    """What autocast leaves in fp32, the losses, is in TF32 then: gradients at 1 / tau = 50."""
+def test_tf32_changes_gradients_less_than_half_as_much_as_bf16(name):
+    """Under --amp bf16 a GPU computes in TF32 what autocast leaves in fp32: the losses.
+
+    The gradients are compared at 1 / tau = 50, where the logits are large.
+    """
     def gradient(bf16, mode):
         torch.manual_seed(0)
         method, settings = OBJECTIVES[name]
@@ -205,7 +228,8 @@ def test_tf32_adds_little_to_the_error_of_bf16(name):
     assert 0 < (tf32 - half).norm() < (half - exact).norm() / 2
 
 
-def test_half_precision_adds_the_parts_gradients_in_fp32():
+def test_gradients_of_bf16_parts_are_summed_in_fp32():
+    """A sum of 128 parts in bf16 would lose digits with each part."""
     tower = common.ViT(image_size=16, patch_size=4, width=32, depth=2, heads=2)
     images, target = torch.randn(256, 3, 16, 16), torch.randn(256, 16, 32)
 

@@ -1,4 +1,8 @@
-"""What every method promises, and a fifth method with nothing but what a method must have."""
+"""What every method must provide: a file that runs alone, presets, public names, resumable runs.
+
+The tests run for each method in METHODS. A fifth method, toy.py, has only the members that are
+required, and must train, resume and be evaluated, too.
+"""
 
 import dataclasses
 import inspect
@@ -43,13 +47,16 @@ STABLE_NAMES = """
     sparc.Model.encode_image(self,images) sparc.Model.encode_text(self,tokens,mask)
     bam.Model.encode_image(self,images)
 """
-PRINTED = {  # millions of parameters: SPARO, Tables 6 and B.2; BAM, Tables 4 and 8, cut off
+# {preset: millions of parameters}: SPARO, Tables 6 and B.2, rounded; BAM, Tables 4 and 8, cut off
+PRINTED = {
     "l400m-b32": 151, "cc15m-r50": 97, "cc15m-r50-d64": 108, "cc15m-r50-clip": 102,
     "cc15m-r50-clip4096": 110, "vit-s16": 21, "vit-b16": 85, "r50": 23,
-    "dino-s16": 19}  # SPARO replaces a block of ViT-S/16
+    "dino-s16": 19}  # ViT-S/16 without the block that SPARO replaces
 ON_FILES = "--image-size 16 --data "
 LR = "batch steps lr weight_decay warmup beta2 adam_eps probe".split()
-CONSTANTS = {  # SPARC D.1, D.3, D.4; SPARO C.1 to C.3; STAIR 4.2, App. A; BAM 4.1, C, D, Table 9
+# {(method, preset): values of the fields in LR}
+# from SPARC D.1, D.3, D.4; SPARO C.1 to C.3; STAIR 4.2, App. A; BAM 4.1, C, D, Table 9
+CONSTANTS = {
     ("sparc", "b16"): (16384, 200_000, 9e-4, 0.2, 2500, 0.98, 1e-6, "adamw"),
     ("sparc", "l14"): (16384, 250_000, 9e-4, 0.2, 2500, 0.98, 1e-6, "adamw"),
     ("sparc", "gloria-b16"): (4096, 800_000, 9e-4, 0.2, 2500, 0.98, 1e-6, "adamw"),
@@ -65,6 +72,7 @@ CONSTANTS = {  # SPARC D.1, D.3, D.4; SPARO C.1 to C.3; STAIR 4.2, App. A; BAM 4
     ("classifier", "imagenet"): (1024, 187_650, 1e-3, 0.05, 6255, 0.999, 1e-8, "adamw"),
     ("classifier", "semi-adamw"): (512, 25_023, 5e-5, 0.3, 1251, 0.999, 1e-8, "adamw"),
     ("classifier", "cifar10"): (1024, 4800, 6e-5, 0.1, 144, 0.999, 1e-8, "adamw")}
+# {method: number of tokens}, and {preset: number of tokens} if a preset has another vocabulary
 WORDS = {"sparo": 49_408, "stair": 30_522, "stair-clip": 30_522, "sparc": 32_000}
 RUN_ALONE = """
 import runpy, sys
@@ -78,12 +86,14 @@ for name in sys.argv[1:]:
 
 
 def batch_of(name, B=4):
+    """Return a batch of B samples for tiny_model(name)."""
     if name == "classifier":
         return {"images": torch.randn(B, 3, 16, 16), "labels": torch.arange(B) % 3}
     return make_views(B) if name in ("dino", "bam") else make_batch(B)
 
 
-def test_the_files_work_alone_in_an_empty_directory(tmp_path):
+def test_each_method_file_runs_alone_in_an_empty_directory(tmp_path):
+    """Each file prints a demonstration. No other file of ours and no package but torch is there."""
     files = [f"{name}.py" for name in METHODS if (ROOT / f"{name}.py").exists()]
     for file in files:
         shutil.copy(ROOT / file, tmp_path)
@@ -96,32 +106,33 @@ def test_the_files_work_alone_in_an_empty_directory(tmp_path):
 
 
 def two_products(v, t, scale, gather):
-    """CLIP's loss of encodings of length 1 as printed: a softmax of each direction's logits."""
+    """CLIP's loss as printed, for encodings of length 1: one product for each direction."""
     i = gather.rank * len(v) + torch.arange(len(v))
     image_to_text = F.cross_entropy(scale * v @ gather(t).T, i)
     return (image_to_text + F.cross_entropy(scale * t @ gather(v).T, i)) / 2
 
 
 def contrastive_losses(rank):
-    """[loss and gradients of each file's loss and of the printed form], in float64."""
+    """Return [loss, gradients] of the printed loss and of each file's loss, in float64."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     pairs = torch.rand(2, 6, 5, generator=torch.Generator().manual_seed(0)).double() + 0.1
     results = []
     for loss in (two_products, sparc.global_loss, sparo.clip_loss, stair.contrastive_loss):
         v, t = (F.normalize(x, dim=-1).chunk(world)[rank].requires_grad_() for x in pairs)
         scale = torch.tensor(9.0, dtype=torch.float64, requires_grad=True)
-        v_n, t_n = (x / x.norm(dim=-1, keepdim=True) for x in (v, t))  # what all files normalise
+        v_n, t_n = (x / x.norm(dim=-1, keepdim=True) for x in (v, t))  # as all files do
         value = loss(v_n, t_n, scale, gather=common.gather)
         results.append([value.detach(), *torch.autograd.grad(value, (v, t, scale))])
     return results
 
 
 @pytest.mark.ranks
-def test_one_product_is_the_printed_loss_of_two(tmp_path):
+def test_contrastive_losses_of_all_files_equal_the_printed_loss(tmp_path):
+    """The files compute one product of images and captions for both directions."""
     alone = contrastive_losses(0)
     ranks = run_ranks(tmp_path, contrastive_losses)
     for one, *of_ranks in zip(alone, *ranks):
-        losses, by_v, by_t, by_scale = zip(*of_ranks)  # ranks' losses are averaged, by DDP
+        losses, by_v, by_t, by_scale = zip(*of_ranks)  # DDP averages over the ranks
         joined = [sum(losses) / 2, torch.cat(by_v) / 2, torch.cat(by_t) / 2, sum(by_scale) / 2]
         for result in (one, joined):
             torch.testing.assert_close(result, alone[0], rtol=1e-12, atol=1e-14)
@@ -129,22 +140,24 @@ def test_one_product_is_the_printed_loss_of_two(tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", SMALL)
-def test_two_ranks_are_one_process_and_every_parameter_learns(tmp_path, name):
+def test_two_ranks_equal_one_process_and_every_parameter_has_a_gradient(tmp_path, name):
     model, batch = tiny_model(name), batch_of(name, 8)
     ranks = on_ranks(tmp_path, tiny_model, {name: model}, batch)[name]
     assert_one_process(ranks, model, model(batch)["loss"])
     for _, _, state in ranks:
-        expected = model.state_dict()  # with DINO's center, and statistics of BatchNorm
+        expected = model.state_dict()  # includes DINO's center and the statistics of BatchNorm
         torch.testing.assert_close(dict(state), dict(expected), rtol=1e-4, atol=1e-5)
     trained = {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
     assert [key for key, g in trained.items() if g is None or g.abs().max() == 0] == []
 
 
 def two_ranks(name):
+    """Return the parameters of a run on two ranks that stops after 3 steps."""
     return pytest.param(name, "", [3], 2, marks=pytest.mark.ranks)
 
 
-@pytest.mark.parametrize("name, flags, stops, ranks", [  # the steps after which the run is stopped
+# stops: the steps after which the run is stopped
+@pytest.mark.parametrize("name, flags, stops, ranks", [
     *((name, "", [3], 1) for name in SMALL), two_ranks("sparc"), two_ranks("dino"),
     ("stair", "", [1, 2, 3, 4, 6], 1),                 # within each stage and at its end
     ("sparc", ON_FILES + "table.csv", [3], 1), ("stair", ON_FILES + "table.csv", [3], 1),
@@ -157,7 +170,7 @@ def two_ranks(name):
     ("bam", ON_FILES + "table.csv --workers 1 --contrastive-crop --crop-start 1 --crop-every 3",
      [3], 1),
     ("classifier", ON_FILES + "{000..001}.tar --workers 2 --classes names.txt", [3], 1)])
-def test_a_stopped_run_continues_bit_for_bit(
+def test_resumed_run_equals_uninterrupted_run(
         tmp_path, monkeypatch, capsys, run_of, name, flags, stops, ranks):
     monkeypatch.chdir(tmp_path)
     write_table(tmp_path, 12, broken=[3])
@@ -167,6 +180,7 @@ def test_a_stopped_run_continues_bit_for_bit(
     begin, resume = [*SMALL[name], *flags.split(), "--out"], ["--resume", "--out", stopped]
 
     def run(flags, step=None):
+        """Train on one or two ranks. step: how many steps until the run is stopped."""
         if ranks > 1:
             run_ranks(tmp_path, train_on_rank, ranks, flags, step)
         elif step:
@@ -190,17 +204,17 @@ def test_a_stopped_run_continues_bit_for_bit(
     *((name, {}) for name in SMALL), ("bam", dict(mask="zero")), ("bam", dict(target="onehot")),
     ("bam", dict(normalization="block"))])
 def test_a_model_of_zeros_has_the_chance_loss(name, settings):
-    """All of its similarities are equal."""
+    """All similarities of such a model are equal."""
     model, batch = tiny_model(name, **settings), batch_of(name)
     if "target" in settings:
-        del batch["views"][2:]  # SimCLR's chance counts none of the small views' columns
+        del batch["views"][2:]  # chance_loss of SimCLR is for two large views
     for p in model.parameters():
         nn.init.zeros_(p)
     loss = model(batch)["loss"].item()
     assert loss == pytest.approx(model.chance_loss(4, batch.get("mask"), 16), abs=1e-4)
 
 
-def test_every_method_is_tested():
+def test_every_method_has_flags_and_a_model_for_the_tests():
     assert {METHOD.get(name, name) for name in SMALL} == METHODS.keys()
     assert SMALL.keys() == MODELS.keys()
 
@@ -216,7 +230,7 @@ def test_fields_have_help_and_presets_name_fields(method):
     train.parse_args(["--method", method, *STABLE_FLAGS.split()])
 
 
-def test_bounds_name_fields():
+def test_bounds_of_settings_name_existing_fields():
     configs = train.Config, *(method.Config for method in METHODS.values())
     fields = {field.name for config in configs for field in dataclasses.fields(config)}
     known = train.POSITIVE | train.BELOW_ONE | train.AT_MOST_ONE | train.TEXT_FLAGS | train.FIXED
@@ -225,10 +239,10 @@ def test_bounds_name_fields():
 
 @pytest.mark.parametrize("name, preset", [
     (name, preset) for name in METHODS for preset in METHODS[name].PRESETS])
-def test_presets_are_the_papers_models(name, preset):
-    """Without a further flag they have the parameters that a table prints, and the words."""
+def test_presets_have_the_papers_parameters_and_vocabularies(name, preset):
+    """A preset needs no further flag. The meta device counts parameters without memory for them."""
     method, args = METHODS[name], train.parse_args(["--method", name, "--preset", preset])
-    args.classes = ["a", "b"]  # of classifiers
+    args.classes = ["a", "b"]  # for classifiers
     with torch.device("meta"):
         encoders = common.build_encoders(method, args, range(4))
         model = common.build_model(method, args, *encoders)
@@ -248,7 +262,7 @@ def test_presets_have_the_papers_constants(name, preset):
 
 
 @pytest.mark.parametrize("name", STABLE_NAMES.split())
-def test_public_names_stay(name):
+def test_public_names_keep_their_parameters(name):
     path, _, parameters = name.rstrip(")").partition("(")
     module, path = path.split(".", 1)
     found = operator.attrgetter(path)(sys.modules[module])
@@ -256,7 +270,7 @@ def test_public_names_stay(name):
     assert known.startswith(parameters)
 
 
-def test_a_method_needs_its_required_members_alone(tmp_path, monkeypatch):
+def test_a_method_with_only_the_required_members_trains_and_is_evaluated(tmp_path, monkeypatch):
     methods = {"toy": common.Method(toy)}
     monkeypatch.setattr(evaluation, "METHODS", methods)
     monkeypatch.setattr(train, "METHODS", methods)

@@ -1,4 +1,7 @@
-"""What is refused: a command, and a piece of its message with the value and the remedy."""
+"""Commands that must end with an error. Each row has a command and a part of its message.
+
+A message names the wrong value and the remedy in one line. The command must not change a file.
+"""
 
 import io
 import math
@@ -19,7 +22,7 @@ from test_start import made_up_clip_file
 
 
 def saved(state):
-    """Bytes of a checkpoint."""
+    """Return the bytes of a checkpoint."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
@@ -27,7 +30,8 @@ def saved(state):
 
 MAP = picture(mode="L", format="PNG", value=3)
 CREPE = '{"0": {"filename": "red/0.png", "caption": "a", "negative_caption": "b"}}'
-FILES = {  # in the directory where the commands run, beside runs/NAME, a run with SMALL[NAME]
+# The directory where a command runs has these files, and runs/NAME if the command names that run.
+FILES = {
     "table.csv": "filepath,title\na.png,one\nb.png,two\n", "names.txt": "one\ntwo\n",
     "000.tar": {"0.jpg": picture(), "0.txt": "n0"}, "001.tar": {}, "bare/notes.md": "",
     "mixed/cat/notes.md": "", "mixed/dog/1.jpg": "",
@@ -51,9 +55,11 @@ IMAGE = "^--init-weights clip.pt: the file holds a model of .*{}.*: give --image
 TEXT = IMAGE.replace("image", "text")
 BLOCK = "transformer.resblocks.0."
 
-# The first word of a command: train, eval, or a method's name for train.py with its flags of SMALL
-# and --out run; clip: SPARC's, from a CLIP. Then there may be other files, {name: content}, the
-# content of the file that the last word names, or of a CLIP {tensor: shape, or None to lack}.
+# A row has a command, a pattern of its message, and perhaps a third item: more files.
+# The first word of a command is eval, train, or a method: train.py with the flags SMALL[method] and
+# "--out run". The word clip is SPARC, which starts from a made-up CLIP file.
+# The third item is {name: content}, or the content of the file that the last word names. After clip
+# it is {tensor of the CLIP file: another shape, or None if the file lacks the tensor}.
 ERRORS = [
     # Settings of a training
     ("sparc --preset b33", "has no preset 'b33'; it has tiny, tiny-stem, b32, b16, l14"),
@@ -158,7 +164,7 @@ ERRORS = [
     ("clip", IMAGE.format("Missing .*norm_pre.bias"), {"visual.ln_pre.bias": None}),
     ("clip", TEXT.format("size mismatch for norm.weight"), {"ln_final.weight": 5}),
     ("clip", IMAGE.format("size mismatch for pos"), {"visual.positional_embedding": (7, 16)}),
-    ("clip", IMAGE.format("Unexpected .*blocks.1.norm1.weight"),                    # a deeper file
+    ("clip", IMAGE.format("Unexpected .*blocks.1.norm1.weight"),                    # one block more
      {"visual.transformer.resblocks.1.ln_1.weight": 16}),
     ("clip", TEXT.format("size mismatch for embedding") + ".* and --vocab its words",
      {"token_embedding.weight": (20, 16)}),
@@ -259,12 +265,13 @@ ERRORS = [
 
 
 def files_in(directory):
+    """Return {path: bytes} of all files below the directory, without lock files."""
     return {path: path.read_bytes() for path in directory.rglob("*")
             if path.is_file() and path.name != "lock"}
 
 
 @pytest.mark.parametrize("row", ERRORS, ids=lambda row: str(row[0]))
-def test_errors_say_what_is_wrong_and_leave_all_files_as_they_were(
+def test_errors_name_the_mistake_and_change_no_file(
         tmp_path, monkeypatch, run_of, row):
     command, message, more = (*row, {})[:3]
     monkeypatch.chdir(tmp_path)

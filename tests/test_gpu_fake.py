@@ -1,9 +1,12 @@
-"""What GPUs compute, without one: fake CUDA tensors have no values, but raise where they meet a
-tensor that was left on the CPU, and a fake group of 8 ranks exchanges nothing. Without a driver
-torch has no backward pass of them: what comes after it is tested with gradients of zeros.
+"""What a GPU computes, tested without a GPU, by fake CUDA tensors and a fake group of 8 ranks.
 
-`python tests/test_gpu_fake.py` prints what each preset keeps in memory, and on how many GPUs of
-80 GB the paper's batch fits."""
+Fake tensors have shapes but no values. An operation on a fake tensor and a tensor that was left on
+the CPU raises an error. The fake group exchanges nothing. Without a driver torch has no backward
+pass for fake CUDA tensors, so tests of an update set all gradients to 0.
+
+`python tests/test_gpu_fake.py` prints how much memory each preset needs per image, and on how many
+GPUs of 80 GB the paper's batch fits.
+"""
 
 import math
 import sys
@@ -25,17 +28,17 @@ import train
 from helpers import LiveMemory, make_batch, make_views, tiny_model, write_table
 from test_accum import OBJECTIVES
 
-CASES = OBJECTIVES | {  # name: model of helpers.MODELS, its settings
+CASES = OBJECTIVES | {  # {name: (model in helpers.MODELS, settings of its Config)}
     "softmax": ("sparc", dict(align="softmax", h_v="residual")),
     "attpool": ("sparo", dict(readout="attpool")), "dino-cls": ("dino", dict(readout="cls")),
     "bam-blocks": ("bam", dict(normalization="block", mask="zero", readout="gap")),
     "classifier": ("classifier", {})}
-# as they are called since torch 2.14, and before
+# The names since torch 2.14, or the older names.
 ALL_GATHER, SCATTER = (new if hasattr(dist, new) else old for new, old in (
     ("all_gather_single", "all_gather_into_tensor"),
     ("reduce_scatter_single", "reduce_scatter_tensor")))
 COLLECTIVES = ALL_GATHER, SCATTER, "all_reduce", "all_gather_object"
-RAGGED = "filip", "clip+filip", "gloria"  # ranks ask each other for their longest caption
+RAGGED = "filip", "clip+filip", "gloria"  # ranks exchange the lengths of their longest captions
 pytestmark = pytest.mark.skipif(
     torch.__version__ < (2, 11), reason="before torch 2.11 fake CUDA tensors need a driver, and "
                                         "collectives have no fake form")
@@ -43,23 +46,28 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def waits():
-    """What the host reads of a GPU's values, and waits for: a list of names."""
+    """Names of the operations in which the host reads a value of the GPU, and waits for the GPU."""
     return []
 
 
 @pytest.fixture
 def fake(monkeypatch, waits):
+    """The mode in which tensors are fake. Reads of values are noted in `waits`."""
     return fake_cuda(monkeypatch, waits)
 
 
 @pytest.fixture
 def ranks(monkeypatch):
+    """A fake group of 8 ranks: a list of its collectives, [(name, tensor)]."""
     yield group_of_8(monkeypatch)
     dist.destroy_process_group()
 
 
 def fake_cuda(monkeypatch, waits):
-    """The mode that makes tensors fake; each has the value 2, autocast believes in a GPU."""
+    """Return the mode in which tensors are fake, and let autocast work as on a GPU.
+
+    A read of a value is noted in `waits` and returns 2.
+    """
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
 
@@ -72,7 +80,7 @@ def fake_cuda(monkeypatch, waits):
 
 
 def group_of_8(monkeypatch):
-    """Join a group of 8 ranks as the third -> its collectives: [(name, tensor)]."""
+    """Join a fake group of 8 ranks as rank 2, and return the list of its collectives."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     calls = []
@@ -91,7 +99,7 @@ def group_of_8(monkeypatch):
 
 
 class Calls(TorchDispatchMode):
-    """Notes the operators, and in `waits` copies from the CPU, one by one, to the GPU."""
+    """Notes the names of all operators. `waits` gets those that copy from the CPU to the GPU."""
 
     def __init__(self, waits):
         super().__init__()
@@ -108,12 +116,14 @@ class Calls(TorchDispatchMode):
 
 
 def move(model):
+    """Move a model to the fake GPU."""
     for module in model.modules():  # model.to would move a shared embedding twice
         module._apply(lambda x: torch.zeros_like(x, device="cuda"), recurse=False)
     return model
 
 
 def batch_of(method, **sizes):
+    """Return a batch for tiny_model(method). sizes: arguments of make_batch."""
     if method in ("dino", "bam"):
         return make_views()
     if method == "classifier":
@@ -122,7 +132,7 @@ def batch_of(method, **sizes):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_objectives_leave_no_tensor_on_the_cpu(fake, waits, name):
+def test_objectives_leave_no_tensor_on_the_cpu_and_never_wait(fake, waits, name):
     method, settings = CASES[name]
     model, batch = tiny_model(method, **settings), batch_of(method)
     with fake:
@@ -142,8 +152,11 @@ def test_objectives_leave_no_tensor_on_the_cpu(fake, waits, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_exchange_tensors_of_the_gpu_in_one_order(fake, waits, ranks, name):
-    """Two ranks, whose longest captions differ, with DDP's broadcast of buffers off."""
+def test_ranks_exchange_tensors_of_the_gpu_in_the_same_order(fake, waits, ranks, name):
+    """Two batches stand for two ranks, whose longest captions differ.
+
+    Ranks whose collectives had different orders or types would wait for each other forever.
+    """
     method, settings = CASES[name]
     model, orders = tiny_model(method, **settings), []
     with fake:
@@ -156,7 +169,7 @@ def test_ranks_exchange_tensors_of_the_gpu_in_one_order(fake, waits, ranks, name
                 model(batch, common.gather)
             assert {x.device.type for _, x in ranks} <= {"cuda"}
             orders.append([(call, x.dtype, x.ndim, x.shape[:1]) for call, x in ranks])
-            # a wait a step: how long the longest caption of all ranks is
+            # a step waits once, for the length of the longest caption on all ranks
             assert len(waits) == RAGGED.count(name)
     assert {call for order in orders for call, *_ in order} <= {ALL_GATHER}
     assert {dtype for order in orders for _, dtype, *_ in order} <= {torch.float32, torch.int64}
@@ -167,9 +180,11 @@ def test_ranks_exchange_tensors_of_the_gpu_in_one_order(fake, waits, ranks, name
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", train.OPTIMIZERS)
 @pytest.mark.parametrize("name", ["sparc", "sparo", "dino", "stair", "bam"])
-def test_an_update_waits_for_no_gpu(fake, waits, name, optimizer, amp):
-    """All that follows the backward pass; fp16's scaler asks other optimizers than AdamW, once,
-    whether the gradient is finite."""
+def test_an_update_does_not_wait_for_the_gpu(fake, waits, name, optimizer, amp):
+    """An update is all that follows the backward pass.
+
+    With fp16 the scaler reads once whether the gradient is finite. AdamW alone needs no such read.
+    """
     model = tiny_model(name)
     with fake:
         move(model)
@@ -179,7 +194,7 @@ def test_an_update_waits_for_no_gpu(fake, waits, name, optimizer, amp):
         optimizer_of_run = train.OPTIMIZERS[optimizer](groups, betas=(0.9, 0.98), eps=1e-6)
         scaler = torch.amp.GradScaler("cuda", enabled=amp == "fp16")
         scaler.scale(torch.zeros((), device="cuda"))
-        for _ in range(2):  # the first makes the optimizer's state
+        for _ in range(2):  # the first update creates the optimizer's state
             waits.clear()
             with Calls(waits):
                 model.before_update(0)
@@ -196,13 +211,16 @@ def test_an_update_waits_for_no_gpu(fake, waits, name, optimizer, amp):
 
 
 def test_our_own_backward_passes_stay_on_the_gpu(fake, waits, ranks, monkeypatch):
-    """STAIR's waits once a head, for the number of gradients: here of all words, 2^26 numbers at a
-    time."""
+    """The backward pass of STAIR's encoding waits once, for the number of entries with a gradient.
+
+    All entries have a gradient here. The pass computes 2^26 numbers at a time.
+    """
     B, V, E = 64, 30_522, 512
     context = torch.autograd.function.FunctionCtx()
     context.save_for_backward = lambda *saved: vars(context).update(saved_tensors=saved)
 
     def all_of(x, as_tuple):
+        """torch.nonzero of a fake tensor, as if all its values were not zero."""
         waits.append("nonzero")
         return tuple(torch.zeros(2, x.numel(), dtype=torch.int64, device=x.device))
 
@@ -224,7 +242,7 @@ def test_our_own_backward_passes_stay_on_the_gpu(fake, waits, ranks, monkeypatch
 
 
 def kept_per_image(fake, method, preset, *flags):
-    """MiB that the forward pass of a preset keeps for each image or pair, bf16, of a rank of 8."""
+    """Return the MiB per image or pair that the forward pass keeps in bf16 on one of 8 ranks."""
     args = train.parse_args(["--method", method, "--preset", preset, *flags])
     method, encoder = train.METHODS[method], common.image_encoder_settings(args.image_encoder)[1]
     args.image_size = args.image_size or encoder["image_size"]
@@ -244,8 +262,11 @@ def kept_per_image(fake, method, preset, *flags):
 @pytest.mark.parametrize("row, expected", [
     (("sparc", "b32"), 43), (("sparc", "b32", "--grad-checkpoint"), 5.1),
     (("bam", "vit-s16", "--grad-checkpoint"), 13.3), (("bam", "r50"), 131)])
-def test_presets_keep_so_much_for_the_backward_pass(fake, ranks, row, expected):
-    """With ranks BatchNorm keeps of ResNet-50 what it keeps in one process, 130 MiB an image."""
+def test_presets_keep_the_expected_memory_for_the_backward_pass(fake, ranks, row, expected):
+    """BatchNorm over ranks must keep no more than BatchNorm in one process.
+
+    ResNet-50 keeps 130 MiB per image in one process.
+    """
     assert kept_per_image(fake, *row) == pytest.approx(expected, rel=0.02)
 
 
@@ -259,8 +280,11 @@ def test_distortions_and_metrics_leave_no_tensor_on_the_cpu(fake):
 
 
 def print_memory(fake):
-    """A row for each preset: MiB an image, and the GPUs, 2^n, on which it takes at most 64 GiB."""
-    print("method, preset: plain, --grad-checkpoint, --accum-freq 4 beside it")
+    """Print for each preset the MiB per image, and the number of GPUs that its batch needs.
+
+    The number is the smallest 2^n for which a GPU holds at most 64 GiB.
+    """
+    print("method, preset: no flag, --grad-checkpoint, --grad-checkpoint --accum-freq 4")
     for name, method in train.METHODS.items():
         for preset in method.PRESETS:
             if preset.startswith("tiny") or name == "classifier":
@@ -271,19 +295,19 @@ def print_memory(fake):
                     continue
                 mib = kept_per_image(fake, name, preset, *flags)
                 plain = plain or mib
-                again = plain / 12 if flags else 0  # a block is computed again at a time
+                again = plain / 12 if flags else 0  # activations of a recomputed block
                 if "4" in flags:
-                    again = (row[1][0] + again) / 4  # or a part of the batch
+                    again = (row[1][0] + again) / 4  # activations of one part
                 gpus = 1
-                while args.batch / gpus * (mib + again) > 62 * 1024:  # 2 for weights, optimizer
+                while args.batch / gpus * (mib + again) > 62 * 1024:  # 2 GiB are for the weights
                     gpus *= 2
                 row.append((mib, gpus))
             print(f"{name}, {preset}:", *(f"{mib:.1f} MiB {gpus} GPUs," for mib, gpus in row))
 
 
 @pytest.mark.parametrize("name", ["sparc", "bam"])
-def test_a_dry_run_of_ranks_exchanges_nothing(ranks, name):
-    """NCCL has no collectives of the CPU's tensors, on which a dry run computes."""
+def test_a_dry_run_on_ranks_exchanges_nothing(ranks, name):
+    """A dry run computes on the CPU, and NCCL has no collectives for tensors of the CPU."""
     flags = ["--method", name, "--dry-run", "--data", "shapes:size=32", "--batch", "8"]
     args = train.parse_args(flags)
     method = train.METHODS[args.method]
@@ -297,7 +321,7 @@ def test_a_dry_run_of_ranks_exchanges_nothing(ranks, name):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_gpu_without_workers_is_told_that_it_waits(tmp_path, capsys, workers):
+def test_a_run_without_workers_notes_that_the_gpu_waits(tmp_path, capsys, workers):
     args = train.parse_args(["--method", "bam", "--batch", "4", "--workers", str(workers),
                              "--data", write_table(tmp_path, 4)])
     data = train.open_training_data(args, train.METHODS["bam"])
@@ -305,8 +329,11 @@ def test_a_gpu_without_workers_is_told_that_it_waits(tmp_path, capsys, workers):
     assert ("the GPU waits" in capsys.readouterr().out) == (workers == 0)
 
 
-def test_a_streamed_encoding_takes_a_gpus_share_at_a_time(fake):
-    """2,048 images of 197 tokens, 30,522 words in bf16: 11 images at a time, e is cast once."""
+def test_a_streamed_encoding_computes_more_images_at_a_time_on_a_gpu(fake):
+    """2,048 images with 197 tokens each and 30,522 words in bf16: 11 images at a time.
+
+    The embedding e is cast once, not in each part.
+    """
     with fake, torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
         t, e = torch.zeros(2048, 197, 64, device="cuda"), torch.zeros(30_522, 64, device="cuda")
         with Calls([]) as calls:

@@ -1,4 +1,8 @@
-"""The command line of train.py: settings, runs, signals, resuming, ranks, costs, errors."""
+"""train.py: settings, what a run writes, signals, resuming, ranks, costs, and errors.
+
+Many tests run train.py as a process of its own, stop the process or damage a file, and check that
+no result is lost. Tests with the marker `ranks` start several processes.
+"""
 
 import dataclasses
 import gc
@@ -35,25 +39,26 @@ SPARC = SMALL["sparc"]
 
 
 def results(run):
+    """Return eval.json of a run."""
     return json.loads((run / "eval.json").read_text())
 
 
 def wait_for_steps(process, run, n):
-    """Until the run of another process has logged n steps."""
+    """Wait until the run of another process has logged n steps."""
     while not (run / "log.jsonl").exists() or len(read_log(run)) < n:
         assert process.poll() is None
         time.sleep(0.02)
 
 
 @pytest.mark.parametrize("flags", [["--lambda-f=5"], ["--lambda-f", "5"]])
-def test_flags_go_before_presets_before_defaults(flags):
+def test_flags_override_presets_and_presets_override_defaults(flags):
     args = train.parse_args(["--method", "sparc", "--preset", "l14", *flags])
     assert args.lambda_f == 5.0            # flag
     assert args.steps == 250_000           # preset
     assert args.beta2 == 0.98              # default
 
 
-def test_what_a_preset_says_is_never_refused(monkeypatch):
+def test_a_value_of_a_preset_is_never_refused(monkeypatch):
     monkeypatch.setitem(train.METHODS["sparc"].PRESETS, "mine", {"sigma": -1.0})
     command = ["--method", "sparc", "--preset", "mine", "--sigma"]
     assert train.parse_args([*command, "-1.0"]).sigma == -1
@@ -61,7 +66,7 @@ def test_what_a_preset_says_is_never_refused(monkeypatch):
         train.parse_args([*command, "-2.0"])
 
 
-def test_a_run_writes_everything(run_of):
+def test_a_run_writes_its_log_settings_vocabulary_and_pictures(run_of):
     run = run_of("sparc")
     log = read_log(run)
     assert [record["step"] for record in log] == [1, 2, 3, 4, 5, 6]
@@ -92,7 +97,7 @@ def test_another_seed_gives_other_weights_and_other_data():
     *[("sparo", f"--readout {flags}") for flags in (
         "sparo --grp-size 2 --no-replace-block", "cls", "gap", "bottleneck",
         "attpool --heads separate --slot-norm --slot-projection", "fdt --codes 50 --amp bf16")]])
-def test_flags_train(tmp_path, run_of, name, flags):
+def test_flags_of_a_method_change_its_training(tmp_path, run_of, name, flags):
     train.main([*SMALL[name], *flags.split(), "--steps", "2", "--out", str(tmp_path)])
     a, b = (read_log(run)[1]["loss"] for run in (tmp_path, run_of(name)))
     assert a != b
@@ -103,8 +108,11 @@ def test_flags_train(tmp_path, run_of, name, flags):
 
 @pytest.mark.parametrize("name, metric", [
     ("sparc", "i2t/R@1"), ("stair", "textfree/zeroshot"), ("bam", "knn")])
-def test_evaluation_on_the_way_changes_nothing_but_the_log(tmp_path, monkeypatch, name, metric):
-    """With BatchNorm and stochastic depth, whatever random numbers the tasks draw."""
+def test_evaluation_during_training_changes_only_the_log(tmp_path, monkeypatch, name, metric):
+    """The statistics of BatchNorm and the random numbers of stochastic depth must not change.
+
+    The tasks draw random numbers, too.
+    """
     evaluate, runs = evaluation.evaluate, [tmp_path / "without", tmp_path / "with"]
     monkeypatch.setattr(evaluation, "evaluate", lambda *a: torch.rand(5) is None or evaluate(*a))
     flags = [*SMALL[name]]
@@ -122,12 +130,12 @@ def test_evaluation_on_the_way_changes_nothing_but_the_log(tmp_path, monkeypatch
         assert metric not in record
 
 
-def test_epochs_say_how_many_steps(tmp_path):
+def test_epochs_set_the_number_of_steps(tmp_path):
     flags = [flag for flag in SPARC if flag not in ("--steps", "6")]
     data = ["--data", write_table(tmp_path, 9), "--image-size", "16", "--out"]
     flags += [*data, tmp_path / "run"]
     train_alone([*flags, "--epochs", "3"])
-    assert [record["step"] for record in read_log(tmp_path / "run")] == [1, 2, 3, 4]  # 27 / 8
+    assert [record["step"] for record in read_log(tmp_path / "run")] == [1, 2, 3, 4]  # 27 / 8 = 3.4
     assert read_log(tmp_path / "run")[-1]["lr"] == pytest.approx(common.cosine_lr(3, 4, 50, 2e-3))
     for more, steps in ((["--epochs", "4"], 5), (["--steps", "7"], 7), ([], 7)):
         train_alone([*flags, "--resume", *more])
@@ -135,17 +143,17 @@ def test_epochs_say_how_many_steps(tmp_path):
 
 
 @pytest.mark.parametrize("amp", ["bf16", "off"])
-def test_tf32_is_for_the_updates_of_half_precision_alone(tmp_path, monkeypatch, amp):
+def test_tf32_is_used_only_in_updates_of_half_precision(tmp_path, monkeypatch, amp):
     seen, f_v, matmul = [], sparc.Model.f_v, torch.backends.cuda.matmul
 
-    def spy(model, images):  # a step that is logged computes another loss in evaluation mode
+    def spy(model, images):  # a logged step computes another loss in evaluation mode
         seen.append((model.training, matmul.allow_tf32))
         return f_v(model, images)
 
     monkeypatch.setattr(sparc.Model, "f_v", spy)
     monkeypatch.setattr(
         evaluation, "evaluate_and_show", lambda *_: seen.append(("end", matmul.allow_tf32)))
-    matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # as torch and NVIDIA's containers
+    matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # as in NVIDIA's containers
     train.main([*SPARC, "--amp", amp, "--steps", "2", "--out", str(tmp_path)])
     assert set(seen) == {(True, amp == "bf16"), (False, False), ("end", False)}
     assert not torch.backends.cudnn.allow_tf32
@@ -153,14 +161,14 @@ def test_tf32_is_for_the_updates_of_half_precision_alone(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("name, objective, backend", [
     ("sparc", "sparc", "eager"), ("sparc", "filip", "aot_eager"), ("dino", "dino", "eager")])
-def test_compile_changes_nothing(tmp_path, monkeypatch, name, objective, backend):
+def test_compile_does_not_change_trained_weights(tmp_path, monkeypatch, name, objective, backend):
     compile, compiled = torch.compile, []
     flags = [*SMALL[name], "--objective", objective, "--steps", "2"]
     train_alone([*flags, "--out", tmp_path / "plain"])
     monkeypatch.setattr(torch, "compile", lambda block: compiled.append(block) or
                         compile(block, backend=backend))
     train_alone([*flags, "--compile", "--out", tmp_path / "compiled"])
-    assert len(compiled) == 2  # a block of each tower, or of a student and its teacher
+    assert len(compiled) == 2  # one block in each tower, or in the student and the teacher
     plain, other = weights(tmp_path / "plain"), weights(tmp_path / "compiled")
     torch.testing.assert_close(plain, other, rtol=1e-3, atol=1e-4)
 
@@ -168,7 +176,7 @@ def test_compile_changes_nothing(tmp_path, monkeypatch, name, objective, backend
 @pytest.mark.parametrize("encoder, graphs", [
     (lambda: common.ViT(16, 8, width=8, depth=10, heads=2, drop_path=0.1), 10),  # torch's limit: 8
     (lambda: common.ResNet(32, (1, 1, 1, 1)), 1)])
-def test_all_of_a_tower_is_compiled(monkeypatch, encoder, graphs):
+def test_a_tower_is_compiled_completely(monkeypatch, encoder, graphs):
     compile, compiled, tower = torch.compile, [], encoder()
     count = lambda graph, inputs: compiled.append(graph) or graph
     monkeypatch.setattr(torch, "compile", lambda block: compile(block, backend=count))
@@ -177,7 +185,7 @@ def test_all_of_a_tower_is_compiled(monkeypatch, encoder, graphs):
     assert len(compiled) == graphs
 
 
-def test_bam_on_one_folder_says_at_once_what_evaluation_needs(tmp_path, capsys):
+def test_bam_on_one_folder_notes_at_once_what_an_evaluation_needs(tmp_path, capsys):
     write_files(tmp_path, {f"data/{name}/{i}.png": picture() for name in "ab" for i in range(8)})
     data = ["--data", str(tmp_path / "data"), "--image-size", "16", "--out", str(tmp_path / "run")]
     train.main([*SMALL["bam"], *data])
@@ -186,7 +194,7 @@ def test_bam_on_one_folder_says_at_once_what_evaluation_needs(tmp_path, capsys):
     assert "valuation" not in str(lines) and (tmp_path / "run/curves.png").exists()
 
 
-def test_keep_every_keeps_checkpoints(tmp_path, run_of):
+def test_keep_every_keeps_a_checkpoint_every_n_steps(tmp_path, run_of):
     train_alone([*SPARC, "--keep-every", "2", "--out", tmp_path])
     assert {path.name for path in tmp_path.glob("*.pt*")} == {
         "last.pt", "step-2.pt", "step-4.pt", "step-6.pt"}
@@ -196,8 +204,8 @@ def test_keep_every_keeps_checkpoints(tmp_path, run_of):
 
 
 @pytest.mark.ranks
-def test_a_signal_to_all_processes_saves(tmp_path):
-    """As torchrun and Slurm send it: to the workers that load data too."""
+def test_a_signal_to_all_processes_saves_the_run(tmp_path):
+    """torchrun and Slurm send a signal to all processes, also to the workers that load data."""
     run = tmp_path / "a run"
     flags = [*SPARC, "--steps", "9999", "--workers", "2", "--out", str(run)]
     command = [sys.executable, str(ROOT / "train.py"), *flags]
@@ -212,7 +220,7 @@ def test_a_signal_to_all_processes_saves(tmp_path):
 
 @pytest.mark.ranks
 def test_an_error_ends_the_program_and_its_workers(tmp_path):
-    """They ignore SIGTERM."""
+    """Workers ignore SIGTERM, which ends other processes."""
     write_files(tmp_path, {"gone.csv": "filepath,title\na.jpg,n\n"})
     flags = [*SPARC, "--data", str(tmp_path / "gone.csv"), "--image-size", "16", "--workers", "1"]
     command = [sys.executable, str(ROOT / "train.py"), *flags, "--out", str(tmp_path / "run")]
@@ -242,7 +250,7 @@ def test_the_first_signal_saves_and_a_second_ctrl_c_ends_at_once(tmp_path, monke
         assert common.load_checkpoint(tmp_path / "last.pt")["step"] == 2
 
 
-def test_a_worker_that_the_kernel_kills_is_one_sentence(tmp_path, monkeypatch):
+def test_a_worker_that_the_kernel_kills_gives_an_error_of_one_sentence(tmp_path, monkeypatch):
     kill = lambda self, samples: os.kill(os.getpid(), signal.SIGKILL)
     monkeypatch.setattr(common.WorldStream, "collate", kill)
     message = ("^A data loading worker was killed, .* --workers or --batch, .*shm.* "
@@ -252,17 +260,17 @@ def test_a_worker_that_the_kernel_kills_is_one_sentence(tmp_path, monkeypatch):
 
 
 def message_of(kind, flags):
-    """The message of the error that ends a training; its workers end, too."""
+    """Return the message of the error that ends a training. Its workers end, too."""
     try:
         train.main(flags)
     except kind as error:
-        error.__traceback__ = error.__context__ = None  # else a loader's processes live on
+        error.__traceback__ = error.__context__ = None  # they would keep the workers alive
         return str(error)
     pytest.fail(f"no {kind.__name__}")
 
 
-def test_a_worker_that_sends_nothing_is_one_sentence(tmp_path, monkeypatch):
-    """As where /dev/shm is full: torch's thread that sends a batch dies, and its worker lives on."""
+def test_a_worker_that_sends_nothing_gives_an_error_of_one_sentence(tmp_path, monkeypatch):
+    """If /dev/shm is full, torch's thread that sends a batch dies, but the worker lives on."""
     monkeypatch.setattr(train, "PATIENCE", 2)
     monkeypatch.setattr(train, "LOOK", 1)
     monkeypatch.setattr(common.WorldStream, "collate", lambda self, samples: time.sleep(4))
@@ -281,7 +289,7 @@ def test_a_slow_worker_is_awaited(tmp_path, monkeypatch):
     assert_same_weights(tmp_path / "slow", tmp_path / "fast")
 
 
-def test_an_error_in_a_worker_is_told_as_it_is(tmp_path, monkeypatch):
+def test_an_error_in_a_worker_keeps_its_message(tmp_path, monkeypatch):
     def fail(self, samples):
         raise RuntimeError("the mistake of a user's own code")
 
@@ -290,8 +298,8 @@ def test_an_error_in_a_worker_is_told_as_it_is(tmp_path, monkeypatch):
     assert "in DataLoader worker" in message and "of a user's own code" in message
 
 
-def test_the_wrapper_of_an_ended_stage_is_gone_when_the_next_one_begins(tmp_path, monkeypatch):
-    """DDP's keeps the memory of all gradients."""
+def test_the_wrapper_of_a_stage_is_freed_before_the_next_stage(tmp_path, monkeypatch):
+    """DDP's wrapper holds the memory of all gradients."""
     wrappers, alive = [], []
 
     class Wrapper(torch.nn.Module):
@@ -312,8 +320,9 @@ def test_the_wrapper_of_an_ended_stage_is_gone_when_the_next_one_begins(tmp_path
 
 
 def leave_after_rank_0(rank, run):
-    """-> when this rank leaves train(), when rank 0's evaluation ends, moments that its clock
-    keeps. They share this machine's clock."""
+    """Return [when this rank leaves train(), and on rank 0 when its evaluation ends], and how many
+    moments the rank's clock keeps at most. All ranks have the clock of this machine.
+    """
     kept, moments, rates = [], [], train.Clock.wait_for
 
     def wait_for(clock, batches):
@@ -333,7 +342,7 @@ def leave_after_rank_0(rank, run):
 
 
 @pytest.mark.ranks
-def test_ranks_leave_together_and_keep_no_more_moments_than_rank_0(tmp_path):
+def test_ranks_wait_for_rank_0s_evaluation_and_reset_their_clocks(tmp_path):
     (first, ended), kept = (found := run_ranks(tmp_path, leave_after_rank_0, 2,
                                                str(tmp_path / "run")))[0]
     (other,), kept_by_other = found[1]
@@ -360,7 +369,7 @@ import torch.distributed as dist
 common.init_distributed()
 patience = common.patient_group()
 if dist.get_rank() == 0:
-    time.sleep(5)                                            # the evaluation
+    time.sleep(5)                                            # stands for the evaluation
     open(sys.argv[2], "w").close()
 dist.barrier(patience)
 dist.destroy_process_group()
@@ -369,8 +378,11 @@ dist.destroy_process_group()
 
 @pytest.mark.ranks
 def test_an_evaluation_may_last_longer_than_torchruns_patience(tmp_path):
-    """Two nodes, of which the second hosts the rendezvous. It leaves a second after its ranks (by
-    default 300): without the barrier rank 0, on the other node, would fail."""
+    """The second of two nodes hosts the rendezvous, and its rank ends before rank 0's evaluation.
+
+    The node leaves one second after its rank (300 seconds by default). Rank 0, on the other node,
+    would then fail. Both ranks therefore wait at a barrier.
+    """
     write_files(tmp_path, {"node.py": NODE, "rank.py": RANK})
     with socket.socket() as free:
         free.bind(("127.0.0.2", 0))
@@ -385,7 +397,7 @@ def test_an_evaluation_may_last_longer_than_torchruns_patience(tmp_path):
     assert [node.returncode for node in nodes] == [0, 0], errors
 
 
-def test_neither_strange_names_nor_a_closed_pipe_end_a_run(tmp_path):
+def test_strange_file_names_and_a_closed_pipe_do_not_end_a_run(tmp_path):
     write_files(tmp_path, {f"data/{folder}/0.png": picture() for folder in "ab"})
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/data/a/\xff.jpg")).write_bytes(b"no image")
     data = ["--data", str(tmp_path / "data"), "--image-size", "16", "--out", str(tmp_path / "run")]
@@ -412,7 +424,7 @@ def test_resume_auto_begins_or_continues_with_one_command(tmp_path, run_of, caps
     assert [record["step"] for record in read_log(tmp_path / "run")] == [1, 2]
 
 
-def test_a_resume_notices_other_words_and_other_data_of_equal_number(tmp_path, capsys):
+def test_resume_notices_changed_words_and_changed_data_of_equal_size(tmp_path, capsys):
     rows = Path(write_table(tmp_path, 9)).read_text().splitlines()
     tables = {"moved/a.csv": [*rows], "b.csv": [rows[0], *rows[:0:-1]]}
     write_files(tmp_path, {name: "\n".join(lines) for name, lines in tables.items()})
@@ -434,7 +446,7 @@ def test_a_resume_notices_other_words_and_other_data_of_equal_number(tmp_path, c
         evaluation.load_run(run)
 
 
-def test_a_resume_that_dies_as_it_writes_its_settings_loses_nothing(tmp_path, monkeypatch, run_of):
+def test_a_resume_that_dies_as_it_writes_config_json_loses_nothing(tmp_path, monkeypatch, run_of):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
 
     def die(*arguments):
@@ -448,7 +460,7 @@ def test_a_resume_that_dies_as_it_writes_its_settings_loses_nothing(tmp_path, mo
     assert not list(run.glob("*.tmp"))
 
 
-def test_half_a_line_of_the_log_is_cut_off_and_a_damaged_one_named(tmp_path, run_of):
+def test_resume_drops_an_incomplete_line_of_the_log_and_names_a_damaged_one(tmp_path, run_of):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     lines = (run / "log.jsonl").read_text().splitlines(keepends=True)
     (run / "log.jsonl").write_text("".join([*lines, '{"step": 7}\n', '{"st']))
@@ -463,8 +475,8 @@ def test_half_a_line_of_the_log_is_cut_off_and_a_damaged_one_named(tmp_path, run
 
 
 @pytest.mark.parametrize("stopped, flags, message", [
-    (6, "--steps 40", "in another stage"),                       # stages of 10, 10, 20
-    (6, "--steps 12", "in another stage"),                       # it ends with stage 2
+    (6, "--steps 40", "in another stage"),                       # stages of 10, 10, 20 steps
+    (6, "--steps 12", "in another stage"),                       # of 3, 3, 6: step 6 ends stage 2
     (6, "--steps 5", "in none: leave out --steps 5"),
     (2, "--stages single", "in another stage"), (6, "--steps 9", None)])
 def test_resume_never_goes_back_a_stage(tmp_path, capsys, stopped, flags, message):
@@ -477,7 +489,7 @@ def test_resume_never_goes_back_a_stage(tmp_path, capsys, stopped, flags, messag
         train_alone(resume)
 
 
-def test_a_run_has_its_directory_before_it_reads_anything(tmp_path, monkeypatch):
+def test_a_run_locks_its_directory_before_it_reads_anything(tmp_path, monkeypatch):
     out = tmp_path / "run"
 
     def start_another(args, claimed, device):
@@ -510,7 +522,7 @@ def test_workers_do_not_hold_the_lock_of_a_killed_run(tmp_path):
     train.lock_run(tmp_path).close()
 
 
-def test_a_run_that_ended_is_not_overwritten_where_its_weights_are_gone(run_of, tmp_path):
+def test_a_finished_run_without_weights_is_not_overwritten(run_of, tmp_path):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     for path in run.glob("*.pt"):
         path.unlink()
@@ -518,7 +530,7 @@ def test_a_run_that_ended_is_not_overwritten_where_its_weights_are_gone(run_of, 
         train.main([*SPARC, "--out", str(run)])
 
 
-def test_runs_are_not_overwritten(tmp_path, monkeypatch):
+def test_a_run_without_out_gets_a_new_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path, {"runs/mine/slurm-1.out": "no obstacle"})
     train_alone([*SPARC, "--steps", "1", "--out", "runs/mine"])
@@ -531,8 +543,8 @@ def test_runs_are_not_overwritten(tmp_path, monkeypatch):
 
 
 @pytest.mark.ranks
-def test_two_ranks_stop_as_slurm_stops_them(tmp_path):
-    """Slurm signals torchrun and its ranks, and torchrun signals the ranks again."""
+def test_two_ranks_save_when_slurm_stops_them(tmp_path):
+    """Slurm signals torchrun and its ranks, and torchrun signals the ranks once more."""
     port = 20000 + os.getpid() % 20000
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
                f"--master_port={port}", str(ROOT / "train.py"), *SPARC, "--resume", "auto",
@@ -548,7 +560,7 @@ def test_two_ranks_stop_as_slurm_stops_them(tmp_path):
 
 
 def signalled_rank(rank, out):
-    """Rank 1 gets a signal in step 2; the ranks ask each other in step 4 for the first time."""
+    """Train, and send rank 1 a signal in step 2. The ranks exchange signals every 4 steps."""
     step = train.Progress.advance
 
     def advance(at, batch):
@@ -562,12 +574,13 @@ def signalled_rank(rank, out):
 
 
 @pytest.mark.ranks
-def test_a_signal_to_one_rank_stops_all_of_them_after_the_same_step(tmp_path):
+def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(tmp_path):
     assert run_ranks(tmp_path, signalled_rank, 2, str(tmp_path)) == [signal.SIGTERM] * 2
     assert common.load_checkpoint(tmp_path / "last.pt")["step"] == 4
 
 
 def diverging_rank(rank, out):
+    """Train until the loss is not finite, and return the message of the error."""
     with pytest.raises(UserError) as error:
         train_on_rank(rank, [*SPARC, *DIVERGE, "--log-every", "4", "--out", out])
     return str(error.value)
@@ -580,14 +593,14 @@ def test_a_loss_that_is_not_finite_stops_all_ranks(tmp_path):
     assert not (tmp_path / "last.pt").exists()
 
 
-def test_the_batch_is_divided_among_the_ranks(monkeypatch):
+def test_a_batch_that_ranks_cannot_divide_is_refused(monkeypatch):
     monkeypatch.setattr(train, "this_rank", lambda: (0, 2))
     with pytest.raises(UserError, match="--batch 7 is global .* a multiple of the 2 ranks"):
         train.main([*SPARC, "--batch", "7"])
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "WORLD_SIZE"])
-def test_tasks_without_torchrun_are_refused(monkeypatch, name):
+def test_several_tasks_without_torchrun_are_refused(monkeypatch, name):
     monkeypatch.setenv(name, "2")
     with pytest.raises(UserError, match="^2 tasks were .*srun --ntasks-per-node=1 torchrun"):
         train.main(SPARC)
@@ -597,7 +610,7 @@ def test_tasks_without_torchrun_are_refused(monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", train.OPTIMIZERS)
-def test_settings_of_a_resumed_optimizer_are_those_of_the_command_line(name):
+def test_a_resumed_optimizer_has_the_settings_of_the_command_line(name):
     args, model = train.Config(optimizer=name, weight_decay=0.1), torch.nn.Linear(2, 1)
     optimizer = train.build_optimizer(args, model, None)
     model(torch.ones(1, 2)).sum().backward()
@@ -613,13 +626,14 @@ def test_settings_of_a_resumed_optimizer_are_those_of_the_command_line(name):
 
 
 def run_as_program(monkeypatch):
-    monkeypatch.setattr("multiprocessing.active_children", list)  # else run_ranks' would end
+    """Run train.py as `python train.py` does."""
+    monkeypatch.setattr("multiprocessing.active_children", list)  # spares run_ranks' processes
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
 @pytest.mark.parametrize("flags", [["--preset", "none"], ["--none"]])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_other_ranks_wait_with_an_error_for_torchrun_to_end_them(monkeypatch, flags, rank):
+def test_other_ranks_wait_for_torchrun_while_rank_0_prints_an_error(monkeypatch, flags, rank):
     def ended(seconds):
         raise TimeoutError
 
@@ -632,7 +646,7 @@ def test_other_ranks_wait_with_an_error_for_torchrun_to_end_them(monkeypatch, fl
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"),
                                    RuntimeError("[enforce fail at inline_container.cc:671]")])
-def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch, run_of, error):
+def test_a_full_disk_does_not_damage_the_old_checkpoint(tmp_path, monkeypatch, run_of, error):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     before = (run / "last.pt").read_bytes()
 
@@ -647,9 +661,9 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch, run_of, er
     assert not list(run.glob("*.tmp"))
 
 
-def test_files_are_written_under_other_names_a_checkpoint_always_under_the_same(
+def test_temporary_names_have_the_process_id_except_those_of_checkpoints(
         tmp_path, monkeypatch):
-    """So that processes do not meet, and kills leave one half checkpoint at most."""
+    """Two processes never write the same file, and kills leave only one incomplete checkpoint."""
     write_files(tmp_path, {"a.json.tmp": "the user's"})
     with common.replacing(tmp_path / "a.json"):
         assert (tmp_path / f"a.json.{os.getpid()}.tmp").exists()
@@ -661,8 +675,11 @@ def test_files_are_written_under_other_names_a_checkpoint_always_under_the_same(
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_a_checkpoint_of_several_names_is_written_once(tmp_path, monkeypatch, links):
-    """And stays when the next one takes one of them; also where no files can be linked."""
+def test_a_checkpoint_with_several_names_is_written_once(tmp_path, monkeypatch, links):
+    """A name keeps its checkpoint when the next checkpoint gets the other name.
+
+    links: whether the file system can link files.
+    """
     if not links:
         monkeypatch.setattr(os, "link", lambda *paths: open(tmp_path / "no" / "links"))
     saved, save = [], torch.save
@@ -682,15 +699,15 @@ DIVERGE = ["--lr", "1e30", "--warmup", "1", "--clip-grad", "0"]
                                          ("--log-every 99 --save-every 4", 4),
                                          ("--log-every 99 --save-every 99", 6)])
 def test_a_loss_that_is_not_finite_is_never_saved(tmp_path, every, step):
-    """It is found when a step is logged, and before each save, at the end too."""
+    """The loss is checked when a step is logged and before each save, also at the end."""
     message = rf"(loss|norm) is (nan|inf).* at step {step}: lower --lr"
     with pytest.raises(UserError, match=message):
         train.main([*SPARC, *DIVERGE, *every.split(), "--out", str(tmp_path)])
     assert not (tmp_path / "last.pt").exists()
 
 
-def test_a_gradient_that_is_not_finite_is_saved_by_fp16_alone(tmp_path, monkeypatch):
-    """There the scaler leaves out the update."""
+def test_only_fp16_saves_after_a_gradient_that_is_not_finite(tmp_path, monkeypatch):
+    """The scaler of fp16 skips such an update, so the weights stay finite."""
     monkeypatch.setattr(train, "clip_grad_norm_", lambda *_: torch.tensor(math.nan))
     flags = [*SPARC, "--steps", "1", "--out"]
     with pytest.raises(UserError, match="gradient's norm is nan at step 1: lower --lr"):
@@ -709,12 +726,13 @@ def test_errors_end_in_one_sentence_without_a_traceback(tmp_path, monkeypatch):
 
 
 def last_json(capsys):
+    """Return the JSON object in the last line that was printed."""
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_dry_run_ends_with_json(tmp_path, capsys, name):
-    """A paper's number of words needs no vocabulary here, nor in a benchmark."""
+def test_a_dry_run_ends_with_json(tmp_path, capsys, name):
+    """A dry run, or a benchmark, needs no vocabulary file for the paper's number of tokens."""
     has_text = name not in ("dino", "bam", "classifier")
     words = ["--text-encoder", "tiny:vocab_size=9000"] if has_text else []
     train.main([*SMALL[name], *words, "--dry-run", "--out", str(tmp_path / "unused")])
@@ -727,7 +745,7 @@ def test_dry_run_ends_with_json(tmp_path, capsys, name):
 
 @pytest.mark.parametrize("flags", [
     "--grad-checkpoint", "--accum-freq 4 --image-encoder tiny-patch"])
-def test_towers_recompute_and_take_parts_as_the_flags_say(flags):
+def test_towers_get_grad_checkpoint_and_accum_freq_from_the_flags(flags):
     args = train.parse_args([*SPARC, *flags.split(), "--image-size", "16"])
     model = train.new_model(args, train.METHODS["sparc"], range(50))
     for tower in (model.image_encoder, model.text_encoder):
@@ -735,10 +753,13 @@ def test_towers_recompute_and_take_parts_as_the_flags_say(flags):
         assert tower.blocks.grad_checkpoint == args.grad_checkpoint
 
 
-def test_cost_is_that_of_figure_4():
-    """B/16, an update of one pair: CLIP's FLOPs within 8 % of the paper's, SPARC's as a multiple of
-    CLIP's. The loss of the whole batch, which a pair lacks, is 50 MFLOPs of 133,000 for each."""
-    clip, sparc = 9.14, 9.19  # TFLOPs of an update of 16,384 on each of 256 TPUs (Table 11)
+def test_flops_of_clip_and_sparc_agree_with_table_11():
+    """FLOPs of an update with one pair (B/16, Figure 4). CLIP's are within 8 % of the paper's.
+
+    SPARC needs as many times the FLOPs of CLIP as in the paper. A single pair has no loss over a
+    batch, which needs 50 of 133,000 MFLOPs for each pair.
+    """
+    clip, sparc = 9.14, 9.19  # TFLOPs on each of 256 TPUs for a batch of 16,384 (Table 11)
     method, flops, encoders = train.METHODS["sparc"], {}, None
     for name in ("clip", "sparc"):
         args = train.parse_args(["--method", "sparc", "--preset", "b16", "--objective", name,
@@ -763,7 +784,7 @@ def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("scale, side", [(0.9, 12), (0.25, 16), (0.01, 80)])
-def test_decoded_images_have_pixels_for_the_smallest_crop(monkeypatch, tmp_path, scale, side):
+def test_images_have_enough_pixels_for_the_smallest_crop(monkeypatch, tmp_path, scale, side):
     found = []
     monkeypatch.setattr(common, "Stream", lambda *a, min_side, **options: found.append(min_side))
     monkeypatch.setattr(train, "read_in_workers", lambda stream, workers: [])
@@ -774,7 +795,7 @@ def test_decoded_images_have_pixels_for_the_smallest_crop(monkeypatch, tmp_path,
 
 
 class Device:
-    """A GPU, whose work the host enqueues, and a clock that both share, in seconds."""
+    """A made-up GPU, and a clock in seconds. `free` is when the GPU ends the work that it has."""
 
     def __init__(self):
         self.now, self.free = 0.0, 0.0
@@ -784,8 +805,8 @@ class Device:
 
 
 @pytest.mark.parametrize("loading, share", [(0.03, 0.0), (0.1, 0.5)])
-def test_data_share_is_the_time_that_the_gpu_waits(monkeypatch, loading, share):
-    """A batch is computed in .05 s; the host is ready at once and only loads."""
+def test_data_share_is_the_fraction_of_time_that_the_gpu_waits(monkeypatch, loading, share):
+    """The GPU computes a batch in .05 s. The host only loads batches, and enqueues work at once."""
     device = Device()
 
     class Event:
@@ -814,8 +835,8 @@ def test_data_share_is_the_time_that_the_gpu_waits(monkeypatch, loading, share):
     assert rates["images_per_s"] == pytest.approx(8 / max(loading, 0.05), rel=0.02)
 
 
-def test_a_log_is_json_for_every_reader(tmp_path):
-    """fp16's gradient may overflow; JSON has no NaN."""
+def test_the_log_is_valid_json_if_a_gradient_overflows(tmp_path):
+    """Gradients of fp16 may overflow, and JSON has no NaN."""
     log = train.Log(train.parse_args(SPARC), tmp_path, 0)
     for step, norm in ((1, math.nan), (2, math.inf)):
         record = {"step": step, "loss": 1.0, "grad_norm": norm, "images_per_s": 2.0, "lr": 0.1}
@@ -826,7 +847,7 @@ def test_a_log_is_json_for_every_reader(tmp_path):
     assert list(evaluation.draw_log(tmp_path)) == [tmp_path / "curves.png"]
 
 
-def test_a_start_that_fails_leaves_no_directory(tmp_path, monkeypatch):
+def test_a_run_that_fails_at_its_start_leaves_no_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     table = write_table(tmp_path, 3, broken=(0, 1, 2))
     monkeypatch.setattr(common.CaptionTable, "max_bad", 3)
@@ -840,14 +861,14 @@ def test_a_start_that_fails_leaves_no_directory(tmp_path, monkeypatch):
     assert (tmp_path / "runs/mine").exists()                 # it was there before
 
 
-def test_a_batch_larger_than_the_data_is_said(tmp_path, capsys):
+def test_a_batch_larger_than_the_data_is_noted(tmp_path, capsys):
     train_alone([*SPARC, "--data", write_table(tmp_path, 3), "--image-size", 16, "--steps", 1,
                  "--out", tmp_path / "run"])
     assert "note: --batch 8 is more than the 3 images" in capsys.readouterr().out
 
 
 def test_a_run_is_saved_before_it_is_evaluated(tmp_path, monkeypatch):
-    """torchrun kills ranks that take longer to stop than it waits, an evaluation among them."""
+    """torchrun waits for ranks that it stops, but not as long as an evaluation may last."""
     saved = []
 
     def evaluate(*arguments):
