@@ -1,31 +1,80 @@
-"""What of the papers holds on the embedded world, beside the papers' own figures.
+"""Which claims of the papers hold for small models on small data.
 
-    python tests/claims.py sparc           # the table, from tests/claims.json
-    python tests/claims.py sparc --again   # commands for what neither it nor runs/claims has
+    python tests/claims.py NAME            # prints the claims, their figures and their verdicts
+    python tests/claims.py NAME --again    # prints the commands for all figures that are missing
+
+NAME is a group of claims. `sparo`, `stair`, `sparc` and `bam` are the claims of one paper each.
+`readme` has the rows of README's table that are being measured anew.
+
+Words
+    claim    Run A is above run B in a metric. claims-runs.json has all claims.
+    run      A training with fixed flags of train.py, repeated with several seeds.
+    rate     The learning rate of a run. Several rates are tried, and the best one is used.
+    figure   The value of one metric, for one run with one rate and one seed.
+    record   A line of claims.json. Most records are figures. An older record is a claim (means and
+             deviations of A and B, and the difference for each seed) or a summary (means and
+             deviations of several metrics of a run).
+
+Columns of the table
+    claim: A above B     The claim. "..." stands for the beginning of the row above.
+    source               The table, figure or section of the paper.
+    in the paper         The paper's values of A and B.
+    here                 Means ± standard deviations of A and B over the seeds, on the test split.
+                         "?" stands for a value that an older record lacks.
+    difference by seed   A - B for each seed.
+    95 % interval        The interval of the mean difference, by Student's t.
+    verdict              "holds", "reversed", "not shown" or "not decided", by the rule that is
+                         printed below the table; n is the number of seeds. "A did not train" says
+                         that A is not above an untrained network. "not run yet" says that figures
+                         are missing. A reason follows if a claim does not hold and a reason is
+                         known. "*" marks an older record, whose single figures were not kept.
+
+Below the table
+    Learning rates       The rate of each run. "not swept" says that only one rate was tried. "at
+                         the edge of its sweep" says that the lowest or the highest rate was best,
+                         so that a better one may lie outside.
+    note                 A fact that concerns many rows.
+    run NAME             What a run is, if its name does not tell.
+    - SUMMARY            An older summary, with its flags of train.py in brackets. "(no flags)" says
+                         that the record names no flags.
+
+To measure what is missing, run in the project's directory (two commands at a time, four rounds):
+
     for i in 1 2 3 4 5; do python tests/claims.py sparc --again | xargs -P 2 -I{} sh -c {}; done
 
---again first adds the figures that it finds in runs/claims to claims.json: four rounds train with
-each learning rate, measure, train with other seeds, measure, the fifth keeps the last. A record is
-a figure of one run (delete those of a preset that changes), or what is left of older trainings: of
-a claim mean and deviation of A and of B, their difference by seed; in a summary mean and deviation
-of several metrics of a run. `flags` of a figure are those of eval.py, without them it is of the
-run's own evaluation. Photos are CIFAR-10's in class folders, as the README makes them, of which
---again makes four shards with captions, and the folders fit and val of train, to choose rates by.
-(On record: 2,000 of each class of the training set, in the folders, too, and 200 of the test set.)
+--again first stores in claims.json the figures of all runs in runs/claims. Then it prints commands.
+The first round trains each run with all its rates, and the second evaluates them on the val split.
+The third round trains the best rate with the other seeds, and the fourth evaluates on the test
+split. The fifth call only stores the figures.
+If a preset changes, delete its records in claims.json and its directories in runs/claims.
 
-tests/claims-runs.json has the claims of each method and what they are tried with. A run has
-    rate_by   the metric, perhaps with [flags of eval.py], whose best value on the val split chooses
-              the learning rate, the mean of the table's rate_seeds, or the run whose rate it takes
-    flags     of train.py; {seed} is the run's. Or:
-    repeats   the run that it is, at a rate of its own
-    rates     to try; without them RATES; a single one is taken as it is
-    seeds     without them the method's
-A claim is that A is above B:
-    paper     its A and B
-    runs      A and B
-    metrics   one or two, each perhaps with [flags of eval.py], which no shell may change
-    why_not   if it does not hold here
-    untrained the metric of an untrained network: a side at or below it did not train
+To add a claim, add its runs and the claim to claims-runs.json, then run the loop above.
+A group has "seeds", "rate_seeds" (for the choice of a rate; by default 0), "notes", and:
+
+    "runs": {NAME: a run}
+        flags     flags of train.py. {seed} stands for the seed.
+        repeats   in place of flags: another run, whose trainings are used with a rate of its own
+        rate_by   the metric whose best mean on the val split chooses the rate, or the name of the
+                  run whose rate is used
+        rates     the rates to try, by default RATES. A single rate is used as it is.
+        seeds     the seeds, by default those of the group
+        about     what the run is, printed below the table
+    "claims": [a claim]
+        claim     the claim as a sentence
+        source    the table, figure or section of the paper
+        paper     the paper's values of A and B
+        runs      the names of A and B
+        metrics   a metric, or one for A and one for B
+        why_not   the reason if the claim does not hold here
+        untrained the metric of an untrained network
+
+A metric may have flags of eval.py, as in "zeroshot [--limit 10000]". Without flags, or without
+"flags" in a record, it is evaluated with the run's own options.
+
+Claims about photos need CIFAR-10 in class folders: cifar10/train and cifar10/test, as README.md
+writes them. From cifar10/train --again makes four shards with captions, and the folders cifar10/fit
+and cifar10/val, on which rates are chosen. The recorded figures used 2,000 training images and 200
+test images of each class.
 """
 
 import argparse
@@ -48,27 +97,29 @@ import eval as evaluation
 
 RECORDS = Path(__file__).with_suffix(".json")
 TABLES = json.loads(Path(__file__).with_name("claims-runs.json").read_text("utf-8"))
-PLACE = "run", "rate", "seed", "split", "metric", "flags"  # of a figure
-METRIC = re.compile(r"(\S+)(?: \[(.+?)\])?")  # of a claim: name, flags of eval.py or ""
+PLACE = "run", "rate", "seed", "split", "metric", "flags"  # what identifies a figure
+METRIC = re.compile(r"(\S+)(?: \[(.+?)\])?")  # -> (name of the metric, flags of eval.py or "")
 TASK_OF = {"i2t": "retrieval", "t2i": "retrieval", "faithfulness": "retrieval",
            "active": "sparsity", "miou": "segmentation",
-           "miou_fg": "segmentation"}  # of metrics not called as their task
-RATES = (0.0005, 0.001, 0.002)  # learning rates, tried with seed 0, if a run has no others
+           "miou_fg": "segmentation"}  # the other metrics have the name of their task
+RATES = (0.0005, 0.001, 0.002)  # the learning rates to try, if a run names no others
+# captions of photos, for make_shards
 CAPTIONS = ("a photo of {}.", "a blurry photo of {}.", "a close-up of {}.",
             "a small picture of {}.", "{} in a low resolution photo.")
 
 
 def key_of(record):
+    """Return what identifies a record, as a tuple of strings."""
     return tuple(str(record.get(name, "")) for name in ("method", "claim", "summary", *PLACE))
 
 
 def read_records():
-    """claims.json -> {key: record}."""
+    """Return claims.json as {key: record}."""
     return {key_of(record): record for record in json.loads(RECORDS.read_text("utf-8"))}
 
 
 def add_records(found):
-    """Put records into claims.json, in place of those with the same key."""
+    """Write records to claims.json. They replace records with the same key."""
     records = read_records() | {key_of(record): record for record in found}
     lines = [json.dumps(records[key], ensure_ascii=False) for key in sorted(records)]
     with common.replacing(RECORDS) as file:
@@ -76,14 +127,14 @@ def add_records(found):
 
 
 def trained(method, name):
-    """-> name of the run that is trained, itself or the one that it repeats; its rates."""
+    """Return the run whose trainings are used (itself, or the run that it repeats), its rates."""
     runs = TABLES[method]["runs"]
     name = runs[name].get("repeats", name)
     return name, runs[name].get("rates", RATES)
 
 
 def rate_of(method, name, figure):
-    """The learning rate that is best on the val split, None while one was not tried."""
+    """Return the learning rate that is best on the val split, or None if a figure is missing."""
     rate_by = TABLES[method]["runs"][name]["rate_by"]
     if rate_by in TABLES[method]["runs"]:
         return rate_of(method, rate_by, figure)
@@ -98,15 +149,18 @@ def rate_of(method, name, figure):
 
 
 def seeds_of(method, names):
-    """The seeds that all of these runs have."""
+    """Return the seeds that all of these runs have."""
     table = TABLES[method]
     seeds = [table["runs"][trained(method, name)[0]].get("seeds", table["seeds"]) for name in names]
     return [seed for seed in seeds[0] if all(seed in others for others in seeds)]
 
 
 def compare(method, claim, figure):
-    """{"greater": [mean, deviation], "smaller": ..., "differences": by seed}, None while a figure
-    is missing. figure(run, rate, seed, split, metric, flags="") -> float or None."""
+    """Compare A and B of a claim, or return None if a figure is missing.
+
+    Return {"greater": [mean, deviation] of A, "smaller": of B, "differences": A - B by seed}.
+    figure(run, rate, seed, split, metric, flags="") returns a number, or None if it is missing.
+    """
     names, sides = claim["runs"].split(), []
     for name, metric in zip(names, METRIC.findall(claim["metrics"]) * 2):
         rate, (base, _) = rate_of(method, name, figure), trained(method, name)
@@ -121,7 +175,7 @@ def compare(method, claim, figure):
     return found | {"untrained": claim["untrained"]} if "untrained" in claim else found
 
 
-# the 97.5 % quantile of Student's t with n - 1 degrees of freedom
+# {n: the 97.5 % quantile of Student's t with n - 1 degrees of freedom}
 QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 RULE = ("A claim holds (is reversed) if the mean difference of n >= 5 seeds is above (below) 0 by "
         "more than t(.975, n - 1) standard errors; else it is not shown; with fewer seeds it is "
@@ -129,7 +183,7 @@ RULE = ("A claim holds (is reversed) if the mean difference of n >= 5 seeds is a
 
 
 def interval(differences):
-    """The 95 % interval of their mean; None of one."""
+    """Return the 95 % interval of the mean difference, or None for a single seed."""
     n = len(differences)
     if n < 2:
         return None
@@ -138,7 +192,7 @@ def interval(differences):
 
 
 def verdict(differences):
-    """By RULE."""
+    """Return the verdict of RULE."""
     n = len(differences)
     if n < 5:
         return f"not decided (n = {n})" if n else "not decided"
@@ -148,7 +202,10 @@ def verdict(differences):
 
 
 def cells(found, why_not=None):
-    """What was found of a claim: figures, differences seed by seed, their interval, verdict."""
+    """Return a row's cells "here", "difference by seed", "95 % interval" and "verdict".
+
+    found: what compare() returned, or an older record of the claim.
+    """
     if found is None:
         return "", "", "", "not run yet"
     sides = [" ± ".join(f"{x:.3f}" for x in found[side] if x is not None) or "?"
@@ -157,7 +214,7 @@ def cells(found, why_not=None):
     between = interval(differences)
     between = f"{between[0]:+.3f} to {between[1]:+.3f}" if between else ""
     means = {"A": found["greater"][0], "B": found["smaller"][0]}
-    untrained = found.get("untrained", -1)  # what a network without a training has
+    untrained = found.get("untrained", -1)  # the metric of an untrained network
     idle = [name for name, value in means.items() if value is not None and value <= untrained]
     holds = f"{' and '.join(idle)} did not train" if idle else verdict(differences)
     holds += f": {why_not}" if why_not and not holds.startswith("holds") else ""
@@ -166,9 +223,11 @@ def cells(found, why_not=None):
 
 
 def print_table(method):
+    """Print the table of a group of claims, and what the module's docstring lists below it."""
     records, table = read_records(), TABLES[method]
 
     def figure(*place):
+        """Return a recorded figure, or None."""
         return records.get(key_of({"method": method} | dict(zip(PLACE, place))), {}).get("value")
 
     header = ("claim: A above B", "source", "in the paper", "here", "difference by seed",
@@ -189,15 +248,16 @@ def print_table(method):
             edge = " (at the edge of its sweep)"
         chosen += [f"{name} {rate}{edge}"] if rate else []
     tried = ", ".join(map(str, table.get("rate_seeds", [0])))
-    print(f"\nTest split, mean ± deviation of seeds {tuple(table['seeds'])}, of * those of its "
-          f"record. {RULE}\nLearning rates, the best of {RATES} or of its own, on the val split "
-          f"with seed {tried}: {', '.join(chosen) or 'none yet'}.\n* An older record in "
-          f"claims.json, of which single figures were not kept.")
+    print(f"\nThe figures are means ± standard deviations over the seeds {tuple(table['seeds'])} "
+          f"on the test split.\n{RULE}\nLearning rates were chosen on the val split with seed "
+          f"{tried}, from {RATES} or from the run's own rates: {', '.join(chosen) or 'none yet'}.\n"
+          f"A verdict with * belongs to an older record of claims.json. The figures of its single "
+          f"runs were not kept.")
     for note in table["notes"]:
         print(f"note: {note}")
     for name, run in table["runs"].items():
         if "about" in run:
-            print(f"{name}: {run['about']}")
+            print(f"run {name}: {run['about']}")
     for record in records.values():
         if record["method"] == method and "summary" in record:
             figures = record["figures"].items()
@@ -206,21 +266,24 @@ def print_table(method):
 
 
 def check_run(out, config, flags):
-    """Raise UserError if a run has other flags, or values of a preset that changed since."""
+    """Raise UserError if a run has other flags, or if its preset has changed since."""
     argv = config.get("argv", [])
     preset = evaluation.METHODS[config["method"]].PRESETS[config["preset"]]
     given = {flag[2:].replace("-", "_") for flag in flags if flag.startswith("--")}
-    given |= {"image_encoder"} if "finetune" in given else set()  # it is the other run's
+    given |= {"image_encoder"} if "finetune" in given else set()  # the encoder is that run's
     given |= {"steps"} if "epochs" in given else set()
     stale = [name for name in preset.keys() - given if config.get(name) != preset[name]]
     if argv[1:-4] != flags or stale:  # the last four are --out OUT --resume auto
         raise common.UserError(f"{out} was not trained with {' '.join(flags)}, or the preset has "
-                               f"changed since: remove it.")
+                               f"changed since: remove the directory.")
 
 
 def last_figure(out, config, metric, flags):
-    """A metric in the last line of evals.jsonl that has it, of flags of eval.py, the other options
-    the run's own; whatever its --task. Older lines lack options that came later."""
+    """Return a metric from the last line of evals.jsonl with these flags of eval.py, or None.
+
+    All other options must be the run's own, except --task. An older line may lack an option that
+    was added later. Then the option counts as the run's own.
+    """
     given = vars(evaluation.build_parser().parse_args([str(out), *flags.split()]))
     given["data"] = given["data"] and given["data"][0]
     run = argparse.Namespace(**config)
@@ -237,8 +300,11 @@ def last_figure(out, config, metric, flags):
 
 
 def make_shards(root):
-    """Of ROOT/train/CLASS/i.png the shards ROOT/00000.tar to 00003.tar: 2,000 images a class, their
-    captions with the names of claims-classes.txt, which are in the order of the folders."""
+    """Write ROOT/00000.tar to ROOT/00003.tar from ROOT/train/CLASS/i.png.
+
+    The shards have 2,000 images of each class. Each line of claims-classes.txt is the name of a
+    class in the captions. The lines have the order of the folders.
+    """
     rng, samples = random.Random(0), []
     names = common.read_lines(Path(__file__).with_name("claims-classes.txt"), "--classes")
     for folder, name in zip(sorted(Path(root, "train").iterdir()), names):
@@ -255,7 +321,7 @@ def make_shards(root):
 
 
 def hold_out(root):
-    """Of ROOT/train/CLASS a tenth, links, to ROOT/val/CLASS, the others to ROOT/fit/CLASS."""
+    """Link a random tenth of ROOT/train/CLASS in ROOT/val/CLASS, the others in ROOT/fit/CLASS."""
     for folder in Path(root, "train").iterdir():
         images = sorted(folder.iterdir())
         held = set(random.Random(0).sample(images, len(images) // 10))
@@ -266,27 +332,30 @@ def hold_out(root):
 
 
 def train_again(method):
-    """Put what the runs have into claims.json and print the commands for the rest."""
+    """Store the figures of runs/claims in claims.json, and print commands for what is missing."""
     if Path("cifar10/train").is_dir():
         if not Path("cifar10/00000.tar").exists():
             make_shards("cifar10")
         if not Path("cifar10/val").exists():
             hold_out("cifar10")
     records, found = read_records(), []
-    missing = collections.defaultdict(dict)  # commands of a run, each once
+    missing = collections.defaultdict(dict)  # {directory of a run: its commands, each once}
 
     def place_of(name, rate, seed):
+        """Return the directory of a run, and its flags of train.py."""
         given = f"{TABLES[method]['runs'][name]['flags']} --lr {rate} --seed {seed}"
         return Path("runs/claims", method, f"{name}-{rate}-{seed}"), given.format(seed=seed)
 
     def train(name, rate, seed):
+        """Note the command that trains a run, and before it the run that it fine-tunes, if any."""
         out, given = place_of(name, rate, seed)
         start = re.search(r"--finetune (\S+)", given)
         if start and not Path(start[1], "eval.json").exists():
-            return train(*Path(start[1]).name.rsplit("-", 2))  # this one in a later round
+            return train(*Path(start[1]).name.rsplit("-", 2))  # a later round fine-tunes it
         missing[out][f"python train.py {given} --out {out} --resume auto"] = None
 
     def figure(name, rate, seed, split, metric, flags=""):
+        """Return a figure from its run or its record, or note the command that measures it."""
         place = dict(zip(PLACE, (name, rate, seed, split, metric, flags)))
         out, given = place_of(name, rate, seed)
         record = records.get(key_of({"method": method} | place))
@@ -317,8 +386,8 @@ def train_again(method):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("method", choices=TABLES)
-    parser.add_argument("--again", action="store_true", help="train: print commands")
+    parser.add_argument("method", choices=TABLES, help="a group of claims")
+    parser.add_argument("--again", action="store_true", help="print commands for what is missing")
     args = parser.parse_args(argv)
     if args.again:
         train_again(args.method)

@@ -1,4 +1,8 @@
-"""tests/claims.py: the claims of the papers, the figures that are kept, the runs that make more."""
+"""tests/claims.py: the choice of rates, the commands for missing runs, the table and the verdicts.
+
+The rounds of --again are tested on made-up claims. Further tests check that every claim in
+claims-runs.json can be run, and that the figures in README.md and in the method files are recorded.
+"""
 
 import json
 import re
@@ -28,12 +32,16 @@ CLAIMS = [{"claim": claim, "source": "Table 1", "paper": "2, 1", "runs": runs, "
 OLDER = {"method": "sparc", "claim": "a b: zeroshot", "greater": [0.7, 0.01],
          "smaller": [0.5, None], "differences": [0.3, -0.1, 0.4], "from": "a README"}
 SUMMARY = {"method": "sparc", "summary": "photos", "figures": {"x": [0.5, 0.01], "y": [3]}}
-CHOOSING = "zeroshot", "t2i/R@1", "miou_fg/colour", "knn", "linear", "classification"  # a rate
+# The metrics by which a rate may be chosen.
+CHOOSING = "zeroshot", "t2i/R@1", "miou_fg/colour", "knn", "linear", "classification"
 
 
 @pytest.fixture
 def printed(monkeypatch, tmp_path, capsys):
-    """A function: flags -> lines that claims.py sparc prints in an empty directory."""
+    """Return a function: flags -> the lines that `claims.py sparc` prints for the made-up claims.
+
+    The current directory is empty.
+    """
     monkeypatch.chdir(tmp_path)
     table = {"seeds": [*SEEDS], "runs": RUNS, "claims": CLAIMS, "notes": ["of a note"]}
     monkeypatch.setitem(claims.TABLES, "sparc", table)
@@ -48,28 +56,32 @@ def printed(monkeypatch, tmp_path, capsys):
 
 
 def command(run, rate, seed):
+    """Return the command that trains a run, as --again prints it."""
     out = f"runs/claims/sparc/{run}-{rate}-{seed}"
     given = RUNS[run]["flags"].replace("{seed}", str(seed))
     return f"python train.py {given} --lr {rate} --seed {seed} --out {out} --resume auto"
 
 
 def write(root, run, rate, seed, figures, **settings):
-    """Add a line of figures to a run; settings are what they depend on, if not the usual."""
+    """Add a line of figures to a run's evals.jsonl.
+
+    settings: options of the evaluation that are not the run's own.
+    """
     _, *argv = command(run, rate, seed).split()
     args = train.parse_args([*RUNS["a"]["flags"].split(), *argv[-8:-4]])
     files = {"config.json": json.dumps(vars(args) | {"argv": argv, "git": "c0ffee"})}
     out = root / f"runs/claims/sparc/{run}-{rate}-{seed}"
     write_files(out, files | {"eval.json": "{}"})
     usual = evaluation.figure_options(evaluation.options_of({}, args))
-    del usual["on_training_images"]  # which older lines lack
+    del usual["on_training_images"]  # an older line lacks this option
     with open(out / "evals.jsonl", "a") as file:
         file.write(json.dumps({"settings": usual | settings} | figures) + "\n")
 
 
-def test_rates_are_chosen_then_seeds_trained_then_the_table_is_filled(printed, tmp_path):
+def test_again_chooses_rates_then_trains_seeds_then_fills_the_table(printed, tmp_path):
     swept = [*(("a", rate) for rate in claims.RATES), *(("b", rate) for rate in RUNS["b"]["rates"])]
     assert printed("--again") == [command(*run, 0) for run in swept] + [
-        command("a", 0.002, seed) for seed in (4, 5)]  # what `tuned` begins with
+        command("a", 0.002, seed) for seed in (4, 5)]  # the runs that `tuned` fine-tunes
     table = printed()
     assert table[2].endswith(
         "| 2, 1 | 0.700 ± 0.010, 0.500 | +0.300 -0.100 +0.400 | -0.457 to +0.857 | not decided "
@@ -77,7 +89,7 @@ def test_rates_are_chosen_then_seeds_trained_then_the_table_is_filled(printed, t
     assert table[3].endswith("| 2, 1 |  |  |  | not run yet |")
     assert table[-1] == "- photos: x 0.5 ± 0.01, y 3 (no flags)" and "note: of a note" in table
 
-    for run, rate in swept:  # on the test split, and of other settings, the rates' order is another
+    for run, rate in swept:  # on the test split, or with other options, another rate is best
         write(tmp_path, run, rate, 0, {"zeroshot": 1 - rate})
         for other in ({"limit": 3}, {"data": "photos"}, {"checkpoint": "stage-1.pt"}):
             write(tmp_path, run, rate, 0, {"zeroshot": 1 - rate}, split="val", **other)
@@ -85,7 +97,7 @@ def test_rates_are_chosen_then_seeds_trained_then_the_table_is_filled(printed, t
     assert {val.format(*run) for run in swept} <= {
         part for line in printed("--again") for part in line.split(" && ")}
     for run, rate in swept:
-        for value in (0.5, rate == {"a": 0.002, "b": 0.001}[run]):  # the last is taken
+        for value in (0.5, rate == {"a": 0.002, "b": 0.001}[run]):  # the last line counts
             scores = {"zeroshot": value, "linear": 1 - abs(rate - 0.001)}
             write(tmp_path, run, rate, 0, scores, split="val")
     wanted = {command(run, rate, seed) for seed in SEEDS
@@ -100,7 +112,7 @@ def test_rates_are_chosen_then_seeds_trained_then_the_table_is_filled(printed, t
             "zeroshot": 0.5 + seed / 10, "slots/all/zeroshot": 0.2, "linear": 0.5,
             "classification": 0.5})
         write(tmp_path, "b", 0.001, seed, {"zeroshot": 0.4, "miou": seed / 10})
-        write(tmp_path, "a", 0.001, seed, {"linear": 0.5})  # by another probe
+        write(tmp_path, "a", 0.001, seed, {"linear": 0.5})  # another probe's accuracy
     evals = "python eval.py runs/claims/sparc/a-0.001-{} --split test --task linear --probe sgd"
     assert printed("--again") == [evals.format(seed) for seed in SEEDS] + [
         command("tuned", 0.001, seed) for seed in SEEDS[1:]]
@@ -127,12 +139,12 @@ def test_rates_are_chosen_then_seeds_trained_then_the_table_is_filled(printed, t
 @pytest.mark.parametrize("differences, expected", [
     ([0.1, 0.2, 0.3, 0.2, 0.2], "holds (n = 5)"), ([0.2] * 6, "holds (n = 6)"),
     ([-0.1, 0.2, 0.2, 0.2, 0.2], "not shown (n = 5)"),      # mean .14, 2.776 standard errors .166
-    ([-0.01, 0.2, 0.2, 0.2, 0.2], "holds (n = 5)"),         # mean .158, .117
+    ([-0.01, 0.2, 0.2, 0.2, 0.2], "holds (n = 5)"),         # mean .158, 2.776 errors .117
     ([-0.1, -0.2, -0.3, -0.2, -0.2], "reversed (n = 5)"),
     ([-0.01, -0.01, -0.01, -0.01, -0.4], "not shown (n = 5)"), ([0.0] * 5, "not shown (n = 5)"),
     ([0.1, float("nan"), 0.2, 0.1, 0.1], "not shown (n = 5)"),
     ([0.1, 0.2, 0.3], "not decided (n = 3)"), ([0.1], "not decided (n = 1)")])
-def test_verdicts(differences, expected):
+def test_verdicts_follow_the_rule(differences, expected):
     assert claims.verdict(differences) == expected
 
 
@@ -145,7 +157,7 @@ def test_a_side_that_is_no_better_than_an_untrained_network_did_not_train():
 
 @pytest.mark.parametrize("old, new", [("--lr", "--beta2"), ("objects=4", "objects=3"),
                                       ('"argv"', '"arguments"')])
-def test_a_run_of_other_flags_or_of_an_old_preset_is_refused(printed, tmp_path, old, new):
+def test_a_run_with_other_flags_or_an_old_preset_is_refused(printed, tmp_path, old, new):
     write(tmp_path, "a", 0.001, 0, {"zeroshot": 0.5})
     config = tmp_path / "runs/claims/sparc/a-0.001-0/config.json"
     config.write_text(config.read_text().replace(old, new))
@@ -154,7 +166,7 @@ def test_a_run_of_other_flags_or_of_an_old_preset_is_refused(printed, tmp_path, 
 
 
 @pytest.mark.parametrize("method", claims.TABLES)
-def test_every_command_of_a_claim_parses(method):
+def test_every_claim_has_runs_and_metrics_with_valid_flags(method):
     settings, table, parser = {}, claims.TABLES[method], evaluation.build_parser()
     runs, used, named = table["runs"], set(), []
     for name, run in runs.items():
@@ -172,20 +184,24 @@ def test_every_command_of_a_claim_parses(method):
         used |= {*names} | {claims.trained(method, name)[0] for name in names}
         named.append(f"{claim['runs']}: {claim['metrics']}")
         for metric, flags in metrics:
-            assert re.fullmatch(r"[-\w ./:,={}]*", flags), "for a shell"
+            assert re.fullmatch(r"[-\w ./:,={}]*", flags), "a shell would change the flags"
             task = metric.split("/")[0]
             assert claims.TASK_OF.get(task, task) in evaluation.TASKS
             parser.parse_args(["RUN", *flags.split()])
         budgets = [(x.steps * x.batch, x.data) for x in map(settings.get, names)]
-        assert budgets[0] == budgets[-1], "two runs that saw different data, or more of it"
+        assert budgets[0] == budgets[-1], "the two runs have different data or numbers of images"
     assert used >= runs.keys(), "a run that no claim uses"
-    assert len({*named}) == len(named), "two claims with one record"
+    assert len({*named}) == len(named), "two claims have the same record"
     kept = [record for record in claims.read_records().values() if record["method"] == method]
     assert {record.get("claim", named[0]) for record in kept} <= {*named}
     assert {record["run"] for record in kept if "run" in record} <= runs.keys()
 
 
-def test_the_figures_of_the_texts_are_those_of_the_tables(capsys):
+def test_figures_in_readme_and_docstrings_are_those_of_the_tables(capsys):
+    """Figures with three decimals must be in a table of claims.py.
+
+    Differences of three seeds, and pairs of a mean and its deviation, must be in a table, too.
+    """
     root, texts = Path(claims.__file__).parents[1], {}
     claims.print_table("readme")
     for method in claims.TABLES.keys() - {"readme"}:
@@ -202,7 +218,8 @@ def test_the_figures_of_the_texts_are_those_of_the_tables(capsys):
         assert all(pair.replace("+-", "±").removesuffix("0") in tables for pair in paired), name
 
 
-def test_shards_with_captions_are_made_of_class_folders(printed, tmp_path):
+def test_class_folders_become_shards_with_captions_and_a_val_split(printed, tmp_path):
+    """Files that exist are not overwritten."""
     classes = (Path(claims.__file__).with_name("claims-classes.txt")).read_text().split()
     write_files(tmp_path, {f"cifar10/train/{i}/{j}.png": picture(format="PNG")
                            for i in range(len(classes)) for j in range(10)})
