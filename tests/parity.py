@@ -1,21 +1,38 @@
-"""Train the authors' code and this project's side by side, from equal weights on equal batches, on
-the CPU, and print the largest relative difference of all steps.
+"""Check that this code trains as the authors' code does, step for step.
+
+The script trains two networks from equal weights on equal batches, on the CPU: the authors' network
+by their own train_one_epoch, and ours by train() of train.py. Clone the authors' code, install what
+it needs, and run one of the last three commands:
 
     git clone https://github.com/ankitkv/sparo-clip ../sparo; git -C ../sparo checkout 6621a31
     git clone https://github.com/DanielShalam/BAM ../BAM; git -C ../BAM checkout fd85871
     git clone https://github.com/facebookresearch/dino ../dino; git -C ../dino checkout 7c446df
     pip install ftfy regex timm             # sparo needs ftfy and regex, bam needs timm
-    python tests/parity.py sparo ../sparo   # or: bam ../BAM, or: dino ../dino
+    python tests/parity.py sparo ../sparo
+    python tests/parity.py bam ../BAM
+    python tests/parity.py dino ../dino
 
-The authors' train_one_epoch trains their network, train.py's train() trains ours. Which parameters
-decay, and how DINO's gradient is clipped, differs here: both do it as the authors do. Left out, as
-it differs: BatchNorm in BAM's head, warm-up and last rate of BAM and DINO, small views of DINO.
+What is printed: a row for each model, in float64 and in float32
+    parameters         the number of trained numbers: the authors' = ours
+    loss               the authors' loss in the first and in the last step
+    losses differ by   the largest relative difference between the two losses of a step
+    gradient norms     the same for the norm of the gradient, before it is clipped
+Differences in float64 are rounding errors, below 1e-13. Those in float32 are larger.
 
-What is replaced at run time, and why (train() gets its model, batches and groups from here):
-  * .cuda() and torch.cuda.synchronize do nothing: there is no GPU. torch.distributed's functions
-    answer for one process. wandb and diffdist are empty: nothing is logged, nothing gathered.
-  * BAM's masking_fn, which is read and never set, is None (no top-k). build_from_args is avoided:
-    it passes an argument, ot_reg, that BAMLoss lacks. Block gets only arguments that it takes.
+What is replaced at run time, and why. The authors' files stay as they are.
+  * .cuda() and torch.cuda.synchronize do nothing, because the script uses no GPU.
+  * Functions of torch.distributed answer for one process, because there is no group of processes.
+  * The modules wandb and diffdist are empty: nothing is logged, and nothing is gathered.
+  * BAM's masking_fn is None (no top-k), because the authors' code reads it and never sets it.
+  * BAM's loss is built without build_from_args, which passes ot_reg, an argument that BAMLoss
+    lacks. BAM's Block gets only the arguments that it has.
+  * train() gets its model, its batches and its parameter groups from here. The groups are the
+    authors', because this project lets other parameters decay.
+  * DINO's gradient is clipped by the authors' function, for each parameter by itself. This project
+    clips the norm over all parameters.
+
+What is not compared, because it differs on purpose: BatchNorm in BAM's head, the warm-up and the
+last learning rate of BAM and DINO, and DINO's small views.
 """
 
 import copy
@@ -35,18 +52,22 @@ import train
 
 VIEWS = ("--image-size 32 --readout cls --steps 40 --bench 37 --warmup 0 --weight-decay .04 --lr "
          "1e-4 --weight-decay-end .4 --beta2 .999 --adam-eps 1e-8 --image-encoder tiny-patch:cls=1")
-FLAGS = {  # of train.py; --bench N ends it after 3 + N steps, without an evaluation
+FLAGS = {  # of train.py; --bench N ends a run after 3 + N steps, without an evaluation
     "sparo": "--method sparo --image-encoder clip-b32:patch_size=8,width=128,depth=3,heads=2 "
              "--image-size 32 --steps 60 --bench 57 --warmup 6 --weight-decay .5 --clip-grad 0",
     "bam": f"--method bam {VIEWS},positions=sincos --clip-grad .3 --no-batch-norm",
     "dino": f"--method sparo --objective dino {VIEWS} --clip-grad .03 --freeze-last 10"}
+# {NAME: {printed row: its further flags}}
 ROWS = {"sparo": {"SPARO": "--readout sparo", "CLIP": "--readout cls", "CLIP+GAP": "--readout gap"},
         "bam": {"BAM without a teacher": "--no-teacher", "BAM with the teacher": "--teacher"},
         "dino": {"DINO": ""}}
 
 
 def sparo(args, batches):
-    """-> the authors' network, ours with its weights, what groups parameters, what trains it."""
+    """Return the authors' network, ours with its weights, and two functions.
+
+    groups(network) gives the authors' parameter groups. The last function trains their network.
+    """
     import open_clip
     from training import scheduler, train as official
     slots, gap = args.readout == "sparo", args.readout == "gap"
@@ -66,7 +87,7 @@ def sparo(args, batches):
         ours.image_readout.proj[1].weight.data.copy_(parts["visual.proj"].T)
         ours.text_readout.proj.weight.data.copy_(parts["text_projection"].T)
 
-    def groups(network):  # the authors' main() has them inside: matrices decay; [CLS] is a vector
+    def groups(network):  # as the authors' main() has them: matrices decay, [CLS] is a vector
         decay = [x for x in network.parameters() if x.squeeze().dim() > 1]
         rest = [x for x in network.parameters() if x.squeeze().dim() < 2]
         return dict(params=decay, weight_decay=args.weight_decay), dict(params=rest, weight_decay=0)
@@ -83,6 +104,7 @@ def sparo(args, batches):
 
 
 def bam(args, batches):
+    """Return what sparo() returns, for BAM."""
     import main_pretrain as official
     import utils
     from models import vit
@@ -103,6 +125,7 @@ def bam(args, batches):
 
 
 def dino(args, batches):
+    """Return what sparo() returns, for DINO."""
     import main_dino as official
     import utils
     student, teacher = [utils.MultiCropWrapper(
@@ -121,7 +144,10 @@ def dino(args, batches):
 
 
 def start(args, batches, utils, vit, head):
-    """-> our model on copies of the authors' ViT and head; their batches, optimizer, schedules."""
+    """Return our model with the weights of the authors' ViT and head.
+
+    Return also the authors' batches, their optimizer, and their schedules of rate, decay, momentum.
+    """
     encoder, _ = common.build_encoders(train.METHODS[args.method], args, None)
     common.load_tower(encoder, vit.state_dict(), common.TIMM_NAMES, "")
     ours = common.build_model(train.METHODS[args.method], args, encoder, None)
@@ -134,26 +160,34 @@ def start(args, batches, utils, vit, head):
 
 
 def copy_weights(ours, theirs):
+    """Copy the trained parameters of the authors' module into ours, in the order of both."""
     trained = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(trained), ours.parameters())
 
 
 def make_batch(args, dtype):
-    """24 images of coloured squares, four noisy views of each, captions that word 63 ends."""
+    """Return 24 images of coloured squares, four noisy views of each, and captions.
+
+    Token 63 ends a caption.
+    """
     images = nn.Upsample(scale_factor=8)(2 * torch.randn(24, 3, 4, 4, dtype=dtype))
     views = [images + torch.randn_like(images) for _ in range(4)]
     if args.method == "bam":
         views[2:] = [view[..., ::2, ::2] for view in views[2:]]
     last = torch.randint(4, 32, (24, 1))
     tokens = torch.randint(1, 63, (24, 32)).masked_fill(torch.arange(32) > last, 0)
-    tokens.scatter_(1, last, 63)  # OpenCLIP finds the end by its number, the largest
+    tokens.scatter_(1, last, 63)  # OpenCLIP takes the largest id for the end of a text
     return dict(images=images, tokens=tokens, mask=tokens > 0, views=views, position={}, skipped={})
 
 
 def watch(network, run, backward=torch.Tensor.backward):
-    """-> (steps, 3): loss, norm of the gradient before it is clipped, how many entries it has."""
+    """Return (steps, 3) of a training: loss, norm of the gradient, and number of its entries.
+
+    The norm is measured after the backward pass, before the gradient is clipped.
+    """
 
     def measured(loss):
+        """Compute the gradients, and record the step."""
         backward(loss)
         gradients = [x.grad for x in network.parameters() if x.grad is not None]
         norm, count = nn.utils.get_total_norm(gradients), sum(x.numel() for x in gradients)
@@ -163,7 +197,7 @@ def watch(network, run, backward=torch.Tensor.backward):
     return torch.tensor(record, dtype=torch.float64)
 
 
-OFFICIAL = {  # what trains it, repository, commit, one of its files, packages that it needs
+OFFICIAL = {  # {NAME: (function above, repository, commit, one of its files, packages it needs)}
     "sparo": (sparo, "ankitkv/sparo-clip", "6621a31", "scripts/train_codebook.sh", "ftfy regex"),
     "bam": (bam, "DanielShalam/BAM", "fd85871", "bam/bam_loss.py", "timm"),
     "dino": (dino, "facebookresearch/dino", "7c446df", "main_dino.py", "")}
@@ -172,7 +206,8 @@ if __name__ == "__main__":
     name, path = sys.argv[1:]
     build, repository, commit, file, packages = OFFICIAL[name]
     if not os.path.exists(f"{path}/{file}"):
-        sys.exit(f"{path} is not https://github.com/{repository}: clone it, check out {commit}.")
+        sys.exit(f"{path} is no clone of https://github.com/{repository} at {commit}: clone the "
+                 f"repository and check out this commit.")
     if missing := [package for package in packages.split() if not find_spec(package)]:
         sys.exit(f"{repository} needs packages that are missing: pip install {' '.join(missing)}")
     rows = [train.parse_args(f"{FLAGS[name]} {more}".split()) for more in ROWS[name].values()]
@@ -180,7 +215,7 @@ if __name__ == "__main__":
     torch.cuda.synchronize = distributed.all_reduce = lambda *args, **settings: None
     distributed.get_world_size, distributed.get_rank = lambda: 1, lambda: 0
     sys.modules |= {"wandb": SimpleNamespace(run=None), "diffdist": SimpleNamespace()}
-    del sys.modules["bam"]  # the authors' package has this name, too
+    del sys.modules["bam"]  # the authors have a package of this name
     sys.path[:0] = [path, path + "/src"]
     out, sys.stdout = sys.stdout, open(os.devnull, "w")  # the authors' code prints its progress
     print("what | steps | dtype | parameters | loss | losses differ by | gradient norms", file=out)
