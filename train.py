@@ -574,10 +574,12 @@ def announce(args, data, model, tokenizer, device):
     if isinstance(data, common.CaptionTable) and len(data) < args.batch:
         print(f"note: --batch {args.batch} is more than the {len(data)} images: a batch shows an "
               f"image several times and treats it as different images: lower --batch")
-    for _, steps, _ in METHODS[args.method].stages(args):
+    stages = METHODS[args.method].stages(args)
+    for number, steps, _ in stages:
         if 0 < steps < args.warmup:
-            print(f"note: --warmup {args.warmup} is longer than the {steps} steps: the learning "
-                  f"rate does not reach --lr")
+            of = f" of stage {number}" if len(stages) > 1 else ""
+            print(f"note: --warmup {args.warmup} is longer than the {steps} steps{of}: the "
+                  f"learning rate does not reach its peak")
 
 
 def changed_settings(args):
