@@ -2673,7 +2673,8 @@ def main(argv=None):
     flags.device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with common.explained((RuntimeError, AssertionError), f"--device {flags.device}"):
         torch.empty(1, device=flags.device)
-    failed, figures = [], collections.defaultdict(list)  # {run: its figures on each --data}
+    failed, pages = [], []
+    figures = collections.defaultdict(list)  # {run: its figures on each --data}
     for spec in flags.data or [None]:
         evaluated = {}
         for run in flags.runs:

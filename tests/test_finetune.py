@@ -223,11 +223,11 @@ def test_labels_come_from_shards_folders_and_the_world(tmp_path):
 
 @pytest.mark.parametrize("flags, message", [
     ("--data table.csv", "has captions, not labels: give class folders"),
-    ("--data 000.tar", "classes of 000.tar are not named: give --classes FILE"),
+    ("--data 000.tar", "classes of 000.tar have no names: give --classes FILE"),
     ("--data 000.tar --classes one.txt", "has label 1, but there are 1 classes"),
-    ("--data 000.tar --classes two.txt --label-fraction 0.1", "takes images of class folders"),
-    ("--data data --classes two.txt", "classes of data are blue, green, red: give"),
-    ("--vocab two.txt", "--vocab has no effect here"),
+    ("--data 000.tar --classes two.txt --label-fraction 0.1", "needs class folders"),
+    ("--data data --classes two.txt", "classes of data are blue, green, red; --classes or"),
+    ("--vocab two.txt", "--vocab has no effect: this"),
     ("--finetune data", "data/config.json does not exist, so data is no run"),
 ])
 def test_errors_of_a_classifier_name_the_remedy(tmp_path, monkeypatch, flags, message):

@@ -308,7 +308,7 @@ def test_a_run_starts_from_the_vit_that_another_run_exported(name, tmp_path, cap
 def snippet(name):
     """Return a method's lines for another project: those to run once, and all others."""
     text = (ROOT / f"{name}.py").read_text()
-    comments = re.search(r"# (?:Into|On any) [^\n]*\n((?: *#[^\n]*\n)+)", text)[1].splitlines()
+    comments = re.search(r"# (?:To|Into|On any) [^\n]*\n((?: *#[^\n]*\n)+)", text)[1].splitlines()
     lines = [line.strip()[6:] for line in comments if line.strip().startswith("#     ")]
     once = [line for line in lines if "# once" in line]
     return "\n".join(once), "\n".join(line for line in lines if line not in once)
