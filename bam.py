@@ -123,21 +123,21 @@ def attention(S, tau, log=False):
 
 
 # S hat(i, j) = 0 if i = j (mod n), else S(i, j)                                     (Eq. 3)
-def mask_positives(S, rows, columns, mask="zero"):
-    """S (R, C) -> S hat. rows (R,), columns (C,): the number of the image of each row, column."""
+def mask_positives(S, row_ids, column_ids, mask="zero"):
+    """S (R, C) -> S hat. row_ids (R,), column_ids (C,): the number of each row's, column's image."""
     if mask == "none":  # Table 1 without pos. masking
         return S
     # differs: "exclude" leaves positives out of softmax and Sinkhorn (bam_loss.py:63, 115)
     value = 0.0 if mask == "zero" else -1e30  # exp gives 0; 0 * log A in Eq. 5 is no NaN
-    return S.masked_fill(rows[:, None] == columns, value)
+    return S.masked_fill(row_ids[:, None] == column_ids, value)
 
 
 # S_jj'(i, i') = cos(z_i^j, z_i'^j'),  then S hat                                (Sec. 3.1)
-def similarities(z, c, rows, columns, mask):
+def similarities(z, c, row_ids, column_ids, mask):
     """z (k, p, E), all views of p images, and c (m, E), both of length 1 -> S hat (k p, m).
-    rows (k, p) and columns (m,): the numbers of the images."""
+    row_ids (k, p) and column_ids (m,): the numbers of the images."""
     with in_fp32(z, c) as (z, c):
-        return mask_positives(z.flatten(0, 1) @ c.T, rows.flatten(), columns, mask)
+        return mask_positives(z.flatten(0, 1) @ c.T, row_ids.flatten(), column_ids, mask)
 
 
 # B = argmin_B' <-S, B'> - tau_B h(B'),  B' doubly stochastic                        (Eq. 4)
@@ -168,23 +168,26 @@ def matching(B, log_A):
     return loss / (len(B) * (len(log_A) - 1))
 
 
-def losses_in_parts(z, B, rows, c, columns, mask, tau, entropies):
-    """z (k, n, E), B (G, n, m) -> [losses (n,) of the images, and if asked for entropies (n,)
-    of A]. If S is large, a few images at a time: backward computes each part's S again."""
-    def losses(z, B, rows):
-        S = similarities(z, c, rows, columns, mask)
-        log_A = attention(S, tau, log=True).unflatten(0, rows.shape)         # (k, p, m)
-        found = [matching(B, log_A)]
-        if entropies:
-            found.append(torch.special.entr(log_A.detach().exp()).sum(-1).mean(0))
-        return found
+def matching_loss(z, B, c, row_ids, column_ids, mask, tau):
+    """Eq. 1, 3 and 5 for z (k, n, E), c (m, E) and targets B (G, n, m), which are given
+    -> the loss and the mean row entropies of A and of B, scalars."""
+    def of_images(z, B, row_ids):
+        S = similarities(z, c, row_ids, column_ids, mask)                # (k p, m)
+        log_A = attention(S, tau, log=True).unflatten(0, row_ids.shape)  # (k, p, m)
+        return matching(B, log_A), entropy(log_A.detach().exp()).mean(0)
 
-    p = max(1, CHUNK // (len(z) * len(c)))  # images at a time
-    if p >= z.shape[1]:
-        return losses(z, B, rows)
-    parts = zip(z.split(p, 1), B.split(p, 1), rows.split(p, 1))
-    found = [checkpoint(losses, *part, use_reentrant=False) for part in parts]
-    return [torch.cat(values) for values in zip(*found)]
+    losses, entropies = in_parts(of_images, z, B, row_ids, size=len(z) * len(c))  # (n,) each
+    return losses.mean(), entropies.mean(), entropy(B).mean()
+
+
+def entropy(P):
+    """The entropy of each row of P (..., m) -> (...)."""
+    return torch.special.entr(P).sum(-1)
+
+
+def unit_length(z):
+    with in_fp32(z) as (z,):
+        return F.normalize(z, dim=-1)
 
 
 def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters=3,
@@ -199,38 +202,31 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
     k, n = n_views, len(z) // n_views
     G = k if n_global is None else n_global
     check_arguments(z, k, G, teacher, mask=mask, normalization=normalization, target=target)
-    with in_fp32(z) as (z,):
-        z = z_m = F.normalize(z, dim=-1).view(k, n, -1)
+    z = z_m = unit_length(z).view(k, n, -1)
     if teacher is not None:
-        with in_fp32(teacher.detach()) as (z_m,):
-            z_m = F.normalize(z_m, dim=-1).view_as(z)
-    c = gather(z_m[:G].flatten(0, 1))                        # (m, E), the columns of S
+        z_m = unit_length(teacher.detach()).view(k, n, -1)
+    c = gather(z_m[:G].flatten(0, 1))                                    # (m, E), columns of S
     if len(c) < 2 * G:
         raise ValueError("The loss compares images: the global batch needs two or more.")
+
     rank = getattr(gather, "rank", 0)
-    rows = rank * n + torch.arange(n, device=z.device).expand(k, n)      # the numbers of images
-    if target == "onehot":  # rows are latents: SimCLR leaves out the latent itself alone
-        rows, mask = rank * k * n + torch.arange(k * n, device=z.device).view(k, n), "exclude"
-    columns = gather(rows[:G].flatten())                     # (m,)
-    if normalization == "block":  # Table 1, below
-        S, S_m = (similarities(x, c, rows, columns, mask).view(k, n, -1) for x in (z, z_m))
+    row_ids = rank * n + torch.arange(n, device=z.device).expand(k, n)   # the numbers of images
+    column_ids = gather(row_ids[:G].flatten())                           # (m,)
+    if target == "onehot":
+        found = simclr_loss(z, c, G, tau, gather)
+    elif normalization == "block":
+        S, S_m = (similarities(x, c, row_ids, column_ids, mask).view(k, n, -1) for x in (z, z_m))
         found = block_loss(S, S_m[:G], target, tau, tau_b, iters, gather)
-        return found if entropies else found[0]
-    with torch.no_grad():  # the loss has no gradient through B (Sec. 4.1)
-        if target == "balanced":
-            B = sinkhorn(similarities(z_m, c, rows, columns, mask), tau_b, iters, gather)
-        elif target == "softmax":  # Eq. 2, but with tau_B (tau_B = tau: Table 1 without balancing)
-            B = attention(similarities(z_m, c, rows, columns, mask), tau_b)
-        else:
-            B = (rows.view(-1, 1) == columns).to(z.dtype)
+    else:
+        with torch.no_grad():  # the loss has no gradient through B (Sec. 4.1)
+            if target == "balanced":
+                B = sinkhorn(similarities(z_m, c, row_ids, column_ids, mask), tau_b, iters, gather)
+            else:  # Eq. 2, but with tau_B (tau_B = tau: Table 1 without balancing)
+                B = attention(similarities(z_m, c, row_ids, column_ids, mask), tau_b)
         # differs: Sec. 3.5 takes small views as targets, too; bam_loss.py:106 takes large ones
         B = B[: G * n].view(G, n, -1)
-
-    found = losses_in_parts(z, B, rows, c, columns, mask, tau, entropies)
-    if not entropies:
-        return found[0].mean()
-    losses, entropies_a = found
-    return losses.mean(), entropies_a.mean(), torch.special.entr(B).sum(-1).mean()
+        found = matching_loss(z, B, c, row_ids, column_ids, mask, tau)
+    return found if entropies else found[0]
 
 
 # Model ------------------------------------------------------------------------------------
@@ -419,6 +415,31 @@ def check_arguments(z, k, G, teacher, **settings):
         raise ValueError("SimCLR takes two or more large views, and its normalization is global.")
 
 
+def in_parts(function, *inputs, size):
+    """function(*inputs), whose inputs hold n images in dimension 1 -> its results, each (n,). An
+    image needs `size` numbers. If all need more than CHUNK, function gets a few images at a time,
+    and the backward pass computes each part again."""
+    p = max(1, CHUNK // size)  # images in a part
+    if p >= inputs[0].shape[1]:
+        return function(*inputs)
+    parts = zip(*[x.split(p, 1) for x in inputs])
+    found = [checkpoint(function, *part, use_reentrant=False) for part in parts]
+    return [torch.cat(values) for values in zip(*found)]
+
+
+# l(i, j) = -log softmax_{m != i}(cos(z_i, z_m) / tau)_j                (SimCLR, Eq. 1)
+def simclr_loss(z, c, G, tau, gather=identity):
+    """SimCLR (arXiv 2002.05709) in BAM's terms (App. H): z (k, n, E), c (m, E) -> as matching_loss.
+    The target of a view is one-hot, at another view of its image. A row leaves out its own latent
+    only, so that ids are numbers of latents here, not of images."""
+    k, n, _ = z.shape
+    rank = getattr(gather, "rank", 0)
+    row_ids = rank * k * n + torch.arange(k * n, device=z.device).view(k, n)
+    column_ids = gather(row_ids[:G].flatten())                               # (m,)
+    B = (row_ids[:G, :, None] == column_ids).to(z.dtype)                     # (G, n, m)
+    return matching_loss(z, B, c, row_ids, column_ids, "exclude", tau)
+
+
 def block_loss(S, S_m, target, tau, tau_b, iters, gather):
     """Table 1 without global normalization: each block S_jj' (n, W n) has its own softmax and
     Sinkhorn. S (k, n, m), S_m (G, n, m) -> loss, entropies of A and B, means over j'."""
@@ -433,7 +454,7 @@ def block_loss(S, S_m, target, tau, tau_b, iters, gather):
                 B = sinkhorn(blocks, tau_b, iters, gather)
             else:
                 B = attention(blocks, tau_b)
-            entropies = [torch.special.entr(x).sum(-1).mean() for x in (log_A.exp(), B)]
+            entropies = [entropy(x).mean() for x in (log_A.exp(), B)]
         found.append(torch.stack([matching(B, log_A).mean(), *entropies]))
     return torch.stack(found).mean(0).unbind()
 
