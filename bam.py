@@ -102,7 +102,7 @@ PRESETS = {  # settings of this file and of train.py by name; flags override the
                  projector_dim=1024, local_crops=2, local_size=24, crop_least=0.2, crop_border=0.5,
                  contrastive_crop=False, crop_start=150, crop_every=75, probe="adamw"),
     # Sec. 4.1, App. C, Table 9a: 300 epochs of 1,281,167 images; warm-up for 40, ResNet-50 for 10.
-    # Our reading: ResNet-50's learning rate .3 is per 256 images, ViT's .003 is for the batch, and
+    # Our reading: ResNet-50's learning rate .3 is per 256 images, ViT's .003 is for all 4,096, and
     # ResNet-50 has no teacher.
     "vit-s16": dict(image_encoder="ViT-S/16:cls=1,positions=sincos", **VIT),
     "vit-b16": dict(image_encoder="ViT-B/16:cls=1,positions=sincos", **VIT),
@@ -231,7 +231,7 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
         with torch.no_grad():  # targets have no gradient (Sec. 4.1)
             if target == "balanced":
                 B = sinkhorn(similarities(z_m, c, row_ids, column_ids, mask), tau_b, iters, gather)
-            else:  # Eq. 2, but with tau_B
+            else:  # Eq. 2 with tau_B; if tau_B is tau, this is Table 1 without balancing
                 B = attention(similarities(z_m, c, row_ids, column_ids, mask), tau_b)
         # differs: in Sec. 3.5 small views are targets, too; in the authors' code only large ones
         # are (bam_loss.py:106). Sinkhorn still balances the rows of all views.
@@ -245,7 +245,7 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
 
 class Model(nn.Module):
     """An image encoder, a projector and, with config.teacher, a moving average of both.
-    image_encoder(images of any size) -> (B, N, image_width), [CLS] first if it has one."""
+    image_encoder(images of any size) -> tokens (B, N, image_width); a [CLS] comes first."""
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
@@ -290,8 +290,8 @@ class Model(nn.Module):
     def after_update(self, step, steps):
         """teacher = momentum * teacher + (1 - momentum) * student (App. C)."""
         if self.teacher:
-            # the authors update the teacher at the start of the next step (wrappers.py:103), so
-            # the momentum here is the next step's
+            # The momentum rises to 1 (main_pretrain.py:261). The authors update the teacher at the
+            # start of the next step (wrappers.py:103), so the next step's momentum is used.
             done = (step + 1) / steps
             momentum = 1 - (1 - self.config.ema) * (1 + math.cos(math.pi * done)) / 2
             students = list(self.student().parameters())
@@ -308,7 +308,7 @@ class Model(nn.Module):
     #     loss = bam_loss(z, len(views), n_global=G, gather=gather)
 
     def train(self, mode=True):
-        """In training the teacher's BatchNorm uses statistics of the batch, as the student's does.
+        """The teacher's BatchNorm uses statistics of the batch in training, as the student's does.
         The teacher's stochastic depth stays off, so that targets have no noise of their own."""
         super().train(mode)
         if self.teacher:
@@ -460,7 +460,7 @@ CHUNK = 2**24  # the most entries of S that the loss holds at a time
 def in_parts(function, *inputs, size):
     """function(*inputs), computed for a few images at a time if all images need too much memory.
 
-    Dimension 1 of each input counts the images; each result is (n,). `size` is the number of
+    Dimension 1 of each input is n, the images; each result is (n,). `size` is the number of
     entries of S for one image. If all images have more than CHUNK entries, they are split into
     parts, and the backward pass computes each part again instead of keeping it in memory.
     """
@@ -510,13 +510,14 @@ def block_loss(S, S_m, target, tau, tau_b, iters, gather):
 
 # Settings, views, ContrastiveCrop, optimizer ----------------------------------------------
 #
-# differs from the authors' code (in brackets), where the paper names no setting:
-#   * Weights start as CLIP's do (as MoCo-v3's, utils.py:53), and all of them learn (patch
-#     embeddings stay as they are, vit.py:169).
-#   * ViT-S has 6 heads (12, vit.py:259; write ViT-S/16:heads=12,cls=1,positions=sincos).
-#   * The learning rate starts at peak / warmup and ends at 0 (starts at 0, utils.py:190; ends at
-#     1e-6, main_pretrain.py:112). It reaches its peak at the same step.
-#   * [CLS] has no weight decay (it has, utils.py:603).
+# differs from the authors' code, where the paper names no setting:
+#   * Weights start as in CLIP, and all weights learn. The authors' weights start as in MoCo-v3
+#     (utils.py:53), and their patch embeddings do not learn (vit.py:169).
+#   * ViT-S has 6 heads. The authors' ViT-S has 12 (vit.py:259), for which the flag is
+#     --image-encoder ViT-S/16:heads=12,cls=1,positions=sincos.
+#   * The learning rate starts at peak / warmup and ends at 0. The authors' rate starts at 0
+#     (utils.py:190) and ends at 1e-6 (main_pretrain.py:112). Both reach the peak at the same step.
+#   * [CLS] has no weight decay. The authors' [CLS] has weight decay (utils.py:603).
 # The authors' vit_small.slurm differs from the paper: 400 epochs (line 34), learning rate .0048
 # (line 53: .0003 per 256 images) that ends at .001 (line 54), new boxes every 40 epochs (line 37).
 # The script asks for the 128 largest entries of a target (line 64), but masking_fn, which would
@@ -564,9 +565,9 @@ def check(args):
 # p is a probability. The aspect ratio of crops is 3/4 to 4/3. Colour jitter multiplies brightness
 # and contrast by .6 to 1.4, saturation by .8 to 1.2, and turns the hue by up to .1 of a circle. The
 # blur's sigma is .1 to 2 pixels if large views have 224 pixels, and in proportion otherwise.
-# differs from the authors' code (in brackets): BYOL's saturation (.6 to 1.4,
-# image_transforms.py:52), hues in YIQ (HSV), CLIP's mean and deviation of pixels (ImageNet's,
-# image_transforms.py:59).
+# differs from the authors' code, whose saturation is .6 to 1.4 (image_transforms.py:52), whose hues
+# turn in HSV, not YIQ, and which normalises pixels by ImageNet's mean and deviation
+# (image_transforms.py:59), not by CLIP's.
 def views(args):
     """Arguments of common.View for each view of an image: two large views, then the small ones."""
     large = dict(size=args.image_size, scale=(args.crop_border, 1.0), alpha=args.crop_alpha)
@@ -576,7 +577,7 @@ def views(args):
 
 
 def box_refreshes(args):
-    """The steps before which the boxes of all images are computed anew (App. G)."""
+    """The steps before which the boxes of all images are computed again (App. G)."""
     return range(args.crop_start, args.steps, args.crop_every) if args.contrastive_crop else ()
 
 
@@ -628,7 +629,7 @@ class LARS(torch.optim.Optimizer):
 
 # Fine-tuning (Sec. 4.3 to 4.5, Tables 3 to 5) ---------------------------------------------
 #
-# `train.py --finetune RUN` trains the image encoder of a run, of any method, with a linear head.
+# `train.py --finetune RUN` trains a linear head and the image encoder of RUN, of any method.
 
 
 @dataclass
@@ -700,10 +701,10 @@ CLASSIFIER_PRESETS = {  # with --finetune RUN, the run's encoder replaces image_
     # and ends at 0 (DeiT's at 1e-6 and 1e-5) and changes at every step (DeiT's at every epoch).
     "imagenet": dict(batch=1024, steps=187_650, lr=1e-3, warmup=6255, weight_decay=0.05, **DEIT),
     # Table 4 has two recipes. D.1's text: SGD, weight decay .3, a learning rate from a sweep (.01
-    # is our choice, because the decay is strong). Table 9c: AdamW, learning rate 5e-5, no decay
-    # named (.3 here). RandAugment is our reading of D.1's "default" regularization. These presets
-    # are for 10 % of the labels; for 1 % give --steps 2503 --warmup 125. DeiT has 25,000 and 2,500
-    # steps, because its loader drops the last, partial batch of an epoch.
+    # is our choice, because the decay is strong). Table 9c: AdamW, learning rate 5e-5. It names no
+    # weight decay, so that of D.1 is used. RandAugment is our reading of D.1's "default"
+    # regularization. These presets are for 10 % of the labels; for 1 % give --steps 2503 --warmup
+    # 125. DeiT's loader drops the last, partial batch of an epoch: 25,000 and 2,500 steps.
     "semi-sgd": dict(optimizer="sgd", lr=0.01, **SEMI),
     "semi-adamw": dict(lr=5e-5, **SEMI),
     # Table 5: MoCo-v3's recipe (facebookresearch/moco-v3, transfer/: batches of 8 x 128, lr 3e-4
@@ -741,10 +742,10 @@ CLASSIFIER = SimpleNamespace(
 # * On objects of eight colours BAM learns colours (.998), but not shapes (.44, SimCLR .73; 600
 #   steps, val), because targets show what the network sees already. On objects of one colour it
 #   learns shapes, at a low learning rate (5e-4 .70, 2e-3 .42).
-# * In the table DINO's .371 needs four times BAM's steps, each with a quarter of BAM's batch.
-#   SimCLR gets BAM's small views, except in the rows "of two views" and "two views".
-# * An update takes 1.006 times DINO's FLOPs (Table 10: .93 of its time; vit-s16, dino-s16
-#   --readout cls, both with --batch 2048 --local-crops 0).
+# * The table's DINO (.371) took four times BAM's steps, each with a quarter of BAM's batch. The
+#   table's SimCLR has BAM's small views, except where the row says "two views".
+# * An update takes 1.006 times the FLOPs of DINO's update (vit-s16 and dino-s16 --readout cls,
+#   both with --batch 2048 --local-crops 0). Table 10 has .93 of DINO's time.
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """SPARC: Improving fine-grained understanding in image-text pre-training
 (Bica et al., arXiv 2401.09865).
 
-CLIP's loss compares whole images with whole captions. SPARC keeps it (L_g) and adds a loss for
+CLIP's loss compares whole images with whole captions. SPARC keeps this loss (L_g) and adds one for
 single words (L_f). A word gives each patch of the image a weight that grows with their similarity;
 patches below a threshold get 0. The weighted mean of the patches must resemble this word more than
 the other words of the caption. We know of no code by the authors; their App. C has a listing.
@@ -26,16 +26,16 @@ Differs from the paper (search for "differs" for all other places):
   * A word that is equally similar to all patches gives them equal weights; Eq. 2 would be 0 / 0.
   * [CLS] and [SEP] are not words: tbar and L_f leave them out. They count among the 55 tokens of
     Sec. 4.1, so that 53 tokens of words remain. The paper's SentencePiece adds neither by default.
-  * vbar and tbar follow Sec. 2. Listing 1 has no h_v in vbar, and the padding in tbar.
+  * vbar and tbar follow Sec. 2. Listing 1's vbar has no h_v, its tbar includes the padding.
   * Training crops images a little and flips them; evaluation crops the centre, except for
     segmentation. Sec. 4.1 resizes the whole image to 224 x 224.
   * `tiny` has lambda_f 0.1 and the learning rate 2e-3. With 0.5, the paper's smallest lambda_f, or
     with a lower rate, words do not find their objects. Its sigma is not 1 / P, its h_v is residual.
 Not here: detection (Table 5) and captioning (Table 7). `eval.py --export` writes the image encoder,
 which captioning needs; OWL-ViT's detection also needs the text encoder. WordPiece replaces the 32k
-SentencePiece vocabulary. A step has no batches of several datasets, JFT's labels are not captions
-(D.2). eval.py reads maps in VOC's layout (`--classes FILE`), not Pascal Context's .mat maps (Table
-6). D.5's prompts are a file for `eval.py --templates`, with each prefix and each suffix.
+SentencePiece vocabulary. D.2's steps over several datasets and captions of JFT labels are missing.
+eval.py reads maps in VOC's layout (`--classes FILE`), not Pascal Context's .mat maps (Table 6).
+D.5's prompts can be a file for `eval.py --templates`, with each prefix before each suffix.
 Run:     python train.py --method sparc       (--objective clip, filip, ...: the baselines)
 
 What was found out, with n seeds, in the settings A, B, C ("on objects" is the fraction of a word's
@@ -230,7 +230,7 @@ def masked_mean(x, mask):
 
 class Residual(nn.Sequential):
     """x + h_v(x). differs: the paper adds no x. Segmentation compares g_v(h_v(patches)) with
-    classes (D.7), but L_f trains g_v(patches). With x, D.7's patches contain those of L_f."""
+    classes (D.7), but L_f trains g_v(patches). With x, D.7's patches contain L_f's patches."""
 
     def forward(self, x):
         return x + super().forward(x)
@@ -308,7 +308,7 @@ class Model(nn.Module):
         return self.align(tokens, self.g_v(self.f_v(images)))
 
     def diagnose(self, batch):
-        """Scalars to log: L_f of captions with WRONG images, and the patches that a word uses. If
+        """Scalars to log: L_f of captions with WRONG images, and how many patches a word uses. If
         this L_f is as low as the right images', the loss does not need the image, and the words
         are not grounded."""
         images, ids, mask = (batch[name][:256] for name in ("images", "tokens", "mask"))
@@ -362,13 +362,13 @@ class Model(nn.Module):
 # * With lambda_f 0.1 and the learning rate 2e-3, L_f needs the right image: L_f is .84, and 2.05
 #   with a wrong image. Zero-shot prefers a lower rate. Words find their objects best without a
 #   stem, as in A and B.
-# * In C neither softmax weights (.608) nor weights without a threshold (.584) are shown to lose
-#   zero-shot (.585; both do in Table 8). Softmax finds captions better (R@1 .674, sparse .654).
-#   With 36 patches the zero-shot of softmax is lower (.616, sparse .711).
-# * In B softmax puts more weight on colours than sparse weights with each seed, but less on
+# * Softmax weights (.608) and weights without a threshold (.584) are not shown to lose zero-shot in
+#   C (.585); both lose zero-shot in Table 8. Softmax weights find captions better (R@1 .674, sparse
+#   .654). With 36 patches softmax weights have the lower zero-shot (.616, sparse .711).
+# * Softmax weights put more on colours than sparse weights do with each seed of B, but less on
 #   shapes. Weights without a threshold put less on both.
-# * In B SPARC is above CLIP with each seed in zero-shot, R@1 of captions and images and K-Pna
-#   (.926, CLIP .910), and with two of three seeds in mIoU of colours (.220, .208).
+# * SPARC is above CLIP with each seed of B in zero-shot, in R@1 of captions and of images and in
+#   K-Pna (.926, CLIP .910). SPARC's mIoU of colours is above with two seeds (.220, CLIP .208).
 # * An update takes 1.005 times CLIP's FLOPs, as in Table 11; tests/test_train.py counts them.
 
 
@@ -398,9 +398,9 @@ def patches_per_word(a, mask):
 # Baselines (Sec. 4) -----------------------------------------------------------------------
 #
 # D.3 and D.4 describe the baselines. A rank has b pairs, all ranks have B. The losses of an
-# objective are added and share one learned tau. MGCA's three losses have the weights 2 : 2 : 1 of
-# MGCA's code with all lambdas 1, as in D.4 (the code's defaults are 1, .7, .5). Evaluation compares
-# vbar and tbar, except for FILIP and PACL, which compare patches with tokens or captions.
+# objective are added and share one learned tau. MGCA's three losses have the weights 2 : 2 : 1,
+# as in MGCA's code if all lambdas are 1 (D.4; the code's defaults are 1, .7, .5). Evaluation
+# compares vbar and tbar, except for FILIP and PACL, which compare patches with tokens or captions.
 
 
 def in_chunks(scores, x, y):
