@@ -71,8 +71,18 @@ A group has "seeds", "rate_seeds" (for the choice of a rate; by default 0), "not
 A metric may have flags of eval.py, as in "zeroshot [--limit 10000]". Without flags, or without
 "flags" in a record, it is evaluated with the run's own options.
 
-Claims about photos need CIFAR-10 in class folders: cifar10/train and cifar10/test, as README.md
-writes them. From cifar10/train --again makes four shards with captions, and the folders cifar10/fit
+Claims about photos need CIFAR-10 in class folders, cifar10/train and cifar10/test:
+
+    from pathlib import Path
+    from torchvision.datasets import CIFAR10
+    for part in ("train", "test"):
+        photos = CIFAR10("data", train=part == "train", download=True)
+        for i, (image, label) in enumerate(photos):
+            file = Path("cifar10", part, photos.classes[label], f"{i}.png")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            image.save(file)
+
+From cifar10/train --again makes four shards with captions, and the folders cifar10/fit
 and cifar10/val, on which rates are chosen. The recorded figures used 2,000 training images and 200
 test images of each class.
 """

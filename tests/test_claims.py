@@ -133,7 +133,8 @@ def test_again_chooses_rates_then_trains_seeds_then_fills_the_table(printed, tmp
     kept = json.loads(claims.RECORDS.read_text("utf-8"))
     assert OLDER in kept and SUMMARY in kept and {
         "method": "sparc", "run": "a", "rate": 0.001, "seed": 4, "split": "test", "value": 0.7,
-        "metric": "linear", "flags": "--probe sgd", "commit": "c0ffee"} in kept
+        "metric": "linear", "flags": "--probe sgd", "commit": "c0ffee", "torch": None,
+        "threads": None} in kept
 
 
 @pytest.mark.parametrize("differences, expected", [
