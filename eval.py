@@ -2348,7 +2348,7 @@ def search(embedder, data, options, run, queries):
     pairs = ((image, (image if isinstance(image, str) else str(i), image))
              for i, image in enumerate(data.images("search")))
     parts = chunks(read_images(pairs, embedder.read, embedder.workers), embedder.chunk)
-    for part in tqdm(parts, f"images, {embedder.chunk} at a time"):
+    for part in tqdm(parts, f"images, {embedder.chunk} at a time", disable=None):
         x, documents = embedder.encode_pairs(part)
         index.add([name for name, _ in documents], word_columns(embedder, x))
         images |= documents
@@ -2362,7 +2362,9 @@ def search(embedder, data, options, run, queries):
         heading += "" if best else ": nothing found"
         rows.append((heading, [(to_picture(image), score) for image, score in shown]))
         if encoder == "text tower" and shown:
-            located.append((query, locate(embedder, query, shown[:5])))
+            # the map of "a" would cover the map of "ring"
+            words = [word for word in common.split_words(query) if says_something(word, data)]
+            located.append((query, locate(embedder, " ".join(words) or query, shown[:5])))
     index.save(output_path(run, options, "index.pt"))
     note = ("The score of a caption is a cosine. The answer of the words alone needs no text "
             "tower. The score of a query with AND, OR, NOT is the sum of its words' weights.")
