@@ -225,7 +225,7 @@ def test_an_error_ends_the_program_and_its_workers(tmp_path):
     flags = [*SPARC, "--data", str(tmp_path / "gone.csv"), "--image-size", "16", "--workers", "1"]
     command = [sys.executable, str(ROOT / "train.py"), *flags, "--out", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 1 and done.stderr.count("\nerror: ") == 1
+    assert done.returncode == 1 and f"\n{done.stderr}".count("\nerror: ") == 1
     assert "Traceback" not in done.stderr
 
 
