@@ -3,7 +3,9 @@
 The command prints a table of metrics, draws pictures into RUN and appends the figures to
 RUN/evals.jsonl. Without --data it repeats the evaluation that ends every training, which also
 writes RUN/eval.json. Several runs share a table; runs that differ only in their seed share a
-column, with mean and standard deviation. A map of the sections:
+column, with mean and standard deviation.
+
+A map of the sections:
 
     Metrics             pure functions on matrices; k-NN and linear probes
     The embedder        a model that encodes images and captions, in fp32
@@ -2530,7 +2532,7 @@ class Parser(argparse.ArgumentParser):
 def build_parser():
     """The flags of eval.py, in groups."""
     parser = Parser(usage="eval.py RUN [RUN ...] [--FLAG VALUE ...]; --help lists the flags",
-                    description=__doc__, allow_abbrev=False,
+                    description=__doc__.partition("\n\nA map")[0], allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="run", help="directory of a run of train.py")
 
