@@ -126,7 +126,8 @@ def identity(x):
 # Equations --------------------------------------------------------------------------------
 #
 # S has a row for each view of this rank's images, and a column for each large view of all ranks'
-# images. row_ids and column_ids are numbers of images: positives are pairs with equal ids.
+# images. row_ids and column_ids give the image of each row and of each column. A row and a column
+# with the same id are a positive pair.
 
 
 # a_i^j = softmax(s_i^j / tau)                                                       (Eq. 1)
@@ -695,8 +696,8 @@ CLASSIFIER_PRESETS = {  # with --finetune RUN, the run's encoder replaces image_
     "tiny": dict(image_encoder="tiny", data=PRESETS["tiny"]["data"], batch=64, steps=100, lr=5e-4, weight_decay=0.05,
                  warmup=25, **PLAIN),
     # Table 3: 150 epochs, otherwise DeiT's defaults (facebookresearch/deit, main.py: learning rate
-    # 5e-4 per 512 images, 5 epochs of warm-up). Steps are counted as by DeiT's loader on 8 GPUs,
-    # which drops the images at the end of an epoch that do not fill a batch.
+    # 5e-4 per 512 images, 5 epochs of warm-up). The number of steps is that of DeiT on 8 GPUs:
+    # its loader drops the last images of an epoch if they do not fill a batch.
     # differs: no moving average of the weights, no repeated augmentation; the learning rate starts
     # and ends at 0 (DeiT's at 1e-6 and 1e-5) and changes at every step (DeiT's at every epoch).
     "imagenet": dict(batch=1024, steps=187_650, lr=1e-3, warmup=6255, weight_decay=0.05, **DEIT),

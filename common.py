@@ -541,7 +541,8 @@ class Method:
        demonstration.
     2. Import the file in eval.py and add it to METHODS there.
     3. Add a row to SMALL and to MODELS in tests/helpers.py: tests/test_contract.py checks the rest.
-    4. Name settings that must be positive, or at most 1, in the sets above train.check_settings.
+    4. If a setting must be positive, or at most 1, add its name to POSITIVE or AT_MOST_ONE in
+       train.py.
     """
 
     model_class = lambda self, args: self.Model  # the class of the model
@@ -909,8 +910,9 @@ class BPE(Tokenizer):
         text = " ".join(unicodedata.normalize("NFC", text).split()).lower()
         text = re.sub("[\u201c-\u201f]", '"', re.sub("[\u02bc\u2018-\u201b]", "'", text))
 
-        # Python's `re` has no \p{L} and \p{N}. So each character that is not ASCII is replaced by
-        # one of its category before the words are found; the words are cut from the text itself.
+        # Python's `re` has no \p{L} and \p{N}. So the words are found in a copy, in which "a" replaces
+        # a letter that is not ASCII, "0" a number, and "-" any other character. Then they are cut
+        # from the text itself.
         kinds = {"L": "a", "N": "0"}
         signs = [c if c.isascii() else kinds.get(unicodedata.category(c)[0], "-") for c in text]
         words = re.finditer("'(?:s|t|re|ve|m|ll|d)|[a-z]+|[0-9]|[^ a-z0-9]+", "".join(signs))
@@ -2384,7 +2386,7 @@ def param_groups(model, weight_decay):
     """Two groups for an optimizer: the weights of linear and convolution layers, which decay, and
     all other parameters (biases, norms, embeddings, positions), which do not.
 
-    differs: OpenCLIP decays all matrices (training/main.py:310), LAMB as published all tensors.
+    differs: OpenCLIP decays all matrices (training/main.py:310), the published LAMB decays all tensors.
     """
     linear = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
     matrices = {id(module.weight) for module in linear}
@@ -2892,7 +2894,7 @@ class World:
             raise UserError(
                 f"shapes: small={self.small} must be less than large={self.large}, both from "
                 f"{low:.3f} to {high:.3f} with size={self.size} and objects={self.objects}.")
-        # each colour once before a colour comes again, then with another shape
+        # The pairs use all eight colours before a colour comes again, with another shape.
         self.heldout_pairs = [(i % 8, (3 * i + i // 8 + 1) % 8) for i in range(self.heldout)]
 
     def scenes(self, n, split, generator, objects=None):

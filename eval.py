@@ -1,9 +1,9 @@
 """Evaluate trained runs: `python eval.py RUN [RUN ...] --task zeroshot,retrieval --data SPEC`.
 
 The command prints a table of metrics, draws pictures into RUN and appends the figures to
-RUN/evals.jsonl. Without --data it repeats the evaluation that ends every training, which also
-writes RUN/eval.json. Several runs share a table; runs that differ only in their seed share a
-column, with mean and standard deviation.
+RUN/evals.jsonl. Without --data the command repeats the evaluation at the end of the training; this
+evaluation also writes RUN/eval.json. Several runs share a table; runs that differ only in their
+seed share a column, with mean and standard deviation.
 
 A map of the sections:
 
@@ -334,8 +334,8 @@ def with_bar(parts, items):
 
 
 def concatenate(parts):
-    """torch.cat of a list of tensors, which is emptied: each tensor is freed once it is copied, so
-    that memory holds the rows once. (STAIR's encodings of COCO's captions take 3 GB.)"""
+    """torch.cat of a list of tensors. It empties the list and frees each tensor after copying it, so
+    that memory never holds all rows twice. (STAIR's encodings of COCO's captions take 3 GB.)"""
     rows = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
     end = len(rows)
     while parts:
@@ -637,8 +637,9 @@ def options_of(given, args):
 def data_to_learn_from(data, args):
     """What k-NN and probes learn from if --train-data is not given -> SPEC or None.
 
-    The training split of the data to evaluate comes first, then the run's training data. None if
-    the run was trained on the data to evaluate, or on the world, which has other classes.
+    If the data to evaluate have a training split, the result is this split. Otherwise it is the
+    run's training data. The result is None if the run was trained on the data to evaluate, or on
+    the world, which has other classes.
     """
     if "train" in splits_of(data):
         return data
@@ -724,7 +725,7 @@ class EvalSet:
     image_size: int = None         # S, in pixels
     classes: Classes = None        # names and prompts of the classes, for tasks with text
     groups: dict = None            # {"": (ids (C,), names), ...}; folders have only the key ""
-    named: Classes = None          # classes whose source is printed; None: the world's own names
+    named: Classes = None          # classes named by a file, folders or a set; None: the world's own
     numbered: bool = False         # whether class i is also label i of shards
     label_ids: list = None         # the class of each label of shards; None: the label itself
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
@@ -1673,7 +1674,8 @@ def default_tasks(data, model):
 
 
 def to_float(found):
-    """A task's result for one metric, see above -> float. The mean of a tensor is taken."""
+    """A task's result for one metric -> float: a number, the mean of a tensor, or the first item of
+    a pair (result, chance)."""
     value = found[0] if isinstance(found, tuple) else found
     return value.float().mean().item() if torch.is_tensor(value) else value
 
@@ -1768,7 +1770,7 @@ def lit_sheet(title, note, rows):
 
 def share_sentences(sentence, figures):
     """Fill the figures of `shares_on_objects` into a sentence with {kind}, {share} and {even}:
-    one sentence for each kind of words. A kind that no word has gets none: its share is nan."""
+    one sentence for each kind of words, none for a kind of which there is no word (nan)."""
     sentences = ""
     for metric, (share, even) in figures.items():
         if math.isfinite(share):
@@ -2268,8 +2270,8 @@ def evaluate_and_show(embedder, data, options, run):
 
 
 def metrics_of_table(result):
-    """The metrics of evals.jsonl that tables show: no numbers of images, no chance levels, and no
-    metric with chance 1, as there is nothing to guess with one class."""
+    """The metrics of evals.jsonl that tables show. Tables leave out numbers of images, chance levels,
+    and metrics with chance 1, because one class leaves nothing to guess."""
     return [metric for metric in result if not metric.endswith(("/images", "/chance"))
             and result.get(f"{metric}/chance") != 1]
 
@@ -2547,11 +2549,14 @@ def build_parser():
     add("--split", metavar="NAME",
         help="split of --data, if the data have splits (default: test; val for Pascal VOC)")
     add("--limit", type=int, metavar="N",
-        help="largest number of samples for each task and picture; class folders and labelled "
-             "shards give random samples, other data the first ones (default: all samples of "
-             f"--data; {TEST_LIMIT:,} of the run's own data, and {LEARN_LIMIT:,} to learn from)")
+        help="largest number of samples for each task and picture; the samples of class folders "
+             "and labelled shards are drawn at random, other data give their first samples "
+             f"(default: all samples of --data; without --data {TEST_LIMIT:,} samples to evaluate "
+             f"and {LEARN_LIMIT:,} to learn from)")
     add("--classes", metavar="FILE",
-        help="file of class names, one a line, in the order of the sorted folders or of the labels")
+        help="file of class names, one a line: line i names the sorted folder i, or label i of "
+             "shards. If the lines are the folders' own names in another order, this order numbers "
+             "the labels of shards")
     add("--templates", nargs="+", metavar="TEMPLATE",
         help="zero-shot prompts, in which {} stands for the name of a class and {a} for the name "
              "with its article; or one file of prompts, one a line")
@@ -2570,9 +2575,9 @@ def build_parser():
              "words, textfree and sparsity. For a model without text the usual task is knn, and on "
              "shapes also linear. For a classifier the usual task is classification)")
     add("--select", metavar="SPEC",
-        help="class folders by which the task slots ranks the slots, or SugarCrepe's files on "
-             "which the task masks trains masks (SPARO, Sec. 5.1, 5.2; needed unless --data is "
-             "shapes)")
+        help="data for the tasks slots and masks: class folders that rank the slots, or "
+             "SugarCrepe's files that train the masks (SPARO, Sec. 5.1, 5.2; needed unless --data "
+             "is shapes)")
     add("--select-root", metavar="DIR",
         help="directory that the file names of --select are relative to")
 
@@ -2584,8 +2589,8 @@ def build_parser():
         help="share of the labels of each class that k-NN and probes learn from, or a file of "
              "image names, one a line (default: all labels)")
     add("--probe", choices=PROBES,
-        help="how the task linear trains its probe: adamw as SPARO (C.1), sgd as BAM (D.1), lbfgs "
-             "as BAM's transfer by logistic regression (D.3) (default: the run's --probe)")
+        help="training of the linear probe: adamw follows SPARO (C.1), sgd follows BAM (D.1), "
+             "lbfgs is the logistic regression of BAM's transfer (D.3) (default: the run's --probe)")
     add("--probe-epochs", type=int, metavar="N",
         help="number of epochs of a probe (default: the run's, or else 10 for adamw, 100 for sgd)")
 

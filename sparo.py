@@ -693,8 +693,8 @@ def train_mask(y_i, y_p, y_n, parts, epochs=100, batch=256, generator=None):
 
 
 if __name__ == "__main__":
-    # The slots of 16 images, from random outputs of the size of ViT-B/16's. Sparo.forward and the
-    # listing of App. A give the same slots, but the listing takes longer.
+    # The slots of 16 images: x has the shape of ViT-B/16's outputs and random numbers. Sparo.forward
+    # and the listing of App. A give the same slots, but the listing takes longer.
     x, readout = torch.randn(16, 197, 768), Sparo(768, L=64, V=64, D=64)
 
     def as_listed(x):

@@ -260,7 +260,7 @@ class Model(nn.Module):
         cfg, scale = self.config, self.log_scale.exp()
         tokens, mask = batch["tokens"], batch["mask"]
         words = self.caption_words(tokens, mask)                  # (B, |V|)
-        # differs: up to stage revive_until a caption's words get a gradient even at weight 0.
+        # differs: until the end of stage revive_until, a caption's words get a gradient even at weight 0.
         revived = words > 0 if self.number <= cfg.revive_until else None
         v = self.image_encoding(batch["images"], revived)         # (B, |V|)
         t = self.text_encoding(tokens, mask, revived)             # (B, |V|)
@@ -354,7 +354,8 @@ class StreamedEncoding(torch.autograd.Function):
     would lower the loss.
     """
 
-    CHUNK = 2**23  # how many numbers of p, or of the rows that backward gathers, exist at a time
+    # how many numbers are in memory at a time: of p in forward, of the gathered rows in backward
+    CHUNK = 2**23
 
     @staticmethod
     def forward(ctx, t, e, b, mask=None, revived=None):

@@ -1,9 +1,9 @@
 """Train a method: `python train.py --method sparc`, or on 8 GPUs
 `torchrun --nproc_per_node=8 train.py --method sparc`.
 
-A setting has its default in one of two dataclasses, Config below and the method's own Config. A
---preset replaces defaults, a flag replaces both. The run's directory gets config.json, vocab.txt,
-log.jsonl, last.pt, eval.json and pictures.
+The defaults are in two dataclasses: Config in train.py, and Config in the file of the method. A
+preset replaces defaults. A flag replaces a default or a value of the preset. The run's directory
+gets config.json, vocab.txt, log.jsonl, last.pt, eval.json and pictures.
 
 To read how it works, begin at train(). A map of the sections:
 
@@ -62,49 +62,53 @@ class Config:
     The comment behind a field, or the lines above it, are the help of its flag.
     """
 
-    preset: str = "tiny"  # row of the method's PRESETS, whose values replace the defaults here
+    preset: str = "tiny"  # name of a row of the method's PRESETS, whose values replace defaults
     out: str | None = None  # directory of the run; without it runs/METHOD, runs/METHOD-2, ...
-    # continue the run in --out with its own settings; flags that are given beside it replace them;
-    # `--resume auto` begins the run where --out has no checkpoint
+    # continue the run in --out with the settings of that run; other flags replace these settings;
+    # `--resume auto` begins a new run if --out has no checkpoint
     resume: bool = False
-    # RUN whose image encoder is fine-tuned on labelled images (--method classifier; BAM, Table 3)
+    # directory of a run whose image encoder is fine-tuned on labelled images; implies --method
+    # classifier (BAM, Table 3)
     finetune: str | None = None
     seed: int = 0  # seed of the weights, the data and the augmentation
 
     data: str = "shapes"  # SPEC of what to train on; the end of this help lists the forms of a SPEC
     image_root: str | None = None  # directory that a table's file names are relative to
-    # SPEC of what to evaluate on at the end; without it the test split of --data, or, where --data
-    # has no splits, the images of the training
+    # SPEC of the data for the evaluation at the end; without it the test split of --data, or the
+    # training images if --data has no splits
     eval_data: str | None = None
     # vocabulary file, BERT's vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz; without it a
     # vocabulary is trained on the captions of --data
     vocab: str | None = None
     vocab_size: int = 8192  # largest size of a vocabulary that is trained on the captions
-    # side of an image in pixels; without it the encoder's, for the embedded world 48
+    # side of an image in pixels; without it the encoder's, or the size of the embedded world
     image_size: int | None = None
-    crop_scale: float = 0.9  # smallest area of a training crop, as a fraction (OpenCLIP's)
-    workers: int = 0  # number of processes per rank that load data; 0: the training loads them
+    crop_scale: float = 0.9  # smallest area of a training crop, as a fraction of the image's area
+    # number of processes per rank that load data; with 0 the training process loads the data
+    workers: int = 0
 
     # image encoder, NAME or NAME:setting=value,...; the names are the rows of common.VIT_PRESETS,
     # and ResNet-50
     image_encoder: str = "ViT-B/16"
     # text encoder, NAME or NAME:setting=value,...; the names are the rows of common.TEXT_PRESETS
     text_encoder: str = "12x512"
-    # file of pretrained weights to start from: a whole CLIP's or, for methods without captions, a
-    # ViT's under timm's names
+    # file of pretrained weights to start from: a whole CLIP or, for methods without captions, a ViT
+    # whose parameters have timm's names
     init_weights: str | None = None
 
     steps: int = 1000  # number of updates
     # number of times that each image of a table or of class folders is shown, in place of --steps
     epochs: int | None = None
-    batch: int = 128  # pairs or images of a step, over all ranks and all parts of --accum-freq
+    # number of pairs or images in a step, summed over all ranks and all parts of --accum-freq
+    batch: int = 128
     lr: float = 5e-4  # highest learning rate, which the warm-up reaches; no rescaling by --batch
     warmup: int = 100  # steps of linear warm-up, in each stage of a method that has several
     schedule: Literal["cosine", "linear"] = "cosine"  # how the learning rate falls to 0
     # optimizer; STAIR's authors use lamb, BAM's authors lars for ResNet-50
     optimizer: Literal["adamw", "lamb", "lars", "sgd"] = "adamw"
     weight_decay: float = 0.1  # weight decay of the weights of linear and convolution layers
-    # value that the weight decay reaches at the end, by half a cosine; without it the decay stays
+    # weight decay at the end of the training, reached by half a cosine; without it the weight decay
+    # is constant
     weight_decay_end: float | None = None
     beta2: float = 0.98  # second beta of AdamW and LAMB (CLIP, Table 18); the first is 0.9
     adam_eps: float = 1e-6  # epsilon of AdamW and LAMB (CLIP, Table 18)
@@ -113,10 +117,11 @@ class Config:
     log_every: int = 10  # steps between two lines of log.jsonl
     save_every: int = 1000  # steps between two writings of last.pt
     keep_every: int = 0  # steps between two checkpoints that are kept, step-N.pt; 0 keeps none
-    # steps between two evaluations during training, of 1,000 images, by k-NN where a method has no
-    # text encoder; 0: only at the end
+    # steps between two evaluations during training; an evaluation uses 1,000 images, and k-NN if
+    # the method has no text encoder; 0 evaluates only at the end
     eval_every: int = 0
-    probe: Literal["adamw", "sgd"] = "adamw"  # linear probe of the evaluation: SPARO's or BAM's
+    # linear probe in the evaluation: adamw follows SPARO, sgd follows BAM
+    probe: Literal["adamw", "sgd"] = "adamw"
     # epochs of the linear probe; without it those of its paper, 10 for adamw, 100 for sgd
     probe_epochs: int | None = None
 
@@ -124,8 +129,8 @@ class Config:
     amp: Literal["bf16", "fp16", "off"] | None = None
     compile: bool = False  # compile the blocks of a ViT or ResNet with torch.compile
     grad_checkpoint: bool = False  # recompute a ViT's blocks in the backward pass, to save memory
-    # number of parts in which a rank's encoders process its batch, one after the other, to save
-    # memory; the loss still compares the whole batch
+    # number of parts into which a rank splits its batch; the encoders process the parts one after
+    # the other, to save memory; the loss still compares the whole batch
     accum_freq: int = 1
     dry_run: bool = False  # print parameters, FLOPs and the loss at chance, then stop
     bench: int = 0  # number of steps to time; print the rates, then stop
@@ -294,8 +299,8 @@ class Parser(evaluation.Parser):
 
 
 def let_rank_0_speak():
-    """Ranks often fail with the same message: all but the first of a machine keep silent, until
-    torchrun ends them."""
+    """Ranks often fail with the same message. All but the first rank of a machine keep silent,
+    until torchrun ends them."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Stop would only note it
         time.sleep(10)
@@ -363,7 +368,8 @@ def parse_args(argv):
     defaults = default_settings(first)
     method = first.method or defaults.get("method")
 
-    # Then all flags: train.py's, the method's, with the defaults of the preset or of the old run.
+    # Then all flags: train.py's and the method's. Their defaults come from the preset, or from the
+    # run that is resumed.
     parser = Parser(usage=USAGE, description=HELP, allow_abbrev=False, add_help=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter,
                     epilog=f"A SPEC is one of:\n{SPEC_FORMS}")
@@ -817,8 +823,8 @@ def save_memory(args, model):
 
 
 def build_transform(args, method, encoder):
-    """The function that turns an image of a file into a training image, or into several views; the
-    world's images become views, too."""
+    """The function that turns a decoded image into a training image, or into several views. Methods
+    without captions also apply it to the world's images."""
     views = method.views(args)
     if settings := method.augment(args):
         return common.Augment(args.image_size, **settings)
