@@ -910,9 +910,9 @@ class BPE(Tokenizer):
         text = " ".join(unicodedata.normalize("NFC", text).split()).lower()
         text = re.sub("[\u201c-\u201f]", '"', re.sub("[\u02bc\u2018-\u201b]", "'", text))
 
-        # Python's `re` has no \p{L} and \p{N}. So the words are found in a copy, in which "a" replaces
-        # a letter that is not ASCII, "0" a number, and "-" any other character. Then they are cut
-        # from the text itself.
+        # Python's `re` has no \p{L} and \p{N}. So the words are found in a copy, in which "a"
+        # replaces a letter that is not ASCII, "0" a number, and "-" any other character. Then they
+        # are cut from the text itself.
         kinds = {"L": "a", "N": "0"}
         signs = [c if c.isascii() else kinds.get(unicodedata.category(c)[0], "-") for c in text]
         words = re.finditer("'(?:s|t|re|ve|m|ll|d)|[a-z]+|[0-9]|[^ a-z0-9]+", "".join(signs))
@@ -2386,7 +2386,7 @@ def param_groups(model, weight_decay):
     """Two groups for an optimizer: the weights of linear and convolution layers, which decay, and
     all other parameters (biases, norms, embeddings, positions), which do not.
 
-    differs: OpenCLIP decays all matrices (training/main.py:310), the published LAMB decays all tensors.
+    differs: OpenCLIP decays all matrices (training/main.py:310), the published LAMB all tensors.
     """
     linear = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
     matrices = {id(module.weight) for module in linear}

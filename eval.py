@@ -334,8 +334,8 @@ def with_bar(parts, items):
 
 
 def concatenate(parts):
-    """torch.cat of a list of tensors. It empties the list and frees each tensor after copying it, so
-    that memory never holds all rows twice. (STAIR's encodings of COCO's captions take 3 GB.)"""
+    """torch.cat of a list of tensors. It empties the list and frees each tensor after copying it,
+    so that memory never holds all rows twice. (STAIR's encodings of COCO's captions take 3 GB.)"""
     rows = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
     end = len(rows)
     while parts:
@@ -725,7 +725,7 @@ class EvalSet:
     image_size: int = None         # S, in pixels
     classes: Classes = None        # names and prompts of the classes, for tasks with text
     groups: dict = None            # {"": (ids (C,), names), ...}; folders have only the key ""
-    named: Classes = None          # classes named by a file, folders or a set; None: the world's own
+    named: Classes = None          # classes named by files or folders; None: the world's own
     numbered: bool = False         # whether class i is also label i of shards
     label_ids: list = None         # the class of each label of shards; None: the label itself
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
@@ -2270,8 +2270,8 @@ def evaluate_and_show(embedder, data, options, run):
 
 
 def metrics_of_table(result):
-    """The metrics of evals.jsonl that tables show. Tables leave out numbers of images, chance levels,
-    and metrics with chance 1, because one class leaves nothing to guess."""
+    """The metrics of evals.jsonl that tables show. Tables leave out numbers of images, chance
+    levels, and metrics with chance 1, because one class leaves nothing to guess."""
     return [metric for metric in result if not metric.endswith(("/images", "/chance"))
             and result.get(f"{metric}/chance") != 1]
 
@@ -2287,8 +2287,8 @@ def figure_options(options):
 
 
 def write_figures(embedder, data, options, run, result):
-    """Append the figures and all that they depend on to RUN/evals.jsonl, as one line. Those of the
-    run's own evaluation replace RUN/eval.json."""
+    """Append the figures and all that they depend on to RUN/evals.jsonl, as one line. If this is
+    the evaluation that ends a training, the line also becomes RUN/eval.json."""
     depends_on = figure_options(options) | {"step": embedder.step}
     classes = data.classes if data.is_world else data.named
     if classes:
@@ -2590,7 +2590,8 @@ def build_parser():
              "image names, one a line (default: all labels)")
     add("--probe", choices=PROBES,
         help="training of the linear probe: adamw follows SPARO (C.1), sgd follows BAM (D.1), "
-             "lbfgs is the logistic regression of BAM's transfer (D.3) (default: the run's --probe)")
+             "lbfgs is the logistic regression of BAM's transfer (D.3) (default: the run's "
+             "--probe)")
     add("--probe-epochs", type=int, metavar="N",
         help="number of epochs of a probe (default: the run's, or else 10 for adamw, 100 for sgd)")
 

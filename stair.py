@@ -260,7 +260,8 @@ class Model(nn.Module):
         cfg, scale = self.config, self.log_scale.exp()
         tokens, mask = batch["tokens"], batch["mask"]
         words = self.caption_words(tokens, mask)                  # (B, |V|)
-        # differs: until the end of stage revive_until, a caption's words get a gradient even at weight 0.
+        # differs: until the end of stage revive_until, a caption's words get a gradient even at
+        # weight 0.
         revived = words > 0 if self.number <= cfg.revive_until else None
         v = self.image_encoding(batch["images"], revived)         # (B, |V|)
         t = self.text_encoding(tokens, mask, revived)             # (B, |V|)
