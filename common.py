@@ -4,19 +4,22 @@ This file names no method, and no method file imports this file: train.py and ev
 So a method file works in another project without this file. The sections:
 
     Encoders            ViT, TextTransformer, ResNet; their presets
-    What ... a method   what a new method file must define, and the defaults
+    What train.py and eval.py need from a method    and its defaults: how to add a method
     Tokenizer           WordPiece, CLIP's BPE, the training of a vocabulary
     Images and views    decoding, crops, augmentation
     Data files          tables, tar shards, class folders: what --data names
     Streams and seeds   endless batches that a resumed run continues
     Schedules           learning rate, weight decay
-    ... checkpoints     parameter groups; files that a killed process leaves intact
+    Groups, checkpoints parameter groups; files that a killed process leaves intact
     Distributed         ranks, and a gather with gradients
     Weights of others   reading CLIP's and timm's weights, writing timm's
     The embedded world  drawn scenes with captions; skip this section if you have data
 
-To add a data format, write a function that yields (path, caption) rows and add a row to formats().
-To add an encoder, add a row to VIT_PRESETS or TEXT_PRESETS. To add a method, read Method.
+To add a table of file names, write a function that yields (path, caption) rows, and add a row to
+formats(). A new layout of .json needs a branch in read_json, and in eval.default_split. Data that
+hold the images themselves need a source, as TarShards is one: see the head of "Data files". eval.py
+needs no change. To add an encoder, add a row to VIT_PRESETS or TEXT_PRESETS. To add a method, read
+Method and ModelDefaults.
 """
 
 import argparse
@@ -169,8 +172,8 @@ class Tower(nn.Module):
             # up in the weight's own gradient, in fp32.
             torch.clear_autocast_cache()
 
-            # The second computation restores the random state of the first, so that stochastic
-            # depth drops the same rows. Without gradients, checkpoint is a plain call.
+            # The backward pass computes each part again, with the random state of the first time,
+            # so that stochastic depth drops the same rows. Without gradients this is a plain call.
             outputs.append(checkpoint(self.all_tokens, *part, use_reentrant=False))
         return torch.cat(outputs)
 
@@ -536,7 +539,8 @@ class Method:
     `args` are the settings of a run: one object with the fields of train.py's Config and of the
     method's Config. To add a method:
 
-    1. Write NAME.py, which imports nothing but torch. Each field of its Config has a comment, which
+    1. Write NAME.py, which imports nothing but torch. ModelDefaults, below, says what its Model
+       must define, and what it may define. Each field of its Config has a comment, which
        becomes the help of its flag. One of its PRESETS is called tiny. Run alone, the file prints a
        demonstration.
     2. Import the file in eval.py and add it to METHODS there.
@@ -992,10 +996,11 @@ def merge_pair(pieces, pair, merged):
 
 # Images and views ---------------------------------------------------------------------
 #
-# A DataLoader's workers decode and crop, image by image, because files have different sizes. The
-# crops of a view have one size. So colours and blur of views are changed batch by batch, which is
-# cheaper, on the model's device. The worker draws the random numbers of these changes, so that they
-# depend only on the seed and on the position in the data.
+# A DataLoader's workers decode and crop, image by image, because files have different sizes:
+# Stream.load calls open_image, then train_transform, Views or Augment. The crops of a view have one
+# size. So colours and blur of views are changed batch by batch, which is cheaper, on the model's
+# device (distort). The worker draws the random numbers of these changes, so that they depend only
+# on the seed and on the position in the data.
 #
 # Crops stay uint8 until they are on the model's device, as floats have four times as many bytes.
 # Augment, which changes the colours of single images, returns floats.
@@ -1094,8 +1099,8 @@ class Augment(v2.Compose):
     def mix(self, images, labels):
         """Images (B, 3, S, S) and labels (B,) -> mixed images and shares of classes (B, C).
 
-        Without MixUp and CutMix both are returned unchanged. Raises UserError for a label that is
-        not below C.
+        Images and labels are returned unchanged if MixUp and CutMix are off. Raises UserError for a
+        label that is not below C.
         """
         if labels.max() >= self.classes:
             raise UserError(f"--data has label {labels.max()}, but there are {self.classes} "
@@ -2348,7 +2353,8 @@ def mix_seed(*numbers):
 
 # Schedules ----------------------------------------------------------------------------
 #
-# Functions of the step. They have no state, so a resumed run has nothing to restore.
+# Functions of the step, which train.set_schedules calls. They have no state, so a resumed run has
+# nothing to restore.
 
 
 def cosine(step, steps, start, end):
@@ -2431,8 +2437,8 @@ def save_checkpoint(paths, state):
     first, *others = paths
     # torch.save raises a RuntimeError where the disk is full
     full = explained(RuntimeError, f"{first} cannot be written", " (is the disk full?)")
-    # Only one process writes in a run's directory, so the temporary name needs no process id. Kills
-    # then leave at most one unfinished file, which the next save overwrites.
+    # Only one process writes in a run's directory, so the temporary name needs no process id. A
+    # killed run leaves at most one unfinished file, and the next save overwrites this file.
     with replacing(first, ".tmp") as file, full:
         torch.save(state, file)
     for path in others:
@@ -2476,7 +2482,7 @@ def restore_model(model, weights, path, remedy):
 
 
 def load_checkpoint(path, map_location="cpu"):
-    """Read a checkpoint. Raises UserError if `path` is none.
+    """Read a checkpoint. Raises UserError if `path` is not a checkpoint that can be read.
 
     A pickle can execute any code when it is read. weights_only=True refuses everything but tensors
     and plain values.
@@ -2813,8 +2819,8 @@ COLOURS = {
     "yellow": (0.95, 0.85, 0.2), "purple": (0.55, 0.2, 0.7), "orange": (0.95, 0.55, 0.1),
     "pink": (0.95, 0.6, 0.75), "white": (0.95, 0.95, 0.95),
 }
-# Signed distance functions: the distance from the point (u, v) to the outline of the shape, about,
-# and negative inside. (u, v) is the offset from the centre in radii; v points down.
+# Signed distance functions: about the distance from the point (u, v) to the outline of the shape,
+# negative inside. (u, v) is the offset from the centre in radii; v points down.
 SHAPES = {
     "circle": lambda u, v: torch.hypot(u, v) - 0.95,
     "square": lambda u, v: torch.maximum(u.abs(), v.abs()) - 0.82,
@@ -2922,7 +2928,8 @@ class World:
         return {name: torch.cat([part[name] for part in parts])[:n] for name in parts[0]}
 
     def draw(self, m, generator, objects, together):
-        """Draw m scenes of any split; `together` as the setting. See `scenes`."""
+        """Draw m scenes, whatever split each belongs to. `together` replaces the setting of that
+        name; `objects` is explained in `scenes`."""
         K = self.objects
 
         def rand(*shape):

@@ -7,12 +7,13 @@ seed share a column, with mean and standard deviation.
 
 A map of the sections:
 
-    Metrics             pure functions on matrices; k-NN and linear probes
-    The embedder        a model that encodes images and captions, in fp32
-    A run ...           load_run: a run's directory -> Embedder and settings
+    Metrics             pure functions on matrices; k-NN and linear probes (their images come
+                        from training_pairs, in Data)
+    The embedder        a model that reads and encodes images and captions, in fp32
+    A run, its options  load_run: a run's directory -> Embedder and settings; options_of
     Data                EvalSet: one interface to every kind of data; the openers; the world
     Tasks               functions of (Embedder, EvalSet, options); those of one method come last
-    What can be ...     TASKS: the table of all tasks, and what each needs
+    What can be measured   TASKS: the table of all tasks, and what each needs
     Pictures            PICTURES: the same for pictures
     Evaluating a run    main -> evaluate_run -> load_run, open_eval_set, evaluate_and_show
     Search, Weights     --query, --export
@@ -306,6 +307,7 @@ def mean(values):
 #
 # Encodings are computed in fp32, even if the training used bf16. A cosine in bf16 has only 8
 # significant bits, so many pairs would get the same score, and metrics count a tie as an error.
+# Files are read by encode_pairs, through read_images and Embedder.read.
 
 
 def chunks(items, n):
@@ -708,8 +710,8 @@ def default_split(spec):
 
 
 class EvalSet:
-    """Data to evaluate on. Each kind of data has these members; None means that it has no such
-    thing.
+    """Data to evaluate on. Each kind of data has these members. A member is None if the data have
+    no such thing.
 
     A pair is (image, value). The image is a tensor (3, S, S), or a file, which may be unreadable.
     `purpose` names what the pairs are for: the world draws other scenes for each purpose, and files
@@ -971,9 +973,9 @@ def open_second(options, data, spec, root, message):
 def training_pairs(options, data, purpose="train"):
     """What k-NN and probes learn from -> a function that yields pairs (image, class id).
 
-    The world has a training split; other data need --train-data. purpose "first" is for a look at
-    the first pair. Raises UserError if there is nothing to learn from, or if its classes are not
-    those of the data to evaluate.
+    The world has a training split. For other data, options.train_data is --train-data, or what
+    data_to_learn_from chooses. purpose "first" is for a look at the first pair. Raises UserError if
+    there is nothing to learn from, or if its classes are not those of the data to evaluate.
     """
     spec, names = options.train_data, data.groups[""][1]
     if data.training is None:  # opened once: k-NN and the linear probe share it
@@ -1036,7 +1038,8 @@ def open_selection(options, data, task, chooser, needed):
 COLOURS, SHAPES = common.COLOUR_NAMES, common.SHAPE_NAMES
 PAIRS = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]     # 8 * colour + shape
 WORLD_WORDS = {"small", "large", *COLOURS, *SHAPES, *map(common.plural, SHAPES)}
-WORLD_N = 1000  # scenes of the world; some tasks use half of this number, probes four times it
+# scenes of the world for a task; some tasks use half as many, probes learn from four times as many
+WORLD_N = 1000
 
 
 class WorldSet(EvalSet):
@@ -1310,8 +1313,8 @@ def linear(embedder, data, options):
     encode, pairs = embedder.model.probe_features, training_pairs(options, data)
     setting, epochs = PROBES[options.probe]
     epochs = options.probe_epochs or epochs
-    # The other probes get all images and hold out a fifth. sgd trains on crops, so here it encodes
-    # only the tenth that it holds out, every tenth image; the crops are of the other images.
+    # adamw and lbfgs get all images here, and hold out a fifth themselves. sgd gets every tenth
+    # image here, and holds these out; it trains on random crops of the other images.
     step = 10 if options.probe == "sgd" else 1
     if options.probe == "lbfgs":  # BAM (D.3) resizes the shorter side to the size of the crop
         embedder = dataclasses.replace(embedder, resize=embedder.image_size)
@@ -1352,9 +1355,9 @@ def segmentation(embedder, data, options):
     """Zero-shot segmentation (SPARC, D.7): mean IoU of the classes in the true map, averaged over
     images.
 
-    The paper has no class for the background, and neither have we: each background pixel gets some
-    class and counts against it in `miou`. `miou_fg` ignores background pixels. D.7 names no
-    prompts; we average several for each class.
+    The paper has no class for the background, and we have none. So a background pixel is predicted
+    as some class, and lowers the IoU of this class in `miou`. `miou_fg` ignores background pixels.
+    D.7 names no prompts; we average several for each class.
     """
     classes, scores, images = patch_classes(embedder, data), collections.defaultdict(list), 0
     for part in with_bar(chunks(data.maps("segmentation"), embedder.chunk), "maps"):
@@ -1489,8 +1492,8 @@ def masks(embedder, data, options):
     `pairs` is the fraction of the negatives' pairs that are right with the mask, `pairs_before`
     without. `relative_change` of another metric is its relative change, divided by that of `pairs`.
 
-    differs: VTAB Avg of Table 5 is the relative change of the mean accuracy. A table of several
-    --data here has the mean of their relative changes.
+    differs: the paper's VTAB Avg (Table 5) is the relative change of the mean accuracy over data
+    sets. With several --data, eval.py prints the mean of their relative changes.
     """
     needed = "SugarCrepe's files to train the mask on"
     selection = open_selection(options, data, "masks", "negatives", needed)
@@ -1684,6 +1687,7 @@ def to_float(found):
 #
 # A picture is a function of an Embedder and an EvalSet -> PIL image, or None if there is nothing
 # to show. The functions that compare runs expect {name: Embedder}; a single run has the name "".
+# PICTURES, at the end, has a row for each; draw_log draws curves.png and has no row.
 
 BACKGROUND, NOT_COUNTED = (40, 40, 40), (150, 150, 150)
 CLASS_COLOURS = [  # colours that can be told apart; the first eight are those of the world
@@ -1804,8 +1808,9 @@ def draw_alignment(embedder, data):
 
 
 def class_legends(data, groupings):
-    """{grouping of data.map_classes: colours (256, 3) of class ids}, {grouping: [a line of the
-    legend for each class]}. Groupings share no colour, as long as there are enough colours."""
+    """Two dicts, whose keys are the groupings: a table of colours (256, 3), row i for class id i;
+    and the legend, a list with one picture for each class. Groupings share no colour, as long as
+    there are enough colours."""
     palette, tables, legends = itertools.cycle(CLASS_COLOURS), {}, {}
     for grouping in groupings:
         names = data.map_classes[grouping].names

@@ -441,7 +441,7 @@ def sparsemax(z):
     with in_fp32(z) as (z,):
         k = torch.arange(1, z.shape[-1] + 1, device=z.device)
         sums = z.sort(-1, descending=True).values.cumsum(-1)       # (..., C), sum of the k largest
-        # Each k gives a threshold. The right k, the number of weights above 0, gives the largest.
+        # Each k gives a threshold. The largest is the right one; its k is the number of weights > 0.
         threshold = ((sums - 1) / k).amax(-1, keepdim=True)
         return (z - threshold).clamp(min=0)
 

@@ -12,8 +12,9 @@ To read how it works, begin at train(). A map of the sections:
     Command line            flags from dataclasses; what is refused
     The run's directory     who may write there; what it holds
     Data, model, optimizer  what train() builds
-    What moves              Progress, checkpoints, signals, the clock
+    What moves              Progress, checkpoints, Stop for signals, the clock
     Log, evaluation, cost   what happens once in a while; --dry-run
+    Main                    how errors and signals end the program
 
 To add a setting, add a field with a comment to Config; an optimizer, a row of OPTIMIZERS. `args`
 is the settings of the run, `options` those of its evaluation (eval.options_of).
@@ -213,14 +214,15 @@ def train(args, out, device):
             # stay in fp32 under autocast; TF32 in their products errs far less than bf16 encoders.
             torch.backends.cuda.matmul.allow_tf32 = is_half
             with autocast():
-                outputs = parallel(batch, common.gather)  # {"loss": scalar, others to log}
+                # Model.forward of the method's file -> {"loss": scalar, others to log}
+                outputs = parallel(batch, common.gather)
 
             # The backward pass. fp16 scales the loss, because small gradients would become 0.
             scaler.scale(outputs["loss"]).backward()
             torch.backends.cuda.matmul.allow_tf32 = False
             model.before_update(step)
 
-            # Clip the gradient as it is without the scale. The scaler skips an update whose
+            # Divide the gradient by the loss scale, then clip it. The scaler skips an update whose
             # gradient overflowed.
             scaler.unscale_(optimizer)
             grad_norm = clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
@@ -493,7 +495,7 @@ def choose_run(args):
     out, is_run = Path(args.out), False
     with contextlib.suppress(UserError):  # a run that was killed before it saved may begin anew
         is_run = "argv" in common.read_config(out)
-    names = ["*.pt", "eval.json"]  # of a run that saved or ended
+    names = ["*.pt", "eval.json"]  # files that a run writes when it saves or ends
     if not is_run:  # then files of these names are the user's own
         names += ["config.json", "vocab.txt", "log.jsonl"]
     with common.writing(out):  # its name may be too long
@@ -547,8 +549,9 @@ def lock_run(out):
 
 def write_run(args, tokenizer, out):
     """Write config.json and vocab.txt, from which eval.py and --resume build the model again."""
+    # a shell, because it raises no error if git is missing
     git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent,
-                         capture_output=True, text=True)  # a shell: there may be no git
+                         capture_output=True, text=True)
     record = {"argv": sys.argv} | vars(args)  # a run that is resumed keeps its own argv
     record |= {"git": git.stdout.strip() or None, "torch": str(torch.__version__),
                "threads": torch.get_num_threads()}
@@ -1228,6 +1231,12 @@ def made_up_batch(args, method, model, n):
                      "mask": torch.ones(n, text.context, dtype=torch.bool)}
 
 
+# Main -----------------------------------------
+#
+# An error of the user is one sentence, on one rank. A signal stops the training at the next step
+# (see Stop) and ends the program as that signal would.
+
+
 def main(argv=None):
     """-> the signal that stopped the run, if any."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
@@ -1236,7 +1245,7 @@ def main(argv=None):
     try:
         with claim_run(args) as out:
             stopped_by = train(args, out, device)
-    except RuntimeError as error:  # torch's handler of SIGCHLD raises it anywhere
+    except RuntimeError as error:  # torch raises it when a worker dies, at any line
         message = str(error)
         if message.startswith("DataLoader worker (pid"):
             what = "A data loading worker was killed, perhaps because memory ran out"
