@@ -1164,7 +1164,7 @@ def labelled(embedder, pairs, encode=None):
 
 def take(embedder, data, n):
     """The first n readable samples -> images (n, 3, S, S), n captions. A labelled image has a
-    prompt with its class for a caption."""
+    prompt with the name of its class for a caption."""
     if data.captioned:
         pairs = ((image, captions[0]) for image, captions in data.captioned("samples"))
     else:
