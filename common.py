@@ -2245,12 +2245,15 @@ class Stream(IterableDataset):
 
     def why_useless(self, last, count):
         """The message of the error that ends a run after `count` Skipped samples in a row."""
+        which = f"{count:,} samples in a row"
+        if self.source.unit == "images" and count >= len(self.source):
+            which = f"all {len(self.source)} images"  # a small table is read several times
+        remedy = "Repair these data or give others"
         if last.reason == MISSING_IMAGE:
-            return (f"{last.where} does not exist, and the {count - 1:,} samples before it could "
-                    f"not be used either. Check --image-root, the directory that the file names in "
-                    f"the table are relative to.")
-        return (f"{self.source.name}: {count:,} samples in a row could not be used; the last: "
-                f"{last.reason}, {last.where}. Repair these data or give others.")
+            remedy = ("Check --image-root, the directory that the file names in the table are "
+                      "relative to")
+        return (f"{self.source.name}: {which} could not be used; the last: {last.reason}, "
+                f"{last.where}. {remedy}.")
 
     def load(self, file, caption, name, row=None):
         """Decode and augment a sample -> (image or crops, caption or label) or Skipped."""

@@ -1482,7 +1482,11 @@ def words_of_slots(embedder, image, caption):
 
 def slot_alignment(embedder, data, options):
     """Whether the best patch of a slot lies on the object that the slot's word names (SPARO)."""
-    return shares_on_objects("slot_alignment", embedder, data, words_of_slots)
+    found = shares_on_objects("slot_alignment", embedder, data, words_of_slots)
+    if all(math.isnan(share) for share, _ in found.values()):
+        print("note: slot_alignment is nan: no slot gives more than half of its weight to one word "
+              "whose values agree with the image's. Train longer.")
+    return found
 
 
 def masks(embedder, data, options):
@@ -2191,6 +2195,10 @@ def tasks_to_run(options, data, model):
     asked = options.tasks or []
     usable = [name for name, task in TASKS.items() if task.fits(data) and task.suits(model)]
     if not usable and not PICTURES.keys() & asked:
+        if ".tar" in options.data:
+            raise UserError(f"Tar shards are for training; no task can evaluate on {options.data}: "
+                            f"give a table, class folders, or a data set of CLIP_benchmark, by "
+                            f"eval.py --data or train.py --eval-data.")
         more = ", captions, SugarCrepe, Winoground or VOC" if model.encode_text else ""
         raise UserError(f"No task can evaluate on {options.data}: give class folders or shapes"
                         f"{more}.")

@@ -44,9 +44,9 @@ weight that lies on the objects that the word names)
     A: on objects, colour; shape      .20; .18      chance .07                                   1
     B: on objects, colour words       .170 +- .008  chance .069, softmax .283, dense .130        3
     B: on objects, shape words        .140 +- .039  chance .069, softmax .064, dense .117        3
-    B: zero-shot                      .670 +- .040  CLIP .657 +- .035                            3
+    B: zero-shot, several prompts     .670 +- .040  CLIP .657 +- .035                            3
     B: R@1 of captions; images        .759; .716    CLIP .695; .663                              3
-    C: zero-shot                      .585 +- .032  CLIP .522, CLIP + FILIP .495, FILIP .429     3
+    C: zero-shot, several prompts     .585 +- .032  CLIP .522, CLIP + FILIP .495, FILIP .429     3
     C: R@1 of captions; images        .654; .559    CLIP .615; .538                              3
     C: mIoU of colours                .082 +- .030  CLIP .132 +- .045                            3
     A: `tiny`, val split, seed 0. B: `tiny` with --sigma .3 --steps 2400. C: `tiny-stem` with
@@ -80,7 +80,7 @@ class Config:
     # mean of L_f over the words of each caption (Eq. 6), or over all words of a batch (listing 1)
     token_mean: Literal["caption", "batch"] = "caption"
     init_scale: float = 1 / 0.07  # 1 / temperature at the start of training (CLIP, Sec. 2.5)
-    filip_keep: float = 0.2      # FILIP: fraction of tokens and patches that are kept (Sec. D.4)
+    filip_keep: float = 0.2      # FILIP: fraction of tokens and patches kept; D.4: "20 % dropping"
     mgca_prototypes: int = 500   # MGCA: number of prototypes (Sec. D.4)
 
 
@@ -451,8 +451,8 @@ def filip_loss(tokens, patches, mask, scale, keep=0.2, gather=identity):
     """FILIP (arXiv 2111.07783). tokens (b, L, E), patches (b, P, E), mask (b, L) -> scalar.
 
     Each rank sends only its most similar tokens, and chooses them by its own b pairs. So N ranks
-    compute the loss of one process only if keep = 1. D.4 says "20% token dropping"; we keep 20 %,
-    because Table 11's FLOPs fit this reading.
+    compute the loss of one process only if keep = 1.
+    differs: D.4 says "20% token dropping"; we keep 20 %, because Table 11's FLOPs fit this reading.
     """
     with in_fp32(tokens, patches) as (tokens, patches):
         patches = F.normalize(patches, dim=-1)

@@ -177,7 +177,7 @@ def train(args, out, device):
     if args.resume:
         saved = load_state(args, model, scaler, progress, device)
     if out:
-        announce(args, data, model, tokenizer, device)
+        announce(args, data, model, tokenizer, device, progress)
         write_run(args, tokenizer, out)
     log, stop, clock, batches = Log(args, out, progress.step), Stop(), Clock(), None
 
@@ -561,7 +561,7 @@ def write_run(args, tokenizer, out):
         tokenizer.save(out / "vocab.txt")
 
 
-def announce(args, data, model, tokenizer, device):
+def announce(args, data, model, tokenizer, device, progress):
     """Print what begins. Raises UserError if the vocabulary does not fit the captions."""
     params = sum(p.numel() for p in model.parameters()) / 1e6
     ranks, threads = this_rank()[1], torch.get_num_threads()
@@ -569,6 +569,8 @@ def announce(args, data, model, tokenizer, device):
     print(f"{args.out}: {' '.join(facts)}")
     print(f"{params:.1f} M parameters on {device}, {ranks} process{'es' * (ranks > 1)}, "
           f"{threads} thread{'s' * (threads > 1)} each")
+    if args.resume:
+        print(f"The run continues after step {progress.step} of {args.steps}.")
     if isinstance(data, common.CaptionTable):
         print(f"{len(data):,} images, {len(data) / args.batch:.1f} steps per epoch")
     unknown = check_vocabulary(args, data, tokenizer) if tokenizer else 0
@@ -580,7 +582,8 @@ def announce(args, data, model, tokenizer, device):
     if device.type == "cuda" and args.workers == 0 and not isinstance(data, common.World):
         print("note: with --workers 0 the GPU waits while this process decodes images: give "
               "--workers 8, or more")
-    if isinstance(data, common.CaptionTable) and len(data) < args.batch:
+    has_labels = METHODS[args.method].content(args) == "label"  # then repeats do no harm
+    if isinstance(data, common.CaptionTable) and len(data) < args.batch and not has_labels:
         print(f"note: --batch {args.batch} is more than the {len(data)} images: a batch shows an "
               f"image several times and treats it as different images: lower --batch")
     stages = METHODS[args.method].stages(args)
@@ -596,7 +599,7 @@ def changed_settings(args):
     the value that they had."""
     method = METHODS[args.method]
     usual = vars(Config()) | vars(method.Config()) | method.PRESETS[args.preset]
-    shown = usual.keys() - {"preset", "out", "resume", "image_size"}
+    shown = usual.keys() - {"preset", "out", "resume", "image_size", "classes"}
     if args.resume:
         usual |= common.read_config(args.out)
     words = []

@@ -203,6 +203,8 @@ OFFICIAL = {  # {NAME: (function above, repository, commit, one of its files, pa
     "dino": (dino, "facebookresearch/dino", "7c446df", "main_dino.py", "")}
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python tests/parity.py NAME PATH, NAME is sparo, bam or dino")
     name, path = sys.argv[1:]
     build, repository, commit, file, packages = OFFICIAL[name]
     if not os.path.exists(f"{path}/{file}"):

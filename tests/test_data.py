@@ -532,7 +532,7 @@ def test_a_damaged_image_is_counted_whatever_error_pil_raises(tmp_path, monkeypa
     files = [(f"{tmp_path}/{i}.jpg", i) for i in range(4)]
     assert [i for _, i in evaluation.read_images(files, common.open_image)] == [0, 1, 3]
     printed = capsys.readouterr().out
-    assert f"skipped 1 of 4 images that cannot be read, the last {example}" in printed
+    assert f"skipped 1 of 4 images that cannot be read, the last one: {example}" in printed
     rows = [row for rows, _ in common.EachImage(open_data(spec), 8, 2) for row in rows]
     assert rows == [0, 1, 3]
 
@@ -679,9 +679,10 @@ def test_a_useless_shard_is_counted_and_only_useless_shards_raise_an_error(
 @pytest.mark.parametrize("n", [3, 2000])
 def test_a_table_of_missing_images_raises_an_error_after_1000_samples(n):
     source = CaptionTable([(f"gone/{i}.jpg", "n1") for i in range(n)], "a.csv")
-    message = failure(take, stream(source), 1)
-    assert re.fullmatch(r"gone/\d+.jpg does not exist, and the 999 samples before it could not "
-                        r"be used either. Check --image-root, .*", message)
+    message, which = failure(take, stream(source), 1), {3: "all 3 images"}
+    assert re.fullmatch(f"a.csv: {which.get(n, '1,000 samples in a row')} could not be used; the "
+                        r"last: image that does not exist, gone/\d+.jpg. Check --image-root, .*",
+                        message)
 
 
 @pytest.mark.parametrize("workers, ranks, parts", [(0, 3, 3), (2, 2, 4)])

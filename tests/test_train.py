@@ -852,11 +852,11 @@ def test_a_run_that_fails_at_its_start_leaves_no_directory(tmp_path, monkeypatch
     table = write_table(tmp_path, 3, broken=(0, 1, 2))
     monkeypatch.setattr(common.CaptionTable, "max_bad", 3)
     flags = [*SPARC, "--data", table, "--image-size", "16"]
-    with pytest.raises(UserError, match="3 samples in a row could not be used"):
+    with pytest.raises(UserError, match="all 3 images could not be used"):
         train.main(flags)
     assert not list(tmp_path.glob("runs/*"))
     (tmp_path / "runs/mine").mkdir()
-    with pytest.raises(UserError, match="3 samples in a row"):
+    with pytest.raises(UserError, match="all 3 images"):
         train.main([*flags, "--out", "runs/mine"])
     assert (tmp_path / "runs/mine").exists()                 # it was there before
 
