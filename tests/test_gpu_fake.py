@@ -325,7 +325,8 @@ def test_a_run_without_workers_notes_that_the_gpu_waits(tmp_path, capsys, worker
     args = train.parse_args(["--method", "bam", "--batch", "4", "--workers", str(workers),
                              "--data", write_table(tmp_path, 4)])
     data = train.open_training_data(args, train.METHODS["bam"])
-    train.announce(args, data, torch.nn.Linear(2, 2), None, torch.device("cuda"))
+    train.announce(args, data, torch.nn.Linear(2, 2), None, torch.device("cuda"),
+                   train.Progress())
     assert ("the GPU waits" in capsys.readouterr().out) == (workers == 0)
 
 

@@ -350,7 +350,7 @@ def test_a_run_is_read_and_searched(tmp_path, run_of, monkeypatch, capsys):
     expected = scores[scores > 0].sort(descending=True).values.tolist()
     assert [x for _, x in index.search(query, 24)] == pytest.approx(expected, abs=1e-5)
     best = index.search(embed.texts(["a red circle"])[0], 5)               # found.png shows these
-    assert [query for _, query in located] == ["a red circle"] * len(best) and best
+    assert [query for _, query in located] == ["red circle"] * len(best) and best  # without "a"
     for (image, _), (name, _) in zip(located, best):
         assert torch.equal(image, images[int(name)])
     assert (run / "found.png").exists() and (run / "search.png").exists()

@@ -307,9 +307,12 @@ def test_a_run_starts_from_the_vit_that_another_run_exported(name, tmp_path, cap
 
 def snippet(name):
     """Return a method's lines for another project: those to run once, and all others."""
-    text = (ROOT / f"{name}.py").read_text()
-    comments = re.search(r"# (?:To|Into|On any) [^\n]*\n((?: *#[^\n]*\n)+)", text)[1].splitlines()
-    lines = [line.strip()[6:] for line in comments if line.strip().startswith("#     ")]
+    text = (ROOT / f"{name}.py").read_text().partition("stop here")[2]
+    for comments in re.findall(r"(?: *#[^\n]*\n)+", text):
+        lines = [line.strip()[6:] for line in comments.splitlines()
+                 if line.strip().startswith("#     ")]
+        if any("gather)" in line for line in lines):
+            break
     once = [line for line in lines if "# once" in line]
     return "\n".join(once), "\n".join(line for line in lines if line not in once)
 
