@@ -126,8 +126,7 @@ def identity(x):
 # Equations --------------------------------------------------------------------------------
 #
 # S has a row for each view of this rank's images, and a column for each large view of all ranks'
-# images. row_ids and column_ids give the image of each row and of each column. A row and a column
-# with the same id are a positive pair.
+# images. row_ids and column_ids name the image of each row and column: equal ids are positives.
 
 
 # a_i^j = softmax(s_i^j / tau)                                                       (Eq. 1)

@@ -38,19 +38,19 @@ eval.py reads maps in VOC's layout (`--classes FILE`), not Pascal Context's .mat
 D.5's prompts can be a file for `eval.py --templates`, with each prefix before each suffix.
 Run:     python train.py --method sparc       (--objective clip, filip, ...: the baselines)
 
-What was found out, with n seeds, in the settings A, B, C ("on objects" is the fraction of a word's
-weight that lies on the objects that the word names)
+What was found out, on test data, with n seeds; D is `tiny`, which `python train.py` trains ("on
+objects" is the fraction of a word's weight that lies on the objects that the word names)
     what                              here          compared with                                n
-    A: on objects, colour; shape      .20; .18      chance .07                                   1
-    B: on objects, colour words       .170 +- .008  chance .069, softmax .283, dense .130        3
-    B: on objects, shape words        .140 +- .039  chance .069, softmax .064, dense .117        3
-    B: zero-shot, several prompts     .670 +- .040  CLIP .657 +- .035                            3
-    B: R@1 of captions; images        .759; .716    CLIP .695; .663                              3
-    C: zero-shot, several prompts     .585 +- .032  CLIP .522, CLIP + FILIP .495, FILIP .429     3
-    C: R@1 of captions; images        .654; .559    CLIP .615; .538                              3
+    D: R@1 of images                  .560 +- .007  CLIP .530 +- .007: holds                     5
+    D: zero-shot, several prompts     .464 +- .026  CLIP .434 +- .007: holds                     5
+    D: zero-shot, the name alone      .352 +- .058  CLIP .410 +- .022: not shown                 5
+    D: on objects, shape words        .174 +- .012  softmax .076 +- .041: holds                  5
+    D: on objects, colour words       .174 +- .029  softmax .350 +- .105: reversed               5
+    B: on objects, colour words       .170 +- .008  chance .069, dense .130                      3
+    B: on objects, shape words        .140 +- .039  chance .069, dense .117                      3
     C: mIoU of colours                .082 +- .030  CLIP .132 +- .045                            3
-    A: `tiny`, val split, seed 0. B: `tiny` with --sigma .3 --steps 2400. C: `tiny-stem` with
-    --lambda-f .5 --lr 1e-3. B and C: test split, seeds 6-8; all: python tests/claims.py sparc
+    B: `tiny` with --sigma .3 --steps 2400. C: `tiny-stem` with --lambda-f .5 --lr 1e-3.
+    D: `python tests/claims.py readme`, seeds 11-15; B, C: `python tests/claims.py sparc`, seeds 6-8
 """
 
 import contextlib
