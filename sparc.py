@@ -46,11 +46,11 @@ objects" is the fraction of a word's weight that lies on the objects that the wo
     D: zero-shot, the name alone      .352 +- .058  CLIP .410 +- .022: not shown                 5
     D: on objects, shape words        .174 +- .012  softmax .076 +- .041: holds                  5
     D: on objects, colour words       .174 +- .029  softmax .350 +- .105: reversed               5
-    B: on objects, colour words       .170 +- .008  chance .069, dense .130                      3
-    B: on objects, shape words        .140 +- .039  chance .069, dense .117                      3
+    D: on objects, colour words       .174 +- .029  without sparsity .134 +- .008: holds         5
+    D: on objects, shape words        .174 +- .012  without sparsity .097 +- .023: holds         5
     C: mIoU of colours                .082 +- .030  CLIP .132 +- .045                            3
-    B: `tiny` with --sigma .3 --steps 2400. C: `tiny-stem` with --lambda-f .5 --lr 1e-3.
-    D: `python tests/claims.py readme`, seeds 11-15; B, C: `python tests/claims.py sparc`, seeds 6-8
+    D: `python tests/claims.py readme`, seeds 11-15. Uniform weights have .07 on objects. C:
+    `tiny-stem` with --lambda-f .5 --lr 1e-3; `python tests/claims.py sparc`, seeds 6-8.
 """
 
 import contextlib
