@@ -19,8 +19,8 @@ lower temperature sharpens the targets.
     Each of W ranks has n images with k views each, G of them large; m = W G n.
 
 The authors' code is https://github.com/DanielShalam/BAM at fd85871; (FILE:LINE) is a place in it.
-`python tests/parity.py bam PATH` trains both networks in float64, with the authors' weight decay:
-the losses of 40 steps have a relative difference of at most 1.3e-15, with a teacher 3.9e-16.
+`python tests/parity.py bam PATH` trains the authors' network and ours in float64, with the authors'
+weight decay. The losses of 40 steps differ by at most 1.3e-15 (relative), with a teacher 3.9e-16.
 
 Differs from the paper, as the authors' code does (search for "differs" for all other places):
   * Only large views are columns of S (bam_loss.py:141) and targets (bam_loss.py:106).

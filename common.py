@@ -13,7 +13,7 @@ So a method file works in another project without this file. The sections:
     Groups, checkpoints parameter groups; files that a killed process leaves intact
     Distributed         ranks, and a gather with gradients
     Weights of others   reading CLIP's and timm's weights, writing timm's
-    The embedded world  drawn scenes with captions; skip this section if you have data
+    The world of shapes drawn scenes with captions; skip this section if you have data
 
 To add a table of file names, write a function that yields (path, caption) rows, and add a row to
 formats(). A new layout of .json needs a branch in read_json, and in eval.default_split. Data that
@@ -87,7 +87,7 @@ def explained(kinds, what, remedy=""):
 
 
 class Output(io.FileIO):
-    """Standard output or error, on which a run can print when the reader has left.
+    """Standard output or error. A run can print to it after the other end of a pipe has closed.
 
     With `train.py ... | head` the pipe closes after ten lines. Python would end the run with a
     BrokenPipeError; this class drops the text, and the training continues.
@@ -312,7 +312,8 @@ class ViT(Tower):
         product of their strides must be patch_size. Small ViTs learn much faster with such a stem
         (Xiao et al. 2021, arXiv 2106.14881).
     drop_path: stochastic depth of the last block; the blocks before have less, linearly from 0.
-    quick_gelu, eps, patch_bias: architectures differ here; set what the weights to load need.
+    quick_gelu, eps, patch_bias: architectures differ in these settings. Pretrained weights need the
+        settings of their own architecture.
 
     Raises UserError for sizes that do not divide.
     """
@@ -423,9 +424,9 @@ def resize_positions(pos, has_cls, height, width):
 class TextTransformer(Tower):
     """Text transformer that returns ALL tokens: ids (B, L), mask (B, L) -> (B, L, width).
 
-    `mask` is True on real tokens. A bidirectional tower hides the padding from the attention. A
-    causal tower needs no mask: padding comes last, so no real token attends to padding. Ignore the
-    outputs at padding.
+    `mask` is True on real tokens. A bidirectional encoder hides the padding from the attention. A
+    causal encoder needs no mask: padding comes last, so no real token attends to padding. Ignore
+    the outputs at padding.
     """
 
     def __init__(self, vocab_size=30522, context=77, width=512, depth=12, heads=8, causal=False,
@@ -476,7 +477,7 @@ CLIP_TOKENS = 49_408  # the size of CLIP's vocabulary
 WORLD_STEM = ((32, 2), (64, 2), (128, 2), (128, 1))
 CLIP_VIT = dict(cls=True, pre_norm=True, patch_bias=False, eps=1e-5)
 CLIP_TEXT = dict(vocab_size=CLIP_TOKENS, context=77, depth=12, causal=True)
-# The presets clip-... are CLIP's towers (2103.00020, Table 20) with OpenCLIP's details, for
+# The presets clip-... are CLIP's encoders (2103.00020, Table 20) with OpenCLIP's details, for
 # --init-weights. OpenAI's own weights need quick_gelu=1 too, and so does every model whose name in
 # OpenCLIP ends in -quickgelu.
 VIT_PRESETS = {
@@ -494,7 +495,7 @@ VIT_PRESETS = {
 }
 RESNET_PRESETS = {"ResNet-50": dict(blocks=(3, 4, 6, 3))}             # (1512.03385), Table 1
 TEXT_PRESETS = {
-    "tiny": dict(context=32, width=128, depth=2, heads=4),            # the embedded world
+    "tiny": dict(context=32, width=128, depth=2, heads=4),            # the world of shapes
     "12x512": dict(width=512, depth=12, heads=8),                     # CLIP, Sec. 2.4
     "12x768": dict(width=768, depth=12, heads=12),                    # SPARC, Sec. D.1
     "clip-b32": dict(width=512, heads=8, **CLIP_TEXT),
@@ -551,10 +552,10 @@ class Method:
 
     model_class = lambda self, args: self.Model  # the class of the model
     check = lambda self, args: None      # raises ValueError for settings that exclude each other
-    uses_text = lambda self, args: True  # whether the model has a text tower
+    uses_text = lambda self, args: True  # whether the model has a text encoder
     content = lambda self, args: "caption" if self.uses_text(args) else None  # see open_data
     needs_cls = lambda self, args: ""    # the flag that needs a [CLS] token; "" if none does
-    blocks_left_out = lambda self, args: 0  # how many final blocks of a tower the method replaces
+    blocks_left_out = lambda self, args: 0  # how many last blocks of an encoder the method replaces
     vit_settings = lambda self, args: {}  # arguments of ViT that override --image-encoder's
     views = lambda self, args: None      # arguments of View, a dict for each random view
     augment = lambda self, args: None    # arguments of Augment, for labelled images
@@ -592,7 +593,7 @@ class ModelDefaults:
     image_slots = None        # (images) -> (B, L, V)
     text_slots = None         # (tokens, mask) -> (B, L, V)
     attend = None             # (images, tokens, mask) -> attention over both, slots of both
-    encode_words = None       # (tokens, mask) -> (B, |V|), from a caption's words, without a tower
+    encode_words = None       # (tokens, mask) -> (B, |V|), from a caption's words alone
     word_maps = None          # (images, ids) -> (B, N, n), scores of n words at image tokens
     head_maps = None          # (images) -> (B, heads, h, w), what [CLS] attends to
     class_scores = None       # (images) -> (B, C), a classifier's scores
@@ -642,7 +643,7 @@ def build_encoders(method, args, tokenizer):
     kind, image = image_encoder_settings(args.image_encoder)
     image["image_size"] = args.image_size or image["image_size"]
     left_out = 0
-    # A ResNet has no transformer block to replace. Its text tower keeps all blocks too.
+    # A ResNet has no transformer block to replace. Its text encoder keeps all blocks too.
     if kind is ViT:
         image |= method.vit_settings(args)
         left_out = method.blocks_left_out(args)
@@ -757,7 +758,7 @@ class Tokenizer:
     def encode(self, text, max_length=None):
         """Text -> list of ids, [CLS] ... [SEP], truncated to `max_length` ids (2 or more).
 
-        A truncated text keeps its [SEP], because causal towers are pooled at that token.
+        A truncated text keeps its [SEP], because causal encoders are pooled at that token.
         """
         ids = [piece for word in self.split(text) for piece in self.pieces(word)]
         if max_length is not None:
@@ -768,7 +769,7 @@ class Tokenizer:
         """B texts -> ids (B, L) and mask (B, L), which is True on tokens and False on padding.
 
         L is the length of the longest of THESE texts, at most max_length. Captions are much shorter
-        than the context, and a text tower's time grows with L.
+        than the context, and a text encoder's time grows with L.
         """
         rows = [torch.tensor(self.encode(text, max_length)) for text in texts]
         tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.pad)
@@ -1027,7 +1028,7 @@ def denormalize(images):
 def to_floats(images):
     """uint8 images, as files have them -> normalised floats.
 
-    Floats are returned unchanged: the embedded world and eval_transform have normalised them.
+    Floats are returned unchanged: the world of shapes and eval_transform have normalised them.
     """
     return normalize(to_unit(images)) if images.dtype == torch.uint8 else images
 
@@ -1699,7 +1700,8 @@ def read_headers(path, files):
 
 
 def rows_of_key(file, key, start, places):
-    """Yield the row of a key, and Skipped for each image of the key that the sample does not use.
+    """Yield the row of one key, the name that the files of a sample share; then a Skipped for each
+    other image file of the key, which is not used.
 
     The file v1.0.jpg has the key "v1" and the suffix ".0.jpg", which is no image's suffix. So a
     name with a dot makes its image useless, and the user must hear of it.
@@ -1794,10 +1796,15 @@ def read_table(path, image, caption):
         caption = caption or ("title" if "title" in columns else "caption")
         for column in (image, caption):
             if column not in columns:
+                if not first:
+                    raise UserError(f"{path} is empty: give a table with a header and rows.")
                 known = f"its columns: {', '.join(columns)}"
                 if not columns:
                     known = "its first line is empty or broken"
-                raise UserError(f"{path} has no column {column!r}; {known}. Name yours with "
+                elif any(is_image(name) for name in columns):
+                    known = (f"its first line looks like a row: {first.strip()!r:.80}. Put a "
+                             f"header above it, such as image{delimiter}caption")
+                raise UserError(f"{path} has no column {column!r}; {known}. Name other columns by "
                                 f"{path}:image=COLUMN,caption=COLUMN. Columns must be separated by "
                                 f"commas or tabs.")
 
@@ -2070,7 +2077,7 @@ def class_names(folders, file=None):
     file: one name per line, in the order of the folders. Without a file, the 1,000 folders of
     ImageNet (n01440764, ...) get torchvision's names, and other classes are named like their
     folder. Raises UserError if the file does not fit, or if a folder has a number instead of a
-    name: a text tower knows no numbers of ImageNet.
+    name: a text encoder knows no numbers of ImageNet.
     """
     if file:
         names = read_lines(file, "--classes")
@@ -2284,7 +2291,7 @@ class Stream(IterableDataset):
 
 
 class WorldStream(Stream):
-    """A Stream of the embedded world, which is drawn, not read.
+    """A Stream of the world of shapes, which is drawn, not read.
 
     A batch depends on (seed, rank, worker, number of the batch). transform: None, Augment or Views.
     min_side and boxes have no effect. If the source has labels, each scene has one object, and the
@@ -2636,7 +2643,8 @@ CLIP_NAMES = [  # (OpenCLIP's and OpenAI's name, ours)
     ("conv1.", "patch_embed."), ("class_embedding", "cls"), ("positional_embedding", "pos"),
     ("token_embedding.", "embedding."), ("ln_pre.", "norm_pre."), ("ln_post.", "norm."),
     ("ln_final.", "norm.")]
-CLIP_PARTS = ("visual.proj", "text_projection", "logit_scale")  # CLIP's tensors outside the towers
+# CLIP's tensors outside the encoders
+CLIP_PARTS = ("visual.proj", "text_projection", "logit_scale")
 OPENAI_ONLY = ("input_resolution", "context_length", "vocab_size")  # tensors that are no weights
 TIMM_NAMES = [  # (the name in timm's VisionTransformer, ours), where they differ
     ("cls_token", "cls"), ("pos_embed", "pos"), ("patch_embed.proj.", "patch_embed.")]
@@ -2645,14 +2653,14 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def load_clip(towers, state_dict, tokenizer):
-    """Load a CLIP, as OpenCLIP or OpenAI saved it, into the towers (image, text).
+    """Load a CLIP, as OpenCLIP or OpenAI saved it, into the encoders (image, text).
 
     Returns {a name of CLIP_PARTS: tensor}, for load_clip_parts. Raises UserError if the file holds
-    another network, or if the tokenizer has other words than the file's text tower.
+    another network, or if the tokenizer has other words than the file's text encoder.
     """
     state, image, text, parts = unwrapped(state_dict), {}, {}, {}
     for key, value in state.items():
-        key = key.removeprefix("text.")  # the text tower in OpenCLIP's CustomTextCLIP
+        key = key.removeprefix("text.")  # the text encoder in OpenCLIP's CustomTextCLIP
         if key in CLIP_PARTS:
             parts[key] = value
         elif key.startswith("visual."):
@@ -2810,11 +2818,11 @@ def for_other_pixels(state, old, new):
                     bias: state[bias] + shift.sum((1, 2, 3))}
 
 
-# The embedded world -------------------------------------------------------------------
+# The world of shapes -------------------------------------------------------------------
 #
-# Pictures of coloured shapes with captions, drawn from a seed. The world is an instrument, not a
-# data set: everything that eval.py measures on real data can be measured here within minutes, and
-# without a download. The world is hard enough that the methods differ: captions leave out details,
+# Images of coloured shapes with captions, drawn from a seed: the data set `shapes`. It is an
+# instrument: everything that eval.py measures on real data can be measured here within minutes, and
+# without a download. The data are hard enough that the methods differ: captions leave out details,
 # their order and words vary, and some pairs of colour and shape never occur in training.
 
 COLOURS = {
@@ -2859,7 +2867,7 @@ SPLITS = {"train": range(0, 8), "val": range(8, 9), "test": range(9, 10)}  # ten
 
 @dataclasses.dataclass
 class World:
-    """The embedded world: coloured shapes with captions, drawn from a seed.
+    """The world of shapes: coloured shapes with captions, drawn from a seed.
 
     Its fields are the settings of `shapes:...`. B scenes of at most K objects are a dict of
     tensors: present, colour, shape, large, radius (B, K), and centre (B, K, 2) as (x, y); radius

@@ -444,9 +444,9 @@ class Embedder:
 
     def tokenize(self, captions):
         """n captions -> token ids and mask (n, L) on the model's device. Raises UserError if the
-        model has no text tower."""
+        model has no text encoder."""
         if self.tokenizer is None:
-            raise UserError("This run has no text tower, so it cannot encode captions: choose a "
+            raise UserError("This run has no text encoder, so it cannot encode captions: choose a "
                             "task that needs only images, such as knn.")
         tokens, mask = self.tokenizer.batch(captions, self.context)
         self.tokens += int(mask.sum()) - 2 * len(tokens)
@@ -740,7 +740,8 @@ class EvalSet:
     labelled: Callable = None      # (purpose) -> pairs (image, class id)
     captioned: Callable = None     # (purpose) -> pairs (image, list of captions)
     negatives: Callable = None     # () -> pairs (image, [(kind, caption, wrong caption), ...])
-    winoground: Callable = None    # () -> pairs (image, (number, caption)), each number twice
+    winoground: Callable = None    # () -> pairs (image, (number of the example, caption)),
+                                   # two pairs for each example
     maps: Callable = None          # (purpose) -> pairs (image, {key: class ids (H, W) from 1})
     grounded: Callable = None      # () -> pairs (image, (caption, {(kind, word): mask (S, S)}))
 
@@ -898,7 +899,7 @@ def open_eval_set(options, image_size, captions=True):
     """Open options.data -> EvalSet.
 
     options.data is a SPEC of common.open_data, or a directory in the layout of CLIP_benchmark,
-    Winoground, SugarCrepe or Pascal VOC. captions: False for a model without a text tower, which
+    Winoground, SugarCrepe or Pascal VOC. captions: False for a model without a text encoder, which
     can use shards without captions. Raises UserError if the data cannot be opened.
     """
     data = open_kind(options, image_size, captions)
@@ -1008,11 +1009,10 @@ def check_same_classes(options, data, train):
     Class folders are matched by their names, labels of shards by their numbers."""
     spec, names = options.train_data, data.groups[""][1]
     if train.labelled and train.groups is None and not data.numbered:  # shards
-        raise UserError(f"{spec} numbers its classes, {options.data} names them: to match them, "
-                        f"give eval.py --classes FILE with the folders' names, one a line, that of "
-                        f"label 0 first. Or name the folders 0, 1, ..., or learn from class "
-                        f"folders (eval.py --train-data). In training, leave out --eval-data and "
-                        f"evaluate afterwards.")
+        raise UserError(f"{spec} numbers its classes, {options.data} names them. In training, "
+                        f"leave out --eval-data. Then run eval.py --classes FILE, with the "
+                        f"folders' names, one a line, that of label 0 first. Or name the folders "
+                        f"0, 1, ..., or learn from class folders (eval.py --train-data).")
     if train.labelled is None or (train.groups and train.groups[""][1] != names):
         raise UserError(f"k-NN and probes learn from {spec}, which must have the class folders of "
                         f"{options.data}: {', '.join(names)}; give other data with eval.py "
@@ -1043,7 +1043,7 @@ WORLD_N = 1000
 
 
 class WorldSet(EvalSet):
-    """The embedded world, which has everything that a task can need but Winoground's pairs."""
+    """The world of shapes, which has everything that a task can need but Winoground's pairs."""
 
     groups = {"": (torch.arange(64), PAIRS), "/colour": (torch.arange(64) // 8, COLOURS),
               "/shape": (torch.arange(64) % 8, SHAPES)}
@@ -1472,8 +1472,8 @@ def attention_of_slots(embedder, images, captions):
 
 
 def words_of_slots(embedder, image, caption):
-    """The slots that can be interpreted -> yields pairs (word, weights (P,)): 1 for the patch to
-    which the slot gives the highest weight, 0 for the others."""
+    """Yield (word, weights (P,)) for each slot that can be interpreted (see attention_of_slots).
+    The weight is 1 at the slot's brightest patch and 0 elsewhere."""
     tokens, weights, word, _, agree = attention_of_slots(embedder, image[None], [caption])
     for slot in agree[0].nonzero()[:, 0].tolist():
         best = F.one_hot(weights[0, slot].argmax(), weights.shape[2])
@@ -1493,8 +1493,9 @@ def masks(embedder, data, options):
     """Masks of the image encoding, trained on the hard negatives of --select (SPARO, Sec. 5.2,
     Table 5): one weight for each slot, and one for each dimension.
 
-    `pairs` is the fraction of the negatives' pairs that are right with the mask, `pairs_before`
-    without. `relative_change` of another metric is its relative change, divided by that of `pairs`.
+    `pairs` is the fraction of the negatives' pairs that are right with the mask; `pairs_before` is
+    the fraction without the mask. METRIC/relative_change divides the relative change of a metric by
+    the relative change of `pairs`.
 
     differs: the paper's VTAB Avg (Table 5) is the relative change of the mean accuracy over data
     sets. With several --data, eval.py prints the mean of their relative changes.
@@ -1525,7 +1526,7 @@ def masks(embedder, data, options):
 # STAIR's tasks: encodings that are words --------------------------------------------------
 #
 # Each number of an encoding is the weight of a word. So words can be ranked, and a text can be
-# encoded without the text tower.
+# encoded without the text encoder.
 
 
 def word_columns(embedder, encodings):
@@ -1572,16 +1573,15 @@ def words(embedder, data, options):
 
 
 def textfree(embedder, data, options):
-    """Zero-shot classification and retrieval without the text tower (STAIR, Table 5): a text is the
-    set of its words."""
+    """Zero-shot classification and retrieval without the text encoder (STAIR, Table 5): a text is
+    the set of its words."""
     embedder = dataclasses.replace(embedder, text_free=True)
     found = headlines(embedder, data, options, ("zeroshot", "retrieval"))
     return {f"textfree/{key}": value for key, value in found.items()}
 
 
 def sparsity(embedder, data, options):
-    """Mean number of non-zeros in the encoding of an image and of a caption, over 500 samples: the
-    active words of STAIR. Encodings of other methods have no zeros."""
+    """Mean number of active words (non-zeros) in STAIR's encodings of 500 images and captions."""
     images, captions = take(embedder, data, 500)
     return {"active/image": (embedder.images(images) != 0).flatten(1).sum(1),
             "active/text": (embedder.texts(captions) != 0).flatten(1).sum(1)}
@@ -1650,7 +1650,7 @@ TASKS = {
     "segmentation": Task(segmentation, ("maps",), "encode_patches"),
     "words": Task(words, ("groups",), "encode_text"),
     "textfree": Task(textfree, ("groups", "captioned"), "encode_words"),
-    "sparsity": Task(sparsity, IMAGES, "encode_text"),
+    "sparsity": Task(sparsity, IMAGES, "encode_words"),
     "knn": Task(knn, ("groups",)),
     "linear": Task(linear, ("groups",)),
     "slots": Task(slots, ("groups", "captioned", "negatives"), "slots"),
@@ -1663,7 +1663,7 @@ TASKS = {
 IN_WORDS = {  # what the rows name
     "groups": "class folders", "captioned": "captions", "negatives": "SugarCrepe's files",
     "winoground": "Winoground's files", "maps": "Pascal VOC's layout", "grounded": "shapes",
-    "labelled": "labelled images", "encode_text": "a text tower",
+    "labelled": "labelled images", "encode_text": "a text encoder",
     "encode_patches": "a model of sparc.py", "align_words": "a model of sparc.py",
     "encode_words": "a model of stair.py", "mask_parts": "a model of sparo.py",
     "slots": "the slots of SPARO", "class_scores": "a classifier"}
@@ -1703,7 +1703,7 @@ BRIGHTNESS = ("Brightness shows the weight of a patch: black is 0, full brightne
               "weight of the map.")
 SCORES = ("Brightness shows the score of a patch for a word, p(h_j) in Eq. 4, or the mean score "
           "for the words of a query: black is the lowest score of the map, full brightness is the "
-          "highest. The scores need no text tower.")
+          "highest. The scores need no text encoder.")
 STOP_WORDS = set("a an the and of in on at to by with from for is are it its his her".split())
 
 
@@ -1789,8 +1789,8 @@ def share_sentences(sentence, figures):
 
 
 def says_something(word, data):
-    """Whether a picture shows a word: only nouns and adjectives if the data know them, else all
-    words that are not STOP_WORDS."""
+    """Whether pictures have a map for a word. If the data have a list of nouns and adjectives,
+    these words have maps; otherwise all words except STOP_WORDS have."""
     known = data.content_words
     return word in known if known else word.isalpha() and word not in STOP_WORDS
 
@@ -1808,7 +1808,8 @@ def draw_alignment(embedder, data):
         title += share_sentences("Words put {share} of their weight on the objects that they name "
                                  "by {kind}; uniform weights would put {even}.",
                                  alignment(embedder, data, None))
-    return lit_sheet(title, BRIGHTNESS, rows)
+    note = f"{BRIGHTNESS} At most eight words of a caption are shown, without words such as 'the'."
+    return lit_sheet(title, note, rows)
 
 
 def class_legends(data, groupings):
@@ -1852,16 +1853,16 @@ def draw_segmentation(runs, data):
                 cells.append((picture, label))
         rows.append(("", [(to_picture(image, size), "image"), *cells]))
     title = "Zero-shot segmentation: each patch gets the class whose text embedding is nearest."
-    note = ("The background is dimmed, as no class stands for it. A legend names the classes of "
-            "the pixels that are not background.")
+    note = ("The background is black in a true map and dimmed in a predicted one, as no class "
+            "stands for it. A legend names the classes of the pixels that are not background.")
     if not data.is_world:
         note += " Grey pixels of a true map do not count."
     return sheet(title, note, rows)
 
 
 def draw_slots(embedder, data):
-    """Which words and patches single slots attend to (SPARO, Sec. 5.4). The paper and we choose
-    slots that attend sharply to a word, and to other words than the slots above."""
+    """Which words and patches single slots attend to (SPARO, Sec. 5.4). As in the paper, the rows
+    show slots that attend sharply to a word, and no two slots that attend to the same words."""
     images, captions = take(embedder, data, 64)
     tokens, over_image, word, sharpness, agree = attention_of_slots(embedder, images, captions)
     rows, chosen = [], []
@@ -1888,7 +1889,8 @@ def draw_slots(embedder, data):
                                  "pixels do.", slot_alignment(embedder, data, None))
     note = (f"A row is one of {agree.shape[1]} slots. In the pairs shown the slot puts more than "
             f"half of its weight on one word of the caption (above the image), and its values for "
-            f"image and caption have a cosine above 0.75. {BRIGHTNESS}")
+            f"image and caption have a cosine above 0.75. The first slots do so most often and "
+            f"most sharply. A slot with the words of a slot above is left out. {BRIGHTNESS}")
     return sheet(title, note, rows)
 
 
@@ -1919,15 +1921,19 @@ def draw_words(runs, data):
             row.append(join([draw_text(name, cloud.width), cloud], down=True))
     cells = [(join(row), caption) for row, caption in zip(pictures, captions)]
     title = "The 20 words that score highest for an image, and their scores."
-    note = ("STAIR's score is the weight of the word in the image's encoding. Other methods' score "
-            "is the similarity of the image and the word. The model does not see the caption.")
+    note = ""
+    if any(embedder.model.encode_words for embedder in runs.values()):
+        note += "STAIR's score is the weight of the word in the image's encoding. "
+    if not all(embedder.model.encode_words for embedder in runs.values()):
+        note += "The score of a method without words is the similarity of the image and the word. "
+    note += "The model does not see the caption."
     if data.is_world and data.world.words:
         note += " Captions of this world hold invented words, which describe nothing."
     return sheet(title, note, [("", cells)], columns=2)
 
 
 def query_maps(embedder, image, queries):
-    """Where each query lies in an image (3, H, W), without a text tower (STAIR, Fig. 10) -> a map
+    """Where each query lies in an image (3, H, W), without a text encoder (STAIR, Fig. 10) -> a map
     (P,) for each query: p(h_j), its mean over the query's tokens (Sec. 7.2), less its minimum."""
     tokens = [embedder.tokenizer.encode(query)[1:-1] for query in queries]
     ids = torch.tensor(sum(tokens, []), device=embedder.device)
@@ -2018,10 +2024,10 @@ def draw_captions(runs, data):
             lines.append(draw_text(f"{label} (K-Precision {score:.2f}): {caption}", 500))
         image = image if torch.is_tensor(image) else embedder.read(image)
         rows.append(("", [(join([to_picture(image), join(lines, True)]), "")]))
-    title = (f"Retrieval errors alone: {len(errors):,} of {len(kept):,} images are nearest to a "
-             f"caption of another image" + (" in each run." if len(runs) > 1 else "."))
-    note = ("K-Precision: the share of the nearest caption's words that occur in the image's own "
-            "captions.")
+    title = (f"Retrieval errors: for {len(errors):,} of {len(kept):,} images the nearest caption "
+             f"belongs to another image" + (" in each run." if len(runs) > 1 else "."))
+    note = ("Only errors are shown. K-Precision is the share of the nearest caption's words that "
+            "occur in the image's own captions.")
     return sheet(title, note, rows) if rows else None
 
 
@@ -2057,7 +2063,7 @@ def read_curves(log, legend):
 
 
 def chart(log, curves, width=300, height=140):
-    """Draw curves of a log by steps. curves: as of `read_curves`, at least one.
+    """Draw curves of a log by steps. curves: what `read_curves` returns, at least one curve.
 
     The y axis ends at 0 and at the highest value, the x axis at the first and the last step. Each
     curve has its first value on the left and its last value on the right, in its own colour. A
@@ -2094,9 +2100,12 @@ def chart(log, curves, width=300, height=140):
 
     # the curves and, on both sides, their values
     starts, ends = [(bottom, "0", "black")], []
+    stage = {record["step"]: record.get("stage") for record in log}
     for points, _, colour in reversed(curves):  # the first curve lies on top
         line = [at(*point) for point in points]
-        draw.line(line, colour, 2)
+        # a stage has its own loss, so no line joins the curves of two stages
+        for _, part in itertools.groupby(points, lambda point: stage[point[0]]):
+            draw.line([at(*point) for point in part], colour, 2)
         starts.append((line[0][1], in_short(points[0][1]), colour))
         ends.append((line[-1][1], in_short(points[-1][1]), colour))
     if all(y > top for y, *_ in starts):  # no curve begins at the highest value
@@ -2156,7 +2165,7 @@ def pictures_to_draw(models, data, tasks):
     those that the data or one of the models cannot serve."""
     usual = set(PICTURES)
     if not any(model.encode_words for model in models):
-        usual.remove("words")  # only the words of STAIR are its encoding
+        usual.remove("words")  # only STAIR has an encoding that consists of words
     return {name: picture for name, picture in PICTURES.items()
             if name in (tasks or usual) and picture.fits(data)
             and all(picture.suits(model) for model in models)}
@@ -2349,7 +2358,7 @@ def search(embedder, data, options, run, queries):
     a caption, or words with AND, OR, NOT.
 
     It writes index.pt, search.png with the images that queries find, and found.png with the
-    patches where a caption lies in the first five images that the text tower finds.
+    patches where a caption lies in the first five images that the text encoder finds.
     """
     if not embedder.model.encode_words or not (data.captioned or data.labelled):
         raise UserError("--query needs a run of STAIR, whose encodings are words to look up, and "
@@ -2360,6 +2369,9 @@ def search(embedder, data, options, run, queries):
             ids = embedder.tokenizer.encode(query)[1:-1]
             if stair.is_boolean(query):
                 stair.boolean_query(query, index)
+            elif re.search(r"\b(or|not)\b|[()]", query):
+                print(f"{query!r} is searched as a caption. To search by words, write AND, OR and "
+                      f"NOT in capitals.")
             elif set(ids) <= {embedder.tokenizer.unk}:
                 raise ValueError(f"the vocabulary has no word of {query!r}")
     pairs = ((image, (image if isinstance(image, str) else str(i), image))
@@ -2378,7 +2390,7 @@ def search(embedder, data, options, run, queries):
         shown = list(read_images(pairs, embedder.read)) if pairs else []
         heading += "" if best else ": nothing found"
         rows.append((heading, [(to_picture(image), score) for image, score in shown]))
-        if encoder == "text tower" and shown:
+        if encoder == "text encoder" and shown:
             # the map of "a" would cover the map of "ring"
             words = [word for word in common.split_words(query) if says_something(word, data)]
             located.append((query, locate(embedder, " ".join(words) or query, shown[:5])))
@@ -2389,16 +2401,16 @@ def search(embedder, data, options, run, queries):
     pages = {output_path(run, options, "search.png"): page}
     if located:
         title = "STAIR: where a query lies in the five images that it finds first (Fig. 10)."
-        note = f"The text tower ranks the images by the cosine above them. {SCORES}"
+        note = f"The text encoder ranks the images by the cosine above them. {SCORES}"
         pages[output_path(run, options, "found.png")] = sheet(title, note, located)
     save_pictures(pages)
 
 
 def answers(embedder, index, queries):
     """Triples of a query, what encodes it and [(name, score), ...]. A caption has two answers, one
-    of the text tower and one of its words alone. A boolean query is not encoded: None."""
+    of the text encoder and one of its words alone. A boolean query is not encoded: None."""
     model = embedder.model
-    encoders = {"text tower": model.encode_text, "words alone": model.encode_words}
+    encoders = {"text encoder": model.encode_text, "words alone": model.encode_words}
     for query in queries:
         if stair.is_boolean(query):
             where, words = stair.boolean_query(query, index)
@@ -2526,8 +2538,9 @@ def compare_runs(evaluated, tasks):
 
 
 def suggest(word, flags):
-    """The flag that a user may have meant by `word`, or None. difflib misses two familiar names."""
-    familiar = {"--learning-rate": "--lr", "--output-dir": "--out"}
+    """The flag that a user may have meant by `word`, or None."""
+    # difflib finds none of these
+    familiar = {"--learning-rate": "--lr", "--output-dir": "--out", "--slots": "--L"}
     if familiar.get(word) in flags:
         return familiar[word]
     nearest = difflib.get_close_matches(word, flags, 1)
@@ -2536,11 +2549,15 @@ def suggest(word, flags):
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        """Print the message and stop. A flag that does not exist gets the flag it may stand for."""
+        """Print the message and stop. An unknown flag gets the flag that it may stand for. If the
+        shell has turned a pattern of shards into many names, the remedy is quotes."""
         if message.startswith("unrecognized arguments"):
             for word in re.findall(r"(?<!\S)--[\w-]+", message):
                 if flag := suggest(word, self._option_string_actions):
                     message += f"; instead of {word}, did you mean {flag}?"
+            if re.search(r"\.tar\b", message):
+                message += ("; quote a pattern of shards, as in 'DIR/{00000..00012}.tar', so that "
+                            "the shell does not expand it")
         super().error(message)
 
 
@@ -2649,9 +2666,14 @@ def check_flags(flags, parser):
         common.read_config(run)  # raises for a directory without a run
     if flags.export is not None:
         given = {name for name, value in vars(flags).items() if value != parser.get_default(name)}
-        if len(flags.runs) > 1 or given - {"runs", "checkpoint", "export"}:
-            raise UserError("--export writes the weights of one run and evaluates nothing: give "
-                            "one run, and no other flag than --checkpoint.")
+        if len(flags.runs) > 1:
+            raise UserError(f"--export writes the weights of one run: give one run, not "
+                            f"{len(flags.runs)}.")
+        if others := given - {"runs", "checkpoint", "export"}:
+            names = {"tasks": "task", "queries": "query"}
+            given = ", ".join(sorted(f"--{names.get(x, x)}".replace("_", "-") for x in others))
+            raise UserError(f"--export evaluates nothing, so these flags have no effect: leave out "
+                            f"{given}.")
 
 
 def describe(options):

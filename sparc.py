@@ -33,7 +33,8 @@ Differs from the paper (search for "differs" for all other places):
     with a lower rate, words do not find their objects. Its sigma is not 1 / P, its h_v is residual.
 Not here: detection (Table 5) and captioning (Table 7). `eval.py --export` writes the image encoder,
 which captioning needs; OWL-ViT's detection also needs the text encoder. WordPiece replaces the 32k
-SentencePiece vocabulary. D.2's steps over several datasets and captions of JFT labels are missing.
+SentencePiece vocabulary. D.2 has steps over several datasets, and captions made of JFT's labels.
+Both are missing.
 eval.py reads maps in VOC's layout (`--classes FILE`), not Pascal Context's .mat maps (Table 6).
 D.5's prompts can be a file for `eval.py --templates`, with each prefix before each suffix.
 Run:     python train.py --method sparc       (--objective clip, filip, ...: the baselines)
@@ -398,9 +399,10 @@ def patches_per_word(a, mask):
 # Baselines (Sec. 4) -----------------------------------------------------------------------
 #
 # D.3 and D.4 describe the baselines. A rank has b pairs, all ranks have B. The losses of an
-# objective are added and share one learned tau. MGCA's three losses have the weights 2 : 2 : 1,
-# as in MGCA's code if all lambdas are 1 (D.4; the code's defaults are 1, .7, .5). Evaluation
-# compares vbar and tbar, except for FILIP and PACL, which compare patches with tokens or captions.
+# objective are added and share one learned tau. MGCA's three losses have the weights 2 : 2 : 1.
+# MGCA's code has these weights if all lambdas are 1, as in D.4 (its defaults are 1, .7, .5).
+# Evaluation compares vbar and tbar. But FILIP compares patches with tokens, and PACL compares
+# patches with captions.
 
 
 def in_chunks(scores, x, y):

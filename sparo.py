@@ -3,7 +3,7 @@
 
 L attention heads read the outputs of a transformer. Each head has a learned query and returns one
 short vector, its slot. The encoding is the concatenation of the L slots. A slot is narrow and comes
-from a single head, so it tends to hold a single concept. Both towers of CLIP get L slots, and the
+from a single head, so it tends to hold a single concept. Both encoders of CLIP get L slots, and the
 similarity of an image and a caption is the mean of the L cosines between their slots.
 
     symbol    name here        shape              where (K' is K transposed)
@@ -18,8 +18,8 @@ similarity of an image and a caption is the mean of the L cosines between their 
 
 The authors' code is https://github.com/ankitkv/sparo-clip at 6621a31, a fork of OpenCLIP; DINO's is
 https://github.com/facebookresearch/dino at 7c446df. (FILE:LINE) names a line of one of the two.
-`python tests/parity.py sparo PATH` trains their network and ours side by side, in float64 and with
-their weight decay. The losses of 60 steps have a relative difference of at most 9.6e-15 (CLIP
+`python tests/parity.py sparo PATH` trains the authors' network and ours side by side, in float64
+and with the authors' weight decay. The losses of 60 steps differ by at most 9.6e-15 (relative; CLIP
 1.4e-14, CLIP+GAP 5.7e-15). `python tests/parity.py dino PATH` compares 40 steps of DINO: 4.2e-16.
 
 Differs from the paper (the differences of a variant stand at the variant):
@@ -28,14 +28,14 @@ Differs from the paper (the differences of a variant stand at the variant):
     --vocab bpe_simple_vocab_16e6.txt.gz selects.
   * Embeddings, positions and queries do not decay; the authors' do (training/main.py:310).
   * Photographs are flipped at random; the authors' are not (transform.py:105).
-  * The image tower is initialised as CLIP's text tower is (transformer.py:703). The authors' image
-    tower has torch's initial weights; its [CLS] and positions have a deviation of width^-.5
+  * The image encoder is initialised as CLIP's text encoder is (transformer.py:703). The authors'
+    image encoder has torch's initial weights; its [CLS] and positions have a deviation of width^-.5
     (transformer.py:503, 430).
   * Recall@k counts a query if any of its k nearest matches, as CLIP_benchmark (Table C.2) and the
     authors' code (training/train.py:360) do. Sec. 4.2 counts the fraction of the k that match.
 Not here: CLIP's own form of ResNet-50 (App. B.3); Table 5's VTAB Avg, the relative change of a mean
          accuracy (eval.py prints the mean of the relative changes).
-Run:     python train.py --method sparo                   (the embedded world, in minutes)
+Run:     python train.py --method sparo                   (the world of shapes, in minutes)
          python train.py --method sparo --readout cls     (CLIP; gap: CLIP+GAP)
          python train.py --method sparo --objective dino  (DINO; --readout sparo, cls, gap)
 Result:  on test data, mean +- deviation of n seeds. The 95 % interval of the difference from CLIP
@@ -68,13 +68,13 @@ from torch import nn
 @dataclass
 class Config:
     objective: Literal["clip", "dino"] = "clip"  # training loss, CLIP's or DINO's (Sec. 3.3, 3.4)
-    # how a tower's outputs become an encoding; cls: CLIP, gap: CLIP+GAP (Sec. 3.2, 5.3, App. B.2)
+    # how an encoder's outputs become an encoding; cls: CLIP, gap: CLIP+GAP (Sec. 3.2, 5.3, B.2)
     readout: Literal["sparo", "cls", "gap", "attpool", "bottleneck", "fdt"] = "sparo"
     L: int = 128                   # number of slots; 64 on Conceptual Captions and in DINO (Sec. 4)
     V: int = 64                    # width of a slot (Sec. 4)
     D: int = 64                    # width of a slot's query and keys (Sec. 3.2)
     grp_size: int = 1              # number of slots that share one key projection (App. A)
-    replace_block: bool = True     # let SPARO replace the last block of each tower (Sec. 4)
+    replace_block: bool = True     # let SPARO replace the last block of each encoder (Sec. 4)
     init_scale: float = 1 / 0.07   # initial 1 / temperature of CLIP's loss (CLIP, Sec. 2.5)
     # width of the encoding with --readout cls, gap, bottleneck or fdt (M in Sec. 3.1)
     embed_dim: int = 512
@@ -117,15 +117,15 @@ PRESETS = {  # the values of --preset: settings of this file and of train.py; fl
     "cc15m-b16": dict(image_encoder="clip-b16", L=64, steps=78_280, **PAPER),
     "l400m-b32": dict(image_encoder="clip-b32", L=128, steps=312_214,
                       **PAPER | dict(weight_decay=0.2, warmup=2000, batch=32768)),
-    # Table B.2. differs: ResNet-50 is torchvision's. The text tower keeps its last block, because
+    # Table B.2. differs: ResNet-50 is torchvision's. The text encoder keeps its last block, because
     # without this block SPARO would have fewer parameters than the table prints.
     "cc15m-r50": dict(L=128, V=32, D=32, **R50),
     "cc15m-r50-d64": dict(L=128, V=32, D=64, **R50),
     "cc15m-r50-clip": dict(readout="cls", embed_dim=1024, **R50),
     "cc15m-r50-clip4096": dict(readout="cls", embed_dim=4096, **R50),
     # The CLIP that STAIR is compared with (arXiv 2301.13081, Sec. 4.2); beta2 and adam_eps are
-    # LAMB's defaults. STAIR does not say how it modifies CLIP's towers, so [CLS] and the causal
-    # text tower stay. differs: LAMB neither scales nor decays the token embedding (see stair.py).
+    # LAMB's defaults. STAIR does not say how it modifies CLIP's encoders, so [CLS] and the causal
+    # text encoder stay. differs: LAMB neither scales nor decays the token embedding (see stair.py).
     "stair-clip": dict(image_encoder="ViT-B/16:cls=1", text_encoder="12x512:context=76,causal=1,vocab_size=30522",
                        readout="cls", steps=600_000, batch=16384, optimizer="lamb", beta2=0.999,
                        adam_eps=1e-6, lr=1e-3, schedule="linear", weight_decay=1e-2, warmup=10_000, clip_grad=0.0),
@@ -223,12 +223,12 @@ def clip_loss(v, t, scale, gather=identity):
 
 
 def blocks_left_out(args):
-    """Number of last blocks that each tower lacks because SPARO replaces them (Sec. 3.4, 4)."""
+    """Number of last blocks that each encoder lacks because SPARO replaces them (Sec. 3.4, 4)."""
     return int(args.readout == "sparo" and args.replace_block)
 
 
 class Model(nn.Module):
-    """CLIP with a read-out on each tower (Sec. 3.3).
+    """CLIP with a read-out on each encoder (Sec. 3.3).
 
     image_encoder(images) -> (B, n, image_width), with [CLS] first or without [CLS];
     text_encoder(tokens, mask) -> (B, n, text_width), causal.
@@ -258,7 +258,7 @@ class Model(nn.Module):
         return {"loss": clip_loss(v, t, scale, gather), "scale": scale.detach()}
 
     def clip_parameters(self):
-        """{CLIP's name: parameter} that --init-weights sets, in addition to the towers. Only with
+        """{CLIP's name: parameter} that --init-weights sets, in addition to the encoders. Only with
         --readout cls the model is CLIP and has CLIP's projections."""
         places = {"logit_scale": self.log_scale}
         if self.config.readout == "cls":
@@ -316,7 +316,7 @@ class Model(nn.Module):
 
 
 def other_readouts(config, image_encoder, image_width, text_width):
-    """[read-out of the image tower, read-out of the text tower]"""
+    """[read-out of the image encoder, read-out of the text encoder]"""
 
     def projection(d, M):
         layer = nn.Linear(d, M, bias=False)
@@ -330,8 +330,8 @@ def other_readouts(config, image_encoder, image_width, text_width):
     if config.readout == "cls":
         return [Pool(projection(d, E)) for d in widths]
     if config.readout == "gap":
-        # The authors take the mean first and apply the tower's last LayerNorm to the mean
-        # (transformer.py:527, 573), so the LayerNorm moves from the tower to the read-out.
+        # The authors take the mean first and apply the encoder's last LayerNorm to the mean
+        # (transformer.py:527, 573), so the LayerNorm moves from the encoder to the read-out.
         norm = getattr(image_encoder, "norm", nn.Identity())       # a ResNet has no LayerNorm
         image_encoder.norm = nn.Identity()
         mean = Pool(nn.Sequential(norm, projection(image_width, E)), mean=True)
@@ -413,8 +413,8 @@ class CrossAttention(nn.Module):
 class FDT(nn.Module):
     """Finite Discrete Tokens (App. B.2): an encoding is a mixture of codes.
 
-    Both towers share the codes (C, E). Each position scores all codes, each code keeps its largest
-    score, and sparsemax turns the C scores into the weights of the mixture.
+    Both encoders share the codes (C, E). Each position scores all codes, each code keeps its
+    largest score, and sparsemax turns the C scores into the weights of the mixture.
 
     differs: the outputs are normalised and include [CLS]. The authors do not normalise them
     (model.py:448) and leave out [CLS] (transformer.py:565). Positions after a caption's end score
@@ -441,7 +441,7 @@ def sparsemax(z):
     with in_fp32(z) as (z,):
         k = torch.arange(1, z.shape[-1] + 1, device=z.device)
         sums = z.sort(-1, descending=True).values.cumsum(-1)       # (..., C), sum of the k largest
-        # Each k gives a threshold. The largest is the right one; its k is the number of weights > 0.
+        # Each k gives a threshold. The largest is right; its k is the number of weights above 0.
         threshold = ((sums - 1) / k).amax(-1, keepdim=True)
         return (z - threshold).clamp(min=0)
 
@@ -496,11 +496,12 @@ class Dino(nn.Module):
         (utils.py:132).
       * The learning rate ends at 0, not at 1e-6 (main_dino.py:101). Its warm-up begins at
         peak / warmup, not at 0 (utils.py:191), and reaches the peak at the same step.
-      * [CLS], positions and queries do not decay (they do, utils.py:639).
+      * [CLS], positions and queries have no weight decay; in DINO's code they have (utils.py:639).
       * Pixels are normalised with CLIP's mean and deviation, not ImageNet's (main_dino.py:431).
       * The image encoder is initialised as CLIP's is.
-      * Positions are interpolated with antialiasing (without it, vision_transformer.py:187).
-      * common.jitter changes the colours, not torchvision's (main_dino.py:424).
+      * Positions are interpolated with antialiasing; DINO's code has none
+        (vision_transformer.py:187).
+      * common.jitter changes the colours, DINO's code has torchvision's jitter (main_dino.py:424).
     """
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
@@ -693,8 +694,8 @@ def train_mask(y_i, y_p, y_n, parts, epochs=100, batch=256, generator=None):
 
 
 if __name__ == "__main__":
-    # The slots of 16 images: x has the shape of ViT-B/16's outputs and random numbers. Sparo.forward
-    # and the listing of App. A give the same slots, but the listing takes longer.
+    # The slots of 16 images: x has the shape of ViT-B/16's outputs and random numbers.
+    # Sparo.forward and the listing of App. A give the same slots, but the listing takes longer.
     x, readout = torch.randn(16, 197, 768), Sparo(768, L=64, V=64, D=64)
 
     def as_listed(x):

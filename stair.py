@@ -4,14 +4,14 @@
 An image or a caption becomes one vector with a weight for each word of the vocabulary. Most weights
 are 0, so people can read the vector and an inverted index can search it. The contrastive loss alone
 would give words new meanings, so training has three stages. In stage 1 only a caption's own words
-may be active in its vector, and the image tower learns these words. Stage 2 freezes the image
-tower, and the text tower learns to activate other words that fit. Stage 3 trains both towers.
+may be active in its vector, and the image encoder learns these words. Stage 2 freezes the image
+encoder, and the text encoder learns to activate other words that fit. Stage 3 trains both encoders.
 
     symbol      name here            shape            where
     f, g        image_encoder, image_head             Eq. 1; and text_encoder, text_head
-    h_j         h                    (B, N, d)        Eq. 4; a tower's output at position j
+    h_j         h                    (B, N, d)        Eq. 4; an encoder's output at position j
     transform   transform            d -> E           Eq. 4; in `encode` t = transform(h)
-    e, b        e, b                 (|V|, E), (|V|,) Eq. 4; e: the text tower's embedding
+    e, b        e, b                 (|V|, E), (|V|,) Eq. 4; e: the text encoder's embedding
     p(h_j)      p                    (B, N, |V|)      Eq. 4
     enc         v of images, t of texts  (B, |V|)     Eq. 5; the weights of the words
     mask(y)     caption_mask         (B, |V|)         Eq. 8; 1 if the caption has the token
@@ -22,28 +22,28 @@ We know of no code by the authors.
 
 Differs from the paper:
   * A word of the caption gets a gradient even where its weight is 0, up to stage `revive_until`
-    (in b16 never). The paper's ReLU stops this gradient, so that a word which the image tower does
-    not see at first never comes back.
+    (in b16 never). The paper's ReLU stops this gradient. A word that the image encoder does not see
+    at first would never come back.
   * The cosine in the loss counts an encoding shorter than 0.5 as 0.5 long, to bound its gradient.
   * LAMB neither scales nor decays e (common.param_groups); LAMB as published does both. So the
     first step of e in b16 is 49 times as long (16 times if a tenth of its rows has a gradient).
-  * The paper leaves open how its towers modify CLIP-B/16. Here the image tower has no [CLS] and no
-    LayerNorm before its blocks, and the text tower sees both ways.
+  * The paper leaves open how its encoders modify CLIP-B/16. Here the image encoder has no [CLS] and
+    no LayerNorm before its blocks, and the text encoder sees both ways.
   * Where the paper is silent, these choices are ours: special tokens ([CLS], [SEP], ...) are never
-    active. Stage 2 trains e with the text tower, and the frozen image head keeps a copy of e. The
+    active. Stage 2 trains e with the text encoder, and the frozen image head keeps a copy of e. The
     mean of Eq. 6 is over the global batch. Eq. 3 is averaged over both directions. Each stage has a
     new optimizer, and the lambdas grow from 0 in its first half. Photographs are cropped a little
     and flipped.
 Not here: the authors' private pairs (App. B). The index (App. D) holds words and no other features.
          To block words in documents, set the weights of these words to 0 before `add`.
-Run:     python train.py --method stair                     (the embedded world)
+Run:     python train.py --method stair                     (the world of shapes)
 Result:  on test data, mean +- deviation of n seeds. Three seeds decide nothing. CLIP is sparc.py's;
          `python tests/claims.py stair` prints all claims.
 
     what                                      here          beside                             n
     text-to-image R@1                         .905 +- .003  CLIP .836 +- .014, one stage .687  3
     image-to-text R@1                         .937 +- .013  CLIP .897 +- .015, one stage .742  3
-    ... without the text tower                .524 +- .071  with it .937 +- .013               3
+    ... without the text encoder                .524 +- .071  with it .937 +- .013               3
     zero-shot                                 .991 +- .004  after stage 2 .747, stage 1 .770   3
     shape among the 10 heaviest of 862 words  .999 +- .001  one stage .000 +- .000             3
     heaviest word is the label                .355 +- .243  CLIP .459, --revive-until 0 .216   3
@@ -83,7 +83,7 @@ B16 = dict(image_encoder="ViT-B/16", text_encoder="12x512:context=76,vocab_size=
            batch=16384, steps=1_200_000, optimizer="lamb", beta2=0.999, adam_eps=1e-6, lr=1e-3,
            schedule="linear", weight_decay=1e-2, warmup=10_000, clip_grad=0.0, revive_until=0)
 PRESETS = {  # the values of --preset: settings of this file and of train.py; flags override them
-    # Chosen on the val split of the embedded world. Unlike b16, it trains with AdamW, and stage 3
+    # Chosen on the val split of the world of shapes. Unlike b16, it trains with AdamW, and stage 3
     # keeps the learning rate.
     "tiny": dict(image_encoder="tiny", text_encoder="tiny", data="shapes:words=400",
                  batch=128, steps=1000, lr=2e-3, lr_3=1.0, share_1=0.4, share_2=0.15,
@@ -151,9 +151,9 @@ def encode(t, e, b, mask=None):
 
 
 class TokenProjectionHead(nn.Module):
-    """Eq. 4 and 5: a tower's outputs (B, N, d) -> enc (B, |V|).
+    """Eq. 4 and 5: an encoder's outputs (B, N, d) -> enc (B, |V|).
 
-    embedding: the text tower's nn.Embedding (|V|, E), which both heads share, so that a weight
+    embedding: the text encoder's nn.Embedding (|V|, E), which both heads share, so that a weight
     belongs to a real word. special: ids of tokens that are never active.
     """
 
@@ -194,7 +194,7 @@ def stages(args):
 
 
 class Model(nn.Module):
-    """Two towers, each with a head.
+    """two encoders, each with a head.
 
     image_encoder(images) -> (B, N, image_width); text_encoder(tokens, mask) -> (B, L, text_width).
     text_encoder.embedding is an nn.Embedding (|V|, E); text_encoder.special has the ids of tokens
@@ -219,7 +219,7 @@ class Model(nn.Module):
         stage was loaded."""
         self.number = number
         self.stage.fill_(number)
-        # Stage 2 freezes the image tower and its head, but not e, which the text tower trains.
+        # Stage 2 freezes the image encoder and its head, but not e, which the text encoder trains.
         self.image_encoder.requires_grad_(number != 2)
         self.image_head.transform.requires_grad_(number != 2)
         self.image_head.bias.requires_grad_(number != 2)
@@ -293,12 +293,12 @@ class Model(nn.Module):
         return F.normalize(self.text_encoding(tokens, mask), dim=-1)
 
     def clip_parameters(self):
-        """{CLIP's name: parameter} that --init-weights sets, in addition to the towers. STAIR has
+        """{CLIP's name: parameter} that --init-weights sets, in addition to the encoders. STAIR has
         no parameters for CLIP's projections."""
         return {"logit_scale": self.log_scale}
 
     def encode_words(self, tokens, mask):
-        """tokens, mask (B, L) -> (B, |V|): a query without the text tower, whose tokens have equal
+        """tokens, mask (B, L) -> (B, |V|): a query without the text encoder. Its tokens have equal
         weights (Sec. 7.1). The query of a class includes the words of the prompt, such as "photo";
         the paper does not say whether they count."""
         return F.normalize(self.caption_words(tokens, mask), dim=-1)

@@ -133,7 +133,8 @@ class Config:
     # number of parts into which a rank splits its batch; the encoders process the parts one after
     # the other, to save memory; the loss still compares the whole batch
     accum_freq: int = 1
-    dry_run: bool = False  # print parameters, FLOPs and the loss at chance, then stop
+    # print parameters, FLOPs and the loss of a random guess, then stop; weight files are not read
+    dry_run: bool = False
     bench: int = 0  # number of steps to time; print the rates, then stop
 
 
@@ -745,7 +746,7 @@ def by_knn(model):
 def opens_early(args, model):
     """Whether the data to evaluate on are opened before the training, so that an error in them
     costs no time. Data that are also trained on wait: a table would be in memory twice."""
-    return bool(args.eval_data or args.eval_every or by_knn(model))
+    return not args.bench and bool(args.eval_data or args.eval_every or by_knn(model))
 
 
 def open_evaluation(args, model, options):
@@ -1260,7 +1261,7 @@ def main(argv=None):
         raise UserError(f"{what}: lower --workers or --batch, or raise the container's --shm-size. "
                         f"`--resume auto --out {shlex.quote(args.out)}` continues from the last "
                         f"save, if there is one.") from None
-    if dist.is_initialized():  # after an error NCCL would wait for the other ranks
+    if dist.is_initialized():  # not after an error, when NCCL would wait for the other ranks
         dist.destroy_process_group()
     return stopped_by
 

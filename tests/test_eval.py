@@ -781,9 +781,14 @@ def test_a_chart_marks_where_a_stage_begins():
     curves = evaluation.read_curves(log, {"loss": "loss", "lr": "fp16 may give no number"})
     assert [name for _, name, _ in curves] == ["red: loss"]
     marked = evaluation.chart(log, curves, width=300)
-    plain = evaluation.chart([{"step": 10}, {"step": 30}], curves, width=300)
+    plain = evaluation.chart([{"step": step} for step in (10, 20, 30)], curves, width=300)
     left, _, right, _ = ImageChops.difference(marked, plain).getbbox()
-    assert marked.size == plain.size and left == 64 + 300 // 2 and right < left + 60
+    assert marked.size == plain.size and left == 64 + 300 // 2
+    # no line joins the curves of two stages
+    between = (left + 3, 48, left + 147, 58)
+    red = evaluation.CLASS_COLOURS[0]
+    shown = [[colour for _, colour in page.crop(between).getcolors()] for page in (marked, plain)]
+    assert red not in shown[0] and red in shown[1]
 
 
 @pytest.mark.parametrize("name, pictures", [

@@ -173,7 +173,7 @@ def test_an_export_writes_only_a_new_file(run_of, tmp_path):
         with pytest.raises(common.UserError, match="must be a new file: give a name that does not"):
             evaluation.main([str(run), "--export", str(file)])
     for more in ("--limit 3", "--device cpu", "--templates {}", "--workers 2"):
-        with pytest.raises(common.UserError, match="no other flag than --checkpoint"):
+        with pytest.raises(common.UserError, match=f"leave out {more.split()[0]}.$"):
             evaluation.main([str(run), "--export", str(tmp_path / "x.pt"), *more.split()])
     assert {path: path.read_bytes() for path in run.iterdir()} == before
 
@@ -188,6 +188,13 @@ def test_a_misspelt_flag_gets_the_flag_it_may_stand_for(capsys, flag, meant):
     assert message.endswith(f"did you mean {meant}?") == bool(meant)
     assert evaluation.suggest("--learning-rate", ["--lr", "--limit"]) == "--lr"
     assert evaluation.suggest("--output-dir", ["--out", "--optimizer"]) == "--out"
+
+
+def test_shards_that_the_shell_has_expanded_get_a_hint(capsys):
+    for program in (train, evaluation):
+        with pytest.raises(SystemExit):
+            program.main(["--method=sparc", "--data=0.tar", "1.tar", "2.tar"])
+    assert capsys.readouterr().err.count("unrecognized arguments: 1.tar 2.tar; quote a pattern") == 1
 
 
 def test_limit_means_the_same_for_every_kind_of_data(tmp_path):
@@ -257,7 +264,7 @@ def test_encoders_accept_a_single_caption_or_image_but_not_none(run_of, tmp_path
     for encode, item in ((model.texts, "a cat"), (model.images, file)):
         with pytest.raises(common.UserError, match="not finite .* has diverged"):
             encode(item)
-    with pytest.raises(common.UserError, match="no text tower"):
+    with pytest.raises(common.UserError, match="no text encoder"):
         evaluation.load_run(run_of("bam"))[0].texts(["a cat"])
 
 

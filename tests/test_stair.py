@@ -341,7 +341,7 @@ def test_a_run_is_read_and_searched(tmp_path, run_of, monkeypatch, capsys):
         (image, *queries)) or query_maps(embedder, image, queries))
     evaluation.main([str(run), "--query", "a red circle", "Red AND NOT blue", "red AND NOT red"])
     shown = capsys.readouterr().out
-    for way in ("a red circle (text tower): ", "a red circle (words alone): ", "Red AND NOT blue:"):
+    for way in ("a red circle (text encoder): ", "a red circle (words alone): ", "Red AND NOT blue:"):
         assert way in shown
     index, (embed, _) = stair.InvertedIndex.load(run / "index.pt"), evaluation.load_run(run)
     images = common.open_data("shapes:size=16,objects=2,words=20").sample(24, "test", 7)["images"]

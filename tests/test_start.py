@@ -57,7 +57,7 @@ def model_of(name, vit, tower, **settings):
 
 
 def custom_text(state):
-    """Return OpenCLIP's training checkpoint of a model whose text tower is a separate module."""
+    """Return OpenCLIP's training checkpoint of a model whose text encoder is a separate module."""
     for key in list(state):
         if not key.startswith(("visual.", "logit_scale")):
             state[f"text.{key}"] = state.pop(key)
