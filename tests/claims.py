@@ -4,7 +4,7 @@
     python tests/claims.py NAME --again    # prints the commands for all figures that are missing
 
 NAME is a group of claims. `sparo`, `stair`, `sparc` and `bam` are the claims of one paper each.
-`readme` has the rows of README's table that are being measured anew.
+`readme` has the rows of README's table.
 
 Words
     claim    Run A is above run B in a metric. claims-runs.json has all claims.
@@ -35,8 +35,7 @@ Below the table
                          so that a better one may lie outside.
     note                 A fact that concerns many rows.
     run NAME             What a run is, if its name does not tell.
-    - SUMMARY            An older summary, with its flags of train.py in brackets. "(no flags)" says
-                         that the record names no flags.
+    - SUMMARY            An older summary, with its flags of train.py in brackets.
 
 To measure what is missing, run in the project's directory (two commands at a time, four rounds):
 
@@ -186,7 +185,8 @@ def compare(method, claim, figure):
 
 
 # {n: the 97.5 % quantile of Student's t with n - 1 degrees of freedom}
-QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
+QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306,
+             10: 2.262}
 RULE = ("A claim holds (is reversed) if the mean difference of n >= 5 seeds is above (below) 0 by "
         "more than t(.975, n - 1) standard errors; else it is not shown; with fewer seeds it is "
         "not decided. By chance alone 1 claim in 40 holds, and 1 is reversed.")
@@ -272,7 +272,8 @@ def print_table(method):
         if record["method"] == method and "summary" in record:
             figures = record["figures"].items()
             shown = [f"{metric} {' ± '.join(map(str, values))}" for metric, values in figures]
-            print(f"- {record['summary']}: {', '.join(shown)} ({record.get('flags', 'no flags')})")
+            flags = f" ({record['flags']})" if "flags" in record else ""
+            print(f"- {record['summary']}: {', '.join(shown)}{flags}")
 
 
 def check_run(out, config, flags):

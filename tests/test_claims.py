@@ -87,7 +87,7 @@ def test_again_chooses_rates_then_trains_seeds_then_fills_the_table(printed, tmp
         "| 2, 1 | 0.700 ± 0.010, 0.500 | +0.300 -0.100 +0.400 | -0.457 to +0.857 | not decided "
         "(n = 3): noise * |")
     assert table[3].endswith("| 2, 1 |  |  |  | not run yet |")
-    assert table[-1] == "- photos: x 0.5 ± 0.01, y 3 (no flags)" and "note: of a note" in table
+    assert table[-1] == "- photos: x 0.5 ± 0.01, y 3" and "note: of a note" in table
 
     for run, rate in swept:  # on the test split, or with other options, another rate is best
         write(tmp_path, run, rate, 0, {"zeroshot": 1 - rate})
