@@ -2199,7 +2199,7 @@ def tasks_to_run(options, data, model):
     """Names of the tasks of --task, or of the usual ones that data and model can run.
 
     Raises UserError if data and model can run no task at all, unless --task names a picture, or if
-    they cannot run a task of --task.
+    they can neither run nor draw a name of --task.
     """
     asked = options.tasks or []
     usable = [name for name, task in TASKS.items() if task.fits(data) and task.suits(model)]
@@ -2211,9 +2211,13 @@ def tasks_to_run(options, data, model):
         more = ", captions, SugarCrepe, Winoground or VOC" if model.encode_text else ""
         raise UserError(f"No task can evaluate on {options.data}: give class folders or shapes"
                         f"{more}.")
+    drawn = pictures_to_draw([model], data, asked)
     for name in asked:
         if name in TASKS and name not in usable:
-            raise UserError(why_unusable(name, usable, options, data))
+            why = why_unusable(name, usable, options, data)
+            if name not in drawn:
+                raise UserError(why)
+            print(f"note: {name}.png is drawn without figures. {why}")
     wanted = asked or default_tasks(data, model)
     return [name for name in usable if name in wanted]
 

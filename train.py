@@ -803,7 +803,7 @@ def build_towers(args, method, tokenizer):
     if args.init_weights:
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
             weights = common.load_checkpoint(args.init_weights)
-            if "ranks" in weights:
+            if isinstance(weights, dict) and "ranks" in weights:
                 raise UserError("the file is a checkpoint of train.py: `eval.py RUN --export FILE` "
                                 "writes the image encoder's weights, which BAM and DINO load.")
             if method.uses_text(args):

@@ -179,9 +179,8 @@ def compare(method, claim, figure):
         return None
     deviation = lambda side: [np.std(side, ddof=1)] if len(side) > 1 else []
     greater, smaller = ([mean(side), *deviation(side)] for side in sides)
-    found = {"greater": greater, "smaller": smaller,
-             "differences": [a - b for a, b in zip(*sides)]}
-    return found | {"untrained": claim["untrained"]} if "untrained" in claim else found
+    return {"greater": greater, "smaller": smaller,
+            "differences": [a - b for a, b in zip(*sides)]}
 
 
 # {n: the 97.5 % quantile of Student's t with n - 1 degrees of freedom}
@@ -211,10 +210,11 @@ def verdict(differences):
     return f"{kind} (n = {n})"
 
 
-def cells(found, why_not=None):
+def cells(found, why_not=None, untrained=-1):
     """Return a row's cells "here", "difference by seed", "95 % interval" and "verdict".
 
-    found: what compare() returned, or an older record of the claim.
+    found: what compare() returned, or an older record of the claim. untrained: the metric of an
+    untrained network.
     """
     if found is None:
         return "", "", "", "not run yet"
@@ -224,7 +224,6 @@ def cells(found, why_not=None):
     between = interval(differences)
     between = f"{between[0]:+.3f} to {between[1]:+.3f}" if between else ""
     means = {"A": found["greater"][0], "B": found["smaller"][0]}
-    untrained = found.get("untrained", -1)  # the metric of an untrained network
     idle = [name for name, value in means.items() if value is not None and value <= untrained]
     holds = f"{' and '.join(idle)} did not train" if idle else verdict(differences)
     holds += f": {why_not}" if why_not and not holds.startswith("holds") else ""
@@ -246,7 +245,7 @@ def print_table(method):
     for claim in table["claims"]:
         key = key_of({"method": method, "claim": f"{claim['runs']}: {claim['metrics']}"})
         found = compare(method, claim, figure) or records.get(key)
-        row = cells(found, claim.get("why_not"))
+        row = cells(found, claim.get("why_not"), claim.get("untrained", -1))
         print("| " + " | ".join([claim["claim"], claim["source"], claim["paper"], *row]) + " |")
     chosen = []
     for name, run in table["runs"].items():

@@ -153,7 +153,7 @@ def test_a_side_that_is_no_better_than_an_untrained_network_did_not_train():
     found = {"greater": [0.4, 0.1], "smaller": [0.3, 0.1], "differences": [0.1] * 5}
     for untrained, verdict in ((0.2, "holds (n = 5)"), (0.3, "B did not train: noise"),
                                (0.5, "A and B did not train: noise")):
-        assert claims.cells(found | {"untrained": untrained}, "noise")[-1] == verdict
+        assert claims.cells(found, "noise", untrained)[-1] == verdict
 
 
 @pytest.mark.parametrize("old, new", [("--lr", "--beta2"), ("objects=4", "objects=3"),

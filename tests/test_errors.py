@@ -172,6 +172,8 @@ ERRORS = [
        {part: shape}) for part, shape in (
         ("visual.proj", None), ("visual.proj", (2, 3, 4)), ("text_projection", (9, 8)))),
     ("sparc --init-weights 0", "^--init-weights 0: 0 is not a checkpoint that can be", "broken"),
+    ("sparc --init-weights 0", "^--init-weights 0: the file holds no weights .*, but a Tensor: save",
+     saved(torch.ones(2))),
     ("sparc --init-weights 0", "^--init-weights 0: the file has no known .*, but patch_embed: ",
      saved({"patch_embed": torch.ones(2)})),
     ("bam --init-weights 0", "--init-weights 0: the file holds .*Missing.* such as ViT-S/16:cls=1",

@@ -791,6 +791,16 @@ def test_a_chart_marks_where_a_stage_begins():
     assert red not in shown[0] and red in shown[1]
 
 
+def test_a_task_without_figures_still_draws_its_picture(run_of, tmp_path, capsys):
+    write_files(tmp_path, {"a.png": picture(format="PNG"), "a.csv": "image,caption\na.png,a cat\n"})
+    data, run = tmp_path / "a.csv", run_of("sparc")
+    before = (run / "evals.jsonl").read_text(), len([*run.glob("*-a-csv-alignment.png")])
+    evaluation.main([str(run), "--task", "alignment", "--data", str(data)])
+    assert "alignment.png is drawn without figures. With" in capsys.readouterr().out
+    assert len([*run.glob("*-a-csv-alignment.png")]) == before[1] + 1
+    assert (run / "evals.jsonl").read_text() == before[0]
+
+
 @pytest.mark.parametrize("name, pictures", [
     ("sparc", ["alignment", "segmentation", "captions"]), ("stair", ["words", "queries"]),
     ("bam", ["heads", "curves", "neighbours"])])
