@@ -161,7 +161,7 @@ def sinkhorn(S, tau, iters, gather=identity):
     """S (..., rows, columns) -> B: exp(S / tau), with columns and rows normalised in turn.
 
     Each row of B sums to 1. The column sums approach rows / columns (bam_loss.py:289), which is 1
-    if S is square. Sums are of logarithms, so that nothing underflows. Each rank has its own rows
+    if S is square. logsumexp computes the sums, so that nothing underflows. Each rank has its own rows
     of S and all columns, so `gather` is needed for columns. B has no gradient (Sec. 4.1).
     """
     with in_fp32(S.detach()) as (S,):

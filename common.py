@@ -289,7 +289,7 @@ class BatchNorm(nn.BatchNorm2d):
         mean = means.mean(0)                                 # (C,)
         variance = (variances + (means - mean).square()).mean(0)  # (C,)
         with torch.no_grad():
-            # n values for each channel; n / (n - 1) makes the running variance unbiased, as torch's
+            # n values for each channel; n / (n - 1) makes the running variance unbiased, like torch
             n = x.numel() / x.shape[1] * dist.get_world_size()
             self.running_mean.lerp_(mean, self.momentum)
             self.running_var.lerp_(variance * n / (n - 1), self.momentum)
@@ -2637,7 +2637,7 @@ def turn_off_tf32():
 #
 # Loading translates the names of tensors and interpolates positions. A file with a missing or an
 # extra tensor is refused. If such a file were loaded, a part of the network would keep its random
-# weights, and the figures would be wrong without any error.
+# weights, and the results would be wrong without any error.
 
 CLIP_NAMES = [  # (OpenCLIP's and OpenAI's name, ours)
     ("transformer.resblocks.", "blocks."), (".in_proj_", ".qkv."), (".out_proj.", ".proj."),

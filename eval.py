@@ -1,6 +1,6 @@
 """Evaluate trained runs: `python eval.py RUN [RUN ...] --task zeroshot,retrieval --data SPEC`.
 
-The command prints a table of metrics, draws pictures into RUN and appends the figures to
+The command prints a table of metrics, draws pictures into RUN and appends the metrics to
 RUN/evals.jsonl. Without --data the command repeats the evaluation at the end of the training; this
 evaluation also writes RUN/eval.json. Several runs share a table; runs that differ only in their
 seed share a column, with mean and standard deviation.
@@ -76,9 +76,9 @@ def recall_at_k(queries, keys, positives, chunk=1024, similarity=torch.inner):
     A negative key with the score of the best positive counts as better. So a model that gives
     every pair the same score gets the worst recall, not the best.
 
-    differs: SPARO (Sec. 4.2) defines the fraction of the k best keys that are positive. Its figures
-    come from CLIP_benchmark's code (Table C.2), which counts a query with any positive key, as we
-    do and as the authors' training/train.py:360 does.
+    differs: SPARO (Sec. 4.2) defines the fraction of the k best keys that are positive. The
+    paper's results come from CLIP_benchmark's code (Table C.2), which counts a query with any
+    positive key. So do we, and the authors' training/train.py:360.
     """
     query_ids, key_ids = positives
     ranks = []
@@ -129,10 +129,10 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=2
 # --probe: (the setting that the probe chooses by itself, its default number of epochs)
 PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100), "lbfgs": ("l2", None)}
 # The learning rates from which the sgd probe chooses.
-# differs: BAM (Table 9b) has .002 for ViT and .3 for ResNet-50, which its code multiplies by
-# batch / 256. Its figure is that of the best epoch on the test images; ours is that of the last
-# epoch. Its probe learns from all training images, ours from nine tenths, because the other tenth
-# chooses the rate. Its code resizes crops with bilinear interpolation, ours with bicubic.
+# differs: BAM (Table 9b) has .002 for ViT and .3 for ResNet-50, which BAM's code multiplies by
+# batch / 256. BAM's code takes the epoch that is best on the test images; we take the last epoch.
+# BAM's probe learns from all training images; ours learns from nine tenths, because the other tenth
+# chooses the rate. BAM's code resizes crops with bilinear interpolation, ours with bicubic.
 RATES = (0.002, 0.01, 0.05, 0.3, 1.0)
 
 
@@ -141,7 +141,7 @@ def split_held_out(x):
 
     A probe's strength of regularisation is chosen on the held-out rows. Chosen on the test images,
     it would make the accuracy too good. SPARO (C.1) does not say how much it holds out; a fifth is
-    our choice. The split is the same each time, so that a figure can be reproduced.
+    our choice. The split is the same each time, so that results can be reproduced.
     """
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
     return order.to(x.device).tensor_split([len(x) // 5])
@@ -466,7 +466,8 @@ class Embedder:
 
     @torch.no_grad()
     def images(self, images, encode=None):
-        """A tensor (n, 3, S, S), or n paths or PIL images, or one -> (n, E) or (n, P, E)."""
+        """A tensor (n, 3, S, S), a list of n paths or PIL images, or a single one -> encodings
+        (n, E); (n, P, E) if `encode` encodes patches."""
         if not torch.is_tensor(images):
             images = torch.stack([self.read(image) for image in as_list(images)])
         encode = encode or self.encode_image
@@ -604,8 +605,8 @@ def read_templates(given):
 
 # The evaluation that ends a training takes a sample, to be quick; --data is evaluated in full.
 TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # images to evaluate, images to learn from
-# Options that change no figure, so that evals.jsonl need not record them
-NOT_OF_FIGURES = {"runs", "queries", "export", "workers", "batch", "device", "is_own"}
+# Options that change no metric, so that evals.jsonl need not record them
+NOT_OF_METRICS = {"runs", "queries", "export", "workers", "batch", "device", "is_own"}
 
 
 def options_of(given, args):
@@ -616,7 +617,7 @@ def options_of(given, args):
 
         learn_limit         how many images k-NN and probes learn from; None: all
         on_training_images  whether the run was trained on the images to evaluate
-        is_own              whether the figures are those of the evaluation that ends the training
+        is_own              whether the metrics are those of the evaluation that ends the training
     """
     defaults = vars(build_parser().parse_args(["RUN"]))
     given = {name: value for name, value in given.items() if value != defaults.get(name)}
@@ -632,7 +633,7 @@ def options_of(given, args):
         given["templates"] = read_templates(given["templates"])
     options = argparse.Namespace(**defaults | own | given)
     options.on_training_images = is_trained_on(options.data, options.split, args)
-    options.is_own = given.keys() <= NOT_OF_FIGURES | {"tasks"}
+    options.is_own = given.keys() <= NOT_OF_METRICS | {"tasks"}
     return options
 
 
@@ -671,7 +672,7 @@ def is_trained_on(data, split, args):
 
 def refuse_useless_options(given, data, default):
     """Raise UserError if one of the flags `given` has no effect on the data, whose default split is
-    `default`. Without an error, a user would take the figures for those of the flag."""
+    `default`. Without an error, a user would believe that the flag had an effect."""
     name, settings = common.parse_spec(data)
     reasons = []
     if default == "all":
@@ -1054,7 +1055,8 @@ class WorldSet(EvalSet):
         # a larger --limit gives more searches of the same difficulty, not harder ones
         self.pool = WORLD_N // 2
         templates = options.templates
-        # "a photo of" occurs in captions with fillers; without them the model does not know it
+        # Only captions with fillers (words that describe nothing) contain "a photo of". A model
+        # trained without fillers does not know this prompt.
         usual = ["{a}", "a photo of {a}"] if world.fillers else ["{a}"]
         self.classes = Classes(PAIRS, templates or usual, "shapes")
         self.named = self.classes if templates else None
@@ -1064,7 +1066,7 @@ class WorldSet(EvalSet):
         self.unseen[[8 * colour + shape for colour, shape in world.heldout_pairs]] = True
 
     def scenes(self, purpose):
-        """The sample of World.sample for a purpose, the same each time."""
+        """The sample of World.sample for a purpose. Each call returns the same sample."""
         few, most = min(3, self.world.objects), self.world.objects
         evaluated = {
             # purpose: (number of scenes, seed, objects in each scene; None: 1 to `most`)
@@ -1620,7 +1622,7 @@ def classification(embedder, data, options):
 
 # What can be measured ---------------------------------------------------------------------
 #
-# A task runs if the data and the model have what its row names.
+# A task runs if the data and the model have the members that stand in the task's row of TASKS.
 
 
 IMAGES = "captioned", "groups"  # images with a caption or the name of a class
@@ -1776,11 +1778,11 @@ def lit_sheet(title, note, rows):
     return sheet(title, note, pages)
 
 
-def share_sentences(sentence, figures):
-    """Fill the figures of `shares_on_objects` into a sentence with {kind}, {share} and {even}:
+def share_sentences(sentence, metrics):
+    """Fill the metrics of `shares_on_objects` into a sentence with {kind}, {share} and {even}:
     one sentence for each kind of words, none for a kind of which there is no word (nan)."""
     sentences = ""
-    for metric, (share, even) in figures.items():
+    for metric, (share, even) in metrics.items():
         if math.isfinite(share):
             kind = metric.rpartition("/")[2]
             share, even = f"{100 * share:.0f} %", f"{100 * even:.0f} %"
@@ -1869,7 +1871,7 @@ def draw_slots(embedder, data):
     for slot in (agree * sharpness).sum(0).argsort(descending=True).tolist():
         shown = agree[:, slot].nonzero()[:, 0]
         repeats = word[shown][:, chosen] == word[shown][:, [slot]]          # (shown, chosen)
-        # a slot above repeats if it has the same word in 30 % of these captions
+        # new: no slot chosen before attends to the same word in 30 % or more of these captions
         is_new = (repeats.float().mean(0) < 0.3).all()
         if len(shown) < 4 or not is_new or len(chosen) == 8:
             continue
@@ -2191,7 +2193,7 @@ def draw_comparison(embedders, data, tasks):
 
 # Evaluating a run -----------------------------------------------------------------------
 #
-# The figures of a run's own data go into RUN/eval.json, as at the end of its training. All figures
+# The metrics of a run's own data go into RUN/eval.json, as at the end of its training. All metrics
 # go into RUN/evals.jsonl.
 
 
@@ -2217,7 +2219,7 @@ def tasks_to_run(options, data, model):
             why = why_unusable(name, usable, options, data)
             if name not in drawn:
                 raise UserError(why)
-            print(f"note: {name}.png is drawn without figures. {why}")
+            print(f"note: {name}.png is drawn without metrics. {why}")
     wanted = asked or default_tasks(data, model)
     return [name for name in usable if name in wanted]
 
@@ -2263,8 +2265,8 @@ def evaluate(embedder, data, options):
 
 
 def evaluate_and_show(embedder, data, options, run):
-    """Evaluate, print a table, write the figures and the pictures into RUN -> {metric: float}.
-    Raises UserError if there is neither a figure nor a picture."""
+    """Evaluate, print a table, write the metrics and the pictures into RUN -> {metric: float}.
+    Raises UserError if there is neither a metric nor a picture."""
     result = evaluate(embedder, data, options)
     if data.named and embedder.tokenizer:
         print(f"Class names: {data.named.source}. First prompt: {data.named.prompts[0]!r}")
@@ -2283,7 +2285,7 @@ def evaluate_and_show(embedder, data, options, run):
               f"run's vocabulary does not have: train on captions with these words, or with "
               f"--vocab.")
     if result:
-        write_figures(embedder, data, options, run, result)
+        write_metrics(embedder, data, options, run, result)
     pages = draw_log(run) if options.is_own and not options.tasks else {}
     drawn = draw_pictures(embedder, data, options.tasks)
     pages |= {output_path(run, options, f"{name}.png"): page for name, page in drawn.items()}
@@ -2307,15 +2309,15 @@ def in_digits(x, digits):
     return f"{x:.{digits}g}" if 0 < abs(x) < 0.001 else f"{x:.{digits}f}"
 
 
-def figure_options(options):
-    """The options that figures depend on -> dict."""
-    return {name: value for name, value in vars(options).items() if name not in NOT_OF_FIGURES}
+def metric_options(options):
+    """The options that change the results of an evaluation -> dict."""
+    return {name: value for name, value in vars(options).items() if name not in NOT_OF_METRICS}
 
 
-def write_figures(embedder, data, options, run, result):
-    """Append the figures and all that they depend on to RUN/evals.jsonl, as one line. If this is
+def write_metrics(embedder, data, options, run, result):
+    """Append the metrics and all that they depend on to RUN/evals.jsonl, as one line. If this is
     the evaluation that ends a training, the line also becomes RUN/eval.json."""
-    depends_on = figure_options(options) | {"step": embedder.step}
+    depends_on = metric_options(options) | {"step": embedder.step}
     classes = data.classes if data.is_world else data.named
     if classes:
         depends_on |= {"class_names": classes.source, "prompts": classes.templates}
@@ -2479,7 +2481,7 @@ ASIDE = ("seed out argv git resume workers log_every save_every keep_every eval_
 
 
 def print_table(columns):
-    """Print {heading: [{metric: figure}, ...]} as a table, with a column for each heading.
+    """Print {heading: [{metric: number}, ...]} as a table, with a column for each heading.
 
     A heading has one dict for each run, or for each --data. A cell shows the mean over the dicts
     and, if there are several, the standard deviation. If only n of the dicts have the metric, the
@@ -2492,10 +2494,10 @@ def print_table(columns):
     rows = itertools.chain(*columns.values())
     for metric in dict.fromkeys(itertools.chain(*map(metrics_of_table, rows))):
         cells, means = [], []
-        for figures in columns.values():
-            values = [row[metric] for row in figures if metric in row]
+        for metrics in columns.values():
+            values = [row[metric] for row in metrics if metric in row]
             deviation = f" ± {in_digits(np.std(values, ddof=1), 3)}" if len(values) > 1 else ""
-            fewer = f" ({len(values)})" if len(values) < len(figures) else ""
+            fewer = f" ({len(values)})" if len(values) < len(metrics) else ""
             cells.append(in_digits(mean(values), 3) + deviation + fewer if values else "")
             means.append(mean(values) if values else 0)
         if more:
@@ -2514,9 +2516,9 @@ def compare_runs(evaluated, tasks):
         columns[json.dumps(settings, sort_keys=True)].append(run)
     specs = {(found.data.options.data, found.data.image_size) for found in evaluated.values()}
     if len(specs) > 1:
-        print("These figures are of different data, or of images of different sizes.")
-    if any(found.figures for found in evaluated.values()):  # a picture alone measures nothing
-        print_table({f"{runs[0]} ({len(runs)})": [evaluated[run].figures for run in runs]
+        print("These metrics are of different data, or of images of different sizes.")
+    if any(found.metrics for found in evaluated.values()):  # a picture alone measures nothing
+        print_table({f"{runs[0]} ({len(runs)})": [evaluated[run].metrics for run in runs]
                      for runs in columns.values()})
     if len(specs) > 1 or len(columns) == 1:
         return []
@@ -2693,7 +2695,7 @@ class Evaluated(NamedTuple):
     embedder: Embedder
     args: object                 # settings of the run
     data: EvalSet
-    figures: dict                # {metric: float}
+    metrics: dict                # {metric: float}
 
 
 def evaluate_run(run, flags):
@@ -2723,7 +2725,7 @@ def main(argv=None):
     with common.explained((RuntimeError, AssertionError), f"--device {flags.device}"):
         torch.empty(1, device=flags.device)
     failed, pages = [], []
-    figures = collections.defaultdict(list)  # {run: its figures on each --data}
+    metrics = collections.defaultdict(list)  # {run: its metrics on each --data}
     for spec in flags.data or [None]:
         evaluated = {}
         for run in flags.runs:
@@ -2735,11 +2737,11 @@ def main(argv=None):
             pages += compare_runs(evaluated, flags.tasks)
         for run, found in evaluated.items():
             if found:
-                figures[run].append(found.figures)
+                metrics[run].append(found.metrics)
     if pages:
         save_pictures({Path(flags.runs[0], "comparison.png"): join(pages, down=True)})
-    if len(flags.data or []) > 1 and figures:
-        print_table({f"{run}, mean of {len(rows)} data": rows for run, rows in figures.items()})
+    if len(flags.data or []) > 1 and metrics:
+        print_table({f"{run}, mean of {len(rows)} data": rows for run, rows in metrics.items()})
     if failed:
         raise UserError(" ".join(failed))
 

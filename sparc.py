@@ -511,7 +511,8 @@ def gloria_loss(tokens, patches, mask, scale, gather=identity):
 
 
 def mgca_loss(tokens, patches, mask, word_context, patch_context, scale):
-    """MGCA's token-wise loss (arXiv 2210.06044), without the weights of [CLS] (D.3) -> scalar.
+    """MGCA's token-wise loss (arXiv 2210.06044) -> scalar. All tokens have the same weight (D.3);
+    MGCA weights a token by the attention of [CLS] to the token.
 
     tokens (b, L, E), patches (b, P, E), mask (b, L): True on words; word_context (b, L, E): the
     attention output of each word over patches; patch_context (b, P, E): of each patch over words.

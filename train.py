@@ -266,10 +266,10 @@ def train(args, out, device):
                 record = {"step": progress.step, "lr": optimizer.param_groups[0]["lr"]}
                 record |= measure(args, model, batch, autocast, outputs, grad_norm)
                 record |= clock.rates(args.batch) | progress.skipped_counts()
-                figures = {}
+                metrics = {}
                 if evaluate_due and not stopping:
-                    figures = evaluate_unnoticed(embedder, eval_data, options)
-                log.write(record, figures, model.warn(record))
+                    metrics = evaluate_unnoticed(embedder, eval_data, options)
+                log.write(record, metrics, model.warn(record))
                 model.train()
             if log_due:
                 clock.reset()
@@ -656,12 +656,12 @@ class Log:
         with common.replacing(self.path) as file:
             file.writelines(kept)
 
-    def write(self, record, figures, warning):
-        """Append a step's record and the figures of its evaluation; print each warning once."""
+    def write(self, record, metrics, warning):
+        """Append a step's record and the metrics of its evaluation; print each warning once."""
         step = record["step"]
         # JSON has no NaN: a gradient that overflowed in fp16 is null
         plain = {name: x if not isinstance(x, float) or math.isfinite(x) else None
-                 for name, x in (record | figures).items()}
+                 for name, x in (record | metrics).items()}
         with common.writing(self.path), open(self.path, "a") as file:
             file.write(json.dumps(plain, allow_nan=False) + "\n")
         self.bar.set_postfix(loss=record["loss"], images_per_s=record["images_per_s"])
@@ -669,9 +669,9 @@ class Log:
             self.last_line = time.monotonic()
             print(f"{self.title}: step {step}/{self.steps}  loss {record['loss']:.4g}  "
                   f"lr {record['lr']:.3g}  {record['images_per_s']:.0f} images/s", flush=True)
-        if figures:
-            names = [name for name in figures if "/" not in name or name.endswith("R@1")]
-            shown = ", ".join(f"{name} {figures[name]:.3f}" for name in names)
+        if metrics:
+            names = [name for name in metrics if "/" not in name or name.endswith("R@1")]
+            shown = ", ".join(f"{name} {metrics[name]:.3f}" for name in names)
             self.bar.write(f"step {step}: {shown}")
         if warning and warning not in self.warned:
             self.bar.write(f"warning at step {step}: {warning}")
@@ -1178,7 +1178,7 @@ def measure(args, model, batch, autocast, outputs, grad_norm):
 
 
 def evaluate_unnoticed(embedder, eval_data, options):
-    """The figures of --eval-every; without captions those of k-NN alone, as a linear probe takes
+    """The metrics of --eval-every; without captions those of k-NN alone, as a linear probe takes
     long. The random numbers of the training stay as they are without an evaluation."""
     if by_knn(embedder.model):
         options = argparse.Namespace(**vars(options) | {"tasks": ["knn"]})
@@ -1203,7 +1203,7 @@ def finish(args, embedder, eval_data, options, progress):
     embedder.model.eval()
     embedder.step = progress.step
     evaluation.evaluate_and_show(embedder, eval_data, options, args.out)
-    print(f"{args.out} holds last.pt (weights), eval.json (these figures), log.jsonl and the "
+    print(f"{args.out} holds last.pt (weights), eval.json (these metrics), log.jsonl and the "
           f"pictures. Next: python eval.py {shlex.quote(args.out)} --data SPEC")
 
 

@@ -297,8 +297,8 @@ def last_figure(out, config, metric, flags):
     given = vars(evaluation.build_parser().parse_args([str(out), *flags.split()]))
     given["data"] = given["data"] and given["data"][0]
     run = argparse.Namespace(**config)
-    own = evaluation.figure_options(evaluation.options_of({}, run))
-    wanted = evaluation.figure_options(evaluation.options_of(given, run))
+    own = evaluation.metric_options(evaluation.options_of({}, run))
+    wanted = evaluation.metric_options(evaluation.options_of(given, run))
     del wanted["tasks"]
     path, value = out / "evals.jsonl", None
     for line in path.read_text().splitlines() if path.exists() else []:

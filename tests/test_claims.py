@@ -72,7 +72,7 @@ def write(root, run, rate, seed, figures, **settings):
     files = {"config.json": json.dumps(vars(args) | {"argv": argv, "git": "c0ffee"})}
     out = root / f"runs/claims/sparc/{run}-{rate}-{seed}"
     write_files(out, files | {"eval.json": "{}"})
-    usual = evaluation.figure_options(evaluation.options_of({}, args))
+    usual = evaluation.metric_options(evaluation.options_of({}, args))
     del usual["on_training_images"]  # an older line lacks this option
     with open(out / "evals.jsonl", "a") as file:
         file.write(json.dumps({"settings": usual | settings} | figures) + "\n")

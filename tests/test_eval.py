@@ -796,7 +796,7 @@ def test_a_task_without_figures_still_draws_its_picture(run_of, tmp_path, capsys
     data, run = tmp_path / "a.csv", run_of("sparc")
     before = (run / "evals.jsonl").read_text(), len([*run.glob("*-a-csv-alignment.png")])
     evaluation.main([str(run), "--task", "alignment", "--data", str(data)])
-    assert "alignment.png is drawn without figures. With" in capsys.readouterr().out
+    assert "alignment.png is drawn without metrics. With" in capsys.readouterr().out
     assert len([*run.glob("*-a-csv-alignment.png")]) == before[1] + 1
     assert (run / "evals.jsonl").read_text() == before[0]
 
