@@ -479,7 +479,7 @@ def simclr_loss(z, c, G, tau, gather=identity):
     mean entropies of the rows of A and of B.
 
     The target that view j sets for the other views of its image is one-hot: the column of view j.
-    A row leaves out only its own latent, not all views of its image, so ids number latents here.
+    A row leaves out only its own latent, so each latent has an id of its own here.
     """
     k, n, _ = z.shape
     rank = getattr(gather, "rank", 0)

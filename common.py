@@ -1700,8 +1700,8 @@ def read_headers(path, files):
 
 
 def rows_of_key(file, key, start, places):
-    """Yield the row of one key, the name that the files of a sample share; then a Skipped for each
-    other image file of the key, which is not used.
+    """Yield the row of one key, then a Skipped for each image file of the key that is not used. The
+    files of a sample share the key.
 
     The file v1.0.jpg has the key "v1" and the suffix ".0.jpg", which is no image's suffix. So a
     name with a dot makes its image useless, and the user must hear of it.

@@ -775,8 +775,8 @@ class TableSet(EvalSet):
             lines = common.read_lines(options.classes, "--classes")
             known = {name: i for i, name in enumerate(common.with_spaces(table.classes))}
             ids = [known.get(name) for name in common.with_spaces(lines)]
-            # If the lines are the folders' names in another order, that order numbers the shards.
-            # Otherwise the lines are new names for the sorted folders.
+            # If the lines are the folders' names in another order, line i names the class of label
+            # i in the shards. Otherwise line i is a new name for folder i of the sorted folders.
             self.label_ids = None if None in ids else ids
         self.labelled = lambda purpose: ((table.path(i), int(table.labels[i])) for i in rows)
 
@@ -1085,8 +1085,8 @@ class WorldSet(EvalSet):
             return self.world.sample(WORLD_N, "val", 8, 1)
         n, seed, objects = evaluated[purpose]
         if self.limit:  # it limits what is evaluated, not what is learned from or chosen by
-            # A small limit is the number of scenes. One above TEST_LIMIT gives each purpose more
-            # scenes, in proportion; a picture has no room for more.
+            # A small limit is the number of scenes. A limit above TEST_LIMIT gives each purpose
+            # more scenes, in proportion. A picture never gets more scenes.
             more = 0 if purpose == "picture" else n * self.limit // TEST_LIMIT
             n = max(min(n, self.limit), more)
         return self.world.sample(n, self.split, seed, objects)
@@ -1532,8 +1532,8 @@ def masks(embedder, data, options):
 
 
 def word_columns(embedder, encodings):
-    """Encodings (n, E) -> (n, |V|), without the columns of no word: an embedding may have more rows
-    than the vocabulary has words."""
+    """Encodings (n, E) -> (n, |V|). Columns that belong to no word are dropped: an embedding may
+    have more rows than the vocabulary has words."""
     return encodings[:, : len(embedder.tokenizer)]
 
 
@@ -2507,9 +2507,10 @@ def print_table(columns):
 
 
 def compare_runs(evaluated, tasks):
-    """Print a table of several runs {run: Evaluated}. Each run has a column; runs that differ in
-    their seed alone share one. -> [a picture of the first run of each column, side by side], or []
-    if --task allows no such picture, there is one column, or the runs saw different data."""
+    """Print a table of several runs {run: Evaluated}. Runs that differ only in their seed share a
+    column. Returns a list with one picture, the first runs of all columns side by side. The list is
+    empty if --task allows no such picture, if there is one column, or if the runs saw different
+    data."""
     columns = collections.defaultdict(list)
     for run, found in evaluated.items():
         settings = {key: value for key, value in vars(found.args).items() if key not in ASIDE}
