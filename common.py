@@ -4,7 +4,7 @@ This file names no method, and no method file imports this file: train.py and ev
 So a method file works in another project without this file. The sections:
 
     Encoders            ViT, TextTransformer, ResNet; their presets
-    What train.py and eval.py need from a method    and its defaults: how to add a method
+    What train.py and eval.py need from a method    members, defaults, how to add a method
     Tokenizer           WordPiece, CLIP's BPE, the training of a vocabulary
     Images and views    decoding, crops, augmentation
     Data files          tables, tar shards, class folders: what --data names
@@ -16,10 +16,10 @@ So a method file works in another project without this file. The sections:
     The world of shapes drawn scenes with captions; skip this section if you have data
 
 To add a table of file names, write a function that yields (path, caption) rows, and add a row to
-formats(). A new layout of .json needs a branch in read_json, and in eval.default_split. Data that
-hold the images themselves need a source, as TarShards is one: see the head of "Data files". eval.py
-needs no change. To add an encoder, add a row to VIT_PRESETS or TEXT_PRESETS. To add a method, read
-Method and ModelDefaults.
+formats(). A new layout of .json needs a branch in read_json and a branch in eval.default_split. A
+format whose files hold the images themselves needs a new class, such as TarShards: see the head of
+"Data files". eval.py needs no change. To add an encoder, add a row to VIT_PRESETS or TEXT_PRESETS.
+To add a method, read Method and ModelDefaults.
 """
 
 import argparse
@@ -77,17 +77,20 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def explained(kinds, what, remedy=""):
-    """A context that turns errors of these types into a UserError: "WHAT: the error REMEDY."."""
+    """A context that turns an error of the types `kinds` into a UserError.
+
+    The message of the UserError is `what`, a colon, the text of the error, and `remedy`.
+    """
     try:
         yield
     except kinds as error:
-        # strerror is an OSError's text without the path, which `what` names already
+        # strerror is an OSError's text without the path. `what` names the path already.
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise UserError(f"{what}: {reason}{remedy}".rstrip(".") + ".") from None
 
 
 class Output(io.FileIO):
-    """Standard output or error. A run can print to it after the other end of a pipe has closed.
+    """Standard output or error. Printing to a pipe that its reader has closed does not end a run.
 
     With `train.py ... | head` the pipe closes after ten lines. Python would end the run with a
     BrokenPipeError; this class drops the text, and the training continues.
@@ -114,8 +117,8 @@ def prepare_output():
 def parse_spec(spec):
     """"name:key=value,key=value" -> (name, {key: value}).
 
-    A name may contain other colons. A path that exists is never split, and neither are several
-    shards, joined by "::".
+    A name may contain other colons. A path that exists is not split. A spec that joins several
+    shards with "::" is not split either.
     """
     match = re.fullmatch(r"(.*?):(\w+=[^,=]*(?:,\w+=[^,=]*)*)", spec)
     if not match or "::" in spec or os.path.exists(spec):
@@ -173,7 +176,8 @@ class Tower(nn.Module):
             torch.clear_autocast_cache()
 
             # The backward pass computes each part again, with the random state of the first time,
-            # so that stochastic depth drops the same rows. Without gradients this is a plain call.
+            # so that stochastic depth drops the same rows. Without gradients, `checkpoint` only
+            # calls all_tokens.
             outputs.append(checkpoint(self.all_tokens, *part, use_reentrant=False))
         return torch.cat(outputs)
 
@@ -212,8 +216,9 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block, (B, N, d) -> (B, N, d).
 
-    drop_path: stochastic depth (arXiv 1603.09382), the probability with which a training step
-    skips the attention of an image, and, drawn again, its MLP.
+    drop_path: the probability of stochastic depth (arXiv 1603.09382). With this probability, a
+    training step skips the attention for an image. The MLP is skipped with the same probability,
+    drawn independently.
     """
 
     def __init__(self, width, heads, act, eps, drop_path):
@@ -289,7 +294,8 @@ class BatchNorm(nn.BatchNorm2d):
         mean = means.mean(0)                                 # (C,)
         variance = (variances + (means - mean).square()).mean(0)  # (C,)
         with torch.no_grad():
-            # n values for each channel; n / (n - 1) makes the running variance unbiased, like torch
+            # Each channel has n values. The factor n / (n - 1) makes the running variance unbiased,
+            # as in torch.
             n = x.numel() / x.shape[1] * dist.get_world_size()
             self.running_mean.lerp_(mean, self.momentum)
             self.running_var.lerp_(variance * n / (n - 1), self.momentum)
@@ -315,7 +321,8 @@ class ViT(Tower):
     quick_gelu, eps, patch_bias: architectures differ in these settings. Pretrained weights need the
         settings of their own architecture.
 
-    Raises UserError for sizes that do not divide.
+    Raises UserError if image_size is not a multiple of patch_size, if width is not a multiple of
+    heads, or if `positions` or `stem` is invalid.
     """
 
     def __init__(self, image_size=224, patch_size=16, width=768, depth=12, heads=12,
@@ -343,7 +350,7 @@ class ViT(Tower):
             self.pos = nn.Parameter(torch.randn(1, cls + self.grid**2, width) * 0.02)
         else:
             pos = sincos_positions(self.grid, self.grid, width)
-            # a row of zeros before the others: [CLS] has no place in the image
+            # With [CLS], a row of zeros comes first: [CLS] has no position in the image.
             self.register_buffer("pos", F.pad(pos, (0, 0, int(cls), 0))[None])
         self.norm_pre = nn.LayerNorm(width, eps=eps) if pre_norm else nn.Identity()
         self.blocks = Blocks(depth, width, heads, quick_gelu, eps, drop_path)
@@ -370,7 +377,7 @@ class ViT(Tower):
 
         The result is (B, heads, h, w). The weights of a head sum to less than 1, because [CLS]
         also attends to itself. The fused attention of `Attention.forward` returns no weights, so
-        the last block's are computed here.
+        this function computes the weights of the last block itself.
         """
         *before, last = self.blocks
         x = self.embed(images)
@@ -473,7 +480,8 @@ class ResNet(resnet.ResNet):
 
 
 CLIP_TOKENS = 49_408  # the size of CLIP's vocabulary
-# The receptive field is 31 pixels. The first two layers alone (tiny/4) have 7.
+# The receptive field of this stem is 31 pixels. Its first two layers alone, which tiny/4 uses, have
+# a receptive field of 7 pixels.
 WORLD_STEM = ((32, 2), (64, 2), (128, 2), (128, 1))
 CLIP_VIT = dict(cls=True, pre_norm=True, patch_bias=False, eps=1e-5)
 CLIP_TEXT = dict(vocab_size=CLIP_TOKENS, context=77, depth=12, causal=True)
@@ -482,7 +490,7 @@ CLIP_TEXT = dict(vocab_size=CLIP_TOKENS, context=77, depth=12, causal=True)
 # OpenCLIP ends in -quickgelu.
 VIT_PRESETS = {
     "tiny": dict(image_size=48, patch_size=8, width=96, depth=2, heads=3, stem=WORLD_STEM),
-    # For --accum-freq: this preset has no stem, whose BatchNorm needs all of the batch at once.
+    # For --accum-freq, which allows no stem: a stem's BatchNorm needs the whole batch at once.
     "tiny-patch": dict(image_size=48, patch_size=8, width=96, depth=2, heads=3),
     "tiny/4": dict(image_size=48, patch_size=4, width=96, depth=2, heads=3, stem=WORLD_STEM[:2]),
     "ViT-S/16": dict(patch_size=16, width=384, depth=12, heads=6),  # DeiT (2012.12877), Table 1
@@ -528,9 +536,10 @@ def image_encoder_settings(spec):
 
 # What train.py and eval.py need from a method -----------------------------------------
 #
-# Method lists the functions that a method's module may define, ModelDefaults the members that its
-# Model may define: one line each, with the default for a method that leaves it out. train.py and
-# eval.py use nothing else of a method. So a new method is a new file, and both work with it.
+# Method lists the functions that a method's module may define. ModelDefaults lists the members that
+# its Model may define. Each line holds the default for a method that leaves the function or the
+# member out. train.py and eval.py use nothing else of a method, except Config, PRESETS and Model.
+# So a new method is a new file and a few rows, which Method names.
 
 
 class Method:
@@ -613,14 +622,14 @@ class ModelDefaults:
     # A training whose loss stays there has learned nothing (--dry-run prints this number).
     chance_loss = lambda self, batch_size, mask, patches: math.log(batch_size)
 
-    # called when a stage begins (fresh) or a resumed run continues it
+    # called when a stage begins (fresh=True) and when a resumed run continues a stage (fresh=False)
     begin_stage = lambda self, number, fresh: None
 
     # called before and after each update; `step` counts within the stage
     before_update = lambda self, step: None
     after_update = lambda self, step, steps: None
 
-    # called when a step is logged, on one rank, in evaluation mode: scalars to log
+    # called on rank 0, in evaluation mode, when a step is logged; returns more scalars to log
     diagnose = lambda self, batch: {}
 
     # a logged record -> a warning to print, or None
@@ -643,7 +652,8 @@ def build_encoders(method, args, tokenizer):
     kind, image = image_encoder_settings(args.image_encoder)
     image["image_size"] = args.image_size or image["image_size"]
     left_out = 0
-    # A ResNet has no transformer block to replace. Its text encoder keeps all blocks too.
+    # A ResNet has no transformer block to replace. The text encoder of a model with a ResNet keeps
+    # all its blocks too.
     if kind is ViT:
         image |= method.vit_settings(args)
         left_out = method.blocks_left_out(args)
@@ -661,7 +671,7 @@ def build_encoders(method, args, tokenizer):
     text["depth"] -= left_out
     text_encoder = TextTransformer(**text)
     text_encoder.left_out = left_out
-    # ids that no token has, where the text encoder's vocabulary is larger than the tokenizer's
+    # If the text encoder's vocabulary is larger than the tokenizer's, no token has the last ids.
     unused = range(len(tokenizer), text["vocab_size"])
     text_encoder.special = [*getattr(tokenizer, "special", ()), *unused]
     return image_encoder, text_encoder
@@ -670,7 +680,7 @@ def build_encoders(method, args, tokenizer):
 def build_model(method, args, image_encoder, text_encoder):
     """The method's Model with these encoders and with ModelDefaults' members.
 
-    A ValueError of its constructor (settings that exclude each other) becomes a UserError.
+    A ValueError of the Model's constructor (settings that exclude each other) becomes a UserError.
     """
     class Model(method.model_class(args), ModelDefaults):
         """The method's class comes first; ModelDefaults has what that class leaves out."""
@@ -685,7 +695,8 @@ def copy_tower(tower, source, run):
     not fit.
 
     Positions are interpolated to the image size of `tower`. If the source has no final LayerNorm
-    (CLIP+GAP has it in the read-out), the LayerNorm of `tower` keeps its initial weights.
+    (CLIP+GAP moves the LayerNorm to the read-out), the LayerNorm of `tower` keeps its initial
+    weights.
     """
     norm = {key: x for key, x in tower.state_dict().items() if key.startswith("norm.")}
     with explained(UserError, run):
@@ -695,8 +706,8 @@ def copy_tower(tower, source, run):
 # Tokenizer ----------------------------------------------------------------------------
 #
 # WordPiece is BERT's tokenizer. STAIR needs it, because its tokens are words that people can read.
-# BPE is CLIP's tokenizer, for CLIP's weights. Both return exactly the ids of the originals, because
-# an embedding that was trained with other ids is useless.
+# BPE is CLIP's tokenizer, for CLIP's weights. Both return the ids of the originals, because an
+# embedding that was trained with other ids is useless. BPE names its two exceptions.
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 MAX_WORD = 100  # characters; a longer word becomes [UNK], as in BERT
@@ -804,12 +815,15 @@ def read_vocabulary(path):
 
 
 class WordPiece(Tokenizer):
-    """BERT's uncased tokenizer. A word becomes the longest token of the vocabulary that begins it,
-    then the longest token that continues it, and so on. Tokens that continue a word begin with ##:
+    """BERT's uncased tokenizer. It splits a word into tokens of the vocabulary.
 
-        "sunflowers" becomes sun, ##flower, ##s if the vocabulary has these and no longer tokens
+    The first token is the longest one with which the word begins. Each further token is the longest
+    one that continues the word. Tokens that continue a word begin with ##:
 
-    A word without such pieces becomes [UNK]. "[SEP]" in a text is plain text, no special token.
+        "sunflowers" becomes sun, ##flower, ##s if these are the longest tokens that match
+
+    A word becomes [UNK] if no token matches its next characters. "[SEP]" in a text is plain text,
+    no special token.
 
     vocab: the path of a `vocab.txt`, one token per line, or a list of tokens. Raises UserError if
     the file cannot be read or lacks a special token.
@@ -849,8 +863,8 @@ class WordPiece(Tokenizer):
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 # {byte: the character that represents the byte in CLIP's file}, in the order of the ids 0 to 255.
-# The file is text, so that bytes without a printable character (a space, a part of an accented
-# letter) are represented by the characters from 256 on.
+# The file is text. So the characters from 256 on represent the bytes that have no printable
+# character (a space, a part of an accented letter).
 BYTE_SIGNS = dict(zip(PRINTABLE + OTHERS, map(chr, [*PRINTABLE, *range(256, 324)])))
 
 
@@ -864,15 +878,17 @@ class BPE(Tokenizer):
         a t</w>      "cat" becomes c, at</w>      a new piece, with the next free id
         c at</w>     "cat" becomes cat</w>
 
-    The ids are OpenCLIP's with two exceptions: OpenCLIP repairs some texts with `ftfy` more than
-    `split` does, and treats special tokens in a text as such (they are plain text here). `vocab`
-    shows a piece that does not end its word with "##" behind it ("c##"). No token is unknown,
-    because every byte is a piece. Raises UserError for lines that are no merges.
+    The ids are OpenCLIP's with two exceptions. OpenCLIP repairs more damage in a text than `split`
+    does, because OpenCLIP uses `ftfy`. OpenCLIP also recognises special tokens in a text, which are
+    plain text here.
+
+    `vocab` appends "##" to a piece that does not end its word ("c##"). No word is unknown, because
+    every byte is a piece. Raises UserError for lines that are no merges.
     """
 
     def __init__(self, lines):
-        # CLIP uses the first merges of a longer file: its vocabulary without the bytes (twice) and
-        # the two special tokens; 1 for the comment
+        # CLIP uses only the first merges of its file. The vocabulary has one token per merge, two
+        # for each of the 256 bytes, and two special tokens. The 1 counts the comment.
         self.lines = lines[: CLIP_TOKENS - 2 * 256 - 2 + 1]
 
         # ids 0 to 255: a byte inside a word; 256 to 511: the same byte at the end of a word
@@ -915,9 +931,9 @@ class BPE(Tokenizer):
         text = " ".join(unicodedata.normalize("NFC", text).split()).lower()
         text = re.sub("[\u201c-\u201f]", '"', re.sub("[\u02bc\u2018-\u201b]", "'", text))
 
-        # Python's `re` has no \p{L} and \p{N}. So the words are found in a copy, in which "a"
-        # replaces a letter that is not ASCII, "0" a number, and "-" any other character. Then they
-        # are cut from the text itself.
+        # Python's `re` has no \p{L} and \p{N}. So the words are found in an ASCII copy of the text:
+        # outside ASCII, "a" replaces letters, "0" replaces numbers, and "-" replaces all other
+        # characters. Then the words are cut from the text itself.
         kinds = {"L": "a", "N": "0"}
         signs = [c if c.isascii() else kinds.get(unicodedata.category(c)[0], "-") for c in text]
         words = re.finditer("'(?:s|t|re|ve|m|ll|d)|[a-z]+|[0-9]|[^ a-z0-9]+", "".join(signs))
@@ -927,8 +943,8 @@ class BPE(Tokenizer):
     def pieces(self, word):
         """A word -> tuple of the ids of its pieces.
 
-        Each step merges the pair of neighbours whose line comes first in the file. The last step is
-        reached when no pair has a line.
+        Each step merges the pair of neighbours whose line comes first in the file. The steps end
+        when no pair of neighbours has a line.
         """
         *ids, last = [self.byte_ids[byte] for byte in word.encode("utf-8", "replace")]
         ids.append(last + 256)                               # the same byte with </w>
@@ -971,8 +987,8 @@ def train_wordpiece(captions, size):
             pair = changed.pop()
             heapq.heappush(heap, (-pair_counts[pair], pair))
         count, best = heapq.heappop(heap)
-        # An entry is outdated if the pair's count has changed since: a newer entry has the right
-        # count, or the pair has disappeared.
+        # Skip an entry if the count of its pair has changed since the entry was made: a newer entry
+        # has the right count, or the pair has disappeared.
         if count == 0 or -count != pair_counts[best]:
             continue
         merged = best[0] + best[1].removeprefix("##")
@@ -998,10 +1014,10 @@ def merge_pair(pieces, pair, merged):
 # Images and views ---------------------------------------------------------------------
 #
 # A DataLoader's workers decode and crop, image by image, because files have different sizes:
-# Stream.load calls open_image, then train_transform, Views or Augment. The crops of a view have one
-# size. So colours and blur of views are changed batch by batch, which is cheaper, on the model's
-# device (distort). The worker draws the random numbers of these changes, so that they depend only
-# on the seed and on the position in the data.
+# Stream.load calls open_image, then train_transform, Views or Augment. All crops of a view have the
+# same size. So `distort` changes the colours of a batch of views at once, and blurs them, on the
+# model's device, which is cheaper. The worker draws the random numbers of these changes, so that
+# the numbers depend only on the seed and on the position in the data.
 #
 # Crops stay uint8 until they are on the model's device, as floats have four times as many bytes.
 # Augment, which changes the colours of single images, returns floats.
@@ -1048,8 +1064,8 @@ def train_transform(size, min_scale=0.9):
     """
     crop = v2.RandomResizedCrop(size, (min_scale, 1.0), interpolation=BICUBIC)
     # The image becomes a tensor before the crop, because torch resizes a tensor three times as fast
-    # as PIL an image (on CPUs with AVX2; on others half as fast). Pixels differ from PIL's by
-    # rounding, .05 of 255 on average.
+    # as PIL resizes an image. (This holds for CPUs with AVX2; on other CPUs torch is half as fast
+    # as PIL.) Pixels differ from PIL's by rounding, .05 of 255 on average.
     return v2.Compose([v2.PILToTensor(), crop, v2.RandomHorizontalFlip()])
 
 
@@ -1064,7 +1080,7 @@ def eval_transform(size, resize=None):
 
 
 def cut_thin(image):
-    """A picture more than eight times as long as wide -> its middle part, four times as long.
+    """A picture more than 8 times as long as wide -> its middle part, 4 times as long as wide.
 
     The crop that follows keeps a square. Without this cut, a row of 20,000 pixels would be resized
     to full length and need 6 GB.
@@ -1161,7 +1177,7 @@ class View:
     scale: tuple             # smallest and largest area of the crop, as fractions of the image's
     blur: float = 0.0        # probability of a Gaussian blur
     solarize: float = 0.0    # probability of solarisation: values above .5 are inverted
-    alpha: float = 1.0       # if the image has a box, the crop's centre is from Beta(alpha, alpha)
+    alpha: float = 1.0       # Beta(alpha, alpha) draws the crop's centre in the image's box, if any
 
 
 class Views:
@@ -1183,8 +1199,8 @@ class Views:
     def __call__(self, image, box=None):
         """An image -> a list of random crops (3, size, size), one for each view.
 
-        image: a PIL image, whose crops are uint8, or floats (3, H, W) in [0, 1], whose crops are
-        floats.
+        image: a PIL image or floats (3, H, W) in [0, 1]. Crops of a PIL image are uint8, and crops
+        of floats are floats.
 
         box: (left, top, right, bottom), as fractions of the sides. The centres of the crops lie in
         this box (ContrastiveCrop, arXiv 2202.03278).
@@ -1264,8 +1280,8 @@ def distort(batch):
 def crop_start(low, high, length, side, fraction):
     """The first pixel of a crop of `length` pixels, whose centre lies between low and high.
 
-    side: the number of pixels of this side of the image, which the crop must not leave.
-    fraction: 0 gives the first possible start, 1 the last.
+    side: the number of pixels of this side of the image. The crop is moved if it would leave the
+    image. fraction: 0 gives the first possible start, 1 the last.
     """
     first = min(max(low - length / 2, 0), side - length)
     last = min(max(high - length / 2, 0), side - length)
@@ -1337,22 +1353,23 @@ def blur(x, sigma):
 #   content                  what comes with an image: "caption", "label" or None
 #   classes                  the names of the labels, or None if the source does not know them
 #   sample_captions(limit)   captions for the training of a vocabulary
-#   fingerprint              identifies the data; a checkpoint keeps it, because the positions of
-#                            a resumed run are wrong for other data
+#   fingerprint              identifies the data. A checkpoint keeps the fingerprint, because the
+#                            positions in the checkpoint are wrong for other data.
 #
 # CaptionTable and TarShards also have
 #   samples(seed, part, parts, start)
-#                            yields (sample, position after it) without end, for one of `parts`
-#                            disjoint parts of the data, one part for each worker of each rank. A
-#                            sample is Skipped or (path or bytes, caption or label, name); a table's
-#                            sample has a fourth item, the number of the image.
+#                            yields (sample, position after the sample) without end. The data are
+#                            dealt to `parts` disjoint parts, one for each worker of each rank, and
+#                            only the samples of number `part` are read. A sample is Skipped or
+#                            (path or bytes, caption or label, name). A table's sample has a fourth
+#                            item, the number of the image.
 #   start                    the first position
 #   len(source), unit        how many "images" or "shards" are dealt to the parts
 #   skipped                  {reason: [count, last example]} of the rows left out at the start
 #   max_bad                  a run ends after so many unusable samples in a row
 #
-# Web data always have broken files. A broken sample is skipped, counted by its reason and reported,
-# so that it ends no run and still does not go unseen.
+# Web data always have broken files. A broken sample is skipped, so that it does not end the run. It
+# is counted by its reason and reported, so that the user hears of it.
 
 
 @dataclasses.dataclass
@@ -1363,7 +1380,7 @@ class Skipped:
     where: str   # the file, line or key
 
     def count(self, counts):
-        """Add this one to `counts`, {reason: [count, last example]}."""
+        """Add this sample or shard to `counts`, {reason: [count, last example]}."""
         n, _ = counts.get(self.reason, [0, ""])
         counts[self.reason] = [n + 1, self.where]
 
@@ -1401,7 +1418,7 @@ class CaptionTable:
 
     max_bad, unit = 1000, "images"
     start = 0                 # a position is the number of samples so far
-    classes = labels = None   # class folders: their names, and (n,) the label of each image
+    classes = labels = None   # for class folders: the folders' names, and (n,) the images' labels
     content = "caption"
 
     def __init__(self, rows, name, root=""):
@@ -1412,7 +1429,8 @@ class CaptionTable:
                 continue
             path = os.path.join(root, row[0]) if root else row[0]
             caption = row[1].strip()
-            # JSON can hold half of a character (a lone surrogate), which is no UTF-8: "?" instead
+            # JSON can hold half of a character (a lone surrogate), which UTF-8 cannot encode: "?"
+            # replaces the surrogate.
             caption = caption.encode(errors="replace").decode()
             if is_printed(caption):
                 captions[path].append(caption)
@@ -1424,9 +1442,10 @@ class CaptionTable:
             reason = f" (left out: {left_out})." if left_out else ": it is empty."
             raise UserError(f"{name} has no image that can be used{reason}")
 
-        # Paths and captions are kept in numpy's buffers, which forked workers share. If they were
-        # lists of strings, reading a string would write its reference count, and each worker would
-        # copy every page of memory. Paths are bytes, as not all names are UTF-8, joined into one.
+        # All paths are joined into one object of bytes, because not all names are UTF-8. Captions
+        # are kept in numpy's buffer. Forked workers share both. If paths and captions were lists of
+        # strings, reading a string would write its reference count, and each worker would copy
+        # every page of memory.
         self.name = name
         paths = [path.encode(errors="surrogatepass") for path in captions]
         self.path_bytes, self.path_ends = b"".join(paths), np.cumsum([0, *map(len, paths)])
@@ -1473,7 +1492,7 @@ class CaptionTable:
                 yield (path, value, path, i), start
 
     def sample_captions(self, limit):
-        """At most `limit` captions, evenly spread over the table. The first `limit` ones would
+        """At most `limit` captions, evenly spread over the table. The first `limit` captions would
         name few classes, because class folders are read one after the other."""
         if self.classes:
             class_names(self.classes)  # raises UserError if folders have numbers instead of names
@@ -1496,7 +1515,7 @@ class TarShards:
     Raises UserError if a shard does not exist.
     """
 
-    # more than the samples of one shard, usually 10,000: a single bad shard must not end a run
+    # max_bad exceeds the samples of one shard, usually 10,000: one bad shard must not end a run
     max_bad, window, unit = 20_000, 4, "shards"
     start = 0, 0, 0  # a position is (epoch, window, samples of the window so far)
     content, classes = "caption", None
@@ -1531,8 +1550,8 @@ class TarShards:
                 for i in order[place:].tolist():
                     sample = read_sample(rows[i], self.content)
                     if not isinstance(sample, Skipped) and self.content != "label":
-                        # Captions take turns, as in CaptionTable. A sample of a tar has no number;
-                        # its offset in the tar serves as one.
+                        # Captions take turns, as in CaptionTable. A sample of a tar has no number,
+                        # so its offset in the tar serves as the number.
                         image, captions, where = sample
                         _, _, offset, _ = rows[i]
                         caption = captions[(epoch + offset // BLOCK) % len(captions)]
@@ -1545,9 +1564,9 @@ class TarShards:
     def each(self, content, limit=None):
         """Yield (bytes, label or [captions]) of every image, in order, for an evaluation.
 
-        content: "label" or "caption". limit: read only so many samples, drawn at random; every call
-        draws the same ones. Prints at the end what was left out. Raises UserError if no image has a
-        label or a caption.
+        content: "label" or "caption". limit: read only so many samples, drawn at random and in
+        random order; every call draws the same samples. Prints at the end what was left out. Raises
+        UserError if no image has a label or a caption.
         """
         total, left_out = 0, {}
         for sample in read_tars(self.paths, content, limit):
@@ -1609,7 +1628,7 @@ PAX_TIME = re.compile(rb"\d+ mtime=[\d.]+\n\0+")
 def read_tars(paths, content, limit=None):
     """Yield read_sample's result for each key of the shards, in order; one shard is open at a time.
 
-    limit: only so many keys, drawn at random; every call draws the same ones.
+    limit: only so many keys, drawn at random and in random order; every call draws the same keys.
     """
     def each_row():
         for path in paths:
@@ -1627,15 +1646,17 @@ def read_tars(paths, content, limit=None):
 def read_members(file):
     """Yield (name, offset of its headers, offset of its content, size) of each file of an open tar.
 
-    tarfile needs 30 us per header, so 4 s for four shards of 10,000 samples, while the training
-    waits. This function parses plain headers itself, including those behind a pax header that holds
-    only a time, as webdataset writes them. From the first other header on, tarfile reads.
+    tarfile needs 30 us per header, so the training would wait 4 s for four shards of 10,000
+    samples. This function parses plain headers itself. A plain header may follow a pax header that
+    holds only a time, as webdataset writes it. From the first header of another form on, tarfile
+    reads the file.
 
     Raises one of SHARD_ERRORS where the tar is damaged or cut off.
     """
     file_size, start = os.fstat(file.fileno()).st_size, 0
     while True:
-        # three blocks: a pax header, its content and the file's own header, or the latter first
+        # Three blocks hold a pax header, the content of the pax header, and the file's own header.
+        # Without a pax header, the file's own header comes first.
         header, offset = os.pread(file.fileno(), 3 * BLOCK, start), start
         if header[156:157] == b"x" and PAX_TIME.fullmatch(header, BLOCK, 2 * BLOCK):
             header, offset = header[2 * BLOCK :], offset + 2 * BLOCK
@@ -1663,7 +1684,8 @@ def read_members(file):
             if member.isfile():
                 yield member.name, member.offset, member.offset_data, member.size
         start = tar.offset
-    # A tar ends with blocks of zeros. tarfile accepts a file without them, which was cut off.
+    # A tar ends with blocks of zeros. A file without these blocks was cut off, but tarfile accepts
+    # such a file.
     if os.pread(file.fileno(), BLOCK, start) != bytes(BLOCK):
         raise tarfile.ReadError("its end is missing")
 
@@ -1673,7 +1695,7 @@ def read_headers(path, files):
     Skipped. No image is read.
 
     A key is a file's name up to its first dot. The files of a key are neighbours in the tar, as
-    img2dataset writes them. A suffix that the key has already starts another sample, as in
+    img2dataset writes them. A second file with the same key and suffix starts another sample, as in
     OpenCLIP. files: an ExitStack, which closes the shard.
     """
     # the key being read, where it starts, its files so far; the error that ended the reading
@@ -1700,11 +1722,11 @@ def read_headers(path, files):
 
 
 def rows_of_key(file, key, start, places):
-    """Yield the row of one key, then a Skipped for each image file of the key that is not used. The
-    files of a sample share the key.
+    """Yield the row of one key, then a Skipped for each image file that the row does not use.
 
-    The file v1.0.jpg has the key "v1" and the suffix ".0.jpg", which is no image's suffix. So a
-    name with a dot makes its image useless, and the user must hear of it.
+    The file v1.0.jpg has the key "v1" and the suffix ".0.jpg", which is no image's suffix. So an
+    image whose name has another dot cannot be used, and the Skipped tells the user. A key that has
+    only such images has no row.
     """
     used = image_suffix(places)
     unused = [suffix for suffix in places if suffix != used and suffix.endswith(IMAGE_SUFFIXES)]
@@ -1821,12 +1843,12 @@ def read_table(path, image, caption):
 
 
 def read_rows(lines, delimiter, width):
-    """Yield (number of its first line, cells, "") for each row of a table, from its second line on.
+    """Yield (number of the row's first line, cells, "") for each row below a table's header.
 
     A broken row has no cells; the third item says what is wrong. A cell in quotes may have line
-    breaks, as pandas writes them. So lines are added to a row until its quotes are closed and it
-    has `width` cells. If that does not happen within ROW_LINES lines, the quote is a mistake: only
-    its own line is broken, and the lines behind it are rows of their own.
+    breaks, as pandas writes them. So lines are added to a row until its quotes are closed and the
+    row has `width` cells. If ROW_LINES lines do not complete the row, the quote is a mistake. Then
+    only the line with the quote is broken, and the lines after that line are rows of their own.
     """
     ahead, number = collections.deque(), 2
 
@@ -1933,12 +1955,14 @@ def spec_forms():
 
 
 def open_data(spec, image_root=None, split="train", image_size=48, content="caption"):
-    """Open the data to train on: a SPEC, in one of formats() -> World, CaptionTable or TarShards.
+    """Open the data to train on: a SPEC of one of the formats() -> a source.
+
+    The source is a World, a CaptionTable or TarShards.
 
     image_root: the directory that the file names in a table are relative to; None for the table's
         own directory.
     split: Karpathy's split ("train" includes restval). image_size: the side of the world's pictures
-        in pixels. The SPEC's own settings override both.
+        in pixels. The SPEC's own settings override `split` and `image_size`.
     content: what each image needs. "caption"; "label", which class folders, shards and the world
         have; or None for images only, so that shards need no captions and directories no class
         folders.
@@ -1983,7 +2007,7 @@ def open_table(read, name, content, image_root, **settings):
 
 
 def first_line_not_utf8(path):
-    """The number of the first line of a file that is not UTF-8. (A UnicodeDecodeError has only the
+    """The number of a file's first line that is not UTF-8. (A UnicodeDecodeError has only the
     position within a chunk of the file.)"""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -1997,8 +2021,8 @@ def open_directory(directory, content, image_root):
     """DIR/class folder/image.jpg -> CaptionTable with labels and captions "a photo of a NAME.".
 
     Label i is the i-th of the sorted class folders. If content is None, DIR may also be a folder of
-    images, at any depth and without labels. Raises UserError if content is not None and there are
-    no class folders, or an empty one.
+    images, at any depth and without labels. If content is "label" or "caption", raises UserError
+    if there are no class folders or if a class folder has no images.
     """
     with explained(OSError, f"Cannot read {directory}"):
         entries = [entry for entry in os.scandir(directory) if not entry.name.startswith(HIDDEN)]
@@ -2047,7 +2071,8 @@ def list_files(folder):
     paths, seen = [], set()
     for place, folders, files in os.walk(folder, followlinks=True):
         here = os.path.realpath(place)
-        # A link can lead to a folder above, which would never end, or to a folder read before.
+        # A link can lead back to a folder above, so that the walk would never end, or to a folder
+        # that was read before.
         if here in seen:
             folders.clear()
             continue
@@ -2116,10 +2141,11 @@ def with_spaces(folders):
 def label_rows(names, labels, fraction):
     """The row numbers of the labelled images that --label-fraction keeps, sorted.
 
-    names: the names of the images, None for an image without one. labels: their labels.
-    fraction: either a number in (0, 1], the share of each class that is kept, rounded, but at least
-    one image; every call keeps the same images. Or a file of image names, one per line, such as
-    SimCLR's lists of 1 % and 10 % of ImageNet, which BAM uses (Table 4).
+    names: the names of the images, None for an image without a name. labels: the labels of the
+    images.
+    fraction: a number in (0, 1] or a file. The number is the share of each class that is kept,
+    rounded, but at least one image; every call keeps the same images. The file lists image names,
+    one per line, such as SimCLR's lists of 1 % and 10 % of ImageNet, which BAM uses (Table 4).
 
     Raises UserError if a name of the file is not the name of exactly one image, or if a class has
     no image left.
@@ -2195,8 +2221,10 @@ class Stream(IterableDataset):
     tokenizer: None if the model does not read captions. context: the largest number of tokens.
     transform: a function of an image, Augment or Views. min_side: see open_image; Views have their
         own.
-    batch_size: samples of this rank. positions: the latest of all workers, to continue a run.
-    boxes: None, or (n, 4), the box of each image of a CaptionTable for Views; NaN for no box.
+    batch_size: samples of this rank. positions: the latest positions of all workers, to continue a
+        run.
+    boxes: None, or (n, 4), the box of each image of a CaptionTable, for Views. A row of NaN means
+        that the image has no box.
 
     A batch is a dict:
         "images"             (B, 3, S, S), uint8 or normalised floats; or what Views.collate returns
@@ -2245,7 +2273,7 @@ class Stream(IterableDataset):
             samples.append(sample)
             if len(samples) == self.batch_size:
                 batches += 1
-                # one number more: the batch must not draw the numbers of its last sample again
+                # The 1 makes another seed: collate must not draw the last sample's numbers again.
                 with fixed_seed(self.seed, part, *numbers, 1):
                     batch = self.collate(samples)
                 yield batch | {"position": {worker: (batches, position, dict(skipped))},
@@ -2317,7 +2345,7 @@ class WorldStream(Stream):
 
 
 class EachImage(IterableDataset):
-    """Batches of the images of a CaptionTable, in which a model finds the boxes for Views.
+    """Batches of the images of a CaptionTable, for a model that finds the boxes for Views.
 
     Each image comes once. part, parts: this rank reads every parts-th image, from number `part` on.
     A batch is (the numbers of the images, normalised images (B, 3, S, S)). Images are squeezed to a
@@ -2348,7 +2376,7 @@ class EachImage(IterableDataset):
 def fixed_seed(*numbers):
     """A context in which torch's CPU random numbers depend on `numbers` only.
 
-    Outside the context the random numbers go on as if it had not been there.
+    After the context, the random numbers continue as if the context had drawn none.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(mix_seed(*numbers))
@@ -2404,7 +2432,8 @@ def param_groups(model, weight_decay):
     """Two groups for an optimizer: the weights of linear and convolution layers, which decay, and
     all other parameters (biases, norms, embeddings, positions), which do not.
 
-    differs: OpenCLIP decays all matrices (training/main.py:310), the published LAMB all tensors.
+    differs: OpenCLIP decays all matrices (training/main.py:310). The published LAMB decays all
+    tensors.
     """
     linear = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
     matrices = {id(module.weight) for module in linear}
@@ -2425,8 +2454,8 @@ def replacing(path, suffix=f".{os.getpid()}.tmp"):
     """A context with a binary file PATH + suffix to write to. At the end the file is renamed to
     `path`.
 
-    A killed process leaves the old file or the new one, never a part of it. An error leaves the old
-    file.
+    A killed process leaves the old file or the new file under `path`, never a part of the new file.
+    An error leaves the old file.
     """
     temporary = Path(f"{path}{suffix}")
     try:
@@ -2563,9 +2592,9 @@ def init_distributed():
 def patient_group():
     """A process group on which ranks can wait for rank 0 for a day; None without ranks.
 
-    The others must wait while rank 0 evaluates and draws at the end: if all ranks of a machine left
-    more than 5 minutes before rank 0, torchrun would end that machine. The group of the training
-    waits only 30 minutes.
+    The other ranks must wait while rank 0 evaluates and draws at the end. If all ranks of a machine
+    left more than 5 minutes before rank 0, torchrun would end that machine. The process group of
+    the training waits only 30 minutes.
     """
     if not dist.is_initialized():
         return None
@@ -2579,7 +2608,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         rows = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
-        # the new name of torch 2.14, which warns of the old one
+        # torch 2.14 has a new name for this function and warns about the old name
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         all_gather(rows, x.contiguous())
         return rows
@@ -2600,8 +2629,8 @@ class _Gather(torch.autograd.Function):
 class Gather:
     """gather(x): (B, ...) on each rank -> (world * B, ...), in the order of the ranks.
 
-    Row i of this rank's x is row gather.rank * B + i of the result. All ranks must have the same
-    shape. Without ranks gather returns x.
+    Row i of this rank's x is row gather.rank * B + i of the result. x must have the same shape on
+    all ranks. Without ranks gather returns x.
 
     gather is differentiable. torch's all_gather is not: the gradients that the losses of other
     ranks have for this rank's rows would be lost.
@@ -2696,7 +2725,7 @@ def unwrapped(state):
         # "state_dict": OpenCLIP, timm, Lightning; "model": DeiT, BAM; "teacher": DINO
         for key in ("state_dict", "model", "teacher"):
             if isinstance(state.get(key), dict):
-                # Some files also hold an average of the weights (EMA), often the better ones.
+                # Some files also hold an average of the weights (EMA), which is often better.
                 averages = [name for name in state if "ema" in str(name).split("_")]
                 if averages:
                     print(f"note: the weights are those under {key!r}, not those under "
@@ -2718,10 +2747,11 @@ def unknown_names(names):
 
 
 def load_tower(tower, tensors, names, remedy):
-    """Load {name: tensor} of another tower into `tower`, which may have other positions.
+    """Load {name: tensor} of another tower into `tower`.
 
-    names: [(their name, ours)]. Blocks that the method replaces are left out. Raises UserError with
-    the remedy if a tensor is missing, extra or of another shape.
+    names: [(their name, ours)]. The positions of a ViT are interpolated to the grid of `tower`.
+    Blocks that the method replaces are left out. Raises UserError with the remedy if a tensor is
+    missing, extra or of another shape.
     """
     found = {}
     replaced = tuple(f"blocks.{len(tower.blocks) + i}." for i in range(tower.left_out))
@@ -2767,9 +2797,9 @@ def load_clip_parts(model, parts):
 def load_timm(tower, state_dict):
     """Load a ViT that timm, DeiT, DINO, BAM or eval.py --export saved, under timm's names.
 
-    These ViTs expect pixels normalised as timm does, ours as CLIP does: for_other_pixels adapts the
-    weights. Files of DINO and BAM hold a student and a teacher; the teacher is loaded. Raises
-    UserError if the file does not fit.
+    Such ViTs expect pixels with timm's normalisation. Ours expect pixels with CLIP's normalisation,
+    so for_other_pixels adapts the weights. Files of DINO and BAM hold a student and a teacher; the
+    teacher is loaded. Raises UserError if the file does not fit.
     """
     found = {}
     for name, value in unwrapped(state_dict).items():
@@ -2801,12 +2831,14 @@ def timm_weights(tower):
 def for_other_pixels(state, old, new):
     """Adapt the weights of a ViT, {timm's name: tensor}, to another normalisation of pixels.
 
-    old, new: the (mean, std) that the weights expect and that they shall expect. The outputs stay
-    the same, as the patch embedding is linear: with the pixel p = new_mean + new_std * x,
+    old: the (mean, std) that the given weights expect. new: the (mean, std) that the returned
+    weights expect. The outputs stay the same, because the patch embedding is linear. For a pixel
+    p = new_mean + new_std * x,
 
         w (p - mean) / std + b  =  (w new_std / std) x + (b + w (new_mean - mean) / std)
 
-    A ViT without that bias is CLIP's, whose pixels have the same normalisation here and in timm.
+    A ViT without the bias b is CLIP's. Its pixels have the same normalisation here and in timm, so
+    its weights are returned unchanged.
     """
     (mean, std), (new_mean, new_std) = torch.tensor(old), torch.tensor(new)  # (3,) each
     weight, bias = "patch_embed.proj.weight", "patch_embed.proj.bias"  # (d, 3, p, p), (d,)
@@ -2832,8 +2864,9 @@ COLOURS = {
     "yellow": (0.95, 0.85, 0.2), "purple": (0.55, 0.2, 0.7), "orange": (0.95, 0.55, 0.1),
     "pink": (0.95, 0.6, 0.75), "white": (0.95, 0.95, 0.95),
 }
-# Signed distance functions: about the distance from the point (u, v) to the outline of the shape,
-# negative inside. (u, v) is the offset from the centre in radii; v points down.
+# Signed distance functions. Each returns about the distance from the point (u, v) to the outline of
+# the shape; the distance is negative inside. (u, v) is the offset from the centre in radii; v
+# points down.
 SHAPES = {
     "circle": lambda u, v: torch.hypot(u, v) - 0.95,
     "square": lambda u, v: torch.maximum(u.abs(), v.abs()) - 0.82,
@@ -2846,9 +2879,9 @@ SHAPES = {
     "moon": lambda u, v: torch.maximum(torch.hypot(u, v) - 0.95, 0.75 - torch.hypot(u - 0.5, v)),
 }
 COLOUR_NAMES, SHAPE_NAMES = list(COLOURS), list(SHAPES)
-# Fillers describe nothing in the picture, as many words of web captions do. A method must learn to
-# ignore them. Ten empty strings in each list leave about half of the captions without an opening,
-# and half without a closing.
+# Fillers describe nothing in the picture, like many words of web captions. A method must learn to
+# ignore fillers. Ten empty strings in each list leave about half of the captions without an
+# opening, and half without a closing.
 OPENINGS = [""] * 10 + [
     "a photo of", "a picture of", "there is", "we see", "this image shows", "an image with",
     "my favourite photo of", "look at", "in this scene there is", "here we have", "close view of",
@@ -2876,8 +2909,8 @@ class World:
     and centre are in pixels.
 
     A hash of the objects and their positions puts a scene into train, val or test, so that no two
-    splits share a scene. `heldout` pairs of colour and shape never occur in train: whether a model
-    knows them shows whether it composes colour and shape.
+    splits share a scene. `heldout` pairs of colour and shape never occur in train. Only a model
+    that composes colour and shape can recognise these pairs.
 
     Raises UserError for settings out of their range.
     """
@@ -2907,7 +2940,8 @@ class World:
                 raise UserError(f"shapes: {name}={value} must be from {low} to {high}.")
         # The picture is a grid of cells x cells, and a cell has at most one object.
         self.cells = max(2, math.ceil(math.sqrt(self.objects)))
-        # A radius is at least 2 pixels, and so small that no object hides one in the next cell.
+        # A radius is at least 2 pixels, and so small that no object hides another object in the
+        # next cell.
         low, high = 2.2 / self.size, 0.64 / self.cells
         if not low <= self.small < self.large <= high:
             raise UserError(
@@ -2928,9 +2962,9 @@ class World:
             heldout[colour, shape] = True
         parts, kept = [], 0
         while kept < n:
-            # A hash decides the split of a scene, so scenes of all splits are drawn and those of
-            # this one are kept. The split has len(SPLITS[split]) of 10 scenes; draw 20 % more than
-            # needed on average.
+            # A hash decides the split of a scene. So scenes of all splits are drawn, and the scenes
+            # of this split are kept, on average len(SPLITS[split]) of 10. m is 20 % more than the
+            # missing scenes need on average.
             m = max(64, math.ceil((n - kept) * 10 / len(SPLITS[split]) * 1.2))
             scene = self.draw(m, generator, objects, self.together if split == "train" else 0)
             keep = self.in_split(scene, split)
@@ -2941,8 +2975,8 @@ class World:
         return {name: torch.cat([part[name] for part in parts])[:n] for name in parts[0]}
 
     def draw(self, m, generator, objects, together):
-        """Draw m scenes, whatever split each belongs to. `together` replaces the setting of that
-        name; `objects` is explained in `scenes`."""
+        """Draw m scenes of all splits. `together` replaces the setting of the same name. `scenes`
+        explains `objects`."""
         K = self.objects
 
         def rand(*shape):
@@ -2965,7 +2999,7 @@ class World:
             colour[twin, k], shape[twin, k] = colour[twin, 0], shape[twin, 0]
             twin = twin & (rand(m) < 0.4)
 
-        # `together`: the second object is chosen by the first, so that a red circle comes with a
+        # `together`: the first object determines the second, so that a red circle comes with a
         # green square. k ^ 1 is the neighbour of k in the list: 0 and 1, 2 and 3, and so on.
         if together:
             pair = rand(m) < together
@@ -3019,7 +3053,7 @@ class World:
         rgb = rgb.clamp(max=1)                               # (B, K, 3)
         segmentation = torch.zeros(B, S, S, dtype=torch.long)
 
-        # all scenes at once whose object k has this shape: b of the B scenes
+        # Each step draws object k of all scenes in which object k has this shape: b of B scenes.
         for shape, k in itertools.product(range(8), range(K)):
             has_shape = scene["present"][:, k] & (scene["shape"][:, k] == shape)
             rows = torch.nonzero(has_shape)[:, 0]
@@ -3108,8 +3142,8 @@ class World:
                 "objects": lists, "segmentation": segmentation}
 
     def sample_captions(self, limit):
-        """At most 5,000 training captions for a vocabulary. They contain all words of the world; if
-        there are many made-up words, some of these are missing."""
+        """At most 5,000 training captions for a vocabulary. They contain all words of the world,
+        but not all made-up words if there are many."""
         generator, rng = torch.Generator().manual_seed(0), random.Random(0)
         scene = self.scenes(min(limit, 5000), "train", generator)
         return [self.caption(objects, rng) for objects in self.objects_of(scene)]
