@@ -11,10 +11,11 @@ A map of the sections:
                         from training_pairs, in Data)
     The embedder        a model that reads and encodes images and captions, in fp32
     A run, its options  load_run: a run's directory -> Embedder and settings; options_of
-    Data                EvalSet: one interface to every kind of data; the openers; the world
-    Tasks               functions of (Embedder, EvalSet, options); those of one method come last
-    What can be measured   TASKS: the table of all tasks, and what each needs
-    Pictures            PICTURES: the same for pictures
+    Data                EvalSet: one interface to every kind of data; functions that open data;
+                        the world of shapes
+    Tasks               functions of (Embedder, EvalSet, options); tasks of one method come last
+    What can be measured   TASKS: the table of all tasks, and what each task needs
+    Pictures            PICTURES: the table of all pictures, and what each picture needs
     Evaluating a run    main -> evaluate_run -> load_run, open_eval_set, evaluate_and_show
     Search, Weights     --query, --export
     Several runs        tables and comparisons
@@ -63,7 +64,8 @@ METHODS["classifier"] = common.Method(bam.CLASSIFIER)  # what train.py --finetun
 
 # Metrics ----------------------------------------------------------------------------------
 #
-# Each function takes matrices and returns numbers: tests check them by hand, and you can copy them.
+# A metric takes matrices and returns numbers. So a test can compare the numbers with a calculation
+# by hand, and you can copy the function into other code.
 
 
 def recall_at_k(queries, keys, positives, chunk=1024, similarity=torch.inner):
@@ -73,12 +75,12 @@ def recall_at_k(queries, keys, positives, chunk=1024, similarity=torch.inner):
     positives: ids of the queries (Q,) and of the keys (K,); a pair with equal ids is positive.
     chunk: how many queries are scored at a time; their scores take chunk x K x 4 bytes.
 
-    A negative key with the score of the best positive counts as better. So a model that gives
-    every pair the same score gets the worst recall, not the best.
+    A negative key that has the same score as the best positive key counts as better. So a model
+    that gives every pair the same score gets the worst recall, not the best.
 
-    differs: SPARO (Sec. 4.2) defines the fraction of the k best keys that are positive. The
-    paper's results come from CLIP_benchmark's code (Table C.2), which counts a query with any
-    positive key. So do we, and the authors' training/train.py:360.
+    differs: SPARO (Sec. 4.2) defines recall as the fraction of the k best keys that are positive.
+    The paper's results come from CLIP_benchmark's code (Table C.2), which counts a query with any
+    positive key. This function and the authors' training/train.py:360 count in the same way.
     """
     query_ids, key_ids = positives
     ranks = []
@@ -86,7 +88,7 @@ def recall_at_k(queries, keys, positives, chunk=1024, similarity=torch.inner):
         scores = similarity(x, keys)                                        # (chunk, K)
         positive = ids[:, None] == key_ids                                  # (chunk, K)
         best = scores.masked_fill(~positive, -torch.inf).amax(1, keepdim=True)
-        # the rank from 0: how many negatives come before the best positive
+        # the rank of the best positive, from 0: the number of negatives that come before it
         ranks.append((scores.masked_fill(positive, -torch.inf) >= best).sum(1))
     ranks = torch.cat(ranks)
     return {k: (ranks < k).sum().item() / len(queries) for k in (1, 5, 10)}
@@ -96,10 +98,10 @@ def class_embeddings(encode_text, classes, kept=1):
     """Zero-shot classifier (C, E): the normalised mean of the encoded prompts of each class (CLIP).
 
     encode_text: list of n prompts -> encodings (n, E); classes: a Classes.
-    kept: 1, or a vector (E,) with 1 for the dimensions to keep and 0 for the others.
+    kept: 1, or a vector (E,) with 1 for the dimensions to keep and 0 for all other dimensions.
 
-    About 256 prompts are encoded at a time and averaged at once. Encodings of all 80,000 prompts
-    of ImageNet would need 10 GB with STAIR.
+    About 256 prompts are encoded at a time, and averaged before the next prompts are encoded.
+    STAIR's encodings of all 80,000 prompts of ImageNet would need 10 GB.
     """
     T, rows = len(classes.templates), []
     for prompts in chunks(classes.prompts, T * max(1, 256 // T)):
@@ -113,7 +115,7 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=2
 
     A neighbour's vote for its label has the weight exp(cosine / tau).
     train (N, E), test (n, E): features of any norm; train_labels (N,), test_labels (n,).
-    k is lowered to N where there are fewer training features.
+    If there are fewer than k training features, all N vote.
     chunk: how many test features are compared at a time; their cosines take chunk x N x 4 bytes.
     """
     train, test = F.normalize(train, dim=-1), F.normalize(test, dim=-1)
@@ -126,30 +128,32 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=2
     return correct / len(test)
 
 
-# --probe: (the setting that the probe chooses by itself, its default number of epochs)
+# {value of --probe: (the setting that the probe chooses by itself, the default number of epochs)}
 PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100), "lbfgs": ("l2", None)}
 # The learning rates from which the sgd probe chooses.
-# differs: BAM (Table 9b) has .002 for ViT and .3 for ResNet-50, which BAM's code multiplies by
-# batch / 256. BAM's code takes the epoch that is best on the test images; we take the last epoch.
-# BAM's probe learns from all training images; ours learns from nine tenths, because the other tenth
-# chooses the rate. BAM's code resizes crops with bilinear interpolation, ours with bicubic.
+# differs: BAM (Table 9b) has a rate of .002 for ViT and of .3 for ResNet-50. BAM's code multiplies
+# these rates by batch / 256. BAM's code takes the epoch that is best on the test images; we take
+# the last epoch. BAM's probe learns from all training images; our probe learns from nine tenths,
+# because the other tenth chooses the rate. BAM's code resizes crops with bilinear interpolation;
+# our code resizes them with bicubic interpolation.
 RATES = (0.002, 0.01, 0.05, 0.3, 1.0)
 
 
 def split_held_out(x):
     """Row numbers of features (N, E): a random fifth to hold out, and the other four fifths.
 
-    A probe's strength of regularisation is chosen on the held-out rows. Chosen on the test images,
-    it would make the accuracy too good. SPARO (C.1) does not say how much it holds out; a fifth is
-    our choice. The split is the same each time, so that results can be reproduced.
+    A probe's strength of regularisation is chosen on the held-out rows. If the strength were chosen
+    on the test images, the accuracy would be too high. SPARO (C.1) does not say how many rows are
+    held out; a fifth is our choice. The split is the same each time, so that results can be
+    reproduced.
     """
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
     return order.to(x.device).tensor_split([len(x) // 5])
 
 
 def middle_best(scores):
-    """The index of the best score; of several equal ones the middle one, because settings at the
-    end of a range are rarely right."""
+    """The index of the best score. If several scores are equally good, the middle one is taken,
+    because settings at the end of a range are rarely right."""
     best = [i for i, score in enumerate(scores) if score == max(scores)]
     return best[len(best) // 2]
 
@@ -162,16 +166,18 @@ def note_tie(scores, held):
 
 
 def adamw_probe(x, labels, epochs=10, batch=64):
-    """Linear classifier on features (N, E), labels (N,), trained as CLIP_benchmark does (SPARO,
-    C.1) -> torch.nn.Linear, its weight decay.
+    """Train a linear classifier on features (N, E) and labels (N,) as CLIP_benchmark does (SPARO,
+    C.1) -> torch.nn.Linear, the weight decay.
 
     The weight decay is one of 97 values from 1e-6 to 1e2, chosen by the accuracy on a held-out
-    fifth. To score all 97 would take 97 trainings. The search takes at most 15: it scores every
-    16th value, then moves by 8, 4, 2 and 1 to the better neighbour. As 16 is a power of two, these
-    halved steps can reach each of the 97. The classifier that is returned learns from all rows.
+    fifth of the rows. To score all 97 values would take 97 trainings. The search takes at most 15
+    trainings. It first scores every 16th value. Then it compares the best value with the values 8
+    steps below and above, and moves to the best of the three. It repeats this with 4, 2 and 1
+    steps. As 16 is a power of two, these halved distances can reach each of the 97 values. The
+    classifier that is returned learns from all rows.
 
     differs: if several of the first seven values are equally good, CLIP_benchmark takes the
-    smallest, and we take the middle one.
+    smallest value, and we take the middle one.
     """
     decays, classes = np.logspace(-6, 2, 97).tolist(), int(labels.max()) + 1
     held, fitted = split_held_out(x)
@@ -191,7 +197,7 @@ def adamw_probe(x, labels, epochs=10, batch=64):
 
     @functools.cache  # the search comes back to values that it knows
     def score(i):
-        """How many held-out labels are right with weight decay number i."""
+        """How many held-out rows are classified correctly with weight decay number i."""
         head = fit(x[fitted], labels[fitted], decays[i])
         return (head(x[held]).argmax(1) == labels[held]).sum().item()
 
@@ -205,16 +211,17 @@ def adamw_probe(x, labels, epochs=10, batch=64):
 
 @common.fixed_seed(0)
 def sgd_probe(crops, held, held_labels, classes, epochs=100):
-    """Linear classifier trained as BAM does (D.1, Table 9b) -> torch.nn.Linear, its learning rate.
+    """Train a linear classifier as BAM does (D.1, Table 9b) -> torch.nn.Linear, the learning rate.
 
-    crops(): features (n, E), labels (n,) of new random crops of the training images. Each epoch
-    calls it. New crops are the only regularisation, as there is no weight decay.
+    crops() -> features (n, E) and labels (n,) of new random crops of the training images. Each
+    epoch calls crops(). New crops are the only regularisation, as there is no weight decay.
     held (m, E), held_labels (m,): centre crops of other images, which choose the learning rate.
     classes: the number of classes.
 
-    A batch has at most 1,024 features (Table 9b). An epoch has at least 64 batches, so that small
-    data get enough updates. One head for each learning rate trains on the same batches, as in
-    DINOv2's code, because to encode the crops takes far longer than to train heads.
+    A batch has at most 1,024 features (Table 9b). An epoch has at least 64 batches, so that a small
+    data set gives enough updates. There is one head, a linear classifier, for each learning rate.
+    All heads train on the same batches, as in DINOv2's code, because encoding the crops takes far
+    longer than training the heads.
     """
     heads = [torch.nn.Linear(held.shape[1], classes).to(held.device) for _ in RATES]
     for head in heads:
@@ -224,7 +231,7 @@ def sgd_probe(crops, held, held_labels, classes, epochs=100):
     optimizer = torch.optim.SGD(parameters, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     for epoch in tqdm(range(epochs), "epochs of the linear probe", disable=None):
-        # crops() prints which files cannot be read: once is enough
+        # crops() prints how many files cannot be read; the message of the first epoch is enough
         with contextlib.redirect_stdout(None if epoch else sys.stdout):
             x, labels = crops()
         for rows in torch.randperm(len(x)).chunk(max(64, math.ceil(len(x) / 1024))):
@@ -239,28 +246,29 @@ def sgd_probe(crops, held, held_labels, classes, epochs=100):
     return heads[best], RATES[best]
 
 
-# Strengths of the l2 penalty (D.3). The strongest comes first, as its fit converges in a few steps;
-# each further fit starts from the weights of the one before.
+# Strengths of the l2 penalty (BAM, D.3). The strongest penalty comes first, because its fit
+# converges in a few steps. Each later fit starts from the weights of the previous fit.
 STRENGTHS = np.logspace(5, -6, 45)
 
 
 @common.fixed_seed(0)
 def lbfgs_probe(x, labels, strengths=STRENGTHS):
-    """Logistic regression on features (N, E), labels (N,) by LBFGS (BAM, D.3, Table 5)
-    -> torch.nn.Linear, the strength of its l2 penalty.
+    """Fit a logistic regression on features (N, E) and labels (N,) with LBFGS (BAM, D.3, Table 5)
+    -> torch.nn.Linear, the strength of the l2 penalty.
 
-    The strength is the best of 45 on a held-out fifth; with it the classifier learns from all rows.
-    The computation is in float64, so that rounding does not stop LBFGS before its tolerance.
+    One of 45 strengths is chosen: the best on a held-out fifth of the rows. The classifier that is
+    returned learns from all rows with this strength. The computation is in float64, so that
+    rounding does not stop LBFGS before its tolerance.
 
-    differs: the paper chooses on validation images. It does not say whether it averages the cross
-    entropy over images, as we do, or sums it.
+    differs: the paper chooses the strength on validation images. The paper does not say whether the
+    cross entropy is averaged over images, as it is here, or summed.
     """
     x, (held, fitted) = x.double(), split_held_out(x)
     head, right = torch.nn.Linear(x.shape[1], int(labels.max()) + 1).to(x), []
     x_fitted, labels_fitted = x[fitted], labels[fitted]
 
     def fit(x, labels, l2):
-        """Minimise mean cross entropy + l2 / 2 |W|^2 from the weights that `head` has."""
+        """Minimise mean cross entropy + l2 / 2 |W|^2, starting from the weights of `head`."""
         optimizer = torch.optim.LBFGS(head.parameters(), max_iter=1000, tolerance_grad=1e-5,
                                       line_search_fn="strong_wolfe")
 
@@ -290,7 +298,7 @@ def winoground_scores(s):
     """Scores s (n, 2, 2), [pair, caption, image] -> text, image, group, each (n,) bool.
 
     text: both images score higher with their own caption. image: both captions score higher with
-    their own image. group: text and image. A tie is wrong.
+    their own image. group: both text and image hold. Equal scores count as wrong.
     """
     text = (s[:, 0, 0] > s[:, 1, 0]) & (s[:, 1, 1] > s[:, 0, 1])
     image = (s[:, 0, 0] > s[:, 0, 1]) & (s[:, 1, 1] > s[:, 1, 0])
@@ -307,7 +315,7 @@ def mean(values):
 #
 # Encodings are computed in fp32, even if the training used bf16. A cosine in bf16 has only 8
 # significant bits, so many pairs would get the same score, and metrics count a tie as an error.
-# Files are read by encode_pairs, through read_images and Embedder.read.
+# encode_pairs reads files with read_images and Embedder.read.
 
 
 def chunks(items, n):
@@ -318,8 +326,8 @@ def chunks(items, n):
 
 
 def as_list(items):
-    """A list of the items; one caption, path or image gives a list of one. Raises UserError if
-    there are no items."""
+    """Return the items as a list. A single caption, path or image becomes a list with one item.
+    Raises UserError if there are no items."""
     items = [items] if isinstance(items, (str, bytes, Path, Image.Image)) else list(items)
     if not items:
         raise UserError("There is nothing to encode: give at least one image or caption.")
@@ -327,8 +335,8 @@ def as_list(items):
 
 
 def with_bar(parts, items):
-    """Yield the lists `parts`, and count their elements on a bar; `items` is the word for them. The
-    bar appears after five seconds, and only on a terminal."""
+    """Yield the lists `parts`, and count their elements on a progress bar. items: the word for
+    the elements. The bar appears after five seconds, and only on a terminal."""
     with tqdm(desc="encoding", unit=f" {items}", disable=None, delay=5, leave=False) as bar:
         for part in parts:
             yield part
@@ -336,8 +344,9 @@ def with_bar(parts, items):
 
 
 def concatenate(parts):
-    """torch.cat of a list of tensors. It empties the list and frees each tensor after copying it,
-    so that memory never holds all rows twice. (STAIR's encodings of COCO's captions take 3 GB.)"""
+    """Concatenate a list of tensors as torch.cat does. The function empties the list and frees each
+    tensor after copying it, so that memory never holds all rows twice. (STAIR's encodings of COCO's
+    captions take 3 GB.)"""
     rows = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
     end = len(rows)
     while parts:
@@ -358,14 +367,15 @@ def assert_finite(x):
 def read_images(pairs, read, workers=0):
     """Pairs (image or file, value) -> yields pairs (image, value), without the unreadable files.
 
-    read(file) -> image; `workers` threads call it. Prints at the end how many files were skipped,
-    and why the last one was. Raises UserError if there are no pairs or no file can be read.
+    read(file) -> image; `workers` threads call `read`. At the end the function prints how many
+    files were skipped, and why the last of them was skipped. Raises UserError if there are no pairs
+    or no file can be read.
     """
     def attempt(file):
-        """-> (image, None), or (None, the reason why the file cannot be read)."""
+        """Read a file -> (image, None), or (None, the reason why the file cannot be read)."""
         try:
             return file if torch.is_tensor(file) else read(file), None
-        except UserError:  # wrong data, such as a map of unknown classes: not to be skipped
+        except UserError:  # wrong data, such as a map of unknown classes, must not be skipped
             raise
         except Exception as error:  # PIL raises errors of any type for damaged files
             name = "a file" if isinstance(file, bytes) else f"{file!s:.200}"
@@ -396,10 +406,11 @@ class Embedder:
     """A trained model in evaluation mode, which encodes captions and images into matrices on the
     CPU.
 
-    Each image and each caption becomes a vector (E,); the dot product of two vectors compares them.
-    A model with `late_interaction` gives patches (P, E) and tokens (L, E) instead, which its own
-    `similarity` compares. The argument `encode` of the methods below is another function of the
-    model to encode with, such as `model.probe_features`.
+    Each image and each caption becomes a vector (E,). The score of an image and a caption is the
+    dot product of their vectors. A model with `late_interaction` encodes an image as patches (P, E)
+    and a caption as tokens (L, E), and computes their score with `model.similarity`. The argument
+    `encode` of the methods below replaces the function that encodes, for example by
+    `model.probe_features`.
     """
 
     model: torch.nn.Module
@@ -416,12 +427,14 @@ class Embedder:
 
     def __post_init__(self):
         self.model.eval()
-        self.tokens = self.unknown_tokens = 0  # of all captions so far, without [CLS] and [SEP]
+        # counts over all captions so far, without [CLS] and [SEP]
+        self.tokens = self.unknown_tokens = 0
 
     def read(self, file):
         """A path, bytes or PIL image -> its centre crop, normalised (3, S, S)."""
-        # CLIP resizes the shorter side to the size of the crop. DINO and BAM (D.1) resize it to
-        # 256 for a crop of 224.
+        # A model with text follows CLIP, which resizes the shorter side to the size of the crop. A
+        # model without text follows DINO and BAM (D.1), which resize the shorter side to 256 for a
+        # crop of 224.
         resize = self.image_size if self.tokenizer else round(self.image_size * 256 / 224)
         resize = self.resize or resize
         return common.eval_transform(self.image_size, resize)(common.open_image(file))
@@ -455,7 +468,8 @@ class Embedder:
 
     @torch.no_grad()
     def texts(self, captions, encode=None):
-        """n captions, or one -> (n, E), or (n, L, E) padded with zeros."""
+        """Encode n captions -> (n, E), or (n, L, E), padded with zeros, if `encode` gives each
+        caption L vectors. A single string is one caption."""
         encode, captions = encode or self.encode_text, as_list(captions)
         parts = with_bar(chunks(captions, self.chunk), "captions")
         parts = [assert_finite(encode(*self.tokenize(part)).cpu()) for part in parts]
@@ -466,8 +480,8 @@ class Embedder:
 
     @torch.no_grad()
     def images(self, images, encode=None):
-        """A tensor (n, 3, S, S), a list of n paths or PIL images, or a single one -> encodings
-        (n, E); (n, P, E) if `encode` encodes patches."""
+        """Encode n images -> (n, E), or (n, P, E) if `encode` encodes patches. The argument is a
+        tensor (n, 3, S, S), a list of paths or PIL images, or a single path or PIL image."""
         if not torch.is_tensor(images):
             images = torch.stack([self.read(image) for image in as_list(images)])
         encode = encode or self.encode_image
@@ -476,7 +490,7 @@ class Embedder:
 
     def encode_pairs(self, pairs, encode=None):
         """Pairs (image or file, value) -> encodings (n, E) or (n, P, E) of the n images that can be
-        read, the list of their n values."""
+        read, and the list of the n values of these images."""
         features, values = [], []
         pairs = read_images(pairs, self.read, self.workers)
         for part in with_bar(chunks(pairs, self.chunk), "images"):
@@ -493,8 +507,9 @@ class Embedder:
         return self.model.similarity(images.to(self.device), texts.to(self.device)).cpu()
 
     def pair_scores(self, images, texts):
-        """Encodings of n images and of one caption for each -> scores (n,)."""
-        # few at a time: `similarity` compares all images with all captions, and one in 16 is used
+        """Encodings of n images and of n captions -> scores (n,) of image i with caption i."""
+        # 16 at a time: `similarity` compares all images with all captions, and only the diagonal,
+        # one score in 16, is used
         parts = zip(images.split(16), texts.split(16))
         return torch.cat([self.similarity(x, y).diagonal() for x, y in parts])
 
@@ -523,7 +538,8 @@ def new_embedder(model, tokenizer, args, device):
 
 
 def settings_of_run(run):
-    """A run's directory -> its method, its settings. Raises UserError if it holds no run."""
+    """A run's directory -> the run's method and settings. Raises UserError if the directory holds
+    no run."""
     saved = common.read_config(run)
     method = METHODS.get(saved.get("method"))
     if method is None:
@@ -574,10 +590,12 @@ VOC_CLASSES = [
 
 
 class Classes:
-    """Names of C classes, and their prompts: C * T strings, those of the first class first.
+    """Names of C classes, and their prompts: C * T strings. The T prompts of the first class come
+    first.
 
-    templates: T strings. {} stands for the name, {a} for the name with its article, and {c} for the
-    name in CLIP_benchmark's files. source: the file or data set that the names come from.
+    templates: T strings. {} stands for the name, and {a} for the name with its article. {c} also
+    stands for the name, because CLIP_benchmark's files write {c}. source: the file or data set that
+    the names come from.
     """
 
     def __init__(self, names, templates=None, source=None):
@@ -589,7 +607,7 @@ class Classes:
 
 
 def read_templates(given):
-    """The words of --templates, which are templates or one file of templates -> list of templates.
+    """The values of --templates, either templates or one file of templates -> list of templates.
     Raises UserError for a template without exactly one placeholder."""
     source = "--templates"
     if len(given) == 1 and os.path.isfile(given[0]):
@@ -603,17 +621,19 @@ def read_templates(given):
     return given
 
 
-# The evaluation that ends a training takes a sample, to be quick; --data is evaluated in full.
+# The evaluation that ends a training uses a sample of the data, to be quick. The data that --data
+# names are evaluated in full.
 TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # images to evaluate, images to learn from
-# Options that change no metric, so that evals.jsonl need not record them
+# Options that change no metric, and so are not recorded in evals.jsonl
 NOT_OF_METRICS = {"runs", "queries", "export", "workers", "batch", "device", "is_own"}
 
 
 def options_of(given, args):
-    """The options of one evaluation: the flags that are given, otherwise the run's own settings.
+    """The options of one evaluation. A flag that is not given gets its value from the settings of
+    the run, or else its default.
 
-    given: {name: value} of eval.py's flags, with one SPEC as `data`; args: the settings of the run.
-    The result has three options more than there are flags:
+    given: {name: value} of eval.py's flags, in which `data` is one SPEC or None. args: the settings
+    of the run. The result has three options that are not flags:
 
         learn_limit         how many images k-NN and probes learn from; None: all
         on_training_images  whether the run was trained on the images to evaluate
@@ -654,8 +674,8 @@ def data_to_learn_from(data, args):
 def learned_templates(data, args):
     """The prompts that the model knows from its training -> list of templates, or None.
 
-    A training on class folders shows one caption for each class, FOLDER_CAPTION. The world is
-    evaluated with its own prompts.
+    A training on class folders makes the caption of each class from one template, FOLDER_CAPTION.
+    The world is evaluated with its own prompts.
     """
     is_world = common.parse_spec(data)[0] == "shapes"
     return [common.FOLDER_CAPTION] if os.path.isdir(args.data) and not is_world else None
@@ -715,27 +735,29 @@ class EvalSet:
     no such thing.
 
     A pair is (image, value). The image is a tensor (3, S, S), or a file, which may be unreadable.
-    `purpose` names what the pairs are for: the world draws other scenes for each purpose, and files
-    are the same for all.
+    The argument `purpose` names what the pairs are for. The world draws different scenes for each
+    purpose. Files give the same pairs for all purposes.
 
-    `groups` is a dict of groupings of the C classes. Tasks compute their metric for each grouping,
-    and append its key to the name of the metric. A grouping is a pair: a tensor (C,) with the group
-    of each class, and the list of the names of the groups. The key "" is the grouping in which each
-    class is a group of its own. The world also has "/colour" and "/shape", which group its 64 pairs
-    of a colour and a shape. `maps` and `map_classes` have the same keys.
+    `groups` is a dict of groupings of the C classes. A grouping is a pair: a tensor (C,) with the
+    group of each class, and the list of the names of the groups. Tasks compute their metric for
+    each grouping, and append the key of the grouping to the name of the metric. The key "" is the
+    grouping in which each class is a group of its own. A class of the world is one of 64 pairs of a
+    colour and a shape. So the world also has the groupings "/colour" and "/shape". Groupings are
+    also the keys of `maps` and `map_classes`.
     """
 
     image_size: int = None         # S, in pixels
     classes: Classes = None        # names and prompts of the classes, for tasks with text
     groups: dict = None            # {"": (ids (C,), names), ...}; folders have only the key ""
-    named: Classes = None          # classes named by files or folders; None: the world's own
+    named: Classes = None          # classes named by files or folders; None: the world's own names
     numbered: bool = False         # whether class i is also label i of shards
-    label_ids: list = None         # the class of each label of shards; None: the label itself
+    label_ids: list = None         # the class of each label of shards; None: class i is label i
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
     map_classes: dict = None       # {key: Classes} of `maps`
     content_words: set = None      # nouns and adjectives, which K-Pna counts
     pool: int = None               # how many images retrieval ranks together; None: all
-    is_world: bool = False         # the world has other splits to learn from and to choose by
+    is_world: bool = False         # whether the data are the world, which has splits of its own
+                                   # to learn from and to choose slots and masks by
     options: argparse.Namespace = None  # the options with which the data were opened
     training: "EvalSet" = None     # what k-NN and probes learn from, see training_pairs
     labelled: Callable = None      # (purpose) -> pairs (image, class id)
@@ -757,7 +779,7 @@ class EvalSet:
 
 class TableSet(EvalSet):
     """Image files with captions, or class folders. The images of folders are shuffled, so that
-    --limit keeps images of all classes; their order is the same each time."""
+    --limit keeps images of all classes. The shuffled order is the same each time."""
 
     def __init__(self, table, options):
         self.table, rows = table, range(len(table))[: options.limit]
@@ -802,9 +824,10 @@ def known_labels(pairs, spec, names, source):
 def open_benchmark(directory, options):
     """A directory in CLIP_benchmark's layout -> EvalSet.
 
-    The shards are SPLIT/0.tar, 1.tar, ..., and SPLIT/nshards.txt holds their number. A sample has
-    KEY.txt if dataset_type.txt says "retrieval", and otherwise KEY.cls, a line number (from 0) of
-    classnames.txt. Raises UserError if a file is missing or wrong.
+    The shards are SPLIT/0.tar, 1.tar, ..., and SPLIT/nshards.txt holds their number. If
+    dataset_type.txt says "retrieval", KEY.txt holds the captions of a sample. Otherwise KEY.cls
+    holds the label of a sample: the number of a line of classnames.txt, counted from 0. Raises
+    UserError if a file is missing or wrong.
     """
     split, limit = Path(directory, options.split), options.limit
     n = common.read_text(split / "nshards.txt", "--data").strip()
@@ -835,9 +858,9 @@ def open_benchmark(directory, options):
 
 
 def read_winoground(file, root, limit):
-    """Winoground's examples.jsonl -> yields the pairs of EvalSet.winoground, `limit` numbers at
-    most. root: the directory of the images NAME.png. Raises UserError for a line without the four
-    fields."""
+    """Winoground's examples.jsonl -> yields the pairs of EvalSet.winoground, for at most `limit`
+    examples. root: the directory of the images NAME.png. Raises UserError for a line without the
+    four fields."""
     for number, line in enumerate(common.read_lines(file, "--data")[:limit]):
         with common.explained((ValueError, KeyError, TypeError), f"{file}, sample {number + 1}",
                               "; it must have image_0, image_1, caption_0, caption_1"):
@@ -848,8 +871,9 @@ def read_winoground(file, root, limit):
 
 def read_sugarcrepe(files, root, limit):
     """SugarCrepe's files, one for each kind of negative -> yields the pairs of EvalSet.negatives,
-    `limit` images at most. Raises UserError for an item without its three fields."""
-    negatives_of = collections.defaultdict(list)  # an image of several negatives is encoded once
+    for at most `limit` images. Raises UserError for an item without its three fields."""
+    # grouped by image, so that an image with several negatives is encoded once
+    negatives_of = collections.defaultdict(list)
     for file in files:
         with common.explained((ValueError, KeyError, TypeError, AttributeError), file,
                               "; its items must have filename, caption and negative_caption"):
@@ -863,9 +887,10 @@ def open_voc(directory, options, image_size):
     """A directory in Pascal VOC's layout -> EvalSet with maps.
 
     ImageSets/Segmentation/SPLIT.txt lists ids. JPEGImages/ID.jpg is an image, and
-    SegmentationClass/ID.png its map of class ids: 0 is the background, 255 marks pixels that do not
-    count. The image is squeezed into a square, not cropped, so that patches cover the map.
-    Raises UserError for a map that is not of this form, or has a class without a name.
+    SegmentationClass/ID.png is its map of class ids. Class 0 is the background, and 255 marks
+    pixels that do not count. The image is squeezed into a square, not cropped, so that patches
+    cover the map. Raises UserError for a map that is not of this form, or that has a class without
+    a name.
     """
     directory = Path(directory)
     file = directory / "ImageSets" / "Segmentation" / f"{options.split}.txt"
@@ -900,8 +925,9 @@ def open_eval_set(options, image_size, captions=True):
     """Open options.data -> EvalSet.
 
     options.data is a SPEC of common.open_data, or a directory in the layout of CLIP_benchmark,
-    Winoground, SugarCrepe or Pascal VOC. captions: False for a model without a text encoder, which
-    can use shards without captions. Raises UserError if the data cannot be opened.
+    Winoground, SugarCrepe or Pascal VOC. captions: whether the model has a text encoder. A model
+    without a text encoder can also use data without captions. Raises UserError if the data cannot
+    be opened.
     """
     data = open_kind(options, image_size, captions)
     data.image_size, data.options = image_size, options
@@ -936,13 +962,15 @@ def open_kind(options, image_size, captions):
     if files:
         return EvalSet(negatives=lambda: read_sugarcrepe(files, options.image_root, limit))
 
-    # all that can be trained on
+    # every kind of data that train.py accepts
     content = "caption" if captions else None
     source = common.open_data(spec, options.image_root, options.split, image_size, content)
     if isinstance(source, common.World):
         return WorldSet(source, options)
-    if isinstance(source, common.TarShards):  # only to learn from: labels without names
-        # a random sample needs the headers of all shards, which the first pair does not
+    if isinstance(source, common.TarShards):
+        # The labels of shards have no names. So k-NN and probes can learn from shards, but only a
+        # classifier can be evaluated on them. A random sample needs the headers of all shards; the
+        # first pair does not.
         pairs = lambda purpose: source.each("label", None if purpose == "first" else limit)
         return EvalSet(labelled=pairs)
     return TableSet(source, options)
@@ -958,16 +986,17 @@ def sugarcrepe_files(directory):
 def open_second(options, data, spec, root, message):
     """Open a second data set `spec`, to learn from or to choose by -> EvalSet.
 
-    Its split is "train" in CLIP_benchmark's and VOC's layout, and "val" otherwise. root: the
-    directory that its file names are relative to. Raises UserError with the message if `spec` is
-    None, or names the images to evaluate.
+    The second data set has the split "train" in CLIP_benchmark's and VOC's layout, and "val"
+    otherwise. root: the directory that its file names are relative to. Raises UserError with the
+    message if `spec` is None, or names the images to evaluate.
     """
     splits = splits_of(spec) if spec else []
     split = "train" if splits else "val"
     is_same = spec and Path(spec).resolve() == Path(options.data).resolve()
     if spec is None or (is_same and (split == options.split or split not in splits)):
         raise UserError(message)
-    limit = None if options.label_fraction else options.learn_limit  # a fraction counts all images
+    # --label-fraction is a fraction of all images, so they are not limited
+    limit = None if options.label_fraction else options.learn_limit
     second = vars(options) | {"data": spec, "split": split, "image_root": root, "limit": limit}
     return open_eval_set(argparse.Namespace(**second), data.image_size)
 
@@ -976,8 +1005,9 @@ def training_pairs(options, data, purpose="train"):
     """What k-NN and probes learn from -> a function that yields pairs (image, class id).
 
     The world has a training split. For other data, options.train_data is --train-data, or what
-    data_to_learn_from chooses. purpose "first" is for a look at the first pair. Raises UserError if
-    there is nothing to learn from, or if its classes are not those of the data to evaluate.
+    data_to_learn_from chooses. A caller that reads only the first pair gives the purpose "first".
+    Raises UserError if there is nothing to learn from, or if the classes to learn are not the
+    classes of the data to evaluate.
     """
     spec, names = options.train_data, data.groups[""][1]
     if data.training is None:  # opened once: k-NN and the linear probe share it
@@ -1021,10 +1051,11 @@ def check_same_classes(options, data, train):
 
 
 def open_selection(options, data, task, chooser, needed):
-    """The data that choose slots or masks -> EvalSet: --select, or other scenes of the world.
+    """Open the data that choose slots or masks -> EvalSet: --select, or other scenes of the world.
 
-    The task `chooser` must be able to run on them. needed: what --select must be, in words. Raises
-    UserError if --select is missing, or if `chooser` cannot run on its data.
+    The task named `chooser` must be able to run on these data. needed: a phrase for error messages,
+    which says what --select must name. Raises UserError if --select is missing, or if `chooser`
+    cannot run on the data of --select.
     """
     spec, message = options.select, f"Task {task} needs --select, {needed}"
     if spec is None and data.is_world:
@@ -1037,14 +1068,15 @@ def open_selection(options, data, task, chooser, needed):
 
 
 COLOURS, SHAPES = common.COLOUR_NAMES, common.SHAPE_NAMES
-PAIRS = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]     # 8 * colour + shape
+PAIRS = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]     # i = 8 * colour + shape
 WORLD_WORDS = {"small", "large", *COLOURS, *SHAPES, *map(common.plural, SHAPES)}
-# scenes of the world for a task; some tasks use half as many, probes learn from four times as many
+# The number of scenes of the world that a task uses. Some tasks use half as many. k-NN and probes
+# learn from four times as many.
 WORLD_N = 1000
 
 
 class WorldSet(EvalSet):
-    """The world of shapes, which has everything that a task can need but Winoground's pairs."""
+    """The world of shapes. It has every member that a task can need, except Winoground's pairs."""
 
     groups = {"": (torch.arange(64), PAIRS), "/colour": (torch.arange(64) // 8, COLOURS),
               "/shape": (torch.arange(64) % 8, SHAPES)}
@@ -1052,7 +1084,7 @@ class WorldSet(EvalSet):
 
     def __init__(self, world, options):
         self.world, self.split, self.limit = world, options.split, options.limit
-        # a larger --limit gives more searches of the same difficulty, not harder ones
+        # a fixed size: a larger --limit gives more pools, and each search stays equally hard
         self.pool = WORLD_N // 2
         templates = options.templates
         # Only captions with fillers (words that describe nothing) contain "a photo of". A model
@@ -1066,7 +1098,8 @@ class WorldSet(EvalSet):
         self.unseen[[8 * colour + shape for colour, shape in world.heldout_pairs]] = True
 
     def scenes(self, purpose):
-        """The sample of World.sample for a purpose. Each call returns the same sample."""
+        """The sample of World.sample for a purpose. Each call with this purpose returns the same
+        sample."""
         few, most = min(3, self.world.objects), self.world.objects
         evaluated = {
             # purpose: (number of scenes, seed, objects in each scene; None: 1 to `most`)
@@ -1084,16 +1117,18 @@ class WorldSet(EvalSet):
         if purpose == "slots":
             return self.world.sample(WORLD_N, "val", 8, 1)
         n, seed, objects = evaluated[purpose]
-        if self.limit:  # it limits what is evaluated, not what is learned from or chosen by
-            # A small limit is the number of scenes. A limit above TEST_LIMIT gives each purpose
-            # more scenes, in proportion. A picture never gets more scenes.
+        if self.limit:  # --limit does not apply to scenes to learn from or to choose slots by
+            # A limit up to TEST_LIMIT is the largest number of scenes for each purpose. A larger
+            # limit multiplies the number of scenes of each purpose by limit / TEST_LIMIT. A picture
+            # never gets more scenes.
             more = 0 if purpose == "picture" else n * self.limit // TEST_LIMIT
             n = max(min(n, self.limit), more)
         return self.world.sample(n, self.split, seed, objects)
 
     def labelled(self, purpose):
-        """Scenes of one object, which is the class. Zero-shot and slots need no training images, so
-        only they keep the classes that training never shows."""
+        """Scenes of one object, whose colour and shape are the class. The purposes "zeroshot" and
+        "slots" need no training images, so only these two keep the classes that training never
+        shows."""
         sample = self.scenes(purpose)
         ids = class_ids(sample["scene"], "/pair")[:, 0].tolist()
         for image, c in zip(sample["images"], ids):
@@ -1101,7 +1136,7 @@ class WorldSet(EvalSet):
                 yield image, c
 
     def captioned(self, purpose):
-        """Two captions for each scene; for the purpose "samples" one."""
+        """Two captions for each scene, or one caption for the purpose "samples"."""
         sample, rng = self.scenes(purpose), random.Random(2)
         if purpose == "samples":
             yield from zip(sample["images"], [[caption] for caption in sample["captions"]])
@@ -1117,7 +1152,7 @@ class WorldSet(EvalSet):
             yield image, [(kind, *pairs[kind]) for kind in sorted(pairs)]
 
     def maps(self, purpose):
-        """Maps of colours, shapes and pairs; a picture leaves out the pairs, to stay small."""
+        """Maps of colours, shapes and pairs. A picture has no map of pairs, to stay small."""
         sample = self.scenes(purpose)
         groupings = ["/colour", "/shape"] if purpose == "picture" else list(self.map_classes)
         truths = {grouping: label_maps(sample, grouping) for grouping in groupings}
@@ -1125,8 +1160,9 @@ class WorldSet(EvalSet):
             yield image, {grouping: ids[i] for grouping, ids in truths.items()}
 
     def grounded(self):
-        """A mask for each colour and each shape of a scene: the pixels of all objects that have it.
-        A shape has its mask under its singular and its plural, as a caption may use either."""
+        """A mask for each colour and each shape of a scene: the pixels of all objects that have
+        this colour or shape. The mask of a shape is stored under the singular and under the plural
+        of its name, as a caption may use either word."""
         sample = self.scenes("samples")
         names = "images", "captions", "objects", "segmentation"
         for image, caption, objects, ids in zip(*[sample[name] for name in names]):
@@ -1154,8 +1190,9 @@ def label_maps(sample, grouping):
 #
 # A task is a function of an Embedder, an EvalSet and the options of eval.py. It returns
 # {metric: result}. A result is a number, or a tensor whose mean is the metric. If it is known what
-# a guess gives, the result is a pair (value, chance). A metric is called TASK or TASK/...; for a
-# metric with another name, TASK_OF of tests/claims.py has the task. Tasks for any model come first.
+# a random guess gives, the result is a pair (value, chance). Most metrics are called TASK or
+# TASK/NAME. For all other metrics, TASK_OF in tests/claims.py gives the name of the task. Tasks for
+# any model come first.
 
 
 def labelled(embedder, pairs, encode=None):
@@ -1165,8 +1202,8 @@ def labelled(embedder, pairs, encode=None):
 
 
 def take(embedder, data, n):
-    """The first n readable samples -> images (n, 3, S, S), n captions. A labelled image has a
-    prompt with the name of its class for a caption."""
+    """The first n readable samples -> images (n, 3, S, S), n captions. If the data have labels and
+    no captions, the caption of an image is a prompt with the name of its class."""
     if data.captioned:
         pairs = ((image, captions[0]) for image, captions in data.captioned("samples"))
     else:
@@ -1198,8 +1235,8 @@ def caption_words(*captions):
 
 
 def nearest_captions(embedder, x, y):
-    """Encodings x (n, ...) of images and y (m, ...) of captions -> n numbers, the row in y of the
-    caption that scores highest with each image."""
+    """Encodings x (n, ...) of images and y (m, ...) of captions -> a list of n row numbers: for
+    each image, the row of y whose caption scores highest."""
     return torch.cat([embedder.similarity(part, y).argmax(1) for part in x.split(256)]).tolist()
 
 
@@ -1207,16 +1244,18 @@ def retrieval(embedder, data, options):
     """Recall at 1, 5, 10: images find captions (i2t), captions find images (t2i).
 
     Every caption is a query. faithfulness/K-P is the K-Precision (SPARC, Sec. 4.4) of the caption
-    that is nearest to each image. STAIR (Sec. 4.3) uses --caption-prefix "a photo of". Data with a
-    `pool` are ranked pool by pool, and each metric is the mean over pools.
+    that is nearest to each image. STAIR (Sec. 4.3) uses --caption-prefix "a photo of". If the data
+    have a `pool`, each pool of this many images is ranked by itself, and a metric is the mean over
+    pools.
     """
     x, captions = embedder.encode_pairs(data.captioned("captioned"))
     n = min(data.pool or len(x), len(x))
     starts = range(0, len(x), n)
     pools = [rank_pairs(embedder, data, options, x[i : i + n], captions[i : i + n]) for i in starts]
     result = {name: mean([found[name] for found in pools]) for name in pools[0]}
-    # A caption has one image, but an image may have several captions, among which a guess at 5 or
-    # 10 has no simple chance.
+    # t2i: a caption has one image, so k guesses among n images have the chance k / n.
+    # i2t: an image may have several captions. R@1 then still has the chance 1 / n, but R@5 and R@10
+    # have no simple chance.
     result["i2t/R@1"] = result["i2t/R@1"], 1 / n
     result |= {f"t2i/R@{k}": (result[f"t2i/R@{k}"], min(1, k / n)) for k in (1, 5, 10)}
     return result | {"retrieval/images": len(x)}
@@ -1243,8 +1282,8 @@ def rank_pairs(embedder, data, options, x, captions):
 
 
 def negative_pairs(embedder, data):
-    """The hard negatives of the data -> for n pairs of a right and a wrong caption: their kinds,
-    encodings (n, E) of their images, the n captions, the n wrong captions."""
+    """The hard negatives of the data, n pairs of a right and a wrong caption -> the n kinds of the
+    pairs, encodings (n, E) of their images, the n right captions, the n wrong captions."""
     x, groups = embedder.encode_pairs(data.negatives())
     rows = [i for i, group in enumerate(groups) for _ in group]
     kinds, captions, wrong = zip(*itertools.chain(*groups))
@@ -1253,7 +1292,7 @@ def negative_pairs(embedder, data):
 
 def negatives(embedder, data, options):
     """Fraction of captions that score strictly higher with their image than their hard negative
-    does (SugarCrepe): for each kind of negative, and the mean over kinds."""
+    does (SugarCrepe). There is a metric for each kind of negative, and the mean over kinds."""
     kinds, x, captions, wrong = negative_pairs(embedder, data)
     right = embedder.pair_scores(x, embedder.texts(captions))
     wrong = embedder.pair_scores(x, embedder.texts(wrong))
@@ -1266,7 +1305,7 @@ def negatives(embedder, data, options):
 
 def winoground(embedder, data, options):
     """Winoground's text, image and group score: two captions with the same words must be matched
-    with two images. Raises UserError if no two images of a pair can be read."""
+    with two images. Raises UserError if there is no example whose two images can be read."""
     x, values = embedder.encode_pairs(data.winoground())
     count = collections.Counter(pair for pair, _ in values)
     rows = [i for i, (pair, _) in enumerate(values) if count[pair] == 2]    # both can be read
@@ -1298,11 +1337,12 @@ def knn(embedder, data, options):
 
 
 def random_crops(embedder, pairs):
-    """Pairs (image, label) -> features (n, E) to probe and labels (n,): one random crop of each
-    image, flipped with probability 1/2."""
+    """Pairs (image, label) -> features (n, E) for a probe, and labels (n,). Each feature comes from
+    one random crop of an image, flipped with probability 1/2."""
     crop = common.train_transform(embedder.image_size, min_scale=0.08)
-    # A crop of 8 % of the area has .28 of each side, so an image of 4 S pixels leaves it S pixels:
-    # a larger JPEG is decoded smaller, which is faster.
+    # The smallest crop has 8 % of the image's area, and so .28 of each side. An image with sides of
+    # 4 S pixels still gives a crop of S pixels. So a larger JPEG is decoded at a smaller size, as
+    # this is faster.
     read = functools.partial(common.open_image, min_side=4 * embedder.image_size)
     images = read_images(pairs, read, embedder.workers)
     cropped = ((common.to_floats(crop(image)), label) for image, label in images)
@@ -1311,12 +1351,12 @@ def random_crops(embedder, pairs):
 
 def linear(embedder, data, options):
     """Accuracy of a linear probe on the features that the method's paper probes. --probe says how
-    it is trained. The result also has the setting that the probe chose by itself."""
+    the probe is trained. The result also has the setting that the probe chose by itself."""
     encode, pairs = embedder.model.probe_features, training_pairs(options, data)
     setting, epochs = PROBES[options.probe]
     epochs = options.probe_epochs or epochs
-    # adamw and lbfgs get all images here, and hold out a fifth themselves. sgd gets every tenth
-    # image here, and holds these out; it trains on random crops of the other images.
+    # Here adamw and lbfgs get all images, and hold out a fifth of them themselves. sgd gets every
+    # tenth image here, to choose its learning rate, and trains on random crops of all other images.
     step = 10 if options.probe == "sgd" else 1
     if options.probe == "lbfgs":  # BAM (D.3) resizes the shorter side to the size of the crop
         embedder = dataclasses.replace(embedder, resize=embedder.image_size)
@@ -1343,7 +1383,7 @@ def linear(embedder, data, options):
 
 # SPARC's task: segmentation ---------------------------------------------------------------
 #
-# sparc.py has the measures themselves.
+# sparc.py has the functions that compute the metrics.
 
 
 def patch_classes(embedder, data):
@@ -1376,11 +1416,12 @@ def segmentation(embedder, data, options):
 
 
 def shares_on_objects(task, embedder, data, words_of):
-    """Which share of a word's weights lies on the objects that the word names (our measure).
+    """The share of a word's weights that lies on the objects that the word names (our measure).
 
     words_of(embedder, image, caption) -> pairs (word, weights (P,) of the image's patches).
-    Returns {"TASK/colour": (share, chance), "TASK/shape": ...}, means over all words of the kind.
-    The chance is the share of even weights. Both are nan if no caption has a word of the kind.
+    Returns {"TASK/colour": (share, chance), "TASK/shape": ...}. The chance is the share that even
+    weights would have. Share and chance are means over all words of the kind, colour or shape. Both
+    are nan if no caption has a word of the kind.
     """
     found = {"colour": [], "shape": []}
     for image, (caption, masks) in data.grounded():
@@ -1400,15 +1441,15 @@ def shares_on_objects(task, embedder, data, words_of):
 
 @torch.no_grad()
 def aligned_words(embedder, image, caption):
-    """The tokens of a caption, and the weights (P,) that each gives to the patches of the image
-    (3, S, S) (SPARC, Eq. 4) -> pairs (token, weights)."""
+    """Image (3, S, S), caption -> pairs (token of the caption, weights (P,)): the weights that the
+    token gives to the patches of the image (SPARC, Eq. 4)."""
     tokens, mask = embedder.tokenize([caption])
     weights = embedder.model.align_words(image[None].to(embedder.device), tokens, mask)
     return zip([embedder.tokenizer.vocab[token] for token in tokens[0]], weights[0].cpu())
 
 
 def alignment(embedder, data, options):
-    """Whether a word's weights lie on the patches of the objects that it names (SPARC)."""
+    """The share of a word's weights on the patches of the objects that the word names (SPARC)."""
     return shares_on_objects("alignment", embedder, data, aligned_words)
 
 
@@ -1418,7 +1459,7 @@ def alignment(embedder, data, options):
 
 
 def headlines(embedder, data, options, tasks=("zeroshot", "retrieval", "negatives")):
-    """Run those of the tasks that fit the data -> {metric: result}, only the main metrics."""
+    """Run those of `tasks` that fit the data -> {metric: result}, for the main metrics only."""
     result = {}
     for name in tasks:
         if TASKS[name].fits(data):
@@ -1428,8 +1469,9 @@ def headlines(embedder, data, options, tasks=("zeroshot", "retrieval", "negative
 
 
 def slots(embedder, data, options):
-    """Post-hoc concept selection (SPARO, Sec. 5.1). Each slot is ranked by its zero-shot accuracy
-    on --select, as the only slot; then parts of the slots are evaluated on --data."""
+    """Post-hoc concept selection (SPARO, Sec. 5.1). Each slot alone classifies the images of
+    --select, and the slots are ranked by this zero-shot accuracy. Then subsets of the slots are
+    evaluated on --data."""
     needed = "class folders to rank the slots on"
     selection = open_selection(options, data, "slots", "zeroshot", needed)
     x, ids = labelled(embedder, selection.labelled("slots"), embedder.model.image_slots)
@@ -1454,12 +1496,12 @@ def attention_of_slots(embedder, images, captions):
         tokens     (n, length)  token ids of the captions
         weights    (n, L, P)    the weights that a slot gives to the patches of the image
         word       (n, L)       the position of the token to which a slot gives the highest weight
-        sharpness  (n, L)       that highest weight
+        sharpness  (n, L)       the weight that the slot gives to this token
         agree      (n, L)       True if the slot can be interpreted by its word (SPARO, Sec. 5.4)
 
     A slot can be interpreted if three things hold: the cosine of its image and its text encoding is
-    above .75 (the paper's threshold), its sharpness is above .5 (ours; the paper says "sharp"), and
-    its token is a word.
+    above .75 (the paper's threshold), its sharpness is above .5 (our threshold; the paper says
+    "sharp"), and its token is a word.
     """
     tokens, mask = embedder.tokenize(captions)
     attention = embedder.model.attend(images.to(embedder.device), tokens, mask)
@@ -1475,7 +1517,7 @@ def attention_of_slots(embedder, images, captions):
 
 def words_of_slots(embedder, image, caption):
     """Yield (word, weights (P,)) for each slot that can be interpreted (see attention_of_slots).
-    The weight is 1 at the slot's brightest patch and 0 elsewhere."""
+    `weights` is 1 at the patch to which the slot gives the highest weight, and 0 elsewhere."""
     tokens, weights, word, _, agree = attention_of_slots(embedder, image[None], [caption])
     for slot in agree[0].nonzero()[:, 0].tolist():
         best = F.one_hot(weights[0, slot].argmax(), weights.shape[2])
@@ -1483,7 +1525,8 @@ def words_of_slots(embedder, image, caption):
 
 
 def slot_alignment(embedder, data, options):
-    """Whether the best patch of a slot lies on the object that the slot's word names (SPARO)."""
+    """The share of a slot's best patch that lies on the objects that the slot's word names
+    (SPARO)."""
     found = shares_on_objects("slot_alignment", embedder, data, words_of_slots)
     if all(math.isnan(share) for share, _ in found.values()):
         print("note: slot_alignment is nan: no slot gives more than half of its weight to one word "
@@ -1492,12 +1535,13 @@ def slot_alignment(embedder, data, options):
 
 
 def masks(embedder, data, options):
-    """Masks of the image encoding, trained on the hard negatives of --select (SPARO, Sec. 5.2,
-    Table 5): one weight for each slot, and one for each dimension.
+    """Two masks of the image encoding, trained on the hard negatives of --select (SPARO, Sec. 5.2,
+    Table 5). One mask has a weight for each slot, the other has a weight for each dimension.
 
-    `pairs` is the fraction of the negatives' pairs that are right with the mask; `pairs_before` is
-    the fraction without the mask. METRIC/relative_change divides the relative change of a metric by
-    the relative change of `pairs`.
+    A pair of a caption and its hard negative is right if the image is closer to the caption.
+    `pairs` is the fraction of right pairs with the mask, and `pairs_before` is the fraction without
+    the mask. METRIC/relative_change divides the relative change of a metric by the relative change
+    of `pairs`.
 
     differs: the paper's VTAB Avg (Table 5) is the relative change of the mean accuracy over data
     sets. With several --data, eval.py prints the mean of their relative changes.
@@ -1509,7 +1553,7 @@ def masks(embedder, data, options):
     tasks, result = ("zeroshot", "retrieval"), {}
     before = headlines(embedder, data, options, tasks)
     for name, parts in (("slots", embedder.model.mask_parts), ("dimensions", x.shape[1])):
-        if x.shape[1] % parts:  # an encoding without slots may not divide into as many parts
+        if x.shape[1] % parts:  # an encoding without slots may not divide into so many parts
             continue
         generator = torch.Generator().manual_seed(0)
         mask, start, fit = sparo.train_mask(x, y_p, y_n, parts, generator=generator)
@@ -1559,7 +1603,8 @@ def vocabulary_scores(embedder, x):
 
 def words(embedder, data, options):
     """Interpretability (STAIR, Table 4): how often the label of an image is among its k best words.
-    The world has two labels, colour and shape; there `words` counts the better of both."""
+    An image of the world has two labels, its colour and its shape. There `words` counts the label
+    with the better rank."""
     x, ids = labelled(embedder, data.labelled("zeroshot"))
     tokenizer, scores, ranks = embedder.tokenizer, vocabulary_scores(embedder, x), {}
     for grouping, (group, names) in data.groups.items():
@@ -1583,7 +1628,8 @@ def textfree(embedder, data, options):
 
 
 def sparsity(embedder, data, options):
-    """Mean number of active words (non-zeros) in STAIR's encodings of 500 images and captions."""
+    """Mean number of active words (non-zeros) in STAIR's encodings of 500 images, and of their
+    captions."""
     images, captions = take(embedder, data, 500)
     return {"active/image": (embedder.images(images) != 0).flatten(1).sum(1),
             "active/text": (embedder.texts(captions) != 0).flatten(1).sum(1)}
@@ -1622,14 +1668,15 @@ def classification(embedder, data, options):
 
 # What can be measured ---------------------------------------------------------------------
 #
-# A task runs if the data and the model have the members that stand in the task's row of TASKS.
+# A task's row of TASKS lists members of the data and names a member of the model. The task runs if
+# the data have one of the listed members, and the model has the named member.
 
 
 IMAGES = "captioned", "groups"  # images with a caption or the name of a class
 
 
 class Task(NamedTuple):
-    """A function that measures or draws, and what it needs."""
+    """A function that measures, and what the function needs from the data and the model."""
 
     run: Callable
     data: tuple                  # members of EvalSet, of which the data must have one
@@ -1662,7 +1709,7 @@ TASKS = {
     "classification": Task(classification, ("labelled",), "class_scores"),
 }
 
-IN_WORDS = {  # what the rows name
+IN_WORDS = {  # a phrase for each member that rows of TASKS name
     "groups": "class folders", "captioned": "captions", "negatives": "SugarCrepe's files",
     "winoground": "Winoground's files", "maps": "Pascal VOC's layout", "grounded": "shapes",
     "labelled": "labelled images", "encode_text": "a text encoder",
@@ -1672,7 +1719,7 @@ IN_WORDS = {  # what the rows name
 
 
 def default_tasks(data, model):
-    """Names of the usual tasks of a model, which run where --task is not given."""
+    """Names of the usual tasks of a model, which run if --task is not given."""
     if model.class_scores:
         return ["classification"]
     if model.encode_text is None:  # a probe on files takes long, so it runs only if --task says so
@@ -1693,7 +1740,8 @@ def to_float(found):
 #
 # A picture is a function of an Embedder and an EvalSet -> PIL image, or None if there is nothing
 # to show. The functions that compare runs expect {name: Embedder}; a single run has the name "".
-# PICTURES, at the end, has a row for each; draw_log draws curves.png and has no row.
+# PICTURES, at the end of this section, has a row for each of these functions. draw_log, which draws
+# curves.png, has no row.
 
 BACKGROUND, NOT_COUNTED = (40, 40, 40), (150, 150, 150)
 CLASS_COLOURS = [  # colours that can be told apart; the first eight are those of the world
@@ -1710,9 +1758,10 @@ STOP_WORDS = set("a an the and of in on at to by with from for is are it its his
 
 
 def draw_text(string, width, size=13):
-    """Draw text that wraps at `width` pixels. A longer word makes the picture wider.
+    """Draw text that wraps at `width` pixels. A word that is longer makes the picture wider.
 
-    The font has Latin letters alone. Accents are dropped; "(...)" replaces other scripts.
+    The font has only Latin letters without accents. Accents are dropped, and "(...)" replaces a
+    text in another script.
     """
     if not string.isascii():
         plain = unicodedata.normalize("NFKD", string).encode("ascii", "ignore").decode()
@@ -1726,7 +1775,7 @@ def draw_text(string, width, size=13):
 
 
 def join(pictures, down=False, gap=8):
-    """Join pictures side by side with their lower edges in line, or one below the other."""
+    """Join pictures side by side, with their lower edges in line. down: one below the other."""
     widths, heights = zip(*[picture.size for picture in pictures])
     gaps = gap * (len(pictures) - 1)
     size = (max(widths), sum(heights) + gaps) if down else (sum(widths) + gaps, max(heights))
@@ -1754,8 +1803,8 @@ def sheet(title, note, rows, columns=12):
 
 
 def to_picture(image, size=(112, 112)):
-    """Normalised (3, H, W) -> PIL image. Pixels are enlarged without smoothing: what is drawn is
-    what the model sees."""
+    """Normalised (3, H, W) -> PIL image. Pixels are enlarged without smoothing, so that the picture
+    shows what the model sees."""
     image = to_pil_image(common.denormalize(image).clamp(0, 1))
     return image.resize(size, Image.Resampling.NEAREST)
 
@@ -1779,8 +1828,9 @@ def lit_sheet(title, note, rows):
 
 
 def share_sentences(sentence, metrics):
-    """Fill the metrics of `shares_on_objects` into a sentence with {kind}, {share} and {even}:
-    one sentence for each kind of words, none for a kind of which there is no word (nan)."""
+    """Fill the metrics of `shares_on_objects` into a sentence with {kind}, {share} and {even}. The
+    result has one sentence for each kind of word, and no sentence for a kind whose share is nan,
+    because the captions have no word of this kind."""
     sentences = ""
     for metric, (share, even) in metrics.items():
         if math.isfinite(share):
@@ -1815,9 +1865,9 @@ def draw_alignment(embedder, data):
 
 
 def class_legends(data, groupings):
-    """Two dicts, whose keys are the groupings: a table of colours (256, 3), row i for class id i;
-    and the legend, a list with one picture for each class. Groupings share no colour, as long as
-    there are enough colours."""
+    """Return two dicts, whose keys are the groupings. The first dict holds tables of colours
+    (256, 3), in which row i is the colour of class id i. The second dict holds legends, lists with
+    one picture for each class. Groupings share no colour, as long as there are enough colours."""
     palette, tables, legends = itertools.cycle(CLASS_COLOURS), {}, {}
     for grouping in groupings:
         names = data.map_classes[grouping].names
@@ -1898,7 +1948,8 @@ def draw_slots(embedder, data):
 
 def word_cloud(words, scores):
     """Words, their scores (n,) -> a picture of the best 20 words with their scores (STAIR, Table
-    9). The font grows with the score. A word of score 0 is left out: STAIR's encoding lacks it."""
+    9). The font grows with the score. A word with score 0 is not in STAIR's encoding, and is left
+    out."""
     best, ids = scores.topk(min(20, len(words)))
     sizes = 11 + 6 * (best / best[0].clamp(min=1e-6)).clamp(min=0)  # similarities may be negative
     pages = []
@@ -1935,8 +1986,9 @@ def draw_words(runs, data):
 
 
 def query_maps(embedder, image, queries):
-    """Where each query lies in an image (3, H, W), without a text encoder (STAIR, Fig. 10) -> a map
-    (P,) for each query: p(h_j), its mean over the query's tokens (Sec. 7.2), less its minimum."""
+    """Image (3, H, W), queries -> a map (P,) for each query, which shows where the query lies in
+    the image (STAIR, Fig. 10). The maps need no text encoder. A map is p(h_j) (Sec. 7.2), averaged
+    over the query's tokens, minus the minimum of the map."""
     tokens = [embedder.tokenizer.encode(query)[1:-1] for query in queries]
     ids = torch.tensor(sum(tokens, []), device=embedder.device)
     encode = functools.partial(embedder.model.word_maps, ids=ids)
@@ -1947,7 +1999,7 @@ def query_maps(embedder, image, queries):
 
 
 def draw_queries(embedder, data):
-    """Where the words of its caption, eight at most, lie in an image (STAIR, Fig. 10)."""
+    """Where the words of a caption lie in its image (STAIR, Fig. 10), for at most eight words."""
     rows = []
     for image, caption in zip(*take(embedder, data, 10)):
         words = [word for word in dict.fromkeys(common.split_words(caption))
@@ -1959,7 +2011,7 @@ def draw_queries(embedder, data):
 
 
 def draw_heads(embedder, data):
-    """The attention of [CLS] in the last block, mean over heads and each head (BAM, Fig. 5)."""
+    """The attention of [CLS] in the last block: the mean over heads and each head (BAM, Fig. 5)."""
     if embedder.model.image_encoder.cls is None:
         return None
     images, _ = take(embedder, data, 8)
@@ -1972,8 +2024,8 @@ def draw_heads(embedder, data):
 
 
 def draw_neighbours(embedder, data):
-    """Images, and those of 1,000 whose encodings are nearest to theirs. A second row has the
-    nearest by pixels, which shows what the encoder adds."""
+    """Four query images, each with the images among 1,000 whose encodings are nearest. A second row
+    has the images whose pixels are nearest. The comparison shows what the encoder adds."""
     def encode(images):
         """(B, 3, S, S) -> (B, E + 3 * 32 * 32): encodings, then the pixels of small copies, because
         all pixels of 1,000 photographs (224 x 224) would take 600 MB."""
@@ -2003,11 +2055,12 @@ def draw_neighbours(embedder, data):
 
 
 def draw_captions(runs, data):
-    """Retrieval errors: images among 1,000 for which each run finds a caption of another image,
-    with the caption and its K-Precision (SPARC, Figs. 5, 6). runs: {name: Embedder}.
+    """Retrieval errors: images among 1,000 for which every run finds a caption of another image.
+    Each image is shown with the captions found and their K-Precision (SPARC, Figs. 5, 6). runs:
+    {name: Embedder}.
 
-    differs: D.9 chooses images where SPARC's precision is above CLIP's, here the first errors are
-    shown; here all words count, in Fig. 6 nouns and adjectives (K-Pna).
+    differs: D.9 chooses images where SPARC's precision is above CLIP's; we show the first errors.
+    Fig. 6 counts nouns and adjectives (K-Pna); we count all words.
     """
     pairs, found, rows = list(itertools.islice(data.captioned("captioned"), 1000)), {}, []
     for name, embedder in runs.items():
@@ -2033,7 +2086,9 @@ def draw_captions(runs, data):
     return sheet(title, note, rows) if rows else None
 
 
-CHARTS = {  # title: {key of log.jsonl: what its curve shows}; the colours are red, green and blue
+# {title: {key of log.jsonl: what the curve shows}}. The first curve is red, the second green, the
+# third blue.
+CHARTS = {
     "Loss": {"loss": "loss", "chance_loss": "loss of a random guess"},
     "Learning rate": {"lr": "learning rate"},
     "Norm of the gradient, before it is clipped": {"grad_norm": "norm"},
@@ -2043,8 +2098,8 @@ CHARTS = {  # title: {key of log.jsonl: what its curve shows}; the colours are r
 
 
 def move_apart(labels, least=13):
-    """Labels (y, text, colour) -> the same from the lowest one up, in steps of `least` pixels or
-    more. A label that would lie on the one below it moves up."""
+    """Labels (y, text, colour) -> the labels from the lowest to the highest, `least` pixels or more
+    apart. A label that is too close to the label below moves up."""
     moved = []
     for y, text, colour in sorted(labels, key=lambda label: -label[0]):  # y grows downwards
         y = min(y, moved[-1][0] - least) if moved else y
@@ -2054,7 +2109,7 @@ def move_apart(labels, least=13):
 
 def read_curves(log, legend):
     """Records of a log, {key: what its curve shows} -> [(points (step, value), name, colour)].
-    Values that are not finite are left out, and curves without a value."""
+    Values that are not finite and curves without a value are left out."""
     curves = []
     for (key, meaning), name, colour in zip(legend.items(), COLOURS, CLASS_COLOURS):
         points = [(record["step"], record.get(key, math.nan)) for record in log]
@@ -2067,9 +2122,9 @@ def read_curves(log, legend):
 def chart(log, curves, width=300, height=140):
     """Draw curves of a log by steps. curves: what `read_curves` returns, at least one curve.
 
-    The y axis ends at 0 and at the highest value, the x axis at the first and the last step. Each
-    curve has its first value on the left and its last value on the right, in its own colour. A
-    vertical line marks where a stage begins (STAIR has three).
+    The y axis goes from 0 to the highest value, and the x axis from the first to the last step. The
+    first value of each curve stands on the left and the last value on the right, in the colour of
+    the curve. A vertical line marks where a stage begins (STAIR has three stages).
     """
     first, last = log[0]["step"], log[-1]["step"]
     highest = max([1e-12, *[value for points, *_ in curves for _, value in points]])
@@ -2139,8 +2194,8 @@ def draw_log(run):
 
 
 class Picture(NamedTuple):
-    """A row of PICTURES. Only a function that compares runs expects several embedders, so that the
-    others need no loop over runs."""
+    """A row of PICTURES. Only a function that compares runs expects several embedders, so that all
+    other functions need no loop over runs."""
 
     draw: Callable               # function of an Embedder and an EvalSet -> PIL image or None
     data: tuple                  # see Task
@@ -2163,8 +2218,8 @@ PICTURES = {
 
 
 def pictures_to_draw(models, data, tasks):
-    """The rows {name: Picture} that `tasks` names, or the usual ones if `tasks` is empty, without
-    those that the data or one of the models cannot serve."""
+    """The pictures that `tasks` names, or the usual pictures if it is empty -> {name: Picture}.
+    A picture is left out if the data or one of the models lack what the picture needs."""
     usual = set(PICTURES)
     if not any(model.encode_words for model in models):
         usual.remove("words")  # only STAIR has an encoding that consists of words
@@ -2193,15 +2248,16 @@ def draw_comparison(embedders, data, tasks):
 
 # Evaluating a run -----------------------------------------------------------------------
 #
-# The metrics of a run's own data go into RUN/eval.json, as at the end of its training. All metrics
-# go into RUN/evals.jsonl.
+# RUN/eval.json has the metrics of the evaluation that ends the training. RUN/evals.jsonl has the
+# metrics of all evaluations.
 
 
 def tasks_to_run(options, data, model):
-    """Names of the tasks of --task, or of the usual ones that data and model can run.
+    """Names of the tasks to run: the tasks of --task or, without --task, the usual tasks that data
+    and model can run.
 
-    Raises UserError if data and model can run no task at all, unless --task names a picture, or if
-    they can neither run nor draw a name of --task.
+    Raises UserError if --task names a task that data and model can neither run nor draw. Also
+    raises UserError if they can run no task at all, unless --task names a picture.
     """
     asked = options.tasks or []
     usable = [name for name, task in TASKS.items() if task.fits(data) and task.suits(model)]
@@ -2236,8 +2292,9 @@ def why_unusable(name, usable, options, data):
 
 
 def check_data(tasks, options, data, model):
-    """Raise UserError if something is missing that a task would notice only after minutes: names of
-    classes, images to learn from. Also if --caption-prefix has no effect on the tasks."""
+    """Raise UserError for problems that a task would notice only after minutes: classes without
+    names, no images to learn from, a classifier with other classes. Also raise UserError if
+    --caption-prefix has no effect on the tasks."""
     if options.caption_prefix and "retrieval" not in tasks:
         raise UserError(f"--caption-prefix {options.caption_prefix!r} has no effect here: only the "
                         f"task retrieval uses it. Leave it out.")
@@ -2246,14 +2303,14 @@ def check_data(tasks, options, data, model):
     if "classification" in tasks:
         check_classes(options, data, model)
     if ("knn" in tasks or "linear" in tasks) and not data.is_world:
-        # without --label-fraction, which would read all labels before the first pair
+        # --label-fraction is left out, because it would read all labels before the first pair
         everything = argparse.Namespace(**vars(options) | {"label_fraction": None})
         next(training_pairs(everything, data, "first")())
 
 
 def evaluate(embedder, data, options):
-    """Run the tasks -> {metric: float}. METRIC/chance is what a guess gives, where that is known.
-    Raises UserError if a task cannot run."""
+    """Run the tasks -> {metric: float}. METRIC/chance is what a random guess gives, if the task
+    knows it. Raises UserError if a task cannot run."""
     tasks, result = tasks_to_run(options, data, embedder.model), {}
     check_data(tasks, options, data, embedder.model)
     for name in tasks:
@@ -2298,14 +2355,15 @@ def evaluate_and_show(embedder, data, options, run):
 
 
 def metrics_of_table(result):
-    """The metrics of evals.jsonl that tables show. Tables leave out numbers of images, chance
-    levels, and metrics with chance 1, because one class leaves nothing to guess."""
+    """The metrics of evals.jsonl that tables show. Tables leave out numbers of images and chance
+    levels. They also leave out metrics with chance 1, because with one class every guess is right.
+    """
     return [metric for metric in result if not metric.endswith(("/images", "/chance"))
             and result.get(f"{metric}/chance") != 1]
 
 
 def in_digits(x, digits):
-    """A number with `digits` decimals; below .001 with so many significant digits."""
+    """A number with `digits` decimals; a number below .001 with `digits` significant digits."""
     return f"{x:.{digits}g}" if 0 < abs(x) < 0.001 else f"{x:.{digits}f}"
 
 
@@ -2363,14 +2421,15 @@ def search(embedder, data, options, run, queries):
     """Index images by the words of their encodings and answer queries (STAIR, App. D). A query is
     a caption, or words with AND, OR, NOT.
 
-    It writes index.pt, search.png with the images that queries find, and found.png with the
-    patches where a caption lies in the first five images that the text encoder finds.
+    The function writes the index to index.pt. search.png shows the images that each query finds. If
+    a query is a caption, found.png shows where the caption lies in the first five images that the
+    text encoder finds.
     """
     if not embedder.model.encode_words or not (data.captioned or data.labelled):
         raise UserError("--query needs a run of STAIR, whose encodings are words to look up, and "
                         "shapes, captioned images or class folders.")
     index, images = stair.InvertedIndex(embedder.tokenizer.vocab), {}
-    with common.explained(ValueError, "--query"):  # a wrong query fails before all is encoded
+    with common.explained(ValueError, "--query"):  # a wrong query fails before images are encoded
         for query in queries:
             ids = embedder.tokenizer.encode(query)[1:-1]
             if stair.is_boolean(query):
@@ -2397,7 +2456,7 @@ def search(embedder, data, options, run, queries):
         heading += "" if best else ": nothing found"
         rows.append((heading, [(to_picture(image), score) for image, score in shown]))
         if encoder == "text encoder" and shown:
-            # the map of "a" would cover the map of "ring"
+            # "a" is left out, because the map of "a" would hide the map of "ring"
             words = [word for word in common.split_words(query) if says_something(word, data)]
             located.append((query, locate(embedder, " ".join(words) or query, shown[:5])))
     index.save(output_path(run, options, "index.pt"))
@@ -2413,8 +2472,9 @@ def search(embedder, data, options, run, queries):
 
 
 def answers(embedder, index, queries):
-    """Triples of a query, what encodes it and [(name, score), ...]. A caption has two answers, one
-    of the text encoder and one of its words alone. A boolean query is not encoded: None."""
+    """Yield triples (query, name of its encoder, [(name of an image, score), ...]). A caption has
+    two answers: one by the text encoder, and one by the words of the caption alone. A boolean query
+    is not encoded, so the name of its encoder is None."""
     model = embedder.model
     encoders = {"text encoder": model.encode_text, "words alone": model.encode_words}
     for query in queries:
@@ -2428,7 +2488,8 @@ def answers(embedder, index, queries):
 
 
 def locate(embedder, query, shown):
-    """Pairs (image, label) -> pairs (the image beside the map of where the query lies, label)."""
+    """Pairs (image, label) -> pairs (picture, label). The picture shows the image, and next to it
+    where the query lies in the image."""
     cells = []
     for image, label in shown:
         weights, = query_maps(embedder, image, [query])
@@ -2443,8 +2504,8 @@ def locate(embedder, query, shown):
 
 
 def export(run, checkpoint, file):
-    """Write a run's image encoder (a teacher's, if there is one) under timm's names to a new file,
-    and print how timm builds the model.
+    """Write a run's image encoder (the teacher's, if there is one) under timm's names to a new
+    file, and print how timm builds the model.
 
     DINO's evaluation of videos, UPerNet, Mask R-CNN and DeiT's fine-tuning start from such a file
     (BAM, Tables 3, 6, 7). Raises UserError if the file exists, or if the encoder is no plain ViT.
@@ -2471,11 +2532,11 @@ def export(run, checkpoint, file):
 
 # Several runs ---------------------------------------------------------------------------
 #
-# Runs that differ only in their seed share a column: mean, standard deviation, and the difference
-# to the first column.
+# Runs that differ only in their seed share a column, which shows their mean and standard deviation.
+# A table of two columns also shows the difference between the columns.
 
-# The runs of a column may differ in their seed, and in settings that are no part of the method or
-# of its training recipe.
+# The settings in which the runs of a column may differ: the seed, and settings that belong neither
+# to the method nor to the training recipe.
 ASIDE = ("seed out argv git resume workers log_every save_every keep_every eval_every "
          "accum_freq").split()
 
@@ -2485,8 +2546,8 @@ def print_table(columns):
 
     A heading has one dict for each run, or for each --data. A cell shows the mean over the dicts
     and, if there are several, the standard deviation. If only n of the dicts have the metric, the
-    cell ends with (n). With two columns there is also a column "difference": how far the second
-    mean is above the first.
+    cell ends with (n). With two columns there is also a column "difference": by how many per cent
+    the second mean is above the first.
     """
     more = " difference |" if len(columns) == 2 else ""
     print("| |" + "".join(f" {heading} |" for heading in columns) + more)
@@ -2508,9 +2569,9 @@ def print_table(columns):
 
 def compare_runs(evaluated, tasks):
     """Print a table of several runs {run: Evaluated}. Runs that differ only in their seed share a
-    column. Returns a list with one picture, the first runs of all columns side by side. The list is
-    empty if --task allows no such picture, if there is one column, or if the runs saw different
-    data."""
+    column. Returns a list with one picture, which shows the first run of each column side by side.
+    The list is empty if --task allows no such picture, if there is one column, or if the runs were
+    evaluated on different data or on images of different sizes."""
     columns = collections.defaultdict(list)
     for run, found in evaluated.items():
         settings = {key: value for key, value in vars(found.args).items() if key not in ASIDE}
@@ -2556,8 +2617,9 @@ def suggest(word, flags):
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        """Print the message and stop. An unknown flag gets the flag that it may stand for. If the
-        shell has turned a pattern of shards into many names, the remedy is quotes."""
+        """Print the message and stop. For an unknown flag, the message names a flag that the user
+        may have meant. If the shell has expanded a pattern of shards into many names, the message
+        advises to quote the pattern."""
         if message.startswith("unrecognized arguments"):
             for word in re.findall(r"(?<!\S)--[\w-]+", message):
                 if flag := suggest(word, self._option_string_actions):
@@ -2700,8 +2762,8 @@ class Evaluated(NamedTuple):
 
 
 def evaluate_run(run, flags):
-    """Evaluate a run by flags {name: value}, with one SPEC as `data` -> Evaluated. With --query it
-    searches, and returns None."""
+    """Evaluate a run -> Evaluated. flags: {name: value}, in which `data` is one SPEC or None. With
+    --query the function searches instead, and returns None."""
     embedder, args = load_run(run, flags["device"], flags["checkpoint"])
     options = options_of(flags, args)
     embedder.chunk, embedder.workers = flags["batch"], options.workers
@@ -2732,7 +2794,7 @@ def main(argv=None):
         for run in flags.runs:
             try:
                 evaluated[run] = evaluate_run(run, vars(flags) | {"data": spec})
-            except UserError as error:  # hours of the other runs must not be lost
+            except UserError as error:  # an error in one run must not stop the other runs
                 failed.append(f"{run}: {error}" if len(flags.runs) > 1 else str(error))
         if evaluated and len(flags.runs) > 1 and not flags.queries:
             pages += compare_runs(evaluated, flags.tasks)
