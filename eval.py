@@ -1246,11 +1246,11 @@ def retrieval(embedder, data, options):
     Every caption is a query. faithfulness/K-P is the K-Precision (SPARC, Sec. 4.4) of the caption
     that is nearest to each image. STAIR (Sec. 4.3) uses --caption-prefix "a photo of". If the data
     have a `pool`, each pool of this many images is ranked by itself, and a metric is the mean over
-    pools.
+    pools. An incomplete last pool, in which each search would be easier, is left out.
     """
     x, captions = embedder.encode_pairs(data.captioned("captioned"))
     n = min(data.pool or len(x), len(x))
-    starts = range(0, len(x), n)
+    starts = range(0, len(x) - n + 1, n)
     pools = [rank_pairs(embedder, data, options, x[i : i + n], captions[i : i + n]) for i in starts]
     result = {name: mean([found[name] for found in pools]) for name in pools[0]}
     # t2i: a caption has one image, so k guesses among n images have the chance k / n.
@@ -1258,7 +1258,7 @@ def retrieval(embedder, data, options):
     # have no simple chance.
     result["i2t/R@1"] = result["i2t/R@1"], 1 / n
     result |= {f"t2i/R@{k}": (result[f"t2i/R@{k}"], min(1, k / n)) for k in (1, 5, 10)}
-    return result | {"retrieval/images": len(x)}
+    return result | {"retrieval/images": n * len(pools)}
 
 
 def rank_pairs(embedder, data, options, x, captions):
@@ -2263,9 +2263,9 @@ def tasks_to_run(options, data, model):
     usable = [name for name, task in TASKS.items() if task.fits(data) and task.suits(model)]
     if not usable and not PICTURES.keys() & asked:
         if ".tar" in options.data:
-            raise UserError(f"Tar shards are for training; no task can evaluate on {options.data}: "
-                            f"give a table, class folders, or a data set of CLIP_benchmark, by "
-                            f"eval.py --data or train.py --eval-data.")
+            raise UserError(f"Tar shards are for training; this model cannot be evaluated on "
+                            f"{options.data}: give a table, class folders, or a data set of "
+                            f"CLIP_benchmark, by eval.py --data or train.py --eval-data.")
         more = ", captions, SugarCrepe, Winoground or VOC" if model.encode_text else ""
         raise UserError(f"No task can evaluate on {options.data}: give class folders or shapes"
                         f"{more}.")
