@@ -34,7 +34,7 @@ Not here: histograms of similarities (Fig. 1); MoCo-v3, MAE, BEiT (Tables 2 to 4
 Run:      python train.py --method bam
 
 What was found out: accuracy of k-NN and of a linear probe, on shapes (300 steps unless stated
-otherwise) or on CIFAR-10 (25 epochs), with n seeds (3-5, or 3-7)
+otherwise) or on CIFAR-10 (25 epochs), with n seeds (seeds 3 to 5, or 3 to 7)
     what                         here          compared with                                       n
     300 steps: k-NN              .498 +- .081  SimCLR .578, pixels .715, without training .389    3
     600 steps: k-NN; probe       .737; .661    SimCLR .733; .793                                   3
@@ -44,7 +44,7 @@ otherwise) or on CIFAR-10 (25 epochs), with n seeds (3-5, or 3-7)
     CIFAR-10, a teacher: k-NN    .415          without a teacher .563 (3 seeds)                    1
     tau_B = tau / 2: probe       .470          tau_B = tau .285, and without balancing .317        3
     positives left out: probe    .470          positives kept .315                                 3
-    `python tests/claims.py bam` prints all records; more was found out at the end of this file.
+    `python tests/claims.py bam` prints all records. The end of this file has more findings.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ class Config:
     readout: Literal["cls", "gap"] = "cls"
     projector_width: int = 4096  # width of the projector's two hidden layers (App. C)
     projector_dim: int = 4096  # width of the projector's output, the latents (App. C)
-    batch_norm: bool | None = None  # BatchNorm in the projector; None: without a teacher (App. C)
+    batch_norm: bool | None = None  # BatchNorm in the projector; None: if no teacher (App. C)
     # activation in the projector; the paper has relu for ResNet-50 (App. C)
     activation: Literal["gelu", "relu"] = "gelu"
     local_crops: int = 6  # number of small views, added to two large views (Sec. 3.5)
@@ -87,10 +87,10 @@ class Config:
     crop_border: float = 0.25
     contrastive_crop: bool = True  # ContrastiveCrop: crop where the [CLS] token attends (App. G)
     crop_start: int = 12_512  # first step with ContrastiveCrop; the paper: after 40 epochs (App. G)
-    crop_every: int = 6_256  # steps between ContrastiveCrop's boxes; the paper: 20 epochs (App. G)
-    # boxes of ContrastiveCrop hold all attention above this, scaled to [0, 1] (arXiv 2202.03278)
+    crop_every: int = 6_256  # steps between updates of crop boxes; the paper: 20 epochs (App. G)
+    # attention, scaled to [0, 1], above which a pixel lies in the crop box (arXiv 2202.03278)
     crop_threshold: float = 0.1
-    # ContrastiveCrop draws crop centres in a box from Beta(alpha, alpha) (arXiv 2202.03278)
+    # alpha of Beta(alpha, alpha), which draws the centres of crops in a box (arXiv 2202.03278)
     crop_alpha: float = 0.6
 
 
@@ -101,7 +101,7 @@ PRESETS = {  # settings of this file and of train.py by name; flags override the
                  batch=128, steps=300, lr=5e-4, weight_decay=0.1, warmup=25, teacher=False, projector_width=1024,
                  projector_dim=1024, local_crops=2, local_size=24, crop_least=0.2, crop_border=0.5,
                  contrastive_crop=False, crop_start=150, crop_every=75, probe="adamw"),
-    # Sec. 4.1, App. C, Table 9a: 300 epochs of 1,281,167 images; warm-up for 40, ResNet-50 for 10.
+    # Sec. 4.1, App. C, Table 9a: 300 epochs of 1,281,167 images, 40 (ResNet-50: 10) for warm-up.
     # Our reading: ResNet-50's learning rate .3 is per 256 images, ViT's .003 is for all 4,096, and
     # ResNet-50 has no teacher.
     "vit-s16": dict(image_encoder="ViT-S/16:cls=1,positions=sincos", **VIT),
@@ -161,8 +161,8 @@ def sinkhorn(S, tau, iters, gather=identity):
     """S (..., rows, columns) -> B: exp(S / tau), with columns and rows normalised in turn.
 
     Each row of B sums to 1. The column sums approach rows / columns (bam_loss.py:289), which is 1
-    if S is square. logsumexp computes the sums, so that nothing underflows. Each rank has its own rows
-    of S and all columns, so `gather` is needed for columns. B has no gradient (Sec. 4.1).
+    if S is square. logsumexp computes the sums, so that nothing underflows. Each rank has its own
+    rows of S and all columns, so that columns need `gather`. B has no gradient (Sec. 4.1).
     """
     with in_fp32(S.detach()) as (S,):
         log_K = S / tau
@@ -203,7 +203,7 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
 
     teacher: latents in the same order, for targets and columns (App. C); None: z serves for both.
     n_global: number of large views; None: all views are large.
-    tau, tau_b, iters, mask, normalization, target: Config's (iters is sinkhorn_iters).
+    tau, tau_b, iters, mask, normalization, target: see Config (iters is sinkhorn_iters there).
     gather: (N, ...) -> (W N, ...), joins the ranks' tensors in the order of the ranks and has a
         gradient; gather.rank is this rank. All ranks have n images.
     Returns the loss, a scalar; with entropies=True a tuple of the loss and the mean entropies of
@@ -233,8 +233,8 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
                 B = sinkhorn(similarities(z_m, c, row_ids, column_ids, mask), tau_b, iters, gather)
             else:  # Eq. 2 with tau_B; if tau_B is tau, this is Table 1 without balancing
                 B = attention(similarities(z_m, c, row_ids, column_ids, mask), tau_b)
-        # differs: in Sec. 3.5 small views are targets, too; in the authors' code only large ones
-        # are (bam_loss.py:106). Sinkhorn still balances the rows of all views.
+        # differs: only large views are targets, as in the authors' code (bam_loss.py:106). Sec. 3.5
+        # has small ones, too. Sinkhorn still balances the rows of all views.
         B = B[: G * n].view(G, n, -1)
         found = matching_loss(z, B, c, row_ids, column_ids, mask, tau)
     return found if entropies else found[0]
@@ -325,8 +325,8 @@ class Model(nn.Module):
         return F.normalize(self.readout(self.evaluation_encoder()(images)).float(), dim=-1)
 
     def probe_features(self, images):
-        """(B, 3, H, W) -> features for a linear probe: h (B, d) if h is the mean of all tokens, or
-        [CLS] and the mean of the patches (B, 2 d) (App. D.1).
+        """(B, 3, H, W) -> features for a linear probe (App. D.1): h (B, d) if h is the mean of all
+        tokens, otherwise [CLS] and the mean of the patches (B, 2 d).
 
         The paper names no normalisation of these features, so there is none. The authors' script
         has a BatchNorm before the probe (linear.slurm:35, eval_linear.py:362). differs: `tiny`
@@ -518,8 +518,9 @@ def block_loss(S, S_m, target, tau, tau_b, iters, gather):
 #   * The learning rate starts at peak / warmup and ends at 0. The authors' rate starts at 0
 #     (utils.py:190) and ends at 1e-6 (main_pretrain.py:112). Both reach the peak at the same step.
 #   * [CLS] has no weight decay. The authors' [CLS] has weight decay (utils.py:603).
-# The authors' vit_small.slurm differs from the paper: 400 epochs (line 34), learning rate .0048
-# (line 53: .0003 per 256 images) that ends at .001 (line 54), new boxes every 40 epochs (line 37).
+# The authors' vit_small.slurm differs from the paper. The script has 400 epochs (line 34), the
+# learning rate .0048 (line 53: .0003 per 256 images), which falls to .001 (line 54), and new boxes
+# every 40 epochs (line 37).
 # The script asks for the 128 largest entries of a target (line 64), but masking_fn, which would
 # select these entries, is never set (bam_loss.py:107).
 
@@ -565,9 +566,9 @@ def check(args):
 # p is a probability. The aspect ratio of crops is 3/4 to 4/3. Colour jitter multiplies brightness
 # and contrast by .6 to 1.4, saturation by .8 to 1.2, and turns the hue by up to .1 of a circle. The
 # blur's sigma is .1 to 2 pixels if large views have 224 pixels, and in proportion otherwise.
-# differs from the authors' code, whose saturation is .6 to 1.4 (image_transforms.py:52), whose hues
-# turn in HSV, not YIQ, and which normalises pixels by ImageNet's mean and deviation
-# (image_transforms.py:59), not by CLIP's.
+# differs: the authors' code multiplies saturation by .6 to 1.4 (image_transforms.py:52), turns hues
+# in HSV (here: YIQ), and normalises pixels by ImageNet's mean and deviation (here: CLIP's;
+# image_transforms.py:59).
 def views(args):
     """Arguments of common.View for each view of an image: two large views, then the small ones."""
     large = dict(size=args.image_size, scale=(args.crop_border, 1.0), alpha=args.crop_alpha)
@@ -629,7 +630,7 @@ class LARS(torch.optim.Optimizer):
 
 # Fine-tuning (Sec. 4.3 to 4.5, Tables 3 to 5) ---------------------------------------------
 #
-# `train.py --finetune RUN` trains a linear head and the image encoder of RUN, of any method.
+# `train.py --finetune RUN` trains a linear head and the image encoder of RUN, a run of any method.
 
 
 @dataclass
@@ -644,7 +645,7 @@ class ClassifierConfig:
     # RandAugment: two operations on each image, with magnitude 9 of 10 (DeiT's code)
     rand_augment: bool = True
     erasing: float = 0.25  # probability to erase a rectangle of an image (0.25 in DeiT's code)
-    # stochastic depth of the ViT; replaces the one in --image-encoder (0.1 in DeiT's code)
+    # stochastic depth of the ViT; replaces drop_path of --image-encoder (0.1 in DeiT's code)
     drop_path: float = 0.1
 
 
@@ -655,7 +656,8 @@ class Classifier(nn.Module):
         super().__init__()
         self.config, self.image_encoder = config, image_encoder
         if "pos" in dict(image_encoder.named_buffers(recurse=False)):
-            # sin-cos positions, fixed in pre-training, learn as positions do in DeiT's code
+            # Sin-cos positions are fixed in pre-training. Here they are trained, as the positions
+            # in DeiT's code are.
             image_encoder.pos = nn.Parameter(image_encoder.pos)
         self.head = nn.Linear(image_width, len(config.classes))
         nn.init.normal_(self.head.weight, std=0.02)  # as in DeiT's code
@@ -697,19 +699,21 @@ CLASSIFIER_PRESETS = {  # with --finetune RUN, the run's encoder replaces image_
     # Table 3: 150 epochs, otherwise DeiT's defaults (facebookresearch/deit, main.py: learning rate
     # 5e-4 per 512 images, 5 epochs of warm-up). The number of steps is that of DeiT on 8 GPUs:
     # its loader drops the last images of an epoch if they do not fill a batch.
-    # differs: no moving average of the weights, no repeated augmentation; the learning rate starts
-    # and ends at 0 (DeiT's at 1e-6 and 1e-5) and changes at every step (DeiT's at every epoch).
+    # differs: no moving average of the weights, no repeated augmentation. The learning rate starts
+    # at peak / warmup and ends at 0 (DeiT's: 1e-6 and 1e-5), and changes at every step (DeiT's: at
+    # every epoch).
     "imagenet": dict(batch=1024, steps=187_650, lr=1e-3, warmup=6255, weight_decay=0.05, **DEIT),
-    # Table 4 has two recipes. D.1's text: SGD, weight decay .3, a learning rate from a sweep (.01
-    # is our choice, because the decay is strong). Table 9c: AdamW, learning rate 5e-5. It names no
-    # weight decay, so that of D.1 is used. RandAugment is our reading of D.1's "default"
-    # regularization. These presets are for 10 % of the labels; for 1 % give --steps 2503 --warmup
-    # 125. DeiT's loader drops the last, partial batch of an epoch: 25,000 and 2,500 steps.
+    # The paper has two recipes for Table 4. D.1's text has SGD, weight decay .3 and a learning rate
+    # from a sweep (.01 is our choice, because the decay is strong). Table 9c has AdamW and the
+    # learning rate 5e-5, but names no weight decay, so the preset uses D.1's. RandAugment is our
+    # reading of D.1's "default" regularization. These presets are for 10 % of the labels; for 1 %
+    # give --steps 2503 --warmup 125. DeiT's loader drops the last, partial batch of an epoch and
+    # would make 25,000 and 2,500 steps.
     "semi-sgd": dict(optimizer="sgd", lr=0.01, **SEMI),
     "semi-adamw": dict(lr=5e-5, **SEMI),
     # Table 5: MoCo-v3's recipe (facebookresearch/moco-v3, transfer/: batches of 8 x 128, lr 3e-4
     # per 512 images, 100 epochs, 3 of warm-up) with a tenth of its learning rate (D.3). MoCo-v3's
-    # datasets.py only crops and flips, so its --reprob .25 for flowers erases nothing.
+    # datasets.py only crops and flips, so MoCo-v3's flag --reprob .25 for flowers erases nothing.
     # differs: crops are resized bicubically (MoCo-v3: bilinearly).
     "cifar10": dict(steps=4800, warmup=144, **MOCO),
     "cifar100": dict(steps=4800, warmup=144, mixup=0.5, **MOCO),
@@ -735,10 +739,10 @@ CLASSIFIER = SimpleNamespace(
 #   --batch-norm the teacher lags behind the network: after 60 steps the effective rank of h is 1.2
 #   with --ema .97, 1.4 with --ema .8, 20 with --ema 0, and 22 without a teacher (one seed each).
 # * With more steps BAM gains on SimCLR of two views. BAM's probe is .470 after 300 steps, .661
-#   after 600 and .906 after 1,200, SimCLR's .576, .659 and .829 (after 1,200 steps BAM is above
-#   with four seeds of five: not shown).
-# * On CIFAR-10 BAM stays below SimCLR with each seed. BAM's k-NN after 5, 15 and 25 epochs is .50,
-#   .55 and .56, SimCLR's .51, .57 and .57.
+#   after 600 and .906 after 1,200. SimCLR's probe is .576, .659 and .829. After 1,200 steps BAM is
+#   above SimCLR with four of five seeds, so that a difference is not shown.
+# * On CIFAR-10 BAM stays below SimCLR with each seed. After 5, 15 and 25 epochs BAM's k-NN is .50,
+#   .55 and .56, and SimCLR's is .51, .57 and .57.
 # * On objects of eight colours BAM learns colours (.998), but not shapes (.44, SimCLR .73; 600
 #   steps, val), because targets show what the network sees already. On objects of one colour it
 #   learns shapes, at a low learning rate (5e-4 .70, 2e-3 .42).
@@ -746,7 +750,7 @@ CLASSIFIER = SimpleNamespace(
 #   batch, below the .389 of an untrained network. So nothing here compares BAM with DINO.
 # * The table's SimCLR has BAM's small views, except where the row says "two views".
 # * An update takes 1.006 times the FLOPs of DINO's update (vit-s16 and dino-s16 --readout cls,
-#   both with --batch 2048 --local-crops 0). Table 10 has .93 of DINO's time.
+#   both with --batch 2048 --local-crops 0). Table 10 has .93 times DINO's time.
 
 
 if __name__ == "__main__":

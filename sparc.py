@@ -30,17 +30,17 @@ Differs from the paper (search for "differs" for all other places):
   * Training crops images a little and flips them; evaluation crops the centre, except for
     segmentation. Sec. 4.1 resizes the whole image to 224 x 224.
   * `tiny` has lambda_f 0.1 and the learning rate 2e-3. With 0.5, the paper's smallest lambda_f, or
-    with a lower rate, words do not find their objects. Its sigma is not 1 / P, its h_v is residual.
+    with a lower rate, words do not find their objects. `tiny` has sigma 0.4 and a residual h_v.
 Not here: detection (Table 5) and captioning (Table 7). `eval.py --export` writes the image encoder,
 which captioning needs; OWL-ViT's detection also needs the text encoder. WordPiece replaces the 32k
-SentencePiece vocabulary. D.2 has steps over several datasets, and captions made of JFT's labels.
-Both are missing.
+SentencePiece vocabulary. Two parts of D.2 are missing: updates that add the gradients of one batch
+from each of several datasets, and captions made of JFT's labels.
 eval.py reads maps in VOC's layout (`--classes FILE`), not Pascal Context's .mat maps (Table 6).
-D.5's prompts can be a file for `eval.py --templates`, with each prefix before each suffix.
+`eval.py --templates FILE` reads D.5's prompts, if FILE combines each prefix with each suffix.
 Run:     python train.py --method sparc       (--objective clip, filip, ...: the baselines)
 
-What was found out, on test data, with n seeds; D is `tiny`, which `python train.py` trains ("on
-objects" is the fraction of a word's weight that lies on the objects that the word names)
+What was found out on test data, with n seeds. D is `tiny`, the default preset. "On objects" is the
+fraction of a word's weight that lies on the objects that the word names.
     what                              here          compared with                                n
     D: R@1 of images                  .560 +- .007  CLIP .530 +- .007: holds                     5
     D: zero-shot, several prompts     .464 +- .026  CLIP .434 +- .007: holds                     5
@@ -50,8 +50,8 @@ objects" is the fraction of a word's weight that lies on the objects that the wo
     D: on objects, colour words       .174 +- .029  without sparsity .134 +- .008: holds         5
     D: on objects, shape words        .174 +- .012  without sparsity .097 +- .023: holds         5
     C: mIoU of colours                .082 +- .030  CLIP .132 +- .045                            3
-    D: `python tests/claims.py readme`, seeds 11-15. Uniform weights have .07 on objects. C:
-    `tiny-stem` with --lambda-f .5 --lr 1e-3; `python tests/claims.py sparc`, seeds 6-8.
+    Uniform weights have .07 on objects. C is `tiny-stem` with --lambda-f .5 --lr 1e-3. `python
+    tests/claims.py readme` prints D (seeds 11-15), `python tests/claims.py sparc` C (seeds 6-8).
 """
 
 import contextlib
@@ -96,9 +96,9 @@ GLORIA = PAPER | dict(objective="gloria", batch=4096, steps=800_000)  # Sec. D.3
 TINY = dict(data="shapes:objects=4,together=0.85,small=0.13,large=0.18,background=0,fillers=0", embed_dim=128,
             text_encoder="tiny", h_v="residual", lambda_f=0.1, batch=128, lr=2e-3, weight_decay=0.1, warmup=50)
 PRESETS = {  # settings of this file and of train.py by name; flags override them
-    # Words find their objects. The image encoder has no convolutional stem, which would mix the
-    # patches of an object with their neighbours. differs: with sigma = 1 / P the background would
-    # keep weight.
+    # Words find their objects here. The image encoder has no convolutional stem, which would mix
+    # the patches of an object with their neighbours. differs: sigma is 0.4. With 1 / P the
+    # background would keep weight.
     "tiny": TINY | dict(image_encoder="tiny-patch", sigma=0.4, steps=1200),
     # Retrieval is good after fewer steps, but words do not find their objects.
     "tiny-stem": TINY | dict(image_encoder="tiny/4", steps=400),
@@ -191,8 +191,8 @@ def mean_of_words(losses, mask, token_mean="caption", gather=identity):
     """The losses (B,) of sequence_losses -> scalar.
 
     "caption" is Eq. 6: the mean over the words of each caption, then over captions. "batch" is
-    listing 1: the mean over the words of all captions on all ranks. Then each rank divides by the
-    mean number of words of a rank, so that the mean over ranks is the loss of one process.
+    listing 1: the mean over the words of all captions on all ranks. For "batch", a rank divides by
+    the mean number of words of a rank, so that the mean over ranks is the loss of one process.
     """
     count = mask.sum(1)                      # (B,), L_i
     if token_mean == "batch":
@@ -231,7 +231,7 @@ def masked_mean(x, mask):
 
 class Residual(nn.Sequential):
     """x + h_v(x). differs: the paper adds no x. Segmentation compares g_v(h_v(patches)) with
-    classes (D.7), but L_f trains g_v(patches). With x, D.7's patches contain L_f's patches."""
+    classes (D.7), but L_f trains g_v(patches). Adding x adds g_v(patches), as g_v is linear."""
 
     def forward(self, x):
         return x + super().forward(x)
@@ -298,7 +298,7 @@ class Model(nn.Module):
     # To read SPARC, stop here. Below: segmentation, diagnosis, loss at chance, memory, baselines.
 
     def encode_patches(self, images):
-        """(B, 3, H, W) -> (B, P, E), normalised, by h_v and g_v (D.7). eval.py compares patches
+        """(B, 3, H, W) -> g_v(h_v(patches)) (B, P, E), normalised (D.7). eval.py compares patches
         with all classes of a data set, which is our reading of D.7. With only the classes that
         the image shows, segmentation would be easier."""
         return F.normalize(self.g_v(self.h_v(self.f_v(images))).float(), dim=-1)
@@ -310,8 +310,8 @@ class Model(nn.Module):
 
     def diagnose(self, batch):
         """Scalars to log: L_f of captions with WRONG images, and how many patches a word uses. If
-        this L_f is as low as the right images', the loss does not need the image, and the words
-        are not grounded."""
+        L_f is as low with wrong images as with the right ones, L_f does not need the image, and the
+        words are not grounded."""
         images, ids, mask = (batch[name][:256] for name in ("images", "tokens", "mask"))
         tokens = self.g_t(self.text_encoder(ids, mask))             # (B, L, E)
         patches = self.g_v(self.f_v(images))                        # (B, P, E)
@@ -343,8 +343,8 @@ class Model(nn.Module):
 #   * Negatives come from all captions of the batch; Eq. 6 has the words of one caption.
 #   * sigma is missing, or is 1 / 196 for every number of patches.
 #
-# L_f for OpenCLIP's CLIP (`model`), with a batch of its `images` and `ids`. `gather` is identity,
-# or common.gather under DDP:
+# To add L_f to OpenCLIP's CLIP (`model`): `images` and `ids` are the model's inputs, and `gather`
+# is identity, or common.gather under DDP.
 #     out = model.forward_intermediates(images, ids, image_indices=1, text_indices=1,
 #                                       normalize_intermediates=True, image_output_fmt="NLC")
 #     patches = out["image_intermediates"][-1] @ model.visual.proj     # (B, P, E), no [CLS]
@@ -354,22 +354,24 @@ class Model(nn.Module):
 #     loss_f = fine_grained_loss(tokens, patches, words, scale)
 #     loss = 0.5 * global_loss(v, t, scale, gather) + loss_f
 #
-# What was found out beyond the docstring's table (its settings A, B, C; three seeds)
+# What was found out beyond the docstring's table. A is `tiny` (one seed), B is `tiny` with
+# --sigma .3 --steps 2400, and C is as in the table (three seeds each).
 #
 # * L_f can be solved without the image, as in C. The negatives of a word are the words of the same
 #   caption, so patches can become a codebook that tells words apart, whatever the image shows. At
 #   the end of C, L_f is .11, and .16 with a wrong image (chance 2.2). Zero-shot and retrieval are
-#   still better than CLIP's, segmentation is worse.
+#   still better than CLIP's, but segmentation is worse.
 # * With lambda_f 0.1 and the learning rate 2e-3, L_f needs the right image: L_f is .84, and 2.05
-#   with a wrong image. Zero-shot prefers a lower rate. Words find their objects best without a
-#   stem, as in A and B.
-# * Softmax weights (.608) and weights without a threshold (.584) are not shown to lose zero-shot in
-#   C (.585); both lose zero-shot in Table 8. Softmax weights find captions better (R@1 .674, sparse
-#   .654). With 36 patches softmax weights have the lower zero-shot (.616, sparse .711).
-# * Softmax weights put more on colours than sparse weights do with each seed of B, but less on
-#   shapes. Weights without a threshold put less on both.
+#   with a wrong image. Zero-shot is better at a lower rate. Words find their objects best without
+#   a stem, as in A and B.
+# * Zero-shot of C is .585. With softmax weights (.608) or without a threshold (.584), zero-shot is
+#   not shown to be lower, but Table 8 has both lower. Softmax weights find captions better (R@1
+#   .674, sparse .654). With 36 patches zero-shot is lower with softmax weights (.616, sparse .711).
+# * Softmax alignment puts more weight on colours than sparse alignment does, with each seed of B,
+#   but less on shapes. Alignment without a threshold puts less on both.
 # * SPARC is above CLIP with each seed of B in zero-shot, in R@1 of captions and of images and in
-#   K-Pna (.926, CLIP .910). SPARC's mIoU of colours is above with two seeds (.220, CLIP .208).
+#   K-Pna (.926, CLIP .910). SPARC's mIoU of colours is above CLIP's with two of the three seeds
+#   (.220, CLIP .208).
 # * An update takes 1.005 times CLIP's FLOPs, as in Table 11; tests/test_train.py counts them.
 
 
@@ -400,13 +402,14 @@ def patches_per_word(a, mask):
 #
 # D.3 and D.4 describe the baselines. A rank has b pairs, all ranks have B. The losses of an
 # objective are added and share one learned tau. MGCA's three losses have the weights 2 : 2 : 1.
-# MGCA's code has these weights if all lambdas are 1, as in D.4 (its defaults are 1, .7, .5).
-# Evaluation compares vbar and tbar. But FILIP compares patches with tokens, and PACL compares
-# patches with captions.
+# MGCA's code has these weights if all lambdas are 1, as in D.4 (the code's defaults are 1, .7, .5).
+# Evaluation compares vbar and tbar, except for two objectives: FILIP compares patches with tokens,
+# and PACL compares patches with captions.
 
 
 def in_chunks(scores, x, y):
-    """scores(x, y) -> (b, B, ...) of x (b, N, E) and y (B, M, E), with in_rows over y."""
+    """scores(x, y) -> (b, B, ...) of x (b, N, E) and y (B, M, E), for a part of y at a time if all
+    of y needs too much memory (in_rows)."""
     size = len(x) * x.shape[1] * y.shape[1]                        # similarities to one y
     columns = in_rows(lambda part: scores(x, part).transpose(0, 1), y, size=size)
     return columns.transpose(0, 1)
@@ -432,12 +435,13 @@ def best_cosines(x, y):
 def filip_scores(x, y):
     """The mean of best_cosines over the tokens of x. x (n, N, E), y (m, M, E) -> (n, m)."""
     mean = best_cosines(x, y).sum(2) / x.any(-1).sum(1, keepdim=True).clamp(min=1)
-    return mean.masked_fill(~y.flatten(1).any(1), 0.0)  # a caption y without words
+    return mean.masked_fill(~y.flatten(1).any(1), 0.0)  # a caption y without words scores 0
 
 
 def most_similar(x, y, keep):
-    """FILIP's token dropping: each image or caption of x keeps the fraction `keep` of its tokens,
-    the ones most similar to any token of any y. x (b, N, E), y (b, M, E) -> (b, N', E)."""
+    """FILIP's token dropping: each image or caption of x keeps the fraction `keep` of its tokens.
+    These are the tokens with the largest cosine to any token of any y. x (b, N, E), y (b, M, E)
+    -> (b, N', E)."""
     if keep == 1:
         return x
     with torch.no_grad():
@@ -487,11 +491,12 @@ def gloria_loss(tokens, patches, mask, scale, gather=identity):
     """GLoRIA's local loss (ICCV 2021). tokens (b, L, E), patches (b, P, E), mask (b, L) -> scalar.
 
     As D.3 says, tokens are not merged into words, and s is divided by sqrt(E).
-    differs: GLoRIA's code has another softmax, over the words, inside the softmax over patches;
-    GLoRIA's paper does not have it.
+    differs: GLoRIA's code applies a softmax over the words before the softmax over patches.
+    GLoRIA's paper has no softmax over the words.
     """
     def scores(patches, tokens):
-        # c (b, c, L, E) would be too large. Its cosines need |c|^2 = a' gram a and c . t = a . s.
+        # All c_ijl together would be too large. Their cosines need only |c|^2 = a' gram a and
+        # c . t = a . s.
         words, tokens = tokens.any(-1), tokens.flatten(0, 1)            # (c, L), (c * L, E)
         tokens = tokens / tokens.shape[1] ** 0.5  # divides s by sqrt(E), and no cosine changes
         s = patches @ tokens.T                                          # (b, P, c * L)
@@ -529,7 +534,7 @@ def prototype_loss(v, t, prototypes, scale, gather=identity):
 
     differs: MGCA's code divides the prototypes by their norms in place, fixes them in the first
     epoch, and has a fixed tau for each loss (.07, .1, .2). D.3 learns tau. Three learned tau that
-    start at these values gave zero-shot .855, one gave .941 (36 patches, --data shapes, seed 0).
+    start at these values gave zero-shot .855, one tau .941 (36 patches, --data shapes, seed 0).
     """
     with in_fp32(v, t, prototypes) as (v, t, prototypes):
         v, t, prototypes = (F.normalize(x, dim=-1) for x in (v, t, prototypes))
@@ -554,7 +559,7 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(width, dim)
 
     def forward(self, x, y, mask):
-        mask = mask | ~mask.any(1, keepdim=True)    # with no True, attend to all: else NaN
+        mask = mask | ~mask.any(1, keepdim=True)    # without True, x attends to all of y: else NaN
         x = F.scaled_dot_product_attention(self.q(x), self.k(y), self.v(y), mask[:, None])
         return self.out(x)
 
@@ -624,7 +629,8 @@ class Baseline(Model):
         return log_B + other.get(self.config.objective, 0.0)
 
     def encode_tokens(self, tokens, mask):
-        """The captions for `similarity`: words (B, L, E), 0 where no word is; PACL: (B, 1, E)."""
+        """The captions as `similarity` expects them: the embeddings of the words (B, L, E), 0 at
+        tokens that are no words. For PACL: the embeddings of the captions (B, 1, E)."""
         if self.config.objective == "pacl":
             return self.encode_text(tokens, mask)[:, None]
         tokens = self.g_t(self.text_encoder(tokens, mask)).float()      # (B, L, E)
@@ -679,8 +685,8 @@ def k_precision(retrieved, truths, among=None):
     nouns and adjectives), and only captions that have one.
 
     differs: the paper cites Adlakha et al. (2023), who drop "a", "an", "the" and count a word only
-    as often as the truth has it. But the paper counts articles: its PACL, at the level of chance,
-    has a K-Precision of .26 and a K-Pna of .03.
+    as often as the truth has it. This function does neither. The paper counts articles, too: its
+    PACL, at the level of chance, has a K-Precision of .26 and a K-Pna of .03.
     """
     precisions = []
     for words, truth in zip(retrieved, truths):

@@ -31,7 +31,7 @@ Differs from the paper (the differences of a variant stand at the variant):
   * The image encoder is initialised as CLIP's text encoder is (transformer.py:703). The authors'
     image encoder has torch's initial weights; its [CLS] and positions have a deviation of width^-.5
     (transformer.py:503, 430).
-  * Recall@k counts a query if any of its k nearest matches, as CLIP_benchmark (Table C.2) and the
+  * Recall@k counts queries with a match among the k nearest, as CLIP_benchmark (Table C.2) and the
     authors' code (training/train.py:360) do. Sec. 4.2 counts the fraction of the k that match.
 Not here: CLIP's own form of ResNet-50 (App. B.3); Table 5's VTAB Avg, the relative change of a mean
          accuracy (eval.py prints the mean of the relative changes).
@@ -40,16 +40,16 @@ Run:     python train.py --method sparo                   (the world of shapes, 
          python train.py --method sparo --objective dino  (DINO; --readout sparo, cls, gap)
 Result:  on test data, mean +- deviation of n seeds. The 95 % interval of the difference from CLIP
          is -.009 to +.191 in zero-shot, +.002 to +.201 on swapped attributes. Three seeds decide
-         nothing: these rows are an older record, which `python tests/claims.py sparo` prints.
+         nothing. Rows with n = 3 are an older record (`python tests/claims.py sparo` prints it).
 
-    what                                       here          beside                    n
+    what                                       here          compared with             n
     zero-shot                                  .933 +- .013  CLIP .842 +- .074         5, not shown
     captions with swapped attributes           .610 +- .074  CLIP .508 +- .006         5, holds
     zero-shot                                  .912 +- .074  CLIP+GAP .871 +- .063     3
     zero-shot                                  .912 +- .074  AttPool .708 +- .109      3
     hard negatives                             .722 +- .009  CLIP .695, CLIP+GAP .692  3
     hard negatives, best half of the slots     .719 +- .017  all slots .722 +- .009    3
-    share of a top patch on its word's colour  .476 +- .044  chance .071 +- .001       3
+    best patch lies on the colour of its word  .476 +- .044  chance .071 +- .001       3
     linear probe of DINO with SPARO            .465 +- .030  DINO .437 +- .047         3
 """
 
@@ -129,7 +129,7 @@ PRESETS = {  # the values of --preset: settings of this file and of train.py; fl
     "stair-clip": dict(image_encoder="ViT-B/16:cls=1", text_encoder="12x512:context=76,causal=1,vocab_size=30522",
                        readout="cls", steps=600_000, batch=16384, optimizer="lamb", beta2=0.999,
                        adam_eps=1e-6, lr=1e-3, schedule="linear", weight_decay=1e-2, warmup=10_000, clip_grad=0.0),
-    # Sec. 3.4, App. C.2: 100 epochs of ImageNet's 1,281,167 images, of which 10 are warm-up.
+    # Sec. 3.4, App. C.2: 100 epochs, 10 of them warm-up, over ImageNet's 1,281,167 images.
     "dino-s16": dict(image_encoder="ViT-S/16:cls=1,drop_path=0.1", objective="dino", L=64, batch=512, steps=250_200,
                      lr=1e-3, beta2=0.999, adam_eps=1e-8, clip_grad=3.0, weight_decay=0.04, weight_decay_end=0.4,
                      warmup=25_020, freeze_last=2502, probe="sgd"),
@@ -157,7 +157,7 @@ def after_end(eos_idx, n):
 # y_l = W K_l H' softmax(H K_l' q_l / sqrt(D))                                      (Eq. 1)
 class Sparo(nn.Module):
     """Separate-head attention (Sec. 3.2): outputs (B, n, d) -> slots (B, L, V). Parameters have the
-    names that App. A's listing has. Raises ValueError if grp_size does not divide L."""
+    names of App. A's listing. Raises ValueError if grp_size does not divide L."""
 
     def __init__(self, d, L, V, D, grp_size=1):
         super().__init__()
@@ -207,8 +207,8 @@ def clip_loss(v, t, scale, gather=identity):
     """CLIP's loss of B pairs, a scalar (Sec. 3.3).
 
     v, t (B, M): encodings of the images and of the captions, of length 1. scale: 1 / temperature.
-    gather(x) joins the x (B, M) of all ranks in their order, (world * B, M), and passes gradients;
-    gather.rank is the number of this rank.
+    gather(x) joins the tensors x (B, M) of all ranks to (world * B, M), in the order of the ranks,
+    and passes gradients; gather.rank is the number of this rank.
     """
     pair = getattr(gather, "rank", 0) * len(v) + torch.arange(len(v), device=v.device)
     with in_fp32(v, t) as (v, t):
@@ -258,8 +258,8 @@ class Model(nn.Module):
         return {"loss": clip_loss(v, t, scale, gather), "scale": scale.detach()}
 
     def clip_parameters(self):
-        """{CLIP's name: parameter} that --init-weights sets, in addition to the encoders. Only with
-        --readout cls the model is CLIP and has CLIP's projections."""
+        """{CLIP's name: parameter} that --init-weights sets, in addition to the encoders. Only a
+        model with --readout cls is CLIP and has CLIP's projections."""
         places = {"logit_scale": self.log_scale}
         if self.config.readout == "cls":
             places["visual.proj"] = self.image_readout.proj.weight
@@ -310,9 +310,9 @@ class Model(nn.Module):
 
 # Other read-outs --------------------------------------------------------------------------
 #
-# Each takes x (B, n, d), and for captions the indices eos_idx (B,) of the last tokens, and returns
-# a single slot (B, 1, M), so that normalize_slots normalises the encoding as one vector. The paper
-# does not say how it normalises the variants of Table 6.
+# Each read-out takes x (B, n, d). For captions it also takes the indices eos_idx (B,) of the last
+# tokens. It returns a single slot (B, 1, M), so that normalize_slots normalises the encoding as one
+# vector. The paper does not say how it normalises the variants of Table 6.
 
 
 def other_readouts(config, image_encoder, image_width, text_width):
@@ -346,8 +346,8 @@ def other_readouts(config, image_encoder, image_width, text_width):
 
 
 class Pool(nn.Module):
-    """Projects the output at [CLS] or at a caption's last token (CLIP), or with mean=True the mean
-    of all outputs (CLIP+GAP)."""
+    """Projects one output, at [CLS] or at a caption's last token (CLIP). With mean=True it projects
+    the mean of all outputs (CLIP+GAP)."""
 
     def __init__(self, proj, mean=False):
         super().__init__()
@@ -386,8 +386,9 @@ class CrossAttention(nn.Module):
 
     heads="multi" adds the layer that mixes the heads. A LayerNorm and a projection follow, each
     slot by slot (slot_norm, slot_projection) or over all slots together. AttPool mixes the heads
-    and has neither slot by slot. The authors' code also applies a LayerNorm and a projection to
-    the queries (transformer.py:229); Table 6 counts no parameters of such a projection.
+    and applies both over all slots together. The authors' code also applies a LayerNorm and a
+    projection to the queries (transformer.py:229). Table 6 counts no parameters of such a
+    projection.
     """
 
     def __init__(self, d, L, V, D, heads, slot_norm, slot_projection):
@@ -441,7 +442,8 @@ def sparsemax(z):
     with in_fp32(z) as (z,):
         k = torch.arange(1, z.shape[-1] + 1, device=z.device)
         sums = z.sort(-1, descending=True).values.cumsum(-1)       # (..., C), sum of the k largest
-        # Each k gives a threshold. The largest is right; its k is the number of weights above 0.
+        # Each k gives a threshold. The largest threshold is the right one, and the k that gives it
+        # is the number of weights above 0.
         threshold = ((sums - 1) / k).amax(-1, keepdim=True)
         return (z - threshold).clamp(min=0)
 
@@ -496,12 +498,13 @@ class Dino(nn.Module):
         (utils.py:132).
       * The learning rate ends at 0, not at 1e-6 (main_dino.py:101). Its warm-up begins at
         peak / warmup, not at 0 (utils.py:191), and reaches the peak at the same step.
-      * [CLS], positions and queries have no weight decay; in DINO's code they have (utils.py:639).
+      * [CLS], positions and queries have no weight decay. DINO's code applies weight decay to all
+        parameters but biases and norms (utils.py:639).
       * Pixels are normalised with CLIP's mean and deviation, not ImageNet's (main_dino.py:431).
-      * The image encoder is initialised as CLIP's is.
-      * Positions are interpolated with antialiasing; DINO's code has none
+      * The image encoder is initialised as with --objective clip (see the top of this file).
+      * Positions are interpolated with antialiasing. DINO's code uses no antialiasing
         (vision_transformer.py:187).
-      * common.jitter changes the colours, DINO's code has torchvision's jitter (main_dino.py:424).
+      * common.jitter changes the colours. DINO's code uses torchvision's jitter (main_dino.py:424).
     """
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
@@ -538,8 +541,9 @@ class Dino(nn.Module):
         return head(y).unflatten(0, (len(views), -1))
 
     def forward(self, batch, gather=identity):
-        """batch: views, a list of (B, 3, s, s), the two large ones first. Returns {"loss":
-        scalar, "entropy": of P_t, "entropy_mean": of the mean of P_t over images and views}.
+        """batch: views, a list of (B, 3, s, s), the two large ones first. Returns {"loss": scalar,
+        "entropy": the mean entropy of P_t, "entropy_mean": the entropy of the mean of P_t over
+        images and views}.
 
         After a collapse the outputs no longer depend on the image. Both entropies are then near
         log K, or both are near 0.
@@ -584,12 +588,13 @@ class Dino(nn.Module):
 
     def probe_features(self, images):
         """What DINO's linear probe learns from (App. C.2; eval_linear.py:256, 165): [CLS] after
-        each of the last four blocks. The slots, or with `gap` the mean, replace the last [CLS]. A
-        ViT without [CLS] gives the means of its patches (ours), a ResNet only the output of the
-        read-out.
+        each of the last four blocks. The slots replace the last [CLS]; with `gap` the mean replaces
+        it. For a ViT without [CLS], the means of the patches replace [CLS] (ours). For a ResNet the
+        features are only the output of the read-out.
 
-        differs: eval.py chooses the probe's learning rate; DINO's is .001 x batch / 256. Under
-        `tiny` the probe is trained as CLIP's is (App. C.1), with AdamW and without augmentation.
+        differs: eval.py chooses the probe's learning rate; DINO's is .001 x batch / 256. With the
+        preset `tiny`, the probe is trained as for CLIP (App. C.1), with AdamW and without
+        augmentation.
         """
         encoder, readout, _ = self.teacher
         if not hasattr(encoder, "layers"):
@@ -659,7 +664,7 @@ def train_mask(y_i, y_p, y_n, parts, epochs=100, batch=256, generator=None):
     encodings without a mask. Raises ValueError if parts does not divide M.
 
     differs: App. C.1 chooses the epoch by SugarCrepe's mean over categories. The paper gives no
-    batch size, which sets the number of updates; 256 is ours.
+    batch size, and the batch size sets the number of updates. Our batch size is 256.
     """
     n, M = y_i.shape
     if M % parts:

@@ -8,9 +8,9 @@ may be active in its vector, and the image encoder learns these words. Stage 2 f
 encoder, and the text encoder learns to activate other words that fit. Stage 3 trains both encoders.
 
     symbol      name here            shape            where
-    f, g        image_encoder, image_head             Eq. 1; and text_encoder, text_head
+    f, g        image_encoder, image_head             Eq. 1; of texts: text_encoder, text_head
     h_j         h                    (B, N, d)        Eq. 4; an encoder's output at position j
-    transform   transform            d -> E           Eq. 4; in `encode` t = transform(h)
+    transform   transform            d -> E           Eq. 4; `encode` gets t = transform(h)
     e, b        e, b                 (|V|, E), (|V|,) Eq. 4; e: the text encoder's embedding
     p(h_j)      p                    (B, N, |V|)      Eq. 4
     enc         v of images, t of texts  (B, |V|)     Eq. 5; the weights of the words
@@ -22,13 +22,13 @@ We know of no code by the authors.
 
 Differs from the paper:
   * A word of the caption gets a gradient even where its weight is 0, up to stage `revive_until`
-    (in b16 never). The paper's ReLU stops this gradient. A word that the image encoder does not see
-    at first would never come back.
+    (in b16 never). The paper's ReLU stops this gradient, so that a word that the image encoder does
+    not see at first can never come back.
   * The cosine in the loss counts an encoding shorter than 0.5 as 0.5 long, to bound its gradient.
-  * LAMB neither scales nor decays e (common.param_groups); LAMB as published does both. So the
-    first step of e in b16 is 49 times as long (16 times if a tenth of its rows has a gradient).
+  * LAMB neither scales nor decays e (common.param_groups). Published LAMB does both, and its first
+    step of e in b16 would be 49 times shorter (16 times if a tenth of e's rows has a gradient).
   * The paper leaves open how its encoders modify CLIP-B/16. Here the image encoder has no [CLS] and
-    no LayerNorm before its blocks, and the text encoder sees both ways.
+    no LayerNorm before its blocks, and the text encoder attends in both directions.
   * Where the paper is silent, these choices are ours: special tokens ([CLS], [SEP], ...) are never
     active. Stage 2 trains e with the text encoder, and the frozen image head keeps a copy of e. The
     mean of Eq. 6 is over the global batch. Eq. 3 is averaged over both directions. Each stage has a
@@ -37,13 +37,13 @@ Differs from the paper:
 Not here: the authors' private pairs (App. B). The index (App. D) holds words and no other features.
          To block words in documents, set the weights of these words to 0 before `add`.
 Run:     python train.py --method stair                     (the world of shapes)
-Result:  on test data, mean +- deviation of n seeds. Three seeds decide nothing. CLIP is sparc.py's;
-         `python tests/claims.py stair` prints all claims.
+Result:  on test data, mean +- deviation of n seeds. Three seeds decide nothing. CLIP is
+         trained by sparc.py. `python tests/claims.py stair` prints all claims.
 
-    what                                      here          beside                             n
+    what                                      here          compared with                      n
     text-to-image R@1                         .905 +- .003  CLIP .836 +- .014, one stage .687  3
     image-to-text R@1                         .937 +- .013  CLIP .897 +- .015, one stage .742  3
-    ... without the text encoder                .524 +- .071  with it .937 +- .013               3
+    ... without the text encoder              .524 +- .071  with it .937 +- .013               3
     zero-shot                                 .991 +- .004  after stage 2 .747, stage 1 .770   3
     shape among the 10 heaviest of 862 words  .999 +- .001  one stage .000 +- .000             3
     heaviest word is the label                .355 +- .243  CLIP .459, --revive-until 0 .216   3
@@ -83,8 +83,8 @@ B16 = dict(image_encoder="ViT-B/16", text_encoder="12x512:context=76,vocab_size=
            batch=16384, steps=1_200_000, optimizer="lamb", beta2=0.999, adam_eps=1e-6, lr=1e-3,
            schedule="linear", weight_decay=1e-2, warmup=10_000, clip_grad=0.0, revive_until=0)
 PRESETS = {  # the values of --preset: settings of this file and of train.py; flags override them
-    # Chosen on the val split of the world of shapes. Unlike b16, it trains with AdamW, and stage 3
-    # keeps the learning rate.
+    # The values were chosen on the val split of the world of shapes. Unlike b16, tiny trains with
+    # AdamW, and stage 3 has the peak learning rate of stage 1.
     "tiny": dict(image_encoder="tiny", text_encoder="tiny", data="shapes:words=400",
                  batch=128, steps=1000, lr=2e-3, lr_3=1.0, share_1=0.4, share_2=0.15,
                  lambda_image=5e-3, lambda_text=5e-3, weight_decay=0.1, warmup=50),
@@ -111,9 +111,9 @@ def identity(x):
 def contrastive_loss(v, t, scale, gather=identity):
     """The mean of Eq. 3 from image to text and of Eq. 3 from text to image, a scalar.
 
-    v, t (B, |V|): enc of B images and of their captions. scale: 1 / T. gather(x) joins the x
-    (B, |V|) of all ranks in their order, (world * B, |V|), and passes gradients; gather.rank is the
-    number of this rank.
+    v, t (B, |V|): enc of B images and of their captions. scale: 1 / T. gather(x) joins the tensors
+    x (B, |V|) of all ranks to (world * B, |V|), in the order of the ranks, and passes gradients;
+    gather.rank is the number of this rank.
     """
     i = getattr(gather, "rank", 0) * len(v) + torch.arange(len(v), device=v.device)
     with in_fp32(v, t) as (v, t):
@@ -194,7 +194,7 @@ def stages(args):
 
 
 class Model(nn.Module):
-    """two encoders, each with a head.
+    """Two encoders, each with a head.
 
     image_encoder(images) -> (B, N, image_width); text_encoder(tokens, mask) -> (B, L, text_width).
     text_encoder.embedding is an nn.Embedding (|V|, E); text_encoder.special has the ids of tokens
@@ -209,14 +209,14 @@ class Model(nn.Module):
         self.image_head = TokenProjectionHead(image_width, e, special)
         self.text_head = TokenProjectionHead(text_width, e, special)
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
-        self.register_buffer("image_embedding", e.weight.detach().clone())  # the head's in stage 2
+        self.register_buffer("image_embedding", e.weight.detach().clone())  # of image_e in stage 2
         self.register_buffer("strength", torch.tensor(0.0))  # factor of both lambdas, 0 to 1
         self.register_buffer("stage", torch.tensor(3))  # for checkpoints and the log
         self.number = 3  # the stage as an int: reading the tensor would wait for the GPU
 
     def begin_stage(self, number, fresh):
-        """Enter stage 1, 2 or 3 (Sec. 3). fresh: the stage begins; if False, a checkpoint of this
-        stage was loaded."""
+        """Enter stage 1, 2 or 3 (Sec. 3). fresh: True if the stage begins, False if a checkpoint of
+        this stage was loaded."""
         self.number = number
         self.stage.fill_(number)
         # Stage 2 freezes the image encoder and its head, but not e, which the text encoder trains.
@@ -276,8 +276,8 @@ class Model(nn.Module):
         return {"loss": loss, **{name: value.detach() for name, value in log.items()}}
 
     def after_update(self, step, steps):
-        """Let the lambdas grow with the square of the step (Sec. 4.2), up to `ramp` of the stage.
-        Keep the scale within [1, 100], as CLIP does."""
+        """Let the lambdas grow with the square of the step (Sec. 4.2) until the fraction `ramp` of
+        the stage is over. Keep the scale within [1, 100], as CLIP does."""
         self.log_scale.data.clamp_(0, math.log(100))
         ramp_steps = max(1, self.config.ramp * steps)
         self.strength.fill_(min(1.0, ((step + 1) / ramp_steps) ** 2))
@@ -316,7 +316,7 @@ class Model(nn.Module):
             flag, active = f"--lambda-{side}", record[f"active_{side}"]
             if active < 1:
                 return f"{side} encodings have less than one active word on average: lower {flag}."
-            grown = self.number == 3 and self.strength == 1  # before, many words may be active
+            grown = self.number == 3 and self.strength == 1  # earlier, many words may be active
             if grown and active > len(self.text_head.valid) / 4:
                 return f"{side} encodings have over a quarter of all words active: raise {flag}."
         return None
@@ -361,7 +361,7 @@ class StreamedEncoding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t, e, b, mask=None, revived=None):
         maxima, positions = [], []
-        ctx.chunk = StreamedEncoding.CHUNK * (8 if t.is_cuda else 1)  # small ones leave a GPU idle
+        ctx.chunk = StreamedEncoding.CHUNK * (8 if t.is_cuda else 1)  # small chunks idle a GPU
         size = max(1, ctx.chunk // (t.shape[1] * len(e)))
         e_cast = e.to((t[:1, :1] @ e[:1].T).dtype)  # else autocast casts e for each chunk
         for i in range(0, len(t), size):
@@ -449,7 +449,7 @@ def label_ranks(scores, pieces, labels):
     """scores (n, |V|) of all words, labels (n,) -> ranks (n,) of the labels among the words.
 
     The best rank is 0; a label ranks behind the words that tie with it. pieces: for each class the
-    ids of its sub-words, of which the one with the best score counts (Sec. 5.1).
+    ids of its sub-words; the score of the class is the best score of a sub-word (Sec. 5.1).
     """
     by_class = torch.stack([scores[:, ids].amax(1) for ids in pieces], 1)   # (n, C)
     return (scores >= by_class.gather(1, labels[:, None])).sum(1) - 1
@@ -491,8 +491,8 @@ class InvertedIndex:
         return self.parts[0]
 
     def vector(self, weights):
-        """{word: weight} -> (|V|,). A word that is not in the vocabulary is tried in lower case;
-        ValueError if this is not in the vocabulary either."""
+        """{word: weight} -> (|V|,). A word that is not in the vocabulary is tried in lower case.
+        Raises ValueError if the vocabulary lacks the lower case, too."""
         result = torch.zeros(len(self.word_ids))
         for word, weight in weights.items():
             k = self.word_ids.get(word, self.word_ids.get(word.lower()))
@@ -519,8 +519,8 @@ class InvertedIndex:
         """The k documents with the largest dot products, [(id, score)], best first.
 
         query: {word: weight} or an encoding (|V|,). where (n,): True at the documents that may be
-        found, even if they have no word of the query; None: all documents that have one. allow: the
-        only words of the query that count. block: words of the query that do not count.
+        found, even if their score is 0; None: all documents with a score above 0. allow: the only
+        words of the query that count. block: words of the query that do not count.
         """
         query = self.vector(query) if isinstance(query, dict) else query.detach().cpu()
         if query.shape != (len(self.word_ids),):

@@ -16,8 +16,9 @@ To read how it works, begin at train(). A map of the sections:
     Log, evaluation, cost   what happens once in a while; --dry-run
     Main                    how errors and signals end the program
 
-To add a setting, add a field with a comment to Config; an optimizer, a row of OPTIMIZERS. `args`
-is the settings of the run, `options` those of its evaluation (eval.options_of).
+To add a setting, add a field with a comment to Config. To add an optimizer, add a row to
+OPTIMIZERS. `args` holds the settings of the run, `options` the settings of its evaluation
+(eval.options_of).
 """
 
 import argparse
@@ -82,7 +83,8 @@ class Config:
     # vocabulary is trained on the captions of --data
     vocab: str | None = None
     vocab_size: int = 8192  # largest size of a vocabulary that is trained on the captions
-    # side of an image in pixels; without it the encoder's, or the size of the embedded world
+    # side of an image in pixels; without it the encoder's image size, or the size of the embedded
+    # world
     image_size: int | None = None
     crop_scale: float = 0.9  # smallest area of a training crop, as a fraction of the image's area
     # number of processes per rank that load data; with 0 the training process loads the data
@@ -123,7 +125,7 @@ class Config:
     eval_every: int = 0
     # linear probe in the evaluation: adamw follows SPARO, sgd follows BAM
     probe: Literal["adamw", "sgd"] = "adamw"
-    # epochs of the linear probe; without it those of its paper, 10 for adamw, 100 for sgd
+    # number of epochs of the linear probe; without it the paper's number, 10 for adamw, 100 for sgd
     probe_epochs: int | None = None
 
     # precision of the encoders; without it bf16 on a GPU, off on a CPU; losses are always fp32
@@ -146,7 +148,8 @@ BENCH_WARMUP = 3  # steps before --bench starts the clock: kernels are chosen, m
 
 # Training -----------------------------------------
 #
-# One function, from the data to the last evaluation. The functions that it calls stand below it.
+# train() does everything, from opening the data to the last evaluation. The functions that it calls
+# stand below it.
 
 
 def train(args, out, device):
@@ -156,7 +159,7 @@ def train(args, out, device):
     """
     rank, world_size = this_rank()
     method = METHODS[args.method]
-    patient = common.patient_group()  # of all ranks, to wait for rank 0's evaluation
+    patient = common.patient_group()  # all ranks wait in it for rank 0's evaluation
 
     # Build. Data to evaluate on are opened now, too: a wrong path must not end a day's training.
     data = open_training_data(args, method)
@@ -192,7 +195,7 @@ def train(args, out, device):
         if steps < args.steps:
             log.begin_stage(number)
         optimizer = build_optimizer(args, model, saved if progress.step > start else None)
-        # Free the checkpoint and the last stage's DDP, whose buckets hold its gradients.
+        # Free the checkpoint and the DDP of the last stage. The buckets of DDP hold gradients.
         saved = parallel = None
         parallel = wrap(args, model, world_size)
         model.train()
@@ -211,14 +214,16 @@ def train(args, out, device):
             set_schedules(optimizer, args, step, steps, lr)
             batch = common.distort(batch)
 
-            # The forward pass: encoders in half precision, the loss over the global batch. Losses
-            # stay in fp32 under autocast; TF32 in their products errs far less than bf16 encoders.
+            # The forward pass. The encoders compute in half precision. The loss compares the global
+            # batch and computes in fp32 even under autocast. Matrix products of the loss may use
+            # TF32, because the errors of TF32 are far smaller than the errors of bf16 encoders.
             torch.backends.cuda.matmul.allow_tf32 = is_half
             with autocast():
-                # Model.forward of the method's file -> {"loss": scalar, others to log}
+                # calls Model.forward in the method's file -> {"loss": scalar, others to log}
                 outputs = parallel(batch, common.gather)
 
-            # The backward pass. fp16 scales the loss, because small gradients would become 0.
+            # The backward pass. With fp16 the scaler multiplies the loss, because small gradients
+            # would become 0.
             scaler.scale(outputs["loss"]).backward()
             torch.backends.cuda.matmul.allow_tf32 = False
             model.before_update(step)
@@ -282,7 +287,7 @@ def train(args, out, device):
     stop.restore()  # from here on a signal ends the program at once
     finish(args, embedder, eval_data, options, progress)
     if patient:
-        dist.barrier(patient)  # all leave together: torchrun ends those that are left alone
+        dist.barrier(patient)  # all ranks end together: see common.patient_group
 
 
 # Command line -----------------------------------------
@@ -323,8 +328,8 @@ def flag_of(name):
 
 
 def add_flags(parser, config_class, title, defaults):
-    """A flag for each field of a dataclass. Its help is the field's comment and, where `defaults`
-    {name: value} are known, the default."""
+    """Add a flag for each field of a dataclass. The help of a flag is the field's comment, followed
+    by the default if `defaults` {name: value} has one."""
     comments, group = comments_of(config_class), None
     for field in dataclasses.fields(config_class):
         if group is None or field.name in GROUPS:
@@ -352,11 +357,11 @@ def add_flags(parser, config_class, title, defaults):
 
 def parse_args(argv):
     """Command line -> the run's settings."""
-    for flag, value in zip(argv, [*argv[1:], None]):  # a shell's variable may not be set
+    for flag, value in zip(argv, [*argv[1:], None]):  # as when a shell's variable is not set
         if flag.startswith("--") and (value == "" or flag.endswith("=")):
             raise UserError(f"{flag.rstrip('=')} is empty: give a value, or leave the flag out.")
 
-    # First the few flags on which the other flags and their defaults depend.
+    # First read the few flags on which the other flags and their defaults depend.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("method", "preset", "out", "finetune"):
         first.add_argument(flag_of(name), default=vars(Config()).get(name))
@@ -371,8 +376,8 @@ def parse_args(argv):
     defaults = default_settings(first)
     method = first.method or defaults.get("method")
 
-    # Then all flags: train.py's and the method's. Their defaults come from the preset, or from the
-    # run that is resumed.
+    # Then read all flags, train.py's and the method's. Their defaults come from the preset, or from
+    # the run that is resumed.
     parser = Parser(usage=USAGE, description=HELP, allow_abbrev=False, add_help=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter,
                     epilog=f"A SPEC is one of:\n{SPEC_FORMS}")
@@ -395,8 +400,9 @@ def parse_args(argv):
 
 
 def default_settings(args):
-    """What replaces the defaults of the dataclasses: the settings of the old run with --resume,
-    else those of the preset."""
+    """The settings that replace the defaults of the dataclasses. With --resume they are the
+    settings of the resumed run. Otherwise they are the settings of the preset and, with --finetune,
+    of that run's image encoder."""
     if args.resume:
         return common.read_config(args.out)
     method = args.method or ("classifier" if args.finetune is not None else None)
@@ -414,7 +420,7 @@ def encoder_of(run):
     method, args = evaluation.settings_of_run(run)
     encoder = args.image_encoder
     kind, settings = common.image_encoder_settings(encoder)
-    if kind is common.ViT and method.blocks_left_out(args):  # SPARO's module replaces them
+    if kind is common.ViT and method.blocks_left_out(args):  # SPARO replaces these blocks
         depth = settings["depth"] - method.blocks_left_out(args)
         encoder += f"{',' if ':' in encoder else ':'}depth={depth}"
     return {"image_encoder": encoder, "image_size": args.image_size}
@@ -454,7 +460,7 @@ def check_settings(args, method, defaults, argv):
     if {"--epochs", "--steps"} <= named:
         raise UserError("--epochs and --steps both say how long to train: give one of them.")
     if "--steps" in named:
-        args.epochs = None  # which the resumed run may have had
+        args.epochs = None  # the resumed run may have had --epochs
     if method.uses_text(args) and args.batch < 2:
         raise UserError(f"--batch {args.batch} must be 2 or more: the loss compares the captions "
                         f"of a batch.")
@@ -479,7 +485,8 @@ def check_number(name, value):
 
 # The run's directory -----------------------------------------
 #
-# One process writes there and holds a lock. The files of an earlier run are never overwritten.
+# One process writes to the directory and holds a lock. The files of an earlier run are never
+# overwritten.
 
 
 def choose_run(args):
@@ -499,7 +506,7 @@ def choose_run(args):
     names = ["*.pt", "eval.json"]  # files that a run writes when it saves or ends
     if not is_run:  # then files of these names are the user's own
         names += ["config.json", "vocab.txt", "log.jsonl"]
-    with common.writing(out):  # its name may be too long
+    with common.writing(out):  # the directory's name may be too long
         replaced = [path.name for name in names for path in out.glob(name)]
     if replaced and not args.resume:
         raise UserError(f"{out} already has a {replaced[0]}: continue its run with --resume, or "
@@ -511,8 +518,8 @@ def choose_run(args):
 def claim_run(args):
     """The run's directory, locked; None if this process writes nothing.
 
-    The lock is taken before anything there is read. A new directory is removed if the run fails
-    before it logs or saves a step.
+    The lock is taken before train() reads or writes anything there. A new directory is removed if
+    the run fails before it logs or saves a step.
     """
     out = None if args.dry_run or args.bench else choose_run(args)
     if out is None or this_rank()[0] > 0:
@@ -532,8 +539,8 @@ def claim_run(args):
 def lock_run(out):
     """Make the run's directory and lock it -> the open file of the lock.
 
-    The kernel frees the lock when the file is closed or the process ends, even by a kill. Forked
-    workers do not hold it.
+    The kernel frees the lock when the file is closed or the process ends, even if the process is
+    killed. Forked workers do not hold the lock.
     """
     with common.writing(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -550,10 +557,10 @@ def lock_run(out):
 
 def write_run(args, tokenizer, out):
     """Write config.json and vocab.txt, from which eval.py and --resume build the model again."""
-    # a shell, because it raises no error if git is missing
+    # through a shell, because a shell raises no error if git is missing
     git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent,
                          capture_output=True, text=True)
-    record = {"argv": sys.argv} | vars(args)  # a run that is resumed keeps its own argv
+    record = {"argv": sys.argv} | vars(args)  # args of a resumed run has its first argv
     record |= {"git": git.stdout.strip() or None, "torch": str(torch.__version__),
                "threads": torch.get_num_threads()}
     with common.replacing(out / "config.json") as file:
@@ -583,7 +590,7 @@ def announce(args, data, model, tokenizer, device, progress):
     if device.type == "cuda" and args.workers == 0 and not isinstance(data, common.World):
         print("note: with --workers 0 the GPU waits while this process decodes images: give "
               "--workers 8, or more")
-    has_labels = METHODS[args.method].content(args) == "label"  # then repeats do no harm
+    has_labels = METHODS[args.method].content(args) == "label"  # with labels, repeats do no harm
     if isinstance(data, common.CaptionTable) and len(data) < args.batch and not has_labels:
         print(f"note: --batch {args.batch} is more than the {len(data)} images: a batch shows an "
               f"image several times and treats it as different images: lower --batch")
@@ -596,8 +603,8 @@ def announce(args, data, model, tokenizer, device, progress):
 
 
 def changed_settings(args):
-    """The settings that are not the preset's, as flags; those of a run that is resumed, too, with
-    the value that they had."""
+    """The settings that differ from the preset's, as flags. For a resumed run: the settings that
+    differ from the run's own, with the value that they had in the run."""
     method = METHODS[args.method]
     usual = vars(Config()) | vars(method.Config()) | method.PRESETS[args.preset]
     shown = usual.keys() - {"preset", "out", "resume", "image_size", "classes"}
@@ -633,7 +640,7 @@ class Log:
     def __init__(self, args, out, step):
         self.warned, self.steps, self.last_line = set(), args.steps, -math.inf
         self.title = args.method
-        # None: tqdm shows a bar on a terminal alone
+        # disable=None: tqdm shows the bar on a terminal only
         self.bar = tqdm(total=args.steps, initial=step, desc=args.method, unit="step",
                         mininterval=1, disable=None if out else True)
         if out:
@@ -689,8 +696,8 @@ def print_once(line):
 
 
 def open_training_data(args, method):
-    """Open --data. Sets args.image_size, if it is not given, to the world's or the encoder's, and
-    with --epochs args.steps."""
+    """Open --data. Set args.image_size to the size of the world's images or, if --image-size is not
+    given, to the encoder's image size. With --epochs, also set args.steps."""
     _, world_size = this_rank()
     if args.batch % world_size:
         raise UserError(f"--batch {args.batch} is global and must be a multiple of the "
@@ -745,13 +752,14 @@ def by_knn(model):
 
 def opens_early(args, model):
     """Whether the data to evaluate on are opened before the training, so that an error in them
-    costs no time. Data that are also trained on wait: a table would be in memory twice."""
+    costs no time. Otherwise --data are opened for the evaluation only after the training, because
+    a table would be in memory twice."""
     return not args.bench and bool(args.eval_data or args.eval_every or by_knn(model))
 
 
 def open_evaluation(args, model, options):
-    """The data of the run's own evaluation, or None where no task can use them; that is an error
-    only with --eval-data or --eval-every."""
+    """The data of the run's own evaluation, or None if no task can use them. Raises UserError
+    instead of returning None if --eval-data or --eval-every is given."""
     with_text = model.encode_text is not None
     remedy = "" if with_text else " k-NN learns from --data and is tested on --eval-data"
     try:
@@ -771,7 +779,8 @@ def open_evaluation(args, model, options):
 
 
 def build_tokenizer(args, data):
-    """The vocabulary of the resumed run, that of --vocab, or one trained on 100,000 captions."""
+    """The tokenizer. Its vocabulary is that of the resumed run, that of --vocab, or a new one that
+    is trained on up to 100,000 captions."""
     if args.resume or args.vocab:
         return common.open_tokenizer(Path(args.out, "vocab.txt") if args.resume else args.vocab)
     return common.WordPiece(
@@ -791,13 +800,13 @@ def new_model(args, method, tokenizer):
 
 
 def build_towers(args, method, tokenizer):
-    """The image and the text encoder, with the weights of --finetune or --init-weights; and what a
-    CLIP's file holds besides them (its projections), for load_clip_parts, or None."""
+    """The image and the text encoder, with the weights of --finetune or --init-weights. Also
+    returns a CLIP file's other weights (projections, temperature), for load_clip_parts, or None."""
     towers, parts = common.build_encoders(method, args, tokenizer), None
     if args.resume or args.dry_run:  # the checkpoint has the weights, or they do not matter
         return towers, parts
     if args.finetune:
-        with torch.random.fork_rng(devices=[]):  # building the other model draws numbers, too
+        with torch.random.fork_rng(devices=[]):  # building that run's model draws numbers, too
             source = evaluation.load_run(args.finetune)[0].model
         common.copy_tower(towers[0], source.evaluation_encoder(), args.finetune)
     if args.init_weights:
@@ -831,7 +840,7 @@ def save_memory(args, model):
 
 def build_transform(args, method, encoder):
     """The function that turns a decoded image into a training image, or into several views. Methods
-    without captions also apply it to the world's images."""
+    without captions also apply this function to the world's images."""
     views = method.views(args)
     if settings := method.augment(args):
         return common.Augment(args.image_size, **settings)
@@ -861,7 +870,7 @@ def open_loader(args, data, transform, tokenizer, model, progress):
     return read_in_workers(stream, args.workers)
 
 
-# Seconds: how long a batch is awaited, and how often it is checked that the workers still live.
+# Seconds to wait for a batch, and seconds between two checks that the workers are alive.
 PATIENCE, LOOK = 1800, 10
 
 
@@ -870,9 +879,9 @@ def read_in_workers(dataset, workers):
     batches = iter(torch.utils.data.DataLoader(
         dataset, batch_size=None, num_workers=workers, worker_init_fn=ignore_signals,
         pin_memory=torch.cuda.is_available(), timeout=LOOK if workers else 0,
-        # forked workers share the table's memory; Python 3.14 would start them otherwise
+        # forked workers share the table's memory; Python 3.14 does not fork by default
         multiprocessing_context="fork" if workers else None,
-        generator=torch.Generator()))  # else it draws from the training's numbers
+        generator=torch.Generator()))  # else the loader draws from the training's random numbers
     waited = 0
     while True:
         try:
@@ -914,7 +923,8 @@ def find_boxes(args, data, model, device, autocast):
 
 
 def sgd(groups, betas=(0.9, 0), eps=0):
-    return torch.optim.SGD(groups, momentum=betas[0], nesterov=True)  # as timm's, so DeiT's "sgd"
+    # DeiT's "sgd" is timm's, which has Nesterov momentum.
+    return torch.optim.SGD(groups, momentum=betas[0], nesterov=True)
 
 
 OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True), "sgd": sgd,
@@ -922,11 +932,11 @@ OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True), "sgd": 
 
 
 def build_optimizer(args, model, saved):
-    """A new optimizer, or with a checkpoint `saved` the one that continues it."""
+    """A new optimizer. If a checkpoint `saved` is given, the optimizer continues from its state."""
     groups = common.param_groups(model, args.weight_decay)
     optimizer = OPTIMIZERS[args.optimizer](groups, betas=(0.9, args.beta2), eps=args.adam_eps)
     if saved:
-        settings = optimizer.param_groups  # from this command line, which may change them
+        settings = optimizer.param_groups  # of this command line; they replace the saved ones
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups = settings
     return optimizer
@@ -944,9 +954,10 @@ def set_schedules(optimizer, args, step, steps, lr):
 
 
 def wrap(args, model, world_size):
-    """The model compiled and parallel, as the settings ask."""
+    """The model, compiled if --compile is given, and in DDP if there are several ranks."""
     if args.compile:
-        # DDP's buckets would split the graphs, which breaks blocks that are recomputed.
+        # DDP would split compiled graphs at its buckets, and blocks that --grad-checkpoint
+        # recomputes fail in split graphs.
         torch._dynamo.config.optimize_ddp = False
         torch._dynamo.config.cache_size_limit = 128  # a graph for each block's stochastic depth
         for module in model.modules():
@@ -954,7 +965,8 @@ def wrap(args, model, world_size):
                 module.compile()
     if world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        model.broadcast_buffers = False  # statistics are of the global batch, alike on all ranks
+        # All ranks compute equal buffers, because statistics are those of the global batch.
+        model.broadcast_buffers = False
     return model
 
 
@@ -979,8 +991,8 @@ def to_device(batch, device):
 
 # What moves while training -----------------------------------------
 #
-# A resumed run continues bit for bit on a CPU: all that changes is one object, which a checkpoint
-# keeps.
+# All that changes, apart from weights, optimizer and loss scale, is in one object, Progress. A
+# checkpoint keeps all of it, so that a resumed run continues bit for bit on a CPU.
 
 
 @dataclasses.dataclass
@@ -992,12 +1004,12 @@ class Progress:
     step: int = 0
     stage: int = 1  # the stage of the last step
     order: int = 0  # added to --seed for the order of the data; see restore
-    positions: dict = dataclasses.field(default_factory=dict)  # {worker: how far it is}, see Stream
+    positions: dict = dataclasses.field(default_factory=dict)  # {worker: how far it has read}
     skipped: dict = dataclasses.field(default_factory=dict)  # {worker: {reason: [count, example]}}
-    boxes: torch.Tensor | None = None  # (n, 4), where crops lie (BAM, App. G)
+    boxes: torch.Tensor | None = None  # (n, 4), where centres of crops lie (BAM, App. G)
 
     def due(self, every):
-        """Whether something that happens every so many steps happens at this one; 0: never."""
+        """Whether an action that is due once in `every` steps is due after this step; 0: never."""
         return every > 0 and self.step % every == 0
 
     def advance(self, batch):
@@ -1023,8 +1035,8 @@ class Progress:
     def restore(self, state, workers):
         """Continue from a checkpoint's state, with this rank's random numbers.
 
-        With other data, ranks or workers the saved positions mean nothing: then the data begin
-        again, in an order that no earlier part of the run has seen.
+        If the data, the number of ranks or the number of workers changed, the saved positions mean
+        nothing. The data then begin again, in an order that the run has not used before.
         """
         rank, world_size = this_rank()
         if state["words"] != self.words:
@@ -1055,7 +1067,8 @@ def save(names, args, model, optimizer, scaler, progress):
 
 def load_state(args, model, scaler, progress, device):
     """Restore weights, loss scale and `progress` from last.pt, and return the whole checkpoint.
-    Raises UserError if the current flags put its last step into another stage."""
+    Raises UserError if the run has made more than --steps steps, or if the current flags put the
+    run's last step into another stage."""
     path = Path(args.out, "last.pt")
     state = common.load_checkpoint(path, device)
     remedy = "leave out the flags that change the model; vocab.txt must be that of the run"
@@ -1083,8 +1096,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Stop:
     """Notes SIGTERM and SIGINT, so that the run can save and end after its step.
 
-    A second Ctrl-C ends the run at once. Not with several ranks: there Slurm and torchrun may both
-    send the first.
+    A second Ctrl-C ends the run at once. With several ranks it does not, because Slurm and torchrun
+    may both send a signal for one Ctrl-C.
     """
 
     def __init__(self):
@@ -1118,7 +1131,7 @@ class Clock:
         self.start, self.waits = self.now(), []
 
     def bench(self, steps, batch_size):
-        """The rates of so many steps behind the first BENCH_WARMUP; None before they are over."""
+        """The rates of `steps` steps after the first BENCH_WARMUP steps; None until the last."""
         if not self.is_warm and len(self.waits) == BENCH_WARMUP:
             self.reset()
             self.is_warm = True
@@ -1126,7 +1139,8 @@ class Clock:
         return self.rates(batch_size) if is_over else None
 
     def now(self):
-        """This moment: on a GPU an event in its queue, because the host runs ahead of the GPU."""
+        """The present time. On a GPU this is an event in the GPU's queue, because the host runs
+        ahead of the GPU."""
         if not torch.cuda.is_available():
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -1168,7 +1182,8 @@ def check_finite(args, step, loss, grad_norm):
 
 @torch.no_grad()
 def measure(args, model, batch, autocast, outputs, grad_norm):
-    """The scalars of a logged step, with those that the method computes for the log alone."""
+    """The scalars to log for a step: the outputs of the step, the scalars that the method computes
+    only for the log (diagnose), the norm of the gradient and the loss at chance."""
     model.eval()
     with autocast():
         scalars = outputs | model.diagnose(batch) | {"grad_norm": grad_norm}
@@ -1178,8 +1193,9 @@ def measure(args, model, batch, autocast, outputs, grad_norm):
 
 
 def evaluate_unnoticed(embedder, eval_data, options):
-    """The metrics of --eval-every; without captions those of k-NN alone, as a linear probe takes
-    long. The random numbers of the training stay as they are without an evaluation."""
+    """The metrics of --eval-every. A model with neither captions nor classes is evaluated by k-NN
+    alone, because a linear probe takes long. The evaluation does not change the random numbers of
+    the training."""
     if by_knn(embedder.model):
         options = argparse.Namespace(**vars(options) | {"tasks": ["knn"]})
     devices = [embedder.device] if embedder.device.type == "cuda" else []
@@ -1210,7 +1226,7 @@ def finish(args, embedder, eval_data, options, progress):
 def dry_run(args, method, model):
     """Print on rank 0 what the settings cost, as JSON. A multiply-add is 2 FLOPs."""
     params = sum(p.numel() for p in model.parameters())
-    model.eval()  # on several GPUs BatchNorm would gather statistics of CPU tensors
+    model.eval()  # else, on several GPUs, BatchNorm would gather CPU tensors
     batch, patches = made_up_batch(args, method, model, 2), model.image_encoder.grid**2
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(batch)
@@ -1222,8 +1238,8 @@ def dry_run(args, method, model):
 
 
 def made_up_batch(args, method, model, n):
-    """A batch of n random images, with captions of full length or labels, or n random images for
-    each view."""
+    """A random batch for n images: n images for each view, n images with labels, or n images with
+    captions of full length."""
     views = method.views(args)
     if views:
         return {"views": [torch.randn(n, 3, view["size"], view["size"]) for view in views]}
@@ -1237,19 +1253,19 @@ def made_up_batch(args, method, model, n):
 
 # Main -----------------------------------------
 #
-# An error of the user is one sentence, on one rank. A signal stops the training at the next step
-# (see Stop) and ends the program as that signal would.
+# An error of the user is printed as one sentence, by one rank of each machine. A signal stops the
+# training at the next step (see Stop) and ends the program as that signal would.
 
 
 def main(argv=None):
-    """-> the signal that stopped the run, if any."""
+    """Train as the command line says -> the signal that stopped the run, if any."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
     common.turn_off_tf32()
     device = common.init_distributed()
     try:
         with claim_run(args) as out:
             stopped_by = train(args, out, device)
-    except RuntimeError as error:  # torch raises it when a worker dies, at any line
+    except RuntimeError as error:  # torch raises it, at any line, when a worker dies
         message = str(error)
         if message.startswith("DataLoader worker (pid"):
             what = "A data loading worker was killed, perhaps because memory ran out"
@@ -1261,7 +1277,7 @@ def main(argv=None):
         raise UserError(f"{what}: lower --workers or --batch, or raise the container's --shm-size. "
                         f"`--resume auto --out {shlex.quote(args.out)}` continues from the last "
                         f"save, if there is one.") from None
-    if dist.is_initialized():  # not after an error, when NCCL would wait for the other ranks
+    if dist.is_initialized():  # skipped after an error: NCCL would wait for the other ranks
         dist.destroy_process_group()
     return stopped_by
 
@@ -1280,10 +1296,10 @@ if __name__ == "__main__":
             sys.exit(f"error: {error}")
         raise
     finally:  # Python would end the workers by SIGTERM, which they ignore, and wait for ever
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch raises an error for each
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch raises an error for each worker
         for worker in multiprocessing.active_children():
             worker.kill()
-    if stopped_by:  # end by the signal itself, so that a shell's loop, && and Slurm see it
+    if stopped_by:  # end by the signal itself, so that a shell's loop, && and Slurm see the signal
         sys.stdout.flush()
         signal.signal(stopped_by, signal.SIG_DFL)
         os.kill(os.getpid(), stopped_by)
