@@ -83,8 +83,7 @@ class Config:
     # vocabulary is trained on the captions of --data
     vocab: str | None = None
     vocab_size: int = 8192  # largest size of a vocabulary that is trained on the captions
-    # side of an image in pixels; without it the encoder's image size, or the size of the embedded
-    # world
+    # side of an image in pixels; without it the encoder's image size, or the size of `shapes`
     image_size: int | None = None
     crop_scale: float = 0.9  # smallest area of a training crop, as a fraction of the image's area
     # number of processes per rank that load data; with 0 the training process loads the data
