@@ -593,7 +593,7 @@ class ModelDefaults:
 
     late_interaction = False  # whether `similarity` compares encode_patches and encode_tokens
     slots = 0                 # number of slots of image_slots, text_slots and attend
-    mask_parts = 0            # number of equal parts of an encoding for which masks are trained
+    mask_parts = 0            # number of equal parts of an encoding, for the task `masks`
     encode_text = None        # (tokens, mask) -> (B, E), normalised
     encode_patches = None     # (images) -> (B, P, E), normalised
     encode_tokens = None      # (tokens, mask) -> (B, L, E), zeros at padding
@@ -2345,7 +2345,8 @@ class WorldStream(Stream):
 
 
 class EachImage(IterableDataset):
-    """Batches of the images of a CaptionTable, for a model that finds the boxes for Views.
+    """Batches of the images of a CaptionTable. For each image a model finds the box in which Views
+    places the centres of crops (BAM, App. G).
 
     Each image comes once. part, parts: this rank reads every parts-th image, from number `part` on.
     A batch is (the numbers of the images, normalised images (B, 3, S, S)). Images are squeezed to a
@@ -2975,8 +2976,8 @@ class World:
         return {name: torch.cat([part[name] for part in parts])[:n] for name in parts[0]}
 
     def draw(self, m, generator, objects, together):
-        """Draw m scenes of all splits. `together` replaces the setting of the same name. `scenes`
-        explains `objects`."""
+        """Draw m scenes of all splits. The argument `together` is used in place of self.together.
+        See the method `scenes` for `objects`."""
         K = self.objects
 
         def rand(*shape):

@@ -621,8 +621,8 @@ def read_templates(given):
     return given
 
 
-# The evaluation that ends a training uses a sample of the data, to be quick. The data that --data
-# names are evaluated in full.
+# The evaluation that ends a training uses a sample of the data, to be quick. `eval.py --data SPEC`
+# uses all images of SPEC.
 TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # images to evaluate, images to learn from
 # Options that change no metric, and so are not recorded in evals.jsonl
 NOT_OF_METRICS = {"runs", "queries", "export", "workers", "batch", "device", "is_own"}
@@ -1118,9 +1118,9 @@ class WorldSet(EvalSet):
             return self.world.sample(WORLD_N, "val", 8, 1)
         n, seed, objects = evaluated[purpose]
         if self.limit:  # --limit does not apply to scenes to learn from or to choose slots by
-            # A limit up to TEST_LIMIT is the largest number of scenes for each purpose. A larger
-            # limit multiplies the number of scenes of each purpose by limit / TEST_LIMIT. A picture
-            # never gets more scenes.
+            # With a limit of at most TEST_LIMIT, no purpose gets more scenes than the limit. A
+            # larger limit multiplies the number of scenes of each purpose by limit / TEST_LIMIT,
+            # except for pictures.
             more = 0 if purpose == "picture" else n * self.limit // TEST_LIMIT
             n = max(min(n, self.limit), more)
         return self.world.sample(n, self.split, seed, objects)
@@ -1652,9 +1652,9 @@ def check_classes(options, data, model):
 
 
 def classification(embedder, data, options):
-    """Top-1 accuracy of a classifier; on the world, whose scenes have one object here, the class is
-    the shape. `mean_per_class` is the accuracy within each class, averaged over classes. Raises
-    UserError for a label that the classifier does not have."""
+    """Top-1 accuracy of a classifier. On the world, the scenes of this task have one object, whose
+    shape is the class. `mean_per_class` is the accuracy within each class, averaged over classes.
+    Raises UserError for a label that the classifier does not have."""
     scores, labels = labelled(embedder, data.labelled("test"), embedder.model.class_scores)
     if data.is_world:
         labels = data.groups["/shape"][0][labels]

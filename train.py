@@ -695,8 +695,8 @@ def print_once(line):
 
 
 def open_training_data(args, method):
-    """Open --data. Set args.image_size to the size of the world's images or, if --image-size is not
-    given, to the encoder's image size. With --epochs, also set args.steps."""
+    """Open --data. Also set args.image_size: for shapes, to the size of the drawn images; for other
+    data without --image-size, to the encoder's image size. With --epochs, set args.steps, too."""
     _, world_size = this_rank()
     if args.batch % world_size:
         raise UserError(f"--batch {args.batch} is global and must be a multiple of the "
