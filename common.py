@@ -1826,7 +1826,7 @@ def read_table(path, image, caption):
                 if not columns:
                     known = "its first line is empty or broken"
                 elif any(is_image(name) for name in columns):
-                    known = (f"its first line looks like a row: {first.strip()!r:.80}. Put a "
+                    known = (f"its first line looks like a row: {first.strip()[:60]!r}. Put a "
                              f"header above it, such as image{delimiter}caption")
                 raise UserError(f"{path} has no column {column!r}; {known}. Name other columns by "
                                 f"{path}:image=COLUMN,caption=COLUMN. Columns must be separated by "

@@ -2425,20 +2425,23 @@ def search(embedder, data, options, run, queries):
     a query is a caption, found.png shows where the caption lies in the first five images that the
     text encoder finds.
     """
-    if not embedder.model.encode_words or not (data.captioned or data.labelled):
-        raise UserError("--query needs a run of STAIR, whose encodings are words to look up, and "
-                        "shapes, captioned images or class folders.")
+    if not embedder.model.encode_words:
+        raise UserError(f"--query needs a run of STAIR, whose encodings are words: {run} is no run "
+                        f"of STAIR.")
+    if not (data.captioned or data.labelled):
+        raise UserError(f"--query needs images to search: give a folder of images, a table or "
+                        f"shapes in place of {options.data}.")
     index, images = stair.InvertedIndex(embedder.tokenizer.vocab), {}
     with common.explained(ValueError, "--query"):  # a wrong query fails before images are encoded
         for query in queries:
             ids = embedder.tokenizer.encode(query)[1:-1]
             if stair.is_boolean(query):
                 stair.boolean_query(query, index)
+            elif set(ids) <= {embedder.tokenizer.unk}:
+                raise ValueError(f"the vocabulary has no word of {query!r}")
             elif re.search(r"\b(or|not)\b|[()]", query):
                 print(f"{query!r} is searched as a caption. To search by words, write AND, OR and "
                       f"NOT in capitals.")
-            elif set(ids) <= {embedder.tokenizer.unk}:
-                raise ValueError(f"the vocabulary has no word of {query!r}")
     pairs = ((image, (image if isinstance(image, str) else str(i), image))
              for i, image in enumerate(data.images("search")))
     parts = chunks(read_images(pairs, embedder.read, embedder.workers), embedder.chunk)
@@ -2576,13 +2579,16 @@ def compare_runs(evaluated, tasks):
     for run, found in evaluated.items():
         settings = {key: value for key, value in vars(found.args).items() if key not in ASIDE}
         columns[json.dumps(settings, sort_keys=True)].append(run)
-    specs = {(found.data.options.data, found.data.image_size) for found in evaluated.values()}
+    specs = {found.data.options.data for found in evaluated.values()}
+    sizes = {found.data.image_size for found in evaluated.values()}
     if len(specs) > 1:
-        print("These metrics are of different data, or of images of different sizes.")
+        print(f"The runs were evaluated on different data: {', '.join(sorted(specs))}.")
+    elif len(sizes) > 1:
+        print(f"The runs were evaluated on images of different sizes: {sorted(sizes)} pixels.")
     if any(found.metrics for found in evaluated.values()):  # a picture alone measures nothing
         print_table({f"{runs[0]} ({len(runs)})": [evaluated[run].metrics for run in runs]
                      for runs in columns.values()})
-    if len(specs) > 1 or len(columns) == 1:
+    if len(specs) > 1 or len(sizes) > 1 or len(columns) == 1:
         return []
     shown = [runs[0] for runs in columns.values()]
     names = [Path(run).resolve().name for run in shown]  # paths would be wider than the pictures
@@ -2767,7 +2773,8 @@ def evaluate_run(run, flags):
     embedder, args = load_run(run, flags["device"], flags["checkpoint"])
     options = options_of(flags, args)
     embedder.chunk, embedder.workers = flags["batch"], options.workers
-    data = open_eval_set(options, embedder.image_size, captions=embedder.tokenizer is not None)
+    captions = embedder.tokenizer is not None and not flags["queries"]  # a search needs none
+    data = open_eval_set(options, embedder.image_size, captions)
     print(f"{run} on {describe(options)}:")
     if flags["queries"]:
         search(embedder, data, options, run, flags["queries"])

@@ -591,7 +591,8 @@ def boolean_query(text, index):
             return ~one(not negated)
         if part == "(":
             found = any_of(negated)
-            need(parts.pop(0) == ")")
+            if parts.pop(0) != ")":
+                raise ValueError(f"{text!r} has an open parenthesis: close it by ).")
             return found
         need(part not in ("AND", "OR", ")", ""))
         if not negated:

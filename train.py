@@ -606,7 +606,10 @@ def changed_settings(args):
     differ from the run's own, with the value that they had in the run."""
     method = METHODS[args.method]
     usual = vars(Config()) | vars(method.Config()) | method.PRESETS[args.preset]
-    shown = usual.keys() - {"preset", "out", "resume", "image_size", "classes"}
+    usual["image_size"] = common.image_encoder_settings(args.image_encoder)[1]["image_size"]
+    shown = usual.keys() - {"preset", "out", "resume", "classes"}
+    if args.data.startswith("shapes"):
+        shown -= {"image_size"}  # the data have their own size
     if args.resume:
         usual |= common.read_config(args.out)
     words = []
@@ -1212,14 +1215,17 @@ def finish(args, embedder, eval_data, options, progress):
         print(f"skipped {skipped}")
     if not opens_early(args, embedder.model):
         eval_data = open_evaluation(args, embedder.model, options)
+    metrics = ""
     if eval_data is None:
-        return evaluation.save_pictures(evaluation.draw_log(args.out))
-    print(f"Evaluation on {evaluation.describe(options)}, in fp32:")
-    embedder.model.eval()
-    embedder.step = progress.step
-    evaluation.evaluate_and_show(embedder, eval_data, options, args.out)
-    print(f"{args.out} holds last.pt (weights), eval.json (these metrics), log.jsonl and the "
-          f"pictures. Next: python eval.py {shlex.quote(args.out)} --data SPEC")
+        evaluation.save_pictures(evaluation.draw_log(args.out))
+    else:
+        print(f"Evaluation on {evaluation.describe(options)}, in fp32:")
+        embedder.model.eval()
+        embedder.step = progress.step
+        evaluation.evaluate_and_show(embedder, eval_data, options, args.out)
+        metrics = "eval.json (these metrics), "
+    print(f"{args.out} holds last.pt (weights), {metrics}log.jsonl and the pictures. Next: python "
+          f"eval.py {shlex.quote(args.out)} --data SPEC")
 
 
 def dry_run(args, method, model):

@@ -449,10 +449,17 @@ def test_search_applies_where_allow_and_block():
     assert dict(index.search({"red": 0.0}, 40, where=where)) == dict.fromkeys(documents, 0.0)
 
 
+def test_a_search_in_a_folder_of_images_needs_no_captions(run_of, tmp_path, capsys):
+    write_files(tmp_path, {f"photos/{i}.png": picture(format="PNG") for i in range(3)})
+    evaluation.main([str(run_of("stair")), "--data", str(tmp_path / "photos"), "--query", "red"])
+    out = capsys.readouterr().out
+    assert "red (text encoder): " in out and "search.png" in out
+
+
 @pytest.mark.parametrize("query, message", [
     *((query, "not a boolean query") for query in
-      ["", "red AND", "(red", "red)", "NOT", "OR red", "()", "red OR OR blue"]),
-    ("NOT (red OR blue)", "no word to rank by"), ("red NOT green", "no word 'green'")])
+      ["", "red AND", "red)", "NOT", "OR red", "()", "red OR OR blue"]),
+    ("(red", "open parenthesis"), ("NOT (red OR blue)", "no word to rank by"), ("red NOT green", "no word 'green'")])
 def test_invalid_boolean_queries_raise_errors_that_name_them(query, message):
     with pytest.raises(ValueError, match=message):
         stair.boolean_query(query, stair.InvertedIndex(WORDS))
