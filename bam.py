@@ -44,7 +44,7 @@ otherwise) or on CIFAR-10 (25 epochs), with n seeds (3 to 5, 3 to 7; for 5 epoch
     CIFAR-10, 5 epochs: k-NN     .494 +- .012  SimCLR of two views .496 +- .014: not shown         5
     tau_B = tau / 2: probe       .470          tau_B = tau .285, and without balancing .317        3
     positives left out: probe    .470          positives kept .315                                 3
-    `python tests/claims.py bam` and `readme` print the records. The end of this file has more findings.
+    `python tests/claims.py bam` and `readme` print them. The end of this file has more findings.
 """
 
 import contextlib
