@@ -1766,11 +1766,13 @@ def read_sample(row, content):
         return Skipped("no label", where) if label is None else (found[image], label, where)
     if ".txt" not in found:
         return Skipped(NO_CAPTION, where)
-    if b"\0" in found[".txt"]:  # UTF-16, whose bytes would be read as other letters
-        return Skipped("caption that is not UTF-8", where)
     lines = found[".txt"].decode("utf-8-sig", "replace").split("\n")
     captions = [line.strip() for line in lines if is_printed(line.strip())]
-    return (found[image], captions, where) if captions else Skipped("empty caption", where)
+    if not captions:
+        return Skipped("empty caption", where)
+    if b"\0" in found[".txt"]:  # UTF-16, whose bytes would be read as other letters
+        return Skipped("caption that is not UTF-8", where)
+    return found[image], captions, where
 
 
 def read_parts(file, places):
