@@ -77,7 +77,7 @@ class Config:
     readout: Literal["cls", "gap"] = "cls"
     projector_width: int = 4096  # width of the projector's two hidden layers (App. C)
     projector_dim: int = 4096  # width of the projector's output, the latents (App. C)
-    batch_norm: bool | None = None  # BatchNorm in the projector; None: only without a teacher (C)
+    batch_norm: bool | None = None  # BatchNorm in projector; None: only without a teacher (App. C)
     # activation in the projector; the paper has relu for ResNet-50 (App. C)
     activation: Literal["gelu", "relu"] = "gelu"
     local_crops: int = 6  # number of small views, added to two large views (Sec. 3.5)

@@ -1816,14 +1816,14 @@ def read_table(path, image, caption):
     """
     with open(path, newline="", encoding="utf-8-sig") as file:
         first = file.readline()
+        if not first:
+            raise UserError(f"{path} is empty: give a table with a header and rows.")
         delimiter = "\t" if "\t" in first else ","
         columns, _ = read_cells([first], delimiter)
         image = image or ("filepath" if "filepath" in columns else "image")
         caption = caption or ("title" if "title" in columns else "caption")
         for column in (image, caption):
             if column not in columns:
-                if not first:
-                    raise UserError(f"{path} is empty: give a table with a header and rows.")
                 known = f"its columns: {', '.join(columns)}"
                 if not columns:
                     known = "its first line is empty or broken"

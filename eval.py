@@ -1974,10 +1974,10 @@ def draw_words(runs, data):
             row.append(join([draw_text(name, cloud.width), cloud], down=True))
     cells = [(join(row), caption) for row, caption in zip(pictures, captions)]
     title = "The 20 words that score highest for an image, and their scores."
-    note = ""
-    if any(embedder.model.encode_words for embedder in runs.values()):
+    note, has_words = "", {bool(embedder.model.encode_words) for embedder in runs.values()}
+    if True in has_words:
         note += "STAIR's score is the weight of the word in the image's encoding. "
-    if not all(embedder.model.encode_words for embedder in runs.values()):
+    if False in has_words:
         note += "The score of a method without words is the similarity of the image and the word. "
     note += "The model does not see the caption."
     if data.is_world and data.world.words:
@@ -2159,12 +2159,11 @@ def chart(log, curves, width=300, height=140):
     starts, ends = [(bottom, "0", "black")], []
     stage = {record["step"]: record.get("stage") for record in log}
     for points, _, colour in reversed(curves):  # the first curve lies on top
-        line = [at(*point) for point in points]
         # a stage has its own loss, so no line joins the curves of two stages
         for _, part in itertools.groupby(points, lambda point: stage[point[0]]):
             draw.line([at(*point) for point in part], colour, 2)
-        starts.append((line[0][1], in_short(points[0][1]), colour))
-        ends.append((line[-1][1], in_short(points[-1][1]), colour))
+        starts.append((at(*points[0])[1], in_short(points[0][1]), colour))
+        ends.append((at(*points[-1])[1], in_short(points[-1][1]), colour))
     if all(y > top for y, *_ in starts):  # no curve begins at the highest value
         starts.append((top, in_short(highest), "black"))
     for y, text, colour in move_apart(starts):
@@ -2555,13 +2554,13 @@ def print_table(columns):
     more = " difference |" if len(columns) == 2 else ""
     print("| |" + "".join(f" {heading} |" for heading in columns) + more)
     print("|---" * (len(columns) + 1 + bool(more)) + "|")
-    rows = itertools.chain(*columns.values())
-    for metric in dict.fromkeys(itertools.chain(*map(metrics_of_table, rows))):
+    every_row = itertools.chain(*columns.values())
+    for metric in dict.fromkeys(itertools.chain(*map(metrics_of_table, every_row))):
         cells, means = [], []
-        for metrics in columns.values():
-            values = [row[metric] for row in metrics if metric in row]
+        for rows in columns.values():
+            values = [row[metric] for row in rows if metric in row]
             deviation = f" ± {in_digits(np.std(values, ddof=1), 3)}" if len(values) > 1 else ""
-            fewer = f" ({len(values)})" if len(values) < len(metrics) else ""
+            fewer = f" ({len(values)})" if len(values) < len(rows) else ""
             cells.append(in_digits(mean(values), 3) + deviation + fewer if values else "")
             means.append(mean(values) if values else 0)
         if more:
@@ -2745,10 +2744,10 @@ def check_flags(flags, parser):
             raise UserError(f"--export writes the weights of one run: give one run, not "
                             f"{len(flags.runs)}.")
         if others := given - {"runs", "checkpoint", "export"}:
-            names = {"tasks": "task", "queries": "query"}
-            given = ", ".join(sorted(f"--{names.get(x, x)}".replace("_", "-") for x in others))
+            names = [flag for flag, action in parser._option_string_actions.items()
+                     if action.dest in others]
             raise UserError(f"--export evaluates nothing, so these flags have no effect: leave out "
-                            f"{given}.")
+                            f"{', '.join(names)}.")
 
 
 def describe(options):

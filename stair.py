@@ -8,7 +8,7 @@ may be active in its vector, and the image encoder learns these words. Stage 2 f
 encoder, and the text encoder learns to activate other words that fit. Stage 3 trains both encoders.
 
     symbol      name here            shape            where
-    f, g        image_encoder, image_head             Eq. 1; of texts: text_encoder, text_head
+    f, g        image_encoder, image_head             Eq. 1; for texts: text_encoder, text_head
     h_j         h                    (B, N, d)        Eq. 4; an encoder's output at position j
     transform   transform            d -> E           Eq. 4; `encode` gets t = transform(h)
     e, b        e, b                 (|V|, E), (|V|,) Eq. 4; e: the text encoder's embedding

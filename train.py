@@ -165,7 +165,7 @@ def train(args, out, device):
     tokenizer = build_tokenizer(args, data) if method.uses_text(args) else None
     model = new_model(args, method, tokenizer)
     options, eval_data = evaluation.options_of({}, args), None
-    if rank == 0 and opens_early(args, model):
+    if rank == 0 and not args.bench and opens_early(args, model):
         eval_data = open_evaluation(args, model, options)
     transform = build_transform(args, method, model.image_encoder)
     if args.dry_run:
@@ -572,7 +572,7 @@ def announce(args, data, model, tokenizer, device, progress):
     """Print what begins. Raises UserError if the vocabulary does not fit the captions."""
     params = sum(p.numel() for p in model.parameters()) / 1e6
     ranks, threads = this_rank()[1], torch.get_num_threads()
-    facts = [f"--method {args.method}", f"--preset {args.preset}", *changed_settings(args)]
+    facts = [f"--method {args.method}", f"--preset {args.preset}", *changed_settings(args, data)]
     print(f"{args.out}: {' '.join(facts)}")
     print(f"{params:.1f} M parameters on {device}, {ranks} process{'es' * (ranks > 1)}, "
           f"{threads} thread{'s' * (threads > 1)} each")
@@ -601,15 +601,14 @@ def announce(args, data, model, tokenizer, device, progress):
                   f"learning rate does not reach its peak")
 
 
-def changed_settings(args):
+def changed_settings(args, data):
     """The settings that differ from the preset's, as flags. For a resumed run: the settings that
     differ from the run's own, with the value that they had in the run."""
     method = METHODS[args.method]
     usual = vars(Config()) | vars(method.Config()) | method.PRESETS[args.preset]
-    usual["image_size"] = common.image_encoder_settings(args.image_encoder)[1]["image_size"]
+    encoder = common.image_encoder_settings(args.image_encoder)[1]
+    usual["image_size"] = data.size if isinstance(data, common.World) else encoder["image_size"]
     shown = usual.keys() - {"preset", "out", "resume", "classes"}
-    if args.data.startswith("shapes"):
-        shown -= {"image_size"}  # the data have their own size
     if args.resume:
         usual |= common.read_config(args.out)
     words = []
@@ -756,7 +755,7 @@ def opens_early(args, model):
     """Whether the data to evaluate on are opened before the training, so that an error in them
     costs no time. Otherwise --data are opened for the evaluation only after the training, because
     a table would be in memory twice."""
-    return not args.bench and bool(args.eval_data or args.eval_every or by_knn(model))
+    return bool(args.eval_data or args.eval_every or by_knn(model))
 
 
 def open_evaluation(args, model, options):
@@ -1215,7 +1214,6 @@ def finish(args, embedder, eval_data, options, progress):
         print(f"skipped {skipped}")
     if not opens_early(args, embedder.model):
         eval_data = open_evaluation(args, embedder.model, options)
-    metrics = ""
     if eval_data is None:
         evaluation.save_pictures(evaluation.draw_log(args.out))
     else:
@@ -1223,8 +1221,8 @@ def finish(args, embedder, eval_data, options, progress):
         embedder.model.eval()
         embedder.step = progress.step
         evaluation.evaluate_and_show(embedder, eval_data, options, args.out)
-        metrics = "eval.json (these metrics), "
-    print(f"{args.out} holds last.pt (weights), {metrics}log.jsonl and the pictures. Next: python "
+    written = "" if eval_data is None else "eval.json (these metrics), "
+    print(f"{args.out} holds last.pt (weights), {written}log.jsonl and the pictures. Next: python "
           f"eval.py {shlex.quote(args.out)} --data SPEC")
 
 

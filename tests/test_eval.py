@@ -791,7 +791,7 @@ def test_a_chart_marks_where_a_stage_begins():
     assert red not in shown[0] and red in shown[1]
 
 
-def test_a_task_without_figures_still_draws_its_picture(run_of, tmp_path, capsys):
+def test_a_task_without_metrics_still_draws_its_picture(run_of, tmp_path, capsys):
     write_files(tmp_path, {"a.png": picture(format="PNG"), "a.csv": "image,caption\na.png,a cat\n"})
     data, run = tmp_path / "a.csv", run_of("sparc")
     before = (run / "evals.jsonl").read_text(), len([*run.glob("*-a-csv-alignment.png")])

@@ -191,10 +191,10 @@ def test_a_misspelt_flag_gets_the_flag_it_may_stand_for(capsys, flag, meant):
 
 
 def test_shards_that_the_shell_has_expanded_get_a_hint(capsys):
-    for program in (train, evaluation):
-        with pytest.raises(SystemExit):
-            program.main(["--method=sparc", "--data=0.tar", "1.tar", "2.tar"])
-    assert capsys.readouterr().err.count("unrecognized arguments: 1.tar 2.tar; quote a pattern") == 1
+    with pytest.raises(SystemExit):
+        train.main(["--method=sparc", "--data=0.tar", "1.tar", "2.tar"])
+    message = "unrecognized arguments: 1.tar 2.tar; quote a pattern"
+    assert capsys.readouterr().err.count(message) == 1
 
 
 def test_limit_means_the_same_for_every_kind_of_data(tmp_path):

@@ -459,7 +459,8 @@ def test_a_search_in_a_folder_of_images_needs_no_captions(run_of, tmp_path, caps
 @pytest.mark.parametrize("query, message", [
     *((query, "not a boolean query") for query in
       ["", "red AND", "red)", "NOT", "OR red", "()", "red OR OR blue"]),
-    ("(red", "open parenthesis"), ("NOT (red OR blue)", "no word to rank by"), ("red NOT green", "no word 'green'")])
+    ("(red", "open parenthesis"), ("NOT (red OR blue)", "no word to rank by"),
+    ("red NOT green", "no word 'green'")])
 def test_invalid_boolean_queries_raise_errors_that_name_them(query, message):
     with pytest.raises(ValueError, match=message):
         stair.boolean_query(query, stair.InvertedIndex(WORDS))

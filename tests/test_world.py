@@ -1,4 +1,4 @@
-"""The world of shapes `shapes`: its captions, labels, segmentations and negatives fit its scenes.
+"""The data set `shapes`: its captions, labels, segmentations and negatives fit its scenes.
 
 A parser, written for these tests, reads a caption and compares it with the objects of a scene.
 Further tests check that no two splits share a scene, and that a SPEC sets the world's fields.
