@@ -273,7 +273,7 @@ class Blocks(nn.ModuleList):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """BatchNorm2d with the statistics of the GLOBAL batch, computed in fp32.
+    """BatchNorm2d with the statistics of the GLOBAL batch, computed at least in fp32.
 
     N ranks then give the gradients of one process. nn.SyncBatchNorm does the same on GPUs only.
     """
@@ -283,7 +283,8 @@ class BatchNorm(nn.BatchNorm2d):
             return super().forward(x)
 
         def statistics(x):
-            return torch.var_mean(x.float(), (0, 2, 3), correction=0)  # (C,), (C,)
+            precise = x.to(torch.promote_types(x.dtype, torch.float32))  # float64 stays
+            return torch.var_mean(precise, (0, 2, 3), correction=0)      # (C,), (C,)
 
         # The backward pass computes the statistics again. Otherwise autograd would keep a second
         # copy of x, in fp32.

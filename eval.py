@@ -131,11 +131,11 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=2
 # {value of --probe: (the setting that the probe chooses by itself, the default number of epochs)}
 PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100), "lbfgs": ("l2", None)}
 # The learning rates from which the sgd probe chooses.
-# differs: BAM (Table 9b) has a rate of .002 for ViT and of .3 for ResNet-50. BAM's code multiplies
-# these rates by batch / 256. BAM's code takes the epoch that is best on the test images; we take
-# the last epoch. BAM's probe learns from all training images; our probe learns from nine tenths,
-# because the other tenth chooses the rate. BAM's code resizes crops with bilinear interpolation;
-# our code resizes them with bicubic interpolation.
+# differs: BAM (Table 9b) has a rate of .002 for ViT and of .3 for ResNet-50. BAM's code
+# (FILE:LINE, see bam.py) multiplies these rates by batch / 256 (eval_linear.py:176). It takes the
+# epoch that is best on the test images (eval_linear.py:223); we take the last epoch. BAM's probe
+# learns from all training images; our probe learns from nine tenths, because the other tenth
+# chooses the rate. BAM's code resizes crops bilinearly (eval_linear.py:61), our code bicubically.
 RATES = (0.002, 0.01, 0.05, 0.3, 1.0)
 
 
@@ -766,7 +766,7 @@ class EvalSet:
     winoground: Callable = None    # () -> pairs (image, (number of the example, caption)),
                                    # two pairs for each example
     maps: Callable = None          # (purpose) -> pairs (image, {key: class ids (H, W) from 1})
-    grounded: Callable = None      # () -> pairs (image, (caption, {(kind, word): mask (S, S)}))
+    word_masks: Callable = None    # () -> pairs (image, (caption, {(kind, word): mask (S, S)}))
 
     def __init__(self, **members):
         vars(self).update(members)
@@ -1159,7 +1159,7 @@ class WorldSet(EvalSet):
         for i, image in enumerate(sample["images"]):
             yield image, {grouping: ids[i] for grouping, ids in truths.items()}
 
-    def grounded(self):
+    def word_masks(self):
         """A mask for each colour and each shape of a scene: the pixels of all objects that have
         this colour or shape. The mask of a shape is stored under the singular and under the plural
         of its name, as a caption may use either word."""
@@ -1424,7 +1424,7 @@ def shares_on_objects(task, embedder, data, words_of):
     are nan if no caption has a word of the kind.
     """
     found = {"colour": [], "shape": []}
-    for image, (caption, masks) in data.grounded():
+    for image, (caption, masks) in data.word_masks():
         for word, weights in words_of(embedder, image, caption):
             for kind, pairs in found.items():
                 mask = masks.get((kind, word))
@@ -1704,14 +1704,14 @@ TASKS = {
     "linear": Task(linear, ("groups",)),
     "slots": Task(slots, ("groups", "captioned", "negatives"), "slots"),
     "masks": Task(masks, ("groups", "captioned"), "mask_parts"),
-    "alignment": Task(alignment, ("grounded",), "align_words"),
-    "slot_alignment": Task(slot_alignment, ("grounded",), "slots"),
+    "alignment": Task(alignment, ("word_masks",), "align_words"),
+    "slot_alignment": Task(slot_alignment, ("word_masks",), "slots"),
     "classification": Task(classification, ("labelled",), "class_scores"),
 }
 
 IN_WORDS = {  # a phrase for each member that rows of TASKS name
     "groups": "class folders", "captioned": "captions", "negatives": "SugarCrepe's files",
-    "winoground": "Winoground's files", "maps": "Pascal VOC's layout", "grounded": "shapes",
+    "winoground": "Winoground's files", "maps": "Pascal VOC's layout", "word_masks": "shapes",
     "labelled": "labelled images", "encode_text": "a text encoder",
     "encode_patches": "a model of sparc.py", "align_words": "a model of sparc.py",
     "encode_words": "a model of stair.py", "mask_parts": "a model of sparo.py",
@@ -1856,7 +1856,7 @@ def draw_alignment(embedder, data):
                 if word in complete and says_something(word, data)]
         rows.append((caption, image, maps[:8]))
     title = "SPARC: which patches each word of a caption weights (Eq. 4)."
-    if data.grounded:
+    if data.word_masks:
         title += share_sentences("Words put {share} of their weight on the objects that they name "
                                  "by {kind}; uniform weights would put {even}.",
                                  alignment(embedder, data, None))
@@ -1935,7 +1935,7 @@ def draw_slots(embedder, data):
     if not rows:
         return None
     title = "SPARO: the word and the patches that the same slot weights (Sec. 5.4)."
-    if data.grounded:
+    if data.word_masks:
         title += share_sentences("{share} of the pixels of a slot's brightest patch lie on the "
                                  "objects that the slot's word names by {kind}; {even} of all "
                                  "pixels do.", slot_alignment(embedder, data, None))
@@ -1948,8 +1948,8 @@ def draw_slots(embedder, data):
 
 def word_cloud(words, scores):
     """Words, their scores (n,) -> a picture of the best 20 words with their scores (STAIR, Table
-    9). The font grows with the score. A word with score 0 is not in STAIR's encoding, and is left
-    out."""
+    9, whose weights are of an encoding that is not normalised). The font grows with the score. A
+    word with score 0 is not in STAIR's encoding, and is left out."""
     best, ids = scores.topk(min(20, len(words)))
     sizes = 11 + 6 * (best / best[0].clamp(min=1e-6)).clamp(min=0)  # similarities may be negative
     pages = []
@@ -1976,7 +1976,7 @@ def draw_words(runs, data):
     title = "The 20 words that score highest for an image, and their scores."
     note, has_words = "", {bool(embedder.model.encode_words) for embedder in runs.values()}
     if True in has_words:
-        note += "STAIR's score is the weight of the word in the image's encoding. "
+        note += "STAIR's score is the weight of the word in the image's encoding of length 1. "
     if False in has_words:
         note += "The score of a method without words is the similarity of the image and the word. "
     note += "The model does not see the caption."

@@ -40,7 +40,8 @@ Run:     python train.py --method sparo                   (the world of shapes, 
          python train.py --method sparo --objective dino  (DINO; --readout sparo, cls, gap)
 Result:  on test data, mean +- deviation of n seeds. The 95 % interval of the difference from CLIP
          is -.009 to +.191 in zero-shot, +.002 to +.201 on swapped attributes. Three seeds decide
-         nothing. Rows with n = 3 are an older record (`python tests/claims.py sparo` prints it).
+         nothing. `python tests/claims.py readme` prints the rows with n = 5, and `sparo` in place
+         of `readme` those with n = 3, an older record.
 
     what                                       here          compared with             n
     zero-shot                                  .933 +- .013  CLIP .842 +- .074         5, not shown

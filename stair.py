@@ -38,7 +38,8 @@ Not here: the authors' private pairs (App. B). The index (App. D) holds words an
          To block words in documents, set the weights of these words to 0 before `add`.
 Run:     python train.py --method stair                     (the world of shapes)
 Result:  on test data, mean +- deviation of n seeds. Three seeds decide nothing. CLIP is
-         trained by sparc.py. `python tests/claims.py stair` prints all claims.
+         trained by sparc.py. `python tests/claims.py stair` prints the rows of three seeds, and
+         `readme` in place of `stair` those of five.
 
     what                                      here          compared with                      n
     text-to-image R@1                         .905 +- .003  CLIP .836 +- .014, one stage .687  3

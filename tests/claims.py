@@ -30,9 +30,10 @@ Columns of the table
                          known. "*" marks an older record, whose single figures were not kept.
 
 Below the table
-    Learning rates       The rate of each run. "not swept" says that only one rate was tried. "at
-                         the edge of its sweep" says that the lowest or the highest rate was best,
-                         so that a better one may lie outside.
+    Learning rates       The rate of each run. "not swept" says that only one rate was tried. "as
+                         NAME" says that the rate of the run NAME is used. "at the edge of its
+                         sweep" says that the lowest or the highest rate was best, so that a better
+                         one may lie outside.
     note                 A fact that concerns many rows.
     run NAME             What a run is, if its name does not tell.
     - SUMMARY            An older summary, with its flags of train.py in brackets.
@@ -81,15 +82,16 @@ Claims about photos need CIFAR-10 in class folders, cifar10/train and cifar10/te
             file.parent.mkdir(parents=True, exist_ok=True)
             image.save(file)
 
-From cifar10/train --again makes four shards with captions, and the folders cifar10/fit
-and cifar10/val, on which rates are chosen. The recorded figures used 2,000 training images and 200
-test images of each class.
+From cifar10/train --again makes the folders cifar10/fit and cifar10/val, on which rates are chosen,
+and four shards with captions of train and of fit. The recorded figures used 2,000 training images
+and 200 test images of each class.
 """
 
 import argparse
 import collections
 import io
 import json
+import math
 import random
 import re
 import sys
@@ -210,7 +212,7 @@ def verdict(differences):
     return f"{kind} (n = {n})"
 
 
-def cells(found, why_not=None, untrained=-1):
+def cells(found, why_not=None, untrained=-math.inf):
     """Return a row's cells "here", "difference by seed", "95 % interval" and "verdict".
 
     found: what compare() returned, or an older record of the claim. untrained: the metric of an
@@ -245,7 +247,7 @@ def print_table(method):
     for claim in table["claims"]:
         key = key_of({"method": method, "claim": f"{claim['runs']}: {claim['metrics']}"})
         found = compare(method, claim, figure) or records.get(key)
-        row = cells(found, claim.get("why_not"), claim.get("untrained", -1))
+        row = cells(found, claim.get("why_not"), claim.get("untrained", -math.inf))
         print("| " + " | ".join([claim["claim"], claim["source"], claim["paper"], *row]) + " |")
     chosen = []
     for name, run in table["runs"].items():
@@ -253,7 +255,9 @@ def print_table(method):
         edge = ""
         if len(rates) == 1:
             edge = " (not swept)"
-        elif run["rate_by"] not in table["runs"] and rate in (rates[0], rates[-1]):
+        elif run["rate_by"] in table["runs"]:
+            edge = f" (as {run['rate_by']})"
+        elif rate in (rates[0], rates[-1]):
             edge = " (at the edge of its sweep)"
         chosen += [f"{name} {rate}{edge}"] if rate else []
     tried = ", ".join(map(str, table.get("rate_seeds", [0])))
@@ -309,19 +313,19 @@ def last_figure(out, config, metric, flags):
     return value
 
 
-def make_shards(root):
-    """Write ROOT/00000.tar to ROOT/00003.tar from ROOT/train/CLASS/i.png.
+def make_shards(root, part, prefix):
+    """Write four shards, ROOT/<prefix>00000.tar and so on, from ROOT/PART/CLASS/i.png.
 
-    The shards have 2,000 images of each class. Each line of claims-classes.txt is the name of a
-    class in the captions. The lines have the order of the folders.
+    The shards have at most 2,000 images of each class. Each line of claims-classes.txt is the name
+    of a class in the captions. The lines have the order of the folders.
     """
     rng, samples = random.Random(0), []
     names = common.read_lines(Path(__file__).with_name("claims-classes.txt"), "--classes")
-    for folder, name in zip(sorted(Path(root, "train").iterdir()), names):
+    for folder, name in zip(sorted(Path(root, part).iterdir()), names):
         samples += [(path, name) for path in sorted(folder.iterdir())[:2000]]
     rng.shuffle(samples)
     for shard in range(4):
-        with tarfile.open(Path(root, f"{shard:05}.tar"), "w") as tar:
+        with tarfile.open(Path(root, f"{prefix}{shard:05}.tar"), "w") as tar:
             for i, (path, name) in enumerate(samples[shard::4]):
                 caption = rng.choice(CAPTIONS).format(common.article(name))
                 for suffix, data in ((".png", path.read_bytes()), (".txt", caption.encode())):
@@ -344,10 +348,11 @@ def hold_out(root):
 def train_again(method):
     """Store the figures of runs/claims in claims.json, and print commands for what is missing."""
     if Path("cifar10/train").is_dir():
-        if not Path("cifar10/00000.tar").exists():
-            make_shards("cifar10")
         if not Path("cifar10/val").exists():
             hold_out("cifar10")
+        for part, prefix in (("train", ""), ("fit", "fit-")):
+            if not Path(f"cifar10/{prefix}00000.tar").exists():
+                make_shards("cifar10", part, prefix)
     records, found = read_records(), []
     missing = collections.defaultdict(dict)  # {directory of a run: its commands, each once}
 

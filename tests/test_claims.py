@@ -154,6 +154,9 @@ def test_a_side_that_is_no_better_than_an_untrained_network_did_not_train():
     for untrained, verdict in ((0.2, "holds (n = 5)"), (0.3, "B did not train: noise"),
                                (0.5, "A and B did not train: noise")):
         assert claims.cells(found, "noise", untrained)[-1] == verdict
+    # A log-likelihood is negative. It says nothing where no untrained network was measured.
+    below = {"greater": [-0.9, 0.1], "smaller": [-5.3, 0.1], "differences": [4.4] * 5}
+    assert claims.cells(below)[-1] == "holds (n = 5)"
 
 
 @pytest.mark.parametrize("old, new", [("--lr", "--beta2"), ("objects=4", "objects=3"),

@@ -641,7 +641,7 @@ def test_share_on_is_the_share_of_weights_on_an_object():
 
 def test_shares_are_nan_for_words_that_no_caption_has():
     masks = {("colour", "red"): torch.ones(8, 8, dtype=torch.bool)}
-    data = evaluation.EvalSet(grounded=lambda: [(None, ("a red ring", masks))])
+    data = evaluation.EvalSet(word_masks=lambda: [(None, ("a red ring", masks))])
     words = lambda embed, image, caption: [("a", torch.ones(4)), ("red", torch.ones(4))]
     found = evaluation.shares_on_objects("task", None, data, words)
     assert found["task/colour"] == (1, 1) and all(map(math.isnan, found["task/shape"]))
@@ -653,7 +653,7 @@ def test_alignment_is_1_for_a_perfect_model_and_chance_for_a_blind_one():
     The blind one has uniform weights.
     """
     data, _ = opened("shapes:size=16,fillers=0", limit=20)
-    pairs = list(data.grounded())
+    pairs = list(data.word_masks())
     image, (caption, masks) = pairs[0]
     assert {kind for kind, _ in masks} == {"colour", "shape"} and image.shape == (3, 16, 16)
     vocab = sorted({word for _, (caption, _) in pairs for word in caption.split()})
