@@ -146,14 +146,14 @@ def cast_settings(settings, defaults, name):
 
 # Encoders -----------------------------------------------------------------------------
 #
-# A tower is an encoder of images or of texts. It returns ALL its tokens after the last LayerNorm,
-# because each method pools them in its own manner: one mean, slots, words, or not at all.
+# An encoder of images or of texts returns ALL its tokens after the last LayerNorm, because each
+# method pools them in its own manner: one mean, slots, words, or not at all.
 #
 # Weights are initialised as CLIP's are. Parameters have timm's names, so that loading timm's
 # weights translates few names.
 
 
-class Tower(nn.Module):
+class Encoder(nn.Module):
     """A transformer. Its subclasses define `all_tokens`, which computes the tokens of a batch.
 
     With accum_freq K the rows of a batch are computed in at most K parts, one after the other. The
@@ -306,7 +306,7 @@ class BatchNorm(nn.BatchNorm2d):
         return (x * scale[:, None, None] + shift[:, None, None]).to(x.dtype)
 
 
-class ViT(Tower):
+class ViT(Encoder):
     """Vision transformer that returns ALL tokens: images (B, 3, H, W) -> (B, N, width).
 
     N is H/p * W/p for patch_size p, plus 1 with `cls`. H and W must be multiples of p.
@@ -429,7 +429,7 @@ def resize_positions(pos, has_cls, height, width):
     return torch.cat([cls, grid.flatten(2).transpose(1, 2).to(pos.dtype)], dim=1)
 
 
-class TextTransformer(Tower):
+class TextTransformer(Encoder):
     """Text transformer that returns ALL tokens: ids (B, L), mask (B, L) -> (B, L, width).
 
     `mask` is True on real tokens. A bidirectional encoder hides the padding from the attention. A
@@ -691,17 +691,17 @@ def build_model(method, args, image_encoder, text_encoder):
         return Model(args, image_encoder, text_encoder, image_encoder.width, text_width)
 
 
-def copy_tower(tower, source, run):
-    """Load the weights of a run's image encoder `source` into `tower`. Raises UserError if they do
+def copy_encoder(encoder, source, run):
+    """Load the weights of a run's image encoder `source` into `encoder`. Raises UserError if they
     not fit.
 
-    Positions are interpolated to the image size of `tower`. If the source has no final LayerNorm
-    (CLIP+GAP moves the LayerNorm to the read-out), the LayerNorm of `tower` keeps its initial
+    Positions are interpolated to the image size of `encoder`. If the source has no final LayerNorm
+    (CLIP+GAP moves the LayerNorm to the read-out), the LayerNorm of `encoder` keeps its initial
     weights.
     """
-    norm = {key: x for key, x in tower.state_dict().items() if key.startswith("norm.")}
+    norm = {key: x for key, x in encoder.state_dict().items() if key.startswith("norm.")}
     with explained(UserError, run):
-        load_tower(tower, norm | source.state_dict(), (), "leave out --image-encoder")
+        load_encoder(encoder, norm | source.state_dict(), (), "leave out --image-encoder")
 
 
 # Tokenizer ----------------------------------------------------------------------------
@@ -2687,7 +2687,7 @@ TIMM_NAMES = [  # (the name in timm's VisionTransformer, ours), where they diffe
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def load_clip(towers, state_dict, tokenizer):
+def load_clip(encoders, state_dict, tokenizer):
     """Load a CLIP, as OpenCLIP or OpenAI saved it, into the encoders (image, text).
 
     Returns {a name of CLIP_PARTS: tensor}, for load_clip_parts. Raises UserError if the file holds
@@ -2704,18 +2704,19 @@ def load_clip(towers, state_dict, tokenizer):
             text[key] = value
     if not image:
         raise UserError(unknown_names(state))
-    if towers[1].vocab_size == CLIP_TOKENS and isinstance(tokenizer, WordPiece):
+    if encoders[1].vocab_size == CLIP_TOKENS and isinstance(tokenizer, WordPiece):
         raise UserError("the file expects CLIP's tokens: give --vocab "
                         "bpe_simple_vocab_16e6.txt.gz.")
 
     # Nothing in the shapes shows which GELU a model was trained with.
-    modules = [*towers[0].modules(), *towers[1].modules()]
+    modules = [*encoders[0].modules(), *encoders[1].modules()]
     if OPENAI_ONLY[0] in state and any(isinstance(module, nn.GELU) for module in modules):
         raise UserError("these are OpenAI's weights, which need QuickGELU: add :quick_gelu=1 to "
                         "--image-encoder and --text-encoder.")
     preset = "the preset clip-... of the file's model"
-    load_tower(towers[0], image, CLIP_NAMES, f"give --image-encoder {preset}")
-    load_tower(towers[1], text, CLIP_NAMES, f"give --text-encoder {preset} and --vocab its words")
+    load_encoder(encoders[0], image, CLIP_NAMES, f"give --image-encoder {preset}")
+    load_encoder(encoders[1], text, CLIP_NAMES,
+                 f"give --text-encoder {preset} and --vocab its words")
     return parts
 
 
@@ -2750,35 +2751,35 @@ def unknown_names(names):
             f"as in timm or OpenCLIP.")
 
 
-def load_tower(tower, tensors, names, remedy):
-    """Load {name: tensor} of another tower into `tower`.
+def load_encoder(encoder, tensors, names, remedy):
+    """Load {name: tensor} of another encoder into `encoder`.
 
-    names: [(their name, ours)]. The positions of a ViT are interpolated to the grid of `tower`.
+    names: [(their name, ours)]. The positions of a ViT are interpolated to the grid of `encoder`.
     Blocks that the method replaces are left out. Raises UserError with the remedy if a tensor is
     missing, extra or of another shape.
     """
     found = {}
-    replaced = tuple(f"blocks.{len(tower.blocks) + i}." for i in range(tower.left_out))
+    replaced = tuple(f"blocks.{len(encoder.blocks) + i}." for i in range(encoder.left_out))
     for name, value in tensors.items():
         for theirs, ours in names:
             name = name.replace(theirs, ours)
         # CLIP's [CLS] is (d,) and its positions are (N, d); ours are (1, 1, d) and (1, N, d).
         # restore_model refuses a tensor of another width.
-        if name in ("cls", "pos") and value.shape[-1:] == (tower.width,):
-            value = value.reshape(1, -1, tower.width).float()
+        if name in ("cls", "pos") and value.shape[-1:] == (encoder.width,):
+            value = value.reshape(1, -1, encoder.width).float()
         if not name.startswith(replaced):
             found[name] = value
-    known = {name.partition(".")[0] for name in tower.state_dict()}
+    known = {name.partition(".")[0] for name in encoder.state_dict()}
     if found and not any(name.partition(".")[0] in known for name in found):
         raise UserError(unknown_names(tensors))
 
-    if isinstance(tower, ViT) and "pos" in found and found["pos"].shape[-1:] == (tower.width,):
-        has_cls = tower.cls is not None
+    if isinstance(encoder, ViT) and "pos" in found and found["pos"].shape[-1:] == (encoder.width,):
+        has_cls = encoder.cls is not None
         patches = found["pos"].shape[1] - has_cls
         # Positions that are no square grid stay as they are, and restore_model refuses them.
         if patches > 0 and patches == math.isqrt(patches) ** 2:
-            found["pos"] = resize_positions(found["pos"], has_cls, tower.grid, tower.grid)
-    restore_model(tower, found, "the file", remedy)
+            found["pos"] = resize_positions(found["pos"], has_cls, encoder.grid, encoder.grid)
+    restore_model(encoder, found, "the file", remedy)
 
 
 def load_clip_parts(model, parts):
@@ -2798,7 +2799,7 @@ def load_clip_parts(model, parts):
         ours.data.copy_(theirs)
 
 
-def load_timm(tower, state_dict):
+def load_timm(encoder, state_dict):
     """Load a ViT that timm, DeiT, DINO, BAM or eval.py --export saved, under timm's names.
 
     Such ViTs expect pixels with timm's normalisation. Ours expect pixels with CLIP's normalisation,
@@ -2811,21 +2812,21 @@ def load_timm(tower, state_dict):
         # heads are not part of the encoder
         if not name.startswith(("student.", "head.", "proj_head.")):
             found[name] = value
-    load_tower(tower, for_other_pixels(found, IMAGENET, (MEAN, STD)), TIMM_NAMES,
+    load_encoder(encoder, for_other_pixels(found, IMAGENET, (MEAN, STD)), TIMM_NAMES,
                "give --image-encoder the sizes of the file's ViT, such as ViT-S/16:cls=1 for "
                "DINO's")
 
 
-def timm_weights(tower):
+def timm_weights(encoder):
     """A ViT -> its weights {timm's name: tensor}, as load_timm reads them. Raises UserError for an
     encoder that timm's VisionTransformer cannot represent."""
-    is_plain = isinstance(tower, ViT) and isinstance(tower.patch_embed, nn.Conv2d)
-    if not is_plain or tower.left_out or isinstance(tower.norm, nn.Identity):
+    is_plain = isinstance(encoder, ViT) and isinstance(encoder.patch_embed, nn.Conv2d)
+    if not is_plain or encoder.left_out or isinstance(encoder.norm, nn.Identity):
         raise UserError("--export writes a ViT of timm's architecture, but this image encoder is a "
                         "ResNet, has a convolutional stem, or ends in the method's read-out: train "
                         "another image encoder (for shapes, --image-encoder tiny-patch).")
     state = {}
-    for name, value in tower.state_dict().items():
+    for name, value in encoder.state_dict().items():
         for theirs, ours in TIMM_NAMES:
             name = name.replace(ours, theirs)
         state[name] = value.cpu()

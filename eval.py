@@ -2463,7 +2463,7 @@ def search(embedder, data, options, run, queries):
             located.append((query, locate(embedder, " ".join(words) or query, shown[:5])))
     index.save(output_path(run, options, "index.pt"))
     note = ("The score of a caption is a cosine. The answer of the words alone needs no text "
-            "tower. The score of a query with AND, OR, NOT is the sum of its words' weights.")
+            "encoder. The score of a query with AND, OR, NOT is the sum of its words' weights.")
     page = sheet("STAIR: the images that each query finds, and their scores.", note, rows)
     pages = {output_path(run, options, "search.png"): page}
     if located:
@@ -2514,22 +2514,23 @@ def export(run, checkpoint, file):
     """
     if not file or os.path.lexists(file):
         raise UserError(f"--export {file!r} must be a new file: give a name that does not exist.")
-    tower = load_run(run, checkpoint=checkpoint)[0].model.evaluation_encoder()
-    weights = common.timm_weights(tower)
+    encoder = load_run(run, checkpoint=checkpoint)[0].model.evaluation_encoder()
+    weights = common.timm_weights(encoder)
     with common.replacing(file) as opened:
         torch.save(weights, opened)
-    block, has_cls = tower.blocks[0], tower.cls is not None
+    block, has_cls = encoder.blocks[0], encoder.cls is not None
     gelu = "quick_gelu" if isinstance(block.mlp.act, common.QuickGELU) else "gelu"
-    pixels = "CLIP's" if tower.patch_embed.bias is None else "ImageNet's"
-    pre_norm = not isinstance(tower.norm_pre, torch.nn.Identity)
+    pixels = "CLIP's" if encoder.patch_embed.bias is None else "ImageNet's"
+    pre_norm = not isinstance(encoder.norm_pre, torch.nn.Identity)
     pooling = "'token'" if has_cls else "'avg', fc_norm=False"
     print(f"{file}: weights for images that are normalised as {pixels}, of\n"
-          f"timm.models.VisionTransformer(img_size={tower.image_size}, "
-          f"patch_size={tower.patch_size}, embed_dim={tower.width}, depth={len(tower.blocks)}, "
-          f"num_heads={block.attn.heads}, mlp_ratio={block.mlp.fc1.out_features / tower.width:g}, "
+          f"timm.models.VisionTransformer(img_size={encoder.image_size}, "
+          f"patch_size={encoder.patch_size}, embed_dim={encoder.width}, "
+          f"depth={len(encoder.blocks)}, num_heads={block.attn.heads}, "
+          f"mlp_ratio={block.mlp.fc1.out_features / encoder.width:g}, "
           f"class_token={has_cls}, global_pool={pooling}, num_classes=0, pre_norm={pre_norm}, "
           f"act_layer='{gelu}', norm_layer=functools.partial(torch.nn.LayerNorm, "
-          f"eps={tower.norm.eps:g}))")
+          f"eps={encoder.norm.eps:g}))")
 
 
 # Several runs ---------------------------------------------------------------------------

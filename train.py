@@ -791,8 +791,8 @@ def build_tokenizer(args, data):
 def new_model(args, method, tokenizer):
     """The model, the same on every rank."""
     torch.manual_seed(args.seed)
-    towers, parts = build_towers(args, method, tokenizer)
-    model = common.build_model(method, args, *towers)
+    encoders, parts = initial_encoders(args, method, tokenizer)
+    model = common.build_model(method, args, *encoders)
     if parts is not None:
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
             common.load_clip_parts(model, parts)
@@ -800,16 +800,16 @@ def new_model(args, method, tokenizer):
     return model
 
 
-def build_towers(args, method, tokenizer):
+def initial_encoders(args, method, tokenizer):
     """The image and the text encoder, with the weights of --finetune or --init-weights. Also
     returns a CLIP file's other weights (projections, temperature), for load_clip_parts, or None."""
-    towers, parts = common.build_encoders(method, args, tokenizer), None
+    encoders, parts = common.build_encoders(method, args, tokenizer), None
     if args.resume or args.dry_run:  # the checkpoint has the weights, or they do not matter
-        return towers, parts
+        return encoders, parts
     if args.finetune:
         with torch.random.fork_rng(devices=[]):  # building that run's model draws numbers, too
             source = evaluation.load_run(args.finetune)[0].model
-        common.copy_tower(towers[0], source.evaluation_encoder(), args.finetune)
+        common.copy_encoder(encoders[0], source.evaluation_encoder(), args.finetune)
     if args.init_weights:
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
             weights = common.load_checkpoint(args.init_weights)
@@ -817,10 +817,10 @@ def build_towers(args, method, tokenizer):
                 raise UserError("the file is a checkpoint of train.py: `eval.py RUN --export FILE` "
                                 "writes the image encoder's weights, which BAM and DINO load.")
             if method.uses_text(args):
-                parts = common.load_clip(towers, weights, tokenizer)
+                parts = common.load_clip(encoders, weights, tokenizer)
             else:
-                common.load_timm(towers[0], weights)
-    return towers, parts
+                common.load_timm(encoders[0], weights)
+    return encoders, parts
 
 
 def save_memory(args, model):
@@ -831,7 +831,7 @@ def save_memory(args, model):
     for module in model.modules():
         if isinstance(module, common.Blocks):
             module.grad_checkpoint = args.grad_checkpoint
-        if isinstance(module, common.Tower):
+        if isinstance(module, common.Encoder):
             module.accum_freq = args.accum_freq
         if isinstance(module, common.BatchNorm) and args.accum_freq > 1:
             raise UserError(f"--accum-freq {args.accum_freq} splits the batch, but the BatchNorm "

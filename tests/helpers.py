@@ -31,19 +31,19 @@ import train
 ROOT = Path(__file__).parents[1]
 
 # Flags of train.py for runs that last a second.
-TOWER = "tiny:width=16,heads=2,depth="
+ENCODER = "tiny:width=16,heads=2,depth="
 RUN = "--batch 8 --log-every 1 --data shapes:size=16,objects=2"
-SLOTS = f"--L 4 --V 4 --D 4 --image-encoder {TOWER}2,cls=1"
+SLOTS = f"--L 4 --V 4 --D 4 --image-encoder {ENCODER}2,cls=1"
 SMALL = {
-    "sparc": f"{RUN} --steps 6 --image-encoder {TOWER}1 --text-encoder {TOWER}1",
-    "sparo": f"{RUN} --steps 4 {SLOTS} --text-encoder {TOWER}2,causal=1",
+    "sparc": f"{RUN} --steps 6 --image-encoder {ENCODER}1 --text-encoder {ENCODER}1",
+    "sparo": f"{RUN} --steps 4 {SLOTS} --text-encoder {ENCODER}2,causal=1",
     "dino": f"{RUN} --steps 4 {SLOTS} --objective dino --out-dim 20 --head-width 8"
             " --head-bottleneck 6 --local-size 8",
     "stair": f"{RUN},words=20 --steps 8 --share-1 0.25 --share-2 0.25 --warmup 1"
-             f" --image-encoder {TOWER}1 --text-encoder {TOWER}1",
-    "bam": f"{RUN} --steps 4 --image-encoder {TOWER}1,cls=1 --projector-width 12"
+             f" --image-encoder {ENCODER}1 --text-encoder {ENCODER}1",
+    "bam": f"{RUN} --steps 4 --image-encoder {ENCODER}1,cls=1 --projector-width 12"
            " --projector-dim 6 --local-size 8",
-    "classifier": f"{RUN} --steps 4 --image-encoder {TOWER}1,cls=1 --mixup 0.8 --cutmix 1"
+    "classifier": f"{RUN} --steps 4 --image-encoder {ENCODER}1,cls=1 --mixup 0.8 --cutmix 1"
                   " --smoothing 0.1 --erasing 0.25 --rand-augment --drop-path 0.1",
 }
 METHOD = {"dino": "sparo"}  # DINO is an objective of sparo.py

@@ -75,10 +75,10 @@ def sparo(args, batches):
     text = dict(context_length=32, vocab_size=64, width=128, layers=2, heads=4)
     theirs = open_clip.CLIP(args.embed_dim, vision, text, output_dict=True, use_sparo=slots,
                             L=args.L, V=args.V, sparo_attn_dim=args.D, reduce_depth=int(slots))
-    towers = common.build_encoders(train.METHODS["sparo"], args, tokenizer=range(64))
+    encoders = common.build_encoders(train.METHODS["sparo"], args, tokenizer=range(64))
     state = {name: x for name, x in theirs.state_dict().items() if "sparo" not in name}
-    parts = common.load_clip(towers, state, tokenizer=None)
-    ours = common.build_model(train.METHODS["sparo"], args, *towers)
+    parts = common.load_clip(encoders, state, tokenizer=None)
+    ours = common.build_model(train.METHODS["sparo"], args, *encoders)
     common.load_clip_parts(ours, parts)
     if slots:
         copy_weights(ours.image_readout, theirs.visual.sparo)
@@ -149,7 +149,7 @@ def start(args, batches, utils, vit, head):
     Return also the authors' batches, their optimizer, and their schedules of rate, decay, momentum.
     """
     encoder, _ = common.build_encoders(train.METHODS[args.method], args, None)
-    common.load_tower(encoder, vit.state_dict(), common.TIMM_NAMES, "")
+    common.load_encoder(encoder, vit.state_dict(), common.TIMM_NAMES, "")
     ours = common.build_model(train.METHODS[args.method], args, encoder, None)
     for network in filter(None, (ours.student(), ours.teacher)):
         copy_weights(network[-1], head)

@@ -1,4 +1,4 @@
-"""--accum-freq K: a tower that encodes the batch in K parts gives the gradients of the full batch.
+"""--accum-freq K: encoding the batch in K parts gives the gradients of the full batch.
 
 The tests compare losses, gradients and memory for every objective, on one process and on two ranks,
 and with torch.compile. Two more tests measure the rounding of TF32 and of bf16.
@@ -33,8 +33,8 @@ OBJECTIVES = {  # {name: (model in helpers.MODELS, settings of its Config)}
     "simclr": ("bam", dict(target="onehot", teacher=False)),
 }
 FP32 = {"dino": 1e-6}  # tolerance: positions are interpolated in fp32 for small views
-TOWER = "tiny-patch:width=16,heads=2,depth="  # has no BatchNorm, which would need the full batch
-SPARC = [*SMALL["sparc"], "--image-encoder", TOWER + "1", "--steps", "2", "--image-size", "16"]
+ENCODER = "tiny-patch:width=16,heads=2,depth="  # has no BatchNorm, which would need the full batch
+SPARC = [*SMALL["sparc"], "--image-encoder", ENCODER + "1", "--steps", "2", "--image-size", "16"]
 
 
 def build(name, **vit):
@@ -47,9 +47,9 @@ def build(name, **vit):
 
 
 def switch(model, K):
-    """Set accum_freq of the model's towers to K."""
+    """Set accum_freq of the model's encoders to K."""
     for module in model.modules():
-        if isinstance(module, common.Tower):
+        if isinstance(module, common.Encoder):
             module.accum_freq = K
 
 
@@ -98,7 +98,7 @@ def test_parts_give_the_gradients_of_the_full_batch(name):
             switch(model, K)
             seen.clear()
             assert_equal(gradients(model, batch), expected, FP32.get(name, 1e-12))
-            together = 2 if "views" in batch else 1  # two views enter the tower in one call
+            together = 2 if "views" in batch else 1  # two views enter the encoder in one call
             assert max(seen) == math.ceil(8 * together / K)
 
 
@@ -145,7 +145,7 @@ def compiled_on_a_rank(rank):
 
 
 @pytest.mark.ranks
-def test_compiled_towers_on_two_ranks_give_the_gradients_of_plain_towers(tmp_path):
+def test_compiled_encoders_on_two_ranks_give_the_gradients_of_plain_encoders(tmp_path):
     assert run_ranks(tmp_path, compiled_on_a_rank) == [0, 1]
 
 
@@ -171,15 +171,15 @@ def test_the_backward_pass_drops_the_same_rows_as_the_forward_pass():
 
     The reference encodes the parts one by one with accum_freq 1, which computes nothing again.
     """
-    tower = common.ViT(16, 4, width=16, depth=3, heads=2, drop_path=0.5).double()
+    encoder = common.ViT(16, 4, width=16, depth=3, heads=2, drop_path=0.5).double()
     images, grads = torch.randn(6, 3, 16, 16).double(), []
     for K in (1, 3):
-        tower.accum_freq = K
+        encoder.accum_freq = K
         torch.manual_seed(1)
         parts = images.split(6 if K == 3 else 2)
-        torch.cat([tower(part) for part in parts]).square().sum().backward()
-        grads.append(torch.cat([p.grad.flatten() for p in tower.parameters()]))
-        tower.zero_grad()
+        torch.cat([encoder(part) for part in parts]).square().sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in encoder.parameters()]))
+        encoder.zero_grad()
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
 
 
@@ -230,16 +230,16 @@ def test_tf32_changes_gradients_less_than_half_as_much_as_bf16(name):
 
 def test_gradients_of_bf16_parts_are_summed_in_fp32():
     """A sum of 128 parts in bf16 would lose digits with each part."""
-    tower = common.ViT(image_size=16, patch_size=4, width=32, depth=2, heads=2)
+    encoder = common.ViT(image_size=16, patch_size=4, width=32, depth=2, heads=2)
     images, target = torch.randn(256, 3, 16, 16), torch.randn(256, 16, 32)
 
     def gradient(K, bf16):
-        tower.accum_freq = K
-        tower.zero_grad()
+        encoder.accum_freq = K
+        encoder.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            out = tower(images)
+            out = encoder(images)
         (out.float() * target).mean().backward()
-        return tower.blocks[0].attn.qkv.weight.grad.clone()
+        return encoder.blocks[0].attn.qkv.weight.grad.clone()
 
     exact = gradient(1, False)
     once, parts = [(gradient(K, True) - exact).norm() for K in (1, 128)]

@@ -878,16 +878,16 @@ def test_training_crops_equal_those_of_pil_up_to_rounding():
             assert_pixels_of_pil(ours, pils)
 
 
-@pytest.mark.parametrize("tower", [
+@pytest.mark.parametrize("encoder", [
     lambda: common.ViT(32, 16, 12, 1, 2, cls=True), lambda: common.ResNet(32, (1, 1, 1, 1)),
     lambda: common.ViT(32, 8, 12, 2, 2, stem=((4, 4), (4, 2)))])
-def test_towers_normalise_uint8_images(tower):
-    tower, images = tower().eval(), torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
+def test_encoders_normalise_uint8_images(encoder):
+    encoder, images = encoder().eval(), torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
     floats = v2.functional.normalize(images / 255, common.MEAN, common.STD)
-    torch.testing.assert_close(tower(images), tower(floats))
-    torch.testing.assert_close(tower(common.to_floats(floats)), tower(floats))
-    if tower.cls is not None:
-        torch.testing.assert_close(tower.cls_attention(images), tower.cls_attention(floats))
+    torch.testing.assert_close(encoder(images), encoder(floats))
+    torch.testing.assert_close(encoder(common.to_floats(floats)), encoder(floats))
+    if encoder.cls is not None:
+        torch.testing.assert_close(encoder.cls_attention(images), encoder.cls_attention(floats))
 
 
 def test_label_fraction_is_a_share_of_each_class_or_a_list_of_images(tmp_path):

@@ -178,8 +178,8 @@ def test_probe_features_join_the_last_four_blocks(readout, replace, depth, layer
     """Each block gives its [CLS] token, or the mean of its patches if there is no [CLS].
 
     The output of the readout replaces that of the last block. With replace_block SPARO's slots are
-    the fourth block themselves, after the last three of the tower.
-    depth: the number of blocks in the tower. layers: how many of them the features use.
+    the fourth block themselves, after the last three of the encoder.
+    depth: the number of blocks in the encoder. layers: how many of them the features use.
     """
     settings = dict(vit=dict(stem=None, depth=depth, cls=cls), replace_block=replace)
     model, images = small_model(readout, **settings).eval(), torch.randn(2, 3, 16, 16)

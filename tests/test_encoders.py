@@ -311,8 +311,8 @@ def test_only_weights_are_read_from_a_checkpoint_and_an_unused_average_is_named(
 
 
 def test_a_vit_for_images_with_one_channel_is_refused():
-    tower = common.ViT(16, 8, width=8, depth=1, heads=2)
-    state = common.timm_weights(tower)
+    encoder = common.ViT(16, 8, width=8, depth=1, heads=2)
+    state = common.timm_weights(encoder)
     state["patch_embed.proj.weight"] = state["patch_embed.proj.weight"][:, :1]
     with pytest.raises(common.UserError, match="size mismatch for patch_embed.weight"):
-        common.load_timm(tower, state)
+        common.load_timm(encoder, state)

@@ -87,7 +87,7 @@ ERRORS = [
     ("bam --contrastive-crop --crop-start 1", "a table, not shapes.* --no-contrastive-crop"),
     ("bam --contrastive-crop --crop-start 9", "--crop-start 9 must be below --steps 4"),
 
-    # Towers
+    # Encoders
     ("sparc --image-encoder ViT-Z/9", "no ViT preset 'ViT-Z/9'; there are tiny, tiny-patch,"),
     ("sparc --image-encoder tiny:stem=none", "ViT has no setting 'stem'; its settings: "),
     ("sparc --data shapes:size=50", "image_size 50 is not a multiple of patch_size 8: give 48"),

@@ -18,7 +18,7 @@ import common
 import eval as evaluation
 import train
 from common import UserError
-from helpers import (SMALL, TOWER, make_batch, picture, tiny_model, train_alone, weights,
+from helpers import (ENCODER, SMALL, make_batch, picture, tiny_model, train_alone, weights,
                      write_files, write_shards)
 
 PLAIN = "--mixup 0 --cutmix 0 --erasing 0 --no-rand-augment --smoothing 0 --drop-path 0"
@@ -92,7 +92,7 @@ def test_loss_smooths_labels_and_shares_of_labels():
 def test_fine_tuning_starts_from_the_evaluated_encoder(tmp_path, run_of, name):
     """With the learning rate 0 the weights stay those of the run.
 
-    They are the teacher's for DINO, and the tower's without slots for SPARO.
+    They are the teacher's for DINO, and the encoder's without slots for SPARO.
     """
     run = run_of(name)
     train_alone(["--finetune", run, "--lr", 0, "--steps", 1, "--batch", 4, "--data",
@@ -101,11 +101,11 @@ def test_fine_tuning_starts_from_the_evaluated_encoder(tmp_path, run_of, name):
     assert config["method"] == "classifier" and config["image_size"] == 16
     assert config["classes"] == common.SHAPE_NAMES
     found, expected = weights(tmp_path / "run"), evaluation.load_run(run)[0].model.evaluation_encoder()
-    tower = {key.removeprefix("image_encoder."): x for key, x in found.items()
+    encoder = {key.removeprefix("image_encoder."): x for key, x in found.items()
              if key.startswith("image_encoder.")}
-    assert tower.keys() == expected.state_dict().keys()
+    assert encoder.keys() == expected.state_dict().keys()
     learned = dict(expected.named_parameters())                             # without statistics
-    assert [key for key in learned if not torch.equal(tower[key], learned[key])] == []
+    assert [key for key in learned if not torch.equal(encoder[key], learned[key])] == []
 
 
 @pytest.mark.parametrize("name, images, smallest", [
@@ -136,13 +136,13 @@ def test_sincos_positions_are_trained_without_weight_decay():
     assert any(p is model.image_encoder.pos for p in rest["params"])        # without decay
 
 
-def test_fine_tuning_of_a_tower_without_norm_keeps_the_classifiers_norm():
-    """CLIP+GAP normalises the mean of the tokens, so its tower has no norm of its own."""
-    source, tower = (tiny_model(*args).image_encoder for args in (["sparo"], ["classifier"]))
+def test_fine_tuning_of_an_encoder_without_norm_keeps_the_classifiers_norm():
+    """CLIP+GAP normalises the mean of the tokens, so its encoder has no norm of its own."""
+    source, encoder = (tiny_model(*args).image_encoder for args in (["sparo"], ["classifier"]))
     expected = source.state_dict()
     source.norm = torch.nn.Identity()
-    common.copy_tower(tower, source, "runs/sparo")
-    assert all(torch.equal(x, expected[key]) for key, x in tower.state_dict().items())
+    common.copy_encoder(encoder, source, "runs/sparo")
+    assert all(torch.equal(x, expected[key]) for key, x in encoder.state_dict().items())
 
 
 def test_positions_are_interpolated_to_another_image_size(tmp_path, run_of):
@@ -153,7 +153,7 @@ def test_positions_are_interpolated_to_another_image_size(tmp_path, run_of):
     expected = common.resize_positions(pos, True, 4, 4)
     assert torch.equal(weights(tmp_path / "run")["image_encoder.pos"], expected)
     with pytest.raises(UserError, match="another size or kind .* leave out --image-encoder"):
-        train_alone(["--finetune", run_of("bam"), "--image-encoder", f"{TOWER}1", "--data",
+        train_alone(["--finetune", run_of("bam"), "--image-encoder", f"{ENCODER}1", "--data",
                      data, "--out", tmp_path / "other"])
     for more in (["--init-weights", "vit.pt"], ["--method", "bam"]):
         with pytest.raises(UserError, match="leave out --method and --init-weights"):

@@ -247,8 +247,9 @@ def test_presets_have_the_papers_epochs(name, epochs, pairs):
     for preset in found:
         assert preset["steps"] == epochs * pairs // preset["batch"]
     if name != "l400m":  # Table B.1 has both patch sizes
-        towers = {size: sparo.PRESETS[f"{name}-{size}"]["image_encoder"] for size in ("b32", "b16")}
-        assert towers == {"b32": "clip-b32", "b16": "clip-b16"}
+        encoders = {size: sparo.PRESETS[f"{name}-{size}"]["image_encoder"]
+                    for size in ("b32", "b16")}
+        assert encoders == {"b32": "clip-b32", "b16": "clip-b16"}
 
 
 def test_slot_accuracies_classify_by_one_slot_each():

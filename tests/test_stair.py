@@ -206,7 +206,7 @@ def test_stage_1_masks_all_words_but_the_captions_own():
     torch.testing.assert_close(model.text_encoding(*padded(batch)), more)
 
 
-def test_stage_2_freezes_the_image_tower_and_its_embedding():
+def test_stage_2_freezes_the_image_encoder_and_its_embedding():
     """A model that loads this state freezes them, too."""
     model, batch = tiny_stair(2).train(), make_batch()
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.5)
@@ -230,7 +230,7 @@ def test_stage_2_freezes_the_image_tower_and_its_embedding():
     assert model.image_encoder.training
 
 
-def test_queries_without_a_text_tower_weight_the_captions_words_equally():
+def test_queries_without_a_text_encoder_weight_the_captions_words_equally():
     tokens, mask = torch.tensor([[2, 5, 7, 5, 3]]), torch.ones(1, 5, dtype=torch.bool)
     expected = torch.zeros(1, 30)
     expected[0, [5, 7]] = 0.5**0.5

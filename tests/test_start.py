@@ -37,7 +37,7 @@ def prefixed(prefix, state):
 
 
 def clip_names(image, text, E=8):
-    """Return two towers and projections to width E under the names of OpenCLIP and OpenAI."""
+    """Return two encoders and projections to width E under the names of OpenCLIP and OpenAI."""
     wide, text_wide = len(image["norm.weight"]), len(text["norm.weight"])
     image = renamed(image, [*CLIP_NAMES, ("norm.", "ln_post.")])
     text = renamed(text, [*CLIP_NAMES, ("norm.", "ln_final.")])
@@ -49,11 +49,11 @@ def clip_names(image, text, E=8):
                     "text_projection": torch.randn(text_wide, E)}
 
 
-def model_of(name, vit, tower, **settings):
-    """Return a method's model with these two towers."""
+def model_of(name, vit, encoder, **settings):
+    """Return a method's model with these two encoders."""
     config = train.METHODS[name].Config(**settings)
     config.method = name
-    return common.build_model(train.METHODS[name], config, vit, tower)
+    return common.build_model(train.METHODS[name], config, vit, encoder)
 
 
 def custom_text(state):
@@ -69,12 +69,13 @@ def custom_text(state):
     (quick_gelu, torch.float16, NUMBERS, dict)])
 def test_sparos_clip_has_the_encodings_of_the_loaded_clip(act, dtype, extra, change):
     quick = act is quick_gelu
-    vit, tower = tiny_vit(**CLIP_IMAGE, quick_gelu=quick), tiny_text(causal=True, quick_gelu=quick)
-    image, text = random_weights(vit, dtype), random_weights(tower, dtype)
+    vit = tiny_vit(**CLIP_IMAGE, quick_gelu=quick)
+    encoder = tiny_text(causal=True, quick_gelu=quick)
+    image, text = random_weights(vit, dtype), random_weights(encoder, dtype)
     clip = clip_names(image, text)
     projections = clip["visual.proj"], clip["text_projection"]
-    parts = common.load_clip((vit, tower), change(clip | extra), None)
-    model = model_of("sparo", vit, tower, readout="cls", embed_dim=8)
+    parts = common.load_clip((vit, encoder), change(clip | extra), None)
+    model = model_of("sparo", vit, encoder, readout="cls", embed_dim=8)
     common.load_clip_parts(model, parts)
     images, tokens = torch.randn(2, 3, SIZE, SIZE), torch.randint(VOCAB, (2, CONTEXT))
     mask = torch.arange(CONTEXT) < torch.tensor([[4], [CONTEXT]])
@@ -105,11 +106,11 @@ def test_each_method_loads_the_parts_of_a_clip_that_it_has(name, settings, taken
 
 
 def test_a_clip_with_clips_words_needs_clips_vocabulary():
-    towers = tiny_vit(**CLIP_IMAGE), tiny_text(causal=True, vocab_size=49408)
-    state = clip_names(*map(random_weights, towers))
+    encoders = tiny_vit(**CLIP_IMAGE), tiny_text(causal=True, vocab_size=49408)
+    state = clip_names(*map(random_weights, encoders))
     with pytest.raises(UserError, match="the file expects CLIP's tokens: give --vocab bpe_simple"):
-        common.load_clip(towers, state, common.WordPiece(common.SPECIAL_TOKENS))
-    common.load_clip(towers, state, common.BPE(["#version: 0.2", "a t</w>"]))
+        common.load_clip(encoders, state, common.WordPiece(common.SPECIAL_TOKENS))
+    common.load_clip(encoders, state, common.BPE(["#version: 0.2", "a t</w>"]))
 
 
 @pytest.mark.parametrize("preset, heads, parameters", [
@@ -120,12 +121,12 @@ def test_clip_presets_have_the_heads_and_parameters_of_clip(preset, heads, param
     _, settings = common.image_encoder_settings(preset)
     words = common.encoder_settings(common.TextTransformer, preset, common.TEXT_PRESETS)
     with torch.device("meta"):
-        vit, tower = common.ViT(**settings), common.TextTransformer(**words)
-    assert heads == (settings["heads"], words["heads"]) and tower.causal
-    assert vit.image_size == 224 and common.asked_words(preset) == tower.vocab_size == 49_408
-    E = tower.width
+        vit, encoder = common.ViT(**settings), common.TextTransformer(**words)
+    assert heads == (settings["heads"], words["heads"]) and encoder.causal
+    assert vit.image_size == 224 and common.asked_words(preset) == encoder.vocab_size == 49_408
+    E = encoder.width
     assert (vit.width, E) == (64 * heads[0], 64 * heads[1])
-    count = sum(p.numel() for encoder in (vit, tower) for p in encoder.parameters())
+    count = sum(p.numel() for part in (vit, encoder) for p in part.parameters())
     assert count + vit.width * E + E * E + 1 == parameters
 
 
@@ -134,14 +135,14 @@ def made_up_clip_file(vocab, changes={}):
 
     changes: {tensor: another shape, or None if the file lacks the tensor}.
     """
-    towers = [f"clip-b32:width=16,heads=2,depth=1,{more}"
+    encoders = [f"clip-b32:width=16,heads=2,depth=1,{more}"
               for more in ("image_size=16,patch_size=8", "context=32,vocab_size=1")]
-    flags = ["--image-encoder", towers[0], "--text-encoder", towers[1], "--embed-dim", "8",
+    flags = ["--image-encoder", encoders[0], "--text-encoder", encoders[1], "--embed-dim", "8",
              "--vocab", str(vocab), "--init-weights", "clip.pt"]
     args = train.parse_args([*SMALL["sparc"], *flags])
     tokenizer = common.open_tokenizer(vocab)
-    towers = common.build_encoders(train.METHODS["sparc"], args, tokenizer)
-    clip = clip_names(*map(random_weights, towers))
+    encoders = common.build_encoders(train.METHODS["sparc"], args, tokenizer)
+    clip = clip_names(*map(random_weights, encoders))
     for name, shape in changes.items():
         clip[name] = shape if shape is None else torch.ones(shape)
     torch.save({name: x for name, x in clip.items() if x is not None}, "clip.pt")
@@ -186,11 +187,11 @@ def test_sparc_drops_the_cls_token(objective):
         return [model(batch)["loss"], model.encode_image(images), model.encode_patches(images),
                 model.align_words(*batch.values())]
 
-    found, tower = outputs(), model.image_encoder
+    found, encoder = outputs(), model.image_encoder
     found[0].backward()
     assert [key for key, p in model.named_parameters() if p.grad is None] == []
-    tokens = tower(images)
-    tower.cls, tower.forward = None, lambda images: tokens[:, 1:]       # only the patches
+    tokens = encoder(images)
+    encoder.cls, encoder.forward = None, lambda images: tokens[:, 1:]       # only the patches
     assert all(map(torch.equal, found, outputs()))
 
 
@@ -279,7 +280,7 @@ def test_a_vits_positions_are_interpolated_and_its_replaced_block_is_left_out():
         common.load_timm(vit, state)
     args = train.parse_args(SMALL["sparo"])
     built = common.build_encoders(train.METHODS["sparo"], args, range(4))
-    assert [tower.left_out for tower in built] == [1, 1]
+    assert [encoder.left_out for encoder in built] == [1, 1]
     vit.left_out = 1
     common.load_timm(vit, state)
     assert torch.equal(vit.norm.weight, state["norm.weight"])
@@ -318,7 +319,7 @@ def snippet(name):
 
 
 class Tokens(nn.Module):
-    """A tower of another project: images (B, 3, 16, 16) or ids (B, L) -> (B, N, width)."""
+    """An encoder of another project: images (B, 3, 16, 16) or ids (B, L) -> (B, N, width)."""
 
     def __init__(self, width, words=0):
         super().__init__()

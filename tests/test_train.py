@@ -168,7 +168,7 @@ def test_compile_does_not_change_trained_weights(tmp_path, monkeypatch, name, ob
     monkeypatch.setattr(torch, "compile", lambda block: compiled.append(block) or
                         compile(block, backend=backend))
     train_alone([*flags, "--compile", "--out", tmp_path / "compiled"])
-    assert len(compiled) == 2  # one block in each tower, or in the student and the teacher
+    assert len(compiled) == 2  # one block in each encoder, or in the student and the teacher
     plain, other = weights(tmp_path / "plain"), weights(tmp_path / "compiled")
     torch.testing.assert_close(plain, other, rtol=1e-3, atol=1e-4)
 
@@ -176,12 +176,12 @@ def test_compile_does_not_change_trained_weights(tmp_path, monkeypatch, name, ob
 @pytest.mark.parametrize("encoder, graphs", [
     (lambda: common.ViT(16, 8, width=8, depth=10, heads=2, drop_path=0.1), 10),  # torch's limit: 8
     (lambda: common.ResNet(32, (1, 1, 1, 1)), 1)])
-def test_a_tower_is_compiled_completely(monkeypatch, encoder, graphs):
-    compile, compiled, tower = torch.compile, [], encoder()
+def test_an_encoder_is_compiled_completely(monkeypatch, encoder, graphs):
+    compile, compiled, encoder = torch.compile, [], encoder()
     count = lambda graph, inputs: compiled.append(graph) or graph
     monkeypatch.setattr(torch, "compile", lambda block: compile(block, backend=count))
-    train.wrap(SimpleNamespace(compile=True), tower, 1)
-    tower(torch.randn(2, 3, tower.image_size, tower.image_size)).sum().backward()
+    train.wrap(SimpleNamespace(compile=True), encoder, 1)
+    encoder(torch.randn(2, 3, encoder.image_size, encoder.image_size)).sum().backward()
     assert len(compiled) == graphs
 
 
@@ -745,12 +745,12 @@ def test_a_dry_run_ends_with_json(tmp_path, capsys, name):
 
 @pytest.mark.parametrize("flags", [
     "--grad-checkpoint", "--accum-freq 4 --image-encoder tiny-patch"])
-def test_towers_get_grad_checkpoint_and_accum_freq_from_the_flags(flags):
+def test_encoders_get_grad_checkpoint_and_accum_freq_from_the_flags(flags):
     args = train.parse_args([*SPARC, *flags.split(), "--image-size", "16"])
     model = train.new_model(args, train.METHODS["sparc"], range(50))
-    for tower in (model.image_encoder, model.text_encoder):
-        assert tower.accum_freq == args.accum_freq
-        assert tower.blocks.grad_checkpoint == args.grad_checkpoint
+    for encoder in (model.image_encoder, model.text_encoder):
+        assert encoder.accum_freq == args.accum_freq
+        assert encoder.blocks.grad_checkpoint == args.grad_checkpoint
 
 
 def test_flops_of_clip_and_sparc_agree_with_table_11():
