@@ -154,7 +154,8 @@ def cast_settings(settings, defaults, name):
 
 
 class Encoder(nn.Module):
-    """A transformer. Its subclasses define `all_tokens`, which computes the tokens of a batch.
+    """A transformer: the base of ViT and TextTransformer, but not of ResNet. Subclasses define
+    `all_tokens`, which computes the tokens of a batch.
 
     With accum_freq K the rows of a batch are computed in at most K parts, one after the other. The
     backward pass computes each part again, so that memory for the activations of one part is
@@ -2813,8 +2814,8 @@ def load_timm(encoder, state_dict):
         if not name.startswith(("student.", "head.", "proj_head.")):
             found[name] = value
     load_encoder(encoder, for_other_pixels(found, IMAGENET, (MEAN, STD)), TIMM_NAMES,
-               "give --image-encoder the sizes of the file's ViT, such as ViT-S/16:cls=1 for "
-               "DINO's")
+                 "give --image-encoder the sizes of the file's ViT, such as ViT-S/16:cls=1 for "
+                 "DINO's")
 
 
 def timm_weights(encoder):

@@ -132,10 +132,10 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=2
 PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100), "lbfgs": ("l2", None)}
 # The learning rates from which the sgd probe chooses.
 # differs: BAM (Table 9b) has a rate of .002 for ViT and of .3 for ResNet-50. BAM's code
-# (FILE:LINE, see bam.py) multiplies these rates by batch / 256 (eval_linear.py:176). It takes the
-# epoch that is best on the test images (eval_linear.py:223); we take the last epoch. BAM's probe
-# learns from all training images; our probe learns from nine tenths, because the other tenth
-# chooses the rate. BAM's code resizes crops bilinearly (eval_linear.py:61), our code bicubically.
+# (its revision is in bam.py) multiplies these rates by batch / 256 (eval_linear.py:176). BAM's code
+# takes the epoch that is best on the test images (eval_linear.py:223); we take the last epoch.
+# BAM's probe learns from all training images; our probe learns from nine tenths, because the other
+# tenth chooses the rate. BAM's code resizes crops bilinearly (eval_linear.py:61), ours bicubically.
 RATES = (0.002, 0.01, 0.05, 0.3, 1.0)
 
 
@@ -1948,8 +1948,8 @@ def draw_slots(embedder, data):
 
 def word_cloud(words, scores):
     """Words, their scores (n,) -> a picture of the best 20 words with their scores (STAIR, Table
-    9, whose weights are of an encoding that is not normalised). The font grows with the score. A
-    word with score 0 is not in STAIR's encoding, and is left out."""
+    9). The font grows with the score. A word with score 0 is not in STAIR's encoding, and is left
+    out. differs: the table's weights are not normalised."""
     best, ids = scores.topk(min(20, len(words)))
     sizes = 11 + 6 * (best / best[0].clamp(min=1e-6)).clamp(min=0)  # similarities may be negative
     pages = []
@@ -1976,7 +1976,8 @@ def draw_words(runs, data):
     title = "The 20 words that score highest for an image, and their scores."
     note, has_words = "", {bool(embedder.model.encode_words) for embedder in runs.values()}
     if True in has_words:
-        note += "STAIR's score is the weight of the word in the image's encoding of length 1. "
+        note += ("STAIR's score is the weight of the word in the image's encoding, which has "
+                 "length 1. ")
     if False in has_words:
         note += "The score of a method without words is the similarity of the image and the word. "
     note += "The model does not see the caption."

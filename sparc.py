@@ -51,8 +51,8 @@ fraction of a word's weight that lies on the objects that the word names.
     D: on objects, shape words        .174 +- .012  without sparsity .097 +- .023: holds         5
     C: mIoU of colours                .082 +- .030  CLIP .132 +- .045                            3
     Three seeds decide nothing. Uniform weights have .07 on objects. C is `tiny-stem` with
-    --lambda-f .5 --lr 1e-3. `python tests/claims.py readme` prints D (seeds 11-15), and `sparc` in
-    place of `readme` prints C (seeds 6-8).
+    --lambda-f .5 --lr 1e-3. `python tests/claims.py readme` prints D (seeds 11-15), and `python
+    tests/claims.py sparc` prints C (seeds 6-8).
 """
 
 import contextlib
@@ -311,7 +311,7 @@ class Model(nn.Module):
 
     def diagnose(self, batch):
         """Scalars to log: L_f of captions with WRONG images, and how many patches a word uses. If
-        L_f is as low with wrong images as with the right ones, it is learned without the images."""
+        L_f is as low with wrong images as with the right ones, the images do not matter to L_f."""
         images, ids, mask = (batch[name][:256] for name in ("images", "tokens", "mask"))
         tokens = self.g_t(self.text_encoder(ids, mask))             # (B, L, E)
         patches = self.g_v(self.f_v(images))                        # (B, P, E)
@@ -361,13 +361,13 @@ class Model(nn.Module):
 # * L_f can be solved without the image, as in C. The negatives of a word are the words of the same
 #   caption, so patches can become a codebook that tells words apart, whatever the image shows. At
 #   the end of C, L_f is .11, and .16 with a wrong image (chance 2.2). Zero-shot and retrieval are
-#   still above CLIP's, but segmentation is below.
+#   still above CLIP's, but mIoU is below CLIP's.
 # * With lambda_f 0.1 and the learning rate 2e-3, L_f needs the right image: L_f is .84, and 2.05
 #   with a wrong image. Zero-shot is better at a lower rate. Words find their objects best without
 #   a stem, as in B and D.
-# * Zero-shot of C is .585. With softmax weights (.608) or without a threshold (.584), zero-shot is
-#   not lower, but Table 8 has both lower. Softmax weights find more captions (R@1
-#   .674, sparse .654). With 36 patches zero-shot is lower with softmax weights (.616, sparse .711).
+# * Zero-shot of C is .585, with softmax weights .608, without a threshold .584. Table 8 has both
+#   below SPARC. Softmax weights have a higher R@1 of captions (.674, sparse .654). With 36 patches
+#   zero-shot is lower with softmax weights (.616, sparse .711).
 # * Softmax alignment puts more weight on colours than sparse alignment does, with each seed of B,
 #   but less on shapes. Alignment without a threshold puts less on both.
 # * SPARC is above CLIP with each seed of B in zero-shot, in R@1 of captions and of images and in

@@ -40,8 +40,8 @@ Run:     python train.py --method sparo                   (the world of shapes, 
          python train.py --method sparo --objective dino  (DINO; --readout sparo, cls, gap)
 Result:  on test data, mean +- deviation of n seeds. The 95 % interval of the difference from CLIP
          is -.009 to +.191 in zero-shot, +.002 to +.201 on swapped attributes. Three seeds decide
-         nothing. `python tests/claims.py readme` prints the rows with n = 5, and `sparo` in place
-         of `readme` those with n = 3, an older record.
+         nothing. `python tests/claims.py readme` prints the rows with n = 5. `python
+         tests/claims.py sparo` prints the rows with n = 3, an older record.
 
     what                                       here          compared with             n
     zero-shot                                  .933 +- .013  CLIP .842 +- .074         5, not shown
@@ -51,7 +51,7 @@ Result:  on test data, mean +- deviation of n seeds. The 95 % interval of the di
     hard negatives                             .722 +- .009  CLIP .695, CLIP+GAP .692  3
     hard negatives, best half of the slots     .719 +- .017  all slots .722 +- .009    3
     best patch lies on the colour of its word  .476 +- .044  chance .071 +- .001       3
-    linear probe of DINO with SPARO            .465 +- .030  DINO .437 +- .047         3
+    linear probe of DINO with SPARO            .465 +- .030  DINO .437, untrained .112 3
 """
 
 import contextlib

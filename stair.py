@@ -38,11 +38,11 @@ Not here: the authors' private pairs (App. B). The index (App. D) holds words an
          To block words in documents, set the weights of these words to 0 before `add`.
 Run:     python train.py --method stair                     (the world of shapes)
 Result:  on test data, mean +- deviation of n seeds. Three seeds decide nothing. CLIP is
-         trained by sparc.py. `python tests/claims.py stair` prints the rows of three seeds, and
-         `readme` in place of `stair` those of five.
+         trained by sparc.py; the wide CLIP has an encoding as wide as STAIR's. `python
+         tests/claims.py stair` prints the rows with n = 3, `python tests/claims.py readme` n = 5.
 
     what                                      here          compared with                      n
-    text-to-image R@1                         .885 +- .013  CLIP as wide .785 +- .008: holds   5
+    text-to-image R@1                         .885 +- .013  wide CLIP .785 +- .008: holds      5
     image-to-text R@1                         .937 +- .013  CLIP .897 +- .015, one stage .742  3
     ... without the text encoder              .524 +- .071  with it .937 +- .013               3
     zero-shot                                 .991 +- .004  after stage 2 .747, stage 1 .770   3

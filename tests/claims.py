@@ -82,9 +82,10 @@ Claims about photos need CIFAR-10 in class folders, cifar10/train and cifar10/te
             file.parent.mkdir(parents=True, exist_ok=True)
             image.save(file)
 
-From cifar10/train --again makes the folders cifar10/fit and cifar10/val, on which rates are chosen,
-and four shards with captions of train and of fit. The recorded figures used 2,000 training images
-and 200 test images of each class.
+--again links a tenth of cifar10/train in cifar10/val, and the others in cifar10/fit. Runs named
+-fit train on fit, and val chooses their rates. --again also makes four shards of train and four of
+fit, with captions. The recorded figures used 2,000 training images and 200 test images of each
+class.
 """
 
 import argparse

@@ -878,11 +878,11 @@ def test_training_crops_equal_those_of_pil_up_to_rounding():
             assert_pixels_of_pil(ours, pils)
 
 
-@pytest.mark.parametrize("encoder", [
+@pytest.mark.parametrize("build", [
     lambda: common.ViT(32, 16, 12, 1, 2, cls=True), lambda: common.ResNet(32, (1, 1, 1, 1)),
     lambda: common.ViT(32, 8, 12, 2, 2, stem=((4, 4), (4, 2)))])
-def test_encoders_normalise_uint8_images(encoder):
-    encoder, images = encoder().eval(), torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
+def test_encoders_normalise_uint8_images(build):
+    encoder, images = build().eval(), torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
     floats = v2.functional.normalize(images / 255, common.MEAN, common.STD)
     torch.testing.assert_close(encoder(images), encoder(floats))
     torch.testing.assert_close(encoder(common.to_floats(floats)), encoder(floats))

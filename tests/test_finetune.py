@@ -102,7 +102,7 @@ def test_fine_tuning_starts_from_the_evaluated_encoder(tmp_path, run_of, name):
     assert config["classes"] == common.SHAPE_NAMES
     found, expected = weights(tmp_path / "run"), evaluation.load_run(run)[0].model.evaluation_encoder()
     encoder = {key.removeprefix("image_encoder."): x for key, x in found.items()
-             if key.startswith("image_encoder.")}
+               if key.startswith("image_encoder.")}
     assert encoder.keys() == expected.state_dict().keys()
     learned = dict(expected.named_parameters())                             # without statistics
     assert [key for key in learned if not torch.equal(encoder[key], learned[key])] == []

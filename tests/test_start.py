@@ -136,7 +136,7 @@ def made_up_clip_file(vocab, changes={}):
     changes: {tensor: another shape, or None if the file lacks the tensor}.
     """
     encoders = [f"clip-b32:width=16,heads=2,depth=1,{more}"
-              for more in ("image_size=16,patch_size=8", "context=32,vocab_size=1")]
+                for more in ("image_size=16,patch_size=8", "context=32,vocab_size=1")]
     flags = ["--image-encoder", encoders[0], "--text-encoder", encoders[1], "--embed-dim", "8",
              "--vocab", str(vocab), "--init-weights", "clip.pt"]
     args = train.parse_args([*SMALL["sparc"], *flags])

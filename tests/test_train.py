@@ -173,11 +173,11 @@ def test_compile_does_not_change_trained_weights(tmp_path, monkeypatch, name, ob
     torch.testing.assert_close(plain, other, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("encoder, graphs", [
+@pytest.mark.parametrize("build, graphs", [
     (lambda: common.ViT(16, 8, width=8, depth=10, heads=2, drop_path=0.1), 10),  # torch's limit: 8
     (lambda: common.ResNet(32, (1, 1, 1, 1)), 1)])
-def test_an_encoder_is_compiled_completely(monkeypatch, encoder, graphs):
-    compile, compiled, encoder = torch.compile, [], encoder()
+def test_an_encoder_is_compiled_completely(monkeypatch, build, graphs):
+    compile, compiled, encoder = torch.compile, [], build()
     count = lambda graph, inputs: compiled.append(graph) or graph
     monkeypatch.setattr(torch, "compile", lambda block: compile(block, backend=count))
     train.wrap(SimpleNamespace(compile=True), encoder, 1)
