@@ -39,7 +39,8 @@ Not here: the authors' private pairs (App. B). The index (App. D) holds words an
 Run:     python train.py --method stair                     (the world of shapes)
 Result:  on test data, mean +- deviation of n seeds. Three seeds decide nothing. CLIP is
          trained by sparc.py; the wide CLIP has an encoding as wide as STAIR's. `python
-         tests/claims.py stair` prints the rows with n = 3, `python tests/claims.py readme` n = 5.
+         tests/claims.py stair` prints the rows with n = 3. `python tests/claims.py readme` prints
+         the rows with n = 5.
 
     what                                      here          compared with                      n
     text-to-image R@1                         .885 +- .013  wide CLIP .785 +- .008: holds      5

@@ -253,14 +253,14 @@ def print_table(method):
     chosen = []
     for name, run in table["runs"].items():
         rate, (_, rates) = rate_of(method, name, figure), trained(method, name)
-        edge = ""
+        remark = ""
         if len(rates) == 1:
-            edge = " (not swept)"
+            remark = " (not swept)"
         elif run["rate_by"] in table["runs"]:
-            edge = f" (as {run['rate_by']})"
+            remark = f" (as {run['rate_by']})"
         elif rate in (rates[0], rates[-1]):
-            edge = " (at the edge of its sweep)"
-        chosen += [f"{name} {rate}{edge}"] if rate else []
+            remark = " (at the edge of its sweep)"
+        chosen += [f"{name} {rate}{remark}"] if rate else []
     tried = ", ".join(map(str, table.get("rate_seeds", [0])))
     print(f"\nThe figures are means ± standard deviations over the seeds {tuple(table['seeds'])} "
           f"on the test split.\n{RULE}\nLearning rates were chosen on the val split with seed "
