@@ -75,6 +75,11 @@ class UserError(Exception):
         super().__init__(message.rpartition("UserError: ")[2].strip())
 
 
+def flag_of(name):
+    """The name of a setting -> its flag on the command line."""
+    return "--" + name.replace("_", "-")
+
+
 @contextlib.contextmanager
 def explained(kinds, what, remedy=""):
     """A context that turns an error of the types `kinds` into a UserError.
@@ -694,7 +699,7 @@ def build_model(method, args, image_encoder, text_encoder):
 
 def copy_encoder(encoder, source, run):
     """Load the weights of a run's image encoder `source` into `encoder`. Raises UserError if they
-    not fit.
+    do not fit.
 
     Positions are interpolated to the image size of `encoder`. If the source has no final LayerNorm
     (CLIP+GAP moves the LayerNorm to the read-out), the LayerNorm of `encoder` keeps its initial
@@ -1152,6 +1157,7 @@ def to_rgb(image):
     often black. Transparent pixels are white here, as in img2dataset's shards.
     """
     if image.getexif().get(ORIENTATION, 1) != 1:
+        image.info.pop("exif", None)  # else PIL writes EXIF again, and raises for a damaged tag
         image = ImageOps.exif_transpose(image)
     # Images of 16 bits, 32 bits or floats: PIL's convert would cut all values at 255.
     if image.mode.startswith(("I", "F")):
@@ -1182,6 +1188,15 @@ class View:
     alpha: float = 1.0       # Beta(alpha, alpha) draws the crop's centre in the image's box, if any
 
 
+def decoded_side(size, least):
+    """How many pixels the sides of a decoded image need, so that no crop has a side below `size`.
+
+    least: the smallest area of a crop, as a fraction of the image's. The smallest crop has the
+    aspect ratio 3/4.
+    """
+    return math.ceil(size / (0.75 * least) ** 0.5)
+
+
 class Views:
     """Several random views of each image, for methods that compare views (BAM, DINO, SimCLR).
 
@@ -1196,7 +1211,7 @@ class Views:
         self.views, self.image_size = views, image_size
         self.betas = [torch.distributions.Beta(view.alpha, view.alpha) for view in views]
         # open_image must leave enough pixels for the smallest crop of every view
-        self.min_side = max(math.ceil(view.size / view.scale[0] ** 0.5) for view in views)
+        self.min_side = max(decoded_side(view.size, view.scale[0]) for view in views)
 
     def __call__(self, image, box=None):
         """An image -> a list of random crops (3, size, size), one for each view.
@@ -1413,6 +1428,7 @@ class CaptionTable:
     rows: (path, caption) or Skipped. Rows with the same path are captions of one image.
     name: what messages call the table.
     root: the directory that the paths are relative to, or "".
+    content: what each image needs, see open_data. Without captions, a caption may be empty.
 
     An epoch shows each image once, over all ranks and workers. The next epoch shows the image with
     its next caption. Raises UserError if no row can be used.
@@ -1421,9 +1437,9 @@ class CaptionTable:
     max_bad, unit = 1000, "images"
     start = 0                 # a position is the number of samples so far
     classes = labels = None   # for class folders: the folders' names, and (n,) the images' labels
-    content = "caption"
 
-    def __init__(self, rows, name, root=""):
+    def __init__(self, rows, name, root="", content="caption"):
+        self.content = content
         captions, self.skipped, names = defaultdict(list), {}, 0
         for row in rows:
             if isinstance(row, Skipped):
@@ -1434,7 +1450,7 @@ class CaptionTable:
             # JSON can hold half of a character (a lone surrogate), which UTF-8 cannot encode: "?"
             # replaces the surrogate.
             caption = caption.encode(errors="replace").decode()
-            if is_printed(caption):
+            if is_printed(caption) or content is None:
                 captions[path].append(caption)
                 names = zlib.crc32(os.path.basename(path).encode(errors="replace"), names)
             else:
@@ -1475,6 +1491,7 @@ class CaptionTable:
         """A new table with these rows of a labelled table."""
         table = CaptionTable([(self.path(i), self.captions[i]) for i in rows], self.name)
         table.classes, table.labels, table.content = self.classes, self.labels[rows], "label"
+        table.skipped = self.skipped
         return table
 
     def samples(self, seed, part, parts, start=start):
@@ -1882,13 +1899,17 @@ def read_cells(lines, delimiter):
     """The lines of one row -> (cells, ""). If they are not exactly one row: ([], what is wrong)."""
     # Quotes within a cell can be text, as in: a 5" pipe and a 3" pipe. But an odd number of quotes,
     # or a second line, means that a cell is in quotes. Then a quote left open is an error (strict).
+    # Otherwise an open quote shows by the end of the line, which becomes a part of the last cell.
     strict = sum(line.count('"') for line in lines) % 2 == 1 or len(lines) > 1
     rows = csv.reader(lines, delimiter=delimiter, strict=strict)
     try:
         cells = next(rows, [])
     except csv.Error as error:
         return [], LONG_FIELD if "field limit" in str(error) else BROKEN_ROW
-    return (cells, "") if rows.line_num == len(lines) else ([], BROKEN_ROW)
+    is_open = len(lines) == 1 and cells and cells[-1].endswith(("\n", "\r"))
+    if is_open or rows.line_num != len(lines):
+        return [], BROKEN_ROW
+    return cells, ""
 
 
 def read_token_file(path):
@@ -2004,7 +2025,8 @@ def open_table(read, name, content, image_root, **settings):
                         f"labels or shapes.")
     with explained(OSError, f"Cannot read {name}"):
         try:
-            return CaptionTable(read(name, **settings), name, image_root or Path(name).parent)
+            root = image_root or Path(name).parent
+            return CaptionTable(read(name, **settings), name, root, content)
         except UnicodeDecodeError:
             raise UserError(f"{name}, line {first_line_not_utf8(name)} is not UTF-8. Save the file "
                             f"as UTF-8.") from None
@@ -2032,7 +2054,11 @@ def open_directory(directory, content, image_root):
         entries = [entry for entry in os.scandir(directory) if not entry.name.startswith(HIDDEN)]
     classes = sort_classes([entry.name for entry in entries if entry.is_dir()])
     files = sorted(entry.path for entry in entries if not entry.is_dir())
-    if content is None and any(map(is_image, files)):
+    loose = [file for file in files if is_image(file)]
+    if content is None and loose:
+        if classes:
+            print(f"note: {directory} has images next to its folders, such as {loose[0]}. So the "
+                  f"folders are no classes, and all images are used.")
         classes, files = [], []  # images without classes: read the directory as one folder
     if content and not classes:
         raise UserError(f"{directory} has no class folders: give a directory with one folder of "
@@ -2093,7 +2119,10 @@ def is_image(name):
 def sort_classes(folders):
     """The names of class folders, sorted. If all names are whole numbers, they are sorted as
     numbers, 2 before 10, so that a folder's label is its number."""
-    return sorted(sorted(folders), key=int if all(map(str.isdecimal, folders)) else str)
+    names = sorted(folders)
+    if all(map(str.isdecimal, names)):
+        names.sort(key=int)
+    return names
 
 
 def article(phrase):
@@ -2449,20 +2478,26 @@ def param_groups(model, weight_decay):
             {"params": rest, "weight_decay": 0.0, "decays": False}]
 
 
+def without_nan(record):
+    """A record with None in place of floats that are not finite, which JSON lacks."""
+    return {name: x if not isinstance(x, float) or math.isfinite(x) else None
+            for name, x in record.items()}
+
+
 def writing(path):
     """A context that turns an OSError (a full disk, ...) into a UserError that names the path."""
     return explained(OSError, f"{path} cannot be written")
 
 
 @contextlib.contextmanager
-def replacing(path, suffix=f".{os.getpid()}.tmp"):
+def replacing(path, suffix=None):
     """A context with a binary file PATH + suffix to write to. At the end the file is renamed to
-    `path`.
+    `path`. Without a suffix the process has one of its own.
 
     A killed process leaves the old file or the new file under `path`, never a part of the new file.
     An error leaves the old file.
     """
-    temporary = Path(f"{path}{suffix}")
+    temporary = Path(f"{path}{suffix or f'.{os.getpid()}.tmp'}")
     try:
         with writing(path), open(temporary, "wb") as file:
             yield file
@@ -2538,6 +2573,8 @@ def load_checkpoint(path, map_location="cpu"):
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
+        if isinstance(error, MemoryError) or "memory" in str(error):
+            raise  # the file may be intact
         missing = FileNotFoundError, PermissionError, IsADirectoryError
         why = error.strerror if isinstance(error, missing) else why_unreadable(path, str(error))
         raise UserError(f"{path} is not a checkpoint that can be read: {why}.") from None

@@ -89,7 +89,8 @@ def recall_at_k(queries, keys, positives, chunk=1024, similarity=torch.inner):
         positive = ids[:, None] == key_ids                                  # (chunk, K)
         best = scores.masked_fill(~positive, -torch.inf).amax(1, keepdim=True)
         # the rank of the best positive, from 0: the number of negatives that come before it
-        ranks.append((scores.masked_fill(positive, -torch.inf) >= best).sum(1))
+        rank = (scores.masked_fill(positive, -torch.inf) >= best).sum(1)
+        ranks.append(rank.where(positive.any(1), torch.inf))  # a query without one finds none
     ranks = torch.cat(ranks)
     return {k: (ranks < k).sum().item() / len(queries) for k in (1, 5, 10)}
 
@@ -165,7 +166,7 @@ def note_tie(scores, held):
               f"{len(held)} features that were held out to choose one: the middle one is used.")
 
 
-def adamw_probe(x, labels, epochs=10, batch=64):
+def adamw_probe(x, labels, epochs):
     """Train a linear classifier on features (N, E) and labels (N,) as CLIP_benchmark does (SPARO,
     C.1) -> torch.nn.Linear, the weight decay.
 
@@ -187,7 +188,7 @@ def adamw_probe(x, labels, epochs=10, batch=64):
         head = torch.nn.Linear(x.shape[1], classes).to(x.device)
         optimizer = torch.optim.AdamW(head.parameters(), weight_decay=decay, fused=True)
         orders = [torch.randperm(len(x)).to(x.device) for _ in range(epochs)]
-        batches = [rows for epoch in orders for rows in epoch.split(batch)]
+        batches = [rows for epoch in orders for rows in epoch.split(64)]
         for step, rows in enumerate(batches):
             optimizer.param_groups[0]["lr"] = common.cosine(step, len(batches), 0.1, 0.0)
             optimizer.zero_grad()
@@ -210,7 +211,7 @@ def adamw_probe(x, labels, epochs=10, batch=64):
 
 
 @common.fixed_seed(0)
-def sgd_probe(crops, held, held_labels, classes, epochs=100):
+def sgd_probe(crops, held, held_labels, classes, epochs):
     """Train a linear classifier as BAM does (D.1, Table 9b) -> torch.nn.Linear, the learning rate.
 
     crops() -> features (n, E) and labels (n,) of new random crops of the training images. Each
@@ -704,7 +705,7 @@ def refuse_useless_options(given, data, default):
         reasons.append(("classes", "the names of the classes of shapes are fixed"))
     for option, reason in reasons:
         if option in given:
-            flag = "--" + option.replace("_", "-")
+            flag = common.flag_of(option)
             raise UserError(f"{flag} {given[option]} has no effect: {reason}. Leave it out.")
 
 
@@ -750,8 +751,8 @@ class EvalSet:
     classes: Classes = None        # names and prompts of the classes, for tasks with text
     groups: dict = None            # {"": (ids (C,), names), ...}; folders have only the key ""
     named: Classes = None          # classes named by files or folders; None: the world's own names
-    numbered: bool = False         # whether class i is also label i of shards
-    label_ids: list = None         # the class of each label of shards; None: class i is label i
+    numbered: bool = False         # whether the labels of shards have a class here
+    label_ids: list = None         # the class of each label of shards; None: label i has class i
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
     map_classes: dict = None       # {key: Classes} of `maps`
     content_words: set = None      # nouns and adjectives, which K-Pna counts
@@ -759,7 +760,7 @@ class EvalSet:
     is_world: bool = False         # whether the data are the world, which has splits of its own
                                    # to learn from and to choose slots and masks by
     options: argparse.Namespace = None  # the options with which the data were opened
-    training: "EvalSet" = None     # what k-NN and probes learn from, see training_pairs
+    training: "EvalSet" = None     # what k-NN and probes learn from, see all_training_pairs
     labelled: Callable = None      # (purpose) -> pairs (image, class id)
     captioned: Callable = None     # (purpose) -> pairs (image, list of captions)
     negatives: Callable = None     # () -> pairs (image, [(kind, caption, wrong caption), ...])
@@ -794,12 +795,13 @@ class TableSet(EvalSet):
         numbers = [str(i) for i in range(len(table.classes))]
         self.numbered = bool(options.classes) or table.classes == numbers
         if options.classes:
-            lines = common.read_lines(options.classes, "--classes")
-            known = {name: i for i, name in enumerate(common.with_spaces(table.classes))}
-            ids = [known.get(name) for name in common.with_spaces(lines)]
+            common.class_names(table.classes, options.classes)  # raises if the file does not fit
+            folders = common.with_spaces(table.classes)
+            lines = common.with_spaces(common.read_lines(options.classes, "--classes"))
             # If the lines are the folders' names in another order, line i names the class of label
             # i in the shards. Otherwise line i is a new name for folder i of the sorted folders.
-            self.label_ids = None if None in ids else ids
+            if sorted(lines) == sorted(folders):
+                self.label_ids = [folders.index(line) for line in lines]
         self.labelled = lambda purpose: ((table.path(i), int(table.labels[i])) for i in rows)
 
     @functools.cached_property  # only tasks with text need names, which may be missing
@@ -977,10 +979,10 @@ def open_kind(options, image_size, captions):
 
 
 def sugarcrepe_files(directory):
-    """The JSON files of a directory that have a field of SugarCrepe in their first 4,000 bytes."""
+    """The JSON files of a directory that have SugarCrepe's own field in their first 4,000 bytes."""
     found = sorted(directory.glob("*.json")) if os.path.isdir(directory) else []
-    field = re.compile(b'"(filename|negative_caption)"')
-    return [file for file in found if file.is_file() and field.search(file.read_bytes()[:4000])]
+    field = b'"negative_caption"'
+    return [file for file in found if file.is_file() and field in file.read_bytes()[:4000]]
 
 
 def open_second(options, data, spec, root, message):
@@ -1001,8 +1003,25 @@ def open_second(options, data, spec, root, message):
     return open_eval_set(argparse.Namespace(**second), data.image_size)
 
 
-def training_pairs(options, data, purpose="train"):
+def training_pairs(options, data):
     """What k-NN and probes learn from -> a function that yields pairs (image, class id).
+
+    These are the pairs of all_training_pairs, or the share of them that --label-fraction keeps.
+    """
+    pairs = all_training_pairs(options, data, "train")
+    if options.label_fraction is None:
+        return pairs
+    # a first pass over names and labels chooses which images the second pass yields
+    files, labels = [], []
+    for image, label in pairs():
+        files.append(image if isinstance(image, str) else None)
+        labels.append(label)
+    chosen = set(common.label_rows(files, labels, options.label_fraction))
+    return lambda: (pair for i, pair in enumerate(pairs()) if i in chosen)
+
+
+def all_training_pairs(options, data, purpose):
+    """What k-NN and probes can learn from -> a function that yields pairs (image, class id).
 
     The world has a training split. For other data, options.train_data is --train-data, or what
     data_to_learn_from chooses. A caller that reads only the first pair gives the purpose "first".
@@ -1024,15 +1043,7 @@ def training_pairs(options, data, purpose="train"):
         for image, label in known_labels(train.labelled(purpose), spec, names, options.data):
             yield image, ids[label] if ids else label
 
-    if options.label_fraction is None:
-        return pairs
-    # a first pass over names and labels chooses which images the second pass yields
-    files, labels = [], []
-    for image, label in pairs():
-        files.append(image if isinstance(image, str) else None)
-        labels.append(label)
-    chosen = set(common.label_rows(files, labels, options.label_fraction))
-    return lambda: (pair for i, pair in enumerate(pairs()) if i in chosen)
+    return pairs
 
 
 def check_same_classes(options, data, train):
@@ -2098,12 +2109,12 @@ CHARTS = {
         "entropy_a": "attention A", "entropy_b": "target B", "chance_loss": "uniform attention"}}
 
 
-def move_apart(labels, least=13):
-    """Labels (y, text, colour) -> the labels from the lowest to the highest, `least` pixels or more
+def move_apart(labels):
+    """Labels (y, text, colour) -> the labels from the lowest to the highest, 13 pixels or more
     apart. A label that is too close to the label below moves up."""
     moved = []
     for y, text, colour in sorted(labels, key=lambda label: -label[0]):  # y grows downwards
-        y = min(y, moved[-1][0] - least) if moved else y
+        y = min(y, moved[-1][0] - 13) if moved else y
         moved.append((y, text, colour))
     return moved
 
@@ -2120,7 +2131,7 @@ def read_curves(log, legend):
     return curves
 
 
-def chart(log, curves, width=300, height=140):
+def chart(log, curves):
     """Draw curves of a log by steps. curves: what `read_curves` returns, at least one curve.
 
     The y axis goes from 0 to the highest value, and the x axis from the first to the last step. The
@@ -2129,7 +2140,7 @@ def chart(log, curves, width=300, height=140):
     """
     first, last = log[0]["step"], log[-1]["step"]
     highest = max([1e-12, *[value for points, *_ in curves for _, value in points]])
-    left, top = 64, 52
+    left, top, width, height = 64, 52, 300, 140
     right, bottom = left + width, top + height
 
     def at(step, value):
@@ -2303,9 +2314,7 @@ def check_data(tasks, options, data, model):
     if "classification" in tasks:
         check_classes(options, data, model)
     if ("knn" in tasks or "linear" in tasks) and not data.is_world:
-        # --label-fraction is left out, because it would read all labels before the first pair
-        everything = argparse.Namespace(**vars(options) | {"label_fraction": None})
-        next(training_pairs(everything, data, "first")())
+        next(all_training_pairs(options, data, "first")())
 
 
 def evaluate(embedder, data, options):
@@ -2379,22 +2388,27 @@ def write_metrics(embedder, data, options, run, result):
     classes = data.classes if data.is_world else data.named
     if classes:
         depends_on |= {"class_names": classes.source, "prompts": classes.templates}
-    finite = {key: x if math.isfinite(x) else None for key, x in result.items()}  # JSON has no NaN
-    record, path = {"settings": depends_on} | finite, Path(run, "evals.jsonl")
+    record = {"settings": depends_on} | common.without_nan(result)
+    path = Path(run, "evals.jsonl")
     # a killed process may have left half a line: the record starts on a line of its own
     is_cut = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
     with common.writing(path), open(path, "a") as file:
-        file.write(is_cut * "\n" + json.dumps(record) + "\n")
+        if is_cut:
+            file.write("\n")
+        file.write(json.dumps(record) + "\n")
     if options.is_own and not options.tasks:
         with common.replacing(Path(run, "eval.json")) as file:
             file.write(json.dumps(record, indent=2).encode() + b"\n")
 
 
 def output_path(run, options, name):
-    """RUN/NAME for the run's own evaluation, RUN/DATA-NAME for any other, so that pictures of
-    different data do not replace each other."""
+    """RUN/NAME for the run's own evaluation, RUN/DATA-SPLIT-NAME for any other, so that pictures of
+    other data or another split do not replace each other."""
+    if options.is_own:
+        return Path(run, name)
     data = re.sub("[^A-Za-z0-9]+", "-", options.data)[-60:].strip("-")
-    return Path(run, name if options.is_own else f"{data}-{name}")
+    split = "" if options.split == "all" else f"{options.split}-"  # "all": data without splits
+    return Path(run, f"{data}-{split}{name}")
 
 
 def write_pictures(pages):
@@ -2541,8 +2555,8 @@ def export(run, checkpoint, file):
 
 # The settings in which the runs of a column may differ: the seed, and settings that belong neither
 # to the method nor to the training recipe.
-ASIDE = ("seed out argv git resume workers log_every save_every keep_every eval_every "
-         "accum_freq").split()
+ASIDE = ("seed out argv git torch threads resume workers log_every save_every keep_every "
+         "eval_every accum_freq").split()
 
 
 def print_table(columns):
@@ -2730,7 +2744,7 @@ def check_flags(flags, parser):
     for name, least in {"limit": 1, "probe_epochs": 1, "batch": 1, "workers": 0}.items():
         value = vars(flags)[name]
         if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} {value} must be at least {least}.")
+            raise UserError(f"{common.flag_of(name)} {value} must be at least {least}.")
     if flags.probe == "lbfgs" and flags.probe_epochs:
         raise UserError("--probe lbfgs has no epochs, as it runs until it converges: leave out "
                         "--probe-epochs.")

@@ -85,7 +85,9 @@ class Config:
     vocab_size: int = 8192  # largest size of a vocabulary that is trained on the captions
     # side of an image in pixels; without it the encoder's image size, or the size of `shapes`
     image_size: int | None = None
-    crop_scale: float = 0.9  # smallest area of a training crop, as a fraction of the image's area
+    # smallest area of a training crop, as a fraction of the image's area; pictures of `shapes` with
+    # captions are not cropped
+    crop_scale: float = 0.9
     # number of processes per rank that load data; with 0 the training process loads the data
     workers: int = 0
 
@@ -175,7 +177,7 @@ def train(args, out, device):
     torch.manual_seed(args.seed + rank)  # stochastic depth differs between ranks
     autocast, scaler, is_half = mixed_precision(args, device)
 
-    # Resume. `progress` holds all that changes, apart from weights, optimizer and loss scale.
+    # Resume. `progress` holds all that changes, see Progress.
     progress, saved = Progress(data.fingerprint, tokenizer and tokenizer.hash()), None
     if args.resume:
         saved = load_state(args, model, scaler, progress, device)
@@ -200,7 +202,8 @@ def train(args, out, device):
         model.train()
 
         while progress.step < end:
-            if progress.step in method.box_refreshes(args):  # BAM crops where [CLS] looks
+            # BAM crops where [CLS] looks. --bench measures updates alone.
+            if progress.step in method.box_refreshes(args) and not args.bench:
                 batches = None  # ends the workers, which crop by the old boxes
                 progress.boxes = find_boxes(args, data, model, device, autocast)
             if batches is None:
@@ -322,10 +325,6 @@ def comments_of(config_class):
     return {name: behind or joined(above) for above, name, behind in found}
 
 
-def flag_of(name):
-    return "--" + name.replace("_", "-")
-
-
 def add_flags(parser, config_class, title, defaults):
     """Add a flag for each field of a dataclass. The help of a flag is the field's comment, followed
     by the default if `defaults` {name: value} has one."""
@@ -343,14 +342,14 @@ def add_flags(parser, config_class, title, defaults):
         elif kind is bool:
             options = {"action": argparse.BooleanOptionalAction}
         elif kind is list:
-            read = functools.partial(common.read_lines, flag=flag_of(field.name))
+            read = functools.partial(common.read_lines, flag=common.flag_of(field.name))
             options = {"type": read, "metavar": "FILE"}
         else:
             options = {"type": kind, "metavar": kind.__name__.upper()}
         options["help"] = comments[field.name].replace("%", "%%")
         if defaults.get(field.name) is not None:
             options["help"] += " (default: %(default)s)"
-        group.add_argument(flag_of(field.name), **options)
+        group.add_argument(common.flag_of(field.name), **options)
     parser.set_defaults(**vars(config_class()))
 
 
@@ -363,7 +362,7 @@ def parse_args(argv):
     # First read the few flags on which the other flags and their defaults depend.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("method", "preset", "out", "finetune"):
-        first.add_argument(flag_of(name), default=vars(Config()).get(name))
+        first.add_argument(common.flag_of(name), default=vars(Config()).get(name))
     first.add_argument("--resume", nargs="?", const=True, default=False)
     first, _ = first.parse_known_args(argv)
     if first.resume and not first.out:
@@ -403,7 +402,7 @@ def default_settings(args):
     settings of the resumed run. Otherwise they are the settings of the preset and, with --finetune,
     of that run's image encoder."""
     if args.resume:
-        return common.read_config(args.out)
+        return vars(evaluation.settings_of_run(args.out)[1])
     method = args.method or ("classifier" if args.finetune is not None else None)
     if method is None:
         return {}
@@ -435,7 +434,7 @@ BELOW_ONE = {"beta2", "smoothing", "drop_path"}
 AT_MOST_ONE = {"crop_scale", "sigma", "filip_keep", "center_momentum", "ema", "crop_least",
                "crop_border", "crop_threshold", "share_1", "share_2", "ramp", "erasing"}
 # flags that need captions
-TEXT_FLAGS = {"vocab", "vocab_size", "text_encoder", "crop_scale"}
+TEXT_FLAGS = {"vocab", "vocab_size", "text_encoder"}
 # settings that cannot change when a run is resumed
 FIXED = {"method", "preset", "vocab", "vocab_size", "optimizer", "finetune", "init_weights"}
 
@@ -444,15 +443,17 @@ def check_settings(args, method, defaults, argv):
     """Raise UserError for flags that do not fit each other. defaults: the settings with no flag
     given; these are always accepted."""
     for name, default in defaults.items():
-        flag, value = flag_of(name), vars(args)[name]
+        flag, value = common.flag_of(name), vars(args)[name]
         if value == default:
             continue
         if args.resume and name in FIXED:
             raise UserError(f"{args.out} was begun with {flag} {default}, which cannot change: "
                             f"leave out {flag} {value}, or give another --out.")
-        has_effect = method.uses_text(args) or (name == "crop_scale" and method.augment(args))
-        if name in TEXT_FLAGS and not has_effect:
+        if name in TEXT_FLAGS and not method.uses_text(args):
             raise UserError(f"{flag} has no effect: this objective uses no captions. Leave it out.")
+        if name == "crop_scale" and not (method.uses_text(args) or method.augment(args)):
+            raise UserError(f"{flag} has no effect: the views of this objective have settings of "
+                            f"their own. Leave it out.")
         if isinstance(value, (int, float)):
             check_number(name, value)
     named = {word.partition("=")[0] for word in argv}
@@ -476,10 +477,10 @@ def check_number(name, value):
     rules = [(POSITIVE, value > 0, "positive"), (BELOW_ONE, value < 1, "below 1"),
              (AT_MOST_ONE, value <= 1, "at most 1"), ({"seed"}, value < 2**63, "below 2^63")]
     if not math.isfinite(value) or value < 0:
-        raise UserError(f"{flag_of(name)} {value} must be finite and not negative.")
+        raise UserError(f"{common.flag_of(name)} {value} must be finite and not negative.")
     for names, holds, wanted in rules:
         if name in names and not holds:
-            raise UserError(f"{flag_of(name)} {value} must be {wanted}.")
+            raise UserError(f"{common.flag_of(name)} {value} must be {wanted}.")
 
 
 # The run's directory -----------------------------------------
@@ -559,7 +560,7 @@ def write_run(args, tokenizer, out):
     # through a shell, because a shell raises no error if git is missing
     git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent,
                          capture_output=True, text=True)
-    record = {"argv": sys.argv} | vars(args)  # args of a resumed run has its first argv
+    record = {"argv": sys.argv} | vars(args)  # a resumed run keeps its first argv
     record |= {"git": git.stdout.strip() or None, "torch": str(torch.__version__),
                "threads": torch.get_num_threads()}
     with common.replacing(out / "config.json") as file:
@@ -574,8 +575,8 @@ def announce(args, data, model, tokenizer, device, progress):
     ranks, threads = this_rank()[1], torch.get_num_threads()
     facts = [f"--method {args.method}", f"--preset {args.preset}", *changed_settings(args, data)]
     print(f"{args.out}: {' '.join(facts)}")
-    print(f"{params:.1f} M parameters on {device}, {ranks} process{'es' * (ranks > 1)}, "
-          f"{threads} thread{'s' * (threads > 1)} each")
+    print(f"{params:.1f} M parameters on {device}, {ranks} process{'es' if ranks > 1 else ''}, "
+          f"{threads} thread{'s' if threads > 1 else ''} each")
     if args.resume:
         print(f"The run continues after step {progress.step} of {args.steps}.")
     if isinstance(data, common.CaptionTable):
@@ -615,7 +616,8 @@ def changed_settings(args, data):
     for name in sorted(shown):
         value, before = vars(args)[name], usual[name]
         if value != before and not (name == "steps" and args.epochs):
-            words.append(f"{flag_of(name)} {value}" + f" (it was {before})" * bool(args.resume))
+            was = f" (it was {before})" if args.resume else ""
+            words.append(f"{common.flag_of(name)} {value}{was}")
     return words
 
 
@@ -667,9 +669,7 @@ class Log:
     def write(self, record, metrics, warning):
         """Append a step's record and the metrics of its evaluation; print each warning once."""
         step = record["step"]
-        # JSON has no NaN: a gradient that overflowed in fp16 is null
-        plain = {name: x if not isinstance(x, float) or math.isfinite(x) else None
-                 for name, x in (record | metrics).items()}
+        plain = common.without_nan(record | metrics)  # a gradient that overflowed in fp16 is null
         with common.writing(self.path), open(self.path, "a") as file:
             file.write(json.dumps(plain, allow_nan=False) + "\n")
         self.bar.set_postfix(loss=record["loss"], images_per_s=record["images_per_s"])
@@ -704,14 +704,18 @@ def open_training_data(args, method):
         raise UserError(f"--batch {args.batch} is global and must be a multiple of the "
                         f"{world_size} ranks.")
     encoder = common.image_encoder_settings(args.image_encoder)[1]
-    args.image_size = args.image_size or encoder["image_size"]
+    image_size = args.image_size or encoder["image_size"]
     content = method.content(args)
-    data = common.open_data(args.data, args.image_root, "train", args.image_size, content)
+    data = common.open_data(args.data, args.image_root, "train", image_size, content)
     if content == "label":
         data = choose_labels(args, data)
     is_table = isinstance(data, common.CaptionTable)
     if isinstance(data, common.World):
-        args.image_size = data.size
+        image_size = data.size
+        if args.image_size not in (None, image_size):
+            raise UserError(f"--image-size {args.image_size} is not the size of {args.data}: leave "
+                            f"out one of the two sizes.")
+    args.image_size = image_size
     if args.epochs:
         if not is_table:
             raise UserError(f"--epochs {args.epochs} needs the number of images, which {args.data} "
@@ -864,7 +868,8 @@ def open_loader(args, data, transform, tokenizer, model, progress):
         kind = common.WorldStream
         transform = None if tokenizer else transform  # a crop may lose what the caption names
     # Large JPEGs are decoded smaller, with enough pixels for the smallest crop.
-    min_side = math.ceil(args.image_size * max(1.5, args.crop_scale ** -0.5))
+    min_side = max(math.ceil(1.5 * args.image_size),
+                   common.decoded_side(args.image_size, args.crop_scale))
     stream = kind(data, tokenizer, transform, min_side=min_side, context=context,
                   batch_size=args.batch // world_size, seed=args.seed + progress.order, rank=rank,
                   world_size=world_size, positions=dict(progress.positions), boxes=progress.boxes)
@@ -992,8 +997,7 @@ def to_device(batch, device):
 
 # What moves while training -----------------------------------------
 #
-# All that changes, apart from weights, optimizer and loss scale, is in one object, Progress. A
-# checkpoint keeps all of it, so that a resumed run continues bit for bit on a CPU.
+# A checkpoint keeps the whole Progress, so that a resumed run continues bit for bit on a CPU.
 
 
 @dataclasses.dataclass
@@ -1277,9 +1281,11 @@ def main(argv=None):
                     f"full")
         else:
             raise
-        raise UserError(f"{what}: lower --workers or --batch, or raise the container's --shm-size. "
-                        f"`--resume auto --out {shlex.quote(args.out)}` continues from the last "
-                        f"save, if there is one.") from None
+        remedy = f"{what}: lower --workers or --batch, or raise the container's --shm-size."
+        if args.out:  # --bench saves nothing
+            remedy += (f" `--resume auto --out {shlex.quote(args.out)}` continues from the last "
+                       f"save, if there is one.")
+        raise UserError(remedy) from None
     if dist.is_initialized():  # skipped after an error: NCCL would wait for the other ranks
         dist.destroy_process_group()
     return stopped_by

@@ -4,6 +4,7 @@ Every test begins with torch's seed 0. Tests that need a trained model share the
 """
 
 import functools
+import multiprocessing
 import os
 import signal
 import sys
@@ -48,11 +49,15 @@ def signals():
 def short_runs():
     """Shorten the runs of all tests: a task on the world has 24 scenes.
 
-    Runs with the same captions share one vocabulary, which is trained once.
+    Runs with the same captions share one vocabulary, which is trained once. At the end, workers of
+    failed tests are killed: Python would end them by SIGTERM, which they ignore, and wait for ever.
     """
     evaluation.WORLD_N = 24
     vocabulary = functools.cache(common.train_wordpiece)
     common.train_wordpiece = lambda captions, size: list(vocabulary(tuple(captions), size))
+    yield
+    for worker in multiprocessing.active_children():
+        worker.kill()
 
 
 @pytest.fixture(scope="session")

@@ -383,7 +383,7 @@ def test_every_image_is_cropped_in_its_own_box(tmp_path):
             return super().__call__(image, box)
 
     spy = Spy([common.View(8, (0.1, 0.2))], 8)
-    assert spy.min_side == 26                                # 8 x 8 is a tenth of 26 x 26
+    assert spy.min_side == 30                     # a tenth of 30 x 30 has at least 8 x 8 / (3 / 4)
     batches = iter(common.Stream(source, None, spy, 8, None, 11, 0, boxes=boxes))
     next(batches)
     assert sorted(calls, key=str) == 5 * [(False, 0.9)] + [(False, None)] + 5 * [(True, 0.1)]
@@ -397,6 +397,13 @@ def test_contrastive_crop_changes_the_trained_weights(tmp_path):
     assert not torch.equal(*(weights(run)["projector.0.weight"] for run in runs))
     boxes = common.load_checkpoint(runs[0] / "last.pt")["boxes"]
     assert boxes.shape == (12, 4) and (boxes[:, :2] < boxes[:, 2:]).all()
+
+
+def test_bench_finds_no_boxes_so_that_it_ends(tmp_path, capsys):
+    train.main([*SMALL["bam"], "--data", str(make_photos(tmp_path / "photos")), "--image-size", "16",
+                "--contrastive-crop", "--crop-start", "1", "--crop-every", "1", "--bench", "2",
+                "--steps", "9"])
+    assert "images_per_s" in capsys.readouterr().out
 
 
 def boxes_of_rank(rank, photos):

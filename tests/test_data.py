@@ -22,7 +22,7 @@ from resource import RLIMIT_NOFILE
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageDraw
+from PIL import ExifTags, Image, ImageDraw
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
@@ -98,6 +98,9 @@ def captions_of_samples(source, n, seed=0, part=0, parts=1, start=0):
     ("a.csv:image=url,caption=alt", 'filepath,title,url,alt\nx.jpg,one,y.jpg,two\n',
      {"y.jpg": ["two"]}),
     ("a.csv:caption=alt", 'filepath,title,url,alt\nx.jpg,one,y.jpg,two\n', {"x.jpg": ["two"]}),
+    # the open quote of the last cell shows only by the end of the line
+    ("a.csv", 'image,caption\n5".jpg,"two\nlines"\ny.jpg,one\n',
+     {'5".jpg': ["two\nlines"], "y.jpg": ["one"]}),
     ("a.token", '\ufeffx.jpg#0\tA dog .\r\nx.jpg#1\tone\u2028two\r\n\r\ny#1.jpg#0\tB\n',
      {"x.jpg": ["A dog .", "one\u2028two"], "y#1.jpg": ["B"]}),
 ])
@@ -136,6 +139,7 @@ def test_rows_without_a_file_name_or_a_caption_are_skipped_and_counted(tmp_path)
     (tmp_path / "x.jpg").write_bytes(picture())
     assert take(stream(source, 2), 1)[0]["skipped"] == {0: source.skipped}
     assert source.skipped["empty caption"][0] == 2  # a stream does not change the table's counts
+    assert set(pairs(open_data(str(path), content=None))) == {"x.jpg", "z.jpg", "w.jpg"}
 
 
 # row begins in line 12; line is the line of its last broken row.
@@ -508,11 +512,15 @@ def test_photos_are_turned_by_their_exif_orientation():
     image, file = Image.new("RGB", (80, 40), "red"), io.BytesIO()
     image.paste("blue", (0, 0, 40, 40))                      # the left half; once turned, the upper
     exif = Image.Exif()
-    exif[common.ORIENTATION] = 6
+    exif[common.ORIENTATION], exif[ExifTags.Base.ResolutionUnit] = 6, 2
     image.save(file, "JPEG", exif=exif)
-    for found in (common.open_image(file.getvalue()), common.open_image(file.getvalue(), 10)):
-        assert found.height == 2 * found.width
-        assert found.getpixel((2, 2))[2] > 200 > found.getpixel((2, found.height - 3))[2]
+    short = bytes.fromhex("0128 0003")                       # the tag's number, then its type
+    damaged = file.getvalue().replace(short, bytes.fromhex("0128 0007"))
+    assert damaged != file.getvalue()
+    for content in (file.getvalue(), damaged):
+        for found in (common.open_image(content), common.open_image(content, 10)):
+            assert found.height == 2 * found.width
+            assert found.getpixel((2, 2))[2] > 200 > found.getpixel((2, found.height - 3))[2]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TypeError, ZeroDivisionError, AttributeError])

@@ -78,6 +78,8 @@ ERRORS = [
     ("sparo --readout cls --image-encoder tiny", "add cls=1"),
     ("stair --share-1 0.7 --share-2 0.3", "leave no steps to stage 3"),
     ("dino --vocab nowhere.txt", "--vocab has no effect: this"),
+    ("bam --crop-scale 0.5", "--crop-scale has no effect: the views of this objective have"),
+    ("sparc --image-size 64", "--image-size 64 is not the size of shapes:.*size=16.*: leave out one"),
     ("dino --local-size 12", "--local-size 12 must be a multiple of the patch size 8"),
     *((f"{name} --local-size 24", "--local-size 24 must be .* and at most --image-size 16")
       for name in ("dino", "bam")),
@@ -196,6 +198,8 @@ ERRORS = [
     (f"sparc --out {'n' * 300}", "n cannot be written: File name too long"),
     ("sparc --resume", "^run/config.json does not exist, so run is no run. Give"),
     ("train --resume", "--resume needs --out"),
+    ("train --resume --out other", "other/config.json has the method 'resnet', which is none of",
+     {"other/config.json": '{"method": "resnet"}'}),
     ("stair --resume --out runs/sparc", "was begun with --method sparc, .* leave out --method stair"),
     ("train --resume --embed-dim 7 --out runs/sparc", "model of another size.*: leave out"),
     ("train --resume --preset b32 --out runs/sparc", "--preset tiny, .* leave out --preset b32"),

@@ -5,6 +5,7 @@ pictures, so that the right figures are known. Probes are compared with the code
 """
 
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -28,12 +29,13 @@ def test_recall_counts_any_positive_and_ranks_ties_last():
 
     A negative key that ties with the best positive key comes before it.
     """
-    queries, keys = torch.randint(3, (40, 5)).float(), torch.randint(3, (30, 5)).float()
-    query_ids, key_ids = torch.randint(6, (40,)), torch.arange(30) % 6
+    queries, keys = torch.randint(3, (40, 5)).float(), torch.randint(3, (9, 5)).float()
+    query_ids, key_ids = torch.randint(6, (40,)), torch.arange(9) % 5  # no key is for query id 5
     scores, ranks = queries @ keys.T, []
     for row, q in zip(scores, query_ids):
-        best = max(s for s, k in zip(row, key_ids) if k == q)
-        ranks.append(sum(s >= best and k != q for s, k in zip(row, key_ids)))
+        best = max([s for s, k in zip(row, key_ids) if k == q], default=None)
+        ranks.append(math.inf if best is None else
+                     sum(s >= best and k != q for s, k in zip(row, key_ids)))
     recall = evaluation.recall_at_k(queries, keys, (query_ids, key_ids), chunk=7)
     assert recall == {k: sum(rank < k for rank in ranks) / 40 for k in (1, 5, 10)}
 
@@ -117,7 +119,7 @@ def test_adamw_probe_equals_clip_benchmarks_probe():
     order = torch.randperm(750, generator=torch.Generator().manual_seed(1))
     val, train = [(x[rows], y[rows]) for rows in (order[:150], order[150:])]
     decay, model = clip_benchmarks_probe(train, val, (x, y))
-    head, chosen = evaluation.adamw_probe(x, y)
+    head, chosen = evaluation.adamw_probe(x, y, epochs=10)
     assert chosen == pytest.approx(decay) and 1e-6 < decay < 1e2
     torch.testing.assert_close(head.weight, model.weight)
     plain, _ = evaluation.adamw_probe(x, y, epochs=1)
@@ -511,7 +513,7 @@ def test_sgd_probe_holds_out_a_tenth_of_the_training_images(tmp_path, monkeypatc
 
 def test_a_probe_notes_that_held_out_images_do_not_tell_strengths_apart(capsys):
     x, labels = torch.eye(8)[:6], torch.tensor([0, 1, 2, 0, 1, 2])
-    for probe in (evaluation.adamw_probe, evaluation.lbfgs_probe):
+    for probe in (functools.partial(evaluation.adamw_probe, epochs=10), evaluation.lbfgs_probe):
         probe(x, labels)
         assert "equally well on the 1 features that were held out" in capsys.readouterr().out
 
@@ -549,6 +551,7 @@ def test_knn_and_probes_learn_from_a_fraction_of_the_labels(task, tmp_path, monk
         assert result[task] == 1
     assert seen == [[2, 2, 2], [1, 1, 1], [1, 1, 2]]
     data, options = opened(spec, train_data=train, label_fraction="0.2", learn_limit=5)
+    evaluation.check_data([task], options, data, None)                   # opens the same images
     assert len(list(evaluation.training_pairs(options, data)())) == 6    # .2 of all 30 labels
     world, options = opened("shapes:size=16", label_fraction="0.1")
     pairs = [int(c) for _, c in world.labelled("train")]
@@ -771,6 +774,22 @@ def test_a_title_has_the_shares_that_are_known():
     assert evaluation.share_sentences(sentence, figures) == " Words by colour: 17 %; uniform: 7 %."
 
 
+def test_pictures_of_other_data_or_another_split_have_other_names():
+    own = SimpleNamespace(data="a/b.json", split="test", is_own=True)
+    assert evaluation.output_path("run", own, "words.png") == Path("run/words.png")
+    own.is_own = False
+    names = []
+    for own.data, own.split in (("a/b.json", "val"), ("a/b.json", "test"), ("photos", "all")):
+        names.append(evaluation.output_path("run", own, "words.png").name)
+    assert names == ["a-b-json-val-words.png", "a-b-json-test-words.png", "photos-words.png"]
+
+
+def test_other_json_files_next_to_class_folders_are_not_sugarcrepe(tmp_path):
+    write_files(tmp_path, {"red/0.png": picture(), "index.json": '[{"filename": "0.png"}]'})
+    data, _ = opened(tmp_path)
+    assert data.negatives is None and data.groups[""][1] == ["red"]
+
+
 def test_labels_of_a_chart_do_not_overlap():
     moved = evaluation.move_apart([(0, "top", ""), (95, "b", ""), (100, "0", ""), (2, "c", "")])
     assert [(y, text) for y, text, _ in moved] == [(100, "0"), (87, "b"), (2, "c"), (-11, "top")]
@@ -780,8 +799,8 @@ def test_a_chart_marks_where_a_stage_begins():
     log = [{"step": step, "loss": 1.0, "stage": 1 + (step > 20)} for step in (10, 20, 30)]
     curves = evaluation.read_curves(log, {"loss": "loss", "lr": "fp16 may give no number"})
     assert [name for _, name, _ in curves] == ["red: loss"]
-    marked = evaluation.chart(log, curves, width=300)
-    plain = evaluation.chart([{"step": step} for step in (10, 20, 30)], curves, width=300)
+    marked = evaluation.chart(log, curves)
+    plain = evaluation.chart([{"step": step} for step in (10, 20, 30)], curves)
     left, _, right, _ = ImageChops.difference(marked, plain).getbbox()
     assert marked.size == plain.size and left == 64 + 300 // 2
     # no line joins the curves of two stages

@@ -227,3 +227,14 @@ def test_a_class_name_that_is_another_folders_name_is_refused(tmp_path):
     (tmp_path / "names.txt").write_text("red\nblue\nsky\n")
     with pytest.raises(common.UserError, match="the folder blue the name of another folder, red"):
         common.class_names(["blue", "green", "red"], tmp_path / "names.txt")
+
+
+@pytest.mark.parametrize("lines, message", [
+    ("red green bleu", "the folder blue the name of another folder, red"), ("a b", "has 2 names for 3"),
+    ("red red blue", "the folder blue the name of another folder, red")])
+def test_knn_refuses_a_file_of_classes_that_does_not_fit(tmp_path, lines, message):
+    """Such a file would give a label of shards the class of another label."""
+    make_folders(tmp_path / "test")
+    (tmp_path / "names.txt").write_text(lines.replace(" ", "\n"))
+    with pytest.raises(common.UserError, match=message):
+        opened(tmp_path / "test", classes=str(tmp_path / "names.txt"))

@@ -176,6 +176,16 @@ def test_the_error_for_a_torchscript_file_has_a_call_that_converts_it(tmp_path):
     assert converted.keys() == layer.state_dict().keys()
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("not enough memory: you tried")])
+def test_a_checkpoint_is_not_called_damaged_if_memory_runs_out(monkeypatch, error):
+    def load(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(type(error)):
+        common.load_checkpoint("last.pt")
+
+
 @pytest.mark.parametrize("objective", ["sparc", "filip", "clip+filip", "pacl", "gloria", "mgca"])
 def test_sparc_drops_the_cls_token(objective):
     model = tiny_model("sparc", vit=dict(cls=True, depth=2), objective=objective)

@@ -783,7 +783,7 @@ def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("scale, side", [(0.9, 12), (0.25, 16), (0.01, 80)])
+@pytest.mark.parametrize("scale, side", [(0.9, 12), (0.25, 19), (0.01, 93)])
 def test_images_have_enough_pixels_for_the_smallest_crop(monkeypatch, tmp_path, scale, side):
     found = []
     monkeypatch.setattr(common, "Stream", lambda *a, min_side, **options: found.append(min_side))
