@@ -47,7 +47,7 @@ Result:  on test data, mean +- deviation of n seeds. Three seeds decide nothing.
     image-to-text R@1                         .937 +- .013  CLIP .897 +- .015, one stage .742  3
     ... without the text encoder              .524 +- .071  with it .937 +- .013               3
     zero-shot                                 .991 +- .004  after stage 2 .747, stage 1 .770   3
-    shape among the 10 heaviest of 862 words  .990 +- .008  one stage .000 +- .000: holds      5
+    shape among the 10 heaviest of 862 words  .990 +- .008  one stage .033 +- .055: holds      5
     heaviest word is the label                .355 +- .243  CLIP .459, --revive-until 0 .216   3
     label among 10 heaviest, CIFAR-10         .896 +- .043  CLIP .449 +- .041: holds           5
     active words of an image, lambda 5e-4     32.2 +- 2.6   lambda 5e-2: 12.2 +- 2.6           3
