@@ -209,9 +209,9 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
     Returns the loss, a scalar; with entropies=True a tuple of the loss and the mean entropies of
     the rows of A and of B. Raises ValueError for arguments that do not fit.
     """
-    k, n = n_views, len(z) // n_views
-    G = k if n_global is None else n_global
+    k, G = n_views, n_views if n_global is None else n_global
     check_arguments(z, k, G, teacher, mask=mask, normalization=normalization, target=target)
+    n = len(z) // k
     z = z_m = unit_length(z).view(k, n, -1)
     if teacher is not None:
         z_m = unit_length(teacher.detach()).view(k, n, -1)
@@ -219,7 +219,7 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
     if len(c) < 2 * G:
         raise ValueError("The loss compares images: the global batch needs two or more.")
 
-    rank = getattr(gather, "rank", 0)
+    rank = 0 if gather is identity else gather.rank
     row_ids = rank * n + torch.arange(n, device=z.device).expand(k, n)   # (k, n)
     column_ids = gather(row_ids[:G].flatten())                           # (m,)
     if target == "onehot":
@@ -482,7 +482,7 @@ def simclr_loss(z, c, G, tau, gather=identity):
     A row leaves out only its own latent, so each latent has an id of its own here.
     """
     k, n, _ = z.shape
-    rank = getattr(gather, "rank", 0)
+    rank = 0 if gather is identity else gather.rank
     row_ids = rank * k * n + torch.arange(k * n, device=z.device).view(k, n)  # (k, n)
     column_ids = gather(row_ids[:G].flatten())                                # (m,)
     B = (row_ids[:G, :, None] == column_ids).to(z.dtype)                      # (G, n, m)
@@ -622,7 +622,10 @@ class LARS(torch.optim.Optimizer):
                 scale = group["trust"] * size / update_size                      # (n,)
                 scale = torch.where((scale > 0) & scale.isfinite(), scale, 1.0)
                 update = torch._foreach_mul(update, list(scale))
-            momentum = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in params]
+            for p in params:
+                if "momentum" not in self.state[p]:
+                    self.state[p]["momentum"] = torch.zeros_like(p)
+            momentum = [self.state[p]["momentum"] for p in params]
             torch._foreach_mul_(momentum, group["betas"][0])
             torch._foreach_add_(momentum, update)
             torch._foreach_sub_(params, torch._foreach_mul(momentum, group["lr"]))

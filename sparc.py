@@ -20,12 +20,11 @@ the other words of the caption. We know of no code by the authors; their App. C 
     tau         1 / scale               scalar      Eq. 1, 6; learned, shared by both losses
     L_g         global_loss             scalar      Eq. 1
     L_f         fine_grained_loss       scalar      Eq. 6
-    There are B pairs, P patches in an image and L tokens in the longest caption.
+    There are B pairs, P patches in an image, L tokens in the longest caption. Sec. 2 calls E d.
 
 Differs from the paper (search for "differs" for all other places):
   * A word that is equally similar to all patches gives them equal weights; Eq. 2 would be 0 / 0.
-  * [CLS] and [SEP] are not words: tbar and L_f leave them out. They count among the 55 tokens of
-    Sec. 4.1, so that 53 tokens of words remain. The paper's SentencePiece adds neither by default.
+  * [CLS] and [SEP] are not words: tbar and L_f leave them out. 53 of Sec. 4.1's 55 tokens remain.
   * vbar and tbar follow Sec. 2. Listing 1's vbar has no h_v, its tbar includes the padding.
   * Training crops images a little and flips them; evaluation crops the centre, except for
     segmentation. Sec. 4.1 resizes the whole image to 224 x 224.
@@ -50,9 +49,8 @@ fraction of a word's weight that lies on the objects that the word names.
     D: on objects, colour words       .174 +- .029  without sparsity .134 +- .008: holds         5
     D: on objects, shape words        .174 +- .012  without sparsity .097 +- .023: holds         5
     C: mIoU of colours                .082 +- .030  CLIP .132 +- .045                            3
-    Three seeds decide nothing. Uniform weights have .07 on objects. C is `tiny-stem` with
-    --lambda-f .5 --lr 1e-3. `python tests/claims.py readme` prints D (seeds 11-15), and `python
-    tests/claims.py sparc` prints C (seeds 6-8).
+    Three seeds decide nothing. Uniform weights have .07 on objects. C: --preset tiny-stem
+    --lambda-f .5 --lr 1e-3. `python tests/claims.py readme` prints D; `... sparc` prints C.
 """
 
 import contextlib
@@ -124,7 +122,8 @@ def identity(x):
 
 def own_rows(x, gather):
     """The indices (B,) that the rows of this rank's x (B, ...) have in gather(x)."""
-    return getattr(gather, "rank", 0) * len(x) + torch.arange(len(x), device=x.device)
+    rank = 0 if gather is identity else gather.rank
+    return rank * len(x) + torch.arange(len(x), device=x.device)
 
 
 # L_g = -1/2B sum_i [ log softmax_j(cos(vbar_i, tbar_j) / tau)_i
@@ -279,7 +278,8 @@ class Model(nn.Module):
     def align(self, tokens, patches):
         """Eq. 2-4, or an ablation of Table 8. (B, L, E), (B, P, E) -> a (B, L, P)."""
         if self.config.align == "softmax":
-            return (tokens @ patches.transpose(1, 2)).softmax(-1)   # the paper names no temperature
+            with in_fp32(tokens, patches) as (tokens, patches):     # the paper names no temperature
+                return (tokens @ patches.transpose(1, 2)).softmax(-1)
         sigma = 0.0 if self.config.align == "dense" else self.config.sigma
         return alignment_weights(tokens, patches, sigma)
 
@@ -313,6 +313,8 @@ class Model(nn.Module):
         """Scalars to log: L_f of captions with WRONG images, and how many patches a word uses. If
         L_f is as low with wrong images as with the right ones, the images do not matter to L_f."""
         images, ids, mask = (batch[name][:256] for name in ("images", "tokens", "mask"))
+        if len(images) < 2:
+            return {}  # there is no wrong image
         tokens = self.g_t(self.text_encoder(ids, mask))             # (B, L, E)
         patches = self.g_v(self.f_v(images))                        # (B, P, E)
         wrong = fine_grained_loss(tokens, patches.roll(1, 0), words_only(mask),

@@ -7,7 +7,7 @@ from a single head, so it tends to hold a single concept. Both encoders of CLIP 
 similarity of an image and a caption is the mean of the L cosines between their slots.
 
     symbol    name here        shape              where (K' is K transposed)
-    H         x                (B, n, d)          Sec. 3.1; the n outputs of a transformer
+    H         x                (B, n, d)          Sec. 3.2; the n outputs of a transformer
     g         grp_size                            App. A; number of slots that share one K_l
     q_l       Sparo.q          (1, L/g, g, 1, D)  Eq. 1; learned query of slot l
     K_l       Sparo.KVproj     d -> (L/g) D       Eq. 1; learned key projection
@@ -69,7 +69,7 @@ from torch import nn
 @dataclass
 class Config:
     objective: Literal["clip", "dino"] = "clip"  # training loss, CLIP's or DINO's (Sec. 3.3, 3.4)
-    # how an encoder's outputs become an encoding; cls: CLIP, gap: CLIP+GAP (Sec. 3.2, 5.3, B.2)
+    # how an encoder's outputs become an encoding; cls: CLIP, gap: CLIP+GAP (Sec. 4, 5.3, B.2)
     readout: Literal["sparo", "cls", "gap", "attpool", "bottleneck", "fdt"] = "sparo"
     L: int = 128                   # number of slots; 64 on Conceptual Captions and in DINO (Sec. 4)
     V: int = 64                    # width of a slot (Sec. 4)
@@ -151,8 +151,9 @@ def identity(x):
 
 
 def after_end(eos_idx, n):
-    """Indices (B,) of the captions' last tokens -> (B, n), True at the positions after them."""
-    return torch.arange(n, device=eos_idx.device) > eos_idx[:, None]
+    """Indices (B,) of the captions' last tokens -> (B, n), True at the positions after them. An
+    empty caption has the index -1; its first position counts, because softmax needs one."""
+    return torch.arange(n, device=eos_idx.device) > eos_idx.clamp(min=0)[:, None]
 
 
 # y_l = W K_l H' softmax(H K_l' q_l / sqrt(D))                                      (Eq. 1)
@@ -162,7 +163,7 @@ class Sparo(nn.Module):
 
     def __init__(self, d, L, V, D, grp_size=1):
         super().__init__()
-        if L % grp_size:
+        if grp_size < 1 or L % grp_size:
             raise ValueError(f"grp_size={grp_size} does not divide L={L}: give a divisor of L.")
         self.D, self.grp_size, self.nkeys = D, grp_size, L // grp_size
         self.q = nn.Parameter(torch.randn(1, self.nkeys, grp_size, 1, D))
@@ -211,7 +212,8 @@ def clip_loss(v, t, scale, gather=identity):
     gather(x) joins the tensors x (B, M) of all ranks to (world * B, M), in the order of the ranks,
     and passes gradients; gather.rank is the number of this rank.
     """
-    pair = getattr(gather, "rank", 0) * len(v) + torch.arange(len(v), device=v.device)
+    rank = 0 if gather is identity else gather.rank
+    pair = rank * len(v) + torch.arange(len(v), device=v.device)
     with in_fp32(v, t) as (v, t):
         logits = scale * v @ gather(t).T                           # (B, world * B)
         positive = logits.take_along_dim(pair[:, None], 1)[:, 0]   # (B,)

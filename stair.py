@@ -73,7 +73,7 @@ class Config:
     lr_3: float = 0.1             # peak learning rate of stage 3, as a multiple of --lr (Sec. 4.2)
     lambda_image: float = 1e-3    # weight of the images' FLOPs loss (Eq. 7; Sec. 6.3: 1e-4 to 1e-2)
     lambda_text: float = 1e-3     # weight of the captions' FLOPs loss (Eq. 7)
-    ramp: float = 0.5             # fraction of a stage in which both lambdas grow from 0 (Sec. 4.2)
+    ramp: float = 0.5             # fraction of a stage in which both lambdas grow (Sec. 4.2; ours)
     # last stage in which inactive words of a caption get a gradient, 0 for no stage (ours)
     revive_until: int = 3
     init_scale: float = 1 / 0.07  # initial 1 / T of the contrastive loss (Eq. 3; CLIP, Sec. 2.5)
@@ -117,7 +117,8 @@ def contrastive_loss(v, t, scale, gather=identity):
     x (B, |V|) of all ranks to (world * B, |V|), in the order of the ranks, and passes gradients;
     gather.rank is the number of this rank.
     """
-    i = getattr(gather, "rank", 0) * len(v) + torch.arange(len(v), device=v.device)
+    rank = 0 if gather is identity else gather.rank
+    i = rank * len(v) + torch.arange(len(v), device=v.device)
     with in_fp32(v, t) as (v, t):
         v = F.normalize(v, dim=-1, eps=0.5)  # differs: eps bounds the gradient
         t = F.normalize(t, dim=-1, eps=0.5)
@@ -474,11 +475,13 @@ class InvertedIndex:
         self.parts = [torch.zeros(len(self.word_ids), 0).to_sparse()]  # joined: (|V|, n)
 
     def add(self, ids, enc):
-        """Add n documents: a list of their ids, and their encodings (n, |V|). Raises ValueError if
-        the two do not fit, or if a weight is negative or not finite."""
+        """Add n documents: a list of their ids (str or int), and their encodings (n, |V|). Raises
+        ValueError if the two do not fit, or if a weight is negative or not finite."""
         if isinstance(ids, str) or enc.shape != (len(ids), len(self.word_ids)):
             raise ValueError(f"Give a list of n ids and encodings (n, {len(self.word_ids)}), not "
                              f"{str(ids):.50} and encodings {tuple(enc.shape)}.")
+        if others := {type(i).__name__ for i in ids} - {"str", "int"}:  # `load` refuses them
+            raise ValueError(f"The ids must be str or int, not {', '.join(others)}.")
         enc = enc.detach().to("cpu", torch.float32).to_sparse().coalesce()
         if not (enc.values() >= 0).all() or enc.values().isinf().any():
             raise ValueError("The weights of an encoding must be finite and not negative.")
@@ -522,8 +525,11 @@ class InvertedIndex:
 
         query: {word: weight} or an encoding (|V|,). where (n,): True at the documents that may be
         found, even if their score is 0; None: all documents with a score above 0. allow: the only
-        words of the query that count. block: words of the query that do not count.
+        words of the query that count. block: words of the query that do not count. Raises
+        ValueError for a word that the vocabulary lacks.
         """
+        if isinstance(allow, str) or isinstance(block, str):
+            raise ValueError("Give lists of words for allow and block, not one string.")
         query = self.vector(query) if isinstance(query, dict) else query.detach().cpu()
         if query.shape != (len(self.word_ids),):
             raise ValueError(f"A query has {len(self.word_ids)} weights, not {tuple(query.shape)}.")
@@ -531,10 +537,10 @@ class InvertedIndex:
         if allow is not None:
             query = query * (self.vector(dict.fromkeys(allow, 1.0)) > 0)
         scores = self.scores(query)
-        scores = scores.masked_fill(scores <= 0 if where is None else ~where, -1)
+        scores = scores.masked_fill(scores <= 0 if where is None else ~where, -math.inf)
         best = scores.topk(min(k, len(scores)))
         found = zip(best.indices.tolist(), best.values.tolist())
-        return [(self.ids[row], score) for row, score in found if score >= 0]
+        return [(self.ids[row], score) for row, score in found if score > -math.inf]
 
     def save(self, path):
         enc = self.joined()
@@ -543,7 +549,7 @@ class InvertedIndex:
     @classmethod
     def load(cls, path):
         state, index = torch.load(path, weights_only=True), cls([])
-        if state.keys() != vars(index).keys():
+        if not isinstance(state, dict) or state.keys() != vars(index).keys():
             raise ValueError(f"{path} holds no index: give a file of InvertedIndex.save.")
         size = len(state["word_ids"]), len(state["ids"])
         enc = torch.sparse_coo_tensor(*state["parts"], size, check_invariants=True)
@@ -558,7 +564,7 @@ def is_boolean(text):
 
 
 def boolean_query(text, index):
-    """"red (ring OR star) NOT blue" -> (n,), True at the documents that match, and the words that
+    """'red (ring OR star) NOT blue' -> (n,), True at the documents that match, and the words that
     are not negated, to rank the documents by.
 
     NOT binds more closely than AND, and AND more closely than OR. Words side by side mean AND.

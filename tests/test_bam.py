@@ -192,7 +192,7 @@ def test_the_teacher_gets_no_gradient():
     ((5, 3), 2, {}, "5 rows, n_views is 2, n_global is 2"),
     ((4, 3), 2, dict(teacher=torch.randn(4, 5)), r"shape \(4, 5\), the student's \(4, 3\)"),
     ((6, 3), 3, dict(teacher=torch.randn(4, 3)), "both need the latents of all views"),
-    ((2, 3), 2, {}, "global batch needs two"),
+    ((2, 3), 2, {}, "global batch needs two"), ((2, 3), 0, {}, "n_views"),
     ((4, 3), 2, dict(mask="Zero"), "must be one of exclude, zero, none, not 'Zero'"),
     ((4, 3), 2, dict(target="onehot", normalization="block"), 'normalization="global"'),
     ((4, 3), 2, dict(target="onehot", n_global=1), "two or more large"),

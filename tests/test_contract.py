@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import bam
 import common
 import eval as evaluation
 import sparc
@@ -136,6 +137,17 @@ def test_contrastive_losses_of_all_files_equal_the_printed_loss(tmp_path):
         joined = [sum(losses) / 2, torch.cat(by_v) / 2, torch.cat(by_t) / 2, sum(by_scale) / 2]
         for result in (one, joined):
             torch.testing.assert_close(result, alone[0], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("loss", [
+    sparo.clip_loss, stair.contrastive_loss, sparc.global_loss,
+    lambda v, t, scale, gather: bam.bam_loss(torch.cat([v, t]), 2, gather=gather),
+    lambda v, t, scale, gather: bam.bam_loss(torch.cat([v, t]), 2, target="onehot", gather=gather)])
+def test_a_gather_without_a_rank_raises_an_error(loss):
+    """It would silently take the positives of rank 0."""
+    v, t = torch.randn(2, 4, 5)
+    with pytest.raises(AttributeError, match="rank"):
+        loss(v, t, 1.0, gather=lambda x: torch.cat([x, x]))
 
 
 @pytest.mark.ranks

@@ -182,6 +182,18 @@ def test_patches_per_word_is_one_over_the_sum_of_squared_weights():
         torch.testing.assert_close(model.diagnose(batch)["patches_per_word"], mean(counts))
 
 
+def test_softmax_weights_stay_fp32_under_autocast():
+    model, tokens, patches = tiny_model("sparc", align="softmax"), *torch.randn(2, 3, 5, 64)
+    expected = model.align(tokens, patches)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model.align(tokens, patches), expected)
+
+
+def test_a_batch_of_one_image_has_no_wrong_image():
+    batch = {name: x[:1] for name, x in make_batch().items()}
+    assert tiny_model("sparc").diagnose(batch) == {}
+
+
 def test_residual_h_v_adds_its_input():
     plain, residual = tiny_model("sparc"), tiny_model("sparc", h_v="residual")
     residual.load_state_dict(plain.state_dict())

@@ -71,6 +71,12 @@ def test_slots_equal_equation_1_and_the_papers_listing(grp_size, ends):
     assert torch.equal(slots, module(x, ends))
 
 
+def test_an_empty_caption_gives_finite_slots():
+    """The index of its last token is -1."""
+    slots = sparo.Sparo(8, 4, 4, 4)(torch.randn(2, 5, 8), torch.tensor([-1, 2]))
+    assert slots.isfinite().all()
+
+
 def test_parameters_have_the_names_and_shapes_of_the_papers_listing():
     module = sparo.Sparo(d=768, L=64, V=32, D=16, grp_size=2)
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}

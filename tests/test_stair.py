@@ -10,6 +10,7 @@ import math
 import random
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -447,6 +448,8 @@ def test_search_applies_where_allow_and_block():
     weights = torch.tensor([0, 1.0, 0, 0, 0, 3.0])
     assert index.search(query, 9, where=where) == brute_force(documents, weights, 9)
     assert dict(index.search({"red": 0.0}, 40, where=where)) == dict.fromkeys(documents, 0.0)
+    # documents that `where` allows are found even if their score is negative
+    assert dict(index.search({"red": -9.0}, 40, where=where)).keys() == documents.keys()
 
 
 def test_a_search_in_a_folder_of_images_needs_no_captions(run_of, tmp_path, capsys):
@@ -471,6 +474,9 @@ def test_invalid_boolean_queries_raise_errors_that_name_them(query, message):
     (stair.InvertedIndex.search, [{"green": 1.0}], "no word 'green'"),
     (stair.InvertedIndex.search, [{}, 1, None, ["green"]], "no word 'green'"),
     (stair.InvertedIndex.search, [{}, 1, None, None, ["green"]], "no word 'green'"),
+    (stair.InvertedIndex.search, [{}, 1, None, "red"], "lists of words for allow and block"),
+    (stair.InvertedIndex.search, [{}, 1, None, None, "red"], "lists of words for allow and block"),
+    (stair.InvertedIndex.add, [[Path("a.jpg")], torch.zeros(1, 6)], "must be str or int, not "),
     (stair.InvertedIndex.search, [torch.ones(3)], r"has 6 weights, not \(3,\)"),
     (stair.InvertedIndex.add, [["a"], torch.ones(2, 6)], r"encodings \(2, 6\)"),
     (stair.InvertedIndex.add, ["xy", torch.ones(2, 6)], "Give a list of n ids"),
