@@ -1583,9 +1583,9 @@ class TarShards:
     def each(self, content, limit=None):
         """Yield (bytes, label or [captions]) of every image, in order, for an evaluation.
 
-        content: "label" or "caption". limit: read only so many samples, drawn at random and in
-        random order; every call draws the same samples. Prints at the end what was left out. Raises
-        UserError if no image has a label or a caption.
+        content: "label", "caption", or None for images alone. limit: read only so many samples,
+        drawn at random and in random order; every call draws the same samples. Prints at the end
+        what was left out. Raises UserError if no image has a label or a caption.
         """
         total, left_out = 0, {}
         for sample in read_tars(self.paths, content, limit):
@@ -1596,7 +1596,8 @@ class TarShards:
                 yield sample[:2]
         reasons = describe_skipped(left_out)
         if total == 0:
-            raise UserError(f"{self.name} has no image with a {content} (left out: {reasons}).")
+            raise UserError(f"{self.name} has no image with a {content or 'name'} (left out: "
+                            f"{reasons}).")
         if left_out:
             print(f"left out of {self.name}: {reasons}")
 
@@ -1846,6 +1847,8 @@ def read_table(path, image, caption):
                 known = f"its columns: {', '.join(columns)}"
                 if not columns:
                     known = "its first line is empty or broken"
+                elif "#0\t" in first:
+                    known = "it looks like Flickr's captions: name the file FILE.token"
                 elif any(is_image(name) for name in columns):
                     known = (f"its first line looks like a row: {first.strip()[:60]!r}. Put a "
                              f"header above it, such as image{delimiter}caption")
@@ -1868,8 +1871,9 @@ def read_rows(lines, delimiter, width):
 
     A broken row has no cells; the third item says what is wrong. A cell in quotes may have line
     breaks, as pandas writes them. So lines are added to a row until its quotes are closed and the
-    row has `width` cells. If ROW_LINES lines do not complete the row, the quote is a mistake. Then
-    only the line with the quote is broken, and the lines after that line are rows of their own.
+    row has `width` cells. If ROW_LINES lines do not complete the row, or one of these lines is a
+    row with the name of an image, the quote is a mistake. Then only the line with the quote is
+    broken, and the lines after that line are rows of their own.
     """
     ahead, number = collections.deque(), 2
 
@@ -1881,6 +1885,9 @@ def read_rows(lines, delimiter, width):
         cells, problem = read_cells(row, delimiter)
         while not cells and '"' in line and len(row) < ROW_LINES and (more := take()) is not None:
             row.append(more)
+            alone, _ = read_cells([more], delimiter)
+            if len(alone) == width and any(map(is_image, alone)):
+                break  # a row by itself, so the quote before it is a mistake
             cells, problem = read_cells(row, delimiter)
             if len(cells) != width:
                 cells = []
@@ -2060,6 +2067,9 @@ def open_directory(directory, content, image_root):
             print(f"note: {directory} has images next to its folders, such as {loose[0]}. So the "
                   f"folders are no classes, and all images are used.")
         classes, files = [], []  # images without classes: read the directory as one folder
+    if classes and set(map(str.lower, classes)) <= PARTS:
+        raise UserError(f"{directory} has the folders {', '.join(classes)}, which are no classes: "
+                        f"give one of them, such as {os.path.join(directory, classes[-1])}.")
     if content and not classes:
         raise UserError(f"{directory} has no class folders: give a directory with one folder of "
                         f"images for each class, or name shards, as in DIR/{{00000..00012}}.tar.")
@@ -2091,6 +2101,7 @@ def open_directory(directory, content, image_root):
     return table
 
 
+PARTS = {"train", "training", "val", "valid", "validation", "test"}  # of a data set
 FOLDER_CAPTION = "a photo of {a}."  # {a}: the name of the class with its article
 # beginnings of the names of files that systems and editors create without being asked
 HIDDEN = (".", "__MACOSX", "@eaDir")
@@ -2134,25 +2145,29 @@ def article(phrase):
 def class_names(folders, file=None):
     """The sorted names of class folders -> (the names of the classes, where the names come from).
 
-    file: one name per line, in the order of the folders. Without a file, the 1,000 folders of
-    ImageNet (n01440764, ...) get torchvision's names, and other classes are named like their
-    folder. Raises UserError if the file does not fit, or if a folder has a number instead of a
-    name: a text encoder knows no numbers of ImageNet.
+    file: one name per line, in the order of the folders, or lines that folder_of_lines knows.
+    Without a file, the 1,000 folders of ImageNet (n01440764, ...) get torchvision's names, and
+    other classes are named like their folder. Raises UserError if the file does not fit, or if a
+    folder has a number instead of a name: a text encoder knows no numbers of ImageNet.
     """
     if file:
         names = read_lines(file, "--classes")
         if len(names) != len(folders):
             raise UserError(f"{file} has {len(names)} names for {len(folders)} class folders: "
                             f"give one name per line, in the sorted order of the folders.")
-        plain, named = with_spaces(folders), with_spaces(names)
-        if sorted(named) == sorted(plain):  # the folders' own names, in any order
-            return plain, str(file)
+        if quoted := [name for name in names if re.fullmatch(r"""["'].*["'],?""", name)]:
+            raise UserError(f"{file} has names in quotes, such as {quoted[0]}: write one name a "
+                            f"line, without quotes and commas.")
+        if places := folder_of_lines(names, folders):
+            lines = with_spaces(names[places.index(i)] for i in range(len(folders)))
+            return [re.sub(r"^n\d{8} +", "", line) for line in lines], str(file)
 
         # A file in another order than the folders would name every class wrongly, without an error.
-        for folder, name in zip(plain, named):
-            if name != folder and name in plain:
+        plain = [folder.lower() for folder in with_spaces(folders)]
+        for folder, name in zip(plain, with_spaces(names)):
+            if name.lower() != folder and name.lower() in plain:
                 raise UserError(f"{file} gives the folder {folder} the name of another folder, "
-                                f"{name}: its lines must be in the sorted order of the folders, or "
+                                f"{name.lower()}: its lines must be in the sorted order of the folders, or "
                                 f"be exactly the names of the folders.")
         return names, str(file)
 
@@ -2164,6 +2179,16 @@ def class_names(folders, file=None):
         raise UserError(f"The class folder {numbers[0]} has a number of ImageNet instead of a "
                         f"name: rename it, or give names with eval.py --classes FILE.")
     return with_spaces(folders), "folders"
+
+
+def folder_of_lines(lines, folders):
+    """The number of the folder that each line of --classes names, or None if the lines are not the
+    folders' own names, in any order. Capitals and "_" make no difference. A line may also begin
+    with the folder's number, as in ImageNet's LOC_synset_mapping.txt: "n01440764 tench".
+    """
+    plain = [folder.lower() for folder in with_spaces(folders)]
+    named = [re.sub(r"^(n\d{8}) .*", r"\1", line).lower() for line in with_spaces(lines)]
+    return [plain.index(name) for name in named] if sorted(named) == sorted(plain) else None
 
 
 def with_spaces(folders):
@@ -2592,8 +2617,8 @@ def why_unreadable(path, message):
                 "'cpu').state_dict(), NEW)")
     if held := re.search(r"GLOBAL (\S+)", message):
         return (f"it holds weights and {held[1]}, which could execute code. If you trust the file, "
-                f"save only the weights with torch.save(torch.load(FILE, weights_only=False)[KEY], "
-                f"NEW)")
+                f"save only the weights: with x = torch.load(FILE, weights_only=False), "
+                f"torch.save(x[KEY], NEW), or torch.save(x.state_dict(), NEW) for a Module")
     return ("it is cut off, empty or of another format. Give another file, such as a step-N.pt of "
             "--keep-every, or begin a new run")
 
@@ -2721,7 +2746,7 @@ CLIP_PARTS = ("visual.proj", "text_projection", "logit_scale")
 OPENAI_ONLY = ("input_resolution", "context_length", "vocab_size")  # tensors that are no weights
 TIMM_NAMES = [  # (the name in timm's VisionTransformer, ours), where they differ
     ("cls_token", "cls"), ("pos_embed", "pos"), ("patch_embed.proj.", "patch_embed.")]
-# the mean and the standard deviation by which timm normalises pixels
+# the mean and the standard deviation of pixels for most ViTs of timm (a few have .5 and .5)
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 

@@ -615,6 +615,9 @@ def read_templates(given):
         source += f" {given[0]}"
         given = common.read_lines(given[0], "--templates") or given
     for template in given:
+        if template.startswith("lambda"):
+            raise UserError(f"{source}: {template!r} is Python code: write one template a line, "
+                            f"such as a photo of {{a}}.")
         if re.findall(r"\{\w*\}|[{}]", template) not in (["{}"], ["{a}"], ["{c}"]):
             raise UserError(f"{source}: {template!r} needs one placeholder: write {{}} for the "
                             f"name of a class, or {{a}} for the name with its article; or give a "
@@ -679,14 +682,16 @@ def learned_templates(data, args):
     The world is evaluated with its own prompts.
     """
     is_world = common.parse_spec(data)[0] == "shapes"
-    return [common.FOLDER_CAPTION] if os.path.isdir(args.data) and not is_world else None
+    from_folders = getattr(args, "folder_captions", os.path.isdir(args.data))  # old runs lack it
+    return [common.FOLDER_CAPTION] if from_folders and not is_world else None
 
 
 def is_trained_on(data, split, args):
     """Whether the run was trained on these images. The world never shows a test scene in
     training."""
     name, learned = common.parse_spec(data)[0], common.parse_spec(args.data)
-    if name == "shapes" or Path(name).resolve() != Path(learned[0]).resolve():
+    path = getattr(args, "data_path", Path(learned[0]).resolve())  # old runs lack it
+    if name == "shapes" or Path(name).resolve() != Path(path):
         return False
     return split in ("all", learned[1].get("split", "train"))
 
@@ -796,12 +801,10 @@ class TableSet(EvalSet):
         self.numbered = bool(options.classes) or table.classes == numbers
         if options.classes:
             common.class_names(table.classes, options.classes)  # raises if the file does not fit
-            folders = common.with_spaces(table.classes)
-            lines = common.with_spaces(common.read_lines(options.classes, "--classes"))
             # If the lines are the folders' names in another order, line i names the class of label
             # i in the shards. Otherwise line i is a new name for folder i of the sorted folders.
-            if sorted(lines) == sorted(folders):
-                self.label_ids = [folders.index(line) for line in lines]
+            lines = common.read_lines(options.classes, "--classes")
+            self.label_ids = common.folder_of_lines(lines, table.classes)
         self.labelled = lambda purpose: ((table.path(i), int(table.labels[i])) for i in rows)
 
     @functools.cached_property  # only tasks with text need names, which may be missing
@@ -898,6 +901,8 @@ def open_voc(directory, options, image_size):
     file = directory / "ImageSets" / "Segmentation" / f"{options.split}.txt"
     ids = common.read_text(file, "--data").split()[: options.limit]
     names = common.read_lines(options.classes, "--classes") if options.classes else VOC_CLASSES
+    if names[0].strip("_").lower() == "background":
+        names = names[1:]  # the name of class 0, which is no object
     classes = Classes(names, options.templates, options.classes or "Pascal VOC")
 
     def read(name):
@@ -973,7 +978,8 @@ def open_kind(options, image_size, captions):
         # The labels of shards have no names. So k-NN and probes can learn from shards, but only a
         # classifier can be evaluated on them. A random sample needs the headers of all shards; the
         # first pair does not.
-        pairs = lambda purpose: source.each("label", None if purpose == "first" else limit)
+        wanted = None if options.queries else "label"  # a search needs images alone
+        pairs = lambda purpose: source.each(wanted, None if purpose == "first" else limit)
         return EvalSet(labelled=pairs)
     return TableSet(source, options)
 
@@ -1651,15 +1657,25 @@ def sparsity(embedder, data, options):
 # A classifier has classes and no captions. It has one task of its own.
 
 
-def check_classes(options, data, model):
-    """Raise UserError if a classifier has learned other classes than those of the data."""
+def learned_classes(options, data, model):
+    """The number that the classifier gives to each class of the data. Classes of folders are known
+    by their names, those of shards by --classes; without --classes they count as the classifier's.
+    Raises UserError if the data have other classes than the classifier has learned.
+    """
     known = model.config.classes
-    names = list(data.groups["/shape" if data.is_world else ""][1]) if data.groups else known
-    if names != known:
+    if data.groups:
+        names = list(data.groups["/shape" if data.is_world else ""][1])
+    elif options.classes:
+        names = common.read_lines(options.classes, "--classes")
+    else:
+        return list(range(len(known)))
+    ids = common.folder_of_lines(names, known)
+    if ids is None:
         raise UserError(f"The classifier has learned {len(known)} classes, {', '.join(known[:3])}, "
                         f"...; {options.data} has {len(names)}, {', '.join(names[:3])}, ...: they "
                         f"must be the same. Name the classes of shards with --classes, or give "
                         f"other data.")
+    return ids
 
 
 def classification(embedder, data, options):
@@ -1672,6 +1688,7 @@ def classification(embedder, data, options):
     if labels.max() >= scores.shape[1]:
         raise UserError(f"{options.data} holds class {labels.max()}, but the classifier knows only "
                         f"classes 0 to {scores.shape[1] - 1}: evaluate on images of these.")
+    labels = torch.tensor(learned_classes(options, data, embedder.model)).to(labels.device)[labels]
     predicted, chance = scores.argmax(1), 1 / scores.shape[1]
     return {"classification": (predicted == labels, chance),
             "classification/mean_per_class": (mean_per_class(predicted, labels), chance)}
@@ -2312,7 +2329,7 @@ def check_data(tasks, options, data, model):
     if "zeroshot" in tasks:
         data.classes  # the property raises for folders that need names
     if "classification" in tasks:
-        check_classes(options, data, model)
+        learned_classes(options, data, model)
     if ("knn" in tasks or "linear" in tasks) and not data.is_world:
         next(all_training_pairs(options, data, "first")())
 
@@ -2335,7 +2352,8 @@ def evaluate_and_show(embedder, data, options, run):
     Raises UserError if there is neither a metric nor a picture."""
     result = evaluate(embedder, data, options)
     if data.named and embedder.tokenizer:
-        print(f"Class names: {data.named.source}. First prompt: {data.named.prompts[0]!r}")
+        print(f"Class names: {data.named.source}. First of {len(data.named.templates)} prompts: "
+              f"{data.named.prompts[0]!r}")
         count = collections.Counter(data.named.names)
         if twice := [name for name in count if count[name] > 1]:
             print(f"Several classes are called {', '.join(twice)}: no prompt tells them apart.")
@@ -2350,12 +2368,17 @@ def evaluate_and_show(embedder, data, options, run):
         print(f"{fraction:.0%} of the tokens of captions and prompts are [UNK], words that the "
               f"run's vocabulary does not have: train on captions with these words, or with "
               f"--vocab.")
-    if result:
-        write_metrics(embedder, data, options, run, result)
     pages = draw_log(run) if options.is_own and not options.tasks else {}
     drawn = draw_pictures(embedder, data, options.tasks)
     pages |= {output_path(run, options, f"{name}.png"): page for name, page in drawn.items()}
-    save_pictures(pages)
+    try:
+        if result:
+            write_metrics(embedder, data, options, run, result)
+        save_pictures(pages)
+    except UserError as error:
+        if options.is_own:
+            raise
+        print(f"note: {error}")  # the directory of another user's run
     if not pages and not result:
         tasks = ", ".join(options.tasks or ["the usual tasks"])
         raise UserError(f"{run} cannot run {tasks} on {options.data}: choose another --task or "
@@ -2593,6 +2616,7 @@ def compare_runs(evaluated, tasks):
     columns = collections.defaultdict(list)
     for run, found in evaluated.items():
         settings = {key: value for key, value in vars(found.args).items() if key not in ASIDE}
+        settings["step"] = found.embedder.step  # a run may still be training
         columns[json.dumps(settings, sort_keys=True)].append(run)
     specs = {found.data.options.data for found in evaluated.values()}
     sizes = {found.data.image_size for found in evaluated.values()}
@@ -2629,7 +2653,10 @@ def compare_runs(evaluated, tasks):
 def suggest(word, flags):
     """The flag that a user may have meant by `word`, or None."""
     # difflib finds none of these
-    familiar = {"--learning-rate": "--lr", "--output-dir": "--out", "--slots": "--L"}
+    familiar = {"--learning-rate": "--lr", "--output-dir": "--out", "--slots": "--L",
+                "--train-data": "--data", "--val-data": "--eval-data", "--wd": "--weight-decay",
+                "--precision": "--amp", "--pretrained": "--init-weights",
+                "--grad-clip-norm": "--clip-grad", "--batch-size": "--batch"}
     if familiar.get(word) in flags:
         return familiar[word]
     nearest = difflib.get_close_matches(word, flags, 1)
@@ -2790,7 +2817,8 @@ def evaluate_run(run, flags):
     embedder.chunk, embedder.workers = flags["batch"], options.workers
     captions = embedder.tokenizer is not None and not flags["queries"]  # a search needs none
     data = open_eval_set(options, embedder.image_size, captions)
-    print(f"{run} on {describe(options)}:")
+    so_far = "" if embedder.step == args.steps else f", step {embedder.step} of {args.steps},"
+    print(f"{run}{so_far} on {describe(options)}:")
     if flags["queries"]:
         search(embedder, data, options, run, flags["queries"])
         return None

@@ -276,7 +276,7 @@ def train(args, out, device):
                 metrics = {}
                 if evaluate_due and not stopping:
                     metrics = evaluate_unnoticed(embedder, eval_data, options)
-                log.write(record, metrics, model.warn(record))
+                log.write(record, metrics, model.warn(record) or lost_samples(args, data, record))
                 model.train()
             if log_due:
                 clock.reset()
@@ -716,6 +716,9 @@ def open_training_data(args, method):
             raise UserError(f"--image-size {args.image_size} is not the size of {args.data}: leave "
                             f"out one of the two sizes.")
     args.image_size = image_size
+    # for eval.py, which may run in another directory
+    args.data_path = str(Path(common.parse_spec(args.data)[0]).resolve())
+    args.folder_captions = is_table and data.classes is not None
     if args.epochs:
         if not is_table:
             raise UserError(f"--epochs {args.epochs} needs the number of images, which {args.data} "
@@ -1086,8 +1089,9 @@ def load_state(args, model, scaler, progress, device):
         start, end = end, end + steps
         is_same |= number == progress.stage and start < progress.step <= end
     if len(stages) == 1 and progress.step > args.steps:
-        raise UserError(f"{args.out} has made {progress.step} steps, more than --steps {args.steps}"
-                        f": give as many or more, or leave --steps out.")
+        flag = "--epochs" if args.epochs else "--steps"
+        raise UserError(f"{args.out} has made {progress.step} steps, more than the {args.steps} of "
+                        f"{flag}: raise {flag}, or leave {flag} out.")
     if not is_same:
         raise UserError(f"{args.out} has made {progress.step} steps, the last in stage "
                         f"{progress.stage}; with these flags that step is in another stage or in "
@@ -1195,6 +1199,18 @@ def measure(args, model, batch, autocast, outputs, grad_norm):
     patches = model.image_encoder.grid**2
     chance_loss = model.chance_loss(args.batch, batch.get("mask"), patches)
     return {name: x.item() for name, x in scalars.items()} | {"chance_loss": chance_loss}
+
+
+def lost_samples(args, data, record):
+    """A warning if more than a tenth of this rank's samples were skipped, or None."""
+    skipped = record.get("skipped", {})
+    lost, used = sum(skipped.values()), record["step"] * args.batch // this_rank()[1]
+    if isinstance(data, common.CaptionTable):  # whose broken rows are counted at the start
+        used = max(used, len(data))
+    if lost <= 0.1 * (lost + used):
+        return None
+    return (f"more than a tenth of the samples are skipped, most of them for this reason: "
+            f"{max(skipped, key=skipped.get)} (counts are in log.jsonl)")
 
 
 def evaluate_unnoticed(embedder, eval_data, options):

@@ -98,6 +98,9 @@ def captions_of_samples(source, n, seed=0, part=0, parts=1, start=0):
     ("a.csv:image=url,caption=alt", 'filepath,title,url,alt\nx.jpg,one,y.jpg,two\n',
      {"y.jpg": ["two"]}),
     ("a.csv:caption=alt", 'filepath,title,url,alt\nx.jpg,one,y.jpg,two\n', {"x.jpg": ["two"]}),
+    # a line that is a row by itself ends no quote
+    ("a.tsv", 'image\tcaption\nw.jpg\tone\nx.jpg\t6" pipe\ny.jpg\t6" pipe\n',
+     {"w.jpg": ["one"], "x.jpg": ['6" pipe'], "y.jpg": ['6" pipe']}),
     # the open quote of the last cell shows only by the end of the line
     ("a.csv", 'image,caption\n5".jpg,"two\nlines"\ny.jpg,one\n',
      {'5".jpg': ["two\nlines"], "y.jpg": ["one"]}),
@@ -157,7 +160,14 @@ def test_a_broken_row_is_counted_by_its_line_and_the_others_are_used(tmp_path, r
     assert pairs(source)["3.jpg"] == ["n3"] * turns
 
 
-@pytest.mark.parametrize("row", ["x.jpg," + "x" * 131_073, 'x.jpg,"a dog\ny.jpg,' + "x" * 131_072])
+def test_a_quote_that_a_later_row_closes_swallows_no_rows(tmp_path):
+    (tmp_path / "a.csv").write_text('image,caption\na.jpg,"the best\nb.jpg,two\nc.jpg,6"\nd.jpg,four\n')
+    source = open_data(str(tmp_path / "a.csv"))
+    assert source.skipped == {BROKEN: [1, f"{tmp_path}/a.csv, line 2"]}
+    assert pairs(source) == {"b.jpg": ["two"], "c.jpg": ['6"'], "d.jpg": ["four"]}
+
+
+@pytest.mark.parametrize("row", ["x.jpg," + "x" * 131_073, 'x.jpg,"a dog\ny,' + "x" * 131_072])
 def test_a_field_above_csvs_limit_is_named_with_its_line(tmp_path, row):
     (tmp_path / "a.csv").write_text("image,caption\na.jpg,b\n" + row + "\nz.jpg,c\n")
     source = open_data(str(tmp_path / "a.csv"))

@@ -207,7 +207,7 @@ ERRORS = [
     *((f"{name} --init-weights 0", "0: the file is a checkpoint of train.py: `eval.py RUN --export",
        saved({"model": {}, "ranks": []})) for name in ("sparc", "bam")),
     ("train --resume --init-weights clip.pt --out runs/sparc", "leave out --init-weights clip.pt"),
-    ("train --resume --steps 5 --out runs/sparc", "has made 6 steps, more than --steps 5: .* leave --steps out"),
+    ("train --resume --steps 5 --out runs/sparc", "has made 6 steps, more than the 5 of --steps: .* leave --steps out"),
     ("train --resume --optimizer lamb --out runs/sparc", "--optimizer adamw, .* leave out"),
     *((f"{command} runs/{name}", message, {f"runs/{name}/{file}": text})
       for command, name in (("train --resume --out", "sparc"), ("eval", "sparc"))
@@ -252,6 +252,13 @@ ERRORS = [
     ("eval runs/sparo --data photos --task masks --select others", "SugarCrepe's files"),
     ("eval runs/sparc --data photos --classes 0", "--classes 0 cannot be read", b"\xff"),
     ("eval runs/sparc --data photos --classes 0", "0 has 1 names for 2 class folders: give", "a\n"),
+    ("eval runs/sparc --data photos --classes 0", """0 has names in quotes, such as "a",: write""",
+     '"a",\n"b"\n'),
+    ("sparc --data a.txt", "looks like Flickr's captions: name the file FILE.token", "x.jpg#0\tA dog\n"),
+    ("eval runs/sparc --templates 0", '"lambda c: .*" is Python code: write one template a line',
+     "lambda c: f'a {c}.',"),
+    ("bam --data parts", "parts has the folders test, train, .* no classes: give .* parts/train",
+     {"parts/test/a.png": picture(), "parts/train/a.png": picture()}),
     ("eval runs/sparc --templates 0", PROMPT.format("red"), "red\n"),
     *((f"eval runs/sparc --templates '{template}'", PROMPT.format(template).replace("{", r"\{"))
       for template in ("no.txt", "{} {a}", "{")),

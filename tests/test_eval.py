@@ -731,6 +731,8 @@ def test_segmentation_is_measured_on_pascal_vocs_layout(tmp_path, capsys):
     assert two.width > one.width > 600                                      # b beside a
     assert not evaluation.PICTURES["alignment"].fits(data)
     assert len(opened(tmp_path)[0].map_classes[""].names) == 20             # Pascal's classes
+    (tmp_path / "classes.txt").write_text("__background__\nred\ngreen\nblue\n")
+    assert opened(tmp_path, **flags)[0].map_classes[""].names == ["red", "green", "blue"]
 
 
 def test_every_data_format_has_a_default_split(tmp_path, monkeypatch):

@@ -190,9 +190,25 @@ def test_classification_equals_values_computed_by_hand():
     model = SimpleNamespace(config=config, class_scores=one_hot(predicted, 3))
     embed = SimpleNamespace(model=model, encode_pairs=lambda pairs, encode: (encode, labels))
     data = evaluation.EvalSet(labelled=lambda purpose: None)
-    result = evaluation.classification(embed, data, None)
+    result = evaluation.classification(embed, data, SimpleNamespace(classes=None))
     assert evaluation.to_float(result["classification"]) == 2 / 4
     assert result["classification/mean_per_class"] == (pytest.approx((2 / 3 + 0) / 2), 1 / 3)
+
+
+@pytest.mark.parametrize("groups, lines", [(None, "C\na\nb_b\n"),
+                                           ({"": (None, ["c", "a", "b_b"])}, None)])
+def test_a_classifier_knows_classes_by_their_names(tmp_path, groups, lines):
+    """Label i of shards is line i of --classes, or folder i."""
+    (tmp_path / "names").write_text(lines or "")
+    options = SimpleNamespace(classes=lines and str(tmp_path / "names"), data="x")
+    config = SimpleNamespace(classes=["a", "b b", "c"])
+    model = SimpleNamespace(config=config, class_scores=one_hot(torch.tensor([2, 0, 1]), 3))
+    embed = SimpleNamespace(model=model, encode_pairs=lambda pairs, encode: (encode, [0, 1, 2]))
+    data = evaluation.EvalSet(labelled=lambda purpose: None, groups=groups)
+    assert evaluation.to_float(evaluation.classification(embed, data, options)["classification"]) == 1
+    config.classes = ["a", "b", "d"]
+    with pytest.raises(UserError, match="has learned 3 classes, a, b, d, ...; x has 3, .* --classes"):
+        evaluation.learned_classes(options, data, model)
 
 
 def test_labels_that_a_classifier_has_not_learned_are_refused():

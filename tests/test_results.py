@@ -119,6 +119,37 @@ def test_a_table_is_read_only_once_before_training(tmp_path, monkeypatch):
     assert at_start == [1] and len(opened) == 2 and (tmp_path / "run/eval.json").exists()
 
 
+def test_prompts_do_not_depend_on_the_directory_of_the_evaluation():
+    args = evaluation.METHODS["sparc"].Config()
+    vars(args).update(data="gone/train", folder_captions=True, data_path="/data/gone/train")
+    assert evaluation.learned_templates("cifar10", args) == [common.FOLDER_CAPTION]
+    assert evaluation.is_trained_on("/data/gone/train", "all", args)
+    args.folder_captions = False
+    assert evaluation.learned_templates("cifar10", args) is None
+
+
+def test_a_run_that_is_still_training_has_a_column_of_its_own(run_of, tmp_path, capsys):
+    runs = [shutil.copytree(run_of("sparc"), tmp_path / name) for name in "ab"]
+    state = common.load_checkpoint(runs[1] / "last.pt")
+    torch.save(state | {"step": 3}, runs[1] / "last.pt")
+    evaluation.main([*map(str, runs), "--task", "retrieval"])
+    out = capsys.readouterr().out
+    assert f"| | {runs[0]} (1) | {runs[1]} (1) |" in out and f"{runs[1]}, step 3 of 6, on " in out
+
+
+def test_a_run_that_cannot_be_written_is_compared_all_the_same(
+        run_of, tmp_path, monkeypatch, capsys):
+    runs = [shutil.copytree(run_of("sparc"), tmp_path / name) for name in "ab"]
+
+    def write(*arguments):
+        raise common.UserError("evals.jsonl cannot be written")
+
+    monkeypatch.setattr(evaluation, "write_metrics", write)
+    evaluation.main([*map(str, runs), "--task", "retrieval", "--limit", "3"])
+    out = capsys.readouterr().out
+    assert f"| | {runs[0]} (2) |" in out and "note: evals.jsonl cannot be written" in out
+
+
 def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
     args = evaluation.METHODS["bam"].Config()
     vars(args).update(data="a.csv", eval_data="b/test", image_root="r", image_size=8, workers=2)
@@ -188,6 +219,7 @@ def test_a_misspelt_flag_gets_the_flag_it_may_stand_for(capsys, flag, meant):
     assert message.endswith(f"did you mean {meant}?") == bool(meant)
     assert evaluation.suggest("--learning-rate", ["--lr", "--limit"]) == "--lr"
     assert evaluation.suggest("--output-dir", ["--out", "--optimizer"]) == "--out"
+    assert evaluation.suggest("--train-data", ["--data", "--eval-data"]) == "--data"
 
 
 def test_shards_that_the_shell_has_expanded_get_a_hint(capsys):

@@ -62,7 +62,7 @@ def test_a_sets_own_names_and_prompts_are_used_unless_others_are_given(
     settings = json.loads((run / "evals.jsonl").read_text().splitlines()[-1])["settings"]
     assert settings["class_names"] == f"{spec}/classnames.txt"
     assert (settings["templates"], settings["prompts"]) == (None, ["a {c}.", "the {c}"])
-    assert "classnames.txt. First prompt: 'a blue.'" in capsys.readouterr().out
+    assert "classnames.txt. First of 2 prompts: 'a blue.'" in capsys.readouterr().out
     (tmp_path / "names.txt").write_text("sky\n\nblood\n")
     data, _ = opened(spec, classes=str(tmp_path / "names.txt"), templates=["{a}!"])
     assert data.classes.prompts == ["a sky!", "a !", "a blood!"]  # CLEVR has an empty name, too
@@ -225,6 +225,19 @@ def test_labels_of_shards_match_class_folders_only_if_their_order_is_known(
 
 def test_a_class_name_that_is_another_folders_name_is_refused(tmp_path):
     (tmp_path / "names.txt").write_text("red\nblue\nsky\n")
+    with pytest.raises(common.UserError, match="the folder blue the name of another folder, red"):
+        common.class_names(["blue", "green", "red"], tmp_path / "names.txt")
+
+
+def test_classes_of_imagenet_are_known_by_their_numbers(tmp_path):
+    folders = ["n01440764", "n01443537"]
+    (tmp_path / "names.txt").write_text("n01443537 goldfish\nn01440764 tench, Tinca tinca\n")
+    names, _ = common.class_names(folders, tmp_path / "names.txt")
+    assert names == ["tench, Tinca tinca", "goldfish"]
+    assert common.folder_of_lines(["n01443537 goldfish", "n01440764 tench"], folders) == [1, 0]
+    assert common.folder_of_lines(["Dining Table", "cat"], ["cat", "dining_table"]) == [1, 0]
+    assert common.folder_of_lines(["red sky", "blue sea"], ["red", "blue"]) is None
+    (tmp_path / "names.txt").write_text("Red\nBlue\nSky\n")
     with pytest.raises(common.UserError, match="the folder blue the name of another folder, red"):
         common.class_names(["blue", "green", "red"], tmp_path / "names.txt")
 

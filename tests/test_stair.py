@@ -23,7 +23,8 @@ import eval as evaluation
 import stair
 import train
 from helpers import (SMALL, LiveMemory, assert_same_with_gradients, cos, infonce, make_batch, mean,
-                     padded, picture, read_log, tiny_model, train_alone, weights, write_files)
+                     padded, picture, read_log, tiny_model, train_alone, weights, write_files,
+                     write_shards)
 
 V, E = 11, 6
 tiny_stair = functools.partial(tiny_model, "stair")
@@ -371,6 +372,10 @@ def test_images_in_files_are_searched(tmp_path, monkeypatch):
         evaluation.main([str(run), "--data", str(tmp_path / "data"), "--query", "red"])
     index, = run.glob("*data-index.pt")
     assert len(stair.InvertedIndex.load(index).ids) == 3 and not (run / "index.pt").exists()
+    shards = write_shards(tmp_path, [4])  # a search needs neither captions nor labels
+    evaluation.main([str(run), "--data", shards, "--query", "red"])
+    index, = run.glob("*tar-index.pt")
+    assert len(stair.InvertedIndex.load(index).ids) == 4
 
 
 WORDS = ["[PAD]", "red", "blue", "circle", "star", "the"]

@@ -794,6 +794,13 @@ def test_images_have_enough_pixels_for_the_smallest_crop(monkeypatch, tmp_path, 
     assert found == [side]
 
 
+def test_a_warning_says_that_many_samples_are_skipped():
+    args, record = SimpleNamespace(batch=8), {"step": 5, "skipped": {"no .txt": 3, "no image": 1}}
+    assert train.lost_samples(args, None, record) is None                  # 4 of 44
+    record["skipped"]["no .txt"] = 5
+    assert "this reason: no .txt (" in train.lost_samples(args, None, record)
+
+
 class Device:
     """A made-up GPU, and a clock in seconds. `free` is when the GPU ends the work that it has."""
 
