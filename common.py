@@ -2167,8 +2167,8 @@ def class_names(folders, file=None):
         for folder, name in zip(plain, with_spaces(names)):
             if name.lower() != folder and name.lower() in plain:
                 raise UserError(f"{file} gives the folder {folder} the name of another folder, "
-                                f"{name.lower()}: its lines must be in the sorted order of the folders, or "
-                                f"be exactly the names of the folders.")
+                                f"{name.lower()}: its lines must be in the sorted order of the "
+                                f"folders, or be exactly the names of the folders.")
         return names, str(file)
 
     numbers = [folder for folder in folders if re.fullmatch(r"n\d{8}", folder)]

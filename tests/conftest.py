@@ -56,8 +56,9 @@ def short_runs():
     vocabulary = functools.cache(common.train_wordpiece)
     common.train_wordpiece = lambda captions, size: list(vocabulary(tuple(captions), size))
     yield
-    for worker in multiprocessing.active_children():
-        worker.kill()
+    for child in multiprocessing.active_children():
+        if isinstance(child, multiprocessing.context.ForkProcess):  # the others are run_ranks' pool
+            child.kill()
 
 
 @pytest.fixture(scope="session")
