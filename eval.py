@@ -2579,7 +2579,7 @@ def export(run, checkpoint, file):
 # The settings in which the runs of a column may differ: the seed, and settings that belong neither
 # to the method nor to the training recipe.
 ASIDE = ("seed out argv git torch threads resume workers log_every save_every keep_every "
-         "eval_every accum_freq").split()
+         "eval_every accum_freq data_path").split()
 
 
 def print_table(columns):

@@ -313,7 +313,8 @@ def test_a_table_of_several_runs_averages_over_seeds(run_of, tmp_path, monkeypat
     runs = [shutil.copytree(run_of("sparc"), tmp_path / name) for name in "abc"]
     for seed, run in enumerate(runs):
         config = json.loads((run / "config.json").read_text())
-        config |= {"seed": seed, "sigma": 0.1 + seed // 2, "torch": seed, "threads": seed}
+        config |= {"seed": seed, "sigma": 0.1 + seed // 2, "torch": seed, "threads": seed,
+                   "data_path": str(seed)}
         (run / "config.json").write_text(json.dumps(config))
     found = iter([{"x": 0.1, "y": 1}, {"x": 0.3, "y": 1}, {"x": 0.5}])
     with monkeypatch.context() as patch:
