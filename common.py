@@ -2063,7 +2063,7 @@ def open_directory(directory, content, image_root):
     files = sorted(entry.path for entry in entries if not entry.is_dir())
     loose = [file for file in files if is_image(file)]
     if content is None and loose:
-        if classes:
+        if classes and gather.rank == 0:
             print(f"note: {directory} has images next to its folders, such as {loose[0]}. So the "
                   f"folders are no classes, and all images are used.")
         classes, files = [], []  # images without classes: read the directory as one folder

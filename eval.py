@@ -901,7 +901,7 @@ def open_voc(directory, options, image_size):
     file = directory / "ImageSets" / "Segmentation" / f"{options.split}.txt"
     ids = common.read_text(file, "--data").split()[: options.limit]
     names = common.read_lines(options.classes, "--classes") if options.classes else VOC_CLASSES
-    if names[0].strip("_").lower() == "background":
+    if names and names[0].strip("_").lower() == "background":
         names = names[1:]  # the name of class 0, which is no object
     classes = Classes(names, options.templates, options.classes or "Pascal VOC")
 
