@@ -1428,7 +1428,7 @@ class CaptionTable:
     rows: (path, caption) or Skipped. Rows with the same path are captions of one image.
     name: what messages call the table.
     root: the directory that the paths are relative to, or "".
-    content: what each image needs, see open_data. Without captions, a caption may be empty.
+    content: what each image needs, see open_data. If it is None, an empty caption is allowed.
 
     An epoch shows each image once, over all ranks and workers. The next epoch shows the image with
     its next caption. Raises UserError if no row can be used.
@@ -1489,8 +1489,9 @@ class CaptionTable:
 
     def only(self, rows):
         """A new table with these rows of a labelled table."""
-        table = CaptionTable([(self.path(i), self.captions[i]) for i in rows], self.name)
-        table.classes, table.labels, table.content = self.classes, self.labels[rows], "label"
+        captions = [(self.path(i), self.captions[i]) for i in rows]
+        table = CaptionTable(captions, self.name, content="label")
+        table.classes, table.labels = self.classes, self.labels[rows]
         table.skipped = self.skipped
         return table
 
@@ -1596,8 +1597,8 @@ class TarShards:
                 yield sample[:2]
         reasons = describe_skipped(left_out)
         if total == 0:
-            raise UserError(f"{self.name} has no image with a {content or 'name'} (left out: "
-                            f"{reasons}).")
+            what = f"image with a {content}" if content else "image"
+            raise UserError(f"{self.name} has no {what} (left out: {reasons}).")
         if left_out:
             print(f"left out of {self.name}: {reasons}")
 
@@ -2517,7 +2518,7 @@ def writing(path):
 @contextlib.contextmanager
 def replacing(path, suffix=None):
     """A context with a binary file PATH + suffix to write to. At the end the file is renamed to
-    `path`. Without a suffix the process has one of its own.
+    `path`. The default suffix has the number of this process.
 
     A killed process leaves the old file or the new file under `path`, never a part of the new file.
     An error leaves the old file.
@@ -2795,7 +2796,7 @@ def unwrapped(state):
             if isinstance(state.get(key), dict):
                 # Some files also hold an average of the weights (EMA), which is often better.
                 averages = [name for name in state if "ema" in str(name).split("_")]
-                if averages:
+                if averages and gather.rank == 0:
                     print(f"note: the weights are those under {key!r}, not those under "
                           f"{', '.join(averages)}.")
                 state = state[key]

@@ -1658,9 +1658,10 @@ def sparsity(embedder, data, options):
 
 
 def learned_classes(options, data, model):
-    """The number that the classifier gives to each class of the data. Classes of folders are known
-    by their names, those of shards by --classes; without --classes they count as the classifier's.
-    Raises UserError if the data have other classes than the classifier has learned.
+    """The number that the classifier gives to each class of the data. The names of class folders,
+    or the lines of --classes for shards, tell the classes. Without --classes, label i of shards is
+    class i of the classifier. Raises UserError if the data have classes that the classifier has not
+    learned, or lack some that it has learned.
     """
     known = model.config.classes
     if data.groups:
@@ -2656,7 +2657,7 @@ def suggest(word, flags):
     familiar = {"--learning-rate": "--lr", "--output-dir": "--out", "--slots": "--L",
                 "--train-data": "--data", "--val-data": "--eval-data", "--wd": "--weight-decay",
                 "--precision": "--amp", "--pretrained": "--init-weights",
-                "--grad-clip-norm": "--clip-grad", "--batch-size": "--batch"}
+                "--grad-clip-norm": "--clip-grad"}
     if familiar.get(word) in flags:
         return familiar[word]
     nearest = difflib.get_close_matches(word, flags, 1)

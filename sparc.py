@@ -20,7 +20,7 @@ the other words of the caption. We know of no code by the authors; their App. C 
     tau         1 / scale               scalar      Eq. 1, 6; learned, shared by both losses
     L_g         global_loss             scalar      Eq. 1
     L_f         fine_grained_loss       scalar      Eq. 6
-    There are B pairs, P patches in an image, L tokens in the longest caption. Sec. 2 calls E d.
+    There are B pairs, P patches in an image, L tokens in the longest caption. E is the paper's d.
 
 Differs from the paper (search for "differs" for all other places):
   * A word that is equally similar to all patches gives them equal weights; Eq. 2 would be 0 / 0.
@@ -50,7 +50,8 @@ fraction of a word's weight that lies on the objects that the word names.
     D: on objects, shape words        .174 +- .012  without sparsity .097 +- .023: holds         5
     C: mIoU of colours                .082 +- .030  CLIP .132 +- .045                            3
     Three seeds decide nothing. Uniform weights have .07 on objects. C: --preset tiny-stem
-    --lambda-f .5 --lr 1e-3. `python tests/claims.py readme` prints D; `... sparc` prints C.
+    --lambda-f .5 --lr 1e-3. `python tests/claims.py readme` prints D, and `python
+    tests/claims.py sparc` prints C.
 """
 
 import contextlib

@@ -698,7 +698,8 @@ def print_once(line):
 
 def open_training_data(args, method):
     """Open --data. Also set args.image_size: for shapes, to the size of the drawn images; for other
-    data without --image-size, to the encoder's image size. With --epochs, set args.steps, too."""
+    data without --image-size, to the encoder's image size. With --epochs, set args.steps, too.
+    args.data_path and args.folder_captions tell eval.py what the run has learned from."""
     _, world_size = this_rank()
     if args.batch % world_size:
         raise UserError(f"--batch {args.batch} is global and must be a multiple of the "
@@ -716,7 +717,7 @@ def open_training_data(args, method):
             raise UserError(f"--image-size {args.image_size} is not the size of {args.data}: leave "
                             f"out one of the two sizes.")
     args.image_size = image_size
-    # for eval.py, which may run in another directory
+    # eval.py may run in another directory, or when the data are gone
     args.data_path = str(Path(common.parse_spec(args.data)[0]).resolve())
     args.folder_captions = is_table and data.classes is not None
     if args.epochs:

@@ -24,13 +24,15 @@ import sparc
 from helpers import picture, write_files
 
 
-def test_recall_counts_any_positive_and_ranks_ties_last():
+@pytest.mark.parametrize("n, ids", [(30, 6), (9, 5)])
+def test_recall_counts_any_positive_and_ranks_ties_last(n, ids):
     """The rank of a query is the number of negative keys before its best positive key.
 
-    A negative key that ties with the best positive key comes before it.
+    A negative key that ties with the best positive key comes before it. With five ids of keys, the
+    queries with id 5 have no positive key.
     """
-    queries, keys = torch.randint(3, (40, 5)).float(), torch.randint(3, (9, 5)).float()
-    query_ids, key_ids = torch.randint(6, (40,)), torch.arange(9) % 5  # no key is for query id 5
+    queries, keys = torch.randint(3, (40, 5)).float(), torch.randint(3, (n, 5)).float()
+    query_ids, key_ids = torch.randint(6, (40,)), torch.arange(n) % ids
     scores, ranks = queries @ keys.T, []
     for row, q in zip(scores, query_ids):
         best = max([s for s, k in zip(row, key_ids) if k == q], default=None)
