@@ -26,32 +26,22 @@ Differs from the paper (search for "differs" for all other places):
   * A word that is equally similar to all patches gives them equal weights; Eq. 2 would be 0 / 0.
   * [CLS] and [SEP] are not words: tbar and L_f leave them out. 53 of Sec. 4.1's 55 tokens remain.
   * vbar and tbar follow Sec. 2. Listing 1's vbar has no h_v, its tbar includes the padding.
-  * Training crops images a little and flips them; evaluation crops the centre, except for
-    segmentation. Sec. 4.1 resizes the whole image to 224 x 224.
+  * Training crops images a little and flips them. Evaluation crops the centre, but segmentation
+    does not crop. Sec. 4.1 resizes the whole image to 224 x 224.
   * `tiny` has lambda_f 0.1 and the learning rate 2e-3. With 0.5, the paper's smallest lambda_f, or
     with a lower rate, words do not find their objects. `tiny` has sigma 0.4 and a residual h_v.
-Not here: detection (Table 5) and captioning (Table 7). `eval.py --export` writes the image encoder,
-which captioning needs; OWL-ViT's detection also needs the text encoder. WordPiece replaces the 32k
-SentencePiece vocabulary. Two parts of D.2 are missing: updates that add the gradients of one batch
-from each of several datasets, and captions made of JFT's labels.
-eval.py reads maps in VOC's layout (`--classes FILE`), not Pascal Context's .mat maps (Table 6).
-`eval.py --templates FILE` reads D.5's prompts, if FILE combines each prefix with each suffix.
+Not here: detection and captioning (Tables 5, 7; `eval.py --export` writes the image encoder, but
+OWL-ViT also needs the text encoder); the 32k SentencePiece vocabulary (here WordPiece); gradients
+from several datasets in one update, JFT's labels as captions (D.2); .mat maps (Table 6).
 Run:     python train.py --method sparc       (--objective clip, filip, ...: the baselines)
-
-What was found out on test data, with n seeds. D is `tiny`, the default preset. "On objects" is the
-fraction of a word's weight that lies on the objects that the word names.
-    what                              here          compared with                                n
-    D: R@1 of images                  .560 +- .007  CLIP .530 +- .007: holds                     5
-    D: zero-shot, several prompts     .464 +- .026  CLIP .434 +- .007: holds                     5
-    D: zero-shot, the name alone      .352 +- .058  CLIP .410 +- .022: not shown                 5
-    D: on objects, shape words        .174 +- .012  softmax .076 +- .041: holds                  5
-    D: on objects, colour words       .174 +- .029  softmax .350 +- .105: reversed               5
-    D: on objects, colour words       .174 +- .029  without sparsity .134 +- .008: holds         5
-    D: on objects, shape words        .174 +- .012  without sparsity .097 +- .023: holds         5
-    C: mIoU of colours                .082 +- .030  CLIP .132 +- .045                            3
-    Three seeds decide nothing. Uniform weights have .07 on objects. C: --preset tiny-stem
-    --lambda-f .5 --lr 1e-3. `python tests/claims.py readme` prints D, and `python
-    tests/claims.py sparc` prints C.
+         python eval.py RUN --templates FILE  (prompts as in D.5: each prefix with each suffix)
+Result:  test data, five seeds (`python tests/claims.py readme`; the end of this file has more). "On
+         objects": share of a word's weight on the objects that it names; uniform weights have .07
+    R@1 of images          .560 +- .007  CLIP .530 +- .007 (holds)
+    zero-shot, prompts     .464 +- .026  CLIP .434 +- .007 (holds)
+    zero-shot, name alone  .352 +- .058  CLIP .410 +- .022 (not shown)
+    on objects, shapes     .174 +- .012  softmax .076 +- .041 (holds), dense .097 +- .023 (holds)
+    on objects, colours    .174 +- .029  softmax .350 +- .105 (reversed), dense .134 +- .008 (holds)
 """
 
 import contextlib
@@ -357,27 +347,6 @@ class Model(nn.Module):
 #     loss_f = fine_grained_loss(tokens, patches, words, scale)
 #     loss = 0.5 * global_loss(v, t, scale, gather) + loss_f
 #
-# What was found out beyond the docstring's table. C and D are those of the table. B is `tiny` with
-# --sigma .3 --steps 2400 (three seeds, one learning rate for SPARC and for CLIP). Three seeds
-# decide nothing: the sentences about B and C compare means.
-#
-# * L_f can be solved without the image, as in C. The negatives of a word are the words of the same
-#   caption, so patches can become a codebook that tells words apart, whatever the image shows. At
-#   the end of C, L_f is .11, and .16 with a wrong image (chance 2.2). Zero-shot and retrieval are
-#   still above CLIP's, but mIoU is below CLIP's.
-# * With lambda_f 0.1 and the learning rate 2e-3, L_f needs the right image: L_f is .84, and 2.05
-#   with a wrong image. Zero-shot is better at a lower rate. Words find their objects best without
-#   a stem, as in B and D.
-# * Zero-shot of C is .585, with softmax weights .608, without a threshold .584. Table 8 has both
-#   below SPARC. Softmax weights have a higher R@1 of captions (.674, sparse .654). With 36 patches
-#   zero-shot is lower with softmax weights (.616, sparse .711).
-# * Softmax alignment puts more weight on colours than sparse alignment does, with each seed of B,
-#   but less on shapes. Alignment without a threshold puts less on both.
-# * SPARC is above CLIP with each seed of B in zero-shot, in R@1 of captions and of images and in
-#   K-Pna (.926, CLIP .910). SPARC's mIoU of colours is above CLIP's with two of the three seeds
-#   (.220, CLIP .208).
-# * An update takes 1.005 times CLIP's FLOPs, as in Table 11; tests/test_train.py counts them.
-
 
 def in_rows(function, *rows, size, limit=2**24):
     """function(*rows) -> (B, ...), computed for a few rows at a time if all need too much memory.
@@ -706,6 +675,29 @@ def share_on(mask, weights):
     pixels. A patch that the mask covers by half counts half."""
     patches = F.adaptive_avg_pool2d(mask[None].float(), math.isqrt(len(weights))).flatten()  # (P,)
     return ((weights * patches).sum() / weights.sum()).item()
+
+
+# What was found out beyond the docstring's results, whose runs are D. B is `tiny` with --sigma .3
+# --steps 2400 (three seeds, one learning rate for SPARC and for CLIP). C is `tiny-stem` with
+# --lambda-f .5 --lr 1e-3 (three seeds). Three seeds decide nothing: the sentences about B and C
+# compare means. `python tests/claims.py sparc` prints the rows of C.
+#
+# * L_f can be solved without the image, as in C. The negatives of a word are the words of the same
+#   caption, so patches can become a codebook that tells words apart, whatever the image shows. At
+#   the end of C, L_f is .11, and .16 with a wrong image (chance 2.2). Zero-shot and retrieval are
+#   still above CLIP's, but mIoU of colours is below CLIP's (.082 +- .030, CLIP .132 +- .045).
+# * With lambda_f 0.1 and the learning rate 2e-3, L_f needs the right image: L_f is .84, and 2.05
+#   with a wrong image. Zero-shot is better at a lower rate. Words find their objects best without
+#   a stem, as in B and D.
+# * Zero-shot of C is .585, with softmax weights .608, without a threshold .584. Table 8 has both
+#   below SPARC. Softmax weights have a higher R@1 of captions (.674, sparse .654). With 36 patches
+#   zero-shot is lower with softmax weights (.616, sparse .711).
+# * Softmax alignment puts more weight on colours than sparse alignment does, with each seed of B,
+#   but less on shapes. Alignment without a threshold puts less on both.
+# * SPARC is above CLIP with each seed of B in zero-shot, in R@1 of captions and of images and in
+#   K-Pna (.926, CLIP .910). SPARC's mIoU of colours is above CLIP's with two of the three seeds
+#   (.220, CLIP .208).
+# * An update takes 1.005 times CLIP's FLOPs, as in Table 11; tests/test_train.py counts them.
 
 
 if __name__ == "__main__":
