@@ -148,7 +148,7 @@ def contrast(logits, gather=identity):
 # a_lp = stil_lp / sum_r stil_lr                                                 (Eq. 4)
 def alignment_weights(tokens, patches, threshold=None):
     """The weight that each token gives each patch; the weights of a token sum to 1.
-    tokens (B, L, E), patches (B, P, E) -> a (B, L, P). threshold: sigma; None: 1 / P."""
+    tokens (B, L, E), patches (B, P, E) -> a (B, L, P). threshold: sigma, at most 1; None: 1 / P."""
     sigma = 1 / patches.shape[1] if threshold is None else threshold
     with in_fp32(tokens, patches) as (tokens, patches):
         s = tokens @ patches.transpose(1, 2)                        # (B, L, P)

@@ -192,7 +192,8 @@ def test_every_claim_has_runs_and_metrics_with_valid_flags(method):
             task = metric.split("/")[0]
             assert claims.TASK_OF.get(task, task) in evaluation.TASKS
             parser.parse_args(["RUN", *flags.split()])
-        budgets = [(x.steps * x.batch, x.data) for x in map(settings.get, names)]
+        budgets = [(x.epochs or x.steps * x.batch, x.data)
+                   for x in map(settings.get, names)]
         assert budgets[0] == budgets[-1], "the two runs have different data or numbers of images"
     assert used >= runs.keys(), "a run that no claim uses"
     assert len({*named}) == len(named), "two claims have the same record"
