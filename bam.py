@@ -71,7 +71,8 @@ class Config:
     readout: Literal["cls", "gap"] = "cls"
     projector_width: int = 4096  # width of the projector's two hidden layers (App. C)
     projector_dim: int = 4096  # width of the projector's output, the latents (App. C)
-    batch_norm: bool | None = None  # BatchNorm in projector; None: only without a teacher (App. C)
+    # BatchNorm in the projector; without the flag only if there is no teacher (App. C)
+    batch_norm: bool | None = None
     # activation in the projector; the paper has relu for ResNet-50 (App. C)
     activation: Literal["gelu", "relu"] = "gelu"
     local_crops: int = 6  # number of small views, added to two large views (Sec. 3.5)
@@ -354,8 +355,9 @@ class Model(nn.Module):
         cosine, rank = record["similarity"], record["effective_rank"]
         if record["step"] <= 100 or (cosine <= 0.99 and rank >= 1.5):
             return None
-        return (f"the network has collapsed (mean cosine {cosine:.3f}, effective rank {rank:.1f}"
-                "): lower --tau-b or --lr, or use --batch-norm.")
+        remedy = ", or give --no-teacher" if self.config.teacher else ""
+        return (f"the network has collapsed (mean cosine {cosine:.3f}, effective rank {rank:.1f}): "
+                f"lower --tau-b or --lr{remedy}.")
 
 
 class BatchNorm(nn.BatchNorm1d):
@@ -632,7 +634,8 @@ class LARS(torch.optim.Optimizer):
 
 @dataclass
 class ClassifierConfig:
-    # FILE of class names, one a line, label 0 first; None: names of class folders or of shapes
+    # FILE with the class names of shards, one a line, label 0 first; class folders and shapes have
+    # names of their own
     classes: list | None = None
     # labels to train on: a fraction of each class, in (0, 1], or a FILE of image names
     label_fraction: str | None = None

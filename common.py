@@ -1979,7 +1979,7 @@ def formats():
         ([".json"], functools.partial(open_table, read_json), {"split": "train"},
          "FILE.json of COCO or Karpathy[:split=NAME]"),
         ([".token"], functools.partial(open_table, read_token_file), {}, "FILE.token of Flickr"),
-        (["/"], open_directory, {}, "DIR of class folders")]
+        (["/"], open_directory, {}, "DIR of class folders, or of any images for BAM and DINO")]
 
 
 def spec_forms():
@@ -2178,7 +2178,7 @@ def class_names(folders, file=None):
         return ResNet50_Weights.IMAGENET1K_V1.meta["categories"], "torchvision"
     if numbers:
         raise UserError(f"The class folder {numbers[0]} has a number of ImageNet instead of a "
-                        f"name: rename it, or give names with eval.py --classes FILE.")
+                        f"name: rename the folder. eval.py also takes names by --classes FILE.")
     return with_spaces(folders), "folders"
 
 
@@ -2601,8 +2601,11 @@ def load_checkpoint(path, map_location="cpu"):
     except Exception as error:
         if isinstance(error, MemoryError) or "memory" in str(error):
             raise  # the file may be intact
-        missing = FileNotFoundError, PermissionError, IsADirectoryError
-        why = error.strerror if isinstance(error, missing) else why_unreadable(path, str(error))
+        if isinstance(error, FileNotFoundError):
+            raise UserError(f"{path} does not exist: give another file. If a run ended before its "
+                            f"first save, begin it again by --resume auto.") from None
+        refused = isinstance(error, (PermissionError, IsADirectoryError))
+        why = error.strerror if refused else why_unreadable(path, str(error))
         raise UserError(f"{path} is not a checkpoint that can be read: {why}.") from None
 
 
@@ -2620,8 +2623,8 @@ def why_unreadable(path, message):
         return (f"it holds weights and {held[1]}, which could execute code. If you trust the file, "
                 f"save only the weights: with x = torch.load(FILE, weights_only=False), "
                 f"torch.save(x[KEY], NEW), or torch.save(x.state_dict(), NEW) for a Module")
-    return ("it is cut off, empty or of another format. Give another file, such as a step-N.pt of "
-            "--keep-every, or begin a new run")
+    return ("it is cut off, empty or of another format. Give another file. If it is last.pt, copy "
+            "a step-N.pt of --keep-every to last.pt, or begin a new run")
 
 
 # Distributed --------------------------------------------------------------------------

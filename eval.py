@@ -1546,8 +1546,9 @@ def slot_alignment(embedder, data, options):
     (SPARO)."""
     found = shares_on_objects("slot_alignment", embedder, data, words_of_slots)
     if all(math.isnan(share) for share, _ in found.values()):
-        print("note: slot_alignment is nan: no slot gives more than half of its weight to one word "
-              "whose values agree with the image's. Train longer.")
+        print("note: slot_alignment is nan, because no slot has a word. A slot has a word if this "
+              "word has more than half of the slot's attention in the caption, and if the slots of "
+              "image and caption have a cosine above .75. Train longer.")
     return found
 
 
@@ -2702,9 +2703,9 @@ def build_parser():
              f"(default: all samples of --data; without --data {TEST_LIMIT:,} samples to evaluate "
              f"and {LEARN_LIMIT:,} to learn from)")
     add("--classes", metavar="FILE",
-        help="file of class names, one a line: line i names the sorted folder i, or label i of "
-             "shards. If the lines are the folders' own names in another order, this order numbers "
-             "the labels of shards")
+        help="file of class names, one a line: the first line names the first of the sorted "
+             "folders, or label 0 of shards. The lines can also be the folders' own names in "
+             "another order; then the first line names the folder of label 0")
     add("--templates", nargs="+", metavar="TEMPLATE",
         help="zero-shot prompts, in which {} stands for the name of a class and {a} for the name "
              "with its article; or one file of prompts, one a line")
@@ -2797,7 +2798,7 @@ def check_flags(flags, parser):
 def describe(options):
     """What is evaluated, as a phrase for the heading of the table."""
     most = f", {options.limit:,} samples at most" if options.limit else ""
-    seen = ", the data that it was trained on" if options.on_training_images else ""
+    seen = ", images that the run was trained on" if options.on_training_images else ""
     return f"{options.data}, split {options.split}{most}{seen}"
 
 

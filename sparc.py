@@ -64,7 +64,8 @@ class Config:
     embed_dim: int = 512         # width of the shared embedding space (Sec. D.1)
     lambda_g: float = 0.5        # weight of the global loss L_g (Eq. 7, Sec. D.4)
     lambda_f: float = 1.0        # weight of the word loss L_f; the paper has 0.5, 1, 5, 10 (D.4)
-    # similarity, scaled to [0, 1], below which a patch gets weight 0; None: 1 / patches (Eq. 3)
+    # similarity, scaled to [0, 1], below which a patch gets weight 0; without a value, in the flag
+    # or in the preset, it is 1 / patches (Eq. 3)
     sigma: float | None = None
     # layer before the global image embedding: plain h_v(x) (Sec. 2), or residual x + h_v(x)
     h_v: Literal["plain", "residual"] = "plain"

@@ -82,7 +82,7 @@ class Config:
     center_momentum: float = 0.9   # DINO: momentum of the center c of teacher outputs (App. C.2)
     ema: float = 0.996             # DINO: momentum of the teacher at first, 1 at the end (App. C.2)
     freeze_last: int = 0           # DINO: number of steps before the last layer trains (App. C.2)
-    local_crops: int = 8           # DINO: number of small views; two are large (App. C.2)
+    local_crops: int = 8           # DINO: number of small views, beside two large ones (App. C.2)
     local_size: int = 96           # DINO: height and width of a small view, in pixels (App. C.2)
     crop_least: float = 0.05       # DINO: smallest fraction of the image in a small view (App. C.2)
     # DINO: largest fraction of the image in a small view, and smallest in a large one (App. C.2)

@@ -64,10 +64,12 @@ class Config:
     The comment behind a field, or the lines above it, are the help of its flag.
     """
 
-    preset: str = "tiny"  # name of a row of the method's PRESETS, whose values replace defaults
+    # name of a preset of the method, whose values replace defaults; a wrong name prints all names
+    preset: str = "tiny"
     out: str | None = None  # directory of the run; without it runs/METHOD, runs/METHOD-2, ...
-    # continue the run in --out with the settings of that run; other flags replace these settings;
-    # `--resume auto` begins a new run if --out has no checkpoint
+    # continue the run in --out with the settings of that run; other flags replace these settings,
+    # but --method, --preset, --vocab, --vocab-size, --optimizer, --finetune and --init-weights
+    # cannot change; `--resume auto` begins a new run if --out has no checkpoint
     resume: bool = False
     # directory of a run whose image encoder is fine-tuned on labelled images; implies --method
     # classifier (BAM, Table 3)
@@ -75,9 +77,12 @@ class Config:
     seed: int = 0  # seed of the weights, the data and the augmentation
 
     data: str = "shapes"  # SPEC of what to train on; the end of this help lists the forms of a SPEC
-    image_root: str | None = None  # directory that a table's file names are relative to
+    # directory that the file names in the tables of --data and --eval-data are relative to; without
+    # it each table's own directory
+    image_root: str | None = None
     # SPEC of the data for the evaluation at the end; without it the test split of --data, or the
-    # training images if --data has no splits
+    # training images if --data has no splits; without it shards are not evaluated, and BAM and DINO
+    # are evaluated on shapes only
     eval_data: str | None = None
     # vocabulary file, BERT's vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz; without it a
     # vocabulary is trained on the captions of --data
@@ -91,10 +96,9 @@ class Config:
     # number of processes per rank that load data; with 0 the training process loads the data
     workers: int = 0
 
-    # image encoder, NAME or NAME:setting=value,...; the names are the rows of common.VIT_PRESETS,
-    # and ResNet-50
+    # image encoder, NAME or NAME:setting=value,...; a wrong name or setting prints all that exist
     image_encoder: str = "ViT-B/16"
-    # text encoder, NAME or NAME:setting=value,...; the names are the rows of common.TEXT_PRESETS
+    # text encoder, NAME or NAME:setting=value,...; a wrong name or setting prints all that exist
     text_encoder: str = "12x512"
     # file of pretrained weights to start from: a whole CLIP or, for methods without captions, a ViT
     # whose parameters have timm's names
@@ -121,22 +125,27 @@ class Config:
     log_every: int = 10  # steps between two lines of log.jsonl
     save_every: int = 1000  # steps between two writings of last.pt
     keep_every: int = 0  # steps between two checkpoints that are kept, step-N.pt; 0 keeps none
-    # steps between two evaluations during training; an evaluation uses 1,000 images, and k-NN if
-    # the method has no text encoder; 0 evaluates only at the end
+    # steps between two evaluations during training, on at most 1,000 images, with metrics in
+    # log.jsonl; BAM and DINO are tested by k-NN alone; 0 evaluates only at the end
     eval_every: int = 0
-    # linear probe in the evaluation: adamw follows SPARO, sgd follows BAM
+    # training of linear probes: adamw follows SPARO, sgd follows BAM; at the end of a training only
+    # BAM and DINO on shapes have a probe
     probe: Literal["adamw", "sgd"] = "adamw"
     # number of epochs of the linear probe; without it the paper's number, 10 for adamw, 100 for sgd
     probe_epochs: int | None = None
 
     # precision of the encoders; without it bf16 on a GPU, off on a CPU; losses are always fp32
     amp: Literal["bf16", "fp16", "off"] | None = None
-    compile: bool = False  # compile the blocks of a ViT or ResNet with torch.compile
-    grad_checkpoint: bool = False  # recompute a ViT's blocks in the backward pass, to save memory
+    # compile the ResNet, or the blocks of the ViT, and the blocks of the text encoder, with
+    # torch.compile
+    compile: bool = False
+    # recompute the blocks of the ViT and of the text encoder in the backward pass, to save memory
+    grad_checkpoint: bool = False
     # number of parts into which a rank splits its batch; the encoders process the parts one after
     # the other, to save memory; the loss still compares the whole batch
     accum_freq: int = 1
-    # print parameters, FLOPs and the loss of a random guess, then stop; weight files are not read
+    # print the number of parameters, the FLOPs of the forward pass of one sample and the loss of a
+    # random guess, then stop; weight files are not read
     dry_run: bool = False
     bench: int = 0  # number of steps to time; print the rates, then stop
 
@@ -628,12 +637,12 @@ def check_vocabulary(args, data, tokenizer):
     if asked > len(tokenizer) and not args.vocab:
         raise UserError(f"--text-encoder {args.text_encoder} is for {asked} tokens, a vocabulary "
                         f"trained from these captions has {len(tokenizer)}: give --vocab FILE of "
-                        f"{asked} tokens, or another --text-encoder.")
+                        f"at most {asked} tokens, or another --text-encoder.")
     ids = [i for caption in data.sample_captions(1000) for i in tokenizer.encode(caption)[1:-1]]
     unknown = ids.count(tokenizer.unk) / max(1, len(ids))
     if unknown > 0.5:
         raise UserError(f"{unknown:.0%} of the captions' tokens are [UNK], words that the "
-                        f"vocabulary lacks: give another --vocab, or none.")
+                        f"vocabulary lacks: give another --vocab FILE, or leave out --vocab.")
     return unknown
 
 
@@ -728,8 +737,8 @@ def open_training_data(args, method):
     with common.explained(ValueError, f"--method {args.method}"):
         method.check(args)
     if method.box_refreshes(args) and not (is_table or args.dry_run):
-        raise UserError(f"--contrastive-crop keeps a box for each image and needs class folders or "
-                        f"a table, not {args.data}: unpack the shards, or give "
+        raise UserError(f"--contrastive-crop keeps a box for each image and needs a folder of "
+                        f"images or a table, not {args.data}: give one by --data, or give "
                         f"--no-contrastive-crop.")
     return data
 
@@ -770,7 +779,9 @@ def open_evaluation(args, model, options):
     """The data of the run's own evaluation, or None if no task can use them. Raises UserError
     instead of returning None if --eval-data or --eval-every is given."""
     with_text = model.encode_text is not None
-    remedy = "" if with_text else " k-NN learns from --data and is tested on --eval-data"
+    remedy = "" if with_text else (" k-NN learns from the classes of --data. If --data have none, "
+                                   "leave out --eval-data, then run eval.py RUN --data TEST "
+                                   "--train-data TRAIN")
     try:
         with common.explained(UserError, "No evaluation", remedy):
             data = evaluation.open_eval_set(options, args.image_size, with_text)
@@ -823,7 +834,9 @@ def initial_encoders(args, method, tokenizer):
             weights = common.load_checkpoint(args.init_weights)
             if isinstance(weights, dict) and "ranks" in weights:
                 raise UserError("the file is a checkpoint of train.py: `eval.py RUN --export FILE` "
-                                "writes the image encoder's weights, which BAM and DINO load.")
+                                "writes the image encoder's weights, which BAM and DINO load. "
+                                "Other methods load a CLIP, or continue a run by --resume --out "
+                                "RUN.")
             if method.uses_text(args):
                 parts = common.load_clip(encoders, weights, tokenizer)
             else:
@@ -844,7 +857,8 @@ def save_memory(args, model):
         if isinstance(module, common.BatchNorm) and args.accum_freq > 1:
             raise UserError(f"--accum-freq {args.accum_freq} splits the batch, but the BatchNorm "
                             f"of {args.image_encoder} needs all of it: choose a ViT without a "
-                            f"convolutional stem, such as --image-encoder tiny-patch.")
+                            f"convolutional stem, such as --image-encoder ViT-B/16 (for shapes "
+                            f"tiny-patch).")
 
 
 def build_transform(args, method, encoder):
@@ -1096,7 +1110,8 @@ def load_state(args, model, scaler, progress, device):
     if not is_same:
         raise UserError(f"{args.out} has made {progress.step} steps, the last in stage "
                         f"{progress.stage}; with these flags that step is in another stage or in "
-                        f"none: leave out --steps {args.steps}, or whatever changes the stages.")
+                        f"none: leave out the flags that change the stages, such as --steps, "
+                        f"--epochs, --stages, --share-1 or --share-2.")
     return state
 
 

@@ -203,8 +203,9 @@ OFFICIAL = {  # {NAME: (function above, repository, commit, one of its files, pa
     "dino": (dino, "facebookresearch/dino", "7c446df", "main_dino.py", "")}
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: python tests/parity.py NAME PATH, NAME is sparo, bam or dino")
+    if len(sys.argv) != 3 or sys.argv[1] not in OFFICIAL:
+        sys.exit("usage: python tests/parity.py NAME PATH\nNAME is sparo, bam or dino, PATH is a "
+                 "clone of the authors' code. The top of tests/parity.py has all commands.")
     name, path = sys.argv[1:]
     build, repository, commit, file, packages = OFFICIAL[name]
     if not os.path.exists(f"{path}/{file}"):
