@@ -38,7 +38,8 @@ Result:   20-NN accuracy on test data, five seeds (`python tests/claims.py readm
     CIFAR-10, 5 epochs    .494 +- .012  SimCLR of two views .496 +- .014  not shown
     CIFAR-10, 5 epochs    .494 +- .012  BAM of two views .484 +- .012     not shown
     CIFAR-10, 20 epochs   .570 +- .010  SimCLR of two views .555 +- .011  holds
-    CIFAR-10: 20,000 photos, batch 256, six small views. The end of this file has more findings.
+    CIFAR-10: 20,000 photos, batch 256, six small views, which take 2.2 times the FLOPs of two views
+    alone. Shapes: an older revision. The end of this file has more findings.
 """
 
 import contextlib
@@ -745,7 +746,8 @@ CLASSIFIER = SimpleNamespace(
 # * With more steps BAM gains on SimCLR of two views. BAM's probe is .470 after 300 steps, .661
 #   after 600 and .906 after 1,200. SimCLR's probe is .576, .659 and .829. After 1,200 steps BAM is
 #   above SimCLR with four of five seeds, so that a difference is not shown.
-# * On CIFAR-10, with batch 128 and two small views, BAM is below SimCLR with each of three seeds.
+# * On CIFAR-10, with batch 128 and two small views, BAM is below SimCLR of two views with each of
+#   three seeds.
 #   After 5, 15 and 25 epochs BAM's k-NN is .50, .55 and .56, SimCLR's is .51, .57 and .57. After 25
 #   epochs BAM's probe is .565, SimCLR's is .589. With batch 256 and six small views BAM is above
 #   SimCLR with two of five seeds after 5 epochs, with each of five seeds after 20.
@@ -754,8 +756,9 @@ CLASSIFIER = SimpleNamespace(
 #   learns shapes, at a low learning rate (5e-4 .70, 2e-3 .42).
 # * DINO did not train on shapes: its k-NN is .371 after four times BAM's steps, each with a quarter
 #   of BAM's batch, below the .389 of an untrained network. On CIFAR-10 DINO trains: after 25 epochs
-#   its k-NN on val is .44 at the learning rate .001 and .42 at .0005, both with --ema .99, and
-#   .40 at .0005 with --ema .996 (one seed each; untrained .28). It was not tested on test data.
+#   its k-NN on val is .44 at the learning rate .001, .42 at .0005 and .41 at .00025, all with --ema
+#   .99, and .40 at .0005 with --ema .996 (one seed each; untrained .28). It was not tested on test
+#   data.
 # * An update takes 1.006 times the FLOPs of DINO's update (vit-s16 and dino-s16 --readout cls,
 #   both with --batch 2048 --local-crops 0). Table 10 has .93 times DINO's time.
 

@@ -1,6 +1,7 @@
 """What the four methods share: encoders, tokenizers, data, distributed training, weights.
 
-This file names no method, and no method file imports this file: train.py and eval.py join them.
+No code here depends on a method, and no method file imports this file: train.py and eval.py join
+them.
 So a method file works in another project without this file. The sections:
 
     Encoders            ViT, TextTransformer, ResNet; their presets
@@ -17,9 +18,9 @@ So a method file works in another project without this file. The sections:
 
 To add a table of file names, write a function that yields (path, caption) rows, and add a row to
 formats(). A new layout of .json needs a branch in read_json and a branch in eval.default_split. A
-format whose files hold the images themselves needs a new class, such as TarShards: see the head of
-"Data files". eval.py needs no change. To add an encoder, add a row to VIT_PRESETS or TEXT_PRESETS.
-To add a method, read Method and ModelDefaults.
+format whose files hold the images themselves needs a new class, such as TarShards, and a branch in
+eval.open_eval_set; the head of "Data files" lists the members of such a class. To add an encoder,
+add a row to VIT_PRESETS or TEXT_PRESETS. To add a method, read Method and ModelDefaults.
 """
 
 import argparse
@@ -154,8 +155,8 @@ def cast_settings(settings, defaults, name):
 # An encoder of images or of texts returns ALL its tokens after the last LayerNorm, because each
 # method pools them in its own manner: one mean, slots, words, or not at all.
 #
-# Weights are initialised as CLIP's are. Parameters have timm's names, so that loading timm's
-# weights translates few names.
+# The weights of all blocks are initialised as those of CLIP's text encoder. Parameters have timm's
+# names, so that loading timm's weights translates few names.
 
 
 class Encoder(nn.Module):
@@ -244,10 +245,11 @@ class Block(nn.Module):
 
 
 class Blocks(nn.ModuleList):
-    """`depth` blocks in sequence, initialised as CLIP's: normal weights, zero biases.
+    """`depth` blocks in sequence. Weights are normal, as in CLIP's text encoder; biases are zero.
 
-    Stochastic depth grows linearly from 0 in the first block to `drop_path` in the last. With
-    grad_checkpoint the backward pass computes each block again, which saves memory.
+    Stochastic depth grows linearly from 0 in the first block to `drop_path` in the last. A single
+    block has none. With grad_checkpoint the backward pass computes each block again, which saves
+    memory.
     """
 
     grad_checkpoint = False
@@ -270,7 +272,7 @@ class Blocks(nn.ModuleList):
         """(B, N, d) -> a list of the outputs of the last n blocks, (B, N, d) each, in order."""
         outputs = []
         for block in self:
-            if self.grad_checkpoint and torch.is_grad_enabled():
+            if self.grad_checkpoint:
                 x = checkpoint(block, x, mask, causal, use_reentrant=False)
             else:
                 x = block(x, mask, causal)
@@ -336,6 +338,10 @@ class ViT(Encoder):
                  cls=False, positions="learned", pre_norm=False, stem=None, quick_gelu=False,
                  eps=1e-6, patch_bias=True, drop_path=0.0):
         super().__init__()
+        if min(image_size, patch_size, width, heads) < 1:
+            raise UserError("image_size, patch_size, width and heads of a ViT must be positive.")
+        if positions == "sincos" and width % 4:
+            raise UserError(f"width {width} is not a multiple of 4, which positions=sincos needs.")
         if image_size % patch_size:
             multiple = max(1, image_size // patch_size) * patch_size
             raise UserError(f"image_size {image_size} is not a multiple of patch_size "
@@ -946,7 +952,7 @@ class BPE(Tokenizer):
         words = re.finditer("'(?:s|t|re|ve|m|ll|d)|[a-z]+|[0-9]|[^ a-z0-9]+", "".join(signs))
         return [text[word.start() : word.end()] for word in words]
 
-    @functools.lru_cache(2**16)  # words repeat in captions; the cache has at most 14 MB
+    @functools.lru_cache(2**16)  # words repeat in captions; 65,536 words take about 20 MB
     def pieces(self, word):
         """A word -> tuple of the ids of its pieces.
 
@@ -1057,7 +1063,7 @@ def to_floats(images):
 
 
 def to_unit(images):
-    """uint8 images -> floats in [0, 1]. Floats are returned unchanged."""
+    """uint8 images -> float32 in [0, 1]. Floats become float32 and keep their values."""
     return v2.functional.to_dtype(images, scale=True)
 
 
@@ -1098,6 +1104,14 @@ def cut_thin(image):
     return v2.functional.center_crop(image, [min(side, 4 * short) for side in image.size[::-1]])
 
 
+def to_bytes(image):
+    """A PIL image -> the same; floats (3, H, W) -> uint8. Bicubic resizing leaves [0, 1] a little,
+    and RandAugment would turn white into black there."""
+    if not isinstance(image, torch.Tensor):
+        return image
+    return v2.functional.to_dtype(image.clamp(0, 1), torch.uint8, scale=True)
+
+
 class Augment(v2.Compose):
     """Augmentation of labelled images as in DeiT (2012.12877, Table 9), whose code is timm's.
 
@@ -1113,6 +1127,7 @@ class Augment(v2.Compose):
         steps = [train_transform(size, min_scale)]
         if rand_augment:
             bilinear = v2.InterpolationMode.BILINEAR
+            steps.append(to_bytes)
             steps.append(v2.RandAugment(2, magnitude=27, interpolation=bilinear))  # 27 of 30
         steps += [to_unit, normalize, v2.RandomErasing(erasing)]
         super().__init__(steps)
@@ -1156,7 +1171,10 @@ def to_rgb(image):
     lies on its side. They also ignore transparency, and the colour below transparent pixels is
     often black. Transparent pixels are white here, as in img2dataset's shards.
     """
-    if image.getexif().get(ORIENTATION, 1) != 1:
+    orientation = 1
+    with contextlib.suppress(Exception):  # the EXIF can be damaged where the pixels are intact
+        orientation = image.getexif().get(ORIENTATION, 1)
+    if orientation != 1:
         image.info.pop("exif", None)  # else PIL writes EXIF again, and raises for a damaged tag
         image = ImageOps.exif_transpose(image)
     # Images of 16 bits, 32 bits or floats: PIL's convert would cut all values at 255.
@@ -1380,6 +1398,7 @@ def blur(x, sigma):
 #                            only the samples of number `part` are read. A sample is Skipped or
 #                            (path or bytes, caption or label, name). A table's sample has a fourth
 #                            item, the number of the image.
+#   name                     what messages call the source
 #   start                    the first position
 #   len(source), unit        how many "images" or "shards" are dealt to the parts
 #   skipped                  {reason: [count, last example]} of the rows left out at the start
@@ -2444,7 +2463,7 @@ def fixed_seed(*numbers):
 
 
 def mix_seed(*numbers):
-    """Integers >= 0 -> one seed below 2^63, which depends on all of them.
+    """Integers from 0 to 2^32 - 1 -> one seed below 2^63. Zeros at the end make no difference.
 
     A sum would not do: seed 1 of rank 0 would be seed 0 of rank 1.
     """
@@ -2599,7 +2618,8 @@ def load_checkpoint(path, map_location="cpu"):
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
-        if isinstance(error, MemoryError) or "memory" in str(error):
+        is_torchs = isinstance(error, RuntimeError)  # an OSError's text holds the path
+        if isinstance(error, MemoryError) or is_torchs and "memory" in str(error):
             raise  # the file may be intact
         if isinstance(error, FileNotFoundError):
             raise UserError(f"{path} does not exist: give another file. If a run ended before its "
@@ -2750,7 +2770,8 @@ CLIP_PARTS = ("visual.proj", "text_projection", "logit_scale")
 OPENAI_ONLY = ("input_resolution", "context_length", "vocab_size")  # tensors that are no weights
 TIMM_NAMES = [  # (the name in timm's VisionTransformer, ours), where they differ
     ("cls_token", "cls"), ("pos_embed", "pos"), ("patch_embed.proj.", "patch_embed.")]
-# the mean and the standard deviation of pixels for most ViTs of timm (a few have .5 and .5)
+# The mean and the standard deviation of pixels for DeiT, DINO and BAM. timm's own ViTs (augreg,
+# orig_in21k, sam) expect .5 and .5, so load_timm would give them wrong pixels.
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -2869,9 +2890,9 @@ def load_clip_parts(model, parts):
 def load_timm(encoder, state_dict):
     """Load a ViT that timm, DeiT, DINO, BAM or eval.py --export saved, under timm's names.
 
-    Such ViTs expect pixels with timm's normalisation. Ours expect pixels with CLIP's normalisation,
-    so for_other_pixels adapts the weights. Files of DINO and BAM hold a student and a teacher; the
-    teacher is loaded. Raises UserError if the file does not fit.
+    The ViT must expect pixels with ImageNet's normalisation, as DeiT and DINO do. Ours expect
+    CLIP's normalisation, so for_other_pixels adapts the weights. Files of DINO and BAM hold a
+    student and a teacher; the teacher is loaded. Raises UserError if the file does not fit.
     """
     found = {}
     for name, value in unwrapped(state_dict).items():
@@ -2919,9 +2940,9 @@ def for_other_pixels(state, old, new):
     w, b = state[weight], state[bias]
     if w.ndim != 4 or w.shape[1] != 3 or b.shape != w.shape[:1]:
         return state  # restore_model refuses these tensors
-    shift = state[weight] * ((new_mean - mean) / std)[:, None, None]
-    return state | {weight: state[weight] * (new_std / std)[:, None, None],
-                    bias: state[bias] + shift.sum((1, 2, 3))}
+    scale, shift = new_std / std, (new_mean - mean) / std  # (3,) each
+    return state | {weight: w * scale[:, None, None],
+                    bias: b + (w * shift[:, None, None]).sum((1, 2, 3))}
 
 
 # The world of shapes -------------------------------------------------------------------

@@ -32,16 +32,16 @@ Differs from the paper (search for "differs" for all other places):
     with a lower rate, words do not find their objects. `tiny` has sigma 0.4 and a residual h_v.
 Not here: detection and captioning (Tables 5, 7; `eval.py --export` writes the image encoder, but
 OWL-ViT also needs the text encoder); the 32k SentencePiece vocabulary (here WordPiece); gradients
-from several datasets in one update, JFT's labels as captions (D.2); .mat maps (Table 6).
+from several datasets in one update, JFT's labels as captions (D.2); Pascal Context's .mat maps.
 Run:     python train.py --method sparc       (--objective clip, filip, ...: the baselines)
-         python eval.py RUN --templates FILE  (prompts as in D.5: each prefix with each suffix)
+         python eval.py RUN --templates FILE  (FILE: D.5's prompts, each prefix + suffix)
 Result:  test data, five seeds (`python tests/claims.py readme`; the end of this file has more). "On
          objects": share of a word's weight on the objects that it names; uniform weights have .07
     R@1 of images          .560 +- .007  CLIP .530 +- .007 (holds)
     zero-shot, prompts     .464 +- .026  CLIP .434 +- .007 (holds)
     zero-shot, name alone  .352 +- .058  CLIP .410 +- .022 (not shown)
-    on objects, shapes     .174 +- .012  softmax .076 +- .041 (holds), dense .097 +- .023 (holds)
-    on objects, colours    .174 +- .029  softmax .350 +- .105 (reversed), dense .134 +- .008 (holds)
+    on objects, shapes   .174 +- .012  softmax .076 +- .041 (holds), sigma 0 .097 +- .023 (holds)
+    on objects, colours  .174 +- .029  softmax .350 +- .105 (reversed), sigma 0 .134 +- .008 (holds)
 """
 
 import contextlib

@@ -18,10 +18,10 @@ similarity of an image and a caption is the mean of the L cosines between their 
 
 The authors' code is https://github.com/ankitkv/sparo-clip at 6621a31, a fork of OpenCLIP; DINO's is
 https://github.com/facebookresearch/dino at 7c446df. (FILE:LINE) names a line of one of the two.
-`python tests/parity.py sparo PATH` trains the authors' network and ours in float64, with the
-authors' weight decay. The losses of 60 steps differ by at most 9.6e-15 (relative; DINO: 4.2e-16).
+`python tests/parity.py sparo PATH` trains the authors' network and ours in float64. The losses of
+60 steps differ by at most 9.6e-15 (relative; CLIP 1.4e-14; `dino PATH`, 40 steps: 4.2e-16).
 
-Differs from the paper (the differences of a variant stand at the variant):
+Differs from the paper (search for "differs" for the variants):
   * Sparo.forward returns what the listing of App. A returns (Eq. 1 with biases), but costs less.
   * Captions are WordPiece tokens and end at [SEP]. The paper's tokens are CLIP's, which
     --vocab bpe_simple_vocab_16e6.txt.gz selects.
@@ -37,7 +37,7 @@ Not here: CLIP's own form of ResNet-50 (App. B.3); Table 5's VTAB Avg, the relat
 Run:     python train.py --method sparo                   (the world of shapes, in minutes)
          python train.py --method sparo --readout cls     (CLIP; gap: CLIP+GAP)
          python train.py --method sparo --objective dino  (DINO; --readout sparo, cls, gap)
-Result:  test data, five seeds (`python tests/claims.py readme`)
+Result:  test images of shapes, five seeds (`python tests/claims.py readme`)
              zero-shot accuracy                .933 +- .013  CLIP .842 +- .074  not shown
              captions with swapped attributes  .610 +- .074  CLIP .508 +- .006  holds
          The end of this file has more findings.
