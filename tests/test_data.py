@@ -533,6 +533,15 @@ def test_photos_are_turned_by_their_exif_orientation():
             assert found.getpixel((2, 2))[2] > 200 > found.getpixel((2, found.height - 3))[2]
 
 
+@pytest.mark.parametrize("format", ["PNG", "WEBP", "JPEG"])
+def test_a_picture_with_a_damaged_exif_block_is_read(format):
+    file, density = io.BytesIO(), {"dpi": (72, 72)} if format == "JPEG" else {}
+    Image.new("RGB", (8, 8), "red").save(file, format, exif=b"Exif\0\0garbage", **density)
+    with pytest.raises(SyntaxError):
+        Image.open(file).getexif()
+    assert common.open_image(file.getvalue()).getpixel((0, 0))[0] > 250
+
+
 @pytest.mark.parametrize("error", [RuntimeError, TypeError, ZeroDivisionError, AttributeError])
 def test_a_damaged_image_is_counted_whatever_error_pil_raises(tmp_path, monkeypatch, capsys, error):
     spec, to_rgb = write_table(tmp_path, 4), common.to_rgb

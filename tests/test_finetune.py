@@ -40,6 +40,13 @@ def changes(**settings):
     return common.Augment(8, **nothing | dict(classes=4) | settings)
 
 
+def test_rand_augment_gets_bytes_from_floats_beyond_0_and_1():
+    """Bicubic crops of floats overshoot. Equalization would turn 1.02 into 0.02."""
+    image = torch.tensor([-0.02, 0.0, 0.5, 1.0, 1.02]).expand(3, 1, 5)
+    assert common.to_bytes(image).unique().tolist() == [0, 127, 255]
+    assert common.to_bytes in changes(rand_augment=True).transforms
+
+
 @pytest.mark.parametrize("name", ["mixup", "cutmix"])
 def test_labels_of_a_mixture_are_the_shares_of_its_images(name):
     """All pixels of image i have the value i. The mean of a mixture therefore tells the shares."""
