@@ -1105,11 +1105,10 @@ def cut_thin(image):
 
 
 def to_bytes(image):
-    """A PIL image -> the same; floats (3, H, W) -> uint8. Bicubic resizing leaves [0, 1] a little,
-    and RandAugment would turn white into black there."""
-    if not isinstance(image, torch.Tensor):
-        return image
-    return v2.functional.to_dtype(image.clamp(0, 1), torch.uint8, scale=True)
+    """Images (3, H, W): floats in [0, 1] -> uint8; uint8 is returned unchanged. Bicubic resizing
+    leaves [0, 1] a little, and RandAugment would turn white into black there."""
+    return image if image.dtype == torch.uint8 else v2.functional.to_dtype(
+        image.clamp(0, 1), torch.uint8, scale=True)
 
 
 class Augment(v2.Compose):

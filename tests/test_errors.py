@@ -120,7 +120,7 @@ ERRORS = [
     ("bam --data bare", "bare has no image that can be used .left out: 1 x file without an image's ending"),
     (lambda: open_directory("gone", "label", None), "^Cannot read gone: No such file"),
     ("sparc --data mixed", "^1 of the 2 class folders of mixed have no images, .*: cat. Add"),
-    ("sparc --data numbers --vocab poor.txt", f"{NUMBER} instead of a name: rename"),
+    ("sparc --data numbers --vocab poor.txt", f"{NUMBER} instead of a name: rename the folder. eval.py .* --classes FILE"),
     ("sparc --grad-checkpoint --image-encoder ResNet-50 --data shapes:size=32", "leave the flag out, or"),
     ("sparc --image-encoder tiny:patch_size=4", "must multiply to patch_size 4"),
     ("sparc --image-encoder tiny-patch:heads=5", "is not a multiple of heads 5"),

@@ -45,6 +45,8 @@ def test_rand_augment_gets_bytes_from_floats_beyond_0_and_1():
     image = torch.tensor([-0.02, 0.0, 0.5, 1.0, 1.02]).expand(3, 1, 5)
     assert common.to_bytes(image).unique().tolist() == [0, 127, 255]
     assert common.to_bytes in changes(rand_augment=True).transforms
+    photo = torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
+    assert torch.equal(common.to_bytes(photo), photo)
 
 
 @pytest.mark.parametrize("name", ["mixup", "cutmix"])

@@ -477,7 +477,7 @@ def test_resume_drops_an_incomplete_line_of_the_log_and_names_a_damaged_one(tmp_
 @pytest.mark.parametrize("stopped, flags, message", [
     (6, "--steps 40", "in another stage"),                       # stages of 10, 10, 20 steps
     (6, "--steps 12", "in another stage"),                       # of 3, 3, 6: step 6 ends stage 2
-    (6, "--steps 5", "in none: leave out the flags"),
+    (6, "--steps 5", "in none: leave out the flags that change the stages, such as --steps,"),
     (2, "--stages single", "in another stage"), (6, "--steps 9", None)])
 def test_resume_never_goes_back_a_stage(tmp_path, capsys, stopped, flags, message):
     train_until(stopped, [*SMALL["stair"], "--out", tmp_path])   # stages of 2, 2, 4
