@@ -747,10 +747,9 @@ CLASSIFIER = SimpleNamespace(
 #   after 600 and .906 after 1,200. SimCLR's probe is .576, .659 and .829. After 1,200 steps BAM is
 #   above SimCLR with four of five seeds, so that a difference is not shown.
 # * On CIFAR-10, with batch 128 and two small views, BAM is below SimCLR of two views with each of
-#   three seeds.
-#   After 5, 15 and 25 epochs BAM's k-NN is .50, .55 and .56, SimCLR's is .51, .57 and .57. After 25
-#   epochs BAM's probe is .565, SimCLR's is .589. With batch 256 and six small views BAM is above
-#   SimCLR with two of five seeds after 5 epochs, with each of five seeds after 20.
+#   three seeds. After 5, 15 and 25 epochs BAM's k-NN is .50, .55 and .56, SimCLR's is .51, .57 and
+#   .57. After 25 epochs BAM's probe is .565, SimCLR's is .589. With batch 256 and six small views
+#   BAM is above SimCLR with two of five seeds after 5 epochs, with each of five seeds after 20.
 # * On objects of eight colours BAM learns colours (.998), but not shapes (.44, SimCLR .73; 600
 #   steps, val), because targets show what the network sees already. On objects of one colour it
 #   learns shapes, at a low learning rate (5e-4 .70, 2e-3 .42).

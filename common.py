@@ -1,8 +1,7 @@
 """What the four methods share: encoders, tokenizers, data, distributed training, weights.
 
 No code here depends on a method, and no method file imports this file: train.py and eval.py join
-them.
-So a method file works in another project without this file. The sections:
+them. So a method file works in another project without this file. The sections:
 
     Encoders            ViT, TextTransformer, ResNet; their presets
     What train.py and eval.py need from a method    members, defaults, how to add a method
@@ -1107,8 +1106,9 @@ def cut_thin(image):
 def to_bytes(image):
     """Images (3, H, W): floats in [0, 1] -> uint8; uint8 is returned unchanged. Bicubic resizing
     leaves [0, 1] a little, and RandAugment would turn white into black there."""
-    return image if image.dtype == torch.uint8 else v2.functional.to_dtype(
-        image.clamp(0, 1), torch.uint8, scale=True)
+    if image.dtype == torch.uint8:
+        return image
+    return v2.functional.to_dtype(image.clamp(0, 1), torch.uint8, scale=True)
 
 
 class Augment(v2.Compose):
@@ -1126,8 +1126,8 @@ class Augment(v2.Compose):
         steps = [train_transform(size, min_scale)]
         if rand_augment:
             bilinear = v2.InterpolationMode.BILINEAR
-            steps.append(to_bytes)
-            steps.append(v2.RandAugment(2, magnitude=27, interpolation=bilinear))  # 27 of 30
+            # The magnitude is 27 of 30.
+            steps += [to_bytes, v2.RandAugment(2, magnitude=27, interpolation=bilinear)]
         steps += [to_unit, normalize, v2.RandomErasing(erasing)]
         super().__init__(steps)
         self.classes = classes
@@ -2617,8 +2617,9 @@ def load_checkpoint(path, map_location="cpu"):
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
-        is_torchs = isinstance(error, RuntimeError)  # an OSError's text holds the path
-        if isinstance(error, MemoryError) or is_torchs and "memory" in str(error):
+        # torch raises a RuntimeError if memory runs out; an OSError may have "memory" in its path
+        from_torch = isinstance(error, RuntimeError) and "memory" in str(error)
+        if from_torch or isinstance(error, MemoryError):
             raise  # the file may be intact
         if isinstance(error, FileNotFoundError):
             raise UserError(f"{path} does not exist: give another file. If a run ended before its "

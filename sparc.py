@@ -36,10 +36,10 @@ from several datasets in one update, JFT's labels as captions (D.2); Pascal Cont
 Run:     python train.py --method sparc       (--objective clip, filip, ...: the baselines)
          python eval.py RUN --templates FILE  (FILE: D.5's prompts, each prefix + suffix)
 Result:  test data, five seeds (`python tests/claims.py readme`; the end of this file has more). "On
-         objects": share of a word's weight on the objects that it names; uniform weights have .07
-    R@1 of images          .560 +- .007  CLIP .530 +- .007 (holds)
-    zero-shot, prompts     .464 +- .026  CLIP .434 +- .007 (holds)
-    zero-shot, name alone  .352 +- .058  CLIP .410 +- .022 (not shown)
+         objects" is the share of a word's weight on its objects (.07 with uniform weights).
+    R@1 of images        .560 +- .007  CLIP .530 +- .007 (holds)
+    zero-shot, prompts   .464 +- .026  CLIP .434 +- .007 (holds)
+    zero-shot, the name  .352 +- .058  CLIP .410 +- .022 (not shown)
     on objects, shapes   .174 +- .012  softmax .076 +- .041 (holds), sigma 0 .097 +- .023 (holds)
     on objects, colours  .174 +- .029  softmax .350 +- .105 (reversed), sigma 0 .134 +- .008 (holds)
 """

@@ -25,8 +25,8 @@ Differs from the paper:
     (in b16 never). The paper's ReLU stops this gradient, so that a word that the image encoder does
     not see at first can never come back.
   * The cosine in the loss counts an encoding shorter than 0.5 as 0.5 long, to bound its gradient.
-  * LAMB neither scales nor decays e (common.param_groups). Published LAMB does both; the
-    first step of e in b16 would then be 49 times shorter.
+  * LAMB neither scales nor decays e (common.param_groups). Published LAMB does both; the first
+    step of e in b16 would then be 49 times shorter.
   * The paper leaves open how its encoders modify CLIP-B/16. Here the image encoder has no [CLS] and
     no LayerNorm before its blocks, and the text encoder attends in both directions.
   * Where the paper is silent, these choices are ours: special tokens ([CLS], [SEP], ...) are never
@@ -37,7 +37,7 @@ Not here: the authors' private pairs (App. B). The index (App. D) holds words an
          To block words in documents, set the weights of these words to 0 before `add`.
 Run:     python train.py --method stair                     (the world of shapes)
 Result:  test data, five seeds (`python tests/claims.py readme`). CLIP is that of sparc.py; the
-         wide CLIP has an encoding as wide as STAIR's. One stage: without revived words.
+         wide CLIP has an encoding as wide as STAIR's. One stage revives no words.
              text-to-image R@1                      .885 +- .013  wide CLIP .785 +- .008  holds
              shape among the 10 heaviest words      .990 +- .008  one stage .033 +- .055  holds
              label among the 10 heaviest, CIFAR-10  .896 +- .043  CLIP .449 +- .041       holds
