@@ -39,8 +39,8 @@ Run:     python train.py --method stair                     (the world of shapes
 Result:  test data, five seeds (`python tests/claims.py readme`). CLIP is that of sparc.py; the
          wide CLIP has an encoding as wide as STAIR's. One stage revives no words.
              text-to-image R@1                      .885 +- .013  wide CLIP .785 +- .008  holds
-             shape among the 10 heaviest words      .990 +- .008  one stage .033 +- .055  holds
-             label among the 10 heaviest, CIFAR-10  .896 +- .043  CLIP .449 +- .041       holds
+             shape among the 10 best words          .990 +- .008  one stage .033 +- .055  holds
+             label among the 10 best, CIFAR-10      .896 +- .043  CLIP .449 +- .041       holds
          The end of this file has more findings.
 """
 
@@ -612,7 +612,7 @@ def boolean_query(text, index):
 #     image-to-text R@1                      .937 +- .013  CLIP .897 +- .015, one stage .742
 #     ... without the text encoder           .524 +- .071  with it .937 +- .013
 #     zero-shot                              .991 +- .004  after stage 2 .747, after stage 1 .770
-#     heaviest word is the label             .355 +- .243  CLIP .459, --revive-until 0 .216
+#     best word is the label                 .355 +- .243  CLIP .459, --revive-until 0 .216
 #     active words of an image, lambda 5e-4  32.2 +- 2.6   lambda 5e-2: 12.2 +- 2.6
 
 
@@ -635,7 +635,7 @@ if __name__ == "__main__":
         if step % 30 == 0:
             right = t.gather(1, v.topk(L).indices).mean()
             print(f"step {step:3d}  loss {loss.item():.3f}  {(v > 0).sum() / B:4.1f} of {V} "
-                  f"words active  {right:.0%} of the three heaviest are the caption's")
+                  f"words active  {right:.0%} of the three best are the caption's")
     index = InvertedIndex(f"w{k}" for k in range(V))
     index.add([f"w{a} w{b} w{c}" for a, b, c in words.tolist()], v)
     a, b, _ = words[0].tolist()

@@ -49,6 +49,16 @@ def test_rand_augment_gets_bytes_from_floats_beyond_0_and_1():
     assert torch.equal(common.to_bytes(photo), photo)
 
 
+def test_rand_augment_changes_a_photo_like_the_same_image_in_floats():
+    photo = torch.arange(192, dtype=torch.uint8).reshape(3, 8, 8)
+    for seed in range(10):
+        found = []
+        for image in (photo, photo / 255):
+            torch.manual_seed(seed)
+            found.append(changes(rand_augment=True)(image))
+        assert torch.equal(*found) and found[0].std() > 0.1                 # no image is black
+
+
 @pytest.mark.parametrize("name", ["mixup", "cutmix"])
 def test_labels_of_a_mixture_are_the_shares_of_its_images(name):
     """All pixels of image i have the value i. The mean of a mixture therefore tells the shares."""
