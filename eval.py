@@ -2798,7 +2798,7 @@ def check_flags(flags, parser):
 def describe(options):
     """What is evaluated, as a phrase for the heading of the table."""
     most = f", {options.limit:,} samples at most" if options.limit else ""
-    seen = ", images that the run was trained on" if options.on_training_images else ""
+    seen = ", from the training data of the run" if options.on_training_images else ""
     return f"{options.data}, split {options.split}{most}{seen}"
 
 

@@ -61,7 +61,7 @@ def test_evaluation_at_the_end_of_training_on_files_equals_eval_py(tmp_path, cap
     capsys.readouterr()
     evaluation.main([str(run)])
     assert read(run) == at_end
-    header = f"{run} on {spec}, split all, 1,000 samples at most, images that the run was trained on:"
+    header = f"{run} on {spec}, split all, 1,000 samples at most, from the training data of the run:"
     assert header in capsys.readouterr().out and at_end["settings"]["on_training_images"]
     evaluation.main([str(run), "--data", spec])  # all images
     assert lines(run)[-1]["settings"]["limit"] is None and read(run) == at_end
