@@ -29,7 +29,7 @@ Differs from the paper, as the authors' code does (search for "differs" for all 
   * Sinkhorn has three iterations (bam_loss.py:34) and normalises columns first (bam_loss.py:292).
   * The loss is a mean over pairs of views and over images (bam_loss.py:128); Eq. 5 is a sum.
   * A run with a teacher is evaluated with the teacher (eval_linear.py:129, utils.py:106).
-Not here: histograms of similarities (Fig. 1); the tables' MoCo-v3, MAE, BEiT, BYOL and NNCLR;
+Not here: histograms of similarities (Fig. 1); the baselines MoCo-v3, MAE, BEiT, BYOL and NNCLR;
 ContrastiveCrop for ResNet-50; CAFormer (Table 8); SwAV (App. H); k-means (App. I); Tables 6 and 7,
 for which `eval.py --export` writes weights.
 Run:      python train.py --method bam
@@ -551,7 +551,7 @@ def check(args):
 
 
 # The augmentation: large views change as in BYOL (arXiv 2006.07733, App. B), small views as in
-# DINO's code (arXiv 2104.14294). Crops are those of the authors' vit_small.slurm:60.
+# DINO's code (arXiv 2104.14294). The crops are those of the authors (vit_small.slurm:60).
 # common.Views and common.distort apply the rows from top to bottom.
 #
 #                                      large view 1   large view 2   small views
@@ -764,9 +764,9 @@ CLASSIFIER = SimpleNamespace(
 # * DINO did not train on shapes: its k-NN is .371 after four times BAM's steps, each with a quarter
 #   of BAM's batch, below the .389 of an untrained network. On CIFAR-10 DINO trains: after 25 epochs
 #   its k-NN is .417 +- .008, BAM's .563, an untrained network's .287. The paper has DINO a little
-#   above BAM (Table 2: 75.9, 75.0 after 300 epochs). On val DINO has .44 at the learning rate .001,
-#   which was chosen, .42 at .0005 and .38 at .002, all with --ema .99; with --ema .996 it has .40
-#   at .0005 (one seed each).
+#   above BAM (Table 2: 75.9, 75.0 after 300 epochs). On val, with --ema .99, DINO has .42 at the
+#   learning rate .0005, .44 at .001 (chosen) and .38 at .002. With --ema .996 DINO has .40 at .0005
+#   (one seed each).
 # * An update (forward pass, backward pass, loss of the whole batch) takes 1.006 times the FLOPs of
 #   DINO's update (vit-s16 and dino-s16 --readout cls, both with --batch 2048 --local-crops 0).
 #   Table 10 has .93 times DINO's time.

@@ -640,7 +640,7 @@ def options_of(given, args):
     of the run. The result has three options that are not flags:
 
         learn_limit         how many images k-NN and probes learn from; None: all
-        on_training_images  whether the run was trained on the images to evaluate
+        on_training_images  whether the images are from the training data of the run
         is_own              whether the metrics are those of the evaluation that ends the training
     """
     defaults = vars(build_parser().parse_args(["RUN"]))
@@ -687,8 +687,8 @@ def learned_templates(data, args):
 
 
 def is_trained_on(data, split, args):
-    """Whether the run was trained on these images. The world never shows a test scene in
-    training."""
+    """Whether the images are from the training data of the run, of which --label-fraction may have
+    left out some. The world never shows a test scene in training."""
     name, learned = common.parse_spec(data)[0], common.parse_spec(args.data)
     path = getattr(args, "data_path", Path(learned[0]).resolve())  # old runs lack it
     if name == "shapes" or Path(name).resolve() != Path(path):

@@ -263,8 +263,9 @@ def print_table(method):
         chosen += [f"{name} {rate}{remark}"] if rate else []
     tried = ", ".join(map(str, table.get("rate_seeds", [0])))
     print(f"\nThe figures are means ± standard deviations over the seeds {tuple(table['seeds'])}, "
-          f"unless a verdict has another n, on the test split.\n{RULE}\nLearning rates were chosen on the val split with seed "
-          f"{tried}, from {RATES} or from the run's own rates: {', '.join(chosen) or 'none yet'}.\n"
+          f"unless a verdict has another n, on the test split.\n{RULE}\nLearning rates were chosen "
+          f"on the val split with seed {tried}, from {RATES} or from the run's own rates: "
+          f"{', '.join(chosen) or 'none yet'}.\n"
           f"A verdict with * belongs to an older record of claims.json. The figures of its single "
           f"runs were not kept.")
     for note in table["notes"]:
