@@ -1177,9 +1177,10 @@ class WorldSet(EvalSet):
             yield image, {grouping: ids[i] for grouping, ids in truths.items()}
 
     def word_masks(self):
-        """A mask for each colour and each shape of a scene: the pixels of all objects that have
-        this colour or shape. The mask of a shape is stored under the singular and under the plural
-        of its name, as a caption may use either word."""
+        """Yields image, (caption, masks, objects). The dict `masks` has a mask for each colour and
+        each shape of a scene: the pixels of all objects that have this colour or shape. The mask of
+        a shape is stored under the singular and under the plural of its name, as a caption may use
+        either word. `objects` is the mask of all objects."""
         sample = self.scenes("samples")
         names = "images", "captions", "objects", "segmentation"
         for image, caption, objects, ids in zip(*[sample[name] for name in names]):
@@ -1188,7 +1189,7 @@ class WorldSet(EvalSet):
                 plural = common.plural(o["shape"])
                 for word in (("colour", o["colour"]), ("shape", o["shape"]), ("shape", plural)):
                     masks[word] = masks[word] | (ids == k)
-            yield image, (caption, masks)
+            yield image, (caption, masks, ids > 0)
 
 
 def class_ids(scene, grouping):
@@ -1432,28 +1433,36 @@ def segmentation(embedder, data, options):
     return result | {"segmentation/images": images}
 
 
-def shares_on_objects(task, embedder, data, words_of):
-    """The share of a word's weights that lies on the objects that the word names (our measure).
+def weights_on_objects(task, embedder, data, words_of):
+    """Where a word's weights lie in a scene of several objects (our measure).
 
     words_of(embedder, image, caption) -> pairs (word, weights (P,) of the image's patches).
-    Returns {"TASK/colour": (share, chance), "TASK/shape": ...}. The chance is the share that even
-    weights would have. Share and chance are means over all words of the kind, colour or shape. Both
-    are nan if no caption has a word of the kind.
+    Returns two pairs (value, chance) for each kind of word, colour and shape:
+
+        TASK/own/KIND      weight on the objects that the word names / weight on all objects
+        TASK/objects/KIND  weight on all objects / all weight
+
+    A network that lights up all objects alike, as untrained networks may do, has a high second
+    value, but a first value at chance. So the first value is the one to compare. The chance is
+    what equal weights would give. Values and chances are means over the words of the kind; they are
+    nan if there are none. A word that names all objects of its scene is skipped, as its first value
+    is always 1. A word without any weight on objects has no first value.
     """
-    found = {"colour": [], "shape": []}
-    for image, (caption, masks) in data.word_masks():
+    found = {f"{task}/{figure}/{kind}": []
+             for kind in ("colour", "shape") for figure in ("own", "objects")}
+    for image, (caption, masks, objects) in data.word_masks():
         for word, weights in words_of(embedder, image, caption):
-            for kind, pairs in found.items():
-                mask = masks.get((kind, word))
-                if mask is not None:
-                    even = mask.float().mean().item()  # the fraction of pixels on the objects
-                    pairs.append((sparc.share_on(mask, weights), even))
-    result = {}
-    for kind, pairs in found.items():
-        share = mean([share for share, _ in pairs])
-        chance = mean([even for _, even in pairs])
-        result[f"{task}/{kind}"] = share, chance
-    return result
+            for kind in ("colour", "shape"):
+                own = masks.get((kind, word))
+                if own is None or own.equal(objects):
+                    continue
+                share = sparc.share_on(objects, weights)
+                found[f"{task}/objects/{kind}"].append((share, objects.float().mean().item()))
+                if share > 0:
+                    even = (own.sum() / objects.sum()).item()
+                    found[f"{task}/own/{kind}"].append((sparc.share_on(own, weights) / share, even))
+    return {metric: (mean([value for value, _ in pairs]), mean([even for _, even in pairs]))
+            for metric, pairs in found.items()}
 
 
 @torch.no_grad()
@@ -1466,8 +1475,8 @@ def aligned_words(embedder, image, caption):
 
 
 def alignment(embedder, data, options):
-    """The share of a word's weights on the patches of the objects that the word names (SPARC)."""
-    return shares_on_objects("alignment", embedder, data, aligned_words)
+    """Whether a word gives its weights to the objects that it names (SPARC)."""
+    return weights_on_objects("alignment", embedder, data, aligned_words)
 
 
 # SPARO's tasks: slots and masks -----------------------------------------------------------
@@ -1542,10 +1551,9 @@ def words_of_slots(embedder, image, caption):
 
 
 def slot_alignment(embedder, data, options):
-    """The share of a slot's best patch that lies on the objects that the slot's word names
-    (SPARO)."""
-    found = shares_on_objects("slot_alignment", embedder, data, words_of_slots)
-    if all(math.isnan(share) for share, _ in found.values()):
+    """Whether a slot's brightest patch shows the objects that the slot's word names (SPARO)."""
+    found = weights_on_objects("slot_alignment", embedder, data, words_of_slots)
+    if all(math.isnan(value) for value, _ in found.values()):
         print("note: slot_alignment is nan, because no slot has a word. A slot has a word if this "
               "word has more than half of the slot's attention in the caption, and if the slots of "
               "image and caption have a cosine above .75. Train longer.")
@@ -1857,17 +1865,17 @@ def lit_sheet(title, note, rows):
     return sheet(title, note, pages)
 
 
-def share_sentences(sentence, metrics):
-    """Fill the metrics of `shares_on_objects` into a sentence with {kind}, {share} and {even}. The
-    result has one sentence for each kind of word, and no sentence for a kind whose share is nan,
-    because the captions have no word of this kind."""
-    sentences = ""
-    for metric, (share, even) in metrics.items():
-        if math.isfinite(share):
-            kind = metric.rpartition("/")[2]
-            share, even = f"{100 * share:.0f} %", f"{100 * even:.0f} %"
-            sentences += " " + sentence.format(kind=kind, share=share, even=even)
-    return sentences
+def sentences_on_objects(own, objects, metrics):
+    """Fill the metrics of `weights_on_objects` into two sentences with {kind}, {value} and {even}:
+    `own` and `objects`. A kind has no sentences if the captions have no word of this kind."""
+    filled = ""
+    for metric, (value, even) in metrics.items():
+        _, figure, kind = metric.split("/")
+        sentence = own if figure == "own" else objects
+        if math.isfinite(value):
+            filled += " " + sentence.format(kind=kind, value=f"{100 * value:.0f} %",
+                                            even=f"{100 * even:.0f} %")
+    return filled
 
 
 def says_something(word, data):
@@ -1887,9 +1895,10 @@ def draw_alignment(embedder, data):
         rows.append((caption, image, maps[:8]))
     title = "SPARC: which patches each word of a caption weights (Eq. 4)."
     if data.word_masks:
-        title += share_sentences("Words put {share} of their weight on the objects that they name "
-                                 "by {kind}; uniform weights would put {even}.",
-                                 alignment(embedder, data, None))
+        own = ("A {kind} word gives {value} of its weight on objects to the objects that it names; "
+               "equal weights would give {even}.")
+        every = "It gives {value} of all its weight to objects; equal weights would give {even}."
+        title += sentences_on_objects(own, every, alignment(embedder, data, None))
     note = f"{BRIGHTNESS} At most eight words of a caption are shown, without words such as 'the'."
     return lit_sheet(title, note, rows)
 
@@ -1966,9 +1975,11 @@ def draw_slots(embedder, data):
         return None
     title = "SPARO: the word and the patches that the same slot weights (Sec. 5.4)."
     if data.word_masks:
-        title += share_sentences("{share} of the pixels of a slot's brightest patch lie on the "
-                                 "objects that the slot's word names by {kind}; {even} of all "
-                                 "pixels do.", slot_alignment(embedder, data, None))
+        own = ("If the slot's word is a {kind}, {value} of the object pixels in the slot's "
+               "brightest patch show the objects that the word names; {even} of all object pixels "
+               "do.")
+        every = "Objects fill {value} of this patch and {even} of the image."
+        title += sentences_on_objects(own, every, slot_alignment(embedder, data, None))
     note = (f"A row is one of {agree.shape[1]} slots. In the pairs shown the slot puts more than "
             f"half of its weight on one word of the caption (above the image), and its values for "
             f"image and caption have a cosine above 0.75. The first slots do so most often and "

@@ -644,28 +644,65 @@ def test_share_on_is_the_share_of_weights_on_an_object():
     assert sparc.share_on(mask, torch.tensor([1.0, 1, 0, 0])) == 0.5
 
 
-def test_shares_are_nan_for_words_that_no_caption_has():
-    masks = {("colour", "red"): torch.ones(8, 8, dtype=torch.bool)}
-    data = evaluation.EvalSet(word_masks=lambda: [(None, ("a red ring", masks))])
-    words = lambda embed, image, caption: [("a", torch.ones(4)), ("red", torch.ones(4))]
-    found = evaluation.shares_on_objects("task", None, data, words)
-    assert found["task/colour"] == (1, 1) and all(map(math.isnan, found["task/shape"]))
+def weights_in_scene(**words):
+    """Return what weights_on_objects() measures for the words of a hand-made scene.
+
+    The image has 4 x 4 pixels, and each pixel is a patch. Object 1 (a red ring) has the pixels 0 to
+    3, object 2 (a red star) the pixels 4 and 5, object 3 (a blue ring) the pixels 6 and 7.
+    words: {word: {pixel: weight}}.
+    """
+    ids = torch.tensor([1, 1, 1, 1, 2, 2, 3, 3] + 8 * [0]).view(4, 4)
+    red, blue, ring, star = ids % 3 > 0, ids == 3, ids % 2 == 1, ids == 2
+    masks = {("colour", "red"): red, ("colour", "blue"): blue, ("shape", "ring"): ring,
+             ("shape", "rings"): ring, ("shape", "star"): star, ("shape", "object"): ids > 0}
+    pairs = []
+    for word, pixels in words.items():
+        weights = torch.zeros(16)
+        weights[list(pixels)] = torch.tensor([*pixels.values()])
+        pairs.append((word, weights))
+    data = evaluation.EvalSet(word_masks=lambda: [(None, ("a caption", masks, ids > 0))])
+    return evaluation.weights_on_objects("task", None, data, lambda *_: pairs)
+
+
+@pytest.mark.parametrize("words, expected", [
+    # (own, chance of own, objects, chance of objects) for colours, for shapes
+    ({"blue": {6: 2.0, 7: 1.0, 0: 1.0, 8: 4.0}}, [(3 / 4, 2 / 8, 4 / 8, 8 / 16), None]),
+    ({"red": {1: 1.0, 4: 1.0, 6: 2.0}}, [(2 / 4, 6 / 8, 1, 8 / 16), None]),     # two red objects
+    ({"rings": {0: 1.0, 6: 1.0, 5: 2.0}}, [None, (2 / 4, 6 / 8, 1, 8 / 16)]),   # a plural
+    ({"object": {0: 1.0}, "a": {0: 1.0}}, [None, None]),  # it names all objects; it names none
+    # a mean over words; a word without weight on objects has no value of its own
+    ({"star": {4: 1.0}, "ring": {4: 1.0, 9: 1.0}, "rings": {15: 1.0}},
+     [None, ((1 + 0) / 2, (2 / 8 + 6 / 8) / 2, (1 + 1 / 2 + 0) / 3, 8 / 16)])])
+def test_weights_on_own_objects_are_a_share_of_those_on_all_objects(words, expected):
+    found = weights_in_scene(**words)
+    for kind, figures in zip(("colour", "shape"), expected):
+        pair = found[f"task/own/{kind}"] + found[f"task/objects/{kind}"]
+        assert pair == pytest.approx(figures or [math.nan] * 4, nan_ok=True)
+
+
+def test_a_network_that_lights_up_all_objects_alike_has_own_weights_at_chance():
+    """It puts all its weight on objects, so the share of all weight would flatter it."""
+    found = weights_in_scene(**dict.fromkeys(["red", "blue", "ring", "star"],
+                                             {pixel: 1.0 for pixel in range(8)}))
+    for kind in ("colour", "shape"):
+        value, even = found[f"task/own/{kind}"]
+        assert value == pytest.approx(even) and found[f"task/objects/{kind}"] == (1, 0.5)
 
 
 def test_alignment_is_1_for_a_perfect_model_and_chance_for_a_blind_one():
-    """The perfect model puts all weight of a word on its objects.
-
-    The blind one has uniform weights.
-    """
+    """The perfect model puts all weight of a word on its objects. The blind one weights pixels
+    equally."""
     data, _ = opened("shapes:size=16,fillers=0", limit=20)
     pairs = list(data.word_masks())
-    image, (caption, masks) = pairs[0]
+    image, (caption, masks, objects) = pairs[0]
     assert {kind for kind, _ in masks} == {"colour", "shape"} and image.shape == (3, 16, 16)
-    vocab = sorted({word for _, (caption, _) in pairs for word in caption.split()})
+    shapes = [mask for (kind, _), mask in masks.items() if kind == "shape"]
+    assert torch.stack(shapes).any(0).equal(objects) and not objects.all()
+    vocab = sorted({word for _, (caption, *_) in pairs for word in caption.split()})
     for sees in (True, False):
         def weigh(images, tokens, mask, sees=sees):
             """Return the weights of the words on the pixels of the next scene."""
-            caption, masks = next(known)
+            caption, masks, _ = next(known)
             kinds = {word: objects for (_, word), objects in masks.items()}
             rows = [kinds.get(word, ~image[0].bool()) for word in caption.split()]
             rows = torch.stack([row.flatten().float() for row in rows])[None]
@@ -676,9 +713,9 @@ def test_alignment_is_1_for_a_perfect_model_and_chance_for_a_blind_one():
         embed = SimpleNamespace(tokenize=ids, device="cpu", tokenizer=SimpleNamespace(vocab=vocab),
                                 model=SimpleNamespace(align_words=weigh))
         found = evaluation.alignment(embed, data, None)
-        assert set(found) == {"alignment/colour", "alignment/shape"}
-        for share, chance in found.values():
-            assert share == pytest.approx(1.0 if sees else chance, abs=1e-4)
+        assert len(found) == 4 and found["alignment/own/colour"][1] < 0.7
+        for value, chance in found.values():
+            assert value == pytest.approx(1.0 if sees else chance, abs=1e-4)
 
 
 def test_slots_are_selected_and_masks_are_trained_on_files(tmp_path):
@@ -773,9 +810,11 @@ def test_a_picture_names_runs_only_if_there_are_several(tmp_path, monkeypatch):
 
 
 def test_a_title_has_the_shares_that_are_known():
-    figures = {"task/colour": (0.174, 0.068), "task/shape": (math.nan, math.nan)}
-    sentence = "Words by {kind}: {share}; uniform: {even}."
-    assert evaluation.share_sentences(sentence, figures) == " Words by colour: 17 %; uniform: 7 %."
+    figures = {"task/own/colour": (0.874, 0.45), "task/objects/colour": (0.268, 0.15),
+               "task/own/shape": (math.nan, math.nan)}
+    sentences = "Own {kind}: {value}, chance {even}.", "Objects: {value}, chance {even}."
+    assert evaluation.sentences_on_objects(*sentences, figures) == (
+        " Own colour: 87 %, chance 45 %. Objects: 27 %, chance 15 %.")
 
 
 def test_pictures_of_other_data_or_another_split_have_other_names():
