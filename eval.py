@@ -7,8 +7,8 @@ seed share a column, with mean and standard deviation.
 
 A map of the sections:
 
-    Metrics             pure functions on matrices; k-NN and linear probes (their images come
-                        from training_pairs, in Data)
+    Metrics             pure functions on matrices; k-NN, k-means and linear probes (their images
+                        come from training_pairs, in Data)
     The embedder        a model that reads and encodes images and captions, in fp32
     A run, its options  load_run: a run's directory -> Embedder and settings; options_of
     Data                EvalSet: one interface to every kind of data; functions that open data;
@@ -293,6 +293,67 @@ def lbfgs_probe(x, labels, strengths=STRENGTHS):
 def mean_per_class(predicted, labels):
     """Accuracy within each class of the labels (n,), averaged over these classes."""
     return mean([to_float((predicted == labels)[labels == c]) for c in labels.unique()])
+
+
+def spread_rows(x, k, generator):
+    """k rows of x (N, E) that are far apart -> (k, E), the start of k-means (k-means++).
+
+    Several rows are drawn, each with a probability ~ (distance to the nearest chosen row)^2. The
+    one that leaves the smallest sum of these squares is chosen next.
+    """
+    chosen = x[torch.randint(len(x), (1,), generator=generator)]
+    nearest = torch.cdist(x, chosen)[:, 0].square()                         # (N,)
+    while len(chosen) < k:
+        # the small number serves features that are all equal, whose distances are 0
+        rows = torch.multinomial(nearest + 1e-12, 2 + int(math.log(k)), True, generator=generator)
+        nearer = nearest[:, None].minimum(torch.cdist(x, x[rows]).square())  # (N, drawn rows)
+        best = nearer.sum(0).argmin()
+        nearest, chosen = nearer[:, best], torch.cat([chosen, x[rows[best, None]]])
+    return chosen
+
+
+def lloyd(x, k, generator, restarts=10, iterations=300):
+    """k-means: features x (N, E) -> cluster ids (N,) from 0 to k - 1. The best of `restarts` runs
+    has the smallest sum of squared distances to the centres, as in scikit-learn's KMeans."""
+    least, best = math.inf, None
+    for _ in range(restarts):
+        centres, ids = spread_rows(x, k, generator), torch.full((len(x),), -1)
+        for _ in range(iterations):
+            distances, new = torch.cdist(x, centres).min(1)
+            if new.equal(ids):
+                break
+            ids, count = new, new.bincount(minlength=k)[:, None]            # (k, 1)
+            means = torch.zeros_like(centres).index_add_(0, ids, x) / count.clamp(min=1)
+            centres = means.where(count > 0, centres)  # an empty cluster stays in its place
+        if (total := distances.square().sum().item()) < least:
+            least, best = total, ids
+    return best
+
+
+def contingency(labels, clusters):
+    """labels (n,), clusters (n,) -> how many rows have label i and cluster j (C, K), in float64."""
+    C, K = int(labels.max()) + 1, int(clusters.max()) + 1
+    return (labels * K + clusters).bincount(minlength=C * K).view(C, K).double()
+
+
+def nmi(labels, clusters):
+    """Normalized mutual information of labels (n,) and clusters (n,): 1 if they are the same
+    partition. It is divided by the mean of the two entropies, as scikit-learn divides it. There
+    must be two labels or more."""
+    p = contingency(labels, clusters) / len(labels)
+    entropy = lambda q: -q.xlogy(q).sum()
+    p_l, p_c = p.sum(1), p.sum(0)
+    return (2 - 2 * entropy(p) / (entropy(p_l) + entropy(p_c))).item()
+
+
+def ari(labels, clusters):
+    """Adjusted Rand index of labels (n,) and clusters (n,): 1 if they are the same partition, 0 on
+    average if the clusters are random. There must be two labels or more."""
+    n = contingency(labels, clusters)
+    pairs = lambda count: (count * (count - 1) / 2).sum()
+    same, same_l, same_c = pairs(n), pairs(n.sum(1)), pairs(n.sum(0))
+    expected = same_l * same_c / pairs(n.sum())
+    return ((same - expected) / ((same_l + same_c) / 2 - expected)).item()
 
 
 def winoground_scores(s):
@@ -1354,6 +1415,30 @@ def knn(embedder, data, options):
     return result
 
 
+def kmeans(embedder, data, options):
+    """How well clusters of image encodings agree with the labels (BAM, App. I, Fig. 7). For each
+    number of classes t, t classes are drawn ten times, and their images are divided into t
+    clusters: kmeans/t/NMI and kmeans/t/ARI are means over the draws.
+
+    differs: the paper says "standard k-means". The length 1 of encodings, the start by k-means++
+    and the ten restarts are our choices. t of 2 and 5 serve data with few classes.
+    """
+    x, ids = labelled(embedder, data.labelled("test"), embedder.model.encode_image)
+    present, generator = ids.unique(), torch.Generator().manual_seed(0)
+    result = {}
+    for t in (2, 5, 10, 20, 40, 80, 160):
+        if t > len(present):
+            break
+        scores = []
+        for _ in range(10):
+            drawn = present[torch.randperm(len(present), generator=generator)[:t]]
+            rows = torch.isin(ids, drawn)
+            clusters = lloyd(x[rows], t, generator)
+            scores.append((nmi(ids[rows], clusters), ari(ids[rows], clusters)))
+        result[f"kmeans/{t}/NMI"], result[f"kmeans/{t}/ARI"] = map(mean, zip(*scores))
+    return result
+
+
 def random_crops(embedder, pairs):
     """Pairs (image, label) -> features (n, E) for a probe, and labels (n,). Each feature comes from
     one random crop of an image, flipped with probability 1/2."""
@@ -1740,6 +1825,7 @@ TASKS = {
     "sparsity": Task(sparsity, IMAGES, "encode_words"),
     "knn": Task(knn, ("groups",)),
     "linear": Task(linear, ("groups",)),
+    "kmeans": Task(kmeans, ("groups",)),
     "slots": Task(slots, ("groups", "captioned", "negatives"), "slots"),
     "masks": Task(masks, ("groups", "captioned"), "mask_parts"),
     "alignment": Task(alignment, ("word_masks",), "align_words"),

@@ -637,6 +637,60 @@ def test_negatives_are_measured_on_sugarcrepes_files(tmp_path):
     assert result == expected | {f"{metric}/chance": 0.5 for metric in expected}
 
 
+def entropy(labels):
+    """Return the entropy of a list of labels, in nats, by counting."""
+    shares = [labels.count(label) / len(labels) for label in set(labels)]
+    return -sum(p * math.log(p) for p in shares)
+
+
+@pytest.mark.parametrize("n, labels, clusters", [(40, 3, 3), (40, 2, 7), (40, 9, 2), (6, 5, 4)])
+def test_nmi_and_ari_equal_counting(n, labels, clusters):
+    """ARI counts pairs of rows: index, expected index and largest index (Hubert and Arabie)."""
+    a, b = torch.randint(labels, (n,)).tolist(), torch.randint(clusters, (n,)).tolist()
+    information = entropy(a) + entropy(b) - entropy([*zip(a, b)])
+    pairs = [(a[i] == a[j], b[i] == b[j]) for i in range(n) for j in range(i)]
+    same, of_a, of_b = (sum(map(f, pairs)) for f in (all, lambda p: p[0], lambda p: p[1]))
+    expected = of_a * of_b / len(pairs)
+    rand = (same - expected) / ((of_a + of_b) / 2 - expected)
+    a, b = torch.tensor(a), torch.tensor(b)
+    assert evaluation.nmi(a, b) == pytest.approx(
+        information / ((entropy(a.tolist()) + entropy(b.tolist())) / 2))
+    assert evaluation.ari(a, b) == pytest.approx(rand)
+
+
+def test_nmi_and_ari_of_known_partitions():
+    """The figures of the last two rows are those that scikit-learn prints."""
+    labels = torch.tensor([0, 0, 1, 1])
+    for clusters, mutual, rand in (([1, 1, 0, 0], 1, 1), ([0, 0, 0, 0], 0, 0),
+                                   ([0, 1, 0, 1], 0, -0.5), ([0, 0, 1, 2], 0.8, 4 / 7)):
+        clusters = torch.tensor(clusters)
+        assert evaluation.nmi(labels, clusters) == pytest.approx(mutual, abs=1e-12)
+        assert evaluation.ari(labels, clusters) == pytest.approx(rand, abs=1e-12)
+
+
+def test_lloyd_finds_clouds_and_the_best_of_its_restarts():
+    truth = torch.arange(4).repeat_interleave(25)
+    x = 10 * torch.eye(4)[truth] + 0.1 * torch.randn(100, 4)
+    generator = torch.Generator().manual_seed(0)
+    assert evaluation.ari(truth, evaluation.lloyd(x, 4, generator)) == pytest.approx(1)
+    x = torch.randn(60, 2)
+    ids = evaluation.lloyd(x, 5, generator)
+    centres = torch.stack([x[ids == c].mean(0) for c in range(5)])
+    assert torch.cdist(x, centres).argmin(1).equal(ids)      # no row is nearer to another centre
+    total = lambda ids: sum((x[ids == c] - x[ids == c].mean(0)).square().sum() for c in range(5))
+    once = [evaluation.lloyd(x, 5, generator, restarts=1) for _ in range(20)]
+    assert total(ids) <= sorted(map(total, once))[10]
+    same = evaluation.lloyd(torch.ones(8, 2), 3, generator)  # a collapsed network
+    assert same.unique().tolist() == [0]
+
+
+def test_kmeans_draws_classes_and_clusters_their_images(tmp_path):
+    """Images of one colour are one cloud, so their clusters are the classes."""
+    make_folders(tmp_path)
+    found = evaluation.kmeans(embedder(), *opened(tmp_path))
+    assert found == pytest.approx({"kmeans/2/NMI": 1, "kmeans/2/ARI": 1})
+
+
 def test_share_on_is_the_share_of_weights_on_an_object():
     mask = torch.zeros(8, 8, dtype=torch.bool)
     mask[:4, 2:6] = True                                                    # halves of two patches
