@@ -26,6 +26,7 @@ add a kind of data, add an `if` to open_kind that returns an EvalSet.
 """
 
 import argparse
+import array
 import collections
 import contextlib
 import dataclasses
@@ -149,7 +150,48 @@ def split_held_out(x):
     reproduced.
     """
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
-    return order.to(x.device).tensor_split([len(x) // 5])
+    return order.tensor_split([len(x) // 5])
+
+
+class SparseRows:
+    """Features (N, E) that are mostly 0, such as STAIR's: the other numbers alone are stored.
+
+    parts: tensors (n, E), one after the other; x[rows] -> the dense rows (n, E). ImageNet's
+    1.3 million training images take 156 GB as dense encodings of 30,522 words.
+    """
+
+    def __init__(self, parts):
+        # small tensors among large ones would break memory into pieces; an array grows in its place
+        counts, columns, values = [], array.array("i"), array.array("f")
+        for x in parts:
+            kept = x != 0
+            counts += kept.sum(1).tolist()
+            columns.frombytes(kept.nonzero()[:, 1].int().numpy().tobytes())
+            values.frombytes(x[kept].numpy().tobytes())
+        self.count = torch.tensor(counts)
+        self.columns, self.values = (torch.from_numpy(np.asarray(x)) for x in (columns, values))
+        self.start = self.count.cumsum(0) - self.count  # where the numbers of a row begin
+        self.shape = len(counts), x.shape[1]
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __getitem__(self, rows):
+        count, x = self.count[rows], self.values.new_zeros(len(rows), self.shape[1])
+        row = torch.arange(len(rows)).repeat_interleave(count)
+        # number k of all rows is number k - (count of the rows before) of its own row
+        place = torch.arange(len(row)) + (self.start[rows] - count.cumsum(0) + count)[row]
+        x[row, self.columns[place].long()] = self.values[place]
+        return x
+
+
+@torch.no_grad()
+def predict(head, x, rows=None):
+    """The classes (n,) that a linear classifier gives to rows of features x, a tensor or
+    SparseRows; without `rows` to all of them."""
+    rows, device = torch.arange(len(x)) if rows is None else rows, head.weight.device
+    parts = [head(x[part].to(device)).argmax(1).cpu() for part in rows.split(1024)]
+    return torch.cat(parts)
 
 
 def middle_best(scores):
@@ -166,9 +208,10 @@ def note_tie(scores, held):
               f"{len(held)} features that were held out to choose one: the middle one is used.")
 
 
-def adamw_probe(x, labels, epochs):
+def adamw_probe(x, labels, epochs, device="cpu"):
     """Train a linear classifier on features (N, E) and labels (N,) as CLIP_benchmark does (SPARO,
-    C.1) -> torch.nn.Linear, the weight decay.
+    C.1) -> torch.nn.Linear on `device`, the weight decay. x is a tensor or SparseRows; each batch
+    moves to the device by itself.
 
     The weight decay is one of 97 values from 1e-6 to 1e2, chosen by the accuracy on a held-out
     fifth of the rows. To score all 97 values would take 97 trainings. The search takes at most 15
@@ -184,47 +227,49 @@ def adamw_probe(x, labels, epochs):
     held, fitted = split_held_out(x)
 
     @common.fixed_seed(0)  # every fit starts from the same weights and sees the same batches
-    def fit(x, labels, decay):
-        head = torch.nn.Linear(x.shape[1], classes).to(x.device)
+    def fit(learned, decay):
+        """Train on the rows `learned` of x."""
+        head = torch.nn.Linear(x.shape[1], classes).to(device)
         optimizer = torch.optim.AdamW(head.parameters(), weight_decay=decay, fused=True)
-        orders = [torch.randperm(len(x)).to(x.device) for _ in range(epochs)]
+        orders = [learned[torch.randperm(len(learned))] for _ in range(epochs)]
         batches = [rows for epoch in orders for rows in epoch.split(64)]
         for step, rows in enumerate(batches):
             optimizer.param_groups[0]["lr"] = common.cosine(step, len(batches), 0.1, 0.0)
             optimizer.zero_grad()
-            F.cross_entropy(head(x[rows]), labels[rows]).backward()
+            F.cross_entropy(head(x[rows].to(device)), labels[rows].to(device)).backward()
             optimizer.step()
         return head
 
     @functools.cache  # the search comes back to values that it knows
     def score(i):
         """How many held-out rows are classified correctly with weight decay number i."""
-        head = fit(x[fitted], labels[fitted], decays[i])
-        return (head(x[held]).argmax(1) == labels[held]).sum().item()
+        head = fit(fitted, decays[i])
+        return (predict(head, x, held) == labels[held]).sum().item()
 
     scores = [score(i) for i in range(0, 97, 16)]
     note_tie(scores, held)
     best = 16 * middle_best(scores)
     for step in (8, 4, 2, 1):
         best = max((max(best - step, 0), best, min(best + step, 96)), key=score)
-    return fit(x, labels, decays[best]), decays[best]
+    return fit(torch.arange(len(x)), decays[best]), decays[best]
 
 
 @common.fixed_seed(0)
-def sgd_probe(crops, held, held_labels, classes, epochs):
-    """Train a linear classifier as BAM does (D.1, Table 9b) -> torch.nn.Linear, the learning rate.
+def sgd_probe(crops, held, held_labels, classes, epochs, device="cpu"):
+    """Train a linear classifier as BAM does (D.1, Table 9b) -> torch.nn.Linear on `device`, the
+    learning rate.
 
     crops() -> features (n, E) and labels (n,) of new random crops of the training images. Each
     epoch calls crops(). New crops are the only regularisation, as there is no weight decay.
     held (m, E), held_labels (m,): centre crops of other images, which choose the learning rate.
-    classes: the number of classes.
+    Features are tensors or SparseRows. classes: the number of classes.
 
     A batch has at most 1,024 features (Table 9b). An epoch has at least 64 batches, so that a small
     data set gives enough updates. There is one head, a linear classifier, for each learning rate.
     All heads train on the same batches, as in DINOv2's code, because encoding the crops takes far
     longer than training the heads.
     """
-    heads = [torch.nn.Linear(held.shape[1], classes).to(held.device) for _ in RATES]
+    heads = [torch.nn.Linear(held.shape[1], classes).to(device) for _ in RATES]
     for head in heads:
         torch.nn.init.normal_(head.weight, std=0.01)
         torch.nn.init.zeros_(head.bias)
@@ -236,13 +281,13 @@ def sgd_probe(crops, held, held_labels, classes, epochs):
         with contextlib.redirect_stdout(None if epoch else sys.stdout):
             x, labels = crops()
         for rows in torch.randperm(len(x)).chunk(max(64, math.ceil(len(x) / 1024))):
-            batch, truth = x[rows].to(held.device), labels[rows].to(held.device)
+            batch, truth = x[rows].to(device), labels[rows].to(device)
             optimizer.zero_grad()
             # heads share no weights, so the sum gives each head the gradient of its own loss
             sum(F.cross_entropy(head(batch), truth) for head in heads).backward()
             optimizer.step()
         schedule.step()
-    scores = [(head(held).argmax(1) == held_labels).sum().item() for head in heads]
+    scores = [(predict(head, held) == held_labels).sum().item() for head in heads]
     best = middle_best(scores)
     return heads[best], RATES[best]
 
@@ -550,16 +595,19 @@ class Embedder:
         return assert_finite(concatenate([encode(x.to(self.device)).cpu()
                                           for x in images.split(self.chunk)]))
 
-    def encode_pairs(self, pairs, encode=None):
+    def encode_pairs(self, pairs, encode=None, collect=lambda parts: concatenate([*parts])):
         """Pairs (image or file, value) -> encodings (n, E) or (n, P, E) of the n images that can be
-        read, and the list of the n values of these images."""
-        features, values = [], []
-        pairs = read_images(pairs, self.read, self.workers)
-        for part in with_bar(chunks(pairs, self.chunk), "images"):
-            images, of_images = zip(*part)
-            features.append(self.images(torch.stack(images), encode))
-            values += of_images
-        return concatenate(features), values
+        read, and the list of the n values of these images. collect(parts) joins the encodings of
+        many images at a time."""
+        values, pairs = [], read_images(pairs, self.read, self.workers)
+
+        def encoded():
+            for part in with_bar(chunks(pairs, self.chunk), "images"):
+                images, of_images = zip(*part)
+                values.extend(of_images)
+                yield self.images(torch.stack(images), encode)
+
+        return collect(encoded()), values
 
     @torch.no_grad()
     def similarity(self, images, texts):
@@ -1274,10 +1322,17 @@ def label_maps(sample, grouping):
 # any model come first.
 
 
-def labelled(embedder, pairs, encode=None):
+def labelled(embedder, pairs, encode=None, **options):
     """Pairs (image, class id) -> features (n, E) and class ids (n,) of the n readable images."""
-    x, ids = embedder.encode_pairs(pairs, encode)
+    x, ids = embedder.encode_pairs(pairs, encode, **options)
     return x, torch.tensor(ids)
+
+
+def probed(embedder, pairs):
+    """Pairs (image, class id) -> the features that the method's paper probes, and class ids (n,).
+    Encodings that are words are mostly 0."""
+    options = {"collect": SparseRows} if embedder.model.encode_words else {}
+    return labelled(embedder, pairs, embedder.model.probe_features, **options)
 
 
 def take(embedder, data, n):
@@ -1449,13 +1504,13 @@ def random_crops(embedder, pairs):
     read = functools.partial(common.open_image, min_side=4 * embedder.image_size)
     images = read_images(pairs, read, embedder.workers)
     cropped = ((common.to_floats(crop(image)), label) for image, label in images)
-    return labelled(embedder, cropped, embedder.model.probe_features)
+    return probed(embedder, cropped)
 
 
 def linear(embedder, data, options):
     """Accuracy of a linear probe on the features that the method's paper probes. --probe says how
     the probe is trained. The result also has the setting that the probe chose by itself."""
-    encode, pairs = embedder.model.probe_features, training_pairs(options, data)
+    pairs, device = training_pairs(options, data), embedder.device
     setting, epochs = PROBES[options.probe]
     epochs = options.probe_epochs or epochs
     # Here adamw and lbfgs get all images, and hold out a fifth of them themselves. sgd gets every
@@ -1463,18 +1518,18 @@ def linear(embedder, data, options):
     step = 10 if options.probe == "sgd" else 1
     if options.probe == "lbfgs":  # BAM (D.3) resizes the shorter side to the size of the crop
         embedder = dataclasses.replace(embedder, resize=embedder.image_size)
-    x, learned = labelled(embedder, itertools.islice(pairs(), 0, None, step), encode)
-    x, learned = x.to(embedder.device), learned.to(embedder.device)
+    x, learned = probed(embedder, itertools.islice(pairs(), 0, None, step))
     if options.probe == "adamw":
-        head, value = adamw_probe(x, learned, epochs)
-    elif options.probe == "lbfgs":
-        head, value = lbfgs_probe(x, learned)
+        head, value = adamw_probe(x, learned, epochs, device)
+    elif options.probe == "lbfgs":  # its objective needs all rows at once
+        x = x[torch.arange(len(x))].to(device)
+        head, value = lbfgs_probe(x, learned.to(device))
     else:
         crops = lambda: random_crops(embedder, (pair for i, pair in enumerate(pairs()) if i % 10))
         classes = len(data.groups[""][1])
-        head, value = sgd_probe(crops, x, learned, classes, epochs)
-    x, ids = labelled(embedder, data.labelled("test"), encode)
-    predicted, result = head.cpu()(x).argmax(1), {}
+        head, value = sgd_probe(crops, x, learned, classes, epochs, device)
+    x, ids = probed(embedder, data.labelled("test"))
+    predicted, result = predict(head, x), {}
     for grouping, (group, _) in data.groups.items():
         # chance counts only the classes that the probe can learn
         known = group if data.unseen is None else group[~data.unseen]

@@ -128,6 +128,29 @@ def test_adamw_probe_equals_clip_benchmarks_probe():
     assert not torch.allclose(plain.weight, head.weight)
 
 
+def test_sparse_rows_are_the_dense_rows_and_a_probe_learns_the_same_from_both():
+    x, y = noisy_features(150, classes=4, width=40)
+    x = x.relu() * (torch.rand_like(x) < 0.2)
+    x[[3, 149]] = 0                                                         # no active word
+    sparse = evaluation.SparseRows(iter(x.split(60)))
+    assert (len(sparse), sparse.shape) == (150, (150, 40))
+    assert len(sparse.values) == (x != 0).sum()
+    for rows in (torch.randperm(150), torch.tensor([149, 3, 3, 0]), torch.tensor([3])):
+        assert sparse[rows].equal(x[rows])
+    dense, kept = (evaluation.adamw_probe(features, y, 3) for features in (x, sparse))
+    assert kept[1] == dense[1] and kept[0].weight.equal(dense[0].weight)
+    assert evaluation.predict(kept[0], sparse).equal(dense[0](x).argmax(1))
+
+
+def test_a_probe_of_word_encodings_stores_sparse_rows(tmp_path, monkeypatch):
+    make_folders(tmp_path)
+    embed = embedder()
+    assert torch.is_tensor(evaluation.probed(embed, opened(tmp_path)[0].labelled("test"))[0])
+    embed.model.encode_words = embed.model.encode_image
+    x, ids = evaluation.probed(embed, opened(tmp_path)[0].labelled("test"))
+    assert isinstance(x, evaluation.SparseRows) and len(x) == len(ids) == 6
+
+
 def test_a_probe_uses_the_middle_one_of_equally_good_strengths(capsys):
     """Each class has one image, so a held-out image has a class that was not learned.
 
