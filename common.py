@@ -615,6 +615,7 @@ class ModelDefaults:
     text_slots = None         # (tokens, mask) -> (B, L, V)
     attend = None             # (images, tokens, mask) -> attention over both, slots of both
     encode_words = None       # (tokens, mask) -> (B, |V|), from a caption's words alone
+    image_encoding = None     # (images) -> (B, |V|), weights of words, not normalised
     word_maps = None          # (images, ids) -> (B, N, n), scores of n words at image tokens
     head_maps = None          # (images) -> (B, heads, h, w), what [CLS] attends to
     class_scores = None       # (images) -> (B, C), a classifier's scores

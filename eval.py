@@ -1494,17 +1494,22 @@ def kmeans(embedder, data, options):
     return result
 
 
+def random_views(embedder, pairs, min_scale):
+    """Pairs (image or file, label) -> yields pairs (float image, label): a random crop of at least
+    `min_scale` of the image's area, flipped with probability 1/2."""
+    crop = common.train_transform(embedder.image_size, min_scale=min_scale)
+    # A crop has min_scale ** .5 of each side or more. A larger JPEG is decoded at a smaller size,
+    # at which the smallest crop has still S pixels.
+    side = embedder.image_size * math.ceil(1 / math.sqrt(min_scale))
+    read = functools.partial(common.open_image, min_side=side)
+    for image, label in read_images(pairs, read, embedder.workers):
+        yield common.to_floats(crop(image)), label
+
+
 def random_crops(embedder, pairs):
     """Pairs (image, label) -> features (n, E) for a probe, and labels (n,). Each feature comes from
     one random crop of an image, flipped with probability 1/2."""
-    crop = common.train_transform(embedder.image_size, min_scale=0.08)
-    # The smallest crop has 8 % of the image's area, and so .28 of each side. An image with sides of
-    # 4 S pixels still gives a crop of S pixels. So a larger JPEG is decoded at a smaller size, as
-    # this is faster.
-    read = functools.partial(common.open_image, min_side=4 * embedder.image_size)
-    images = read_images(pairs, read, embedder.workers)
-    cropped = ((common.to_floats(crop(image)), label) for image, label in images)
-    return probed(embedder, cropped)
+    return probed(embedder, random_views(embedder, pairs, 0.08))
 
 
 def linear(embedder, data, options):
@@ -1981,11 +1986,14 @@ def sheet(title, note, rows, columns=12):
     return ImageOps.expand(join([head, *lines], True, 12), 10, "white")
 
 
-def to_picture(image, size=(112, 112)):
-    """Normalised (3, H, W) -> PIL image. Pixels are enlarged without smoothing, so that the picture
-    shows what the model sees."""
+def to_picture(image, size=None):
+    """Normalised (3, H, W) -> PIL image. Without `size` a square image keeps its size between 112
+    and 224 pixels. Pixels are enlarged without smoothing, so that the picture shows what the model
+    sees."""
     image = to_pil_image(common.denormalize(image).clamp(0, 1))
-    return image.resize(size, Image.Resampling.NEAREST)
+    size = size or 2 * [min(max(112, image.width), 224)]
+    smooth = size[0] < image.width
+    return image.resize(size, Image.Resampling.BICUBIC if smooth else Image.Resampling.NEAREST)
 
 
 def light_up(image, weights):
@@ -2131,7 +2139,7 @@ def draw_slots(embedder, data):
 def word_cloud(words, scores):
     """Words, their scores (n,) -> a picture of the best 20 words with their scores (STAIR, Table
     9). The font grows with the score. A word with score 0 is not in STAIR's encoding, and is left
-    out. differs: the table's weights are not normalised."""
+    out."""
     best, ids = scores.topk(min(20, len(words)))
     sizes = 11 + 6 * (best / best[0].clamp(min=1e-6)).clamp(min=0)  # similarities may be negative
     pages = []
@@ -2150,7 +2158,8 @@ def draw_words(runs, data):
     images, captions = take(next(iter(runs.values())), data, 16)
     pictures = [[to_picture(image, (144, 144))] for image in images]
     for name, embedder in runs.items():
-        scores = vocabulary_scores(embedder, embedder.images(images))             # (n, |V|)
+        encode = embedder.model.image_encoding or embedder.encode_image
+        scores = vocabulary_scores(embedder, embedder.images(images, encode))     # (n, |V|)
         for row, of_image in zip(pictures, scores):
             cloud = word_cloud(embedder.tokenizer.vocab, of_image)
             row.append(join([draw_text(name, cloud.width), cloud], down=True))
@@ -2158,8 +2167,7 @@ def draw_words(runs, data):
     title = "The 20 words that score highest for an image, and their scores."
     note, has_words = "", {bool(embedder.model.encode_words) for embedder in runs.values()}
     if True in has_words:
-        note += ("STAIR's score is the weight of the word in the image's encoding, which has "
-                 "length 1. ")
+        note += "STAIR's score is the weight of the word, before the encoding gets length 1. "
     if False in has_words:
         note += "The score of a method without words is the similarity of the image and the word. "
     note += "The model does not see the caption."
@@ -2194,9 +2202,15 @@ def draw_queries(embedder, data):
 
 
 def draw_heads(embedder, data):
-    """The attention of [CLS] in the last block: the mean over heads and each head (BAM, Fig. 5)."""
-    if embedder.model.image_encoder.cls is None:
+    """The attention of [CLS] in the last block: the mean over heads and each head (BAM, Fig. 5).
+    Image files are read at 512 / 224 of the run's image size: at 512 pixels, as in the figure, for
+    a model of 224."""
+    encoder = embedder.model.image_encoder
+    if encoder.cls is None:
         return None
+    if not data.is_world:
+        patches = round(encoder.grid * 512 / 224)
+        embedder = dataclasses.replace(embedder, image_size=encoder.patch_size * patches)
     images, _ = take(embedder, data, 8)
     rows = []
     for image, heads in zip(images, embedder.model.head_maps(images.to(embedder.device)).cpu()):
@@ -2237,36 +2251,85 @@ def draw_neighbours(embedder, data):
     return sheet(title, note, rows)
 
 
+def retrieval_errors(own, found, among=None):
+    """Images for which no run finds a caption of the image itself -> their number, and those to
+    show: [(row number, K-Precisions of the runs)].
+
+    own: for n images the list of their captions. found: for each run, n captions that it finds.
+    among: the words that count, by default all. One run shows all its errors. Several runs show
+    those where the first has the highest K-Precision, the largest lead first (SPARC, D.9).
+    """
+    errors = []
+    for i, (captions, *nearest) in enumerate(zip(own, *found)):
+        if not set(nearest) & set(captions):
+            truth = [caption_words(*captions)]
+            errors.append((i, [sparc.k_precision([caption_words(caption)], truth, among)
+                               for caption in nearest]))
+    if len(found) == 1:
+        return len(errors), errors
+    lead = lambda error: error[1][0] - max(error[1][1:])
+    return len(errors), sorted((e for e in errors if lead(e) > 0), key=lead, reverse=True)
+
+
 def draw_captions(runs, data):
     """Retrieval errors: images among 1,000 for which every run finds a caption of another image.
-    Each image is shown with the captions found and their K-Precision (SPARC, Figs. 5, 6). runs:
-    {name: Embedder}.
-
-    differs: D.9 chooses images where SPARC's precision is above CLIP's; we show the first errors.
-    Fig. 6 counts nouns and adjectives (K-Pna); we count all words.
+    Each image is shown with the captions found and their K-Precision (SPARC, D.9). If the data have
+    a list of nouns and adjectives, only these words count (Fig. 6), otherwise all words (Fig. 5).
+    runs: {name: Embedder}.
     """
-    pairs, found, rows = list(itertools.islice(data.captioned("captioned"), 1000)), {}, []
+    pairs, found = list(itertools.islice(data.captioned("captioned"), 1000)), {}
     for name, embedder in runs.items():
         x, kept = embedder.encode_pairs((image, (image, captions)) for image, captions in pairs)
         flat = [caption for _, captions in kept for caption in captions]
         found[name] = [flat[j] for j in nearest_captions(embedder, x, embedder.texts(flat))]
-    errors = []
-    for (image, captions), *nearest in zip(kept, *found.values()):
-        if not set(nearest) & set(captions):
-            errors.append((image, captions, nearest))
-    for image, captions, nearest in errors[:8]:
+    errors, shown = retrieval_errors([own for _, own in kept], found.values(), data.content_words)
+    title = f"Retrieval errors: for {errors:,} of {len(kept):,} images the nearest caption belongs "
+    title += "to another image"
+    if len(runs) > 1:
+        title += f" in each run, and for {len(shown):,} of these {[*runs][0]} is the most precise"
+    rows = []
+    for i, scores in shown[:8]:
+        image, captions = kept[i]
         lines = [draw_text(f"own captions: {' / '.join(captions)}", 500)]
-        for name, caption in zip(found, nearest):
-            score = sparc.k_precision([caption_words(caption)], [caption_words(*captions)])
+        for (name, captions), score in zip(found.items(), scores):
             label = "nearest caption" + (f" by {name}" if name else "")
-            lines.append(draw_text(f"{label} (K-Precision {score:.2f}): {caption}", 500))
+            lines.append(draw_text(f"{label} (K-Precision {score:.2f}): {captions[i]}", 500))
         image = image if torch.is_tensor(image) else embedder.read(image)
         rows.append(("", [(join([to_picture(image), join(lines, True)]), "")]))
-    title = (f"Retrieval errors: for {len(errors):,} of {len(kept):,} images the nearest caption "
-             f"belongs to another image" + (" in each run." if len(runs) > 1 else "."))
-    note = ("Only errors are shown. K-Precision is the share of the nearest caption's words that "
-            "occur in the image's own captions.")
-    return sheet(title, note, rows) if rows else None
+    counted = "nouns and adjectives" if data.content_words else "words"
+    note = (f"Only errors are shown. K-Precision is the share of the nearest caption's {counted} "
+            f"that occur in the image's own captions.")
+    return sheet(title + ".", note, rows) if rows else None
+
+
+def draw_similarities(embedder, data):
+    """The cosines of encodings of two views, as histograms of three kinds of pairs (BAM, Fig. 1):
+    of one image, of two images of one class, of images of two classes. The views are those of 500
+    images with labels.
+
+    differs: Fig. 1 has the latents and views of the training; here are the encodings that k-NN
+    compares, of views that are cropped and flipped, but keep their colours.
+    """
+    pairs = list(itertools.islice(data.labelled("test"), 500))
+    with common.fixed_seed(0):
+        views = [labelled(embedder, random_views(embedder, pairs, 0.25), embedder.model.encode_image)
+                 for _ in range(2)]
+    (x, ids), (y, _) = views
+    cosines, one_image = x @ y.T, torch.eye(len(x), dtype=torch.bool)       # (n, n)
+    one_class = ids[:, None] == ids
+    kinds = {"one image": one_image, "one class": one_class & ~one_image, "two classes": ~one_class}
+    low, bins = cosines.min().item(), 50
+    log = [{"cosine": round(low + (i + 0.5) * (1 - low) / bins, 2)} for i in range(bins)]
+    for name, chosen in kinds.items():
+        counts = cosines[chosen].histc(bins, low, 1.0)
+        for record, count in zip(log, (counts / counts.max().clamp(min=1)).tolist()):
+            record[name] = count
+    means = [f"{cosines[chosen].mean():.2f} ({name})" for name, chosen in kinds.items()]
+    page = chart(log, read_curves(log, {name: name for name in kinds}, "cosine"), "cosine")
+    title = "Similarities of two views (BAM, Fig. 1)."
+    note = (f"Mean cosines: {', '.join(means)}. Each curve is a histogram of cosines, divided by "
+            f"its maximum.")
+    return sheet(title, note, [("", [(page, "")])])
 
 
 # {title: {key of log.jsonl: what the curve shows}}. The first curve is red, the second green, the
@@ -2290,26 +2353,27 @@ def move_apart(labels):
     return moved
 
 
-def read_curves(log, legend):
-    """Records of a log, {key: what its curve shows} -> [(points (step, value), name, colour)].
+def read_curves(log, legend, x="step"):
+    """Records of a log, {key: what its curve shows} -> [(points (x, value), name, colour)].
     Values that are not finite and curves without a value are left out."""
     curves = []
     for (key, meaning), name, colour in zip(legend.items(), COLOURS, CLASS_COLOURS):
-        points = [(record["step"], record.get(key, math.nan)) for record in log]
-        points = [(step, value) for step, value in points if math.isfinite(value)]
+        points = [(record[x], record.get(key, math.nan)) for record in log]
+        points = [(place, value) for place, value in points if math.isfinite(value)]
         if points:
             curves.append((points, f"{name}: {meaning}", colour))
     return curves
 
 
-def chart(log, curves):
-    """Draw curves of a log by steps. curves: what `read_curves` returns, at least one curve.
+def chart(log, curves, unit="step"):
+    """Draw curves of a log. curves: what `read_curves` returns, at least one curve. unit: the key of
+    the records that is the x axis.
 
-    The y axis goes from 0 to the highest value, and the x axis from the first to the last step. The
-    first value of each curve stands on the left and the last value on the right, in the colour of
-    the curve. A vertical line marks where a stage begins (STAIR has three stages).
+    The y axis goes from 0 to the highest value, and the x axis from the first to the last record.
+    The first value of each curve stands on the left and the last value on the right, in the colour
+    of the curve. A vertical line marks where a stage begins (STAIR has three stages).
     """
-    first, last = log[0]["step"], log[-1]["step"]
+    first, last = log[0][unit], log[-1][unit]
     highest = max([1e-12, *[value for points, *_ in curves for _, value in points]])
     left, top, width, height = 64, 52, 300, 140
     right, bottom = left + width, top + height
@@ -2330,17 +2394,17 @@ def chart(log, curves):
         draw.text((x, 4), name, colour, font, "lt")
         x += font.getlength(name) + 14
     draw.rectangle((left, top, right, bottom), "#eeeeee")
-    draw.text((left, bottom + 4), f"step {first:,}", "black", font, "lt")
-    draw.text((right, bottom + 4), f"step {last:,}", "black", font, "rt")
+    draw.text((left, bottom + 4), f"{unit} {first:,}", "black", font, "lt")
+    draw.text((right, bottom + 4), f"{unit} {last:,}", "black", font, "rt")
     for before, record in itertools.pairwise(log):
         if record.get("stage") != before.get("stage"):
-            x, _ = at(before["step"], 0)
+            x, _ = at(before[unit], 0)
             draw.line((x, top, x, bottom), "#888888")
             draw.text((x, top - 2), f"stage {record['stage']}", "black", font, "lb")
 
     # the curves and, on both sides, their values
     starts, ends = [(bottom, "0", "black")], []
-    stage = {record["step"]: record.get("stage") for record in log}
+    stage = {record[unit]: record.get("stage") for record in log}
     for points, _, colour in reversed(curves):  # the first curve lies on top
         # a stage has its own loss, so no line joins the curves of two stages
         for _, part in itertools.groupby(points, lambda point: stage[point[0]]):
@@ -2396,6 +2460,7 @@ PICTURES = {
     "captions": Picture(draw_captions, ("captioned",), "encode_text", compares_runs=True),
     "heads": Picture(draw_heads, IMAGES, "head_maps"),
     "neighbours": Picture(draw_neighbours, ("captioned", "labelled")),
+    "similarities": Picture(draw_similarities, ("labelled",)),
 }
 
 
@@ -2405,6 +2470,8 @@ def pictures_to_draw(models, data, tasks):
     usual = set(PICTURES)
     if not any(model.encode_words for model in models):
         usual.remove("words")  # only STAIR has an encoding that consists of words
+    if any(model.encode_text for model in models):
+        usual.remove("similarities")  # BAM's picture, of models that learn from images alone
     return {name: picture for name, picture in PICTURES.items()
             if name in (tasks or usual) and picture.fits(data)
             and all(picture.suits(model) for model in models)}

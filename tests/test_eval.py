@@ -875,6 +875,53 @@ def test_neighbours_are_shown_by_encoding_and_by_pixels(tmp_path, monkeypatch):
         assert labels[:2] == ["query", "1.00"] and "1.00" not in labels[2:]  # two of each colour
 
 
+def test_similarities_are_histograms_of_three_kinds_of_pairs(tmp_path, monkeypatch):
+    """Images of one class have one colour, so views of one image and of one class are alike."""
+    make_folders(tmp_path)
+    drawn, chart = [], evaluation.chart
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "chart", lambda *args: drawn.append(args) or chart(*args))
+        evaluation.draw_similarities(embedder(), opened(tmp_path)[0])
+    (log, curves, _), = drawn
+    assert [name for _, name, _ in curves] == ["red: one image", "green: one class",
+                                               "blue: two classes"]
+    assert len(log) == 50 and log[-1]["cosine"] == pytest.approx(1, abs=0.02)
+    for name, peaks in (("one image", [49]), ("one class", [49])):
+        assert [i for i, record in enumerate(log) if record[name] > 0] == peaks
+    assert log[49]["two classes"] == 0 and max(record["two classes"] for record in log) == 1
+
+
+def test_retrieval_errors_of_several_runs_show_where_the_first_is_more_precise():
+    own = [["a cat", "b"], ["a dog", "c"], ["a cow", "d"], ["a fox", "e"], ["a owl", "f"]]
+    first = ["b", "a fox", "a x y z", "q", "a owl q"]  # image 0: the right caption
+    second = ["q", "q", "a q", "a q", "f q q q"]
+    assert evaluation.retrieval_errors(own, [first])[0] == 4
+    assert evaluation.retrieval_errors(own, [first])[1] == [
+        (1, [1 / 2]), (2, [1 / 4]), (3, [0]), (4, [2 / 3])]
+    errors, shown = evaluation.retrieval_errors(own, [first, second])
+    assert errors == 4 and shown == [(1, [1 / 2, 0]), (4, [2 / 3, 1 / 4])]  # largest lead first
+    _, shown = evaluation.retrieval_errors(own, [first, second], {"owl", "f", "fox", "q"})
+    assert shown == [(4, [1 / 2, 1 / 4])]  # nouns alone: "a fox" is as wrong as "q"
+
+
+@pytest.mark.parametrize("size, expected", [(32, 112), (112, 112), (150, 150), (512, 224)])
+def test_a_picture_of_an_image_keeps_its_size_within_limits(size, expected):
+    assert evaluation.to_picture(torch.zeros(3, size, size)).size == (expected, expected)
+
+
+def test_attention_of_cls_is_drawn_at_the_size_of_the_papers_figure(tmp_path, monkeypatch):
+    """Fig. 5 of BAM has images of 512 pixels for a model of 224: 8 pixels become 18.3."""
+    make_folders(tmp_path)
+    encoder = common.ViT(image_size=8, patch_size=2, width=8, depth=1, heads=2, cls=True)
+    seen = []
+    model = SimpleNamespace(image_encoder=encoder, eval=lambda: None, encode_text=None,
+                            head_maps=lambda images: seen.append(images.shape[2:]) or
+                            encoder.cls_attention(images).detach())
+    embed = evaluation.Embedder(model, None, None, 8)
+    rows = rows_of(monkeypatch, lambda: evaluation.draw_heads(embed, opened(tmp_path)[0]))
+    assert seen == [(18, 18)] and len(rows) == 6
+
+
 def test_a_picture_names_runs_only_if_there_are_several(tmp_path, monkeypatch):
     make_voc_folder(tmp_path)
     data, _ = opened(tmp_path, classes=str(tmp_path / "classes.txt"), templates=["{}"])
