@@ -1266,13 +1266,18 @@ def dry_run(args, method, model):
     """Print on rank 0 what the settings cost, as JSON. A multiply-add is 2 FLOPs."""
     params = sum(p.numel() for p in model.parameters())
     model.eval()  # else, on several GPUs, BatchNorm would gather CPU tensors
-    batch, patches = made_up_batch(args, method, model, 2), model.image_encoder.grid**2
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(batch)
+    flops, patches = {}, model.image_encoder.grid**2
+    for n in (2, 4):
+        batch = made_up_batch(args, method, model, n)
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            model(batch)
+        flops[n] = counter.get_total_flops() / n
+    # A loss that compares all pairs adds the same number of FLOPs for each sample of the batch.
+    in_batch = flops[2] + (flops[4] - flops[2]) / 2 * (args.batch - 2)
     chance_loss = model.chance_loss(args.batch, batch.get("mask"), patches)
     words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
-    record = {"params": params, **words, "flops_per_sample": counter.get_total_flops() // 2,
-              "chance_loss": chance_loss}
+    record = {"params": params, **words, "flops_per_sample": int(flops[2]),
+              "flops_per_sample_in_batch": round(in_batch), "chance_loss": chance_loss}
     print_once(json.dumps(record))
 
 

@@ -743,6 +743,25 @@ def test_a_dry_run_ends_with_json(tmp_path, capsys, name):
     assert not (tmp_path / "unused").exists()
 
 
+@pytest.mark.parametrize("flags", [SMALL["bam"], [*SPARC, "--objective", "filip"],
+                                   [*SPARC, "--objective", "gloria"]])
+def test_a_dry_run_counts_the_pairs_of_the_whole_batch(tmp_path, capsys, flags):
+    """SPARC, Table 11: FLOPs of FILIP and GLoRIA grow with the batch."""
+    flags = [*flags, "--batch", "24", "--dry-run", "--out", str(tmp_path / "unused")]
+    train.main(flags)
+    record, args = last_json(capsys), train.parse_args(flags)
+    method = train.METHODS[args.method]
+    args.image_size, tokenizer = 16, None
+    if method.uses_text(args):
+        tokenizer = range(record["vocab_size"])
+    model = train.new_model(args, method, tokenizer).eval()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(train.made_up_batch(args, method, model, 24))
+    expected = counter.get_total_flops() / 24
+    assert record["flops_per_sample_in_batch"] == pytest.approx(expected, rel=1e-4)
+    assert record["flops_per_sample_in_batch"] > record["flops_per_sample"]
+
+
 @pytest.mark.parametrize("flags", [
     "--grad-checkpoint", "--accum-freq 4 --image-encoder tiny-patch"])
 def test_encoders_get_grad_checkpoint_and_accum_freq_from_the_flags(flags):
