@@ -1712,10 +1712,8 @@ def masks(embedder, data, options):
     A pair of a caption and its hard negative is right if the image is closer to the caption.
     `pairs` is the fraction of right pairs with the mask, and `pairs_before` is the fraction without
     the mask. METRIC/relative_change divides the relative change of a metric by the relative change
-    of `pairs`.
-
-    differs: the paper's VTAB Avg (Table 5) is the relative change of the mean accuracy over data
-    sets. With several --data, eval.py prints the mean of their relative changes.
+    of `pairs`. With several --data, eval.py also prints the relative change of the mean accuracy,
+    the paper's VTAB Avg (change_of_means).
     """
     needed = "SugarCrepe's files to train the mask on"
     selection = open_selection(options, data, "masks", "negatives", needed)
@@ -1723,6 +1721,7 @@ def masks(embedder, data, options):
     y_p, y_n = embedder.texts(captions), embedder.texts(wrong)
     tasks, result = ("zeroshot", "retrieval"), {}
     before = headlines(embedder, data, options, tasks)
+    result |= {f"masks/{key}_before": found for key, found in before.items()}
     for name, parts in (("slots", embedder.model.mask_parts), ("dimensions", x.shape[1])):
         if x.shape[1] % parts:  # an encoding without slots may not divide into so many parts
             continue
@@ -1732,11 +1731,30 @@ def masks(embedder, data, options):
                    f"masks/{name}/kept": mask.mean()}
         after = headlines(dataclasses.replace(embedder, mask=mask), data, options, tasks)
         for key, found in after.items():
-            old, new, change = to_float(before[key]), to_float(found), math.nan
-            if fit > start > 0 and old:
-                change = (new / old - 1) / (fit / start - 1)
             result[f"masks/{name}/{key}"] = found
+            change = relative_change(to_float(before[key]), to_float(found), start, fit)
             result[f"masks/{name}/{key}/relative_change"] = change
+    return result
+
+
+def relative_change(old, new, start, fit):
+    """The relative change of a metric divided by that of the pairs that a mask was trained on; nan
+    if the mask fits no more pairs than before."""
+    return (new / old - 1) / (fit / start - 1) if fit > start > 0 and old else math.nan
+
+
+def change_of_means(rows):
+    """Metrics of `masks` on several data sets, [{metric: float}] -> for each metric the relative
+    change of its mean over the data sets (SPARO, Table 5: VTAB Avg)."""
+    mean_of, result = lambda metric: mean([row.get(metric) for row in rows]), {}
+    for metric in rows[0]:
+        match = re.fullmatch(r"masks/(slots|dimensions)/(.+)/relative_change", metric)
+        if match:
+            name, key = match.groups()
+            pairs = mean_of(f"masks/{name}/pairs_before"), mean_of(f"masks/{name}/pairs")
+            change = relative_change(mean_of(f"masks/{key}_before"),
+                                     mean_of(f"masks/{name}/{key}"), *pairs)
+            result[metric.replace("relative_change", "relative_change_of_means")] = change
     return result
 
 
@@ -2311,10 +2329,10 @@ def draw_similarities(embedder, data):
     compares, of views that are cropped and flipped, but keep their colours.
     """
     pairs = list(itertools.islice(data.labelled("test"), 500))
+    encode = embedder.model.encode_image
     with common.fixed_seed(0):
-        views = [labelled(embedder, random_views(embedder, pairs, 0.25), embedder.model.encode_image)
-                 for _ in range(2)]
-    (x, ids), (y, _) = views
+        x, ids = labelled(embedder, random_views(embedder, pairs, 0.25), encode)
+        y, _ = labelled(embedder, random_views(embedder, pairs, 0.25), encode)
     cosines, one_image = x @ y.T, torch.eye(len(x), dtype=torch.bool)       # (n, n)
     one_class = ids[:, None] == ids
     kinds = {"one image": one_image, "one class": one_class & ~one_image, "two classes": ~one_class}
@@ -2366,8 +2384,8 @@ def read_curves(log, legend, x="step"):
 
 
 def chart(log, curves, unit="step"):
-    """Draw curves of a log. curves: what `read_curves` returns, at least one curve. unit: the key of
-    the records that is the x axis.
+    """Draw curves of a log. curves: what `read_curves` returns, at least one curve. unit: the
+    records' key that is the x axis.
 
     The y axis goes from 0 to the highest value, and the x axis from the first to the last record.
     The first value of each curve stands on the left and the last value on the right, in the colour
@@ -3075,7 +3093,9 @@ def main(argv=None):
     if pages:
         save_pictures({Path(flags.runs[0], "comparison.png"): join(pages, down=True)})
     if len(flags.data or []) > 1 and metrics:
-        print_table({f"{run}, mean of {len(rows)} data": rows for run, rows in metrics.items()})
+        print_table({f"{run}, mean of {len(rows)} data":
+                     [row | change_of_means(rows) for row in rows]
+                     for run, rows in metrics.items()})
     if failed:
         raise UserError(" ".join(failed))
 

@@ -891,6 +891,15 @@ def test_similarities_are_histograms_of_three_kinds_of_pairs(tmp_path, monkeypat
     assert log[49]["two classes"] == 0 and max(record["two classes"] for record in log) == 1
 
 
+def test_vtab_avg_is_the_relative_change_of_the_mean_accuracy():
+    """SPARO, Table 5. The pairs rise by 20 %; the mean accuracy falls from .5 to .45."""
+    rows = [{"masks/zeroshot_before": before, "masks/slots/zeroshot": after,
+             "masks/slots/pairs_before": 0.7, "masks/slots/pairs": 0.84,
+             "masks/slots/zeroshot/relative_change": 9} for before, after in ((0.9, 0.8), (0.1, 0.1))]
+    name = "masks/slots/zeroshot/relative_change_of_means"
+    assert evaluation.change_of_means(rows) == pytest.approx({name: -0.1 / 0.2})
+
+
 def test_retrieval_errors_of_several_runs_show_where_the_first_is_more_precise():
     own = [["a cat", "b"], ["a dog", "c"], ["a cow", "d"], ["a fox", "e"], ["a owl", "f"]]
     first = ["b", "a fox", "a x y z", "q", "a owl q"]  # image 0: the right caption
