@@ -1,42 +1,40 @@
 """Which claims of the papers hold for small models on small data.
 
-    python tests/claims.py NAME            # prints the claims, their figures and their verdicts
+    python tests/claims.py                 # writes tests/RESULTS.md, the tables of all claims
+    python tests/claims.py NAME            # prints one group of claims
     python tests/claims.py NAME --again    # prints the commands for all figures that are missing
 
-NAME is a group of claims. `sparo`, `stair`, `sparc` and `bam` are the claims of one paper each.
-`readme` has the rows of README's table.
+NAME is a group of claims-runs.json: `readme` has the claims that README quotes, `sparo`, `stair`,
+`sparc` and `bam` have more claims of one paper each.
 
 Words
     claim    Run A is above run B in a metric. claims-runs.json has all claims.
     run      A training with fixed flags of train.py, repeated with several seeds.
     rate     The learning rate of a run. Several rates are tried, and the best one is used.
-    figure   The value of one metric, for one run with one rate and one seed.
-    record   A line of claims.json. Most records are figures. An older record is a claim (means and
-             deviations of A and B, and the difference for each seed) or a summary (means and
-             deviations of several metrics of a run).
+    figure   The value of one metric, for one run with one rate and one seed. claims.json has the
+             figures, with the revision that trained the run.
 
 Columns of the table
     claim: A above B     The claim. "..." stands for the beginning of the row above.
     source               The table, figure or section of the paper.
     in the paper         The paper's values of A and B.
     here                 Means ± standard deviations of A and B over the seeds, on the test split.
-                         "?" stands for a value that an older record lacks.
+    untrained            The same metric of A's network before training: the zero of the row.
     difference by seed   A - B for each seed.
-    95 % interval        The interval of the mean difference, by Student's t.
-    verdict              "holds", "reversed", "not shown" or "not decided", by the rule that is
-                         printed below the table; n is the number of seeds. "A did not train" says
-                         that A is not above an untrained network. "not run yet" says that figures
-                         are missing. A reason follows if a claim does not hold and a reason is
-                         known. "*" marks an older record, whose single figures were not kept.
+    95 % interval        The interval of the mean difference, by Student's t. The interval of a
+                         share may end above 1.
+    verdict              "holds", "reversed", "not shown" or "not decided", by the rule above the
+                         tables; n is the number of seeds. "A did not train" says that A is not
+                         above its untrained network. "not run yet" says that figures are missing.
+                         A reason follows if a claim does not hold and a reason is known.
 
-Below the table
+Below a table
     Learning rates       The rate of each run. "not swept" says that only one rate was tried. "as
                          NAME" says that the rate of the run NAME is used. "at the edge of its
                          sweep" says that the lowest or the highest rate was best, so that a better
                          one may lie outside.
-    note                 A fact that concerns many rows.
-    run NAME             What a run is, if its name does not tell.
-    - SUMMARY            An older summary, with its flags of train.py in brackets.
+    NAME                 What a run is, if its name does not tell.
+    other sentences      Facts that concern many rows, and what else was found out.
 
 To measure what is missing, run in the project's directory (two commands at a time, four rounds):
 
@@ -45,11 +43,11 @@ To measure what is missing, run in the project's directory (two commands at a ti
 --again first stores in claims.json the figures of all runs in runs/claims. Then it prints commands.
 The first round trains each run with all its rates, and the second evaluates them on the val split.
 The third round trains the best rate with the other seeds, and the fourth evaluates on the test
-split. The fifth call only stores the figures.
+split. The fifth call only stores the figures. Then write RESULTS.md.
 If a preset changes, delete its records in claims.json and its directories in runs/claims.
 
 To add a claim, add its runs and the claim to claims-runs.json, then run the loop above.
-A group has "seeds", "rate_seeds" (for the choice of a rate; by default 0), "notes", and:
+A group has "title", "seeds", "rate_seeds" (for the choice of a rate; by default 0), "notes", and:
 
     "runs": {NAME: a run}
         flags     flags of train.py. {seed} stands for the seed.
@@ -62,14 +60,17 @@ A group has "seeds", "rate_seeds" (for the choice of a rate; by default 0), "not
     "claims": [a claim]
         claim     the claim as a sentence
         source    the table, figure or section of the paper
-        paper     the paper's values of A and B
+        paper     the paper's values of A and B, in the units of the figures here; "" if the paper
+                  makes no such claim
         runs      the names of A and B
         metrics   a metric, or one for A and one for B
         why_not   the reason if the claim does not hold here
-        untrained the metric of an untrained network
+        untrained the name of a run with rate 0, which is A before training
+        seeds     the seeds of this claim, if not all that A and B have
+        budget    what A and B have in common, if it is not the number of images
 
 A metric may have flags of eval.py, as in "zeroshot [--limit 10000]". Without flags, or without
-"flags" in a record, it is evaluated with the run's own options.
+"flags" in claims.json, it is evaluated with the run's own options.
 
 Claims about photos need CIFAR-10 in class folders, cifar10/train and cifar10/test:
 
@@ -108,6 +109,7 @@ import common
 import eval as evaluation
 
 RECORDS = Path(__file__).with_suffix(".json")
+RESULTS = Path(__file__).with_name("RESULTS.md")
 TABLES = json.loads(Path(__file__).with_name("claims-runs.json").read_text("utf-8"))
 PLACE = "run", "rate", "seed", "split", "metric", "flags"  # what identifies a figure
 METRIC = re.compile(r"(\S+)(?: \[(.+?)\])?")  # -> (name of the metric, flags of eval.py or "")
@@ -122,7 +124,7 @@ CAPTIONS = ("a photo of {}.", "a blurry photo of {}.", "a close-up of {}.",
 
 def key_of(record):
     """Return what identifies a record, as a tuple of strings."""
-    return tuple(str(record.get(name, "")) for name in ("method", "claim", "summary", *PLACE))
+    return tuple(str(record.get(name, "")) for name in ("method", *PLACE))
 
 
 def read_records():
@@ -147,12 +149,12 @@ def trained(method, name):
 
 def rate_of(method, name, figure):
     """Return the learning rate that is best on the val split, or None if a figure is missing."""
-    rate_by = TABLES[method]["runs"][name]["rate_by"]
-    if rate_by in TABLES[method]["runs"]:
-        return rate_of(method, rate_by, figure)
     base, rates = trained(method, name)
     if len(rates) == 1:
         return rates[0]
+    rate_by = TABLES[method]["runs"][name]["rate_by"]
+    if rate_by in TABLES[method]["runs"]:
+        return rate_of(method, rate_by, figure)
     metric, seeds = METRIC.match(rate_by).groups(""), TABLES[method].get("rate_seeds", [0])
     scores = {rate: [figure(base, rate, seed, "val", *metric) for seed in seeds] for rate in rates}
     if any(None in values for values in scores.values()):
@@ -168,22 +170,25 @@ def seeds_of(method, names):
 
 
 def compare(method, claim, figure):
-    """Compare A and B of a claim, or return None if a figure is missing.
+    """Compare A and B of a claim, or return None if a figure of A or B is missing.
 
-    Return {"greater": [mean, deviation] of A, "smaller": of B, "differences": A - B by seed}.
+    Return {"greater": figures of A, "smaller": of B, "untrained": of A's untrained network, or None
+    if the claim names none or a figure is missing}, by seed.
     figure(run, rate, seed, split, metric, flags="") returns a number, or None if it is missing.
     """
-    names, sides = claim["runs"].split(), []
-    for name, metric in zip(names, METRIC.findall(claim["metrics"]) * 2):
+    names, metrics = claim["runs"].split(), METRIC.findall(claim["metrics"]) * 2
+    seeds, sides = claim.get("seeds") or seeds_of(method, names), {}
+    for side, name, metric in zip(("greater", "smaller"), names, metrics):
         rate, (base, _) = rate_of(method, name, figure), trained(method, name)
-        seeds = seeds_of(method, names) if rate else []
-        sides.append([figure(base, rate, seed, "test", *metric) for seed in seeds] or [None])
-    if None in sides[0] + sides[1]:
-        return None
-    deviation = lambda side: [np.std(side, ddof=1)] if len(side) > 1 else []
-    greater, smaller = ([mean(side), *deviation(side)] for side in sides)
-    return {"greater": greater, "smaller": smaller,
-            "differences": [a - b for a, b in zip(*sides)]}
+        sides[side] = [None]
+        if rate is not None:
+            sides[side] = [figure(base, rate, seed, "test", *metric) for seed in seeds]
+    idle = []
+    if "untrained" in claim:
+        own = [seed for seed in seeds if seed in seeds_of(method, [claim["untrained"]])]
+        idle = [figure(claim["untrained"], 0.0, seed, "test", *metrics[0]) for seed in own]
+    sides["untrained"] = idle if idle and None not in idle else None
+    return None if None in sides["greater"] + sides["smaller"] else sides
 
 
 # {n: the 97.5 % quantile of Student's t with n - 1 degrees of freedom}
@@ -213,43 +218,54 @@ def verdict(differences):
     return f"{kind} (n = {n})"
 
 
-def cells(found, why_not=None, untrained=-math.inf):
-    """Return a row's cells "here", "difference by seed", "95 % interval" and "verdict".
+def spread(values):
+    """Values by seed -> "mean ± standard deviation"."""
+    deviation = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
+    return f"{mean(values):.3f}{deviation}"
 
-    found: what compare() returned, or an older record of the claim. untrained: the metric of an
-    untrained network.
+
+def cells(found, why_not=None):
+    """Return a row's cells "here", "untrained", "difference by seed", "95 % interval", "verdict".
+
+    found: what compare() returned.
     """
     if found is None:
-        return "", "", "", "not run yet"
-    sides = [" ± ".join(f"{x:.3f}" for x in found[side] if x is not None) or "?"
-             for side in ("greater", "smaller")]
-    differences = found["differences"]
+        return "", "", "", "", "not run yet"
+    sides, untrained = {"A": found["greater"], "B": found["smaller"]}, found["untrained"]
+    differences = [a - b for a, b in zip(*sides.values())]
     between = interval(differences)
     between = f"{between[0]:+.3f} to {between[1]:+.3f}" if between else ""
-    means = {"A": found["greater"][0], "B": found["smaller"][0]}
-    idle = [name for name, value in means.items() if value is not None and value <= untrained]
+    zero = mean(untrained) if untrained else -math.inf
+    idle = [name for name, values in sides.items() if mean(values) <= zero]
     holds = f"{' and '.join(idle)} did not train" if idle else verdict(differences)
     holds += f": {why_not}" if why_not and not holds.startswith("holds") else ""
-    holds += " *" if "from" in found else ""
-    return ", ".join(sides), " ".join(f"{x:+.3f}" for x in differences), between, holds
+    return (", ".join(map(spread, sides.values())), spread(untrained) if untrained else "",
+            " ".join(f"{x:+.3f}" for x in differences), between, holds)
 
 
-def print_table(method):
-    """Print the table of a group of claims, and what the module's docstring lists below it."""
+HEADER = ("claim: A above B", "source", "in the paper", "here", "untrained", "difference by seed",
+          "95 % interval", "verdict")
+HEADINGS = "What the paper claims", "What we asked in addition"
+
+
+def lines_of(method):
+    """Return the lines of a group of claims: its tables, rates and notes, as Markdown."""
     records, table = read_records(), TABLES[method]
 
     def figure(*place):
         """Return a recorded figure, or None."""
         return records.get(key_of({"method": method} | dict(zip(PLACE, place))), {}).get("value")
 
-    header = ("claim: A above B", "source", "in the paper", "here", "difference by seed",
-              "95 % interval", "verdict")
-    print("| " + " | ".join(header) + " |\n" + "| --- " * len(header) + "|")
-    for claim in table["claims"]:
-        key = key_of({"method": method, "claim": f"{claim['runs']}: {claim['metrics']}"})
-        found = compare(method, claim, figure) or records.get(key)
-        row = cells(found, claim.get("why_not"), claim.get("untrained", -math.inf))
-        print("| " + " | ".join([claim["claim"], claim["source"], claim["paper"], *row]) + " |")
+    lines = []
+    for heading, is_paper in zip(HEADINGS, (True, False)):
+        claims = [claim for claim in table["claims"] if bool(claim["paper"]) == is_paper]
+        if claims:
+            lines += [f"**{heading}**", "", f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|"]
+        for claim in claims:
+            row = cells(compare(method, claim, figure), claim.get("why_not"))
+            row = claim["claim"], claim["source"], claim["paper"], *row
+            lines.append(f"| {' | '.join(row)} |")
+        lines += [""] if claims else []
     chosen = []
     for name, run in table["runs"].items():
         rate, (_, rates) = rate_of(method, name, figure), trained(method, name)
@@ -262,23 +278,23 @@ def print_table(method):
             remark = " (at the edge of its sweep)"
         chosen += [f"{name} {rate}{remark}"] if rate else []
     tried = ", ".join(map(str, table.get("rate_seeds", [0])))
-    print(f"\nThe figures are means ± standard deviations over the seeds {tuple(table['seeds'])}, "
-          f"unless a verdict has another n, on the test split.\n{RULE}\nLearning rates were chosen "
-          f"on the val split with seed {tried}, from {RATES} or from the run's own rates: "
-          f"{', '.join(chosen) or 'none yet'}.\n"
-          f"A verdict with * belongs to an older record of claims.json. The figures of its single "
-          f"runs were not kept.")
-    for note in table["notes"]:
-        print(f"note: {note}")
-    for name, run in table["runs"].items():
-        if "about" in run:
-            print(f"run {name}: {run['about']}")
-    for record in records.values():
-        if record["method"] == method and "summary" in record:
-            figures = record["figures"].items()
-            shown = [f"{metric} {' ± '.join(map(str, values))}" for metric, values in figures]
-            flags = f" ({record['flags']})" if "flags" in record else ""
-            print(f"- {record['summary']}: {', '.join(shown)}{flags}")
+    lines += [f"* Learning rates, chosen on the val split with seed {tried}, from {RATES} or from "
+              f"the run's own rates: {', '.join(chosen) or 'none yet'}.",
+              *[f"* {note}" for note in table["notes"]]]
+    lines += [f"* `{name}`: {run['about']}" for name, run in table["runs"].items() if "about" in run]
+    return [*lines, ""]
+
+
+def results():
+    """Return the text of tests/RESULTS.md."""
+    _, _, columns = __doc__.partition("Columns of the table\n")
+    columns = columns.partition("\n\n")[0].rstrip()
+    parts = ["# Results\n", "`python tests/claims.py` writes this file from tests/claims.json, the "
+             "record of all figures. README says in which respects the models depart from the "
+             "papers.\n", RULE + "\n", f"```\n{columns}\n```\n"]
+    for method, table in TABLES.items():
+        parts += [f"## {table['title']}\n", *lines_of(method)]
+    return "\n".join(parts)
 
 
 def check_run(out, config, flags):
@@ -403,13 +419,17 @@ def train_again(method):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("method", choices=TABLES, help="a group of claims")
+    parser.add_argument("method", choices=TABLES, nargs="?", help="a group of claims")
     parser.add_argument("--again", action="store_true", help="print commands for what is missing")
     args = parser.parse_args(argv)
+    if args.again and not args.method:
+        parser.error("--again needs the name of a group of claims")
     if args.again:
         train_again(args.method)
+    elif args.method:
+        print("\n".join(lines_of(args.method)))
     else:
-        print_table(args.method)
+        RESULTS.write_text(results(), "utf-8")
 
 
 if __name__ == "__main__":

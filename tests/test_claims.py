@@ -22,16 +22,16 @@ RUNS = {"a": {"rate_by": "zeroshot", "flags": "--method sparc"},
         "b": {"rate_by": "zeroshot", "flags": "--method sparc --objective clip",
               "rates": [0.001, 0.002, 0.004]},
         "a-probe": {"rate_by": "linear", "repeats": "a"},
-        "tuned": {"rate_by": "classification", "rates": [0.001], "seeds": [4, 5, 6],
-                  "flags": "--finetune runs/claims/sparc/a-0.002-{seed}"}}
+        "tuned": {"rates": [0.001], "seeds": [4, 5, 6],
+                  "flags": "--finetune runs/claims/sparc/a-0.002-{seed}"},
+        "idle": {"rates": [0.0], "flags": "--method sparc --steps 1 --warmup 1"}}
 CLAIMS = [("A is above B", "a b", "zeroshot"), ("A's slots are", "a b", "slots/all/zeroshot miou"),
           ("Its probe", "a-probe a", "linear [--probe sgd] linear"),
           ("Tuned", "tuned a", "classification")]
 CLAIMS = [{"claim": claim, "source": "Table 1", "paper": "2, 1", "runs": runs, "metrics": metrics,
            "why_not": "noise"} for claim, runs, metrics in CLAIMS]
-OLDER = {"method": "sparc", "claim": "a b: zeroshot", "greater": [0.7, 0.01],
-         "smaller": [0.5, None], "differences": [0.3, -0.1, 0.4], "from": "a README"}
-SUMMARY = {"method": "sparc", "summary": "photos", "figures": {"x": [0.5, 0.01], "y": [3]}}
+CLAIMS[1] |= {"paper": "", "untrained": "idle"}
+CLAIMS[2] |= {"paper": "", "seeds": [3, 4]}
 # The metrics by which a rate may be chosen.
 CHOOSING = "zeroshot", "t2i/R@1", "miou_fg/colour", "knn", "linear", "classification"
 
@@ -43,10 +43,10 @@ def printed(monkeypatch, tmp_path, capsys):
     The current directory is empty.
     """
     monkeypatch.chdir(tmp_path)
-    table = {"seeds": [*SEEDS], "runs": RUNS, "claims": CLAIMS, "notes": ["of a note"]}
+    table = {"title": "T", "seeds": [*SEEDS], "runs": RUNS, "claims": CLAIMS, "notes": ["a note"]}
     monkeypatch.setitem(claims.TABLES, "sparc", table)
     monkeypatch.setattr(claims, "RECORDS", tmp_path / "claims.json")
-    claims.RECORDS.write_text(json.dumps([OLDER, SUMMARY]))
+    claims.RECORDS.write_text("[]")
 
     def lines(*flags):
         claims.main(["sparc", *flags])
@@ -81,13 +81,13 @@ def write(root, run, rate, seed, figures, **settings):
 def test_again_chooses_rates_then_trains_seeds_then_fills_the_table(printed, tmp_path):
     swept = [*(("a", rate) for rate in claims.RATES), *(("b", rate) for rate in RUNS["b"]["rates"])]
     assert printed("--again") == [command(*run, 0) for run in swept] + [
-        command("a", 0.002, seed) for seed in (4, 5)]  # the runs that `tuned` fine-tunes
-    table = printed()
-    assert table[2].endswith(
-        "| 2, 1 | 0.700 ± 0.010, 0.500 | +0.300 -0.100 +0.400 | -0.457 to +0.857 | not decided "
-        "(n = 3): noise * |")
-    assert table[3].endswith("| 2, 1 |  |  |  | not run yet |")
-    assert table[-1] == "- photos: x 0.5 ± 0.01, y 3" and "note: of a note" in table
+        *(command("idle", 0.0, seed) for seed in SEEDS),
+        *(command("a", 0.002, seed) for seed in (4, 5))]  # the runs that `tuned` fine-tunes
+    table = [line for line in printed() if line.startswith("| ")]
+    assert [line.split(" | ")[0] for line in table] == [
+        "| claim: A above B", "| A is above B", "| Tuned",  # the paper's claims
+        "| claim: A above B", "| A's slots are", "| Its probe"]  # those without a paper's figure
+    assert table[1].endswith(" | 2, 1 |  |  |  |  | not run yet |") and "* a note" in printed()
 
     for run, rate in swept:  # on the test split, or with other options, another rate is best
         write(tmp_path, run, rate, 0, {"zeroshot": 1 - rate})
@@ -101,9 +101,10 @@ def test_again_chooses_rates_then_trains_seeds_then_fills_the_table(printed, tmp
             scores = {"zeroshot": value, "linear": 1 - abs(rate - 0.001)}
             write(tmp_path, run, rate, 0, scores, split="val")
     wanted = {command(run, rate, seed) for seed in SEEDS
-              for run, rate in (("a", 0.002), ("a", 0.001), ("b", 0.001))}
+              for run, rate in (("a", 0.002), ("b", 0.001), ("idle", 0.0))}
+    wanted |= {command("a", 0.001, seed) for seed in (3, 4)}  # the claim has seeds of its own
     assert {*printed("--again")} == wanted
-    chosen = next(line for line in printed() if line.startswith("Learning rates"))
+    chosen = next(line for line in printed() if line.startswith("* Learning rates"))
     edge = "(at the edge of its sweep)"
     assert f": a 0.002 {edge}, b 0.001 {edge}, a-probe 0.001, tuned 0.001 (not swept)." in chosen
 
@@ -113,25 +114,27 @@ def test_again_chooses_rates_then_trains_seeds_then_fills_the_table(printed, tmp
             "classification": 0.5})
         write(tmp_path, "b", 0.001, seed, {"zeroshot": 0.4, "miou": seed / 10})
         write(tmp_path, "a", 0.001, seed, {"linear": 0.5})  # another probe's accuracy
+        write(tmp_path, "idle", 0.0, seed, {"slots/all/zeroshot": 0.2 + seed / 100})
     evals = "python eval.py runs/claims/sparc/a-0.001-{} --split test --task linear --probe sgd"
-    assert printed("--again") == [evals.format(seed) for seed in SEEDS] + [
-        command("tuned", 0.001, seed) for seed in SEEDS[1:]]
+    assert {*printed("--again")} == {evals.format(3), evals.format(4)} | {
+        command("tuned", 0.001, seed) for seed in SEEDS[1:]}
     for seed, value in zip(SEEDS, (0.4, 0.7, 0.6)):
         write(tmp_path, "a", 0.001, seed, {"linear": value}, probe="sgd")
         write(tmp_path, "tuned", 0.001, seed, {"classification": 0.75})
     assert printed("--again") == []
     shutil.rmtree(tmp_path / "runs")  # the figures are kept
-    assert [line.split(" | ", 3)[3] for line in printed()[2:6]] == [
-        "0.900 ± 0.100, 0.400 ± 0.000 | +0.400 +0.500 +0.600 | +0.252 to +0.748 | not decided "
-        "(n = 3): noise |",
-        "0.200 ± 0.000, 0.400 ± 0.100 | -0.100 -0.200 -0.300 | -0.448 to +0.048 | not decided "
-        "(n = 3): noise |",
-        "0.567 ± 0.153, 0.500 ± 0.000 | -0.100 +0.200 +0.100 | -0.313 to +0.446 | not decided "
-        "(n = 3): noise |",
-        "0.750 ± 0.000, 0.500 ± 0.000 | +0.250 +0.250 | +0.250 to +0.250 | not decided (n = 2): "
-        "noise |"]
+    table = [line for line in printed() if line.startswith("| ")]
+    assert [line.split(" | ", 3)[3] for line in table if "claim:" not in line] == [
+        "0.900 ± 0.100, 0.400 ± 0.000 |  | +0.400 +0.500 +0.600 | +0.252 to +0.748 | "
+        "not decided (n = 3): noise |",
+        "0.750 ± 0.000, 0.500 ± 0.000 |  | +0.250 +0.250 | +0.250 to +0.250 | "
+        "not decided (n = 2): noise |",
+        "0.200 ± 0.000, 0.400 ± 0.100 | 0.240 ± 0.010 | -0.100 -0.200 -0.300 | -0.448 to +0.048 | "
+        "A did not train: noise |",
+        "0.550 ± 0.212, 0.500 ± 0.000 |  | -0.100 +0.200 | -1.856 to +1.956 | "
+        "not decided (n = 2): noise |"]
     kept = json.loads(claims.RECORDS.read_text("utf-8"))
-    assert OLDER in kept and SUMMARY in kept and {
+    assert {
         "method": "sparc", "run": "a", "rate": 0.001, "seed": 4, "split": "test", "value": 0.7,
         "metric": "linear", "flags": "--probe sgd", "commit": "c0ffee", "torch": None,
         "threads": None} in kept
@@ -150,12 +153,12 @@ def test_verdicts_follow_the_rule(differences, expected):
 
 
 def test_a_side_that_is_no_better_than_an_untrained_network_did_not_train():
-    found = {"greater": [0.4, 0.1], "smaller": [0.3, 0.1], "differences": [0.1] * 5}
-    for untrained, verdict in ((0.2, "holds (n = 5)"), (0.3, "B did not train: noise"),
-                               (0.5, "A and B did not train: noise")):
-        assert claims.cells(found, "noise", untrained)[-1] == verdict
+    found = {"greater": [0.3, 0.5] * 3, "smaller": [0.2, 0.4] * 3}
+    for untrained, verdict in (([0.2], "holds (n = 6)"), ([0.2, 0.4], "B did not train: noise"),
+                               ([0.5], "A and B did not train: noise"), (None, "holds (n = 6)")):
+        assert claims.cells(found | {"untrained": untrained}, "noise")[-1] == verdict
     # A log-likelihood is negative. It says nothing where no untrained network was measured.
-    below = {"greater": [-0.9, 0.1], "smaller": [-5.3, 0.1], "differences": [4.4] * 5}
+    below = {"greater": [-0.9] * 5, "smaller": [-5.3] * 5, "untrained": None}
     assert claims.cells(below)[-1] == "holds (n = 5)"
 
 
@@ -175,17 +178,21 @@ def test_every_claim_has_runs_and_metrics_with_valid_flags(method):
     runs, used, named = table["runs"], set(), []
     for name, run in runs.items():
         base, rates = claims.trained(method, name)
-        by = run["rate_by"].partition(" [")[0]
+        by = run.get("rate_by", "knn").partition(" [")[0]
         assert by in {*runs, *CHOOSING} and [*rates] == sorted(rates)
+        assert "rate_by" in run or len(rates) == 1
         flags = re.sub(rf"--finetune runs/claims/{method}/bam-[\d.]+-{{seed}}",
                        "--method classifier", runs[base]["flags"])
-        settings[name] = train.parse_args([*flags.split(), "--lr", "0.001"])
-        used |= {run["rate_by"]}
+        settings[name] = train.parse_args([*flags.split(), "--lr", str(rates[0])])
+        used |= {run.get("rate_by")}
     for claim in table["claims"]:
         needed = {"claim", "source", "paper", "runs", "metrics"}
-        assert claim.keys() - {"why_not", "untrained"} == needed
+        assert claim.keys() - {"why_not", "untrained", "seeds", "budget"} == needed
         names, metrics = claim["runs"].split(), claims.METRIC.findall(claim["metrics"])
         used |= {*names} | {claims.trained(method, name)[0] for name in names}
+        if "untrained" in claim:
+            used |= {claim["untrained"]}
+            assert runs[claim["untrained"]]["rates"] == [0.0]
         named.append(f"{claim['runs']}: {claim['metrics']}")
         for metric, flags in metrics:
             assert re.fullmatch(r"[-\w ./:,={}]*", flags), "a shell would change the flags"
@@ -194,32 +201,29 @@ def test_every_claim_has_runs_and_metrics_with_valid_flags(method):
             parser.parse_args(["RUN", *flags.split()])
         budgets = [(x.epochs or x.steps * x.batch, x.data)
                    for x in map(settings.get, names)]
-        assert budgets[0] == budgets[-1], "the two runs have different data or numbers of images"
+        assert budgets[0] == budgets[-1] or claim.get("budget") == "FLOPs"
     assert used >= runs.keys(), "a run that no claim uses"
     assert len({*named}) == len(named), "two claims have the same record"
     kept = [record for record in claims.read_records().values() if record["method"] == method]
-    assert {record.get("claim", named[0]) for record in kept} <= {*named}
-    assert {record["run"] for record in kept if "run" in record} <= runs.keys()
+    assert {record["run"] for record in kept} <= runs.keys()
 
 
-def test_figures_in_readme_and_docstrings_are_those_of_the_tables(capsys):
-    """Figures with three decimals must be in a table of claims.py.
+def test_the_file_of_results_is_that_of_the_figures():
+    """After a change of claims.json or claims-runs.json, run `python tests/claims.py`."""
+    assert claims.RESULTS.read_text("utf-8") == claims.results()
 
-    Differences of three seeds, and pairs of a mean and its deviation, must be in a table, too.
-    """
+
+def test_figures_in_readme_and_docstrings_are_those_of_the_results():
+    """Figures with three decimals, and pairs of a mean and its deviation, are in RESULTS.md."""
     root, texts = Path(claims.__file__).parents[1], {}
-    claims.print_table("readme")
     for method in claims.TABLES.keys() - {"readme"}:
-        claims.print_table(method)
-        text = (root / f"{method}.py").read_text("utf-8")
-        found = text.partition("# What was found out")[2].split("\n\n")[0]  # in some files
-        texts[method] = text.split('"""')[1] + found
+        texts[method] = (root / f"{method}.py").read_text("utf-8").split('"""')[1]
     texts["README"] = (root / "README.md").read_text("utf-8")
-    tables = re.sub(r"\b0\.", ".", capsys.readouterr().out)
+    tables = re.sub(r"\b0\.", ".", claims.results())
     figures = {f"{float(x):.3f}".lstrip("0") for x in re.findall(r"\d*\.\d+", tables)}
     for name, text in texts.items():
         assert {*re.findall(r"(?<!\d)\.\d{3}(?!\d)", text)} <= figures, name
-        paired = re.findall(r"[+-]\.\d{3} [+-]\.\d{3} [+-]\.\d{3}|\.\d{3} \+?[±-]+ \.\d{3}", text)
+        paired = re.findall(r"\.\d{3} \+?[±-]+ \.\d{3}", text)
         assert all(pair.replace("+-", "±").removesuffix("0") in tables for pair in paired), name
 
 
