@@ -51,6 +51,7 @@ from types import SimpleNamespace
 from typing import Literal, get_args
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -112,12 +113,17 @@ PRESETS = {  # settings of this file and of train.py by name; flags override the
 
 @contextlib.contextmanager
 def in_fp32(*tensors):
-    """`with in_fp32(x, y) as (x, y):` casts half precision to float32 and turns autocast off."""
+    """Inside `with in_fp32(x, y) as (x, y):` half-precision tensors are float32 and autocast is
+    off, because losses need this precision. float64 tensors stay float64."""
     with torch.autocast(tensors[0].device.type, enabled=False):
-        yield [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]  # float64 stays
+        yield [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
 def identity(x):
+    """The `gather` of one process. On several ranks copy _Gather and Gather from common.py; to use
+    another function, call check_gather (below) once on all ranks. gather(x) joins the tensors
+    x (B, ...) of the ranks, all of one shape and of any dtype, to (world * B, ...) in the order of
+    the ranks. Its backward must sum the gradients of all ranks, which DDP then averages."""
     return x
 
 
@@ -202,8 +208,7 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
     teacher: latents in the same order, for targets and columns (App. C); None: z serves for both.
     n_global: number of large views; None: all views are large.
     tau, tau_b, iters, mask, normalization, target: see Config (iters is sinkhorn_iters there).
-    gather: (N, ...) -> (W N, ...), joins the ranks' tensors in the order of the ranks and has a
-        gradient; gather.rank is this rank. All ranks have n images.
+    gather: see identity. All ranks have n images.
     Returns the loss, a scalar; with entropies=True a tuple of the loss and the mean entropies of
     the rows of A and of B. Raises ValueError for arguments that do not fit.
     """
@@ -217,7 +222,7 @@ def bam_loss(z, n_views, teacher=None, n_global=None, tau=0.1, tau_b=0.05, iters
     if len(c) < 2 * G:
         raise ValueError("The loss compares images: the global batch needs two or more.")
 
-    rank = 0 if gather is identity else gather.rank
+    rank = dist.get_rank() if len(c) > G * n else 0
     row_ids = rank * n + torch.arange(n, device=z.device).expand(k, n)   # (k, n)
     column_ids = gather(row_ids[:G].flatten())                           # (m,)
     if target == "onehot":
@@ -298,8 +303,8 @@ class Model(nn.Module):
     # To read BAM, stop here. Below: evaluation, projector, SimCLR, crops, LARS, fine-tuning.
     #
     # BAM's loss for another `backbone`, a function of images (n, 3, s, s) -> h (n, d). `views` is a
-    # list of two or more tensors (n, 3, s, s), the G large views first. `gather` is identity, or
-    # common.gather under DDP. The optimizer must also get the projector's parameters.
+    # list of two or more tensors (n, 3, s, s), the G large views first. For `gather` see identity.
+    # The optimizer must also get the projector's parameters.
     #     projector = Projector(d, Config(teacher=False))                   # with BatchNorm
     #     h = torch.stack([backbone(view) for view in views])               # (k, n, d)
     #     z = projector(h, gather).flatten(0, 1)                            # (k n, E)
@@ -361,6 +366,16 @@ class Model(nn.Module):
         remedy = ", or give --no-teacher" if self.config.teacher else ""
         return (f"the network has collapsed (mean cosine {cosine:.3f}, effective rank {rank:.1f}): "
                 f"lower --tau-b or --lr{remedy}.")
+
+
+def check_gather(gather):
+    """Raise AssertionError, on every rank, if `gather` is wrong for the losses above."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    x = torch.full((2, 3), float(rank), device=device, requires_grad=True)
+    ((rank + 1) * gather(x) + 0 * x.sum()).sum().backward()
+    assert (x.grad == world * (world + 1) / 2).all(), "backward does not sum over the ranks"
+    assert gather(x.long())[::2, 0].tolist() == [*range(world)], "rows are not in rank order"
 
 
 class BatchNorm(nn.BatchNorm1d):
@@ -481,7 +496,7 @@ def simclr_loss(z, c, G, tau, gather=identity):
     A row leaves out only its own latent, so each latent has an id of its own here.
     """
     k, n, _ = z.shape
-    rank = 0 if gather is identity else gather.rank
+    rank = dist.get_rank() if len(c) > G * n else 0
     row_ids = rank * k * n + torch.arange(k * n, device=z.device).view(k, n)  # (k, n)
     column_ids = gather(row_ids[:G].flatten())                                # (m,)
     B = (row_ids[:G, :, None] == column_ids).to(z.dtype)                      # (G, n, m)

@@ -50,6 +50,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -103,29 +104,32 @@ PRESETS = {  # settings of this file and of train.py by name; flags override the
 
 @contextlib.contextmanager
 def in_fp32(*tensors):
-    """`with in_fp32(x, y) as (x, y):` casts half precision to float32 and turns autocast off."""
+    """Inside `with in_fp32(x, y) as (x, y):` half-precision tensors are float32 and autocast is
+    off, because losses need this precision. float64 tensors stay float64."""
     with torch.autocast(tensors[0].device.type, enabled=False):
-        yield [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]  # float64 stays
+        yield [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
 def identity(x):
+    """The `gather` of one process. On several ranks copy _Gather and Gather from common.py; to use
+    another function, call check_gather (below) once on all ranks. gather(x) joins the tensors
+    x (B, ...) of the ranks, all of one shape and of any dtype, to (world * B, ...) in the order of
+    the ranks. Its backward must sum the gradients of all ranks, which DDP then averages."""
     return x
 
 
-def own_rows(x, gather):
-    """The indices (B,) that the rows of this rank's x (B, ...) have in gather(x)."""
-    rank = 0 if gather is identity else gather.rank
-    return rank * len(x) + torch.arange(len(x), device=x.device)
+def own_columns(logits):
+    """The columns (B,) of this rank's captions in logits (B, world * B)."""
+    B, columns = logits.shape
+    rank = dist.get_rank() if columns > B else 0
+    return rank * B + torch.arange(B, device=logits.device)
 
 
 # L_g = -1/2B sum_i [ log softmax_j(cos(vbar_i, tbar_j) / tau)_i
 #                   + log softmax_j(cos(tbar_i, vbar_j) / tau)_i ]               (Eq. 1)
 def global_loss(v, t, scale, gather=identity):
     """CLIP's loss of the embeddings v, t (B, E) of B pairs; scale: 1 / tau -> scalar.
-
-    gather: (B, E) -> (world * B, E), joins the ranks' tensors in the order of the ranks and has a
-    gradient; gather.rank is this rank.
-    """
+    gather: see identity."""
     with in_fp32(v, t) as (v, t):
         v, t = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
         return contrast(scale * v @ gather(t).T, gather)            # of (B, world * B) logits
@@ -133,7 +137,7 @@ def global_loss(v, t, scale, gather=identity):
 
 def contrast(logits, gather=identity):
     """Eq. 1 for any logits (B, world * B) of this rank's images and all captions -> scalar."""
-    i = own_rows(logits, gather)
+    i = own_columns(logits)
     positive = logits.take_along_dim(i[:, None], 1)[:, 0]           # (B,)
     v_to_t = positive - logits.logsumexp(1)   # (B,)  log softmax_j(cos(vbar_i, tbar_j) / tau)_i
     # A caption's softmax is over the images of all ranks. Each rank sums over its own images; the
@@ -337,8 +341,8 @@ class Model(nn.Module):
 #   * Negatives come from all captions of the batch; Eq. 6 has the words of one caption.
 #   * sigma is missing, or is 1 / 196 for every number of patches.
 #
-# To add L_f to OpenCLIP's CLIP (`model`): `images` and `ids` are the model's inputs, and `gather`
-# is identity, or common.gather under DDP.
+# To add L_f to OpenCLIP's CLIP (`model`): `images` and `ids` are the model's inputs. For `gather` see
+# identity.
 #     out = model.forward_intermediates(images, ids, image_indices=1, text_indices=1,
 #                                       normalize_intermediates=True, image_output_fmt="NLC")
 #     patches = out["image_intermediates"][-1] @ model.visual.proj     # (B, P, E), no [CLS]
@@ -347,7 +351,17 @@ class Model(nn.Module):
 #     v, t, scale = out["image_features"], out["text_features"], model.logit_scale.exp()
 #     loss_f = fine_grained_loss(tokens, patches, words, scale)
 #     loss = 0.5 * global_loss(v, t, scale, gather) + loss_f
-#
+
+
+def check_gather(gather):
+    """Raise AssertionError, on every rank, if `gather` is wrong for the losses above."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    x = torch.full((2, 3), float(rank), device=device, requires_grad=True)
+    ((rank + 1) * gather(x) + 0 * x.sum()).sum().backward()
+    assert (x.grad == world * (world + 1) / 2).all(), "backward does not sum over the ranks"
+    assert gather(x.long())[::2, 0].tolist() == [*range(world)], "rows are not in rank order"
+
 
 def in_rows(function, *rows, size, limit=2**24):
     """function(*rows) -> (B, ...), computed for a few rows at a time if all need too much memory.
@@ -441,7 +455,7 @@ def filip_loss(tokens, patches, mask, scale, keep=0.2, gather=identity):
         images = gather(most_similar(patches, tokens, keep))            # (B, P', E)
         i_to_t = scale * in_chunks(filip_scores, patches, words)        # (b, B)
         t_to_i = scale * in_chunks(filip_scores, tokens, images)        # (b, B)
-        i = own_rows(tokens, gather)
+        i = own_columns(i_to_t)
         return (F.cross_entropy(i_to_t, i) + F.cross_entropy(t_to_i, i)) / 2
 
 

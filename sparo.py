@@ -51,6 +51,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -135,8 +136,18 @@ def in_fp32(*tensors):
 
 
 def identity(x):
-    """The `gather` of a single process, which has nothing to collect."""
+    """The `gather` of one process. On several ranks copy _Gather and Gather from common.py; to use
+    another function, call check_gather (below) once on all ranks. gather(x) joins the tensors
+    x (B, ...) of the ranks, all of one shape and of any dtype, to (world * B, ...) in the order of
+    the ranks. Its backward must sum the gradients of all ranks, which DDP then averages."""
     return x
+
+
+def own_columns(logits):
+    """The columns (B,) of this rank's captions in logits (B, world * B)."""
+    B, columns = logits.shape
+    rank = dist.get_rank() if columns > B else 0
+    return rank * B + torch.arange(B, device=logits.device)
 
 
 def after_end(eos_idx, n):
@@ -198,13 +209,11 @@ def clip_loss(v, t, scale, gather=identity):
     """CLIP's loss of B pairs, a scalar (Sec. 3.3).
 
     v, t (B, M): encodings of the images and of the captions, of length 1. scale: 1 / temperature.
-    gather(x) joins the tensors x (B, M) of all ranks to (world * B, M), in the order of the ranks,
-    and passes gradients; gather.rank is the number of this rank.
+    gather: see identity.
     """
-    rank = 0 if gather is identity else gather.rank
-    pair = rank * len(v) + torch.arange(len(v), device=v.device)
     with in_fp32(v, t) as (v, t):
         logits = scale * v @ gather(t).T                           # (B, world * B)
+        pair = own_columns(logits)
         positive = logits.take_along_dim(pair[:, None], 1)[:, 0]   # (B,)
         image_to_text = logits.logsumexp(1) - positive             # (B,)
         # A text is compared with the images of all ranks. Each rank sends one number for each
@@ -289,8 +298,8 @@ class Model(nn.Module):
 # To read SPARO, stop here. ----------------------------------------------------------------
 #
 # To add SPARO to Hugging Face's CLIP (`model`): `images` are pixels, `ids` are tokens with the
-# attention mask `mask`, and `gather` is identity, or common.gather under DDP. Run the lines marked
-# "once" before you make the optimizer.
+# attention mask `mask`. For `gather` see identity. Run the lines marked "once" before you make the
+# optimizer.
 #     image_sparo, text_sparo = Sparo(768, 64, 64, 64), Sparo(512, 64, 64, 64)  # once
 #     x = model.vision_model(pixel_values=images).last_hidden_state             # (B, n, 768)
 #     x = model.vision_model.post_layernorm(x)  # the text model's outputs are normalised
@@ -298,6 +307,16 @@ class Model(nn.Module):
 #     v = normalize_slots(image_sparo(x))                                       # (B, L V)
 #     t = normalize_slots(text_sparo(h, eos_idx=mask.sum(1) - 1))               # (B, L V)
 #     loss = clip_loss(v, t, model.logit_scale.exp(), gather)
+
+
+def check_gather(gather):
+    """Raise AssertionError, on every rank, if `gather` is wrong for the losses above."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    x = torch.full((2, 3), float(rank), device=device, requires_grad=True)
+    ((rank + 1) * gather(x) + 0 * x.sum()).sum().backward()
+    assert (x.grad == world * (world + 1) / 2).all(), "backward does not sum over the ranks"
+    assert gather(x.long())[::2, 0].tolist() == [*range(world)], "rows are not in rank order"
 
 
 # Other read-outs --------------------------------------------------------------------------

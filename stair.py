@@ -51,6 +51,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -95,8 +96,18 @@ def in_fp32(*tensors):
 
 
 def identity(x):
-    """The `gather` of a single process, which has nothing to collect."""
+    """The `gather` of one process. On several ranks copy _Gather and Gather from common.py; to use
+    another function, call check_gather (below) once on all ranks. gather(x) joins the tensors
+    x (B, ...) of the ranks, all of one shape and of any dtype, to (world * B, ...) in the order of
+    the ranks. Its backward must sum the gradients of all ranks, which DDP then averages."""
     return x
+
+
+def own_columns(logits):
+    """The columns (B,) of this rank's captions in logits (B, world * B)."""
+    B, columns = logits.shape
+    rank = dist.get_rank() if columns > B else 0
+    return rank * B + torch.arange(B, device=logits.device)
 
 
 # M(x, y) = cos(enc(x), enc(y))                                                      (Eq. 2)
@@ -104,16 +115,13 @@ def identity(x):
 def contrastive_loss(v, t, scale, gather=identity):
     """The mean of Eq. 3 from image to text and of Eq. 3 from text to image, a scalar.
 
-    v, t (B, |V|): enc of B images and of their captions. scale: 1 / T. gather(x) joins the tensors
-    x (B, |V|) of all ranks to (world * B, |V|), in the order of the ranks, and passes gradients;
-    gather.rank is the number of this rank.
+    v, t (B, |V|): enc of B images and of their captions. scale: 1 / T. gather: see identity.
     """
-    rank = 0 if gather is identity else gather.rank
-    i = rank * len(v) + torch.arange(len(v), device=v.device)
     with in_fp32(v, t) as (v, t):
         v = F.normalize(v, dim=-1, eps=0.5)  # differs: eps bounds the gradient
         t = F.normalize(t, dim=-1, eps=0.5)
         M = scale * v @ gather(t).T                                      # (B, world * B), M / T
+        i = own_columns(M)
         positive = M.take_along_dim(i[:, None], 1)[:, 0]                 # (B,)
         image_to_text = M.logsumexp(1) - positive                        # (B,)
         # A text is compared with the images of all ranks. Each rank sends one number for each
@@ -323,8 +331,8 @@ def check(args):
 
 
 # To turn Hugging Face's CLIP (`model`) into STAIR: `images` are pixels, `ids` are tokens with the
-# attention mask `mask`, and `gather` is identity, or common.gather under DDP. Run the lines marked
-# "once" before you make the optimizer.
+# attention mask `mask`. For `gather` see identity. Run the lines marked "once" before you make the
+# optimizer.
 #     e, special = model.text_model.embeddings.token_embedding, (49406, 49407)  # once
 #     image_head = TokenProjectionHead(768, e, special)                         # once
 #     text_head = TokenProjectionHead(512, e, special)                          # once
@@ -334,6 +342,16 @@ def check(args):
 #     t = text_head(h, mask.bool())                                             # (B, |V|)
 #     loss = contrastive_loss(v, t, model.logit_scale.exp(), gather)
 #     loss = loss + 1e-3 * (flops_loss(v, gather) + flops_loss(t, gather))
+
+
+def check_gather(gather):
+    """Raise AssertionError, on every rank, if `gather` is wrong for the losses above."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    x = torch.full((2, 3), float(rank), device=device, requires_grad=True)
+    ((rank + 1) * gather(x) + 0 * x.sum()).sum().backward()
+    assert (x.grad == world * (world + 1) / 2).all(), "backward does not sum over the ranks"
+    assert gather(x.long())[::2, 0].tolist() == [*range(world)], "rows are not in rank order"
 
 
 # Eq. 4 and 5 in less memory ------------------------------------------------------------------

@@ -108,7 +108,7 @@ def test_each_method_file_runs_alone_in_an_empty_directory(tmp_path):
 
 def two_products(v, t, scale, gather):
     """CLIP's loss as printed, for encodings of length 1: one product for each direction."""
-    i = gather.rank * len(v) + torch.arange(len(v))
+    i = common.gather.rank * len(v) + torch.arange(len(v))
     image_to_text = F.cross_entropy(scale * v @ gather(t).T, i)
     return (image_to_text + F.cross_entropy(scale * t @ gather(v).T, i)) / 2
 
@@ -122,7 +122,7 @@ def contrastive_losses(rank):
         v, t = (F.normalize(x, dim=-1).chunk(world)[rank].requires_grad_() for x in pairs)
         scale = torch.tensor(9.0, dtype=torch.float64, requires_grad=True)
         v_n, t_n = (x / x.norm(dim=-1, keepdim=True) for x in (v, t))  # as all files do
-        value = loss(v_n, t_n, scale, gather=common.gather)
+        value = loss(v_n, t_n, scale, gather=lambda x: common.gather(x))  # a plain function
         results.append([value.detach(), *torch.autograd.grad(value, (v, t, scale))])
     return results
 
@@ -143,11 +143,63 @@ def test_contrastive_losses_of_all_files_equal_the_printed_loss(tmp_path):
     sparo.clip_loss, stair.contrastive_loss, sparc.global_loss,
     lambda v, t, scale, gather: bam.bam_loss(torch.cat([v, t]), 2, gather=gather),
     lambda v, t, scale, gather: bam.bam_loss(torch.cat([v, t]), 2, target="onehot", gather=gather)])
-def test_a_gather_without_a_rank_raises_an_error(loss):
-    """It would silently take the positives of rank 0."""
+def test_more_rows_without_ranks_raise_an_error(loss):
+    """The loss would silently take the positives of rank 0."""
     v, t = torch.randn(2, 4, 5)
-    with pytest.raises(AttributeError, match="rank"):
+    with pytest.raises(ValueError, match="process group"):
         loss(v, t, 1.0, gather=lambda x: torch.cat([x, x]))
+
+
+def all_gather(x):
+    rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, x.detach())
+    return rows
+
+
+class OwnRows(torch.autograd.Function):
+    """The backward pass takes the own rows of the gradient and does not sum them over ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.cat(all_gather(x))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def with_own_gradient(x):  # OpenCLIP's default
+    rows = all_gather(x)
+    rows[dist.get_rank()] = x
+    return torch.cat(rows)
+
+
+def errors_of_check_gather(rank):
+    """Return what check_gather says of the right gather and of four wrong ones."""
+    wrong = [lambda x: torch.cat(all_gather(x)), with_own_gradient, OwnRows.apply,
+             lambda x: common.gather(x).flip(0)]
+    found = []
+    for gather in [common.gather, *wrong]:
+        try:
+            sparc.check_gather(gather)
+            found.append("")
+        except AssertionError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.ranks
+def test_check_gather_raises_on_every_rank_for_each_wrong_gather(tmp_path):
+    for found in run_ranks(tmp_path, errors_of_check_gather):
+        assert found[0] == "" and ["sum over" in error for error in found[1:4]] == 3 * [True]
+        assert "rank order" in found[4]
+
+
+@pytest.mark.parametrize("name", "in_fp32 identity check_gather own_columns".split())
+def test_what_every_method_file_repeats_is_the_same_text(name):
+    files = [file for file in (sparo, stair, sparc, bam) if hasattr(file, name)]
+    assert len(files) >= 3 and len({inspect.getsource(getattr(file, name)) for file in files}) == 1
+    assert name != "check_gather" or len(inspect.getsource(sparc.check_gather).splitlines()) <= 8
 
 
 @pytest.mark.ranks
