@@ -56,50 +56,21 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Config:
-    # training objective: SPARC's (Eq. 7) or a baseline's (Sec. 4)
-    objective: Literal["sparc", "clip", "filip", "clip+filip", "pacl", "gloria", "mgca"] = "sparc"
-    # weights of patches: sparse (Eq. 2-4), dense (no threshold), or softmax (Table 8)
-    align: Literal["sparse", "dense", "softmax"] = "sparse"
     embed_dim: int = 512         # width of the shared embedding space (Sec. D.1)
     lambda_g: float = 0.5        # weight of the global loss L_g (Eq. 7, Sec. D.4)
     lambda_f: float = 1.0        # weight of the word loss L_f; the paper has 0.5, 1, 5, 10 (D.4)
     # similarity, scaled to [0, 1], below which a patch gets weight 0; without a value, in the flag
     # or in the preset, it is 1 / patches (Eq. 3)
     sigma: float | None = None
+    init_scale: float = 1 / 0.07  # 1 / temperature at the start of training (CLIP, Sec. 2.5)
+    # weights of patches: sparse (Eq. 2-4), dense (no threshold), or softmax (Table 8)
+    align: Literal["sparse", "dense", "softmax"] = "sparse"
     # layer before the global image embedding: plain h_v(x) (Sec. 2), or residual x + h_v(x)
     h_v: Literal["plain", "residual"] = "plain"
     # mean of L_f over the words of each caption (Eq. 6), or over all words of a batch (listing 1)
     token_mean: Literal["caption", "batch"] = "caption"
-    init_scale: float = 1 / 0.07  # 1 / temperature at the start of training (CLIP, Sec. 2.5)
-    filip_keep: float = 0.2      # FILIP: fraction of tokens and patches that are kept (D.4)
-    mgca_prototypes: int = 500   # MGCA: number of prototypes (Sec. D.4)
-
-
-# Sec. 4.1, D.1, D.4. Learning rate and weight decay are the middle of the paper's sweeps. The
-# sweep's "1.1e-4" is read as 1.1e-3, the batch "16348" as 16384. What the paper does not name is
-# our choice: a text encoder that sees both directions, GELU in h_v, no bias in g_v and g_t, no
-# temperature in Table 8's softmax, CLIP's beta2 and epsilon for AdamW, no weight decay of norms,
-# biases, embeddings and positions, 1 / tau within [1, 100], gradients clipped at norm 1.
-PAPER = dict(text_encoder="12x768:context=55,vocab_size=32000", vocab_size=32_000, batch=16384,
-             steps=200_000, lr=9e-4, weight_decay=0.2, warmup=2500)
-GLORIA = PAPER | dict(objective="gloria", batch=4096, steps=800_000)  # Sec. D.3
-TINY = dict(data="shapes:objects=4,together=0.85,small=0.13,large=0.18,background=0,fillers=0", embed_dim=128,
-            text_encoder="tiny", h_v="residual", lambda_f=0.1, batch=128, lr=2e-3, weight_decay=0.1, warmup=50)
-PRESETS = {  # settings of this file and of train.py by name; flags override them
-    # Words find their objects here. The image encoder has no convolutional stem, which would mix
-    # the patches of an object with their neighbours. differs: sigma is 0.4. With 1 / P the
-    # background would keep weight.
-    "tiny": TINY | dict(image_encoder="tiny-patch", sigma=0.4, steps=1200),
-    # Retrieval is good after fewer steps, but words do not find their objects.
-    "tiny-stem": TINY | dict(image_encoder="tiny/4", steps=400),
-    "b32": PAPER | dict(image_encoder="ViT-B/32"),
-    "b16": PAPER | dict(image_encoder="ViT-B/16"),
-    "l14": PAPER | dict(image_encoder="ViT-L/14", steps=250_000),
-    "gloria-b32": GLORIA | dict(image_encoder="ViT-B/32"),
-    "gloria-b16": GLORIA | dict(image_encoder="ViT-B/16"),
-}
 
 
 @contextlib.contextmanager
@@ -197,6 +168,20 @@ def mean_of_words(losses, mask, token_mean="caption", gather=identity):
     return (losses / count.clamp(min=1)).mean()
 
 
+def in_rows(function, *rows, size, limit=2**24):
+    """function(*rows) -> (B, ...), computed for a few rows at a time if all need too much memory.
+
+    A row needs `size` numbers. If all rows need more than `limit` numbers, they are split into
+    parts, and the backward pass computes each part again instead of keeping it in memory.
+    """
+    n = max(1, limit // size)
+    if n >= len(rows[0]):
+        return function(*rows)
+    parts = zip(*[x.split(n) for x in rows])
+    return torch.cat([checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False)
+                      for part in parts])
+
+
 # c_l = sum_p a_lp v_p                                                           (Eq. 5)
 def fine_grained_loss(tokens, patches, mask, scale, align=alignment_weights,
                       token_mean="caption", gather=identity):
@@ -292,7 +277,78 @@ class Model(nn.Module):
         t = self.g_t(masked_mean(self.text_encoder(tokens, mask), words_only(mask)))
         return F.normalize(t.float(), dim=-1)
 
-    # To read SPARC, stop here. Below: segmentation, diagnosis, loss at chance, memory, baselines.
+
+# To read SPARC, stop here. ----------------------------------------------------------------
+#
+# Mistakes in public copies of L_f:
+#   * Eq. 2 divides 0 by 0 if all similarities of a word are equal.
+#   * -inf is multiplied by 0 at padding, which gives NaN.
+#   * Weights have no gradient, or come from cosines; Eq. 2 has inner products.
+#   * Negatives come from all captions of the batch; Eq. 6 has the words of one caption.
+#   * sigma is missing, or is 1 / 196 for every number of patches.
+#
+# To add L_f to OpenCLIP's CLIP (`model`): `images` and `ids` are the model's inputs. For `gather`
+# see identity.
+#     out = model.forward_intermediates(images, ids, image_indices=1, text_indices=1,
+#                                       normalize_intermediates=True, image_output_fmt="NLC")
+#     patches = out["image_intermediates"][-1] @ model.visual.proj     # (B, P, E), no [CLS]
+#     tokens = out["text_intermediates"][-1] @ model.text_projection   # (B, L, E)
+#     words = (ids > 0) & (ids < 49406)                                # (B, L)
+#     v, t, scale = out["image_features"], out["text_features"], model.logit_scale.exp()
+#     loss_f = fine_grained_loss(tokens, patches, words, scale)
+#     loss = 0.5 * global_loss(v, t, scale, gather) + loss_f
+
+
+def check_gather(gather):
+    """Raise AssertionError, on every rank, if `gather` is wrong for the losses above."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    x = torch.full((2, 3), float(rank), device=device, requires_grad=True)
+    ((rank + 1) * gather(x) + 0 * x.sum()).sum().backward()
+    assert (x.grad == world * (world + 1) / 2).all(), "backward does not sum over the ranks"
+    assert gather(x.long())[::2, 0].tolist() == [*range(world)], "rows are not in rank order"
+
+
+# Settings, presets, what train.py and eval.py ask for -------------------------------------
+
+
+@dataclass(kw_only=True)
+class Settings(Config):
+    """All flags of this method. Model reads those of Config, Baseline reads all."""
+
+    # training objective: SPARC's (Eq. 7) or a baseline's (Sec. 4)
+    objective: Literal["sparc", "clip", "filip", "clip+filip", "pacl", "gloria", "mgca"] = "sparc"
+    filip_keep: float = 0.2      # FILIP: fraction of tokens and patches that are kept (D.4)
+    mgca_prototypes: int = 500   # MGCA: number of prototypes (Sec. D.4)
+
+
+# Sec. 4.1, D.1, D.4. Learning rate and weight decay are the middle of the paper's sweeps. The
+# sweep's "1.1e-4" is read as 1.1e-3, the batch "16348" as 16384. What the paper does not name is
+# our choice: a text encoder that sees both directions, GELU in h_v, no bias in g_v and g_t, no
+# temperature in Table 8's softmax, CLIP's beta2 and epsilon for AdamW, no weight decay of norms,
+# biases, embeddings and positions, 1 / tau within [1, 100], gradients clipped at norm 1.
+PAPER = dict(text_encoder="12x768:context=55,vocab_size=32000", vocab_size=32_000, batch=16384,
+             steps=200_000, lr=9e-4, weight_decay=0.2, warmup=2500)
+GLORIA = PAPER | dict(objective="gloria", batch=4096, steps=800_000)  # Sec. D.3
+TINY = dict(data="shapes:objects=4,together=0.85,small=0.13,large=0.18,background=0,fillers=0", embed_dim=128,
+            text_encoder="tiny", h_v="residual", lambda_f=0.1, batch=128, lr=2e-3, weight_decay=0.1, warmup=50)
+PRESETS = {  # settings of this file and of train.py by name; flags override them
+    # Words find their objects here. The image encoder has no convolutional stem, which would mix
+    # the patches of an object with their neighbours. differs: sigma is 0.4. With 1 / P the
+    # background would keep weight.
+    "tiny": TINY | dict(image_encoder="tiny-patch", sigma=0.4, steps=1200),
+    # Retrieval is good after fewer steps, but words do not find their objects.
+    "tiny-stem": TINY | dict(image_encoder="tiny/4", steps=400),
+    "b32": PAPER | dict(image_encoder="ViT-B/32"),
+    "b16": PAPER | dict(image_encoder="ViT-B/16"),
+    "l14": PAPER | dict(image_encoder="ViT-L/14", steps=250_000),
+    "gloria-b32": GLORIA | dict(image_encoder="ViT-B/32"),
+    "gloria-b16": GLORIA | dict(image_encoder="ViT-B/16"),
+}
+
+
+class FullModel(Model):
+    """Model, and what train.py, eval.py and --init-weights also ask of it."""
 
     def encode_patches(self, images):
         """(B, 3, H, W) -> g_v(h_v(patches)) (B, P, E), normalised (D.7). eval.py compares patches
@@ -332,49 +388,6 @@ class Model(nn.Module):
         if self.config.token_mean == "batch":
             loss_f = (words * words.log()).sum() / words.sum()
         return self.config.lambda_g * loss_g + self.config.lambda_f * loss_f.item()
-
-
-# Mistakes in public copies of L_f:
-#   * Eq. 2 divides 0 by 0 if all similarities of a word are equal.
-#   * -inf is multiplied by 0 at padding, which gives NaN.
-#   * Weights have no gradient, or come from cosines; Eq. 2 has inner products.
-#   * Negatives come from all captions of the batch; Eq. 6 has the words of one caption.
-#   * sigma is missing, or is 1 / 196 for every number of patches.
-#
-# To add L_f to OpenCLIP's CLIP (`model`): `images` and `ids` are the model's inputs. For `gather` see
-# identity.
-#     out = model.forward_intermediates(images, ids, image_indices=1, text_indices=1,
-#                                       normalize_intermediates=True, image_output_fmt="NLC")
-#     patches = out["image_intermediates"][-1] @ model.visual.proj     # (B, P, E), no [CLS]
-#     tokens = out["text_intermediates"][-1] @ model.text_projection   # (B, L, E)
-#     words = (ids > 0) & (ids < 49406)                                # (B, L)
-#     v, t, scale = out["image_features"], out["text_features"], model.logit_scale.exp()
-#     loss_f = fine_grained_loss(tokens, patches, words, scale)
-#     loss = 0.5 * global_loss(v, t, scale, gather) + loss_f
-
-
-def check_gather(gather):
-    """Raise AssertionError, on every rank, if `gather` is wrong for the losses above."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    x = torch.full((2, 3), float(rank), device=device, requires_grad=True)
-    ((rank + 1) * gather(x) + 0 * x.sum()).sum().backward()
-    assert (x.grad == world * (world + 1) / 2).all(), "backward does not sum over the ranks"
-    assert gather(x.long())[::2, 0].tolist() == [*range(world)], "rows are not in rank order"
-
-
-def in_rows(function, *rows, size, limit=2**24):
-    """function(*rows) -> (B, ...), computed for a few rows at a time if all need too much memory.
-
-    A row needs `size` numbers. If all rows need more than `limit` numbers, they are split into
-    parts, and the backward pass computes each part again instead of keeping it in memory.
-    """
-    n = max(1, limit // size)
-    if n >= len(rows[0]):
-        return function(*rows)
-    parts = zip(*[x.split(n) for x in rows])
-    return torch.cat([checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False)
-                      for part in parts])
 
 
 def patches_per_word(a, mask):
@@ -565,7 +578,7 @@ class Adapter(nn.Module):
         return self.main(x) + self.skip(x)
 
 
-class Baseline(Model):
+class Baseline(FullModel):
     """SPARC's encoders and adaptors, trained on another objective."""
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
@@ -635,7 +648,7 @@ class Baseline(Model):
 
 
 def model_class(args):
-    return Model if args.objective == "sparc" else Baseline
+    return FullModel if args.objective == "sparc" else Baseline
 
 
 # Measures of the paper --------------------------------------------------------------------

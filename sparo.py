@@ -56,75 +56,13 @@ import torch.nn.functional as F
 from torch import nn
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Config:
-    objective: Literal["clip", "dino"] = "clip"  # training loss, CLIP's or DINO's (Sec. 3.3, 3.4)
-    # how an encoder's outputs become an encoding; cls: CLIP, gap: CLIP+GAP (Sec. 4, 5.3, B.2)
-    readout: Literal["sparo", "cls", "gap", "attpool", "bottleneck", "fdt"] = "sparo"
     L: int = 128                   # number of slots; 64 on Conceptual Captions and in DINO (Sec. 4)
     V: int = 64                    # width of a slot (Sec. 4)
     D: int = 64                    # width of a slot's query and keys (Sec. 3.2)
     grp_size: int = 1              # number of slots that share one key projection (App. A)
-    replace_block: bool = True     # let SPARO replace the last block of each encoder (Sec. 4)
     init_scale: float = 1 / 0.07   # initial 1 / temperature of CLIP's loss (CLIP, Sec. 2.5)
-    # width of the encoding with --readout cls, gap, bottleneck or fdt (M in Sec. 3.1)
-    embed_dim: int = 512
-    bottleneck: int = 64           # width m of the layer that --readout bottleneck adds (App. B.2)
-    codes: int = 16384             # number of codes of --readout fdt (App. B.2)
-    # multi: a linear layer mixes the heads of --readout attpool, separate: none does (Table 6)
-    heads: Literal["separate", "multi"] = "multi"
-    slot_norm: bool = False        # normalise the slots of --readout attpool one by one (Table 6)
-    slot_projection: bool = False  # project the slots of --readout attpool one by one (Table 6)
-    out_dim: int = 65536           # DINO: number K of outputs of the head (App. C.2)
-    head_width: int = 2048         # DINO: width of the head's hidden layers (App. C.2)
-    head_bottleneck: int = 256     # DINO: width of the inputs of the head's last layer (App. C.2)
-    student_temp: float = 0.1      # DINO: temperature tau_s of the student's outputs (App. C.2)
-    teacher_temp: float = 0.04     # DINO: temperature tau_t of the teacher's outputs (App. C.2)
-    center_momentum: float = 0.9   # DINO: momentum of the center c of teacher outputs (App. C.2)
-    ema: float = 0.996             # DINO: momentum of the teacher at first, 1 at the end (App. C.2)
-    freeze_last: int = 0           # DINO: number of steps before the last layer trains (App. C.2)
-    local_crops: int = 8           # DINO: number of small views, beside two large ones (App. C.2)
-    local_size: int = 96           # DINO: height and width of a small view, in pixels (App. C.2)
-    crop_least: float = 0.05       # DINO: smallest fraction of the image in a small view (App. C.2)
-    # DINO: largest fraction of the image in a small view, and smallest in a large one (App. C.2)
-    crop_border: float = 0.4
-
-
-PAPER = dict(text_encoder="clip-b16", lr=5e-4, weight_decay=0.5, warmup=3600, batch=4096,
-             clip_grad=0.0)
-# OpenCLIP's AdamW has another beta2 and epsilon for a ResNet than for a ViT (params.py:11).
-R50 = PAPER | dict(image_encoder="ResNet-50", steps=78_280, beta2=0.999, adam_eps=1e-8)
-PRESETS = {  # the values of --preset: settings of this file and of train.py; flags override them
-    "tiny": dict(image_encoder="tiny:cls=1", text_encoder="tiny:causal=1", data="shapes", L=32, V=16, D=16, batch=128,
-                 steps=600, lr=1e-3, weight_decay=0.1, warmup=50, embed_dim=128, codes=512, out_dim=1024, ema=0.99,
-                 head_width=256, head_bottleneck=64, local_crops=2, local_size=24, crop_least=0.2, crop_border=0.5),
-    # Sec. 4, Table C.3. The steps are epochs x pairs / batch. Epochs x pairs (Table C.1):
-    # CC3M 32 x 2,795,293, CC12M 25 x 10,030,127, CC15M 25 x 12,825,420, L400M 32 x 319,707,672.
-    "cc3m-b16": dict(image_encoder="clip-b16", L=64, steps=21_838, **PAPER),
-    "cc12m-b16": dict(image_encoder="clip-b16", L=64, steps=61_219, **PAPER),
-    "cc3m-b32": dict(image_encoder="clip-b32", L=64, steps=21_838, **PAPER),  # Table B.1
-    "cc12m-b32": dict(image_encoder="clip-b32", L=64, steps=61_219, **PAPER),
-    "cc15m-b32": dict(image_encoder="clip-b32", L=64, steps=78_280, **PAPER),
-    "cc15m-b16": dict(image_encoder="clip-b16", L=64, steps=78_280, **PAPER),
-    "l400m-b32": dict(image_encoder="clip-b32", L=128, steps=312_214,
-                      **PAPER | dict(weight_decay=0.2, warmup=2000, batch=32768)),
-    # Table B.2. differs: ResNet-50 is torchvision's. The text encoder keeps its last block, because
-    # without this block SPARO would have fewer parameters than the table prints.
-    "cc15m-r50": dict(L=128, V=32, D=32, **R50),
-    "cc15m-r50-d64": dict(L=128, V=32, D=64, **R50),
-    "cc15m-r50-clip": dict(readout="cls", embed_dim=1024, **R50),
-    "cc15m-r50-clip4096": dict(readout="cls", embed_dim=4096, **R50),
-    # The CLIP that STAIR is compared with (arXiv 2301.13081, Sec. 4.2); beta2 and adam_eps are
-    # LAMB's defaults. STAIR does not say how it modifies CLIP's encoders, so [CLS] and the causal
-    # text encoder stay. differs: LAMB neither scales nor decays the token embedding (see stair.py).
-    "stair-clip": dict(image_encoder="ViT-B/16:cls=1", text_encoder="12x512:context=76,causal=1,vocab_size=30522",
-                       readout="cls", steps=600_000, batch=16384, optimizer="lamb", beta2=0.999,
-                       adam_eps=1e-6, lr=1e-3, schedule="linear", weight_decay=1e-2, warmup=10_000, clip_grad=0.0),
-    # Sec. 3.4, App. C.2: 100 epochs, 10 of them warm-up, over ImageNet's 1,281,167 images.
-    "dino-s16": dict(image_encoder="ViT-S/16:cls=1,drop_path=0.1", objective="dino", L=64, batch=512, steps=250_200,
-                     lr=1e-3, beta2=0.999, adam_eps=1e-8, clip_grad=3.0, weight_decay=0.04, weight_decay_end=0.4,
-                     warmup=25_020, freeze_last=2502, probe="sgd"),
-}
 
 
 @contextlib.contextmanager
@@ -223,32 +161,24 @@ def clip_loss(v, t, scale, gather=identity):
         return (image_to_text + text_to_image).mean() / 2
 
 
-def blocks_left_out(args):
-    """Number of last blocks that each encoder lacks because SPARO replaces them (Sec. 3.4, 4)."""
-    return int(args.readout == "sparo" and args.replace_block)
-
-
 class Model(nn.Module):
-    """CLIP with a read-out on each encoder (Sec. 3.3).
+    """CLIP with SPARO on each encoder (Sec. 3.3).
 
-    image_encoder(images) -> (B, n, image_width), with [CLS] first or without [CLS];
-    text_encoder(tokens, mask) -> (B, n, text_width), causal.
+    image_encoder(images) -> (B, n, image_width), with or without [CLS];
+    text_encoder(tokens, mask) -> (B, n, text_width), causal. SPARO replaces the last block of each
+    encoder (Sec. 4), so give encoders without their last block.
     """
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
         self.config = config
-        self.slots = config.L if config.readout == "sparo" else 0
-        self.mask_parts = config.L  # train_mask learns one weight for each of these equal parts
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
-        widths = image_width, text_width
-        if config.readout == "sparo":
-            sizes = config.L, config.V, config.D, config.grp_size
-            readouts = [Sparo(d, *sizes) for d in widths]
-        else:
-            readouts = other_readouts(config, image_encoder, *widths)  # below
-        self.image_readout, self.text_readout = readouts
+        self.image_readout, self.text_readout = self.readouts(image_width, text_width)
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
+
+    def readouts(self, *widths):
+        cfg = self.config
+        return [Sparo(d, cfg.L, cfg.V, cfg.D, cfg.grp_size) for d in widths]
 
     def forward(self, batch, gather=identity):
         """batch: images (B, 3, H, W), tokens (B, n), mask (B, n), True at tokens, False at padding.
@@ -257,15 +187,6 @@ class Model(nn.Module):
         t = self.encode_text(batch["tokens"], batch["mask"])       # (B, L V)
         scale = self.log_scale.exp()
         return {"loss": clip_loss(v, t, scale, gather), "scale": scale.detach()}
-
-    def clip_parameters(self):
-        """{CLIP's name: parameter} that --init-weights sets, in addition to the encoders. Only a
-        model with --readout cls is CLIP and has CLIP's projections."""
-        places = {"logit_scale": self.log_scale}
-        if self.config.readout == "cls":
-            places["visual.proj"] = self.image_readout.proj.weight
-            places["text_projection"] = self.text_readout.proj.weight
-        return places
 
     @torch.no_grad()
     def after_update(self, step, steps):
@@ -287,13 +208,6 @@ class Model(nn.Module):
         eos_idx = mask.sum(1) - 1                                  # (B,); padding comes last
         return self.text_readout(self.text_encoder(tokens, mask), eos_idx, **options)
 
-    def attend(self, images, tokens, mask):
-        """What the slots of B pairs attend to (Sec. 5.4): their attention over the image's tokens
-        (B, L, n) and over the caption's tokens (B, L, n), then the slots of both (B, L, V)."""
-        y_i, over_image = self.image_slots(images, return_attn=True)
-        y_t, over_text = self.text_slots(tokens, mask, return_attn=True)
-        return over_image, over_text, y_i, y_t
-
 
 # To read SPARO, stop here. ----------------------------------------------------------------
 #
@@ -306,7 +220,7 @@ class Model(nn.Module):
 #     h = model.text_model(input_ids=ids, attention_mask=mask).last_hidden_state  # (B, n, 512)
 #     v = normalize_slots(image_sparo(x))                                       # (B, L V)
 #     t = normalize_slots(text_sparo(h, eos_idx=mask.sum(1) - 1))               # (B, L V)
-#     loss = clip_loss(v, t, model.logit_scale.exp(), gather)
+#     loss = clip_loss(v, t, model.logit_scale.exp(), gather=gather)
 
 
 def check_gather(gather):
@@ -319,6 +233,104 @@ def check_gather(gather):
     assert gather(x.long())[::2, 0].tolist() == [*range(world)], "rows are not in rank order"
 
 
+# Settings, presets, what train.py and eval.py ask for -------------------------------------
+
+
+@dataclass(kw_only=True)
+class Settings(Config):
+    """All flags of this method. Model reads those of Config; Baseline and Dino read their own, too.
+    train.py alone reads replace_block (blocks_left_out), local_crops, local_size, crop_least and
+    crop_border (views)."""
+
+    objective: Literal["clip", "dino"] = "clip"  # training loss, CLIP's or DINO's (Sec. 3.3, 3.4)
+    # how an encoder's outputs become an encoding; cls: CLIP, gap: CLIP+GAP (Sec. 4, 5.3, B.2)
+    readout: Literal["sparo", "cls", "gap", "attpool", "bottleneck", "fdt"] = "sparo"
+    replace_block: bool = True     # let SPARO replace the last block of each encoder (Sec. 4)
+    # width of the encoding with --readout cls, gap, bottleneck or fdt (M in Sec. 3.1)
+    embed_dim: int = 512
+    bottleneck: int = 64           # width m of the layer that --readout bottleneck adds (App. B.2)
+    codes: int = 16384             # number of codes of --readout fdt (App. B.2)
+    # multi: a linear layer mixes the heads of --readout attpool, separate: none does (Table 6)
+    heads: Literal["separate", "multi"] = "multi"
+    slot_norm: bool = False        # normalise the slots of --readout attpool one by one (Table 6)
+    slot_projection: bool = False  # project the slots of --readout attpool one by one (Table 6)
+    out_dim: int = 65536           # DINO: number K of outputs of the head (App. C.2)
+    head_width: int = 2048         # DINO: width of the head's hidden layers (App. C.2)
+    head_bottleneck: int = 256     # DINO: width of the inputs of the head's last layer (App. C.2)
+    student_temp: float = 0.1      # DINO: temperature tau_s of the student's outputs (App. C.2)
+    teacher_temp: float = 0.04     # DINO: temperature tau_t of the teacher's outputs (App. C.2)
+    center_momentum: float = 0.9   # DINO: momentum of the center c of teacher outputs (App. C.2)
+    ema: float = 0.996             # DINO: momentum of the teacher at first, 1 at the end (App. C.2)
+    freeze_last: int = 0           # DINO: number of steps before the last layer trains (App. C.2)
+    local_crops: int = 8           # DINO: number of small views, beside two large ones (App. C.2)
+    local_size: int = 96           # DINO: height and width of a small view, in pixels (App. C.2)
+    crop_least: float = 0.05       # DINO: smallest fraction of the image in a small view (App. C.2)
+    # DINO: largest fraction of the image in a small view, and smallest in a large one (App. C.2)
+    crop_border: float = 0.4
+
+
+PAPER = dict(text_encoder="clip-b16", lr=5e-4, weight_decay=0.5, warmup=3600, batch=4096,
+             clip_grad=0.0)
+# OpenCLIP's AdamW has another beta2 and epsilon for a ResNet than for a ViT (params.py:11).
+R50 = PAPER | dict(image_encoder="ResNet-50", steps=78_280, beta2=0.999, adam_eps=1e-8)
+PRESETS = {  # the values of --preset: settings of this file and of train.py; flags override them
+    "tiny": dict(image_encoder="tiny:cls=1", text_encoder="tiny:causal=1", data="shapes", L=32, V=16, D=16, batch=128,
+                 steps=600, lr=1e-3, weight_decay=0.1, warmup=50, embed_dim=128, codes=512, out_dim=1024, ema=0.99,
+                 head_width=256, head_bottleneck=64, local_crops=2, local_size=24, crop_least=0.2, crop_border=0.5),
+    # Sec. 4, Table C.3. The steps are epochs x pairs / batch. Epochs x pairs (Table C.1):
+    # CC3M 32 x 2,795,293, CC12M 25 x 10,030,127, CC15M 25 x 12,825,420, L400M 32 x 319,707,672.
+    "cc3m-b16": dict(image_encoder="clip-b16", L=64, steps=21_838, **PAPER),
+    "cc12m-b16": dict(image_encoder="clip-b16", L=64, steps=61_219, **PAPER),
+    "cc3m-b32": dict(image_encoder="clip-b32", L=64, steps=21_838, **PAPER),  # Table B.1
+    "cc12m-b32": dict(image_encoder="clip-b32", L=64, steps=61_219, **PAPER),
+    "cc15m-b32": dict(image_encoder="clip-b32", L=64, steps=78_280, **PAPER),
+    "cc15m-b16": dict(image_encoder="clip-b16", L=64, steps=78_280, **PAPER),
+    "l400m-b32": dict(image_encoder="clip-b32", L=128, steps=312_214,
+                      **PAPER | dict(weight_decay=0.2, warmup=2000, batch=32768)),
+    # Table B.2. differs: ResNet-50 is torchvision's. The text encoder keeps its last block, because
+    # without this block SPARO would have fewer parameters than the table prints.
+    "cc15m-r50": dict(L=128, V=32, D=32, **R50),
+    "cc15m-r50-d64": dict(L=128, V=32, D=64, **R50),
+    "cc15m-r50-clip": dict(readout="cls", embed_dim=1024, **R50),
+    "cc15m-r50-clip4096": dict(readout="cls", embed_dim=4096, **R50),
+    # The CLIP that STAIR is compared with (arXiv 2301.13081, Sec. 4.2); beta2 and adam_eps are
+    # LAMB's defaults. STAIR does not say how it modifies CLIP's encoders, so [CLS] and the causal
+    # text encoder stay. differs: LAMB neither scales nor decays the token embedding (see stair.py).
+    "stair-clip": dict(image_encoder="ViT-B/16:cls=1", text_encoder="12x512:context=76,causal=1,vocab_size=30522",
+                       readout="cls", steps=600_000, batch=16384, optimizer="lamb", beta2=0.999,
+                       adam_eps=1e-6, lr=1e-3, schedule="linear", weight_decay=1e-2, warmup=10_000, clip_grad=0.0),
+    # Sec. 3.4, App. C.2: 100 epochs, 10 of them warm-up, over ImageNet's 1,281,167 images.
+    "dino-s16": dict(image_encoder="ViT-S/16:cls=1,drop_path=0.1", objective="dino", L=64, batch=512, steps=250_200,
+                     lr=1e-3, beta2=0.999, adam_eps=1e-8, clip_grad=3.0, weight_decay=0.04, weight_decay_end=0.4,
+                     warmup=25_020, freeze_last=2502, probe="sgd"),
+}
+
+
+def blocks_left_out(args):
+    """Number of last blocks that each encoder lacks because SPARO replaces them (Sec. 3.4, 4)."""
+    return int(args.readout == "sparo" and args.replace_block)
+
+
+class FullModel(Model):
+    """Model, and what eval.py and --init-weights also ask of it."""
+
+    def __init__(self, config, *encoders_and_widths):
+        super().__init__(config, *encoders_and_widths)
+        self.slots = config.L
+        self.mask_parts = config.L  # train_mask learns one weight for each of these equal parts
+
+    def clip_parameters(self):
+        """{CLIP's name: parameter} that --init-weights sets, in addition to the encoders."""
+        return {"logit_scale": self.log_scale}
+
+    def attend(self, images, tokens, mask):
+        """What the slots of B pairs attend to (Sec. 5.4): their attention over the image's tokens
+        (B, L, n) and over the caption's tokens (B, L, n), then the slots of both (B, L, V)."""
+        y_i, over_image = self.image_slots(images, return_attn=True)
+        y_t, over_text = self.text_slots(tokens, mask, return_attn=True)
+        return over_image, over_text, y_i, y_t
+
+
 # Other read-outs --------------------------------------------------------------------------
 #
 # Each read-out takes x (B, n, d). For captions it also takes the indices eos_idx (B,) of the last
@@ -326,34 +338,50 @@ def check_gather(gather):
 # vector. The paper does not say how it normalises the variants of Table 6.
 
 
-def other_readouts(config, image_encoder, image_width, text_width):
-    """[read-out of the image encoder, read-out of the text encoder]"""
+class Baseline(FullModel):
+    """CLIP with another read-out than SPARO."""
 
-    def projection(d, M):
-        layer = nn.Linear(d, M, bias=False)
-        nn.init.normal_(layer.weight, std=d**-0.5)
-        return layer
+    def __init__(self, config, *encoders_and_widths):
+        super().__init__(config, *encoders_and_widths)
+        self.slots = 0
 
-    E, m, widths = config.embed_dim, config.bottleneck, (image_width, text_width)
-    if config.readout == "cls" and image_encoder.cls is None:  # a ResNet (App. B.3)
-        pool = AttentionPool(image_width, image_encoder.grid**2, E)
-        return [pool, Pool(projection(text_width, E))]
-    if config.readout == "cls":
-        return [Pool(projection(d, E)) for d in widths]
-    if config.readout == "gap":
-        # The authors take the mean first and apply the encoder's last LayerNorm to the mean
-        # (transformer.py:527, 573), so the LayerNorm moves from the encoder to the read-out.
-        norm = getattr(image_encoder, "norm", nn.Identity())       # a ResNet has no LayerNorm
-        image_encoder.norm = nn.Identity()
-        mean = Pool(nn.Sequential(norm, projection(image_width, E)), mean=True)
-        return [mean, Pool(projection(text_width, E))]             # captions are read as in CLIP
-    if config.readout == "bottleneck":  # App. B.2
-        return [Pool(nn.Sequential(projection(d, m), nn.Linear(m, E))) for d in widths]
-    if config.readout == "fdt":
-        codebook = nn.Parameter(torch.randn(config.codes, E))
-        return [FDT(d, codebook) for d in widths]
-    return [CrossAttention(d, config.L, config.V, config.D, config.heads, config.slot_norm,
-                           config.slot_projection) for d in widths]
+    def readouts(self, image_width, text_width):
+        """[read-out of the image encoder, read-out of the text encoder]"""
+        config, image_encoder = self.config, self.image_encoder
+        E, m, widths = config.embed_dim, config.bottleneck, (image_width, text_width)
+
+        def projection(d, M):
+            layer = nn.Linear(d, M, bias=False)
+            nn.init.normal_(layer.weight, std=d**-0.5)
+            return layer
+
+        if config.readout == "cls" and image_encoder.cls is None:  # a ResNet (App. B.3)
+            pool = AttentionPool(image_width, image_encoder.grid**2, E)
+            return [pool, Pool(projection(text_width, E))]
+        if config.readout == "cls":
+            return [Pool(projection(d, E)) for d in widths]
+        if config.readout == "gap":
+            # The authors take the mean first and apply the encoder's last LayerNorm to the mean
+            # (transformer.py:527, 573), so the LayerNorm moves from the encoder to the read-out.
+            norm = getattr(image_encoder, "norm", nn.Identity())   # a ResNet has no LayerNorm
+            image_encoder.norm = nn.Identity()
+            mean = Pool(nn.Sequential(norm, projection(image_width, E)), mean=True)
+            return [mean, Pool(projection(text_width, E))]         # captions are read as in CLIP
+        if config.readout == "bottleneck":  # App. B.2
+            return [Pool(nn.Sequential(projection(d, m), nn.Linear(m, E))) for d in widths]
+        if config.readout == "fdt":
+            codebook = nn.Parameter(torch.randn(config.codes, E))
+            return [FDT(d, codebook) for d in widths]
+        return [CrossAttention(d, config.L, config.V, config.D, config.heads, config.slot_norm,
+                               config.slot_projection) for d in widths]
+
+    def clip_parameters(self):
+        """Only a model with --readout cls is CLIP and has CLIP's projections."""
+        places = super().clip_parameters()
+        if self.config.readout == "cls":
+            places["visual.proj"] = self.image_readout.proj.weight
+            places["text_projection"] = self.text_readout.proj.weight
+        return places
 
 
 class Pool(nn.Module):
@@ -618,7 +646,9 @@ class Dino(nn.Module):
 
 
 def model_class(args):
-    return Dino if args.objective == "dino" else Model
+    if args.objective == "dino":
+        return Dino
+    return FullModel if args.readout == "sparo" else Baseline
 
 
 def uses_text(args):
@@ -641,7 +671,7 @@ def check(args):
 
 def views(args):
     """Settings of DINO's random views of an image (App. C.2; main_dino.py:435): the two large
-    views, then the small ones."""
+    views, then the small ones. args: Settings, and image_size in pixels."""
     if args.objective != "dino":
         return None
     large = dict(size=args.image_size, scale=(args.crop_border, 1.0))

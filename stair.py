@@ -56,35 +56,14 @@ import torch.nn.functional as F
 from torch import nn
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Config:
-    stages: Literal["three", "single"] = "three"  # three stages (Sec. 3), or only the last (App. A)
-    share_1: float = 0.25         # fraction of --steps for stage 1 (Sec. 4.2)
-    share_2: float = 0.25         # fraction of --steps for stage 2; stage 3 has the rest (Sec. 4.2)
-    lr_2: float = 1.0             # peak learning rate of stage 2, as a multiple of --lr (Sec. 4.2)
-    lr_3: float = 0.1             # peak learning rate of stage 3, as a multiple of --lr (Sec. 4.2)
     lambda_image: float = 1e-3    # weight of the images' FLOPs loss (Eq. 7; Sec. 6.3: 1e-4 to 1e-2)
     lambda_text: float = 1e-3     # weight of the captions' FLOPs loss (Eq. 7)
     ramp: float = 0.5             # fraction of a stage in which both lambdas grow (Sec. 4.2; ours)
     # last stage in which inactive words of a caption get a gradient, 0 for no stage (ours)
     revive_until: int = 3
     init_scale: float = 1 / 0.07  # initial 1 / T of the contrastive loss (Eq. 3; CLIP, Sec. 2.5)
-
-
-# Sec. 4.2: 300,000 + 300,000 + 600,000 steps, and BERT's 30,522 tokens (--vocab FILE). beta2 and
-# adam_eps are LAMB's defaults. The CLIP of the paper's tables is the preset stair-clip of sparo.py.
-B16 = dict(image_encoder="ViT-B/16", text_encoder="12x512:context=76,vocab_size=30522",
-           batch=16384, steps=1_200_000, optimizer="lamb", beta2=0.999, adam_eps=1e-6, lr=1e-3,
-           schedule="linear", weight_decay=1e-2, warmup=10_000, clip_grad=0.0, revive_until=0)
-PRESETS = {  # the values of --preset: settings of this file and of train.py; flags override them
-    # The values were chosen on the val split of the world of shapes. Unlike b16, tiny trains with
-    # AdamW, and stage 3 has the peak learning rate of stage 1.
-    "tiny": dict(image_encoder="tiny", text_encoder="tiny", data="shapes:words=400",
-                 batch=128, steps=1000, lr=2e-3, lr_3=1.0, share_1=0.4, share_2=0.15,
-                 lambda_image=5e-3, lambda_text=5e-3, weight_decay=0.1, warmup=50),
-    "b16": B16,
-    "b16-single": B16 | dict(stages="single", steps=600_000),  # App. A: as many steps as CLIP
-}
 
 
 @contextlib.contextmanager
@@ -185,16 +164,6 @@ def caption_mask(tokens, mask, size):
     return result.scatter_reduce_(1, tokens, mask.to(result.dtype), "amax")
 
 
-def stages(args):
-    """The stages of Sec. 3: [(number, steps, peak learning rate)]."""
-    if args.stages == "single":  # as stage 3, which masks and freezes nothing
-        return [(3, args.steps, args.lr)]
-    first, second = round(args.share_1 * args.steps), round(args.share_2 * args.steps)
-    third = args.steps - first - second
-    lr_2, lr_3 = args.lr * args.lr_2, args.lr * args.lr_3
-    return [(1, first, args.lr), (2, second, lr_2), (3, third, lr_3)]
-
-
 class Model(nn.Module):
     """Two encoders, each with a head.
 
@@ -284,8 +253,6 @@ class Model(nn.Module):
         ramp_steps = max(1, self.config.ramp * steps)
         self.strength.fill_(min(1.0, ((step + 1) / ramp_steps) ** 2))
 
-    # To read STAIR, stop here. Below: evaluation, warnings, StreamedEncoding, LAMB, the index.
-
     def encode_image(self, images):
         """(B, 3, H, W) -> (B, |V|), normalised. The weights in Table 9 are not normalised."""
         return F.normalize(self.image_encoding(images), dim=-1)
@@ -293,6 +260,88 @@ class Model(nn.Module):
     def encode_text(self, tokens, mask):
         """tokens, mask (B, L) -> (B, |V|), normalised."""
         return F.normalize(self.text_encoding(tokens, mask), dim=-1)
+
+
+# To read STAIR, stop here. ------------------------------------------------------------------
+#
+# To turn Hugging Face's CLIP (`model`) into STAIR: `images` are pixels, `ids` are tokens with the
+# attention mask `mask`. For `gather` see identity. Run the lines marked "once" before you make the
+# optimizer.
+#     e, special = model.text_model.embeddings.token_embedding, (49406, 49407)  # once
+#     image_head = TokenProjectionHead(768, e, special)                         # once
+#     text_head = TokenProjectionHead(512, e, special)                          # once
+#     h = model.vision_model(pixel_values=images).last_hidden_state             # (B, n, 768)
+#     v = image_head(model.vision_model.post_layernorm(h))                      # (B, |V|)
+#     h = model.text_model(input_ids=ids, attention_mask=mask).last_hidden_state  # (B, n, 512)
+#     t = text_head(h, mask.bool())                                             # (B, |V|)
+#     loss = contrastive_loss(v, t, model.logit_scale.exp(), gather)
+#     loss = loss + 1e-3 * (flops_loss(v, gather) + flops_loss(t, gather))
+
+
+def check_gather(gather):
+    """Raise AssertionError, on every rank, if `gather` is wrong for the losses above."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    x = torch.full((2, 3), float(rank), device=device, requires_grad=True)
+    ((rank + 1) * gather(x) + 0 * x.sum()).sum().backward()
+    assert (x.grad == world * (world + 1) / 2).all(), "backward does not sum over the ranks"
+    assert gather(x.long())[::2, 0].tolist() == [*range(world)], "rows are not in rank order"
+
+
+# Settings, presets, what train.py and eval.py ask for ----------------------------------------
+
+
+@dataclass(kw_only=True)
+class Settings(Config):
+    """All flags of this method. Model reads those of Config, train.py alone the others (stages)."""
+
+    stages: Literal["three", "single"] = "three"  # three stages (Sec. 3), or only the last (App. A)
+    share_1: float = 0.25         # fraction of --steps for stage 1 (Sec. 4.2)
+    share_2: float = 0.25         # fraction of --steps for stage 2; stage 3 has the rest (Sec. 4.2)
+    lr_2: float = 1.0             # peak learning rate of stage 2, as a multiple of --lr (Sec. 4.2)
+    lr_3: float = 0.1             # peak learning rate of stage 3, as a multiple of --lr (Sec. 4.2)
+
+
+# Sec. 4.2: 300,000 + 300,000 + 600,000 steps, and BERT's 30,522 tokens (--vocab FILE). beta2 and
+# adam_eps are LAMB's defaults. The CLIP of the paper's tables is the preset stair-clip of sparo.py.
+B16 = dict(image_encoder="ViT-B/16", text_encoder="12x512:context=76,vocab_size=30522",
+           batch=16384, steps=1_200_000, optimizer="lamb", beta2=0.999, adam_eps=1e-6, lr=1e-3,
+           schedule="linear", weight_decay=1e-2, warmup=10_000, clip_grad=0.0, revive_until=0)
+PRESETS = {  # the values of --preset: settings of this file and of train.py; flags override them
+    # The values were chosen on the val split of the world of shapes. Unlike b16, tiny trains with
+    # AdamW, and stage 3 has the peak learning rate of stage 1.
+    "tiny": dict(image_encoder="tiny", text_encoder="tiny", data="shapes:words=400",
+                 batch=128, steps=1000, lr=2e-3, lr_3=1.0, share_1=0.4, share_2=0.15,
+                 lambda_image=5e-3, lambda_text=5e-3, weight_decay=0.1, warmup=50),
+    "b16": B16,
+    "b16-single": B16 | dict(stages="single", steps=600_000),  # App. A: as many steps as CLIP
+}
+
+
+def stages(args):
+    """The stages of Sec. 3: [(number, steps, peak learning rate)]. args: Settings, and steps and
+    lr."""
+    if args.stages == "single":  # as stage 3, which masks and freezes nothing
+        return [(3, args.steps, args.lr)]
+    first, second = round(args.share_1 * args.steps), round(args.share_2 * args.steps)
+    third = args.steps - first - second
+    lr_2, lr_3 = args.lr * args.lr_2, args.lr * args.lr_3
+    return [(1, first, args.lr), (2, second, lr_2), (3, third, lr_3)]
+
+
+def check(args):
+    """Raise ValueError for Settings that do not fit."""
+    if args.stages == "three" and args.share_1 + args.share_2 >= 1:
+        raise ValueError("--share-1 and --share-2 leave no steps to stage 3: their sum is "
+                         f"{args.share_1 + args.share_2:g} and must be below 1.")
+
+
+def model_class(args):
+    return FullModel
+
+
+class FullModel(Model):
+    """Model, and what eval.py and --init-weights also ask of it."""
 
     def clip_parameters(self):
         """{CLIP's name: parameter} that --init-weights sets, in addition to the encoders. STAIR has
@@ -322,36 +371,6 @@ class Model(nn.Module):
             if grown and active > len(self.text_head.valid) / 4:
                 return f"{side} encodings have over a quarter of all words active: raise {flag}."
         return None
-
-
-def check(args):
-    if args.stages == "three" and args.share_1 + args.share_2 >= 1:
-        raise ValueError("--share-1 and --share-2 leave no steps to stage 3: their sum is "
-                         f"{args.share_1 + args.share_2:g} and must be below 1.")
-
-
-# To turn Hugging Face's CLIP (`model`) into STAIR: `images` are pixels, `ids` are tokens with the
-# attention mask `mask`. For `gather` see identity. Run the lines marked "once" before you make the
-# optimizer.
-#     e, special = model.text_model.embeddings.token_embedding, (49406, 49407)  # once
-#     image_head = TokenProjectionHead(768, e, special)                         # once
-#     text_head = TokenProjectionHead(512, e, special)                          # once
-#     h = model.vision_model(pixel_values=images).last_hidden_state             # (B, n, 768)
-#     v = image_head(model.vision_model.post_layernorm(h))                      # (B, |V|)
-#     h = model.text_model(input_ids=ids, attention_mask=mask).last_hidden_state  # (B, n, 512)
-#     t = text_head(h, mask.bool())                                             # (B, |V|)
-#     loss = contrastive_loss(v, t, model.logit_scale.exp(), gather)
-#     loss = loss + 1e-3 * (flops_loss(v, gather) + flops_loss(t, gather))
-
-
-def check_gather(gather):
-    """Raise AssertionError, on every rank, if `gather` is wrong for the losses above."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    x = torch.full((2, 3), float(rank), device=device, requires_grad=True)
-    ((rank + 1) * gather(x) + 0 * x.sum()).sum().backward()
-    assert (x.grad == world * (world + 1) / 2).all(), "backward does not sum over the ranks"
-    assert gather(x.long())[::2, 0].tolist() == [*range(world)], "rows are not in rank order"
 
 
 # Eq. 4 and 5 in less memory ------------------------------------------------------------------

@@ -142,7 +142,8 @@ def test_contrastive_losses_of_all_files_equal_the_printed_loss(tmp_path):
 @pytest.mark.parametrize("loss", [
     sparo.clip_loss, stair.contrastive_loss, sparc.global_loss,
     lambda v, t, scale, gather: bam.bam_loss(torch.cat([v, t]), 2, gather=gather),
-    lambda v, t, scale, gather: bam.bam_loss(torch.cat([v, t]), 2, target="onehot", gather=gather)])
+    lambda v, t, scale, gather: bam.ablated_loss(
+        torch.cat([v, t]), 2, None, 2, bam.Settings(target="onehot"), gather)])
 def test_more_rows_without_ranks_raise_an_error(loss):
     """The loss would silently take the positives of rank 0."""
     v, t = torch.randn(2, 4, 5)
@@ -285,7 +286,7 @@ def test_every_method_has_flags_and_a_model_for_the_tests():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_fields_have_help_and_presets_name_fields(method):
-    comments = train.comments_of(train.Config) | train.comments_of(METHODS[method].Config)
+    comments = train.comments_of(train.Config) | train.comments_of(METHODS[method].Settings)
     names = vars(train.parse_args(["--method", method])).keys() - {"method"}
     assert [name for name in names if not comments[name]] == []
     for preset, values in METHODS[method].PRESETS.items():
@@ -295,7 +296,7 @@ def test_fields_have_help_and_presets_name_fields(method):
 
 
 def test_bounds_of_settings_name_existing_fields():
-    configs = train.Config, *(method.Config for method in METHODS.values())
+    configs = train.Config, *(method.Settings for method in METHODS.values())
     fields = {field.name for config in configs for field in dataclasses.fields(config)}
     known = train.POSITIVE | train.BELOW_ONE | train.AT_MOST_ONE | train.TEXT_FLAGS | train.FIXED
     assert known - {"method"} <= fields
@@ -347,3 +348,44 @@ def test_a_method_with_only_the_required_members_trains_and_is_evaluated(tmp_pat
     assert 0 <= result["knn"] <= 1 and "zeroshot" not in result
     evaluation.main([str(tmp_path / "whole"), "--task", "knn"])
     assert json.loads((tmp_path / "whole" / "eval.json").read_text())["knn"] == result["knn"]
+
+
+class Spy:
+    """A Config that notes which of its fields are read."""
+
+    def __init__(self, config):
+        self.__dict__.update(config=config, read=set())
+
+    def __getattr__(self, name):
+        self.read.add(name)
+        return getattr(self.config, name)
+
+
+@pytest.mark.parametrize("name", ["sparo", "stair", "sparc", "bam"])
+def test_a_config_holds_what_the_model_reads_and_nothing_else(name):
+    method, parts = METHODS[name], tiny_model(name)
+    small = {key: value for key, value in MODELS[name][0].items()
+             if key in {field.name for field in dataclasses.fields(method.Config)}}
+    spy = Spy(method.Config(**small))
+    encoders = parts.image_encoder, getattr(parts, "text_encoder", None)
+    model = method.Model(spy, *encoders, 16, 16)
+    model(batch_of(name))["loss"].backward()
+    model.after_update(0, 10)
+    assert spy.read == {field.name for field in dataclasses.fields(method.Config)}
+
+
+@pytest.mark.parametrize("method, setting", [
+    (sparo, "replace_block"), (sparo, "objective"), (stair, "stages"), (stair, "lr_3"),
+    (sparc, "objective"), (bam, "contrastive_crop"), (bam, "crop_threshold"), (bam, "target")])
+def test_a_config_refuses_what_its_model_would_ignore(method, setting):
+    assert setting in {field.name for field in dataclasses.fields(method.Settings)}
+    with pytest.raises(TypeError, match=setting):
+        method.Config(**{setting: None})
+    with pytest.raises(TypeError, match="positional"):
+        method.Settings(1)
+
+
+@pytest.mark.parametrize("name", ["sparo", "stair", "sparc", "bam"])
+def test_the_core_ends_outside_of_a_class_by_line_300(name):
+    lines = (ROOT / f"{name}.py").read_text().splitlines()
+    assert any(line.startswith(f"# To read {name.upper()}, stop here.") for line in lines[:300])

@@ -195,7 +195,7 @@ def test_clip_with_gap_normalises_the_mean_of_all_image_tokens():
     outputs = vit.blocks(vit.embed(batch["images"]))[-1]           # not normalised
     outputs[:, 3] *= 30  # so that the order of mean and LayerNorm matters
     vit.blocks.forward = lambda x, n=1: [outputs]
-    model = sparo.Model(sparo.Config(readout="gap", embed_dim=8), vit, text, 16, 16)
+    model = sparo.Baseline(sparo.Settings(readout="gap", embed_dim=8), vit, text, 16, 16)
     v = [sum(x) / 17 for x in outputs]
     v = [model.image_readout.proj[1].weight @ norm(x) for x in v]
     expected = torch.stack([x / (x * x).sum().sqrt() for x in v])

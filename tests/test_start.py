@@ -51,7 +51,7 @@ def clip_names(image, text, E=8):
 
 def model_of(name, vit, encoder, **settings):
     """Return a method's model with these two encoders."""
-    config = train.METHODS[name].Config(**settings)
+    config = train.METHODS[name].Settings(**settings)
     config.method = name
     return common.build_model(train.METHODS[name], config, vit, encoder)
 
