@@ -169,7 +169,14 @@ class Model(nn.Module):
 
     image_encoder(images) -> (B, N, image_width); text_encoder(tokens, mask) -> (B, L, text_width).
     text_encoder.embedding is an nn.Embedding (|V|, E); text_encoder.special has the ids of tokens
-    that are not words.
+    that are not words. The model begins in stage 1. For each stage a training loop needs these lines:
+
+        model.begin_stage(number, fresh=True)            # 1, then 2, then 3
+        parallel = DDP(model) if ranks > 1 else model    # again, because stage 2 freezes parameters
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        for step in range(steps):                        # the steps of this stage
+            parallel(batch, gather=gather)["loss"].backward()
+            optimizer.step(), optimizer.zero_grad(), model.after_update(step, steps)
     """
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
@@ -181,9 +188,9 @@ class Model(nn.Module):
         self.text_head = TokenProjectionHead(text_width, e, special)
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
         self.register_buffer("image_embedding", e.weight.detach().clone())  # of image_e in stage 2
-        self.register_buffer("strength", torch.tensor(0.0))  # factor of both lambdas, 0 to 1
-        self.register_buffer("stage", torch.tensor(3))  # for checkpoints and the log
-        self.number = 3  # the stage as an int: reading the tensor would wait for the GPU
+        self.register_buffer("strength", torch.tensor(1.0))  # factor of both lambdas, 0 to 1
+        self.register_buffer("stage", torch.tensor(1))  # for checkpoints and the log
+        self.number = 1  # the stage as an int: reading the tensor would wait for the GPU
 
     def begin_stage(self, number, fresh):
         """Enter stage 1, 2 or 3 (Sec. 3). fresh: True if the stage begins, False if a checkpoint of
@@ -198,6 +205,13 @@ class Model(nn.Module):
             self.strength.zero_()
         if fresh and number == 2:
             self.image_embedding.copy_(self.text_encoder.embedding.weight.detach())
+        self.train(self.training)
+
+    def train(self, mode=True):
+        """Stage 2 freezes the BatchNorm of the image encoder, too."""
+        super().train(mode)
+        self.image_encoder.train(mode and self.number != 2)
+        return self
 
     def load_state_dict(self, *args, **kwargs):
         """Load a checkpoint, and continue the stage that it was in."""
@@ -211,7 +225,6 @@ class Model(nn.Module):
 
     def image_encoding(self, images, revived=None):
         """(B, 3, H, W) -> enc (B, |V|)."""
-        self.image_encoder.train(self.training and self.number != 2)  # BatchNorm is frozen, too
         return self.image_head(self.image_encoder(images), None, self.image_e(), revived)
 
     def text_encoding(self, tokens, mask, revived=None):
