@@ -1,10 +1,10 @@
 """BAM: Unsupervised Representation Learning by Balanced Self Attention Matching
-(Shalam and Korman, ECCV 2024, arXiv 2408.02014). BAM learns from images without captions.
+(Shalam and Korman, ECCV 2024, arXiv 2408.02014). Run: python train.py --method bam
 
-A batch has several views (random crops) of each image. The attention of a view is the softmax of
-its similarities to the views of all other images: a distribution over the batch. The attention of
-one view must match a target that is made from another view of the same image. Sinkhorn balances the
-targets, so that all columns get the same total weight. A lower temperature sharpens the targets.
+BAM learns from images without captions. A batch has several views (random crops) of each image. The
+attention of a view is the softmax of its similarities to the views of all other images. It must
+match a target that is made from another view of the same image. Sinkhorn balances the targets, so
+that all columns get the same total weight. A lower temperature sharpens the targets.
 
     symbol    name here                  shape         where
     Each of W ranks has n images with k views each, G of them large, and m = W G n. A representation
@@ -29,7 +29,7 @@ Differs from the paper, as the authors' code does (search for "differs" for all 
   * Sinkhorn has three iterations (bam_loss.py:34) and normalises columns first (bam_loss.py:292).
   * The loss is a mean over pairs of views and over images (bam_loss.py:128); Eq. 5 is a sum.
   * A run with a teacher is evaluated with the teacher (eval_linear.py:129, utils.py:106).
-Not here: see Settings. Run: python train.py --method bam
+Not here: see the comment at Settings.
 """
 
 import contextlib
@@ -110,9 +110,8 @@ def similarities(z, c, row_ids, column_ids, mask):
 def sinkhorn(S, tau, iters, *, gather=identity):
     """S (..., rows, columns) -> B: exp(S / tau), with columns and rows normalised in turn.
 
-    Each row of B sums to 1. The column sums approach rows / columns (bam_loss.py:289), which is 1
-    if S is square. logsumexp computes the sums, so that nothing underflows. Each rank has its own
-    rows of S and all columns, so that columns need `gather`. B has no gradient (Sec. 4.1).
+    Each row of B sums to 1. The column sums approach rows / columns (bam_loss.py:289), 1 if S is
+    square. Each rank has its own rows of S, so that columns need `gather`. B has no gradient.
     """
     with in_fp32(S.detach()) as (S,):
         log_K = S / tau
@@ -134,12 +133,6 @@ def matching(B, log_A):
     return loss / (len(B) * (len(log_A) - 1))
 
 
-def unit_length(z):
-    """z (..., E) -> each row divided by its norm, at least in float32."""
-    with in_fp32(z) as (z,):
-        return F.normalize(z, dim=-1)
-
-
 def matching_loss(z, B, c, row_ids, column_ids, mask, tau):
     """The loss of latents z (k, n, E) and columns c (m, E) for given targets B (G, n, m)
     -> loss, mean entropy of A's rows, mean entropy of B's rows."""
@@ -148,8 +141,8 @@ def matching_loss(z, B, c, row_ids, column_ids, mask, tau):
         log_A = attention(S, tau, log=True).unflatten(0, row_ids.shape)  # (k, p, m)
         return matching(B, log_A), entropy(log_A.detach().exp()).mean(0)
 
-    # in_parts (below) is of_images(z, B, row_ids) in less memory
-    losses, entropies = in_parts(of_images, z, B, row_ids, size=len(z) * len(c))  # (n,) each
+    # (n,) each; in_parts (below) is of_images(z, B, row_ids) in less memory
+    losses, entropies = in_parts(of_images, z, B, row_ids, size=len(z) * len(c))
     return losses.mean(), entropies.mean(), entropy(B).mean()
 
 
@@ -161,9 +154,9 @@ def arrange(z, n_views, n_global, teacher, gather):
     if k < 2 or not 1 <= G <= k or z.ndim != 2 or {*shapes} != {(k * n, z.shape[1])}:
         raise ValueError(f"z and teacher have the shapes {shapes}, n_views is {k}, n_global {G}: "
                          "both need (n_views * n, E), n_views 2 or more, n_global 1 to n_views.")
-    z = z_m = unit_length(z).view(k, n, -1)
-    if teacher is not None:
-        z_m = unit_length(teacher.detach()).view(k, n, -1)
+    with in_fp32(z, z if teacher is None else teacher.detach()) as (z, z_m):
+        z = F.normalize(z, dim=-1).view(k, n, -1)
+        z_m = z if teacher is None else F.normalize(z_m, dim=-1).view(k, n, -1)
     c = gather(z_m[:G].flatten(0, 1))                                    # (m, E), columns of S
     if len(c) < 2 * G:
         raise ValueError("The loss compares images: the global batch needs two or more.")
@@ -183,6 +176,8 @@ def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, it
     the rows of A and of B.
     """
     G = n_views if n_global is None else n_global
+    if iters < 1 or min(tau, tau_b) <= 0:
+        raise ValueError(f"iters is {iters}, tau {tau}, tau_b {tau_b}: all must be positive.")
     z, z_m, c, row_ids, column_ids = arrange(z, n_views, G, teacher, gather)
     with torch.no_grad():  # targets have no gradient (Sec. 4.1)
         B = sinkhorn(similarities(z_m, c, row_ids, column_ids, mask), tau_b, iters, gather=gather)
@@ -194,8 +189,8 @@ def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, it
 
 
 class Projector(nn.ModuleList):
-    """The projector g (App. C): three linear layers with activations between them. Each layer is
-    followed by BatchNorm over the images of all ranks (below), or none is."""
+    """The projector g (App. C): three linear layers, activations between them, and after each layer
+    BatchNorm over the images of all ranks (below), or no BatchNorm."""
 
     def __init__(self, d, config):
         super().__init__()
@@ -212,6 +207,8 @@ class Projector(nn.ModuleList):
                 nn.init.zeros_(self[-1].bias)
 
     def forward(self, h, gather):  # h (k, n, d) -> z (k, n, E)
+        if h.ndim != 3:
+            raise ValueError(f"The projector needs h (k, n, d), not {tuple(h.shape)}.")
         for layer in self:
             if isinstance(layer, BatchNorm):
                 h = layer(h, gather)
@@ -222,11 +219,14 @@ class Projector(nn.ModuleList):
 
 class Model(nn.Module):
     """An image encoder, a projector and, with config.teacher, a moving average of both.
-    image_encoder(images of any size) -> tokens (B, N, image_width); a [CLS] comes first."""
+    image_encoder(images of any size) -> tokens (B, N, image_width), [CLS] first; for readout="cls"
+    image_encoder.cls tells whether there is one: None if not."""
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
         self.config, self.image_encoder = config, image_encoder
+        if {"cls": True, "gap": False}[config.readout] and image_encoder.cls is None:
+            raise ValueError("readout cls needs [CLS], but image_encoder.cls is None: choose gap.")
         self.projector = Projector(image_width, config)
         self.teacher = None
         if config.teacher:
@@ -248,8 +248,8 @@ class Model(nn.Module):
         return h, projector(h, gather)
 
     def forward(self, batch, gather=identity):
-        """batch["views"]: a list of k views (n, 3, s, s), two large ones first -> {"loss": scalar,
-        and to log: entropies of A and B, mean cosine of latents, effective rank of h}."""
+        """batch["views"]: k views (n, 3, s, s), two large ones first -> {"loss", entropies of A and
+        B, mean cosine of latents, effective rank of h}."""
         views, z_m = batch["views"], None
         if self.teacher:  # before the student, whose activations stay in memory until backward
             with torch.no_grad():
@@ -278,19 +278,17 @@ class Model(nn.Module):
     def after_update(self, step, steps):
         """teacher = momentum * teacher + (1 - momentum) * student (App. C)."""
         if self.teacher:
-            # The momentum rises to 1 (main_pretrain.py:261). The authors update the teacher at the
-            # start of the next step (wrappers.py:103), so the next step's momentum is used.
+            # The momentum rises to 1 (main_pretrain.py:261). It is the next step's, because the
+            # authors update the teacher at the start of the next step (wrappers.py:103).
             cosine = math.cos(math.pi * ((step + 1) / steps))
             momentum = 1 - (1 - self.config.ema) * (1 + cosine) / 2
             students = list(self.student().parameters())
             torch._foreach_lerp_(list(self.teacher.parameters()), students, 1 - momentum)
 
-    def evaluation_encoder(self):
-        """The image encoder to evaluate: the teacher's if there is one (eval_linear.py:129)."""
+    def evaluation_encoder(self):  # the teacher's, if there is a teacher (eval_linear.py:129)
         return self.teacher[0] if self.teacher else self.image_encoder
 
-    def encode_image(self, images):
-        """(B, 3, H, W) -> h (B, d), normalised."""
+    def encode_image(self, images):  # (B, 3, H, W) -> h (B, d), normalised
         return F.normalize(self.readout(self.evaluation_encoder()(images)).float(), dim=-1)
 
 

@@ -479,7 +479,7 @@ class ResNet(resnet.ResNet):
             raise UserError(f"image_size {image_size} is not a multiple of 32, the stride of a "
                             f"ResNet: give a multiple.")
         self.image_size, self.grid, self.cls = image_size, image_size // 32, None
-        self.width = self.fc.in_features
+        self.width, self.norm = self.fc.in_features, nn.Identity()  # CLIP+GAP moves `norm`
         del self.avgpool, self.fc
 
     def forward(self, images):

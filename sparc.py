@@ -89,18 +89,32 @@ def identity(x):
     return x
 
 
+def checked_mask(mask, shape):
+    """mask (B, L): True (or 1) at tokens and False (or 0) at padding, which comes last -> of bools.
+    Raises ValueError if the mask has another shape, or floats, such as an additive mask has."""
+    if mask.shape != shape or mask.is_floating_point():
+        raise ValueError(f"A mask needs the shape {tuple(shape)} and bools, not "
+                         f"{tuple(mask.shape)} and {mask.dtype}.")
+    return mask.bool()
+
+
 def own_columns(logits):
     """The columns (B,) of this rank's captions in logits (B, world * B)."""
     B, columns = logits.shape
+    if columns < 2 or columns % B:
+        raise ValueError(f"The loss compares pairs: {B} images and {columns} captions need to be "
+                         f"equally many on each rank, and two or more on all ranks.")
     rank = dist.get_rank() if columns > B else 0
     return rank * B + torch.arange(B, device=logits.device)
 
 
 # L_g = -1/2B sum_i [ log softmax_j(cos(vbar_i, tbar_j) / tau)_i
 #                   + log softmax_j(cos(tbar_i, vbar_j) / tau)_i ]               (Eq. 1)
-def global_loss(v, t, scale, gather=identity):
-    """CLIP's loss of the embeddings v, t (B, E) of B pairs; scale: 1 / tau -> scalar.
-    gather: see identity."""
+def global_loss(v, t, scale, *, gather=identity):
+    """CLIP's loss of the embeddings v, t (B, E) of B pairs, normalised here -> scalar.
+    scale: 1 / tau, from 1 to 100. gather: see identity."""
+    if v.shape != t.shape:
+        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}.")
     with in_fp32(v, t) as (v, t):
         v, t = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
         return contrast(scale * v @ gather(t).T, gather)            # of (B, world * B) logits
@@ -126,6 +140,8 @@ def alignment_weights(tokens, patches, threshold=None):
     """The weight that each token gives each patch; the weights of a token sum to 1.
     tokens (B, L, E), patches (B, P, E) -> a (B, L, P). threshold: sigma, at most 1; None: 1 / P."""
     sigma = 1 / patches.shape[1] if threshold is None else threshold
+    if not 0 <= sigma <= 1:
+        raise ValueError(f"The threshold sigma must lie in [0, 1]: {sigma}.")
     with in_fp32(tokens, patches) as (tokens, patches):
         s = tokens @ patches.transpose(1, 2)                        # (B, L, P)
         low, high = s.amin(-1, keepdim=True), s.amax(-1, keepdim=True)  # (B, L, 1)
@@ -162,28 +178,16 @@ def mean_of_words(losses, mask, token_mean="caption", gather=identity):
     the mean number of words of a rank, so that the mean over ranks is the loss of one process.
     """
     count = mask.sum(1)                      # (B,), L_i
+    if token_mean not in ("caption", "batch"):
+        raise ValueError(f"token_mean must be caption or batch, not {token_mean!r}.")
     if token_mean == "batch":
         words = gather(count.to(losses.dtype)[:, None]).mean()  # words of a caption, on average
         return losses.sum() / (len(count) * words).clamp(min=1)
     return (losses / count.clamp(min=1)).mean()
 
 
-def in_rows(function, *rows, size, limit=2**24):
-    """function(*rows) -> (B, ...), computed for a few rows at a time if all need too much memory.
-
-    A row needs `size` numbers. If all rows need more than `limit` numbers, they are split into
-    parts, and the backward pass computes each part again instead of keeping it in memory.
-    """
-    n = max(1, limit // size)
-    if n >= len(rows[0]):
-        return function(*rows)
-    parts = zip(*[x.split(n) for x in rows])
-    return torch.cat([checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False)
-                      for part in parts])
-
-
 # c_l = sum_p a_lp v_p                                                           (Eq. 5)
-def fine_grained_loss(tokens, patches, mask, scale, align=alignment_weights,
+def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
                       token_mean="caption", gather=identity):
     """SPARC's loss for words, L_f. tokens (B, L, E), patches (B, P, E) -> scalar.
 
@@ -194,20 +198,26 @@ def fine_grained_loss(tokens, patches, mask, scale, align=alignment_weights,
         grouped = align(tokens, patches) @ patches   # (B, L, E), c_l
         return sequence_losses(grouped, tokens, mask, scale)
 
-    with in_fp32(tokens, patches) as (tokens, patches):
+    if len(tokens) != len(patches):
+        raise ValueError(f"There are {len(tokens)} captions and {len(patches)} images.")
+    mask = checked_mask(mask, tokens.shape[:2])
+    with in_fp32(tokens.masked_fill(~mask[..., None], 0.0), patches) as (tokens, patches):
         size = tokens.shape[1] * patches.shape[1]        # weights of a caption, (L, P)
-        sums = in_rows(losses, tokens, patches, mask, size=size)           # (B,)
+        # (B,); in_rows (below) is losses(tokens, patches, mask) in less memory
+        sums = in_rows(losses, tokens, patches, mask, size=size)
         return mean_of_words(sums, mask, token_mean, gather)
 
 
 def words_only(mask):
-    """The mask of tokens (B, L) -> the mask of words (B, L), without first and last token."""
+    """The mask of tokens (B, L) -> the mask of words (B, L), without [CLS], the first token, and
+    [SEP], the last token. Padding comes last."""
+    mask = checked_mask(mask, mask.shape)
     return F.pad(mask[:, 2:], (1, 1))  # token l > 0 is a word if there is a token l + 1
 
 
 def masked_mean(x, mask):
     """The mean of x (B, L, d) where mask (B, L) is True -> (B, d); 0 where it never is True."""
-    return (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+    return x.masked_fill(~mask[..., None], 0).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
 class Residual(nn.Sequential):
@@ -227,7 +237,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
-        h_v = Residual if config.h_v == "residual" else nn.Sequential
+        h_v = {"plain": nn.Sequential, "residual": Residual}[config.h_v]
         self.h_v = h_v(nn.Linear(image_width, image_width), nn.GELU())
         self.g_v = nn.Linear(image_width, config.embed_dim, bias=False)
         self.g_t = nn.Linear(text_width, config.embed_dim, bias=False)
@@ -244,9 +254,9 @@ class Model(nn.Module):
         t = self.g_t(masked_mean(f_t, words))                       # (B, E)
         patches, tokens = self.g_v(f_v), self.g_t(f_t)              # (B, P, E), (B, L, E)
         scale = self.log_scale.exp()
-        loss_g = global_loss(v, t, scale, gather)
-        loss_f = fine_grained_loss(tokens, patches, words, scale, self.align, cfg.token_mean,
-                                   gather)
+        loss_g = global_loss(v, t, scale, gather=gather)
+        loss_f = fine_grained_loss(tokens, patches, words, scale, align=self.align,
+                                   token_mean=cfg.token_mean, gather=gather)
         loss = cfg.lambda_g * loss_g + cfg.lambda_f * loss_f        # Eq. 7
         return {"loss": loss, "global": loss_g.detach(), "local": loss_f.detach(),
                 "scale": scale.detach()}
@@ -261,7 +271,7 @@ class Model(nn.Module):
         if self.config.align == "softmax":
             with in_fp32(tokens, patches) as (tokens, patches):     # the paper names no temperature
                 return (tokens @ patches.transpose(1, 2)).softmax(-1)
-        sigma = 0.0 if self.config.align == "dense" else self.config.sigma
+        sigma = {"sparse": self.config.sigma, "dense": 0.0}[self.config.align]
         return alignment_weights(tokens, patches, sigma)
 
     def after_update(self, step, steps):
@@ -296,7 +306,7 @@ class Model(nn.Module):
 #     words = (ids > 0) & (ids < 49406)                                # (B, L)
 #     v, t, scale = out["image_features"], out["text_features"], model.logit_scale.exp()
 #     loss_f = fine_grained_loss(tokens, patches, words, scale)
-#     loss = 0.5 * global_loss(v, t, scale, gather) + loss_f
+#     loss = 0.5 * global_loss(v, t, scale, gather=gather) + loss_f
 
 
 def check_gather(gather):
@@ -370,7 +380,8 @@ class FullModel(Model):
         tokens = self.g_t(self.text_encoder(ids, mask))             # (B, L, E)
         patches = self.g_v(self.f_v(images))                        # (B, P, E)
         wrong = fine_grained_loss(tokens, patches.roll(1, 0), words_only(mask),
-                                  self.log_scale.exp(), self.align, self.config.token_mean)
+                                  self.log_scale.exp(), align=self.align,
+                                  token_mean=self.config.token_mean)
         used = patches_per_word(self.align(tokens, patches), words_only(mask))
         return {"local_wrong_image": wrong, "patches_per_word": used}
 
@@ -388,6 +399,20 @@ class FullModel(Model):
         if self.config.token_mean == "batch":
             loss_f = (words * words.log()).sum() / words.sum()
         return self.config.lambda_g * loss_g + self.config.lambda_f * loss_f.item()
+
+
+def in_rows(function, *rows, size, limit=2**24):
+    """function(*rows) -> (B, ...), computed for a few rows at a time if all need too much memory.
+
+    A row needs `size` numbers. If all rows need more than `limit` numbers, they are split into
+    parts, and the backward pass computes each part again instead of keeping it in memory.
+    """
+    n = max(1, limit // size)
+    if n >= len(rows[0]):
+        return function(*rows)
+    parts = zip(*[x.split(n) for x in rows])
+    return torch.cat([checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False)
+                      for part in parts])
 
 
 def patches_per_word(a, mask):
@@ -454,16 +479,17 @@ def most_similar(x, y, keep):
     return x.take_along_dim(index[..., None], 1) * kept[..., None]
 
 
-def filip_loss(tokens, patches, mask, scale, keep=0.2, gather=identity):
+def filip_loss(tokens, patches, mask, scale, *, keep=0.2, gather=identity):
     """FILIP (arXiv 2111.07783). tokens (b, L, E), patches (b, P, E), mask (b, L) -> scalar.
 
     Each rank sends only its most similar tokens, and chooses them by its own b pairs. So N ranks
     compute the loss of one process only if keep = 1.
     differs: D.4 says "20% token dropping"; we keep 20 %, because Table 11's FLOPs fit this reading.
     """
-    with in_fp32(tokens, patches) as (tokens, patches):
+    mask = checked_mask(mask, tokens.shape[:2])
+    with in_fp32(tokens.masked_fill(~mask[..., None], 0.0), patches) as (tokens, patches):
         patches = F.normalize(patches, dim=-1)
-        tokens = F.normalize(tokens, dim=-1) * mask[..., None]          # 0 where no word is
+        tokens = F.normalize(tokens, dim=-1)                            # 0 where no word is
         words = gather_captions(most_similar(tokens, patches, keep), gather)    # (B, L', E)
         images = gather(most_similar(patches, tokens, keep))            # (B, P', E)
         i_to_t = scale * in_chunks(filip_scores, patches, words)        # (b, B)
@@ -479,7 +505,7 @@ def pacl_scores(patches, t):
     return (s.softmax(1) * s).sum(1)
 
 
-def pacl_loss(t, patches, scale, gather=identity):
+def pacl_loss(t, patches, scale, *, gather=identity):
     """PACL (arXiv 2212.04994). t (b, E): embeddings of captions; patches (b, P, E) -> scalar."""
     with in_fp32(patches, t) as (patches, t):
         patches, t = F.normalize(patches, dim=-1), F.normalize(t, dim=-1)
@@ -488,7 +514,7 @@ def pacl_loss(t, patches, scale, gather=identity):
 
 # a_ijlp = softmax_p(t_jl . v_ip / sqrt(E)),  c_ijl = sum_p a_ijlp v_ip
 # Z_ij = tau log sum_l exp(cos(c_ijl, t_jl) / tau)
-def gloria_loss(tokens, patches, mask, scale, gather=identity):
+def gloria_loss(tokens, patches, mask, scale, *, gather=identity):
     """GLoRIA's local loss (ICCV 2021). tokens (b, L, E), patches (b, P, E), mask (b, L) -> scalar.
 
     As D.3 says, tokens are not merged into words, and s is divided by sqrt(E).
@@ -510,9 +536,10 @@ def gloria_loss(tokens, patches, mask, scale, gather=identity):
         z = (scale * cos).masked_fill(~words, torch.finfo(s.dtype).min).logsumexp(2)
         return z.masked_fill(~words.any(1), 0.0)                        # (b, c), Z / tau
 
-    with in_fp32(tokens, patches) as (tokens, patches):
+    mask = checked_mask(mask, tokens.shape[:2])
+    with in_fp32(tokens.masked_fill(~mask[..., None], 0.0), patches) as (tokens, patches):
         gram = patches @ patches.transpose(1, 2)                        # (b, P, P)
-        captions = gather_captions(tokens * mask[..., None], gather)    # (B, L', E)
+        captions = gather_captions(tokens, gather)                      # (B, L', E)
         return contrast(in_chunks(scores, patches, captions), gather)
 
 
@@ -523,13 +550,14 @@ def mgca_loss(tokens, patches, mask, word_context, patch_context, scale):
     tokens (b, L, E), patches (b, P, E), mask (b, L): True on words; word_context (b, L, E): the
     attention output of each word over patches; patch_context (b, P, E): of each patch over words.
     """
+    mask = checked_mask(mask, tokens.shape[:2])
     patch_mask = mask.any(1, keepdim=True).expand(patches.shape[:2])    # (b, P)
     of_words = sequence_losses(word_context, tokens, mask, scale)
     of_patches = sequence_losses(patch_context, patches, patch_mask, scale)
     return (mean_of_words(of_words, mask) + mean_of_words(of_patches, patch_mask)) / 2
 
 
-def prototype_loss(v, t, prototypes, scale, gather=identity):
+def prototype_loss(v, t, prototypes, scale, *, gather=identity):
     """MGCA's prototype loss: an image predicts the prototypes of its caption, and a caption the
     prototypes of its image. v, t (b, E), prototypes (K, E) -> scalar.
 
@@ -600,14 +628,16 @@ class Baseline(FullModel):
         t = self.g_t(masked_mean(f_t, words))                           # (b, E)
         scale, losses = self.log_scale.exp(), {}
         if not self.late_interaction:
-            losses["global"] = global_loss(v, t, scale, gather)
+            losses["global"] = global_loss(v, t, scale, gather=gather)
         if cfg.objective in ("filip", "clip+filip"):
             tokens, patches = self.g_t(f_t), self.g_v(self.h_v(f_v))  # `filip` trains h_v only here
-            losses["filip"] = filip_loss(tokens, patches, words, scale, cfg.filip_keep, gather)
+            losses["filip"] = filip_loss(tokens, patches, words, scale, keep=cfg.filip_keep,
+                                         gather=gather)
         if cfg.objective == "pacl":
-            losses["pacl"] = pacl_loss(t, self.g_v(f_v), scale, gather)
+            losses["pacl"] = pacl_loss(t, self.g_v(f_v), scale, gather=gather)
         if cfg.objective == "gloria":
-            losses["gloria"] = gloria_loss(self.g_t(f_t), self.g_v(f_v), words, scale, gather)
+            losses["gloria"] = gloria_loss(self.g_t(f_t), self.g_v(f_v), words, scale,
+                                           gather=gather)
         if cfg.objective == "mgca":
             tokens = F.normalize(self.g_t(f_t), dim=-1)
             patches = F.normalize(self.g_v(f_v), dim=-1)

@@ -81,9 +81,21 @@ def identity(x):
     return x
 
 
+def checked_mask(mask, shape):
+    """mask (B, L): True (or 1) at tokens and False (or 0) at padding, which comes last -> of bools.
+    Raises ValueError if the mask has another shape, or floats, such as an additive mask has."""
+    if mask.shape != shape or mask.is_floating_point():
+        raise ValueError(f"A mask needs the shape {tuple(shape)} and bools, not "
+                         f"{tuple(mask.shape)} and {mask.dtype}.")
+    return mask.bool()
+
+
 def own_columns(logits):
     """The columns (B,) of this rank's captions in logits (B, world * B)."""
     B, columns = logits.shape
+    if columns < 2 or columns % B:
+        raise ValueError(f"The loss compares pairs: {B} images and {columns} captions need to be "
+                         f"equally many on each rank, and two or more on all ranks.")
     rank = dist.get_rank() if columns > B else 0
     return rank * B + torch.arange(B, device=logits.device)
 
@@ -91,6 +103,9 @@ def own_columns(logits):
 def after_end(eos_idx, n):
     """Indices (B,) of the captions' last tokens -> (B, n), True at the positions after them. An
     empty caption has the index -1; its first position counts, because softmax needs one."""
+    if eos_idx.ndim != 1 or eos_idx.is_floating_point():
+        raise ValueError(f"eos_idx needs B indices of last tokens, not {tuple(eos_idx.shape)} and "
+                         f"{eos_idx.dtype}.")
     return torch.arange(n, device=eos_idx.device) > eos_idx.clamp(min=0)[:, None]
 
 
@@ -117,6 +132,9 @@ class Sparo(nn.Module):
         eos_idx (B,): index of each caption's last token. Slots ignore the positions after it.
         """
         B, n, d = x.shape
+        if eos_idx is not None:
+            padding = after_end(eos_idx, n)                        # (B, n)
+            x = x.masked_fill(padding[..., None], 0.0)             # 0 * NaN would be NaN
         K = self.KVproj.weight.view(self.nkeys, self.D, d)         # (L/g, D, d)
         b = self.KVproj.bias.view(self.nkeys, 1, self.D)           # (L/g, 1, D)
 
@@ -128,7 +146,7 @@ class Sparo(nn.Module):
         u = self.q[0, :, :, 0] @ K * self.D**-0.5    # (L/g, g, d)  u_l = K_l' q_l / sqrt(D)
         scores = F.linear(x, u.flatten(0, 1)).transpose(1, 2)      # (B, L, n)  H u_l
         if eos_idx is not None:
-            scores = scores.masked_fill(after_end(eos_idx, n)[:, None], -torch.inf)
+            scores = scores.masked_fill(padding[:, None], -torch.inf)
         attn = scores.softmax(-1)                                  # (B, L, n)  a_l
         pooled = (attn @ x).view(B, self.nkeys, self.grp_size, d)  # (B, L/g, g, d)  p_l = H' a_l
         values = torch.einsum("bkgd,kDd->bkgD", pooled, K) + b     # (B, L/g, g, D)  K_l p_l + b_l
@@ -143,12 +161,15 @@ def normalize_slots(y):
         return F.normalize(y, dim=-1).flatten(1) / y.shape[1] ** 0.5
 
 
-def clip_loss(v, t, scale, gather=identity):
+def clip_loss(v, t, scale, *, gather=identity):
     """CLIP's loss of B pairs, a scalar (Sec. 3.3).
 
-    v, t (B, M): encodings of the images and of the captions, of length 1. scale: 1 / temperature.
-    gather: see identity.
+    v, t: slots (B, L, V) of the images and of their captions, or encodings (B, M), which count as
+    one slot; both are normalised here. scale: 1 / temperature, from 1 to 100. gather: see identity.
     """
+    if v.shape != t.shape:
+        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}.")
+    v, t = (normalize_slots(y if y.ndim == 3 else y[:, None]) for y in (v, t))   # (B, M)
     with in_fp32(v, t) as (v, t):
         logits = scale * v @ gather(t).T                           # (B, world * B)
         pair = own_columns(logits)
@@ -183,10 +204,10 @@ class Model(nn.Module):
     def forward(self, batch, gather=identity):
         """batch: images (B, 3, H, W), tokens (B, n), mask (B, n), True at tokens, False at padding.
         Returns {"loss": scalar, "scale": scalar to log}."""
-        v = self.encode_image(batch["images"])                     # (B, L V)
-        t = self.encode_text(batch["tokens"], batch["mask"])       # (B, L V)
+        y_i = self.image_slots(batch["images"])                    # (B, L, V)
+        y_t = self.text_slots(batch["tokens"], batch["mask"])      # (B, L, V)
         scale = self.log_scale.exp()
-        return {"loss": clip_loss(v, t, scale, gather), "scale": scale.detach()}
+        return {"loss": clip_loss(y_i, y_t, scale, gather=gather), "scale": scale.detach()}
 
     @torch.no_grad()
     def after_update(self, step, steps):
@@ -205,7 +226,7 @@ class Model(nn.Module):
 
     def text_slots(self, tokens, mask, **options):
         """tokens, mask (B, n) -> slots (B, L, V), with return_attn=True also (B, L, n)."""
-        eos_idx = mask.sum(1) - 1                                  # (B,); padding comes last
+        eos_idx = checked_mask(mask, tokens.shape).sum(1) - 1      # (B,); padding comes last
         return self.text_readout(self.text_encoder(tokens, mask), eos_idx, **options)
 
 
@@ -218,8 +239,8 @@ class Model(nn.Module):
 #     x = model.vision_model(pixel_values=images).last_hidden_state             # (B, n, 768)
 #     x = model.vision_model.post_layernorm(x)  # the text model's outputs are normalised
 #     h = model.text_model(input_ids=ids, attention_mask=mask).last_hidden_state  # (B, n, 512)
-#     v = normalize_slots(image_sparo(x))                                       # (B, L V)
-#     t = normalize_slots(text_sparo(h, eos_idx=mask.sum(1) - 1))               # (B, L V)
+#     v = image_sparo(x)                                                        # (B, L, V)
+#     t = text_sparo(h, eos_idx=mask.sum(1) - 1)                                # (B, L, V)
 #     loss = clip_loss(v, t, model.logit_scale.exp(), gather=gather)
 
 
@@ -338,8 +359,16 @@ class FullModel(Model):
 # vector. The paper does not say how it normalises the variants of Table 6.
 
 
+def refuse_without_cls(image_encoder):
+    if image_encoder.cls is None:
+        raise ValueError("This read-out needs [CLS], but image_encoder.cls is None: give an "
+                         "encoder with [CLS], or another read-out.")
+
+
 class Baseline(FullModel):
-    """CLIP with another read-out than SPARO."""
+    """CLIP with another read-out than SPARO. image_encoder.cls is None if there is no [CLS]; `cls`
+    then takes the attention of CLIP's ResNet. `gap` takes image_encoder.norm, the last LayerNorm,
+    away from the encoder."""
 
     def __init__(self, config, *encoders_and_widths):
         super().__init__(config, *encoders_and_widths)
@@ -363,15 +392,18 @@ class Baseline(FullModel):
         if config.readout == "gap":
             # The authors take the mean first and apply the encoder's last LayerNorm to the mean
             # (transformer.py:527, 573), so the LayerNorm moves from the encoder to the read-out.
-            norm = getattr(image_encoder, "norm", nn.Identity())   # a ResNet has no LayerNorm
-            image_encoder.norm = nn.Identity()
+            norm, image_encoder.norm = image_encoder.norm, nn.Identity()
             mean = Pool(nn.Sequential(norm, projection(image_width, E)), mean=True)
             return [mean, Pool(projection(text_width, E))]         # captions are read as in CLIP
         if config.readout == "bottleneck":  # App. B.2
+            refuse_without_cls(image_encoder)
             return [Pool(nn.Sequential(projection(d, m), nn.Linear(m, E))) for d in widths]
         if config.readout == "fdt":
             codebook = nn.Parameter(torch.randn(config.codes, E))
             return [FDT(d, codebook) for d in widths]
+        if config.readout != "attpool":
+            raise ValueError(f"readout must be cls, gap, attpool, bottleneck or fdt, not "
+                             f"{config.readout!r}.")
         return [CrossAttention(d, config.L, config.V, config.D, config.heads, config.slot_norm,
                                config.slot_projection) for d in widths]
 
@@ -396,7 +428,9 @@ class Pool(nn.Module):
         if self.mean:
             x = x.mean(1)
         else:
-            x = x[torch.arange(len(x), device=x.device), 0 if eos_idx is None else eos_idx]
+            # an empty caption has the index -1; its first position counts, as in after_end
+            index = 0 if eos_idx is None else eos_idx.clamp(min=0)
+            x = x[torch.arange(len(x), device=x.device), index]
         return self.proj(x)[:, None]                               # (B, 1, M)
 
 
@@ -434,7 +468,7 @@ class CrossAttention(nn.Module):
         super().__init__()
         self.q = nn.Parameter(torch.randn(L, 1, D))
         self.k, self.v = nn.Linear(d, L * D), nn.Linear(d, L * D)
-        self.mix = nn.Linear(L * D, L * D) if heads == "multi" else nn.Identity()
+        self.mix = {"multi": nn.Linear, "separate": nn.Identity}[heads](L * D, L * D)
         self.norm = nn.LayerNorm(D if slot_norm else L * D)
         self.proj = nn.Linear(D, V) if slot_projection else nn.Linear(L * D, L * V)
 
@@ -554,6 +588,8 @@ class Dino(nn.Module):
             self.readout = Sparo(image_width, config.L, config.V, config.D, config.grp_size)
         else:
             M = image_width
+            if config.readout == "cls":
+                refuse_without_cls(image_encoder)
             self.readout = Pool(nn.Identity(), config.readout == "gap")
         self.head = DinoHead(M, config.out_dim, config.head_width, config.head_bottleneck)
         self.teacher = copy.deepcopy(self.student()).requires_grad_(False)

@@ -82,20 +82,35 @@ def identity(x):
     return x
 
 
+def checked_mask(mask, shape):
+    """mask (B, L): True (or 1) at tokens and False (or 0) at padding, which comes last -> of bools.
+    Raises ValueError if the mask has another shape, or floats, such as an additive mask has."""
+    if mask.shape != shape or mask.is_floating_point():
+        raise ValueError(f"A mask needs the shape {tuple(shape)} and bools, not "
+                         f"{tuple(mask.shape)} and {mask.dtype}.")
+    return mask.bool()
+
+
 def own_columns(logits):
     """The columns (B,) of this rank's captions in logits (B, world * B)."""
     B, columns = logits.shape
+    if columns < 2 or columns % B:
+        raise ValueError(f"The loss compares pairs: {B} images and {columns} captions need to be "
+                         f"equally many on each rank, and two or more on all ranks.")
     rank = dist.get_rank() if columns > B else 0
     return rank * B + torch.arange(B, device=logits.device)
 
 
 # M(x, y) = cos(enc(x), enc(y))                                                      (Eq. 2)
 # L_con = -1/B sum_i log( exp(M(x_i, y_i) / T) / sum_j exp(M(x_i, y_j) / T) )        (Eq. 3)
-def contrastive_loss(v, t, scale, gather=identity):
+def contrastive_loss(v, t, scale, *, gather=identity):
     """The mean of Eq. 3 from image to text and of Eq. 3 from text to image, a scalar.
 
-    v, t (B, |V|): enc of B images and of their captions. scale: 1 / T. gather: see identity.
+    v, t (B, |V|): enc of B images and of their captions, normalised here. scale: 1 / T, from 1 to
+    100. gather: see identity.
     """
+    if v.shape != t.shape:
+        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}.")
     with in_fp32(v, t) as (v, t):
         v = F.normalize(v, dim=-1, eps=0.5)  # differs: eps bounds the gradient
         t = F.normalize(t, dim=-1, eps=0.5)
@@ -111,7 +126,7 @@ def contrastive_loss(v, t, scale, gather=identity):
 
 
 # L_FLOPs = sum_k ( 1/N sum_i enc_k^(i) )^2,  N: the size of the global batch        (Eq. 6)
-def flops_loss(enc, gather=identity):
+def flops_loss(enc, *, gather=identity):
     """enc (B, |V|) -> scalar, a differentiable count of the multiplications in the dot product of
     two encodings. It is small if few words are active, and each of them in few samples."""
     with in_fp32(enc) as (enc,):
@@ -150,6 +165,9 @@ class TokenProjectionHead(nn.Module):
     def forward(self, h, mask=None, e=None, revived=None):
         """h (B, N, d) -> enc (B, |V|). mask (B, N) is False at padding. e (|V|, E) replaces the
         shared embedding. revived (B, |V|) is True at words that get a gradient at weight 0, too."""
+        if mask is not None:
+            mask = checked_mask(mask, h.shape[:2])
+            h = h.masked_fill(~mask[..., None], 0.0)                     # 0 * NaN would be NaN
         e = self.embedding.weight if e is None else e
         b = self.bias.masked_fill(~self.valid, -math.inf)
         # StreamedEncoding (below) returns what `encode` returns, in less memory. differs from the
@@ -161,7 +179,8 @@ class TokenProjectionHead(nn.Module):
 def caption_mask(tokens, mask, size):
     """tokens (B, L), mask (B, L), False at padding -> mask(y) (B, size), 0 or 1."""
     result = torch.zeros(len(tokens), size, device=tokens.device)
-    return result.scatter_reduce_(1, tokens, mask.to(result.dtype), "amax")
+    mask = checked_mask(mask, tokens.shape).to(result.dtype)
+    return result.scatter_reduce_(1, tokens, mask, "amax")
 
 
 class Model(nn.Module):
@@ -169,7 +188,7 @@ class Model(nn.Module):
 
     image_encoder(images) -> (B, N, image_width); text_encoder(tokens, mask) -> (B, L, text_width).
     text_encoder.embedding is an nn.Embedding (|V|, E); text_encoder.special has the ids of tokens
-    that are not words. The model begins in stage 1. For each stage a training loop needs these lines:
+    that are not words. The model begins in stage 1. A training loop needs these lines per stage:
 
         model.begin_stage(number, fresh=True)            # 1, then 2, then 3
         parallel = DDP(model) if ranks > 1 else model    # again, because stage 2 freezes parameters
@@ -249,8 +268,8 @@ class Model(nn.Module):
         revived = words > 0 if self.number <= cfg.revive_until else None
         v = self.image_encoding(batch["images"], revived)         # (B, |V|)
         t = self.text_encoding(tokens, mask, revived)             # (B, |V|)
-        contrast = contrastive_loss(v, t, scale, gather)
-        flops_image, flops_text = flops_loss(v, gather), flops_loss(t, gather)
+        contrast = contrastive_loss(v, t, scale, gather=gather)
+        flops_image, flops_text = flops_loss(v, gather=gather), flops_loss(t, gather=gather)
         # L = L_con + lambda_1 L_FLOPs of images + lambda_2 L_FLOPs of texts         (Eq. 7)
         flops = cfg.lambda_image * flops_image + cfg.lambda_text * flops_text
         loss = contrast + self.strength * flops  # strength grows from 0 to 1 (Sec. 4.2)
@@ -286,9 +305,9 @@ class Model(nn.Module):
 #     h = model.vision_model(pixel_values=images).last_hidden_state             # (B, n, 768)
 #     v = image_head(model.vision_model.post_layernorm(h))                      # (B, |V|)
 #     h = model.text_model(input_ids=ids, attention_mask=mask).last_hidden_state  # (B, n, 512)
-#     t = text_head(h, mask.bool())                                             # (B, |V|)
-#     loss = contrastive_loss(v, t, model.logit_scale.exp(), gather)
-#     loss = loss + 1e-3 * (flops_loss(v, gather) + flops_loss(t, gather))
+#     t = text_head(h, mask)                                                    # (B, |V|)
+#     loss = contrastive_loss(v, t, model.logit_scale.exp(), gather=gather)
+#     loss = loss + 1e-3 * (flops_loss(v, gather=gather) + flops_loss(t, gather=gather))
 
 
 def check_gather(gather):

@@ -196,7 +196,7 @@ def test_check_gather_raises_on_every_rank_for_each_wrong_gather(tmp_path):
         assert "rank order" in found[4]
 
 
-@pytest.mark.parametrize("name", "in_fp32 identity check_gather own_columns".split())
+@pytest.mark.parametrize("name", "in_fp32 identity check_gather own_columns checked_mask".split())
 def test_what_every_method_file_repeats_is_the_same_text(name):
     files = [file for file in (sparo, stair, sparc, bam) if hasattr(file, name)]
     assert len(files) >= 3 and len({inspect.getsource(getattr(file, name)) for file in files}) == 1
@@ -389,3 +389,98 @@ def test_a_config_refuses_what_its_model_would_ignore(method, setting):
 def test_the_core_ends_outside_of_a_class_by_line_300(name):
     lines = (ROOT / f"{name}.py").read_text().splitlines()
     assert any(line.startswith(f"# To read {name.upper()}, stop here.") for line in lines[:300])
+
+
+B, L, P, E = 4, 6, 9, 5
+V_AND_T = torch.randn(2, B, E)
+TOKENS, PATCHES = torch.randn(B, L, E), torch.randn(B, P, E)
+MASK = torch.arange(L) < torch.tensor([6, 4, 3, 5])[:, None]
+HEAD = stair.TokenProjectionHead(E, nn.Embedding(11, E))
+SPARO = sparo.Sparo(E, 2, 3, 4)
+FINE, PROJECTOR = sparc.fine_grained_loss, bam.Projector(E, bam.Config(
+    teacher=False, projector_width=4, projector_dim=4))
+CONTRASTIVE = sparo.clip_loss, stair.contrastive_loss, sparc.global_loss
+
+
+@pytest.mark.parametrize("loss", CONTRASTIVE)
+@pytest.mark.parametrize("v, t, message", [
+    (V_AND_T[0], torch.randn(B + 1, E), r"\(4, 5\), captions \(5, 5\)"),
+    (V_AND_T[0, :1], V_AND_T[1], r"\(1, 5\), captions \(4, 5\)"),
+    (V_AND_T[0], V_AND_T[1, :3], r"\(3, 5\)"), (V_AND_T[0, :1], V_AND_T[1, :1], "two or more")])
+def test_contrastive_losses_refuse_what_has_no_pairs(loss, v, t, message):
+    with pytest.raises(ValueError, match=message):
+        loss(v, t, 10.0)
+
+
+@pytest.mark.parametrize("loss", CONTRASTIVE)
+def test_contrastive_losses_normalise_and_take_options_by_name(loss):
+    v, t = V_AND_T.abs() + 1
+    unit = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
+    torch.testing.assert_close(loss(7 * v, 3 * t, 10.0), loss(*unit, 10.0))
+    with pytest.raises(TypeError, match="positional"):
+        loss(v, t, 10.0, common.gather)
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda: FINE(TOKENS, PATCHES[:1], MASK, 9.0), "4 captions and 1 images"),
+    (lambda: FINE(TOKENS, PATCHES, MASK[:1], 9.0), r"\(4, 6\) and bools, not \(1, 6\)"),
+    (lambda: FINE(PATCHES, TOKENS, MASK, 9.0), r"\(4, 9\) and bools, not \(4, 6\)"),
+    (lambda: FINE(TOKENS, PATCHES, MASK.float().log(), 9.0), "torch.float32"),
+    (lambda: FINE(TOKENS, PATCHES, MASK, 9.0, token_mean="tokens"), "'tokens'"),
+    (lambda: sparc.alignment_weights(TOKENS, PATCHES, 1.5), r"\[0, 1\]: 1.5"),
+    (lambda: sparc.words_only(MASK.float()), "torch.float32"),
+    (lambda: sparc.filip_loss(TOKENS, PATCHES, MASK.float(), 9.0), "torch.float32"),
+    (lambda: sparc.gloria_loss(PATCHES, TOKENS, MASK, 9.0), r"\(4, 9\)"),
+    (lambda: HEAD(TOKENS, MASK[:1]), r"\(4, 6\) and bools, not \(1, 6\)"),
+    (lambda: HEAD(TOKENS, MASK.float()), "torch.float32"),
+    (lambda: stair.caption_mask(MASK.long(), MASK.float(), 9), "torch.float32"),
+    (lambda: SPARO(TOKENS, MASK), r"eos_idx needs B indices .*\(4, 6\)"),
+    (lambda: SPARO(TOKENS, MASK.float().sum(1)), "torch.float32"),
+    (lambda: PROJECTOR(TOKENS[0], bam.identity), r"\(k, n, d\), not \(6, 5\)"),
+    (lambda: bam.bam_loss(TOKENS[0], 2, iters=0), "iters is 0"),
+    (lambda: bam.bam_loss(TOKENS[0], 2, tau=0.0), "tau 0.0")])
+def test_wrong_shapes_masks_and_numbers_raise_errors_that_name_them(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("name, settings, error", [
+    ("sparc", dict(align="softmx"), "'softmx'"), ("sparc", dict(h_v="residuel"), "'residuel'"),
+    ("sparc", dict(token_mean="tokens"), "'tokens'"), ("sparo", dict(readout="foo"), "'foo'"),
+    ("sparo", dict(readout="attpool", heads="both"), "'both'"),
+    ("bam", dict(mask="Zero"), "'Zero'"), ("bam", dict(readout="mean"), "'mean'"), ("bam", dict(target="plain"), "'plain'"),
+    ("bam", dict(readout="cls", vit=dict(cls=False)), "cls is None"),
+    ("sparo", dict(readout="bottleneck", vit=dict(cls=False)), "cls is None"),
+    ("dino", dict(readout="cls", vit=dict(cls=False)), "cls is None")])
+def test_settings_that_are_no_choice_are_refused(name, settings, error):
+    with pytest.raises((ValueError, KeyError), match=error):
+        tiny_model(name, **settings)(batch_of(name))
+
+
+@pytest.mark.parametrize("call", [
+    lambda x, mask: SPARO(x, mask.sum(1) - 1), lambda x, mask: HEAD(x, mask),
+    lambda x, mask: FINE(x, PATCHES, mask, 9.0), lambda x, mask: sparc.masked_mean(x, mask == 1),
+    lambda x, mask: sparc.filip_loss(x, PATCHES, mask, 9.0),
+    lambda x, mask: sparc.gloria_loss(x, PATCHES, mask, 9.0)])
+def test_padding_may_hold_nan_and_a_mask_may_hold_integers(call):
+    results = []
+    for filler in (1.0, torch.nan):
+        x = TOKENS.masked_fill(~MASK[..., None], filler).requires_grad_()
+        value = call(x, MASK.long())
+        gradient, = torch.autograd.grad(value.square().sum(), x)
+        results.append((value, gradient))
+    torch.testing.assert_close(*results)
+    assert results[0][1].isfinite().all() and not results[0][1][~MASK].any()
+
+
+def test_an_empty_caption_is_read_at_its_first_position():
+    pool, x = sparo.Pool(nn.Identity()), torch.randn(2, 5, 3)
+    assert torch.equal(pool(x, torch.tensor([-1, 2]))[:, 0], torch.stack([x[0, 0], x[1, 2]]))
+
+
+def test_gap_needs_the_last_norm_of_the_encoder():
+    model = tiny_model("sparo", readout="cls")
+    model.image_encoder = nn.Module()
+    model.config.readout = "gap"
+    with pytest.raises(AttributeError, match="norm"):
+        model.readouts(16, 16)
