@@ -296,11 +296,13 @@ class Model(nn.Module):
 #
 # BAM's loss for another `backbone`, a function of images (n, 3, s, s) -> h (n, d). `views` is a
 # list of two or more tensors (n, 3, s, s), the G large views first. For `gather` see identity.
-# The optimizer must also get the projector's parameters.
-#     projector = Projector(d, Config(teacher=False))                   # with BatchNorm
+#     projector = Projector(d, Config(teacher=False))                   # once; with BatchNorm
+#     parameters = [*backbone.parameters(), *projector.parameters()]    # once
+#     optimizer = torch.optim.AdamW(parameters, lr=5e-4)                # once
 #     h = torch.stack([backbone(view) for view in views])               # (k, n, d)
 #     z = projector(h, gather).flatten(0, 1)                            # (k n, E)
 #     loss = bam_loss(z, len(views), n_global=G, gather=gather)
+#     loss.backward(), optimizer.step(), optimizer.zero_grad()          # update
 
 
 def check_gather(gather):
@@ -561,6 +563,7 @@ def heat_boxes(heat, threshold, size):
 
 class LARS(torch.optim.Optimizer):
     """SGD with momentum betas[0], each update scaled to the norm trust * |p| (arXiv 1708.03888).
+    Groups with `decays` False (biases, norms and positions) are neither scaled nor decayed.
     betas[1] and eps have no effect; train.py gives them to every optimizer."""
 
     def __init__(self, params, lr=0.3, betas=(0.9, 0), eps=0, weight_decay=1e-6, trust=1e-3):
@@ -574,9 +577,10 @@ class LARS(torch.optim.Optimizer):
                 continue
             # _foreach functions update all parameters at once. On a GPU, one kernel for each
             # parameter would take longer to start than to run.
-            decay = torch._foreach_mul(params, group["weight_decay"])
+            decays = group.get("decays", True)
+            decay = torch._foreach_mul(params, group["weight_decay"] * decays)
             update = torch._foreach_add([p.grad for p in params], decay)
-            if group.get("decays", True):  # biases, norms and positions are not scaled
+            if decays:
                 size, update_size = (torch.stack(torch._foreach_norm(x)) for x in (params, update))
                 scale = group["trust"] * size / update_size                      # (n,)
                 scale = torch.where((scale > 0) & scale.isfinite(), scale, 1.0)

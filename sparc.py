@@ -299,6 +299,7 @@ class Model(nn.Module):
 #
 # To add L_f to OpenCLIP's CLIP (`model`): `images` and `ids` are the model's inputs. For `gather`
 # see identity.
+#     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)       # once
 #     out = model.forward_intermediates(images, ids, image_indices=1, text_indices=1,
 #                                       normalize_intermediates=True, image_output_fmt="NLC")
 #     patches = out["image_intermediates"][-1] @ model.visual.proj     # (B, P, E), no [CLS]
@@ -307,6 +308,8 @@ class Model(nn.Module):
 #     v, t, scale = out["image_features"], out["text_features"], model.logit_scale.exp()
 #     loss_f = fine_grained_loss(tokens, patches, words, scale)
 #     loss = 0.5 * global_loss(v, t, scale, gather=gather) + loss_f
+#     loss.backward(), optimizer.step(), optimizer.zero_grad()         # update
+#     model.logit_scale.data.clamp_(0, math.log(100))                  # update
 
 
 def check_gather(gather):

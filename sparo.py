@@ -233,15 +233,17 @@ class Model(nn.Module):
 # To read SPARO, stop here. ----------------------------------------------------------------
 #
 # To add SPARO to Hugging Face's CLIP (`model`): `images` are pixels, `ids` are tokens with the
-# attention mask `mask`. For `gather` see identity. Run the lines marked "once" before you make the
-# optimizer.
-#     image_sparo, text_sparo = Sparo(768, 64, 64, 64), Sparo(512, 64, 64, 64)  # once
+# attention mask `mask`. For `gather` see identity. Lines marked "once" come before DDP.
+#     model.image_sparo, model.text_sparo = Sparo(768, 64, 64, 64), Sparo(512, 64, 64, 64)  # once
+#     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)                            # once
 #     x = model.vision_model(pixel_values=images).last_hidden_state             # (B, n, 768)
 #     x = model.vision_model.post_layernorm(x)  # the text model's outputs are normalised
 #     h = model.text_model(input_ids=ids, attention_mask=mask).last_hidden_state  # (B, n, 512)
-#     v = image_sparo(x)                                                        # (B, L, V)
-#     t = text_sparo(h, eos_idx=mask.sum(1) - 1)                                # (B, L, V)
+#     v = model.image_sparo(x)                                                  # (B, L, V)
+#     t = model.text_sparo(h, eos_idx=mask.sum(1) - 1)                          # (B, L, V)
 #     loss = clip_loss(v, t, model.logit_scale.exp(), gather=gather)
+#     loss.backward(), optimizer.step(), optimizer.zero_grad()                  # update
+#     model.logit_scale.data.clamp_(0, math.log(100))                           # update
 
 
 def check_gather(gather):

@@ -297,17 +297,19 @@ class Model(nn.Module):
 # To read STAIR, stop here. ------------------------------------------------------------------
 #
 # To turn Hugging Face's CLIP (`model`) into STAIR: `images` are pixels, `ids` are tokens with the
-# attention mask `mask`. For `gather` see identity. Run the lines marked "once" before you make the
-# optimizer.
+# attention mask `mask`. For `gather` see identity. Lines marked "once" come before DDP.
 #     e, special = model.text_model.embeddings.token_embedding, (49406, 49407)  # once
-#     image_head = TokenProjectionHead(768, e, special)                         # once
-#     text_head = TokenProjectionHead(512, e, special)                          # once
+#     model.image_head = TokenProjectionHead(768, e, special)                   # once
+#     model.text_head = TokenProjectionHead(512, e, special)                    # once
+#     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)                # once
 #     h = model.vision_model(pixel_values=images).last_hidden_state             # (B, n, 768)
-#     v = image_head(model.vision_model.post_layernorm(h))                      # (B, |V|)
+#     v = model.image_head(model.vision_model.post_layernorm(h))                # (B, |V|)
 #     h = model.text_model(input_ids=ids, attention_mask=mask).last_hidden_state  # (B, n, 512)
-#     t = text_head(h, mask)                                                    # (B, |V|)
+#     t = model.text_head(h, mask)                                              # (B, |V|)
 #     loss = contrastive_loss(v, t, model.logit_scale.exp(), gather=gather)
 #     loss = loss + 1e-3 * (flops_loss(v, gather=gather) + flops_loss(t, gather=gather))
+#     loss.backward(), optimizer.step(), optimizer.zero_grad()                  # update
+#     model.logit_scale.data.clamp_(0, math.log(100))                           # update
 
 
 def check_gather(gather):
@@ -466,9 +468,9 @@ class StreamedEncoding(torch.autograd.Function):
 class LAMB(torch.optim.Optimizer):
     """Adam whose update of a tensor is scaled to the norm of the tensor (arXiv 1904.00962).
 
-    differs: groups with `decays` False are not scaled. These are biases, norms, positions and the
-    token embedding e. With `tiny --optimizer lamb --beta2 .999 --weight-decay 1e-2 --lr 3e-3
-    --steps 500` zero-shot is .62, and .29 if e is scaled and decays (one seed).
+    differs: groups with `decays` False are neither scaled nor decayed. These are biases, norms,
+    positions and the token embedding e. With `tiny --optimizer lamb --beta2 .999 --weight-decay
+    1e-2 --lr 3e-3 --steps 500` zero-shot is .62, and .29 if e is scaled and decays (one seed).
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01):
@@ -497,10 +499,11 @@ class LAMB(torch.optim.Optimizer):
             m = torch._foreach_div(m, [1 - beta1**step for step in steps])
             v = torch._foreach_div(v, [1 - beta2**step for step in steps])
             root = torch._foreach_add(torch._foreach_sqrt(v), group["eps"])
-            decay = torch._foreach_mul(params, group["weight_decay"])
+            decays = group.get("decays", True)
+            decay = torch._foreach_mul(params, group["weight_decay"] * decays)
             update = torch._foreach_add(torch._foreach_div(m, root), decay)
             size, update_size = (torch.stack(torch._foreach_norm(x)) for x in (params, update))
-            is_scaled = (size > 0) & (update_size > 0) & group.get("decays", True)
+            is_scaled = (size > 0) & (update_size > 0) & decays
             trust = torch.where(is_scaled, size / update_size, 1.0)
             torch._foreach_sub_(params, torch._foreach_mul(update, list(group["lr"] * trust)))
 

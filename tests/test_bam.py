@@ -294,10 +294,10 @@ def test_effective_rank_counts_directions_and_mean_cosine_averages_pairs():
 
 
 def test_lars_equals_its_update_rule_written_out():
-    """A bias, which does not decay, is not scaled by the trust ratio either."""
+    """A bias with `decays` False neither decays nor is scaled by the trust ratio."""
     w, b = nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.zeros(2))
     groups = [{"params": [w], "decays": True, "weight_decay": 0.1},
-              {"params": [b], "decays": False, "weight_decay": 0.0}]
+              {"params": [b], "decays": False, "weight_decay": 0.5}]
     optimizer = train.OPTIMIZERS["lars"](groups, lr=0.5, betas=(0.8, 0.99), trust=0.01)
     expected_w, expected_b = w.detach().clone(), b.detach().clone()
     m_w, m_b = torch.zeros(3, 2), torch.zeros(2)
