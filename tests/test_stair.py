@@ -60,17 +60,21 @@ def build(special=(0, 3)):
 
 @pytest.mark.parametrize("chunk", [1, 60, 2**23])
 @pytest.mark.parametrize("masked", [False, True])
-def test_encodings_equal_equations_4_and_5_in_values_and_gradients(masked, chunk, monkeypatch):
+@pytest.mark.parametrize("shift", [0.0, -8.0])  # many or few words are active
+def test_encodings_equal_equations_4_and_5_in_values_and_gradients(
+        masked, chunk, shift, monkeypatch):
     """chunk: how many numbers the streamed form computes at a time.
 
     encode() is the printed form.
     """
     monkeypatch.setattr(stair.StreamedEncoding, "CHUNK", chunk)
     head, h = build(), torch.randn(4, 7, 5, dtype=torch.double, requires_grad=True)
+    nn.init.constant_(head.bias, shift)
     mask = torch.arange(7) < torch.tensor([[7], [3], [1], [0]]) if masked else None
     inputs = [h, *head.parameters()]
     enc = head(h, mask)
-    assert (enc > 0).any() and (enc == 0).any() and (enc[:, [0, 3]] == 0).all()
+    assert 0 < (enc > 0).sum() and ((enc > 0).sum() > enc.numel() / 5) == (shift == 0)
+    assert (enc == 0).any() and (enc[:, [0, 3]] == 0).all()
     assert_same_with_gradients(enc, literal_encoding(head, h, mask), inputs)
     b = head.bias.masked_fill(~head.valid, -math.inf)
     plain = stair.encode(head.transform(h), head.embedding.weight, b, mask)
