@@ -7,6 +7,8 @@ patches below a threshold get 0. The weighted mean of the patches must resemble 
 the other words of the caption. We know of no code by the authors; their App. C has a listing.
 
     symbol      name here               shape       where
+    There are B pairs, P patches in an image, L tokens in the longest caption. Encoders have the
+    width d, embeddings the width E, which is the paper's d.
     f_v         Model.f_v               (B, P, d)   Sec. 2; all patches, without [CLS]
     f_t         text_encoder            (B, L, d)   Sec. 2; all tokens
     h_v         Model.h_v               d -> d      Sec. 2; "a single non-linear layer"
@@ -20,7 +22,6 @@ the other words of the caption. We know of no code by the authors; their App. C 
     tau         1 / scale               scalar      Eq. 1, 6; learned, shared by both losses
     L_g         global_loss             scalar      Eq. 1
     L_f         fine_grained_loss       scalar      Eq. 6
-    There are B pairs, P patches in an image, L tokens in the longest caption. E is the paper's d.
 
 Differs from the paper (search for "differs" for all other places):
   * A word that is equally similar to all patches gives them equal weights; Eq. 2 would be 0 / 0.
@@ -30,18 +31,9 @@ Differs from the paper (search for "differs" for all other places):
     does not crop. Sec. 4.1 resizes the whole image to 224 x 224.
   * `tiny` has lambda_f 0.1 and the learning rate 2e-3. With 0.5, the paper's smallest lambda_f, or
     with a lower rate, words do not find their objects. `tiny` has sigma 0.4 and a residual h_v.
-Not here: detection and captioning (Tables 5, 7; `eval.py --export` writes the image encoder, but
-OWL-ViT also needs the text encoder); the 32k SentencePiece vocabulary (here WordPiece); gradients
-from several datasets in one update, JFT's labels as captions (D.2); Pascal Context's .mat maps.
+Not here: see the comment at Settings.
 Run:     python train.py --method sparc       (--objective clip, filip, ...: the baselines)
          python eval.py RUN --templates FILE  (FILE: D.5's prompts, each prefix + suffix)
-Result:  test data, five seeds (`python tests/claims.py readme`; the end of this file has more). "On
-         objects" is the share of a word's weight on its objects (.07 with uniform weights).
-    R@1 of images        .560 +- .007  CLIP .530 +- .007 (holds)
-    zero-shot, prompts   .464 +- .026  CLIP .434 +- .007 (holds)
-    zero-shot, the name  .352 +- .058  CLIP .410 +- .022 (not shown)
-    on objects, shapes   .174 +- .012  softmax .076 +- .041 (holds), sigma 0 .097 +- .023 (holds)
-    on objects, colours  .174 +- .029  softmax .350 +- .105 (reversed), sigma 0 .134 +- .008 (holds)
 """
 
 import contextlib
@@ -192,7 +184,8 @@ def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
     """SPARC's loss for words, L_f. tokens (B, L, E), patches (B, P, E) -> scalar.
 
     mask (B, L): True on words; scale: 1 / tau; align(tokens, patches) -> a (B, L, P). Only
-    token_mean="batch" uses gather.
+    token_mean="batch" uses gather. With other data L_f may learn nothing from the images. Log it
+    with wrong images, too, patches.roll(1, 0) (FullModel.diagnose): it must be much larger.
     """
     def losses(tokens, patches, mask):
         grouped = align(tokens, patches) @ patches   # (B, L, E), c_l
@@ -323,6 +316,10 @@ def check_gather(gather):
 
 
 # Settings, presets, what train.py and eval.py ask for -------------------------------------
+#
+# Not here: detection and captioning (Tables 5, 7; `eval.py --export` writes the image encoder, but
+# OWL-ViT also needs the text encoder); the 32k SentencePiece vocabulary (here WordPiece); gradients
+# from several datasets in one update, JFT's labels as captions (D.2); Pascal Context's .mat maps.
 
 
 @dataclass(kw_only=True)
@@ -738,7 +735,17 @@ def share_on(mask, weights):
     return ((weights * patches).sum() / weights.sum()).item()
 
 
-# What was found out beyond the docstring's results, whose runs are D. B is `tiny` with --sigma .3
+# What was found out on test data (five seeds, `python tests/claims.py readme`). "On objects" is the
+# share of a word's weight on its objects (.07 with uniform weights).
+#
+#     R@1 of images        .560 +- .007  CLIP .530 +- .007 (holds)
+#     zero-shot, prompts   .464 +- .026  CLIP .434 +- .007 (holds)
+#     zero-shot, the name  .352 +- .058  CLIP .410 +- .022 (not shown)
+#     on objects, shapes   .174 +- .012  softmax .076 +- .041 (holds), sigma 0 .097 +- .023 (holds)
+#     on objects, colours  .174 +- .029  softmax .350 +- .105 (reversed), sigma 0 .134 +- .008
+#                                                                         (holds)
+#
+# The runs of this table are D. B is `tiny` with --sigma .3
 # --steps 2400 (three seeds, one learning rate for SPARC and for CLIP). C is `tiny-stem` with
 # --lambda-f .5 --lr 1e-3 (three seeds). Three seeds decide nothing: the sentences about B and C
 # compare means. `python tests/claims.py sparc` prints the rows of C.

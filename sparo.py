@@ -7,19 +7,20 @@ from a single head, so it tends to hold a single concept. Both encoders of CLIP 
 similarity of an image and a caption is the mean of the L cosines between their slots.
 
     symbol    name here        shape              where (K' is K transposed)
-    H         x                (B, n, d)          Sec. 3.2; the n outputs of a transformer
-    g         grp_size                            App. A; number of slots that share one K_l
+    B images or captions give n outputs of width d each, and L slots of width V. Queries have width
+    D, and g = grp_size slots share one K_l (App. A).
+    H         x                (B, n, d)          Sec. 3.2; the outputs of a transformer
     q_l       Sparo.q          (1, L/g, g, 1, D)  Eq. 1; learned query of slot l
     K_l       Sparo.KVproj     d -> (L/g) D       Eq. 1; learned key projection
     W         Sparo.Wproj      D -> V             Eq. 1; learned, shared by all slots
     y_l       y                (B, L, V)          Eq. 1; Model.image_slots, Model.text_slots
     y         normalize_slots  (B, L V)           Sec. 3.3; encoding, of length 1
     y^i, y^t  v, t             (B, L V)           Eq. 2; encodings of images and captions
+    tau       1 / scale        scalar             Sec. 3.3; temperature of CLIP's loss, learned
 
 The authors' code is https://github.com/ankitkv/sparo-clip at 6621a31, a fork of OpenCLIP; DINO's is
 https://github.com/facebookresearch/dino at 7c446df. (FILE:LINE) names a line of one of the two.
-`python tests/parity.py sparo PATH` trains the authors' network and ours in float64. The losses of
-60 steps differ by at most 9.6e-15 (relative; CLIP 1.4e-14; `dino PATH`, 40 steps: 4.2e-16).
+`python tests/parity.py sparo PATH` trains both for 60 steps; losses differ by at most 9.6e-15.
 
 Differs from the paper (search for "differs" for the variants):
   * Sparo.forward returns what the listing of App. A returns (Eq. 1 with biases), but costs less.
@@ -37,10 +38,6 @@ Not here: CLIP's own form of ResNet-50 (App. B.3); Table 5's VTAB Avg, the relat
 Run:     python train.py --method sparo                   (the world of shapes, in minutes)
          python train.py --method sparo --readout cls     (CLIP; gap: CLIP+GAP)
          python train.py --method sparo --objective dino  (DINO; --readout sparo, cls, gap)
-Result:  test images of shapes, five seeds (`python tests/claims.py readme`)
-             zero-shot accuracy                .933 +- .013  CLIP .842 +- .074  not shown
-             captions with swapped attributes  .610 +- .074  CLIP .508 +- .006  holds
-         The end of this file has more findings.
 """
 
 import contextlib
@@ -777,8 +774,13 @@ def train_mask(y_i, y_p, y_n, parts, epochs=100, batch=256, generator=None):
     return best, before, after
 
 
-# What was found out (shapes, test data, three seeds; the table compares means, as three seeds
-# decide nothing). `python tests/claims.py sparo` prints these rows and more.
+# What was found out on test images of shapes (five seeds, `python tests/claims.py readme`):
+#
+#     zero-shot accuracy                .933 +- .013  CLIP .842 +- .074  not shown
+#     captions with swapped attributes  .610 +- .074  CLIP .508 +- .006  holds
+#
+# Three seeds (the table compares means, as three seeds decide nothing). `python tests/claims.py
+# sparo` prints these rows and more.
 #
 #     what                                       here          compared with
 #     zero-shot                                  .912 +- .074  CLIP+GAP .871 +- .063

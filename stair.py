@@ -1,5 +1,5 @@
 """STAIR: Learning Sparse Text and Image Representation in Grounded Tokens
-(Chen et al., 2023, arXiv 2301.13081).
+(Chen et al., 2023, arXiv 2301.13081; no code by the authors). Run: python train.py --method stair
 
 An image or a caption becomes one vector with a weight for each word of the vocabulary. Most weights
 are 0, so people can read the vector and an inverted index can search it. The contrastive loss alone
@@ -8,6 +8,7 @@ may be active in its vector, and the image encoder learns these words. Stage 2 f
 encoder, and the text encoder learns to activate other words that fit. Stage 3 trains both encoders.
 
     symbol      name here            shape            where
+    B images or captions have N outputs of width d each; the vocabulary has |V| words of width E.
     f, g        image_encoder, image_head             Eq. 1; for texts: text_encoder, text_head
     h_j         h                    (B, N, d)        Eq. 4; an encoder's output at position j
     transform   transform            d -> E           Eq. 4; `encode` gets t = transform(h)
@@ -18,30 +19,15 @@ encoder, and the text encoder learns to activate other words that fit. Stage 3 t
     lambda_1,2  lambda_image, _text  scalar           Eq. 7
     1 / T       scale                scalar           Eq. 3; learned
 
-We know of no code by the authors.
-
 Differs from the paper:
   * A word of the caption gets a gradient even where its weight is 0, up to stage `revive_until`
     (in b16 never). The paper's ReLU stops this gradient, so that a word that the image encoder does
     not see at first can never come back.
   * The cosine in the loss counts an encoding shorter than 0.5 as 0.5 long, to bound its gradient.
-  * LAMB neither scales nor decays e (common.param_groups). Published LAMB does both; the first
-    step of e in b16 would then be 49 times shorter.
-  * The paper leaves open how its encoders modify CLIP-B/16. Here the image encoder has no [CLS] and
-    no LayerNorm before its blocks, and the text encoder attends in both directions.
   * Where the paper is silent, these choices are ours: special tokens ([CLS], [SEP], ...) are never
     active. Stage 2 trains e with the text encoder, and the frozen image head keeps a copy of e. The
-    mean of Eq. 6 is over the global batch. Eq. 3 is averaged over both directions. Each stage has a
-    new optimizer, and the lambdas grow from 0 in its first half. Photos are cropped and flipped.
-Not here: the authors' private pairs (App. B). The index (App. D) holds words and no other features.
-         To block words in documents, set the weights of these words to 0 before `add`.
-Run:     python train.py --method stair                     (the world of shapes)
-Result:  test data, five seeds (`python tests/claims.py readme`). CLIP is that of sparc.py; the
-         wide CLIP has an encoding as wide as STAIR's. One stage revives no words.
-             text-to-image R@1                      .885 +- .013  wide CLIP .785 +- .008  holds
-             shape among the 10 best words          .990 +- .008  one stage .033 +- .055  holds
-             label among the 10 best, CIFAR-10      .896 +- .043  CLIP .449 +- .041       holds
-         The end of this file has more findings.
+    mean of Eq. 6 is over the global batch. Eq. 3 has both directions. See also PRESETS and LAMB.
+Not here: the authors' private pairs (App. B); an index (App. D) of other features than words.
 """
 
 import contextlib
@@ -139,7 +125,7 @@ def flops_loss(enc, *, gather=identity):
 def encode(t, e, b, mask=None):
     """t = transform(h) (B, N, E), e (|V|, E), b (|V|,) -> enc (B, |V|). mask (B, N) is False at
     padding. The position with the largest p decides a word's weight; the log dampens large weights.
-    """
+    What runs is StreamedEncoding (below), the same function in less memory."""
     p = t @ e.T + b                                                      # (B, N, |V|)
     if mask is not None:
         p = p.masked_fill(~mask[:, :, None], -math.inf)
@@ -149,8 +135,8 @@ def encode(t, e, b, mask=None):
 class TokenProjectionHead(nn.Module):
     """Eq. 4 and 5: an encoder's outputs (B, N, d) -> enc (B, |V|).
 
-    embedding: the text encoder's nn.Embedding (|V|, E), which both heads share, so that a weight
-    belongs to a real word. special: ids of tokens that are never active.
+    embedding: the text encoder's nn.Embedding (|V|, E), so that a weight belongs to a word. Both
+    heads share it. special: ids of tokens that are never active.
     """
 
     def __init__(self, d, embedding, special=()):
@@ -164,14 +150,13 @@ class TokenProjectionHead(nn.Module):
 
     def forward(self, h, mask=None, e=None, revived=None):
         """h (B, N, d) -> enc (B, |V|). mask (B, N) is False at padding. e (|V|, E) replaces the
-        shared embedding. revived (B, |V|) is True at words that get a gradient at weight 0, too."""
+        shared embedding. revived (B, |V|): True at words that get a gradient at weight 0, too."""
         if mask is not None:
             mask = checked_mask(mask, h.shape[:2])
             h = h.masked_fill(~mask[..., None], 0.0)                     # 0 * NaN would be NaN
         e = self.embedding.weight if e is None else e
         b = self.bias.masked_fill(~self.valid, -math.inf)
-        # StreamedEncoding (below) returns what `encode` returns, in less memory. differs from the
-        # paper: the words in `revived` get a gradient, even at weight 0.
+        # differs: the words in `revived` get a gradient, even at weight 0.
         return StreamedEncoding.apply(self.transform(h), e, b, mask, revived)
 
 
@@ -232,18 +217,15 @@ class Model(nn.Module):
         self.image_encoder.train(mode and self.number != 2)
         return self
 
-    def load_state_dict(self, *args, **kwargs):
-        """Load a checkpoint, and continue the stage that it was in."""
+    def load_state_dict(self, *args, **kwargs):  # continues the stage of the checkpoint
         result = super().load_state_dict(*args, **kwargs)
         self.begin_stage(int(self.stage), fresh=False)
         return result
 
-    def image_e(self):
-        """e of the image head: in stage 2 the copy from the end of stage 1, else the shared e."""
+    def image_e(self):  # in stage 2 the copy of e from the end of stage 1, else the shared e
         return self.image_embedding if self.number == 2 else self.image_head.embedding.weight
 
-    def image_encoding(self, images, revived=None):
-        """(B, 3, H, W) -> enc (B, |V|)."""
+    def image_encoding(self, images, revived=None):  # (B, 3, H, W) -> enc (B, |V|)
         return self.image_head(self.image_encoder(images), None, self.image_e(), revived)
 
     def text_encoding(self, tokens, mask, revived=None):
@@ -285,12 +267,10 @@ class Model(nn.Module):
         ramp_steps = max(1, self.config.ramp * steps)
         self.strength.fill_(min(1.0, ((step + 1) / ramp_steps) ** 2))
 
-    def encode_image(self, images):
-        """(B, 3, H, W) -> (B, |V|), normalised. The weights in Table 9 are not normalised."""
+    def encode_image(self, images):  # (B, 3, H, W) -> (B, |V|), normalised, unlike in Table 9
         return F.normalize(self.image_encoding(images), dim=-1)
 
-    def encode_text(self, tokens, mask):
-        """tokens, mask (B, L) -> (B, |V|), normalised."""
+    def encode_text(self, tokens, mask):  # (B, L), (B, L) -> (B, |V|), normalised
         return F.normalize(self.text_encoding(tokens, mask), dim=-1)
 
 
@@ -338,6 +318,10 @@ class Settings(Config):
 
 # Sec. 4.2: 300,000 + 300,000 + 600,000 steps, and BERT's 30,522 tokens (--vocab FILE). beta2 and
 # adam_eps are LAMB's defaults. The CLIP of the paper's tables is the preset stair-clip of sparo.py.
+# The paper leaves open how its encoders modify CLIP-B/16. Here the image encoder has no [CLS] and
+# no LayerNorm before its blocks, and the text encoder attends in both directions. Ours, too: each
+# stage has a new optimizer, the lambdas grow from 0 in its first half, photos are cropped and
+# flipped.
 B16 = dict(image_encoder="ViT-B/16", text_encoder="12x512:context=76,vocab_size=30522",
            batch=16384, steps=1_200_000, optimizer="lamb", beta2=0.999, adam_eps=1e-6, lr=1e-3,
            schedule="linear", weight_decay=1e-2, warmup=10_000, clip_grad=0.0, revive_until=0)
@@ -485,7 +469,8 @@ class LAMB(torch.optim.Optimizer):
     """Adam whose update of a tensor is scaled to the norm of the tensor (arXiv 1904.00962).
 
     differs: groups with `decays` False are neither scaled nor decayed. These are biases, norms,
-    positions and the token embedding e. With `tiny --optimizer lamb --beta2 .999 --weight-decay
+    positions and the token embedding e. Published LAMB scales and decays e; the first step of e in
+    b16 would then be 49 times shorter. With `tiny --optimizer lamb --beta2 .999 --weight-decay
     1e-2 --lr 3e-3 --steps 500` zero-shot is .62, and .29 if e is scaled and decays (one seed).
     """
 
@@ -542,7 +527,8 @@ def label_ranks(scores, pieces, labels):
 
 class InvertedIndex:
     """Exact search over encodings. For each word the index holds the documents in which the word
-    has a weight above 0, and these weights.
+    has a weight above 0, and these weights. To block words in documents, set the weights of these
+    words to 0 before `add`.
 
         index = InvertedIndex(vocabulary)                # list of |V| tokens
         index.add(["a.jpg", "b.jpg"], enc)               # (n, |V|) >= 0, dense or sparse
@@ -693,8 +679,15 @@ def boolean_query(text, index):
     return where, words
 
 
-# What was found out (shapes, test data, three seeds; the table compares means, as three seeds
-# decide nothing). `python tests/claims.py stair` prints these rows and more.
+# What was found out on test data (five seeds, `python tests/claims.py readme`). CLIP is that of
+# sparc.py; the wide CLIP has an encoding as wide as STAIR's. One stage revives no words.
+#
+#     text-to-image R@1                      .885 +- .013  wide CLIP .785 +- .008  holds
+#     shape among the 10 best words          .990 +- .008  one stage .033 +- .055  holds
+#     label among the 10 best, CIFAR-10      .896 +- .043  CLIP .449 +- .041       holds
+#
+# Shapes, three seeds (the table compares means, as three seeds decide nothing). `python
+# tests/claims.py stair` prints these rows and more.
 #
 #     what                       here          compared with                 paper (COCO, ImageNet)
 #     image-to-text R@1          .937 +- .013  CLIP .897 +- .015             57.7, 53.4
