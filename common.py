@@ -479,7 +479,7 @@ class ResNet(resnet.ResNet):
             raise UserError(f"image_size {image_size} is not a multiple of 32, the stride of a "
                             f"ResNet: give a multiple.")
         self.image_size, self.grid, self.cls = image_size, image_size // 32, None
-        self.width = self.fc.in_features
+        self.width, self.norm = self.fc.in_features, nn.Identity()  # CLIP+GAP moves `norm`
         del self.avgpool, self.fc
 
     def forward(self, images):
@@ -555,14 +555,15 @@ def image_encoder_settings(spec):
 
 
 class Method:
-    """A method's module: Config, PRESETS, Model, and the functions below.
+    """A method's module: Config, PRESETS, Model, and what is below.
 
+    Config holds what Model reads. Settings, a subclass of Config, adds the other flags.
     `method.views(args)` calls the module's `views`, or the default below if the module has none.
     `args` are the settings of a run: one object with the fields of train.py's Config and of the
-    method's Config. To add a method:
+    method's Settings. To add a method:
 
     1. Write NAME.py, which imports nothing but torch. ModelDefaults, below, says what its Model
-       must define, and what it may define. Each field of its Config has a comment, which
+       must define, and what it may define. Each field of its Settings has a comment, which
        becomes the help of its flag. One of its PRESETS is called tiny. Run alone, the file prints a
        demonstration.
     2. Import the file in eval.py and add it to METHODS there.
@@ -584,6 +585,7 @@ class Method:
     box_refreshes = lambda self, args: ()  # steps before which train.py calls Model.boxes again
 
     def __init__(self, module):
+        self.Settings = module.Config  # a module without Settings has no flags but its Config's
         for name, value in vars(module).items():
             setattr(self, name, value)  # an instance's attribute hides the default of the class
 

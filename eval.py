@@ -655,7 +655,7 @@ def settings_of_run(run):
     if method is None:
         raise UserError(f"{run}/config.json has the method {saved.get('method')!r}, which is none "
                         f"of {', '.join(METHODS)}: give a run of train.py.")
-    args = method.Config()
+    args = method.Settings()
     vars(args).update(saved)
     return method, args
 

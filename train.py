@@ -1,7 +1,7 @@
 """Train a method: `python train.py --method sparc`, or on 8 GPUs
 `torchrun --nproc_per_node=8 train.py --method sparc`.
 
-The defaults are in two dataclasses: Config in train.py, and Config in the file of the method. A
+The defaults are in two dataclasses: Config in train.py, and Settings in the file of the method. A
 preset replaces defaults. A flag replaces a default or a value of the preset. The run's directory
 gets config.json, vocab.txt, log.jsonl, last.pt, eval.json and pictures.
 
@@ -303,7 +303,7 @@ def train(args, out, device):
 
 # Command line -----------------------------------------
 #
-# Each field of Config and of the method's Config is a flag; the comment of a field is its help.
+# Each field of Config and of the method's Settings is a flag; the comment of a field is its help.
 
 
 USAGE = "train.py --method NAME [--FLAG VALUE ...]"
@@ -329,7 +329,8 @@ def let_rank_0_speak():
 def comments_of(config_class):
     """{field of a dataclass: the comment behind it, or the comment lines above it}."""
     pattern = r"^((?:    # .*\n)*)    (\w+): [^#\n]*(?:# (.*))?$"
-    found = re.findall(pattern, inspect.getsource(config_class), re.MULTILINE)
+    sources = "".join(inspect.getsource(c) for c in config_class.__mro__[:-1])
+    found = re.findall(pattern, sources, re.MULTILINE)
     joined = lambda lines: re.sub(r"\s+#?\s*", " ", lines).strip()
     return {name: behind or joined(above) for above, name, behind in found}
 
@@ -393,7 +394,7 @@ def parse_args(argv):
     shown = vars(Config()) | defaults if method else {}  # without a method no default is known
     add_flags(parser, Config, "run", shown)
     if method:
-        own = METHODS[method].Config
+        own = METHODS[method].Settings
         add_flags(parser, own, f"settings of {method}", vars(own()) | defaults)
     parser.set_defaults(**defaults)
     parser.add_argument("-h", "--help", action="help", help="show this and stop")
@@ -615,7 +616,7 @@ def changed_settings(args, data):
     """The settings that differ from the preset's, as flags. For a resumed run: the settings that
     differ from the run's own, with the value that they had in the run."""
     method = METHODS[args.method]
-    usual = vars(Config()) | vars(method.Config()) | method.PRESETS[args.preset]
+    usual = vars(Config()) | vars(method.Settings()) | method.PRESETS[args.preset]
     encoder = common.image_encoder_settings(args.image_encoder)[1]
     usual["image_size"] = data.size if isinstance(data, common.World) else encoder["image_size"]
     shown = usual.keys() - {"preset", "out", "resume", "classes"}

@@ -109,7 +109,7 @@ def tiny_model(name, stage=3, vit={}, **settings):
     if name == "stair":
         nn.init.normal_(text.embedding.weight, std=0.3)
         text.special = [0, 1, 2, 3]
-    config = method.Config(**known | settings)
+    config = method.Settings(**known | settings)
     complete = type("Model", (method.model_class(config), common.ModelDefaults), {})
     model = complete(config, image, text, 16, text and 16)
     if name == "stair":

@@ -108,7 +108,7 @@ def test_each_method_file_runs_alone_in_an_empty_directory(tmp_path):
 
 def two_products(v, t, scale, gather):
     """CLIP's loss as printed, for encodings of length 1: one product for each direction."""
-    i = gather.rank * len(v) + torch.arange(len(v))
+    i = common.gather.rank * len(v) + torch.arange(len(v))
     image_to_text = F.cross_entropy(scale * v @ gather(t).T, i)
     return (image_to_text + F.cross_entropy(scale * t @ gather(v).T, i)) / 2
 
@@ -122,7 +122,7 @@ def contrastive_losses(rank):
         v, t = (F.normalize(x, dim=-1).chunk(world)[rank].requires_grad_() for x in pairs)
         scale = torch.tensor(9.0, dtype=torch.float64, requires_grad=True)
         v_n, t_n = (x / x.norm(dim=-1, keepdim=True) for x in (v, t))  # as all files do
-        value = loss(v_n, t_n, scale, gather=common.gather)
+        value = loss(v_n, t_n, scale, gather=lambda x: common.gather(x))  # a plain function
         results.append([value.detach(), *torch.autograd.grad(value, (v, t, scale))])
     return results
 
@@ -142,12 +142,65 @@ def test_contrastive_losses_of_all_files_equal_the_printed_loss(tmp_path):
 @pytest.mark.parametrize("loss", [
     sparo.clip_loss, stair.contrastive_loss, sparc.global_loss,
     lambda v, t, scale, gather: bam.bam_loss(torch.cat([v, t]), 2, gather=gather),
-    lambda v, t, scale, gather: bam.bam_loss(torch.cat([v, t]), 2, target="onehot", gather=gather)])
-def test_a_gather_without_a_rank_raises_an_error(loss):
-    """It would silently take the positives of rank 0."""
+    lambda v, t, scale, gather: bam.ablated_loss(
+        torch.cat([v, t]), 2, None, 2, bam.Settings(target="onehot"), gather)])
+def test_more_rows_without_ranks_raise_an_error(loss):
+    """The loss would silently take the positives of rank 0."""
     v, t = torch.randn(2, 4, 5)
-    with pytest.raises(AttributeError, match="rank"):
+    with pytest.raises(ValueError, match="process group"):
         loss(v, t, 1.0, gather=lambda x: torch.cat([x, x]))
+
+
+def all_gather(x):
+    rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, x.detach())
+    return rows
+
+
+class OwnRows(torch.autograd.Function):
+    """The backward pass takes the own rows of the gradient and does not sum them over ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.cat(all_gather(x))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def with_own_gradient(x):  # OpenCLIP's default
+    rows = all_gather(x)
+    rows[dist.get_rank()] = x
+    return torch.cat(rows)
+
+
+def errors_of_check_gather(rank):
+    """Return what check_gather says of the right gather and of four wrong ones."""
+    wrong = [lambda x: torch.cat(all_gather(x)), with_own_gradient, OwnRows.apply,
+             lambda x: common.gather(x).flip(0)]
+    found = []
+    for gather in [common.gather, *wrong]:
+        try:
+            sparc.check_gather(gather)
+            found.append("")
+        except AssertionError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.ranks
+def test_check_gather_raises_on_every_rank_for_each_wrong_gather(tmp_path):
+    for found in run_ranks(tmp_path, errors_of_check_gather):
+        assert found[0] == "" and ["sum over" in error for error in found[1:4]] == 3 * [True]
+        assert "rank order" in found[4]
+
+
+@pytest.mark.parametrize("name", "in_fp32 identity check_gather own_columns checked_mask".split())
+def test_what_every_method_file_repeats_is_the_same_text(name):
+    files = [file for file in (sparo, stair, sparc, bam) if hasattr(file, name)]
+    assert len(files) >= 3 and len({inspect.getsource(getattr(file, name)) for file in files}) == 1
+    assert name != "check_gather" or len(inspect.getsource(sparc.check_gather).splitlines()) <= 8
 
 
 @pytest.mark.ranks
@@ -233,7 +286,7 @@ def test_every_method_has_flags_and_a_model_for_the_tests():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_fields_have_help_and_presets_name_fields(method):
-    comments = train.comments_of(train.Config) | train.comments_of(METHODS[method].Config)
+    comments = train.comments_of(train.Config) | train.comments_of(METHODS[method].Settings)
     names = vars(train.parse_args(["--method", method])).keys() - {"method"}
     assert [name for name in names if not comments[name]] == []
     for preset, values in METHODS[method].PRESETS.items():
@@ -243,7 +296,7 @@ def test_fields_have_help_and_presets_name_fields(method):
 
 
 def test_bounds_of_settings_name_existing_fields():
-    configs = train.Config, *(method.Config for method in METHODS.values())
+    configs = train.Config, *(method.Settings for method in METHODS.values())
     fields = {field.name for config in configs for field in dataclasses.fields(config)}
     known = train.POSITIVE | train.BELOW_ONE | train.AT_MOST_ONE | train.TEXT_FLAGS | train.FIXED
     assert known - {"method"} <= fields
@@ -295,3 +348,139 @@ def test_a_method_with_only_the_required_members_trains_and_is_evaluated(tmp_pat
     assert 0 <= result["knn"] <= 1 and "zeroshot" not in result
     evaluation.main([str(tmp_path / "whole"), "--task", "knn"])
     assert json.loads((tmp_path / "whole" / "eval.json").read_text())["knn"] == result["knn"]
+
+
+class Spy:
+    """A Config that notes which of its fields are read."""
+
+    def __init__(self, config):
+        self.__dict__.update(config=config, read=set())
+
+    def __getattr__(self, name):
+        self.read.add(name)
+        return getattr(self.config, name)
+
+
+@pytest.mark.parametrize("name", ["sparo", "stair", "sparc", "bam"])
+def test_a_config_holds_what_the_model_reads_and_nothing_else(name):
+    method, parts = METHODS[name], tiny_model(name)
+    small = {key: value for key, value in MODELS[name][0].items()
+             if key in {field.name for field in dataclasses.fields(method.Config)}}
+    spy = Spy(method.Config(**small))
+    encoders = parts.image_encoder, getattr(parts, "text_encoder", None)
+    model = method.Model(spy, *encoders, 16, 16)
+    model(batch_of(name))["loss"].backward()
+    model.after_update(0, 10)
+    assert spy.read == {field.name for field in dataclasses.fields(method.Config)}
+
+
+@pytest.mark.parametrize("method, setting", [
+    (sparo, "replace_block"), (sparo, "objective"), (stair, "stages"), (stair, "lr_3"),
+    (sparc, "objective"), (bam, "contrastive_crop"), (bam, "crop_threshold"), (bam, "target")])
+def test_a_config_refuses_what_its_model_would_ignore(method, setting):
+    assert setting in {field.name for field in dataclasses.fields(method.Settings)}
+    with pytest.raises(TypeError, match=setting):
+        method.Config(**{setting: None})
+    with pytest.raises(TypeError, match="positional"):
+        method.Settings(1)
+
+
+@pytest.mark.parametrize("name", ["sparo", "stair", "sparc", "bam"])
+def test_the_core_ends_outside_of_a_class_by_line_300(name):
+    lines = (ROOT / f"{name}.py").read_text().splitlines()
+    assert any(line.startswith(f"# To read {name.upper()}, stop here.") for line in lines[:300])
+
+
+B, L, P, E = 4, 6, 9, 5
+V_AND_T = torch.randn(2, B, E)
+TOKENS, PATCHES = torch.randn(B, L, E), torch.randn(B, P, E)
+MASK = torch.arange(L) < torch.tensor([6, 4, 3, 5])[:, None]
+HEAD = stair.TokenProjectionHead(E, nn.Embedding(11, E))
+SPARO = sparo.Sparo(E, 2, 3, 4)
+FINE, PROJECTOR = sparc.fine_grained_loss, bam.Projector(E, bam.Config(
+    teacher=False, projector_width=4, projector_dim=4))
+CONTRASTIVE = sparo.clip_loss, stair.contrastive_loss, sparc.global_loss
+
+
+@pytest.mark.parametrize("loss", CONTRASTIVE)
+@pytest.mark.parametrize("v, t, message", [
+    (V_AND_T[0], torch.randn(B + 1, E), r"\(4, 5\), captions \(5, 5\)"),
+    (V_AND_T[0, :1], V_AND_T[1], r"\(1, 5\), captions \(4, 5\)"),
+    (V_AND_T[0], V_AND_T[1, :3], r"\(3, 5\)"), (V_AND_T[0, :1], V_AND_T[1, :1], "two or more")])
+def test_contrastive_losses_refuse_what_has_no_pairs(loss, v, t, message):
+    with pytest.raises(ValueError, match=message):
+        loss(v, t, 10.0)
+
+
+@pytest.mark.parametrize("loss", CONTRASTIVE)
+def test_contrastive_losses_normalise_and_take_options_by_name(loss):
+    v, t = V_AND_T.abs() + 1
+    unit = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
+    torch.testing.assert_close(loss(7 * v, 3 * t, 10.0), loss(*unit, 10.0))
+    with pytest.raises(TypeError, match="positional"):
+        loss(v, t, 10.0, common.gather)
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda: FINE(TOKENS, PATCHES[:1], MASK, 9.0), "4 captions and 1 images"),
+    (lambda: FINE(TOKENS, PATCHES, MASK[:1], 9.0), r"\(4, 6\) and bools, not \(1, 6\)"),
+    (lambda: FINE(PATCHES, TOKENS, MASK, 9.0), r"\(4, 9\) and bools, not \(4, 6\)"),
+    (lambda: FINE(TOKENS, PATCHES, MASK.float().log(), 9.0), "torch.float32"),
+    (lambda: FINE(TOKENS, PATCHES, MASK, 9.0, token_mean="tokens"), "'tokens'"),
+    (lambda: sparc.alignment_weights(TOKENS, PATCHES, 1.5), r"\[0, 1\]: 1.5"),
+    (lambda: sparc.words_only(MASK.float()), "torch.float32"),
+    (lambda: sparc.filip_loss(TOKENS, PATCHES, MASK.float(), 9.0), "torch.float32"),
+    (lambda: sparc.gloria_loss(PATCHES, TOKENS, MASK, 9.0), r"\(4, 9\)"),
+    (lambda: HEAD(TOKENS, MASK[:1]), r"\(4, 6\) and bools, not \(1, 6\)"),
+    (lambda: HEAD(TOKENS, MASK.float()), "torch.float32"),
+    (lambda: stair.caption_mask(MASK.long(), MASK.float(), 9), "torch.float32"),
+    (lambda: SPARO(TOKENS, MASK), r"eos_idx needs B indices .*\(4, 6\)"),
+    (lambda: SPARO(TOKENS, MASK.float().sum(1)), "torch.float32"),
+    (lambda: PROJECTOR(TOKENS[0], bam.identity), r"\(k, n, d\), not \(6, 5\)"),
+    (lambda: bam.bam_loss(TOKENS[0], 2, iters=0), "iters is 0"),
+    (lambda: bam.bam_loss(TOKENS[0], 2, tau=0.0), "tau 0.0")])
+def test_wrong_shapes_masks_and_numbers_raise_errors_that_name_them(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("name, settings, error", [
+    ("sparc", dict(align="softmx"), "'softmx'"), ("sparc", dict(h_v="residuel"), "'residuel'"),
+    ("sparc", dict(token_mean="tokens"), "'tokens'"), ("sparo", dict(readout="foo"), "'foo'"),
+    ("sparo", dict(readout="attpool", heads="both"), "'both'"),
+    ("bam", dict(mask="Zero"), "'Zero'"), ("bam", dict(readout="mean"), "'mean'"), ("bam", dict(target="plain"), "'plain'"),
+    ("bam", dict(readout="cls", vit=dict(cls=False)), "cls is None"),
+    ("sparo", dict(readout="bottleneck", vit=dict(cls=False)), "cls is None"),
+    ("dino", dict(readout="cls", vit=dict(cls=False)), "cls is None")])
+def test_settings_that_are_no_choice_are_refused(name, settings, error):
+    with pytest.raises((ValueError, KeyError), match=error):
+        tiny_model(name, **settings)(batch_of(name))
+
+
+@pytest.mark.parametrize("call", [
+    lambda x, mask: SPARO(x, mask.sum(1) - 1), lambda x, mask: HEAD(x, mask),
+    lambda x, mask: FINE(x, PATCHES, mask, 9.0), lambda x, mask: sparc.masked_mean(x, mask == 1),
+    lambda x, mask: sparc.filip_loss(x, PATCHES, mask, 9.0),
+    lambda x, mask: sparc.gloria_loss(x, PATCHES, mask, 9.0)])
+def test_padding_may_hold_nan_and_a_mask_may_hold_integers(call):
+    results = []
+    for filler in (1.0, torch.nan):
+        x = TOKENS.masked_fill(~MASK[..., None], filler).requires_grad_()
+        value = call(x, MASK.long())
+        gradient, = torch.autograd.grad(value.square().sum(), x)
+        results.append((value, gradient))
+    torch.testing.assert_close(*results)
+    assert results[0][1].isfinite().all() and not results[0][1][~MASK].any()
+
+
+def test_an_empty_caption_is_read_at_its_first_position():
+    pool, x = sparo.Pool(nn.Identity()), torch.randn(2, 5, 3)
+    assert torch.equal(pool(x, torch.tensor([-1, 2]))[:, 0], torch.stack([x[0, 0], x[1, 2]]))
+
+
+def test_gap_needs_the_last_norm_of_the_encoder():
+    model = tiny_model("sparo", readout="cls")
+    model.image_encoder = nn.Module()
+    model.config.readout = "gap"
+    with pytest.raises(AttributeError, match="norm"):
+        model.readouts(16, 16)

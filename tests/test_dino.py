@@ -207,12 +207,12 @@ def test_probe_features_of_a_resnet_are_the_output_of_its_readout():
 
 @pytest.mark.parametrize("crops", [0, 8])
 def test_views_are_those_of_dino(crops):
-    args = SimpleNamespace(**vars(sparo.Config("dino", local_crops=crops)), image_size=224)
+    args = SimpleNamespace(**vars(sparo.Settings(objective="dino", local_crops=crops)), image_size=224)
     first, second, *small = sparo.views(args)
     assert first == dict(size=224, scale=(0.4, 1.0), blur=1.0)
     assert second == dict(size=224, scale=(0.4, 1.0), blur=0.1, solarize=0.2)
     assert small == crops * [dict(size=96, scale=(0.05, 0.4), blur=0.5)]
-    assert sparo.views(sparo.Config("clip")) is None
+    assert sparo.views(sparo.Settings(objective="clip")) is None
 
 
 def test_a_dino_run_has_no_tasks_with_text(run_of):

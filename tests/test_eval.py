@@ -368,7 +368,7 @@ def opened(spec, **flags):
 
     The run was trained on the world, so nothing is evaluated on training images.
     """
-    args = evaluation.METHODS["sparc"].Config()
+    args = evaluation.METHODS["sparc"].Settings()
     vars(args).update(data="shapes", eval_data=None, image_root=None, workers=0, probe="adamw",
                       probe_epochs=None)
     options = evaluation.options_of({"data": str(spec)} | flags, args)

@@ -120,7 +120,7 @@ def test_a_table_is_read_only_once_before_training(tmp_path, monkeypatch):
 
 
 def test_prompts_do_not_depend_on_the_directory_of_the_evaluation():
-    args = evaluation.METHODS["sparc"].Config()
+    args = evaluation.METHODS["sparc"].Settings()
     vars(args).update(data="gone/train", folder_captions=True, data_path="/data/gone/train")
     assert evaluation.learned_templates("cifar10", args) == [common.FOLDER_CAPTION]
     assert evaluation.is_trained_on("/data/gone/train", "all", args)
@@ -151,7 +151,7 @@ def test_a_run_that_cannot_be_written_is_compared_all_the_same(
 
 
 def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
-    args = evaluation.METHODS["bam"].Config()
+    args = evaluation.METHODS["bam"].Settings()
     vars(args).update(data="a.csv", eval_data="b/test", image_root="r", image_size=8, workers=2)
     vars(args).update(probe="sgd", probe_epochs=7)
     own = evaluation.options_of({}, args)
@@ -176,7 +176,7 @@ def test_a_table_over_several_data_sets_has_the_metrics_of_each(capsys):
 
 
 def test_options_tell_whether_the_split_was_trained_on(tmp_path):
-    args = evaluation.METHODS["sparc"].Config()
+    args = evaluation.METHODS["sparc"].Settings()
     vars(args).update(data="kar.json:split=val", eval_data=None, image_root=None, workers=0,
                       probe="adamw", probe_epochs=None)
     assert evaluation.options_of({}, args).on_training_images

@@ -95,7 +95,7 @@ def test_fine_grained_loss_equals_equation_6(align, literal):
     per_token = literal_fine_grained(tokens, patches, mask, scale, literal)
     expected = mean([mean(row) for row in per_token])
     align = tiny_model("sparc", align=align).align
-    loss = sparc.fine_grained_loss(tokens, patches, mask, scale, align)
+    loss = sparc.fine_grained_loss(tokens, patches, mask, scale, align=align)
     assert_same_with_gradients(loss, expected, (tokens, patches, scale))
 
 

@@ -10,6 +10,7 @@ import math
 import random
 import re
 import shutil
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,8 +24,8 @@ import eval as evaluation
 import stair
 import train
 from helpers import (SMALL, LiveMemory, assert_same_with_gradients, cos, infonce, make_batch, mean,
-                     padded, picture, read_log, tiny_model, train_alone, weights, write_files,
-                     write_shards)
+                     padded, picture, read_log, run_ranks, tiny_model, train_alone, weights,
+                     write_files, write_shards)
 
 V, E = 11, 6
 tiny_stair = functools.partial(tiny_model, "stair")
@@ -59,17 +60,21 @@ def build(special=(0, 3)):
 
 @pytest.mark.parametrize("chunk", [1, 60, 2**23])
 @pytest.mark.parametrize("masked", [False, True])
-def test_encodings_equal_equations_4_and_5_in_values_and_gradients(masked, chunk, monkeypatch):
+@pytest.mark.parametrize("shift", [0.0, -8.0])  # many or few words are active
+def test_encodings_equal_equations_4_and_5_in_values_and_gradients(
+        masked, chunk, shift, monkeypatch):
     """chunk: how many numbers the streamed form computes at a time.
 
     encode() is the printed form.
     """
     monkeypatch.setattr(stair.StreamedEncoding, "CHUNK", chunk)
     head, h = build(), torch.randn(4, 7, 5, dtype=torch.double, requires_grad=True)
+    nn.init.constant_(head.bias, shift)
     mask = torch.arange(7) < torch.tensor([[7], [3], [1], [0]]) if masked else None
     inputs = [h, *head.parameters()]
     enc = head(h, mask)
-    assert (enc > 0).any() and (enc == 0).any() and (enc[:, [0, 3]] == 0).all()
+    assert 0 < (enc > 0).sum() and ((enc > 0).sum() > enc.numel() / 5) == (shift == 0)
+    assert (enc == 0).any() and (enc[:, [0, 3]] == 0).all()
     assert_same_with_gradients(enc, literal_encoding(head, h, mask), inputs)
     b = head.bias.masked_fill(~head.valid, -math.inf)
     plain = stair.encode(head.transform(h), head.embedding.weight, b, mask)
@@ -158,7 +163,7 @@ def test_lamb_equals_the_algorithm_of_its_paper():
     zero = torch.zeros(2, dtype=torch.double, requires_grad=True)
     free = torch.full((2,), 3.0, dtype=torch.double, requires_grad=True)
     groups = [{"params": [p], "weight_decay": 0.1}, {"params": [zero], "weight_decay": 0.0},
-              {"params": [free], "weight_decay": 0.0, "decays": False}]
+              {"params": [free], "weight_decay": 0.5, "decays": False}]
     optimizer = stair.LAMB(groups, lr=0.02, betas=(0.8, 0.9), eps=1e-6)
     x, m, v = p.detach().clone(), 0.0, 0.0
     for step in range(1, 5):
@@ -230,6 +235,45 @@ def test_stage_2_freezes_the_image_encoder_and_its_embedding():
     assert all(p.requires_grad for p in model.parameters())
     assert not torch.equal(model.image_encoding(batch["images"]), before)
     assert model.image_encoder.training
+
+
+def loop_of_the_docstring(rank, ranks):
+    """Run the lines in the docstring of Model for three stages of 4 steps -> [state] of each."""
+    torch.manual_seed(0)
+    config = stair.Config(lambda_image=0.3, ramp=0.5)
+    parts = tiny_stair()
+    model = stair.Model(config, parts.image_encoder, parts.text_encoder, 16, 16)
+    assert model.number == model.stage == 1 and model.strength == 1  # the loss of stage 1, in full
+    lines = textwrap.dedent("\n".join(re.findall(r"^ {8}.*$", stair.Model.__doc__, re.MULTILINE)))
+    assert len(lines.splitlines()) == 6
+    states = []
+    for number in (1, 2, 3):
+        known = dict(model=model, number=number, ranks=ranks, steps=4, torch=torch, batch=make_batch(),
+                     gather=common.gather, DDP=nn.parallel.DistributedDataParallel)
+        exec(lines, known)
+        states.append({name: x.clone() for name, x in model.state_dict().items()})
+    return states
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ranks)])
+def test_the_lines_in_the_docstring_train_three_stages(tmp_path, ranks):
+    alone = loop_of_the_docstring(0, 1)
+    runs = [alone] if ranks == 1 else run_ranks(tmp_path, loop_of_the_docstring, ranks, ranks)
+    for first, second, third in runs:
+        assert [state["stage"] for state in (first, second, third)] == [1, 2, 3]
+        assert first["strength"] == second["strength"] == third["strength"] == 1
+        for name in ("image_encoder.pos", "image_head.transform.0.weight", "text_encoder.pos"):
+            kept = torch.equal(first[name], second[name]), torch.equal(second[name], third[name])
+            assert kept == (name.startswith("image"), False), name
+
+
+def test_a_forward_pass_keeps_the_mode_of_the_image_encoder():
+    model, batch = tiny_stair().train(), make_batch()
+    model.image_encoder.eval()
+    model(batch)
+    assert not model.image_encoder.training
+    model.train().begin_stage(2, fresh=True)
+    assert not model.image_encoder.training and model.text_encoder.training
 
 
 def test_queries_without_a_text_encoder_weight_the_captions_words_equally():

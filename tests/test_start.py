@@ -6,6 +6,7 @@ method file has a comment with lines that use its loss in another project. A tes
 
 import argparse
 import functools
+import math
 import re
 from types import SimpleNamespace
 
@@ -51,7 +52,7 @@ def clip_names(image, text, E=8):
 
 def model_of(name, vit, encoder, **settings):
     """Return a method's model with these two encoders."""
-    config = train.METHODS[name].Config(**settings)
+    config = train.METHODS[name].Settings(**settings)
     config.method = name
     return common.build_model(train.METHODS[name], config, vit, encoder)
 
@@ -317,15 +318,17 @@ def test_a_run_starts_from_the_vit_that_another_run_exported(name, tmp_path, cap
 
 
 def snippet(name):
-    """Return a method's lines for another project: those to run once, and all others."""
+    """Return a method's lines for another project: run once, for each batch, for each update."""
     text = (ROOT / f"{name}.py").read_text().partition("stop here")[2]
     for comments in re.findall(r"(?: *#[^\n]*\n)+", text):
         lines = [line.strip()[6:] for line in comments.splitlines()
                  if line.strip().startswith("#     ")]
         if any("gather)" in line for line in lines):
             break
-    once = [line for line in lines if "# once" in line]
-    return "\n".join(once), "\n".join(line for line in lines if line not in once)
+    marks = [line.rpartition("# ")[2].split(";")[0] for line in lines]
+    when = [mark if mark in ("once", "update") else "batch" for mark in marks]
+    return ["\n".join(line for line, of in zip(lines, when) if of == part)
+            for part in ("once", "batch", "update")]
 
 
 class Tokens(nn.Module):
@@ -379,7 +382,7 @@ class Theirs(nn.Module):
 
     def __init__(self, name):
         super().__init__()
-        self.once, self.lines = snippet(name)
+        self.once, self.lines, self.update = snippet(name)
         self.known = dict(vars(train.METHODS[name]), d=12, G=2)
         if name == "bam":
             pool = nn.AdaptiveAvgPool2d(1)
@@ -421,8 +424,12 @@ def test_the_lines_for_other_projects_train_all_parameters_and_use_gather(name):
         gathered.append(x)
         return x
 
-    gather.rank = 0
-    loss = model(as_they_have_it(name), gather)["loss"]
-    loss.backward()
+    loss, known = model(as_they_have_it(name), gather)["loss"], model.known
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    if name != "bam":
+        known["model"].logit_scale.data.fill_(9.0)
+    exec(model.update, known | {"loss": loss})
     assert loss.isfinite() and gathered
-    assert [key for key, p in model.named_parameters() if p.grad is None] == []
+    changed = [key for key, p in model.named_parameters() if not torch.equal(p, before[key])]
+    assert changed == list(before)
+    assert name == "bam" or known["model"].logit_scale <= math.log(100) + 1e-6
