@@ -2664,11 +2664,13 @@ def init_distributed():
     Raises UserError if a cluster started several tasks without torchrun: each task would train a
     run of its own.
     """
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("WORLD_SIZE", "1")
-    if tasks != "1" and "RANK" not in os.environ:
+    # the numbers of tasks that srun, Open MPI's and MPICH's mpirun, and other launchers set
+    names = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"
+    tasks = max(int(os.environ.get(name, 1)) for name in names)
+    if tasks > 1 and "RANK" not in os.environ:
         raise UserError(f"{tasks} tasks were started without torchrun and would train separately: "
                         f"start one torchrun per machine, `srun --ntasks-per-node=1 torchrun ... "
-                        f"train.py ...`.")
+                        f"train.py ...` or `mpirun --npernode 1 torchrun ...`.")
     cuda, device = torch.cuda.is_available(), torch.device("cpu")
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -2745,6 +2747,21 @@ def gather_objects(value):
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def check_ranks(facts):
+    """Raise UserError on all ranks if a fact, {name: value}, differs between ranks.
+
+    Ranks exchange gradients alone. Ranks with other settings, data or words would train wrongly,
+    without an error.
+    """
+    first, *others = gather_objects(facts)
+    for rank, other in enumerate(others, 1):
+        for name, value in other.items():
+            if value != first.get(name):
+                raise UserError(f"Rank {rank} has {name} {value}, rank 0 has {first.get(name)}: start "
+                                f"all ranks with the same flags and files; --out must be a "
+                                f"directory that all machines share.")
 
 
 def turn_off_tf32():

@@ -190,6 +190,8 @@ def train(args, out, device):
     progress, saved = Progress(data.fingerprint, tokenizer and tokenizer.hash()), None
     if args.resume:
         saved = load_state(args, model, scaler, progress, device)
+    common.check_ranks({"data": progress.data, "a vocabulary with the hash": progress.words,
+                        "a last.pt after step": progress.step})
     if out:
         announce(args, data, model, tokenizer, device, progress)
         write_run(args, tokenizer, out)
@@ -506,9 +508,8 @@ def choose_run(args):
         while Path(args.out).exists():
             args.out, i = f"runs/{args.method}-{i}", i + 1
         args.out = common.gather_objects(args.out)[0]
-    if len(set(common.gather_objects(bool(args.resume)))) > 1:
-        raise UserError(f"Only some ranks find {args.out}/last.pt to resume: --out must be a "
-                        f"directory that all machines share.")
+    settings = {common.flag_of(name): value for name, value in vars(args).items()}
+    common.check_ranks(settings | {"--out": None})  # relative to each machine's directory
     out, is_run = Path(args.out), False
     with contextlib.suppress(UserError):  # a run that was killed before it saved may begin anew
         is_run = "argv" in common.read_config(out)
@@ -800,11 +801,13 @@ def open_evaluation(args, model, options):
 
 def build_tokenizer(args, data):
     """The tokenizer. Its vocabulary is that of the resumed run, that of --vocab, or a new one that
-    is trained on up to 100,000 captions."""
+    rank 0 trains on up to 100,000 captions."""
     if args.resume or args.vocab:
         return common.open_tokenizer(Path(args.out, "vocab.txt") if args.resume else args.vocab)
-    return common.WordPiece(
-        common.train_wordpiece(data.sample_captions(100_000), args.vocab_size))
+    words = None
+    if this_rank()[0] == 0:
+        words = common.train_wordpiece(data.sample_captions(100_000), args.vocab_size)
+    return common.WordPiece(common.gather_objects(words)[0])
 
 
 def new_model(args, method, tokenizer):

@@ -599,7 +599,53 @@ def test_a_batch_that_ranks_cannot_divide_is_refused(monkeypatch):
         train.main([*SPARC, "--batch", "7"])
 
 
-@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "WORLD_SIZE"])
+@pytest.mark.parametrize("own, other, message", [
+    ({"--lr": 0.1}, {"--lr": 0.2}, "Rank 2 has --lr 0.2, rank 0 has 0.1: start all ranks with"),
+    ({"--resume": False}, {"--resume": True, "--data_path": "x"}, "--resume True, rank 0 has False"),
+    ({"data": "9 images, 1"}, {"data": "8 images, 2"}, "data 8 images, 2, .* the same flags and files"),
+    ({"--lr": math.inf, "step": 0}, {"--lr": math.inf, "step": 0}, None)])
+def test_ranks_that_differ_are_refused(monkeypatch, own, other, message):
+    monkeypatch.setattr(common, "gather_objects", lambda facts: [facts, facts, other])
+    if message is None:
+        return common.check_ranks(own)
+    with pytest.raises(UserError, match=message):
+        common.check_ranks(own)
+
+
+def test_a_rank_with_another_flag_is_refused_before_the_run_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "gather_objects", lambda facts: [facts, facts | {"--lr": 9.0}])
+    with pytest.raises(UserError, match="Rank 1 has --lr 9.0, rank 0 has 0.002"):
+        train.main([*SPARC, "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
+
+
+def rank_with_its_own_data(rank, tables, out):
+    """Train on this rank's table, and return the words of this rank and the error's message."""
+    words, build = [], train.build_tokenizer
+
+    def build_and_note(*arguments):
+        tokenizer = build(*arguments)
+        words.extend(tokenizer.vocab)
+        return tokenizer
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as error:
+        patch.setattr(train, "build_tokenizer", build_and_note)
+        train_on_rank(rank, [*SPARC, "--image-size", "16", "--data", tables[rank], "--out", out])
+    return words, str(error.value)
+
+
+@pytest.mark.ranks
+def test_ranks_with_other_rows_are_refused_and_learn_the_words_of_rank_0(tmp_path):
+    write_files(tmp_path, {"0/0": "", "1/0": ""})
+    tables = [write_table(tmp_path / str(rank), 9 - rank) for rank in (0, 1)]
+    (words, message), other = run_ranks(tmp_path, rank_with_its_own_data, 2, tables,
+                                        str(tmp_path / "run"))
+    assert other == (words, message) and "n8" in words
+    assert "Rank 1 has data 8 images" in message and "rank 0 has 9 images" in message
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE",
+                                  "PMI_SIZE"])
 def test_several_tasks_without_torchrun_are_refused(monkeypatch, name):
     monkeypatch.setenv(name, "2")
     with pytest.raises(UserError, match="^2 tasks were .*srun --ntasks-per-node=1 torchrun"):
