@@ -728,11 +728,15 @@ CJK = [(0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B81F
        (0x2B920, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F)]
 
 
-def clean_text(text):
+def clean_text(text, keeps_marks=False):
     """BERT's uncased normalisation.
 
     Letters become lower case and lose their accents. Control characters are removed. Spaces are put
     around each Chinese character, which makes it a word.
+
+    keeps_marks: keep accents and other marks. Vowels of Hindi and Thai are such marks, and words of
+    many languages differ by a mark alone. (The marks that choose between a black and a coloured
+    sign are dropped.)
     """
     if text.isascii() and text.isprintable():  # most captions need only this fast line
         return text.lower()
@@ -747,7 +751,8 @@ def clean_text(text):
             out.append(char)  # an unassigned code point (Cn) stays too, and becomes [UNK]
     # NFD splits a letter with an accent into the letter and a mark (Mn)
     text = unicodedata.normalize("NFD", "".join(out))
-    return "".join(char.lower() for char in text if unicodedata.category(char) != "Mn")
+    return "".join(char.lower() for char in text if unicodedata.category(char) != "Mn"
+                   or keeps_marks and not "\ufe00" <= char <= "\ufe0f")
 
 
 def is_punctuation(char):
@@ -755,10 +760,10 @@ def is_punctuation(char):
     return char in string.punctuation or unicodedata.category(char).startswith("P")
 
 
-def split_words(text):
+def split_words(text, keeps_marks=False):
     """A text -> its words, cleaned. Every punctuation character is a word of its own."""
     words = []
-    for chunk in clean_text(text).split():
+    for chunk in clean_text(text, keeps_marks).split():
         for punctuation, group in itertools.groupby(chunk, is_punctuation):
             words += list(group) if punctuation else ["".join(group)]
     return words
@@ -829,6 +834,9 @@ def read_vocabulary(path):
 class WordPiece(Tokenizer):
     """BERT's uncased tokenizer. It splits a word into tokens of the vocabulary.
 
+    It drops accents and other marks, unless a token of the vocabulary has one, as in a vocabulary
+    of train_wordpiece. BERT's own vocabularies, which have a [MASK], always drop marks.
+
     The first token is the longest one with which the word begins. Each further token is the longest
     one that continues the word. Tokens that continue a word begin with ##:
 
@@ -841,8 +849,6 @@ class WordPiece(Tokenizer):
     the file cannot be read or lacks a special token.
     """
 
-    split = staticmethod(split_words)
-
     def __init__(self, vocab):
         vocab = vocab if isinstance(vocab, list) else read_vocabulary(vocab)
         self.vocab = self.lines = vocab
@@ -853,6 +859,11 @@ class WordPiece(Tokenizer):
                             f"give a BERT vocab.txt, one token per line.")
         self.pad, self.unk, self.cls, self.sep = (self.ids[token] for token in SPECIAL_TOKENS)
         self.special = [i for i, token in enumerate(vocab) if re.fullmatch(r"\[\w+\]", token)]
+        text = "".join(vocab)
+        self.keeps_marks = "[MASK]" not in self.ids and clean_text(text) != clean_text(text, True)
+
+    def split(self, text):
+        return split_words(text, self.keeps_marks)
 
     def pieces(self, word):
         """A word -> list of the ids of its pieces."""
@@ -967,14 +978,15 @@ class BPE(Tokenizer):
 
 
 def train_wordpiece(captions, size):
-    """Captions -> a vocabulary of at most `size` tokens: all characters, then merged pairs.
+    """Captions -> a vocabulary of at most `size` tokens: all characters, then merged pairs. Marks
+    are kept: see clean_text.
 
     Each step merges the most frequent pair of adjacent pieces into a new token. If several pairs
     are equally frequent, the alphabetically first is merged, so that the order of the captions does
     not matter. The steps end when every word is one token or the vocabulary is full. Raises
     UserError if `size` is too small for the characters and the special tokens.
     """
-    counts = Counter(word for caption in captions for word in split_words(caption))
+    counts = Counter(word for caption in captions for word in split_words(caption, True))
     words = {word: [word[0], *("##" + char for char in word[1:])]
              for word in counts if len(word) <= MAX_WORD}
     vocab = SPECIAL_TOKENS + sorted({piece for pieces in words.values() for piece in pieces})
@@ -1386,7 +1398,10 @@ def blur(x, sigma):
 # --data names a source: a CaptionTable, TarShards or a World. Every source has
 #   content                  what comes with an image: "caption", "label" or None
 #   classes                  the names of the labels, or None if the source does not know them
-#   sample_captions(limit)   captions for the training of a vocabulary
+#   sample_captions(limit, skip=0)
+#                            captions for the training of a vocabulary, evenly spread. A large
+#                            source leaves out the captions of sample_captions(skip), on which the
+#                            vocabulary is then checked.
 #   fingerprint              identifies the data. A checkpoint keeps the fingerprint, because the
 #                            positions in the checkpoint are wrong for other data.
 #
@@ -1529,13 +1544,18 @@ class CaptionTable:
                     value = int(self.labels[i])
                 yield (path, value, path, i), start
 
-    def sample_captions(self, limit):
-        """At most `limit` captions, evenly spread over the table. The first `limit` captions would
-        name few classes, because class folders are read one after the other."""
+    def sample_captions(self, limit, skip=0):
+        """See the head of this section. The first `limit` captions would name few classes, because
+        class folders are read one after the other."""
         if self.classes:
-            class_names(self.classes)  # raises UserError if folders have numbers instead of names
-        n = min(limit, len(self.captions))
-        return [self.captions[i * len(self.captions) // n] for i in range(n)]
+            class_names(self.classes)  # raises UserError for the numbers of ImageNet
+            if len(self.classes) == 1 or all(map(str.isdecimal, self.classes)):
+                raise UserError(f"{self.name} has the class folders {', '.join(self.classes[:5])}. "
+                                f"Captions such as {self.captions[0]!r} teach nothing: give class "
+                                f"folders with names, a table of captions, or tar shards.")
+        size = len(self.captions)
+        n, start = min(limit, size), int(skip > 0 and size > limit)
+        return [self.captions[start + i * size // n] for i in range(n)]
 
 
 class TarShards:
@@ -1620,18 +1640,23 @@ class TarShards:
         if left_out:
             print(f"left out of {self.name}: {reasons}")
 
-    def sample_captions(self, limit):
-        """The first `limit` captions, or fewer if the shards have fewer."""
-        captions, samples = [], read_tars(self.paths, "caption")
-        for sample in itertools.islice(samples, limit + self.max_bad):
-            if not isinstance(sample, Skipped):
-                captions += sample[1]
-            if len(captions) >= limit:
-                return captions[:limit]
-        if not captions:
+    def sample_captions(self, limit, skip=0):
+        """See the head of this section. A shard gives its first captions."""
+        captions, first, n = [], [], min(limit, len(self.paths))
+        for i in range(n):
+            found, wanted = [], math.ceil((limit + skip - len(captions) - len(first)) / (n - i))
+            samples = read_tars([self.paths[i * len(self.paths) // n]], "caption")
+            for sample in itertools.islice(samples, wanted + self.max_bad // n):
+                if len(found) >= wanted:
+                    break
+                found += [] if isinstance(sample, Skipped) else sample[1]
+            own = math.ceil(skip / n)
+            first += found[:own]
+            captions += found[own:wanted]
+        if not captions + first:
             raise UserError(f"{self.name} has no image with a caption (the last that was left out: "
                             f"{sample.reason}, {sample.where}).")
-        return captions
+        return (captions + first)[:limit]
 
 
 def expand_braces(pattern):
@@ -1963,7 +1988,7 @@ def read_json(path, split):
             for annotation in data["annotations"]:
                 number = annotation["image_id"]
                 if number in names:
-                    yield names[number], str(annotation["caption"] or "")
+                    yield from ((names[number], text) for text in texts_of(annotation["caption"]))
                 else:
                     yield Skipped("caption without image", f"{path}, image_id {number}")
             return
@@ -1977,7 +2002,13 @@ def read_json(path, split):
             if image["split"] in splits:
                 name = os.path.join(image.get("filepath", ""), image["filename"])
                 for sentence in image["sentences"]:
-                    yield name, str(sentence["raw"] or "")
+                    yield from ((name, text) for text in texts_of(sentence["raw"]))
+
+
+def texts_of(value):
+    """The value of a caption in JSON -> its texts. A list has several; null and NaN are empty."""
+    texts = value if isinstance(value, list) else [value]
+    return [text if isinstance(text, str) else "" for text in texts] or [""]
 
 
 def formats():
@@ -2086,9 +2117,10 @@ def open_directory(directory, content, image_root):
             print(f"note: {directory} has images next to its folders, such as {loose[0]}. So the "
                   f"folders are no classes, and all images are used.")
         classes, files = [], []  # images without classes: read the directory as one folder
-    if classes and set(map(str.lower, classes)) <= PARTS:
-        raise UserError(f"{directory} has the folders {', '.join(classes)}, which are no classes: "
-                        f"give one of them, such as {os.path.join(directory, classes[-1])}.")
+    parts = [name for name in classes if PART.fullmatch(name.lower())]
+    if parts and (parts != ["train"] or classes == parts):  # next to others a train is a class
+        raise UserError(f"{directory} has the folders {', '.join(parts)}, which are no classes: "
+                        f"give one of them, such as {os.path.join(directory, parts[-1])}.")
     if content and not classes:
         raise UserError(f"{directory} has no class folders: give a directory with one folder of "
                         f"images for each class, or name shards, as in DIR/{{00000..00012}}.tar.")
@@ -2098,7 +2130,7 @@ def open_directory(directory, content, image_root):
     with contextlib.suppress(UserError):
         names, _ = class_names(classes)
     rows = [Skipped("file next to the class folders", path) for path in files if classes]
-    labels, empty = [], []
+    labels, empty, captioned = [], [], []
     for label, folder in enumerate(classes or [""]):
         paths = list_files(os.path.join(directory, folder).rstrip("/"))
         images = [path for path in paths if is_image(path)]
@@ -2107,6 +2139,8 @@ def open_directory(directory, content, image_root):
         rows += [(path, caption) for path in images]
         rows += [Skipped("file without an image's ending", path) for path in others]
         labels += [label] * len(images)
+        stems = {os.path.splitext(path)[0] for path in images}
+        captioned += [path for path in others if path.endswith(".txt") and path[:-4] in stems]
         if not images:
             empty.append(folder)
     if content and empty:
@@ -2114,13 +2148,18 @@ def open_directory(directory, content, image_root):
                         f"images, or you may not list them: {', '.join(empty[:10])}. Add images "
                         f"({' '.join(IMAGE_SUFFIXES)}), allow the reading, or remove these "
                         f"folders.")
+    if content and len(captioned) > len(labels) / 2:
+        raise UserError(f"{directory} has a caption beside each image, such as {captioned[0]}, so "
+                        f"its folders are no classes: write the captions into a table, or into tar "
+                        f"shards, as img2dataset does with output_format=webdataset.")
     table = CaptionTable(rows, directory)
     if classes:
         table.classes, table.labels = classes, np.array(labels)
     return table
 
 
-PARTS = {"train", "training", "val", "valid", "validation", "test"}  # of a data set
+# the names of parts of a data set, such as train, val2017
+PART = re.compile(r"(train(ing)?|val(id|idation)?|test|dev)([-_]?(\d+|[ab]))?")
 FOLDER_CAPTION = "a photo of {a}."  # {a}: the name of the class with its article
 # beginnings of the names of files that systems and editors create without being asked
 HIDDEN = (".", "__MACOSX", "@eaDir")
@@ -2759,8 +2798,8 @@ def check_ranks(facts):
     for rank, other in enumerate(others, 1):
         for name, value in other.items():
             if value != first.get(name):
-                raise UserError(f"Rank {rank} has {name} {value}, rank 0 has {first.get(name)}: start "
-                                f"all ranks with the same flags and files; --out must be a "
+                raise UserError(f"Rank {rank} has {name} {value}, rank 0 has {first.get(name)}: "
+                                f"start all ranks with the same flags and files; --out must be a "
                                 f"directory that all machines share.")
 
 
@@ -3251,7 +3290,7 @@ class World:
         return {"images": normalize(images), "captions": captions, "scene": scene,
                 "objects": lists, "segmentation": segmentation}
 
-    def sample_captions(self, limit):
+    def sample_captions(self, limit, skip=0):
         """At most 5,000 training captions for a vocabulary. They contain all words of the world,
         but not all made-up words if there are many."""
         generator, rng = torch.Generator().manual_seed(0), random.Random(0)

@@ -153,6 +153,7 @@ class Config:
 # The first setting of each group in --help.
 GROUPS = {"preset": "run", "data": "data", "image_encoder": "encoders", "steps": "optimization",
           "log_every": "log, checkpoints and evaluation", "amp": "speed and memory"}
+CHECKED = 1000  # captions on which the vocabulary is checked at the start
 BENCH_WARMUP = 3  # steps before --bench starts the clock: kernels are chosen, memory is taken
 
 
@@ -591,9 +592,9 @@ def announce(args, data, model, tokenizer, device, progress):
         print(f"The run continues after step {progress.step} of {args.steps}.")
     if isinstance(data, common.CaptionTable):
         print(f"{len(data):,} images, {len(data) / args.batch:.1f} steps per epoch")
-    unknown = check_vocabulary(args, data, tokenizer) if tokenizer else 0
-    if unknown > 0.01:
-        print(f"note: the vocabulary lacks {unknown:.1%} of the captions' tokens, they are [UNK]")
+    if tokenizer:
+        print(f"First caption: {data.sample_captions(1)[0]!r}")
+        check_vocabulary(args, data, tokenizer)
     if "OMP_NUM_THREADS" not in os.environ and os.getloadavg()[0] > os.cpu_count():
         print("note: other jobs use these cores, and threads that wait for each other are slow: "
               "set OMP_NUM_THREADS=1")
@@ -632,18 +633,28 @@ def changed_settings(args, data):
 
 
 def check_vocabulary(args, data, tokenizer):
-    """The share of the captions' tokens that the vocabulary lacks. Raises UserError if it lacks
-    most of them, or if the text encoder is made for a larger vocabulary."""
+    """The share of the captions' tokens that the vocabulary lacks. Prints a note about words that
+    it lacks and about captions that are cut. Raises UserError if it lacks most of the tokens, or if
+    the text encoder is made for a larger vocabulary."""
     asked = common.asked_words(args.text_encoder)
     if asked > len(tokenizer) and not args.vocab:
         raise UserError(f"--text-encoder {args.text_encoder} is for {asked} tokens, a vocabulary "
                         f"trained from these captions has {len(tokenizer)}: give --vocab FILE of "
                         f"at most {asked} tokens, or another --text-encoder.")
-    ids = [i for caption in data.sample_captions(1000) for i in tokenizer.encode(caption)[1:-1]]
+    rows = [tokenizer.encode(caption) for caption in data.sample_captions(CHECKED)]
+    ids = [i for row in rows for i in row[1:-1]]
     unknown = ids.count(tokenizer.unk) / max(1, len(ids))
     if unknown > 0.5:
         raise UserError(f"{unknown:.0%} of the captions' tokens are [UNK], words that the "
                         f"vocabulary lacks: give another --vocab FILE, or leave out --vocab.")
+    if unknown > 0.01:
+        print(f"note: the vocabulary lacks {unknown:.1%} of the captions' tokens, they are [UNK]")
+    context = common.encoder_settings(common.TextTransformer, args.text_encoder,
+                                      common.TEXT_PRESETS)["context"]
+    cut = sum(len(row) > context for row in rows) / len(rows)
+    if cut > 0.01:
+        print(f"note: {cut:.1%} of the captions are longer than the {context} tokens that the text "
+              f"encoder reads, and their ends are cut: raise its context in --text-encoder")
     return unknown
 
 
@@ -806,7 +817,8 @@ def build_tokenizer(args, data):
         return common.open_tokenizer(Path(args.out, "vocab.txt") if args.resume else args.vocab)
     words = None
     if this_rank()[0] == 0:
-        words = common.train_wordpiece(data.sample_captions(100_000), args.vocab_size)
+        captions = data.sample_captions(100_000, skip=CHECKED)
+        words = common.train_wordpiece(captions, args.vocab_size)
     return common.WordPiece(common.gather_objects(words)[0])
 
 

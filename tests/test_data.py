@@ -59,10 +59,10 @@ def take(dataset, n, workers=0):
     return list(itertools.islice(iter(dataset), n))
 
 
-def failure(run, *arguments):
+def failure(run, *arguments, **settings):
     """Return the message of the UserError that the call raises."""
     try:
-        run(*arguments)
+        run(*arguments, **settings)
     except UserError as error:
         error.__traceback__ = None  # a traceback would keep a loader's processes alive
         return str(error)
@@ -220,6 +220,43 @@ def test_captions_for_the_vocabulary_are_spread_over_the_table():
     table = CaptionTable([(f"{i // 5}.jpg", f"n{i}") for i in range(50)], "x")
     assert table.sample_captions(5) == ["n0", "n10", "n20", "n30", "n40"]
     assert table.sample_captions(50) == table.sample_captions(99) == [f"n{i}" for i in range(50)]
+
+
+def test_captions_for_the_check_of_a_vocabulary_are_others():
+    table = CaptionTable([(f"{i}.jpg", f"n{i}") for i in range(50)], "x")
+    assert table.sample_captions(5, skip=2) == ["n1", "n11", "n21", "n31", "n41"]
+    assert table.sample_captions(50, skip=2) == [f"n{i}" for i in range(50)]  # there are no others
+
+
+@pytest.mark.parametrize("limit, skip, expected", [
+    (3, 0, "0 10 20"), (6, 0, "0 1 10 11 20 21"), (1, 0, "0"), (2, 0, "0 10"),
+    (6, 3, "1 2 11 12 21 22"), (12, 3, "1 2 3 11 12 13 14 15 21 22 23 24"),
+    (99, 3, "1 2 3 11 12 13 14 15 21 22 23 24 25 26 0 10 20")])
+def test_captions_for_the_vocabulary_are_spread_over_the_shards(tmp_path, limit, skip, expected):
+    """Three shards have 4, 6 and 7 captions. Captions to skip come last."""
+    for shard, n in enumerate((4, 6, 7)):
+        members = {f"{i}.{end}": text for i in range(n) for end, text in (
+            ("jpg", picture()), ("txt", str(10 * shard + i)))}
+        write_tar(tmp_path / f"{shard}.tar", members)
+    source = open_data(f"{tmp_path}/{{0..2}}.tar")
+    assert source.sample_captions(limit, skip=skip) == expected.split()
+
+
+@pytest.mark.parametrize("value, texts", [
+    ('["a dog", "a cat"]', ["a dog", "a cat"]), ('"nan"', ["nan"]), ("NaN", []), ("null", []),
+    ('["a dog", null]', ["a dog"]), ("[]", []), ("7", [])])
+def test_a_list_in_json_is_several_captions_and_no_text_is_none(tmp_path, value, texts):
+    rows = [("a.jpg", value), ("b.jpg", '"a bird"')]
+    coco = ",".join(f'{{"image_id": "{name}", "caption": {text}}}' for name, text in rows)
+    names = ",".join(f'{{"id": "{name}", "file_name": "{name}"}}' for name, _ in rows)
+    karpathy = ",".join(f'{{"split": "train", "filename": "{name}", "sentences": '
+                        f'[{{"raw": {text}}}]}}' for name, text in rows)
+    write_files(tmp_path, {"coco.json": f'{{"images": [{names}], "annotations": [{coco}]}}',
+                           "karpathy.json": f'{{"images": [{karpathy}]}}'})
+    for name in ("coco.json", "karpathy.json"):
+        source = open_data(str(tmp_path / name))
+        assert pairs(source).get("a.jpg", []) == texts
+        assert ("empty caption" in source.skipped) == (texts == [] or "null" in value)
 
 
 def test_coco_captions_find_their_images_below_image_root(tmp_path):
@@ -781,6 +818,38 @@ def test_class_folders_give_classes_labels_and_captions(tmp_path):
     file = tmp_path / "names.txt"
     file.write_text("aeroplane\n\nfire engine\n")
     assert common.class_names(source.classes, file) == (["aeroplane", "fire engine"], str(file))
+
+
+@pytest.mark.parametrize("folders, refused", [
+    ("train val", True), ("train2017 val2017", True), ("train val unlabeled2017", True),
+    ("Training other", True), ("cat test-a", True), ("train", True), ("bus car train", False),
+    ("training_shoe cat", False), ("contest valley", False)])
+def test_parts_of_a_data_set_are_no_classes(tmp_path, folders, refused):
+    write_files(tmp_path, {f"{name}/1.jpg": picture() for name in folders.split()})
+    for content in ("caption", "label", None):
+        if refused:
+            message = failure(open_data, str(tmp_path), content=content)
+            assert "no classes: give one of them" in message
+        else:
+            assert open_data(str(tmp_path), content=content).classes == sorted(folders.split())
+
+
+@pytest.mark.parametrize("folders", ["photos", "00000 00001", "7"])
+def test_folders_that_name_nothing_teach_no_captions(tmp_path, folders):
+    write_files(tmp_path, {f"{name}/1.jpg": picture() for name in folders.split()})
+    source = open_data(str(tmp_path))
+    assert f"'a photo of a {folders.split()[0]}.'" in failure(source.sample_captions, 9)
+
+
+def test_captions_beside_the_images_of_class_folders_are_not_ignored(tmp_path):
+    names = [f"{folder}/{i}" for folder in "ab" for i in range(4)]
+    files = {f"{name}.{end}": "" for name in names for end in ("jpg", "json")}
+    write_files(tmp_path, files | {f"{name}.txt": "a dog" for name in names if name[2] in "01"})
+    assert open_data(str(tmp_path)).classes == ["a", "b"]    # half of the images
+    write_files(tmp_path, {"a/2.txt": "a dog"})
+    message = failure(open_data, str(tmp_path))
+    assert "a/0.txt" in message and "output_format=webdataset" in message
+    assert len(open_data(str(tmp_path), content=None)) == 8
 
 
 def test_links_below_class_folders_are_followed_and_hidden_names_are_not_read(tmp_path):

@@ -601,8 +601,8 @@ def test_a_batch_that_ranks_cannot_divide_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("own, other, message", [
     ({"--lr": 0.1}, {"--lr": 0.2}, "Rank 2 has --lr 0.2, rank 0 has 0.1: start all ranks with"),
-    ({"--resume": False}, {"--resume": True, "--data_path": "x"}, "--resume True, rank 0 has False"),
-    ({"data": "9 images, 1"}, {"data": "8 images, 2"}, "data 8 images, 2, .* the same flags and files"),
+    ({"--resume": 0}, {"--resume": True, "--data-path": "x"}, "--resume True, rank 0 has 0:"),
+    ({"data": "9 images, 1"}, {"data": "8 images, 2"}, "data 8 images, 2, .* flags and files"),
     ({"--lr": math.inf, "step": 0}, {"--lr": math.inf, "step": 0}, None)])
 def test_ranks_that_differ_are_refused(monkeypatch, own, other, message):
     monkeypatch.setattr(common, "gather_objects", lambda facts: [facts, facts, other])
@@ -918,6 +918,32 @@ def test_a_batch_larger_than_the_data_is_noted(tmp_path, capsys):
     train_alone([*SPARC, "--data", write_table(tmp_path, 3), "--image-size", 16, "--steps", 1,
                  "--out", tmp_path / "run"])
     assert "note: --batch 8 is more than the 3 images" in capsys.readouterr().out
+
+
+def test_the_first_caption_and_captions_that_are_cut_are_shown_at_the_start(tmp_path, capsys):
+    rows = "".join(f"{i}.jpg,{'long ' * (40 if i < 3 else 1)}n{i}\n" for i in range(6))
+    write_files(tmp_path, {"table.csv": f"image,caption\n{rows}"})
+    for i in range(6):
+        write_files(tmp_path, {f"{i}.jpg": picture()})
+    flags = [*SPARC, "--image-size", "16", "--steps", "1", "--data", tmp_path / "table.csv"]
+    train_alone([*flags, "--out", tmp_path / "run"])
+    first, note = re.findall("First caption: .*|note: .* cut.*", capsys.readouterr().out)
+    assert first == f"First caption: {'long ' * 40 + 'n0'!r}"
+    assert note.startswith("note: 50.0% of the captions are longer than the 32 tokens")
+    train_alone([*flags, "--text-encoder", "tiny:width=16,heads=2,depth=1,context=50",
+                 "--out", tmp_path / "wide"])
+    assert " cut" not in capsys.readouterr().out
+
+
+def test_a_vocabulary_is_checked_on_captions_that_it_did_not_learn_from(monkeypatch):
+    table = common.CaptionTable([(f"{i}.jpg", "ab"[i % 2]) for i in range(300_000)], "x")
+    args = train.parse_args(SPARC)
+    monkeypatch.setattr(table, "sample_captions", lambda limit, skip=0: (
+        type(table).sample_captions(table, limit // 1000, skip // 1000)))
+    tokenizer = train.build_tokenizer(args, table)
+    assert ("a" in tokenizer.ids, "b" in tokenizer.ids) == (False, True)
+    with pytest.raises(UserError, match="100% of the captions' tokens are .UNK."):
+        train.check_vocabulary(args, table, tokenizer)
 
 
 def test_a_run_is_saved_before_it_is_evaluated(tmp_path, monkeypatch):
