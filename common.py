@@ -29,6 +29,7 @@ import csv
 import dataclasses
 import datetime
 import functools
+import glob
 import gzip
 import heapq
 import html
@@ -46,6 +47,7 @@ import sys
 import tarfile
 import textwrap
 import unicodedata
+import warnings
 import zlib
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
@@ -95,20 +97,21 @@ def explained(kinds, what, remedy=""):
 
 
 class Output(io.FileIO):
-    """Standard output or error. Printing to a pipe that its reader has closed does not end a run.
+    """Standard output or error. Printing never ends a run.
 
-    With `train.py ... | head` the pipe closes after ten lines. Python would end the run with a
-    BrokenPipeError; this class drops the text, and the training continues.
+    The pipe of `train.py ... | head` closes after ten lines, a terminal closes when a connection
+    breaks, the disk of `train.py > log.txt` may be full. Python would end the run with an OSError;
+    this class drops the text, and the training continues.
     """
 
     def write(self, data):
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             return super().write(data)
         return len(data)
 
 
 def prepare_output():
-    """Make printing safe: no file name, terminal or closed pipe can end a run.
+    """Make printing safe: no file name, terminal, closed pipe or full disk can end a run.
 
     Characters that the terminal cannot show are printed as backslash escapes.
     """
@@ -1158,6 +1161,10 @@ class Augment(v2.Compose):
         return v2.RandomChoice(self.mixtures)(images, labels) if self.mixtures else (images, labels)
 
 
+# Pillow warns of every damaged EXIF block, and such photos are read all the same.
+warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
+
+
 def open_image(file, min_side=None):
     """A path, bytes or a PIL image -> RGB PIL image.
 
@@ -1562,7 +1569,8 @@ class TarShards:
     """Tar shards, as img2dataset writes them: `KEY.jpg` with `KEY.txt` (one caption per line), or
     with a label (see read_sample).
 
-    pattern: DIR/{00000..00012}.tar, or several of these, joined by "::".
+    pattern: DIR/{00000..00012}.tar, or DIR/*.tar where numbers are missing, or several of these,
+        joined by "::".
 
     Each epoch shuffles the shards and deals them to ranks and workers. A worker opens four shards
     at a time (a window), reads their headers, shuffles their samples, and reads each sample from
@@ -1580,13 +1588,14 @@ class TarShards:
 
     def __init__(self, pattern):
         self.name, self.skipped = pattern, {}
-        self.paths = [path for part in pattern.split("::") for path in expand_braces(part)]
+        names = [name for part in pattern.split("::") for name in expand_braces(part)]
+        self.paths = [path for name in names for path in sorted(glob.glob(name)) or [name]]
         self.fingerprint = f"{len(self.paths)} shards"
         missing = [path for path in self.paths if not os.path.isfile(path)]
         if missing:
             raise UserError(f"{len(missing)} of the {len(self.paths)} shards of {pattern} do not "
                             f"exist; the first is {missing[0]}. Name several shards with braces, "
-                            f"as in DIR/{{00000..00012}}.tar.")
+                            f"as in DIR/{{00000..00012}}.tar, or all that exist by DIR/*.tar.")
 
     def __len__(self):
         return len(self.paths)
@@ -1707,8 +1716,9 @@ def read_tars(paths, content, limit=None):
         yield read_sample(row, content)
 
 
-def read_members(file):
+def read_members(file, start=0):
     """Yield (name, offset of its headers, offset of its content, size) of each file of an open tar.
+    Other tars may follow the tar, as after `cat a.tar b.tar > both.tar`.
 
     tarfile needs 30 us per header, so the training would wait 4 s for four shards of 10,000
     samples. This function parses plain headers itself. A plain header may follow a pax header that
@@ -1717,7 +1727,7 @@ def read_members(file):
 
     Raises one of SHARD_ERRORS where the tar is damaged or cut off.
     """
-    file_size, start = os.fstat(file.fileno()).st_size, 0
+    file_size = os.fstat(file.fileno()).st_size
     while True:
         # Three blocks hold a pax header, the content of the pax header, and the file's own header.
         # Without a pax header, the file's own header comes first.
@@ -1752,6 +1762,10 @@ def read_members(file):
     # such a file.
     if os.pread(file.fileno(), BLOCK, start) != bytes(BLOCK):
         raise tarfile.ReadError("its end is missing")
+    while block := os.pread(file.fileno(), BLOCK, start):
+        if block.strip(b"\0"):
+            return (yield from read_members(file, start))
+        start += BLOCK
 
 
 def read_headers(path, files):
@@ -2024,7 +2038,7 @@ def formats():
         ([".csv", ".tsv", ".txt"], functools.partial(open_table, read_table), columns,
          "FILE.csv, .tsv or .txt[:image=COLUMN,caption=COLUMN]"),
         ([".tar"], lambda name, content, root: TarShards(name), {},
-         "'DIR/{00000..00012}.tar', several of them joined by '::'"),
+         "'DIR/{00000..00012}.tar' or 'DIR/*.tar', several of them joined by '::'"),
         ([".json"], functools.partial(open_table, read_json), {"split": "train"},
          "FILE.json of COCO or Karpathy[:split=NAME]"),
         ([".token"], functools.partial(open_table, read_token_file), {}, "FILE.token of Flickr"),
@@ -2405,6 +2419,14 @@ class Stream(IterableDataset):
         if last.reason == MISSING_IMAGE:
             remedy = ("Check --image-root, the directory that the file names in the table are "
                       "relative to")
+            forms = [unicodedata.normalize(form, last.where) for form in ("NFC", "NFD")]
+            if "://" in last.where:
+                remedy = "The table holds URLs: download the images, for example by img2dataset"
+            elif "\\" in last.where:
+                remedy = 'The table holds names of Windows: write "/" in place of the backslashes'
+            elif any(map(os.path.exists, forms)):
+                remedy = ("The file's name has its accents in another form of Unicode (NFC, NFD): "
+                          "write the names as the disk has them")
         return (f"{self.source.name}: {which} could not be used; the last: {last.reason}, "
                 f"{last.where}. {remedy}.")
 
@@ -2467,10 +2489,11 @@ class EachImage(IterableDataset):
     Each image comes once. part, parts: this rank reads every parts-th image, from number `part` on.
     A batch is (the numbers of the images, normalised images (B, 3, S, S)). Images are squeezed to a
     square without a crop, so that a box in fractions of the sides is valid for the file too.
+    stopped: a function that returns whether to end before the next image.
     """
 
-    def __init__(self, table, image_size, batch_size, part=0, parts=1):
-        self.table, self.size = table, (image_size, image_size)
+    def __init__(self, table, image_size, batch_size, part=0, parts=1, stopped=lambda: False):
+        self.table, self.size, self.stopped = table, (image_size, image_size), stopped
         self.batch_size, self.part, self.parts = batch_size, part, parts
 
     def __iter__(self):
@@ -2479,6 +2502,8 @@ class EachImage(IterableDataset):
         for i in range(0, len(rows), self.batch_size):
             found, images = [], []
             for row in rows[i : i + self.batch_size]:
+                if self.stopped():
+                    return
                 # a damaged image gets no box; Stream counts it
                 with contextlib.suppress(Exception):
                     image = open_image(self.table.path(row), self.size[0])
@@ -2716,7 +2741,12 @@ def init_distributed():
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         timeout = datetime.timedelta(minutes=30)  # the others wait while rank 0 evaluates
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout,
+        # Ranks that torchrun has restarted get the store of the ranks that died, and would wait
+        # for the addresses in it. A prefix hides these.
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, store=store,
+                                rank=rank, world_size=world_size,
                                 device_id=device if cuda else None)
     return device
 

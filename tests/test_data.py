@@ -14,6 +14,9 @@ import json
 import os
 import re
 import resource
+import struct
+import subprocess
+import sys
 import tarfile
 import textwrap
 from pathlib import Path
@@ -30,8 +33,8 @@ import common
 import eval as evaluation
 from common import CaptionTable, Skipped, Stream, TarShards, UserError, WordPiece, World
 from common import WorldStream, open_data
-from helpers import (SMALL, picture, read_log, train_alone, write_files, write_shards, write_table,
-                     write_tar)
+from helpers import (ROOT, SMALL, picture, read_log, train_alone, write_files, write_shards,
+                     write_table, write_tar)
 
 WORDS = ["a", "photo", "of", *(f"n{i}" for i in range(200))]
 TOKENIZER = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])
@@ -355,6 +358,50 @@ def test_tar_headers_are_read_as_tarfile_reads_them(tmp_path, format, odd):
         assert list(common.read_members(file)) == members_by_tarfile(tmp_path / "a.tar")
 
 
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("zeros", [0, 512 * 37])
+def test_tars_that_are_joined_are_all_read(tmp_path, format, zeros):
+    """A long name needs a header that is not plain."""
+    parts = []
+    for names in (["a.txt"], ["b.txt", "x" * 120 + ".txt"], ["c.txt"]):
+        file = io.BytesIO()
+        with tarfile.open(fileobj=file, mode="w", format=format) as tar:
+            for name in names:
+                info = tarfile.TarInfo(name)
+                info.size = 5
+                if format != tarfile.USTAR_FORMAT or len(name) < 100:
+                    tar.addfile(info, io.BytesIO(name[:5].encode()))
+        parts.append(file.getvalue() + bytes(zeros))
+    path = tmp_path / "both.tar"
+    path.write_bytes(b"".join(parts))
+    with open(path, "rb") as file:
+        found = [(name, os.pread(file.fileno(), size, offset))
+                 for name, _, offset, size in common.read_members(file)]
+    long = [("x" * 120 + ".txt", b"xxxxx")] if format != tarfile.USTAR_FORMAT else []
+    assert found == [("a.txt", b"a.txt"), ("b.txt", b"b.txt"), *long, ("c.txt", b"c.txt")]
+    path.write_bytes(b"".join(parts) + b"garbage" * 99)
+    with open(path, "rb") as file, pytest.raises(common.SHARD_ERRORS):
+        list(common.read_members(file))
+
+
+def test_a_pattern_names_the_shards_that_exist(tmp_path):
+    for name in ("00000", "00001", "00003", "[x]"):
+        write_tar(tmp_path / f"{name}.tar", {"0.jpg": picture(), "0.txt": name})
+    for pattern, names in (("0*", "00000 00001 00003"), ("0000{0..1}", "00000 00001"),
+                           ("0000[13]", "00001 00003"), ("[x]", "[x]")):
+        source = open_data(f"{tmp_path}/{pattern}.tar")
+        assert [Path(path).stem for path in source.paths] == names.split()
+
+
+@pytest.mark.parametrize("name, remedy", [
+    ("https://x.org/0.jpg", "holds URLs: .* img2dataset"), ("sub\\0.jpg", 'Windows: write "/"'),
+    ("cafe\u0301.jpg", "another form of Unicode"), ("gone.jpg", "Check --image-root")])
+def test_names_that_are_not_found_are_explained(tmp_path, name, remedy):
+    write_files(tmp_path, {"caf\u00e9.jpg": picture(), "a.csv": f"image,caption\n{name},a dog\n"})
+    batches = stream(open_data(str(tmp_path / "a.csv")))
+    assert re.search(remedy, failure(next, iter(batches)))
+
+
 def test_every_image_of_a_shard_is_used_or_counted(tmp_path):
     """A key ends at the first dot of a name, so several images may have one key."""
     images = [picture(value=i) for i in range(4)]
@@ -577,6 +624,15 @@ def test_a_picture_with_a_damaged_exif_block_is_read(format):
     with pytest.raises(SyntaxError):
         Image.open(file).getexif()
     assert common.open_image(file.getvalue()).getpixel((0, 0))[0] > 250
+
+
+def test_a_damaged_exif_block_prints_no_warning(tmp_path):
+    """Thousands of photos would print thousands of lines."""
+    exif = b"Exif\0\0II*\0\x08\0\0\0\1\0" + struct.pack("<HHII", 0x9000, 7, 4000, 500)
+    Image.new("RGB", (8, 8)).save(tmp_path / "0.jpg", exif=exif)
+    code = f"import common; print(common.open_image({str(tmp_path / '0.jpg')!r}).size)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("(8, 8)\n", "")
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TypeError, ZeroDivisionError, AttributeError])
