@@ -29,6 +29,7 @@ import csv
 import dataclasses
 import datetime
 import functools
+import glob
 import gzip
 import heapq
 import html
@@ -46,6 +47,7 @@ import sys
 import tarfile
 import textwrap
 import unicodedata
+import warnings
 import zlib
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
@@ -95,20 +97,21 @@ def explained(kinds, what, remedy=""):
 
 
 class Output(io.FileIO):
-    """Standard output or error. Printing to a pipe that its reader has closed does not end a run.
+    """Standard output or error. Printing never ends a run.
 
-    With `train.py ... | head` the pipe closes after ten lines. Python would end the run with a
-    BrokenPipeError; this class drops the text, and the training continues.
+    The pipe of `train.py ... | head` closes after ten lines, a terminal closes when a connection
+    breaks, the disk of `train.py > log.txt` may be full. Python would end the run with an OSError;
+    this class drops the text, and the training continues.
     """
 
     def write(self, data):
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             return super().write(data)
         return len(data)
 
 
 def prepare_output():
-    """Make printing safe: no file name, terminal or closed pipe can end a run.
+    """Make printing safe: no file name, terminal, closed pipe or full disk can end a run.
 
     Characters that the terminal cannot show are printed as backslash escapes.
     """
@@ -731,11 +734,15 @@ CJK = [(0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B81F
        (0x2B920, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F)]
 
 
-def clean_text(text):
+def clean_text(text, keeps_marks=False):
     """BERT's uncased normalisation.
 
     Letters become lower case and lose their accents. Control characters are removed. Spaces are put
     around each Chinese character, which makes it a word.
+
+    keeps_marks: keep accents and other marks. Vowels of Hindi and Thai are such marks, and words of
+    many languages differ by a mark alone. (The marks that choose between a black and a coloured
+    sign are dropped.)
     """
     if text.isascii() and text.isprintable():  # most captions need only this fast line
         return text.lower()
@@ -750,7 +757,8 @@ def clean_text(text):
             out.append(char)  # an unassigned code point (Cn) stays too, and becomes [UNK]
     # NFD splits a letter with an accent into the letter and a mark (Mn)
     text = unicodedata.normalize("NFD", "".join(out))
-    return "".join(char.lower() for char in text if unicodedata.category(char) != "Mn")
+    return "".join(char.lower() for char in text if unicodedata.category(char) != "Mn"
+                   or keeps_marks and not "\ufe00" <= char <= "\ufe0f")
 
 
 def is_punctuation(char):
@@ -758,10 +766,10 @@ def is_punctuation(char):
     return char in string.punctuation or unicodedata.category(char).startswith("P")
 
 
-def split_words(text):
+def split_words(text, keeps_marks=False):
     """A text -> its words, cleaned. Every punctuation character is a word of its own."""
     words = []
-    for chunk in clean_text(text).split():
+    for chunk in clean_text(text, keeps_marks).split():
         for punctuation, group in itertools.groupby(chunk, is_punctuation):
             words += list(group) if punctuation else ["".join(group)]
     return words
@@ -832,6 +840,9 @@ def read_vocabulary(path):
 class WordPiece(Tokenizer):
     """BERT's uncased tokenizer. It splits a word into tokens of the vocabulary.
 
+    It drops accents and other marks, unless a token of the vocabulary has one, as in a vocabulary
+    of train_wordpiece. BERT's own vocabularies, which have a [MASK], always drop marks.
+
     The first token is the longest one with which the word begins. Each further token is the longest
     one that continues the word. Tokens that continue a word begin with ##:
 
@@ -844,8 +855,6 @@ class WordPiece(Tokenizer):
     the file cannot be read or lacks a special token.
     """
 
-    split = staticmethod(split_words)
-
     def __init__(self, vocab):
         vocab = vocab if isinstance(vocab, list) else read_vocabulary(vocab)
         self.vocab = self.lines = vocab
@@ -856,6 +865,11 @@ class WordPiece(Tokenizer):
                             f"give a BERT vocab.txt, one token per line.")
         self.pad, self.unk, self.cls, self.sep = (self.ids[token] for token in SPECIAL_TOKENS)
         self.special = [i for i, token in enumerate(vocab) if re.fullmatch(r"\[\w+\]", token)]
+        text = "".join(vocab)
+        self.keeps_marks = "[MASK]" not in self.ids and clean_text(text) != clean_text(text, True)
+
+    def split(self, text):
+        return split_words(text, self.keeps_marks)
 
     def pieces(self, word):
         """A word -> list of the ids of its pieces."""
@@ -970,14 +984,15 @@ class BPE(Tokenizer):
 
 
 def train_wordpiece(captions, size):
-    """Captions -> a vocabulary of at most `size` tokens: all characters, then merged pairs.
+    """Captions -> a vocabulary of at most `size` tokens: all characters, then merged pairs. Marks
+    are kept: see clean_text.
 
     Each step merges the most frequent pair of adjacent pieces into a new token. If several pairs
     are equally frequent, the alphabetically first is merged, so that the order of the captions does
     not matter. The steps end when every word is one token or the vocabulary is full. Raises
     UserError if `size` is too small for the characters and the special tokens.
     """
-    counts = Counter(word for caption in captions for word in split_words(caption))
+    counts = Counter(word for caption in captions for word in split_words(caption, True))
     words = {word: [word[0], *("##" + char for char in word[1:])]
              for word in counts if len(word) <= MAX_WORD}
     vocab = SPECIAL_TOKENS + sorted({piece for pieces in words.values() for piece in pieces})
@@ -1147,6 +1162,10 @@ class Augment(v2.Compose):
             raise UserError(f"--data has label {labels.max()}, but there are {self.classes} "
                             f"classes, counted from 0: give the names of all classes.")
         return v2.RandomChoice(self.mixtures)(images, labels) if self.mixtures else (images, labels)
+
+
+# Pillow warns of every damaged EXIF block, and such photos are read all the same.
+warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
 
 
 def open_image(file, min_side=None):
@@ -1389,7 +1408,10 @@ def blur(x, sigma):
 # --data names a source: a CaptionTable, TarShards or a World. Every source has
 #   content                  what comes with an image: "caption", "label" or None
 #   classes                  the names of the labels, or None if the source does not know them
-#   sample_captions(limit)   captions for the training of a vocabulary
+#   sample_captions(limit, skip=0)
+#                            captions for the training of a vocabulary, evenly spread. A large
+#                            source leaves out the captions of sample_captions(skip), on which the
+#                            vocabulary is then checked.
 #   fingerprint              identifies the data. A checkpoint keeps the fingerprint, because the
 #                            positions in the checkpoint are wrong for other data.
 #
@@ -1532,20 +1554,26 @@ class CaptionTable:
                     value = int(self.labels[i])
                 yield (path, value, path, i), start
 
-    def sample_captions(self, limit):
-        """At most `limit` captions, evenly spread over the table. The first `limit` captions would
-        name few classes, because class folders are read one after the other."""
+    def sample_captions(self, limit, skip=0):
+        """See the head of this section. The first `limit` captions would name few classes, because
+        class folders are read one after the other."""
         if self.classes:
-            class_names(self.classes)  # raises UserError if folders have numbers instead of names
-        n = min(limit, len(self.captions))
-        return [self.captions[i * len(self.captions) // n] for i in range(n)]
+            class_names(self.classes)  # raises UserError for the numbers of ImageNet
+            if len(self.classes) == 1 or all(map(str.isdecimal, self.classes)):
+                raise UserError(f"{self.name} has the class folders {', '.join(self.classes[:5])}. "
+                                f"Captions such as {self.captions[0]!r} teach nothing: give class "
+                                f"folders with names, a table of captions, or tar shards.")
+        size = len(self.captions)
+        n, start = min(limit, size), int(skip > 0 and size > limit)
+        return [self.captions[start + i * size // n] for i in range(n)]
 
 
 class TarShards:
     """Tar shards, as img2dataset writes them: `KEY.jpg` with `KEY.txt` (one caption per line), or
     with a label (see read_sample).
 
-    pattern: DIR/{00000..00012}.tar, or several of these, joined by "::".
+    pattern: DIR/{00000..00012}.tar, or DIR/*.tar where numbers are missing, or several of these,
+        joined by "::".
 
     Each epoch shuffles the shards and deals them to ranks and workers. A worker opens four shards
     at a time (a window), reads their headers, shuffles their samples, and reads each sample from
@@ -1563,13 +1591,14 @@ class TarShards:
 
     def __init__(self, pattern):
         self.name, self.skipped = pattern, {}
-        self.paths = [path for part in pattern.split("::") for path in expand_braces(part)]
+        names = [name for part in pattern.split("::") for name in expand_braces(part)]
+        self.paths = [path for name in names for path in sorted(glob.glob(name)) or [name]]
         self.fingerprint = f"{len(self.paths)} shards"
         missing = [path for path in self.paths if not os.path.isfile(path)]
         if missing:
             raise UserError(f"{len(missing)} of the {len(self.paths)} shards of {pattern} do not "
                             f"exist; the first is {missing[0]}. Name several shards with braces, "
-                            f"as in DIR/{{00000..00012}}.tar.")
+                            f"as in DIR/{{00000..00012}}.tar, or all that exist by DIR/*.tar.")
 
     def __len__(self):
         return len(self.paths)
@@ -1623,18 +1652,23 @@ class TarShards:
         if left_out:
             print(f"left out of {self.name}: {reasons}")
 
-    def sample_captions(self, limit):
-        """The first `limit` captions, or fewer if the shards have fewer."""
-        captions, samples = [], read_tars(self.paths, "caption")
-        for sample in itertools.islice(samples, limit + self.max_bad):
-            if not isinstance(sample, Skipped):
-                captions += sample[1]
-            if len(captions) >= limit:
-                return captions[:limit]
-        if not captions:
+    def sample_captions(self, limit, skip=0):
+        """See the head of this section. A shard gives its first captions."""
+        captions, first, n = [], [], min(limit, len(self.paths))
+        for i in range(n):
+            found, wanted = [], math.ceil((limit + skip - len(captions) - len(first)) / (n - i))
+            samples = read_tars([self.paths[i * len(self.paths) // n]], "caption")
+            for sample in itertools.islice(samples, wanted + self.max_bad // n):
+                if len(found) >= wanted:
+                    break
+                found += [] if isinstance(sample, Skipped) else sample[1]
+            own = math.ceil(skip / n)
+            first += found[:own]
+            captions += found[own:wanted]
+        if not captions + first:
             raise UserError(f"{self.name} has no image with a caption (the last that was left out: "
                             f"{sample.reason}, {sample.where}).")
-        return captions
+        return (captions + first)[:limit]
 
 
 def expand_braces(pattern):
@@ -1685,8 +1719,9 @@ def read_tars(paths, content, limit=None):
         yield read_sample(row, content)
 
 
-def read_members(file):
+def read_members(file, start=0):
     """Yield (name, offset of its headers, offset of its content, size) of each file of an open tar.
+    Other tars may follow the tar, as after `cat a.tar b.tar > both.tar`.
 
     tarfile needs 30 us per header, so the training would wait 4 s for four shards of 10,000
     samples. This function parses plain headers itself. A plain header may follow a pax header that
@@ -1695,7 +1730,7 @@ def read_members(file):
 
     Raises one of SHARD_ERRORS where the tar is damaged or cut off.
     """
-    file_size, start = os.fstat(file.fileno()).st_size, 0
+    file_size = os.fstat(file.fileno()).st_size
     while True:
         # Three blocks hold a pax header, the content of the pax header, and the file's own header.
         # Without a pax header, the file's own header comes first.
@@ -1730,6 +1765,10 @@ def read_members(file):
     # such a file.
     if os.pread(file.fileno(), BLOCK, start) != bytes(BLOCK):
         raise tarfile.ReadError("its end is missing")
+    while block := os.pread(file.fileno(), BLOCK, start):
+        if block.strip(b"\0"):
+            return (yield from read_members(file, start))
+        start += BLOCK
 
 
 def read_headers(path, files):
@@ -1966,7 +2005,7 @@ def read_json(path, split):
             for annotation in data["annotations"]:
                 number = annotation["image_id"]
                 if number in names:
-                    yield names[number], str(annotation["caption"] or "")
+                    yield from ((names[number], text) for text in texts_of(annotation["caption"]))
                 else:
                     yield Skipped("caption without image", f"{path}, image_id {number}")
             return
@@ -1980,7 +2019,13 @@ def read_json(path, split):
             if image["split"] in splits:
                 name = os.path.join(image.get("filepath", ""), image["filename"])
                 for sentence in image["sentences"]:
-                    yield name, str(sentence["raw"] or "")
+                    yield from ((name, text) for text in texts_of(sentence["raw"]))
+
+
+def texts_of(value):
+    """The value of a caption in JSON -> its texts. A list has several; null and NaN are empty."""
+    texts = value if isinstance(value, list) else [value]
+    return [text if isinstance(text, str) else "" for text in texts] or [""]
 
 
 def formats():
@@ -1996,7 +2041,7 @@ def formats():
         ([".csv", ".tsv", ".txt"], functools.partial(open_table, read_table), columns,
          "FILE.csv, .tsv or .txt[:image=COLUMN,caption=COLUMN]"),
         ([".tar"], lambda name, content, root: TarShards(name), {},
-         "'DIR/{00000..00012}.tar', several of them joined by '::'"),
+         "'DIR/{00000..00012}.tar' or 'DIR/*.tar', several of them joined by '::'"),
         ([".json"], functools.partial(open_table, read_json), {"split": "train"},
          "FILE.json of COCO or Karpathy[:split=NAME]"),
         ([".token"], functools.partial(open_table, read_token_file), {}, "FILE.token of Flickr"),
@@ -2089,9 +2134,10 @@ def open_directory(directory, content, image_root):
             print(f"note: {directory} has images next to its folders, such as {loose[0]}. So the "
                   f"folders are no classes, and all images are used.")
         classes, files = [], []  # images without classes: read the directory as one folder
-    if classes and set(map(str.lower, classes)) <= PARTS:
-        raise UserError(f"{directory} has the folders {', '.join(classes)}, which are no classes: "
-                        f"give one of them, such as {os.path.join(directory, classes[-1])}.")
+    parts = [name for name in classes if PART.fullmatch(name.lower())]
+    if parts and (parts != ["train"] or classes == parts):  # next to others a train is a class
+        raise UserError(f"{directory} has the folders {', '.join(parts)}, which are no classes: "
+                        f"give one of them, such as {os.path.join(directory, parts[-1])}.")
     if content and not classes:
         raise UserError(f"{directory} has no class folders: give a directory with one folder of "
                         f"images for each class, or name shards, as in DIR/{{00000..00012}}.tar.")
@@ -2101,7 +2147,7 @@ def open_directory(directory, content, image_root):
     with contextlib.suppress(UserError):
         names, _ = class_names(classes)
     rows = [Skipped("file next to the class folders", path) for path in files if classes]
-    labels, empty = [], []
+    labels, empty, captioned = [], [], []
     for label, folder in enumerate(classes or [""]):
         paths = list_files(os.path.join(directory, folder).rstrip("/"))
         images = [path for path in paths if is_image(path)]
@@ -2110,6 +2156,8 @@ def open_directory(directory, content, image_root):
         rows += [(path, caption) for path in images]
         rows += [Skipped("file without an image's ending", path) for path in others]
         labels += [label] * len(images)
+        stems = {os.path.splitext(path)[0] for path in images}
+        captioned += [path for path in others if path.endswith(".txt") and path[:-4] in stems]
         if not images:
             empty.append(folder)
     if content and empty:
@@ -2117,13 +2165,18 @@ def open_directory(directory, content, image_root):
                         f"images, or you may not list them: {', '.join(empty[:10])}. Add images "
                         f"({' '.join(IMAGE_SUFFIXES)}), allow the reading, or remove these "
                         f"folders.")
+    if content and len(captioned) > len(labels) / 2:
+        raise UserError(f"{directory} has a caption beside each image, such as {captioned[0]}, so "
+                        f"its folders are no classes: write the captions into a table, or into tar "
+                        f"shards, as img2dataset does with output_format=webdataset.")
     table = CaptionTable(rows, directory)
     if classes:
         table.classes, table.labels = classes, np.array(labels)
     return table
 
 
-PARTS = {"train", "training", "val", "valid", "validation", "test"}  # of a data set
+# the names of parts of a data set, such as train, val2017
+PART = re.compile(r"(train(ing)?|val(id|idation)?|test|dev)([-_]?(\d+|[ab]))?")
 FOLDER_CAPTION = "a photo of {a}."  # {a}: the name of the class with its article
 # beginnings of the names of files that systems and editors create without being asked
 HIDDEN = (".", "__MACOSX", "@eaDir")
@@ -2369,6 +2422,14 @@ class Stream(IterableDataset):
         if last.reason == MISSING_IMAGE:
             remedy = ("Check --image-root, the directory that the file names in the table are "
                       "relative to")
+            forms = [unicodedata.normalize(form, last.where) for form in ("NFC", "NFD")]
+            if "://" in last.where:
+                remedy = "The table holds URLs: download the images, for example by img2dataset"
+            elif "\\" in last.where:
+                remedy = 'The table holds names of Windows: write "/" in place of the backslashes'
+            elif any(map(os.path.exists, forms)):
+                remedy = ("The file's name has its accents in another form of Unicode (NFC, NFD): "
+                          "write the names as the disk has them")
         return (f"{self.source.name}: {which} could not be used; the last: {last.reason}, "
                 f"{last.where}. {remedy}.")
 
@@ -2431,10 +2492,11 @@ class EachImage(IterableDataset):
     Each image comes once. part, parts: this rank reads every parts-th image, from number `part` on.
     A batch is (the numbers of the images, normalised images (B, 3, S, S)). Images are squeezed to a
     square without a crop, so that a box in fractions of the sides is valid for the file too.
+    stopped: a function that returns whether to end before the next image.
     """
 
-    def __init__(self, table, image_size, batch_size, part=0, parts=1):
-        self.table, self.size = table, (image_size, image_size)
+    def __init__(self, table, image_size, batch_size, part=0, parts=1, stopped=lambda: False):
+        self.table, self.size, self.stopped = table, (image_size, image_size), stopped
         self.batch_size, self.part, self.parts = batch_size, part, parts
 
     def __iter__(self):
@@ -2443,6 +2505,8 @@ class EachImage(IterableDataset):
         for i in range(0, len(rows), self.batch_size):
             found, images = [], []
             for row in rows[i : i + self.batch_size]:
+                if self.stopped():
+                    return
                 # a damaged image gets no box; Stream counts it
                 with contextlib.suppress(Exception):
                     image = open_image(self.table.path(row), self.size[0])
@@ -2667,18 +2731,25 @@ def init_distributed():
     Raises UserError if a cluster started several tasks without torchrun: each task would train a
     run of its own.
     """
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("WORLD_SIZE", "1")
-    if tasks != "1" and "RANK" not in os.environ:
+    # the numbers of tasks that srun, Open MPI's and MPICH's mpirun, and other launchers set
+    names = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"
+    tasks = max(int(os.environ.get(name, 1)) for name in names)
+    if tasks > 1 and "RANK" not in os.environ:
         raise UserError(f"{tasks} tasks were started without torchrun and would train separately: "
                         f"start one torchrun per machine, `srun --ntasks-per-node=1 torchrun ... "
-                        f"train.py ...`.")
+                        f"train.py ...` or `mpirun --npernode 1 torchrun ...`.")
     cuda, device = torch.cuda.is_available(), torch.device("cpu")
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         timeout = datetime.timedelta(minutes=30)  # the others wait while rank 0 evaluates
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout,
+        # Ranks that torchrun has restarted get the store of the ranks that died, and would wait
+        # for the addresses in it. A prefix hides these.
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, store=store,
+                                rank=rank, world_size=world_size,
                                 device_id=device if cuda else None)
     return device
 
@@ -2748,6 +2819,21 @@ def gather_objects(value):
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def check_ranks(facts):
+    """Raise UserError on all ranks if a fact, {name: value}, differs between ranks.
+
+    Ranks exchange gradients alone. Ranks with other settings, data or words would train wrongly,
+    without an error.
+    """
+    first, *others = gather_objects(facts)
+    for rank, other in enumerate(others, 1):
+        for name, value in other.items():
+            if value != first.get(name):
+                raise UserError(f"Rank {rank} has {name} {value}, rank 0 has {first.get(name)}: "
+                                f"start all ranks with the same flags and files; --out must be a "
+                                f"directory that all machines share.")
 
 
 def turn_off_tf32():
@@ -3237,7 +3323,7 @@ class World:
         return {"images": normalize(images), "captions": captions, "scene": scene,
                 "objects": lists, "segmentation": segmentation}
 
-    def sample_captions(self, limit):
+    def sample_captions(self, limit, skip=0):
         """At most 5,000 training captions for a vocabulary. They contain all words of the world,
         but not all made-up words if there are many."""
         generator, rng = torch.Generator().manual_seed(0), random.Random(0)

@@ -38,6 +38,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -105,7 +106,8 @@ class Config:
     init_weights: str | None = None
 
     steps: int = 1000  # number of updates
-    # number of times that each image of a table or of class folders is shown, in place of --steps
+    # number of times that each image of a table or of class folders is shown, in place of --steps;
+    # images that cannot be read are replaced by the others, which are then shown more often
     epochs: int | None = None
     # number of pairs or images in a step, summed over all ranks and all parts of --accum-freq
     batch: int = 128
@@ -153,6 +155,7 @@ class Config:
 # The first setting of each group in --help.
 GROUPS = {"preset": "run", "data": "data", "image_encoder": "encoders", "steps": "optimization",
           "log_every": "log, checkpoints and evaluation", "amp": "speed and memory"}
+CHECKED = 1000  # captions on which the vocabulary is checked at the start
 BENCH_WARMUP = 3  # steps before --bench starts the clock: kernels are chosen, memory is taken
 
 
@@ -189,7 +192,9 @@ def train(args, out, device):
     # Resume. `progress` holds all that changes, see Progress.
     progress, saved = Progress(data.fingerprint, tokenizer and tokenizer.hash()), None
     if args.resume:
-        saved = load_state(args, model, scaler, progress, device)
+        saved = load_state(args, data, model, scaler, progress, device)
+    common.check_ranks({"data": progress.data, "a vocabulary with the hash": progress.words,
+                        "a last.pt after step": progress.step, "fp16": scaler.is_enabled()})
     if out:
         announce(args, data, model, tokenizer, device, progress)
         write_run(args, tokenizer, out)
@@ -214,7 +219,11 @@ def train(args, out, device):
             # BAM crops where [CLS] looks. --bench measures updates alone.
             if progress.step in method.box_refreshes(args) and not args.bench:
                 batches = None  # ends the workers, which crop by the old boxes
-                progress.boxes = find_boxes(args, data, model, device, autocast)
+                boxes, stopping = find_boxes(args, data, model, device, autocast, stop)
+                if stopping:  # the resumed run will look for the boxes again
+                    save(["last.pt"], args, model, optimizer, scaler, progress)
+                    return end_early(args, log, progress.step, stopping)
+                progress.boxes = boxes
             if batches is None:
                 batches = open_loader(args, data, transform, tokenizer, model, progress)
                 clock.reset()
@@ -250,16 +259,16 @@ def train(args, out, device):
             # What the method itself changes: a teacher follows its student, a temperature stays in
             # its bounds.
             model.after_update(step, steps)
-            progress.advance(batch)
+            progress.advance(batch, args.batch)
             log.bar.update()
 
             # Once in a while: log, evaluate, save, stop. All ranks agree on what is due.
             keep_due, evaluate_due = progress.due(args.keep_every), progress.due(args.eval_every)
-            save_due = progress.due(args.save_every) or keep_due or progress.step == end
+            # An evaluation may last longer than torchrun or Slurm wait, so the run is saved before.
+            save_due = (progress.due(args.save_every) or keep_due or evaluate_due
+                        or progress.step == end)
             log_due = progress.due(args.log_every) or evaluate_due or progress.step == args.steps
-            # A GPU waits while ranks ask each other whether a signal came, so they ask rarely.
-            ask_due = save_due or progress.due(min(10, args.log_every)) or not dist.is_initialized()
-            stopping = ask_due and stop.agreed(device)
+            stopping = (stop.is_due() or save_due) and stop.agreed(device)
             if args.bench:  # updates alone: no log, no checkpoint, no evaluation
                 rates = clock.bench(args.bench, args.batch)
                 if rates:
@@ -268,8 +277,8 @@ def train(args, out, device):
                     return stopping
                 continue
             if stopping or log_due or save_due:
-                check_finite(args, progress.step, outputs["loss"], grad_norm)
-            if stopping or save_due:  # before an evaluation, which may outlast torchrun's patience
+                check_finite(args, progress.step, outputs["loss"], grad_norm, scaler)
+            if stopping or save_due:
                 names = ["last.pt"]
                 if progress.step == end and end < args.steps:
                     names.append(f"stage-{number}.pt")
@@ -285,15 +294,13 @@ def train(args, out, device):
                 metrics = {}
                 if evaluate_due and not stopping:
                     metrics = evaluate_unnoticed(embedder, eval_data, options)
-                log.write(record, metrics, model.warn(record) or lost_samples(args, data, record))
+                warning = model.warn(record) or lost_samples(args, data, record)
+                log.write(record, metrics, overflows(scaler) or warning)
                 model.train()
             if log_due:
                 clock.reset()
             if stopping:
-                log.bar.close()
-                print_once(f"Stopped by signal after step {progress.step}: start the same command "
-                           f"again with --resume --out {shlex.quote(args.out)}")
-                return stopping
+                return end_early(args, log, progress.step, stopping)
     log.bar.close()
     stop.restore()  # from here on a signal ends the program at once
     finish(args, embedder, eval_data, options, progress)
@@ -507,9 +514,8 @@ def choose_run(args):
         while Path(args.out).exists():
             args.out, i = f"runs/{args.method}-{i}", i + 1
         args.out = common.gather_objects(args.out)[0]
-    if len(set(common.gather_objects(bool(args.resume)))) > 1:
-        raise UserError(f"Only some ranks find {args.out}/last.pt to resume: --out must be a "
-                        f"directory that all machines share.")
+    settings = {common.flag_of(name): value for name, value in vars(args).items()}
+    common.check_ranks(settings | {"--out": None})  # relative to each machine's directory
     out, is_run = Path(args.out), False
     with contextlib.suppress(UserError):  # a run that was killed before it saved may begin anew
         is_run = "argv" in common.read_config(out)
@@ -591,9 +597,9 @@ def announce(args, data, model, tokenizer, device, progress):
         print(f"The run continues after step {progress.step} of {args.steps}.")
     if isinstance(data, common.CaptionTable):
         print(f"{len(data):,} images, {len(data) / args.batch:.1f} steps per epoch")
-    unknown = check_vocabulary(args, data, tokenizer) if tokenizer else 0
-    if unknown > 0.01:
-        print(f"note: the vocabulary lacks {unknown:.1%} of the captions' tokens, they are [UNK]")
+    if tokenizer:
+        print(f"First caption: {data.sample_captions(1)[0]!r}")
+        check_vocabulary(args, data, tokenizer)
     if "OMP_NUM_THREADS" not in os.environ and os.getloadavg()[0] > os.cpu_count():
         print("note: other jobs use these cores, and threads that wait for each other are slow: "
               "set OMP_NUM_THREADS=1")
@@ -632,18 +638,28 @@ def changed_settings(args, data):
 
 
 def check_vocabulary(args, data, tokenizer):
-    """The share of the captions' tokens that the vocabulary lacks. Raises UserError if it lacks
-    most of them, or if the text encoder is made for a larger vocabulary."""
+    """The share of the captions' tokens that the vocabulary lacks. Prints a note about words that
+    it lacks and about captions that are cut. Raises UserError if it lacks most of the tokens, or if
+    the text encoder is made for a larger vocabulary."""
     asked = common.asked_words(args.text_encoder)
     if asked > len(tokenizer) and not args.vocab:
         raise UserError(f"--text-encoder {args.text_encoder} is for {asked} tokens, a vocabulary "
                         f"trained from these captions has {len(tokenizer)}: give --vocab FILE of "
                         f"at most {asked} tokens, or another --text-encoder.")
-    ids = [i for caption in data.sample_captions(1000) for i in tokenizer.encode(caption)[1:-1]]
+    rows = [tokenizer.encode(caption) for caption in data.sample_captions(CHECKED)]
+    ids = [i for row in rows for i in row[1:-1]]
     unknown = ids.count(tokenizer.unk) / max(1, len(ids))
     if unknown > 0.5:
         raise UserError(f"{unknown:.0%} of the captions' tokens are [UNK], words that the "
                         f"vocabulary lacks: give another --vocab FILE, or leave out --vocab.")
+    if unknown > 0.01:
+        print(f"note: the vocabulary lacks {unknown:.1%} of the captions' tokens, they are [UNK]")
+    context = common.encoder_settings(common.TextTransformer, args.text_encoder,
+                                      common.TEXT_PRESETS)["context"]
+    cut = sum(len(row) > context for row in rows) / len(rows)
+    if cut > 0.01:
+        print(f"note: {cut:.1%} of the captions are longer than the {context} tokens that the text "
+              f"encoder reads, and their ends are cut: raise its context in --text-encoder")
     return unknown
 
 
@@ -801,11 +817,14 @@ def open_evaluation(args, model, options):
 
 def build_tokenizer(args, data):
     """The tokenizer. Its vocabulary is that of the resumed run, that of --vocab, or a new one that
-    is trained on up to 100,000 captions."""
+    rank 0 trains on up to 100,000 captions."""
     if args.resume or args.vocab:
         return common.open_tokenizer(Path(args.out, "vocab.txt") if args.resume else args.vocab)
-    return common.WordPiece(
-        common.train_wordpiece(data.sample_captions(100_000), args.vocab_size))
+    words = None
+    if this_rank()[0] == 0:
+        captions = data.sample_captions(100_000, skip=CHECKED)
+        words = common.train_wordpiece(captions, args.vocab_size)
+    return common.WordPiece(common.gather_objects(words)[0])
 
 
 def new_model(args, method, tokenizer):
@@ -901,6 +920,10 @@ PATIENCE, LOOK = 1800, 10
 
 def read_in_workers(dataset, workers):
     """Yield the batches of an IterableDataset, which `workers` processes read."""
+    place = tempfile.gettempdir()
+    if workers and len(os.fsencode(place)) > 70:  # workers would print an error and send nothing
+        raise UserError(f"TMPDIR {place} is too long for the names of sockets, by which workers "
+                        f"send batches: export TMPDIR=/tmp, or give --workers 0.")
     batches = iter(torch.utils.data.DataLoader(
         dataset, batch_size=None, num_workers=workers, worker_init_fn=ignore_signals,
         pin_memory=torch.cuda.is_available(), timeout=LOOK if workers else 0,
@@ -930,21 +953,24 @@ def ignore_signals(worker):
 
 
 @torch.no_grad()
-def find_boxes(args, data, model, device, autocast):
-    """The box of each image (n, 4), in which the centres of its crops lie (BAM, App. G). Each rank
-    finds the boxes of its part of the data."""
+def find_boxes(args, data, model, device, autocast, stop):
+    """-> the box of each image (n, 4), in which the centres of its crops lie (BAM, App. G), and the
+    signal that ended the search, or 0. Each rank finds the boxes of its part of the data."""
     model.eval()
-    images = common.EachImage(data, args.image_size, 256, *this_rank())
+    images = common.EachImage(data, args.image_size, 256, *this_rank(), lambda: stop.noted)
     rows, boxes = [], []
     for numbers, x in read_in_workers(images, args.workers):
+        if stop.noted:
+            break
         rows += numbers
         with autocast():
             boxes += model.boxes(x.to(device)).tolist()
     model.train()
     found = torch.full((len(data), 4), math.nan)  # an image that cannot be read has no box
-    for rows, boxes in common.gather_objects((rows, torch.tensor(boxes).view(-1, 4))):
+    ranks = common.gather_objects((rows, torch.tensor(boxes).view(-1, 4), stop.noted))
+    for rows, boxes, _ in ranks:
         found[rows] = boxes
-    return found
+    return found, max(noted for *_, noted in ranks)
 
 
 def sgd(groups, betas=(0.9, 0), eps=0):
@@ -999,6 +1025,9 @@ def mixed_precision(args, device):
     """-> autocast (a function that returns the context of --amp), the scaler of the loss, and
     whether the encoders run in half precision."""
     amp = args.amp or ("bf16" if device.type == "cuda" else "off")
+    if not args.amp and amp == "bf16" and not torch.cuda.is_bf16_supported(False):  # or emulated
+        amp = "fp16"
+        print_once("note: this GPU computes no bf16, so --amp is fp16")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}[amp]
     autocast = functools.partial(torch.autocast, device.type, dtype, enabled=amp != "off")
     scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
@@ -1026,6 +1055,7 @@ class Progress:
     data: str = common.World.fingerprint  # fingerprint of the data to which the positions belong
     words: int | None = None  # hash of the vocabulary, if there is one
     step: int = 0
+    samples: int = 0  # of all steps, as --batch may change when a run is resumed
     stage: int = 1  # the stage of the last step
     order: int = 0  # added to --seed for the order of the data; see restore
     positions: dict = dataclasses.field(default_factory=dict)  # {worker: how far it has read}
@@ -1036,8 +1066,9 @@ class Progress:
         """Whether an action that is due once in `every` steps is due after this step; 0: never."""
         return every > 0 and self.step % every == 0
 
-    def advance(self, batch):
+    def advance(self, batch, size):
         self.step += 1
+        self.samples += size
         self.positions |= batch["position"]
         self.skipped |= batch["skipped"]
 
@@ -1052,9 +1083,9 @@ class Progress:
         cuda_rng = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         local = {"rng": torch.get_rng_state(), "cuda_rng": cuda_rng,
                  "positions": self.positions, "skipped": self.skipped}
-        return {"step": self.step, "stage": self.stage, "order": self.order, "workers": workers,
-                "data": self.data, "words": self.words, "boxes": self.boxes,
-                "ranks": common.gather_objects(local)}
+        return {"step": self.step, "samples": self.samples, "stage": self.stage,
+                "order": self.order, "workers": workers, "data": self.data, "words": self.words,
+                "boxes": self.boxes, "ranks": common.gather_objects(local)}
 
     def restore(self, state, workers):
         """Continue from a checkpoint's state, with this rank's random numbers.
@@ -1089,10 +1120,11 @@ def save(names, args, model, optimizer, scaler, progress):
         common.save_checkpoint([Path(args.out, name) for name in names], state)
 
 
-def load_state(args, model, scaler, progress, device):
+def load_state(args, data, model, scaler, progress, device):
     """Restore weights, loss scale and `progress` from last.pt, and return the whole checkpoint.
-    Raises UserError if the run has made more than --steps steps, or if the current flags put the
-    run's last step into another stage."""
+    With --epochs, set args.steps to the steps so far plus those for the rest of the epochs. Raises
+    UserError if the run has made more than --steps steps, or if the current flags put the run's
+    last step into another stage."""
     path = Path(args.out, "last.pt")
     state = common.load_checkpoint(path, device)
     remedy = "leave out the flags that change the model; vocab.txt must be that of the run"
@@ -1100,6 +1132,10 @@ def load_state(args, model, scaler, progress, device):
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     progress.restore(state, args.workers)
+    progress.samples = state.get("samples", progress.step * args.batch)
+    if args.epochs:
+        rest = args.epochs * len(data) - progress.samples
+        args.steps = progress.step + math.ceil(rest / args.batch)
     stages, end, is_same = METHODS[args.method].stages(args), 0, False
     for number, steps, _ in stages:
         start, end = end, end + steps
@@ -1116,22 +1152,31 @@ def load_state(args, model, scaler, progress, device):
     return state
 
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# what Slurm, other clusters, a shell and a closed terminal send before the end
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
+           signal.SIGHUP)
+# ranks ask each other for signals after so many seconds, but at the latest after so many steps
+ASK, ASK_STEPS = 2, 10
 
 
 class Stop:
-    """Notes SIGTERM and SIGINT, so that the run can save and end after its step.
+    """Notes a signal, so that the run can save and end after its step.
 
-    A second Ctrl-C ends the run at once. With several ranks it does not, because Slurm and torchrun
-    may both send a signal for one Ctrl-C.
+    A signal that is ignored stays ignored, as SIGHUP under nohup. A second Ctrl-C ends the run at
+    once. With several ranks it does not, because Slurm and torchrun may both send a signal for one
+    Ctrl-C.
     """
 
     def __init__(self):
         self.noted = 0
-        self.before = [signal.signal(number, self.note) for number in SIGNALS]
+        self.steps, self.left, self.asked = 1, 1, time.monotonic()
+        known = {number: signal.getsignal(number) for number in SIGNALS}
+        self.before = {n: old for n, old in known.items() if old != signal.SIG_IGN}
+        for number in self.before:
+            signal.signal(number, self.note)
 
     def restore(self):
-        for number, handler in zip(SIGNALS, self.before):
+        for number, handler in self.before.items():
             signal.signal(number, handler)
 
     def note(self, number, frame):
@@ -1139,13 +1184,31 @@ class Stop:
             raise KeyboardInterrupt
         self.noted = int(number)
 
+    def is_due(self):
+        """Whether to ask after this step. A GPU waits while ranks ask, so they ask rarely."""
+        self.left -= 1
+        return self.left <= 0 or not dist.is_initialized()
+
     def agreed(self, device):
-        """The signal that any rank has noted, or 0. Every rank must call it after the same step."""
+        """The signal that any rank has noted, or 0. Every rank must call it after the same step.
+        The ranks also agree after how many steps they ask again, by the slowest rank's clock."""
         if not dist.is_initialized():
             return self.noted
-        noted = torch.tensor(self.noted, device=device)
-        dist.all_reduce(noted, dist.ReduceOp.MAX)
-        return noted.item()
+        now, steps = time.monotonic(), self.steps - max(self.left, 0)
+        found = torch.tensor([self.noted, (now - self.asked) / steps], device=device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        noted, seconds = found.tolist()
+        self.asked = now
+        self.steps = self.left = max(1, min(ASK_STEPS, int(ASK // max(seconds, 1e-3))))
+        return int(noted)
+
+
+def end_early(args, log, step, number):
+    """Say how to continue a run that a signal stopped, and return the signal's number."""
+    log.bar.close()
+    print_once(f"Stopped by signal after step {step}: start the same command again with --resume "
+               f"--out {shlex.quote(args.out)}")
+    return number
 
 
 class Clock:
@@ -1192,13 +1255,26 @@ class Clock:
                 "peak_memory_bytes": torch.cuda.max_memory_allocated() or process_memory}
 
 
-def check_finite(args, step, loss, grad_norm):
-    """Raise UserError if the loss or the gradient is not finite. Looking once in a while is enough,
-    as weights that are NaN stay NaN on all ranks."""
-    # With fp16 a gradient may overflow; the scaler skips that update.
-    if not torch.isfinite(loss if args.amp == "fp16" else loss + grad_norm):
+LEAST_SCALE = 2.0**-100  # the loss scale of fp16 after more than 100 skipped updates in a row
+
+
+def check_finite(args, step, loss, grad_norm, scaler):
+    """Raise UserError if the loss or the gradient is not finite, or if fp16 skips every update.
+    Looking once in a while is enough, as weights that are NaN stay NaN on all ranks."""
+    # With fp16 a gradient may overflow; the scaler skips that update and halves its scale.
+    if not torch.isfinite(loss if scaler.is_enabled() else loss + grad_norm):
         raise UserError(f"The loss is {loss.item()}, the gradient's norm is {grad_norm.item()} at "
                         f"step {step}: lower --lr, raise --warmup or change --amp.")
+    if scaler.get_scale() < LEAST_SCALE:
+        raise UserError(f"The last 100 updates or more before step {step} were skipped, because "
+                        f"their gradients overflow in fp16: lower --lr, or change --amp.")
+
+
+def overflows(scaler):
+    """A warning if the gradients overflow whatever the scale of the loss is, or None."""
+    scale = scaler.get_scale()
+    return None if scale >= 1 else ("gradients overflow in fp16, and updates are skipped: if this "
+                                    "goes on, nothing is learned and the run ends")
 
 
 # Log, evaluation, cost -----------------------------------------
@@ -1226,8 +1302,9 @@ def lost_samples(args, data, record):
         used = max(used, len(data))
     if lost <= 0.1 * (lost + used):
         return None
+    others = "; the other images are shown more times than --epochs says" if args.epochs else ""
     return (f"more than a tenth of the samples are skipped, most of them for this reason: "
-            f"{max(skipped, key=skipped.get)} (counts are in log.jsonl)")
+            f"{max(skipped, key=skipped.get)} (counts are in log.jsonl){others}")
 
 
 def evaluate_unnoticed(embedder, eval_data, options):

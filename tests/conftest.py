@@ -22,7 +22,7 @@ import eval as evaluation
 import train
 from helpers import SMALL
 
-SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGCHLD
+SIGNALS = *train.SIGNALS, signal.SIGCHLD
 
 
 def pytest_configure(config):

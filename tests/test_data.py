@@ -14,6 +14,9 @@ import json
 import os
 import re
 import resource
+import struct
+import subprocess
+import sys
 import tarfile
 import textwrap
 from pathlib import Path
@@ -30,8 +33,8 @@ import common
 import eval as evaluation
 from common import CaptionTable, Skipped, Stream, TarShards, UserError, WordPiece, World
 from common import WorldStream, open_data
-from helpers import (SMALL, picture, read_log, train_alone, write_files, write_shards, write_table,
-                     write_tar)
+from helpers import (ROOT, SMALL, picture, read_log, train_alone, write_files, write_shards,
+                     write_table, write_tar)
 
 WORDS = ["a", "photo", "of", *(f"n{i}" for i in range(200))]
 TOKENIZER = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])
@@ -59,10 +62,10 @@ def take(dataset, n, workers=0):
     return list(itertools.islice(iter(dataset), n))
 
 
-def failure(run, *arguments):
+def failure(run, *arguments, **settings):
     """Return the message of the UserError that the call raises."""
     try:
-        run(*arguments)
+        run(*arguments, **settings)
     except UserError as error:
         error.__traceback__ = None  # a traceback would keep a loader's processes alive
         return str(error)
@@ -222,6 +225,43 @@ def test_captions_for_the_vocabulary_are_spread_over_the_table():
     assert table.sample_captions(50) == table.sample_captions(99) == [f"n{i}" for i in range(50)]
 
 
+def test_captions_for_the_check_of_a_vocabulary_are_others():
+    table = CaptionTable([(f"{i}.jpg", f"n{i}") for i in range(50)], "x")
+    assert table.sample_captions(5, skip=2) == ["n1", "n11", "n21", "n31", "n41"]
+    assert table.sample_captions(50, skip=2) == [f"n{i}" for i in range(50)]  # there are no others
+
+
+@pytest.mark.parametrize("limit, skip, expected", [
+    (3, 0, "0 10 20"), (6, 0, "0 1 10 11 20 21"), (1, 0, "0"), (2, 0, "0 10"),
+    (6, 3, "1 2 11 12 21 22"), (12, 3, "1 2 3 11 12 13 14 15 21 22 23 24"),
+    (99, 3, "1 2 3 11 12 13 14 15 21 22 23 24 25 26 0 10 20")])
+def test_captions_for_the_vocabulary_are_spread_over_the_shards(tmp_path, limit, skip, expected):
+    """Three shards have 4, 6 and 7 captions. Captions to skip come last."""
+    for shard, n in enumerate((4, 6, 7)):
+        members = {f"{i}.{end}": text for i in range(n) for end, text in (
+            ("jpg", picture()), ("txt", str(10 * shard + i)))}
+        write_tar(tmp_path / f"{shard}.tar", members)
+    source = open_data(f"{tmp_path}/{{0..2}}.tar")
+    assert source.sample_captions(limit, skip=skip) == expected.split()
+
+
+@pytest.mark.parametrize("value, texts", [
+    ('["a dog", "a cat"]', ["a dog", "a cat"]), ('"nan"', ["nan"]), ("NaN", []), ("null", []),
+    ('["a dog", null]', ["a dog"]), ("[]", []), ("7", [])])
+def test_a_list_in_json_is_several_captions_and_no_text_is_none(tmp_path, value, texts):
+    rows = [("a.jpg", value), ("b.jpg", '"a bird"')]
+    coco = ",".join(f'{{"image_id": "{name}", "caption": {text}}}' for name, text in rows)
+    names = ",".join(f'{{"id": "{name}", "file_name": "{name}"}}' for name, _ in rows)
+    karpathy = ",".join(f'{{"split": "train", "filename": "{name}", "sentences": '
+                        f'[{{"raw": {text}}}]}}' for name, text in rows)
+    write_files(tmp_path, {"coco.json": f'{{"images": [{names}], "annotations": [{coco}]}}',
+                           "karpathy.json": f'{{"images": [{karpathy}]}}'})
+    for name in ("coco.json", "karpathy.json"):
+        source = open_data(str(tmp_path / name))
+        assert pairs(source).get("a.jpg", []) == texts
+        assert ("empty caption" in source.skipped) == (texts == [] or "null" in value)
+
+
 def test_coco_captions_find_their_images_below_image_root(tmp_path):
     path = tmp_path / "captions.json"
     captions = [(3, "one"), (7, "two\n"), (3, "three"), (9, "of no image"), (7, None)]
@@ -316,6 +356,50 @@ def test_tar_headers_are_read_as_tarfile_reads_them(tmp_path, format, odd):
             tar.addfile(member, io.BytesIO(bytes(600 * i)))
     with open(tmp_path / "a.tar", "rb", buffering=0) as file:
         assert list(common.read_members(file)) == members_by_tarfile(tmp_path / "a.tar")
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("zeros", [0, 512 * 37])
+def test_tars_that_are_joined_are_all_read(tmp_path, format, zeros):
+    """A long name needs a header that is not plain."""
+    parts = []
+    for names in (["a.txt"], ["b.txt", "x" * 120 + ".txt"], ["c.txt"]):
+        file = io.BytesIO()
+        with tarfile.open(fileobj=file, mode="w", format=format) as tar:
+            for name in names:
+                info = tarfile.TarInfo(name)
+                info.size = 5
+                if format != tarfile.USTAR_FORMAT or len(name) < 100:
+                    tar.addfile(info, io.BytesIO(name[:5].encode()))
+        parts.append(file.getvalue() + bytes(zeros))
+    path = tmp_path / "both.tar"
+    path.write_bytes(b"".join(parts))
+    with open(path, "rb") as file:
+        found = [(name, os.pread(file.fileno(), size, offset))
+                 for name, _, offset, size in common.read_members(file)]
+    long = [("x" * 120 + ".txt", b"xxxxx")] if format != tarfile.USTAR_FORMAT else []
+    assert found == [("a.txt", b"a.txt"), ("b.txt", b"b.txt"), *long, ("c.txt", b"c.txt")]
+    path.write_bytes(b"".join(parts) + b"garbage" * 99)
+    with open(path, "rb") as file, pytest.raises(common.SHARD_ERRORS):
+        list(common.read_members(file))
+
+
+def test_a_pattern_names_the_shards_that_exist(tmp_path):
+    for name in ("00000", "00001", "00003", "[x]"):
+        write_tar(tmp_path / f"{name}.tar", {"0.jpg": picture(), "0.txt": name})
+    for pattern, names in (("0*", "00000 00001 00003"), ("0000{0..1}", "00000 00001"),
+                           ("0000[13]", "00001 00003"), ("[x]", "[x]")):
+        source = open_data(f"{tmp_path}/{pattern}.tar")
+        assert [Path(path).stem for path in source.paths] == names.split()
+
+
+@pytest.mark.parametrize("name, remedy", [
+    ("https://x.org/0.jpg", "holds URLs: .* img2dataset"), ("sub\\0.jpg", 'Windows: write "/"'),
+    ("cafe\u0301.jpg", "another form of Unicode"), ("gone.jpg", "Check --image-root")])
+def test_names_that_are_not_found_are_explained(tmp_path, name, remedy):
+    write_files(tmp_path, {"caf\u00e9.jpg": picture(), "a.csv": f"image,caption\n{name},a dog\n"})
+    batches = stream(open_data(str(tmp_path / "a.csv")))
+    assert re.search(remedy, failure(next, iter(batches)))
 
 
 def test_every_image_of_a_shard_is_used_or_counted(tmp_path):
@@ -540,6 +624,15 @@ def test_a_picture_with_a_damaged_exif_block_is_read(format):
     with pytest.raises(SyntaxError):
         Image.open(file).getexif()
     assert common.open_image(file.getvalue()).getpixel((0, 0))[0] > 250
+
+
+def test_a_damaged_exif_block_prints_no_warning(tmp_path):
+    """Thousands of photos would print thousands of lines."""
+    exif = b"Exif\0\0II*\0\x08\0\0\0\1\0" + struct.pack("<HHII", 0x9000, 7, 4000, 500)
+    Image.new("RGB", (8, 8)).save(tmp_path / "0.jpg", exif=exif)
+    code = f"import common; print(common.open_image({str(tmp_path / '0.jpg')!r}).size)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("(8, 8)\n", "")
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TypeError, ZeroDivisionError, AttributeError])
@@ -781,6 +874,38 @@ def test_class_folders_give_classes_labels_and_captions(tmp_path):
     file = tmp_path / "names.txt"
     file.write_text("aeroplane\n\nfire engine\n")
     assert common.class_names(source.classes, file) == (["aeroplane", "fire engine"], str(file))
+
+
+@pytest.mark.parametrize("folders, refused", [
+    ("train val", True), ("train2017 val2017", True), ("train val unlabeled2017", True),
+    ("Training other", True), ("cat test-a", True), ("train", True), ("bus car train", False),
+    ("training_shoe cat", False), ("contest valley", False)])
+def test_parts_of_a_data_set_are_no_classes(tmp_path, folders, refused):
+    write_files(tmp_path, {f"{name}/1.jpg": picture() for name in folders.split()})
+    for content in ("caption", "label", None):
+        if refused:
+            message = failure(open_data, str(tmp_path), content=content)
+            assert "no classes: give one of them" in message
+        else:
+            assert open_data(str(tmp_path), content=content).classes == sorted(folders.split())
+
+
+@pytest.mark.parametrize("folders", ["photos", "00000 00001", "7"])
+def test_folders_that_name_nothing_teach_no_captions(tmp_path, folders):
+    write_files(tmp_path, {f"{name}/1.jpg": picture() for name in folders.split()})
+    source = open_data(str(tmp_path))
+    assert f"'a photo of a {folders.split()[0]}.'" in failure(source.sample_captions, 9)
+
+
+def test_captions_beside_the_images_of_class_folders_are_not_ignored(tmp_path):
+    names = [f"{folder}/{i}" for folder in "ab" for i in range(4)]
+    files = {f"{name}.{end}": "" for name in names for end in ("jpg", "json")}
+    write_files(tmp_path, files | {f"{name}.txt": "a dog" for name in names if name[2] in "01"})
+    assert open_data(str(tmp_path)).classes == ["a", "b"]    # half of the images
+    write_files(tmp_path, {"a/2.txt": "a dog"})
+    message = failure(open_data, str(tmp_path))
+    assert "a/0.txt" in message and "output_format=webdataset" in message
+    assert len(open_data(str(tmp_path), content=None)) == 8
 
 
 def test_links_below_class_folders_are_followed_and_hidden_names_are_not_read(tmp_path):

@@ -112,7 +112,7 @@ ERRORS = [
     # Data
     ("sparc --data nowhere.csv", "Cannot read nowhere.csv: No such file"),
     ("sparc --data {000..004}.tar", "3 of the 5 shards .* first is 002.tar"),
-    ("sparc --data *.tar", r"\*.tar. Name several .* with braces, as in DIR/\{00000..00012\}.tar"),
+    ("sparc --data no*.tar", r"first is no\*.tar. Name .*\{00000..00012\}.tar, .*/\*.tar"),
     ("sparc --data 000.tar::gone.tar", "gone.tar"),
     ("sparc --data 000.tar::table.csv", "Cannot read 000.tar::table.csv: No such file"),
     ("sparc --data table.csv:colour=x", "no setting 'colour'; its settings: caption, image"),
@@ -272,6 +272,7 @@ ERRORS = [
     (SET, "nshards.txt holds 'two'; write the number of the files 0.tar",
      {"colours/test/nshards.txt": "two"}),
     (SET, "2 of the 3 shards of .* first is .*1.tar", {"colours/test/nshards.txt": "3"}),
+    (SET, "nshards.txt holds 1, but 2 tars are there: write 2", {"colours/test/1.tar": {}}),
     ("eval runs/sparc --data pairs", "no image with a caption.*left out: "),
     ("eval runs/sparc --data winoground", "sample 1: .* must have image_0, image_1"),
 ]

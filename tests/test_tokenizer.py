@@ -258,3 +258,26 @@ def test_ascii_texts_are_cleaned_like_other_texts():
     for i in range(128):
         text = f"A{chr(i)}b"
         assert common.clean_text(f"{text}\u00e9") == common.clean_text(text) + "e"
+
+
+# (two words that differ by a mark, which BERT drops)
+PAIRS = [("कुल", "कल"), ("パンダ", "ハンタ"), ("เสือ", "เสื้อ"), ("má", "ma"), ("schön", "schon"),
+         ("мой", "мои"), ("año", "ano"), ("קָמֵץ", "קמץ")]
+
+
+@pytest.mark.parametrize("words", PAIRS)
+def test_an_own_vocabulary_keeps_the_marks_that_tell_words_apart(tmp_path, words):
+    own = common.WordPiece(common.train_wordpiece(words, 500))
+    own.save(tmp_path / "vocab.txt")
+    for tokenizer in (own, common.open_tokenizer(tmp_path / "vocab.txt")):
+        one, other = map(tokenizer.encode, words)
+        assert one != other and tokenizer.unk not in one + other
+    bert = common.WordPiece([*SPECIAL, "[MASK]", *own.vocab[4:]])
+    assert bert.split(words[0]) == bert.split(words[1])
+
+
+def test_a_vocabulary_without_marks_drops_marks():
+    own = common.WordPiece(common.train_wordpiece(["a cafe"], 500))
+    assert own.encode("A café") == own.encode("a cafe")
+    signs = common.train_wordpiece(["a \u2764\ufe0f é"], 500)  # a heart with its colour
+    assert [sign for sign in signs if "\ufe0f" in sign] == []

@@ -142,6 +142,24 @@ def test_epochs_set_the_number_of_steps(tmp_path):
         assert len(read_log(tmp_path / "run")) == steps
 
 
+@pytest.mark.parametrize("batch, epochs, steps", [
+    (16, 4, 6 + 1), (4, 4, 6 + 4), (4, 3, 6), (8, 5, 6 + 4), (16, 2, None)])
+def test_epochs_count_the_images_of_all_batch_sizes(tmp_path, batch, epochs, steps):
+    """Three epochs of 16 images have 6 steps of 8 images. Then the batch changes."""
+    flags = [flag for flag in SPARC if flag not in ("--steps", "6")]
+    flags += ["--data", write_table(tmp_path, 16), "--image-size", "16", "--out", tmp_path / "run"]
+    train_alone([*flags, "--epochs", "3"])
+    more = ["--resume", "--batch", batch, "--epochs", epochs]
+    if steps is None:
+        with pytest.raises(UserError, match="made 6 steps, more than the 5 of --epochs: raise"):
+            train_alone([*flags, *more])
+        return
+    train_alone([*flags, *more])
+    assert read_log(tmp_path / "run")[-1]["step"] == steps
+    train_alone([*flags, "--resume", "--batch", 8, "--epochs", epochs + 1])
+    assert read_log(tmp_path / "run")[-1]["step"] == steps + 2
+
+
 @pytest.mark.parametrize("amp", ["bf16", "off"])
 def test_tf32_is_used_only_in_updates_of_half_precision(tmp_path, monkeypatch, amp):
     seen, f_v, matmul = [], sparc.Model.f_v, torch.backends.cuda.matmul
@@ -276,6 +294,21 @@ def test_a_worker_that_sends_nothing_gives_an_error_of_one_sentence(tmp_path, mo
     monkeypatch.setattr(common.WorldStream, "collate", lambda self, samples: time.sleep(4))
     message = message_of(UserError, [*SPARC, "--workers", "1", "--out", str(tmp_path)])
     assert re.match("No batch came for .*/dev/shm is full: .*--shm-size", message)
+
+
+@pytest.mark.parametrize("length, workers, refused", [(71, 1, True), (71, 0, False),
+                                                      (70, 1, False)])
+def test_a_long_tmpdir_is_refused(tmp_path, monkeypatch, length, workers, refused):
+    """Workers send batches by sockets below TMPDIR, and the name of a socket is short."""
+    place = f"/tmp/{'x' * (length - 5)}"
+    monkeypatch.setattr(train.tempfile, "gettempdir", lambda: place)
+    monkeypatch.setattr(torch.utils.data, "DataLoader", lambda dataset, **settings: dataset)
+    batches = train.read_in_workers([7], workers)
+    if refused:
+        with pytest.raises(UserError, match="TMPDIR /tmp/x+ is too long .*: export TMPDIR=/tmp"):
+            next(batches)
+    else:
+        assert list(batches) == [7]
 
 
 def test_a_slow_worker_is_awaited(tmp_path, monkeypatch):
@@ -559,24 +592,121 @@ def test_two_ranks_save_when_slurm_stops_them(tmp_path):
     assert 5 <= common.load_checkpoint(tmp_path / "last.pt")["step"] < 10000
 
 
-def signalled_rank(rank, out):
-    """Train, and send rank 1 a signal in step 2. The ranks exchange signals every 4 steps."""
-    step = train.Progress.advance
+AGAIN = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import common
+import torch.distributed as dist
 
-    def advance(at, batch):
-        step(at, batch)
-        if (rank, at.step) == (1, 2):
-            signal.raise_signal(signal.SIGTERM)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.Progress, "advance", advance)
-        return train_on_rank(rank, [*SPARC, "--log-every", "4", "--out", out])
+common.init_distributed()
+dist.barrier()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] != "2" and dist.get_rank() == 1:
+    os.kill(os.getpid(), 9)
+dist.barrier()
+dist.barrier(common.patient_group())
+dist.destroy_process_group()
+"""
 
 
 @pytest.mark.ranks
-def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(tmp_path):
-    assert run_ranks(tmp_path, signalled_rank, 2, str(tmp_path)) == [signal.SIGTERM] * 2
-    assert common.load_checkpoint(tmp_path / "last.pt")["step"] == 4
+def test_ranks_that_torchrun_restarts_find_each_other(tmp_path):
+    write_files(tmp_path, {"again.py": AGAIN})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               "--max-restarts=2", str(tmp_path / "again.py"), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+def signalled_rank(rank, out, seconds):
+    """Train, and send rank 1 a signal in step 2. A step lasts so many seconds more on rank 0."""
+    step = train.Progress.advance
+
+    def advance(at, *arguments):
+        step(at, *arguments)
+        if (rank, at.step) == (1, 2):
+            signal.raise_signal(signal.SIGUSR1)
+        time.sleep(0 if rank else seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Progress, "advance", advance)
+        patch.setattr(train, "ASK", 0.2)
+        patch.setattr(train, "ASK_STEPS", 4)
+        return train_on_rank(rank, [*SPARC, "--steps", "30", "--save-every", "7", "--out", out])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("seconds, steps", [(0.3, (2, 3)), (0, (2, 3, 4, 5, 6))])
+def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(tmp_path, seconds, steps):
+    """Ranks ask each other after the step if steps are slow, else after four steps."""
+    assert run_ranks(tmp_path, signalled_rank, 2, str(tmp_path), seconds) == [signal.SIGUSR1] * 2
+    assert common.load_checkpoint(tmp_path / "last.pt")["step"] in steps
+
+
+@pytest.mark.parametrize("step, due", [(0.01, "1 11 21"), (0.5, "1 5 9 13 17 21"), (3, None)])
+def test_ranks_ask_each_other_by_time_and_rarely(monkeypatch, step, due):
+    """Ranks ask each other about every 2 seconds, but at the latest after 10 steps."""
+    now, asked = [0.0], []
+    monkeypatch.setattr(train.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(train.dist, "all_reduce", lambda *arguments: None)
+    monkeypatch.setattr(train.time, "monotonic", lambda: now[0])
+    stop = train.Stop()
+    for number in range(1, 22):
+        now[0] += step
+        if stop.is_due():
+            asked.append(number)
+            assert stop.agreed("cpu") == 0
+    assert asked == (list(map(int, due.split())) if due else list(range(1, 22)))
+    stop.note(signal.SIGHUP, None)
+    stop.is_due()
+    assert stop.agreed("cpu") == signal.SIGHUP
+
+
+@pytest.mark.parametrize("name", ["USR1", "USR2", "XCPU", "HUP"])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_signal_of_a_cluster_saves_the_run_unless_it_is_ignored(tmp_path, monkeypatch, name,
+                                                                  ignored):
+    number, clip = signal.Signals[f"SIG{name}"], train.clip_grad_norm_
+    old = signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    monkeypatch.setattr(train, "clip_grad_norm_",
+                        lambda *arguments: signal.raise_signal(number) or clip(*arguments))
+    monkeypatch.setattr(evaluation, "evaluate_and_show", lambda *arguments: None)
+    ended = train.main([*SPARC, "--steps", "3", "--out", str(tmp_path)])
+    signal.signal(number, old)
+    assert ended == (None if ignored else number)
+    assert common.load_checkpoint(tmp_path / "last.pt")["step"] == (3 if ignored else 1)
+
+
+@pytest.mark.parametrize("place", ["a full disk", "a closed terminal"])
+def test_printing_never_ends_a_program(tmp_path, place):
+    code = ("import sys, common; common.prepare_output(); print('a' * 9999, flush=True); "
+            "print('b', file=sys.stderr); open(sys.argv[1], 'w').close()")
+    first, output = os.openpty()
+    os.close(first)
+    with open("/dev/full", "w") as full, open(output, "w") as terminal:
+        file = full if place == "a full disk" else terminal
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "end")], cwd=ROOT,
+                              stdout=file, stderr=file)
+    assert done.returncode == 0 and (tmp_path / "end").exists()
+
+
+def test_a_signal_ends_the_search_for_boxes_and_the_resumed_run_repeats_it(tmp_path, monkeypatch):
+    write_files(tmp_path, {f"data/{name}/{i}.png": picture() for name in "ab" for i in range(8)})
+    flags = [*SMALL["bam"], "--steps", "6", "--contrastive-crop", "--crop-start", "3",
+             "--data", str(tmp_path / "data"), "--image-size", "16", "--out"]
+    train_alone([*flags, tmp_path / "whole"])
+    read = common.EachImage.__iter__
+
+    def each(images):
+        for batch in read(images):
+            signal.raise_signal(signal.SIGTERM)
+            yield batch
+
+    monkeypatch.setattr(common.EachImage, "__iter__", each)
+    assert train.main([*flags, str(tmp_path / "run")]) == signal.SIGTERM
+    assert common.load_checkpoint(tmp_path / "run/last.pt")["step"] == 3
+    monkeypatch.undo()
+    train_alone([*flags, tmp_path / "run", "--resume"])
+    assert_same_weights(tmp_path / "whole", tmp_path / "run")
 
 
 def diverging_rank(rank, out):
@@ -599,7 +729,53 @@ def test_a_batch_that_ranks_cannot_divide_is_refused(monkeypatch):
         train.main([*SPARC, "--batch", "7"])
 
 
-@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "WORLD_SIZE"])
+@pytest.mark.parametrize("own, other, message", [
+    ({"--lr": 0.1}, {"--lr": 0.2}, "Rank 2 has --lr 0.2, rank 0 has 0.1: start all ranks with"),
+    ({"--resume": 0}, {"--resume": True, "--data-path": "x"}, "--resume True, rank 0 has 0:"),
+    ({"data": "9 images, 1"}, {"data": "8 images, 2"}, "data 8 images, 2, .* flags and files"),
+    ({"--lr": math.inf, "step": 0}, {"--lr": math.inf, "step": 0}, None)])
+def test_ranks_that_differ_are_refused(monkeypatch, own, other, message):
+    monkeypatch.setattr(common, "gather_objects", lambda facts: [facts, facts, other])
+    if message is None:
+        return common.check_ranks(own)
+    with pytest.raises(UserError, match=message):
+        common.check_ranks(own)
+
+
+def test_a_rank_with_another_flag_is_refused_before_the_run_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "gather_objects", lambda facts: [facts, facts | {"--lr": 9.0}])
+    with pytest.raises(UserError, match="Rank 1 has --lr 9.0, rank 0 has 0.002"):
+        train.main([*SPARC, "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
+
+
+def rank_with_its_own_data(rank, tables, out):
+    """Train on this rank's table, and return the words of this rank and the error's message."""
+    words, build = [], train.build_tokenizer
+
+    def build_and_note(*arguments):
+        tokenizer = build(*arguments)
+        words.extend(tokenizer.vocab)
+        return tokenizer
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as error:
+        patch.setattr(train, "build_tokenizer", build_and_note)
+        train_on_rank(rank, [*SPARC, "--image-size", "16", "--data", tables[rank], "--out", out])
+    return words, str(error.value)
+
+
+@pytest.mark.ranks
+def test_ranks_with_other_rows_are_refused_and_learn_the_words_of_rank_0(tmp_path):
+    write_files(tmp_path, {"0/0": "", "1/0": ""})
+    tables = [write_table(tmp_path / str(rank), 9 - rank) for rank in (0, 1)]
+    (words, message), other = run_ranks(tmp_path, rank_with_its_own_data, 2, tables,
+                                        str(tmp_path / "run"))
+    assert other == (words, message) and "n8" in words
+    assert "Rank 1 has data 8 images" in message and "rank 0 has 9 images" in message
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE",
+                                  "PMI_SIZE"])
 def test_several_tasks_without_torchrun_are_refused(monkeypatch, name):
     monkeypatch.setenv(name, "2")
     with pytest.raises(UserError, match="^2 tasks were .*srun --ntasks-per-node=1 torchrun"):
@@ -717,6 +893,39 @@ def test_only_fp16_saves_after_a_gradient_that_is_not_finite(tmp_path, monkeypat
     assert (tmp_path / "fp16/last.pt").exists()
 
 
+def test_fp16_that_skips_every_update_warns_and_then_ends(tmp_path, monkeypatch, capsys):
+    """A skipped update halves the scale of the loss, which begins at 2^16."""
+    unscale = torch.amp.GradScaler.unscale_
+
+    def overflow(scaler, optimizer):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.fill_(math.inf)
+        unscale(scaler, optimizer)
+
+    monkeypatch.setattr(torch.amp.GradScaler, "unscale_", overflow)
+    monkeypatch.setattr(train, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
+    monkeypatch.setattr(train, "LEAST_SCALE", 2.0**-10)
+    flags = [*SPARC, "--amp", "fp16", "--log-every", "10", "--out"]
+    train_alone([*flags, tmp_path / "short", "--steps", "10"])
+    assert "overflow" not in capsys.readouterr().out        # the scale is still 2^6
+    with pytest.raises(UserError, match="updates .* before step 30 .* overflow in fp16: lower"):
+        train_alone([*flags, tmp_path / "long", "--steps", "999"])
+    assert "warning at step 20: gradients overflow in fp16" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("amp, supported, dtype, noted", [
+    (None, False, torch.float16, 1), (None, True, torch.bfloat16, 0),
+    ("bf16", False, torch.bfloat16, 0), ("off", False, torch.float32, 0)])
+def test_a_gpu_without_bf16_gets_fp16_and_a_note(monkeypatch, capsys, amp, supported, dtype, noted):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: supported)
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: enabled)
+    autocast, scales, _ = train.mixed_precision(SimpleNamespace(amp=amp), torch.device("cuda"))
+    assert autocast.args[1] == dtype and scales == (dtype == torch.float16)
+    assert capsys.readouterr().out.count("note: this GPU") == noted
+
+
 def test_errors_end_in_one_sentence_without_a_traceback(tmp_path, monkeypatch):
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n")
     flags = ["--vocab", str(tmp_path / "vocab.txt"), "--out", str(tmp_path / "run")]
@@ -814,10 +1023,14 @@ def test_images_have_enough_pixels_for_the_smallest_crop(monkeypatch, tmp_path, 
 
 
 def test_a_warning_says_that_many_samples_are_skipped():
-    args, record = SimpleNamespace(batch=8), {"step": 5, "skipped": {"no .txt": 3, "no image": 1}}
+    args = SimpleNamespace(batch=8, epochs=None)
+    record = {"step": 5, "skipped": {"no .txt": 3, "no image": 1}}
     assert train.lost_samples(args, None, record) is None                  # 4 of 44
     record["skipped"]["no .txt"] = 5
     assert "this reason: no .txt (" in train.lost_samples(args, None, record)
+    assert "epochs" not in train.lost_samples(args, None, record)
+    args.epochs = 3
+    assert "shown more times than --epochs says" in train.lost_samples(args, None, record)
 
 
 class Device:
@@ -893,6 +1106,32 @@ def test_a_batch_larger_than_the_data_is_noted(tmp_path, capsys):
     assert "note: --batch 8 is more than the 3 images" in capsys.readouterr().out
 
 
+def test_the_first_caption_and_captions_that_are_cut_are_shown_at_the_start(tmp_path, capsys):
+    rows = "".join(f"{i}.jpg,{'long ' * (40 if i < 3 else 1)}n{i}\n" for i in range(6))
+    write_files(tmp_path, {"table.csv": f"image,caption\n{rows}"})
+    for i in range(6):
+        write_files(tmp_path, {f"{i}.jpg": picture()})
+    flags = [*SPARC, "--image-size", "16", "--steps", "1", "--data", tmp_path / "table.csv"]
+    train_alone([*flags, "--out", tmp_path / "run"])
+    first, note = re.findall("First caption: .*|note: .* cut.*", capsys.readouterr().out)
+    assert first == f"First caption: {'long ' * 40 + 'n0'!r}"
+    assert note.startswith("note: 50.0% of the captions are longer than the 32 tokens")
+    train_alone([*flags, "--text-encoder", "tiny:width=16,heads=2,depth=1,context=50",
+                 "--out", tmp_path / "wide"])
+    assert " cut" not in capsys.readouterr().out
+
+
+def test_a_vocabulary_is_checked_on_captions_that_it_did_not_learn_from(monkeypatch):
+    table = common.CaptionTable([(f"{i}.jpg", "ab"[i % 2]) for i in range(300_000)], "x")
+    args = train.parse_args(SPARC)
+    monkeypatch.setattr(table, "sample_captions", lambda limit, skip=0: (
+        type(table).sample_captions(table, limit // 1000, skip // 1000)))
+    tokenizer = train.build_tokenizer(args, table)
+    assert ("a" in tokenizer.ids, "b" in tokenizer.ids) == (False, True)
+    with pytest.raises(UserError, match="100% of the captions' tokens are .UNK."):
+        train.check_vocabulary(args, table, tokenizer)
+
+
 def test_a_run_is_saved_before_it_is_evaluated(tmp_path, monkeypatch):
     """torchrun waits for ranks that it stops, but not as long as an evaluation may last."""
     saved = []
@@ -902,5 +1141,5 @@ def test_a_run_is_saved_before_it_is_evaluated(tmp_path, monkeypatch):
         return {}
 
     monkeypatch.setattr(train, "evaluate_unnoticed", evaluate)
-    train_alone([*SPARC, "--steps", 4, "--eval-every", 2, "--save-every", 2, "--out", tmp_path])
+    train_alone([*SPARC, "--steps", 4, "--eval-every", 2, "--save-every", 99, "--out", tmp_path])
     assert saved == [2, 4]
