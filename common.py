@@ -2164,7 +2164,8 @@ def article(phrase):
 def class_names(folders, file=None):
     """The sorted names of class folders -> (the names of the classes, where the names come from).
 
-    file: one name per line, in the order of the folders, or lines that folder_of_lines knows.
+    file: one name per line, in the order of the folders, or the folders' own names in another
+    order (see match_names).
     Without a file, the 1,000 folders of ImageNet (n01440764, ...) get torchvision's names, and
     other classes are named like their folder. Raises UserError if the file does not fit, or if a
     folder has a number instead of a name: a text encoder knows no numbers of ImageNet.
@@ -2177,17 +2178,17 @@ def class_names(folders, file=None):
         if quoted := [name for name in names if re.fullmatch(r"""["'].*["'],?""", name)]:
             raise UserError(f"{file} has names in quotes, such as {quoted[0]}: write one name a "
                             f"line, without quotes and commas.")
-        if places := folder_of_lines(names, folders):
+        if places := match_names(names, folders):
             lines = with_spaces(names[places.index(i)] for i in range(len(folders)))
             return [re.sub(r"^n\d{8} +", "", line) for line in lines], str(file)
 
         # A file in another order than the folders would name every class wrongly, without an error.
-        plain = [folder.lower() for folder in with_spaces(folders)]
-        for folder, name in zip(plain, with_spaces(names)):
-            if name.lower() != folder and name.lower() in plain:
+        plain = [*map(plain_name, folders)]
+        for folder, name in zip(plain, map(plain_name, names)):
+            if name != folder and name in plain:
                 raise UserError(f"{file} gives the folder {folder} the name of another folder, "
-                                f"{name.lower()}: its lines must be in the sorted order of the "
-                                f"folders, or be exactly the names of the folders.")
+                                f"{name}: its lines must be in the sorted order of the folders, or "
+                                f"be exactly the names of the folders.")
         return names, str(file)
 
     numbers = [folder for folder in folders if re.fullmatch(r"n\d{8}", folder)]
@@ -2200,14 +2201,36 @@ def class_names(folders, file=None):
     return with_spaces(folders), "folders"
 
 
-def folder_of_lines(lines, folders):
-    """The number of the folder that each line of --classes names, or None if the lines are not the
-    folders' own names, in any order. Capitals and "_" make no difference. A line may also begin
-    with the folder's number, as in ImageNet's LOC_synset_mapping.txt: "n01440764 tench".
+def match_names(names, known):
+    """The place in `known` of each of the names, or None if the two lists do not hold the same
+    names. All joins of class names go through here.
+
+    Equal lists match place by place. Otherwise a name that both lists hold matches itself, and the
+    other names match by their plain_name. Raises UserError if two places have the same name.
     """
-    plain = [folder.lower() for folder in with_spaces(folders)]
-    named = [re.sub(r"^(n\d{8}) .*", r"\1", line).lower() for line in with_spaces(lines)]
-    return [plain.index(name) for name in named] if sorted(named) == sorted(plain) else None
+    if list(names) == list(known):
+        return list(range(len(known)))
+    both = set(names) & set(known)
+    # a tuple, so that a plain name never equals a name that both lists hold
+    keys, known_keys = ([name if name in both else (plain_name(name),) for name in part]
+                        for part in (names, known))
+    if Counter(keys) != Counter(known_keys):
+        return None
+    places = {}
+    for i, key in enumerate(known_keys):
+        if key in places:
+            raise UserError(f"The classes {known[places[key]]!r} and {known[i]!r} cannot be told "
+                            f"apart in a list of another order (capitals and \"_\" make no "
+                            f"difference): rename one, or list the classes in the same order.")
+        places[key] = i
+    return [places[key] for key in keys]
+
+
+def plain_name(name):
+    """A class's name as text encoders read it: in small letters, with spaces in place of "_". A
+    line of ImageNet's LOC_synset_mapping.txt, "n01440764 tench", is named by its number."""
+    name = unicodedata.normalize("NFC", name).replace("_", " ").lower()
+    return re.sub(r"^(n\d{8}) .*", r"\1", name)
 
 
 def with_spaces(folders):

@@ -804,7 +804,7 @@ class TableSet(EvalSet):
             # If the lines are the folders' names in another order, line i names the class of label
             # i in the shards. Otherwise line i is a new name for folder i of the sorted folders.
             lines = common.read_lines(options.classes, "--classes")
-            self.label_ids = common.folder_of_lines(lines, table.classes)
+            self.label_ids = common.match_names(lines, table.classes)
         self.labelled = lambda purpose: ((table.path(i), int(table.labels[i])) for i in rows)
 
     @functools.cached_property  # only tasks with text need names, which may be missing
@@ -1041,9 +1041,7 @@ def all_training_pairs(options, data, purpose):
             "tested on: give other class folders or tar shards with labels, by eval.py "
             "--train-data or train.py --eval-data.")
     train = data.training
-    if not data.is_world:
-        check_same_classes(options, data, train)
-    ids = data.label_ids if train.groups is None else None  # for shards, whose labels are numbers
+    ids = None if data.is_world else class_of_labels(options, data, train)
 
     def pairs():
         for image, label in known_labels(train.labelled(purpose), spec, names, options.data):
@@ -1052,19 +1050,24 @@ def all_training_pairs(options, data, purpose):
     return pairs
 
 
-def check_same_classes(options, data, train):
-    """Raise UserError unless the data to learn from have the classes of the data to evaluate.
-    Class folders are matched by their names, labels of shards by their numbers."""
+def class_of_labels(options, data, train):
+    """The class, in the data to evaluate, of each label of the data to learn from; None if label i
+    has class i. Class folders are matched by their names, labels of shards by their numbers. Raises
+    UserError if the classes are not the same."""
     spec, names = options.train_data, data.groups[""][1]
-    if train.labelled and train.groups is None and not data.numbered:  # shards
+    if train.labelled and train.groups is None:  # shards, whose labels are numbers
+        if data.numbered:
+            return data.label_ids
         raise UserError(f"{spec} numbers its classes, {options.data} names them. In training, "
                         f"leave out --eval-data. Then run eval.py --classes FILE, with the "
                         f"folders' names, one a line, that of label 0 first. Or name the folders "
                         f"0, 1, ..., or learn from class folders (eval.py --train-data).")
-    if train.labelled is None or (train.groups and train.groups[""][1] != names):
+    ids = common.match_names(train.groups[""][1], names) if train.groups else None
+    if ids is None:
         raise UserError(f"k-NN and probes learn from {spec}, which must have the class folders of "
                         f"{options.data}: {', '.join(names)}; give other data with eval.py "
                         f"--train-data.")
+    return ids
 
 
 def open_selection(options, data, task, chooser, needed):
@@ -1661,17 +1664,23 @@ def sparsity(embedder, data, options):
 def learned_classes(options, data, model):
     """The number that the classifier gives to each class of the data. The names of class folders,
     or the lines of --classes for shards, tell the classes. Without --classes, label i of shards is
-    class i of the classifier. Raises UserError if the data have classes that the classifier has not
-    learned, or lack some that it has learned.
+    class i of a classifier that learned from such labels. Raises UserError if the data have classes
+    that the classifier has not learned, or lack some that it has learned.
     """
     known = model.config.classes
+    is_numbered = ".tar" in model.config.data or known == [str(i) for i in range(len(known))]
     if data.groups:
         names = list(data.groups["/shape" if data.is_world else ""][1])
     elif options.classes:
         names = common.read_lines(options.classes, "--classes")
+    elif is_numbered:
+        names = known
     else:
-        return list(range(len(known)))
-    ids = common.folder_of_lines(names, known)
+        raise UserError(f"{options.data} numbers its classes, the classifier names them. In "
+                        f"training, leave out --eval-data. Then run eval.py --classes FILE, with "
+                        f"the classifier's names ({', '.join(known[:3])}, ...), one a line, that "
+                        f"of label 0 first.")
+    ids = common.match_names(names, known)
     if ids is None:
         raise UserError(f"The classifier has learned {len(known)} classes, {', '.join(known[:3])}, "
                         f"...; {options.data} has {len(names)}, {', '.join(names[:3])}, ...: they "
@@ -2356,7 +2365,7 @@ def evaluate_and_show(embedder, data, options, run):
     if data.named and embedder.tokenizer:
         print(f"Class names: {data.named.source}. First of {len(data.named.templates)} prompts: "
               f"{data.named.prompts[0]!r}")
-        count = collections.Counter(data.named.names)
+        count = collections.Counter(map(common.plain_name, data.named.names))
         if twice := [name for name in count if count[name] > 1]:
             print(f"Several classes are called {', '.join(twice)}: no prompt tells them apart.")
     shown = metrics_of_table(result)
