@@ -2779,8 +2779,9 @@ def turn_off_tf32():
 # Weights of others --------------------------------------------------------------------
 #
 # Loading translates the names of tensors and interpolates positions. A file with a missing or an
-# extra tensor is refused. If such a file were loaded, a part of the network would keep its random
-# weights, and the results would be wrong without any error.
+# extra tensor is refused; only heads, which are no part of an encoder, are left over. If such a
+# file were loaded, the network would not be the file's, and the results would be wrong without any
+# error.
 
 CLIP_NAMES = [  # (OpenCLIP's and OpenAI's name, ours)
     ("transformer.resblocks.", "blocks."), (".in_proj_", ".qkv."), (".out_proj.", ".proj."),
@@ -2801,8 +2802,9 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def load_clip(encoders, state_dict, tokenizer):
     """Load a CLIP, as OpenCLIP or OpenAI saved it, into the encoders (image, text).
 
-    Returns {a name of CLIP_PARTS: tensor}, for load_clip_parts. Raises UserError if the file holds
-    another network, or if the tokenizer has other words than the file's text encoder.
+    Returns the tensors that are not in the encoders, {name: tensor}, for load_clip_parts. Raises
+    UserError if the file holds another network, or if the tokenizer has other words than the file's
+    text encoder.
     """
     state, image, text, parts = unwrapped(state_dict), {}, {}, {}
     for key, value in state.items():
@@ -2825,9 +2827,9 @@ def load_clip(encoders, state_dict, tokenizer):
         raise UserError("these are OpenAI's weights, which need QuickGELU: add :quick_gelu=1 to "
                         "--image-encoder and --text-encoder.")
     preset = "the preset clip-... of the file's model"
-    load_encoder(encoders[0], image, CLIP_NAMES, f"give --image-encoder {preset}")
-    load_encoder(encoders[1], text, CLIP_NAMES,
-                 f"give --text-encoder {preset} and --vocab its words")
+    parts |= load_encoder(encoders[0], image, CLIP_NAMES, f"give --image-encoder {preset}")
+    parts |= load_encoder(encoders[1], text, CLIP_NAMES,
+                          f"give --text-encoder {preset} and --vocab its words")
     return parts
 
 
@@ -2866,10 +2868,10 @@ def load_encoder(encoder, tensors, names, remedy):
     """Load {name: tensor} of another encoder into `encoder`.
 
     names: [(their name, ours)]. The positions of a ViT are interpolated to the grid of `encoder`.
-    Blocks that the method replaces are left out. Raises UserError with the remedy if a tensor is
-    missing, extra or of another shape.
+    Blocks that the method replaces are left out, and returned. Raises UserError if a tensor is
+    missing, extra or of another shape. remedy: what to do if the sizes differ.
     """
-    found = {}
+    found, left_over = {}, {}
     replaced = tuple(f"blocks.{len(encoder.blocks) + i}." for i in range(encoder.left_out))
     for name, value in tensors.items():
         for theirs, ours in names:
@@ -2878,8 +2880,7 @@ def load_encoder(encoder, tensors, names, remedy):
         # restore_model refuses a tensor of another width.
         if name in ("cls", "pos") and value.shape[-1:] == (encoder.width,):
             value = value.reshape(1, -1, encoder.width).float()
-        if not name.startswith(replaced):
-            found[name] = value
+        (left_over if name.startswith(replaced) else found)[name] = value
     known = {name.partition(".")[0] for name in encoder.state_dict()}
     if found and not any(name.partition(".")[0] in known for name in found):
         raise UserError(unknown_names(tensors))
@@ -2890,11 +2891,18 @@ def load_encoder(encoder, tensors, names, remedy):
         # Positions that are no square grid stay as they are, and restore_model refuses them.
         if patches > 0 and patches == math.isqrt(patches) ** 2:
             found["pos"] = resize_positions(found["pos"], has_cls, encoder.grid, encoder.grid)
+    state = encoder.state_dict()
+    if all(name in found and found[name].shape == x.shape for name, x in state.items()):
+        # The sizes are right. An error can only be about tensors that the encoder lacks.
+        remedy = ("remove these tensors from the file if they belong to a head, otherwise give an "
+                  "encoder of the file's kind and depth")
     restore_model(encoder, found, "the file", remedy)
+    return left_over
 
 
 def load_clip_parts(model, parts):
-    """Copy the tensors that load_clip returned to the model's clip_parameters.
+    """Copy the tensors that load_clip returned to the model's clip_parameters. Returns the other
+    tensors.
 
     Raises UserError if a tensor is missing or has another shape. CLIP's projections are (d, E),
     ours (E, d).
@@ -2908,6 +2916,23 @@ def load_clip_parts(model, parts):
                             f"model needs: give a CLIP with projections, and set --embed-dim to "
                             f"their width.")
         ours.data.copy_(theirs)
+    return {name: x for name, x in parts.items() if name not in model.clip_parameters()}
+
+
+def describe_loading(model, encoders, left_over):
+    """What a model has got from the file of --init-weights, in a sentence. left_over: the tensors
+    of the file that were not loaded, {name: tensor}."""
+    def groups(names):
+        """The modules of tensors: blocks.3.norm.bias -> blocks.3, head.0.weight -> head."""
+        modules = [re.match(r"(blocks|visual)\.\w+|\w+", name)[0] for name in names]
+        return ", ".join(dict.fromkeys(modules)) or "nothing"
+
+    loaded = {id(p) for encoder in encoders if encoder for p in encoder.parameters()}
+    loaded |= {id(p) for p in model.clip_parameters().values()}
+    # A teacher, which needs no gradient, is a copy.
+    new = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in loaded]
+    return (f"{len(loaded)} tensors are loaded. New in the model: {groups(new)}. Left over in the "
+            f"file: {groups(left_over)}.")
 
 
 def load_timm(encoder, state_dict):
@@ -2915,17 +2940,21 @@ def load_timm(encoder, state_dict):
 
     The ViT must expect pixels with ImageNet's normalisation, as DeiT and DINO do. Ours expect
     CLIP's normalisation, so for_other_pixels adapts the weights. Files of DINO and BAM hold a
-    student and a teacher; the teacher is loaded. Raises UserError if the file does not fit.
+    student and a teacher; the teacher is loaded. Files of DINO, BAM, solo-learn and lightly have
+    "backbone." before the names of the encoder, and heads beside it. Returns the tensors that were
+    not loaded, {name: tensor}. Raises UserError if the file does not fit.
     """
-    found = {}
-    for name, value in unwrapped(state_dict).items():
-        name = re.sub(r"^(module\.|teacher\.|backbone\.|_orig_mod\.)*", "", name)
-        # heads are not part of the encoder
-        if not name.startswith(("student.", "head.", "proj_head.")):
-            found[name] = value
-    load_encoder(encoder, for_other_pixels(found, IMAGENET, (MEAN, STD)), TIMM_NAMES,
-                 "give --image-encoder the sizes of the file's ViT, such as ViT-S/16:cls=1 for "
-                 "DINO's")
+    found, left_over, state = {}, {}, unwrapped(state_dict)
+    prefix = re.compile(r"(module\.|teacher\.|backbone\.|_orig_mod\.)*")
+    has_backbone = any("backbone." in prefix.match(name)[0] for name in state)
+    for name, value in state.items():
+        before, name = prefix.match(name)[0], prefix.sub("", name, 1)
+        is_head = re.match(r"(student|head\w*|fc|classifier|proj\w*|pred\w*)\.", name)
+        is_left_over = is_head or (has_backbone and "backbone." not in before)
+        (left_over if is_left_over else found)[name] = value
+    remedy = "give --image-encoder the sizes of the file's ViT, such as ViT-S/16:cls=1 for DINO's"
+    found = for_other_pixels(found, IMAGENET, (MEAN, STD))
+    return left_over | load_encoder(encoder, found, TIMM_NAMES, remedy)
 
 
 def timm_weights(encoder):

@@ -149,11 +149,14 @@ def made_up_clip_file(vocab, changes={}):
     return flags
 
 
-def test_a_run_starts_from_a_clip_and_resumes_without_its_file(tmp_path, monkeypatch, run_of):
+def test_a_run_starts_from_a_clip_and_resumes_without_its_file(
+        tmp_path, monkeypatch, run_of, capsys):
     monkeypatch.chdir(tmp_path)
     flags = [*SMALL["sparc"], *made_up_clip_file(run_of("sparc") / "vocab.txt")]
     clip, stopped = torch.load("clip.pt"), tmp_path / "stopped"
     train_alone([*flags, "--out", tmp_path / "whole", "--lr", "0"])
+    said = f"{len(clip)} tensors are loaded. New in the model: h_v. Left over in the file: nothing."
+    assert f"clip.pt: {said}" in capsys.readouterr().out
     trained = weights(tmp_path / "whole")
     assert torch.equal(trained["g_v.weight"], clip["visual.proj"].T)
     conv = trained["image_encoder.patch_embed.weight"]
@@ -258,8 +261,12 @@ def made_up_timm(vit):
     lambda state, other: {"model": prefixed("student.module.backbone.", other)      # BAM's file
                           | prefixed("teacher.backbone.", state)
                           | {"teacher.proj_head.0.bias": torch.ones(2)}, "epoch": 3},
-    lambda state, other: {"model": prefixed("_orig_mod.module.backbone.", state)}])
-def test_files_of_timm_dino_and_bam_are_read(save, tmp_path):
+    lambda state, other: {"model": prefixed("_orig_mod.module.backbone.", state)},
+    lambda state, other: state | {"fc.weight": torch.ones(2), "head_dist.bias": torch.ones(2)},
+    lambda state, other: {"state_dict": prefixed("backbone.", state)    # solo-learn's file
+                          | prefixed("momentum_backbone.", other)
+                          | {"projector.0.weight": torch.ones(2), "queue": torch.ones(2)}}])
+def test_files_of_timm_dino_bam_and_solo_learn_are_read(save, tmp_path):
     """DINO's and BAM's files hold a student, too. The teacher's weights are read."""
     vit, expected = tiny_vit(cls=True), tiny_vit(cls=True)
     state, other = made_up_timm(vit), made_up_timm(vit)
@@ -286,14 +293,19 @@ def test_a_vits_positions_are_interpolated_and_its_replaced_block_is_left_out():
         grid = pils_resize(state["pos_embed"][0, int(cls):].view(3, 3, WIDTH), 5, 5)
         close(vit.pos[0], torch.cat([state["pos_embed"][0, :int(cls)], grid]), 1e-6)
     vit, state = tiny_vit(depth=DEPTH - 1), made_up_timm(tiny_vit())
-    with pytest.raises(UserError, match="Unexpected .* sizes of the file's ViT, such as ViT-S/16"):
-        common.load_timm(vit, state)
+    for extra, where in (({}, "blocks.1.norm1"), ({"reg_token": torch.ones(2)}, "reg_token")):
+        encoder = tiny_vit() if extra else vit
+        with pytest.raises(UserError, match=f"Unexpected .*{where}.* encoder of the file's kind and"):
+            common.load_timm(encoder, state | extra)
+    with pytest.raises(UserError, match="Missing .* sizes of the file's ViT, such as ViT-S/16"):
+        common.load_timm(tiny_vit(depth=DEPTH + 1), state)
     args = train.parse_args(SMALL["sparo"])
     built = common.build_encoders(train.METHODS["sparo"], args, range(4))
     assert [encoder.left_out for encoder in built] == [1, 1]
     vit.left_out = 1
-    common.load_timm(vit, state)
+    left_over = common.load_timm(vit, state | {"head.weight": torch.ones(2)})
     assert torch.equal(vit.norm.weight, state["norm.weight"])
+    assert {*left_over} == {"head.weight", *[n for n in state if n.startswith("blocks.1.")]}
 
 
 @pytest.mark.parametrize("name", ["dino", "bam"])
@@ -310,10 +322,20 @@ def test_a_run_starts_from_the_vit_that_another_run_exported(name, tmp_path, cap
                  f"act_layer='{'quick_' * quick}gelu'"):
         assert told in line
     train_alone([*flags, "--out", runs[1], "--seed", "2", "--lr", "0", "--init-weights", file])
+    assert "tensors are loaded. New in the model: " in capsys.readouterr().out
     a, b = (evaluation.load_run(run)[0].model for run in runs)
     for ours, theirs in zip(a.evaluation_encoder().parameters(), b.evaluation_encoder().parameters()):
         close(ours, theirs)
     assert torch.equal(b.image_encoder.pos, b.evaluation_encoder().pos)
+
+
+def test_weights_of_a_resnet_are_refused(tmp_path):
+    """DINO's ResNet-50 expects ImageNet's pixels, and gets CLIP's here."""
+    torch.save({"conv1.weight": torch.ones(64, 3, 7, 7)}, tmp_path / "resnet.pth")
+    flags = "--method bam --image-encoder ResNet-50 --data shapes:size=32,objects=1 --local-crops 0"
+    with pytest.raises(UserError, match="resnet.pth: .*ResNets expect pixels with other .* a ViT"):
+        train_alone([*flags.split(), "--steps", "2", "--init-weights", tmp_path / "resnet.pth",
+                     "--out", tmp_path / "run"])
 
 
 def snippet(name):
