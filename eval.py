@@ -539,8 +539,9 @@ def new_embedder(model, tokenizer, args, device):
 
 
 def settings_of_run(run):
-    """A run's directory -> the run's method and settings. Raises UserError if the directory holds
-    no run."""
+    """A run's directory -> the run's method and settings. Relative paths in the settings mean the
+    directory in which the run was trained: elsewhere they become absolute. Raises UserError if the
+    directory holds no run."""
     saved = common.read_config(run)
     method = METHODS.get(saved.get("method"))
     if method is None:
@@ -548,6 +549,11 @@ def settings_of_run(run):
                         f"of {', '.join(METHODS)}: give a run of train.py.")
     args = method.Config()
     vars(args).update(saved)
+    home, here = saved.get("directory"), os.getcwd()  # old runs have no directory
+    for name in ("data", "eval_data", "image_root"):
+        spec = saved.get(name)
+        if spec and home not in (None, here) and common.parse_spec(spec)[0] != "shapes":
+            setattr(args, name, "::".join(os.path.join(home, part) for part in spec.split("::")))
     return method, args
 
 
@@ -2590,7 +2596,7 @@ def export(run, checkpoint, file):
 # The settings in which the runs of a column may differ: the seed, and settings that belong neither
 # to the method nor to the training recipe.
 ASIDE = ("seed out argv git torch threads resume workers log_every save_every keep_every "
-         "eval_every accum_freq data_path").split()
+         "eval_every accum_freq data_path directory").split()
 
 
 def print_table(columns):
@@ -2827,7 +2833,9 @@ def evaluate_run(run, flags):
     options = options_of(flags, args)
     embedder.chunk, embedder.workers = flags["batch"], options.workers
     captions = embedder.tokenizer is not None and not flags["queries"]  # a search needs none
-    data = open_eval_set(options, embedder.image_size, captions)
+    own = common.explained(UserError, f"The data of {run}, which --data can replace")
+    with contextlib.nullcontext() if flags["data"] else own:
+        data = open_eval_set(options, embedder.image_size, captions)
     so_far = "" if embedder.step == args.steps else f", step {embedder.step} of {args.steps},"
     print(f"{run}{so_far} on {describe(options)}:")
     if flags["queries"]:

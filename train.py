@@ -571,7 +571,7 @@ def write_run(args, tokenizer, out):
                          capture_output=True, text=True)
     record = {"argv": sys.argv} | vars(args)  # a resumed run keeps its first argv
     record |= {"git": git.stdout.strip() or None, "torch": str(torch.__version__),
-               "threads": torch.get_num_threads()}
+               "threads": torch.get_num_threads(), "directory": os.getcwd()}
     with common.replacing(out / "config.json") as file:
         file.write(json.dumps(record, indent=2).encode() + b"\n")
     if tokenizer and not args.resume:

@@ -16,9 +16,9 @@ from PIL import Image
 import common
 import eval as evaluation
 import train
-from helpers import SMALL, picture, write_files
+from helpers import SMALL, picture, train_alone, write_files
 from test_eval import make_folders, make_voc_folder, opened, sugarcrepe
-from test_sets import write_labelled, write_winoground
+from test_sets import plain, write_labelled, write_winoground
 
 
 def read(run):
@@ -117,6 +117,33 @@ def test_a_table_is_read_only_once_before_training(tmp_path, monkeypatch):
     train.main([*SMALL["sparc"], "--data", spec, "--image-size", "16", "--batch", "4",
                 "--out", str(tmp_path / "run")])
     assert at_start == [1] and len(opened) == 2 and (tmp_path / "run/eval.json").exists()
+
+
+def test_relative_paths_of_a_run_mean_the_directory_of_its_training(tmp_path, monkeypatch, capsys):
+    """The other directory has folders of the same names, whose colours are swapped."""
+    red, blue = plain("red"), plain("blue")
+    for place, colours in (("here", (red, blue)), ("there", (blue, red))):
+        for name, pixels in zip(("a", "b"), colours):
+            write_files(tmp_path / place, {f"photos/{split}/{name}/{split}{i}.png": pixels
+                                           for split in ("train", "test") for i in range(2)})
+    run = str(tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "here")
+    train.main([*SMALL["bam"], "--data", "photos/train", "--eval-data", "photos/test",
+                "--image-size", "16", "--out", run])
+    before = (tmp_path / "run/eval.json").read_text()
+    (tmp_path / "there/photos/test/a/more.png").write_bytes(red)    # would change the accuracy
+    monkeypatch.chdir(tmp_path / "there")
+    _, args = evaluation.settings_of_run(run)
+    assert args.data == str(tmp_path / "here/photos/train")
+    capsys.readouterr()
+    evaluation.main([run])
+    assert f"on {tmp_path}/here/photos/test" in capsys.readouterr().out
+    after = json.loads((tmp_path / "run/eval.json").read_text())
+    assert after["knn"] == json.loads(before)["knn"] == 1
+    train_alone(["--resume", "--out", run])                         # reads here/photos, too
+    (tmp_path / "here/photos").rename(tmp_path / "here/moved")
+    with pytest.raises(common.UserError, match=f"data of {run}.*here/photos/test does not exist"):
+        evaluation.main([run])
 
 
 def test_prompts_do_not_depend_on_the_directory_of_the_evaluation():
