@@ -428,8 +428,8 @@ class Embedder:
 
     def __post_init__(self):
         self.model.eval()
-        # counts over all captions so far, without [CLS] and [SEP]
-        self.tokens = self.unknown_tokens = 0
+        # counts over all captions so far, of tokens without [CLS] and [SEP]
+        self.captions = self.cut_captions = self.tokens = self.unknown_tokens = 0
 
     def read(self, file):
         """A path, bytes or PIL image -> its centre crop, normalised (3, S, S)."""
@@ -463,6 +463,9 @@ class Embedder:
             raise UserError("This run has no text encoder, so it cannot encode captions: choose a "
                             "task that needs only images, such as knn.")
         tokens, mask = self.tokenizer.batch(captions, self.context)
+        full = itertools.compress(captions, (mask.sum(1) == self.context).tolist())
+        self.cut_captions += sum(len(self.tokenizer.encode(x)) > self.context for x in full)
+        self.captions += len(captions)
         self.tokens += int(mask.sum()) - 2 * len(tokens)
         self.unknown_tokens += int((tokens == self.tokenizer.unk).sum())
         return tokens.to(self.device), mask.to(self.device)
@@ -1287,6 +1290,21 @@ def retrieval(embedder, data, options):
     return result | {"retrieval/images": n * len(pools)}
 
 
+def best_recalls(captions):
+    """n lists of captions -> the largest R@1 of images and of captions that a model can reach.
+
+    If several images have the same caption, the encodings of these captions are equal. An image
+    finds only a caption that no other image has. One of the images comes first for the caption.
+    """
+    owners = collections.defaultdict(collections.Counter)  # {caption: {image: how often}}
+    for i, group in enumerate(captions):
+        for caption in group:
+            owners[" ".join(caption.lower().split())][i] += 1
+    found = {i for images in owners.values() if len(images) == 1 for i in images}
+    first = sum(max(images.values()) for images in owners.values())
+    return len(found) / len(captions), first / sum(map(len, captions))
+
+
 def rank_pairs(embedder, data, options, x, captions):
     """Encodings x (n, ...) of images, and n lists of captions -> {metric of retrieval: float}."""
     flat, prefix = list(itertools.chain(*captions)), options.caption_prefix
@@ -1299,6 +1317,7 @@ def rank_pairs(embedder, data, options, x, captions):
                       similarity=lambda texts, images: embedder.similarity(images, texts).T)
     result = {f"i2t/R@{k}": recall for k, recall in i2t.items()}
     result |= {f"t2i/R@{k}": recall for k, recall in t2i.items()}
+    result["i2t/R@1/at_most"], result["t2i/R@1/at_most"] = best_recalls(captions)
     retrieved = [caption_words(flat[j]) for j in nearest_captions(embedder, x, y)]
     truths = [set(caption_words(*group)) for group in captions]
     result["faithfulness/K-P"] = sparc.k_precision(retrieved, truths)
@@ -2379,7 +2398,12 @@ def evaluate_and_show(embedder, data, options, run):
     for metric in shown:
         chance = result.get(f"{metric}/chance")
         level = "" if chance is None else f"  chance {chance:.4f}"
+        most = result.get(f"{metric}/at_most", 1)
+        level += "" if most == 1 else f"  at most {most:.4f}: several images have the same caption"
         print(f"  {metric:{width}}  {in_digits(result[metric], 4)}{level}")
+    if embedder.cut_captions:
+        print(f"{embedder.cut_captions:,} of {embedder.captions:,} captions and prompts are longer "
+              f"than the context of {embedder.context} tokens: the model does not see their ends.")
     if embedder.unknown_tokens > 0.1 * embedder.tokens:
         fraction = embedder.unknown_tokens / embedder.tokens
         print(f"{fraction:.0%} of the tokens of captions and prompts are [UNK], words that the "
@@ -2404,10 +2428,11 @@ def evaluate_and_show(embedder, data, options, run):
 
 
 def metrics_of_table(result):
-    """The metrics of evals.jsonl that tables show. Tables leave out numbers of images and chance
-    levels. They also leave out metrics with chance 1, because with one class every guess is right.
+    """The metrics of evals.jsonl that tables show. Tables leave out numbers of images, chance
+    levels and largest values. They also leave out metrics with chance 1, because with one class
+    every guess is right.
     """
-    return [metric for metric in result if not metric.endswith(("/images", "/chance"))
+    return [metric for metric in result if not metric.endswith(("/images", "/chance", "/at_most"))
             and result.get(f"{metric}/chance") != 1]
 
 

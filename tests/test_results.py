@@ -296,6 +296,17 @@ def test_printed_metrics_have_their_chance_levels(run_of, tmp_path, capsys):
             "negatives/swap_att": "0.5000"}.items() <= shown.items()
 
 
+def test_figures_that_cannot_be_high_say_so(run_of, tmp_path, capsys):
+    run = str(shutil.copytree(run_of("sparc"), tmp_path / "run"))
+    make_folders(tmp_path)
+    long = "a red thing and " * 20
+    write_files(tmp_path, {"c.csv": f"image,caption\nred/0.png,{long}\nred/1.png,{long}\n"})
+    evaluation.main([run, "--data", str(tmp_path / "c.csv"), "--task", "retrieval"])
+    out = capsys.readouterr().out
+    assert "i2t/R@1           0.0000  chance 0.5000  at most 0.0000: several images have the" in out
+    assert "2 of 2 captions and prompts are longer than the context of 32 tokens" in out
+
+
 def test_three_lines_load_a_run_and_encode_images_and_texts(run_of, tmp_path):
     make_folders(tmp_path)
     files = [tmp_path / "red" / "0.png", str(tmp_path / "blue" / "0.png")]
