@@ -694,12 +694,25 @@ def build_model(method, args, image_encoder, text_encoder):
 
     A ValueError of the Model's constructor (settings that exclude each other) becomes a UserError.
     """
-    class Model(method.model_class(args), ModelDefaults):
-        """The method's class comes first; ModelDefaults has what that class leaves out."""
-
     text_width = text_encoder.width if text_encoder else None
     with explained(ValueError, args.method):
-        return Model(args, image_encoder, text_encoder, image_encoder.width, text_width)
+        return complete_class(method.model_class(args))(
+            args, image_encoder, text_encoder, image_encoder.width, text_width)
+
+
+@functools.cache
+def complete_class(model_class):
+    """A method's class and, for what that class leaves out, ModelDefaults."""
+    class Model(model_class, ModelDefaults):
+        def __reduce__(self):  # pickle finds no class that a function has made
+            return new_object, (model_class,), self.__dict__
+
+    return Model
+
+
+def new_object(model_class):
+    """An object of complete_class without members, which pickle fills."""
+    return object.__new__(complete_class(model_class))
 
 
 def copy_encoder(encoder, source, run):
@@ -1174,8 +1187,10 @@ def to_rgb(image):
     with contextlib.suppress(Exception):  # the EXIF can be damaged where the pixels are intact
         orientation = image.getexif().get(ORIENTATION, 1)
     if orientation != 1:
-        image.info.pop("exif", None)  # else PIL writes EXIF again, and raises for a damaged tag
-        image = ImageOps.exif_transpose(image)
+        exif = image.info.pop("exif", None)  # else PIL writes it again, and raises for damaged tags
+        original, image = image, ImageOps.exif_transpose(image)
+        if exif:
+            original.info["exif"] = exif  # the caller's image keeps it
     # Images of 16 bits, 32 bits or floats: PIL's convert would cut all values at 255.
     if image.mode.startswith(("I", "F")):
         x = np.nan_to_num(np.asarray(image))

@@ -319,6 +319,10 @@ def mean(values):
 # encode_pairs reads files with read_images and Embedder.read.
 
 
+IMAGE_FORMS = ("Give paths, bytes, PIL images, arrays (H, W, 3) of uint8, or tensors (3, H, W) of "
+               "uint8, of floats in [0, 1], or of floats that common.normalize returned")
+
+
 def chunks(items, n):
     """Yield lists of n items; the last list may be shorter."""
     items = iter(items)
@@ -329,7 +333,9 @@ def chunks(items, n):
 def as_list(items):
     """Return the items as a list. A single caption, path or image becomes a list with one item.
     Raises UserError if there are no items."""
-    items = [items] if isinstance(items, (str, bytes, Path, Image.Image)) else list(items)
+    is_array = getattr(items, "ndim", 0) in (2, 3)  # one image, of numpy or torch
+    is_one = is_array or isinstance(items, (str, bytes, Path, Image.Image))
+    items = [items] if is_one else list(items)
     if not items:
         raise UserError("There is nothing to encode: give at least one image or caption.")
     return items
@@ -355,6 +361,21 @@ def concatenate(parts):
         rows[end - len(part) : end] = part
         end -= len(part)
     return rows
+
+
+def to_pixels(images):
+    """A tensor (n, 3, H, W): uint8, floats in [0, 1] or normalised floats -> what an encoder
+    expects, uint8 or normalised. Raises UserError for another tensor."""
+    if images.ndim != 4 or images.shape[1] != 3:
+        raise UserError(f"{IMAGE_FORMS}, not a tensor of shape {tuple(images.shape)}.")
+    if images.dtype == torch.uint8:
+        return images
+    low, high = images.min(), images.max()
+    # The normalised values of white are below 3; those of the darker half of the tones are negative.
+    if not images.is_floating_point() or not (low + high).isfinite() or (low >= 0 and high > 3):
+        raise UserError(f"{IMAGE_FORMS}, not {images.dtype} from {low:g} to {high:g}.")
+    images = images.float()
+    return common.normalize(images) if low >= 0 and high <= 1 else images
 
 
 def assert_finite(x):
@@ -410,8 +431,8 @@ class Embedder:
     Each image and each caption becomes a vector (E,). The score of an image and a caption is the
     dot product of their vectors. A model with `late_interaction` encodes an image as patches (P, E)
     and a caption as tokens (L, E), and computes their score with `model.similarity`. The argument
-    `encode` of the methods below replaces the function that encodes, for example by
-    `model.probe_features`.
+    `encode` of the methods below is the function that encodes, for example `model.probe_features`,
+    or the name of a method of this class.
     """
 
     model: torch.nn.Module
@@ -432,7 +453,12 @@ class Embedder:
         self.captions = self.cut_captions = self.tokens = self.unknown_tokens = 0
 
     def read(self, file):
-        """A path, bytes or PIL image -> its centre crop, normalised (3, S, S)."""
+        """A path, bytes, PIL image or array (H, W, 3) of uint8 -> its centre crop, normalised
+        (3, S, S). A tensor is not cropped."""
+        if torch.is_tensor(file):
+            return to_pixels(file[None])[0]
+        if isinstance(file, np.ndarray):
+            file = Image.fromarray(file)
         # A model with text follows CLIP, which resizes the shorter side to the size of the crop. A
         # model without text follows DINO and BAM (D.1), which resize the shorter side to 256 for a
         # crop of 224.
@@ -470,11 +496,22 @@ class Embedder:
         self.unknown_tokens += int((tokens == self.tokenizer.unk).sum())
         return tokens.to(self.device), mask.to(self.device)
 
+    def function(self, encode):
+        """`encode`, or the method of this name. Raises UserError for None, which a model has in
+        place of a function that its method lacks (see common.ModelDefaults)."""
+        if encode is None:
+            raise UserError("encode is None: the method of this run has no such function. Leave "
+                            "`encode` out for the encodings that are compared.")
+        return getattr(self, encode) if isinstance(encode, str) else encode
+
     @torch.no_grad()
-    def texts(self, captions, encode=None):
+    def texts(self, captions, encode="encode_text"):
         """Encode n captions -> (n, E), or (n, L, E), padded with zeros, if `encode` gives each
-        caption L vectors. A single string is one caption."""
-        encode, captions = encode or self.encode_text, as_list(captions)
+        caption L vectors. A single string is one caption. Raises UserError for other objects."""
+        encode, captions = self.function(encode), as_list(captions)
+        for caption in captions:
+            if not isinstance(caption, str):
+                raise UserError(f"Captions must be strings, not {caption!r:.100}.")
         parts = with_bar(chunks(captions, self.chunk), "captions")
         parts = [assert_finite(encode(*self.tokenize(part)).cpu()) for part in parts]
         if parts[0].ndim == 3:
@@ -482,24 +519,41 @@ class Embedder:
             parts = [F.pad(x, (0, 0, 0, longest - x.shape[1])) for x in parts]
         return concatenate(parts)
 
-    @torch.no_grad()
-    def images(self, images, encode=None):
-        """Encode n images -> (n, E), or (n, P, E) if `encode` encodes patches. The argument is a
-        tensor (n, 3, S, S), a list of paths or PIL images, or a single path or PIL image."""
-        if not torch.is_tensor(images):
-            images = torch.stack([self.read(image) for image in as_list(images)])
-        encode = encode or self.encode_image
-        return assert_finite(concatenate([encode(x.to(self.device)).cpu()
-                                          for x in images.split(self.chunk)]))
+    def images(self, images, encode="encode_image"):
+        """Encode n images -> (n, E), or (n, P, E) if `encode` encodes patches.
 
-    def encode_pairs(self, pairs, encode=None):
+        The argument is an image or a list of images: paths, bytes, PIL images, arrays (H, W, 3) of
+        uint8, which are cropped, or tensors (3, S, S); or it is a tensor (n, 3, S, S) or an array
+        (n, H, W, 3). A tensor has uint8, floats in [0, 1], or floats that common.normalize
+        returned. `workers` threads read the images, `chunk` at a time. Raises UserError for another
+        argument, or if an image cannot be read.
+        """
+        def read(image):
+            name = image if isinstance(image, (str, Path)) else f"a {type(image).__name__}"
+            with common.explained(Exception, f"{name!s:.200} cannot be read", f". {IMAGE_FORMS}"):
+                return self.read(image)
+
+        if torch.is_tensor(images) and images.ndim == 4:
+            return self.encode_batches(to_pixels(images).split(self.chunk), encode)
+        with ThreadPool(max(1, self.workers)) as pool:
+            parts = with_bar(chunks(as_list(images), self.chunk), "images")
+            batches = (torch.stack(pool.map(read, part)) for part in parts)
+            return self.encode_batches(batches, encode)
+
+    @torch.no_grad()
+    def encode_batches(self, batches, encode):
+        """Batches of images (b, 3, S, S), uint8 or normalised -> encodings (n, E) or (n, P, E)."""
+        encode = self.function(encode)
+        return assert_finite(concatenate([encode(x.to(self.device)).cpu() for x in batches]))
+
+    def encode_pairs(self, pairs, encode="encode_image"):
         """Pairs (image or file, value) -> encodings (n, E) or (n, P, E) of the n images that can be
         read, and the list of the n values of these images."""
         features, values = [], []
         pairs = read_images(pairs, self.read, self.workers)
         for part in with_bar(chunks(pairs, self.chunk), "images"):
             images, of_images = zip(*part)
-            features.append(self.images(torch.stack(images), encode))
+            features.append(self.encode_batches([torch.stack(images)], encode))
             values += of_images
         return concatenate(features), values
 
@@ -1224,7 +1278,7 @@ def label_maps(sample, grouping):
 # any model come first.
 
 
-def labelled(embedder, pairs, encode=None):
+def labelled(embedder, pairs, encode="encode_image"):
     """Pairs (image, class id) -> features (n, E) and class ids (n,) of the n readable images."""
     x, ids = embedder.encode_pairs(pairs, encode)
     return x, torch.tensor(ids)

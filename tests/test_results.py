@@ -5,10 +5,14 @@ defaults, and the Python functions that the README shows.
 """
 
 import argparse
+import copy
+import io
 import json
+import pickle
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -336,6 +340,56 @@ def test_encoders_accept_a_single_caption_or_image_but_not_none(run_of, tmp_path
             encode(item)
     with pytest.raises(common.UserError, match="no text encoder"):
         evaluation.load_run(run_of("bam"))[0].texts(["a cat"])
+
+
+def test_images_in_any_form_have_the_same_encodings(run_of, tmp_path):
+    """uint8 and floats, tensors and arrays, one image and several. All but tensors are cropped."""
+    model, _ = evaluation.load_run(run_of("sparc"))
+    model.chunk, model.workers = 2, 2
+    pixels = torch.randint(256, (3, 3, 16, 16), dtype=torch.uint8)
+    rows = pixels.permute(0, 2, 3, 1).numpy()
+    Image.fromarray(rows[0]).save(tmp_path / "0.png")
+    expected = model.images(pixels)
+    for images in (pixels / 255, common.normalize(pixels / 255), list(pixels), rows, list(rows),
+                   [tmp_path / "0.png", Image.fromarray(rows[1]), pixels[2] / 255], pixels.double() / 255):
+        torch.testing.assert_close(model.images(images), expected)
+    for image in (pixels[0], rows[0], str(tmp_path / "0.png"), np.array([str(tmp_path / "0.png")])):
+        torch.testing.assert_close(model.images(image), expected[:1])
+    floats = common.normalize(pixels / 255)
+    floats[0, 0, 0, 0] = torch.nan
+    for wrong in (pixels.float(), pixels.long(), floats, pixels[:, :1], rows / 255, rows[0] / 255,
+                  [pixels[0, :2]], [3], tmp_path):
+        with pytest.raises(common.UserError, match=r"(?i)give paths.* arrays \(H, W, 3\) of uint8"):
+            model.images(wrong)
+    with pytest.raises(common.UserError, match="gone.jpg cannot be read: No such file"):
+        model.images([tmp_path / "0.png", tmp_path / "gone.jpg"])
+    for wrong in (["a cat", float("nan")], [b"a cat"]):
+        with pytest.raises(common.UserError, match="Captions must be strings, not "):
+            model.texts(wrong)
+    for encode, item in ((model.texts, "a cat"), (model.images, pixels)):
+        with pytest.raises(common.UserError, match="encode is None.*no such function"):
+            encode(item, encode=model.model.encode_tokens)
+
+
+def test_an_image_of_the_caller_keeps_its_exif():
+    exif = Image.Exif()
+    exif[common.ORIENTATION] = 6
+    file = io.BytesIO()
+    Image.new("RGB", (4, 2), "red").save(file, "JPEG", exif=exif)
+    image = Image.open(file)
+    before = dict(image.info)
+    assert common.open_image(image).size == (2, 4)
+    assert image.info == before and image.size == (4, 2)
+    assert common.open_image(image).size == (2, 4)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_loaded_run_can_be_pickled(run_of, name):
+    model, _ = evaluation.load_run(run_of(name))
+    images = torch.rand(2, 3, 16, 16)
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(again.images(images), model.images(images))
+    assert type(again.model) is type(copy.deepcopy(model.model)) is type(model.model)
 
 
 def test_a_run_that_fails_does_not_stop_the_evaluation_of_others(run_of, tmp_path, capsys):
