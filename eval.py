@@ -2424,37 +2424,62 @@ def check_data(tasks, options, data, model):
         next(all_training_pairs(options, data, "first")())
 
 
-def evaluate(embedder, data, options):
+def evaluate(embedder, data, options, report=lambda result, new: None):
     """Run the tasks -> {metric: float}. METRIC/chance is what a random guess gives, if the task
-    knows it. Raises UserError if a task cannot run."""
+    knows it.
+
+    When a task ends, report(all metrics so far, the metrics of the task) is called. If a later task
+    fails, the function prints which tasks are missing. Raises UserError if a task cannot run.
+    """
     tasks, result = tasks_to_run(options, data, embedder.model), {}
     check_data(tasks, options, data, embedder.model)
-    for name in tasks:
-        for metric, found in TASKS[name].run(embedder, data, options).items():
-            result[metric] = to_float(found)
-            if isinstance(found, tuple):
-                result[f"{metric}/chance"] = found[1]
+    missing = list(tasks)
+    try:
+        for name in tasks:
+            new = {}
+            for metric, found in TASKS[name].run(embedder, data, options).items():
+                new[metric] = to_float(found)
+                if isinstance(found, tuple):
+                    new[f"{metric}/chance"] = found[1]
+            result |= new
+            missing.remove(name)
+            report(result, new)
+    finally:
+        if result and missing:
+            print(f"The evaluation ended early, without {', '.join(missing)}.")
     return result
 
 
+def print_metrics(metrics):
+    """Print a line for each metric of a task, with its chance and its largest value."""
+    for metric in metrics_of_table(metrics):
+        chance, most = metrics.get(f"{metric}/chance"), metrics.get(f"{metric}/at_most", 1)
+        level = "" if chance is None else f"  chance {chance:.4f}"
+        level += "" if most == 1 else f"  at most {most:.4f}: several images have the same caption"
+        print(f"  {metric:36}  {in_digits(metrics[metric], 4)}{level}")
+
+
 def evaluate_and_show(embedder, data, options, run):
-    """Evaluate, print a table, write the metrics and the pictures into RUN -> {metric: float}.
-    Raises UserError if there is neither a metric nor a picture."""
-    result = evaluate(embedder, data, options)
+    """Evaluate, print a table, write the metrics and the pictures into RUN -> {metric: float}. What
+    a task has found is printed and written when the task ends. Raises UserError if there is neither
+    a metric nor a picture."""
+    line, problem = b"", None
+
+    def report(result, new):
+        nonlocal line, problem
+        print_metrics(new)
+        try:
+            line = write_metrics(embedder, data, options, run, result, line)
+        except UserError as error:  # the directory of another user's run
+            problem = error
+
+    result = evaluate(embedder, data, options, report)
     if data.named and embedder.tokenizer:
         print(f"Class names: {data.named.source}. First of {len(data.named.templates)} prompts: "
               f"{data.named.prompts[0]!r}")
         count = collections.Counter(map(common.plain_name, data.named.names))
         if twice := [name for name in count if count[name] > 1]:
             print(f"Several classes are called {', '.join(twice)}: no prompt tells them apart.")
-    shown = metrics_of_table(result)
-    width = max(map(len, shown), default=0)
-    for metric in shown:
-        chance = result.get(f"{metric}/chance")
-        level = "" if chance is None else f"  chance {chance:.4f}"
-        most = result.get(f"{metric}/at_most", 1)
-        level += "" if most == 1 else f"  at most {most:.4f}: several images have the same caption"
-        print(f"  {metric:{width}}  {in_digits(result[metric], 4)}{level}")
     if embedder.cut_captions:
         print(f"{embedder.cut_captions:,} of {embedder.captions:,} captions and prompts are longer "
               f"than the context of {embedder.context} tokens: the model does not see their ends.")
@@ -2467,13 +2492,16 @@ def evaluate_and_show(embedder, data, options, run):
     drawn = draw_pictures(embedder, data, options.tasks)
     pages |= {output_path(run, options, f"{name}.png"): page for name, page in drawn.items()}
     try:
-        if result:
-            write_metrics(embedder, data, options, run, result)
+        if result and not problem and options.is_own and not options.tasks:
+            with common.replacing(Path(run, "eval.json")) as file:
+                file.write(json.dumps(json.loads(line), indent=2).encode() + b"\n")
         save_pictures(pages)
     except UserError as error:
-        if options.is_own:
-            raise
-        print(f"note: {error}")  # the directory of another user's run
+        problem = error
+    if problem and options.is_own:
+        raise problem
+    if problem:
+        print(f"note: {problem}")
     if not pages and not result:
         tasks = ", ".join(options.tasks or ["the usual tasks"])
         raise UserError(f"{run} cannot run {tasks} on {options.data}: choose another --task or "
@@ -2500,24 +2528,24 @@ def metric_options(options):
     return {name: value for name, value in vars(options).items() if name not in NOT_OF_METRICS}
 
 
-def write_metrics(embedder, data, options, run, result):
-    """Append the metrics and all that they depend on to RUN/evals.jsonl, as one line. If this is
-    the evaluation that ends a training, the line also becomes RUN/eval.json."""
+def write_metrics(embedder, data, options, run, result, previous):
+    """Append the metrics and all that they depend on to RUN/evals.jsonl -> the line, as bytes. The
+    line replaces the line `previous`, if this is the last line of the file."""
     depends_on = metric_options(options) | {"step": embedder.step}
     classes = data.classes if data.is_world else data.named
     if classes:
         depends_on |= {"class_names": classes.source, "prompts": classes.templates}
     record = {"settings": depends_on} | common.without_nan(result)
-    path = Path(run, "evals.jsonl")
-    # a killed process may have left half a line: the record starts on a line of its own
-    is_cut = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
-    with common.writing(path), open(path, "a") as file:
-        if is_cut:
-            file.write("\n")
-        file.write(json.dumps(record) + "\n")
-    if options.is_own and not options.tasks:
-        with common.replacing(Path(run, "eval.json")) as file:
-            file.write(json.dumps(record, indent=2).encode() + b"\n")
+    path, line = Path(run, "evals.jsonl"), json.dumps(record).encode() + b"\n"
+    with common.writing(path), open(path, "a+b") as file:
+        file.seek(0)
+        old = file.read()
+        if previous and old.endswith(previous):
+            file.truncate(len(old) - len(previous))
+        elif old[-1:] not in (b"", b"\n"):
+            file.write(b"\n")  # a killed process has left half a line
+        file.write(line)
+    return line
 
 
 def output_path(run, options, name):

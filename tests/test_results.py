@@ -222,10 +222,42 @@ def test_an_incomplete_last_line_costs_no_record_and_nan_is_null(run_of, tmp_pat
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     with open(run / "evals.jsonl", "a") as file:
         file.write('{"settings": {"da')
-    monkeypatch.setattr(evaluation, "evaluate", lambda *arguments: {"miou": float("nan")})
+    task = evaluation.TASKS["segmentation"]._replace(run=lambda *arguments: {"miou": float("nan")})
+    monkeypatch.setitem(evaluation.TASKS, "segmentation", task)
     evaluation.main([str(run), "--task", "segmentation"])
     *_, half, last = (run / "evals.jsonl").read_text().splitlines()
     assert half == '{"settings": {"da' and json.loads(last)["miou"] is None
+
+
+@pytest.mark.parametrize("error", [common.UserError("no sample"), KeyboardInterrupt(), MemoryError()])
+def test_a_task_that_fails_costs_no_figure_of_the_tasks_before(
+        run_of, tmp_path, monkeypatch, capsys, error):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    before = lines(run)
+
+    def fail(*arguments):
+        assert "  negatives  " in capsys.readouterr().out                     # printed already
+        assert lines(run)[:-1] == before and "negatives" in lines(run)[-1]    # and written
+        raise error
+
+    monkeypatch.setitem(evaluation.TASKS, "segmentation",
+                        evaluation.TASKS["segmentation"]._replace(run=fail))
+    with pytest.raises(type(error)):
+        evaluation.main([str(run), "--task", "zeroshot,negatives,segmentation,alignment"])
+    assert "without segmentation, alignment." in capsys.readouterr().out
+    assert lines(run)[:-1] == before and {"zeroshot", "negatives"} <= lines(run)[-1].keys()
+    # a line of another process in between stays
+    with open(run / "evals.jsonl", "a") as file:
+        file.write('{"other": 1}\n')
+    embed, args = evaluation.load_run(run)
+    data, options = opened("shapes:size=16", tasks=["zeroshot"])
+    line = evaluation.write_metrics(embed, data, options, run, {"a": 1.0}, b"")
+    line = evaluation.write_metrics(embed, data, options, run, {"a": 1.0, "b": 2.0}, line)
+    with open(run / "evals.jsonl", "a") as file:
+        file.write('{"other": 2}\n')
+    evaluation.write_metrics(embed, data, options, run, {"c": 3.0}, line)
+    kept = [[*line.keys() - {"settings"}] for line in lines(run)[len(before) + 1 :]]
+    assert [sorted(names) for names in kept] == [["other"], ["a", "b"], ["other"], ["c"]]
 
 
 def test_an_export_writes_only_a_new_file(run_of, tmp_path):
@@ -307,7 +339,7 @@ def test_figures_that_cannot_be_high_say_so(run_of, tmp_path, capsys):
     write_files(tmp_path, {"c.csv": f"image,caption\nred/0.png,{long}\nred/1.png,{long}\n"})
     evaluation.main([run, "--data", str(tmp_path / "c.csv"), "--task", "retrieval"])
     out = capsys.readouterr().out
-    assert "i2t/R@1           0.0000  chance 0.5000  at most 0.0000: several images have the" in out
+    assert "0.0000  chance 0.5000  at most 0.0000: several images have the same caption" in out
     assert "2 of 2 captions and prompts are longer than the context of 32 tokens" in out
 
 
