@@ -1617,17 +1617,19 @@ class TarShards:
     def each(self, content, limit=None):
         """Yield (bytes, label or [captions]) of every image, in order, for an evaluation.
 
-        content: "label", "caption", or None for images alone. limit: read only so many samples,
-        drawn at random and in random order; every call draws the same samples. Prints at the end
-        what was left out. Raises UserError if no image has a label or a caption.
+        content: "label", "caption", or None for images alone, whose second item is "shard:key".
+        limit: read only so many samples, drawn at random and in random order; every call draws the
+        same samples. Prints at the end what was left out. Raises UserError if no image has a label
+        or a caption.
         """
         total, left_out = 0, {}
         for sample in read_tars(self.paths, content, limit):
             if isinstance(sample, Skipped):
                 sample.count(left_out)
             else:
+                image, value, where = sample
                 total += 1
-                yield sample[:2]
+                yield image, where if content is None else value
         reasons = describe_skipped(left_out)
         if total == 0:
             what = f"image with a {content}" if content else "image"
@@ -2907,10 +2909,13 @@ def load_encoder(encoder, tensors, names, remedy):
         if patches > 0 and patches == math.isqrt(patches) ** 2:
             found["pos"] = resize_positions(found["pos"], has_cls, encoder.grid, encoder.grid)
     state = encoder.state_dict()
-    if all(name in found and found[name].shape == x.shape for name, x in state.items()):
-        # The sizes are right. An error can only be about tensors that the encoder lacks.
-        remedy = ("remove these tensors from the file if they belong to a head, otherwise give an "
-                  "encoder of the file's kind and depth")
+    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
+    is_deeper = any(name.startswith(f"blocks.{depth}.") for name in found)
+    fits = all(name in found and found[name].shape == x.shape for name, x in state.items())
+    if fits and not is_deeper:
+        # An error can only be about tensors that the encoder lacks.
+        remedy = ("the sizes are right, but the encoder lacks these tensors: remove them from the "
+                  "file if they belong to a head, otherwise give an encoder of the file's kind")
     restore_model(encoder, found, "the file", remedy)
     return left_over
 

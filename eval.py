@@ -841,9 +841,12 @@ class EvalSet:
         vars(self).update(members)
 
     def images(self, purpose):
-        """Yield the images of captioned or labelled pairs, for search and for pictures."""
+        """Yield (image, its name) of captioned or labelled pairs, for search and for pictures. The
+        name is a path, "shard:key" if a search opened the data, or a number."""
         pairs = self.captioned or self.labelled
-        return (image for image, _ in pairs(purpose))
+        for i, (image, value) in enumerate(pairs(purpose)):
+            names = [name for name in (image, value) if isinstance(name, str)]
+            yield image, names[0] if names else str(i)
 
 
 class TableSet(EvalSet):
@@ -903,6 +906,8 @@ def open_benchmark(directory, options):
         raise UserError(f"{split}/nshards.txt holds {n!r}; write the number of the files 0.tar, "
                         f"1.tar, ...")
     shards = common.TarShards(f"{split}/{{0..{int(n) - 1}}}.tar")
+    if options.queries:  # a search needs images alone
+        return EvalSet(labelled=lambda purpose: shards.each(None, limit))
     kind = Path(directory, "dataset_type.txt")
     kind = common.read_text(kind, "--data").strip().lower() if kind.is_file() else ""
     if kind == "multilabel":
@@ -2151,7 +2156,7 @@ def draw_neighbours(embedder, data):
         pixels = F.adaptive_avg_pool2d(images, 32).flatten(1)
         return torch.cat([embedder.model.encode_image(images), pixels], 1)
 
-    pairs = ((image, image) for image in itertools.islice(data.images("search"), 1000))
+    pairs = ((image, image) for image, _ in itertools.islice(data.images("search"), 1000))
     x, files = embedder.encode_pairs(pairs, encode)
     encodings, pixels = x.tensor_split([x.shape[1] - 3 * 32 * 32], 1)
     features = {"encoding": F.normalize(encodings, dim=-1),
@@ -2575,80 +2580,125 @@ def save_pictures(pages):
 
 # Search -----------------------------------------------------------------------------------
 #
-# STAIR's inverted index holds the images of a data set. Captions and words are its queries.
+# An index holds the encodings of a data set's images. Captions are its queries, and for STAIR also
+# words with AND, OR, NOT.
+
+
+class CosineIndex:
+    """Exact search for any model with a text encoder, with the interface of stair.InvertedIndex.
+    similarity: see Embedder."""
+
+    def __init__(self, similarity):
+        self.similarity, self.ids, self.parts = similarity, [], []
+
+    def add(self, ids, x):
+        """Add n images: a list of their ids, and their encodings (n, ...)."""
+        self.ids += ids
+        self.parts.append(x)
+
+    def search(self, query, k):
+        """The k images with the largest scores for an encoded query, [(id, score)], best first."""
+        scores = torch.cat([self.similarity(x, query[None])[:, 0] for x in self.parts])
+        best = scores.topk(min(k, len(scores)))
+        return [(self.ids[i], score) for score, i in zip(best.values.tolist(), best.indices)]
 
 
 def search(embedder, data, options, run, queries):
-    """Index images by the words of their encodings and answer queries (STAIR, App. D). A query is
-    a caption, or words with AND, OR, NOT.
+    """Answer queries about the images of `data`. A query is a caption or, for STAIR, words with
+    AND, OR, NOT (STAIR, App. D).
 
-    The function writes the index to index.pt. search.png shows the images that each query finds. If
-    a query is a caption, found.png shows where the caption lies in the first five images that the
-    text encoder finds.
+    search.png shows the images that each query finds. For STAIR the function also writes the index
+    to index.pt. found.png then shows where a caption lies in the first five images that the text
+    encoder finds.
     """
-    if not embedder.model.encode_words:
-        raise UserError(f"--query needs a run of STAIR, whose encodings are words: {run} is no run "
-                        f"of STAIR.")
+    model, is_stair = embedder.model, bool(embedder.model.encode_words)
+    if not model.encode_text:
+        raise UserError(f"--query needs a run with a text encoder, {run} has none: give another "
+                        f"run.")
     if not (data.captioned or data.labelled):
         raise UserError(f"--query needs images to search: give a folder of images, a table or "
                         f"shapes in place of {options.data}.")
-    index, images = stair.InvertedIndex(embedder.tokenizer.vocab), {}
+    index = CosineIndex(embedder.similarity)
+    if is_stair:
+        index = stair.InvertedIndex(embedder.tokenizer.vocab)
     with common.explained(ValueError, "--query"):  # a wrong query fails before images are encoded
         for query in queries:
             ids = embedder.tokenizer.encode(query)[1:-1]
             if stair.is_boolean(query):
+                if not is_stair:
+                    raise ValueError(f"{query!r} has AND, OR or NOT, which only STAIR knows: write "
+                                     f"a caption")
                 stair.boolean_query(query, index)
             elif set(ids) <= {embedder.tokenizer.unk}:
                 raise ValueError(f"the vocabulary has no word of {query!r}")
-            elif re.search(r"\b(or|not)\b|[()]", query):
+            elif is_stair and re.search(r"\b(or|not)\b|[()]", query):
                 print(f"{query!r} is searched as a caption. To search by words, write AND, OR and "
                       f"NOT in capitals.")
-    pairs = ((image, (image if isinstance(image, str) else str(i), image))
-             for i, image in enumerate(data.images("search")))
-    parts = chunks(read_images(pairs, embedder.read, embedder.workers), embedder.chunk)
-    for part in tqdm(parts, f"images, {embedder.chunk} at a time", disable=None):
-        x, documents = embedder.encode_pairs(part)
-        index.add([name for name, _ in documents], word_columns(embedder, x))
-        images |= documents
-    rows, located = [], []
+    pairs = read_images(data.images("search"), embedder.read, embedder.workers)
+    for part in tqdm(chunks(pairs, embedder.chunk), f"images, {embedder.chunk} at a time",
+                     disable=None):
+        x, names = embedder.encode_pairs(part)
+        index.add(names, word_columns(embedder, x) if is_stair else x)
+    found = []
     for query, encoder, best in answers(embedder, index, queries):
-        heading = f"{query} ({encoder})" if encoder else query
+        found.append((query, encoder, best))
         names = ", ".join(f"{name} ({score:.2f})" for name, score in best) or "nothing"
-        print(f"{heading}: {names}")
+        print(f"{query} ({encoder}): {names}" if encoder else f"{query}: {names}")
+    # Only names were kept, as all images may not fit in memory: the images found are read again.
+    wanted, images = {name for *_, best in found for name, _ in best}, {}
+    for image, name in data.images("search"):
+        if name in wanted:
+            images[name] = image
+        if len(images) == len(wanted):
+            break
+    rows, located = [], []
+    for query, encoder, best in found:
         pairs = [(images[name], f"{score:.2f}") for name, score in best]
         shown = list(read_images(pairs, embedder.read)) if pairs else []
+        heading = f"{query} ({encoder})" if encoder else query
         heading += "" if best else ": nothing found"
         rows.append((heading, [(to_picture(image), score) for image, score in shown]))
-        if encoder == "text encoder" and shown:
+        if encoder == "text encoder" and shown and model.word_maps:
             # "a" is left out, because the map of "a" would hide the map of "ring"
             words = [word for word in common.split_words(query) if says_something(word, data)]
             located.append((query, locate(embedder, " ".join(words) or query, shown[:5])))
-    index.save(output_path(run, options, "index.pt"))
-    note = ("The score of a caption is a cosine. The answer of the words alone needs no text "
-            "encoder. The score of a query with AND, OR, NOT is the sum of its words' weights.")
-    page = sheet("STAIR: the images that each query finds, and their scores.", note, rows)
+    note = "The score of a caption is a cosine."
+    if model.late_interaction:
+        note = "The score of a caption is its similarity to the patches of the image."
+    if is_stair:
+        note += (" The answer of the words alone needs no text encoder. The score of a query with "
+                 "AND, OR, NOT is the sum of its words' weights.")
+    page = sheet("The images that each query finds, and their scores.", note, rows)
     pages = {output_path(run, options, "search.png"): page}
     if located:
         title = "STAIR: where a query lies in the five images that it finds first (Fig. 10)."
         note = f"The text encoder ranks the images by the cosine above them. {SCORES}"
         pages[output_path(run, options, "found.png")] = sheet(title, note, located)
-    save_pictures(pages)
+    try:
+        if is_stair:
+            with common.replacing(output_path(run, options, "index.pt")) as file:
+                index.save(file)
+        save_pictures(pages)
+    except UserError as error:
+        print(f"note: {error}")  # the directory of another user's run
 
 
 def answers(embedder, index, queries):
-    """Yield triples (query, name of its encoder, [(name of an image, score), ...]). A caption has
-    two answers: one by the text encoder, and one by the words of the caption alone. A boolean query
-    is not encoded, so the name of its encoder is None."""
-    model = embedder.model
-    encoders = {"text encoder": model.encode_text, "words alone": model.encode_words}
+    """Yield triples (query, name of its encoder, [(name of an image, score), ...]). With STAIR a
+    caption has two answers: one by the text encoder, and one by the words of the caption alone. A
+    boolean query is not encoded, so the name of its encoder is None."""
+    encoders, is_stair = {"text encoder": "encode_text"}, embedder.model.encode_words
+    if is_stair:
+        encoders["words alone"] = embedder.model.encode_words
     for query in queries:
         if stair.is_boolean(query):
             where, words = stair.boolean_query(query, index)
             yield query, None, index.search(dict.fromkeys(words, 1.0), 8, where)
             continue
         for name, encode in encoders.items():
-            x = word_columns(embedder, embedder.texts([query], encode))[0]
-            yield query, name, index.search(x, 8)
+            x = embedder.texts([query], encode)
+            x = word_columns(embedder, x) if is_stair else x
+            yield query, name, index.search(x[0], 8)
 
 
 def locate(embedder, query, shown):
@@ -2866,10 +2916,10 @@ def build_parser():
     add("--probe-epochs", type=int, metavar="N",
         help="number of epochs of a probe (default: the run's, or else 10 for adamw, 100 for sgd)")
 
-    add = parser.add_argument_group("STAIR's search").add_argument
+    add = parser.add_argument_group("search").add_argument
     add("--query", dest="queries", nargs="+", metavar="QUERY",
-        help="search the images of --data instead of evaluating: a query is a caption, or words "
-             "with AND, OR, NOT and parentheses (STAIR, App. D)")
+        help="search the images of --data instead of evaluating: a query is a caption or, for "
+             "STAIR, words with AND, OR, NOT and parentheses (STAIR, App. D)")
 
     add = parser.add_argument_group("weights").add_argument
     add("--checkpoint", default="last.pt", metavar="NAME",
