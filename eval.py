@@ -528,17 +528,47 @@ class Embedder:
         returned. `workers` threads read the images, `chunk` at a time. Raises UserError for another
         argument, or if an image cannot be read.
         """
-        def read(image):
-            name = image if isinstance(image, (str, Path)) else f"a {type(image).__name__}"
-            with common.explained(Exception, f"{name!s:.200} cannot be read", f". {IMAGE_FORMS}"):
-                return self.read(image)
-
         if torch.is_tensor(images) and images.ndim == 4:
             return self.encode_batches(to_pixels(images).split(self.chunk), encode)
         with ThreadPool(max(1, self.workers)) as pool:
             parts = with_bar(chunks(as_list(images), self.chunk), "images")
-            batches = (torch.stack(pool.map(read, part)) for part in parts)
+            batches = (torch.stack(pool.map(self.read_given, part)) for part in parts)
             return self.encode_batches(batches, encode)
+
+    def read_given(self, image):
+        """`read` an image that a caller has given. Raises UserError if this fails."""
+        name = image if isinstance(image, (str, Path)) else f"a {type(image).__name__}"
+        with common.explained(Exception, f"{name!s:.200} cannot be read", f". {IMAGE_FORMS}"):
+            return self.read(image)
+
+    @torch.no_grad()
+    def maps(self, image, caption):
+        """An image, in any form of `images`, and a caption -> a dict of what is weighted where:
+
+            tokens   the L tokens of the caption, [CLS] and [SEP] included
+            patches  numpy (n, h, w): the weights of the patches. SPARC (Eq. 4) has a map for each
+                     token, STAIR (Fig. 10) the scores of each token, SPARO a map for each slot
+            words    numpy (n, L), for SPARO only: the weights that each slot gives to the tokens
+
+        Raises UserError for a model of another method.
+        """
+        model = self.model
+        if not (model.align_words or model.slots or model.word_maps):
+            raise UserError("Maps need the slots of SPARO or the words of SPARC or STAIR, which this "
+                            "run has not: give a run of these methods.")
+        x = self.read_given(image)[None].to(self.device)
+        tokens, mask = self.tokenize([caption])
+        found = {"tokens": [self.tokenizer.vocab[token] for token in tokens[0]]}
+        if model.align_words:
+            maps = model.align_words(x, tokens, mask)[0]                    # (L, P)
+        elif model.slots:
+            over_image, over_text = [weights[0] for weights in model.attend(x, tokens, mask)[:2]]
+            maps, found["words"] = over_image, over_text.cpu().numpy()      # (n, [1 +] P), (n, L)
+        else:
+            maps = model.word_maps(x, ids=tokens[0])[0].T                   # (L, [1 +] P)
+        grid = model.image_encoder.grid
+        maps = maps[:, -grid**2 :].unflatten(1, (grid, grid))               # without [CLS]
+        return found | {"patches": maps.cpu().numpy()}
 
     @torch.no_grad()
     def encode_batches(self, batches, encode):
@@ -692,7 +722,8 @@ def read_templates(given):
 # uses all images of SPEC.
 TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # images to evaluate, images to learn from
 # Options that change no metric, and so are not recorded in evals.jsonl
-NOT_OF_METRICS = {"runs", "queries", "export", "workers", "batch", "device", "is_own"}
+NOT_OF_METRICS = {"runs", "queries", "image", "caption", "export", "workers", "batch", "device",
+                  "is_own"}
 
 
 def options_of(given, args):
@@ -2085,6 +2116,28 @@ def word_cloud(words, scores):
     return join(cloud, True, 2)
 
 
+def draw_pair(embedder, image, caption):
+    """The maps of one image and one caption (see Embedder.maps): all words or, for SPARO, the 24
+    slots that attend most sharply to a word."""
+    found, image = embedder.maps(image, caption), embedder.read(image)
+    maps = torch.from_numpy(found["patches"]).flatten(1)                    # (n, P)
+    names = found["tokens"]
+    if "words" in found:
+        sharpness, word = torch.from_numpy(found["words"])[:, 1:-1].max(1)  # without [CLS], [SEP]
+        shown = sharpness.argsort(descending=True)[:24].tolist()
+        labels = [f"slot {k}: {names[1 + word[k]]} ({sharpness[k]:.2f})" for k in shown]
+        note = "The number is the weight that the slot gives to the word. "
+    else:
+        shown, note = range(1, len(names) - 1), ""
+        labels = [names[k] for k in shown]
+    if embedder.model.word_maps:  # scores, of which the lowest is black
+        maps = maps - maps.amin(1, keepdim=True)
+    cells = [(light_up(image, maps[k]), label) for k, label in zip(shown, labels)]
+    kind = "slot" if "words" in found else "word"
+    return sheet(f"Which patches each {kind} weights.", note + BRIGHTNESS,
+                 [(caption, [(to_picture(image), "image"), *cells])])
+
+
 def draw_words(runs, data):
     """The words with the highest `vocabulary_scores` for an image (STAIR, Fig. 4), of several runs
     side by side (Fig. 5). runs: {name: Embedder}."""
@@ -2921,6 +2974,12 @@ def build_parser():
         help="search the images of --data instead of evaluating: a query is a caption or, for "
              "STAIR, words with AND, OR, NOT and parentheses (STAIR, App. D)")
 
+    add = parser.add_argument_group("one image and one caption").add_argument
+    add("--image", metavar="FILE",
+        help="draw which patches of this image the words of --caption weight (SPARC, STAIR) or "
+             "the slots weight (SPARO), instead of evaluating")
+    add("--caption", metavar="TEXT", help="the caption of --image")
+
     add = parser.add_argument_group("weights").add_argument
     add("--checkpoint", default="last.pt", metavar="NAME",
         help="file in RUN with the weights to evaluate: last.pt (default), step-N.pt, or "
@@ -2955,15 +3014,18 @@ def check_flags(flags, parser):
         raise UserError(f"{', '.join(flags.runs)}: a run is named twice, name each once.")
     for run in flags.runs:
         common.read_config(run)  # raises for a directory without a run
-    if flags.export is not None:
-        given = {name for name, value in vars(flags).items() if value != parser.get_default(name)}
-        if len(flags.runs) > 1:
-            raise UserError(f"--export writes the weights of one run: give one run, not "
-                            f"{len(flags.runs)}.")
-        if others := given - {"runs", "checkpoint", "export"}:
+    if flags.export is not None and len(flags.runs) > 1:
+        raise UserError(f"--export writes the weights of one run: give one run, not "
+                        f"{len(flags.runs)}.")
+    if (flags.image is None) != (flags.caption is None):
+        raise UserError("--image and --caption belong together: give both.")
+    given = {name for name, value in vars(flags).items() if value != parser.get_default(name)}
+    for alone, partners in (("export", set()), ("image", {"caption", "device"})):
+        others = given - {"runs", "checkpoint", alone} - partners
+        if alone in given and others:
             names = [flag for flag, action in parser._option_string_actions.items()
                      if action.dest in others]
-            raise UserError(f"--export evaluates nothing, so these flags have no effect: leave out "
+            raise UserError(f"--{alone} evaluates nothing, so these flags have no effect: leave out "
                             f"{', '.join(names)}.")
 
 
@@ -3013,6 +3075,13 @@ def main(argv=None):
     flags.device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with common.explained((RuntimeError, AssertionError), f"--device {flags.device}"):
         torch.empty(1, device=flags.device)
+    if flags.image is not None:
+        pages = {}
+        for run in flags.runs:
+            embedder, _ = load_run(run, flags.device, flags.checkpoint)
+            path = Path(run, f"{Path(flags.image).stem}-pair.png")
+            pages[path] = draw_pair(embedder, flags.image, flags.caption)
+        return save_pictures(pages)
     failed, pages = [], []
     metrics = collections.defaultdict(list)  # {run: its metrics on each --data}
     for spec in flags.data or [None]:

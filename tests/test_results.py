@@ -415,6 +415,38 @@ def test_an_image_of_the_caller_keeps_its_exif():
     assert common.open_image(image).size == (2, 4)
 
 
+@pytest.mark.parametrize("name", ["sparc", "sparo", "stair", "bam"])
+def test_one_image_and_one_caption_have_maps(run_of, tmp_path, capsys, name):
+    run = shutil.copytree(run_of(name), tmp_path / "run")
+    (tmp_path / "a.jpg").write_bytes(picture(40, 30))
+    flags = [str(run), "--image", str(tmp_path / "a.jpg"), "--caption", "a red ring"]
+    model, args = evaluation.load_run(run)
+    if name == "bam":
+        with pytest.raises(common.UserError, match="Maps need the slots of SPARO or the words of"):
+            evaluation.main(flags)
+        return
+    evaluation.main(flags)
+    assert str(run / "a-pair.png") in capsys.readouterr().out and (run / "a-pair.png").exists()
+    found = model.maps(Image.open(tmp_path / "a.jpg"), "a red ring")
+    ids, mask = model.tokenize(["a red ring"])
+    x, grid = model.read(tmp_path / "a.jpg")[None], model.model.image_encoder.grid
+    assert found["tokens"] == ["[CLS]", "a", "red", "ring", "[SEP]"]
+    n = args.L if name == "sparo" else 5
+    assert found["patches"].shape == (n, grid, grid)
+    with torch.no_grad():
+        if name == "sparc":
+            expected = model.model.align_words(x, ids, mask)[0]
+        elif name == "stair":
+            expected = model.model.word_maps(x, ids[0])[0, -grid**2 :].T
+        else:
+            expected, over_text = (part[0] for part in model.model.attend(x, ids, mask)[:2])
+            expected = expected[:, 1:]                                      # without [CLS]
+            assert (found["words"] == over_text.numpy()).all() and found["words"].shape == (n, 5)
+    assert (found["patches"].reshape(n, -1) == expected.numpy()).all()
+    with pytest.raises(common.UserError, match="gone.jpg cannot be read"):
+        model.maps(tmp_path / "gone.jpg", "a red ring")
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_a_loaded_run_can_be_pickled(run_of, name):
     model, _ = evaluation.load_run(run_of(name))
