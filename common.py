@@ -42,6 +42,7 @@ import random
 import re
 import shutil
 import string
+import subprocess
 import sys
 import tarfile
 import textwrap
@@ -2615,6 +2616,15 @@ def save_checkpoint(paths, state):
             except OSError:  # a file system without links
                 shutil.copyfile(first, temporary)
             os.replace(temporary, path)
+
+
+@functools.cache
+def revision():
+    """The git revision of this code, or None."""
+    # through a shell, because a shell raises no error if git is missing
+    found = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent,
+                           capture_output=True, text=True)
+    return found.stdout.strip() or None
 
 
 def read_config(run):

@@ -131,6 +131,7 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=2
 
 # {value of --probe: (the setting that the probe chooses by itself, the default number of epochs)}
 PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100), "lbfgs": ("l2", None)}
+CHOSEN = tuple(f"/{setting}" for setting, _ in PROBES.values())  # no accuracies
 # The learning rates from which the sgd probe chooses.
 # differs: BAM (Table 9b) has a rate of .002 for ViT and of .3 for ResNet-50. BAM's code
 # (its revision is in bam.py) multiplies these rates by batch / 256 (eval_linear.py:176). BAM's code
@@ -312,6 +313,22 @@ def mean(values):
     return sum(known) / len(known) if known else math.nan
 
 
+# {n: the 97.5 % quantile of Student's t with n - 1 degrees of freedom}
+QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306,
+             10: 2.262}
+
+
+def interval(differences):
+    """The 95 % interval of the mean of n differences (Student's t), or None if n is below 2."""
+    n = len(differences)
+    if n < 2:
+        return None
+    # for n above 10, the first terms of a series in 1 / (n - 1), with an error below .001
+    quantile = QUANTILES.get(n, 1.960 + 2.372 / (n - 1) + 2.822 / (n - 1) ** 2 + 2.6 / (n - 1) ** 3)
+    half = quantile * np.std(differences, ddof=1) / n**0.5
+    return mean(differences) - half, mean(differences) + half
+
+
 # The embedder -----------------------------------------------------------------------------
 #
 # Encodings are computed in fp32, even if the training used bf16. A cosine in bf16 has only 8
@@ -371,7 +388,7 @@ def to_pixels(images):
     if images.dtype == torch.uint8:
         return images
     low, high = images.min(), images.max()
-    # The normalised values of white are below 3; those of the darker half of the tones are negative.
+    # Normalised values are below 3 for white, and negative for the darker half of all tones.
     if not images.is_floating_point() or not (low + high).isfinite() or (low >= 0 and high > 3):
         raise UserError(f"{IMAGE_FORMS}, not {images.dtype} from {low:g} to {high:g}.")
     images = images.float()
@@ -554,8 +571,8 @@ class Embedder:
         """
         model = self.model
         if not (model.align_words or model.slots or model.word_maps):
-            raise UserError("Maps need the slots of SPARO or the words of SPARC or STAIR, which this "
-                            "run has not: give a run of these methods.")
+            raise UserError("Maps need the slots of SPARO or the words of SPARC or STAIR, which "
+                            "this run lacks: give a run of these methods.")
         x = self.read_given(image)[None].to(self.device)
         tokens, mask = self.tokenize([caption])
         found = {"tokens": [self.tokenizer.vocab[token] for token in tokens[0]]}
@@ -2117,14 +2134,14 @@ def word_cloud(words, scores):
 
 
 def draw_pair(embedder, image, caption):
-    """The maps of one image and one caption (see Embedder.maps): all words or, for SPARO, the 24
+    """The maps of one image and one caption (see Embedder.maps): all words or, for SPARO, the 23
     slots that attend most sharply to a word."""
     found, image = embedder.maps(image, caption), embedder.read(image)
     maps = torch.from_numpy(found["patches"]).flatten(1)                    # (n, P)
     names = found["tokens"]
     if "words" in found:
         sharpness, word = torch.from_numpy(found["words"])[:, 1:-1].max(1)  # without [CLS], [SEP]
-        shown = sharpness.argsort(descending=True)[:24].tolist()
+        shown = sharpness.argsort(descending=True)[:23].tolist()
         labels = [f"slot {k}: {names[1 + word[k]]} ({sharpness[k]:.2f})" for k in shown]
         note = "The number is the weight that the slot gives to the word. "
     else:
@@ -2515,6 +2532,9 @@ def print_metrics(metrics):
         level = "" if chance is None else f"  chance {chance:.4f}"
         level += "" if most == 1 else f"  at most {most:.4f}: several images have the same caption"
         print(f"  {metric:36}  {in_digits(metrics[metric], 4)}{level}")
+    for metric, value in metrics.items():
+        if metric.endswith(CHOSEN):
+            print(f"  {metric} {value:.3g} was chosen on held-out training images")
 
 
 def evaluate_and_show(embedder, data, options, run):
@@ -2569,10 +2589,11 @@ def evaluate_and_show(embedder, data, options, run):
 
 def metrics_of_table(result):
     """The metrics of evals.jsonl that tables show. Tables leave out numbers of images, chance
-    levels and largest values. They also leave out metrics with chance 1, because with one class
-    every guess is right.
+    levels, largest values and what a probe has chosen. They also leave out metrics with chance 1,
+    because with one class every guess is right.
     """
-    return [metric for metric in result if not metric.endswith(("/images", "/chance", "/at_most"))
+    left_out = "/images", "/chance", "/at_most", *CHOSEN
+    return [metric for metric in result if not metric.endswith(left_out)
             and result.get(f"{metric}/chance") != 1]
 
 
@@ -2589,7 +2610,7 @@ def metric_options(options):
 def write_metrics(embedder, data, options, run, result, previous):
     """Append the metrics and all that they depend on to RUN/evals.jsonl -> the line, as bytes. The
     line replaces the line `previous`, if this is the last line of the file."""
-    depends_on = metric_options(options) | {"step": embedder.step}
+    depends_on = metric_options(options) | {"step": embedder.step, "git": common.revision()}
     classes = data.classes if data.is_world else data.named
     if classes:
         depends_on |= {"class_names": classes.source, "prompts": classes.templates}
@@ -2809,42 +2830,59 @@ ASIDE = ("seed out argv git torch threads resume workers log_every save_every ke
          "eval_every accum_freq data_path directory").split()
 
 
-def print_table(columns):
-    """Print {heading: [{metric: number}, ...]} as a table, with a column for each heading.
+def print_table(columns, unit):
+    """Print {heading: {key: {metric: number}}} as a table. The columns are called A, B, ...
 
-    A heading has one dict for each run, or for each --data. A cell shows the mean over the dicts
-    and, if there are several, the standard deviation. If only n of the dicts have the metric, the
-    cell ends with (n). With two columns there is also a column "difference": by how many per cent
-    the second mean is above the first.
+    A heading has one dict of metrics for each key: for each seed, or for each --data. The columns
+    "B - A", ... show the mean difference over the keys that both headings have, and its 95 %
+    interval. unit: the word for a key.
     """
-    more = " difference |" if len(columns) == 2 else ""
-    print("| |" + "".join(f" {heading} |" for heading in columns) + more)
-    print("|---" * (len(columns) + 1 + bool(more)) + "|")
-    every_row = itertools.chain(*columns.values())
+    letters = [chr(ord("A") + i) for i in range(len(columns))]
+    for letter, (heading, rows) in zip(letters, columns.items()):
+        print(f"{letter} (n = {len(rows)}): {heading}")
+    heads = ["", *letters, "chance", *[f"{letter} - A, 95 % interval" for letter in letters[1:]]]
+    print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
+    every_row = [row for rows in columns.values() for row in rows.values()]
     for metric in dict.fromkeys(itertools.chain(*map(metrics_of_table, every_row))):
-        cells, means = [], []
-        for rows in columns.values():
-            values = [row[metric] for row in rows if metric in row]
-            deviation = f" ± {in_digits(np.std(values, ddof=1), 3)}" if len(values) > 1 else ""
-            fewer = f" ({len(values)})" if len(values) < len(rows) else ""
-            cells.append(in_digits(mean(values), 3) + deviation + fewer if values else "")
-            means.append(mean(values) if values else 0)
-        if more:
-            is_known = cells[1] and means[0]
-            cells.append(f"{means[1] / means[0] - 1:+.1%}" if is_known else "")
+        values = [{key: row[metric] for key, row in rows.items() if metric in row}
+                  for rows in columns.values()]
+        cells = [mean_in_words([*found.values()], len(rows))
+                 for found, rows in zip(values, columns.values())]
+        chance = [row[f"{metric}/chance"] for row in every_row if f"{metric}/chance" in row]
+        cells.append(in_digits(mean(chance), 3) if chance else "")
+        for found in values[1:]:
+            pairs = [found[key] - values[0][key] for key in found if key in values[0]]
+            cells.append(f"{mean(pairs):+.3f}" if pairs else f"no common {unit}")
+            if between := interval(pairs):
+                cells[-1] += f": {between[0]:+.3f} to {between[1]:+.3f} (n = {len(pairs)})"
         print(f"| {metric} | " + " | ".join(cells) + " |")
+
+
+def mean_in_words(values, n):
+    """The mean of a table's cell with the standard deviation, and the number of values unless they
+    are n."""
+    if not values:
+        return ""
+    deviation = f" ± {in_digits(np.std(values, ddof=1), 3)}" if len(values) > 1 else ""
+    fewer = f" (n = {len(values)})" if len(values) < n else ""
+    return in_digits(mean(values), 3) + deviation + fewer
 
 
 def compare_runs(evaluated, tasks):
     """Print a table of several runs {run: Evaluated}. Runs that differ only in their seed share a
-    column. Returns a list with one picture, which shows the first run of each column side by side.
-    The list is empty if --task allows no such picture, if there is one column, or if the runs were
-    evaluated on different data or on images of different sizes."""
+    column. The headings name the settings that differ between the columns. Returns a list with one
+    picture, which shows the first run of each column side by side. The list is empty if --task
+    allows no such picture, if there is one column, or if the runs were evaluated on different data
+    or on images of different sizes."""
     columns = collections.defaultdict(list)
     for run, found in evaluated.items():
         settings = {key: value for key, value in vars(found.args).items() if key not in ASIDE}
         settings["step"] = found.embedder.step  # a run may still be training
         columns[json.dumps(settings, sort_keys=True)].append(run)
+    settings = list(map(json.loads, columns))
+    shared = set.intersection(*map(set, settings))  # each method has settings of its own
+    differing = [name for name in settings[0] if name in shared
+                 and any(other[name] != settings[0][name] for other in settings)]
     specs = {found.data.options.data for found in evaluated.values()}
     sizes = {found.data.image_size for found in evaluated.values()}
     if len(specs) > 1:
@@ -2852,8 +2890,17 @@ def compare_runs(evaluated, tasks):
     elif len(sizes) > 1:
         print(f"The runs were evaluated on images of different sizes: {sorted(sizes)} pixels.")
     if any(found.metrics for found in evaluated.values()):  # a picture alone measures nothing
-        print_table({f"{runs[0]} ({len(runs)})": [evaluated[run].metrics for run in runs]
-                     for runs in columns.values()})
+        table = {}
+        for own, runs in zip(settings, columns.values()):
+            heading = ", ".join([runs[0], *[f"{name} {own.get(name)!s:.60}" for name in differing]])
+            # the same seed a second time is a key of its own
+            seeds, rows = collections.Counter(), {}
+            for run in runs:
+                seed = evaluated[run].args.seed
+                rows[seed, seeds[seed]] = evaluated[run].metrics
+                seeds[seed] += 1
+            table[heading] = rows
+        print_table(table, "seed")
     if len(specs) > 1 or len(sizes) > 1 or len(columns) == 1:
         return []
     shown = [runs[0] for runs in columns.values()]
@@ -3025,8 +3072,8 @@ def check_flags(flags, parser):
         if alone in given and others:
             names = [flag for flag, action in parser._option_string_actions.items()
                      if action.dest in others]
-            raise UserError(f"--{alone} evaluates nothing, so these flags have no effect: leave out "
-                            f"{', '.join(names)}.")
+            raise UserError(f"--{alone} evaluates nothing, so these flags have no effect: leave "
+                            f"out {', '.join(names)}.")
 
 
 def describe(options):
@@ -3083,7 +3130,7 @@ def main(argv=None):
             pages[path] = draw_pair(embedder, flags.image, flags.caption)
         return save_pictures(pages)
     failed, pages = [], []
-    metrics = collections.defaultdict(list)  # {run: its metrics on each --data}
+    metrics = collections.defaultdict(dict)  # {run: {--data: its metrics}}
     for spec in flags.data or [None]:
         evaluated = {}
         for run in flags.runs:
@@ -3095,11 +3142,11 @@ def main(argv=None):
             pages += compare_runs(evaluated, flags.tasks)
         for run, found in evaluated.items():
             if found:
-                metrics[run].append(found.metrics)
+                metrics[run][spec] = found.metrics
     if pages:
         save_pictures({Path(flags.runs[0], "comparison.png"): join(pages, down=True)})
     if len(flags.data or []) > 1 and metrics:
-        print_table({f"{run}, mean of {len(rows)} data": rows for run, rows in metrics.items()})
+        print_table({f"{run}, mean over data": rows for run, rows in metrics.items()}, "data")
     if failed:
         raise UserError(" ".join(failed))
 

@@ -36,7 +36,7 @@ import resource
 import shlex
 import shutil
 import signal
-import subprocess
+
 import sys
 import time
 from pathlib import Path
@@ -566,11 +566,8 @@ def lock_run(out):
 
 def write_run(args, tokenizer, out):
     """Write config.json and vocab.txt, from which eval.py and --resume build the model again."""
-    # through a shell, because a shell raises no error if git is missing
-    git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent,
-                         capture_output=True, text=True)
     record = {"argv": sys.argv} | vars(args)  # a resumed run keeps its first argv
-    record |= {"git": git.stdout.strip() or None, "torch": str(torch.__version__),
+    record |= {"git": common.revision(), "torch": str(torch.__version__),
                "threads": torch.get_num_threads(), "directory": os.getcwd()}
     with common.replacing(out / "config.json") as file:
         file.write(json.dumps(record, indent=2).encode() + b"\n")

@@ -165,7 +165,8 @@ def test_a_run_that_is_still_training_has_a_column_of_its_own(run_of, tmp_path, 
     torch.save(state | {"step": 3}, runs[1] / "last.pt")
     evaluation.main([*map(str, runs), "--task", "retrieval"])
     out = capsys.readouterr().out
-    assert f"| | {runs[0]} (1) | {runs[1]} (1) |" in out and f"{runs[1]}, step 3 of 6, on " in out
+    assert f"A (n = 1): {runs[0]}, step 6\nB (n = 1): {runs[1]}, step 3\n" in out
+    assert f"{runs[1]}, step 3 of 6, on " in out
 
 
 def test_a_run_that_cannot_be_written_is_compared_all_the_same(
@@ -178,7 +179,7 @@ def test_a_run_that_cannot_be_written_is_compared_all_the_same(
     monkeypatch.setattr(evaluation, "write_metrics", write)
     evaluation.main([*map(str, runs), "--task", "retrieval", "--limit", "3"])
     out = capsys.readouterr().out
-    assert f"| | {runs[0]} (2) |" in out and "note: evals.jsonl cannot be written" in out
+    assert f"A (n = 2): {runs[0]}\n" in out and "note: evals.jsonl cannot be written" in out
 
 
 def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
@@ -201,9 +202,31 @@ def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
 
 
 def test_a_table_over_several_data_sets_has_the_metrics_of_each(capsys):
-    evaluation.print_table({"run": [{"x": 0.2, "y": 1.0}, {"x": 0.4}], "other": [{}, {"z": 1.0}]})
-    rows = capsys.readouterr().out.splitlines()[2:]
-    assert rows == ["| x | 0.300 ± 0.141 |  |  |", "| y | 1.000 (1) |  |  |", "| z |  | 1.000 (1) |  |"]
+    table = {"run": {"a": {"x": 0.2, "y": 1.0}, "b": {"x": 0.4}}, "other": {"a": {}, "b": {"z": 1.0}}}
+    evaluation.print_table(table, "data")
+    assert capsys.readouterr().out.splitlines() == [
+        "A (n = 2): run", "B (n = 2): other",
+        "|  | A | B | chance | B - A, 95 % interval |", "|---|---|---|---|---|",
+        "| x | 0.300 ± 0.141 |  |  | no common data |", "| y | 1.000 (n = 1) |  |  | no common data |",
+        "| z |  | 1.000 (n = 1) |  | no common data |"]
+
+
+def test_differences_are_paired_and_have_students_interval(capsys):
+    """t(.975, 2) is 4.303, and a deviation of .1 gives a half width of .248 for three pairs."""
+    table = {"a": {0: {"x": 0.1, "x/chance": 0.5}, 1: {"x": 0.5}, 2: {"x": 0.3}, 3: {"x": 0.9}},
+             "b": {2: {"x": 0.6}, 1: {"x": 0.7}, 0: {"x": 0.2}, 4: {"x": 0.0}},
+             "c": {0: {"x": 0.2}}}
+    evaluation.print_table(table, "seed")
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row.startswith("| x | 0.450 ± 0.342 | 0.375 ± 0.33")
+    assert row.endswith("| 0.200 | 0.500 | +0.200: -0.048 to +0.448 (n = 3) | +0.100 |")
+    assert evaluation.interval([0.1]) is None and evaluation.interval([]) is None
+    low, high = evaluation.interval([0.1, 0.2, 0.3])
+    assert (low, high) == (pytest.approx(0.2 - 4.303 * 0.1 / 3**0.5), pytest.approx(0.2 + 0.2484, abs=1e-4))
+    for n, quantile in ((11, 2.228), (21, 2.086), (101, 1.984)):            # a table of Student's t
+        values = [0.0, 1.0] * (n // 2) + [0.5]
+        half = (evaluation.interval(values)[1] - 0.5) * n**0.5 / np.std(values, ddof=1)
+        assert half == pytest.approx(quantile, abs=1e-3)
 
 
 def test_options_tell_whether_the_split_was_trained_on(tmp_path):
@@ -216,6 +239,18 @@ def test_options_tell_whether_the_split_was_trained_on(tmp_path):
         assert options.on_training_images == seen
     with pytest.raises(common.UserError, match="--train-data x has no effect: shapes have a train"):
         evaluation.options_of({"data": "shapes", "train_data": "x"}, args)
+
+
+def test_what_a_probe_chose_is_no_accuracy_and_a_record_names_the_revision(
+        run_of, tmp_path, capsys, monkeypatch):
+    run = shutil.copytree(run_of("bam"), tmp_path / "run")
+    monkeypatch.setattr(common, "revision", lambda: "abc")
+    evaluation.main([str(run), "--task", "linear", "--probe-epochs", "1"])
+    out = capsys.readouterr().out
+    assert "linear/weight_decay " in out and "was chosen on held-out training images" in out
+    record = lines(run)[-1]
+    assert record["settings"]["git"] == "abc" and "linear/weight_decay" in record
+    assert "linear/weight_decay" not in evaluation.metrics_of_table(record)
 
 
 def test_an_incomplete_last_line_costs_no_record_and_nan_is_null(run_of, tmp_path, monkeypatch):
@@ -461,7 +496,7 @@ def test_a_run_that_fails_does_not_stop_the_evaluation_of_others(run_of, tmp_pat
     (runs[0] / "last.pt").write_bytes(b"")
     with pytest.raises(common.UserError, match="sparc: .*last.pt is not a .*bam: With this model "):
         evaluation.main([*map(str, runs), "--task", "zeroshot"])
-    assert f"| | {runs[1]} (1) |\n|---|---|\n| zeroshot |" in capsys.readouterr().out
+    assert f"A (n = 1): {runs[1]}\n|  | A | chance |\n|---|---|---|\n| zeroshot |" in capsys.readouterr().out
 
 
 def test_a_table_of_several_runs_averages_over_seeds(run_of, tmp_path, monkeypatch, capsys):
@@ -472,13 +507,15 @@ def test_a_table_of_several_runs_averages_over_seeds(run_of, tmp_path, monkeypat
         config |= {"seed": seed, "sigma": 0.1 + seed // 2, "torch": seed, "threads": seed,
                    "data_path": str(seed)}
         (run / "config.json").write_text(json.dumps(config))
-    found = iter([{"x": 0.1, "y": 1}, {"x": 0.3, "y": 1}, {"x": 0.5}])
+    found = iter([{"x": 0.1, "y": 1}, {"x": 0.3, "y": 1}, {"x": 0.5}])   # seeds 0, 1 and 2
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "evaluate", lambda *arguments: next(found))
         evaluation.main([*map(str, runs), "--task", "retrieval"])
-    assert capsys.readouterr().out.splitlines()[-4:] == [
-        f"| | {runs[0]} (2) | {runs[2]} (1) | difference |", "|---|---|---|---|",
-        "| x | 0.200 ± 0.141 | 0.500 | +150.0% |", "| y | 1.000 ± 0.000 |  |  |"]
+    assert capsys.readouterr().out.splitlines()[-6:] == [
+        f"A (n = 2): {runs[0]}, sigma 0.1", f"B (n = 1): {runs[2]}, sigma 1.1",
+        "|  | A | B | chance | B - A, 95 % interval |", "|---|---|---|---|---|",
+        "| x | 0.200 ± 0.141 | 0.500 |  | no common seed |",
+        "| y | 1.000 ± 0.000 |  |  | no common seed |"]
     assert not (runs[0] / "comparison.png").exists()  # --task did not name segmentation
     evaluation.main([*map(str, runs), "--task", "segmentation"])
     pages = [Image.open(runs[0] / f"{name}.png") for name in ("comparison", "segmentation")]
@@ -520,9 +557,12 @@ def test_data_are_evaluated_one_after_the_other(run_of, tmp_path, capsys):
     for i, spec in enumerate(specs):
         assert [line[i]["settings"]["data"] for line in found] == [spec, spec]
         cells = [f" {line[i]['knn']:.3f} " for line in found]
-        assert f"| knn |{'|'.join(cells)}|" in shown
-    assert shown.count(f"| | {runs[0]} (1) | {runs[1]} (1) |") == 2 and "different d" not in shown
-    assert f"| | {runs[0]}, mean of 2 data | {runs[1]}, mean of 2 data | difference |" in shown
+        assert f"| knn |{'|'.join(cells)}| 0.333 |" in shown
+    assert shown.count(f"A (n = 1): {runs[0]}, ") == shown.count("method bam, ") == 2
+    assert "different d" not in shown and f"B (n = 2): {runs[1]}, mean over data\n" in shown
+    differences = [b["knn"] - a["knn"] for a, b in zip(*found)]
+    low, high = evaluation.interval(differences)
+    assert f" {evaluation.mean(differences):+.3f}: {low:+.3f} to {high:+.3f} (n = 2) |" in shown
     evaluation.main([str(runs[1]), "--data", specs[0], "--task", "heads"])  # needs no training data
 
 
