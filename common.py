@@ -382,7 +382,7 @@ class ViT(Encoder):
         pos = resize_positions(self.pos, self.cls is not None, *x.shape[2:])
         x = x.flatten(2).transpose(1, 2)                     # (B, h*w, d)
         if self.cls is not None:
-            x = torch.cat([self.cls.expand(len(x), -1, -1).to(x.dtype), x], dim=1)
+            x = torch.cat([self.cls.expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1)
         return self.norm_pre(x + pos)
 
     def cls_attention(self, images):

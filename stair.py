@@ -165,6 +165,8 @@ class TokenProjectionHead(nn.Module):
         shared embedding. revived (B, |V|) is True at words that get a gradient at weight 0, too."""
         e = self.embedding.weight if e is None else e
         b = self.bias.masked_fill(~self.valid, -math.inf)
+        if torch.jit.is_tracing() or (torch.compiler.is_compiling() and not self.training):
+            return encode(self.transform(h), e, b, mask)  # torch.export: a loop would fix B
         # StreamedEncoding (below) returns what `encode` returns, in less memory. differs from the
         # paper: the words in `revived` get a gradient, even at weight 0.
         return StreamedEncoding.apply(self.transform(h), e, b, mask, revived)

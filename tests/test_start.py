@@ -5,6 +5,7 @@ method file has a comment with lines that use its loss in another project. A tes
 """
 
 import argparse
+import copy
 import functools
 import re
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from torch.nn.functional import gelu, normalize
 
 import common
 import eval as evaluation
+import stair
 import train
 from common import UserError
 from helpers import ROOT, SMALL, make_batch, tiny_model, train_alone, train_until, weights
@@ -316,8 +318,9 @@ def test_a_run_starts_from_the_vit_that_another_run_exported(name, tmp_path, cap
     train_alone([*flags, "--out", runs[0], "--seed", "1", "--lr", "0.1"])
     evaluation.main([runs[0], "--export", file])
     line = capsys.readouterr().out.splitlines()[-1]
+    pooling = ("'token'" if name == "dino" else "'avg', pool_include_prefix=True, fc_norm=False")
     for told in ("img_size=16, ", "embed_dim=16, depth=1, num_heads=2, ", "eps=1e-06",
-                 "class_token=True, global_pool='token', num_classes=0, pre_norm=False, ",
+                 f"class_token=True, global_pool={pooling}, num_classes=0, pre_norm=False, ",
                  f"act_layer='{'quick_' * quick}gelu'"):
         assert told in line
     train_alone([*flags, "--out", runs[1], "--seed", "2", "--lr", "0", "--init-weights", file])
@@ -326,6 +329,42 @@ def test_a_run_starts_from_the_vit_that_another_run_exported(name, tmp_path, cap
     for ours, theirs in zip(a.evaluation_encoder().parameters(), b.evaluation_encoder().parameters()):
         close(ours, theirs)
     assert torch.equal(b.image_encoder.pos, b.evaluation_encoder().pos)
+
+
+@pytest.mark.parametrize("name, cls, settings, pooling", [
+    ("sparc", True, {}, "'avg', fc_norm=False"), ("sparc", False, {}, "'avg', fc_norm=False"),
+    ("bam", True, {"readout": "cls"}, "'token'"),
+    ("bam", False, {"readout": "gap"}, "'avg', fc_norm=False"),
+    ("bam", True, {"readout": "gap"}, "'avg', pool_include_prefix=True, fc_norm=False"),
+    ("sparo", True, {"readout": "cls"}, "'token'"), ("sparo", True, {}, "''"),
+    ("stair", True, {}, "''")])
+def test_timm_is_told_how_a_method_pools(name, cls, settings, pooling):
+    model = tiny_model(name, vit={"cls": cls}, **settings)
+    assert evaluation.timm_pooling(model.eval()) == f"global_pool={pooling}"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["sparo", "stair", "sparc", "bam", "dino"])
+def test_torch_traces_exports_and_quantises_encode_image(name, monkeypatch):
+    """The traced and the exported function take another batch size than their example."""
+    monkeypatch.setattr(stair.StreamedEncoding, "CHUNK", 600)               # a part for each image
+    model = tiny_model(name).eval()
+    class Encode(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, images):
+            return self.model.encode_image(images)
+
+    images, encode = torch.rand(5, 3, 16, 16), Encode()
+    with torch.no_grad():
+        expected = model.encode_image(images)
+        close(torch.jit.trace(encode, images[:2])(images), expected)
+        exported = torch.export.export(encode, (images[:2],), dynamic_shapes=({0: torch.export.Dim("B")},))
+        close(exported.module()(images), expected)
+        small = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear}, torch.qint8)
+        assert (small.encode_image(images) * expected).sum(1).min() > 0.99
 
 
 def test_weights_of_a_resnet_are_refused(tmp_path):
