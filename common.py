@@ -43,6 +43,7 @@ import random
 import re
 import shutil
 import string
+import subprocess
 import sys
 import tarfile
 import textwrap
@@ -384,7 +385,7 @@ class ViT(Encoder):
         pos = resize_positions(self.pos, self.cls is not None, *x.shape[2:])
         x = x.flatten(2).transpose(1, 2)                     # (B, h*w, d)
         if self.cls is not None:
-            x = torch.cat([self.cls.expand(len(x), -1, -1).to(x.dtype), x], dim=1)
+            x = torch.cat([self.cls.expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1)
         return self.norm_pre(x + pos)
 
     def cls_attention(self, images):
@@ -700,12 +701,25 @@ def build_model(method, args, image_encoder, text_encoder):
 
     A ValueError of the Model's constructor (settings that exclude each other) becomes a UserError.
     """
-    class Model(method.model_class(args), ModelDefaults):
-        """The method's class comes first; ModelDefaults has what that class leaves out."""
-
     text_width = text_encoder.width if text_encoder else None
     with explained(ValueError, args.method):
-        return Model(args, image_encoder, text_encoder, image_encoder.width, text_width)
+        return complete_class(method.model_class(args))(
+            args, image_encoder, text_encoder, image_encoder.width, text_width)
+
+
+@functools.cache
+def complete_class(model_class):
+    """A method's class and, for what that class leaves out, ModelDefaults."""
+    class Model(model_class, ModelDefaults):
+        def __reduce__(self):  # pickle finds no class that a function has made
+            return new_object, (model_class,), self.__dict__
+
+    return Model
+
+
+def new_object(model_class):
+    """An object of complete_class without members, which pickle fills."""
+    return object.__new__(complete_class(model_class))
 
 
 def copy_encoder(encoder, source, run):
@@ -1196,8 +1210,10 @@ def to_rgb(image):
     with contextlib.suppress(Exception):  # the EXIF can be damaged where the pixels are intact
         orientation = image.getexif().get(ORIENTATION, 1)
     if orientation != 1:
-        image.info.pop("exif", None)  # else PIL writes EXIF again, and raises for a damaged tag
-        image = ImageOps.exif_transpose(image)
+        exif = image.info.pop("exif", None)  # else PIL writes it again, and raises for damaged tags
+        original, image = image, ImageOps.exif_transpose(image)
+        if exif:
+            original.info["exif"] = exif  # the caller's image keeps it
     # Images of 16 bits, 32 bits or floats: PIL's convert would cut all values at 255.
     if image.mode.startswith(("I", "F")):
         x = np.nan_to_num(np.asarray(image))
@@ -1634,17 +1650,19 @@ class TarShards:
     def each(self, content, limit=None):
         """Yield (bytes, label or [captions]) of every image, in order, for an evaluation.
 
-        content: "label", "caption", or None for images alone. limit: read only so many samples,
-        drawn at random and in random order; every call draws the same samples. Prints at the end
-        what was left out. Raises UserError if no image has a label or a caption.
+        content: "label", "caption", or None for images alone, whose second item is "shard:key".
+        limit: read only so many samples, drawn at random and in random order; every call draws the
+        same samples. Prints at the end what was left out. Raises UserError if no image has a label
+        or a caption.
         """
         total, left_out = 0, {}
         for sample in read_tars(self.paths, content, limit):
             if isinstance(sample, Skipped):
                 sample.count(left_out)
             else:
+                image, value, where = sample
                 total += 1
-                yield sample[:2]
+                yield image, where if content is None else value
         reasons = describe_skipped(left_out)
         if total == 0:
             what = f"image with a {content}" if content else "image"
@@ -2220,7 +2238,8 @@ def article(phrase):
 def class_names(folders, file=None):
     """The sorted names of class folders -> (the names of the classes, where the names come from).
 
-    file: one name per line, in the order of the folders, or lines that folder_of_lines knows.
+    file: one name per line, in the order of the folders, or the folders' own names in another
+    order (see match_names).
     Without a file, the 1,000 folders of ImageNet (n01440764, ...) get torchvision's names, and
     other classes are named like their folder. Raises UserError if the file does not fit, or if a
     folder has a number instead of a name: a text encoder knows no numbers of ImageNet.
@@ -2233,17 +2252,17 @@ def class_names(folders, file=None):
         if quoted := [name for name in names if re.fullmatch(r"""["'].*["'],?""", name)]:
             raise UserError(f"{file} has names in quotes, such as {quoted[0]}: write one name a "
                             f"line, without quotes and commas.")
-        if places := folder_of_lines(names, folders):
+        if places := match_names(names, folders):
             lines = with_spaces(names[places.index(i)] for i in range(len(folders)))
             return [re.sub(r"^n\d{8} +", "", line) for line in lines], str(file)
 
         # A file in another order than the folders would name every class wrongly, without an error.
-        plain = [folder.lower() for folder in with_spaces(folders)]
-        for folder, name in zip(plain, with_spaces(names)):
-            if name.lower() != folder and name.lower() in plain:
+        plain = [*map(plain_name, folders)]
+        for folder, name in zip(plain, map(plain_name, names)):
+            if name != folder and name in plain:
                 raise UserError(f"{file} gives the folder {folder} the name of another folder, "
-                                f"{name.lower()}: its lines must be in the sorted order of the "
-                                f"folders, or be exactly the names of the folders.")
+                                f"{name}: its lines must be in the sorted order of the folders, or "
+                                f"be exactly the names of the folders.")
         return names, str(file)
 
     numbers = [folder for folder in folders if re.fullmatch(r"n\d{8}", folder)]
@@ -2256,14 +2275,36 @@ def class_names(folders, file=None):
     return with_spaces(folders), "folders"
 
 
-def folder_of_lines(lines, folders):
-    """The number of the folder that each line of --classes names, or None if the lines are not the
-    folders' own names, in any order. Capitals and "_" make no difference. A line may also begin
-    with the folder's number, as in ImageNet's LOC_synset_mapping.txt: "n01440764 tench".
+def match_names(names, known):
+    """The place in `known` of each of the names, or None if the two lists do not hold the same
+    names. All joins of class names go through here.
+
+    Equal lists match place by place. Otherwise a name that both lists hold matches itself, and the
+    other names match by their plain_name. Raises UserError if two places have the same name.
     """
-    plain = [folder.lower() for folder in with_spaces(folders)]
-    named = [re.sub(r"^(n\d{8}) .*", r"\1", line).lower() for line in with_spaces(lines)]
-    return [plain.index(name) for name in named] if sorted(named) == sorted(plain) else None
+    if list(names) == list(known):
+        return list(range(len(known)))
+    both = set(names) & set(known)
+    # a tuple, so that a plain name never equals a name that both lists hold
+    keys, known_keys = ([name if name in both else (plain_name(name),) for name in part]
+                        for part in (names, known))
+    if Counter(keys) != Counter(known_keys):
+        return None
+    places = {}
+    for i, key in enumerate(known_keys):
+        if key in places:
+            raise UserError(f"The classes {known[places[key]]!r} and {known[i]!r} cannot be told "
+                            f"apart in a list of another order (capitals and \"_\" make no "
+                            f"difference): rename one, or list the classes in the same order.")
+        places[key] = i
+    return [places[key] for key in keys]
+
+
+def plain_name(name):
+    """A class's name as text encoders read it: in small letters, with spaces in place of "_". A
+    line of ImageNet's LOC_synset_mapping.txt, "n01440764 tench", is named by its number."""
+    name = unicodedata.normalize("NFC", name).replace("_", " ").lower()
+    return re.sub(r"^(n\d{8}) .*", r"\1", name)
 
 
 def with_spaces(folders):
@@ -2644,6 +2685,15 @@ def save_checkpoint(paths, state):
             os.replace(temporary, path)
 
 
+@functools.cache
+def revision():
+    """The git revision of this code, or None."""
+    # through a shell, because a shell raises no error if git is missing
+    found = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent,
+                           capture_output=True, text=True)
+    return found.stdout.strip() or None
+
+
 def read_config(run):
     """The directory of a run -> the settings in its config.json, a dict.
 
@@ -2845,8 +2895,9 @@ def turn_off_tf32():
 # Weights of others --------------------------------------------------------------------
 #
 # Loading translates the names of tensors and interpolates positions. A file with a missing or an
-# extra tensor is refused. If such a file were loaded, a part of the network would keep its random
-# weights, and the results would be wrong without any error.
+# extra tensor is refused; only heads, which are no part of an encoder, are left over. If such a
+# file were loaded, the network would not be the file's, and the results would be wrong without any
+# error.
 
 CLIP_NAMES = [  # (OpenCLIP's and OpenAI's name, ours)
     ("transformer.resblocks.", "blocks."), (".in_proj_", ".qkv."), (".out_proj.", ".proj."),
@@ -2867,8 +2918,9 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def load_clip(encoders, state_dict, tokenizer):
     """Load a CLIP, as OpenCLIP or OpenAI saved it, into the encoders (image, text).
 
-    Returns {a name of CLIP_PARTS: tensor}, for load_clip_parts. Raises UserError if the file holds
-    another network, or if the tokenizer has other words than the file's text encoder.
+    Returns the tensors that are not in the encoders, {name: tensor}, for load_clip_parts. Raises
+    UserError if the file holds another network, or if the tokenizer has other words than the file's
+    text encoder.
     """
     state, image, text, parts = unwrapped(state_dict), {}, {}, {}
     for key, value in state.items():
@@ -2891,9 +2943,9 @@ def load_clip(encoders, state_dict, tokenizer):
         raise UserError("these are OpenAI's weights, which need QuickGELU: add :quick_gelu=1 to "
                         "--image-encoder and --text-encoder.")
     preset = "the preset clip-... of the file's model"
-    load_encoder(encoders[0], image, CLIP_NAMES, f"give --image-encoder {preset}")
-    load_encoder(encoders[1], text, CLIP_NAMES,
-                 f"give --text-encoder {preset} and --vocab its words")
+    parts |= load_encoder(encoders[0], image, CLIP_NAMES, f"give --image-encoder {preset}")
+    parts |= load_encoder(encoders[1], text, CLIP_NAMES,
+                          f"give --text-encoder {preset} and --vocab its words")
     return parts
 
 
@@ -2932,10 +2984,10 @@ def load_encoder(encoder, tensors, names, remedy):
     """Load {name: tensor} of another encoder into `encoder`.
 
     names: [(their name, ours)]. The positions of a ViT are interpolated to the grid of `encoder`.
-    Blocks that the method replaces are left out. Raises UserError with the remedy if a tensor is
-    missing, extra or of another shape.
+    Blocks that the method replaces are left out, and returned. Raises UserError if a tensor is
+    missing, extra or of another shape. remedy: what to do if the sizes differ.
     """
-    found = {}
+    found, left_over = {}, {}
     replaced = tuple(f"blocks.{len(encoder.blocks) + i}." for i in range(encoder.left_out))
     for name, value in tensors.items():
         for theirs, ours in names:
@@ -2944,8 +2996,7 @@ def load_encoder(encoder, tensors, names, remedy):
         # restore_model refuses a tensor of another width.
         if name in ("cls", "pos") and value.shape[-1:] == (encoder.width,):
             value = value.reshape(1, -1, encoder.width).float()
-        if not name.startswith(replaced):
-            found[name] = value
+        (left_over if name.startswith(replaced) else found)[name] = value
     known = {name.partition(".")[0] for name in encoder.state_dict()}
     if found and not any(name.partition(".")[0] in known for name in found):
         raise UserError(unknown_names(tensors))
@@ -2956,11 +3007,21 @@ def load_encoder(encoder, tensors, names, remedy):
         # Positions that are no square grid stay as they are, and restore_model refuses them.
         if patches > 0 and patches == math.isqrt(patches) ** 2:
             found["pos"] = resize_positions(found["pos"], has_cls, encoder.grid, encoder.grid)
+    state = encoder.state_dict()
+    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
+    is_deeper = any(name.startswith(f"blocks.{depth}.") for name in found)
+    fits = all(name in found and found[name].shape == x.shape for name, x in state.items())
+    if fits and not is_deeper:
+        # An error can only be about tensors that the encoder lacks.
+        remedy = ("the sizes are right, but the encoder lacks these tensors: remove them from the "
+                  "file if they belong to a head, otherwise give an encoder of the file's kind")
     restore_model(encoder, found, "the file", remedy)
+    return left_over
 
 
 def load_clip_parts(model, parts):
-    """Copy the tensors that load_clip returned to the model's clip_parameters.
+    """Copy the tensors that load_clip returned to the model's clip_parameters. Returns the other
+    tensors.
 
     Raises UserError if a tensor is missing or has another shape. CLIP's projections are (d, E),
     ours (E, d).
@@ -2974,6 +3035,23 @@ def load_clip_parts(model, parts):
                             f"model needs: give a CLIP with projections, and set --embed-dim to "
                             f"their width.")
         ours.data.copy_(theirs)
+    return {name: x for name, x in parts.items() if name not in model.clip_parameters()}
+
+
+def describe_loading(model, encoders, left_over):
+    """What a model has got from the file of --init-weights, in a sentence. left_over: the tensors
+    of the file that were not loaded, {name: tensor}."""
+    def groups(names):
+        """The modules of tensors: blocks.3.norm.bias -> blocks.3, head.0.weight -> head."""
+        modules = [re.match(r"(blocks|visual)\.\w+|\w+", name)[0] for name in names]
+        return ", ".join(dict.fromkeys(modules)) or "nothing"
+
+    loaded = {id(p) for encoder in encoders if encoder for p in encoder.parameters()}
+    loaded |= {id(p) for p in model.clip_parameters().values()}
+    # A teacher, which needs no gradient, is a copy.
+    new = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in loaded]
+    return (f"{len(loaded)} tensors are loaded. New in the model: {groups(new)}. Left over in the "
+            f"file: {groups(left_over)}.")
 
 
 def load_timm(encoder, state_dict):
@@ -2981,17 +3059,21 @@ def load_timm(encoder, state_dict):
 
     The ViT must expect pixels with ImageNet's normalisation, as DeiT and DINO do. Ours expect
     CLIP's normalisation, so for_other_pixels adapts the weights. Files of DINO and BAM hold a
-    student and a teacher; the teacher is loaded. Raises UserError if the file does not fit.
+    student and a teacher; the teacher is loaded. Files of DINO, BAM, solo-learn and lightly have
+    "backbone." before the names of the encoder, and heads beside it. Returns the tensors that were
+    not loaded, {name: tensor}. Raises UserError if the file does not fit.
     """
-    found = {}
-    for name, value in unwrapped(state_dict).items():
-        name = re.sub(r"^(module\.|teacher\.|backbone\.|_orig_mod\.)*", "", name)
-        # heads are not part of the encoder
-        if not name.startswith(("student.", "head.", "proj_head.")):
-            found[name] = value
-    load_encoder(encoder, for_other_pixels(found, IMAGENET, (MEAN, STD)), TIMM_NAMES,
-                 "give --image-encoder the sizes of the file's ViT, such as ViT-S/16:cls=1 for "
-                 "DINO's")
+    found, left_over, state = {}, {}, unwrapped(state_dict)
+    prefix = re.compile(r"(module\.|teacher\.|backbone\.|_orig_mod\.)*")
+    has_backbone = any("backbone." in prefix.match(name)[0] for name in state)
+    for name, value in state.items():
+        before, name = prefix.match(name)[0], prefix.sub("", name, 1)
+        is_head = re.match(r"(student|head\w*|fc|classifier|proj\w*|pred\w*)\.", name)
+        is_left_over = is_head or (has_backbone and "backbone." not in before)
+        (left_over if is_left_over else found)[name] = value
+    remedy = "give --image-encoder the sizes of the file's ViT, such as ViT-S/16:cls=1 for DINO's"
+    found = for_other_pixels(found, IMAGENET, (MEAN, STD))
+    return left_over | load_encoder(encoder, found, TIMM_NAMES, remedy)
 
 
 def timm_weights(encoder):

@@ -132,6 +132,7 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=2
 
 # {value of --probe: (the setting that the probe chooses by itself, the default number of epochs)}
 PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100), "lbfgs": ("l2", None)}
+CHOSEN = tuple(f"/{setting}" for setting, _ in PROBES.values())  # no accuracies
 # The learning rates from which the sgd probe chooses.
 # differs: BAM (Table 9b) has a rate of .002 for ViT and of .3 for ResNet-50. BAM's code
 # (its revision is in bam.py) multiplies these rates by batch / 256 (eval_linear.py:176). BAM's code
@@ -418,11 +419,31 @@ def mean(values):
     return sum(known) / len(known) if known else math.nan
 
 
+# {n: the 97.5 % quantile of Student's t with n - 1 degrees of freedom}
+QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306,
+             10: 2.262}
+
+
+def interval(differences):
+    """The 95 % interval of the mean of n differences (Student's t), or None if n is below 2."""
+    n = len(differences)
+    if n < 2:
+        return None
+    # for n above 10, the first terms of a series in 1 / (n - 1), with an error below .001
+    quantile = QUANTILES.get(n, 1.960 + 2.372 / (n - 1) + 2.822 / (n - 1) ** 2 + 2.6 / (n - 1) ** 3)
+    half = quantile * np.std(differences, ddof=1) / n**0.5
+    return mean(differences) - half, mean(differences) + half
+
+
 # The embedder -----------------------------------------------------------------------------
 #
 # Encodings are computed in fp32, even if the training used bf16. A cosine in bf16 has only 8
 # significant bits, so many pairs would get the same score, and metrics count a tie as an error.
 # encode_pairs reads files with read_images and Embedder.read.
+
+
+IMAGE_FORMS = ("Give paths, bytes, PIL images, arrays (H, W, 3) of uint8, or tensors (3, H, W) of "
+               "uint8, of floats in [0, 1], or of floats that common.normalize returned")
 
 
 def chunks(items, n):
@@ -435,7 +456,9 @@ def chunks(items, n):
 def as_list(items):
     """Return the items as a list. A single caption, path or image becomes a list with one item.
     Raises UserError if there are no items."""
-    items = [items] if isinstance(items, (str, bytes, Path, Image.Image)) else list(items)
+    is_array = getattr(items, "ndim", 0) in (2, 3)  # one image, of numpy or torch
+    is_one = is_array or isinstance(items, (str, bytes, Path, Image.Image))
+    items = [items] if is_one else list(items)
     if not items:
         raise UserError("There is nothing to encode: give at least one image or caption.")
     return items
@@ -461,6 +484,21 @@ def concatenate(parts):
         rows[end - len(part) : end] = part
         end -= len(part)
     return rows
+
+
+def to_pixels(images):
+    """A tensor (n, 3, H, W): uint8, floats in [0, 1] or normalised floats -> what an encoder
+    expects, uint8 or normalised. Raises UserError for another tensor."""
+    if images.ndim != 4 or images.shape[1] != 3:
+        raise UserError(f"{IMAGE_FORMS}, not a tensor of shape {tuple(images.shape)}.")
+    if images.dtype == torch.uint8:
+        return images
+    low, high = images.min(), images.max()
+    # Normalised values are below 3 for white, and negative for the darker half of all tones.
+    if not images.is_floating_point() or not (low + high).isfinite() or (low >= 0 and high > 3):
+        raise UserError(f"{IMAGE_FORMS}, not {images.dtype} from {low:g} to {high:g}.")
+    images = images.float()
+    return common.normalize(images) if low >= 0 and high <= 1 else images
 
 
 def assert_finite(x):
@@ -516,8 +554,8 @@ class Embedder:
     Each image and each caption becomes a vector (E,). The score of an image and a caption is the
     dot product of their vectors. A model with `late_interaction` encodes an image as patches (P, E)
     and a caption as tokens (L, E), and computes their score with `model.similarity`. The argument
-    `encode` of the methods below replaces the function that encodes, for example by
-    `model.probe_features`.
+    `encode` of the methods below is the function that encodes, for example `model.probe_features`,
+    or the name of a method of this class.
     """
 
     model: torch.nn.Module
@@ -534,11 +572,16 @@ class Embedder:
 
     def __post_init__(self):
         self.model.eval()
-        # counts over all captions so far, without [CLS] and [SEP]
-        self.tokens = self.unknown_tokens = 0
+        # counts over all captions so far, of tokens without [CLS] and [SEP]
+        self.captions = self.cut_captions = self.tokens = self.unknown_tokens = 0
 
     def read(self, file):
-        """A path, bytes or PIL image -> its centre crop, normalised (3, S, S)."""
+        """A path, bytes, PIL image or array (H, W, 3) of uint8 -> its centre crop, normalised
+        (3, S, S). A tensor is not cropped."""
+        if torch.is_tensor(file):
+            return to_pixels(file[None])[0]
+        if isinstance(file, np.ndarray):
+            file = Image.fromarray(file)
         # A model with text follows CLIP, which resizes the shorter side to the size of the crop. A
         # model without text follows DINO and BAM (D.1), which resize the shorter side to 256 for a
         # crop of 224.
@@ -569,15 +612,29 @@ class Embedder:
             raise UserError("This run has no text encoder, so it cannot encode captions: choose a "
                             "task that needs only images, such as knn.")
         tokens, mask = self.tokenizer.batch(captions, self.context)
+        full = itertools.compress(captions, (mask.sum(1) == self.context).tolist())
+        self.cut_captions += sum(len(self.tokenizer.encode(x)) > self.context for x in full)
+        self.captions += len(captions)
         self.tokens += int(mask.sum()) - 2 * len(tokens)
         self.unknown_tokens += int((tokens == self.tokenizer.unk).sum())
         return tokens.to(self.device), mask.to(self.device)
 
+    def function(self, encode):
+        """`encode`, or the method of this name. Raises UserError for None, which a model has in
+        place of a function that its method lacks (see common.ModelDefaults)."""
+        if encode is None:
+            raise UserError("encode is None: the method of this run has no such function. Leave "
+                            "`encode` out for the encodings that are compared.")
+        return getattr(self, encode) if isinstance(encode, str) else encode
+
     @torch.no_grad()
-    def texts(self, captions, encode=None):
+    def texts(self, captions, encode="encode_text"):
         """Encode n captions -> (n, E), or (n, L, E), padded with zeros, if `encode` gives each
-        caption L vectors. A single string is one caption."""
-        encode, captions = encode or self.encode_text, as_list(captions)
+        caption L vectors. A single string is one caption. Raises UserError for other objects."""
+        encode, captions = self.function(encode), as_list(captions)
+        for caption in captions:
+            if not isinstance(caption, str):
+                raise UserError(f"Captions must be strings, not {caption!r:.100}.")
         parts = with_bar(chunks(captions, self.chunk), "captions")
         parts = [assert_finite(encode(*self.tokenize(part)).cpu()) for part in parts]
         if parts[0].ndim == 3:
@@ -585,17 +642,65 @@ class Embedder:
             parts = [F.pad(x, (0, 0, 0, longest - x.shape[1])) for x in parts]
         return concatenate(parts)
 
-    @torch.no_grad()
-    def images(self, images, encode=None):
-        """Encode n images -> (n, E), or (n, P, E) if `encode` encodes patches. The argument is a
-        tensor (n, 3, S, S), a list of paths or PIL images, or a single path or PIL image."""
-        if not torch.is_tensor(images):
-            images = torch.stack([self.read(image) for image in as_list(images)])
-        encode = encode or self.encode_image
-        return assert_finite(concatenate([encode(x.to(self.device)).cpu()
-                                          for x in images.split(self.chunk)]))
+    def images(self, images, encode="encode_image"):
+        """Encode n images -> (n, E), or (n, P, E) if `encode` encodes patches.
 
-    def encode_pairs(self, pairs, encode=None, collect=lambda parts: concatenate([*parts])):
+        The argument is an image or a list of images: paths, bytes, PIL images, arrays (H, W, 3) of
+        uint8, which are cropped, or tensors (3, S, S); or it is a tensor (n, 3, S, S) or an array
+        (n, H, W, 3). A tensor has uint8, floats in [0, 1], or floats that common.normalize
+        returned. `workers` threads read the images, `chunk` at a time. Raises UserError for another
+        argument, or if an image cannot be read.
+        """
+        if torch.is_tensor(images) and images.ndim == 4:
+            return self.encode_batches(to_pixels(images).split(self.chunk), encode)
+        with ThreadPool(max(1, self.workers)) as pool:
+            parts = with_bar(chunks(as_list(images), self.chunk), "images")
+            batches = (torch.stack(pool.map(self.read_given, part)) for part in parts)
+            return self.encode_batches(batches, encode)
+
+    def read_given(self, image):
+        """`read` an image that a caller has given. Raises UserError if this fails."""
+        name = image if isinstance(image, (str, Path)) else f"a {type(image).__name__}"
+        with common.explained(Exception, f"{name!s:.200} cannot be read", f". {IMAGE_FORMS}"):
+            return self.read(image)
+
+    @torch.no_grad()
+    def maps(self, image, caption):
+        """An image, in any form of `images`, and a caption -> a dict of what is weighted where:
+
+            tokens   the L tokens of the caption, [CLS] and [SEP] included
+            patches  numpy (n, h, w): the weights of the patches. SPARC (Eq. 4) has a map for each
+                     token, STAIR (Fig. 10) the scores of each token, SPARO a map for each slot
+            words    numpy (n, L), for SPARO only: the weights that each slot gives to the tokens
+
+        Raises UserError for a model of another method.
+        """
+        model = self.model
+        if not (model.align_words or model.slots or model.word_maps):
+            raise UserError("Maps need the slots of SPARO or the words of SPARC or STAIR, which "
+                            "this run lacks: give a run of these methods.")
+        x = self.read_given(image)[None].to(self.device)
+        tokens, mask = self.tokenize([caption])
+        found = {"tokens": [self.tokenizer.vocab[token] for token in tokens[0]]}
+        if model.align_words:
+            maps = model.align_words(x, tokens, mask)[0]                    # (L, P)
+        elif model.slots:
+            over_image, over_text = [weights[0] for weights in model.attend(x, tokens, mask)[:2]]
+            maps, found["words"] = over_image, over_text.cpu().numpy()      # (n, [1 +] P), (n, L)
+        else:
+            maps = model.word_maps(x, ids=tokens[0])[0].T                   # (L, [1 +] P)
+        grid = model.image_encoder.grid
+        maps = maps[:, -grid**2 :].unflatten(1, (grid, grid))               # without [CLS]
+        return found | {"patches": maps.cpu().numpy()}
+
+    @torch.no_grad()
+    def encode_batches(self, batches, encode):
+        """Batches of images (b, 3, S, S), uint8 or normalised -> encodings (n, E) or (n, P, E)."""
+        encode = self.function(encode)
+        return assert_finite(concatenate([encode(x.to(self.device)).cpu() for x in batches]))
+
+    def encode_pairs(self, pairs, encode="encode_image",
+                     collect=lambda parts: concatenate([*parts])):
         """Pairs (image or file, value) -> encodings (n, E) or (n, P, E) of the n images that can be
         read, and the list of the n values of these images. collect(parts) joins the encodings of
         many images at a time."""
@@ -605,7 +710,7 @@ class Embedder:
             for part in with_bar(chunks(pairs, self.chunk), "images"):
                 images, of_images = zip(*part)
                 values.extend(of_images)
-                yield self.images(torch.stack(images), encode)
+                yield self.encode_batches([torch.stack(images)], encode)
 
         return collect(encoded()), values
 
@@ -648,8 +753,9 @@ def new_embedder(model, tokenizer, args, device):
 
 
 def settings_of_run(run):
-    """A run's directory -> the run's method and settings. Raises UserError if the directory holds
-    no run."""
+    """A run's directory -> the run's method and settings. Relative paths in the settings mean the
+    directory in which the run was trained: elsewhere they become absolute. Raises UserError if the
+    directory holds no run."""
     saved = common.read_config(run)
     method = METHODS.get(saved.get("method"))
     if method is None:
@@ -657,6 +763,11 @@ def settings_of_run(run):
                         f"of {', '.join(METHODS)}: give a run of train.py.")
     args = method.Settings()
     vars(args).update(saved)
+    home, here = saved.get("directory"), os.getcwd()  # old runs have no directory
+    for name in ("data", "eval_data", "image_root"):
+        spec = saved.get(name)
+        if spec and home not in (None, here) and common.parse_spec(spec)[0] != "shapes":
+            setattr(args, name, "::".join(os.path.join(home, part) for part in spec.split("::")))
     return method, args
 
 
@@ -738,7 +849,8 @@ def read_templates(given):
 # uses all images of SPEC.
 TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # images to evaluate, images to learn from
 # Options that change no metric, and so are not recorded in evals.jsonl
-NOT_OF_METRICS = {"runs", "queries", "export", "workers", "batch", "device", "is_own"}
+NOT_OF_METRICS = {"runs", "queries", "image", "caption", "export", "workers", "batch", "device",
+                  "is_own"}
 
 
 def options_of(given, args):
@@ -887,9 +999,12 @@ class EvalSet:
         vars(self).update(members)
 
     def images(self, purpose):
-        """Yield the images of captioned or labelled pairs, for search and for pictures."""
+        """Yield (image, its name) of captioned or labelled pairs, for search and for pictures. The
+        name is a path, "shard:key" if a search opened the data, or a number."""
         pairs = self.captioned or self.labelled
-        return (image for image, _ in pairs(purpose))
+        for i, (image, value) in enumerate(pairs(purpose)):
+            names = [name for name in (image, value) if isinstance(name, str)]
+            yield image, names[0] if names else str(i)
 
 
 class TableSet(EvalSet):
@@ -913,7 +1028,7 @@ class TableSet(EvalSet):
             # If the lines are the folders' names in another order, line i names the class of label
             # i in the shards. Otherwise line i is a new name for folder i of the sorted folders.
             lines = common.read_lines(options.classes, "--classes")
-            self.label_ids = common.folder_of_lines(lines, table.classes)
+            self.label_ids = common.match_names(lines, table.classes)
         self.labelled = lambda purpose: ((table.path(i), int(table.labels[i])) for i in rows)
 
     @functools.cached_property  # only tasks with text need names, which may be missing
@@ -953,6 +1068,8 @@ def open_benchmark(directory, options):
         raise UserError(f"{split}/nshards.txt holds {n}, but {found} tars are there: write "
                         f"{found}, or remove the tars that do not belong to the set.")
     shards = common.TarShards(f"{split}/{{0..{int(n) - 1}}}.tar")
+    if options.queries:  # a search needs images alone
+        return EvalSet(labelled=lambda purpose: shards.each(None, limit))
     kind = Path(directory, "dataset_type.txt")
     kind = common.read_text(kind, "--data").strip().lower() if kind.is_file() else ""
     if kind == "multilabel":
@@ -1154,9 +1271,7 @@ def all_training_pairs(options, data, purpose):
             "tested on: give other class folders or tar shards with labels, by eval.py "
             "--train-data or train.py --eval-data.")
     train = data.training
-    if not data.is_world:
-        check_same_classes(options, data, train)
-    ids = data.label_ids if train.groups is None else None  # for shards, whose labels are numbers
+    ids = None if data.is_world else class_of_labels(options, data, train)
 
     def pairs():
         for image, label in known_labels(train.labelled(purpose), spec, names, options.data):
@@ -1165,19 +1280,24 @@ def all_training_pairs(options, data, purpose):
     return pairs
 
 
-def check_same_classes(options, data, train):
-    """Raise UserError unless the data to learn from have the classes of the data to evaluate.
-    Class folders are matched by their names, labels of shards by their numbers."""
+def class_of_labels(options, data, train):
+    """The class, in the data to evaluate, of each label of the data to learn from; None if label i
+    has class i. Class folders are matched by their names, labels of shards by their numbers. Raises
+    UserError if the classes are not the same."""
     spec, names = options.train_data, data.groups[""][1]
-    if train.labelled and train.groups is None and not data.numbered:  # shards
+    if train.labelled and train.groups is None:  # shards, whose labels are numbers
+        if data.numbered:
+            return data.label_ids
         raise UserError(f"{spec} numbers its classes, {options.data} names them. In training, "
                         f"leave out --eval-data. Then run eval.py --classes FILE, with the "
                         f"folders' names, one a line, that of label 0 first. Or name the folders "
                         f"0, 1, ..., or learn from class folders (eval.py --train-data).")
-    if train.labelled is None or (train.groups and train.groups[""][1] != names):
+    ids = common.match_names(train.groups[""][1], names) if train.groups else None
+    if ids is None:
         raise UserError(f"k-NN and probes learn from {spec}, which must have the class folders of "
                         f"{options.data}: {', '.join(names)}; give other data with eval.py "
                         f"--train-data.")
+    return ids
 
 
 def open_selection(options, data, task, chooser, needed):
@@ -1326,7 +1446,7 @@ def label_maps(sample, grouping):
 # any model come first.
 
 
-def labelled(embedder, pairs, encode=None, **options):
+def labelled(embedder, pairs, encode="encode_image", **options):
     """Pairs (image, class id) -> features (n, E) and class ids (n,) of the n readable images."""
     x, ids = embedder.encode_pairs(pairs, encode, **options)
     return x, torch.tensor(ids)
@@ -1399,6 +1519,21 @@ def retrieval(embedder, data, options):
     return result | {"retrieval/images": n * len(pools)}
 
 
+def best_recalls(captions):
+    """n lists of captions -> the largest R@1 of images and of captions that a model can reach.
+
+    If several images have the same caption, the encodings of these captions are equal. An image
+    finds only a caption that no other image has. One of the images comes first for the caption.
+    """
+    owners = collections.defaultdict(collections.Counter)  # {caption: {image: how often}}
+    for i, group in enumerate(captions):
+        for caption in group:
+            owners[" ".join(caption.lower().split())][i] += 1
+    found = {i for images in owners.values() if len(images) == 1 for i in images}
+    first = sum(max(images.values()) for images in owners.values())
+    return len(found) / len(captions), first / sum(map(len, captions))
+
+
 def rank_pairs(embedder, data, options, x, captions):
     """Encodings x (n, ...) of images, and n lists of captions -> {metric of retrieval: float}."""
     flat, prefix = list(itertools.chain(*captions)), options.caption_prefix
@@ -1411,6 +1546,7 @@ def rank_pairs(embedder, data, options, x, captions):
                       similarity=lambda texts, images: embedder.similarity(images, texts).T)
     result = {f"i2t/R@{k}": recall for k, recall in i2t.items()}
     result |= {f"t2i/R@{k}": recall for k, recall in t2i.items()}
+    result["i2t/R@1/at_most"], result["t2i/R@1/at_most"] = best_recalls(captions)
     retrieved = [caption_words(flat[j]) for j in nearest_captions(embedder, x, y)]
     truths = [set(caption_words(*group)) for group in captions]
     result["faithfulness/K-P"] = sparc.k_precision(retrieved, truths)
@@ -1836,17 +1972,23 @@ def sparsity(embedder, data, options):
 def learned_classes(options, data, model):
     """The number that the classifier gives to each class of the data. The names of class folders,
     or the lines of --classes for shards, tell the classes. Without --classes, label i of shards is
-    class i of the classifier. Raises UserError if the data have classes that the classifier has not
-    learned, or lack some that it has learned.
+    class i of a classifier that learned from such labels. Raises UserError if the data have classes
+    that the classifier has not learned, or lack some that it has learned.
     """
     known = model.config.classes
+    is_numbered = ".tar" in model.config.data or known == [str(i) for i in range(len(known))]
     if data.groups:
         names = list(data.groups["/shape" if data.is_world else ""][1])
     elif options.classes:
         names = common.read_lines(options.classes, "--classes")
+    elif is_numbered:
+        names = known
     else:
-        return list(range(len(known)))
-    ids = common.folder_of_lines(names, known)
+        raise UserError(f"{options.data} numbers its classes, the classifier names them. In "
+                        f"training, leave out --eval-data. Then run eval.py --classes FILE, with "
+                        f"the classifier's names ({', '.join(known[:3])}, ...), one a line, that "
+                        f"of label 0 first.")
+    ids = common.match_names(names, known)
     if ids is None:
         raise UserError(f"The classifier has learned {len(known)} classes, {', '.join(known[:3])}, "
                         f"...; {options.data} has {len(names)}, {', '.join(names[:3])}, ...: they "
@@ -2174,13 +2316,35 @@ def word_cloud(words, scores):
     return join(cloud, True, 2)
 
 
+def draw_pair(embedder, image, caption):
+    """The maps of one image and one caption (see Embedder.maps): all words or, for SPARO, the 23
+    slots that attend most sharply to a word."""
+    found, image = embedder.maps(image, caption), embedder.read(image)
+    maps = torch.from_numpy(found["patches"]).flatten(1)                    # (n, P)
+    names = found["tokens"]
+    if "words" in found:
+        sharpness, word = torch.from_numpy(found["words"])[:, 1:-1].max(1)  # without [CLS], [SEP]
+        shown = sharpness.argsort(descending=True)[:23].tolist()
+        labels = [f"slot {k}: {names[1 + word[k]]} ({sharpness[k]:.2f})" for k in shown]
+        note = "The number is the weight that the slot gives to the word. "
+    else:
+        shown, note = range(1, len(names) - 1), ""
+        labels = [names[k] for k in shown]
+    if embedder.model.word_maps:  # scores, of which the lowest is black
+        maps = maps - maps.amin(1, keepdim=True)
+    cells = [(light_up(image, maps[k]), label) for k, label in zip(shown, labels)]
+    kind = "slot" if "words" in found else "word"
+    return sheet(f"Which patches each {kind} weights.", note + BRIGHTNESS,
+                 [(caption, [(to_picture(image), "image"), *cells])])
+
+
 def draw_words(runs, data):
     """The words with the highest `vocabulary_scores` for an image (STAIR, Fig. 4), of several runs
     side by side (Fig. 5). runs: {name: Embedder}."""
     images, captions = take(next(iter(runs.values())), data, 16)
     pictures = [[to_picture(image, (144, 144))] for image in images]
     for name, embedder in runs.items():
-        encode = embedder.model.image_encoding or embedder.encode_image
+        encode = embedder.model.image_encoding or "encode_image"
         scores = vocabulary_scores(embedder, embedder.images(images, encode))     # (n, |V|)
         for row, of_image in zip(pictures, scores):
             cloud = word_cloud(embedder.tokenizer.vocab, of_image)
@@ -2251,7 +2415,7 @@ def draw_neighbours(embedder, data):
         pixels = F.adaptive_avg_pool2d(images, 32).flatten(1)
         return torch.cat([embedder.model.encode_image(images), pixels], 1)
 
-    pairs = ((image, image) for image in itertools.islice(data.images("search"), 1000))
+    pairs = ((image, image) for image, _ in itertools.islice(data.images("search"), 1000))
     x, files = embedder.encode_pairs(pairs, encode)
     encodings, pixels = x.tensor_split([x.shape[1] - 3 * 32 * 32], 1)
     features = {"encoding": F.normalize(encodings, dim=-1),
@@ -2577,35 +2741,68 @@ def check_data(tasks, options, data, model):
         next(all_training_pairs(options, data, "first")())
 
 
-def evaluate(embedder, data, options):
+def evaluate(embedder, data, options, report=lambda result, new: None):
     """Run the tasks -> {metric: float}. METRIC/chance is what a random guess gives, if the task
-    knows it. Raises UserError if a task cannot run."""
+    knows it.
+
+    When a task ends, report(all metrics so far, the metrics of the task) is called. If a later task
+    fails, the function prints which tasks are missing. Raises UserError if a task cannot run.
+    """
     tasks, result = tasks_to_run(options, data, embedder.model), {}
     check_data(tasks, options, data, embedder.model)
-    for name in tasks:
-        for metric, found in TASKS[name].run(embedder, data, options).items():
-            result[metric] = to_float(found)
-            if isinstance(found, tuple):
-                result[f"{metric}/chance"] = found[1]
+    missing = list(tasks)
+    try:
+        for name in tasks:
+            new = {}
+            for metric, found in TASKS[name].run(embedder, data, options).items():
+                new[metric] = to_float(found)
+                if isinstance(found, tuple):
+                    new[f"{metric}/chance"] = found[1]
+            result |= new
+            missing.remove(name)
+            report(result, new)
+    finally:
+        if result and missing:
+            print(f"The evaluation ended early, without {', '.join(missing)}.")
     return result
 
 
+def print_metrics(metrics):
+    """Print a line for each metric of a task, with its chance and its largest value."""
+    for metric in metrics_of_table(metrics):
+        chance, most = metrics.get(f"{metric}/chance"), metrics.get(f"{metric}/at_most", 1)
+        level = "" if chance is None else f"  chance {chance:.4f}"
+        level += "" if most == 1 else f"  at most {most:.4f}: several images have the same caption"
+        print(f"  {metric:36}  {in_digits(metrics[metric], 4)}{level}")
+    for metric, value in metrics.items():
+        if metric.endswith(CHOSEN):
+            print(f"  {metric} {value:.3g} was chosen on held-out training images")
+
+
 def evaluate_and_show(embedder, data, options, run):
-    """Evaluate, print a table, write the metrics and the pictures into RUN -> {metric: float}.
-    Raises UserError if there is neither a metric nor a picture."""
-    result = evaluate(embedder, data, options)
+    """Evaluate, print a table, write the metrics and the pictures into RUN -> {metric: float}. What
+    a task has found is printed and written when the task ends. Raises UserError if there is neither
+    a metric nor a picture."""
+    line, problem = b"", None
+
+    def report(result, new):
+        nonlocal line, problem
+        print_metrics(new)
+        try:
+            line = write_metrics(embedder, data, options, run, result, line)
+        except UserError as error:  # the directory of another user's run
+            problem = error
+
+    result = evaluate(embedder, data, options, report)
     if data.named and embedder.tokenizer:
         print(f"Class names: {data.named.source}. First of {len(data.named.templates)} prompts: "
               f"{data.named.prompts[0]!r}")
-        count = collections.Counter(data.named.names)
+        count = collections.Counter(map(common.plain_name, data.named.names))
         if twice := [name for name in count if count[name] > 1]:
             print(f"Several classes are called {', '.join(twice)}: no prompt tells them apart.")
-    shown = metrics_of_table(result)
-    width = max(map(len, shown), default=0)
-    for metric in shown:
-        chance = result.get(f"{metric}/chance")
-        level = "" if chance is None else f"  chance {chance:.4f}"
-        print(f"  {metric:{width}}  {in_digits(result[metric], 4)}{level}")
+    if embedder.cut_captions:
+        print(f"{embedder.cut_captions:,} of {embedder.captions:,} captions and prompts are longer "
+              f"than the context of {embedder.context} tokens: the model does not see their ends.")
     if embedder.unknown_tokens > 0.1 * embedder.tokens:
         fraction = embedder.unknown_tokens / embedder.tokens
         print(f"{fraction:.0%} of the tokens of captions and prompts are [UNK], words that the "
@@ -2615,13 +2812,16 @@ def evaluate_and_show(embedder, data, options, run):
     drawn = draw_pictures(embedder, data, options.tasks)
     pages |= {output_path(run, options, f"{name}.png"): page for name, page in drawn.items()}
     try:
-        if result:
-            write_metrics(embedder, data, options, run, result)
+        if result and not problem and options.is_own and not options.tasks:
+            with common.replacing(Path(run, "eval.json")) as file:
+                file.write(json.dumps(json.loads(line), indent=2).encode() + b"\n")
         save_pictures(pages)
     except UserError as error:
-        if options.is_own:
-            raise
-        print(f"note: {error}")  # the directory of another user's run
+        problem = error
+    if problem and options.is_own:
+        raise problem
+    if problem:
+        print(f"note: {problem}")
     if not pages and not result:
         tasks = ", ".join(options.tasks or ["the usual tasks"])
         raise UserError(f"{run} cannot run {tasks} on {options.data}: choose another --task or "
@@ -2630,10 +2830,12 @@ def evaluate_and_show(embedder, data, options, run):
 
 
 def metrics_of_table(result):
-    """The metrics of evals.jsonl that tables show. Tables leave out numbers of images and chance
-    levels. They also leave out metrics with chance 1, because with one class every guess is right.
+    """The metrics of evals.jsonl that tables show. Tables leave out numbers of images, chance
+    levels, largest values and what a probe has chosen. They also leave out metrics with chance 1,
+    because with one class every guess is right.
     """
-    return [metric for metric in result if not metric.endswith(("/images", "/chance"))
+    left_out = "/images", "/chance", "/at_most", *CHOSEN
+    return [metric for metric in result if not metric.endswith(left_out)
             and result.get(f"{metric}/chance") != 1]
 
 
@@ -2647,24 +2849,24 @@ def metric_options(options):
     return {name: value for name, value in vars(options).items() if name not in NOT_OF_METRICS}
 
 
-def write_metrics(embedder, data, options, run, result):
-    """Append the metrics and all that they depend on to RUN/evals.jsonl, as one line. If this is
-    the evaluation that ends a training, the line also becomes RUN/eval.json."""
-    depends_on = metric_options(options) | {"step": embedder.step}
+def write_metrics(embedder, data, options, run, result, previous):
+    """Append the metrics and all that they depend on to RUN/evals.jsonl -> the line, as bytes. The
+    line replaces the line `previous`, if this is the last line of the file."""
+    depends_on = metric_options(options) | {"step": embedder.step, "git": common.revision()}
     classes = data.classes if data.is_world else data.named
     if classes:
         depends_on |= {"class_names": classes.source, "prompts": classes.templates}
     record = {"settings": depends_on} | common.without_nan(result)
-    path = Path(run, "evals.jsonl")
-    # a killed process may have left half a line: the record starts on a line of its own
-    is_cut = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
-    with common.writing(path), open(path, "a") as file:
-        if is_cut:
-            file.write("\n")
-        file.write(json.dumps(record) + "\n")
-    if options.is_own and not options.tasks:
-        with common.replacing(Path(run, "eval.json")) as file:
-            file.write(json.dumps(record, indent=2).encode() + b"\n")
+    path, line = Path(run, "evals.jsonl"), json.dumps(record).encode() + b"\n"
+    with common.writing(path), open(path, "a+b") as file:
+        file.seek(0)
+        old = file.read()
+        if previous and old.endswith(previous):
+            file.truncate(len(old) - len(previous))
+        elif old[-1:] not in (b"", b"\n"):
+            file.write(b"\n")  # a killed process has left half a line
+        file.write(line)
+    return line
 
 
 def output_path(run, options, name):
@@ -2694,80 +2896,125 @@ def save_pictures(pages):
 
 # Search -----------------------------------------------------------------------------------
 #
-# STAIR's inverted index holds the images of a data set. Captions and words are its queries.
+# An index holds the encodings of a data set's images. Captions are its queries, and for STAIR also
+# words with AND, OR, NOT.
+
+
+class CosineIndex:
+    """Exact search for any model with a text encoder, with the interface of stair.InvertedIndex.
+    similarity: see Embedder."""
+
+    def __init__(self, similarity):
+        self.similarity, self.ids, self.parts = similarity, [], []
+
+    def add(self, ids, x):
+        """Add n images: a list of their ids, and their encodings (n, ...)."""
+        self.ids += ids
+        self.parts.append(x)
+
+    def search(self, query, k):
+        """The k images with the largest scores for an encoded query, [(id, score)], best first."""
+        scores = torch.cat([self.similarity(x, query[None])[:, 0] for x in self.parts])
+        best = scores.topk(min(k, len(scores)))
+        return [(self.ids[i], score) for score, i in zip(best.values.tolist(), best.indices)]
 
 
 def search(embedder, data, options, run, queries):
-    """Index images by the words of their encodings and answer queries (STAIR, App. D). A query is
-    a caption, or words with AND, OR, NOT.
+    """Answer queries about the images of `data`. A query is a caption or, for STAIR, words with
+    AND, OR, NOT (STAIR, App. D).
 
-    The function writes the index to index.pt. search.png shows the images that each query finds. If
-    a query is a caption, found.png shows where the caption lies in the first five images that the
-    text encoder finds.
+    search.png shows the images that each query finds. For STAIR the function also writes the index
+    to index.pt. found.png then shows where a caption lies in the first five images that the text
+    encoder finds.
     """
-    if not embedder.model.encode_words:
-        raise UserError(f"--query needs a run of STAIR, whose encodings are words: {run} is no run "
-                        f"of STAIR.")
+    model, is_stair = embedder.model, bool(embedder.model.encode_words)
+    if not model.encode_text:
+        raise UserError(f"--query needs a run with a text encoder, {run} has none: give another "
+                        f"run.")
     if not (data.captioned or data.labelled):
         raise UserError(f"--query needs images to search: give a folder of images, a table or "
                         f"shapes in place of {options.data}.")
-    index, images = stair.InvertedIndex(embedder.tokenizer.vocab), {}
+    index = CosineIndex(embedder.similarity)
+    if is_stair:
+        index = stair.InvertedIndex(embedder.tokenizer.vocab)
     with common.explained(ValueError, "--query"):  # a wrong query fails before images are encoded
         for query in queries:
             ids = embedder.tokenizer.encode(query)[1:-1]
             if stair.is_boolean(query):
+                if not is_stair:
+                    raise ValueError(f"{query!r} has AND, OR or NOT, which only STAIR knows: write "
+                                     f"a caption")
                 stair.boolean_query(query, index)
             elif set(ids) <= {embedder.tokenizer.unk}:
                 raise ValueError(f"the vocabulary has no word of {query!r}")
-            elif re.search(r"\b(or|not)\b|[()]", query):
+            elif is_stair and re.search(r"\b(or|not)\b|[()]", query):
                 print(f"{query!r} is searched as a caption. To search by words, write AND, OR and "
                       f"NOT in capitals.")
-    pairs = ((image, (image if isinstance(image, str) else str(i), image))
-             for i, image in enumerate(data.images("search")))
-    parts = chunks(read_images(pairs, embedder.read, embedder.workers), embedder.chunk)
-    for part in tqdm(parts, f"images, {embedder.chunk} at a time", disable=None):
-        x, documents = embedder.encode_pairs(part)
-        index.add([name for name, _ in documents], word_columns(embedder, x))
-        images |= documents
-    rows, located = [], []
+    pairs = read_images(data.images("search"), embedder.read, embedder.workers)
+    for part in tqdm(chunks(pairs, embedder.chunk), f"images, {embedder.chunk} at a time",
+                     disable=None):
+        x, names = embedder.encode_pairs(part)
+        index.add(names, word_columns(embedder, x) if is_stair else x)
+    found = []
     for query, encoder, best in answers(embedder, index, queries):
-        heading = f"{query} ({encoder})" if encoder else query
+        found.append((query, encoder, best))
         names = ", ".join(f"{name} ({score:.2f})" for name, score in best) or "nothing"
-        print(f"{heading}: {names}")
+        print(f"{query} ({encoder}): {names}" if encoder else f"{query}: {names}")
+    # Only names were kept, as all images may not fit in memory: the images found are read again.
+    wanted, images = {name for *_, best in found for name, _ in best}, {}
+    for image, name in data.images("search"):
+        if name in wanted:
+            images[name] = image
+        if len(images) == len(wanted):
+            break
+    rows, located = [], []
+    for query, encoder, best in found:
         pairs = [(images[name], f"{score:.2f}") for name, score in best]
         shown = list(read_images(pairs, embedder.read)) if pairs else []
+        heading = f"{query} ({encoder})" if encoder else query
         heading += "" if best else ": nothing found"
         rows.append((heading, [(to_picture(image), score) for image, score in shown]))
-        if encoder == "text encoder" and shown:
+        if encoder == "text encoder" and shown and model.word_maps:
             # "a" is left out, because the map of "a" would hide the map of "ring"
             words = [word for word in common.split_words(query) if says_something(word, data)]
             located.append((query, locate(embedder, " ".join(words) or query, shown[:5])))
-    index.save(output_path(run, options, "index.pt"))
-    note = ("The score of a caption is a cosine. The answer of the words alone needs no text "
-            "encoder. The score of a query with AND, OR, NOT is the sum of its words' weights.")
-    page = sheet("STAIR: the images that each query finds, and their scores.", note, rows)
+    note = "The score of a caption is a cosine."
+    if model.late_interaction:
+        note = "The score of a caption is its similarity to the patches of the image."
+    if is_stair:
+        note += (" The answer of the words alone needs no text encoder. The score of a query with "
+                 "AND, OR, NOT is the sum of its words' weights.")
+    page = sheet("The images that each query finds, and their scores.", note, rows)
     pages = {output_path(run, options, "search.png"): page}
     if located:
         title = "STAIR: where a query lies in the five images that it finds first (Fig. 10)."
         note = f"The text encoder ranks the images by the cosine above them. {SCORES}"
         pages[output_path(run, options, "found.png")] = sheet(title, note, located)
-    save_pictures(pages)
+    try:
+        if is_stair:
+            with common.replacing(output_path(run, options, "index.pt")) as file:
+                index.save(file)
+        save_pictures(pages)
+    except UserError as error:
+        print(f"note: {error}")  # the directory of another user's run
 
 
 def answers(embedder, index, queries):
-    """Yield triples (query, name of its encoder, [(name of an image, score), ...]). A caption has
-    two answers: one by the text encoder, and one by the words of the caption alone. A boolean query
-    is not encoded, so the name of its encoder is None."""
-    model = embedder.model
-    encoders = {"text encoder": model.encode_text, "words alone": model.encode_words}
+    """Yield triples (query, name of its encoder, [(name of an image, score), ...]). With STAIR a
+    caption has two answers: one by the text encoder, and one by the words of the caption alone. A
+    boolean query is not encoded, so the name of its encoder is None."""
+    encoders, is_stair = {"text encoder": "encode_text"}, embedder.model.encode_words
+    if is_stair:
+        encoders["words alone"] = embedder.model.encode_words
     for query in queries:
         if stair.is_boolean(query):
             where, words = stair.boolean_query(query, index)
             yield query, None, index.search(dict.fromkeys(words, 1.0), 8, where)
             continue
         for name, encode in encoders.items():
-            x = word_columns(embedder, embedder.texts([query], encode))[0]
-            yield query, name, index.search(x, 8)
+            x = embedder.texts([query], encode)
+            x = word_columns(embedder, x) if is_stair else x
+            yield query, name, index.search(x[0], 8)
 
 
 def locate(embedder, query, shown):
@@ -2795,7 +3042,8 @@ def export(run, checkpoint, file):
     """
     if not file or os.path.lexists(file):
         raise UserError(f"--export {file!r} must be a new file: give a name that does not exist.")
-    encoder = load_run(run, checkpoint=checkpoint)[0].model.evaluation_encoder()
+    model = load_run(run, checkpoint=checkpoint)[0].model
+    encoder = model.evaluation_encoder()
     weights = common.timm_weights(encoder)
     with common.replacing(file) as opened:
         torch.save(weights, opened)
@@ -2803,15 +3051,34 @@ def export(run, checkpoint, file):
     gelu = "quick_gelu" if isinstance(block.mlp.act, common.QuickGELU) else "gelu"
     pixels = "CLIP's" if encoder.patch_embed.bias is None else "ImageNet's"
     pre_norm = not isinstance(encoder.norm_pre, torch.nn.Identity)
-    pooling = "'token'" if has_cls else "'avg', fc_norm=False"
     print(f"{file}: weights for images that are normalised as {pixels}, of\n"
           f"timm.models.VisionTransformer(img_size={encoder.image_size}, "
           f"patch_size={encoder.patch_size}, embed_dim={encoder.width}, "
           f"depth={len(encoder.blocks)}, num_heads={block.attn.heads}, "
           f"mlp_ratio={block.mlp.fc1.out_features / encoder.width:g}, "
-          f"class_token={has_cls}, global_pool={pooling}, num_classes=0, pre_norm={pre_norm}, "
+          f"class_token={has_cls}, {timm_pooling(model)}, num_classes=0, pre_norm={pre_norm}, "
           f"act_layer='{gelu}', norm_layer=functools.partial(torch.nn.LayerNorm, "
           f"eps={encoder.norm.eps:g}))")
+
+
+def timm_pooling(model):
+    """How encode_image pools the tokens of the encoder, as arguments of timm's VisionTransformer.
+    The gradients of the tokens tell which tokens are read, and whether they are averaged."""
+    encoder = model.evaluation_encoder()
+    images = torch.rand(1, 3, encoder.image_size, encoder.image_size)
+    tokens = encoder(images).detach().requires_grad_()                      # (1, N, d)
+    hook = encoder.register_forward_hook(lambda *_: tokens)
+    x = model.encode_image(images)
+    hook.remove()
+    gradients, = torch.autograd.grad((x * torch.randn_like(x)).sum(), tokens)
+    cls, patches = gradients[0].tensor_split([int(encoder.cls is not None)])
+    if not patches.any():
+        return "global_pool='token'"
+    if (patches == patches[0]).all() and not cls.any():
+        return "global_pool='avg', fc_norm=False"
+    if (patches == patches[0]).all() and torch.equal(cls[0], patches[0]):
+        return "global_pool='avg', pool_include_prefix=True, fc_norm=False"
+    return "global_pool=''"  # all tokens, which the method reads in a manner of its own
 
 
 # Several runs ---------------------------------------------------------------------------
@@ -2822,45 +3089,62 @@ def export(run, checkpoint, file):
 # The settings in which the runs of a column may differ: the seed, and settings that belong neither
 # to the method nor to the training recipe.
 ASIDE = ("seed out argv git torch threads resume workers log_every save_every keep_every "
-         "eval_every accum_freq data_path").split()
+         "eval_every accum_freq data_path directory").split()
 
 
-def print_table(columns):
-    """Print {heading: [{metric: number}, ...]} as a table, with a column for each heading.
+def print_table(columns, unit):
+    """Print {heading: {key: {metric: number}}} as a table. The columns are called A, B, ...
 
-    A heading has one dict for each run, or for each --data. A cell shows the mean over the dicts
-    and, if there are several, the standard deviation. If only n of the dicts have the metric, the
-    cell ends with (n). With two columns there is also a column "difference": by how many per cent
-    the second mean is above the first.
+    A heading has one dict of metrics for each key: for each seed, or for each --data. The columns
+    "B - A", ... show the mean difference over the keys that both headings have, and its 95 %
+    interval. unit: the word for a key.
     """
-    more = " difference |" if len(columns) == 2 else ""
-    print("| |" + "".join(f" {heading} |" for heading in columns) + more)
-    print("|---" * (len(columns) + 1 + bool(more)) + "|")
-    every_row = itertools.chain(*columns.values())
+    letters = [chr(ord("A") + i) for i in range(len(columns))]
+    for letter, (heading, rows) in zip(letters, columns.items()):
+        print(f"{letter} (n = {len(rows)}): {heading}")
+    heads = ["", *letters, "chance", *[f"{letter} - A, 95 % interval" for letter in letters[1:]]]
+    print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
+    every_row = [row for rows in columns.values() for row in rows.values()]
     for metric in dict.fromkeys(itertools.chain(*map(metrics_of_table, every_row))):
-        cells, means = [], []
-        for rows in columns.values():
-            values = [row[metric] for row in rows if metric in row]
-            deviation = f" ± {in_digits(np.std(values, ddof=1), 3)}" if len(values) > 1 else ""
-            fewer = f" ({len(values)})" if len(values) < len(rows) else ""
-            cells.append(in_digits(mean(values), 3) + deviation + fewer if values else "")
-            means.append(mean(values) if values else 0)
-        if more:
-            is_known = cells[1] and means[0]
-            cells.append(f"{means[1] / means[0] - 1:+.1%}" if is_known else "")
+        values = [{key: row[metric] for key, row in rows.items() if metric in row}
+                  for rows in columns.values()]
+        cells = [mean_in_words([*found.values()], len(rows))
+                 for found, rows in zip(values, columns.values())]
+        chance = [row[f"{metric}/chance"] for row in every_row if f"{metric}/chance" in row]
+        cells.append(in_digits(mean(chance), 3) if chance else "")
+        for found in values[1:]:
+            pairs = [found[key] - values[0][key] for key in found if key in values[0]]
+            cells.append(f"{mean(pairs):+.3f}" if pairs else f"no common {unit}")
+            if between := interval(pairs):
+                cells[-1] += f": {between[0]:+.3f} to {between[1]:+.3f} (n = {len(pairs)})"
         print(f"| {metric} | " + " | ".join(cells) + " |")
+
+
+def mean_in_words(values, n):
+    """The mean of a table's cell with the standard deviation, and the number of values unless they
+    are n."""
+    if not values:
+        return ""
+    deviation = f" ± {in_digits(np.std(values, ddof=1), 3)}" if len(values) > 1 else ""
+    fewer = f" (n = {len(values)})" if len(values) < n else ""
+    return in_digits(mean(values), 3) + deviation + fewer
 
 
 def compare_runs(evaluated, tasks):
     """Print a table of several runs {run: Evaluated}. Runs that differ only in their seed share a
-    column. Returns a list with one picture, which shows the first run of each column side by side.
-    The list is empty if --task allows no such picture, if there is one column, or if the runs were
-    evaluated on different data or on images of different sizes."""
+    column. The headings name the settings that differ between the columns. Returns a list with one
+    picture, which shows the first run of each column side by side. The list is empty if --task
+    allows no such picture, if there is one column, or if the runs were evaluated on different data
+    or on images of different sizes."""
     columns = collections.defaultdict(list)
     for run, found in evaluated.items():
         settings = {key: value for key, value in vars(found.args).items() if key not in ASIDE}
         settings["step"] = found.embedder.step  # a run may still be training
         columns[json.dumps(settings, sort_keys=True)].append(run)
+    settings = list(map(json.loads, columns))
+    shared = set.intersection(*map(set, settings))  # each method has settings of its own
+    differing = [name for name in settings[0] if name in shared
+                 and any(other[name] != settings[0][name] for other in settings)]
     specs = {found.data.options.data for found in evaluated.values()}
     sizes = {found.data.image_size for found in evaluated.values()}
     if len(specs) > 1:
@@ -2868,8 +3152,17 @@ def compare_runs(evaluated, tasks):
     elif len(sizes) > 1:
         print(f"The runs were evaluated on images of different sizes: {sorted(sizes)} pixels.")
     if any(found.metrics for found in evaluated.values()):  # a picture alone measures nothing
-        print_table({f"{runs[0]} ({len(runs)})": [evaluated[run].metrics for run in runs]
-                     for runs in columns.values()})
+        table = {}
+        for own, runs in zip(settings, columns.values()):
+            heading = ", ".join([runs[0], *[f"{name} {own.get(name)!s:.60}" for name in differing]])
+            # the same seed a second time is a key of its own
+            seeds, rows = collections.Counter(), {}
+            for run in runs:
+                seed = evaluated[run].args.seed
+                rows[seed, seeds[seed]] = evaluated[run].metrics
+                seeds[seed] += 1
+            table[heading] = rows
+        print_table(table, "seed")
     if len(specs) > 1 or len(sizes) > 1 or len(columns) == 1:
         return []
     shown = [runs[0] for runs in columns.values()]
@@ -2985,10 +3278,16 @@ def build_parser():
     add("--probe-epochs", type=int, metavar="N",
         help="number of epochs of a probe (default: the run's, or else 10 for adamw, 100 for sgd)")
 
-    add = parser.add_argument_group("STAIR's search").add_argument
+    add = parser.add_argument_group("search").add_argument
     add("--query", dest="queries", nargs="+", metavar="QUERY",
-        help="search the images of --data instead of evaluating: a query is a caption, or words "
-             "with AND, OR, NOT and parentheses (STAIR, App. D)")
+        help="search the images of --data instead of evaluating: a query is a caption or, for "
+             "STAIR, words with AND, OR, NOT and parentheses (STAIR, App. D)")
+
+    add = parser.add_argument_group("one image and one caption").add_argument
+    add("--image", metavar="FILE",
+        help="draw which patches of this image the words of --caption weight (SPARC, STAIR) or "
+             "the slots weight (SPARO), instead of evaluating")
+    add("--caption", metavar="TEXT", help="the caption of --image")
 
     add = parser.add_argument_group("weights").add_argument
     add("--checkpoint", default="last.pt", metavar="NAME",
@@ -3024,16 +3323,19 @@ def check_flags(flags, parser):
         raise UserError(f"{', '.join(flags.runs)}: a run is named twice, name each once.")
     for run in flags.runs:
         common.read_config(run)  # raises for a directory without a run
-    if flags.export is not None:
-        given = {name for name, value in vars(flags).items() if value != parser.get_default(name)}
-        if len(flags.runs) > 1:
-            raise UserError(f"--export writes the weights of one run: give one run, not "
-                            f"{len(flags.runs)}.")
-        if others := given - {"runs", "checkpoint", "export"}:
+    if flags.export is not None and len(flags.runs) > 1:
+        raise UserError(f"--export writes the weights of one run: give one run, not "
+                        f"{len(flags.runs)}.")
+    if (flags.image is None) != (flags.caption is None):
+        raise UserError("--image and --caption belong together: give both.")
+    given = {name for name, value in vars(flags).items() if value != parser.get_default(name)}
+    for alone, partners in (("export", set()), ("image", {"caption", "device"})):
+        others = given - {"runs", "checkpoint", alone} - partners
+        if alone in given and others:
             names = [flag for flag, action in parser._option_string_actions.items()
                      if action.dest in others]
-            raise UserError(f"--export evaluates nothing, so these flags have no effect: leave out "
-                            f"{', '.join(names)}.")
+            raise UserError(f"--{alone} evaluates nothing, so these flags have no effect: leave "
+                            f"out {', '.join(names)}.")
 
 
 def describe(options):
@@ -3059,7 +3361,9 @@ def evaluate_run(run, flags):
     options = options_of(flags, args)
     embedder.chunk, embedder.workers = flags["batch"], options.workers
     captions = embedder.tokenizer is not None and not flags["queries"]  # a search needs none
-    data = open_eval_set(options, embedder.image_size, captions)
+    own = common.explained(UserError, f"The data of {run}, which --data can replace")
+    with contextlib.nullcontext() if flags["data"] else own:
+        data = open_eval_set(options, embedder.image_size, captions)
     so_far = "" if embedder.step == args.steps else f", step {embedder.step} of {args.steps},"
     print(f"{run}{so_far} on {describe(options)}:")
     if flags["queries"]:
@@ -3080,8 +3384,15 @@ def main(argv=None):
     flags.device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with common.explained((RuntimeError, AssertionError), f"--device {flags.device}"):
         torch.empty(1, device=flags.device)
+    if flags.image is not None:
+        pages = {}
+        for run in flags.runs:
+            embedder, _ = load_run(run, flags.device, flags.checkpoint)
+            path = Path(run, f"{Path(flags.image).stem}-pair.png")
+            pages[path] = draw_pair(embedder, flags.image, flags.caption)
+        return save_pictures(pages)
     failed, pages = [], []
-    metrics = collections.defaultdict(list)  # {run: its metrics on each --data}
+    metrics = collections.defaultdict(dict)  # {run: {--data: its metrics}}
     for spec in flags.data or [None]:
         evaluated = {}
         for run in flags.runs:
@@ -3093,13 +3404,14 @@ def main(argv=None):
             pages += compare_runs(evaluated, flags.tasks)
         for run, found in evaluated.items():
             if found:
-                metrics[run].append(found.metrics)
+                metrics[run][spec] = found.metrics
     if pages:
         save_pictures({Path(flags.runs[0], "comparison.png"): join(pages, down=True)})
     if len(flags.data or []) > 1 and metrics:
-        print_table({f"{run}, mean of {len(rows)} data":
-                     [row | change_of_means(rows) for row in rows]
-                     for run, rows in metrics.items()})
+        print_table({f"{run}, mean over data": rows for run, rows in metrics.items()}, "data")
+        for run, rows in metrics.items():
+            for metric, change in change_of_means([*rows.values()]).items():
+                print(f"{run}: {metric} {change:+.3f}")
     if failed:
         raise UserError(" ".join(failed))
 

@@ -106,6 +106,10 @@ def after_end(eos_idx, n):
     return torch.arange(n, device=eos_idx.device) > eos_idx.clamp(min=0)[:, None]
 
 
+class Keys(nn.Linear):
+    """A Linear whose weight Sparo reads. torch's dynamic quantisation replaces nn.Linear alone."""
+
+
 # y_l = W K_l H' softmax(H K_l' q_l / sqrt(D))                                      (Eq. 1)
 class Sparo(nn.Module):
     """Separate-head attention (Sec. 3.2): outputs (B, n, d) -> slots (B, L, V). Parameters have the
@@ -117,7 +121,7 @@ class Sparo(nn.Module):
             raise ValueError(f"grp_size={grp_size} does not divide L={L}: give a divisor of L.")
         self.D, self.grp_size, self.nkeys = D, grp_size, L // grp_size
         self.q = nn.Parameter(torch.randn(1, self.nkeys, grp_size, 1, D))
-        self.KVproj = nn.Linear(d, self.nkeys * D)
+        self.KVproj = Keys(d, self.nkeys * D)
         self.Wproj = nn.Linear(D, V)
         nn.init.xavier_uniform_(self.KVproj.weight)
         nn.init.zeros_(self.KVproj.bias)

@@ -156,6 +156,8 @@ class TokenProjectionHead(nn.Module):
             h = h.masked_fill(~mask[..., None], 0.0)                     # 0 * NaN would be NaN
         e = self.embedding.weight if e is None else e
         b = self.bias.masked_fill(~self.valid, -math.inf)
+        if torch.jit.is_tracing() or (torch.compiler.is_compiling() and not self.training):
+            return encode(self.transform(h), e, b, mask)  # torch.export: a loop would fix B
         # differs: the words in `revived` get a gradient, even at weight 0.
         return StreamedEncoding.apply(self.transform(h), e, b, mask, revived)
 

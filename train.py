@@ -36,7 +36,7 @@ import resource
 import shlex
 import shutil
 import signal
-import subprocess
+
 import sys
 import tempfile
 import time
@@ -573,12 +573,9 @@ def lock_run(out):
 
 def write_run(args, tokenizer, out):
     """Write config.json and vocab.txt, from which eval.py and --resume build the model again."""
-    # through a shell, because a shell raises no error if git is missing
-    git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent,
-                         capture_output=True, text=True)
     record = {"argv": sys.argv} | vars(args)  # a resumed run keeps its first argv
-    record |= {"git": git.stdout.strip() or None, "torch": str(torch.__version__),
-               "threads": torch.get_num_threads()}
+    record |= {"git": common.revision(), "torch": str(torch.__version__),
+               "threads": torch.get_num_threads(), "directory": os.getcwd()}
     with common.replacing(out / "config.json") as file:
         file.write(json.dumps(record, indent=2).encode() + b"\n")
     if tokenizer and not args.resume:
@@ -834,14 +831,15 @@ def new_model(args, method, tokenizer):
     model = common.build_model(method, args, *encoders)
     if parts is not None:
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
-            common.load_clip_parts(model, parts)
+            left_over = common.load_clip_parts(model, parts)
+        print_once(f"{args.init_weights}: {common.describe_loading(model, encoders, left_over)}")
     save_memory(args, model)
     return model
 
 
 def initial_encoders(args, method, tokenizer):
     """The image and the text encoder, with the weights of --finetune or --init-weights. Also
-    returns a CLIP file's other weights (projections, temperature), for load_clip_parts, or None."""
+    returns the other weights of --init-weights, for load_clip_parts, or None without the flag."""
     encoders, parts = common.build_encoders(method, args, tokenizer), None
     if args.resume or args.dry_run:  # the checkpoint has the weights, or they do not matter
         return encoders, parts
@@ -857,10 +855,14 @@ def initial_encoders(args, method, tokenizer):
                                 "writes the image encoder's weights, which BAM and DINO load. "
                                 "Other methods load a CLIP, or continue a run by --resume --out "
                                 "RUN.")
+            if isinstance(encoders[0], common.ResNet):
+                raise UserError("other people's ResNets expect pixels with other means and "
+                                "deviations, to which weights with padding cannot be adapted: give "
+                                "the file of a ViT, and its --image-encoder.")
             if method.uses_text(args):
                 parts = common.load_clip(encoders, weights, tokenizer)
             else:
-                common.load_timm(encoders[0], weights)
+                parts = common.load_timm(encoders[0], weights)
     return encoders, parts
 
 

@@ -191,21 +191,9 @@ def compare(method, claim, figure):
     return None if None in sides["greater"] + sides["smaller"] else sides
 
 
-# {n: the 97.5 % quantile of Student's t with n - 1 degrees of freedom}
-QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306,
-             10: 2.262}
 RULE = ("A claim holds (is reversed) if the mean difference of n >= 5 seeds is above (below) 0 by "
         "more than t(.975, n - 1) standard errors; else it is not shown; with fewer seeds it is "
         "not decided. By chance alone 1 claim in 40 holds, and 1 is reversed.")
-
-
-def interval(differences):
-    """Return the 95 % interval of the mean difference, or None for a single seed."""
-    n = len(differences)
-    if n < 2:
-        return None
-    half = QUANTILES[n] * np.std(differences, ddof=1) / n**0.5
-    return mean(differences) - half, mean(differences) + half
 
 
 def verdict(differences):
@@ -213,7 +201,7 @@ def verdict(differences):
     n = len(differences)
     if n < 5:
         return f"not decided (n = {n})" if n else "not decided"
-    low, high = interval(differences)
+    low, high = evaluation.interval(differences)
     kind = "holds" if low > 0 else "reversed" if high < 0 else "not shown"  # nan: not shown
     return f"{kind} (n = {n})"
 
@@ -233,7 +221,7 @@ def cells(found, why_not=None):
         return "", "", "", "", "not run yet"
     sides, untrained = {"A": found["greater"], "B": found["smaller"]}, found["untrained"]
     differences = [a - b for a, b in zip(*sides.values())]
-    between = interval(differences)
+    between = evaluation.interval(differences)
     between = f"{between[0]:+.3f} to {between[1]:+.3f}" if between else ""
     zero = mean(untrained) if untrained else -math.inf
     idle = [name for name, values in sides.items() if mean(values) <= zero]

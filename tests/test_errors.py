@@ -161,8 +161,9 @@ ERRORS = [
     # A whole CLIP
     ("clip", "^--init-weights clip.pt: these are OpenAI's weights, .*: add :quick_gelu=1",
      {"input_resolution": ()}),
-    ("clip", IMAGE.format("Unexpected .*blocks.0.ls_1.gamma"), {f"visual.{BLOCK}ls_1.gamma": 16}),
-    ("clip", TEXT.format("Unexpected .*logit_bias"), {"logit_bias": 1}),                  # SigLIP's
+    *(("clip", f"^--init-weights clip.pt: .*Unexpected .*{name}.*an encoder of the file's kind", more)
+      for name, more in (("blocks.0.ls_1.gamma", {f"visual.{BLOCK}ls_1.gamma": 16}),
+                         ("logit_bias", {"logit_bias": 1}))),                             # SigLIP's
     ("clip", IMAGE.format("Missing .*norm_pre.bias"), {"visual.ln_pre.bias": None}),
     ("clip", TEXT.format("size mismatch for norm.weight"), {"ln_final.weight": 5}),
     ("clip", IMAGE.format("size mismatch for pos"), {"visual.positional_embedding": (7, 16)}),
@@ -246,6 +247,11 @@ ERRORS = [
      "from others, .* class folders of photos: blue, red; give other data with eval.py --train-data"),
     ("eval runs/bam --data table.csv", "on table.csv: give class folders or shapes.$"),
     ("eval runs/stair --query 'red AND qqq'", "--query.* no word 'qqq': give words of vocab.txt"),
+    ("eval runs/sparc --image a.jpg", "--image and --caption belong together: give both"),
+    ("eval runs/sparc --image a.jpg --caption red --task knn --limit 3",
+     "--image evaluates nothing, .* leave out --limit, --task"),
+    ("eval runs/sparc --query 'red AND ring'", "--query.* only STAIR knows: write a caption"),
+    ("eval runs/bam --query red", "--query needs a run with a text encoder, runs/bam has none"),
     ("eval runs/sparo --data numbers --task slots --select photos", f"{NUMBER} .* --classes"),
     ("eval runs/sparo --data photos --task slots", "slots needs --select"),
     ("eval runs/sparo --data photos --task slots --select photos", "not the data to evaluate"),

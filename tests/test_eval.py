@@ -630,6 +630,30 @@ def test_faithfulness_counts_the_words_of_the_retrieved_caption(tmp_path):
     assert "faithfulness/K-Pna" not in result
 
 
+def test_images_that_share_captions_have_a_largest_recall(tmp_path, capsys):
+    """An oracle reaches the largest recall. Images 0, 1 and 2 have "red"; 0 and 1 have no other."""
+    captions = [["red", "Red"], ["red "], ["red", "blue"], ["green"]]
+    found = evaluation.best_recalls(captions)
+    assert found == (2 / 4, (2 + 1 + 1) / 6)
+    ids = torch.tensor([0, 0, 1, 2, 2, 3])
+    kinds = torch.eye(3)[[0, 0, 0, 0, 1, 2]]                                # what captions say
+    images = torch.stack([kinds[ids == i].sum(0) for i in range(4)])
+    assert evaluation.recall_at_k(images, kinds, (torch.arange(4), ids))[1] <= found[0]
+    make_folders(tmp_path)
+    table = "image,caption\nred/0.png,red\nred/1.png,red\nblue/0.png,blue\n"
+    write_files(tmp_path, {"captions.csv": table})
+    data, options = opened(tmp_path / "captions.csv")
+    result = evaluation.evaluate(embedder(), data, options)
+    assert result["i2t/R@1"] == result["i2t/R@1/at_most"] == pytest.approx(1 / 3)
+    assert "i2t/R@1/at_most" not in evaluation.metrics_of_table(result)
+
+
+def test_captions_beyond_the_context_are_counted():
+    embed = embedder()                                                      # its context is 16
+    embed.texts(["red " * n for n in (13, 14, 15, 30)])
+    assert (embed.cut_captions, embed.captions) == (2, 4)                   # [CLS] and [SEP]: 2
+
+
 def test_caption_prefix_is_encoded_but_not_counted_as_words(tmp_path):
     make_folders(tmp_path)
     table = "image,caption\nred/0.png,red\ngreen/1.png,green and\nblue/0.png,blue\n"

@@ -196,16 +196,20 @@ def test_a_classifier_learns_classes_and_eval_py_measures_them(tmp_path, capsys)
     assert not (tmp_path / "new").exists()
     with pytest.raises(UserError, match="classes of .*other are blue, green, yellow; --classes or"):
         train_alone(["--resume", "--out", run, "--data", other])
-    spec = write_shards(tmp_path, [6], labels=2)
-    capsys.readouterr()
-    evaluation.main([run, "--data", spec])                                   # has no names
-    assert "classification" in capsys.readouterr().out
+    spec = write_shards(tmp_path, [6], labels=2)                             # has no names
+    for start in ([evaluation.main, [run, "--data", spec]],
+                  [train_alone, [*SMALL["classifier"], "--data", data, "--eval-data", spec, "--out",
+                                 tmp_path / "new"]]):
+        with pytest.raises(UserError, match="numbers its classes.*--classes FILE.*blue, green, red"):
+            start[0](start[1])
+    (tmp_path / "names.txt").write_text("red\ngreen\nblue\n")
+    evaluation.main([run, "--data", spec, "--classes", str(tmp_path / "names.txt")])
 
 
 def test_classification_equals_values_computed_by_hand():
     """Two of three classes have images: three and one."""
     predicted, labels = torch.tensor([0, 2, 0, 1]), [0, 0, 0, 2]
-    config = SimpleNamespace(classes=list("abc"))
+    config = SimpleNamespace(classes=list("abc"), data="0.tar")    # learned from numbers, too
     model = SimpleNamespace(config=config, class_scores=one_hot(predicted, 3))
     embed = SimpleNamespace(model=model, encode_pairs=lambda pairs, encode: (encode, labels))
     data = evaluation.EvalSet(labelled=lambda purpose: None)
@@ -220,7 +224,7 @@ def test_a_classifier_knows_classes_by_their_names(tmp_path, groups, lines):
     """Label i of shards is line i of --classes, or folder i."""
     (tmp_path / "names").write_text(lines or "")
     options = SimpleNamespace(classes=lines and str(tmp_path / "names"), data="x")
-    config = SimpleNamespace(classes=["a", "b b", "c"])
+    config = SimpleNamespace(classes=["a", "b b", "c"], data="folders")
     model = SimpleNamespace(config=config, class_scores=one_hot(torch.tensor([2, 0, 1]), 3))
     embed = SimpleNamespace(model=model, encode_pairs=lambda pairs, encode: (encode, [0, 1, 2]))
     data = evaluation.EvalSet(labelled=lambda purpose: None, groups=groups)

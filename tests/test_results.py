@@ -5,10 +5,14 @@ defaults, and the Python functions that the README shows.
 """
 
 import argparse
+import copy
+import io
 import json
+import pickle
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -16,9 +20,9 @@ from PIL import Image
 import common
 import eval as evaluation
 import train
-from helpers import SMALL, picture, write_files
+from helpers import SMALL, picture, train_alone, write_files
 from test_eval import make_folders, make_voc_folder, opened, sugarcrepe
-from test_sets import write_labelled, write_winoground
+from test_sets import plain, write_labelled, write_winoground
 
 
 def read(run):
@@ -119,6 +123,33 @@ def test_a_table_is_read_only_once_before_training(tmp_path, monkeypatch):
     assert at_start == [1] and len(opened) == 2 and (tmp_path / "run/eval.json").exists()
 
 
+def test_relative_paths_of_a_run_mean_the_directory_of_its_training(tmp_path, monkeypatch, capsys):
+    """The other directory has folders of the same names, whose colours are swapped."""
+    red, blue = plain("red"), plain("blue")
+    for place, colours in (("here", (red, blue)), ("there", (blue, red))):
+        for name, pixels in zip(("a", "b"), colours):
+            write_files(tmp_path / place, {f"photos/{split}/{name}/{split}{i}.png": pixels
+                                           for split in ("train", "test") for i in range(2)})
+    run = str(tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "here")
+    train.main([*SMALL["bam"], "--data", "photos/train", "--eval-data", "photos/test",
+                "--image-size", "16", "--out", run])
+    before = (tmp_path / "run/eval.json").read_text()
+    (tmp_path / "there/photos/test/a/more.png").write_bytes(red)    # would change the accuracy
+    monkeypatch.chdir(tmp_path / "there")
+    _, args = evaluation.settings_of_run(run)
+    assert args.data == str(tmp_path / "here/photos/train")
+    capsys.readouterr()
+    evaluation.main([run])
+    assert f"on {tmp_path}/here/photos/test" in capsys.readouterr().out
+    after = json.loads((tmp_path / "run/eval.json").read_text())
+    assert after["knn"] == json.loads(before)["knn"] == 1
+    train_alone(["--resume", "--out", run])                         # reads here/photos, too
+    (tmp_path / "here/photos").rename(tmp_path / "here/moved")
+    with pytest.raises(common.UserError, match=f"data of {run}.*here/photos/test does not exist"):
+        evaluation.main([run])
+
+
 def test_prompts_do_not_depend_on_the_directory_of_the_evaluation():
     args = evaluation.METHODS["sparc"].Settings()
     vars(args).update(data="gone/train", folder_captions=True, data_path="/data/gone/train")
@@ -134,7 +165,8 @@ def test_a_run_that_is_still_training_has_a_column_of_its_own(run_of, tmp_path, 
     torch.save(state | {"step": 3}, runs[1] / "last.pt")
     evaluation.main([*map(str, runs), "--task", "retrieval"])
     out = capsys.readouterr().out
-    assert f"| | {runs[0]} (1) | {runs[1]} (1) |" in out and f"{runs[1]}, step 3 of 6, on " in out
+    assert f"A (n = 1): {runs[0]}, step 6\nB (n = 1): {runs[1]}, step 3\n" in out
+    assert f"{runs[1]}, step 3 of 6, on " in out
 
 
 def test_a_run_that_cannot_be_written_is_compared_all_the_same(
@@ -147,7 +179,7 @@ def test_a_run_that_cannot_be_written_is_compared_all_the_same(
     monkeypatch.setattr(evaluation, "write_metrics", write)
     evaluation.main([*map(str, runs), "--task", "retrieval", "--limit", "3"])
     out = capsys.readouterr().out
-    assert f"| | {runs[0]} (2) |" in out and "note: evals.jsonl cannot be written" in out
+    assert f"A (n = 2): {runs[0]}\n" in out and "note: evals.jsonl cannot be written" in out
 
 
 def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
@@ -170,9 +202,31 @@ def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
 
 
 def test_a_table_over_several_data_sets_has_the_metrics_of_each(capsys):
-    evaluation.print_table({"run": [{"x": 0.2, "y": 1.0}, {"x": 0.4}], "other": [{}, {"z": 1.0}]})
-    rows = capsys.readouterr().out.splitlines()[2:]
-    assert rows == ["| x | 0.300 ± 0.141 |  |  |", "| y | 1.000 (1) |  |  |", "| z |  | 1.000 (1) |  |"]
+    table = {"run": {"a": {"x": 0.2, "y": 1.0}, "b": {"x": 0.4}}, "other": {"a": {}, "b": {"z": 1.0}}}
+    evaluation.print_table(table, "data")
+    assert capsys.readouterr().out.splitlines() == [
+        "A (n = 2): run", "B (n = 2): other",
+        "|  | A | B | chance | B - A, 95 % interval |", "|---|---|---|---|---|",
+        "| x | 0.300 ± 0.141 |  |  | no common data |", "| y | 1.000 (n = 1) |  |  | no common data |",
+        "| z |  | 1.000 (n = 1) |  | no common data |"]
+
+
+def test_differences_are_paired_and_have_students_interval(capsys):
+    """t(.975, 2) is 4.303, and a deviation of .1 gives a half width of .248 for three pairs."""
+    table = {"a": {0: {"x": 0.1, "x/chance": 0.5}, 1: {"x": 0.5}, 2: {"x": 0.3}, 3: {"x": 0.9}},
+             "b": {2: {"x": 0.6}, 1: {"x": 0.7}, 0: {"x": 0.2}, 4: {"x": 0.0}},
+             "c": {0: {"x": 0.2}}}
+    evaluation.print_table(table, "seed")
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row.startswith("| x | 0.450 ± 0.342 | 0.375 ± 0.33")
+    assert row.endswith("| 0.200 | 0.500 | +0.200: -0.048 to +0.448 (n = 3) | +0.100 |")
+    assert evaluation.interval([0.1]) is None and evaluation.interval([]) is None
+    low, high = evaluation.interval([0.1, 0.2, 0.3])
+    assert (low, high) == (pytest.approx(0.2 - 4.303 * 0.1 / 3**0.5), pytest.approx(0.2 + 0.2484, abs=1e-4))
+    for n, quantile in ((11, 2.228), (21, 2.086), (101, 1.984)):            # a table of Student's t
+        values = [0.0, 1.0] * (n // 2) + [0.5]
+        half = (evaluation.interval(values)[1] - 0.5) * n**0.5 / np.std(values, ddof=1)
+        assert half == pytest.approx(quantile, abs=1e-3)
 
 
 def test_options_tell_whether_the_split_was_trained_on(tmp_path):
@@ -187,14 +241,58 @@ def test_options_tell_whether_the_split_was_trained_on(tmp_path):
         evaluation.options_of({"data": "shapes", "train_data": "x"}, args)
 
 
+def test_what_a_probe_chose_is_no_accuracy_and_a_record_names_the_revision(
+        run_of, tmp_path, capsys, monkeypatch):
+    run = shutil.copytree(run_of("bam"), tmp_path / "run")
+    monkeypatch.setattr(common, "revision", lambda: "abc")
+    evaluation.main([str(run), "--task", "linear", "--probe-epochs", "1"])
+    out = capsys.readouterr().out
+    assert "linear/weight_decay " in out and "was chosen on held-out training images" in out
+    record = lines(run)[-1]
+    assert record["settings"]["git"] == "abc" and "linear/weight_decay" in record
+    assert "linear/weight_decay" not in evaluation.metrics_of_table(record)
+
+
 def test_an_incomplete_last_line_costs_no_record_and_nan_is_null(run_of, tmp_path, monkeypatch):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     with open(run / "evals.jsonl", "a") as file:
         file.write('{"settings": {"da')
-    monkeypatch.setattr(evaluation, "evaluate", lambda *arguments: {"miou": float("nan")})
+    task = evaluation.TASKS["segmentation"]._replace(run=lambda *arguments: {"miou": float("nan")})
+    monkeypatch.setitem(evaluation.TASKS, "segmentation", task)
     evaluation.main([str(run), "--task", "segmentation"])
     *_, half, last = (run / "evals.jsonl").read_text().splitlines()
     assert half == '{"settings": {"da' and json.loads(last)["miou"] is None
+
+
+@pytest.mark.parametrize("error", [common.UserError("no sample"), KeyboardInterrupt(), MemoryError()])
+def test_a_task_that_fails_costs_no_figure_of_the_tasks_before(
+        run_of, tmp_path, monkeypatch, capsys, error):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    before = lines(run)
+
+    def fail(*arguments):
+        assert "  negatives  " in capsys.readouterr().out                     # printed already
+        assert lines(run)[:-1] == before and "negatives" in lines(run)[-1]    # and written
+        raise error
+
+    monkeypatch.setitem(evaluation.TASKS, "segmentation",
+                        evaluation.TASKS["segmentation"]._replace(run=fail))
+    with pytest.raises(type(error)):
+        evaluation.main([str(run), "--task", "zeroshot,negatives,segmentation,alignment"])
+    assert "without segmentation, alignment." in capsys.readouterr().out
+    assert lines(run)[:-1] == before and {"zeroshot", "negatives"} <= lines(run)[-1].keys()
+    # a line of another process in between stays
+    with open(run / "evals.jsonl", "a") as file:
+        file.write('{"other": 1}\n')
+    embed, args = evaluation.load_run(run)
+    data, options = opened("shapes:size=16", tasks=["zeroshot"])
+    line = evaluation.write_metrics(embed, data, options, run, {"a": 1.0}, b"")
+    line = evaluation.write_metrics(embed, data, options, run, {"a": 1.0, "b": 2.0}, line)
+    with open(run / "evals.jsonl", "a") as file:
+        file.write('{"other": 2}\n')
+    evaluation.write_metrics(embed, data, options, run, {"c": 3.0}, line)
+    kept = [[*line.keys() - {"settings"}] for line in lines(run)[len(before) + 1 :]]
+    assert [sorted(names) for names in kept] == [["other"], ["a", "b"], ["other"], ["c"]]
 
 
 def test_an_export_writes_only_a_new_file(run_of, tmp_path):
@@ -269,6 +367,17 @@ def test_printed_metrics_have_their_chance_levels(run_of, tmp_path, capsys):
             "negatives/swap_att": "0.5000"}.items() <= shown.items()
 
 
+def test_figures_that_cannot_be_high_say_so(run_of, tmp_path, capsys):
+    run = str(shutil.copytree(run_of("sparc"), tmp_path / "run"))
+    make_folders(tmp_path)
+    long = "a red thing and " * 20
+    write_files(tmp_path, {"c.csv": f"image,caption\nred/0.png,{long}\nred/1.png,{long}\n"})
+    evaluation.main([run, "--data", str(tmp_path / "c.csv"), "--task", "retrieval"])
+    out = capsys.readouterr().out
+    assert "0.0000  chance 0.5000  at most 0.0000: several images have the same caption" in out
+    assert "2 of 2 captions and prompts are longer than the context of 32 tokens" in out
+
+
 def test_three_lines_load_a_run_and_encode_images_and_texts(run_of, tmp_path):
     make_folders(tmp_path)
     files = [tmp_path / "red" / "0.png", str(tmp_path / "blue" / "0.png")]
@@ -300,12 +409,94 @@ def test_encoders_accept_a_single_caption_or_image_but_not_none(run_of, tmp_path
         evaluation.load_run(run_of("bam"))[0].texts(["a cat"])
 
 
+def test_images_in_any_form_have_the_same_encodings(run_of, tmp_path):
+    """uint8 and floats, tensors and arrays, one image and several. All but tensors are cropped."""
+    model, _ = evaluation.load_run(run_of("sparc"))
+    model.chunk, model.workers = 2, 2
+    pixels = torch.randint(256, (3, 3, 16, 16), dtype=torch.uint8)
+    rows = pixels.permute(0, 2, 3, 1).numpy()
+    Image.fromarray(rows[0]).save(tmp_path / "0.png")
+    expected = model.images(pixels)
+    for images in (pixels / 255, common.normalize(pixels / 255), list(pixels), rows, list(rows),
+                   [tmp_path / "0.png", Image.fromarray(rows[1]), pixels[2] / 255], pixels.double() / 255):
+        torch.testing.assert_close(model.images(images), expected)
+    for image in (pixels[0], rows[0], str(tmp_path / "0.png"), np.array([str(tmp_path / "0.png")])):
+        torch.testing.assert_close(model.images(image), expected[:1])
+    floats = common.normalize(pixels / 255)
+    floats[0, 0, 0, 0] = torch.nan
+    for wrong in (pixels.float(), pixels.long(), floats, pixels[:, :1], rows / 255, rows[0] / 255,
+                  [pixels[0, :2]], [3], tmp_path):
+        with pytest.raises(common.UserError, match=r"(?i)give paths.* arrays \(H, W, 3\) of uint8"):
+            model.images(wrong)
+    with pytest.raises(common.UserError, match="gone.jpg cannot be read: No such file"):
+        model.images([tmp_path / "0.png", tmp_path / "gone.jpg"])
+    for wrong in (["a cat", float("nan")], [b"a cat"]):
+        with pytest.raises(common.UserError, match="Captions must be strings, not "):
+            model.texts(wrong)
+    for encode, item in ((model.texts, "a cat"), (model.images, pixels)):
+        with pytest.raises(common.UserError, match="encode is None.*no such function"):
+            encode(item, encode=model.model.encode_tokens)
+
+
+def test_an_image_of_the_caller_keeps_its_exif():
+    exif = Image.Exif()
+    exif[common.ORIENTATION] = 6
+    file = io.BytesIO()
+    Image.new("RGB", (4, 2), "red").save(file, "JPEG", exif=exif)
+    image = Image.open(file)
+    before = dict(image.info)
+    assert common.open_image(image).size == (2, 4)
+    assert image.info == before and image.size == (4, 2)
+    assert common.open_image(image).size == (2, 4)
+
+
+@pytest.mark.parametrize("name", ["sparc", "sparo", "stair", "bam"])
+def test_one_image_and_one_caption_have_maps(run_of, tmp_path, capsys, name):
+    run = shutil.copytree(run_of(name), tmp_path / "run")
+    (tmp_path / "a.jpg").write_bytes(picture(40, 30))
+    flags = [str(run), "--image", str(tmp_path / "a.jpg"), "--caption", "a red ring"]
+    model, args = evaluation.load_run(run)
+    if name == "bam":
+        with pytest.raises(common.UserError, match="Maps need the slots of SPARO or the words of"):
+            evaluation.main(flags)
+        return
+    evaluation.main(flags)
+    assert str(run / "a-pair.png") in capsys.readouterr().out and (run / "a-pair.png").exists()
+    found = model.maps(Image.open(tmp_path / "a.jpg"), "a red ring")
+    ids, mask = model.tokenize(["a red ring"])
+    x, grid = model.read(tmp_path / "a.jpg")[None], model.model.image_encoder.grid
+    assert found["tokens"] == ["[CLS]", "a", "red", "ring", "[SEP]"]
+    n = args.L if name == "sparo" else 5
+    assert found["patches"].shape == (n, grid, grid)
+    with torch.no_grad():
+        if name == "sparc":
+            expected = model.model.align_words(x, ids, mask)[0]
+        elif name == "stair":
+            expected = model.model.word_maps(x, ids[0])[0, -grid**2 :].T
+        else:
+            expected, over_text = (part[0] for part in model.model.attend(x, ids, mask)[:2])
+            expected = expected[:, 1:]                                      # without [CLS]
+            assert (found["words"] == over_text.numpy()).all() and found["words"].shape == (n, 5)
+    assert (found["patches"].reshape(n, -1) == expected.numpy()).all()
+    with pytest.raises(common.UserError, match="gone.jpg cannot be read"):
+        model.maps(tmp_path / "gone.jpg", "a red ring")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_loaded_run_can_be_pickled(run_of, name):
+    model, _ = evaluation.load_run(run_of(name))
+    images = torch.rand(2, 3, 16, 16)
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(again.images(images), model.images(images))
+    assert type(again.model) is type(copy.deepcopy(model.model)) is type(model.model)
+
+
 def test_a_run_that_fails_does_not_stop_the_evaluation_of_others(run_of, tmp_path, capsys):
     runs = [shutil.copytree(run_of(name), tmp_path / name) for name in ("sparc", "stair", "bam")]
     (runs[0] / "last.pt").write_bytes(b"")
     with pytest.raises(common.UserError, match="sparc: .*last.pt is not a .*bam: With this model "):
         evaluation.main([*map(str, runs), "--task", "zeroshot"])
-    assert f"| | {runs[1]} (1) |\n|---|---|\n| zeroshot |" in capsys.readouterr().out
+    assert f"A (n = 1): {runs[1]}\n|  | A | chance |\n|---|---|---|\n| zeroshot |" in capsys.readouterr().out
 
 
 def test_a_table_of_several_runs_averages_over_seeds(run_of, tmp_path, monkeypatch, capsys):
@@ -316,13 +507,15 @@ def test_a_table_of_several_runs_averages_over_seeds(run_of, tmp_path, monkeypat
         config |= {"seed": seed, "sigma": 0.1 + seed // 2, "torch": seed, "threads": seed,
                    "data_path": str(seed)}
         (run / "config.json").write_text(json.dumps(config))
-    found = iter([{"x": 0.1, "y": 1}, {"x": 0.3, "y": 1}, {"x": 0.5}])
+    found = iter([{"x": 0.1, "y": 1}, {"x": 0.3, "y": 1}, {"x": 0.5}])   # seeds 0, 1 and 2
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "evaluate", lambda *arguments: next(found))
         evaluation.main([*map(str, runs), "--task", "retrieval"])
-    assert capsys.readouterr().out.splitlines()[-4:] == [
-        f"| | {runs[0]} (2) | {runs[2]} (1) | difference |", "|---|---|---|---|",
-        "| x | 0.200 ± 0.141 | 0.500 | +150.0% |", "| y | 1.000 ± 0.000 |  |  |"]
+    assert capsys.readouterr().out.splitlines()[-6:] == [
+        f"A (n = 2): {runs[0]}, sigma 0.1", f"B (n = 1): {runs[2]}, sigma 1.1",
+        "|  | A | B | chance | B - A, 95 % interval |", "|---|---|---|---|---|",
+        "| x | 0.200 ± 0.141 | 0.500 |  | no common seed |",
+        "| y | 1.000 ± 0.000 |  |  | no common seed |"]
     assert not (runs[0] / "comparison.png").exists()  # --task did not name segmentation
     evaluation.main([*map(str, runs), "--task", "segmentation"])
     pages = [Image.open(runs[0] / f"{name}.png") for name in ("comparison", "segmentation")]
@@ -364,9 +557,12 @@ def test_data_are_evaluated_one_after_the_other(run_of, tmp_path, capsys):
     for i, spec in enumerate(specs):
         assert [line[i]["settings"]["data"] for line in found] == [spec, spec]
         cells = [f" {line[i]['knn']:.3f} " for line in found]
-        assert f"| knn |{'|'.join(cells)}|" in shown
-    assert shown.count(f"| | {runs[0]} (1) | {runs[1]} (1) |") == 2 and "different d" not in shown
-    assert f"| | {runs[0]}, mean of 2 data | {runs[1]}, mean of 2 data | difference |" in shown
+        assert f"| knn |{'|'.join(cells)}| 0.333 |" in shown
+    assert shown.count(f"A (n = 1): {runs[0]}, ") == shown.count("method bam, ") == 2
+    assert "different d" not in shown and f"B (n = 2): {runs[1]}, mean over data\n" in shown
+    differences = [b["knn"] - a["knn"] for a, b in zip(*found)]
+    low, high = evaluation.interval(differences)
+    assert f" {evaluation.mean(differences):+.3f}: {low:+.3f} to {high:+.3f} (n = 2) |" in shown
     evaluation.main([str(runs[1]), "--data", specs[0], "--task", "heads"])  # needs no training data
 
 

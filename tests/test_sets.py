@@ -234,12 +234,37 @@ def test_classes_of_imagenet_are_known_by_their_numbers(tmp_path):
     (tmp_path / "names.txt").write_text("n01443537 goldfish\nn01440764 tench, Tinca tinca\n")
     names, _ = common.class_names(folders, tmp_path / "names.txt")
     assert names == ["tench, Tinca tinca", "goldfish"]
-    assert common.folder_of_lines(["n01443537 goldfish", "n01440764 tench"], folders) == [1, 0]
-    assert common.folder_of_lines(["Dining Table", "cat"], ["cat", "dining_table"]) == [1, 0]
-    assert common.folder_of_lines(["red sky", "blue sea"], ["red", "blue"]) is None
+    assert common.match_names(["n01443537 goldfish", "n01440764 tench"], folders) == [1, 0]
     (tmp_path / "names.txt").write_text("Red\nBlue\nSky\n")
     with pytest.raises(common.UserError, match="the folder blue the name of another folder, red"):
         common.class_names(["blue", "green", "red"], tmp_path / "names.txt")
+
+
+@pytest.mark.parametrize("names, known, places", [
+    (["crane", "crane", "dog"], ["crane", "crane", "dog"], [0, 1, 2]),  # equal lists
+    (["A", "a", "B", "b"], ["A", "B", "a", "b"], [0, 2, 1, 3]),         # exact matches come first
+    (["A", "a", "Old Dog"], ["a", "old_dog", "A"], [2, 0, 1]),
+    (["Dining Table", "cat"], ["cat", "dining_table"], [1, 0]),
+    (["cafe\u0301", "bar"], ["bar", "caf\u00e9"], [1, 0]),               # two ways to write é
+    (["red sky", "blue sea"], ["red", "blue"], None),
+    (["cat", "cat"], ["cat", "dog"], None),
+    (["dog", "crane", "crane"], ["crane", "crane", "dog"], "'crane' and 'crane' cannot be told"),
+    (["old dog", "OLD DOG"], ["old_dog", "Old_Dog"], "'old_dog' and 'Old_Dog' cannot be told")])
+def test_names_are_matched_one_to_one(names, known, places):
+    if isinstance(places, str):
+        with pytest.raises(common.UserError, match=places + ".*rename one"):
+            common.match_names(names, known)
+    else:
+        assert common.match_names(names, known) == places
+
+
+def test_class_folders_to_learn_from_are_matched_by_name(tmp_path):
+    """The folders "a", "B" sort as B, a; the folders "A", "b" sort as A, b: other labels."""
+    red, blue = plain("red"), plain("blue")
+    write_files(tmp_path, {"test/a/0.png": red, "test/B/0.png": blue, "train/A/1.png": red,
+                           "train/b/1.png": blue})
+    data, options = opened(tmp_path / "test", train_data=str(tmp_path / "train"))
+    assert evaluation.knn(embedder(), data, options)["knn"][0] == 1
 
 
 @pytest.mark.parametrize("lines, message", [

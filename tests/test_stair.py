@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 import textwrap
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ import stair
 import train
 from helpers import (SMALL, LiveMemory, assert_same_with_gradients, cos, infonce, make_batch, mean,
                      padded, picture, read_log, run_ranks, tiny_model, train_alone, weights,
-                     write_files, write_shards)
+                     write_files, write_shards, write_tar)
 
 V, E = 11, 6
 tiny_stair = functools.partial(tiny_model, "stair")
@@ -402,7 +403,7 @@ def test_a_run_is_read_and_searched(tmp_path, run_of, monkeypatch, capsys):
     assert (run / "found.png").exists() and (run / "search.png").exists()
 
 
-def test_images_in_files_are_searched(tmp_path, monkeypatch):
+def test_images_in_files_are_searched(tmp_path, monkeypatch, capsys):
     captions, run = ["中文 red", "中文 green", "中文 blue"], tmp_path / "run"
     rows = "".join(f"data/x/{i}.png,{caption}\n" for i, caption in enumerate(captions))
     files = {f"data/x/{i}.png": picture(format="PNG") for i in range(3)}
@@ -417,9 +418,51 @@ def test_images_in_files_are_searched(tmp_path, monkeypatch):
     index, = run.glob("*data-index.pt")
     assert len(stair.InvertedIndex.load(index).ids) == 3 and not (run / "index.pt").exists()
     shards = write_shards(tmp_path, [4])  # a search needs neither captions nor labels
+
+    def full(*arguments):
+        raise OSError(28, "the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stair.InvertedIndex, "save", full)
+        evaluation.main([str(run), "--data", shards, "--query", "red"])
+    assert "note: " in capsys.readouterr().out and not [*run.glob("*tar-index.pt")]
     evaluation.main([str(run), "--data", shards, "--query", "red"])
     index, = run.glob("*tar-index.pt")
-    assert len(stair.InvertedIndex.load(index).ids) == 4
+    names = stair.InvertedIndex.load(index).ids
+    assert len(names) == 4 and all(re.fullmatch(r".*\.tar:\w+", name) for name in names)
+    assert f"red (text encoder): {tmp_path}" in capsys.readouterr().out
+
+
+def test_a_search_holds_names_and_no_images(run_of, tmp_path, monkeypatch):
+    """A JPEG may be followed by anything: each of the 8 files has 2 MB."""
+    run, held = shutil.copytree(run_of("stair"), tmp_path / "run"), []
+    shard = write_tar(tmp_path / "0.tar", {f"{i}.jpg": picture() + bytes(2_000_000) for i in range(8)})
+    answers = evaluation.answers
+    monkeypatch.setattr(evaluation, "answers", lambda *arguments: held.append(
+        tracemalloc.get_traced_memory()[0]) or answers(*arguments))
+    tracemalloc.start()
+    evaluation.main([str(run), "--data", str(shard), "--query", "red", "--batch", "2"])
+    tracemalloc.stop()
+    assert held[0] < 4_000_000
+
+
+@pytest.mark.parametrize("name", ["sparc", "sparo"])
+def test_models_with_text_are_searched_by_cosine(name, run_of, tmp_path, capsys):
+    run = shutil.copytree(run_of(name), tmp_path / "run")
+    files = {f"{i}.png": picture(20, 16, format="PNG", value=20 * i) for i in range(12)}
+    write_files(tmp_path / "photos", files)
+    evaluation.main([str(run), "--data", str(tmp_path / "photos"), "--query", "a red ring",
+                     "--batch", "5"])
+    out = capsys.readouterr().out
+    model, _ = evaluation.load_run(run)
+    paths = [str(tmp_path / "photos" / file) for file in files]
+    scores = model.similarity(model.images(paths), model.texts("a red ring"))[:, 0].tolist()
+    best = sorted(zip(scores, paths), reverse=True)[:8]
+    assert "a red ring (text encoder): " in out and f"{best[0][1]} ({best[0][0]:.2f})" in out
+    found = re.findall(r"(\S+png) \((.*?)\)", out)
+    assert {float(score) for _, score in found} == {round(score, 2) for score, _ in best}
+    assert len(found) == 8 and {path for path, _ in found} <= set(paths)
+    assert len([*run.glob("*photos-search.png")]) == 1 and not [*run.glob("*index.pt")]
 
 
 WORDS = ["[PAD]", "red", "blue", "circle", "star", "the"]

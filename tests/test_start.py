@@ -5,6 +5,7 @@ method file has a comment with lines that use its loss in another project. A tes
 """
 
 import argparse
+import copy
 import functools
 import math
 import re
@@ -17,6 +18,7 @@ from torch.nn.functional import gelu, normalize
 
 import common
 import eval as evaluation
+import stair
 import train
 from common import UserError
 from helpers import ROOT, SMALL, make_batch, tiny_model, train_alone, train_until, weights
@@ -150,11 +152,14 @@ def made_up_clip_file(vocab, changes={}):
     return flags
 
 
-def test_a_run_starts_from_a_clip_and_resumes_without_its_file(tmp_path, monkeypatch, run_of):
+def test_a_run_starts_from_a_clip_and_resumes_without_its_file(
+        tmp_path, monkeypatch, run_of, capsys):
     monkeypatch.chdir(tmp_path)
     flags = [*SMALL["sparc"], *made_up_clip_file(run_of("sparc") / "vocab.txt")]
     clip, stopped = torch.load("clip.pt"), tmp_path / "stopped"
     train_alone([*flags, "--out", tmp_path / "whole", "--lr", "0"])
+    said = f"{len(clip)} tensors are loaded. New in the model: h_v. Left over in the file: nothing."
+    assert f"clip.pt: {said}" in capsys.readouterr().out
     trained = weights(tmp_path / "whole")
     assert torch.equal(trained["g_v.weight"], clip["visual.proj"].T)
     conv = trained["image_encoder.patch_embed.weight"]
@@ -259,8 +264,12 @@ def made_up_timm(vit):
     lambda state, other: {"model": prefixed("student.module.backbone.", other)      # BAM's file
                           | prefixed("teacher.backbone.", state)
                           | {"teacher.proj_head.0.bias": torch.ones(2)}, "epoch": 3},
-    lambda state, other: {"model": prefixed("_orig_mod.module.backbone.", state)}])
-def test_files_of_timm_dino_and_bam_are_read(save, tmp_path):
+    lambda state, other: {"model": prefixed("_orig_mod.module.backbone.", state)},
+    lambda state, other: state | {"fc.weight": torch.ones(2), "head_dist.bias": torch.ones(2)},
+    lambda state, other: {"state_dict": prefixed("backbone.", state)    # solo-learn's file
+                          | prefixed("momentum_backbone.", other)
+                          | {"projector.0.weight": torch.ones(2), "queue": torch.ones(2)}}])
+def test_files_of_timm_dino_bam_and_solo_learn_are_read(save, tmp_path):
     """DINO's and BAM's files hold a student, too. The teacher's weights are read."""
     vit, expected = tiny_vit(cls=True), tiny_vit(cls=True)
     state, other = made_up_timm(vit), made_up_timm(vit)
@@ -287,14 +296,18 @@ def test_a_vits_positions_are_interpolated_and_its_replaced_block_is_left_out():
         grid = pils_resize(state["pos_embed"][0, int(cls):].view(3, 3, WIDTH), 5, 5)
         close(vit.pos[0], torch.cat([state["pos_embed"][0, :int(cls)], grid]), 1e-6)
     vit, state = tiny_vit(depth=DEPTH - 1), made_up_timm(tiny_vit())
-    with pytest.raises(UserError, match="Unexpected .* sizes of the file's ViT, such as ViT-S/16"):
-        common.load_timm(vit, state)
+    for encoder, word in ((vit, "Unexpected"), (tiny_vit(depth=DEPTH + 1), "Missing")):
+        with pytest.raises(UserError, match=f"{word} .* sizes of the file's ViT, such as ViT-S/16"):
+            common.load_timm(encoder, state)
+    with pytest.raises(UserError, match="reg_token.*sizes are right.* encoder of the file's kind"):
+        common.load_timm(tiny_vit(), state | {"reg_token": torch.ones(2)})
     args = train.parse_args(SMALL["sparo"])
     built = common.build_encoders(train.METHODS["sparo"], args, range(4))
     assert [encoder.left_out for encoder in built] == [1, 1]
     vit.left_out = 1
-    common.load_timm(vit, state)
+    left_over = common.load_timm(vit, state | {"head.weight": torch.ones(2)})
     assert torch.equal(vit.norm.weight, state["norm.weight"])
+    assert {*left_over} == {"head.weight", *[n for n in state if n.startswith("blocks.1.")]}
 
 
 @pytest.mark.parametrize("name", ["dino", "bam"])
@@ -306,15 +319,62 @@ def test_a_run_starts_from_the_vit_that_another_run_exported(name, tmp_path, cap
     train_alone([*flags, "--out", runs[0], "--seed", "1", "--lr", "0.1"])
     evaluation.main([runs[0], "--export", file])
     line = capsys.readouterr().out.splitlines()[-1]
+    pooling = ("'token'" if name == "dino" else "'avg', pool_include_prefix=True, fc_norm=False")
     for told in ("img_size=16, ", "embed_dim=16, depth=1, num_heads=2, ", "eps=1e-06",
-                 "class_token=True, global_pool='token', num_classes=0, pre_norm=False, ",
+                 f"class_token=True, global_pool={pooling}, num_classes=0, pre_norm=False, ",
                  f"act_layer='{'quick_' * quick}gelu'"):
         assert told in line
     train_alone([*flags, "--out", runs[1], "--seed", "2", "--lr", "0", "--init-weights", file])
+    assert "tensors are loaded. New in the model: " in capsys.readouterr().out
     a, b = (evaluation.load_run(run)[0].model for run in runs)
     for ours, theirs in zip(a.evaluation_encoder().parameters(), b.evaluation_encoder().parameters()):
         close(ours, theirs)
     assert torch.equal(b.image_encoder.pos, b.evaluation_encoder().pos)
+
+
+@pytest.mark.parametrize("name, cls, settings, pooling", [
+    ("sparc", True, {}, "'avg', fc_norm=False"), ("sparc", False, {}, "'avg', fc_norm=False"),
+    ("bam", True, {"readout": "cls"}, "'token'"),
+    ("bam", False, {"readout": "gap"}, "'avg', fc_norm=False"),
+    ("bam", True, {"readout": "gap"}, "'avg', pool_include_prefix=True, fc_norm=False"),
+    ("sparo", True, {"readout": "cls"}, "'token'"), ("sparo", True, {}, "''"),
+    ("stair", True, {}, "''")])
+def test_timm_is_told_how_a_method_pools(name, cls, settings, pooling):
+    model = tiny_model(name, vit={"cls": cls}, **settings)
+    assert evaluation.timm_pooling(model.eval()) == f"global_pool={pooling}"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["sparo", "stair", "sparc", "bam", "dino"])
+def test_torch_traces_exports_and_quantises_encode_image(name, monkeypatch):
+    """The traced and the exported function take another batch size than their example."""
+    monkeypatch.setattr(stair.StreamedEncoding, "CHUNK", 600)               # a part for each image
+    model = tiny_model(name).eval()
+    class Encode(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, images):
+            return self.model.encode_image(images)
+
+    images, encode = torch.rand(5, 3, 16, 16), Encode()
+    with torch.no_grad():
+        expected = model.encode_image(images)
+        close(torch.jit.trace(encode, images[:2])(images), expected)
+        exported = torch.export.export(encode, (images[:2],), dynamic_shapes=({0: torch.export.Dim("B")},))
+        close(exported.module()(images), expected)
+        small = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear}, torch.qint8)
+        assert (small.encode_image(images) * expected).sum(1).min() > 0.99
+
+
+def test_weights_of_a_resnet_are_refused(tmp_path):
+    """DINO's ResNet-50 expects ImageNet's pixels, and gets CLIP's here."""
+    torch.save({"conv1.weight": torch.ones(64, 3, 7, 7)}, tmp_path / "resnet.pth")
+    flags = "--method bam --image-encoder ResNet-50 --data shapes:size=32,objects=1 --local-crops 0"
+    with pytest.raises(UserError, match="resnet.pth: .*ResNets expect pixels with other .* a ViT"):
+        train_alone([*flags.split(), "--steps", "2", "--init-weights", tmp_path / "resnet.pth",
+                     "--out", tmp_path / "run"])
 
 
 def snippet(name):
