@@ -2522,6 +2522,12 @@ def draw_similarities(embedder, data):
 # third blue.
 CHARTS = {
     "Loss": {"loss": "loss", "chance_loss": "loss of a random guess"},
+    "Parts of the loss (SPARC, Eq. 7)": {
+        "global": "L_g", "local": "L_f", "local_wrong_image": "L_f with wrong images"},
+    "Active words of an encoding (STAIR)": {"active_image": "images", "active_text": "captions"},
+    "Images and captions that find their partner first (--eval-every)": {
+        "i2t/R@1": "images", "t2i/R@1": "captions"},
+    "Accuracy of the nearest neighbours (--eval-every)": {"knn": "20-NN"},
     "Learning rate": {"lr": "learning rate"},
     "Norm of the gradient, before it is clipped": {"grad_norm": "norm"},
     "Images per second": {"images_per_s": "images per second"},
@@ -2613,8 +2619,9 @@ def draw_log(run):
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     log = [{name: math.nan if x is None else x for name, x in json.loads(line).items()}
            for line in lines]
+    known = set().union(*log)
     for title, legend in CHARTS.items():
-        if len(log) > 1 and set(legend) <= log[-1].keys():
+        if len(log) > 1 and set(legend) <= known:
             if curves := read_curves(log, legend):
                 cells.append((chart(log, curves), title))
     if not cells:

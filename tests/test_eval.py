@@ -1010,6 +1010,18 @@ def test_a_chart_marks_where_a_stage_begins():
     assert red not in shown[0] and red in shown[1]
 
 
+def test_curves_show_parts_of_the_loss_and_metrics_of_some_steps(tmp_path, monkeypatch):
+    log = [{"step": step, "loss": 2.0, "chance_loss": 3, "global": 1.0, "local": 0.5,
+            "local_wrong_image": 0.9} | ({"i2t/R@1": 0.1, "t2i/R@1": 0.2} if step == 2 else {})
+           for step in (1, 2, 3)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log))
+    rows = rows_of(monkeypatch, lambda: evaluation.draw_log(tmp_path))
+    (_, cells), = rows[tmp_path / "curves.png"]
+    titles = [title for _, title in cells]
+    assert titles[0] == "Loss" and "Eq. 7" in titles[1] and "--eval-every" in titles[2]
+    assert len(titles) == 3
+
+
 def test_a_task_without_metrics_still_draws_its_picture(run_of, tmp_path, capsys):
     write_files(tmp_path, {"a.png": picture(format="PNG"), "a.csv": "image,caption\na.png,a cat\n"})
     data, run = tmp_path / "a.csv", run_of("sparc")
