@@ -2505,7 +2505,7 @@ def draw_similarities(embedder, data):
     one_class = ids[:, None] == ids
     kinds = {"one image": one_image, "one class": one_class & ~one_image, "two classes": ~one_class}
     low, bins = cosines.min().item(), 50
-    log = [{"cosine": round(low + (i + 0.5) * (1 - low) / bins, 2)} for i in range(bins)]
+    log = [{"cosine": round(low + (i + 0.5) * (1 - low) / bins, 3)} for i in range(bins)]
     for name, chosen in kinds.items():
         counts = cosines[chosen].histc(bins, low, 1.0)
         for record, count in zip(log, (counts / counts.max().clamp(min=1)).tolist()):
