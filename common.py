@@ -550,7 +550,7 @@ def image_encoder_settings(spec):
 #
 # Method lists the functions that a method's module may define. ModelDefaults lists the members that
 # its Model may define. Each line holds the default for a method that leaves the function or the
-# member out. train.py and eval.py use nothing else of a method, except Config, PRESETS and Model.
+# member out. train.py and eval.py use nothing else of a method, except Settings, PRESETS and Model.
 # So a new method is a new file and a few rows, which Method names.
 
 
