@@ -554,7 +554,7 @@ def image_encoder_settings(spec):
 #
 # Method lists the functions that a method's module may define. ModelDefaults lists the members that
 # its Model may define. Each line holds the default for a method that leaves the function or the
-# member out. train.py and eval.py use nothing else of a method, except Config, PRESETS and Model.
+# member out. train.py and eval.py use nothing else of a method, except Settings, PRESETS and Model.
 # So a new method is a new file and a few rows, which Method names.
 
 
@@ -2723,8 +2723,12 @@ def restore_model(model, weights, path, remedy):
         raise UserError(f"{path} holds weights that are NaN or infinite: give another file.")
 
 
-def load_checkpoint(path, map_location="cpu"):
-    """Read a checkpoint. Raises UserError if `path` is not a checkpoint that can be read.
+# what to do about the last.pt of a run that cannot be read
+NO_LAST = "copy a step-N.pt of --keep-every to last.pt, or if there is none, begin a new run"
+
+
+def load_checkpoint(path, map_location="cpu", remedy="give another file"):
+    """Read a checkpoint. Raises UserError with the remedy if `path` cannot be read.
 
     A pickle can execute any code when it is read. weights_only=True refuses everything but tensors
     and plain values.
@@ -2739,14 +2743,13 @@ def load_checkpoint(path, map_location="cpu"):
         if from_torch or isinstance(error, MemoryError):
             raise  # the file may be intact
         if isinstance(error, FileNotFoundError):
-            raise UserError(f"{path} does not exist: give another file. If a run ended before its "
-                            f"first save, begin it again by --resume auto.") from None
+            raise UserError(f"{path} does not exist: {remedy}.") from None
         refused = isinstance(error, (PermissionError, IsADirectoryError))
-        why = error.strerror if refused else why_unreadable(path, str(error))
+        why = error.strerror if refused else why_unreadable(path, str(error), remedy)
         raise UserError(f"{path} is not a checkpoint that can be read: {why}.") from None
 
 
-def why_unreadable(path, message):
+def why_unreadable(path, message, remedy):
     """torch.load's message about a file -> what is wrong with the file, and what to do."""
     with open(path, "rb") as file:
         is_safetensors = file.read(9)[8:] == b"{"  # 8 bytes, the length of the header, then JSON
@@ -2760,8 +2763,7 @@ def why_unreadable(path, message):
         return (f"it holds weights and {held[1]}, which could execute code. If you trust the file, "
                 f"save only the weights: with x = torch.load(FILE, weights_only=False), "
                 f"torch.save(x[KEY], NEW), or torch.save(x.state_dict(), NEW) for a Module")
-    return ("it is cut off, empty or of another format. Give another file. If it is last.pt, copy "
-            "a step-N.pt of --keep-every to last.pt, or begin a new run")
+    return f"it is cut off, empty or of another format: {remedy}"
 
 
 # Distributed --------------------------------------------------------------------------

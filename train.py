@@ -77,7 +77,9 @@ class Config:
     finetune: str | None = None
     seed: int = 0  # seed of the weights, the data and the augmentation
 
-    data: str = "shapes"  # SPEC of what to train on; the end of this help lists the forms of a SPEC
+    # SPEC of what to train on; the end of this help lists the forms of a SPEC; the presets of the
+    # papers have none
+    data: str | None = None
     # directory that the file names in the tables of --data and --eval-data are relative to; without
     # it each table's own directory
     image_root: str | None = None
@@ -320,7 +322,18 @@ SPEC_FORMS = "\n".join(f"  {form}" for form in common.spec_forms().split("; "))
 
 class Parser(evaluation.Parser):
     def error(self, message):
+        """For a flag that another method has, and for a method's name, the message says so."""
         let_rank_0_speak()
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        for word in unknown:
+            field = re.sub("^--(no-)?", "", word.partition("=")[0]).replace("-", "_")
+            owners = [name for name in METHODS if hasattr(METHODS[name].Settings, field)]
+            if word in METHODS:
+                message = f"{word} is a method: give --method {word}"
+            elif field == "device":
+                message = "train.py has no --device: it takes a GPU if torch finds one"
+            elif owners and word.startswith("--"):
+                message = f"{word} is a flag of --method {' and '.join(owners)}"
         super().error(message)
 
 
@@ -583,7 +596,8 @@ def write_run(args, tokenizer, out):
 
 
 def announce(args, data, model, tokenizer, device, progress):
-    """Print what begins. Raises UserError if the vocabulary does not fit the captions."""
+    """Print what begins. Raises UserError if the vocabulary does not fit the captions, or if an
+    image would be several times in a batch."""
     params = sum(p.numel() for p in model.parameters()) / 1e6
     ranks, threads = this_rank()[1], torch.get_num_threads()
     facts = [f"--method {args.method}", f"--preset {args.preset}", *changed_settings(args, data)]
@@ -605,8 +619,8 @@ def announce(args, data, model, tokenizer, device, progress):
               "--workers 8, or more")
     has_labels = METHODS[args.method].content(args) == "label"  # with labels, repeats do no harm
     if isinstance(data, common.CaptionTable) and len(data) < args.batch and not has_labels:
-        print(f"note: --batch {args.batch} is more than the {len(data)} images: a batch shows an "
-              f"image several times and treats it as different images: lower --batch")
+        raise UserError(f"--batch {args.batch} is more than the {len(data)} images of {args.data}: "
+                        f"a loss would compare an image with itself. Lower --batch.")
     stages = METHODS[args.method].stages(args)
     for number, steps, _ in stages:
         if 0 < steps < args.warmup:
@@ -727,6 +741,10 @@ def open_training_data(args, method):
     if args.batch % world_size:
         raise UserError(f"--batch {args.batch} is global and must be a multiple of the "
                         f"{world_size} ranks.")
+    if args.data is None and not args.dry_run:
+        raise UserError(f"--preset {args.preset} names no data: give --data SPEC (--data shapes "
+                        f"draws images) and, for captions, --vocab FILE.")
+    args.data = args.data or "shapes"
     encoder = common.image_encoder_settings(args.image_encoder)[1]
     image_size = args.image_size or encoder["image_size"]
     content = method.content(args)
@@ -848,8 +866,9 @@ def initial_encoders(args, method, tokenizer):
             source = evaluation.load_run(args.finetune)[0].model
         common.copy_encoder(encoders[0], source.evaluation_encoder(), args.finetune)
     if args.init_weights:
-        with common.explained(UserError, f"--init-weights {args.init_weights}"):
+        with common.explained(UserError, "--init-weights"):
             weights = common.load_checkpoint(args.init_weights)
+        with common.explained(UserError, f"--init-weights {args.init_weights}"):
             if isinstance(weights, dict) and "ranks" in weights:
                 raise UserError("the file is a checkpoint of train.py: `eval.py RUN --export FILE` "
                                 "writes the image encoder's weights, which BAM and DINO load. "
@@ -1128,8 +1147,13 @@ def load_state(args, data, model, scaler, progress, device):
     UserError if the run has made more than --steps steps, or if the current flags put the run's
     last step into another stage."""
     path = Path(args.out, "last.pt")
-    state = common.load_checkpoint(path, device)
-    remedy = "leave out the flags that change the model; vocab.txt must be that of the run"
+    state = common.load_checkpoint(path, device, common.NO_LAST)
+    before, settings = common.read_config(args.out), METHODS[args.method].Settings()
+    changed = [f"{common.flag_of(name)} {vars(args)[name]} (the run has {before[name]})"
+               for name in sorted({**vars(Config()), **vars(settings)}.keys() - {"out", "resume"})
+               if before.get(name, vars(args)[name]) != vars(args)[name]]
+    named = ", ".join(changed) or "the flags that change the model"
+    remedy = f"leave out {named}; vocab.txt must be that of the run"
     common.restore_model(model, state["model"], path, remedy)
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])

@@ -62,6 +62,9 @@ BLOCK = "transformer.resblocks.0."
 # it is {tensor of the CLIP file: another shape, or None if the file lacks the tensor}.
 ERRORS = [
     # Settings of a training
+    ("train --method sparc --preset b32 --out run", "--preset b32 names no data: give --data SPEC"),
+    ("train --method sparo --preset cc3m-b16 --out run", "--preset cc3m-b16 names no data.*--vocab"),
+    ("sparc --data table.csv --batch 100000", "--batch 100000 is more than the 2 images of table.csv"),
     ("sparc --preset b33", "has no preset 'b33'; it has tiny, tiny-stem, b32, b16, l14"),
     *((command, f"{command.partition(' ')[2]} must be {rest}") for command, rest in {
         "sparc --batch 0": "positive", "sparc --batch 1": "2 or more: the loss compares the captions",
@@ -174,7 +177,8 @@ ERRORS = [
     *(("clip", rf"^--init-weights clip.pt: the file has no {part} of shape \(.*\), which",
        {part: shape}) for part, shape in (
         ("visual.proj", None), ("visual.proj", (2, 3, 4)), ("text_projection", (9, 8)))),
-    ("sparc --init-weights 0", "^--init-weights 0: 0 is not a checkpoint that can be", "broken"),
+    ("sparc --init-weights 0", "^--init-weights: 0 is not .* can be read: .*: give another file.$", "broken"),
+    ("sparc --init-weights gone.pt", "^--init-weights: gone.pt does not exist: give another file.$"),
     ("sparc --init-weights 0", "^--init-weights 0: the file holds no weights .*, but a Tensor: save",
      saved(torch.ones(2))),
     ("sparc --init-weights 0", "^--init-weights 0: the file has no known .*, but patch_embed: ",
@@ -202,7 +206,8 @@ ERRORS = [
     ("train --resume --out other", "other/config.json has the method 'resnet', which is none of",
      {"other/config.json": '{"method": "resnet"}'}),
     ("stair --resume --out runs/sparc", "was begun with --method sparc, .* leave out --method stair"),
-    ("train --resume --embed-dim 7 --out runs/sparc", "model of another size.*: leave out"),
+    ("train --resume --embed-dim 7 --out runs/sparc",
+     r"model of another size.*: leave out --embed-dim 7 \(the run has 128\); vocab.txt"),
     ("train --resume --preset b32 --out runs/sparc", "--preset tiny, .* leave out --preset b32"),
     ("train --resume auto --vocab poor.txt --out runs/sparc", "leave out --vocab poor.txt"),
     *((f"{name} --init-weights 0", "0: the file is a checkpoint of train.py: `eval.py RUN --export",
@@ -316,3 +321,16 @@ def test_errors_name_the_mistake_and_change_no_file(
         program(*arguments)
     assert "\n" not in str(error.value)
     assert files_in(tmp_path) == before and not Path("run").exists()
+
+
+@pytest.mark.parametrize("words, message", [
+    ("--method bam --lambda-f 1", "--lambda-f is a flag of --method sparc"),
+    ("--method sparc --no-replace-block", "--no-replace-block is a flag of --method sparo"),
+    ("--method stair --crop-least=.2", "--crop-least=.2 is a flag of --method sparo and bam"),
+    ("sparo", "sparo is a method: give --method sparo"),
+    ("--method sparo --device cuda", "train.py has no --device: it takes a GPU"),
+    ("--method sparo --learning-rate 1", "did you mean --lr?")])
+def test_a_flag_that_belongs_elsewhere_is_named_as_such(capsys, words, message):
+    with pytest.raises(SystemExit):
+        train.main(words.split())
+    assert message in capsys.readouterr().err.splitlines()[-1]

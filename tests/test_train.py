@@ -1088,22 +1088,23 @@ def test_the_log_is_valid_json_if_a_gradient_overflows(tmp_path):
 
 def test_a_run_that_fails_at_its_start_leaves_no_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    table = write_table(tmp_path, 3, broken=(0, 1, 2))
-    monkeypatch.setattr(common.CaptionTable, "max_bad", 3)
+    table = write_table(tmp_path, 9, broken=range(9))
+    monkeypatch.setattr(common.CaptionTable, "max_bad", 9)
     flags = [*SPARC, "--data", table, "--image-size", "16"]
-    with pytest.raises(UserError, match="all 3 images could not be used"):
+    with pytest.raises(UserError, match="all 9 images could not be used"):
         train.main(flags)
     assert not list(tmp_path.glob("runs/*"))
     (tmp_path / "runs/mine").mkdir()
-    with pytest.raises(UserError, match="all 3 images"):
+    with pytest.raises(UserError, match="all 9 images"):
         train.main([*flags, "--out", "runs/mine"])
     assert (tmp_path / "runs/mine").exists()                 # it was there before
 
 
-def test_a_batch_larger_than_the_data_is_noted(tmp_path, capsys):
-    train_alone([*SPARC, "--data", write_table(tmp_path, 3), "--image-size", 16, "--steps", 1,
-                 "--out", tmp_path / "run"])
-    assert "note: --batch 8 is more than the 3 images" in capsys.readouterr().out
+def test_a_batch_larger_than_the_data_is_an_error(tmp_path):
+    flags = [*SPARC, "--data", write_table(tmp_path, 3), "--image-size", 16, "--out", tmp_path / "run"]
+    with pytest.raises(UserError, match="--batch 8 is more than the 3 images of .*Lower --batch"):
+        train_alone(flags)
+    train_alone([*flags, "--batch", 3, "--steps", 1])
 
 
 def test_the_first_caption_and_captions_that_are_cut_are_shown_at_the_start(tmp_path, capsys):
