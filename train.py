@@ -590,6 +590,12 @@ def announce(args, data, model, tokenizer, device, progress):
     unknown = check_vocabulary(args, data, tokenizer) if tokenizer else 0
     if unknown > 0.01:
         print(f"note: the vocabulary lacks {unknown:.1%} of the captions' tokens, they are [UNK]")
+    if isinstance(tokenizer, common.WordPiece):
+        dead = [word for word in tokenizer.vocab if word != word.lower() and word[0] != "["]
+        if dead:
+            print(f"note: {len(dead):,} tokens of the vocabulary have capitals, such as {dead[0]}. "
+                  f"They never occur, as captions are read in small letters: give --vocab of an "
+                  f"uncased model")
     if "OMP_NUM_THREADS" not in os.environ and os.getloadavg()[0] > os.cpu_count():
         print("note: other jobs use these cores, and threads that wait for each other are slow: "
               "set OMP_NUM_THREADS=1")
