@@ -74,7 +74,8 @@ def recall_at_k(queries, keys, positives, chunk=1024, similarity=torch.inner):
 
     queries (Q, E), keys (K, E); similarity(queries, keys) -> scores (Q, K).
     positives: ids of the queries (Q,) and of the keys (K,); a pair with equal ids is positive.
-    chunk: how many queries are scored at a time; their scores take chunk x K x 4 bytes.
+    chunk: how many queries are scored at a time; their scores take chunk x K x 4 bytes, and the
+    masks less.
 
     A negative key that has the same score as the best positive key counts as better. So a model
     that gives every pair the same score gets the worst recall, not the best.
@@ -87,11 +88,12 @@ def recall_at_k(queries, keys, positives, chunk=1024, similarity=torch.inner):
     ranks = []
     for x, ids in zip(queries.split(chunk), query_ids.split(chunk)):
         scores = similarity(x, keys)                                        # (chunk, K)
-        positive = ids[:, None] == key_ids                                  # (chunk, K)
-        best = scores.masked_fill(~positive, -torch.inf).amax(1, keepdim=True)
-        # the rank of the best positive, from 0: the number of negatives that come before it
-        rank = (scores.masked_fill(positive, -torch.inf) >= best).sum(1)
-        ranks.append(rank.where(positive.any(1), torch.inf))  # a query without one finds none
+        for s, own in zip(scores.split(64), ids.split(64)):  # masked copies of 64 rows are small
+            positive = own[:, None] == key_ids                              # (64, K)
+            best = s.masked_fill(~positive, -torch.inf).amax(1, keepdim=True)
+            # the rank of the best positive, from 0: the number of negatives that come before it
+            rank = (s.masked_fill(positive, -torch.inf) >= best).sum(1)
+            ranks.append(rank.where(positive.any(1), torch.inf))  # a query without one finds none
     ranks = torch.cat(ranks)
     return {k: (ranks < k).sum().item() / len(queries) for k in (1, 5, 10)}
 
@@ -1078,8 +1080,9 @@ def open_benchmark(directory, options):
     if kind == "retrieval":
         return EvalSet(captioned=lambda purpose: itertools.islice(shards.each("caption"), limit))
     source = str(options.classes or Path(directory, "classnames.txt"))
-    lines = common.read_text(source, "--classes").splitlines()
-    names = [line.strip() for line in lines]  # empty lines stay: CLEVR has a class without a name
+    lines = common.read_text(source, "--classes").rstrip().splitlines()
+    # Empty lines stay, because CLEVR has a class without a name, but not those at the end.
+    names = [line.strip() for line in lines]
     templates, file = options.templates, f"{directory}/zeroshot_classification_templates.txt"
     if not templates and Path(file).is_file():
         templates = read_templates([file])
@@ -1121,7 +1124,7 @@ def read_sugarcrepe(files, root, limit):
 def open_voc(directory, options, image_size):
     """A directory in Pascal VOC's layout -> EvalSet with maps.
 
-    ImageSets/Segmentation/SPLIT.txt lists ids. JPEGImages/ID.jpg is an image, and
+    ImageSets/Segmentation/SPLIT.txt lists ids. JPEGImages/ID.jpg (or .png, ...) is an image, and
     SegmentationClass/ID.png is its map of class ids. Class 0 is the background, and 255 marks
     pixels that do not count. The image is squeezed into a square, not cropped, so that patches
     cover the map. Raises UserError for a map that is not of this form, or that has a class without
@@ -1137,7 +1140,8 @@ def open_voc(directory, options, image_size):
 
     def read(name):
         """An id -> image (3, S, S), {"": map (H, W)}."""
-        image = common.open_image(directory / "JPEGImages" / f"{name}.jpg")
+        files = [directory / "JPEGImages" / f"{name}{suffix}" for suffix in common.IMAGE_SUFFIXES]
+        image = common.open_image(next(filter(Path.is_file, files), files[0]))
         image = image.resize((image_size, image_size), Image.Resampling.BICUBIC)
         path = directory / "SegmentationClass" / f"{name}.png"
         with Image.open(path) as file:
@@ -3202,7 +3206,8 @@ def suggest(word, flags):
                 "--grad-clip-norm": "--clip-grad"}
     if familiar.get(word) in flags:
         return familiar[word]
-    nearest = difflib.get_close_matches(word, flags, 1)
+    alike = [flag for flag in flags if flag[2:3] == word[2:3]]
+    nearest = difflib.get_close_matches(word, alike, 1, 0.7)
     return nearest[0] if nearest else None
 
 

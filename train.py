@@ -611,6 +611,12 @@ def announce(args, data, model, tokenizer, device, progress):
     if tokenizer:
         print(f"First caption: {data.sample_captions(1)[0]!r}")
         check_vocabulary(args, data, tokenizer)
+    if isinstance(tokenizer, common.WordPiece):
+        dead = [word for word in tokenizer.vocab if word != word.lower() and word[0] != "["]
+        if dead:
+            print(f"note: {len(dead):,} tokens of the vocabulary have capitals, such as {dead[0]}. "
+                  f"They never occur, as captions are read in small letters: give --vocab of an "
+                  f"uncased model")
     if "OMP_NUM_THREADS" not in os.environ and os.getloadavg()[0] > os.cpu_count():
         print("note: other jobs use these cores, and threads that wait for each other are slow: "
               "set OMP_NUM_THREADS=1")

@@ -308,7 +308,8 @@ def test_an_export_writes_only_a_new_file(run_of, tmp_path):
 
 
 @pytest.mark.parametrize("flag, meant", [
-    ("--batch-size 64", "--batch"), ("--traindata=x", "--train-data"), ("--learning-rate 1", None)])
+    ("--batch-size 64", "--batch"), ("--traindata=x", "--train-data"), ("--learning-rate 1", None),
+    ("--chunk 3", None)])
 def test_a_misspelt_flag_gets_the_flag_it_may_stand_for(capsys, flag, meant):
     with pytest.raises(SystemExit):
         evaluation.main(["run", *flag.split()])
@@ -318,6 +319,9 @@ def test_a_misspelt_flag_gets_the_flag_it_may_stand_for(capsys, flag, meant):
     assert evaluation.suggest("--learning-rate", ["--lr", "--limit"]) == "--lr"
     assert evaluation.suggest("--output-dir", ["--out", "--optimizer"]) == "--out"
     assert evaluation.suggest("--train-data", ["--data", "--eval-data"]) == "--data"
+    for other, flag in (("--layer-decay", "--weight-decay"), ("--drop-last", "--crop-least"),
+                        ("--global-pool", "--local-crops"), ("--interpolation", "--normalization")):
+        assert evaluation.suggest(other, [flag]) is None                    # something else
 
 
 def test_shards_that_the_shell_has_expanded_get_a_hint(capsys):

@@ -57,6 +57,9 @@ def test_a_sets_own_names_and_prompts_are_used_unless_others_are_given(
                                     "the red"]
     right, chance = evaluation.zeroshot(embedder(), data, options)["zeroshot"]
     assert right.tolist() == [True] * 6 and chance == 1 / 3
+    with open(tmp_path / "colours/classnames.txt", "a") as file:
+        file.write("\n\n")                                                  # no further class
+    assert opened(spec)[0].classes.names == NAMES
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     evaluation.main([str(run), "--task", "zeroshot", "--data", spec])
     settings = json.loads((run / "evals.jsonl").read_text().splitlines()[-1])["settings"]

@@ -1133,6 +1133,17 @@ def test_a_vocabulary_is_checked_on_captions_that_it_did_not_learn_from(monkeypa
         train.check_vocabulary(args, table, tokenizer)
 
 
+def test_a_vocabulary_with_capitals_is_noted(tmp_path, capsys):
+    """This WordPiece lowers all text, so the tokens of a cased BERT with capitals are dead."""
+    (tmp_path / "vocab.txt").write_text("\n".join(
+        [*common.SPECIAL_TOKENS, "[MASK]", "Paris", "##S", *"n0123456789", *(f"##{i}" for i in range(10))]))
+    train_alone([*SPARC, "--data", write_table(tmp_path, 3), "--image-size", 16, "--steps", 1,
+                 "--vocab", tmp_path / "vocab.txt", "--out", tmp_path / "run"])
+    out = capsys.readouterr().out
+    assert "note: 2 tokens of the vocabulary have capitals, such as Paris." in out
+    assert "give --vocab of an uncased model" in out
+
+
 def test_a_run_is_saved_before_it_is_evaluated(tmp_path, monkeypatch):
     """torchrun waits for ranks that it stops, but not as long as an evaluation may last."""
     saved = []
