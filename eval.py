@@ -1065,7 +1065,7 @@ def open_benchmark(directory, options):
     if not re.fullmatch("[1-9][0-9]{0,6}", n):
         raise UserError(f"{split}/nshards.txt holds {n!r}; write the number of the files 0.tar, "
                         f"1.tar, ...")
-    found = len(list(split.glob("*.tar")))
+    found = len(list(split.glob("[0-9]*.tar")))
     if found > int(n):  # a part of the set would be left out
         raise UserError(f"{split}/nshards.txt holds {n}, but {found} tars are there: write "
                         f"{found}, or remove the tars that do not belong to the set.")

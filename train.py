@@ -1202,10 +1202,8 @@ class Stop:
     def __init__(self):
         self.noted = 0
         self.steps, self.left, self.asked = 1, 1, time.monotonic()
-        known = {number: signal.getsignal(number) for number in SIGNALS}
-        self.before = {n: old for n, old in known.items() if old != signal.SIG_IGN}
-        for number in self.before:
-            signal.signal(number, self.note)
+        self.before = {number: signal.signal(number, self.note) for number in SIGNALS
+                       if signal.getsignal(number) != signal.SIG_IGN}
 
     def restore(self):
         for number, handler in self.before.items():

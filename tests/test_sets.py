@@ -137,6 +137,7 @@ def test_unreadable_samples_are_skipped_and_reported(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "skipped 1 of 7 images that cannot be read" in printed
     assert "2 x no label, the last " in printed and "1 x no image" in printed
+    (tmp_path / "test/1.tar").unlink()
     write_split(tmp_path / "test", {"a.jpg": b"x" * 5000, "a.cls": "1"})
     with pytest.raises(common.UserError, match="None of the 1 images") as error:
         evaluation.zeroshot(embedder(), *opened(tmp_path))
