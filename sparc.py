@@ -735,36 +735,13 @@ def share_on(mask, weights):
     return ((weights * patches).sum() / weights.sum()).item()
 
 
-# What was found out on test data (five seeds, `python tests/claims.py readme`). "On objects" is the
-# share of a word's weight on its objects (.07 with uniform weights).
+# tests/RESULTS.md has the results at toy scale. Three of them concern the equations:
 #
-#     R@1 of images        .560 +- .007  CLIP .530 +- .007 (holds)
-#     zero-shot, prompts   .464 +- .026  CLIP .434 +- .007 (holds)
-#     zero-shot, the name  .352 +- .058  CLIP .410 +- .022 (not shown)
-#     on objects, shapes   .174 +- .012  softmax .076 +- .041 (holds), sigma 0 .097 +- .023 (holds)
-#     on objects, colours  .174 +- .029  softmax .350 +- .105 (reversed), sigma 0 .134 +- .008
-#                                                                         (holds)
-#
-# The runs of this table are D. B is `tiny` with --sigma .3
-# --steps 2400 (three seeds, one learning rate for SPARC and for CLIP). C is `tiny-stem` with
-# --lambda-f .5 --lr 1e-3 (three seeds). Three seeds decide nothing: the sentences about B and C
-# compare means. `python tests/claims.py sparc` prints the rows of C.
-#
-# * L_f can be solved without the image, as in C. The negatives of a word are the words of the same
-#   caption, so patches can become a codebook that tells words apart, whatever the image shows. At
-#   the end of C, L_f is .11, and .16 with a wrong image (chance 2.2). Zero-shot and retrieval are
-#   still above CLIP's, but mIoU of colours is below CLIP's (.082 +- .030, CLIP .132 +- .045).
-# * With lambda_f 0.1 and the learning rate 2e-3, L_f needs the right image: L_f is .84, and 2.05
-#   with a wrong image. Zero-shot is better at a lower rate. Words find their objects best without
-#   a stem, as in B and D.
-# * Zero-shot of C is .585, with softmax weights .608, without a threshold .584. Table 8 has both
-#   below SPARC. Softmax weights have a higher R@1 of captions (.674, sparse .654). With 36 patches
-#   zero-shot is lower with softmax weights (.616, sparse .711).
-# * Softmax alignment puts more weight on colours than sparse alignment does, with each seed of B,
-#   but less on shapes. Alignment without a threshold puts less on both.
-# * SPARC is above CLIP with each seed of B in zero-shot, in R@1 of captions and of images and in
-#   K-Pna (.926, CLIP .910). SPARC's mIoU of colours is above CLIP's with two of the three seeds
-#   (.220, CLIP .208).
+# * L_f can be solved without the image. The negatives of a word are the words of the same caption,
+#   so patches can become a codebook that tells words apart, whatever the image shows. This happened
+#   with --lambda-f .5 --lr 1e-3, but not with .1 and 2e-3. diagnose() logs L_f with wrong images.
+# * Among the weights on objects, softmax weights have a larger share on a colour word's own objects
+#   than sparse weights, and a smaller share on a shape word's own objects.
 # * An update takes 1.005 times CLIP's FLOPs, as in Table 11; tests/test_train.py counts them.
 
 

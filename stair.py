@@ -25,8 +25,8 @@ Differs from the paper:
     not see at first can never come back.
   * The cosine in the loss counts an encoding shorter than 0.5 as 0.5 long, to bound its gradient.
   * Where the paper is silent, these choices are ours: special tokens ([CLS], [SEP], ...) are never
-    active. Stage 2 trains e with the text encoder, and the frozen image head keeps a copy of e. The
-    mean of Eq. 6 is over the global batch. Eq. 3 has both directions. See also PRESETS and LAMB.
+    active. Stage 2 trains e with the text encoder, and the frozen image head keeps a copy of e until
+    stage 3 begins. The mean of Eq. 6 is over the global batch. Eq. 3 has both directions. See also PRESETS and LAMB.
 Not here: the authors' private pairs (App. B); an index (App. D) of other features than words.
 """
 
@@ -680,28 +680,9 @@ def boolean_query(text, index):
     return where, words
 
 
-# What was found out on test data (five seeds, `python tests/claims.py readme`). CLIP is that of
-# sparc.py; the wide CLIP has an encoding as wide as STAIR's. One stage revives no words.
-#
-#     text-to-image R@1                      .885 +- .013  wide CLIP .785 +- .008  holds
-#     shape among the 10 best words          .990 +- .008  one stage .033 +- .055  holds
-#     label among the 10 best, CIFAR-10      .896 +- .043  CLIP .449 +- .041       holds
-#
-# Shapes, three seeds (the table compares means, as three seeds decide nothing). `python
-# tests/claims.py stair` prints these rows and more.
-#
-#     what                       here          compared with                 paper (COCO, ImageNet)
-#     image-to-text R@1          .937 +- .013  CLIP .897 +- .015             57.7, 53.4
-#     the same                                 one stage .742                57.7, 57.7
-#     the same                                 no text encoder .524 +- .071  57.7, 27.2
-#     zero-shot                  .991 +- .004  after stage 2 .747            Fig. 7: better
-#     zero-shot after stage 2    .747          after stage 1 .770            Fig. 7: better
-#     best word is the label     .355 +- .243  CLIP .459                     32.9, 13.7
-#     the same                                 --revive-until 0 .216         none
-#     active words, lambda 5e-4  32.2 +- 2.6   lambda 5e-2: 12.2 +- 2.6      Fig. 8a: more
-#
-# Three rows contradict the paper: one stage is below three stages in R@1, stage 2 does not improve
-# zero-shot, and the best word is the label more often with CLIP.
+# tests/RESULTS.md has the results at toy scale. Three of them contradict the paper: one stage is
+# below three stages in R@1, stage 2 does not improve zero-shot, and the best word is the label more
+# often with CLIP.
 
 
 if __name__ == "__main__":
