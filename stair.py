@@ -25,8 +25,9 @@ Differs from the paper:
     not see at first can never come back.
   * The cosine in the loss counts an encoding shorter than 0.5 as 0.5 long, to bound its gradient.
   * Where the paper is silent, these choices are ours: special tokens ([CLS], [SEP], ...) are never
-    active. Stage 2 trains e with the text encoder, and the frozen image head keeps a copy of e until
-    stage 3 begins. The mean of Eq. 6 is over the global batch. Eq. 3 has both directions. See also PRESETS and LAMB.
+    active. Stage 2 trains e with the text encoder, and the frozen image head keeps a copy of e
+    until stage 3 begins. The mean of Eq. 6 is over the global batch. Eq. 3 has both directions. See
+    also PRESETS and LAMB.
 Not here: the authors' private pairs (App. B); an index (App. D) of other features than words.
 """
 
