@@ -2383,7 +2383,7 @@ def draw_queries(embedder, data):
     """Where the words of a caption lie in its image (STAIR, Fig. 10), for at most eight words."""
     rows = []
     for image, caption in zip(*take(embedder, data, 10)):
-        words = [word for word in dict.fromkeys(common.split_words(caption))
+        words = [word for word in dict.fromkeys(embedder.tokenizer.split(caption))
                  if word in embedder.tokenizer.ids and says_something(word, data)][:8]
         if words:
             rows.append((caption, image, zip(words, query_maps(embedder, image, words))))
@@ -2987,7 +2987,7 @@ def search(embedder, data, options, run, queries):
         rows.append((heading, [(to_picture(image), score) for image, score in shown]))
         if encoder == "text encoder" and shown and model.word_maps:
             # "a" is left out, because the map of "a" would hide the map of "ring"
-            words = [word for word in common.split_words(query) if says_something(word, data)]
+            words = [word for word in embedder.tokenizer.split(query) if says_something(word, data)]
             located.append((query, locate(embedder, " ".join(words) or query, shown[:5])))
     note = "The score of a caption is a cosine."
     if model.late_interaction:
