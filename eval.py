@@ -696,7 +696,7 @@ class Embedder:
         return found | {"patches": maps.cpu().numpy()}
 
     @torch.no_grad()
-    def encode_batches(self, batches, encode):
+    def encode_batches(self, batches, encode="encode_image"):
         """Batches of images (b, 3, S, S), uint8 or normalised -> encodings (n, E) or (n, P, E)."""
         encode = self.function(encode)
         return assert_finite(concatenate([encode(x.to(self.device)).cpu() for x in batches]))
@@ -1964,7 +1964,8 @@ def sparsity(embedder, data, options):
     """Mean number of active words (non-zeros) in STAIR's encodings of 500 images, and of their
     captions."""
     images, captions = take(embedder, data, 500)
-    return {"active/image": (embedder.images(images) != 0).flatten(1).sum(1),
+    x = embedder.encode_batches(images.split(embedder.chunk))
+    return {"active/image": (x != 0).flatten(1).sum(1),
             "active/text": (embedder.texts(captions) != 0).flatten(1).sum(1)}
 
 
@@ -2247,7 +2248,7 @@ def draw_segmentation(runs, data):
             what = grouping[1:] or "class"
             size, maps = (144, 144 * truth.shape[0] // truth.shape[1]), {f"true {what}": truth}
             for name, embedder in runs.items():
-                patches = embedder.images(image[None], embedder.model.encode_patches)[0]
+                patches = embedder.encode_batches([image[None]], embedder.model.encode_patches)[0]
                 predicted = sparc.segment(patches, classes[name][grouping], truth.shape)
                 maps[f"predicted {what}" + (f" by {name}" if name else "")] = predicted
             for label, ids in maps.items():
@@ -2349,7 +2350,7 @@ def draw_words(runs, data):
     pictures = [[to_picture(image, (144, 144))] for image in images]
     for name, embedder in runs.items():
         encode = embedder.model.image_encoding or "encode_image"
-        scores = vocabulary_scores(embedder, embedder.images(images, encode))     # (n, |V|)
+        scores = vocabulary_scores(embedder, embedder.encode_batches([images], encode))  # (n, |V|)
         for row, of_image in zip(pictures, scores):
             cloud = word_cloud(embedder.tokenizer.vocab, of_image)
             row.append(join([draw_text(name, cloud.width), cloud], down=True))
@@ -2374,7 +2375,7 @@ def query_maps(embedder, image, queries):
     ids = torch.tensor(sum(tokens, []), device=embedder.device)
     encode = functools.partial(embedder.model.word_maps, ids=ids)
     patches = embedder.model.image_encoder.grid ** 2
-    maps = embedder.images(image[None], encode)[0, -patches:]               # (P, m), p(h_j)
+    maps = embedder.encode_batches([image[None]], encode)[0, -patches:]     # (P, m), p(h_j)
     maps = [x.mean(1) for x in maps.split([len(ids) for ids in tokens], 1)]
     return [x - x.min() for x in maps]
 
