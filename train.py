@@ -1,4 +1,4 @@
-"""Train a method: `python train.py --method sparc`, or on 8 GPUs
+r"""Train a method: `python train.py --method sparc`, or on 8 GPUs
 `torchrun --nproc_per_node=8 train.py --method sparc`.
 
 The defaults are in two dataclasses: Config in train.py, and Settings in the file of the method. A
@@ -19,6 +19,21 @@ To read how it works, begin at train(). A map of the sections:
 To add a setting, add a field with a comment to Config. To add an optimizer, add a row to
 OPTIMIZERS. `args` holds the settings of the run, `options` the settings of its evaluation
 (eval.options_of).
+
+On Slurm, this job trains on two machines that share --out. It requeues itself before it must end:
+
+    #!/bin/bash
+    #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=96 --time=24:00:00
+    #SBATCH --requeue --signal=B:TERM@120
+    source .venv/bin/activate
+    trap 'kill -TERM $!; wait $!; scontrol requeue $SLURM_JOB_ID' TERM
+    # seconds to save; torch before 2.12 ignores this and allows 30
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100
+    srun torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_id=$SLURM_JOB_ID \
+        --rdzv_endpoint=$SLURMD_NODENAME:29500 train.py --resume auto \
+        --method sparc --preset l14 --grad-checkpoint --workers 12 --out runs/l14 \
+        --data '/data/{00000..09999}.tar' --vocab /data/vocab.txt &
+    wait $!
 """
 
 import argparse
@@ -36,7 +51,6 @@ import resource
 import shlex
 import shutil
 import signal
-
 import sys
 import tempfile
 import time
