@@ -217,8 +217,9 @@ def test_constants_are_those_of_their_sources(found, paper, source):
 
 
 @pytest.mark.parametrize("name, sizes", [  # ViT, Table 1; DeiT, Table 1; CLIP, Table 20
-    ("ViT-S/16", (384, 12, 6, 16)), ("ViT-B/32", (768, 12, 12, 32)), ("ViT-B/16", (768, 12, 12, 16)),
-    ("ViT-L/14", (1024, 24, 16, 14)), ("clip-b32", (768, 12, 12, 32)), ("clip-b16", (768, 12, 12, 16)),
+    ("ViT-S/16", (384, 12, 6, 16)), ("ViT-B/32", (768, 12, 12, 32)),
+    ("ViT-B/16", (768, 12, 12, 16)), ("ViT-L/14", (1024, 24, 16, 14)),
+    ("clip-b32", (768, 12, 12, 32)), ("clip-b16", (768, 12, 12, 16)),
     ("clip-l14", (1024, 24, 16, 14))])
 def test_image_encoders_have_their_papers_sizes(name, sizes):
     found = common.image_encoder_settings(name)[1]
