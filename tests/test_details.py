@@ -21,7 +21,8 @@ import sparc
 import sparo
 import stair
 import train
-from helpers import SMALL, make_batch, make_views, picture, read_log, tiny_model, train_alone
+from helpers import (SMALL, make_batch, make_views, picture, read_log, tiny_model, train_alone,
+                     train_until)
 
 # Initial weights --------------------------------------------------------------------------
 
@@ -515,6 +516,8 @@ def test_layers_are_those_of_the_papers():
     a, b, skip = adapter.main[0], adapter.main[2], adapter.skip
     expected = ((h @ a.weight.T + a.bias).relu() @ b.weight.T + b.bias) + h @ skip.weight.T
     torch.testing.assert_close(adapter(h), expected + skip.bias)
+    norms = tiny_model("bam", teacher=False).projector[1::2]  # heads.py:36 of BAM's code
+    assert [norm.affine for norm in norms] == [True, True, False]
 
 
 def test_word_maps_have_the_bias_of_their_words():
@@ -535,7 +538,23 @@ def test_clips_first_layer_norm_sees_positions():
     torch.testing.assert_close(x.std(-1, correction=0), torch.ones(1, 65), atol=1e-3, rtol=0)
 
 
+def test_dinos_entropy_of_the_mean_is_over_images_and_views(monkeypatch):
+    p = torch.rand(2, 4, 7).softmax(-1)
+    monkeypatch.setattr(sparo, "dino_loss", lambda *arguments: (torch.tensor(0.0), p))
+    out, mean = tiny_model("dino")(make_views()), p.mean((0, 1))
+    torch.testing.assert_close(out["entropy_mean"], -(mean * mean.log()).sum())
+    torch.testing.assert_close(out["entropy"], -(p * p.log()).sum(-1).mean())
+
+
 # Evaluations ------------------------------------------------------------------------------
+
+
+def test_special_tokens_are_no_words_of_an_image():
+    """STAIR, Table 4."""
+    tokenizer = common.WordPiece([*common.SPECIAL_TOKENS, "red", "##s"])
+    embedder = SimpleNamespace(tokenizer=tokenizer, model=SimpleNamespace(encode_words=True))
+    scores = evaluation.vocabulary_scores(embedder, torch.ones(2, 8))  # 8: an embedding's rows
+    assert scores.tolist() == [[-math.inf] * 4 + [1.0, 1.0]] * 2
 
 
 def test_a_slot_is_interpreted_only_by_a_word_it_looks_at():
@@ -575,18 +594,45 @@ def test_relative_changes_are_quotients():
 
 
 def test_an_update_follows_the_step_of_its_stage_and_clips_the_gradient(tmp_path, monkeypatch):
-    """Each of STAIR's stages has its own warm-up; --clip-grad 1e-3 bounds the gradient."""
-    norms = []
-    monkeypatch.setattr(train.common, "cosine_lr", lambda step, steps, warmup, peak: 1e-4)
+    """STAIR stops in stage 2 and resumes: the stage goes on, stage 3 is fresh."""
+    norms, stages, calls = [], [], []
+    after, begin = stair.Model.after_update, stair.Model.begin_stage
     monkeypatch.setitem(train.OPTIMIZERS, "adamw",
                         lambda groups, betas, eps: Recorder(groups, norms))
-    calls, after = [], stair.Model.after_update
     monkeypatch.setattr(stair.Model, "after_update", lambda self, step, steps: (
         calls.append((self.number, step, steps)) or after(self, step, steps)))
-    train_alone([*SMALL["stair"], "--clip-grad", "1e-3", "--out", tmp_path])
+    monkeypatch.setattr(stair.Model, "begin_stage", lambda self, number, fresh: (
+        stages.append((number, fresh)) or begin(self, number, fresh)))
+    train_until(3, [*SMALL["stair"], "--clip-grad", "1e-3", "--out", tmp_path])
+    train_alone(["--resume", "--out", tmp_path])
     assert calls == [(1, 0, 2), (1, 1, 2), (2, 0, 2), (2, 1, 2), *[(3, i, 4) for i in range(4)]]
+    assert stages == [(1, True), (2, True), (2, False), (2, False), (3, True)]
     assert max(norms) == pytest.approx(1e-3, rel=1e-2) and len(norms) == 8
     assert read_log(tmp_path)[0]["grad_norm"] > 1e-2  # logged before clipping
+
+
+def test_each_rank_has_random_numbers_of_its_own(monkeypatch):
+    """Stochastic depth drops other rows on each rank."""
+    monkeypatch.setattr(train, "this_rank", lambda: (3, 4))
+    monkeypatch.setattr(train, "mixed_precision", lambda args, device: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train.train(train.parse_args([*SMALL["sparc"], "--seed", "5"]), None, torch.device("cpu"))
+    assert torch.initial_seed() == 5 + 3
+
+
+def test_a_checkpoint_of_other_data_begins_a_new_order():
+    rng, local = torch.get_rng_state(), {"cuda_rng": None, "positions": {0: (2, 9)}, "skipped": {}}
+    state = {"step": 7, "stage": 1, "order": 2, "workers": 0, "data": "a", "words": None,
+             "boxes": None, "ranks": [local | {"rng": rng}]}
+    torch.rand(3)
+    same, other = train.Progress("a"), train.Progress("b")
+    other.restore(state, 0)
+    assert (other.step, other.order, other.positions) == (7, 2 + 7, {})
+    same.restore(state, 0)
+    assert (same.step, same.order, same.positions) == (7, 2, {0: (2, 9)})
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert [train.Progress("a", step=s).due(3) for s in (2, 3, 4, 6)] == [False, True, False, True]
+    assert not train.Progress("a", step=3).due(0)
 
 
 class Recorder(torch.optim.SGD):

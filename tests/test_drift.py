@@ -32,7 +32,7 @@ RUNS = {
     "mgca": ("sparc", dict(objective="mgca", mgca_prototypes=5), ""),
     "bam": ("bam", {}, "--clip-grad 0.3"), "bam alone": ("bam", dict(teacher=False), ""),
     "blocks": ("bam", dict(teacher=False, normalization="block", mask="zero"), ""),
-    "simclr": ("bam", dict(teacher=False, target="onehot"), "--optimizer lars --lr 0.1"),
+    "simclr": ("bam", dict(teacher=False, target="onehot"), "--optimizer lars --lr 0.01"),
     "classifier": ("classifier", {}, "--optimizer sgd"),
 }
 
