@@ -516,7 +516,7 @@ def test_layers_are_those_of_the_papers():
     a, b, skip = adapter.main[0], adapter.main[2], adapter.skip
     expected = ((h @ a.weight.T + a.bias).relu() @ b.weight.T + b.bias) + h @ skip.weight.T
     torch.testing.assert_close(adapter(h), expected + skip.bias)
-    norms = tiny_model("bam", teacher=False).projector[1::2]  # heads.py:36 of BAM's code
+    norms = list(tiny_model("bam", teacher=False).projector)[1::2]  # heads.py:36 of BAM's code
     assert [norm.affine for norm in norms] == [True, True, False]
 
 
@@ -585,6 +585,16 @@ def test_probes_crops_have_at_least_8_percent_of_the_image(monkeypatch):
         list(pairs), [0]))
     evaluation.random_crops(embedder, [(picture(), 0)])
     assert asked == [0.08]
+
+
+def test_lbfgs_probe_ends_where_the_gradient_of_its_objective_is_0():
+    """BAM, D.3: mean cross entropy + l2 / 2 |W|^2, whose gradient has l2 W."""
+    x, labels = torch.randn(60, 5), torch.randint(3, (60,))
+    head, l2 = evaluation.lbfgs_probe(x, labels, strengths=[0.3])
+    cross_entropy = F.cross_entropy(x @ head.weight.T + head.bias, labels)
+    gradient, = torch.autograd.grad(cross_entropy, head.weight)
+    assert l2 == 0.3 and head.weight.abs().max() > 0.02
+    torch.testing.assert_close(gradient, -0.3 * head.weight, rtol=1e-3, atol=1e-4)
 
 
 def test_relative_changes_are_quotients():
