@@ -335,7 +335,7 @@ def main():
             (root / file).write_text(source.replace(old, new))
             status = run_tests(root, tests, output)
             (root / file).write_text(source)
-            result = "survived" if status == 0 else "killed"
+            result = "survived" if status == 0 else "killed" if status > 0 else "hung"
             if meaning.startswith("equivalent"):
                 result = "equivalent" if status == 0 else "killed, but called equivalent"
             counts[area][result] += 1
