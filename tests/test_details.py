@@ -5,6 +5,7 @@ augmentation, the world's negatives and colours, and what evaluations leave out.
 """
 
 import colorsys
+import itertools
 import math
 import random
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ import sparo
 import stair
 import train
 from helpers import (SMALL, make_batch, make_views, picture, read_log, tiny_model, train_alone,
-                     train_until)
+                     train_until, write_table)
 
 # Initial weights --------------------------------------------------------------------------
 
@@ -337,7 +338,40 @@ def test_train_mask_equals_a_literal_loop(parts):
     assert 0.1 < mask.min() and mask.max() < 0.9
 
 
-# Augmentation and decoding ----------------------------------------------------------------
+# Data: resume, augmentation, decoding -----------------------------------------------------
+
+
+def test_a_resumed_table_goes_on_where_it_stopped():
+    """Each part of the data resumes inside an epoch and at the begin of one."""
+    table = common.CaptionTable([(f"{i}.jpg", f"{i} {c}") for i in range(7) for c in range(3)], "t")
+    for part in (0, 1):
+        rows = itertools.islice(table.samples(3, part, 2), 12)
+        whole = [(sample, position) for sample, position in rows]
+        assert [position for _, position in whole] == list(range(1, 13))
+        for start in (1, 5, 8):
+            rest = itertools.islice(table.samples(3, part, 2, start), 12 - start)
+            assert list(rest) == whole[start:]
+
+
+def test_each_sample_and_batch_of_each_rank_has_a_seed_of_its_own(tmp_path, monkeypatch):
+    """Otherwise two ranks would augment their images alike, or a batch as its last image."""
+    seeds, mix_seed = [], common.mix_seed
+    monkeypatch.setattr(common, "mix_seed", lambda *numbers: (
+        seeds.append(mix_seed(*numbers)) or mix_seed(*numbers)))
+    table = common.open_data(write_table(tmp_path, 8))
+    for rank in (0, 1):
+        stream = common.Stream(table, None, lambda image: torch.zeros(1), None, None, 2, 0, rank, 2)
+        next(iter(stream))
+    assert len(set(seeds)) == len(seeds) == 6  # two images and their batch on each rank
+
+
+@pytest.mark.parametrize("flags, depths", [
+    ("", (1, 1)), ("--no-replace-block", (2, 2)), ("--readout cls", (2, 2))])
+def test_sparo_replaces_the_last_block_of_both_encoders(flags, depths):
+    """SPARO, Sec. 4: other read-outs keep all blocks."""
+    args = train.parse_args([*SMALL["sparo"], *flags.split()])
+    encoders = common.build_encoders(train.METHODS["sparo"], args, range(30))
+    assert tuple(len(encoder.blocks) for encoder in encoders) == depths
 
 
 def test_views_are_drawn_with_byols_probabilities_and_bounds():
