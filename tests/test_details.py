@@ -1,0 +1,711 @@
+"""Details at which a small mistake changes results but no error: each test names its source.
+
+Initial weights, gradients that must stop, stages and ramps, schedules, masks, bounds of the
+augmentation, the world's negatives and colours, and what evaluations leave out.
+"""
+
+import colorsys
+import itertools
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bam
+import common
+import eval as evaluation
+import sparc
+import sparo
+import stair
+import train
+from helpers import (SMALL, make_batch, make_views, picture, read_log, tiny_model, train_alone,
+                     train_until, write_table)
+
+# Initial weights --------------------------------------------------------------------------
+
+
+def vit(**settings):
+    return common.ViT(image_size=64, patch_size=8, width=64, depth=3, heads=2, cls=True, **settings)
+
+
+def initial():
+    """Return {name: (weight, expected deviation)} of every encoder and head; 0 is exact."""
+    d, depth, image = 64, 3, vit()
+    text = common.TextTransformer(vocab_size=500, context=40, width=d, depth=depth, heads=2)
+    found = {}
+    for encoder in (image, text):
+        for i, block in enumerate(encoder.blocks):  # CLIP, initialize_parameters of model.py
+            name, attn, mlp = f"{type(encoder).__name__} {i}", block.attn, block.mlp
+            found |= {f"{name} qkv": (attn.qkv.weight, d**-0.5),
+                      f"{name} proj": (attn.proj.weight, (2 * d * depth) ** -0.5),
+                      f"{name} fc1": (mlp.fc1.weight, (2 * d) ** -0.5),
+                      f"{name} fc2": (mlp.fc2.weight, (2 * d * depth) ** -0.5)}
+            found |= {f"{name} bias": (x.bias, 0) for x in (attn.qkv, attn.proj, mlp.fc1, mlp.fc2)}
+    found |= {"[CLS]": (image.cls, 0.02), "ViT's positions": (image.pos, 0.02),
+              "words": (text.embedding.weight, 0.02), "text's positions": (text.pos, 0.01)}
+    found["queries"] = sparo.Sparo(d, 16, 8, 32).q, 1.0                     # App. A
+    for readout, key in (("cls", ""), ("gap", "1."), ("bottleneck", "0."), ("fdt", "")):
+        config = sparo.Config(readout=readout, embed_dim=128, bottleneck=32, codes=100)
+        model = sparo.Model(config, vit(), text, d, d)
+        if readout == "fdt":
+            found["codes"] = model.image_readout.codebook, 1.0
+        else:
+            projection = model.get_parameter(f"image_readout.proj.{key}weight")
+            found[readout] = projection, d**-0.5                            # CLIP
+    pool = sparo.AttentionPool(128, 49, 256)
+    found |= {f"CLIP's pool {key}": (p, 128**-0.5) for key, p in pool.named_parameters()
+              if p.ndim == 2}
+    head = sparo.DinoHead(d, 100, 128, 64).mlp                              # vision_transformer.py
+    found |= {f"DINO's head {i}": (layer.weight, 0.02) for i, layer in enumerate(head[::2])}
+    found |= {f"DINO's bias {i}": (layer.bias, 0) for i, layer in enumerate(head[::2])}
+    for objective in ("sparc", "mgca"):
+        model = sparc.Config(objective=objective, embed_dim=128)
+        model = sparc.model_class(model)(model, vit(), text, d, d)
+        found |= {"g_v": (model.g_v.weight, d**-0.5), "g_t": (model.g_t.weight, d**-0.5)}
+    found["lengths of prototypes"] = model.prototypes.norm(dim=-1) - 1, 0
+    found["STAIR's b"] = stair.TokenProjectionHead(d, text.embedding).bias, 0
+    projector = bam.Projector(d, bam.Config(projector_width=128, projector_dim=128))
+    found |= {f"BAM's projector {i}": (layer.weight, 0.02) for i, layer in enumerate(projector)}
+    classifier = bam.Classifier(bam.ClassifierConfig(classes=["a"] * 100), vit(), None, d, None)
+    found |= {"classifier": (classifier.head.weight, 0.02), "bias": (classifier.head.bias, 0)}
+    return found
+
+
+def test_initial_weights_have_the_deviations_of_their_sources():
+    for name, (weight, expected) in initial().items():
+        found = weight.detach().square().mean().sqrt().item()
+        room = 4 * (2 * weight.numel()) ** -0.5  # four standard errors of a deviation
+        assert found == pytest.approx(expected, rel=room, abs=1e-6), name
+        if expected == 1.0 and weight.numel() > 1000:
+            assert weight.min() < -2.5, name  # normal, not uniform
+    for model in (tiny_model("sparo"), tiny_model("sparc"), tiny_model("stair")):
+        assert model.log_scale.exp().item() == pytest.approx(1 / 0.07)
+
+
+# Gradients that must stop -----------------------------------------------------------------
+
+
+def test_targets_and_teachers_get_no_gradient():
+    """BAM, Sec. 4.1; DINO, Algorithm 1; MGCA's prototypes (torch.no_grad in its code)."""
+    z, z_m = torch.randn(8, 5, requires_grad=True), torch.randn(8, 5, requires_grad=True)
+    bam.bam_loss(z, 2, z_m).backward()
+    assert z.grad is not None and z_m.grad is None
+    assert not bam.sinkhorn(z @ z_m.T, 0.1, 3).requires_grad
+    student, teacher = torch.randn(2, 2, 3, 7).unbind()
+    student.requires_grad_(), teacher.requires_grad_()
+    loss, p_t = sparo.dino_loss(student, teacher, torch.zeros(7), 0.1, 0.04)
+    loss.backward()
+    assert teacher.grad is None and not p_t.requires_grad and student.grad.abs().max() > 0
+
+
+def test_prototype_losss_gradient_is_that_of_fixed_targets():
+    v, t, c = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (5, 5, 3))
+    found = torch.autograd.grad(sparc.prototype_loss(v, t, c, 3.0), (v, t, c))
+    s = [F.normalize(x, dim=-1) @ F.normalize(c, dim=-1).T for x in (v, t)]
+    q = [(x.detach() / 0.05).exp() for x in s]  # D.4: epsilon .05, 3 iterations
+    for _ in range(3):
+        q = [x / x.sum(0) for x in q]
+        q = [x / x.sum(1, keepdim=True) for x in q]
+    loss = sum(-(target * (3.0 * x).log_softmax(1)).sum(1).mean() / 2
+               for x, target in zip(s, q[::-1]))
+    torch.testing.assert_close(found, torch.autograd.grad(loss, (v, t, c)))
+
+
+# Masks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", ["sparc", "filip", "clip+filip", "pacl", "gloria", "mgca"])
+def test_cls_is_no_patch(objective):
+    """SPARC, Sec. 2: with [CLS] first, the loss is that of the patches alone."""
+    model, batch = tiny_model("sparc", objective=objective, vit=dict(cls=True)), make_batch()
+    encoder = model.image_encoder
+    tokens = encoder(batch["images"])
+    expected = model(batch)["loss"]
+    model.image_encoder = nn.Module()
+    model.image_encoder.cls, model.image_encoder.forward = None, lambda images: tokens[:, 1:]
+    torch.testing.assert_close(model(batch)["loss"], expected)
+
+
+def test_padding_and_captions_without_words_change_nothing():
+    """FILIP, GLoRIA and MGCA with more padding; a caption without words scores 0 in FILIP."""
+    t, v = torch.randn(3, 5, 4), torch.randn(3, 6, 4)
+    mask = torch.arange(5) < torch.tensor([5, 2, 0])[:, None]
+    longer, long_mask = torch.cat([t, torch.randn(3, 2, 4)], 1), F.pad(mask, (0, 2))
+    for loss in (lambda t, m: sparc.filip_loss(t, v, m, 5.0, keep=1.0),
+                 lambda t, m: sparc.filip_loss(t, v, m, 5.0, keep=0.5),
+                 lambda t, m: sparc.gloria_loss(t, v, m, 5.0),
+                 lambda t, m: sparc.fine_grained_loss(t, v, m, 5.0)):
+        torch.testing.assert_close(loss(longer, long_mask), loss(t, mask))
+    words = F.normalize(t, dim=-1) * mask[..., None]
+    scores = sparc.filip_scores(F.normalize(v, dim=-1), words)
+    assert (scores[:, 2] == 0).all()
+    expected = torch.stack([torch.stack([(i @ c[m].T).amax(1).mean() for c, m in zip(words, mask)
+                                         if m.any()]) for i in F.normalize(v, dim=-1)])
+    torch.testing.assert_close(scores[:, :2], expected)  # also where all cosines are negative
+
+
+def test_pixels_that_do_not_count_are_in_no_union():
+    """SPARC, D.7: 255 is ignored; miou_fg ignores the background of the truth."""
+    truth = torch.tensor([[1, 1, 0, 255], [2, 2, 0, 255]])
+    predicted = torch.tensor([[1, 2, 1, 1], [2, 2, 0, 2]])
+    assert sparc.image_iou(predicted, truth) == pytest.approx((1 / 3 + 2 / 3) / 2)
+    assert sparc.image_iou(predicted, truth, True) == pytest.approx((1 / 2 + 2 / 3) / 2)
+
+
+def test_a_patch_that_an_object_touches_counts_by_its_covered_share():
+    mask = torch.zeros(4, 4, dtype=torch.bool)
+    mask[0, 0] = mask[2:, 2:] = True  # a quarter of patch 0, all of patch 3
+    assert sparc.share_on(mask, torch.tensor([4.0, 2, 2, 2])) == pytest.approx((1 + 2) / 10)
+
+
+# Stages, ramps, schedules -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps, expected", [
+    (10, [3, 2, 5]), (11, [3, 3, 5]), (1000, [260, 250, 490])])
+def test_shares_of_stages_are_rounded(steps, expected):
+    args = SimpleNamespace(steps=steps, lr=2.0, **vars(stair.Config(lr_2=0.5, share_1=0.26)))
+    rows = stair.stages(args)
+    assert [row[1] for row in rows] == expected and sum(row[1] for row in rows) == steps
+    assert [row[2] for row in rows] == pytest.approx([2.0, 1.0, 0.2])
+
+
+def test_a_resume_restarts_neither_the_ramp_nor_the_copy_of_e():
+    """A checkpoint of stage 2 keeps the lambdas and the image head's e; a new stage does not."""
+    model = tiny_model("stair", stage=1)
+    model.after_update(3, 16)  # ((3 + 1) / (16 / 2))^2
+    assert model.strength.item() == pytest.approx(0.25)
+    model.begin_stage(2, fresh=True)
+    assert model.strength == 0
+    copied = model.image_embedding.clone()
+    assert torch.equal(copied, model.text_encoder.embedding.weight)
+    model.after_update(1, 8)
+    nn.init.normal_(model.text_encoder.embedding.weight)  # as training does
+    other = tiny_model("stair", stage=1)
+    other.load_state_dict(model.state_dict())
+    assert other.number == 2 and other.strength.item() == pytest.approx(0.25)
+    assert torch.equal(other.image_embedding, copied)
+    assert torch.equal(other.image_e(), copied)
+    frozen = [*other.image_encoder.parameters(), *other.image_head.transform.parameters(),
+              other.image_head.bias]
+    assert not any(p.requires_grad for p in frozen) and other.text_head.bias.requires_grad
+    assert other.text_encoder.embedding.weight.requires_grad
+    other.begin_stage(3, fresh=True)
+    assert torch.equal(other.image_e(), other.text_encoder.embedding.weight)
+    assert all(p.requires_grad for p in frozen) and other.strength == 0
+
+
+def test_stage_2_keeps_the_statistics_of_the_image_encoders_batch_norm():
+    model, images = tiny_model("stair", stage=2).train(), torch.randn(4, 3, 16, 16)
+    before = {key: x.clone() for key, x in model.image_encoder.named_buffers()}
+    model.image_encoding(images)
+    assert all(torch.equal(x, before[key]) for key, x in model.image_encoder.named_buffers())
+    model.begin_stage(3, fresh=True)
+    model.image_encoding(images)
+    assert not all(torch.equal(x, before[key]) for key, x in model.image_encoder.named_buffers())
+
+
+@pytest.mark.parametrize("revive_until, revived", [(0, []), (1, [1]), (2, [1, 2]), (3, [1, 2, 3])])
+def test_words_are_revived_up_to_a_stage(revive_until, revived, monkeypatch):
+    seen = []
+    monkeypatch.setattr(stair.Model, "image_encoding", lambda self, images, revived=None: (
+        seen.append(revived is not None) or torch.ones(len(images), 30)))
+    model = tiny_model("stair", revive_until=revive_until)
+    for stage in (1, 2, 3):
+        model.begin_stage(stage, fresh=True)
+        model(make_batch())
+    assert [stage for stage, was in zip((1, 2, 3), seen) if was] == revived
+
+
+def test_only_stage_1_masks_words_and_special_tokens_are_never_active():
+    model, batch = tiny_model("stair", stage=1), make_batch()
+    nn.init.constant_(model.text_head.bias, 5.0)
+    for stage in (1, 2, 3):
+        model.begin_stage(stage, fresh=True)
+        active = model.text_encoding(batch["tokens"], batch["mask"]) > 0
+        own = stair.caption_mask(batch["tokens"], batch["mask"], 30).bool()
+        assert (active & ~own).any() == (stage > 1) and not active[:, :4].any()
+    special = torch.tensor([[2, 7, 3]])  # [CLS], a word, [SEP]
+    assert model.caption_words(special, special > 0)[0].nonzero().tolist() == [[7]]
+
+
+def test_lambdas_weight_the_flops_losses_of_their_own_side():
+    """Eq. 7, and the ramp's strength of 0.25."""
+    model, batch = tiny_model("stair", lambda_image=3.0, lambda_text=0.5), make_batch()
+    model.strength.fill_(0.25)
+    out = model(batch)
+    flops = 3.0 * out["flops_image"] + 0.5 * out["flops_text"]
+    torch.testing.assert_close(out["loss"], out["contrast"] + 0.25 * flops)
+    assert abs(out["flops_image"] - out["flops_text"]) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["sparo", "sparc", "stair"])
+def test_scales_stay_between_1_and_100(name):
+    """CLIP, Sec. 2.5."""
+    model = tiny_model(name)
+    for value, kept in ((10.0, 100.0), (-3.0, 1.0), (0.5, math.exp(0.5))):
+        nn.init.constant_(model.log_scale, value)
+        model.after_update(0, 1)
+        assert model.log_scale.exp().item() == pytest.approx(kept)
+
+
+def test_schedules_equal_values_computed_by_hand():
+    root = 0.5**0.5
+    assert [common.cosine(step, 4, 3.0, 1.0) for step in range(5)] == pytest.approx(
+        [3.0, 2 + root, 2.0, 2 - root, 1.0])
+    assert [common.cosine_lr(step, 6, 2, 4.0) for step in range(7)] == pytest.approx(
+        [2.0, 4.0, 4.0, 2 + 2 * root, 2.0, 2 - 2 * root, 0.0])
+    assert [common.linear_lr(step, 6, 2, 4.0) for step in range(7)] == pytest.approx(
+        [2.0, 4.0, 4.0, 3.0, 2.0, 1.0, 0.0])
+
+
+def test_only_weights_of_linear_and_convolution_layers_decay():
+    model = tiny_model("sparo", vit=dict(stem=None))
+    decay, rest = common.param_groups(model, 0.3)
+    assert (decay["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
+    assert (decay["decays"], rest["decays"]) == (True, False)
+    names = {id(p): key for key, p in model.named_parameters()}
+    found = {names[id(p)] for p in decay["params"]}
+    assert "image_encoder.patch_embed.weight" in found and "image_readout.KVproj.weight" in found
+    for key in ("image_encoder.cls", "image_encoder.pos", "image_readout.q", "log_scale",
+                "text_encoder.embedding.weight", "image_encoder.norm.weight"):
+        assert key not in found
+    assert not any(key.endswith("bias") for key in found)
+
+
+def test_an_optimizer_gets_its_settings_and_only_weights_follow_the_decay():
+    flags = "--beta2 0.9 --adam-eps 0.5 --weight-decay 0.2 --weight-decay-end 0.6 --warmup 0"
+    args = train.parse_args([*SMALL["sparc"], *flags.split()])
+    optimizer = train.build_optimizer(args, tiny_model("sparc"), None)
+    train.set_schedules(optimizer, args, 2, 4, 8.0)
+    decay, rest = optimizer.param_groups
+    for group in (decay, rest):
+        assert (group["betas"], group["eps"], group["lr"]) == ((0.9, 0.9), 0.5, pytest.approx(4.0))
+    assert decay["weight_decay"] == pytest.approx(0.4) and rest["weight_decay"] == 0
+
+
+# Masks of slots (SPARO, C.1) --------------------------------------------------------------
+
+
+def literal_mask(y_i, y_p, y_n, parts, epochs, batch, generator):
+    """SPARO's mask: plain SGD with momentum, lr .02 and .9; the mask of the first best epoch."""
+    n, M = y_i.shape
+    theta, alpha = y_i.new_zeros(parts), y_i.new_tensor(math.log(100))
+    velocity = [y_i.new_zeros(parts), y_i.new_tensor(0.0)]
+
+    def right(m):
+        cosine = torch.cosine_similarity
+        return sum(float(cosine(m * i, p, 0) > cosine(m * i, q, 0))
+                   for i, p, q in zip(y_i, y_p, y_n)) / n
+
+    best, start = y_i.new_ones(M), right(y_i.new_ones(M))
+    most = start
+    for _ in range(epochs):
+        for rows in torch.randperm(n, generator=generator).split(batch):
+            theta, alpha = theta.detach().requires_grad_(), alpha.detach().requires_grad_()
+            s = alpha.exp() if alpha.exp() > 100 else alpha.new_tensor(100.0)
+            m = (s / 4 * theta).sigmoid().repeat_interleave(M // parts)
+            losses = []
+            for r in rows:
+                logits = torch.stack([s * torch.cosine_similarity(m * y_i[r], y[r], 0)
+                                      for y in (y_p, y_n)])
+                losses.append(-logits.log_softmax(0)[0])
+            gradients = torch.autograd.grad(sum(losses) / len(rows), (theta, alpha),
+                                            allow_unused=True)
+            velocity = [0.9 * v + (0 if g is None else g) for v, g in zip(velocity, gradients)]
+            theta, alpha = theta - 0.02 * velocity[0], alpha - 0.02 * velocity[1]
+        s = max(100.0, alpha.exp().item())
+        m = (s / 4 * theta.detach()).sigmoid().repeat_interleave(M // parts)
+        if right(m) > most:
+            best, most = m, right(m)
+    return best, start, most
+
+
+@pytest.mark.parametrize("parts", [3, 6])
+def test_train_mask_equals_a_literal_loop(parts):
+    """Captions and negatives are so alike that the weights of the mask stay away from 0 and 1."""
+    y_i, y_p, noise = torch.randn(3, 20, 6, dtype=torch.float64)
+    y_n = y_p + 1e-3 * noise
+    seeds = [torch.Generator().manual_seed(5) for _ in range(2)]
+    found = sparo.train_mask(y_i, y_p, y_n, parts, 8, 8, seeds[0])
+    mask, start, most = literal_mask(y_i, y_p, y_n, parts, 8, 8, seeds[1])
+    assert found[1:] == pytest.approx((start, most)) and most > start
+    torch.testing.assert_close(found[0], mask)
+    assert 0.1 < mask.min() and mask.max() < 0.9
+
+
+# Data: resume, augmentation, decoding -----------------------------------------------------
+
+
+def test_a_resumed_table_goes_on_where_it_stopped():
+    """Each part of the data resumes inside an epoch and at the begin of one."""
+    table = common.CaptionTable([(f"{i}.jpg", f"{i} {c}") for i in range(7) for c in range(3)], "t")
+    for part in (0, 1):
+        rows = itertools.islice(table.samples(3, part, 2), 12)
+        whole = [(sample, position) for sample, position in rows]
+        assert [position for _, position in whole] == list(range(1, 13))
+        for start in (1, 5, 8):
+            rest = itertools.islice(table.samples(3, part, 2, start), 12 - start)
+            assert list(rest) == whole[start:]
+
+
+def test_each_sample_and_batch_of_each_rank_has_a_seed_of_its_own(tmp_path, monkeypatch):
+    """Otherwise two ranks would augment their images alike, or a batch as its last image."""
+    seeds, mix_seed = [], common.mix_seed
+    monkeypatch.setattr(common, "mix_seed", lambda *numbers: (
+        seeds.append(mix_seed(*numbers)) or mix_seed(*numbers)))
+    table = common.open_data(write_table(tmp_path, 8))
+    for rank in (0, 1):
+        stream = common.Stream(table, None, lambda image: torch.zeros(1), None, None, 2, 0, rank, 2)
+        next(iter(stream))
+    assert len(set(seeds)) == len(seeds) == 6  # two images and their batch on each rank
+
+
+@pytest.mark.parametrize("flags, depths", [
+    ("", (1, 1)), ("--no-replace-block", (2, 2)), ("--readout cls", (2, 2))])
+def test_sparo_replaces_the_last_block_of_both_encoders(flags, depths):
+    """SPARO, Sec. 4: other read-outs keep all blocks."""
+    args = train.parse_args([*SMALL["sparo"], *flags.split()])
+    encoders = common.build_encoders(train.METHODS["sparo"], args, range(30))
+    assert tuple(len(encoder.blocks) for encoder in encoders) == depths
+
+
+def test_views_are_drawn_with_byols_probabilities_and_bounds():
+    """BYOL, Table 6: jitter .8 with .4, .4, .2, .1; grey .2; a blur of .1 to 2 for 224 pixels."""
+    view, n = common.View(size=8, scale=(0.3, 0.6), blur=0.1, solarize=0.2), 20_000
+    changed, colours, sigma = common.Views([view], image_size=112).draw(n, view)
+    shares = changed.float().mean(1).tolist()
+    assert shares == pytest.approx([0.5, 0.8, 0.2, 0.1, 0.2], abs=0.015)
+    b, c = colours[:, 0], colours[:, 1]
+    for factor in (b, c):
+        assert 0.6 <= factor.min() < 0.61 and 1.39 < factor.max() <= 1.4
+    blurred = sigma[changed[3]]
+    assert (sigma[~changed[3]] == 0).all() and 0.05 <= blurred.min() and blurred.max() <= 1.0
+    assert blurred.max() > 0.98
+    matrix = colours[:, 2:].view(n, 3, 3) / (b * c)[:, None, None]
+    yiq = torch.tensor([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213],
+                        [0.2115, -0.5227, 0.3112]])
+    turn = (yiq @ matrix @ torch.linalg.inv(yiq))[:, 1:, 1:]
+    saturation = turn.det().sqrt()
+    angle = torch.atan2(turn[:, 1, 0], turn[:, 0, 0])
+    assert 0.8 <= saturation.min() + 1e-4 < 0.81 and 1.19 < saturation.max() <= 1.2 + 1e-4
+    assert 0.62 < angle.abs().max() <= 0.2 * math.pi + 1e-4
+
+
+def test_crops_of_views_have_the_area_and_the_aspect_of_their_settings(monkeypatch):
+    asked = []
+    crop = common.v2.RandomResizedCrop.get_params
+    monkeypatch.setattr(common.v2.RandomResizedCrop, "get_params", lambda image, scale, ratio: (
+        asked.append((scale, ratio)) or crop(image, scale, ratio)))
+    view = common.View(size=8, scale=(0.3, 0.6))
+    common.Views([view], 8)(torch.rand(3, 20, 30))
+    assert asked == [((0.3, 0.6), (3 / 4, 4 / 3))]
+
+
+def test_training_transforms_have_the_settings_of_their_sources():
+    """OpenCLIP crops .9 to 1; RandAugment has two operations with magnitude 9 of 10 (DeiT)."""
+    crop, flip = common.train_transform(8, 0.7).transforms[1:]
+    assert crop.scale == (0.7, 1.0) and flip.p == 0.5
+    steps = common.Augment(8, 3, 0.08, True, 0.25, 0.8, 1.0).transforms
+    rand, = [step for step in steps if isinstance(step, common.v2.RandAugment)]
+    assert (rand.num_ops, rand.magnitude, rand.num_magnitude_bins) == (2, 27, 31)
+    erase, = [step for step in steps if isinstance(step, common.v2.RandomErasing)]
+    assert erase.p == 0.25
+
+
+def test_a_jpeg_is_decoded_with_enough_pixels_for_every_crop():
+    """A JPEG of 400 x 400 may be decoded at 200, 100 or 50 pixels."""
+    file = picture(400, 400)
+    for min_side, side in ((None, 400), (201, 400), (200, 200), (101, 200), (100, 100), (50, 50)):
+        assert common.open_image(file, min_side).size == (side, side)
+    assert common.decoded_side(224, 0.75) == math.ceil(224 / 0.75)  # the narrow side of 3/4
+    view = common.View(size=96, scale=(0.05, 0.25))
+    assert common.Views([view], 224).min_side == math.ceil(96 / (0.05 * 0.75) ** 0.5)
+
+
+def test_16_bits_become_8_by_their_high_byte():
+    for value, expected in ((0, 0), (255, 0), (256, 1), (32_768, 128), (65_535, 255)):
+        image = common.Image.new("I;16", (2, 2), value)
+        assert common.to_rgb(image).getpixel((0, 0)) == (expected,) * 3
+
+
+# The world --------------------------------------------------------------------------------
+
+
+def test_colours_have_the_hues_of_their_names():
+    hues = {"red": 0, "orange": 32, "yellow": 52, "green": 125, "blue": 230, "purple": 282,
+            "pink": 334}
+    for name, rgb in common.COLOURS.items():
+        hue, lightness, saturation = colorsys.rgb_to_hls(*rgb)
+        if name == "white":
+            assert min(rgb) > 0.9
+        else:
+            assert 360 * hue == pytest.approx(hues[name], abs=5) and saturation > 0.4, name
+
+
+def facts(objects):
+    """Return the (colour, shape) pairs of a scene."""
+    return {(o["colour"], o["shape"]) for o in objects}
+
+
+def test_no_negative_might_be_true():
+    """Scenes with twins, drawn by hand: all kinds that remain are false for the scene."""
+    rng, colours, shapes = random.Random(0), common.COLOUR_NAMES[:3], common.SHAPE_NAMES[:3]
+    world, kinds = common.World(objects=4), set()
+    for _ in range(400):
+        objects = [dict(colour=rng.choice(colours), shape=rng.choice(shapes), x=rng.uniform(0, 48),
+                        size=rng.choice(["small", "large"]), y=rng.uniform(0, 48))
+                   for _ in range(4)]
+        for kind, (caption, negative) in world.hard_negatives(objects, rng).items():
+            kinds.add(kind)
+            named = [tuple(phrase.split()[-2:]) for phrase in negative.replace(
+                " left of ", " and ").replace(" right of ", " and ").replace(
+                " above ", " and ").replace(" below ", " and ").split(" and ")]
+            if kind in ("replace_att", "replace_obj", "add_obj", "swap_att"):
+                assert not all(pair in facts(objects) for pair in named), (kind, negative)
+            if kind == "add_att":
+                size, pair = negative.split()[1], named[0]
+                assert not any(o["size"] == size for o in objects
+                               if (o["colour"], o["shape"]) == pair)
+            if kind in ("swap_obj", "replace_rel"):
+                a, b = ([o for o in objects if (o["colour"], o["shape"]) == pair] for pair in named)
+                assert len(a) == len(b) == 1
+                relation = next(r for r in common.RELATIONS if f" {r} " in negative)
+                assert not common.holds(a[0], relation, b[0])
+    assert kinds == {"replace_att", "replace_obj", "add_obj", "add_att", "swap_att", "swap_obj",
+                     "replace_rel"}
+
+
+def test_relations_need_six_pixels_and_y_points_down():
+    a, b = dict(x=10.0, y=10.0), dict(x=16.0, y=17.0)
+    assert [r for r in common.RELATIONS if common.holds(a, r, b)] == ["above"]
+    assert [r for r in common.RELATIONS if common.holds(b, r, a)] == ["below"]
+    b["x"] = 16.1
+    assert common.holds(a, "left of", b) and common.holds(b, "right of", a)
+
+
+def test_scenes_have_the_shares_and_the_radii_of_their_settings():
+    world = common.World(objects=3)
+    scene = world.draw(20_000, torch.Generator().manual_seed(0), None, 0)
+    count = scene["present"].sum(1)
+    shares = (count.bincount(minlength=4) / 20_000).tolist()
+    assert shares == pytest.approx([0, 1 / 3, 1 / 3, 1 / 3], abs=0.02)
+    relative = scene["radius"] / torch.where(scene["large"], 0.20 * 48, 0.14 * 48)
+    assert 0.9 <= relative.min() + 1e-4 < 0.902 and 1.098 < relative.max() <= 1.1 + 1e-4
+    same = (scene["colour"][:, 1] == scene["colour"][:, 0]) & (
+        scene["shape"][:, 1] == scene["shape"][:, 0])
+    assert same.float().mean().item() == pytest.approx(0.15 + 0.85 / 64, abs=0.01)
+    for split, tenths in (("train", 8), ("val", 1), ("test", 1)):
+        share = world.in_split(scene, split).float().mean().item()
+        assert share == pytest.approx(tenths / 10, abs=0.02)
+
+
+def test_worlds_tasks_use_the_splits_and_classes_that_they_may_use():
+    """Slots are chosen on val, k-NN learns from train, evaluated scenes are of --split.
+
+    Only zero-shot and slots keep pairs that training never shows: held-out, or of undrawn colours.
+    """
+    world = common.World(palette=2, heldout=6)
+    data = evaluation.WorldSet(world, SimpleNamespace(split="test", limit=None, templates=None))
+    asked = []
+    data.world = SimpleNamespace(objects=3, sample=lambda n, split, seed, objects=None: (
+        asked.append((split, seed, objects)) or world.sample(8, split, seed, objects)))
+    for purpose in ("train", "slots", "test", "zeroshot", "captioned", "segmentation"):
+        data.scenes(purpose)
+    assert [split for split, *_ in asked] == ["train", "val", "test", "test", "test", "test"]
+    assert len({seed for _, seed, _ in asked[1:]}) == 5  # train and test may share 9
+    expected = torch.ones(64, dtype=torch.bool)
+    expected[:16] = False  # the first two colours
+    for colour, shape in world.heldout_pairs:
+        expected[8 * colour + shape] = True
+    assert torch.equal(data.unseen, expected)
+    data.world = world
+    seen = {c for _, c in data.labelled("test")}
+    assert not any(expected[c] for c in seen)
+
+
+def test_a_world_of_one_colour_shows_no_other():
+    scene = common.World(palette=1).draw(200, torch.Generator().manual_seed(0), None, 0)
+    assert not scene["colour"].any()
+
+
+# Layers -----------------------------------------------------------------------------------
+
+
+def test_layers_are_those_of_the_papers():
+    """STAIR, Eq. 4: LayerNorm(GELU(FC(h))). SPARC, Sec. 2: h_v is not linear. PACL's adapter."""
+    h, head = torch.randn(2, 3, 16), stair.TokenProjectionHead(16, nn.Embedding(30, 8))
+    first, norm = head.transform[0], head.transform[2]
+    nn.init.normal_(norm.weight)
+    x = F.gelu(h @ first.weight.T + first.bias)
+    x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(head.transform(h), x * norm.weight + norm.bias)
+    h_v = tiny_model("sparc").h_v
+    torch.testing.assert_close(h_v(h), F.gelu(h @ h_v[0].weight.T + h_v[0].bias))
+    adapter = sparc.Adapter(16, 8)
+    a, b, skip = adapter.main[0], adapter.main[2], adapter.skip
+    expected = ((h @ a.weight.T + a.bias).relu() @ b.weight.T + b.bias) + h @ skip.weight.T
+    torch.testing.assert_close(adapter(h), expected + skip.bias)
+    norms = list(tiny_model("bam", teacher=False).projector)[1::2]  # heads.py:36 of BAM's code
+    assert [norm.affine for norm in norms] == [True, True, False]
+
+
+def test_word_maps_have_the_bias_of_their_words():
+    """STAIR, Eq. 4."""
+    model, images = tiny_model("stair").eval(), torch.randn(2, 3, 16, 16)
+    nn.init.normal_(model.image_head.bias)
+    t = model.image_head.transform(model.image_encoder(images))
+    p = t @ model.image_head.embedding.weight.T + model.image_head.bias
+    torch.testing.assert_close(model.word_maps(images, torch.tensor([9, 5])), p[:, :, [9, 5]])
+
+
+def test_clips_first_layer_norm_sees_positions():
+    """CLIP's ln_pre follows the sum of patches and positions."""
+    encoder, images = vit(pre_norm=True), torch.randn(1, 3, 64, 64)
+    nn.init.normal_(encoder.pos)
+    x = encoder.embed(images)
+    torch.testing.assert_close(x.mean(-1), torch.zeros(1, 65), atol=1e-5, rtol=0)
+    torch.testing.assert_close(x.std(-1, correction=0), torch.ones(1, 65), atol=1e-3, rtol=0)
+
+
+def test_dinos_entropy_of_the_mean_is_over_images_and_views(monkeypatch):
+    p = torch.rand(2, 4, 7).softmax(-1)
+    monkeypatch.setattr(sparo, "dino_loss", lambda *arguments: (torch.tensor(0.0), p))
+    out, mean = tiny_model("dino")(make_views()), p.mean((0, 1))
+    torch.testing.assert_close(out["entropy_mean"], -(mean * mean.log()).sum())
+    torch.testing.assert_close(out["entropy"], -(p * p.log()).sum(-1).mean())
+
+
+# Evaluations ------------------------------------------------------------------------------
+
+
+def test_special_tokens_are_no_words_of_an_image():
+    """STAIR, Table 4."""
+    tokenizer = common.WordPiece([*common.SPECIAL_TOKENS, "red", "##s"])
+    embedder = SimpleNamespace(tokenizer=tokenizer, model=SimpleNamespace(encode_words=True))
+    scores = evaluation.vocabulary_scores(embedder, torch.ones(2, 8))  # 8: an embedding's rows
+    assert scores.tolist() == [[-math.inf] * 4 + [1.0, 1.0]] * 2
+
+
+def test_a_slot_is_interpreted_only_by_a_word_it_looks_at():
+    """SPARO, Sec. 5.4: a cosine above .75; sharp attention on a word, not on [CLS] or [SEP]."""
+    over_text = torch.tensor([[[0.1, 0.8, 0.1], [0.8, 0.1, 0.1], [0.1, 0.1, 0.8], [0.3, 0.4, 0.3],
+                               [0.1, 0.8, 0.1]]])
+    y_i = torch.tensor([[1.0, 0.0]]).expand(1, 5, 2)
+    y_t = torch.tensor([[[1.0, 0.0]] * 4 + [[0.7, 0.714]]])
+    over_image = torch.rand(1, 5, 5)  # [CLS] and 2 x 2 patches
+    model = SimpleNamespace(attend=lambda *batch: (over_image, over_text, y_i, y_t),
+                            image_encoder=SimpleNamespace(grid=2))
+    tokens = torch.tensor([[2, 7, 3]])
+    embedder = SimpleNamespace(model=model, device="cpu", tokenize=lambda captions: (
+        tokens, torch.ones(1, 3, dtype=torch.bool)))
+    _, weights, word, _, agree = evaluation.attention_of_slots(embedder, torch.zeros(1, 3, 4, 4),
+                                                               ["red"])
+    assert agree.tolist() == [[True, False, False, False, False]]
+    assert torch.equal(weights, over_image[:, :, 1:]) and word[0].tolist() == [1, 0, 2, 1, 1]
+
+
+def test_probes_crops_have_at_least_8_percent_of_the_image(monkeypatch):
+    """BAM, D.1 (eval_linear.py: torchvision's RandomResizedCrop)."""
+    asked = []
+    monkeypatch.setattr(common, "train_transform", lambda size, min_scale: (
+        asked.append(min_scale) or (lambda image: torch.zeros(3, 4, 4))))
+    embedder = SimpleNamespace(image_size=4, workers=0, model=SimpleNamespace(
+        encode_words=None, probe_features=None), encode_pairs=lambda pairs, encode, **options: (
+        list(pairs), [0]))
+    evaluation.random_crops(embedder, [(picture(), 0)])
+    assert asked == [0.08]
+
+
+def test_lbfgs_probe_ends_where_the_gradient_of_its_objective_is_0():
+    """BAM, D.3: mean cross entropy + l2 / 2 |W|^2, whose gradient has l2 W."""
+    x, labels = torch.randn(60, 5), torch.randint(3, (60,))
+    head, l2 = evaluation.lbfgs_probe(x, labels, strengths=[0.3])
+    cross_entropy = F.cross_entropy(x @ head.weight.T + head.bias, labels)
+    gradient, = torch.autograd.grad(cross_entropy, head.weight)
+    assert l2 == 0.3 and head.weight.abs().max() > 0.02
+    torch.testing.assert_close(gradient, -0.3 * head.weight, rtol=1e-3, atol=1e-4)
+
+
+def test_relative_changes_are_quotients():
+    """SPARO, Table 5."""
+    assert evaluation.relative_change(0.4, 0.5, 0.8, 0.9) == pytest.approx(0.25 / 0.125)
+    assert math.isnan(evaluation.relative_change(0.4, 0.5, 0.8, 0.8))
+
+
+def test_an_update_follows_the_step_of_its_stage_and_clips_the_gradient(tmp_path, monkeypatch):
+    """STAIR stops in stage 2 and resumes: the stage goes on, stage 3 is fresh."""
+    norms, stages, calls = [], [], []
+    after, begin = stair.Model.after_update, stair.Model.begin_stage
+    monkeypatch.setitem(train.OPTIMIZERS, "adamw",
+                        lambda groups, betas, eps: Recorder(groups, norms))
+    monkeypatch.setattr(stair.Model, "after_update", lambda self, step, steps: (
+        calls.append((self.number, step, steps)) or after(self, step, steps)))
+    monkeypatch.setattr(stair.Model, "begin_stage", lambda self, number, fresh: (
+        stages.append((number, fresh)) or begin(self, number, fresh)))
+    train_until(3, [*SMALL["stair"], "--clip-grad", "1e-3", "--out", tmp_path])
+    train_alone(["--resume", "--out", tmp_path])
+    assert calls == [(1, 0, 2), (1, 1, 2), (2, 0, 2), (2, 1, 2), *[(3, i, 4) for i in range(4)]]
+    assert stages == [(1, True), (2, True), (2, False), (2, False), (3, True)]
+    assert max(norms) == pytest.approx(1e-3, rel=1e-2) and len(norms) == 8
+    assert read_log(tmp_path)[0]["grad_norm"] > 1e-2  # logged before clipping
+
+
+def test_each_rank_has_random_numbers_of_its_own(monkeypatch):
+    """Stochastic depth drops other rows on each rank."""
+    monkeypatch.setattr(train, "this_rank", lambda: (3, 4))
+    monkeypatch.setattr(train, "mixed_precision", lambda args, device: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train.train(train.parse_args([*SMALL["sparc"], "--seed", "5"]), None, torch.device("cpu"))
+    assert torch.initial_seed() == 5 + 3
+
+
+def test_a_checkpoint_of_other_data_begins_a_new_order():
+    rng, local = torch.get_rng_state(), {"cuda_rng": None, "positions": {0: (2, 9)}, "skipped": {}}
+    state = {"step": 7, "stage": 1, "order": 2, "workers": 0, "data": "a", "words": None,
+             "boxes": None, "ranks": [local | {"rng": rng}]}
+    torch.rand(3)
+    same, other = train.Progress("a"), train.Progress("b")
+    other.restore(state, 0)
+    assert (other.step, other.order, other.positions) == (7, 2 + 7, {})
+    same.restore(state, 0)
+    assert (same.step, same.order, same.positions) == (7, 2, {0: (2, 9)})
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert [train.Progress("a", step=s).due(3) for s in (2, 3, 4, 6)] == [False, True, False, True]
+    assert not train.Progress("a", step=3).due(0)
+
+
+class Recorder(torch.optim.SGD):
+    """SGD that notes the norm of each gradient that it gets."""
+
+    def __init__(self, groups, norms):
+        super().__init__(groups, lr=0.0)
+        self.norms = norms
+
+    def step(self, closure=None):
+        gradients = [p.grad for group in self.param_groups for p in group["params"]
+                     if p.grad is not None]
+        self.norms.append(torch.stack([g.norm() for g in gradients]).norm().item())
+        super().step(closure)
+
+
+@pytest.mark.parametrize("name", ["dino", "bam"])
+def test_a_teacher_encodes_evaluations(name):
+    """Student and teacher differ after an update: encodings come from the teacher."""
+    model = tiny_model(name)
+    images = torch.randn(2, 3, 16, 16)
+    before = model.eval().encode_image(images)
+    for p in model.student().parameters():
+        nn.init.normal_(p)
+    torch.testing.assert_close(model.encode_image(images), before)
+    assert model.evaluation_encoder() is model.teacher[0]
+
+
+def test_dinos_evaluation_does_not_move_its_centre():
+    model = tiny_model("dino").eval()
+    model(make_views())
+    assert not model.center.any()

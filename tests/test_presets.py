@@ -1,0 +1,250 @@
+"""The papers' settings, written from the papers, beside the presets and the defaults of the code.
+
+A row of ROWS names its source. A value differs(paper, ours) is a departure that the code declares.
+OURS names the settings of a preset about which the paper and the authors' code are silent.
+"""
+
+import inspect
+import math
+
+import pytest
+import torch
+
+import bam
+import common
+import eval as evaluation
+import sparc
+import sparo
+import train
+
+IMAGENET = 1_281_167  # images (SPARO, Table C.1)
+
+
+def differs(paper, ours):
+    """Return our value. The first argument shows what the paper has."""
+    assert paper != ours
+    return ours
+
+
+def steps(epochs, images, batch):
+    """Return the number of steps in these epochs, the last one rounded up."""
+    return math.ceil(epochs * images / batch)
+
+
+VIT_B = dict(width=768, depth=12, heads=12)
+CLIP_TEXT = dict(width=512, depth=12, heads=8, context=77, vocab_size=49_408, causal=True)
+# CLIP, Tables 18 and 20, Sec. 2.5; OpenCLIP's defaults, which SPARO keeps (C.1)
+OPENCLIP = dict(lr=5e-4, beta2=0.98, adam_eps=1e-6, schedule="cosine", optimizer="adamw",
+                clip_grad=0.0, weight_decay_end=None, init_scale=1 / 0.07, crop_scale=0.9,
+                probe="adamw")
+# SPARO, Table C.3 and Sec. 4
+CC = OPENCLIP | dict(batch=4096, warmup=3600, weight_decay=0.5, text=CLIP_TEXT)
+SLOTS = dict(L=64, V=64, D=64, grp_size=1, replace_block=True, readout="sparo", objective="clip")
+B16 = dict(image=VIT_B | dict(patch_size=16, image_size=224, cls=True, pre_norm=True))
+B32 = dict(image=VIT_B | dict(patch_size=32, image_size=224, cls=True, pre_norm=True))
+CC3M, CC12M, CC15M = [dict(steps=epochs * pairs // 4096) for epochs, pairs in (  # Table C.1
+    (32, 2_795_293), (25, 10_030_127), (25, 12_825_420))]
+# OpenCLIP's defaults for a ResNet (params.py:11); Table B.2 has CC15M
+R50 = CC | CC15M | dict(image=dict(blocks=(3, 4, 6, 3)), beta2=0.999, adam_eps=1e-8)
+# main_dino.py of DINO, "Vanilla DINO training"; SPARO, Sec. 3.4, 4 and C.2
+DINO = dict(
+    image=dict(width=384, depth=12, heads=6, patch_size=16, cls=True, drop_path=0.1),
+    objective="dino", readout="sparo", L=64, V=64, D=64, batch=8 * 64, lr=5e-4 * 8 * 64 / 256,
+    steps=100 * (IMAGENET // 512), warmup=10 * (IMAGENET // 512), freeze_last=IMAGENET // 512,
+    weight_decay=0.04, weight_decay_end=0.4, clip_grad=3.0, beta2=0.999, adam_eps=1e-8,
+    optimizer="adamw", schedule="cosine", out_dim=65536, head_width=2048, head_bottleneck=256,
+    student_temp=0.1, teacher_temp=0.04, center_momentum=0.9, ema=0.996, local_crops=8,
+    local_size=96, crop_least=0.05, crop_border=0.4, probe="sgd")
+
+# STAIR, Sec. 4.2
+STAIR_TEXT = dict(width=512, depth=12, heads=8, context=76, vocab_size=30_522)
+LAMB = dict(optimizer="lamb", lr=1e-3, weight_decay=1e-2, warmup=10_000, schedule="linear",
+            batch=16_384, init_scale=1 / 0.07, beta2=0.999, adam_eps=1e-6)  # LAMB's paper: betas
+STAIR = LAMB | dict(image=VIT_B | dict(patch_size=16), lambda_image=1e-3, lambda_text=1e-3,
+                    text=STAIR_TEXT | dict(causal=False), revive_until=0)
+
+# SPARC, Sec. 4.1, D.1, D.3, D.4
+SPARC = dict(text=dict(width=768, depth=12, heads=12, context=55, vocab_size=32_000),
+             vocab_size=32_000, optimizer="adamw", schedule="cosine", warmup=2500, steps=200_000,
+             batch=differs(16_348, 16_384), embed_dim=512, lambda_g=0.5, sigma=None, h_v="plain",
+             align="sparse", token_mean="caption", mgca_prototypes=500, init_scale=1 / 0.07,
+             filip_keep=differs(0.8, 0.2), lr=9e-4, weight_decay=0.2, lambda_f=1.0,
+             objective="sparc", beta2=0.98, adam_eps=1e-6, clip_grad=1.0)  # the last three are ours
+SWEEPS = dict(lr=(7e-4, 9e-4, 1.1e-3), weight_decay=(0.1, 0.2, 0.3), lambda_f=(0.5, 1.0, 5.0, 10.0))
+GLORIA = SPARC | dict(objective="gloria", batch=4096, steps=800_000)
+
+# BAM, Table 9a, Sec. 3.1, 3.4, 4.1, App. C, F and G; (FILE:LINE) of the authors' code
+VIEWS = dict(local_crops=6, local_size=96, crop_least=0.05, crop_border=0.25)  # main_pretrain:132
+BAM = VIEWS | dict(
+    batch=4096, steps=steps(300, IMAGENET, 4096), warmup=steps(40, IMAGENET, 4096), lr=3e-3,
+    weight_decay=0.04, weight_decay_end=0.4, clip_grad=0.3, optimizer="adamw", schedule="cosine",
+    tau=0.1, tau_b=0.05, sinkhorn_iters=3, teacher=True, ema=0.995, readout="cls",  # bam_loss:34
+    projector_width=4096, projector_dim=4096, batch_norm=None, activation="gelu",
+    contrastive_crop=True, crop_start=steps(40, IMAGENET, 4096), mask=differs("zero", "exclude"),
+    crop_every=steps(20, IMAGENET, 4096), crop_threshold=0.1, crop_alpha=0.6, target="balanced",
+    normalization="global", probe="sgd")
+SINCOS = dict(patch_size=16, cls=True, positions="sincos")
+BAM_R50 = VIEWS | dict(
+    image=dict(blocks=(3, 4, 6, 3)), batch=4096, steps=steps(300, IMAGENET, 4096),
+    warmup=steps(10, IMAGENET, 4096), lr=0.3 * 4096 / 256, weight_decay=1e-6, clip_grad=0.0,
+    optimizer="lars", schedule="cosine", activation="relu", tau=0.1, tau_b=0.05, probe="sgd")
+
+# BAM, Sec. 4.4, D.1: DeiT's defaults (main.py), 150 epochs; a GPU drops the last, partial batch
+DEIT = dict(smoothing=0.1, mixup=0.8, cutmix=1.0, rand_augment=True, erasing=0.25, drop_path=0.1,
+            crop_scale=0.08, clip_grad=0.0, beta2=0.999, adam_eps=1e-8, optimizer="adamw",
+            image=VIT_B | SINCOS)
+DEIT_EPOCH = math.ceil(IMAGENET / 8) // 128
+SEMI = DEIT | dict(batch=512, weight_decay=0.3, steps=steps(100, 128_117, 512),  # Table 9c, D.1
+                   warmup=round(5 * 128_117 / 512))
+# D.3: a tenth of MoCo-v3's learning rate, which is 3e-4 for 512 images
+MOCO = DEIT | dict(batch=8 * 128, lr=0.1 * 3e-4 * 1024 / 512, weight_decay=0.1, crop_scale=0.05,
+                   rand_augment=False, erasing=0.0)
+
+ROWS = {
+    "sparo": {
+        "cc3m-b16": CC | SLOTS | B16 | CC3M, "cc3m-b32": CC | SLOTS | B32 | CC3M,
+        "cc12m-b16": CC | SLOTS | B16 | CC12M, "cc12m-b32": CC | SLOTS | B32 | CC12M,
+        "cc15m-b16": CC | SLOTS | B16 | CC15M, "cc15m-b32": CC | SLOTS | B32 | CC15M,
+        "l400m-b32": CC | SLOTS | B32 | dict(L=128, batch=32_768, warmup=2000, weight_decay=0.2,
+                                             steps=32 * 319_707_672 // 32_768),
+        "cc15m-r50": R50 | dict(L=128, V=32, D=32), "cc15m-r50-d64": R50 | dict(L=128, V=32, D=64),
+        "cc15m-r50-clip": R50 | dict(readout="cls", embed_dim=1024),
+        "cc15m-r50-clip4096": R50 | dict(readout="cls", embed_dim=4096),
+        "stair-clip": LAMB | dict(image=VIT_B | dict(patch_size=16, cls=True), steps=600_000,
+                                  text=STAIR_TEXT | dict(causal=True), readout="cls",
+                                  embed_dim=512),  # the 512 of CLIP: STAIR, Sec. 6.3
+        "dino-s16": DINO},
+    "stair": {
+        "b16": STAIR | dict(stages="three", steps=1_200_000, share_1=300 / 1200, lr_2=1.0,
+                            share_2=300 / 1200, lr_3=1e-4 / 1e-3),
+        "b16-single": STAIR | dict(stages="single", steps=600_000)},  # App. A
+    "sparc": {
+        "b32": SPARC | dict(image=VIT_B | dict(patch_size=32, cls=False)),
+        "b16": SPARC | dict(image=VIT_B | dict(patch_size=16, cls=False)),
+        "l14": SPARC | dict(image=dict(width=1024, depth=24, heads=16, patch_size=14),
+                            steps=250_000),
+        "gloria-b32": GLORIA | dict(image=VIT_B | dict(patch_size=32)),
+        "gloria-b16": GLORIA | dict(image=VIT_B | dict(patch_size=16))},
+    "bam": {
+        "vit-s16": BAM | dict(image=SINCOS | dict(width=384, depth=12, heads=6)),
+        "vit-b16": BAM | dict(image=SINCOS | VIT_B), "r50": BAM_R50},
+    "classifier": {
+        "imagenet": DEIT | dict(batch=1024, lr=5e-4 * 1024 / 512, weight_decay=0.05,
+                                steps=150 * DEIT_EPOCH, warmup=5 * DEIT_EPOCH),
+        "semi-sgd": SEMI | dict(optimizer="sgd"), "semi-adamw": SEMI | dict(lr=5e-5),
+        "cifar10": MOCO | dict(steps=100 * 48, warmup=3 * 48),
+        "cifar100": MOCO | dict(steps=100 * 48, warmup=3 * 48, mixup=0.5),
+        "flowers": MOCO | dict(steps=100, warmup=3, mixup=0.0, cutmix=0.0, weight_decay=0.3),
+        "pets": MOCO | dict(steps=300, warmup=9, cutmix=0.0, drop_path=0.0)},
+}
+OURS = {"bam": {"beta2", "adam_eps", "teacher", "readout", "contrastive_crop"},
+        "sparo": {"clip_grad"}, "stair": {"clip_grad"}, "sparc": set(), "classifier": {"lr"}}
+DEFAULTS = {  # defaults of Config; the presets of the papers hold most of the others
+    "sparo": dict(L=128, V=64, D=64, bottleneck=64, codes=16_384, embed_dim=512),  # Sec. 4, B.2
+    "stair": dict(share_1=0.25, share_2=0.25, lr_3=0.1, lambda_image=1e-3, lambda_text=1e-3),
+    "sparc": dict(embed_dim=512, lambda_g=0.5, sigma=None), "bam": dict(tau=0.1, tau_b=0.05),
+    "classifier": dict(smoothing=0.1, mixup=0.8, cutmix=1.0, erasing=0.25, drop_path=0.1)}
+
+
+@pytest.mark.parametrize("method, preset", [(m, p) for m in ROWS for p in ROWS[m]])
+def test_a_preset_has_the_settings_of_its_paper(method, preset):
+    row, args = dict(ROWS[method][preset]), train.parse_args(["--method", method, "--preset",
+                                                              preset])
+    image, text = row.pop("image"), row.pop("text", {})
+    found = common.image_encoder_settings(args.image_encoder)[1]
+    assert image == {key: found[key] for key in image}
+    found = common.encoder_settings(common.TextTransformer, args.text_encoder, common.TEXT_PRESETS)
+    assert text == {key: found[key] for key in text}
+    assert {key: vars(args)[key] for key in row} == {
+        key: pytest.approx(value, rel=1e-12) if isinstance(value, float) else value
+        for key, value in row.items()}
+    named = row.keys() | OURS[method] | {"image_encoder", "text_encoder", "data"}
+    assert evaluation.METHODS[method].PRESETS[preset].keys() <= named
+
+
+@pytest.mark.parametrize("method", ROWS)
+def test_every_preset_has_a_row_and_defaults_are_the_papers(method):
+    presets = evaluation.METHODS[method].PRESETS.keys() - {"tiny", "tiny-stem"}
+    assert presets == ROWS[method].keys()
+    found = vars(evaluation.METHODS[method].Config())
+    assert DEFAULTS[method] == {key: found[key] for key in DEFAULTS[method]}
+
+
+def test_sparcs_swept_settings_are_values_of_the_sweeps():
+    for name, values in SWEEPS.items():
+        assert SPARC[name] in values
+
+
+def test_toy_presets_have_the_settings_that_the_docstrings_name():
+    """sparc.py: sigma .4, lambda_f .1, lr 2e-3, a residual h_v. stair.py: AdamW, lr_3 of stage 1.
+
+    bam.py: no teacher, no ContrastiveCrop. README names the same departures.
+    """
+    tiny = {name: train.parse_args(["--method", name]) for name in ROWS}
+    sparc_args, stair_args, bam_args = tiny["sparc"], tiny["stair"], tiny["bam"]
+    assert (sparc_args.sigma, sparc_args.lambda_f, sparc_args.lr) == (0.4, 0.1, 2e-3)
+    assert sparc_args.h_v == "residual" and sparc_args.steps == 1200
+    assert (stair_args.optimizer, stair_args.lr_3, stair_args.revive_until) == ("adamw", 1.0, 3)
+    assert not bam_args.teacher and not bam_args.contrastive_crop and bam_args.local_crops == 2
+    assert (tiny["sparo"].L, tiny["sparo"].V, tiny["sparo"].D) == (32, 16, 16)
+
+
+def default(function, name):
+    """Return the default of a parameter."""
+    return inspect.signature(function).parameters[name].default
+
+
+@pytest.mark.parametrize("found, paper, source", [
+    (default(evaluation.knn_accuracy, "k"), 20, "DINO: k = 20; SPARO, Table 3"),
+    (default(evaluation.knn_accuracy, "tau"), 0.07, "DINO, eval_knn.py"),
+    (default(sparo.train_mask, "epochs"), 100, "SPARO, C.1"),
+    (default(sparc.filip_loss, "keep"), 0.2, "SPARC, D.4"),
+    (default(sparc.CrossAttention, "width"), 128, "SPARC, D.4"),
+    (default(bam.bam_loss, "tau"), 0.1, "BAM, Sec. 3.1"),
+    (default(bam.bam_loss, "tau_b"), 0.05, "BAM, Sec. 3.4"),
+    (default(bam.bam_loss, "iters"), 3, "BAM, bam_loss.py:34"),
+    (default(bam.LARS, "trust"), 1e-3, "LARS, Table 2"),
+    (default(common.train_transform, "min_scale"), 0.9, "OpenCLIP, transform.py"),
+    (default(common.TextTransformer, "vocab_size"), 30_522, "STAIR, Sec. 4.2"),
+    (len(evaluation.STRENGTHS), 45, "BAM, D.3"),
+    ((max(evaluation.STRENGTHS), min(evaluation.STRENGTHS)), (1e5, 1e-6), "BAM, D.3"),
+    (common.MEAN + common.STD, (0.48145466, 0.4578275, 0.40821073, 0.26862954, 0.26130258,
+                                0.27577711), "OpenAI's CLIP, clip.py"),
+    (common.IMAGENET, ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "timm, constants.py"),
+], ids=lambda value: None)
+def test_constants_are_those_of_their_sources(found, paper, source):
+    assert found == pytest.approx(paper) if isinstance(paper, float) else found == paper, source
+
+
+@pytest.mark.parametrize("name, sizes", [  # ViT, Table 1; DeiT, Table 1; CLIP, Table 20
+    ("ViT-S/16", (384, 12, 6, 16)), ("ViT-B/32", (768, 12, 12, 32)),
+    ("ViT-B/16", (768, 12, 12, 16)), ("ViT-L/14", (1024, 24, 16, 14)),
+    ("clip-b32", (768, 12, 12, 32)), ("clip-b16", (768, 12, 12, 16)),
+    ("clip-l14", (1024, 24, 16, 14))])
+def test_image_encoders_have_their_papers_sizes(name, sizes):
+    found = common.image_encoder_settings(name)[1]
+    assert tuple(found[key] for key in ("width", "depth", "heads", "patch_size")) == sizes
+    is_clip = name.startswith("clip")
+    expected = (1e-5, True, False, True) if is_clip else (1e-6, False, True, False)
+    assert tuple(found[key] for key in ("eps", "pre_norm", "patch_bias", "cls")) == expected
+    assert found["image_size"] == 224 and not found["quick_gelu"]
+
+
+@pytest.mark.parametrize("name, sizes", [
+    ("12x512", (512, 12, 8)), ("12x768", (768, 12, 12)), ("clip-b32", (512, 12, 8)),
+    ("clip-b16", (512, 12, 8)), ("clip-l14", (768, 12, 12))])
+def test_text_encoders_have_their_papers_sizes(name, sizes):
+    found = common.encoder_settings(common.TextTransformer, name, common.TEXT_PRESETS)
+    assert tuple(found[key] for key in ("width", "depth", "heads")) == sizes
+    is_clip = name.startswith("clip")
+    expected = (49_408, True) if is_clip else (30_522, False)
+    assert (found["vocab_size"], found["causal"]) == expected and found["context"] == 77
+
+
+def test_optimizers_have_their_papers_constants():
+    weights = [torch.nn.Parameter(torch.zeros(2))]
+    for name, settings in {"adamw": dict(betas=(0.9, 0.98), eps=1e-6),
+                           "sgd": dict(momentum=0.9, nesterov=True),
+                           "lamb": dict(betas=(0.9, 0.98), eps=1e-6)}.items():
+        found = train.OPTIMIZERS[name](weights, betas=(0.9, 0.98), eps=1e-6).param_groups[0]
+        assert settings == {key: found[key] for key in settings}
