@@ -631,6 +631,18 @@ def test_lbfgs_probe_ends_where_the_gradient_of_its_objective_is_0():
     torch.testing.assert_close(gradient, -0.3 * head.weight, rtol=1e-3, atol=1e-4)
 
 
+def test_a_batch_of_the_sgd_probe_has_1024_features(monkeypatch):
+    """BAM, Table 9b. Small data have 64 batches in an epoch instead."""
+    for n, size in ((70 * 1024, 1024), (640, 10)):
+        sizes, cross_entropy = set(), F.cross_entropy
+        with monkeypatch.context() as patch:
+            patch.setattr(F, "cross_entropy", lambda scores, labels: (
+                sizes.add(len(scores)) or cross_entropy(scores, labels)))
+            x, labels = torch.zeros(n, 1), torch.zeros(n, dtype=torch.long)
+            evaluation.sgd_probe(lambda: (x, labels), x[:2], labels[:2], 2, epochs=1)
+        assert sizes == {size}
+
+
 def test_relative_changes_are_quotients():
     """SPARO, Table 5."""
     assert evaluation.relative_change(0.4, 0.5, 0.8, 0.9) == pytest.approx(0.25 / 0.125)
