@@ -365,6 +365,11 @@ def test_each_sample_and_batch_of_each_rank_has_a_seed_of_its_own(tmp_path, monk
     assert len(set(seeds)) == len(seeds) == 6  # two images and their batch on each rank
 
 
+def test_a_share_of_labels_is_rounded():
+    rows = common.label_rows([None] * 13, [0] * 10 + [1] * 3, "0.37")
+    assert sum(i < 10 for i in rows) == 4 and sum(i >= 10 for i in rows) == 1
+
+
 @pytest.mark.parametrize("flags, depths", [
     ("", (1, 1)), ("--no-replace-block", (2, 2)), ("--readout cls", (2, 2))])
 def test_sparo_replaces_the_last_block_of_both_encoders(flags, depths):
