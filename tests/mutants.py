@@ -151,7 +151,7 @@ return («(weights * patches).sum() / weights.sum() => weights * (patches > 0)).
 lambda_f: float = «1.0 => 2.0» # D.4: the sweep ;; sigma: float | None = «None => 0.4» # Eq. 3
 filip_keep: float = «0.2 => 0.8» # D.4 ;; context=«55 => 77»,vocab_size=32000 # Sec. 4.1
 steps=200_000, lr=«9e-4 => 1e-3» # D.4: the sweep ;; weight_decay=0.2, warmup=«2500 => 2000» # D.4
-== bam.py | bam | test_statistics test_details test_dino test_bam -k "not crop"
+== bam.py | bam | test_statistics test_details test_presets test_dino test_bam test_finetune -k "not crop"
 log_A = (S / tau).log_softmax(-«1 => 2») # Eq. 1: rows ;; value = «0.0 => -1.0» if mask == "zero" else -1e30 # Eq. 3
 in_fp32(«S.detach() => S») as (S,) # B has no gradient
 log_K -= «gather(log_K.logsumexp(-2, keepdim=True)[None]).logsumexp(0 => log_K.logsumexp(-2, True») # one rank

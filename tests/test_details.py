@@ -365,6 +365,11 @@ def test_each_sample_and_batch_of_each_rank_has_a_seed_of_its_own(tmp_path, monk
     assert len(set(seeds)) == len(seeds) == 6  # two images and their batch on each rank
 
 
+def test_a_share_of_labels_is_rounded():
+    rows = common.label_rows([None] * 13, [0] * 10 + [1] * 3, "0.37")
+    assert sum(i < 10 for i in rows) == 4 and sum(i >= 10 for i in rows) == 1
+
+
 @pytest.mark.parametrize("flags, depths", [
     ("", (1, 1)), ("--no-replace-block", (2, 2)), ("--readout cls", (2, 2))])
 def test_sparo_replaces_the_last_block_of_both_encoders(flags, depths):
@@ -629,6 +634,18 @@ def test_lbfgs_probe_ends_where_the_gradient_of_its_objective_is_0():
     gradient, = torch.autograd.grad(cross_entropy, head.weight)
     assert l2 == 0.3 and head.weight.abs().max() > 0.02
     torch.testing.assert_close(gradient, -0.3 * head.weight, rtol=1e-3, atol=1e-4)
+
+
+def test_a_batch_of_the_sgd_probe_has_1024_features(monkeypatch):
+    """BAM, Table 9b. Small data have 64 batches in an epoch instead."""
+    for n, size in ((70 * 1024, 1024), (640, 10)):
+        sizes, cross_entropy = set(), F.cross_entropy
+        with monkeypatch.context() as patch:
+            patch.setattr(F, "cross_entropy", lambda scores, labels: (
+                sizes.add(len(scores)) or cross_entropy(scores, labels)))
+            x, labels = torch.zeros(n, 1), torch.zeros(n, dtype=torch.long)
+            evaluation.sgd_probe(lambda: (x, labels), x[:2], labels[:2], 2, epochs=1)
+        assert sizes == {size}
 
 
 def test_relative_changes_are_quotients():
