@@ -2100,6 +2100,7 @@ def video(embedder, data, options):
     """Objects of a video's first frame are followed through the video (BAM, Table 6): J, F and
     their mean for each T, the number of last frames that a frame gets its labels from. They are
     means over the objects of all videos. video/pixels/... is the same with raw pixels as features.
+    A video of 80 frames of 854 x 480, in patches of 16, takes 2 GB of memory.
     """
     found = collections.defaultdict(list)
     for frames, truth in tqdm(data.videos(patch_size(embedder)), "videos", disable=None):
