@@ -375,9 +375,8 @@ def effective_rank(h):
 
 # Settings, views, ContrastiveCrop, optimizer ----------------------------------------------
 #
-# Not here: histograms of similarities (Fig. 1); the baselines MoCo-v3, MAE, BEiT, BYOL and NNCLR;
-# ContrastiveCrop for ResNet-50; CAFormer (Table 8); SwAV (App. H); k-means (App. I); Tables 6 and
-# 7, for which `eval.py --export` writes weights.
+# Not here: the baselines MoCo-v3, MAE, BEiT, BYOL and NNCLR; ContrastiveCrop for ResNet-50;
+# CAFormer (Table 8); SwAV (App. H); Table 7, for which `eval.py --export` writes weights.
 #
 # differs from the authors' code, where the paper names no setting:
 #   * Weights start as in CLIP, and all weights learn. The authors' weights start as in MoCo-v3
@@ -763,6 +762,115 @@ CLASSIFIER = SimpleNamespace(
     Config=ClassifierConfig, PRESETS=CLASSIFIER_PRESETS, Model=Classifier, augment=augmentation,
     uses_text=lambda args: False, content=lambda args: "label",
     vit_settings=lambda args: {"drop_path": args.drop_path})
+
+
+# Video (Sec. 4.6, Table 6) ----------------------------------------------------------------
+#
+# The first frame of a video comes with a map of its objects. A later frame gets the labels of the
+# earlier patches that are most similar to its own. The protocol is that of DINO's
+# eval_video_segmentation.py (7c446df), which the authors' repository has, too. Features are the
+# patches of the last block after its LayerNorm. J and F are those of davis2017-evaluation.
+#
+# differs from DINO's code: of patches that are equally similar no more than k count. PIL resizes
+# the frames, OpenCV does there. Pixels are normalised as in training.
+
+LAST_FRAMES = 7, 14, 21, 28  # T of Table 6; DINO's --n_last_frames is 7
+
+
+def propagate(x, first, grid, last_frames=LAST_FRAMES, k=5, radius=12, tau=0.1):
+    """Features x (f, P, d) of the patches of f frames, soft maps of the first frame (C, P)
+    -> {T: soft maps of all frames (f, C, P)} for each T of last_frames. P = math.prod(grid).
+
+    The map of a patch is a weighted mean of maps at the k most similar patches. These lie in the
+    first frame or the T last ones, in a square of `radius` patches around the patch. A weight is
+    exp(cosine / tau). k, radius and tau are those of DINO's --topk, --size_mask_neighborhood and
+    label_propagation.
+    """
+    place = torch.arange(x.shape[1], device=x.device)
+    row, column = place // grid[1], place % grid[1]
+    far = torch.maximum((row[:, None] - row).abs(), (column[:, None] - column).abs()) > radius
+    maps = {T: [first] for T in last_frames}
+    for t in range(1, len(x)):
+        found, now = {}, F.normalize(x[t], dim=-1)
+        # One frame at a time: the cosines of two frames take P x P numbers. The k best of all
+        # frames are among the k best of each frame.
+        for s in [0, *range(max(1, t - max(last_frames)), t)]:
+            cosines = now @ F.normalize(x[s], dim=-1).T                     # (P, P)
+            cosines = cosines.masked_fill(far, -math.inf)
+            found[s] = cosines.topk(min(k, len(place)))
+        for T, earlier in maps.items():
+            sources = [s for s in found if s == 0 or s >= t - T]
+            cosines = torch.cat([found[s].values for s in sources], 1)      # (P, k * sources)
+            labels = [earlier[s][:, found[s].indices] for s in sources]     # (C, P, k) each
+            best, which = cosines.topk(min(k, len(place)))                  # (P, k)
+            labels = torch.cat(labels, 2).gather(2, which.expand(len(first), -1, -1))
+            earlier.append((labels * (best / tau).softmax(1)).sum(2))       # (C, P)
+    return {T: torch.stack(soft) for T, soft in maps.items()}
+
+
+def first_map(ids, grid):
+    """Object ids (H, W) of a frame, 0 for the background -> maps (C, P) of 0 and 1, C - 1 objects.
+    A patch gets the id at its centre."""
+    small = F.interpolate(ids[None, None].float(), grid, mode="nearest-exact").flatten()    # (P,)
+    return (small == torch.arange(1 + int(ids.max()), device=ids.device)[:, None]).float()
+
+
+def map_to_ids(soft, grid, patch_size, size):
+    """Soft maps (C, P) -> ids (H, W) of `size`. The maps are enlarged to pixels, each is stretched
+    to [0, 1], and the largest wins."""
+    soft = F.interpolate(soft.view(1, -1, *grid), scale_factor=patch_size, mode="bilinear")[0]
+    low, high = soft.amin((1, 2), keepdim=True), soft.amax((1, 2), keepdim=True)
+    soft = torch.where(high > low, (soft - low) / (high - low), soft)       # (C, h, w)
+    ids = soft.argmax(0)[None, None].float()
+    return F.interpolate(ids, size, mode="nearest-exact")[0, 0].long()
+
+
+def jaccard(predicted, truth):
+    """J: the IoU of masks (n, H, W) -> (n,); 1 where both masks are empty."""
+    union = (predicted | truth).sum((1, 2))
+    return ((predicted & truth).sum((1, 2)) / union).masked_fill(union == 0, 1.0)
+
+
+def contour_accuracy(predicted, truth):
+    """F of masks (n, H, W) -> (n,): the F-measure of contours; 1 where both masks have none. A
+    contour pixel is right if the other contour is at most .008 of the diagonal away, rounded up."""
+    radius = math.ceil(0.008 * math.hypot(*truth.shape[1:]))
+    p, t = contours(predicted), contours(truth)
+    n_p, n_t = p.sum((1, 2)), t.sum((1, 2))
+    precision = (p & near(t, radius)).sum((1, 2)) / n_p.clamp(min=1)
+    recall = (t & near(p, radius)).sum((1, 2)) / n_t.clamp(min=1)
+    f = 2 * precision * recall / (precision + recall).clamp(min=1e-9)
+    return f.masked_fill(n_p + n_t == 0, 1.0)
+
+
+def contours(masks):
+    """Masks (n, H, W) -> pixels whose neighbour to the right, below or right below differs."""
+    x = F.pad(masks.float(), (0, 1, 0, 1), mode="replicate")                # (n, H + 1, W + 1)
+    x, right, below, both = x[:, :-1, :-1], x[:, :-1, 1:], x[:, 1:, :-1], x[:, 1:, 1:]
+    return (x != right) | (x != below) | (x != both)
+
+
+def near(masks, radius):
+    """Masks (n, H, W) -> the pixels at most `radius` away from a pixel of the mask."""
+    H, W = masks.shape[1:]
+    found = torch.zeros_like(masks)
+    sums = F.pad(masks.int(), (radius + 1, radius)).cumsum(2)               # (n, H, W + 2 r + 1)
+    for dy in range(min(radius, H - 1) + 1):
+        w = math.isqrt(radius**2 - dy**2)  # how far the disk reaches to the side, dy rows away
+        hit = sums[:, :, radius + 1 + w :][:, :, :W] > sums[:, :, radius - w :][:, :, :W]
+        found[:, dy:] |= hit[:, : H - dy]
+        found[:, : H - dy] |= hit[:, dy:]
+    return found
+
+
+def j_and_f(soft, truth, grid, patch_size):
+    """Soft maps (f, C, P), true ids (f, H, W) -> J and F of each object, (2, C - 1): means over all
+    frames but the first, which is given, and the last, as in DAVIS's code."""
+    objects, scores = torch.arange(1, soft.shape[1], device=truth.device)[:, None, None], []
+    for maps, ids in zip(soft[1:-1], truth[1:-1]):
+        masks, true = map_to_ids(maps, grid, patch_size, ids.shape) == objects, ids == objects
+        scores.append(torch.stack([jaccard(masks, true), contour_accuracy(masks, true)]))
+    return torch.stack(scores).mean(0)
 
 
 # tests/RESULTS.md has the results at toy scale. Three of them concern the equations:

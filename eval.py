@@ -806,6 +806,7 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
 # None if the data have no such pairs.
 
 TEMPLATES = ["a photo of {a}.", "{a}", "a close-up of {a}.", "a picture of {a}."]
+BROKEN = OSError, SyntaxError, ValueError  # what PIL raises for files that it cannot read
 VOC_CLASSES = [
     "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow",
     "dining table", "dog", "horse", "motorbike", "person", "potted plant", "sheep", "sofa", "train",
@@ -938,19 +939,21 @@ def refuse_useless_options(given, data, default):
 
 
 def splits_of(spec):
-    """Names of the splits of a directory in Pascal VOC's or CLIP_benchmark's layout; [] for other
-    data."""
+    """Names of the splits of a directory in Pascal VOC's, DAVIS's or CLIP_benchmark's layout; []
+    for other data."""
     if not os.path.isdir(spec):  # glob would raise for a name that is too long; isdir does not
         return []
     lists = Path(spec).glob("ImageSets/Segmentation/*.txt")
+    videos = Path(spec).glob("ImageSets/2017/*.txt")
     shards = Path(spec).glob("*/nshards.txt")
-    return sorted([*[path.stem for path in lists], *[path.parent.name for path in shards]])
+    return sorted([*[path.stem for path in [*lists, *videos]],
+                   *[path.parent.name for path in shards]])
 
 
 def default_split(spec):
     """The split to evaluate if --split is not given; "all" for data without splits."""
-    if os.path.isdir(f"{spec}/SegmentationClass"):
-        return "val"  # VOC publishes no maps of its test images
+    if os.path.isdir(f"{spec}/SegmentationClass") or os.path.isdir(f"{spec}/ImageSets/2017"):
+        return "val"  # VOC and DAVIS publish no maps of their test images
     name, own = common.parse_spec(spec)
     is_json = name.lower().endswith(".json")
     if is_json and os.path.isfile(name) and b'"annotations"' in Path(name).read_bytes():
@@ -995,6 +998,8 @@ class EvalSet:
     winoground: Callable = None    # () -> pairs (image, (number of the example, caption)),
                                    # two pairs for each example
     maps: Callable = None          # (purpose) -> pairs (image, {key: class ids (H, W) from 1})
+    videos: Callable = None        # (patch size) -> pairs (function () that yields the f frames
+                                   # (3, h, w) of a video, object ids (f, H, W) from 1)
     word_masks: Callable = None    # () -> pairs (image, (caption, {(kind, word): mask (S, S)}))
 
     def __init__(self, **members):
@@ -1144,11 +1149,7 @@ def open_voc(directory, options, image_size):
         image = common.open_image(next(filter(Path.is_file, files), files[0]))
         image = image.resize((image_size, image_size), Image.Resampling.BICUBIC)
         path = directory / "SegmentationClass" / f"{name}.png"
-        with Image.open(path) as file:
-            truth = torch.from_numpy(np.array(file))
-        if truth.ndim != 2 or truth.dtype != torch.uint8:
-            raise UserError(f"{path} is no map of class ids, but {truth.dtype} of shape "
-                            f"{tuple(truth.shape)}: give a PNG of 8 bits, with a palette or grey.")
+        truth = read_ids(path)
         highest = truth.masked_fill(truth == 255, 0).max()
         if highest > len(names):
             raise UserError(f"{path} holds class {highest}, but there are {len(names)} names: give "
@@ -1162,13 +1163,89 @@ def open_voc(directory, options, image_size):
     return EvalSet(named=classes, map_classes={"": classes}, maps=maps)
 
 
+def read_ids(path):
+    """A file with one id for each pixel -> (H, W) of uint8. Raises UserError for other files."""
+    with Image.open(path) as file:
+        ids = torch.from_numpy(np.array(file))
+    if ids.ndim != 2 or ids.dtype != torch.uint8:
+        raise UserError(f"{path} is no map of class ids, but {ids.dtype} of shape "
+                        f"{tuple(ids.shape)}: give a PNG of 8 bits, with a palette or grey.")
+    return ids
+
+
+def open_davis(directory, options):
+    """A directory in DAVIS 2017's layout -> EvalSet with videos.
+
+    ImageSets/2017/SPLIT.txt lists videos. JPEGImages/480p/VIDEO/NAME.jpg is a frame, and
+    Annotations/480p/VIDEO/NAME.png its map of object ids. 0 is the background, and 255 counts as
+    background. Raises UserError for a frame or a map that is missing, and for a map of another form
+    or size.
+    """
+    file = Path(directory, "ImageSets", "2017", f"{options.split}.txt")
+    names = common.read_lines(file, "--data")[: options.limit]
+    if not names:
+        raise UserError(f"{file} lists no video: write a folder of JPEGImages/480p on each line.")
+    # all videos before the first is evaluated, which may take minutes
+    listed = [davis_files(Path(directory), name) for name in names]
+    return EvalSet(videos=lambda patch_size: (
+        (functools.partial(read_frames, files, patch_size), read_objects(files))
+        for files in listed))
+
+
+def davis_files(directory, name):
+    """The files of a video: a list of pairs (frame, map)."""
+    frames, maps = directory / "JPEGImages/480p" / name, directory / "Annotations/480p" / name
+    with_frame = {path.stem for path in frames.glob("*.jpg")}
+    with_map = {path.stem for path in maps.glob("*.png")}
+    for stem in sorted(with_frame ^ with_map):
+        missing = maps / f"{stem}.png" if stem in with_frame else frames / f"{stem}.jpg"
+        raise UserError(f"{missing} is missing: each frame needs a map, as in DAVIS's splits train "
+                        f"and val.")
+    if len(with_frame) < 3:
+        raise UserError(f"{frames} has {len(with_frame)} frames, a video needs 3 or more: the "
+                        f"first frame and the last do not count.")
+    return [(frames / f"{stem}.jpg", maps / f"{stem}.png") for stem in sorted(with_frame)]
+
+
+def read_objects(files):
+    """Pairs (frame, map) of files -> object ids (f, H, W), uint8, 0 for the background."""
+    truth = []
+    for frame, path in files:
+        with common.explained(BROKEN, f"{frame} or its map {path} cannot be read"):
+            with Image.open(frame) as image:
+                size = image.height, image.width
+            ids = read_ids(path)
+        for what, other in (("its frame", size), ("the first map", truth and truth[0].shape)):
+            if other and tuple(ids.shape) != tuple(other):
+                raise UserError(f"{path} has {ids.shape[0]} rows and {ids.shape[1]} columns, "
+                                f"{what} {other[0]} and {other[1]}: all of a video must have one "
+                                f"size.")
+        truth.append(ids.masked_fill(ids == 255, 0))
+    if not truth[0].any():
+        raise UserError(f"{files[0][1]} shows no object: give objects the ids 1, 2, ..., not 255.")
+    return torch.stack(truth)
+
+
+def read_frames(files, patch_size):
+    """Pairs (frame, map) of files -> yields the frames (3, h, w). The shorter side is 480, the
+    longer one a multiple of 64, as in DINO's code; each is cut to a multiple of patch_size."""
+    for file, _ in files:
+        with common.explained(BROKEN, f"{file} cannot be read"):
+            image = common.open_image(file)
+        sides = [side * 480 // min(image.size) for side in image.size]
+        sides = [side if side == 480 else side // 64 * 64 for side in sides]
+        sides = [side // patch_size * patch_size for side in sides]
+        image = image.resize(sides, Image.Resampling.BILINEAR)
+        yield common.to_floats(pil_to_tensor(image))
+
+
 def open_eval_set(options, image_size, captions=True):
     """Open options.data -> EvalSet.
 
     options.data is a SPEC of common.open_data, or a directory in the layout of CLIP_benchmark,
-    Winoground, SugarCrepe or Pascal VOC. captions: whether the model has a text encoder. A model
-    without a text encoder can also use data without captions. Raises UserError if the data cannot
-    be opened.
+    Winoground, SugarCrepe, Pascal VOC or DAVIS 2017. captions: whether the model has a text
+    encoder. A model without a text encoder can also use data without captions. Raises UserError if
+    the data cannot be opened.
     """
     data = open_kind(options, image_size, captions)
     data.image_size, data.options = image_size, options
@@ -1182,13 +1259,16 @@ def open_kind(options, image_size, captions):
     """The EvalSet of the first layout that options.data has."""
     spec, directory, limit = options.data, Path(options.data), options.limit
 
-    # a directory with splits: Pascal VOC's or CLIP_benchmark's layout
+    # a directory with splits: Pascal VOC's, DAVIS's or CLIP_benchmark's layout
     is_voc, splits = os.path.isdir(directory / "SegmentationClass"), splits_of(spec)
-    if (is_voc or splits) and options.split not in splits:
+    is_davis = os.path.isdir(directory / "ImageSets" / "2017")
+    if (is_voc or is_davis or splits) and options.split not in splits:
         raise UserError(f"{spec} has no split {options.split}: give --split, one of "
                         f"{', '.join(splits) or 'none'}.")
     if is_voc:
         return open_voc(spec, options, image_size)
+    if is_davis:
+        return open_davis(spec, options)
     if splits:
         return open_benchmark(spec, options)
 
@@ -1412,6 +1492,26 @@ class WorldSet(EvalSet):
         truths = {grouping: label_maps(sample, grouping) for grouping in groupings}
         for i, image in enumerate(sample["images"]):
             yield image, {grouping: ids[i] for grouping, ids in truths.items()}
+
+    def videos(self, patch_size):
+        """10 videos of 40 frames. Each object moves on a straight line, by up to .04 of the picture
+        in a frame, and turns back at the edges. Background and tones stay. Frames are twice as wide
+        as images, as DAVIS's 480 pixels are beside 224."""
+        world = dataclasses.replace(self.world, size=2 * self.world.size)
+        generator = torch.Generator().manual_seed(10)
+        for _ in range(min(math.ceil(WORLD_N / 100), self.limit or WORLD_N)):
+            scene = world.scenes(1, self.split, generator)
+            edge = scene["radius"][..., None]                   # centres come no nearer to an edge
+            room = world.size - 2 * edge
+            speed = 2 * torch.rand(1, world.objects, 2, generator=generator) - 1
+            speed = 0.04 * world.size * speed                   # (1, K, 2), pixels in a frame
+            state, drawn = generator.get_state(), []
+            for t in range(40):
+                way = (scene["centre"] - edge + t * speed) % (2 * room)        # there and back
+                scene_t = scene | {"centre": edge + torch.minimum(way, 2 * room - way)}
+                drawn.append(world.render(scene_t, generator.set_state(state)))
+            images, truths = map(torch.cat, zip(*drawn))
+            yield functools.partial(iter, common.normalize(images)), truths.byte()
 
     def word_masks(self):
         """Yields image, (caption, masks, objects). The dict `masks` has a mask for each colour and
@@ -1969,6 +2069,56 @@ def sparsity(embedder, data, options):
             "active/text": (embedder.texts(captions) != 0).flatten(1).sum(1)}
 
 
+# BAM's task: video ------------------------------------------------------------------------
+#
+# bam.py has the functions that follow objects and compute the metrics. The world's shapes only show
+# that the task runs: raw pixels follow drawn shapes better than networks do.
+
+
+def video_features(embedder):
+    """{name: function of frames (B, 3, h, w) -> features (B, P, d) of their patches}: the patches
+    of the model, and raw pixels."""
+    encoder, patch = embedder.model.evaluation_encoder(), patch_size(embedder)
+    first = int(encoder.cls is not None)
+    return {"": lambda frames: encoder(frames)[:, first:],
+            "/pixels": lambda frames: F.unfold(frames, patch, stride=patch).transpose(1, 2)}
+
+
+def patch_size(embedder):
+    """Side of a patch in pixels. A token of a ResNet stands for a patch, too."""
+    encoder = embedder.model.evaluation_encoder()
+    return encoder.image_size // encoder.grid
+
+
+@torch.no_grad()
+def follow(embedder, frames, truth, encode, last_frames=bam.LAST_FRAMES):
+    """A video of `data.videos` -> {T: soft maps (f, C, P)} of its objects, and the grid of its
+    patches. One frame is encoded at a time, as 80 of them take gigabytes."""
+    first = next(frames())
+    grid = [side // patch_size(embedder) for side in first.shape[1:]]
+    x = embedder.encode_batches((frame[None] for frame in frames()), encode)    # (f, P, d)
+    start = bam.first_map(truth[0].to(embedder.device), grid)                   # (C, P)
+    return bam.propagate(x.to(embedder.device), start, grid, last_frames), grid
+
+
+def video(embedder, data, options):
+    """Objects of a video's first frame are followed through the video (BAM, Table 6): J, F and
+    their mean for each T, the number of last frames that a frame gets its labels from. They are
+    means over the objects of all videos. video/pixels/... is the same with raw pixels as features.
+    A video of 80 frames of 854 x 480, in patches of 16, takes 2 GB of memory.
+    """
+    found = collections.defaultdict(list)
+    for frames, truth in tqdm(data.videos(patch_size(embedder)), "videos", disable=None):
+        truth = truth.to(embedder.device)
+        for name, encode in video_features(embedder).items():
+            maps, grid = follow(embedder, frames, truth, encode)
+            for T, soft in maps.items():
+                scores = bam.j_and_f(soft, truth, grid, patch_size(embedder))   # (2, objects)
+                for part, values in (("", scores.mean(0)), ("/J", scores[0]), ("/F", scores[1])):
+                    found[f"video{name}/T{T}{part}"] += values.tolist()
+    return {metric: mean(values) for metric, values in found.items()}
+
+
 # Fine-tuned classifiers (BAM, Tables 3 to 5) ----------------------------------------------
 #
 # A classifier has classes and no captions. It has one task of its own.
@@ -2055,6 +2205,7 @@ TASKS = {
     "knn": Task(knn, ("groups",)),
     "linear": Task(linear, ("groups",)),
     "kmeans": Task(kmeans, ("groups",)),
+    "video": Task(video, ("videos",)),
     "slots": Task(slots, ("groups", "captioned", "negatives"), "slots"),
     "masks": Task(masks, ("groups", "captioned"), "mask_parts"),
     "alignment": Task(alignment, ("word_masks",), "align_words"),
@@ -2065,7 +2216,7 @@ TASKS = {
 IN_WORDS = {  # a phrase for each member that rows of TASKS name
     "groups": "class folders", "captioned": "captions", "negatives": "SugarCrepe's files",
     "winoground": "Winoground's files", "maps": "Pascal VOC's layout", "word_masks": "shapes",
-    "labelled": "labelled images", "encode_text": "a text encoder",
+    "videos": "DAVIS 2017's layout", "labelled": "labelled images", "encode_text": "a text encoder",
     "encode_patches": "a model of sparc.py", "align_words": "a model of sparc.py",
     "encode_words": "a model of stair.py", "mask_parts": "a model of sparo.py",
     "slots": "the slots of SPARO", "class_scores": "a classifier"}
@@ -2073,6 +2224,8 @@ IN_WORDS = {  # a phrase for each member that rows of TASKS name
 
 def default_tasks(data, model):
     """Names of the usual tasks of a model, which run if --task is not given."""
+    if data.videos and not data.is_world:
+        return ["video"]
     if model.class_scores:
         return ["classification"]
     if model.encode_text is None:  # a probe on files takes long, so it runs only if --task says so
@@ -2442,6 +2595,32 @@ def draw_neighbours(embedder, data):
     return sheet(title, note, rows)
 
 
+def draw_video(embedder, data):
+    """The objects of two videos, true and as followed with T = 7 (BAM, Table 6)."""
+    rows, patch = [], patch_size(embedder)
+    colours = torch.tensor([BACKGROUND, *CLASS_COLOURS])
+    for frames, truth in itertools.islice(data.videos(patch), 2):
+        shown = torch.linspace(0, len(truth) - 1, 8).long().tolist()
+        size, images = (144 * truth.shape[2] // truth.shape[1], 144), [*frames()]
+        ids = {"True objects": [truth[t] for t in shown]}
+        for name, encode in video_features(embedder).items():
+            maps, grid = follow(embedder, frames, truth, encode, [7])
+            ids["Followed by raw pixels" if name else "Followed by the model's patches"] = [
+                bam.map_to_ids(maps[7][t], grid, patch, truth.shape[1:]).cpu() for t in shown]
+        for heading, of_frames in ids.items():
+            cells = []
+            for t, objects in zip(shown, of_frames):
+                painted = colours[objects.long() % len(colours)].byte().permute(2, 0, 1)
+                painted = to_pil_image(painted).resize(size, Image.Resampling.NEAREST)
+                picture = Image.blend(to_picture(images[t], size), painted, 0.6)
+                cells.append((picture, f"frame {t}"))
+            rows.append((heading, cells))
+    title = "Objects of the first frame, followed through a video (BAM, Table 6)."
+    note = ("Each object has a colour. A patch gets its colour from the five patches that are most "
+            "similar, in the first frame and the seven frames before.")
+    return sheet(title, note, rows)
+
+
 def retrieval_errors(own, found, among=None):
     """Images for which no run finds a caption of the image itself -> their number, and those to
     show: [(row number, K-Precisions of the runs)].
@@ -2659,6 +2838,7 @@ PICTURES = {
     "heads": Picture(draw_heads, IMAGES, "head_maps"),
     "neighbours": Picture(draw_neighbours, ("captioned", "labelled")),
     "similarities": Picture(draw_similarities, ("labelled",)),
+    "video": Picture(draw_video, ("videos",)),
 }
 
 
@@ -2670,6 +2850,8 @@ def pictures_to_draw(models, data, tasks):
         usual.remove("words")  # only STAIR has an encoding that consists of words
     if any(model.encode_text for model in models):
         usual.remove("similarities")  # BAM's picture, of models that learn from images alone
+    if data.is_world:
+        usual.remove("video")  # on shapes it shows only that the task runs
     return {name: picture for name, picture in PICTURES.items()
             if name in (tasks or usual) and picture.fits(data)
             and all(picture.suits(model) for model in models)}
@@ -3237,13 +3419,14 @@ def build_parser():
     add = parser.add_argument_group("data").add_argument
     add("--data", nargs="+", metavar="SPEC",
         help="data to evaluate on: a SPEC of train.py, or a directory in the layout of "
-             "CLIP_benchmark, Pascal VOC, Winoground or SugarCrepe (default: the run's "
+             "CLIP_benchmark, Pascal VOC, DAVIS 2017, Winoground or SugarCrepe (default: the run's "
              "--eval-data, or its --data)")
     add("--image-root", metavar="DIR",
         help="directory that the file names of --data are relative to (default: the directory of a "
              "table, DIR/images for Winoground)")
     add("--split", metavar="NAME",
-        help="split of --data, if the data have splits (default: test; val for Pascal VOC)")
+        help="split of --data, if the data have splits (default: test; val for Pascal VOC "
+             "and DAVIS)")
     add("--limit", type=int, metavar="N",
         help="largest number of samples for each task and picture; the samples of class folders "
              "and labelled shards are drawn at random, other data give their first samples "
@@ -3269,7 +3452,8 @@ def build_parser():
              "model allow. For a model with text the usual tasks are zeroshot, retrieval, "
              "negatives, winoground, segmentation, alignment and slot_alignment; for STAIR also "
              "words, textfree and sparsity. For a model without text the usual task is knn, and on "
-             "shapes also linear. For a classifier the usual task is classification)")
+             "shapes also linear. For a classifier the usual task is classification, for videos "
+             "video)")
     add("--select", metavar="SPEC",
         help="data for the tasks slots and masks: class folders that rank the slots, or "
              "SugarCrepe's files that train the masks (SPARO, Sec. 5.1, 5.2; needed unless --data "

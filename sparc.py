@@ -304,6 +304,27 @@ class Model(nn.Module):
 #     loss.backward(), optimizer.step(), optimizer.zero_grad()         # update
 #     model.logit_scale.data.clamp_(0, math.log(100))                  # update
 
+# To caption images (Sec. 4.6, D.8, Table 7) with the GPT-2 of Hugging Face's transformers (`lm`)
+# and a run of this repository (`eval` is eval.py): each block of GPT-2 gets cross attention, which
+# reads all patches f_v of the frozen image encoder. GPT-2's own weights are frozen, too. `images`
+# are (B, 3, H, W). `ids` and `mask` (B, L) are the tokens of <|endoftext|> CAPTION <|endoftext|>,
+# padded. Rate, warm-up and steps are those of D.8. Flamingo (arXiv 2204.14198) also has a resampler
+# and gates.
+#     lm = GPT2LMHeadModel.from_pretrained("gpt2", add_cross_attention=True)        # once
+#     model = eval.load_run("runs/b16")[0].model.requires_grad_(False)              # once
+#     into_lm = nn.Linear(model.g_v.in_features, lm.config.n_embd)                  # once
+#     for name, p in lm.named_parameters():                                         # once
+#         p.requires_grad_("cross" in name)                                         # once
+#     trained = [*into_lm.parameters(), *[p for p in lm.parameters() if p.requires_grad]]  # once
+#     optimizer = torch.optim.AdamW(trained, lr=1e-4)                               # once
+#     schedule = get_cosine_schedule_with_warmup(optimizer, 5_000, 250_000)         # once
+#     seen = into_lm(model.f_v(images))                                # (B, P, n_embd)
+#     labels = ids.masked_fill(mask == 0, -100)                        # (B, L)
+#     loss = lm(ids, attention_mask=mask, labels=labels, encoder_hidden_states=seen).loss
+#     loss.backward(), optimizer.step(), schedule.step(), optimizer.zero_grad()     # update
+#     seen = into_lm(model.f_v(images))                                             # caption
+#     captions = lm.generate(ids[:, :1], encoder_hidden_states=seen, max_new_tokens=20)  # caption
+
 
 def check_gather(gather):
     """Raise AssertionError, on every rank, if `gather` is wrong for the losses above."""
@@ -317,9 +338,10 @@ def check_gather(gather):
 
 # Settings, presets, what train.py and eval.py ask for -------------------------------------
 #
-# Not here: detection and captioning (Tables 5, 7; `eval.py --export` writes the image encoder, but
-# OWL-ViT also needs the text encoder); the 32k SentencePiece vocabulary (here WordPiece); gradients
-# from several datasets in one update, JFT's labels as captions (D.2); Pascal Context's .mat maps.
+# Not here: detection (Table 5; `eval.py --export` writes the image encoder, but OWL-ViT also needs
+# the text encoder); Flamingo's resampler and gates (Table 7; the lines above caption images without
+# them); the 32k SentencePiece vocabulary (here WordPiece); gradients from several datasets in one
+# update, JFT's labels as captions (D.2); Pascal Context's .mat maps.
 
 
 @dataclass(kw_only=True)

@@ -493,3 +493,54 @@ def test_the_lines_for_other_projects_train_all_parameters_and_use_gather(name):
     changed = [key for key, p in model.named_parameters() if not torch.equal(p, before[key])]
     assert changed == list(before)
     assert name == "bam" or known["model"].logit_scale <= math.log(100) + 1e-6
+
+
+class Gpt2(nn.Module):
+    """What the captioning lines use of Hugging Face's class GPT2LMHeadModel."""
+
+    def __init__(self):
+        super().__init__()
+        self.config, self.embedding = SimpleNamespace(n_embd=5), nn.Embedding(30, 5)
+        self.crossattention = nn.Linear(5, 5)
+
+    @classmethod
+    def from_pretrained(cls, name, add_cross_attention):
+        assert add_cross_attention
+        return cls()
+
+    def forward(self, ids, attention_mask, labels, encoder_hidden_states):
+        read = self.crossattention(encoder_hidden_states).mean(1, keepdim=True)     # (B, 1, 5)
+        scores = (self.embedding(ids) + read) @ self.embedding.weight.T             # (B, L, 30)
+        loss = nn.functional.cross_entropy(scores[:, :-1].transpose(1, 2), labels[:, 1:])
+        return SimpleNamespace(loss=loss)
+
+    def generate(self, ids, encoder_hidden_states, max_new_tokens):
+        assert ids.shape == (len(encoder_hidden_states), 1)
+        return ids.expand(-1, 1 + max_new_tokens)
+
+
+def test_the_captioning_lines_of_sparc_train_cross_attention_alone():
+    text = (ROOT / "sparc.py").read_text()
+    block = next(block for block in re.findall(r"(?:#[^\n]*\n)+", text) if "GPT2LM" in block)
+    lines = [line[6:] for line in block.splitlines() if line.startswith("#     ")]
+    assert len(block.splitlines()) <= 25
+    parts = {when: "\n".join(line for line in lines if line.endswith(f"# {when}"))
+             for when in ("once", "update", "caption")}
+    batch = "\n".join(line for line in lines if not line.endswith(("once", "update", "caption")))
+    embedder = SimpleNamespace(model=tiny_model("sparc"))
+    schedule = lambda optimizer, warmup, steps: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    known = {"torch": torch, "nn": nn, "GPT2LMHeadModel": Gpt2,
+             "get_cosine_schedule_with_warmup": schedule,
+             "eval": SimpleNamespace(load_run=lambda run: [embedder])}
+    exec(parts["once"], known)
+    modules = {name: known[name] for name in ("lm", "model", "into_lm")}
+    before = {f"{name}.{key}": p.clone() for name, module in modules.items()
+              for key, p in module.named_parameters()}
+    sample = make_batch()
+    known |= {"images": sample["images"], "ids": sample["tokens"], "mask": sample["mask"].long()}
+    exec(batch + "\n" + parts["update"] + "\n" + parts["caption"], known)
+    changed = [f"{name}.{key}" for name, module in modules.items()
+               for key, p in module.named_parameters() if not p.equal(before[f"{name}.{key}"])]
+    assert changed == ["lm.crossattention.weight", "lm.crossattention.bias", "into_lm.weight",
+                       "into_lm.bias"]
+    assert known["captions"].shape == (4, 21) and (known["labels"] == -100).sum() == 14
