@@ -49,8 +49,8 @@ def initial():
               "words": (text.embedding.weight, 0.02), "text's positions": (text.pos, 0.01)}
     found["queries"] = sparo.Sparo(d, 16, 8, 32).q, 1.0                     # App. A
     for readout, key in (("cls", ""), ("gap", "1."), ("bottleneck", "0."), ("fdt", "")):
-        config = sparo.Config(readout=readout, embed_dim=128, bottleneck=32, codes=100)
-        model = sparo.Model(config, vit(), text, d, d)
+        config = sparo.Settings(readout=readout, embed_dim=128, bottleneck=32, codes=100)
+        model = sparo.model_class(config)(config, vit(), text, d, d)
         if readout == "fdt":
             found["codes"] = model.image_readout.codebook, 1.0
         else:
@@ -63,7 +63,7 @@ def initial():
     found |= {f"DINO's head {i}": (layer.weight, 0.02) for i, layer in enumerate(head[::2])}
     found |= {f"DINO's bias {i}": (layer.bias, 0) for i, layer in enumerate(head[::2])}
     for objective in ("sparc", "mgca"):
-        model = sparc.Config(objective=objective, embed_dim=128)
+        model = sparc.Settings(objective=objective, embed_dim=128)
         model = sparc.model_class(model)(model, vit(), text, d, d)
         found |= {"g_v": (model.g_v.weight, d**-0.5), "g_t": (model.g_t.weight, d**-0.5)}
     found["lengths of prototypes"] = model.prototypes.norm(dim=-1) - 1, 0
@@ -168,7 +168,7 @@ def test_a_patch_that_an_object_touches_counts_by_its_covered_share():
 @pytest.mark.parametrize("steps, expected", [
     (10, [3, 2, 5]), (11, [3, 3, 5]), (1000, [260, 250, 490])])
 def test_shares_of_stages_are_rounded(steps, expected):
-    args = SimpleNamespace(steps=steps, lr=2.0, **vars(stair.Config(lr_2=0.5, share_1=0.26)))
+    args = SimpleNamespace(steps=steps, lr=2.0, **vars(stair.Settings(lr_2=0.5, share_1=0.26)))
     rows = stair.stages(args)
     assert [row[1] for row in rows] == expected and sum(row[1] for row in rows) == steps
     assert [row[2] for row in rows] == pytest.approx([2.0, 1.0, 0.2])
@@ -672,12 +672,13 @@ def test_an_update_follows_the_step_of_its_stage_and_clips_the_gradient(tmp_path
     assert read_log(tmp_path)[0]["grad_norm"] > 1e-2  # logged before clipping
 
 
-def test_each_rank_has_random_numbers_of_its_own(monkeypatch):
+def test_each_rank_has_random_numbers_of_its_own(monkeypatch, tmp_path):
     """Stochastic depth drops other rows on each rank."""
     monkeypatch.setattr(train, "this_rank", lambda: (3, 4))
     monkeypatch.setattr(train, "mixed_precision", lambda args, device: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        train.train(train.parse_args([*SMALL["sparc"], "--seed", "5"]), None, torch.device("cpu"))
+        args = train.parse_args([*SMALL["sparc"], "--seed", "5", "--out", str(tmp_path)])
+        train.train(args, tmp_path, torch.device("cpu"))
     assert torch.initial_seed() == 5 + 3
 
 

@@ -166,7 +166,7 @@ def test_a_preset_has_the_settings_of_its_paper(method, preset):
 def test_every_preset_has_a_row_and_defaults_are_the_papers(method):
     presets = evaluation.METHODS[method].PRESETS.keys() - {"tiny", "tiny-stem"}
     assert presets == ROWS[method].keys()
-    found = vars(evaluation.METHODS[method].Config())
+    found = vars(evaluation.METHODS[method].Settings())
     assert DEFAULTS[method] == {key: found[key] for key in DEFAULTS[method]}
 
 
