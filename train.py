@@ -26,6 +26,7 @@ On Slurm, this job trains on two machines that share --out. It requeues itself b
     #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=96 --time=24:00:00
     #SBATCH --requeue --signal=B:TERM@120
     source .venv/bin/activate
+    export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun of Slurm 22.05 and newer needs it
     trap 'kill -TERM $!; wait $!; scontrol requeue $SLURM_JOB_ID' TERM
     # seconds to save; torch before 2.12 ignores this and allows 30
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100
@@ -479,6 +480,8 @@ AT_MOST_ONE = {"crop_scale", "sigma", "filip_keep", "center_momentum", "ema", "c
                "crop_border", "crop_threshold", "share_1", "share_2", "ramp", "erasing"}
 # flags that need captions
 TEXT_FLAGS = {"vocab", "vocab_size", "text_encoder"}
+# settings that may differ between machines; data and words are compared when they have been read
+OF_A_MACHINE = {"out", "workers", "data", "eval_data", "image_root", "vocab", "init_weights"}
 # settings that cannot change when a run is resumed
 FIXED = {"method", "preset", "vocab", "vocab_size", "optimizer", "finetune", "init_weights"}
 
@@ -541,8 +544,8 @@ def choose_run(args):
         while Path(args.out).exists():
             args.out, i = f"runs/{args.method}-{i}", i + 1
         args.out = common.gather_objects(args.out)[0]
-    settings = {common.flag_of(name): value for name, value in vars(args).items()}
-    common.check_ranks(settings | {"--out": None})  # relative to each machine's directory
+    common.check_ranks({common.flag_of(name): value for name, value in vars(args).items()
+                        if name not in OF_A_MACHINE})
     out, is_run = Path(args.out), False
     with contextlib.suppress(UserError):  # a run that was killed before it saved may begin anew
         is_run = "argv" in common.read_config(out)
@@ -1185,7 +1188,7 @@ def load_state(args, data, model, scaler, progress, device):
     stages, end, is_same = METHODS[args.method].stages(args), 0, False
     for number, steps, _ in stages:
         start, end = end, end + steps
-        is_same |= number == progress.stage and start < progress.step <= end
+        is_same |= number == progress.stage and start <= progress.step <= end
     if len(stages) == 1 and progress.step > args.steps:
         flag = "--epochs" if args.epochs else "--steps"
         raise UserError(f"{args.out} has made {progress.step} steps, more than the {args.steps} of "

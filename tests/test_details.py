@@ -677,7 +677,7 @@ def test_each_rank_has_random_numbers_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setattr(train, "this_rank", lambda: (3, 4))
     monkeypatch.setattr(train, "mixed_precision", lambda args, device: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        args = train.parse_args([*SMALL["sparc"], "--seed", "5", "--out", str(tmp_path)])
+        args = train.parse_args([*SMALL["bam"], "--seed", "5", "--out", str(tmp_path)])
         train.train(args, tmp_path, torch.device("cpu"))
     assert torch.initial_seed() == 5 + 3
 
