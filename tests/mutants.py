@@ -33,9 +33,10 @@ nn.Parameter(«torch.randn => 0.02 * torch.randn»(1, self.nkeys # App. A: initi
 «nn.init.xavier_uniform_ => nn.init.xavier_normal_»(self.KVproj.weight) # App. A: initial keys
 @ K * self.D**-«0.5 => 1» # sqrt(D) in Eq. 1 ;; >« => =» eos_idx.clamp(min=0) # a slot sees the last token
 attn = scores.softmax(«-1 => 1») # softmax over positions ;; pooled, K) + «b => 0 * b»  # bias of the values
-.flatten(1) / y.shape[«1 => 2»] ** 0.5 # sqrt(L) in Sec. 3.3 ;; pair = «rank => 0» * len(v) # positives of this rank
+.flatten(1) / y.shape[«1 => 2»] ** 0.5 # sqrt(L) in Sec. 3.3
+return «rank => 0» * B + torch.arange(B, device # positives of this rank
 (image_to_text + text_to_image).mean()« / 2 => » # the mean of both directions
-text_to_image = sums[pair] «- => +» positive # sign ;; eos_idx = mask.sum(1) - «1 => 2» # [SEP] is read
+text_to_image = sums[pair] «- => +» positive # sign
 self.log_scale.clamp_(0, math.log(«100 => 1000»)) # CLIP's largest scale
 layer = nn.Linear(d, «M, bias=False => M») # CLIP's projections have no bias
 projection(image_width, E)), mean=«True => False») # CLIP+GAP reads the mean
@@ -80,8 +81,8 @@ p = «p.masked_fill(~mask[:, :, None], -math.inf) => p * mask[:, :, None]» # pa
 nn.GELU(), «nn.LayerNorm(E => nn.Identity(»)) # TRANSFORM in Eq. 4
 self.bias = nn.Parameter(«torch.zeros => torch.ones»(V)) # initial b
 self.valid[list(special)] = «False => True» # special tokens are never active
-mask.to(result.dtype), "«amax => sum»") # Eq. 8: 0 or 1
-«mask.to(result.dtype => torch.ones_like(mask, dtype=result.dtype»), "amax") # padding is no word
+scatter_reduce_(1, tokens, mask, "«amax => sum»") # Eq. 8: 0 or 1
+scatter_reduce_(1, tokens, «mask => torch.ones_like(mask)», "amax") # padding is no word
 «round => int»(args.share_1 * args.steps) # rounding of shares
 self.image_encoder.requires_grad_(«number != 2 => True») # stage 2 freezes
 self.image_head.bias.requires_grad_(«number != 2 => True») # stage 2
@@ -89,7 +90,7 @@ if «fresh and number => number» == 2: # a resume of stage 2 keeps the copy of 
 «self.strength.zero_() => pass» # each stage begins with lambda 0
 self.begin_stage(int(self.stage), fresh=«False => True») # a resume
 return self.image_embedding if self.number «== 2 => > 1» else # stage 3
-self.image_encoder.train(«self.training and self.number != 2 => self.training») # BatchNorm
+self.image_encoder.train(«mode and self.number != 2 => mode») # BatchNorm
 if self.number «== 1 => <= 2»:  # enc_mask # only stage 1 masks
 self.number <«= => » cfg.revive_until else None # the last stage revives, too
 flops = «cfg.lambda_image => cfg.lambda_text» * flops_image # Eq. 7
@@ -100,7 +101,7 @@ self.log_scale.data.clamp_(«0 => 1», math.log(100)) # bounds of the scale
 «self.image_head.bias[ids] => None») # Eq. 4 in maps of words
 passes |= «revived & (gradient < 0) => revived» # only a larger weight revives
 gradient * «torch.exp(-enc) * passes => passes» # d log(1 + p)
-& «group.get("decays", True) => True» # e, biases and norms are not scaled
+(size > 0) & (update_size > 0)« & decays => » # e, biases and norms are not scaled
 «torch._foreach_add(torch._foreach_div(m, root), decay => torch._foreach_div(m, root») # weight decay
 ids]«.amax => .mean»(1) for ids in pieces # Sec. 5.1: the best sub-word
 == stair.py | presets | test_presets
@@ -111,7 +112,7 @@ schedule="linear", weight_decay=1e-«2 => 1» # Sec. 4.2 ;; warmup=«10_000 => 1
 stages="single", steps=«600_000 => 300_000» # App. A ;; lr=2e-3, lr_3=«1.0 => 0.1» # tiny, as the docstring says
 == sparc.py | sparc | test_sparc test_statistics test_details
 return contrast(«scale * v => v» @ gather(t).T, gather) # tau in Eq. 1
-rank = «0 if gather is identity else gather.rank => 0» # positives of this rank
+return «rank => 0» * B + torch.arange(B, device # positives of this rank
 sums = gather(logits.logsumexp(0, «keepdim=True)).logsumexp => True)).amax»(0) # Eq. 1
 sigma = 1 / «patches.shape => tokens.shape»[1] if # Eq. 3: 1 / P
 torch.where(s_hat <« => =» sigma, 0.0, s_hat) # Eq. 3 keeps sigma
@@ -152,25 +153,25 @@ lambda_f: float = «1.0 => 2.0» # D.4: the sweep ;; sigma: float | None = «Non
 filip_keep: float = «0.2 => 0.8» # D.4 ;; context=«55 => 77»,vocab_size=32000 # Sec. 4.1
 steps=200_000, lr=«9e-4 => 1e-3» # D.4: the sweep ;; weight_decay=0.2, warmup=«2500 => 2000» # D.4
 == bam.py | bam | test_statistics test_details test_presets test_dino test_bam test_finetune -k "not crop"
-log_A = (S / tau).log_softmax(-«1 => 2») # Eq. 1: rows ;; value = «0.0 => -1.0» if mask == "zero" else -1e30 # Eq. 3
+log_A = (S / tau).log_softmax(-«1 => 2») # Eq. 1: rows ;; "zero": «0.0 => -1.0»}[mask] # Eq. 3
 in_fp32(«S.detach() => S») as (S,) # B has no gradient
 log_K -= «gather(log_K.logsumexp(-2, keepdim=True)[None]).logsumexp(0 => log_K.logsumexp(-2, True») # one rank
 if other «!= => >» j: # Eq. 5: all pairs of views
 return loss / (len(B) * «(len(log_A) - 1 => len(log_A»)) # a mean over pairs
-unit_length(«teacher.detach() => teacher») # the teacher has no gradient
+z if teacher is None else «teacher.detach() => teacher») as (z, z_m) # the teacher has no gradient
 c = gather(«z_m => z»[:G].flatten(0, 1)) # App. C: columns of the teacher
 row_ids = «rank => 0» * n + torch # positives of this rank
-«tau_b => tau», iters, gather)\n            else:  # Eq. 2 # tau_B
-B = B[«: G * n => -G * n :»].view(G, n, -1) # large views are targets
+sinkhorn(S, «cfg.tau_b => cfg.tau», cfg.sinkhorn_iters # tau_B of an ablation
+B = B[«: row_ids[:G].numel() => -row_ids[:G].numel() :»].view(G # large views are targets
 «rank => 0» * k * n + torch # SimCLR's positives ;; return tokens[:, «0 => 1»] if self.config.readout == "cls" # App. C
-done = «(step + 1) => step» / steps # the next step's momentum ;; (1 + math.cos(math.pi * done))« / 2 => » # momentum
+math.cos(math.pi * («(step + 1) => step» / steps)) # the next step's momentum ;; self.config.ema) * (1 + cosine)« / 2 => » # momentum
 return «self.teacher[0] => self.image_encoder» if self.teacher else # the teacher
 torch.cat([tokens[:, 0], «tokens[:, 1:].mean => tokens.mean»(1)], 1) # D.1: patches
 mean = «gather(y.mean(1)[None]).mean(0 => y.mean(1») # BatchNorm of one rank
 affine=«i < 2 => True», track_running_stats # the last has no scale
 nn.init.normal_(self[-1].weight, std=«0.02 => 0.2») # initial projector
 «not config.teacher => config.teacher» if config.batch_norm is None # App. C ;; trust=1e-«3 => 2»): # LARS
-if «group.get("decays", True) => True»:  # biases # biases are not scaled
+            if «decays => True»: # biases are not scaled
 torch._foreach_mul_(momentum, «group["betas"][0] => 0.5») # momentum
 nn.init.normal_(self.head.weight, std=«0.02 => 0.2») # DeiT's initial head ;; label_smoothing=«smoothing => 0.0») # DeiT
 == bam.py | presets | test_presets
@@ -234,9 +235,9 @@ P_COLOUR = «0.9 => 0.8» # share of named colours
 theirs = theirs.squeeze()«.t() => » # CLIP's projections are (d, E)
 (".ln_1.", "«.norm1."), (".ln_2.", ".norm2. => .norm2."), (".ln_2.", ".norm1.»") # two norms
 («new_mean - mean => mean - new_mean») / std  # (3,) each # sign of the shift
-«not name.startswith(replaced) => True» # the block that SPARO replaces
+if «name.startswith(replaced) => False» else found)[name] # the block that SPARO replaces
 == eval.py | metrics | test_eval test_details -k "details or recall or class_emb or knn or probe or wino or resized"
-(scores.masked_fill(positive, -torch.inf) >«= => » best) # ties ;; (ranks <« => =» k).sum() # recall at k
+(s.masked_fill(positive, -torch.inf) >«= => » best) # ties ;; (ranks <« => =» k).sum() # recall at k
 rows.append(«F.normalize(kept * prompts.mean(1), dim=-1 => kept * prompts.mean(1»)) # CLIP's prompts
 tensor_split([len(x) // «5 => 4»]) # a fifth is held out
 return best[«len(best) // 2 => 0»] # the middle of equally good ones
@@ -266,7 +267,7 @@ every > 0 and self.step % every == «0 => 1» # when an action is due
 self.order += «self.step => 0» # a new order of changed data
 model.after_update(«step, steps => progress.step, args.steps») # steps of the stage
 == tests/claims.py | claims | test_claims
-5: «2.776 => 2.132» # Student's t, 97.5 % ;; if n < «5 => 3»: # how many seeds decide
+if n < «5 => 3»: # how many seeds decide
 kind = "holds" if «low => high» > 0 # the interval
 figure(base, rate, seed, "«val => test»", *metric) # rates are chosen on val
 return «max => min»(scores, key=lambda rate # the best rate ;; if mean(values) <«= zero =>  -zero»] # did not train
