@@ -423,7 +423,9 @@ def boxes_of_rank(rank, photos):
 
     source = common.open_data(photos, content=None)
     args = argparse.Namespace(image_size=16, workers=0)
-    return train.find_boxes(args, source, Model(), torch.device("cpu"), contextlib.nullcontext)
+    boxes, _ = train.find_boxes(args, source, Model(), torch.device("cpu"), contextlib.nullcontext,
+                                SimpleNamespace(noted=0))
+    return boxes
 
 
 @pytest.mark.ranks
