@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
