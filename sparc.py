@@ -763,7 +763,7 @@ def share_on(mask, weights):
 #   so patches can become a codebook that tells words apart, whatever the image shows. This happened
 #   with --lambda-f .5 --lr 1e-3, but not with .1 and 2e-3. diagnose() logs L_f with wrong images.
 # * Among the weights on objects, softmax weights have a larger share on a colour word's own objects
-#   than sparse weights, and a smaller share on a shape word's own objects.
+#   than sparse weights. No difference is shown for shape words.
 # * An update takes 1.005 times CLIP's FLOPs, as in Table 11; tests/test_train.py counts them.
 
 
