@@ -1188,7 +1188,7 @@ def load_state(args, data, model, scaler, progress, device):
     stages, end, is_same = METHODS[args.method].stages(args), 0, False
     for number, steps, _ in stages:
         start, end = end, end + steps
-        is_same |= number == progress.stage and start <= progress.step <= end
+        is_same |= number == progress.stage and start < max(1, progress.step) <= end
     if len(stages) == 1 and progress.step > args.steps:
         flag = "--epochs" if args.epochs else "--steps"
         raise UserError(f"{args.out} has made {progress.step} steps, more than the {args.steps} of "
