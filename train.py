@@ -92,8 +92,8 @@ class Config:
     finetune: str | None = None
     seed: int = 0  # seed of the weights, the data and the augmentation
 
-    # SPEC of what to train on; the end of this help lists the forms of a SPEC; the presets of the
-    # papers have none
+    # SPEC of what to train on; the end of this help lists the forms of a SPEC; a preset of a paper
+    # needs --data
     data: str | None = None
     # directory that the file names in the tables of --data and --eval-data are relative to; without
     # it each table's own directory
@@ -480,8 +480,9 @@ AT_MOST_ONE = {"crop_scale", "sigma", "filip_keep", "center_momentum", "ema", "c
                "crop_border", "crop_threshold", "share_1", "share_2", "ramp", "erasing"}
 # flags that need captions
 TEXT_FLAGS = {"vocab", "vocab_size", "text_encoder"}
-# settings that may differ between machines; data and words are compared when they have been read
-OF_A_MACHINE = {"out", "workers", "data", "eval_data", "image_root", "vocab", "init_weights"}
+# settings that may differ between machines, and those whose directory may differ
+OF_A_MACHINE = {"out", "workers", "image_root"}
+WITH_DIRECTORY = "data", "eval_data", "vocab", "init_weights"
 # settings that cannot change when a run is resumed
 FIXED = {"method", "preset", "vocab", "vocab_size", "optimizer", "finetune", "init_weights"}
 
@@ -544,8 +545,10 @@ def choose_run(args):
         while Path(args.out).exists():
             args.out, i = f"runs/{args.method}-{i}", i + 1
         args.out = common.gather_objects(args.out)[0]
-    common.check_ranks({common.flag_of(name): value for name, value in vars(args).items()
-                        if name not in OF_A_MACHINE})
+    facts = {name: value for name, value in vars(args).items() if name not in OF_A_MACHINE}
+    for name in WITH_DIRECTORY:
+        facts[name] = re.sub("[^:]*/", "", facts[name] or "")  # "/a/0.tar::/b/1.tar": 0.tar::1.tar
+    common.check_ranks({common.flag_of(name): value for name, value in facts.items()})
     out, is_run = Path(args.out), False
     with contextlib.suppress(UserError):  # a run that was killed before it saved may begin anew
         is_run = "argv" in common.read_config(out)

@@ -727,3 +727,16 @@ def test_dinos_evaluation_does_not_move_its_centre():
     model = tiny_model("dino").eval()
     model(make_views())
     assert not model.center.any()
+
+
+def test_ranks_compare_names_of_files_and_not_their_directories(monkeypatch, tmp_path):
+    """Machines may keep the same files in other places; settings of drawn images must be equal."""
+    seen = []
+    monkeypatch.setattr(common, "check_ranks", seen.append)
+    for data in ("/a/{0..3}.tar::/b/x.tar", "/c/{0..3}.tar::/d/x.tar", "shapes:size=16",
+                 "shapes:size=32"):
+        args = train.parse_args(["--method", "sparc", "--data", data, "--out", str(tmp_path / "r")])
+        train.choose_run(args)
+    first, second, small, large = seen
+    assert first == second and first["--data"] == "{0..3}.tar::x.tar" and "--lr" in first
+    assert small["--data"] == "shapes:size=16" != large["--data"]
