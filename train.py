@@ -362,8 +362,8 @@ def add_flags(parser, config_class, title):
 
 def parse_args(argv):
     """Command line -> the run's settings."""
-    # First read the flags of Config. The method's flags and all defaults depend on them. A flag
-    # that is not given is in neither `given` nor `rest`.
+    # First read the flags of Config, because the method's flags and all defaults depend on them.
+    # `given` has only flags that are given.
     parser = Parser(usage=USAGE, description=HELP, allow_abbrev=False, add_help=False,
                     argument_default=argparse.SUPPRESS, formatter_class=HelpFormatter)
     parser.add_argument("--method", choices=METHODS, help="what to train: sparo, stair and sparc "
@@ -1024,9 +1024,8 @@ def build_optimizer(args, model, saved):
 
 
 def stages_of(args, step=0):
-    """The stages that end after a step: [(number, first step, last step, peak learning rate)].
-    Steps count from the start of the run, and the first step follows after the step that is given
-    here."""
+    """The stages that end after `step`: [(number, start, end, peak learning rate)]. A stage has the
+    steps start + 1 to end of the run."""
     rows, end = [], 0
     for number, steps, lr in METHODS[args.method].stages(args):
         start, end = end, end + steps
