@@ -192,6 +192,35 @@ class Encoder(nn.Module):
         return torch.cat(outputs)
 
 
+# The (mean, standard deviation) of pixels that pretrained weights expect: OpenAI's and OpenCLIP's
+# models; those of torchvision, DeiT, DINO, BAM and many of timm; timm's augreg, orig_in21k and sam.
+PIXELS = {"clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
+          "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+          "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))}
+
+
+class Pixels(nn.Module):
+    """Images (B, 3, H, W), uint8 or floats in [0, 1] -> (x - mean) / std for each channel.
+
+    Every image encoder begins with this module, and pixels are normalised nowhere else. Weights
+    encode wrongly with the constants of other weights, so a checkpoint keeps both.
+
+    name: a key of PIXELS, or "" for CLIP's constants, which loaded weights replace by their own.
+    """
+
+    def __init__(self, name):
+        super().__init__()
+        if name and name not in PIXELS:
+            raise UserError(f"pixels must be one of {', '.join(PIXELS)}, not {name!r}.")
+        self.name = name
+        for constant, values in zip(("mean", "std"), PIXELS[name or "clip"]):
+            self.register_buffer(constant, torch.tensor(values)[:, None, None])  # (3, 1, 1)
+
+    def forward(self, images):
+        images = v2.functional.to_dtype(images, self.mean.dtype, scale=True)  # uint8 -> [0, 1]
+        return (images - self.mean) / self.std
+
+
 class QuickGELU(nn.Module):
     """x * sigmoid(1.702 x): the approximation of GELU that OpenAI's CLIP was trained with."""
 
@@ -332,14 +361,15 @@ class ViT(Encoder):
     drop_path: stochastic depth of the last block; the blocks before have less, linearly from 0.
     quick_gelu, eps, patch_bias: architectures differ in these settings. Pretrained weights need the
         settings of their own architecture.
+    pixels: see Pixels.
 
     Raises UserError if image_size is not a multiple of patch_size, if width is not a multiple of
-    heads, or if `positions` or `stem` is invalid.
+    heads, or if `positions`, `stem` or `pixels` is invalid.
     """
 
     def __init__(self, image_size=224, patch_size=16, width=768, depth=12, heads=12,
                  cls=False, positions="learned", pre_norm=False, stem=None, quick_gelu=False,
-                 eps=1e-6, patch_bias=True, drop_path=0.0):
+                 eps=1e-6, patch_bias=True, drop_path=0.0, pixels=""):
         super().__init__()
         if min(image_size, patch_size, width, heads) < 1:
             raise UserError("image_size, patch_size, width and heads of a ViT must be positive.")
@@ -356,7 +386,7 @@ class ViT(Encoder):
                             f"patch_size {patch_size}: choose a preset without a stem, such as "
                             f"tiny-patch.")
         self.image_size, self.patch_size, self.width = image_size, patch_size, width
-        self.grid = image_size // patch_size
+        self.grid, self.pixels = image_size // patch_size, Pixels(pixels)
         if stem:
             self.patch_embed = conv_stem(stem, width)
         else:
@@ -381,7 +411,7 @@ class ViT(Encoder):
 
     def embed(self, images):
         """(B, 3, H, W) -> the input of the first block, (B, N, width), with [CLS] first if any."""
-        x = self.patch_embed(to_floats(images))              # (B, d, h, w)
+        x = self.patch_embed(self.pixels(images))            # (B, d, h, w)
         pos = resize_positions(self.pos, self.cls is not None, *x.shape[2:])
         x = x.flatten(2).transpose(1, 2)                     # (B, h*w, d)
         if self.cls is not None:
@@ -475,20 +505,24 @@ class ResNet(resnet.ResNet):
 
     h = H / 32 and w = W / 32. Each position of the last feature map becomes a token, so that a
     method can use a ResNet as it uses a ViT. blocks: the numbers of blocks of the four stages.
+    pixels: see Pixels.
     """
 
-    def __init__(self, image_size=224, blocks=(3, 4, 6, 3)):
+    left_out = 0  # a method replaces blocks of a transformer alone
+
+    def __init__(self, image_size=224, blocks=(3, 4, 6, 3), pixels=""):
         super().__init__(resnet.Bottleneck, list(blocks), norm_layer=BatchNorm)
         if image_size % 32:
             raise UserError(f"image_size {image_size} is not a multiple of 32, the stride of a "
                             f"ResNet: give a multiple.")
         self.image_size, self.grid, self.cls = image_size, image_size // 32, None
         self.width, self.norm = self.fc.in_features, nn.Identity()  # CLIP+GAP moves `norm`
+        self.pixels = Pixels(pixels)
         del self.avgpool, self.fc
 
     def forward(self, images):
         # convolutions are faster with channels last
-        images = to_floats(images).contiguous(memory_format=torch.channels_last)
+        images = self.pixels(images).contiguous(memory_format=torch.channels_last)
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         x = self.layer2(self.layer1(x))                      # (B, 512, H/8, W/8)
         x = self.layer4(self.layer3(x))                      # (B, 2048, H/32, W/32)
@@ -499,7 +533,7 @@ CLIP_TOKENS = 49_408  # the size of CLIP's vocabulary
 # The receptive field of this stem is 31 pixels. Its first two layers alone, which tiny/4 uses, have
 # a receptive field of 7 pixels.
 WORLD_STEM = ((32, 2), (64, 2), (128, 2), (128, 1))
-CLIP_VIT = dict(cls=True, pre_norm=True, patch_bias=False, eps=1e-5)
+CLIP_VIT = dict(cls=True, pre_norm=True, patch_bias=False, eps=1e-5, pixels="clip")
 CLIP_TEXT = dict(vocab_size=CLIP_TOKENS, context=77, depth=12, causal=True)
 # The presets clip-... are CLIP's encoders (2103.00020, Table 20) with OpenCLIP's details, for
 # --init-weights. OpenAI's own weights need quick_gelu=1 too, and so does every model whose name in
@@ -1063,34 +1097,14 @@ def merge_pair(pieces, pair, merged):
 # model's device, which is cheaper. The worker draws the random numbers of these changes, so that
 # the numbers depend only on the seed and on the position in the data.
 #
+# Images are uint8 or floats in [0, 1] everywhere, and only the encoder normalises them (Pixels).
 # Crops stay uint8 until they are on the model's device, as floats have four times as many bytes.
 # Augment, which changes the colours of single images, returns floats.
 
-MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff",
                   ".jpe", ".jfif", ".avif")
 ORIENTATION = ExifTags.Base.Orientation
 BICUBIC = v2.InterpolationMode.BICUBIC
-
-
-def normalize(images):
-    """(..., 3, H, W) in [0, 1] -> (x - mean) / std for each channel, with CLIP's constants."""
-    # Python numbers, because copying a tensor of constants makes the host wait for the GPU
-    channels = zip(images.unbind(-3), MEAN, STD)
-    return torch.stack([(x - mean) / std for x, mean, std in channels], -3)
-
-
-def denormalize(images):
-    """The inverse of `normalize`: (..., 3, H, W) -> values in [0, 1]."""
-    return images * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]
-
-
-def to_floats(images):
-    """uint8 images, as files have them -> normalised floats.
-
-    Floats are returned unchanged: the world of shapes and eval_transform have normalised them.
-    """
-    return normalize(to_unit(images)) if images.dtype == torch.uint8 else images
 
 
 def to_unit(images):
@@ -1114,13 +1128,13 @@ def train_transform(size, min_scale=0.9):
 
 
 def eval_transform(size, resize=None):
-    """A transform, PIL image -> normalised (3, size, size): resize, then crop the centre.
+    """A transform, PIL image -> uint8 (3, size, size): resize, then crop the centre.
 
     The shorter side is resized to `resize`, or to `size` if `resize` is None. PIL resizes, so that
     pixels equal those of OpenCLIP's and DINO's evaluation.
     """
     resize = v2.Resize(resize or size, BICUBIC)
-    return v2.Compose([cut_thin, resize, v2.CenterCrop(size), v2.PILToTensor(), to_floats])
+    return v2.Compose([cut_thin, resize, v2.CenterCrop(size), v2.PILToTensor()])
 
 
 def cut_thin(image):
@@ -1146,7 +1160,7 @@ def to_bytes(image):
 class Augment(v2.Compose):
     """Augmentation of labelled images as in DeiT (2012.12877, Table 9), whose code is timm's.
 
-    Called with an image, PIL's or (3, H, W) in [0, 1], it returns a normalised (3, size, size).
+    Called with an image, PIL's or (3, H, W) in [0, 1], it returns floats (3, size, size).
     `mix` mixes the images of a batch, and their labels.
 
     differs: the magnitude of RandAugment (9 of 10) has no noise. Ours applies every operation that
@@ -1160,7 +1174,7 @@ class Augment(v2.Compose):
             bilinear = v2.InterpolationMode.BILINEAR
             # The magnitude is 27 of 30.
             steps += [to_bytes, v2.RandAugment(2, magnitude=27, interpolation=bilinear)]
-        steps += [to_unit, normalize, v2.RandomErasing(erasing)]
+        steps += [to_unit, v2.RandomErasing(erasing, value=PIXELS["clip"][0])]
         super().__init__(steps)
         self.classes = classes
         kinds = (v2.MixUp, mixup), (v2.CutMix, cutmix)
@@ -1326,7 +1340,7 @@ class Views:
 
 
 def distort(batch):
-    """Apply the changes that Views.collate drew, on the device of the crops, and normalise.
+    """Apply the changes that Views.collate drew, on the device of the crops.
 
     A batch without "draws" is returned unchanged. Rows are selected by their numbers, and constants
     are Python numbers: indexing with a mask, or copying a constant tensor, makes the host wait for
@@ -1345,7 +1359,7 @@ def distort(batch):
         x[grey] = luma(x[grey]).expand(-1, 3, -1, -1)
         x[blurred] = blur(x[blurred], sigma[blurred])
         x[solarized] = v2.functional.solarize(x[solarized], 0.5)
-        views.append(normalize(x))
+        views.append(x)
     return batch | {"views": views}
 
 
@@ -2401,7 +2415,7 @@ class Stream(IterableDataset):
         that the image has no box.
 
     A batch is a dict:
-        "images"             (B, 3, S, S), uint8 or normalised floats; or what Views.collate returns
+        "images"             (B, 3, S, S), uint8 or floats in [0, 1]; or what Views.collate returns
         "tokens", "mask"     (B, L), with a tokenizer
         "labels"             (B,) if the source has labels; (B, C), shares, if Augment mixes
         "skipped"            {worker: {reason: [count, last example]}}
@@ -2521,7 +2535,7 @@ class WorldStream(Stream):
                 values = sample["scene"]["shape"][:, 0].tolist()
             with fixed_seed(seed):
                 if self.transform:
-                    images = [self.transform(image) for image in denormalize(images)]
+                    images = [self.transform(image) for image in images]
                 batch = self.collate(zip(images, values))
             yield batch | {"position": {worker: (batches + 1,)}, "skipped": {}}
 
@@ -2531,7 +2545,7 @@ class EachImage(IterableDataset):
     places the centres of crops (BAM, App. G).
 
     Each image comes once. part, parts: this rank reads every parts-th image, from number `part` on.
-    A batch is (the numbers of the images, normalised images (B, 3, S, S)). Images are squeezed to a
+    A batch is (the numbers of the images, uint8 images (B, 3, S, S)). Images are squeezed to a
     square without a crop, so that a box in fractions of the sides is valid for the file too.
     stopped: a function that returns whether to end before the next image.
     """
@@ -2555,7 +2569,7 @@ class EachImage(IterableDataset):
                     images.append(v2.functional.pil_to_tensor(image))
                     found.append(row)
             if found:
-                yield found, to_floats(torch.stack(images))
+                yield found, torch.stack(images)
 
 
 @contextlib.contextmanager
@@ -2712,8 +2726,10 @@ def read_config(run):
 def restore_model(model, weights, path, remedy):
     """Load weights, {name: tensor}, into a model. Raises UserError with the remedy if a tensor is
     missing, extra, of another shape or not finite. path: the file, for the message."""
+    # Weights that do not say which pixels they expect (older checkpoints) keep those of the model.
+    constants = {name: x for name, x in model.state_dict().items() if "pixels." in name}
     try:
-        model.load_state_dict(weights)
+        model.load_state_dict(constants | weights)
     except RuntimeError as error:
         # the first differences of torch's long list; its first line names the class only
         lines = [textwrap.shorten(line, 150) for line in str(error).splitlines()[1:4]]
@@ -2912,9 +2928,6 @@ CLIP_PARTS = ("visual.proj", "text_projection", "logit_scale")
 OPENAI_ONLY = ("input_resolution", "context_length", "vocab_size")  # tensors that are no weights
 TIMM_NAMES = [  # (the name in timm's VisionTransformer, ours), where they differ
     ("cls_token", "cls"), ("pos_embed", "pos"), ("patch_embed.proj.", "patch_embed.")]
-# The mean and the standard deviation of pixels for DeiT, DINO and BAM. timm's own ViTs (augreg,
-# orig_in21k, sam) expect .5 and .5, so load_timm would give them wrong pixels.
-IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def load_clip(encoders, state_dict, tokenizer):
@@ -2945,10 +2958,18 @@ def load_clip(encoders, state_dict, tokenizer):
         raise UserError("these are OpenAI's weights, which need QuickGELU: add :quick_gelu=1 to "
                         "--image-encoder and --text-encoder.")
     preset = "the preset clip-... of the file's model"
+    image |= pixels_of(encoders[0], "clip")
     parts |= load_encoder(encoders[0], image, CLIP_NAMES, f"give --image-encoder {preset}")
     parts |= load_encoder(encoders[1], text, CLIP_NAMES,
                           f"give --text-encoder {preset} and --vocab its words")
     return parts
+
+
+def pixels_of(encoder, kind):
+    """The constants of `encoder.pixels`, {name: tensor}, for weights of a kind in PIXELS. A name in
+    the spec, such as ViT-B/16:pixels=half, comes before the kind."""
+    constants = Pixels(encoder.pixels.name or kind).state_dict()
+    return {f"pixels.{name}": x for name, x in constants.items()}
 
 
 def unwrapped(state):
@@ -3057,13 +3078,14 @@ def describe_loading(model, encoders, left_over):
 
 
 def load_timm(encoder, state_dict):
-    """Load a ViT that timm, DeiT, DINO, BAM or eval.py --export saved, under timm's names.
+    """Load a ViT that timm, DeiT, DINO, BAM or eval.py --export saved, under timm's names, or a
+    ResNet under torchvision's.
 
-    The ViT must expect pixels with ImageNet's normalisation, as DeiT and DINO do. Ours expect
-    CLIP's normalisation, so for_other_pixels adapts the weights. Files of DINO and BAM hold a
-    student and a teacher; the teacher is loaded. Files of DINO, BAM, solo-learn and lightly have
-    "backbone." before the names of the encoder, and heads beside it. Returns the tensors that were
-    not loaded, {name: tensor}. Raises UserError if the file does not fit.
+    The encoder gets ImageNet's normalisation of pixels, which these weights expect, unless the file
+    or the encoder's spec says another. Files of DINO and BAM hold a student and a teacher; the
+    teacher is loaded. Files of DINO, BAM, solo-learn and lightly have "backbone." before the names
+    of the encoder, and heads beside it. Returns the tensors that were not loaded, {name: tensor}.
+    Raises UserError if the file does not fit.
     """
     found, left_over, state = {}, {}, unwrapped(state_dict)
     prefix = re.compile(r"(module\.|teacher\.|backbone\.|_orig_mod\.)*")
@@ -3074,48 +3096,27 @@ def load_timm(encoder, state_dict):
         is_left_over = is_head or (has_backbone and "backbone." not in before)
         (left_over if is_left_over else found)[name] = value
     remedy = "give --image-encoder the sizes of the file's ViT, such as ViT-S/16:cls=1 for DINO's"
-    found = for_other_pixels(found, IMAGENET, (MEAN, STD))
+    found |= pixels_of(encoder, "imagenet")
+    found |= {f"pixels.{name}": state_dict[name] for name in ("mean", "std") if name in state_dict}
     return left_over | load_encoder(encoder, found, TIMM_NAMES, remedy)
 
 
 def timm_weights(encoder):
-    """A ViT -> its weights {timm's name: tensor}, as load_timm reads them. Raises UserError for an
-    encoder that timm's VisionTransformer cannot represent."""
+    """A ViT -> {"model": its weights {timm's name: tensor}, "mean", "std": its constants of pixels,
+    (3, 1, 1)}, as load_timm reads them. Raises UserError for an encoder that timm's
+    VisionTransformer cannot represent."""
     is_plain = isinstance(encoder, ViT) and isinstance(encoder.patch_embed, nn.Conv2d)
     if not is_plain or encoder.left_out or isinstance(encoder.norm, nn.Identity):
         raise UserError("--export writes a ViT of timm's architecture, but this image encoder is a "
                         "ResNet, has a convolutional stem, or ends in the method's read-out: train "
                         "another image encoder (for shapes, --image-encoder tiny-patch).")
-    state = {}
+    weights = {}
     for name, value in encoder.state_dict().items():
         for theirs, ours in TIMM_NAMES:
             name = name.replace(ours, theirs)
-        state[name] = value.cpu()
-    return for_other_pixels(state, (MEAN, STD), IMAGENET)
-
-
-def for_other_pixels(state, old, new):
-    """Adapt the weights of a ViT, {timm's name: tensor}, to another normalisation of pixels.
-
-    old: the (mean, std) that the given weights expect. new: the (mean, std) that the returned
-    weights expect. The outputs stay the same, because the patch embedding is linear. For a pixel
-    p = new_mean + new_std * x,
-
-        w (p - mean) / std + b  =  (w new_std / std) x + (b + w (new_mean - mean) / std)
-
-    A ViT without the bias b is CLIP's. Its pixels have the same normalisation here and in timm, so
-    its weights are returned unchanged.
-    """
-    (mean, std), (new_mean, new_std) = torch.tensor(old), torch.tensor(new)  # (3,) each
-    weight, bias = "patch_embed.proj.weight", "patch_embed.proj.bias"  # (d, 3, p, p), (d,)
-    if weight not in state or bias not in state:
-        return state
-    w, b = state[weight], state[bias]
-    if w.ndim != 4 or w.shape[1] != 3 or b.shape != w.shape[:1]:
-        return state  # restore_model refuses these tensors
-    scale, shift = new_std / std, (new_mean - mean) / std  # (3,) each
-    return state | {weight: w * scale[:, None, None],
-                    bias: b + (w * shift[:, None, None]).sum((1, 2, 3))}
+        if not name.startswith("pixels."):
+            weights[name] = value.cpu()
+    return {"model": weights, "mean": encoder.pixels.mean.cpu(), "std": encoder.pixels.std.cpu()}
 
 
 # The world of shapes -------------------------------------------------------------------
@@ -3393,7 +3394,7 @@ class World:
     def sample(self, n, split, seed, objects=None):
         """Draw n samples of a split -> dict:
 
-        "images"        (n, 3, S, S), normalised
+        "images"        (n, 3, S, S), in [0, 1]
         "segmentation"  (n, S, S), see `render`
         "captions"      n strings
         "scene"         dict of tensors, see World
@@ -3404,7 +3405,7 @@ class World:
         images, segmentation = self.render(scene, generator)
         lists = self.objects_of(scene)
         captions = [self.caption(objects, rng) for objects in lists]
-        return {"images": normalize(images), "captions": captions, "scene": scene,
+        return {"images": images, "captions": captions, "scene": scene,
                 "objects": lists, "segmentation": segmentation}
 
     def sample_captions(self, limit, skip=0):

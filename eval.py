@@ -445,7 +445,7 @@ def interval(differences):
 
 
 IMAGE_FORMS = ("Give paths, bytes, PIL images, arrays (H, W, 3) of uint8, or tensors (3, H, W) of "
-               "uint8, of floats in [0, 1], or of floats that common.normalize returned")
+               "uint8 or of floats in [0, 1]")
 
 
 def chunks(items, n):
@@ -488,19 +488,15 @@ def concatenate(parts):
     return rows
 
 
-def to_pixels(images):
-    """A tensor (n, 3, H, W): uint8, floats in [0, 1] or normalised floats -> what an encoder
-    expects, uint8 or normalised. Raises UserError for another tensor."""
-    if images.ndim != 4 or images.shape[1] != 3:
-        raise UserError(f"{IMAGE_FORMS}, not a tensor of shape {tuple(images.shape)}.")
-    if images.dtype == torch.uint8:
-        return images
-    low, high = images.min(), images.max()
-    # Normalised values are below 3 for white, and negative for the darker half of all tones.
-    if not images.is_floating_point() or not (low + high).isfinite() or (low >= 0 and high > 3):
-        raise UserError(f"{IMAGE_FORMS}, not {images.dtype} from {low:g} to {high:g}.")
-    images = images.float()
-    return common.normalize(images) if low >= 0 and high <= 1 else images
+def check_images(images):
+    """Return a tensor (n, 3, H, W) of uint8 or of floats in [0, 1]. Raises UserError for another:
+    an encoder normalises its pixels, so normalised images would be encoded wrongly."""
+    low, high = images.aminmax()
+    is_unit = images.is_floating_point() and low >= 0 and high <= 1
+    if images.ndim != 4 or images.shape[1] != 3 or not (images.dtype == torch.uint8 or is_unit):
+        raise UserError(f"{IMAGE_FORMS}, not {images.dtype} of shape {tuple(images.shape)} from "
+                        f"{low:g} to {high:g}.")
+    return images
 
 
 def assert_finite(x):
@@ -578,10 +574,10 @@ class Embedder:
         self.captions = self.cut_captions = self.tokens = self.unknown_tokens = 0
 
     def read(self, file):
-        """A path, bytes, PIL image or array (H, W, 3) of uint8 -> its centre crop, normalised
-        (3, S, S). A tensor is not cropped."""
+        """A path, bytes, PIL image or array (H, W, 3) of uint8 -> its centre crop, uint8 (3, S, S).
+        A tensor is not cropped."""
         if torch.is_tensor(file):
-            return to_pixels(file[None])[0]
+            return check_images(file[None])[0]
         if isinstance(file, np.ndarray):
             file = Image.fromarray(file)
         # A model with text follows CLIP, which resizes the shorter side to the size of the crop. A
@@ -649,22 +645,22 @@ class Embedder:
 
         The argument is an image or a list of images: paths, bytes, PIL images, arrays (H, W, 3) of
         uint8, which are cropped, or tensors (3, S, S); or it is a tensor (n, 3, S, S) or an array
-        (n, H, W, 3). A tensor has uint8, floats in [0, 1], or floats that common.normalize
-        returned. `workers` threads read the images, `chunk` at a time. Raises UserError for another
-        argument, or if an image cannot be read.
+        (n, H, W, 3). A tensor has uint8 or floats in [0, 1]. `workers` threads read the images,
+        `chunk` at a time. Raises UserError for another argument, or if an image cannot be read.
         """
         if torch.is_tensor(images) and images.ndim == 4:
-            return self.encode_batches(to_pixels(images).split(self.chunk), encode)
+            return self.encode_batches(check_images(images).split(self.chunk), encode)
         with ThreadPool(max(1, self.workers)) as pool:
             parts = with_bar(chunks(as_list(images), self.chunk), "images")
             batches = (torch.stack(pool.map(self.read_given, part)) for part in parts)
             return self.encode_batches(batches, encode)
 
     def read_given(self, image):
-        """`read` an image that a caller has given. Raises UserError if this fails."""
+        """`read` an image that a caller has given -> floats, as a list may mix uint8 and floats.
+        Raises UserError if this fails."""
         name = image if isinstance(image, (str, Path)) else f"a {type(image).__name__}"
         with common.explained(Exception, f"{name!s:.200} cannot be read", f". {IMAGE_FORMS}"):
-            return self.read(image)
+            return common.to_unit(self.read(image))
 
     @torch.no_grad()
     def maps(self, image, caption):
@@ -697,7 +693,7 @@ class Embedder:
 
     @torch.no_grad()
     def encode_batches(self, batches, encode="encode_image"):
-        """Batches of images (b, 3, S, S), uint8 or normalised -> encodings (n, E) or (n, P, E)."""
+        """Batches of images (b, 3, S, S) -> encodings (n, E) or (n, P, E)."""
         encode = self.function(encode)
         return assert_finite(concatenate([encode(x.to(self.device)).cpu() for x in batches]))
 
@@ -1154,7 +1150,7 @@ def open_voc(directory, options, image_size):
         if highest > len(names):
             raise UserError(f"{path} holds class {highest}, but there are {len(names)} names: give "
                             f"all with --classes.")
-        return common.to_floats(pil_to_tensor(image)), {"": truth}
+        return pil_to_tensor(image), {"": truth}
 
     def maps(purpose):
         pairs = ((name, None) for name in ids)
@@ -1236,7 +1232,7 @@ def read_frames(files, patch_size):
         sides = [side if side == 480 else side // 64 * 64 for side in sides]
         sides = [side // patch_size * patch_size for side in sides]
         image = image.resize(sides, Image.Resampling.BILINEAR)
-        yield common.to_floats(pil_to_tensor(image))
+        yield pil_to_tensor(image)
 
 
 def open_eval_set(options, image_size, captions=True):
@@ -1511,7 +1507,7 @@ class WorldSet(EvalSet):
                 scene_t = scene | {"centre": edge + torch.minimum(way, 2 * room - way)}
                 drawn.append(world.render(scene_t, generator.set_state(state)))
             images, truths = map(torch.cat, zip(*drawn))
-            yield functools.partial(iter, common.normalize(images)), truths.byte()
+            yield functools.partial(iter, images), truths.byte()
 
     def word_masks(self):
         """Yields image, (caption, masks, objects). The dict `masks` has a mask for each colour and
@@ -1739,7 +1735,7 @@ def kmeans(embedder, data, options):
 
 
 def random_views(embedder, pairs, min_scale):
-    """Pairs (image or file, label) -> yields pairs (float image, label): a random crop of at least
+    """Pairs (image or file, label) -> yields pairs (image, label): a random crop of at least
     `min_scale` of the image's area, flipped with probability 1/2."""
     crop = common.train_transform(embedder.image_size, min_scale=min_scale)
     # A crop has min_scale ** .5 of each side or more. A larger JPEG is decoded at a smaller size,
@@ -1747,7 +1743,7 @@ def random_views(embedder, pairs, min_scale):
     side = embedder.image_size * math.ceil(1 / math.sqrt(min_scale))
     read = functools.partial(common.open_image, min_side=side)
     for image, label in read_images(pairs, read, embedder.workers):
-        yield common.to_floats(crop(image)), label
+        yield crop(image), label
 
 
 def random_crops(embedder, pairs):
@@ -2077,11 +2073,11 @@ def sparsity(embedder, data, options):
 
 def video_features(embedder):
     """{name: function of frames (B, 3, h, w) -> features (B, P, d) of their patches}: the patches
-    of the model, and raw pixels."""
+    of the model, and raw pixels, normalised."""
     encoder, patch = embedder.model.evaluation_encoder(), patch_size(embedder)
     first = int(encoder.cls is not None)
     return {"": lambda frames: encoder(frames)[:, first:],
-            "/pixels": lambda frames: F.unfold(frames, patch, stride=patch).transpose(1, 2)}
+            "/pixels": lambda frames: F.unfold(encoder.pixels(frames), patch, stride=patch).mT}
 
 
 def patch_size(embedder):
@@ -2309,10 +2305,10 @@ def sheet(title, note, rows, columns=12):
 
 
 def to_picture(image, size=None):
-    """Normalised (3, H, W) -> PIL image. Without `size` a square image keeps its size between 112
-    and 224 pixels. Pixels are enlarged without smoothing, so that the picture shows what the model
-    sees."""
-    image = to_pil_image(common.denormalize(image).clamp(0, 1))
+    """(3, H, W), uint8 or floats in [0, 1] -> PIL image. Without `size` a square image keeps its
+    size between 112 and 224 pixels. Pixels are enlarged without smoothing, so that the picture
+    shows what the model sees."""
+    image = to_pil_image(image)
     size = size or 2 * [min(max(112, image.width), 224)]
     smooth = size[0] < image.width
     return image.resize(size, Image.Resampling.BICUBIC if smooth else Image.Resampling.NEAREST)
@@ -2570,7 +2566,7 @@ def draw_neighbours(embedder, data):
     def encode(images):
         """(B, 3, S, S) -> (B, E + 3 * 32 * 32): encodings, then the pixels of small copies, because
         all pixels of 1,000 photographs (224 x 224) would take 600 MB."""
-        pixels = F.adaptive_avg_pool2d(images, 32).flatten(1)
+        pixels = F.adaptive_avg_pool2d(common.to_unit(images), 32).flatten(1)
         return torch.cat([embedder.model.encode_image(images), pixels], 1)
 
     pairs = ((image, image) for image, _ in itertools.islice(data.images("search"), 1000))
@@ -3239,13 +3235,13 @@ def export(run, checkpoint, file):
     model = load_run(run, checkpoint=checkpoint)[0].model
     encoder = model.evaluation_encoder()
     weights = common.timm_weights(encoder)
+    mean, std = weights["mean"].flatten().numpy(), weights["std"].flatten().numpy()
     with common.replacing(file) as opened:
         torch.save(weights, opened)
     block, has_cls = encoder.blocks[0], encoder.cls is not None
     gelu = "quick_gelu" if isinstance(block.mlp.act, common.QuickGELU) else "gelu"
-    pixels = "CLIP's" if encoder.patch_embed.bias is None else "ImageNet's"
     pre_norm = not isinstance(encoder.norm_pre, torch.nn.Identity)
-    print(f"{file}: weights for images that are normalised as {pixels}, of\n"
+    print(f"{file}: weights (key \"model\") for pixels with mean {mean} and deviation {std}, of\n"
           f"timm.models.VisionTransformer(img_size={encoder.image_size}, "
           f"patch_size={encoder.patch_size}, embed_dim={encoder.width}, "
           f"depth={len(encoder.blocks)}, num_heads={block.attn.heads}, "

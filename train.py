@@ -898,10 +898,6 @@ def initial_encoders(args, method, tokenizer):
                                 "writes the image encoder's weights, which BAM and DINO load. "
                                 "Other methods load a CLIP, or continue a run by --resume --out "
                                 "RUN.")
-            if isinstance(encoders[0], common.ResNet):
-                raise UserError("other people's ResNets expect pixels with other means and "
-                                "deviations, to which weights with padding cannot be adapted: give "
-                                "the file of a ViT, and its --image-encoder.")
             if method.uses_text(args):
                 parts = common.load_clip(encoders, weights, tokenizer)
             else:

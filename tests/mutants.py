@@ -190,6 +190,7 @@ outputs = [*outputs, x][«-n: => :n»] # the last blocks
 «(variances + (means - mean).square()).mean => variances.mean»(0) # the variance between ranks
 «variance * n / (n - 1) => variance» # unbiased running variance
 torch.randn(1, 1, width) * «0.02 => 0.2» # initial [CLS] ;; self.grid**2, width) * «0.02 => 0.2» # initial positions
+"imagenet": ((«0.485 => 0.5», 0.456 # torchvision ;; return (images - self.mean) «/ => *» self.std # pixels
 return self.norm_pre(«x + pos) => x) + pos» # CLIP's ln_pre
 k.transpose(2, 3)« * q.shape[-1] ** -0.5 => » # attention of [CLS]
 nn.init.normal_(self.embedding.weight, std=«0.02 => 0.2») # CLIP's
@@ -198,7 +199,7 @@ None if «self.causal or mask is None => True» else mask # padding is hidden
 image["depth"] -= «left_out => 0» # SPARO replaces the last block
 == common.py | presets | test_presets
 patch_bias=False, eps=1e-«5 => 6» # CLIP ;; CLIP_TOKENS, context=«77 => 76» # CLIP
-vocab_size=«30522 => 30000», context=77 # BERT ;; IMAGENET = («0.485 => 0.5», 0.456 # timm
+vocab_size=«30522 => 30000», context=77 # BERT
 == common.py | tokenizers | test_tokenizer
 MAX_WORD = «100 => 10» # BERT ;; ids = ids[: max_length - «2 => 1»] # [CLS] and [SEP] count
 padding_value=«self.pad => self.cls» # padding ;; mark = "«##" if start else " => »" # sub-words
@@ -234,7 +235,7 @@ P_COLOUR = «0.9 => 0.8» # share of named colours
 == common.py | weights | test_start test_details
 theirs = theirs.squeeze()«.t() => » # CLIP's projections are (d, E)
 (".ln_1.", "«.norm1."), (".ln_2.", ".norm2. => .norm2."), (".ln_2.", ".norm1.»") # two norms
-(«new_mean - mean => mean - new_mean») / std  # (3,) each # sign of the shift
+Pixels(encoder.pixels.name or «kind => "clip"») # the pixels of timm's weights
 if «name.startswith(replaced) => False» else found)[name] # the block that SPARO replaces
 == eval.py | metrics | test_eval test_details -k "details or recall or class_emb or knn or probe or wino or resized"
 (s.masked_fill(positive, -torch.inf) >«= => » best) # ties ;; (ranks <« => =» k).sum() # recall at k

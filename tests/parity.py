@@ -57,6 +57,7 @@ FLAGS = {  # of train.py; --bench N ends a run after 3 + N steps, without an eva
              "--image-size 32 --steps 60 --bench 57 --warmup 6 --weight-decay .5 --clip-grad 0",
     "bam": f"--method bam {VIEWS},positions=sincos --clip-grad .3 --no-batch-norm",
     "dino": f"--method sparo --objective dino {VIEWS} --clip-grad .03 --freeze-last 10"}
+AS_GIVEN = {"mean": torch.zeros(3, 1, 1), "std": torch.ones(3, 1, 1)}  # no normalisation of pixels
 # {NAME: {printed row: its further flags}}
 ROWS = {"sparo": {"SPARO": "--readout sparo", "CLIP": "--readout cls", "CLIP+GAP": "--readout gap"},
         "bam": {"BAM without a teacher": "--no-teacher", "BAM with the teacher": "--teacher"},
@@ -78,6 +79,7 @@ def sparo(args, batches):
     encoders = common.build_encoders(train.METHODS["sparo"], args, tokenizer=range(64))
     state = {name: x for name, x in theirs.state_dict().items() if "sparo" not in name}
     parts = common.load_clip(encoders, state, tokenizer=None)
+    encoders[0].pixels.load_state_dict(AS_GIVEN)
     ours = common.build_model(train.METHODS["sparo"], args, *encoders)
     common.load_clip_parts(ours, parts)
     if slots:
@@ -150,6 +152,7 @@ def start(args, batches, utils, vit, head):
     """
     encoder, _ = common.build_encoders(train.METHODS[args.method], args, None)
     common.load_encoder(encoder, vit.state_dict(), common.TIMM_NAMES, "")
+    encoder.pixels.load_state_dict(AS_GIVEN)
     ours = common.build_model(train.METHODS[args.method], args, encoder, None)
     for network in filter(None, (ours.student(), ours.teacher)):
         copy_weights(network[-1], head)

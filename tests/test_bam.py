@@ -379,8 +379,8 @@ def test_every_image_is_cropped_in_its_own_box(tmp_path):
         parts += [row for rows, _ in common.EachImage(source, 16, 4, part, 2) for row in rows]
     assert sorted(parts) == [0, 1, 2, *range(4, 12)]
     _, images = next(iter(common.EachImage(source, 16, 12)))
-    squeezed = common.denormalize(images[0])
-    assert squeezed.shape == (3, 16, 16) and squeezed[:, 8, 3].argmax() == 0    # nothing is cut off
+    squeezed = images[0]
+    assert images.dtype == torch.uint8 and squeezed.shape == (3, 16, 16) and squeezed[:, 8, 3].argmax() == 0    # nothing is cut off
     boxes = torch.tensor(6 * [[0.1, 0.5, 0.1, 0.5]] + 6 * [[0.9, 0.5, 0.9, 0.5]])
     boxes[7] = math.nan                                      # an image without a box
     calls = []

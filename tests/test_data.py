@@ -665,7 +665,7 @@ def test_a_thin_image_needs_little_memory_and_keeps_its_middle(size):
     image, transform = Image.fromarray(x).convert("RGB"), common.eval_transform(16)
     seen, resize = [], transform.transforms[1]
     transform.transforms[1] = lambda x: seen.append(x.size) or resize(x)
-    pixels = common.denormalize(transform(image))
+    pixels = transform(image) / 255
     assert max(seen[0]) <= 8 * min(size) and (pixels - 0.5).abs().max() < 0.05
 
 
@@ -673,7 +673,7 @@ def test_a_thin_image_needs_little_memory_and_keeps_its_middle(size):
 def test_evaluation_images_have_the_pixels_of_openclips_transform(size):
     image = Image.open(io.BytesIO(picture(*size))).convert("RGB")
     reference = v2.Compose([v2.Resize(16, v2.InterpolationMode.BICUBIC), v2.CenterCrop(16),
-                            v2.PILToTensor(), common.to_floats])
+                            v2.PILToTensor()])
     assert torch.equal(common.eval_transform(16)(image), reference(image))
 
 
@@ -971,8 +971,7 @@ def distorted(x, view, image_size):
     rows = some(view.blur).flatten()
     sigma = torch.empty(int(rows.sum()), 1, 1, 1).uniform_(0.1, 2) * image_size / 224
     x[rows] = common.blur(x[rows], sigma)
-    x = torch.where(some(view.solarize), v2.functional.solarize(x, 0.5), x)
-    return v2.functional.normalize(x, common.MEAN, common.STD)
+    return torch.where(some(view.solarize), v2.functional.solarize(x, 0.5), x)
 
 
 ALL_VIEWS = [common.View(32, (0.4, 1.0), blur=1.0), common.View(32, (0.4, 1.0), 0.1, 0.2),
@@ -1030,16 +1029,28 @@ def test_training_crops_equal_those_of_pil_up_to_rounding():
             assert_pixels_of_pil(ours, pils)
 
 
-@pytest.mark.parametrize("build", [
-    lambda: common.ViT(32, 16, 12, 1, 2, cls=True), lambda: common.ResNet(32, (1, 1, 1, 1)),
-    lambda: common.ViT(32, 8, 12, 2, 2, stem=((4, 4), (4, 2)))])
-def test_encoders_normalise_uint8_images(build):
-    encoder, images = build().eval(), torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
-    floats = v2.functional.normalize(images / 255, common.MEAN, common.STD)
-    torch.testing.assert_close(encoder(images), encoder(floats))
-    torch.testing.assert_close(encoder(common.to_floats(floats)), encoder(floats))
+@pytest.mark.parametrize("pixels, mean, std", [
+    ("", (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
+    ("imagenet", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    ("half", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))])
+@pytest.mark.parametrize("kind, settings, first", [
+    (common.ViT, dict(image_size=32, width=12, depth=1, heads=2, cls=True), "patch_embed"),
+    (common.ViT, dict(image_size=32, patch_size=8, width=12, depth=1, heads=2,
+                      stem=((4, 4), (4, 2))), "patch_embed"),
+    (common.ResNet, dict(image_size=32, blocks=(1, 1, 1, 1)), "conv1")])
+def test_an_encoder_normalises_uint8_and_floats_by_its_own_constants(
+        kind, settings, first, pixels, mean, std):
+    encoder, seen = kind(**settings, pixels=pixels).eval(), []
+    getattr(encoder, first).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
+    for x in (images, images / 255):
+        encoder(x)
+        torch.testing.assert_close(seen.pop(), v2.functional.normalize(images / 255, mean, std))
+    with torch.no_grad():
+        torch.testing.assert_close(encoder.double()(images), encoder(images.double() / 255))
     if encoder.cls is not None:
-        torch.testing.assert_close(encoder.cls_attention(images), encoder.cls_attention(floats))
+        encoder.cls_attention(images)
+        torch.testing.assert_close(seen[-2], seen[-1])
 
 
 def test_label_fraction_is_a_share_of_each_class_or_a_list_of_images(tmp_path):

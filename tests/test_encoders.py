@@ -19,15 +19,18 @@ from helpers import assert_same_with_gradients, run_ranks, tiny_model
 
 WIDTH, HEADS, DEPTH, PATCH, SIZE = 12, 3, 2, 4, 12  # of the tiny ViT: a grid of 3 x 3 patches
 VOCAB, CONTEXT = 19, 7
+CLIP_PIXELS = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 TORCH_NAMES = [  # (part of our name, part of the name in nn.TransformerEncoderLayer)
     ("attn.qkv.", "self_attn.in_proj_"), ("attn.proj.", "self_attn.out_proj."),
     ("mlp.fc1.", "linear1."), ("mlp.fc2.", "linear2.")]
 
 
 def random_weights(encoder, dtype=torch.float32):
-    """Return {name: random tensor} for every tensor of an encoder."""
+    """Return {name: random tensor} for every tensor of an encoder but the constants of its pixels,
+    which files of others lack, too."""
     state = encoder.state_dict()
-    return {name: (torch.randn(value.shape) * 0.4).to(dtype) for name, value in state.items()}
+    return {name: (torch.randn(value.shape) * 0.4).to(dtype) for name, value in state.items()
+            if not name.startswith("pixels.")}
 
 
 def renamed(state, names):
@@ -62,12 +65,14 @@ def normed(x, p, name, eps):
 
 
 @torch.no_grad()
-def literal_vit(p, image, act, eps, pos=None):
-    """ViT written out: one image (3, H, W) -> tokens (N, d).
+def literal_vit(p, image, act, eps, pos=None, pixels=CLIP_PIXELS):
+    """ViT written out: one image (3, H, W) in [0, 1] -> tokens (N, d).
 
-    p: weights under our names. pos: positions (N, d) in place of the weights' own.
+    p: weights under our names. pos: positions (N, d) in place of the weights' own. pixels: the mean
+    and the standard deviation that the weights expect.
     """
-    p, image = {name: value.double() for name, value in p.items()}, image.double()
+    p, (mean, std) = {name: value.double() for name, value in p.items()}, torch.tensor(pixels)
+    image = (image.double() - mean[:, None, None]) / std[:, None, None]
     rows = [p["cls"][0, 0]] if "cls" in p else []
     for top in range(0, image.shape[1], PATCH):
         for left in range(0, image.shape[2], PATCH):
@@ -139,9 +144,9 @@ def test_a_block_and_its_gradients_equal_torchs(act, torchs_act, kind):
 @pytest.mark.parametrize("cls", [True, False])
 def test_vit_equals_a_literal_reference_at_any_image_size(cls, height, width):
     """The positions of other sizes are interpolated as PIL resizes an image."""
-    vit, images = tiny_vit(cls=cls), torch.randn(2, 3, height, width)
+    vit, images = tiny_vit(cls=cls), torch.rand(2, 3, height, width)
     weights = random_weights(vit)
-    vit.load_state_dict(weights)
+    common.restore_model(vit, weights, "a file", "")
     grid = weights["pos"][0, int(cls):].view(3, 3, WIDTH)
     grid = pils_resize(grid, height // PATCH, width // PATCH)
     pos = torch.cat([weights["pos"][0, :int(cls)], grid])
@@ -183,15 +188,16 @@ def test_gradient_checkpointing_does_not_change_gradients(make, shape):
 def test_resnet_returns_torchvisions_last_feature_map():
     theirs = resnet.ResNet(resnet.Bottleneck, [1, 2, 1, 1]).eval()
     ours = common.ResNet(64, blocks=(1, 2, 1, 1)).eval()
-    state = theirs.state_dict()
-    ours.load_state_dict({name: state[name] for name in state if not name.startswith("fc.")})
-    images, maps = torch.randn(2, 3, 96, 64), []
+    # DINO's and torchvision's files have these names, and expect ImageNet's pixels
+    assert {*common.load_timm(ours, theirs.state_dict())} == {"fc.weight", "fc.bias"}
+    images, maps = torch.rand(2, 3, 96, 64), []
+    mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])[:, :, None, None]
     theirs.layer4.register_forward_hook(lambda *args: maps.append(args[2]))
     with torch.no_grad():
-        theirs(images)
+        theirs((images - mean) / std)
         torch.testing.assert_close(ours(images), maps[0].flatten(2).transpose(1, 2))
     assert (ours.width, ours.grid, ours.cls) == (2048, 2, None)
-    settings = dict(image_size=224, blocks=(3, 4, 6, 3))
+    settings = dict(image_size=224, blocks=(3, 4, 6, 3), pixels="")
     assert common.image_encoder_settings("ResNet-50") == (common.ResNet, settings)
 
 
@@ -312,7 +318,7 @@ def test_only_weights_are_read_from_a_checkpoint_and_an_unused_average_is_named(
 
 def test_a_vit_for_images_with_one_channel_is_refused():
     encoder = common.ViT(16, 8, width=8, depth=1, heads=2)
-    state = common.timm_weights(encoder)
+    state = common.timm_weights(encoder)["model"]
     state["patch_embed.proj.weight"] = state["patch_embed.proj.weight"][:, :1]
     with pytest.raises(common.UserError, match="size mismatch for patch_embed.weight"):
         common.load_timm(encoder, state)

@@ -208,9 +208,6 @@ def default(function, name):
     (default(common.TextTransformer, "vocab_size"), 30_522, "STAIR, Sec. 4.2"),
     (len(evaluation.STRENGTHS), 45, "BAM, D.3"),
     ((max(evaluation.STRENGTHS), min(evaluation.STRENGTHS)), (1e5, 1e-6), "BAM, D.3"),
-    (common.MEAN + common.STD, (0.48145466, 0.4578275, 0.40821073, 0.26862954, 0.26130258,
-                                0.27577711), "OpenAI's CLIP, clip.py"),
-    (common.IMAGENET, ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "timm, constants.py"),
     ((common.P_RELATION, common.P_COLOUR, common.P_SIZE), (0.3, 0.9, 0.4), "claims.json: shares of "
      "captions with a relation, a colour, a size in the recorded figures"),
 ], ids=lambda value: None)

@@ -421,14 +421,15 @@ def test_images_in_any_form_have_the_same_encodings(run_of, tmp_path):
     rows = pixels.permute(0, 2, 3, 1).numpy()
     Image.fromarray(rows[0]).save(tmp_path / "0.png")
     expected = model.images(pixels)
-    for images in (pixels / 255, common.normalize(pixels / 255), list(pixels), rows, list(rows),
+    for images in (pixels / 255, list(pixels), rows, list(rows),
                    [tmp_path / "0.png", Image.fromarray(rows[1]), pixels[2] / 255], pixels.double() / 255):
         torch.testing.assert_close(model.images(images), expected)
     for image in (pixels[0], rows[0], str(tmp_path / "0.png"), np.array([str(tmp_path / "0.png")])):
         torch.testing.assert_close(model.images(image), expected[:1])
-    floats = common.normalize(pixels / 255)
+    floats = pixels / 255
+    normalised = model.model.image_encoder.pixels(floats)
     floats[0, 0, 0, 0] = torch.nan
-    for wrong in (pixels.float(), pixels.long(), floats, pixels[:, :1], rows / 255, rows[0] / 255,
+    for wrong in (pixels.float(), pixels.long(), floats, normalised, list(normalised), pixels[:, :1], rows / 255, rows[0] / 255,
                   [pixels[0, :2]], [3], tmp_path):
         with pytest.raises(common.UserError, match=r"(?i)give paths.* arrays \(H, W, 3\) of uint8"):
             model.images(wrong)

@@ -125,7 +125,7 @@ def test_limit_draws_the_same_random_images_each_time(tmp_path):
     assert labels == [label for _, label in to_learn.labelled("train")]
     images, captions = evaluation.take(embedder(), opened(tmp_path, limit=9)[0], 9)
     assert images.shape == (9, 3, 8, 8) and len(set(captions)) == 3
-    colours = common.denormalize(images).mean((2, 3)).argmax(1).tolist()
+    colours = common.to_unit(images).mean((2, 3)).argmax(1).tolist()
     assert [["red", "green", "blue"][c] for c in colours] == [c.split()[-1][:-1] for c in captions]
 
 

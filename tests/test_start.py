@@ -9,12 +9,14 @@ import copy
 import functools
 import math
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import gelu, normalize
+from torchvision.models import resnet50
 
 import common
 import eval as evaluation
@@ -22,9 +24,10 @@ import stair
 import train
 from common import UserError
 from helpers import ROOT, SMALL, make_batch, tiny_model, train_alone, train_until, weights
-from test_encoders import (CONTEXT, DEPTH, SIZE, VOCAB, WIDTH, close, literal_text, literal_vit,
+from test_encoders import (CLIP_PIXELS, CONTEXT, DEPTH, SIZE, VOCAB, WIDTH, close, literal_text, literal_vit,
                            pils_resize, quick_gelu, random_weights, renamed, tiny_text, tiny_vit)
 
+IMAGENET_PIXELS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLIP_IMAGE = dict(cls=True, pre_norm=True, patch_bias=False, eps=1e-5)
 CLIP_NAMES = [  # (part of our name, part of the name in files of OpenCLIP and OpenAI)
     ("embedding.", "token_embedding."), ("cls", "class_embedding"), ("pos", "positional_embedding"),
@@ -217,37 +220,57 @@ TIMM_BLOCK = """
     norm2.weight norm2.bias mlp.fc1.weight mlp.fc1.bias mlp.fc2.weight mlp.fc2.bias"""
 
 
-def timm_forward(state, pixels, eps=1e-6):
-    """Return the tokens (N, width) of one image in float64. state: weights under timm's names.
-
-    pixels: (3, H, W) in [0, 1]. They are normalised by the constants of timm's `default_cfg` for a
-    ViT, or for a CLIP, whose patches have no bias.
-    """
-    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    if "patch_embed.proj.bias" not in state:
-        mean, std = common.MEAN, common.STD
-    mean, std = (torch.tensor(x).double()[:, None, None] for x in (mean, std))
-    return literal_vit(renamed(state, TIMM_NAMES), (pixels - mean) / std, gelu, eps)
-
-
 @pytest.mark.parametrize("settings", [
-    dict(cls=True), dict(cls=False), dict(cls=True, positions="sincos"), CLIP_IMAGE])
-def test_an_exported_vit_has_timms_names_and_the_same_outputs(settings):
+    dict(cls=True), dict(cls=False, pixels="imagenet"), dict(cls=True, positions="sincos"),
+    dict(cls=True, pixels="half"), CLIP_IMAGE])
+def test_an_exported_vit_has_timms_names_and_says_its_pixels(settings):
     vit = tiny_vit(**settings)
-    vit.load_state_dict(random_weights(vit))
-    state, pixels = common.timm_weights(vit), torch.rand(2, 3, SIZE, SIZE)
+    common.restore_model(vit, random_weights(vit), "a file", "")
+    file, images = common.timm_weights(vit), torch.rand(2, 3, SIZE, SIZE)
+    state, constants = file["model"], (file["mean"].flatten(), file["std"].flatten())
     names = ["pos_embed", "patch_embed.proj.weight", "norm.weight", "norm.bias"]
     names += [f"blocks.{i}.{name}" for i in range(DEPTH) for name in TIMM_BLOCK.split()]
     names += ["cls_token"] * settings["cls"]
     clip = ["norm_pre.weight", "norm_pre.bias"]  # timm's CLIP has no bias of patches
     names += clip if settings is CLIP_IMAGE else ["patch_embed.proj.bias"]
     assert sorted(state) == sorted(names)
+    expected = {"imagenet": IMAGENET_PIXELS, "half": (3 * [0.5], 3 * [0.5])}
+    expected = torch.tensor(expected.get(settings.get("pixels"), CLIP_PIXELS))
+    assert torch.equal(torch.stack(constants), expected)
     eps = settings.get("eps", 1e-6)
-    for x, tokens in zip(pixels, vit(common.normalize(pixels)), strict=True):
-        close(tokens, timm_forward(state, x, eps))
-    again = tiny_vit(**settings)
-    common.load_timm(again, state)
-    close(again(common.normalize(pixels)), vit(common.normalize(pixels)))
+    for x, tokens in zip(images, vit(images), strict=True):
+        close(tokens, literal_vit(renamed(state, TIMM_NAMES), x, gelu, eps, pixels=expected.tolist()))
+    again = tiny_vit(**settings | {"pixels": "clip"})  # the file's constants come before the spec's
+    common.load_timm(again, file)
+    assert torch.equal(again(images), vit(images))
+
+
+@pytest.mark.parametrize("pixels, patch_bias, expected", [
+    ("", True, IMAGENET_PIXELS), ("half", True, (3 * [0.5], 3 * [0.5])), ("clip", False, CLIP_PIXELS)])
+def test_weights_of_timm_get_imagenets_pixels_or_those_that_the_spec_names(
+        pixels, patch_bias, expected):
+    """A file of timm does not say its pixels. The presets clip-... name CLIP's."""
+    vit = tiny_vit(cls=True, pixels=pixels, patch_bias=patch_bias)
+    state, images = made_up_timm(vit), torch.rand(2, 3, SIZE, SIZE)
+    common.load_timm(vit, state)
+    for x, tokens in zip(images, vit(images), strict=True):
+        close(tokens, literal_vit(renamed(state, TIMM_NAMES), x, gelu, 1e-6, pixels=expected))
+    assert {settings.get("pixels") for name, settings in common.VIT_PRESETS.items()
+            if name.startswith("clip-")} == {"clip"}
+
+
+def test_a_checkpoint_without_constants_of_pixels_has_clips(run_of, tmp_path):
+    """Checkpoints of earlier revisions are so."""
+    run = shutil.copytree(run_of("bam"), tmp_path / "run")
+    images, (expected, _) = torch.rand(2, 3, 16, 16), evaluation.load_run(run)
+    state = torch.load(run / "last.pt")
+    state["model"] = {name: x for name, x in state["model"].items() if "pixels." not in name}
+    torch.save(state, run / "last.pt")
+    model, _ = evaluation.load_run(run)
+    constants = [x.flatten() for x in model.model.image_encoder.pixels.buffers()]
+    assert torch.equal(torch.stack(constants), torch.tensor(CLIP_PIXELS))
+    assert torch.equal(model.images(images), expected.images(images))
+    train_alone(["--out", run, "--resume", "--steps", "5"])
 
 
 def made_up_timm(vit):
@@ -325,6 +348,7 @@ def test_a_run_starts_from_the_vit_that_another_run_exported(name, tmp_path, cap
                  f"act_layer='{'quick_' * quick}gelu'"):
         assert told in line
     train_alone([*flags, "--out", runs[1], "--seed", "2", "--lr", "0", "--init-weights", file])
+    assert torch.equal(weights(tmp_path / "b")["image_encoder.pixels.mean"], torch.load(file)["mean"])
     assert "tensors are loaded. New in the model: " in capsys.readouterr().out
     a, b = (evaluation.load_run(run)[0].model for run in runs)
     for ours, theirs in zip(a.evaluation_encoder().parameters(), b.evaluation_encoder().parameters()):
@@ -368,13 +392,18 @@ def test_torch_traces_exports_and_quantises_encode_image(name, monkeypatch):
         assert (small.encode_image(images) * expected).sum(1).min() > 0.99
 
 
-def test_weights_of_a_resnet_are_refused(tmp_path):
-    """DINO's ResNet-50 expects ImageNet's pixels, and gets CLIP's here."""
-    torch.save({"conv1.weight": torch.ones(64, 3, 7, 7)}, tmp_path / "resnet.pth")
-    flags = "--method bam --image-encoder ResNet-50 --data shapes:size=32,objects=1 --local-crops 0"
-    with pytest.raises(UserError, match="resnet.pth: .*ResNets expect pixels with other .* a ViT"):
-        train_alone([*flags.split(), "--steps", "2", "--init-weights", tmp_path / "resnet.pth",
-                     "--out", tmp_path / "run"])
+def test_bam_starts_from_a_resnet_of_dino_with_imagenets_pixels(tmp_path):
+    with torch.device("meta"):
+        shapes = resnet50().state_dict()
+    state = {name: torch.full(x.shape, 0.1) for name, x in shapes.items() if "fc." not in name}
+    torch.save(state, tmp_path / "dino_resnet50_pretrain.pth")
+    args = train.parse_args(["--method", "bam", "--image-encoder", "ResNet-50", "--init-weights",
+                             str(tmp_path / "dino_resnet50_pretrain.pth")])
+    (encoder, _), _ = train.initial_encoders(args, train.METHODS["bam"], None)
+    assert all(torch.equal(encoder.state_dict()[name], x.to(encoder.state_dict()[name].dtype))
+               for name, x in state.items())
+    constants = torch.stack([*encoder.pixels.buffers()]).squeeze()
+    assert torch.equal(constants, torch.tensor(IMAGENET_PIXELS))
 
 
 def snippet(name):

@@ -141,9 +141,10 @@ class Colours(nn.Module):
     """An encoder whose tokens name the colour of a patch, behind a [CLS] token."""
 
     image_size, grid, cls = 160, 2, True  # patches of 80 pixels
+    pixels = common.Pixels("")
 
     def forward(self, images):
-        x = nn.functional.avg_pool2d(common.denormalize(images), 80).flatten(2).transpose(1, 2)
+        x = nn.functional.avg_pool2d(common.to_unit(images), 80).flatten(2).transpose(1, 2)
         known = torch.tensor([RED, BLUE, GREY]) / 255
         tokens = torch.eye(3)[torch.cdist(x, known[None]).argmin(-1)]       # (B, P, 3)
         return torch.cat([torch.rand(len(x), 1, 3), tokens], 1)
@@ -251,7 +252,7 @@ def test_the_worlds_shapes_move_on_straight_lines_and_turn_back_at_the_edges(mon
     monkeypatch.setattr(evaluation, "WORLD_N", 500)
     options = SimpleNamespace(split="test", limit=None, templates=None)
     (frames, ids), *others = evaluation.WorldSet(World(size=48, objects=1), options).videos(8)
-    images, ids = common.denormalize(torch.stack([*frames()])), ids.long()
+    images, ids = torch.stack([*frames()]), ids.long()
     assert len(others) == 4 and images.shape == (40, 3, 96, 96) and ids.shape == (40, 96, 96)
     pixels, areas = torch.arange(96) + 0.5, (ids > 0).sum((1, 2))
     assert (areas - areas.float().mean()).abs().max() < 0.1 * areas.float().mean()  # all is seen
