@@ -873,6 +873,142 @@ def j_and_f(soft, truth, grid, patch_size):
     return torch.stack(scores).mean(0)
 
 
+# k-means and linear probes (App. I, D.1, D.3) ----------------------------------------------
+#
+# eval.py encodes images; the functions here get features.
+
+
+def spread_rows(x, k, generator):
+    """k rows of x (N, E) that are far apart -> (k, E), the start of k-means (k-means++).
+
+    Several rows are drawn, each with a probability ~ (distance to the nearest chosen row)^2. The
+    one that leaves the smallest sum of these squares is chosen next.
+    """
+    chosen = x[torch.randint(len(x), (1,), generator=generator)]
+    nearest = torch.cdist(x, chosen)[:, 0].square()                         # (N,)
+    while len(chosen) < k:
+        # the small number serves features that are all equal, whose distances are 0
+        rows = torch.multinomial(nearest + 1e-12, 2 + int(math.log(k)), True, generator=generator)
+        nearer = nearest[:, None].minimum(torch.cdist(x, x[rows]).square())  # (N, drawn rows)
+        best = nearer.sum(0).argmin()
+        nearest, chosen = nearer[:, best], torch.cat([chosen, x[rows[best, None]]])
+    return chosen
+
+
+def lloyd(x, k, generator, restarts=10, iterations=300):
+    """k-means: features x (N, E) -> cluster ids (N,) from 0 to k - 1. The best of `restarts` runs
+    has the smallest sum of squared distances to the centres, as in scikit-learn's KMeans."""
+    least, best = math.inf, None
+    for _ in range(restarts):
+        centres, ids = spread_rows(x, k, generator), torch.full((len(x),), -1)
+        for _ in range(iterations):
+            distances, new = torch.cdist(x, centres).min(1)
+            if new.equal(ids):
+                break
+            ids, count = new, new.bincount(minlength=k)[:, None]            # (k, 1)
+            means = torch.zeros_like(centres).index_add_(0, ids, x) / count.clamp(min=1)
+            centres = means.where(count > 0, centres)  # an empty cluster stays in its place
+        if (total := distances.square().sum().item()) < least:
+            least, best = total, ids
+    return best
+
+
+def contingency(labels, clusters):
+    """labels (n,), clusters (n,) -> how many rows have label i and cluster j (C, K), in float64."""
+    C, K = int(labels.max()) + 1, int(clusters.max()) + 1
+    return (labels * K + clusters).bincount(minlength=C * K).view(C, K).double()
+
+
+def nmi(labels, clusters):
+    """Normalized mutual information of labels (n,) and clusters (n,): 1 if they are the same
+    partition. It is divided by the mean of the two entropies, as scikit-learn divides it. There
+    must be two labels or more."""
+    p = contingency(labels, clusters) / len(labels)
+    entropy = lambda q: -q.xlogy(q).sum()
+    p_l, p_c = p.sum(1), p.sum(0)
+    return (2 - 2 * entropy(p) / (entropy(p_l) + entropy(p_c))).item()
+
+
+def ari(labels, clusters):
+    """Adjusted Rand index of labels (n,) and clusters (n,): 1 if they are the same partition, 0 on
+    average if the clusters are random. There must be two labels or more."""
+    n = contingency(labels, clusters)
+    pairs = lambda count: (count * (count - 1) / 2).sum()
+    same, same_l, same_c = pairs(n), pairs(n.sum(1)), pairs(n.sum(0))
+    expected = same_l * same_c / pairs(n.sum())
+    return ((same - expected) / ((same_l + same_c) / 2 - expected)).item()
+
+
+def clustering(x, labels):
+    """How well clusters of features x (N, E) agree with the labels (N,) -> {t: (NMI, ARI)}.
+
+    For each number of classes t, t classes are drawn ten times, and their images are divided into t
+    clusters. NMI and ARI are means over the draws.
+
+    differs: the paper says "standard k-means". The length 1 of encodings, the start by k-means++
+    and the ten restarts are our choices. t of 2 and 5 serve data with few classes.
+    """
+    present, generator, result = labels.unique(), torch.Generator().manual_seed(0), {}
+    for t in (2, 5, 10, 20, 40, 80, 160):
+        if t > len(present):
+            break
+        scores = []
+        for _ in range(10):
+            drawn = present[torch.randperm(len(present), generator=generator)[:t]]
+            rows = torch.isin(labels, drawn)
+            clusters = lloyd(x[rows], t, generator)
+            scores.append((nmi(labels[rows], clusters), ari(labels[rows], clusters)))
+        result[t] = tuple(sum(values) / 10 for values in zip(*scores))
+    return result
+
+
+def train_heads(heads, rates, crops, epochs):
+    """Train linear classifiers `heads`, one for each learning rate (D.1, Table 9b).
+
+    crops: for each epoch, features (n, E) and labels (n,) of new random crops of the images. New
+    crops are the only regularisation, as there is no weight decay. A batch has at most 1,024
+    features (Table 9b). An epoch has at least 64 batches, so that a small data set gives enough
+    updates. All heads train on the same batches, as in DINOv2's code, because encoding the crops
+    takes far longer than training the heads.
+    """
+    for head in heads:
+        nn.init.normal_(head.weight, std=0.01)
+        nn.init.zeros_(head.bias)
+    device = heads[0].weight.device
+    parameters = [{"params": head.parameters(), "lr": rate} for head, rate in zip(heads, rates)]
+    optimizer = torch.optim.SGD(parameters, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+    for x, labels in crops:
+        for rows in torch.randperm(len(x)).chunk(max(64, math.ceil(len(x) / 1024))):
+            batch, truth = x[rows].to(device), labels[rows].to(device)
+            optimizer.zero_grad()
+            # heads share no weights, so the sum gives each head the gradient of its own loss
+            sum(F.cross_entropy(head(batch), truth) for head in heads).backward()
+            optimizer.step()
+        schedule.step()
+
+
+def logistic_regression(head, x, labels, l2):
+    """Minimise  cross entropy + l2 / 2 |W|^2  by LBFGS, from the weights of `head` (D.3).
+
+    head: an nn.Linear; features x (N, E), labels (N,), in float64, so that rounding does not stop
+    LBFGS before its tolerance.
+
+    differs: the paper does not say whether the cross entropy is averaged over images, as it is
+    here, or summed.
+    """
+    optimizer = torch.optim.LBFGS(head.parameters(), max_iter=1000, tolerance_grad=1e-5,
+                                  line_search_fn="strong_wolfe")
+
+    def objective():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(head(x), labels) + l2 / 2 * head.weight.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(objective)
+
+
 # tests/RESULTS.md has the results at toy scale. Three of them concern the equations:
 #
 # * Sharpening (tau_B below tau) prevented the collapse to uniform attention, and balancing did not.

@@ -9,6 +9,7 @@ them. So a method file works in another project without this file. The sections:
     Images and views    decoding, crops, augmentation
     Data files          tables, tar shards, class folders: what --data names
     Streams and seeds   endless batches that a resumed run continues
+    Command line        flags from the fields of a dataclass and their comments
     Schedules           learning rate, weight decay
     Groups, checkpoints parameter groups; files that a killed process leaves intact
     Distributed         ranks, and a gather with gradients
@@ -16,10 +17,10 @@ them. So a method file works in another project without this file. The sections:
     The world of shapes drawn scenes with captions; skip this section if you have data
 
 To add a table of file names, write a function that yields (path, caption) rows, and add a row to
-formats(). A new layout of .json needs a branch in read_json and a branch in eval.default_split. A
-format whose files hold the images themselves needs a new class, such as TarShards, and a branch in
-eval.open_eval_set; the head of "Data files" lists the members of such a class. To add an encoder,
-add a row to VIT_PRESETS or TEXT_PRESETS. To add a method, read Method and ModelDefaults.
+formats(). A new layout of .json needs a branch in read_json and, if it has splits, a row of
+eval.KINDS. A format whose files hold the images themselves needs a new class, such as TarShards,
+and a row of eval.KINDS; the head of "Data files" lists the members of such a class. To add an
+encoder, add a row to VIT_PRESETS or TEXT_PRESETS. To add a method, read Method and ModelDefaults.
 """
 
 import argparse
@@ -28,6 +29,7 @@ import contextlib
 import csv
 import dataclasses
 import datetime
+import difflib
 import functools
 import glob
 import gzip
@@ -52,6 +54,7 @@ import warnings
 import zlib
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import numpy as np
 import torch
@@ -2589,6 +2592,87 @@ def mix_seed(*numbers):
     A sum would not do: seed 1 of rank 0 would be seed 0 of rank 1.
     """
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+
+
+# Command line -------------------------------------------------------------------------
+#
+# Each field of a dataclass of settings is a flag; the comment of the field is the flag's help.
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the texts as they are, and the default of each flag that has one."""
+
+
+def suggest(word, flags):
+    """The flag that a user may have meant by `word`, or None."""
+    # difflib finds none of these
+    familiar = {"--learning-rate": "--lr", "--output-dir": "--out", "--slots": "--L",
+                "--train-data": "--data", "--val-data": "--eval-data", "--wd": "--weight-decay",
+                "--precision": "--amp", "--pretrained": "--init-weights",
+                "--grad-clip-norm": "--clip-grad"}
+    if familiar.get(word) in flags:
+        return familiar[word]
+    alike = [flag for flag in flags if flag[2:3] == word[2:3]]
+    nearest = difflib.get_close_matches(word, alike, 1, 0.7)
+    return nearest[0] if nearest else None
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that returns the flags that are given, and no defaults."""
+
+    def __init__(self, **more):
+        super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS,
+                         formatter_class=HelpFormatter, **more)
+
+    def error(self, message):
+        """Print the message and stop. For an unknown flag, the message names a flag that the user
+        may have meant. If the shell has expanded a pattern of shards into many names, the message
+        advises to quote the pattern."""
+        if message.startswith("unrecognized arguments"):
+            for word in re.findall(r"(?<!\S)--[\w-]+", message):
+                if flag := suggest(word, self._option_string_actions):
+                    message += f"; instead of {word}, did you mean {flag}?"
+            if re.search(r"\.tar\b", message):
+                message += ("; quote a pattern of shards, as in 'DIR/{00000..00012}.tar', so that "
+                            "the shell does not expand it")
+        super().error(message)
+
+
+@functools.cache  # inspect searches the file for the source of a class
+def comments_of(config_class):
+    """{field of a dataclass: the comment behind it, or the comment lines above it}."""
+    pattern = r"^((?:    # .*\n)*)    (\w+): [^#\n]*(?:# (.*))?$"
+    sources = "".join(inspect.getsource(c) for c in config_class.__mro__[:-1])
+    found = re.findall(pattern, sources, re.MULTILINE)
+    joined = lambda lines: re.sub(r"\s+#?\s*", " ", lines).strip()
+    return {name: behind or joined(above) for above, name, behind in found}
+
+
+def add_flags(parser, config_class, groups, title):
+    """Add a flag for each field of a dataclass. The help of a flag is the field's comment. groups:
+    {first field of a group: title of the group}."""
+    comments, group = comments_of(config_class), None
+    for field in dataclasses.fields(config_class):
+        if group is None or field.name in groups:
+            group = parser.add_argument_group(groups.get(field.name, title))
+        kind = field.type
+        if type(None) in get_args(kind):  # kind | None
+            kind = get_args(kind)[0]
+        if get_origin(kind) is Literal:
+            options = {"choices": get_args(kind)}
+        elif field.name == "resume":  # alone, or --resume auto
+            options = {"nargs": "?", "const": True, "choices": ["auto"]}
+        elif kind is bool:
+            options = {"action": argparse.BooleanOptionalAction}
+        elif get_origin(kind) is list:  # list[str]
+            options = {"nargs": "+", "metavar": "STR"}
+        elif kind is list:
+            read = functools.partial(read_lines, flag=flag_of(field.name))
+            options = {"type": read, "metavar": "FILE"}
+        else:
+            options = {"type": kind, "metavar": kind.__name__.upper()}
+        options["help"] = comments[field.name].replace("%", "%%")
+        group.add_argument(flag_of(field.name), **options)
 
 
 # Schedules ----------------------------------------------------------------------------

@@ -1,14 +1,14 @@
 """Evaluate trained runs: `python eval.py RUN [RUN ...] --task zeroshot,retrieval --data SPEC`.
 
 The command prints a table of metrics, draws pictures into RUN and appends the metrics to
-RUN/evals.jsonl. Without --data the command repeats the evaluation at the end of the training; this
-evaluation also writes RUN/eval.json. Several runs share a table; runs that differ only in their
-seed share a column, with mean and standard deviation.
+RUN/evals.jsonl. Without --data the command repeats the evaluation that ended the training, and
+writes RUN/eval.json again. Several runs share a table; runs that differ only in their seed share a
+column, with mean and standard deviation.
 
 A map of the sections:
 
     Metrics             pure functions on matrices; k-NN, k-means and linear probes (their images
-                        come from training_pairs, in Data)
+                        come from EvalSet.learn, in Data)
     The embedder        a model that reads and encodes images and captions, in fp32
     A run, its options  load_run: a run's directory -> Embedder and settings; options_of
     Data                EvalSet: one interface to every kind of data; functions that open data;
@@ -22,15 +22,12 @@ A map of the sections:
     Command line        the flags
 
 To add a task, write a function and add a row to TASKS. To add a picture, add a row to PICTURES. To
-add a kind of data, add an `if` to open_kind that returns an EvalSet.
+add a kind of data, add a row to KINDS.
 """
 
-import argparse
-import array
 import collections
 import contextlib
 import dataclasses
-import difflib
 import functools
 import itertools
 import json
@@ -43,7 +40,7 @@ import textwrap
 import unicodedata
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Callable, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -156,38 +153,6 @@ def split_held_out(x):
     return order.tensor_split([len(x) // 5])
 
 
-class SparseRows:
-    """Features (N, E) that are mostly 0, such as STAIR's: the other numbers alone are stored.
-
-    parts: tensors (n, E), one after the other; x[rows] -> the dense rows (n, E). ImageNet's
-    1.3 million training images take 156 GB as dense encodings of 30,522 words.
-    """
-
-    def __init__(self, parts):
-        # small tensors among large ones would break memory into pieces; an array grows in its place
-        counts, columns, values = [], array.array("i"), array.array("f")
-        for x in parts:
-            kept = x != 0
-            counts += kept.sum(1).tolist()
-            columns.frombytes(kept.nonzero()[:, 1].int().numpy().tobytes())
-            values.frombytes(x[kept].numpy().tobytes())
-        self.count = torch.tensor(counts)
-        self.columns, self.values = (torch.from_numpy(np.asarray(x)) for x in (columns, values))
-        self.start = self.count.cumsum(0) - self.count  # where the numbers of a row begin
-        self.shape = len(counts), x.shape[1]
-
-    def __len__(self):
-        return self.shape[0]
-
-    def __getitem__(self, rows):
-        count, x = self.count[rows], self.values.new_zeros(len(rows), self.shape[1])
-        row = torch.arange(len(rows)).repeat_interleave(count)
-        # number k of all rows is number k - (count of the rows before) of its own row
-        place = torch.arange(len(row)) + (self.start[rows] - count.cumsum(0) + count)[row]
-        x[row, self.columns[place].long()] = self.values[place]
-        return x
-
-
 @torch.no_grad()
 def predict(head, x, rows=None):
     """The classes (n,) that a linear classifier gives to rows of features x, a tensor or
@@ -204,17 +169,10 @@ def middle_best(scores):
     return best[len(best) // 2]
 
 
-def note_tie(scores, held):
-    """Print a note if all strengths of regularisation score the same on the rows `held`."""
-    if len(set(scores)) == 1:
-        print(f"note: every strength of the probe's regularisation does equally well on the "
-              f"{len(held)} features that were held out to choose one: the middle one is used.")
-
-
 def adamw_probe(x, labels, epochs, device="cpu"):
     """Train a linear classifier on features (N, E) and labels (N,) as CLIP_benchmark does (SPARO,
-    C.1) -> torch.nn.Linear on `device`, the weight decay. x is a tensor or SparseRows; each batch
-    moves to the device by itself.
+    C.1) -> torch.nn.Linear on `device`, the weight decay. x is a tensor or stair.SparseRows; each
+    batch moves to the device by itself.
 
     The weight decay is one of 97 values from 1e-6 to 1e2, chosen by the accuracy on a held-out
     fifth of the rows. To score all 97 values would take 97 trainings. The search takes at most 15
@@ -250,7 +208,6 @@ def adamw_probe(x, labels, epochs, device="cpu"):
         return (predict(head, x, held) == labels[held]).sum().item()
 
     scores = [score(i) for i in range(0, 97, 16)]
-    note_tie(scores, held)
     best = 16 * middle_best(scores)
     for step in (8, 4, 2, 1):
         best = max((max(best - step, 0), best, min(best + step, 96)), key=score)
@@ -259,37 +216,23 @@ def adamw_probe(x, labels, epochs, device="cpu"):
 
 @common.fixed_seed(0)
 def sgd_probe(crops, held, held_labels, classes, epochs, device="cpu"):
-    """Train a linear classifier as BAM does (D.1, Table 9b) -> torch.nn.Linear on `device`, the
-    learning rate.
+    """Train linear classifiers by bam.train_heads (BAM, D.1, Table 9b) -> the best one, a
+    torch.nn.Linear on `device`, and its learning rate.
 
     crops() -> features (n, E) and labels (n,) of new random crops of the training images. Each
-    epoch calls crops(). New crops are the only regularisation, as there is no weight decay.
-    held (m, E), held_labels (m,): centre crops of other images, which choose the learning rate.
-    Features are tensors or SparseRows. classes: the number of classes.
-
-    A batch has at most 1,024 features (Table 9b). An epoch has at least 64 batches, so that a small
-    data set gives enough updates. There is one head, a linear classifier, for each learning rate.
-    All heads train on the same batches, as in DINOv2's code, because encoding the crops takes far
-    longer than training the heads.
+    epoch calls crops(). held (m, E), held_labels (m,): centre crops of other images, which choose
+    the learning rate. Features are tensors or SparseRows. classes: the number of classes.
     """
     heads = [torch.nn.Linear(held.shape[1], classes).to(device) for _ in RATES]
-    for head in heads:
-        torch.nn.init.normal_(head.weight, std=0.01)
-        torch.nn.init.zeros_(head.bias)
-    parameters = [{"params": head.parameters(), "lr": rate} for head, rate in zip(heads, RATES)]
-    optimizer = torch.optim.SGD(parameters, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
-    for epoch in tqdm(range(epochs), "epochs of the linear probe", disable=None):
-        # crops() prints how many files cannot be read; the message of the first epoch is enough
-        with contextlib.redirect_stdout(None if epoch else sys.stdout):
-            x, labels = crops()
-        for rows in torch.randperm(len(x)).chunk(max(64, math.ceil(len(x) / 1024))):
-            batch, truth = x[rows].to(device), labels[rows].to(device)
-            optimizer.zero_grad()
-            # heads share no weights, so the sum gives each head the gradient of its own loss
-            sum(F.cross_entropy(head(batch), truth) for head in heads).backward()
-            optimizer.step()
-        schedule.step()
+
+    def epochs_of_crops():
+        for epoch in progress(range(epochs), "epochs of the linear probe"):
+            # crops() prints how many files cannot be read; the first message is enough
+            with contextlib.redirect_stdout(None if epoch else sys.stdout):
+                features = crops()
+            yield features
+
+    bam.train_heads(heads, RATES, epochs_of_crops(), epochs)
     scores = [(predict(head, held) == held_labels).sum().item() for head in heads]
     best = middle_best(scores)
     return heads[best], RATES[best]
@@ -302,117 +245,28 @@ STRENGTHS = np.logspace(5, -6, 45)
 
 @common.fixed_seed(0)
 def lbfgs_probe(x, labels, strengths=STRENGTHS):
-    """Fit a logistic regression on features (N, E) and labels (N,) with LBFGS (BAM, D.3, Table 5)
+    """Fit bam.logistic_regression to features (N, E) and labels (N,) (BAM, D.3, Table 5)
     -> torch.nn.Linear, the strength of the l2 penalty.
 
     One of 45 strengths is chosen: the best on a held-out fifth of the rows. The classifier that is
-    returned learns from all rows with this strength. The computation is in float64, so that
-    rounding does not stop LBFGS before its tolerance.
+    returned learns from all rows with this strength.
 
-    differs: the paper chooses the strength on validation images. The paper does not say whether the
-    cross entropy is averaged over images, as it is here, or summed.
+    differs: the paper chooses the strength on validation images.
     """
     x, (held, fitted) = x.double(), split_held_out(x)
     head, right = torch.nn.Linear(x.shape[1], int(labels.max()) + 1).to(x), []
     x_fitted, labels_fitted = x[fitted], labels[fitted]
-
-    def fit(x, labels, l2):
-        """Minimise mean cross entropy + l2 / 2 |W|^2, starting from the weights of `head`."""
-        optimizer = torch.optim.LBFGS(head.parameters(), max_iter=1000, tolerance_grad=1e-5,
-                                      line_search_fn="strong_wolfe")
-
-        def objective():
-            optimizer.zero_grad()
-            loss = F.cross_entropy(head(x), labels) + l2 / 2 * head.weight.square().sum()
-            loss.backward()
-            return loss
-
-        optimizer.step(objective)
-
     for l2 in strengths:
-        fit(x_fitted, labels_fitted, l2)
+        bam.logistic_regression(head, x_fitted, labels_fitted, l2)
         right.append((head(x[held]).argmax(1) == labels[held]).sum().item())
     best = strengths[middle_best(right)]
-    note_tie(right, held)
-    fit(x, labels, best)
+    bam.logistic_regression(head, x, labels, best)
     return head.float(), float(best)
 
 
 def mean_per_class(predicted, labels):
     """Accuracy within each class of the labels (n,), averaged over these classes."""
     return mean([to_float((predicted == labels)[labels == c]) for c in labels.unique()])
-
-
-def spread_rows(x, k, generator):
-    """k rows of x (N, E) that are far apart -> (k, E), the start of k-means (k-means++).
-
-    Several rows are drawn, each with a probability ~ (distance to the nearest chosen row)^2. The
-    one that leaves the smallest sum of these squares is chosen next.
-    """
-    chosen = x[torch.randint(len(x), (1,), generator=generator)]
-    nearest = torch.cdist(x, chosen)[:, 0].square()                         # (N,)
-    while len(chosen) < k:
-        # the small number serves features that are all equal, whose distances are 0
-        rows = torch.multinomial(nearest + 1e-12, 2 + int(math.log(k)), True, generator=generator)
-        nearer = nearest[:, None].minimum(torch.cdist(x, x[rows]).square())  # (N, drawn rows)
-        best = nearer.sum(0).argmin()
-        nearest, chosen = nearer[:, best], torch.cat([chosen, x[rows[best, None]]])
-    return chosen
-
-
-def lloyd(x, k, generator, restarts=10, iterations=300):
-    """k-means: features x (N, E) -> cluster ids (N,) from 0 to k - 1. The best of `restarts` runs
-    has the smallest sum of squared distances to the centres, as in scikit-learn's KMeans."""
-    least, best = math.inf, None
-    for _ in range(restarts):
-        centres, ids = spread_rows(x, k, generator), torch.full((len(x),), -1)
-        for _ in range(iterations):
-            distances, new = torch.cdist(x, centres).min(1)
-            if new.equal(ids):
-                break
-            ids, count = new, new.bincount(minlength=k)[:, None]            # (k, 1)
-            means = torch.zeros_like(centres).index_add_(0, ids, x) / count.clamp(min=1)
-            centres = means.where(count > 0, centres)  # an empty cluster stays in its place
-        if (total := distances.square().sum().item()) < least:
-            least, best = total, ids
-    return best
-
-
-def contingency(labels, clusters):
-    """labels (n,), clusters (n,) -> how many rows have label i and cluster j (C, K), in float64."""
-    C, K = int(labels.max()) + 1, int(clusters.max()) + 1
-    return (labels * K + clusters).bincount(minlength=C * K).view(C, K).double()
-
-
-def nmi(labels, clusters):
-    """Normalized mutual information of labels (n,) and clusters (n,): 1 if they are the same
-    partition. It is divided by the mean of the two entropies, as scikit-learn divides it. There
-    must be two labels or more."""
-    p = contingency(labels, clusters) / len(labels)
-    entropy = lambda q: -q.xlogy(q).sum()
-    p_l, p_c = p.sum(1), p.sum(0)
-    return (2 - 2 * entropy(p) / (entropy(p_l) + entropy(p_c))).item()
-
-
-def ari(labels, clusters):
-    """Adjusted Rand index of labels (n,) and clusters (n,): 1 if they are the same partition, 0 on
-    average if the clusters are random. There must be two labels or more."""
-    n = contingency(labels, clusters)
-    pairs = lambda count: (count * (count - 1) / 2).sum()
-    same, same_l, same_c = pairs(n), pairs(n.sum(1)), pairs(n.sum(0))
-    expected = same_l * same_c / pairs(n.sum())
-    return ((same - expected) / ((same_l + same_c) / 2 - expected)).item()
-
-
-def winoground_scores(s):
-    """Scores s (n, 2, 2), [pair, caption, image] -> text, image, group, each (n,) bool.
-
-    text: both images score higher with their own caption. image: both captions score higher with
-    their own image. group: both text and image hold. Equal scores count as wrong.
-    """
-    text = (s[:, 0, 0] > s[:, 1, 0]) & (s[:, 1, 1] > s[:, 0, 1])
-    image = (s[:, 0, 0] > s[:, 0, 1]) & (s[:, 1, 1] > s[:, 1, 0])
-    return text, image, text & image
 
 
 def mean(values):
@@ -456,20 +310,22 @@ def chunks(items, n):
 
 
 def as_list(items):
-    """Return the items as a list. A single caption, path or image becomes a list with one item.
-    Raises UserError if there are no items."""
+    """Return the items as a list. A single caption, path or image becomes a list with one item."""
     is_array = getattr(items, "ndim", 0) in (2, 3)  # one image, of numpy or torch
     is_one = is_array or isinstance(items, (str, bytes, Path, Image.Image))
-    items = [items] if is_one else list(items)
-    if not items:
-        raise UserError("There is nothing to encode: give at least one image or caption.")
-    return items
+    return [items] if is_one else list(items)
+
+
+def progress(items, what, **more):
+    """A bar of tqdm that appears after five seconds. Without a terminal it is printed every ten
+    seconds."""
+    interval = 0.1 if sys.stderr.isatty() else 10
+    return tqdm(items, what, delay=5, leave=False, mininterval=interval, **more)
 
 
 def with_bar(parts, items):
-    """Yield the lists `parts`, and count their elements on a progress bar. items: the word for
-    the elements. The bar appears after five seconds, and only on a terminal."""
-    with tqdm(desc="encoding", unit=f" {items}", disable=None, delay=5, leave=False) as bar:
+    """Yield the lists `parts`, and count their elements on a bar. items: the word for elements."""
+    with progress(None, "encoding", unit=f" {items}") as bar:
         for part in parts:
             yield part
             bar.update(len(part))
@@ -618,22 +474,15 @@ class Embedder:
         return tokens.to(self.device), mask.to(self.device)
 
     def function(self, encode):
-        """`encode`, or the method of this name. Raises UserError for None, which a model has in
-        place of a function that its method lacks (see common.ModelDefaults)."""
-        if encode is None:
-            raise UserError("encode is None: the method of this run has no such function. Leave "
-                            "`encode` out for the encodings that are compared.")
+        """`encode`, or the method of this name."""
         return getattr(self, encode) if isinstance(encode, str) else encode
 
     @torch.no_grad()
     def texts(self, captions, encode="encode_text"):
         """Encode n captions -> (n, E), or (n, L, E), padded with zeros, if `encode` gives each
-        caption L vectors. A single string is one caption. Raises UserError for other objects."""
-        encode, captions = self.function(encode), as_list(captions)
-        for caption in captions:
-            if not isinstance(caption, str):
-                raise UserError(f"Captions must be strings, not {caption!r:.100}.")
-        parts = with_bar(chunks(captions, self.chunk), "captions")
+        caption L vectors. A single string is one caption."""
+        encode = self.function(encode)
+        parts = with_bar(chunks(as_list(captions), self.chunk), "captions")
         parts = [assert_finite(encode(*self.tokenize(part)).cpu()) for part in parts]
         if parts[0].ndim == 3:
             longest = max(x.shape[1] for x in parts)
@@ -761,10 +610,10 @@ def settings_of_run(run):
                         f"of {', '.join(METHODS)}: give a run of train.py.")
     args = method.Settings()
     vars(args).update(saved)
-    home, here = saved.get("directory"), os.getcwd()  # old runs have no directory
+    home, here = saved.get("directory", os.getcwd()), os.getcwd()
     for name in ("data", "eval_data", "image_root"):
         spec = saved.get(name)
-        if spec and home not in (None, here) and common.parse_spec(spec)[0] != "shapes":
+        if spec and home != here and not is_shapes(spec):
             setattr(args, name, "::".join(os.path.join(home, part) for part in spec.split("::")))
     return method, args
 
@@ -848,84 +697,161 @@ def read_templates(given):
 # uses all images of SPEC.
 TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # images to evaluate, images to learn from
 # Options that change no metric, and so are not recorded in evals.jsonl
-NOT_OF_METRICS = {"runs", "queries", "image", "caption", "export", "workers", "batch", "device",
-                  "is_own"}
+NOT_OF_METRICS = {"query", "image", "caption", "export", "workers", "batch", "device", "is_own"}
+
+
+@dataclasses.dataclass
+class Flags:
+    """The flags of eval.py. The comment behind a field, or above it, is the help of its flag."""
+
+    # data to evaluate on: a SPEC of train.py, or a directory in the layout of CLIP_benchmark,
+    # Pascal VOC, DAVIS 2017, Winoground or SugarCrepe; without it the run's --eval-data, or its
+    # --data
+    data: list[str] | None = None
+    # directory that the file names of --data are relative to; without it the directory of a table,
+    # DIR/images for Winoground
+    image_root: str | None = None
+    # split of --data, if the data have splits; without it test, or val for Pascal VOC and DAVIS
+    split: str | None = None
+    # largest number of samples for each task and picture: random ones of class folders and labelled
+    # shards, the first ones of other data; without it all samples of --data or, without --data,
+    # 1,000 to evaluate and 20,000 to learn from
+    limit: int | None = None
+    # file of class names: line i names the i-th of the sorted folders, or label i of shards; if the
+    # lines are the folders' own names in another order, line i is the folder that has label i in
+    # the shards of --train-data
+    classes: str | None = None
+    # zero-shot prompts, in which {} stands for the name of a class and {a} for the name with its
+    # article; or one file of prompts, one a line
+    templates: list[str] | None = None
+    # words to put before each caption in retrieval; "a photo of" in STAIR (Sec. 4.3)
+    caption_prefix: str | None = None
+    # file of nouns and adjectives, one a line, for K-Pna, the K-Precision of these words (SPARC,
+    # Sec. 4.4); shapes need none
+    nouns_adjectives: str | None = None
+
+    # comma-separated names of tasks and pictures, see the end of this help; without it every
+    # picture and the usual tasks that data and model allow
+    task: str | None = None
+    # data for the tasks slots and masks: class folders that rank the slots, or SugarCrepe's files
+    # that train the masks (SPARO, Sec. 5.1, 5.2); needed unless --data is shapes
+    select: str | None = None
+    # directory that the file names of --select are relative to
+    select_root: str | None = None
+
+    # images that k-NN and probes learn from: class folders, or shards with labels; without it the
+    # split train of --data, or the data that the run was trained on
+    train_data: str | None = None
+    # share of the labels of each class that k-NN and probes learn from, or a file of image names,
+    # one a line; without it all labels
+    label_fraction: str | None = None
+    # training of the linear probe: adamw follows SPARO (C.1), sgd follows BAM (D.1), lbfgs is the
+    # logistic regression of BAM's transfer (D.3); without it the run's --probe
+    probe: Literal["adamw", "sgd", "lbfgs"] | None = None
+
+    # search the images of --data instead of evaluating: a query is a caption or, for STAIR, words
+    # with AND, OR, NOT and parentheses (STAIR, App. D)
+    query: list[str] | None = None
+
+    # draw which patches of this image the words of --caption weight (SPARC, STAIR) or the slots
+    # weight (SPARO), instead of evaluating
+    image: str | None = None
+    caption: str | None = None  # the caption of --image
+
+    # file in RUN with the weights to evaluate, for STAIR also stage-1.pt; without it last.pt
+    checkpoint: str = "last.pt"
+    # file to write the image encoder to, under timm's parameter names, instead of evaluating
+    export: str | None = None
+
+    workers: int | None = None  # number of threads that read images; without it the run's --workers
+    batch: int = 256  # number of images or captions that are encoded at a time; without it 256
+    device: str | None = None  # cpu, cuda, cuda:1, ...; without it cuda if there is a GPU, else cpu
+
+    @property
+    def tasks(self):
+        """The names of --task, or []."""
+        return self.task.split(",") if self.task else []
+
+
+# {first flag of a group in --help: title of the group}
+GROUPS = {"task": "tasks", "train_data": "k-NN and probes", "query": "search",
+          "image": "one image and one caption", "checkpoint": "weights", "workers": "machine"}
+
+
+@dataclasses.dataclass
+class Options(Flags):
+    """What one evaluation depends on: the flags, of which `data` is one SPEC, and what follows from
+    them and from the settings of the run."""
+
+    learn_limit: int | None = None    # how many images k-NN and probes learn from; None: all
+    on_training_images: bool = False  # whether the images are from the training data of the run
+    is_own: bool = False              # whether this is the evaluation that ends the training
 
 
 def options_of(given, args):
     """The options of one evaluation. A flag that is not given gets its value from the settings of
     the run, or else its default.
 
-    given: {name: value} of eval.py's flags, in which `data` is one SPEC or None. args: the settings
-    of the run. The result has three options that are not flags:
-
-        learn_limit         how many images k-NN and probes learn from; None: all
-        on_training_images  whether the images are from the training data of the run
-        is_own              whether the metrics are those of the evaluation that ends the training
+    given: {name: value} of the flags that are given, in which `data` is one SPEC. args: the
+    settings of the run.
     """
-    defaults = vars(build_parser().parse_args(["RUN"]))
-    given = {name: value for name, value in given.items() if value != defaults.get(name)}
-    own = {"probe": args.probe, "workers": args.workers, "data": args.eval_data or args.data,
-           "learn_limit": None}
+    given = {name: value for name, value in given.items() if value != getattr(Options, name)}
+    options = Options(data=args.eval_data or args.data, workers=args.workers, probe=args.probe)
     if "data" not in given:
-        own |= {"image_root": args.image_root, "limit": TEST_LIMIT, "learn_limit": LEARN_LIMIT}
-    data = given.get("data", own["data"])
-    own |= {"split": default_split(data), "train_data": data_to_learn_from(data, args),
-            "templates": learned_templates(data, args)}
-    refuse_useless_options(given, data, own["split"])
-    if "templates" in given:
-        given["templates"] = read_templates(given["templates"])
-    options = argparse.Namespace(**defaults | own | given)
+        options.image_root, options.limit = args.image_root, TEST_LIMIT
+        options.learn_limit = LEARN_LIMIT
+    vars(options).update(given)
+    refuse_useless_options(given, options.data)
+    options.split = options.split or default_split(options.data)
+    options.train_data = options.train_data or spec_to_learn_from(options.data, args)
+    options.templates = (read_templates(options.templates) if options.templates
+                         else learned_templates(options.data, args))
     options.on_training_images = is_trained_on(options.data, options.split, args)
-    options.is_own = given.keys() <= NOT_OF_METRICS | {"tasks"}
+    options.is_own = given.keys() <= NOT_OF_METRICS | {"task"}
     return options
 
 
-def data_to_learn_from(data, args):
+def spec_to_learn_from(spec, args):
     """What k-NN and probes learn from if --train-data is not given -> SPEC or None.
 
     If the data to evaluate have a training split, the result is this split. Otherwise it is the
     run's training data. The result is None if the run was trained on the data to evaluate, or on
     the world, which has other classes.
     """
-    if "train" in splits_of(data):
-        return data
-    if args.data == data or common.parse_spec(args.data)[0] == "shapes":
+    if "train" in kind_of(spec).splits(spec):
+        return spec
+    if args.data == spec or is_shapes(args.data):
         return None
     return args.data
 
 
-def learned_templates(data, args):
+def learned_templates(spec, args):
     """The prompts that the model knows from its training -> list of templates, or None.
 
     A training on class folders makes the caption of each class from one template, FOLDER_CAPTION.
     The world is evaluated with its own prompts.
     """
-    is_world = common.parse_spec(data)[0] == "shapes"
-    from_folders = getattr(args, "folder_captions", os.path.isdir(args.data))  # old runs lack it
-    return [common.FOLDER_CAPTION] if from_folders and not is_world else None
+    return [common.FOLDER_CAPTION] if args.folder_captions and not is_shapes(spec) else None
 
 
-def is_trained_on(data, split, args):
+def is_trained_on(spec, split, args):
     """Whether the images are from the training data of the run, of which --label-fraction may have
     left out some. The world never shows a test scene in training."""
-    name, learned = common.parse_spec(data)[0], common.parse_spec(args.data)
-    path = getattr(args, "data_path", Path(learned[0]).resolve())  # old runs lack it
-    if name == "shapes" or Path(name).resolve() != Path(path):
+    name, learned = common.parse_spec(spec)[0], common.parse_spec(args.data)
+    if is_shapes(spec) or Path(name).resolve() != Path(args.data_path):
         return False
     return split in ("all", learned[1].get("split", "train"))
 
 
-def refuse_useless_options(given, data, default):
-    """Raise UserError if one of the flags `given` has no effect on the data, whose default split is
-    `default`. Without an error, a user would believe that the flag had an effect."""
-    name, settings = common.parse_spec(data)
+def refuse_useless_options(given, spec):
+    """Raise UserError if one of the flags `given` has no effect on the data. Without an error, a
+    user would believe that the flag had an effect."""
     reasons = []
-    if default == "all":
-        reasons.append(("split", f"{data} has no splits"))
-    if "split" in settings:
-        reasons.append(("split", f"{data} names its split itself"))
-    if name == "shapes":
+    if default_split(spec) == "all":
+        reasons.append(("split", f"{spec} has no splits"))
+    if "split" in common.parse_spec(spec)[1]:
+        reasons.append(("split", f"{spec} names its split itself"))
+    if is_shapes(spec):
         reasons.append(("train_data", "shapes have a training split of their own"))
         reasons.append(("classes", "the names of the classes of shapes are fixed"))
     for option, reason in reasons:
@@ -934,28 +860,10 @@ def refuse_useless_options(given, data, default):
             raise UserError(f"{flag} {given[option]} has no effect: {reason}. Leave it out.")
 
 
-def splits_of(spec):
-    """Names of the splits of a directory in Pascal VOC's, DAVIS's or CLIP_benchmark's layout; []
-    for other data."""
-    if not os.path.isdir(spec):  # glob would raise for a name that is too long; isdir does not
-        return []
-    lists = Path(spec).glob("ImageSets/Segmentation/*.txt")
-    videos = Path(spec).glob("ImageSets/2017/*.txt")
-    shards = Path(spec).glob("*/nshards.txt")
-    return sorted([*[path.stem for path in [*lists, *videos]],
-                   *[path.parent.name for path in shards]])
-
-
 def default_split(spec):
     """The split to evaluate if --split is not given; "all" for data without splits."""
-    if os.path.isdir(f"{spec}/SegmentationClass") or os.path.isdir(f"{spec}/ImageSets/2017"):
-        return "val"  # VOC and DAVIS publish no maps of their test images
-    name, own = common.parse_spec(spec)
-    is_json = name.lower().endswith(".json")
-    if is_json and os.path.isfile(name) and b'"annotations"' in Path(name).read_bytes():
-        return "all"  # COCO has one file for each split; Karpathy's file holds all splits
-    has_splits = name == "shapes" or is_json or splits_of(spec)
-    return own.get("split", "test") if has_splits else "all"
+    split = kind_of(spec).split
+    return split if split == "all" else common.parse_spec(spec)[1].get("split", split)
 
 
 class EvalSet:
@@ -978,20 +886,18 @@ class EvalSet:
     classes: Classes = None        # names and prompts of the classes, for tasks with text
     groups: dict = None            # {"": (ids (C,), names), ...}; folders have only the key ""
     named: Classes = None          # classes named by files or folders; None: the world's own names
-    numbered: bool = False         # whether the labels of shards have a class here
-    label_ids: list = None         # the class of each label of shards; None: label i has class i
+    label_ids: list = None         # the class of each label of shards; None: it is not known
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
     map_classes: dict = None       # {key: Classes} of `maps`
     content_words: set = None      # nouns and adjectives, which K-Pna counts
     pool: int = None               # how many images retrieval ranks together; None: all
     is_world: bool = False         # whether the data are the world, which has splits of its own
                                    # to learn from and to choose slots and masks by
-    options: argparse.Namespace = None  # the options with which the data were opened
-    training: "EvalSet" = None     # what k-NN and probes learn from, see all_training_pairs
+    options: Options = None        # the options with which the data were opened
     labelled: Callable = None      # (purpose) -> pairs (image, class id)
     captioned: Callable = None     # (purpose) -> pairs (image, list of captions)
-    negatives: Callable = None     # () -> pairs (image, [(kind, caption, wrong caption), ...])
-    winoground: Callable = None    # () -> pairs (image, (number of the example, caption)),
+    hard_negatives: Callable = None  # () -> pairs (image, [(kind, caption, wrong caption), ...])
+    examples: Callable = None      # () -> pairs (image, (number of the example, caption)),
                                    # two pairs for each example
     maps: Callable = None          # (purpose) -> pairs (image, {key: class ids (H, W) from 1})
     videos: Callable = None        # (patch size) -> pairs (function () that yields the f frames
@@ -1000,6 +906,11 @@ class EvalSet:
 
     def __init__(self, **members):
         vars(self).update(members)
+
+    @functools.cached_property  # opened once: k-NN and the linear probe share it
+    def learn(self):
+        """() -> pairs (image, class id) that k-NN and probes learn from, see open_to_learn."""
+        return open_to_learn(self.options, self)
 
     def images(self, purpose):
         """Yield (image, its name) of captioned or labelled pairs, for search and for pictures. The
@@ -1024,14 +935,15 @@ class TableSet(EvalSet):
         generator = torch.Generator().manual_seed(0)
         rows = torch.randperm(len(table), generator=generator)[: options.limit].tolist()
         self.groups = {"": (torch.arange(len(table.classes)), table.classes)}
-        numbers = [str(i) for i in range(len(table.classes))]
-        self.numbered = bool(options.classes) or table.classes == numbers
+        if table.classes == [str(i) for i in range(len(table.classes))]:
+            self.label_ids = range(len(table.classes))
         if options.classes:
             common.class_names(table.classes, options.classes)  # raises if the file does not fit
             # If the lines are the folders' names in another order, line i names the class of label
             # i in the shards. Otherwise line i is a new name for folder i of the sorted folders.
             lines = common.read_lines(options.classes, "--classes")
-            self.label_ids = common.match_names(lines, table.classes)
+            same = common.match_names(lines, table.classes)
+            self.label_ids = same or range(len(table.classes))
         self.labelled = lambda purpose: ((table.path(i), int(table.labels[i])) for i in rows)
 
     @functools.cached_property  # only tasks with text need names, which may be missing
@@ -1053,7 +965,7 @@ def known_labels(pairs, spec, names, source):
         yield image, label
 
 
-def open_benchmark(directory, options):
+def open_benchmark(options, *_):
     """A directory in CLIP_benchmark's layout -> EvalSet.
 
     The shards are SPLIT/0.tar, 1.tar, ..., and SPLIT/nshards.txt holds their number. If
@@ -1061,23 +973,19 @@ def open_benchmark(directory, options):
     holds the label of a sample: the number of a line of classnames.txt, counted from 0. Raises
     UserError if a file is missing or wrong.
     """
-    split, limit = Path(directory, options.split), options.limit
-    n = common.read_text(split / "nshards.txt", "--data").strip()
-    if not re.fullmatch("[1-9][0-9]{0,6}", n):
-        raise UserError(f"{split}/nshards.txt holds {n!r}; write the number of the files 0.tar, "
-                        f"1.tar, ...")
+    directory, limit = options.data, options.limit
+    split = Path(directory, options.split)
+    with common.explained(ValueError, f"{split}/nshards.txt", "; it is the number of tars"):
+        n = int(common.read_text(split / "nshards.txt", "--data"))
     found = len(list(split.glob("[0-9]*.tar")))
-    if found > int(n):  # a part of the set would be left out
+    if found > n:  # a part of the set would be left out
         raise UserError(f"{split}/nshards.txt holds {n}, but {found} tars are there: write "
                         f"{found}, or remove the tars that do not belong to the set.")
-    shards = common.TarShards(f"{split}/{{0..{int(n) - 1}}}.tar")
-    if options.queries:  # a search needs images alone
+    shards = common.TarShards(f"{split}/{{0..{n - 1}}}.tar")
+    if options.query:  # a search needs images alone
         return EvalSet(labelled=lambda purpose: shards.each(None, limit))
     kind = Path(directory, "dataset_type.txt")
     kind = common.read_text(kind, "--data").strip().lower() if kind.is_file() else ""
-    if kind == "multilabel":
-        raise UserError(f"{directory} has several labels an image: no task can evaluate them, give "
-                        f"data with one label an image.")
     if kind == "retrieval":
         return EvalSet(captioned=lambda purpose: itertools.islice(shards.each("caption"), limit))
     source = str(options.classes or Path(directory, "classnames.txt"))
@@ -1093,14 +1001,20 @@ def open_benchmark(directory, options):
         return known_labels(shards.each("label", limit), shards.name, names, source)
 
     return EvalSet(classes=classes, named=classes, groups=groups, labelled=label_pairs,
-                   numbered=True)
+                   label_ids=range(len(names)))
 
 
-def read_winoground(file, root, limit):
-    """Winoground's examples.jsonl -> yields the pairs of EvalSet.winoground, for at most `limit`
-    examples. root: the directory of the images NAME.png. Raises UserError for a line without the
-    four fields."""
-    for number, line in enumerate(common.read_lines(file, "--data")[:limit]):
+def open_winoground(options, *_):
+    """A directory with Winoground's examples.jsonl -> EvalSet."""
+    return EvalSet(examples=functools.partial(read_winoground, options))
+
+
+def read_winoground(options):
+    """Yield the pairs of EvalSet.examples, for at most --limit examples. --image-root is the
+    directory of the images NAME.png. Raises UserError for a line without the four fields."""
+    file = Path(options.data, "examples.jsonl")
+    root = options.image_root or Path(options.data, "images")
+    for number, line in enumerate(common.read_lines(file, "--data")[: options.limit]):
         with common.explained((ValueError, KeyError, TypeError), f"{file}, sample {number + 1}",
                               "; it must have image_0, image_1, caption_0, caption_1"):
             row = json.loads(line)
@@ -1108,21 +1022,34 @@ def read_winoground(file, root, limit):
                 yield str(Path(root, f"{row[f'image_{i}']}.png")), (number, row[f"caption_{i}"])
 
 
-def read_sugarcrepe(files, root, limit):
-    """SugarCrepe's files, one for each kind of negative -> yields the pairs of EvalSet.negatives,
-    for at most `limit` images. Raises UserError for an item without its three fields."""
+def sugarcrepe_files(directory):
+    """The JSON files of a directory that have SugarCrepe's own field in their first 4,000 bytes."""
+    found = sorted(Path(directory).glob("*.json")) if os.path.isdir(directory) else []
+    field = b'"negative_caption"'
+    return [file for file in found if file.is_file() and field in file.read_bytes()[:4000]]
+
+
+def open_sugarcrepe(options, *_):
+    """A directory with SugarCrepe's files, one for each kind of negative -> EvalSet."""
+    return EvalSet(hard_negatives=functools.partial(read_sugarcrepe, options))
+
+
+def read_sugarcrepe(options):
+    """Yield the pairs of EvalSet.hard_negatives, for at most --limit images. Raises UserError for
+    an item without its three fields."""
+    root = options.image_root or "."
     # grouped by image, so that an image with several negatives is encoded once
     negatives_of = collections.defaultdict(list)
-    for file in files:
+    for file in sugarcrepe_files(options.data):
         with common.explained((ValueError, KeyError, TypeError, AttributeError), file,
                               "; its items must have filename, caption and negative_caption"):
             for item in json.loads(file.read_text(encoding="utf-8")).values():
                 negative = (file.stem, item["caption"], item["negative_caption"])
-                negatives_of[str(Path(root or ".", item["filename"]))].append(negative)
-    return itertools.islice(negatives_of.items(), limit)
+                negatives_of[str(Path(root, item["filename"]))].append(negative)
+    return itertools.islice(negatives_of.items(), options.limit)
 
 
-def open_voc(directory, options, image_size):
+def open_voc(options, image_size, _):
     """A directory in Pascal VOC's layout -> EvalSet with maps.
 
     ImageSets/Segmentation/SPLIT.txt lists ids. JPEGImages/ID.jpg (or .png, ...) is an image, and
@@ -1131,7 +1058,7 @@ def open_voc(directory, options, image_size):
     cover the map. Raises UserError for a map that is not of this form, or that has a class without
     a name.
     """
-    directory = Path(directory)
+    directory = Path(options.data)
     file = directory / "ImageSets" / "Segmentation" / f"{options.split}.txt"
     ids = common.read_text(file, "--data").split()[: options.limit]
     names = common.read_lines(options.classes, "--classes") if options.classes else VOC_CLASSES
@@ -1169,7 +1096,7 @@ def read_ids(path):
     return ids
 
 
-def open_davis(directory, options):
+def open_davis(options, *_):
     """A directory in DAVIS 2017's layout -> EvalSet with videos.
 
     ImageSets/2017/SPLIT.txt lists videos. JPEGImages/480p/VIDEO/NAME.jpg is a frame, and
@@ -1177,30 +1104,20 @@ def open_davis(directory, options):
     background. Raises UserError for a frame or a map that is missing, and for a map of another form
     or size.
     """
-    file = Path(directory, "ImageSets", "2017", f"{options.split}.txt")
+    directory = Path(options.data)
+    file = directory / "ImageSets" / "2017" / f"{options.split}.txt"
     names = common.read_lines(file, "--data")[: options.limit]
-    if not names:
-        raise UserError(f"{file} lists no video: write a folder of JPEGImages/480p on each line.")
-    # all videos before the first is evaluated, which may take minutes
-    listed = [davis_files(Path(directory), name) for name in names]
+    files = [davis_files(directory, name) for name in names]
     return EvalSet(videos=lambda patch_size: (
-        (functools.partial(read_frames, files, patch_size), read_objects(files))
-        for files in listed))
+        (functools.partial(read_frames, pairs, patch_size), read_objects(pairs))
+        for pairs in files))
 
 
 def davis_files(directory, name):
     """The files of a video: a list of pairs (frame, map)."""
     frames, maps = directory / "JPEGImages/480p" / name, directory / "Annotations/480p" / name
-    with_frame = {path.stem for path in frames.glob("*.jpg")}
-    with_map = {path.stem for path in maps.glob("*.png")}
-    for stem in sorted(with_frame ^ with_map):
-        missing = maps / f"{stem}.png" if stem in with_frame else frames / f"{stem}.jpg"
-        raise UserError(f"{missing} is missing: each frame needs a map, as in DAVIS's splits train "
-                        f"and val.")
-    if len(with_frame) < 3:
-        raise UserError(f"{frames} has {len(with_frame)} frames, a video needs 3 or more: the "
-                        f"first frame and the last do not count.")
-    return [(frames / f"{stem}.jpg", maps / f"{stem}.png") for stem in sorted(with_frame)]
+    stems = {path.stem for path in [*frames.glob("*.jpg"), *maps.glob("*.png")]}
+    return [(frames / f"{stem}.jpg", maps / f"{stem}.png") for stem in sorted(stems)]
 
 
 def read_objects(files):
@@ -1211,14 +1128,10 @@ def read_objects(files):
             with Image.open(frame) as image:
                 size = image.height, image.width
             ids = read_ids(path)
-        for what, other in (("its frame", size), ("the first map", truth and truth[0].shape)):
-            if other and tuple(ids.shape) != tuple(other):
-                raise UserError(f"{path} has {ids.shape[0]} rows and {ids.shape[1]} columns, "
-                                f"{what} {other[0]} and {other[1]}: all of a video must have one "
-                                f"size.")
+        if tuple(ids.shape) != size:
+            raise UserError(f"{path} has {ids.shape[0]} rows and {ids.shape[1]} columns, its frame "
+                            f"{size[0]} and {size[1]}: give maps of the size of the frames.")
         truth.append(ids.masked_fill(ids == 255, 0))
-    if not truth[0].any():
-        raise UserError(f"{files[0][1]} shows no object: give objects the ids 1, 2, ..., not 255.")
     return torch.stack(truth)
 
 
@@ -1235,70 +1148,104 @@ def read_frames(files, patch_size):
         yield pil_to_tensor(image)
 
 
-def open_eval_set(options, image_size, captions=True):
-    """Open options.data -> EvalSet.
+def open_shapes(options, image_size, _):
+    return WorldSet(common.open_data(options.data, None, options.split, image_size), options)
 
-    options.data is a SPEC of common.open_data, or a directory in the layout of CLIP_benchmark,
-    Winoground, SugarCrepe, Pascal VOC or DAVIS 2017. captions: whether the model has a text
-    encoder. A model without a text encoder can also use data without captions. Raises UserError if
-    the data cannot be opened.
+
+def open_shards(options, *_):
+    """Tar shards -> EvalSet. The labels of shards have no names. So k-NN and probes can learn from
+    shards, but only a classifier can be evaluated on them."""
+    shards = common.open_data(options.data)
+    wanted = None if options.query else "label"  # a search needs images alone
+
+    def pairs(purpose):  # a random sample needs the headers of all shards, the first pair does not
+        return shards.each(wanted, None if purpose == "first" else options.limit)
+
+    return EvalSet(labelled=pairs)
+
+
+def open_table(options, image_size, content):
+    """Class folders, or a table of captions -> EvalSet."""
+    table = common.open_data(options.data, options.image_root, options.split, image_size, content)
+    return TableSet(table, options)
+
+
+def is_shapes(spec):
+    return common.parse_spec(spec)[0] == "shapes"
+
+
+def is_shards(spec):
+    return spec.lower().endswith(".tar") and not os.path.isdir(spec)
+
+
+def is_karpathy(spec):
+    """Whether a SPEC is Karpathy's JSON, which holds all splits. COCO has one file for each."""
+    name, _ = common.parse_spec(spec)
+    is_json = name.lower().endswith(".json")
+    is_coco = is_json and os.path.isfile(name) and b'"annotations"' in Path(name).read_bytes()
+    return is_json and not is_coco
+
+
+def has(name):
+    """The name of a file or directory -> a function (SPEC) -> whether the SPEC's directory has it.
     """
-    data = open_kind(options, image_size, captions)
+    return lambda spec: os.path.exists(f"{spec}/{name}")
+
+
+def lists_in(directory):
+    """A directory of lists -> a function (SPEC) -> the names of the splits that have a list."""
+    return lambda spec: sorted(path.stem for path in Path(spec, directory).glob("*.txt"))
+
+
+def benchmark_splits(spec):
+    """The splits of a directory in CLIP_benchmark's layout."""
+    # glob would raise for a name that is too long; isdir does not
+    found = Path(spec).glob("*/nshards.txt") if os.path.isdir(spec) else []
+    return sorted(path.parent.name for path in found)
+
+
+class Kind(NamedTuple):
+    """A row of KINDS."""
+
+    fits: Callable                      # (SPEC) -> whether the data are of this kind
+    open: Callable                      # (options, image size, content) -> EvalSet; for `content`
+                                        # see common.open_data
+    split: str = "all"                  # the split to evaluate without --split; "all": no splits
+    splits: Callable = lambda spec: []  # (SPEC) -> names of the splits of a directory
+
+
+KINDS = [  # the first row that fits is the kind of a SPEC
+    Kind(has("SegmentationClass"), open_voc, "val", lists_in("ImageSets/Segmentation")),
+    Kind(has("ImageSets/2017"), open_davis, "val", lists_in("ImageSets/2017")),
+    Kind(benchmark_splits, open_benchmark, "test", benchmark_splits),
+    Kind(has("examples.jsonl"), open_winoground),
+    Kind(sugarcrepe_files, open_sugarcrepe),
+    Kind(is_shapes, open_shapes, "test"),
+    Kind(is_shards, open_shards),
+    Kind(is_karpathy, open_table, "test"),
+    Kind(lambda spec: True, open_table)]  # other tables, and class folders
+
+
+def kind_of(spec):
+    """The row of KINDS for a SPEC."""
+    return next(kind for kind in KINDS if kind.fits(spec))
+
+
+def open_eval_set(options, image_size, captions=True):
+    """Open options.data -> EvalSet. captions: whether the model has a text encoder. A model without
+    a text encoder can also use data without captions. Raises UserError if the data cannot be
+    opened."""
+    kind, spec = kind_of(options.data), options.data
+    splits = kind.splits(spec)
+    if splits and options.split not in splits:
+        raise UserError(f"{spec} has no split {options.split}: give --split, one of "
+                        f"{', '.join(splits)}.")
+    data = kind.open(options, image_size, "caption" if captions else None)
     data.image_size, data.options = image_size, options
     if options.nouns_adjectives:
         lines = common.read_lines(options.nouns_adjectives, "--nouns-adjectives")
         data.content_words = {word.lower() for word in lines}
     return data
-
-
-def open_kind(options, image_size, captions):
-    """The EvalSet of the first layout that options.data has."""
-    spec, directory, limit = options.data, Path(options.data), options.limit
-
-    # a directory with splits: Pascal VOC's, DAVIS's or CLIP_benchmark's layout
-    is_voc, splits = os.path.isdir(directory / "SegmentationClass"), splits_of(spec)
-    is_davis = os.path.isdir(directory / "ImageSets" / "2017")
-    if (is_voc or is_davis or splits) and options.split not in splits:
-        raise UserError(f"{spec} has no split {options.split}: give --split, one of "
-                        f"{', '.join(splits) or 'none'}.")
-    if is_voc:
-        return open_voc(spec, options, image_size)
-    if is_davis:
-        return open_davis(spec, options)
-    if splits:
-        return open_benchmark(spec, options)
-
-    # Winoground
-    examples = directory / "examples.jsonl"
-    if os.path.isfile(examples):
-        root = options.image_root or directory / "images"
-        return EvalSet(winoground=lambda: read_winoground(examples, root, limit))
-
-    # SugarCrepe, whose JSON files are recognised by their fields
-    files = sugarcrepe_files(directory)
-    if files:
-        return EvalSet(negatives=lambda: read_sugarcrepe(files, options.image_root, limit))
-
-    # every kind of data that train.py accepts
-    content = "caption" if captions else None
-    source = common.open_data(spec, options.image_root, options.split, image_size, content)
-    if isinstance(source, common.World):
-        return WorldSet(source, options)
-    if isinstance(source, common.TarShards):
-        # The labels of shards have no names. So k-NN and probes can learn from shards, but only a
-        # classifier can be evaluated on them. A random sample needs the headers of all shards; the
-        # first pair does not.
-        wanted = None if options.queries else "label"  # a search needs images alone
-        pairs = lambda purpose: source.each(wanted, None if purpose == "first" else limit)
-        return EvalSet(labelled=pairs)
-    return TableSet(source, options)
-
-
-def sugarcrepe_files(directory):
-    """The JSON files of a directory that have SugarCrepe's own field in their first 4,000 bytes."""
-    found = sorted(directory.glob("*.json")) if os.path.isdir(directory) else []
-    field = b'"negative_caption"'
-    return [file for file in found if file.is_file() and field in file.read_bytes()[:4000]]
 
 
 def open_second(options, data, spec, root, message):
@@ -1308,76 +1255,54 @@ def open_second(options, data, spec, root, message):
     otherwise. root: the directory that its file names are relative to. Raises UserError with the
     message if `spec` is None, or names the images to evaluate.
     """
-    splits = splits_of(spec) if spec else []
+    splits = kind_of(spec).splits(spec) if spec else []
     split = "train" if splits else "val"
     is_same = spec and Path(spec).resolve() == Path(options.data).resolve()
     if spec is None or (is_same and (split == options.split or split not in splits)):
         raise UserError(message)
     # --label-fraction is a fraction of all images, so they are not limited
     limit = None if options.label_fraction else options.learn_limit
-    second = vars(options) | {"data": spec, "split": split, "image_root": root, "limit": limit}
-    return open_eval_set(argparse.Namespace(**second), data.image_size)
+    second = dataclasses.replace(options, data=spec, split=split, image_root=root, limit=limit)
+    return open_eval_set(second, data.image_size)
 
 
-def training_pairs(options, data):
-    """What k-NN and probes learn from -> a function that yields pairs (image, class id).
-
-    These are the pairs of all_training_pairs, or the share of them that --label-fraction keeps.
-    """
-    pairs = all_training_pairs(options, data, "train")
-    if options.label_fraction is None:
-        return pairs
-    # a first pass over names and labels chooses which images the second pass yields
-    files, labels = [], []
-    for image, label in pairs():
-        files.append(image if isinstance(image, str) else None)
-        labels.append(label)
-    chosen = set(common.label_rows(files, labels, options.label_fraction))
-    return lambda: (pair for i, pair in enumerate(pairs()) if i in chosen)
-
-
-def all_training_pairs(options, data, purpose):
-    """What k-NN and probes can learn from -> a function that yields pairs (image, class id).
+def open_to_learn(options, data):
+    """What k-NN and probes learn from -> a function () that yields pairs (image, class id).
 
     The world has a training split. For other data, options.train_data is --train-data, or what
-    data_to_learn_from chooses. A caller that reads only the first pair gives the purpose "first".
-    Raises UserError if there is nothing to learn from, or if the classes to learn are not the
-    classes of the data to evaluate.
+    spec_to_learn_from chooses. Class folders are matched by their names, labels of shards by their
+    numbers. --label-fraction keeps a share of the pairs. Raises UserError if there is nothing to
+    learn from, or if the classes to learn are not the classes of the data to evaluate.
     """
     spec, names = options.train_data, data.groups[""][1]
-    if data.training is None:  # opened once: k-NN and the linear probe share it
-        data.training = data if data.is_world else open_second(
-            options, data, spec, None, "k-NN and probes must learn from images that they are not "
-            "tested on: give other class folders or tar shards with labels, by eval.py "
-            "--train-data or train.py --eval-data.")
-    train = data.training
-    ids = None if data.is_world else class_of_labels(options, data, train)
-
-    def pairs():
-        for image, label in known_labels(train.labelled(purpose), spec, names, options.data):
-            yield image, ids[label] if ids else label
-
-    return pairs
-
-
-def class_of_labels(options, data, train):
-    """The class, in the data to evaluate, of each label of the data to learn from; None if label i
-    has class i. Class folders are matched by their names, labels of shards by their numbers. Raises
-    UserError if the classes are not the same."""
-    spec, names = options.train_data, data.groups[""][1]
-    if train.labelled and train.groups is None:  # shards, whose labels are numbers
-        if data.numbered:
-            return data.label_ids
+    train, ids = data, range(len(names))
+    if not data.is_world:
+        train = open_second(options, data, spec, None, "k-NN and probes must learn from images "
+                            "that they are not tested on: give other class folders or tar shards "
+                            "with labels, by eval.py --train-data or train.py --eval-data.")
+        ids = common.match_names(train.groups[""][1], names) if train.groups else data.label_ids
+    if ids is None and train.labelled and train.groups is None:  # shards
         raise UserError(f"{spec} numbers its classes, {options.data} names them. In training, "
                         f"leave out --eval-data. Then run eval.py --classes FILE, with the "
                         f"folders' names, one a line, that of label 0 first. Or name the folders "
                         f"0, 1, ..., or learn from class folders (eval.py --train-data).")
-    ids = common.match_names(train.groups[""][1], names) if train.groups else None
-    if ids is None:
+    if ids is None or train.labelled is None:
         raise UserError(f"k-NN and probes learn from {spec}, which must have the class folders of "
                         f"{options.data}: {', '.join(names)}; give other data with eval.py "
                         f"--train-data.")
-    return ids
+
+    def pairs(purpose="train"):
+        for image, label in known_labels(train.labelled(purpose), spec, names, options.data):
+            yield image, ids[label]
+
+    if not data.is_world:
+        next(pairs("first"))  # raises if no image has a label
+    if options.label_fraction is None:
+        return pairs
+    # a first pass over names and labels chooses which images the second pass yields
+    rows = [(image if isinstance(image, str) else None, label) for image, label in pairs()]
+    chosen = set(common.label_rows(*zip(*rows), options.label_fraction))
+    return lambda: (pair for i, pair in enumerate(pairs()) if i in chosen)
 
 
 def open_selection(options, data, task, chooser, needed):
@@ -1431,29 +1356,26 @@ class WorldSet(EvalSet):
         """The sample of World.sample for a purpose. Each call with this purpose returns the same
         sample."""
         few, most = min(3, self.world.objects), self.world.objects
-        evaluated = {
-            # purpose: (number of scenes, seed, objects in each scene; None: 1 to `most`)
-            "zeroshot": (WORLD_N, 1, 1),
-            "captioned": (WORLD_N // 2, 2, most),
-            "negatives": (WORLD_N, 3, few),
-            "segmentation": (WORLD_N // 2, 5, most),
-            "samples": (WORLD_N // 2, 6, few),
-            "picture": (8, 7, most),
-            "search": (WORLD_N, 7, None),
-            "test": (WORLD_N, 9, 1),
-        }
-        if purpose == "train":
-            return self.world.sample(4 * WORLD_N, "train", 9, 1)
-        if purpose == "slots":
-            return self.world.sample(WORLD_N, "val", 8, 1)
-        n, seed, objects = evaluated[purpose]
-        if self.limit:  # --limit does not apply to scenes to learn from or to choose slots by
+        n, split, seed, objects = {
+            # purpose: (number of scenes, split, seed, objects in each scene; None: 1 to `most`)
+            "train": (4 * WORLD_N, "train", 9, 1),
+            "slots": (WORLD_N, "val", 8, 1),
+            "zeroshot": (WORLD_N, self.split, 1, 1),
+            "captioned": (WORLD_N // 2, self.split, 2, most),
+            "negatives": (WORLD_N, self.split, 3, few),
+            "segmentation": (WORLD_N // 2, self.split, 5, most),
+            "samples": (WORLD_N // 2, self.split, 6, few),
+            "picture": (8, self.split, 7, most),
+            "search": (WORLD_N, self.split, 7, None),
+            "test": (WORLD_N, self.split, 9, 1),
+        }[purpose]
+        if self.limit and purpose not in ("train", "slots"):
             # With a limit of at most TEST_LIMIT, no purpose gets more scenes than the limit. A
             # larger limit multiplies the number of scenes of each purpose by limit / TEST_LIMIT,
             # except for pictures.
             more = 0 if purpose == "picture" else n * self.limit // TEST_LIMIT
             n = max(min(n, self.limit), more)
-        return self.world.sample(n, self.split, seed, objects)
+        return self.world.sample(n, split, seed, objects)
 
     def labelled(self, purpose):
         """Scenes of one object, whose colour and shape are the class. The purposes "zeroshot" and
@@ -1474,7 +1396,7 @@ class WorldSet(EvalSet):
         for image, objects in zip(sample["images"], sample["objects"]):
             yield image, [self.world.caption(objects, rng) for _ in range(2)]
 
-    def negatives(self):
+    def hard_negatives(self):
         """Hard negatives of SugarCrepe's kinds, as many kinds as the scene allows."""
         sample, rng = self.scenes("negatives"), random.Random(3)
         for image, objects in zip(sample["images"], sample["objects"]):
@@ -1546,7 +1468,7 @@ def label_maps(sample, grouping):
 # any model come first.
 
 
-def labelled(embedder, pairs, encode="encode_image", **options):
+def encode_labelled(embedder, pairs, encode="encode_image", **options):
     """Pairs (image, class id) -> features (n, E) and class ids (n,) of the n readable images."""
     x, ids = embedder.encode_pairs(pairs, encode, **options)
     return x, torch.tensor(ids)
@@ -1555,8 +1477,8 @@ def labelled(embedder, pairs, encode="encode_image", **options):
 def probed(embedder, pairs):
     """Pairs (image, class id) -> the features that the method's paper probes, and class ids (n,).
     Encodings that are words are mostly 0."""
-    options = {"collect": SparseRows} if embedder.model.encode_words else {}
-    return labelled(embedder, pairs, embedder.model.probe_features, **options)
+    options = {"collect": stair.SparseRows} if embedder.model.encode_words else {}
+    return encode_labelled(embedder, pairs, embedder.model.probe_features, **options)
 
 
 def take(embedder, data, n):
@@ -1573,14 +1495,21 @@ def take(embedder, data, n):
     return torch.stack(images), list(captions)
 
 
+def accuracies(task, data, predicted, ids, classes=slice(None)):
+    """Predicted and true class ids (n,) -> {TASK and key of a grouping: (correct (n,), chance)}.
+    classes: an index of the classes that count for the chance."""
+    return {f"{task}{grouping}": (group[predicted] == group[ids], 1 / len(group[classes].unique()))
+            for grouping, (group, _) in data.groups.items()}
+
+
 def zeroshot(embedder, data, options):
     """Zero-shot accuracy (CLIP): top-1, and top-5 if there are more than five classes.
+
     `mean_per_class_recall` is the accuracy within each class, averaged over the images' classes."""
-    x, ids = labelled(embedder, data.labelled("zeroshot"))
+    x, ids = encode_labelled(embedder, data.labelled("zeroshot"))
     scores = embedder.classify(x, data.classes)                                # (n, C)
     predicted, chance = scores.argmax(1), 1 / scores.shape[1]
-    result = {f"zeroshot{grouping}": (group[predicted] == group[ids], 1 / len(names))
-              for grouping, (group, names) in data.groups.items()}
+    result = accuracies("zeroshot", data, predicted, ids)
     if scores.shape[1] > 5:
         result["zeroshot/acc5"] = (scores.topk(5).indices == ids[:, None]).any(1), 5 * chance
     result["zeroshot/mean_per_class_recall"] = mean_per_class(predicted, ids), chance
@@ -1658,15 +1587,16 @@ def rank_pairs(embedder, data, options, x, captions):
 def negative_pairs(embedder, data):
     """The hard negatives of the data, n pairs of a right and a wrong caption -> the n kinds of the
     pairs, encodings (n, E) of their images, the n right captions, the n wrong captions."""
-    x, groups = embedder.encode_pairs(data.negatives())
+    x, groups = embedder.encode_pairs(data.hard_negatives())
     rows = [i for i, group in enumerate(groups) for _ in group]
     kinds, captions, wrong = zip(*itertools.chain(*groups))
     return kinds, x[rows], captions, wrong
 
 
 def negatives(embedder, data, options):
-    """Fraction of captions that score strictly higher with their image than their hard negative
-    does (SugarCrepe). There is a metric for each kind of negative, and the mean over kinds."""
+    """Share of captions that score strictly higher than their hard negative (SugarCrepe).
+
+    There is a metric for each kind of negative, and the mean over kinds."""
     kinds, x, captions, wrong = negative_pairs(embedder, data)
     right = embedder.pair_scores(x, embedder.texts(captions))
     wrong = embedder.pair_scores(x, embedder.texts(wrong))
@@ -1678,9 +1608,10 @@ def negatives(embedder, data, options):
 
 
 def winoground(embedder, data, options):
-    """Winoground's text, image and group score: two captions with the same words must be matched
-    with two images. Raises UserError if there is no example whose two images can be read."""
-    x, values = embedder.encode_pairs(data.winoground())
+    """Winoground's text, image and group score: two captions of the same words, two images.
+
+    Raises UserError if there is no example whose two images can be read."""
+    x, values = embedder.encode_pairs(data.examples())
     count = collections.Counter(pair for pair, _ in values)
     rows = [i for i, (pair, _) in enumerate(values) if count[pair] == 2]    # both can be read
     if not rows:
@@ -1689,18 +1620,17 @@ def winoground(embedder, data, options):
     y = embedder.texts([values[i][1] for i in rows])
     x, y = x[rows].unflatten(0, (-1, 2)), y.unflatten(0, (-1, 2))           # (n, 2, E)
     scores = torch.stack([embedder.similarity(*pair).T for pair in zip(x, y)])
-    text, image, group = winoground_scores(scores)
+    text, image, group = sparo.winoground_scores(scores)
     # the chance that four scores in random order satisfy the inequalities
     return {"winoground/text": (text, 1 / 4), "winoground/image": (image, 1 / 4),
             "winoground/group": (group, 1 / 6)}
 
 
 def knn(embedder, data, options):
-    """Accuracy of the 20 nearest neighbours, compared by their image encodings (DINO; SPARO,
-    Table 3)."""
+    """Accuracy of the 20 nearest neighbours by image encodings (DINO; SPARO, Table 3)."""
     encode = embedder.model.encode_image
-    x, ids = labelled(embedder, training_pairs(options, data)(), encode)
-    test, labels = labelled(embedder, data.labelled("test"), encode)
+    x, ids = encode_labelled(embedder, data.learn(), encode)
+    test, labels = encode_labelled(embedder, data.labelled("test"), encode)
     x, test = x.to(embedder.device), test.to(embedder.device)
     result = {}
     for grouping, (group, _) in data.groups.items():
@@ -1711,26 +1641,11 @@ def knn(embedder, data, options):
 
 
 def kmeans(embedder, data, options):
-    """How well clusters of image encodings agree with the labels (BAM, App. I, Fig. 7). For each
-    number of classes t, t classes are drawn ten times, and their images are divided into t
-    clusters: kmeans/t/NMI and kmeans/t/ARI are means over the draws.
-
-    differs: the paper says "standard k-means". The length 1 of encodings, the start by k-means++
-    and the ten restarts are our choices. t of 2 and 5 serve data with few classes.
-    """
-    x, ids = labelled(embedder, data.labelled("test"), embedder.model.encode_image)
-    present, generator = ids.unique(), torch.Generator().manual_seed(0)
+    """How well clusters of image encodings agree with the labels (BAM, App. I, Fig. 7)."""
+    x, ids = encode_labelled(embedder, data.labelled("test"), embedder.model.encode_image)
     result = {}
-    for t in (2, 5, 10, 20, 40, 80, 160):
-        if t > len(present):
-            break
-        scores = []
-        for _ in range(10):
-            drawn = present[torch.randperm(len(present), generator=generator)[:t]]
-            rows = torch.isin(ids, drawn)
-            clusters = lloyd(x[rows], t, generator)
-            scores.append((nmi(ids[rows], clusters), ari(ids[rows], clusters)))
-        result[f"kmeans/{t}/NMI"], result[f"kmeans/{t}/ARI"] = map(mean, zip(*scores))
+    for t, scores in bam.clustering(x, ids).items():
+        result[f"kmeans/{t}/NMI"], result[f"kmeans/{t}/ARI"] = scores
     return result
 
 
@@ -1753,11 +1668,11 @@ def random_crops(embedder, pairs):
 
 
 def linear(embedder, data, options):
-    """Accuracy of a linear probe on the features that the method's paper probes. --probe says how
-    the probe is trained. The result also has the setting that the probe chose by itself."""
-    pairs, device = training_pairs(options, data), embedder.device
+    """Accuracy of a linear probe on the features that the method's paper probes, see --probe.
+
+    The result also has the setting that the probe chose by itself."""
+    pairs, device = data.learn, embedder.device
     setting, epochs = PROBES[options.probe]
-    epochs = options.probe_epochs or epochs
     # Here adamw and lbfgs get all images, and hold out a fifth of them themselves. sgd gets every
     # tenth image here, to choose its learning rate, and trains on random crops of all other images.
     step = 10 if options.probe == "sgd" else 1
@@ -1774,14 +1689,12 @@ def linear(embedder, data, options):
         classes = len(data.groups[""][1])
         head, value = sgd_probe(crops, x, learned, classes, epochs, device)
     x, ids = probed(embedder, data.labelled("test"))
-    predicted, result = predict(head, x), {}
-    for grouping, (group, _) in data.groups.items():
-        # chance counts only the classes that the probe can learn
-        known = group if data.unseen is None else group[~data.unseen]
-        chance = 1 / len(known.unique())
-        result[f"linear{grouping}"] = group[predicted] == group[ids], chance
-    result["linear/mean_per_class"] = mean_per_class(predicted, ids)
-    return result | {f"linear/{setting}": value}
+    predicted = predict(head, x)
+    # chance counts only the classes that the probe can learn
+    learned = slice(None) if data.unseen is None else ~data.unseen
+    result = accuracies("linear", data, predicted, ids, learned)
+    return result | {"linear/mean_per_class": mean_per_class(predicted, ids),
+                     f"linear/{setting}": value}
 
 
 # SPARC's task: segmentation ---------------------------------------------------------------
@@ -1797,8 +1710,7 @@ def patch_classes(embedder, data):
 
 
 def segmentation(embedder, data, options):
-    """Zero-shot segmentation (SPARC, D.7): mean IoU of the classes in the true map, averaged over
-    images.
+    """Zero-shot segmentation: mean IoU of the classes in the true map (SPARC, D.7).
 
     The paper has no class for the background, and we have none. So a background pixel is predicted
     as some class, and lowers the IoU of this class in `miou`. `miou_fg` ignores background pixels.
@@ -1850,18 +1762,9 @@ def weights_on_objects(task, embedder, data, words_of):
             for metric, pairs in found.items()}
 
 
-@torch.no_grad()
-def aligned_words(embedder, image, caption):
-    """Image (3, S, S), caption -> pairs (token of the caption, weights (P,)): the weights that the
-    token gives to the patches of the image (SPARC, Eq. 4)."""
-    tokens, mask = embedder.tokenize([caption])
-    weights = embedder.model.align_words(image[None].to(embedder.device), tokens, mask)
-    return zip([embedder.tokenizer.vocab[token] for token in tokens[0]], weights[0].cpu())
-
-
 def alignment(embedder, data, options):
     """Whether a word gives its weights to the objects that it names (SPARC)."""
-    return weights_on_objects("alignment", embedder, data, aligned_words)
+    return weights_on_objects("alignment", embedder, data, maps_of_words)
 
 
 # SPARO's tasks: slots and masks -----------------------------------------------------------
@@ -1880,12 +1783,14 @@ def headlines(embedder, data, options, tasks=("zeroshot", "retrieval", "negative
 
 
 def slots(embedder, data, options):
-    """Post-hoc concept selection (SPARO, Sec. 5.1). Each slot alone classifies the images of
+    """Post-hoc concept selection: subsets of the slots, ranked on --select (SPARO, Sec. 5.1).
+
+    Each slot alone classifies the images of
     --select, and the slots are ranked by this zero-shot accuracy. Then subsets of the slots are
     evaluated on --data."""
     needed = "class folders to rank the slots on"
     selection = open_selection(options, data, "slots", "zeroshot", needed)
-    x, ids = labelled(embedder, selection.labelled("slots"), embedder.model.image_slots)
+    x, ids = encode_labelled(embedder, selection.labelled("slots"), embedder.model.image_slots)
     y = embedder.texts(selection.classes.prompts, embedder.model.text_slots)      # (C * T, L, V)
     y = F.normalize(y, dim=-1).unflatten(0, (len(selection.classes.names), -1)).mean(1)
     accuracies = sparo.slot_accuracies(x, y, ids)                           # (L,)
@@ -1902,28 +1807,15 @@ def slots(embedder, data, options):
 
 @torch.no_grad()
 def attention_of_slots(embedder, images, captions):
-    """What the L slots attend to in n images (n, 3, S, S) and their captions. Returns
-
-        tokens     (n, length)  token ids of the captions
-        weights    (n, L, P)    the weights that a slot gives to the patches of the image
-        word       (n, L)       the position of the token to which a slot gives the highest weight
-        sharpness  (n, L)       the weight that the slot gives to this token
-        agree      (n, L)       True if the slot can be interpreted by its word (SPARO, Sec. 5.4)
-
-    A slot can be interpreted if three things hold: the cosine of its image and its text encoding is
-    above .75 (the paper's threshold), its sharpness is above .5 (our threshold; the paper says
-    "sharp"), and its token is a word.
-    """
+    """What the L slots attend to in n images (n, 3, S, S) and their captions -> token ids of the
+    captions (n, length), the weights that a slot gives to the patches (n, L, P), and the word of
+    each slot, see sparo.slot_words."""
     tokens, mask = embedder.tokenize(captions)
     attention = embedder.model.attend(images.to(embedder.device), tokens, mask)
     over_image, over_text, y_i, y_t = [x.cpu() for x in attention]
     patches = embedder.model.image_encoder.grid ** 2
-    weights = over_image[:, :, -patches:]                                   # without [CLS]
-    sharpness, word = over_text.max(-1)                                     # (n, L)
-    is_word = (word > 0) & (word < mask.cpu().sum(1, keepdim=True) - 1)     # not [CLS], not [SEP]
-    is_similar = F.cosine_similarity(y_i, y_t, dim=-1) > 0.75               # (n, L)
-    agree = is_similar & (sharpness > 0.5) & is_word
-    return tokens.cpu(), weights, word, sharpness, agree
+    chosen = sparo.slot_words(over_text, y_i, y_t, mask.cpu())
+    return tokens.cpu(), over_image[:, :, -patches:], *chosen               # without [CLS]
 
 
 def words_of_slots(embedder, image, caption):
@@ -1937,23 +1829,19 @@ def words_of_slots(embedder, image, caption):
 
 def slot_alignment(embedder, data, options):
     """Whether a slot's brightest patch shows the objects that the slot's word names (SPARO)."""
-    found = weights_on_objects("slot_alignment", embedder, data, words_of_slots)
-    if all(math.isnan(value) for value, _ in found.values()):
-        print("note: slot_alignment is nan, because no slot has a word. A slot has a word if this "
-              "word has more than half of the slot's attention in the caption, and if the slots of "
-              "image and caption have a cosine above .75. Train longer.")
-    return found
+    return weights_on_objects("slot_alignment", embedder, data, words_of_slots)
 
 
 def masks(embedder, data, options):
-    """Two masks of the image encoding, trained on the hard negatives of --select (SPARO, Sec. 5.2,
-    Table 5). One mask has a weight for each slot, the other has a weight for each dimension.
+    """Masks of encodings, trained on the hard negatives of --select (SPARO, Sec. 5.2, Table 5).
+
+    One mask has a weight for each slot, the other has a weight for each dimension.
 
     A pair of a caption and its hard negative is right if the image is closer to the caption.
     `pairs` is the fraction of right pairs with the mask, and `pairs_before` is the fraction without
     the mask. METRIC/relative_change divides the relative change of a metric by the relative change
     of `pairs`. With several --data, eval.py also prints the relative change of the mean accuracy,
-    the paper's VTAB Avg (change_of_means).
+    the paper's VTAB Avg (sparo.change_of_means).
     """
     needed = "SugarCrepe's files to train the mask on"
     selection = open_selection(options, data, "masks", "negatives", needed)
@@ -1972,29 +1860,8 @@ def masks(embedder, data, options):
         after = headlines(dataclasses.replace(embedder, mask=mask), data, options, tasks)
         for key, found in after.items():
             result[f"masks/{name}/{key}"] = found
-            change = relative_change(to_float(before[key]), to_float(found), start, fit)
+            change = sparo.relative_change(to_float(before[key]), to_float(found), start, fit)
             result[f"masks/{name}/{key}/relative_change"] = change
-    return result
-
-
-def relative_change(old, new, start, fit):
-    """The relative change of a metric divided by that of the pairs that a mask was trained on; nan
-    if the mask fits no more pairs than before."""
-    return (new / old - 1) / (fit / start - 1) if fit > start > 0 and old else math.nan
-
-
-def change_of_means(rows):
-    """Metrics of `masks` on several data sets, [{metric: float}] -> for each metric the relative
-    change of its mean over the data sets (SPARO, Table 5: VTAB Avg)."""
-    mean_of, result = lambda metric: mean([row.get(metric) for row in rows]), {}
-    for metric in rows[0]:
-        match = re.fullmatch(r"masks/(slots|dimensions)/(.+)/relative_change", metric)
-        if match:
-            name, key = match.groups()
-            pairs = mean_of(f"masks/{name}/pairs_before"), mean_of(f"masks/{name}/pairs")
-            change = relative_change(mean_of(f"masks/{key}_before"),
-                                     mean_of(f"masks/{name}/{key}"), *pairs)
-            result[metric.replace("relative_change", "relative_change_of_means")] = change
     return result
 
 
@@ -2031,10 +1898,11 @@ def vocabulary_scores(embedder, x):
 
 
 def words(embedder, data, options):
-    """Interpretability (STAIR, Table 4): how often the label of an image is among its k best words.
+    """How often the label of an image is among its k best words (STAIR, Table 4).
+
     An image of the world has two labels, its colour and its shape. There `words` counts the label
     with the better rank."""
-    x, ids = labelled(embedder, data.labelled("zeroshot"))
+    x, ids = encode_labelled(embedder, data.labelled("zeroshot"))
     tokenizer, scores, ranks = embedder.tokenizer, vocabulary_scores(embedder, x), {}
     for grouping, (group, names) in data.groups.items():
         if grouping == "" and len(data.groups) > 1:
@@ -2049,16 +1917,14 @@ def words(embedder, data, options):
 
 
 def textfree(embedder, data, options):
-    """Zero-shot classification and retrieval without the text encoder (STAIR, Table 5): a text is
-    the set of its words."""
+    """Zero-shot and retrieval without the text encoder: a text is its words (STAIR, Table 5)."""
     embedder = dataclasses.replace(embedder, text_free=True)
     found = headlines(embedder, data, options, ("zeroshot", "retrieval"))
     return {f"textfree/{key}": value for key, value in found.items()}
 
 
 def sparsity(embedder, data, options):
-    """Mean number of active words (non-zeros) in STAIR's encodings of 500 images, and of their
-    captions."""
+    """Mean number of active words (non-zeros) in STAIR's encodings of 500 images and captions."""
     images, captions = take(embedder, data, 500)
     x = embedder.encode_batches(images.split(embedder.chunk))
     return {"active/image": (x != 0).flatten(1).sum(1),
@@ -2086,30 +1952,23 @@ def patch_size(embedder):
     return encoder.image_size // encoder.grid
 
 
-@torch.no_grad()
-def follow(embedder, frames, truth, encode, last_frames=bam.LAST_FRAMES):
-    """A video of `data.videos` -> {T: soft maps (f, C, P)} of its objects, and the grid of its
-    patches. One frame is encoded at a time, as 80 of them take gigabytes."""
-    first = next(frames())
-    grid = [side // patch_size(embedder) for side in first.shape[1:]]
-    x = embedder.encode_batches((frame[None] for frame in frames()), encode)    # (f, P, d)
-    start = bam.first_map(truth[0].to(embedder.device), grid)                   # (C, P)
-    return bam.propagate(x.to(embedder.device), start, grid, last_frames), grid
-
-
 def video(embedder, data, options):
-    """Objects of a video's first frame are followed through the video (BAM, Table 6): J, F and
-    their mean for each T, the number of last frames that a frame gets its labels from. They are
-    means over the objects of all videos. video/pixels/... is the same with raw pixels as features.
-    A video of 80 frames of 854 x 480, in patches of 16, takes 2 GB of memory.
+    """J and F of objects that are followed through a video (BAM, Table 6).
+
+    J, F and their mean are reported for each T, the number of last frames that a frame gets its
+    labels from. They are means over the objects of all videos. video/pixels/... is the same with
+    raw pixels as features. A video of 80 frames of 854 x 480, in patches of 16, takes 2 GB.
     """
-    found = collections.defaultdict(list)
-    for frames, truth in tqdm(data.videos(patch_size(embedder)), "videos", disable=None):
+    found, patch = collections.defaultdict(list), patch_size(embedder)
+    for frames, truth in progress(data.videos(patch), "videos"):
         truth = truth.to(embedder.device)
+        grid = [side // patch for side in next(frames()).shape[1:]]
+        start = bam.first_map(truth[0], grid)                               # (C, P)
         for name, encode in video_features(embedder).items():
-            maps, grid = follow(embedder, frames, truth, encode)
-            for T, soft in maps.items():
-                scores = bam.j_and_f(soft, truth, grid, patch_size(embedder))   # (2, objects)
+            # one frame at a time, as 80 of them take gigabytes
+            x = embedder.encode_batches((frame[None] for frame in frames()), encode)  # (f, P, d)
+            for T, soft in bam.propagate(x.to(embedder.device), start, grid).items():
+                scores = bam.j_and_f(soft, truth, grid, patch)              # (2, objects)
                 for part, values in (("", scores.mean(0)), ("/J", scores[0]), ("/F", scores[1])):
                     found[f"video{name}/T{T}{part}"] += values.tolist()
     return {metric: mean(values) for metric, values in found.items()}
@@ -2126,38 +1985,31 @@ def learned_classes(options, data, model):
     class i of a classifier that learned from such labels. Raises UserError if the data have classes
     that the classifier has not learned, or lack some that it has learned.
     """
-    known = model.config.classes
-    is_numbered = ".tar" in model.config.data or known == [str(i) for i in range(len(known))]
+    known, names = model.config.classes, None
     if data.groups:
         names = list(data.groups["/shape" if data.is_world else ""][1])
     elif options.classes:
         names = common.read_lines(options.classes, "--classes")
-    elif is_numbered:
+    elif ".tar" in model.config.data or known == [str(i) for i in range(len(known))]:
         names = known
-    else:
-        raise UserError(f"{options.data} numbers its classes, the classifier names them. In "
-                        f"training, leave out --eval-data. Then run eval.py --classes FILE, with "
-                        f"the classifier's names ({', '.join(known[:3])}, ...), one a line, that "
-                        f"of label 0 first.")
-    ids = common.match_names(names, known)
+    ids = common.match_names(names, known) if names else None
     if ids is None:
         raise UserError(f"The classifier has learned {len(known)} classes, {', '.join(known[:3])}, "
-                        f"...; {options.data} has {len(names)}, {', '.join(names[:3])}, ...: they "
-                        f"must be the same. Name the classes of shards with --classes, or give "
-                        f"other data.")
+                        f"...; {options.data} has {', '.join(names[:3]) if names else 'numbers'}, "
+                        f"...: they must be the same. Name the classes of shards with --classes, "
+                        f"one a line, that of label 0 first, or give other data.")
     return ids
 
 
 def classification(embedder, data, options):
-    """Top-1 accuracy of a classifier. On the world, the scenes of this task have one object, whose
-    shape is the class. `mean_per_class` is the accuracy within each class, averaged over classes.
-    Raises UserError for a label that the classifier does not have."""
-    scores, labels = labelled(embedder, data.labelled("test"), embedder.model.class_scores)
+    """Top-1 accuracy of a fine-tuned classifier (BAM, Table 3).
+
+    On the world, the scenes of this task have one object, whose shape is the class.
+    `mean_per_class` is the accuracy within each class, averaged over classes.
+    """
+    scores, labels = encode_labelled(embedder, data.labelled("test"), embedder.model.class_scores)
     if data.is_world:
         labels = data.groups["/shape"][0][labels]
-    if labels.max() >= scores.shape[1]:
-        raise UserError(f"{options.data} holds class {labels.max()}, but the classifier knows only "
-                        f"classes 0 to {scores.shape[1] - 1}: evaluate on images of these.")
     labels = torch.tensor(learned_classes(options, data, embedder.model)).to(labels.device)[labels]
     predicted, chance = scores.argmax(1), 1 / scores.shape[1]
     return {"classification": (predicted == labels, chance),
@@ -2173,12 +2025,13 @@ def classification(embedder, data, options):
 IMAGES = "captioned", "groups"  # images with a caption or the name of a class
 
 
-class Task(NamedTuple):
-    """A function that measures, and what the function needs from the data and the model."""
+class Row(NamedTuple):
+    """A row of TASKS or PICTURES: a function, and what it needs from the data and the model."""
 
     run: Callable
     data: tuple                  # members of EvalSet, of which the data must have one
     model: str = "encode_image"  # member of the model that must not be None or 0
+    compares_runs: bool = False  # whether a picture expects {name: Embedder} for an Embedder
 
     def fits(self, data):
         """Whether the data, an EvalSet, have what the task needs."""
@@ -2190,32 +2043,34 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "zeroshot": Task(zeroshot, ("groups",), "encode_text"),
-    "retrieval": Task(retrieval, ("captioned",), "encode_text"),
-    "negatives": Task(negatives, ("negatives",), "encode_text"),
-    "winoground": Task(winoground, ("winoground",), "encode_text"),
-    "segmentation": Task(segmentation, ("maps",), "encode_patches"),
-    "words": Task(words, ("groups",), "encode_text"),
-    "textfree": Task(textfree, ("groups", "captioned"), "encode_words"),
-    "sparsity": Task(sparsity, IMAGES, "encode_words"),
-    "knn": Task(knn, ("groups",)),
-    "linear": Task(linear, ("groups",)),
-    "kmeans": Task(kmeans, ("groups",)),
-    "video": Task(video, ("videos",)),
-    "slots": Task(slots, ("groups", "captioned", "negatives"), "slots"),
-    "masks": Task(masks, ("groups", "captioned"), "mask_parts"),
-    "alignment": Task(alignment, ("word_masks",), "align_words"),
-    "slot_alignment": Task(slot_alignment, ("word_masks",), "slots"),
-    "classification": Task(classification, ("labelled",), "class_scores"),
+    "zeroshot": Row(zeroshot, ("groups",), "encode_text"),
+    "retrieval": Row(retrieval, ("captioned",), "encode_text"),
+    "negatives": Row(negatives, ("hard_negatives",), "encode_text"),
+    "winoground": Row(winoground, ("examples",), "encode_text"),
+    "segmentation": Row(segmentation, ("maps",), "encode_patches"),
+    "words": Row(words, ("groups",), "encode_text"),
+    "textfree": Row(textfree, ("groups", "captioned"), "encode_words"),
+    "sparsity": Row(sparsity, IMAGES, "encode_words"),
+    "knn": Row(knn, ("groups",)),
+    "linear": Row(linear, ("groups",)),
+    "kmeans": Row(kmeans, ("groups",)),
+    "video": Row(video, ("videos",)),
+    "slots": Row(slots, ("groups", "captioned", "hard_negatives"), "slots"),
+    "masks": Row(masks, ("groups", "captioned"), "mask_parts"),
+    "alignment": Row(alignment, ("word_masks",), "align_words"),
+    "slot_alignment": Row(slot_alignment, ("word_masks",), "slots"),
+    "classification": Row(classification, ("labelled",), "class_scores"),
 }
 
-IN_WORDS = {  # a phrase for each member that rows of TASKS name
-    "groups": "class folders", "captioned": "captions", "negatives": "SugarCrepe's files",
-    "winoground": "Winoground's files", "maps": "Pascal VOC's layout", "word_masks": "shapes",
+IN_WORDS = {  # a phrase for each member that rows of TASKS and PICTURES name
+    "groups": "class folders", "captioned": "captions", "hard_negatives": "SugarCrepe's files",
+    "examples": "Winoground's files", "maps": "Pascal VOC's layout", "word_masks": "shapes",
     "videos": "DAVIS 2017's layout", "labelled": "labelled images", "encode_text": "a text encoder",
     "encode_patches": "a model of sparc.py", "align_words": "a model of sparc.py",
     "encode_words": "a model of stair.py", "mask_parts": "a model of sparo.py",
-    "slots": "the slots of SPARO", "class_scores": "a classifier"}
+    "slots": "the slots of SPARO", "class_scores": "a classifier",
+    "word_maps": "a model of stair.py", "head_maps": "a ViT of bam.py or DINO",
+    "encode_image": "a model of images"}
 
 
 def default_tasks(data, model):
@@ -2253,9 +2108,8 @@ CLASS_COLOURS = [  # colours that can be told apart; the first eight are those o
     (130, 0, 50), (0, 150, 136), (255, 215, 180), (130, 130, 255), (20, 80, 40)]
 BRIGHTNESS = ("Brightness shows the weight of a patch: black is 0, full brightness is the largest "
               "weight of the map.")
-SCORES = ("Brightness shows the score of a patch for a word, p(h_j) in Eq. 4, or the mean score "
-          "for the words of a query: black is the lowest score of the map, full brightness is the "
-          "highest. The scores need no text encoder.")
+SCORES = ("Brightness shows the score of a patch for a word, p(h_j) in Eq. 4: black is the lowest "
+          "score of the map, full brightness is the highest. The scores need no text encoder.")
 STOP_WORDS = set("a an the and of in on at to by with from for is are it its his her".split())
 
 
@@ -2332,19 +2186,6 @@ def lit_sheet(title, note, rows):
     return sheet(title, note, pages)
 
 
-def sentences_on_objects(own, objects, metrics):
-    """Fill the metrics of `weights_on_objects` into two sentences with {kind}, {value} and {even}:
-    `own` and `objects`. A kind has no sentences if the captions have no word of this kind."""
-    filled = ""
-    for metric, (value, even) in metrics.items():
-        _, figure, kind = metric.split("/")
-        sentence = own if figure == "own" else objects
-        if math.isfinite(value):
-            filled += " " + sentence.format(kind=kind, value=f"{100 * value:.0f} %",
-                                            even=f"{100 * even:.0f} %")
-    return filled
-
-
 def says_something(word, data):
     """Whether pictures have a map for a word. If the data have a list of nouns and adjectives,
     these words have maps; otherwise all words except STOP_WORDS have."""
@@ -2352,21 +2193,41 @@ def says_something(word, data):
     return word in known if known else word.isalpha() and word not in STOP_WORDS
 
 
-def draw_alignment(embedder, data):
-    """Which patches each word of a caption weights (SPARC, Eq. 4), for at most eight words."""
+def maps_of_words(embedder, image, caption):
+    """An image and a caption -> pairs (label, weights (P,)): a map for each token of the caption
+    or, for SPARO, for the 23 slots that attend most sharply to a word. See Embedder.maps."""
+    found = embedder.maps(image, caption)
+    maps, names = torch.from_numpy(found["patches"]).flatten(1), found["tokens"]
+    if "words" in found:
+        sharpness, word = torch.from_numpy(found["words"])[:, 1:-1].max(1)  # without [CLS], [SEP]
+        shown = sharpness.argsort(descending=True)[:23].tolist()
+        return [(f"slot {k}: {names[1 + word[k]]} ({sharpness[k]:.2f})", maps[k]) for k in shown]
+    if embedder.model.word_maps:  # scores, of which the lowest is black
+        maps = maps - maps.amin(1, keepdim=True)
+    return [*zip(names, maps)][1:-1]
+
+
+def draw_pair(embedder, image, caption):
+    """Where the words or slots of one caption lie in one image."""
+    note = SCORES if embedder.model.word_maps else BRIGHTNESS
+    if embedder.model.slots:
+        note += " The number is the weight that the slot gives to the word."
+    rows = [(caption, embedder.read(image), maps_of_words(embedder, image, caption))]
+    return lit_sheet("Which patches each word or slot weights.", note, rows)
+
+
+def draw_word_maps(embedder, data):
+    """Where at most eight words of a caption lie in its image (SPARC, Eq. 4; STAIR, Fig. 10)."""
     rows = []
     for image, caption in zip(*take(embedder, data, 8)):
         complete = set(caption_words(caption))  # a token may be a piece of a word
-        maps = [(word, weights) for word, weights in aligned_words(embedder, image, caption)
+        maps = [(word, weights) for word, weights in maps_of_words(embedder, image, caption)
                 if word in complete and says_something(word, data)]
         rows.append((caption, image, maps[:8]))
-    title = "SPARC: which patches each word of a caption weights (Eq. 4)."
-    if data.word_masks:
-        own = ("A {kind} word gives {value} of its weight on objects to the objects that it names; "
-               "equal weights would give {even}.")
-        every = "It gives {value} of all its weight to objects; equal weights would give {even}."
-        title += sentences_on_objects(own, every, alignment(embedder, data, None))
-    note = f"{BRIGHTNESS} At most eight words of a caption are shown, without words such as 'the'."
+    is_stair = embedder.model.word_maps
+    title = ("STAIR: where the words of a caption lie in its image (Fig. 10)." if is_stair
+             else "SPARC: which patches each word of a caption weights (Eq. 4).")
+    note = f"{SCORES if is_stair else BRIGHTNESS} At most eight words of a caption are shown."
     return lit_sheet(title, note, rows)
 
 
@@ -2387,6 +2248,7 @@ def class_legends(data, groupings):
 
 def draw_segmentation(runs, data):
     """An image, its true map and the map that each run predicts (SPARC, Fig. 3).
+
     runs: {name: Embedder}."""
     classes = {name: patch_classes(embedder, data) for name, embedder in runs.items()}
     samples, rows = list(itertools.islice(data.maps("picture"), 8)), []
@@ -2412,15 +2274,17 @@ def draw_segmentation(runs, data):
         rows.append(("", [(to_picture(image, size), "image"), *cells]))
     title = "Zero-shot segmentation: each patch gets the class whose text embedding is nearest."
     note = ("The background is black in a true map and dimmed in a predicted one, as no class "
-            "stands for it. A legend names the classes of the pixels that are not background.")
-    if not data.is_world:
-        note += " Grey pixels of a true map do not count."
+            "stands for it. A legend names the classes of the pixels that are not background. Grey "
+            "pixels of a true map do not count.")
     return sheet(title, note, rows)
 
 
 def draw_slots(embedder, data):
-    """Which words and patches single slots attend to (SPARO, Sec. 5.4). As in the paper, the rows
-    show slots that attend sharply to a word, and no two slots that attend to the same words."""
+    """Which words and patches single slots attend to (SPARO, Sec. 5.4).
+
+    As in the paper, the rows show slots that attend sharply to a word, and no two slots that attend
+    to the same words.
+    """
     images, captions = take(embedder, data, 64)
     tokens, over_image, word, sharpness, agree = attention_of_slots(embedder, images, captions)
     rows, chosen = [], []
@@ -2441,12 +2305,6 @@ def draw_slots(embedder, data):
     if not rows:
         return None
     title = "SPARO: the word and the patches that the same slot weights (Sec. 5.4)."
-    if data.word_masks:
-        own = ("If the slot's word is a {kind}, {value} of the object pixels in the slot's "
-               "brightest patch show the objects that the word names; {even} of all object pixels "
-               "do.")
-        every = "Objects fill {value} of this patch and {even} of the image."
-        title += sentences_on_objects(own, every, slot_alignment(embedder, data, None))
     note = (f"A row is one of {agree.shape[1]} slots. In the pairs shown the slot puts more than "
             f"half of its weight on one word of the caption (above the image), and its values for "
             f"image and caption have a cosine above 0.75. The first slots do so most often and "
@@ -2470,31 +2328,10 @@ def word_cloud(words, scores):
     return join(cloud, True, 2)
 
 
-def draw_pair(embedder, image, caption):
-    """The maps of one image and one caption (see Embedder.maps): all words or, for SPARO, the 23
-    slots that attend most sharply to a word."""
-    found, image = embedder.maps(image, caption), embedder.read(image)
-    maps = torch.from_numpy(found["patches"]).flatten(1)                    # (n, P)
-    names = found["tokens"]
-    if "words" in found:
-        sharpness, word = torch.from_numpy(found["words"])[:, 1:-1].max(1)  # without [CLS], [SEP]
-        shown = sharpness.argsort(descending=True)[:23].tolist()
-        labels = [f"slot {k}: {names[1 + word[k]]} ({sharpness[k]:.2f})" for k in shown]
-        note = "The number is the weight that the slot gives to the word. "
-    else:
-        shown, note = range(1, len(names) - 1), ""
-        labels = [names[k] for k in shown]
-    if embedder.model.word_maps:  # scores, of which the lowest is black
-        maps = maps - maps.amin(1, keepdim=True)
-    cells = [(light_up(image, maps[k]), label) for k, label in zip(shown, labels)]
-    kind = "slot" if "words" in found else "word"
-    return sheet(f"Which patches each {kind} weights.", note + BRIGHTNESS,
-                 [(caption, [(to_picture(image), "image"), *cells])])
-
-
 def draw_words(runs, data):
-    """The words with the highest `vocabulary_scores` for an image (STAIR, Fig. 4), of several runs
-    side by side (Fig. 5). runs: {name: Embedder}."""
+    """The words that score highest for an image (STAIR, Fig. 4; several runs: Fig. 5).
+
+    runs: {name: Embedder}."""
     images, captions = take(next(iter(runs.values())), data, 16)
     pictures = [[to_picture(image, (144, 144))] for image in images]
     for name, embedder in runs.items():
@@ -2505,44 +2342,15 @@ def draw_words(runs, data):
             row.append(join([draw_text(name, cloud.width), cloud], down=True))
     cells = [(join(row), caption) for row, caption in zip(pictures, captions)]
     title = "The 20 words that score highest for an image, and their scores."
-    note, has_words = "", {bool(embedder.model.encode_words) for embedder in runs.values()}
-    if True in has_words:
-        note += "STAIR's score is the weight of the word, before the encoding gets length 1. "
-    if False in has_words:
-        note += "The score of a method without words is the similarity of the image and the word. "
-    note += "The model does not see the caption."
-    if data.is_world and data.world.words:
-        note += " Captions of this world hold invented words, which describe nothing."
+    note = ("STAIR's score is the weight of the word, before the encoding gets length 1. The score "
+            "of another method is the similarity of the image and the word. The model does not see "
+            "the caption.")
     return sheet(title, note, [("", cells)], columns=2)
-
-
-def query_maps(embedder, image, queries):
-    """Image (3, H, W), queries -> a map (P,) for each query, which shows where the query lies in
-    the image (STAIR, Fig. 10). The maps need no text encoder. A map is p(h_j) (Sec. 7.2), averaged
-    over the query's tokens, minus the minimum of the map."""
-    tokens = [embedder.tokenizer.encode(query)[1:-1] for query in queries]
-    ids = torch.tensor(sum(tokens, []), device=embedder.device)
-    encode = functools.partial(embedder.model.word_maps, ids=ids)
-    patches = embedder.model.image_encoder.grid ** 2
-    maps = embedder.encode_batches([image[None]], encode)[0, -patches:]     # (P, m), p(h_j)
-    maps = [x.mean(1) for x in maps.split([len(ids) for ids in tokens], 1)]
-    return [x - x.min() for x in maps]
-
-
-def draw_queries(embedder, data):
-    """Where the words of a caption lie in its image (STAIR, Fig. 10), for at most eight words."""
-    rows = []
-    for image, caption in zip(*take(embedder, data, 10)):
-        words = [word for word in dict.fromkeys(embedder.tokenizer.split(caption))
-                 if word in embedder.tokenizer.ids and says_something(word, data)][:8]
-        if words:
-            rows.append((caption, image, zip(words, query_maps(embedder, image, words))))
-    title = "STAIR: where the words of a caption lie in its image (Fig. 10)."
-    return lit_sheet(title, SCORES, rows) if rows else None
 
 
 def draw_heads(embedder, data):
     """The attention of [CLS] in the last block: the mean over heads and each head (BAM, Fig. 5).
+
     Image files are read at 512 / 224 of the run's image size: at 512 pixels, as in the figure, for
     a model of 224."""
     encoder = embedder.model.image_encoder
@@ -2561,8 +2369,10 @@ def draw_heads(embedder, data):
 
 
 def draw_neighbours(embedder, data):
-    """Four query images, each with the images among 1,000 whose encodings are nearest. A second row
-    has the images whose pixels are nearest. The comparison shows what the encoder adds."""
+    """Four query images, and the images among 1,000 that are nearest by encoding and by pixels.
+
+    The first row has the images whose encodings are nearest, the second has those whose pixels
+    are nearest. The comparison shows what the encoder adds."""
     def encode(images):
         """(B, 3, S, S) -> (B, E + 3 * 32 * 32): encodings, then the pixels of small copies, because
         all pixels of 1,000 photographs (224 x 224) would take 600 MB."""
@@ -2591,55 +2401,10 @@ def draw_neighbours(embedder, data):
     return sheet(title, note, rows)
 
 
-def draw_video(embedder, data):
-    """The objects of two videos, true and as followed with T = 7 (BAM, Table 6)."""
-    rows, patch = [], patch_size(embedder)
-    colours = torch.tensor([BACKGROUND, *CLASS_COLOURS])
-    for frames, truth in itertools.islice(data.videos(patch), 2):
-        shown = torch.linspace(0, len(truth) - 1, 8).long().tolist()
-        size, images = (144 * truth.shape[2] // truth.shape[1], 144), [*frames()]
-        ids = {"True objects": [truth[t] for t in shown]}
-        for name, encode in video_features(embedder).items():
-            maps, grid = follow(embedder, frames, truth, encode, [7])
-            ids["Followed by raw pixels" if name else "Followed by the model's patches"] = [
-                bam.map_to_ids(maps[7][t], grid, patch, truth.shape[1:]).cpu() for t in shown]
-        for heading, of_frames in ids.items():
-            cells = []
-            for t, objects in zip(shown, of_frames):
-                painted = colours[objects.long() % len(colours)].byte().permute(2, 0, 1)
-                painted = to_pil_image(painted).resize(size, Image.Resampling.NEAREST)
-                picture = Image.blend(to_picture(images[t], size), painted, 0.6)
-                cells.append((picture, f"frame {t}"))
-            rows.append((heading, cells))
-    title = "Objects of the first frame, followed through a video (BAM, Table 6)."
-    note = ("Each object has a colour. A patch gets its colour from the five patches that are most "
-            "similar, in the first frame and the seven frames before.")
-    return sheet(title, note, rows)
-
-
-def retrieval_errors(own, found, among=None):
-    """Images for which no run finds a caption of the image itself -> their number, and those to
-    show: [(row number, K-Precisions of the runs)].
-
-    own: for n images the list of their captions. found: for each run, n captions that it finds.
-    among: the words that count, by default all. One run shows all its errors. Several runs show
-    those where the first has the highest K-Precision, the largest lead first (SPARC, D.9).
-    """
-    errors = []
-    for i, (captions, *nearest) in enumerate(zip(own, *found)):
-        if not set(nearest) & set(captions):
-            truth = [caption_words(*captions)]
-            errors.append((i, [sparc.k_precision([caption_words(caption)], truth, among)
-                               for caption in nearest]))
-    if len(found) == 1:
-        return len(errors), errors
-    lead = lambda error: error[1][0] - max(error[1][1:])
-    return len(errors), sorted((e for e in errors if lead(e) > 0), key=lead, reverse=True)
-
-
 def draw_captions(runs, data):
-    """Retrieval errors: images among 1,000 for which every run finds a caption of another image.
-    Each image is shown with the captions found and their K-Precision (SPARC, D.9). If the data have
+    """Images among 1,000 for which every run finds a caption of another image (SPARC, D.9).
+
+    Each image is shown with the captions found and their K-Precision. If the data have
     a list of nouns and adjectives, only these words count (Fig. 6), otherwise all words (Fig. 5).
     runs: {name: Embedder}.
     """
@@ -2648,7 +2413,8 @@ def draw_captions(runs, data):
         x, kept = embedder.encode_pairs((image, (image, captions)) for image, captions in pairs)
         flat = [caption for _, captions in kept for caption in captions]
         found[name] = [flat[j] for j in nearest_captions(embedder, x, embedder.texts(flat))]
-    errors, shown = retrieval_errors([own for _, own in kept], found.values(), data.content_words)
+    errors, shown = sparc.retrieval_errors([own for _, own in kept], found.values(), caption_words,
+                                           data.content_words)
     title = f"Retrieval errors: for {errors:,} of {len(kept):,} images the nearest caption belongs "
     title += "to another image"
     if len(runs) > 1:
@@ -2669,9 +2435,10 @@ def draw_captions(runs, data):
 
 
 def draw_similarities(embedder, data):
-    """The cosines of encodings of two views, as histograms of three kinds of pairs (BAM, Fig. 1):
-    of one image, of two images of one class, of images of two classes. The views are those of 500
-    images with labels.
+    """Histograms of the cosines of two views, for three kinds of pairs (BAM, Fig. 1).
+
+    The two views are of one image, of two images of one class, or of images of two classes. The
+    images are 500 with labels.
 
     differs: Fig. 1 has the latents and views of the training; here are the encodings that k-NN
     compares, of views that are cropped and flipped, but keep their colours.
@@ -2679,8 +2446,8 @@ def draw_similarities(embedder, data):
     pairs = list(itertools.islice(data.labelled("test"), 500))
     encode = embedder.model.encode_image
     with common.fixed_seed(0):
-        x, ids = labelled(embedder, random_views(embedder, pairs, 0.25), encode)
-        y, _ = labelled(embedder, random_views(embedder, pairs, 0.25), encode)
+        x, ids = encode_labelled(embedder, random_views(embedder, pairs, 0.25), encode)
+        y, _ = encode_labelled(embedder, random_views(embedder, pairs, 0.25), encode)
     cosines, one_image = x @ y.T, torch.eye(len(x), dtype=torch.bool)       # (n, n)
     one_class = ids[:, None] == ids
     kinds = {"one image": one_image, "one class": one_class & ~one_image, "two classes": ~one_class}
@@ -2742,8 +2509,8 @@ def chart(log, curves, unit="step"):
     records' key that is the x axis.
 
     The y axis goes from 0 to the highest value, and the x axis from the first to the last record.
-    The first value of each curve stands on the left and the last value on the right, in the colour
-    of the curve. A vertical line marks where a stage begins (STAIR has three stages).
+    The last value of each curve stands on the right, in the colour of the curve. A vertical line
+    marks where a stage begins (STAIR has three stages).
     """
     first, last = log[0][unit], log[-1][unit]
     highest = max([1e-12, *[value for points, *_ in curves for _, value in points]])
@@ -2754,9 +2521,7 @@ def chart(log, curves, unit="step"):
         x = left + width * (step - first) / (last - first)
         return x, bottom - height * max(0, value) / highest
 
-    def in_short(value):
-        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
+    short = lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
     page = Image.new("RGB", (right + left, bottom + 20), "white")
     draw, font = ImageDraw.Draw(page), ImageFont.load_default(12)
 
@@ -2768,25 +2533,22 @@ def chart(log, curves, unit="step"):
     draw.rectangle((left, top, right, bottom), "#eeeeee")
     draw.text((left, bottom + 4), f"{unit} {first:,}", "black", font, "lt")
     draw.text((right, bottom + 4), f"{unit} {last:,}", "black", font, "rt")
+    for y, value in ((bottom, 0), (top, highest)):
+        draw.text((left - 4, y), short(value), "black", font, "rm")
     for before, record in itertools.pairwise(log):
         if record.get("stage") != before.get("stage"):
             x, _ = at(before[unit], 0)
             draw.line((x, top, x, bottom), "#888888")
             draw.text((x, top - 2), f"stage {record['stage']}", "black", font, "lb")
 
-    # the curves and, on both sides, their values
-    starts, ends = [(bottom, "0", "black")], []
+    # the curves and their last values
+    ends = []
     stage = {record[unit]: record.get("stage") for record in log}
     for points, _, colour in reversed(curves):  # the first curve lies on top
         # a stage has its own loss, so no line joins the curves of two stages
         for _, part in itertools.groupby(points, lambda point: stage[point[0]]):
             draw.line([at(*point) for point in part], colour, 2)
-        starts.append((at(*points[0])[1], in_short(points[0][1]), colour))
-        ends.append((at(*points[-1])[1], in_short(points[-1][1]), colour))
-    if all(y > top for y, *_ in starts):  # no curve begins at the highest value
-        starts.append((top, in_short(highest), "black"))
-    for y, text, colour in move_apart(starts):
-        draw.text((left - 4, y), text, colour, font, "rm")
+        ends.append((at(*points[-1])[1], short(points[-1][1]), colour))
     for y, text, colour in move_apart(ends):
         draw.text((right + 4, y), text, colour, font, "lm")
     return page
@@ -2807,68 +2569,48 @@ def draw_log(run):
     if not cells:
         return {}
     note = ("A vertical axis begins at 0 and ends at the highest value. Numbers in colour are the "
-            "first and the last value of a curve.")
+            "last value of a curve.")
     page = sheet("The training, step by step.", note, [("", cells)], columns=2)
     return {Path(run, "curves.png"): page}
 
 
-class Picture(NamedTuple):
-    """A row of PICTURES. Only a function that compares runs expects several embedders, so that all
-    other functions need no loop over runs."""
-
-    draw: Callable               # function of an Embedder and an EvalSet -> PIL image or None
-    data: tuple                  # see Task
-    model: str = "encode_image"  # see Task
-    compares_runs: bool = False  # whether `draw` expects {name: Embedder} in place of an Embedder
-
-    fits, suits = Task.fits, Task.suits
-
-
 PICTURES = {
-    "alignment": Picture(draw_alignment, IMAGES, "align_words"),
-    "segmentation": Picture(draw_segmentation, ("maps",), "encode_patches", compares_runs=True),
-    "slots": Picture(draw_slots, IMAGES, "slots"),
-    "words": Picture(draw_words, IMAGES, "encode_text", compares_runs=True),
-    "queries": Picture(draw_queries, IMAGES, "word_maps"),
-    "captions": Picture(draw_captions, ("captioned",), "encode_text", compares_runs=True),
-    "heads": Picture(draw_heads, IMAGES, "head_maps"),
-    "neighbours": Picture(draw_neighbours, ("captioned", "labelled")),
-    "similarities": Picture(draw_similarities, ("labelled",)),
-    "video": Picture(draw_video, ("videos",)),
+    "alignment": Row(draw_word_maps, IMAGES, "align_words"),
+    "segmentation": Row(draw_segmentation, ("maps",), "encode_patches", compares_runs=True),
+    "slots": Row(draw_slots, IMAGES, "slots"),
+    "words": Row(draw_words, IMAGES, "encode_text", compares_runs=True),
+    "queries": Row(draw_word_maps, IMAGES, "word_maps"),
+    "captions": Row(draw_captions, ("captioned",), "encode_text", compares_runs=True),
+    "heads": Row(draw_heads, IMAGES, "head_maps"),
+    "neighbours": Row(draw_neighbours, ("captioned", "labelled")),
+    "similarities": Row(draw_similarities, ("labelled",)),
 }
 
 
 def pictures_to_draw(models, data, tasks):
-    """The pictures that `tasks` names, or the usual pictures if it is empty -> {name: Picture}.
+    """The pictures that `tasks` names, or the usual pictures if it is empty -> {name: Row}.
     A picture is left out if the data or one of the models lack what the picture needs."""
     usual = set(PICTURES)
     if not any(model.encode_words for model in models):
         usual.remove("words")  # only STAIR has an encoding that consists of words
     if any(model.encode_text for model in models):
         usual.remove("similarities")  # BAM's picture, of models that learn from images alone
-    if data.is_world:
-        usual.remove("video")  # on shapes it shows only that the task runs
     return {name: picture for name, picture in PICTURES.items()
             if name in (tasks or usual) and picture.fits(data)
             and all(picture.suits(model) for model in models)}
 
 
 @torch.no_grad()
-def draw_pictures(embedder, data, tasks):
-    """The pictures of one run -> {name: picture}."""
-    pages = {}
-    for name, picture in pictures_to_draw([embedder.model], data, tasks).items():
-        pages[name] = picture.draw({"": embedder} if picture.compares_runs else embedder, data)
+def draw_pictures(embedders, data, tasks):
+    """The pictures of runs {name: Embedder} -> {name: picture}. Several runs have only pictures
+    that compare them."""
+    models, pages = [embedder.model for embedder in embedders.values()], {}
+    for name, picture in pictures_to_draw(models, data, tasks).items():
+        if picture.compares_runs:
+            pages[name] = picture.run(embedders, data)
+        elif len(embedders) == 1:
+            pages[name] = picture.run(*embedders.values(), data)
     return {name: page for name, page in pages.items() if page}
-
-
-@torch.no_grad()
-def draw_comparison(embedders, data, tasks):
-    """The pictures of several runs {name: Embedder} side by side -> [picture]."""
-    models = [embedder.model for embedder in embedders.values()]
-    pages = [picture.draw(embedders, data)
-             for picture in pictures_to_draw(models, data, tasks).values() if picture.compares_runs]
-    return [page for page in pages if page]
 
 
 # Evaluating a run -----------------------------------------------------------------------
@@ -2881,45 +2623,27 @@ def tasks_to_run(options, data, model):
     """Names of the tasks to run: the tasks of --task or, without --task, the usual tasks that data
     and model can run.
 
-    Raises UserError if --task names a task that data and model can neither run nor draw. Also
-    raises UserError if they can run no task at all, unless --task names a picture.
+    Raises UserError if --task names a task that data and model can neither run nor draw, if they
+    can run no task at all, and for what a task would notice only after minutes: classes without
+    names, no images to learn from, a classifier with other classes.
     """
-    asked = options.tasks or []
+    asked = options.tasks
     usable = [name for name, task in TASKS.items() if task.fits(data) and task.suits(model)]
+    can = f"On {options.data} this model can run {', '.join(usable) or 'no task'}"
     if not usable and not PICTURES.keys() & asked:
-        if ".tar" in options.data:
-            raise UserError(f"Tar shards are for training; this model cannot be evaluated on "
-                            f"{options.data}: give a table, class folders, or a data set of "
-                            f"CLIP_benchmark, by eval.py --data or train.py --eval-data.")
-        more = ", captions, SugarCrepe, Winoground or VOC" if model.encode_text else ""
-        raise UserError(f"No task can evaluate on {options.data}: give class folders or shapes"
-                        f"{more}.")
+        raise UserError(f"{can}: give class folders, a table of captions or shapes; tar shards "
+                        f"are for training, unless they have CLIP_benchmark's layout.")
     drawn = pictures_to_draw([model], data, asked)
     for name in asked:
-        if name in TASKS and name not in usable:
-            why = why_unusable(name, usable, options, data)
+        if name not in usable and (name in TASKS or name not in drawn):
+            row = (PICTURES | TASKS)[name]
+            needs = [row.model] if row.fits(data) else row.data
+            why = f"{can}; {name} needs {' or '.join(IN_WORDS[member] for member in needs)}."
             if name not in drawn:
                 raise UserError(why)
             print(f"note: {name}.png is drawn without metrics. {why}")
     wanted = asked or default_tasks(data, model)
-    return [name for name in usable if name in wanted]
-
-
-def why_unusable(name, usable, options, data):
-    """What the task `name` needs and what can be run instead, in a sentence."""
-    task = TASKS[name]
-    if task.fits(data):
-        what, need = "this model", IN_WORDS[task.model]
-    else:
-        what, need = options.data, " or ".join(IN_WORDS[member] for member in task.data)
-    others = " and ".join(usable) if len(usable) < 3 else ", ".join(usable)
-    return f"With {what} one can run {others or 'no task'}; {name} needs {need}."
-
-
-def check_data(tasks, options, data, model):
-    """Raise UserError for problems that a task would notice only after minutes: classes without
-    names, no images to learn from, a classifier with other classes. Also raise UserError if
-    --caption-prefix has no effect on the tasks."""
+    tasks = [name for name in usable if name in wanted]
     if options.caption_prefix and "retrieval" not in tasks:
         raise UserError(f"--caption-prefix {options.caption_prefix!r} has no effect here: only the "
                         f"task retrieval uses it. Leave it out.")
@@ -2927,33 +2651,27 @@ def check_data(tasks, options, data, model):
         data.classes  # the property raises for folders that need names
     if "classification" in tasks:
         learned_classes(options, data, model)
-    if ("knn" in tasks or "linear" in tasks) and not data.is_world:
-        next(all_training_pairs(options, data, "first")())
+    if "knn" in tasks or "linear" in tasks:
+        data.learn  # the property raises if there is nothing to learn from
+    return tasks
 
 
 def evaluate(embedder, data, options, report=lambda result, new: None):
     """Run the tasks -> {metric: float}. METRIC/chance is what a random guess gives, if the task
     knows it.
 
-    When a task ends, report(all metrics so far, the metrics of the task) is called. If a later task
-    fails, the function prints which tasks are missing. Raises UserError if a task cannot run.
+    When a task ends, report(all metrics so far, the metrics of the task) is called. Raises
+    UserError if a task cannot run.
     """
-    tasks, result = tasks_to_run(options, data, embedder.model), {}
-    check_data(tasks, options, data, embedder.model)
-    missing = list(tasks)
-    try:
-        for name in tasks:
-            new = {}
-            for metric, found in TASKS[name].run(embedder, data, options).items():
-                new[metric] = to_float(found)
-                if isinstance(found, tuple):
-                    new[f"{metric}/chance"] = found[1]
-            result |= new
-            missing.remove(name)
-            report(result, new)
-    finally:
-        if result and missing:
-            print(f"The evaluation ended early, without {', '.join(missing)}.")
+    result = {}
+    for name in tasks_to_run(options, data, embedder.model):
+        new = {}
+        for metric, found in TASKS[name].run(embedder, data, options).items():
+            new[metric] = to_float(found)
+            if isinstance(found, tuple):
+                new[f"{metric}/chance"] = found[1]
+        result |= new
+        report(result, new)
     return result
 
 
@@ -2971,25 +2689,43 @@ def print_metrics(metrics):
 
 def evaluate_and_show(embedder, data, options, run):
     """Evaluate, print a table, write the metrics and the pictures into RUN -> {metric: float}. What
-    a task has found is printed and written when the task ends. Raises UserError if there is neither
-    a metric nor a picture."""
-    line, problem = b"", None
+    a task has found is printed and written when the task ends."""
+    line, is_whole = b"", options.is_own and not options.tasks
 
     def report(result, new):
-        nonlocal line, problem
+        nonlocal line
         print_metrics(new)
-        try:
+        with noted():
             line = write_metrics(embedder, data, options, run, result, line)
-        except UserError as error:  # the directory of another user's run
-            problem = error
 
     result = evaluate(embedder, data, options, report)
+    print_notes(embedder, data)
+    pages = draw_log(run) if is_whole else {}
+    drawn = draw_pictures({"": embedder}, data, options.tasks)
+    pages |= {output_path(run, options, f"{name}.png"): page for name, page in drawn.items()}
+    with noted():
+        if line and is_whole:
+            with common.replacing(Path(run, "eval.json")) as file:
+                file.write(json.dumps(json.loads(line), indent=2).encode() + b"\n")
+        save_pictures(pages)
+    return result
+
+
+@contextlib.contextmanager
+def noted():
+    """A context that prints a UserError. The directory may be that of another user's run, and its
+    metrics are worth printing all the same."""
+    try:
+        yield
+    except UserError as error:
+        print(f"note: {error}")
+
+
+def print_notes(embedder, data):
+    """Print what the metrics depend on: names of classes, captions that the model sees in part."""
     if data.named and embedder.tokenizer:
         print(f"Class names: {data.named.source}. First of {len(data.named.templates)} prompts: "
               f"{data.named.prompts[0]!r}")
-        count = collections.Counter(map(common.plain_name, data.named.names))
-        if twice := [name for name in count if count[name] > 1]:
-            print(f"Several classes are called {', '.join(twice)}: no prompt tells them apart.")
     if embedder.cut_captions:
         print(f"{embedder.cut_captions:,} of {embedder.captions:,} captions and prompts are longer "
               f"than the context of {embedder.context} tokens: the model does not see their ends.")
@@ -2998,25 +2734,6 @@ def evaluate_and_show(embedder, data, options, run):
         print(f"{fraction:.0%} of the tokens of captions and prompts are [UNK], words that the "
               f"run's vocabulary does not have: train on captions with these words, or with "
               f"--vocab.")
-    pages = draw_log(run) if options.is_own and not options.tasks else {}
-    drawn = draw_pictures(embedder, data, options.tasks)
-    pages |= {output_path(run, options, f"{name}.png"): page for name, page in drawn.items()}
-    try:
-        if result and not problem and options.is_own and not options.tasks:
-            with common.replacing(Path(run, "eval.json")) as file:
-                file.write(json.dumps(json.loads(line), indent=2).encode() + b"\n")
-        save_pictures(pages)
-    except UserError as error:
-        problem = error
-    if problem and options.is_own:
-        raise problem
-    if problem:
-        print(f"note: {problem}")
-    if not pages and not result:
-        tasks = ", ".join(options.tasks or ["the usual tasks"])
-        raise UserError(f"{run} cannot run {tasks} on {options.data}: choose another --task or "
-                        f"other --data.")
-    return result
 
 
 def metrics_of_table(result):
@@ -3109,14 +2826,9 @@ class CosineIndex:
         return [(self.ids[i], score) for score, i in zip(best.values.tolist(), best.indices)]
 
 
-def search(embedder, data, options, run, queries):
-    """Answer queries about the images of `data`. A query is a caption or, for STAIR, words with
-    AND, OR, NOT (STAIR, App. D).
-
-    search.png shows the images that each query finds. For STAIR the function also writes the index
-    to index.pt. found.png then shows where a caption lies in the first five images that the text
-    encoder finds.
-    """
+def search(embedder, data, options, run):
+    """Answer --query about the images of `data`, and draw search.png. A query is a caption or, for
+    STAIR, words with AND, OR, NOT (STAIR, App. D)."""
     model, is_stair = embedder.model, bool(embedder.model.encode_words)
     if not model.encode_text:
         raise UserError(f"--query needs a run with a text encoder, {run} has none: give another "
@@ -3128,93 +2840,55 @@ def search(embedder, data, options, run, queries):
     if is_stair:
         index = stair.InvertedIndex(embedder.tokenizer.vocab)
     with common.explained(ValueError, "--query"):  # a wrong query fails before images are encoded
-        for query in queries:
-            ids = embedder.tokenizer.encode(query)[1:-1]
+        for query in options.query:
             if stair.is_boolean(query):
                 if not is_stair:
                     raise ValueError(f"{query!r} has AND, OR or NOT, which only STAIR knows: write "
                                      f"a caption")
                 stair.boolean_query(query, index)
-            elif set(ids) <= {embedder.tokenizer.unk}:
+            elif set(embedder.tokenizer.encode(query)[1:-1]) <= {embedder.tokenizer.unk}:
                 raise ValueError(f"the vocabulary has no word of {query!r}")
-            elif is_stair and re.search(r"\b(or|not)\b|[()]", query):
-                print(f"{query!r} is searched as a caption. To search by words, write AND, OR and "
-                      f"NOT in capitals.")
     pairs = read_images(data.images("search"), embedder.read, embedder.workers)
-    for part in tqdm(chunks(pairs, embedder.chunk), f"images, {embedder.chunk} at a time",
-                     disable=None):
+    for part in progress(chunks(pairs, embedder.chunk), f"images, {embedder.chunk} at a time"):
         x, names = embedder.encode_pairs(part)
         index.add(names, word_columns(embedder, x) if is_stair else x)
     found = []
-    for query, encoder, best in answers(embedder, index, queries):
-        found.append((query, encoder, best))
+    for heading, best in answers(embedder, index, options.query):
         names = ", ".join(f"{name} ({score:.2f})" for name, score in best) or "nothing"
-        print(f"{query} ({encoder}): {names}" if encoder else f"{query}: {names}")
+        print(f"{heading}: {names}")
+        found.append((heading, best))
     # Only names were kept, as all images may not fit in memory: the images found are read again.
-    wanted, images = {name for *_, best in found for name, _ in best}, {}
-    for image, name in data.images("search"):
-        if name in wanted:
-            images[name] = image
-        if len(images) == len(wanted):
-            break
-    rows, located = [], []
-    for query, encoder, best in found:
+    wanted = {name for _, best in found for name, _ in best}
+    images = {name: image for image, name in data.images("search") if name in wanted}
+    rows = []
+    for heading, best in found:
         pairs = [(images[name], f"{score:.2f}") for name, score in best]
-        shown = list(read_images(pairs, embedder.read)) if pairs else []
-        heading = f"{query} ({encoder})" if encoder else query
-        heading += "" if best else ": nothing found"
-        rows.append((heading, [(to_picture(image), score) for image, score in shown]))
-        if encoder == "text encoder" and shown and model.word_maps:
-            # "a" is left out, because the map of "a" would hide the map of "ring"
-            words = [word for word in embedder.tokenizer.split(query) if says_something(word, data)]
-            located.append((query, locate(embedder, " ".join(words) or query, shown[:5])))
-    note = "The score of a caption is a cosine."
-    if model.late_interaction:
-        note = "The score of a caption is its similarity to the patches of the image."
-    if is_stair:
-        note += (" The answer of the words alone needs no text encoder. The score of a query with "
-                 "AND, OR, NOT is the sum of its words' weights.")
+        shown = read_images(pairs, embedder.read) if pairs else []
+        rows.append((heading if pairs else f"{heading}: nothing found",
+                     [(to_picture(image), score) for image, score in shown]))
+    note = ("The score of a caption is a cosine or, for patches and tokens, their similarity. "
+            "STAIR's words alone need no text encoder. The score of a query with AND, OR, NOT is "
+            "the sum of its words' weights.")
     page = sheet("The images that each query finds, and their scores.", note, rows)
-    pages = {output_path(run, options, "search.png"): page}
-    if located:
-        title = "STAIR: where a query lies in the five images that it finds first (Fig. 10)."
-        note = f"The text encoder ranks the images by the cosine above them. {SCORES}"
-        pages[output_path(run, options, "found.png")] = sheet(title, note, located)
-    try:
-        if is_stair:
-            with common.replacing(output_path(run, options, "index.pt")) as file:
-                index.save(file)
-        save_pictures(pages)
-    except UserError as error:
-        print(f"note: {error}")  # the directory of another user's run
+    save_pictures({output_path(run, options, "search.png"): page})
 
 
 def answers(embedder, index, queries):
-    """Yield triples (query, name of its encoder, [(name of an image, score), ...]). With STAIR a
-    caption has two answers: one by the text encoder, and one by the words of the caption alone. A
-    boolean query is not encoded, so the name of its encoder is None."""
+    """Yield pairs (query and the name of its encoder, [(name of an image, score), ...]). With STAIR
+    a caption has two answers: one by the text encoder, and one by the words of the caption alone. A
+    boolean query is not encoded."""
     encoders, is_stair = {"text encoder": "encode_text"}, embedder.model.encode_words
     if is_stair:
         encoders["words alone"] = embedder.model.encode_words
     for query in queries:
         if stair.is_boolean(query):
             where, words = stair.boolean_query(query, index)
-            yield query, None, index.search(dict.fromkeys(words, 1.0), 8, where)
+            yield query, index.search(dict.fromkeys(words, 1.0), 8, where)
             continue
         for name, encode in encoders.items():
             x = embedder.texts([query], encode)
             x = word_columns(embedder, x) if is_stair else x
-            yield query, name, index.search(x[0], 8)
-
-
-def locate(embedder, query, shown):
-    """Pairs (image, label) -> pairs (picture, label). The picture shows the image, and next to it
-    where the query lies in the image."""
-    cells = []
-    for image, label in shown:
-        weights, = query_maps(embedder, image, [query])
-        cells.append((join([to_picture(image), light_up(image, weights)], gap=0), label))
-    return cells
+            yield f"{query} ({name})", index.search(x[0], 8)
 
 
 # Weights for other people's code ----------------------------------------------------------
@@ -3321,11 +2995,14 @@ def mean_in_words(values, n):
 
 
 def compare_runs(evaluated, tasks):
-    """Print a table of several runs {run: Evaluated}. Runs that differ only in their seed share a
-    column. The headings name the settings that differ between the columns. Returns a list with one
-    picture, which shows the first run of each column side by side. The list is empty if --task
-    allows no such picture, if there is one column, or if the runs were evaluated on different data
-    or on images of different sizes."""
+    """Print a table of several runs {run: Evaluated} -> a list with a picture that shows them side
+    by side, or an empty list.
+
+    Runs that differ only in their seed share a column. The headings name the settings that differ
+    between the columns. The picture shows the first run of each column. There is none if --task
+    allows none, if there is one column, or if the runs were evaluated on different data or on
+    images of different sizes.
+    """
     columns = collections.defaultdict(list)
     for run, found in evaluated.items():
         settings = {key: value for key, value in vars(found.args).items() if key not in ASIDE}
@@ -3335,38 +3012,30 @@ def compare_runs(evaluated, tasks):
     shared = set.intersection(*map(set, settings))  # each method has settings of its own
     differing = [name for name in settings[0] if name in shared
                  and any(other[name] != settings[0][name] for other in settings)]
-    specs = {found.data.options.data for found in evaluated.values()}
-    sizes = {found.data.image_size for found in evaluated.values()}
-    if len(specs) > 1:
-        print(f"The runs were evaluated on different data: {', '.join(sorted(specs))}.")
-    elif len(sizes) > 1:
-        print(f"The runs were evaluated on images of different sizes: {sorted(sizes)} pixels.")
+    table = {}
+    for own, runs in zip(settings, columns.values()):
+        heading = ", ".join([runs[0], *[f"{name} {own.get(name)!s:.60}" for name in differing]])
+        seeds = [evaluated[run].args.seed for run in runs]
+        # the same seed a second time is a key of its own
+        table[heading] = {(seed, seeds[:i].count(seed)): evaluated[run].metrics
+                          for i, (run, seed) in enumerate(zip(runs, seeds))}
     if any(found.metrics for found in evaluated.values()):  # a picture alone measures nothing
-        table = {}
-        for own, runs in zip(settings, columns.values()):
-            heading = ", ".join([runs[0], *[f"{name} {own.get(name)!s:.60}" for name in differing]])
-            # the same seed a second time is a key of its own
-            seeds, rows = collections.Counter(), {}
-            for run in runs:
-                seed = evaluated[run].args.seed
-                rows[seed, seeds[seed]] = evaluated[run].metrics
-                seeds[seed] += 1
-            table[heading] = rows
         print_table(table, "seed")
-    if len(specs) > 1 or len(sizes) > 1 or len(columns) == 1:
-        return []
+    kinds = {(found.data.options.data, found.data.image_size) for found in evaluated.values()}
+    if len(kinds) > 1:
+        print("The runs were evaluated on different data, or on images of different sizes: "
+              + ", ".join(f"{spec}, {size} pixels" for spec, size in sorted(kinds)))
     shown = [runs[0] for runs in columns.values()]
     names = [Path(run).resolve().name for run in shown]  # paths would be wider than the pictures
     if len(set(names)) < len(names):
         names = shown
     embedders = {name: evaluated[run].embedder for name, run in zip(names, shown)}
-    data = evaluated[shown[0]].data
-    pages = draw_comparison(embedders, data, tasks)
+    pages = []
+    if len(kinds) == 1 and len(columns) > 1:
+        pages = [*draw_pictures(embedders, evaluated[shown[0]].data, tasks).values()]
     if not pages:
         return []
-    title = f"Runs side by side on {data.options.data}: {', '.join(shown)}."
-    if len(shown) < len(evaluated):
-        title += " Runs that differ in their seed alone are represented by the first of them."
+    title = f"Runs side by side on {[*kinds][0][0]}: {', '.join(shown)}."
     heading = draw_text(title, max(page.width for page in pages) - 20, 18)
     return [join([ImageOps.expand(heading, 10, "white"), *pages], down=True)]
 
@@ -3376,159 +3045,42 @@ def compare_runs(evaluated, tasks):
 # The flags are those of an evaluation. The settings of the run itself are in its config.json.
 
 
-def suggest(word, flags):
-    """The flag that a user may have meant by `word`, or None."""
-    # difflib finds none of these
-    familiar = {"--learning-rate": "--lr", "--output-dir": "--out", "--slots": "--L",
-                "--train-data": "--data", "--val-data": "--eval-data", "--wd": "--weight-decay",
-                "--precision": "--amp", "--pretrained": "--init-weights",
-                "--grad-clip-norm": "--clip-grad"}
-    if familiar.get(word) in flags:
-        return familiar[word]
-    alike = [flag for flag in flags if flag[2:3] == word[2:3]]
-    nearest = difflib.get_close_matches(word, alike, 1, 0.7)
-    return nearest[0] if nearest else None
+def list_rows(table):
+    """A line for each row of TASKS or PICTURES: its name, and the first line of its docstring."""
+    about = {name: (row.run.__doc__ or "").partition("\n")[0] for name, row in table.items()}
+    return "\n".join(f"  {name:15} {line}" for name, line in about.items())
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        """Print the message and stop. For an unknown flag, the message names a flag that the user
-        may have meant. If the shell has expanded a pattern of shards into many names, the message
-        advises to quote the pattern."""
-        if message.startswith("unrecognized arguments"):
-            for word in re.findall(r"(?<!\S)--[\w-]+", message):
-                if flag := suggest(word, self._option_string_actions):
-                    message += f"; instead of {word}, did you mean {flag}?"
-            if re.search(r"\.tar\b", message):
-                message += ("; quote a pattern of shards, as in 'DIR/{00000..00012}.tar', so that "
-                            "the shell does not expand it")
-        super().error(message)
-
-
-def build_parser():
-    """The flags of eval.py, in groups."""
-    parser = Parser(usage="eval.py RUN [RUN ...] [--FLAG VALUE ...]; --help lists the flags",
-                    description=__doc__.partition("\n\nA map")[0], allow_abbrev=False,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_args(argv=None):
+    """Command line -> runs, {name: value} of the flags that are given."""
+    parser = common.Parser(usage="eval.py RUN [RUN ...] [--FLAG VALUE ...]; --help lists the flags",
+                           description=__doc__.partition("\n\nA map")[0],
+                           epilog=f"tasks:\n{list_rows(TASKS)}\n\npictures:\n{list_rows(PICTURES)}")
     parser.add_argument("runs", nargs="+", metavar="run", help="directory of a run of train.py")
-
-    add = parser.add_argument_group("data").add_argument
-    add("--data", nargs="+", metavar="SPEC",
-        help="data to evaluate on: a SPEC of train.py, or a directory in the layout of "
-             "CLIP_benchmark, Pascal VOC, DAVIS 2017, Winoground or SugarCrepe (default: the run's "
-             "--eval-data, or its --data)")
-    add("--image-root", metavar="DIR",
-        help="directory that the file names of --data are relative to (default: the directory of a "
-             "table, DIR/images for Winoground)")
-    add("--split", metavar="NAME",
-        help="split of --data, if the data have splits (default: test; val for Pascal VOC "
-             "and DAVIS)")
-    add("--limit", type=int, metavar="N",
-        help="largest number of samples for each task and picture; the samples of class folders "
-             "and labelled shards are drawn at random, other data give their first samples "
-             f"(default: all samples of --data; without --data {TEST_LIMIT:,} samples to evaluate "
-             f"and {LEARN_LIMIT:,} to learn from)")
-    add("--classes", metavar="FILE",
-        help="file of class names, one a line: the first line names the first of the sorted "
-             "folders, or label 0 of shards. The lines can also be the folders' own names in "
-             "another order; then the first line names the folder of label 0")
-    add("--templates", nargs="+", metavar="TEMPLATE",
-        help="zero-shot prompts, in which {} stands for the name of a class and {a} for the name "
-             "with its article; or one file of prompts, one a line")
-    add("--caption-prefix", metavar="WORDS",
-        help='words to put before each caption in retrieval; "a photo of" in STAIR (Sec. 4.3)')
-    add("--nouns-adjectives", metavar="FILE",
-        help="file of nouns and adjectives, one a line, which K-Pna counts (SPARC, Sec. 4.4; "
-             "without the flag, K-Pna is computed only on shapes)")
-
-    add = parser.add_argument_group("tasks").add_argument
-    add("--task", dest="tasks", type=lambda names: names.split(","), metavar="NAMES",
-        help=f"comma-separated names of tasks: {', '.join(TASKS)}; and of pictures: "
-             f"{', '.join(PICTURES)} (default: every picture and the usual tasks that data and "
-             "model allow. For a model with text the usual tasks are zeroshot, retrieval, "
-             "negatives, winoground, segmentation, alignment and slot_alignment; for STAIR also "
-             "words, textfree and sparsity. For a model without text the usual task is knn, and on "
-             "shapes also linear. For a classifier the usual task is classification, for videos "
-             "video)")
-    add("--select", metavar="SPEC",
-        help="data for the tasks slots and masks: class folders that rank the slots, or "
-             "SugarCrepe's files that train the masks (SPARO, Sec. 5.1, 5.2; needed unless --data "
-             "is shapes)")
-    add("--select-root", metavar="DIR",
-        help="directory that the file names of --select are relative to")
-
-    add = parser.add_argument_group("k-NN and probes").add_argument
-    add("--train-data", metavar="SPEC",
-        help="images that k-NN and probes learn from: class folders, or shards with labels "
-             "(default: the split train of --data, or the data that the run was trained on)")
-    add("--label-fraction", metavar="FRACTION",
-        help="share of the labels of each class that k-NN and probes learn from, or a file of "
-             "image names, one a line (default: all labels)")
-    add("--probe", choices=PROBES,
-        help="training of the linear probe: adamw follows SPARO (C.1), sgd follows BAM (D.1), "
-             "lbfgs is the logistic regression of BAM's transfer (D.3) (default: the run's "
-             "--probe)")
-    add("--probe-epochs", type=int, metavar="N",
-        help="number of epochs of a probe (default: the run's, or else 10 for adamw, 100 for sgd)")
-
-    add = parser.add_argument_group("search").add_argument
-    add("--query", dest="queries", nargs="+", metavar="QUERY",
-        help="search the images of --data instead of evaluating: a query is a caption or, for "
-             "STAIR, words with AND, OR, NOT and parentheses (STAIR, App. D)")
-
-    add = parser.add_argument_group("one image and one caption").add_argument
-    add("--image", metavar="FILE",
-        help="draw which patches of this image the words of --caption weight (SPARC, STAIR) or "
-             "the slots weight (SPARO), instead of evaluating")
-    add("--caption", metavar="TEXT", help="the caption of --image")
-
-    add = parser.add_argument_group("weights").add_argument
-    add("--checkpoint", default="last.pt", metavar="NAME",
-        help="file in RUN with the weights to evaluate: last.pt (default), or "
-             "stage-1.pt of a run of STAIR")
-    add("--export", metavar="FILE",
-        help="write the image encoder under timm's parameter names to FILE, and evaluate nothing")
-
-    add = parser.add_argument_group("machine").add_argument
-    add("--workers", type=int, metavar="N",
-        help="number of threads that read images (default: the run's --workers)")
-    add("--batch", type=int, default=256, metavar="N",
-        help="number of images or captions that are encoded at a time (default: %(default)s)")
-    add("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is a GPU, else cpu)")
-    return parser
+    common.add_flags(parser, Flags, GROUPS, "data")
+    given = vars(parser.parse_args(argv))
+    return given.pop("runs"), given
 
 
-def check_flags(flags, parser):
+def check_flags(runs, given):
     """Raise UserError for flags that do not fit together, before any run is evaluated."""
     known = TASKS | PICTURES
-    if unknown := set(flags.tasks or []) - known.keys():
+    if unknown := set(Flags(**given).tasks) - known.keys():
         raise UserError(f"There is no task {', '.join(unknown)}; there are {', '.join(known)}.")
-    for name, least in {"limit": 1, "probe_epochs": 1, "batch": 1, "workers": 0}.items():
-        value = vars(flags)[name]
-        if value is not None and value < least:
-            raise UserError(f"{common.flag_of(name)} {value} must be at least {least}.")
-    if flags.probe == "lbfgs" and flags.probe_epochs:
-        raise UserError("--probe lbfgs has no epochs, as it runs until it converges: leave out "
-                        "--probe-epochs.")
-    if flags.queries and flags.tasks:
-        raise UserError("--query searches and evaluates nothing: leave out --task.")
-    if len({Path(run).resolve() for run in flags.runs}) < len(flags.runs):
-        raise UserError(f"{', '.join(flags.runs)}: a run is named twice, name each once.")
-    for run in flags.runs:
-        common.read_config(run)  # raises for a directory without a run
-    if flags.export is not None and len(flags.runs) > 1:
-        raise UserError(f"--export writes the weights of one run: give one run, not "
-                        f"{len(flags.runs)}.")
-    if (flags.image is None) != (flags.caption is None):
+    for name, least in {"limit": 1, "batch": 1, "workers": 0}.items():
+        if given.get(name, least) < least:
+            raise UserError(f"{common.flag_of(name)} {given[name]} must be at least {least}.")
+    if "export" in given and len(runs) > 1:
+        raise UserError(f"--export writes the weights of one run: give one run, not {len(runs)}.")
+    if ("image" in given) != ("caption" in given):
         raise UserError("--image and --caption belong together: give both.")
-    given = {name for name, value in vars(flags).items() if value != parser.get_default(name)}
-    for alone, partners in (("export", set()), ("image", {"caption", "device"})):
-        others = given - {"runs", "checkpoint", alone} - partners
-        if alone in given and others:
-            names = [flag for flag, action in parser._option_string_actions.items()
-                     if action.dest in others]
+    useful = {"export": {"export", "checkpoint"},
+              "image": {"image", "caption", "checkpoint", "device"},
+              "query": vars(Flags()).keys() - {"task"}}
+    for alone, partners in useful.items():
+        if alone in given and (others := given.keys() - partners):
             raise UserError(f"--{alone} evaluates nothing, so these flags have no effect: leave "
-                            f"out {', '.join(names)}.")
+                            f"out {', '.join(map(common.flag_of, sorted(others)))}.")
 
 
 def describe(options):
@@ -3547,20 +3099,20 @@ class Evaluated(NamedTuple):
     metrics: dict                # {metric: float}
 
 
-def evaluate_run(run, flags):
-    """Evaluate a run -> Evaluated. flags: {name: value}, in which `data` is one SPEC or None. With
-    --query the function searches instead, and returns None."""
-    embedder, args = load_run(run, flags["device"], flags["checkpoint"])
-    options = options_of(flags, args)
-    embedder.chunk, embedder.workers = flags["batch"], options.workers
-    captions = embedder.tokenizer is not None and not flags["queries"]  # a search needs none
+def evaluate_run(run, given, device):
+    """Evaluate a run -> Evaluated. given: {name: value} of the flags that are given, in which
+    `data` is one SPEC. With --query the function searches instead, and returns None."""
+    embedder, args = load_run(run, device, given.get("checkpoint", Flags.checkpoint))
+    options = options_of(given, args)
+    embedder.chunk, embedder.workers = options.batch, options.workers
+    captions = embedder.tokenizer is not None and not options.query  # a search needs none
     own = common.explained(UserError, f"The data of {run}, which --data can replace")
-    with contextlib.nullcontext() if flags["data"] else own:
+    with contextlib.nullcontext() if "data" in given else own:
         data = open_eval_set(options, embedder.image_size, captions)
     so_far = "" if embedder.step == args.steps else f", step {embedder.step} of {args.steps},"
     print(f"{run}{so_far} on {describe(options)}:")
-    if flags["queries"]:
-        search(embedder, data, options, run, flags["queries"])
+    if options.query:
+        search(embedder, data, options, run)
         return None
     return Evaluated(embedder, args, data, evaluate_and_show(embedder, data, options, run))
 
@@ -3568,42 +3120,40 @@ def evaluate_run(run, flags):
 def main(argv=None):
     """Evaluate, search or export, as the command line says. Each --data is evaluated for all runs.
     Raises UserError at the end if a run failed; the other runs are evaluated first."""
-    parser = build_parser()
-    flags = parser.parse_args(argv)
-    check_flags(flags, parser)
+    runs, given = parse_args(argv)
+    check_flags(runs, given)
+    flags = Flags(**given)
     if flags.export is not None:
-        return export(flags.runs[0], flags.checkpoint, flags.export)
+        return export(runs[0], flags.checkpoint, flags.export)
     common.turn_off_tf32()
-    flags.device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with common.explained((RuntimeError, AssertionError), f"--device {flags.device}"):
-        torch.empty(1, device=flags.device)
+    device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with common.explained((RuntimeError, AssertionError), f"--device {device}"):
+        torch.empty(1, device=device)
     if flags.image is not None:
         pages = {}
-        for run in flags.runs:
-            embedder, _ = load_run(run, flags.device, flags.checkpoint)
+        for run in runs:
+            embedder, _ = load_run(run, device, flags.checkpoint)
             path = Path(run, f"{Path(flags.image).stem}-pair.png")
             pages[path] = draw_pair(embedder, flags.image, flags.caption)
         return save_pictures(pages)
     failed, pages = [], []
     metrics = collections.defaultdict(dict)  # {run: {--data: its metrics}}
-    for spec in flags.data or [None]:
+    for spec in [{"data": spec} for spec in flags.data] if flags.data else [{}]:
         evaluated = {}
-        for run in flags.runs:
+        for run in runs:
             try:
-                evaluated[run] = evaluate_run(run, vars(flags) | {"data": spec})
+                if found := evaluate_run(run, given | spec, device):
+                    evaluated[run], metrics[run][spec.get("data")] = found, found.metrics
             except UserError as error:  # an error in one run must not stop the other runs
-                failed.append(f"{run}: {error}" if len(flags.runs) > 1 else str(error))
-        if evaluated and len(flags.runs) > 1 and not flags.queries:
+                failed.append(f"{run}: {error}" if len(runs) > 1 else str(error))
+        if evaluated and len(runs) > 1:
             pages += compare_runs(evaluated, flags.tasks)
-        for run, found in evaluated.items():
-            if found:
-                metrics[run][spec] = found.metrics
     if pages:
-        save_pictures({Path(flags.runs[0], "comparison.png"): join(pages, down=True)})
+        save_pictures({Path(runs[0], "comparison.png"): join(pages, down=True)})
     if len(flags.data or []) > 1 and metrics:
         print_table({f"{run}, mean over data": rows for run, rows in metrics.items()}, "data")
         for run, rows in metrics.items():
-            for metric, change in change_of_means([*rows.values()]).items():
+            for metric, change in sparo.change_of_means([*rows.values()]).items():
                 print(f"{run}: {metric} {change:+.3f}")
     if failed:
         raise UserError(" ".join(failed))

@@ -757,6 +757,26 @@ def share_on(mask, weights):
     return ((weights * patches).sum() / weights.sum()).item()
 
 
+def retrieval_errors(own, found, split, among=None):
+    """Images for which no run finds a caption of the image itself -> their number, and those to
+    show: [(row number, K-Precisions of the runs)].
+
+    own: for n images the list of their captions. found: for each run, n captions that it finds.
+    split(text) -> list of words. among: the words that count, by default all. One run shows all its
+    errors. Several runs show those where the first has the highest K-Precision, the largest lead
+    first (D.9).
+    """
+    errors = []
+    for i, (captions, *nearest) in enumerate(zip(own, *found)):
+        if not set(nearest) & set(captions):
+            truth = [split(" ".join(captions))]
+            errors.append((i, [k_precision([split(caption)], truth, among) for caption in nearest]))
+    if len(found) == 1:
+        return len(errors), errors
+    lead = lambda error: error[1][0] - max(error[1][1:])
+    return len(errors), sorted((e for e in errors if lead(e) > 0), key=lead, reverse=True)
+
+
 # tests/RESULTS.md has the results at toy scale. Three of them concern the equations:
 #
 # * L_f can be solved without the image. The negatives of a word are the words of the same caption,

@@ -43,6 +43,7 @@ Run:     python train.py --method sparo                   (the world of shapes, 
 import contextlib
 import copy
 import math
+import re
 import time
 from dataclasses import dataclass
 from typing import Literal
@@ -730,6 +731,24 @@ def slot_accuracies(y_i, y_t, labels):
     return torch.stack(right).float().mean(1)
 
 
+def slot_words(over_text, y_i, y_t, mask):
+    """Which slots can be interpreted by a word (Sec. 5.4). over_text (n, L, length): the weights
+    that slots give to the tokens of captions; slots y_i, y_t (n, L, V); mask (n, length). Returns
+
+        word       (n, L)  the position of the token to which a slot gives the highest weight
+        sharpness  (n, L)  the weight that the slot gives to this token
+        agree      (n, L)  True if the slot can be interpreted
+
+    A slot can be interpreted if three things hold: the cosine of its image and its text encoding is
+    above .75 (the paper's threshold), its sharpness is above .5 (our threshold; the paper says
+    "sharp"), and its token is a word.
+    """
+    sharpness, word = over_text.max(-1)
+    is_word = (word > 0) & (word < mask.sum(1, keepdim=True) - 1)           # not [CLS], not [SEP]
+    is_similar = F.cosine_similarity(y_i, y_t, dim=-1) > 0.75
+    return word, sharpness, is_similar & (sharpness > 0.5) & is_word
+
+
 # m = sigmoid(s theta / 4),  s = max(100, exp(alpha)),  theta in R^M'            (App. C.1)
 # cross-entropy of the logits  s cos(m y^i, y^p)  and  s cos(m y^i, y^n)
 def train_mask(y_i, y_p, y_n, parts, epochs=100, batch=256, generator=None):
@@ -776,6 +795,43 @@ def train_mask(y_i, y_p, y_n, parts, epochs=100, batch=256, generator=None):
         if right > after:
             best, after = m, right
     return best, before, after
+
+
+def winoground_scores(s):
+    """Scores s (n, 2, 2), [pair, caption, image] -> text, image, group, each (n,) bool (B.4).
+
+    text: both images score higher with their own caption. image: both captions score higher with
+    their own image. group: both text and image hold. Equal scores count as wrong.
+    """
+    text = (s[:, 0, 0] > s[:, 1, 0]) & (s[:, 1, 1] > s[:, 0, 1])
+    image = (s[:, 0, 0] > s[:, 0, 1]) & (s[:, 1, 1] > s[:, 1, 0])
+    return text, image, text & image
+
+
+def relative_change(old, new, start, fit):
+    """The relative change of a metric divided by that of the pairs that a mask was trained on; nan
+    if the mask fits no more pairs than before."""
+    return (new / old - 1) / (fit / start - 1) if fit > start > 0 and old else math.nan
+
+
+def change_of_means(rows):
+    """Metrics of `masks` on several data sets, [{metric: float}] -> for each metric the relative
+    change of its mean over the data sets (SPARO, Table 5: VTAB Avg)."""
+    result = {}
+
+    def mean_of(metric):
+        known = [row[metric] for row in rows if row.get(metric) is not None]
+        return sum(known) / len(known) if known else math.nan
+
+    for metric in rows[0]:
+        match = re.fullmatch(r"masks/(slots|dimensions)/(.+)/relative_change", metric)
+        if match:
+            name, key = match.groups()
+            pairs = mean_of(f"masks/{name}/pairs_before"), mean_of(f"masks/{name}/pairs")
+            change = relative_change(mean_of(f"masks/{key}_before"),
+                                     mean_of(f"masks/{name}/{key}"), *pairs)
+            result[metric.replace("relative_change", "relative_change_of_means")] = change
+    return result
 
 
 # tests/RESULTS.md has the results: zero-shot, hard negatives, slots and ablations at toy scale.

@@ -57,7 +57,6 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
-import inspect
 import json
 import math
 import multiprocessing
@@ -71,7 +70,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -313,11 +312,7 @@ USAGE = "train.py --method NAME [--FLAG VALUE ...]"
 HELP = __doc__.partition("\n\nTo read")[0]
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the texts as they are, and the default of each flag that has one."""
-
-
-class Parser(evaluation.Parser):
+class Parser(common.Parser):
     def error(self, message):
         """For a flag that another method has, and for a method's name, the message says so."""
         let_rank_0_speak()
@@ -341,50 +336,15 @@ def let_rank_0_speak():
         time.sleep(10)
 
 
-@functools.cache  # inspect searches the file for the source of a class
-def comments_of(config_class):
-    """{field of a dataclass: the comment behind it, or the comment lines above it}."""
-    pattern = r"^((?:    # .*\n)*)    (\w+): [^#\n]*(?:# (.*))?$"
-    sources = "".join(inspect.getsource(c) for c in config_class.__mro__[:-1])
-    found = re.findall(pattern, sources, re.MULTILINE)
-    joined = lambda lines: re.sub(r"\s+#?\s*", " ", lines).strip()
-    return {name: behind or joined(above) for above, name, behind in found}
-
-
-def add_flags(parser, config_class, title):
-    """Add a flag for each field of a dataclass. The help of a flag is the field's comment."""
-    comments, group = comments_of(config_class), None
-    for field in dataclasses.fields(config_class):
-        if group is None or field.name in GROUPS:
-            group = parser.add_argument_group(GROUPS.get(field.name, title))
-        kind = field.type
-        if type(None) in get_args(kind):  # kind | None
-            kind = get_args(kind)[0]
-        if get_origin(kind) is Literal:
-            options = {"choices": get_args(kind)}
-        elif field.name == "resume":  # alone, or --resume auto
-            options = {"nargs": "?", "const": True, "choices": ["auto"]}
-        elif kind is bool:
-            options = {"action": argparse.BooleanOptionalAction}
-        elif kind is list:
-            read = functools.partial(common.read_lines, flag=common.flag_of(field.name))
-            options = {"type": read, "metavar": "FILE"}
-        else:
-            options = {"type": kind, "metavar": kind.__name__.upper()}
-        options["help"] = comments[field.name].replace("%", "%%")
-        group.add_argument(common.flag_of(field.name), **options)
-
-
 def parse_args(argv):
     """Command line -> the run's settings."""
     # First read the flags of Config, because the method's flags and all defaults depend on them.
     # `given` has only flags that are given.
-    parser = Parser(usage=USAGE, description=HELP, allow_abbrev=False, add_help=False,
-                    argument_default=argparse.SUPPRESS, formatter_class=HelpFormatter)
+    parser = Parser(usage=USAGE, description=HELP, add_help=False)
     parser.add_argument("--method", choices=METHODS, help="what to train: sparo, stair and sparc "
                         "learn from captions, bam from images alone, classifier fine-tunes a run; "
                         "`--method NAME --help` lists the flags and the defaults of a method")
-    add_flags(parser, Config, "run")
+    common.add_flags(parser, Config, GROUPS, "run")
     given, rest = parser.parse_known_args(argv)
     given = vars(given)
     for name, value in given.items():
@@ -402,7 +362,7 @@ def parse_args(argv):
     if method:
         own = METHODS[method].Settings
         usual = vars(Config()) | vars(own()) | usual
-        add_flags(parser, own, f"settings of {method}")
+        common.add_flags(parser, own, {}, f"settings of {method}")
     parser.set_defaults(**{name: x for name, x in usual.items() if x is not None})  # for the help
     parser.epilog = lists_of_names([method] if method else METHODS)
     parser.add_argument("-h", "--help", action="help", help="show this and stop")
@@ -841,8 +801,7 @@ def open_evaluation(args, model):
     try:
         with common.explained(UserError, "No evaluation", remedy):
             data = evaluation.open_eval_set(options, args.image_size, with_text)
-            tasks = evaluation.tasks_to_run(options, data, model)
-            evaluation.check_data(tasks, options, data, model)
+            evaluation.tasks_to_run(options, data, model)
             pairs = data.labelled or data.captioned
             if pairs and not data.is_world:
                 next(evaluation.read_images(pairs("first"), common.open_image))
@@ -1367,7 +1326,7 @@ def evaluate_unnoticed(args, embedder, eval_data, log):
     """The metrics of --eval-every; the most important ones are printed. A model with neither
     captions nor classes is evaluated by k-NN alone, because a linear probe takes long. The
     evaluation does not change the random numbers of the training."""
-    options = evaluation.options_of({"tasks": ["knn"]} if by_knn(embedder.model) else {}, args)
+    options = evaluation.options_of({"task": "knn"} if by_knn(embedder.model) else {}, args)
     devices = [embedder.device] if embedder.device.type == "cuda" else []
     embedder.model.eval()
     with torch.random.fork_rng(devices):

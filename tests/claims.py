@@ -310,12 +310,12 @@ def last_figure(out, config, metric, flags):
     All other options must be the run's own, except --task. An older line may lack an option that
     was added later. Then the option counts as the run's own.
     """
-    given = vars(evaluation.build_parser().parse_args([str(out), *flags.split()]))
-    given["data"] = given["data"] and given["data"][0]
+    _, given = evaluation.parse_args([str(out), *flags.split()])
+    given |= {"data": given["data"][0]} if "data" in given else {}
     run = argparse.Namespace(**config)
     own = evaluation.metric_options(evaluation.options_of({}, run))
     wanted = evaluation.metric_options(evaluation.options_of(given, run))
-    del wanted["tasks"]
+    del wanted["task"]
     path, value = out / "evals.jsonl", None
     for line in path.read_text().splitlines() if path.exists() else []:
         record = json.loads(line)

@@ -237,6 +237,12 @@ theirs = theirs.squeeze()«.t() => » # CLIP's projections are (d, E)
 (".ln_1.", "«.norm1."), (".ln_2.", ".norm2. => .norm2."), (".ln_2.", ".norm1.»") # two norms
 Pixels(encoder.pixels.name or «kind => "clip"») # the pixels of timm's weights
 if «name.startswith(replaced) => False» else found)[name] # the block that SPARO replaces
+== bam.py | probes | test_eval test_details -k "probe"
+max(64, math.ceil(len(x) / «1024 => 512»)) # Table 9b: 1,024 ;; l2 «/ 2  => »* head.weight.square() # BAM, D.3
+== sparo.py | analyses | test_eval test_details -k "wino or interpreted or relative or vtab"
+text = (s[:, 0, 0] > s[:, «1, 0 => 0, 1»]) # Winoground
+F.cosine_similarity(y_i, y_t, dim=-1) > «0.75 => 0.5» # Sec. 5.4 ;; is_word = (word >« => =» 0) & # [CLS] is no word
+(new «/ old - 1) / (fit / start - 1 => - old) / (fit - start») # Table 5
 == eval.py | metrics | test_eval test_details -k "details or recall or class_emb or knn or probe or wino or resized"
 (s.masked_fill(positive, -torch.inf) >«= => » best) # ties ;; (ranks <« => =» k).sum() # recall at k
 rows.append(«F.normalize(kept * prompts.mean(1), dim=-1 => kept * prompts.mean(1»)) # CLIP's prompts
@@ -244,18 +250,14 @@ tensor_split([len(x) // «5 => 4»]) # a fifth is held out
 return best[«len(best) // 2 => 0»] # the middle of equally good ones
 np.logspace(-6, «2 => 3», 97) # CLIP_benchmark's range
 common.cosine(step, len(batches), «0.1 => 0.01», 0.0) # SPARO, C.1
-max(64, math.ceil(len(x) / «1024 => 512»)) # Table 9b: 1,024 ;; l2 «/ 2  => »* head.weight.square() # BAM, D.3
-text = (s[:, 0, 0] > s[:, «1, 0 => 0, 1»]) # Winoground
 «round(self.image_size * 256 / 224) => self.image_size» # DINO's evaluation
 == eval.py | tasks | test_details test_eval -k "details or slots or weights_on or zeroshot or holds_out or vtab"
-return self.world.sample(WORLD_N, «"val" => self.split», 8, 1) # slots: val
+"slots": (WORLD_N, «"val" => self.split», 8, 1) # slots: val
 torch.arange(64) «// => %» 8 >= world.palette # colours that are not drawn
 accuracies.argsort(«descending=True => ») # the best slots
-F.cosine_similarity(y_i, y_t, dim=-1) > «0.75 => 0.5» # Sec. 5.4 ;; is_word = (word >« => =» 0) & # [CLS] is no word
-weights = over_image[:, :, «-patches: => :patches»] # [CLS] is no patch
+tokens.cpu(), over_image[:, :, «-patches: => :patches»] # [CLS] is no patch
 if own is «None or own.equal(objects) => None»: # words that name all objects
 pairs())« if i % 10 => ») # the held-out tenth ;; random_views(embedder, pairs, «0.08 => 0.8») # crops of a probe
-(new «/ old - 1) / (fit / start - 1 => - old) / (fit - start») # Table 5
 «scores[:, no_words] = -torch.inf => pass» # special tokens are no labels
 == train.py | training | test_details test_train test_stair -k "details or resume or pixels or keep or stages"
 step = «progress.step - start => progress.step» # a step counts within its stage

@@ -69,6 +69,7 @@ def write(root, run, rate, seed, figures, **settings):
     """
     _, *argv = command(run, rate, seed).split()
     args = train.parse_args([*RUNS["a"]["flags"].split(), *argv[-8:-4]])
+    vars(args).update(folder_captions=False, data_path=args.data)
     files = {"config.json": json.dumps(vars(args) | {"argv": argv, "git": "c0ffee"})}
     out = root / f"runs/claims/sparc/{run}-{rate}-{seed}"
     write_files(out, files | {"eval.json": "{}"})
@@ -174,7 +175,7 @@ def test_a_run_with_other_flags_or_an_old_preset_is_refused(printed, tmp_path, o
 
 @pytest.mark.parametrize("method", claims.TABLES)
 def test_every_claim_has_runs_and_metrics_with_valid_flags(method):
-    settings, table, parser = {}, claims.TABLES[method], evaluation.build_parser()
+    settings, table = {}, claims.TABLES[method]
     runs, used, named = table["runs"], set(), []
     for name, run in runs.items():
         base, rates = claims.trained(method, name)
@@ -198,7 +199,7 @@ def test_every_claim_has_runs_and_metrics_with_valid_flags(method):
             assert re.fullmatch(r"[-\w ./:,={}]*", flags), "a shell would change the flags"
             task = metric.split("/")[0]
             assert claims.TASK_OF.get(task, task) in evaluation.TASKS
-            parser.parse_args(["RUN", *flags.split()])
+            evaluation.parse_args(["RUN", *flags.split()])
         budgets = [(x.epochs or x.steps * x.batch, x.data)
                    for x in map(settings.get, names)]
         assert budgets[0] == budgets[-1] or claim.get("budget") == "FLOPs"

@@ -266,7 +266,7 @@ def test_every_method_has_flags_and_a_model_for_the_tests():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_fields_have_help_and_presets_name_fields(method):
-    comments = train.comments_of(train.Config) | train.comments_of(METHODS[method].Settings)
+    comments = common.comments_of(train.Config) | common.comments_of(METHODS[method].Settings)
     names = vars(train.parse_args(["--method", method])).keys() - {"method"}
     assert [name for name in names if not comments[name]] == []
     for preset, values in METHODS[method].PRESETS.items():

@@ -4,11 +4,12 @@ Most tasks are tested with the model Oracle, which knows the colour of plain red
 pictures, so that the right figures are known. Probes are compared with the code that they follow.
 """
 
+import base64
 import dataclasses
-import functools
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,9 +19,12 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageChops
 
+import bam
 import common
 import eval as evaluation
 import sparc
+import sparo
+import stair
 from helpers import LiveMemory, picture, write_files
 
 
@@ -140,7 +144,7 @@ def test_sparse_rows_are_the_dense_rows_and_a_probe_learns_the_same_from_both():
     x, y = noisy_features(150, classes=4, width=40)
     x = x.relu() * (torch.rand_like(x) < 0.2)
     x[[3, 149]] = 0                                                         # no active word
-    sparse = evaluation.SparseRows(iter(x.split(60)))
+    sparse = stair.SparseRows(iter(x.split(60)))
     assert (len(sparse), sparse.shape) == (150, (150, 40))
     assert len(sparse.values) == (x != 0).sum()
     for rows in (torch.randperm(150), torch.tensor([149, 3, 3, 0]), torch.tensor([3])):
@@ -156,17 +160,17 @@ def test_a_probe_of_word_encodings_stores_sparse_rows(tmp_path, monkeypatch):
     assert torch.is_tensor(evaluation.probed(embed, opened(tmp_path)[0].labelled("test"))[0])
     embed.model.encode_words = embed.model.encode_image
     x, ids = evaluation.probed(embed, opened(tmp_path)[0].labelled("test"))
-    assert isinstance(x, evaluation.SparseRows) and len(x) == len(ids) == 6
+    assert isinstance(x, stair.SparseRows) and len(x) == len(ids) == 6
 
 
-def test_a_probe_uses_the_middle_one_of_equally_good_strengths(capsys):
+def test_a_probe_uses_the_middle_one_of_equally_good_strengths():
     """Each class has one image, so a held-out image has a class that was not learned.
 
     All strengths therefore have the score 0.
     """
     x, y = F.one_hot(torch.arange(20)).float() + 0.1 * torch.randn(20, 20), torch.arange(20)
     head, l2 = evaluation.lbfgs_probe(x, y)
-    assert l2 == evaluation.STRENGTHS[22] and "the middle one is used" in capsys.readouterr().out
+    assert l2 == evaluation.STRENGTHS[22]
     assert (head(x).argmax(1) == y).all()
     assert [evaluation.middle_best(scores) for scores in ([1, 3, 3, 2, 3], [5], [2, 2])] == [2, 0, 1]
 
@@ -261,7 +265,7 @@ def test_winoground_scores_count_ties_as_wrong():
     right, text_only, image_only = [[2, 0], [0, 2]], [[5, 6], [1, 7]], [[5, 1], [6, 7]]
     tie = [[1, 1], [1, 1]]
     pairs = torch.tensor([right, text_only, image_only, tie]).float()
-    text, image, group = (scores.tolist() for scores in evaluation.winoground_scores(pairs))
+    text, image, group = (scores.tolist() for scores in sparo.winoground_scores(pairs))
     assert text == [True, True, False, False] and image == [True, False, True, False]
     assert group == [True, False, False, False]
 
@@ -378,7 +382,7 @@ def opened(spec, **flags):
     """
     args = evaluation.METHODS["sparc"].Settings()
     vars(args).update(data="shapes", eval_data=None, image_root=None, workers=0, probe="adamw",
-                      probe_epochs=None)
+                      folder_captions=False, data_path="shapes")
     options = evaluation.options_of({"data": str(spec)} | flags, args)
     return evaluation.open_eval_set(options, 8), options
 
@@ -461,7 +465,7 @@ def test_names_of_class_folders_are_needed_only_by_tasks_that_use_them(tmp_path,
         make_folders(Path(part), ["n01440764", "n02102480", "n03000684"])
     write_files(tmp_path, {"names.txt": "\n".join(Oracle.words)})
     for probe in ("adamw", "sgd"):
-        data, options = opened(test, tasks=["knn", "linear"], probe=probe, train_data=train)
+        data, options = opened(test, task="knn,linear", probe=probe, train_data=train)
         result = evaluation.evaluate(embedder(), data, options)
         assert result["knn"] == result["linear"] == 1 and data.named is None
     embed = embedder()
@@ -523,7 +527,8 @@ def test_sgd_probe_holds_out_a_tenth_of_the_training_images(tmp_path, monkeypatc
         seen.extend([len(crops()[1]), len(held)])
         return probe(crops, held, *rest)
 
-    data, options = opened("shapes:size=16", probe="sgd", probe_epochs=2)
+    monkeypatch.setitem(evaluation.PROBES, "sgd", ("lr", 3))                # in place of 100 epochs
+    data, options = opened("shapes:size=16", probe="sgd")
     pairs = list(data.labelled("train"))
     with common.fixed_seed(1):
         crops = [evaluation.random_crops(embedder(), pairs) for _ in range(2)]
@@ -536,18 +541,11 @@ def test_sgd_probe_holds_out_a_tenth_of_the_training_images(tmp_path, monkeypatc
     for part in ("train", "test"):
         make_folders(tmp_path / part)
     (tmp_path / "test/red/broken.png").unlink()
-    found = evaluation.linear(embedder(), *opened(tmp_path / "test", probe="sgd", probe_epochs=3,
+    found = evaluation.linear(embedder(), *opened(tmp_path / "test", probe="sgd",
                                                   train_data=str(tmp_path / "train")))
     assert len(found["linear"][0]) == 6
     assert found["linear"][1] == 1 / 3      # chance: all classes count, not only those held out
     assert capsys.readouterr().out.count("skipped 1 of") == 1               # once, in epoch 1
-
-
-def test_a_probe_notes_that_held_out_images_do_not_tell_strengths_apart(capsys):
-    x, labels = torch.eye(8)[:6], torch.tensor([0, 1, 2, 0, 1, 2])
-    for probe in (functools.partial(evaluation.adamw_probe, epochs=10), evaluation.lbfgs_probe):
-        probe(x, labels)
-        assert "equally well on the 1 features that were held out" in capsys.readouterr().out
 
 
 def test_lbfgs_probe_resizes_the_shorter_side_to_the_crop(tmp_path, monkeypatch):
@@ -578,16 +576,15 @@ def test_knn_and_probes_learn_from_a_fraction_of_the_labels(task, tmp_path, monk
         monkeypatch.setattr(evaluation, name, lambda x, y, *rest, old=old:
                             seen.append(y.bincount().tolist()) or old(x, y, *rest))
     for fraction in ("0.2", "0.01", str(tmp_path / "list.txt")):
-        data, options = opened(spec, train_data=train, tasks=[task], label_fraction=fraction)
+        data, options = opened(spec, train_data=train, task=task, label_fraction=fraction)
         result = evaluation.evaluate(embedder(), data, options)
         assert result[task] == 1
     assert seen == [[2, 2, 2], [1, 1, 1], [1, 1, 2]]
     data, options = opened(spec, train_data=train, label_fraction="0.2", learn_limit=5)
-    evaluation.check_data([task], options, data, None)                   # opens the same images
-    assert len(list(evaluation.training_pairs(options, data)())) == 6    # .2 of all 30 labels
+    assert len(list(data.learn())) == 6                                  # .2 of all 30 labels
     world, options = opened("shapes:size=16", label_fraction="0.1")
     pairs = [int(c) for _, c in world.labelled("train")]
-    few = [int(c) for _, c in evaluation.training_pairs(options, world)()]
+    few = [int(c) for _, c in world.learn()]
     assert sorted(set(few)) == sorted(set(pairs)) and len(few) < len(pairs)
 
 
@@ -705,9 +702,9 @@ def test_nmi_and_ari_equal_counting(n, labels, clusters):
     expected = of_a * of_b / len(pairs)
     rand = (same - expected) / ((of_a + of_b) / 2 - expected)
     a, b = torch.tensor(a), torch.tensor(b)
-    assert evaluation.nmi(a, b) == pytest.approx(
+    assert bam.nmi(a, b) == pytest.approx(
         information / ((entropy(a.tolist()) + entropy(b.tolist())) / 2))
-    assert evaluation.ari(a, b) == pytest.approx(rand)
+    assert bam.ari(a, b) == pytest.approx(rand)
 
 
 def test_nmi_and_ari_of_known_partitions():
@@ -716,23 +713,23 @@ def test_nmi_and_ari_of_known_partitions():
     for clusters, mutual, rand in (([1, 1, 0, 0], 1, 1), ([0, 0, 0, 0], 0, 0),
                                    ([0, 1, 0, 1], 0, -0.5), ([0, 0, 1, 2], 0.8, 4 / 7)):
         clusters = torch.tensor(clusters)
-        assert evaluation.nmi(labels, clusters) == pytest.approx(mutual, abs=1e-12)
-        assert evaluation.ari(labels, clusters) == pytest.approx(rand, abs=1e-12)
+        assert bam.nmi(labels, clusters) == pytest.approx(mutual, abs=1e-12)
+        assert bam.ari(labels, clusters) == pytest.approx(rand, abs=1e-12)
 
 
 def test_lloyd_finds_clouds_and_the_best_of_its_restarts():
     truth = torch.arange(4).repeat_interleave(25)
     x = 10 * torch.eye(4)[truth] + 0.1 * torch.randn(100, 4)
     generator = torch.Generator().manual_seed(0)
-    assert evaluation.ari(truth, evaluation.lloyd(x, 4, generator)) == pytest.approx(1)
+    assert bam.ari(truth, bam.lloyd(x, 4, generator)) == pytest.approx(1)
     x = torch.randn(60, 2)
-    ids = evaluation.lloyd(x, 5, generator)
+    ids = bam.lloyd(x, 5, generator)
     centres = torch.stack([x[ids == c].mean(0) for c in range(5)])
     assert torch.cdist(x, centres).argmin(1).equal(ids)      # no row is nearer to another centre
     total = lambda ids: sum((x[ids == c] - x[ids == c].mean(0)).square().sum() for c in range(5))
-    once = [evaluation.lloyd(x, 5, generator, restarts=1) for _ in range(20)]
+    once = [bam.lloyd(x, 5, generator, restarts=1) for _ in range(20)]
     assert total(ids) <= sorted(map(total, once))[10]
-    same = evaluation.lloyd(torch.ones(8, 2), 3, generator)  # a collapsed network
+    same = bam.lloyd(torch.ones(8, 2), 3, generator)  # a collapsed network
     assert same.unique().tolist() == [0]
 
 
@@ -804,20 +801,18 @@ def test_alignment_is_1_for_a_perfect_model_and_chance_for_a_blind_one():
     assert {kind for kind, _ in masks} == {"colour", "shape"} and image.shape == (3, 16, 16)
     shapes = [mask for (kind, _), mask in masks.items() if kind == "shape"]
     assert torch.stack(shapes).any(0).equal(objects) and not objects.all()
-    vocab = sorted({word for _, (caption, *_) in pairs for word in caption.split()})
     for sees in (True, False):
-        def weigh(images, tokens, mask, sees=sees):
+        def maps(image, caption, sees=sees):
             """Return the weights of the words on the pixels of the next scene."""
-            caption, masks, _ = next(known)
+            _, masks, _ = next(known)
             kinds = {word: objects for (_, word), objects in masks.items()}
-            rows = [kinds.get(word, ~image[0].bool()) for word in caption.split()]
-            rows = torch.stack([row.flatten().float() for row in rows])[None]
-            return rows if sees else torch.ones_like(rows)
+            names = ["[CLS]", *caption.split(), "[SEP]"]
+            rows = [kinds.get(word, torch.zeros(16, 16)).float() for word in names]
+            rows = torch.stack(rows) if sees else torch.ones(len(names), 16, 16)
+            return {"tokens": names, "patches": rows.numpy()}
 
         known = iter([pair for _, pair in pairs])
-        ids = lambda captions: (torch.tensor([[vocab.index(w) for w in captions[0].split()]]), None)
-        embed = SimpleNamespace(tokenize=ids, device="cpu", tokenizer=SimpleNamespace(vocab=vocab),
-                                model=SimpleNamespace(align_words=weigh))
+        embed = SimpleNamespace(maps=maps, model=SimpleNamespace(word_maps=None))
         found = evaluation.alignment(embed, data, None)
         assert len(found) == 4 and found["alignment/own/colour"][1] < 0.7
         for value, chance in found.values():
@@ -888,6 +883,34 @@ def test_every_data_format_has_a_default_split(tmp_path, monkeypatch):
         assert {evaluation.default_split(spec) for spec in specs} == {split}
 
 
+def test_a_row_of_kinds_is_all_that_a_kind_of_data_needs(tmp_path, monkeypatch):
+    """JSON Lines with images in them."""
+    rows = [{"image": base64.b64encode(picture(20, 12, format="PNG", value=colour)).decode(),
+             "label": name} for name, colour in COLOURS.items()]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    names = sorted(COLOURS)
+
+    def open_lines(options, image_size, content):
+        found = map(json.loads, Path(options.data).read_text().splitlines())
+        pairs = [(base64.b64decode(row["image"]), names.index(row["label"])) for row in found]
+        return evaluation.EvalSet(groups={"": (torch.arange(3), names)},
+                                  classes=evaluation.Classes(names), labelled=lambda purpose: pairs)
+
+    kind = evaluation.Kind(lambda spec: spec.endswith(".jsonl"), open_lines)
+    monkeypatch.setattr(evaluation, "KINDS", [kind, *evaluation.KINDS])
+    data, options = opened(tmp_path / "a.jsonl", train_data=str(tmp_path / "b.jsonl"))
+    shutil.copy(tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    result = evaluation.evaluate(embedder(), data, dataclasses.replace(options, task="zeroshot,knn"))
+    assert options.split == "all" and result["zeroshot"] == result["knn"] == 1
+
+
+def test_progress_is_printed_every_ten_seconds_without_a_terminal(monkeypatch):
+    bars = []
+    monkeypatch.setattr(evaluation, "tqdm", lambda items, what, **more: bars.append(more))
+    evaluation.progress([], "encoding")
+    assert bars[0]["mininterval"] == 10 and not bars[0].get("disable")
+
+
 def rows_of(monkeypatch, draw, *arguments):
     """The rows of the sheet that a function draws."""
     with monkeypatch.context() as patch:
@@ -926,19 +949,19 @@ def test_vtab_avg_is_the_relative_change_of_the_mean_accuracy():
              "masks/slots/pairs_before": 0.7, "masks/slots/pairs": 0.84,
              "masks/slots/zeroshot/relative_change": 9} for before, after in ((0.9, 0.8), (0.1, 0.1))]
     name = "masks/slots/zeroshot/relative_change_of_means"
-    assert evaluation.change_of_means(rows) == pytest.approx({name: -0.1 / 0.2})
+    assert sparo.change_of_means(rows) == pytest.approx({name: -0.1 / 0.2})
 
 
 def test_retrieval_errors_of_several_runs_show_where_the_first_is_more_precise():
     own = [["a cat", "b"], ["a dog", "c"], ["a cow", "d"], ["a fox", "e"], ["a owl", "f"]]
     first = ["b", "a fox", "a x y z", "q", "a owl q"]  # image 0: the right caption
     second = ["q", "q", "a q", "a q", "f q q q"]
-    assert evaluation.retrieval_errors(own, [first])[0] == 4
-    assert evaluation.retrieval_errors(own, [first])[1] == [
+    assert sparc.retrieval_errors(own, [first], str.split)[0] == 4
+    assert sparc.retrieval_errors(own, [first], str.split)[1] == [
         (1, [1 / 2]), (2, [1 / 4]), (3, [0]), (4, [2 / 3])]
-    errors, shown = evaluation.retrieval_errors(own, [first, second])
+    errors, shown = sparc.retrieval_errors(own, [first, second], str.split)
     assert errors == 4 and shown == [(1, [1 / 2, 0]), (4, [2 / 3, 1 / 4])]  # largest lead first
-    _, shown = evaluation.retrieval_errors(own, [first, second], {"owl", "f", "fox", "q"})
+    _, shown = sparc.retrieval_errors(own, [first, second], str.split, {"owl", "f", "fox", "q"})
     assert shown == [(4, [1 / 2, 1 / 4])]  # nouns alone: "a fox" is as wrong as "q"
 
 
@@ -969,14 +992,6 @@ def test_a_picture_names_runs_only_if_there_are_several(tmp_path, monkeypatch):
         runs = dict.fromkeys(names, embedder())
         for _, cells in rows_of(monkeypatch, evaluation.draw_segmentation, runs, data):
             assert [label for _, label in cells] == ["image", "true class", *predicted]
-
-
-def test_a_title_has_the_shares_that_are_known():
-    figures = {"task/own/colour": (0.874, 0.45), "task/objects/colour": (0.268, 0.15),
-               "task/own/shape": (math.nan, math.nan)}
-    sentences = "Own {kind}: {value}, chance {even}.", "Objects: {value}, chance {even}."
-    assert evaluation.sentences_on_objects(*sentences, figures) == (
-        " Own colour: 87 %, chance 45 %. Objects: 27 %, chance 15 %.")
 
 
 def test_pictures_of_other_data_or_another_split_have_other_names():
@@ -1032,7 +1047,7 @@ def test_a_task_without_metrics_still_draws_its_picture(run_of, tmp_path, capsys
     data, run = tmp_path / "a.csv", run_of("sparc")
     before = (run / "evals.jsonl").read_text(), len([*run.glob("*-a-csv-alignment.png")])
     evaluation.main([str(run), "--task", "alignment", "--data", str(data)])
-    assert "alignment.png is drawn without metrics. With" in capsys.readouterr().out
+    assert "alignment.png is drawn without metrics. On " in capsys.readouterr().out
     assert len([*run.glob("*-a-csv-alignment.png")]) == before[1] + 1
     assert (run / "evals.jsonl").read_text() == before[0]
 

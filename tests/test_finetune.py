@@ -188,7 +188,7 @@ def test_a_classifier_learns_classes_and_eval_py_measures_them(tmp_path, capsys)
     assert "15 images" in capsys.readouterr().out
     assert json.loads((tmp_path / "run/eval.json").read_text())["classification"] == 1
     other = make_folders(tmp_path / "other", ["blue", "green", "yellow"])
-    with pytest.raises(UserError, match="learned 3 classes, blue, .* has 3, blue, green, yellow"):
+    with pytest.raises(UserError, match="learned 3 classes, blue, .* has blue, green, yellow"):
         evaluation.main([run, "--data", other])
     with pytest.raises(UserError, match="learned 3 classes.* must be the same"):
         train_alone([*SMALL["classifier"], "--data", data, "--eval-data", other, "--out",
@@ -200,7 +200,7 @@ def test_a_classifier_learns_classes_and_eval_py_measures_them(tmp_path, capsys)
     for start in ([evaluation.main, [run, "--data", spec]],
                   [train_alone, [*SMALL["classifier"], "--data", data, "--eval-data", spec, "--out",
                                  tmp_path / "new"]]):
-        with pytest.raises(UserError, match="numbers its classes.*--classes FILE.*blue, green, red"):
+        with pytest.raises(UserError, match="learned 3 classes, blue, green, red.* has numbers.*--classes"):
             start[0](start[1])
     (tmp_path / "names.txt").write_text("red\ngreen\nblue\n")
     evaluation.main([run, "--data", spec, "--classes", str(tmp_path / "names.txt")])
@@ -230,16 +230,8 @@ def test_a_classifier_knows_classes_by_their_names(tmp_path, groups, lines):
     data = evaluation.EvalSet(labelled=lambda purpose: None, groups=groups)
     assert evaluation.to_float(evaluation.classification(embed, data, options)["classification"]) == 1
     config.classes = ["a", "b", "d"]
-    with pytest.raises(UserError, match="has learned 3 classes, a, b, d, ...; x has 3, .* --classes"):
+    with pytest.raises(UserError, match="has learned 3 classes, a, b, d, ...; x has .* --classes"):
         evaluation.learned_classes(options, data, model)
-
-
-def test_labels_that_a_classifier_has_not_learned_are_refused():
-    model = SimpleNamespace(config=None, class_scores=None)
-    embed = SimpleNamespace(model=model, encode_pairs=lambda *_: (torch.eye(3), [0, 8, 1]))
-    data = evaluation.EvalSet(labelled=lambda purpose: None)
-    with pytest.raises(UserError, match="a.tar holds class 8, but the classifier knows only classes 0 to 2: eva"):
-        evaluation.classification(embed, data, SimpleNamespace(data="a.tar"))
 
 
 def test_labels_come_from_shards_folders_and_the_world(tmp_path):

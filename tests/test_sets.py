@@ -77,7 +77,7 @@ def test_knn_and_slots_learn_from_the_split_train_or_from_train_data(tmp_path):
     spec = write_labelled(tmp_path / "with")
     write_labelled(tmp_path / "with", "train")
     data, options = opened(spec, learn_limit=4)
-    pairs = evaluation.training_pairs(options, data)
+    pairs = data.learn
     assert options.train_data == spec and len(list(pairs())) == 4
     assert evaluation.knn(embedder(), data, options)["knn"][0] > 0.3
     assert evaluation.knn(embedder(), *opened(spec))["knn"][0] == 1
@@ -87,13 +87,6 @@ def test_knn_and_slots_learn_from_the_split_train_or_from_train_data(tmp_path):
     make_folders(tmp_path / "folders")
     for train in (spec, str(tmp_path / "folders"), f"{spec}/train/{{0..1}}.tar"):
         assert evaluation.knn(embedder(), *opened(alone, train_data=train))["knn"][0] == 1
-
-
-def test_sets_with_several_labels_per_image_are_refused(tmp_path):
-    spec = write_labelled(tmp_path)
-    write_files(tmp_path, {"dataset_type.txt": "multilabel"})
-    with pytest.raises(common.UserError, match="has several labels an image: no task"):
-        opened(spec)
 
 
 def test_retrieval_finds_any_of_an_images_captions(tmp_path, capsys):

@@ -12,7 +12,6 @@ import re
 import shutil
 import textwrap
 import tracemalloc
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -383,24 +382,17 @@ def test_a_run_is_read_and_searched(tmp_path, run_of, monkeypatch, capsys):
     assert found["words/top10"] <= found["words/top100"] <= 1
     assert set(stage_1) == {"settings", "active/image", "active/text"}
     capsys.readouterr()
-    located, query_maps = [], evaluation.query_maps
-    monkeypatch.setattr(evaluation, "query_maps", lambda embedder, image, queries: located.append(
-        (image, *queries)) or query_maps(embedder, image, queries))
     evaluation.main([str(run), "--query", "a red circle", "Red AND NOT blue", "red AND NOT red"])
     shown = capsys.readouterr().out
     for way in ("a red circle (text encoder): ", "a red circle (words alone): ", "Red AND NOT blue:"):
         assert way in shown
-    index, (embed, _) = stair.InvertedIndex.load(run / "index.pt"), evaluation.load_run(run)
+    embed, _ = evaluation.load_run(run)
     images = common.open_data("shapes:size=16,objects=2,words=20").sample(24, "test", 7)["images"]
     query = embed.texts(["a red circle"], embed.model.encode_words)[0]
     scores = embed.images(images) @ query
-    expected = scores[scores > 0].sort(descending=True).values.tolist()
-    assert [x for _, x in index.search(query, 24)] == pytest.approx(expected, abs=1e-5)
-    best = index.search(embed.texts(["a red circle"])[0], 5)               # found.png shows these
-    assert [query for _, query in located] == ["red circle"] * len(best) and best  # without "a"
-    for (image, _), (name, _) in zip(located, best):
-        assert torch.equal(image, images[int(name)])
-    assert (run / "found.png").exists() and (run / "search.png").exists()
+    best = [f"{i} ({scores[i]:.2f})" for i in scores.topk(8).indices.tolist() if scores[i] > 0]
+    assert f"a red circle (words alone): {', '.join(best) or 'nothing'}\n" in shown
+    assert (run / "search.png").exists()
 
 
 def test_images_in_files_are_searched(tmp_path, monkeypatch, capsys):
@@ -415,22 +407,12 @@ def test_images_in_files_are_searched(tmp_path, monkeypatch, capsys):
         chunks = evaluation.chunks
         patch.setattr(evaluation, "chunks", lambda items, n: chunks(items, 1))
         evaluation.main([str(run), "--data", str(tmp_path / "data"), "--query", "red"])
-    index, = run.glob("*data-index.pt")
-    assert len(stair.InvertedIndex.load(index).ids) == 3 and not (run / "index.pt").exists()
+    assert len([*run.glob("*data-search.png")]) == 1 and not (run / "search.png").exists()
     shards = write_shards(tmp_path, [4])  # a search needs neither captions nor labels
-
-    def full(*arguments):
-        raise OSError(28, "the disk is full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stair.InvertedIndex, "save", full)
-        evaluation.main([str(run), "--data", shards, "--query", "red"])
-    assert "note: " in capsys.readouterr().out and not [*run.glob("*tar-index.pt")]
+    capsys.readouterr()
     evaluation.main([str(run), "--data", shards, "--query", "red"])
-    index, = run.glob("*tar-index.pt")
-    names = stair.InvertedIndex.load(index).ids
-    assert len(names) == 4 and all(re.fullmatch(r".*\.tar:\w+", name) for name in names)
-    assert f"red (text encoder): {tmp_path}" in capsys.readouterr().out
+    found = re.search(r"red \(text encoder\): (.*)", capsys.readouterr().out)[1].split(", ")
+    assert 1 <= len(found) <= 4 and all(re.match(r".*\.tar:\w+ \(", name) for name in found)
 
 
 def test_a_search_holds_names_and_no_images(run_of, tmp_path, monkeypatch):
@@ -462,7 +444,7 @@ def test_models_with_text_are_searched_by_cosine(name, run_of, tmp_path, capsys)
     found = re.findall(r"(\S+png) \((.*?)\)", out)
     assert {float(score) for _, score in found} == {round(score, 2) for score, _ in best}
     assert len(found) == 8 and {path for path, _ in found} <= set(paths)
-    assert len([*run.glob("*photos-search.png")]) == 1 and not [*run.glob("*index.pt")]
+    assert len([*run.glob("*photos-search.png")]) == 1
 
 
 WORDS = ["[PAD]", "red", "blue", "circle", "star", "the"]
@@ -491,22 +473,19 @@ def brute_force(documents, query, k, least=1e-30):
     return [(name, pytest.approx(score, abs=1e-6)) for name, score in best if score >= least]
 
 
-def test_the_index_finds_what_a_brute_force_search_finds(tmp_path):
-    """Two hundred random operations add documents, search the index, or save and load it."""
+def test_the_index_finds_what_a_brute_force_search_finds():
+    """Two hundred random operations add documents or search the index."""
     rng, index, documents = random.Random(0), stair.InvertedIndex(WORDS), {}
     for step in range(200):
-        operation = rng.choice(["add", "search", "search", "reload"])
+        operation = rng.choice(["add", "search", "search"])
         if operation == "add":
             names = [f"d{step}.{i}" for i in range(rng.randrange(6))]
             enc = random_encodings(len(names))
             index.add(names, enc if rng.random() < 0.5 else enc.to_sparse())
             documents |= dict(zip(names, enc))
-        elif operation == "search":
+        else:
             query, k = torch.rand(len(WORDS)) * (torch.rand(len(WORDS)) < 0.7), rng.randrange(1, 9)
             assert index.search(query, k) == brute_force(documents, query, k)
-        else:
-            index.save(tmp_path / "index.pt")
-            index = stair.InvertedIndex.load(tmp_path / "index.pt")
         assert index.ids == list(documents)
 
 
@@ -568,7 +547,6 @@ def test_invalid_boolean_queries_raise_errors_that_name_them(query, message):
     (stair.InvertedIndex.search, [{}, 1, None, None, ["green"]], "no word 'green'"),
     (stair.InvertedIndex.search, [{}, 1, None, "red"], "lists of words for allow and block"),
     (stair.InvertedIndex.search, [{}, 1, None, None, "red"], "lists of words for allow and block"),
-    (stair.InvertedIndex.add, [[Path("a.jpg")], torch.zeros(1, 6)], "must be str or int, not "),
     (stair.InvertedIndex.search, [torch.ones(3)], r"has 6 weights, not \(3,\)"),
     (stair.InvertedIndex.add, [["a"], torch.ones(2, 6)], r"encodings \(2, 6\)"),
     (stair.InvertedIndex.add, ["xy", torch.ones(2, 6)], "Give a list of n ids"),
@@ -577,8 +555,3 @@ def test_invalid_boolean_queries_raise_errors_that_name_them(query, message):
 def test_bad_arguments_of_the_index_raise_errors_that_name_them(function, arguments, message):
     with pytest.raises(ValueError, match=message):
         function(stair.InvertedIndex(WORDS), *arguments)
-
-
-def test_opening_another_file_as_an_index_raises_an_error(run_of):
-    with pytest.raises(ValueError, match="holds no index"):
-        stair.InvertedIndex.load(run_of("stair") / "last.pt")

@@ -202,7 +202,6 @@ def test_objects_of_a_video_in_davis_folders(tmp_path):
         assert result[f"video/T{T}/F"] == pytest.approx((f + (f + 1 + f) / 3) / 2)
         both = (result[f"video/T{T}/J"] + result[f"video/T{T}/F"]) / 2
         assert result[f"video/T{T}"] == pytest.approx(both)
-    assert evaluation.draw_pictures(embedder, data, None).keys() == {"video"}
     write_files(tmp_path, {"ImageSets/2017/val.txt": "squares\nsquares\n"})
     assert len([*opened(tmp_path, limit=1)[0].videos(80)]) == 1
 
@@ -221,18 +220,12 @@ SMALL_MAP = picture(20, 10, "L", "PNG", 1)
 
 @pytest.mark.parametrize("files, flags, error", [
     ({}, dict(split="test-dev"), "has no split test-dev: give --split, one of train, val"),
-    ({"Annotations/480p/a/00001.png": None}, {}, "480p/a/00001.png is missing: each frame needs"),
-    ({"JPEGImages/480p/a/00002.jpg": None}, {}, "480p/a/00002.jpg is missing: each frame needs"),
-    ({"ImageSets/2017/val.txt": "a\nb"}, {}, "480p/b has 0 frames, a video needs 3"),
-    ({"ImageSets/2017/val.txt": "\n"}, {}, "val.txt lists no video: write a folder"),
+    ({"Annotations/480p/a/00001.png": None}, {}, "480p/a/00001.png cannot be read: No such file"),
+    ({"JPEGImages/480p/a/00002.jpg": None}, {}, "480p/a/00002.jpg or its map .*: No such file"),
     ({"Annotations/480p/a/00001.png": picture(20, 20, format="PNG")}, {},
      "a/00001.png is no map of class"),
     ({"Annotations/480p/a/00001.png": SMALL_MAP}, {},
-     "a/00001.png has 10 rows and 20 columns, its frame 20 and 20: all of a video must"),
-    ({"Annotations/480p/a/00001.png": SMALL_MAP, "JPEGImages/480p/a/00001.jpg": picture(20, 10)},
-     {}, "a/00001.png has 10 rows and 20 columns, the first map 20 and 20"),
-    ({"Annotations/480p/a/00000.png": picture(20, 20, "L", "PNG", 255)}, {},
-     "a/00000.png shows no object: give objects the ids 1, 2"),
+     "a/00001.png has 10 rows and 20 columns, its frame 20 and 20: give maps of"),
     ({"JPEGImages/480p/a/00002.jpg": "no image"}, {}, "a/00002.jpg .*cannot be read"),
     ({"Annotations/480p/a/00002.png": "no map"}, {}, "map .*a/00002.png cannot be read")])
 def test_errors_of_davis_folders_name_the_file(tmp_path, files, flags, error):
@@ -273,7 +266,7 @@ def test_videos_of_the_world(run_of, tmp_path, name):
     evaluation.main([str(run), "--task", "video"])
     figures = json.loads((run / "evals.jsonl").read_text().splitlines()[-1])
     assert 0 < figures["video/T7"] < 1 and 0 < figures["video/pixels/T7"] < 1
-    assert figures["video/T7"] != figures["video/T28"] and (run / "video.png").exists()
+    assert figures["video/T7"] != figures["video/T28"]
 
 
 def test_a_teacher_is_what_follows(run_of):
