@@ -232,7 +232,7 @@ if «not any(kind in kinds for kind in swapped) => True» # a negative that migh
 "above": (0, «-1), "below": (0, 1 => 1), "below": (0, -1») # v points down
 * dy > «6 => 0» # relations that can be seen ;; cover > «0.5 => 0.0», k + 1 # touched pixels
 P_COLOUR = «0.9 => 0.8» # share of named colours
-== common.py | weights | test_start test_details
+== common.py | weights | test_weights test_details
 theirs = theirs.squeeze()«.t() => » # CLIP's projections are (d, E)
 (".ln_1.", "«.norm1."), (".ln_2.", ".norm2. => .norm2."), (".ln_2.", ".norm1.»") # two norms
 Pixels(encoder.pixels.name or «kind => "clip"») # the pixels of timm's weights

@@ -18,7 +18,7 @@ import train
 from common import (BAD_SHARD, SPECIAL_TOKENS, UserError, open_directory, restore_model,
                     train_wordpiece)
 from helpers import SMALL, picture, write_files
-from test_start import made_up_clip_file
+from test_weights import made_up_clip_file
 
 
 def saved(state):

@@ -25,7 +25,7 @@ import eval as evaluation
 import stair
 import train
 from helpers import LiveMemory, make_batch, make_views, tiny_model, write_table
-from test_accum import OBJECTIVES
+from test_memory import OBJECTIVES
 
 CASES = OBJECTIVES | {  # {name: (model in helpers.MODELS, settings of its Config)}
     "softmax": ("sparc", dict(align="softmax", h_v="residual")),

@@ -24,7 +24,7 @@ import sparc
 import train
 from helpers import SMALL, picture, train_alone, write_files
 from test_eval import make_folders, make_voc_folder, opened, sugarcrepe
-from test_sets import plain, write_labelled, write_winoground
+from test_benchmarks import plain, write_labelled, write_winoground
 
 
 def read(run):
