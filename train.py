@@ -1390,6 +1390,7 @@ def finish(args, embedder, eval_data, options, progress):
           f"eval.py {shlex.quote(args.out)} --data SPEC")
 
 
+@torch.no_grad()
 def dry_run(args, method, model):
     """Print on rank 0 what the settings cost, as JSON. A multiply-add is 2 FLOPs."""
     params = sum(p.numel() for p in model.parameters())
