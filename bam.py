@@ -328,12 +328,12 @@ def check_gather(gather):
 
 
 def check_alone():
-    """Raise RuntimeError if a rank trains without the rows of the other ranks. Without gradients a
-    rank may be alone, to evaluate; a loss of its own rows alone needs gather=lambda x: x."""
+    """Raise ValueError if a rank trains without the rows of the other ranks. A rank may be alone to
+    evaluate, without gradients. A loss of its own rows alone needs gather=lambda x: x."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks > 1 and torch.is_grad_enabled():
-        raise RuntimeError(f"There are {ranks} ranks, but no gather: pass one to the model and to "
-                           "each loss, such as Gather() of common.py (see identity).")
+        raise ValueError(f"There are {ranks} ranks, but no gather: pass one to the model and to "
+                         "each loss, such as Gather() of common.py (see identity).")
 
 
 # Helpers of the model ---------------------------------------------------------------------

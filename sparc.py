@@ -96,7 +96,8 @@ def own_columns(logits):
 #                   + log softmax_j(cos(tbar_i, vbar_j) / tau)_i ]               (Eq. 1)
 def global_loss(v, t, scale, *, gather=identity):
     """CLIP's loss of the embeddings v, t (B, E) of B pairs, normalised here -> scalar.
-    scale: 1 / tau, from 1 to 100, not its logarithm. gather: see identity."""
+    scale: 1 / tau, from 1 to 100, not its logarithm. gather: see identity. The gradients of parts
+    of a batch do not add up to those of the batch, because a part has fewer negatives."""
     check_scale(scale)
     if v.shape != t.shape or v.ndim != 2:
         raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}: both "
@@ -177,9 +178,12 @@ def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
                       token_mean="caption", gather=identity):
     """SPARC's loss for words, L_f. tokens (B, L, E), patches (B, P, E) -> scalar.
 
-    mask (B, L): True on words; scale: 1 / tau; align(tokens, patches) -> a (B, L, P). Only
-    token_mean="batch" uses gather. With other data L_f may learn nothing from the images. Log it
-    with wrong images, too, patches.roll(1, 0) (FullModel.diagnose): it must be much larger.
+    mask (B, L): True on words, words_only(mask of tokens); scale: 1 / tau, from 1 to 100;
+    align(tokens, patches) -> a (B, L, P). Only token_mean="batch" uses gather. No check can tell an
+    inverted mask of words, or tokens and patches that are swapped if L = P.
+
+    With other data L_f may learn nothing from the images. Log it with wrong images, too,
+    patches.roll(1, 0) (FullModel.diagnose): it must be much larger.
     """
     def losses(tokens, patches, mask):
         grouped = align(tokens, patches) @ patches   # (B, L, E), c_l
@@ -234,7 +238,8 @@ class Model(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
 
     def forward(self, batch, gather=identity):
-        """batch: images (B, 3, H, W), tokens and mask (B, L) -> {"loss": Eq. 7, others to log}."""
+        """batch: images (B, 3, H, W), tokens (B, L), mask (B, L), True at tokens, then False at
+        padding -> {"loss": Eq. 7, others to log}."""
         cfg, words = self.config, words_only(batch["mask"])
         f_v = self.f_v(batch["images"])                             # (B, P, d)
         f_t = self.text_encoder(batch["tokens"], batch["mask"])     # (B, L, d)
@@ -339,12 +344,12 @@ def check_gather(gather):
 
 
 def check_alone():
-    """Raise RuntimeError if a rank trains without the rows of the other ranks. Without gradients a
-    rank may be alone, to evaluate; a loss of its own rows alone needs gather=lambda x: x."""
+    """Raise ValueError if a rank trains without the rows of the other ranks. A rank may be alone to
+    evaluate, without gradients. A loss of its own rows alone needs gather=lambda x: x."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks > 1 and torch.is_grad_enabled():
-        raise RuntimeError(f"There are {ranks} ranks, but no gather: pass one to the model and to "
-                           "each loss, such as Gather() of common.py (see identity).")
+        raise ValueError(f"There are {ranks} ranks, but no gather: pass one to the model and to "
+                         "each loss, such as Gather() of common.py (see identity).")
 
 
 def readable(x):
@@ -355,7 +360,7 @@ def readable(x):
 def check_scale(scale):
     """Raise ValueError if scale is the parameter of its logarithm, or a temperature, below 1."""
     if isinstance(scale, nn.Parameter):
-        raise ValueError("scale is 1 / temperature, not a parameter: give the exp() of a log-scale.")
+        raise ValueError("scale is 1 / temperature, not a parameter: give exp() of a log-scale.")
     if (not torch.is_tensor(scale) or readable(scale)) and scale < 1:
         raise ValueError(f"scale is 1 / temperature, from 1 to 100, not {float(scale):g}.")
 
@@ -638,15 +643,17 @@ def prototype_loss(v, t, prototypes, scale, *, gather=identity):
     constants of MGCA's code (36 patches, --data shapes, seed 0).
     """
     check_scale(scale)
+    if v.shape != t.shape or v.ndim != 2:
+        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}: both "
+                         "need (b, E).")
     with in_fp32(v, t, prototypes) as (v, t, prototypes):
         v, t, prototypes = (F.normalize(x, dim=-1) for x in (v, t, prototypes))
         s = torch.stack([v @ prototypes.T, t @ prototypes.T])           # (2, b, K)
-        with torch.no_grad():
-            # Sinkhorn-Knopp, 3 iterations (D.4): scale columns to sum 1 over all ranks, then rows
-            q = (s / 0.05).exp()  # epsilon is .05 (D.4)
-            for _ in range(3):
-                q = q / gather(q.sum(1)[None]).sum(0)[:, None]
-                q = q / q.sum(2, keepdim=True)
+        # Sinkhorn-Knopp, 3 iterations (D.4): scale columns to sum 1 over all ranks, then rows
+        q = (s.detach() / 0.05).exp()  # epsilon is .05 (D.4)
+        for _ in range(3):
+            q = q / gather(q.sum(1)[None]).sum(0)[:, None]
+            q = q / q.sum(2, keepdim=True)
         return (F.cross_entropy(scale * s[0], q[1]) + F.cross_entropy(scale * s[1], q[0])) / 2
 
 

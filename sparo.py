@@ -89,12 +89,14 @@ def own_columns(logits):
     return rank * B + torch.arange(B, device=logits.device)
 
 
-def after_end(eos_idx, n):
-    """Indices (B,) of the captions' last tokens -> (B, n), True at the positions after them. An
-    empty caption has the index -1; its first position counts, because softmax needs one."""
-    if eos_idx.ndim != 1 or eos_idx.is_floating_point():
-        raise ValueError(f"eos_idx needs B indices of last tokens, not {tuple(eos_idx.shape)} and "
-                         f"{eos_idx.dtype}.")
+def after_end(eos_idx, x):
+    """Indices (B,) of the captions' last tokens, outputs x (B, n, d) -> (B, n), True at the
+    positions after them. An empty caption has the index -1; its first position counts, because
+    softmax needs one."""
+    B, n, _ = x.shape
+    if eos_idx.shape != (B,) or eos_idx.is_floating_point():
+        raise ValueError(f"eos_idx needs {B} indices of last tokens, not {tuple(eos_idx.shape)} "
+                         f"and {eos_idx.dtype}.")
     if readable(eos_idx) and not ((eos_idx >= -1) & (eos_idx < n)).all():
         raise ValueError(f"eos_idx has indices from {eos_idx.min()} to {eos_idx.max()}, but there "
                          f"are {n} outputs.")
@@ -129,7 +131,7 @@ class Sparo(nn.Module):
         """
         B, n, d = x.shape
         if eos_idx is not None:
-            padding = after_end(eos_idx, n)                        # (B, n)
+            padding = after_end(eos_idx, x)                        # (B, n)
             x = x.masked_fill(padding[..., None], 0.0)             # 0 * NaN would be NaN
         K = self.KVproj.weight.view(self.nkeys, self.D, d)         # (L/g, D, d)
         b = self.KVproj.bias.view(self.nkeys, 1, self.D)           # (L/g, 1, D)
@@ -153,6 +155,8 @@ class Sparo(nn.Module):
 # y = concat(y_l / |y_l|) / sqrt(L),  so  y^i . y^t = mean_l sim(y^i_l, y^t_l)        (Eq. 2)
 def normalize_slots(y):
     """Slots (B, L, V) -> encodings (B, L V) of length 1."""
+    if y.ndim != 3:
+        raise ValueError(f"Slots need the shape (B, L, V), not {tuple(y.shape)}.")
     with in_fp32(y) as (y,):
         return F.normalize(y, dim=-1).flatten(1) / y.shape[1] ** 0.5
 
@@ -162,7 +166,8 @@ def clip_loss(v, t, scale, *, gather=identity):
 
     v, t: slots (B, L, V) of the images and of their captions, or encodings (B, M), which count as
     one slot; both are normalised here. scale: 1 / temperature, from 1 to 100, not its logarithm.
-    gather: see identity.
+    gather: see identity. The gradients of parts of a batch do not add up to those of the batch,
+    because a part has fewer negatives.
     """
     check_scale(scale)
     if v.shape != t.shape or v.ndim not in (2, 3):
@@ -264,12 +269,12 @@ def check_gather(gather):
 
 
 def check_alone():
-    """Raise RuntimeError if a rank trains without the rows of the other ranks. Without gradients a
-    rank may be alone, to evaluate; a loss of its own rows alone needs gather=lambda x: x."""
+    """Raise ValueError if a rank trains without the rows of the other ranks. A rank may be alone to
+    evaluate, without gradients. A loss of its own rows alone needs gather=lambda x: x."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks > 1 and torch.is_grad_enabled():
-        raise RuntimeError(f"There are {ranks} ranks, but no gather: pass one to the model and to "
-                           "each loss, such as Gather() of common.py (see identity).")
+        raise ValueError(f"There are {ranks} ranks, but no gather: pass one to the model and to "
+                         "each loss, such as Gather() of common.py (see identity).")
 
 
 def readable(x):
@@ -280,7 +285,7 @@ def readable(x):
 def check_scale(scale):
     """Raise ValueError if scale is the parameter of its logarithm, or a temperature, below 1."""
     if isinstance(scale, nn.Parameter):
-        raise ValueError("scale is 1 / temperature, not a parameter: give the exp() of a log-scale.")
+        raise ValueError("scale is 1 / temperature, not a parameter: give exp() of a log-scale.")
     if (not torch.is_tensor(scale) or readable(scale)) and scale < 1:
         raise ValueError(f"scale is 1 / temperature, from 1 to 100, not {float(scale):g}.")
 
@@ -528,7 +533,7 @@ class CrossAttention(nn.Module):
         B, n, _ = x.shape
         k = self.k(x).view(B, n, len(self.q), -1).transpose(1, 2)  # (B, L, n, D)
         v = self.v(x).view(B, n, len(self.q), -1).transpose(1, 2)
-        visible = None if eos_idx is None else ~after_end(eos_idx, n)[:, None, None]
+        visible = None if eos_idx is None else ~after_end(eos_idx, x)[:, None, None]
         y = F.scaled_dot_product_attention(self.q.expand(B, -1, -1, -1), k, v, visible)
         y = self.mix(y.flatten(1))                                 # (B, L D)
         y = self.norm(y.view(B, -1, *self.norm.normalized_shape))  # (B, L, D) or (B, 1, L D)
@@ -557,7 +562,7 @@ class FDT(nn.Module):
     def forward(self, x, eos_idx=None):
         scores = self.query(x) @ self.codebook.T / self.temperature  # (B, n, C)
         if eos_idx is not None:
-            scores = scores.masked_fill(after_end(eos_idx, x.shape[1])[..., None], -torch.inf)
+            scores = scores.masked_fill(after_end(eos_idx, x)[..., None], -torch.inf)
         return (sparsemax(scores.amax(1)) @ self.codebook)[:, None]  # (B, 1, E)
 
 

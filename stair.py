@@ -86,7 +86,8 @@ def contrastive_loss(v, t, scale, *, gather=identity):
     """The mean of Eq. 3 from image to text and of Eq. 3 from text to image, a scalar.
 
     v, t (B, |V|): enc of B images and of their captions, normalised here. scale: 1 / T, from 1 to
-    100, not its logarithm. gather: see identity.
+    100, not its logarithm. gather: see identity. The gradients of parts of a batch do not add up to
+    those of the batch, because a part has fewer negatives.
     """
     check_scale(scale)
     if v.shape != t.shape or v.ndim != 2:
@@ -146,8 +147,9 @@ class TokenProjectionHead(nn.Module):
         self.valid[list(special)] = False
 
     def forward(self, h, mask=None, e=None, revived=None):
-        """h (B, N, d) -> enc (B, |V|). mask (B, N) is False at padding. e (|V|, E) replaces the
-        shared embedding. revived (B, |V|): True at words that get a gradient at weight 0, too."""
+        """h (B, N, d) -> enc (B, |V|). mask (B, N): True at tokens, then False at padding; None: no
+        padding. e (|V|, E) replaces the shared embedding. revived (B, |V|): True at words that get
+        a gradient at weight 0, too."""
         if mask is not None:
             mask = checked_mask(mask, h.shape[:2])
             h = h.masked_fill(~mask[..., None], 0.0)                     # 0 * NaN would be NaN
@@ -172,7 +174,10 @@ class Model(nn.Module):
 
     image_encoder(images) -> (B, N, image_width); text_encoder(tokens, mask) -> (B, L, text_width).
     text_encoder.embedding is an nn.Embedding (|V|, E); text_encoder.special has the ids of tokens
-    that are not words. The model begins in stage 1. A training loop needs these lines per stage:
+    that are not words. The model begins in stage 1. A training loop needs these lines per stage.
+    No check can tell that one is left out. Without after_update both lambdas stay 0. In stage 3 the
+    image encoder stands still with the optimizer of stage 2, and its ranks drift apart with the DDP
+    of stage 2.
 
         model.begin_stage(number, fresh=True)            # 1, then 2, then 3
         parallel = DDP(model) if ranks > 1 else model    # again, because stage 2 freezes parameters
@@ -315,12 +320,12 @@ def check_gather(gather):
 
 
 def check_alone():
-    """Raise RuntimeError if a rank trains without the rows of the other ranks. Without gradients a
-    rank may be alone, to evaluate; a loss of its own rows alone needs gather=lambda x: x."""
+    """Raise ValueError if a rank trains without the rows of the other ranks. A rank may be alone to
+    evaluate, without gradients. A loss of its own rows alone needs gather=lambda x: x."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks > 1 and torch.is_grad_enabled():
-        raise RuntimeError(f"There are {ranks} ranks, but no gather: pass one to the model and to "
-                           "each loss, such as Gather() of common.py (see identity).")
+        raise ValueError(f"There are {ranks} ranks, but no gather: pass one to the model and to "
+                         "each loss, such as Gather() of common.py (see identity).")
 
 
 def readable(x):
@@ -331,7 +336,7 @@ def readable(x):
 def check_scale(scale):
     """Raise ValueError if scale is the parameter of its logarithm, or a temperature, below 1."""
     if isinstance(scale, nn.Parameter):
-        raise ValueError("scale is 1 / temperature, not a parameter: give the exp() of a log-scale.")
+        raise ValueError("scale is 1 / temperature, not a parameter: give exp() of a log-scale.")
     if (not torch.is_tensor(scale) or readable(scale)) and scale < 1:
         raise ValueError(f"scale is 1 / temperature, from 1 to 100, not {float(scale):g}.")
 

@@ -192,7 +192,7 @@ def test_a_rank_that_trains_without_a_gather_is_told(name, monkeypatch):
     for method in (sparo, stair, sparc, bam):
         monkeypatch.setattr(method, "dist", two_ranks)
     if name != "classifier":  # its loss compares no rows
-        with pytest.raises(RuntimeError, match="2 ranks.*gather"):
+        with pytest.raises(ValueError, match="2 ranks.*gather"):
             loss()
     with torch.no_grad():
         assert torch.equal(loss(), expected)
@@ -482,10 +482,13 @@ def test_a_mask_of_words_may_leave_out_any_word():
     (lambda: HEAD(TOKENS, MASK[:1]), r"\(4, 6\) and bools, not \(1, 6\)"),
     (lambda: HEAD(TOKENS, MASK.float()), "torch.float32"),
     (lambda: stair.caption_mask(MASK.long(), MASK.float(), 9), "torch.float32"),
-    (lambda: SPARO(TOKENS, MASK), r"eos_idx needs B indices .*\(4, 6\)"),
+    (lambda: SPARO(TOKENS, MASK), r"eos_idx needs 4 indices .*\(4, 6\)"),
     (lambda: SPARO(TOKENS, MASK.float().sum(1)), "torch.float32"),
     (lambda: SPARO(TOKENS, MASK.sum(1)), "from 3 to 6, but there are 6"),
     (lambda: SPARO(TOKENS, torch.tensor([-2, 1, 1, 1])), "from -2"),
+    (lambda: SPARO(TOKENS, torch.tensor([3])), r"needs 4 indices .*\(1,\)"),
+    (lambda: sparo.normalize_slots(V_AND_T[0]), r"\(B, L, V\), not \(4, 5\)"),
+    (lambda: sparc.prototype_loss(*V_AND_T[:, :, None], V_AND_T[0], 9.0), r"\(4, 1, 5\)"),
     (lambda: stair.flops_loss(TOKENS), r"\(4, 6, 5\)"),
     (lambda: stair.flops_loss(TOKENS[0, 0]), r"\(5,\)"),
     (lambda: tiny_model("stair").begin_stage(0, fresh=True), "not 0"),
