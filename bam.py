@@ -311,8 +311,6 @@ class Model(nn.Module):
 
 
 # Checks -----------------------------------------------------------------------------------
-#
-# No check waits for a GPU. So run one batch on a CPU first: values are checked only there.
 
 
 def check_gather(gather):

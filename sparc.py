@@ -328,7 +328,8 @@ class Model(nn.Module):
 
 # Checks -----------------------------------------------------------------------------------
 #
-# No check waits for a GPU. So run one batch on a CPU first: values are checked only there.
+# The values of masks and scales are checked only on a CPU, because a GPU would have to wait. So
+# run one batch on a CPU first.
 
 
 def check_gather(gather):
@@ -358,7 +359,8 @@ def readable(x):
 
 
 def check_scale(scale):
-    """Raise ValueError if scale is the parameter of its logarithm, or a temperature, below 1."""
+    """Raise ValueError if scale is below 1, as a temperature is, or a parameter, as a log-scale is.
+    For a parameter p that is no logarithm give 1 * p."""
     if isinstance(scale, nn.Parameter):
         raise ValueError("scale is 1 / temperature, not a parameter: give exp() of a log-scale.")
     if (not torch.is_tensor(scale) or readable(scale)) and scale < 1:

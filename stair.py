@@ -174,10 +174,9 @@ class Model(nn.Module):
 
     image_encoder(images) -> (B, N, image_width); text_encoder(tokens, mask) -> (B, L, text_width).
     text_encoder.embedding is an nn.Embedding (|V|, E); text_encoder.special has the ids of tokens
-    that are not words. The model begins in stage 1. A training loop needs these lines per stage.
-    No check can tell that one is left out. Without after_update both lambdas stay 0. In stage 3 the
-    image encoder stands still with the optimizer of stage 2, and its ranks drift apart with the DDP
-    of stage 2.
+    that are not words. The model begins in stage 1. Without after_update both lambdas stay 0. With
+    the optimizer of stage 2 the image encoder does not learn in stage 3; with the DDP of stage 2 it
+    differs between ranks. No check can tell. A training loop needs these lines per stage:
 
         model.begin_stage(number, fresh=True)            # 1, then 2, then 3
         parallel = DDP(model) if ranks > 1 else model    # again, because stage 2 freezes parameters
@@ -304,7 +303,8 @@ class Model(nn.Module):
 
 # Checks --------------------------------------------------------------------------------------
 #
-# No check waits for a GPU. So run one batch on a CPU first: values are checked only there.
+# The values of masks and scales are checked only on a CPU, because a GPU would have to wait. So
+# run one batch on a CPU first.
 
 
 def check_gather(gather):
@@ -334,7 +334,8 @@ def readable(x):
 
 
 def check_scale(scale):
-    """Raise ValueError if scale is the parameter of its logarithm, or a temperature, below 1."""
+    """Raise ValueError if scale is below 1, as a temperature is, or a parameter, as a log-scale is.
+    For a parameter p that is no logarithm give 1 * p."""
     if isinstance(scale, nn.Parameter):
         raise ValueError("scale is 1 / temperature, not a parameter: give exp() of a log-scale.")
     if (not torch.is_tensor(scale) or readable(scale)) and scale < 1:
