@@ -76,6 +76,7 @@ def identity(x):
     another function, call check_gather (below) once on all ranks. gather(x) joins the tensors
     x (B, ...) of the ranks, all of one shape and of any dtype, to (world * B, ...) in the order of
     the ranks. Its backward must sum the gradients of all ranks, which DDP then averages."""
+    check_alone()
     return x
 
 
@@ -176,8 +177,8 @@ def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, it
     the rows of A and of B.
     """
     G = n_views if n_global is None else n_global
-    if iters < 1 or min(tau, tau_b) <= 0:
-        raise ValueError(f"iters is {iters}, tau {tau}, tau_b {tau_b}: all must be positive.")
+    if iters < 1 or not 0 < min(tau, tau_b) <= max(tau, tau_b) <= 1:
+        raise ValueError(f"iters is {iters} (1 or more), tau {tau}, tau_b {tau_b} (above 0 to 1).")
     z, z_m, c, row_ids, column_ids = arrange(z, n_views, G, teacher, gather)
     with torch.no_grad():  # targets have no gradient (Sec. 4.1)
         B = sinkhorn(similarities(z_m, c, row_ids, column_ids, mask), tau_b, iters, gather=gather)
@@ -251,6 +252,8 @@ class Model(nn.Module):
         """batch["views"]: k views (n, 3, s, s), two large ones first -> {"loss", entropies of A and
         B, mean cosine of latents, effective rank of h}."""
         views, z_m = batch["views"], None
+        if views[0].shape[-1] < views[-1].shape[-1]:
+            raise ValueError("The first view is smaller than the last: large views come first.")
         if self.teacher:  # before the student, whose activations stay in memory until backward
             with torch.no_grad():
                 z_m = self.latents(self.teacher, views, gather)[1].flatten(0, 1)
@@ -277,6 +280,8 @@ class Model(nn.Module):
     @torch.no_grad()
     def after_update(self, step, steps):
         """teacher = momentum * teacher + (1 - momentum) * student (App. C)."""
+        if step >= steps:
+            raise ValueError(f"step {step} is not within {steps} steps: count all updates from 0.")
         if self.teacher:
             # The momentum rises to 1 (main_pretrain.py:261). It is the next step's, because the
             # authors update the teacher at the start of the next step (wrappers.py:103).
@@ -305,14 +310,28 @@ class Model(nn.Module):
 #     loss.backward(), optimizer.step(), optimizer.zero_grad()          # update
 
 
+# Checks -----------------------------------------------------------------------------------
+
+
 def check_gather(gather):
-    """Raise AssertionError, on every rank, if `gather` is wrong for the losses above."""
+    """Raise ValueError, on every rank, if `gather` is wrong for the losses above."""
     rank, world = dist.get_rank(), dist.get_world_size()
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     x = torch.full((2, 3), float(rank), device=device, requires_grad=True)
     ((rank + 1) * gather(x) + 0 * x.sum()).sum().backward()
-    assert (x.grad == world * (world + 1) / 2).all(), "backward does not sum over the ranks"
-    assert gather(x.long())[::2, 0].tolist() == [*range(world)], "rows are not in rank order"
+    if (x.grad != world * (world + 1) / 2).any():
+        raise ValueError("The backward pass of gather does not sum over the ranks: see identity.")
+    if gather(x.long())[::2, 0].tolist() != [*range(world)]:
+        raise ValueError("gather does not join the rows in the order of the ranks: see identity.")
+
+
+def check_alone():
+    """Raise ValueError if a rank trains without the rows of the other ranks. A rank may be alone to
+    evaluate, without gradients. A loss of its own rows alone needs gather=lambda x: x."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks > 1 and torch.is_grad_enabled():
+        raise ValueError(f"There are {ranks} ranks, but no gather: pass one to the model and to "
+                         "each loss, such as Gather() of common.py (see identity).")
 
 
 # Helpers of the model ---------------------------------------------------------------------

@@ -78,16 +78,8 @@ def identity(x):
     another function, call check_gather (below) once on all ranks. gather(x) joins the tensors
     x (B, ...) of the ranks, all of one shape and of any dtype, to (world * B, ...) in the order of
     the ranks. Its backward must sum the gradients of all ranks, which DDP then averages."""
+    check_alone()
     return x
-
-
-def checked_mask(mask, shape):
-    """mask (B, L): True (or 1) at tokens and False (or 0) at padding, which comes last -> of bools.
-    Raises ValueError if the mask has another shape, or floats, such as an additive mask has."""
-    if mask.shape != shape or mask.is_floating_point():
-        raise ValueError(f"A mask needs the shape {tuple(shape)} and bools, not "
-                         f"{tuple(mask.shape)} and {mask.dtype}.")
-    return mask.bool()
 
 
 def own_columns(logits):
@@ -104,9 +96,12 @@ def own_columns(logits):
 #                   + log softmax_j(cos(tbar_i, vbar_j) / tau)_i ]               (Eq. 1)
 def global_loss(v, t, scale, *, gather=identity):
     """CLIP's loss of the embeddings v, t (B, E) of B pairs, normalised here -> scalar.
-    scale: 1 / tau, from 1 to 100. gather: see identity."""
-    if v.shape != t.shape:
-        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}.")
+    scale: 1 / tau, from 1 to 100, not its logarithm. gather: see identity. The gradients of parts
+    of a batch do not add up to those of the batch, because a part has fewer negatives."""
+    check_scale(scale)
+    if v.shape != t.shape or v.ndim != 2:
+        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}: both "
+                         "need (B, E).")
     with in_fp32(v, t) as (v, t):
         v, t = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
         return contrast(scale * v @ gather(t).T, gather)            # of (B, world * B) logits
@@ -183,17 +178,21 @@ def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
                       token_mean="caption", gather=identity):
     """SPARC's loss for words, L_f. tokens (B, L, E), patches (B, P, E) -> scalar.
 
-    mask (B, L): True on words; scale: 1 / tau; align(tokens, patches) -> a (B, L, P). Only
-    token_mean="batch" uses gather. With other data L_f may learn nothing from the images. Log it
-    with wrong images, too, patches.roll(1, 0) (FullModel.diagnose): it must be much larger.
+    mask (B, L): True on words, words_only(mask of tokens); scale: 1 / tau, from 1 to 100;
+    align(tokens, patches) -> a (B, L, P). Only token_mean="batch" uses gather. No check can tell an
+    inverted mask of words, or tokens and patches that are swapped if L = P.
+
+    With other data L_f may learn nothing from the images. Log it with wrong images, too,
+    patches.roll(1, 0) (FullModel.diagnose): it must be much larger.
     """
     def losses(tokens, patches, mask):
         grouped = align(tokens, patches) @ patches   # (B, L, E), c_l
         return sequence_losses(grouped, tokens, mask, scale)
 
+    check_scale(scale)
     if len(tokens) != len(patches):
         raise ValueError(f"There are {len(tokens)} captions and {len(patches)} images.")
-    mask = checked_mask(mask, tokens.shape[:2])
+    mask = as_bools(mask, tokens.shape[:2])
     with in_fp32(tokens.masked_fill(~mask[..., None], 0.0), patches) as (tokens, patches):
         size = tokens.shape[1] * patches.shape[1]        # weights of a caption, (L, P)
         # (B,); in_rows (below) is losses(tokens, patches, mask) in less memory
@@ -239,7 +238,8 @@ class Model(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
 
     def forward(self, batch, gather=identity):
-        """batch: images (B, 3, H, W), tokens and mask (B, L) -> {"loss": Eq. 7, others to log}."""
+        """batch: images (B, 3, H, W), tokens (B, L), mask (B, L), True at tokens, then False at
+        padding -> {"loss": Eq. 7, others to log}."""
         cfg, words = self.config, words_only(batch["mask"])
         f_v = self.f_v(batch["images"])                             # (B, P, d)
         f_t = self.text_encoder(batch["tokens"], batch["mask"])     # (B, L, d)
@@ -326,14 +326,66 @@ class Model(nn.Module):
 #     captions = lm.generate(ids[:, :1], encoder_hidden_states=seen, max_new_tokens=20)  # caption
 
 
+# Checks -----------------------------------------------------------------------------------
+#
+# The values of masks and scales are checked only on a CPU, because a GPU would have to wait. So
+# run one batch on a CPU first.
+
+
 def check_gather(gather):
-    """Raise AssertionError, on every rank, if `gather` is wrong for the losses above."""
+    """Raise ValueError, on every rank, if `gather` is wrong for the losses above."""
     rank, world = dist.get_rank(), dist.get_world_size()
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     x = torch.full((2, 3), float(rank), device=device, requires_grad=True)
     ((rank + 1) * gather(x) + 0 * x.sum()).sum().backward()
-    assert (x.grad == world * (world + 1) / 2).all(), "backward does not sum over the ranks"
-    assert gather(x.long())[::2, 0].tolist() == [*range(world)], "rows are not in rank order"
+    if (x.grad != world * (world + 1) / 2).any():
+        raise ValueError("The backward pass of gather does not sum over the ranks: see identity.")
+    if gather(x.long())[::2, 0].tolist() != [*range(world)]:
+        raise ValueError("gather does not join the rows in the order of the ranks: see identity.")
+
+
+def check_alone():
+    """Raise ValueError if a rank trains without the rows of the other ranks. A rank may be alone to
+    evaluate, without gradients. A loss of its own rows alone needs gather=lambda x: x."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks > 1 and torch.is_grad_enabled():
+        raise ValueError(f"There are {ranks} ranks, but no gather: pass one to the model and to "
+                         "each loss, such as Gather() of common.py (see identity).")
+
+
+def readable(x):
+    """Whether the values of a tensor can be read without a wait for a GPU."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def check_scale(scale):
+    """Raise ValueError if scale is below 1, as a temperature is, or a parameter, as a log-scale is.
+    For a parameter p that is no logarithm give 1 * p."""
+    if isinstance(scale, nn.Parameter):
+        raise ValueError("scale is 1 / temperature, not a parameter: give exp() of a log-scale.")
+    if (not torch.is_tensor(scale) or readable(scale)) and scale < 1:
+        raise ValueError(f"scale is 1 / temperature, from 1 to 100, not {float(scale):g}.")
+
+
+def as_bools(mask, shape):
+    """A mask of bools, or of 0 and 1 -> of bools. Raises ValueError for another shape, for floats
+    (an additive mask) and for other numbers (token ids)."""
+    if mask.shape != shape or mask.is_floating_point():
+        raise ValueError(f"A mask needs the shape {tuple(shape)} and bools, not "
+                         f"{tuple(mask.shape)} and {mask.dtype}.")
+    if readable(mask) and (mask != mask.bool()).any():
+        raise ValueError(f"A mask needs bools, or 0 and 1, not {mask.min()} to {mask.max()}.")
+    return mask.bool()
+
+
+def checked_mask(mask, shape):
+    """mask (B, L): True (or 1) at tokens, False (or 0) at padding, which comes last -> of bools.
+    Without padding give ones. Raises ValueError as as_bools does, and if padding comes first."""
+    mask = as_bools(mask, shape)
+    if readable(mask) and not (mask.any() and (mask[:, :-1] >= mask[:, 1:]).all()):
+        raise ValueError("A mask needs True at tokens, then False at padding: this mask is "
+                         "inverted, or has padding first.")
+    return mask
 
 
 # Settings, presets, what train.py and eval.py ask for -------------------------------------
@@ -508,7 +560,8 @@ def filip_loss(tokens, patches, mask, scale, *, keep=0.2, gather=identity):
     compute the loss of one process only if keep = 1.
     differs: D.4 says "20% token dropping"; we keep 20 %, because Table 11's FLOPs fit this reading.
     """
-    mask = checked_mask(mask, tokens.shape[:2])
+    check_scale(scale)
+    mask = as_bools(mask, tokens.shape[:2])
     with in_fp32(tokens.masked_fill(~mask[..., None], 0.0), patches) as (tokens, patches):
         patches = F.normalize(patches, dim=-1)
         tokens = F.normalize(tokens, dim=-1)                            # 0 where no word is
@@ -529,6 +582,7 @@ def pacl_scores(patches, t):
 
 def pacl_loss(t, patches, scale, *, gather=identity):
     """PACL (arXiv 2212.04994). t (b, E): embeddings of captions; patches (b, P, E) -> scalar."""
+    check_scale(scale)
     with in_fp32(patches, t) as (patches, t):
         patches, t = F.normalize(patches, dim=-1), F.normalize(t, dim=-1)
         return contrast(scale * in_chunks(pacl_scores, patches, gather(t)[:, None]), gather)
@@ -558,7 +612,8 @@ def gloria_loss(tokens, patches, mask, scale, *, gather=identity):
         z = (scale * cos).masked_fill(~words, torch.finfo(s.dtype).min).logsumexp(2)
         return z.masked_fill(~words.any(1), 0.0)                        # (b, c), Z / tau
 
-    mask = checked_mask(mask, tokens.shape[:2])
+    check_scale(scale)
+    mask = as_bools(mask, tokens.shape[:2])
     with in_fp32(tokens.masked_fill(~mask[..., None], 0.0), patches) as (tokens, patches):
         gram = patches @ patches.transpose(1, 2)                        # (b, P, P)
         captions = gather_captions(tokens, gather)                      # (B, L', E)
@@ -572,7 +627,8 @@ def mgca_loss(tokens, patches, mask, word_context, patch_context, scale):
     tokens (b, L, E), patches (b, P, E), mask (b, L): True on words; word_context (b, L, E): the
     attention output of each word over patches; patch_context (b, P, E): of each patch over words.
     """
-    mask = checked_mask(mask, tokens.shape[:2])
+    check_scale(scale)
+    mask = as_bools(mask, tokens.shape[:2])
     patch_mask = mask.any(1, keepdim=True).expand(patches.shape[:2])    # (b, P)
     of_words = sequence_losses(word_context, tokens, mask, scale)
     of_patches = sequence_losses(patch_context, patches, patch_mask, scale)
@@ -588,15 +644,18 @@ def prototype_loss(v, t, prototypes, scale, *, gather=identity):
     learned tau: zero-shot was .941. Zero-shot was .855 with three learned tau that start at the
     constants of MGCA's code (36 patches, --data shapes, seed 0).
     """
+    check_scale(scale)
+    if v.shape != t.shape or v.ndim != 2:
+        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}: both "
+                         "need (b, E).")
     with in_fp32(v, t, prototypes) as (v, t, prototypes):
         v, t, prototypes = (F.normalize(x, dim=-1) for x in (v, t, prototypes))
         s = torch.stack([v @ prototypes.T, t @ prototypes.T])           # (2, b, K)
-        with torch.no_grad():
-            # Sinkhorn-Knopp, 3 iterations (D.4): scale columns to sum 1 over all ranks, then rows
-            q = (s / 0.05).exp()  # epsilon is .05 (D.4)
-            for _ in range(3):
-                q = q / gather(q.sum(1)[None]).sum(0)[:, None]
-                q = q / q.sum(2, keepdim=True)
+        # Sinkhorn-Knopp, 3 iterations (D.4): scale columns to sum 1 over all ranks, then rows
+        q = (s.detach() / 0.05).exp()  # epsilon is .05 (D.4)
+        for _ in range(3):
+            q = q / gather(q.sum(1)[None]).sum(0)[:, None]
+            q = q / q.sum(2, keepdim=True)
         return (F.cross_entropy(scale * s[0], q[1]) + F.cross_entropy(scale * s[1], q[0])) / 2
 
 

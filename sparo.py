@@ -76,16 +76,8 @@ def identity(x):
     another function, call check_gather (below) once on all ranks. gather(x) joins the tensors
     x (B, ...) of the ranks, all of one shape and of any dtype, to (world * B, ...) in the order of
     the ranks. Its backward must sum the gradients of all ranks, which DDP then averages."""
+    check_alone()
     return x
-
-
-def checked_mask(mask, shape):
-    """mask (B, L): True (or 1) at tokens and False (or 0) at padding, which comes last -> of bools.
-    Raises ValueError if the mask has another shape, or floats, such as an additive mask has."""
-    if mask.shape != shape or mask.is_floating_point():
-        raise ValueError(f"A mask needs the shape {tuple(shape)} and bools, not "
-                         f"{tuple(mask.shape)} and {mask.dtype}.")
-    return mask.bool()
 
 
 def own_columns(logits):
@@ -98,12 +90,17 @@ def own_columns(logits):
     return rank * B + torch.arange(B, device=logits.device)
 
 
-def after_end(eos_idx, n):
-    """Indices (B,) of the captions' last tokens -> (B, n), True at the positions after them. An
-    empty caption has the index -1; its first position counts, because softmax needs one."""
-    if eos_idx.ndim != 1 or eos_idx.is_floating_point():
-        raise ValueError(f"eos_idx needs B indices of last tokens, not {tuple(eos_idx.shape)} and "
-                         f"{eos_idx.dtype}.")
+def after_end(eos_idx, x):
+    """Indices (B,) of the captions' last tokens, outputs x (B, n, d) -> (B, n), True at the
+    positions after them. An empty caption has the index -1; its first position counts, because
+    softmax needs one."""
+    B, n, _ = x.shape
+    if eos_idx.shape != (B,) or eos_idx.is_floating_point():
+        raise ValueError(f"eos_idx needs {B} indices of last tokens, not {tuple(eos_idx.shape)} "
+                         f"and {eos_idx.dtype}.")
+    if readable(eos_idx) and not ((eos_idx >= -1) & (eos_idx < n)).all():
+        raise ValueError(f"eos_idx has indices from {eos_idx.min()} to {eos_idx.max()}, but there "
+                         f"are {n} outputs.")
     return torch.arange(n, device=eos_idx.device) > eos_idx.clamp(min=0)[:, None]
 
 
@@ -135,7 +132,7 @@ class Sparo(nn.Module):
         """
         B, n, d = x.shape
         if eos_idx is not None:
-            padding = after_end(eos_idx, n)                        # (B, n)
+            padding = after_end(eos_idx, x)                        # (B, n)
             x = x.masked_fill(padding[..., None], 0.0)             # 0 * NaN would be NaN
         K = self.KVproj.weight.view(self.nkeys, self.D, d)         # (L/g, D, d)
         b = self.KVproj.bias.view(self.nkeys, 1, self.D)           # (L/g, 1, D)
@@ -159,6 +156,8 @@ class Sparo(nn.Module):
 # y = concat(y_l / |y_l|) / sqrt(L),  so  y^i . y^t = mean_l sim(y^i_l, y^t_l)        (Eq. 2)
 def normalize_slots(y):
     """Slots (B, L, V) -> encodings (B, L V) of length 1."""
+    if y.ndim != 3:
+        raise ValueError(f"Slots need the shape (B, L, V), not {tuple(y.shape)}.")
     with in_fp32(y) as (y,):
         return F.normalize(y, dim=-1).flatten(1) / y.shape[1] ** 0.5
 
@@ -167,10 +166,14 @@ def clip_loss(v, t, scale, *, gather=identity):
     """CLIP's loss of B pairs, a scalar (Sec. 3.3).
 
     v, t: slots (B, L, V) of the images and of their captions, or encodings (B, M), which count as
-    one slot; both are normalised here. scale: 1 / temperature, from 1 to 100. gather: see identity.
+    one slot; both are normalised here. scale: 1 / temperature, from 1 to 100, not its logarithm.
+    gather: see identity. The gradients of parts of a batch do not add up to those of the batch,
+    because a part has fewer negatives.
     """
-    if v.shape != t.shape:
-        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}.")
+    check_scale(scale)
+    if v.shape != t.shape or v.ndim not in (2, 3):
+        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}: both "
+                         "need (B, L, V) or (B, M).")
     v, t = (normalize_slots(y if y.ndim == 3 else y[:, None]) for y in (v, t))   # (B, M)
     with in_fp32(v, t) as (v, t):
         logits = scale * v @ gather(t).T                           # (B, world * B)
@@ -242,20 +245,73 @@ class Model(nn.Module):
 #     x = model.vision_model.post_layernorm(x)  # the text model's outputs are normalised
 #     h = model.text_model(input_ids=ids, attention_mask=mask).last_hidden_state  # (B, n, 512)
 #     v = model.image_sparo(x)                                                  # (B, L, V)
-#     t = model.text_sparo(h, eos_idx=mask.sum(1) - 1)                          # (B, L, V)
+#     ends = checked_mask(mask, ids.shape).sum(1) - 1                           # (B,)
+#     t = model.text_sparo(h, eos_idx=ends)                                     # (B, L, V)
 #     loss = clip_loss(v, t, model.logit_scale.exp(), gather=gather)
 #     loss.backward(), optimizer.step(), optimizer.zero_grad()                  # update
 #     model.logit_scale.data.clamp_(0, math.log(100))                           # update
 
 
+# Checks -----------------------------------------------------------------------------------
+#
+# The values of masks, scales and eos_idx are checked only on a CPU, because a GPU would have to
+# wait. So run one batch on a CPU first.
+
+
 def check_gather(gather):
-    """Raise AssertionError, on every rank, if `gather` is wrong for the losses above."""
+    """Raise ValueError, on every rank, if `gather` is wrong for the losses above."""
     rank, world = dist.get_rank(), dist.get_world_size()
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     x = torch.full((2, 3), float(rank), device=device, requires_grad=True)
     ((rank + 1) * gather(x) + 0 * x.sum()).sum().backward()
-    assert (x.grad == world * (world + 1) / 2).all(), "backward does not sum over the ranks"
-    assert gather(x.long())[::2, 0].tolist() == [*range(world)], "rows are not in rank order"
+    if (x.grad != world * (world + 1) / 2).any():
+        raise ValueError("The backward pass of gather does not sum over the ranks: see identity.")
+    if gather(x.long())[::2, 0].tolist() != [*range(world)]:
+        raise ValueError("gather does not join the rows in the order of the ranks: see identity.")
+
+
+def check_alone():
+    """Raise ValueError if a rank trains without the rows of the other ranks. A rank may be alone to
+    evaluate, without gradients. A loss of its own rows alone needs gather=lambda x: x."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks > 1 and torch.is_grad_enabled():
+        raise ValueError(f"There are {ranks} ranks, but no gather: pass one to the model and to "
+                         "each loss, such as Gather() of common.py (see identity).")
+
+
+def readable(x):
+    """Whether the values of a tensor can be read without a wait for a GPU."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def check_scale(scale):
+    """Raise ValueError if scale is below 1, as a temperature is, or a parameter, as a log-scale is.
+    For a parameter p that is no logarithm give 1 * p."""
+    if isinstance(scale, nn.Parameter):
+        raise ValueError("scale is 1 / temperature, not a parameter: give exp() of a log-scale.")
+    if (not torch.is_tensor(scale) or readable(scale)) and scale < 1:
+        raise ValueError(f"scale is 1 / temperature, from 1 to 100, not {float(scale):g}.")
+
+
+def as_bools(mask, shape):
+    """A mask of bools, or of 0 and 1 -> of bools. Raises ValueError for another shape, for floats
+    (an additive mask) and for other numbers (token ids)."""
+    if mask.shape != shape or mask.is_floating_point():
+        raise ValueError(f"A mask needs the shape {tuple(shape)} and bools, not "
+                         f"{tuple(mask.shape)} and {mask.dtype}.")
+    if readable(mask) and (mask != mask.bool()).any():
+        raise ValueError(f"A mask needs bools, or 0 and 1, not {mask.min()} to {mask.max()}.")
+    return mask.bool()
+
+
+def checked_mask(mask, shape):
+    """mask (B, L): True (or 1) at tokens, False (or 0) at padding, which comes last -> of bools.
+    Without padding give ones. Raises ValueError as as_bools does, and if padding comes first."""
+    mask = as_bools(mask, shape)
+    if readable(mask) and not (mask.any() and (mask[:, :-1] >= mask[:, 1:]).all()):
+        raise ValueError("A mask needs True at tokens, then False at padding: this mask is "
+                         "inverted, or has padding first.")
+    return mask
 
 
 # Settings, presets, what train.py and eval.py ask for -------------------------------------
@@ -480,7 +536,7 @@ class CrossAttention(nn.Module):
         B, n, _ = x.shape
         k = self.k(x).view(B, n, len(self.q), -1).transpose(1, 2)  # (B, L, n, D)
         v = self.v(x).view(B, n, len(self.q), -1).transpose(1, 2)
-        visible = None if eos_idx is None else ~after_end(eos_idx, n)[:, None, None]
+        visible = None if eos_idx is None else ~after_end(eos_idx, x)[:, None, None]
         y = F.scaled_dot_product_attention(self.q.expand(B, -1, -1, -1), k, v, visible)
         y = self.mix(y.flatten(1))                                 # (B, L D)
         y = self.norm(y.view(B, -1, *self.norm.normalized_shape))  # (B, L, D) or (B, 1, L D)
@@ -509,7 +565,7 @@ class FDT(nn.Module):
     def forward(self, x, eos_idx=None):
         scores = self.query(x) @ self.codebook.T / self.temperature  # (B, n, C)
         if eos_idx is not None:
-            scores = scores.masked_fill(after_end(eos_idx, x.shape[1])[..., None], -torch.inf)
+            scores = scores.masked_fill(after_end(eos_idx, x)[..., None], -torch.inf)
         return (sparsemax(scores.amax(1)) @ self.codebook)[:, None]  # (B, 1, E)
 
 
@@ -628,6 +684,8 @@ class Dino(nn.Module):
         log K, or both are near 0.
         """
         config, views = self.config, batch["views"]
+        if views[0].shape[-1] < views[-1].shape[-1]:
+            raise ValueError("The first view is smaller than the last: large views come first.")
         with torch.no_grad():
             teacher = self.logits(self.teacher, views[:2])         # (2, B, K)
         student = self.logits(self.student(), views)               # (V, B, K)
@@ -649,6 +707,8 @@ class Dino(nn.Module):
     @torch.no_grad()
     def after_update(self, step, steps):
         """theta_t = m theta_t + (1 - m) theta_s; m grows from `ema` to 1 by half a cosine."""
+        if step >= steps:
+            raise ValueError(f"step {step} is not within {steps} steps: count all updates from 0.")
         m = 1 - (1 - self.config.ema) * (1 + math.cos(math.pi * step / steps)) / 2
         theta_t, theta_s = (list(net.parameters()) for net in (self.teacher, self.student()))
         torch._foreach_lerp_(theta_t, theta_s, 1 - m)

@@ -67,16 +67,8 @@ def identity(x):
     another function, call check_gather (below) once on all ranks. gather(x) joins the tensors
     x (B, ...) of the ranks, all of one shape and of any dtype, to (world * B, ...) in the order of
     the ranks. Its backward must sum the gradients of all ranks, which DDP then averages."""
+    check_alone()
     return x
-
-
-def checked_mask(mask, shape):
-    """mask (B, L): True (or 1) at tokens and False (or 0) at padding, which comes last -> of bools.
-    Raises ValueError if the mask has another shape, or floats, such as an additive mask has."""
-    if mask.shape != shape or mask.is_floating_point():
-        raise ValueError(f"A mask needs the shape {tuple(shape)} and bools, not "
-                         f"{tuple(mask.shape)} and {mask.dtype}.")
-    return mask.bool()
 
 
 def own_columns(logits):
@@ -95,10 +87,13 @@ def contrastive_loss(v, t, scale, *, gather=identity):
     """The mean of Eq. 3 from image to text and of Eq. 3 from text to image, a scalar.
 
     v, t (B, |V|): enc of B images and of their captions, normalised here. scale: 1 / T, from 1 to
-    100. gather: see identity.
+    100, not its logarithm. gather: see identity. The gradients of parts of a batch do not add up to
+    those of the batch, because a part has fewer negatives.
     """
-    if v.shape != t.shape:
-        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}.")
+    check_scale(scale)
+    if v.shape != t.shape or v.ndim != 2:
+        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}: both "
+                         "need (B, |V|).")
     with in_fp32(v, t) as (v, t):
         v = F.normalize(v, dim=-1, eps=0.5)  # differs: eps bounds the gradient
         t = F.normalize(t, dim=-1, eps=0.5)
@@ -117,6 +112,8 @@ def contrastive_loss(v, t, scale, *, gather=identity):
 def flops_loss(enc, *, gather=identity):
     """enc (B, |V|) -> scalar, a differentiable count of the multiplications in the dot product of
     two encodings. It is small if few words are active, and each of them in few samples."""
+    if enc.ndim != 2:
+        raise ValueError(f"flops_loss needs encodings (B, |V|), not {tuple(enc.shape)}.")
     with in_fp32(enc) as (enc,):
         mean = enc.mean(0, keepdim=True)                                 # (1, |V|), of this rank
         return gather(mean).mean(0).square().sum()
@@ -151,8 +148,9 @@ class TokenProjectionHead(nn.Module):
         self.valid[list(special)] = False
 
     def forward(self, h, mask=None, e=None, revived=None):
-        """h (B, N, d) -> enc (B, |V|). mask (B, N) is False at padding. e (|V|, E) replaces the
-        shared embedding. revived (B, |V|): True at words that get a gradient at weight 0, too."""
+        """h (B, N, d) -> enc (B, |V|). mask (B, N): True at tokens, then False at padding; None: no
+        padding. e (|V|, E) replaces the shared embedding. revived (B, |V|): True at words that get
+        a gradient at weight 0, too."""
         if mask is not None:
             mask = checked_mask(mask, h.shape[:2])
             h = h.masked_fill(~mask[..., None], 0.0)                     # 0 * NaN would be NaN
@@ -177,7 +175,9 @@ class Model(nn.Module):
 
     image_encoder(images) -> (B, N, image_width); text_encoder(tokens, mask) -> (B, L, text_width).
     text_encoder.embedding is an nn.Embedding (|V|, E); text_encoder.special has the ids of tokens
-    that are not words. The model begins in stage 1. A training loop needs these lines per stage:
+    that are not words. The model begins in stage 1. Without after_update both lambdas stay 0. With
+    the optimizer of stage 2 the image encoder does not learn in stage 3; with the DDP of stage 2 it
+    differs between ranks. No check can tell. A training loop needs these lines per stage:
 
         model.begin_stage(number, fresh=True)            # 1, then 2, then 3
         parallel = DDP(model) if ranks > 1 else model    # again, because stage 2 freezes parameters
@@ -203,6 +203,8 @@ class Model(nn.Module):
     def begin_stage(self, number, fresh):
         """Enter stage 1, 2 or 3 (Sec. 3). fresh: True if the stage begins, False if a checkpoint of
         this stage was loaded."""
+        if number not in (1, 2, 3):
+            raise ValueError(f"There are stages 1, 2 and 3, not {number}.")
         self.number = number
         self.stage.fill_(number)
         # Stage 2 freezes the image encoder and its head, but not e, which the text encoder trains.
@@ -267,6 +269,8 @@ class Model(nn.Module):
     def after_update(self, step, steps):
         """Let the lambdas grow with the square of the step (Sec. 4.2) until the fraction `ramp` of
         the stage is over. Keep the scale within [1, 100], as CLIP does."""
+        if step >= steps:
+            raise ValueError(f"step {step} is not within {steps} steps: count from 0 in a stage.")
         self.log_scale.data.clamp_(0, math.log(100))
         ramp_steps = max(1, self.config.ramp * steps)
         self.strength.fill_(min(1.0, ((step + 1) / ramp_steps) ** 2))
@@ -298,14 +302,66 @@ class Model(nn.Module):
 #     model.logit_scale.data.clamp_(0, math.log(100))                           # update
 
 
+# Checks --------------------------------------------------------------------------------------
+#
+# The values of masks and scales are checked only on a CPU, because a GPU would have to wait. So
+# run one batch on a CPU first.
+
+
 def check_gather(gather):
-    """Raise AssertionError, on every rank, if `gather` is wrong for the losses above."""
+    """Raise ValueError, on every rank, if `gather` is wrong for the losses above."""
     rank, world = dist.get_rank(), dist.get_world_size()
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     x = torch.full((2, 3), float(rank), device=device, requires_grad=True)
     ((rank + 1) * gather(x) + 0 * x.sum()).sum().backward()
-    assert (x.grad == world * (world + 1) / 2).all(), "backward does not sum over the ranks"
-    assert gather(x.long())[::2, 0].tolist() == [*range(world)], "rows are not in rank order"
+    if (x.grad != world * (world + 1) / 2).any():
+        raise ValueError("The backward pass of gather does not sum over the ranks: see identity.")
+    if gather(x.long())[::2, 0].tolist() != [*range(world)]:
+        raise ValueError("gather does not join the rows in the order of the ranks: see identity.")
+
+
+def check_alone():
+    """Raise ValueError if a rank trains without the rows of the other ranks. A rank may be alone to
+    evaluate, without gradients. A loss of its own rows alone needs gather=lambda x: x."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks > 1 and torch.is_grad_enabled():
+        raise ValueError(f"There are {ranks} ranks, but no gather: pass one to the model and to "
+                         "each loss, such as Gather() of common.py (see identity).")
+
+
+def readable(x):
+    """Whether the values of a tensor can be read without a wait for a GPU."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def check_scale(scale):
+    """Raise ValueError if scale is below 1, as a temperature is, or a parameter, as a log-scale is.
+    For a parameter p that is no logarithm give 1 * p."""
+    if isinstance(scale, nn.Parameter):
+        raise ValueError("scale is 1 / temperature, not a parameter: give exp() of a log-scale.")
+    if (not torch.is_tensor(scale) or readable(scale)) and scale < 1:
+        raise ValueError(f"scale is 1 / temperature, from 1 to 100, not {float(scale):g}.")
+
+
+def as_bools(mask, shape):
+    """A mask of bools, or of 0 and 1 -> of bools. Raises ValueError for another shape, for floats
+    (an additive mask) and for other numbers (token ids)."""
+    if mask.shape != shape or mask.is_floating_point():
+        raise ValueError(f"A mask needs the shape {tuple(shape)} and bools, not "
+                         f"{tuple(mask.shape)} and {mask.dtype}.")
+    if readable(mask) and (mask != mask.bool()).any():
+        raise ValueError(f"A mask needs bools, or 0 and 1, not {mask.min()} to {mask.max()}.")
+    return mask.bool()
+
+
+def checked_mask(mask, shape):
+    """mask (B, L): True (or 1) at tokens, False (or 0) at padding, which comes last -> of bools.
+    Without padding give ones. Raises ValueError as as_bools does, and if padding comes first."""
+    mask = as_bools(mask, shape)
+    if readable(mask) and not (mask.any() and (mask[:, :-1] >= mask[:, 1:]).all()):
+        raise ValueError("A mask needs True at tokens, then False at padding: this mask is "
+                         "inverted, or has padding first.")
+    return mask
 
 
 # Settings, presets, what train.py and eval.py ask for ----------------------------------------

@@ -1363,6 +1363,7 @@ def finish(args, log, embedder, eval_data, progress, patient):
         dist.barrier(patient)  # all ranks end together: see common.patient_group
 
 
+@torch.no_grad()
 def dry_run(args, method, model):
     """Print on rank 0 what the settings cost, in words and as JSON. A multiply-add is 2 FLOPs."""
     params = sum(p.numel() for p in model.parameters())

@@ -138,8 +138,8 @@ return (s.softmax(«1 => 2») * s).sum(1) # PACL: softmax over patches
 a = s.softmax(«1 => 0») # GLoRIA: softmax over patches
 «.masked_fill(~words, torch.finfo(s.dtype).min).logsumexp => .logsumexp»(2) # GLoRIA: padding
 + mean_of_words(of_patches, patch_mask))« / 2 => » # MGCA: the mean
-«with torch.no_grad() => if True»:\n            # Sinkhorn # targets have no gradient
-q = (s / «0.05 => 0.1»).exp() # D.4: epsilon ;; for _ in range(«3 => 2»): # D.4: iterations
+q = («s.detach() => s» / 0.05).exp() # targets have no gradient
+q = (s.detach() / «0.05 => 0.1»).exp() # D.4: epsilon ;; for _ in range(«3 => 2»): # D.4: iterations
 q = q / «gather(q.sum(1)[None]).sum(0 => q.sum(1»)[:, None] # columns of one rank
 F.cross_entropy(scale * s[0], q[«1 => 0»]) # an image predicts its caption's
 nn.Parameter(«F.normalize(prototypes, dim=-1) => prototypes») # initial prototypes

@@ -4,6 +4,7 @@ The tests run for each method in METHODS. A fifth method, toy.py, has only the m
 required, and must train, resume and be evaluated, too.
 """
 
+import copy
 import dataclasses
 import inspect
 import json
@@ -11,6 +12,7 @@ import operator
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,7 +166,7 @@ def errors_of_check_gather(rank):
         try:
             sparc.check_gather(gather)
             found.append("")
-        except AssertionError as error:
+        except ValueError as error:
             found.append(str(error))
     return found
 
@@ -173,14 +175,39 @@ def errors_of_check_gather(rank):
 def test_check_gather_raises_on_every_rank_for_each_wrong_gather(tmp_path):
     for found in run_ranks(tmp_path, errors_of_check_gather):
         assert found[0] == "" and ["sum over" in error for error in found[1:4]] == 3 * [True]
-        assert "rank order" in found[4]
+        assert "order of the ranks" in found[4]
 
 
-@pytest.mark.parametrize("name", "in_fp32 identity check_gather own_columns checked_mask".split())
+@pytest.mark.parametrize("name", SMALL)
+def test_a_rank_that_trains_without_a_gather_is_told(name, monkeypatch):
+    """Such a rank would compare its own rows alone. It may evaluate, and lambda x: x is a choice."""
+    model, batch = tiny_model(name), batch_of(name)
+
+    def loss(**options):
+        return copy.deepcopy(model)(batch, **options)["loss"]
+
+    expected = loss()
+    two_ranks = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True,
+                                get_world_size=lambda: 2)
+    for method in (sparo, stair, sparc, bam):
+        monkeypatch.setattr(method, "dist", two_ranks)
+    if name != "classifier":  # its loss compares no rows
+        with pytest.raises(ValueError, match="2 ranks.*gather"):
+            loss()
+    with torch.no_grad():
+        assert torch.equal(loss(), expected)
+    assert torch.equal(loss(gather=lambda x: x), expected)
+
+
+REPEATED = """in_fp32 identity own_columns check_gather check_alone readable check_scale as_bools
+    checked_mask"""
+
+
+@pytest.mark.parametrize("name", REPEATED.split())
 def test_what_every_method_file_repeats_is_the_same_text(name):
     files = [file for file in (sparo, stair, sparc, bam) if hasattr(file, name)]
     assert len(files) >= 3 and len({inspect.getsource(getattr(file, name)) for file in files}) == 1
-    assert name != "check_gather" or len(inspect.getsource(sparc.check_gather).splitlines()) <= 8
+    assert name != "check_gather" or len(inspect.getsource(sparc.check_gather).splitlines()) <= 10
 
 
 @pytest.mark.ranks
@@ -380,7 +407,9 @@ CONTRASTIVE = sparo.clip_loss, stair.contrastive_loss, sparc.global_loss
 @pytest.mark.parametrize("v, t, message", [
     (V_AND_T[0], torch.randn(B + 1, E), r"\(4, 5\), captions \(5, 5\)"),
     (V_AND_T[0, :1], V_AND_T[1], r"\(1, 5\), captions \(4, 5\)"),
-    (V_AND_T[0], V_AND_T[1, :3], r"\(3, 5\)"), (V_AND_T[0, :1], V_AND_T[1, :1], "two or more")])
+    (V_AND_T[0], V_AND_T[1, :3], r"\(3, 5\)"), (V_AND_T[0, :1], V_AND_T[1, :1], "two or more"),
+    (V_AND_T[0, 0], V_AND_T[1, 0], r"\(5,\).*need \(B"),
+    (V_AND_T[:, None], V_AND_T[:, None], r"\(2, 1, 4, 5\).*need \(B")])
 def test_contrastive_losses_refuse_what_has_no_pairs(loss, v, t, message):
     with pytest.raises(ValueError, match=message):
         loss(v, t, 10.0)
@@ -393,6 +422,51 @@ def test_contrastive_losses_normalise_and_take_options_by_name(loss):
     torch.testing.assert_close(loss(7 * v, 3 * t, 10.0), loss(*unit, 10.0))
     with pytest.raises(TypeError, match="positional"):
         loss(v, t, 10.0, common.gather)
+
+
+SCALED = [
+    *(lambda scale, loss=loss: loss(*V_AND_T, scale) for loss in CONTRASTIVE),
+    *(lambda scale, loss=loss: loss(TOKENS, PATCHES, MASK, scale) for loss in (
+        FINE, sparc.filip_loss, sparc.gloria_loss)),
+    lambda scale: sparc.mgca_loss(TOKENS, PATCHES, MASK, TOKENS, PATCHES, scale),
+    lambda scale: sparc.pacl_loss(V_AND_T[1], PATCHES, scale),
+    lambda scale: sparc.prototype_loss(*V_AND_T, V_AND_T[0], scale)]
+
+
+@pytest.mark.parametrize("loss", SCALED)
+@pytest.mark.parametrize("scale, message", [
+    (0.07, "0.07"), (-2.0, "-2"), (torch.tensor(0.07), "0.07"), (nn.Parameter(torch.tensor(2.7)), "exp")])
+def test_losses_refuse_a_temperature_and_the_logarithm_of_a_scale(loss, scale, message):
+    with pytest.raises(ValueError, match=f"1 / temperature.*{message}"):
+        loss(scale)
+    assert loss(nn.Parameter(torch.tensor(0.0)).exp()).isfinite()
+
+
+TOKEN_MASKS = [
+    lambda mask: stair.caption_mask(MASK.long(), mask, 9), lambda mask: HEAD(TOKENS, mask),
+    sparc.words_only, lambda mask: sparo.checked_mask(mask, (B, L))]
+WORD_MASKS = [lambda mask, loss=loss: loss(TOKENS, PATCHES, mask, 9.0) for loss in (
+    FINE, sparc.filip_loss, sparc.gloria_loss)]
+
+
+@pytest.mark.parametrize("call", TOKEN_MASKS)
+@pytest.mark.parametrize("mask", [~MASK, ~MASK[:, :1].expand(B, L), MASK.flip(1), 1 - MASK.long()])
+def test_masks_of_tokens_with_padding_first_are_refused(call, mask):
+    with pytest.raises(ValueError, match="inverted, or has padding first"):
+        call(mask)
+
+
+@pytest.mark.parametrize("call", TOKEN_MASKS + WORD_MASKS)
+@pytest.mark.parametrize("mask, message", [
+    (MASK.long() * 7, "0 to 7"), ((MASK.long() - 1) * 10_000, "-10000 to 0"),
+    (MASK.float(), "float32")])
+def test_masks_of_other_numbers_are_refused(call, mask, message):
+    with pytest.raises(ValueError, match=f"A mask needs .*{message}"):
+        call(mask)
+
+
+def test_a_mask_of_words_may_leave_out_any_word():
+    assert FINE(TOKENS, PATCHES, ~MASK, 9.0).isfinite()
 
 
 @pytest.mark.parametrize("call, message", [
@@ -408,11 +482,26 @@ def test_contrastive_losses_normalise_and_take_options_by_name(loss):
     (lambda: HEAD(TOKENS, MASK[:1]), r"\(4, 6\) and bools, not \(1, 6\)"),
     (lambda: HEAD(TOKENS, MASK.float()), "torch.float32"),
     (lambda: stair.caption_mask(MASK.long(), MASK.float(), 9), "torch.float32"),
-    (lambda: SPARO(TOKENS, MASK), r"eos_idx needs B indices .*\(4, 6\)"),
+    (lambda: SPARO(TOKENS, MASK), r"eos_idx needs 4 indices .*\(4, 6\)"),
     (lambda: SPARO(TOKENS, MASK.float().sum(1)), "torch.float32"),
+    (lambda: SPARO(TOKENS, MASK.sum(1)), "from 3 to 6, but there are 6"),
+    (lambda: SPARO(TOKENS, torch.tensor([-2, 1, 1, 1])), "from -2"),
+    (lambda: SPARO(TOKENS, torch.tensor([3])), r"needs 4 indices .*\(1,\)"),
+    (lambda: sparo.normalize_slots(V_AND_T[0]), r"\(B, L, V\), not \(4, 5\)"),
+    (lambda: sparc.prototype_loss(*V_AND_T[:, :, None], V_AND_T[0], 9.0), r"\(4, 1, 5\)"),
+    (lambda: stair.flops_loss(TOKENS), r"\(4, 6, 5\)"),
+    (lambda: stair.flops_loss(TOKENS[0, 0]), r"\(5,\)"),
+    (lambda: tiny_model("stair").begin_stage(0, fresh=True), "not 0"),
+    (lambda: tiny_model("stair").begin_stage(4, fresh=True), "not 4"),
+    (lambda: tiny_model("stair").after_update(8, 8), "step 8"),
+    (lambda: tiny_model("bam").after_update(8, 8), "step 8"),
+    (lambda: tiny_model("dino").after_update(8, 8), "step 8"),
+    (lambda: tiny_model("bam")(make_views(2, sizes=(8, 8, 16))), "large views come first"),
+    (lambda: tiny_model("dino")(make_views(2, sizes=(8, 8, 16))), "large views come first"),
     (lambda: PROJECTOR(TOKENS[0], bam.identity), r"\(k, n, d\), not \(6, 5\)"),
     (lambda: bam.bam_loss(TOKENS[0], 2, iters=0), "iters is 0"),
-    (lambda: bam.bam_loss(TOKENS[0], 2, tau=0.0), "tau 0.0")])
+    (lambda: bam.bam_loss(TOKENS[0], 2, tau=0.0), "tau 0.0"),
+    (lambda: bam.bam_loss(TOKENS[0], 2, tau=10), "tau 10")])
 def test_wrong_shapes_masks_and_numbers_raise_errors_that_name_them(call, message):
     with pytest.raises(ValueError, match=message):
         call()
