@@ -61,6 +61,7 @@ from common import UserError
 
 METHODS = {module.__name__: common.Method(module) for module in (sparo, stair, sparc, bam)}
 METHODS["classifier"] = common.Method(bam.CLASSIFIER)  # what train.py --finetune trains
+METHODS["detector"] = common.Method(sparc.DETECTOR)  # what --method detector --finetune trains
 
 
 # Metrics ----------------------------------------------------------------------------------
@@ -1000,6 +1001,9 @@ class EvalSet:
     maps: Callable = None          # (purpose) -> pairs (image, {key: class ids (H, W) from 1})
     videos: Callable = None        # (patch size) -> pairs (function () that yields the f frames
                                    # (3, h, w) of a video, object ids (f, H, W) from 1)
+    boxes: Callable = None         # () -> pairs (image, padded to a square; common.Boxes)
+    box_classes: Classes = None    # classes of `boxes`
+    box_groups: dict = None        # {"rare": numbers of classes, ...}; the world has only "rare"
     word_masks: Callable = None    # () -> pairs (image, (caption, {(kind, word): mask (S, S)}))
 
     def __init__(self, **members):
@@ -1163,6 +1167,19 @@ def open_voc(directory, options, image_size):
     return EvalSet(named=classes, map_classes={"": classes}, maps=maps)
 
 
+def open_boxes(table, options, image_size):
+    """A common.BoxTable -> EvalSet with boxes."""
+    if table.skipped:
+        print(f"left out of {table.name}: {common.describe_skipped(table.skipped)}")
+    classes = Classes(table.names, options.templates, table.name)
+    read = lambda file: common.to_floats(common.squared(common.open_image(file), image_size))
+    rows = range(len(table))[: options.limit]
+    return EvalSet(
+        boxes=lambda: read_images(((table.path(i), table.truth(i)) for i in rows), read,
+                                  options.workers),
+        box_classes=classes, named=classes, box_groups=table.groups)
+
+
 def read_ids(path):
     """A file with one id for each pixel -> (H, W) of uint8. Raises UserError for other files."""
     with Image.open(path) as file:
@@ -1285,9 +1302,13 @@ def open_kind(options, image_size, captions):
 
     # every kind of data that train.py accepts
     content = "caption" if captions else None
+    if spec.endswith(".json") and '"bbox"' in common.read_text(spec, "--data"):
+        content = "boxes"
     source = common.open_data(spec, options.image_root, options.split, image_size, content)
     if isinstance(source, common.World):
         return WorldSet(source, options)
+    if isinstance(source, common.BoxTable):
+        return open_boxes(source, options, image_size)
     if isinstance(source, common.TarShards):
         # The labels of shards have no names. So k-NN and probes can learn from shards, but only a
         # classifier can be evaluated on them. A random sample needs the headers of all shards; the
@@ -1430,6 +1451,8 @@ class WorldSet(EvalSet):
                             "/shape": Classes(SHAPES, usual), "/pair": Classes(PAIRS, usual)}
         self.unseen = torch.arange(64) // 8 >= world.palette
         self.unseen[[8 * colour + shape for colour, shape in world.heldout_pairs]] = True
+        self.box_classes = self.classes
+        self.box_groups = {"rare": self.unseen.nonzero()[:, 0].tolist()}
 
     def scenes(self, purpose):
         """The sample of World.sample for a purpose. Each call with this purpose returns the same
@@ -1445,6 +1468,7 @@ class WorldSet(EvalSet):
             "picture": (8, 7, most),
             "search": (WORLD_N, 7, None),
             "test": (WORLD_N, 9, 1),
+            "boxes": (WORLD_N // 2, 11, None),
         }
         if purpose == "train":
             return self.world.sample(4 * WORLD_N, "train", 9, 1)
@@ -1492,6 +1516,10 @@ class WorldSet(EvalSet):
         truths = {grouping: label_maps(sample, grouping) for grouping in groupings}
         for i, image in enumerate(sample["images"]):
             yield image, {grouping: ids[i] for grouping, ids in truths.items()}
+
+    def boxes(self):
+        sample = self.scenes("boxes")
+        return zip(sample["images"], common.world_boxes(sample))
 
     def videos(self, patch_size):
         """10 videos of 40 frames. Each object moves on a straight line, by up to .04 of the picture
@@ -2168,6 +2196,42 @@ def classification(embedder, data, options):
             "classification/mean_per_class": (mean_per_class(predicted, labels), chance)}
 
 
+# Open-vocabulary detection (SPARC, Table 5) -----------------------------------------------
+#
+# A detector has a text encoder, and yet one task of its own.
+
+
+def query_embeddings(embedder, data):
+    """Embeddings of the classes of data.boxes (C, E). A class's logit is the mean of the logits of
+    its prompts, as in OWL-ViT's code. It is the logit of the mean of their embeddings."""
+    x = embedder.texts(data.box_classes.prompts)
+    return x.unflatten(0, (len(data.box_classes.names), -1)).mean(1).to(embedder.device)
+
+
+def detection(embedder, data, options):
+    """AP of boxes (COCO, LVIS): the mean over ten IoUs from .5 to .95 and over the classes that
+    have a true box. AP_rare, AP_common, AP_frequent: the mean over these classes of LVIS, or over
+    the pairs of colour and shape that the world's training images never show."""
+    queries = query_embeddings(embedder, data)
+    encode = lambda images: sparc.best_boxes(*embedder.model.detect(images, queries))
+    x, truths = embedder.encode_pairs(data.boxes(), encode)                 # (n, k, 6)
+    found = []
+    for rows, truth in zip(x, truths):
+        boxes = rows[:, :4].clamp(min=0).minimum(rows.new_tensor(2 * truth.size))  # in the image
+        found.append((boxes, rows[:, 4].long(), rows[:, 5]))
+    of_lvis = any(truth.absent is not None for truth in truths)
+    aps = sparc.average_precisions(found, truths, 300 if of_lvis else 100)
+    if not aps:
+        raise UserError(f"The images of {options.data} that can be read have no true box.")
+    ap = torch.stack([*aps.values()])                                       # (classes, 10)
+    result = {"detection/AP": ap.mean(), "detection/AP50": ap[:, 0].mean(),
+              "detection/AP75": ap[:, 5].mean(), "detection/images": len(x)}
+    for group, classes in data.box_groups.items():
+        if rows := [row for c, row in aps.items() if c in classes]:
+            result[f"detection/AP_{group}"] = torch.stack(rows).mean()
+    return result
+
+
 # What can be measured ---------------------------------------------------------------------
 #
 # A task's row of TASKS lists members of the data and names a member of the model. The task runs if
@@ -2211,6 +2275,7 @@ TASKS = {
     "alignment": Task(alignment, ("word_masks",), "align_words"),
     "slot_alignment": Task(slot_alignment, ("word_masks",), "slots"),
     "classification": Task(classification, ("labelled",), "class_scores"),
+    "detection": Task(detection, ("boxes",), "detect"),
 }
 
 IN_WORDS = {  # a phrase for each member that rows of TASKS name
@@ -2219,7 +2284,8 @@ IN_WORDS = {  # a phrase for each member that rows of TASKS name
     "videos": "DAVIS 2017's layout", "labelled": "labelled images", "encode_text": "a text encoder",
     "encode_patches": "a model of sparc.py", "align_words": "a model of sparc.py",
     "encode_words": "a model of stair.py", "mask_parts": "a model of sparo.py",
-    "slots": "the slots of SPARO", "class_scores": "a classifier"}
+    "slots": "the slots of SPARO", "class_scores": "a classifier", "boxes": "a JSON of boxes as COCO's or LVIS's",
+    "detect": "a detector"}
 
 
 def default_tasks(data, model):
@@ -2228,6 +2294,8 @@ def default_tasks(data, model):
         return ["video"]
     if model.class_scores:
         return ["classification"]
+    if model.detect:
+        return ["detection"]
     if model.encode_text is None:  # a probe on files takes long, so it runs only if --task says so
         return ["knn", "linear"] if data.is_world else ["knn"]
     tasks = ["zeroshot", "retrieval", "negatives", "winoground", "segmentation", "alignment",
@@ -2621,6 +2689,34 @@ def draw_video(embedder, data):
     return sheet(title, note, rows)
 
 
+def draw_detection(embedder, data):
+    """True and found boxes of eight images. Found boxes have a score of .3 or more."""
+    names, queries = data.box_classes.names, query_embeddings(embedder, data)
+    pairs = [*itertools.islice(read_images(data.boxes(), None), 8)]
+    cells = []
+    for image, truth in pairs:
+        logits, boxes = embedder.model.detect(image[None].to(embedder.device), queries)
+        best = [row for row in sparc.best_boxes(logits, boxes, 10)[0] if row[5].sigmoid() >= 0.3]
+        true = [(box, names[c]) for box, c in zip(truth.boxes, truth.labels)]
+        found = [(row[:4], f"{names[int(row[4])]} {row[5].sigmoid():.2f}") for row in best]
+        cells += [(draw_boxes(image, true), "true"), (draw_boxes(image, found), "found")]
+    title = "Objects that are asked for by their names (SPARC, Table 5)."
+    return sheet(title, "Numbers are scores.", [("", cells)], columns=4)
+
+
+def draw_boxes(image, boxes):
+    """A picture of an image (3, S, S) with pairs (box (4,), label)."""
+    picture = to_picture(image, (336, 336))
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(13)
+    for i, (box, label) in enumerate(boxes):
+        corners, colour = (336 * box).tolist(), CLASS_COLOURS[i % len(CLASS_COLOURS)]
+        draw.rectangle(corners, outline=colour, width=2)
+        place = draw.textbbox((corners[0], max(0, corners[1] - 15)), label, font)
+        draw.rectangle(place, fill="black")
+        draw.text(place[:2], label, colour, font)
+    return picture
+
+
 def retrieval_errors(own, found, among=None):
     """Images for which no run finds a caption of the image itself -> their number, and those to
     show: [(row number, K-Precisions of the runs)].
@@ -2839,6 +2935,7 @@ PICTURES = {
     "neighbours": Picture(draw_neighbours, ("captioned", "labelled")),
     "similarities": Picture(draw_similarities, ("labelled",)),
     "video": Picture(draw_video, ("videos",)),
+    "detection": Picture(draw_detection, ("boxes",), "detect"),
 }
 
 
@@ -2850,8 +2947,10 @@ def pictures_to_draw(models, data, tasks):
         usual.remove("words")  # only STAIR has an encoding that consists of words
     if any(model.encode_text for model in models):
         usual.remove("similarities")  # BAM's picture, of models that learn from images alone
+    if any(model.detect for model in models):
+        usual = {"detection"}
     if data.is_world:
-        usual.remove("video")  # on shapes it shows only that the task runs
+        usual.discard("video")  # on shapes it shows only that the task runs
     return {name: picture for name, picture in PICTURES.items()
             if name in (tasks or usual) and picture.fits(data)
             and all(picture.suits(model) for model in models)}
