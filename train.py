@@ -35,6 +35,21 @@ On Slurm, this job trains on two machines that share --out. It requeues itself b
         --method sparc --preset l14 --grad-checkpoint --workers 12 --out runs/l14 \
         --data '/data/{00000..09999}.tar' --vocab /data/vocab.txt &
     wait $!
+
+What a signal does:
+
+    SIGTERM, SIGINT (Ctrl-C), SIGHUP        The run saves and ends after the present step. Several
+    (a closed terminal, without nohup)      ranks need up to 2 seconds more.
+    SIGUSR1, SIGUSR2, SIGXCPU               The same. torchrun itself dies of these signals, so send
+    (Slurm, SGE, LSF)                       SIGTERM to torchrun.
+    any, while BAM looks for boxes          The run saves and ends after the present batch. The
+                                            resumed run looks again.
+    any, during --eval-every                The run was saved before. It ends after the evaluation.
+    any, during the last evaluation         The run was saved before. It ends at once.
+    a second Ctrl-C                         The run ends at once, without another save.
+
+After a rank has died, `torchrun --max-restarts 3 ... --resume auto` continues from the last save on
+one machine. On several machines requeue the job.
 """
 
 import argparse

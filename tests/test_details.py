@@ -325,9 +325,10 @@ def literal_mask(y_i, y_p, y_n, parts, epochs, batch, generator):
     return best, start, most
 
 
-@pytest.mark.parametrize("parts", [3, 6])
-def test_train_mask_equals_a_literal_loop(parts):
+@pytest.mark.parametrize("parts, seed", [(3, 0), (6, 0), (6, 1)])  # s falls, falls, rises
+def test_train_mask_equals_a_literal_loop(parts, seed):
     """Captions and negatives are so alike that the weights of the mask stay away from 0 and 1."""
+    torch.manual_seed(seed)
     y_i, y_p, noise = torch.randn(3, 20, 6, dtype=torch.float64)
     y_n = y_p + 1e-3 * noise
     seeds = [torch.Generator().manual_seed(5) for _ in range(2)]
@@ -335,7 +336,7 @@ def test_train_mask_equals_a_literal_loop(parts):
     mask, start, most = literal_mask(y_i, y_p, y_n, parts, 8, 8, seeds[1])
     assert found[1:] == pytest.approx((start, most)) and most > start
     torch.testing.assert_close(found[0], mask)
-    assert 0.1 < mask.min() and mask.max() < 0.9
+    assert 0.05 < mask.min() and mask.max() < 0.95
 
 
 # Data: resume, augmentation, decoding -----------------------------------------------------

@@ -178,7 +178,7 @@ def test_sparcs_swept_settings_are_values_of_the_sweeps():
 def test_toy_presets_have_the_settings_that_the_docstrings_name():
     """sparc.py: sigma .4, lambda_f .1, lr 2e-3, a residual h_v. stair.py: AdamW, lr_3 of stage 1.
 
-    bam.py: no teacher, no ContrastiveCrop. README names the same departures.
+    bam.py: no teacher, no ContrastiveCrop. RESULTS.md names them.
     """
     tiny = {name: train.parse_args(["--method", name]) for name in ROWS}
     sparc_args, stair_args, bam_args = tiny["sparc"], tiny["stair"], tiny["bam"]
