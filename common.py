@@ -3263,9 +3263,10 @@ def crop_boxes(image, truth, size, min_scale):
     """A random crop of a PIL image, with min_scale to 1 of its area, perhaps flipped, `squared` ->
     uint8 (3, size, size), and the Boxes in it: no crowds, and those of which 60 % are left (OWL-
     ViT's code)."""
-    top, left, height, width = v2.RandomResizedCrop.get_params(image, (min_scale, 1), (3 / 4, 4 / 3))
+    crop = v2.RandomResizedCrop.get_params(image, (min_scale, 1), (3 / 4, 4 / 3))
+    top, left, height, width = crop
     whole = truth.boxes * max(image.size) - torch.tensor([left, top, left, top])
-    image = v2.functional.crop(image, top, left, height, width)
+    image = v2.functional.crop(image, *crop)
     boxes = whole.clamp(min=0).minimum(torch.tensor([width, height, width, height]))
     kept = (box_area(boxes) >= 0.6 * box_area(whole)) & (box_area(boxes) > 0) & ~truth.crowd
     if torch.rand(()) < 0.5:

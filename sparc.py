@@ -861,8 +861,8 @@ def centre_and_size(boxes):
 
 
 def detection_losses(logits, boxes, asked, classes, truth):
-    """The losses of classes, L1 and GIoU (3,). Each is the mean over images of a sum, divided by the
-    number of true classes or boxes of the image.
+    """The losses of classes, L1 and GIoU (3,). Each is the mean over images of a sum divided by the
+    number of true classes, or boxes, of the image.
 
     logits (B, P, Q) of patches and queries; boxes (B, P, 4); asked (B, Q): queries of the image;
     truth (B, M, 4): true boxes; classes (B, M, Q): True for the classes of a true box (overlapping
@@ -1005,13 +1005,13 @@ def judge(iou, crowd):
     """COCO's matching. iou (n, m) of found boxes, best first, and true boxes, crowd (m,)
     -> (2, 10, n): at each of IOUS, whether a found box is right, and whether it does not count.
 
-    A found box takes the free true box with the largest IoU. If none is left, it may lie in a crowd,
-    which any number of found boxes can take and which does not count.
+    A found box takes the free true box with the largest IoU. If none is left, the found box may lie
+    in a crowd. A crowd can be taken by any number of found boxes, which then do not count.
     """
     n, m = iou.shape
     result, free = torch.zeros(2, len(IOUS), n, dtype=torch.bool), torch.ones(len(IOUS), m) > 0
     rank = iou + 2 * ~crowd  # true boxes come before crowds
-    for i in range(n if m else 0):
+    for i in range(n):
         fits = free & (iou[i] >= IOUS[:, None])                   # (10, m)
         value = torch.where(fits, rank[i], -1.0).flip(1)                    # of equals the last
         best = m - 1 - value.argmax(1)                                      # (10,)
@@ -1053,8 +1053,10 @@ def average_precisions(found, truths, most=100):
                 continue
             rows = rows[scores[rows].argsort(descending=True, stable=True)][:most]
             crowd = truth.crowd[mine]
-            iou = overlaps(boxes[rows].double(), truth.boxes[mine].double(), crowd)
-            right, ignored = judge(iou, crowd)
+            right, ignored = torch.zeros(2, len(IOUS), len(rows), dtype=torch.bool)
+            if mine.any():
+                iou = overlaps(boxes[rows].double(), truth.boxes[mine].double(), crowd)
+                right, ignored = judge(iou, crowd)
             if c in truth.partial:
                 ignored = ~right  # a found box that is not right may show an object without a box
             parts.setdefault(c, []).append((scores[rows], right, ignored))

@@ -488,8 +488,8 @@ def encoders_of(run, with_text):
     texts = {}
     if with_text:
         if args.method != "sparc":
-            raise UserError(f"{run} is a run of --method {args.method}: a detector starts from both "
-                            f"encoders of a run of --method sparc.")
+            raise UserError(f"{run} is a run of --method {args.method}: a detector starts from the "
+                            f"two encoders of a run of --method sparc.")
         texts = {"text_encoder": args.text_encoder, "embed_dim": args.embed_dim,
                  "vocab": str(Path(run, "vocab.txt"))}
     return texts | {"image_encoder": encoder, "image_size": args.image_size}
@@ -1446,7 +1446,7 @@ def dry_run(args, method, model):
     words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
     record = {"params": params, **words, "flops_per_sample": int(flops[2]),
               "flops_per_sample_in_batch": round(in_batch), "chance_loss": chance_loss}
-    print_once(json.dumps(record))
+    print_once(json.dumps(common.without_nan(record)))
 
 
 def made_up_batch(args, method, model, n):

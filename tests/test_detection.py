@@ -86,8 +86,8 @@ def literal_ap(found, truths, c, threshold, most):
     for n, (_, _, is_right) in enumerate(sorted(judged), 1):
         hits += is_right
         points.append((hits / positives, hits / n))
-    best = [max((p for r, p in points if r >= least), default=0) for least in np.linspace(0, 1, 101)]
-    return sum(best) / 101
+    least = np.linspace(0, 1, 101)
+    return sum(max((p for r, p in points if r >= x), default=0) for x in least) / 101
 
 
 def drawn(seed, lvis):
@@ -198,7 +198,7 @@ def test_lviss_files_are_read_and_rare_classes_are_not_trained_on(tmp_path):
 
 
 @pytest.mark.parametrize("change, reason", [
-    (dict(bbox=[50, 0, 5, 5]), "outside its image"), (dict(bbox=[-9, 0, 9, 5]), "outside its image"),
+    (dict(bbox=[50, 0, 5, 5]), "outside its image"), (dict(bbox=[-9, 0, 9, 5]), "outside its"),
     (dict(bbox=[1, 1, 0, 5]), "without an area"), (dict(bbox=[1, 1, -3, 5]), "without an area"),
     (dict(bbox=[1, math.nan, 5, 5]), "outside its image"), (dict(bbox=[1, 1]), "four numbers"),
     (dict(bbox=None), "four numbers"), (dict(image_id=99), "image that the file does not name"),
@@ -315,7 +315,7 @@ def test_losses_and_gradients_equal_literal_loops():
 
     corner = 0.6 * torch.rand(3, 9, 2, dtype=torch.float64)
     boxes = torch.cat([corner, corner + 0.05 + 0.3 * torch.rand(3, 9, 2)], -1)
-    truth, boxes = boxes[:, :3], boxes[:, 3:].clone().requires_grad_()      # 3 true boxes, 6 patches
+    truth, boxes = boxes[:, :3], boxes[:, 3:].clone().requires_grad_()  # 3 true, 6 patches
     logits = torch.randn(3, 6, 4, dtype=torch.float64, requires_grad=True)
     of_box = [[{0}, {1, 3}, {2}], [{1}], []]
     classes = torch.tensor([[[q in of[m] if m < len(of) else False for q in range(4)]
@@ -335,7 +335,8 @@ def test_losses_and_gradients_equal_literal_loops():
         best = min(itertools.permutations(range(6), len(of)), key=cost)
         there = {(p, q) for m, p in enumerate(best) for q in of[m]}
         for p, q in itertools.product(range(6), range(4)):
-            expected[0] += asked[i, q] * focal(logits[i, p, q], (p, q) in there) / max(1, len(there))
+            part = asked[i, q] * focal(logits[i, p, q], (p, q) in there)
+            expected[0] += part / max(1, len(there))
         for m, p in enumerate(best):
             expected[1] += (boxes[i, p] - truth[i, m]).abs().sum() / len(of)
             expected[2] += (1 - giou(boxes[i, p], truth[i, m])) / len(of)
@@ -467,8 +468,9 @@ def test_a_detector_begins_with_the_encoders_and_the_vocabulary_of_its_run(tmp_p
     assert (out / "vocab.txt").read_text() == (base / "vocab.txt").read_text()
     theirs, ours = weights(base), weights(out)
     kept = {name for name in theirs if name.startswith(("image_encoder.", "text_encoder.", "g_t."))}
-    assert {name for name in kept if not torch.equal(ours[name], theirs[name])} == {
-        name for name in kept if name == "image_encoder.pos" or "running" in name or "batches" in name}
+    changed = {name for name in kept if not torch.equal(ours[name], theirs[name])}
+    statistics = {name for name in kept if "running" in name or "batches" in name}
+    assert changed == {"image_encoder.pos", *statistics}
     assert ours["image_encoder.pos"].shape[1] == 16                         # interpolated
 
 
@@ -476,8 +478,7 @@ def test_a_detector_begins_with_the_encoders_and_the_vocabulary_of_its_run(tmp_p
     ("--data shapes:size=16", 1), (FILE + "0", 1), (FILE + "2 --batch 2", 1),
     pytest.param(FILE + "0", 2, marks=pytest.mark.ranks)])
 def test_a_resumed_detector_equals_an_uninterrupted_one_and_is_evaluated(
-        tmp_path, monkeypatch, run_of, flags, ranks):
-    monkeypatch.chdir(tmp_path)
+        tmp_path, run_of, flags, ranks):
     flags = flags.replace("boxes.json", write_coco(tmp_path))
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     begin = [*FLAGS.split(), str(run_of("sparc")), *flags.split(), "--out"]
