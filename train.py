@@ -906,8 +906,9 @@ def new_model(args, method, tokenizer):
     encoders, parts = initial_encoders(args, method, tokenizer)
     model = common.build_model(method, args, *encoders)
     if parts is not None:
-        file = args.init_weights or args.finetune
-        with common.explained(UserError, file):
+        flag = "finetune" if args.finetune else "init_weights"
+        file = vars(args)[flag]
+        with common.explained(UserError, f"{common.flag_of(flag)} {file}"):
             left_over = common.load_clip_parts(model, parts)
         print_once(f"{file}: {common.describe_loading(model, encoders, left_over)}")
     save_memory(args, model)
