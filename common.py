@@ -54,7 +54,7 @@ import warnings
 import zlib
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Literal, NamedTuple, get_args, get_origin
 
 import numpy as np
 import torch
@@ -65,7 +65,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset, get_worker_info
 from torchvision.models import ResNet50_Weights, resnet
-from torchvision.ops import Conv2dNormActivation, stochastic_depth
+from torchvision.ops import (Conv2dNormActivation, box_area, box_iou, masks_to_boxes,
+                             stochastic_depth)
 from torchvision.transforms import v2
 
 
@@ -662,6 +663,7 @@ class ModelDefaults:
     word_maps = None          # (images, ids) -> (B, N, n), scores of n words at image tokens
     head_maps = None          # (images) -> (B, heads, h, w), what [CLS] attends to
     class_scores = None       # (images) -> (B, C), a classifier's scores
+    detect = None             # (images, queries (Q, E)) -> logits (B, P, Q), boxes (B, P, 4)
     boxes = None              # (images) -> (B, 4), boxes of crops, as fractions of the sides
 
     # {CLIP's name: our parameter} for CLIP's "visual.proj", "text_projection" and "logit_scale", as
@@ -1439,7 +1441,7 @@ def blur(x, sigma):
 # Data files ---------------------------------------------------------------------------
 #
 # --data names a source: a CaptionTable, TarShards or a World. Every source has
-#   content                  what comes with an image: "caption", "label" or None
+#   content                  what comes with an image: "caption", "label", "boxes" or None
 #   classes                  the names of the labels, or None if the source does not know them
 #   sample_captions(limit, skip=0)
 #                            captions for the training of a vocabulary, evenly spread. A large
@@ -2098,13 +2100,15 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
     split: Karpathy's split ("train" includes restval). image_size: the side of the world's pictures
         in pixels. The SPEC's own settings override `split` and `image_size`.
     content: what each image needs. "caption"; "label", which class folders, shards and the world
-        have; or None for images only, so that shards need no captions and directories no class
-        folders.
+        have; "boxes", which the world and a BoxTable have; or None for images only, so that shards
+        need no captions and directories no class folders.
 
     Raises UserError if the data do not exist or do not fit. (eval.open_eval_set opens the data of
     an evaluation.)
     """
     name, settings = parse_spec(spec)
+    if content == "boxes" and name != "shapes":
+        return BoxTable(spec, image_root, split)
     ending = Path(name).suffix.lower() or name
     if os.path.isdir(name) and name != "shapes":
         ending = "/"
@@ -2499,6 +2503,8 @@ class Stream(IterableDataset):
             return Skipped(MISSING_IMAGE, name)
         except Exception as error:
             return Skipped("unreadable image", f"{name} ({type(error).__name__}: {error})")
+        if self.source.content == "boxes":
+            return self.transform(image, caption)
         if self.boxes is None or self.boxes[row].isnan().any():
             return self.transform(image), caption
         return self.transform(image, self.boxes[row].tolist()), caption
@@ -2510,6 +2516,8 @@ class Stream(IterableDataset):
             batch = self.transform.collate(images)
         else:
             batch = {"images": torch.stack(images)}
+        if self.source.content == "boxes":
+            return batch | box_batch(values, self.source, self.tokenizer, self.context)
         if self.tokenizer:
             batch["tokens"], batch["mask"] = self.tokenizer.batch(values, self.context)
         if self.source.content == "label":
@@ -2536,6 +2544,8 @@ class WorldStream(Stream):
             images, values = sample["images"], sample["captions"]
             if self.source.content == "label":
                 values = sample["scene"]["shape"][:, 0].tolist()
+            if self.source.content == "boxes":
+                values = world_boxes(sample)
             with fixed_seed(seed):
                 if self.transform:
                     images = [self.transform(image) for image in images]
@@ -3203,6 +3213,183 @@ def timm_weights(encoder):
     return {"model": weights, "mean": encoder.pixels.mean.cpu(), "std": encoder.pixels.std.cpu()}
 
 
+# Boxes, for detection -----------------------------------------------------------------
+#
+# A source with the content "boxes" also has
+#   queries    a text for each class, "a red circle"
+#   trained    the numbers of the classes to train on: all but the rare ones
+#   truth(i)   the Boxes of image i; the world has world_boxes instead
+
+
+class Boxes(NamedTuple):
+    """The true boxes of an image: left, top, right, bottom, in units of its longer side."""
+
+    boxes: torch.Tensor         # (n, 4)
+    labels: torch.Tensor        # (n,), numbers of classes
+    crowd: torch.Tensor         # (n,), True: a box around many objects
+    size: tuple = (1, 1)        # width and height of the image
+    absent: list | None = None  # see sparc.average_precisions
+    partial: tuple = ()
+
+
+class BoxTable(CaptionTable):
+    """Images with boxes, of a file like COCO's instances_val2017.json or LVIS's lvis_v1_val.json.
+
+    names: the classes in the order of their ids. groups: {"rare": numbers of classes, ...} in LVIS.
+    split: "train" leaves out the boxes of rare classes (SPARC, Sec. 4.5), other splits have them.
+
+    Boxes that no detector can find are left out and counted. Boxes that reach out of the image stay
+    as they are, as in COCO's evaluation. Images without boxes stay, too. Raises UserError for a
+    file of another form.
+    """
+
+    def __init__(self, path, image_root=None, split="train"):
+        with explained((OSError, ValueError), f"{path} is no JSON of boxes"):
+            data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        with explained((KeyError, TypeError, AttributeError, ValueError), f"{path} has not the "
+                       f"images, categories and annotations of COCO or LVIS; this is missing or "
+                       f"wrong"):
+            images, classes = data["images"], sorted(data["categories"], key=lambda c: c["id"])
+            # LVIS has no file names, but addresses, http://HOST/val2017/000000397133.jpg
+            files = [image.get("file_name") or "/".join(image["coco_url"].split("/")[-2:])
+                     for image in images]
+            self.names = [c["name"].replace("_", " ") for c in classes]
+            self.sizes = np.array([(image["width"], image["height"]) for image in images], float)
+            rows = {image["id"]: i for i, image in enumerate(images)}
+            ids = {c["id"]: i for i, c in enumerate(classes)}
+            found, skipped = [], {}
+            for a in data["annotations"]:
+                row, box = rows.get(a["image_id"]), a.get("bbox")
+                if reason := why_no_box(box, a["category_id"] in ids, row, self.sizes):
+                    Skipped(reason, f"{path}, annotation {a.get('id')}").count(skipped)
+                else:
+                    found.append((row, ids[a["category_id"]], a.get("iscrowd", 0), *box))
+            # LVIS looks for few classes in an image
+            absent = [image.get("neg_category_ids") for image in images]
+            self.absent = [known and [ids[c] for c in known] for known in absent]
+            partial = [image.get("not_exhaustive_category_ids", ()) for image in images]
+            self.partial = [[ids[c] for c in known] for known in partial]
+            letters = {"r": "rare", "c": "common", "f": "frequent"}
+            self.groups = defaultdict(list)
+            for i, c in enumerate(classes):
+                if "frequency" in c:
+                    self.groups[letters[c["frequency"]]].append(i)
+        super().__init__([(file, "") for file in files], path, image_root or Path(path).parent,
+                         content=None)
+        if len(self) < len(files):
+            raise UserError(f"{path} names {len(files) - len(self)} files twice: give each image a "
+                            f"file of its own.")
+        self.content, self.skipped = "boxes", skipped
+        # columns: row of the image, class, crowd, left, top, right, bottom
+        table = torch.tensor(found, dtype=torch.float64).view(-1, 7)
+        table[:, 5:] += table[:, 3:5]
+        rare = torch.tensor(self.groups["rare"], dtype=torch.float64)
+        if split == "train":
+            table = table[~torch.isin(table[:, 1], rare)]
+        self.table = table[table[:, 0].argsort(stable=True)]
+        self.ends = torch.searchsorted(self.table[:, 0].contiguous(), torch.arange(len(files) + 1))
+        self.queries = [article(name) for name in self.names]
+        self.trained = sorted(set(ids.values()) - set(self.groups["rare"]))
+
+    def truth(self, i):
+        """The Boxes of image i."""
+        rows, side = self.table[self.ends[i] : self.ends[i + 1]], self.sizes[i].max()
+        return Boxes(rows[:, 3:] / side, rows[:, 1].long(), rows[:, 2] > 0,
+                     tuple(self.sizes[i] / side), self.absent[i], self.partial[i])
+
+    def samples(self, *arguments):
+        """See the head of the section on data files. Boxes take the place of a caption."""
+        for (path, _, name, i), position in super().samples(*arguments):
+            yield (path, self.truth(i), name, i), position
+
+    def sample_captions(self, limit, skip=0):
+        return self.queries[:limit]
+
+
+def why_no_box(box, has_class, row, sizes):
+    """Why an annotation of BoxTable has no box that can be used; None if it has one."""
+    if row is None:
+        return "box of an image that the file does not name"
+    if not has_class:
+        return "box of a category that the file does not name"
+    if not isinstance(box, list) or len(box) != 4:
+        return "annotation without a bbox of four numbers"
+    (x, y, w, h), (width, height) = box, sizes[row]
+    if not (w > 0 and h > 0):
+        return "box without an area"
+    if not (x < width and y < height and x + w > 0 and y + h > 0):
+        return "box outside its image"
+    return None
+
+
+def world_boxes(sample):
+    """A sample of World -> the Boxes of each image, around the pixels that each object covers."""
+    scene, segmentation, found = sample["scene"], sample["segmentation"], []
+    labels = scene["colour"] * 8 + scene["shape"]
+    for i, ids in enumerate(segmentation):
+        seen = ids.unique()[int((ids == 0).any()) :] - 1                    # without the background
+        boxes = masks_to_boxes(ids == seen[:, None, None] + 1)              # of first, last pixels
+        boxes = (boxes + torch.tensor([0, 0, 1, 1])).double() / len(ids)
+        found.append(Boxes(boxes, labels[i, seen], torch.zeros(len(seen), dtype=torch.bool)))
+    return found
+
+
+def squared(image, size):
+    """A PIL image, its longer side resized to `size`, grey to the right of it or below (OWL-ViT's
+    code) -> uint8 (3, size, size)."""
+    width, height = [max(1, round(side * size / max(image.size))) for side in image.size]
+    page = Image.new("RGB", (size, size), (128, 128, 128))
+    page.paste(image.resize((width, height), Image.Resampling.BICUBIC))
+    return v2.functional.pil_to_tensor(page)
+
+
+def crop_boxes(image, truth, size, min_scale):
+    """A random crop of a PIL image, with min_scale to 1 of its area, perhaps flipped, `squared` ->
+    uint8 (3, size, size), and the Boxes in it: no crowds, and those of which 60 % are left (OWL-
+    ViT's code)."""
+    crop = v2.RandomResizedCrop.get_params(image, (min_scale, 1), (3 / 4, 4 / 3))
+    top, left, height, width = crop
+    whole = truth.boxes * max(image.size) - torch.tensor([left, top, left, top])
+    image = v2.functional.crop(image, *crop)
+    boxes = whole.clamp(min=0).minimum(torch.tensor([width, height, width, height]))
+    kept = (box_area(boxes) >= 0.6 * box_area(whole)) & (box_area(boxes) > 0) & ~truth.crowd
+    if torch.rand(()) < 0.5:
+        image = v2.functional.hflip(image)
+        boxes[:, [0, 2]] = width - boxes[:, [2, 0]]
+    boxes = boxes[kept] / max(width, height)
+    return squared(image, size), truth._replace(boxes=boxes, labels=truth.labels[kept])
+
+
+def box_batch(truths, source, tokenizer, context, others=50):
+    """Boxes of B images -> what sparc.Detector.forward needs, without images.
+
+    An image asks for its own classes and for `others` of source.trained, first for those that LVIS
+    says it lacks. Boxes that overlap by more than .9 are one box with several classes.
+    """
+    asked = []
+    for truth in truths:
+        order = torch.tensor(source.trained)[torch.randperm(len(source.trained))]
+        others_first = torch.isin(order, torch.tensor(truth.absent or [-1])).int()
+        order = order[others_first.argsort(descending=True, stable=True)]
+        asked.append(torch.cat([truth.labels, order[~torch.isin(order, truth.labels)][:others]]))
+    queries = torch.cat(asked).unique()                                     # (Q,), sorted
+    tokens, mask = tokenizer.batch([source.queries[c] for c in queries.tolist()], context)
+    boxes, classes = [], []
+    for truth in truths:
+        same, of_box = box_iou(truth.boxes, truth.boxes) > 0.9, truth.labels[:, None] == queries
+        kept = []
+        for i in range(len(same)):
+            if (first := next((j for j in kept if same[i, j]), None)) is None:
+                kept.append(i)
+            else:
+                of_box[first] |= of_box[i]
+        boxes.append(truth.boxes[kept].float())
+        classes.append(of_box[kept])
+    pad = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    return {"tokens": tokens, "mask": mask, "boxes": pad(boxes), "classes": pad(classes),
+            "asked": torch.stack([torch.isin(queries, ids) for ids in asked])}
+
+
 # The world of shapes -------------------------------------------------------------------
 #
 # Images of coloured shapes with captions, drawn from a seed: the data set `shapes`. It is an
@@ -3300,6 +3487,11 @@ class World:
                 f"{low:.3f} to {high:.3f} with size={self.size} and objects={self.objects}.")
         # The pairs use all eight colours before a colour comes again, with another shape.
         self.heldout_pairs = [(i % 8, (3 * i + i // 8 + 1) % 8) for i in range(self.heldout)]
+        # for boxes: the class 8 * colour + shape
+        kinds = [*itertools.product(range(8), range(8))]
+        self.queries = [coloured(COLOUR_NAMES[c], SHAPE_NAMES[s]) for c, s in kinds]
+        self.trained = [8 * c + s for c, s in kinds
+                        if c < self.palette and (c, s) not in self.heldout_pairs]
 
     def scenes(self, n, split, generator, objects=None):
         """Draw n scenes of a split -> dict of tensors.

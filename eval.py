@@ -46,6 +46,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont, ImageOps
+from torchvision.ops import nms
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 from tqdm import tqdm
 
@@ -58,6 +59,7 @@ from common import UserError
 
 METHODS = {module.__name__: common.Method(module) for module in (sparo, stair, sparc, bam)}
 METHODS["classifier"] = common.Method(bam.CLASSIFIER)  # what train.py --finetune trains
+METHODS["detector"] = common.Method(sparc.DETECTOR)  # what --method detector --finetune trains
 
 
 # Metrics ----------------------------------------------------------------------------------
@@ -902,6 +904,9 @@ class EvalSet:
     maps: Callable = None          # (purpose) -> pairs (image, {key: class ids (H, W) from 1})
     videos: Callable = None        # (patch size) -> pairs (function () that yields the f frames
                                    # (3, h, w) of a video, object ids (f, H, W) from 1)
+    boxes: Callable = None         # () -> pairs (image, padded to a square; common.Boxes)
+    box_classes: Classes = None    # classes of `boxes`
+    box_groups: dict = None        # {"rare": numbers of classes, ...}; the world has only "rare"
     word_masks: Callable = None    # () -> pairs (image, (caption, {(kind, word): mask (S, S)}))
 
     def __init__(self, **members):
@@ -1086,6 +1091,20 @@ def open_voc(options, image_size, _):
     return EvalSet(named=classes, map_classes={"": classes}, maps=maps)
 
 
+def open_boxes(options, image_size, _):
+    """A file of boxes (common.BoxTable) -> EvalSet with boxes."""
+    table = common.open_data(options.data, options.image_root, options.split, content="boxes")
+    if table.skipped:
+        print(f"left out of {table.name}: {common.describe_skipped(table.skipped)}")
+    classes = Classes(table.names, options.templates, table.name)
+    read = lambda file: common.squared(common.open_image(file), image_size)
+    rows = range(len(table))[: options.limit]
+    return EvalSet(
+        boxes=lambda: read_images(((table.path(i), table.truth(i)) for i in rows), read,
+                                  options.workers),
+        box_classes=classes, named=classes, box_groups=table.groups)
+
+
 def read_ids(path):
     """A file with one id for each pixel -> (H, W) of uint8. Raises UserError for other files."""
     with Image.open(path) as file:
@@ -1178,12 +1197,21 @@ def is_shards(spec):
     return spec.lower().endswith(".tar") and not os.path.isdir(spec)
 
 
+def json_has(spec, field):
+    """Whether a SPEC is a JSON file that has a field of this name."""
+    name, _ = common.parse_spec(spec)
+    return (name.lower().endswith(".json") and os.path.isfile(name)
+            and b'"%s"' % field.encode() in Path(name).read_bytes())
+
+
+def is_boxes(spec):
+    return json_has(spec, "bbox")
+
+
 def is_karpathy(spec):
     """Whether a SPEC is Karpathy's JSON, which holds all splits. COCO has one file for each."""
     name, _ = common.parse_spec(spec)
-    is_json = name.lower().endswith(".json")
-    is_coco = is_json and os.path.isfile(name) and b'"annotations"' in Path(name).read_bytes()
-    return is_json and not is_coco
+    return name.lower().endswith(".json") and not json_has(spec, "annotations")
 
 
 def has(name):
@@ -1222,6 +1250,7 @@ KINDS = [  # the first row that fits is the kind of a SPEC
     Kind(sugarcrepe_files, open_sugarcrepe),
     Kind(is_shapes, open_shapes, "test"),
     Kind(is_shards, open_shards),
+    Kind(is_boxes, open_boxes),
     Kind(is_karpathy, open_table, "test"),
     Kind(lambda spec: True, open_table)]  # other tables, and class folders
 
@@ -1351,6 +1380,8 @@ class WorldSet(EvalSet):
                             "/shape": Classes(SHAPES, usual), "/pair": Classes(PAIRS, usual)}
         self.unseen = torch.arange(64) // 8 >= world.palette
         self.unseen[[8 * colour + shape for colour, shape in world.heldout_pairs]] = True
+        self.box_classes = self.classes
+        self.box_groups = {"rare": self.unseen.nonzero()[:, 0].tolist()}
 
     def scenes(self, purpose):
         """The sample of World.sample for a purpose. Each call with this purpose returns the same
@@ -1368,6 +1399,7 @@ class WorldSet(EvalSet):
             "picture": (8, self.split, 7, most),
             "search": (WORLD_N, self.split, 7, None),
             "test": (WORLD_N, self.split, 9, 1),
+            "boxes": (WORLD_N // 2, self.split, 11, None),
         }[purpose]
         if self.limit and purpose not in ("train", "slots"):
             # With a limit of at most TEST_LIMIT, no purpose gets more scenes than the limit. A
@@ -1410,6 +1442,10 @@ class WorldSet(EvalSet):
         truths = {grouping: label_maps(sample, grouping) for grouping in groupings}
         for i, image in enumerate(sample["images"]):
             yield image, {grouping: ids[i] for grouping, ids in truths.items()}
+
+    def boxes(self):
+        sample = self.scenes("boxes")
+        return zip(sample["images"], common.world_boxes(sample))
 
     def videos(self, patch_size):
         """10 videos of 40 frames. Each object moves on a straight line, by up to .04 of the picture
@@ -2016,6 +2052,42 @@ def classification(embedder, data, options):
             "classification/mean_per_class": (mean_per_class(predicted, labels), chance)}
 
 
+# Open-vocabulary detection (SPARC, Table 5) -----------------------------------------------
+#
+# A detector has a text encoder, and yet one task of its own.
+
+
+def query_embeddings(embedder, data):
+    """Embeddings of the classes of data.boxes (C, E). A class's logit is the mean of the logits of
+    its prompts, as in OWL-ViT's code. It is the logit of the mean of their embeddings."""
+    x = embedder.texts(data.box_classes.prompts)
+    return x.unflatten(0, (len(data.box_classes.names), -1)).mean(1).to(embedder.device)
+
+
+def detection(embedder, data, options):
+    """AP of boxes (COCO, LVIS): the mean over ten IoUs from .5 to .95 and over the classes that
+    have a true box. AP_rare, AP_common, AP_frequent: the mean over these classes of LVIS, or over
+    the pairs of colour and shape that the world's training images never show."""
+    queries = query_embeddings(embedder, data)
+    encode = lambda images: sparc.best_boxes(*embedder.model.detect(images, queries))
+    x, truths = embedder.encode_pairs(data.boxes(), encode)                 # (n, k, 6)
+    found = []
+    for rows, truth in zip(x, truths):
+        boxes = rows[:, :4].clamp(min=0).minimum(rows.new_tensor(2 * truth.size))  # in the image
+        found.append((boxes, rows[:, 4].long(), rows[:, 5]))
+    of_lvis = any(truth.absent is not None for truth in truths)
+    aps = sparc.average_precisions(found, truths, 300 if of_lvis else 100)
+    if not aps:
+        raise UserError(f"The images of {options.data} that can be read have no true box.")
+    ap = torch.stack([*aps.values()])                                       # (classes, 10)
+    result = {"detection/AP": ap.mean(), "detection/AP50": ap[:, 0].mean(),
+              "detection/AP75": ap[:, 5].mean(), "detection/images": len(x)}
+    for group, classes in data.box_groups.items():
+        if rows := [row for c, row in aps.items() if c in classes]:
+            result[f"detection/AP_{group}"] = torch.stack(rows).mean()
+    return result
+
+
 # What can be measured ---------------------------------------------------------------------
 #
 # A task's row of TASKS lists members of the data and names a member of the model. The task runs if
@@ -2060,6 +2132,7 @@ TASKS = {
     "alignment": Row(alignment, ("word_masks",), "align_words"),
     "slot_alignment": Row(slot_alignment, ("word_masks",), "slots"),
     "classification": Row(classification, ("labelled",), "class_scores"),
+    "detection": Row(detection, ("boxes",), "detect"),
 }
 
 IN_WORDS = {  # a phrase for each member that rows of TASKS and PICTURES name
@@ -2070,7 +2143,8 @@ IN_WORDS = {  # a phrase for each member that rows of TASKS and PICTURES name
     "encode_words": "a model of stair.py", "mask_parts": "a model of sparo.py",
     "slots": "the slots of SPARO", "class_scores": "a classifier",
     "word_maps": "a model of stair.py", "head_maps": "a ViT of bam.py or DINO",
-    "encode_image": "a model of images"}
+    "boxes": "boxes of COCO or LVIS",
+    "detect": "a detector", "encode_image": "a model of images"}
 
 
 def default_tasks(data, model):
@@ -2079,6 +2153,8 @@ def default_tasks(data, model):
         return ["video"]
     if model.class_scores:
         return ["classification"]
+    if model.detect:
+        return ["detection"]
     if model.encode_text is None:  # a probe on files takes long, so it runs only if --task says so
         return ["knn", "linear"] if data.is_world else ["knn"]
     tasks = ["zeroshot", "retrieval", "negatives", "winoground", "segmentation", "alignment",
@@ -2401,6 +2477,34 @@ def draw_neighbours(embedder, data):
     return sheet(title, note, rows)
 
 
+def draw_detection(embedder, data):
+    """True and found boxes of eight images."""
+    names, queries, cells = data.box_classes.names, query_embeddings(embedder, data), []
+    for image, truth in itertools.islice(data.boxes(), 8):
+        true = [(box, names[c]) for box, c in zip(truth.boxes, truth.labels)]
+        logits, boxes = embedder.model.detect(image[None].to(embedder.device), queries)
+        scores, classes = logits[0].sigmoid().max(1)                        # (P,)
+        found = [(boxes[0, i], f"{names[classes[i]]} {scores[i]:.2f}")
+                 for i in nms(boxes[0], scores, 0.5).tolist() if scores[i] >= 0.3]
+        cells += [(draw_boxes(image, true), "true"), (draw_boxes(image, found), "found")]
+    title = "Objects that are found by the names of their classes (SPARC, Table 5)."
+    note = ("A patch finds one box. Shown are boxes with a score of .3 or more; of boxes that "
+            "overlap by more than half, the one with the largest score.")
+    return sheet(title, note, [("", cells)], columns=4)
+
+
+def draw_boxes(image, boxes):
+    """A picture of an image (3, S, S) with pairs (box (4,), label)."""
+    picture = to_picture(image, (336, 336))
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(15)
+    for i, (box, label) in enumerate(boxes):
+        corners, colour = (336 * box).tolist(), CLASS_COLOURS[i % len(CLASS_COLOURS)]
+        draw.rectangle(corners, outline=colour, width=2)
+        place = [max(3, corner + 3) for corner in corners[:2]]
+        draw.text(place, label, "white", font, stroke_width=2, stroke_fill="black")
+    return picture
+
+
 def draw_captions(runs, data):
     """Images among 1,000 for which every run finds a caption of another image (SPARC, D.9).
 
@@ -2584,6 +2688,7 @@ PICTURES = {
     "heads": Row(draw_heads, IMAGES, "head_maps"),
     "neighbours": Row(draw_neighbours, ("captioned", "labelled")),
     "similarities": Row(draw_similarities, ("labelled",)),
+    "detection": Row(draw_detection, ("boxes",), "detect"),
 }
 
 
@@ -2595,6 +2700,8 @@ def pictures_to_draw(models, data, tasks):
         usual.remove("words")  # only STAIR has an encoding that consists of words
     if any(model.encode_text for model in models):
         usual.remove("similarities")  # BAM's picture, of models that learn from images alone
+    if any(model.detect for model in models):
+        usual = {"detection"}
     return {name: picture for name, picture in PICTURES.items()
             if name in (tasks or usual) and picture.fits(data)
             and all(picture.suits(model) for model in models)}

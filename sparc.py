@@ -33,12 +33,14 @@ Differs from the paper (search for "differs" for all other places):
     with a lower rate, words do not find their objects. `tiny` has sigma 0.4 and a residual h_v.
 Not here: see the comment at Settings.
 Run:     python train.py --method sparc       (--objective clip, filip, ...: the baselines)
+         python train.py --method detector --finetune RUN       (Table 5, at the end of the file)
          python eval.py RUN --templates FILE  (FILE: D.5's prompts, each prefix + suffix)
 """
 
 import contextlib
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -390,10 +392,9 @@ def checked_mask(mask, shape):
 
 # Settings, presets, what train.py and eval.py ask for -------------------------------------
 #
-# Not here: detection (Table 5; `eval.py --export` writes the image encoder, but OWL-ViT also needs
-# the text encoder); Flamingo's resampler and gates (Table 7; the lines above caption images without
-# them); the 32k SentencePiece vocabulary (here WordPiece); gradients from several datasets in one
-# update, JFT's labels as captions (D.2); Pascal Context's .mat maps.
+# Not here: Flamingo's resampler and gates (Table 7; the lines above caption images without them);
+# the 32k SentencePiece vocabulary (here WordPiece); gradients from several datasets in one update,
+# JFT's labels as captions (D.2); Pascal Context's .mat maps.
 
 
 @dataclass(kw_only=True)
@@ -834,6 +835,313 @@ def retrieval_errors(own, found, split, among=None):
         return len(errors), errors
     lead = lambda error: error[1][0] - max(error[1][1:])
     return len(errors), sorted((e for e in errors if lead(e) > 0), key=lead, reverse=True)
+
+
+# Open-vocabulary detection (Sec. 4.5, Table 5) --------------------------------------------
+#
+# `train.py --method detector --finetune RUN` trains OWL-ViT (arXiv 2205.06230) on the encoders of
+# RUN. Each patch of f_v gives a box and a class embedding, which is compared with the embeddings of
+# texts, the queries. Without a source, numbers are those of OWL-ViT's code, google-research/scenic,
+# projects/owl_vit (03c3032), configs/clip_b16.py.
+#
+# differs: the paper trains on Objects365 and Visual Genome, we on any file like COCO's or LVIS's.
+# OWL-ViT also makes mosaics of images, draws a prompt for each query, clips the gradient of each
+# image, drops blocks of the text encoder, and multiplies patches by [CLS], which SPARC lacks. That
+# patches are f_v, before h_v and g_v, is our reading.
+
+
+@dataclass
+class DetectorConfig:
+    embed_dim: int = 512  # width of the embeddings; it is that of the run
+    drop_path: float = 0.2  # stochastic depth of the ViT; replaces drop_path of --image-encoder
+
+
+DETECTOR_PRESETS = {  # with --finetune RUN, the run's encoders replace image_encoder, text_encoder
+    # Of the 16 pairs that these images never show, captions of sparc.py's `tiny` name ten.
+    "tiny": dict(data="shapes:objects=4,small=0.13,large=0.18,background=0,fillers=0,heldout=16",
+                 image_encoder="tiny-patch", text_encoder="tiny", embed_dim=128, drop_path=0.0, batch=32, steps=1500,
+                 lr=1e-3, weight_decay=0.0, warmup=50),
+    # Give --image-size 768, too.
+    "b16": dict(image_encoder="ViT-B/16", text_encoder=PAPER["text_encoder"], batch=256, steps=140_000, lr=5e-5,
+                weight_decay=0.0, warmup=1000, beta2=0.999, adam_eps=1e-8, crop_scale=0.3),
+}
+
+
+# GIoU = |A n B| / |A u B| - (|C| - |A u B|) / |C|,  C: the smallest box around A and B
+def generalized_iou(a, b):
+    """GIoU (arXiv 1902.09630) of boxes (..., 4): left, top, right, bottom -> (...)."""
+    both = shared_area(a, b)
+    either = (shared_area(a, a) + shared_area(b, b) - both).clamp(min=1e-9)
+    sides = torch.maximum(a[..., 2:], b[..., 2:]) - torch.minimum(a[..., :2], b[..., :2])
+    around = sides.prod(-1).clamp(min=1e-9)
+    return both / either - (around - either) / around
+
+
+def shared_area(a, b):
+    """|A n B| of boxes (..., 4) -> (...)."""
+    sides = torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2])
+    return sides.clamp(min=0).prod(-1)
+
+
+# -alpha (1 - p)^gamma log p  where the class is,  -(1 - alpha) p^gamma log(1 - p)  elsewhere
+def focal_losses(logits, alpha=0.3, gamma=2.0):
+    """Focal loss (arXiv 1708.02002) of logits (...), p = sigmoid(logit) -> where the class is (...)
+    and elsewhere (...)."""
+    p = logits.sigmoid()
+    there = -alpha * (1 - p) ** gamma * F.logsigmoid(logits)
+    return there, -(1 - alpha) * p**gamma * F.logsigmoid(-logits)
+
+
+def assign(costs):
+    """costs (n, m), n <= m, on the CPU -> (n,): a column of its own for each row, so that the sum
+    of costs is least (shortest augmenting paths; Jonker and Volgenant, 1987)."""
+    n, m = costs.shape
+    column_of, row_of = [-1] * n, [-1] * m
+    u, v = costs.new_zeros(n), costs.new_zeros(m)  # u_i + v_j <= cost_ij, and equal if assigned
+    for first in range(n):
+        length, before = costs.new_full((m,), math.inf), torch.zeros(m, dtype=torch.long)
+        is_open, row, reached, passed = torch.ones(m, dtype=torch.bool), first, 0.0, []
+        while row >= 0:  # until the path ends at a free column
+            onward = reached + costs[row] - u[row] - v
+            shorter = is_open & (onward < length)
+            length[shorter], before[shorter] = onward[shorter], row
+            column = length.masked_fill(~is_open, math.inf).argmin().item()
+            reached, row = length[column].item(), row_of[column]
+            is_open[column] = False
+            passed.append(column)
+        u[first] += reached
+        for j in passed[:-1]:
+            u[row_of[j]] += reached - length[j]
+            v[j] -= reached - length[j]
+        while row != first:  # each row on the path takes the column that leads to the next row
+            row = before[column].item()
+            row_of[column], column_of[row], column = row, column, column_of[row]
+    return torch.tensor(column_of, dtype=torch.long)
+
+
+def match(costs, is_box):
+    """costs (B, M, P) of true boxes and patches, is_box (B, M): False for padding, which comes last
+    -> (B, M), the patch of each true box, 0 for padding. An image's total cost is least.
+
+    The GPU waits for the CPU here. An image of 30 boxes and 2,304 patches takes 5 to 11 ms on one
+    core, so 32 images on a rank take .2 to .35 s a step. If this is too long, replace assign(costs)
+    by torch.from_numpy(scipy.optimize.linear_sum_assignment(costs)[1]).
+    """
+    patches, costs = torch.zeros(is_box.shape, dtype=torch.long), costs.nan_to_num().double().cpu()
+    for i, n in enumerate(is_box.sum(1).tolist()):
+        patches[i, :n] = assign(costs[i, :n])
+    return patches.to(is_box.device)
+
+
+def centre_and_size(boxes):
+    """Boxes (..., 4): left, top, right, bottom -> (..., 4): centre x, y, width, height."""
+    low, high = boxes.split(2, -1)
+    return torch.cat([(low + high) / 2, high - low], -1)
+
+
+def detection_losses(logits, boxes, asked, classes, truth):
+    """The losses of classes, L1 and GIoU (3,). Each is the mean over images of a sum divided by the
+    number of true classes, or boxes, of the image.
+
+    logits (B, P, Q) of patches and queries; boxes (B, P, 4); asked (B, Q): queries of the image;
+    truth (B, M, 4): true boxes; classes (B, M, Q): True for the classes of a true box (overlapping
+    boxes are merged, and have several), False for padding.
+    """
+    is_box, dtype = classes.any(2), torch.promote_types(logits.dtype, torch.float32)
+    with in_fp32(logits, boxes, truth, classes.to(dtype)) as (logits, boxes, truth, classes):
+        there, elsewhere = focal_losses(logits)                             # (B, P, Q)
+        with torch.no_grad():
+            change = classes @ (there - elsewhere).transpose(1, 2)          # (B, M, P)
+            pairs = truth[:, :, None], boxes[:, None]
+            apart = (centre_and_size(pairs[0]) - centre_and_size(pairs[1])).abs().sum(-1)
+            patches = match(change + apart - generalized_iou(*pairs), is_box)[..., None]
+            target = torch.zeros_like(logits).scatter_add(1, patches.expand_as(classes), classes)
+        found = boxes.take_along_dim(patches, 1)                            # (B, M, 4)
+        of_classes = torch.where(target > 0, there, elsewhere) * asked[:, None]
+        l1 = (found - truth).abs().sum(-1) * is_box                         # (B, M)
+        giou = (1 - generalized_iou(found, truth)) * is_box
+        labels, count = classes.sum((1, 2)).clamp(min=1), is_box.sum(1).clamp(min=1)    # (B,)
+        sums = of_classes.sum((1, 2)) / labels, l1.sum(1) / count, giou.sum(1) / count
+        return torch.stack(sums).mean(1)
+
+
+# (cos(e_p, q) + shift_p) (elu(scale_p) + 1)
+def query_logits(e, queries, shift, scale):
+    """Class embeddings e (B, P, E), queries (Q, E), shift and scale (B, P, 1) -> (B, P, Q)."""
+    with in_fp32(e, queries, shift, scale) as (e, queries, shift, scale):
+        return (F.normalize(e, dim=-1) @ queries.T + shift) * (F.elu(scale) + 1)
+
+
+def patch_boxes(x):
+    """What the head of boxes returns (B, P, 4) -> boxes (B, P, 4). Where x is 0 it is the patch.
+
+    differs: OWL-ViT's code adds 1 to a patch's row and column, so that a box begins at the lower
+    right corner of its patch. The paper and the code's comment name the centre, as here.
+    """
+    with in_fp32(x) as (x,):
+        grid = math.isqrt(x.shape[1])
+        places = (torch.arange(grid, device=x.device) + 0.5) / grid
+        centres = torch.cartesian_prod(places, places).flip(1)              # (P, 2), x and y
+        patch = F.pad(centres, (0, 2), value=1 / grid)                      # (P, 4), with the sizes
+        centre, size = (x + patch.logit()).sigmoid().split(2, -1)
+        return torch.cat([centre - size / 2, centre + size / 2], -1)
+
+
+class Detector(nn.Module):
+    """The encoders and g_t of a run of this file, with OWL-ViT's heads."""
+
+    f_v, encode_text = Model.f_v, Model.encode_text
+
+    def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
+        super().__init__()
+        self.config, self.image_encoder, self.text_encoder = config, image_encoder, text_encoder
+        self.g_t = nn.Linear(text_width, config.embed_dim, bias=False)
+        self.class_head = nn.Linear(image_width, config.embed_dim)
+        self.shift, self.scale = nn.Linear(image_width, 1), nn.Linear(image_width, 1)
+        self.box_head = nn.Sequential(nn.Linear(image_width, image_width), nn.GELU(),
+                                      nn.Linear(image_width, image_width), nn.GELU(),
+                                      nn.Linear(image_width, 4))
+        nn.init.normal_(self.class_head.weight, std=1e-6)
+        for p in (self.class_head.bias, self.box_head[-1].weight, self.box_head[-1].bias):
+            nn.init.zeros_(p)
+
+    def forward(self, batch, gather=identity):
+        """batch: images (B, 3, S, S); tokens and mask (Q, L) of the queries; asked (B, Q), boxes
+        (B, M, 4) and classes (B, M, Q), see detection_losses -> the loss and others to log. The
+        loss is a mean over images, so ranks need not gather."""
+        queries = self.encode_text(batch["tokens"], batch["mask"])          # (Q, E)
+        logits, boxes = self.detect(batch["images"], queries)
+        P = boxes.shape[1]  # no more true boxes than patches
+        truth, classes = batch["boxes"][:, :P], batch["classes"][:, :P]
+        losses = detection_losses(logits, boxes, batch["asked"], classes, truth)
+        return {"loss": losses.sum(), **dict(zip(("class", "l1", "giou"), losses.detach()))}
+
+    def detect(self, images, queries):
+        """images (B, 3, S, S); queries (Q, E): normalised, or means of several that are -> logits
+        (B, P, Q) and boxes (B, P, 4): left, top, right, bottom, as fractions of S."""
+        x = self.f_v(images)                                                # (B, P, d)
+        logits = query_logits(self.class_head(x), queries, self.shift(x), self.scale(x))
+        return logits, patch_boxes(self.box_head(x))
+
+    def encode_image(self, images):
+        """(B, 3, S, S) -> the mean class embedding of the patches (B, E), normalised."""
+        return F.normalize(self.class_head(self.f_v(images)).mean(1).float(), dim=-1)
+
+    def text_parameters(self):
+        return [*self.text_encoder.parameters(), *self.g_t.parameters()]
+
+    def before_update(self, step):
+        self.before = [p.detach().clone() for p in self.text_parameters()]
+
+    def after_update(self, step, steps):
+        """Undo 24 of 25 parts of the text encoder's update: its learning rate is a 25th of the
+        others' (2e-6 and 5e-5 in OWL-ViT)."""
+        for p, before in zip(self.text_parameters(), self.before):
+            p.data.lerp_(before, 1 - 1 / 25)
+
+    def clip_parameters(self):
+        return {"text_projection": self.g_t.weight}
+
+    def chance_loss(self, batch_size, mask, patches):
+        return math.nan  # it depends on the boxes
+
+
+def check_detector(args):
+    if not args.finetune:
+        raise ValueError("a detector needs a trained run: give --finetune RUN, a run of --method "
+                         "sparc")
+
+
+# For train.py and eval.py this is a method like the four files: common.Method lists its members.
+DETECTOR = SimpleNamespace(
+    Config=DetectorConfig, PRESETS=DETECTOR_PRESETS, Model=Detector, check=check_detector,
+    content=lambda args: "boxes", vit_settings=lambda args: {"drop_path": args.drop_path})
+
+
+def best_boxes(logits, boxes, n=300):
+    """logits (B, P, Q), boxes (B, P, 4) -> (B, n, 6): box, query and logit of the n pairs of a
+    patch and a query with the largest logits."""
+    Q = logits.shape[2]
+    best, place = logits.flatten(1).topk(min(n, logits[0].numel()))         # (B, n)
+    boxes = boxes.take_along_dim(place[..., None] // Q, 1)                  # (B, n, 4)
+    return torch.cat([boxes, (place % Q)[..., None], best[..., None]], 2)
+
+
+# AP is that of pycocotools 2.0 and of lvis 0.5, to the last digits of float64. These steps are
+# numpy.linspace's.
+IOUS = 0.5 + torch.arange(10, dtype=torch.float64) * ((0.95 - 0.5) / 9)
+RECALLS = torch.arange(101, dtype=torch.float64) * 0.01
+
+
+def overlaps(found, truth, crowd):
+    """IoU of boxes (n, 4) and (m, 4) -> (n, m); where crowd (m,): the share of `found` in it."""
+    both = shared_area(found[:, None], truth)                               # (n, m)
+    areas, others = shared_area(found, found)[:, None], shared_area(truth, truth)
+    return both / torch.where(crowd, areas, areas + others - both).clamp(min=1e-12)
+
+
+def judge(iou, crowd):
+    """COCO's matching. iou (n, m) of found boxes, best first, and true boxes, crowd (m,)
+    -> (2, 10, n): at each of IOUS, whether a found box is right, and whether it does not count.
+
+    A found box takes the free true box with the largest IoU. If none is left, the found box may lie
+    in a crowd. A crowd can be taken by any number of found boxes, which then do not count.
+    """
+    n, m = iou.shape
+    result, free = torch.zeros(2, len(IOUS), n, dtype=torch.bool), torch.ones(len(IOUS), m) > 0
+    rank = iou + 2 * ~crowd  # true boxes come before crowds
+    for i in range(n):
+        fits = free & (iou[i] >= IOUS[:, None])                   # (10, m)
+        value = torch.where(fits, rank[i], -1.0).flip(1)                    # of equals the last
+        best = m - 1 - value.argmax(1)                                      # (10,)
+        result[0, :, i], result[1, :, i] = fits.any(1) & ~crowd[best], fits.any(1) & crowd[best]
+        free[result[0, :, i], best[result[0, :, i]]] = False
+    return result
+
+
+def class_precision(scores, right, ignored, positives):
+    """Scores (n,), right and ignored (10, n) of a class's found boxes; positives: the number of its
+    true boxes -> AP at each of IOUS (10,): the mean over RECALLS of the largest precision at that
+    recall or a larger one."""
+    order = scores.argsort(descending=True, stable=True)
+    hits = right[:, order].double().cumsum(1)                               # (10, n)
+    misses = (~right & ~ignored)[:, order].double().cumsum(1)
+    precision = hits / (hits + misses).clamp(min=1)
+    precision = precision.flip(1).cummax(1).values.flip(1) if len(scores) else precision
+    precision = F.pad(precision, (0, 1))  # 0 at recalls that are not reached
+    place = torch.searchsorted(hits / positives, RECALLS.expand(len(IOUS), -1).contiguous())
+    return precision.take_along_dim(place, 1).mean(1)
+
+
+def average_precisions(found, truths, most=100):
+    """COCO's AP, and LVIS's where truths have `absent` -> {class: AP at each of IOUS (10,)} for the
+    classes that have a true box.
+
+    found: for each image boxes (n, 4), classes (n,) and scores (n,). The `most` best of a class
+    count. truths: for each image an object with
+        boxes (m, 4), labels (m,), crowd (m,)   a crowd is a box around many objects
+        absent    classes that the image does not show; None: all that are not in `labels`. LVIS
+                  looks for few classes in an image; others are not judged there.
+        partial   classes of which some objects have no box (LVIS)
+    """
+    parts, positives = {}, {}
+    for (boxes, labels, scores), truth in zip(found, truths):
+        for c in torch.cat([labels, truth.labels]).unique().tolist():
+            mine, rows = truth.labels == c, (labels == c).nonzero()[:, 0]
+            if truth.absent is not None and not mine.any() and c not in truth.absent:
+                continue
+            rows = rows[scores[rows].argsort(descending=True, stable=True)][:most]
+            crowd = truth.crowd[mine]
+            right, ignored = torch.zeros(2, len(IOUS), len(rows), dtype=torch.bool)
+            if mine.any():
+                iou = overlaps(boxes[rows].double(), truth.boxes[mine].double(), crowd)
+                right, ignored = judge(iou, crowd)
+            if c in truth.partial:
+                ignored = ~right  # a found box that is not right may show an object without a box
+            parts.setdefault(c, []).append((scores[rows], right, ignored))
+            positives[c] = positives.get(c, 0) + int((~crowd).sum())
+    joined = {c: [torch.cat(x, -1) for x in zip(*parts[c])] for c in positives if positives[c]}
+    return {c: class_precision(*columns, positives[c]) for c, columns in joined.items()}
 
 
 # tests/RESULTS.md has the results at toy scale. Three of them concern the equations:

@@ -101,7 +101,8 @@ class Config:
     # a new run if --out has no checkpoint
     resume: bool = False
     # directory of a run whose image encoder is fine-tuned on labelled images; implies --method
-    # classifier (BAM, Table 3)
+    # classifier (BAM, Table 3); with --method detector its encoders are fine-tuned on boxes (SPARC,
+    # Table 5)
     finetune: str | None = None
     seed: int = 0  # seed of the weights, the data and the augmentation
 
@@ -368,8 +369,9 @@ def parse_args(argv):
     parser.add_argument("-h", "--help", action="help", help="show this and stop")
     args = parser.parse_args(rest, argparse.Namespace(**usual | given))
     if not method:
-        names = ", ".join(name for name in METHODS if name != "classifier")
-        parser.error(f"--method is required, one of {names}; classifier fine-tunes a run.")
+        names = ", ".join(name for name in METHODS if name not in FINE_TUNED)
+        parser.error(f"--method is required, one of {names}; {' and '.join(FINE_TUNED)} fine-tune "
+                     f"a run.")
     check_settings(args, METHODS[method], usual, given)
     return args
 
@@ -408,19 +410,28 @@ def default_settings(given):
     presets, preset = METHODS[method].PRESETS, given.get("preset", Config.preset)
     if preset not in presets:
         raise UserError(f"{method} has no preset {preset!r}; it has {', '.join(presets)}.")
-    encoder = encoder_of(given["finetune"]) if "finetune" in given else {}
-    return {"method": method} | presets[preset] | encoder
+    encoders = {}
+    if "finetune" in given:
+        encoders = encoders_of(given["finetune"], method == "detector")
+    return {"method": method} | presets[preset] | encoders
 
 
-def encoder_of(run):
-    """The settings that describe a run's image encoder."""
+def encoders_of(run, with_text):
+    """The settings that describe a run's image encoder and, for a detector, its text encoder."""
     method, args = evaluation.settings_of_run(run)
     encoder = args.image_encoder
     kind, settings = common.image_encoder_settings(encoder)
     if kind is common.ViT and method.blocks_left_out(args):  # SPARO replaces these blocks
         depth = settings["depth"] - method.blocks_left_out(args)
         encoder += f"{',' if ':' in encoder else ':'}depth={depth}"
-    return {"image_encoder": encoder, "image_size": args.image_size}
+    texts = {}
+    if with_text:
+        if args.method != "sparc":
+            raise UserError(f"{run} is a run of --method {args.method}: a detector starts from the "
+                            f"two encoders of a run of --method sparc.")
+        texts = {"text_encoder": args.text_encoder, "embed_dim": args.embed_dim,
+                 "vocab": str(Path(run, "vocab.txt"))}
+    return texts | {"image_encoder": encoder, "image_size": args.image_size}
 
 
 # Every number must be finite and not negative. Some fields must satisfy more.
@@ -432,6 +443,8 @@ POSITIVE = set("""vocab_size image_size crop_scale steps epochs batch log_every 
 BELOW_ONE = {"beta2", "smoothing", "drop_path"}
 AT_MOST_ONE = {"crop_scale", "sigma", "filip_keep", "center_momentum", "ema", "crop_least",
                "crop_border", "crop_threshold", "share_1", "share_2", "ramp", "erasing"}
+# methods that start from a run
+FINE_TUNED = "classifier", "detector"
 # flags that need captions
 TEXT_FLAGS = {"vocab", "vocab_size", "text_encoder"}
 # settings that may differ between machines, and those whose directory may differ
@@ -451,6 +464,9 @@ def check_settings(args, method, usual, given):
         if args.resume and name in FIXED:
             raise UserError(f"{args.out} was begun with {flag} {default}, which cannot change: "
                             f"leave out {flag} {value}, or give another --out.")
+        if name in TEXT_FLAGS and args.finetune and method.uses_text(args):
+            raise UserError(f"{flag} {value} does not fit {args.finetune}, whose text encoder is "
+                            f"fine-tuned: leave it out.")
         if name in TEXT_FLAGS and not method.uses_text(args):
             raise UserError(f"{flag} has no effect: this objective uses no captions. Leave it out.")
         if name == "crop_scale" and not (method.uses_text(args) or method.augment(args)):
@@ -465,9 +481,9 @@ def check_settings(args, method, usual, given):
     if method.uses_text(args) and args.batch < 2:
         raise UserError(f"--batch {args.batch} must be 2 or more: the loss compares the captions "
                         f"of a batch.")
-    if args.finetune and (args.init_weights or args.method != "classifier"):
-        raise UserError("--finetune trains a classifier from the weights of a run: leave out "
-                        "--method and --init-weights.")
+    if args.finetune and (args.init_weights or args.method not in FINE_TUNED):
+        raise UserError("--finetune trains a classifier from the weights of a run, or a detector "
+                        "with --method detector: leave out any other --method, and --init-weights.")
     if args.bench and args.resume:
         raise UserError("--bench times a new run: leave out --resume.")
     if args.bench:
@@ -597,7 +613,8 @@ def announce(args, data, model, tokenizer, device, progress):
     if device.type == "cuda" and args.workers == 0 and not isinstance(data, common.World):
         print("note: with --workers 0 the GPU waits while this process decodes images: give "
               "--workers 8, or more")
-    has_labels = METHODS[args.method].content(args) == "label"  # with labels, repeats do no harm
+    # with labels or boxes, repeats do no harm
+    has_labels = METHODS[args.method].content(args) in ("label", "boxes")
     if isinstance(data, common.CaptionTable) and len(data) < args.batch and not has_labels:
         raise UserError(f"--batch {args.batch} is more than the {len(data)} images of {args.data}: "
                         f"a loss would compare an image with itself. Lower --batch.")
@@ -831,9 +848,11 @@ def new_model(args, method, tokenizer):
     encoders, parts = initial_encoders(args, method, tokenizer)
     model = common.build_model(method, args, *encoders)
     if parts is not None:
-        with common.explained(UserError, f"--init-weights {args.init_weights}"):
+        flag = "finetune" if args.finetune else "init_weights"
+        file = vars(args)[flag]
+        with common.explained(UserError, f"{common.flag_of(flag)} {file}"):
             left_over = common.load_clip_parts(model, parts)
-        print_once(f"{args.init_weights}: {common.describe_loading(model, encoders, left_over)}")
+        print_once(f"{file}: {common.describe_loading(model, encoders, left_over)}")
     save_memory(args, model)
     return model
 
@@ -848,6 +867,10 @@ def initial_encoders(args, method, tokenizer):
         with torch.random.fork_rng(devices=[]):  # that run's model must not take random numbers
             source = evaluation.load_run(args.finetune)[0].model
         common.copy_encoder(encoders[0], source.evaluation_encoder(), args.finetune)
+        if method.uses_text(args):
+            common.copy_encoder(encoders[1], source.text_encoder, args.finetune)
+            projection = source.clip_parameters()["text_projection"]
+            parts = {"text_projection": projection.t()}  # as CLIP has it
     if args.init_weights:
         with common.explained(UserError, "--init-weights"):
             weights = common.load_checkpoint(args.init_weights)
@@ -885,6 +908,9 @@ def build_transform(args, method, encoder):
     """The function that turns a decoded image into a training image, or into several views. Methods
     without captions also apply this function to the world's images."""
     views = method.views(args)
+    if method.content(args) == "boxes":
+        return functools.partial(common.crop_boxes, size=args.image_size,
+                                 min_scale=args.crop_scale)
     if settings := method.augment(args):
         return common.Augment(args.image_size, **settings)
     if views is None:
@@ -1382,7 +1408,7 @@ def dry_run(args, method, model):
               "flops_per_sample_in_batch": round(in_batch), "chance_loss": chance_loss}
     print_once(f"parameters: {params / 1e6:.1f} M\nforward pass: {flops[2] / 1e9:.4g} GFLOPs for "
                f"each sample, {in_batch / 1e9:.4g} in a batch of {args.batch:,}\nloss of a random "
-               f"guess: {chance_loss:.4g}\n{json.dumps(record)}")
+               f"guess: {chance_loss:.4g}\n{json.dumps(common.without_nan(record))}")
 
 
 def bench(args, clock, step):
@@ -1408,9 +1434,12 @@ def made_up_batch(args, method, model, n):
     images = {"images": torch.randint(256, (n, 3, args.image_size, args.image_size)).byte()}
     if method.content(args) == "label":
         return images | {"labels": torch.randint(len(args.classes), (n,))}
-    text = model.text_encoder
-    return images | {"tokens": torch.randint(text.vocab_size, (n, text.context)),
-                     "mask": torch.ones(n, text.context, dtype=torch.bool)}
+    text, texts = model.text_encoder, n
+    if method.content(args) == "boxes":  # a box in each image, which asks for 50 classes
+        texts, is_asked = 50, torch.ones(n, 50, dtype=torch.bool)
+        images |= {"asked": is_asked, "boxes": torch.rand(n, 1, 4), "classes": is_asked[:, None]}
+    return images | {"tokens": torch.randint(text.vocab_size, (texts, text.context)),
+                     "mask": torch.ones(texts, text.context, dtype=torch.bool)}
 
 
 # Main -----------------------------------------

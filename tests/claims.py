@@ -5,7 +5,7 @@
     python tests/claims.py NAME --again    # prints the commands for all figures that are missing
 
 NAME is a group of claims-runs.json: `readme` has the claims that README quotes, `sparo`, `stair`,
-`sparc` and `bam` have more claims of one paper each.
+`sparc` and `bam` have more claims of one paper each, `detection` fine-tunes runs of `readme`.
 
 Words
     claim    Run A is above run B in a metric. claims-runs.json has all claims.
@@ -50,7 +50,8 @@ To add a claim, add its runs and the claim to claims-runs.json, then run the loo
 A group has "title", "seeds", "rate_seeds" (for the choice of a rate; by default 0), "notes", and:
 
     "runs": {NAME: a run}
-        flags     flags of train.py. {seed} stands for the seed.
+        flags     flags of train.py. {seed} stands for the seed. --finetune names the directory of a
+                  run of this group or another: runs/claims/GROUP/NAME-RATE-{seed}
         repeats   in place of flags: another run, whose trainings are used with a rate of its own
         rate_by   the metric whose best mean on the val split chooses the rate, or the name of the
                   run whose rate is used
@@ -368,26 +369,26 @@ def train_again(method):
     records, found = read_records(), []
     missing = collections.defaultdict(dict)  # {directory of a run: its commands, each once}
 
-    def place_of(name, rate, seed):
+    def place_of(group, name, rate, seed):
         """Return the directory of a run, and its flags of train.py."""
-        given = f"{TABLES[method]['runs'][name]['flags']} --lr {rate} --seed {seed}"
-        return Path("runs/claims", method, f"{name}-{rate}-{seed}"), given.format(seed=seed)
+        given = f"{TABLES[group]['runs'][name]['flags']} --lr {rate} --seed {seed}"
+        return Path("runs/claims", group, f"{name}-{rate}-{seed}"), given.format(seed=seed)
 
-    def train(name, rate, seed):
+    def train(group, name, rate, seed):
         """Note the command that trains a run, and before it the run that it fine-tunes, if any."""
-        out, given = place_of(name, rate, seed)
-        start = re.search(r"--finetune (\S+)", given)
-        if start and not Path(start[1], "eval.json").exists():
-            return train(*Path(start[1]).name.rsplit("-", 2))  # a later round fine-tunes it
+        out, given = place_of(group, name, rate, seed)
+        start = re.search(r"--finetune runs/claims/(\S+)/(\S+)", given)
+        if start and not Path("runs/claims", *start.groups(), "eval.json").exists():
+            return train(start[1], *start[2].rsplit("-", 2))  # a later round fine-tunes it
         missing[out][f"python train.py {given} --out {out} --resume auto"] = None
 
     def figure(name, rate, seed, split, metric, flags=""):
         """Return a figure from its run or its record, or note the command that measures it."""
         place = dict(zip(PLACE, (name, rate, seed, split, metric, flags)))
-        out, given = place_of(name, rate, seed)
+        out, given = place_of(method, name, rate, seed)
         record = records.get(key_of({"method": method} | place))
         if not (out / "eval.json").exists():
-            return record["value"] if record else train(name, rate, seed)
+            return record["value"] if record else train(method, name, rate, seed)
         config = common.read_config(out)
         check_run(out, config, given.split())
         of = "" if config["eval_data"] else f"--split {split} "  # folders have no splits

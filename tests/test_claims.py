@@ -33,7 +33,8 @@ CLAIMS = [{"claim": claim, "source": "Table 1", "paper": "2, 1", "runs": runs, "
 CLAIMS[1] |= {"paper": "", "untrained": "idle"}
 CLAIMS[2] |= {"paper": "", "seeds": [3, 4]}
 # The metrics by which a rate may be chosen.
-CHOOSING = "zeroshot", "t2i/R@1", "miou_fg/colour", "knn", "linear", "classification"
+CHOOSING = ("zeroshot", "t2i/R@1", "miou_fg/colour", "knn", "linear", "classification",
+            "detection/AP")
 
 
 @pytest.fixture
@@ -77,6 +78,16 @@ def write(root, run, rate, seed, figures, **settings):
     del usual["on_training_images"]  # an older line lacks this option
     with open(out / "evals.jsonl", "a") as file:
         file.write(json.dumps({"settings": usual | settings} | figures) + "\n")
+
+
+def test_again_first_trains_the_run_of_another_group_that_a_run_fine_tunes(
+        printed, monkeypatch, capsys):
+    flags = "--method detector --finetune runs/claims/sparc/a-0.001-{seed}"
+    claim = {"runs": "found found", "metrics": "detection/AP"}
+    table = {"seeds": [4], "runs": {"found": {"flags": flags, "rates": [0.1]}}, "claims": [claim]}
+    monkeypatch.setitem(claims.TABLES, "other", table)
+    claims.train_again("other")
+    assert capsys.readouterr().out.splitlines() == [command("a", 0.001, 4)]
 
 
 def test_again_chooses_rates_then_trains_seeds_then_fills_the_table(printed, tmp_path):
@@ -182,8 +193,10 @@ def test_every_claim_has_runs_and_metrics_with_valid_flags(method):
         by = run.get("rate_by", "knn").partition(" [")[0]
         assert by in {*runs, *CHOOSING} and [*rates] == sorted(rates)
         assert "rate_by" in run or len(rates) == 1
-        flags = re.sub(rf"--finetune runs/claims/{method}/bam-[\d.]+-{{seed}}",
-                       "--method classifier", runs[base]["flags"])
+        flags = runs[base]["flags"]
+        if start := re.search(r" ?--finetune runs/claims/(\w+)/([-\w]+)-[\d.]+-{seed}", flags):
+            assert start[2] in claims.TABLES[start[1]]["runs"]
+            flags = flags.replace(start[0], "" if "--method" in flags else "--method classifier")
         settings[name] = train.parse_args([*flags.split(), "--lr", str(rates[0])])
         used |= {run.get("rate_by")}
     for claim in table["claims"]:
@@ -217,7 +230,7 @@ def test_the_file_of_results_is_that_of_the_figures():
 def test_figures_in_readme_and_docstrings_are_those_of_the_results():
     """Figures with three decimals, and pairs of a mean and its deviation, are in RESULTS.md."""
     root, texts = Path(claims.__file__).parents[1], {}
-    for method in claims.TABLES.keys() - {"readme"}:
+    for method in claims.TABLES.keys() - {"readme", "detection"}:
         texts[method] = (root / f"{method}.py").read_text("utf-8").split('"""')[1]
     texts["README"] = (root / "README.md").read_text("utf-8")
     tables = re.sub(r"\b0\.", ".", claims.results())
