@@ -267,7 +267,7 @@ def test_labels_come_from_shards_folders_and_the_world(tmp_path):
     ("--data 000.tar --classes two.txt --label-fraction 0.1", "needs class folders"),
     ("--data data --classes two.txt", "classes of data are blue, green, red; --classes or"),
     ("--vocab two.txt", "--vocab has no effect: this"),
-    ("--finetune data", "data/config.json does not exist, so data is no run"),
+    ("--finetune data", "data/config.json cannot be read: No such file"),
 ])
 def test_errors_of_a_classifier_name_the_remedy(tmp_path, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
