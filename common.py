@@ -2638,7 +2638,7 @@ def restore_model(model, weights, path, remedy):
 
 
 # what to do about the last.pt of a run that cannot be read
-NO_LAST = "copy a step-N.pt of --keep-every to last.pt, or if there is none, begin a new run"
+NO_LAST = "copy a stage-N.pt of the run to last.pt, or if there is none, begin a new run"
 
 
 def load_checkpoint(path, map_location="cpu", remedy="give another file"):
@@ -2697,8 +2697,8 @@ def patient_group():
     """A process group on which ranks can wait for rank 0 for a day; None without ranks.
 
     The other ranks must wait while rank 0 evaluates and draws at the end. If all ranks of a machine
-    left more than 5 minutes before rank 0, torchrun would end that machine. The process group of
-    the training waits only 30 minutes.
+    end, their torchrun waits 5 minutes for the other machines and then leaves, and rank 0 fails.
+    The process group of the training waits only 30 minutes.
     """
     if not dist.is_initialized():
         return None

@@ -503,7 +503,7 @@ def assert_finite(x):
     """Return x. Raises UserError if a number in x is NaN or infinite."""
     if not x.isfinite().all():
         raise UserError("Encodings are not finite numbers: the run has diverged, or its checkpoint "
-                        "is damaged. Evaluate an earlier one with --checkpoint step-N.pt.")
+                        "is damaged. Evaluate another run.")
     return x
 
 
@@ -865,8 +865,8 @@ def options_of(given, args):
     """
     defaults = vars(build_parser().parse_args(["RUN"]))
     given = {name: value for name, value in given.items() if value != defaults.get(name)}
-    own = {"probe": args.probe, "probe_epochs": args.probe_epochs, "workers": args.workers,
-           "data": args.eval_data or args.data, "learn_limit": None}
+    own = {"probe": args.probe, "workers": args.workers, "data": args.eval_data or args.data,
+           "learn_limit": None}
     if "data" not in given:
         own |= {"image_root": args.image_root, "limit": TEST_LIMIT, "learn_limit": LEARN_LIMIT}
     data = given.get("data", own["data"])
@@ -3278,7 +3278,7 @@ def timm_pooling(model):
 
 # The settings in which the runs of a column may differ: the seed, and settings that belong neither
 # to the method nor to the training recipe.
-ASIDE = ("seed out argv git torch threads resume workers log_every save_every keep_every "
+ASIDE = ("seed out argv git torch threads resume workers log_every save_every "
          "eval_every accum_freq data_path directory").split()
 
 
@@ -3484,7 +3484,7 @@ def build_parser():
 
     add = parser.add_argument_group("weights").add_argument
     add("--checkpoint", default="last.pt", metavar="NAME",
-        help="file in RUN with the weights to evaluate: last.pt (default), step-N.pt, or "
+        help="file in RUN with the weights to evaluate: last.pt (default), or "
              "stage-1.pt of a run of STAIR")
     add("--export", metavar="FILE",
         help="write the image encoder under timm's parameter names to FILE, and evaluate nothing")

@@ -95,33 +95,32 @@ class Config:
     The comment behind a field, or the lines above it, are the help of its flag.
     """
 
-    # name of a preset of the method, whose values replace defaults; a wrong name prints all names
-    preset: str = "tiny"
+    preset: str = "tiny"  # name of a preset of the method, whose values replace defaults
     out: str | None = None  # directory of the run; without it runs/METHOD, runs/METHOD-2, ...
-    # continue the run in --out with the settings of that run; other flags replace these settings,
-    # but --method, --preset, --vocab, --vocab-size, --optimizer, --finetune and --init-weights
-    # cannot change; `--resume auto` begins a new run if --out has no checkpoint
+    # continue the run in --out with its settings, which flags replace; --method, --preset, --vocab,
+    # --vocab-size, --optimizer, --finetune and --init-weights cannot change; `--resume auto` begins
+    # a new run if --out has no checkpoint
     resume: bool = False
     # directory of a run whose image encoder is fine-tuned on labelled images; implies --method
     # classifier (BAM, Table 3)
     finetune: str | None = None
     seed: int = 0  # seed of the weights, the data and the augmentation
 
-    # SPEC of what to train on; the end of this help lists the forms of a SPEC; a preset of a paper
-    # needs --data
+    # SPEC of what to train on, see the end of this help; a preset of a paper needs --data
     data: str | None = None
-    # directory that the file names in the tables of --data and --eval-data are relative to; without
-    # it each table's own directory
+    # directory in which the file names of --data and --eval-data lie; without it the directory of
+    # each table
     image_root: str | None = None
-    # SPEC of the data for the evaluation at the end; without it the test split of --data, or the
-    # training images if --data has no splits; without it shards are not evaluated, and BAM and DINO
-    # are evaluated on shapes only
+    # SPEC of the data for the evaluation at the end; without it a model with captions is evaluated
+    # on the test split of --data, or on the training images if --data has no splits, but not if
+    # --data are shards; a model of BAM or DINO is then evaluated only if --data is shapes
     eval_data: str | None = None
     # vocabulary file, BERT's vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz; without it a
     # vocabulary is trained on the captions of --data
     vocab: str | None = None
     vocab_size: int = 8192  # largest size of a vocabulary that is trained on the captions
-    # side of an image in pixels; without it the encoder's image size, or the size of `shapes`
+    # side of an image in pixels; without it the size in the SPEC of shapes, for other data the size
+    # of the image encoder
     image_size: int | None = None
     # smallest area of a training crop, as a fraction of the image's area; pictures of `shapes` with
     # captions are not cropped
@@ -129,9 +128,9 @@ class Config:
     # number of processes per rank that load data; with 0 the training process loads the data
     workers: int = 0
 
-    # image encoder, NAME or NAME:setting=value,...; a wrong name or setting prints all that exist
+    # image encoder, NAME or NAME:setting=value,...; the end of this help lists the names
     image_encoder: str = "ViT-B/16"
-    # text encoder, NAME or NAME:setting=value,...; a wrong name or setting prints all that exist
+    # text encoder, NAME or NAME:setting=value,...; the end of this help lists the names
     text_encoder: str = "12x512"
     # file of pretrained weights to start from: a whole CLIP or, for methods without captions, a ViT
     # whose parameters have timm's names
@@ -156,22 +155,19 @@ class Config:
     adam_eps: float = 1e-6  # epsilon of AdamW and LAMB (CLIP, Table 18)
     clip_grad: float = 1.0  # largest norm of the gradient; 0 does not clip
 
-    log_every: int = 10  # steps between two lines of log.jsonl
+    log_every: int = 10  # steps between two lines of log.jsonl, whose first line is of step 1
     save_every: int = 1000  # steps between two writings of last.pt
-    keep_every: int = 0  # steps between two checkpoints that are kept, step-N.pt; 0 keeps none
     # steps between two evaluations during training, on at most 1,000 images, with metrics in
     # log.jsonl; BAM and DINO are tested by k-NN alone; 0 evaluates only at the end
     eval_every: int = 0
-    # training of linear probes: adamw follows SPARO, sgd follows BAM; at the end of a training only
-    # BAM and DINO on shapes have a probe
+    # recipe of the linear probe, adamw (SPARO, 10 epochs) or sgd (BAM, 100 epochs); the evaluation
+    # at the end of a training has a probe only for BAM and DINO on shapes
     probe: Literal["adamw", "sgd"] = "adamw"
-    # number of epochs of the linear probe; without it the paper's number, 10 for adamw, 100 for sgd
-    probe_epochs: int | None = None
 
     # precision of the encoders; without it bf16 on a GPU, off on a CPU; losses are always fp32
     amp: Literal["bf16", "fp16", "off"] | None = None
-    # compile the ResNet, or the blocks of the ViT, and the blocks of the text encoder, with
-    # torch.compile
+    # use torch.compile for the ResNet or each block of the ViT, and for each block of the text
+    # encoder
     compile: bool = False
     # recompute the blocks of the ViT and of the text encoder in the backward pass, to save memory
     grad_checkpoint: bool = False
@@ -198,10 +194,8 @@ BENCH_WARMUP = 3  # steps before --bench starts the clock: kernels are chosen, m
 
 
 def train(args, out, device):
-    """Train, evaluate, and return the signal that stopped the run, or None.
-
-    out: the run's directory, None on ranks that write nothing.
-    """
+    """Train, evaluate, and return the signal that stopped the run, or None. out: the run's
+    directory, None on ranks that write nothing."""
     rank, world_size = this_rank()
     method = METHODS[args.method]
     patient = common.patient_group()  # all ranks wait in it for rank 0's evaluation
@@ -210,40 +204,29 @@ def train(args, out, device):
     data = open_training_data(args, method)
     tokenizer = build_tokenizer(args, data) if method.uses_text(args) else None
     model = new_model(args, method, tokenizer)
-    options, eval_data = evaluation.options_of({}, args), None
-    if rank == 0 and not args.bench and opens_early(args, model):
-        eval_data = open_evaluation(args, model, options)
+    eval_data = open_evaluation(args, model) if opens_early(args, model) else None
     transform = build_transform(args, method, model.image_encoder)
     if args.dry_run:
         return dry_run(args, method, model)
-    model.to(device)
-    embedder = evaluation.new_embedder(model, tokenizer, args, device)
+    embedder = evaluation.new_embedder(model.to(device), tokenizer, args, device)
     torch.manual_seed(args.seed + rank)  # stochastic depth differs between ranks
     autocast, scaler, is_half = mixed_precision(args, device)
 
     # Resume. `progress` holds all that changes, see Progress.
-    progress, saved = Progress(data.fingerprint, tokenizer and tokenizer.hash()), None
-    if args.resume:
-        saved = load_state(args, data, model, scaler, progress, device)
-    common.check_ranks({"data": progress.data, "a vocabulary with the hash": progress.words,
-                        "a last.pt after step": progress.step, "fp16": scaler.is_enabled()})
+    progress = Progress(data.fingerprint, tokenizer and tokenizer.hash())
+    saved = load_state(args, data, model, scaler, progress, device) if args.resume else None
+    progress.check_ranks(scaler)
     if out:
         announce(args, data, model, tokenizer, device, progress)
         write_run(args, tokenizer, out)
     log, stop, clock, batches = Log(args, out, progress.step), Stop(), Clock(), None
 
-    end = 0
-    for number, steps, lr in method.stages(args):  # STAIR has three, the others one
-        start, end = end, end + steps
-        if progress.step >= end:
-            continue
+    for number, start, end, lr in stages_of(args, progress.step):  # STAIR has three, others one
+        progress.stage, steps = number, end - start
         model.begin_stage(number, fresh=progress.step == start)
-        progress.stage = number
-        if steps < args.steps:
-            log.begin_stage(number)
+        log.begin_stage(number, steps)
         optimizer = build_optimizer(args, model, saved if progress.step > start else None)
-        # Free the checkpoint and the DDP of the last stage. The buckets of DDP hold gradients.
-        saved = parallel = None
+        saved = parallel = None  # frees memory: the buckets of the last stage's DDP hold gradients
         parallel = wrap(args, model, world_size)
         model.train()
 
@@ -251,93 +234,74 @@ def train(args, out, device):
             # BAM crops where [CLS] looks. --bench measures updates alone.
             if progress.step in method.box_refreshes(args) and not args.bench:
                 batches = None  # ends the workers, which crop by the old boxes
-                boxes, stopping = find_boxes(args, data, model, device, autocast, stop)
+                progress.boxes, stopping = find_boxes(args, data, model, device, autocast, stop)
                 if stopping:  # the resumed run will look for the boxes again
-                    save(["last.pt"], args, model, optimizer, scaler, progress)
+                    save(args, model, optimizer, scaler, progress)
                     return end_early(args, log, progress.step, stopping)
-                progress.boxes = boxes
             if batches is None:
                 batches = open_loader(args, data, transform, tokenizer, model, progress)
                 clock.reset()
-            batch = to_device(clock.wait_for(batches), device)
-
-            # One update. The learning rate depends on the step within its stage.
-            step = progress.step - start
+            batch = common.distort(to_device(clock.wait_for(batches), device))
+            step = progress.step - start  # within the stage
             set_schedules(optimizer, args, step, steps, lr)
-            batch = common.distort(batch)
 
-            # The forward pass. The encoders compute in half precision. The loss compares the global
-            # batch and computes in fp32 even under autocast. Matrix products of the loss may use
-            # TF32, because the errors of TF32 are far smaller than the errors of bf16 encoders.
+            # The forward pass. Encoders compute in half precision, the loss in fp32. Its products
+            # may use TF32: the errors of TF32 are far smaller than the errors of bf16 encoders.
             torch.backends.cuda.matmul.allow_tf32 = is_half
             with autocast():
-                # calls Model.forward in the method's file -> {"loss": scalar, others to log}
-                outputs = parallel(batch, common.gather)
+                outputs = parallel(batch, common.gather)  # Model.forward: {"loss": scalar, ...}
 
-            # The backward pass. With fp16 the scaler multiplies the loss, because small gradients
-            # would become 0.
+            # The backward pass. The scaler multiplies the loss, else gradients of fp16 become 0.
             scaler.scale(outputs["loss"]).backward()
             torch.backends.cuda.matmul.allow_tf32 = False
             model.before_update(step)
 
-            # Divide the gradient by the loss scale, then clip it. The scaler skips an update whose
-            # gradient overflowed.
+            # Divide by the loss scale, clip, update. The scaler skips gradients that overflowed.
             scaler.unscale_(optimizer)
             grad_norm = clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)  # None takes no memory
 
-            # What the method itself changes: a teacher follows its student, a temperature stays in
-            # its bounds.
+            # The method's own changes: a teacher follows, a temperature stays in its bounds.
             model.after_update(step, steps)
             progress.advance(batch, args.batch)
             log.bar.update()
 
-            # Once in a while: log, evaluate, save, stop. All ranks agree on what is due.
-            keep_due, evaluate_due = progress.due(args.keep_every), progress.due(args.eval_every)
-            # An evaluation may last longer than torchrun or Slurm wait, so the run is saved before.
-            save_due = (progress.due(args.save_every) or keep_due or evaluate_due
-                        or progress.step == end)
-            log_due = progress.due(args.log_every) or evaluate_due or progress.step == args.steps
+            # What is due, on all ranks alike. A long evaluation may be killed: it follows a save.
+            evaluate_due = progress.due(args.eval_every)
+            save_due = progress.due(args.save_every) or evaluate_due or progress.step == end
+            log_due = progress.due(args.log_every) or save_due or progress.step == 1
             stopping = (stop.is_due() or save_due) and stop.agreed(device)
-            if args.bench:  # updates alone: no log, no checkpoint, no evaluation
-                rates = clock.bench(args.bench, args.batch)
-                if rates:
-                    print_once(json.dumps(rates))
-                if rates or stopping:
+
+            # Time updates alone, with --bench. Nothing is written.
+            if args.bench:
+                if bench(args, clock, progress.step) or stopping:
                     return stopping
                 continue
-            if stopping or log_due or save_due:
+
+            # Save, if the loss is finite.
+            if log_due or stopping:
                 check_finite(args, progress.step, outputs["loss"], grad_norm, scaler)
-            if stopping or save_due:
-                names = ["last.pt"]
-                if progress.step == end and end < args.steps:
-                    names.append(f"stage-{number}.pt")
-                if keep_due:
-                    names.append(f"step-{progress.step}.pt")
-                save(names, args, model, optimizer, scaler, progress)
-                if out:
-                    evaluation.write_pictures(evaluation.draw_log(out))
+            if save_due or stopping:
+                save(args, model, optimizer, scaler, progress, stage_ends=progress.step == end)
+
+            # Log, and evaluate. A run that must stop has no time for an evaluation.
             if log_due and rank == 0:
-                record = {"step": progress.step, "lr": optimizer.param_groups[0]["lr"]}
+                record = progress.facts() | {"lr": optimizer.param_groups[0]["lr"]}
                 record |= measure(args, model, batch, autocast, outputs, grad_norm)
-                record |= clock.rates(args.batch) | progress.skipped_counts()
-                metrics = {}
+                record |= clock.rates(args.batch)
                 if evaluate_due and not stopping:
-                    metrics = evaluate_unnoticed(embedder, eval_data, options)
-                warning = model.warn(record) or lost_samples(args, data, record)
-                log.write(record, metrics, overflows(scaler) or warning)
-                model.train()
+                    record |= evaluate_unnoticed(args, embedder, eval_data, log)
+                log.write(record, warning(args, data, model, scaler, record))
             if log_due:
                 clock.reset()
+
+            # Stop.
             if stopping:
                 return end_early(args, log, progress.step, stopping)
-    log.bar.close()
     stop.restore()  # from here on a signal ends the program at once
-    finish(args, embedder, eval_data, options, progress)
-    if patient:
-        dist.barrier(patient)  # all ranks end together: see common.patient_group
+    finish(args, log, embedder, eval_data, progress, patient)
 
 
 # Command line -----------------------------------------
@@ -347,23 +311,25 @@ def train(args, out, device):
 
 USAGE = "train.py --method NAME [--FLAG VALUE ...]"
 HELP = __doc__.partition("\n\nTo read")[0]
-SPEC_FORMS = "\n".join(f"  {form}" for form in common.spec_forms().split("; "))
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the texts as they are, and the default of each flag that has one."""
 
 
 class Parser(evaluation.Parser):
     def error(self, message):
         """For a flag that another method has, and for a method's name, the message says so."""
         let_rank_0_speak()
-        unknown = message.partition("unrecognized arguments: ")[2].split()
-        for word in unknown:
+        for word in message.partition("unrecognized arguments: ")[2].split():
             field = re.sub("^--(no-)?", "", word.partition("=")[0]).replace("-", "_")
             owners = [name for name in METHODS if hasattr(METHODS[name].Settings, field)]
             if word in METHODS:
-                message = f"{word} is a method: give --method {word}"
+                message += f"; {word} is a method: give --method {word}"
             elif field == "device":
-                message = "train.py has no --device: it takes a GPU if torch finds one"
+                message += "; train.py has no --device: it takes a GPU if torch finds one"
             elif owners and word.startswith("--"):
-                message = f"{word} is a flag of --method {' and '.join(owners)}"
+                message += f"; {word} is a flag of --method {' and '.join(owners)}"
         super().error(message)
 
 
@@ -371,7 +337,7 @@ def let_rank_0_speak():
     """Ranks often fail with the same message. All but the first rank of a machine keep silent,
     until torchrun ends them."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Stop would only note it
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends the process; Stop would only note it
         time.sleep(10)
 
 
@@ -385,9 +351,8 @@ def comments_of(config_class):
     return {name: behind or joined(above) for above, name, behind in found}
 
 
-def add_flags(parser, config_class, title, defaults):
-    """Add a flag for each field of a dataclass. The help of a flag is the field's comment, followed
-    by the default if `defaults` {name: value} has one."""
+def add_flags(parser, config_class, title):
+    """Add a flag for each field of a dataclass. The help of a flag is the field's comment."""
     comments, group = comments_of(config_class), None
     for field in dataclasses.fields(config_class):
         if group is None or field.name in GROUPS:
@@ -407,70 +372,84 @@ def add_flags(parser, config_class, title, defaults):
         else:
             options = {"type": kind, "metavar": kind.__name__.upper()}
         options["help"] = comments[field.name].replace("%", "%%")
-        if defaults.get(field.name) is not None:
-            options["help"] += " (default: %(default)s)"
         group.add_argument(common.flag_of(field.name), **options)
-    parser.set_defaults(**vars(config_class()))
 
 
 def parse_args(argv):
     """Command line -> the run's settings."""
-    for flag, value in zip(argv, [*argv[1:], None]):  # as when a shell's variable is not set
-        if flag.startswith("--") and (value == "" or flag.endswith("=")):
-            raise UserError(f"{flag.rstrip('=')} is empty: give a value, or leave the flag out.")
-
-    # First read the few flags on which the other flags and their defaults depend.
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("method", "preset", "out", "finetune"):
-        first.add_argument(common.flag_of(name), default=vars(Config()).get(name))
-    first.add_argument("--resume", nargs="?", const=True, default=False)
-    first, _ = first.parse_known_args(argv)
-    if first.resume and not first.out:
-        raise UserError("--resume needs --out, the directory of the run to continue.")
-    if first.resume == "auto":
-        first.resume = os.path.exists(f"{first.out}/last.pt")
-    if first.method and first.method not in METHODS:
-        raise UserError(f"There is no method {first.method!r}; there are {', '.join(METHODS)}.")
-    defaults = default_settings(first)
-    method = first.method or defaults.get("method")
-
-    # Then read all flags, train.py's and the method's. Their defaults come from the preset, or from
-    # the run that is resumed.
+    # First read the flags of Config, because the method's flags and all defaults depend on them.
+    # `given` has only flags that are given.
     parser = Parser(usage=USAGE, description=HELP, allow_abbrev=False, add_help=False,
-                    formatter_class=argparse.RawDescriptionHelpFormatter,
-                    epilog=f"A SPEC is one of:\n{SPEC_FORMS}")
-    parser.add_argument("--method", choices=METHODS, help="what to train; `--method NAME --help` "
-                        "lists the method's own flags and the defaults of its preset")
-    shown = vars(Config()) | defaults if method else {}  # without a method no default is known
-    add_flags(parser, Config, "run", shown)
+                    argument_default=argparse.SUPPRESS, formatter_class=HelpFormatter)
+    parser.add_argument("--method", choices=METHODS, help="what to train: sparo, stair and sparc "
+                        "learn from captions, bam from images alone, classifier fine-tunes a run; "
+                        "`--method NAME --help` lists the flags and the defaults of a method")
+    add_flags(parser, Config, "run")
+    given, rest = parser.parse_known_args(argv)
+    given = vars(given)
+    for name, value in given.items():
+        if value == "":  # as when a shell's variable is not set
+            raise UserError(f"{common.flag_of(name)} is empty: give a value, or leave the flag "
+                            f"out.")
+    if "resume" in given and "out" not in given:
+        raise UserError("--resume needs --out, the directory of the run to continue.")
+    if given.get("resume") == "auto":
+        given["resume"] = os.path.exists(f"{given['out']}/last.pt")
+
+    # Then read the method's flags. Defaults come from the preset, or from the run that is resumed.
+    usual = default_settings(given)
+    method = given.get("method", usual.get("method"))
     if method:
         own = METHODS[method].Settings
-        add_flags(parser, own, f"settings of {method}", vars(own()) | defaults)
-    parser.set_defaults(**defaults)
+        usual = vars(Config()) | vars(own()) | usual
+        add_flags(parser, own, f"settings of {method}")
+    parser.set_defaults(**{name: x for name, x in usual.items() if x is not None})  # for the help
+    parser.epilog = lists_of_names([method] if method else METHODS)
     parser.add_argument("-h", "--help", action="help", help="show this and stop")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(rest, argparse.Namespace(**usual | given))
     if not method:
         names = ", ".join(name for name in METHODS if name != "classifier")
         parser.error(f"--method is required, one of {names}; classifier fine-tunes a run.")
-    args.resume = first.resume
-    check_settings(args, METHODS[method], vars(parser.parse_args([])), argv)
+    check_settings(args, METHODS[method], usual, given)
     return args
 
 
-def default_settings(args):
+def lists_of_names(methods):
+    """The end of --help: the names that --data, --preset and the encoders' flags expect, with half
+    a sentence each."""
+    lines = ["--data SPEC, one of:", *(f"  {form}" for form in common.spec_forms().split("; "))]
+    for method in methods:
+        lines.append(f"--preset NAME of --method {method}:")
+        for name, preset in METHODS[method].PRESETS.items():
+            x = vars(Config()) | preset
+            lines.append(f"  {name:18} {x['image_encoder']}, {x['steps']:,} steps of "
+                         f"{x['batch']:,}")
+    lines.append("--image-encoder NAME:")
+    for name, x in common.VIT_PRESETS.items():
+        stem = ", a convolutional stem" if "stem" in x else ""
+        lines.append(f"  {name:18} ViT, patches of {x['patch_size']}, {x['depth']} blocks of width "
+                     f"{x['width']}{stem}")
+    lines += [f"  {name:18} torchvision's ResNet" for name in common.RESNET_PRESETS]
+    lines.append("--text-encoder NAME:")
+    for name, x in common.TEXT_PRESETS.items():
+        lines.append(f"  {name:18} {x['depth']} blocks of width {x['width']}")
+    return "\n".join(lines)
+
+
+def default_settings(given):
     """The settings that replace the defaults of the dataclasses. With --resume they are the
     settings of the resumed run. Otherwise they are the settings of the preset and, with --finetune,
-    of that run's image encoder."""
-    if args.resume:
-        return vars(evaluation.settings_of_run(args.out)[1])
-    method = args.method or ("classifier" if args.finetune is not None else None)
+    of that run's image encoder. given: {name: value} of the flags that are given."""
+    if given.get("resume"):
+        return vars(evaluation.settings_of_run(given["out"])[1])
+    method = given.get("method", "classifier" if "finetune" in given else None)
     if method is None:
         return {}
-    presets = METHODS[method].PRESETS
-    if args.preset not in presets:
-        raise UserError(f"{method} has no preset {args.preset!r}; it has {', '.join(presets)}.")
-    encoder = encoder_of(args.finetune) if args.finetune is not None else {}
-    return {"method": method} | presets[args.preset] | encoder
+    presets, preset = METHODS[method].PRESETS, given.get("preset", Config.preset)
+    if preset not in presets:
+        raise UserError(f"{method} has no preset {preset!r}; it has {', '.join(presets)}.")
+    encoder = encoder_of(given["finetune"]) if "finetune" in given else {}
+    return {"method": method} | presets[preset] | encoder
 
 
 def encoder_of(run):
@@ -486,7 +465,7 @@ def encoder_of(run):
 
 # Every number must be finite and not negative. Some fields must satisfy more.
 POSITIVE = set("""vocab_size image_size crop_scale steps epochs batch log_every save_every
-    probe_epochs accum_freq embed_dim init_scale filip_keep mgca_prototypes L V D grp_size
+    accum_freq embed_dim init_scale filip_keep mgca_prototypes L V D grp_size
     bottleneck codes out_dim head_width head_bottleneck student_temp teacher_temp local_size
     crop_least crop_border tau tau_b sinkhorn_iters projector_width projector_dim crop_every
     crop_alpha""".split())
@@ -502,10 +481,10 @@ WITH_DIRECTORY = "data", "eval_data", "vocab", "init_weights"
 FIXED = {"method", "preset", "vocab", "vocab_size", "optimizer", "finetune", "init_weights"}
 
 
-def check_settings(args, method, defaults, argv):
-    """Raise UserError for flags that do not fit each other. defaults: the settings with no flag
-    given; these are always accepted."""
-    for name, default in defaults.items():
+def check_settings(args, method, usual, given):
+    """Raise UserError for flags that do not fit each other. usual: the settings with no flag given;
+    these are always accepted. given: the flags of Config that are given."""
+    for name, default in usual.items():
         flag, value = common.flag_of(name), vars(args)[name]
         if value == default:
             continue
@@ -519,10 +498,9 @@ def check_settings(args, method, defaults, argv):
                             f"their own. Leave it out.")
         if isinstance(value, (int, float)):
             check_number(name, value)
-    named = {word.partition("=")[0] for word in argv}
-    if {"--epochs", "--steps"} <= named:
+    if {"epochs", "steps"} <= given.keys():
         raise UserError("--epochs and --steps both say how long to train: give one of them.")
-    if "--steps" in named:
+    if "steps" in given:
         args.epochs = None  # the resumed run may have had --epochs
     if method.uses_text(args) and args.batch < 2:
         raise UserError(f"--batch {args.batch} must be 2 or more: the loss compares the captions "
@@ -621,9 +599,10 @@ def lock_run(out):
 
 def write_run(args, tokenizer, out):
     """Write config.json and vocab.txt, from which eval.py and --resume build the model again."""
-    record = {"argv": sys.argv} | vars(args)  # a resumed run keeps its first argv
-    record |= {"git": common.revision(), "torch": str(torch.__version__),
-               "threads": torch.get_num_threads(), "directory": os.getcwd()}
+    # argv and directory are those of this command; paths in the settings are relative to directory
+    record = vars(args) | {"argv": sys.argv, "git": common.revision(),
+                           "torch": str(torch.__version__), "threads": torch.get_num_threads(),
+                           "directory": os.getcwd()}
     with common.replacing(out / "config.json") as file:
         file.write(json.dumps(record, indent=2).encode() + b"\n")
     if tokenizer and not args.resume:
@@ -635,8 +614,8 @@ def announce(args, data, model, tokenizer, device, progress):
     image would be several times in a batch."""
     params = sum(p.numel() for p in model.parameters()) / 1e6
     ranks, threads = this_rank()[1], torch.get_num_threads()
-    facts = [f"--method {args.method}", f"--preset {args.preset}", *changed_settings(args, data)]
-    print(f"{args.out}: {' '.join(facts)}")
+    changed = changed_settings(args, data).values()
+    print(" ".join([f"{args.out}: --method {args.method} --preset {args.preset}", *changed]))
     print(f"{params:.1f} M parameters on {device}, {ranks} process{'es' if ranks > 1 else ''}, "
           f"{threads} thread{'s' if threads > 1 else ''} each")
     if args.resume:
@@ -662,17 +641,18 @@ def announce(args, data, model, tokenizer, device, progress):
     if isinstance(data, common.CaptionTable) and len(data) < args.batch and not has_labels:
         raise UserError(f"--batch {args.batch} is more than the {len(data)} images of {args.data}: "
                         f"a loss would compare an image with itself. Lower --batch.")
-    stages = METHODS[args.method].stages(args)
-    for number, steps, _ in stages:
-        if 0 < steps < args.warmup:
+    stages = stages_of(args)
+    for number, start, end, _ in stages:
+        steps = end - start
+        if steps < args.warmup:
             of = f" of stage {number}" if len(stages) > 1 else ""
             print(f"note: --warmup {args.warmup} is longer than the {steps} steps{of}: the "
                   f"learning rate does not reach its peak")
 
 
 def changed_settings(args, data):
-    """The settings that differ from the preset's, as flags. For a resumed run: the settings that
-    differ from the run's own, with the value that they had in the run."""
+    """{name: "--flag value"} of the settings that differ from the preset's. For a resumed run: of
+    the settings that differ from the run's own, with the value that they had in the run."""
     method = METHODS[args.method]
     usual = vars(Config()) | vars(method.Settings()) | method.PRESETS[args.preset]
     encoder = common.image_encoder_settings(args.image_encoder)[1]
@@ -680,19 +660,19 @@ def changed_settings(args, data):
     shown = usual.keys() - {"preset", "out", "resume", "classes"}
     if args.resume:
         usual |= common.read_config(args.out)
-    words = []
+    words = {}
     for name in sorted(shown):
         value, before = vars(args)[name], usual[name]
         if value != before and not (name == "steps" and args.epochs):
             was = f" (it was {before})" if args.resume else ""
-            words.append(f"{common.flag_of(name)} {value}{was}")
+            words[name] = f"{common.flag_of(name)} {value}{was}"
     return words
 
 
 def check_vocabulary(args, data, tokenizer):
-    """The share of the captions' tokens that the vocabulary lacks. Prints a note about words that
-    it lacks and about captions that are cut. Raises UserError if it lacks most of the tokens, or if
-    the text encoder is made for a larger vocabulary."""
+    """Print a note about words that the vocabulary lacks and about captions that are cut. Raises
+    UserError if the vocabulary lacks most of the captions' tokens, or if the text encoder is made
+    for a larger vocabulary."""
     asked = common.asked_words(args.text_encoder)
     if asked > len(tokenizer) and not args.vocab:
         raise UserError(f"--text-encoder {args.text_encoder} is for {asked} tokens, a vocabulary "
@@ -712,7 +692,6 @@ def check_vocabulary(args, data, tokenizer):
     if cut > 0.01:
         print(f"note: {cut:.1%} of the captions are longer than the {context} tokens that the text "
               f"encoder reads, and their ends are cut: raise its context in --text-encoder")
-    return unknown
 
 
 class Log:
@@ -728,9 +707,11 @@ class Log:
             self.path = out / "log.jsonl"
             self.cut(step)
 
-    def begin_stage(self, number):
-        self.title, self.last_line = f"{self.title.partition(',')[0]}, stage {number}", -math.inf
-        self.bar.set_description(self.title)
+    def begin_stage(self, number, steps):
+        if steps < self.steps:  # there are other stages
+            self.title = f"{self.title.partition(',')[0]}, stage {number}"
+            self.last_line = -math.inf
+            self.bar.set_description(self.title)
 
     def cut(self, step):
         """Keep the lines up to the step; a killed run may have written half of the last line."""
@@ -744,10 +725,10 @@ class Log:
         with common.replacing(self.path) as file:
             file.writelines(kept)
 
-    def write(self, record, metrics, warning):
-        """Append a step's record and the metrics of its evaluation; print each warning once."""
+    def write(self, record, warning):
+        """Append a step's record; print each warning once."""
         step = record["step"]
-        plain = common.without_nan(record | metrics)  # a gradient that overflowed in fp16 is null
+        plain = common.without_nan(record)  # a gradient that overflowed in fp16 is null
         with common.writing(self.path), open(self.path, "a") as file:
             file.write(json.dumps(plain, allow_nan=False) + "\n")
         self.bar.set_postfix(loss=record["loss"], images_per_s=record["images_per_s"])
@@ -755,10 +736,6 @@ class Log:
             self.last_line = time.monotonic()
             print(f"{self.title}: step {step}/{self.steps}  loss {record['loss']:.4g}  "
                   f"lr {record['lr']:.3g}  {record['images_per_s']:.0f} images/s", flush=True)
-        if metrics:
-            names = [name for name in metrics if "/" not in name or name.endswith("R@1")]
-            shown = ", ".join(f"{name} {metrics[name]:.3f}" for name in names)
-            self.bar.write(f"step {step}: {shown}")
         if warning and warning not in self.warned:
             self.bar.write(f"warning at step {step}: {warning}")
             self.warned.add(warning)
@@ -807,13 +784,18 @@ def open_training_data(args, method):
             raise UserError(f"--epochs {args.epochs} needs the number of images, which {args.data} "
                             f"does not tell: give --steps, which is epochs x images / --batch.")
         args.steps = math.ceil(args.epochs * len(data) / args.batch)
-    with common.explained(ValueError, f"--method {args.method}"):
-        method.check(args)
+    check_method(args)
     if method.box_refreshes(args) and not (is_table or args.dry_run):
         raise UserError(f"--contrastive-crop keeps a box for each image and needs a folder of "
                         f"images or a table, not {args.data}: give one by --data, or give "
                         f"--no-contrastive-crop.")
     return data
+
+
+def check_method(args):
+    """Raise UserError if settings do not fit the method."""
+    with common.explained(ValueError, f"--method {args.method}"):
+        METHODS[args.method].check(args)
 
 
 def choose_labels(args, data):
@@ -842,16 +824,17 @@ def by_knn(model):
 
 
 def opens_early(args, model):
-    """Whether the data to evaluate on are opened before the training, so that an error in them
+    """Whether this rank opens the data to evaluate on before the training, so that an error in them
     costs no time. Otherwise --data are opened for the evaluation only after the training, because
     a table would be in memory twice."""
-    return bool(args.eval_data or args.eval_every or by_knn(model))
+    is_asked = args.eval_data or args.eval_every or by_knn(model)
+    return bool(is_asked) and this_rank()[0] == 0 and not args.bench
 
 
-def open_evaluation(args, model, options):
+def open_evaluation(args, model):
     """The data of the run's own evaluation, or None if no task can use them. Raises UserError
     instead of returning None if --eval-data or --eval-every is given."""
-    with_text = model.encode_text is not None
+    options, with_text = evaluation.options_of({}, args), model.encode_text is not None
     remedy = "" if with_text else (" k-NN learns from the classes of --data. If --data have none, "
                                    "leave out --eval-data, then run eval.py RUN --data TEST "
                                    "--train-data TRAIN")
@@ -903,7 +886,7 @@ def initial_encoders(args, method, tokenizer):
     if args.resume or args.dry_run:  # the checkpoint has the weights, or they do not matter
         return encoders, parts
     if args.finetune:
-        with torch.random.fork_rng(devices=[]):  # building that run's model draws numbers, too
+        with torch.random.fork_rng(devices=[]):  # that run's model must not take random numbers
             source = evaluation.load_run(args.finetune)[0].model
         common.copy_encoder(encoders[0], source.evaluation_encoder(), args.finetune)
     if args.init_weights:
@@ -1051,6 +1034,17 @@ def build_optimizer(args, model, saved):
     return optimizer
 
 
+def stages_of(args, step=0):
+    """The stages that end after `step`: [(number, start, end, peak learning rate)]. A stage has the
+    steps start + 1 to end of the run."""
+    rows, end = [], 0
+    for number, steps, lr in METHODS[args.method].stages(args):
+        start, end = end, end + steps
+        if end > step:
+            rows.append((number, start, end, lr))
+    return rows
+
+
 def set_schedules(optimizer, args, step, steps, lr):
     """Set the learning rate and the weight decay for a step of a stage, which has `steps` steps and
     the peak learning rate `lr`."""
@@ -1065,8 +1059,8 @@ def set_schedules(optimizer, args, step, steps, lr):
 def wrap(args, model, world_size):
     """The model, compiled if --compile is given, and in DDP if there are several ranks."""
     if args.compile:
-        # DDP would split compiled graphs at its buckets, and blocks that --grad-checkpoint
-        # recomputes fail in split graphs.
+        # DDP would split a compiled graph where its buckets end. A split graph cannot be
+        # recomputed, which --grad-checkpoint does.
         torch._dynamo.config.optimize_ddp = False
         torch._dynamo.config.cache_size_limit = 128  # a graph for each block's stochastic depth
         for module in model.modules():
@@ -1082,10 +1076,11 @@ def wrap(args, model, world_size):
 def mixed_precision(args, device):
     """-> autocast (a function that returns the context of --amp), the scaler of the loss, and
     whether the encoders run in half precision."""
-    amp = args.amp or ("bf16" if device.type == "cuda" else "off")
-    if not args.amp and amp == "bf16" and not torch.cuda.is_bf16_supported(False):  # or emulated
-        amp = "fp16"
+    is_gpu = device.type == "cuda"
+    if is_gpu and not args.amp and not torch.cuda.is_bf16_supported(False):  # or emulated
+        args.amp = "fp16"  # config.json must tell
         print_once("note: this GPU computes no bf16, so --amp is fp16")
+    amp = args.amp or ("bf16" if is_gpu else "off")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}[amp]
     autocast = functools.partial(torch.autocast, device.type, dtype, enabled=amp != "off")
     scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
@@ -1124,17 +1119,22 @@ class Progress:
         """Whether an action that is due once in `every` steps is due after this step; 0: never."""
         return every > 0 and self.step % every == 0
 
+    def check_ranks(self, scaler):
+        """Raise UserError if ranks would train on other data, words or steps."""
+        common.check_ranks({"data": self.data, "a vocabulary with the hash": self.words,
+                            "a last.pt after step": self.step, "fp16": scaler.is_enabled()})
+
     def advance(self, batch, size):
         self.step += 1
         self.samples += size
         self.positions |= batch["position"]
         self.skipped |= batch["skipped"]
 
-    def skipped_counts(self):
-        """{"skipped": {reason: count}} for this rank, {} if nothing was skipped."""
+    def facts(self):
+        """{"step": number}, with "skipped": {reason: count} if this rank has skipped samples."""
         total = common.total_skipped(self.skipped.values())
         counts = {reason: count for reason, (count, _) in total.items()}
-        return {"skipped": counts} if counts else {}
+        return {"step": self.step} | ({"skipped": counts} if counts else {})
 
     def state(self, workers):
         """What a checkpoint keeps. Every rank must call it."""
@@ -1148,14 +1148,15 @@ class Progress:
     def restore(self, state, workers):
         """Continue from a checkpoint's state, with this rank's random numbers.
 
-        If the data, the number of ranks or the number of workers changed, the saved positions mean
-        nothing. The data then begin again, in an order that the run has not used before.
+        If the data, the number of ranks or the number of workers changed, the saved positions are
+        not valid. The data then begin again, in an order that the run has not used before.
         """
         rank, world_size = this_rank()
         if state["words"] != self.words:
             raise UserError("vocab.txt has other words than when the run was saved: put the old "
                             "file back, or begin a new run.")
-        self.step, self.stage, self.order = state["step"], state["stage"], state["order"]
+        self.step, self.samples = state["step"], state["samples"]
+        self.stage, self.order = state["stage"], state["order"]
         if state["boxes"] is not None and state["data"] == self.data:
             self.boxes = state["boxes"].cpu()
         saved = len(state["ranks"]), state["workers"], state["data"]
@@ -1170,12 +1171,16 @@ class Progress:
             torch.cuda.set_rng_state(local["cuda_rng"].cpu())
 
 
-def save(names, args, model, optimizer, scaler, progress):
-    """Write a checkpoint under each of the names. Every rank must call it."""
+def save(args, model, optimizer, scaler, progress, stage_ends=False):
+    """Write last.pt, stage-N.pt at the end of a stage, and the curves. Every rank must call it."""
     state = {"method": args.method, "model": model.state_dict(), "scaler": scaler.state_dict(),
              "optimizer": optimizer.state_dict(), **progress.state(args.workers)}
+    names = ["last.pt"]
+    if stage_ends and progress.step < args.steps:
+        names.append(f"stage-{progress.stage}.pt")
     if this_rank()[0] == 0:
         common.save_checkpoint([Path(args.out, name) for name in names], state)
+        evaluation.write_pictures(evaluation.draw_log(args.out))
 
 
 def load_state(args, data, model, scaler, progress, device):
@@ -1185,29 +1190,25 @@ def load_state(args, data, model, scaler, progress, device):
     last step into another stage."""
     path = Path(args.out, "last.pt")
     state = common.load_checkpoint(path, device, common.NO_LAST)
-    before, settings = common.read_config(args.out), METHODS[args.method].Settings()
-    changed = [f"{common.flag_of(name)} {vars(args)[name]} (the run has {before[name]})"
-               for name in sorted({**vars(Config()), **vars(settings)}.keys() - {"out", "resume"})
-               if before.get(name, vars(args)[name]) != vars(args)[name]]
-    named = ", ".join(changed) or "the flags that change the model"
-    remedy = f"leave out {named}; vocab.txt must be that of the run"
-    common.restore_model(model, state["model"], path, remedy)
+    own = {"image_encoder", "text_encoder", "image_size", *vars(METHODS[args.method].Settings())}
+    changed = [words for name, words in changed_settings(args, data).items() if name in own]
+    remedy = f"leave out {', '.join(changed)}; " if changed else ""
+    common.restore_model(model, state["model"], path,
+                         f"{remedy}vocab.txt and config.json must be those of the run")
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     progress.restore(state, args.workers)
-    progress.samples = state.get("samples", progress.step * args.batch)
     if args.epochs:
         rest = args.epochs * len(data) - progress.samples
         args.steps = progress.step + math.ceil(rest / args.batch)
-    stages, end, is_same = METHODS[args.method].stages(args), 0, False
-    for number, steps, _ in stages:
-        start, end = end, end + steps
-        is_same |= number == progress.stage and start < max(1, progress.step) <= end
+        check_method(args)
+    stages = stages_of(args)
     if len(stages) == 1 and progress.step > args.steps:
         flag = "--epochs" if args.epochs else "--steps"
         raise UserError(f"{args.out} has made {progress.step} steps, more than the {args.steps} of "
                         f"{flag}: raise {flag}, or leave {flag} out.")
-    if not is_same:
+    if not any(number == progress.stage and start < max(1, progress.step) <= end
+               for number, start, end, _ in stages):
         raise UserError(f"{args.out} has made {progress.step} steps, the last in stage "
                         f"{progress.stage}; with these flags that step is in another stage or in "
                         f"none: leave out the flags that change the stages, such as --steps, "
@@ -1275,18 +1276,8 @@ def end_early(args, log, step, number):
 class Clock:
     """Images per second and the fraction of time that waits for data, since the last reset."""
 
-    is_warm = False  # whether --bench has begun to count
-
     def reset(self):
         self.start, self.waits = self.now(), []
-
-    def bench(self, steps, batch_size):
-        """The rates of `steps` steps after the first BENCH_WARMUP steps; None until the last."""
-        if not self.is_warm and len(self.waits) == BENCH_WARMUP:
-            self.reset()
-            self.is_warm = True
-        is_over = self.is_warm and len(self.waits) == steps
-        return self.rates(batch_size) if is_over else None
 
     def now(self):
         """The present time. On a GPU this is an event in the GPU's queue, because the host runs
@@ -1331,13 +1322,6 @@ def check_finite(args, step, loss, grad_norm, scaler):
                         f"their gradients overflow in fp16: lower --lr, or change --amp.")
 
 
-def overflows(scaler):
-    """A warning if the gradients overflow whatever the scale of the loss is, or None."""
-    scale = scaler.get_scale()
-    return None if scale >= 1 else ("gradients overflow in fp16, and updates are skipped: if this "
-                                    "goes on, nothing is learned and the run ends")
-
-
 # Log, evaluation, cost -----------------------------------------
 #
 # What happens once in a while. Nothing here changes what is trained.
@@ -1350,9 +1334,20 @@ def measure(args, model, batch, autocast, outputs, grad_norm):
     model.eval()
     with autocast():
         scalars = outputs | model.diagnose(batch) | {"grad_norm": grad_norm}
+    model.train()
     patches = model.image_encoder.grid**2
     chance_loss = model.chance_loss(args.batch, batch.get("mask"), patches)
     return {name: x.item() for name, x in scalars.items()} | {"chance_loss": chance_loss}
+
+
+def warning(args, data, model, scaler, record):
+    """A warning about a logged step, or None: about gradients that overflow whatever the scale of
+    the loss is, one of the method, or that more than a tenth of this rank's samples were skipped.
+    """
+    if scaler.get_scale() < 1:
+        return ("gradients overflow in fp16, and updates are skipped: if this goes on, nothing is "
+                "learned and the run ends")
+    return model.warn(record) or lost_samples(args, data, record)
 
 
 def lost_samples(args, data, record):
@@ -1368,41 +1363,49 @@ def lost_samples(args, data, record):
             f"{max(skipped, key=skipped.get)} (counts are in log.jsonl){others}")
 
 
-def evaluate_unnoticed(embedder, eval_data, options):
-    """The metrics of --eval-every. A model with neither captions nor classes is evaluated by k-NN
-    alone, because a linear probe takes long. The evaluation does not change the random numbers of
-    the training."""
-    if by_knn(embedder.model):
-        options = argparse.Namespace(**vars(options) | {"tasks": ["knn"]})
+def evaluate_unnoticed(args, embedder, eval_data, log):
+    """The metrics of --eval-every; the most important ones are printed. A model with neither
+    captions nor classes is evaluated by k-NN alone, because a linear probe takes long. The
+    evaluation does not change the random numbers of the training."""
+    options = evaluation.options_of({"tasks": ["knn"]} if by_knn(embedder.model) else {}, args)
     devices = [embedder.device] if embedder.device.type == "cuda" else []
+    embedder.model.eval()
     with torch.random.fork_rng(devices):
-        return evaluation.evaluate(embedder, eval_data, options)
+        metrics = evaluation.evaluate(embedder, eval_data, options)
+    embedder.model.train()
+    names = [name for name in metrics if "/" not in name or name.endswith("R@1")]
+    shown = ", ".join(f"{name} {metrics[name]:.3f}" for name in names)
+    log.bar.write(f"step {log.bar.n}: {shown}")
+    return metrics
 
 
-def finish(args, embedder, eval_data, options, progress):
+def finish(args, log, embedder, eval_data, progress, patient):
     """Print what the workers of all ranks skipped, evaluate, draw, and say where the results are.
-    Every rank must call it; rank 0 evaluates."""
+    Every rank must call it; rank 0 evaluates, and the others wait in the group `patient`."""
+    log.bar.close()
     every_rank = common.gather_objects(common.total_skipped(progress.skipped.values()))
-    if this_rank()[0] > 0:
-        return
-    if skipped := common.describe_skipped(common.total_skipped(every_rank)):
-        print(f"skipped {skipped}")
-    if not opens_early(args, embedder.model):
-        eval_data = open_evaluation(args, embedder.model, options)
-    if eval_data is None:
-        evaluation.save_pictures(evaluation.draw_log(args.out))
-    else:
-        print(f"Evaluation on {evaluation.describe(options)}, in fp32:")
-        embedder.model.eval()
-        embedder.step = progress.step
-        evaluation.evaluate_and_show(embedder, eval_data, options, args.out)
-    written = "" if eval_data is None else "eval.json (these metrics), "
-    print(f"{args.out} holds last.pt (weights), {written}log.jsonl and the pictures. Next: python "
-          f"eval.py {shlex.quote(args.out)} --data SPEC")
+    if this_rank()[0] == 0:
+        if skipped := common.describe_skipped(common.total_skipped(every_rank)):
+            print(f"skipped {skipped}")
+        if not opens_early(args, embedder.model):
+            eval_data = open_evaluation(args, embedder.model)
+        if eval_data is None:
+            evaluation.save_pictures(evaluation.draw_log(args.out))
+        else:
+            options = evaluation.options_of({}, args)
+            print(f"Evaluation on {evaluation.describe(options)}, in fp32:")
+            embedder.model.eval()
+            embedder.step = progress.step
+            evaluation.evaluate_and_show(embedder, eval_data, options, args.out)
+        written = "" if eval_data is None else "eval.json (these metrics), "
+        print(f"{args.out} holds last.pt (weights), {written}log.jsonl and the pictures. Next: "
+              f"python eval.py {shlex.quote(args.out)} --data SPEC")
+    if patient:
+        dist.barrier(patient)  # all ranks end together: see common.patient_group
 
 
 def dry_run(args, method, model):
-    """Print on rank 0 what the settings cost, as JSON. A multiply-add is 2 FLOPs."""
+    """Print on rank 0 what the settings cost, in words and as JSON. A multiply-add is 2 FLOPs."""
     params = sum(p.numel() for p in model.parameters())
     model.eval()  # else, on several GPUs, BatchNorm would gather CPU tensors
     flops, patches = {}, model.image_encoder.grid**2
@@ -1417,7 +1420,23 @@ def dry_run(args, method, model):
     words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
     record = {"params": params, **words, "flops_per_sample": int(flops[2]),
               "flops_per_sample_in_batch": round(in_batch), "chance_loss": chance_loss}
-    print_once(json.dumps(record))
+    print_once(f"parameters: {params / 1e6:.1f} M\nforward pass: {flops[2] / 1e9:.4g} GFLOPs for "
+               f"each sample, {in_batch / 1e9:.4g} in a batch of {args.batch:,}\nloss of a random "
+               f"guess: {chance_loss:.4g}\n{json.dumps(record)}")
+
+
+def bench(args, clock, step):
+    """Whether --bench ends after this step. It then prints the rates of its steps, in words and as
+    JSON. The clock starts after the first BENCH_WARMUP steps."""
+    if step == BENCH_WARMUP:
+        clock.reset()
+    if step < BENCH_WARMUP + args.bench:
+        return False
+    rates = clock.rates(args.batch)
+    print_once(f"{rates['images_per_s']:.1f} images per second; {rates['data_share']:.0%} of the "
+               f"time waits for data; peak memory {rates['peak_memory_bytes'] / 2**30:.2f} GiB\n"
+               f"{json.dumps(rates)}")
+    return True
 
 
 def made_up_batch(args, method, model, n):
@@ -1449,19 +1468,12 @@ def main(argv=None):
         with claim_run(args) as out:
             stopped_by = train(args, out, device)
     except RuntimeError as error:  # torch raises it, at any line, when a worker dies
-        message = str(error)
-        if message.startswith("DataLoader worker (pid"):
-            what = "A data loading worker was killed, perhaps because memory ran out"
-        elif message.startswith("DataLoader timed out"):
-            what = (f"No batch came for {PATIENCE // 60} minutes, perhaps because /dev/shm is "
-                    f"full")
-        else:
+        if not str(error).startswith(("DataLoader worker (pid", "DataLoader timed out")):
             raise
-        remedy = f"{what}: lower --workers or --batch, or raise the container's --shm-size."
-        if args.out:  # --bench saves nothing
-            remedy += (f" `--resume auto --out {shlex.quote(args.out)}` continues from the last "
-                       f"save, if there is one.")
-        raise UserError(remedy) from None
+        raise UserError(f"A data loading worker was killed, or sent no batch for {PATIENCE // 60} "
+                        f"minutes, perhaps because memory or /dev/shm is full: lower --workers or "
+                        f"--batch, or raise the container's --shm-size. `--resume auto --out "
+                        f"{args.out}` continues from the last save, if there is one.") from None
     if dist.is_initialized():  # skipped after an error: NCCL would wait for the other ranks
         dist.destroy_process_group()
     return stopped_by

@@ -205,8 +205,8 @@ ERRORS = [
     ("train --resume --out other", "other/config.json has the method 'resnet', which is none of",
      {"other/config.json": '{"method": "resnet"}'}),
     ("stair --resume --out runs/sparc", "was begun with --method sparc, .* leave out --method stair"),
-    ("train --resume --embed-dim 7 --out runs/sparc",
-     r"model of another size.*: leave out --embed-dim 7 \(the run has 128\); vocab.txt"),
+    ("train --resume --embed-dim 7 --lr 1 --out runs/sparc",
+     r"model of another size.*: leave out --embed-dim 7 \(it was 128\); vocab.txt"),
     ("train --resume --preset b32 --out runs/sparc", "--preset tiny, .* leave out --preset b32"),
     ("train --resume auto --vocab poor.txt --out runs/sparc", "leave out --vocab poor.txt"),
     *((f"{name} --init-weights 0", "0: the file is a checkpoint of train.py: `eval.py RUN --export",
@@ -222,7 +222,7 @@ ERRORS = [
           ("vocab.txt", "last.pt holds a model of another size.*vocab.txt", FILES["poor.txt"]),
           *(("last.pt", "last.pt holds no sparc model", saved(state))
             for state in ({"method": "bam"}, [torch.ones(2)]) if command == "eval"),
-          *(("last.pt", "last.pt cannot be read: .* Remedy: .* begin a new", damaged)
+          *(("last.pt", "last.pt cannot be read: .* Remedy: .* stage-N.pt .* begin a new", damaged)
             for damaged in ("", saved({"method": "sparc"})[:99], pickle.dumps([{}]))))),
 
     # Evaluation
@@ -325,7 +325,9 @@ def test_errors_name_the_mistake_and_change_no_file(
     ("--method stair --crop-least=.2", "--crop-least=.2 is a flag of --method sparo and bam"),
     ("sparo", "sparo is a method: give --method sparo"),
     ("--method sparo --device cuda", "train.py has no --device: it takes a GPU"),
-    ("--method sparo --learning-rate 1", "did you mean --lr?")])
+    ("--method sparo --learning-rate 1", "did you mean --lr?"),
+    ("--method bam --sigma 1 --readuot gap", "--sigma is a flag of --method sparc; instead of "
+     "--readuot, did you mean --readout?")])
 def test_a_flag_that_belongs_elsewhere_is_named_as_such(capsys, words, message):
     with pytest.raises(SystemExit):
         train.main(words.split())

@@ -185,9 +185,9 @@ def test_a_run_that_cannot_be_written_is_compared_all_the_same(
 def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
     args = evaluation.METHODS["bam"].Settings()
     vars(args).update(data="a.csv", eval_data="b/test", image_root="r", image_size=8, workers=2)
-    vars(args).update(probe="sgd", probe_epochs=7)
+    vars(args).update(probe="sgd")
     own = evaluation.options_of({}, args)
-    assert (own.probe, own.probe_epochs) == ("sgd", 7)
+    assert own.probe == "sgd"
     asked = {"workers": 7, "tasks": ["knn"]}  # options that change no figure
     assert evaluation.options_of(asked, args) == argparse.Namespace(**vars(own) | asked) and own.is_own
     assert (own.data, own.train_data, own.split, own.image_root) == ("b/test", "a.csv", "all", "r")
@@ -232,7 +232,7 @@ def test_differences_are_paired_and_have_students_interval(capsys):
 def test_options_tell_whether_the_split_was_trained_on(tmp_path):
     args = evaluation.METHODS["sparc"].Settings()
     vars(args).update(data="kar.json:split=val", eval_data=None, image_root=None, workers=0,
-                      probe="adamw", probe_epochs=None)
+                      probe="adamw")
     assert evaluation.options_of({}, args).on_training_images
     for split, seen in (("test", False), ("val", True)):
         options = evaluation.options_of({"data": "kar.json", "split": split}, args)

@@ -58,6 +58,20 @@ def test_flags_override_presets_and_presets_override_defaults(flags):
     assert args.beta2 == 0.98              # default
 
 
+@pytest.mark.parametrize("words, listed", [
+    ("", ["--preset NAME of --method bam:", "tiny-stem          tiny/4, 400 steps of 128"]),
+    ("--method sparo --preset cc3m-b32", [
+        "l400m-b32          clip-b32, 312,214 steps of 32,768", "(default: clip-b32)",
+        "tiny-patch         ViT, patches of 8, 2 blocks of width 96",
+        "12x512             12 blocks of width 512", "FILE.token of Flickr"])])
+def test_help_lists_names_and_the_defaults_of_the_preset(capsys, words, listed):
+    with pytest.raises(SystemExit):
+        train.main([*words.split(), "--help"])
+    out = capsys.readouterr().out
+    assert [line for line in listed if line not in out] == []
+    assert ("--preset NAME of --method sparc:" in out) == (not words) == ("(default" not in out)
+
+
 def test_a_value_of_a_preset_is_never_refused(monkeypatch):
     monkeypatch.setitem(train.METHODS["sparc"].PRESETS, "mine", {"sigma": -1.0})
     command = ["--method", "sparc", "--preset", "mine", "--sigma"]
@@ -142,6 +156,17 @@ def test_epochs_set_the_number_of_steps(tmp_path):
         assert len(read_log(tmp_path / "run")) == steps
 
 
+def test_settings_are_checked_again_if_a_resume_changes_the_steps(tmp_path):
+    """After one step of 16 images, 3 epochs have 8 steps of 4 images more, not 12 steps in all."""
+    write_files(tmp_path, {f"data/a/{i}.png": picture() for i in range(16)})
+    flags = [flag for flag in SMALL["bam"] if flag not in ("--steps", "4")]
+    flags += ["--data", tmp_path / "data", "--image-size", 16, "--out", tmp_path / "run"]
+    train_alone([*flags, "--batch", 16, "--epochs", 1])
+    more = ["--resume", "--batch", 4, "--epochs", 3, "--contrastive-crop", "--crop-start", 10]
+    with pytest.raises(UserError, match="--crop-start 10 must be below --steps 9"):
+        train_alone([*flags, *more])
+
+
 @pytest.mark.parametrize("batch, epochs, steps", [
     (16, 4, 6 + 1), (4, 4, 6 + 4), (4, 3, 6), (8, 5, 6 + 4), (16, 2, None)])
 def test_epochs_count_the_images_of_all_batch_sizes(tmp_path, batch, epochs, steps):
@@ -212,13 +237,12 @@ def test_bam_on_one_folder_notes_at_once_what_an_evaluation_needs(tmp_path, caps
     assert "valuation" not in str(lines) and (tmp_path / "run/curves.png").exists()
 
 
-def test_keep_every_keeps_a_checkpoint_every_n_steps(tmp_path, run_of):
-    train_alone([*SPARC, "--keep-every", "2", "--out", tmp_path])
-    assert {path.name for path in tmp_path.glob("*.pt*")} == {
-        "last.pt", "step-2.pt", "step-4.pt", "step-6.pt"}
-    steps = [common.load_checkpoint(tmp_path / f"step-{i}.pt")["step"] for i in (2, 4, 6)]
-    assert steps == [2, 4, 6]
-    assert_same_weights(tmp_path, run_of("sparc"))
+@pytest.mark.parametrize("flags, steps", [
+    (["--log-every", "4"], [1, 4, 6]),
+    (["--log-every", "99", "--save-every", "5"], [1, 5, 6])])
+def test_the_log_begins_at_step_1_and_has_each_step_that_is_saved(tmp_path, flags, steps):
+    train_alone([*SPARC, *flags, "--out", tmp_path])
+    assert [record["step"] for record in read_log(tmp_path)] == steps
 
 
 @pytest.mark.ranks
@@ -271,7 +295,7 @@ def test_the_first_signal_saves_and_a_second_ctrl_c_ends_at_once(tmp_path, monke
 def test_a_worker_that_the_kernel_kills_gives_an_error_of_one_sentence(tmp_path, monkeypatch):
     kill = lambda self, samples: os.kill(os.getpid(), signal.SIGKILL)
     monkeypatch.setattr(common.WorldStream, "collate", kill)
-    message = ("^A data loading worker was killed, .* --workers or --batch, .*shm.* "
+    message = ("^A data loading worker was killed.* --workers or --batch, .*shm.* "
                f"`--resume auto --out {tmp_path}` continues")
     with pytest.raises(UserError, match=message):
         train.main([*SPARC, "--workers", "1", "--out", str(tmp_path)])
@@ -293,7 +317,7 @@ def test_a_worker_that_sends_nothing_gives_an_error_of_one_sentence(tmp_path, mo
     monkeypatch.setattr(train, "LOOK", 1)
     monkeypatch.setattr(common.WorldStream, "collate", lambda self, samples: time.sleep(4))
     message = message_of(UserError, [*SPARC, "--workers", "1", "--out", str(tmp_path)])
-    assert re.match("No batch came for .*/dev/shm is full: .*--shm-size", message)
+    assert re.search("sent no batch for .*/dev/shm is full: .*--shm-size", message)
 
 
 @pytest.mark.parametrize("length, workers, refused", [(71, 1, True), (71, 0, False),
@@ -369,7 +393,7 @@ def leave_after_rank_0(rank, run):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.Clock, "wait_for", wait_for)
-        patch.setattr(train, "finish", lambda *arguments: rank or evaluate())
+        patch.setattr(evaluation, "describe", evaluate)  # rank 0 calls it before it evaluates
         train_on_rank(rank, [*SMALL["sparc"], "--steps", 6, "--log-every", 2, "--out", run])
     return [time.monotonic(), *moments], max(kept)
 
@@ -478,6 +502,16 @@ def test_resume_notices_changed_words_and_changed_data_of_equal_size(tmp_path, c
         train_alone([*flags, tmp_path / "b.csv", "--resume"])
     with pytest.raises(UserError, match="vocab.txt has other words than"):
         evaluation.load_run(run)
+
+
+def test_a_resumed_run_names_its_own_command_and_directory(tmp_path, run_of, monkeypatch):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--resume", "--out", "run"])
+    train_alone(["--resume", "--out", "run"])
+    config = common.read_config(run)
+    assert (config["argv"], config["directory"]) == (sys.argv, str(tmp_path))
+    assert config["steps"] == 6
 
 
 def test_a_resume_that_dies_as_it_writes_config_json_loses_nothing(tmp_path, monkeypatch, run_of):
@@ -922,7 +956,9 @@ def test_fp16_that_skips_every_update_warns_and_then_ends(tmp_path, monkeypatch,
 def test_a_gpu_without_bf16_gets_fp16_and_a_note(monkeypatch, capsys, amp, supported, dtype, noted):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: supported)
     monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: enabled)
-    autocast, scales, _ = train.mixed_precision(SimpleNamespace(amp=amp), torch.device("cuda"))
+    args = SimpleNamespace(amp=amp)
+    autocast, scales, _ = train.mixed_precision(args, torch.device("cuda"))
+    assert args.amp == ("fp16" if noted else amp)  # config.json has it
     assert autocast.args[1] == dtype and scales == (dtype == torch.float16)
     assert capsys.readouterr().out.count("note: this GPU") == noted
 
@@ -946,7 +982,11 @@ def test_a_dry_run_ends_with_json(tmp_path, capsys, name):
     has_text = name not in ("dino", "bam", "classifier")
     words = ["--text-encoder", "tiny:vocab_size=9000"] if has_text else []
     train.main([*SMALL[name], *words, "--dry-run", "--out", str(tmp_path / "unused")])
-    record = last_json(capsys)
+    *lines, last = capsys.readouterr().out.splitlines()
+    record = json.loads(last)
+    assert lines[0] == f"parameters: {record['params'] / 1e6:.1f} M"
+    assert f"{record['flops_per_sample'] / 1e9:.4g} GFLOPs for each sample" in lines[1]
+    assert lines[2] == f"loss of a random guess: {record['chance_loss']:.4g}"
     assert record.get("vocab_size") == (9000 if words else None)
     assert record["params"] > 1000 and record["flops_per_sample"] > 1000
     assert record["chance_loss"] > 1
@@ -1006,9 +1046,12 @@ def test_flops_of_clip_and_sparc_agree_with_table_11():
 def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys):
     words = ["--text-encoder", "tiny:vocab_size=9000"]
     train.main([*SPARC, *words, "--bench", "2", "--out", str(tmp_path / "run")])
-    record = last_json(capsys)
+    words, line = capsys.readouterr().out.splitlines()
+    record = json.loads(line)
     assert record["images_per_s"] > 0 and record["peak_memory_bytes"] > 1e6
     assert 0 < record["data_share"] < 1
+    assert words.startswith(f"{record['images_per_s']:.1f} images per second; ")
+    assert words.endswith(f"peak memory {record['peak_memory_bytes'] / 2**30:.2f} GiB")
     assert not (tmp_path / "run").exists()
 
 
@@ -1080,7 +1123,7 @@ def test_the_log_is_valid_json_if_a_gradient_overflows(tmp_path):
     log = train.Log(train.parse_args(SPARC), tmp_path, 0)
     for step, norm in ((1, math.nan), (2, math.inf)):
         record = {"step": step, "loss": 1.0, "grad_norm": norm, "images_per_s": 2.0, "lr": 0.1}
-        log.write(record, {}, None)
+        log.write(record, None)
     text = (tmp_path / "log.jsonl").read_text()
     assert [json.loads(line)["grad_norm"] for line in text.splitlines()] == [None, None]
     assert "NaN" not in text and "Infinity" not in text
