@@ -25,7 +25,7 @@ from resource import RLIMIT_NOFILE
 import numpy as np
 import pytest
 import torch
-from PIL import ExifTags, Image, ImageDraw
+from PIL import ExifTags, Image, ImageDraw, ImageOps
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
@@ -606,6 +606,14 @@ def test_photos_are_turned_by_their_exif_orientation():
         for found in (common.open_image(content), common.open_image(content, 10)):
             assert found.height == 2 * found.width
             assert found.getpixel((2, 2))[2] > 200 > found.getpixel((2, found.height - 3))[2]
+
+
+@pytest.mark.parametrize("orientation", range(10))
+def test_an_image_is_turned_as_pil_turns_it(orientation):
+    image = Image.fromarray(np.arange(24, dtype=np.uint8).reshape(2, 4, 3))
+    image.getexif()[common.ORIENTATION] = orientation
+    turned = np.asarray(ImageOps.exif_transpose(image))
+    assert np.array_equal(np.asarray(common.open_image(image)), turned)
 
 
 @pytest.mark.parametrize("format", ["PNG", "WEBP", "JPEG"])

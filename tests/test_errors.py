@@ -15,8 +15,7 @@ import torch
 
 import eval as evaluation
 import train
-from common import (BAD_SHARD, SPECIAL_TOKENS, UserError, open_directory, restore_model,
-                    train_wordpiece)
+from common import BAD_SHARD, SPECIAL_TOKENS, UserError, open_directory, restore_model
 from helpers import SMALL, picture, write_files
 from test_start import made_up_clip_file
 
@@ -110,7 +109,6 @@ ERRORS = [
     ("sparc --vocab 0", "has no </w>, .*GPT-2.*bpe_simple", "#version: 0\n\u0120 t\nh e\n"),
     ("sparc --vocab a.gz", "Cannot read the vocabulary a.gz: .*Give a BERT vocab.txt", "broken"),
     ("sparc --vocab poor.txt", "^83% of the captions' tokens are .UNK., .* give another --vocab"),
-    (lambda: train_wordpiece(["ab c"], 6), "A vocabulary of 6 is too small.* 7 "),
 
     # Data
     ("sparc --data nowhere.csv", "Cannot read nowhere.csv: No such file"),
