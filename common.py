@@ -43,7 +43,6 @@ import math
 import os
 import random
 import re
-import shutil
 import string
 import subprocess
 import sys
@@ -60,7 +59,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset, get_worker_info
@@ -98,6 +97,7 @@ def explained(kinds, what, remedy=""):
     except kinds as error:
         # strerror is an OSError's text without the path. `what` names the path already.
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        reason = reason or type(error).__name__
         raise UserError(f"{what}: {reason}{remedy}".rstrip(".") + ".") from None
 
 
@@ -237,9 +237,6 @@ class Attention(nn.Module):
 
     def __init__(self, width, heads):
         super().__init__()
-        if width % heads:
-            raise UserError(f"width {width} is not a multiple of heads {heads}: give a number of "
-                            f"heads that divides the width.")
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
@@ -375,10 +372,6 @@ class ViT(Encoder):
                  cls=False, positions="learned", pre_norm=False, stem=None, quick_gelu=False,
                  eps=1e-6, patch_bias=True, drop_path=0.0, pixels=""):
         super().__init__()
-        if min(image_size, patch_size, width, heads) < 1:
-            raise UserError("image_size, patch_size, width and heads of a ViT must be positive.")
-        if positions == "sincos" and width % 4:
-            raise UserError(f"width {width} is not a multiple of 4, which positions=sincos needs.")
         if image_size % patch_size:
             multiple = max(1, image_size // patch_size) * patch_size
             raise UserError(f"image_size {image_size} is not a multiple of patch_size "
@@ -628,8 +621,7 @@ class Method:
 
     def __init__(self, module):
         self.Settings = module.Config  # a module without Settings has no flags but its Config's
-        for name, value in vars(module).items():
-            setattr(self, name, value)  # an instance's attribute hides the default of the class
+        vars(self).update(vars(module))  # an instance's attribute hides the default of the class
 
 
 class ModelDefaults:
@@ -885,9 +877,9 @@ def read_vocabulary(path):
     opener = gzip.open if str(path).endswith(".gz") else open
     kinds = OSError, EOFError, UnicodeDecodeError, zlib.error
     remedy = ". Give a BERT vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz"
-    with explained(kinds, f"Cannot read the vocabulary {path}", remedy):
-        with opener(path, "rt", encoding="utf-8-sig") as file:
-            return file.read().rstrip("\n").split("\n")
+    reading = explained(kinds, f"Cannot read the vocabulary {path}", remedy)
+    with reading, opener(path, "rt", encoding="utf-8-sig") as file:
+        return file.read().rstrip("\n").split("\n")
 
 
 class WordPiece(Tokenizer):
@@ -1037,21 +1029,17 @@ class BPE(Tokenizer):
 
 
 def train_wordpiece(captions, size):
-    """Captions -> a vocabulary of at most `size` tokens: all characters, then merged pairs. Marks
-    are kept: see clean_text.
+    """Captions -> a vocabulary of `size` tokens: the special tokens, all characters (even if they
+    are more), then merged pairs. Marks are kept: see clean_text.
 
     Each step merges the most frequent pair of adjacent pieces into a new token. If several pairs
     are equally frequent, the alphabetically first is merged, so that the order of the captions does
-    not matter. The steps end when every word is one token or the vocabulary is full. Raises
-    UserError if `size` is too small for the characters and the special tokens.
+    not matter. The steps end when every word is one token or the vocabulary is full.
     """
     counts = Counter(word for caption in captions for word in split_words(caption, True))
     words = {word: [word[0], *("##" + char for char in word[1:])]
              for word in counts if len(word) <= MAX_WORD}
     vocab = SPECIAL_TOKENS + sorted({piece for pieces in words.values() for piece in pieces})
-    if len(vocab) > size:
-        raise UserError(f"A vocabulary of {size} is too small: these captions have {len(vocab)} "
-                        f"characters and special tokens. Give --vocab-size {len(vocab)} or more.")
 
     # Counting all pairs again after each merge would be slow. So a merge recounts only the words
     # that contain the pair, and a heap keeps the most frequent pair on top.
@@ -1109,6 +1097,10 @@ def merge_pair(pieces, pair, merged):
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff",
                   ".jpe", ".jfif", ".avif")
 ORIENTATION = ExifTags.Base.Orientation
+# EXIF's number of an orientation -> how the image is turned upright
+TURNS = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180,
+         4: Image.Transpose.FLIP_TOP_BOTTOM, 5: Image.Transpose.TRANSPOSE,
+         6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90}
 BICUBIC = v2.InterpolationMode.BICUBIC
 
 
@@ -1188,12 +1180,8 @@ class Augment(v2.Compose):
     def mix(self, images, labels):
         """Images (B, 3, S, S) and labels (B,) -> mixed images and shares of classes (B, C).
 
-        Images and labels are returned unchanged if MixUp and CutMix are off. Raises UserError for a
-        label that is not below C.
+        Images and labels are returned unchanged if MixUp and CutMix are off.
         """
-        if labels.max() >= self.classes:
-            raise UserError(f"--data has label {labels.max()}, but there are {self.classes} "
-                            f"classes, counted from 0: give the names of all classes.")
         return v2.RandomChoice(self.mixtures)(images, labels) if self.mixtures else (images, labels)
 
 
@@ -1228,11 +1216,8 @@ def to_rgb(image):
     orientation = 1
     with contextlib.suppress(Exception):  # the EXIF can be damaged where the pixels are intact
         orientation = image.getexif().get(ORIENTATION, 1)
-    if orientation != 1:
-        exif = image.info.pop("exif", None)  # else PIL writes it again, and raises for damaged tags
-        original, image = image, ImageOps.exif_transpose(image)
-        if exif:
-            original.info["exif"] = exif  # the caller's image keeps it
+    if orientation in TURNS:
+        image = image.transpose(TURNS[orientation])
     # Images of 16 bits, 32 bits or floats: PIL's convert would cut all values at 255.
     if image.mode.startswith(("I", "F")):
         x = np.nan_to_num(np.asarray(image))
@@ -1452,47 +1437,62 @@ def blur(x, sigma):
 #
 # CaptionTable and TarShards also have
 #   samples(seed, part, parts, start)
-#                            yields (sample, position after the sample) without end. The data are
+#                            yields (Sample, position after the sample) without end. The data are
 #                            dealt to `parts` disjoint parts, one for each worker of each rank, and
-#                            only the samples of number `part` are read. A sample is Skipped or
-#                            (path or bytes, caption or label, name). A table's sample has a fourth
-#                            item, the number of the image.
+#                            only the samples of number `part` are read.
 #   name                     what messages call the source
 #   start                    the first position
 #   len(source), unit        how many "images" or "shards" are dealt to the parts
-#   skipped                  {reason: [count, last example]} of the rows left out at the start
+#   skipped                  {problem: [count, last example]} of the rows left out at the start
 #   max_bad                  a run ends after so many unusable samples in a row
 #
 # Web data always have broken files. A broken sample is skipped, so that it does not end the run. It
-# is counted by its reason and reported, so that the user hears of it.
+# is counted by its problem and reported, so that the user hears of it.
 
 
-@dataclasses.dataclass
-class Skipped:
-    """A sample or a shard that was left out."""
+class Sample(NamedTuple):
+    """An image and what comes with it, on the way from a file to a batch."""
 
-    reason: str  # why; samples are counted by this text
-    where: str   # the file, line or key
+    file: object               # a path, the image's bytes, an open shard, or the decoded image
+    value: object = ""         # a caption, a list of captions, a label, or a key's files in a shard
+    name: str = ""             # what messages call the sample: a path, "shard:key"
+    number: int | None = None  # an image's row in its table, its label, or a key's place in a shard
+    problem: str = ""          # why the sample is left out; samples are counted by this text
 
-    def count(self, counts):
-        """Add this sample or shard to `counts`, {reason: [count, last example]}."""
-        n, _ = counts.get(self.reason, [0, ""])
-        counts[self.reason] = [n + 1, self.where]
+
+def left_out(problem, name):
+    """A sample, or a whole shard, that cannot be used."""
+    return Sample(None, name=name, problem=problem)
+
+
+def count_problem(sample, counts):
+    """Add a sample that is left out to `counts`, {problem: [count, last example]}."""
+    n, _ = counts.get(sample.problem, [0, ""])
+    counts[sample.problem] = [n + 1, sample.name]
+
+
+def usable(samples, counts):
+    """Yield the samples without a problem, and count the others."""
+    for sample in samples:
+        if sample.problem:
+            count_problem(sample, counts)
+        else:
+            yield sample
 
 
 def total_skipped(parts):
-    """Several {reason: [count, last example]}, as Skipped.count makes them -> their sum."""
+    """Several {problem: [count, last example]} -> their sum."""
     total = {}
     for part in parts:
-        for reason, (n, example) in part.items():
-            total[reason] = [total.get(reason, [0])[0] + n, example]
+        for problem, (n, example) in part.items():
+            total[problem] = [total.get(problem, [0])[0] + n, example]
     return total
 
 
 def describe_skipped(counts):
-    """{reason: [count, last example]} -> "2 x empty caption, the last a.csv, line 3; ..."."""
-    return "; ".join(f"{n} x {reason}, the last {example}"
-                     for reason, (n, example) in counts.items())
+    """{problem: [count, last example]} -> "2 x empty caption, the last a.csv, line 3; ..."."""
+    return "; ".join(f"{n} x {problem}, the last {example}"
+                     for problem, (n, example) in counts.items())
 
 
 def is_printed(caption):
@@ -1503,7 +1503,7 @@ def is_printed(caption):
 class CaptionTable:
     """Image files with one or more captions each. Images of class folders also have labels.
 
-    rows: (path, caption) or Skipped. Rows with the same path are captions of one image.
+    rows: (path, caption) or left_out. Rows with the same path are captions of one image.
     name: what messages call the table.
     root: the directory that the paths are relative to, or "".
     content: what each image needs, see open_data. If it is None, an empty caption is allowed.
@@ -1519,32 +1519,26 @@ class CaptionTable:
     def __init__(self, rows, name, root="", content="caption"):
         self.content = content
         captions, self.skipped, names = defaultdict(list), {}, 0
-        for row in rows:
-            if isinstance(row, Skipped):
-                row.count(self.skipped)
-                continue
-            path = os.path.join(root, row[0]) if root else row[0]
-            caption = row[1].strip()
+        for row in usable(itertools.starmap(Sample, rows), self.skipped):
+            path = os.path.join(root, row.file)
             # JSON can hold half of a character (a lone surrogate), which UTF-8 cannot encode: "?"
             # replaces the surrogate.
-            caption = caption.encode(errors="replace").decode()
+            caption = row.value.strip().encode(errors="replace").decode()
             if is_printed(caption) or content is None:
                 captions[path].append(caption)
                 names = zlib.crc32(os.path.basename(path).encode(errors="replace"), names)
             else:
-                Skipped("empty caption", path).count(self.skipped)
+                count_problem(left_out("empty caption", path), self.skipped)
         if not captions:
-            left_out = describe_skipped(self.skipped)
-            reason = f" (left out: {left_out})." if left_out else ": it is empty."
-            raise UserError(f"{name} has no image that can be used{reason}")
+            raise UserError(f"{name} has no image that can be used (left out: "
+                            f"{describe_skipped(self.skipped) or 'nothing, no row fits'}).")
 
-        # All paths are joined into one object of bytes, because not all names are UTF-8. Captions
-        # are kept in numpy's buffer. Forked workers share both. If paths and captions were lists of
-        # strings, reading a string would write its reference count, and each worker would copy
-        # every page of memory.
+        # Paths and captions are kept in numpy's buffers, which forked workers share. If they were
+        # lists of strings, reading a string would write its reference count, and each worker would
+        # copy every page of memory. Not all paths are UTF-8, so their bytes are kept as Latin-1.
         self.name = name
-        paths = [path.encode(errors="surrogatepass") for path in captions]
-        self.path_bytes, self.path_ends = b"".join(paths), np.cumsum([0, *map(len, paths)])
+        paths = [path.encode(errors="surrogatepass").decode("latin-1") for path in captions]
+        self.paths = np.array(paths, np.dtypes.StringDType())
         texts = list(itertools.chain.from_iterable(captions.values()))
         self.captions = np.array(texts, np.dtypes.StringDType())
         # image i has the captions first[i] to first[i + 1] - 1
@@ -1558,8 +1552,7 @@ class CaptionTable:
 
     def path(self, i):
         """The path of image i."""
-        path = self.path_bytes[self.path_ends[i] : self.path_ends[i + 1]]
-        return path.decode(errors="surrogatepass")
+        return self.paths[i].encode("latin-1").decode(errors="surrogatepass")
 
     def captions_of(self, i):
         """The list of the captions of image i."""
@@ -1587,7 +1580,7 @@ class CaptionTable:
                 value = captions[(epoch + i) % len(captions)]
                 if self.content == "label":
                     value = int(self.labels[i])
-                yield (path, value, path, i), start
+                yield Sample(path, value, path, i), start
 
     def sample_captions(self, limit, skip=0):
         """See the head of this section. The first `limit` captions would name few classes, because
@@ -1652,16 +1645,13 @@ class TarShards:
             with contextlib.ExitStack() as files:
                 rows = [row for i in shards for row in read_headers(self.paths[i], files)]
                 order = np.random.default_rng((seed, epoch, part, window)).permutation(len(rows))
-                for i in order[place:].tolist():
+                for place, i in enumerate(order[place:].tolist(), place + 1):
                     sample = read_sample(rows[i], self.content)
-                    if not isinstance(sample, Skipped) and self.content != "label":
+                    if self.content == "caption" and not sample.problem:
                         # Captions take turns, as in CaptionTable. A sample of a tar has no number,
                         # so its offset in the tar serves as the number.
-                        image, captions, where = sample
-                        _, _, offset, _ = rows[i]
-                        caption = captions[(epoch + offset // BLOCK) % len(captions)]
-                        sample = image, caption, where
-                    place += 1
+                        turn = (epoch + sample.number // BLOCK) % len(sample.value)
+                        sample = sample._replace(value=sample.value[turn])
                     is_last = place == len(rows)
                     yield sample, (epoch, window + 1, 0) if is_last else (epoch, window, place)
             window, place = window + 1, 0
@@ -1674,37 +1664,29 @@ class TarShards:
         same samples. Prints at the end what was left out. Raises UserError if no image has a label
         or a caption.
         """
-        total, left_out = 0, {}
-        for sample in read_tars(self.paths, content, limit):
-            if isinstance(sample, Skipped):
-                sample.count(left_out)
-            else:
-                image, value, where = sample
-                total += 1
-                yield image, where if content is None else value
-        reasons = describe_skipped(left_out)
-        if total == 0:
+        sample, counts = None, {}
+        for sample in usable(read_tars(self.paths, content, limit), counts):
+            yield sample.file, sample.value if content else sample.name
+        if sample is None:
             what = f"image with a {content}" if content else "image"
-            raise UserError(f"{self.name} has no {what} (left out: {reasons}).")
-        if left_out:
-            print(f"left out of {self.name}: {reasons}")
+            raise UserError(f"{self.name} has no {what} (left out: {describe_skipped(counts)}).")
+        if counts:
+            print(f"left out of {self.name}: {describe_skipped(counts)}")
 
     def sample_captions(self, limit, skip=0):
         """See the head of this section. A shard gives its first captions."""
-        captions, first, n = [], [], min(limit, len(self.paths))
+        captions, first, counts, n = [], [], {}, min(limit, len(self.paths))
         for i in range(n):
-            found, wanted = [], math.ceil((limit + skip - len(captions) - len(first)) / (n - i))
+            wanted = math.ceil((limit + skip - len(captions) - len(first)) / (n - i))
             samples = read_tars([self.paths[i * len(self.paths) // n]], "caption")
-            for sample in itertools.islice(samples, wanted + self.max_bad // n):
-                if len(found) >= wanted:
-                    break
-                found += [] if isinstance(sample, Skipped) else sample[1]
-            own = math.ceil(skip / n)
+            samples = usable(itertools.islice(samples, wanted + self.max_bad // n), counts)
+            texts = itertools.chain.from_iterable(sample.value for sample in samples)
+            found, own = list(itertools.islice(texts, wanted)), math.ceil(skip / n)
             first += found[:own]
-            captions += found[own:wanted]
+            captions += found[own:]
         if not captions + first:
-            raise UserError(f"{self.name} has no image with a caption (the last that was left out: "
-                            f"{sample.reason}, {sample.where}).")
+            raise UserError(f"{self.name} has no image with a caption (left out: "
+                            f"{describe_skipped(counts)}).")
         return (captions + first)[:limit]
 
 
@@ -1731,9 +1713,8 @@ UNUSED = "image that no sample uses (a second image of its key, or a key with a 
 
 # A tar is a sequence of blocks of 512 bytes: a header, the content of a file, the next header, ....
 BLOCK = tarfile.BLOCKSIZE
-# the groups: name, size (octal), file (0) or directory (5), end of the magic word, name's prefix
-PLAIN_HEADER = re.compile(rb"(.{100}).{24}([0-7]{11}).{21}([05]).{100}ustar([\0 ]).{82}(.{155})",
-                          re.DOTALL)
+# the groups: name, size (octal), file (0) or directory (5)
+PLAIN_HEADER = re.compile(rb"(.{100}).{24}([0-7]{11}).{21}([05]).{100}ustar.{83}\0{155}", re.DOTALL)
 # the content of a pax header that holds nothing but a time
 PAX_TIME = re.compile(rb"\d+ mtime=[\d.]+\n\0+")
 
@@ -1756,102 +1737,84 @@ def read_tars(paths, content, limit=None):
         yield read_sample(row, content)
 
 
-def read_members(file, start=0):
+def read_members(file):
     """Yield (name, offset of its headers, offset of its content, size) of each file of an open tar.
     Other tars may follow the tar, as after `cat a.tar b.tar > both.tar`.
 
     tarfile needs 30 us per header, so the training would wait 4 s for four shards of 10,000
     samples. This function parses plain headers itself. A plain header may follow a pax header that
-    holds only a time, as webdataset writes it. From the first header of another form on, tarfile
-    reads the file.
+    holds only a time, as webdataset writes it. tarfile reads the headers of other forms.
 
     Raises one of SHARD_ERRORS where the tar is damaged or cut off.
     """
-    file_size = os.fstat(file.fileno()).st_size
-    while True:
+    file_size, start, ends = os.fstat(file.fileno()).st_size, 0, False
+    while start < file_size:
         # Three blocks hold a pax header, the content of the pax header, and the file's own header.
         # Without a pax header, the file's own header comes first.
         header, offset = os.pread(file.fileno(), 3 * BLOCK, start), start
+        ends = not header[:BLOCK].strip(b"\0")
+        if ends:  # blocks of zeros end a tar, and fill the space before another tar
+            start += BLOCK
+            continue
         if header[156:157] == b"x" and PAX_TIME.fullmatch(header, BLOCK, 2 * BLOCK):
             header, offset = header[2 * BLOCK :], offset + 2 * BLOCK
-        plain = PLAIN_HEADER.match(header)
-        if not plain:
-            break
-        name, size, kind, magic, prefix = plain.groups()
-        name, prefix = name.partition(b"\0")[0], prefix.partition(b"\0")[0]
-        # GNU's magic word ends in a space, and GNU uses the bytes of the prefix for other things
-        if prefix and magic == b"\0":
-            name = prefix + b"/" + name
-        offset, size = offset + BLOCK, int(size, 8)
+        if plain := PLAIN_HEADER.match(header):
+            name, size, kind = plain.groups()
+            name = name.partition(b"\0")[0].decode("utf-8", "surrogateescape")
+            offset, size, is_file = offset + BLOCK, int(size, 8), kind == b"0"
+            end = offset + math.ceil(size / BLOCK) * BLOCK
+        else:
+            file.seek(start)
+            tar = tarfile.open(fileobj=file, mode="r:")
+            member, end = tar.next(), tar.offset
+            if member is None:
+                raise tarfile.ReadError("a header is damaged")
+            name, offset, size = member.name, member.offset_data, member.size
+            is_file = member.isfile()
         if offset + size > file_size:
             raise EOFError("it is cut off")
-        if kind == b"0":
-            yield name.decode("utf-8", "surrogateescape"), start, offset, size
-        start = offset + math.ceil(size / BLOCK) * BLOCK
-    if start > file_size:
-        raise EOFError("it is cut off")
-
-    # the rest: the end of the tar, or a header that is not plain
-    file.seek(start)
-    with tarfile.open(fileobj=file, mode="r:") as tar:
-        for member in tar:
-            if member.isfile():
-                yield member.name, member.offset, member.offset_data, member.size
-        start = tar.offset
-    # A tar ends with blocks of zeros. A file without these blocks was cut off, but tarfile accepts
-    # such a file.
-    if os.pread(file.fileno(), BLOCK, start) != bytes(BLOCK):
+        if is_file:
+            yield name, start, offset, size
+        start = end
+    # A file without blocks of zeros was cut off, but tarfile accepts such a file.
+    if not ends:
         raise tarfile.ReadError("its end is missing")
-    while block := os.pread(file.fileno(), BLOCK, start):
-        if block.strip(b"\0"):
-            return (yield from read_members(file, start))
-        start += BLOCK
 
 
 def read_headers(path, files):
-    """Yield (file, key, offset of its headers, {suffix: (offset, size)}) of each key of a shard, or
-    Skipped. No image is read.
+    """Yield a Sample for each key of a shard. Its value is {suffix: (offset, size)}, its file the
+    open shard, and its number the offset of the first header. No image is read.
 
     A key is a file's name up to its first dot. The files of a key are neighbours in the tar, as
     img2dataset writes them. A second file with the same key and suffix starts another sample, as in
-    OpenCLIP. files: an ExitStack, which closes the shard.
+    OpenCLIP. The file v1.0.jpg has the key "v1" and the suffix ".0.jpg", which is no image's
+    suffix, so the image cannot be used and is left out. files: an ExitStack, which closes the
+    shard.
     """
-    # the key being read, where it starts, its files so far; the error that ended the reading
-    key, start, places, problem = None, 0, {}, None
+    keys, problem = [], "it holds no files"
     try:
         file = files.enter_context(open(path, "rb", buffering=0))
-        for name, headers, offset, size in read_members(file):
-            found = KEY.match(name)[0]
-            suffix = name[len(found):].lower()
+        for name, start, offset, size in read_members(file):
+            key = KEY.match(name)[0]
+            where, suffix = f"{path}:{key}", name[len(key):].lower()
             if suffix.startswith("._"):  # macOS stores a file's attributes in a second file, ._NAME
                 continue
-            if places and (found != key or suffix in places):  # another sample starts
-                yield from rows_of_key(file, key, start, places)
-                places = {}
-            if not places:
-                key, start = found, headers
-            places[suffix] = offset, size
+            if not keys or keys[-1].name != where or suffix in keys[-1].value:
+                keys.append(Sample(file, {}, where, start))
+            keys[-1].value[suffix] = offset, size
+        problem = problem if not keys else ""
     except SHARD_ERRORS as error:
         problem = error
-    if places:
-        yield from rows_of_key(file, key, start, places)
-    if problem or key is None:
-        yield Skipped(BAD_SHARD, f"{path} ({problem or 'it holds no files'})")
-
-
-def rows_of_key(file, key, start, places):
-    """Yield the row of one key, then a Skipped for each image file that the row does not use.
-
-    The file v1.0.jpg has the key "v1" and the suffix ".0.jpg", which is no image's suffix. So an
-    image whose name has another dot cannot be used, and the Skipped tells the user. A key that has
-    only such images has no row.
-    """
-    used = image_suffix(places)
-    unused = [suffix for suffix in places if suffix != used and suffix.endswith(IMAGE_SUFFIXES)]
-    if used or not unused:
-        yield file, key, start, places
-    for suffix in unused:
-        yield Skipped(UNUSED, f"{file.name}:{key}{suffix}")
+    for key in keys:
+        used = image_suffix(key.value)
+        images = [suffix for suffix in key.value if suffix.endswith(IMAGE_SUFFIXES)]
+        if used or not images:
+            yield key
+        for suffix in images:
+            if suffix != used:
+                yield left_out(UNUSED, key.name + suffix)
+    if problem:
+        yield left_out(BAD_SHARD, f"{path} ({problem})")
 
 
 def image_suffix(places):
@@ -1859,38 +1822,29 @@ def image_suffix(places):
     return next((suffix for suffix in IMAGE_SUFFIXES if suffix in places), None)
 
 
-def read_sample(row, content):
-    """A row of read_headers -> (image's bytes, [captions] or label, "shard:key") or Skipped.
+def read_sample(key, content):
+    """A Sample of read_headers -> the Sample with the image's bytes, and its captions or its label.
 
     content: "caption" reads KEY.txt, one caption per line. "label" reads the number in KEY.cls, or
-    "label" in KEY.json. None reads the image only; its caption is "".
+    "label" in KEY.json. None reads the image only.
     """
-    if isinstance(row, Skipped):
-        return row
-    file, key, _, places = row
-    where, image = f"{file.name}:{key}", image_suffix(places)
+    if key.problem:
+        return key
+    image = image_suffix(key.value)
     if image is None:
-        return Skipped(NO_IMAGE, where)
+        return left_out(NO_IMAGE, key.name)
     texts = {"caption": [".txt"], "label": [".cls", ".json"], None: []}[content]
-    wanted = [suffix for suffix in (image, *texts) if suffix in places]
+    wanted = [suffix for suffix in (image, *texts) if suffix in key.value]
     try:
-        found = read_parts(file, {suffix: places[suffix] for suffix in wanted})
+        found = read_parts(key.file, {suffix: key.value[suffix] for suffix in wanted})
     except SHARD_ERRORS as error:
-        return Skipped(BAD_SHARD, f"{file.name} ({error})")
-    if content is None:
-        return found[image], [""], where
-    if content == "label":
-        label = find_label(found.get(".cls", b""), found.get(".json", b""))
-        return Skipped("no label", where) if label is None else (found[image], label, where)
-    if ".txt" not in found:
-        return Skipped(NO_CAPTION, where)
-    lines = found[".txt"].decode("utf-8-sig", "replace").split("\n")
-    captions = [line.strip() for line in lines if is_printed(line.strip())]
-    if not captions:
-        return Skipped("empty caption", where)
-    if b"\0" in found[".txt"]:  # UTF-16, whose bytes would be read as other letters
-        return Skipped("caption that is not UTF-8", where)
-    return found[image], captions, where
+        return left_out(BAD_SHARD, f"{key.file.name} ({error})")
+    value, problem = None, ""
+    if content == "caption":
+        value, problem = find_captions(found.get(".txt"))
+    elif content == "label":
+        value, problem = find_label(found.get(".cls", b""), found.get(".json", b""))
+    return key._replace(file=found[image], value=value, problem=problem)
 
 
 def read_parts(file, places):
@@ -1911,13 +1865,25 @@ def read_parts(file, places):
             for name, (offset, size) in places.items()}
 
 
+def find_captions(text):
+    """The bytes of KEY.txt, or None -> ([captions], ""), or ([...], what is wrong)."""
+    if text is None:
+        return [], NO_CAPTION
+    lines = text.decode("utf-8-sig", "replace").split("\n")
+    captions = [line.strip() for line in lines if is_printed(line.strip())]
+    if captions and b"\0" in text:  # UTF-16, whose bytes would be read as other letters
+        return captions, "caption that is not UTF-8"
+    return captions, "" if captions else "empty caption"
+
+
 def find_label(cls, data):
-    """The bytes of KEY.cls and of KEY.json -> the label, a number >= 0, or None."""
+    """The bytes of KEY.cls and of KEY.json -> (the label, a number >= 0, ""), or (None, what is
+    wrong)."""
     text = cls.decode("utf-8-sig", "replace").strip()
     if not text:
         with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
             text = str(json.loads(data)["label"])
-    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
+    return (int(text), "") if re.fullmatch("[0-9]{1,9}", text) else (None, "no label")
 
 
 BROKEN_ROW = "broken row (perhaps an open quote, or a comma outside quotes)"
@@ -1926,42 +1892,29 @@ ROW_LINES = 100  # a row in quotes has at most so many lines
 
 
 def read_table(path, image, caption):
-    """Yield (path, caption) or Skipped for each row of a CSV or TSV file with a header.
+    """Yield (path, caption) or left_out for each row of a CSV or TSV file with a header.
 
     image, caption: the names of the two columns. If they are "", the columns are filepath and title
-    (OpenCLIP's names) or image and caption (Flickr's). Raises UserError if a column is missing or
-    the file has no rows.
+    (OpenCLIP's names) or image and caption (Flickr's). Raises UserError if a column is missing.
     """
     with open(path, newline="", encoding="utf-8-sig") as file:
         first = file.readline()
-        if not first:
-            raise UserError(f"{path} is empty: give a table with a header and rows.")
         delimiter = "\t" if "\t" in first else ","
         columns, _ = read_cells([first], delimiter)
         image = image or ("filepath" if "filepath" in columns else "image")
         caption = caption or ("title" if "title" in columns else "caption")
         for column in (image, caption):
             if column not in columns:
-                known = f"its columns: {', '.join(columns)}"
-                if not columns:
-                    known = "its first line is empty or broken"
-                elif "#0\t" in first:
-                    known = "it looks like Flickr's captions: name the file FILE.token"
-                elif any(is_image(name) for name in columns):
-                    known = (f"its first line looks like a row: {first.strip()[:60]!r}. Put a "
-                             f"header above it, such as image{delimiter}caption")
-                raise UserError(f"{path} has no column {column!r}; {known}. Name other columns by "
-                                f"{path}:image=COLUMN,caption=COLUMN. Columns must be separated by "
-                                f"commas or tabs.")
+                raise UserError(f"{path} has no column {column!r}, only {columns}: give it a first "
+                                f"line with the columns' names, separated by commas or tabs, or "
+                                f"name other columns by {path}:image=COLUMN,caption=COLUMN.")
 
-        i, j, number = columns.index(image), columns.index(caption), None
+        i, j = columns.index(image), columns.index(caption)
         for number, cells, problem in read_rows(file, delimiter, len(columns)):
             if cells and cells[i]:
                 yield cells[i], cells[j]
             else:
-                yield Skipped(problem or BROKEN_ROW, f"{path}, line {number}")
-        if number is None:
-            raise UserError(f"{path} has a header but no rows.")
+                yield left_out(problem or BROKEN_ROW, f"{path}, line {number}")
 
 
 def read_rows(lines, delimiter, width):
@@ -2026,10 +1979,10 @@ def read_token_file(path):
 
 
 def read_json(path, split):
-    """Yield (path, caption) or Skipped for each caption of COCO's JSON or of Karpathy's.
+    """Yield (path, caption) or left_out for each caption of COCO's JSON or of Karpathy's.
 
     split: Karpathy's train, val or test. COCO has a file for each split. Raises UserError if the
-    file is neither, or has no captions of this split.
+    file is neither.
     """
     # "restval" is the part of COCO's val set that Karpathy adds to the training images
     splits = ("train", "restval") if split == "train" else (split,)
@@ -2044,15 +1997,10 @@ def read_json(path, split):
                 if number in names:
                     yield from ((names[number], text) for text in texts_of(annotation["caption"]))
                 else:
-                    yield Skipped("caption without image", f"{path}, image_id {number}")
+                    yield left_out("caption without image", f"{path}, image_id {number}")
             return
 
-        # Karpathy
-        known = {image["split"] for image in data["images"]}
-        if not known.intersection(splits):
-            raise UserError(f"{path} has no captions of split {split!r}, only of "
-                            f"{', '.join(sorted(known))}: give {path}:split=NAME.")
-        for image in data["images"]:
+        for image in data["images"]:  # Karpathy
             if image["split"] in splits:
                 name = os.path.join(image.get("filepath", ""), image["filename"])
                 for sentence in image["sentences"]:
@@ -2131,87 +2079,68 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
 def open_table(read, name, content, image_root, **settings):
     """Open a file of captions -> CaptionTable. read(name, **settings) yields the rows.
 
-    Raises UserError if the file cannot be read, is not UTF-8, or if content is "label".
+    Raises UserError if the file cannot be read, or is not UTF-8.
     """
-    if content == "label":
-        raise UserError(f"{name} has captions, not labels: give class folders, tar shards with "
-                        f"labels or shapes.")
-    with explained(OSError, f"Cannot read {name}"):
-        try:
-            root = image_root or Path(name).parent
-            return CaptionTable(read(name, **settings), name, root, content)
-        except UnicodeDecodeError:
-            raise UserError(f"{name}, line {first_line_not_utf8(name)} is not UTF-8. Save the file "
-                            f"as UTF-8.") from None
-
-
-def first_line_not_utf8(path):
-    """The number of a file's first line that is not UTF-8. (A UnicodeDecodeError has only the
-    position within a chunk of the file.)"""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return number
+    with explained((OSError, UnicodeError), f"Cannot read {name}"):
+        return CaptionTable(read(name, **settings), name, image_root or Path(name).parent, content)
 
 
 def open_directory(directory, content, image_root):
     """DIR/class folder/image.jpg -> CaptionTable with labels and captions "a photo of a NAME.".
 
     Label i is the i-th of the sorted class folders. If content is None, DIR may also be a folder of
-    images, at any depth and without labels. If content is "label" or "caption", raises UserError
-    if there are no class folders or if a class folder has no images.
+    images, at any depth and without labels. Raises UserError if the folders are no classes.
     """
     with explained(OSError, f"Cannot read {directory}"):
         entries = [entry for entry in os.scandir(directory) if not entry.name.startswith(HIDDEN)]
     classes = sort_classes([entry.name for entry in entries if entry.is_dir()])
     files = sorted(entry.path for entry in entries if not entry.is_dir())
-    loose = [file for file in files if is_image(file)]
-    if content is None and loose:
+    if content is None and (not classes or any(map(is_image, files))):
         if classes and gather.rank == 0:
-            print(f"note: {directory} has images next to its folders, such as {loose[0]}. So the "
-                  f"folders are no classes, and all images are used.")
-        classes, files = [], []  # images without classes: read the directory as one folder
+            print(f"note: {directory} has images next to its folders. So the folders are no "
+                  f"classes, and all images are used.")
+        return CaptionTable(rows_of_images(directory, "an image"), directory)
     parts = [name for name in classes if PART.fullmatch(name.lower())]
     if parts and (parts != ["train"] or classes == parts):  # next to others a train is a class
         raise UserError(f"{directory} has the folders {', '.join(parts)}, which are no classes: "
                         f"give one of them, such as {os.path.join(directory, parts[-1])}.")
-    if content and not classes:
-        raise UserError(f"{directory} has no class folders: give a directory with one folder of "
-                        f"images for each class, or name shards, as in DIR/{{00000..00012}}.tar.")
 
-    # Numbers instead of names are an error only where captions are read: see sample_captions.
-    names = classes
-    with contextlib.suppress(UserError):
-        names, _ = class_names(classes)
-    rows = [Skipped("file next to the class folders", path) for path in files if classes]
-    labels, empty, captioned = [], [], []
-    for label, folder in enumerate(classes or [""]):
-        paths = list_files(os.path.join(directory, folder).rstrip("/"))
-        images = [path for path in paths if is_image(path)]
-        others = [path for path in paths if not is_image(path)]
-        caption = FOLDER_CAPTION.format(a=article(names[label])) if classes else "an image"
-        rows += [(path, caption) for path in images]
-        rows += [Skipped("file without an image's ending", path) for path in others]
-        labels += [label] * len(images)
-        stems = {os.path.splitext(path)[0] for path in images}
-        captioned += [path for path in others if path.endswith(".txt") and path[:-4] in stems]
-        if not images:
-            empty.append(folder)
+    rows = [left_out("file next to the class folders", path) for path in files]
+    rows += rows_of_classes(directory, classes)
+    table = CaptionTable(rows, directory)
+    table.classes, table.labels = classes, np.array([x.number for x in rows if not x.problem])
+    empty = [classes[label] for label in {*range(len(classes))}.difference(table.labels.tolist())]
     if content and empty:
         raise UserError(f"{len(empty)} of the {len(classes)} class folders of {directory} have no "
                         f"images, or you may not list them: {', '.join(empty[:10])}. Add images "
                         f"({' '.join(IMAGE_SUFFIXES)}), allow the reading, or remove these "
                         f"folders.")
-    if content and len(captioned) > len(labels) / 2:
+    texts = {x.name[:-4] for x in rows if x.name.endswith(".txt")}
+    captioned = [x.file for x in rows if not x.problem and os.path.splitext(x.file)[0] in texts]
+    if content and len(captioned) > len(table) / 2:
         raise UserError(f"{directory} has a caption beside each image, such as {captioned[0]}, so "
                         f"its folders are no classes: write the captions into a table, or into tar "
                         f"shards, as img2dataset does with output_format=webdataset.")
-    table = CaptionTable(rows, directory)
-    if classes:
-        table.classes, table.labels = classes, np.array(labels)
     return table
+
+
+def rows_of_classes(directory, classes):
+    """Yield a row for each file of the class folders; the number of an image's row is its label."""
+    names = classes
+    with contextlib.suppress(UserError):  # sample_captions raises it, where captions are read
+        names, _ = class_names(classes)
+    for label, (folder, name) in enumerate(zip(classes, names)):
+        caption = FOLDER_CAPTION.format(a=article(name))
+        yield from rows_of_images(os.path.join(directory, folder), caption, label)
+
+
+def rows_of_images(folder, caption, label=None):
+    """Yield a row for each file of a folder, at any depth."""
+    for path in list_files(folder):
+        if is_image(path):
+            yield Sample(path, caption, number=label)
+        else:
+            yield left_out("file without an image's ending", path)
 
 
 # the names of parts of a data set, such as train, val2017
@@ -2233,7 +2162,7 @@ def list_files(folder):
             continue
         seen.add(here)
         folders[:] = sorted(name for name in folders if not name.startswith(HIDDEN))
-        paths += [f"{place}/{name}" for name in files if not name.startswith(HIDDEN)]
+        paths += [os.path.join(place, name) for name in files if not name.startswith(HIDDEN)]
     return sorted(paths)
 
 
@@ -2244,10 +2173,8 @@ def is_image(name):
 def sort_classes(folders):
     """The names of class folders, sorted. If all names are whole numbers, they are sorted as
     numbers, 2 before 10, so that a folder's label is its number."""
-    names = sorted(folders)
-    if all(map(str.isdecimal, names)):
-        names.sort(key=int)
-    return names
+    are_numbers = all(map(str.isdecimal, folders))
+    return sorted(sorted(folders), key=int if are_numbers else None)
 
 
 def article(phrase):
@@ -2259,23 +2186,25 @@ def article(phrase):
 def class_names(folders, file=None):
     """The sorted names of class folders -> (the names of the classes, where the names come from).
 
-    file: one name per line, in the order of the folders, or the folders' own names in another
-    order (see match_names).
-    Without a file, the 1,000 folders of ImageNet (n01440764, ...) get torchvision's names, and
-    other classes are named like their folder. Raises UserError if the file does not fit, or if a
-    folder has a number instead of a name: a text encoder knows no numbers of ImageNet.
+        the file (--classes) holds               class i is called
+        ---------------------------------------  -----------------------------------
+        the folders' names, in any order         like folder i, as the line writes it
+        NUMBER NAME for each folder NUMBER       NAME (ImageNet's LOC_synset_mapping.txt)
+        one name for each folder                 line i
+        no file: 1,000 numbers of ImageNet       as in torchvision
+        no file: names                           like folder i
+
+    Raises UserError if the file does not fit, or if a folder has a number of ImageNet instead of a
+    name: a text encoder knows no numbers of ImageNet.
     """
     if file:
         names = read_lines(file, "--classes")
         if len(names) != len(folders):
             raise UserError(f"{file} has {len(names)} names for {len(folders)} class folders: "
                             f"give one name per line, in the sorted order of the folders.")
-        if quoted := [name for name in names if re.fullmatch(r"""["'].*["'],?""", name)]:
-            raise UserError(f"{file} has names in quotes, such as {quoted[0]}: write one name a "
-                            f"line, without quotes and commas.")
         if places := match_names(names, folders):
-            lines = with_spaces(names[places.index(i)] for i in range(len(folders)))
-            return [re.sub(r"^n\d{8} +", "", line) for line in lines], str(file)
+            lines = [names[places.index(i)] for i in range(len(folders))]
+            return [re.sub(r"^n\d{8} +", "", line.replace("_", " ")) for line in lines], str(file)
 
         # A file in another order than the folders would name every class wrongly, without an error.
         plain = [*map(plain_name, folders)]
@@ -2293,7 +2222,7 @@ def class_names(folders, file=None):
     if numbers:
         raise UserError(f"The class folder {numbers[0]} has a number of ImageNet instead of a "
                         f"name: rename the folder. eval.py also takes names by --classes FILE.")
-    return with_spaces(folders), "folders"
+    return [folder.replace("_", " ") for folder in folders], "folders"
 
 
 def match_names(names, known):
@@ -2311,13 +2240,13 @@ def match_names(names, known):
                         for part in (names, known))
     if Counter(keys) != Counter(known_keys):
         return None
-    places = {}
-    for i, key in enumerate(known_keys):
-        if key in places:
-            raise UserError(f"The classes {known[places[key]]!r} and {known[i]!r} cannot be told "
-                            f"apart in a list of another order (capitals and \"_\" make no "
-                            f"difference): rename one, or list the classes in the same order.")
-        places[key] = i
+    places = {key: i for i, key in enumerate(known_keys)}
+    if len(places) < len(known):
+        twice, _ = Counter(known_keys).most_common(1)[0]
+        alike = [name for name, key in zip(known, known_keys) if key == twice]
+        raise UserError(f"The classes {alike[0]!r} and {alike[1]!r} cannot be told apart in a list "
+                        f"of another order (capitals and \"_\" make no difference): rename one, or "
+                        f"list the classes in the same order.")
     return [places[key] for key in keys]
 
 
@@ -2326,11 +2255,6 @@ def plain_name(name):
     line of ImageNet's LOC_synset_mapping.txt, "n01440764 tench", is named by its number."""
     name = unicodedata.normalize("NFC", name).replace("_", " ").lower()
     return re.sub(r"^(n\d{8}) .*", r"\1", name)
-
-
-def with_spaces(folders):
-    """The names of class folders with spaces in place of "_", as captions write them."""
-    return [folder.replace("_", " ") for folder in folders]
 
 
 def label_rows(names, labels, fraction):
@@ -2406,9 +2330,6 @@ def this_worker(positions):
     return (first + info.id) % info.num_workers, info.num_workers
 
 
-MISSING_IMAGE = "image that does not exist"
-
-
 class Stream(IterableDataset):
     """Endless batches of one rank, reproducible from (seed, rank, worker, position).
 
@@ -2425,7 +2346,7 @@ class Stream(IterableDataset):
         "images"             (B, 3, S, S), uint8 or floats in [0, 1]; or what Views.collate returns
         "tokens", "mask"     (B, L), with a tokenizer
         "labels"             (B,) if the source has labels; (B, C), shares, if Augment mixes
-        "skipped"            {worker: {reason: [count, last example]}}
+        "skipped"            {worker: {problem: [count, last example]}}
         "position"           {worker: (batches, position in the source, skipped)}
 
     Raises UserError if the data have fewer images or shards than there are workers, or if too many
@@ -2454,14 +2375,16 @@ class Stream(IterableDataset):
         skipped, bad_in_a_row, samples = dict(skipped), 0, []
         for sample, position in self.source.samples(self.seed, part, parts, position):
             numbers = position if isinstance(position, tuple) else (position,)
-            if not isinstance(sample, Skipped):
-                with fixed_seed(self.seed, part, *numbers):
-                    sample = self.load(*sample)
-            if isinstance(sample, Skipped):
-                sample.count(skipped)
+            with fixed_seed(self.seed, part, *numbers):
+                sample = self.load(sample)
+            if sample.problem:
+                count_problem(sample, skipped)
                 bad_in_a_row += 1
                 if bad_in_a_row >= self.source.max_bad:
-                    raise UserError(self.why_useless(sample, bad_in_a_row))
+                    raise UserError(f"{self.source.name}: {bad_in_a_row:,} samples in a row could "
+                                    f"not be used; the last: {sample.problem}, {sample.name}. "
+                                    f"Repair these data, or give --image-root, the directory that "
+                                    f"the file names in a table are relative to.")
                 continue
 
             bad_in_a_row = 0
@@ -2475,43 +2398,28 @@ class Stream(IterableDataset):
                                "skipped": {worker: dict(skipped)}}
                 samples = []
 
-    def why_useless(self, last, count):
-        """The message of the error that ends a run after `count` Skipped samples in a row."""
-        which = f"{count:,} samples in a row"
-        if self.source.unit == "images" and count >= len(self.source):
-            which = f"all {len(self.source)} images"  # a small table is read several times
-        remedy = "Repair these data or give others"
-        if last.reason == MISSING_IMAGE:
-            remedy = ("Check --image-root, the directory that the file names in the table are "
-                      "relative to")
-            forms = [unicodedata.normalize(form, last.where) for form in ("NFC", "NFD")]
-            if "://" in last.where:
-                remedy = "The table holds URLs: download the images, for example by img2dataset"
-            elif "\\" in last.where:
-                remedy = 'The table holds names of Windows: write "/" in place of the backslashes'
-            elif any(map(os.path.exists, forms)):
-                remedy = ("The file's name has its accents in another form of Unicode (NFC, NFD): "
-                          "write the names as the disk has them")
-        return (f"{self.source.name}: {which} could not be used; the last: {last.reason}, "
-                f"{last.where}. {remedy}.")
-
-    def load(self, file, caption, name, row=None):
-        """Decode and augment a sample -> (image or crops, caption or label) or Skipped."""
+    def load(self, sample):
+        """Decode and augment the image of a sample -> the sample with the image or its crops."""
+        if sample.problem:
+            return sample
         try:
-            image = open_image(file, self.min_side)
+            image = open_image(sample.file, self.min_side)
         except FileNotFoundError:
-            return Skipped(MISSING_IMAGE, name)
+            return left_out("image that does not exist", sample.name)
         except Exception as error:
-            return Skipped("unreadable image", f"{name} ({type(error).__name__}: {error})")
+            problem = f"{sample.name} ({type(error).__name__}: {error})"
+            return left_out("unreadable image", problem)
         if self.source.content == "boxes":
-            return self.transform(image, caption)
-        if self.boxes is None or self.boxes[row].isnan().any():
-            return self.transform(image), caption
-        return self.transform(image, self.boxes[row].tolist()), caption
+            image, truth = self.transform(image, sample.value)
+            return sample._replace(file=image, value=truth)
+        box = () if self.boxes is None else self.boxes[sample.number].tolist()
+        if not box or math.isnan(box[0]):
+            return sample._replace(file=self.transform(image))
+        return sample._replace(file=self.transform(image, box))
 
     def collate(self, samples):
-        """[(image or crops, caption or label)] -> a batch without "skipped" and "position"."""
-        images, values = zip(*samples)
+        """Loaded samples -> a batch without "skipped" and "position"."""
+        images, values, *_ = zip(*samples)
         if isinstance(self.transform, Views):
             batch = self.transform.collate(images)
         else:
@@ -2549,7 +2457,7 @@ class WorldStream(Stream):
             with fixed_seed(seed):
                 if self.transform:
                     images = [self.transform(image) for image in images]
-                batch = self.collate(zip(images, values))
+                batch = self.collate(map(Sample, images, values))
             yield batch | {"position": {worker: (batches + 1,)}, "skipped": {}}
 
 
@@ -2773,24 +2681,14 @@ def replacing(path, suffix=None):
 
 
 def save_checkpoint(paths, state):
-    """Write a checkpoint under each of the paths. It is written once; the other paths are links,
-    which cost no time and no space on the disk."""
-    first, *others = paths
-    # torch.save raises a RuntimeError where the disk is full
-    full = explained(RuntimeError, f"{first} cannot be written", " (is the disk full?)")
-    # Only one process writes in a run's directory, so the temporary name needs no process id. A
-    # killed run leaves at most one unfinished file, and the next save overwrites this file.
-    with replacing(first, ".tmp") as file, full:
-        torch.save(state, file)
-    for path in others:
-        temporary = Path(f"{path}.tmp")
-        with writing(path):
-            temporary.unlink(missing_ok=True)
-            try:
-                os.link(first, temporary)
-            except OSError:  # a file system without links
-                shutil.copyfile(first, temporary)
-            os.replace(temporary, path)
+    """Write a checkpoint under each of the paths."""
+    for path in paths:
+        # torch.save raises a RuntimeError where the disk is full
+        full = explained(RuntimeError, f"{path} cannot be written", " (is the disk full?)")
+        # Only one process writes in a run's directory, so the temporary name needs no process id. A
+        # killed run leaves at most one unfinished file, and the next save overwrites this file.
+        with replacing(path, ".tmp") as file, full:
+            torch.save(state, file)
 
 
 @functools.cache
@@ -2803,18 +2701,11 @@ def revision():
 
 
 def read_config(run):
-    """The directory of a run -> the settings in its config.json, a dict.
-
-    Raises UserError if the file is missing or broken.
-    """
-    path = Path(run, "config.json")
-    kinds = OSError, ValueError, TypeError
-    with explained(kinds, f"{path} cannot be read", ". Give another run"):
-        try:
-            return dict(json.loads(path.read_text(encoding="utf-8")))
-        except (FileNotFoundError, NotADirectoryError):
-            raise UserError(f"{path} does not exist, so {run} is no run. Give the directory of one "
-                            f"run, such as runs/sparc.") from None
+    """The directory of a run -> the settings in its config.json, a dict. Raises UserError if the
+    file is missing or broken."""
+    path, remedy = Path(run, "config.json"), ". Give the directory of a run, such as runs/sparc"
+    with explained((OSError, ValueError, TypeError), f"{path} cannot be read", remedy):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def restore_model(model, weights, path, remedy):
@@ -2841,39 +2732,12 @@ def load_checkpoint(path, map_location="cpu", remedy="give another file"):
     """Read a checkpoint. Raises UserError with the remedy if `path` cannot be read.
 
     A pickle can execute any code when it is read. weights_only=True refuses everything but tensors
-    and plain values.
+    and plain values. torch raises errors of any type for damaged files.
     """
-    try:
-        # DINO's checkpoints hold their settings as a Namespace, which is harmless
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(path, map_location=map_location, weights_only=True)
-    except Exception as error:
-        # torch raises a RuntimeError if memory runs out; an OSError may have "memory" in its path
-        from_torch = isinstance(error, RuntimeError) and "memory" in str(error)
-        if from_torch or isinstance(error, MemoryError):
-            raise  # the file may be intact
-        if isinstance(error, FileNotFoundError):
-            raise UserError(f"{path} does not exist: {remedy}.") from None
-        refused = isinstance(error, (PermissionError, IsADirectoryError))
-        why = error.strerror if refused else why_unreadable(path, str(error), remedy)
-        raise UserError(f"{path} is not a checkpoint that can be read: {why}.") from None
-
-
-def why_unreadable(path, message, remedy):
-    """torch.load's message about a file -> what is wrong with the file, and what to do."""
-    with open(path, "rb") as file:
-        is_safetensors = file.read(9)[8:] == b"{"  # 8 bytes, the length of the header, then JSON
-    if is_safetensors:
-        return ("it is a safetensors file. Convert it with torch.save(safetensors.torch.load_file("
-                "FILE), NEW)")
-    if "TorchScript" in message:  # OpenAI publishes CLIP as TorchScript
-        return ("it is a TorchScript archive. Convert it with torch.save(torch.jit.load(FILE, "
-                "'cpu').state_dict(), NEW)")
-    if held := re.search(r"GLOBAL (\S+)", message):
-        return (f"it holds weights and {held[1]}, which could execute code. If you trust the file, "
-                f"save only the weights: with x = torch.load(FILE, weights_only=False), "
-                f"torch.save(x[KEY], NEW), or torch.save(x.state_dict(), NEW) for a Module")
-    return f"it is cut off, empty or of another format: {remedy}"
+    # DINO's checkpoints hold their settings as a Namespace, which is harmless
+    safe = torch.serialization.safe_globals([argparse.Namespace])
+    with safe, explained(Exception, f"{path} cannot be read", f". Remedy: {remedy}"):
+        return torch.load(path, map_location=map_location, weights_only=True)
 
 
 # Distributed --------------------------------------------------------------------------
@@ -3031,17 +2895,12 @@ def load_clip(encoders, state_dict, tokenizer):
     UserError if the file holds another network, or if the tokenizer has other words than the file's
     text encoder.
     """
-    state, image, text, parts = unwrapped(state_dict), {}, {}, {}
-    for key, value in state.items():
-        key = key.removeprefix("text.")  # the text encoder in OpenCLIP's CustomTextCLIP
-        if key in CLIP_PARTS:
-            parts[key] = value
-        elif key.startswith("visual."):
-            image[key.removeprefix("visual.")] = value
-        elif key not in OPENAI_ONLY:
-            text[key] = value
-    if not image:
-        raise UserError(unknown_names(state))
+    # "text." begins the names of the text encoder in OpenCLIP's CustomTextCLIP
+    state = {key.removeprefix("text."): x for key, x in unwrapped(state_dict).items()}
+    parts = {key: x for key, x in state.items() if key in CLIP_PARTS}
+    rest = {key: x for key, x in state.items() if key not in CLIP_PARTS + OPENAI_ONLY}
+    image = {key.removeprefix("visual."): x for key, x in rest.items() if "visual." in key}
+    text = {key: x for key, x in rest.items() if "visual." not in key}
     if encoders[1].vocab_size == CLIP_TOKENS and isinstance(tokenizer, WordPiece):
         raise UserError("the file expects CLIP's tokens: give --vocab "
                         "bpe_simple_vocab_16e6.txt.gz.")
@@ -3091,12 +2950,6 @@ def unwrapped(state):
             if isinstance(name, str) and torch.is_tensor(x)}
 
 
-def unknown_names(names):
-    """The message for weights with unknown names."""
-    return (f"the file has no known names of weights, but {', '.join([*names][:3])}: rename them "
-            f"as in timm or OpenCLIP.")
-
-
 def load_encoder(encoder, tensors, names, remedy):
     """Load {name: tensor} of another encoder into `encoder`.
 
@@ -3114,24 +2967,12 @@ def load_encoder(encoder, tensors, names, remedy):
         if name in ("cls", "pos") and value.shape[-1:] == (encoder.width,):
             value = value.reshape(1, -1, encoder.width).float()
         (left_over if name.startswith(replaced) else found)[name] = value
-    known = {name.partition(".")[0] for name in encoder.state_dict()}
-    if found and not any(name.partition(".")[0] in known for name in found):
-        raise UserError(unknown_names(tensors))
-
     if isinstance(encoder, ViT) and "pos" in found and found["pos"].shape[-1:] == (encoder.width,):
         has_cls = encoder.cls is not None
         patches = found["pos"].shape[1] - has_cls
         # Positions that are no square grid stay as they are, and restore_model refuses them.
         if patches > 0 and patches == math.isqrt(patches) ** 2:
             found["pos"] = resize_positions(found["pos"], has_cls, encoder.grid, encoder.grid)
-    state = encoder.state_dict()
-    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
-    is_deeper = any(name.startswith(f"blocks.{depth}.") for name in found)
-    fits = all(name in found and found[name].shape == x.shape for name, x in state.items())
-    if fits and not is_deeper:
-        # An error can only be about tensors that the encoder lacks.
-        remedy = ("the sizes are right, but the encoder lacks these tensors: remove them from the "
-                  "file if they belong to a head, otherwise give an encoder of the file's kind")
     restore_model(encoder, found, "the file", remedy)
     return left_over
 
@@ -3261,7 +3102,7 @@ class BoxTable(CaptionTable):
             for a in data["annotations"]:
                 row, box = rows.get(a["image_id"]), a.get("bbox")
                 if reason := why_no_box(box, a["category_id"] in ids, row, self.sizes):
-                    Skipped(reason, f"{path}, annotation {a.get('id')}").count(skipped)
+                    count_problem(left_out(reason, f"{path}, annotation {a.get('id')}"), skipped)
                 else:
                     found.append((row, ids[a["category_id"]], a.get("iscrowd", 0), *box))
             # LVIS looks for few classes in an image
@@ -3299,8 +3140,8 @@ class BoxTable(CaptionTable):
 
     def samples(self, *arguments):
         """See the head of the section on data files. Boxes take the place of a caption."""
-        for (path, _, name, i), position in super().samples(*arguments):
-            yield (path, self.truth(i), name, i), position
+        for sample, position in super().samples(*arguments):
+            yield sample._replace(value=self.truth(sample.number)), position
 
     def sample_captions(self, limit, skip=0):
         return self.queries[:limit]
@@ -3498,8 +3339,6 @@ class World:
 
         objects: exact number of objects of each scene; None for 1 to `self.objects`.
         """
-        if split not in SPLITS:
-            raise UserError(f"shapes has no split {split!r}, only {', '.join(SPLITS)}.")
         heldout = torch.zeros(8, 8, dtype=torch.bool)
         for colour, shape in self.heldout_pairs:
             heldout[colour, shape] = True

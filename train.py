@@ -1400,15 +1400,17 @@ def dry_run(args, method, model):
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             model(batch)
         flops[n] = counter.get_total_flops() / n
-    # A loss that compares all pairs adds the same number of FLOPs for each sample of the batch.
-    in_batch = flops[2] + (flops[4] - flops[2]) / 2 * (args.batch - 2)
+    # A loss that compares all pairs adds the same number of FLOPs for each sample of the batch. A
+    # detector's images share their queries, so that a larger batch adds nothing.
+    in_batch = flops[2] + max(0, flops[4] - flops[2]) / 2 * (args.batch - 2)
     chance_loss = model.chance_loss(args.batch, batch.get("mask"), patches)
     words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
     record = {"params": params, **words, "flops_per_sample": int(flops[2]),
               "flops_per_sample_in_batch": round(in_batch), "chance_loss": chance_loss}
+    chance = "none" if math.isnan(chance_loss) else f"{chance_loss:.4g}"  # a detector has none
     print_once(f"parameters: {params / 1e6:.1f} M\nforward pass: {flops[2] / 1e9:.4g} GFLOPs for "
                f"each sample, {in_batch / 1e9:.4g} in a batch of {args.batch:,}\nloss of a random "
-               f"guess: {chance_loss:.4g}\n{json.dumps(common.without_nan(record))}")
+               f"guess: {chance}\n{json.dumps(common.without_nan(record))}")
 
 
 def bench(args, clock, step):

@@ -15,8 +15,7 @@ import torch
 
 import eval as evaluation
 import train
-from common import (BAD_SHARD, SPECIAL_TOKENS, UserError, open_directory, restore_model,
-                    train_wordpiece)
+from common import BAD_SHARD, SPECIAL_TOKENS, UserError, open_directory, restore_model
 from helpers import SMALL, picture, write_files
 from test_weights import made_up_clip_file
 
@@ -47,7 +46,7 @@ FILES = {
 COCO = '{"images": [{"id": 1, "file_name": "a"}], "annotations": [{"image_id": 1, "bbox": []}]}'
 NO_CAPTIONS = "neither COCO captions nor Karpathy's JSON"
 NUMBER = "folder n00000001 has a number of ImageNet"
-EMPTY = "has no column 'image'; its first line is empty or broken. Name other columns"
+EMPTY = r"has no column 'image', only \[\]: "
 VOC, SET = "eval runs/sparc --task segmentation --data voc", "eval runs/sparc --data colours"
 PROMPT = "'{}' needs one placeholder: write .* or give a file with one template a line"
 CLIP = "clip-b32:width=16,heads=2,image_size=16,patch_size=8,depth=1,"
@@ -110,7 +109,6 @@ ERRORS = [
     ("sparc --vocab 0", "has no </w>, .*GPT-2.*bpe_simple", "#version: 0\n\u0120 t\nh e\n"),
     ("sparc --vocab a.gz", "Cannot read the vocabulary a.gz: .*Give a BERT vocab.txt", "broken"),
     ("sparc --vocab poor.txt", "^83% of the captions' tokens are .UNK., .* give another --vocab"),
-    (lambda: train_wordpiece(["ab c"], 6), "A vocabulary of 6 is too small.* 7 "),
 
     # Data
     ("sparc --data nowhere.csv", "Cannot read nowhere.csv: No such file"),
@@ -119,14 +117,13 @@ ERRORS = [
     ("sparc --data 000.tar::gone.tar", "gone.tar"),
     ("sparc --data 000.tar::table.csv", "Cannot read 000.tar::table.csv: No such file"),
     ("sparc --data table.csv:colour=x", "no setting 'colour'; its settings: caption, image"),
-    ("sparc --data bare", r"bare has no class folders: .* DIR/\{00000"),
+    ("sparc --data bare", "bare has no image that can be used .left out: 1 x file next to the class folders"),
     ("bam --data bare", "bare has no image that can be used .left out: 1 x file without an image's ending"),
     (lambda: open_directory("gone", "label", None), "^Cannot read gone: No such file"),
     ("sparc --data mixed", "^1 of the 2 class folders of mixed have no images, .*: cat. Add"),
     ("sparc --data numbers --vocab poor.txt", f"{NUMBER} instead of a name: rename the folder. eval.py .* --classes FILE"),
     ("sparc --grad-checkpoint --image-encoder ResNet-50 --data shapes:size=32", "leave the flag out, or"),
     ("sparc --image-encoder tiny:patch_size=4", "must multiply to patch_size 4"),
-    ("sparc --image-encoder tiny-patch:heads=5", "is not a multiple of heads 5"),
     ("bam --data photos --eval-every 1",
      "^No evaluation: .*train.py --eval-data"),
     ("sparc --eval-data broken", "^No evaluation: None of the 1 images could be read, .*png"),
@@ -134,24 +131,24 @@ ERRORS = [
     ("classifier --data photos --label-fraction 10%", r"\(number or file\) 10% cannot be read"),
     ("bam --data photos --eval-data others", "must have the class folders of others.*: blue, grey"),
     ("bam --eval-data table.csv", "^No .*table.csv this model can run no task: give class folders"),
-    ("sparc --data a.tar", rf"{BAD_SHARD}.* a.tar \(empty file\)", ""),
-    ("sparc --data a.tar", "a.tar has no image with a caption.*left out: no image .*, a.tar:0",
+    ("sparc --data a.tar", rf"{BAD_SHARD}.* a.tar \(its end is missing\)", ""),
+    ("sparc --data a.tar", "a.tar has no image with a caption.*left out: 1 x no image .*a.tar:0",
      {"a.tar": {"0.txt": "no image"}}),
 
     # Tables
-    ("sparc --data a.csv", "no column 'image'; its columns: url, caption. Name other columns by",
+    ("sparc --data a.csv", r"no column 'image', only \['url', 'caption'\]: .*a.csv:image=COLUMN",
      "url,caption\nx,y\n"),
-    ("sparc --data a.csv", "columns: a;b. .* must be separated by commas or tabs", "a;b\nx;y\n"),
+    ("sparc --data a.csv", r"only \['a;b'\]: .* separated by commas or tabs", "a;b\nx;y\n"),
     ("sparc --data a.csv", EMPTY, 'filepath,"title\nx.jpg,one\n'),
     ("sparc --data a.csv", "left out: 1 x empty caption, the last ", "filepath,title\nx.jpg,\n"),
-    ("sparc --data a.csv", "^a.csv, line 2 is not UTF-8. Save the file as UTF-8",
+    ("sparc --data a.csv", "^Cannot read a.csv: 'utf-8' codec can't decode",
      b"filepath,title\nx.jpg,caf\xe9\n"),
     ("sparc --data a.tsv", "1 x field of more than 131,072 .* not closed.*, the last a.tsv, line 2",
      'filepath\ttitle\nx.jpg\t"never closed' + "x" * 200_000),
     ("sparc --data a.json", f"a.json is {NO_CAPTIONS}: Expecting property name", "{"),
     ("sparc --data a.json", f"a.json is {NO_CAPTIONS}", "[1]"),
     ("sparc --data a.json", f"{NO_CAPTIONS}: 'caption'.", COCO),
-    ("sparc --data a.json:split=dev", "no captions of split 'dev', only of val: give .*split=NAME",
+    ("sparc --data a.json:split=dev", "a.json has no image that can be used",
      {"a.json": '{"images": [{"filename": "a", "split": "val", "sentences": []}]}'}),
     ("sparc --data a.parquet", "parquet is a file of an unknown format. Give one of: shapes", "x"),
 
@@ -164,7 +161,7 @@ ERRORS = [
     # A whole CLIP
     ("clip", "^--init-weights clip.pt: these are OpenAI's weights, .*: add :quick_gelu=1",
      {"input_resolution": ()}),
-    *(("clip", f"^--init-weights clip.pt: .*Unexpected .*{name}.*an encoder of the file's kind", more)
+    *(("clip", f"^--init-weights clip.pt: .*Unexpected .*{name}.*: give --", more)
       for name, more in (("blocks.0.ls_1.gamma", {f"visual.{BLOCK}ls_1.gamma": 16}),
                          ("logit_bias", {"logit_bias": 1}))),                             # SigLIP's
     ("clip", IMAGE.format("Missing .*norm_pre.bias"), {"visual.ln_pre.bias": None}),
@@ -177,11 +174,11 @@ ERRORS = [
     *(("clip", rf"^--init-weights clip.pt: the file has no {part} of shape \(.*\), which",
        {part: shape}) for part, shape in (
         ("visual.proj", None), ("visual.proj", (2, 3, 4)), ("text_projection", (9, 8)))),
-    ("sparc --init-weights 0", "^--init-weights: 0 is not .* can be read: .*: give another file.$", "broken"),
-    ("sparc --init-weights gone.pt", "^--init-weights: gone.pt does not exist: give another file.$"),
+    ("sparc --init-weights 0", "^--init-weights: 0 cannot be read: .* Remedy: give another file.$", "broken"),
+    ("sparc --init-weights gone.pt", "^--init-weights: gone.pt cannot be read: No such file.* give another file.$"),
     ("sparc --init-weights 0", "^--init-weights 0: the file holds no weights .*, but a Tensor: save",
      saved(torch.ones(2))),
-    ("sparc --init-weights 0", "^--init-weights 0: the file has no known .*, but patch_embed: ",
+    ("sparc --init-weights 0", "^--init-weights 0: the file holds a model .*Missing",
      saved({"patch_embed": torch.ones(2)})),
     ("bam --init-weights 0", "--init-weights 0: the file holds .*Missing.* such as ViT-S/16:cls=1",
      saved({"patch_embed.proj.weight": torch.ones(2)})),
@@ -200,7 +197,7 @@ ERRORS = [
       for out, name in ((".", "config.json"), ("mine", "vocab.txt"), (".", "log.jsonl"),
                         (".", "eval.json"), ("mine", "step-2.pt"))),
     (f"sparc --out {'n' * 300}", "n cannot be written: File name too long"),
-    ("sparc --resume", "^run/config.json does not exist, so run is no run. Give"),
+    ("sparc --resume", "^run/config.json cannot be read: No such file or directory. Give the dir"),
     ("train --resume", "--resume needs --out"),
     ("train --resume --out other", "other/config.json has the method 'resnet', which is none of",
      {"other/config.json": '{"method": "resnet"}'}),
@@ -222,11 +219,11 @@ ERRORS = [
           ("vocab.txt", "last.pt holds a model of another size.*vocab.txt", FILES["poor.txt"]),
           *(("last.pt", "last.pt holds no sparc model", saved(state))
             for state in ({"method": "bam"}, [torch.ones(2)]) if command == "eval"),
-          *(("last.pt", "can be read: it is cut off, empty or .* stage-N.pt .* begin a new", damaged)
+          *(("last.pt", "last.pt cannot be read: .* Remedy: .* stage-N.pt .* begin a new", damaged)
             for damaged in ("", saved({"method": "sparc"})[:99], pickle.dumps([{}]))))),
 
     # Evaluation
-    ("eval bare", "^bare/config.json does not exist, so bare is no run. Give .* runs/sparc"),
+    ("eval bare", "^bare/config.json cannot be read: No such file.* Give .* runs/sparc"),
     ("eval runs/sparc --task dance", "no task dance; there are zeroshot, "),
     ("eval runs/sparc --limit 0", "--limit 0 must be at least 1"),
     ("eval runs/stair --query red --task words", "--query evaluates nothing, .* leave out --task"),
@@ -261,9 +258,6 @@ ERRORS = [
     ("eval runs/sparo --data photos --task masks --select others", "SugarCrepe's files"),
     ("eval runs/sparc --data photos --classes 0", "--classes 0 cannot be read", b"\xff"),
     ("eval runs/sparc --data photos --classes 0", "0 has 1 names for 2 class folders: give", "a\n"),
-    ("eval runs/sparc --data photos --classes 0", """0 has names in quotes, such as "a",: write""",
-     '"a",\n"b"\n'),
-    ("sparc --data a.txt", "looks like Flickr's captions: name the file FILE.token", "x.jpg#0\tA dog\n"),
     ("eval runs/sparc --templates 0", '"lambda c: .*" is Python code: write one template a line',
      "lambda c: f'a {c}.',"),
     ("bam --data parts", "parts has the folders test, train, .* no classes: give .* parts/train",
