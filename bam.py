@@ -639,7 +639,7 @@ def ablated_loss(z, n_views, teacher, n_global, config, gather=identity):
             raise ValueError('SimCLR (target="onehot") needs two or more large views and '
                              'normalization="global".')
         return simclr_loss(z, c, G, cfg.tau, gather)
-    target = {  # Eq. 2 with tau_B; if tau_B is tau, this is Table 1 without balancing
+    target = {  # Eq. 2 with tau_B; with tau_B = tau Table 1's row without balancing
         "softmax": lambda S: attention(S, cfg.tau_b),
         "balanced": lambda S: sinkhorn(S, cfg.tau_b, cfg.sinkhorn_iters, gather=gather)}[cfg.target]
     S_m = similarities(z_m, c, row_ids, column_ids, cfg.mask).detach()
@@ -906,7 +906,7 @@ def spread_rows(x, k, generator):
     chosen = x[torch.randint(len(x), (1,), generator=generator)]
     nearest = torch.cdist(x, chosen)[:, 0].square()                         # (N,)
     while len(chosen) < k:
-        # the small number serves features that are all equal, whose distances are 0
+        # if all features are equal, all distances are 0, which multinomial refuses
         rows = torch.multinomial(nearest + 1e-12, 2 + int(math.log(k)), True, generator=generator)
         nearer = nearest[:, None].minimum(torch.cdist(x, x[rows]).square())  # (N, drawn rows)
         best = nearer.sum(0).argmin()

@@ -1456,7 +1456,7 @@ class Sample(NamedTuple):
     file: object               # a path, the image's bytes, an open shard, or the decoded image
     value: object = ""         # a caption, a list of captions, a label, or a key's files in a shard
     name: str = ""             # what messages call the sample: a path, "shard:key"
-    number: int | None = None  # an image's row in its table, its label, or a key's place in a shard
+    number: int | None = None  # row in a table, image label, or a key's place in a shard
     problem: str = ""          # why the sample is left out; samples are counted by this text
 
 
@@ -1852,7 +1852,7 @@ def read_parts(file, places):
 
     One read fetches all parts, because each read from a network's disk has a latency.
     """
-    # read_tars with a limit draws its rows first and reads them when their shards are closed
+    # with a limit, read_tars draws rows first, and reads the rows after it has closed the shards
     if file.closed:
         with open(file.name, "rb", buffering=0) as file:
             return read_parts(file, places)
@@ -2724,7 +2724,7 @@ def restore_model(model, weights, path, remedy):
         raise UserError(f"{path} holds weights that are NaN or infinite: give another file.")
 
 
-# what to do about the last.pt of a run that cannot be read
+# advice if a run's last.pt cannot be read
 NO_LAST = "copy a stage-N.pt of the run to last.pt, or if there is none, begin a new run"
 
 

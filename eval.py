@@ -710,18 +710,18 @@ class Flags:
     # Pascal VOC, DAVIS 2017, Winoground or SugarCrepe; without it the run's --eval-data, or its
     # --data
     data: list[str] | None = None
-    # directory that the file names of --data are relative to; without it the directory of a table,
+    # directory that the file names of --data are relative to; without it the FILE's directory, or
     # DIR/images for Winoground
     image_root: str | None = None
     # split of --data, if the data have splits; without it test, or val for Pascal VOC and DAVIS
     split: str | None = None
-    # largest number of samples for each task and picture: random ones of class folders and labelled
-    # shards, the first ones of other data; without it all samples of --data or, without --data,
-    # 1,000 to evaluate and 20,000 to learn from
+    # largest number of samples for each task and picture: random samples of class folders and
+    # labelled shards, else the first samples. Without a limit: all of --data. Without --data, too:
+    # 1,000 to evaluate, 20,000 to learn from
     limit: int | None = None
-    # file of class names: line i names the i-th of the sorted folders, or label i of shards; if the
-    # lines are the folders' own names in another order, line i is the folder that has label i in
-    # the shards of --train-data
+    # file of class names, one a line: line i (from 0) names the sorted folder i, or label i of
+    # shards. If the lines are the names of the folders in another order, line i instead says which
+    # folder has label i in the shards of --train-data
     classes: str | None = None
     # zero-shot prompts, in which {} stands for the name of a class and {a} for the name with its
     # article; or one file of prompts, one a line
@@ -732,11 +732,12 @@ class Flags:
     # Sec. 4.4); shapes need none
     nouns_adjectives: str | None = None
 
-    # comma-separated names of tasks and pictures, see the end of this help; without it every
-    # picture and the usual tasks that data and model allow
+    # comma-separated names of tasks and pictures, see the end of this help; without names, the
+    # usual tasks (as at the end of a training) and every picture that data and model allow
     task: str | None = None
-    # data for the tasks slots and masks: class folders that rank the slots, or SugarCrepe's files
-    # that train the masks (SPARO, Sec. 5.1, 5.2); needed unless --data is shapes
+    # class folders on which the task `slots` ranks the slots, or SugarCrepe's files on which the
+    # task `masks` trains the masks (SPARO, Sec. 5.1, 5.2); both tasks need --select unless --data
+    # is shapes
     select: str | None = None
     # directory that the file names of --select are relative to
     select_root: str | None = None
@@ -755,12 +756,12 @@ class Flags:
     # with AND, OR, NOT and parentheses (STAIR, App. D)
     query: list[str] | None = None
 
-    # draw which patches of this image the words of --caption weight (SPARC, STAIR) or the slots
-    # weight (SPARO), instead of evaluating
+    # instead of evaluating, draw the weights of this image's patches for each word of --caption
+    # (SPARC, STAIR) or for each slot (SPARO)
     image: str | None = None
     caption: str | None = None  # the caption of --image
 
-    # file in RUN with the weights to evaluate, for STAIR also stage-1.pt; without it last.pt
+    # file in RUN with the weights to evaluate, for example STAIR's stage-1.pt
     checkpoint: str = "last.pt"
     # file to write the image encoder to, under timm's parameter names, instead of evaluating
     export: str | None = None
@@ -886,8 +887,8 @@ class EvalSet:
 
     image_size: int = None         # S, in pixels
     classes: Classes = None        # names and prompts of the classes, for tasks with text
-    groups: dict = None            # {"": (ids (C,), names), ...}; folders have only the key ""
-    named: Classes = None          # classes named by files or folders; None: the world's own names
+    groups: dict = None            # {group: (class ids (C,), names)}; folders have one group, ""
+    named: Classes = None          # class names of files or folders; None: those of shapes
     label_ids: list = None         # the class of each label of shards; None: it is not known
     unseen: torch.Tensor = None    # (C,) True for classes that training never shows
     map_classes: dict = None       # {key: Classes} of `maps`
@@ -1242,7 +1243,7 @@ class Kind(NamedTuple):
     splits: Callable = lambda spec: []  # (SPEC) -> names of the splits of a directory
 
 
-KINDS = [  # the first row that fits is the kind of a SPEC
+KINDS = [  # the first row that fits a SPEC is its kind
     Kind(has("SegmentationClass"), open_voc, "val", lists_in("ImageSets/Segmentation")),
     Kind(has("ImageSets/2017"), open_davis, "val", lists_in("ImageSets/2017")),
     Kind(benchmark_splits, open_benchmark, "test", benchmark_splits),
@@ -1458,7 +1459,7 @@ class WorldSet(EvalSet):
             edge = scene["radius"][..., None]                   # centres come no nearer to an edge
             room = world.size - 2 * edge
             speed = 2 * torch.rand(1, world.objects, 2, generator=generator) - 1
-            speed = 0.04 * world.size * speed                   # (1, K, 2), pixels in a frame
+            speed = 0.04 * world.size * speed                   # (1, K, 2), pixels per frame
             state, drawn = generator.get_state(), []
             for t in range(40):
                 way = (scene["centre"] - edge + t * speed) % (2 * room)        # there and back
@@ -2065,8 +2066,9 @@ def query_embeddings(embedder, data):
 
 
 def detection(embedder, data, options):
-    """AP of boxes (COCO, LVIS): the mean over ten IoUs from .5 to .95 and over the classes that
-    have a true box. AP_rare, AP_common, AP_frequent: the mean over these classes of LVIS, or over
+    """AP of boxes (COCO, LVIS): the mean over ten IoUs and over the classes with a true box.
+
+    The IoUs are .5 to .95. AP_rare, AP_common, AP_frequent: the mean over these classes of LVIS, or over
     the pairs of colour and shape that the world's training images never show."""
     queries = query_embeddings(embedder, data)
     encode = lambda images: sparc.best_boxes(*embedder.model.detect(images, queries))
@@ -2090,8 +2092,8 @@ def detection(embedder, data, options):
 
 # What can be measured ---------------------------------------------------------------------
 #
-# A task's row of TASKS lists members of the data and names a member of the model. The task runs if
-# the data have one of the listed members, and the model has the named member.
+# A row of TASKS lists attributes of EvalSet, and one attribute of the model. The task runs if the
+# data have one of the listed attributes, and the model has its attribute.
 
 
 IMAGES = "captioned", "groups"  # images with a caption or the name of a class
@@ -2101,8 +2103,8 @@ class Row(NamedTuple):
     """A row of TASKS or PICTURES: a function, and what it needs from the data and the model."""
 
     run: Callable
-    data: tuple                  # members of EvalSet, of which the data must have one
-    model: str = "encode_image"  # member of the model that must not be None or 0
+    data: tuple                  # attributes of EvalSet; the data must have one
+    model: str = "encode_image"  # attribute of the model that must not be None or 0
     compares_runs: bool = False  # whether a picture expects {name: Embedder} for an Embedder
 
     def fits(self, data):
@@ -2755,7 +2757,7 @@ def tasks_to_run(options, data, model):
         raise UserError(f"--caption-prefix {options.caption_prefix!r} has no effect here: only the "
                         f"task retrieval uses it. Leave it out.")
     if "zeroshot" in tasks:
-        data.classes  # the property raises for folders that need names
+        data.classes  # raises UserError if folders lack class names
     if "classification" in tasks:
         learned_classes(options, data, model)
     if "knn" in tasks or "linear" in tasks:

@@ -134,7 +134,7 @@ def alignment_weights(tokens, patches, threshold=None):
     with in_fp32(tokens, patches) as (tokens, patches):
         s = tokens @ patches.transpose(1, 2)                        # (B, L, P)
         low, high = s.amin(-1, keepdim=True), s.amax(-1, keepdim=True)  # (B, L, 1)
-        equal = high == low  # differs: all weights are equal there, because Eq. 2 is 0 / 0
+        equal = high == low  # differs from Eq. 2, which is 0 / 0: all weights are equal
         s_hat = torch.where(equal, 1.0, (s - low) / (high - low).masked_fill(equal, 1.0))
         s_til = torch.where(s_hat < sigma, 0.0, s_hat)
         return s_til / s_til.sum(-1, keepdim=True)
@@ -196,7 +196,7 @@ def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
         raise ValueError(f"There are {len(tokens)} captions and {len(patches)} images.")
     mask = as_bools(mask, tokens.shape[:2])
     with in_fp32(tokens.masked_fill(~mask[..., None], 0.0), patches) as (tokens, patches):
-        size = tokens.shape[1] * patches.shape[1]        # weights of a caption, (L, P)
+        size = tokens.shape[1] * patches.shape[1]        # L * P weights for each caption
         # (B,); in_rows (below) is losses(tokens, patches, mask) in less memory
         sums = in_rows(losses, tokens, patches, mask, size=size)
         return mean_of_words(sums, mask, token_mean, gather)
@@ -463,7 +463,7 @@ class FullModel(Model):
     def clip_parameters(self):
         """The parameters that --init-weights loads, by CLIP's names. CLIP has no h_v."""
         places = {"text_projection": self.g_t.weight, "logit_scale": self.log_scale}
-        if isinstance(self.g_v, nn.Linear):  # PACL's g_v is an adapter of two layers
+        if isinstance(self.g_v, nn.Linear):  # not PACL's g_v, an adapter of two layers
             places["visual.proj"] = self.g_v.weight
         return places
 
@@ -502,8 +502,8 @@ def patches_per_word(a, mask):
 # Baselines (Sec. 4) -----------------------------------------------------------------------
 #
 # D.3 and D.4 describe the baselines. A rank has b pairs, all ranks have B. The losses of an
-# objective are added and share one learned tau. MGCA's three losses have the weights 2 : 2 : 1.
-# MGCA's code has these weights if all lambdas are 1, as in D.4 (the code's defaults are 1, .7, .5).
+# objective are added and share one learned tau. D.4 sets all lambdas of MGCA to 1. In
+# MGCA's code its three losses then have the weights 2 : 2 : 1 (its default lambdas: 1, .7, .5).
 # Evaluation compares vbar and tbar, except for two objectives: FILIP compares patches with tokens,
 # and PACL compares patches with captions.
 

@@ -238,7 +238,8 @@ class Model(nn.Module):
 # To read SPARO, stop here. ----------------------------------------------------------------
 #
 # To add SPARO to Hugging Face's CLIP (`model`): `images` are pixels, `ids` are tokens with the
-# attention mask `mask`. For `gather` see identity. Lines marked "once" come before DDP.
+# attention mask `mask`. For `gather` see identity. Run lines marked "once" before DDP, lines marked
+# "update" after each batch.
 #     model.image_sparo, model.text_sparo = Sparo(768, 64, 64, 64), Sparo(512, 64, 64, 64)  # once
 #     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)                            # once
 #     x = model.vision_model(pixel_values=images).last_hidden_state             # (B, n, 768)
@@ -398,7 +399,7 @@ class FullModel(Model):
     def __init__(self, config, *encoders_and_widths):
         super().__init__(config, *encoders_and_widths)
         self.slots = config.L
-        self.mask_parts = config.L  # train_mask learns one weight for each of these equal parts
+        self.mask_parts = config.L  # equal parts of an encoding; train_mask weights each part
 
     def clip_parameters(self):
         """{CLIP's name: parameter} that --init-weights sets, in addition to the encoders."""

@@ -97,7 +97,7 @@ def contrastive_loss(v, t, scale, *, gather=identity):
     with in_fp32(v, t) as (v, t):
         v = F.normalize(v, dim=-1, eps=0.5)  # differs: eps bounds the gradient
         t = F.normalize(t, dim=-1, eps=0.5)
-        M = scale * v @ gather(t).T                                      # (B, world * B), M / T
+        M = scale * v @ gather(t).T                                      # (B, world * B), Eq. 3's M / T
         i = own_columns(M)
         positive = M.take_along_dim(i[:, None], 1)[:, 0]                 # (B,)
         image_to_text = M.logsumexp(1) - positive                        # (B,)
@@ -401,7 +401,7 @@ PRESETS = {  # the values of --preset: settings of this file and of train.py; fl
 def stages(args):
     """The stages of Sec. 3: [(number, steps, peak learning rate)]. args: Settings, and steps and
     lr."""
-    if args.stages == "single":  # as stage 3, which masks and freezes nothing
+    if args.stages == "single":  # like stage 3: no mask, nothing frozen
         return [(3, args.steps, args.lr)]
     first, second = round(args.share_1 * args.steps), round(args.share_2 * args.steps)
     third = args.steps - first - second

@@ -96,31 +96,30 @@ class Config:
 
     preset: str = "tiny"  # name of a preset of the method, whose values replace defaults
     out: str | None = None  # directory of the run; without it runs/METHOD, runs/METHOD-2, ...
-    # continue the run in --out with its settings, which flags replace; --method, --preset, --vocab,
-    # --vocab-size, --optimizer, --finetune and --init-weights cannot change; `--resume auto` begins
-    # a new run if --out has no checkpoint
+    # continue the run in --out; flags replace the run's settings, except --method, --preset,
+    # --vocab, --vocab-size, --optimizer, --finetune and --init-weights; `--resume auto` begins a
+    # new run if --out has no checkpoint
     resume: bool = False
-    # directory of a run whose image encoder is fine-tuned on labelled images; implies --method
-    # classifier (BAM, Table 3); with --method detector its encoders are fine-tuned on boxes (SPARC,
-    # Table 5)
+    # directory of the run to fine-tune: the image encoder on labelled images (implies --method
+    # classifier; BAM, Table 3), or both encoders on boxes (with --method detector; SPARC, Table 5)
     finetune: str | None = None
     seed: int = 0  # seed of the weights, the data and the augmentation
 
-    # SPEC of what to train on, see the end of this help; a preset of a paper needs --data
+    # SPEC of the training data, see the end of this help; only presets named tiny have a default
     data: str | None = None
-    # directory in which the file names of --data and --eval-data lie; without it the directory of
-    # each table
+    # directory that the file names in --data and --eval-data are relative to; without it the
+    # directory of the FILE
     image_root: str | None = None
-    # SPEC of the data for the evaluation at the end; without it a model with captions is evaluated
-    # on the test split of --data, or on the training images if --data has no splits, but not if
-    # --data are shards; a model of BAM or DINO is then evaluated only if --data is shapes
+    # SPEC of the data for the evaluation at the end. Without a SPEC, methods with captions use the
+    # test split of --data, or the training images if --data has no splits. Shards (.tar) are not
+    # evaluated, and BAM and DINO are evaluated only on shapes
     eval_data: str | None = None
     # vocabulary file, BERT's vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz; without it a
     # vocabulary is trained on the captions of --data
     vocab: str | None = None
     vocab_size: int = 8192  # largest size of a vocabulary that is trained on the captions
-    # side of an image in pixels; without it the size in the SPEC of shapes, for other data the size
-    # of the image encoder
+    # side of an image in pixels; without it the size in the SPEC of shapes, for other data the
+    # encoder's input size
     image_size: int | None = None
     # smallest area of a training crop, as a fraction of the image's area; pictures of `shapes` with
     # captions are not cropped
@@ -137,8 +136,8 @@ class Config:
     init_weights: str | None = None
 
     steps: int = 1000  # number of updates
-    # number of times that each image of a table or of class folders is shown, in place of --steps;
-    # images that cannot be read are replaced by the others, which are then shown more often
+    # number of passes over a FILE or class folders; replaces --steps; readable images replace
+    # unreadable images, and are then shown more often
     epochs: int | None = None
     # number of pairs or images in a step, summed over all ranks and all parts of --accum-freq
     batch: int = 128
@@ -160,8 +159,8 @@ class Config:
     # steps between two evaluations during training, on at most 1,000 images, with metrics in
     # log.jsonl; BAM and DINO are tested by k-NN alone; 0 evaluates only at the end
     eval_every: int = 0
-    # recipe of the linear probe, adamw (SPARO, 10 epochs) or sgd (BAM, 100 epochs); the evaluation
-    # at the end of a training has a probe only for BAM and DINO on shapes
+    # recipe of the linear probe, adamw (SPARO, 10 epochs) or sgd (BAM, 100 epochs); a training ends
+    # with a probe only for BAM and DINO on shapes; eval.py uses the same recipe
     probe: Literal["adamw", "sgd"] = "adamw"
 
     # precision of the encoders; without it bf16 on a GPU, off on a CPU; losses are always fp32
@@ -177,7 +176,7 @@ class Config:
     # print the number of parameters, the FLOPs of the forward pass of one sample and the loss of a
     # random guess, then stop; weight files are not read
     dry_run: bool = False
-    bench: int = 0  # number of steps to time; print the rates, then stop
+    bench: int = 0  # number of steps to time; print images per second, then stop
 
 
 # The first setting of each group in --help.
@@ -333,7 +332,7 @@ def let_rank_0_speak():
     """Ranks often fail with the same message. All but the first rank of a machine keep silent,
     until torchrun ends them."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends the process; Stop would only note it
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM ends the process; Stop only notes it
         time.sleep(10)
 
 
@@ -343,8 +342,8 @@ def parse_args(argv):
     # `given` has only flags that are given.
     parser = Parser(usage=USAGE, description=HELP, add_help=False)
     parser.add_argument("--method", choices=METHODS, help="what to train: sparo, stair and sparc "
-                        "learn from captions, bam from images alone, classifier fine-tunes a run; "
-                        "`--method NAME --help` lists the flags and the defaults of a method")
+                        "learn from captions, bam from images; classifier and detector fine-tune "
+                        "a run; `--method NAME --help` lists a method's flags and defaults")
     common.add_flags(parser, Config, GROUPS, "run")
     given, rest = parser.parse_known_args(argv)
     given = vars(given)
@@ -613,7 +612,7 @@ def announce(args, data, model, tokenizer, device, progress):
     if device.type == "cuda" and args.workers == 0 and not isinstance(data, common.World):
         print("note: with --workers 0 the GPU waits while this process decodes images: give "
               "--workers 8, or more")
-    # with labels or boxes, repeats do no harm
+    # an image may be twice in a batch with labels or boxes, but not in a contrastive loss
     has_labels = METHODS[args.method].content(args) in ("label", "boxes")
     if isinstance(data, common.CaptionTable) and len(data) < args.batch and not has_labels:
         raise UserError(f"--batch {args.batch} is more than the {len(data)} images of {args.data}: "
@@ -778,7 +777,7 @@ def check_method(args):
 def choose_labels(args, data):
     """The labelled data, or the share of them that --label-fraction leaves. Sets args.classes to
     the names of the classes."""
-    given = args.classes  # by --classes, or by the run that is resumed
+    given = args.classes  # from --classes, or from the resumed run
     args.classes = list(data.classes or given or ())
     if not args.classes:
         raise UserError(f"The classes of {args.data} have no names: give --classes FILE with one "
@@ -1098,7 +1097,7 @@ class Progress:
     order: int = 0  # added to --seed for the order of the data; see restore
     positions: dict = dataclasses.field(default_factory=dict)  # {worker: how far it has read}
     skipped: dict = dataclasses.field(default_factory=dict)  # {worker: {reason: [count, example]}}
-    boxes: torch.Tensor | None = None  # (n, 4), where centres of crops lie (BAM, App. G)
+    boxes: torch.Tensor | None = None  # (n, 4), regions of crop centres (BAM, App. G)
 
     def due(self, every):
         """Whether an action that is due once in `every` steps is due after this step; 0: never."""
