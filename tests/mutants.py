@@ -222,7 +222,7 @@ return peak * «(step + 1) => step» / warmup # step 0 has peak / warmup
 cosine(«step - warmup, steps - warmup => step, steps», peak, 0.0) # after the warm-up
 (steps - step) / max(1, «steps - warmup => steps») # a line to 0
 "weight_decay": «0.0 => weight_decay», "decays": False # norms do not decay
-== common.py | world | test_world test_details
+== common.py | world | test_world test_details test_presets
 "test": range(«9 => 8», 10) # val and test share no scene
 heldout[scene["«colour"], scene["shape => shape"], scene["colour»"]]).any(1) # held-out pairs
 "white": (0.95, 0.95, «0.95 => 0.2») # names of colours
@@ -270,8 +270,7 @@ every > 0 and self.step % every == «0 => 1» # when an action is due
 self.order += «self.step => 0» # a new order of changed data
 model.after_update(«step, steps => progress.step, args.steps») # steps of the stage
 == tests/claims.py | claims | test_claims
-if n < «5 => 3»: # how many seeds decide
-kind = "holds" if «low => high» > 0 # the interval
+if n < «5 => 3»: # how many seeds decide ;; kind = "holds" if «low => high» > 0 # the interval
 figure(base, rate, seed, "«val => test»", *metric) # rates are chosen on val
 return «max => min»(scores, key=lambda rate # the best rate ;; if mean(values) <«= zero =>  -zero»] # did not train
 """
