@@ -420,7 +420,7 @@ def boxes_of_rank(rank, photos):
     """Return find_boxes() for a model whose boxes have the mean of the image as each number."""
     class Model(torch.nn.Module):
         def boxes(self, images):
-            return images.mean((1, 2, 3))[:, None].repeat(1, 4)
+            return images.float().mean((1, 2, 3))[:, None].repeat(1, 4)
 
     source = common.open_data(photos, content=None)
     args = argparse.Namespace(image_size=16, workers=0)

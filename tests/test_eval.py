@@ -1007,7 +1007,7 @@ def test_pictures_of_other_data_or_another_split_have_other_names():
 def test_other_json_files_next_to_class_folders_are_not_sugarcrepe(tmp_path):
     write_files(tmp_path, {"red/0.png": picture(), "index.json": '[{"filename": "0.png"}]'})
     data, _ = opened(tmp_path)
-    assert data.negatives is None and data.groups[""][1] == ["red"]
+    assert data.hard_negatives is None and data.groups[""][1] == ["red"]
 
 
 def test_labels_of_a_chart_do_not_overlap():
