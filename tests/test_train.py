@@ -1129,7 +1129,7 @@ def test_a_run_that_fails_at_its_start_leaves_no_directory(tmp_path, monkeypatch
         train.main(flags)
     assert not list(tmp_path.glob("runs/*"))
     (tmp_path / "runs/mine").mkdir()
-    with pytest.raises(UserError, match="all 9 images"):
+    with pytest.raises(UserError, match="9 samples in a row"):
         train.main([*flags, "--out", "runs/mine"])
     assert (tmp_path / "runs/mine").exists()                 # it was there before
 
