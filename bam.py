@@ -639,7 +639,7 @@ def ablated_loss(z, n_views, teacher, n_global, config, gather=identity):
             raise ValueError('SimCLR (target="onehot") needs two or more large views and '
                              'normalization="global".')
         return simclr_loss(z, c, G, cfg.tau, gather)
-    target = {  # Eq. 2 with tau_B; with tau_B = tau Table 1's row without balancing
+    target = {  # Eq. 2 with tau_B; if tau_B = tau: the unbalanced row of Table 1
         "softmax": lambda S: attention(S, cfg.tau_b),
         "balanced": lambda S: sinkhorn(S, cfg.tau_b, cfg.sinkhorn_iters, gather=gather)}[cfg.target]
     S_m = similarities(z_m, c, row_ids, column_ids, cfg.mask).detach()

@@ -1586,7 +1586,7 @@ class CaptionTable:
         """See the head of this section. The first `limit` captions would name few classes, because
         class folders are read one after the other."""
         if self.classes:
-            class_names(self.classes)  # raises UserError for the numbers of ImageNet
+            class_names(self.classes)  # raises UserError for ImageNet's n01440764
             if len(self.classes) == 1 or all(map(str.isdecimal, self.classes)):
                 raise UserError(f"{self.name} has the class folders {', '.join(self.classes[:5])}. "
                                 f"Captions such as {self.captions[0]!r} teach nothing: give class "
@@ -1957,7 +1957,7 @@ def read_cells(lines, delimiter):
     """The lines of one row -> (cells, ""). If they are not exactly one row: ([], what is wrong)."""
     # Quotes within a cell can be text, as in: a 5" pipe and a 3" pipe. But an odd number of quotes,
     # or a second line, means that a cell is in quotes. Then a quote left open is an error (strict).
-    # Otherwise an open quote shows by the end of the line, which becomes a part of the last cell.
+    # Otherwise an open quote is found by its effect: the last cell ends with the newline.
     strict = sum(line.count('"') for line in lines) % 2 == 1 or len(lines) > 1
     rows = csv.reader(lines, delimiter=delimiter, strict=strict)
     try:
@@ -3328,7 +3328,7 @@ class World:
                 f"{low:.3f} to {high:.3f} with size={self.size} and objects={self.objects}.")
         # The pairs use all eight colours before a colour comes again, with another shape.
         self.heldout_pairs = [(i % 8, (3 * i + i // 8 + 1) % 8) for i in range(self.heldout)]
-        # for boxes: the class 8 * colour + shape
+        # a box has the class 8 * colour + shape
         kinds = [*itertools.product(range(8), range(8))]
         self.queries = [coloured(COLOUR_NAMES[c], SHAPE_NAMES[s]) for c, s in kinds]
         self.trained = [8 * c + s for c, s in kinds

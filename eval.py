@@ -720,8 +720,8 @@ class Flags:
     # 1,000 to evaluate, 20,000 to learn from
     limit: int | None = None
     # file of class names, one a line: line i (from 0) names the sorted folder i, or label i of
-    # shards. If the lines are the names of the folders in another order, line i instead says which
-    # folder has label i in the shards of --train-data
+    # shards. But lines that are the folders' names in another order rename nothing: line i is the
+    # folder of label i in the shards of --train-data
     classes: str | None = None
     # zero-shot prompts, in which {} stands for the name of a class and {a} for the name with its
     # article; or one file of prompts, one a line

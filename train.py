@@ -273,7 +273,7 @@ def train(args, out, device):
             log_due = progress.due(args.log_every) or save_due or progress.step == 1
             stopping = (stop.is_due() or save_due) and stop.agreed(device)
 
-            # Time updates alone, with --bench. Nothing is written.
+            # With --bench, time the updates and write nothing.
             if args.bench:
                 if bench(args, clock, progress.step) or stopping:
                     return stopping
@@ -518,7 +518,7 @@ def choose_run(args):
         facts[name] = re.sub("[^:]*/", "", facts[name] or "")  # "/a/0.tar::/b/1.tar": 0.tar::1.tar
     common.check_ranks({common.flag_of(name): value for name, value in facts.items()})
     out, is_run = Path(args.out), False
-    with contextlib.suppress(UserError):  # a run that was killed before it saved may begin anew
+    with contextlib.suppress(UserError):  # no config: killed before it saved, begin anew
         is_run = "argv" in common.read_config(out)
     names = ["*.pt", "eval.json"]  # files that a run writes when it saves or ends
     if not is_run:  # then files of these names are the user's own
