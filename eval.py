@@ -716,7 +716,7 @@ class Flags:
     # split of --data, if the data have splits; without it test, or val for Pascal VOC and DAVIS
     split: str | None = None
     # largest number of samples for each task and picture: random samples of class folders and
-    # labelled shards, else the first samples. Without a limit: all of --data. Without --data, too:
+    # labelled shards, else the first samples. Without a limit: all of --data; with neither flag
     # 1,000 to evaluate, 20,000 to learn from
     limit: int | None = None
     # file of class names, one a line: line i (from 0) names the sorted folder i, or label i of
@@ -2508,7 +2508,7 @@ def draw_boxes(image, boxes):
 
 
 def draw_captions(runs, data):
-    """Images among 1,000 for which every run finds a caption of another image (SPARC, D.9).
+    """Images of 1,000 for which every run ranks a wrong caption first (SPARC, D.9).
 
     Each image is shown with the captions found and their K-Precision. If the data have
     a list of nouns and adjectives, only these words count (Fig. 6), otherwise all words (Fig. 5).

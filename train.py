@@ -110,9 +110,9 @@ class Config:
     # directory that the file names in --data and --eval-data are relative to; without it the
     # directory of the FILE
     image_root: str | None = None
-    # SPEC of the data for the evaluation at the end. Without a SPEC, methods with captions use the
-    # test split of --data, or the training images if --data has no splits. Shards (.tar) are not
-    # evaluated, and BAM and DINO are evaluated only on shapes
+    # SPEC of the data for the evaluation at the end; without it the test split of --data, or the
+    # training images if --data has no splits; for shards (.tar) no evaluation; for BAM and DINO
+    # one only on shapes
     eval_data: str | None = None
     # vocabulary file, BERT's vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz; without it a
     # vocabulary is trained on the captions of --data
