@@ -6,9 +6,10 @@ attention of a view is the softmax of its similarities to the views of all other
 match a target that is made from another view of the same image. Sinkhorn balances the targets, so
 that all columns get the same total weight. A lower temperature sharpens the targets.
 
+There are W ranks. Each rank has n images. Each image has k views. G of the k views are large, and
+m = W G n. A representation has d numbers, a latent has E numbers.
+
     symbol    name here                  shape         where
-    Each of W ranks has n images with k views each, G of them large, and m = W G n. A representation
-    has d numbers, a latent has E.
     h = f(x)  image_encoder, readout     (k, n, d)     Sec. 3; the representation, used later
     z = g(h)  projector, z               (k, n, E)     Sec. 3; latents; large views come first
     Z_m       teacher, z_m               (k, n, E)     App. C; latents of a moving average
@@ -17,7 +18,7 @@ that all columns get the same total weight. A lower temperature sharpens the tar
     A         attention                  (k n, m)      Eq. 1; row a_i^j: view j of image i
     B         sinkhorn                   (k n, m)      Eq. 4; the targets; App. C calls them T
     tau       tau                        scalar        Eq. 1; temperature of A
-    tau_B     tau_b                      scalar        Sec. 3.4; of B. Eq. 4: tau, App. F: lambda
+    tau_B     tau_b                      scalar        Eq. 4 (tau), App. F (lambda); B's temperature
     L_BAM     matching, bam_loss         (n,), scalar  Eq. 5
 
 The authors' code is https://github.com/DanielShalam/BAM at fd85871; (FILE:LINE) is a place in it.
@@ -72,10 +73,10 @@ def in_fp32(*tensors):
 
 
 def identity(x):
-    """The `gather` of one process. On several ranks copy _Gather and Gather from common.py; to use
-    another function, call check_gather (below) once on all ranks. gather(x) joins the tensors
-    x (B, ...) of the ranks, all of one shape and of any dtype, to (world * B, ...) in the order of
-    the ranks. Its backward must sum the gradients of all ranks, which DDP then averages."""
+    """The default gather, for one process: returns x. On several ranks copy _Gather and Gather from
+    common.py. To use another function, call check_gather (below) once on all ranks. gather(x) joins
+    the tensors x (B, ...) of the ranks, of one shape and any dtype, to (world * B, ...) in the
+    order of the ranks. Its backward must sum the gradients of all ranks; DDP averages later."""
     check_alone()
     return x
 
@@ -111,8 +112,8 @@ def similarities(z, c, row_ids, column_ids, mask):
 def sinkhorn(S, tau, iters, *, gather=identity):
     """S (..., rows, columns) -> B: exp(S / tau), with columns and rows normalised in turn.
 
-    Each row of B sums to 1. The column sums approach rows / columns (bam_loss.py:289), 1 if S is
-    square. Each rank has its own rows of S, so that columns need `gather`. B has no gradient.
+    Each row of B sums to 1. Each column sums to about rows / columns (bam_loss.py:289), which is 1
+    if S is square. Each rank has its own rows of S, so columns need `gather`. B has no gradient.
     """
     with in_fp32(S.detach()) as (S,):
         log_K = S / tau
@@ -172,9 +173,9 @@ def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, it
 
     teacher: latents in the same order, for targets and columns (App. C); None: z serves for both.
     n_global: number of large views; None: all views are large. tau, tau_b, iters, mask: see Config
-    (iters is sinkhorn_iters there). gather: see identity. All ranks have n images.
-    Returns the loss, a scalar; with entropies=True a tuple of the loss and the mean entropies of
-    the rows of A and of B.
+    (iters is sinkhorn_iters there). gather: see identity. All ranks have n images. No check can
+    tell another order of views or of images, or an n_global that is missing.
+    Returns the loss, a scalar; with entropies=True also the mean entropies of A's and B's rows.
     """
     G = n_views if n_global is None else n_global
     if iters < 1 or not 0 < min(tau, tau_b) <= max(tau, tau_b) <= 1:
@@ -220,13 +221,15 @@ class Projector(nn.ModuleList):
 
 class Model(nn.Module):
     """An image encoder, a projector and, with config.teacher, a moving average of both.
-    image_encoder(images of any size) -> tokens (B, N, image_width), [CLS] first; for readout="cls"
-    image_encoder.cls tells whether there is one: None if not."""
+    image_encoder(images of any size) -> tokens (B, N, image_width), [CLS] first; image_encoder.cls
+    is None if there is no [CLS]. text_encoder and text_width are not used. Call after_update after
+    each update, or the teacher keeps its first weights."""
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
         self.config, self.image_encoder = config, image_encoder
-        if {"cls": True, "gap": False}[config.readout] and image_encoder.cls is None:
+        no_cls = image_encoder.cls is None or image_encoder.cls is False
+        if {"cls": no_cls, "gap": False}[config.readout]:
             raise ValueError("readout cls needs [CLS], but image_encoder.cls is None: choose gap.")
         self.projector = Projector(image_width, config)
         self.teacher = None
@@ -249,11 +252,8 @@ class Model(nn.Module):
         return h, projector(h, gather)
 
     def forward(self, batch, gather=identity):
-        """batch["views"]: k views (n, 3, s, s), two large ones first -> {"loss", entropies of A and
-        B, mean cosine of latents, effective rank of h}."""
-        views, z_m = batch["views"], None
-        if views[0].shape[-1] < views[-1].shape[-1]:
-            raise ValueError("The first view is smaller than the last: large views come first.")
+        """batch["views"]: list of k views (n, 3, s, s), two large ones first -> {"loss", scalars}."""
+        views, z_m = checked_views(batch["views"]), None
         if self.teacher:  # before the student, whose activations stay in memory until backward
             with torch.no_grad():
                 z_m = self.latents(self.teacher, views, gather)[1].flatten(0, 1)
@@ -283,8 +283,8 @@ class Model(nn.Module):
         if step >= steps:
             raise ValueError(f"step {step} is not within {steps} steps: count all updates from 0.")
         if self.teacher:
-            # The momentum rises to 1 (main_pretrain.py:261). It is the next step's, because the
-            # authors update the teacher at the start of the next step (wrappers.py:103).
+            # The momentum rises to 1 (main_pretrain.py:261). The authors update the teacher at the
+            # start of the next step (wrappers.py:103), so the momentum is that of step + 1.
             cosine = math.cos(math.pi * ((step + 1) / steps))
             momentum = 1 - (1 - self.config.ema) * (1 + cosine) / 2
             students = list(self.student().parameters())
@@ -332,6 +332,16 @@ def check_alone():
     if ranks > 1 and torch.is_grad_enabled():
         raise ValueError(f"There are {ranks} ranks, but no gather: pass one to the model and to "
                          "each loss, such as Gather() of common.py (see identity).")
+
+
+def checked_views(views):
+    """Raise ValueError if `views` is a tensor, or has unequal numbers of images, or small views
+    first."""
+    if torch.is_tensor(views) or len({len(view) for view in views}) != 1:
+        raise ValueError("views needs a list of tensors (n, 3, s, s) with one number n of images.")
+    if views[0].shape[-1] < views[-1].shape[-1]:
+        raise ValueError("The first view is smaller than the last: large views come first.")
+    return views
 
 
 # Helpers of the model ---------------------------------------------------------------------

@@ -6,9 +6,10 @@ single words (L_f). A word gives each patch of the image a weight that grows wit
 patches below a threshold get 0. The weighted mean of the patches must resemble this word more than
 the other words of the caption. We know of no code by the authors; their App. C has a listing.
 
+There are B pairs, P patches in an image, L tokens in the longest caption. Encoders have the width
+d, embeddings the width E, which is the paper's d.
+
     symbol      name here               shape       where
-    There are B pairs, P patches in an image, L tokens in the longest caption. Encoders have the
-    width d, embeddings the width E, which is the paper's d.
     f_v         Model.f_v               (B, P, d)   Sec. 2; all patches, without [CLS]
     f_t         text_encoder            (B, L, d)   Sec. 2; all tokens
     h_v         Model.h_v               d -> d      Sec. 2; "a single non-linear layer"
@@ -55,8 +56,8 @@ class Config:
     embed_dim: int = 512         # width of the shared embedding space (Sec. D.1)
     lambda_g: float = 0.5        # weight of the global loss L_g (Eq. 7, Sec. D.4)
     lambda_f: float = 1.0        # weight of the word loss L_f; the paper has 0.5, 1, 5, 10 (D.4)
-    # similarity, scaled to [0, 1], below which a patch gets weight 0; without a value, in the flag
-    # or in the preset, it is 1 / patches (Eq. 3)
+    # similarity, scaled to [0, 1], below which a patch gets weight 0 (Eq. 3); None, if neither flag
+    # nor preset sets it: 1 / (number of patches)
     sigma: float | None = None
     init_scale: float = 1 / 0.07  # 1 / temperature at the start of training (CLIP, Sec. 2.5)
     # weights of patches: sparse (Eq. 2-4), dense (no threshold), or softmax (Table 8)
@@ -76,10 +77,10 @@ def in_fp32(*tensors):
 
 
 def identity(x):
-    """The `gather` of one process. On several ranks copy _Gather and Gather from common.py; to use
-    another function, call check_gather (below) once on all ranks. gather(x) joins the tensors
-    x (B, ...) of the ranks, all of one shape and of any dtype, to (world * B, ...) in the order of
-    the ranks. Its backward must sum the gradients of all ranks, which DDP then averages."""
+    """The default gather, for one process: returns x. On several ranks copy _Gather and Gather from
+    common.py. To use another function, call check_gather (below) once on all ranks. gather(x) joins
+    the tensors x (B, ...) of the ranks, of one shape and any dtype, to (world * B, ...) in the
+    order of the ranks. Its backward must sum the gradients of all ranks; DDP averages later."""
     check_alone()
     return x
 
@@ -97,9 +98,10 @@ def own_columns(logits):
 # L_g = -1/2B sum_i [ log softmax_j(cos(vbar_i, tbar_j) / tau)_i
 #                   + log softmax_j(cos(tbar_i, vbar_j) / tau)_i ]               (Eq. 1)
 def global_loss(v, t, scale, *, gather=identity):
-    """CLIP's loss of the embeddings v, t (B, E) of B pairs, normalised here -> scalar.
-    scale: 1 / tau, from 1 to 100, not its logarithm. gather: see identity. The gradients of parts
-    of a batch do not add up to those of the batch, because a part has fewer negatives."""
+    """CLIP's loss of the embeddings v, t (B, E) of B pairs, this rank's rows only, normalised here
+    -> scalar. scale: 1 / tau, from 1 to 100, not its logarithm. A log-scale that went through clamp
+    or a product cannot be told. gather: see identity. Gradients accumulated over small batches
+    differ from those of one large batch: each small batch has fewer negatives."""
     check_scale(scale)
     if v.shape != t.shape or v.ndim != 2:
         raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}: both "
@@ -163,8 +165,9 @@ def mean_of_words(losses, mask, token_mean="caption", gather=identity):
     """The losses (B,) of sequence_losses -> scalar.
 
     "caption" is Eq. 6: the mean over the words of each caption, then over captions. "batch" is
-    listing 1: the mean over the words of all captions on all ranks. For "batch", a rank divides by
-    the mean number of words of a rank, so that the mean over ranks is the loss of one process.
+    listing 1: the mean over the words of all captions on all ranks. There each rank divides its sum
+    by the same number, the mean number of words per rank. The mean of the ranks' losses is then the
+    loss of one process.
     """
     count = mask.sum(1)                      # (B,), L_i
     if token_mean not in ("caption", "batch"):
@@ -178,7 +181,8 @@ def mean_of_words(losses, mask, token_mean="caption", gather=identity):
 # c_l = sum_p a_lp v_p                                                           (Eq. 5)
 def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
                       token_mean="caption", gather=identity):
-    """SPARC's loss for words, L_f. tokens (B, L, E), patches (B, P, E) -> scalar.
+    """SPARC's loss for words, L_f. tokens (B, L, E), patches (B, P, E), not normalised: Eq. 6
+    normalises here -> scalar.
 
     mask (B, L): True on words, words_only(mask of tokens); scale: 1 / tau, from 1 to 100;
     align(tokens, patches) -> a (B, L, P). Only token_mean="batch" uses gather. No check can tell an
@@ -192,8 +196,9 @@ def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
         return sequence_losses(grouped, tokens, mask, scale)
 
     check_scale(scale)
-    if len(tokens) != len(patches):
-        raise ValueError(f"There are {len(tokens)} captions and {len(patches)} images.")
+    if not tokens.ndim == patches.ndim == 3 or tokens.shape[::2] != patches.shape[::2]:
+        raise ValueError(f"tokens need (B, L, E), patches (B, P, E), with one B and one E, not "
+                         f"{tuple(tokens.shape)} and {tuple(patches.shape)}.")
     mask = as_bools(mask, tokens.shape[:2])
     with in_fp32(tokens.masked_fill(~mask[..., None], 0.0), patches) as (tokens, patches):
         size = tokens.shape[1] * patches.shape[1]        # L * P weights for each caption
@@ -204,7 +209,8 @@ def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
 
 def words_only(mask):
     """The mask of tokens (B, L) -> the mask of words (B, L), without [CLS], the first token, and
-    [SEP], the last token. Padding comes last."""
+    [SEP], the last token. Padding comes last. For a tokenizer without [CLS] and [SEP] give its own
+    mask."""
     mask = checked_mask(mask, mask.shape)
     return F.pad(mask[:, 2:], (1, 1))  # token l > 0 is a word if there is a token l + 1
 
@@ -216,7 +222,8 @@ def masked_mean(x, mask):
 
 class Residual(nn.Sequential):
     """x + h_v(x). differs: the paper adds no x. Segmentation compares g_v(h_v(patches)) with
-    classes (D.7), but L_f trains g_v(patches). Adding x adds g_v(patches), as g_v is linear."""
+    classes (D.7), but L_f trains g_v(patches). As g_v is linear, g_v(x + h_v(x)) is
+    g_v(x) + g_v(h_v(x)), so that segmentation uses what L_f trains."""
 
     def forward(self, x):
         return x + super().forward(x)
@@ -229,6 +236,8 @@ class Model(nn.Module):
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
+        if image_encoder.cls is False:
+            raise ValueError("image_encoder.cls is False, but must be None if there is no [CLS].")
         self.config = config
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
         h_v = {"plain": nn.Sequential, "residual": Residual}[config.h_v]
@@ -361,11 +370,14 @@ def readable(x):
 
 
 def check_scale(scale):
-    """Raise ValueError if scale is below 1, as a temperature is, or a parameter, as a log-scale is.
-    For a parameter p that is no logarithm give 1 * p."""
+    """Raise ValueError if scale is not a number from 1 to 100 (101 by rounding), or is a parameter,
+    as a log-scale is. For a parameter p that is no logarithm give 1 * p."""
     if isinstance(scale, nn.Parameter):
         raise ValueError("scale is 1 / temperature, not a parameter: give exp() of a log-scale.")
-    if (not torch.is_tensor(scale) or readable(scale)) and scale < 1:
+    if torch.is_tensor(scale) and scale.numel() != 1:
+        raise ValueError(f"scale is one number, not of shape {tuple(scale.shape)}: are arguments "
+                         "swapped?")
+    if (not torch.is_tensor(scale) or readable(scale)) and not 1 <= scale <= 101:
         raise ValueError(f"scale is 1 / temperature, from 1 to 100, not {float(scale):g}.")
 
 

@@ -6,9 +6,10 @@ short vector, its slot. The encoding is the concatenation of the L slots. A slot
 from a single head, so it tends to hold a single concept. Both encoders of CLIP get L slots, and the
 similarity of an image and a caption is the mean of the L cosines between their slots.
 
-    symbol    name here        shape              where (K' is K transposed)
-    B images or captions give n outputs of width d each, and L slots of width V. Queries have width
-    D, and g = grp_size slots share one K_l (App. A).
+B images or captions give n outputs of width d each, and L slots of width V. Queries have width D,
+and g = grp_size slots share one K_l (App. A). K' is K transposed.
+
+    symbol    name here        shape              where
     H         x                (B, n, d)          Sec. 3.2; the outputs of a transformer
     q_l       Sparo.q          (1, L/g, g, 1, D)  Eq. 1; learned query of slot l
     K_l       Sparo.KVproj     d -> (L/g) D       Eq. 1; learned key projection
@@ -72,10 +73,10 @@ def in_fp32(*tensors):
 
 
 def identity(x):
-    """The `gather` of one process. On several ranks copy _Gather and Gather from common.py; to use
-    another function, call check_gather (below) once on all ranks. gather(x) joins the tensors
-    x (B, ...) of the ranks, all of one shape and of any dtype, to (world * B, ...) in the order of
-    the ranks. Its backward must sum the gradients of all ranks, which DDP then averages."""
+    """The default gather, for one process: returns x. On several ranks copy _Gather and Gather from
+    common.py. To use another function, call check_gather (below) once on all ranks. gather(x) joins
+    the tensors x (B, ...) of the ranks, of one shape and any dtype, to (world * B, ...) in the
+    order of the ranks. Its backward must sum the gradients of all ranks; DDP averages later."""
     check_alone()
     return x
 
@@ -91,11 +92,11 @@ def own_columns(logits):
 
 
 def after_end(eos_idx, x):
-    """Indices (B,) of the captions' last tokens, outputs x (B, n, d) -> (B, n), True at the
-    positions after them. An empty caption has the index -1; its first position counts, because
-    softmax needs one."""
+    """The padding of captions (B, n): True at the positions after the last token. eos_idx (B,) has
+    the index of each caption's last token; x (B, n, d) are the outputs. An empty caption has the
+    index -1. Its first position is not padding, because softmax needs one position."""
     B, n, _ = x.shape
-    if eos_idx.shape != (B,) or eos_idx.is_floating_point():
+    if eos_idx.shape != (B,) or eos_idx.is_floating_point() or eos_idx.dtype == torch.bool:
         raise ValueError(f"eos_idx needs {B} indices of last tokens, not {tuple(eos_idx.shape)} "
                          f"and {eos_idx.dtype}.")
     if readable(eos_idx) and not ((eos_idx >= -1) & (eos_idx < n)).all():
@@ -105,7 +106,8 @@ def after_end(eos_idx, x):
 
 
 class Keys(nn.Linear):
-    """A Linear whose weight Sparo reads. torch's dynamic quantisation replaces nn.Linear alone."""
+    """An nn.Linear whose weight Sparo reads. torch's dynamic quantisation would replace the class
+    nn.Linear by one without a weight, but replaces no subclass."""
 
 
 # y_l = W K_l H' softmax(H K_l' q_l / sqrt(D))                                      (Eq. 1)
@@ -128,8 +130,12 @@ class Sparo(nn.Module):
     def forward(self, x, eos_idx=None, return_attn=False):
         """x (B, n, d) -> slots (B, L, V); with return_attn also the attention (B, L, n).
 
-        eos_idx (B,): index of each caption's last token. Slots ignore the positions after it.
+        eos_idx (B,): the index of each caption's last token, length - 1. Slots ignore the positions
+        after it.
         """
+        if x.ndim != 3 or x.shape[2] != self.KVproj.in_features:
+            raise ValueError(f"Sparo needs x (B, n, {self.KVproj.in_features}), not "
+                             f"{tuple(x.shape)}.")
         B, n, d = x.shape
         if eos_idx is not None:
             padding = after_end(eos_idx, x)                        # (B, n)
@@ -140,8 +146,8 @@ class Sparo(nn.Module):
         # differs: the listing projects all n positions to keys, (B, n, (L/g) D). The query q_l is
         # the same for all images, so K_l' q_l can be computed first, and the scores are H u_l.
         # K_l then projects one pooled vector p_l for each slot instead of n positions. The bias
-        # b_l of K_l adds one number to all scores of a slot, which softmax ignores. The attention
-        # sums to 1, so b_l is added to the values as it is.
+        # b_l of K_l adds one number to all scores of a slot, which softmax ignores. The values are
+        # K_l p_l + b_l, because the attention of a slot sums to 1.
         u = self.q[0, :, :, 0] @ K * self.D**-0.5    # (L/g, g, d)  u_l = K_l' q_l / sqrt(D)
         scores = F.linear(x, u.flatten(0, 1)).transpose(1, 2)      # (B, L, n)  H u_l
         if eos_idx is not None:
@@ -166,9 +172,10 @@ def clip_loss(v, t, scale, *, gather=identity):
     """CLIP's loss of B pairs, a scalar (Sec. 3.3).
 
     v, t: slots (B, L, V) of the images and of their captions, or encodings (B, M), which count as
-    one slot; both are normalised here. scale: 1 / temperature, from 1 to 100, not its logarithm.
-    gather: see identity. The gradients of parts of a batch do not add up to those of the batch,
-    because a part has fewer negatives.
+    one slot; both are normalised here, and are this rank's rows only. scale: 1 / temperature, from
+    1 to 100, not its logarithm. A log-scale that went through clamp or a product cannot be told.
+    gather: see identity. Gradients accumulated over small batches differ from those of one large
+    batch: each small batch has fewer negatives.
     """
     check_scale(scale)
     if v.shape != t.shape or v.ndim not in (2, 3):
@@ -191,8 +198,8 @@ class Model(nn.Module):
     """CLIP with SPARO on each encoder (Sec. 3.3).
 
     image_encoder(images) -> (B, n, image_width), with or without [CLS];
-    text_encoder(tokens, mask) -> (B, n, text_width), causal. SPARO replaces the last block of each
-    encoder (Sec. 4), so give encoders without their last block.
+    text_encoder(tokens, mask) -> (B, n, text_width). The paper's text encoder is causal; any works.
+    SPARO replaces the last block of each encoder (Sec. 4), so give encoders without it.
     """
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
@@ -286,11 +293,14 @@ def readable(x):
 
 
 def check_scale(scale):
-    """Raise ValueError if scale is below 1, as a temperature is, or a parameter, as a log-scale is.
-    For a parameter p that is no logarithm give 1 * p."""
+    """Raise ValueError if scale is not a number from 1 to 100 (101 by rounding), or is a parameter,
+    as a log-scale is. For a parameter p that is no logarithm give 1 * p."""
     if isinstance(scale, nn.Parameter):
         raise ValueError("scale is 1 / temperature, not a parameter: give exp() of a log-scale.")
-    if (not torch.is_tensor(scale) or readable(scale)) and scale < 1:
+    if torch.is_tensor(scale) and scale.numel() != 1:
+        raise ValueError(f"scale is one number, not of shape {tuple(scale.shape)}: are arguments "
+                         "swapped?")
+    if (not torch.is_tensor(scale) or readable(scale)) and not 1 <= scale <= 101:
         raise ValueError(f"scale is 1 / temperature, from 1 to 100, not {float(scale):g}.")
 
 
@@ -421,7 +431,7 @@ class FullModel(Model):
 
 
 def refuse_without_cls(image_encoder):
-    if image_encoder.cls is None:
+    if image_encoder.cls is None or image_encoder.cls is False:
         raise ValueError("This read-out needs [CLS], but image_encoder.cls is None: give an "
                          "encoder with [CLS], or another read-out.")
 
@@ -687,6 +697,8 @@ class Dino(nn.Module):
         config, views = self.config, batch["views"]
         if views[0].shape[-1] < views[-1].shape[-1]:
             raise ValueError("The first view is smaller than the last: large views come first.")
+        if len({len(view) for view in views}) != 1:
+            raise ValueError("views needs tensors (B, 3, s, s) with one number B of images.")
         with torch.no_grad():
             teacher = self.logits(self.teacher, views[:2])         # (2, B, K)
         student = self.logits(self.student(), views)               # (V, B, K)

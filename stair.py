@@ -7,8 +7,9 @@ would give words new meanings, so training has three stages. In stage 1 only a c
 may be active in its vector, and the image encoder learns these words. Stage 2 freezes the image
 encoder, and the text encoder learns to activate other words that fit. Stage 3 trains both encoders.
 
+B images or captions have N outputs of width d each; the vocabulary has |V| words of width E.
+
     symbol      name here            shape            where
-    B images or captions have N outputs of width d each; the vocabulary has |V| words of width E.
     f, g        image_encoder, image_head             Eq. 1; for texts: text_encoder, text_head
     h_j         h                    (B, N, d)        Eq. 4; an encoder's output at position j
     transform   transform            d -> E           Eq. 4; `encode` gets t = transform(h)
@@ -63,10 +64,10 @@ def in_fp32(*tensors):
 
 
 def identity(x):
-    """The `gather` of one process. On several ranks copy _Gather and Gather from common.py; to use
-    another function, call check_gather (below) once on all ranks. gather(x) joins the tensors
-    x (B, ...) of the ranks, all of one shape and of any dtype, to (world * B, ...) in the order of
-    the ranks. Its backward must sum the gradients of all ranks, which DDP then averages."""
+    """The default gather, for one process: returns x. On several ranks copy _Gather and Gather from
+    common.py. To use another function, call check_gather (below) once on all ranks. gather(x) joins
+    the tensors x (B, ...) of the ranks, of one shape and any dtype, to (world * B, ...) in the
+    order of the ranks. Its backward must sum the gradients of all ranks; DDP averages later."""
     check_alone()
     return x
 
@@ -86,9 +87,10 @@ def own_columns(logits):
 def contrastive_loss(v, t, scale, *, gather=identity):
     """The mean of Eq. 3 from image to text and of Eq. 3 from text to image, a scalar.
 
-    v, t (B, |V|): enc of B images and of their captions, normalised here. scale: 1 / T, from 1 to
-    100, not its logarithm. gather: see identity. The gradients of parts of a batch do not add up to
-    those of the batch, because a part has fewer negatives.
+    v, t (B, |V|): enc of B images and of their captions, this rank's rows only, normalised here.
+    scale: 1 / T, from 1 to 100, not its logarithm. A log-scale that went through clamp or a product
+    cannot be told. gather: see identity. Gradients accumulated over small batches differ from those
+    of one large batch: each small batch has fewer negatives.
     """
     check_scale(scale)
     if v.shape != t.shape or v.ndim != 2:
@@ -110,8 +112,9 @@ def contrastive_loss(v, t, scale, *, gather=identity):
 
 # L_FLOPs = sum_k ( 1/N sum_i enc_k^(i) )^2,  N: the size of the global batch        (Eq. 6)
 def flops_loss(enc, *, gather=identity):
-    """enc (B, |V|) -> scalar, a differentiable count of the multiplications in the dot product of
-    two encodings. It is small if few words are active, and each of them in few samples."""
+    """enc (B, |V|) of Eq. 5 as it is, not normalised -> scalar, a differentiable count of the
+    multiplications in the dot product of two encodings. The loss is small if few words are active,
+    and if each word is active in few samples."""
     if enc.ndim != 2:
         raise ValueError(f"flops_loss needs encodings (B, |V|), not {tuple(enc.shape)}.")
     with in_fp32(enc) as (enc,):
@@ -134,13 +137,15 @@ def encode(t, e, b, mask=None):
 class TokenProjectionHead(nn.Module):
     """Eq. 4 and 5: an encoder's outputs (B, N, d) -> enc (B, |V|).
 
-    embedding: the text encoder's nn.Embedding (|V|, E), so that a weight belongs to a word. Both
-    heads share it. special: ids of tokens that are never active.
+    embedding: the nn.Embedding (|V|, E) that the text encoder reads, so that a weight belongs to a
+    word. Both heads share it. special: ids of tokens that are never active, from 0 to |V| - 1.
     """
 
     def __init__(self, d, embedding, special=()):
         super().__init__()
         V, E = embedding.weight.shape
+        if not all(type(i) is int and 0 <= i < V for i in special):
+            raise ValueError(f"special needs ids (int) from 0 to {V - 1}, not {list(special)}.")
         self.embedding = embedding
         self.transform = nn.Sequential(nn.Linear(d, E), nn.GELU(), nn.LayerNorm(E))
         self.bias = nn.Parameter(torch.zeros(V))
@@ -149,15 +154,21 @@ class TokenProjectionHead(nn.Module):
 
     def forward(self, h, mask=None, e=None, revived=None):
         """h (B, N, d) -> enc (B, |V|). mask (B, N): True at tokens, then False at padding; None: no
-        padding. e (|V|, E) replaces the shared embedding. revived (B, |V|): True at words that get
-        a gradient at weight 0, too."""
+        padding. e (|V|, E) replaces the shared embedding. revived (B, |V|), a mask: words with
+        True get a gradient even if their weight is 0."""
+        if h.ndim != 3 or h.shape[2] != self.transform[0].in_features:
+            raise ValueError(f"The head needs h (B, N, {self.transform[0].in_features}), not "
+                             f"{tuple(h.shape)}.")
+        if revived is not None:
+            revived = as_bools(revived, (len(h), len(self.valid)))
         if mask is not None:
             mask = checked_mask(mask, h.shape[:2])
             h = h.masked_fill(~mask[..., None], 0.0)                     # 0 * NaN would be NaN
         e = self.embedding.weight if e is None else e
         b = self.bias.masked_fill(~self.valid, -math.inf)
         if torch.jit.is_tracing() or (torch.compiler.is_compiling() and not self.training):
-            return encode(self.transform(h), e, b, mask)  # torch.export: a loop would fix B
+            # torch.export would unroll the loop of StreamedEncoding for a single size of batch
+            return encode(self.transform(h), e, b, mask)
         # differs: the words in `revived` get a gradient, even at weight 0.
         return StreamedEncoding.apply(self.transform(h), e, b, mask, revived)
 
@@ -174,10 +185,11 @@ class Model(nn.Module):
     """Two encoders, each with a head.
 
     image_encoder(images) -> (B, N, image_width); text_encoder(tokens, mask) -> (B, L, text_width).
-    text_encoder.embedding is an nn.Embedding (|V|, E); text_encoder.special has the ids of tokens
-    that are not words. The model begins in stage 1. Without after_update both lambdas stay 0. With
-    the optimizer of stage 2 the image encoder does not learn in stage 3; with the DDP of stage 2 it
-    differs between ranks. No check can tell. A training loop needs these lines per stage:
+    text_encoder.embedding is the nn.Embedding (|V|, E) that the encoder reads; text_encoder.special
+    has the ids of tokens that are not words. The model begins in stage 1. Three mistakes raise no
+    error. Without after_update both lambdas stay 0. With the optimizer of stage 2 the image encoder
+    does not learn in stage 3. With the DDP of stage 2 the ranks' image encoders differ in stage 3.
+    A training loop needs these lines per stage:
 
         model.begin_stage(number, fresh=True)            # 1, then 2, then 3
         parallel = DDP(model) if ranks > 1 else model    # again, because stage 2 freezes parameters
@@ -196,7 +208,7 @@ class Model(nn.Module):
         self.text_head = TokenProjectionHead(text_width, e, special)
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
         self.register_buffer("image_embedding", e.weight.detach().clone())  # of image_e in stage 2
-        self.register_buffer("strength", torch.tensor(1.0))  # factor of both lambdas, 0 to 1
+        self.register_buffer("strength", torch.tensor(0.0))  # factor of both lambdas, 0 to 1
         self.register_buffer("stage", torch.tensor(1))  # for checkpoints and the log
         self.number = 1  # the stage as an int: reading the tensor would wait for the GPU
 
@@ -213,6 +225,7 @@ class Model(nn.Module):
         self.image_head.bias.requires_grad_(number != 2)
         if fresh:
             self.strength.zero_()
+            self.zero_grad()  # gradients of the last stage would move what this stage freezes
         if fresh and number == 2:
             self.image_embedding.copy_(self.text_encoder.embedding.weight.detach())
         self.train(self.training)
@@ -335,11 +348,14 @@ def readable(x):
 
 
 def check_scale(scale):
-    """Raise ValueError if scale is below 1, as a temperature is, or a parameter, as a log-scale is.
-    For a parameter p that is no logarithm give 1 * p."""
+    """Raise ValueError if scale is not a number from 1 to 100 (101 by rounding), or is a parameter,
+    as a log-scale is. For a parameter p that is no logarithm give 1 * p."""
     if isinstance(scale, nn.Parameter):
         raise ValueError("scale is 1 / temperature, not a parameter: give exp() of a log-scale.")
-    if (not torch.is_tensor(scale) or readable(scale)) and scale < 1:
+    if torch.is_tensor(scale) and scale.numel() != 1:
+        raise ValueError(f"scale is one number, not of shape {tuple(scale.shape)}: are arguments "
+                         "swapped?")
+    if (not torch.is_tensor(scale) or readable(scale)) and not 1 <= scale <= 101:
         raise ValueError(f"scale is 1 / temperature, from 1 to 100, not {float(scale):g}.")
 
 

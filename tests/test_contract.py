@@ -402,6 +402,8 @@ HEAD = stair.TokenProjectionHead(E, nn.Embedding(11, E))
 SPARO = sparo.Sparo(E, 2, 3, 4)
 FINE, PROJECTOR = sparc.fine_grained_loss, bam.Projector(E, bam.Config(
     teacher=False, projector_width=4, projector_dim=4))
+NO_CLS = SimpleNamespace(cls=False)
+UNEQUAL_VIEWS = {"views": [torch.randn(n, 3, 16, 16) for n in (3, 1)]}
 CONTRASTIVE = sparo.clip_loss, stair.contrastive_loss, sparc.global_loss
 
 
@@ -437,11 +439,19 @@ SCALED = [
 
 @pytest.mark.parametrize("loss", SCALED)
 @pytest.mark.parametrize("scale, message", [
-    (0.07, "0.07"), (-2.0, "-2"), (torch.tensor(0.07), "0.07"), (nn.Parameter(torch.tensor(2.7)), "exp")])
+    (0.07, "0.07"), (-2.0, "-2"), (torch.tensor(0.07), "0.07"), (101.5, "101.5"), (torch.nan, "nan"),
+    (torch.tensor(150.0), "150"), (nn.Parameter(torch.tensor(2.7)), "exp")])
 def test_losses_refuse_a_temperature_and_the_logarithm_of_a_scale(loss, scale, message):
     with pytest.raises(ValueError, match=f"1 / temperature.*{message}"):
         loss(scale)
-    assert loss(nn.Parameter(torch.tensor(0.0)).exp()).isfinite()
+    assert loss(nn.Parameter(torch.tensor(0.0)).exp()).isfinite() and loss(100.03).isfinite()
+
+
+@pytest.mark.parametrize("loss", SCALED)
+def test_losses_refuse_more_than_one_scale(loss):
+    with pytest.raises(ValueError, match=r"one number, not of shape \(4, 6\)"):
+        loss(MASK)
+    assert loss(torch.tensor([9.0])).isfinite()
 
 
 TOKEN_MASKS = [
@@ -472,7 +482,10 @@ def test_a_mask_of_words_may_leave_out_any_word():
 
 
 @pytest.mark.parametrize("call, message", [
-    (lambda: FINE(TOKENS, PATCHES[:1], MASK, 9.0), "4 captions and 1 images"),
+    (lambda: FINE(TOKENS, PATCHES[:1], MASK, 9.0), r"\(4, 6, 5\) and \(1, 9, 5\)"),
+    (lambda: FINE(TOKENS, PATCHES[..., :3], MASK, 9.0), r"\(4, 6, 5\) and \(4, 9, 3\)"),
+    (lambda: FINE(TOKENS, PATCHES[0], MASK, 9.0), r"\(4, 6, 5\) and \(9, 5\)"),
+    (lambda: FINE(TOKENS[0, 0], PATCHES[0, 0], MASK[0, 0], 9.0), r"\(5,\) and \(5,\)"),
     (lambda: FINE(TOKENS, PATCHES, MASK[:1], 9.0), r"\(4, 6\) and bools, not \(1, 6\)"),
     (lambda: FINE(PATCHES, TOKENS, MASK, 9.0), r"\(4, 9\) and bools, not \(4, 6\)"),
     (lambda: FINE(TOKENS, PATCHES, MASK.float().log(), 9.0), "torch.float32"),
@@ -489,6 +502,16 @@ def test_a_mask_of_words_may_leave_out_any_word():
     (lambda: SPARO(TOKENS, MASK.sum(1)), "from 3 to 6, but there are 6"),
     (lambda: SPARO(TOKENS, torch.tensor([-2, 1, 1, 1])), "from -2"),
     (lambda: SPARO(TOKENS, torch.tensor([3])), r"needs 4 indices .*\(1,\)"),
+    (lambda: SPARO(TOKENS, MASK[:, 0]), "torch.bool"),
+    (lambda: SPARO(TOKENS[0]), r"\(B, n, 5\), not \(6, 5\)"),
+    (lambda: SPARO(TOKENS[..., :3]), r"\(B, n, 5\), not \(4, 6, 3\)"),
+    (lambda: HEAD(TOKENS[:, 0]), r"\(B, N, 5\), not \(4, 5\)"),
+    (lambda: HEAD(TOKENS[..., :3]), r"\(B, N, 5\), not \(4, 6, 3\)"),
+    (lambda: HEAD(TOKENS, MASK, revived=torch.ones(B, 11)), "bools, not .*torch.float32"),
+    (lambda: HEAD(TOKENS, MASK, revived=MASK), r"\(4, 11\) and bools, not \(4, 6\)"),
+    (lambda: sparc.Model(sparc.Config(), NO_CLS, None, 5, 5), "cls is False"),
+    (lambda: bam.Model(bam.Config(), NO_CLS, None, 5, 5), "needs .CLS."),
+    (lambda: sparo.refuse_without_cls(NO_CLS), "needs .CLS."),
     (lambda: sparo.normalize_slots(V_AND_T[0]), r"\(B, L, V\), not \(4, 5\)"),
     (lambda: sparc.prototype_loss(*V_AND_T[:, :, None], V_AND_T[0], 9.0), r"\(4, 1, 5\)"),
     (lambda: stair.flops_loss(TOKENS), r"\(4, 6, 5\)"),
@@ -500,6 +523,9 @@ def test_a_mask_of_words_may_leave_out_any_word():
     (lambda: tiny_model("dino").after_update(8, 8), "step 8"),
     (lambda: tiny_model("bam")(make_views(2, sizes=(8, 8, 16))), "large views come first"),
     (lambda: tiny_model("dino")(make_views(2, sizes=(8, 8, 16))), "large views come first"),
+    (lambda: tiny_model("bam")({"views": torch.randn(2, 4, 3, 16, 16)}), "views needs a list"),
+    (lambda: tiny_model("bam")(UNEQUAL_VIEWS), "one number n of images"),
+    (lambda: tiny_model("dino")(UNEQUAL_VIEWS), "one number B of images"),
     (lambda: PROJECTOR(TOKENS[0], bam.identity), r"\(k, n, d\), not \(6, 5\)"),
     (lambda: bam.bam_loss(TOKENS[0], 2, iters=0), "iters is 0"),
     (lambda: bam.bam_loss(TOKENS[0], 2, tau=0.0), "tau 0.0"),
@@ -507,6 +533,25 @@ def test_a_mask_of_words_may_leave_out_any_word():
 def test_wrong_shapes_masks_and_numbers_raise_errors_that_name_them(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("special", [(None,), (-1,), (11,), ("[CLS]",), (True,), torch.arange(2)])
+def test_special_tokens_are_ids_of_the_vocabulary(special):
+    with pytest.raises(ValueError, match=r"from 0 to 10, not \["):
+        stair.TokenProjectionHead(E, nn.Embedding(11, E), special)
+
+
+def test_an_optimizer_of_stage_1_does_not_move_what_stage_2_freezes():
+    model, batch = tiny_model("stair", stage=1), make_batch()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for stage in (1, 2):
+        model.begin_stage(stage, fresh=True)
+        before = copy.deepcopy(model.image_encoder.state_dict())
+        model(batch)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        after = model.image_encoder.state_dict()
+        assert (stage == 2) == all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize("name, settings, error", [

@@ -244,7 +244,7 @@ def loop_of_the_docstring(rank, ranks):
     config = stair.Config(lambda_image=0.3, ramp=0.5)
     parts = tiny_stair()
     model = stair.Model(config, parts.image_encoder, parts.text_encoder, 16, 16)
-    assert model.number == model.stage == 1 and model.strength == 1  # the loss of stage 1, in full
+    assert model.number == model.stage == 1 and model.strength == 0  # until after_update
     lines = textwrap.dedent("\n".join(re.findall(r"^ {8}.*$", stair.Model.__doc__, re.MULTILINE)))
     assert len(lines.splitlines()) == 6
     states = []
