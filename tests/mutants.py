@@ -203,7 +203,7 @@ vocab_size=«30522 => 30000», context=77 # BERT
 MAX_WORD = «100 => 10» # BERT ;; ids = ids[: max_length - «2 => 1»] # [CLS] and [SEP] count
 padding_value=«self.pad => self.cls» # padding ;; mark = "«##" if start else " => »" # sub-words
 ids.append(«last + 256 => last») # </w> ;; («-pair_counts => pair_counts»[pair], pair) # the most frequent pair
-== common.py | data | test_details test_data -k "details or order or draft or 16 or jitter or distort or fraction"
+== common.py | data | test_details test_data -k "details or order or draft or 16 or jitter or distort or fraction or different_scenes"
 v2.RandAugment(2, magnitude=«27 => 9» # 9 of 10
 image.draft("RGB", («min_side, min_side => min_side // 2, min_side // 2»)) # decoded sides
 x = x / «256 => 255» # 16 bits ;; (size / «(0.75 * least) ** 0.5 => least**0.5») # the aspect ratio of crops
