@@ -99,7 +99,7 @@ def contrastive_loss(v, t, scale, *, gather=identity):
     with in_fp32(v, t) as (v, t):
         v = F.normalize(v, dim=-1, eps=0.5)  # differs: eps bounds the gradient
         t = F.normalize(t, dim=-1, eps=0.5)
-        M = scale * v @ gather(t).T                                      # (B, world * B), Eq. 3's M / T
+        M = scale * v @ gather(t).T                                      # (B, world * B): Eq. 3
         i = own_columns(M)
         positive = M.take_along_dim(i[:, None], 1)[:, 0]                 # (B,)
         image_to_text = M.logsumexp(1) - positive                        # (B,)
