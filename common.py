@@ -19,8 +19,11 @@ them. So a method file works in another project without this file. The sections:
 To add a table of file names, write a function that yields (path, caption) rows, and add a row to
 formats(). A new layout of .json needs a branch in read_json and, if it has splits, a row of
 eval.KINDS. A format whose files hold the images themselves needs a new class, such as TarShards,
-and a row of eval.KINDS; the head of "Data files" lists the members of such a class. To add an
-encoder, add a row to VIT_PRESETS or TEXT_PRESETS. To add a method, read Method and ModelDefaults.
+and a row of eval.KINDS; the head of "Data files" lists the members of such a class. To add a size
+of ViT or of text encoder, add a row to VIT_PRESETS or TEXT_PRESETS. Another image encoder is a
+class with the members of ResNet (image_size, grid, width, cls, norm, pixels, left_out), and a
+branch in image_encoder_settings; train.py's save_memory, wrap and lists_of_names must know it. To
+add a method, read Method and ModelDefaults.
 """
 
 import argparse
@@ -1446,6 +1449,10 @@ def blur(x, sigma):
 #   skipped                  {problem: [count, last example]} of the rows left out at the start
 #   max_bad                  a run ends after so many unusable samples in a row
 #
+# open_data sets `content` after the opener, which raises UserError for a content that it lacks. For
+# an evaluation, the source's row of eval.KINDS returns an EvalSet, whose pairs are (path or bytes,
+# captions) or (path or bytes, class id).
+#
 # Web data always have broken files. A broken sample is skipped, so that it does not end the run. It
 # is counted by its problem and reported, so that the user hears of it.
 
@@ -2081,6 +2088,9 @@ def open_table(read, name, content, image_root, **settings):
 
     Raises UserError if the file cannot be read, or is not UTF-8.
     """
+    if content == "label":
+        raise UserError(f"{name} has captions, but no labels: give class folders, tar shards with "
+                        f"labels (KEY.cls), or shapes.")
     with explained((OSError, UnicodeError), f"Cannot read {name}"):
         return CaptionTable(read(name, **settings), name, image_root or Path(name).parent, content)
 

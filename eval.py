@@ -1503,6 +1503,10 @@ def label_maps(sample, grouping):
 # a random guess gives, the result is a pair (value, chance). Most metrics are called TASK or
 # TASK/NAME. For all other metrics, TASK_OF in tests/claims.py gives the name of the task. Tasks for
 # any model come first.
+#
+# A task reads pairs by data.captioned(purpose) or data.labelled(purpose); WorldSet.scenes lists the
+# purposes. embedder.encode_pairs(pairs, embedder.model.encode_image) gives vectors (n, E).
+# default_tasks lists the tasks that run without --task.
 
 
 def encode_labelled(embedder, pairs, encode="encode_image", **options):
@@ -2068,8 +2072,9 @@ def query_embeddings(embedder, data):
 def detection(embedder, data, options):
     """AP of boxes (COCO, LVIS): the mean over ten IoUs and over the classes with a true box.
 
-    The IoUs are .5 to .95. AP_rare, AP_common, AP_frequent: the mean over these classes of LVIS, or over
-    the pairs of colour and shape that the world's training images never show."""
+    The IoUs are .5 to .95. AP_rare, AP_common and AP_frequent are means over these classes of LVIS.
+    On shapes the pairs of colour and shape that the training images never show are rare.
+    """
     queries = query_embeddings(embedder, data)
     encode = lambda images: sparc.best_boxes(*embedder.model.detect(images, queries))
     x, truths = embedder.encode_pairs(data.boxes(), encode)                 # (n, k, 6)
@@ -2096,7 +2101,7 @@ def detection(embedder, data, options):
 # data have one of the listed attributes, and the model has its attribute.
 
 
-IMAGES = "captioned", "groups"  # images with a caption or the name of a class
+IMAGES = "captioned", "groups"  # a caption, or a class with a name (labels of shards have none)
 
 
 class Row(NamedTuple):

@@ -332,7 +332,7 @@ def let_rank_0_speak():
     """Ranks often fail with the same message. All but the first rank of a machine keep silent,
     until torchrun ends them."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM ends the process; Stop only notes it
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM then ends the process
         time.sleep(10)
 
 

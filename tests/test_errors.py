@@ -128,6 +128,7 @@ ERRORS = [
      "^No evaluation: .*train.py --eval-data"),
     ("sparc --eval-data broken", "^No evaluation: None of the 1 images could be read, .*png"),
     ("bam --data photos --eval-data broken", "^No evaluation: .* learns from the classes of --data"),
+    ("classifier --data table.csv --classes names.txt", "table.csv has captions, but no labels"),
     ("classifier --data photos --label-fraction 10%", r"\(number or file\) 10% cannot be read"),
     ("bam --data photos --eval-data others", "must have the class folders of others.*: blue, grey"),
     ("bam --eval-data table.csv", "^No .*table.csv this model can run no task: give class folders"),
