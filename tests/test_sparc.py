@@ -141,6 +141,12 @@ def test_words_only_drops_the_first_and_the_last_token():
     assert words == [[0, 1, 1, 0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 1, 0]]
 
 
+def test_the_mean_over_words_leaves_out_other_tokens():
+    x, mask = torch.randn(2, 4, 3), torch.tensor([[False, True, True, False], [False] * 4])
+    torch.testing.assert_close(sparc.masked_mean(x, mask)[0], (x[0, 1] + x[0, 2]) / 2)
+    assert not sparc.masked_mean(x, mask)[1].any()
+
+
 def test_model_loss_equals_equation_7_on_words():
     """The first and the last token of a caption are not words: both losses leave them out."""
     model, batch = tiny_model("sparc", lambda_g=0.5, lambda_f=3.0), make_batch()
