@@ -2414,6 +2414,8 @@ class Stream(IterableDataset):
             return sample
         try:
             image = open_image(sample.file, self.min_side)
+            if self.source.content == "boxes":
+                check_sides(image, sample.value)
         except FileNotFoundError:
             return left_out("image that does not exist", sample.name)
         except Exception as error:
@@ -3125,6 +3127,9 @@ class BoxTable(CaptionTable):
             for i, c in enumerate(classes):
                 if "frequency" in c:
                     self.groups[letters[c["frequency"]]].append(i)
+        if not found:
+            raise UserError(f"{path} has no box that can be used (left out: "
+                            f"{describe_skipped(skipped) or 'nothing'}).")
         super().__init__([(file, "") for file in files], path, image_root or Path(path).parent,
                          content=None)
         if len(self) < len(files):
@@ -3192,6 +3197,15 @@ def squared(image, size):
     page = Image.new("RGB", (size, size), (128, 128, 128))
     page.paste(image.resize((width, height), Image.Resampling.BICUBIC))
     return v2.functional.pil_to_tensor(page)
+
+
+def check_sides(image, truth):
+    """Raise ValueError if an image has another shape than in the file of its Boxes. The boxes then
+    lie elsewhere, as in a photo that EXIF turns."""
+    width, height = [side / max(image.size) for side in image.size]
+    if max(abs(width - truth.size[0]), abs(height - truth.size[1])) > 0.01:
+        raise ValueError(f"its sides {image.width} x {image.height} are not those of the boxes' "
+                         f"file: turn the image or its boxes")
 
 
 def crop_boxes(image, truth, size, min_scale):

@@ -218,6 +218,24 @@ def test_boxes_that_reach_out_of_the_image_and_images_without_boxes_stay(tmp_pat
     assert len(table) == 2 and len(table.truth(1).labels) == 0 and not table.skipped
 
 
+def test_an_image_of_another_shape_than_in_the_file_is_refused(tmp_path, capsys):
+    """Its boxes would lie elsewhere. write_coco's second image has the sides of the first."""
+    truth = common.BoxTable(write_coco(tmp_path)).truth(0)
+    width, height = (round(40 * side) for side in truth.size)
+    common.check_sides(Image.new("RGB", (width, height)), truth)
+    with pytest.raises(ValueError, match="40 x 80 are not those of the boxes' file"):
+        common.check_sides(Image.new("RGB", (40, 80)), truth)
+    file = write_coco(tmp_path, images=lambda rows: rows[0].update(height=7 * rows[0]["height"]))
+    list(opened(file)[0].boxes())
+    assert "skipped 1 of 2 images" in capsys.readouterr().out
+
+
+def test_a_file_without_a_box_that_can_be_used_is_refused(tmp_path):
+    file = write_coco(tmp_path, annotations=lambda rows: [row.update(category_id=99) for row in rows])
+    with pytest.raises(UserError, match=f"{file} has no box .*category that the file does not"):
+        common.BoxTable(file)
+
+
 @pytest.mark.parametrize("changes, named", [
     (dict(categories=lambda rows: rows[0].pop("name")), "'name'"),
     (dict(images=lambda rows: rows[0].pop("width")), "'width'"),

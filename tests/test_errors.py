@@ -225,6 +225,7 @@ ERRORS = [
 
     # Evaluation
     ("eval bare", "^bare/config.json cannot be read: No such file.* Give .* runs/sparc"),
+    ("eval runs/sparc --image none.jpg --caption dog", "--image none.jpg cannot be read"),
     ("eval runs/sparc --task dance", "no task dance; there are zeroshot, "),
     ("eval runs/sparc --limit 0", "--limit 0 must be at least 1"),
     ("eval runs/stair --query red --task words", "--query evaluates nothing, .* leave out --task"),
