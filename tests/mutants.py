@@ -132,7 +132,7 @@ self.log_scale.data.clamp_(0, math.log(«100 => 50»)) # CLIP's bounds
 == sparc.py | baselines | test_baselines test_statistics test_details
 masked_fill(~y.any(-1), «-2.0 => 0.0»)  # below # padding is never the maximum
 «x.any(-1).sum(1, keepdim=True).clamp(min=1) => x.shape[1]» # the mean over words
-best.topk(math.ceil(keep * x.shape[1]« - 1e-4 => »)) # 0.6 * 25
+sum(1, keepdim=True)« - 1e-4 => ») # 0.6 * 25 in float32
 return (s.softmax(«1 => 2») * s).sum(1) # PACL: softmax over patches
 a = s.softmax(«1 => 0») # GLoRIA: softmax over patches
 «.masked_fill(~words, torch.finfo(s.dtype).min).logsumexp => .logsumexp»(2) # GLoRIA: padding

@@ -130,6 +130,13 @@ def test_filip_pacl_and_gloria_losses_equal_literal_loops():
         assert_same_with_gradients(value, expected, (tokens, patches, scale))
 
 
+def test_filip_keeps_15_of_25_tokens():
+    """In float32, 0.6 * 25 is more than 15."""
+    x, y = torch.randn(2, 30, 4), torch.randn(3, 5, 4)
+    x[:, 25:] = 0  # padding
+    assert sparc.most_similar(x, y, 0.6).any(-1).sum(1).tolist() == [15, 15]
+
+
 @pytest.mark.parametrize("keep, numbers", [(0.2, [[1, 1, 1], [2, 2, 2]]),
                                            (0.6, [[3, 2, 2], [4, 4, 4]])])
 def test_filip_sends_only_the_most_similar_tokens(keep, numbers):
