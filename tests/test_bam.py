@@ -289,6 +289,7 @@ def test_effective_rank_counts_directions_and_mean_cosine_averages_pairs():
     axes = torch.cat([torch.eye(4), -torch.eye(4)])
     for h, expected in ((line, 1), (axes, 4), (axes[:, :1].repeat(1, 20), 1)):
         assert bam.effective_rank(h).item() == pytest.approx(expected)
+        assert bam.effective_rank(h + 5).item() == pytest.approx(expected, rel=1e-3)  # covariance
     z = torch.randn(5, 3)
     expected = [cos(z[i], z[j]) for i in range(5) for j in range(5) if i != j]
     torch.testing.assert_close(bam.mean_cosine(z), sum(expected) / 20)
@@ -310,6 +311,14 @@ def test_lars_equals_its_update_rule_written_out():
         expected_w, expected_b = expected_w - 0.5 * m_w, expected_b - 0.5 * m_b
         optimizer.step()
     torch.testing.assert_close([w.detach(), b.detach()], [expected_w, expected_b])
+
+
+def test_lars_moves_a_weight_of_zeros_by_its_gradient():
+    """The trust ratio of a zero weight would be 0, and the weight would stay 0 forever."""
+    w = nn.Parameter(torch.zeros(3, 2))
+    w.grad = torch.randn(3, 2)
+    bam.LARS([w], lr=0.5).step()
+    torch.testing.assert_close(w.detach(), -0.5 * w.grad)
 
 
 def test_views_are_those_of_byol_and_six_small_crops():
@@ -368,6 +377,14 @@ def make_photos(root):
             image.paste((200, 40 * i, 90), place)
             image.save(root / name / f"{name}{i}.png")
     return root
+
+
+def test_the_workers_of_all_ranks_read_each_image_once(tmp_path, monkeypatch):
+    source, rows = common.open_data(str(make_photos(tmp_path)), content=None), []
+    for rank, worker in itertools.product(range(2), range(2)):
+        monkeypatch.setattr(common, "this_worker", lambda _, worker=worker: (worker, 2))
+        rows += [row for found, _ in common.EachImage(source, 16, 4, rank, 2) for row in found]
+    assert sorted(rows) == [*range(12)]
 
 
 def test_every_image_is_cropped_in_its_own_box(tmp_path):

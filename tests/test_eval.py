@@ -733,6 +733,13 @@ def test_lloyd_finds_clouds_and_the_best_of_its_restarts():
     assert same.unique().tolist() == [0]
 
 
+def test_an_empty_cluster_of_lloyd_stays_in_its_place(monkeypatch):
+    start = torch.tensor([[2.0], [21.0], [100.0]])  # no row is nearest to 100
+    monkeypatch.setattr(bam, "spread_rows", lambda *_: start.clone())
+    x = torch.tensor([[0.5], [3.0], [20.0], [22.0]])  # .5 is nearer to 0 than to its centre 1.75
+    assert bam.lloyd(x, 3, None, restarts=1).tolist() == [0, 0, 1, 1]
+
+
 def test_kmeans_draws_classes_and_clusters_their_images(tmp_path):
     """Images of one colour are one cloud, so their clusters are the classes."""
     make_folders(tmp_path)
