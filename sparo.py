@@ -300,7 +300,8 @@ def check_scale(scale):
     if torch.is_tensor(scale) and scale.numel() != 1:
         raise ValueError(f"scale is one number, not of shape {tuple(scale.shape)}: are arguments "
                          "swapped?")
-    if (not torch.is_tensor(scale) or readable(scale)) and not 1 <= scale <= 101:
+    # NaN passes: the loss of a training that diverges is NaN, and is not the fault of an argument
+    if (not torch.is_tensor(scale) or readable(scale)) and (scale < 1 or scale > 101):
         raise ValueError(f"scale is 1 / temperature, from 1 to 100, not {float(scale):g}.")
 
 

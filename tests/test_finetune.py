@@ -251,7 +251,7 @@ def test_labels_come_from_shards_folders_and_the_world(tmp_path):
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--data table.csv", "classes of table.csv have no names: give --classes FILE"),
+    ("--data table.csv", "table.csv has captions, but no labels: give class folders"),
     ("--data 000.tar", "classes of 000.tar have no names: give --classes FILE"),
     ("--data 000.tar --classes two.txt --label-fraction 0.1", "needs class folders"),
     ("--data data --classes two.txt", "classes of data are blue, green, red; --classes or"),
