@@ -252,7 +252,7 @@ class Model(nn.Module):
         return h, projector(h, gather)
 
     def forward(self, batch, gather=identity):
-        """batch["views"]: list of k views (n, 3, s, s), two large ones first -> {"loss", scalars}."""
+        """batch["views"]: list of k views (n, 3, s, s), two large first -> {"loss", scalars}."""
         views, z_m = checked_views(batch["views"]), None
         if self.teacher:  # before the student, whose activations stay in memory until backward
             with torch.no_grad():
