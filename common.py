@@ -1998,11 +1998,12 @@ def read_json(path, split):
                    f"{path} is neither COCO captions nor Karpathy's JSON"):
         data = json.loads(text)
         if "annotations" in data:  # COCO
-            names = {image["id"]: str(image["file_name"]) for image in data["images"]}
+            images = by_id(path, "images", data["images"])
             for annotation in data["annotations"]:
                 number = annotation["image_id"]
-                if number in names:
-                    yield from ((names[number], text) for text in texts_of(annotation["caption"]))
+                if number in images:
+                    name = str(images[number]["file_name"])
+                    yield from ((name, text) for text in texts_of(annotation["caption"]))
                 else:
                     yield left_out("caption without image", f"{path}, image_id {number}")
             return
@@ -2012,6 +2013,17 @@ def read_json(path, split):
                 name = os.path.join(image.get("filepath", ""), image["filename"])
                 for sentence in image["sentences"]:
                     yield from ((name, text) for text in texts_of(sentence["raw"]))
+
+
+def by_id(path, part, rows):
+    """The rows of a part of COCO's JSON -> {id: row}. Raises UserError if two rows that differ have
+    the same id: annotations would be joined to the wrong one."""
+    found = {}
+    for row in rows:
+        if found.setdefault(row["id"], row) != row:
+            raise UserError(f"{path} has two {part} with the id {row['id']!r}: give each an id of "
+                            f"its own.")
+    return found
 
 
 def texts_of(value):
@@ -3102,7 +3114,9 @@ class BoxTable(CaptionTable):
         with explained((KeyError, TypeError, AttributeError, ValueError), f"{path} has not the "
                        f"images, categories and annotations of COCO or LVIS; this is missing or "
                        f"wrong"):
-            images, classes = data["images"], sorted(data["categories"], key=lambda c: c["id"])
+            images = [*by_id(path, "images", data["images"]).values()]
+            classes = by_id(path, "categories", data["categories"]).values()
+            classes = sorted(classes, key=lambda c: c["id"])
             # LVIS has no file names, but addresses, http://HOST/val2017/000000397133.jpg
             files = [image.get("file_name") or "/".join(image["coco_url"].split("/")[-2:])
                      for image in images]

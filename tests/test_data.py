@@ -276,6 +276,17 @@ def test_coco_captions_find_their_images_below_image_root(tmp_path):
                               "empty caption": [1, "/abs/b.jpg"]}
 
 
+def test_two_images_of_coco_with_one_id_are_refused_unless_they_are_the_same(tmp_path):
+    path, row = tmp_path / "captions.json", {"id": 7, "file_name": "a.jpg"}
+    data = {"images": [row, row], "annotations": [{"image_id": 7, "caption": "one"}]}
+    path.write_text(json.dumps(data))
+    assert pairs(open_data(str(path))) == {"a.jpg": ["one"]}
+    data["images"][1] = row | {"file_name": "b.jpg"}
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError, match=f"{path} has two images with the id 7"):
+        open_data(str(path))
+
+
 def test_karpathys_json_gives_the_captions_of_one_split(tmp_path):
     path, images = tmp_path / "dataset_coco.json", []
     for name, split, captions in (("a.jpg", "train", "AB"), ("b.jpg", "restval", "C"),

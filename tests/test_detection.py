@@ -242,6 +242,8 @@ def test_a_file_without_a_box_that_can_be_used_is_refused(tmp_path):
     (dict(images=lambda rows: rows[0].pop("id")), "'id'"),
     (dict(images=lambda rows: rows[0].pop("file_name")), "'coco_url'"),
     (dict(annotations=lambda rows: rows[0].pop("category_id")), "'category_id'"),
+    (dict(images=lambda rows: rows[1].update(id=rows[0]["id"])), "two images with the id"),
+    (dict(categories=lambda rows: rows[1].update(id=rows[0]["id"])), "two categories with the id"),
     (dict(images=lambda rows: rows.append({**rows[0], "id": 8})), "names 1 files twice")])
 def test_files_of_another_form_are_refused_by_name(tmp_path, changes, named):
     file = write_coco(tmp_path, **changes)
