@@ -237,6 +237,11 @@ def test_bpe_equals_a_literal_loop_over_all_merges(bpe, merges):
     assert merged > 200
 
 
+def test_bpe_reads_as_many_merges_of_clips_file_as_clip_has_tokens():
+    lines = ["#version: 0.2", *(f"{a} {b}</w>" for a in SIGNS for b in SIGNS)]  # 65,536 merges
+    assert len(common.BPE(lines)) == 49_408
+
+
 def test_bpes_vocabulary_shows_pieces_as_readable_text(bpe):
     assert [bpe.vocab[i] for i in bpe.encode("The axe?")] == [
         "<start_of_text>", "the", "a##", "x##", "e", "?", "<end_of_text>"]

@@ -1056,10 +1056,13 @@ def test_images_have_enough_pixels_for_the_smallest_crop(monkeypatch, tmp_path, 
     assert found == [side]
 
 
-def test_a_warning_says_that_many_samples_are_skipped():
+def test_a_warning_says_that_many_samples_are_skipped(monkeypatch):
     args = SimpleNamespace(batch=8, epochs=None)
     record = {"step": 5, "skipped": {"no .txt": 3, "no image": 1}}
     assert train.lost_samples(args, None, record) is None                  # 4 of 44
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "this_rank", lambda: (0, 2))                  # 4 of this rank's 24
+        assert train.lost_samples(args, None, record) is not None
     record["skipped"]["no .txt"] = 5
     assert "this reason: no .txt (" in train.lost_samples(args, None, record)
     assert "epochs" not in train.lost_samples(args, None, record)
