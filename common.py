@@ -32,7 +32,6 @@ import contextlib
 import csv
 import dataclasses
 import datetime
-import difflib
 import functools
 import glob
 import gzip
@@ -2545,20 +2544,6 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
     """Shows the texts as they are, and the default of each flag that has one."""
 
 
-def suggest(word, flags):
-    """The flag that a user may have meant by `word`, or None."""
-    # difflib finds none of these
-    familiar = {"--learning-rate": "--lr", "--output-dir": "--out", "--slots": "--L",
-                "--train-data": "--data", "--val-data": "--eval-data", "--wd": "--weight-decay",
-                "--precision": "--amp", "--pretrained": "--init-weights",
-                "--grad-clip-norm": "--clip-grad"}
-    if familiar.get(word) in flags:
-        return familiar[word]
-    alike = [flag for flag in flags if flag[2:3] == word[2:3]]
-    nearest = difflib.get_close_matches(word, alike, 1, 0.7)
-    return nearest[0] if nearest else None
-
-
 class Parser(argparse.ArgumentParser):
     """A parser that returns the flags that are given, and no defaults."""
 
@@ -2567,17 +2552,8 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=HelpFormatter, **more)
 
     def error(self, message):
-        """Print the message and stop. For an unknown flag, the message names a flag that the user
-        may have meant. If the shell has expanded a pattern of shards into many names, the message
-        advises to quote the pattern."""
-        if message.startswith("unrecognized arguments"):
-            for word in re.findall(r"(?<!\S)--[\w-]+", message):
-                if flag := suggest(word, self._option_string_actions):
-                    message += f"; instead of {word}, did you mean {flag}?"
-            if re.search(r"\.tar\b", message):
-                message += ("; quote a pattern of shards, as in 'DIR/{00000..00012}.tar', so that "
-                            "the shell does not expand it")
-        super().error(message)
+        quotes = ", and quote a pattern of .tar files" if ".tar" in message else ""
+        raise UserError(f"{message}: see --help{quotes}.")
 
 
 @functools.cache  # inspect searches the file for the source of a class

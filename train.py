@@ -312,35 +312,11 @@ USAGE = "train.py --method NAME [--FLAG VALUE ...]"
 HELP = __doc__.partition("\n\nTo read")[0]
 
 
-class Parser(common.Parser):
-    def error(self, message):
-        """For a flag that another method has, and for a method's name, the message says so."""
-        let_rank_0_speak()
-        for word in message.partition("unrecognized arguments: ")[2].split():
-            field = re.sub("^--(no-)?", "", word.partition("=")[0]).replace("-", "_")
-            owners = [name for name in METHODS if hasattr(METHODS[name].Settings, field)]
-            if word in METHODS:
-                message += f"; {word} is a method: give --method {word}"
-            elif field == "device":
-                message += "; train.py has no --device: it takes a GPU if torch finds one"
-            elif owners and word.startswith("--"):
-                message += f"; {word} is a flag of --method {' and '.join(owners)}"
-        super().error(message)
-
-
-def let_rank_0_speak():
-    """Ranks often fail with the same message. All but the first rank of a machine keep silent,
-    until torchrun ends them."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM then ends the process
-        time.sleep(10)
-
-
 def parse_args(argv):
     """Command line -> the run's settings."""
     # First read the flags of Config, because the method's flags and all defaults depend on them.
     # `given` has only flags that are given.
-    parser = Parser(usage=USAGE, description=HELP, add_help=False)
+    parser = common.Parser(usage=USAGE, description=HELP, add_help=False)
     parser.add_argument("--method", choices=METHODS, help="what to train: sparo, stair and sparc "
                         "learn from captions, bam from images; classifier and detector fine-tune "
                         "a run; `--method NAME --help` lists a method's flags and defaults")
@@ -1447,6 +1423,14 @@ def made_up_batch(args, method, model, n):
 #
 # An error of the user is printed as one sentence, by one rank of each machine. A signal stops the
 # training at the next step (see Stop) and ends the program as that signal would.
+
+
+def let_rank_0_speak():
+    """Ranks often fail with the same message. All but the first rank of a machine keep silent,
+    until torchrun ends them."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM then ends the process
+        time.sleep(10)
 
 
 def main(argv=None):

@@ -64,6 +64,11 @@ ERRORS = [
     ("train --method sparc --preset b32 --out run", "--preset b32 names no data: give --data SPEC"),
     ("train --method sparo --preset cc3m-b16 --out run", "--preset cc3m-b16 names no data.*--vocab"),
     ("sparc --data table.csv --batch 100000", "--batch 100000 is more than the 2 images of table.csv"),
+    ("sparc --lernrate 1", "^unrecognized arguments: --lernrate 1: see --help.$"),
+    ("sparc --data 0.tar 1.tar", "arguments: 1.tar: .* quote a pattern of .tar files"),
+    ("eval run --chunk 3", "^unrecognized arguments: --chunk 3: see --help.$"),
+    ("train --method clip", "--method: invalid choice: 'clip' .*sparc"),
+    ("train", "--method is required, one of sparo"),
     ("sparc --preset b33", "has no preset 'b33'; it has tiny, tiny-stem, b32, b16, l14"),
     *((command, f"{command.partition(' ')[2]} must be {rest}") for command, rest in {
         "sparc --batch 0": "positive", "sparc --batch 1": "2 or more: the loss compares the captions",
@@ -315,18 +320,3 @@ def test_errors_name_the_mistake_and_change_no_file(
         program(*arguments)
     assert "\n" not in str(error.value)
     assert files_in(tmp_path) == before and not Path("run").exists()
-
-
-@pytest.mark.parametrize("words, message", [
-    ("--method bam --lambda-f 1", "--lambda-f is a flag of --method sparc"),
-    ("--method sparc --no-replace-block", "--no-replace-block is a flag of --method sparo"),
-    ("--method stair --crop-least=.2", "--crop-least=.2 is a flag of --method sparo and bam"),
-    ("sparo", "sparo is a method: give --method sparo"),
-    ("--method sparo --device cuda", "train.py has no --device: it takes a GPU"),
-    ("--method sparo --learning-rate 1", "did you mean --lr?"),
-    ("--method bam --sigma 1 --readuot gap", "--sigma is a flag of --method sparc; instead of "
-     "--readuot, did you mean --readout?")])
-def test_a_flag_that_belongs_elsewhere_is_named_as_such(capsys, words, message):
-    with pytest.raises(SystemExit):
-        train.main(words.split())
-    assert message in capsys.readouterr().err.splitlines()[-1]
