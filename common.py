@@ -20,10 +20,9 @@ To add a table of file names, write a function that yields (path, caption) rows,
 formats(). A new layout of .json needs a branch in read_json and, if it has splits, a row of
 eval.KINDS. A format whose files hold the images themselves needs a new class, such as TarShards,
 and a row of eval.KINDS; the head of "Data files" lists the members of such a class. To add a size
-of ViT or of text encoder, add a row to VIT_PRESETS or TEXT_PRESETS. Another image encoder is a
-class with the members of ResNet (image_size, grid, width, cls, norm, pixels, left_out), and a
-branch in image_encoder_settings; train.py's save_memory, wrap and lists_of_names must know it. To
-add a method, read Method and ModelDefaults.
+of ViT or of text encoder, add a row to VIT_PRESETS or TEXT_PRESETS. To add an image encoder, write
+a class with the members of ResNet (image_size, grid, width, cls, norm, pixels, left_out), and add
+a row to IMAGE_ENCODERS. To add a method, read Method and ModelDefaults.
 """
 
 import argparse
@@ -559,28 +558,27 @@ TEXT_PRESETS = {
     "clip-b16": dict(width=512, heads=8, **CLIP_TEXT),
     "clip-l14": dict(width=768, heads=12, **CLIP_TEXT),
 }
+IMAGE_ENCODERS = {ViT: VIT_PRESETS, ResNet: RESNET_PRESETS}
+TEXT_ENCODERS = {TextTransformer: TEXT_PRESETS}
+COMPILED = Block, ResNet  # the modules that --compile compiles
 
 
-def encoder_settings(kind, spec, presets):
-    """(ViT, "ViT-B/16:drop_path=0.1", VIT_PRESETS) -> {argument of the constructor: value}.
+def encoder_settings(spec, encoders):
+    """("ViT-B/16:drop_path=0.1", IMAGE_ENCODERS) -> (ViT, {argument of the constructor: value}).
 
     The spec's settings override the preset, and the preset overrides the constructor's defaults.
     Raises UserError for an unknown preset or setting.
     """
     name, settings = parse_spec(spec)
-    if name not in presets:
-        known = ", ".join(presets)
-        raise UserError(f"There is no {kind.__name__} preset {name!r}; there are {known}.")
-    defaults = {k: p.default for k, p in inspect.signature(kind).parameters.items()}
-    # a spec can set numbers and words, not tuples
-    scalars = {k: value for k, value in defaults.items() if k not in ("stem", "blocks")}
-    return defaults | presets[name] | cast_settings(settings, scalars, kind.__name__)
-
-
-def image_encoder_settings(spec):
-    """The spec of --image-encoder -> (ViT or ResNet, {argument of the constructor: value})."""
-    kind = ResNet if parse_spec(spec)[0] in RESNET_PRESETS else ViT
-    return kind, encoder_settings(kind, spec, VIT_PRESETS | RESNET_PRESETS)
+    for kind, presets in encoders.items():
+        if name in presets:
+            defaults = {k: p.default for k, p in inspect.signature(kind).parameters.items()}
+            # a spec can set numbers and words, not tuples
+            scalars = {k: x for k, x in defaults.items() if k not in ("stem", "blocks")}
+            settings = cast_settings(settings, scalars, kind.__name__)
+            return kind, defaults | presets[name] | settings
+    known = ", ".join(itertools.chain.from_iterable(encoders.values()))
+    raise UserError(f"There is no encoder {name!r}; there are {known}.")
 
 
 # What train.py and eval.py need from a method -----------------------------------------
@@ -690,9 +688,8 @@ class ModelDefaults:
 
 def asked_words(spec):
     """The vocab_size that the spec of --text-encoder or its preset sets; 0 if neither does."""
-    words = encoder_settings(TextTransformer, spec, TEXT_PRESETS)["vocab_size"]
     name, settings = parse_spec(spec)
-    return words if "vocab_size" in TEXT_PRESETS[name] | settings else 0
+    return int((TEXT_PRESETS[name] | settings).get("vocab_size", 0))
 
 
 def build_encoders(method, args, tokenizer):
@@ -701,7 +698,7 @@ def build_encoders(method, args, tokenizer):
     tokenizer: its length is the size of the text encoder's vocabulary, unless --text-encoder names
     a larger one. Raises UserError where the method needs a [CLS] token that the encoder lacks.
     """
-    kind, image = image_encoder_settings(args.image_encoder)
+    kind, image = encoder_settings(args.image_encoder, IMAGE_ENCODERS)
     image["image_size"] = args.image_size or image["image_size"]
     left_out = 0
     # A ResNet has no transformer block to replace. The text encoder of a model with a ResNet keeps
@@ -714,11 +711,10 @@ def build_encoders(method, args, tokenizer):
     image_encoder.left_out = left_out
     flag = method.needs_cls(args)
     if flag and image_encoder.cls is None:
-        remedy = "choose a ViT" if kind is ResNet else "add cls=1 to --image-encoder"
-        raise UserError(f"{args.method} with {flag} needs a [CLS] token: {remedy}.")
+        raise UserError(f"{flag} needs a [CLS] token: give --image-encoder a ViT with :cls=1.")
     if not method.uses_text(args):
         return image_encoder, None
-    text = encoder_settings(TextTransformer, args.text_encoder, TEXT_PRESETS)
+    _, text = encoder_settings(args.text_encoder, TEXT_ENCODERS)
     text["vocab_size"] = max(len(tokenizer), asked_words(args.text_encoder))
     text["depth"] -= left_out
     text_encoder = TextTransformer(**text)

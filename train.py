@@ -361,15 +361,13 @@ def lists_of_names(methods):
             x = vars(Config()) | preset
             lines.append(f"  {name:18} {x['image_encoder']}, {x['steps']:,} steps of "
                          f"{x['batch']:,}")
-    lines.append("--image-encoder NAME:")
-    for name, x in common.VIT_PRESETS.items():
-        stem = ", a convolutional stem" if "stem" in x else ""
-        lines.append(f"  {name:18} ViT, patches of {x['patch_size']}, {x['depth']} blocks of width "
-                     f"{x['width']}{stem}")
-    lines += [f"  {name:18} torchvision's ResNet" for name in common.RESNET_PRESETS]
-    lines.append("--text-encoder NAME:")
-    for name, x in common.TEXT_PRESETS.items():
-        lines.append(f"  {name:18} {x['depth']} blocks of width {x['width']}")
+    encoders = {"--image-encoder": common.IMAGE_ENCODERS, "--text-encoder": common.TEXT_ENCODERS}
+    for flag, kinds in encoders.items():
+        lines.append(f"{flag} NAME:")
+        for kind, presets in kinds.items():
+            for name, settings in presets.items():
+                values = ", ".join(f"{key}={value}" for key, value in settings.items())
+                lines.append(f"  {name:18} {kind.__name__}: {values}")
     return "\n".join(lines)
 
 
@@ -395,7 +393,7 @@ def encoders_of(run, with_text):
     """The settings that describe a run's image encoder and, for a detector, its text encoder."""
     method, args = evaluation.settings_of_run(run)
     encoder = args.image_encoder
-    kind, settings = common.image_encoder_settings(encoder)
+    kind, settings = common.encoder_settings(encoder, common.IMAGE_ENCODERS)
     if kind is common.ViT and method.blocks_left_out(args):  # SPARO replaces these blocks
         depth = settings["depth"] - method.blocks_left_out(args)
         encoder += f"{',' if ':' in encoder else ':'}depth={depth}"
@@ -607,7 +605,7 @@ def changed_settings(args, data):
     the settings that differ from the run's own, with the value that they had in the run."""
     method = METHODS[args.method]
     usual = vars(Config()) | vars(method.Settings()) | method.PRESETS[args.preset]
-    encoder = common.image_encoder_settings(args.image_encoder)[1]
+    _, encoder = common.encoder_settings(args.image_encoder, common.IMAGE_ENCODERS)
     usual["image_size"] = data.size if isinstance(data, common.World) else encoder["image_size"]
     shown = usual.keys() - {"preset", "out", "resume", "classes"}
     if args.resume:
@@ -638,8 +636,7 @@ def check_vocabulary(args, data, tokenizer):
                         f"vocabulary lacks: give another --vocab FILE, or leave out --vocab.")
     if unknown > 0.01:
         print(f"note: the vocabulary lacks {unknown:.1%} of the captions' tokens, they are [UNK]")
-    context = common.encoder_settings(common.TextTransformer, args.text_encoder,
-                                      common.TEXT_PRESETS)["context"]
+    context = common.encoder_settings(args.text_encoder, common.TEXT_ENCODERS)[1]["context"]
     cut = sum(len(row) > context for row in rows) / len(rows)
     if cut > 0.01:
         print(f"note: {cut:.1%} of the captions are longer than the {context} tokens that the text "
@@ -715,7 +712,7 @@ def open_training_data(args, method):
         raise UserError(f"--preset {args.preset} names no data: give --data SPEC (--data shapes "
                         f"draws images) and, for captions, --vocab FILE.")
     args.data = args.data or "shapes"
-    encoder = common.image_encoder_settings(args.image_encoder)[1]
+    _, encoder = common.encoder_settings(args.image_encoder, common.IMAGE_ENCODERS)
     image_size = args.image_size or encoder["image_size"]
     content = method.content(args)
     data = common.open_data(args.data, args.image_root, "train", image_size, content)
@@ -864,9 +861,6 @@ def initial_encoders(args, method, tokenizer):
 
 def save_memory(args, model):
     """Apply --grad-checkpoint and --accum-freq to all encoders, a teacher's included."""
-    if args.grad_checkpoint and isinstance(model.image_encoder, common.ResNet):
-        raise UserError(f"--grad-checkpoint recomputes the blocks of a ViT; {args.image_encoder} "
-                        f"has none: leave the flag out, or lower --batch.")
     for module in model.modules():
         if isinstance(module, common.Blocks):
             module.grad_checkpoint = args.grad_checkpoint
@@ -1024,7 +1018,7 @@ def wrap(args, model, world_size):
         torch._dynamo.config.optimize_ddp = False
         torch._dynamo.config.cache_size_limit = 128  # a graph for each block's stochastic depth
         for module in model.modules():
-            if isinstance(module, (common.Block, common.ResNet)):
+            if isinstance(module, common.COMPILED):
                 module.compile()
     if world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)

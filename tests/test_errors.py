@@ -82,7 +82,7 @@ ERRORS = [
     ("train --method sparc --epochs 1 --out run", "needs the number of images, .* give --steps"),
     ("sparc --accum-freq 2", "--accum-freq 2 .* BatchNorm .* tiny-patch"),
     ("sparo --grp-size 3 --L 4", "give a divisor of L"),
-    ("sparo --readout cls --image-encoder tiny", "add cls=1"),
+    ("sparo --readout cls --image-encoder tiny", "a ViT with :cls=1"),
     ("stair --share-1 0.7 --share-2 0.3", "leave no steps to stage 3"),
     ("dino --vocab nowhere.txt", "--vocab has no effect: this"),
     ("bam --crop-scale 0.5", "--crop-scale has no effect: the views of this objective have"),
@@ -91,13 +91,13 @@ ERRORS = [
     *((f"{name} --local-size 24", "--local-size 24 must be .* and at most --image-size 16")
       for name in ("dino", "bam")),
     ("dino --readout fdt", "--objective dino needs --readout sparo, cls or gap, not fdt"),
-    ("dino --readout cls --image-encoder ResNet-50 --data shapes:size=64", "choose a ViT"),
+    ("dino --readout cls --image-encoder ResNet-50 --data shapes:size=64", "a ViT with :cls=1"),
     ("bam --target onehot --normalization block", "leave out --normalization block"),
     ("bam --contrastive-crop --crop-start 1", "a table, not shapes.* --no-contrastive-crop"),
     ("bam --contrastive-crop --crop-start 9", "--crop-start 9 must be below --steps 4"),
 
     # Encoders
-    ("sparc --image-encoder ViT-Z/9", "no ViT preset 'ViT-Z/9'; there are tiny, tiny-patch,"),
+    ("sparc --image-encoder ViT-Z/9", "no encoder 'ViT-Z/9'; there are tiny, tiny-patch,"),
     ("sparc --image-encoder tiny:stem=none", "ViT has no setting 'stem'; its settings: "),
     ("sparc --data shapes:size=50", "image_size 50 is not a multiple of patch_size 8: give 48"),
     ("sparc --image-encoder tiny:depth=4.5", "depth='4.5' is not of type int"),
@@ -127,7 +127,6 @@ ERRORS = [
     (lambda: open_directory("gone", "label", None), "^Cannot read gone: No such file"),
     ("sparc --data mixed", "^1 of the 2 class folders of mixed have no images, .*: cat. Add"),
     ("sparc --data numbers --vocab poor.txt", f"{NUMBER} instead of a name: rename the folder. eval.py .* --classes FILE"),
-    ("sparc --grad-checkpoint --image-encoder ResNet-50 --data shapes:size=32", "leave the flag out, or"),
     ("sparc --image-encoder tiny:patch_size=4", "must multiply to patch_size 4"),
     ("bam --data photos --eval-every 1",
      "^No evaluation: .*train.py --eval-data"),

@@ -62,8 +62,8 @@ def test_flags_override_presets_and_presets_override_defaults(flags):
     ("", ["--preset NAME of --method bam:", "tiny-stem          tiny/4, 400 steps of 128"]),
     ("--method sparo --preset cc3m-b32", [
         "l400m-b32          clip-b32, 312,214 steps of 32,768", "(default: clip-b32)",
-        "tiny-patch         ViT, patches of 8, 2 blocks of width 96",
-        "12x512             12 blocks of width 512", "FILE.token of Flickr"])])
+        "tiny-patch         ViT: image_size=48, patch_size=8, width=96, depth=2, heads=3",
+        "12x512             TextTransformer: width=512, depth=12, heads=8", "FILE.token of Flickr"])])
 def test_help_lists_names_and_the_defaults_of_the_preset(capsys, words, listed):
     with pytest.raises(SystemExit):
         train.main([*words.split(), "--help"])
