@@ -696,7 +696,8 @@ def open_training_data(args, method):
     if args.batch % world_size:
         raise UserError(f"--batch {args.batch} must be a multiple of the {world_size} ranks.")
     if args.data is None and not args.dry_run:
-        raise UserError(f"--preset {args.preset} names no data: give --data and perhaps --vocab.")
+        raise UserError(f"--preset {args.preset} names no data: give --data SPEC and, for "
+                        f"captions, --vocab FILE.")
     args.data = args.data or "shapes"
     _, encoder = common.encoder_settings(args.image_encoder, common.IMAGE_ENCODERS)
     image_size = args.image_size or encoder["image_size"]
@@ -1357,9 +1358,9 @@ def bench(args, clock, step):
     if step < BENCH_WARMUP + args.bench:
         return False
     rates = clock.rates(args.batch)
-    print_once(f"{rates['images_per_s']:.1f} images per second; data_share "
-               f"{rates['data_share']:.0%}; peak memory {rates['peak_memory_bytes'] / 2**30:.2f} "
-               f"GiB\n{json.dumps(rates)}")
+    print_once(f"{rates['images_per_s']:.1f} images per second; {rates['data_share']:.0%} of the "
+               f"time waits for data; peak memory {rates['peak_memory_bytes'] / 2**30:.2f} GiB\n"
+               f"{json.dumps(rates)}")
     return True
 
 
