@@ -3220,13 +3220,6 @@ def check_flags(runs, given):
         raise UserError(f"--export writes the weights of one run: give one run, not {len(runs)}.")
     if ("image" in given) != ("caption" in given):
         raise UserError("--image and --caption belong together: give both.")
-    useful = {"export": {"export", "checkpoint"},
-              "image": {"image", "caption", "checkpoint", "device"},
-              "query": vars(Flags()).keys() - {"task"}}
-    for alone, partners in useful.items():
-        if alone in given and (others := given.keys() - partners):
-            raise UserError(f"--{alone} evaluates nothing, so these flags have no effect: leave "
-                            f"out {', '.join(map(common.flag_of, sorted(others)))}.")
 
 
 def describe(options):
