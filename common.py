@@ -20,10 +20,9 @@ To add a table of file names, write a function that yields (path, caption) rows,
 formats(). A new layout of .json needs a branch in read_json and, if it has splits, a row of
 eval.KINDS. A format whose files hold the images themselves needs a new class, such as TarShards,
 and a row of eval.KINDS; the head of "Data files" lists the members of such a class. To add a size
-of ViT or of text encoder, add a row to VIT_PRESETS or TEXT_PRESETS. Another image encoder is a
-class with the members of ResNet (image_size, grid, width, cls, norm, pixels, left_out), and a
-branch in image_encoder_settings; train.py's save_memory, wrap and lists_of_names must know it. To
-add a method, read Method and ModelDefaults.
+of ViT or of text encoder, add a row to VIT_PRESETS or TEXT_PRESETS. To add an image encoder, write
+a class with the members of ResNet (image_size, grid, width, cls, norm, pixels, left_out), and add
+a row to IMAGE_ENCODERS. To add a method, read Method and ModelDefaults.
 """
 
 import argparse
@@ -32,7 +31,6 @@ import contextlib
 import csv
 import dataclasses
 import datetime
-import difflib
 import functools
 import glob
 import gzip
@@ -217,8 +215,6 @@ class Pixels(nn.Module):
 
     def __init__(self, name):
         super().__init__()
-        if name and name not in PIXELS:
-            raise UserError(f"pixels must be one of {', '.join(PIXELS)}, not {name!r}.")
         self.name = name
         for constant, values in zip(("mean", "std"), PIXELS[name or "clip"]):
             self.register_buffer(constant, torch.tensor(values)[:, None, None])  # (3, 1, 1)
@@ -367,8 +363,8 @@ class ViT(Encoder):
         settings of their own architecture.
     pixels: see Pixels.
 
-    Raises UserError if image_size is not a multiple of patch_size, if width is not a multiple of
-    heads, or if `positions`, `stem` or `pixels` is invalid.
+    Raises UserError if image_size is not a multiple of patch_size, or if `positions` or `stem` is
+    invalid.
     """
 
     def __init__(self, image_size=224, patch_size=16, width=768, depth=12, heads=12,
@@ -382,9 +378,8 @@ class ViT(Encoder):
         if positions not in ("learned", "sincos"):
             raise UserError(f"positions must be learned or sincos, not {positions!r}.")
         if stem and math.prod(stride for _, stride in stem) != patch_size:
-            raise UserError(f"The strides of the convolutional stem {stem} must multiply to "
-                            f"patch_size {patch_size}: choose a preset without a stem, such as "
-                            f"tiny-patch.")
+            raise UserError(f"The strides of the stem {stem} must multiply to patch_size "
+                            f"{patch_size}: choose a preset without a stem, such as tiny-patch.")
         self.image_size, self.patch_size, self.width = image_size, patch_size, width
         self.grid, self.pixels = image_size // patch_size, Pixels(pixels)
         if stem:
@@ -513,8 +508,7 @@ class ResNet(resnet.ResNet):
     def __init__(self, image_size=224, blocks=(3, 4, 6, 3), pixels=""):
         super().__init__(resnet.Bottleneck, list(blocks), norm_layer=BatchNorm)
         if image_size % 32:
-            raise UserError(f"image_size {image_size} is not a multiple of 32, the stride of a "
-                            f"ResNet: give a multiple.")
+            raise UserError(f"image_size {image_size} is not a multiple of 32, as a ResNet needs.")
         self.image_size, self.grid, self.cls = image_size, image_size // 32, None
         self.width, self.norm = self.fc.in_features, nn.Identity()  # CLIP+GAP moves `norm`
         self.pixels = Pixels(pixels)
@@ -560,28 +554,27 @@ TEXT_PRESETS = {
     "clip-b16": dict(width=512, heads=8, **CLIP_TEXT),
     "clip-l14": dict(width=768, heads=12, **CLIP_TEXT),
 }
+IMAGE_ENCODERS = {ViT: VIT_PRESETS, ResNet: RESNET_PRESETS}
+TEXT_ENCODERS = {TextTransformer: TEXT_PRESETS}
+COMPILED = Block, ResNet  # the modules that --compile compiles
 
 
-def encoder_settings(kind, spec, presets):
-    """(ViT, "ViT-B/16:drop_path=0.1", VIT_PRESETS) -> {argument of the constructor: value}.
+def encoder_settings(spec, encoders):
+    """("ViT-B/16:drop_path=0.1", IMAGE_ENCODERS) -> (ViT, {argument of the constructor: value}).
 
     The spec's settings override the preset, and the preset overrides the constructor's defaults.
     Raises UserError for an unknown preset or setting.
     """
     name, settings = parse_spec(spec)
-    if name not in presets:
-        known = ", ".join(presets)
-        raise UserError(f"There is no {kind.__name__} preset {name!r}; there are {known}.")
-    defaults = {k: p.default for k, p in inspect.signature(kind).parameters.items()}
-    # a spec can set numbers and words, not tuples
-    scalars = {k: value for k, value in defaults.items() if k not in ("stem", "blocks")}
-    return defaults | presets[name] | cast_settings(settings, scalars, kind.__name__)
-
-
-def image_encoder_settings(spec):
-    """The spec of --image-encoder -> (ViT or ResNet, {argument of the constructor: value})."""
-    kind = ResNet if parse_spec(spec)[0] in RESNET_PRESETS else ViT
-    return kind, encoder_settings(kind, spec, VIT_PRESETS | RESNET_PRESETS)
+    for kind, presets in encoders.items():
+        if name in presets:
+            defaults = {k: p.default for k, p in inspect.signature(kind).parameters.items()}
+            # a spec can set numbers and words, not tuples
+            scalars = {k: x for k, x in defaults.items() if k not in ("stem", "blocks")}
+            settings = cast_settings(settings, scalars, kind.__name__)
+            return kind, defaults | presets[name] | settings
+    known = ", ".join(itertools.chain.from_iterable(encoders.values()))
+    raise UserError(f"There is no encoder {name!r}; there are {known}.")
 
 
 # What train.py and eval.py need from a method -----------------------------------------
@@ -691,9 +684,8 @@ class ModelDefaults:
 
 def asked_words(spec):
     """The vocab_size that the spec of --text-encoder or its preset sets; 0 if neither does."""
-    words = encoder_settings(TextTransformer, spec, TEXT_PRESETS)["vocab_size"]
     name, settings = parse_spec(spec)
-    return words if "vocab_size" in TEXT_PRESETS[name] | settings else 0
+    return int((TEXT_PRESETS[name] | settings).get("vocab_size", 0))
 
 
 def build_encoders(method, args, tokenizer):
@@ -702,7 +694,7 @@ def build_encoders(method, args, tokenizer):
     tokenizer: its length is the size of the text encoder's vocabulary, unless --text-encoder names
     a larger one. Raises UserError where the method needs a [CLS] token that the encoder lacks.
     """
-    kind, image = image_encoder_settings(args.image_encoder)
+    kind, image = encoder_settings(args.image_encoder, IMAGE_ENCODERS)
     image["image_size"] = args.image_size or image["image_size"]
     left_out = 0
     # A ResNet has no transformer block to replace. The text encoder of a model with a ResNet keeps
@@ -715,11 +707,10 @@ def build_encoders(method, args, tokenizer):
     image_encoder.left_out = left_out
     flag = method.needs_cls(args)
     if flag and image_encoder.cls is None:
-        remedy = "choose a ViT" if kind is ResNet else "add cls=1 to --image-encoder"
-        raise UserError(f"{args.method} with {flag} needs a [CLS] token: {remedy}.")
+        raise UserError(f"{flag} needs a [CLS] token: give --image-encoder a ViT with :cls=1.")
     if not method.uses_text(args):
         return image_encoder, None
-    text = encoder_settings(TextTransformer, args.text_encoder, TEXT_PRESETS)
+    _, text = encoder_settings(args.text_encoder, TEXT_ENCODERS)
     text["vocab_size"] = max(len(tokenizer), asked_words(args.text_encoder))
     text["depth"] -= left_out
     text_encoder = TextTransformer(**text)
@@ -910,7 +901,7 @@ class WordPiece(Tokenizer):
         missing = [token for token in SPECIAL_TOKENS if token not in self.ids]
         if missing:
             raise UserError(f"The vocabulary of {len(vocab)} tokens lacks {' '.join(missing)}: "
-                            f"give a BERT vocab.txt, one token per line.")
+                            "give a BERT vocab.txt.")
         self.pad, self.unk, self.cls, self.sep = (self.ids[token] for token in SPECIAL_TOKENS)
         self.special = [i for i, token in enumerate(vocab) if re.fullmatch(r"\[\w+\]", token)]
         text = "".join(vocab)
@@ -984,8 +975,7 @@ class BPE(Tokenizer):
                 self.merges[pair] = ids[a + b] = merged
                 spelled.append(spelled[pair[0]] + spelled[pair[1]])
         if not any("</w>" in line for line in self.lines):
-            raise UserError("The vocabulary has no </w>, which marks the end of a word; GPT-2's "
-                            "merges.txt has none either. Give CLIP's "
+            raise UserError("No </w> in the vocabulary: give CLIP's "
                             "bpe_simple_vocab_16e6.txt.gz.")
 
         # what pictures and tables show: the text of each id
@@ -1595,9 +1585,9 @@ class CaptionTable:
         if self.classes:
             class_names(self.classes)  # raises UserError for ImageNet's n01440764
             if len(self.classes) == 1 or all(map(str.isdecimal, self.classes)):
-                raise UserError(f"{self.name} has the class folders {', '.join(self.classes[:5])}. "
-                                f"Captions such as {self.captions[0]!r} teach nothing: give class "
-                                f"folders with names, a table of captions, or tar shards.")
+                raise UserError(f"{self.name}: captions such as {self.captions[0]!r} teach "
+                                "nothing: give class folders with names, a table, or shards with "
+                                "captions.")
         size = len(self.captions)
         n, start = min(limit, size), int(skip > 0 and size > limit)
         return [self.captions[start + i * size // n] for i in range(n)]
@@ -1632,8 +1622,7 @@ class TarShards:
         missing = [path for path in self.paths if not os.path.isfile(path)]
         if missing:
             raise UserError(f"{len(missing)} of the {len(self.paths)} shards of {pattern} do not "
-                            f"exist; the first is {missing[0]}. Name several shards with braces, "
-                            f"as in DIR/{{00000..00012}}.tar, or all that exist by DIR/*.tar.")
+                            f"exist; the first is {missing[0]}. Name all with DIR/*.tar.")
 
     def __len__(self):
         return len(self.paths)
@@ -1675,8 +1664,8 @@ class TarShards:
         for sample in usable(read_tars(self.paths, content, limit), counts):
             yield sample.file, sample.value if content else sample.name
         if sample is None:
-            what = f"image with a {content}" if content else "image"
-            raise UserError(f"{self.name} has no {what} (left out: {describe_skipped(counts)}).")
+            raise UserError(f"{self.name} has no image that can be used (left out: "
+                            f"{describe_skipped(counts)}).")
         if counts:
             print(f"left out of {self.name}: {describe_skipped(counts)}")
 
@@ -1912,9 +1901,9 @@ def read_table(path, image, caption):
         caption = caption or ("title" if "title" in columns else "caption")
         for column in (image, caption):
             if column not in columns:
-                raise UserError(f"{path} has no column {column!r}, only {columns}: give it a first "
-                                f"line with the columns' names, separated by commas or tabs, or "
-                                f"name other columns by {path}:image=COLUMN,caption=COLUMN.")
+                raise UserError(f"{path} has no column {column!r}, only {columns}: separate "
+                                "columns by commas or tabs, or give "
+                                f"{path}:image=COLUMN,caption=COLUMN.")
 
         i, j = columns.index(image), columns.index(caption)
         for number, cells, problem in read_rows(file, delimiter, len(columns)):
@@ -2021,8 +2010,7 @@ def by_id(path, part, rows):
     found = {}
     for row in rows:
         if found.setdefault(row["id"], row) != row:
-            raise UserError(f"{path} has two {part} with the id {row['id']!r}: give each an id of "
-                            f"its own.")
+            raise UserError(f"{path} has two {part} with the id {row['id']!r}: make ids unique.")
     return found
 
 
@@ -2101,8 +2089,7 @@ def open_table(read, name, content, image_root, **settings):
     Raises UserError if the file cannot be read, or is not UTF-8.
     """
     if content == "label":
-        raise UserError(f"{name} has captions, but no labels: give class folders, tar shards with "
-                        f"labels (KEY.cls), or shapes.")
+        raise UserError(f"{name} has no labels: give class folders, shards or shapes.")
     with explained((OSError, UnicodeError), f"Cannot read {name}"):
         return CaptionTable(read(name, **settings), name, image_root or Path(name).parent, content)
 
@@ -2118,14 +2105,11 @@ def open_directory(directory, content, image_root):
     classes = sort_classes([entry.name for entry in entries if entry.is_dir()])
     files = sorted(entry.path for entry in entries if not entry.is_dir())
     if content is None and (not classes or any(map(is_image, files))):
-        if classes and gather.rank == 0:
-            print(f"note: {directory} has images next to its folders. So the folders are no "
-                  f"classes, and all images are used.")
         return CaptionTable(rows_of_images(directory, "an image"), directory)
     parts = [name for name in classes if PART.fullmatch(name.lower())]
     if parts and (parts != ["train"] or classes == parts):  # next to others a train is a class
         raise UserError(f"{directory} has the folders {', '.join(parts)}, which are no classes: "
-                        f"give one of them, such as {os.path.join(directory, parts[-1])}.")
+                        f"give {os.path.join(directory, parts[-1])}.")
 
     rows = [left_out("file next to the class folders", path) for path in files]
     rows += rows_of_classes(directory, classes)
@@ -2134,15 +2118,13 @@ def open_directory(directory, content, image_root):
     empty = [classes[label] for label in {*range(len(classes))}.difference(table.labels.tolist())]
     if content and empty:
         raise UserError(f"{len(empty)} of the {len(classes)} class folders of {directory} have no "
-                        f"images, or you may not list them: {', '.join(empty[:10])}. Add images "
-                        f"({' '.join(IMAGE_SUFFIXES)}), allow the reading, or remove these "
-                        f"folders.")
+                        f"images that you may read, such as {empty[0]}: add images, or remove "
+                        "these folders.")
     texts = {x.name[:-4] for x in rows if x.name.endswith(".txt")}
     captioned = [x.file for x in rows if not x.problem and os.path.splitext(x.file)[0] in texts]
     if content and len(captioned) > len(table) / 2:
-        raise UserError(f"{directory} has a caption beside each image, such as {captioned[0]}, so "
-                        f"its folders are no classes: write the captions into a table, or into tar "
-                        f"shards, as img2dataset does with output_format=webdataset.")
+        raise UserError(f"{directory} has a caption beside each image, such as {captioned[0]}: "
+                        "write the captions into a table or into tar shards.")
     return table
 
 
@@ -2195,8 +2177,7 @@ def is_image(name):
 def sort_classes(folders):
     """The names of class folders, sorted. If all names are whole numbers, they are sorted as
     numbers, 2 before 10, so that a folder's label is its number."""
-    are_numbers = all(map(str.isdecimal, folders))
-    return sorted(sorted(folders), key=int if are_numbers else None)
+    return sorted(sorted(folders), key=int if all(map(str.isdecimal, folders)) else None)
 
 
 def article(phrase):
@@ -2232,9 +2213,8 @@ def class_names(folders, file=None):
         plain = [*map(plain_name, folders)]
         for folder, name in zip(plain, map(plain_name, names)):
             if name != folder and name in plain:
-                raise UserError(f"{file} gives the folder {folder} the name of another folder, "
-                                f"{name}: its lines must be in the sorted order of the folders, or "
-                                f"be exactly the names of the folders.")
+                raise UserError(f"{file} gives the folder {folder} the name of another, {name}: "
+                                "sort its lines as the folders, or write the folders' names.")
         return names, str(file)
 
     numbers = [folder for folder in folders if re.fullmatch(r"n\d{8}", folder)]
@@ -2243,7 +2223,7 @@ def class_names(folders, file=None):
         return ResNet50_Weights.IMAGENET1K_V1.meta["categories"], "torchvision"
     if numbers:
         raise UserError(f"The class folder {numbers[0]} has a number of ImageNet instead of a "
-                        f"name: rename the folder. eval.py also takes names by --classes FILE.")
+                        "name: rename the folder. eval.py also takes names by --classes FILE.")
     return [folder.replace("_", " ") for folder in folders], "folders"
 
 
@@ -2266,9 +2246,8 @@ def match_names(names, known):
     if len(places) < len(known):
         twice, _ = Counter(known_keys).most_common(1)[0]
         alike = [name for name, key in zip(known, known_keys) if key == twice]
-        raise UserError(f"The classes {alike[0]!r} and {alike[1]!r} cannot be told apart in a list "
-                        f"of another order (capitals and \"_\" make no difference): rename one, or "
-                        f"list the classes in the same order.")
+        raise UserError(f"The classes {alike[0]!r} and {alike[1]!r} cannot be told apart in a "
+                        "list of another order: rename one, or give the same order.")
     return [places[key] for key in keys]
 
 
@@ -2305,14 +2284,13 @@ def label_rows(names, labels, fraction):
     rows = [i for i, name in enumerate(names) if name in wanted]
     missing = len(wanted - set(names))
     if missing or len(rows) > len(wanted):
-        raise UserError(f"--label-fraction {fraction} lists {len(wanted)} names of images (folders "
-                        f"are ignored). {missing} of them are missing from the training data, "
-                        f"which have {len(rows)} images with these names: each name must be the "
-                        f"name of one image. Or give a number.")
+        raise UserError(f"--label-fraction {fraction} lists {len(wanted)} names of images. "
+                        f"{missing} of them are missing from the training data, which have "
+                        f"{len(rows)} images with these names: each name must be the name of one "
+                        "image.")
     if lacking := set(np.asarray(labels).tolist()) - {int(labels[i]) for i in rows}:
         raise UserError(f"--label-fraction {fraction} lists no image of {len(lacking)} classes, "
-                        f"for example of class {min(lacking)} (counted from 0): list an image of "
-                        f"each class, or give a number.")
+                        f"for example of class {min(lacking)}: list an image of each class.")
     return rows
 
 
@@ -2405,8 +2383,7 @@ class Stream(IterableDataset):
                 if bad_in_a_row >= self.source.max_bad:
                     raise UserError(f"{self.source.name}: {bad_in_a_row:,} samples in a row could "
                                     f"not be used; the last: {sample.problem}, {sample.name}. "
-                                    f"Repair these data, or give --image-root, the directory that "
-                                    f"the file names in a table are relative to.")
+                                    "Repair the data, or give --image-root.")
                 continue
 
             bad_in_a_row = 0
@@ -2545,20 +2522,6 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
     """Shows the texts as they are, and the default of each flag that has one."""
 
 
-def suggest(word, flags):
-    """The flag that a user may have meant by `word`, or None."""
-    # difflib finds none of these
-    familiar = {"--learning-rate": "--lr", "--output-dir": "--out", "--slots": "--L",
-                "--train-data": "--data", "--val-data": "--eval-data", "--wd": "--weight-decay",
-                "--precision": "--amp", "--pretrained": "--init-weights",
-                "--grad-clip-norm": "--clip-grad"}
-    if familiar.get(word) in flags:
-        return familiar[word]
-    alike = [flag for flag in flags if flag[2:3] == word[2:3]]
-    nearest = difflib.get_close_matches(word, alike, 1, 0.7)
-    return nearest[0] if nearest else None
-
-
 class Parser(argparse.ArgumentParser):
     """A parser that returns the flags that are given, and no defaults."""
 
@@ -2567,17 +2530,8 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=HelpFormatter, **more)
 
     def error(self, message):
-        """Print the message and stop. For an unknown flag, the message names a flag that the user
-        may have meant. If the shell has expanded a pattern of shards into many names, the message
-        advises to quote the pattern."""
-        if message.startswith("unrecognized arguments"):
-            for word in re.findall(r"(?<!\S)--[\w-]+", message):
-                if flag := suggest(word, self._option_string_actions):
-                    message += f"; instead of {word}, did you mean {flag}?"
-            if re.search(r"\.tar\b", message):
-                message += ("; quote a pattern of shards, as in 'DIR/{00000..00012}.tar', so that "
-                            "the shell does not expand it")
-        super().error(message)
+        quotes = ", and quote a pattern of .tar files" if ".tar" in message else ""
+        raise UserError(f"{message}: see --help{quotes}.")
 
 
 @functools.cache  # inspect searches the file for the source of a class
@@ -2786,8 +2740,7 @@ def init_distributed():
     tasks = max(int(os.environ.get(name, 1)) for name in names)
     if tasks > 1 and "RANK" not in os.environ:
         raise UserError(f"{tasks} tasks were started without torchrun and would train separately: "
-                        f"start one torchrun per machine, `srun --ntasks-per-node=1 torchrun ... "
-                        f"train.py ...` or `mpirun --npernode 1 torchrun ...`.")
+                        "start `srun --ntasks-per-node=1 torchrun ... train.py ...`.")
     cuda, device = torch.cuda.is_available(), torch.device("cpu")
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -2882,8 +2835,7 @@ def check_ranks(facts):
         for name, value in other.items():
             if value != first.get(name):
                 raise UserError(f"Rank {rank} has {name} {value}, rank 0 has {first.get(name)}: "
-                                f"start all ranks with the same flags and files; --out must be a "
-                                f"directory that all machines share.")
+                                "start all ranks with the same flags, files and --out.")
 
 
 def turn_off_tf32():
@@ -2932,8 +2884,7 @@ def load_clip(encoders, state_dict, tokenizer):
     # Nothing in the shapes shows which GELU a model was trained with.
     modules = [*encoders[0].modules(), *encoders[1].modules()]
     if OPENAI_ONLY[0] in state and any(isinstance(module, nn.GELU) for module in modules):
-        raise UserError("these are OpenAI's weights, which need QuickGELU: add :quick_gelu=1 to "
-                        "--image-encoder and --text-encoder.")
+        raise UserError("OpenAI's weights need QuickGELU: add :quick_gelu=1 to both encoders.")
     preset = "the preset clip-... of the file's model"
     image |= pixels_of(encoders[0], "clip")
     parts |= load_encoder(encoders[0], image, CLIP_NAMES, f"give --image-encoder {preset}")
@@ -2968,8 +2919,7 @@ def unwrapped(state):
     names = state.keys() if isinstance(state, dict) else ()
     if not any(torch.is_tensor(state[name]) for name in names):
         held = ", ".join(map(str, [*names][:5])) or f"a {type(state).__name__}"
-        raise UserError(f"the file holds no weights under a known key, but {held}: save only "
-                        f"model.state_dict().")
+        raise UserError(f"the file holds no weights, but {held}: save only model.state_dict().")
     return {re.sub(r"^(module\.|_orig_mod\.)*", "", name): x for name, x in state.items()
             if isinstance(name, str) and torch.is_tensor(x)}
 
@@ -3013,9 +2963,8 @@ def load_clip_parts(model, parts):
         if theirs is not None and theirs.squeeze().ndim <= 2:
             theirs = theirs.squeeze().t()
         if theirs is None or theirs.shape != ours.shape:
-            raise UserError(f"the file has no {name} of shape {tuple(ours.t().shape)}, which the "
-                            f"model needs: give a CLIP with projections, and set --embed-dim to "
-                            f"their width.")
+            raise UserError(f"the file has no {name} of shape {tuple(ours.t().shape)}: give a "
+                            "CLIP with projections, and their width as --embed-dim.")
         ours.data.copy_(theirs)
     return {name: x for name, x in parts.items() if name not in model.clip_parameters()}
 
@@ -3066,9 +3015,8 @@ def timm_weights(encoder):
     VisionTransformer cannot represent."""
     is_plain = isinstance(encoder, ViT) and isinstance(encoder.patch_embed, nn.Conv2d)
     if not is_plain or encoder.left_out or isinstance(encoder.norm, nn.Identity):
-        raise UserError("--export writes a ViT of timm's architecture, but this image encoder is a "
-                        "ResNet, has a convolutional stem, or ends in the method's read-out: train "
-                        "another image encoder (for shapes, --image-encoder tiny-patch).")
+        raise UserError("--export writes a ViT of timm's architecture, but this is a ResNet, or "
+                        "has a stem or a read-out of its own: train another, such as tiny-patch.")
     weights = {}
     for name, value in encoder.state_dict().items():
         for theirs, ours in TIMM_NAMES:
@@ -3147,8 +3095,8 @@ class BoxTable(CaptionTable):
         super().__init__([(file, "") for file in files], path, image_root or Path(path).parent,
                          content=None)
         if len(self) < len(files):
-            raise UserError(f"{path} names {len(files) - len(self)} files twice: give each image a "
-                            f"file of its own.")
+            raise UserError(f"{path} names {len(files) - len(self)} files twice: make file names "
+                            "unique.")
         self.content, self.skipped = "boxes", skipped
         # columns: row of the image, class, crowd, left, top, right, bottom
         table = torch.tensor(found, dtype=torch.float64).view(-1, 7)

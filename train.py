@@ -308,39 +308,12 @@ def train(args, out, device):
 # Each field of Config and of the method's Settings is a flag; the comment of a field is its help.
 
 
-USAGE = "train.py --method NAME [--FLAG VALUE ...]"
-HELP = __doc__.partition("\n\nTo read")[0]
-
-
-class Parser(common.Parser):
-    def error(self, message):
-        """For a flag that another method has, and for a method's name, the message says so."""
-        let_rank_0_speak()
-        for word in message.partition("unrecognized arguments: ")[2].split():
-            field = re.sub("^--(no-)?", "", word.partition("=")[0]).replace("-", "_")
-            owners = [name for name in METHODS if hasattr(METHODS[name].Settings, field)]
-            if word in METHODS:
-                message += f"; {word} is a method: give --method {word}"
-            elif field == "device":
-                message += "; train.py has no --device: it takes a GPU if torch finds one"
-            elif owners and word.startswith("--"):
-                message += f"; {word} is a flag of --method {' and '.join(owners)}"
-        super().error(message)
-
-
-def let_rank_0_speak():
-    """Ranks often fail with the same message. All but the first rank of a machine keep silent,
-    until torchrun ends them."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM then ends the process
-        time.sleep(10)
-
-
 def parse_args(argv):
     """Command line -> the run's settings."""
     # First read the flags of Config, because the method's flags and all defaults depend on them.
     # `given` has only flags that are given.
-    parser = Parser(usage=USAGE, description=HELP, add_help=False)
+    parser = common.Parser(usage="train.py --method NAME [--FLAG VALUE ...]", add_help=False,
+                           description=__doc__.partition("\n\nTo read")[0])
     parser.add_argument("--method", choices=METHODS, help="what to train: sparo, stair and sparc "
                         "learn from captions, bam from images; classifier and detector fine-tune "
                         "a run; `--method NAME --help` lists a method's flags and defaults")
@@ -349,8 +322,7 @@ def parse_args(argv):
     given = vars(given)
     for name, value in given.items():
         if value == "":  # as when a shell's variable is not set
-            raise UserError(f"{common.flag_of(name)} is empty: give a value, or leave the flag "
-                            f"out.")
+            raise UserError(f"{common.flag_of(name)} is empty: give a value, or leave it out.")
     if "resume" in given and "out" not in given:
         raise UserError("--resume needs --out, the directory of the run to continue.")
     if given.get("resume") == "auto":
@@ -385,15 +357,13 @@ def lists_of_names(methods):
             x = vars(Config()) | preset
             lines.append(f"  {name:18} {x['image_encoder']}, {x['steps']:,} steps of "
                          f"{x['batch']:,}")
-    lines.append("--image-encoder NAME:")
-    for name, x in common.VIT_PRESETS.items():
-        stem = ", a convolutional stem" if "stem" in x else ""
-        lines.append(f"  {name:18} ViT, patches of {x['patch_size']}, {x['depth']} blocks of width "
-                     f"{x['width']}{stem}")
-    lines += [f"  {name:18} torchvision's ResNet" for name in common.RESNET_PRESETS]
-    lines.append("--text-encoder NAME:")
-    for name, x in common.TEXT_PRESETS.items():
-        lines.append(f"  {name:18} {x['depth']} blocks of width {x['width']}")
+    encoders = {"--image-encoder": common.IMAGE_ENCODERS, "--text-encoder": common.TEXT_ENCODERS}
+    for flag, kinds in encoders.items():
+        lines.append(f"{flag} NAME:")
+        for kind, presets in kinds.items():
+            for name, settings in presets.items():
+                values = ", ".join(f"{key}={value}" for key, value in settings.items())
+                lines.append(f"  {name:18} {kind.__name__}: {values}")
     return "\n".join(lines)
 
 
@@ -409,25 +379,25 @@ def default_settings(given):
     presets, preset = METHODS[method].PRESETS, given.get("preset", Config.preset)
     if preset not in presets:
         raise UserError(f"{method} has no preset {preset!r}; it has {', '.join(presets)}.")
-    encoders = {}
+    usual = {"method": method} | presets[preset]
     if "finetune" in given:
-        encoders = encoders_of(given["finetune"], method == "detector")
-    return {"method": method} | presets[preset] | encoders
+        usual |= encoders_of(given["finetune"], method == "detector")
+    return usual
 
 
 def encoders_of(run, with_text):
     """The settings that describe a run's image encoder and, for a detector, its text encoder."""
     method, args = evaluation.settings_of_run(run)
     encoder = args.image_encoder
-    kind, settings = common.image_encoder_settings(encoder)
+    kind, settings = common.encoder_settings(encoder, common.IMAGE_ENCODERS)
     if kind is common.ViT and method.blocks_left_out(args):  # SPARO replaces these blocks
         depth = settings["depth"] - method.blocks_left_out(args)
         encoder += f"{',' if ':' in encoder else ':'}depth={depth}"
     texts = {}
     if with_text:
         if args.method != "sparc":
-            raise UserError(f"{run} is a run of --method {args.method}: a detector starts from the "
-                            f"two encoders of a run of --method sparc.")
+            raise UserError(f"{run} is a run of --method {args.method}: give a run of --method "
+                            "sparc.")
         texts = {"text_encoder": args.text_encoder, "embed_dim": args.embed_dim,
                  "vocab": str(Path(run, "vocab.txt"))}
     return texts | {"image_encoder": encoder, "image_size": args.image_size}
@@ -456,6 +426,9 @@ FIXED = {"method", "preset", "vocab", "vocab_size", "optimizer", "finetune", "in
 def check_settings(args, method, usual, given):
     """Raise UserError for flags that do not fit each other. usual: the settings with no flag given;
     these are always accepted. given: the flags of Config that are given."""
+    unused = set() if method.uses_text(args) else TEXT_FLAGS | {"crop_scale"}
+    if method.augment(args):
+        unused -= {"crop_scale"}
     for name, default in usual.items():
         flag, value = common.flag_of(name), vars(args)[name]
         if value == default:
@@ -464,13 +437,10 @@ def check_settings(args, method, usual, given):
             raise UserError(f"{args.out} was begun with {flag} {default}, which cannot change: "
                             f"leave out {flag} {value}, or give another --out.")
         if name in TEXT_FLAGS and args.finetune and method.uses_text(args):
-            raise UserError(f"{flag} {value} does not fit {args.finetune}, whose text encoder is "
-                            f"fine-tuned: leave it out.")
-        if name in TEXT_FLAGS and not method.uses_text(args):
-            raise UserError(f"{flag} has no effect: this objective uses no captions. Leave it out.")
-        if name == "crop_scale" and not (method.uses_text(args) or method.augment(args)):
-            raise UserError(f"{flag} has no effect: the views of this objective have settings of "
-                            f"their own. Leave it out.")
+            raise UserError(f"{flag} {value} does not fit the fine-tuned {args.finetune}: leave "
+                            "it out.")
+        if name in unused:
+            raise UserError(f"{flag} has no effect on this objective: leave it out.")
         if isinstance(value, (int, float)):
             check_number(name, value)
     if {"epochs", "steps"} <= given.keys():
@@ -478,11 +448,10 @@ def check_settings(args, method, usual, given):
     if "steps" in given:
         args.epochs = None  # the resumed run may have had --epochs
     if method.uses_text(args) and args.batch < 2:
-        raise UserError(f"--batch {args.batch} must be 2 or more: the loss compares the captions "
-                        f"of a batch.")
+        raise UserError(f"--batch {args.batch} must be 2 or more: the loss compares captions.")
     if args.finetune and (args.init_weights or args.method not in FINE_TUNED):
-        raise UserError("--finetune trains a classifier from the weights of a run, or a detector "
-                        "with --method detector: leave out any other --method, and --init-weights.")
+        raise UserError("--finetune trains a classifier or a detector: leave out any other "
+                        "--method, and --init-weights.")
     if args.bench and args.resume:
         raise UserError("--bench times a new run: leave out --resume.")
     if args.bench:
@@ -565,7 +534,7 @@ def lock_run(out):
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"{out} is in use by another run: wait for it or stop it, or give another "
+        raise UserError(f"{out} is in use by another run: stop it, or give another "
                         f"--out.") from None
     except OSError:
         pass  # this file system has no locks
@@ -603,27 +572,21 @@ def announce(args, data, model, tokenizer, device, progress):
     if isinstance(tokenizer, common.WordPiece):
         dead = [word for word in tokenizer.vocab if word != word.lower() and word[0] != "["]
         if dead:
-            print(f"note: {len(dead):,} tokens of the vocabulary have capitals, such as {dead[0]}. "
-                  f"They never occur, as captions are read in small letters: give --vocab of an "
-                  f"uncased model")
+            print(f"note: {len(dead):,} tokens of the vocabulary have capitals, such as "
+                  f"{dead[0]}, and never occur: give --vocab of an uncased model")
     if "OMP_NUM_THREADS" not in os.environ and os.getloadavg()[0] > os.cpu_count():
-        print("note: other jobs use these cores, and threads that wait for each other are slow: "
-              "set OMP_NUM_THREADS=1")
+        print("note: other jobs use these cores: set OMP_NUM_THREADS=1")
     if device.type == "cuda" and args.workers == 0 and not isinstance(data, common.World):
-        print("note: with --workers 0 the GPU waits while this process decodes images: give "
-              "--workers 8, or more")
+        print("note: with --workers 0 the GPU waits for images: give --workers 8, or more")
     # an image may be twice in a batch with labels or boxes, but not in a contrastive loss
     has_labels = METHODS[args.method].content(args) in ("label", "boxes")
     if isinstance(data, common.CaptionTable) and len(data) < args.batch and not has_labels:
-        raise UserError(f"--batch {args.batch} is more than the {len(data)} images of {args.data}: "
-                        f"a loss would compare an image with itself. Lower --batch.")
-    stages = stages_of(args)
-    for number, start, end, _ in stages:
-        steps = end - start
-        if steps < args.warmup:
-            of = f" of stage {number}" if len(stages) > 1 else ""
-            print(f"note: --warmup {args.warmup} is longer than the {steps} steps{of}: the "
-                  f"learning rate does not reach its peak")
+        raise UserError(f"--batch {args.batch} is more than the {len(data)} images of "
+                        f"{args.data}: lower --batch.")
+    shortest = min(end - start for _, start, end, _ in stages_of(args))
+    if shortest < args.warmup:
+        print(f"note: --warmup {args.warmup} is longer than the {shortest} steps of a stage: the "
+              f"learning rate does not reach its peak")
 
 
 def changed_settings(args, data):
@@ -631,7 +594,7 @@ def changed_settings(args, data):
     the settings that differ from the run's own, with the value that they had in the run."""
     method = METHODS[args.method]
     usual = vars(Config()) | vars(method.Settings()) | method.PRESETS[args.preset]
-    encoder = common.image_encoder_settings(args.image_encoder)[1]
+    _, encoder = common.encoder_settings(args.image_encoder, common.IMAGE_ENCODERS)
     usual["image_size"] = data.size if isinstance(data, common.World) else encoder["image_size"]
     shown = usual.keys() - {"preset", "out", "resume", "classes"}
     if args.resume:
@@ -652,22 +615,20 @@ def check_vocabulary(args, data, tokenizer):
     asked = common.asked_words(args.text_encoder)
     if asked > len(tokenizer) and not args.vocab:
         raise UserError(f"--text-encoder {args.text_encoder} is for {asked} tokens, a vocabulary "
-                        f"trained from these captions has {len(tokenizer)}: give --vocab FILE of "
-                        f"at most {asked} tokens, or another --text-encoder.")
+                        f"trained from these captions has {len(tokenizer)}: give --vocab FILE.")
     rows = [tokenizer.encode(caption) for caption in data.sample_captions(CHECKED)]
     ids = [i for row in rows for i in row[1:-1]]
     unknown = ids.count(tokenizer.unk) / max(1, len(ids))
     if unknown > 0.5:
-        raise UserError(f"{unknown:.0%} of the captions' tokens are [UNK], words that the "
-                        f"vocabulary lacks: give another --vocab FILE, or leave out --vocab.")
+        raise UserError(f"{unknown:.0%} of the captions' tokens are [UNK], which the vocabulary "
+                        "lacks: give another --vocab FILE.")
     if unknown > 0.01:
         print(f"note: the vocabulary lacks {unknown:.1%} of the captions' tokens, they are [UNK]")
-    context = common.encoder_settings(common.TextTransformer, args.text_encoder,
-                                      common.TEXT_PRESETS)["context"]
+    context = common.encoder_settings(args.text_encoder, common.TEXT_ENCODERS)[1]["context"]
     cut = sum(len(row) > context for row in rows) / len(rows)
     if cut > 0.01:
-        print(f"note: {cut:.1%} of the captions are longer than the {context} tokens that the text "
-              f"encoder reads, and their ends are cut: raise its context in --text-encoder")
+        print(f"note: {cut:.1%} of the captions are cut: raise the context in --text-encoder, "
+              f"which is {context} tokens")
 
 
 class Log:
@@ -733,13 +694,12 @@ def open_training_data(args, method):
     args.data_path and args.folder_captions tell eval.py what the run has learned from."""
     _, world_size = this_rank()
     if args.batch % world_size:
-        raise UserError(f"--batch {args.batch} is global and must be a multiple of the "
-                        f"{world_size} ranks.")
+        raise UserError(f"--batch {args.batch} must be a multiple of the {world_size} ranks.")
     if args.data is None and not args.dry_run:
-        raise UserError(f"--preset {args.preset} names no data: give --data SPEC (--data shapes "
-                        f"draws images) and, for captions, --vocab FILE.")
+        raise UserError(f"--preset {args.preset} names no data: give --data SPEC and, for "
+                        f"captions, --vocab FILE.")
     args.data = args.data or "shapes"
-    encoder = common.image_encoder_settings(args.image_encoder)[1]
+    _, encoder = common.encoder_settings(args.image_encoder, common.IMAGE_ENCODERS)
     image_size = args.image_size or encoder["image_size"]
     content = method.content(args)
     data = common.open_data(args.data, args.image_root, "train", image_size, content)
@@ -749,22 +709,21 @@ def open_training_data(args, method):
     if isinstance(data, common.World):
         image_size = data.size
         if args.image_size not in (None, image_size):
-            raise UserError(f"--image-size {args.image_size} is not the size of {args.data}: leave "
-                            f"out one of the two sizes.")
+            raise UserError(f"--image-size {args.image_size} is not the size of {args.data}: "
+                            "leave out one of them.")
     args.image_size = image_size
     # eval.py may run in another directory, or when the data are gone
     args.data_path = str(Path(common.parse_spec(args.data)[0]).resolve())
     args.folder_captions = is_table and data.classes is not None
     if args.epochs:
         if not is_table:
-            raise UserError(f"--epochs {args.epochs} needs the number of images, which {args.data} "
-                            f"does not tell: give --steps, which is epochs x images / --batch.")
+            raise UserError(f"--epochs {args.epochs} needs the number of images, which "
+                            f"{args.data} does not tell: give --steps, epochs x images / --batch.")
         args.steps = math.ceil(args.epochs * len(data) / args.batch)
     check_method(args)
     if method.box_refreshes(args) and not (is_table or args.dry_run):
-        raise UserError(f"--contrastive-crop keeps a box for each image and needs a folder of "
-                        f"images or a table, not {args.data}: give one by --data, or give "
-                        f"--no-contrastive-crop.")
+        raise UserError("--contrastive-crop needs a folder of images or a table, not "
+                        f"{args.data}: give one, or --no-contrastive-crop.")
     return data
 
 
@@ -781,15 +740,13 @@ def choose_labels(args, data):
     args.classes = list(data.classes or given or ())
     if not args.classes:
         raise UserError(f"The classes of {args.data} have no names: give --classes FILE with one "
-                        f"name a line, that of label 0 first.")
+                        "name a line.")
     if given not in (None, args.classes):
         raise UserError(f"The classes of {args.data} are {', '.join(args.classes)}; --classes or "
                         f"the resumed run has {', '.join(given)}: leave out --classes, or give "
-                        f"the data of the run.")
+                        "the run's data.")
     if args.label_fraction is None:
         return data
-    if not isinstance(data, common.CaptionTable):
-        raise UserError(f"--label-fraction needs class folders, {args.data} is something else.")
     paths = [data.path(i) for i in range(len(data))]
     return data.only(common.label_rows(paths, data.labels, args.label_fraction))
 
@@ -874,11 +831,6 @@ def initial_encoders(args, method, tokenizer):
         with common.explained(UserError, "--init-weights"):
             weights = common.load_checkpoint(args.init_weights)
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
-            if isinstance(weights, dict) and "ranks" in weights:
-                raise UserError("the file is a checkpoint of train.py: `eval.py RUN --export FILE` "
-                                "writes the image encoder's weights, which BAM and DINO load. "
-                                "Other methods load a CLIP, or continue a run by --resume --out "
-                                "RUN.")
             if method.uses_text(args):
                 parts = common.load_clip(encoders, weights, tokenizer)
             else:
@@ -888,19 +840,15 @@ def initial_encoders(args, method, tokenizer):
 
 def save_memory(args, model):
     """Apply --grad-checkpoint and --accum-freq to all encoders, a teacher's included."""
-    if args.grad_checkpoint and isinstance(model.image_encoder, common.ResNet):
-        raise UserError(f"--grad-checkpoint recomputes the blocks of a ViT; {args.image_encoder} "
-                        f"has none: leave the flag out, or lower --batch.")
     for module in model.modules():
         if isinstance(module, common.Blocks):
             module.grad_checkpoint = args.grad_checkpoint
         if isinstance(module, common.Encoder):
             module.accum_freq = args.accum_freq
         if isinstance(module, common.BatchNorm) and args.accum_freq > 1:
-            raise UserError(f"--accum-freq {args.accum_freq} splits the batch, but the BatchNorm "
-                            f"of {args.image_encoder} needs all of it: choose a ViT without a "
-                            f"convolutional stem, such as --image-encoder ViT-B/16 (for shapes "
-                            f"tiny-patch).")
+            raise UserError(f"--accum-freq {args.accum_freq} splits batches, which the BatchNorm "
+                            f"of {args.image_encoder} forbids: choose a ViT without a stem, such "
+                            "as tiny-patch.")
 
 
 def build_transform(args, method, encoder):
@@ -947,8 +895,8 @@ def read_in_workers(dataset, workers):
     """Yield the batches of an IterableDataset, which `workers` processes read."""
     place = tempfile.gettempdir()
     if workers and len(os.fsencode(place)) > 70:  # workers would print an error and send nothing
-        raise UserError(f"TMPDIR {place} is too long for the names of sockets, by which workers "
-                        f"send batches: export TMPDIR=/tmp, or give --workers 0.")
+        raise UserError(f"TMPDIR {place} is too long for the workers' sockets: export "
+                        "TMPDIR=/tmp, or give --workers 0.")
     batches = iter(torch.utils.data.DataLoader(
         dataset, batch_size=None, num_workers=workers, worker_init_fn=ignore_signals,
         pin_memory=torch.cuda.is_available(), timeout=LOOK if workers else 0,
@@ -998,12 +946,10 @@ def find_boxes(args, data, model, device, autocast, stop):
     return found, max(noted for *_, noted in ranks)
 
 
-def sgd(groups, betas=(0.9, 0), eps=0):
-    # DeiT's "sgd" is timm's, which has Nesterov momentum.
-    return torch.optim.SGD(groups, momentum=betas[0], nesterov=True)
-
-
-OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True), "sgd": sgd,
+OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True),
+              # DeiT's "sgd" is timm's, which has Nesterov momentum.
+              "sgd": lambda groups, betas, eps: torch.optim.SGD(groups, momentum=betas[0],
+                                                                nesterov=True),
               "lamb": METHODS["stair"].LAMB, "lars": METHODS["bam"].LARS}
 
 
@@ -1036,8 +982,8 @@ def set_schedules(optimizer, args, step, steps, lr):
     for group in optimizer.param_groups:
         group["lr"] = schedule(step, steps, args.warmup, lr)
         if args.weight_decay_end is not None and group["decays"]:
-            decay = common.cosine(step, steps, args.weight_decay, args.weight_decay_end)
-            group["weight_decay"] = decay
+            group["weight_decay"] = common.cosine(step, steps, args.weight_decay,
+                                                  args.weight_decay_end)
 
 
 def wrap(args, model, world_size):
@@ -1048,7 +994,7 @@ def wrap(args, model, world_size):
         torch._dynamo.config.optimize_ddp = False
         torch._dynamo.config.cache_size_limit = 128  # a graph for each block's stochastic depth
         for module in model.modules():
-            if isinstance(module, (common.Block, common.ResNet)):
+            if isinstance(module, common.COMPILED):
                 module.compile()
     if world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -1137,8 +1083,7 @@ class Progress:
         """
         rank, world_size = this_rank()
         if state["words"] != self.words:
-            raise UserError("vocab.txt has other words than when the run was saved: put the old "
-                            "file back, or begin a new run.")
+            raise UserError("vocab.txt has other words than the run: put the old file back.")
         self.step, self.samples = state["step"], state["samples"]
         self.stage, self.order = state["stage"], state["order"]
         if state["boxes"] is not None and state["data"] == self.data:
@@ -1146,8 +1091,8 @@ class Progress:
         saved = len(state["ranks"]), state["workers"], state["data"]
         if saved != (world_size, workers, self.data):
             self.order += self.step
-            return print_once("note: the data, the number of ranks or of workers changed since the "
-                              "run was saved: the data begin again, in another order")
+            return print_once("note: the data, the number of ranks or of workers changed since "
+                              "the run was saved: the data begin again, in another order")
         local = state["ranks"][rank]
         self.positions, self.skipped = local["positions"], local["skipped"]
         torch.set_rng_state(local["rng"].cpu())
@@ -1186,17 +1131,11 @@ def load_state(args, data, model, scaler, progress, device):
         rest = args.epochs * len(data) - progress.samples
         args.steps = progress.step + math.ceil(rest / args.batch)
         check_method(args)
-    stages = stages_of(args)
-    if len(stages) == 1 and progress.step > args.steps:
-        flag = "--epochs" if args.epochs else "--steps"
-        raise UserError(f"{args.out} has made {progress.step} steps, more than the {args.steps} of "
-                        f"{flag}: raise {flag}, or leave {flag} out.")
     if not any(number == progress.stage and start < max(1, progress.step) <= end
-               for number, start, end, _ in stages):
+               for number, start, end, _ in stages_of(args)):
         raise UserError(f"{args.out} has made {progress.step} steps, the last in stage "
-                        f"{progress.stage}; with these flags that step is in another stage or in "
-                        f"none: leave out the flags that change the stages, such as --steps, "
-                        f"--epochs, --stages, --share-1 or --share-2.")
+                        f"{progress.stage}. With these flags that step is in another stage or "
+                        "past the end: leave out flags such as --steps, --epochs or --share-1.")
     return state
 
 
@@ -1302,8 +1241,8 @@ def check_finite(args, step, loss, grad_norm, scaler):
         raise UserError(f"The loss is {loss.item()}, the gradient's norm is {grad_norm.item()} at "
                         f"step {step}: lower --lr, raise --warmup or change --amp.")
     if scaler.get_scale() < LEAST_SCALE:
-        raise UserError(f"The last 100 updates or more before step {step} were skipped, because "
-                        f"their gradients overflow in fp16: lower --lr, or change --amp.")
+        raise UserError(f"More than 100 updates before step {step} overflowed in fp16 and were "
+                        "skipped: lower --lr, or change --amp.")
 
 
 # Log, evaluation, cost -----------------------------------------
@@ -1342,9 +1281,8 @@ def lost_samples(args, data, record):
         used = max(used, len(data))
     if lost <= 0.1 * (lost + used):
         return None
-    others = "; the other images are shown more times than --epochs says" if args.epochs else ""
     return (f"more than a tenth of the samples are skipped, most of them for this reason: "
-            f"{max(skipped, key=skipped.get)} (counts are in log.jsonl){others}")
+            f"{max(skipped, key=skipped.get)} (counts are in log.jsonl)")
 
 
 def evaluate_unnoticed(args, embedder, eval_data, log):
@@ -1449,6 +1387,14 @@ def made_up_batch(args, method, model, n):
 # training at the next step (see Stop) and ends the program as that signal would.
 
 
+def let_rank_0_speak():
+    """Ranks often fail with the same message. All but the first rank of a machine keep silent,
+    until torchrun ends them."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM then ends the process
+        time.sleep(10)
+
+
 def main(argv=None):
     """Train as the command line says -> the signal that stopped the run, if any."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
@@ -1461,9 +1407,8 @@ def main(argv=None):
         if not str(error).startswith(("DataLoader worker (pid", "DataLoader timed out")):
             raise
         raise UserError(f"A data loading worker was killed, or sent no batch for {PATIENCE // 60} "
-                        f"minutes, perhaps because memory or /dev/shm is full: lower --workers or "
-                        f"--batch, or raise the container's --shm-size. `--resume auto --out "
-                        f"{args.out}` continues from the last save, if there is one.") from None
+                        "minutes: lower --workers or --batch, or raise --shm-size. `--resume "
+                        f"auto --out {args.out}` continues the run.") from None
     if dist.is_initialized():  # skipped after an error: NCCL would wait for the other ranks
         dist.destroy_process_group()
     return stopped_by

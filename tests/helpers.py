@@ -10,6 +10,9 @@ import io
 import itertools
 import json
 import multiprocessing
+import os
+import runpy
+import sys
 import tarfile
 import weakref
 from pathlib import Path
@@ -318,6 +321,29 @@ def assert_one_process(ranks, model, loss, tolerance=1e-5):
             expected = model.get_parameter(name).grad
             error = (gradient - expected).abs().max()
             assert error <= tolerance * (1 + expected.abs().max()), name
+
+
+def run_program(output, file, flags):
+    """Run `python FILE FLAGS` in a process group of its own. Its output is ASCII without a buffer.
+
+    output: the name of a file or the number of an open one.
+    """
+    os.setsid()
+    sys.argv = [file, *map(str, flags)]
+    stream = io.TextIOWrapper(open(output, "wb", 0), "ascii", write_through=True)
+    sys.stdout = sys.stderr = stream
+    runpy.run_path(str(ROOT / file), run_name="__main__")
+
+
+def start_program(output, file, flags):
+    """Start a program as run_program does, and return its process.
+
+    The process is a fork. It begins at once, because this process has imported torch.
+    """
+    process = multiprocessing.get_context("fork").Process(target=run_program,
+                                                          args=(output, file, flags))
+    process.start()
+    return process
 
 
 def train_alone(flags):

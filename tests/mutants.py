@@ -192,10 +192,8 @@ torch.randn(1, 1, width) * «0.02 => 0.2» # initial [CLS] ;; self.grid**2, widt
 "imagenet": ((«0.485 => 0.5», 0.456 # torchvision ;; return (images - self.mean) «/ => *» self.std # pixels
 return self.norm_pre(«x + pos) => x) + pos» # CLIP's ln_pre
 k.transpose(2, 3)« * q.shape[-1] ** -0.5 => » # attention of [CLS]
-nn.init.normal_(self.embedding.weight, std=«0.02 => 0.2») # CLIP's
-torch.randn(1, context, width) * «0.01 => 0.02» # CLIP's initial positions
-None if «self.causal or mask is None => True» else mask # padding is hidden
-image["depth"] -= «left_out => 0» # SPARO replaces the last block
+nn.init.normal_(self.embedding.weight, std=«0.02 => 0.2») # CLIP's ;; torch.randn(1, context, width) * «0.01 => 0.02» # CLIP's initial positions
+None if «self.causal or mask is None => True» else mask # padding is hidden ;; image["depth"] -= «left_out => 0» # SPARO replaces the last block
 == common.py | presets | test_presets
 patch_bias=False, eps=1e-«5 => 6» # CLIP ;; CLIP_TOKENS, context=«77 => 76» # CLIP
 vocab_size=«30522 => 30000», context=77 # BERT

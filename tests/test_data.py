@@ -484,7 +484,7 @@ def test_labels_of_shards_come_from_cls_or_json(tmp_path, capsys):
     assert [label for _, label in TarShards(path).each("label")][:1] == [3]
     assert "shard" in capsys.readouterr().out
     shards = TarShards(write_tar(tmp_path / "1.tar", {"a.jpg": jpg, "a.txt": "words"}))
-    with pytest.raises(UserError, match="no image with a label .*1 x no label"):
+    with pytest.raises(UserError, match="no image that can be used .*1 x no label"):
         list(shards.each("label"))
 
 
@@ -811,7 +811,7 @@ def test_a_useless_shard_is_counted_and_only_useless_shards_raise_an_error(
 def test_a_table_of_missing_images_raises_an_error_after_1000_samples(n):
     source = CaptionTable([(f"gone/{i}.jpg", "n1") for i in range(n)], "a.csv")
     assert re.fullmatch(r"a.csv: 1,000 samples in a row could not be used; the last: image that does "
-                        r"not exist, gone/\d+.jpg. Repair .* --image-root, .*",
+                        r"not exist, gone/\d+.jpg. Repair .* --image-root.",
                         failure(take, stream(source), 1))
 
 
@@ -894,7 +894,7 @@ def test_parts_of_a_data_set_are_no_classes(tmp_path, folders, refused):
     for content in ("caption", "label", None):
         if refused:
             message = failure(open_data, str(tmp_path), content=content)
-            assert "no classes: give one of them" in message
+            assert "no classes: give " in message
         else:
             assert open_data(str(tmp_path), content=content).classes == sorted(folders.split())
 
@@ -913,7 +913,7 @@ def test_captions_beside_the_images_of_class_folders_are_not_ignored(tmp_path):
     assert open_data(str(tmp_path)).classes == ["a", "b"]    # half of the images
     write_files(tmp_path, {"a/2.txt": "a dog"})
     message = failure(open_data, str(tmp_path))
-    assert "a/0.jpg" in message and "output_format=webdataset" in message
+    assert "a/0.jpg" in message and "tar shards" in message
     assert len(open_data(str(tmp_path), content=None)) == 8
 
 
@@ -1074,9 +1074,9 @@ def test_label_fraction_is_a_share_of_each_class_or_a_list_of_images(tmp_path):
     (tmp_path / "1percent.txt").write_text("7.jpg\n44.jpg\nelsewhere/52.jpg\n\n")
     file = str(tmp_path / "1percent.txt")
     assert common.label_rows(names, labels, file) == [7, 44, 52]
-    with pytest.raises(UserError, match="1percent.txt lists no image of 2 classes, .* class 3 "):
+    with pytest.raises(UserError, match="1percent.txt lists no image of 2 classes, .* class 3:"):
         common.label_rows([*names, "a", "b"], np.array([*labels, 4, 3]), file)
-    with pytest.raises(UserError, match="lists 3 names of images .* 1 of them are missing"):
+    with pytest.raises(UserError, match="lists 3 names of images. 1 of them are missing"):
         common.label_rows(names[:50] + [None], labels, file)
     with pytest.raises(UserError, match="have 4 images with these names: each name must"):
         common.label_rows([*names, "other/7.jpg"], labels, file)

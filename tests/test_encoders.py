@@ -198,7 +198,7 @@ def test_resnet_returns_torchvisions_last_feature_map():
         torch.testing.assert_close(ours(images), maps[0].flatten(2).transpose(1, 2))
     assert (ours.width, ours.grid, ours.cls) == (2048, 2, None)
     settings = dict(image_size=224, blocks=(3, 4, 6, 3), pixels="")
-    assert common.image_encoder_settings("ResNet-50") == (common.ResNet, settings)
+    assert common.encoder_settings("ResNet-50", common.IMAGE_ENCODERS) == (common.ResNet, settings)
 
 
 def test_cls_attention_equals_the_softmax_of_the_last_block():
@@ -312,7 +312,7 @@ def test_only_weights_are_read_from_a_checkpoint_and_an_unused_average_is_named(
     assert common.unwrapped(weights) == {"a": torch.ones(1)}
     assert common.unwrapped({"state_dict": weights, "state_dict_ema": {}}) == {"a": torch.ones(1)}
     assert "under 'state_dict', not those under state_dict_ema" in capsys.readouterr().out
-    with pytest.raises(common.UserError, match="holds no weights .*but epoch"):
+    with pytest.raises(common.UserError, match="holds no weights, but epoch"):
         common.unwrapped({"epoch": 3})
 
 

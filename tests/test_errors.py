@@ -61,12 +61,17 @@ BLOCK = "transformer.resblocks.0."
 # it is {tensor of the CLIP file: another shape, or None if the file lacks the tensor}.
 ERRORS = [
     # Settings of a training
-    ("train --method sparc --preset b32 --out run", "--preset b32 names no data: give --data SPEC"),
+    ("train --method sparc --preset b32 --out run", "--preset b32 names no data: give --data"),
     ("train --method sparo --preset cc3m-b16 --out run", "--preset cc3m-b16 names no data.*--vocab"),
     ("sparc --data table.csv --batch 100000", "--batch 100000 is more than the 2 images of table.csv"),
+    ("sparc --lernrate 1", "^unrecognized arguments: --lernrate 1: see --help.$"),
+    ("sparc --data 0.tar 1.tar", "arguments: 1.tar: .* quote a pattern of .tar files"),
+    ("eval run --chunk 3", "^unrecognized arguments: --chunk 3: see --help.$"),
+    ("train --method clip", "--method: invalid choice: 'clip' .*sparc"),
+    ("train", "--method is required, one of sparo"),
     ("sparc --preset b33", "has no preset 'b33'; it has tiny, tiny-stem, b32, b16, l14"),
     *((command, f"{command.partition(' ')[2]} must be {rest}") for command, rest in {
-        "sparc --batch 0": "positive", "sparc --batch 1": "2 or more: the loss compares the captions",
+        "sparc --batch 0": "positive", "sparc --batch 1": "2 or more: the loss compares captions",
         **dict.fromkeys(["sparc --seed -1", "sparc --lambda-f -1.0", "sparc --lr inf",
                          "stair --ramp nan"], "finite and not negative"),
         "sparc --embed-dim 0": "positive", "stair --init-scale 0.0": "positive",
@@ -77,22 +82,22 @@ ERRORS = [
     ("train --method sparc --epochs 1 --out run", "needs the number of images, .* give --steps"),
     ("sparc --accum-freq 2", "--accum-freq 2 .* BatchNorm .* tiny-patch"),
     ("sparo --grp-size 3 --L 4", "give a divisor of L"),
-    ("sparo --readout cls --image-encoder tiny", "add cls=1"),
+    ("sparo --readout cls --image-encoder tiny", "a ViT with :cls=1"),
     ("stair --share-1 0.7 --share-2 0.3", "leave no steps to stage 3"),
-    ("dino --vocab nowhere.txt", "--vocab has no effect: this"),
-    ("bam --crop-scale 0.5", "--crop-scale has no effect: the views of this objective have"),
+    ("dino --vocab nowhere.txt", "--vocab has no effect on this objective: leave"),
+    ("bam --crop-scale 0.5", "--crop-scale has no effect on this objective: leave"),
     ("sparc --image-size 64", "--image-size 64 is not the size of shapes:.*size=16.*: leave out one"),
     ("dino --local-size 12", "--local-size 12 must be a multiple of the patch size 8"),
     *((f"{name} --local-size 24", "--local-size 24 must be .* and at most --image-size 16")
       for name in ("dino", "bam")),
     ("dino --readout fdt", "--objective dino needs --readout sparo, cls or gap, not fdt"),
-    ("dino --readout cls --image-encoder ResNet-50 --data shapes:size=64", "choose a ViT"),
+    ("dino --readout cls --image-encoder ResNet-50 --data shapes:size=64", "a ViT with :cls=1"),
     ("bam --target onehot --normalization block", "leave out --normalization block"),
     ("bam --contrastive-crop --crop-start 1", "a table, not shapes.* --no-contrastive-crop"),
     ("bam --contrastive-crop --crop-start 9", "--crop-start 9 must be below --steps 4"),
 
     # Encoders
-    ("sparc --image-encoder ViT-Z/9", "no ViT preset 'ViT-Z/9'; there are tiny, tiny-patch,"),
+    ("sparc --image-encoder ViT-Z/9", "no encoder 'ViT-Z/9'; there are tiny, tiny-patch,"),
     ("sparc --image-encoder tiny:stem=none", "ViT has no setting 'stem'; its settings: "),
     ("sparc --data shapes:size=50", "image_size 50 is not a multiple of patch_size 8: give 48"),
     ("sparc --image-encoder tiny:depth=4.5", "depth='4.5' is not of type int"),
@@ -100,35 +105,33 @@ ERRORS = [
      r"vocab_size=500 is for 500 tokens, a vocabulary trained from these captions has \d+: give"),
 
     # Vocabularies
-    *((f"{command} ''", f"^{command.split()[1]} is empty: give a value, or leave the flag out")
+    *((f"{command} ''", f"^{command.split()[1]} is empty: give a value, or leave it out")
       for command in ("sparc --vocab", "bam --init-weights", "train --finetune")),
     ("sparc --vocab nowhere.txt", "vocabulary nowhere.txt: .*No such file"),
     ("sparc --vocab 0", "0: 'utf-8' codec can't decode", b"\x80"),
     ("sparc --vocab 0", r"0.* lacks \[PAD\] \[UNK\] \[CLS\] \[SEP\]", b""),
     ("sparc --vocab 0", "0: A line is not a pair of known.*CLIP's bpe", "#version: 0\na b\nab\n"),
-    ("sparc --vocab 0", "has no </w>, .*GPT-2.*bpe_simple", "#version: 0\n\u0120 t\nh e\n"),
+    ("sparc --vocab 0", "No </w> in the vocabulary: give CLIP's bpe_simple", "#version: 0\n\u0120 t\nh e\n"),
     ("sparc --vocab a.gz", "Cannot read the vocabulary a.gz: .*Give a BERT vocab.txt", "broken"),
     ("sparc --vocab poor.txt", "^83% of the captions' tokens are .UNK., .* give another --vocab"),
 
     # Data
     ("sparc --data nowhere.csv", "Cannot read nowhere.csv: No such file"),
     ("sparc --data {000..004}.tar", "3 of the 5 shards .* first is 002.tar"),
-    ("sparc --data no*.tar", r"first is no\*.tar. Name .*\{00000..00012\}.tar, .*/\*.tar"),
+    ("sparc --data no*.tar", r"first is no\*.tar. Name all with DIR/\*.tar"),
     ("sparc --data 000.tar::gone.tar", "gone.tar"),
     ("sparc --data 000.tar::table.csv", "Cannot read 000.tar::table.csv: No such file"),
     ("sparc --data table.csv:colour=x", "no setting 'colour'; its settings: caption, image"),
     ("sparc --data bare", "bare has no image that can be used .left out: 1 x file next to the class folders"),
     ("bam --data bare", "bare has no image that can be used .left out: 1 x file without an image's ending"),
     (lambda: open_directory("gone", "label", None), "^Cannot read gone: No such file"),
-    ("sparc --data mixed", "^1 of the 2 class folders of mixed have no images, .*: cat. Add"),
+    ("sparc --data mixed", "^1 of the 2 class folders of mixed have no images .*, such as cat: add"),
     ("sparc --data numbers --vocab poor.txt", f"{NUMBER} instead of a name: rename the folder. eval.py .* --classes FILE"),
-    ("sparc --grad-checkpoint --image-encoder ResNet-50 --data shapes:size=32", "leave the flag out, or"),
     ("sparc --image-encoder tiny:patch_size=4", "must multiply to patch_size 4"),
     ("bam --data photos --eval-every 1",
      "^No evaluation: .*train.py --eval-data"),
     ("sparc --eval-data broken", "^No evaluation: None of the 1 images could be read, .*png"),
     ("bam --data photos --eval-data broken", "^No evaluation: .* learns from the classes of --data"),
-    ("classifier --data table.csv --classes names.txt", "table.csv has captions, but no labels"),
     ("classifier --data photos --label-fraction 10%", r"\(number or file\) 10% cannot be read"),
     ("bam --data photos --eval-data others", "must have the class folders of others.*: blue, grey"),
     ("bam --eval-data table.csv", "^No .*table.csv this model can run no task: give class folders"),
@@ -139,7 +142,7 @@ ERRORS = [
     # Tables
     ("sparc --data a.csv", r"no column 'image', only \['url', 'caption'\]: .*a.csv:image=COLUMN",
      "url,caption\nx,y\n"),
-    ("sparc --data a.csv", r"only \['a;b'\]: .* separated by commas or tabs", "a;b\nx;y\n"),
+    ("sparc --data a.csv", r"only \['a;b'\]: separate columns by commas or tabs", "a;b\nx;y\n"),
     ("sparc --data a.csv", EMPTY, 'filepath,"title\nx.jpg,one\n'),
     ("sparc --data a.csv", "left out: 1 x empty caption, the last ", "filepath,title\nx.jpg,\n"),
     ("sparc --data a.csv", "^Cannot read a.csv: 'utf-8' codec can't decode",
@@ -160,7 +163,7 @@ ERRORS = [
     ("sparc --data shapes:colour=3", "shapes has no setting 'colour'; its settings: background"),
 
     # A whole CLIP
-    ("clip", "^--init-weights clip.pt: these are OpenAI's weights, .*: add :quick_gelu=1",
+    ("clip", "^--init-weights clip.pt: OpenAI's weights need QuickGELU: add :quick_gelu=1",
      {"input_resolution": ()}),
     *(("clip", f"^--init-weights clip.pt: .*Unexpected .*{name}.*: give --", more)
       for name, more in (("blocks.0.ls_1.gamma", {f"visual.{BLOCK}ls_1.gamma": 16}),
@@ -172,12 +175,12 @@ ERRORS = [
      {"visual.transformer.resblocks.1.ln_1.weight": 16}),
     ("clip", TEXT.format("size mismatch for embedding") + ".* and --vocab its words",
      {"token_embedding.weight": (20, 16)}),
-    *(("clip", rf"^--init-weights clip.pt: the file has no {part} of shape \(.*\), which",
+    *(("clip", rf"^--init-weights clip.pt: the file has no {part} of shape \(.*\): give a CLIP",
        {part: shape}) for part, shape in (
         ("visual.proj", None), ("visual.proj", (2, 3, 4)), ("text_projection", (9, 8)))),
     ("sparc --init-weights 0", "^--init-weights: 0 cannot be read: .* Remedy: give another file.$", "broken"),
     ("sparc --init-weights gone.pt", "^--init-weights: gone.pt cannot be read: No such file.* give another file.$"),
-    ("sparc --init-weights 0", "^--init-weights 0: the file holds no weights .*, but a Tensor: save",
+    ("sparc --init-weights 0", "^--init-weights 0: the file holds no weights, but a Tensor: save",
      saved(torch.ones(2))),
     ("sparc --init-weights 0", "^--init-weights 0: the file holds a model .*Missing",
      saved({"patch_embed": torch.ones(2)})),
@@ -207,10 +210,8 @@ ERRORS = [
      r"model of another size.*: leave out --embed-dim 7 \(it was 128\); vocab.txt"),
     ("train --resume --preset b32 --out runs/sparc", "--preset tiny, .* leave out --preset b32"),
     ("train --resume auto --vocab poor.txt --out runs/sparc", "leave out --vocab poor.txt"),
-    *((f"{name} --init-weights 0", "0: the file is a checkpoint of train.py: `eval.py RUN --export",
-       saved({"model": {}, "ranks": []})) for name in ("sparc", "bam")),
     ("train --resume --init-weights clip.pt --out runs/sparc", "leave out --init-weights clip.pt"),
-    ("train --resume --steps 5 --out runs/sparc", "has made 6 steps, more than the 5 of --steps: .* leave --steps out"),
+    ("train --resume --steps 5 --out runs/sparc", "has made 6 steps, .* past the end: leave out flags such as --steps"),
     ("train --resume --optimizer lamb --out runs/sparc", "--optimizer adamw, .* leave out"),
     *((f"{command} runs/{name}", message, {f"runs/{name}/{file}": text})
       for command, name in (("train --resume --out", "sparc"), ("eval", "sparc"))
@@ -259,7 +260,7 @@ ERRORS = [
     ("eval runs/sparc --data photos --classes 0", "0 has 1 names for 2 class folders: give", "a\n"),
     ("eval runs/sparc --templates 0", '"lambda c: .*" is Python code: write one template a line',
      "lambda c: f'a {c}.',"),
-    ("bam --data parts", "parts has the folders test, train, .* no classes: give .* parts/train",
+    ("bam --data parts", "parts has the folders test, train, .* no classes: give parts/train",
      {"parts/test/a.png": picture(), "parts/train/a.png": picture()}),
     ("eval runs/sparc --templates 0", PROMPT.format("red"), "red\n"),
     *((f"eval runs/sparc --templates '{template}'", PROMPT.format(template).replace("{", r"\{"))
@@ -275,7 +276,7 @@ ERRORS = [
      {"colours/test/nshards.txt": "two"}),
     (SET, "2 of the 3 shards of .* first is .*1.tar", {"colours/test/nshards.txt": "3"}),
     (SET, "nshards.txt holds 1, but 2 tars are there: write 2", {"colours/test/1.tar": {}}),
-    ("eval runs/sparc --data pairs", "no image with a caption.*left out: "),
+    ("eval runs/sparc --data pairs", "pairs.* has no image that can be used .left out: "),
     ("eval runs/sparc --data winoground", "sample 1: .* must have image_0, image_1"),
 ]
 
@@ -312,18 +313,3 @@ def test_errors_name_the_mistake_and_change_no_file(
         program(*arguments)
     assert "\n" not in str(error.value)
     assert files_in(tmp_path) == before and not Path("run").exists()
-
-
-@pytest.mark.parametrize("words, message", [
-    ("--method bam --lambda-f 1", "--lambda-f is a flag of --method sparc"),
-    ("--method sparc --no-replace-block", "--no-replace-block is a flag of --method sparo"),
-    ("--method stair --crop-least=.2", "--crop-least=.2 is a flag of --method sparo and bam"),
-    ("sparo", "sparo is a method: give --method sparo"),
-    ("--method sparo --device cuda", "train.py has no --device: it takes a GPU"),
-    ("--method sparo --learning-rate 1", "did you mean --lr?"),
-    ("--method bam --sigma 1 --readuot gap", "--sigma is a flag of --method sparc; instead of "
-     "--readuot, did you mean --readout?")])
-def test_a_flag_that_belongs_elsewhere_is_named_as_such(capsys, words, message):
-    with pytest.raises(SystemExit):
-        train.main(words.split())
-    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -245,7 +245,8 @@ def test_our_own_backward_passes_stay_on_the_gpu(fake, waits, ranks, monkeypatch
 def kept_per_image(fake, method, preset, *flags):
     """Return the MiB per image or pair that the forward pass keeps in bf16 on one of 8 ranks."""
     args = train.parse_args(["--method", method, "--preset", preset, *flags])
-    method, encoder = train.METHODS[method], common.image_encoder_settings(args.image_encoder)[1]
+    method = train.METHODS[method]
+    _, encoder = common.encoder_settings(args.image_encoder, common.IMAGE_ENCODERS)
     args.image_size = args.image_size or encoder["image_size"]
     with torch.device("meta"):  # a fake teacher cannot be copied
         model, kept = train.new_model(args, method, range(4)), []

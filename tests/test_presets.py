@@ -151,9 +151,9 @@ def test_a_preset_has_the_settings_of_its_paper(method, preset):
     row, args = dict(ROWS[method][preset]), train.parse_args(["--method", method, "--preset",
                                                               preset])
     image, text = row.pop("image"), row.pop("text", {})
-    found = common.image_encoder_settings(args.image_encoder)[1]
+    found = common.encoder_settings(args.image_encoder, common.IMAGE_ENCODERS)[1]
     assert image == {key: found[key] for key in image}
-    found = common.encoder_settings(common.TextTransformer, args.text_encoder, common.TEXT_PRESETS)
+    found = common.encoder_settings(args.text_encoder, common.TEXT_ENCODERS)[1]
     assert text == {key: found[key] for key in text}
     assert {key: vars(args)[key] for key in row} == {
         key: pytest.approx(value, rel=1e-12) if isinstance(value, float) else value
@@ -221,7 +221,7 @@ def test_constants_are_those_of_their_sources(found, paper, source):
     ("clip-b32", (768, 12, 12, 32)), ("clip-b16", (768, 12, 12, 16)),
     ("clip-l14", (1024, 24, 16, 14))])
 def test_image_encoders_have_their_papers_sizes(name, sizes):
-    found = common.image_encoder_settings(name)[1]
+    found = common.encoder_settings(name, common.IMAGE_ENCODERS)[1]
     assert tuple(found[key] for key in ("width", "depth", "heads", "patch_size")) == sizes
     is_clip = name.startswith("clip")
     expected = (1e-5, True, False, True) if is_clip else (1e-6, False, True, False)
@@ -233,7 +233,7 @@ def test_image_encoders_have_their_papers_sizes(name, sizes):
     ("12x512", (512, 12, 8)), ("12x768", (768, 12, 12)), ("clip-b32", (512, 12, 8)),
     ("clip-b16", (512, 12, 8)), ("clip-l14", (768, 12, 12))])
 def test_text_encoders_have_their_papers_sizes(name, sizes):
-    found = common.encoder_settings(common.TextTransformer, name, common.TEXT_PRESETS)
+    found = common.encoder_settings(name, common.TEXT_ENCODERS)[1]
     assert tuple(found[key] for key in ("width", "depth", "heads")) == sizes
     is_clip = name.startswith("clip")
     expected = (49_408, True) if is_clip else (30_522, False)

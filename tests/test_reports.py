@@ -308,23 +308,6 @@ def test_an_export_writes_only_a_new_file(run_of, tmp_path):
     assert {path: path.read_bytes() for path in run.iterdir()} == before
 
 
-@pytest.mark.parametrize("flag, meant", [
-    ("--batch-size 64", "--batch"), ("--traindata=x", "--train-data"), ("--learning-rate 1", None),
-    ("--chunk 3", None)])
-def test_a_misspelt_flag_gets_the_flag_it_may_stand_for(capsys, flag, meant):
-    with pytest.raises(SystemExit):
-        evaluation.main(["run", *flag.split()])
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert f"unrecognized arguments: {flag}" in message
-    assert message.endswith(f"did you mean {meant}?") == bool(meant)
-    assert common.suggest("--learning-rate", ["--lr", "--limit"]) == "--lr"
-    assert common.suggest("--output-dir", ["--out", "--optimizer"]) == "--out"
-    assert common.suggest("--train-data", ["--data", "--eval-data"]) == "--data"
-    for other, flag in (("--layer-decay", "--weight-decay"), ("--drop-last", "--crop-least"),
-                        ("--global-pool", "--local-crops"), ("--interpolation", "--normalization")):
-        assert common.suggest(other, [flag]) is None                    # something else
-
-
 def test_help_has_half_a_sentence_for_each_task_and_picture(capsys):
     with pytest.raises(SystemExit):
         evaluation.main(["--help"])
@@ -333,13 +316,6 @@ def test_help_has_half_a_sentence_for_each_task_and_picture(capsys):
         lines = listed.strip("\n").splitlines()
         assert [line.split()[0] for line in lines if line] == list(table)
         assert all(30 < len(line) <= 110 and line.endswith(".") for line in lines if line)
-
-
-def test_shards_that_the_shell_has_expanded_get_a_hint(capsys):
-    with pytest.raises(SystemExit):
-        train.main(["--method=sparc", "--data=0.tar", "1.tar", "2.tar"])
-    message = "unrecognized arguments: 1.tar 2.tar; quote a pattern"
-    assert capsys.readouterr().err.count(message) == 1
 
 
 def test_limit_means_the_same_for_every_kind_of_data(tmp_path):

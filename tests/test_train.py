@@ -4,11 +4,13 @@ Many tests run train.py as a process of its own, stop the process or damage a fi
 no result is lost. Tests with the marker `ranks` start several processes.
 """
 
+import contextlib
 import dataclasses
 import gc
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import re
 import runpy
@@ -24,6 +26,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server import local_elastic_agent as elastic
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -32,8 +37,9 @@ import eval as evaluation
 import sparc
 import train
 from common import UserError
-from helpers import (ROOT, SMALL, assert_same_weights, picture, read_log, run_ranks, train_alone,
-                     train_on_rank, train_until, weights, write_files, write_table)
+from helpers import (ROOT, SMALL, assert_same_weights, picture, read_log, run_ranks, start_program,
+                     train_alone, train_on_rank, train_until, weights, write_files, write_table)
+from test_eval import opened
 
 SPARC = SMALL["sparc"]
 
@@ -43,10 +49,10 @@ def results(run):
     return json.loads((run / "eval.json").read_text())
 
 
-def wait_for_steps(process, run, n):
-    """Wait until the run of another process has logged n steps."""
+def wait_for_steps(ended, run, n):
+    """Wait until the run of another process has logged n steps. ended(): its exit code or None."""
     while not (run / "log.jsonl").exists() or len(read_log(run)) < n:
-        assert process.poll() is None
+        assert ended() is None
         time.sleep(0.02)
 
 
@@ -62,8 +68,8 @@ def test_flags_override_presets_and_presets_override_defaults(flags):
     ("", ["--preset NAME of --method bam:", "tiny-stem          tiny/4, 400 steps of 128"]),
     ("--method sparo --preset cc3m-b32", [
         "l400m-b32          clip-b32, 312,214 steps of 32,768", "(default: clip-b32)",
-        "tiny-patch         ViT, patches of 8, 2 blocks of width 96",
-        "12x512             12 blocks of width 512", "FILE.token of Flickr"])])
+        "tiny-patch         ViT: image_size=48, patch_size=8, width=96, depth=2, heads=3",
+        "12x512             TextTransformer: width=512, depth=12, heads=8", "FILE.token of Flickr"])])
 def test_help_lists_names_and_the_defaults_of_the_preset(capsys, words, listed):
     with pytest.raises(SystemExit):
         train.main([*words.split(), "--help"])
@@ -112,10 +118,13 @@ def test_another_seed_gives_other_weights_and_other_data():
         "sparo --grp-size 2 --no-replace-block", "cls", "gap", "bottleneck",
         "attpool --heads separate --slot-norm --slot-projection", "fdt --codes 50 --amp bf16")]])
 def test_flags_of_a_method_change_its_training(tmp_path, run_of, name, flags):
-    train.main([*SMALL[name], *flags.split(), "--steps", "2", "--out", str(tmp_path)])
+    train_alone([*SMALL[name], *flags.split(), "--steps", 2, "--out", tmp_path])
     a, b = (read_log(run)[1]["loss"] for run in (tmp_path, run_of(name)))
     assert a != b
-    assert 0 <= results(tmp_path)["zeroshot"] <= 1
+    embedder, _ = evaluation.load_run(tmp_path)
+    data, options = opened("shapes:size=16,objects=2")
+    assert 0 <= evaluation.evaluate(embedder, data, options)["zeroshot"] <= 1
+    evaluation.draw_pictures({"run": embedder}, data, {"alignment", "slots", "segmentation"})
     last_block = f"image_encoder.blocks.{name == 'sparo':d}.norm1.weight"
     assert last_block in weights(tmp_path)
 
@@ -176,7 +185,7 @@ def test_epochs_count_the_images_of_all_batch_sizes(tmp_path, batch, epochs, ste
     train_alone([*flags, "--epochs", "3"])
     more = ["--resume", "--batch", batch, "--epochs", epochs]
     if steps is None:
-        with pytest.raises(UserError, match="made 6 steps, more than the 5 of --epochs: raise"):
+        with pytest.raises(UserError, match="made 6 steps, .* past the end: .* --epochs"):
             train_alone([*flags, *more])
         return
     train_alone([*flags, *more])
@@ -249,14 +258,14 @@ def test_the_log_begins_at_step_1_and_has_each_step_that_is_saved(tmp_path, flag
 def test_a_signal_to_all_processes_saves_the_run(tmp_path):
     """torchrun and Slurm send a signal to all processes, also to the workers that load data."""
     run = tmp_path / "a run"
-    flags = [*SPARC, "--steps", "9999", "--workers", "2", "--out", str(run)]
-    command = [sys.executable, str(ROOT / "train.py"), *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    wait_for_steps(process, run, 5)
+    flags = [*SPARC, "--steps", "9999", "--workers", "2", "--out", run]
+    process = start_program(tmp_path / "printed", "train.py", flags)
+    wait_for_steps(lambda: process.exitcode, run, 5)
     os.killpg(process.pid, signal.SIGTERM)
+    process.join()
     message = f"start the same command again with --resume --out '{run}'"
-    assert message in process.communicate()[0]
-    assert process.returncode == -signal.SIGTERM
+    assert message in (tmp_path / "printed").read_text()
+    assert process.exitcode == -signal.SIGTERM
     assert common.load_checkpoint(run / "last.pt")["step"] == read_log(run)[-1]["step"] >= 5
 
 
@@ -265,10 +274,11 @@ def test_an_error_ends_the_program_and_its_workers(tmp_path):
     """Workers ignore SIGTERM, which ends other processes."""
     write_files(tmp_path, {"gone.csv": "filepath,title\na.jpg,n\n"})
     flags = [*SPARC, "--data", str(tmp_path / "gone.csv"), "--image-size", "16", "--workers", "1"]
-    command = [sys.executable, str(ROOT / "train.py"), *flags, "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 1 and f"\n{done.stderr}".count("\nerror: ") == 1
-    assert "Traceback" not in done.stderr
+    process = start_program(tmp_path / "printed", "train.py", [*flags, "--out", tmp_path / "run"])
+    process.join(150)
+    printed = (tmp_path / "printed").read_text()
+    assert process.exitcode == 1 and f"\n{printed}".count("\nerror: ") == 1
+    assert "Traceback" not in printed
 
 
 @pytest.mark.parametrize("signals", ["INT", "TERM", "TERM TERM", "INT TERM", "TERM INT"])
@@ -313,9 +323,9 @@ def message_of(kind, flags):
 
 def test_a_worker_that_sends_nothing_gives_an_error_of_one_sentence(tmp_path, monkeypatch):
     """If /dev/shm is full, torch's thread that sends a batch dies, but the worker lives on."""
-    monkeypatch.setattr(train, "PATIENCE", 2)
-    monkeypatch.setattr(train, "LOOK", 1)
-    monkeypatch.setattr(common.WorldStream, "collate", lambda self, samples: time.sleep(4))
+    monkeypatch.setattr(train, "PATIENCE", 1)
+    monkeypatch.setattr(train, "LOOK", 0.5)
+    monkeypatch.setattr(common.WorldStream, "collate", lambda self, samples: time.sleep(2))
     message = message_of(UserError, [*SPARC, "--workers", "1", "--out", str(tmp_path)])
     assert re.search("sent no batch for .*/dev/shm is full: .*--shm-size", message)
 
@@ -336,10 +346,10 @@ def test_a_long_tmpdir_is_refused(tmp_path, monkeypatch, length, workers, refuse
 
 
 def test_a_slow_worker_is_awaited(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "LOOK", 1)
+    monkeypatch.setattr(train, "LOOK", 0.2)
     collate, calls = common.WorldStream.collate, itertools.count()
     monkeypatch.setattr(common.WorldStream, "collate", lambda self, samples:
-                        time.sleep(3 * (next(calls) == 1)) or collate(self, samples))
+                        time.sleep(next(calls) == 1) or collate(self, samples))
     train_alone([*SPARC, "--workers", 1, "--out", tmp_path / "slow"])
     monkeypatch.undo()
     train_alone([*SPARC, "--workers", 1, "--out", tmp_path / "fast"])
@@ -388,7 +398,7 @@ def leave_after_rank_0(rank, run):
         return batch
 
     def evaluate(*arguments):
-        time.sleep(2)
+        time.sleep(0.5)
         moments.append(time.monotonic())
 
     with pytest.MonkeyPatch.context() as patch:
@@ -407,51 +417,55 @@ def test_ranks_wait_for_rank_0s_evaluation_and_reset_their_clocks(tmp_path):
     assert kept == kept_by_other == 2
 
 
-NODE = """
-import sys
-from torch.distributed.elastic.agent.server import local_elastic_agent as elastic
-from torch.distributed.run import main
+def launch(entry, *arguments, restarts=0, nodes=1, ranks=1, **settings):
+    """Start ranks as torchrun does, which gives this function a command to start as each rank.
 
-init = elastic.LocalElasticAgent.__init__
-elastic.LocalElasticAgent.__init__ = lambda self, *args, **settings: init(
-    self, *args, **settings | {"exit_barrier_timeout": 1})
-main(sys.argv[1:])
-"""
-RANK = """
-import sys, time
-sys.path.insert(0, sys.argv[1])
-import common
-import torch.distributed as dist
+    Here each rank is a fork that calls entry(*arguments).
+    """
+    config = LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=ranks, run_id="test",
+                          max_restarts=restarts, rdzv_backend="c10d", start_method="fork",
+                          **settings)
+    elastic_launch(config, entry)(*arguments)
 
-common.init_distributed()
-patience = common.patient_group()
-if dist.get_rank() == 0:
-    time.sleep(5)                                            # stands for the evaluation
-    open(sys.argv[2], "w").close()
-dist.barrier(patience)
-dist.destroy_process_group()
-"""
+
+def node_of_two(is_host, address, endpoint, evaluated):
+    """Start one rank as torchrun on one of two nodes, which leaves one second after its rank."""
+    init = elastic.LocalElasticAgent.__init__
+    elastic.LocalElasticAgent.__init__ = lambda self, *args, **settings: init(
+        self, *args, **settings | {"exit_barrier_timeout": 1})
+    launch(wait_for_rank_0, evaluated, nodes=2, rdzv_endpoint=endpoint, local_addr=address,
+           rdzv_configs={"is_host": is_host})
+
+
+def wait_for_rank_0(evaluated):
+    common.init_distributed()
+    patience = common.patient_group()
+    if dist.get_rank() == 0:
+        time.sleep(5)                                        # stands for the evaluation
+        evaluated.touch()
+    dist.barrier(patience)
+    dist.destroy_process_group()
 
 
 @pytest.mark.ranks
-def test_an_evaluation_may_last_longer_than_torchruns_patience(tmp_path):
+def test_an_evaluation_may_last_longer_than_torchruns_patience(tmp_path, monkeypatch):
     """The second of two nodes hosts the rendezvous, and its rank ends before rank 0's evaluation.
 
     The node leaves one second after its rank (300 seconds by default). Rank 0, on the other node,
     would then fail. Both ranks therefore wait at a barrier.
     """
-    write_files(tmp_path, {"node.py": NODE, "rank.py": RANK})
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with socket.socket() as free:
         free.bind(("127.0.0.2", 0))
         endpoint = f"127.0.0.2:{free.getsockname()[1]}"
-    nodes = [subprocess.Popen(
-        [sys.executable, "node.py", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d",
-         f"--rdzv_endpoint={endpoint}", f"--rdzv_conf=is_host={host}", f"--local_addr={address}",
-         "rank.py", ROOT, tmp_path / "evaluated"], cwd=tmp_path,
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"}, stderr=subprocess.PIPE)
-        for host, address in ((0, "127.0.0.1"), (1, "127.0.0.2"))]
-    errors = [node.communicate(timeout=120)[1] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], errors
+    fork = multiprocessing.get_context("fork")
+    nodes = [fork.Process(target=node_of_two, args=(is_host, address, endpoint, tmp_path / "end"))
+             for is_host, address in (("0", "127.0.0.1"), ("1", "127.0.0.2"))]
+    for node in nodes:
+        node.start()
+    for node in nodes:
+        node.join(120)
+    assert [node.exitcode for node in nodes] == [0, 0] and (tmp_path / "end").exists()
 
 
 def test_strange_file_names_and_a_closed_pipe_do_not_end_a_run(tmp_path):
@@ -459,14 +473,14 @@ def test_strange_file_names_and_a_closed_pipe_do_not_end_a_run(tmp_path):
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/data/a/\xff.jpg")).write_bytes(b"no image")
     data = ["--data", str(tmp_path / "data"), "--image-size", "16", "--batch", "2",
             "--out", str(tmp_path / "run")]
-    unbuffered = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "ascii"}
     for command, last in (["train.py", *SPARC, *data], "eval.json"), (["eval.py", data[-1]], ""):
-        process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE, env=unbuffered)
-        process.stdout.readline()
-        process.stdout.close()
-        assert b"Error" not in process.stderr.read() and process.wait() == 0
-        assert (tmp_path / "run" / last).exists()
+        reader, writer = os.pipe()
+        process = start_program(writer, command[0], command[1:])
+        os.close(writer)
+        assert os.read(reader, 1)
+        os.close(reader)
+        process.join()
+        assert process.exitcode == 0 and (tmp_path / "run" / last).exists()
 
 
 def test_resume_auto_begins_or_continues_with_one_command(tmp_path, run_of, capsys):
@@ -545,7 +559,7 @@ def test_resume_drops_an_incomplete_line_of_the_log_and_names_a_damaged_one(tmp_
 @pytest.mark.parametrize("stopped, flags, message", [
     (6, "--steps 40", "in another stage"),                       # stages of 10, 10, 20 steps
     (6, "--steps 12", "in another stage"),                       # of 3, 3, 6: step 6 ends stage 2
-    (6, "--steps 5", "in none: leave out the flags that change the stages, such as --steps,"),
+    (6, "--steps 5", "past the end: leave out flags such as --steps,"),
     (2, "--stages single", "in another stage"), (6, "--steps 9", None)])
 def test_resume_never_goes_back_a_stage(tmp_path, capsys, stopped, flags, message):
     train_until(stopped, [*SMALL["stair"], "--out", tmp_path])   # stages of 2, 2, 4
@@ -561,9 +575,9 @@ def test_a_run_locks_its_directory_before_it_reads_anything(tmp_path, monkeypatc
     out = tmp_path / "run"
 
     def start_another(args, claimed, device):
-        command = [sys.executable, str(ROOT / "train.py"), *SPARC, "--out", str(out)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert claimed == out and "is in use by another run" in done.stderr
+        start_program(tmp_path / "printed", "train.py", [*SPARC, "--out", out]).join()
+        assert claimed == out
+        assert "is in use by another run" in (tmp_path / "printed").read_text()
 
     monkeypatch.setattr(train, "train", start_another)
     train.main([*SPARC, "--out", str(out)])
@@ -572,21 +586,23 @@ def test_a_run_locks_its_directory_before_it_reads_anything(tmp_path, monkeypatc
 
 def test_a_second_run_in_a_directory_is_refused(tmp_path, run_of):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
-    command = [sys.executable, str(ROOT / "train.py"), "--resume", "--out", str(run)]
+    flags, printed = ["--resume", "--out", run], tmp_path / "printed"
     with train.lock_run(run):
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert "run is in use by another run: wait for it" in done.stderr
+        process = start_program(printed, "train.py", flags)
+        process.join()
+        assert "run is in use by another run: wait for it" in printed.read_text()
         evaluation.main([str(run), "--task", "zeroshot"])
-    assert done.returncode == 1 and subprocess.run(command).returncode == 0
+    assert process.exitcode == 1
+    train_alone(flags)
 
 
 @pytest.mark.ranks
 def test_workers_do_not_hold_the_lock_of_a_killed_run(tmp_path):
     flags = [*SPARC, "--steps", "9999", "--workers", "2", "--save-every", "1", "--out", tmp_path]
-    process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *map(str, flags)])
-    wait_for_steps(process, tmp_path, 2)
+    process = start_program(os.devnull, "train.py", flags)
+    wait_for_steps(lambda: process.exitcode, tmp_path, 2)
     process.kill()
-    process.wait()
+    process.join()
     train.lock_run(tmp_path).close()
 
 
@@ -618,7 +634,7 @@ def test_two_ranks_save_when_slurm_stops_them(tmp_path):
                f"--master_port={port}", str(ROOT / "train.py"), *SPARC, "--resume", "auto",
                "--out", str(tmp_path), "--steps", "10000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for_steps(process, tmp_path, 5)
+    wait_for_steps(process.poll, tmp_path, 5)
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     for pid in (process.pid, *map(int, ranks)):
         os.kill(pid, signal.SIGTERM)
@@ -627,29 +643,20 @@ def test_two_ranks_save_when_slurm_stops_them(tmp_path):
     assert 5 <= common.load_checkpoint(tmp_path / "last.pt")["step"] < 10000
 
 
-AGAIN = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-import common
-import torch.distributed as dist
-
-common.init_distributed()
-dist.barrier()
-if os.environ["TORCHELASTIC_RESTART_COUNT"] != "2" and dist.get_rank() == 1:
-    os.kill(os.getpid(), 9)
-dist.barrier()
-dist.barrier(common.patient_group())
-dist.destroy_process_group()
-"""
+def die_twice():
+    """Join the group. Rank 1 is killed until torchrun has restarted the ranks twice."""
+    common.init_distributed()
+    dist.barrier()
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "2" and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    dist.barrier(common.patient_group())
+    dist.destroy_process_group()
 
 
 @pytest.mark.ranks
-def test_ranks_that_torchrun_restarts_find_each_other(tmp_path):
-    write_files(tmp_path, {"again.py": AGAIN})
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               "--max-restarts=2", str(tmp_path / "again.py"), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+def test_ranks_that_torchrun_restarts_find_each_other():
+    launch(die_twice, restarts=2, ranks=2, rdzv_endpoint="localhost:0")
 
 
 def signalled_rank(rank, out, seconds):
@@ -711,16 +718,14 @@ def test_a_signal_of_a_cluster_saves_the_run_unless_it_is_ignored(tmp_path, monk
     assert common.load_checkpoint(tmp_path / "last.pt")["step"] == (3 if ignored else 1)
 
 
-@pytest.mark.parametrize("place", ["a full disk", "a closed terminal"])
-def test_printing_never_ends_a_program(tmp_path, place):
+def test_printing_to_a_full_disk_or_a_closed_terminal_never_ends_a_program(tmp_path):
     code = ("import sys, common; common.prepare_output(); print('a' * 9999, flush=True); "
             "print('b', file=sys.stderr); open(sys.argv[1], 'w').close()")
     first, output = os.openpty()
     os.close(first)
     with open("/dev/full", "w") as full, open(output, "w") as terminal:
-        file = full if place == "a full disk" else terminal
         done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "end")], cwd=ROOT,
-                              stdout=file, stderr=file)
+                              stdout=full, stderr=terminal)
     assert done.returncode == 0 and (tmp_path / "end").exists()
 
 
@@ -760,14 +765,14 @@ def test_a_loss_that_is_not_finite_stops_all_ranks(tmp_path):
 
 def test_a_batch_that_ranks_cannot_divide_is_refused(monkeypatch):
     monkeypatch.setattr(train, "this_rank", lambda: (0, 2))
-    with pytest.raises(UserError, match="--batch 7 is global .* a multiple of the 2 ranks"):
+    with pytest.raises(UserError, match="--batch 7 must be a multiple of the 2 ranks"):
         train.main([*SPARC, "--batch", "7"])
 
 
 @pytest.mark.parametrize("own, other, message", [
     ({"--lr": 0.1}, {"--lr": 0.2}, "Rank 2 has --lr 0.2, rank 0 has 0.1: start all ranks with"),
     ({"--resume": 0}, {"--resume": True, "--data-path": "x"}, "--resume True, rank 0 has 0:"),
-    ({"data": "9 images, 1"}, {"data": "8 images, 2"}, "data 8 images, 2, .* flags and files"),
+    ({"data": "9 images, 1"}, {"data": "8 images, 2"}, "data 8 images, 2, .* flags, files and --out"),
     ({"--lr": math.inf, "step": 0}, {"--lr": math.inf, "step": 0}, None)])
 def test_ranks_that_differ_are_refused(monkeypatch, own, other, message):
     monkeypatch.setattr(common, "gather_objects", lambda facts: [facts, facts, other])
@@ -935,7 +940,7 @@ def test_fp16_that_skips_every_update_warns_and_then_ends(tmp_path, monkeypatch,
     flags = [*SPARC, "--amp", "fp16", "--log-every", "10", "--out"]
     train_alone([*flags, tmp_path / "short", "--steps", "10"])
     assert "overflow" not in capsys.readouterr().out        # the scale is still 2^6
-    with pytest.raises(UserError, match="updates .* before step 30 .* overflow in fp16: lower"):
+    with pytest.raises(UserError, match="updates before step 30 overflowed in fp16 .*: lower"):
         train_alone([*flags, tmp_path / "long", "--steps", "999"])
     assert "warning at step 20: gradients overflow in fp16" in "".join(capsys.readouterr())
 
@@ -1012,25 +1017,27 @@ def test_encoders_get_grad_checkpoint_and_accum_freq_from_the_flags(flags):
         assert encoder.blocks.grad_checkpoint == args.grad_checkpoint
 
 
-def test_flops_of_clip_and_sparc_agree_with_table_11():
+def test_flops_of_clip_and_sparc_agree_with_table_11(monkeypatch):
     """FLOPs of an update for each of two pairs (B/16, Figure 4). CLIP's are within 8 % of the paper's.
 
     SPARC needs as many times the FLOPs of CLIP as in the paper. A single pair has no loss over a
     batch, which needs 50 of 133,000 MFLOPs for each pair.
     """
-    clip, sparc = 9.14, 9.19  # TFLOPs on each of 256 TPUs for a batch of 16,384 (Table 11)
-    method, flops, encoders = train.METHODS["sparc"], {}, None
+    of_clip, of_sparc = 9.14, 9.19  # TFLOPs on each of 256 TPUs for a batch of 16,384 (Table 11)
+    method, flops = train.METHODS["sparc"], {}
+    monkeypatch.setattr(sparc, "in_fp32", lambda *x: contextlib.nullcontext(x))  # not on "meta"
     for name in ("clip", "sparc"):
         args = train.parse_args(["--method", "sparc", "--preset", "b16", "--objective", name,
                                  "--image-size", "224"])
-        encoders = encoders or common.build_encoders(method, args, range(args.vocab_size))
-        model = common.build_model(method, args, *encoders)
-        batch = train.made_up_batch(args, method, model, 2)
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            model(batch)["loss"].backward()
+        with torch.device("meta"):  # has shapes, but no values
+            encoders = common.build_encoders(method, args, range(args.vocab_size))
+            model = common.build_model(method, args, *encoders)
+            batch = train.made_up_batch(args, method, model, 2)
+            with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+                model(batch)["loss"].backward()
         flops[name] = counter.get_total_flops() / 2 * 16_384 / 256 / 1e12
-    assert flops["clip"] == pytest.approx(clip, rel=0.08)
-    assert flops["sparc"] / flops["clip"] == pytest.approx(sparc / clip, abs=0.001)
+    assert flops["clip"] == pytest.approx(of_clip, rel=0.08)
+    assert flops["sparc"] / flops["clip"] == pytest.approx(of_sparc / of_clip, abs=0.001)
 
 
 def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys):
@@ -1057,7 +1064,7 @@ def test_images_have_enough_pixels_for_the_smallest_crop(monkeypatch, tmp_path, 
 
 
 def test_a_warning_says_that_many_samples_are_skipped(monkeypatch):
-    args = SimpleNamespace(batch=8, epochs=None)
+    args = SimpleNamespace(batch=8)
     record = {"step": 5, "skipped": {"no .txt": 3, "no image": 1}}
     assert train.lost_samples(args, None, record) is None                  # 4 of 44
     with monkeypatch.context() as patch:
@@ -1065,9 +1072,6 @@ def test_a_warning_says_that_many_samples_are_skipped(monkeypatch):
         assert train.lost_samples(args, None, record) is not None
     record["skipped"]["no .txt"] = 5
     assert "this reason: no .txt (" in train.lost_samples(args, None, record)
-    assert "epochs" not in train.lost_samples(args, None, record)
-    args.epochs = 3
-    assert "shown more times than --epochs says" in train.lost_samples(args, None, record)
 
 
 class Device:
@@ -1139,7 +1143,7 @@ def test_a_run_that_fails_at_its_start_leaves_no_directory(tmp_path, monkeypatch
 
 def test_a_batch_larger_than_the_data_is_an_error(tmp_path):
     flags = [*SPARC, "--data", write_table(tmp_path, 3), "--image-size", 16, "--out", tmp_path / "run"]
-    with pytest.raises(UserError, match="--batch 8 is more than the 3 images of .*Lower --batch"):
+    with pytest.raises(UserError, match="--batch 8 is more than the 3 images of .*lower --batch"):
         train_alone(flags)
     train_alone([*flags, "--batch", 3, "--steps", 1])
 
@@ -1154,7 +1158,7 @@ def test_the_first_caption_and_captions_that_are_cut_are_shown_at_the_start(tmp_
     train_alone([*flags, "--out", tmp_path / "run"])
     first, note = re.findall("First caption: .*|note: .* cut.*", capsys.readouterr().out)
     assert first == f"First caption: {'long ' * 40 + 'n0'!r}"
-    assert note.startswith("note: 50.0% of the captions are longer than the 32 tokens")
+    assert note.startswith("note: 50.0% of the captions are cut")
     train_alone([*flags, "--text-encoder", "tiny:width=16,heads=2,depth=1,context=50",
                  "--out", tmp_path / "wide"])
     assert " cut" not in capsys.readouterr().out
@@ -1180,7 +1184,7 @@ def test_a_vocabulary_with_capitals_is_noted(tmp_path, capsys):
                  "--batch", 2,
                  "--vocab", tmp_path / "vocab.txt", "--out", tmp_path / "run"])
     out = capsys.readouterr().out
-    assert "note: 2 tokens of the vocabulary have capitals, such as Paris." in out
+    assert "note: 2 tokens of the vocabulary have capitals, such as Paris," in out
     assert "give --vocab of an uncased model" in out
 
 

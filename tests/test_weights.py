@@ -124,8 +124,8 @@ def test_a_clip_with_clips_words_needs_clips_vocabulary():
     ("clip-l14", (16, 12), 427_616_513)])
 def test_clip_presets_have_the_heads_and_parameters_of_clip(preset, heads, parameters):
     """The heads are those of CLIP's Table 20. OpenAI's files have this number of parameters."""
-    _, settings = common.image_encoder_settings(preset)
-    words = common.encoder_settings(common.TextTransformer, preset, common.TEXT_PRESETS)
+    _, settings = common.encoder_settings(preset, common.IMAGE_ENCODERS)
+    words = common.encoder_settings(preset, common.TEXT_ENCODERS)[1]
     with torch.device("meta"):
         vit, encoder = common.ViT(**settings), common.TextTransformer(**words)
     assert heads == (settings["heads"], words["heads"]) and encoder.causal
