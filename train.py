@@ -1407,8 +1407,9 @@ def main(argv=None):
         if not str(error).startswith(("DataLoader worker (pid", "DataLoader timed out")):
             raise
         raise UserError(f"A data loading worker was killed, or sent no batch for {PATIENCE // 60} "
-                        "minutes: lower --workers or --batch, or raise --shm-size. `--resume "
-                        f"auto --out {args.out}` continues the run.") from None
+                        "minutes, perhaps because /dev/shm is full: lower --workers or --batch, or "
+                        "raise the container's --shm-size. `--resume auto --out "
+                        f"{args.out}` continues the run.") from None
     if dist.is_initialized():  # skipped after an error: NCCL would wait for the other ranks
         dist.destroy_process_group()
     return stopped_by
