@@ -873,7 +873,7 @@ DETECTOR_PRESETS = {  # with --finetune RUN, the run's encoders replace image_en
     # Of the 16 pairs that these images never show, captions of sparc.py's `tiny` name ten.
     "tiny": dict(data="shapes:objects=4,small=0.13,large=0.18,background=0,fillers=0,heldout=16",
                  image_encoder="tiny-patch", text_encoder="tiny", embed_dim=128, drop_path=0.0, batch=32, steps=1500,
-                 lr=1e-3, weight_decay=0.0, warmup=50),
+                 lr=2e-3, weight_decay=0.0, warmup=50),
     # Give --image-size 768, too.
     "b16": dict(image_encoder="ViT-B/16", text_encoder=PAPER["text_encoder"], batch=256, steps=140_000, lr=5e-5,
                 weight_decay=0.0, warmup=1000, beta2=0.999, adam_eps=1e-8, crop_scale=0.3),

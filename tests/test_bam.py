@@ -359,6 +359,7 @@ def test_crop_centres_lie_in_the_box_and_spread_to_its_edges():
     for found in (even, middle):
         assert found[:, 1].min() >= 19 and found[:, 1].max() <= 61 and found[:, 0].min() >= 29
     assert even.std(0).min() > 1.3 * middle.std(0).max()
+    assert even.T.corrcoef()[0, 1].abs() < 0.2  # the two sides are drawn independently
     anywhere = centres(small, 10.0)[:, 1]
     assert anywhere.min() < 15 and anywhere.max() > 65
     whole, without = centres(large, 1.0, (0, 0, 1, 1)), centres(large, 1.0)

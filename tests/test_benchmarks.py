@@ -154,6 +154,11 @@ def test_winoground_is_evaluated_from_its_own_files(tmp_path, capsys):
     assert {key: value.tolist() for key, (value, _) in result.items()} == {
         "winoground/text": [True], "winoground/image": [True], "winoground/group": [True]}
     assert "skipped 1 of 4 images" in capsys.readouterr().out
+    with pytest.MonkeyPatch.context() as patch:  # both captions score highest with image 1
+        scores = torch.tensor([[1.0, 0.0], [2.0, 3.0]])                     # (images, captions)
+        patch.setattr(evaluation.Embedder, "similarity", lambda *pair: scores)
+        result = evaluation.winoground(embedder(), data, options)
+    assert [value.item() for value, _ in result.values()] == [True, False, False]
     (tmp_path / "photos").rename(tmp_path / "w" / "images")  # their folder in the release
     data, options = opened(tmp_path / "w", limit=1)
     assert evaluation.winoground(embedder(), data, options)["winoground/text"][0].tolist() == [True]

@@ -245,6 +245,20 @@ def test_captions_for_the_vocabulary_are_spread_over_the_shards(tmp_path, limit,
     assert source.sample_captions(limit, skip=skip) == expected.split()
 
 
+def test_few_captions_for_the_vocabulary_come_from_shards_far_apart(tmp_path):
+    for shard in range(4):
+        write_tar(tmp_path / f"{shard}.tar", {"0.jpg": picture(), "0.txt": str(shard)})
+    assert open_data(f"{tmp_path}/*.tar").sample_captions(2) == ["0", "2"]
+
+
+def test_a_batch_draws_other_random_numbers_than_its_last_image(tmp_path, monkeypatch):
+    monkeypatch.setattr(Stream, "collate", lambda self, samples: {
+        "last": samples[-1].file, "drawn": torch.rand(1)})
+    table = open_data(write_table(tmp_path, 4))
+    for batch in take(stream(table, transform=lambda image: torch.rand(1)), 2):
+        assert batch["last"] != batch["drawn"]
+
+
 @pytest.mark.parametrize("value, texts", [
     ('["a dog", "a cat"]', ["a dog", "a cat"]), ('"nan"', ["nan"]), ("NaN", []), ("null", []),
     ('["a dog", null]', ["a dog"]), ("[]", []), ("7", [])])

@@ -470,6 +470,10 @@ def test_the_task_by_hand():
     wrong = Finder([truths[0], truths[2], truths[1]])
     result = evaluation.detection(embedder(wrong), data, None)
     assert result["detection/AP"].item() == pytest.approx(2 / 3)
+    data.boxes = lambda: [(torch.full((3, 8, 8), 4.0), boxes_of((2, 0, 0, 1, 1)))]
+    result = evaluation.detection(embedder(Finder([boxes_of((2, 0, 0, 1, 0.72))])), data, None)
+    found = [result[f"detection/{name}"].item() for name in ("AP", "AP50", "AP75")]
+    assert found == [pytest.approx(0.5), 1, 0]                              # an IoU of .72
     data.boxes = lambda: [(torch.full((3, 8, 8), 4.0), boxes_of())]
     with pytest.raises(UserError, match="nothing.json .* no true box"):
         evaluation.detection(embedder(wrong), data, SimpleNamespace(data="nothing.json"))
