@@ -8,6 +8,7 @@ import json
 import shutil
 
 import pytest
+import torch
 
 import common
 import eval as evaluation
