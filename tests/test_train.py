@@ -590,7 +590,7 @@ def test_a_second_run_in_a_directory_is_refused(tmp_path, run_of):
     with train.lock_run(run):
         process = start_program(printed, "train.py", flags)
         process.join()
-        assert "run is in use by another run: wait for it" in printed.read_text()
+        assert "run is in use by another run: stop it" in printed.read_text()
         evaluation.main([str(run), "--task", "zeroshot"])
     assert process.exitcode == 1
     train_alone(flags)
