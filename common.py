@@ -1622,7 +1622,8 @@ class TarShards:
         missing = [path for path in self.paths if not os.path.isfile(path)]
         if missing:
             raise UserError(f"{len(missing)} of the {len(self.paths)} shards of {pattern} do not "
-                            f"exist; the first is {missing[0]}. Name all with DIR/*.tar.")
+                            f"exist; the first is {missing[0]}: name others, or all that exist "
+                            f"by DIR/*.tar.")
 
     def __len__(self):
         return len(self.paths)
