@@ -215,6 +215,8 @@ class Pixels(nn.Module):
 
     def __init__(self, name):
         super().__init__()
+        if name and name not in PIXELS:
+            raise UserError(f"pixels must be one of {', '.join(PIXELS)}, not {name!r}.")
         self.name = name
         for constant, values in zip(("mean", "std"), PIXELS[name or "clip"]):
             self.register_buffer(constant, torch.tensor(values)[:, None, None])  # (3, 1, 1)
@@ -363,8 +365,8 @@ class ViT(Encoder):
         settings of their own architecture.
     pixels: see Pixels.
 
-    Raises UserError if image_size is not a multiple of patch_size, or if `positions` or `stem` is
-    invalid.
+    Raises UserError if image_size is not a multiple of patch_size, or if `positions`, `stem` or
+    `pixels` is invalid.
     """
 
     def __init__(self, image_size=224, patch_size=16, width=768, depth=12, heads=12,

@@ -740,13 +740,15 @@ def choose_labels(args, data):
     args.classes = list(data.classes or given or ())
     if not args.classes:
         raise UserError(f"The classes of {args.data} have no names: give --classes FILE with one "
-                        "name a line.")
+                        "name a line, that of label 0 first.")
     if given not in (None, args.classes):
         raise UserError(f"The classes of {args.data} are {', '.join(args.classes)}; --classes or "
                         f"the resumed run has {', '.join(given)}: leave out --classes, or give "
                         "the run's data.")
     if args.label_fraction is None:
         return data
+    if not isinstance(data, common.CaptionTable):
+        raise UserError(f"--label-fraction needs class folders, {args.data} is something else.")
     paths = [data.path(i) for i in range(len(data))]
     return data.only(common.label_rows(paths, data.labels, args.label_fraction))
 

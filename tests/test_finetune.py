@@ -252,7 +252,8 @@ def test_labels_come_from_shards_folders_and_the_world(tmp_path):
 
 @pytest.mark.parametrize("flags, message", [
     ("--data table.csv", "table.csv has no labels: give class folders"),
-    ("--data 000.tar", "classes of 000.tar have no names: give --classes FILE"),
+    ("--data 000.tar", "classes of 000.tar have no names: give --classes FILE .* label 0 first"),
+    ("--data 000.tar --classes two.txt --label-fraction 0.1", "needs class folders"),
     ("--data data --classes two.txt", "classes of data are blue, green, red; --classes or"),
     ("--vocab two.txt", "--vocab has no effect on this objective: leave"),
     ("--finetune data", "data/config.json cannot be read: No such file"),
