@@ -22,7 +22,8 @@ eval.KINDS. A format whose files hold the images themselves needs a new class, s
 and a row of eval.KINDS; the head of "Data files" lists the members of such a class. To add a size
 of ViT or of text encoder, add a row to VIT_PRESETS or TEXT_PRESETS. To add an image encoder, write
 a class with the members of ResNet (image_size, grid, width, cls, norm, pixels, left_out), and add
-a row to IMAGE_ENCODERS. To add a method, read Method and ModelDefaults.
+a row to IMAGE_ENCODERS; --compile needs it in COMPILED. To add a method, read Method and
+ModelDefaults.
 """
 
 import argparse

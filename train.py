@@ -833,6 +833,9 @@ def initial_encoders(args, method, tokenizer):
         with common.explained(UserError, "--init-weights"):
             weights = common.load_checkpoint(args.init_weights)
         with common.explained(UserError, f"--init-weights {args.init_weights}"):
+            if isinstance(weights, dict) and "ranks" in weights:
+                raise UserError("the file is a checkpoint of train.py: continue its run by "
+                                "--resume, or write its image encoder by `eval.py RUN --export`.")
             if method.uses_text(args):
                 parts = common.load_clip(encoders, weights, tokenizer)
             else:
@@ -842,6 +845,9 @@ def initial_encoders(args, method, tokenizer):
 
 def save_memory(args, model):
     """Apply --grad-checkpoint and --accum-freq to all encoders, a teacher's included."""
+    if args.grad_checkpoint and isinstance(model.image_encoder, common.ResNet):
+        raise UserError(f"--grad-checkpoint recomputes the blocks of a ViT; {args.image_encoder} "
+                        f"has none: leave the flag out, or lower --batch.")
     for module in model.modules():
         if isinstance(module, common.Blocks):
             module.grad_checkpoint = args.grad_checkpoint
