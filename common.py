@@ -2534,6 +2534,7 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=HelpFormatter, **more)
 
     def error(self, message):
+        """Raise UserError, which one rank of each machine prints."""
         quotes = ", and quote a pattern of .tar files" if ".tar" in message else ""
         raise UserError(f"{message}: see --help{quotes}.")
 

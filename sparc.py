@@ -515,8 +515,8 @@ def patches_per_word(a, mask):
 # Baselines (Sec. 4) -----------------------------------------------------------------------
 #
 # D.3 and D.4 describe the baselines. A rank has b pairs, all ranks have B. The losses of an
-# objective are added and share one learned tau. D.4 sets all lambdas of MGCA to 1. In
-# MGCA's code its three losses then have the weights 2 : 2 : 1 (its default lambdas: 1, .7, .5).
+# objective are added and share one learned tau. D.4 sets all lambdas of MGCA to 1.
+# MGCA's code then gives its three losses the weights 2 : 2 : 1 (its default lambdas: 1, .7, .5).
 # Evaluation compares vbar and tbar, except for two objectives: FILIP compares patches with tokens,
 # and PACL compares patches with captions.
 

@@ -954,10 +954,12 @@ def find_boxes(args, data, model, device, autocast, stop):
     return found, max(noted for *_, noted in ranks)
 
 
-OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True),
-              # DeiT's "sgd" is timm's, which has Nesterov momentum.
-              "sgd": lambda groups, betas, eps: torch.optim.SGD(groups, momentum=betas[0],
-                                                                nesterov=True),
+def sgd(groups, betas, eps):
+    # DeiT's "sgd" is timm's, which has Nesterov momentum.
+    return torch.optim.SGD(groups, momentum=betas[0], nesterov=True)
+
+
+OPTIMIZERS = {"adamw": functools.partial(torch.optim.AdamW, fused=True), "sgd": sgd,
               "lamb": METHODS["stair"].LAMB, "lars": METHODS["bam"].LARS}
 
 
