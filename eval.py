@@ -18,7 +18,7 @@ A map of the sections:
     Pictures            PICTURES: the table of all pictures, and what each picture needs
     Evaluating a run    main -> evaluate_run -> load_run, open_eval_set, evaluate_and_show
     Search, Weights     --query, --export
-    Several runs        tables and comparisons
+    Several runs        a table of runs, with paired differences
     Command line        the flags
 
 To add a task, write a function and add a row to TASKS. To add a picture, add a row to PICTURES. To
@@ -2116,7 +2116,6 @@ class Row(NamedTuple):
     run: Callable
     data: tuple                  # attributes of EvalSet; the data must have one
     model: str = "encode_image"  # attribute of the model that must not be None or 0
-    compares_runs: bool = False  # whether a picture expects {name: Embedder} for an Embedder
 
     def fits(self, data):
         """Whether the data, an EvalSet, have what the task needs."""
@@ -2185,9 +2184,8 @@ def to_float(found):
 # Pictures ---------------------------------------------------------------------------------
 #
 # A picture is a function of an Embedder and an EvalSet -> PIL image, or None if there is nothing
-# to show. The functions that compare runs expect {name: Embedder}; a single run has the name "".
-# PICTURES, at the end of this section, has a row for each of these functions. draw_log, which draws
-# curves.png, has no row.
+# to show. PICTURES, at the end of this section, has a row for each of these functions. draw_log,
+# which draws curves.png, has no row.
 
 BACKGROUND, NOT_COUNTED = (40, 40, 40), (150, 150, 150)
 CLASS_COLOURS = [  # colours that can be told apart; the first eight are those of the world
@@ -2355,23 +2353,19 @@ def class_legends(data, groupings):
     return tables, legends
 
 
-def draw_segmentation(runs, data):
-    """An image, its true map and the map that each run predicts (SPARC, Fig. 3).
-
-    runs: {name: Embedder}."""
-    classes = {name: patch_classes(embedder, data) for name, embedder in runs.items()}
-    samples, rows = list(itertools.islice(data.maps("picture"), 8)), []
+def draw_segmentation(embedder, data):
+    """An image, its true map and the map that the model predicts (SPARC, Fig. 3)."""
+    classes, rows = patch_classes(embedder, data), []
+    samples = list(itertools.islice(data.maps("picture"), 8))
     colours, legends = class_legends(data, samples[0][1])
     for image, truths in samples:
+        patches = embedder.encode_batches([image[None]], embedder.model.encode_patches)[0]
         cells = []
         for grouping, truth in truths.items():
             what = grouping[1:] or "class"
-            size, maps = (144, 144 * truth.shape[0] // truth.shape[1]), {f"true {what}": truth}
-            for name, embedder in runs.items():
-                patches = embedder.encode_batches([image[None]], embedder.model.encode_patches)[0]
-                predicted = sparc.segment(patches, classes[name][grouping], truth.shape)
-                maps[f"predicted {what}" + (f" by {name}" if name else "")] = predicted
-            for label, ids in maps.items():
+            size = 144, 144 * truth.shape[0] // truth.shape[1]
+            predicted = sparc.segment(patches, classes[grouping], truth.shape)
+            for label, ids in ((f"true {what}", truth), (f"predicted {what}", predicted)):
                 shade = torch.where(truth == 0, 0.35, 1.0)[..., None]
                 painted = (colours[grouping][ids.long()] * shade).byte().permute(2, 0, 1)
                 picture = to_pil_image(painted).resize(size, Image.Resampling.NEAREST)
@@ -2443,19 +2437,14 @@ def word_cloud(words, scores):
     return join(cloud, True, 2)
 
 
-def draw_words(runs, data):
-    """The words that score highest for an image (STAIR, Fig. 4; several runs: Fig. 5).
-
-    runs: {name: Embedder}."""
-    images, captions = take(next(iter(runs.values())), data, 16)
-    pictures = [[to_picture(image, (144, 144))] for image in images]
-    for name, embedder in runs.items():
-        encode = embedder.model.image_encoding or "encode_image"
-        scores = vocabulary_scores(embedder, embedder.encode_batches([images], encode))  # (n, |V|)
-        for row, of_image in zip(pictures, scores):
-            cloud = word_cloud(embedder.tokenizer.vocab, of_image)
-            row.append(join([draw_text(name, cloud.width), cloud], down=True))
-    cells = [(join(row), caption) for row, caption in zip(pictures, captions)]
+def draw_words(embedder, data):
+    """The words that score highest for an image (STAIR, Fig. 4)."""
+    images, captions = take(embedder, data, 16)
+    encode, cells = embedder.model.image_encoding or "encode_image", []
+    scores = vocabulary_scores(embedder, embedder.encode_batches([images], encode))  # (n, |V|)
+    for image, caption, of_image in zip(images, captions, scores):
+        cloud = word_cloud(embedder.tokenizer.vocab, of_image)
+        cells.append((join([to_picture(image, (144, 144)), cloud]), caption))
     title = "The 20 words that score highest for an image, and their scores."
     note = ("STAIR's score is the weight of the word, before the encoding gets length 1. The score "
             "of another method is the similarity of the image and the word. The model does not see "
@@ -2544,37 +2533,31 @@ def draw_boxes(image, boxes):
     return picture
 
 
-def draw_captions(runs, data):
-    """Images of 1,000 for which every run ranks a wrong caption first (SPARC, D.9).
+def draw_captions(embedder, data):
+    """Images of 1,000 whose nearest caption belongs to another image (SPARC, D.9).
 
-    Each image is shown with the captions found and their K-Precision. If the data have
-    a list of nouns and adjectives, only these words count (Fig. 6), otherwise all words (Fig. 5).
-    runs: {name: Embedder}.
+    Each image is shown with this caption and the caption's K-Precision. If the data have a list of
+    nouns and adjectives, only these words count (Fig. 6), otherwise all words (Fig. 5).
     """
-    pairs, found = list(itertools.islice(data.captioned("captioned"), 1000)), {}
-    for name, embedder in runs.items():
-        x, kept = embedder.encode_pairs((image, (image, captions)) for image, captions in pairs)
-        flat = [caption for _, captions in kept for caption in captions]
-        found[name] = [flat[j] for j in nearest_captions(embedder, x, embedder.texts(flat))]
-    errors, shown = sparc.retrieval_errors([own for _, own in kept], found.values(), caption_words,
-                                           data.content_words)
-    title = f"Retrieval errors: for {errors:,} of {len(kept):,} images the nearest caption belongs "
-    title += "to another image"
-    if len(runs) > 1:
-        title += f" in each run, and for {len(shown):,} of these {[*runs][0]} is the most precise"
+    pairs = itertools.islice(data.captioned("captioned"), 1000)
+    x, kept = embedder.encode_pairs((image, (image, captions)) for image, captions in pairs)
+    flat = [caption for _, captions in kept for caption in captions]
+    found = [flat[j] for j in nearest_captions(embedder, x, embedder.texts(flat))]
+    errors = sparc.retrieval_errors([own for _, own in kept], found, caption_words,
+                                    data.content_words)
     rows = []
-    for i, scores in shown[:8]:
+    for i, score in errors[:8]:
         image, captions = kept[i]
-        lines = [draw_text(f"own captions: {' / '.join(captions)}", 500)]
-        for (name, captions), score in zip(found.items(), scores):
-            label = "nearest caption" + (f" by {name}" if name else "")
-            lines.append(draw_text(f"{label} (K-Precision {score:.2f}): {captions[i]}", 500))
-        image = image if torch.is_tensor(image) else embedder.read(image)
-        rows.append(("", [(join([to_picture(image), join(lines, True)]), "")]))
+        lines = [f"own captions: {' / '.join(captions)}",
+                 f"nearest caption (K-Precision {score:.2f}): {found[i]}"]
+        text = join([draw_text(line, 500) for line in lines], down=True)
+        rows.append(("", [(join([to_picture(embedder.read(image)), text]), "")]))
+    title = (f"Retrieval errors: for {len(errors):,} of {len(kept):,} images the nearest caption "
+             f"belongs to another image.")
     counted = "nouns and adjectives" if data.content_words else "words"
     note = (f"Only errors are shown. K-Precision is the share of the nearest caption's {counted} "
             f"that occur in the image's own captions.")
-    return sheet(title + ".", note, rows) if rows else None
+    return sheet(title, note, rows) if rows else None
 
 
 def draw_similarities(embedder, data):
@@ -2719,11 +2702,11 @@ def draw_log(run):
 
 PICTURES = {
     "alignment": Row(draw_word_maps, IMAGES, "align_words"),
-    "segmentation": Row(draw_segmentation, ("maps",), "encode_patches", compares_runs=True),
+    "segmentation": Row(draw_segmentation, ("maps",), "encode_patches"),
     "slots": Row(draw_slots, IMAGES, "slots"),
-    "words": Row(draw_words, IMAGES, "encode_text", compares_runs=True),
+    "words": Row(draw_words, IMAGES, "encode_text"),
     "queries": Row(draw_word_maps, IMAGES, "word_maps"),
-    "captions": Row(draw_captions, ("captioned",), "encode_text", compares_runs=True),
+    "captions": Row(draw_captions, ("captioned",), "encode_text"),
     "heads": Row(draw_heads, IMAGES, "head_maps"),
     "neighbours": Row(draw_neighbours, ("captioned", "labelled")),
     "similarities": Row(draw_similarities, ("labelled",)),
@@ -2731,32 +2714,26 @@ PICTURES = {
 }
 
 
-def pictures_to_draw(models, data, tasks):
+def pictures_to_draw(model, data, tasks):
     """The pictures that `tasks` names, or the usual pictures if it is empty -> {name: Row}.
-    A picture is left out if the data or one of the models lack what the picture needs."""
+    A picture is left out if the data or the model lack what the picture needs."""
     usual = set(PICTURES)
-    if not any(model.encode_words for model in models):
+    if not model.encode_words:
         usual.remove("words")  # only STAIR has an encoding that consists of words
-    if any(model.encode_text for model in models):
+    if model.encode_text:
         usual.remove("similarities")  # BAM's picture, of models that learn from images alone
-    if any(model.detect for model in models):
+    if model.detect:
         usual = {"detection"}
-    return {name: picture for name, picture in PICTURES.items()
-            if name in (tasks or usual) and picture.fits(data)
-            and all(picture.suits(model) for model in models)}
+    return {name: picture for name, picture in PICTURES.items() if name in (tasks or usual)
+            and picture.fits(data) and picture.suits(model)}
 
 
 @torch.no_grad()
-def draw_pictures(embedders, data, tasks):
-    """The pictures of runs {name: Embedder} -> {name: picture}. Several runs have only pictures
-    that compare them."""
-    models, pages = [embedder.model for embedder in embedders.values()], {}
-    for name, picture in pictures_to_draw(models, data, tasks).items():
-        if picture.compares_runs:
-            pages[name] = picture.run(embedders, data)
-        elif len(embedders) == 1:
-            pages[name] = picture.run(*embedders.values(), data)
-    return {name: page for name, page in pages.items() if page}
+def draw_pictures(embedder, data, tasks):
+    """Draw what pictures_to_draw names -> {name: picture}."""
+    drawn = {name: picture.run(embedder, data)
+             for name, picture in pictures_to_draw(embedder.model, data, tasks).items()}
+    return {name: page for name, page in drawn.items() if page}
 
 
 # Evaluating a run -----------------------------------------------------------------------
@@ -2779,7 +2756,7 @@ def tasks_to_run(options, data, model):
     if not usable and not PICTURES.keys() & asked:
         raise UserError(f"{can}: give class folders, a table of captions or shapes; tar shards "
                         f"are for training, unless they have CLIP_benchmark's layout.")
-    drawn = pictures_to_draw([model], data, asked)
+    drawn = pictures_to_draw(model, data, asked)
     for name in asked:
         if name not in usable and (name in TASKS or name not in drawn):
             row = (PICTURES | TASKS)[name]
@@ -2847,7 +2824,7 @@ def evaluate_and_show(embedder, data, options, run):
     result = evaluate(embedder, data, options, report)
     print_notes(embedder, data)
     pages = draw_log(run) if is_whole else {}
-    drawn = draw_pictures({"": embedder}, data, options.tasks)
+    drawn = draw_pictures(embedder, data, options.tasks)
     pages |= {output_path(run, options, f"{name}.png"): page for name, page in drawn.items()}
     with noted():
         if line and is_whole:
@@ -3140,14 +3117,11 @@ def mean_in_words(values, n):
     return in_digits(mean(values), 3) + deviation + fewer
 
 
-def compare_runs(evaluated, tasks):
-    """Print a table of several runs {run: Evaluated} -> a list with a picture that shows them side
-    by side, or an empty list.
+def compare_runs(evaluated):
+    """Print a table of several runs {run: Evaluated}.
 
     Runs that differ only in their seed share a column. The headings name the settings that differ
-    between the columns. The picture shows the first run of each column. There is none if --task
-    allows none, if there is one column, or if the runs were evaluated on different data or on
-    images of different sizes.
+    between the columns.
     """
     columns = collections.defaultdict(list)
     for run, found in evaluated.items():
@@ -3165,25 +3139,7 @@ def compare_runs(evaluated, tasks):
         # the same seed a second time is a key of its own
         table[heading] = {(seed, seeds[:i].count(seed)): evaluated[run].metrics
                           for i, (run, seed) in enumerate(zip(runs, seeds))}
-    if any(found.metrics for found in evaluated.values()):  # a picture alone measures nothing
-        print_table(table, "seed")
-    kinds = {(found.data.options.data, found.data.image_size) for found in evaluated.values()}
-    if len(kinds) > 1:
-        print("The runs were evaluated on different data, or on images of different sizes: "
-              + ", ".join(f"{spec}, {size} pixels" for spec, size in sorted(kinds)))
-    shown = [runs[0] for runs in columns.values()]
-    names = [Path(run).resolve().name for run in shown]  # paths would be wider than the pictures
-    if len(set(names)) < len(names):
-        names = shown
-    embedders = {name: evaluated[run].embedder for name, run in zip(names, shown)}
-    pages = []
-    if len(kinds) == 1 and len(columns) > 1:
-        pages = [*draw_pictures(embedders, evaluated[shown[0]].data, tasks).values()]
-    if not pages:
-        return []
-    title = f"Runs side by side on {[*kinds][0][0]}: {', '.join(shown)}."
-    heading = draw_text(title, max(page.width for page in pages) - 20, 18)
-    return [join([ImageOps.expand(heading, 10, "white"), *pages], down=True)]
+    print_table(table, "seed")
 
 
 # Command line ---------------------------------------------------------------------------
@@ -3234,7 +3190,6 @@ class Evaluated(NamedTuple):
 
     embedder: Embedder
     args: object                 # settings of the run
-    data: EvalSet
     metrics: dict                # {metric: float}
 
 
@@ -3253,7 +3208,7 @@ def evaluate_run(run, given, device):
     if options.query:
         search(embedder, data, options, run)
         return None
-    return Evaluated(embedder, args, data, evaluate_and_show(embedder, data, options, run))
+    return Evaluated(embedder, args, evaluate_and_show(embedder, data, options, run))
 
 
 def main(argv=None):
@@ -3275,7 +3230,7 @@ def main(argv=None):
             path = Path(run, f"{Path(flags.image).stem}-pair.png")
             pages[path] = draw_pair(embedder, flags.image, flags.caption)
         return save_pictures(pages)
-    failed, pages = [], []
+    failed = []
     metrics = collections.defaultdict(dict)  # {run: {--data: its metrics}}
     for spec in [{"data": spec} for spec in flags.data] if flags.data else [{}]:
         evaluated = {}
@@ -3285,10 +3240,8 @@ def main(argv=None):
                     evaluated[run], metrics[run][spec.get("data")] = found, found.metrics
             except UserError as error:  # an error in one run must not stop the other runs
                 failed.append(f"{run}: {error}" if len(runs) > 1 else str(error))
-        if evaluated and len(runs) > 1:
-            pages += compare_runs(evaluated, flags.tasks)
-    if pages:
-        save_pictures({Path(runs[0], "comparison.png"): join(pages, down=True)})
+        if len(runs) > 1 and any(found.metrics for found in evaluated.values()):
+            compare_runs(evaluated)
     if len(flags.data or []) > 1 and metrics:
         print_table({f"{run}, mean over data": rows for run, rows in metrics.items()}, "data")
         for run, rows in metrics.items():

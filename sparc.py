@@ -831,23 +831,17 @@ def share_on(mask, weights):
 
 
 def retrieval_errors(own, found, split, among=None):
-    """Images for which no run finds a caption of the image itself -> their number, and those to
-    show: [(row number, K-Precisions of the runs)].
+    """Images whose found caption is none of their own -> [(row number, K-Precision)] (D.9).
 
-    own: for n images the list of their captions. found: for each run, n captions that it finds.
-    split(text) -> list of words. among: the words that count, by default all. One run shows all its
-    errors. Several runs show those where the first has the highest K-Precision, the largest lead
-    first (D.9).
+    own: for n images the list of their captions. found: n captions, the nearest of each image.
+    split(text) -> list of words. among: the words that count, by default all.
     """
     errors = []
-    for i, (captions, *nearest) in enumerate(zip(own, *found)):
-        if not set(nearest) & set(captions):
+    for i, (captions, nearest) in enumerate(zip(own, found)):
+        if nearest not in captions:
             truth = [split(" ".join(captions))]
-            errors.append((i, [k_precision([split(caption)], truth, among) for caption in nearest]))
-    if len(found) == 1:
-        return len(errors), errors
-    lead = lambda error: error[1][0] - max(error[1][1:])
-    return len(errors), sorted((e for e in errors if lead(e) > 0), key=lead, reverse=True)
+            errors.append((i, k_precision([split(nearest)], truth, among)))
+    return errors
 
 
 # Open-vocabulary detection (Sec. 4.5, Table 5) --------------------------------------------

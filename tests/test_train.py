@@ -124,7 +124,7 @@ def test_flags_of_a_method_change_its_training(tmp_path, run_of, name, flags):
     embedder, _ = evaluation.load_run(tmp_path)
     data, options = opened("shapes:size=16,objects=2")
     assert 0 <= evaluation.evaluate(embedder, data, options)["zeroshot"] <= 1
-    evaluation.draw_pictures({"run": embedder}, data, {"alignment", "slots", "segmentation"})
+    evaluation.draw_pictures(embedder, data, {"alignment", "slots", "segmentation"})
     last_block = f"image_encoder.blocks.{name == 'sparo':d}.norm1.weight"
     assert last_block in weights(tmp_path)
 
