@@ -3029,8 +3029,7 @@ def export(run, checkpoint, file):
     """
     if not file or os.path.lexists(file):
         raise UserError(f"--export {file!r} must be a new file: give a name that does not exist.")
-    model = load_run(run, checkpoint=checkpoint)[0].model
-    encoder = model.evaluation_encoder()
+    encoder = load_run(run, checkpoint=checkpoint)[0].model.evaluation_encoder()
     weights = common.timm_weights(encoder)
     mean, std = weights["mean"].flatten().numpy(), weights["std"].flatten().numpy()
     with common.replacing(file) as opened:
@@ -3043,29 +3042,10 @@ def export(run, checkpoint, file):
           f"patch_size={encoder.patch_size}, embed_dim={encoder.width}, "
           f"depth={len(encoder.blocks)}, num_heads={block.attn.heads}, "
           f"mlp_ratio={block.mlp.fc1.out_features / encoder.width:g}, "
-          f"class_token={has_cls}, {timm_pooling(model)}, num_classes=0, pre_norm={pre_norm}, "
+          f"class_token={has_cls}, global_pool='', num_classes=0, pre_norm={pre_norm}, "
           f"act_layer='{gelu}', norm_layer=functools.partial(torch.nn.LayerNorm, "
-          f"eps={encoder.norm.eps:g}))")
-
-
-def timm_pooling(model):
-    """How encode_image pools the tokens of the encoder, as arguments of timm's VisionTransformer.
-    The gradients of the tokens tell which tokens are read, and whether they are averaged."""
-    encoder = model.evaluation_encoder()
-    images = torch.rand(1, 3, encoder.image_size, encoder.image_size)
-    tokens = encoder(images).detach().requires_grad_()                      # (1, N, d)
-    hook = encoder.register_forward_hook(lambda *_: tokens)
-    x = model.encode_image(images)
-    hook.remove()
-    gradients, = torch.autograd.grad((x * torch.randn_like(x)).sum(), tokens)
-    cls, patches = gradients[0].tensor_split([int(encoder.cls is not None)])
-    if not patches.any():
-        return "global_pool='token'"
-    if (patches == patches[0]).all() and not cls.any():
-        return "global_pool='avg', fc_norm=False"
-    if (patches == patches[0]).all() and torch.equal(cls[0], patches[0]):
-        return "global_pool='avg', pool_include_prefix=True, fc_norm=False"
-    return "global_pool=''"  # all tokens, which the method reads in a manner of its own
+          f"eps={encoder.norm.eps:g}))\n"
+          f"That model returns all tokens; encode_image in the method's file says how to pool them.")
 
 
 # Several runs ---------------------------------------------------------------------------
