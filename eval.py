@@ -2305,19 +2305,6 @@ def draw_pair(embedder, image, caption):
     return lit_sheet("Which patches each word or slot weights.", note, rows)
 
 
-def sentences_on_objects(own, objects, metrics):
-    """Fill the metrics of `weights_on_objects` into two sentences with {kind}, {value} and {even}:
-    `own` and `objects`. A kind has no sentences if the captions have no word of this kind."""
-    filled = ""
-    for metric, (value, even) in metrics.items():
-        _, figure, kind = metric.split("/")
-        sentence = own if figure == "own" else objects
-        if math.isfinite(value):
-            filled += " " + sentence.format(kind=kind, value=f"{100 * value:.0f} %",
-                                            even=f"{100 * even:.0f} %")
-    return filled
-
-
 def draw_word_maps(embedder, data):
     """Where at most eight words of a caption lie in its image (SPARC, Eq. 4; STAIR, Fig. 10)."""
     rows = []
@@ -2329,11 +2316,6 @@ def draw_word_maps(embedder, data):
     is_stair = embedder.model.word_maps
     title = ("STAIR: where the words of a caption lie in its image (Fig. 10)." if is_stair
              else "SPARC: which patches each word of a caption weights (Eq. 4).")
-    if data.word_masks and not is_stair:
-        own = ("A {kind} word gives {value} of its weight on objects to the objects that it names; "
-               "equal weights would give {even}.")
-        every = "It gives {value} of all its weight to objects; equal weights would give {even}."
-        title += sentences_on_objects(own, every, alignment(embedder, data, None))
     note = f"{SCORES if is_stair else BRIGHTNESS} At most eight words of a caption are shown."
     return lit_sheet(title, note, rows)
 
@@ -2408,12 +2390,6 @@ def draw_slots(embedder, data):
     if not rows:
         return None
     title = "SPARO: the word and the patches that the same slot weights (Sec. 5.4)."
-    if data.word_masks:
-        own = ("If the slot's word is a {kind}, {value} of the object pixels in the slot's "
-               "brightest patch show the objects that the word names; {even} of all object pixels "
-               "do.")
-        every = "Objects fill {value} of this patch and {even} of the image."
-        title += sentences_on_objects(own, every, slot_alignment(embedder, data, None))
     note = (f"A row is one of {agree.shape[1]} slots. In the pairs shown the slot puts more than "
             f"half of its weight on one word of the caption (above the image), and its values for "
             f"image and caption have a cosine above 0.75. The first slots do so most often and "
