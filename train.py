@@ -558,8 +558,7 @@ def announce(args, data, model, tokenizer, device, progress):
     image would be several times in a batch."""
     params = sum(p.numel() for p in model.parameters()) / 1e6
     ranks, threads = this_rank()[1], torch.get_num_threads()
-    changed = changed_settings(args, data).values()
-    print(" ".join([f"{args.out}: --method {args.method} --preset {args.preset}", *changed]))
+    print(f"{args.out}: --method {args.method} --preset {args.preset}")
     print(f"{params:.1f} M parameters on {device}, {ranks} process{'es' if ranks > 1 else ''}, "
           f"{threads} thread{'s' if threads > 1 else ''} each")
     if args.resume:
@@ -587,25 +586,6 @@ def announce(args, data, model, tokenizer, device, progress):
     if shortest < args.warmup:
         print(f"note: --warmup {args.warmup} is longer than the {shortest} steps of a stage: the "
               f"learning rate does not reach its peak")
-
-
-def changed_settings(args, data):
-    """{name: "--flag value"} of the settings that differ from the preset's. For a resumed run: of
-    the settings that differ from the run's own, with the value that they had in the run."""
-    method = METHODS[args.method]
-    usual = vars(Config()) | vars(method.Settings()) | method.PRESETS[args.preset]
-    _, encoder = common.encoder_settings(args.image_encoder, common.IMAGE_ENCODERS)
-    usual["image_size"] = data.size if isinstance(data, common.World) else encoder["image_size"]
-    shown = usual.keys() - {"preset", "out", "resume", "classes"}
-    if args.resume:
-        usual |= common.read_config(args.out)
-    words = {}
-    for name in sorted(shown):
-        value, before = vars(args)[name], usual[name]
-        if value != before and not (name == "steps" and args.epochs):
-            was = f" (it was {before})" if args.resume else ""
-            words[name] = f"{common.flag_of(name)} {value}{was}"
-    return words
 
 
 def check_vocabulary(args, data, tokenizer):
@@ -1129,11 +1109,8 @@ def load_state(args, data, model, scaler, progress, device):
     last step into another stage."""
     path = Path(args.out, "last.pt")
     state = common.load_checkpoint(path, device, common.NO_LAST)
-    own = {"image_encoder", "text_encoder", "image_size", *vars(METHODS[args.method].Settings())}
-    changed = [words for name, words in changed_settings(args, data).items() if name in own]
-    remedy = f"leave out {', '.join(changed)}; " if changed else ""
-    common.restore_model(model, state["model"], path,
-                         f"{remedy}vocab.txt and config.json must be those of the run")
+    common.restore_model(model, state["model"], path, "leave out flags that change the model; "
+                         "vocab.txt and config.json must be those of the run")
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     progress.restore(state, args.workers)

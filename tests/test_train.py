@@ -483,14 +483,12 @@ def test_strange_file_names_and_a_closed_pipe_do_not_end_a_run(tmp_path):
         assert process.exitcode == 0 and (tmp_path / "run" / last).exists()
 
 
-def test_resume_auto_begins_or_continues_with_one_command(tmp_path, run_of, capsys):
+def test_resume_auto_begins_or_continues_with_one_command(tmp_path, run_of):
     vocab = shutil.copy(run_of("sparc") / "vocab.txt", tmp_path)
     command = [*SPARC, "--preset", "tiny", "--vocab", vocab, "--out", tmp_path / "run"]
     for steps in (2, 4, 4):
         train_alone([*command, "--resume", "auto", "--steps", steps])
         assert len(read_log(tmp_path / "run")) == steps
-    printed = capsys.readouterr().out
-    assert re.findall(r"--\S+ \S+ \(it was .*?\)", printed) == ["--steps 4 (it was 2)"]
     (tmp_path / "run/last.pt").unlink()  # as if killed before it saved: it begins anew
     train_alone([*command, "--resume", "auto", "--steps", 2])
     assert [record["step"] for record in read_log(tmp_path / "run")] == [1, 2]
