@@ -2974,22 +2974,6 @@ def load_clip_parts(model, parts):
     return {name: x for name, x in parts.items() if name not in model.clip_parameters()}
 
 
-def describe_loading(model, encoders, left_over):
-    """What a model has got from the file of --init-weights, in a sentence. left_over: the tensors
-    of the file that were not loaded, {name: tensor}."""
-    def groups(names):
-        """The modules of tensors: blocks.3.norm.bias -> blocks.3, head.0.weight -> head."""
-        modules = [re.match(r"(blocks|visual)\.\w+|\w+", name)[0] for name in names]
-        return ", ".join(dict.fromkeys(modules)) or "nothing"
-
-    loaded = {id(p) for encoder in encoders if encoder for p in encoder.parameters()}
-    loaded |= {id(p) for p in model.clip_parameters().values()}
-    # A teacher, which needs no gradient, is a copy.
-    new = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in loaded]
-    return (f"{len(loaded)} tensors are loaded. New in the model: {groups(new)}. Left over in the "
-            f"file: {groups(left_over)}.")
-
-
 def load_timm(encoder, state_dict):
     """Load a ViT that timm, DeiT, DINO, BAM or eval.py --export saved, under timm's names, or a
     ResNet under torchvision's.

@@ -790,7 +790,10 @@ def new_model(args, method, tokenizer):
         file = vars(args)[flag]
         with common.explained(UserError, f"{common.flag_of(flag)} {file}"):
             left_over = common.load_clip_parts(model, parts)
-        print_once(f"{file}: {common.describe_loading(model, encoders, left_over)}")
+        # blocks.3.norm.bias -> blocks.3, head.0.weight -> head
+        modules = [re.match(r"(blocks|visual)\.\w+|\w+", name)[0] for name in left_over]
+        names = ", ".join(dict.fromkeys(modules)) or "nothing"
+        print_once(f"{file} is loaded. Left over in the file: {names}.")
     save_memory(args, model)
     return model
 
