@@ -348,22 +348,16 @@ def parse_args(argv):
 
 
 def lists_of_names(methods):
-    """The end of --help: the names that --data, --preset and the encoders' flags expect, with half
-    a sentence each."""
-    lines = ["--data SPEC, one of:", *(f"  {form}" for form in common.spec_forms().split("; "))]
+    """The end of --help: the names that --data, --preset and the encoders' flags expect."""
+    lists = {"--data SPEC, one of": common.spec_forms().split("; ")}
     for method in methods:
-        lines.append(f"--preset NAME of --method {method}:")
-        for name, preset in METHODS[method].PRESETS.items():
-            x = vars(Config()) | preset
-            lines.append(f"  {name:18} {x['image_encoder']}, {x['steps']:,} steps of "
-                         f"{x['batch']:,}")
-    encoders = {"--image-encoder": common.IMAGE_ENCODERS, "--text-encoder": common.TEXT_ENCODERS}
-    for flag, kinds in encoders.items():
-        lines.append(f"{flag} NAME:")
-        for kind, presets in kinds.items():
-            for name, settings in presets.items():
-                values = ", ".join(f"{key}={value}" for key, value in settings.items())
-                lines.append(f"  {name:18} {kind.__name__}: {values}")
+        lists[f"--preset NAME of --method {method}"] = METHODS[method].PRESETS
+    for flag, kinds in (("--image-encoder", common.IMAGE_ENCODERS),
+                        ("--text-encoder", common.TEXT_ENCODERS)):
+        lists[f"{flag} NAME"] = [name for presets in kinds.values() for name in presets]
+    lines = []
+    for title, names in lists.items():
+        lines += [f"{title}:", *(f"  {name}" for name in names)]
     return "\n".join(lines)
 
 
