@@ -300,8 +300,8 @@ def interval(differences):
 # encode_pairs reads files with read_images and Embedder.read.
 
 
-IMAGE_FORMS = ("Give paths, bytes, PIL images, arrays (H, W, 3) of uint8, or tensors (3, H, W) of "
-               "uint8 or of floats in [0, 1]")
+IMAGE_FORMS = ("Give paths, bytes, PIL images, or tensors (3, H, W) of uint8 or of floats in "
+               "[0, 1], an array by Image.fromarray")
 
 
 def chunks(items, n):
@@ -312,9 +312,8 @@ def chunks(items, n):
 
 
 def as_list(items):
-    """Return the items as a list. A single caption, path or image becomes a list with one item."""
-    is_array = getattr(items, "ndim", 0) in (2, 3)  # one image, of numpy or torch
-    is_one = is_array or isinstance(items, (str, bytes, Path, Image.Image))
+    """Return the items as a list. A caption, path or PIL image becomes a list with one item."""
+    is_one = isinstance(items, (str, bytes, Path, Image.Image))
     return [items] if is_one else list(items)
 
 
@@ -432,12 +431,9 @@ class Embedder:
         self.captions = self.cut_captions = self.tokens = self.unknown_tokens = 0
 
     def read(self, file):
-        """A path, bytes, PIL image or array (H, W, 3) of uint8 -> its centre crop, uint8 (3, S, S).
-        A tensor is not cropped."""
+        """A path, bytes or PIL image -> its centre crop, uint8 (3, S, S). A tensor is not cropped."""
         if torch.is_tensor(file):
             return check_images(file[None])[0]
-        if isinstance(file, np.ndarray):
-            file = Image.fromarray(file)
         # A model with text follows CLIP, which resizes the shorter side to the size of the crop. A
         # model without text follows DINO and BAM (D.1), which resize the shorter side to 256 for a
         # crop of 224.
@@ -494,10 +490,10 @@ class Embedder:
     def images(self, images, encode="encode_image"):
         """Encode n images -> (n, E), or (n, P, E) if `encode` encodes patches.
 
-        The argument is an image or a list of images: paths, bytes, PIL images, arrays (H, W, 3) of
-        uint8, which are cropped, or tensors (3, S, S); or it is a tensor (n, 3, S, S) or an array
-        (n, H, W, 3). A tensor has uint8 or floats in [0, 1]. `workers` threads read the images,
-        `chunk` at a time. Raises UserError for another argument, or if an image cannot be read.
+        The argument is a path, bytes or a PIL image, a list of these, which are cropped, and of
+        tensors (3, S, S), or a tensor (n, 3, S, S). A tensor has uint8 or floats in [0, 1].
+        `workers` threads read the images, `chunk` at a time. Raises UserError for another argument,
+        or if an image cannot be read.
         """
         if torch.is_tensor(images) and images.ndim == 4:
             return self.encode_batches(check_images(images).split(self.chunk), encode)

@@ -395,24 +395,25 @@ def test_encoders_accept_a_single_caption_or_image(run_of, tmp_path):
 
 
 def test_images_in_any_form_have_the_same_encodings(run_of, tmp_path):
-    """uint8 and floats, tensors and arrays, one image and several. All but tensors are cropped."""
+    """uint8 and floats, files and tensors, one image and several. All but tensors are cropped."""
     model, _ = evaluation.load_run(run_of("sparc"))
     model.chunk, model.workers = 2, 2
     pixels = torch.randint(256, (3, 3, 16, 16), dtype=torch.uint8)
     rows = pixels.permute(0, 2, 3, 1).numpy()
     Image.fromarray(rows[0]).save(tmp_path / "0.png")
     expected = model.images(pixels)
-    for images in (pixels / 255, list(pixels), rows, list(rows),
+    for images in (pixels / 255, list(pixels),
                    [tmp_path / "0.png", Image.fromarray(rows[1]), pixels[2] / 255], pixels.double() / 255):
         torch.testing.assert_close(model.images(images), expected)
-    for image in (pixels[0], rows[0], str(tmp_path / "0.png"), np.array([str(tmp_path / "0.png")])):
+    for image in (str(tmp_path / "0.png"), Image.fromarray(rows[0]),
+                  np.array([str(tmp_path / "0.png")])):
         torch.testing.assert_close(model.images(image), expected[:1])
     floats = pixels / 255
     normalised = model.model.image_encoder.pixels(floats)
     floats[0, 0, 0, 0] = torch.nan
-    for wrong in (pixels.float(), pixels.long(), floats, normalised, list(normalised), pixels[:, :1], rows / 255, rows[0] / 255,
+    for wrong in (pixels.float(), pixels.long(), floats, normalised, list(normalised), pixels[:, :1], pixels[0], rows, rows[0],
                   [pixels[0, :2]], [3], tmp_path):
-        with pytest.raises(common.UserError, match=r"(?i)give paths.* arrays \(H, W, 3\) of uint8"):
+        with pytest.raises(common.UserError, match=r"(?i)give paths.* array by Image.fromarray"):
             model.images(wrong)
     with pytest.raises(common.UserError, match="gone.jpg cannot be read: No such file"):
         model.images([tmp_path / "0.png", tmp_path / "gone.jpg"])
