@@ -2236,7 +2236,7 @@ def match_names(names, known):
     names. All joins of class names go through here.
 
     Equal lists match place by place. Otherwise a name that both lists hold matches itself, and the
-    other names match by their plain_name. Raises UserError if two places have the same name.
+    other names match by their plain_name. Names that two places share match in equal lists alone.
     """
     if list(names) == list(known):
         return list(range(len(known)))
@@ -2244,14 +2244,9 @@ def match_names(names, known):
     # a tuple, so that a plain name never equals a name that both lists hold
     keys, known_keys = ([name if name in both else (plain_name(name),) for name in part]
                         for part in (names, known))
-    if Counter(keys) != Counter(known_keys):
-        return None
     places = {key: i for i, key in enumerate(known_keys)}
-    if len(places) < len(known):
-        twice, _ = Counter(known_keys).most_common(1)[0]
-        alike = [name for name, key in zip(known, known_keys) if key == twice]
-        raise UserError(f"The classes {alike[0]!r} and {alike[1]!r} cannot be told apart in a "
-                        "list of another order: rename one, or give the same order.")
+    if Counter(keys) != Counter(known_keys) or len(places) < len(known):
+        return None
     return [places[key] for key in keys]
 
 

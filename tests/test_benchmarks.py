@@ -251,14 +251,10 @@ def test_classes_of_imagenet_are_known_by_their_numbers(tmp_path):
     (["cafe\u0301", "bar"], ["bar", "caf\u00e9"], [1, 0]),               # two ways to write é
     (["red sky", "blue sea"], ["red", "blue"], None),
     (["cat", "cat"], ["cat", "dog"], None),
-    (["dog", "crane", "crane"], ["crane", "crane", "dog"], "'crane' and 'crane' cannot be told"),
-    (["old dog", "OLD DOG"], ["old_dog", "Old_Dog"], "'old_dog' and 'Old_Dog' cannot be told")])
+    (["dog", "crane", "crane"], ["crane", "crane", "dog"], None),        # which crane is which?
+    (["old dog", "OLD DOG"], ["old_dog", "Old_Dog"], None)])
 def test_names_are_matched_one_to_one(names, known, places):
-    if isinstance(places, str):
-        with pytest.raises(common.UserError, match=places + ".*rename one"):
-            common.match_names(names, known)
-    else:
-        assert common.match_names(names, known) == places
+    assert common.match_names(names, known) == places
 
 
 def test_class_folders_to_learn_from_are_matched_by_name(tmp_path):
