@@ -567,8 +567,6 @@ def announce(args, data, model, tokenizer, device, progress):
         if dead:
             print(f"note: {len(dead):,} tokens of the vocabulary have capitals, such as "
                   f"{dead[0]}, and never occur: give --vocab of an uncased model")
-    if "OMP_NUM_THREADS" not in os.environ and os.getloadavg()[0] > os.cpu_count():
-        print("note: other jobs use these cores: set OMP_NUM_THREADS=1")
     if device.type == "cuda" and args.workers == 0 and not isinstance(data, common.World):
         print("note: with --workers 0 the GPU waits for images: give --workers 8, or more")
     # an image may be twice in a batch with labels or boxes, but not in a contrastive loss
