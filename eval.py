@@ -2739,9 +2739,6 @@ def tasks_to_run(options, data, model):
             print(f"note: {name}.png is drawn without metrics. {why}")
     wanted = asked or default_tasks(data, model)
     tasks = [name for name in usable if name in wanted]
-    if options.caption_prefix and "retrieval" not in tasks:
-        raise UserError(f"--caption-prefix {options.caption_prefix!r} has no effect here: only the "
-                        f"task retrieval uses it. Leave it out.")
     if "zeroshot" in tasks:
         data.classes  # raises UserError if folders lack class names
     if "classification" in tasks:
@@ -3173,8 +3170,6 @@ def main(argv=None):
         return export(runs[0], flags.checkpoint, flags.export)
     common.turn_off_tf32()
     device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with common.explained((RuntimeError, AssertionError), f"--device {device}"):
-        torch.empty(1, device=device)
     if flags.image is not None:
         pages = {}
         for run in runs:
