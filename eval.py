@@ -3067,16 +3067,15 @@ def mean_in_words(values, n):
 
 
 def compare_runs(evaluated):
-    """Print a table of several runs {run: Evaluated}.
+    """Print a table of several runs {run: (settings, metrics)}, as evaluate_run returns them.
 
     Runs that differ only in their seed share a column. The headings name the settings that differ
     between the columns.
     """
     columns = collections.defaultdict(list)
-    for run, found in evaluated.items():
-        settings = {key: value for key, value in vars(found.args).items() if key not in ASIDE}
-        settings["step"] = found.embedder.step  # a run may still be training
-        columns[json.dumps(settings, sort_keys=True)].append(run)
+    for run, (settings, _) in evaluated.items():
+        own = {key: value for key, value in settings.items() if key not in ASIDE}
+        columns[json.dumps(own, sort_keys=True)].append(run)
     settings = list(map(json.loads, columns))
     shared = set.intersection(*map(set, settings))  # each method has settings of its own
     differing = [name for name in settings[0] if name in shared
@@ -3084,9 +3083,9 @@ def compare_runs(evaluated):
     table = {}
     for own, runs in zip(settings, columns.values()):
         heading = ", ".join([runs[0], *[f"{name} {own.get(name)!s:.60}" for name in differing]])
-        seeds = [evaluated[run].args.seed for run in runs]
+        seeds = [evaluated[run][0]["seed"] for run in runs]
         # the same seed a second time is a key of its own
-        table[heading] = {(seed, seeds[:i].count(seed)): evaluated[run].metrics
+        table[heading] = {(seed, seeds[:i].count(seed)): evaluated[run][1]
                           for i, (run, seed) in enumerate(zip(runs, seeds))}
     print_table(table, "seed")
 
@@ -3134,17 +3133,10 @@ def describe(options):
     return f"{options.data}, split {options.split}{most}{seen}"
 
 
-class Evaluated(NamedTuple):
-    """A run that was evaluated on one --data."""
-
-    embedder: Embedder
-    args: object                 # settings of the run
-    metrics: dict                # {metric: float}
-
-
 def evaluate_run(run, given, device):
-    """Evaluate a run -> Evaluated. given: {name: value} of the flags that are given, in which
-    `data` is one SPEC. With --query the function searches instead, and returns None."""
+    """Evaluate a run -> (its settings, its metrics), two dicts. The settings include `step`, as a
+    run may still be training. given: {name: value} of the flags that are given, in which `data` is
+    one SPEC. With --query the function searches instead, and returns None."""
     embedder, args = load_run(run, device, given.get("checkpoint", Flags.checkpoint))
     options = options_of(given, args)
     embedder.chunk, embedder.workers = options.batch, options.workers
@@ -3157,7 +3149,8 @@ def evaluate_run(run, given, device):
     if options.query:
         search(embedder, data, options, run)
         return None
-    return Evaluated(embedder, args, evaluate_and_show(embedder, data, options, run))
+    settings = vars(args) | {"step": embedder.step}
+    return settings, evaluate_and_show(embedder, data, options, run)
 
 
 def main(argv=None):
@@ -3184,10 +3177,11 @@ def main(argv=None):
         for run in runs:
             try:
                 if found := evaluate_run(run, given | spec, device):
-                    evaluated[run], metrics[run][spec.get("data")] = found, found.metrics
+                    evaluated[run] = found
+                    metrics[run][spec.get("data")] = found[1]
             except UserError as error:  # an error in one run must not stop the other runs
                 failed.append(f"{run}: {error}" if len(runs) > 1 else str(error))
-        if len(runs) > 1 and any(found.metrics for found in evaluated.values()):
+        if len(runs) > 1 and any(found for _, found in evaluated.values()):
             compare_runs(evaluated)
     if len(flags.data or []) > 1 and metrics:
         print_table({f"{run}, mean over data": rows for run, rows in metrics.items()}, "data")
