@@ -300,8 +300,8 @@ def interval(differences):
 # encode_pairs reads files with read_images and Embedder.read.
 
 
-IMAGE_FORMS = ("Give paths, bytes, PIL images, or tensors (3, H, W) of uint8 or of floats in "
-               "[0, 1], an array by Image.fromarray")
+IMAGE_FORMS = ("Give paths, bytes, PIL images (of an array: Image.fromarray), or tensors "
+               "(3, H, W) of uint8 or of floats in [0, 1]")
 
 
 def chunks(items, n):
