@@ -431,7 +431,7 @@ class Embedder:
         self.captions = self.cut_captions = self.tokens = self.unknown_tokens = 0
 
     def read(self, file):
-        """A path, bytes or PIL image -> its centre crop, uint8 (3, S, S). A tensor is not cropped."""
+        """A path, bytes or PIL image -> its centre crop, uint8 (3, S, S). Tensors stay whole."""
         if torch.is_tensor(file):
             return check_images(file[None])[0]
         # A model with text follows CLIP, which resizes the shorter side to the size of the crop. A
@@ -3014,7 +3014,7 @@ def export(run, checkpoint, file):
           f"class_token={has_cls}, global_pool='', num_classes=0, pre_norm={pre_norm}, "
           f"act_layer='{gelu}', norm_layer=functools.partial(torch.nn.LayerNorm, "
           f"eps={encoder.norm.eps:g}))\n"
-          f"That model returns all tokens; encode_image in the method's file says how to pool them.")
+          f"That model returns all tokens; encode_image in the method's file pools them.")
 
 
 # Several runs ---------------------------------------------------------------------------

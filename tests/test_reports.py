@@ -411,8 +411,8 @@ def test_images_in_any_form_have_the_same_encodings(run_of, tmp_path):
     floats = pixels / 255
     normalised = model.model.image_encoder.pixels(floats)
     floats[0, 0, 0, 0] = torch.nan
-    for wrong in (pixels.float(), pixels.long(), floats, normalised, list(normalised), pixels[:, :1], pixels[0], rows, rows[0],
-                  [pixels[0, :2]], [3], tmp_path):
+    for wrong in (pixels.float(), pixels.long(), floats, normalised, list(normalised), pixels[:, :1],
+                  pixels[0], rows, rows[0], [pixels[0, :2]], [3], tmp_path):
         with pytest.raises(common.UserError, match="(?i)give paths.*of an array: Image.fromarray"):
             model.images(wrong)
     with pytest.raises(common.UserError, match="gone.jpg cannot be read: No such file"):
