@@ -678,7 +678,7 @@ def sugarcrepe(*pairs):
 
 def test_negatives_are_measured_on_sugarcrepes_files(tmp_path):
     make_folders(tmp_path)
-    write_files(tmp_path, {"swap_att.json": sugarcrepe(("red", "blue")),
+    write_files(tmp_path, {"swap_att.json": sugarcrepe(("red", "blue"), ("blue", "red")),
                            "add_obj.json": sugarcrepe(("red", "red"))})
     data, options = opened(tmp_path, image_root=str(tmp_path))
     result = evaluation.evaluate(embedder(), data, options)

@@ -140,6 +140,11 @@ def test_relative_paths_of_a_run_mean_the_directory_of_its_training(tmp_path, mo
     monkeypatch.chdir(tmp_path / "there")
     _, args = evaluation.settings_of_run(run)
     assert args.data == str(tmp_path / "here/photos/train")
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    joined = tmp_path / "joined"
+    write_files(joined, {"config.json": json.dumps(config | {"data": "a/0.tar::b/0.tar"}).encode()})
+    assert evaluation.settings_of_run(str(joined))[1].data == (
+        f"{tmp_path}/here/a/0.tar::{tmp_path}/here/b/0.tar")
     capsys.readouterr()
     evaluation.main([run])
     assert f"on {tmp_path}/here/photos/test" in capsys.readouterr().out
