@@ -380,6 +380,13 @@ def test_sparo_replaces_the_last_block_of_both_encoders(flags, depths):
     assert tuple(len(encoder.blocks) for encoder in encoders) == depths
 
 
+def test_ids_that_no_token_has_are_special():
+    """STAIR's head never makes such an id active (see TokenProjectionHead)."""
+    args = train.parse_args([*SMALL["stair"], "--text-encoder", "tiny:vocab_size=9"])
+    _, text = common.build_encoders(train.METHODS["stair"], args, range(5))
+    assert text.special == [5, 6, 7, 8]
+
+
 def test_views_are_drawn_with_byols_probabilities_and_bounds():
     """BYOL, Table 6: jitter .8 with .4, .4, .2, .1; grey .2; a blur of .1 to 2 for 224 pixels."""
     view, n = common.View(size=8, scale=(0.3, 0.6), blur=0.1, solarize=0.2), 20_000
