@@ -2739,6 +2739,9 @@ def tasks_to_run(options, data, model):
             print(f"note: {name}.png is drawn without metrics. {why}")
     wanted = asked or default_tasks(data, model)
     tasks = [name for name in usable if name in wanted]
+    if options.caption_prefix and "retrieval" not in tasks:
+        raise UserError(f"--caption-prefix {options.caption_prefix!r} has no effect here: only the "
+                        f"task retrieval uses it. Leave it out.")
     if "zeroshot" in tasks:
         data.classes  # raises UserError if folders lack class names
     if "classification" in tasks:

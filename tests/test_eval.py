@@ -656,6 +656,13 @@ def test_captions_beyond_the_context_are_counted():
     assert (embed.cut_captions, embed.captions) == (2, 4)                   # [CLS] and [SEP]: 2
 
 
+def test_a_caption_prefix_without_retrieval_is_refused(tmp_path):
+    make_folders(tmp_path)
+    data, options = opened(tmp_path, caption_prefix="blue", task="zeroshot")
+    with pytest.raises(common.UserError, match="--caption-prefix 'blue' has no effect"):
+        evaluation.evaluate(embedder(), data, options)
+
+
 def test_caption_prefix_is_encoded_but_not_counted_as_words(tmp_path):
     make_folders(tmp_path)
     table = "image,caption\nred/0.png,red\ngreen/1.png,green and\nblue/0.png,blue\n"
