@@ -96,15 +96,18 @@ def test_a_run_writes_its_log_settings_vocabulary_and_pictures(run_of):
     assert 0 <= results(run)["zeroshot"] <= 1
 
 
-def test_another_seed_gives_other_weights_and_other_data():
+def test_another_seed_gives_other_weights_and_another_seed_or_order_gives_other_data():
+    """A checkpoint that changed data cannot continue has another order (see Progress.restore)."""
     found = []
-    for seed in "01":
+    for seed, order in ("0", 0), ("1", 0), ("0", 7):
         args = train.parse_args([*SPARC, "--seed", seed])
         data = train.open_training_data(args, train.METHODS["sparc"])
         model = train.new_model(args, train.METHODS["sparc"], range(50))
-        batches = train.open_loader(args, data, None, None, model, train.Progress())
+        batches = train.open_loader(args, data, None, None, model, train.Progress(order=order))
         found.append((model.g_v.weight, next(batches)["images"]))
-    assert not any(map(torch.equal, *found))
+    weights, images = zip(*found)
+    assert not torch.equal(*weights[:2])
+    assert not any(torch.equal(*pair) for pair in itertools.combinations(images, 2))
 
 
 @pytest.mark.parametrize("name, flags", [
@@ -203,10 +206,11 @@ def test_tf32_is_used_only_in_updates_of_half_precision(tmp_path, monkeypatch, a
 
     monkeypatch.setattr(sparc.Model, "f_v", spy)
     monkeypatch.setattr(
-        evaluation, "evaluate_and_show", lambda *_: seen.append(("end", matmul.allow_tf32)))
+        evaluation, "evaluate_and_show", lambda embedder, *_: seen.append(
+            ("end", embedder.model.training, matmul.allow_tf32)))
     matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # as in NVIDIA's containers
     train.main([*SPARC, "--amp", amp, "--steps", "2", "--out", str(tmp_path)])
-    assert set(seen) == {(True, amp == "bf16"), (False, False), ("end", False)}
+    assert set(seen) == {(True, amp == "bf16"), (False, False), ("end", False, False)}
     assert not torch.backends.cudnn.allow_tf32
 
 
@@ -910,18 +914,27 @@ def test_a_loss_that_is_not_finite_is_never_saved(tmp_path, every, step):
 
 
 def test_only_fp16_saves_after_a_gradient_that_is_not_finite(tmp_path, monkeypatch):
-    """The scaler of fp16 skips such an update, so the weights stay finite."""
-    monkeypatch.setattr(train, "clip_grad_norm_", lambda *_: torch.tensor(math.nan))
+    """The scaler of fp16 skips such an update, so the weights stay finite.
+
+    The gradients that are clipped are those without the scale of the loss.
+    """
+    sizes = []
+
+    def clip(parameters, most):
+        sizes.append(sum(p.grad.abs().sum().item() for p in parameters if p.grad is not None))
+        return torch.tensor(math.nan)
+
+    monkeypatch.setattr(train, "clip_grad_norm_", clip)
     flags = [*SPARC, "--steps", "1", "--out"]
     with pytest.raises(UserError, match="gradient's norm is nan at step 1: lower --lr"):
         train_alone([*flags, tmp_path / "fp32"])
     assert not (tmp_path / "fp32/last.pt").exists()
     train_alone([*flags, tmp_path / "fp16", "--amp", "fp16"])
-    assert (tmp_path / "fp16/last.pt").exists()
+    assert (tmp_path / "fp16/last.pt").exists() and sizes[1] == pytest.approx(sizes[0], rel=0.05)
 
 
 def test_fp16_that_skips_every_update_warns_and_then_ends(tmp_path, monkeypatch, capsys):
-    """A skipped update halves the scale of the loss, which begins at 2^16."""
+    """A skipped update halves the scale of the loss, which begins at 2^16. A scale below 1 warns."""
     unscale = torch.amp.GradScaler.unscale_
 
     def overflow(scaler, optimizer):
@@ -933,13 +946,13 @@ def test_fp16_that_skips_every_update_warns_and_then_ends(tmp_path, monkeypatch,
 
     monkeypatch.setattr(torch.amp.GradScaler, "unscale_", overflow)
     monkeypatch.setattr(train, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
-    monkeypatch.setattr(train, "LEAST_SCALE", 2.0**-10)
-    flags = [*SPARC, "--amp", "fp16", "--log-every", "10", "--out"]
-    train_alone([*flags, tmp_path / "short", "--steps", "10"])
-    assert "overflow" not in capsys.readouterr().out        # the scale is still 2^6
-    with pytest.raises(UserError, match="updates before step 30 overflowed in fp16 .*: lower"):
-        train_alone([*flags, tmp_path / "long", "--steps", "999"])
-    assert "warning at step 20: gradients overflow in fp16" in "".join(capsys.readouterr())
+    monkeypatch.setattr(train, "LEAST_SCALE", 2.0**-5)
+    flags = [*SPARC, "--amp", "fp16", "--batch", "2", "--log-every", "6", "--steps", "30",
+             "--out", tmp_path]
+    with pytest.raises(UserError, match="updates before step 24 overflowed in fp16 .*: lower"):
+        train_alone(flags)
+    warnings = re.findall("warning at step .*", "".join(capsys.readouterr()))
+    assert len(warnings) == 1 and "step 18: gradients overflow in fp16" in warnings[0]
 
 
 @pytest.mark.parametrize("amp, supported, dtype, noted", [
@@ -970,16 +983,20 @@ def last_json(capsys):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_dry_run_ends_with_json(tmp_path, capsys, name):
-    """A dry run, or a benchmark, needs no vocabulary file for the paper's number of tokens."""
+    """A dry run, or a benchmark, needs no vocabulary file for the paper's number of tokens.
+
+    A dry run reads no weights.
+    """
     has_text = name not in ("dino", "bam", "classifier")
     words = ["--text-encoder", "tiny:vocab_size=9000"] if has_text else []
+    words += ["--init-weights", "gone.pt"]
     train.main([*SMALL[name], *words, "--dry-run", "--out", str(tmp_path / "unused")])
     *lines, last = capsys.readouterr().out.splitlines()
     record = json.loads(last)
     assert lines[0] == f"parameters: {record['params'] / 1e6:.1f} M"
     assert f"{record['flops_per_sample'] / 1e9:.4g} GFLOPs for each sample" in lines[1]
     assert lines[2] == f"loss of a random guess: {record['chance_loss']:.4g}"
-    assert record.get("vocab_size") == (9000 if words else None)
+    assert record.get("vocab_size") == (9000 if has_text else None)
     assert record["params"] > 1000 and record["flops_per_sample"] > 1000
     assert record["chance_loss"] > 1
     assert not (tmp_path / "unused").exists()
