@@ -133,7 +133,8 @@ def test_flags_of_a_method_change_its_training(tmp_path, run_of, name, flags):
 
 @pytest.mark.parametrize("name, metric", [
     ("sparc", "i2t/R@1"), ("stair", "textfree/zeroshot"), ("bam", "knn")])
-def test_evaluation_during_training_changes_only_the_log(tmp_path, monkeypatch, name, metric):
+def test_evaluation_during_training_changes_only_the_log(
+        tmp_path, monkeypatch, capsys, name, metric):
     """The statistics of BatchNorm and the random numbers of stochastic depth must not change.
 
     The tasks draw random numbers, too.
@@ -149,6 +150,9 @@ def test_evaluation_during_training_changes_only_the_log(tmp_path, monkeypatch, 
         torch.testing.assert_close(*[state[key] for state in states], rtol=0, atol=0)
     log, watched = map(read_log, runs)
     assert len(watched) == 4 and all(0 <= record[metric] <= 1 for record in watched)
+    shown = re.findall(r"^step (\d): (.*)", capsys.readouterr().out, re.MULTILINE)
+    assert [int(step) for step, _ in shown] == [1, 2, 3, 4]
+    assert (f"{metric} {watched[3][metric]:.3f}" in shown[3][1]) == ("textfree" not in metric)
     for record in log:
         record |= {key: 0 for key in ("images_per_s", "data_share", "peak_memory_bytes")}
         assert record == {key: record[key] and watched[record["step"] - 1][key] for key in record}
