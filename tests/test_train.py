@@ -38,7 +38,8 @@ import sparc
 import train
 from common import UserError
 from helpers import (ROOT, SMALL, assert_same_weights, picture, read_log, run_ranks, start_program,
-                     train_alone, train_on_rank, train_until, weights, write_files, write_table)
+                     tiny_model, train_alone, train_on_rank, train_until, weights, write_files,
+                     write_table)
 from test_eval import opened
 
 SPARC = SMALL["sparc"]
@@ -251,6 +252,19 @@ def test_bam_on_one_folder_notes_at_once_what_an_evaluation_needs(tmp_path, caps
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("note: No evaluation: ") and "--eval-data" in first
     assert "valuation" not in str(lines) and (tmp_path / "run/curves.png").exists()
+    assert len([line for line in lines if line.startswith("bam: step 1/4  loss ")]) == 1
+    assert "last.pt (weights)" in lines[-1] and "eval.json" not in lines[-1]
+
+
+@pytest.mark.parametrize("name, flags, rank, early", [
+    ("sparc", "", 0, False), ("bam", "", 0, True), ("bam", "--bench 2", 0, False),
+    ("sparc", "--eval-every 5", 0, True), ("sparc", "--eval-data x.csv", 0, True),
+    ("sparc", "--eval-every 5", 1, False)])
+def test_only_an_evaluation_that_is_asked_for_opens_its_data_early_on_rank_0(
+        monkeypatch, name, flags, rank, early):
+    monkeypatch.setattr(train, "this_rank", lambda: (rank, 2))
+    args = train.parse_args([*SMALL[name], *flags.split()])
+    assert train.opens_early(args, tiny_model(name)) == early
 
 
 @pytest.mark.parametrize("flags, steps", [
@@ -938,7 +952,7 @@ def test_only_fp16_saves_after_a_gradient_that_is_not_finite(tmp_path, monkeypat
 
 
 def test_fp16_that_skips_every_update_warns_and_then_ends(tmp_path, monkeypatch, capsys):
-    """A skipped update halves the scale of the loss, which begins at 2^16. A scale below 1 warns."""
+    """A skipped update halves the scale of the loss, 2^16 at first. A scale below 1 warns."""
     unscale = torch.amp.GradScaler.unscale_
 
     def overflow(scaler, optimizer):
@@ -1058,7 +1072,10 @@ def test_flops_of_clip_and_sparc_agree_with_table_11(monkeypatch):
     assert flops["sparc"] / flops["clip"] == pytest.approx(of_sparc / of_clip, abs=0.001)
 
 
-def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys):
+def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    rates, counts = train.Clock.rates, []
+    monkeypatch.setattr(train.Clock, "rates", lambda clock, size: (
+        counts.append(len(clock.waits)) or rates(clock, size)))
     words = ["--text-encoder", "tiny:vocab_size=9000"]
     train.main([*SPARC, *words, "--bench", "2", "--out", str(tmp_path / "run")])
     words, line = capsys.readouterr().out.splitlines()
@@ -1067,7 +1084,7 @@ def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys):
     assert 0 < record["data_share"] < 1
     assert words.startswith(f"{record['images_per_s']:.1f} images per second; ")
     assert words.endswith(f"peak memory {record['peak_memory_bytes'] / 2**30:.2f} GiB")
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run").exists() and counts == [2]  # without the steps of the warm-up
 
 
 @pytest.mark.parametrize("scale, side", [(0.9, 12), (0.25, 19), (0.01, 93)])
@@ -1079,6 +1096,29 @@ def test_images_have_enough_pixels_for_the_smallest_crop(monkeypatch, tmp_path, 
     args.image_size = 8
     train.open_loader(args, None, None, None, None, train.Progress())
     assert found == [side]
+
+
+@pytest.mark.parametrize("name, record, words", [
+    ("bam", dict(step=100, similarity=1.0, effective_rank=1.0), None),
+    ("bam", dict(step=101, similarity=0.98, effective_rank=1.6), None),
+    ("bam", dict(step=101, similarity=1.0, effective_rank=9.0), "network has collapsed"),
+    ("bam", dict(step=101, similarity=0.0, effective_rank=1.4), "lower --tau-b or --lr"),
+    ("stair", dict(active_image=1.1, active_text=7.4), None),  # of 30 words
+    ("stair", dict(active_image=0.9, active_text=5.0), "image .* lower --lambda-image"),
+    ("stair", dict(active_image=5.0, active_text=0.9), "text .* lower --lambda-text"),
+    ("stair", dict(active_image=7.6, active_text=5.0), "image .* raise --lambda-image"),
+    ("stair", dict(active_image=7.6, active_text=5.0, stage=2), None),
+    ("stair", dict(active_image=7.6, active_text=5.0, strength=0.9), None)])
+def test_a_warning_says_that_a_network_collapses_or_too_few_or_too_many_words_are_active(
+        name, record, words):
+    model = tiny_model(name)
+    if "stage" in record:
+        model.begin_stage(record["stage"], fresh=False)
+    if "strength" in record:
+        model.strength.fill_(record["strength"])
+    scaler, args = SimpleNamespace(get_scale=lambda: 1.0), SimpleNamespace(batch=8)
+    found = train.warning(args, None, model, scaler, {"step": 5} | record)
+    assert found is None if words is None else re.search(words, found or "")
 
 
 def test_a_warning_says_that_many_samples_are_skipped(monkeypatch):
@@ -1194,12 +1234,15 @@ def test_a_vocabulary_is_checked_on_captions_that_it_did_not_learn_from(monkeypa
 
 
 def test_a_vocabulary_with_capitals_is_noted(tmp_path, capsys):
-    """This WordPiece lowers all text, so the tokens of a cased BERT with capitals are dead."""
+    """This WordPiece lowers all text, so the tokens of a cased BERT with capitals are dead.
+
+    A text encoder may have more tokens than the file.
+    """
     (tmp_path / "vocab.txt").write_text("\n".join(
         [*common.SPECIAL_TOKENS, "[MASK]", "Paris", "##S", *"n0123456789",
          *(f"##{i}" for i in range(10))]))
     train_alone([*SPARC, "--data", write_table(tmp_path, 3), "--image-size", 16, "--steps", 1,
-                 "--batch", 2,
+                 "--batch", 2, "--text-encoder", "tiny:width=16,heads=2,depth=1,vocab_size=99",
                  "--vocab", tmp_path / "vocab.txt", "--out", tmp_path / "run"])
     out = capsys.readouterr().out
     assert "note: 2 tokens of the vocabulary have capitals, such as Paris," in out
