@@ -300,10 +300,14 @@ def test_effective_rank_counts_directions_and_mean_cosine_averages_pairs():
 
 
 def test_lars_equals_its_update_rule_written_out():
-    """A bias with `decays` False neither decays nor is scaled by the trust ratio."""
+    """A bias with `decays` False neither decays nor is scaled by the trust ratio.
+
+    A weight without a gradient stays.
+    """
     w, b = nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.zeros(2))
     groups = [{"params": [w], "decays": True, "weight_decay": 0.1},
-              {"params": [b], "decays": False, "weight_decay": 0.5}]
+              {"params": [b], "decays": False, "weight_decay": 0.5},
+              {"params": [still := nn.Parameter(torch.ones(2))], "weight_decay": 0.5}]
     optimizer = train.OPTIMIZERS["lars"](groups, lr=0.5, betas=(0.8, 0.99), trust=0.01)
     expected_w, expected_b = w.detach().clone(), b.detach().clone()
     m_w, m_b = torch.zeros(3, 2), torch.zeros(2)
@@ -315,6 +319,7 @@ def test_lars_equals_its_update_rule_written_out():
         expected_w, expected_b = expected_w - 0.5 * m_w, expected_b - 0.5 * m_b
         optimizer.step()
     torch.testing.assert_close([w.detach(), b.detach()], [expected_w, expected_b])
+    assert still.tolist() == [1, 1]
 
 
 def test_lars_moves_a_weight_of_zeros_by_its_gradient():

@@ -934,21 +934,26 @@ def test_a_loss_that_is_not_finite_is_never_saved(tmp_path, every, step):
 def test_only_fp16_saves_after_a_gradient_that_is_not_finite(tmp_path, monkeypatch):
     """The scaler of fp16 skips such an update, so the weights stay finite.
 
-    The gradients that are clipped are those without the scale of the loss.
+    The gradients that are clipped are those without the scale of the loss. A resumed run continues
+    with the scale.
     """
-    sizes = []
+    sizes, scaler = [], torch.amp.GradScaler
 
     def clip(parameters, most):
         sizes.append(sum(p.grad.abs().sum().item() for p in parameters if p.grad is not None))
         return torch.tensor(math.nan)
 
     monkeypatch.setattr(train, "clip_grad_norm_", clip)
-    flags = [*SPARC, "--steps", "1", "--out"]
+    flags = [*SPARC, "--batch", 2, "--steps", 1, "--out"]
     with pytest.raises(UserError, match="gradient's norm is nan at step 1: lower --lr"):
         train_alone([*flags, tmp_path / "fp32"])
     assert not (tmp_path / "fp32/last.pt").exists()
-    train_alone([*flags, tmp_path / "fp16", "--amp", "fp16"])
-    assert (tmp_path / "fp16/last.pt").exists() and sizes[1] == pytest.approx(sizes[0], rel=0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.amp, "GradScaler", lambda device, enabled: scaler(device, 64.0))
+        train_alone([*flags, tmp_path / "fp16", "--amp", "fp16"])
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.05)
+    train_alone(["--resume", "--steps", 2, "--out", tmp_path / "fp16"])
+    assert common.load_checkpoint(tmp_path / "fp16/last.pt")["scaler"]["scale"] == 64
 
 
 def test_fp16_that_skips_every_update_warns_and_then_ends(tmp_path, monkeypatch, capsys):
