@@ -167,7 +167,7 @@ def test_lamb_equals_the_algorithm_of_its_paper():
     zero = torch.zeros(2, dtype=torch.double, requires_grad=True)
     free = torch.full((2,), 3.0, dtype=torch.double, requires_grad=True)
     still = nn.Parameter(torch.ones(2))  # has no gradient
-    groups = [{"params": [p], "weight_decay": 0.1}, {"params": [zero], "weight_decay": 0.0},
+    groups = [{"params": [p], "weight_decay": 0.1}, {"params": [zero]},
               {"params": [free], "weight_decay": 0.5, "decays": False}, {"params": [still]}]
     optimizer = stair.LAMB(groups, lr=0.02, betas=(0.8, 0.9), eps=1e-6)
     x, m, v = p.detach().clone(), 0.0, 0.0
