@@ -1227,8 +1227,8 @@ def test_the_first_caption_and_captions_that_are_cut_are_shown_at_the_start(tmp_
     assert " cut" not in capsys.readouterr().out
 
 
-def test_a_vocabulary_is_checked_on_captions_that_it_did_not_learn_from(monkeypatch):
-    table = common.CaptionTable([(f"{i}.jpg", "ab"[i % 2]) for i in range(300_000)], "x")
+def test_a_vocabulary_is_checked_on_captions_that_it_did_not_learn_from(monkeypatch, capsys):
+    table = common.CaptionTable([(f"{i}.jpg", "ab"[i % 2]) for i in range(400)], "x")
     args = train.parse_args(SPARC)
     monkeypatch.setattr(table, "sample_captions", lambda limit, skip=0: (
         type(table).sample_captions(table, limit // 1000, skip // 1000)))
@@ -1236,6 +1236,9 @@ def test_a_vocabulary_is_checked_on_captions_that_it_did_not_learn_from(monkeypa
     assert ("a" in tokenizer.ids, "b" in tokenizer.ids) == (False, True)
     with pytest.raises(UserError, match="100% of the captions' tokens are .UNK."):
         train.check_vocabulary(args, table, tokenizer)
+    rows = [(f"{i}.jpg", "ba"[i % 20 == 0]) for i in range(40)]
+    train.check_vocabulary(args, common.CaptionTable(rows, "x"), tokenizer)
+    assert "note: the vocabulary lacks 5.0% of the captions' tokens" in capsys.readouterr().out
 
 
 def test_a_vocabulary_with_capitals_is_noted(tmp_path, capsys):
