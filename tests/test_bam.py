@@ -97,11 +97,11 @@ def expected_of(n, case):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_loss_and_gradient_equal_those_of_dense_matrices(case, monkeypatch):
-    (z, *rest), settings = latents(4, **case)
+    (z, k, teacher, G), settings = latents(4, **case)
     expected = expected_of(4, case)
-    for chunk in (2**22, 1):  # all images in one part; each image in a part of its own
+    for chunk in (2**22, 1, 3 * k * 4 * G):  # all images in one part; parts of 1; of 3 and of 1
         monkeypatch.setattr(bam, "CHUNK", chunk)
-        loss = loss_of(z, *rest, **settings)
+        loss = loss_of(z, k, teacher, G, **settings)
         gradient = torch.autograd.grad(2 * loss, z)[0] / 2
         torch.testing.assert_close((loss, gradient), expected, rtol=1e-10, atol=1e-12)
 

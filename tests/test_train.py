@@ -94,7 +94,7 @@ def test_a_run_writes_its_log_settings_vocabulary_and_pictures(run_of):
             "images_per_s", "data_share", "chance_loss"} <= set(log[0])
     for name in ("config.json", "vocab.txt", "alignment.png", "segmentation.png"):
         assert (run / name).exists()
-    assert 0 <= results(run)["zeroshot"] <= 1
+    assert 0 <= results(run)["zeroshot"] <= 1 and results(run)["settings"]["step"] == 6
 
 
 def test_another_seed_gives_other_weights_and_another_seed_or_order_gives_other_data():
