@@ -259,16 +259,18 @@ def test_batch_norm_normalises_each_view_by_itself():
     torch.testing.assert_close(z[:2], alone, atol=1e-5, rtol=0)
 
 
-def test_the_teacher_encodes_images_in_an_evaluation():
-    model, images = tiny_model("bam", teacher=True).eval(), torch.randn(2, 3, 16, 16)
+@pytest.mark.parametrize("readout", ["cls", "gap"])
+def test_the_teacher_encodes_images_in_an_evaluation(readout):
+    model, images = tiny_model("bam", readout=readout).eval(), torch.randn(2, 3, 16, 16)
     nn.init.normal_(model.image_encoder.blocks[0].attn.qkv.weight)  # changes only the student
     encoder = model.teacher[0]
     tokens = encoder(images)
     cls, patches = tokens[:, 0], tokens[:, 1:].mean(1)
     heat = encoder.cls_attention(images).sum(1)
     same = torch.testing.assert_close
-    same(model.encode_image(images), normalize(cls, dim=-1))
-    same(model.probe_features(images), torch.cat([cls, patches], 1))
+    h, features = {"cls": (cls, torch.cat([cls, patches], 1)), "gap": 2 * (tokens.mean(1),)}[readout]
+    same(model.encode_image(images), normalize(h, dim=-1))
+    same(model.probe_features(images), features)
     same(model.boxes(images), bam.heat_boxes(heat, model.config.crop_threshold, 16))
 
 

@@ -1174,7 +1174,7 @@ def test_data_share_is_the_fraction_of_time_that_the_gpu_waits(monkeypatch, load
         clock.wait_for(batches)
         device.free = max(device.now, device.free) + 0.05
     rates = clock.rates(8)
-    assert rates["data_share"] == pytest.approx(share, abs=0.01)
+    assert rates["data_share"] == pytest.approx(share, abs=0.01) and rates["peak_memory_bytes"] == 1
     assert rates["images_per_s"] == pytest.approx(8 / max(loading, 0.05), rel=0.02)
 
 
