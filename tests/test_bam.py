@@ -287,9 +287,11 @@ def test_batch_norm_equals_torchs_and_is_the_default_without_a_teacher():
     kinds = {name: [type(layer).__name__ for layer in build(name).projector] for name in MODELS}
     assert kinds["alone"] == ["Linear", "BatchNorm"] * 3 == kinds["teacher"]
     assert kinds["bn-free"] == ["Linear"] * 3
-    h, projector = torch.randn(2, 4, 16), build("bn-free").projector
-    gelu, (a, b, c) = nn.functional.gelu, projector
-    torch.testing.assert_close(projector(h, bam.identity), c(gelu(b(gelu(a(h))))))
+    h = torch.randn(2, 4, 16)
+    for name, f in (("gelu", nn.functional.gelu), ("relu", nn.functional.relu)):
+        a, b, c = projector = tiny_model("bam", activation=name).projector
+        nn.init.normal_(a.bias)
+        torch.testing.assert_close(projector(h, bam.identity), c(f(b(f(a(h))))))
 
 
 def test_effective_rank_counts_directions_and_mean_cosine_averages_pairs():
