@@ -1025,6 +1025,12 @@ def test_a_dry_run_ends_with_json(tmp_path, capsys, name):
     assert not (tmp_path / "unused").exists()
 
 
+def test_a_dry_run_of_a_papers_preset_needs_no_data():
+    args = train.parse_args(["--method", "sparc", "--preset", "b32", "--dry-run"])
+    data = train.open_training_data(args, train.METHODS["sparc"])
+    assert isinstance(data, common.World) and args.image_size == data.size == 224
+
+
 @pytest.mark.parametrize("flags", [SMALL["bam"], [*SPARC, "--objective", "filip"],
                                    [*SPARC, "--objective", "gloria"]])
 def test_a_dry_run_counts_the_pairs_of_the_whole_batch(tmp_path, capsys, flags):
