@@ -70,6 +70,32 @@ def test_slots_equal_equation_1_and_the_papers_listing(grp_size, ends):
     assert torch.equal(slots, module(x, ends))
 
 
+SIZES = dict(L=4, V=3, D=5, embed_dim=8, bottleneck=7, codes=20)
+
+
+@pytest.mark.parametrize("name, settings, shapes", [
+    ("sparo", dict(grp_size=2), {
+        "image_readout.q": (1, 2, 2, 1, 5), "text_readout.q": (1, 2, 2, 1, 5)}),
+    ("sparo", dict(readout="bottleneck"), {"image_readout.proj.0.weight": (7, 16)}),
+    ("sparo", dict(readout="fdt"), {"image_readout.codebook": (20, 8)}),
+    ("sparo", dict(readout="attpool", heads="separate", slot_norm=True), {
+        "text_readout.norm.weight": (5,), "text_readout.proj.weight": (12, 20)}),
+    ("sparo", dict(readout="attpool", slot_projection=True), {
+        "text_readout.mix.weight": (20, 20), "text_readout.proj.weight": (3, 5)}),
+    ("dino", dict(grp_size=2, head_width=11, head_bottleneck=9), {
+        "readout.q": (1, 2, 2, 1, 5), "head.mlp.0.weight": (11, 12),
+        "head.mlp.4.weight": (9, 11)})])
+def test_a_model_has_the_sizes_of_its_settings(name, settings, shapes):
+    model = tiny_model(name, init_scale=20.0, **SIZES | settings)
+    parameters = dict(model.named_parameters())
+    assert {key: tuple(parameters[key].shape) for key in shapes} == shapes
+    assert ("text_readout.mix.weight" in parameters) == ("slot_projection" in settings)
+    if name == "sparo":
+        assert model.log_scale.exp().item() == pytest.approx(20)
+    full = tiny_model("sparo", **SIZES)
+    assert full.slots == full.mask_parts == 4
+
+
 def test_an_empty_caption_gives_finite_slots():
     """The index of its last token is -1."""
     slots = sparo.Sparo(8, 4, 4, 4)(torch.randn(2, 5, 8), torch.tensor([-1, 2]))
