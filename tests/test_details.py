@@ -82,8 +82,9 @@ def test_initial_weights_have_the_deviations_of_their_sources():
         assert found == pytest.approx(expected, rel=room, abs=1e-6), name
         if expected == 1.0 and weight.numel() > 1000:
             assert weight.min() < -2.5, name  # normal, not uniform
-    for model in (tiny_model("sparo"), tiny_model("sparc"), tiny_model("stair")):
-        assert model.log_scale.exp().item() == pytest.approx(1 / 0.07)
+    for name in ("sparo", "sparc", "stair"):
+        assert tiny_model(name).log_scale.exp().item() == pytest.approx(1 / 0.07)
+        assert tiny_model(name, init_scale=20.0).log_scale.exp().item() == pytest.approx(20)
 
 
 # Gradients that must stop -----------------------------------------------------------------
