@@ -303,6 +303,7 @@ def test_the_first_signal_saves_and_a_second_ctrl_c_ends_at_once(tmp_path, monke
 
 def test_a_worker_that_the_kernel_kills_gives_an_error_of_one_sentence(tmp_path, monkeypatch):
     kill = lambda self, samples: os.kill(os.getpid(), signal.SIGKILL)
+    monkeypatch.setattr(train, "LOOK", 0.2)
     monkeypatch.setattr(common.WorldStream, "collate", kill)
     message = ("^A data loading worker was killed.* --workers or --batch, .*shm.* "
                f"`--resume auto --out {tmp_path}` continues")
@@ -322,9 +323,9 @@ def message_of(kind, flags):
 
 def test_a_worker_that_sends_nothing_gives_an_error_of_one_sentence(tmp_path, monkeypatch):
     """If /dev/shm is full, torch's thread that sends a batch dies, but the worker lives on."""
-    monkeypatch.setattr(train, "PATIENCE", 1)
-    monkeypatch.setattr(train, "LOOK", 0.5)
-    monkeypatch.setattr(common.WorldStream, "collate", lambda self, samples: time.sleep(2))
+    monkeypatch.setattr(train, "PATIENCE", 0.4)
+    monkeypatch.setattr(train, "LOOK", 0.2)
+    monkeypatch.setattr(common.WorldStream, "collate", lambda self, samples: time.sleep(0.8))
     message = message_of(UserError, [*SPARC, "--workers", "1", "--out", str(tmp_path)])
     assert re.search("sent no batch for .*/dev/shm is full: .*--shm-size", message)
 
@@ -344,15 +345,13 @@ def test_a_long_tmpdir_is_refused(tmp_path, monkeypatch, length, workers, refuse
         assert list(batches) == [7]
 
 
-def test_a_slow_worker_is_awaited(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "LOOK", 0.2)
+def test_a_slow_worker_is_awaited(tmp_path, monkeypatch, run_of):
+    monkeypatch.setattr(train, "LOOK", 0.1)
     collate, calls = common.WorldStream.collate, itertools.count()
     monkeypatch.setattr(common.WorldStream, "collate", lambda self, samples:
-                        time.sleep(next(calls) == 1) or collate(self, samples))
-    train_alone([*SPARC, "--workers", 1, "--out", tmp_path / "slow"])
-    monkeypatch.undo()
-    train_alone([*SPARC, "--workers", 1, "--out", tmp_path / "fast"])
-    assert_same_weights(tmp_path / "slow", tmp_path / "fast")
+                        time.sleep(0.4 * (next(calls) == 1)) or collate(self, samples))
+    train_alone([*SPARC, "--workers", 1, "--out", tmp_path])
+    assert_same_weights(tmp_path, run_of("sparc"))
 
 
 def test_an_error_in_a_worker_keeps_its_message(tmp_path, monkeypatch):
@@ -1162,8 +1161,9 @@ def test_the_first_caption_and_captions_that_are_cut_are_shown_at_the_start(tmp_
 
 
 def test_a_vocabulary_is_checked_on_captions_that_it_did_not_learn_from(monkeypatch):
-    table = common.CaptionTable([(f"{i}.jpg", "ab"[i % 2]) for i in range(300_000)], "x")
+    table = common.CaptionTable([(f"{i}.jpg", "ab"[i % 2]) for i in range(200)], "x")
     args = train.parse_args(SPARC)
+    monkeypatch.setattr(train, "CHECKED", 1000)
     monkeypatch.setattr(table, "sample_captions", lambda limit, skip=0: (
         type(table).sample_captions(table, limit // 1000, skip // 1000)))
     tokenizer = train.build_tokenizer(args, table)
