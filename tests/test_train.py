@@ -715,15 +715,24 @@ def test_a_signal_of_a_cluster_saves_the_run_unless_it_is_ignored(tmp_path, monk
     assert common.load_checkpoint(tmp_path / "last.pt")["step"] == (3 if ignored else 1)
 
 
+def print_in_vain(terminal, end):
+    """Print to a full disk and to a closed terminal, then make the file `end`."""
+    sys.stdout, sys.stderr = open("/dev/full", "w"), open(terminal, "w")
+    common.prepare_output()
+    print("a" * 9999, flush=True)
+    print("b", file=sys.stderr)
+    end.touch()
+
+
 def test_printing_to_a_full_disk_or_a_closed_terminal_never_ends_a_program(tmp_path):
-    code = ("import sys, common; common.prepare_output(); print('a' * 9999, flush=True); "
-            "print('b', file=sys.stderr); open(sys.argv[1], 'w').close()")
-    first, output = os.openpty()
+    first, terminal = os.openpty()
     os.close(first)
-    with open("/dev/full", "w") as full, open(output, "w") as terminal:
-        done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "end")], cwd=ROOT,
-                              stdout=full, stderr=terminal)
-    assert done.returncode == 0 and (tmp_path / "end").exists()
+    process = multiprocessing.get_context("fork").Process(
+        target=print_in_vain, args=(terminal, tmp_path / "end"))
+    process.start()
+    process.join()
+    os.close(terminal)
+    assert process.exitcode == 0 and (tmp_path / "end").exists()
 
 
 def test_a_signal_ends_the_search_for_boxes_and_the_resumed_run_repeats_it(tmp_path, monkeypatch):
