@@ -38,8 +38,8 @@ import eval as evaluation
 import sparc
 import train
 from common import UserError
-from helpers import (ROOT, SMALL, assert_same_weights, picture, read_log, run_ranks, start_program,
-                     train_alone, train_on_rank, train_until, weights, write_files, write_table)
+from helpers import (ROOT, SMALL, assert_same_weights, picture, read_log, run_program, run_ranks,
+                     start_program, train_alone, train_on_rank, train_until, weights, write_files, write_table)
 from test_eval import opened
 
 SPARC = SMALL["sparc"]
@@ -423,15 +423,15 @@ def launch(entry, *arguments, restarts=0, nodes=1, ranks=1, **settings):
     """
     config = LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=ranks, run_id="test",
                           max_restarts=restarts, rdzv_backend="c10d", start_method="fork",
-                          **settings)
+                          **{"rdzv_endpoint": "localhost:0"} | settings)
     elastic_launch(config, entry)(*arguments)
 
 
 def node_of_two(is_host, address, endpoint, evaluated):
-    """Start one rank as torchrun on one of two nodes, which leaves one second after its rank."""
+    """Start one rank as torchrun on one of two nodes, which leaves soon after its rank."""
     init = elastic.LocalElasticAgent.__init__
     elastic.LocalElasticAgent.__init__ = lambda self, *args, **settings: init(
-        self, *args, **settings | {"exit_barrier_timeout": 1})
+        self, *args, **settings | {"exit_barrier_timeout": 0.2})
     launch(wait_for_rank_0, evaluated, nodes=2, rdzv_endpoint=endpoint, local_addr=address,
            rdzv_configs={"is_host": is_host})
 
@@ -440,7 +440,7 @@ def wait_for_rank_0(evaluated):
     common.init_distributed()
     patience = common.patient_group()
     if dist.get_rank() == 0:
-        time.sleep(5)                                        # stands for the evaluation
+        time.sleep(1.5)                                      # stands for the evaluation
         evaluated.touch()
     dist.barrier(patience)
     dist.destroy_process_group()
@@ -450,8 +450,8 @@ def wait_for_rank_0(evaluated):
 def test_an_evaluation_may_last_longer_than_torchruns_patience(tmp_path, monkeypatch):
     """The second of two nodes hosts the rendezvous, and its rank ends before rank 0's evaluation.
 
-    The node leaves one second after its rank (300 seconds by default). Rank 0, on the other node,
-    would then fail. Both ranks therefore wait at a barrier.
+    The node leaves 0.2 seconds after its rank (300 by default). Rank 0, on the other node, would
+    then fail. Both ranks therefore wait at a barrier.
     """
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with socket.socket() as free:
@@ -624,20 +624,23 @@ def test_a_run_without_out_gets_a_new_directory(tmp_path, monkeypatch):
 
 
 @pytest.mark.ranks
-def test_two_ranks_save_when_slurm_stops_them(tmp_path):
-    """Slurm signals torchrun and its ranks, and torchrun signals the ranks once more."""
-    port = 20000 + os.getpid() % 20000
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
-               f"--master_port={port}", str(ROOT / "train.py"), *SPARC, "--resume", "auto",
-               "--out", str(tmp_path), "--steps", "10000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for_steps(process.poll, tmp_path, 5)
+def test_two_ranks_save_when_ctrl_c_stops_them(tmp_path):
+    """A terminal signals torchrun and its ranks, and torchrun signals the ranks once more. Slurm
+    does the same with SIGTERM.
+    """
+    run, outputs = tmp_path / "run", [tmp_path / "0", tmp_path / "1"]
+    arguments = f"{tmp_path}/${{local_rank}}", "train.py", [*SPARC, "--steps", 9999, "--out", run]
+    process = multiprocessing.get_context("fork").Process(
+        target=launch, args=(run_program, *arguments), kwargs={"ranks": 2})
+    process.start()
+    wait_for_steps(lambda: process.exitcode, run, 5)
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     for pid in (process.pid, *map(int, ranks)):
-        os.kill(pid, signal.SIGTERM)
-    printed, errors = process.communicate(timeout=60)
-    assert "Stopped by signal" in printed and "train.py\", line" not in errors
-    assert 5 <= common.load_checkpoint(tmp_path / "last.pt")["step"] < 10000
+        os.kill(pid, signal.SIGINT)
+    process.join()
+    printed = "".join(output.read_text() for output in outputs)
+    assert "Stopped by signal" in printed and 'train.py", line' not in printed
+    assert 5 <= common.load_checkpoint(run / "last.pt")["step"] < 9999
 
 
 def die_twice():
@@ -653,7 +656,7 @@ def die_twice():
 
 @pytest.mark.ranks
 def test_ranks_that_torchrun_restarts_find_each_other():
-    launch(die_twice, restarts=2, ranks=2, rdzv_endpoint="localhost:0")
+    launch(die_twice, restarts=2, ranks=2)
 
 
 def signalled_rank(rank, out, seconds):
