@@ -211,30 +211,38 @@ def test_tf32_is_used_only_in_updates_of_half_precision(tmp_path, monkeypatch, a
     assert not torch.backends.cudnn.allow_tf32
 
 
-@pytest.mark.parametrize("name, objective, backend", [
-    ("sparc", "sparc", "eager"), ("sparc", "filip", "aot_eager"), ("dino", "dino", "eager")])
-def test_compile_does_not_change_trained_weights(tmp_path, monkeypatch, name, objective, backend):
+@pytest.mark.parametrize("name, objective", [("sparc", "filip"), ("dino", "dino")])
+def test_compile_does_not_change_trained_weights(tmp_path, monkeypatch, name, objective):
     compile, compiled = torch.compile, []
-    flags = [*SMALL[name], "--objective", objective, "--steps", "2"]
-    train_alone([*flags, "--out", tmp_path / "plain"])
+    flags = [*SMALL[name], "--objective", objective, "--steps", "1", "--warmup", "1"]
+    runs = tmp_path / "plain", tmp_path / "compiled"
+    train_alone([*flags, "--out", runs[0]])
     monkeypatch.setattr(torch, "compile", lambda block: compiled.append(block) or
-                        compile(block, backend=backend))
-    train_alone([*flags, "--compile", "--out", tmp_path / "compiled"])
+                        compile(block, backend="eager"))
+    train_alone([*flags, "--compile", "--out", runs[1]])
     assert len(compiled) == 2  # one block in each encoder, or in the student and the teacher
-    plain, other = weights(tmp_path / "plain"), weights(tmp_path / "compiled")
-    torch.testing.assert_close(plain, other, rtol=1e-3, atol=1e-4)
+    found = []
+    for run in runs:
+        record = read_log(run)[0]
+        found.append([weights(run), record["loss"], record["grad_norm"]])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("build, graphs", [
-    (lambda: common.ViT(16, 8, width=8, depth=10, heads=2, drop_path=0.1), 10),  # torch's limit: 8
+    (lambda: common.ViT(16, 8, width=8, depth=3, heads=2, drop_path=0.1), 3),
     (lambda: common.ResNet(32, (1, 1, 1, 1)), 1)])
 def test_an_encoder_is_compiled_completely(monkeypatch, build, graphs):
+    """Each block of a ViT has a stochastic depth and so a graph of its own. torch's limit is 8
+    graphs, here 2.
+    """
     compile, compiled, encoder = torch.compile, [], build()
     count = lambda graph, inputs: compiled.append(graph) or graph
     monkeypatch.setattr(torch, "compile", lambda block: compile(block, backend=count))
-    train.wrap(SimpleNamespace(compile=True), encoder, 1)
-    encoder(torch.randn(2, 3, encoder.image_size, encoder.image_size)).sum().backward()
-    assert len(compiled) == graphs
+    with torch._dynamo.config.patch(cache_size_limit=2):
+        train.wrap(SimpleNamespace(compile=True), encoder, 1)
+        encoder(torch.randn(2, 3, encoder.image_size, encoder.image_size)).sum().backward()
+        assert len(compiled) == graphs
+        assert torch._dynamo.config.cache_size_limit > 2 * 24  # blocks in a CLIP of ViT-L/14
 
 
 def test_bam_on_one_folder_notes_at_once_what_an_evaluation_needs(tmp_path, capsys):
