@@ -477,7 +477,7 @@ def test_the_end_of_a_run_names_each_reason_for_skipping_once(tmp_path, capsys):
     for i in (2, 5):
         (tmp_path / f"{i:03}.tar").write_bytes(b"")
     train_alone([*SMALL["sparc"], "--image-size", 16, "--data", shards, "--workers", 2,
-                 "--steps", 10, "--log-every", 10, "--out", tmp_path / "run"])
+                 "--steps", 6, "--log-every", 10, "--out", tmp_path / "run"])
     line, = [x for x in capsys.readouterr().out.splitlines() if x.startswith("skipped ")]
     counts = read_log(tmp_path / "run")[-1]["skipped"]
     assert counts.keys() == {"unreadable image", common.BAD_SHARD}
@@ -801,23 +801,24 @@ BAD_SHARDS = {  # {reason for skipping: members of the shard}
     common.BAD_SHARD: b"", "empty caption": {"0.jpg": picture(), "0.txt": ""},
     "unreadable image": {"0.jpg": b"no image", "0.txt": "n0"},
     "caption that is not UTF-8": {"0.jpg": picture(), "0.txt": "n0".encode("utf-16")},
-    common.NO_IMAGE: {f"{i}.txt": "n0" for i in range(3000)}}
+    common.NO_IMAGE: {f"{i}.txt": "n0" for i in range(30)}}
 
 
 @pytest.mark.parametrize("reason", BAD_SHARDS)
 def test_a_useless_shard_is_counted_and_only_useless_shards_raise_an_error(
         tmp_path, monkeypatch, reason):
+    assert TarShards.max_bad > 10_000                        # a shard may have 10,000 samples
+    monkeypatch.setattr(TarShards, "max_bad", 100)
     write_shards(tmp_path, [15])
     write_files(tmp_path, {f"00{i}.tar": BAD_SHARDS[reason] for i in (1, 2)})
-    batches = take(stream(open_data(f"{tmp_path}/{{000..001}}.tar"), 5), 9)
+    batches = take(stream(open_data(f"{tmp_path}/{{000..001}}.tar"), 5), 12)  # 4 epochs
     captions = {caption for batch in batches for caption in captions_in(batch)}
     assert captions == {f"n{i}" for i in range(15)}
     count, example = batches[-1]["skipped"][0][reason]
     key = ":" if BAD_SHARDS[reason] else ""
     assert count > 0 and example.startswith(f"{tmp_path}/001.tar{key}")
-    monkeypatch.setattr(TarShards, "max_bad", 100)
     spec = f"{tmp_path}/{{001..002}}.tar"
-    for workers in (0, 2):
+    for workers in (0, 2) if reason == "empty caption" else (0,):
         assert failure(take, stream(open_data(spec), 2), 1, workers).startswith(
             f"{spec}: 100 samples in a row could not be used; the last: {reason}, {tmp_path}")
 
