@@ -724,13 +724,13 @@ def test_ranks_and_workers_draw_different_scenes():
         assert not torch.equal(a["images"], b["images"])
 
 
-@pytest.mark.parametrize("ranks, workers", [(1, 0), (3, 0), (1, 2), (2, 2)])
+@pytest.mark.parametrize("ranks, workers", [(1, 0), (3, 0), (2, 2)])
 def test_ranks_and_workers_read_every_sample_of_the_shards_once(tmp_path, ranks, workers):
     sizes = [6, 2, 4, 4, 3, 5, 1, 7]
     source = open_data(write_shards(tmp_path, sizes, broken=(4, 9)))
     shown = []
     for rank in range(ranks):
-        for batch in take(stream(source, 1, rank=rank, world_size=ranks), 60, workers):
+        for batch in take(stream(source, 1, rank=rank, world_size=ranks), 60 // ranks, workers):
             (_, (epoch, *_), _), = batch["position"].values()
             if epoch == 0:
                 shown += captions_in(batch)
@@ -759,16 +759,16 @@ def test_the_order_of_shards_equals_a_literal_loop(tmp_path, parts):
 def test_a_resumed_stream_opens_only_the_shards_of_its_window(tmp_path, monkeypatch):
     source, opened = open_data(write_shards(tmp_path, [5] * 40)), []
     samples, place, read = source.samples(0, 0, 1), (0, 0, 0), common.read_headers
-    while place < (20, 3, 10):  # 70 of the 200 samples of epoch 20
+    while place < (2, 3, 10):  # 70 of the 200 samples of epoch 2
         _, place = next(samples)
-    assert place == (20, 3, 10)
+    assert place == (2, 3, 10)
     expected = next(samples)[0].value
     monkeypatch.setattr(common, "read_headers",
                         lambda path, files: opened.append(Path(path).name) or read(path, files))
-    batch = take(stream(source, 10, positions={0: (402, place, {})}), 1)[0]
-    assert batch["position"] == {0: (403, (20, 4, 0), {})}
+    batch = take(stream(source, 10, positions={0: (42, place, {})}), 1)[0]
+    assert batch["position"] == {0: (43, (2, 4, 0), {})}
     assert captions_in(batch)[0] == expected
-    order = np.random.default_rng((0, 20)).permutation(40)[12:16]
+    order = np.random.default_rng((0, 2)).permutation(40)[12:16]
     assert opened == [f"{i:03}.tar" for i in order]
 
 
