@@ -1054,25 +1054,28 @@ def test_training_crops_equal_those_of_pil_up_to_rounding():
             assert_pixels_of_pil(ours, pils)
 
 
-@pytest.mark.parametrize("pixels, mean, std", [
-    ("", (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
-    ("imagenet", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    ("half", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))])
-@pytest.mark.parametrize("kind, settings, first", [
-    (common.ViT, dict(image_size=32, width=12, depth=1, heads=2, cls=True), "patch_embed"),
+CONSTANTS = {  # {name: (mean, standard deviation)}
+    "": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))}
+
+
+@pytest.mark.parametrize("kind, settings, first, pixels", [
+    *[(common.ViT, dict(image_size=32, width=12, depth=1, heads=2, cls=True), "patch_embed", name)
+      for name in CONSTANTS],
     (common.ViT, dict(image_size=32, patch_size=8, width=12, depth=1, heads=2,
-                      stem=((4, 4), (4, 2))), "patch_embed"),
-    (common.ResNet, dict(image_size=32, blocks=(1, 1, 1, 1)), "conv1")])
-def test_an_encoder_normalises_uint8_and_floats_by_its_own_constants(
-        kind, settings, first, pixels, mean, std):
+                      stem=((4, 4), (4, 2))), "patch_embed", "imagenet"),
+    (common.ResNet, dict(image_size=32, blocks=(1, 1, 1, 1)), "conv1", "half")])
+@torch.no_grad()
+def test_an_encoder_normalises_uint8_and_floats_by_its_own_constants(kind, settings, first, pixels):
     encoder, seen = kind(**settings, pixels=pixels).eval(), []
     getattr(encoder, first).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
     for x in (images, images / 255):
         encoder(x)
-        torch.testing.assert_close(seen.pop(), v2.functional.normalize(images / 255, mean, std))
-    with torch.no_grad():
-        torch.testing.assert_close(encoder.double()(images), encoder(images.double() / 255))
+        expected = v2.functional.normalize(images / 255, *CONSTANTS[pixels])
+        torch.testing.assert_close(seen.pop(), expected)
+    torch.testing.assert_close(encoder.double()(images), encoder(images.double() / 255))
     if encoder.cls is not None:
         encoder.cls_attention(images)
         torch.testing.assert_close(seen[-2], seen[-1])
