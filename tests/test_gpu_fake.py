@@ -256,7 +256,7 @@ def kept_per_image(fake, method, preset, *flags):
             batch = train.made_up_batch(args, method, model, n)
             with LiveMemory() as memory, torch.autocast("cuda", torch.bfloat16):
                 outputs = model(batch, common.gather)
-            kept.append(sum(memory.sizes.values()))
+            kept.append(memory.bytes)
             del outputs
     return (kept[1] - kept[0]) / 2 / 2**20
 
