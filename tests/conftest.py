@@ -4,6 +4,7 @@ Every test begins with torch's seed 0. Tests that need a trained model share the
 """
 
 import functools
+import gc
 import multiprocessing
 import os
 import signal
@@ -28,6 +29,10 @@ SIGNALS = *train.SIGNALS, signal.SIGCHLD
 def pytest_configure(config):
     config.addinivalue_line("markers", "ranks: the test starts several processes. While you change "
                                        'a file, run the fast tests alone: pytest -m "not ranks"')
+
+
+def pytest_collection_finish():
+    gc.freeze()  # else each collection looks again at all that was imported, 5 % of the time
 
 
 @pytest.fixture(autouse=True)
