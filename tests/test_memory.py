@@ -131,7 +131,8 @@ def compiled_on_a_rank(rank):
         patch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1024)
         patch.setattr(torch, "compile", compile)
         patch.setattr(train, "DistributedDataParallel", parallel)
-        for recompute, K in ((False, 1), (True, 1), (False, 3)):
+        for recompute, K in ((False, 1), (True, 2)):
+            torch.compiler.reset()  # else the second graph is compiled for all sizes
             results = []
             for compiled in (False, True):
                 torch.manual_seed(0)
