@@ -243,10 +243,14 @@ class LiveMemory(TorchDispatchMode):
         return out
 
 
+RANKS = multiprocessing.get_context("forkserver")
+RANKS.set_forkserver_preload(["torch", "torchvision", "pytest"])
+
+
 @functools.cache
 def rank_process(rank):
-    """Return the process that is this rank in every test. A process imports torch only once."""
-    return multiprocessing.get_context("spawn").Pool(1)
+    """Return the process that is this rank in every test, a fork of a server with torch."""
+    return RANKS.Pool(1)
 
 
 def as_rank(rank, directory, world, function, arguments):
