@@ -326,9 +326,10 @@ def test_a_run_without_workers_notes_that_the_gpu_waits(tmp_path, capsys, worker
     args = train.parse_args(["--method", "bam", "--batch", "4", "--workers", str(workers),
                              "--data", write_table(tmp_path, 4)])
     data = train.open_training_data(args, train.METHODS["bam"])
-    train.announce(args, data, torch.nn.Linear(2, 2), None, torch.device("cuda"),
+    train.announce(args, data, torch.nn.Linear(500, 500), None, torch.device("cuda"),
                    train.Progress())
-    assert ("the GPU waits" in capsys.readouterr().out) == (workers == 0)
+    out = capsys.readouterr().out
+    assert ("the GPU waits" in out) == (workers == 0) and "0.3 M parameters on cuda" in out
 
 
 def test_a_streamed_encoding_computes_more_images_at_a_time_on_a_gpu(fake):
