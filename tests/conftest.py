@@ -5,10 +5,12 @@ Every test begins with torch's seed 0. Tests that need a trained model share the
 
 import dataclasses
 import functools
+import gc
 import multiprocessing
 import os
 import signal
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # models are so small that more threads only slow them down
@@ -30,6 +32,12 @@ SIGNALS = *train.SIGNALS, signal.SIGCHLD
 def pytest_configure(config):
     config.addinivalue_line("markers", "ranks: the test starts several processes. While you change "
                                        'a file, run the fast tests alone: pytest -m "not ranks"')
+
+
+def pytest_collection_finish(session):
+    gc.freeze()  # else each collection looks again at all that was imported, 5 % of the time
+    if any(item.get_closest_marker("ranks") for item in session.items):
+        forkserver.ensure_running()  # imports torch for run_ranks while the first tests run
 
 
 @pytest.fixture(autouse=True)

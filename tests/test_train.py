@@ -38,7 +38,8 @@ import sparc
 import train
 from common import UserError
 from helpers import (ROOT, SMALL, assert_same_weights, picture, read_log, run_program, run_ranks,
-                     start_program, train_alone, train_on_rank, train_until, weights, write_files, write_table)
+                     start_program, tiny_model, train_alone, train_on_rank, train_until, weights,
+                     write_files, write_table)
 from test_eval import opened
 
 SPARC = SMALL["sparc"]
@@ -96,15 +97,18 @@ def test_a_run_writes_its_log_settings_vocabulary_and_pictures(run_of):
     assert 0 <= results(run)["zeroshot"] <= 1
 
 
-def test_another_seed_gives_other_weights_and_other_data():
+def test_another_seed_gives_other_weights_and_another_seed_or_order_gives_other_data():
+    """A checkpoint that changed data cannot continue has another order (see Progress.restore)."""
     found = []
-    for seed in "01":
+    for seed, order in ("0", 0), ("1", 0), ("0", 7):
         args = train.parse_args([*SPARC, "--seed", seed])
         data = train.open_training_data(args, train.METHODS["sparc"])
         model = train.new_model(args, train.METHODS["sparc"], range(50))
-        batches = train.open_loader(args, data, None, None, model, train.Progress())
+        batches = train.open_loader(args, data, None, None, model, train.Progress(order=order))
         found.append((model.g_v.weight, next(batches)["images"]))
-    assert not any(map(torch.equal, *found))
+    weights, images = zip(*found)
+    assert not torch.equal(*weights[:2])
+    assert not any(torch.equal(*pair) for pair in itertools.combinations(images, 2))
 
 
 @pytest.mark.parametrize("name, flags", [
@@ -130,7 +134,8 @@ def test_flags_of_a_method_change_its_training(tmp_path, run_of, name, flags):
 
 @pytest.mark.parametrize("name, metric", [
     ("sparc", "i2t/R@1"), ("stair", "textfree/zeroshot"), ("bam", "knn")])
-def test_evaluation_during_training_changes_only_the_log(tmp_path, monkeypatch, name, metric):
+def test_evaluation_during_training_changes_only_the_log(
+        tmp_path, monkeypatch, capsys, name, metric):
     """The statistics of BatchNorm and the random numbers of stochastic depth must not change.
 
     The tasks draw random numbers, too.
@@ -147,6 +152,9 @@ def test_evaluation_during_training_changes_only_the_log(tmp_path, monkeypatch, 
     log, watched = map(read_log, runs)
     assert [record["step"] for record in watched if metric in record] == [2, 4]
     assert all(0 <= record[metric] <= 1 for record in watched[1:])
+    shown = re.findall(r"^step (\d): (.*)", capsys.readouterr().out, re.MULTILINE)
+    assert [int(step) for step, _ in shown] == [2, 4]
+    assert (f"{metric} {watched[2][metric]:.3f}" in shown[1][1]) == ("textfree" not in metric)
     for record in watched:
         other = log[record["step"] - 1]
         other |= {key: 0 for key in ("images_per_s", "data_share", "peak_memory_bytes")}
@@ -214,10 +222,11 @@ def test_tf32_is_used_only_in_updates_of_half_precision(tmp_path, monkeypatch, a
 
     monkeypatch.setattr(sparc.Model, "f_v", spy)
     monkeypatch.setattr(
-        evaluation, "evaluate_and_show", lambda *_: seen.append(("end", matmul.allow_tf32)))
+        evaluation, "evaluate_and_show", lambda embedder, *_: seen.append(
+            ("end", embedder.model.training, matmul.allow_tf32)))
     matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # as in NVIDIA's containers
     train.main([*SPARC, "--amp", amp, "--steps", "2", "--out", str(tmp_path)])
-    assert set(seen) == {(True, amp == "bf16"), (False, False), ("end", False)}
+    assert set(seen) == {(True, amp == "bf16"), (False, False), ("end", False, False)}
     assert not torch.backends.cudnn.allow_tf32
 
 
@@ -262,6 +271,19 @@ def test_bam_on_one_folder_notes_at_once_what_an_evaluation_needs(tmp_path, caps
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("note: No evaluation: ") and "--eval-data" in first
     assert "valuation" not in str(lines) and (tmp_path / "run/curves.png").exists()
+    assert len([line for line in lines if line.startswith("bam: step 1/4  loss ")]) == 1
+    assert "last.pt (weights)" in lines[-1] and "eval.json" not in lines[-1]
+
+
+@pytest.mark.parametrize("name, flags, rank, early", [
+    ("sparc", "", 0, False), ("bam", "", 0, True), ("bam", "--bench 2", 0, False),
+    ("sparc", "--eval-every 5", 0, True), ("sparc", "--eval-data x.csv", 0, True),
+    ("sparc", "--eval-every 5", 1, False)])
+def test_only_an_evaluation_that_is_asked_for_opens_its_data_early_on_rank_0(
+        monkeypatch, name, flags, rank, early):
+    monkeypatch.setattr(train, "this_rank", lambda: (rank, 2))
+    args = train.parse_args([*SMALL[name], *flags.split()])
+    assert train.opens_early(args, tiny_model(name)) == early
 
 
 @pytest.mark.parametrize("flags, steps", [
@@ -950,14 +972,23 @@ def test_a_loss_that_is_not_finite_is_never_saved(tmp_path, every, step):
 
 
 def test_only_fp16_saves_after_a_gradient_that_is_not_finite(tmp_path, monkeypatch):
-    """The scaler of fp16 skips such an update, so the weights stay finite."""
-    monkeypatch.setattr(train, "clip_grad_norm_", lambda *_: torch.tensor(math.nan))
+    """The scaler of fp16 skips such an update, so the weights stay finite.
+
+    The gradients that are clipped are those without the scale of the loss.
+    """
+    sizes = []
+
+    def clip(parameters, most):
+        sizes.append(sum(p.grad.abs().sum().item() for p in parameters if p.grad is not None))
+        return torch.tensor(math.nan)
+
+    monkeypatch.setattr(train, "clip_grad_norm_", clip)
     flags = [*SPARC, "--steps", "1", "--out"]
     with pytest.raises(UserError, match="gradient's norm is nan at step 1: lower --lr"):
         train_alone([*flags, tmp_path / "fp32"])
     assert not (tmp_path / "fp32/last.pt").exists()
     train_alone([*flags, tmp_path / "fp16", "--amp", "fp16"])
-    assert (tmp_path / "fp16/last.pt").exists()
+    assert (tmp_path / "fp16/last.pt").exists() and sizes[1] == pytest.approx(sizes[0], rel=0.05)
 
 
 def test_fp16_that_skips_every_update_warns_and_then_ends(tmp_path, monkeypatch, capsys):
@@ -1014,16 +1045,20 @@ def last_json(capsys):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_dry_run_ends_with_json(tmp_path, capsys, name):
-    """A dry run, or a benchmark, needs no vocabulary file for the paper's number of tokens."""
+    """A dry run, or a benchmark, needs no vocabulary file for the paper's number of tokens.
+
+    A dry run reads no weights.
+    """
     has_text = name not in ("dino", "bam", "classifier")
     words = ["--text-encoder", "tiny:vocab_size=9000"] if has_text else []
+    words += ["--init-weights", "gone.pt"]
     train.main([*SMALL[name], *words, "--dry-run", "--out", str(tmp_path / "unused")])
     *lines, last = capsys.readouterr().out.splitlines()
     record = json.loads(last)
     assert lines[0] == f"parameters: {record['params'] / 1e6:.1f} M"
     assert f"{record['flops_per_sample'] / 1e9:.4g} GFLOPs for each sample" in lines[1]
     assert lines[2] == f"loss of a random guess: {record['chance_loss']:.4g}"
-    assert record.get("vocab_size") == (9000 if words else None)
+    assert record.get("vocab_size") == (9000 if has_text else None)
     assert record["params"] > 1000 and record["flops_per_sample"] > 1000
     assert record["chance_loss"] > 1
     assert not (tmp_path / "unused").exists()
@@ -1083,7 +1118,10 @@ def test_flops_of_clip_and_sparc_agree_with_table_11(monkeypatch):
     assert flops["sparc"] / flops["clip"] == pytest.approx(of_sparc / of_clip, abs=0.001)
 
 
-def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys):
+def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    rates, counts = train.Clock.rates, []
+    monkeypatch.setattr(train.Clock, "rates", lambda clock, size: (
+        counts.append(len(clock.waits)) or rates(clock, size)))
     words = ["--text-encoder", "tiny:vocab_size=9000"]
     train.main([*SPARC, *words, "--bench", "2", "--out", str(tmp_path / "run")])
     words, line = capsys.readouterr().out.splitlines()
@@ -1092,7 +1130,7 @@ def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys):
     assert 0 < record["data_share"] < 1
     assert words.startswith(f"{record['images_per_s']:.1f} images per second; ")
     assert words.endswith(f"peak memory {record['peak_memory_bytes'] / 2**30:.2f} GiB")
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run").exists() and counts == [2]  # without the steps of the warm-up
 
 
 @pytest.mark.parametrize("scale, side", [(0.9, 12), (0.25, 19), (0.01, 93)])
@@ -1104,6 +1142,29 @@ def test_images_have_enough_pixels_for_the_smallest_crop(monkeypatch, tmp_path, 
     args.image_size = 8
     train.open_loader(args, None, None, None, None, train.Progress())
     assert found == [side]
+
+
+@pytest.mark.parametrize("name, record, words", [
+    ("bam", dict(step=100, similarity=1.0, effective_rank=1.0), None),
+    ("bam", dict(step=101, similarity=0.98, effective_rank=1.6), None),
+    ("bam", dict(step=101, similarity=1.0, effective_rank=9.0), "network has collapsed"),
+    ("bam", dict(step=101, similarity=0.0, effective_rank=1.4), "lower --tau-b or --lr"),
+    ("stair", dict(active_image=1.1, active_text=7.4), None),  # of 30 words
+    ("stair", dict(active_image=0.9, active_text=5.0), "image .* lower --lambda-image"),
+    ("stair", dict(active_image=5.0, active_text=0.9), "text .* lower --lambda-text"),
+    ("stair", dict(active_image=7.6, active_text=5.0), "image .* raise --lambda-image"),
+    ("stair", dict(active_image=7.6, active_text=5.0, stage=2), None),
+    ("stair", dict(active_image=7.6, active_text=5.0, strength=0.9), None)])
+def test_a_warning_says_that_a_network_collapses_or_too_few_or_too_many_words_are_active(
+        name, record, words):
+    model = tiny_model(name)
+    if "stage" in record:
+        model.begin_stage(record["stage"], fresh=False)
+    if "strength" in record:
+        model.strength.fill_(record["strength"])
+    scaler, args = SimpleNamespace(get_scale=lambda: 1.0), SimpleNamespace(batch=8)
+    found = train.warning(args, None, model, scaler, {"step": 5} | record)
+    assert found is None if words is None else re.search(words, found or "")
 
 
 def test_a_warning_says_that_many_samples_are_skipped(monkeypatch):
@@ -1220,12 +1281,15 @@ def test_a_vocabulary_is_checked_on_captions_that_it_did_not_learn_from(monkeypa
 
 
 def test_a_vocabulary_with_capitals_is_noted(tmp_path, capsys):
-    """This WordPiece lowers all text, so the tokens of a cased BERT with capitals are dead."""
+    """This WordPiece lowers all text, so the tokens of a cased BERT with capitals are dead.
+
+    A text encoder may have more tokens than the file.
+    """
     (tmp_path / "vocab.txt").write_text("\n".join(
         [*common.SPECIAL_TOKENS, "[MASK]", "Paris", "##S", *"n0123456789",
          *(f"##{i}" for i in range(10))]))
     train_alone([*SPARC, "--data", write_table(tmp_path, 3), "--image-size", 16, "--steps", 1,
-                 "--batch", 2,
+                 "--batch", 2, "--text-encoder", "tiny:width=16,heads=2,depth=1,vocab_size=99",
                  "--vocab", tmp_path / "vocab.txt", "--out", tmp_path / "run"])
     out = capsys.readouterr().out
     assert "note: 2 tokens of the vocabulary have capitals, such as Paris," in out
