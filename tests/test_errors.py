@@ -92,6 +92,9 @@ ERRORS = [
       for name in ("dino", "bam")),
     ("dino --readout fdt", "--objective dino needs --readout sparo, cls or gap, not fdt"),
     ("dino --readout cls --image-encoder ResNet-50 --data shapes:size=64", "a ViT with :cls=1"),
+    *((f"{name} --crop-least 0.5 --crop-border 0.4", "--crop-least 0.5 must not be above --cr")
+      for name in ("dino", "bam")),
+    ("bam --batch 1", "--batch 1 must be 2 or more: the loss compares images"),
     ("bam --target onehot --normalization block", "leave out --normalization block"),
     ("bam --contrastive-crop --crop-start 1", "a table, not shapes.* --no-contrastive-crop"),
     ("bam --contrastive-crop --crop-start 9", "--crop-start 9 must be below --steps 4"),
@@ -216,6 +219,7 @@ ERRORS = [
        saved({"model": {}, "ranks": []})) for name in ("sparc", "bam")),
     ("train --resume --init-weights clip.pt --out runs/sparc", "leave out --init-weights clip.pt"),
     ("train --resume --steps 5 --out runs/sparc", "has made 6 steps, .* past the end: leave out flags such as --steps"),
+    ("train --resume --bench 2 --out runs/sparc", "--bench times a new run: leave out --resume"),
     ("train --resume --optimizer lamb --out runs/sparc", "--optimizer adamw, .* leave out"),
     *((f"{command} runs/{name}", message, {f"runs/{name}/{file}": text})
       for command, name in (("train --resume --out", "sparc"), ("eval", "sparc"))

@@ -94,7 +94,7 @@ def test_a_run_writes_its_log_settings_vocabulary_and_pictures(run_of):
             "images_per_s", "data_share", "chance_loss"} <= set(log[0])
     for name in ("config.json", "vocab.txt", "alignment.png", "segmentation.png"):
         assert (run / name).exists()
-    assert 0 <= results(run)["zeroshot"] <= 1
+    assert 0 <= results(run)["zeroshot"] <= 1 and results(run)["settings"]["step"] == 6
 
 
 def test_another_seed_gives_other_weights_and_another_seed_or_order_gives_other_data():
@@ -271,7 +271,7 @@ def test_bam_on_one_folder_notes_at_once_what_an_evaluation_needs(tmp_path, caps
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("note: No evaluation: ") and "--eval-data" in first
     assert "valuation" not in str(lines) and (tmp_path / "run/curves.png").exists()
-    assert len([line for line in lines if line.startswith("bam: step 1/4  loss ")]) == 1
+    assert [line[:14] for line in lines if " loss " in line] == ["bam: step 1/4 ", "bam: step 4/4 "]
     assert "last.pt (weights)" in lines[-1] and "eval.json" not in lines[-1]
 
 
@@ -974,21 +974,26 @@ def test_a_loss_that_is_not_finite_is_never_saved(tmp_path, every, step):
 def test_only_fp16_saves_after_a_gradient_that_is_not_finite(tmp_path, monkeypatch):
     """The scaler of fp16 skips such an update, so the weights stay finite.
 
-    The gradients that are clipped are those without the scale of the loss.
+    The gradients that are clipped are those without the scale of the loss. A resumed run continues
+    with the scale.
     """
-    sizes = []
+    sizes, scaler = [], torch.amp.GradScaler
 
     def clip(parameters, most):
         sizes.append(sum(p.grad.abs().sum().item() for p in parameters if p.grad is not None))
         return torch.tensor(math.nan)
 
     monkeypatch.setattr(train, "clip_grad_norm_", clip)
-    flags = [*SPARC, "--steps", "1", "--out"]
+    flags = [*SPARC, "--batch", 2, "--steps", 1, "--out"]
     with pytest.raises(UserError, match="gradient's norm is nan at step 1: lower --lr"):
         train_alone([*flags, tmp_path / "fp32"])
     assert not (tmp_path / "fp32/last.pt").exists()
-    train_alone([*flags, tmp_path / "fp16", "--amp", "fp16"])
-    assert (tmp_path / "fp16/last.pt").exists() and sizes[1] == pytest.approx(sizes[0], rel=0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.amp, "GradScaler", lambda device, enabled: scaler(device, 64.0))
+        train_alone([*flags, tmp_path / "fp16", "--amp", "fp16"])
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.05)
+    train_alone(["--resume", "--steps", 2, "--out", tmp_path / "fp16"])
+    assert common.load_checkpoint(tmp_path / "fp16/last.pt")["scaler"]["scale"] == 64
 
 
 def test_fp16_that_skips_every_update_warns_and_then_ends(tmp_path, monkeypatch, capsys):
@@ -1062,6 +1067,12 @@ def test_a_dry_run_ends_with_json(tmp_path, capsys, name):
     assert record["params"] > 1000 and record["flops_per_sample"] > 1000
     assert record["chance_loss"] > 1
     assert not (tmp_path / "unused").exists()
+
+
+def test_a_dry_run_of_a_papers_preset_needs_no_data():
+    args = train.parse_args(["--method", "sparc", "--preset", "b32", "--dry-run"])
+    data = train.open_training_data(args, train.METHODS["sparc"])
+    assert isinstance(data, common.World) and args.image_size == data.size == 224
 
 
 @pytest.mark.parametrize("flags", [SMALL["bam"], [*SPARC, "--objective", "filip"],
@@ -1215,7 +1226,7 @@ def test_data_share_is_the_fraction_of_time_that_the_gpu_waits(monkeypatch, load
         clock.wait_for(batches)
         device.free = max(device.now, device.free) + 0.05
     rates = clock.rates(8)
-    assert rates["data_share"] == pytest.approx(share, abs=0.01)
+    assert rates["data_share"] == pytest.approx(share, abs=0.01) and rates["peak_memory_bytes"] == 1
     assert rates["images_per_s"] == pytest.approx(8 / max(loading, 0.05), rel=0.02)
 
 
@@ -1268,8 +1279,8 @@ def test_the_first_caption_and_captions_that_are_cut_are_shown_at_the_start(tmp_
     assert " cut" not in capsys.readouterr().out
 
 
-def test_a_vocabulary_is_checked_on_captions_that_it_did_not_learn_from(monkeypatch):
-    table = common.CaptionTable([(f"{i}.jpg", "ab"[i % 2]) for i in range(200)], "x")
+def test_a_vocabulary_is_checked_on_captions_that_it_did_not_learn_from(monkeypatch, capsys):
+    table = common.CaptionTable([(f"{i}.jpg", "ab"[i % 2]) for i in range(400)], "x")
     args = train.parse_args(SPARC)
     monkeypatch.setattr(train, "CHECKED", 1000)
     monkeypatch.setattr(table, "sample_captions", lambda limit, skip=0: (
@@ -1278,6 +1289,9 @@ def test_a_vocabulary_is_checked_on_captions_that_it_did_not_learn_from(monkeypa
     assert ("a" in tokenizer.ids, "b" in tokenizer.ids) == (False, True)
     with pytest.raises(UserError, match="100% of the captions' tokens are .UNK."):
         train.check_vocabulary(args, table, tokenizer)
+    rows = [(f"{i}.jpg", "ba"[i % 20 == 0]) for i in range(40)]
+    train.check_vocabulary(args, common.CaptionTable(rows, "x"), tokenizer)
+    assert "note: the vocabulary lacks 5.0% of the captions' tokens" in capsys.readouterr().out
 
 
 def test_a_vocabulary_with_capitals_is_noted(tmp_path, capsys):
