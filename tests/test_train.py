@@ -479,7 +479,7 @@ def wait_for_rank_0(evaluated):
     common.init_distributed()
     patience = common.patient_group()
     if dist.get_rank() == 0:
-        time.sleep(1)                                        # stands for the evaluation
+        time.sleep(2)    # stands for the evaluation; torchrun misses a node after 1.3 s at most
         evaluated.touch()
     dist.barrier(patience)
     dist.destroy_process_group()
