@@ -135,17 +135,21 @@ ROWS = "".join(f"{i}.jpg,n{i}\n" for i in range(9))
 BROKEN, LONG = common.BROKEN_ROW, common.LONG_FIELD
 
 
-def test_rows_without_a_file_name_or_a_caption_are_skipped_and_counted(tmp_path):
+def test_rows_without_a_file_name_or_a_caption_are_skipped_and_counted(tmp_path, monkeypatch):
     path = tmp_path / "a.csv"
-    path.write_text("filepath,title\nx.jpg,one\ny.jpg\nz.jpg,\nw.jpg,  \n,lost\n")
+    path.write_text("filepath,title\nx.jpg,one\ny.jpg\nz.jpg,\nw.jpg,  \n,lost\nv.jpg,two\n")
     source = open_data(str(path))
-    assert pairs(source) == {"x.jpg": ["one"]}
+    assert pairs(source) == {"x.jpg": ["one"], "v.jpg": ["two"]}
     assert source.skipped == {BROKEN: [2, f"{path}, line 6"],
                               "empty caption": [2, str(tmp_path / "w.jpg")]}
-    (tmp_path / "x.jpg").write_bytes(picture())
-    assert take(stream(source, 2), 1)[0]["skipped"] == {0: source.skipped}
+    write_files(tmp_path, {"x.jpg": picture(), "v.jpg": picture()})
+    # the first worker of the first rank alone counts them
+    for rank, worker, counted in ((0, 0, source.skipped), (1, 0, {}), (0, 1, {})):
+        monkeypatch.setattr(common, "this_worker", lambda positions: (worker, 1 + worker))
+        batch, = take(stream(source, 2, rank=rank, world_size=1 + rank), 1)
+        assert batch["skipped"] == {worker: counted}
     assert source.skipped["empty caption"][0] == 2  # a stream does not change the table's counts
-    assert set(pairs(open_data(str(path), content=None))) == {"x.jpg", "z.jpg", "w.jpg"}
+    assert set(pairs(open_data(str(path), content=None))) == {"x.jpg", "z.jpg", "w.jpg", "v.jpg"}
 
 
 # row begins in line 12; line is the line of its last broken row.
