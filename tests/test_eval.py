@@ -478,6 +478,18 @@ def test_names_of_class_folders_are_needed_only_by_tasks_that_use_them(tmp_path,
     assert result["zeroshot"][0].tolist() == [True] * 6 and "zeroshot/acc5" not in result
 
 
+@pytest.mark.parametrize("task, message", [
+    ("zeroshot", "number of ImageNet instead of a name"), ("knn", "k-NN and probes must learn"),
+    ("linear", "k-NN and probes must learn"), ("classification", "has learned 1 classes, cat")])
+def test_what_a_task_lacks_is_said_before_the_first_task_runs(tmp_path, task, message):
+    make_folders(tmp_path, ["n00000001", "n00000002", "n00000003"])
+    data, options = opened(tmp_path, task=task)
+    model = Oracle()
+    model.class_scores, model.config = model.encode_image, SimpleNamespace(classes=["cat"], data="")
+    with pytest.raises(common.UserError, match=message):
+        evaluation.tasks_to_run(options, data, model)
+
+
 def test_late_interaction_is_scored_by_the_models_own_similarity(tmp_path):
     """Each picture has two colours, in separate patches. Captions have one or two words."""
     rows, files = "image,caption\n", {}
