@@ -68,6 +68,7 @@ def failure(run, *arguments, **settings):
         run(*arguments, **settings)
     except UserError as error:
         error.__traceback__ = None  # a traceback would keep a loader's processes alive
+        assert "\n" not in str(error)
         return str(error)
     pytest.fail("no UserError")
 
@@ -453,12 +454,14 @@ def test_a_broken_shard_gives_its_complete_samples_and_is_counted_once(tmp_path)
     assert skips_of(good) == []
     whole = len(data.rstrip(b"\0")) // 512 * 512 + 512  # without the two blocks of zeros at the end
     counts = []
-    for cut in [*range(1, whole, 97), whole]:
+    content = len(data.rstrip(b"\0"))                       # the end of the last caption
+    for cut in sorted([*range(1, whole, 97), content, whole]):
         bad.write_bytes(data[:cut])
         reasons = [reason for reason, _ in skips_of(bad)]
         assert reasons.count(common.BAD_SHARD) == 1, cut
         counts.append(len(list(common.read_tars([bad], "caption"))) - len(reasons))
         assert counts[-1] <= (cut + 511) * 3 // whole  # a last block need not be padded
+        assert cut < content or counts[-1] == 3
     assert counts == sorted(counts) and counts[-1] == 3 and set(counts) == {0, 1, 2, 3}
     middle = bytearray(data)
     middle[whole // 3 : whole // 3 + 512] = b"x" * 512  # damages a header in the middle

@@ -282,8 +282,10 @@ def test_a_box_of_which_less_than_60_percent_is_left_is_left_out(monkeypatch):
     crop = 0, 0, 100, 62  # top, left, height, width
     monkeypatch.setattr(common.v2.RandomResizedCrop, "get_params", lambda *_: crop)
     truth = boxes_of((0, 0.4, 0, 0.9, 0.5), (1, 0.3, 0, 0.8, 0.5))          # 44 % and 64 % are left
-    _, found = common.crop_boxes(Image.new("RGB", (100, 100)), truth, 10, 0.5)
-    assert found.labels.tolist() == [1]
+    found = [common.crop_boxes(Image.new("RGB", (100, 100)), truth, 10, 0.5)[1] for _ in range(50)]
+    assert [boxes.labels.tolist() for boxes in found] == [[1]] * 50
+    lefts = [round(boxes.boxes[0, 0].item(), 2) for boxes in found]
+    assert {*lefts} == {0.3, 0} and 15 < lefts.count(0) < 35                # half are flipped
 
 
 def test_the_worlds_boxes_hold_the_pixels_of_their_objects():
@@ -303,6 +305,7 @@ def tokenizer_of(world):
 
 def test_an_image_asks_for_its_classes_and_others_and_overlapping_boxes_are_one():
     world = common.World(palette=6, heldout=4)
+    assert world.trained == [c for c in range(48) if c not in (1, 12, 23, 26)]  # held-out pairs
     truths = [boxes_of((3, 0, 0, 0.5, 0.5), (9, 0, 0, 1, 1), (5, 0, 0, 0.5, 0.49)),
               boxes_of(absent=[7, 2])]
     tokenizer = tokenizer_of(world)

@@ -21,7 +21,7 @@ from PIL import Image
 import common
 import eval as evaluation
 import train
-from helpers import SMALL, picture, train_alone, write_files
+from helpers import ROOT, SMALL, picture, train_alone, write_files
 from test_eval import make_folders, make_voc_folder, opened, sugarcrepe
 from test_benchmarks import plain, write_labelled, write_winoground
 
@@ -257,6 +257,17 @@ def test_what_a_probe_chose_is_no_accuracy_and_a_record_names_the_revision(
     record = lines(run)[-1]
     assert record["settings"]["git"] == "abc" and "linear/weight_decay" in record
     assert "linear/weight_decay" not in evaluation.metrics_of_table(record)
+
+
+def test_the_revision_is_that_of_the_code_wherever_it_runs(tmp_path, monkeypatch):
+    """A stand-in for git prints the directory. Without git there is no revision."""
+    (tmp_path / "git").write_text("#!/bin/sh\npwd\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert Path(common.revision.__wrapped__()).resolve() == ROOT.resolve()
+    (tmp_path / "git").unlink()
+    assert common.revision.__wrapped__() is None
 
 
 def test_an_incomplete_last_line_costs_no_record_and_nan_is_null(run_of, tmp_path, monkeypatch):
