@@ -305,6 +305,8 @@ def test_label_maps_name_the_classes_of_the_segmentation():
     data, _ = opened("shapes:size=48", split="val")
     sample = data.world.sample(20, "val", 0)
     names = {"/colour": "{colour}", "/shape": "{shape}", "/pair": "{colour} {shape}"}
+    for purpose, drawn in (("segmentation", {*names}), ("picture", {"/colour", "/shape"})):
+        assert next(data.maps(purpose))[1].keys() == drawn  # a picture stays small
     for way, name in names.items():
         maps, classes = evaluation.label_maps(sample, way), data.map_classes[way].names
         assert ((maps == 0) == (sample["segmentation"] == 0)).all()
