@@ -668,6 +668,16 @@ def test_captions_beyond_the_context_are_counted():
     embed = embedder()                                                      # its context is 16
     embed.texts(["red " * n for n in (13, 14, 15, 30)])
     assert (embed.cut_captions, embed.captions) == (2, 4)                   # [CLS] and [SEP]: 2
+    assert (embed.tokens, embed.unknown_tokens) == (13 + 3 * 14, 0)
+
+
+def test_more_than_a_tenth_of_unknown_words_is_noted(capsys):
+    embed, shares = embedder(), []
+    for captions in ("red " * 9, "sky"), ("sky",):                          # 1 of 10, 2 of 11
+        embed.texts(captions)
+        evaluation.print_notes(embed, evaluation.EvalSet())
+        shares.append(capsys.readouterr().out.partition(" of the tokens")[0])
+    assert shares == ["", "18%"]
 
 
 def test_a_caption_prefix_without_retrieval_is_refused(tmp_path):
@@ -850,7 +860,7 @@ def test_alignment_is_1_for_a_perfect_model_and_chance_for_a_blind_one():
             assert value == pytest.approx(1.0 if sees else chance, abs=1e-4)
 
 
-def test_slots_are_selected_and_masks_are_trained_on_files(tmp_path):
+def test_slots_are_selected_and_masks_are_trained_on_files(tmp_path, monkeypatch):
     make_folders(tmp_path / "val")
     make_folders(tmp_path / "test")
     pairs = ("red", "green"), ("green", "blue"), ("blue", "red"), ("red", "blue")
@@ -865,6 +875,12 @@ def test_slots_are_selected_and_masks_are_trained_on_files(tmp_path):
     assert on_crepe["slots/best_half/negatives"] == (1, 1 / 2)
     found = evaluation.masks(embed, *opened(test, select=crepe, **flags))
     assert found["masks/slots/pairs"] == 1 and found["masks/slots/zeroshot"][0].all()
+    wrong_slot = torch.tensor([0.0, 1, 0]).repeat_interleave(3)
+    monkeypatch.setattr(sparo, "train_mask", lambda *pairs, generator: (wrong_slot, 0.5, 0.75))
+    found = evaluation.masks(embed, *opened(test, select=crepe, **flags))
+    assert found["masks/zeroshot_before"][0].all()
+    assert evaluation.to_float(found["masks/slots/zeroshot"]) == pytest.approx(1 / 3)
+    assert found["masks/slots/zeroshot/relative_change"] == pytest.approx((1 / 3 - 1) / (1.5 - 1))
 
 
 def make_voc_folder(root):
