@@ -458,7 +458,7 @@ class Finder(common.ModelDefaults):
         return logits, boxes
 
 
-def test_the_task_by_hand():
+def test_the_task_by_hand(monkeypatch):
     """Class 2 is rare. Another model finds the boxes of the second image in the third."""
     truths = [boxes_of(A, (2, 0, 0, 1, 0.75), size=(1, 0.75)), boxes_of((1, *B[1:])), boxes_of()]
     classes = evaluation.Classes(["red", "green", "blue"], ["{}"])
@@ -477,6 +477,11 @@ def test_the_task_by_hand():
     result = evaluation.detection(embedder(Finder([boxes_of((2, 0, 0, 1, 0.72))])), data, None)
     found = [result[f"detection/{name}"].item() for name in ("AP", "AP50", "AP75")]
     assert found == [pytest.approx(0.5), 1, 0]                              # an IoU of .72
+    for absent, most in ((None, 100), ([], 300)):                          # COCO's, LVIS's limit
+        data.boxes = lambda: [(torch.full((3, 8, 8), 4.0), boxes_of(A, absent=absent))]
+        with monkeypatch.context() as patch:
+            patch.setattr(sparc, "average_precisions", lambda found, truths, k: {0: k + torch.zeros(10)})
+            assert evaluation.detection(embedder(wrong), data, None)["detection/AP"] == most
     data.boxes = lambda: [(torch.full((3, 8, 8), 4.0), boxes_of())]
     with pytest.raises(UserError, match="nothing.json .* no true box"):
         evaluation.detection(embedder(wrong), data, SimpleNamespace(data="nothing.json"))

@@ -9,6 +9,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -473,6 +474,9 @@ def test_names_of_class_folders_are_needed_only_by_tasks_that_use_them(tmp_path,
     embed = embedder()
     embed.tokenizer = None                                                  # as of BAM
     assert evaluation.take(embed, data, 2)[0].shape == (2, 3, 8, 8)
+    capsys.readouterr()
+    evaluation.print_notes(embed, evaluation.EvalSet(named=evaluation.Classes(["a"])))  # no prompts
+    assert capsys.readouterr().out == ""
     data, options = opened(test, templates=["{}"], classes=names)
     capsys.readouterr()
     result = evaluation.zeroshot(embedder(), data, options)
@@ -715,6 +719,41 @@ def test_negatives_are_measured_on_sugarcrepes_files(tmp_path):
     result = evaluation.evaluate(embedder(), data, options)
     expected = {"negatives/swap_att": 1, "negatives/add_obj": 0, "negatives": 0.5}  # ties are wrong
     assert result == expected | {f"{metric}/chance": 0.5 for metric in expected}
+
+
+def test_active_words_of_images_and_captions_are_counted(tmp_path):
+    rows = {"0.png": "red", "1.png": "red blue", "2.png": "red green blue"}
+    files = dict.fromkeys(rows, picture(format="PNG", value=(255, 9, 0)))
+    table = "image,caption\n" + "".join(f"{name},{caption}\n" for name, caption in rows.items())
+    write_files(tmp_path, files | {"captions.csv": table})
+    found = evaluation.sparsity(embedder(), *opened(tmp_path / "captions.csv"))
+    assert found["active/image"].tolist() == [2, 2, 2]                      # red, and a little green
+    assert sorted(found["active/text"].tolist()) == [1, 2, 3]
+
+
+class WordOracle(Oracle):
+    """The Oracle with an entry for each word of the tokenizer, and two that no word has, as STAIR
+    has where an embedding has more rows than the vocabulary has words."""
+
+    def encode_image(self, images):
+        return F.pad(super().encode_image(images), (4, 2), value=0.5)
+
+    def encode_text(self, tokens, mask):
+        return F.pad(super().encode_text(tokens, mask), (4, 2), value=0.5)
+
+    encode_words = encode_text
+
+
+def test_a_search_by_words_sees_no_columns_without_a_word(tmp_path, capsys):
+    make_folders(tmp_path)
+    data, options = opened(tmp_path, query=["red", "blue AND NOT red"])
+    evaluation.search(embedder(WordOracle()), data, options, tmp_path)
+    answers = [re.findall(r"(\w+)/\d.png \((.*?)\)", line)
+               for line in capsys.readouterr().out.splitlines() if line[:4] in ("red ", "blue")]
+    reds, others = [("red", "2.00")] * 2, {("green", "1.00"), ("blue", "1.00")}
+    for by_text in answers[:2]:             # four special tokens have weights of .5, too
+        assert by_text[:2] == reds and {*by_text[2:]} == others
+    assert answers[2:] == [[("blue", "1.00")] * 2]
 
 
 def entropy(labels):
