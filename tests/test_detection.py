@@ -20,7 +20,7 @@ from common import Boxes, UserError
 from helpers import (assert_one_process, assert_same_weights, assert_same_with_gradients,
                      read_log, run_ranks, train_alone, train_models, train_on_rank, train_until,
                      weights)
-from test_eval import embedder, opened
+from test_eval import embedder, opened, rows_of
 
 A, B = (0, 0, 0, 0.5, 0.5), (0, 0.5, 0.5, 1, 1)  # two boxes of class 0
 
@@ -485,6 +485,21 @@ def test_the_task_by_hand(monkeypatch):
     data.boxes = lambda: [(torch.full((3, 8, 8), 4.0), boxes_of())]
     with pytest.raises(UserError, match="nothing.json .* no true box"):
         evaluation.detection(embedder(wrong), data, SimpleNamespace(data="nothing.json"))
+
+
+def test_true_and_found_boxes_are_drawn(monkeypatch):
+    truth, red = boxes_of(A), evaluation.CLASS_COLOURS[0]
+    data = evaluation.EvalSet(box_classes=evaluation.Classes(["red", "green", "blue"], ["{}"]))
+    data.boxes = lambda: [(torch.full((3, 8, 8), 4.0), truth)]
+    draw, labels = evaluation.draw_boxes, []
+    monkeypatch.setattr(evaluation, "draw_boxes", lambda image, boxes: (
+        labels.append([label for _, label in boxes]) or draw(image / 255, boxes)))
+    model = Finder([boxes_of((2, *B[1:]))])
+    (_, cells), = rows_of(monkeypatch, evaluation.draw_detection, embedder(model), data)
+    assert [label for _, label in cells] == ["true", "found"] and labels == [["red"], ["blue 0.73"]]
+    upper_edges = (84, 0), (252, 168)                                       # of A and of B
+    assert [[picture.getpixel(place) == red for place in upper_edges] for picture, _ in cells] == [
+        [True, False], [False, True]]
 
 
 FLAGS = "--method detector --batch 4 --steps 4 --log-every 1 --warmup 1 --lr 0.01 --finetune"

@@ -996,10 +996,70 @@ def test_progress_is_printed_every_ten_seconds_without_a_terminal(monkeypatch):
 
 
 def rows_of(monkeypatch, draw, *arguments):
-    """The rows of the sheet that a function draws."""
+    """The rows of the sheet that a function draws. Its title is shorter than its note."""
+    def rows_alone(title, note, rows, columns=12):
+        assert len(title) < min(100, len(note))
+        return rows
+
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "sheet", lambda title, note, rows, columns=12: rows)
+        patch.setattr(evaluation, "sheet", rows_alone)
         return draw(*arguments)
+
+
+def test_text_without_accents_is_drawn_whole():
+    """The font has Latin letters alone."""
+    for text, drawn in (("café à Nîmes", "cafe a Nimes"), ("中文", "(...)")):
+        pages = [evaluation.draw_text(x, 200).tobytes() for x in (text, drawn)]
+        assert pages[0] == pages[1]
+    page = evaluation.draw_text("g g g", 1)                                 # three lines
+    ink = ImageChops.invert(page).getbbox()
+    assert ink[3] < page.height and page.height - ink[3] < 5
+
+
+def test_a_cloud_shows_the_words_of_an_encoding_the_largest_first(monkeypatch):
+    drawn, draw_text = [], evaluation.draw_text
+    monkeypatch.setattr(evaluation, "draw_text", lambda string, width, size=13: (
+        drawn.append((string, size)) or draw_text(string, width, size)))
+    evaluation.word_cloud(["a", "b", "c", "d"], torch.tensor([0.5, 0, 2, -math.inf]))
+    assert drawn == [("2.00", 11), ("c", 17), ("0.50", 11), ("a", 12)]
+    drawn.clear()
+    evaluation.word_cloud(["a", "b"], torch.tensor([-0.5, -0.25]))          # similarities
+    assert drawn == [("-0.25", 11), ("b", 11), ("-0.50", 11), ("a", 11)]
+
+
+def test_slots_are_shown_that_agree_in_four_images_and_repeat_no_words(monkeypatch):
+    """Slot 3 is sharper than slot 0. Slot 1 has the words of slot 0, slot 2 too few images."""
+    tokens = torch.tensor([[2, 4, 5, 3], [2, 5, 6, 3], [2, 6, 4, 3], [2, 4, 4, 3], [2, 5, 4, 3]])
+    word, sharpness = torch.tensor([[1, 1, 2, 2]] * 5), torch.tensor([[0.6, 0.5, 0.9, 0.9]] * 5)
+    word[4, 0] = 2
+    agree = torch.ones(5, 4, dtype=torch.bool)
+    agree[3:, 2] = agree[2, 3] = False
+    found = tokens, torch.rand(5, 4, 4), word, sharpness, agree
+    monkeypatch.setattr(evaluation, "take", lambda *given: (torch.zeros(5, 3, 8, 8), None))
+    monkeypatch.setattr(evaluation, "attention_of_slots", lambda *given: found)
+    rows = rows_of(monkeypatch, evaluation.draw_slots, embedder(), None)
+    assert [(heading, " ".join(name for _, name in cells)) for heading, cells in rows] == [
+        ("Slot 3", "green blue red red"), ("Slot 0", "red green blue red red")]
+    agree[:, [0, 3]] = False
+    assert len(rows_of(monkeypatch, evaluation.draw_slots, embedder(), None)) == 1
+    agree.fill_(False)
+    assert evaluation.draw_slots(embedder(), None) is None
+
+
+def test_images_have_their_best_words_and_the_captions_of_others(tmp_path, monkeypatch):
+    """The captions of red and blue are swapped."""
+    make_folders(tmp_path)
+    table = "image,caption\nred/0.png,blue\nblue/0.png,red\ngreen/0.png,green\n"
+    write_files(tmp_path, {"a.csv": table})
+    embed, (data, _) = embedder(), opened(tmp_path / "a.csv")
+    clouds, cloud = [], evaluation.word_cloud
+    monkeypatch.setattr(evaluation, "word_cloud", lambda words, scores: (
+        clouds.append(words[scores.argmax()]) or cloud(words, scores)))
+    (_, cells), = rows_of(monkeypatch, evaluation.draw_words, embed, data)
+    swapped = {"blue": "red", "red": "blue", "green": "green"}
+    assert sorted(clouds) == sorted(swapped)
+    assert [swapped[caption] for _, caption in cells] == clouds
+    assert len(rows_of(monkeypatch, evaluation.draw_captions, embed, data)) == 2
 
 
 def test_neighbours_are_shown_by_encoding_and_by_pixels(tmp_path, monkeypatch):
@@ -1014,10 +1074,9 @@ def test_neighbours_are_shown_by_encoding_and_by_pixels(tmp_path, monkeypatch):
 def test_similarities_are_histograms_of_three_kinds_of_pairs(tmp_path, monkeypatch):
     """Images of one class have one colour, so views of one image and of one class are alike."""
     make_folders(tmp_path)
-    drawn, chart = [], evaluation.chart
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "chart", lambda *args: drawn.append(args) or chart(*args))
-        evaluation.draw_similarities(embedder(), opened(tmp_path)[0])
+    drawn = []
+    monkeypatch.setattr(evaluation, "chart", lambda *args: drawn.append(args))
+    rows_of(monkeypatch, evaluation.draw_similarities, embedder(), opened(tmp_path)[0])
     (log, curves, _), = drawn
     assert [name for _, name, _ in curves] == ["red: one image", "green: one class",
                                                "blue: two classes"]

@@ -22,7 +22,7 @@ import common
 import eval as evaluation
 import train
 from helpers import ROOT, SMALL, picture, train_alone, write_files
-from test_eval import make_folders, make_voc_folder, opened, sugarcrepe
+from test_eval import make_folders, make_voc_folder, opened, rows_of, sugarcrepe
 from test_benchmarks import plain, write_labelled, write_winoground
 
 
@@ -464,7 +464,7 @@ def test_an_image_of_the_caller_keeps_its_exif():
 
 
 @pytest.mark.parametrize("name", ["sparc", "sparo", "stair", "bam"])
-def test_one_image_and_one_caption_have_maps(run_of, tmp_path, capsys, name):
+def test_one_image_and_one_caption_have_maps(run_of, tmp_path, monkeypatch, capsys, name):
     run = shutil.copytree(run_of(name), tmp_path / "run")
     (tmp_path / "a.jpg").write_bytes(picture(40, 30))
     flags = [str(run), "--image", str(tmp_path / "a.jpg"), "--caption", "a red ring"]
@@ -473,6 +473,9 @@ def test_one_image_and_one_caption_have_maps(run_of, tmp_path, capsys, name):
         with pytest.raises(common.UserError, match="Maps need the slots of SPARO or the words of"):
             evaluation.main(flags)
         return
+    data, _ = opened("shapes:size=16,objects=2")
+    rows_of(monkeypatch, evaluation.draw_pictures, model, data, {"alignment", "queries"})
+    rows_of(monkeypatch, evaluation.draw_pair, model, tmp_path / "a.jpg", "a red ring")
     evaluation.main(flags)
     assert str(run / "a-pair.png") in capsys.readouterr().out and (run / "a-pair.png").exists()
     found = model.maps(Image.open(tmp_path / "a.jpg"), "a red ring")
