@@ -1028,9 +1028,9 @@ def test_a_cloud_shows_the_words_of_an_encoding_the_largest_first(monkeypatch):
 
 
 def test_slots_are_shown_that_agree_in_four_images_and_repeat_no_words(monkeypatch):
-    """Slot 3 is sharper than slot 0. Slot 1 has the words of slot 0, slot 2 too few images."""
+    """Slot 0 agrees in one image more than slot 3. Slot 1 has its words, slot 2 too few images."""
     tokens = torch.tensor([[2, 4, 5, 3], [2, 5, 6, 3], [2, 6, 4, 3], [2, 4, 4, 3], [2, 5, 4, 3]])
-    word, sharpness = torch.tensor([[1, 1, 2, 2]] * 5), torch.tensor([[0.6, 0.5, 0.9, 0.9]] * 5)
+    word, sharpness = torch.tensor([[1, 1, 2, 2]] * 5), torch.tensor([[0.6, 0.5, 0.9, 0.7]] * 5)
     word[4, 0] = 2
     agree = torch.ones(5, 4, dtype=torch.bool)
     agree[3:, 2] = agree[2, 3] = False
@@ -1039,7 +1039,7 @@ def test_slots_are_shown_that_agree_in_four_images_and_repeat_no_words(monkeypat
     monkeypatch.setattr(evaluation, "attention_of_slots", lambda *given: found)
     rows = rows_of(monkeypatch, evaluation.draw_slots, embedder(), None)
     assert [(heading, " ".join(name for _, name in cells)) for heading, cells in rows] == [
-        ("Slot 3", "green blue red red"), ("Slot 0", "red green blue red red")]
+        ("Slot 0", "red green blue red red"), ("Slot 3", "green blue red red")]
     agree[:, [0, 3]] = False
     assert len(rows_of(monkeypatch, evaluation.draw_slots, embedder(), None)) == 1
     agree.fill_(False)
