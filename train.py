@@ -291,7 +291,7 @@ def train(args, out, device):
                 record |= measure(args, model, batch, autocast, outputs, grad_norm)
                 record |= clock.rates(args.batch)
                 if evaluate_due and not stopping:
-                    record |= evaluate_unnoticed(args, embedder, eval_data, log)
+                    record |= evaluate_unnoticed(args, embedder, eval_data, log, progress.step)
                 log.write(record, warning(args, data, model, scaler, record))
             if log_due:
                 clock.reset()
@@ -1267,7 +1267,7 @@ def lost_samples(args, data, record):
             f"{max(skipped, key=skipped.get)} (counts are in log.jsonl)")
 
 
-def evaluate_unnoticed(args, embedder, eval_data, log):
+def evaluate_unnoticed(args, embedder, eval_data, log, step):
     """The metrics of --eval-every; the most important ones are printed. A model with neither
     captions nor classes is evaluated by k-NN alone, because a linear probe takes long. The
     evaluation does not change the random numbers of the training."""
@@ -1279,7 +1279,7 @@ def evaluate_unnoticed(args, embedder, eval_data, log):
     embedder.model.train()
     names = [name for name in metrics if "/" not in name or name.endswith("R@1")]
     shown = ", ".join(f"{name} {metrics[name]:.3f}" for name in names)
-    log.bar.write(f"step {log.bar.n}: {shown}")
+    log.bar.write(f"step {step}: {shown}")
     return metrics
 
 

@@ -235,16 +235,20 @@ def test_three_ranks_equal_one_process(tmp_path):
             torch.testing.assert_close(ours, expected, rtol=1e-3, atol=0)
 
 
-def test_the_teacher_encodes_all_views():
+@pytest.mark.parametrize("sizes", [(16, 16, 8, 8), (16, 16, 8), (16, 16)])
+def test_the_teacher_encodes_all_views(sizes):
     settings = dict(tau=0.2, tau_b=0.1)
     model = tiny_model("bam", batch_norm=True, sinkhorn_iters=2, **settings)
     nn.init.normal_(model.teacher[1][0].weight)  # so that the teacher differs from the student
-    batch = make_views()
+    batch, k = make_views(5, sizes), len(sizes)
     z, z_m = (model.latents(network, batch["views"], bam.identity)[1].flatten(0, 1)
               for network in (model.student(), model.teacher))
-    assert z.shape == z_m.shape == (16, 6)
-    loss = bam.bam_loss(z, 4, z_m, 2, iters=2, **settings)
-    torch.testing.assert_close(model(batch)["loss"], loss)
+    assert z.shape == z_m.shape == (5 * k, 6)
+    loss, out = bam.bam_loss(z, k, z_m, 2, iters=2, **settings), model(batch)
+    torch.testing.assert_close(out["loss"], loss)
+    h = model.latents(model.student(), batch["views"], bam.identity)[0]
+    torch.testing.assert_close(out["effective_rank"], bam.effective_rank(h[0]))
+    torch.testing.assert_close(out["similarity"], bam.mean_cosine(z[:5]))
 
 
 def test_batch_norm_normalises_each_view_by_itself():
@@ -339,6 +343,8 @@ def test_boxes_contain_the_heat_above_the_threshold():
     assert b == pytest.approx([0, 3 / 5, 1 / 5, 4 / 5])
     fine = bam.heat_boxes(heat, 0.5, 50)[0]                      # interpolated to 50 pixels
     assert fine.tolist() == pytest.approx([0.4, 0.2, 0.6, 0.4], abs=0.03)
+    wide = bam.heat_boxes(heat, 0.1, 50)[0]                      # the map falls to 0 in 10 pixels
+    assert wide.tolist() == pytest.approx([0.32, 0.12, 0.68, 0.54], abs=0.03)
 
 
 def centres(scale, alpha, box=None):

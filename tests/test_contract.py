@@ -523,6 +523,8 @@ def test_a_mask_of_words_may_leave_out_any_word():
     (lambda: tiny_model("dino").after_update(8, 8), "step 8"),
     (lambda: tiny_model("bam")(make_views(2, sizes=(8, 8, 16))), "large views come first"),
     (lambda: tiny_model("dino")(make_views(2, sizes=(8, 8, 16))), "large views come first"),
+    (lambda: tiny_model("bam")(make_views(2, sizes=(8, 16, 16))), "large views come first"),
+    (lambda: tiny_model("dino")(make_views(2, sizes=(8, 16, 16))), "large views come first"),
     (lambda: tiny_model("bam")({"views": torch.randn(2, 4, 3, 16, 16)}), "views needs a list"),
     (lambda: tiny_model("bam")(UNEQUAL_VIEWS), "one number n of images"),
     (lambda: tiny_model("dino")(UNEQUAL_VIEWS), "one number B of images"),

@@ -699,7 +699,7 @@ def test_each_rank_has_random_numbers_of_its_own(monkeypatch, tmp_path):
     assert torch.initial_seed() == 5 + 3
 
 
-def test_a_checkpoint_of_other_data_workers_or_ranks_begins_a_new_order():
+def test_a_checkpoint_of_other_data_workers_or_ranks_begins_a_new_order(monkeypatch):
     rng, local = torch.get_rng_state(), {"cuda_rng": None, "positions": {0: (2, 9)}, "skipped": {}}
     state = {"step": 7, "samples": 56, "stage": 1, "order": 2, "workers": 0, "data": "a",
              "words": None, "boxes": None, "ranks": [local | {"rng": rng}]}
@@ -709,7 +709,9 @@ def test_a_checkpoint_of_other_data_workers_or_ranks_begins_a_new_order():
         other = train.Progress(data)
         other.restore(state | {"ranks": ranks * state["ranks"]}, workers)
         assert (other.step, other.order, other.positions) == (7, 2 + 7, {})
-    same.restore(state, 0)
+    monkeypatch.setattr(train, "this_rank", lambda: (1, 2))
+    first = {"rng": torch.get_rng_state(), "cuda_rng": None, "positions": {}, "skipped": {}}
+    same.restore(state | {"ranks": [first, *state["ranks"]]}, 0)  # each rank continues its own
     assert (same.step, same.order, same.positions) == (7, 2, {0: (2, 9)})
     assert same.samples == other.samples == 56
     assert torch.equal(torch.get_rng_state(), rng)

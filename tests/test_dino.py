@@ -14,6 +14,7 @@ from torch import nn
 
 import common
 import sparo
+import train
 from helpers import (SMALL, assert_same_with_gradients, cos, make_views, read_log, tiny_model,
                      train_alone)
 
@@ -229,15 +230,23 @@ def test_a_dino_run_has_no_tasks_with_text(run_of):
     (0.04, "--readout cls --grad-checkpoint --freeze-last 2"),
     (0.0, "--readout gap --amp bf16 --local-crops 0")])
 def test_weight_decay_follows_a_half_cosine(tmp_path, monkeypatch, start, flags):
-    decays = []
+    """A gradient of the frozen last layer, which updates nothing, is not in the norm, either."""
+    decays, counts, clip = [], [], train.clip_grad_norm_
+
+    def count(parameters):
+        counts.append(sum(p.grad is not None for p in parameters))
 
     def step(optimizer, *arguments):
         """Note the weight decay of each group in place of an update."""
         decays.append([group["weight_decay"] for group in optimizer.param_groups])
+        count(p for group in optimizer.param_groups for p in group["params"])
 
+    monkeypatch.setattr(train, "clip_grad_norm_", lambda parameters, most: (
+        count(parameters := list(parameters)) or clip(parameters, most)))
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
     flags = [*flags.split(), "--weight-decay", start, "--weight-decay-end", 0.4]
     train_alone([*SMALL, *flags, "--out", tmp_path])
     expected = [0.4 - (0.4 - start) * (1 + math.cos(math.pi * i / 4)) / 2 for i in range(4)]
     assert [decay for decay, _ in decays] == pytest.approx(expected)
     assert all(rest == 0 for _, rest in decays)
+    assert counts[0::2] == counts[1::2] and len(set(counts)) == 1 + ("--freeze-last" in flags)

@@ -297,12 +297,13 @@ def test_gather_keeps_the_order_of_the_ranks_and_sums_their_gradients(ranks):
         assert (result["own"] == 1 + 2 + 3).all() and (result["every"] == i + 1).all()
 
 
-@pytest.mark.parametrize("name", ["sparc", "sparo", "stair", "dino", "bam"])
+@pytest.mark.parametrize("name", ["sparc", "sparo", "stair", "dino", "bam", "classifier"])
 def test_evaluation_encoder_is_the_encoder_that_encode_image_uses(name):
+    """An encoding has the length 1."""
     model = tiny_model(name).eval()
     images, before = torch.randn(2, 3, 16, 16), []
     model.evaluation_encoder().register_forward_hook(lambda *call: before.append(call[1][0]))
-    model.encode_image(images)
+    torch.testing.assert_close(model.encode_image(images).norm(dim=1), torch.ones(2))
     assert torch.equal(before[0], images)
     assert (model.evaluation_encoder() is model.image_encoder) == (name not in ("dino", "bam"))
 

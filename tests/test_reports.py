@@ -560,12 +560,14 @@ def test_class_folders_are_evaluated_with_the_caption_of_training(tmp_path):
     make_folders(tmp_path, ["blue", "red"])
     folders = tmp_path
     args = train.parse_args([*SMALL["sparc"], "--data", str(folders), "--image-size", "16"])
-    vars(args).update(folder_captions=True, data_path=str(folders))
+    train.open_training_data(args, train.METHODS["sparc"])
     options = evaluation.options_of({"data": str(folders)}, args)
     data = evaluation.open_eval_set(options, 16)
     assert data.classes.prompts == ["a photo of a blue.", "a photo of a red."]
     asked = evaluation.options_of({"data": str(folders), "templates": ["the {}"]}, args)
     assert asked.templates == ["the {}"]
-    of_world = train.parse_args(SMALL["sparc"])
-    vars(of_world).update(folder_captions=False, data_path="shapes")
-    assert evaluation.options_of({"data": str(folders)}, of_world).templates is None
+    write_files(tmp_path, {"table.csv": "image,caption\nred/0.png,a red car\n"})
+    for spec in "shapes", str(tmp_path / "table.csv"):
+        other = train.parse_args([*SMALL["sparc"], "--data", spec])
+        train.open_training_data(other, train.METHODS["sparc"])
+        assert evaluation.options_of({"data": str(folders)}, other).templates is None

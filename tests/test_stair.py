@@ -23,7 +23,7 @@ import common
 import eval as evaluation
 import stair
 import train
-from helpers import (SMALL, LiveMemory, assert_same_with_gradients, cos, infonce, make_batch, mean,
+from helpers import (SMALL, LiveMemory, assert_same_with_gradients, infonce, make_batch, mean,
                      padded, picture, read_log, run_ranks, tiny_model, train_alone, weights,
                      write_files, write_shards, write_tar)
 
@@ -145,9 +145,12 @@ def test_flops_loss_equals_equation_6():
     assert_same_with_gradients(stair.flops_loss(enc), expected, [enc])
 
 
-def test_contrastive_loss_is_the_mean_of_equation_3_in_both_directions():
-    v, t = (torch.rand(4, V, dtype=torch.double, requires_grad=True) for _ in range(2))
-    M = [[5 * cos(a, b) for b in t] for a in v]
+@pytest.mark.parametrize("size", [1.0, 0.1, 0.0])
+def test_contrastive_loss_is_the_mean_of_equation_3_in_both_directions(size):
+    """size: of a short image and a short caption, whose norm counts as 0.5, so that 0 is allowed."""
+    sizes = torch.tensor([[1.0], [1.0], [size], [1.0]], dtype=torch.double)
+    v, t = ((torch.rand(4, V).double() * sizes).requires_grad_() for _ in range(2))
+    M = [[5 * (a @ b) / (a.norm().clamp(min=0.5) * b.norm().clamp(min=0.5)) for b in t] for a in v]
     losses = [infonce(row, i) for rows in (M, zip(*M)) for i, row in enumerate(rows)]
     assert_same_with_gradients(stair.contrastive_loss(v, t, 5.0), mean(losses), [v, t])
 
@@ -189,7 +192,10 @@ def test_model_loss_equals_equation_7():
     t = model.text_encoding(batch["tokens"], batch["mask"])
     flops = 0.3 * stair.flops_loss(v) + 0.7 * stair.flops_loss(t)
     loss = stair.contrastive_loss(v, t, 1 / 0.07) + flops
-    torch.testing.assert_close(model(batch)["loss"], loss)
+    out = model(batch)
+    torch.testing.assert_close(out["loss"], loss)
+    for side, enc in ("image", v), ("text", t):
+        assert out[f"active_{side}"] == sum(x > 0 for row in enc.tolist() for x in row) / 4
     torch.testing.assert_close(model.encode_image(batch["images"]).norm(dim=1), torch.ones(4))
 
 
@@ -481,13 +487,14 @@ def test_the_index_finds_what_a_brute_force_search_finds():
         operation = rng.choice(["add", "search", "search"])
         if operation == "add":
             names = [f"d{step}.{i}" for i in range(rng.randrange(6))]
-            enc = random_encodings(len(names))
+            enc = random_encodings(len(names)).requires_grad_()
             index.add(names, enc if rng.random() < 0.5 else enc.to_sparse())
             documents |= dict(zip(names, enc))
         else:
             query, k = torch.rand(len(WORDS)) * (torch.rand(len(WORDS)) < 0.7), rng.randrange(1, 9)
             assert index.search(query, k) == brute_force(documents, query, k)
         assert index.ids == list(documents)
+    assert not index.joined().requires_grad  # the graph of a model would stay in memory
 
 
 @pytest.mark.parametrize("query, words, expected", [

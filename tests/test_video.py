@@ -128,6 +128,15 @@ def test_cosines_of_all_frames_never_fill_the_memory():
     assert memory.peak < 5 * 4 * 400**2 + 3e6                               # 29 frames: 18.6e6
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+def test_a_patch_of_the_first_frame_has_the_object_at_its_centre(dtype):
+    ids = torch.zeros(6, 9, dtype=dtype)
+    ids[0, 0] = ids[2, 2] = ids[5, 8] = 1                                   # corners of patches
+    ids[1, 4] = ids[4, 7] = 2
+    maps = [[1, 0, 1, 1, 1, 0], [0] * 6, [0, 1, 0, 0, 0, 1]]                # (C, P)
+    assert bam.first_map(ids, (2, 3)).tolist() == maps
+
+
 def test_maps_are_stretched_before_the_strongest_wins():
     """An object that has become faint, .3 at most, is stretched to 1. One that is everywhere is
     not, and wins."""

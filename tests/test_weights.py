@@ -349,8 +349,9 @@ def test_a_run_starts_from_the_vit_that_another_run_exported(name, tmp_path, cap
     assert torch.equal(b.image_encoder.pos, b.evaluation_encoder().pos)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.export of older versions fails")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["sparo", "stair", "sparc", "bam", "dino"])
+@pytest.mark.parametrize("name", ["sparo", "stair", "sparc", "bam"])
 def test_torch_traces_exports_and_quantises_encode_image(name, monkeypatch):
     """The traced and the exported function take another batch size than their example."""
     monkeypatch.setattr(stair.StreamedEncoding, "CHUNK", 600)               # a part for each image
