@@ -477,11 +477,12 @@ def test_the_task_by_hand(monkeypatch):
     result = evaluation.detection(embedder(Finder([boxes_of((2, 0, 0, 1, 0.72))])), data, None)
     found = [result[f"detection/{name}"].item() for name in ("AP", "AP50", "AP75")]
     assert found == [pytest.approx(0.5), 1, 0]                              # an IoU of .72
-    for absent, most in ((None, 100), ([], 300)):                          # COCO's, LVIS's limit
+    for absent, k in ((None, 100), ([], 300)):                          # COCO's, LVIS's limit
         data.boxes = lambda: [(torch.full((3, 8, 8), 4.0), boxes_of(A, absent=absent))]
         with monkeypatch.context() as patch:
-            patch.setattr(sparc, "average_precisions", lambda found, truths, k: {0: k + torch.zeros(10)})
-            assert evaluation.detection(embedder(wrong), data, None)["detection/AP"] == most
+            patch.setattr(sparc, "average_precisions", lambda found, truths, most: {
+                0: torch.full((10,), float(most))})
+            assert evaluation.detection(embedder(wrong), data, None)["detection/AP"] == k
     data.boxes = lambda: [(torch.full((3, 8, 8), 4.0), boxes_of())]
     with pytest.raises(UserError, match="nothing.json .* no true box"):
         evaluation.detection(embedder(wrong), data, SimpleNamespace(data="nothing.json"))

@@ -298,8 +298,8 @@ def test_files_of_timm_dino_bam_and_solo_learn_are_read(save, tmp_path):
 
 @pytest.mark.parametrize("name, shape", [
     ("cls_token", ()), ("pos_embed", ()), ("pos_embed", (1, 0, WIDTH)),
-    ("pos_embed", (1, 1, WIDTH)), ("pos_embed", (1, 7, WIDTH)), ("pos_embed", (2, 5, 8)), ("patch_embed.proj.weight", (WIDTH, 3)),
-    ("patch_embed.proj.bias", (7,))])
+    ("pos_embed", (1, 1, WIDTH)), ("pos_embed", (1, 7, WIDTH)), ("pos_embed", (2, 5, 8)),
+    ("patch_embed.proj.weight", (WIDTH, 3)), ("patch_embed.proj.bias", (7,))])
 def test_a_tensor_of_another_shape_is_refused(name, shape):
     state = made_up_timm(tiny_vit(cls=True)) | {name: torch.ones(shape)}
     with pytest.raises(UserError, match="^the file holds a model of another .*size mismatch for "):
