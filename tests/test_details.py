@@ -532,6 +532,10 @@ def test_worlds_tasks_use_the_classes_that_they_may_use():
     objects = data.scenes("zeroshot")["objects"]
     assert [evaluation.PAIRS[c] for _, c in data.labelled("zeroshot")] == [
         f"{o['colour']} {o['shape']}" for o, in objects]
+    parts = [[names[i] for i in ids] for ids, names in map(data.groups.get, ("/colour", "/shape"))]
+    assert [f"{colour} {shape}" for colour, shape in zip(*parts, strict=True)] == evaluation.PAIRS
+    for purpose, n in ("captioned", 2), ("samples", 1):
+        assert {len(captions) for _, captions in data.captioned(purpose)} == {n}
 
 
 # {purpose: (number of scenes / WORLD_N, split, seed, objects in each scene)}
