@@ -68,6 +68,7 @@ def failure(run, *arguments, **settings):
         run(*arguments, **settings)
     except UserError as error:
         error.__traceback__ = None  # a traceback would keep a loader's processes alive
+        assert "\n" not in str(error)
         return str(error)
     pytest.fail("no UserError")
 
@@ -135,17 +136,21 @@ ROWS = "".join(f"{i}.jpg,n{i}\n" for i in range(9))
 BROKEN, LONG = common.BROKEN_ROW, common.LONG_FIELD
 
 
-def test_rows_without_a_file_name_or_a_caption_are_skipped_and_counted(tmp_path):
+def test_rows_without_a_file_name_or_a_caption_are_skipped_and_counted(tmp_path, monkeypatch):
     path = tmp_path / "a.csv"
-    path.write_text("filepath,title\nx.jpg,one\ny.jpg\nz.jpg,\nw.jpg,  \n,lost\n")
+    path.write_text("filepath,title\nx.jpg,one\ny.jpg\nz.jpg,\nw.jpg,  \n,lost\nv.jpg,two\n")
     source = open_data(str(path))
-    assert pairs(source) == {"x.jpg": ["one"]}
+    assert pairs(source) == {"x.jpg": ["one"], "v.jpg": ["two"]}
     assert source.skipped == {BROKEN: [2, f"{path}, line 6"],
                               "empty caption": [2, str(tmp_path / "w.jpg")]}
-    (tmp_path / "x.jpg").write_bytes(picture())
-    assert take(stream(source, 2), 1)[0]["skipped"] == {0: source.skipped}
+    write_files(tmp_path, {"x.jpg": picture(), "v.jpg": picture()})
+    # the first worker of the first rank alone counts them
+    for rank, worker, counted in ((0, 0, source.skipped), (1, 0, {}), (0, 1, {})):
+        monkeypatch.setattr(common, "this_worker", lambda positions: (worker, 1 + worker))
+        batch, = take(stream(source, 2, rank=rank, world_size=1 + rank), 1)
+        assert batch["skipped"] == {worker: counted}
     assert source.skipped["empty caption"][0] == 2  # a stream does not change the table's counts
-    assert set(pairs(open_data(str(path), content=None))) == {"x.jpg", "z.jpg", "w.jpg"}
+    assert set(pairs(open_data(str(path), content=None))) == {"x.jpg", "z.jpg", "w.jpg", "v.jpg"}
 
 
 # row begins in line 12; line is the line of its last broken row.
@@ -449,12 +454,14 @@ def test_a_broken_shard_gives_its_complete_samples_and_is_counted_once(tmp_path)
     assert skips_of(good) == []
     whole = len(data.rstrip(b"\0")) // 512 * 512 + 512  # without the two blocks of zeros at the end
     counts = []
-    for cut in [*range(1, whole, 97), whole]:
+    content = len(data.rstrip(b"\0"))                       # the end of the last caption
+    for cut in sorted([*range(1, whole, 97), content, whole]):
         bad.write_bytes(data[:cut])
         reasons = [reason for reason, _ in skips_of(bad)]
         assert reasons.count(common.BAD_SHARD) == 1, cut
         counts.append(len(list(common.read_tars([bad], "caption"))) - len(reasons))
         assert counts[-1] <= (cut + 511) * 3 // whole  # a last block need not be padded
+        assert cut < content or counts[-1] == 3
     assert counts == sorted(counts) and counts[-1] == 3 and set(counts) == {0, 1, 2, 3}
     middle = bytearray(data)
     middle[whole // 3 : whole // 3 + 512] = b"x" * 512  # damages a header in the middle

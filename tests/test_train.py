@@ -882,6 +882,10 @@ def test_several_tasks_without_torchrun_are_refused(monkeypatch, name):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", False)
     assert common.init_distributed().type in ("cpu", "cuda")
+    monkeypatch.setattr(common.dist, "rendezvous", lambda *place, timeout: 1 / 0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ZeroDivisionError):  # two ranks meet
+        common.init_distributed()
 
 
 @pytest.mark.parametrize("name", train.OPTIMIZERS)
