@@ -2886,18 +2886,10 @@ def load_clip(encoders, state_dict, tokenizer):
     if OPENAI_ONLY[0] in state and any(isinstance(module, nn.GELU) for module in modules):
         raise UserError("OpenAI's weights need QuickGELU: add :quick_gelu=1 to both encoders.")
     preset = "the preset clip-... of the file's model"
-    image |= pixels_of(encoders[0], "clip")
     parts |= load_encoder(encoders[0], image, CLIP_NAMES, f"give --image-encoder {preset}")
     parts |= load_encoder(encoders[1], text, CLIP_NAMES,
                           f"give --text-encoder {preset} and --vocab its words")
     return parts
-
-
-def pixels_of(encoder, kind):
-    """The constants of `encoder.pixels`, {name: tensor}, for weights of a kind in PIXELS. A name in
-    the spec, such as ViT-B/16:pixels=half, comes before the kind."""
-    constants = Pixels(encoder.pixels.name or kind).state_dict()
-    return {f"pixels.{name}": x for name, x in constants.items()}
 
 
 def unwrapped(state):
@@ -2988,7 +2980,9 @@ def load_timm(encoder, state_dict):
         is_left_over = is_head or (has_backbone and "backbone." not in before)
         (left_over if is_left_over else found)[name] = value
     remedy = "give --image-encoder the sizes of the file's ViT, such as ViT-S/16:cls=1 for DINO's"
-    found |= pixels_of(encoder, "imagenet")
+    # a name in the spec, such as ViT-B/16:pixels=half, comes before ImageNet's constants
+    constants = Pixels(encoder.pixels.name or "imagenet").state_dict()
+    found |= {f"pixels.{name}": x for name, x in constants.items()}
     found |= {f"pixels.{name}": state_dict[name] for name in ("mean", "std") if name in state_dict}
     return left_over | load_encoder(encoder, found, TIMM_NAMES, remedy)
 

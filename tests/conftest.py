@@ -3,17 +3,21 @@
 Every test begins with torch's seed 0. Tests that need a trained model share the runs of run_of.
 """
 
+import dataclasses
 import functools
+import gc
 import multiprocessing
 import os
 import signal
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # models are so small that more threads only slow them down
 
 import pytest
 import torch
+from PIL import Image
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
@@ -28,6 +32,12 @@ SIGNALS = *train.SIGNALS, signal.SIGCHLD
 def pytest_configure(config):
     config.addinivalue_line("markers", "ranks: the test starts several processes. While you change "
                                        'a file, run the fast tests alone: pytest -m "not ranks"')
+
+
+def pytest_collection_finish(session):
+    gc.freeze()  # else each collection looks again at all that was imported, 5 % of the time
+    if any(item.get_closest_marker("ranks") for item in session.items):
+        forkserver.ensure_running()  # imports torch for run_ranks while the first tests run
 
 
 @pytest.fixture(autouse=True)
@@ -49,12 +59,22 @@ def signals():
 def short_runs():
     """Shorten the runs of all tests: a task on the world has 24 scenes.
 
-    Runs with the same captions share one vocabulary, which is trained once. At the end, workers of
-    failed tests are killed: Python would end them by SIGTERM, which they ignore, and wait for ever.
+    Runs with the same captions share one vocabulary, which is trained once. Equal worlds share
+    their captions, the colours of pictures are chosen by a faster method, and no file waits for the
+    disk. At the end, workers of failed tests are killed: Python would end them by SIGTERM, which
+    they ignore, and wait for ever.
     """
-    evaluation.WORLD_N = 24
+    evaluation.WORLD_N, train.CHECKED = 24, 50
     vocabulary = functools.cache(common.train_wordpiece)
     common.train_wordpiece = lambda captions, size: list(vocabulary(tuple(captions), size))
+    draw = common.World.sample_captions
+    captions = functools.cache(lambda world, limit: draw(common.World(*world), limit))
+    common.World.sample_captions = lambda world, limit, skip=0: list(
+        captions(dataclasses.astuple(world), limit))
+    quantize = Image.Image.quantize
+    Image.Image.quantize = lambda page, *_: quantize(page, 256, Image.Quantize.FASTOCTREE)
+    evaluation.draw_text = functools.cache(evaluation.draw_text)
+    os.fsync = lambda file: None
     yield
     for child in multiprocessing.active_children():
         if isinstance(child, multiprocessing.context.ForkProcess):  # the others are run_ranks' pool

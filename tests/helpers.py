@@ -220,14 +220,22 @@ class LiveMemory(TorchDispatchMode):
 
     def __init__(self, tensors=()):
         super().__init__()
-        self.sizes, self.peak = weakref.WeakKeyDictionary(), 0  # {storage: bytes}
+        self.storages, self.bytes, self.peak = weakref.WeakSet(), 0, 0
         self.add(tensors)
 
     def add(self, tensors):
         """Count the storages of these tensors until they are freed."""
         for x in tensors:
-            self.sizes[x.untyped_storage()] = x.untyped_storage().nbytes()
-        self.peak = max(self.peak, sum(self.sizes.values()))
+            storage = x.untyped_storage()
+            if storage not in self.storages:
+                self.storages.add(storage)
+                self.bytes += storage.nbytes()
+                weakref.finalize(storage, self.free, storage.nbytes())
+        self.peak = max(self.peak, self.bytes)
+
+    def free(self, n):
+        """Forget n bytes."""
+        self.bytes -= n
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -235,10 +243,14 @@ class LiveMemory(TorchDispatchMode):
         return out
 
 
+RANKS = multiprocessing.get_context("forkserver")
+RANKS.set_forkserver_preload(["torch", "torchvision", "pytest"])
+
+
 @functools.cache
 def rank_process(rank):
-    """Return the process that is this rank in every test. A process imports torch only once."""
-    return multiprocessing.get_context("spawn").Pool(1)
+    """Return the process that is this rank in every test, a fork of a server with torch."""
+    return RANKS.Pool(1)
 
 
 def as_rank(rank, directory, world, function, arguments):

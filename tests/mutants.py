@@ -232,7 +232,7 @@ P_COLOUR = «0.9 => 0.8» # share of named colours
 == common.py | weights | test_weights test_details
 theirs = theirs.squeeze()«.t() => » # CLIP's projections are (d, E)
 (".ln_1.", "«.norm1."), (".ln_2.", ".norm2. => .norm2."), (".ln_2.", ".norm1.»") # two norms
-Pixels(encoder.pixels.name or «kind => "clip"») # the pixels of timm's weights
+Pixels(encoder.pixels.name or «"imagenet" => "clip"») # the pixels of timm's weights
 if «name.startswith(replaced) => False» else found)[name] # the block that SPARO replaces
 == bam.py | probes | test_eval test_details -k "probe"
 max(64, math.ceil(len(x) / «1024 => 512»)) # Table 9b: 1,024 ;; l2 «/ 2  => »* head.weight.square() # BAM, D.3

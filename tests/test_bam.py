@@ -370,6 +370,14 @@ def centres(scale, alpha, box=None):
     return 100 * torch.stack([views(image, box)[0][:2].mean((1, 2)) for _ in range(300)])
 
 
+@pytest.mark.parametrize("low, high, length, side, first, last", [
+    (10, 30, 8, 40, 6, 26), (0, 40, 8, 40, 0, 32), (1, 3, 10, 40, 0, 0), (37, 39, 10, 40, 30, 30)])
+def test_a_crop_whose_centre_lies_in_the_box_stays_in_the_image(
+        low, high, length, side, first, last):
+    starts = [common.crop_start(low, high, length, side, fraction) for fraction in (0, 0.5, 1)]
+    assert starts == [first, round((first + last) / 2), last]
+
+
 def test_crop_centres_lie_in_the_box_and_spread_to_its_edges():
     """The centres follow Beta(alpha, alpha) in the box: .6 favours its edges, 10 its middle."""
     small, large, box = (0.02, 0.04), (0.25, 1.0), (0.25, 0.5, 0.75, 1.0)

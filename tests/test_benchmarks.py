@@ -139,9 +139,10 @@ def test_unreadable_samples_are_skipped_and_reported(tmp_path, capsys):
 
 
 def write_winoground(directory):
-    """Write two pairs of Winoground. The second pair lacks its second image."""
+    """Write three pairs of Winoground. The second pair lacks its second image."""
     rows = [{"id": 0, "image_0": "a", "image_1": "b", "caption_0": "red", "caption_1": "blue"},
-            {"id": 1, "image_0": "c", "image_1": "d", "caption_0": "green", "caption_1": "red"}]
+            {"id": 1, "image_0": "c", "image_1": "d", "caption_0": "green", "caption_1": "red"},
+            {"id": 2, "image_0": "c", "image_1": "a", "caption_0": "green", "caption_1": "red"}]
     images = {f"images/{name}.png": plain(c) for name, c in zip("abc", ("red", "blue", "green"))}
     write_files(directory, images | {"examples.jsonl": "\n".join(map(json.dumps, rows))})
 
@@ -153,17 +154,19 @@ def test_winoground_is_evaluated_from_its_own_files(tmp_path, capsys):
     assert evaluation.tasks_to_run(options, data, embedder().model) == ["winoground"]
     result = evaluation.winoground(embedder(), data, options)
     assert {key: value.tolist() for key, (value, _) in result.items()} == {
-        "winoground/text": [True], "winoground/image": [True], "winoground/group": [True]}
-    assert "skipped 1 of 4 images" in capsys.readouterr().out
+        "winoground/text": [True] * 2, "winoground/image": [True] * 2,
+        "winoground/group": [True] * 2}
+    assert "skipped 1 of 6 images" in capsys.readouterr().out
     with pytest.MonkeyPatch.context() as patch:  # both captions score highest with image 1
         scores = torch.tensor([[1.0, 0.0], [2.0, 3.0]])                     # (images, captions)
         patch.setattr(evaluation.Embedder, "similarity", lambda *pair: scores)
         result = evaluation.winoground(embedder(), data, options)
-    assert [value.item() for value, _ in result.values()] == [True, False, False]
+    found = [value.tolist() for value, _ in result.values()]
+    assert found == [[True] * 2, [False] * 2, [False] * 2]
     (tmp_path / "photos").rename(tmp_path / "w" / "images")  # their folder in the release
     data, options = opened(tmp_path / "w", limit=1)
     assert evaluation.winoground(embedder(), data, options)["winoground/text"][0].tolist() == [True]
-    (tmp_path / "w/images/b.png").unlink()
+    (tmp_path / "w/images/a.png").unlink()
     with pytest.raises(common.UserError, match="has no pair of images of which both can be read"):
         evaluation.winoground(embedder(), *opened(tmp_path / "w"))
 

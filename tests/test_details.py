@@ -518,28 +518,41 @@ def test_scenes_have_the_shares_and_the_radii_of_their_settings():
         assert share == pytest.approx(tenths / 10, abs=0.02)
 
 
-def test_worlds_tasks_use_the_splits_and_classes_that_they_may_use():
-    """Slots are chosen on val, k-NN learns from train, evaluated scenes are of --split.
-
-    Only zero-shot and slots keep pairs that training never shows: held-out, or of undrawn colours.
-    """
+def test_worlds_tasks_use_the_classes_that_they_may_use():
+    """Only zero-shot and slots keep pairs that training never shows: held-out, or of undrawn
+    colours."""
     world = common.World(palette=2, heldout=6)
     data = evaluation.WorldSet(world, SimpleNamespace(split="test", limit=None, templates=None))
-    asked = []
-    data.world = SimpleNamespace(objects=3, sample=lambda n, split, seed, objects=None: (
-        asked.append((split, seed, objects)) or world.sample(8, split, seed, objects)))
-    for purpose in ("train", "slots", "test", "zeroshot", "captioned", "segmentation"):
-        data.scenes(purpose)
-    assert [split for split, *_ in asked] == ["train", "val", "test", "test", "test", "test"]
-    assert len({seed for _, seed, _ in asked[1:]}) == 5  # train and test may share 9
     expected = torch.ones(64, dtype=torch.bool)
     expected[:16] = False  # the first two colours
     for colour, shape in world.heldout_pairs:
         expected[8 * colour + shape] = True
     assert torch.equal(data.unseen, expected)
-    data.world = world
     seen = {c for _, c in data.labelled("test")}
     assert not any(expected[c] for c in seen)
+    objects = data.scenes("zeroshot")["objects"]
+    assert [evaluation.PAIRS[c] for _, c in data.labelled("zeroshot")] == [
+        f"{o['colour']} {o['shape']}" for o, in objects]
+    parts = [[names[i] for i in ids] for ids, names in map(data.groups.get, ("/colour", "/shape"))]
+    assert [f"{colour} {shape}" for colour, shape in zip(*parts, strict=True)] == evaluation.PAIRS
+    for purpose, n in ("captioned", 2), ("samples", 1):
+        assert {len(captions) for _, captions in data.captioned(purpose)} == {n}
+
+
+# {purpose: (number of scenes / WORLD_N, split, seed, objects in each scene)}
+SCENES = {"train": (4, "train", 9, 1), "slots": (1, "val", 8, 1), "zeroshot": (1, "test", 1, 1),
+          "captioned": (1 / 2, "test", 2, 4), "negatives": (1, "test", 3, 3),
+          "segmentation": (1 / 2, "test", 5, 4), "samples": (1 / 2, "test", 6, 3),
+          "picture": (8 / 24, "test", 7, 4), "search": (1, "test", 7, None),
+          "test": (1, "test", 9, 1), "boxes": (1 / 2, "test", 11, None)}
+
+
+def test_scenes_of_each_purpose_stay_those_of_the_recorded_figures():
+    """The figures in tests/claims.json were measured on these scenes."""
+    options = SimpleNamespace(split="test", limit=None, templates=None)
+    data = evaluation.WorldSet(common.World(objects=4), options)
+    data.world = SimpleNamespace(objects=4, sample=lambda n, *rest: (n / evaluation.WORLD_N, *rest))
+    assert {purpose: data.scenes(purpose) for purpose in SCENES} == SCENES
 
 
 def test_a_world_of_one_colour_shows_no_other():

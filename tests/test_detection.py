@@ -20,7 +20,7 @@ from common import Boxes, UserError
 from helpers import (assert_one_process, assert_same_weights, assert_same_with_gradients,
                      read_log, run_ranks, train_alone, train_models, train_on_rank, train_until,
                      weights)
-from test_eval import embedder, opened
+from test_eval import embedder, opened, rows_of
 
 A, B = (0, 0, 0, 0.5, 0.5), (0, 0.5, 0.5, 1, 1)  # two boxes of class 0
 
@@ -291,8 +291,10 @@ def test_a_box_of_which_less_than_60_percent_is_left_is_left_out(monkeypatch):
     crop = 0, 0, 100, 62  # top, left, height, width
     monkeypatch.setattr(common.v2.RandomResizedCrop, "get_params", lambda *_: crop)
     truth = boxes_of((0, 0.4, 0, 0.9, 0.5), (1, 0.3, 0, 0.8, 0.5))          # 44 % and 64 % are left
-    _, found = common.crop_boxes(Image.new("RGB", (100, 100)), truth, 10, 0.5)
-    assert found.labels.tolist() == [1]
+    found = [common.crop_boxes(Image.new("RGB", (100, 100)), truth, 10, 0.5)[1] for _ in range(50)]
+    assert [boxes.labels.tolist() for boxes in found] == [[1]] * 50
+    lefts = [round(boxes.boxes[0, 0].item(), 2) for boxes in found]
+    assert {*lefts} == {0.3, 0} and 15 < lefts.count(0) < 35                # half are flipped
 
 
 def test_the_worlds_boxes_hold_the_pixels_of_their_objects():
@@ -312,6 +314,7 @@ def tokenizer_of(world):
 
 def test_an_image_asks_for_its_classes_and_others_and_overlapping_boxes_are_one():
     world = common.World(palette=6, heldout=4)
+    assert world.trained == [c for c in range(48) if c not in (1, 12, 23, 26)]  # held-out pairs
     truths = [boxes_of((3, 0, 0, 0.5, 0.5), (9, 0, 0, 1, 1), (5, 0, 0, 0.5, 0.49)),
               boxes_of(absent=[7, 2])]
     tokenizer = tokenizer_of(world)
@@ -468,7 +471,7 @@ class Finder(common.ModelDefaults):
         return logits, boxes
 
 
-def test_the_task_by_hand():
+def test_the_task_by_hand(monkeypatch):
     """Class 2 is rare. Another model finds the boxes of the second image in the third."""
     truths = [boxes_of(A, (2, 0, 0, 1, 0.75), size=(1, 0.75)), boxes_of((1, *B[1:])), boxes_of()]
     classes = evaluation.Classes(["red", "green", "blue"], ["{}"])
@@ -487,9 +490,30 @@ def test_the_task_by_hand():
     result = evaluation.detection(embedder(Finder([boxes_of((2, 0, 0, 1, 0.72))])), data, None)
     found = [result[f"detection/{name}"].item() for name in ("AP", "AP50", "AP75")]
     assert found == [pytest.approx(0.5), 1, 0]                              # an IoU of .72
+    for absent, k in ((None, 100), ([], 300)):                          # COCO's, LVIS's limit
+        data.boxes = lambda: [(torch.full((3, 8, 8), 4.0), boxes_of(A, absent=absent))]
+        with monkeypatch.context() as patch:
+            patch.setattr(sparc, "average_precisions", lambda found, truths, most: {
+                0: torch.full((10,), float(most))})
+            assert evaluation.detection(embedder(wrong), data, None)["detection/AP"] == k
     data.boxes = lambda: [(torch.full((3, 8, 8), 4.0), boxes_of())]
     with pytest.raises(UserError, match="nothing.json .* no true box"):
         evaluation.detection(embedder(wrong), data, SimpleNamespace(data="nothing.json"))
+
+
+def test_true_and_found_boxes_are_drawn(monkeypatch):
+    truth, red = boxes_of(A), evaluation.CLASS_COLOURS[0]
+    data = evaluation.EvalSet(box_classes=evaluation.Classes(["red", "green", "blue"], ["{}"]))
+    data.boxes = lambda: [(torch.full((3, 8, 8), 4.0), truth)]
+    draw, labels = evaluation.draw_boxes, []
+    monkeypatch.setattr(evaluation, "draw_boxes", lambda image, boxes: (
+        labels.append([label for _, label in boxes]) or draw(image / 255, boxes)))
+    model = Finder([boxes_of((2, *B[1:]))])
+    (_, cells), = rows_of(monkeypatch, evaluation.draw_detection, embedder(model), data)
+    assert [label for _, label in cells] == ["true", "found"] and labels == [["red"], ["blue 0.73"]]
+    upper_edges = (84, 0), (252, 168)                                       # of A and of B
+    assert [[picture.getpixel(place) == red for place in upper_edges] for picture, _ in cells] == [
+        [True, False], [False, True]]
 
 
 FLAGS = "--method detector --batch 4 --steps 4 --log-every 1 --warmup 1 --lr 0.01 --finetune"

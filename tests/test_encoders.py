@@ -233,6 +233,7 @@ def test_stochastic_depth_drops_rows_only_in_training():
     ("tiny", "tiny", {}),
     ("ViT-B/16:drop_path=0.1,cls=1", "ViT-B/16", {"drop_path": "0.1", "cls": "1"}),
     ("C:/data/a.csv", "C:/data/a.csv", {}), ("a,b:c", "a,b:c", {}),
+    ("0.tar::part=1", "0.tar::part=1", {}),
     ("C:/data/a.csv:image=path", "C:/data/a.csv", {"image": "path"})])
 def test_parse_spec_separates_the_name_from_its_settings(spec, name, settings):
     assert common.parse_spec(spec) == (name, settings)
@@ -315,6 +316,14 @@ def test_only_weights_are_read_from_a_checkpoint_and_an_unused_average_is_named(
     assert "under 'state_dict', not those under state_dict_ema" in capsys.readouterr().out
     with pytest.raises(common.UserError, match="holds no weights, but epoch"):
         common.unwrapped({"epoch": 3})
+
+
+def test_a_resnet_and_a_vit_with_a_stem_are_not_exported():
+    with torch.device("meta"):
+        encoders = common.ResNet(32, blocks=(1, 1, 1, 1)), tiny_vit(stem=((4, 2), (4, 2)))
+    for encoder in encoders:
+        with pytest.raises(common.UserError, match="timm.* train another, such as tiny-patch"):
+            common.timm_weights(encoder)
 
 
 def test_a_vit_for_images_with_one_channel_is_refused():

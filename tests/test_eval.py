@@ -9,6 +9,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -305,6 +306,8 @@ def test_label_maps_name_the_classes_of_the_segmentation():
     data, _ = opened("shapes:size=48", split="val")
     sample = data.world.sample(20, "val", 0)
     names = {"/colour": "{colour}", "/shape": "{shape}", "/pair": "{colour} {shape}"}
+    for purpose, drawn in (("segmentation", {*names}), ("picture", {"/colour", "/shape"})):
+        assert next(data.maps(purpose))[1].keys() == drawn  # a picture stays small
     for way, name in names.items():
         maps, classes = evaluation.label_maps(sample, way), data.map_classes[way].names
         assert ((maps == 0) == (sample["segmentation"] == 0)).all()
@@ -471,11 +474,26 @@ def test_names_of_class_folders_are_needed_only_by_tasks_that_use_them(tmp_path,
     embed = embedder()
     embed.tokenizer = None                                                  # as of BAM
     assert evaluation.take(embed, data, 2)[0].shape == (2, 3, 8, 8)
+    capsys.readouterr()
+    evaluation.print_notes(embed, evaluation.EvalSet(named=evaluation.Classes(["a"])))  # no prompts
+    assert capsys.readouterr().out == ""
     data, options = opened(test, templates=["{}"], classes=names)
     capsys.readouterr()
     result = evaluation.zeroshot(embedder(), data, options)
     assert "skipped 1 of 7 images" in capsys.readouterr().out and data.named.source == names
     assert result["zeroshot"][0].tolist() == [True] * 6 and "zeroshot/acc5" not in result
+
+
+@pytest.mark.parametrize("task, message", [
+    ("zeroshot", "number of ImageNet instead of a name"), ("knn", "k-NN and probes must learn"),
+    ("linear", "k-NN and probes must learn"), ("classification", "has learned 1 classes, cat")])
+def test_what_a_task_lacks_is_said_before_the_first_task_runs(tmp_path, task, message):
+    make_folders(tmp_path, ["n00000001", "n00000002", "n00000003"])
+    data, options = opened(tmp_path, task=task)
+    model = Oracle()
+    model.class_scores, model.config = model.encode_image, SimpleNamespace(classes=["cat"], data="")
+    with pytest.raises(common.UserError, match=message):
+        evaluation.tasks_to_run(options, data, model)
 
 
 def test_late_interaction_is_scored_by_the_models_own_similarity(tmp_path):
@@ -654,6 +672,16 @@ def test_captions_beyond_the_context_are_counted():
     embed = embedder()                                                      # its context is 16
     embed.texts(["red " * n for n in (13, 14, 15, 30)])
     assert (embed.cut_captions, embed.captions) == (2, 4)                   # [CLS] and [SEP]: 2
+    assert (embed.tokens, embed.unknown_tokens) == (13 + 3 * 14, 0)
+
+
+def test_more_than_a_tenth_of_unknown_words_is_noted(capsys):
+    embed, shares = embedder(), []
+    for captions in ("red " * 9, "sky"), ("sky",):                          # 1 of 10, 2 of 11
+        embed.texts(captions)
+        evaluation.print_notes(embed, evaluation.EvalSet())
+        shares.append(capsys.readouterr().out.partition(" of the tokens")[0])
+    assert shares == ["", "18%"]
 
 
 def test_a_caption_prefix_without_retrieval_is_refused(tmp_path):
@@ -691,6 +719,41 @@ def test_negatives_are_measured_on_sugarcrepes_files(tmp_path):
     result = evaluation.evaluate(embedder(), data, options)
     expected = {"negatives/swap_att": 1, "negatives/add_obj": 0, "negatives": 0.5}  # ties are wrong
     assert result == expected | {f"{metric}/chance": 0.5 for metric in expected}
+
+
+def test_active_words_of_images_and_captions_are_counted(tmp_path):
+    rows = {"0.png": "red", "1.png": "red blue", "2.png": "red green blue"}
+    files = dict.fromkeys(rows, picture(format="PNG", value=(255, 9, 0)))
+    table = "image,caption\n" + "".join(f"{name},{caption}\n" for name, caption in rows.items())
+    write_files(tmp_path, files | {"captions.csv": table})
+    found = evaluation.sparsity(embedder(), *opened(tmp_path / "captions.csv"))
+    assert found["active/image"].tolist() == [2, 2, 2]                      # red, some green
+    assert sorted(found["active/text"].tolist()) == [1, 2, 3]
+
+
+class WordOracle(Oracle):
+    """The Oracle with an entry for each word of the tokenizer, and two that no word has, as STAIR
+    has where an embedding has more rows than the vocabulary has words."""
+
+    def encode_image(self, images):
+        return F.pad(super().encode_image(images), (4, 2), value=0.5)
+
+    def encode_text(self, tokens, mask):
+        return F.pad(super().encode_text(tokens, mask), (4, 2), value=0.5)
+
+    encode_words = encode_text
+
+
+def test_a_search_by_words_sees_no_columns_without_a_word(tmp_path, capsys):
+    make_folders(tmp_path)
+    data, options = opened(tmp_path, query=["red", "blue AND NOT red"])
+    evaluation.search(embedder(WordOracle()), data, options, tmp_path)
+    answers = [re.findall(r"(\w+)/\d.png \((.*?)\)", line)
+               for line in capsys.readouterr().out.splitlines() if line[:4] in ("red ", "blue")]
+    reds, others = [("red", "2.00")] * 2, {("green", "1.00"), ("blue", "1.00")}
+    for by_text in answers[:2]:             # four special tokens have weights of .5, too
+        assert by_text[:2] == reds and {*by_text[2:]} == others
+    assert answers[2:] == [[("blue", "1.00")] * 2]
 
 
 def entropy(labels):
@@ -836,7 +899,7 @@ def test_alignment_is_1_for_a_perfect_model_and_chance_for_a_blind_one():
             assert value == pytest.approx(1.0 if sees else chance, abs=1e-4)
 
 
-def test_slots_are_selected_and_masks_are_trained_on_files(tmp_path):
+def test_slots_are_selected_and_masks_are_trained_on_files(tmp_path, monkeypatch):
     make_folders(tmp_path / "val")
     make_folders(tmp_path / "test")
     pairs = ("red", "green"), ("green", "blue"), ("blue", "red"), ("red", "blue")
@@ -851,6 +914,12 @@ def test_slots_are_selected_and_masks_are_trained_on_files(tmp_path):
     assert on_crepe["slots/best_half/negatives"] == (1, 1 / 2)
     found = evaluation.masks(embed, *opened(test, select=crepe, **flags))
     assert found["masks/slots/pairs"] == 1 and found["masks/slots/zeroshot"][0].all()
+    wrong_slot = torch.tensor([0.0, 1, 0]).repeat_interleave(3)
+    monkeypatch.setattr(sparo, "train_mask", lambda *pairs, generator: (wrong_slot, 0.5, 0.75))
+    found = evaluation.masks(embed, *opened(test, select=crepe, **flags))
+    assert found["masks/zeroshot_before"][0].all()
+    assert evaluation.to_float(found["masks/slots/zeroshot"]) == pytest.approx(1 / 3)
+    assert found["masks/slots/zeroshot/relative_change"] == pytest.approx((1 / 3 - 1) / (1.5 - 1))
 
 
 def make_voc_folder(root):
@@ -927,10 +996,70 @@ def test_progress_is_printed_every_ten_seconds_without_a_terminal(monkeypatch):
 
 
 def rows_of(monkeypatch, draw, *arguments):
-    """The rows of the sheet that a function draws."""
+    """The rows of the sheet that a function draws. Its title is shorter than its note."""
+    def rows_alone(title, note, rows, columns=12):
+        assert len(title) < min(100, len(note))
+        return rows
+
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "sheet", lambda title, note, rows, columns=12: rows)
+        patch.setattr(evaluation, "sheet", rows_alone)
         return draw(*arguments)
+
+
+def test_text_without_accents_is_drawn_whole():
+    """The font has Latin letters alone."""
+    for text, drawn in (("café à Nîmes", "cafe a Nimes"), ("中文", "(...)")):
+        pages = [evaluation.draw_text(x, 200).tobytes() for x in (text, drawn)]
+        assert pages[0] == pages[1]
+    page = evaluation.draw_text("g g g", 1)                                 # three lines
+    ink = ImageChops.invert(page).getbbox()
+    assert ink[3] < page.height and page.height - ink[3] < 5
+
+
+def test_a_cloud_shows_the_words_of_an_encoding_the_largest_first(monkeypatch):
+    drawn, draw_text = [], evaluation.draw_text
+    monkeypatch.setattr(evaluation, "draw_text", lambda string, width, size=13: (
+        drawn.append((string, size)) or draw_text(string, width, size)))
+    evaluation.word_cloud(["a", "b", "c", "d"], torch.tensor([0.5, 0, 2, -math.inf]))
+    assert drawn == [("2.00", 11), ("c", 17), ("0.50", 11), ("a", 12)]
+    drawn.clear()
+    evaluation.word_cloud(["a", "b"], torch.tensor([-0.5, -0.25]))          # similarities
+    assert drawn == [("-0.25", 11), ("b", 11), ("-0.50", 11), ("a", 11)]
+
+
+def test_slots_are_shown_that_agree_in_four_images_and_repeat_no_words(monkeypatch):
+    """Slot 0 agrees in one image more than slot 3. Slot 1 has its words, slot 2 too few images."""
+    tokens = torch.tensor([[2, 4, 5, 3], [2, 5, 6, 3], [2, 6, 4, 3], [2, 4, 4, 3], [2, 5, 4, 3]])
+    word, sharpness = torch.tensor([[1, 1, 2, 2]] * 5), torch.tensor([[0.6, 0.5, 0.9, 0.7]] * 5)
+    word[4, 0] = 2
+    agree = torch.ones(5, 4, dtype=torch.bool)
+    agree[3:, 2] = agree[2, 3] = False
+    found = tokens, torch.rand(5, 4, 4), word, sharpness, agree
+    monkeypatch.setattr(evaluation, "take", lambda *given: (torch.zeros(5, 3, 8, 8), None))
+    monkeypatch.setattr(evaluation, "attention_of_slots", lambda *given: found)
+    rows = rows_of(monkeypatch, evaluation.draw_slots, embedder(), None)
+    assert [(heading, " ".join(name for _, name in cells)) for heading, cells in rows] == [
+        ("Slot 0", "red green blue red red"), ("Slot 3", "green blue red red")]
+    agree[:, [0, 3]] = False
+    assert len(rows_of(monkeypatch, evaluation.draw_slots, embedder(), None)) == 1
+    agree.fill_(False)
+    assert evaluation.draw_slots(embedder(), None) is None
+
+
+def test_images_have_their_best_words_and_the_captions_of_others(tmp_path, monkeypatch):
+    """The captions of red and blue are swapped."""
+    make_folders(tmp_path)
+    table = "image,caption\nred/0.png,blue\nblue/0.png,red\ngreen/0.png,green\n"
+    write_files(tmp_path, {"a.csv": table})
+    embed, (data, _) = embedder(), opened(tmp_path / "a.csv")
+    clouds, cloud = [], evaluation.word_cloud
+    monkeypatch.setattr(evaluation, "word_cloud", lambda words, scores: (
+        clouds.append(words[scores.argmax()]) or cloud(words, scores)))
+    (_, cells), = rows_of(monkeypatch, evaluation.draw_words, embed, data)
+    swapped = {"blue": "red", "red": "blue", "green": "green"}
+    assert sorted(clouds) == sorted(swapped)
+    assert [swapped[caption] for _, caption in cells] == clouds
+    assert len(rows_of(monkeypatch, evaluation.draw_captions, embed, data)) == 2
 
 
 def test_neighbours_are_shown_by_encoding_and_by_pixels(tmp_path, monkeypatch):
@@ -945,10 +1074,9 @@ def test_neighbours_are_shown_by_encoding_and_by_pixels(tmp_path, monkeypatch):
 def test_similarities_are_histograms_of_three_kinds_of_pairs(tmp_path, monkeypatch):
     """Images of one class have one colour, so views of one image and of one class are alike."""
     make_folders(tmp_path)
-    drawn, chart = [], evaluation.chart
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "chart", lambda *args: drawn.append(args) or chart(*args))
-        evaluation.draw_similarities(embedder(), opened(tmp_path)[0])
+    drawn = []
+    monkeypatch.setattr(evaluation, "chart", lambda *args: drawn.append(args))
+    rows_of(monkeypatch, evaluation.draw_similarities, embedder(), opened(tmp_path)[0])
     (log, curves, _), = drawn
     assert [name for _, name, _ in curves] == ["red: one image", "green: one class",
                                                "blue: two classes"]

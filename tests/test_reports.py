@@ -21,8 +21,8 @@ from PIL import Image
 import common
 import eval as evaluation
 import train
-from helpers import SMALL, picture, train_alone, write_files
-from test_eval import make_folders, make_voc_folder, opened, sugarcrepe
+from helpers import ROOT, SMALL, picture, train_alone, write_files
+from test_eval import make_folders, make_voc_folder, opened, rows_of, sugarcrepe
 from test_benchmarks import plain, write_labelled, write_winoground
 
 
@@ -193,8 +193,10 @@ def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
     vars(args).update(data="a.csv", eval_data="b/test", image_root="r", image_size=8, workers=2)
     vars(args).update(probe="sgd", folder_captions=False, data_path="/a.csv")
     own = evaluation.options_of({}, args)
-    asked = {"workers": 7, "task": "knn"}  # options that change no figure
+    asked = {"workers": 7, "task": "knn", "batch": 5, "device": "cpu"}  # these change no figure
     assert evaluation.options_of(asked, args) == dataclasses.replace(own, **asked)
+    every = dict.fromkeys(evaluation.NOT_OF_METRICS | {"task"}, "x")
+    assert evaluation.options_of(every, args).is_own
     assert own.is_own and own.probe == "sgd"
     assert (own.data, own.train_data, own.split, own.image_root) == ("b/test", "a.csv", "all", "r")
     for flags, expected in (
@@ -239,7 +241,8 @@ def test_options_tell_whether_the_split_was_trained_on(tmp_path):
     args = evaluation.METHODS["sparc"].Settings()
     vars(args).update(data="kar.json:split=val", eval_data=None, image_root=None, workers=0,
                       probe="adamw", folder_captions=False, data_path=str(Path("kar.json").resolve()))
-    assert evaluation.options_of({}, args).on_training_images
+    own = evaluation.options_of({}, args)
+    assert own.on_training_images and own.train_data is None
     for split, seen in (("test", False), ("val", True)):
         options = evaluation.options_of({"data": "kar.json", "split": split}, args)
         assert options.on_training_images == seen
@@ -257,6 +260,17 @@ def test_what_a_probe_chose_is_no_accuracy_and_a_record_names_the_revision(
     record = lines(run)[-1]
     assert record["settings"]["git"] == "abc" and "linear/weight_decay" in record
     assert "linear/weight_decay" not in evaluation.metrics_of_table(record)
+
+
+def test_the_revision_is_that_of_the_code_wherever_it_runs(tmp_path, monkeypatch):
+    """A stand-in for git prints the directory. Without git there is no revision."""
+    (tmp_path / "git").write_text("#!/bin/sh\npwd\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert Path(common.revision.__wrapped__()).resolve() == ROOT.resolve()
+    (tmp_path / "git").unlink()
+    assert common.revision.__wrapped__() is None
 
 
 def test_an_incomplete_last_line_costs_no_record_and_nan_is_null(run_of, tmp_path, monkeypatch):
@@ -341,12 +355,19 @@ def test_limit_means_the_same_for_every_kind_of_data(tmp_path):
 
 
 def test_workers_batch_and_device_are_flags_and_tf32_is_off(run_of, monkeypatch):
-    used = []
+    run, used = str(run_of("sparc")), []
     monkeypatch.setattr(evaluation, "evaluate_and_show", lambda embed, data, options, run: used.append(
         (embed.workers, embed.chunk, embed.device, options.workers)) or {})
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
-    evaluation.main([str(run_of("sparc")), *"--workers 3 --batch 7 --device cpu".split()])
+    evaluation.main([run, *"--workers 3 --batch 7 --device cpu".split()])
     assert used == [(3, 7, "cpu", 3)]
+    monkeypatch.setattr(evaluation, "load_run", lambda run, device, checkpoint: used.append(device)
+                        or 1 / 0)
+    for has_gpu in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+        with pytest.raises(ZeroDivisionError):
+            evaluation.main(["run"])
+    assert used[1:] == ["cuda", "cpu"]
     assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
 
 
@@ -443,7 +464,7 @@ def test_an_image_of_the_caller_keeps_its_exif():
 
 
 @pytest.mark.parametrize("name", ["sparc", "sparo", "stair", "bam"])
-def test_one_image_and_one_caption_have_maps(run_of, tmp_path, capsys, name):
+def test_one_image_and_one_caption_have_maps(run_of, tmp_path, monkeypatch, capsys, name):
     run = shutil.copytree(run_of(name), tmp_path / "run")
     (tmp_path / "a.jpg").write_bytes(picture(40, 30))
     flags = [str(run), "--image", str(tmp_path / "a.jpg"), "--caption", "a red ring"]
@@ -452,6 +473,9 @@ def test_one_image_and_one_caption_have_maps(run_of, tmp_path, capsys, name):
         with pytest.raises(common.UserError, match="Maps need the slots of SPARO or the words of"):
             evaluation.main(flags)
         return
+    data, _ = opened("shapes:size=16,objects=2")
+    rows_of(monkeypatch, evaluation.draw_pictures, model, data, {"alignment", "queries"})
+    rows_of(monkeypatch, evaluation.draw_pair, model, tmp_path / "a.jpg", "a red ring")
     evaluation.main(flags)
     assert str(run / "a-pair.png") in capsys.readouterr().out and (run / "a-pair.png").exists()
     found = model.maps(Image.open(tmp_path / "a.jpg"), "a red ring")

@@ -6,7 +6,7 @@ no result is lost. Tests with the marker `ranks` start several processes.
 
 import contextlib
 import dataclasses
-import gc
+import functools
 import itertools
 import json
 import math
@@ -37,9 +37,9 @@ import eval as evaluation
 import sparc
 import train
 from common import UserError
-from helpers import (ROOT, SMALL, assert_same_weights, picture, read_log, run_ranks, start_program,
-                     tiny_model, train_alone, train_on_rank, train_until, weights, write_files,
-                     write_table)
+from helpers import (ROOT, SMALL, assert_same_weights, picture, read_log, run_program, run_ranks,
+                     start_program, tiny_model, train_alone, train_on_rank, train_until, weights,
+                     write_files, write_table)
 from test_eval import opened
 
 SPARC = SMALL["sparc"]
@@ -144,20 +144,22 @@ def test_evaluation_during_training_changes_only_the_log(
     monkeypatch.setattr(evaluation, "evaluate", lambda *a: torch.rand(5) is None or evaluate(*a))
     flags = [*SMALL[name]]
     flags[flags.index("--image-encoder") + 1] += ",drop_path=0.3"
-    for run, more in zip(runs, (["--log-every", "2"], ["--log-every", "4", "--eval-every", "1"])):
+    for run, more in zip(runs, (["--log-every", "1"], ["--log-every", "4", "--eval-every", "2"])):
         train_alone([*flags, "--steps", "4", *more, "--out", run])
     states = [common.load_checkpoint(run / "last.pt") for run in runs]
     for key in ("model", "optimizer", "ranks"):
         torch.testing.assert_close(*[state[key] for state in states], rtol=0, atol=0)
     log, watched = map(read_log, runs)
-    assert len(watched) == 4 and all(0 <= record[metric] <= 1 for record in watched)
+    assert [record["step"] for record in watched if metric in record] == [2, 4]
+    assert all(0 <= record[metric] <= 1 for record in watched[1:])
     shown = re.findall(r"^step (\d): (.*)", capsys.readouterr().out, re.MULTILINE)
-    assert [int(step) for step, _ in shown] == [1, 2, 3, 4]
-    assert (f"{metric} {watched[3][metric]:.3f}" in shown[3][1]) == ("textfree" not in metric)
-    for record in log:
-        record |= {key: 0 for key in ("images_per_s", "data_share", "peak_memory_bytes")}
-        assert record == {key: record[key] and watched[record["step"] - 1][key] for key in record}
-        assert metric not in record
+    assert [int(step) for step, _ in shown] == [2, 4]
+    assert (f"{metric} {watched[2][metric]:.3f}" in shown[1][1]) == ("textfree" not in metric)
+    for record in watched:
+        other = log[record["step"] - 1]
+        other |= {key: 0 for key in ("images_per_s", "data_share", "peak_memory_bytes")}
+        assert other == {key: other[key] and record[key] for key in other}
+        assert metric not in other
 
 
 def test_epochs_set_the_number_of_steps(tmp_path):
@@ -183,13 +185,22 @@ def test_settings_are_checked_again_if_a_resume_changes_the_steps(tmp_path):
         train_alone([*flags, *more])
 
 
+@pytest.fixture(scope="session")
+def three_epochs(tmp_path_factory, short_runs):
+    """The flags and the directory of a run of three epochs of 16 images, with 6 steps of 8."""
+    place = tmp_path_factory.mktemp("epochs")
+    flags = [flag for flag in SPARC if flag not in ("--steps", "6")]
+    flags += ["--data", write_table(place, 16), "--image-size", "16"]
+    train_alone([*flags, "--epochs", "3", "--out", place / "run"])
+    return flags, place / "run"
+
+
 @pytest.mark.parametrize("batch, epochs, steps", [
     (16, 4, 6 + 1), (4, 4, 6 + 4), (4, 3, 6), (8, 5, 6 + 4), (16, 2, None)])
-def test_epochs_count_the_images_of_all_batch_sizes(tmp_path, batch, epochs, steps):
-    """Three epochs of 16 images have 6 steps of 8 images. Then the batch changes."""
-    flags = [flag for flag in SPARC if flag not in ("--steps", "6")]
-    flags += ["--data", write_table(tmp_path, 16), "--image-size", "16", "--out", tmp_path / "run"]
-    train_alone([*flags, "--epochs", "3"])
+def test_epochs_count_the_images_of_all_batch_sizes(tmp_path, three_epochs, batch, epochs, steps):
+    """After three epochs of 16 images the batch changes."""
+    flags, run = three_epochs
+    flags = [*flags, "--out", shutil.copytree(run, tmp_path / "run")]
     more = ["--resume", "--batch", batch, "--epochs", epochs]
     if steps is None:
         with pytest.raises(UserError, match="made 6 steps, .* past the end: .* --epochs"):
@@ -219,30 +230,38 @@ def test_tf32_is_used_only_in_updates_of_half_precision(tmp_path, monkeypatch, a
     assert not torch.backends.cudnn.allow_tf32
 
 
-@pytest.mark.parametrize("name, objective, backend", [
-    ("sparc", "sparc", "eager"), ("sparc", "filip", "aot_eager"), ("dino", "dino", "eager")])
-def test_compile_does_not_change_trained_weights(tmp_path, monkeypatch, name, objective, backend):
+@pytest.mark.parametrize("name, objective", [("sparc", "filip"), ("dino", "dino")])
+def test_compile_does_not_change_trained_weights(tmp_path, monkeypatch, name, objective):
     compile, compiled = torch.compile, []
-    flags = [*SMALL[name], "--objective", objective, "--steps", "2"]
-    train_alone([*flags, "--out", tmp_path / "plain"])
+    flags = [*SMALL[name], "--objective", objective, "--steps", "1", "--warmup", "1"]
+    runs = tmp_path / "plain", tmp_path / "compiled"
+    train_alone([*flags, "--out", runs[0]])
     monkeypatch.setattr(torch, "compile", lambda block: compiled.append(block) or
-                        compile(block, backend=backend))
-    train_alone([*flags, "--compile", "--out", tmp_path / "compiled"])
+                        compile(block, backend="eager"))
+    train_alone([*flags, "--compile", "--out", runs[1]])
     assert len(compiled) == 2  # one block in each encoder, or in the student and the teacher
-    plain, other = weights(tmp_path / "plain"), weights(tmp_path / "compiled")
-    torch.testing.assert_close(plain, other, rtol=1e-3, atol=1e-4)
+    found = []
+    for run in runs:
+        record = read_log(run)[0]
+        found.append([weights(run), record["loss"], record["grad_norm"]])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("build, graphs", [
-    (lambda: common.ViT(16, 8, width=8, depth=10, heads=2, drop_path=0.1), 10),  # torch's limit: 8
+    (lambda: common.ViT(16, 8, width=8, depth=3, heads=2, drop_path=0.1), 3),
     (lambda: common.ResNet(32, (1, 1, 1, 1)), 1)])
 def test_an_encoder_is_compiled_completely(monkeypatch, build, graphs):
+    """Each block of a ViT has a stochastic depth and so a graph of its own. torch's limit is 8
+    graphs, here 2.
+    """
     compile, compiled, encoder = torch.compile, [], build()
     count = lambda graph, inputs: compiled.append(graph) or graph
     monkeypatch.setattr(torch, "compile", lambda block: compile(block, backend=count))
-    train.wrap(SimpleNamespace(compile=True), encoder, 1)
-    encoder(torch.randn(2, 3, encoder.image_size, encoder.image_size)).sum().backward()
-    assert len(compiled) == graphs
+    with torch._dynamo.config.patch(cache_size_limit=2):
+        train.wrap(SimpleNamespace(compile=True), encoder, 1)
+        encoder(torch.randn(2, 3, encoder.image_size, encoder.image_size)).sum().backward()
+        assert len(compiled) == graphs
+        assert torch._dynamo.config.cache_size_limit > 2 * 24  # blocks in a CLIP of ViT-L/14
 
 
 def test_bam_on_one_folder_notes_at_once_what_an_evaluation_needs(tmp_path, capsys):
@@ -325,6 +344,7 @@ def test_the_first_signal_saves_and_a_second_ctrl_c_ends_at_once(tmp_path, monke
 
 def test_a_worker_that_the_kernel_kills_gives_an_error_of_one_sentence(tmp_path, monkeypatch):
     kill = lambda self, samples: os.kill(os.getpid(), signal.SIGKILL)
+    monkeypatch.setattr(train, "LOOK", 0.2)
     monkeypatch.setattr(common.WorldStream, "collate", kill)
     message = ("^A data loading worker was killed.* --workers or --batch, .*shm.* "
                f"`--resume auto --out {tmp_path}` continues")
@@ -344,9 +364,9 @@ def message_of(kind, flags):
 
 def test_a_worker_that_sends_nothing_gives_an_error_of_one_sentence(tmp_path, monkeypatch):
     """If /dev/shm is full, torch's thread that sends a batch dies, but the worker lives on."""
-    monkeypatch.setattr(train, "PATIENCE", 1)
-    monkeypatch.setattr(train, "LOOK", 0.5)
-    monkeypatch.setattr(common.WorldStream, "collate", lambda self, samples: time.sleep(2))
+    monkeypatch.setattr(train, "PATIENCE", 0.4)
+    monkeypatch.setattr(train, "LOOK", 0.2)
+    monkeypatch.setattr(common.WorldStream, "collate", lambda self, samples: time.sleep(0.8))
     message = message_of(UserError, [*SPARC, "--workers", "1", "--out", str(tmp_path)])
     assert re.search("sent no batch for .*/dev/shm is full: .*--shm-size", message)
 
@@ -366,15 +386,13 @@ def test_a_long_tmpdir_is_refused(tmp_path, monkeypatch, length, workers, refuse
         assert list(batches) == [7]
 
 
-def test_a_slow_worker_is_awaited(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "LOOK", 0.2)
+def test_a_slow_worker_is_awaited(tmp_path, monkeypatch, run_of):
+    monkeypatch.setattr(train, "LOOK", 0.1)
     collate, calls = common.WorldStream.collate, itertools.count()
     monkeypatch.setattr(common.WorldStream, "collate", lambda self, samples:
-                        time.sleep(next(calls) == 1) or collate(self, samples))
-    train_alone([*SPARC, "--workers", 1, "--out", tmp_path / "slow"])
-    monkeypatch.undo()
-    train_alone([*SPARC, "--workers", 1, "--out", tmp_path / "fast"])
-    assert_same_weights(tmp_path / "slow", tmp_path / "fast")
+                        time.sleep(0.4 * (next(calls) == 1)) or collate(self, samples))
+    train_alone([*SPARC, "--workers", 1, "--out", tmp_path])
+    assert_same_weights(tmp_path, run_of("sparc"))
 
 
 def test_an_error_in_a_worker_keeps_its_message(tmp_path, monkeypatch):
@@ -396,7 +414,6 @@ def test_the_wrapper_of_a_stage_is_freed_before_the_next_stage(tmp_path, monkeyp
             self.forward = model.forward
 
     def wrap(args, model, world_size):
-        gc.collect()
         alive.append(sum(wrapper() is not None for wrapper in wrappers))
         wrapper = Wrapper(model)
         wrappers.append(weakref.ref(wrapper))
@@ -419,7 +436,7 @@ def leave_after_rank_0(rank, run):
         return batch
 
     def evaluate(*arguments):
-        time.sleep(0.5)
+        time.sleep(0.2)
         moments.append(time.monotonic())
 
     with pytest.MonkeyPatch.context() as patch:
@@ -445,15 +462,15 @@ def launch(entry, *arguments, restarts=0, nodes=1, ranks=1, **settings):
     """
     config = LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=ranks, run_id="test",
                           max_restarts=restarts, rdzv_backend="c10d", start_method="fork",
-                          **settings)
+                          **{"rdzv_endpoint": "localhost:0"} | settings)
     elastic_launch(config, entry)(*arguments)
 
 
 def node_of_two(is_host, address, endpoint, evaluated):
-    """Start one rank as torchrun on one of two nodes, which leaves one second after its rank."""
+    """Start one rank as torchrun on one of two nodes, which leaves soon after its rank."""
     init = elastic.LocalElasticAgent.__init__
     elastic.LocalElasticAgent.__init__ = lambda self, *args, **settings: init(
-        self, *args, **settings | {"exit_barrier_timeout": 1})
+        self, *args, **settings | {"exit_barrier_timeout": 0.2})
     launch(wait_for_rank_0, evaluated, nodes=2, rdzv_endpoint=endpoint, local_addr=address,
            rdzv_configs={"is_host": is_host})
 
@@ -462,7 +479,7 @@ def wait_for_rank_0(evaluated):
     common.init_distributed()
     patience = common.patient_group()
     if dist.get_rank() == 0:
-        time.sleep(5)                                        # stands for the evaluation
+        time.sleep(2)    # stands for the evaluation; torchrun misses a node after 1.3 s at most
         evaluated.touch()
     dist.barrier(patience)
     dist.destroy_process_group()
@@ -472,8 +489,8 @@ def wait_for_rank_0(evaluated):
 def test_an_evaluation_may_last_longer_than_torchruns_patience(tmp_path, monkeypatch):
     """The second of two nodes hosts the rendezvous, and its rank ends before rank 0's evaluation.
 
-    The node leaves one second after its rank (300 seconds by default). Rank 0, on the other node,
-    would then fail. Both ranks therefore wait at a barrier.
+    The node leaves 0.2 seconds after its rank (300 by default). Rank 0, on the other node, would
+    then fail. Both ranks therefore wait at a barrier.
     """
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with socket.socket() as free:
@@ -575,17 +592,28 @@ def test_resume_drops_an_incomplete_line_of_the_log_and_names_a_damaged_one(tmp_
         assert (run / "log.jsonl").read_bytes() == b"".join(damaged)
 
 
+@pytest.fixture(scope="session")
+def stopped_in_stage(tmp_path_factory, short_runs):
+    """{number of steps: the run of STAIR that stopped then}. The stages have 2, 2 and 4 steps."""
+    runs = {steps: tmp_path_factory.mktemp("stopped") / str(steps) for steps in (2, 6)}
+    for steps, run in runs.items():
+        train_until(steps, [*SMALL["stair"], "--out", run])
+    return runs
+
+
 @pytest.mark.parametrize("stopped, flags, message", [
     (6, "--steps 40", "in another stage"),                       # stages of 10, 10, 20 steps
     (6, "--steps 12", "in another stage"),                       # of 3, 3, 6: step 6 ends stage 2
     (6, "--steps 5", "past the end: leave out flags such as --steps,"),
     (2, "--stages single", "in another stage"), (6, "--steps 9", None)])
-def test_resume_never_goes_back_a_stage(tmp_path, capsys, stopped, flags, message):
-    train_until(stopped, [*SMALL["stair"], "--out", tmp_path])   # stages of 2, 2, 4
-    assert ("stair, stage 3:" in capsys.readouterr().out) == (stopped == 6)
-    resume = ["--resume", *flags.split(), "--out", tmp_path]
+def test_resume_never_goes_back_a_stage(tmp_path, capsys, stopped_in_stage, stopped, flags,
+                                        message):
+    run = shutil.copytree(stopped_in_stage[stopped], tmp_path / "run")
+    resume = ["--resume", *flags.split(), "--out", run]
     if message is None:
-        return train_alone(resume)
+        train_alone(resume)
+        assert "stair, stage 3:" in capsys.readouterr().out
+        return
     with pytest.raises(UserError, match=f"has made {stopped} steps, the last in stage .*{message}"):
         train_alone(resume)
 
@@ -646,20 +674,23 @@ def test_a_run_without_out_gets_a_new_directory(tmp_path, monkeypatch):
 
 
 @pytest.mark.ranks
-def test_two_ranks_save_when_slurm_stops_them(tmp_path):
-    """Slurm signals torchrun and its ranks, and torchrun signals the ranks once more."""
-    port = 20000 + os.getpid() % 20000
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
-               f"--master_port={port}", str(ROOT / "train.py"), *SPARC, "--resume", "auto",
-               "--out", str(tmp_path), "--steps", "10000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for_steps(process.poll, tmp_path, 5)
+def test_two_ranks_save_when_ctrl_c_stops_them(tmp_path):
+    """A terminal signals torchrun and its ranks, and torchrun signals the ranks once more. Slurm
+    does the same with SIGTERM.
+    """
+    run, outputs = tmp_path / "run", [tmp_path / "0", tmp_path / "1"]
+    arguments = f"{tmp_path}/${{local_rank}}", "train.py", [*SPARC, "--steps", 9999, "--out", run]
+    process = multiprocessing.get_context("fork").Process(
+        target=launch, args=(run_program, *arguments), kwargs={"ranks": 2})
+    process.start()
+    wait_for_steps(lambda: process.exitcode, run, 5)
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     for pid in (process.pid, *map(int, ranks)):
-        os.kill(pid, signal.SIGTERM)
-    printed, errors = process.communicate(timeout=60)
-    assert "Stopped by signal" in printed and "train.py\", line" not in errors
-    assert 5 <= common.load_checkpoint(tmp_path / "last.pt")["step"] < 10000
+        os.kill(pid, signal.SIGINT)
+    process.join()
+    printed = "".join(output.read_text() for output in outputs)
+    assert "Stopped by signal" in printed and 'train.py", line' not in printed
+    assert 5 <= common.load_checkpoint(run / "last.pt")["step"] < 9999
 
 
 def die_twice():
@@ -675,7 +706,7 @@ def die_twice():
 
 @pytest.mark.ranks
 def test_ranks_that_torchrun_restarts_find_each_other():
-    launch(die_twice, restarts=2, ranks=2, rdzv_endpoint="localhost:0")
+    launch(die_twice, restarts=2, ranks=2)
 
 
 def signalled_rank(rank, out, seconds):
@@ -690,13 +721,13 @@ def signalled_rank(rank, out, seconds):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.Progress, "advance", advance)
-        patch.setattr(train, "ASK", 0.2)
+        patch.setattr(train, "ASK", 0.05)
         patch.setattr(train, "ASK_STEPS", 4)
-        return train_on_rank(rank, [*SPARC, "--steps", "30", "--save-every", "7", "--out", out])
+        return train_on_rank(rank, [*SPARC, "--steps", "20", "--save-every", "7", "--out", out])
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("seconds, steps", [(0.3, (2, 3)), (0, (2, 3, 4, 5, 6))])
+@pytest.mark.parametrize("seconds, steps", [(0.1, (2, 3)), (0, (2, 3, 4, 5, 6))])
 def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(tmp_path, seconds, steps):
     """Ranks ask each other after the step if steps are slow, else after four steps."""
     assert run_ranks(tmp_path, signalled_rank, 2, str(tmp_path), seconds) == [signal.SIGUSR1] * 2
@@ -737,15 +768,24 @@ def test_a_signal_of_a_cluster_saves_the_run_unless_it_is_ignored(tmp_path, monk
     assert common.load_checkpoint(tmp_path / "last.pt")["step"] == (3 if ignored else 1)
 
 
+def print_in_vain(terminal, end):
+    """Print to a full disk and to a closed terminal, then make the file `end`."""
+    sys.stdout, sys.stderr = open("/dev/full", "w"), open(terminal, "w")
+    common.prepare_output()
+    print("a" * 9999, flush=True)
+    print("b", file=sys.stderr)
+    end.touch()
+
+
 def test_printing_to_a_full_disk_or_a_closed_terminal_never_ends_a_program(tmp_path):
-    code = ("import sys, common; common.prepare_output(); print('a' * 9999, flush=True); "
-            "print('b', file=sys.stderr); open(sys.argv[1], 'w').close()")
-    first, output = os.openpty()
+    first, terminal = os.openpty()
     os.close(first)
-    with open("/dev/full", "w") as full, open(output, "w") as terminal:
-        done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "end")], cwd=ROOT,
-                              stdout=full, stderr=terminal)
-    assert done.returncode == 0 and (tmp_path / "end").exists()
+    process = multiprocessing.get_context("fork").Process(
+        target=print_in_vain, args=(terminal, tmp_path / "end"))
+    process.start()
+    process.join()
+    os.close(terminal)
+    assert process.exitcode == 0 and (tmp_path / "end").exists()
 
 
 def test_a_signal_ends_the_search_for_boxes_and_the_resumed_run_repeats_it(tmp_path, monkeypatch):
@@ -842,6 +882,10 @@ def test_several_tasks_without_torchrun_are_refused(monkeypatch, name):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", False)
     assert common.init_distributed().type in ("cpu", "cuda")
+    monkeypatch.setattr(common.dist, "rendezvous", lambda *place, timeout: 1 / 0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ZeroDivisionError):  # two ranks meet
+        common.init_distributed()
 
 
 @pytest.mark.parametrize("name", train.OPTIMIZERS)
@@ -957,8 +1001,10 @@ def test_only_fp16_saves_after_a_gradient_that_is_not_finite(tmp_path, monkeypat
 
 
 def test_fp16_that_skips_every_update_warns_and_then_ends(tmp_path, monkeypatch, capsys):
-    """A skipped update halves the scale of the loss, 2^16 at first. A scale below 1 warns."""
-    unscale = torch.amp.GradScaler.unscale_
+    """A skipped update halves the scale of the loss, which begins at 2^2 here. The encoders compute
+    in fp32, because fp16 is slow on a CPU.
+    """
+    unscale, scaler = torch.amp.GradScaler.unscale_, torch.amp.GradScaler
 
     def overflow(scaler, optimizer):
         for group in optimizer.param_groups:
@@ -969,13 +1015,15 @@ def test_fp16_that_skips_every_update_warns_and_then_ends(tmp_path, monkeypatch,
 
     monkeypatch.setattr(torch.amp.GradScaler, "unscale_", overflow)
     monkeypatch.setattr(train, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
-    monkeypatch.setattr(train, "LEAST_SCALE", 2.0**-5)
-    flags = [*SPARC, "--amp", "fp16", "--batch", "2", "--log-every", "6", "--steps", "30",
-             "--out", tmp_path]
-    with pytest.raises(UserError, match="updates before step 24 overflowed in fp16 .*: lower"):
-        train_alone(flags)
-    warnings = re.findall("warning at step .*", "".join(capsys.readouterr()))
-    assert len(warnings) == 1 and "step 18: gradients overflow in fp16" in warnings[0]
+    monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(scaler, init_scale=4.0))
+    monkeypatch.setattr(torch, "autocast", lambda *_, **settings: contextlib.nullcontext())
+    monkeypatch.setattr(train, "LEAST_SCALE", 2.0**-2)
+    flags = [*SPARC, "--amp", "fp16", "--log-every", "2", "--out"]
+    train_alone([*flags, tmp_path / "short", "--steps", "2"])
+    assert "overflow" not in capsys.readouterr().out        # the scale is still 1
+    with pytest.raises(UserError, match="updates before step 6 overflowed in fp16 .*: lower"):
+        train_alone([*flags, tmp_path / "long", "--steps", "999"])
+    assert "warning at step 4: gradients overflow in fp16" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("amp, supported, dtype, noted", [
@@ -1063,8 +1111,9 @@ def test_encoders_get_grad_checkpoint_and_accum_freq_from_the_flags(flags):
 def test_flops_of_clip_and_sparc_agree_with_table_11(monkeypatch):
     """FLOPs of an update for each of two pairs (B/16, Figure 4). CLIP's are within 8 % of the paper's.
 
-    SPARC needs as many times the FLOPs of CLIP as in the paper. A single pair has no loss over a
-    batch, which needs 50 of 133,000 MFLOPs for each pair.
+    SPARC needs as many times the FLOPs of CLIP as in the paper. The backward pass counts twice the
+    FLOPs of the forward pass. A single pair has no loss over a batch, which needs 50 of 133,000
+    MFLOPs for each pair.
     """
     of_clip, of_sparc = 9.14, 9.19  # TFLOPs on each of 256 TPUs for a batch of 16,384 (Table 11)
     method, flops = train.METHODS["sparc"], {}
@@ -1076,9 +1125,10 @@ def test_flops_of_clip_and_sparc_agree_with_table_11(monkeypatch):
             encoders = common.build_encoders(method, args, range(args.vocab_size))
             model = common.build_model(method, args, *encoders)
             batch = train.made_up_batch(args, method, model, 2)
-            with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-                model(batch)["loss"].backward()
-        flops[name] = counter.get_total_flops() / 2 * 16_384 / 256 / 1e12
+            math_kernel, counter = sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False)
+            with torch.no_grad(), math_kernel, counter:
+                model(batch)
+        flops[name] = 3 * counter.get_total_flops() / 2 * 16_384 / 256 / 1e12
     assert flops["clip"] == pytest.approx(of_clip, rel=0.08)
     assert flops["sparc"] / flops["clip"] == pytest.approx(of_sparc / of_clip, abs=0.001)
 
@@ -1236,6 +1286,7 @@ def test_the_first_caption_and_captions_that_are_cut_are_shown_at_the_start(tmp_
 def test_a_vocabulary_is_checked_on_captions_that_it_did_not_learn_from(monkeypatch, capsys):
     table = common.CaptionTable([(f"{i}.jpg", "ab"[i % 2]) for i in range(400)], "x")
     args = train.parse_args(SPARC)
+    monkeypatch.setattr(train, "CHECKED", 1000)
     monkeypatch.setattr(table, "sample_captions", lambda limit, skip=0: (
         type(table).sample_captions(table, limit // 1000, skip // 1000)))
     tokenizer = train.build_tokenizer(args, table)

@@ -268,6 +268,23 @@ def test_the_worlds_shapes_move_on_straight_lines_and_turn_back_at_the_edges(mon
     assert torch.equal(images[0][:, background], images[39][:, background])
 
 
+def test_each_object_of_a_video_has_a_speed_of_its_own(monkeypatch):
+    """A share of the picture's side in a frame: at most .04, to the right and left, up and down."""
+    monkeypatch.setattr(evaluation, "WORLD_N", 900)
+    drawn, blank = [], (torch.zeros(1, 3, 96, 96), torch.zeros(1, 96, 96))
+    monkeypatch.setattr(World, "render", lambda self, scene, generator: (
+        drawn.append((scene["centre"], scene["radius"])) or blank))
+    options = SimpleNamespace(split="test", limit=None, templates=None)
+    assert len([*evaluation.WorldSet(World(objects=3), options).videos(8)]) == 9
+    places, radius = [torch.cat(parts) / 96 for parts in zip(*drawn)]
+    reach = (places - radius[..., None]).min(), (places + radius[..., None]).max()
+    assert 0 <= reach[0] + 1e-6 < 0.02 and 0.98 < reach[1] <= 1 + 1e-6      # they reach the edges
+    places = places.view(9, 40, 3, 2)
+    speeds = places.diff(dim=1).abs().amax(1).flatten()                     # (9 * 3 * 2,)
+    assert 0.038 < speeds.max() <= 0.04 + 1e-6 and len(speeds.unique()) == len(speeds) == 54
+    assert 15 < (places[:, 1] > places[:, 0]).sum() < 39
+
+
 @pytest.mark.parametrize("name", ["sparc", "bam"])
 def test_videos_of_the_world(run_of, tmp_path, name):
     run = shutil.copytree(run_of(name), tmp_path / "run")

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import common
-from common import COLOUR_NAMES, COLOURS, RELATIONS, SHAPE_NAMES, World, open_data
+from common import (COLOUR_NAMES, COLOURS, RELATIONS, SHAPE_NAMES, UserError, World,
+                    open_data)
 
 NUMBERS = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7}
 SHAPE_WORDS = "|".join(SHAPE_NAMES)
@@ -157,7 +158,36 @@ def test_splits_share_no_scene_and_heldout_pairs_are_in_test_only():
         assert min(len(a), len(b)) > 20 and not a & b
     assert pairs["test"] == set(itertools.product(range(8), range(8)))
     assert pairs["test"] - pairs["train"] == set(world.heldout_pairs)
-    assert len(set(world.heldout_pairs)) == 6
+    assert [len({*World(heldout=n).heldout_pairs}) for n in (6, 32)] == [6, 32]
+
+
+def test_a_split_draws_no_more_scenes_than_it_needs():
+    """The next random numbers draw the background, so a seed's images depend on this."""
+    once, again = (torch.Generator().manual_seed(0) for _ in range(2))
+    kept = World().in_split(World().draw(64, once, None, 0), "test").sum()
+    World().scenes(kept, "test", again, None)
+    after = [torch.rand(1, generator=generator) for generator in (once, again)]
+    assert kept > 0 and after[0] == after[1]
+
+
+# {shape: (points (u, v) inside, points outside)}, in radii; v points down
+OUTLINES = {
+    "circle": ([(0, 0), (0.66, -0.66)], [(0, 0.97), (0.7, 0.7)]),
+    "square": ([(0.8, 0.8), (-0.8, 0.8)], [(0.85, 0), (0, -0.85)]),
+    "triangle": ([(0, -0.9), (0.9, 0.7), (-0.9, 0.7)], [(0.4, -0.5), (-0.4, -0.5), (0, 0.8)]),
+    "diamond": ([(0.95, 0), (0, -0.95), (0.45, 0.5)], [(0.55, 0.5), (-0.8, 0.3)]),
+    "cross": ([(0.25, 0.9), (-0.9, 0.25)], [(0.35, 0.35), (0, 0.97), (-0.97, 0)]),
+    "star": ([(0, -0.95), (0.9, -0.3), (0.57, 0.77)], [(0, 0.45), (-0.95, 0.3), (0, -1)]),
+    "ring": ([(0.7, 0), (0, -0.9)], [(0, 0), (0.4, 0), (0, 0.97)]),
+    "moon": ([(-0.9, 0), (-0.3, 0), (0, 0.9)], [(-0.2, 0), (0.9, 0), (0, -0.97)])}
+
+
+def test_shapes_have_their_outlines():
+    assert [*OUTLINES] == SHAPE_NAMES
+    for name, places in OUTLINES.items():
+        for points, is_inside in zip(places, (True, False)):
+            u, v = torch.tensor(points, dtype=torch.float32).T
+            assert ((common.SHAPES[name](u, v) < 0) == is_inside).all(), name
 
 
 @pytest.mark.parametrize("settings", [{}, {"objects": 7}, {"size": 33, "large": 0.32}])
@@ -196,6 +226,10 @@ def test_backgrounds_and_noise_have_the_deviations_of_their_settings():
     empty = (sample["segmentation"][:, :9, :9] == 0).all(2).all(1)
     corner = sample["images"][..., :6, :6].flatten(2)[empty]
     assert abs(corner.std(-1).mean() - 0.1) < 0.015
+    # an object covers at most half of a pixel that is not its own
+    sample = World(background=0, noise=0, objects=1).sample(100, "test", 0)
+    edges = sample["images"].permute(0, 2, 3, 1)[sample["segmentation"] == 0]
+    assert 0.6 < edges.max() <= (0.275 + 1) / 2 + 1e-5
 
 
 KINDS = {"replace_att", "replace_obj", "replace_rel", "add_att", "add_obj", "swap_att", "swap_obj"}
@@ -222,6 +256,11 @@ def test_hard_negatives_are_false_and_their_captions_are_true():
     for seed in range(20):
         for pair in World().hard_negatives(crossed, random.Random(seed)).values():
             assert [true_of(caption, crossed) for caption in pair] == [True, False]
+    # a second object is one of another colour and another shape, wherever it is listed
+    for third in (thing("red", "star", x=36.0), thing("blue", "circle", x=36.0)):
+        objects = [one, third, thing("white", "cross", y=36.0)]
+        for seed in range(9):
+            assert "swap_att" in World().hard_negatives(objects, random.Random(seed))
 
 
 def test_palette_limits_colours_and_companions_are_frequent_only_in_training():
@@ -238,7 +277,28 @@ def test_palette_limits_colours_and_companions_are_frequent_only_in_training():
         assert low < pair.float().mean() < high
 
 
+@pytest.mark.parametrize("name, low, high", [
+    ("size", 16, 1024), ("objects", 1, 7), ("noise", 0, 1), ("background", 0, 0.5),
+    ("palette", 1, 8), ("heldout", 0, 32), ("words", 0, 4000), ("together", 0, 1)])
+def test_settings_have_bounds(name, low, high):
+    for value in (low, high):
+        assert getattr(World(**{name: value}), name) == value
+    for value in (low - 1, high + 1):
+        with pytest.raises(UserError, match=f"{name}={value} must be from {low} to {high}"):
+            World(**{name: value})
+
+
+def test_objects_fit_into_their_cells_and_one_object_has_no_companion():
+    World(size=44, small=0.05, large=0.32)
+    for wrong in (dict(large=0.33), dict(small=0.04), dict(small=0.2), dict(objects=5, large=0.22)):
+        with pytest.raises(UserError, match="from 0.046 to 0.(32|213)"):
+            World(**wrong)
+    with pytest.raises(UserError, match="together=0.5 must be from 0 to 0"):
+        World(objects=1, together=0.5)
+
+
 def test_settings_of_the_spec_reach_the_world():
+    assert World() == World(48, 3, 0.04, 0.25, 0.14, 0.20, 8, 6, 0.0, True, 0)
     world = open_data("shapes:objects=2,noise=0.1,fillers=0", image_size=64)
     assert world == World(size=64, objects=2, noise=0.1, fillers=False)
     assert open_data("shapes:size=32", image_size=64).size == 32
