@@ -60,9 +60,9 @@ def short_runs():
     """Shorten the runs of all tests: a task on the world has 24 scenes.
 
     Runs with the same captions share one vocabulary, which is trained once. Equal worlds share
-    their captions, and the colours of pictures are chosen by a faster method. At the end, workers
-    of failed tests are killed: Python would end them by SIGTERM, which they ignore, and wait for
-    ever.
+    their captions, the colours of pictures are chosen by a faster method, and no file waits for the
+    disk. At the end, workers of failed tests are killed: Python would end them by SIGTERM, which
+    they ignore, and wait for ever.
     """
     evaluation.WORLD_N, train.CHECKED = 24, 50
     vocabulary = functools.cache(common.train_wordpiece)
@@ -74,6 +74,7 @@ def short_runs():
     quantize = Image.Image.quantize
     Image.Image.quantize = lambda page, *_: quantize(page, 256, Image.Quantize.FASTOCTREE)
     evaluation.draw_text = functools.cache(evaluation.draw_text)
+    os.fsync = lambda file: None
     yield
     for child in multiprocessing.active_children():
         if isinstance(child, multiprocessing.context.ForkProcess):  # the others are run_ranks' pool

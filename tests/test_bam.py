@@ -97,11 +97,11 @@ def expected_of(n, case):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_loss_and_gradient_equal_those_of_dense_matrices(case, monkeypatch):
-    (z, *rest), settings = latents(4, **case)
+    (z, k, teacher, G), settings = latents(4, **case)
     expected = expected_of(4, case)
-    for chunk in (2**22, 1):  # all images in one part; each image in a part of its own
+    for chunk in (2**22, 1, 3 * k * 4 * G):  # all images in one part; parts of 1; of 3 and of 1
         monkeypatch.setattr(bam, "CHUNK", chunk)
-        loss = loss_of(z, *rest, **settings)
+        loss = loss_of(z, k, teacher, G, **settings)
         gradient = torch.autograd.grad(2 * loss, z)[0] / 2
         torch.testing.assert_close((loss, gradient), expected, rtol=1e-10, atol=1e-12)
 
@@ -259,16 +259,20 @@ def test_batch_norm_normalises_each_view_by_itself():
     torch.testing.assert_close(z[:2], alone, atol=1e-5, rtol=0)
 
 
-def test_the_teacher_encodes_images_in_an_evaluation():
-    model, images = tiny_model("bam", teacher=True).eval(), torch.randn(2, 3, 16, 16)
+@pytest.mark.parametrize("readout", ["cls", "gap"])
+def test_the_teacher_encodes_images_in_an_evaluation(readout):
+    model, images = tiny_model("bam", readout=readout).eval(), torch.randn(2, 3, 16, 16)
     nn.init.normal_(model.image_encoder.blocks[0].attn.qkv.weight)  # changes only the student
     encoder = model.teacher[0]
     tokens = encoder(images)
     cls, patches = tokens[:, 0], tokens[:, 1:].mean(1)
     heat = encoder.cls_attention(images).sum(1)
     same = torch.testing.assert_close
-    same(model.encode_image(images), normalize(cls, dim=-1))
-    same(model.probe_features(images), torch.cat([cls, patches], 1))
+    h, features = cls, torch.cat([cls, patches], 1)
+    if readout == "gap":
+        h = features = tokens.mean(1)
+    same(model.encode_image(images), normalize(h, dim=-1))
+    same(model.probe_features(images), features)
     same(model.boxes(images), bam.heat_boxes(heat, model.config.crop_threshold, 16))
 
 
@@ -283,9 +287,11 @@ def test_batch_norm_equals_torchs_and_is_the_default_without_a_teacher():
     kinds = {name: [type(layer).__name__ for layer in build(name).projector] for name in MODELS}
     assert kinds["alone"] == ["Linear", "BatchNorm"] * 3 == kinds["teacher"]
     assert kinds["bn-free"] == ["Linear"] * 3
-    h, projector = torch.randn(2, 4, 16), build("bn-free").projector
-    gelu, (a, b, c) = nn.functional.gelu, projector
-    torch.testing.assert_close(projector(h, bam.identity), c(gelu(b(gelu(a(h))))))
+    h = torch.randn(2, 4, 16)
+    for name, f in (("gelu", nn.functional.gelu), ("relu", nn.functional.relu)):
+        a, b, c = projector = tiny_model("bam", activation=name).projector
+        nn.init.normal_(a.bias)
+        torch.testing.assert_close(projector(h, bam.identity), c(f(b(f(a(h))))))
 
 
 def test_effective_rank_counts_directions_and_mean_cosine_averages_pairs():
@@ -300,10 +306,14 @@ def test_effective_rank_counts_directions_and_mean_cosine_averages_pairs():
 
 
 def test_lars_equals_its_update_rule_written_out():
-    """A bias with `decays` False neither decays nor is scaled by the trust ratio."""
+    """A bias with `decays` False neither decays nor is scaled by the trust ratio.
+
+    A weight without a gradient stays.
+    """
     w, b = nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.zeros(2))
     groups = [{"params": [w], "decays": True, "weight_decay": 0.1},
-              {"params": [b], "decays": False, "weight_decay": 0.5}]
+              {"params": [b], "decays": False, "weight_decay": 0.5},
+              {"params": [still := nn.Parameter(torch.ones(2))], "weight_decay": 0.5}]
     optimizer = train.OPTIMIZERS["lars"](groups, lr=0.5, betas=(0.8, 0.99), trust=0.01)
     expected_w, expected_b = w.detach().clone(), b.detach().clone()
     m_w, m_b = torch.zeros(3, 2), torch.zeros(2)
@@ -315,6 +325,7 @@ def test_lars_equals_its_update_rule_written_out():
         expected_w, expected_b = expected_w - 0.5 * m_w, expected_b - 0.5 * m_b
         optimizer.step()
     torch.testing.assert_close([w.detach(), b.detach()], [expected_w, expected_b])
+    assert still.tolist() == [1, 1]
 
 
 def test_lars_moves_a_weight_of_zeros_by_its_gradient():

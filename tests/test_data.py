@@ -14,11 +14,11 @@ import json
 import os
 import re
 import resource
+import runpy
 import struct
-import subprocess
-import sys
 import tarfile
 import textwrap
+import warnings
 from pathlib import Path
 from resource import RLIMIT_NOFILE
 
@@ -484,7 +484,7 @@ def test_the_end_of_a_run_names_each_reason_for_skipping_once(tmp_path, capsys):
     for i in (2, 5):
         (tmp_path / f"{i:03}.tar").write_bytes(b"")
     train_alone([*SMALL["sparc"], "--image-size", 16, "--data", shards, "--workers", 2,
-                 "--steps", 10, "--log-every", 10, "--out", tmp_path / "run"])
+                 "--steps", 6, "--log-every", 10, "--out", tmp_path / "run"])
     line, = [x for x in capsys.readouterr().out.splitlines() if x.startswith("skipped ")]
     counts = read_log(tmp_path / "run")[-1]["skipped"]
     assert counts.keys() == {"unreadable image", common.BAD_SHARD}
@@ -661,9 +661,10 @@ def test_a_damaged_exif_block_prints_no_warning(tmp_path):
     """Thousands of photos would print thousands of lines."""
     exif = b"Exif\0\0II*\0\x08\0\0\0\1\0" + struct.pack("<HHII", 0x9000, 7, 4000, 500)
     Image.new("RGB", (8, 8)).save(tmp_path / "0.jpg", exif=exif)
-    code = f"import common; print(common.open_image({str(tmp_path / '0.jpg')!r}).size)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("(8, 8)\n", "")
+    with warnings.catch_warnings(record=True) as printed:
+        module = runpy.run_path(str(ROOT / "common.py"))  # pytest has removed the module's filter
+        assert module["open_image"](tmp_path / "0.jpg").size == (8, 8)
+    assert printed == []
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TypeError, ZeroDivisionError, AttributeError])
@@ -730,13 +731,13 @@ def test_ranks_and_workers_draw_different_scenes():
         assert not torch.equal(a["images"], b["images"])
 
 
-@pytest.mark.parametrize("ranks, workers", [(1, 0), (3, 0), (1, 2), (2, 2)])
+@pytest.mark.parametrize("ranks, workers", [(1, 0), (3, 0), (2, 2)])
 def test_ranks_and_workers_read_every_sample_of_the_shards_once(tmp_path, ranks, workers):
     sizes = [6, 2, 4, 4, 3, 5, 1, 7]
     source = open_data(write_shards(tmp_path, sizes, broken=(4, 9)))
     shown = []
     for rank in range(ranks):
-        for batch in take(stream(source, 1, rank=rank, world_size=ranks), 60, workers):
+        for batch in take(stream(source, 1, rank=rank, world_size=ranks), 60 // ranks, workers):
             (_, (epoch, *_), _), = batch["position"].values()
             if epoch == 0:
                 shown += captions_in(batch)
@@ -765,16 +766,16 @@ def test_the_order_of_shards_equals_a_literal_loop(tmp_path, parts):
 def test_a_resumed_stream_opens_only_the_shards_of_its_window(tmp_path, monkeypatch):
     source, opened = open_data(write_shards(tmp_path, [5] * 40)), []
     samples, place, read = source.samples(0, 0, 1), (0, 0, 0), common.read_headers
-    while place < (20, 3, 10):  # 70 of the 200 samples of epoch 20
+    while place < (2, 3, 10):  # 70 of the 200 samples of epoch 2
         _, place = next(samples)
-    assert place == (20, 3, 10)
+    assert place == (2, 3, 10)
     expected = next(samples)[0].value
     monkeypatch.setattr(common, "read_headers",
                         lambda path, files: opened.append(Path(path).name) or read(path, files))
-    batch = take(stream(source, 10, positions={0: (402, place, {})}), 1)[0]
-    assert batch["position"] == {0: (403, (20, 4, 0), {})}
+    batch = take(stream(source, 10, positions={0: (42, place, {})}), 1)[0]
+    assert batch["position"] == {0: (43, (2, 4, 0), {})}
     assert captions_in(batch)[0] == expected
-    order = np.random.default_rng((0, 20)).permutation(40)[12:16]
+    order = np.random.default_rng((0, 2)).permutation(40)[12:16]
     assert opened == [f"{i:03}.tar" for i in order]
 
 
@@ -807,23 +808,24 @@ BAD_SHARDS = {  # {reason for skipping: members of the shard}
     common.BAD_SHARD: b"", "empty caption": {"0.jpg": picture(), "0.txt": ""},
     "unreadable image": {"0.jpg": b"no image", "0.txt": "n0"},
     "caption that is not UTF-8": {"0.jpg": picture(), "0.txt": "n0".encode("utf-16")},
-    common.NO_IMAGE: {f"{i}.txt": "n0" for i in range(3000)}}
+    common.NO_IMAGE: {f"{i}.txt": "n0" for i in range(30)}}
 
 
 @pytest.mark.parametrize("reason", BAD_SHARDS)
 def test_a_useless_shard_is_counted_and_only_useless_shards_raise_an_error(
         tmp_path, monkeypatch, reason):
+    assert TarShards.max_bad > 10_000                        # a shard may have 10,000 samples
+    monkeypatch.setattr(TarShards, "max_bad", 100)
     write_shards(tmp_path, [15])
     write_files(tmp_path, {f"00{i}.tar": BAD_SHARDS[reason] for i in (1, 2)})
-    batches = take(stream(open_data(f"{tmp_path}/{{000..001}}.tar"), 5), 9)
+    batches = take(stream(open_data(f"{tmp_path}/{{000..001}}.tar"), 5), 12)  # 4 epochs
     captions = {caption for batch in batches for caption in captions_in(batch)}
     assert captions == {f"n{i}" for i in range(15)}
     count, example = batches[-1]["skipped"][0][reason]
     key = ":" if BAD_SHARDS[reason] else ""
     assert count > 0 and example.startswith(f"{tmp_path}/001.tar{key}")
-    monkeypatch.setattr(TarShards, "max_bad", 100)
     spec = f"{tmp_path}/{{001..002}}.tar"
-    for workers in (0, 2):
+    for workers in (0, 2) if reason == "empty caption" else (0,):
         assert failure(take, stream(open_data(spec), 2), 1, workers).startswith(
             f"{spec}: 100 samples in a row could not be used; the last: {reason}, {tmp_path}")
 
@@ -1059,25 +1061,28 @@ def test_training_crops_equal_those_of_pil_up_to_rounding():
             assert_pixels_of_pil(ours, pils)
 
 
-@pytest.mark.parametrize("pixels, mean, std", [
-    ("", (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
-    ("imagenet", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    ("half", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))])
-@pytest.mark.parametrize("kind, settings, first", [
-    (common.ViT, dict(image_size=32, width=12, depth=1, heads=2, cls=True), "patch_embed"),
+CONSTANTS = {  # {name: (mean, standard deviation)}
+    "": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))}
+
+
+@pytest.mark.parametrize("kind, settings, first, pixels", [
+    *[(common.ViT, dict(image_size=32, width=12, depth=1, heads=2, cls=True), "patch_embed", name)
+      for name in CONSTANTS],
     (common.ViT, dict(image_size=32, patch_size=8, width=12, depth=1, heads=2,
-                      stem=((4, 4), (4, 2))), "patch_embed"),
-    (common.ResNet, dict(image_size=32, blocks=(1, 1, 1, 1)), "conv1")])
-def test_an_encoder_normalises_uint8_and_floats_by_its_own_constants(
-        kind, settings, first, pixels, mean, std):
+                      stem=((4, 4), (4, 2))), "patch_embed", "imagenet"),
+    (common.ResNet, dict(image_size=32, blocks=(1, 1, 1, 1)), "conv1", "half")])
+@torch.no_grad()
+def test_an_encoder_normalises_uint8_and_floats_by_its_own_constants(kind, settings, first, pixels):
     encoder, seen = kind(**settings, pixels=pixels).eval(), []
     getattr(encoder, first).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
     for x in (images, images / 255):
         encoder(x)
-        torch.testing.assert_close(seen.pop(), v2.functional.normalize(images / 255, mean, std))
-    with torch.no_grad():
-        torch.testing.assert_close(encoder.double()(images), encoder(images.double() / 255))
+        expected = v2.functional.normalize(images / 255, *CONSTANTS[pixels])
+        torch.testing.assert_close(seen.pop(), expected)
+    torch.testing.assert_close(encoder.double()(images), encoder(images.double() / 255))
     if encoder.cls is not None:
         encoder.cls_attention(images)
         torch.testing.assert_close(seen[-2], seen[-1])

@@ -141,6 +141,15 @@ def test_average_precision_by_hand(found, expected):
     assert {c: ap.mean().item() for c, ap in aps.items()} == {0: pytest.approx(expected)}
 
 
+def test_boxes_in_float32_have_the_overlaps_of_float64():
+    """The truth is half of the box that is found. In float32 the box's area rounds up."""
+    x, y = torch.tensor([1 / 101, 1 / 103]).tolist()
+    assert torch.tensor(x) * torch.tensor(y) > torch.tensor(x * y, dtype=torch.float64)
+    boxes, *rest = found_of((0.9, 0, 0, 0, x, y))
+    aps = sparc.average_precisions([(boxes.float(), *rest)], [boxes_of((0, 0, 0, x / 2, y))])
+    assert aps[0].tolist() == pytest.approx([1] + 9 * [0])
+
+
 def test_what_lies_in_a_crowd_does_not_count_and_a_crowd_is_no_true_box():
     truth = boxes_of((0, 0, 0, 1, 1), (0, 0.6, 0.6, 0.8, 0.8), (1, 0, 0, 1, 1), crowd=[0, 2])
     found = found_of((0.9, 0, 0, 0, 0.2, 0.2), (0.7, 0, 0.6, 0.6, 0.8, 0.8), (0.6, 1, *A[1:]))
@@ -417,8 +426,12 @@ def test_two_ranks_equal_one_process_and_every_parameter_has_a_gradient(tmp_path
 def test_a_batch_without_boxes_has_a_loss_of_classes_alone():
     world = common.World(size=16)
     batch = common.box_batch([boxes_of(), boxes_of()], world, tokenizer_of(world), 12)
-    out = tiny_detector()(batch | {"images": torch.randn(2, 3, 16, 16)})
+    model, images = tiny_detector(), torch.randn(2, 3, 16, 16)
+    out = model(batch | {"images": images})
     assert out["loss"] == out["class"] > 0 and out["l1"] == out["giou"] == 0
+    mean = model.class_head(model.image_encoder(images)).mean(1)
+    expected = torch.stack([row / row.norm() for row in mean])
+    torch.testing.assert_close(model.encode_image(images), expected)
 
 
 def test_the_text_encoder_learns_at_a_25th_of_the_rate():

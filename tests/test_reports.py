@@ -561,6 +561,7 @@ def test_class_folders_are_evaluated_with_the_caption_of_training(tmp_path):
     folders = tmp_path
     args = train.parse_args([*SMALL["sparc"], "--data", str(folders), "--image-size", "16"])
     train.open_training_data(args, train.METHODS["sparc"])
+    assert args.image_size == 16
     options = evaluation.options_of({"data": str(folders)}, args)
     data = evaluation.open_eval_set(options, 16)
     assert data.classes.prompts == ["a photo of a blue.", "a photo of a red."]

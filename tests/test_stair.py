@@ -166,8 +166,9 @@ def test_lamb_equals_the_algorithm_of_its_paper():
     p = torch.randn(3, 4, dtype=torch.double, requires_grad=True)
     zero = torch.zeros(2, dtype=torch.double, requires_grad=True)
     free = torch.full((2,), 3.0, dtype=torch.double, requires_grad=True)
-    groups = [{"params": [p], "weight_decay": 0.1}, {"params": [zero], "weight_decay": 0.0},
-              {"params": [free], "weight_decay": 0.5, "decays": False}]
+    still = nn.Parameter(torch.ones(2))  # has no gradient
+    groups = [{"params": [p], "weight_decay": 0.1}, {"params": [zero]},
+              {"params": [free], "weight_decay": 0.5, "decays": False}, {"params": [still]}]
     optimizer = stair.LAMB(groups, lr=0.02, betas=(0.8, 0.9), eps=1e-6)
     x, m, v = p.detach().clone(), 0.0, 0.0
     for step in range(1, 5):
@@ -181,9 +182,10 @@ def test_lamb_equals_the_algorithm_of_its_paper():
         if step == 1:  # a tensor of zeros has the trust ratio 1; a bias is not scaled
             assert zero.tolist() == pytest.approx([-0.02] * 2)
             assert free.tolist() == pytest.approx([2.98] * 2)
-            again = stair.LAMB([{"params": [x]} for x in (p, zero, free)])
+            again = stair.LAMB([{"params": [x]} for x in (p, zero, free, still)])
             again.load_state_dict(optimizer.state_dict())
             optimizer = again
+    assert still.tolist() == [1, 1]
 
 
 def test_model_loss_equals_equation_7():
