@@ -514,6 +514,8 @@ def test_true_and_found_boxes_are_drawn(monkeypatch):
     upper_edges = (84, 0), (252, 168)                                       # of A and of B
     assert [[picture.getpixel(place) == red for place in upper_edges] for picture, _ in cells] == [
         [True, False], [False, True]]
+    name = cells[0][0].crop((0, 0, 60, 25)).getcolors(10**4)                # white letters
+    assert (255, 255, 255) in [colour for _, colour in name]
 
 
 FLAGS = "--method detector --batch 4 --steps 4 --log-every 1 --warmup 1 --lr 0.01 --finetune"

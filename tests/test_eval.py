@@ -1120,6 +1120,8 @@ def test_attention_of_cls_is_drawn_at_the_size_of_the_papers_figure(tmp_path, mo
     embed = evaluation.Embedder(model, None, None, 8)
     rows = rows_of(monkeypatch, lambda: evaluation.draw_heads(embed, opened(tmp_path)[0]))
     assert seen == [(18, 18)] and len(rows) == 6
+    assert [label for _, label in rows[0][1]] == [
+        "image", "mean of heads", "head 1", "head 2"]
 
 
 def test_a_predicted_map_stands_beside_the_true_map(tmp_path, monkeypatch):
