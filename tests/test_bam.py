@@ -424,7 +424,8 @@ def test_every_image_is_cropped_in_its_own_box(tmp_path):
     assert sorted(parts) == [0, 1, 2, *range(4, 12)]
     _, images = next(iter(common.EachImage(source, 16, 12)))
     squeezed = images[0]
-    assert images.dtype == torch.uint8 and squeezed.shape == (3, 16, 16) and squeezed[:, 8, 3].argmax() == 0    # nothing is cut off
+    assert images.dtype == torch.uint8 and squeezed.shape == (3, 16, 16)
+    assert squeezed[:, 8, 3].argmax() == 0                   # nothing is cut off
     boxes = torch.tensor(6 * [[0.1, 0.5, 0.1, 0.5]] + 6 * [[0.9, 0.5, 0.9, 0.5]])
     boxes[7] = math.nan                                      # an image without a box
     calls = []
@@ -454,7 +455,8 @@ def test_contrastive_crop_changes_the_trained_weights(tmp_path):
 
 
 def test_bench_finds_no_boxes_so_that_it_ends(tmp_path, capsys):
-    train.main([*SMALL["bam"], "--data", str(make_photos(tmp_path / "photos")), "--image-size", "16",
+    photos = str(make_photos(tmp_path / "photos"))
+    train.main([*SMALL["bam"], "--data", photos, "--image-size", "16",
                 "--contrastive-crop", "--crop-start", "1", "--crop-every", "1", "--bench", "2",
                 "--steps", "9"])
     assert "images_per_s" in capsys.readouterr().out

@@ -560,7 +560,8 @@ def test_an_optimizer_of_stage_1_does_not_move_what_stage_2_freezes():
     ("sparc", dict(align="softmx"), "'softmx'"), ("sparc", dict(h_v="residuel"), "'residuel'"),
     ("sparc", dict(token_mean="tokens"), "'tokens'"), ("sparo", dict(readout="foo"), "'foo'"),
     ("sparo", dict(readout="attpool", heads="both"), "'both'"),
-    ("bam", dict(mask="Zero"), "'Zero'"), ("bam", dict(readout="mean"), "'mean'"), ("bam", dict(target="plain"), "'plain'"),
+    ("bam", dict(mask="Zero"), "'Zero'"), ("bam", dict(readout="mean"), "'mean'"),
+    ("bam", dict(target="plain"), "'plain'"),
     ("bam", dict(readout="cls", vit=dict(cls=False)), "cls is None"),
     ("sparo", dict(readout="bottleneck", vit=dict(cls=False)), "cls is None"),
     ("dino", dict(readout="cls", vit=dict(cls=False)), "cls is None")])
