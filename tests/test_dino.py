@@ -219,10 +219,14 @@ def test_views_are_those_of_dino(crops):
 
 
 def test_a_dino_run_has_no_tasks_with_text(run_of):
-    """Chance is a uniform distribution over 20 outputs: log 20."""
+    """Chance is a uniform distribution over 20 outputs: log 20.
+
+    A probe's chance counts the 58 of 64 pairs that it can learn: 6 are held out.
+    """
     run = run_of("dino")
     result, log = json.loads((run / "eval.json").read_text()), read_log(run)
     assert {"knn", "knn/shape", "linear", "linear/shape"} <= set(result)
+    assert [result[f"linear{key}/chance"] for key in ("", "/shape")] == [1 / 58, 1 / 8]
     assert "zeroshot" not in result and not (run / "vocab.txt").exists()
     assert log[0]["chance_loss"] == pytest.approx(math.log(20))
     assert 0 <= log[-1]["entropy"] <= log[-1]["entropy_mean"] <= math.log(20) + 1e-4
