@@ -273,6 +273,13 @@ def test_resumed_run_equals_uninterrupted_run(
     assert "start anew" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_no_output_but_the_loss_has_a_gradient(name):
+    """A figure with a gradient would keep the whole graph in memory until it is logged."""
+    outputs = tiny_model(name)(batch_of(name))
+    assert [key for key, value in outputs.items() if value.requires_grad] == ["loss"]
+
+
 @pytest.mark.parametrize("name, settings", [
     *((name, {}) for name in SMALL), ("bam", dict(mask="zero")), ("bam", dict(target="onehot")),
     ("bam", dict(normalization="block"))])
@@ -560,6 +567,7 @@ def test_an_optimizer_of_stage_1_does_not_move_what_stage_2_freezes():
     ("sparc", dict(align="softmx"), "'softmx'"), ("sparc", dict(h_v="residuel"), "'residuel'"),
     ("sparc", dict(token_mean="tokens"), "'tokens'"), ("sparo", dict(readout="foo"), "'foo'"),
     ("sparo", dict(readout="attpool", heads="both"), "'both'"),
+    ("sparo", dict(grp_size=3), "grp_size=3 .*L=4"), ("sparo", dict(grp_size=0), "grp_size=0 "),
     ("bam", dict(mask="Zero"), "'Zero'"), ("bam", dict(readout="mean"), "'mean'"),
     ("bam", dict(target="plain"), "'plain'"),
     ("bam", dict(readout="cls", vit=dict(cls=False)), "cls is None"),

@@ -1046,6 +1046,15 @@ def test_slots_are_shown_that_agree_in_four_images_and_repeat_no_words(monkeypat
     assert evaluation.draw_slots(embedder(), None) is None
 
 
+def test_a_slot_that_agrees_gives_its_word_and_its_brightest_patch(monkeypatch):
+    weights = torch.tensor([[[0.2, 0.8], [0.9, 0.1], [0.4, 0.6]]])
+    found = (torch.tensor([[2, 4, 5, 3]]), weights, torch.tensor([[1, 2, 1]]), None,
+             torch.tensor([[True, True, False]]))
+    monkeypatch.setattr(evaluation, "attention_of_slots", lambda *given: found)
+    words = evaluation.words_of_slots(embedder(), torch.zeros(3, 8, 8), "red green")
+    assert [(word, best.tolist()) for word, best in words] == [("red", [0, 1]), ("green", [1, 0])]
+
+
 def test_images_have_their_best_words_and_the_captions_of_others(tmp_path, monkeypatch):
     """The captions of red and blue are swapped."""
     make_folders(tmp_path)

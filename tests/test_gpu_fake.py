@@ -234,11 +234,13 @@ def test_our_own_backward_passes_stay_on_the_gpu(fake, waits, ranks, monkeypatch
             gradients = stair.StreamedEncoding.backward(context, enc)
         for x, gradient in zip(inputs, gradients):
             assert gradient.is_cuda and gradient.dtype == x.dtype and gradient.shape == x.shape
-        rows = common._Gather.backward(None, torch.zeros(16, 5, device="cuda").t().t())
+        turned = torch.zeros(5, 16, device="cuda").t()  # NCCL takes contiguous tensors alone
+        rows = common._Gather.backward(None, turned)
         assert rows.shape == (2, 5) and rows.is_cuda
+        common.gather(turned)
     assert waits == ["nonzero"]
     assert sum("index_add" in name for name in calls.names) == sums
-    assert [call for call, _ in ranks] == [SCATTER]
+    assert [(call, x.is_contiguous()) for call, x in ranks] == [(SCATTER, True), (ALL_GATHER, True)]
 
 
 def kept_per_image(fake, method, preset, *flags):

@@ -231,8 +231,9 @@ def test_differences_are_paired_and_have_students_interval(capsys):
     assert evaluation.interval([0.1]) is None and evaluation.interval([]) is None
     low, high = evaluation.interval([0.1, 0.2, 0.3])
     assert (low, high) == (pytest.approx(0.2 - 4.303 * 0.1 / 3**0.5), pytest.approx(0.2 + 0.2484, abs=1e-4))
-    for n, quantile in ((11, 2.228), (21, 2.086), (101, 1.984)):            # a table of Student's t
-        values = [0.0, 1.0] * (n // 2) + [0.5]
+    table = [4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]  # Student's t
+    for n, quantile in (*enumerate(table, 3), (21, 2.086), (101, 1.984)):
+        values = [0.0, 1.0] * (n // 2) + [0.5] * (n % 2)
         half = (evaluation.interval(values)[1] - 0.5) * n**0.5 / np.std(values, ddof=1)
         assert half == pytest.approx(quantile, abs=1e-3)
 
