@@ -240,6 +240,26 @@ def test_text_encoders_have_their_papers_sizes(name, sizes):
     assert (found["vocab_size"], found["causal"]) == expected and found["context"] == 77
 
 
+@pytest.mark.parametrize("name, preset, parameters, batch, steps, lr, weight_decay", [
+    ("sparo", "tiny", 817_153, 128, 600, 1e-3, 0.1),
+    ("stair", "tiny", 1_041_233, 128, 1000, 2e-3, 0.1),
+    ("sparc", "tiny", 812_737, 128, 1200, 2e-3, 0.1),
+    ("sparc", "tiny-stem", 830_305, 128, 400, 2e-3, 0.1),
+    ("bam", "tiny", 2_680_448, 128, 300, 5e-4, 0.1),
+    ("classifier", "tiny", 481_090, 64, 100, 5e-4, 0.05),
+    ("detector", "tiny", 822_758, 32, 1500, 2e-3, 0.0)])
+def test_small_presets_have_the_settings_of_the_recorded_figures(
+        name, preset, parameters, batch, steps, lr, weight_decay):
+    """No paper has these settings, but README's figures and the recorded ones do."""
+    method, args = train.METHODS[name], train.parse_args(["--method", name, "--preset", preset])
+    args.classes = ["a", "b"]  # for classifiers
+    with torch.device("meta"):
+        model = common.build_model(method, args, *common.build_encoders(method, args, range(1000)))
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    found = args.batch, args.steps, args.lr, args.weight_decay
+    assert found == (batch, steps, lr, weight_decay)
+
+
 def test_optimizers_have_their_papers_constants():
     weights = [torch.nn.Parameter(torch.zeros(2))]
     for name, settings in {"adamw": dict(betas=(0.9, 0.98), eps=1e-6),

@@ -644,6 +644,14 @@ def test_a_second_run_in_a_directory_is_refused(tmp_path, run_of):
 
 
 @pytest.mark.ranks
+def test_a_signal_has_its_usual_effect_in_the_final_evaluation(tmp_path, monkeypatch):
+    found, handlers = [], lambda *_: [signal.getsignal(number) for number in train.SIGNALS]
+    usual = handlers()
+    monkeypatch.setattr(train, "finish", lambda *_: found.extend(handlers()))
+    train.main([*SPARC, "--steps", "1", "--out", str(tmp_path)])
+    assert found == usual
+
+
 def test_workers_do_not_hold_the_lock_of_a_killed_run(tmp_path):
     flags = [*SPARC, "--steps", "9999", "--workers", "2", "--save-every", "1", "--out", tmp_path]
     process = start_program(os.devnull, "train.py", flags)
