@@ -215,7 +215,9 @@ def test_views_are_those_of_dino(crops):
     assert first == dict(size=224, scale=(0.4, 1.0), blur=1.0)
     assert second == dict(size=224, scale=(0.4, 1.0), blur=0.1, solarize=0.2)
     assert small == crops * [dict(size=96, scale=(0.05, 0.4), blur=0.5)]
-    assert sparo.views(sparo.Settings(objective="clip")) is None
+    clip = sparo.Settings(objective="clip", crop_least=0.9)
+    sparo.check(clip)  # without views no setting of views is wrong
+    assert sparo.views(clip) is None
 
 
 def test_a_dino_run_has_no_tasks_with_text(run_of):
