@@ -1161,6 +1161,15 @@ def test_labels_of_a_chart_do_not_overlap():
     assert [(y, text) for y, text, _ in moved] == [(100, "0"), (87, "b"), (2, "c"), (-11, "top")]
 
 
+def test_a_curve_has_the_height_of_its_values():
+    """Half of the largest value lies in the middle of the axis, and 0 at its bottom."""
+    points = [(0, 0.0), (10, 2.0), (20, 4.0), (30, 4.0)]
+    page = np.array(evaluation.chart([{"step": step} for step, _ in points], [(points, "", "red")]))
+    heights = [(page[:, 64 + 10 * step] == [255, 0, 0]).all(1).nonzero()[0].mean()
+               for step in (0, 10, 20, 30)]
+    assert heights == pytest.approx([192, 122, 52, 52], abs=1.5)
+
+
 def test_a_chart_marks_where_a_stage_begins():
     log = [{"step": step, "loss": 1.0, "stage": 1 + (step > 20)} for step in (10, 20, 30)]
     curves = evaluation.read_curves(log, {"loss": "loss", "lr": "fp16 may give no number"})
