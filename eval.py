@@ -3075,6 +3075,10 @@ def compare_runs(evaluated):
     Runs that differ only in their seed share a column. The headings name the settings that differ
     between the columns.
     """
+    tested = {settings["eval_data"] for settings, _ in evaluated.values()}
+    if len(tested) > 1:
+        print("warning: the runs were tested on different data, so their figures cannot be compared: "
+              f"give --data ({', '.join(sorted(tested))})")
     columns = collections.defaultdict(list)
     for run, (settings, _) in evaluated.items():
         own = {key: value for key, value in settings.items() if key not in ASIDE}
@@ -3152,7 +3156,7 @@ def evaluate_run(run, given, device):
     if options.query:
         search(embedder, data, options, run)
         return None
-    settings = vars(args) | {"step": embedder.step}
+    settings = vars(args) | {"step": embedder.step, "eval_data": options.data}
     return settings, evaluate_and_show(embedder, data, options, run)
 
 

@@ -528,13 +528,21 @@ def test_a_table_of_several_runs_averages_over_seeds(run_of, tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "evaluate", lambda *arguments: next(found))
         evaluation.main([*map(str, runs), "--task", "retrieval"])
-    assert capsys.readouterr().out.splitlines()[-6:] == [
+    out = capsys.readouterr().out
+    assert "tested on different data" not in out
+    assert out.splitlines()[-6:] == [
         f"A (n = 2): {runs[0]}, sigma 0.1", f"B (n = 1): {runs[2]}, sigma 1.1",
         "|  | A | B | chance | B - A, 95 % interval |", "|---|---|---|---|---|",
         "| x | 0.200 ± 0.141 | 0.500 |  | no common seed |",
         "| y | 1.000 ± 0.000 |  |  | no common seed |"]
     evaluation.main([*map(str, runs), "--task", "captions"])  # a picture alone measures nothing
     assert "A (n = " not in capsys.readouterr().out
+    config["data"] = "shapes:size=16,objects=3"
+    (runs[2] / "config.json").write_text(json.dumps(config))
+    for flags, is_told in ([], True), (["--data", "shapes:size=16"], False):
+        evaluation.main([*map(str, runs), "--task", "retrieval", *flags])
+        assert ("(shapes:size=16,objects=2, shapes:size=16,objects=3)"
+                in capsys.readouterr().out) == is_told
 
 
 def test_data_are_evaluated_one_after_the_other(run_of, tmp_path, capsys):
