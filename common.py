@@ -1905,9 +1905,9 @@ def read_table(path, image, caption):
         caption = caption or ("title" if "title" in columns else "caption")
         for column in (image, caption):
             if column not in columns:
-                raise UserError(f"{path} has no column {column!r}, only {columns}: separate "
-                                "columns by commas or tabs, or give "
-                                f"{path}:image=COLUMN,caption=COLUMN.")
+                raise UserError(f"{path} has no column {column!r}, only {columns}: let its first "
+                                "line name the columns, such as filepath,title, with commas or "
+                                f"tabs between them, or give {path}:image=COLUMN,caption=COLUMN.")
 
         i, j = columns.index(image), columns.index(caption)
         for number, cells, problem in read_rows(file, delimiter, len(columns)):

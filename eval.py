@@ -3077,7 +3077,7 @@ def compare_runs(evaluated):
     """
     tested = {settings["eval_data"] for settings, _ in evaluated.values()}
     if len(tested) > 1:
-        print("warning: the runs were tested on different data, so their figures cannot be compared: "
+        print("warning: the runs were tested on different data, which makes figures incomparable: "
               f"give --data ({', '.join(sorted(tested))})")
     columns = collections.defaultdict(list)
     for run, (settings, _) in evaluated.items():

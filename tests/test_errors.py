@@ -147,7 +147,7 @@ ERRORS = [
     # Tables
     ("sparc --data a.csv", r"no column 'image', only \['url', 'caption'\]: .*a.csv:image=COLUMN",
      "url,caption\nx,y\n"),
-    ("sparc --data a.csv", r"only \['a;b'\]: separate columns by commas or tabs", "a;b\nx;y\n"),
+    ("sparc --data a.csv", r"only \['a;b'\]: let its first line .*commas or tabs", "a;b\nx;y\n"),
     ("sparc --data a.csv", EMPTY, 'filepath,"title\nx.jpg,one\n'),
     ("sparc --data a.csv", "left out: 1 x empty caption, the last ", "filepath,title\nx.jpg,\n"),
     ("sparc --data a.csv", "^Cannot read a.csv: 'utf-8' codec can't decode",
