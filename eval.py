@@ -1861,18 +1861,23 @@ def attention_of_slots(embedder, images, captions):
     return tokens.cpu(), over_image[:, :, -patches:], *chosen               # without [CLS]
 
 
-def words_of_slots(embedder, image, caption):
-    """Yield (word, weights (P,)) for each slot that can be interpreted (see attention_of_slots).
-    `weights` is 1 at the patch to which the slot gives the highest weight, and 0 elsewhere."""
+def words_of_slots(embedder, image, caption, every=False):
+    """Yield (word, weights (P,)) for each slot that can be interpreted (see attention_of_slots), or
+    for every slot. `weights` is 1 at the patch to which the slot gives the highest weight, and 0
+    elsewhere."""
     tokens, weights, word, _, agree = attention_of_slots(embedder, image[None], [caption])
-    for slot in agree[0].nonzero()[:, 0].tolist():
+    for slot in (agree[0] | every).nonzero()[:, 0].tolist():
         best = F.one_hot(weights[0, slot].argmax(), weights.shape[2])
         yield embedder.tokenizer.vocab[tokens[0, word[0, slot]]], best
 
 
 def slot_alignment(embedder, data, options):
-    """Whether a slot's brightest patch shows the objects that the slot's word names (SPARO)."""
-    return weights_on_objects("slot_alignment", embedder, data, words_of_slots)
+    """Whether a slot's brightest patch shows the objects that the slot's word names (SPARO).
+
+    Slots that can be interpreted are few and the best ones. `all` counts every slot."""
+    every = functools.partial(words_of_slots, every=True)
+    return (weights_on_objects("slot_alignment", embedder, data, words_of_slots)
+            | weights_on_objects("slot_alignment/all", embedder, data, every))
 
 
 def masks(embedder, data, options):

@@ -1051,8 +1051,14 @@ def test_a_slot_that_agrees_gives_its_word_and_its_brightest_patch(monkeypatch):
     found = (torch.tensor([[2, 4, 5, 3]]), weights, torch.tensor([[1, 2, 1]]), None,
              torch.tensor([[True, True, False]]))
     monkeypatch.setattr(evaluation, "attention_of_slots", lambda *given: found)
-    words = evaluation.words_of_slots(embedder(), torch.zeros(3, 8, 8), "red green")
-    assert [(word, best.tolist()) for word, best in words] == [("red", [0, 1]), ("green", [1, 0])]
+    for every, expected in ((False, [("red", [0, 1]), ("green", [1, 0])]),
+                            (True, [("red", [0, 1]), ("green", [1, 0]), ("red", [0, 1])])):
+        words = evaluation.words_of_slots(embedder(), torch.zeros(3, 8, 8), "red green", every)
+        assert [(word, best.tolist()) for word, best in words] == expected
+    monkeypatch.setattr(evaluation, "weights_on_objects", lambda task, embedder, data, words_of: {
+        task: [word for word, _ in words_of(embedder, torch.zeros(3, 8, 8), "red green")]})
+    assert evaluation.slot_alignment(embedder(), None, None) == {
+        "slot_alignment": ["red", "green"], "slot_alignment/all": ["red", "green", "red"]}
 
 
 def test_images_have_their_best_words_and_the_captions_of_others(tmp_path, monkeypatch):
