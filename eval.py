@@ -2746,7 +2746,7 @@ def tasks_to_run(options, data, model):
     tasks = [name for name in usable if name in wanted]
     if options.caption_prefix and "retrieval" not in tasks:
         raise UserError(f"--caption-prefix {options.caption_prefix!r} has no effect here: only the "
-                        f"task retrieval uses it. Leave it out.")
+                        "task retrieval uses this flag. Leave it out.")
     if "zeroshot" in tasks:
         data.classes  # raises UserError if folders lack class names
     if "classification" in tasks:
@@ -3082,7 +3082,7 @@ def compare_runs(evaluated):
     """
     tested = {settings["eval_data"] for settings, _ in evaluated.values()}
     if len(tested) > 1:
-        print("warning: the runs were tested on different data, which makes figures incomparable: "
+        print("warning: the runs were tested on different data, so do not compare their figures: "
               f"give --data ({', '.join(sorted(tested))})")
     columns = collections.defaultdict(list)
     for run, (settings, _) in evaluated.items():
