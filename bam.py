@@ -52,8 +52,9 @@ class Config:
     tau: float = 0.1      # temperature of the attention (Sec. 3.1)
     tau_b: float = 0.05   # temperature of the targets, below tau to sharpen them (Sec. 3.4, App. F)
     sinkhorn_iters: int = 3  # Sinkhorn iterations for the targets (authors' bam_loss.py:34)
-    # similarities of views of the same image: exclude, set to zero (Eq. 3), or keep (Table 1)
-    mask: Literal["exclude", "zero", "none"] = "exclude"
+    # similarities of views of one image: exclude, or set to zero (Eq. 3); Table 1: self sets only
+    # those of a view with itself to zero, none keeps all
+    mask: Literal["exclude", "zero", "self", "none"] = "exclude"
     teacher: bool = True  # use a teacher, a moving average of the network, for targets (App. C)
     ema: float = 0.995    # first momentum of the teacher, rises to 1 (authors' main_pretrain.py:99)
     # representation of an image: [CLS] (App. C), or gap, the mean of all tokens (ResNet-50)
@@ -91,13 +92,11 @@ def attention(S, tau, log=False):
 
 # S hat(i, j) = 0 if i = j (mod n), else S(i, j)                                     (Eq. 3)
 def mask_positives(S, row_ids, column_ids, mask="exclude"):
-    """S (R, C), row_ids (R,), column_ids (C,) -> S hat (R, C). Equal ids are views of one image."""
-    if mask == "none":  # the ablation of Table 1
-        return S
+    """S (R, C), row_ids (R,), column_ids (C,) -> S hat (R, C), masked where ids are equal."""
     # differs: "exclude" removes positives from softmax and Sinkhorn (bam_loss.py:63, 115), where
-    # exp(-1e30) is 0. With -inf, 0 * log A in Eq. 5 would be NaN.
-    value = {"exclude": -1e30, "zero": 0.0}[mask]
-    return S.masked_fill(row_ids[:, None] == column_ids, value)
+    # exp(-1e30) is 0. With -inf, 0 * log A in Eq. 5 would be NaN. For "self" and "none" see below.
+    value = {"exclude": -1e30, "zero": 0.0, "self": 0.0, "none": None}[mask]
+    return S if mask == "none" else S.masked_fill(row_ids[:, None] == column_ids, value)
 
 
 # S_jj'(i, i') = cos(z_i^j, z_i'^j'),  then S hat                                (Sec. 3.1)
@@ -148,9 +147,9 @@ def matching_loss(z, B, c, row_ids, column_ids, mask, tau):
     return losses.mean(), entropies.mean(), entropy(B).mean()
 
 
-def arrange(z, n_views, n_global, teacher, gather):
+def arrange(z, n_views, n_global, teacher, mask, gather):
     """The latents (k n, E) of all views, as the equations need them: z and z_m (k, n, E) and the
-    columns c (m, E), of length 1; the image of each row (k, n) and of each column (m,)."""
+    columns c (m, E), of length 1; ids of rows (k, n) and columns (m,): of images, or of views."""
     k, G, n = n_views, n_global, len(z) // max(1, n_views)
     shapes = [tuple(x.shape) for x in (z, teacher) if x is not None]
     if k < 2 or not 1 <= G <= k or z.ndim != 2 or {*shapes} != {(k * n, z.shape[1])}:
@@ -163,7 +162,8 @@ def arrange(z, n_views, n_global, teacher, gather):
     if len(c) < 2 * G:
         raise ValueError("The loss compares images: the global batch needs two or more.")
     rank = dist.get_rank() if len(c) > G * n else 0
-    row_ids = rank * n + torch.arange(n, device=z.device).expand(k, n)   # (k, n)
+    view = torch.arange(k, device=z.device)[:, None] if mask == "self" else 0
+    row_ids = rank * n + torch.arange(n, device=z.device).expand(k, n) + len(c) * view   # (k, n)
     return z, z_m, c, row_ids, gather(row_ids[:G].flatten())
 
 
@@ -180,7 +180,7 @@ def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, it
     G = n_views if n_global is None else n_global
     if iters < 1 or not 0 < min(tau, tau_b) <= max(tau, tau_b) <= 1:
         raise ValueError(f"iters is {iters} (1 or more), tau {tau}, tau_b {tau_b} (above 0 to 1).")
-    z, z_m, c, row_ids, column_ids = arrange(z, n_views, G, teacher, gather)
+    z, z_m, c, row_ids, column_ids = arrange(z, n_views, G, teacher, mask, gather)
     with torch.no_grad():  # targets have no gradient (Sec. 4.1)
         B = sinkhorn(similarities(z_m, c, row_ids, column_ids, mask), tau_b, iters, gather=gather)
     # differs: only large views are targets, as in the authors' code (bam_loss.py:106). Sec. 3.5 has
@@ -623,6 +623,11 @@ class LARS(torch.optim.Optimizer):
 
 
 # Ablations (Table 1) and SimCLR (App. H) --------------------------------------------------
+#
+# Table 1 without masking is --mask self. App. H leaves out "only the main diagonal" there; Fig. 6
+# sets it to 0. If the diagonal were removed, Eq. 5 would be infinite: B, which is made from another
+# view, has weight on this view itself. --mask none, which keeps the diagonal, is what the authors'
+# code does without masking (bam_loss.py:101), so Table 1 may be of either.
 
 
 class Ablation(FullModel):
@@ -643,36 +648,33 @@ def ablated_loss(z, n_views, teacher, n_global, config, gather=identity):
     entropies of the rows of A and of B. Raises ValueError or KeyError for a wrong setting."""
     cfg, k, G = config, n_views, n_views if n_global is None else n_global
     is_global = {"global": True, "block": False}[cfg.normalization]
-    z, z_m, c, row_ids, column_ids = arrange(z, k, G, teacher, gather)
+    mask = "self" if cfg.target == "onehot" else cfg.mask
+    z, z_m, c, row_ids, column_ids = arrange(z, k, G, teacher, mask, gather)
     if cfg.target == "onehot":
         if G < 2 or not is_global:
             raise ValueError('SimCLR (target="onehot") needs two or more large views and '
                              'normalization="global".')
-        return simclr_loss(z, c, G, cfg.tau, gather)
+        return simclr_loss(z, c, row_ids, column_ids, G, cfg.tau)
     target = {  # Eq. 2 with tau_B; if tau_B = tau: the unbalanced row of Table 1
         "softmax": lambda S: attention(S, cfg.tau_b),
         "balanced": lambda S: sinkhorn(S, cfg.tau_b, cfg.sinkhorn_iters, gather=gather)}[cfg.target]
-    S_m = similarities(z_m, c, row_ids, column_ids, cfg.mask).detach()
+    S_m = similarities(z_m, c, row_ids, column_ids, mask).detach()
     if not is_global:
-        S = similarities(z, c, row_ids, column_ids, cfg.mask).view(*row_ids.shape, -1)
+        S = similarities(z, c, row_ids, column_ids, mask).view(*row_ids.shape, -1)
         return block_loss(S, S_m.view(*row_ids.shape, -1)[:G], cfg.tau, target)
     B = target(S_m)[: row_ids[:G].numel()].view(G, row_ids.shape[1], -1)
-    return matching_loss(z, B, c, row_ids, column_ids, cfg.mask, cfg.tau)
+    return matching_loss(z, B, c, row_ids, column_ids, mask, cfg.tau)
 
 
 # l(i, j) = -log softmax_{m != i}(cos(z_i, z_m) / tau)_j,  i, j views of one image
 #                                                              (SimCLR, arXiv 2002.05709, Eq. 1)
-def simclr_loss(z, c, G, tau, gather=identity):
-    """SimCLR's loss in BAM's terms (App. H). z (k, n, E), c (m, E), both of length 1 -> the loss,
-    mean entropies of the rows of A and of B.
+def simclr_loss(z, c, row_ids, column_ids, G, tau):
+    """SimCLR's loss in BAM's terms (App. H). z (k, n, E), c (m, E), both of length 1, and ids of
+    views (see arrange) -> the loss, mean entropies of the rows of A and of B.
 
     The target that view j sets for the other views of its image is one-hot: the column of view j.
-    A row leaves out only its own latent, so each latent has an id of its own here.
+    A row leaves out its own column alone.
     """
-    k, n, _ = z.shape
-    rank = dist.get_rank() if len(c) > G * n else 0
-    row_ids = rank * k * n + torch.arange(k * n, device=z.device).view(k, n)  # (k, n)
-    column_ids = gather(row_ids[:G].flatten())                                # (m,)
     B = (row_ids[:G, :, None] == column_ids).to(z.dtype)                      # (G, n, m)
     return matching_loss(z, B, c, row_ids, column_ids, "exclude", tau)
 

@@ -44,7 +44,9 @@ def dense_loss(z, k, G, teacher=None, tau=0.1, tau_b=0.05, iters=3, mask="exclud
         for r, m in itertools.product(range(k * n), range(G * n)):
             if target == "onehot" and r == m:
                 K[r][m] = 0 * K[r][m]
-            elif target != "onehot" and mask != "none" and r % n == m % n:
+            elif target != "onehot" and mask == "self" and r == m:
+                K[r][m] = 0 * K[r][m] + 1
+            elif target != "onehot" and mask in ("exclude", "zero") and r % n == m % n:
                 K[r][m] = 0 * K[r][m] + (mask == "zero")
         return torch.stack([torch.stack(row) for row in K])
 
@@ -70,7 +72,8 @@ def dense_loss(z, k, G, teacher=None, tau=0.1, tau_b=0.05, iters=3, mask="exclud
 
 # Arguments of bam_loss and dense_loss: k views, G of them large.
 CASES = [
-    dict(), dict(mask="zero"), dict(mask="none"),
+    dict(), dict(mask="zero"), dict(mask="none"), dict(mask="self"),
+    dict(mask="self", k=4, teacher=True), dict(mask="self", k=3, normalization="block"),
     dict(normalization="block"), dict(normalization="block", mask="zero"), dict(target="softmax"),
     dict(target="softmax", mask="none", normalization="block"), dict(target="onehot"),
     dict(target="onehot", mask="zero", k=3, G=3), dict(iters=1, tau=0.5, tau_b=0.3), dict(k=4),
@@ -114,7 +117,7 @@ def loss_of(z, k, teacher=None, G=None, gather=bam.identity, **settings):
 
 
 RANK_CASES = [dict(), dict(k=4), dict(k=4, teacher=True), dict(k=3, G=1), dict(k=4, mask="zero"),
-              dict(k=3, normalization="block"), dict(k=4, target="onehot")]
+              dict(k=3, normalization="block"), dict(k=4, target="onehot"), dict(k=4, mask="self")]
 
 
 def losses_of_rank(rank, world):
