@@ -404,7 +404,7 @@ def effective_rank(h):
 
 # Settings, views, ContrastiveCrop, optimizer ----------------------------------------------
 #
-# Not here: the baselines MoCo-v3, MAE, BEiT, BYOL and NNCLR; ContrastiveCrop for ResNet-50;
+# Not here: the baselines MAE, BEiT, BYOL and NNCLR; ContrastiveCrop for ResNet-50;
 # CAFormer (Table 8); SwAV (App. H); Table 7, for which `eval.py --export` writes weights.
 #
 # differs from the authors' code, where the paper names no setting:
@@ -427,8 +427,9 @@ class Settings(Config):
     """All flags of this method. Model reads those of Config, Ablation also target, normalization,
     FullModel.boxes crop_threshold. train.py alone reads the others (views, box_refreshes)."""
 
-    # targets of the loss: balanced (Eq. 4), plain softmax (Eq. 2), or one-hot as SimCLR's (App. H)
-    target: Literal["balanced", "softmax", "onehot"] = "balanced"
+    # targets of the loss: balanced (Eq. 4), plain softmax (Eq. 2), or one-hot as SimCLR's (App. H);
+    # moco trains the baseline MoCo-v3
+    target: Literal["balanced", "softmax", "onehot", "moco"] = "balanced"
     # softmax and Sinkhorn over all similarities (Sec. 3.1), or per block of two views (Table 1)
     normalization: Literal["global", "block"] = "global"
     local_crops: int = 6  # number of small views, added to two large views (Sec. 3.5)
@@ -447,6 +448,10 @@ class Settings(Config):
 
 VIT = dict(batch=4096, steps=93_836, lr=3e-3, warmup=12_512, weight_decay=0.04, weight_decay_end=0.4, clip_grad=0.3,
            beta2=0.999, adam_eps=1e-8, probe="sgd")
+MOCO_V3 = dict(target="moco", batch=4096, steps=93_600, ema=0.99, projector_dim=256, local_crops=0,
+               contrastive_crop=False, clip_grad=0.0, probe="sgd")
+MOCO_VIT = MOCO_V3 | dict(tau=0.2, crop_border=0.08, lr=2.4e-3, warmup=12_480, weight_decay=0.1, beta2=0.999,
+                          adam_eps=1e-8)
 PRESETS = {  # settings of this file and of train.py by name; flags override them
     "tiny": dict(image_encoder="tiny", readout="gap", data="shapes:objects=1,background=0,palette=1,heldout=0",
                  batch=128, steps=300, lr=5e-4, weight_decay=0.1, warmup=25, teacher=False, projector_width=1024,
@@ -460,6 +465,11 @@ PRESETS = {  # settings of this file and of train.py by name; flags override the
     "r50": dict(image_encoder="ResNet-50", readout="gap", activation="relu", teacher=False, contrastive_crop=False,
                 optimizer="lars", batch=4096, steps=93_836, lr=4.8, warmup=3_128, weight_decay=1e-6, clip_grad=0.0,
                 probe="sgd"),
+    # MoCo-v3's CONFIG.md: 300 epochs of 312 steps. Rates are per 256 images there. ViT-S has 12 heads (vits.py:117).
+    "moco-s16": dict(image_encoder="ViT-S/16:heads=12,cls=1,positions=sincos", **MOCO_VIT),
+    "moco-b16": dict(image_encoder="ViT-B/16:cls=1,positions=sincos", **MOCO_VIT),
+    "moco-r50": MOCO_V3 | dict(image_encoder="ResNet-50", readout="gap", tau=1.0, crop_border=0.2, optimizer="lars",
+                               lr=4.8, warmup=3_120, weight_decay=1e-6),
 }
 
 
@@ -508,6 +518,8 @@ class FullModel(Model):
 
 
 def model_class(args):
+    if args.target == "moco":
+        return MoCo
     is_bam = (args.target, args.normalization) == ("balanced", "global")
     return FullModel if is_bam else Ablation
 
@@ -527,9 +539,11 @@ def check(args):
     """Raise ValueError for settings that do not fit. args: Settings, and batch and steps."""
     if args.batch < 2:
         raise ValueError(f"--batch {args.batch} must be 2 or more: the loss compares images.")
-    if args.target == "onehot" and args.normalization == "block":
-        raise ValueError("--target onehot, SimCLR's loss, has no blocks: leave out "
-                         "--normalization block.")
+    if args.target in ("onehot", "moco") and args.normalization == "block":
+        raise ValueError(f"--target {args.target} has no blocks: leave out --normalization block.")
+    if args.target == "moco" and (args.local_crops or not args.teacher):
+        raise ValueError("--target moco needs two views and the moving average: give "
+                         "--local-crops 0 --teacher.")
     if args.crop_least > args.crop_border:
         raise ValueError(f"--crop-least {args.crop_least} must not be above --crop-border "
                          f"{args.crop_border}.")
@@ -693,6 +707,101 @@ def block_loss(S, S_m, tau, target):
             entropies = [entropy(x).mean() for x in (log_A.exp(), B)]
         found.append(torch.stack([matching(B, log_A).mean(), *entropies]))
     return torch.stack(found).mean(0).unbind()
+
+
+# MoCo-v3, the baseline of Tables 2 to 5 (arXiv 2104.02057) ---------------------------------
+#
+# (FILE:LINE) is a place in facebookresearch/moco-v3 at c349e6e. `python tests/parity.py moco PATH`
+# compares the steps of both.
+#
+# differs: biases, norms and [CLS] have no weight decay (main_moco.py:229). The learning rate starts
+# at peak / warmup (main_moco.py:423: at 0). Pixels are normalised by CLIP's constants, as in BAM.
+
+
+# L = 2 tau [CE(q1 . k2 / tau) + CE(q2 . k1 / tau)]                              (Algorithm 1)
+def moco_loss(q, k, tau, *, gather=identity):
+    """q, k (2, n, E): queries and keys of two views of n images -> scalar. The class of a query is
+    its image's key. The other keys of the same view, of all ranks, are its negatives. Keys have no
+    gradient."""
+    with in_fp32(q, k.detach()) as (q, k):
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        k1, k2 = gather(k.transpose(0, 1)).unbind(1)                         # (W n, E) each
+        n, rank = q.shape[1], dist.get_rank() if len(k1) > q.shape[1] else 0
+        own = rank * n + torch.arange(n, device=q.device)                    # (n,)
+        losses = [F.cross_entropy(q[0] @ k2.T / tau, own), F.cross_entropy(q[1] @ k1.T / tau, own)]
+        return 2 * tau * sum(losses)
+
+
+class MoCoHead(Projector):
+    """MoCo-v3's projector or predictor (builder.py:36): linear layers without bias, BatchNorm and
+    ReLU between them. The last BatchNorm, if there is one, has no scale and shift."""
+
+    def __init__(self, widths, last_norm=True):
+        nn.ModuleList.__init__(self)
+        self.activation = F.relu
+        for i in range(len(widths) - 1):
+            self.append(nn.Linear(widths[i], widths[i + 1], bias=False))
+            is_last = i == len(widths) - 2
+            if last_norm or not is_last:
+                norm = BatchNorm(widths[i + 1], affine=not is_last, track_running_stats=False)
+                self.append(norm)
+
+
+class MoCo(FullModel):
+    """MoCo-v3: a query of the network must find the key that the moving average, the teacher, gives
+    to the other view of its image. A ResNet's heads are smaller (builder.py:100)."""
+
+    def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
+        super().__init__(config, image_encoder, text_encoder, image_width, text_width)
+        moco_weights(image_encoder)
+        hidden, E = config.projector_width, config.projector_dim
+        is_vit = hasattr(image_encoder, "patch_embed")
+        if is_vit and isinstance(image_encoder.patch_embed, nn.Conv2d):
+            image_encoder.patch_embed.requires_grad_(False)                  # (vits.py:50)
+        self.projector = MoCoHead([image_width, *[hidden] * (2 if is_vit else 1), E])
+        self.predictor = MoCoHead([E, hidden, E], last_norm=is_vit)
+        self.teacher = copy.deepcopy(self.student()).requires_grad_(False)
+
+    def latents(self, network, views, gather):  # each view is a batch of its own for BatchNorm
+        encoder, projector = network
+        h = torch.stack([self.readout(encoder(view)) for view in views])     # (2, n, d)
+        return h, projector(h, gather)                                       # (2, n, E)
+
+    def forward(self, batch, gather=identity):
+        views = checked_views(batch["views"])
+        with torch.no_grad():
+            k = self.latents(self.teacher, views, gather)[1]
+        h, z = self.latents(self.student(), views, gather)
+        q = self.predictor(z, gather)                                        # (2, n, E)
+        return {"loss": moco_loss(q, k, self.config.tau, gather=gather),
+                "similarity": mean_cosine(z[0].detach()),
+                "effective_rank": effective_rank(gather(h[0].detach()))}
+
+    def evaluation_encoder(self):
+        return self.image_encoder                                            # (main_lincls.py:180)
+
+    def probe_features(self, images):  # [CLS] alone, or the mean of a ResNet's tokens
+        return self.readout(self.image_encoder(images)).float()
+
+    def chance_loss(self, batch_size, mask, patches):
+        return 4 * self.config.tau * math.log(batch_size)
+
+
+def moco_weights(encoder):
+    """Initial weights of MoCo-v3: Xavier's for a ViT, with q, k and v apart (vits.py:34), and 0 for
+    the last norm of a ResNet's block (main_moco.py:186)."""
+    for name, layer in encoder.named_modules():
+        if isinstance(layer, nn.Linear):
+            for part in layer.weight.data.chunk(3 if name.endswith("qkv") else 1):
+                nn.init.xavier_uniform_(part)
+            nn.init.zeros_(layer.bias)
+        if name == "patch_embed" and isinstance(layer, nn.Conv2d):
+            nn.init.xavier_uniform_(layer.weight.data.flatten(1))
+            nn.init.zeros_(layer.bias)
+        if name.endswith(".bn3"):
+            nn.init.zeros_(layer.weight)
+    if encoder.cls is not None:
+        nn.init.normal_(encoder.cls, std=1e-6)
 
 
 # Fine-tuning (Sec. 4.3 to 4.5, Tables 3 to 5) ---------------------------------------------

@@ -2968,16 +2968,17 @@ def load_timm(encoder, state_dict):
     The encoder gets ImageNet's normalisation of pixels, which these weights expect, unless the file
     or the encoder's spec says another. Files of DINO and BAM hold a student and a teacher; the
     teacher is loaded. Files of DINO, BAM, solo-learn and lightly have "backbone." before the names
-    of the encoder, and heads beside it. Returns the tensors that were not loaded, {name: tensor}.
+    of the encoder, MoCo-v3's "base_encoder.", and heads or a momentum encoder beside it. Returns the tensors that were not loaded, {name: tensor}.
     Raises UserError if the file does not fit.
     """
     found, left_over, state = {}, {}, unwrapped(state_dict)
-    prefix = re.compile(r"(module\.|teacher\.|backbone\.|_orig_mod\.)*")
-    has_backbone = any("backbone." in prefix.match(name)[0] for name in state)
+    prefix = re.compile(r"(module\.|teacher\.|backbone\.|base_encoder\.|_orig_mod\.)*")
+    backbone = re.compile(r"backbone\.|base_encoder\.")
+    has_backbone = any(backbone.search(prefix.match(name)[0]) for name in state)
     for name, value in state.items():
         before, name = prefix.match(name)[0], prefix.sub("", name, 1)
         is_head = re.match(r"(student|head\w*|fc|classifier|proj\w*|pred\w*)\.", name)
-        is_left_over = is_head or (has_backbone and "backbone." not in before)
+        is_left_over = is_head or (has_backbone and not backbone.search(before))
         (left_over if is_left_over else found)[name] = value
     remedy = "give --image-encoder the sizes of the file's ViT, such as ViT-S/16:cls=1 for DINO's"
     # a name in the spec, such as ViT-B/16:pixels=half, comes before ImageNet's constants

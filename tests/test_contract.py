@@ -54,6 +54,7 @@ STABLE_NAMES = """
 PRINTED = {
     "l400m-b32": 151, "cc15m-r50": 97, "cc15m-r50-d64": 108, "cc15m-r50-clip": 102,
     "cc15m-r50-clip4096": 110, "vit-s16": 21, "vit-b16": 85, "r50": 23,
+    "moco-s16": 21, "moco-b16": 85, "moco-r50": 23,
     "dino-s16": 19}  # ViT-S/16 without the block that SPARO replaces
 ON_FILES = "--image-size 16 --data "
 WORDS = {"sparo": 49_408, "stair": 30_522, "stair-clip": 30_522, "sparc": 32_000,
@@ -282,12 +283,12 @@ def test_no_output_but_the_loss_has_a_gradient(name):
 
 @pytest.mark.parametrize("name, settings", [
     *((name, {}) for name in SMALL), ("bam", dict(mask="zero")), ("bam", dict(target="onehot")),
-    ("bam", dict(normalization="block"))])
+    ("bam", dict(target="moco")), ("bam", dict(normalization="block"))])
 def test_a_model_of_zeros_has_the_chance_loss(name, settings):
     """All similarities of such a model are equal."""
     model, batch = tiny_model(name, **settings), batch_of(name)
     if "target" in settings:
-        del batch["views"][2:]  # chance_loss of SimCLR is for two large views
+        del batch["views"][2:]  # chance_loss of SimCLR and MoCo-v3 is for two large views
     for p in model.parameters():
         nn.init.zeros_(p)
     loss = model(batch)["loss"].item()

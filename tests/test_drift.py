@@ -34,6 +34,7 @@ RUNS = {
     "bam": ("bam", {}, "--clip-grad 0.3"), "bam alone": ("bam", dict(teacher=False), ""),
     "blocks": ("bam", dict(teacher=False, normalization="block", mask="zero"), ""),
     "simclr": ("bam", dict(teacher=False, target="onehot"), "--optimizer lars --lr 0.01"),
+    "moco": ("bam", dict(target="moco", projector_dim=6), ""),
     "classifier": ("classifier", {}, "--optimizer sgd"),
 }
 
@@ -52,7 +53,7 @@ def five_updates(name):
     optimizer, found = train.build_optimizer(args, model, None), []
     for step in range(STEPS):
         if model_name in ("dino", "bam"):
-            batch = make_views(4, sizes=(16,) * 4)
+            batch = make_views(4, sizes=(16,) * (2 if settings.get("target") == "moco" else 4))
         else:
             batch = make_batch() | {"labels": torch.tensor([0, 1, 2, 1])}
         batch = tree_map(lambda x: x.double() if x.is_floating_point() else x, batch)

@@ -95,7 +95,10 @@ ERRORS = [
     *((f"{name} --crop-least 0.5 --crop-border 0.4", "--crop-least 0.5 must not be above --cr")
       for name in ("dino", "bam")),
     ("bam --batch 1", "--batch 1 must be 2 or more: the loss compares images"),
-    ("bam --target onehot --normalization block", "leave out --normalization block"),
+    *((f"bam --target {name} --normalization block", f"--target {name} has no blocks: leave out")
+      for name in ("onehot", "moco")),
+    *((f"bam --target moco --local-crops {n} {teacher}", "moco needs two views and the moving av")
+      for n, teacher in ((2, "--teacher"), (0, "--no-teacher"))),
     ("bam --contrastive-crop --crop-start 1", "a table, not shapes.* --no-contrastive-crop"),
     ("bam --contrastive-crop --crop-start 9", "--crop-start 9 must be below --steps 4"),
 

@@ -30,7 +30,7 @@ OBJECTIVES = {  # {name: (model in helpers.MODELS, settings of its Config)}
     "fdt": ("sparo", dict(readout="fdt")), "dino": ("dino", {}),
     **{f"stair{stage}": ("stair", dict(stage=stage)) for stage in (1, 2, 3)},
     "bam": ("bam", {}), "bam-student": ("bam", dict(teacher=False, batch_norm=True)),
-    "simclr": ("bam", dict(target="onehot", teacher=False)),
+    "simclr": ("bam", dict(target="onehot", teacher=False)), "moco": ("bam", dict(target="moco")),
 }
 FP32 = {"dino": 1e-6}  # tolerance: positions are interpolated in fp32 for small views
 ENCODER = "tiny-patch:width=16,heads=2,depth="  # has no BatchNorm, which would need the full batch
@@ -53,9 +53,16 @@ def switch(model, K):
             module.accum_freq = K
 
 
+def drawn(name, B=8):
+    """Return a batch of B samples for an objective."""
+    if name == "moco":
+        return make_views(B, (16, 16))
+    return make_views(B) if OBJECTIVES[name][0] in ("dino", "bam") else make_batch(B)
+
+
 def batch_of(name, B=8):
     """Return a float64 batch of B samples for an objective."""
-    batch = make_views(B) if OBJECTIVES[name][0] in ("dino", "bam") else make_batch(B)
+    batch = drawn(name, B)
     return tree_map(lambda x: x.double() if x.is_floating_point() else x, batch)
 
 
@@ -98,7 +105,8 @@ def test_parts_give_the_gradients_of_the_full_batch(name):
             switch(model, K)
             seen.clear()
             assert_equal(gradients(model, batch), expected, FP32.get(name, 1e-12))
-            together = 2 if "views" in batch else 1  # two views enter the encoder in one call
+            # two views enter the encoder in one call, but not MoCo-v3's
+            together = 2 if "views" in batch and name != "moco" else 1
             assert max(seen) == math.ceil(8 * together / K)
 
 
@@ -220,7 +228,7 @@ def test_tf32_changes_gradients_less_than_half_as_much_as_bf16(name):
         model = tiny_model(method, vit=dict(stem=None), **settings)
         if hasattr(model, "log_scale"):
             model.log_scale.data.fill_(math.log(50))
-        batch = make_views(8) if method in ("dino", "bam") else make_batch(8)
+        batch = drawn(name)
         with mode, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             model(batch)["loss"].backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])

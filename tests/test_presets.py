@@ -88,6 +88,17 @@ BAM_R50 = VIEWS | dict(
     image=dict(blocks=(3, 4, 6, 3)), batch=4096, steps=steps(300, IMAGENET, 4096),
     warmup=steps(10, IMAGENET, 4096), lr=0.3 * 4096 / 256, weight_decay=1e-6, clip_grad=0.0,
     optimizer="lars", schedule="cosine", activation="relu", tau=0.1, tau_b=0.05, probe="sgd")
+# facebookresearch/moco-v3, CONFIG.md and main_moco.py, whose loader drops the last images of an epoch
+MOCO_V3 = dict(
+    target="moco", batch=4096, steps=300 * (IMAGENET // 4096), ema=0.99, projector_width=4096,
+    projector_dim=256, local_crops=0, contrastive_crop=False, clip_grad=0.0, schedule="cosine",
+    weight_decay_end=None, probe="sgd", normalization="global", teacher=True)
+MOCO_VIT = MOCO_V3 | dict(
+    tau=0.2, lr=1.5e-4 * 4096 / 256, weight_decay=0.1, warmup=40 * (IMAGENET // 4096),
+    crop_border=0.08, optimizer="adamw", beta2=0.999, adam_eps=1e-8, readout="cls")
+MOCO_R50 = MOCO_V3 | dict(
+    image=dict(blocks=(3, 4, 6, 3)), tau=1.0, lr=0.3 * 4096 / 256, weight_decay=1e-6,
+    warmup=10 * (IMAGENET // 4096), crop_border=0.2, optimizer="lars", readout="gap")
 
 # BAM, Sec. 4.4, D.1: DeiT's defaults (main.py), 150 epochs; a GPU drops the last, partial batch
 DEIT = dict(smoothing=0.1, mixup=0.8, cutmix=1.0, rand_augment=True, erasing=0.25, drop_path=0.1,
@@ -127,7 +138,9 @@ ROWS = {
         "gloria-b16": GLORIA | dict(image=VIT_B | dict(patch_size=16))},
     "bam": {
         "vit-s16": BAM | dict(image=SINCOS | dict(width=384, depth=12, heads=6)),
-        "vit-b16": BAM | dict(image=SINCOS | VIT_B), "r50": BAM_R50},
+        "vit-b16": BAM | dict(image=SINCOS | VIT_B), "r50": BAM_R50,
+        "moco-s16": MOCO_VIT | dict(image=SINCOS | dict(width=384, depth=12, heads=12)),
+        "moco-b16": MOCO_VIT | dict(image=SINCOS | VIT_B), "moco-r50": MOCO_R50},
     "classifier": {
         "imagenet": DEIT | dict(batch=1024, lr=5e-4 * 1024 / 512, weight_decay=0.05,
                                 steps=150 * DEIT_EPOCH, warmup=5 * DEIT_EPOCH),

@@ -142,7 +142,7 @@ MODELS = {
     "pacl": ("sparc", dict(objective="pacl")),
     "bam with a teacher": ("bam", dict(batch_norm=True)),
     "bam alone": ("bam", dict(teacher=False)),
-    "simclr": ("bam", dict(teacher=False, target="onehot")),
+    "simclr": ("bam", dict(teacher=False, target="onehot")), "moco": ("bam", dict(target="moco")),
 }
 
 
@@ -165,6 +165,8 @@ def test_two_ranks_train_the_model_of_one_process(name, monkeypatch):
             nn.init.normal_(p, std=0.3)  # so that a teacher differs from its student
     ranks = [copy.deepcopy(model) for _ in range(WORLD)]
     rows = make_views(6) if method in ("dino", "bam") else make_batch(6)
+    if name == "moco":
+        rows = make_views(6, (16, 16))
     rows = tree_map(lambda x: x.double() if x.is_floating_point() else x, rows)
     alone = model(rows)
     alone["loss"].backward()
