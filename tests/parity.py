@@ -2,15 +2,17 @@
 
 The script trains two networks from equal weights on equal batches, on the CPU: the authors' network
 by their own train_one_epoch, and ours by train() of train.py. Clone the authors' code, install what
-it needs, and run one of the last three commands:
+it needs, and run one of the last four commands:
 
     git clone https://github.com/ankitkv/sparo-clip ../sparo; git -C ../sparo checkout 6621a31
     git clone https://github.com/DanielShalam/BAM ../BAM; git -C ../BAM checkout fd85871
     git clone https://github.com/facebookresearch/dino ../dino; git -C ../dino checkout 7c446df
-    pip install ftfy regex timm             # sparo needs ftfy and regex, bam needs timm
+    git clone https://github.com/facebookresearch/moco-v3 ../moco; git -C ../moco checkout c349e6e
+    pip install ftfy regex timm             # sparo needs ftfy and regex, bam and moco need timm
     python tests/parity.py sparo ../sparo
     python tests/parity.py bam ../BAM
     python tests/parity.py dino ../dino
+    python tests/parity.py moco ../moco
 
 What is printed: a row for each model, in float64 and in float32
     parameters         the number of trained numbers: the authors' = ours
@@ -28,14 +30,16 @@ What is replaced at run time, and why. The authors' files stay as they are.
     lacks. BAM's Block gets only the arguments that it has.
   * train() gets its model, its batches and its parameter groups from here. The groups are the
     authors', because this project lets other parameters decay.
+  * MoCo-v3's code finds the functions of timm that have moved, and an empty tensorboard.
   * DINO's gradient is clipped by the authors' function, for each parameter by itself. This project
     clips the norm over all parameters.
 
-What is not compared, because it differs on purpose: BatchNorm in BAM's head, the warm-up and the
-last learning rate of BAM and DINO, and DINO's small views.
+What is not compared, because it differs on purpose: BatchNorm in BAM's head, the warm-up of BAM,
+DINO and MoCo-v3, the last learning rate of BAM and DINO, and DINO's small views.
 """
 
 import copy
+import functools
 import os
 import sys
 from importlib.util import find_spec
@@ -51,17 +55,21 @@ import common
 import train
 
 VIEWS = ("--image-size 32 --readout cls --steps 40 --bench 37 --warmup 0 --weight-decay .04 --lr "
-         "1e-4 --weight-decay-end .4 --beta2 .999 --adam-eps 1e-8 --image-encoder tiny-patch:cls=1")
+         "1e-4 --beta2 .999 --adam-eps 1e-8 --image-encoder tiny-patch:cls=1")
 FLAGS = {  # of train.py; --bench N ends a run after 3 + N steps, without an evaluation
     "sparo": "--method sparo --image-encoder clip-b32:patch_size=8,width=128,depth=3,heads=2 "
              "--image-size 32 --steps 60 --bench 57 --warmup 6 --weight-decay .5 --clip-grad 0",
-    "bam": f"--method bam {VIEWS},positions=sincos --clip-grad .3 --no-batch-norm",
-    "dino": f"--method sparo --objective dino {VIEWS} --clip-grad .03 --freeze-last 10"}
+    "bam": f"--method bam {VIEWS},positions=sincos --weight-decay-end .4 --clip-grad .3"
+           " --no-batch-norm",
+    "dino": f"--method sparo --objective dino {VIEWS} --weight-decay-end .4 --clip-grad .03"
+            " --freeze-last 10",
+    "moco": f"--method bam --target moco {VIEWS},positions=sincos --clip-grad 0 --teacher --ema .9"
+            " --tau .2 --local-crops 0 --projector-width 256 --projector-dim 64"}
 AS_GIVEN = {"mean": torch.zeros(3, 1, 1), "std": torch.ones(3, 1, 1)}  # no normalisation of pixels
 # {NAME: {printed row: its further flags}}
 ROWS = {"sparo": {"SPARO": "--readout sparo", "CLIP": "--readout cls", "CLIP+GAP": "--readout gap"},
         "bam": {"BAM without a teacher": "--no-teacher", "BAM with the teacher": "--teacher"},
-        "dino": {"DINO": ""}}
+        "dino": {"DINO": ""}, "moco": {"MoCo-v3": ""}}
 
 
 def sparo(args, batches):
@@ -145,6 +153,43 @@ def dino(args, batches):
         settings) for epoch in range(4)]
 
 
+def moco(args, batches):
+    """Return what sparo() returns, for MoCo-v3."""
+    import timm.layers.helpers
+    from timm.models.vision_transformer import VisionTransformer
+    sys.modules |= {"timm.models.layers.helpers": timm.layers.helpers,
+                    "torch.utils.tensorboard": SimpleNamespace(SummaryWriter=None)}
+    VisionTransformer.num_tokens = 1  # timm's new name is num_prefix_tokens
+    import main_moco as official
+    theirs = official.moco.builder.MoCo_ViT(lambda num_classes: official.vits.VisionTransformerMoCo(
+        stop_grad_conv1=True, img_size=32, patch_size=8, embed_dim=96, depth=2, num_heads=3,
+        qkv_bias=True, norm_layer=functools.partial(nn.LayerNorm, eps=1e-6),
+        num_classes=num_classes), args.projector_dim, args.projector_width, args.tau)
+    encoder, _ = common.build_encoders(train.METHODS["bam"], args, None)
+    ours = common.build_model(train.METHODS["bam"], args, encoder, None)
+    state = {name: x for name, x in theirs.base_encoder.state_dict().items() if "head." not in name}
+    for encoder, projector in (ours.student(), ours.teacher):
+        common.load_encoder(encoder, state, common.TIMM_NAMES, "")
+        encoder.pixels.load_state_dict(AS_GIVEN)
+        copy_weights(projector, theirs.base_encoder.head)
+    copy_weights(ours.predictor, theirs.predictor)
+    for batch in batches:
+        del batch["views"][2:]
+
+    def groups(network):
+        trained = [x for x in network.parameters() if x.requires_grad]
+        return dict(params=trained, weight_decay=args.weight_decay), dict(params=[], weight_decay=0)
+
+    optimizer = torch.optim.AdamW(theirs.parameters(), weight_decay=args.weight_decay)
+    settings = SimpleNamespace(lr=args.lr, warmup_epochs=0, epochs=4, moco_m=args.ema, gpu=None,
+                               moco_m_cos=True, rank=1, print_freq=10)
+    loader = [(batch["views"], None) for batch in batches]
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    return theirs, ours, groups, lambda: [
+        official.train(loader[10 * epoch:][:10], theirs, optimizer, scaler, None, epoch, settings)
+        for epoch in range(4)]
+
+
 def start(args, batches, utils, vit, head):
     """Return our model with the weights of the authors' ViT and head.
 
@@ -203,12 +248,13 @@ def watch(network, run, backward=torch.Tensor.backward):
 OFFICIAL = {  # {NAME: (function above, repository, commit, one of its files, packages it needs)}
     "sparo": (sparo, "ankitkv/sparo-clip", "6621a31", "scripts/train_codebook.sh", "ftfy regex"),
     "bam": (bam, "DanielShalam/BAM", "fd85871", "bam/bam_loss.py", "timm"),
-    "dino": (dino, "facebookresearch/dino", "7c446df", "main_dino.py", "")}
+    "dino": (dino, "facebookresearch/dino", "7c446df", "main_dino.py", ""),
+    "moco": (moco, "facebookresearch/moco-v3", "c349e6e", "main_moco.py", "timm")}
 
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] not in OFFICIAL:
-        sys.exit("usage: python tests/parity.py NAME PATH\nNAME is sparo, bam or dino, PATH is a "
-                 "clone of the authors' code. The top of tests/parity.py has all commands.")
+        sys.exit("usage: python tests/parity.py NAME PATH\nNAME is sparo, bam, dino or moco, PATH "
+                 "is a clone of the authors' code. The top of tests/parity.py has all commands.")
     name, path = sys.argv[1:]
     build, repository, commit, file, packages = OFFICIAL[name]
     if not os.path.exists(f"{path}/{file}"):
@@ -220,6 +266,7 @@ if __name__ == "__main__":
     torch.Tensor.cuda = lambda tensor, *args, **settings: tensor
     torch.cuda.synchronize = distributed.all_reduce = lambda *args, **settings: None
     distributed.get_world_size, distributed.get_rank = lambda: 1, lambda: 0
+    distributed.all_gather = lambda rows, x, async_op: rows[0].copy_(x)
     sys.modules |= {"wandb": SimpleNamespace(run=None), "diffdist": SimpleNamespace()}
     del sys.modules["bam"]  # the authors have a package of this name
     sys.path[:0] = [path, path + "/src"]
