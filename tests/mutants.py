@@ -143,6 +143,10 @@ q = q / «gather(q.sum(1)[None]).sum(0 => q.sum(1»)[:, None] # columns of one r
 F.cross_entropy(scale * s[0], q[«1 => 0»]) # an image predicts its caption's
 nn.Parameter(«F.normalize(prototypes, dim=-1) => prototypes») # initial prototypes
 return self.main(x)« + self.skip(x) => » # PACL's adapter
+== sparc.py | log | test_sparc -k "patches_per_word"
+self.log_scale.exp(), align=«self.align => alignment_weights», # L_f of wrong images in the log has --align
+== sparc.py | boxes | test_detection -k "average or equal_iou"
+value = torch.where(fits, rank[i], -1.0)«.flip(1)                    # of equals the last\n        best = m - 1 - value => \n        best = value».argmax(1) # of equals the first
 == sparc.py | measures | test_details test_eval -k "details or iou or precision or segment_gives or share_on"
 valid = truth != «255 => 254» # ignored pixels ;; valid = valid & («truth => predicted» != 0) # miou_fg
 (predicted == c)« & valid => », (truth == c) & valid # ignored pixels
@@ -213,6 +217,12 @@ x[flipped].flip(«3 => 2») # left and right ;; captions[«(epoch + i) => epoch�
 max(1, «round => int»(share * len(of_class))) # shares of classes
 with fixed_seed(self.seed, «part,  => »*numbers): # parts draw differently
 mix_seed(self.seed, «self.rank, worker => worker», batches) # ranks draw differently
+self.min_side = «max => min»(decoded_side(view.size # views of two sizes ;; decoded_side(view.size, view.scale[«0 => 1»]) # the smallest crop
+== common.py | names | test_benchmarks test_data test_tokenizer -k "labels_of_shards or imagenet or captions_of_each or splits or wordpiece_gives"
+lines = [names[«places.index(i) => places[i]»] for i in # --classes in another order, the way back
+category«.startswith("Z"):\n            out.append(" ") =>  == "Zs":\n            out.append(" ")\n        elif category[0] == "Z":\n            pass» # U+2028 parts words
+in read_rows(«file => iter(file.read().splitlines(True))», delimiter # U+2028 ends no row
+text = " ".join(unicodedata.normalize("NFC", text).split(«) => " ")»).lower() # BPE: U+2028 parts words
 == common.py | schedules | test_details
 (start - end) * 0.5 * (1 «+ => -» math.cos( # half a cosine
 return peak * «(step + 1) => step» / warmup # step 0 has peak / warmup
@@ -236,7 +246,11 @@ Pixels(encoder.pixels.name or «"imagenet" => "clip"») # the pixels of timm's w
 if «name.startswith(replaced) => False» else found)[name] # the block that SPARO replaces
 == bam.py | probes | test_eval test_details -k "probe"
 max(64, math.ceil(len(x) / «1024 => 512»)) # Table 9b: 1,024 ;; l2 «/ 2  => »* head.weight.square() # BAM, D.3
-== sparo.py | analyses | test_eval test_details -k "wino or interpreted or relative or vtab"
+== bam.py | clusters | test_eval -k "kmeans or lloyd"
+drawn = present[«torch.randperm(len(present), generator=generator)[:t] => :t»] # ten times the same classes
+nearer = «nearest[:, None].minimum( => (»torch.cdist(x, x[rows]).square()) # the last centre alone
+== sparo.py | analyses | test_eval test_details test_sparo -k "wino or interpreted or relative or vtab or mask_learns"
+before = after = (margin(best) «> => >=» 0) # ties before a mask ;; right = (margin(m) «> => >=» 0) # ties with a mask
 text = (s[:, 0, 0] > s[:, «1, 0 => 0, 1»]) # Winoground
 F.cosine_similarity(y_i, y_t, dim=-1) > «0.75 => 0.5» # Sec. 5.4 ;; is_word = (word >« => =» 0) & # [CLS] is no word
 (new «/ old - 1) / (fit / start - 1 => - old) / (fit - start») # Table 5
@@ -256,6 +270,24 @@ tokens.cpu(), over_image[:, :, «-patches: => :patches»] # [CLS] is no patch
 if own is «None or own.equal(objects) => None»: # words that name all objects
 pairs())« if i % 10 => ») # the held-out tenth ;; random_views(embedder, pairs, «0.08 => 0.8») # crops of a probe
 «scores[:, no_words] = -torch.inf => pass» # special tokens are no labels
+== eval.py | data | test_eval test_benchmarks test_finetune -k "labels_of_shards or limit_draws or matched_by_name or by_their_names"
+rows = torch.«randperm(len(table), generator=generator) => arange(len(table))»[: options.limit].tolist() # --limit keeps the first classes
+same = common.match_names(«lines, table.classes => table.classes, lines») # --classes, the way back
+ids = common.match_names(«train.groups[""][1], names => names, train.groups[""][1]») if train # the way back
+ids = common.match_names(«names, known => known, names») if names # a classifier's classes, the way back
+== eval.py | reports | test_eval test_reports test_stair -k "search_by_words or vocs_layout or true_map or slots_are_selected or better_word or recipe"
+index.search(dict.fromkeys(words, 1.0), 8«, where => ») # the condition of a query
+sparc.image_iou(predicted, truth«, foreground_only=True => ») # miou_fg without the background
+y = «F.normalize(y, dim=-1) => y».unflatten(0, (len(selection.classes # a long prompt counts no more
+torch.stack(list(ranks.values())).«amin => amax»(0) # the better of colour and shape
+ASIDE = ("seed «out => lr out» argv # another recipe ;; "eval_every accum_freq «data_path => batch data_path» directory" # another recipe
+(f"true {what}", «truth), (f"predicted {what}", predicted => predicted), (f"predicted {what}", truth») # two maps
+shade = torch.where(truth == 0, «0.35 => 1.0», 1.0) # a dimmed background
+== train.py | ranks | test_train test_data -k "train_otherwise or another_step or reason_for_skipping"
+common.check_ranks({"data": «self.data => 0», # other data ;; "a vocabulary with the hash": «self.words => 0», # other words
+"a last.pt after step": «self.step => 0», # other steps ;; "fp16": «scaler.is_enabled() => False»}) # other precision
+    «progress.check_ranks(scaler) => pass»\n    if out: # nothing is compared
+every_rank = «common.gather_objects(common.total_skipped(progress.skipped.values())) => [common.total_skipped(progress.skipped.values())]» # rank 0's samples alone
 == train.py | training | test_details test_train test_stair -k "details or resume or pixels or keep or stages"
 step = «progress.step - start => progress.step» # a step counts within its stage
 fresh=«progress.step == start => True» # a resume is not fresh ;; «args.clip_grad or math.inf => math.inf») # clipping
@@ -267,7 +299,7 @@ every > 0 and self.step % every == «0 => 1» # when an action is due
 self.order += «self.step => 0» # a new order of changed data
 model.after_update(«step, steps => progress.step, args.steps») # steps of the stage
 == tests/claims.py | claims | test_claims
-if n < «5 => 3»: # how many seeds decide ;; kind = "holds" if «low => high» > 0 # the interval
+if n < «5 => 4»: # how many seeds decide ;; kind = "holds" if «low => high» > 0 # the interval
 figure(base, rate, seed, "«val => test»", *metric) # rates are chosen on val
 return «max => min»(scores, key=lambda rate # the best rate ;; if mean(values) <«= zero =>  -zero»] # did not train
 """

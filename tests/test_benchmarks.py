@@ -115,6 +115,10 @@ def test_limit_draws_the_same_random_images_each_time(tmp_path):
     labels = [label for _, label in opened(tmp_path, limit=12)[0].labelled("test")]
     assert len(labels) == 12 and len(set(labels)) == 3
     assert labels == [label for _, label in opened(tmp_path, limit=12)[0].labelled("test")]
+    write_files(tmp_path, {f"folders/{members[f'{i:02}.cls']}/{i}.png": plain(NAMES[i // 20])
+                           for i in range(60)})
+    few = [list(opened(tmp_path / "folders", limit=12)[0].labelled("test")) for _ in range(2)]
+    assert few[0] == few[1] and len(few[0]) == 12 and {label for _, label in few[0]} == {0, 1, 2}
     to_learn = opened(tmp_path / "test" / "0.tar", limit=12)[0]
     assert labels == [label for _, label in to_learn.labelled("train")]
     images, captions = evaluation.take(embedder(), opened(tmp_path, limit=9)[0], 9)
@@ -196,15 +200,16 @@ def test_a_large_limit_draws_more_scenes_and_retrieval_ranks_in_pools():
 @pytest.mark.parametrize("way", ["named", "numbers", "from 1", "--classes", "own"])
 def test_labels_of_shards_match_class_folders_only_if_their_order_is_known(
         tmp_path, capsys, way):
-    """The labels 0, 1, 2 of the shards are red, green, blue. Sorted folders are blue, green, red.
+    """The labels 0, 1, 2 of the shards are green, red, blue. Sorted folders are blue, green, red:
+    the classes turn in a circle, so that the way there is not the way back.
 
     k-NN would silently compare different classes, so an unknown order raises an error. Each `way`
-    names the folders or gives a --classes FILE: "named": red, green, blue; unknown. "numbers": 0,
+    names the folders or gives a --classes FILE: "named": green, red, blue; unknown. "numbers": 0,
     1, 2; known. "from 1": 1, 2, 3; unknown. "own": the FILE has the folders' names in the order of
     the labels; known. "--classes": the FILE has other names, and the labels have the order of the
     sorted folders; known.
     """
-    order = ["red", "green", "blue"]
+    order = ["green", "red", "blue"]
     names = {"numbers": ["0", "1", "2"], "from 1": ["1", "2", "3"]}.get(way, order)
     write_files(tmp_path, {f"test/{name}/{i}.png": plain(colour)
                            for name, colour in zip(names, order) for i in range(2)})
@@ -261,10 +266,10 @@ def test_names_are_matched_one_to_one(names, known, places):
 
 
 def test_class_folders_to_learn_from_are_matched_by_name(tmp_path):
-    """The folders "a", "B" sort as B, a; the folders "A", "b" sort as A, b: other labels."""
-    red, blue = plain("red"), plain("blue")
-    write_files(tmp_path, {"test/a/0.png": red, "test/B/0.png": blue, "train/A/1.png": red,
-                           "train/b/1.png": blue})
+    """The folders "a", "B", "c" sort as B, a, c; the folders "A", "b", "C" sort as A, C, b."""
+    for folders, colour in (("test/a train/A", "red"), ("test/B train/b", "blue"),
+                            ("test/c train/C", "green")):
+        write_files(tmp_path, {f"{folder}/0.png": plain(colour) for folder in folders.split()})
     data, options = opened(tmp_path / "test", train_data=str(tmp_path / "train"))
     assert evaluation.knn(embedder(), data, options)["knn"][0] == 1
 

@@ -159,7 +159,7 @@ def test_again_chooses_rates_then_trains_seeds_then_fills_the_table(printed, tmp
     ([-0.1, -0.2, -0.3, -0.2, -0.2], "reversed (n = 5)"),
     ([-0.01, -0.01, -0.01, -0.01, -0.4], "not shown (n = 5)"), ([0.0] * 5, "not shown (n = 5)"),
     ([0.1, float("nan"), 0.2, 0.1, 0.1], "not shown (n = 5)"),
-    ([0.1, 0.2, 0.3], "not decided (n = 3)"), ([0.1], "not decided (n = 1)")])
+    ([0.2, 0.2, 0.2, 0.2], "not decided (n = 4)"), ([0.1], "not decided (n = 1)")])
 def test_verdicts_follow_the_rule(differences, expected):
     assert claims.verdict(differences) == expected
 

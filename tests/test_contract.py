@@ -271,7 +271,7 @@ def test_resumed_run_equals_uninterrupted_run(
     run(resume)
     assert_same_weights(stopped, whole)
     assert len(read_log(stopped)) == len(read_log(whole))
-    assert "start anew" not in capsys.readouterr().out
+    assert "the data begin again" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", SMALL)

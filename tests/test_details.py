@@ -437,8 +437,10 @@ def test_a_jpeg_is_decoded_with_enough_pixels_for_every_crop():
     for min_side, side in ((None, 400), (201, 400), (200, 200), (101, 200), (100, 100), (50, 50)):
         assert common.open_image(file, min_side).size == (side, side)
     assert common.decoded_side(224, 0.75) == math.ceil(224 / 0.75)  # the narrow side of 3/4
-    view = common.View(size=96, scale=(0.05, 0.25))
-    assert common.Views([view], 224).min_side == math.ceil(96 / (0.05 * 0.75) ** 0.5)
+    large, small = (common.View(size=size, scale=(0.05, 0.25)) for size in (224, 96))
+    assert common.Views([small], 224).min_side == math.ceil(96 / (0.05 * 0.75) ** 0.5)
+    for views in ([large, small], [small, large]):  # the view that needs most pixels decides
+        assert common.Views(views, 224).min_side == math.ceil(224 / (0.05 * 0.75) ** 0.5)
 
 
 def test_16_bits_become_8_by_their_high_byte():

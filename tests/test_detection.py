@@ -141,6 +141,16 @@ def test_average_precision_by_hand(found, expected):
     assert {c: ap.mean().item() for c, ap in aps.items()} == {0: pytest.approx(expected)}
 
 
+def test_of_true_boxes_with_equal_iou_the_last_is_taken():
+    """As pycocotools takes it. The first found box lies in the middle of two true boxes, the second
+    is the first true box, so both are right up to an IoU of 5 / 7."""
+    left, right, middle = (0, 0, 0, 6, 8), (0, 2, 0, 8, 8), (0, 1, 0, 7, 8)
+    found, truth = found_of((0.9, *middle), (0.8, *left)), boxes_of(left, right)
+    ap, = sparc.average_precisions([found], [truth]).values()
+    expected = [literal_ap([found], [truth], 0, iou, 9) for iou in np.linspace(0.5, 0.95, 10)]
+    assert ap.tolist() == pytest.approx(expected) and ap[:5].tolist() == pytest.approx([1] * 5)
+
+
 def test_boxes_in_float32_have_the_overlaps_of_float64():
     """The truth is half of the box that is found. In float32 the box's area rounds up."""
     x, y = torch.tensor([1 / 101, 1 / 103]).tolist()

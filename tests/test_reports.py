@@ -545,6 +545,23 @@ def test_a_table_of_several_runs_averages_over_seeds(run_of, tmp_path, monkeypat
                 in capsys.readouterr().out) == is_told
 
 
+# The settings in which seeds of one recipe may differ.
+NO_RECIPE = set("seed out resume workers log_every save_every eval_every accum_freq".split())
+
+
+@pytest.mark.parametrize("method", ["sparo", "stair", "sparc", "bam", "classifier"])
+def test_runs_of_another_recipe_are_no_seeds(capsys, method):
+    """Runs that differ in one setting share a column only if the setting is of no recipe."""
+    settings = vars(train.Config()) | vars(train.METHODS[method].Settings()) | {
+        "method": method, "eval_data": "shapes", "step": 9}
+    runs = {"base": (settings, {"x": 0.5})}
+    runs |= {name: (settings | {name: "other"}, {"x": 0.5}) for name in settings}
+    evaluation.compare_runs(runs)
+    headings = re.findall(r"\(n = (\d+)\): (\w+)", capsys.readouterr().out)
+    assert {name for n, name in headings if n == "1"} == settings.keys() - NO_RECIPE
+    assert [(int(n), name) for n, name in headings if n != "1"] == [(1 + len(NO_RECIPE), "base")]
+
+
 def test_data_are_evaluated_one_after_the_other(run_of, tmp_path, capsys):
     runs = [shutil.copytree(run_of(name), tmp_path / name) for name in ("sparc", "bam")]
     *specs, train_data = [str(tmp_path / name) for name in ("a", "b", "train")]

@@ -185,7 +185,10 @@ def test_patches_per_word_is_one_over_the_sum_of_squared_weights():
         tokens = model.g_t(model.text_encoder(batch["tokens"], batch["mask"]))
         for t, v, n in zip(tokens, patches, batch["mask"].sum(1).tolist()):
             counts += [1 / sum(x * x for x in row) for row in literal(t[1 : n - 1], v)]
-        torch.testing.assert_close(model.diagnose(batch)["patches_per_word"], mean(counts))
+        found, mask = model.diagnose(batch), sparc.words_only(batch["mask"])
+        torch.testing.assert_close(found["patches_per_word"], mean(counts))
+        wrong = literal_fine_grained(tokens, patches.roll(1, 0), mask, 1 / 0.07, literal)
+        torch.testing.assert_close(found["local_wrong_image"], mean([*map(mean, wrong)]))
 
 
 def test_softmax_weights_stay_fp32_under_autocast():

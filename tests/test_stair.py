@@ -362,6 +362,21 @@ def test_label_ranks_use_the_best_sub_word_and_count_ties_against_it():
     assert ranks.tolist() == [1, 2]
 
 
+def test_the_better_word_of_an_images_two_labels_counts():
+    """The best word of image 0, a red ring, is red. That of image 1, a blue star, is ring."""
+    names, ids = ["red", "blue", "ring", "star"], torch.arange(2)
+    groups = {"": (ids, ["red ring", "blue star"]), "/colour": (ids, names[:2]),
+              "/shape": (ids, names[2:])}
+    x = torch.tensor([[0, 0, 0, 0, 3.0, 2, 0, 1], [0, 0, 0, 0, 1.0, 2, 3, 0]])
+    embed = SimpleNamespace(tokenizer=common.WordPiece([*common.SPECIAL_TOKENS, *names]),
+                            encode_pairs=lambda pairs, encode: (x, [0, 1]),
+                            model=SimpleNamespace(encode_words=True))
+    data = evaluation.EvalSet(groups=groups, labelled=lambda purpose: None)
+    found = evaluation.words(embed, data, None)
+    assert {name: found[f"words{name}/top1"].tolist() for name in ("", "/colour", "/shape")} == {
+        "": [True, False], "/colour": [True, False], "/shape": [False, False]}
+
+
 def test_a_sub_word_does_not_compete_with_the_word_that_it_spells():
     """Methods other than STAIR encode each token as a text.
 

@@ -34,6 +34,7 @@ def tiny():
 @pytest.mark.parametrize("text, tokens", [
     ("", ""), ("\u0301", ""), ("  \t\r\n\u00a0\u2028\u3000", ""),
     ("uning UNING uninging ing", "un ##ing un ##ing un ##ing ##ing ing"),
+    ("a\u2028b\u2029una", "a b una"),  # separators of lines and paragraphs
     ("unab una", "una ##b una"),
     ("unable", "[UNK]"),  # greedy: after "una" it does not go back to "un ##able"
     ("unz zun able", "[UNK] [UNK] [UNK]"),
@@ -213,7 +214,7 @@ def bpe(tmp_path, merges):
     ("Café naïve 狗狗 straße", "café naïve 狗狗 straße"),
     ("Cafe\u0301 e&#769; \u1112\u1161\u11ab \u0958", "café é \ud55c \u0915 \u093c"),  # NFC
     ("\ufeffa\ufeffb \ufeff &#65279;c", "ab c"),
-    ("&amp;lt;b&gt; &eacute; a\u3000b\tc\u00a0d", "< b > é a b c d"),
+    ("&amp;lt;b&gt; &eacute; a\u3000b\tc\u00a0d\u2028e", "< b > é a b c d e"),
     ("emoji\U0001F600\U0001F600!", "emoji \U0001F600\U0001F600!"),
     ("İstanbul ΣΑΣ", "i \u0307 stanbul σας"), ("", ""), (" \n ", ""),
     ("don’t “say” ‘it’", "don 't \" say \" ' it '"),  # ftfy makes curly quotes straight

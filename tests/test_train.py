@@ -332,6 +332,7 @@ def test_the_first_signal_saves_and_a_second_ctrl_c_ends_at_once(tmp_path, monke
         return clip(*arguments)
 
     monkeypatch.setattr(train, "clip_grad_norm_", clip_and_send)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     flags = [*SPARC, "--out", str(tmp_path)]
     if signals == "TERM INT":
         with pytest.raises(KeyboardInterrupt):
@@ -854,6 +855,33 @@ def test_a_rank_with_another_flag_is_refused_before_the_run_begins(tmp_path, mon
     with pytest.raises(UserError, match="Rank 1 has --lr 9.0, rank 0 has 0.002"):
         train.main([*SPARC, "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"data": "8 images"}, "data 8 images, rank 0 has 9 images"),
+    ({"words": 6}, "vocabulary with the hash 6, rank 0 has 5"),
+    ({"step": 4}, "last.pt after step 4, rank 0 has 3"), ({"fp16": True}, "fp16 True")])
+def test_ranks_that_would_train_otherwise_are_refused(monkeypatch, change, message):
+    facts = []
+    monkeypatch.setattr(common, "gather_objects", lambda own: facts.append(own) or facts)
+    for more in ({}, {"order": 7}, change):  # rank 0, a rank that trains alike, another rank
+        settings = {"data": "9 images", "words": 5, "step": 3, "fp16": False} | more
+        scaler = torch.amp.GradScaler("cpu", enabled=settings.pop("fp16"))
+        refused = pytest.raises(UserError, match=message)
+        with refused if more is change else contextlib.nullcontext():
+            train.Progress(**settings).check_ranks(scaler)
+
+
+def test_a_rank_whose_checkpoint_is_of_another_step_is_refused(tmp_path, monkeypatch, run_of):
+    """The first training stands for rank 0, the second one for rank 1."""
+    run, facts = shutil.copytree(run_of("sparc"), tmp_path / "run"), {}
+    monkeypatch.setattr(common, "gather_objects",
+                        lambda own: [facts.setdefault(str([*own]), own), own])
+    train_alone(["--resume", "--out", run])
+    state = common.load_checkpoint(run / "last.pt")
+    torch.save(state | {"step": 3}, run / "last.pt")
+    with pytest.raises(UserError, match="Rank 1 has a last.pt after step 3, rank 0 has 6"):
+        train_alone(["--resume", "--out", run])
 
 
 def rank_with_its_own_data(rank, tables, out):
