@@ -2703,7 +2703,7 @@ def restore_model(model, weights, path, remedy):
 
 
 # advice if a run's last.pt cannot be read
-NO_LAST = "copy a stage-N.pt of the run to last.pt, or if there is none, begin a new run"
+NO_LAST = "give --checkpoint stage-N.pt or step-S.pt of the run, or if it has none, begin a new run"
 
 
 def load_checkpoint(path, map_location="cpu", remedy="give another file"):

@@ -100,6 +100,9 @@ class Config:
     # --vocab, --vocab-size, --optimizer, --finetune and --init-weights; `--resume auto` begins a
     # new run if --out has no checkpoint
     resume: bool = False
+    # file in --out that --resume continues from, such as step-10000.pt; the log forgets later steps,
+    # and last.pt is written again
+    checkpoint: str = "last.pt"
     # directory of the run to fine-tune: the image encoder on labelled images (implies --method
     # classifier; BAM, Table 3), or both encoders on boxes (with --method detector; SPARC, Table 5)
     finetune: str | None = None
@@ -156,6 +159,7 @@ class Config:
 
     log_every: int = 10  # steps between two lines of log.jsonl, whose first line is of step 1
     save_every: int = 1000  # steps between two writings of last.pt
+    keep_every: int = 0  # steps between two checkpoints step-S.pt, which are kept; 0 keeps none
     # steps between two evaluations during training, on at most 1,000 images, with metrics in
     # log.jsonl; BAM and DINO are tested by k-NN alone; 0 evaluates only at the end
     eval_every: int = 0
@@ -269,7 +273,8 @@ def train(args, out, device):
 
             # What is due, on all ranks alike. A long evaluation may be killed: it follows a save.
             evaluate_due = progress.due(args.eval_every)
-            save_due = progress.due(args.save_every) or evaluate_due or progress.step == end
+            save_due = evaluate_due or any(map(progress.due, (args.save_every, args.keep_every)))
+            save_due = save_due or progress.step == end
             log_due = progress.due(args.log_every) or save_due or progress.step == 1
             stopping = (stop.is_due() or save_due) and stop.agreed(device)
 
@@ -325,6 +330,8 @@ def parse_args(argv):
             raise UserError(f"{common.flag_of(name)} is empty: give a value, or leave it out.")
     if "resume" in given and "out" not in given:
         raise UserError("--resume needs --out, the directory of the run to continue.")
+    if "checkpoint" in given and given.get("resume") is not True:
+        raise UserError("--checkpoint needs --resume, without auto.")
     if given.get("resume") == "auto":
         given["resume"] = os.path.exists(f"{given['out']}/last.pt")
 
@@ -366,7 +373,8 @@ def default_settings(given):
     settings of the resumed run. Otherwise they are the settings of the preset and, with --finetune,
     of that run's image encoder. given: {name: value} of the flags that are given."""
     if given.get("resume"):
-        return vars(evaluation.settings_of_run(given["out"])[1])
+        # an earlier --checkpoint was for that command alone
+        return vars(evaluation.settings_of_run(given["out"])[1]) | {"checkpoint": "last.pt"}
     method = given.get("method", "classifier" if "finetune" in given else None)
     if method is None:
         return {}
@@ -569,6 +577,11 @@ def announce(args, data, model, tokenizer, device, progress):
                   f"{dead[0]}, and never occur: give --vocab of an uncased model")
     if device.type == "cuda" and args.workers == 0 and not isinstance(data, common.World):
         print("note: with --workers 0 the GPU waits for images: give --workers 8, or more")
+    if args.keep_every:
+        n = args.steps // args.keep_every - progress.step // args.keep_every
+        size, free = checkpoint_size(args, model), shutil.disk_usage(args.out).free
+        print(f"--keep-every {args.keep_every}: {n} more checkpoints need about "
+              f"{n * size / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free")
     # an image may be twice in a batch with labels or boxes, but not in a contrastive loss
     has_labels = METHODS[args.method].content(args) in ("label", "boxes")
     if isinstance(data, common.CaptionTable) and len(data) < args.batch and not has_labels:
@@ -578,6 +591,14 @@ def announce(args, data, model, tokenizer, device, progress):
     if shortest < args.warmup:
         print(f"note: --warmup {args.warmup} is longer than the {shortest} steps of a stage: the "
               f"learning rate does not reach its peak")
+
+
+def checkpoint_size(args, model):
+    """The size of a checkpoint in bytes: the model's tensors, and the optimizer's moments of what is
+    trained."""
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    moments = 2 if args.optimizer in ("adamw", "lamb") else 1
+    return sum(x.nbytes for x in model.state_dict().values()) + moments * trained
 
 
 def check_vocabulary(args, data, tokenizer):
@@ -1086,23 +1107,27 @@ class Progress:
 
 
 def save(args, model, optimizer, scaler, progress, stage_ends=False):
-    """Write last.pt, stage-N.pt at the end of a stage, and the curves. Every rank must call it."""
+    """Write stage-N.pt at the end of a stage, step-S.pt if it is due, last.pt, and the curves. Every
+    rank must call it."""
     state = {"method": args.method, "model": model.state_dict(), "scaler": scaler.state_dict(),
              "optimizer": optimizer.state_dict(), **progress.state(args.workers)}
-    names = ["last.pt"]
+    names = []
     if stage_ends and progress.step < args.steps:
         names.append(f"stage-{progress.stage}.pt")
+    if progress.due(args.keep_every):
+        names.append(f"step-{progress.step}.pt")
+    names.append("last.pt")  # last, because a resumed run does not write earlier files again
     if this_rank()[0] == 0:
         common.save_checkpoint([Path(args.out, name) for name in names], state)
         evaluation.write_pictures(evaluation.draw_log(args.out))
 
 
 def load_state(args, data, model, scaler, progress, device):
-    """Restore weights, loss scale and `progress` from last.pt, and return the whole checkpoint.
+    """Restore weights, loss scale and `progress` from --checkpoint -> the whole checkpoint.
     With --epochs, set args.steps to the steps so far plus those for the rest of the epochs. Raises
     UserError if the run has made more than --steps steps, or if the current flags put the run's
     last step into another stage."""
-    path = Path(args.out, "last.pt")
+    path = Path(args.out, args.checkpoint)
     state = common.load_checkpoint(path, device, common.NO_LAST)
     common.restore_model(model, state["model"], path, "leave out flags that change the model; "
                          "vocab.txt and config.json must be those of the run")

@@ -210,6 +210,10 @@ ERRORS = [
     (f"sparc --out {'n' * 300}", "n cannot be written: File name too long"),
     ("sparc --resume", "^run/config.json cannot be read: No such file or directory. Give the dir"),
     ("train --resume", "--resume needs --out"),
+    *((f"{command} --checkpoint a.pt --out runs/sparc", "^--checkpoint needs --resume, without auto")
+      for command in ("sparc", "train --resume auto")),
+    ("train --resume --checkpoint step-9.pt --out runs/sparc",
+     "step-9.pt cannot be read: No such .* Remedy: give --checkpoint stage-N.pt or step-S.pt of"),
     ("train --resume --out other", "other/config.json has the method 'resnet', which is none of",
      {"other/config.json": '{"method": "resnet"}'}),
     ("stair --resume --out runs/sparc", "was begun with --method sparc, .* leave out --method stair"),

@@ -7,6 +7,7 @@ no result is lost. Tests with the marker `ranks` start several processes.
 import contextlib
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import math
@@ -967,6 +968,83 @@ def test_a_checkpoint_is_written_under_each_of_its_names(tmp_path):
         common.save_checkpoint(paths[: 3 - step], {"step": step})
     assert [torch.load(path) for path in paths] == [{"step": 2}, {"step": 1}]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.pt", "stage-1.pt"]
+
+
+@pytest.fixture(scope="session")
+def with_milestones(tmp_path_factory, short_runs):
+    """{name: a run that keeps the checkpoints of every second step}; STAIR's stages end at 2 and 4."""
+    runs = {name: tmp_path_factory.mktemp("milestones") / name for name in ("sparc", "stair")}
+    for name, run in runs.items():
+        train_alone([*SMALL[name], "--save-every", 99, "--keep-every", 2, "--out", run])
+    return runs
+
+
+@pytest.mark.parametrize("name, file, step", [
+    ("sparc", "step-2.pt", 2), ("stair", "step-4.pt", 4), ("stair", "step-6.pt", 6),
+    ("stair", "stage-1.pt", 2)])
+def test_a_run_continues_from_a_kept_checkpoint(tmp_path, capsys, with_milestones, name, file, step):
+    whole, run = with_milestones[name], tmp_path / "run"
+    shutil.copytree(whole, run)
+    resume = ["--resume", "--out", run]
+    train_alone([*resume, "--checkpoint", file])
+    assert f"continues after step {step} of" in capsys.readouterr().out
+    for kept in whole.glob("*.pt"):
+        states = [common.load_checkpoint(place / kept.name) for place in (whole, run)]
+        for key in ("step", "model", "optimizer", "ranks"):
+            torch.testing.assert_close(*[state[key] for state in states], rtol=0, atol=0)
+    logs = [[(record["step"], record["loss"]) for record in read_log(place)] for place in (whole, run)]
+    assert logs[0] == logs[1]
+    train_alone(resume)                      # the flag is not remembered
+    assert f"continues after step {len(logs[0])} of" in capsys.readouterr().out
+
+
+def test_a_kept_checkpoint_is_evaluated(with_milestones, tmp_path):
+    run = shutil.copytree(with_milestones["sparc"], tmp_path / "run")
+    assert sorted(path.name for path in run.glob("*.pt")) == [
+        "last.pt", "step-2.pt", "step-4.pt", "step-6.pt"]
+    for step in (2, 4, 6):
+        evaluation.main([str(run), "--task", "zeroshot", "--checkpoint", f"step-{step}.pt"])
+        assert evaluation.load_run(run, checkpoint=f"step-{step}.pt")[0].step == step
+    assert not torch.equal(*[weights(run, name)["g_v.weight"] for name in ("step-2.pt", "last.pt")])
+
+
+def test_files_that_stay_are_written_before_last_pt(tmp_path, monkeypatch):
+    """A run that is killed between two files resumes from an older last.pt, and writes all again."""
+    names, replacing = [], common.replacing
+    monkeypatch.setattr(common, "replacing", lambda path, *suffix: (
+        names.append(Path(path).name) or replacing(path, *suffix)))
+    train_alone([*SMALL["stair"], "--steps", 4, "--keep-every", 2, "--out", tmp_path])
+    # the stages end at 1, 2 and 4
+    assert [name for name in names if name.endswith(".pt")] == [
+        "stage-1.pt", "last.pt", "stage-2.pt", "step-2.pt", "last.pt", "step-4.pt", "last.pt"]
+
+
+@pytest.mark.parametrize("optimizer", train.OPTIMIZERS)
+def test_the_size_of_a_checkpoint_is_known_before_the_first_step(optimizer):
+    args = train.parse_args([*SPARC, "--image-encoder", "tiny:width=128,heads=2,depth=1",
+                             "--optimizer", optimizer, "--image-size", "16"])
+    model, file = train.new_model(args, train.METHODS["sparc"], range(50)), io.BytesIO()
+    updates = train.build_optimizer(args, model, None)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    expected = train.checkpoint_size(args, model)
+    updates.step()
+    torch.save({"model": model.state_dict(), "optimizer": updates.state_dict()}, file)
+    assert expected == pytest.approx(file.tell(), rel=0.05)
+
+
+def test_the_start_says_how_much_disk_space_kept_checkpoints_need(
+        tmp_path, capsys, monkeypatch):
+    """A resumed run still has to write those after its step."""
+    monkeypatch.setattr(train, "checkpoint_size", lambda args, model: 2e9)
+    flags = [*SPARC, "--keep-every", 2, "--out", tmp_path]
+    train_alone([*flags, "--steps", 2])
+    train_alone([*flags, "--resume", "--steps", 9])
+    line = "--keep-every 2: (.*) more checkpoints need about (.*) GB, and (.*) GB are free"
+    first, resumed = re.findall(line, capsys.readouterr().out)
+    assert (first[:2], resumed[:2]) == (("1", "2.00"), ("3", "6.00"))
+    free = shutil.disk_usage(tmp_path).free / 1e9
+    assert float(resumed[2].replace(",", "")) == pytest.approx(free, rel=0.1)
 
 
 DIVERGE = ["--lr", "1e30", "--warmup", "1", "--clip-grad", "0"]
