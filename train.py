@@ -695,7 +695,7 @@ def open_training_data(args, method):
     _, encoder = common.encoder_settings(args.image_encoder, common.IMAGE_ENCODERS)
     image_size = args.image_size or encoder["image_size"]
     content = method.content(args)
-    data = common.open_data(args.data, args.image_root, "train", image_size, content)
+    data = common.open_data(args.data, args.image_root, "train", image_size, content, on_ranks=True)
     if content == "label":
         data = choose_labels(args, data)
     is_table = isinstance(data, common.CaptionTable)
