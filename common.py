@@ -43,7 +43,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import random
 import re
 import string
@@ -1622,19 +1621,19 @@ class TarShards:
 
     def __init__(self, pattern, on_ranks=False):
         self.name, self.skipped, self.paths = pattern, {}, []
-        for name in (name for part in pattern.split("::") for name in expand_braces(part)):
+        for name in itertools.chain(*map(expand_braces, pattern.split("::"))):
             # glob would look at each plain name on the disk
             found = sorted(glob.glob(name)) if glob.has_magic(name) else []
             self.paths += found or [name]
-        sizes, missing = file_sizes(self.paths, on_ranks)
+        looks = [*zip(self.paths, file_sizes(self.paths, on_ranks))]
+        missing = [f"{path} ({size})" for path, size in looks if isinstance(size, str)]
         if missing:
-            first = min(missing)
             raise UserError(f"{len(missing)} of the {len(self.paths)} shards of {pattern} are "
-                            f"missing; the first is {first} ({missing[first]}): name others, or "
-                            "all that exist by DIR/*.tar.")
-        names = [os.path.basename(path) for path in self.paths]
-        digest = zlib.crc32(repr([names, sizes]).encode())
-        self.fingerprint = f"{len(self.paths)} shards, {digest}"
+                            f"missing; the first is {missing[0]}: name others, or all that exist "
+                            f"by DIR/*.tar.")
+        # without directories, so that a run can resume with data that moved
+        names = [(os.path.basename(path), size) for path, size in looks]
+        self.fingerprint = f"{len(self.paths)} shards, {zlib.crc32(repr(names).encode())}"
 
     def __len__(self):
         return len(self.paths)
@@ -1711,29 +1710,26 @@ def expand_braces(pattern):
 
 
 def file_sizes(paths, on_ranks):
-    """The sizes of files -> ([bytes], {path: why it is missing}).
+    """The size of each file in bytes, or the text of the error that the disk gives.
 
     on_ranks: whether all ranks call this function with the same paths. Then each rank looks at its
-    share of the files of its machine, and all ranks learn what is missing on any machine. A look at
-    a network's disk takes milliseconds, and large data have 40,000 shards.
+    share of the files, and learns the rest from the other ranks of its machine. A look at a
+    network's disk takes milliseconds, and large data have 40,000 shards.
     """
     def look(path):
         try:
             return os.stat(path).st_size
         except OSError as error:
-            return f"{error.strerror}, on {platform.node()}"
+            return error.strerror
 
     rank, ranks = local_rank() if on_ranks else (0, 1)
-    share = paths[rank::ranks]
     with ThreadPool(16) as pool:
-        sizes = pool.map(look, share)
-    missing = {path: size for path, size in zip(share, sizes) if isinstance(size, str)}
-    if not on_ranks:
-        return sizes, missing
-    sizes, missing = zip(*gather_objects((sizes, missing)))
-    first = gather.rank - rank  # the first rank of this machine
-    rows = itertools.zip_longest(*sizes[first : first + ranks])
-    return [size for row in rows for size in row][: len(paths)], collections.ChainMap(*missing)
+        sizes = pool.map(look, paths[rank::ranks])
+    if on_ranks:
+        first = gather.rank - rank  # the first rank of this machine
+        rows = itertools.zip_longest(*gather_objects(sizes)[first : first + ranks])
+        sizes = [size for row in rows for size in row][: len(paths)]
+    return sizes
 
 
 KEY = re.compile(r"(.*/)?[^/.]*")  # a file's name up to the first dot behind the directory
