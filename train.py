@@ -127,8 +127,10 @@ class Config:
     # smallest area of a training crop, as a fraction of the image's area; pictures of `shapes` with
     # captions are not cropped
     crop_scale: float = 0.9
-    # number of processes per rank that load data; with 0 the training process loads the data
-    workers: int = 0
+    # number of processes per rank that load data; with 0 the training process loads the data;
+    # without it 0 for shapes and on macOS, for files the least of 8, the machine's usable cores for
+    # each of its ranks, and a rank's shards, or its images / its part of --batch
+    workers: int | None = None
 
     # image encoder, NAME or NAME:setting=value,...; the end of this help lists the names
     image_encoder: str = "ViT-B/16"
@@ -186,6 +188,7 @@ class Config:
 # The first setting of each group in --help.
 GROUPS = {"preset": "run", "data": "data", "image_encoder": "encoders", "steps": "optimization",
           "log_every": "log, checkpoints and evaluation", "amp": "speed and memory"}
+MOST_WORKERS = 8  # if --workers is not given
 CHECKED = 1000  # captions on which the vocabulary is checked at the start
 BENCH_WARMUP = 3  # steps before --bench starts the clock: kernels are chosen, memory is taken
 
@@ -419,7 +422,7 @@ FINE_TUNED = "classifier", "detector"
 # flags that need captions
 TEXT_FLAGS = {"vocab", "vocab_size", "text_encoder"}
 # settings that may differ between machines, and those whose directory may differ
-OF_A_MACHINE = {"out", "workers", "image_root"}
+OF_A_MACHINE = {"out", "image_root"}
 WITH_DIRECTORY = "data", "eval_data", "vocab", "init_weights"
 # settings that cannot change when a run is resumed
 FIXED = {"method", "preset", "vocab", "vocab_size", "optimizer", "finetune", "init_weights"}
@@ -562,7 +565,7 @@ def announce(args, data, model, tokenizer, device, progress):
     ranks, threads = this_rank()[1], torch.get_num_threads()
     print(f"{args.out}: --method {args.method} --preset {args.preset}")
     print(f"{params:.1f} M parameters on {device}, {ranks} process{'es' if ranks > 1 else ''}, "
-          f"{threads} thread{'s' if threads > 1 else ''} each")
+          f"{threads} thread{'s' if threads > 1 else ''} and --workers {args.workers} each")
     if args.resume:
         print(f"The run continues after step {progress.step} of {args.steps}.")
     if isinstance(data, common.CaptionTable):
@@ -575,8 +578,6 @@ def announce(args, data, model, tokenizer, device, progress):
         if dead:
             print(f"note: {len(dead):,} tokens of the vocabulary have capitals, such as "
                   f"{dead[0]}, and never occur: give --vocab of an uncased model")
-    if device.type == "cuda" and args.workers == 0 and not isinstance(data, common.World):
-        print("note: with --workers 0 the GPU waits for images: give --workers 8, or more")
     if args.keep_every:
         n = args.steps // args.keep_every - progress.step // args.keep_every
         size, free = checkpoint_size(args, model), shutil.disk_usage(args.out).free
@@ -683,7 +684,8 @@ def print_once(line):
 
 def open_training_data(args, method):
     """Open --data. Also set args.image_size: for shapes, to the size of the drawn images; for other
-    data without --image-size, to the encoder's image size. With --epochs, set args.steps, too.
+    data without --image-size, to the encoder's image size. Also set args.workers if it is not
+    given and, with --epochs, args.steps.
     args.data_path and args.folder_captions tell eval.py what the run has learned from."""
     _, world_size = this_rank()
     if args.batch % world_size:
@@ -708,6 +710,8 @@ def open_training_data(args, method):
     # eval.py may run in another directory, or when the data are gone
     args.data_path = str(Path(common.parse_spec(args.data)[0]).resolve())
     args.folder_captions = is_table and data.classes is not None
+    if args.workers is None:
+        args.workers = usual_workers(args, data)
     if args.epochs:
         if not is_table:
             raise UserError(f"--epochs {args.epochs} needs the number of images, which "
@@ -718,6 +722,16 @@ def open_training_data(args, method):
         raise UserError("--contrastive-crop needs a folder of images or a table, not "
                         f"{args.data}: give one, or --no-contrastive-crop.")
     return data
+
+
+def usual_workers(args, data):
+    """The number of workers if --workers is not given, see Config. It is the same on all ranks, as
+    the data are dealt to ranks x workers."""
+    if isinstance(data, common.World) or sys.platform == "darwin":  # a fork may crash on macOS
+        return 0
+    cores = len(os.sched_getaffinity(0)) // common.local_rank()[1]
+    parts = len(data) // (this_rank()[1] if data.unit == "shards" else args.batch)
+    return min(common.gather_objects(min(MOST_WORKERS, cores, parts)))
 
 
 def check_method(args):
@@ -893,6 +907,8 @@ def open_loader(args, data, transform, tokenizer, model, progress):
 
 # Seconds to wait for a batch, and seconds between two checks that the workers are alive.
 PATIENCE, LOOK = 1800, 10
+# The run says what it waits for after so many seconds, and again after so many more.
+FIRST_NOTE, NEXT_NOTE = 60, 300
 
 
 def read_in_workers(dataset, workers):
@@ -907,7 +923,7 @@ def read_in_workers(dataset, workers):
         # forked workers share the table's memory; Python 3.14 does not fork by default
         multiprocessing_context="fork" if workers else None,
         generator=torch.Generator()))  # else the loader draws from the training's random numbers
-    waited = 0
+    waited, received = 0, 0
     while True:
         try:
             batch = next(batches)
@@ -918,9 +934,33 @@ def read_in_workers(dataset, workers):
             waited += LOOK
             if waited >= PATIENCE or not str(error).startswith("DataLoader timed out"):
                 raise
+            if waited >= FIRST_NOTE and (waited - FIRST_NOTE) % NEXT_NOTE < LOOK:
+                turn = received % workers  # workers send batches in turn
+                tqdm.write(f"note: rank {this_rank()[0]} has had no batch for {waited:.0f} s. "
+                           f"It waits for {awaited(turn, batches._workers[turn].pid)}")
             continue
-        waited = 0
+        waited, received = 0, received + 1
         yield batch
+
+
+def awaited(worker, pid):
+    """What a rank without a batch waits for, in words: a worker, and the files that the worker has
+    open. The words also tell how much shared memory is free."""
+    words = f"worker {worker} (process {pid})"
+    with contextlib.suppress(OSError):  # the worker has ended, or the system has no /proc
+        files = [path for path in open_files(pid) - open_files("self")
+                 if path.startswith("/") and not path.startswith("/dev/")]
+        memory = shutil.disk_usage("/dev/shm")
+        words += (f", which has {', '.join(sorted(files)) or 'no file'} open; /dev/shm has "
+                  f"{memory.free / 1e6:,.0f} of {memory.total / 1e6:,.0f} MB free: if that is too "
+                  "little, lower --workers or --batch, or raise the container's --shm-size")
+    return words
+
+
+def open_files(pid):
+    """The paths of the files that a process has open, read without a look at their disk, which may
+    not answer."""
+    return {os.readlink(link) for link in os.scandir(f"/proc/{pid}/fd")}
 
 
 def ignore_signals(worker):

@@ -40,7 +40,7 @@ import train
 from common import UserError
 from helpers import (ROOT, SMALL, assert_same_weights, picture, read_log, run_program, run_ranks,
                      start_program, tiny_model, train_alone, train_on_rank, train_until, weights,
-                     write_files, write_table)
+                     write_files, write_shards, write_table)
 from test_eval import opened
 
 SPARC = SMALL["sparc"]
@@ -385,6 +385,95 @@ def test_a_long_tmpdir_is_refused(tmp_path, monkeypatch, length, workers, refuse
             next(batches)
     else:
         assert list(batches) == [7]
+
+
+class Silent:
+    """A loader whose workers send one batch and then nothing. Each wait is a timeout at once."""
+
+    def __init__(self, *arguments, **settings):
+        self.left, self._workers = [1], [SimpleNamespace(pid=n) for n in (111, 222)]
+
+    __iter__ = lambda self: self
+
+    def __next__(self):
+        if self.left:
+            return self.left.pop()
+        raise RuntimeError("DataLoader timed out after 10 seconds")
+
+
+def test_a_run_without_a_batch_says_what_it_waits_for_every_5_minutes(monkeypatch, capsys):
+    monkeypatch.setattr(torch.utils.data, "DataLoader", Silent)
+    monkeypatch.setattr(train, "awaited", lambda worker, pid: f"worker {worker}, {pid}.")
+    batches = train.read_in_workers(None, 2)
+    next(batches)
+    with pytest.raises(RuntimeError, match="timed out"):
+        next(batches)
+    notes = re.findall("note: rank 0 has had no batch for (.*) s. It waits for worker 1, 222.",
+                       capsys.readouterr().out)
+    assert notes == ["60", "360", "660", "960", "1260", "1560"]
+
+
+class Slow(torch.utils.data.IterableDataset):
+    """Opens a file, waits, and yields a batch."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __iter__(self):
+        with open(self.path):
+            time.sleep(0.5)
+        yield 1
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_the_file_of_a_waiting_worker_and_the_free_shared_memory_are_named(
+        tmp_path, monkeypatch, capsys, has_file):
+    monkeypatch.setattr(train, "LOOK", 0.1)
+    monkeypatch.setattr(train, "FIRST_NOTE", 0.2)
+    monkeypatch.setattr(train.shutil, "disk_usage", lambda path: SimpleNamespace(
+        total=64e6, free=6e6))
+    write_files(tmp_path, {"00012.tar": "", "mine": ""})
+    path = tmp_path / "00012.tar" if has_file else "/dev/null"
+    with open(tmp_path / "mine"):  # the worker has it open, too
+        assert list(train.read_in_workers(Slow(path), 1)) == [1]
+    note, = capsys.readouterr().out.splitlines()
+    line = (rf"note: rank 0 .* worker 0 \(process \d+\), which has {path if has_file else 'no file'}"
+            " open; /dev/shm has 6 of 64 MB free: .* lower --workers or --batch, .* --shm-size")
+    assert re.fullmatch(line, note)
+
+
+@pytest.mark.parametrize("data, batch, cores, ranks, local, expected", [
+    ("table", 4, 64, 1, 1, 8), ("table", 4, 12, 2, 2, 6),       # 40 images; at most 8
+    ("table", 16, 64, 1, 1, 2), ("table", 64, 64, 1, 1, 0),     # batches in an epoch
+    ("table", 4, 12, 4, 2, 6), ("table", 4, 1, 4, 2, 0),        # ranks on each of two machines
+    ("shards", 4, 64, 1, 1, 5), ("shards", 4, 64, 2, 2, 2), ("shapes", 4, 64, 1, 1, 0)])
+def test_the_default_of_workers(tmp_path, monkeypatch, data, batch, cores, ranks, local, expected):
+    monkeypatch.setattr(train, "MOST_WORKERS", 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(train, "this_rank", lambda: (0, ranks))
+    monkeypatch.setattr(common, "local_rank", lambda: (0, local))
+    table = common.CaptionTable([(f"{i}.jpg", "n") for i in range(40)], "x")
+    source = {"table": table, "shapes": common.World(),
+              "shards": common.TarShards(write_shards(tmp_path, [1] * 5))}[data]
+    args = SimpleNamespace(batch=batch)
+    assert train.usual_workers(args, source) == expected
+    monkeypatch.setattr(common, "gather_objects", lambda own: [own, 1, 3])
+    assert train.usual_workers(args, source) == min(1, expected)  # of all machines, the least
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert train.usual_workers(args, source) == 0
+
+
+def test_a_run_shows_and_keeps_the_number_of_its_workers(tmp_path, monkeypatch, capsys, run_of):
+    assert common.read_config(run_of("sparc"))["workers"] == 0
+    monkeypatch.setattr(train, "MOST_WORKERS", 1)
+    flags = [*SPARC, "--data", write_table(tmp_path, 16), "--image-size", 16, "--out"]
+    train_alone([*flags, tmp_path / "run", "--steps", 1])
+    assert " 1 process, 1 thread and --workers 1 each\n" in capsys.readouterr().out
+    monkeypatch.setattr(train, "MOST_WORKERS", 0)
+    for more in ([], ["--workers", 0]):
+        train_alone([*flags, tmp_path / "run", "--steps", 2, "--resume", *more])
+        assert common.read_config(tmp_path / "run")["workers"] == 1 - len(more) / 2
+        assert ("or of workers changed" in capsys.readouterr().out) == (more != [])
 
 
 def test_a_slow_worker_is_awaited(tmp_path, monkeypatch, run_of):
