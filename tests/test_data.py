@@ -127,7 +127,7 @@ def test_a_row_of_formats_adds_a_data_format(tmp_path, monkeypatch):
 
     row = [".bars"], functools.partial(common.open_table, read_lines), {}, "FILE.bars"
     rows = [*common.formats(), row]
-    monkeypatch.setattr(common, "formats", lambda on_ranks: rows)
+    monkeypatch.setattr(common, "formats", lambda on_ranks=False: rows)
     (tmp_path / "a.bars").write_text("x.jpg|one\ny.jpg|two\n")
     assert pairs(open_data(str(tmp_path / "a.bars"))) == {"x.jpg": ["one"], "y.jpg": ["two"]}
     with pytest.raises(UserError, match="^nowhere does not exist. Give one of: .* FILE.bars"):
