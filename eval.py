@@ -757,7 +757,7 @@ class Flags:
     image: str | None = None
     caption: str | None = None  # the caption of --image
 
-    # file in RUN with the weights to evaluate, for example STAIR's stage-1.pt
+    # file in RUN with the weights to evaluate, for example step-10000.pt or STAIR's stage-1.pt
     checkpoint: str = "last.pt"
     # file to write the image encoder to, under timm's parameter names, instead of evaluating
     export: str | None = None
@@ -3032,8 +3032,8 @@ def export(run, checkpoint, file):
 
 # The settings in which the runs of a column may differ: the seed, and settings that belong neither
 # to the method nor to the training recipe.
-ASIDE = ("seed out argv git torch threads resume workers log_every save_every "
-         "eval_every accum_freq data_path directory").split()
+ASIDE = ("seed out argv git torch threads resume checkpoint workers log_every save_every "
+         "keep_every eval_every accum_freq data_path directory").split()
 
 
 def print_table(columns, unit):

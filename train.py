@@ -100,6 +100,9 @@ class Config:
     # --vocab, --vocab-size, --optimizer, --finetune and --init-weights; `--resume auto` begins a
     # new run if --out has no checkpoint
     resume: bool = False
+    # file in --out that --resume continues from, such as step-10000.pt; the log forgets later steps,
+    # and last.pt is written again
+    checkpoint: str = "last.pt"
     # directory of the run to fine-tune: the image encoder on labelled images (implies --method
     # classifier; BAM, Table 3), or both encoders on boxes (with --method detector; SPARC, Table 5)
     finetune: str | None = None
@@ -124,8 +127,10 @@ class Config:
     # smallest area of a training crop, as a fraction of the image's area; pictures of `shapes` with
     # captions are not cropped
     crop_scale: float = 0.9
-    # number of processes per rank that load data; with 0 the training process loads the data
-    workers: int = 0
+    # number of processes per rank that load data; with 0 the training process loads the data;
+    # without it 0 for shapes and on macOS, for files the least of 8, the machine's usable cores for
+    # each of its ranks, and a rank's shards, or its images / its part of --batch
+    workers: int | None = None
 
     # image encoder, NAME or NAME:setting=value,...; the end of this help lists the names
     image_encoder: str = "ViT-B/16"
@@ -156,6 +161,7 @@ class Config:
 
     log_every: int = 10  # steps between two lines of log.jsonl, whose first line is of step 1
     save_every: int = 1000  # steps between two writings of last.pt
+    keep_every: int = 0  # steps between two checkpoints step-S.pt, which are kept; 0 keeps none
     # steps between two evaluations during training, on at most 1,000 images, with metrics in
     # log.jsonl; BAM and DINO are tested by k-NN alone; 0 evaluates only at the end
     eval_every: int = 0
@@ -182,6 +188,7 @@ class Config:
 # The first setting of each group in --help.
 GROUPS = {"preset": "run", "data": "data", "image_encoder": "encoders", "steps": "optimization",
           "log_every": "log, checkpoints and evaluation", "amp": "speed and memory"}
+MOST_WORKERS = 8  # if --workers is not given
 CHECKED = 1000  # captions on which the vocabulary is checked at the start
 BENCH_WARMUP = 3  # steps before --bench starts the clock: kernels are chosen, memory is taken
 
@@ -269,7 +276,8 @@ def train(args, out, device):
 
             # What is due, on all ranks alike. A long evaluation may be killed: it follows a save.
             evaluate_due = progress.due(args.eval_every)
-            save_due = progress.due(args.save_every) or evaluate_due or progress.step == end
+            save_due = evaluate_due or any(map(progress.due, (args.save_every, args.keep_every)))
+            save_due = save_due or progress.step == end
             log_due = progress.due(args.log_every) or save_due or progress.step == 1
             stopping = (stop.is_due() or save_due) and stop.agreed(device)
 
@@ -325,6 +333,8 @@ def parse_args(argv):
             raise UserError(f"{common.flag_of(name)} is empty: give a value, or leave it out.")
     if "resume" in given and "out" not in given:
         raise UserError("--resume needs --out, the directory of the run to continue.")
+    if "checkpoint" in given and given.get("resume") is not True:
+        raise UserError("--checkpoint needs --resume, without auto.")
     if given.get("resume") == "auto":
         given["resume"] = os.path.exists(f"{given['out']}/last.pt")
 
@@ -366,7 +376,8 @@ def default_settings(given):
     settings of the resumed run. Otherwise they are the settings of the preset and, with --finetune,
     of that run's image encoder. given: {name: value} of the flags that are given."""
     if given.get("resume"):
-        return vars(evaluation.settings_of_run(given["out"])[1])
+        # an earlier --checkpoint was for that command alone
+        return vars(evaluation.settings_of_run(given["out"])[1]) | {"checkpoint": "last.pt"}
     method = given.get("method", "classifier" if "finetune" in given else None)
     if method is None:
         return {}
@@ -411,7 +422,7 @@ FINE_TUNED = "classifier", "detector"
 # flags that need captions
 TEXT_FLAGS = {"vocab", "vocab_size", "text_encoder"}
 # settings that may differ between machines, and those whose directory may differ
-OF_A_MACHINE = {"out", "workers", "image_root"}
+OF_A_MACHINE = {"out", "image_root"}
 WITH_DIRECTORY = "data", "eval_data", "vocab", "init_weights"
 # settings that cannot change when a run is resumed
 FIXED = {"method", "preset", "vocab", "vocab_size", "optimizer", "finetune", "init_weights"}
@@ -554,7 +565,7 @@ def announce(args, data, model, tokenizer, device, progress):
     ranks, threads = this_rank()[1], torch.get_num_threads()
     print(f"{args.out}: --method {args.method} --preset {args.preset}")
     print(f"{params:.1f} M parameters on {device}, {ranks} process{'es' if ranks > 1 else ''}, "
-          f"{threads} thread{'s' if threads > 1 else ''} each")
+          f"{threads} thread{'s' if threads > 1 else ''} and --workers {args.workers} each")
     if args.resume:
         print(f"The run continues after step {progress.step} of {args.steps}.")
     if isinstance(data, common.CaptionTable):
@@ -567,8 +578,11 @@ def announce(args, data, model, tokenizer, device, progress):
         if dead:
             print(f"note: {len(dead):,} tokens of the vocabulary have capitals, such as "
                   f"{dead[0]}, and never occur: give --vocab of an uncased model")
-    if device.type == "cuda" and args.workers == 0 and not isinstance(data, common.World):
-        print("note: with --workers 0 the GPU waits for images: give --workers 8, or more")
+    if args.keep_every:
+        n = args.steps // args.keep_every - progress.step // args.keep_every
+        size, free = checkpoint_size(args, model), shutil.disk_usage(args.out).free
+        print(f"--keep-every {args.keep_every}: {n} more checkpoints need about "
+              f"{n * size / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free")
     # an image may be twice in a batch with labels or boxes, but not in a contrastive loss
     has_labels = METHODS[args.method].content(args) in ("label", "boxes")
     if isinstance(data, common.CaptionTable) and len(data) < args.batch and not has_labels:
@@ -578,6 +592,14 @@ def announce(args, data, model, tokenizer, device, progress):
     if shortest < args.warmup:
         print(f"note: --warmup {args.warmup} is longer than the {shortest} steps of a stage: the "
               f"learning rate does not reach its peak")
+
+
+def checkpoint_size(args, model):
+    """The size of a checkpoint in bytes: the model's tensors, and the optimizer's moments of what is
+    trained."""
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    moments = 2 if args.optimizer in ("adamw", "lamb") else 1
+    return sum(x.nbytes for x in model.state_dict().values()) + moments * trained
 
 
 def check_vocabulary(args, data, tokenizer):
@@ -662,7 +684,8 @@ def print_once(line):
 
 def open_training_data(args, method):
     """Open --data. Also set args.image_size: for shapes, to the size of the drawn images; for other
-    data without --image-size, to the encoder's image size. With --epochs, set args.steps, too.
+    data without --image-size, to the encoder's image size. Also set args.workers if it is not
+    given and, with --epochs, args.steps.
     args.data_path and args.folder_captions tell eval.py what the run has learned from."""
     _, world_size = this_rank()
     if args.batch % world_size:
@@ -674,7 +697,7 @@ def open_training_data(args, method):
     _, encoder = common.encoder_settings(args.image_encoder, common.IMAGE_ENCODERS)
     image_size = args.image_size or encoder["image_size"]
     content = method.content(args)
-    data = common.open_data(args.data, args.image_root, "train", image_size, content)
+    data = common.open_data(args.data, args.image_root, "train", image_size, content, on_ranks=True)
     if content == "label":
         data = choose_labels(args, data)
     is_table = isinstance(data, common.CaptionTable)
@@ -687,6 +710,8 @@ def open_training_data(args, method):
     # eval.py may run in another directory, or when the data are gone
     args.data_path = str(Path(common.parse_spec(args.data)[0]).resolve())
     args.folder_captions = is_table and data.classes is not None
+    if args.workers is None:
+        args.workers = usual_workers(args, data)
     if args.epochs:
         if not is_table:
             raise UserError(f"--epochs {args.epochs} needs the number of images, which "
@@ -697,6 +722,16 @@ def open_training_data(args, method):
         raise UserError("--contrastive-crop needs a folder of images or a table, not "
                         f"{args.data}: give one, or --no-contrastive-crop.")
     return data
+
+
+def usual_workers(args, data):
+    """The number of workers if --workers is not given, see Config. It is the same on all ranks, as
+    the data are dealt to ranks x workers."""
+    if isinstance(data, common.World) or sys.platform == "darwin":  # a fork may crash on macOS
+        return 0
+    cores = len(os.sched_getaffinity(0)) // common.local_rank()[1]
+    parts = len(data) // (this_rank()[1] if data.unit == "shards" else args.batch)
+    return min(common.gather_objects(min(MOST_WORKERS, cores, parts)))
 
 
 def check_method(args):
@@ -872,6 +907,8 @@ def open_loader(args, data, transform, tokenizer, model, progress):
 
 # Seconds to wait for a batch, and seconds between two checks that the workers are alive.
 PATIENCE, LOOK = 1800, 10
+# The run says what it waits for after so many seconds, and again after so many more.
+FIRST_NOTE, NEXT_NOTE = 60, 300
 
 
 def read_in_workers(dataset, workers):
@@ -886,7 +923,7 @@ def read_in_workers(dataset, workers):
         # forked workers share the table's memory; Python 3.14 does not fork by default
         multiprocessing_context="fork" if workers else None,
         generator=torch.Generator()))  # else the loader draws from the training's random numbers
-    waited = 0
+    waited, received = 0, 0
     while True:
         try:
             batch = next(batches)
@@ -897,9 +934,33 @@ def read_in_workers(dataset, workers):
             waited += LOOK
             if waited >= PATIENCE or not str(error).startswith("DataLoader timed out"):
                 raise
+            if waited >= FIRST_NOTE and (waited - FIRST_NOTE) % NEXT_NOTE < LOOK:
+                turn = received % workers  # workers send batches in turn
+                tqdm.write(f"note: rank {this_rank()[0]} has had no batch for {waited:.0f} s. "
+                           f"It waits for {awaited(turn, batches._workers[turn].pid)}")
             continue
-        waited = 0
+        waited, received = 0, received + 1
         yield batch
+
+
+def awaited(worker, pid):
+    """What a rank without a batch waits for, in words: a worker, and the files that the worker has
+    open. The words also tell how much shared memory is free."""
+    words = f"worker {worker} (process {pid})"
+    with contextlib.suppress(OSError):  # the worker has ended, or the system has no /proc
+        files = [path for path in open_files(pid) - open_files("self")
+                 if path.startswith("/") and not path.startswith("/dev/")]
+        memory = shutil.disk_usage("/dev/shm")
+        words += (f", which has {', '.join(sorted(files)) or 'no file'} open; /dev/shm has "
+                  f"{memory.free / 1e6:,.0f} of {memory.total / 1e6:,.0f} MB free: if that is too "
+                  "little, lower --workers or --batch, or raise the container's --shm-size")
+    return words
+
+
+def open_files(pid):
+    """The paths of the files that a process has open, read without a look at their disk, which may
+    not answer."""
+    return {os.readlink(link) for link in os.scandir(f"/proc/{pid}/fd")}
 
 
 def ignore_signals(worker):
@@ -1086,23 +1147,27 @@ class Progress:
 
 
 def save(args, model, optimizer, scaler, progress, stage_ends=False):
-    """Write last.pt, stage-N.pt at the end of a stage, and the curves. Every rank must call it."""
+    """Write stage-N.pt at the end of a stage, step-S.pt if it is due, last.pt, and the curves. Every
+    rank must call it."""
     state = {"method": args.method, "model": model.state_dict(), "scaler": scaler.state_dict(),
              "optimizer": optimizer.state_dict(), **progress.state(args.workers)}
-    names = ["last.pt"]
+    names = []
     if stage_ends and progress.step < args.steps:
         names.append(f"stage-{progress.stage}.pt")
+    if progress.due(args.keep_every):
+        names.append(f"step-{progress.step}.pt")
+    names.append("last.pt")  # last, because a resumed run does not write earlier files again
     if this_rank()[0] == 0:
         common.save_checkpoint([Path(args.out, name) for name in names], state)
         evaluation.write_pictures(evaluation.draw_log(args.out))
 
 
 def load_state(args, data, model, scaler, progress, device):
-    """Restore weights, loss scale and `progress` from last.pt, and return the whole checkpoint.
+    """Restore weights, loss scale and `progress` from --checkpoint -> the whole checkpoint.
     With --epochs, set args.steps to the steps so far plus those for the rest of the epochs. Raises
     UserError if the run has made more than --steps steps, or if the current flags put the run's
     last step into another stage."""
-    path = Path(args.out, "last.pt")
+    path = Path(args.out, args.checkpoint)
     state = common.load_checkpoint(path, device, common.NO_LAST)
     common.restore_model(model, state["model"], path, "leave out flags that change the model; "
                          "vocab.txt and config.json must be those of the run")

@@ -57,14 +57,15 @@ def signals():
 
 @pytest.fixture(autouse=True, scope="session")
 def short_runs():
-    """Shorten the runs of all tests: a task on the world has 24 scenes.
+    """Shorten the runs of all tests: a task on the world has 24 scenes, and only runs with --workers
+    have workers.
 
     Runs with the same captions share one vocabulary, which is trained once. Equal worlds share
     their captions, the colours of pictures are chosen by a faster method, and no file waits for the
     disk. At the end, workers of failed tests are killed: Python would end them by SIGTERM, which
     they ignore, and wait for ever.
     """
-    evaluation.WORLD_N, train.CHECKED = 24, 50
+    evaluation.WORLD_N, train.CHECKED, train.MOST_WORKERS = 24, 50, 0
     vocabulary = functools.cache(common.train_wordpiece)
     common.train_wordpiece = lambda captions, size: list(vocabulary(tuple(captions), size))
     draw = common.World.sample_captions

@@ -7,6 +7,7 @@ and torchvision.
 
 import contextlib
 import csv
+import errno
 import functools
 import io
 import itertools
@@ -15,6 +16,7 @@ import os
 import re
 import resource
 import runpy
+import shutil
 import struct
 import tarfile
 import textwrap
@@ -33,8 +35,8 @@ import common
 import eval as evaluation
 from common import CaptionTable, Stream, TarShards, UserError, WordPiece, World
 from common import WorldStream, open_data
-from helpers import (ROOT, SMALL, picture, read_log, train_alone, write_files, write_shards,
-                     write_table, write_tar)
+from helpers import (ROOT, SMALL, picture, read_log, run_ranks, train_alone, write_files,
+                     write_shards, write_table, write_tar)
 
 WORDS = ["a", "photo", "of", *(f"n{i}" for i in range(200))]
 TOKENIZER = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])
@@ -126,7 +128,7 @@ def test_a_row_of_formats_adds_a_data_format(tmp_path, monkeypatch):
 
     row = [".bars"], functools.partial(common.open_table, read_lines), {}, "FILE.bars"
     rows = [*common.formats(), row]
-    monkeypatch.setattr(common, "formats", lambda: rows)
+    monkeypatch.setattr(common, "formats", lambda on_ranks=False: rows)
     (tmp_path / "a.bars").write_text("x.jpg|one\ny.jpg|two\n")
     assert pairs(open_data(str(tmp_path / "a.bars"))) == {"x.jpg": ["one"], "y.jpg": ["two"]}
     with pytest.raises(UserError, match="^nowhere does not exist. Give one of: .* FILE.bars"):
@@ -422,6 +424,79 @@ def test_a_pattern_names_the_shards_that_exist(tmp_path):
                            ("0000[13]", "00001 00003"), ("[x]", "[x]")):
         source = open_data(f"{tmp_path}/{pattern}.tar")
         assert [Path(path).stem for path in source.paths] == names.split()
+
+
+def test_shards_are_identified_by_their_names_and_sizes(tmp_path):
+    """A run that resumes on other shards begins them anew, as its positions belong to others."""
+    found = [open_data(write_shards(tmp_path, [3, 2])).fingerprint]
+    shutil.copytree(tmp_path, tmp_path / "moved")
+    found.append(open_data(f"{tmp_path}/moved/*.tar").fingerprint)
+    found.append(open_data(write_shards(tmp_path, [3, 30])).fingerprint)
+    (tmp_path / "001.tar").rename(tmp_path / "002.tar")
+    found.append(open_data(f"{tmp_path}/*.tar").fingerprint)
+    assert found[0] == found[1] and len(set(found)) == 3
+    assert found[0].startswith("2 shards, ")
+
+
+def looks_of(monkeypatch, pattern, **settings):
+    """Return the shards, and how often the disk was asked about a file."""
+    looks, stat, lstat = [], os.stat, os.lstat
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", lambda path, **more: looks.append(path) or stat(path, **more))
+        patch.setattr(os, "lstat", lambda path, **more: looks.append(path) or lstat(path, **more))
+        source = TarShards(pattern, **settings)
+    return source, len(looks)
+
+
+@pytest.mark.parametrize("pattern", ["{000..004}.tar", "00*.tar"])
+def test_the_disk_is_asked_once_about_each_shard(tmp_path, monkeypatch, pattern):
+    write_shards(tmp_path, [1] * 5)
+    assert looks_of(monkeypatch, f"{tmp_path}/{pattern}")[1] <= 5 + (pattern[1] != "0")
+
+
+def looks_of_rank(rank, pattern):
+    """Open shards as one of the two ranks of a machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", str(rank))
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        source, looks = looks_of(patch, pattern, on_ranks=True)
+        gone = failure(TarShards, pattern.replace("4", "5"), on_ranks=True)
+    return source.fingerprint, looks, gone
+
+
+@pytest.mark.ranks
+def test_ranks_of_a_machine_share_the_looks_at_shards(tmp_path):
+    pattern = write_shards(tmp_path, [1, 2, 3, 4, 5])
+    alone = TarShards(pattern)
+    (first, looks, gone), (second, fewer, also_gone) = run_ranks(tmp_path, looks_of_rank, 2, pattern)
+    assert first == second == alone.fingerprint and (looks, fewer) == (3, 2)
+    assert gone == also_gone and re.search("1 of the 6 shards .* the first is .*005.tar", gone)
+
+
+def test_a_rank_knows_the_shards_of_its_own_machine(tmp_path, monkeypatch):
+    """Rank 3 is on the second of two machines, which have two ranks and three."""
+    pattern, gone = write_shards(tmp_path, [1, 2, 3, 4]), "No such file"
+    alone = TarShards(pattern)
+    a, b, c, d = sizes = common.file_sizes(alone.paths, False)
+    monkeypatch.setattr(common.Gather, "rank", 3)
+    monkeypatch.setattr(common, "local_rank", lambda: (1, 3))
+    monkeypatch.setattr(common, "gather_objects",
+                        lambda own: [[gone, gone], [gone, gone], [a, d], own, [c]])
+    assert common.file_sizes(alone.paths, True) == sizes
+    assert TarShards(pattern, True).fingerprint == alone.fingerprint
+    monkeypatch.setattr(common, "gather_objects", lambda own: [[a, c], [b, d], [a, d], own, [gone]])
+    with pytest.raises(UserError, match=r"1 of the 4 .* first is .*/002.tar \(No such file\): name"):
+        TarShards(pattern, True)
+
+
+def test_an_error_of_the_disk_is_told(tmp_path, monkeypatch):
+    def stale(path):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    pattern = write_shards(tmp_path, [1])
+    monkeypatch.setattr(os, "stat", stale)
+    with pytest.raises(UserError, match=rf"first is .*000.tar \(Stale file handle\): name"):
+        TarShards(pattern)
 
 
 def test_every_image_of_a_shard_is_used_or_counted(tmp_path):

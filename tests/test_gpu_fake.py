@@ -323,17 +323,6 @@ def test_a_dry_run_on_ranks_exchanges_nothing(ranks, name):
     assert ranks == []
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_run_without_workers_notes_that_the_gpu_waits(tmp_path, capsys, workers):
-    args = train.parse_args(["--method", "bam", "--batch", "4", "--workers", str(workers),
-                             "--data", write_table(tmp_path, 4)])
-    data = train.open_training_data(args, train.METHODS["bam"])
-    train.announce(args, data, torch.nn.Linear(500, 500), None, torch.device("cuda"),
-                   train.Progress())
-    out = capsys.readouterr().out
-    assert ("the GPU waits" in out) == (workers == 0) and "0.3 M parameters on cuda" in out
-
-
 def test_a_streamed_encoding_computes_more_images_at_a_time_on_a_gpu(fake):
     """2,048 images with 197 tokens each and 30,522 words in bf16: 11 images at a time.
 

@@ -117,7 +117,8 @@ def test_evaluations_with_other_options_overwrite_nothing(run_of, tmp_path):
 def test_a_table_is_read_only_once_before_training(tmp_path, monkeypatch):
     spec, opened, at_start = make_table(tmp_path), [], []
     open_data, wrap = common.open_data, train.wrap
-    monkeypatch.setattr(common, "open_data", lambda *given: opened.append(1) or open_data(*given))
+    monkeypatch.setattr(common, "open_data",
+                        lambda *given, **more: opened.append(1) or open_data(*given, **more))
     monkeypatch.setattr(train, "wrap", lambda *given: at_start.append(len(opened)) or wrap(*given))
     train.main([*SMALL["sparc"], "--data", spec, "--image-size", "16", "--batch", "4",
                 "--out", str(tmp_path / "run")])

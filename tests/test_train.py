@@ -7,6 +7,7 @@ no result is lost. Tests with the marker `ranks` start several processes.
 import contextlib
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import math
@@ -39,7 +40,7 @@ import train
 from common import UserError
 from helpers import (ROOT, SMALL, assert_same_weights, picture, read_log, run_program, run_ranks,
                      start_program, tiny_model, train_alone, train_on_rank, train_until, weights,
-                     write_files, write_table)
+                     write_files, write_shards, write_table)
 from test_eval import opened
 
 SPARC = SMALL["sparc"]
@@ -385,6 +386,95 @@ def test_a_long_tmpdir_is_refused(tmp_path, monkeypatch, length, workers, refuse
             next(batches)
     else:
         assert list(batches) == [7]
+
+
+class Silent:
+    """A loader whose workers send one batch and then nothing. Each wait is a timeout at once."""
+
+    def __init__(self, *arguments, **settings):
+        self.left, self._workers = [1], [SimpleNamespace(pid=n) for n in (111, 222)]
+
+    __iter__ = lambda self: self
+
+    def __next__(self):
+        if self.left:
+            return self.left.pop()
+        raise RuntimeError("DataLoader timed out after 10 seconds")
+
+
+def test_a_run_without_a_batch_says_what_it_waits_for_every_5_minutes(monkeypatch, capsys):
+    monkeypatch.setattr(torch.utils.data, "DataLoader", Silent)
+    monkeypatch.setattr(train, "awaited", lambda worker, pid: f"worker {worker}, {pid}.")
+    batches = train.read_in_workers(None, 2)
+    next(batches)
+    with pytest.raises(RuntimeError, match="timed out"):
+        next(batches)
+    notes = re.findall("note: rank 0 has had no batch for (.*) s. It waits for worker 1, 222.",
+                       capsys.readouterr().out)
+    assert notes == ["60", "360", "660", "960", "1260", "1560"]
+
+
+class Slow(torch.utils.data.IterableDataset):
+    """Opens a file, waits, and yields a batch."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __iter__(self):
+        with open(self.path):
+            time.sleep(0.5)
+        yield 1
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_the_file_of_a_waiting_worker_and_the_free_shared_memory_are_named(
+        tmp_path, monkeypatch, capsys, has_file):
+    monkeypatch.setattr(train, "LOOK", 0.1)
+    monkeypatch.setattr(train, "FIRST_NOTE", 0.2)
+    monkeypatch.setattr(train.shutil, "disk_usage", lambda path: SimpleNamespace(
+        total=64e6, free=6e6))
+    write_files(tmp_path, {"00012.tar": "", "mine": ""})
+    path = tmp_path / "00012.tar" if has_file else "/dev/null"
+    with open(tmp_path / "mine"):  # the worker has it open, too
+        assert list(train.read_in_workers(Slow(path), 1)) == [1]
+    note, = capsys.readouterr().out.splitlines()
+    line = (rf"note: rank 0 .* worker 0 \(process \d+\), which has {path if has_file else 'no file'}"
+            " open; /dev/shm has 6 of 64 MB free: .* lower --workers or --batch, .* --shm-size")
+    assert re.fullmatch(line, note)
+
+
+@pytest.mark.parametrize("data, batch, cores, ranks, local, expected", [
+    ("table", 4, 64, 1, 1, 8), ("table", 4, 12, 2, 2, 6),       # 40 images; at most 8
+    ("table", 16, 64, 1, 1, 2), ("table", 64, 64, 1, 1, 0),     # batches in an epoch
+    ("table", 4, 12, 4, 2, 6), ("table", 4, 1, 4, 2, 0),        # ranks on each of two machines
+    ("shards", 4, 64, 1, 1, 5), ("shards", 4, 64, 2, 2, 2), ("shapes", 4, 64, 1, 1, 0)])
+def test_the_default_of_workers(tmp_path, monkeypatch, data, batch, cores, ranks, local, expected):
+    monkeypatch.setattr(train, "MOST_WORKERS", 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(train, "this_rank", lambda: (0, ranks))
+    monkeypatch.setattr(common, "local_rank", lambda: (0, local))
+    table = common.CaptionTable([(f"{i}.jpg", "n") for i in range(40)], "x")
+    source = {"table": table, "shapes": common.World(),
+              "shards": common.TarShards(write_shards(tmp_path, [1] * 5))}[data]
+    args = SimpleNamespace(batch=batch)
+    assert train.usual_workers(args, source) == expected
+    monkeypatch.setattr(common, "gather_objects", lambda own: [own, 1, 3])
+    assert train.usual_workers(args, source) == min(1, expected)  # of all machines, the least
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert train.usual_workers(args, source) == 0
+
+
+def test_a_run_shows_and_keeps_the_number_of_its_workers(tmp_path, monkeypatch, capsys, run_of):
+    assert common.read_config(run_of("sparc"))["workers"] == 0
+    monkeypatch.setattr(train, "MOST_WORKERS", 1)
+    flags = [*SPARC, "--data", write_table(tmp_path, 16), "--image-size", 16, "--out"]
+    train_alone([*flags, tmp_path / "run", "--steps", 1])
+    assert " 1 process, 1 thread and --workers 1 each\n" in capsys.readouterr().out
+    monkeypatch.setattr(train, "MOST_WORKERS", 0)
+    for more in ([], ["--workers", 0]):
+        train_alone([*flags, tmp_path / "run", "--steps", 2, "--resume", *more])
+        assert common.read_config(tmp_path / "run")["workers"] == 1 - len(more) / 2
+        assert ("or of workers changed" in capsys.readouterr().out) == (more != [])
 
 
 def test_a_slow_worker_is_awaited(tmp_path, monkeypatch, run_of):
@@ -995,6 +1085,83 @@ def test_a_checkpoint_is_written_under_each_of_its_names(tmp_path):
         common.save_checkpoint(paths[: 3 - step], {"step": step})
     assert [torch.load(path) for path in paths] == [{"step": 2}, {"step": 1}]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.pt", "stage-1.pt"]
+
+
+@pytest.fixture(scope="session")
+def with_milestones(tmp_path_factory, short_runs):
+    """{name: a run that keeps the checkpoints of every second step}; STAIR's stages end at 2 and 4."""
+    runs = {name: tmp_path_factory.mktemp("milestones") / name for name in ("sparc", "stair")}
+    for name, run in runs.items():
+        train_alone([*SMALL[name], "--save-every", 99, "--keep-every", 2, "--out", run])
+    return runs
+
+
+@pytest.mark.parametrize("name, file, step", [
+    ("sparc", "step-2.pt", 2), ("stair", "step-4.pt", 4), ("stair", "step-6.pt", 6),
+    ("stair", "stage-1.pt", 2)])
+def test_a_run_continues_from_a_kept_checkpoint(tmp_path, capsys, with_milestones, name, file, step):
+    whole, run = with_milestones[name], tmp_path / "run"
+    shutil.copytree(whole, run)
+    resume = ["--resume", "--out", run]
+    train_alone([*resume, "--checkpoint", file])
+    assert f"continues after step {step} of" in capsys.readouterr().out
+    for kept in whole.glob("*.pt"):
+        states = [common.load_checkpoint(place / kept.name) for place in (whole, run)]
+        for key in ("step", "model", "optimizer", "ranks"):
+            torch.testing.assert_close(*[state[key] for state in states], rtol=0, atol=0)
+    logs = [[(record["step"], record["loss"]) for record in read_log(place)] for place in (whole, run)]
+    assert logs[0] == logs[1]
+    train_alone(resume)                      # the flag is not remembered
+    assert f"continues after step {len(logs[0])} of" in capsys.readouterr().out
+
+
+def test_a_kept_checkpoint_is_evaluated(with_milestones, tmp_path):
+    run = shutil.copytree(with_milestones["sparc"], tmp_path / "run")
+    assert sorted(path.name for path in run.glob("*.pt")) == [
+        "last.pt", "step-2.pt", "step-4.pt", "step-6.pt"]
+    for step in (2, 4, 6):
+        evaluation.main([str(run), "--task", "zeroshot", "--checkpoint", f"step-{step}.pt"])
+        assert evaluation.load_run(run, checkpoint=f"step-{step}.pt")[0].step == step
+    assert not torch.equal(*[weights(run, name)["g_v.weight"] for name in ("step-2.pt", "last.pt")])
+
+
+def test_files_that_stay_are_written_before_last_pt(tmp_path, monkeypatch):
+    """A run that is killed between two files resumes from an older last.pt, and writes all again."""
+    names, replacing = [], common.replacing
+    monkeypatch.setattr(common, "replacing", lambda path, *suffix: (
+        names.append(Path(path).name) or replacing(path, *suffix)))
+    train_alone([*SMALL["stair"], "--steps", 4, "--keep-every", 2, "--out", tmp_path])
+    # the stages end at 1, 2 and 4
+    assert [name for name in names if name.endswith(".pt")] == [
+        "stage-1.pt", "last.pt", "stage-2.pt", "step-2.pt", "last.pt", "step-4.pt", "last.pt"]
+
+
+@pytest.mark.parametrize("optimizer", train.OPTIMIZERS)
+def test_the_size_of_a_checkpoint_is_known_before_the_first_step(optimizer):
+    args = train.parse_args([*SPARC, "--image-encoder", "tiny:width=128,heads=2,depth=1",
+                             "--optimizer", optimizer, "--image-size", "16"])
+    model, file = train.new_model(args, train.METHODS["sparc"], range(50)), io.BytesIO()
+    updates = train.build_optimizer(args, model, None)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    expected = train.checkpoint_size(args, model)
+    updates.step()
+    torch.save({"model": model.state_dict(), "optimizer": updates.state_dict()}, file)
+    assert expected == pytest.approx(file.tell(), rel=0.05)
+
+
+def test_the_start_says_how_much_disk_space_kept_checkpoints_need(
+        tmp_path, capsys, monkeypatch):
+    """A resumed run still has to write those after its step."""
+    monkeypatch.setattr(train, "checkpoint_size", lambda args, model: 2e9)
+    flags = [*SPARC, "--keep-every", 2, "--out", tmp_path]
+    train_alone([*flags, "--steps", 2])
+    train_alone([*flags, "--resume", "--steps", 9])
+    line = "--keep-every 2: (.*) more checkpoints need about (.*) GB, and (.*) GB are free"
+    first, resumed = re.findall(line, capsys.readouterr().out)
+    assert (first[:2], resumed[:2]) == (("1", "2.00"), ("3", "6.00"))
+    free = shutil.disk_usage(tmp_path).free / 1e9
+    assert float(resumed[2].replace(",", "")) == pytest.approx(free, rel=0.1)
 
 
 DIVERGE = ["--lr", "1e30", "--warmup", "1", "--clip-grad", "0"]
