@@ -190,13 +190,13 @@ def test_sparcs_swept_settings_are_values_of_the_sweeps():
 
 
 def test_toy_presets_have_the_settings_that_the_docstrings_name():
-    """sparc.py: sigma .4, lambda_f .1, lr 2e-3, a residual h_v. stair.py: AdamW, lr_3 of stage 1.
+    """sparc.py: sigma .9, lambda_f .1, lr 2e-3, a residual h_v. stair.py: AdamW, lr_3 of stage 1.
 
     bam.py: no teacher, no ContrastiveCrop. RESULTS.md names them.
     """
     tiny = {name: train.parse_args(["--method", name]) for name in ROWS}
     sparc_args, stair_args, bam_args = tiny["sparc"], tiny["stair"], tiny["bam"]
-    assert (sparc_args.sigma, sparc_args.lambda_f, sparc_args.lr) == (0.4, 0.1, 2e-3)
+    assert (sparc_args.sigma, sparc_args.lambda_f, sparc_args.lr) == (0.9, 0.1, 2e-3)
     assert sparc_args.h_v == "residual" and sparc_args.steps == 1200
     assert (stair_args.optimizer, stair_args.lr_3, stair_args.revive_until) == ("adamw", 1.0, 3)
     assert not bam_args.teacher and not bam_args.contrastive_crop and bam_args.local_crops == 2
