@@ -1643,11 +1643,9 @@ def negatives(embedder, data, options):
     kinds, x, captions, wrong = negative_pairs(embedder, data)
     right = embedder.pair_scores(x, embedder.texts(captions))
     wrong = embedder.pair_scores(x, embedder.texts(wrong))
-    result = {}
-    for kind in sorted(set(kinds)):
-        rows = torch.tensor([k == kind for k in kinds])
-        result[f"negatives/{kind}"] = to_float((right > wrong)[rows]), 1 / 2
-    return result | {"negatives": (mean([value for value, _ in result.values()]), 1 / 2)}
+    of_kinds = sparo.right_by_kind(right > wrong, kinds)
+    result = {f"negatives/{kind}": (value, 1 / 2) for kind, value in of_kinds.items()}
+    return result | {"negatives": (mean(of_kinds.values()), 1 / 2)}
 
 
 def winoground(embedder, data, options):
@@ -1886,14 +1884,14 @@ def masks(embedder, data, options):
     One mask has a weight for each slot, the other has a weight for each dimension.
 
     A pair of a caption and its hard negative is right if the image is closer to the caption.
-    `pairs` is the fraction of right pairs with the mask, and `pairs_before` is the fraction without
-    the mask. METRIC/relative_change divides the relative change of a metric by the relative change
-    of `pairs`. With several --data, eval.py also prints the relative change of the mean accuracy,
-    the paper's VTAB Avg (sparo.change_of_means).
+    `pairs` is the mean over SugarCrepe's kinds of the fraction of right pairs with the mask, and
+    `pairs_before` is this mean without the mask. METRIC/relative_change divides the relative change
+    of a metric by the relative change of `pairs`. With several --data, eval.py also prints the
+    relative change of the mean accuracy, the paper's VTAB Avg (sparo.change_of_means).
     """
     needed = "SugarCrepe's files to train the mask on"
     selection = open_selection(options, data, "masks", "negatives", needed)
-    _, x, captions, wrong = negative_pairs(embedder, selection)
+    kinds, x, captions, wrong = negative_pairs(embedder, selection)
     y_p, y_n = embedder.texts(captions), embedder.texts(wrong)
     tasks, result = ("zeroshot", "retrieval"), {}
     before = headlines(embedder, data, options, tasks)
@@ -1902,7 +1900,7 @@ def masks(embedder, data, options):
         if x.shape[1] % parts:  # an encoding without slots may not divide into so many parts
             continue
         generator = torch.Generator().manual_seed(0)
-        mask, start, fit = sparo.train_mask(x, y_p, y_n, parts, generator=generator)
+        mask, start, fit = sparo.train_mask(x, y_p, y_n, kinds, parts, generator=generator)
         result |= {f"masks/{name}/pairs_before": start, f"masks/{name}/pairs": fit,
                    f"masks/{name}/kept": mask.mean()}
         after = headlines(dataclasses.replace(embedder, mask=mask), data, options, tasks)
