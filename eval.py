@@ -731,9 +731,10 @@ class Flags:
     # comma-separated names of tasks and pictures, see the end of this help; without names, the
     # usual tasks (as at the end of a training) and every picture that data and model allow
     task: str | None = None
-    # class folders on which the task `slots` ranks the slots, or SugarCrepe's files on which the
-    # task `masks` trains the masks (SPARO, Sec. 5.1, 5.2); both tasks need --select unless --data
-    # is shapes
+    # images with classes on which the task `slots` ranks the slots (SPARO, Sec. 5.1: ImageNet's
+    # validation images), or SugarCrepe's files on which the task `masks` trains the masks
+    # (Sec. 5.2); both tasks need --select unless --data is shapes; a directory in CLIP_benchmark's
+    # layout is DIR:split=NAME, without a name its split train
     select: str | None = None
     # directory that the file names of --select are relative to
     select_root: str | None = None
@@ -1271,7 +1272,7 @@ def open_eval_set(options, image_size, captions=True):
     splits = kind.splits(spec)
     if splits and options.split not in splits:
         raise UserError(f"{spec} has no split {options.split}: give --split, one of "
-                        f"{', '.join(splits)}.")
+                        f"{', '.join(splits)}; for --select and --train-data DIR:split=NAME.")
     data = kind.open(options, image_size, "caption" if captions else None)
     data.image_size, data.options = image_size, options
     if options.nouns_adjectives:
@@ -1283,12 +1284,14 @@ def open_eval_set(options, image_size, captions=True):
 def open_second(options, data, spec, root, message):
     """Open a second data set `spec`, to learn from or to choose by -> EvalSet.
 
-    The second data set has the split "train" in CLIP_benchmark's and VOC's layout, and "val"
-    otherwise. root: the directory that its file names are relative to. Raises UserError with the
+    A directory with splits has the split of "DIR:split=NAME", or else "train". Other data have
+    "val". root: the directory that its file names are relative to. Raises UserError with the
     message if `spec` is None, or names the images to evaluate.
     """
-    splits = kind_of(spec).splits(spec) if spec else []
-    split = "train" if splits else "val"
+    name, settings = common.parse_spec(spec or "")
+    splits = kind_of(name).splits(name) if spec else []
+    split = settings.get("split", "train" if splits else "val")
+    spec = name if splits else spec
     is_same = spec and Path(spec).resolve() == Path(options.data).resolve()
     if spec is None or (is_same and (split == options.split or split not in splits)):
         raise UserError(message)
