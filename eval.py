@@ -134,12 +134,13 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=2
 # {value of --probe: (the setting that the probe chooses by itself, the default number of epochs)}
 PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100), "lbfgs": ("l2", None)}
 CHOSEN = tuple(f"/{setting}" for setting, _ in PROBES.values())  # no accuracies
-# The learning rates from which the sgd probe chooses.
-# differs: BAM (Table 9b) has a rate of .002 for ViT and of .3 for ResNet-50. BAM's code
-# (its revision is in bam.py) multiplies these rates by batch / 256 (eval_linear.py:176). BAM's code
-# takes the epoch that is best on the test images (eval_linear.py:223); we take the last epoch.
-# BAM's probe learns from all training images; our probe learns from nine tenths, because the other
-# tenth chooses the rate. BAM's code resizes crops bilinearly (eval_linear.py:61), ours bicubically.
+# The learning rates from which the sgd probe chooses without --probe-lr.
+# differs: BAM (Table 9b) has one rate, .002 for ViT and .3 for ResNet-50, and learns from all
+# training images, as our probe with --probe-lr .002. Without --probe-lr it learns from nine tenths,
+# because the other tenth chooses the rate. BAM's code (its revision is in bam.py) multiplies the
+# rate by batch / 256, which makes .008 of .002 (eval_linear.py:176). BAM's code takes the epoch
+# that is best on the test images (eval_linear.py:223); we take the last epoch. BAM's code resizes
+# crops bilinearly (eval_linear.py:61), ours bicubically.
 RATES = (0.002, 0.01, 0.05, 0.3, 1.0)
 
 
@@ -217,15 +218,16 @@ def adamw_probe(x, labels, epochs, device="cpu"):
 
 
 @common.fixed_seed(0)
-def sgd_probe(crops, held, held_labels, classes, epochs, device="cpu"):
+def sgd_probe(crops, held, held_labels, classes, epochs, device="cpu", rates=RATES):
     """Train linear classifiers by bam.train_heads (BAM, D.1, Table 9b) -> the best one, a
     torch.nn.Linear on `device`, and its learning rate.
 
     crops() -> features (n, E) and labels (n,) of new random crops of the training images. Each
     epoch calls crops(). held (m, E), held_labels (m,): centre crops of other images, which choose
-    the learning rate. Features are tensors or SparseRows. classes: the number of classes.
+    the learning rate, one of `rates`. Features are tensors or SparseRows. classes: the number of
+    classes.
     """
-    heads = [torch.nn.Linear(held.shape[1], classes).to(device) for _ in RATES]
+    heads = [torch.nn.Linear(held.shape[1], classes).to(device) for _ in rates]
 
     def epochs_of_crops():
         for epoch in progress(range(epochs), "epochs of the linear probe"):
@@ -234,10 +236,10 @@ def sgd_probe(crops, held, held_labels, classes, epochs, device="cpu"):
                 features = crops()
             yield features
 
-    bam.train_heads(heads, RATES, epochs_of_crops(), epochs)
+    bam.train_heads(heads, rates, epochs_of_crops(), epochs)
     scores = [(predict(head, held) == held_labels).sum().item() for head in heads]
     best = middle_best(scores)
-    return heads[best], RATES[best]
+    return heads[best], rates[best]
 
 
 # Strengths of the l2 penalty (BAM, D.3). The strongest penalty comes first, because its fit
@@ -748,6 +750,10 @@ class Flags:
     # training of the linear probe: adamw follows SPARO (C.1), sgd follows BAM (D.1), lbfgs is the
     # logistic regression of BAM's transfer (D.3); without it the run's --probe
     probe: Literal["adamw", "sgd", "lbfgs"] | None = None
+    # learning rate of the probe sgd, which then learns from all training images, as in BAM
+    # (Table 9b: .002 for ViT, .3 for ResNet-50); without it the best of five rates on a tenth of
+    # the training images, which it does not learn from
+    probe_lr: float | None = None
 
     # search the images of --data instead of evaluating: a query is a caption or, for STAIR, words
     # with AND, OR, NOT and parentheses (STAIR, App. D)
@@ -801,7 +807,7 @@ def options_of(given, args):
         options.image_root, options.limit = args.image_root, TEST_LIMIT
         options.learn_limit = LEARN_LIMIT
     vars(options).update(given)
-    refuse_useless_options(given, options.data)
+    refuse_useless_options(given, options.data, options.probe)
     options.split = options.split or default_split(options.data)
     options.train_data = options.train_data or spec_to_learn_from(options.data, args)
     options.templates = (read_templates(options.templates) if options.templates
@@ -843,10 +849,12 @@ def is_trained_on(spec, split, args):
     return split in ("all", learned[1].get("split", "train"))
 
 
-def refuse_useless_options(given, spec):
-    """Raise UserError if one of the flags `given` has no effect on the data. Without an error, a
-    user would believe that the flag had an effect."""
+def refuse_useless_options(given, spec, probe):
+    """Raise UserError if one of the flags `given` has no effect on the data or the probe. Without
+    an error, a user would believe that the flag had an effect."""
     reasons = []
+    if probe != "sgd":
+        reasons.append(("probe_lr", f"the probe is {probe}, not sgd"))
     if default_split(spec) == "all":
         reasons.append(("split", f"{spec} has no splits"))
     if "split" in common.parse_spec(spec)[1]:
@@ -1719,6 +1727,7 @@ def linear(embedder, data, options):
     setting, epochs = PROBES[options.probe]
     # Here adamw and lbfgs get all images, and hold out a fifth of them themselves. sgd gets every
     # tenth image here, to choose its learning rate, and trains on random crops of all other images.
+    # With --probe-lr there is nothing to choose, and sgd trains on random crops of all images.
     step = 10 if options.probe == "sgd" else 1
     if options.probe == "lbfgs":  # BAM (D.3) resizes the shorter side to the size of the crop
         embedder = dataclasses.replace(embedder, resize=embedder.image_size)
@@ -1729,9 +1738,11 @@ def linear(embedder, data, options):
         x = x[torch.arange(len(x))].to(device)
         head, value = lbfgs_probe(x, learned.to(device))
     else:
-        crops = lambda: random_crops(embedder, (pair for i, pair in enumerate(pairs()) if i % 10))
+        crops = lambda: random_crops(embedder, (
+            pair for i, pair in enumerate(pairs()) if options.probe_lr or i % 10))
+        rates = [options.probe_lr] if options.probe_lr else RATES
         classes = len(data.groups[""][1])
-        head, value = sgd_probe(crops, x, learned, classes, epochs, device)
+        head, value = sgd_probe(crops, x, learned, classes, epochs, device, rates)
     x, ids = probed(embedder, data.labelled("test"))
     predicted = predict(head, x)
     # chance counts only the classes that the probe can learn
