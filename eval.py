@@ -134,12 +134,13 @@ def knn_accuracy(train, train_labels, test, test_labels, k=20, tau=0.07, chunk=2
 # {value of --probe: (the setting that the probe chooses by itself, the default number of epochs)}
 PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100), "lbfgs": ("l2", None)}
 CHOSEN = tuple(f"/{setting}" for setting, _ in PROBES.values())  # no accuracies
-# The learning rates from which the sgd probe chooses.
-# differs: BAM (Table 9b) has a rate of .002 for ViT and of .3 for ResNet-50. BAM's code
-# (its revision is in bam.py) multiplies these rates by batch / 256 (eval_linear.py:176). BAM's code
-# takes the epoch that is best on the test images (eval_linear.py:223); we take the last epoch.
-# BAM's probe learns from all training images; our probe learns from nine tenths, because the other
-# tenth chooses the rate. BAM's code resizes crops bilinearly (eval_linear.py:61), ours bicubically.
+# The learning rates from which the sgd probe chooses without --probe-lr.
+# differs: BAM (Table 9b) has one rate, .002 for ViT and .3 for ResNet-50, and learns from all
+# training images, as our probe with --probe-lr .002. Without --probe-lr it learns from nine tenths,
+# because the other tenth chooses the rate. BAM's code (its revision is in bam.py) multiplies the
+# rate by batch / 256, which makes .008 of .002 (eval_linear.py:176). BAM's code takes the epoch
+# that is best on the test images (eval_linear.py:223); we take the last epoch. BAM's code resizes
+# crops bilinearly (eval_linear.py:61), ours bicubically.
 RATES = (0.002, 0.01, 0.05, 0.3, 1.0)
 
 
@@ -217,15 +218,16 @@ def adamw_probe(x, labels, epochs, device="cpu"):
 
 
 @common.fixed_seed(0)
-def sgd_probe(crops, held, held_labels, classes, epochs, device="cpu"):
+def sgd_probe(crops, held, held_labels, classes, epochs, device="cpu", rates=RATES):
     """Train linear classifiers by bam.train_heads (BAM, D.1, Table 9b) -> the best one, a
     torch.nn.Linear on `device`, and its learning rate.
 
     crops() -> features (n, E) and labels (n,) of new random crops of the training images. Each
     epoch calls crops(). held (m, E), held_labels (m,): centre crops of other images, which choose
-    the learning rate. Features are tensors or SparseRows. classes: the number of classes.
+    the learning rate, one of `rates`. Features are tensors or SparseRows. classes: the number of
+    classes.
     """
-    heads = [torch.nn.Linear(held.shape[1], classes).to(device) for _ in RATES]
+    heads = [torch.nn.Linear(held.shape[1], classes).to(device) for _ in rates]
 
     def epochs_of_crops():
         for epoch in progress(range(epochs), "epochs of the linear probe"):
@@ -234,10 +236,10 @@ def sgd_probe(crops, held, held_labels, classes, epochs, device="cpu"):
                 features = crops()
             yield features
 
-    bam.train_heads(heads, RATES, epochs_of_crops(), epochs)
+    bam.train_heads(heads, rates, epochs_of_crops(), epochs)
     scores = [(predict(head, held) == held_labels).sum().item() for head in heads]
     best = middle_best(scores)
-    return heads[best], RATES[best]
+    return heads[best], rates[best]
 
 
 # Strengths of the l2 penalty (BAM, D.3). The strongest penalty comes first, because its fit
@@ -731,9 +733,10 @@ class Flags:
     # comma-separated names of tasks and pictures, see the end of this help; without names, the
     # usual tasks (as at the end of a training) and every picture that data and model allow
     task: str | None = None
-    # class folders on which the task `slots` ranks the slots, or SugarCrepe's files on which the
-    # task `masks` trains the masks (SPARO, Sec. 5.1, 5.2); both tasks need --select unless --data
-    # is shapes
+    # images with classes on which the task `slots` ranks the slots (SPARO, Sec. 5.1: ImageNet's
+    # validation images), or SugarCrepe's files on which the task `masks` trains the masks
+    # (Sec. 5.2); both tasks need --select unless --data is shapes; a directory in CLIP_benchmark's
+    # layout is DIR:split=NAME, without a name its split train
     select: str | None = None
     # directory that the file names of --select are relative to
     select_root: str | None = None
@@ -747,6 +750,10 @@ class Flags:
     # training of the linear probe: adamw follows SPARO (C.1), sgd follows BAM (D.1), lbfgs is the
     # logistic regression of BAM's transfer (D.3); without it the run's --probe
     probe: Literal["adamw", "sgd", "lbfgs"] | None = None
+    # learning rate of the probe sgd, which then learns from all training images, as in BAM
+    # (Table 9b: .002 for ViT, .3 for ResNet-50); without it the best of five rates on a tenth of
+    # the training images, which it does not learn from
+    probe_lr: float | None = None
 
     # search the images of --data instead of evaluating: a query is a caption or, for STAIR, words
     # with AND, OR, NOT and parentheses (STAIR, App. D)
@@ -800,7 +807,7 @@ def options_of(given, args):
         options.image_root, options.limit = args.image_root, TEST_LIMIT
         options.learn_limit = LEARN_LIMIT
     vars(options).update(given)
-    refuse_useless_options(given, options.data)
+    refuse_useless_options(given, options.data, options.probe)
     options.split = options.split or default_split(options.data)
     options.train_data = options.train_data or spec_to_learn_from(options.data, args)
     options.templates = (read_templates(options.templates) if options.templates
@@ -842,10 +849,12 @@ def is_trained_on(spec, split, args):
     return split in ("all", learned[1].get("split", "train"))
 
 
-def refuse_useless_options(given, spec):
-    """Raise UserError if one of the flags `given` has no effect on the data. Without an error, a
-    user would believe that the flag had an effect."""
+def refuse_useless_options(given, spec, probe):
+    """Raise UserError if one of the flags `given` has no effect on the data or the probe. Without
+    an error, a user would believe that the flag had an effect."""
     reasons = []
+    if probe != "sgd":
+        reasons.append(("probe_lr", f"the probe is {probe}, not sgd"))
     if default_split(spec) == "all":
         reasons.append(("split", f"{spec} has no splits"))
     if "split" in common.parse_spec(spec)[1]:
@@ -1271,7 +1280,7 @@ def open_eval_set(options, image_size, captions=True):
     splits = kind.splits(spec)
     if splits and options.split not in splits:
         raise UserError(f"{spec} has no split {options.split}: give --split, one of "
-                        f"{', '.join(splits)}.")
+                        f"{', '.join(splits)}; for --select and --train-data DIR:split=NAME.")
     data = kind.open(options, image_size, "caption" if captions else None)
     data.image_size, data.options = image_size, options
     if options.nouns_adjectives:
@@ -1283,12 +1292,14 @@ def open_eval_set(options, image_size, captions=True):
 def open_second(options, data, spec, root, message):
     """Open a second data set `spec`, to learn from or to choose by -> EvalSet.
 
-    The second data set has the split "train" in CLIP_benchmark's and VOC's layout, and "val"
-    otherwise. root: the directory that its file names are relative to. Raises UserError with the
+    A directory with splits has the split of "DIR:split=NAME", or else "train". Other data have
+    "val". root: the directory that its file names are relative to. Raises UserError with the
     message if `spec` is None, or names the images to evaluate.
     """
-    splits = kind_of(spec).splits(spec) if spec else []
-    split = "train" if splits else "val"
+    name, settings = common.parse_spec(spec or "")
+    splits = kind_of(name).splits(name) if spec else []
+    split = settings.get("split", "train" if splits else "val")
+    spec = name if splits else spec
     is_same = spec and Path(spec).resolve() == Path(options.data).resolve()
     if spec is None or (is_same and (split == options.split or split not in splits)):
         raise UserError(message)
@@ -1643,11 +1654,9 @@ def negatives(embedder, data, options):
     kinds, x, captions, wrong = negative_pairs(embedder, data)
     right = embedder.pair_scores(x, embedder.texts(captions))
     wrong = embedder.pair_scores(x, embedder.texts(wrong))
-    result = {}
-    for kind in sorted(set(kinds)):
-        rows = torch.tensor([k == kind for k in kinds])
-        result[f"negatives/{kind}"] = to_float((right > wrong)[rows]), 1 / 2
-    return result | {"negatives": (mean([value for value, _ in result.values()]), 1 / 2)}
+    of_kinds = sparo.right_by_kind(right > wrong, kinds)
+    result = {f"negatives/{kind}": (value, 1 / 2) for kind, value in of_kinds.items()}
+    return result | {"negatives": (mean(of_kinds.values()), 1 / 2)}
 
 
 def winoground(embedder, data, options):
@@ -1718,6 +1727,7 @@ def linear(embedder, data, options):
     setting, epochs = PROBES[options.probe]
     # Here adamw and lbfgs get all images, and hold out a fifth of them themselves. sgd gets every
     # tenth image here, to choose its learning rate, and trains on random crops of all other images.
+    # With --probe-lr there is nothing to choose, and sgd trains on random crops of all images.
     step = 10 if options.probe == "sgd" else 1
     if options.probe == "lbfgs":  # BAM (D.3) resizes the shorter side to the size of the crop
         embedder = dataclasses.replace(embedder, resize=embedder.image_size)
@@ -1728,9 +1738,11 @@ def linear(embedder, data, options):
         x = x[torch.arange(len(x))].to(device)
         head, value = lbfgs_probe(x, learned.to(device))
     else:
-        crops = lambda: random_crops(embedder, (pair for i, pair in enumerate(pairs()) if i % 10))
+        crops = lambda: random_crops(embedder, (
+            pair for i, pair in enumerate(pairs()) if options.probe_lr or i % 10))
+        rates = [options.probe_lr] if options.probe_lr else RATES
         classes = len(data.groups[""][1])
-        head, value = sgd_probe(crops, x, learned, classes, epochs, device)
+        head, value = sgd_probe(crops, x, learned, classes, epochs, device, rates)
     x, ids = probed(embedder, data.labelled("test"))
     predicted = predict(head, x)
     # chance counts only the classes that the probe can learn
@@ -1886,14 +1898,14 @@ def masks(embedder, data, options):
     One mask has a weight for each slot, the other has a weight for each dimension.
 
     A pair of a caption and its hard negative is right if the image is closer to the caption.
-    `pairs` is the fraction of right pairs with the mask, and `pairs_before` is the fraction without
-    the mask. METRIC/relative_change divides the relative change of a metric by the relative change
-    of `pairs`. With several --data, eval.py also prints the relative change of the mean accuracy,
-    the paper's VTAB Avg (sparo.change_of_means).
+    `pairs` is the mean over SugarCrepe's kinds of the fraction of right pairs with the mask, and
+    `pairs_before` is this mean without the mask. METRIC/relative_change divides the relative change
+    of a metric by the relative change of `pairs`. With several --data, eval.py also prints the
+    relative change of the mean accuracy, the paper's VTAB Avg (sparo.change_of_means).
     """
     needed = "SugarCrepe's files to train the mask on"
     selection = open_selection(options, data, "masks", "negatives", needed)
-    _, x, captions, wrong = negative_pairs(embedder, selection)
+    kinds, x, captions, wrong = negative_pairs(embedder, selection)
     y_p, y_n = embedder.texts(captions), embedder.texts(wrong)
     tasks, result = ("zeroshot", "retrieval"), {}
     before = headlines(embedder, data, options, tasks)
@@ -1902,7 +1914,7 @@ def masks(embedder, data, options):
         if x.shape[1] % parts:  # an encoding without slots may not divide into so many parts
             continue
         generator = torch.Generator().manual_seed(0)
-        mask, start, fit = sparo.train_mask(x, y_p, y_n, parts, generator=generator)
+        mask, start, fit = sparo.train_mask(x, y_p, y_n, kinds, parts, generator=generator)
         result |= {f"masks/{name}/pairs_before": start, f"masks/{name}/pairs": fit,
                    f"masks/{name}/kept": mask.mean()}
         after = headlines(dataclasses.replace(embedder, mask=mask), data, options, tasks)

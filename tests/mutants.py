@@ -48,7 +48,7 @@ sparsemax(«scores.amax => scores.mean»(1)) # FDT: the best position of a code
 y = «self.mix(y.flatten(1) => y.flatten(1») # multi-head attention mixes the heads
 @ y_t[:, «l => 0»].T).argmax(1) # Sec. 5.1: the same slot of the classes ;; lr=«0.02 => 0.05», momentum=0.9 # C.1
 lr=0.02, momentum=«0.9 => 0.5» # C.1 ;; s = alpha.exp().clamp(«min => max»=100) # C.1: s is at least 100
-(s / «4 => 2» * theta).sigmoid() # C.1 ;; if right >« => =» after: # the first of equally good epochs
+(s / «4 => 2» * theta).sigmoid() # C.1 ;; if found >« => =» after: # the first of equally good epochs
 == sparo.py | dino | test_dino test_statistics test_details -k "not bam"
 ((teacher.detach() «- => +» center) # DINO, Eq. 3
 ((«teacher.detach() => teacher» - center) # targets have no gradient

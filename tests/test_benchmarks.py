@@ -90,6 +90,26 @@ def test_knn_and_slots_learn_from_the_split_train_or_from_train_data(tmp_path):
         assert evaluation.knn(embedder(), *opened(alone, train_data=train))["knn"][0] == 1
 
 
+def test_slots_and_knn_learn_from_the_split_that_the_spec_names(tmp_path):
+    """SPARO (Sec. 5.1) ranks on validation images. Here the split train has the wrong labels."""
+    spec = write_labelled(tmp_path / "set")
+    write_split(tmp_path / "set/train", {
+        "0.png": plain("red"), "0.cls": "0", "1.png": plain("blue"), "1.cls": "1",
+        "2.png": plain("green"), "2.cls": "2"})
+    make_folders(tmp_path / "folders")
+    folders, alone = str(tmp_path / "folders"), write_labelled(tmp_path / "alone")
+    for select, best in ((spec, 1 / 3), (f"{spec}:split=train", 1 / 3), (f"{spec}:split=test", 1)):
+        result = evaluation.slots(embedder(SlotOracle()), *opened(folders, select=select))
+        assert result["slots/accuracy_best"] == pytest.approx(best)
+    named = dict(train_data=f"{alone}:split=test")
+    assert evaluation.knn(embedder(), *opened(folders, **named))["knn"][0] == 1
+    for select in (alone, f"{spec}:split=val"):
+        with pytest.raises(common.UserError, match="give --split, one of test.*DIR:split=NAME"):
+            evaluation.slots(embedder(SlotOracle()), *opened(folders, select=select))
+    with pytest.raises(common.UserError, match="not the data to evaluate"):
+        evaluation.slots(embedder(SlotOracle()), *opened(spec, select=f"{spec}:split=test"))
+
+
 def test_retrieval_finds_any_of_an_images_captions(tmp_path, capsys):
     write_split(tmp_path / "test", {
         "0.png": plain("red"), "0.txt": "red\nred red\r\n", "1.png": plain("green"),

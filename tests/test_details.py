@@ -292,16 +292,18 @@ def test_an_optimizer_gets_its_settings_and_only_weights_follow_the_decay():
 # Masks of slots (SPARO, C.1) --------------------------------------------------------------
 
 
-def literal_mask(y_i, y_p, y_n, parts, epochs, batch, generator):
+def literal_mask(y_i, y_p, y_n, kinds, parts, epochs, batch, generator):
     """SPARO's mask: plain SGD with momentum, lr .02 and .9; the mask of the first best epoch."""
     n, M = y_i.shape
     theta, alpha = y_i.new_zeros(parts), y_i.new_tensor(math.log(100))
     velocity = [y_i.new_zeros(parts), y_i.new_tensor(0.0)]
 
     def right(m):
-        cosine = torch.cosine_similarity
-        return sum(float(cosine(m * i, p, 0) > cosine(m * i, q, 0))
-                   for i, p, q in zip(y_i, y_p, y_n)) / n
+        """SugarCrepe's accuracy: each kind counts alike, however many pairs it has."""
+        cosine, found = torch.cosine_similarity, {kind: [] for kind in kinds}
+        for kind, i, p, q in zip(kinds, y_i, y_p, y_n):
+            found[kind].append(float(cosine(m * i, p, 0) > cosine(m * i, q, 0)))
+        return sum(sum(values) / len(values) for values in found.values()) / len(found)
 
     best, start = y_i.new_ones(M), right(y_i.new_ones(M))
     most = start
@@ -332,12 +334,22 @@ def test_train_mask_equals_a_literal_loop(parts, seed):
     torch.manual_seed(seed)
     y_i, y_p, noise = torch.randn(3, 20, 6, dtype=torch.float64)
     y_n = y_p + 1e-3 * noise
+    kinds = ["swap"] * 3 + ["add"] * 17
     seeds = [torch.Generator().manual_seed(5) for _ in range(2)]
-    found = sparo.train_mask(y_i, y_p, y_n, parts, 8, 8, seeds[0])
-    mask, start, most = literal_mask(y_i, y_p, y_n, parts, 8, 8, seeds[1])
+    found = sparo.train_mask(y_i, y_p, y_n, kinds, parts, 8, 8, seeds[0])
+    mask, start, most = literal_mask(y_i, y_p, y_n, kinds, parts, 8, 8, seeds[1])
     assert found[1:] == pytest.approx((start, most)) and most > start
     torch.testing.assert_close(found[0], mask)
     assert 0.05 < mask.min() and mask.max() < 0.95
+
+
+def test_each_kind_of_hard_negatives_counts_alike():
+    """SPARO, Table 5: one kind has 1 of 1 pairs right, the other 1 of 3. Half of all pairs are."""
+    kinds, right = ["swap", "add", "add", "add"], torch.tensor([1.0, 1, -1, -1])
+    y_i, y_p = torch.eye(4), torch.eye(4) * right  # no mask changes which pairs are right
+    _, before, after = sparo.train_mask(y_i, y_p, -y_p, kinds, 4, epochs=1)
+    assert before == after == pytest.approx((1 + 1 / 3) / 2)
+    assert sparo.right_by_kind(right > 0, kinds) == pytest.approx({"swap": 1, "add": 1 / 3})
 
 
 # Data: resume, augmentation, decoding -----------------------------------------------------

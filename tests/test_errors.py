@@ -250,6 +250,7 @@ ERRORS = [
         "--data": "n does not exist. Give", "--templates": "n' needs one placeholder",
         "--data photos --task knn --train-data": "n does not exist. Give"}.items()),
     ("eval runs/sparc --task slots", "this model can run .*; slots needs the slots of SPARO"),
+    ("eval runs/sparc --probe-lr .002", "--probe-lr 0.002 has no effect: the probe is adamw, not sgd"),
     ("eval runs/sparc --data photos --split val", "--split val has no effect: photos has no splits"),
     ("eval runs/sparc --data a.json:split=val --split test", "a.json:split=val names its split"),
     ("eval runs/sparc --data photos --task segmentation",

@@ -540,7 +540,7 @@ def test_random_crops_keep_the_colours_of_files_tensors_and_bytes(tmp_path):
         torch.testing.assert_close(x, torch.eye(3)[2 - y], atol=0.02, rtol=0)
 
 
-def test_sgd_probe_holds_out_a_tenth_of_the_training_images(tmp_path, monkeypatch, capsys):
+def test_sgd_probe_holds_out_a_tenth_of_the_images_or_has_one_rate(tmp_path, monkeypatch, capsys):
     seen, probe = [], evaluation.sgd_probe
 
     def spy(crops, held, *rest):
@@ -559,6 +559,16 @@ def test_sgd_probe_holds_out_a_tenth_of_the_training_images(tmp_path, monkeypatc
         patch.setattr(evaluation, "sgd_probe", spy)
         assert evaluation.linear(embedder(), data, options)["linear/lr"] in evaluation.RATES
     assert seen == [len(pairs) * 9 // 10, math.ceil(len(pairs) / 10)]
+
+    # BAM (Table 9b): one rate, and all training images
+    rates, train_heads = [], bam.train_heads
+    options.probe_lr = 0.25
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "sgd_probe", spy)
+        patch.setattr(bam, "train_heads", lambda heads, *rest: (
+            rates.append((len(heads), rest[0])) or train_heads(heads, *rest)))
+        assert evaluation.linear(embedder(), data, options)["linear/lr"] == 0.25
+    assert seen[2] == len(pairs) and rates == [(1, [0.25])]
     for part in ("train", "test"):
         make_folders(tmp_path / part)
     (tmp_path / "test/red/broken.png").unlink()

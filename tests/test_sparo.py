@@ -294,7 +294,8 @@ def test_a_mask_learns_which_parts_tell_captions_from_negatives(parts):
     y_p[:, 1], y_n[:, 1] = -2 * y_i[:, 1], 2 * y_i[:, 1]
     y_n[:, 2:] = y_p[:, 2:]
     encodings = [y.flatten(1) for y in (y_i, y_p, y_n)]
-    mask, before, after = sparo.train_mask(*encodings, parts, epochs=30)
+    kinds = ["add", "swap"] * 100
+    mask, before, after = sparo.train_mask(*encodings, kinds, parts, epochs=30)
     mask = mask.view(4, 3)
     assert before < 0.4 and after > 0.95
     assert (mask[0] > 0.9).all() and (mask[1] < 0.1).all() and ((0 <= mask) & (mask <= 1)).all()
@@ -303,7 +304,7 @@ def test_a_mask_learns_which_parts_tell_captions_from_negatives(parts):
     x, y, *_ = encodings
     assert sparo.train_mask(x, y, y, parts, epochs=1)[1:] == (0, 0)  # a tie is no right pair
     with pytest.raises(ValueError, match="parts=5 does not divide the 12 dimensions"):
-        sparo.train_mask(*encodings, 5)
+        sparo.train_mask(*encodings, kinds, 5)
 
 
 @pytest.mark.parametrize("readout", ["sparo", "cls", "gap", "attpool", "bottleneck", "fdt"])
