@@ -2590,6 +2590,8 @@ def add_flags(parser, config_class, groups, title):
             options = {"choices": get_args(kind)}
         elif field.name == "resume":  # alone, or --resume auto
             options = {"nargs": "?", "const": True, "choices": ["auto"]}
+        elif field.name == "dry_run":  # alone, or --dry-run RANKS
+            options = {"nargs": "?", "const": 1, "type": int, "metavar": "RANKS"}
         elif kind is bool:
             options = {"action": argparse.BooleanOptionalAction}
         elif get_origin(kind) is list:  # list[str]

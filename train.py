@@ -180,8 +180,9 @@ class Config:
     # the other, to save memory; the loss still compares the whole batch
     accum_freq: int = 1
     # print the number of parameters, the FLOPs of the forward pass of one sample and the loss of a
-    # random guess, then stop; weight files are not read
-    dry_run: bool = False
+    # random guess, then stop; weight files are not read; --dry-run RANKS counts a batch that RANKS
+    # processes share, because FILIP chooses tokens among the pairs of one process (Table 11: 256)
+    dry_run: int = 0
     bench: int = 0  # number of steps to time; print images per second, then stop
 
 
@@ -213,7 +214,7 @@ def train(args, out, device):
     eval_data = open_evaluation(args, model) if opens_early(args, model) else None
     transform = build_transform(args, method, model.image_encoder)
     if args.dry_run:
-        return dry_run(args, method, model)
+        return dry_run(args, method, model) if rank == 0 else None
     embedder = evaluation.new_embedder(model.to(device), tokenizer, args, device)
     torch.manual_seed(args.seed + rank)  # stochastic depth differs between ranks
     autocast, scaler, is_half = mixed_precision(args, device)
@@ -1375,26 +1376,37 @@ def finish(args, log, embedder, eval_data, progress, patient):
 
 @torch.no_grad()
 def dry_run(args, method, model):
-    """Print on rank 0 what the settings cost, in words and as JSON. A multiply-add is 2 FLOPs."""
+    """Print what the settings cost, in words and as JSON. A multiply-add is 2 FLOPs."""
     params = sum(p.numel() for p in model.parameters())
     model.eval()  # else, on several GPUs, BatchNorm would gather CPU tensors
     flops, patches = {}, model.image_encoder.grid**2
-    for n in (2, 4):
-        batch = made_up_batch(args, method, model, n)
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            model(batch)
-        flops[n] = counter.get_total_flops() / n
-    # A loss that compares all pairs adds the same number of FLOPs for each sample of the batch. A
-    # detector's images share their queries, so that a larger batch adds nothing.
-    in_batch = flops[2] + max(0, flops[4] - flops[2]) / 2 * (args.batch - 2)
+    with contextlib.ExitStack() as stack:
+        if not dist.is_initialized():  # a loss that gets samples of several ranks asks for its own
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            stack.callback(dist.destroy_process_group)
+        for n, ranks in ((2, 1), (4, 1), (2, 2)):  # n samples on each rank
+            batch = made_up_batch(args, method, model, n)
+            with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+                model(batch, lambda x: torch.cat([x] * ranks))
+            flops[n, ranks] = counter.get_total_flops() / n
+    # A loss that compares all pairs adds the same number of FLOPs for each sample of the batch, and
+    # FILIP's choice of tokens adds one for each sample of the rank. A detector's images share their
+    # queries, so that a larger batch adds nothing.
+    of_one = flops[2, 1]
+    of_all = (flops[2, 2] - of_one) / 2
+    of_rank = (flops[4, 1] - of_one) / 2 - of_all
+    in_batch = of_one + of_all * (args.batch - 2)
+    in_batch += max(0, of_rank) * (args.batch / args.dry_run - 2)
     chance_loss = model.chance_loss(args.batch, batch.get("mask"), patches)
     words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
-    record = {"params": params, **words, "flops_per_sample": int(flops[2]),
+    record = {"params": params, **words, "flops_per_sample": int(of_one),
+              "multiply_adds_per_sample": int(of_one) // 2,
               "flops_per_sample_in_batch": round(in_batch), "chance_loss": chance_loss}
     chance = "none" if math.isnan(chance_loss) else f"{chance_loss:.4g}"  # a detector has none
-    print_once(f"parameters: {params / 1e6:.1f} M\nforward pass: {flops[2] / 1e9:.4g} GFLOPs for "
-               f"each sample, {in_batch / 1e9:.4g} in a batch of {args.batch:,}\nloss of a random "
-               f"guess: {chance}\n{json.dumps(common.without_nan(record))}")
+    print_once(f"parameters: {params / 1e6:.1f} M\nforward pass: {of_one / 1e9:.4g} GFLOPs for "
+               f"each sample, or {of_one / 2e9:.4g} G multiply-adds; {in_batch / 1e9:.4g} GFLOPs "
+               f"in a batch of {args.batch:,}\nloss of a random guess: {chance}\n"
+               f"{json.dumps(common.without_nan(record))}")
 
 
 def bench(args, clock, step):

@@ -1282,11 +1282,16 @@ def test_a_dry_run_of_a_papers_preset_needs_no_data():
     assert isinstance(data, common.World) and args.image_size == data.size == 224
 
 
-@pytest.mark.parametrize("flags", [SMALL["bam"], [*SPARC, "--objective", "filip"],
-                                   [*SPARC, "--objective", "gloria"]])
-def test_a_dry_run_counts_the_pairs_of_the_whole_batch(tmp_path, capsys, flags):
-    """SPARC, Table 11: FLOPs of FILIP and GLoRIA grow with the batch."""
-    flags = [*flags, "--batch", "24", "--dry-run", "--out", str(tmp_path / "unused")]
+@pytest.mark.parametrize("flags, ranks", [
+    (SMALL["bam"], 1), ([*SPARC, "--objective", "filip"], 1), ([*SPARC, "--objective", "filip"], 3),
+    ([*SPARC, "--objective", "gloria"], 1)])
+def test_a_dry_run_counts_the_pairs_of_the_whole_batch(tmp_path, capsys, flags, ranks):
+    """SPARC, Table 11: FLOPs of FILIP and GLoRIA grow with the batch.
+
+    A rank of FILIP chooses tokens among its own pairs alone. Of BAM each rank computes the same
+    effective rank, which is here a part in 1,000.
+    """
+    flags = [*flags, "--batch", "24", "--dry-run", str(ranks), "--out", str(tmp_path / "unused")]
     train.main(flags)
     record, args = last_json(capsys), train.parse_args(flags)
     method = train.METHODS[args.method]
@@ -1295,10 +1300,14 @@ def test_a_dry_run_counts_the_pairs_of_the_whole_batch(tmp_path, capsys, flags):
         tokenizer = range(record["vocab_size"])
     model = train.new_model(args, method, tokenizer).eval()
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(train.made_up_batch(args, method, model, 24))
-    expected = counter.get_total_flops() / 24
-    assert record["flops_per_sample_in_batch"] == pytest.approx(expected, rel=1e-4)
+        batch = train.made_up_batch(args, method, model, 24 // ranks)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sparc.dist, "get_rank", lambda: 0)
+            model(batch, lambda x: torch.cat([x] * ranks))
+    expected = counter.get_total_flops() / (24 // ranks)
+    assert record["flops_per_sample_in_batch"] == pytest.approx(expected, rel=1e-3)
     assert record["flops_per_sample_in_batch"] > record["flops_per_sample"]
+    assert record["multiply_adds_per_sample"] == record["flops_per_sample"] // 2
 
 
 @pytest.mark.parametrize("flags", [
