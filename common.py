@@ -1605,18 +1605,24 @@ class TarShards:
         joined by "::".
     on_ranks: see file_sizes.
 
-    Each epoch shuffles the shards and deals them to ranks and workers. A worker opens four shards
-    at a time (a window), reads their headers, shuffles their samples, and reads each sample from
-    its offset. So samples of four shards are mixed, no image waits in memory, and a resumed run
-    reads no sample that comes before its position. Samples that are unreadable, or that have no
-    caption or label where `content` needs one, are skipped and counted.
+    Each epoch shuffles the shards and deals them to ranks and workers. A worker reads four shards
+    in turn, each from its begin to its end, and shuffles encoded samples in a buffer of 240 MB,
+    which are 4,000 samples of 60 kB. A resumed worker reads at most the last 500 MB again. Samples
+    that are unreadable, or that have no caption or label where `content` needs one, are skipped and
+    counted.
 
     Raises UserError if a shard does not exist.
     """
 
     # max_bad exceeds the samples of one shard, usually 10,000: one bad shard must not end a run
-    max_bad, window, unit = 20_000, 4, "shards"
-    start = 0, 0, 0  # a position is (epoch, window, samples of the window so far)
+    max_bad, together, unit = 20_000, 4, "shards"
+    # A sample waits in the buffer until a random part of the next `span` bytes has been read, so
+    # the buffer holds half of these bytes. `step`: the bytes between two places to resume from.
+    span, step = 480_000_000, 16_000_000
+    # A position is (epoch, number of the sample, where the sample leaves the buffer, a place). A
+    # place to resume from is (bytes and samples read before it, the next shard to open, (shard,
+    # offset) of each open shard).
+    start = 0, -1, -1, (0, 0, 0, ())
     content, classes = "caption", None
 
     def __init__(self, pattern, on_ranks=False):
@@ -1639,29 +1645,63 @@ class TarShards:
         return len(self.paths)
 
     def samples(self, seed, part, parts, start=start):
-        """See the head of this section."""
-        epoch, window, place = start
+        """See the head of this section. The buffer is a heap, ordered by where samples leave it.
+        A sample cannot leave before a place that is `span` bytes ahead of it."""
+        epoch, number, leaves, place = start
         while True:
-            # the shards of this part in this epoch, and the next four of them
+            delivered, places, held = (leaves, number), collections.deque([place]), []
+            read, n, *opened = place
+            draw = random.Random(mix_seed(seed, epoch, part, n))
             order = np.random.default_rng((seed, epoch)).permutation(len(self.paths))[part::parts]
-            shards = order[window * self.window :][: self.window]
-            if len(shards) == 0:
-                epoch, window = epoch + 1, 0
-                continue
+            for samples, *opened in self.read_in_turn(order, *opened):
+                for sample in samples:
+                    # what is left out leaves the buffer at once, and takes no room
+                    leaves = read if sample.problem else read + draw.randrange(self.span)
+                    if (leaves, n) > delivered:
+                        sample = self.with_one_caption(sample, epoch)
+                        heapq.heappush(held, (leaves, n, sample))
+                    n += 1
+                    if not sample.problem:
+                        read += len(sample.file) + 1000  # Python's objects need about 1,000 bytes
+                if not samples:  # the epoch ends
+                    read = math.inf
+                elif read >= places[-1][0] + self.step:
+                    places.append((read, n, *opened))
+                    draw = random.Random(mix_seed(seed, epoch, part, n))
+                while held and held[0][0] <= read:
+                    leaves, number, sample = heapq.heappop(held)
+                    while len(places) > 1 and places[1][0] <= leaves - self.span:
+                        places.popleft()
+                    yield sample, (epoch, number, leaves, places[0])
+            epoch, (_, number, leaves, place) = epoch + 1, self.start
 
-            with contextlib.ExitStack() as files:
-                rows = [row for i in shards for row in read_headers(self.paths[i], files)]
-                order = np.random.default_rng((seed, epoch, part, window)).permutation(len(rows))
-                for place, i in enumerate(order[place:].tolist(), place + 1):
-                    sample = read_sample(rows[i], self.content)
-                    if self.content == "caption" and not sample.problem:
-                        # Captions take turns, as in CaptionTable. A sample of a tar has no number,
-                        # so its offset in the tar serves as the number.
-                        turn = (epoch + sample.number // BLOCK) % len(sample.value)
-                        sample = sample._replace(value=sample.value[turn])
-                    is_last = place == len(rows)
-                    yield sample, (epoch, window + 1, 0) if is_last else (epoch, window, place)
-            window, place = window + 1, 0
+    def read_in_turn(self, order, following, opened):
+        """Yield read_sample's results for each key of the shards `order`, with the next shard to
+        open and (shard, offset) of each open shard, from which the reading can continue. Four
+        shards are open, and give a key in turn. An empty list ends the epoch."""
+        shards = collections.deque((i, start, read_keys(self.paths[order[i]], start))
+                                   for i, start in opened)
+        while shards or following < len(order):
+            if len(shards) < self.together and following < len(order):
+                shards.append((following, 0, read_keys(self.paths[order[following]])))
+                following += 1
+                continue
+            i, _, keys = shards.popleft()
+            samples, end = next(keys, ([], None))
+            if end is not None:
+                shards.append((i, end, keys))
+            if samples:
+                samples = [read_sample(sample, self.content) for sample in samples]
+                yield samples, following, tuple((i, start) for i, start, _ in shards)
+        yield [], following, ()
+
+    def with_one_caption(self, sample, epoch):
+        """Captions take turns, as in CaptionTable. A sample of a tar has no number, so its offset
+        in the tar serves as the number."""
+        if self.content != "caption" or sample.problem:
+            return sample
+        turn = (epoch + sample.number // tarfile.BLOCKSIZE) % len(sample.value)
+        return sample._replace(value=sample.value[turn])
 
     def each(self, content, limit=None):
         """Yield (bytes, label or [captions]) of every image, in order, for an evaluation.
@@ -1741,12 +1781,7 @@ NO_IMAGE = "no image of a known ending (the files of a key must be neighbours in
 NO_CAPTION = "no .txt (the files of a key must be neighbours in the tar)"
 UNUSED = "image that no sample uses (a second image of its key, or a key with a dot)"
 
-# A tar is a sequence of blocks of 512 bytes: a header, the content of a file, the next header, ....
-BLOCK = tarfile.BLOCKSIZE
-# the groups: name, size (octal), file (0) or directory (5)
-PLAIN_HEADER = re.compile(rb"(.{100}).{24}([0-7]{11}).{21}([05]).{100}ustar.{83}\0{155}", re.DOTALL)
-# the content of a pax header that holds nothing but a time
-PAX_TIME = re.compile(rb"\d+ mtime=[\d.]+\n\0+")
+READ = 2**20  # bytes of one read from a shard, because each read from a network's disk takes time
 
 
 def read_tars(paths, content, limit=None):
@@ -1754,97 +1789,89 @@ def read_tars(paths, content, limit=None):
 
     limit: only so many keys, drawn at random and in random order; every call draws the same keys.
     """
-    def each_row():
-        for path in paths:
-            with contextlib.ExitStack() as files:
-                yield from read_headers(path, files)
-
-    rows, draw = each_row(), random.Random(0)
+    samples, draw = (sample for path in paths for found, _ in read_keys(path)
+                     for sample in found), random.Random(0)
     if limit:
-        # the `limit` rows with the smallest random numbers, in one pass, without holding all rows
-        rows = heapq.nsmallest(limit, rows, key=lambda row: draw.random())
-    for row in rows:
-        yield read_sample(row, content)
+        # the `limit` keys with the smallest random numbers, in one pass, without holding all keys
+        keys = heapq.nsmallest(limit, (key._replace(value=None) for key in samples),
+                               key=lambda key: draw.random())
+        samples = (key if key.problem else next(read_keys(key.file, key.number, 2**16))[0][0]
+                   for key in keys)
+    for sample in samples:
+        yield read_sample(sample, content)
 
 
-def read_members(file):
-    """Yield (name, offset of its headers, offset of its content, size) of each file of an open tar.
+def read_files(file, start):
+    """Yield (tarfile's header, content) of each file of an open tar, in order, from an offset on.
     Other tars may follow the tar, as after `cat a.tar b.tar > both.tar`.
-
-    tarfile needs 30 us per header, so the training would wait 4 s for four shards of 10,000
-    samples. This function parses plain headers itself. A plain header may follow a pax header that
-    holds only a time, as webdataset writes it. tarfile reads the headers of other forms.
 
     Raises one of SHARD_ERRORS where the tar is damaged or cut off.
     """
-    file_size, start, ends = os.fstat(file.fileno()).st_size, 0, False
-    while start < file_size:
-        # Three blocks hold a pax header, the content of the pax header, and the file's own header.
-        # Without a pax header, the file's own header comes first.
-        header, offset = os.pread(file.fileno(), 3 * BLOCK, start), start
-        ends = not header[:BLOCK].strip(b"\0")
-        if ends:  # blocks of zeros end a tar, and fill the space before another tar
-            start += BLOCK
+    ends = False
+    file.seek(start)
+    while block := file.read(tarfile.BLOCKSIZE):
+        # blocks of zeros end a tar, and fill the space before another tar
+        ends = not block.strip(b"\0")
+        if ends:
+            start += len(block)
             continue
-        if header[156:157] == b"x" and PAX_TIME.fullmatch(header, BLOCK, 2 * BLOCK):
-            header, offset = header[2 * BLOCK :], offset + 2 * BLOCK
-        if plain := PLAIN_HEADER.match(header):
-            name, size, kind = plain.groups()
-            name = name.partition(b"\0")[0].decode("utf-8", "surrogateescape")
-            offset, size, is_file = offset + BLOCK, int(size, 8), kind == b"0"
-            end = offset + math.ceil(size / BLOCK) * BLOCK
-        else:
-            file.seek(start)
-            tar = tarfile.open(fileobj=file, mode="r:")
-            member, end = tar.next(), tar.offset
-            if member is None:
-                raise tarfile.ReadError("a header is damaged")
-            name, offset, size = member.name, member.offset_data, member.size
-            is_file = member.isfile()
-        if offset + size > file_size:
-            raise EOFError("it is cut off")
-        if is_file:
-            yield name, start, offset, size
-        start = end
+        file.seek(start)
+        tar = tarfile.open(fileobj=file, mode="r:")
+        while member := tar.next():
+            tar.members = []  # else tarfile keeps all headers
+            if member.isfile():
+                file.seek(member.offset_data)
+                content = file.read(member.size)
+                if len(content) < member.size:
+                    raise EOFError("it is cut off")
+                yield member, content
+        if tar.offset == start:
+            raise tarfile.ReadError("a header is damaged")
+        start = file.seek(tar.offset)
     # A file without blocks of zeros was cut off, but tarfile accepts such a file.
     if not ends:
         raise tarfile.ReadError("its end is missing")
 
 
-def read_headers(path, files):
-    """Yield a Sample for each key of a shard. Its value is {suffix: (offset, size)}, its file the
-    open shard, and its number the offset of the first header. No image is read.
+def read_keys(path, start=0, buffering=READ):
+    """Yield ([a Sample, ...], the offset of the next key) for each key of a shard, from an offset
+    on. The first Sample has the value {suffix: content}, and its number is the offset of its first
+    header. The others are the key's images that no sample uses. After the last key the offset is
+    None.
 
     A key is a file's name up to its first dot. The files of a key are neighbours in the tar, as
     img2dataset writes them. A second file with the same key and suffix starts another sample, as in
     OpenCLIP. The file v1.0.jpg has the key "v1" and the suffix ".0.jpg", which is no image's
-    suffix, so the image cannot be used and is left out. files: an ExitStack, which closes the
-    shard.
+    suffix, so the image cannot be used and is left out.
     """
-    keys, problem = [], "it holds no files"
+    key, problem = None, "it holds no files"
     try:
-        file = files.enter_context(open(path, "rb", buffering=0))
-        for name, start, offset, size in read_members(file):
-            key = KEY.match(name)[0]
-            where, suffix = f"{path}:{key}", name[len(key):].lower()
-            if suffix.startswith("._"):  # macOS stores a file's attributes in a second file, ._NAME
-                continue
-            if not keys or keys[-1].name != where or suffix in keys[-1].value:
-                keys.append(Sample(file, {}, where, start))
-            keys[-1].value[suffix] = offset, size
-        problem = problem if not keys else ""
+        with open(path, "rb", buffering) as file:
+            for member, data in read_files(file, start):
+                name = KEY.match(member.name)[0]
+                where, suffix = f"{path}:{name}", member.name[len(name):].lower()
+                if suffix.startswith("._"):  # macOS stores attributes in a second file, ._NAME
+                    continue
+                if not key or key.name != where or suffix in key.value:
+                    if key:
+                        yield with_unused(key), member.offset
+                    key, problem = Sample(path, {}, where, member.offset), ""
+                key.value[suffix] = data
     except SHARD_ERRORS as error:
         problem = error
-    for key in keys:
-        used = image_suffix(key.value)
-        images = [suffix for suffix in key.value if suffix.endswith(IMAGE_SUFFIXES)]
-        if used or not images:
-            yield key
-        for suffix in images:
-            if suffix != used:
-                yield left_out(UNUSED, key.name + suffix)
+    last = with_unused(key) if key else []
     if problem:
-        yield left_out(BAD_SHARD, f"{path} ({problem})")
+        last.append(left_out(BAD_SHARD, f"{path} ({problem})"))
+    yield last, None
+
+
+def with_unused(key):
+    """A Sample of read_keys -> a list of the Sample, if it has an image or no file that could be
+    one, and of left_out for each image that it cannot use."""
+    used = image_suffix(key.value)
+    images = [suffix for suffix in key.value if suffix.endswith(IMAGE_SUFFIXES)]
+    unused = [left_out(UNUSED, key.name + suffix) for suffix in images if suffix != used]
+    return [key, *unused] if used or not images else unused
 
 
 def image_suffix(places):
@@ -1853,46 +1880,21 @@ def image_suffix(places):
 
 
 def read_sample(key, content):
-    """A Sample of read_headers -> the Sample with the image's bytes, and its captions or its label.
+    """A Sample of read_keys -> the Sample with the image's bytes, and its captions or its label.
 
     content: "caption" reads KEY.txt, one caption per line. "label" reads the number in KEY.cls, or
     "label" in KEY.json. None reads the image only.
     """
     if key.problem:
         return key
-    image = image_suffix(key.value)
+    image, value, problem = image_suffix(key.value), None, ""
     if image is None:
         return left_out(NO_IMAGE, key.name)
-    texts = {"caption": [".txt"], "label": [".cls", ".json"], None: []}[content]
-    wanted = [suffix for suffix in (image, *texts) if suffix in key.value]
-    try:
-        found = read_parts(key.file, {suffix: key.value[suffix] for suffix in wanted})
-    except SHARD_ERRORS as error:
-        return left_out(BAD_SHARD, f"{key.file.name} ({error})")
-    value, problem = None, ""
     if content == "caption":
-        value, problem = find_captions(found.get(".txt"))
+        value, problem = find_captions(key.value.get(".txt"))
     elif content == "label":
-        value, problem = find_label(found.get(".cls", b""), found.get(".json", b""))
-    return key._replace(file=found[image], value=value, problem=problem)
-
-
-def read_parts(file, places):
-    """{name: (offset, size)} of neighbouring parts of a file -> {name: bytes}.
-
-    One read fetches all parts, because each read from a network's disk has a latency.
-    """
-    # with a limit, read_tars draws rows first, and reads the rows after it has closed the shards
-    if file.closed:
-        with open(file.name, "rb", buffering=0) as file:
-            return read_parts(file, places)
-    first = min(offset for offset, _ in places.values())
-    end = max(offset + size for offset, size in places.values())
-    data = os.pread(file.fileno(), end - first, first)
-    if len(data) < end - first:
-        raise EOFError("it was cut off after it was opened")
-    return {name: data[offset - first : offset - first + size]
-            for name, (offset, size) in places.items()}
+        value, problem = find_label(key.value.get(".cls", b""), key.value.get(".json", b""))
+    return key._replace(file=key.value[image], value=value, problem=problem)
 
 
 def find_captions(text):
@@ -2405,7 +2407,8 @@ class Stream(IterableDataset):
         batches, position, skipped = self.positions.get(worker, start)
         skipped, bad_in_a_row, samples = dict(skipped), 0, []
         for sample, position in self.source.samples(self.seed, part, parts, position):
-            numbers = position if isinstance(position, tuple) else (position,)
+            # of a tuple, the first two numbers belong to the sample
+            numbers = position[:2] if isinstance(position, tuple) else (position,)
             with fixed_seed(self.seed, part, *numbers):
                 sample = self.load(sample)
             if sample.problem:

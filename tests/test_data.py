@@ -5,7 +5,6 @@ error. Further tests check the order of the samples, and compare decoding and au
 and torchvision.
 """
 
-import contextlib
 import csv
 import errno
 import functools
@@ -13,6 +12,7 @@ import io
 import itertools
 import json
 import os
+import random
 import re
 import resource
 import runpy
@@ -362,21 +362,12 @@ def test_a_sample_of_a_shard_has_the_image_and_the_captions_of_its_key(tmp_path)
                               (common.NO_IMAGE, f"{path}:005")]
 
 
-def members_by_tarfile(path):
-    """Return (name, start of the header, start of the content, size) of each file, by tarfile."""
-    with tarfile.open(path) as tar:
-        return [(member.name, member.offset, member.offset_data, member.size)
-                for member in tar if member.isfile()]
-
-
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 @pytest.mark.parametrize("odd", [
-    dict(), dict(mtime=1.7e9 + 0.25), dict(name="d/" * 45 + "name"),
-    dict(name="n" * 90 + "caf\xe9"),
+    dict(), dict(mtime=1.7e9 + 0.25), dict(name="n" * 90 + "caf\xe9"),
     dict(name="long/" * 40 + "1.jpg"), dict(type=tarfile.DIRTYPE), dict(type=tarfile.SYMTYPE),
-    dict(type=tarfile.LNKTYPE), dict(type=tarfile.CONTTYPE), dict(mtime=1.5, name="\u732b.jpg"),
-    dict(pax_headers={"path": "another"}, mtime=2.5), dict(pax_headers={"comment": "none"})])
-def test_tar_headers_are_read_as_tarfile_reads_them(tmp_path, format, odd):
+    dict(mtime=1.5, name="\u732b.jpg"), dict(pax_headers={"path": "another"}, mtime=2.5)])
+def test_the_files_of_a_tar_are_read_in_order_from_any_of_them_on(tmp_path, format, odd):
     with tarfile.open(tmp_path / "a.tar", "w", format=format) as tar:
         for i in range(6):
             member = tarfile.TarInfo(f"{i}.txt")
@@ -386,9 +377,15 @@ def test_tar_headers_are_read_as_tarfile_reads_them(tmp_path, format, odd):
                 member.size = 600 * i
             if len(member.name) > 200 and format == tarfile.USTAR_FORMAT:
                 return  # the format has no names of this length
-            tar.addfile(member, io.BytesIO(bytes(600 * i)))
-    with open(tmp_path / "a.tar", "rb", buffering=0) as file:
-        assert list(common.read_members(file)) == members_by_tarfile(tmp_path / "a.tar")
+            tar.addfile(member, io.BytesIO(b"%d" % i * 600 * i))
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        expected = [(member.offset, member.name, tar.extractfile(member).read())
+                    for member in tar if member.isfile()]
+    with open(tmp_path / "a.tar", "rb") as file:
+        for k, (start, *_) in enumerate(expected):
+            found = [(member.offset, member.name, data)
+                     for member, data in common.read_files(file, start)]
+            assert found == expected[k:]
 
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -408,13 +405,12 @@ def test_tars_that_are_joined_are_all_read(tmp_path, format, zeros):
     path = tmp_path / "both.tar"
     path.write_bytes(b"".join(parts))
     with open(path, "rb") as file:
-        found = [(name, os.pread(file.fileno(), size, offset))
-                 for name, _, offset, size in common.read_members(file)]
+        found = [(member.name, data) for member, data in common.read_files(file, 0)]
     long = [("x" * 120 + ".txt", b"xxxxx")] if format != tarfile.USTAR_FORMAT else []
     assert found == [("a.txt", b"a.txt"), ("b.txt", b"b.txt"), *long, ("c.txt", b"c.txt")]
     path.write_bytes(b"".join(parts) + b"garbage" * 99)
     with open(path, "rb") as file, pytest.raises(common.SHARD_ERRORS):
-        list(common.read_members(file))
+        list(common.read_files(file, 0))
 
 
 def test_a_pattern_names_the_shards_that_exist(tmp_path):
@@ -547,12 +543,12 @@ def test_a_broken_shard_gives_its_complete_samples_and_is_counted_once(tmp_path)
     (reason, where), = skips_of(tmp_path / "gone.tar")
     assert reason == common.BAD_SHARD and "No such file" in where
     bad.write_bytes(data)
-    with contextlib.ExitStack() as files:
-        *rows, last = common.read_headers(bad, files)
-        os.truncate(bad, last.value[".txt"][0])
-        assert not any(common.read_sample(row, "caption").problem for row in rows)
-        skipped = common.read_sample(last, "caption")
-    assert (skipped.problem, "cut off" in skipped.name) == (common.BAD_SHARD, True)
+    with open(bad, "rb", buffering=0) as file:
+        rows = common.read_files(file, 0)
+        next(rows)
+        os.truncate(bad, 2000)                               # while the shard is open
+        with pytest.raises(common.SHARD_ERRORS):
+            next(rows)
 
 
 def test_the_end_of_a_run_names_each_reason_for_skipping_once(tmp_path, monkeypatch, capsys):
@@ -823,39 +819,99 @@ def test_ranks_and_workers_read_every_sample_of_the_shards_once(tmp_path, ranks,
     assert sorted(shown) == sorted({f"n{i}" for i in range(32)} - {"n4", "n9"})
 
 
+def small_buffer(monkeypatch, span, step=4000):
+    """Make the buffer of shards small. A sample of write_shards counts about 1,800 bytes."""
+    monkeypatch.setattr(TarShards, "span", span)
+    monkeypatch.setattr(TarShards, "step", step)
+
+
 @pytest.mark.parametrize("parts", [1, 3])
-def test_the_order_of_shards_equals_a_literal_loop(tmp_path, parts):
+def test_the_order_of_shards_equals_a_literal_loop(tmp_path, monkeypatch, parts):
     """The shards of two sources are joined and dealt to the parts.
 
-    A part shuffles the samples of four shards at a time.
+    Four shards of a part are open, and give a sample in turn. A sample waits until a random part of
+    the next 40,000 bytes has been read. A new generator draws every 4,000 bytes.
     """
+    small_buffer(monkeypatch, 40_000)
     write_shards(tmp_path, [5] * 10)
-    source = open_data(f"{tmp_path}/{{000..006}}.tar::{tmp_path}/{{007..009}}.tar")
+    source, size = open_data(f"{tmp_path}/{{000..006}}.tar::{tmp_path}/{{007..009}}.tar"), 1000
+    size += len(picture())
     for part in range(parts):
         expected = []
         for epoch in range(2):
-            dealt = np.random.default_rng((7, epoch)).permutation(10)[part::parts]
-            for window, shards in enumerate(np.split(dealt, range(4, len(dealt), 4))):
-                names = [f"n{5 * shard + i}" for shard in shards for i in range(5)]
-                rng = np.random.default_rng((7, epoch, part, window))
-                expected += [names[i] for i in rng.permutation(len(names))]
+            dealt = np.random.default_rng((7, epoch)).permutation(10)[part::parts].tolist()
+            waiting, turn, names = [[5 * s + i for i in range(5)] for s in dealt], [], []
+            while turn or waiting:
+                while len(turn) < 4 and waiting:
+                    turn.append(waiting.pop(0))
+                shard = turn.pop(0)
+                names.append(f"n{shard.pop(0)}")
+                turn += [shard] if shard else []
+            left, last = [], -4000
+            for n, name in enumerate(names):
+                if size * n >= last + 4000:
+                    last, draw = size * n, random.Random(common.mix_seed(7, epoch, part, n))
+                left.append((size * n + draw.randrange(40_000), n, name))
+            expected += [name for *_, name in sorted(left)]
         assert captions_of_samples(source, len(expected), 7, part, parts) == expected
 
 
-def test_a_resumed_stream_opens_only_the_shards_of_its_window(tmp_path, monkeypatch):
-    source, opened = open_data(write_shards(tmp_path, [5] * 40)), []
-    samples, place, read = source.samples(0, 0, 1), (0, 0, 0), common.read_headers
-    while place < (2, 3, 10):  # 70 of the 200 samples of epoch 2
-        _, place = next(samples)
-    assert place == (2, 3, 10)
-    expected = next(samples)[0].value
-    monkeypatch.setattr(common, "read_headers",
-                        lambda path, files: opened.append(Path(path).name) or read(path, files))
-    batch = take(stream(source, 10, positions={0: (42, place, {})}), 1)[0]
-    assert batch["position"] == {0: (43, (2, 4, 0), {})}
-    assert captions_in(batch)[0] == expected
-    order = np.random.default_rng((0, 2)).permutation(40)[12:16]
-    assert opened == [f"{i:03}.tar" for i in order]
+def test_shards_resume_at_every_sample_and_read_little_again(tmp_path, monkeypatch):
+    """From each position of two epochs the same samples and positions follow. A shard that is cut
+    off and an image that no sample uses are counted once, too."""
+    small_buffer(monkeypatch, 12_000)
+    source = open_data(write_shards(tmp_path, [9] * 6, uncaptioned=(4, 20)))
+    (tmp_path / "003.tar").write_bytes(Path(tmp_path, "003.tar").read_bytes()[:9000])
+    members = {"a.jpg": picture(), "a.2.jpg": picture(), "a.txt": "n99", "b.jpg": picture(),
+               "b.txt": "n98"}
+    write_tar(tmp_path / "005.tar", members)
+    whole = list(itertools.islice(source.samples(3, 0, 1), 110))
+    read, counts = common.read_sample, []
+    monkeypatch.setattr(common, "read_sample", lambda *x: counts.append(x) or read(*x))
+    for k, (_, position) in enumerate(whole[:90]):
+        counts.clear()
+        assert list(itertools.islice(source.samples(3, 0, 1, position), 2)) == whole[k + 1 : k + 3]
+        assert len(counts) <= (12_000 + 4000) // 1500 + 12_000 // 1500
+    # of a whole shard 9 samples, of the cut one fewer, and what is left out
+    epochs = [[s.problem or s.value for s, (epoch, *_) in whole if epoch == e] for e in (0, 1)]
+    assert sorted(epochs[0]) == sorted(epochs[1][: len(epochs[0])]) and len(epochs[0]) < 55
+    assert all(epochs[0].count(problem) == 1 for problem in (common.BAD_SHARD, common.UNUSED))
+
+
+def test_a_shard_is_read_in_large_pieces_from_begin_to_end(tmp_path, monkeypatch):
+    places, members = [], {}
+
+    class Counted(io.FileIO):
+        """Notes where and how much is read."""
+
+        def readinto(self, buffer):
+            place = self.tell()
+            places.append((place, super().readinto(buffer)))
+            return places[-1][1]
+
+    for i in range(300):
+        members |= {f"{i}.jpg": picture() + bytes(20_000), f"{i}.txt": f"n{i}"}
+    path = write_tar(tmp_path / "0.tar", members)
+    monkeypatch.setattr(common, "open", lambda path, mode, buffering: (
+        io.BufferedReader(Counted(path), buffering)), raising=False)
+    samples = TarShards(path).samples(0, 0, 1)
+    next(samples)
+    first = len(places)
+    assert len(list(itertools.islice(samples, 299))) == 299
+    size, ends = os.path.getsize(path), [place + n for place, n in places]
+    assert [place for place, _ in places[1:]] == ends[:-1] and ends[-1] == size
+    assert first <= len(places) - 2 and len(places) <= size // 2**20 + 3
+
+
+def test_neighbours_of_a_shard_seldom_meet_in_a_batch(tmp_path, monkeypatch):
+    """The buffer holds half of `span`, here 200 samples. Two neighbours then meet in a batch of 20
+    with a probability of about 20 / 400."""
+    small_buffer(monkeypatch, 400 * (1000 + len(picture())), 10**6)
+    source = open_data(write_shards(tmp_path, [400] * 4))
+    names = [int(caption[1:]) for caption in captions_of_samples(source, 1600)]
+    assert sorted(names) == [*range(1600)]
+    batch = np.argsort(names) // 20
+    assert 0.03 < np.mean(batch[1:] == batch[:-1]) < 0.08
 
 
 def test_captions_of_a_shards_image_alternate_between_epochs(tmp_path):
@@ -869,7 +925,7 @@ def test_captions_of_a_shards_image_alternate_between_epochs(tmp_path):
     assert [sorted(turns) for turns in captions.values()] == [["n0", "n1", "n2"]] * 6
     # The first caption depends on the position of the key's first header in the shard. A change
     # of this rule would change the captions of runs that are resumed.
-    rows = [row for row in common.read_headers(source.paths[0], contextlib.ExitStack())]
+    rows = [rows[0] for rows, _ in common.read_keys(source.paths[0])]
     firsts = {f"n{key.name[-1]}": f"n{key.number // 512 % 3}" for key in rows}
     assert {name: turns[0] for name, turns in captions.items()} == firsts
     assert len(set(firsts.values())) > 1
