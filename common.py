@@ -43,6 +43,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import random
 import re
 import string
@@ -1293,22 +1294,15 @@ class Views:
             crops.append(v2.functional.resized_crop(image, top, left, h, w, size, BICUBIC))
         return crops
 
-    def collate(self, samples):
-        """B lists of crops -> {"views": [(B, 3, size, size) for each view], "draws": ...}.
-
-        "draws" are the random numbers that `distort` needs.
-        """
-        crops = [torch.stack(column) for column in zip(*samples)]
-        drawn = [self.draw(len(crops[0]), view) for view in self.views]
-        changed, colours, sigma = zip(*drawn)                # each has one tensor for every view
-
+    def draws(self, n):
+        """The random numbers that `distort` needs for a batch of n images."""
+        changed, colours, sigma = zip(*[self.draw(n, view) for view in self.views])
         # The five changes of a view share one tensor of row numbers; `counts` says where to split
-        # it. Every tensor that a worker sends costs time and an open file.
-        draws = {"rows": [x.nonzero()[:, 1] for x in changed],  # (sum of counts,) for each view
-                 "counts": [x.sum(1).tolist() for x in changed],
-                 "colours": torch.stack(colours),            # (V, B, 11)
-                 "sigma": torch.stack(sigma)}                # (V, B)
-        return {"views": crops, "draws": draws}
+        # it, so that few tensors are copied to the device.
+        return {"rows": [x.nonzero()[:, 1] for x in changed],  # (sum of counts,) for each view
+                "counts": [x.sum(1).tolist() for x in changed],
+                "colours": torch.stack(colours),             # (V, B, 11)
+                "sigma": torch.stack(sigma)}                 # (V, B)
 
     def draw(self, n, view):
         """Draw the changes of a view of n images. Returns three tensors:
@@ -1327,7 +1321,7 @@ class Views:
 
 
 def distort(batch):
-    """Apply the changes that Views.collate drew, on the device of the crops.
+    """Apply the changes that Views.draws drew, on the device of the crops.
 
     A batch without "draws" is returned unchanged. Rows are selected by their numbers, and constants
     are Python numbers: indexing with a mask, or copying a constant tensor, makes the host wait for
@@ -1657,8 +1651,12 @@ class TarShards:
                 for sample in samples:
                     # what is left out leaves the buffer at once, and takes no room
                     leaves = read if sample.problem else read + draw.randrange(self.span)
+                    if self.content == "caption" and not sample.problem:
+                        # Captions take turns, as in CaptionTable. A sample of a tar has no number,
+                        # so its offset in the tar serves as the number.
+                        turn = (epoch + sample.number // tarfile.BLOCKSIZE) % len(sample.value)
+                        sample = sample._replace(value=sample.value[turn])
                     if (leaves, n) > delivered:
-                        sample = self.with_one_caption(sample, epoch)
                         heapq.heappush(held, (leaves, n, sample))
                     n += 1
                     if not sample.problem:
@@ -1694,14 +1692,6 @@ class TarShards:
                 samples = [read_sample(sample, self.content) for sample in samples]
                 yield samples, following, tuple((i, start) for i, start, _ in shards)
         yield [], following, ()
-
-    def with_one_caption(self, sample, epoch):
-        """Captions take turns, as in CaptionTable. A sample of a tar has no number, so its offset
-        in the tar serves as the number."""
-        if self.content != "caption" or sample.problem:
-            return sample
-        turn = (epoch + sample.number // tarfile.BLOCKSIZE) % len(sample.value)
-        return sample._replace(value=sample.value[turn])
 
     def each(self, content, limit=None):
         """Yield (bytes, label or [captions]) of every image, in order, for an evaluation.
@@ -2341,8 +2331,8 @@ def read_lines(path, flag):
 # Streams and seeds --------------------------------------------------------------------
 #
 # A resumed run sees the batches that the uninterrupted run would have seen. To that end
-#   - each worker reads one fixed part of the data and counts how far it has read,
-#   - each batch carries the position of its worker,
+#   - each worker reads one fixed share of the data and counts how far it has read,
+#   - each message of a worker, a part of a batch, carries the worker's position,
 #   - a checkpoint keeps the latest position of every worker,
 #   - random numbers depend on the seed and the position only, not on what was drawn before.
 
@@ -2350,21 +2340,24 @@ def read_lines(path, flag):
 def this_worker(positions):
     """-> (the number of the worker that this process continues, the number of workers).
 
-    positions: {worker: (batches delivered, ...)}. A DataLoader takes one batch from each of its
-    processes in turn, beginning with process 0. When a run resumes, the next batch must come from
-    the worker that has delivered the fewest batches. So process 0 continues that worker, and
-    process 1 the next one. Otherwise the batches would come in another order.
+    positions: {worker: (messages delivered, ...)}. A DataLoader takes one message from each of its
+    processes in turn, beginning with process 0. When a run resumes, the next message must come from
+    the worker that has delivered the fewest. So process 0 continues that worker, and process 1 the
+    next one. Otherwise the messages would come in another order.
     """
     info = get_worker_info()
     if info is None:
         return 0, 1
-    batches = [positions.get(worker, (0,))[0] for worker in range(info.num_workers)]
-    first = batches.index(min(batches))
+    delivered = [positions.get(worker, (0,))[0] for worker in range(info.num_workers)]
+    first = delivered.index(min(delivered))
     return (first + info.id) % info.num_workers, info.num_workers
 
 
 class Stream(IterableDataset):
-    """Endless batches of one rank, reproducible from (seed, rank, worker, position).
+    """Endless parts of batches of one rank, reproducible from (seed, rank, worker, position).
+
+    A worker sends at most `part` samples in a message, because messages take shared memory. `join`
+    makes a batch of so many messages as `parts` says.
 
     source: CaptionTable or TarShards.
     tokenizer: None if the model does not read captions. context: the largest number of tokens.
@@ -2375,16 +2368,20 @@ class Stream(IterableDataset):
     boxes: None, or (n, 4), the box of each image of a CaptionTable, for Views. A row of NaN means
         that the image has no box.
 
-    A batch is a dict:
-        "images"             (B, 3, S, S), uint8 or floats in [0, 1]; or what Views.collate returns
+    A batch, like a part of one, is a dict:
+        "images"             (B, 3, S, S), uint8 or floats in [0, 1]
+        "views"              with Views, instead of "images": [(B, 3, size, size) for each view]
+        "draws"              what Views.draws returns; not in a part
         "tokens", "mask"     (B, L), with a tokenizer
         "labels"             (B,) if the source has labels; (B, C), shares, if Augment mixes
         "skipped"            {worker: {problem: [count, last example]}}
-        "position"           {worker: (batches, position in the source, skipped)}
+        "position"           {worker: (messages, position in the source, skipped)}
 
     Raises UserError if the data have fewer images or shards than there are workers, or if too many
     samples in a row cannot be used.
     """
+
+    part = 64  # 64 images of 224 x 224 are 10 MB
 
     def __init__(self, source, tokenizer, transform, min_side, context, batch_size, seed,
                  rank=0, world_size=1, positions=None, boxes=None):
@@ -2392,6 +2389,7 @@ class Stream(IterableDataset):
         self.context, self.batch_size, self.boxes = context, batch_size, boxes
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.positions, self.min_side = positions or {}, min_side
+        self.parts = max(1, math.ceil(batch_size / self.part))
         if isinstance(transform, Views):
             self.min_side = transform.min_side
 
@@ -2404,7 +2402,7 @@ class Stream(IterableDataset):
         # only one worker counts the rows that were left out when the source was opened
         skipped = self.source.skipped if part == 0 else {}
         start = 0, self.source.start, skipped
-        batches, position, skipped = self.positions.get(worker, start)
+        sent, position, skipped = self.positions.get(worker, start)
         skipped, bad_in_a_row, samples = dict(skipped), 0, []
         for sample, position in self.source.samples(self.seed, part, parts, position):
             # of a tuple, the first two numbers belong to the sample
@@ -2422,13 +2420,14 @@ class Stream(IterableDataset):
 
             bad_in_a_row = 0
             samples.append(sample)
-            if len(samples) == self.batch_size:
-                batches += 1
-                # The 1 makes another seed: collate must not draw the last sample's numbers again.
-                with fixed_seed(self.seed, part, *numbers, 1):
-                    batch = self.collate(samples)
-                yield batch | {"position": {worker: (batches, position, dict(skipped))},
-                               "skipped": {worker: dict(skipped)}}
+            # Workers send in turn. Where the sizes of a batch's parts differ, by one, they move on
+            # from batch to batch, so that each worker sends as many samples as the others.
+            number = sent * workers + worker
+            place = (number + number // self.parts) % self.parts
+            if len(samples) == (self.batch_size + place) // self.parts:
+                sent += 1
+                yield self.collate(samples) | {"position": {worker: (sent, position, dict(skipped))},
+                                               "skipped": {worker: dict(skipped)}}
                 samples = []
 
     def load(self, sample):
@@ -2453,30 +2452,61 @@ class Stream(IterableDataset):
         return sample._replace(file=self.transform(image, box))
 
     def collate(self, samples):
-        """Loaded samples -> a batch without "skipped" and "position"."""
+        """Loaded samples -> a part of a batch without "skipped" and "position"."""
         images, values, *_ = zip(*samples)
         if isinstance(self.transform, Views):
-            batch = self.transform.collate(images)
+            part = {"views": [torch.stack(column) for column in zip(*images)]}
         else:
-            batch = {"images": torch.stack(images)}
+            part = {"images": torch.stack(images)}
         if self.source.content == "boxes":
-            return batch | box_batch(values, self.source, self.tokenizer, self.context)
-        if self.tokenizer:
-            batch["tokens"], batch["mask"] = self.tokenizer.batch(values, self.context)
+            part["truths"] = pickle.dumps(values)  # one message for many small tensors
+        elif self.tokenizer:
+            part["tokens"], part["mask"] = self.tokenizer.batch(values, self.context)
         if self.source.content == "label":
-            batch["labels"] = torch.tensor(values)
+            part["labels"] = torch.tensor(values)
+        return part
+
+    def join(self, parts, number):
+        """The parts of this rank's batch -> the batch. `number`, of the batch, seeds what is drawn
+        for the whole of it. The 0 and 1 make another seed than those of samples."""
+        with fixed_seed(self.seed, self.rank, number, 0, 1):
+            return self.complete(parts)
+
+    def complete(self, parts):
+        """The parts of a batch -> the batch, with what is drawn for the whole of it."""
+        batch = {name: self.joined(name, [part[name] for part in parts]) for name in parts[0]}
+        if isinstance(self.transform, Views):
+            batch["draws"] = self.transform.draws(len(batch["views"][0]))
         if isinstance(self.transform, Augment):
-            batch["images"], batch["labels"] = self.transform.mix(**batch)
+            batch["images"], batch["labels"] = self.transform.mix(batch["images"], batch["labels"])
+        if self.source.content == "boxes":
+            truths = batch.pop("truths")
+            batch |= box_batch(truths, self.source, self.tokenizer, self.context)
         return batch
+
+    def joined(self, name, values):
+        """What the parts of a batch have by one name -> what the batch has by it."""
+        if name in ("position", "skipped"):  # a worker's last part counts
+            return {worker: x for value in values for worker, x in value.items()}
+        if name == "truths":
+            return [truth for value in values for truth in pickle.loads(value)]
+        if name == "views":
+            return [torch.cat(column) for column in zip(*values)]
+        if name in ("tokens", "mask"):  # each part is as long as its longest caption
+            longest, pad = max(x.shape[1] for x in values), self.tokenizer.pad * (name == "tokens")
+            values = [F.pad(x, (0, longest - x.shape[1]), value=pad) for x in values]
+        return torch.cat(values)
 
 
 class WorldStream(Stream):
-    """A Stream of the world of shapes, which is drawn, not read.
+    """A Stream of the world of shapes, which is drawn, not read. A message is a whole batch.
 
     A batch depends on (seed, rank, worker, number of the batch). transform: None, Augment or Views.
     min_side and boxes have no effect. If the source has labels, each scene has one object, and the
     object's shape is the label.
     """
+
+    part = math.inf
 
     def __iter__(self):
         worker, _ = this_worker(self.positions)
@@ -2492,8 +2522,11 @@ class WorldStream(Stream):
             with fixed_seed(seed):
                 if self.transform:
                     images = [self.transform(image) for image in images]
-                batch = self.collate(map(Sample, images, values))
+                batch = self.complete([self.collate(map(Sample, images, values))])
             yield batch | {"position": {worker: (batches + 1,)}, "skipped": {}}
+
+    def join(self, parts, number):
+        return parts[0]
 
 
 class EachImage(IterableDataset):

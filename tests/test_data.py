@@ -259,12 +259,70 @@ def test_few_captions_for_the_vocabulary_come_from_shards_far_apart(tmp_path):
     assert open_data(f"{tmp_path}/*.tar").sample_captions(2) == ["0", "2"]
 
 
-def test_a_batch_draws_other_random_numbers_than_its_last_image(tmp_path, monkeypatch):
-    monkeypatch.setattr(Stream, "collate", lambda self, samples: {
-        "last": samples[-1].file, "drawn": torch.rand(1)})
-    table = open_data(write_table(tmp_path, 4))
-    for batch in take(stream(table, transform=lambda image: torch.rand(1)), 2):
-        assert batch["last"] != batch["drawn"]
+@pytest.mark.parametrize("n", [1, 5])
+def test_a_batch_draws_other_random_numbers_than_its_images_and_other_batches(
+        tmp_path, monkeypatch, n):
+    """A batch of 4 images has one or two parts."""
+    monkeypatch.setattr(Stream, "part", n)
+    monkeypatch.setattr(Stream, "complete", lambda self, parts: torch.rand(1))
+    loader, drawn = stream(open_data(write_table(tmp_path, 4)), transform=draws_one), []
+    for number, part in enumerate(take(loader, 3)):
+        drawn += [loader.join([part], number), *part["images"]]
+    assert len({float(x) for x in drawn}) == len(drawn)
+    assert loader.join([part], 2) == drawn[-1 - len(part["images"])]
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_a_batch_is_joined_from_small_parts(tmp_path, monkeypatch, workers):
+    """10 samples are parts of 3, 3 and 4 samples from workers in turn, each of which sends 10 of 30.
+    Captions are padded alike."""
+    monkeypatch.setattr(Stream, "part", 4)
+    members = {f"{i}.jpg": picture() for i in range(30)}
+    rows = [f"{i}.jpg,n{i}{' n7' * (i % 5)}" for i in range(30)]
+    write_files(tmp_path, members | {"a.csv": "\n".join(["filepath,title", *rows])})
+    source = open_data(f"{tmp_path}/a.csv")
+    loader, captions = stream(source, 10, seed=5), []
+    parts = take(loader, 9, workers)
+    sizes = [len(part["images"]) for part in parts]
+    assert sizes == [3, 3, 4, 3, 4, 3, 4, 3, 3] and loader.parts == 3
+    for number in range(3):
+        some = parts[3 * number : 3 * number + 3]
+        batch = loader.join(some, number)
+        assert torch.equal(batch["images"], torch.cat([part["images"] for part in some]))
+        texts = [" ".join(TOKENIZER.vocab[i] for i in row[1 : sum(mask) - 1])
+                 for part in some for row, mask in zip(*(part[name].tolist()
+                                                         for name in ("tokens", "mask")))]
+        for found, expected in zip((batch["tokens"], batch["mask"]), TOKENIZER.batch(texts, 16)):
+            assert torch.equal(found, expected)
+        captions += texts
+        assert batch["position"] == {k: v for part in some for k, v in part["position"].items()}
+    assert sorted(captions) == sorted(" ".join(row.split(",")[1].split()) for row in rows)
+
+
+def test_a_batch_resumes_with_the_worker_whose_turn_it_is(tmp_path, monkeypatch):
+    """Batches of 3 parts end at another worker each time."""
+    monkeypatch.setattr(Stream, "part", 2)
+    source = open_data(write_table(tmp_path, 23))
+    parts = take(stream(source, 5), 12, workers=2)
+    for batch in range(1, 4):
+        positions = {}
+        for part in parts[: 3 * batch]:
+            positions |= part["position"]
+        rest = take(stream(source, 5, positions=positions), 12 - 3 * batch, workers=2)
+        assert [captions_in(part) for part in rest] == [*map(captions_in, parts[3 * batch :])]
+        assert all(torch.equal(a["images"], b["images"]) for a, b in zip(rest, parts[3 * batch :]))
+
+
+def test_a_message_of_a_worker_is_small():
+    """Whatever the batch is, a message holds at most 64 images, 10 MB at 224 x 224 pixels."""
+    loader = Stream(World(), None, None, None, None, 2048, 0)
+    assert (loader.part, loader.parts) == (64, 32)
+    assert 64 * 3 * 224 * 224 < 10e6
+
+
+def draws_one(image):
+    """Return a random number in place of an image."""
+    return torch.rand(1)
 
 
 @pytest.mark.parametrize("value, texts", [
@@ -1158,7 +1216,8 @@ def test_distort_equals_a_literal_reference_with_the_same_random_numbers(kind):
     views = common.Views(ALL_VIEWS, 32)
     crops = crops_of(kind, views)
     torch.manual_seed(1)
-    batch = views.collate(crops)
+    batch = {"views": [torch.stack(column) for column in zip(*crops)]}
+    batch["draws"] = views.draws(len(crops))
     after, dtype = torch.rand(1), {"files": torch.uint8, "world": torch.float32}[kind]
     kept = [x.clone() for x in batch["views"]]
     assert all(x.dtype == dtype for x in kept)
