@@ -32,6 +32,7 @@ import contextlib
 import csv
 import dataclasses
 import datetime
+import errno
 import functools
 import glob
 import gzip
@@ -51,6 +52,7 @@ import subprocess
 import sys
 import tarfile
 import textwrap
+import time
 import unicodedata
 import warnings
 import zlib
@@ -82,7 +84,11 @@ class UserError(Exception):
     def __init__(self, message):
         # A DataLoader raises a worker's error again, with the worker's traceback before the
         # message. Only the message is kept.
-        super().__init__(message.rpartition("UserError: ")[2].strip())
+        super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
+
+
+class DiskError(UserError):
+    """A disk that fails again and again. The run saves and ends."""
 
 
 def flag_of(name):
@@ -1455,6 +1461,59 @@ class Sample(NamedTuple):
     problem: str = ""          # why the sample is left out; samples are counted by this text
 
 
+# errors of a network's disk that often pass
+PASSING = errno.EIO, errno.ESTALE, errno.ETIMEDOUT
+DISK = "read that the disk failed four times"
+
+
+def patiently(read, *arguments):
+    """read(*arguments), tried again after 1, 5 and 25 seconds if the disk fails."""
+    for seconds in (1, 5, 25):
+        try:
+            return read(*arguments)
+        except OSError as error:
+            if error.errno not in PASSING:
+                raise
+        time.sleep(seconds)
+    return read(*arguments)
+
+
+def problem_of(error, problem):
+    """Why a sample is left out: DISK if the error is the disk's, else `problem`."""
+    return DISK if getattr(error, "errno", None) in PASSING else problem
+
+
+class Disk:
+    """Ends a run after three samples or shards in a row that the disk failed to read, because each
+    costs 31 seconds."""
+
+    failed = 0
+
+    def check(self, sample):
+        self.failed = self.failed + 1 if sample.problem == DISK else 0
+        if self.failed == 3:
+            raise DiskError(f"The disk failed to read three samples in a row, the last {sample.name}: "
+                            "repair the disk.")
+
+
+class ShardFile(io.FileIO):
+    """A shard. A read that the disk fails is tried again, in the file opened anew."""
+
+    is_stale = False
+
+    def readinto(self, buffer):
+        return patiently(self.read_from, self.tell(), buffer)
+
+    def read_from(self, place, buffer):
+        if self.is_stale:
+            super().__init__(self.name)
+            self.seek(place)
+        self.is_stale = True
+        n = os.readv(self.fileno(), [buffer])
+        self.is_stale = False
+        return n
+
+
 def left_out(problem, name):
     """A sample, or a whole shard, that cannot be used."""
     return Sample(None, name=name, problem=problem)
@@ -1468,7 +1527,9 @@ def count_problem(sample, counts):
 
 def usable(samples, counts):
     """Yield the samples without a problem, and count the others."""
+    disk = Disk()
     for sample in samples:
+        disk.check(sample)
         if sample.problem:
             count_problem(sample, counts)
         else:
@@ -1834,9 +1895,9 @@ def read_keys(path, start=0, buffering=READ):
     OpenCLIP. The file v1.0.jpg has the key "v1" and the suffix ".0.jpg", which is no image's
     suffix, so the image cannot be used and is left out.
     """
-    key, problem = None, "it holds no files"
+    key, problem, kind = None, "it holds no files", BAD_SHARD
     try:
-        with open(path, "rb", buffering) as file:
+        with io.BufferedReader(patiently(ShardFile, path), buffering) as file:
             for member, data in read_files(file, start):
                 name = KEY.match(member.name)[0]
                 where, suffix = f"{path}:{name}", member.name[len(name):].lower()
@@ -1848,10 +1909,10 @@ def read_keys(path, start=0, buffering=READ):
                     key, problem = Sample(path, {}, where, member.offset), ""
                 key.value[suffix] = data
     except SHARD_ERRORS as error:
-        problem = error
+        problem, kind = error, problem_of(error, BAD_SHARD)
     last = with_unused(key) if key else []
     if problem:
-        last.append(left_out(BAD_SHARD, f"{path} ({problem})"))
+        last.append(left_out(kind, f"{path} ({problem})"))
     yield last, None
 
 
@@ -2403,12 +2464,13 @@ class Stream(IterableDataset):
         skipped = self.source.skipped if part == 0 else {}
         start = 0, self.source.start, skipped
         sent, position, skipped = self.positions.get(worker, start)
-        skipped, bad_in_a_row, samples = dict(skipped), 0, []
+        skipped, bad_in_a_row, samples, disk = dict(skipped), 0, [], Disk()
         for sample, position in self.source.samples(self.seed, part, parts, position):
             # of a tuple, the first two numbers belong to the sample
             numbers = position[:2] if isinstance(position, tuple) else (position,)
             with fixed_seed(self.seed, part, *numbers):
                 sample = self.load(sample)
+            disk.check(sample)
             if sample.problem:
                 count_problem(sample, skipped)
                 bad_in_a_row += 1
@@ -2435,14 +2497,14 @@ class Stream(IterableDataset):
         if sample.problem:
             return sample
         try:
-            image = open_image(sample.file, self.min_side)
+            image = patiently(open_image, sample.file, self.min_side)
             if self.source.content == "boxes":
                 check_sides(image, sample.value)
         except FileNotFoundError:
             return left_out("image that does not exist", sample.name)
         except Exception as error:
             problem = f"{sample.name} ({type(error).__name__}: {error})"
-            return left_out("unreadable image", problem)
+            return left_out(problem_of(error, "unreadable image"), problem)
         if self.source.content == "boxes":
             image, truth = self.transform(image, sample.value)
             return sample._replace(file=image, value=truth)
@@ -2546,17 +2608,19 @@ class EachImage(IterableDataset):
     def __iter__(self):
         worker, workers = this_worker({})
         rows = range(self.part * workers + worker, len(self.table), self.parts * workers)
+        disk = Disk()
         for i in range(0, len(rows), self.batch_size):
             found, images = [], []
             for row in rows[i : i + self.batch_size]:
                 if self.stopped():
                     return
-                # a damaged image gets no box; Stream counts it
-                with contextlib.suppress(Exception):
-                    image = open_image(self.table.path(row), self.size[0])
+                try:
+                    image = patiently(open_image, self.table.path(row), self.size[0])
                     image = image.resize(self.size, Image.Resampling.BICUBIC)
                     images.append(v2.functional.pil_to_tensor(image))
                     found.append(row)
+                except Exception as error:  # a damaged image gets no box; Stream counts it
+                    disk.check(left_out(problem_of(error, "damaged"), self.table.path(row)))
             if found:
                 yield found, torch.stack(images)
 

@@ -244,9 +244,10 @@ def train(args, out, device):
                 progress.boxes, stopping = find_boxes(args, data, model, device, autocast, stop)
                 if stopping:  # the resumed run will look for the boxes again
                     save(args, model, optimizer, scaler, progress)
-                    return end_early(args, log, progress.step, stopping)
+                    return end_early(args, log, progress.step, stopping, stop)
             if batches is None:
-                batches = open_loader(args, data, transform, tokenizer, model, progress, device)
+                batches = open_loader(args, data, transform, tokenizer, model, progress, device,
+                                      stop)
                 clock.reset()
             batch = common.distort(clock.wait_for(batches))
             step = progress.step - start  # within the stage
@@ -307,7 +308,7 @@ def train(args, out, device):
 
             # Stop.
             if stopping:
-                return end_early(args, log, progress.step, stopping)
+                return end_early(args, log, progress.step, stopping, stop)
     stop.restore()  # from here on a signal ends the program at once
     finish(args, log, embedder, eval_data, progress, patient)
 
@@ -889,8 +890,9 @@ def build_transform(args, method, encoder):
     return common.Views([common.View(**view) for view in views], args.image_size)
 
 
-def open_loader(args, data, transform, tokenizer, model, progress, device):
-    """Yield this rank's batches on the device, beginning at the positions in `progress`."""
+def open_loader(args, data, transform, tokenizer, model, progress, device, stop):
+    """Yield this rank's batches on the device, beginning at the positions in `progress`. After the
+    disk has failed, the last batch comes again until all ranks have agreed to stop."""
     rank, world_size = this_rank()
     context = model.text_encoder.context if tokenizer else None
     kind = common.Stream
@@ -906,9 +908,18 @@ def open_loader(args, data, transform, tokenizer, model, progress, device):
     # While a step is computed, the workers make the parts of the next batch, and two at least.
     ahead = max(2, math.ceil(stream.parts / max(1, args.workers)))
     messages = read_in_workers(stream, args.workers, ahead)
+    batch = None
     for number in itertools.count(progress.step):
-        parts = [to_device(part, device) for part in itertools.islice(messages, stream.parts)]
-        yield to_device(stream.join(parts, number), device)
+        if not stop.error:
+            try:
+                parts = itertools.islice(messages, stream.parts)
+                parts = [to_device(part, device) for part in parts]
+                batch = to_device(stream.join(parts, number), device)
+            except common.DiskError as error:
+                if batch is None or args.bench:
+                    raise
+                stop.fail(error)
+        yield batch
 
 
 # Seconds to wait for a batch, and seconds between two checks that the workers are alive.
@@ -985,12 +996,15 @@ def find_boxes(args, data, model, device, autocast, stop):
     images = common.EachImage(data, args.image_size, common.Stream.part, *this_rank(),
                               lambda: stop.noted)
     rows, boxes = [], []
-    for numbers, x in read_in_workers(images, args.workers):
-        if stop.noted:
-            break
-        rows += numbers
-        with autocast():
-            boxes += model.boxes(x.to(device)).tolist()
+    try:
+        for numbers, x in read_in_workers(images, args.workers):
+            if stop.noted:
+                break
+            rows += numbers
+            with autocast():
+                boxes += model.boxes(x.to(device)).tolist()
+    except common.DiskError as error:
+        stop.fail(error)
     model.train()
     found = torch.full((len(data), 4), math.nan)  # an image that cannot be read has no box
     ranks = common.gather_objects((rows, torch.tensor(boxes).view(-1, 4), stop.noted))
@@ -1212,8 +1226,10 @@ class Stop:
     Ctrl-C.
     """
 
+    FAILED = 10_000  # noted after the disk has failed, above all signals
+
     def __init__(self):
-        self.noted = 0
+        self.noted, self.error = 0, None
         self.steps, self.left, self.asked = 1, 1, time.monotonic()
         self.before = {number: signal.signal(number, self.note) for number in SIGNALS
                        if signal.getsignal(number) != signal.SIG_IGN}
@@ -1225,7 +1241,10 @@ class Stop:
     def note(self, number, frame):
         if self.noted and number == signal.SIGINT and not dist.is_initialized():
             raise KeyboardInterrupt
-        self.noted = int(number)
+        self.noted = max(self.noted, int(number))
+
+    def fail(self, error):
+        self.noted, self.error = self.FAILED, str(error)
 
     def is_due(self):
         """Whether to ask after this step. A GPU waits while ranks ask, so they ask rarely."""
@@ -1246,9 +1265,14 @@ class Stop:
         return int(noted)
 
 
-def end_early(args, log, step, number):
-    """Say how to continue a run that a signal stopped, and return the signal's number."""
+def end_early(args, log, step, number, stop):
+    """Say how to continue a run that a signal stopped, and return the signal's number. Raises
+    UserError if the disk failed, of this rank or of another."""
     log.bar.close()
+    if number == stop.FAILED:
+        error = next(filter(None, common.gather_objects(stop.error)))
+        raise UserError(f"{error} Step {step} is saved: start the same command again with --resume "
+                        f"--out {shlex.quote(args.out)}.")
     print_once(f"Stopped by signal after step {step}: start the same command again with --resume "
                f"--out {shlex.quote(args.out)}")
     return number

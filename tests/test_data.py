@@ -937,21 +937,17 @@ def test_shards_resume_at_every_sample_and_read_little_again(tmp_path, monkeypat
 
 
 def test_a_shard_is_read_in_large_pieces_from_begin_to_end(tmp_path, monkeypatch):
-    places, members = [], {}
+    places, members, readv = [], {}, os.readv
 
-    class Counted(io.FileIO):
-        """Notes where and how much is read."""
-
-        def readinto(self, buffer):
-            place = self.tell()
-            places.append((place, super().readinto(buffer)))
-            return places[-1][1]
+    def counted(file, buffers):
+        place = os.lseek(file, 0, os.SEEK_CUR)
+        places.append((place, readv(file, buffers)))
+        return places[-1][1]
 
     for i in range(300):
         members |= {f"{i}.jpg": picture() + bytes(20_000), f"{i}.txt": f"n{i}"}
     path = write_tar(tmp_path / "0.tar", members)
-    monkeypatch.setattr(common, "open", lambda path, mode, buffering: (
-        io.BufferedReader(Counted(path), buffering)), raising=False)
+    monkeypatch.setattr(os, "readv", counted)
     samples = TarShards(path).samples(0, 0, 1)
     next(samples)
     first = len(places)
@@ -1323,3 +1319,118 @@ def test_the_lines_in_claims_py_write_cifar10_as_class_folders(tmp_path, monkeyp
     assert (len(table), table.classes, list(table.labels)) == (3, ["cat", "dog"], [0, 1, 1])
     assert sorted(str(path) for path in Path("cifar10/test").rglob("*.png")) == [
         "cifar10/test/cat/1.png", "cifar10/test/dog/0.png"]
+
+
+class Failing:
+    """Fails `n` times with an error of the disk for each path of `paths`, then calls `read`."""
+
+    def __init__(self, read, n, paths, kind=errno.EIO):
+        self.read, self.left, self.kind = read, {str(path): n for path in paths}, kind
+
+    def __call__(self, path, *arguments):
+        if self.left.get(str(path), 0) > 0:
+            self.left[str(path)] -= 1
+            raise OSError(self.kind, "failed", str(path))
+        return self.read(path, *arguments)
+
+
+@pytest.fixture
+def sleeps(monkeypatch):
+    """Return the list of the seconds that a test would have slept."""
+    slept = []
+    monkeypatch.setattr(common.time, "sleep", slept.append)
+    return slept
+
+
+@pytest.mark.parametrize("kind", common.PASSING)
+def test_an_image_that_the_disk_fails_once_is_read_and_one_that_fails_is_counted(
+        tmp_path, monkeypatch, sleeps, kind):
+    source = open_data(write_table(tmp_path, 8))
+    monkeypatch.setattr(common, "open_image", Failing(common.open_image, 1, source.paths, kind))
+    assert len(take(stream(source, 8), 1)[0]["images"]) == 8 and sleeps == [1] * 8
+    sleeps.clear()
+    monkeypatch.setattr(common, "open_image", Failing(common.open_image, 99, source.paths[:2], kind))
+    batch, = take(stream(source, 6), 1)
+    assert sleeps == [1, 5, 25] * 2 and batch["skipped"][0][common.DISK][0] == 2
+    monkeypatch.setattr(common, "open_image", Failing(common.open_image, 99, source.paths[:3], 2))
+    assert len(take(stream(source, 5), 1)) == 1 and len(sleeps) == 6   # a missing file stays missing
+    monkeypatch.setattr(common, "open_image", Failing(common.open_image, 99, source.paths, kind))
+    message = failure(take, stream(source, 6), 1)
+    assert message.startswith("The disk failed to read three samples in a row, the last") and (
+        len(sleeps) == 6 + 9)
+    with pytest.raises(common.DiskError):  # a worker's error keeps its type
+        take(stream(source, 6), 1, workers=1)
+
+
+def test_a_shard_that_the_disk_fails_is_read_again_from_the_same_place(
+        tmp_path, monkeypatch, sleeps):
+    """Each second read fails, and a read gives at most 8 kB."""
+    shards, readv, calls = TarShards(write_shards(tmp_path, [30] * 5)), os.readv, itertools.count()
+    expected = captions_of_samples(shards, 300)
+
+    def flaky(file, buffers):
+        if next(calls) % 2 == 0:
+            os.lseek(file, 7, os.SEEK_SET)                   # the place is lost with the file
+            raise OSError(errno.ESTALE, "stale")
+        return readv(file, [buffers[0][:8192]])
+
+    monkeypatch.setattr(os, "readv", flaky)
+    assert captions_of_samples(shards, 300) == expected
+    assert len(sleeps) > 20 and set(sleeps) == {1}
+
+
+def test_two_shards_that_fail_always_are_counted_and_three_end_the_run(
+        tmp_path, monkeypatch, sleeps):
+    shards, readv, gone = TarShards(write_shards(tmp_path, [30] * 5)), os.readv, set()
+
+    def failing(file, buffers):
+        if os.path.basename(os.readlink(f"/proc/self/fd/{file}")) in gone:
+            raise OSError(errno.EIO, "failed")
+        return readv(file, buffers)
+
+    monkeypatch.setattr(os, "readv", failing)
+    gone |= {"001.tar", "003.tar"}
+    batches = take(stream(shards, 30), 3)
+    assert batches[-1]["skipped"][0][common.DISK][0] == 2 and sleeps == [1, 5, 25] * 2
+    assert len({name for batch in batches for name in captions_in(batch)}) == 90
+    assert len([*shards.each("caption")]) == 90              # an evaluation leaves them out, too
+    gone |= {f"00{i}.tar" for i in range(5)}
+    sleeps.clear()
+    for run in (lambda: take(stream(shards, 30), 1), lambda: [*shards.each("caption")]):
+        assert failure(run).startswith("The disk failed to read three samples in a row")
+    assert len(sleeps) == 2 * 9
+
+
+def test_an_evaluation_tries_again_and_ends_after_three_failures(monkeypatch, sleeps):
+    pairs = [(f"{i}.jpg", i) for i in range(9)]
+
+    def found(n, paths):
+        read = Failing(lambda path: torch.zeros(1), n, paths)
+        return [value for _, value in evaluation.read_images(pairs, read)]
+
+    assert found(1, ["0.jpg", "4.jpg"]) == [*range(9)] and sleeps == [1, 1]
+    assert found(99, ["1.jpg", "2.jpg", "4.jpg", "5.jpg"]) == [0, 3, 6, 7, 8]
+    with pytest.raises(common.DiskError, match="three samples in a row, the last 3.jpg"):
+        found(99, [f"{i}.jpg" for i in range(1, 4)])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_whose_disk_is_gone_saves_and_ends_with_the_error(
+        tmp_path, monkeypatch, sleeps, workers):
+    run, read, calls = tmp_path / "run", common.open_image, itertools.count()
+
+    def dying(*arguments):
+        if next(calls) >= 20:
+            raise OSError(errno.EIO, "failed")
+        return read(*arguments)
+
+    monkeypatch.setattr(common, "open_image", dying)
+    flags = [*SMALL["sparc"], "--image-size", 16, "--data", write_table(tmp_path, 60), "--workers",
+             workers, "--out", run]
+    with pytest.raises(UserError, match="three samples in a row.* Step [123] is saved: .*--resume"):
+        train_alone([*flags, "--steps", 6])
+    step = common.load_checkpoint(run / "last.pt")["step"]
+    monkeypatch.setattr(common, "open_image", read)
+    train_alone(["--resume", "--out", run])
+    assert step == 3  # two batches, and the last again, for which other ranks would have waited
+    assert [record["step"] for record in read_log(run)] == [*range(1, 7)]
