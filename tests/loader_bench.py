@@ -5,6 +5,7 @@ each read costs 2 ms and each byte 1 / (200 MB/s). All readers decode and crop a
 """
 
 import argparse
+import importlib.util
 import io
 import itertools
 import os
@@ -13,7 +14,6 @@ import tarfile
 import tempfile
 import time
 from pathlib import Path
-
 import numpy as np
 import torch
 from PIL import Image
@@ -24,6 +24,7 @@ import common
 
 LATENCY, RATE = 2e-3, 200e6
 BYTES = [0]  # read so far by this process
+READS = {"readv": os.readv, "pread": os.pread}
 
 
 def write_shards(directory, shards, size):
@@ -51,45 +52,27 @@ def slow_down(is_slow):
             found = read(*arguments)
             n = found if isinstance(found, int) else len(found)
             BYTES[0] += n
-            if is_slow:
-                time.sleep(LATENCY + n / RATE)
+            time.sleep(is_slow * (LATENCY + n / RATE))
             return found
         return slow_read
-    for name in ("readv", "pread"):
-        setattr(os, name, patched(ORIGINAL[name]))
+    for name, read in READS.items():
+        setattr(os, name, patched(read))
 
 
-ORIGINAL = {name: getattr(os, name) for name in ("readv", "pread")}
-
-
-class RawFile(io.RawIOBase):
+class RawFile(io.FileIO):
     """A file that webdataset reads, by the patched os.readv."""
 
-    def __init__(self, path):
-        self.fd = os.open(path, os.O_RDONLY)
-
-    def readable(self):
-        return True
-
     def readinto(self, buffer):
-        return os.readv(self.fd, [buffer])
-
-
-def ours(spec, args, transform, positions=None):
-    source = common.open_data(spec)
-    return common.Stream(source, None, transform, 336, None, args.batch, 0, positions=positions)
+        return os.readv(self.fileno(), [buffer])
 
 
 def webdatasets(spec, args, transform):
     import webdataset as wds
     wds.gopen.__globals__["gopen_schemes"]["slow"] = lambda url, mode, bufsize: (
         io.BufferedReader(RawFile(url.partition(":")[2])))
-
-    def load(sample):
-        return transform(common.open_image(sample["jpg"], 336))
-
     urls = [f"slow:{path}" for path in common.expand_braces(spec)]
-    data = wds.WebDataset(urls, shardshuffle=100, nodesplitter=None).shuffle(4000).map(load)
+    data = wds.WebDataset(urls, shardshuffle=100, nodesplitter=None).shuffle(4000)
+    data = data.map(lambda sample: transform(common.open_image(sample["jpg"], 336)))
     return data.batched(64, collation_fn=lambda x: {"images": torch.stack(x)})
 
 
@@ -100,9 +83,9 @@ def measure(dataset, args):
                         multiprocessing_context="fork" if args.workers else None)
     for part in loader:
         n += len(part["images"])
-        while n >= args.batch * (len(times) + 1):
+        if n >= args.batch * (len(times) + 1):
             times.append(time.perf_counter() - start)
-        if len(times) >= args.batches:
+        if len(times) == args.batches:
             break
     waits = np.diff(times)
     return times[0], args.batch * len(waits) / waits.sum(), waits.max()
@@ -110,17 +93,15 @@ def measure(dataset, args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in (("workers", 1), ("batch", 256), ("batches", 12), ("shards", 6),
-                        ("size", 2000)):
-        parser.add_argument(f"--{name}", type=int, default=value)
+    for setting in ("workers=1", "batch=256", "batches=12", "shards=6", "size=2000"):
+        name, value = setting.split("=")
+        parser.add_argument(f"--{name}", type=int, default=int(value))
     args, transform = parser.parse_args(), common.train_transform(224)
     torch.set_num_threads(1)
-    readers = {"ours": ours}
-    try:
-        import webdataset
-        readers["webdataset " + webdataset.__version__] = webdatasets
-    except ImportError:
-        pass
+    readers = {"ours": lambda spec, args, transform: common.Stream(
+        common.open_data(spec), None, transform, 336, None, args.batch, 0)}
+    if importlib.util.find_spec("webdataset"):
+        readers["webdataset"] = webdatasets
     with tempfile.TemporaryDirectory() as directory:
         spec = write_shards(directory, args.shards, args.size)
         print("disk, reader: seconds to the first batch, images/s, longest wait in seconds")
