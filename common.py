@@ -32,6 +32,7 @@ import contextlib
 import csv
 import dataclasses
 import datetime
+import errno
 import functools
 import glob
 import gzip
@@ -43,6 +44,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import random
 import re
 import string
@@ -50,6 +52,7 @@ import subprocess
 import sys
 import tarfile
 import textwrap
+import time
 import unicodedata
 import warnings
 import zlib
@@ -81,7 +84,11 @@ class UserError(Exception):
     def __init__(self, message):
         # A DataLoader raises a worker's error again, with the worker's traceback before the
         # message. Only the message is kept.
-        super().__init__(message.rpartition("UserError: ")[2].strip())
+        super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
+
+
+class DiskError(UserError):
+    """A disk that fails again and again. The run saves and ends."""
 
 
 def flag_of(name):
@@ -1293,22 +1300,15 @@ class Views:
             crops.append(v2.functional.resized_crop(image, top, left, h, w, size, BICUBIC))
         return crops
 
-    def collate(self, samples):
-        """B lists of crops -> {"views": [(B, 3, size, size) for each view], "draws": ...}.
-
-        "draws" are the random numbers that `distort` needs.
-        """
-        crops = [torch.stack(column) for column in zip(*samples)]
-        drawn = [self.draw(len(crops[0]), view) for view in self.views]
-        changed, colours, sigma = zip(*drawn)                # each has one tensor for every view
-
+    def draws(self, n):
+        """The random numbers that `distort` needs for a batch of n images."""
+        changed, colours, sigma = zip(*[self.draw(n, view) for view in self.views])
         # The five changes of a view share one tensor of row numbers; `counts` says where to split
-        # it. Every tensor that a worker sends costs time and an open file.
-        draws = {"rows": [x.nonzero()[:, 1] for x in changed],  # (sum of counts,) for each view
-                 "counts": [x.sum(1).tolist() for x in changed],
-                 "colours": torch.stack(colours),            # (V, B, 11)
-                 "sigma": torch.stack(sigma)}                # (V, B)
-        return {"views": crops, "draws": draws}
+        # it, so that few tensors are copied to the device.
+        return {"rows": [x.nonzero()[:, 1] for x in changed],  # (sum of counts,) for each view
+                "counts": [x.sum(1).tolist() for x in changed],
+                "colours": torch.stack(colours),             # (V, B, 11)
+                "sigma": torch.stack(sigma)}                 # (V, B)
 
     def draw(self, n, view):
         """Draw the changes of a view of n images. Returns three tensors:
@@ -1327,7 +1327,7 @@ class Views:
 
 
 def distort(batch):
-    """Apply the changes that Views.collate drew, on the device of the crops.
+    """Apply the changes that Views.draws drew, on the device of the crops.
 
     A batch without "draws" is returned unchanged. Rows are selected by their numbers, and constants
     are Python numbers: indexing with a mask, or copying a constant tensor, makes the host wait for
@@ -1461,6 +1461,59 @@ class Sample(NamedTuple):
     problem: str = ""          # why the sample is left out; samples are counted by this text
 
 
+# errors of a network's disk that often pass
+PASSING = errno.EIO, errno.ESTALE, errno.ETIMEDOUT
+DISK = "read that the disk failed four times"
+
+
+def patiently(read, *arguments):
+    """read(*arguments), tried again after 1, 5 and 25 seconds if the disk fails."""
+    for seconds in (1, 5, 25):
+        try:
+            return read(*arguments)
+        except OSError as error:
+            if error.errno not in PASSING:
+                raise
+        time.sleep(seconds)
+    return read(*arguments)
+
+
+def problem_of(error, problem):
+    """Why a sample is left out: DISK if the error is the disk's, else `problem`."""
+    return DISK if getattr(error, "errno", None) in PASSING else problem
+
+
+class Disk:
+    """Ends a run after three samples or shards in a row that the disk failed to read, because each
+    costs 31 seconds."""
+
+    failed = 0
+
+    def check(self, sample):
+        self.failed = self.failed + 1 if sample.problem == DISK else 0
+        if self.failed == 3:
+            raise DiskError(f"The disk failed to read three samples in a row, the last {sample.name}: "
+                            "repair the disk.")
+
+
+class ShardFile(io.FileIO):
+    """A shard. A read that the disk fails is tried again, in the file opened anew."""
+
+    is_stale = False
+
+    def readinto(self, buffer):
+        return patiently(self.read_from, self.tell(), buffer)
+
+    def read_from(self, place, buffer):
+        if self.is_stale:
+            super().__init__(self.name)
+            self.seek(place)
+        self.is_stale = True
+        n = os.readv(self.fileno(), [buffer])
+        self.is_stale = False
+        return n
+
+
 def left_out(problem, name):
     """A sample, or a whole shard, that cannot be used."""
     return Sample(None, name=name, problem=problem)
@@ -1474,7 +1527,9 @@ def count_problem(sample, counts):
 
 def usable(samples, counts):
     """Yield the samples without a problem, and count the others."""
+    disk = Disk()
     for sample in samples:
+        disk.check(sample)
         if sample.problem:
             count_problem(sample, counts)
         else:
@@ -1605,18 +1660,24 @@ class TarShards:
         joined by "::".
     on_ranks: see file_sizes.
 
-    Each epoch shuffles the shards and deals them to ranks and workers. A worker opens four shards
-    at a time (a window), reads their headers, shuffles their samples, and reads each sample from
-    its offset. So samples of four shards are mixed, no image waits in memory, and a resumed run
-    reads no sample that comes before its position. Samples that are unreadable, or that have no
-    caption or label where `content` needs one, are skipped and counted.
+    Each epoch shuffles the shards and deals them to ranks and workers. A worker reads four shards
+    in turn, each from its begin to its end, and shuffles encoded samples in a buffer of 240 MB,
+    which are 4,000 samples of 60 kB. A resumed worker reads at most the last 500 MB again. Samples
+    that are unreadable, or that have no caption or label where `content` needs one, are skipped and
+    counted.
 
     Raises UserError if a shard does not exist.
     """
 
     # max_bad exceeds the samples of one shard, usually 10,000: one bad shard must not end a run
-    max_bad, window, unit = 20_000, 4, "shards"
-    start = 0, 0, 0  # a position is (epoch, window, samples of the window so far)
+    max_bad, together, unit = 20_000, 4, "shards"
+    # A sample waits in the buffer until a random part of the next `span` bytes has been read, so
+    # the buffer holds half of these bytes. `step`: the bytes between two places to resume from.
+    span, step = 480_000_000, 16_000_000
+    # A position is (epoch, number of the sample, where the sample leaves the buffer, a place). A
+    # place to resume from is (bytes and samples read before it, the next shard to open, (shard,
+    # offset) of each open shard).
+    start = 0, -1, -1, (0, 0, 0, ())
     content, classes = "caption", None
 
     def __init__(self, pattern, on_ranks=False):
@@ -1639,29 +1700,59 @@ class TarShards:
         return len(self.paths)
 
     def samples(self, seed, part, parts, start=start):
-        """See the head of this section."""
-        epoch, window, place = start
+        """See the head of this section. The buffer is a heap, ordered by where samples leave it.
+        A sample cannot leave before a place that is `span` bytes ahead of it."""
+        epoch, number, leaves, place = start
         while True:
-            # the shards of this part in this epoch, and the next four of them
+            delivered, places, held = (leaves, number), collections.deque([place]), []
+            read, n, *opened = place
+            draw = random.Random(mix_seed(seed, epoch, part, n))
             order = np.random.default_rng((seed, epoch)).permutation(len(self.paths))[part::parts]
-            shards = order[window * self.window :][: self.window]
-            if len(shards) == 0:
-                epoch, window = epoch + 1, 0
-                continue
-
-            with contextlib.ExitStack() as files:
-                rows = [row for i in shards for row in read_headers(self.paths[i], files)]
-                order = np.random.default_rng((seed, epoch, part, window)).permutation(len(rows))
-                for place, i in enumerate(order[place:].tolist(), place + 1):
-                    sample = read_sample(rows[i], self.content)
+            for samples, *opened in self.read_in_turn(order, *opened):
+                for sample in samples:
+                    # what is left out leaves the buffer at once, and takes no room
+                    leaves = read if sample.problem else read + draw.randrange(self.span)
                     if self.content == "caption" and not sample.problem:
                         # Captions take turns, as in CaptionTable. A sample of a tar has no number,
                         # so its offset in the tar serves as the number.
-                        turn = (epoch + sample.number // BLOCK) % len(sample.value)
+                        turn = (epoch + sample.number // tarfile.BLOCKSIZE) % len(sample.value)
                         sample = sample._replace(value=sample.value[turn])
-                    is_last = place == len(rows)
-                    yield sample, (epoch, window + 1, 0) if is_last else (epoch, window, place)
-            window, place = window + 1, 0
+                    if (leaves, n) > delivered:
+                        heapq.heappush(held, (leaves, n, sample))
+                    n += 1
+                    if not sample.problem:
+                        read += len(sample.file) + 1000  # Python's objects need about 1,000 bytes
+                if not samples:  # the epoch ends
+                    read = math.inf
+                elif read >= places[-1][0] + self.step:
+                    places.append((read, n, *opened))
+                    draw = random.Random(mix_seed(seed, epoch, part, n))
+                while held and held[0][0] <= read:
+                    leaves, number, sample = heapq.heappop(held)
+                    while len(places) > 1 and places[1][0] <= leaves - self.span:
+                        places.popleft()
+                    yield sample, (epoch, number, leaves, places[0])
+            epoch, (_, number, leaves, place) = epoch + 1, self.start
+
+    def read_in_turn(self, order, following, opened):
+        """Yield read_sample's results for each key of the shards `order`, with the next shard to
+        open and (shard, offset) of each open shard, from which the reading can continue. Four
+        shards are open, and give a key in turn. An empty list ends the epoch."""
+        shards = collections.deque((i, start, read_keys(self.paths[order[i]], start))
+                                   for i, start in opened)
+        while shards or following < len(order):
+            if len(shards) < self.together and following < len(order):
+                shards.append((following, 0, read_keys(self.paths[order[following]])))
+                following += 1
+                continue
+            i, _, keys = shards.popleft()
+            samples, end = next(keys, ([], None))
+            if end is not None:
+                shards.append((i, end, keys))
+            if samples:
+                samples = [read_sample(sample, self.content) for sample in samples]
+                yield samples, following, tuple((i, start) for i, start, _ in shards)
+        yield [], following, ()
 
     def each(self, content, limit=None):
         """Yield (bytes, label or [captions]) of every image, in order, for an evaluation.
@@ -1741,12 +1832,7 @@ NO_IMAGE = "no image of a known ending (the files of a key must be neighbours in
 NO_CAPTION = "no .txt (the files of a key must be neighbours in the tar)"
 UNUSED = "image that no sample uses (a second image of its key, or a key with a dot)"
 
-# A tar is a sequence of blocks of 512 bytes: a header, the content of a file, the next header, ....
-BLOCK = tarfile.BLOCKSIZE
-# the groups: name, size (octal), file (0) or directory (5)
-PLAIN_HEADER = re.compile(rb"(.{100}).{24}([0-7]{11}).{21}([05]).{100}ustar.{83}\0{155}", re.DOTALL)
-# the content of a pax header that holds nothing but a time
-PAX_TIME = re.compile(rb"\d+ mtime=[\d.]+\n\0+")
+READ = 2**20  # bytes of one read from a shard, because each read from a network's disk takes time
 
 
 def read_tars(paths, content, limit=None):
@@ -1754,97 +1840,89 @@ def read_tars(paths, content, limit=None):
 
     limit: only so many keys, drawn at random and in random order; every call draws the same keys.
     """
-    def each_row():
-        for path in paths:
-            with contextlib.ExitStack() as files:
-                yield from read_headers(path, files)
-
-    rows, draw = each_row(), random.Random(0)
+    samples, draw = (sample for path in paths for found, _ in read_keys(path)
+                     for sample in found), random.Random(0)
     if limit:
-        # the `limit` rows with the smallest random numbers, in one pass, without holding all rows
-        rows = heapq.nsmallest(limit, rows, key=lambda row: draw.random())
-    for row in rows:
-        yield read_sample(row, content)
+        # the `limit` keys with the smallest random numbers, in one pass, without holding all keys
+        keys = heapq.nsmallest(limit, (key._replace(value=None) for key in samples),
+                               key=lambda key: draw.random())
+        samples = (key if key.problem else next(read_keys(key.file, key.number, 2**16))[0][0]
+                   for key in keys)
+    for sample in samples:
+        yield read_sample(sample, content)
 
 
-def read_members(file):
-    """Yield (name, offset of its headers, offset of its content, size) of each file of an open tar.
+def read_files(file, start):
+    """Yield (tarfile's header, content) of each file of an open tar, in order, from an offset on.
     Other tars may follow the tar, as after `cat a.tar b.tar > both.tar`.
-
-    tarfile needs 30 us per header, so the training would wait 4 s for four shards of 10,000
-    samples. This function parses plain headers itself. A plain header may follow a pax header that
-    holds only a time, as webdataset writes it. tarfile reads the headers of other forms.
 
     Raises one of SHARD_ERRORS where the tar is damaged or cut off.
     """
-    file_size, start, ends = os.fstat(file.fileno()).st_size, 0, False
-    while start < file_size:
-        # Three blocks hold a pax header, the content of the pax header, and the file's own header.
-        # Without a pax header, the file's own header comes first.
-        header, offset = os.pread(file.fileno(), 3 * BLOCK, start), start
-        ends = not header[:BLOCK].strip(b"\0")
-        if ends:  # blocks of zeros end a tar, and fill the space before another tar
-            start += BLOCK
+    ends = False
+    file.seek(start)
+    while block := file.read(tarfile.BLOCKSIZE):
+        # blocks of zeros end a tar, and fill the space before another tar
+        ends = not block.strip(b"\0")
+        if ends:
+            start += len(block)
             continue
-        if header[156:157] == b"x" and PAX_TIME.fullmatch(header, BLOCK, 2 * BLOCK):
-            header, offset = header[2 * BLOCK :], offset + 2 * BLOCK
-        if plain := PLAIN_HEADER.match(header):
-            name, size, kind = plain.groups()
-            name = name.partition(b"\0")[0].decode("utf-8", "surrogateescape")
-            offset, size, is_file = offset + BLOCK, int(size, 8), kind == b"0"
-            end = offset + math.ceil(size / BLOCK) * BLOCK
-        else:
-            file.seek(start)
-            tar = tarfile.open(fileobj=file, mode="r:")
-            member, end = tar.next(), tar.offset
-            if member is None:
-                raise tarfile.ReadError("a header is damaged")
-            name, offset, size = member.name, member.offset_data, member.size
-            is_file = member.isfile()
-        if offset + size > file_size:
-            raise EOFError("it is cut off")
-        if is_file:
-            yield name, start, offset, size
-        start = end
+        file.seek(start)
+        tar = tarfile.open(fileobj=file, mode="r:")
+        while member := tar.next():
+            tar.members = []  # else tarfile keeps all headers
+            if member.isfile():
+                file.seek(member.offset_data)
+                content = file.read(member.size)
+                if len(content) < member.size:
+                    raise EOFError("it is cut off")
+                yield member, content
+        if tar.offset == start:
+            raise tarfile.ReadError("a header is damaged")
+        start = file.seek(tar.offset)
     # A file without blocks of zeros was cut off, but tarfile accepts such a file.
     if not ends:
         raise tarfile.ReadError("its end is missing")
 
 
-def read_headers(path, files):
-    """Yield a Sample for each key of a shard. Its value is {suffix: (offset, size)}, its file the
-    open shard, and its number the offset of the first header. No image is read.
+def read_keys(path, start=0, buffering=READ):
+    """Yield ([a Sample, ...], the offset of the next key) for each key of a shard, from an offset
+    on. The first Sample has the value {suffix: content}, and its number is the offset of its first
+    header. The others are the key's images that no sample uses. After the last key the offset is
+    None.
 
     A key is a file's name up to its first dot. The files of a key are neighbours in the tar, as
     img2dataset writes them. A second file with the same key and suffix starts another sample, as in
     OpenCLIP. The file v1.0.jpg has the key "v1" and the suffix ".0.jpg", which is no image's
-    suffix, so the image cannot be used and is left out. files: an ExitStack, which closes the
-    shard.
+    suffix, so the image cannot be used and is left out.
     """
-    keys, problem = [], "it holds no files"
+    key, problem, kind = None, "it holds no files", BAD_SHARD
     try:
-        file = files.enter_context(open(path, "rb", buffering=0))
-        for name, start, offset, size in read_members(file):
-            key = KEY.match(name)[0]
-            where, suffix = f"{path}:{key}", name[len(key):].lower()
-            if suffix.startswith("._"):  # macOS stores a file's attributes in a second file, ._NAME
-                continue
-            if not keys or keys[-1].name != where or suffix in keys[-1].value:
-                keys.append(Sample(file, {}, where, start))
-            keys[-1].value[suffix] = offset, size
-        problem = problem if not keys else ""
+        with io.BufferedReader(patiently(ShardFile, path), buffering) as file:
+            for member, data in read_files(file, start):
+                name = KEY.match(member.name)[0]
+                where, suffix = f"{path}:{name}", member.name[len(name):].lower()
+                if suffix.startswith("._"):  # macOS stores attributes in a second file, ._NAME
+                    continue
+                if not key or key.name != where or suffix in key.value:
+                    if key:
+                        yield with_unused(key), member.offset
+                    key, problem = Sample(path, {}, where, member.offset), ""
+                key.value[suffix] = data
     except SHARD_ERRORS as error:
-        problem = error
-    for key in keys:
-        used = image_suffix(key.value)
-        images = [suffix for suffix in key.value if suffix.endswith(IMAGE_SUFFIXES)]
-        if used or not images:
-            yield key
-        for suffix in images:
-            if suffix != used:
-                yield left_out(UNUSED, key.name + suffix)
+        problem, kind = error, problem_of(error, BAD_SHARD)
+    last = with_unused(key) if key else []
     if problem:
-        yield left_out(BAD_SHARD, f"{path} ({problem})")
+        last.append(left_out(kind, f"{path} ({problem})"))
+    yield last, None
+
+
+def with_unused(key):
+    """A Sample of read_keys -> a list of the Sample, if it has an image or no file that could be
+    one, and of left_out for each image that it cannot use."""
+    used = image_suffix(key.value)
+    images = [suffix for suffix in key.value if suffix.endswith(IMAGE_SUFFIXES)]
+    unused = [left_out(UNUSED, key.name + suffix) for suffix in images if suffix != used]
+    return [key, *unused] if used or not images else unused
 
 
 def image_suffix(places):
@@ -1853,46 +1931,21 @@ def image_suffix(places):
 
 
 def read_sample(key, content):
-    """A Sample of read_headers -> the Sample with the image's bytes, and its captions or its label.
+    """A Sample of read_keys -> the Sample with the image's bytes, and its captions or its label.
 
     content: "caption" reads KEY.txt, one caption per line. "label" reads the number in KEY.cls, or
     "label" in KEY.json. None reads the image only.
     """
     if key.problem:
         return key
-    image = image_suffix(key.value)
+    image, value, problem = image_suffix(key.value), None, ""
     if image is None:
         return left_out(NO_IMAGE, key.name)
-    texts = {"caption": [".txt"], "label": [".cls", ".json"], None: []}[content]
-    wanted = [suffix for suffix in (image, *texts) if suffix in key.value]
-    try:
-        found = read_parts(key.file, {suffix: key.value[suffix] for suffix in wanted})
-    except SHARD_ERRORS as error:
-        return left_out(BAD_SHARD, f"{key.file.name} ({error})")
-    value, problem = None, ""
     if content == "caption":
-        value, problem = find_captions(found.get(".txt"))
+        value, problem = find_captions(key.value.get(".txt"))
     elif content == "label":
-        value, problem = find_label(found.get(".cls", b""), found.get(".json", b""))
-    return key._replace(file=found[image], value=value, problem=problem)
-
-
-def read_parts(file, places):
-    """{name: (offset, size)} of neighbouring parts of a file -> {name: bytes}.
-
-    One read fetches all parts, because each read from a network's disk has a latency.
-    """
-    # with a limit, read_tars draws rows first, and reads the rows after it has closed the shards
-    if file.closed:
-        with open(file.name, "rb", buffering=0) as file:
-            return read_parts(file, places)
-    first = min(offset for offset, _ in places.values())
-    end = max(offset + size for offset, size in places.values())
-    data = os.pread(file.fileno(), end - first, first)
-    if len(data) < end - first:
-        raise EOFError("it was cut off after it was opened")
-    return {name: data[offset - first : offset - first + size]
-            for name, (offset, size) in places.items()}
+        value, problem = find_label(key.value.get(".cls", b""), key.value.get(".json", b""))
+    return key._replace(file=key.value[image], value=value, problem=problem)
 
 
 def find_captions(text):
@@ -2339,8 +2392,8 @@ def read_lines(path, flag):
 # Streams and seeds --------------------------------------------------------------------
 #
 # A resumed run sees the batches that the uninterrupted run would have seen. To that end
-#   - each worker reads one fixed part of the data and counts how far it has read,
-#   - each batch carries the position of its worker,
+#   - each worker reads one fixed share of the data and counts how far it has read,
+#   - each message of a worker, a part of a batch, carries the worker's position,
 #   - a checkpoint keeps the latest position of every worker,
 #   - random numbers depend on the seed and the position only, not on what was drawn before.
 
@@ -2348,21 +2401,24 @@ def read_lines(path, flag):
 def this_worker(positions):
     """-> (the number of the worker that this process continues, the number of workers).
 
-    positions: {worker: (batches delivered, ...)}. A DataLoader takes one batch from each of its
-    processes in turn, beginning with process 0. When a run resumes, the next batch must come from
-    the worker that has delivered the fewest batches. So process 0 continues that worker, and
-    process 1 the next one. Otherwise the batches would come in another order.
+    positions: {worker: (messages delivered, ...)}. A DataLoader takes one message from each of its
+    processes in turn, beginning with process 0. When a run resumes, the next message must come from
+    the worker that has delivered the fewest. So process 0 continues that worker, and process 1 the
+    next one. Otherwise the messages would come in another order.
     """
     info = get_worker_info()
     if info is None:
         return 0, 1
-    batches = [positions.get(worker, (0,))[0] for worker in range(info.num_workers)]
-    first = batches.index(min(batches))
+    delivered = [positions.get(worker, (0,))[0] for worker in range(info.num_workers)]
+    first = delivered.index(min(delivered))
     return (first + info.id) % info.num_workers, info.num_workers
 
 
 class Stream(IterableDataset):
-    """Endless batches of one rank, reproducible from (seed, rank, worker, position).
+    """Endless parts of batches of one rank, reproducible from (seed, rank, worker, position).
+
+    A worker sends at most `part` samples in a message, because messages take shared memory. `join`
+    makes a batch of so many messages as `parts` says.
 
     source: CaptionTable or TarShards.
     tokenizer: None if the model does not read captions. context: the largest number of tokens.
@@ -2373,16 +2429,20 @@ class Stream(IterableDataset):
     boxes: None, or (n, 4), the box of each image of a CaptionTable, for Views. A row of NaN means
         that the image has no box.
 
-    A batch is a dict:
-        "images"             (B, 3, S, S), uint8 or floats in [0, 1]; or what Views.collate returns
+    A batch, like a part of one, is a dict:
+        "images"             (B, 3, S, S), uint8 or floats in [0, 1]
+        "views"              with Views, instead of "images": [(B, 3, size, size) for each view]
+        "draws"              what Views.draws returns; not in a part
         "tokens", "mask"     (B, L), with a tokenizer
         "labels"             (B,) if the source has labels; (B, C), shares, if Augment mixes
         "skipped"            {worker: {problem: [count, last example]}}
-        "position"           {worker: (batches, position in the source, skipped)}
+        "position"           {worker: (messages, position in the source, skipped)}
 
     Raises UserError if the data have fewer images or shards than there are workers, or if too many
     samples in a row cannot be used.
     """
+
+    part = 64  # 64 images of 224 x 224 are 10 MB
 
     def __init__(self, source, tokenizer, transform, min_side, context, batch_size, seed,
                  rank=0, world_size=1, positions=None, boxes=None):
@@ -2390,6 +2450,7 @@ class Stream(IterableDataset):
         self.context, self.batch_size, self.boxes = context, batch_size, boxes
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.positions, self.min_side = positions or {}, min_side
+        self.parts = max(1, math.ceil(batch_size / self.part))
         if isinstance(transform, Views):
             self.min_side = transform.min_side
 
@@ -2402,12 +2463,14 @@ class Stream(IterableDataset):
         # only one worker counts the rows that were left out when the source was opened
         skipped = self.source.skipped if part == 0 else {}
         start = 0, self.source.start, skipped
-        batches, position, skipped = self.positions.get(worker, start)
-        skipped, bad_in_a_row, samples = dict(skipped), 0, []
+        sent, position, skipped = self.positions.get(worker, start)
+        skipped, bad_in_a_row, samples, disk = dict(skipped), 0, [], Disk()
         for sample, position in self.source.samples(self.seed, part, parts, position):
-            numbers = position if isinstance(position, tuple) else (position,)
+            # of a tuple, the first two numbers belong to the sample
+            numbers = position[:2] if isinstance(position, tuple) else (position,)
             with fixed_seed(self.seed, part, *numbers):
                 sample = self.load(sample)
+            disk.check(sample)
             if sample.problem:
                 count_problem(sample, skipped)
                 bad_in_a_row += 1
@@ -2419,13 +2482,14 @@ class Stream(IterableDataset):
 
             bad_in_a_row = 0
             samples.append(sample)
-            if len(samples) == self.batch_size:
-                batches += 1
-                # The 1 makes another seed: collate must not draw the last sample's numbers again.
-                with fixed_seed(self.seed, part, *numbers, 1):
-                    batch = self.collate(samples)
-                yield batch | {"position": {worker: (batches, position, dict(skipped))},
-                               "skipped": {worker: dict(skipped)}}
+            # Workers send in turn. Where the sizes of a batch's parts differ, by one, they move on
+            # from batch to batch, so that each worker sends as many samples as the others.
+            number = sent * workers + worker
+            place = (number + number // self.parts) % self.parts
+            if len(samples) == (self.batch_size + place) // self.parts:
+                sent += 1
+                yield self.collate(samples) | {"position": {worker: (sent, position, dict(skipped))},
+                                               "skipped": {worker: dict(skipped)}}
                 samples = []
 
     def load(self, sample):
@@ -2433,14 +2497,14 @@ class Stream(IterableDataset):
         if sample.problem:
             return sample
         try:
-            image = open_image(sample.file, self.min_side)
+            image = patiently(open_image, sample.file, self.min_side)
             if self.source.content == "boxes":
                 check_sides(image, sample.value)
         except FileNotFoundError:
             return left_out("image that does not exist", sample.name)
         except Exception as error:
             problem = f"{sample.name} ({type(error).__name__}: {error})"
-            return left_out("unreadable image", problem)
+            return left_out(problem_of(error, "unreadable image"), problem)
         if self.source.content == "boxes":
             image, truth = self.transform(image, sample.value)
             return sample._replace(file=image, value=truth)
@@ -2450,30 +2514,61 @@ class Stream(IterableDataset):
         return sample._replace(file=self.transform(image, box))
 
     def collate(self, samples):
-        """Loaded samples -> a batch without "skipped" and "position"."""
+        """Loaded samples -> a part of a batch without "skipped" and "position"."""
         images, values, *_ = zip(*samples)
         if isinstance(self.transform, Views):
-            batch = self.transform.collate(images)
+            part = {"views": [torch.stack(column) for column in zip(*images)]}
         else:
-            batch = {"images": torch.stack(images)}
+            part = {"images": torch.stack(images)}
         if self.source.content == "boxes":
-            return batch | box_batch(values, self.source, self.tokenizer, self.context)
-        if self.tokenizer:
-            batch["tokens"], batch["mask"] = self.tokenizer.batch(values, self.context)
+            part["truths"] = pickle.dumps(values)  # one message for many small tensors
+        elif self.tokenizer:
+            part["tokens"], part["mask"] = self.tokenizer.batch(values, self.context)
         if self.source.content == "label":
-            batch["labels"] = torch.tensor(values)
+            part["labels"] = torch.tensor(values)
+        return part
+
+    def join(self, parts, number):
+        """The parts of this rank's batch -> the batch. `number`, of the batch, seeds what is drawn
+        for the whole of it. The 0 and 1 make another seed than those of samples."""
+        with fixed_seed(self.seed, self.rank, number, 0, 1):
+            return self.complete(parts)
+
+    def complete(self, parts):
+        """The parts of a batch -> the batch, with what is drawn for the whole of it."""
+        batch = {name: self.joined(name, [part[name] for part in parts]) for name in parts[0]}
+        if isinstance(self.transform, Views):
+            batch["draws"] = self.transform.draws(len(batch["views"][0]))
         if isinstance(self.transform, Augment):
-            batch["images"], batch["labels"] = self.transform.mix(**batch)
+            batch["images"], batch["labels"] = self.transform.mix(batch["images"], batch["labels"])
+        if self.source.content == "boxes":
+            truths = batch.pop("truths")
+            batch |= box_batch(truths, self.source, self.tokenizer, self.context)
         return batch
+
+    def joined(self, name, values):
+        """What the parts of a batch have by one name -> what the batch has by it."""
+        if name in ("position", "skipped"):  # a worker's last part counts
+            return {worker: x for value in values for worker, x in value.items()}
+        if name == "truths":
+            return [truth for value in values for truth in pickle.loads(value)]
+        if name == "views":
+            return [torch.cat(column) for column in zip(*values)]
+        if name in ("tokens", "mask"):  # each part is as long as its longest caption
+            longest, pad = max(x.shape[1] for x in values), self.tokenizer.pad * (name == "tokens")
+            values = [F.pad(x, (0, longest - x.shape[1]), value=pad) for x in values]
+        return torch.cat(values)
 
 
 class WorldStream(Stream):
-    """A Stream of the world of shapes, which is drawn, not read.
+    """A Stream of the world of shapes, which is drawn, not read. A message is a whole batch.
 
     A batch depends on (seed, rank, worker, number of the batch). transform: None, Augment or Views.
     min_side and boxes have no effect. If the source has labels, each scene has one object, and the
     object's shape is the label.
     """
+
+    part = math.inf
 
     def __iter__(self):
         worker, _ = this_worker(self.positions)
@@ -2489,8 +2584,11 @@ class WorldStream(Stream):
             with fixed_seed(seed):
                 if self.transform:
                     images = [self.transform(image) for image in images]
-                batch = self.collate(map(Sample, images, values))
+                batch = self.complete([self.collate(map(Sample, images, values))])
             yield batch | {"position": {worker: (batches + 1,)}, "skipped": {}}
+
+    def join(self, parts, number):
+        return parts[0]
 
 
 class EachImage(IterableDataset):
@@ -2510,17 +2608,19 @@ class EachImage(IterableDataset):
     def __iter__(self):
         worker, workers = this_worker({})
         rows = range(self.part * workers + worker, len(self.table), self.parts * workers)
+        disk = Disk()
         for i in range(0, len(rows), self.batch_size):
             found, images = [], []
             for row in rows[i : i + self.batch_size]:
                 if self.stopped():
                     return
-                # a damaged image gets no box; Stream counts it
-                with contextlib.suppress(Exception):
-                    image = open_image(self.table.path(row), self.size[0])
+                try:
+                    image = patiently(open_image, self.table.path(row), self.size[0])
                     image = image.resize(self.size, Image.Resampling.BICUBIC)
                     images.append(v2.functional.pil_to_tensor(image))
                     found.append(row)
+                except Exception as error:  # a damaged image gets no box; Stream counts it
+                    disk.check(left_out(problem_of(error, "damaged"), self.table.path(row)))
             if found:
                 yield found, torch.stack(images)
 

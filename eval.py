@@ -374,24 +374,27 @@ def read_images(pairs, read, workers=0):
     or no file can be read.
     """
     def attempt(file):
-        """Read a file -> (image, None), or (None, the reason why the file cannot be read)."""
+        """Read a file -> (image, None), or (None, a Sample that says why it cannot be read)."""
         try:
-            return file if torch.is_tensor(file) else read(file), None
+            return file if torch.is_tensor(file) else common.patiently(read, file), None
         except UserError:  # wrong data, such as a map of unknown classes, must not be skipped
             raise
         except Exception as error:  # PIL raises errors of any type for damaged files
             name = "a file" if isinstance(file, bytes) else f"{file!s:.200}"
-            return None, f"{name} ({type(error).__name__}: {error!s:.200})"
+            problem = common.problem_of(error, "unreadable image")
+            return None, common.left_out(problem, f"{name} ({type(error).__name__}: {error!s:.200})")
 
-    n, unreadable, last = 0, 0, ""
+    n, unreadable, last, disk = 0, 0, "", common.Disk()
     with ThreadPool(max(1, workers)) as pool:
         for part in chunks(pairs, 256):
             n += len(part)
             attempts = pool.imap(attempt, [file for file, _ in part])
-            for (_, value), (image, reason) in zip(part, attempts):
-                if reason:
-                    unreadable, last = unreadable + 1, reason
+            for (_, value), (image, missing) in zip(part, attempts):
+                if missing:
+                    disk.check(missing)
+                    unreadable, last = unreadable + 1, missing.name
                 else:
+                    disk.failed = 0
                     yield image, value
     if n == 0:
         raise UserError("There is no image to read: the list of images is empty, or "
@@ -1171,7 +1174,7 @@ def read_frames(files, patch_size):
     longer one a multiple of 64, as in DINO's code; each is cut to a multiple of patch_size."""
     for file, _ in files:
         with common.explained(BROKEN, f"{file} cannot be read"):
-            image = common.open_image(file)
+            image = common.patiently(common.open_image, file)
         sides = [side * 480 // min(image.size) for side in image.size]
         sides = [side if side == 480 else side // 64 * 64 for side in sides]
         sides = [side // patch_size * patch_size for side in sides]

@@ -57,6 +57,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -244,11 +245,12 @@ def train(args, out, device):
                 progress.boxes, stopping = find_boxes(args, data, model, device, autocast, stop)
                 if stopping:  # the resumed run will look for the boxes again
                     save(args, model, optimizer, scaler, progress)
-                    return end_early(args, log, progress.step, stopping)
+                    return end_early(args, log, progress.step, stopping, stop)
             if batches is None:
-                batches = open_loader(args, data, transform, tokenizer, model, progress)
+                batches = open_loader(args, data, transform, tokenizer, model, progress, device,
+                                      stop)
                 clock.reset()
-            batch = common.distort(to_device(clock.wait_for(batches), device))
+            batch = common.distort(clock.wait_for(batches))
             step = progress.step - start  # within the stage
             set_schedules(optimizer, args, step, steps, lr)
 
@@ -307,7 +309,7 @@ def train(args, out, device):
 
             # Stop.
             if stopping:
-                return end_early(args, log, progress.step, stopping)
+                return end_early(args, log, progress.step, stopping, stop)
     stop.restore()  # from here on a signal ends the program at once
     finish(args, log, embedder, eval_data, progress, patient)
 
@@ -889,8 +891,9 @@ def build_transform(args, method, encoder):
     return common.Views([common.View(**view) for view in views], args.image_size)
 
 
-def open_loader(args, data, transform, tokenizer, model, progress):
-    """This rank's batches, beginning at the positions in `progress`."""
+def open_loader(args, data, transform, tokenizer, model, progress, device, stop):
+    """Yield this rank's batches on the device, beginning at the positions in `progress`. After the
+    disk has failed, the last batch comes again until all ranks have agreed to stop."""
     rank, world_size = this_rank()
     context = model.text_encoder.context if tokenizer else None
     kind = common.Stream
@@ -903,7 +906,21 @@ def open_loader(args, data, transform, tokenizer, model, progress):
     stream = kind(data, tokenizer, transform, min_side=min_side, context=context,
                   batch_size=args.batch // world_size, seed=args.seed + progress.order, rank=rank,
                   world_size=world_size, positions=dict(progress.positions), boxes=progress.boxes)
-    return read_in_workers(stream, args.workers)
+    # While a step is computed, the workers make the parts of the next batch, and two at least.
+    ahead = max(2, math.ceil(stream.parts / max(1, args.workers)))
+    messages = read_in_workers(stream, args.workers, ahead)
+    batch = None
+    for number in itertools.count(progress.step):
+        if not stop.error:
+            try:
+                parts = itertools.islice(messages, stream.parts)
+                parts = [to_device(part, device) for part in parts]
+                batch = to_device(stream.join(parts, number), device)
+            except common.DiskError as error:
+                if batch is None or args.bench:
+                    raise
+                stop.fail(error)
+        yield batch
 
 
 # Seconds to wait for a batch, and seconds between two checks that the workers are alive.
@@ -912,8 +929,9 @@ PATIENCE, LOOK = 1800, 10
 FIRST_NOTE, NEXT_NOTE = 60, 300
 
 
-def read_in_workers(dataset, workers):
-    """Yield the batches of an IterableDataset, which `workers` processes read."""
+def read_in_workers(dataset, workers, ahead=2):
+    """Yield the items of an IterableDataset, which `workers` processes read, each `ahead` items
+    before they are needed."""
     place = tempfile.gettempdir()
     if workers and len(os.fsencode(place)) > 70:  # workers would print an error and send nothing
         raise UserError(f"TMPDIR {place} is too long for the workers' sockets: export "
@@ -921,6 +939,7 @@ def read_in_workers(dataset, workers):
     batches = iter(torch.utils.data.DataLoader(
         dataset, batch_size=None, num_workers=workers, worker_init_fn=ignore_signals,
         pin_memory=torch.cuda.is_available(), timeout=LOOK if workers else 0,
+        prefetch_factor=ahead if workers else None,
         # forked workers share the table's memory; Python 3.14 does not fork by default
         multiprocessing_context="fork" if workers else None,
         generator=torch.Generator()))  # else the loader draws from the training's random numbers
@@ -975,14 +994,18 @@ def find_boxes(args, data, model, device, autocast, stop):
     """-> the box of each image (n, 4), in which the centres of its crops lie (BAM, App. G), and the
     signal that ended the search, or 0. Each rank finds the boxes of its part of the data."""
     model.eval()
-    images = common.EachImage(data, args.image_size, 256, *this_rank(), lambda: stop.noted)
+    images = common.EachImage(data, args.image_size, common.Stream.part, *this_rank(),
+                              lambda: stop.noted)
     rows, boxes = [], []
-    for numbers, x in read_in_workers(images, args.workers):
-        if stop.noted:
-            break
-        rows += numbers
-        with autocast():
-            boxes += model.boxes(x.to(device)).tolist()
+    try:
+        for numbers, x in read_in_workers(images, args.workers):
+            if stop.noted:
+                break
+            rows += numbers
+            with autocast():
+                boxes += model.boxes(x.to(device)).tolist()
+    except common.DiskError as error:
+        stop.fail(error)
     model.train()
     found = torch.full((len(data), 4), math.nan)  # an image that cannot be read has no box
     ranks = common.gather_objects((rows, torch.tensor(boxes).view(-1, 4), stop.noted))
@@ -1120,13 +1143,14 @@ class Progress:
                  "positions": self.positions, "skipped": self.skipped}
         return {"step": self.step, "samples": self.samples, "stage": self.stage,
                 "order": self.order, "workers": workers, "data": self.data, "words": self.words,
-                "boxes": self.boxes, "ranks": common.gather_objects(local)}
+                "boxes": self.boxes, "part": common.Stream.part,
+                "ranks": common.gather_objects(local)}
 
     def restore(self, state, workers):
         """Continue from a checkpoint's state, with this rank's random numbers.
 
-        If the data, the number of ranks or the number of workers changed, the saved positions are
-        not valid. The data then begin again, in an order that the run has not used before.
+        If the data, the number of ranks, the number of workers or the samples of a message changed,
+        the saved positions are not valid. The data then begin again, in an order that the run has not used before.
         """
         rank, world_size = this_rank()
         if state["words"] != self.words:
@@ -1135,11 +1159,12 @@ class Progress:
         self.stage, self.order = state["stage"], state["order"]
         if state["boxes"] is not None and state["data"] == self.data:
             self.boxes = state["boxes"].cpu()
-        saved = len(state["ranks"]), state["workers"], state["data"]
-        if saved != (world_size, workers, self.data):
+        saved = len(state["ranks"]), state["workers"], state["data"], state.get("part")
+        if saved != (world_size, workers, self.data, common.Stream.part):
             self.order += self.step
             return print_once("note: the data, the number of ranks or of workers changed since "
-                              "the run was saved: the data begin again, in another order")
+                              "the run was saved, or an older version read the data otherwise: "
+                              "the data begin again, in another order")
         local = state["ranks"][rank]
         self.positions, self.skipped = local["positions"], local["skipped"]
         torch.set_rng_state(local["rng"].cpu())
@@ -1202,8 +1227,10 @@ class Stop:
     Ctrl-C.
     """
 
+    FAILED = 10_000  # noted after the disk has failed, above all signals
+
     def __init__(self):
-        self.noted = 0
+        self.noted, self.error = 0, None
         self.steps, self.left, self.asked = 1, 1, time.monotonic()
         self.before = {number: signal.signal(number, self.note) for number in SIGNALS
                        if signal.getsignal(number) != signal.SIG_IGN}
@@ -1215,7 +1242,10 @@ class Stop:
     def note(self, number, frame):
         if self.noted and number == signal.SIGINT and not dist.is_initialized():
             raise KeyboardInterrupt
-        self.noted = int(number)
+        self.noted = max(self.noted, int(number))
+
+    def fail(self, error):
+        self.noted, self.error = self.FAILED, str(error)
 
     def is_due(self):
         """Whether to ask after this step. A GPU waits while ranks ask, so they ask rarely."""
@@ -1236,9 +1266,14 @@ class Stop:
         return int(noted)
 
 
-def end_early(args, log, step, number):
-    """Say how to continue a run that a signal stopped, and return the signal's number."""
+def end_early(args, log, step, number, stop):
+    """Say how to continue a run that a signal stopped, and return the signal's number. Raises
+    UserError if the disk failed, of this rank or of another."""
     log.bar.close()
+    if number == stop.FAILED:
+        error = next(filter(None, common.gather_objects(stop.error)))
+        raise UserError(f"{error} Step {step} is saved: start the same command again with --resume "
+                        f"--out {shlex.quote(args.out)}.")
     print_once(f"Stopped by signal after step {step}: start the same command again with --resume "
                f"--out {shlex.quote(args.out)}")
     return number

@@ -5,7 +5,6 @@ error. Further tests check the order of the samples, and compare decoding and au
 and torchvision.
 """
 
-import contextlib
 import csv
 import errno
 import functools
@@ -13,6 +12,7 @@ import io
 import itertools
 import json
 import os
+import random
 import re
 import resource
 import runpy
@@ -259,12 +259,70 @@ def test_few_captions_for_the_vocabulary_come_from_shards_far_apart(tmp_path):
     assert open_data(f"{tmp_path}/*.tar").sample_captions(2) == ["0", "2"]
 
 
-def test_a_batch_draws_other_random_numbers_than_its_last_image(tmp_path, monkeypatch):
-    monkeypatch.setattr(Stream, "collate", lambda self, samples: {
-        "last": samples[-1].file, "drawn": torch.rand(1)})
-    table = open_data(write_table(tmp_path, 4))
-    for batch in take(stream(table, transform=lambda image: torch.rand(1)), 2):
-        assert batch["last"] != batch["drawn"]
+@pytest.mark.parametrize("n", [1, 5])
+def test_a_batch_draws_other_random_numbers_than_its_images_and_other_batches(
+        tmp_path, monkeypatch, n):
+    """A batch of 4 images has one or two parts."""
+    monkeypatch.setattr(Stream, "part", n)
+    monkeypatch.setattr(Stream, "complete", lambda self, parts: torch.rand(1))
+    loader, drawn = stream(open_data(write_table(tmp_path, 4)), transform=draws_one), []
+    for number, part in enumerate(take(loader, 3)):
+        drawn += [loader.join([part], number), *part["images"]]
+    assert len({float(x) for x in drawn}) == len(drawn)
+    assert loader.join([part], 2) == drawn[-1 - len(part["images"])]
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_a_batch_is_joined_from_small_parts(tmp_path, monkeypatch, workers):
+    """10 samples are parts of 3, 3 and 4 samples from workers in turn, each of which sends 10 of 30.
+    Captions are padded alike."""
+    monkeypatch.setattr(Stream, "part", 4)
+    members = {f"{i}.jpg": picture() for i in range(30)}
+    rows = [f"{i}.jpg,n{i}{' n7' * (i % 5)}" for i in range(30)]
+    write_files(tmp_path, members | {"a.csv": "\n".join(["filepath,title", *rows])})
+    source = open_data(f"{tmp_path}/a.csv")
+    loader, captions = stream(source, 10, seed=5), []
+    parts = take(loader, 9, workers)
+    sizes = [len(part["images"]) for part in parts]
+    assert sizes == [3, 3, 4, 3, 4, 3, 4, 3, 3] and loader.parts == 3
+    for number in range(3):
+        some = parts[3 * number : 3 * number + 3]
+        batch = loader.join(some, number)
+        assert torch.equal(batch["images"], torch.cat([part["images"] for part in some]))
+        texts = [" ".join(TOKENIZER.vocab[i] for i in row[1 : sum(mask) - 1])
+                 for part in some for row, mask in zip(*(part[name].tolist()
+                                                         for name in ("tokens", "mask")))]
+        for found, expected in zip((batch["tokens"], batch["mask"]), TOKENIZER.batch(texts, 16)):
+            assert torch.equal(found, expected)
+        captions += texts
+        assert batch["position"] == {k: v for part in some for k, v in part["position"].items()}
+    assert sorted(captions) == sorted(" ".join(row.split(",")[1].split()) for row in rows)
+
+
+def test_a_batch_resumes_with_the_worker_whose_turn_it_is(tmp_path, monkeypatch):
+    """Batches of 3 parts end at another worker each time."""
+    monkeypatch.setattr(Stream, "part", 2)
+    source = open_data(write_table(tmp_path, 23))
+    parts = take(stream(source, 5), 12, workers=2)
+    for batch in range(1, 4):
+        positions = {}
+        for part in parts[: 3 * batch]:
+            positions |= part["position"]
+        rest = take(stream(source, 5, positions=positions), 12 - 3 * batch, workers=2)
+        assert [captions_in(part) for part in rest] == [*map(captions_in, parts[3 * batch :])]
+        assert all(torch.equal(a["images"], b["images"]) for a, b in zip(rest, parts[3 * batch :]))
+
+
+def test_a_message_of_a_worker_is_small():
+    """Whatever the batch is, a message holds at most 64 images, 10 MB at 224 x 224 pixels."""
+    loader = Stream(World(), None, None, None, None, 2048, 0)
+    assert (loader.part, loader.parts) == (64, 32)
+    assert 64 * 3 * 224 * 224 < 10e6
+
+
+def draws_one(image):
+    """Return a random number in place of an image."""
+    return torch.rand(1)
 
 
 @pytest.mark.parametrize("value, texts", [
@@ -362,21 +420,12 @@ def test_a_sample_of_a_shard_has_the_image_and_the_captions_of_its_key(tmp_path)
                               (common.NO_IMAGE, f"{path}:005")]
 
 
-def members_by_tarfile(path):
-    """Return (name, start of the header, start of the content, size) of each file, by tarfile."""
-    with tarfile.open(path) as tar:
-        return [(member.name, member.offset, member.offset_data, member.size)
-                for member in tar if member.isfile()]
-
-
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 @pytest.mark.parametrize("odd", [
-    dict(), dict(mtime=1.7e9 + 0.25), dict(name="d/" * 45 + "name"),
-    dict(name="n" * 90 + "caf\xe9"),
+    dict(), dict(mtime=1.7e9 + 0.25), dict(name="n" * 90 + "caf\xe9"),
     dict(name="long/" * 40 + "1.jpg"), dict(type=tarfile.DIRTYPE), dict(type=tarfile.SYMTYPE),
-    dict(type=tarfile.LNKTYPE), dict(type=tarfile.CONTTYPE), dict(mtime=1.5, name="\u732b.jpg"),
-    dict(pax_headers={"path": "another"}, mtime=2.5), dict(pax_headers={"comment": "none"})])
-def test_tar_headers_are_read_as_tarfile_reads_them(tmp_path, format, odd):
+    dict(mtime=1.5, name="\u732b.jpg"), dict(pax_headers={"path": "another"}, mtime=2.5)])
+def test_the_files_of_a_tar_are_read_in_order_from_any_of_them_on(tmp_path, format, odd):
     with tarfile.open(tmp_path / "a.tar", "w", format=format) as tar:
         for i in range(6):
             member = tarfile.TarInfo(f"{i}.txt")
@@ -386,9 +435,15 @@ def test_tar_headers_are_read_as_tarfile_reads_them(tmp_path, format, odd):
                 member.size = 600 * i
             if len(member.name) > 200 and format == tarfile.USTAR_FORMAT:
                 return  # the format has no names of this length
-            tar.addfile(member, io.BytesIO(bytes(600 * i)))
-    with open(tmp_path / "a.tar", "rb", buffering=0) as file:
-        assert list(common.read_members(file)) == members_by_tarfile(tmp_path / "a.tar")
+            tar.addfile(member, io.BytesIO(b"%d" % i * 600 * i))
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        expected = [(member.offset, member.name, tar.extractfile(member).read())
+                    for member in tar if member.isfile()]
+    with open(tmp_path / "a.tar", "rb") as file:
+        for k, (start, *_) in enumerate(expected):
+            found = [(member.offset, member.name, data)
+                     for member, data in common.read_files(file, start)]
+            assert found == expected[k:]
 
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -408,13 +463,12 @@ def test_tars_that_are_joined_are_all_read(tmp_path, format, zeros):
     path = tmp_path / "both.tar"
     path.write_bytes(b"".join(parts))
     with open(path, "rb") as file:
-        found = [(name, os.pread(file.fileno(), size, offset))
-                 for name, _, offset, size in common.read_members(file)]
+        found = [(member.name, data) for member, data in common.read_files(file, 0)]
     long = [("x" * 120 + ".txt", b"xxxxx")] if format != tarfile.USTAR_FORMAT else []
     assert found == [("a.txt", b"a.txt"), ("b.txt", b"b.txt"), *long, ("c.txt", b"c.txt")]
     path.write_bytes(b"".join(parts) + b"garbage" * 99)
     with open(path, "rb") as file, pytest.raises(common.SHARD_ERRORS):
-        list(common.read_members(file))
+        list(common.read_files(file, 0))
 
 
 def test_a_pattern_names_the_shards_that_exist(tmp_path):
@@ -547,12 +601,12 @@ def test_a_broken_shard_gives_its_complete_samples_and_is_counted_once(tmp_path)
     (reason, where), = skips_of(tmp_path / "gone.tar")
     assert reason == common.BAD_SHARD and "No such file" in where
     bad.write_bytes(data)
-    with contextlib.ExitStack() as files:
-        *rows, last = common.read_headers(bad, files)
-        os.truncate(bad, last.value[".txt"][0])
-        assert not any(common.read_sample(row, "caption").problem for row in rows)
-        skipped = common.read_sample(last, "caption")
-    assert (skipped.problem, "cut off" in skipped.name) == (common.BAD_SHARD, True)
+    with open(bad, "rb", buffering=0) as file:
+        rows = common.read_files(file, 0)
+        next(rows)
+        os.truncate(bad, 2000)                               # while the shard is open
+        with pytest.raises(common.SHARD_ERRORS):
+            next(rows)
 
 
 def test_the_end_of_a_run_names_each_reason_for_skipping_once(tmp_path, monkeypatch, capsys):
@@ -823,39 +877,95 @@ def test_ranks_and_workers_read_every_sample_of_the_shards_once(tmp_path, ranks,
     assert sorted(shown) == sorted({f"n{i}" for i in range(32)} - {"n4", "n9"})
 
 
+def small_buffer(monkeypatch, span, step=4000):
+    """Make the buffer of shards small. A sample of write_shards counts about 1,800 bytes."""
+    monkeypatch.setattr(TarShards, "span", span)
+    monkeypatch.setattr(TarShards, "step", step)
+
+
 @pytest.mark.parametrize("parts", [1, 3])
-def test_the_order_of_shards_equals_a_literal_loop(tmp_path, parts):
+def test_the_order_of_shards_equals_a_literal_loop(tmp_path, monkeypatch, parts):
     """The shards of two sources are joined and dealt to the parts.
 
-    A part shuffles the samples of four shards at a time.
+    Four shards of a part are open, and give a sample in turn. A sample waits until a random part of
+    the next 40,000 bytes has been read. A new generator draws every 4,000 bytes.
     """
+    small_buffer(monkeypatch, 40_000)
     write_shards(tmp_path, [5] * 10)
-    source = open_data(f"{tmp_path}/{{000..006}}.tar::{tmp_path}/{{007..009}}.tar")
+    source, size = open_data(f"{tmp_path}/{{000..006}}.tar::{tmp_path}/{{007..009}}.tar"), 1000
+    size += len(picture())
     for part in range(parts):
         expected = []
         for epoch in range(2):
-            dealt = np.random.default_rng((7, epoch)).permutation(10)[part::parts]
-            for window, shards in enumerate(np.split(dealt, range(4, len(dealt), 4))):
-                names = [f"n{5 * shard + i}" for shard in shards for i in range(5)]
-                rng = np.random.default_rng((7, epoch, part, window))
-                expected += [names[i] for i in rng.permutation(len(names))]
+            dealt = np.random.default_rng((7, epoch)).permutation(10)[part::parts].tolist()
+            waiting, turn, names = [[5 * s + i for i in range(5)] for s in dealt], [], []
+            while turn or waiting:
+                while len(turn) < 4 and waiting:
+                    turn.append(waiting.pop(0))
+                shard = turn.pop(0)
+                names.append(f"n{shard.pop(0)}")
+                turn += [shard] if shard else []
+            left, last = [], -4000
+            for n, name in enumerate(names):
+                if size * n >= last + 4000:
+                    last, draw = size * n, random.Random(common.mix_seed(7, epoch, part, n))
+                left.append((size * n + draw.randrange(40_000), n, name))
+            expected += [name for *_, name in sorted(left)]
         assert captions_of_samples(source, len(expected), 7, part, parts) == expected
 
 
-def test_a_resumed_stream_opens_only_the_shards_of_its_window(tmp_path, monkeypatch):
-    source, opened = open_data(write_shards(tmp_path, [5] * 40)), []
-    samples, place, read = source.samples(0, 0, 1), (0, 0, 0), common.read_headers
-    while place < (2, 3, 10):  # 70 of the 200 samples of epoch 2
-        _, place = next(samples)
-    assert place == (2, 3, 10)
-    expected = next(samples)[0].value
-    monkeypatch.setattr(common, "read_headers",
-                        lambda path, files: opened.append(Path(path).name) or read(path, files))
-    batch = take(stream(source, 10, positions={0: (42, place, {})}), 1)[0]
-    assert batch["position"] == {0: (43, (2, 4, 0), {})}
-    assert captions_in(batch)[0] == expected
-    order = np.random.default_rng((0, 2)).permutation(40)[12:16]
-    assert opened == [f"{i:03}.tar" for i in order]
+def test_shards_resume_at_every_sample_and_read_little_again(tmp_path, monkeypatch):
+    """From each position of two epochs the same samples and positions follow. A shard that is cut
+    off and an image that no sample uses are counted once, too."""
+    small_buffer(monkeypatch, 12_000)
+    source = open_data(write_shards(tmp_path, [9] * 6, uncaptioned=(4, 20)))
+    (tmp_path / "003.tar").write_bytes(Path(tmp_path, "003.tar").read_bytes()[:9000])
+    members = {"a.jpg": picture(), "a.2.jpg": picture(), "a.txt": "n99", "b.jpg": picture(),
+               "b.txt": "n98"}
+    write_tar(tmp_path / "005.tar", members)
+    whole = list(itertools.islice(source.samples(3, 0, 1), 110))
+    read, counts = common.read_sample, []
+    monkeypatch.setattr(common, "read_sample", lambda *x: counts.append(x) or read(*x))
+    for k, (_, position) in enumerate(whole[:90]):
+        counts.clear()
+        assert list(itertools.islice(source.samples(3, 0, 1, position), 2)) == whole[k + 1 : k + 3]
+        assert len(counts) <= (12_000 + 4000) // 1500 + 12_000 // 1500
+    # of a whole shard 9 samples, of the cut one fewer, and what is left out
+    epochs = [[s.problem or s.value for s, (epoch, *_) in whole if epoch == e] for e in (0, 1)]
+    assert sorted(epochs[0]) == sorted(epochs[1][: len(epochs[0])]) and len(epochs[0]) < 55
+    assert all(epochs[0].count(problem) == 1 for problem in (common.BAD_SHARD, common.UNUSED))
+
+
+def test_a_shard_is_read_in_large_pieces_from_begin_to_end(tmp_path, monkeypatch):
+    places, members, readv = [], {}, os.readv
+
+    def counted(file, buffers):
+        place = os.lseek(file, 0, os.SEEK_CUR)
+        places.append((place, readv(file, buffers)))
+        return places[-1][1]
+
+    for i in range(300):
+        members |= {f"{i}.jpg": picture() + bytes(20_000), f"{i}.txt": f"n{i}"}
+    path = write_tar(tmp_path / "0.tar", members)
+    monkeypatch.setattr(os, "readv", counted)
+    samples = TarShards(path).samples(0, 0, 1)
+    next(samples)
+    first = len(places)
+    assert len(list(itertools.islice(samples, 299))) == 299
+    size, ends = os.path.getsize(path), [place + n for place, n in places]
+    assert [place for place, _ in places[1:]] == ends[:-1] and ends[-1] == size
+    assert first <= len(places) - 2 and len(places) <= size // 2**20 + 3
+
+
+def test_neighbours_of_a_shard_seldom_meet_in_a_batch(tmp_path, monkeypatch):
+    """The buffer holds half of `span`, here 200 samples. Two neighbours then meet in a batch of 20
+    with a probability of about 20 / 400."""
+    small_buffer(monkeypatch, 400 * (1000 + len(picture())), 10**6)
+    source = open_data(write_shards(tmp_path, [400] * 4))
+    names = [int(caption[1:]) for caption in captions_of_samples(source, 1600)]
+    assert sorted(names) == [*range(1600)]
+    batch = np.argsort(names) // 20
+    assert 0.03 < np.mean(batch[1:] == batch[:-1]) < 0.08
 
 
 def test_captions_of_a_shards_image_alternate_between_epochs(tmp_path):
@@ -869,7 +979,7 @@ def test_captions_of_a_shards_image_alternate_between_epochs(tmp_path):
     assert [sorted(turns) for turns in captions.values()] == [["n0", "n1", "n2"]] * 6
     # The first caption depends on the position of the key's first header in the shard. A change
     # of this rule would change the captions of runs that are resumed.
-    rows = [row for row in common.read_headers(source.paths[0], contextlib.ExitStack())]
+    rows = [rows[0] for rows, _ in common.read_keys(source.paths[0])]
     firsts = {f"n{key.name[-1]}": f"n{key.number // 512 % 3}" for key in rows}
     assert {name: turns[0] for name, turns in captions.items()} == firsts
     assert len(set(firsts.values())) > 1
@@ -1102,7 +1212,8 @@ def test_distort_equals_a_literal_reference_with_the_same_random_numbers(kind):
     views = common.Views(ALL_VIEWS, 32)
     crops = crops_of(kind, views)
     torch.manual_seed(1)
-    batch = views.collate(crops)
+    batch = {"views": [torch.stack(column) for column in zip(*crops)]}
+    batch["draws"] = views.draws(len(crops))
     after, dtype = torch.rand(1), {"files": torch.uint8, "world": torch.float32}[kind]
     kept = [x.clone() for x in batch["views"]]
     assert all(x.dtype == dtype for x in kept)
@@ -1208,3 +1319,118 @@ def test_the_lines_in_claims_py_write_cifar10_as_class_folders(tmp_path, monkeyp
     assert (len(table), table.classes, list(table.labels)) == (3, ["cat", "dog"], [0, 1, 1])
     assert sorted(str(path) for path in Path("cifar10/test").rglob("*.png")) == [
         "cifar10/test/cat/1.png", "cifar10/test/dog/0.png"]
+
+
+class Failing:
+    """Fails `n` times with an error of the disk for each path of `paths`, then calls `read`."""
+
+    def __init__(self, read, n, paths, kind=errno.EIO):
+        self.read, self.left, self.kind = read, {str(path): n for path in paths}, kind
+
+    def __call__(self, path, *arguments):
+        if self.left.get(str(path), 0) > 0:
+            self.left[str(path)] -= 1
+            raise OSError(self.kind, "failed", str(path))
+        return self.read(path, *arguments)
+
+
+@pytest.fixture
+def sleeps(monkeypatch):
+    """Return the list of the seconds that a test would have slept."""
+    slept = []
+    monkeypatch.setattr(common.time, "sleep", slept.append)
+    return slept
+
+
+@pytest.mark.parametrize("kind", common.PASSING)
+def test_an_image_that_the_disk_fails_once_is_read_and_one_that_fails_is_counted(
+        tmp_path, monkeypatch, sleeps, kind):
+    source = open_data(write_table(tmp_path, 8))
+    monkeypatch.setattr(common, "open_image", Failing(common.open_image, 1, source.paths, kind))
+    assert len(take(stream(source, 8), 1)[0]["images"]) == 8 and sleeps == [1] * 8
+    sleeps.clear()
+    monkeypatch.setattr(common, "open_image", Failing(common.open_image, 99, source.paths[:2], kind))
+    batch, = take(stream(source, 6), 1)
+    assert sleeps == [1, 5, 25] * 2 and batch["skipped"][0][common.DISK][0] == 2
+    monkeypatch.setattr(common, "open_image", Failing(common.open_image, 99, source.paths[:3], 2))
+    assert len(take(stream(source, 5), 1)) == 1 and len(sleeps) == 6   # a missing file stays missing
+    monkeypatch.setattr(common, "open_image", Failing(common.open_image, 99, source.paths, kind))
+    message = failure(take, stream(source, 6), 1)
+    assert message.startswith("The disk failed to read three samples in a row, the last") and (
+        len(sleeps) == 6 + 9)
+    with pytest.raises(common.DiskError):  # a worker's error keeps its type
+        take(stream(source, 6), 1, workers=1)
+
+
+def test_a_shard_that_the_disk_fails_is_read_again_from_the_same_place(
+        tmp_path, monkeypatch, sleeps):
+    """Each second read fails, and a read gives at most 8 kB."""
+    shards, readv, calls = TarShards(write_shards(tmp_path, [30] * 5)), os.readv, itertools.count()
+    expected = captions_of_samples(shards, 300)
+
+    def flaky(file, buffers):
+        if next(calls) % 2 == 0:
+            os.lseek(file, 7, os.SEEK_SET)                   # the place is lost with the file
+            raise OSError(errno.ESTALE, "stale")
+        return readv(file, [buffers[0][:8192]])
+
+    monkeypatch.setattr(os, "readv", flaky)
+    assert captions_of_samples(shards, 300) == expected
+    assert len(sleeps) > 20 and set(sleeps) == {1}
+
+
+def test_two_shards_that_fail_always_are_counted_and_three_end_the_run(
+        tmp_path, monkeypatch, sleeps):
+    shards, readv, gone = TarShards(write_shards(tmp_path, [30] * 5)), os.readv, set()
+
+    def failing(file, buffers):
+        if os.path.basename(os.readlink(f"/proc/self/fd/{file}")) in gone:
+            raise OSError(errno.EIO, "failed")
+        return readv(file, buffers)
+
+    monkeypatch.setattr(os, "readv", failing)
+    gone |= {"001.tar", "003.tar"}
+    batches = take(stream(shards, 30), 3)
+    assert batches[-1]["skipped"][0][common.DISK][0] == 2 and sleeps == [1, 5, 25] * 2
+    assert len({name for batch in batches for name in captions_in(batch)}) == 90
+    assert len([*shards.each("caption")]) == 90              # an evaluation leaves them out, too
+    gone |= {f"00{i}.tar" for i in range(5)}
+    sleeps.clear()
+    for run in (lambda: take(stream(shards, 30), 1), lambda: [*shards.each("caption")]):
+        assert failure(run).startswith("The disk failed to read three samples in a row")
+    assert len(sleeps) == 2 * 9
+
+
+def test_an_evaluation_tries_again_and_ends_after_three_failures(monkeypatch, sleeps):
+    pairs = [(f"{i}.jpg", i) for i in range(9)]
+
+    def found(n, paths):
+        read = Failing(lambda path: torch.zeros(1), n, paths)
+        return [value for _, value in evaluation.read_images(pairs, read)]
+
+    assert found(1, ["0.jpg", "4.jpg"]) == [*range(9)] and sleeps == [1, 1]
+    assert found(99, ["1.jpg", "2.jpg", "4.jpg", "5.jpg"]) == [0, 3, 6, 7, 8]
+    with pytest.raises(common.DiskError, match="three samples in a row, the last 3.jpg"):
+        found(99, [f"{i}.jpg" for i in range(1, 4)])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_whose_disk_is_gone_saves_and_ends_with_the_error(
+        tmp_path, monkeypatch, sleeps, workers):
+    run, read, calls = tmp_path / "run", common.open_image, itertools.count()
+
+    def dying(*arguments):
+        if next(calls) >= 20:
+            raise OSError(errno.EIO, "failed")
+        return read(*arguments)
+
+    monkeypatch.setattr(common, "open_image", dying)
+    flags = [*SMALL["sparc"], "--image-size", 16, "--data", write_table(tmp_path, 60), "--workers",
+             workers, "--out", run]
+    with pytest.raises(UserError, match="three samples in a row.* Step [123] is saved: .*--resume"):
+        train_alone([*flags, "--steps", 6])
+    step = common.load_checkpoint(run / "last.pt")["step"]
+    monkeypatch.setattr(common, "open_image", read)
+    train_alone(["--resume", "--out", run])
+    assert step == 3  # two batches, and the last again, for which other ranks would have waited
+    assert [record["step"] for record in read_log(run)] == [*range(1, 7)]

@@ -375,7 +375,7 @@ def test_each_sample_and_batch_of_each_rank_has_a_seed_of_its_own(tmp_path, monk
     table = common.open_data(write_table(tmp_path, 8))
     for rank in (0, 1):
         stream = common.Stream(table, None, lambda image: torch.zeros(1), None, None, 2, 0, rank, 2)
-        next(iter(stream))
+        stream.join([next(iter(stream))], number=0)
     assert len(set(seeds)) == len(seeds) == 6  # two images and their batch on each rank
 
 
@@ -721,12 +721,14 @@ def test_each_rank_has_random_numbers_of_its_own(monkeypatch, tmp_path):
 def test_a_checkpoint_of_other_data_workers_or_ranks_begins_a_new_order(monkeypatch):
     rng, local = torch.get_rng_state(), {"cuda_rng": None, "positions": {0: (2, 9)}, "skipped": {}}
     state = {"step": 7, "samples": 56, "stage": 1, "order": 2, "workers": 0, "data": "a",
-             "words": None, "boxes": torch.rand(3, 4), "ranks": [local | {"rng": rng}]}
+             "words": None, "boxes": torch.rand(3, 4), "part": 64, "ranks": [local | {"rng": rng}]}
     torch.rand(3)
     same = train.Progress("a")
-    for data, workers, ranks in ("b", 0, 1), ("a", 1, 1), ("a", 0, 2):
+    older = {name: value for name, value in state.items() if name != "part"}
+    for saved, data, workers, ranks in ((state, "b", 0, 1), (state, "a", 1, 1), (state, "a", 0, 2),
+                                        (older, "a", 0, 1)):
         other = train.Progress(data)
-        other.restore(state | {"ranks": ranks * state["ranks"]}, workers)
+        other.restore(saved | {"ranks": ranks * state["ranks"]}, workers)
         assert (other.step, other.order, other.positions) == (7, 2 + 7, {})
         assert (other.boxes is None) == (data == "b")  # boxes are those of the images
     monkeypatch.setattr(train, "this_rank", lambda: (1, 2))

@@ -275,7 +275,8 @@ def test_presets_keep_the_expected_memory_for_the_backward_pass(fake, ranks, row
 
 def test_distortions_and_metrics_leave_no_tensor_on_the_cpu(fake):
     views = common.Views([common.View(8, (0.5, 1), blur=0.5, solarize=0.5)], 8)
-    batch, labels = views.collate([views(torch.rand(3, 8, 8)) for _ in range(64)]), torch.arange(64)
+    crops, labels = [views(torch.rand(3, 8, 8))[0] for _ in range(64)], torch.arange(64)
+    batch = {"views": [torch.stack(crops)], "draws": views.draws(64)}
     with fake:
         batch, labels = train.to_device((batch, labels), "cuda")
         x = common.distort(batch)["views"][0].flatten(1)

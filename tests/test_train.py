@@ -1363,12 +1363,15 @@ def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("scale, side", [(0.9, 12), (0.25, 19), (0.01, 93)])
 def test_images_have_enough_pixels_for_the_smallest_crop(monkeypatch, tmp_path, scale, side):
     found = []
-    monkeypatch.setattr(common, "Stream", lambda *a, min_side, **options: found.append(min_side))
-    monkeypatch.setattr(train, "read_in_workers", lambda stream, workers: [])
+    init = common.Stream.__init__
+    monkeypatch.setattr(common.Stream, "__init__", lambda self, *arguments, **options: (
+        found.append(options["min_side"]), init(self, *arguments, **options))[1])
+    monkeypatch.setattr(train, "read_in_workers", lambda *_: found.append("end"))
     args = train.parse_args([*SPARC, "--data", "x.csv", "--crop-scale", str(scale)])
     args.image_size = 8
-    train.open_loader(args, None, None, None, None, train.Progress())
-    assert found == [side]
+    with pytest.raises(TypeError):  # no messages
+        next(train.open_loader(args, None, None, None, None, train.Progress(), "cpu"))
+    assert found == [side, "end"]
 
 
 @pytest.mark.parametrize("name, record, words", [
