@@ -669,7 +669,9 @@ def ablated_loss(z, n_views, teacher, n_global, config, gather=identity):
             raise ValueError('SimCLR (target="onehot") needs two or more large views and '
                              'normalization="global".')
         return simclr_loss(z, c, row_ids, column_ids, G, cfg.tau)
-    target = {  # Eq. 2 with tau_B; if tau_B = tau: the unbalanced row of Table 1
+    # Eq. 2 with tau_B; if tau_B = tau: the unbalanced row of Table 1. differs: Eq. 2 has A on both
+    # sides, so that both could have a gradient. Here the target has none, as Sec. 4.1 says of B.
+    target = {
         "softmax": lambda S: attention(S, cfg.tau_b),
         "balanced": lambda S: sinkhorn(S, cfg.tau_b, cfg.sinkhorn_iters, gather=gather)}[cfg.target]
     S_m = similarities(z_m, c, row_ids, column_ids, mask).detach()
@@ -688,6 +690,9 @@ def simclr_loss(z, c, row_ids, column_ids, G, tau):
 
     The target that view j sets for the other views of its image is one-hot: the column of view j.
     A row leaves out its own column alone.
+
+    differs: only the loss is SimCLR's. Projector, views and optimizer are BAM's. SimCLR's projector
+    has two layers and 128 outputs, its colours change more, and its optimizer is LARS.
     """
     B = (row_ids[:G, :, None] == column_ids).to(z.dtype)                      # (G, n, m)
     return matching_loss(z, B, c, row_ids, column_ids, "exclude", tau)

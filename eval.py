@@ -2558,8 +2558,9 @@ def draw_similarities(embedder, data):
     The two views are of one image, of two images of one class, or of images of two classes. The
     images are 500 with labels.
 
-    differs: Fig. 1 has the latents and views of the training; here are the encodings that k-NN
-    compares, of views that are cropped and flipped, but keep their colours.
+    differs: Fig. 1 has entries of the softmax on a logarithmic axis, of the latents and views of the
+    training. Here are cosines of the encodings that k-NN compares, of views that are cropped and
+    flipped, but keep their colours.
     """
     pairs = list(itertools.islice(data.labelled("test"), 500))
     encode = embedder.model.encode_image

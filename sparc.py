@@ -25,7 +25,7 @@ d, embeddings the width E, which is the paper's d.
     L_f         fine_grained_loss       scalar      Eq. 6
 
 Differs from the paper (search for "differs" for all other places):
-  * A word that is equally similar to all patches gives them equal weights; Eq. 2 would be 0 / 0.
+  * If the similarities of a word are equal, to the last bit, its weights are; Eq. 2 is 0 / 0 there.
   * [CLS] and [SEP] are not words: tbar and L_f leave them out. 53 of Sec. 4.1's 55 tokens remain.
   * vbar and tbar follow Sec. 2. Listing 1's vbar has no h_v, its tbar includes the padding.
   * Training crops images a little and flips them. Evaluation crops the centre, but segmentation
@@ -727,7 +727,9 @@ class Baseline(FullModel):
         if not self.late_interaction:
             losses["global"] = global_loss(v, t, scale, gather=gather)
         if cfg.objective in ("filip", "clip+filip"):
-            tokens, patches = self.g_t(f_t), self.g_v(self.h_v(f_v))  # `filip` trains h_v only here
+            # `filip` trains h_v only here. Patches pass h_v, as in D.7. That is our reading: those
+            # of SPARC, PACL, GLoRIA and MGCA do not.
+            tokens, patches = self.g_t(f_t), self.g_v(self.h_v(f_v))
             losses["filip"] = filip_loss(tokens, patches, words, scale, keep=cfg.filip_keep,
                                          gather=gather)
         if cfg.objective == "pacl":
@@ -855,8 +857,10 @@ def retrieval_errors(own, found, split, among=None):
 #
 # differs: the paper trains on Objects365 and Visual Genome, we on any file like COCO's or LVIS's.
 # OWL-ViT also makes mosaics of images, draws a prompt for each query, clips the gradient of each
-# image, drops blocks of the text encoder, and multiplies patches by [CLS], which SPARC lacks. That
-# patches are f_v, before h_v and g_v, is our reading.
+# image, drops blocks of the text encoder, and multiplies patches by [CLS], which SPARC lacks. It
+# resizes images bilinearly without antialiasing (here: bicubically, with), begins with LeCun's
+# weights and tanh's GELU (here: torch's and the exact one), and cuts queries at 16 tokens (here: at
+# the encoder's 55). That patches are f_v, before h_v and g_v, is our reading.
 
 
 @dataclass

@@ -376,7 +376,8 @@ PRESETS = {  # the values of --preset: settings of this file and of train.py; fl
     "cc12m-b16": dict(image_encoder="clip-b16", L=64, steps=61_219, **PAPER),
     "cc3m-b32": dict(image_encoder="clip-b32", L=64, steps=21_838, **PAPER),  # Table B.1
     "cc12m-b32": dict(image_encoder="clip-b32", L=64, steps=61_219, **PAPER),
-    "cc15m-b32": dict(image_encoder="clip-b32", L=64, steps=78_280, **PAPER),  # Table 6: --L 128
+    # Table 6, and SPARO's and AttnPool's rows of CLIP32 in Table B.1, which are Table 6's: --L 128
+    "cc15m-b32": dict(image_encoder="clip-b32", L=64, steps=78_280, **PAPER),
     "cc15m-b16": dict(image_encoder="clip-b16", L=64, steps=78_280, **PAPER),
     "l400m-b32": dict(image_encoder="clip-b32", L=128, steps=312_214,
                       **PAPER | dict(weight_decay=0.2, warmup=2000, batch=32768)),
@@ -534,6 +535,10 @@ class CrossAttention(nn.Module):
     and applies both over all slots together. The authors' code also applies a LayerNorm and a
     projection to the queries (transformer.py:229). Table 6 counts no parameters of such a
     projection.
+
+    Table 6 counts a multiply-add once (--dry-run prints both). With --L 128 its read-outs fit, but
+    SPARO's two rows are lower here, 7.43 and 6.82 for 8.0 and 7.4: Sparo.forward needs less than
+    the listing of App. A.
     """
 
     def __init__(self, d, L, V, D, heads, slot_norm, slot_projection):

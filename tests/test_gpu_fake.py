@@ -121,10 +121,10 @@ def move(model):
     return model
 
 
-def batch_of(method, **sizes):
-    """Return a batch for tiny_model(method). sizes: arguments of make_batch."""
+def batch_of(method, name="", **sizes):
+    """Return a batch for the case `name` of tiny_model(method). sizes: arguments of make_batch."""
     if method in ("dino", "bam"):
-        return make_views()
+        return make_views(sizes=(16, 16)) if name == "moco" else make_views()
     if method == "classifier":
         return {"images": torch.randn(4, 3, 16, 16), "labels": torch.arange(4) % 3}
     return make_batch(**sizes)
@@ -133,7 +133,7 @@ def batch_of(method, **sizes):
 @pytest.mark.parametrize("name", CASES)
 def test_objectives_leave_no_tensor_on_the_cpu_and_never_wait(fake, waits, name):
     method, settings = CASES[name]
-    model, batch = tiny_model(method, **settings), batch_of(method)
+    model, batch = tiny_model(method, **settings), batch_of(method, name)
     with fake:
         move(model)
         batch = train.to_device(batch, "cuda")
@@ -160,7 +160,7 @@ def test_ranks_exchange_tensors_of_the_gpu_in_the_same_order(fake, waits, ranks,
     with fake:
         move(model)
         for L in (9, 6):
-            batch = train.to_device(batch_of(method, L=L), "cuda")
+            batch = train.to_device(batch_of(method, name, L=L), "cuda")
             ranks.clear()
             waits.clear()
             with torch.autocast("cuda", torch.bfloat16):
