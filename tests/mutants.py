@@ -283,6 +283,9 @@ torch.stack(list(ranks.values())).«amin => amax»(0) # the better of colour and
 ASIDE = ("seed «out => lr out» argv # another recipe ;; "eval_every accum_freq «data_path => batch data_path» directory" # another recipe
 (f"true {what}", «truth), (f"predicted {what}", predicted => predicted), (f"predicted {what}", truth») # two maps
 shade = torch.where(truth == 0, «0.35 => 1.0», 1.0) # a dimmed background
+== eval.py | own | test_benchmarks test_reports -k "winoground_is or relative_paths or have_maps"
+"winoground/text": (text, 1 / «4 => 2») # chance ;; ("data", "eval_data"«, "image_root" => »): # a path of the training
+maps = maps - maps.amin(«1 => 0», keepdim=True) # the lowest score of each word's map
 == train.py | ranks | test_train test_data -k "train_otherwise or another_step or reason_for_skipping"
 common.check_ranks({"data": «self.data => 0», # other data ;; "a vocabulary with the hash": «self.words => 0», # other words
 "a last.pt after step": «self.step => 0», # other steps ;; "fp16": «scaler.is_enabled() => False»}) # other precision

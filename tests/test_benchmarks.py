@@ -185,8 +185,8 @@ def test_winoground_is_evaluated_from_its_own_files(tmp_path, capsys):
         scores = torch.tensor([[1.0, 0.0], [2.0, 3.0]])                     # (images, captions)
         patch.setattr(evaluation.Embedder, "similarity", lambda *pair: scores)
         result = evaluation.winoground(embedder(), data, options)
-    found = [value.tolist() for value, _ in result.values()]
-    assert found == [[True] * 2, [False] * 2, [False] * 2]
+    found = [(value.tolist(), chance) for value, chance in result.values()]
+    assert found == [([True] * 2, 1 / 4), ([False] * 2, 1 / 4), ([False] * 2, 1 / 6)]
     (tmp_path / "photos").rename(tmp_path / "w" / "images")  # their folder in the release
     data, options = opened(tmp_path / "w", limit=1)
     assert evaluation.winoground(embedder(), data, options)["winoground/text"][0].tolist() == [True]

@@ -143,9 +143,11 @@ def test_relative_paths_of_a_run_mean_the_directory_of_its_training(tmp_path, mo
     assert args.data == str(tmp_path / "here/photos/train")
     config = json.loads((tmp_path / "run/config.json").read_text())
     joined = tmp_path / "joined"
-    write_files(joined, {"config.json": json.dumps(config | {"data": "a/0.tar::b/0.tar"}).encode()})
-    assert evaluation.settings_of_run(str(joined))[1].data == (
-        f"{tmp_path}/here/a/0.tar::{tmp_path}/here/b/0.tar")
+    config |= {"data": "a/0.tar::b/0.tar", "image_root": "photos"}
+    write_files(joined, {"config.json": json.dumps(config)})
+    _, args = evaluation.settings_of_run(str(joined))
+    assert args.data == f"{tmp_path}/here/a/0.tar::{tmp_path}/here/b/0.tar"
+    assert args.image_root == f"{tmp_path}/here/photos"
     capsys.readouterr()
     evaluation.main([run])
     assert f"on {tmp_path}/here/photos/test" in capsys.readouterr().out
@@ -491,6 +493,8 @@ def test_one_image_and_one_caption_have_maps(run_of, tmp_path, monkeypatch, caps
             expected = model.model.align_words(x, ids, mask)[0]
         elif name == "stair":
             expected = model.model.word_maps(x, ids[0])[0, -grid**2 :].T
+            shown = evaluation.maps_of_words(model, tmp_path / "a.jpg", "a red ring")
+            assert [weights.min() for _, weights in shown] == [0, 0, 0]     # black in each map
         else:
             expected, over_text = (part[0] for part in model.model.attend(x, ids, mask)[:2])
             expected = expected[:, 1:]                                      # without [CLS]
