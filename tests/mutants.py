@@ -156,7 +156,7 @@ lambda_f: float = «1.0 => 2.0» # D.4: the sweep ;; sigma: float | None = «Non
 filip_keep: float = «0.2 => 0.8» # D.4 ;; context=«55 => 77»,vocab_size=32000 # Sec. 4.1
 steps=200_000, lr=«9e-4 => 1e-3» # D.4: the sweep ;; weight_decay=0.2, warmup=«2500 => 2000» # D.4
 == bam.py | bam | test_statistics test_details test_presets test_dino test_bam test_finetune -k "not crop"
-log_A = (S / tau).log_softmax(-«1 => 2») # Eq. 1: rows ;; "zero": «0.0 => -1.0»}[mask] # Eq. 3
+log_A = (S / tau).log_softmax(-«1 => 2») # Eq. 1: rows ;; "zero": «0.0 => -1.0», # Eq. 3
 in_fp32(«S.detach() => S») as (S,) # B has no gradient
 log_K -= «gather(log_K.logsumexp(-2, keepdim=True)[None]).logsumexp(0 => log_K.logsumexp(-2, True») # one rank
 if other «!= => >» j: # Eq. 5: all pairs of views
@@ -166,7 +166,7 @@ c = gather(«z_m => z»[:G].flatten(0, 1)) # App. C: columns of the teacher
 row_ids = «rank => 0» * n + torch # positives of this rank
 sinkhorn(S, «cfg.tau_b => cfg.tau», cfg.sinkhorn_iters # tau_B of an ablation
 B = B[«: row_ids[:G].numel() => -row_ids[:G].numel() :»].view(G # large views are targets
-«rank => 0» * k * n + torch # SimCLR's positives ;; return tokens[:, «0 => 1»] if self.config.readout == "cls" # App. C
+expand(k, n)« + len(c) * view => » # views of an image are no positives with --mask self ;; return tokens[:, «0 => 1»] if self.config.readout == "cls" # App. C
 math.cos(math.pi * («(step + 1) => step» / steps)) # the next step's momentum ;; self.config.ema) * (1 + cosine)« / 2 => » # momentum
 return «self.teacher[0] => self.image_encoder» if self.teacher else # the teacher
 torch.cat([tokens[:, 0], «tokens[:, 1:].mean => tokens.mean»(1)], 1) # D.1: patches
@@ -182,7 +182,7 @@ tau_b: float = «0.05 => 0.1» # Sec. 3.4 ;; sinkhorn_iters: int = «3 => 1» # 
 ema: float = «0.995 => 0.996» # main_pretrain.py:99 ;; crop_border: float = «0.25 => 0.4» # vit_small.slurm:60
 crop_alpha: float = «0.6 => 1.0» # ContrastiveCrop ;; crop_every: int = «6_256 => 12_512» # App. G: 20 epochs
 clip_grad=«0.3 => 3.0» # Table 9a ;; warmup=«3_128 => 12_512» # Table 9a: 10 epochs for ResNet-50
-lr=«4.8 => 0.3» # the linear scaling rule ;; activation="«relu => gelu»" # App. C
+lr=«4.8 => 0.3», warmup=3_128 # the linear scaling rule ;; activation="«relu => gelu»" # App. C
 smoothing: float = «0.1 => 0.0» # DeiT ;; lr=5e-«5 => 4», **SEMI # Table 9c
 steps=25_023, warmup=«1251 => 125» # Table 9c ;; lr=6e-«5 => 4», weight_decay=0.1 # D.3: a tenth
 == common.py | encoders | test_encoders test_details test_statistics
@@ -250,7 +250,7 @@ max(64, math.ceil(len(x) / «1024 => 512»)) # Table 9b: 1,024 ;; l2 «/ 2  => �
 drawn = present[«torch.randperm(len(present), generator=generator)[:t] => :t»] # ten times the same classes
 nearer = «nearest[:, None].minimum( => (»torch.cdist(x, x[rows]).square()) # the last centre alone
 == sparo.py | analyses | test_eval test_details test_sparo -k "wino or interpreted or relative or vtab or mask_learns"
-before = after = (margin(best) «> => >=» 0) # ties before a mask ;; right = (margin(m) «> => >=» 0) # ties with a mask
+right_by_kind(margin(m) «> => >=» 0, kinds) # a tie is a right pair
 text = (s[:, 0, 0] > s[:, «1, 0 => 0, 1»]) # Winoground
 F.cosine_similarity(y_i, y_t, dim=-1) > «0.75 => 0.5» # Sec. 5.4 ;; is_word = (word >« => =» 0) & # [CLS] is no word
 (new «/ old - 1) / (fit / start - 1 => - old) / (fit - start») # Table 5
@@ -268,7 +268,7 @@ torch.arange(64) «// => %» 8 >= world.palette # colours that are not drawn
 accuracies.argsort(«descending=True => ») # the best slots
 tokens.cpu(), over_image[:, :, «-patches: => :patches»] # [CLS] is no patch
 if own is «None or own.equal(objects) => None»: # words that name all objects
-pairs())« if i % 10 => ») # the held-out tenth ;; random_views(embedder, pairs, «0.08 => 0.8») # crops of a probe
+pairs()) if options.probe_lr or «i % 10 => True») # the held-out tenth ;; random_views(embedder, pairs, «0.08 => 0.8») # crops of a probe
 «scores[:, no_words] = -torch.inf => pass» # special tokens are no labels
 == eval.py | data | test_eval test_benchmarks test_finetune -k "labels_of_shards or limit_draws or matched_by_name or by_their_names"
 rows = torch.«randperm(len(table), generator=generator) => arange(len(table))»[: options.limit].tolist() # --limit keeps the first classes
@@ -280,7 +280,7 @@ index.search(dict.fromkeys(words, 1.0), 8«, where => ») # the condition of a q
 sparc.image_iou(predicted, truth«, foreground_only=True => ») # miou_fg without the background
 y = «F.normalize(y, dim=-1) => y».unflatten(0, (len(selection.classes # a long prompt counts no more
 torch.stack(list(ranks.values())).«amin => amax»(0) # the better of colour and shape
-ASIDE = ("seed «out => lr out» argv # another recipe ;; "eval_every accum_freq «data_path => batch data_path» directory" # another recipe
+ASIDE = ("seed «out => lr out» argv # another recipe ;; "keep_every eval_every accum_freq «data_path => batch data_path» directory" # another recipe
 (f"true {what}", «truth), (f"predicted {what}", predicted => predicted), (f"predicted {what}", truth») # two maps
 shade = torch.where(truth == 0, «0.35 => 1.0», 1.0) # a dimmed background
 == eval.py | own | test_benchmarks test_reports -k "winoground_is or relative_paths or have_maps"

@@ -551,7 +551,8 @@ def test_a_table_of_several_runs_averages_over_seeds(run_of, tmp_path, monkeypat
 
 
 # The settings in which seeds of one recipe may differ.
-NO_RECIPE = set("seed out resume workers log_every save_every eval_every accum_freq".split())
+NO_RECIPE = set("""seed out resume checkpoint workers log_every save_every keep_every eval_every
+    accum_freq""".split())
 
 
 @pytest.mark.parametrize("method", ["sparo", "stair", "sparc", "bam", "classifier"])

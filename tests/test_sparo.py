@@ -302,7 +302,7 @@ def test_a_mask_learns_which_parts_tell_captions_from_negatives(parts):
     if parts == 4:
         assert (mask == mask[:, :1]).all()
     x, y, *_ = encodings
-    assert sparo.train_mask(x, y, y, parts, epochs=1)[1:] == (0, 0)  # a tie is no right pair
+    assert sparo.train_mask(x, y, y, kinds, parts, epochs=1)[1:] == (0, 0)  # a tie is no right pair
     with pytest.raises(ValueError, match="parts=5 does not divide the 12 dimensions"):
         sparo.train_mask(*encodings, kinds, 5)
 
