@@ -94,8 +94,8 @@ def test_slots_and_knn_learn_from_the_split_that_the_spec_names(tmp_path):
     """SPARO (Sec. 5.1) ranks on validation images. Here the split train has the wrong labels."""
     spec = write_labelled(tmp_path / "set")
     write_split(tmp_path / "set/train", {
-        "0.png": plain("red"), "0.cls": "0", "1.png": plain("blue"), "1.cls": "1",
-        "2.png": plain("green"), "2.cls": "2"})
+        "0.png": plain("red"), "0.cls": "1", "1.png": plain("blue"), "1.cls": "2",
+        "2.png": plain("green"), "2.cls": "0"})
     make_folders(tmp_path / "folders")
     folders, alone = str(tmp_path / "folders"), write_labelled(tmp_path / "alone")
     for select, best in ((spec, 1 / 3), (f"{spec}:split=train", 1 / 3), (f"{spec}:split=test", 1)):

@@ -105,7 +105,8 @@ def test_another_seed_gives_other_weights_and_another_seed_or_order_gives_other_
         args = train.parse_args([*SPARC, "--seed", seed])
         data = train.open_training_data(args, train.METHODS["sparc"])
         model = train.new_model(args, train.METHODS["sparc"], range(50))
-        batches = train.open_loader(args, data, None, None, model, train.Progress(order=order))
+        batches = train.open_loader(args, data, None, None, model, train.Progress(order=order),
+                                    "cpu", SimpleNamespace(error=None))
         found.append((model.g_v.weight, next(batches)["images"]))
     weights, images = zip(*found)
     assert not torch.equal(*weights[:2])
@@ -1369,8 +1370,10 @@ def test_images_have_enough_pixels_for_the_smallest_crop(monkeypatch, tmp_path, 
     monkeypatch.setattr(train, "read_in_workers", lambda *_: found.append("end"))
     args = train.parse_args([*SPARC, "--data", "x.csv", "--crop-scale", str(scale)])
     args.image_size = 8
+    args.workers = 0
     with pytest.raises(TypeError):  # no messages
-        next(train.open_loader(args, None, None, None, None, train.Progress(), "cpu"))
+        next(train.open_loader(args, None, None, None, None, train.Progress(), "cpu",
+                               SimpleNamespace(error=None)))
     assert found == [side, "end"]
 
 
