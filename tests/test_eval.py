@@ -1344,13 +1344,22 @@ def test_an_error_of_one_rank_is_raised_on_all_ranks(tmp_path, run_of, broken, m
 
 
 def evaluate_on_rank(rank, *flags):
-    """Call eval.py as a rank, on 24 scenes."""
+    """Call eval.py as a rank, on 24 scenes. Return the number of rows that its tasks encode."""
+    compute, rows = evaluation.Embedder.compute, []
+
+    def count(self, encode, *inputs):
+        rows.append(len(inputs[0]))
+        return compute(self, encode, *inputs)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation.Embedder, "compute", count)
         patch.setattr(evaluation, "WORLD_N", 24)
         patch.setitem(evaluation.PROBES, "sgd", ("lr", 2))
         patch.setattr(evaluation, "pictures_to_draw", lambda model, *_: (
             {"neighbours": evaluation.PICTURES["neighbours"]}))
+        patch.setattr(evaluation, "print_notes", lambda *_: rows.append(None))  # before it draws
         evaluation.main([*flags])
+    return sum(rows[: rows.index(None)] if None in rows else rows)
 
 
 @pytest.mark.ranks
@@ -1358,8 +1367,9 @@ def evaluate_on_rank(rank, *flags):
                                          ("bam", "--probe sgd --batch 16")])
 def test_two_ranks_write_the_figures_of_one_process(tmp_path, run_of, name, flags):
     run = shutil.copytree(run_of(name), tmp_path / "run")
-    evaluate_on_rank(0, str(run), *flags.split())
-    run_ranks(tmp_path, evaluate_on_rank, 2, str(run), *flags.split())
+    alone = evaluate_on_rank(0, str(run), *flags.split())
+    parts = run_ranks(tmp_path, evaluate_on_rank, 2, str(run), *flags.split())
+    assert sum(parts) == pytest.approx(alone, rel=0.1) and max(parts) < 0.6 * alone
     one, two = map(json.loads, (run / "evals.jsonl").read_text().splitlines()[-2:])
     assert one == two
 
