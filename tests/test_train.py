@@ -963,7 +963,7 @@ def test_a_rank_whose_checkpoint_is_of_another_step_is_refused(tmp_path, monkeyp
     """The first training stands for rank 0, the second one for rank 1."""
     run, facts = shutil.copytree(run_of("sparc"), tmp_path / "run"), {}
     monkeypatch.setattr(common, "gather_objects",
-                        lambda own: [facts.setdefault(str([*own]), own), own])
+                        lambda own: [facts.setdefault(str([*(own or ())]), own), own])
     train_alone(["--resume", "--out", run])
     state = common.load_checkpoint(run / "last.pt")
     torch.save(state | {"step": 3}, run / "last.pt")
