@@ -47,6 +47,7 @@ import os
 import pickle
 import random
 import re
+import signal
 import string
 import subprocess
 import sys
@@ -2874,13 +2875,13 @@ def init_distributed():
     tasks = max(int(os.environ.get(name, 1)) for name in names)
     if tasks > 1 and "RANK" not in os.environ:
         raise UserError(f"{tasks} tasks were started without torchrun and would train separately: "
-                        "start `srun --ntasks-per-node=1 torchrun ... train.py ...`.")
+                        "start `srun --ntasks-per-node=1 torchrun ... FILE.py ...`.")
     cuda, device = torch.cuda.is_available(), torch.device("cpu")
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        timeout = datetime.timedelta(minutes=30)  # the others wait while rank 0 evaluates
+        timeout = datetime.timedelta(minutes=30)  # the others wait while rank 0 saves and draws
         # Ranks that torchrun has restarted get the store of the ranks that died, and would wait
         # for the addresses in it. A prefix hides these.
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
@@ -2898,16 +2899,38 @@ def local_rank():
     return int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def patient_group():
-    """A process group on which ranks can wait for rank 0 for a day; None without ranks.
+def this_rank():
+    """(rank, world_size)"""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
-    The other ranks must wait while rank 0 evaluates and draws at the end. If all ranks of a machine
-    end, their torchrun waits 5 minutes for the other machines and then leaves, and rank 0 fails.
-    The process group of the training waits only 30 minutes.
+
+def wait_for_rank_0():
+    """Let the other ranks wait, for a day at most, until rank 0 calls this function too.
+
+    The other ranks must wait while rank 0 draws at the end. If all ranks of a machine end, their
+    torchrun waits 5 minutes for the other machines and then leaves, and rank 0 fails. The ranks
+    wait at the store, because the process group waits only 30 minutes.
     """
-    if not dist.is_initialized():
-        return None
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 0:
+            store.set("rank 0 is ready", "")
+        store.wait(["rank 0 is ready"], datetime.timedelta(days=1))
+
+
+@contextlib.contextmanager
+def rank_0_prints():
+    """A context in which the other ranks print nothing."""
+    with contextlib.redirect_stdout(sys.stdout if gather.rank == 0 else io.StringIO()):
+        yield
+
+
+def let_rank_0_speak():
+    """Ranks often fail with the same message. All but the first rank of a machine keep silent,
+    until torchrun ends them."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM then ends the process
+        time.sleep(10)
 
 
 class _Gather(torch.autograd.Function):
@@ -2963,6 +2986,30 @@ def gather_objects(value):
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def exchange(value):
+    """gather_objects, but a UserError of one rank, given as its value, is raised on all ranks."""
+    values = gather_objects(value)
+    for error in values:
+        if isinstance(error, UserError):
+            error.is_known = True  # to all ranks
+            raise error
+    return values
+
+
+@contextlib.contextmanager
+def errors_of_all_ranks():
+    """A context that raises a UserError of one rank on all ranks. Within it, ranks may `exchange`,
+    but must not gather: a rank with an error meets the next exchange of the others."""
+    mine = None
+    try:
+        yield
+    except UserError as error:
+        mine = error
+    if hasattr(mine, "is_known"):
+        raise mine
+    exchange(mine)
 
 
 def check_ranks(facts):

@@ -3,7 +3,8 @@
 The command prints a table of metrics, draws pictures into RUN and appends the metrics to
 RUN/evals.jsonl. Without --data the command repeats the evaluation that ended the training, and
 writes RUN/eval.json again. Several runs share a table; runs that differ only in their seed share a
-column, with mean and standard deviation.
+column, with mean and standard deviation. `torchrun --nproc_per_node=8 eval.py RUN ...` divides the
+images and captions among 8 GPUs.
 
 A map of the sections:
 
@@ -47,7 +48,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torchvision.ops import nms
-from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
+from torchvision.transforms.v2.functional import pil_to_tensor, resized_crop, to_pil_image
 from tqdm import tqdm
 
 import bam
@@ -299,7 +300,10 @@ def interval(differences):
 #
 # Encodings are computed in fp32, even if the training used bf16. A cosine in bf16 has only 8
 # significant bits, so many pairs would get the same score, and metrics count a tie as an error.
-# encode_pairs reads files with read_images and Embedder.read.
+#
+# With several ranks all ranks run the tasks, on the same data. encode_pairs and texts divide their
+# work among the ranks (Embedder.in_parts), so that every rank gets all encodings. Rank 0 alone
+# prints, draws and writes.
 
 
 IMAGE_FORMS = ("Give paths, bytes, PIL images (of an array: Image.fromarray), or tensors "
@@ -323,15 +327,8 @@ def progress(items, what, **more):
     """A bar of tqdm that appears after five seconds. Without a terminal it is printed every ten
     seconds."""
     interval = 0.1 if sys.stderr.isatty() else 10
-    return tqdm(items, what, delay=5, leave=False, mininterval=interval, **more)
-
-
-def with_bar(parts, items):
-    """Yield the lists `parts`, and count their elements on a bar. items: the word for elements."""
-    with progress(None, "encoding", unit=f" {items}") as bar:
-        for part in parts:
-            yield part
-            bar.update(len(part))
+    return tqdm(items, what, delay=5, leave=False, mininterval=interval,
+                disable=common.gather.rank > 0, **more)
 
 
 def concatenate(parts):
@@ -358,52 +355,57 @@ def check_images(images):
     return images
 
 
-def assert_finite(x):
-    """Return x. Raises UserError if a number in x is NaN or infinite."""
-    if not x.isfinite().all():
-        raise UserError("Encodings are not finite numbers: the run has diverged, or its checkpoint "
-                        "is damaged. Evaluate another run.")
-    return x
-
-
-def read_images(pairs, read, workers=0):
-    """Pairs (image or file, value) -> yields pairs (image, value), without the unreadable files.
-
-    read(file) -> image; `workers` threads call `read`. At the end the function prints how many
-    files were skipped, and why the last of them was skipped. Raises UserError if there are no pairs
-    or no file can be read.
-    """
-    def attempt(file):
-        """Read a file -> (image, None), or (None, a Sample that says why it cannot be read)."""
+def attempts(pool, read, files, disk):
+    """Read files by the threads of a pool -> yields (image, None), or (None, the reason why a file
+    cannot be read). files: tuples of the arguments of `read`, a file first. Raises DiskError if the
+    disk fails again and again."""
+    def attempt(arguments):
         try:
-            return file if torch.is_tensor(file) else common.patiently(read, file), None
+            return common.patiently(read, *arguments), common.Sample(None)
         except UserError:  # wrong data, such as a map of unknown classes, must not be skipped
             raise
         except Exception as error:  # PIL raises errors of any type for damaged files
+            file = arguments[0]
             name = "a file" if isinstance(file, bytes) else f"{file!s:.200}"
             problem = common.problem_of(error, "unreadable image")
             return None, common.left_out(problem, f"{name} ({type(error).__name__}: {error!s:.200})")
 
-    n, unreadable, last, disk = 0, 0, "", common.Disk()
-    with ThreadPool(max(1, workers)) as pool:
-        for part in chunks(pairs, 256):
-            n += len(part)
-            attempts = pool.imap(attempt, [file for file, _ in part])
-            for (_, value), (image, missing) in zip(part, attempts):
-                if missing:
-                    disk.check(missing)
-                    unreadable, last = unreadable + 1, missing.name
-                else:
-                    disk.failed = 0
-                    yield image, value
-    if n == 0:
+    for image, sample in pool.imap(attempt, files):
+        disk.check(sample)
+        yield image, sample.name or None
+
+
+def report_unreadable(reasons):
+    """Print how many files were skipped, and why the last of them was skipped. `reasons` has the
+    reason for each file, or None for a file that was read. Raises UserError if there are no files
+    or no file could be read."""
+    unreadable = [reason for reason in reasons if reason]
+    if not reasons:
         raise UserError("There is no image to read: the list of images is empty, or "
                         "--label-fraction leaves none.")
-    if unreadable == n:
-        raise UserError(f"None of the {n} images could be read, the last is {last}: check its path "
-                        f"and --image-root.")
+    if len(unreadable) == len(reasons):
+        raise UserError(f"None of the {len(reasons)} images could be read, the last is "
+                        f"{unreadable[-1]}: check its path and --image-root.")
     if unreadable:
-        print(f"skipped {unreadable} of {n} images that cannot be read, the last one: {last}")
+        print(f"skipped {len(unreadable)} of {len(reasons)} images that cannot be read, the last "
+              f"one: {unreadable[-1]}")
+
+
+def read_images(pairs, read, workers=0):
+    """Pairs (image or file, value) -> yields pairs (image, value), without the unreadable files,
+    which report_unreadable reports at the end.
+
+    read(file) -> image; `workers` threads call `read`.
+    """
+    reasons, disk = [], common.Disk()
+    with ThreadPool(max(1, workers)) as pool:
+        for part in chunks(pairs, 256):
+            tried = attempts(pool, read, [(file,) for file, _ in part], disk)
+            for (_, value), (image, reason) in zip(part, tried):
+                reasons.append(reason)
+                if not reason:
+                    yield image, value
+    report_unreadable(reasons)
 
 
 @dataclasses.dataclass
@@ -429,11 +431,13 @@ class Embedder:
     text_free: bool = False              # encode a caption as the set of its words (STAIR)
     step: int | None = None              # number of training steps
     resize: int | None = None            # the shorter side before the crop; None: see `read`
+    amp: str = "off"                     # precision of the encoders, "bf16" or "off"
+    share: tuple = (0, 1)                # (number of this rank, ranks) that divide the work
+    # counts over the encoded captions so far, see count; copies of an Embedder share them
+    counted: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
     def __post_init__(self):
         self.model.eval()
-        # counts over all captions so far, of tokens without [CLS] and [SEP]
-        self.captions = self.cut_captions = self.tokens = self.unknown_tokens = 0
 
     def read(self, file):
         """A path, bytes or PIL image -> its centre crop, uint8 (3, S, S). Tensors stay whole."""
@@ -469,24 +473,61 @@ class Embedder:
             raise UserError("This run has no text encoder, so it cannot encode captions: choose a "
                             "task that needs only images, such as knn.")
         tokens, mask = self.tokenizer.batch(captions, self.context)
-        full = itertools.compress(captions, (mask.sum(1) == self.context).tolist())
-        self.cut_captions += sum(len(self.tokenizer.encode(x)) > self.context for x in full)
-        self.captions += len(captions)
-        self.tokens += int(mask.sum()) - 2 * len(tokens)
-        self.unknown_tokens += int((tokens == self.tokenizer.unk).sum())
         return tokens.to(self.device), mask.to(self.device)
 
-    def function(self, encode):
-        """`encode`, or the method of this name."""
-        return getattr(self, encode) if isinstance(encode, str) else encode
+    def count(self, captions, tokens, mask):
+        """Counts of captions, and of their tokens without [CLS] and [SEP]."""
+        full = itertools.compress(captions, (mask.sum(1) == self.context).tolist())
+        return {"captions": len(captions), "tokens": int(mask.sum()) - 2 * len(tokens),
+                "cut_captions": sum(len(self.tokenizer.encode(x)) > self.context for x in full),
+                "unknown_tokens": int((tokens == self.tokenizer.unk).sum())}
+
+    def in_parts(self, items, compute, what):
+        """Yield pairs (part, results), for parts of an iterable of items, the same on all ranks.
+
+        Each rank computes a piece of every part. The results, compute(piece), come in the order of
+        the pieces; an empty piece has none. A piece of a full part has `chunk` items, as a part has
+        in one process. The last part is empty. what: the word for items.
+        """
+        (rank, ranks), items, part = self.share, iter(items), [None]
+        with progress(None, "encoding", unit=f" {what}") as bar:
+            while part:
+                part = list(itertools.islice(items, ranks * self.chunk))
+                size = math.ceil(len(part) / ranks)
+                piece = part[rank * size : (rank + 1) * size]
+                mine = len(part), compute(piece) if piece else None
+                found = common.exchange(mine) if ranks > 1 else [mine]
+                if len({n for n, _ in found}) > 1:  # else samples would count twice, or not at all
+                    raise UserError(f"Ranks found different numbers of {what} to encode: give all "
+                                    f"ranks the same files.")
+                yield part, [result for _, result in found if result]
+                bar.update(len(part))
 
     @torch.no_grad()
+    def compute(self, encode, *inputs):
+        """encode(*inputs), or the method of this name -> fp32 on the CPU. Raises UserError if a
+        number is NaN or infinite."""
+        encode = getattr(self, encode) if isinstance(encode, str) else encode
+        device = torch.device(self.device).type
+        with torch.autocast(device, torch.bfloat16, enabled=self.amp == "bf16"):
+            x = encode(*inputs).float().cpu()
+        if not x.isfinite().all():
+            raise UserError("Encodings are not finite numbers: the run has diverged, or its "
+                            "checkpoint is damaged. Evaluate another run.")
+        return x
+
     def texts(self, captions, encode="encode_text"):
         """Encode n captions -> (n, E), or (n, L, E), padded with zeros, if `encode` gives each
         caption L vectors. A single string is one caption."""
-        encode = self.function(encode)
-        parts = with_bar(chunks(as_list(captions), self.chunk), "captions")
-        parts = [assert_finite(encode(*self.tokenize(part)).cpu()) for part in parts]
+        def compute(captions):
+            inputs = self.tokenize(captions)
+            return self.compute(encode, *inputs), self.count(captions, *inputs)
+
+        parts = []
+        for _, found in self.in_parts(as_list(captions), compute, "captions"):
+            for x, counts in found:
+                parts.append(x)
+                self.counted.update(counts)
         if parts[0].ndim == 3:
             longest = max(x.shape[1] for x in parts)
             parts = [F.pad(x, (0, 0, 0, longest - x.shape[1])) for x in parts]
@@ -503,7 +544,7 @@ class Embedder:
         if torch.is_tensor(images) and images.ndim == 4:
             return self.encode_batches(check_images(images).split(self.chunk), encode)
         with ThreadPool(max(1, self.workers)) as pool:
-            parts = with_bar(chunks(as_list(images), self.chunk), "images")
+            parts = chunks(progress(as_list(images), "images"), self.chunk)
             batches = (torch.stack(pool.map(self.read_given, part)) for part in parts)
             return self.encode_batches(batches, encode)
 
@@ -543,26 +584,34 @@ class Embedder:
         maps = maps[:, -grid**2 :].unflatten(1, (grid, grid))               # without [CLS]
         return found | {"patches": maps.cpu().numpy()}
 
-    @torch.no_grad()
     def encode_batches(self, batches, encode="encode_image"):
-        """Batches of images (b, 3, S, S) -> encodings (n, E) or (n, P, E)."""
-        encode = self.function(encode)
-        return assert_finite(concatenate([encode(x.to(self.device)).cpu() for x in batches]))
+        """Batches of images (b, 3, S, S) -> encodings (n, E) or (n, P, E), on this rank alone."""
+        return concatenate([self.compute(encode, x.to(self.device)) for x in batches])
 
     def encode_pairs(self, pairs, encode="encode_image",
-                     collect=lambda parts: concatenate([*parts])):
+                     collect=lambda parts: concatenate([*parts]), read=None):
         """Pairs (image or file, value) -> encodings (n, E) or (n, P, E) of the n images that can be
         read, and the list of the n values of these images. collect(parts) joins the encodings of
-        many images at a time."""
-        values, pairs = [], read_images(pairs, self.read, self.workers)
+        many images at a time. read(file, number of the pair) -> image; without it a centre crop."""
+        values, reasons, disk = [], [], common.Disk()
+        centre = lambda image, number: image if torch.is_tensor(image) else self.read(image)
+
+        def compute(piece):
+            files = [(file, number) for number, (file, _) in piece]
+            images, unread = zip(*attempts(pool, read or centre, files, disk))
+            images = [image for image in images if image is not None]
+            return images and self.encode_batches([torch.stack(images)], encode), unread
 
         def encoded():
-            for part in with_bar(chunks(pairs, self.chunk), "images"):
-                images, of_images = zip(*part)
-                values.extend(of_images)
-                yield self.encode_batches([torch.stack(images)], encode)
+            for part, found in self.in_parts(enumerate(pairs), compute, "images"):
+                unread = [reason for _, of_rank in found for reason in of_rank]
+                values.extend(value for (_, (_, value)), reason in zip(part, unread) if not reason)
+                reasons.extend(unread)
+                yield from (x for x, _ in found if len(x))
+            report_unreadable(reasons)
 
-        return collect(encoded()), values
+        with ThreadPool(max(1, self.workers)) as pool:
+            return collect(encoded()), values
 
     @torch.no_grad()
     def similarity(self, images, texts):
@@ -599,7 +648,14 @@ def new_embedder(model, tokenizer, args, device):
         tokenizer = None
     context = model.text_encoder.context if tokenizer else None
     size = model.image_encoder.image_size
-    return Embedder(model, tokenizer, context, size, device, workers=args.workers)
+    return Embedder(model, tokenizer, context, size, device, workers=reading_threads(args))
+
+
+def reading_threads(args):
+    """How many threads read images if --workers is not given: the run's --workers, but at least 8,
+    or the rank's cores if they are fewer."""
+    cores = len(os.sched_getaffinity(0)) // common.local_rank()[1]
+    return max(args.workers or 0, min(8, cores))
 
 
 def settings_of_run(run):
@@ -772,9 +828,13 @@ class Flags:
     # file to write the image encoder to, under timm's parameter names, instead of evaluating
     export: str | None = None
 
-    workers: int | None = None  # number of threads that read images; without it the run's --workers
+    # number of threads that read images; without it the run's --workers, but at least 8, or the
+    # cores if they are fewer
+    workers: int | None = None
     batch: int = 256  # number of images or captions that are encoded at a time; without it 256
     device: str | None = None  # cpu, cuda, cuda:1, ...; without it cuda if there is a GPU, else cpu
+    # precision of the encoders; bf16 is faster on a GPU, and changes the figures a little
+    amp: Literal["bf16", "off"] = "off"
 
     @property
     def tasks(self):
@@ -805,7 +865,8 @@ def options_of(given, args):
     settings of the run.
     """
     given = {name: value for name, value in given.items() if value != getattr(Options, name)}
-    options = Options(data=args.eval_data or args.data, workers=args.workers, probe=args.probe)
+    options = Options(data=args.eval_data or args.data, workers=reading_threads(args),
+                      probe=args.probe)
     if "data" not in given:
         options.image_root, options.limit = args.image_root, TEST_LIMIT
         options.learn_limit = LEARN_LIMIT
@@ -1531,10 +1592,11 @@ def encode_labelled(embedder, pairs, encode="encode_image", **options):
     return x, torch.tensor(ids)
 
 
-def probed(embedder, pairs):
+def probed(embedder, pairs, **options):
     """Pairs (image, class id) -> the features that the method's paper probes, and class ids (n,).
     Encodings that are words are mostly 0."""
-    options = {"collect": stair.SparseRows} if embedder.model.encode_words else {}
+    if embedder.model.encode_words:
+        options["collect"] = stair.SparseRows
     return encode_labelled(embedder, pairs, embedder.model.probe_features, **options)
 
 
@@ -1704,22 +1766,46 @@ def kmeans(embedder, data, options):
     return result
 
 
-def random_views(embedder, pairs, min_scale):
-    """Pairs (image or file, label) -> yields pairs (image, label): a random crop of at least
-    `min_scale` of the image's area, flipped with probability 1/2."""
-    crop = common.train_transform(embedder.image_size, min_scale=min_scale)
+def random_box(height, width, min_scale, draw):
+    """(top, left, height, width) of a random crop of at least `min_scale` of an image's area, as
+    v2.RandomResizedCrop draws it. draw: a random.Random."""
+    for _ in range(10):
+        area = height * width * draw.uniform(min_scale, 1)
+        ratio = math.exp(draw.uniform(-1, 1) * math.log(4 / 3))
+        h, w = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+        if 0 < h <= height and 0 < w <= width:
+            return draw.randint(0, height - h), draw.randint(0, width - w), h, w
+    h, w = min(height, round(width * 4 / 3)), min(width, round(height * 4 / 3))
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+def random_view(embedder, min_scale):
+    """A function that encode_pairs reads with: an image or file, its number -> a random crop of at
+    least `min_scale` of the image's area, flipped with probability 1/2.
+
+    The crops depend on torch's random numbers when random_view is called and on the number. So all
+    threads and ranks crop as one thread does.
+    """
     # A crop has min_scale ** .5 of each side or more. A larger JPEG is decoded at a smaller size,
     # at which the smallest crop has still S pixels.
-    side = embedder.image_size * math.ceil(1 / math.sqrt(min_scale))
-    read = functools.partial(common.open_image, min_side=side)
-    for image, label in read_images(pairs, read, embedder.workers):
-        yield crop(image), label
+    size, seed = embedder.image_size, torch.randint(2**62, ()).item()
+    side = size * math.ceil(1 / math.sqrt(min_scale))
+
+    def read(image, number):
+        draw = random.Random(seed + number)
+        if not torch.is_tensor(image):
+            image = pil_to_tensor(common.open_image(image, side))
+        box = random_box(*image.shape[1:], min_scale, draw)
+        crop = resized_crop(image, *box, [size, size], common.BICUBIC)
+        return crop.flip(2) if draw.random() < 0.5 else crop
+
+    return read
 
 
 def random_crops(embedder, pairs):
     """Pairs (image, label) -> features (n, E) for a probe, and labels (n,). Each feature comes from
     one random crop of an image, flipped with probability 1/2."""
-    return probed(embedder, random_views(embedder, pairs, 0.08))
+    return probed(embedder, pairs, read=random_view(embedder, 0.08))
 
 
 def linear(embedder, data, options):
@@ -1775,15 +1861,23 @@ def segmentation(embedder, data, options):
     D.7 names no prompts; we average several for each class.
     """
     classes, scores, images = patch_classes(embedder, data), collections.defaultdict(list), 0
-    for part in with_bar(chunks(data.maps("segmentation"), embedder.chunk), "maps"):
-        patches, truths = embedder.encode_pairs(part, embedder.model.encode_patches)   # (n, P, E)
-        images += len(patches)
-        for x, maps in zip(patches, truths):
+
+    def compute(piece):
+        """Pairs (image, maps) -> pairs (metric, IoU of an image)."""
+        read, found = torch.stack([image for image, _ in piece]), []
+        patches = embedder.encode_batches([read], embedder.model.encode_patches)       # (n, P, E)
+        for x, (_, maps) in zip(patches, piece):
             for grouping, truth in maps.items():
                 predicted = sparc.segment(x, classes[grouping], truth.shape)
                 foreground = sparc.image_iou(predicted, truth, foreground_only=True)
-                scores[f"miou{grouping}"].append(sparc.image_iou(predicted, truth))
-                scores[f"miou_fg{grouping}"].append(foreground)
+                found.append((f"miou{grouping}", sparc.image_iou(predicted, truth)))
+                found.append((f"miou_fg{grouping}", foreground))
+        return found
+
+    for part, found in embedder.in_parts(data.maps("segmentation"), compute, "maps"):
+        images += len(part)
+        for metric, iou in itertools.chain(*found):
+            scores[metric].append(iou)
     result = {name: mean(values) for name, values in scores.items()}
     return result | {"segmentation/images": images}
 
@@ -2565,8 +2659,8 @@ def draw_similarities(embedder, data):
     pairs = list(itertools.islice(data.labelled("test"), 500))
     encode = embedder.model.encode_image
     with common.fixed_seed(0):
-        x, ids = encode_labelled(embedder, random_views(embedder, pairs, 0.25), encode)
-        y, _ = encode_labelled(embedder, random_views(embedder, pairs, 0.25), encode)
+        x, ids = encode_labelled(embedder, pairs, encode, read=random_view(embedder, 0.25))
+        y, _ = encode_labelled(embedder, pairs, encode, read=random_view(embedder, 0.25))
     cosines, one_image = x @ y.T, torch.eye(len(x), dtype=torch.bool)       # (n, n)
     one_class = ids[:, None] == ids
     kinds = {"one image": one_image, "one class": one_class & ~one_image, "two classes": ~one_class}
@@ -2776,18 +2870,19 @@ def evaluate(embedder, data, options, report=lambda result, new: None):
     """Run the tasks -> {metric: float}. METRIC/chance is what a random guess gives, if the task
     knows it.
 
-    When a task ends, report(all metrics so far, the metrics of the task) is called. Raises
-    UserError if a task cannot run.
+    All ranks must call it: they divide the encoding. When a task ends, report(all metrics so far,
+    the metrics of the task) is called. Raises UserError if a task cannot run.
     """
-    result = {}
-    for name in tasks_to_run(options, data, embedder.model):
-        new = {}
-        for metric, found in TASKS[name].run(embedder, data, options).items():
-            new[metric] = to_float(found)
-            if isinstance(found, tuple):
-                new[f"{metric}/chance"] = found[1]
-        result |= new
-        report(result, new)
+    result, embedder = {}, dataclasses.replace(embedder, share=common.this_rank())
+    with common.errors_of_all_ranks():
+        for name in tasks_to_run(options, data, embedder.model):
+            new = {}
+            for metric, found in TASKS[name].run(embedder, data, options).items():
+                new[metric] = to_float(found)
+                if isinstance(found, tuple):
+                    new[f"{metric}/chance"] = found[1]
+            result |= new
+            report(result, new)
     return result
 
 
@@ -2805,7 +2900,9 @@ def print_metrics(metrics):
 
 def evaluate_and_show(embedder, data, options, run):
     """Evaluate, print a table, write the metrics and the pictures into RUN -> {metric: float}. What
-    a task has found is printed and written when the task ends."""
+    a task has found is printed and written when the task ends. Rank 0 alone draws and writes."""
+    if common.gather.rank > 0:
+        return evaluate(embedder, data, options)
     line, is_whole = b"", options.is_own and not options.tasks
 
     def report(result, new):
@@ -2842,11 +2939,13 @@ def print_notes(embedder, data):
     if data.named and embedder.tokenizer:
         print(f"Class names: {data.named.source}. First of {len(data.named.templates)} prompts: "
               f"{data.named.prompts[0]!r}")
-    if embedder.cut_captions:
-        print(f"{embedder.cut_captions:,} of {embedder.captions:,} captions and prompts are longer "
-              f"than the context of {embedder.context} tokens: the model does not see their ends.")
-    if embedder.unknown_tokens > 0.1 * embedder.tokens:
-        fraction = embedder.unknown_tokens / embedder.tokens
+    counted = embedder.counted
+    if counted["cut_captions"]:
+        print(f"{counted['cut_captions']:,} of {counted['captions']:,} captions and prompts are "
+              f"longer than the context of {embedder.context} tokens: the model does not see their "
+              f"ends.")
+    if counted["unknown_tokens"] > 0.1 * counted["tokens"]:
+        fraction = counted["unknown_tokens"] / counted["tokens"]
         print(f"{fraction:.0%} of the tokens of captions and prompts are [UNK], words that the "
               f"run's vocabulary does not have: train on captions with these words, or with "
               f"--vocab.")
@@ -3158,20 +3257,23 @@ def describe(options):
     """What is evaluated, as a phrase for the heading of the table."""
     most = f", {options.limit:,} samples at most" if options.limit else ""
     seen = ", from the training data of the run" if options.on_training_images else ""
-    return f"{options.data}, split {options.split}{most}{seen}"
+    amp = f", encoders in {options.amp}" if options.amp != "off" else ""
+    return f"{options.data}, split {options.split}{most}{seen}{amp}"
 
 
 def evaluate_run(run, given, device):
     """Evaluate a run -> (its settings, its metrics), two dicts. The settings include `step`, as a
     run may still be training. given: {name: value} of the flags that are given, in which `data` is
     one SPEC. With --query the function searches instead, and returns None."""
-    embedder, args = load_run(run, device, given.get("checkpoint", Flags.checkpoint))
-    options = options_of(given, args)
-    embedder.chunk, embedder.workers = options.batch, options.workers
-    captions = embedder.tokenizer is not None and not options.query  # a search needs none
     own = common.explained(UserError, f"The data of {run}, which --data can replace")
-    with contextlib.nullcontext() if "data" in given else own:
-        data = open_eval_set(options, embedder.image_size, captions)
+    with common.errors_of_all_ranks():
+        embedder, args = load_run(run, device, given.get("checkpoint", Flags.checkpoint))
+        options = options_of(given, args)
+        embedder.chunk, embedder.workers = options.batch, options.workers
+        embedder.amp = options.amp
+        captions = embedder.tokenizer is not None and not options.query  # a search needs none
+        with contextlib.nullcontext() if "data" in given else own:
+            data = open_eval_set(options, embedder.image_size, captions)
     so_far = "" if embedder.step == args.steps else f", step {embedder.step} of {args.steps},"
     print(f"{run}{so_far} on {describe(options)}:")
     if options.query:
@@ -3182,15 +3284,24 @@ def evaluate_run(run, given, device):
 
 
 def main(argv=None):
-    """Evaluate, search or export, as the command line says. Each --data is evaluated for all runs.
-    Raises UserError at the end if a run failed; the other runs are evaluated first."""
+    """Evaluate, search or export, as the command line says."""
     runs, given = parse_args(argv)
     check_flags(runs, given)
+    common.turn_off_tf32()
+    device = common.init_distributed()
+    # the ranks share an evaluation; what encodes few images, or writes alone, is rank 0's
+    if common.gather.rank == 0 or not given.keys() & {"export", "image", "query"}:
+        run_command(runs, given, given.get("device", device))
+    common.wait_for_rank_0()  # all ranks end together
+
+
+@common.rank_0_prints()
+def run_command(runs, given, device):
+    """Each --data is evaluated for all runs. Raises UserError at the end if a run failed; the other
+    runs are evaluated first."""
     flags = Flags(**given)
     if flags.export is not None:
         return export(runs[0], flags.checkpoint, flags.export)
-    common.turn_off_tf32()
-    device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if flags.image is not None:
         pages = {}
         for run in runs:
@@ -3225,6 +3336,7 @@ if __name__ == "__main__":
     try:
         main()
     except UserError as error:
+        common.let_rank_0_speak()
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -84,7 +84,7 @@ from tqdm import tqdm
 
 import common
 import eval as evaluation
-from common import UserError
+from common import UserError, this_rank
 from eval import METHODS
 
 
@@ -206,7 +206,6 @@ def train(args, out, device):
     directory, None on ranks that write nothing."""
     rank, world_size = this_rank()
     method = METHODS[args.method]
-    patient = common.patient_group()  # all ranks wait in it for rank 0's evaluation
 
     # Build. Data to evaluate on are opened now, too: a wrong path must not end a day's training.
     data = open_training_data(args, method)
@@ -296,13 +295,16 @@ def train(args, out, device):
             if save_due or stopping:
                 save(args, model, optimizer, scaler, progress, stage_ends=progress.step == end)
 
-            # Log, and evaluate. A run that must stop has no time for an evaluation.
+            # Log, and evaluate on all ranks. A run that must stop has no time for an evaluation.
             if log_due and rank == 0:
                 record = progress.facts() | {"lr": optimizer.param_groups[0]["lr"]}
                 record |= measure(args, model, batch, autocast, outputs, grad_norm)
                 record |= clock.rates(args.batch)
-                if evaluate_due and not stopping:
-                    record |= evaluate_unnoticed(args, embedder, eval_data, log, progress.step)
+            metrics = {}
+            if evaluate_due and not stopping:
+                metrics = evaluate_unnoticed(args, embedder, eval_data, log, progress.step)
+            if log_due and rank == 0:
+                record |= metrics
                 log.write(record, warning(args, data, model, scaler, record))
             if log_due:
                 clock.reset()
@@ -311,7 +313,7 @@ def train(args, out, device):
             if stopping:
                 return end_early(args, log, progress.step, stopping, stop)
     stop.restore()  # from here on a signal ends the program at once
-    finish(args, log, embedder, eval_data, progress, patient)
+    finish(args, log, embedder, eval_data, progress)
 
 
 # Command line -----------------------------------------
@@ -769,13 +771,13 @@ def by_knn(model):
 
 
 def opens_early(args, model):
-    """Whether this rank opens the data to evaluate on before the training, so that an error in them
+    """Whether the data to evaluate on are opened before the training, so that an error in them
     costs no time. Otherwise --data are opened for the evaluation only after the training, because
     a table would be in memory twice."""
-    is_asked = args.eval_data or args.eval_every or by_knn(model)
-    return bool(is_asked) and this_rank()[0] == 0 and not args.bench
+    return bool(args.eval_data or args.eval_every or by_knn(model)) and not args.bench
 
 
+@common.rank_0_prints()
 def open_evaluation(args, model):
     """The data of the run's own evaluation, or None if no task can use them. Raises UserError
     instead of returning None if --eval-data or --eval-every is given."""
@@ -784,7 +786,7 @@ def open_evaluation(args, model):
                                    "leave out --eval-data, then run eval.py RUN --data TEST "
                                    "--train-data TRAIN")
     try:
-        with common.explained(UserError, "No evaluation", remedy):
+        with common.errors_of_all_ranks(), common.explained(UserError, "No evaluation", remedy):
             data = evaluation.open_eval_set(options, args.image_size, with_text)
             evaluation.tasks_to_run(options, data, model)
             pairs = data.labelled or data.captioned
@@ -1087,11 +1089,6 @@ def mixed_precision(args, device):
     return autocast, scaler, amp != "off"
 
 
-def this_rank():
-    """(rank, world_size)"""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
 def to_device(batch, device):
     return tree_map_only(torch.Tensor, lambda x: x.to(device, non_blocking=True), batch)
 
@@ -1368,6 +1365,7 @@ def lost_samples(args, data, record):
             f"{max(skipped, key=skipped.get)} (counts are in log.jsonl)")
 
 
+@common.rank_0_prints()
 def evaluate_unnoticed(args, embedder, eval_data, log, step):
     """The metrics of --eval-every; the most important ones are printed. A model with neither
     captions nor classes is evaluated by k-NN alone, because a linear probe takes long. The
@@ -1384,29 +1382,28 @@ def evaluate_unnoticed(args, embedder, eval_data, log, step):
     return metrics
 
 
-def finish(args, log, embedder, eval_data, progress, patient):
-    """Print what the workers of all ranks skipped, evaluate, draw, and say where the results are.
-    Every rank must call it; rank 0 evaluates, and the others wait in the group `patient`."""
+@common.rank_0_prints()
+def finish(args, log, embedder, eval_data, progress):
+    """Print what the workers of all ranks skipped, evaluate on all ranks, draw on rank 0, and say
+    where the results are. Every rank must call it."""
     log.bar.close()
     every_rank = common.gather_objects(common.total_skipped(progress.skipped.values()))
-    if this_rank()[0] == 0:
-        if skipped := common.describe_skipped(common.total_skipped(every_rank)):
-            print(f"skipped {skipped}")
-        if not opens_early(args, embedder.model):
-            eval_data = open_evaluation(args, embedder.model)
-        if eval_data is None:
-            evaluation.save_pictures(evaluation.draw_log(args.out))
-        else:
-            options = evaluation.options_of({}, args)
-            print(f"Evaluation on {evaluation.describe(options)}, in fp32:")
-            embedder.model.eval()
-            embedder.step = progress.step
-            evaluation.evaluate_and_show(embedder, eval_data, options, args.out)
-        written = "" if eval_data is None else "eval.json (these metrics), "
-        print(f"{args.out} holds last.pt (weights), {written}log.jsonl and the pictures. Next: "
-              f"python eval.py {shlex.quote(args.out)} --data SPEC")
-    if patient:
-        dist.barrier(patient)  # all ranks end together: see common.patient_group
+    if skipped := common.describe_skipped(common.total_skipped(every_rank)):
+        print(f"skipped {skipped}")
+    if not opens_early(args, embedder.model):
+        eval_data = open_evaluation(args, embedder.model)
+    if eval_data is not None:
+        options = evaluation.options_of({}, args)
+        print(f"Evaluation on {evaluation.describe(options)}, in fp32:")
+        embedder.model.eval()
+        embedder.step = progress.step
+        evaluation.evaluate_and_show(embedder, eval_data, options, args.out)
+    elif this_rank()[0] == 0:
+        evaluation.save_pictures(evaluation.draw_log(args.out))
+    written = "" if eval_data is None else "eval.json (these metrics), "
+    print(f"{args.out} holds last.pt (weights), {written}log.jsonl and the pictures. Next: "
+          f"python eval.py {shlex.quote(args.out)} --data SPEC")
+    common.wait_for_rank_0()  # all ranks end together
 
 
 @torch.no_grad()
@@ -1481,14 +1478,6 @@ def made_up_batch(args, method, model, n):
 # training at the next step (see Stop) and ends the program as that signal would.
 
 
-def let_rank_0_speak():
-    """Ranks often fail with the same message. All but the first rank of a machine keep silent,
-    until torchrun ends them."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGTERM then ends the process
-        time.sleep(10)
-
-
 def main(argv=None):
     """Train as the command line says -> the signal that stopped the run, if any."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
@@ -1516,7 +1505,7 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         stopped_by = signal.SIGINT
     except Exception as error:
-        let_rank_0_speak()
+        common.let_rank_0_speak()
         for bar in list(tqdm._instances):
             bar.close()  # so that the message begins on its own line
         if isinstance(error, UserError):

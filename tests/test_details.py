@@ -652,13 +652,13 @@ def test_a_slot_is_interpreted_only_by_a_word_it_looks_at():
 
 def test_probes_crops_have_at_least_8_percent_of_the_image(monkeypatch):
     """BAM, D.1 (eval_linear.py: torchvision's RandomResizedCrop)."""
-    asked = []
-    monkeypatch.setattr(common, "train_transform", lambda size, min_scale: (
-        asked.append(min_scale) or (lambda image: torch.zeros(3, 4, 4))))
+    asked, box = [], evaluation.random_box
+    monkeypatch.setattr(evaluation, "random_box", lambda height, width, min_scale, draw: (
+        asked.append(min_scale) or box(height, width, min_scale, draw)))
     embedder = SimpleNamespace(image_size=4, workers=0, model=SimpleNamespace(
-        encode_words=None, probe_features=None), encode_pairs=lambda pairs, encode, **options: (
-        list(pairs), [0]))
-    evaluation.random_crops(embedder, [(picture(), 0)])
+        encode_words=None, probe_features=None), encode_pairs=lambda pairs, encode, read: (
+        read(pairs[0][0], 0), [0]))
+    assert evaluation.random_crops(embedder, [(picture(), 0)])[0].shape == (3, 4, 4)
     assert asked == [0.08]
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import io
 import json
 import math
+import random
 import re
 import shutil
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageChops
+from torchvision.transforms.v2 import RandomResizedCrop
 
 import bam
 import common
@@ -26,7 +28,8 @@ import eval as evaluation
 import sparc
 import sparo
 import stair
-from helpers import LiveMemory, picture, write_files
+import train
+from helpers import SMALL, LiveMemory, picture, run_ranks, write_files, write_table
 
 
 @pytest.mark.parametrize("n, ids", [(30, 6), (9, 5)])
@@ -540,6 +543,38 @@ def test_random_crops_keep_the_colours_of_files_tensors_and_bytes(tmp_path):
         torch.testing.assert_close(x, torch.eye(3)[2 - y], atol=0.02, rtol=0)
 
 
+def test_random_boxes_are_drawn_as_torchvision_draws_them():
+    """BAM, D.1 (eval_linear.py: torchvision's RandomResizedCrop of 8 % of the area or more)."""
+    draw, n = random.Random(0), 1000
+    for size in ((300, 400), (500, 200), (10, 900)):  # the last is too thin for any random crop
+        image, ours, theirs = torch.zeros(3, *size), [], []
+        for _ in range(n):
+            ours.append(evaluation.random_box(*size, 0.08, draw))
+            theirs.append(RandomResizedCrop.get_params(image, (0.08, 1), (3 / 4, 4 / 3)))
+        ours, theirs = torch.tensor(ours).double(), torch.tensor(theirs).double()
+        top, left, h, w = ours.T
+        assert (top + h <= size[0]).all() and (left + w <= size[1]).all()
+        assert (h * w > 0.078 * size[0] * size[1]).all() or size == (10, 900)
+        for a, b in ((ours, theirs), (ours[:, 2:].prod(1, keepdim=True),
+                                      theirs[:, 2:].prod(1, keepdim=True))):
+            error = b.std(0) * (2 / n) ** 0.5  # of the difference of two means
+            assert ((a.mean(0) - b.mean(0)).abs() <= 4 * error + 1e-9).all()
+
+
+def test_crops_do_not_depend_on_the_threads_that_read(tmp_path):
+    paths = [(str(tmp_path / f"{i}.jpg"), i) for i in range(9)]
+    write_table(tmp_path, 9, broken=[4])
+    seen = []
+    for workers in (1, 4):
+        with common.fixed_seed(3):
+            embed = dataclasses.replace(embedder(), workers=workers)
+            embed.model.probe_features = lambda images: seen.append(images) or images.flatten(1)
+            seen.append(evaluation.random_crops(embed, paths)[1])
+    assert seen[-1].tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
+    one, four = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    assert all(map(torch.equal, one, four)) and not torch.equal(one[0][0], one[0][1])
+
+
 def test_sgd_probe_holds_out_a_tenth_of_the_images_or_has_one_rate(tmp_path, monkeypatch, capsys):
     seen, probe = [], evaluation.sgd_probe
 
@@ -684,8 +719,8 @@ def test_images_that_share_captions_have_a_largest_recall(tmp_path, capsys):
 def test_captions_beyond_the_context_are_counted():
     embed = embedder()                                                      # its context is 16
     embed.texts(["red " * n for n in (13, 14, 15, 30)])
-    assert (embed.cut_captions, embed.captions) == (2, 4)                   # [CLS] and [SEP]: 2
-    assert (embed.tokens, embed.unknown_tokens) == (13 + 3 * 14, 0)
+    assert embed.counted == {"cut_captions": 2, "captions": 4,              # [CLS] and [SEP]: 2
+                             "tokens": 13 + 3 * 14, "unknown_tokens": 0}
 
 
 def test_more_than_a_tenth_of_unknown_words_is_noted(capsys):
@@ -1013,7 +1048,7 @@ def test_progress_is_printed_every_ten_seconds_without_a_terminal(monkeypatch):
     bars = []
     monkeypatch.setattr(evaluation, "tqdm", lambda items, what, **more: bars.append(more))
     evaluation.progress([], "encoding")
-    assert bars[0]["mininterval"] == 10 and not bars[0].get("disable")
+    assert bars[0]["mininterval"] == 10 and not bars[0]["disable"]
 
 
 def rows_of(monkeypatch, draw, *arguments):
@@ -1249,3 +1284,115 @@ def test_a_run_draws_its_pictures(run_of, name, pictures):
     for shown in pictures:
         with Image.open(run_of(name) / f"{shown}.png") as page:
             assert page.width > 600 and len(page.getcolors(10**6)) > 20
+
+
+def fail(file):
+    raise common.UserError("a wrong map.")
+
+
+def encode_on(rank, run, tables, broken=()):
+    """Return what a rank encodes of the n images and captions of each table, with chunks of 2.
+
+    rank: None for one process. broken: what raises on rank 1, "read" or "rows".
+    """
+    embed, found = evaluation.load_run(run)[0], []
+    share = (0, 1) if rank is None else common.this_rank()
+    embed = dataclasses.replace(embed, chunk=2, workers=2, share=share)
+    for n, table in tables.items():
+        rows = range(n)[: n - (rank == 1 and "rows" in broken)]
+        if rank == 1 and "read" in broken:
+            embed.read = fail
+        files = [(str(Path(table).parent / f"{i}.jpg"), i) for i in rows]
+        x, values = embed.encode_pairs(files)
+        crops, _ = evaluation.random_crops(embed, files)
+        y = embed.texts([f"n{i} " * (1 + i) for i in rows])
+        found.append((x, values, crops, y, dict(embed.counted)))
+    return found
+
+
+def encode_on_rank(rank, *arguments):
+    """encode_on, or the UserError that it raises, as eval.py raises it."""
+    torch.manual_seed(0)
+    try:
+        with common.errors_of_all_ranks():
+            return encode_on(rank, *arguments)
+    except common.UserError as error:
+        return str(error)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_encode_what_one_process_encodes(tmp_path, run_of, ranks):
+    """Some numbers of images are below the number of ranks or not divisible by it."""
+    tables = {n: write_table(tmp_path / str(n), n, broken=[2] if n > 3 else [])
+              for n in (1, 2, 3, 5, 8)}
+    torch.manual_seed(0)
+    alone = encode_on(None, run_of("sparc"), tables)
+    for found in run_ranks(tmp_path, encode_on_rank, ranks, str(run_of("sparc")), tables):
+        for one, several in zip(alone, found, strict=True):
+            assert one[1] == several[1] and one[4] == several[4]
+            torch.testing.assert_close(several, one, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("broken, message", [
+    ("read", "^a wrong map"), ("rows", "Ranks found different numbers of images to encode: give")])
+def test_an_error_of_one_rank_is_raised_on_all_ranks(tmp_path, run_of, broken, message):
+    tables = {4: write_table(tmp_path, 4)}
+    found = run_ranks(tmp_path, encode_on_rank, 2, str(run_of("sparc")), tables, broken)
+    assert found[0] == found[1] and re.match(message, found[0])
+
+
+def evaluate_on_rank(rank, *flags):
+    """Call eval.py as a rank, on 24 scenes. Return the number of rows that its tasks encode."""
+    compute, rows = evaluation.Embedder.compute, []
+
+    def count(self, encode, *inputs):
+        rows.append(len(inputs[0]))
+        return compute(self, encode, *inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation.Embedder, "compute", count)
+        patch.setattr(evaluation, "WORLD_N", 24)
+        patch.setitem(evaluation.PROBES, "sgd", ("lr", 2))
+        patch.setattr(evaluation, "pictures_to_draw", lambda model, *_: (
+            {"neighbours": evaluation.PICTURES["neighbours"]}))
+        patch.setattr(evaluation, "print_notes", lambda *_: rows.append(None))  # before it draws
+        evaluation.main([*flags])
+    return sum(rows[: rows.index(None)] if None in rows else rows)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name, flags", [("sparc", "--batch 5"), ("stair", "--batch 7"),
+                                         ("bam", "--probe sgd --batch 16")])
+def test_two_ranks_write_the_figures_of_one_process(tmp_path, run_of, name, flags):
+    run = shutil.copytree(run_of(name), tmp_path / "run")
+    alone = evaluate_on_rank(0, str(run), *flags.split())
+    parts = run_ranks(tmp_path, evaluate_on_rank, 2, str(run), *flags.split())
+    assert sum(parts) == pytest.approx(alone, rel=0.1) and max(parts) < 0.6 * alone
+    one, two = map(json.loads, (run / "evals.jsonl").read_text().splitlines()[-2:])
+    assert one == two
+
+
+def train_and_evaluate(rank, flags, run):
+    """Train as a rank, with both kinds of evaluation."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "WORLD_N", 24)
+        patch.setattr(evaluation, "pictures_to_draw", lambda *_: {})
+        args = train.parse_args([*flags, "--out", run])
+        train.train(args, None if rank else Path(run), torch.device("cpu"))
+
+
+@pytest.mark.ranks
+def test_both_evaluations_of_a_training_on_two_ranks_have_the_figures_of_one_process(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    flags = [*SMALL["sparc"], "--steps", "4", "--eval-every", "2"]
+    run_ranks(tmp_path, train_and_evaluate, 2, flags, str(run))
+    at_end = json.loads((run / "eval.json").read_text())
+    during = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    evaluate_on_rank(0, str(run))
+    alone = json.loads((run / "eval.json").read_text())
+    for name in at_end.keys() - {"settings"}:
+        assert at_end[name] == pytest.approx(alone[name], abs=1e-6), name
+        assert during[-1][name] == at_end[name] and name in during[1] and name not in during[2]

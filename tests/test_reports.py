@@ -367,11 +367,11 @@ def test_workers_batch_and_device_are_flags_and_tf32_is_off(run_of, monkeypatch)
     assert used == [(3, 7, "cpu", 3)]
     monkeypatch.setattr(evaluation, "load_run", lambda run, device, checkpoint: used.append(device)
                         or 1 / 0)
-    for has_gpu in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    for device in ("cuda:1", "cpu"):
+        monkeypatch.setattr(common, "init_distributed", lambda: device)
         with pytest.raises(ZeroDivisionError):
             evaluation.main(["run"])
-    assert used[1:] == ["cuda", "cpu"]
+    assert used[1:] == ["cuda:1", "cpu"]
     assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
 
 

@@ -277,13 +277,10 @@ def test_bam_on_one_folder_notes_at_once_what_an_evaluation_needs(tmp_path, caps
     assert "last.pt (weights)" in lines[-1] and "eval.json" not in lines[-1]
 
 
-@pytest.mark.parametrize("name, flags, rank, early", [
-    ("sparc", "", 0, False), ("bam", "", 0, True), ("bam", "--bench 2", 0, False),
-    ("sparc", "--eval-every 5", 0, True), ("sparc", "--eval-data x.csv", 0, True),
-    ("sparc", "--eval-every 5", 1, False)])
-def test_only_an_evaluation_that_is_asked_for_opens_its_data_early_on_rank_0(
-        monkeypatch, name, flags, rank, early):
-    monkeypatch.setattr(train, "this_rank", lambda: (rank, 2))
+@pytest.mark.parametrize("name, flags, early", [
+    ("sparc", "", False), ("bam", "", True), ("bam", "--bench 2", False),
+    ("sparc", "--eval-every 5", True), ("sparc", "--eval-data x.csv", True)])
+def test_only_an_evaluation_that_is_asked_for_opens_its_data_early(name, flags, early):
     args = train.parse_args([*SMALL[name], *flags.split()])
     assert train.opens_early(args, tiny_model(name)) == early
 
@@ -517,8 +514,8 @@ def test_the_wrapper_of_a_stage_is_freed_before_the_next_stage(tmp_path, monkeyp
 
 
 def leave_after_rank_0(rank, run):
-    """Return [when this rank leaves train(), and on rank 0 when its evaluation ends], and how many
-    moments the rank's clock keeps at most. All ranks have the clock of this machine.
+    """Return [when this rank leaves train(), and on rank 0 when it has drawn], and how many moments
+    the rank's clock keeps at most. All ranks have the clock of this machine.
     """
     kept, moments, rates = [], [], train.Clock.wait_for
 
@@ -527,19 +524,20 @@ def leave_after_rank_0(rank, run):
         kept.append(len(clock.waits))
         return batch
 
-    def evaluate(*arguments):
+    def draw(*arguments):
         time.sleep(0.2)
         moments.append(time.monotonic())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.Clock, "wait_for", wait_for)
-        patch.setattr(evaluation, "describe", evaluate)  # rank 0 calls it before it evaluates
+        patch.setattr(train, "open_evaluation", lambda *arguments: None)
+        patch.setattr(evaluation, "save_pictures", draw)  # rank 0 alone calls it
         train_on_rank(rank, [*SMALL["sparc"], "--steps", 6, "--log-every", 2, "--out", run])
     return [time.monotonic(), *moments], max(kept)
 
 
 @pytest.mark.ranks
-def test_ranks_wait_for_rank_0s_evaluation_and_reset_their_clocks(tmp_path):
+def test_ranks_wait_for_rank_0s_pictures_and_reset_their_clocks(tmp_path):
     (first, ended), kept = (found := run_ranks(tmp_path, leave_after_rank_0, 2,
                                                str(tmp_path / "run")))[0]
     (other,), kept_by_other = found[1]
@@ -569,11 +567,10 @@ def node_of_two(is_host, address, endpoint, evaluated):
 
 def wait_for_rank_0(evaluated):
     common.init_distributed()
-    patience = common.patient_group()
     if dist.get_rank() == 0:
-        time.sleep(2)    # stands for the evaluation; torchrun misses a node after 1.3 s at most
+        time.sleep(2)    # stands for the pictures; torchrun misses a node after 1.3 s at most
         evaluated.touch()
-    dist.barrier(patience)
+    common.wait_for_rank_0()
     dist.destroy_process_group()
 
 
@@ -582,7 +579,7 @@ def test_an_evaluation_may_last_longer_than_torchruns_patience(tmp_path, monkeyp
     """The second of two nodes hosts the rendezvous, and its rank ends before rank 0's evaluation.
 
     The node leaves 0.2 seconds after its rank (300 by default). Rank 0, on the other node, would
-    then fail. Both ranks therefore wait at a barrier.
+    then fail. Its rank therefore waits for rank 0.
     """
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with socket.socket() as free:
@@ -800,7 +797,7 @@ def die_twice():
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "2" and dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
-    dist.barrier(common.patient_group())
+    common.wait_for_rank_0()
     dist.destroy_process_group()
 
 
@@ -967,7 +964,7 @@ def test_a_rank_whose_checkpoint_is_of_another_step_is_refused(tmp_path, monkeyp
     """The first training stands for rank 0, the second one for rank 1."""
     run, facts = shutil.copytree(run_of("sparc"), tmp_path / "run"), {}
     monkeypatch.setattr(common, "gather_objects",
-                        lambda own: [facts.setdefault(str([*own]), own), own])
+                        lambda own: [facts.setdefault(str([*(own or ())]), own), own])
     train_alone(["--resume", "--out", run])
     state = common.load_checkpoint(run / "last.pt")
     torch.save(state | {"step": 3}, run / "last.pt")
