@@ -2899,6 +2899,13 @@ def local_rank():
     return int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def cores_of_rank():
+    """How many of the machine's cores this rank can use."""
+    if sys.platform == "darwin":  # macOS cannot bind a process to some of the cores
+        return os.cpu_count()
+    return len(os.sched_getaffinity(0)) // local_rank()[1]
+
+
 def this_rank():
     """(rank, world_size)"""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

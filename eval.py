@@ -654,8 +654,7 @@ def new_embedder(model, tokenizer, args, device):
 def reading_threads(args):
     """How many threads read images if --workers is not given: the run's --workers, but at least 8,
     or the rank's cores if they are fewer."""
-    cores = len(os.sched_getaffinity(0)) // common.local_rank()[1]
-    return max(args.workers or 0, min(8, cores))
+    return max(args.workers or 0, min(8, common.cores_of_rank()))
 
 
 def settings_of_run(run):

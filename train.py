@@ -296,15 +296,14 @@ def train(args, out, device):
                 save(args, model, optimizer, scaler, progress, stage_ends=progress.step == end)
 
             # Log, and evaluate on all ranks. A run that must stop has no time for an evaluation.
+            record = {}
             if log_due and rank == 0:
                 record = progress.facts() | {"lr": optimizer.param_groups[0]["lr"]}
                 record |= measure(args, model, batch, autocast, outputs, grad_norm)
                 record |= clock.rates(args.batch)
-            metrics = {}
             if evaluate_due and not stopping:
-                metrics = evaluate_unnoticed(args, embedder, eval_data, log, progress.step)
+                record |= evaluate_unnoticed(args, embedder, eval_data, log, progress.step)
             if log_due and rank == 0:
-                record |= metrics
                 log.write(record, warning(args, data, model, scaler, record))
             if log_due:
                 clock.reset()
@@ -734,9 +733,8 @@ def usual_workers(args, data):
     the data are dealt to ranks x workers."""
     if isinstance(data, common.World) or sys.platform == "darwin":  # a fork may crash on macOS
         return 0
-    cores = len(os.sched_getaffinity(0)) // common.local_rank()[1]
     parts = len(data) // (this_rank()[1] if data.unit == "shards" else args.batch)
-    return min(common.gather_objects(min(MOST_WORKERS, cores, parts)))
+    return min(common.gather_objects(min(MOST_WORKERS, common.cores_of_rank(), parts)))
 
 
 def check_method(args):

@@ -9,9 +9,11 @@ import dataclasses
 import io
 import json
 import math
+import os
 import random
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -573,6 +575,19 @@ def test_crops_do_not_depend_on_the_threads_that_read(tmp_path):
     assert seen[-1].tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
     one, four = seen[: len(seen) // 2], seen[len(seen) // 2 :]
     assert all(map(torch.equal, one, four)) and not torch.equal(one[0][0], one[0][1])
+
+
+def test_images_are_read_by_8_threads_or_as_many_as_a_rank_has_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)), raising=False)
+    monkeypatch.setattr(common, "local_rank", lambda: (0, 1))
+    few, more = SimpleNamespace(workers=None), SimpleNamespace(workers=20)
+    assert [*map(evaluation.reading_threads, (few, more))] == [8, 20]
+    monkeypatch.setattr(common, "local_rank", lambda: (0, 2))
+    assert evaluation.reading_threads(few) == 6
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS does not have it
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert evaluation.reading_threads(few) == 4
 
 
 def test_sgd_probe_holds_out_a_tenth_of_the_images_or_has_one_rate(tmp_path, monkeypatch, capsys):
