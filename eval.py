@@ -2894,7 +2894,7 @@ def print_metrics(metrics):
         print(f"  {metric:36}  {in_digits(metrics[metric], 4)}{level}")
     for metric, value in metrics.items():
         if metric.endswith(CHOSEN):
-            print(f"  {metric} {value:.3g} was chosen on held-out training images")
+            print(f"  {metric} {value:.3g} was chosen on held-out training images or is --probe-lr")
 
 
 def evaluate_and_show(embedder, data, options, run):
