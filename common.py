@@ -1493,8 +1493,8 @@ class Disk:
     def check(self, sample):
         self.failed = self.failed + 1 if sample.problem == DISK else 0
         if self.failed == 3:
-            raise DiskError(f"The disk failed to read three samples in a row, the last {sample.name}: "
-                            "repair the disk.")
+            raise DiskError("The disk failed to read three samples in a row, the last "
+                            f"{sample.name}: repair the disk.")
 
 
 class ShardFile(io.FileIO):
@@ -2489,7 +2489,8 @@ class Stream(IterableDataset):
             place = (number + number // self.parts) % self.parts
             if len(samples) == (self.batch_size + place) // self.parts:
                 sent += 1
-                yield self.collate(samples) | {"position": {worker: (sent, position, dict(skipped))},
+                after = sent, position, dict(skipped)
+                yield self.collate(samples) | {"position": {worker: after},
                                                "skipped": {worker: dict(skipped)}}
                 samples = []
 
@@ -3163,8 +3164,8 @@ def load_timm(encoder, state_dict):
     The encoder gets ImageNet's normalisation of pixels, which these weights expect, unless the file
     or the encoder's spec says another. Files of DINO and BAM hold a student and a teacher; the
     teacher is loaded. Files of DINO, BAM, solo-learn and lightly have "backbone." before the names
-    of the encoder, MoCo-v3's "base_encoder.", and heads or a momentum encoder beside it. Returns the tensors that were not loaded, {name: tensor}.
-    Raises UserError if the file does not fit.
+    of the encoder, MoCo-v3's "base_encoder.", and heads or a momentum encoder beside it. Returns
+    the tensors that were not loaded, {name: tensor}. Raises UserError if the file does not fit.
     """
     found, left_over, state = {}, {}, unwrapped(state_dict)
     prefix = re.compile(r"(module\.|teacher\.|backbone\.|base_encoder\.|_orig_mod\.)*")

@@ -368,7 +368,8 @@ def attempts(pool, read, files, disk):
             file = arguments[0]
             name = "a file" if isinstance(file, bytes) else f"{file!s:.200}"
             problem = common.problem_of(error, "unreadable image")
-            return None, common.left_out(problem, f"{name} ({type(error).__name__}: {error!s:.200})")
+            reason = f"{name} ({type(error).__name__}: {error!s:.200})"
+            return None, common.left_out(problem, reason)
 
     for image, sample in pool.imap(attempt, files):
         disk.check(sample)
@@ -2651,8 +2652,8 @@ def draw_similarities(embedder, data):
     The two views are of one image, of two images of one class, or of images of two classes. The
     images are 500 with labels.
 
-    differs: Fig. 1 has entries of the softmax on a logarithmic axis, of the latents and views of the
-    training. Here are cosines of the encodings that k-NN compares, of views that are cropped and
+    differs: Fig. 1 has entries of the softmax on a logarithmic axis, of the latents and views of
+    the training. Here are cosines of the encodings that k-NN compares, of views that are cropped and
     flipped, but keep their colours.
     """
     pairs = list(itertools.islice(data.labelled("test"), 500))

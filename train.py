@@ -101,8 +101,8 @@ class Config:
     # --vocab, --vocab-size, --optimizer, --finetune and --init-weights; `--resume auto` begins a
     # new run if --out has no checkpoint
     resume: bool = False
-    # file in --out that --resume continues from, such as step-10000.pt; the log forgets later steps,
-    # and last.pt is written again
+    # file in --out that --resume continues from, such as step-10000.pt; the log forgets later
+    # steps, and last.pt is written again
     checkpoint: str = "last.pt"
     # directory of the run to fine-tune: the image encoder on labelled images (implies --method
     # classifier; BAM, Table 3), or both encoders on boxes (with --method detector; SPARC, Table 5)
@@ -599,8 +599,8 @@ def announce(args, data, model, tokenizer, device, progress):
 
 
 def checkpoint_size(args, model):
-    """The size of a checkpoint in bytes: the model's tensors, and the optimizer's moments of what is
-    trained."""
+    """The size of a checkpoint in bytes: the model's tensors, and the optimizer's moments of what
+    is trained."""
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     moments = 2 if args.optimizer in ("adamw", "lamb") else 1
     return sum(x.nbytes for x in model.state_dict().values()) + moments * trained
@@ -1145,7 +1145,8 @@ class Progress:
         """Continue from a checkpoint's state, with this rank's random numbers.
 
         If the data, the number of ranks, the number of workers or the samples of a message changed,
-        the saved positions are not valid. The data then begin again, in an order that the run has not used before.
+        the saved positions are not valid. The data then begin again, in an order that the run has
+        not used before.
         """
         rank, world_size = this_rank()
         if state["words"] != self.words:
@@ -1168,8 +1169,8 @@ class Progress:
 
 
 def save(args, model, optimizer, scaler, progress, stage_ends=False):
-    """Write stage-N.pt at the end of a stage, step-S.pt if it is due, last.pt, and the curves. Every
-    rank must call it."""
+    """Write stage-N.pt at the end of a stage, step-S.pt if it is due, last.pt, and the curves.
+    Every rank must call it."""
     state = {"method": args.method, "model": model.state_dict(), "scaler": scaler.state_dict(),
              "optimizer": optimizer.state_dict(), **progress.state(args.workers)}
     names = []
