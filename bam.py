@@ -52,8 +52,8 @@ class Config:
     tau: float = 0.1      # temperature of the attention (Sec. 3.1)
     tau_b: float = 0.05   # temperature of the targets, below tau to sharpen them (Sec. 3.4, App. F)
     sinkhorn_iters: int = 3  # Sinkhorn iterations for the targets (authors' bam_loss.py:34)
-    # similarities of views of one image: exclude, or set to zero (Eq. 3); Table 1: self sets only
-    # those of a view with itself to zero, none keeps all
+    # similarities of views of one image: exclude, or set to zero (Eq. 3); two readings of Table 1:
+    # self sets only those of a view with itself to zero, none keeps all
     mask: Literal["exclude", "zero", "self", "none"] = "exclude"
     teacher: bool = True  # use a teacher, a moving average of the network, for targets (App. C)
     ema: float = 0.995    # first momentum of the teacher, rises to 1 (authors' main_pretrain.py:99)
@@ -428,7 +428,7 @@ class Settings(Config):
     FullModel.boxes crop_threshold. train.py alone reads the others (views, box_refreshes)."""
 
     # targets of the loss: balanced (Eq. 4), plain softmax (Eq. 2), or one-hot as SimCLR's (App. H);
-    # moco trains the baseline MoCo-v3
+    # moco: loss and heads of MoCo-v3, whose settings are in the presets moco-...
     target: Literal["balanced", "softmax", "onehot", "moco"] = "balanced"
     # softmax and Sinkhorn over all similarities (Sec. 3.1), or per block of two views (Table 1)
     normalization: Literal["global", "block"] = "global"
@@ -638,10 +638,11 @@ class LARS(torch.optim.Optimizer):
 
 # Ablations (Table 1) and SimCLR (App. H) --------------------------------------------------
 #
-# Table 1 without masking is --mask self. App. H leaves out "only the main diagonal" there; Fig. 6
-# sets it to 0. If the diagonal were removed, Eq. 5 would be infinite: B, which is made from another
-# view, has weight on this view itself. --mask none, which keeps the diagonal, is what the authors'
-# code does without masking (bam_loss.py:101), so Table 1 may be of either.
+# Table 1 drops the masking, in one of two ways. Its text ("cancelling the zero-masking of the
+# relevant diagonals") and the authors' code (bam_loss.py:101) keep all similarities: --mask none.
+# App. H leaves out the similarity of a view with itself: --mask self sets it to 0. It cannot be
+# removed: Eq. 5 compares row a_i^j with row b_i^j' of another view, which has weight in the column
+# of view j. If a_i^j were 0 there, its logarithm would be infinite.
 
 
 class Ablation(FullModel):
@@ -714,13 +715,14 @@ def block_loss(S, S_m, tau, target):
     return torch.stack(found).mean(0).unbind()
 
 
-# MoCo-v3, the baseline of Tables 2 to 5 (arXiv 2104.02057) ---------------------------------
+# MoCo-v3, a baseline of Tables 2 to 10 (arXiv 2104.02057) ---------------------------------
 #
 # (FILE:LINE) is a place in facebookresearch/moco-v3 at c349e6e. `python tests/parity.py moco PATH`
 # compares the steps of both.
 #
 # differs: biases, norms and [CLS] have no weight decay (main_moco.py:229). The learning rate starts
-# at peak / warmup (main_moco.py:423: at 0). Pixels are normalised by CLIP's constants, as in BAM.
+# at peak / warmup (main_moco.py:423: at 0). Crops are resized bicubically (main_moco.py:263:
+# bilinearly), hues turn in YIQ, and CLIP's constants normalise pixels, as in BAM.
 
 
 # L = 2 tau [CE(q1 . k2 / tau) + CE(q2 . k1 / tau)]                              (Algorithm 1)

@@ -1828,8 +1828,8 @@ def linear(embedder, data, options):
         head, value = lbfgs_probe(x, learned.to(device))
     else:
         crops = lambda: random_crops(embedder, (
-            pair for i, pair in enumerate(pairs()) if options.probe_lr or i % 10))
-        rates = [options.probe_lr] if options.probe_lr else RATES
+            pair for i, pair in enumerate(pairs()) if options.probe_lr is not None or i % 10))
+        rates = RATES if options.probe_lr is None else [options.probe_lr]
         classes = len(data.groups[""][1])
         head, value = sgd_probe(crops, x, learned, classes, epochs, device, rates)
     x, ids = probed(embedder, data.labelled("test"))
@@ -2653,8 +2653,8 @@ def draw_similarities(embedder, data):
     images are 500 with labels.
 
     differs: Fig. 1 has entries of the softmax on a logarithmic axis, of the latents and views of
-    the training. Here are cosines of the encodings that k-NN compares, of views that are cropped and
-    flipped, but keep their colours.
+    the training. Here are cosines of the encodings that k-NN compares, of views that are cropped
+    and flipped, but keep their colours.
     """
     pairs = list(itertools.islice(data.labelled("test"), 500))
     encode = embedder.model.encode_image

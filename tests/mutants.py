@@ -268,7 +268,7 @@ torch.arange(64) «// => %» 8 >= world.palette # colours that are not drawn
 accuracies.argsort(«descending=True => ») # the best slots
 tokens.cpu(), over_image[:, :, «-patches: => :patches»] # [CLS] is no patch
 if own is «None or own.equal(objects) => None»: # words that name all objects
- pairs()) if options.probe_lr or «i % 10 => True») # the held-out tenth ;; random_view(embedder, «0.08 => 0.8») # crops of a probe
+ is not None or «i % 10 => True»)) # the held-out tenth ;; random_view(embedder, «0.08 => 0.8») # crops of a probe
 «scores[:, no_words] = -torch.inf => pass» # special tokens are no labels
 == eval.py | data | test_eval test_benchmarks test_finetune -k "labels_of_shards or limit_draws or matched_by_name or by_their_names"
 rows = torch.«randperm(len(table), generator=generator) => arange(len(table))»[: options.limit].tolist() # --limit keeps the first classes
