@@ -276,7 +276,7 @@ def lines_of(method):
 
 DEPARTURES = (
     "Most runs use the preset `tiny`, which departs from the papers. SPARC keeps normalised "
-    "similarities of at least .4, gives its fine-grained loss the weight .1, and has a skip "
+    "similarities of at least .9, gives its fine-grained loss the weight .1, and has a skip "
     "connection in its patch head h_v. STAIR trains with AdamW, and passes gradients to words of "
     "the caption that have weight 0. BAM has no teacher and no ContrastiveCrop.")
 
