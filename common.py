@@ -48,6 +48,7 @@ import pickle
 import random
 import re
 import signal
+import stat
 import string
 import subprocess
 import sys
@@ -1662,7 +1663,7 @@ class TarShards:
     on_ranks: see file_sizes.
 
     Each epoch shuffles the shards and deals them to ranks and workers. A worker reads four shards
-    in turn, each from its begin to its end, and shuffles encoded samples in a buffer of 240 MB,
+    in turn, each from its start to its end, and shuffles encoded samples in a buffer of 240 MB,
     which are 4,000 samples of 60 kB. A resumed worker reads at most the last 500 MB again. Samples
     that are unreadable, or that have no caption or label where `content` needs one, are skipped and
     counted.
@@ -1802,7 +1803,7 @@ def expand_braces(pattern):
 
 
 def file_sizes(paths, on_ranks):
-    """The size of each file in bytes, or the text of the error that the disk gives.
+    """The size of each file in bytes, or in words why it cannot be read.
 
     on_ranks: whether all ranks call this function with the same paths. Then each rank looks at its
     share of the files, and learns the rest from the other ranks of its machine. A look at a
@@ -1810,9 +1811,10 @@ def file_sizes(paths, on_ranks):
     """
     def look(path):
         try:
-            return os.stat(path).st_size
+            found = os.stat(path)
         except OSError as error:
             return error.strerror
+        return found.st_size if stat.S_ISREG(found.st_mode) else "is no file"
 
     rank, ranks = local_rank() if on_ranks else (0, 1)
     with ThreadPool(16) as pool:
@@ -2419,7 +2421,7 @@ class Stream(IterableDataset):
     """Endless parts of batches of one rank, reproducible from (seed, rank, worker, position).
 
     A worker sends at most `part` samples in a message, because messages take shared memory. `join`
-    makes a batch of so many messages as `parts` says.
+    makes a batch of `parts` messages.
 
     source: CaptionTable or TarShards.
     tokenizer: None if the model does not read captions. context: the largest number of tokens.
@@ -2616,13 +2618,15 @@ class EachImage(IterableDataset):
             for row in rows[i : i + self.batch_size]:
                 if self.stopped():
                     return
+                sample = Sample(self.table.path(row))
                 try:
-                    image = patiently(open_image, self.table.path(row), self.size[0])
+                    image = patiently(open_image, sample.file, self.size[0])
                     image = image.resize(self.size, Image.Resampling.BICUBIC)
                     images.append(v2.functional.pil_to_tensor(image))
                     found.append(row)
                 except Exception as error:  # a damaged image gets no box; Stream counts it
-                    disk.check(left_out(problem_of(error, "damaged"), self.table.path(row)))
+                    sample = left_out(problem_of(error, "damaged"), sample.file)
+                disk.check(sample)  # a sample that was read ends a row of failures
             if found:
                 yield found, torch.stack(images)
 

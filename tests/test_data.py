@@ -548,6 +548,9 @@ def test_an_error_of_the_disk_is_told(tmp_path, monkeypatch):
         raise OSError(errno.ESTALE, "Stale file handle")
 
     pattern = write_shards(tmp_path, [1])
+    (tmp_path / "folder.tar").mkdir()
+    with pytest.raises(UserError, match=r"first is .*folder.tar \(is no file\): name"):
+        TarShards(f"{tmp_path}/*.tar")
     monkeypatch.setattr(os, "stat", stale)
     with pytest.raises(UserError, match=rf"first is .*000.tar \(Stale file handle\): name"):
         TarShards(pattern)
@@ -1362,6 +1365,15 @@ def test_an_image_that_the_disk_fails_once_is_read_and_one_that_fails_is_counted
     if kind == common.PASSING[0]:  # the end of a failed worker takes five seconds
         with pytest.raises(common.DiskError):  # a worker's error keeps its type
             take(stream(source, 6), 1, workers=1)
+
+
+def test_three_images_that_fail_apart_do_not_end_the_search_for_boxes(
+        tmp_path, monkeypatch, sleeps):
+    table = open_data(write_table(tmp_path, 6))
+    bad = [table.paths[i] for i in (0, 2, 4)]
+    monkeypatch.setattr(common, "open_image", Failing(common.open_image, 99, bad, errno.EIO))
+    found = [row for rows, _ in common.EachImage(table, 8, 6) for row in rows]
+    assert found == [1, 3, 5] and sleeps == [1, 5, 25] * 3
 
 
 def test_a_shard_that_the_disk_fails_is_read_again_from_the_same_place(
