@@ -727,8 +727,8 @@ def block_loss(S, S_m, tau, target):
 
 # L = 2 tau [CE(q1 . k2 / tau) + CE(q2 . k1 / tau)]                              (Algorithm 1)
 def moco_loss(q, k, tau, *, gather=identity):
-    """q, k (2, n, E): queries and keys of two views of n images -> scalar. The class of a query is
-    its image's key. The other keys of the same view, of all ranks, are its negatives. Keys have no
+    """q, k (2, n, E): queries and keys of two views of n images -> scalar. A query must find the key
+    of its image's other view among the keys that all ranks have for that view. Keys have no
     gradient."""
     with in_fp32(q, k.detach()) as (q, k):
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
@@ -768,6 +768,7 @@ class MoCo(FullModel):
         self.projector = MoCoHead([image_width, *[hidden] * (2 if is_vit else 1), E])
         self.predictor = MoCoHead([E, hidden, E], last_norm=is_vit)
         self.teacher = copy.deepcopy(self.student()).requires_grad_(False)
+        self.train()  # turns off the new teacher's stochastic depth
 
     def latents(self, network, views, gather):  # each view is a batch of its own for BatchNorm
         encoder, projector = network

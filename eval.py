@@ -137,11 +137,11 @@ PROBES = {"adamw": ("weight_decay", 10), "sgd": ("lr", 100), "lbfgs": ("l2", Non
 CHOSEN = tuple(f"/{setting}" for setting, _ in PROBES.values())  # no accuracies
 # The learning rates from which the sgd probe chooses without --probe-lr.
 # differs: BAM (Table 9b) has one rate, .002 for ViT and .3 for ResNet-50, and learns from all
-# training images, as our probe with --probe-lr .002. Without --probe-lr it learns from nine tenths,
-# because the other tenth chooses the rate. BAM's code (its revision is in bam.py) multiplies the
-# rate by batch / 256, which makes .008 of .002 (eval_linear.py:176). BAM's code takes the epoch
-# that is best on the test images (eval_linear.py:223); we take the last epoch. BAM's code resizes
-# crops bilinearly (eval_linear.py:61), ours bicubically.
+# training images, as our probe with --probe-lr .002. Without this flag our probe learns from nine
+# tenths, because the other tenth chooses the rate. BAM's code (its revision is in bam.py)
+# multiplies the rate by batch / 256, which makes .008 of .002 (eval_linear.py:176). BAM's code
+# takes the epoch that is best on the test images (eval_linear.py:223); we take the last epoch.
+# BAM's code resizes crops bilinearly (eval_linear.py:61), ours bicubically.
 RATES = (0.002, 0.01, 0.05, 0.3, 1.0)
 
 

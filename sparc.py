@@ -25,7 +25,7 @@ d, embeddings the width E, which is the paper's d.
     L_f         fine_grained_loss       scalar      Eq. 6
 
 Differs from the paper (search for "differs" for all other places):
-  * If the similarities of a word are equal, to the last bit, its weights are; Eq. 2 is 0 / 0 there.
+  * A word whose similarities are equal to the last bit has equal weights; Eq. 2 would be 0 / 0.
   * [CLS] and [SEP] are not words: tbar and L_f leave them out. 53 of Sec. 4.1's 55 tokens remain.
   * vbar and tbar follow Sec. 2. Listing 1's vbar has no h_v, its tbar includes the padding.
   * Training crops images a little and flips them. Evaluation crops the centre, but segmentation
@@ -857,8 +857,8 @@ def retrieval_errors(own, found, split, among=None):
 #
 # differs: the paper trains on Objects365 and Visual Genome, we on any file like COCO's or LVIS's.
 # OWL-ViT also makes mosaics of images, draws a prompt for each query, clips the gradient of each
-# image, drops blocks of the text encoder, and multiplies patches by [CLS], which SPARC lacks. It
-# resizes images bilinearly without antialiasing (here: bicubically, with), begins with LeCun's
+# image, drops blocks of the text encoder, and multiplies patches by [CLS], which SPARC lacks.
+# OWL-ViT resizes bilinearly without antialiasing (here: bicubically, with), begins with LeCun's
 # weights and tanh's GELU (here: torch's and the exact one), and cuts queries at 16 tokens (here: at
 # the encoder's 55). That patches are f_v, before h_v and g_v, is our reading.
 
