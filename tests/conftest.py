@@ -27,6 +27,9 @@ import train
 from helpers import SMALL
 
 SIGNALS = *train.SIGNALS, signal.SIGCHLD
+# All tests but those of test_gpu.py run on the CPU, where results are exact. There a test may also
+# fork, which a process that has used a GPU cannot.
+HAS_GPU, torch.cuda.is_available = torch.cuda.is_available, lambda: False
 
 
 def pytest_configure(config):
@@ -37,7 +40,9 @@ def pytest_configure(config):
 def pytest_collection_finish(session):
     gc.freeze()  # else each collection looks again at all that was imported, 5 % of the time
     if any(item.get_closest_marker("ranks") for item in session.items):
-        forkserver.ensure_running()  # imports torch for run_ranks while the first tests run
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CUDA_VISIBLE_DEVICES", "")
+            forkserver.ensure_running()  # imports torch for run_ranks while the first tests run
 
 
 @pytest.fixture(autouse=True)

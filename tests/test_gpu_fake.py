@@ -243,6 +243,25 @@ def test_our_own_backward_passes_stay_on_the_gpu(fake, waits, ranks, monkeypatch
     assert [(call, x.is_contiguous()) for call, x in ranks] == [(SCATTER, True), (ALL_GATHER, True)]
 
 
+class FusedAttention(torch.autograd.Function):
+    """What a GPU's attention keeps: q, k, v, the result, and one fp32 number for each query.
+
+    Without a driver torch takes the plain products in place of the fused kernel, which keep the
+    weights (B, heads, N, N), too.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+
+def attention(q, k, v, attn_mask=None, is_causal=False):
+    """scaled_dot_product_attention of fake tensors in bf16."""
+    return FusedAttention.apply(*(x.bfloat16() for x in (q, k, v)))
+
+
 def kept_per_image(fake, method, preset, *flags):
     """Return the MiB per image or pair that the forward pass keeps in bf16 on one of 8 ranks."""
     args = train.parse_args(["--method", method, "--preset", preset, *flags])
@@ -251,7 +270,8 @@ def kept_per_image(fake, method, preset, *flags):
     args.image_size = args.image_size or encoder["image_size"]
     with torch.device("meta"):  # a fake teacher cannot be copied
         model, kept = train.new_model(args, method, range(4)), []
-    with fake, torch.device("cuda"):
+    with fake, torch.device("cuda"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
         move(model)
         for n in (2, 4):
             batch = train.made_up_batch(args, method, model, n)
@@ -263,7 +283,7 @@ def kept_per_image(fake, method, preset, *flags):
 
 
 @pytest.mark.parametrize("row, expected", [
-    (("sparc", "b32"), 43), (("sparc", "b32", "--grad-checkpoint"), 5.1),
+    (("sparc", "b32"), 34.5), (("sparc", "b32", "--grad-checkpoint"), 5.1),
     (("bam", "vit-s16", "--grad-checkpoint"), 13.3), (("bam", "r50"), 131)])
 def test_presets_keep_the_expected_memory_for_the_backward_pass(fake, ranks, row, expected):
     """BatchNorm over ranks must keep no more than BatchNorm in one process.
@@ -291,7 +311,7 @@ def print_memory(fake):
     print("method, preset: no flag, --grad-checkpoint, --grad-checkpoint --accum-freq 4")
     for name, method in train.METHODS.items():
         for preset in method.PRESETS:
-            if preset.startswith("tiny") or name == "classifier":
+            if preset.startswith("tiny") or name in ("classifier", "detector"):
                 continue
             args, row, plain = train.parse_args(["--method", name, "--preset", preset]), [], 0
             for flags in ((), ("--grad-checkpoint",), ("--grad-checkpoint", "--accum-freq", "4")):

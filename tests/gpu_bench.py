@@ -1,0 +1,302 @@
+"""Speed and memory of the papers' presets on one GPU: `python tests/gpu_bench.py`, 6 minutes.
+
+Each row trains with train.py's own loop. The images and captions are random numbers on the GPU,
+captions have full length, and a batch is the largest power of two that fits into --gib GiB, at most
+the paper's batch. The rows "world" and "shards" read data by workers, so that waits show. The rows
+"open_clip" are OpenCLIP's model, loss and optimizer, if open_clip is installed. The loss compares
+the images of one GPU alone.
+
+Rows come in the order of ROWS until --minutes are over. The table is printed and written to
+tests/gpu.json: images per second, the peak memory, and the share of the card's bf16 peak (FLOPs of
+the encoders and the loss without recomputation, by torch's counter, over NVIDIA's figure for dense
+products).
+
+`--toy` runs small presets, also on a CPU: a test of this command.
+"""
+
+import argparse
+import contextlib
+import gc
+import io
+import json
+import math
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import common
+import train
+
+PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # bf16 FLOP/s of dense products
+CHECKPOINT, COMPILE = "--grad-checkpoint", "--compile"
+CLIP_B32 = "--objective clip --image-encoder clip-b32 --text-encoder clip-b32"
+# (method, preset, further flags, where the data come from), the rows that matter most first
+ROWS = [
+    *((method, preset, flags, "tensors") for method, preset in (
+        ("sparc", "b16"), ("sparo", "cc15m-b16"), ("stair", "b16-single"), ("bam", "vit-s16"),
+        ("sparc", "b32")) for flags in ("", CHECKPOINT)),
+    ("sparc", "b32", CLIP_B32, "tensors"), ("open_clip", "ViT-B-32", "", "tensors"),
+    ("sparo", "cc15m-r50", "", "tensors"), ("bam", "r50", "", "tensors"),
+    ("sparo", "dino-s16", "--objective dino", "tensors"),
+    ("sparc", "b32", "", "shards"), ("sparc", "b16", "", "world"),
+    ("sparc", "b32", COMPILE, "tensors"), ("sparc", "b16", COMPILE, "tensors"),
+    ("sparc", "l14", CHECKPOINT, "tensors"), ("bam", "vit-b16", CHECKPOINT, "tensors"),
+    ("bam", "vit-s16", COMPILE, "tensors"), ("sparo", "cc15m-b32", "", "tensors"),
+    ("sparo", "cc15m-r50", COMPILE, "tensors"), ("sparo", "cc15m-b16", COMPILE, "tensors"),
+    ("sparo", "dino-s16", f"--objective dino {COMPILE}", "tensors"),
+    ("stair", "b16-single", COMPILE, "tensors"), ("bam", "moco-s16", "", "tensors"),
+    ("sparc", "gloria-b32", "", "tensors"), ("sparo", "l400m-b32", CHECKPOINT, "tensors"),
+    ("bam", "moco-b16", CHECKPOINT, "tensors"), ("sparc", "l14", "", "tensors")]
+TOY = [("sparc", "tiny", "", "tensors"), ("bam", "tiny", "", "tensors"),
+       ("sparc", "tiny", "--image-encoder tiny-patch", "shards"), ("sparo", "tiny", "", "world")]
+SECONDS = 3     # time that a row is measured
+FIRST = 16      # images of the first batches, whose memory tells how many images fit
+WARMUP = 5      # updates before the clock starts: FIRST, FIRST, 2 * FIRST images, then full batches
+
+
+def random_batch(args, method, model, n, device):
+    """Return a batch as open_loader yields it, of random pixels and words, on the device."""
+    views = method.views(args)
+    if views:
+        transform = train.build_transform(args, method, model.image_encoder)
+        crops = [torch.randint(256, (n, 3, view["size"], view["size"]), dtype=torch.uint8,
+                               device=device) for view in views]
+        batch = {"views": crops} | train.to_device({"draws": transform.draws(n)}, device)
+    else:
+        with torch.device(device):
+            batch = train.made_up_batch(args, method, model, n)
+    return batch | {"position": {}, "skipped": {}}
+
+
+def peak_since_last(device):
+    """Return the peak memory in bytes since the last call. It is 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+def number_that_fits(peaks, limit, most):
+    """Return the largest power of two of images, at most `most`, whose peak is below the limit.
+
+    peaks: the peak memory of a batch of FIRST images, and of 2 * FIRST images.
+    """
+    per_image = (peaks[1] - peaks[0]) / FIRST
+    fits = (limit - peaks[0]) / per_image + FIRST if per_image else 2 * FIRST
+    return 2 ** int(math.log2(min(fits, most)))
+
+
+def feed(row, limit):
+    """Return what takes the place of train.open_loader, and fills `row` with what it learns.
+
+    row: a dict. Without row["batch"] the first steps find the number of images that fits.
+    """
+
+    def open_loader(args, data, transform, tokenizer, model, progress, device, stop):
+        method, compiled, peaks = train.METHODS[args.method], args.compile, []
+        if "batch" not in row:
+            for step, n in enumerate((FIRST, FIRST, 2 * FIRST)):
+                batch = random_batch(args, method, model, n, device)
+                flops = FlopCounterMode(display=False)
+                peak_since_last(device)
+                # the first update makes the optimizer's state, and a compiled graph counts nothing
+                counts = step == 2 and not compiled and not args.grad_checkpoint
+                with flops if counts else contextlib.nullcontext():
+                    yield batch
+                peaks.append(peak_since_last(device))
+                if counts:
+                    row["flops_per_image"] = flops.get_total_flops() / n
+            row["batch"] = number_that_fits(peaks[1:], limit, args.batch)
+        args.batch = n = row["batch"]
+        batch = random_batch(args, method, model, n, device)
+        while True:  # until train() has timed args.bench steps
+            start = time.perf_counter()
+            yield batch
+            if progress.step <= WARMUP:
+                peak_since_last(device)  # waits for the GPU
+                args.bench = max(3, min(50, int(SECONDS / (time.perf_counter() - start))))
+
+    return open_loader
+
+
+WORDS = "a photo of the red blue big small dog cat house tree".split()
+
+
+def write_shards(directory, shards=4, samples=2000, side=(500, 375)):
+    """Write tar shards of JPEGs with captions, if they are not there, and return their SPEC.
+
+    The pictures are smooth noise, which takes as many bytes as a photo.
+    """
+    directory.mkdir(exist_ok=True)
+    draw, pictures = np.random.default_rng(0), []
+    for _ in range(32):
+        small = draw.integers(0, 256, (side[1] // 8, side[0] // 8, 3), dtype=np.uint8)
+        picture = np.asarray(Image.fromarray(small).resize(side, Image.Resampling.BICUBIC))
+        grain = draw.integers(-20, 20, picture.shape)
+        file = io.BytesIO()
+        Image.fromarray((picture + grain).clip(0, 255).astype(np.uint8)).save(file, "JPEG")
+        pictures.append(file.getvalue())
+    for shard in range(shards):
+        with tarfile.open(directory / f"{shard}.tar", "w") as tar:
+            for i in range(samples):
+                caption = f"{' '.join(draw.choice(WORDS, 12))} {shard * samples + i}"
+                for name, data in (("jpg", pictures[i % 32]), ("txt", caption.encode())):
+                    info = tarfile.TarInfo(f"{i:05}.{name}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+    (directory / "vocab.txt").write_text("\n".join(
+        ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS, *"0123456789", *(f"##{i}" for i in range(10))]))
+    return f"{directory}/{{0..{shards - 1}}}.tar"
+
+
+def train_row(row, limit, directory, toy):
+    """Train for a few steps by train.main, and add what --bench prints to `row`."""
+    side = 32 if toy else 224
+    command = ["--method", row["method"], "--preset", row["preset"], *row["flags"].split(),
+               "--data", f"shapes:size={side}", "--image-size", side, "--bench", 3]
+    if (row["method"], row["preset"]) in (("bam", "vit-s16"), ("bam", "vit-b16")):
+        command += ["--no-contrastive-crop"]  # needs a table; an update takes as long without
+    with pytest.MonkeyPatch.context() as patch:
+        if row["source"] == "tensors":
+            patch.setattr(train, "open_loader", feed(row, limit))
+            patch.setattr(train, "BENCH_WARMUP", WARMUP)
+        else:
+            row |= {"batch": 16 if toy else 512, "workers": 1 if toy else common.cores_of_rank() - 2}
+            command += ["--batch", row["batch"], "--workers", row["workers"]]
+            command += ["--bench", 3 if toy else 20]
+        if row["source"] == "shards":
+            spec = write_shards(directory, *((2, 32, (48, 36)) if toy else ()))
+            command += ["--data", spec, "--vocab", directory / "vocab.txt"]
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            train.main([str(word) for word in command])
+    return row | json.loads(printed.getvalue().splitlines()[-1])
+
+
+def open_clip_row(row):
+    """Time OpenCLIP's ViT-B-32 with its loss, AdamW and clipping, on row["batch"] pairs in bf16."""
+    import open_clip
+
+    model = open_clip.create_model("ViT-B-32").cuda().train()
+    loss, n = open_clip.ClipLoss(), row["batch"]
+    optimizer = torch.optim.AdamW(model.parameters(), 5e-4, (0.9, 0.98), 1e-6, weight_decay=0.2)
+    images = torch.rand(n, 3, 224, 224, device="cuda")
+    texts = torch.randint(1, 49_000, (n, 77), device="cuda")
+    steps = 20
+    for step in range(WARMUP + steps):
+        if step == WARMUP:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            start = time.perf_counter()
+        with torch.autocast("cuda", torch.bfloat16):
+            total = loss(*model(images, texts))
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.logit_scale.clamp_(0, math.log(100))
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    return row | {"images_per_s": steps * n / seconds, "data_share": 0.0,
+                  "peak_memory_bytes": torch.cuda.max_memory_allocated()}
+
+
+def measure(row, found, limit, directory, toy):
+    """Return the row with its figures, or with an error. found: the rows before it."""
+    same = [other for other in found if "error" not in other and other["source"] == "tensors"
+            and (other["method"], other["preset"]) == (row["method"], row["preset"])]
+    if COMPILE in row["flags"] and same:  # a compiled model sees one size of batch alone
+        row["batch"] = same[0]["batch"]
+    try:
+        if row["method"] == "open_clip":
+            row = open_clip_row(row | {"batch": found[-1]["batch"]})
+        else:
+            row = train_row(row, limit, directory, toy)
+    except torch.cuda.OutOfMemoryError:
+        if row.get("batch", 1) == 1:
+            return row | {"error": "out of memory"}
+        retry = True
+    except ImportError:
+        return row | {"error": "not installed"}
+    else:
+        retry = False
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._dynamo.reset()
+    if retry:  # outside of the except clause, whose traceback holds the tensors
+        return measure(row | {"batch": row["batch"] // 2}, found, limit, directory, toy)
+    flops = row.get("flops_per_image", same[0].get("flops_per_image") if same else None)
+    peak = next((peak for name, peak in PEAK.items() if name in card()), None)
+    if flops and peak:
+        row["share_of_peak"] = row["images_per_s"] * flops / peak
+    return row
+
+
+def card():
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def facts():
+    """What the figures depend on: the card, the driver, torch and the commit."""
+    commands = {"driver": "nvidia-smi --query-gpu=driver_version --format=csv,noheader",
+                "commit": f"git -C {ROOT} rev-parse --short HEAD"}
+    found = {"card": card(), "torch": torch.__version__}
+    for name, command in commands.items():
+        done = subprocess.run(command, shell=True, capture_output=True, text=True)
+        found[name] = done.stdout.strip()
+    return found
+
+
+def show(row):
+    """Print the row of a table in Markdown."""
+    if "error" in row:
+        figures = [row["error"], "", "", ""]
+    else:
+        figures = [f"{row['batch']:,}", f"{row['images_per_s']:,.0f}",
+                   f"{row['peak_memory_bytes'] / 2**30:.1f}",
+                   f"{row['share_of_peak']:.0%}" if "share_of_peak" in row else ""]
+        if row["source"] != "tensors":
+            figures[-1] = f"{row['data_share']:.0%} of the time waits, {row['workers']} workers"
+    name = f"`{row['method']}`, `{row['preset']}` {row['flags']} {row['source']}"
+    print(f"| {name} | {' | '.join(figures)} |", flush=True)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=6, help="no row begins later")
+    parser.add_argument("--gib", type=float, default=76, help="most memory of a row; an 80 GB GPU "
+                        "has 78 GiB for torch and NCCL")
+    parser.add_argument("--out", default=str(ROOT / "tests" / "gpu.json"), help="file to write")
+    parser.add_argument("--toy", action="store_true", help="small presets, also on a CPU")
+    args = parser.parse_args(argv)
+    end, found = time.monotonic() + 60 * args.minutes, []
+    print(f"{json.dumps(facts())}: at most {args.minutes:g} minutes, and the row that runs then")
+    print("| preset, flags, data | batch | images/s | peak GiB | share of bf16 peak |\n"
+          "|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as directory:
+        for names in TOY if args.toy else ROWS:
+            if time.monotonic() > end:
+                break
+            row = dict(zip(("method", "preset", "flags", "source"), names))
+            found.append(measure(row, found, args.gib * 2**30, Path(directory, "shards"), args.toy))
+            show(found[-1])
+            Path(args.out).write_text(json.dumps(facts() | {"rows": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

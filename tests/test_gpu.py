@@ -1,0 +1,268 @@
+"""What only a GPU can show. Without a GPU these tests are skipped.
+
+The other tests run on the CPU, and compare the CPU with literal references. Here the CPU is the
+reference, in float64 where rounding is asked for. `pytest tests/test_gpu.py` takes about a minute.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+import warnings
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+import common
+import conftest
+import eval as evaluation
+import train
+from helpers import ROOT, SMALL, assert_same_weights, read_log, tiny_model, train_alone, weights
+from test_gpu_fake import CASES, RAGGED, batch_of, kept_per_image, fake_cuda, group_of_8
+from test_memory import switch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ALONE = "tiny-patch:width=16,heads=2,depth=1"  # an image encoder without BatchNorm
+# Only CUDA's sums in a fixed order give the same bits again; this is read when CUDA starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    """Show the GPU to train.py and eval.py, or skip the test."""
+    monkeypatch.setattr(torch.cuda, "is_available", conftest.HAS_GPU)
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    common.turn_off_tf32()
+
+
+@pytest.fixture
+def deterministic():
+    """Let torch add in a fixed order. An operation that has no such order raises an error."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def gradient_of(model, batch, device="cpu", dtype=torch.float64, amp=None):
+    """Return the loss and the gradient, one vector in float64, both on the CPU.
+
+    The model and the batch are moved to the device and to `dtype`; amp: the dtype of autocast.
+    """
+    model.to(device, dtype).zero_grad()
+    batch = tree_map(lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
+    batch = train.to_device(batch, device)
+    state = tree_map(torch.clone, model.state_dict())
+    with torch.autocast(device, amp, enabled=amp is not None):
+        loss = model(batch, common.gather)["loss"]
+    loss.backward()
+    model.load_state_dict(state)  # a forward pass moves DINO's centre and BatchNorm's means
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return loss.item(), torch.cat(gradients).double().cpu()
+
+
+@pytest.mark.parametrize("amp", [None, "bf16", "fp16"])
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradient_are_as_close_as_a_cpus(name, amp):
+    """The error of a GPU, against float64, is at most 3 times the error of a CPU of equal
+    precision.
+
+    A CPU rounds the same tensors to the same dtype, but adds in another order. The loss of one
+    batch may be right by chance, so the error of the loss is compared with the relative error of
+    the gradient.
+    """
+    method, settings = CASES[name]
+    model, batch = tiny_model(method, **settings), batch_of(method, name)
+    right, expected = gradient_of(model, batch)
+    dtype = DTYPES.get(amp)
+    _, of_cpu = gradient_of(model, batch, "cpu", torch.float32, dtype)
+    loss, of_gpu = gradient_of(model, batch, "cuda", torch.float32, dtype)
+    allowed = 3 * (of_cpu - expected).norm() / expected.norm()
+    assert (of_gpu - expected).norm() / expected.norm() <= allowed
+    assert abs(loss - right) / abs(right) <= allowed
+    assert not torch.equal(of_gpu, of_cpu)  # the GPU has computed
+
+
+def test_fp16_skips_updates_that_overflow_and_goes_on(tmp_path, monkeypatch):
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: scaler(
+        device, enabled=enabled, init_scale=2.0**40))
+    train_alone([*SMALL["sparc"], "--amp", "fp16", "--steps", 40, "--out", tmp_path / "run"])
+    state = common.load_checkpoint(tmp_path / "run" / "last.pt")
+    skipped = 40 - state["optimizer"]["state"][0]["step"].item()
+    assert skipped > 0 and state["scaler"]["scale"] == 2.0 ** (40 - skipped)
+    losses = [record["loss"] for record in read_log(tmp_path / "run")]
+    assert sum(losses[-5:]) < sum(losses[:5])
+
+
+@pytest.mark.parametrize("name, flags", [
+    ("sparc", "--grad-checkpoint"), ("sparc", "--compile"), ("sparo", "--grad-checkpoint"),
+    ("sparc", "--accum-freq 2"), ("stair", "--accum-freq 2"), ("bam", "--grad-checkpoint")])
+def test_flags_that_save_time_or_memory_give_the_plain_loss(tmp_path, name, flags):
+    """The losses of four updates in fp32. Each sum of another order costs 2^-24 or so."""
+    common_flags = [*SMALL[name], "--amp", "off", "--steps", 4]
+    if "accum" in flags:
+        common_flags += ["--image-encoder", ALONE, "--image-size", 16]
+    train_alone([*common_flags, "--out", tmp_path / "plain"])
+    train_alone([*common_flags, *flags.split(), "--out", tmp_path / "other"])
+    plain, other = ([record["loss"] for record in read_log(tmp_path / run)]
+                    for run in ("plain", "other"))
+    assert other == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["sparc", "sparo", "stair", "dino", "bam"])
+def test_a_resumed_run_has_the_same_weights(tmp_path, deterministic, name):
+    flags = [*SMALL[name], "--steps", 4]
+    train_alone([*flags, "--out", tmp_path / "whole"])
+    train_alone([*flags, "--out", tmp_path / "parts", "--keep-every", 2])
+    train_alone(["--resume", "--checkpoint", "step-2.pt", "--out", tmp_path / "parts"])
+    assert_same_weights(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.ranks
+def test_ranks_joined_by_nccl_equal_one_process(tmp_path):
+    """There are as many ranks as GPUs. The encoder's stem and BAM's projector have BatchNorm."""
+    ranks, running = torch.cuda.device_count(), {}
+    for name in ("sparc", "bam"):
+        flags = [*SMALL[name], "--amp", "off", "--steps", 4, "--batch", 8 * ranks]
+        train_alone([*flags, "--out", tmp_path / name])
+        command = ["torchrun", f"--nproc_per_node={ranks}", ROOT / "train.py", *flags,
+                   "--out", tmp_path / f"{name}-ranks"]
+        running[name] = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE,
+                                         stderr=subprocess.STDOUT, text=True)
+    for name, process in running.items():
+        printed, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, printed
+        one, several = ([record["loss"] for record in read_log(tmp_path / run)]
+                        for run in (name, f"{name}-ranks"))
+        assert several == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.parametrize("amp", DTYPES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in RAGGED])
+def test_an_update_does_not_wait_for_the_gpu(name, amp):
+    """STAIR's backward pass waits once for each head, for the entries that have a gradient.
+
+    fp16's scaler reads once whether all gradients are finite.
+    """
+    method, settings = CASES[name]
+    model, batch = tiny_model(method, **settings).cuda(), batch_of(method, name)
+    batch = train.to_device(batch, "cuda")
+    optimizer = train.OPTIMIZERS["adamw"](common.param_groups(model, 0.1), betas=(0.9, 0.98),
+                                          eps=1e-6)
+    scaler = torch.amp.GradScaler("cuda", enabled=amp == "fp16")
+    for step in range(2):  # the first update creates the optimizer's state
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            with torch.autocast("cuda", DTYPES[amp]):
+                loss = model(batch, common.gather)["loss"]
+            scaler.scale(loss).backward()
+            model.before_update(step)
+            scaler.unscale_(optimizer)
+            train.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            model.after_update(step, 4)
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [str(wait.message) for wait in waits if "synchronizing" in str(wait.message)]
+    assert len(waits) <= 2 * (method == "stair"), waits
+
+
+@pytest.mark.parametrize("row", [
+    ("sparc", "b32"), ("sparc", "b16", "--grad-checkpoint"), ("bam", "vit-s16")])
+def test_the_forward_pass_keeps_the_computed_memory(row, monkeypatch):
+    """The README's numbers of GPUs are computed from fake tensors."""
+    method, preset, *flags = row
+    args = train.parse_args(["--method", method, "--preset", preset, *flags])
+    method = train.METHODS[method]
+    args.image_size, kept = args.image_size or 224, []
+    model = train.new_model(args, method, range(4)).cuda()
+    with torch.device("cuda"):
+        for n in (4, 8):
+            batch = train.made_up_batch(args, method, model, n)
+            before = torch.cuda.memory_allocated()
+            with torch.autocast("cuda", torch.bfloat16):
+                outputs = model(batch, common.gather)
+            kept.append(torch.cuda.memory_allocated() - before)
+            del outputs
+    per_image = (kept[1] - kept[0]) / 4 / 2**20
+    group_of_8(monkeypatch)
+    try:
+        computed = kept_per_image(fake_cuda(monkeypatch, []), row[0], preset, *flags)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert per_image == pytest.approx(computed, rel=0.15)
+
+
+@pytest.mark.parametrize("seconds, products, least, most", [(0.03, 1, 0.9, 1), (0, 20, 0, 0.1)])
+def test_the_share_of_time_that_waits_for_data(seconds, products, least, most):
+    """A slow loader beside little work, and a fast loader beside much work."""
+    def batches():
+        while True:
+            time.sleep(seconds)
+            yield torch.randn(2048, 2048, device="cuda")
+
+    clock, loader = train.Clock(), batches()
+    for step in range(12):
+        if step == 2:
+            clock.reset()
+        x = clock.wait_for(loader)
+        for _ in range(products):
+            x = x @ x / 50
+    assert least <= clock.rates(1)["data_share"] <= most
+
+
+TASKS = {"sparc": "retrieval,zeroshot,alignment,segmentation,knn", "bam": "knn,kmeans,linear,video",
+         "sparo": "retrieval,negatives,slot_alignment", "stair": "textfree,words,sparsity"}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_an_evaluation_equals_the_cpus(run_of, monkeypatch, name):
+    """24 scenes: one that changes sides, by rounding, moves a figure by .04."""
+    figures = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        embedder, args = evaluation.load_run(run_of(name), device)
+        options = evaluation.options_of({"task": TASKS[name], "data": args.data}, args)
+        data = evaluation.open_eval_set(options, args.image_size, embedder.model.encode_text)
+        figures.append(evaluation.evaluate(embedder, data, options))
+    of_cpu, of_gpu = figures
+    assert of_cpu.keys() == of_gpu.keys() and of_cpu
+    for metric in of_cpu:
+        assert of_gpu[metric] == pytest.approx(of_cpu[metric], abs=0.05, nan_ok=True), metric
+
+
+@pytest.mark.parametrize("name", ["sparc", "sparo", "stair"])
+def test_encodings_and_maps_equal_the_cpus(run_of, name):
+    image = torch.rand(3, 16, 16)
+    found = []
+    for device in ("cpu", "cuda"):
+        embedder, _ = evaluation.load_run(run_of(name), device)
+        maps = embedder.maps(image, "a red ring")["patches"] if name != "stair" else 0
+        found.append((embedder.images([image]), embedder.texts(["a red ring"]), maps))
+    for of_cpu, of_gpu in zip(*found):
+        torch.testing.assert_close(torch.as_tensor(of_gpu).cpu().float(),
+                                   torch.as_tensor(of_cpu).float(), atol=1e-4, rtol=1e-4)
+
+
+def test_products_are_exact_in_fp32_outside_of_half_precision():
+    """TF32 rounds the factors of a product to 2^-11; fp32 to 2^-24."""
+    x = torch.randn(256, 256, dtype=torch.float64)
+    image, kernel = torch.randn(2, 8, 16, 16).double(), torch.randn(8, 8, 3, 3).double()
+
+    def error():
+        product = (x.cuda().float() @ x.cuda().float()).cpu() - x @ x
+        return (product.norm() / (x @ x).norm()).item()
+
+    assert error() < 1e-6
+    convolved = torch.nn.functional.conv2d(image.cuda().float(), kernel.cuda().float()).cpu()
+    expected = torch.nn.functional.conv2d(image, kernel)
+    assert (convolved - expected).norm() / expected.norm() < 1e-6
+    torch.backends.cuda.matmul.allow_tf32 = True
+    assert error() > 1e-5
+    common.turn_off_tf32()
