@@ -192,6 +192,7 @@ GROUPS = {"preset": "run", "data": "data", "image_encoder": "encoders", "steps":
           "log_every": "log, checkpoints and evaluation", "amp": "speed and memory"}
 MOST_WORKERS = 8  # if --workers is not given
 CHECKED = 1000  # captions on which the vocabulary is checked at the start
+H100 = 200e12  # FLOPs a second of an update on one H100 in bf16, by tests/gpu.json
 BENCH_WARMUP = 3  # steps before --bench starts the clock: kernels are chosen, memory is taken
 
 
@@ -1430,13 +1431,16 @@ def dry_run(args, method, model):
     in_batch += max(0, of_rank) * (args.batch / args.dry_run - 2)
     chance_loss = model.chance_loss(args.batch, batch.get("mask"), patches)
     words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
+    hours = 3 * in_batch * args.batch * args.steps / H100 / 3600  # a backward pass is two forward
     record = {"params": params, **words, "flops_per_sample": int(of_one),
               "multiply_adds_per_sample": int(of_one) // 2,
-              "flops_per_sample_in_batch": round(in_batch), "chance_loss": chance_loss}
+              "flops_per_sample_in_batch": round(in_batch), "h100_hours": round(hours, 2),
+              "chance_loss": chance_loss}
     chance = "none" if math.isnan(chance_loss) else f"{chance_loss:.4g}"  # a detector has none
     print_once(f"parameters: {params / 1e6:.1f} M\nforward pass: {of_one / 1e9:.4g} GFLOPs for "
                f"each sample, or {of_one / 2e9:.4g} G multiply-adds; {in_batch / 1e9:.4g} GFLOPs "
-               f"in a batch of {args.batch:,}\nloss of a random guess: {chance}\n"
+               f"in a batch of {args.batch:,}\n{args.steps:,} steps: {hours:,.1f} hours of one "
+               f"H100 at {H100 / 1e12:.0f} TFLOPs a second\nloss of a random guess: {chance}\n"
                f"{json.dumps(common.without_nan(record))}")
 
 

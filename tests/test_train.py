@@ -1267,7 +1267,7 @@ def test_a_dry_run_ends_with_json(tmp_path, capsys, name):
     record = json.loads(last)
     assert lines[0] == f"parameters: {record['params'] / 1e6:.1f} M"
     assert f"{record['flops_per_sample'] / 1e9:.4g} GFLOPs for each sample" in lines[1]
-    assert lines[2] == f"loss of a random guess: {record['chance_loss']:.4g}"
+    assert lines[3] == f"loss of a random guess: {record['chance_loss']:.4g}"
     assert record.get("vocab_size") == (9000 if has_text else None)
     assert record["params"] > 1000 and record["flops_per_sample"] > 1000
     assert record["chance_loss"] > 1
@@ -1305,6 +1305,9 @@ def test_a_dry_run_counts_the_pairs_of_the_whole_batch(tmp_path, capsys, flags, 
     expected = counter.get_total_flops() / (24 // ranks)
     assert record["flops_per_sample_in_batch"] == pytest.approx(expected, rel=1e-3)
     assert record["flops_per_sample_in_batch"] > record["flops_per_sample"]
+    args = train.parse_args(flags)
+    seconds = 3 * expected * args.batch * args.steps / 200e12
+    assert record["h100_hours"] == pytest.approx(seconds / 3600, abs=0.01)
     assert record["multiply_adds_per_sample"] == record["flops_per_sample"] // 2
 
 
