@@ -18,7 +18,7 @@ import conftest
 import eval as evaluation
 import train
 from helpers import ROOT, SMALL, assert_same_weights, read_log, tiny_model, train_alone, weights
-from test_gpu_fake import CASES, RAGGED, batch_of, kept_per_image, fake_cuda, group_of_8
+from test_gpu_fake import CASES, RAGGED, batch_of, cost_of_a_step, fake_cuda, group_of_8
 from test_memory import switch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -206,12 +206,12 @@ def test_the_forward_pass_keeps_the_computed_memory(row, monkeypatch):
             kept.append(torch.cuda.memory_allocated() - before)
             del outputs
     per_image = (kept[1] - kept[0]) / 4 / 2**20
-    group_of_8(monkeypatch)
+    calls, waits = group_of_8(monkeypatch), []
     try:
-        computed = kept_per_image(fake_cuda(monkeypatch, []), row[0], preset, *flags)
+        computed = cost_of_a_step(fake_cuda(monkeypatch, waits), calls, waits, *row)
     finally:
         torch.distributed.destroy_process_group()
-    assert per_image == pytest.approx(computed, rel=0.15)
+    assert per_image == pytest.approx(computed["kept"], rel=0.15)
 
 
 @pytest.mark.parametrize("seconds, products, least, most", [(0.03, 1, 0.9, 1), (0, 20, 0, 0.1)])
