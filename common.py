@@ -69,6 +69,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import ExifTags, Image
 from torch import nn
+from torch.nn.modules._functions import SyncBatchNorm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset, get_worker_info
 from torchvision.models import ResNet50_Weights, resnet
@@ -325,17 +326,21 @@ class Blocks(nn.ModuleList):
         return outputs or [x]  # with depth 0 the input is the output
 
 
-class BatchNorm(nn.SyncBatchNorm):
+class BatchNorm(nn.BatchNorm2d):
     """BatchNorm2d with the statistics of the GLOBAL batch, computed at least in fp32.
 
-    N ranks then give the gradients of one process. On GPUs this is torch's SyncBatchNorm, which
+    N ranks then give the gradients of one process. On GPUs torch's SyncBatchNorm does this, which
     reads and writes a quarter of the bytes. It knows no CPU, and torch.compile cannot trace it.
     """
 
     def forward(self, x):
-        is_ours = x.device.type == "cpu" or torch.compiler.is_compiling()
-        if not (is_ours and self.training and dist.is_initialized()):
+        if not (self.training and dist.is_initialized()):
             return super().forward(x)
+        if x.is_cuda and not torch.compiler.is_compiling():
+            self.num_batches_tracked += 1
+            return SyncBatchNorm.apply(x, self.weight, self.bias, self.running_mean,
+                                       self.running_var, self.eps, self.momentum,
+                                       dist.group.WORLD, dist.get_world_size())
 
         def statistics(x):
             precise = x.to(torch.promote_types(x.dtype, torch.float32))  # float64 stays

@@ -96,7 +96,7 @@ def group_of_8(monkeypatch):
     dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=8)
     for name in COLLECTIVES:
         monkeypatch.setattr(dist, name, record(name, getattr(dist, name)))
-    monkeypatch.setattr(torch.nn.modules.batchnorm, "sync_batch_norm", FakeSyncBatchNorm)
+    monkeypatch.setattr(common, "SyncBatchNorm", FakeSyncBatchNorm)
     return calls
 
 
