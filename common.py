@@ -114,30 +114,11 @@ def explained(kinds, what, remedy=""):
         raise UserError(f"{what}: {reason}{remedy}".rstrip(".") + ".") from None
 
 
-class Output(io.FileIO):
-    """Standard output or error. Printing never ends a run.
-
-    The pipe of `train.py ... | head` closes after ten lines, a terminal closes when a connection
-    breaks, the disk of `train.py > log.txt` may be full. Python would end the run with an OSError;
-    this class drops the text, and the training continues.
-    """
-
-    def write(self, data):
-        with contextlib.suppress(OSError):
-            return super().write(data)
-        return len(data)
-
-
 def prepare_output():
-    """Make printing safe: no file name, terminal, closed pipe or full disk can end a run.
-
-    Characters that the terminal cannot show are printed as backslash escapes.
-    """
-    for name in ("stdout", "stderr"):
-        if old := getattr(sys, name):  # None where the stream is closed
-            file = io.BufferedWriter(Output(old.fileno(), "w", closefd=False))
-            new = io.TextIOWrapper(file, old.encoding, "backslashreplace", line_buffering=True)
-            setattr(sys, name, new)
+    """Print each line at once, and characters that the terminal cannot show as backslash escapes:
+    the name of a file must not end a run."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the stream is closed
+        stream.reconfigure(errors="backslashreplace", line_buffering=True)
 
 
 def parse_spec(spec):
@@ -755,16 +736,7 @@ def build_model(method, args, image_encoder, text_encoder):
 @functools.cache
 def complete_class(model_class):
     """A method's class and, for what that class leaves out, ModelDefaults."""
-    class Model(model_class, ModelDefaults):
-        def __reduce__(self):  # pickle finds no class that a function has made
-            return new_object, (model_class,), self.__dict__
-
-    return Model
-
-
-def new_object(model_class):
-    """An object of complete_class without members, which pickle fills."""
-    return object.__new__(complete_class(model_class))
+    return type("Model", (model_class, ModelDefaults), {})
 
 
 def copy_encoder(encoder, source, run):

@@ -2619,151 +2619,32 @@ def draw_boxes(image, boxes):
     return picture
 
 
-def draw_captions(embedder, data):
-    """Images of 1,000 whose nearest caption belongs to another image (SPARC, D.9).
-
-    Each image is shown with this caption and the caption's K-Precision. If the data have a list of
-    nouns and adjectives, only these words count (Fig. 6), otherwise all words (Fig. 5).
-    """
-    pairs = itertools.islice(data.captioned("captioned"), 1000)
-    x, kept = embedder.encode_pairs((image, (image, captions)) for image, captions in pairs)
-    flat = [caption for _, captions in kept for caption in captions]
-    found = [flat[j] for j in nearest_captions(embedder, x, embedder.texts(flat))]
-    errors = sparc.retrieval_errors([own for _, own in kept], found, caption_words,
-                                    data.content_words)
-    rows = []
-    for i, score in errors[:8]:
-        image, captions = kept[i]
-        lines = [f"own captions: {' / '.join(captions)}",
-                 f"nearest caption (K-Precision {score:.2f}): {found[i]}"]
-        text = join([draw_text(line, 500) for line in lines], down=True)
-        rows.append(("", [(join([to_picture(embedder.read(image)), text]), "")]))
-    title = (f"Retrieval errors: for {len(errors):,} of {len(kept):,} images the nearest caption "
-             f"belongs to another image.")
-    counted = "nouns and adjectives" if data.content_words else "words"
-    note = (f"Only errors are shown. K-Precision is the share of the nearest caption's {counted} "
-            f"that occur in the image's own captions.")
-    return sheet(title, note, rows) if rows else None
-
-
-def draw_similarities(embedder, data):
-    """Histograms of the cosines of two views, for three kinds of pairs (BAM, Fig. 1).
-
-    The two views are of one image, of two images of one class, or of images of two classes. The
-    images are 500 with labels.
-
-    differs: Fig. 1 has entries of the softmax on a logarithmic axis, of the latents and views of
-    the training. Here are cosines of the encodings that k-NN compares, of views that are cropped
-    and flipped, but keep their colours.
-    """
-    pairs = list(itertools.islice(data.labelled("test"), 500))
-    encode = embedder.model.encode_image
-    with common.fixed_seed(0):
-        x, ids = encode_labelled(embedder, pairs, encode, read=random_view(embedder, 0.25))
-        y, _ = encode_labelled(embedder, pairs, encode, read=random_view(embedder, 0.25))
-    cosines, one_image = x @ y.T, torch.eye(len(x), dtype=torch.bool)       # (n, n)
-    one_class = ids[:, None] == ids
-    kinds = {"one image": one_image, "one class": one_class & ~one_image, "two classes": ~one_class}
-    low, bins = cosines.min().item(), 50
-    log = [{"cosine": round(low + (i + 0.5) * (1 - low) / bins, 3)} for i in range(bins)]
-    for name, chosen in kinds.items():
-        counts = cosines[chosen].histc(bins, low, 1.0)
-        for record, count in zip(log, (counts / counts.max().clamp(min=1)).tolist()):
-            record[name] = count
-    means = [f"{cosines[chosen].mean():.2f} ({name})" for name, chosen in kinds.items()]
-    page = chart(log, read_curves(log, {name: name for name in kinds}, "cosine"), "cosine")
-    title = "Similarities of two views (BAM, Fig. 1)."
-    note = (f"Mean cosines: {', '.join(means)}. Each curve is a histogram of cosines, divided by "
-            f"its maximum.")
-    return sheet(title, note, [("", [(page, "")])])
-
-
-# {title: {key of log.jsonl: what the curve shows}}. The first curve is red, the second green, the
-# third blue.
+# {title: keys of log.jsonl whose curves are drawn together}
 CHARTS = {
-    "Loss": {"loss": "loss", "chance_loss": "loss of a random guess"},
-    "Parts of the loss (SPARC, Eq. 7)": {
-        "global": "L_g", "local": "L_f", "local_wrong_image": "L_f with wrong images"},
-    "Active words of an encoding (STAIR)": {"active_image": "images", "active_text": "captions"},
-    "Images and captions that find their partner first (--eval-every)": {
-        "i2t/R@1": "images", "t2i/R@1": "captions"},
-    "Accuracy of the nearest neighbours (--eval-every)": {"knn": "20-NN"},
-    "Learning rate": {"lr": "learning rate"},
-    "Norm of the gradient, before it is clipped": {"grad_norm": "norm"},
-    "Images per second": {"images_per_s": "images per second"},
-    "Entropy of the attention to other images, in nats (BAM, Fig. 3)": {
-        "entropy_a": "attention A", "entropy_b": "target B", "chance_loss": "uniform attention"}}
+    "Loss": ("loss", "chance_loss"),
+    "Parts of the loss (SPARC, Eq. 7)": ("global", "local", "local_wrong_image"),
+    "Active words of an encoding (STAIR)": ("active_image", "active_text"),
+    "Images and captions that find their partner first (--eval-every)": ("i2t/R@1", "t2i/R@1"),
+    "Accuracy of the nearest neighbours (--eval-every)": ("knn",),
+    "Learning rate": ("lr",),
+    "Norm of the gradient, before it is clipped": ("grad_norm",),
+    "Images per second": ("images_per_s",),
+    "Entropy of the attention to other images, in nats (BAM, Fig. 3)": (
+        "entropy_a", "entropy_b", "chance_loss")}
 
 
-def move_apart(labels):
-    """Labels (y, text, colour) -> the labels from the lowest to the highest, 13 pixels or more
-    apart. A label that is too close to the label below moves up."""
-    moved = []
-    for y, text, colour in sorted(labels, key=lambda label: -label[0]):  # y grows downwards
-        y = min(y, moved[-1][0] - 13) if moved else y
-        moved.append((y, text, colour))
-    return moved
-
-
-def read_curves(log, legend, x="step"):
-    """Records of a log, {key: what its curve shows} -> [(points (x, value), name, colour)].
-    Values that are not finite and curves without a value are left out."""
-    curves = []
-    for (key, meaning), name, colour in zip(legend.items(), COLOURS, CLASS_COLOURS):
-        points = [(record[x], record.get(key, math.nan)) for record in log]
-        points = [(place, value) for place, value in points if math.isfinite(value)]
-        if points:
-            curves.append((points, f"{name}: {meaning}", colour))
-    return curves
-
-
-def chart(log, curves, unit="step"):
-    """Draw curves of a log. curves: what `read_curves` returns, at least one curve. unit: the
-    records' key that is the x axis.
-
-    The y axis goes from 0 to the highest value, and the x axis from the first to the last record.
-    The last value of each curve stands on the right, in the colour of the curve. A vertical line
-    marks where a stage begins (STAIR has three stages).
-    """
-    first, last = log[0][unit], log[-1][unit]
-    highest = max([1e-12, *[value for points, *_ in curves for _, value in points]])
-    left, top, width, height = 64, 52, 300, 140
-    right, bottom = left + width, top + height
-
-    def at(step, value):
-        x = left + width * (step - first) / (last - first)
-        return x, bottom - height * max(0, value) / highest
-
-    short = lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-    page = Image.new("RGB", (right + left, bottom + 20), "white")
-    draw, font = ImageDraw.Draw(page), ImageFont.load_default(12)
-
-    # the legend, the x axis, the stages
-    x = left
-    for _, name, colour in curves:
-        draw.text((x, 4), name, colour, font, "lt")
-        x += font.getlength(name) + 14
-    draw.rectangle((left, top, right, bottom), "#eeeeee")
-    draw.text((left, bottom + 4), f"{unit} {first:,}", "black", font, "lt")
-    draw.text((right, bottom + 4), f"{unit} {last:,}", "black", font, "rt")
-    for y, value in ((bottom, 0), (top, highest)):
-        draw.text((left - 4, y), short(value), "black", font, "rm")
-    for before, record in itertools.pairwise(log):
-        if record.get("stage") != before.get("stage"):
-            x, _ = at(before[unit], 0)
-            draw.line((x, top, x, bottom), "#888888")
-            draw.text((x, top - 2), f"stage {record['stage']}", "black", font, "lb")
-
-    # the curves and their last values
-    ends = []
-    stage = {record[unit]: record.get("stage") for record in log}
-    for points, _, colour in reversed(curves):  # the first curve lies on top
-        # a stage has its own loss, so no line joins the curves of two stages
-        for _, part in itertools.groupby(points, lambda point: stage[point[0]]):
-            draw.line([at(*point) for point in part], colour, 2)
-        ends.append((at(*points[-1])[1], short(points[-1][1]), colour))
-    for y, text, colour in move_apart(ends):
-        draw.text((right + 4, y), text, colour, font, "lm")
+def chart(curves, width=360, height=140):
+    """Draw curves, [points (step, value)]. The x axis goes from the first to the last step, the y
+    axis from 0 to the highest value."""
+    points = list(itertools.chain(*curves))
+    first, last = points[0][0], max(step for step, _ in points)
+    highest = max(1e-12, *[value for _, value in points])
+    page = Image.new("RGB", (width, height), "#eeeeee")
+    draw = ImageDraw.Draw(page)
+    for curve, colour in zip(curves, CLASS_COLOURS):
+        draw.line([((width - 1) * (step - first) / max(1, last - first),
+                    (height - 1) * (1 - max(0, value) / highest)) for step, value in curve],
+                  colour, 2)
     return page
 
 
@@ -2771,18 +2652,18 @@ def draw_log(run):
     """{RUN/curves.png: the curves of RUN/log.jsonl}, or {} if the log has fewer than two steps."""
     file, cells = Path(run, "log.jsonl"), []
     # a run that is being trained may have written half of the last line
-    lines = file.read_text().split("\n")[:-1] if file.exists() else []
-    log = [{name: math.nan if x is None else x for name, x in json.loads(line).items()}
-           for line in lines]
-    known = set().union(*log)
-    for title, legend in CHARTS.items():
-        if len(log) > 1 and set(legend) <= known:
-            if curves := read_curves(log, legend):
-                cells.append((chart(log, curves), title))
+    log = [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
+    for title, keys in CHARTS.items():
+        curves = [[(record["step"], record[key]) for record in log
+                   if record.get(key) is not None] for key in keys]
+        if len(log) > 1 and all(curves):
+            ends = [f"{colour}: {key} {curve[0][1]:.3g} to {curve[-1][1]:.3g}"
+                    for colour, key, curve in zip(COLOURS, keys, curves)]
+            cells.append((chart(curves), f"{title}. {', '.join(ends)}"))
     if not cells:
         return {}
-    note = ("A vertical axis begins at 0 and ends at the highest value. Numbers in colour are the "
-            "last value of a curve.")
+    note = ("A vertical axis begins at 0 and ends at the highest value. A curve's name stands "
+            "before its first and its last value.")
     page = sheet("The training, step by step.", note, [("", cells)], columns=2)
     return {Path(run, "curves.png"): page}
 
@@ -2793,10 +2674,8 @@ PICTURES = {
     "slots": Row(draw_slots, IMAGES, "slots"),
     "words": Row(draw_words, IMAGES, "encode_text"),
     "queries": Row(draw_word_maps, IMAGES, "word_maps"),
-    "captions": Row(draw_captions, ("captioned",), "encode_text"),
     "heads": Row(draw_heads, IMAGES, "head_maps"),
     "neighbours": Row(draw_neighbours, ("captioned", "labelled")),
-    "similarities": Row(draw_similarities, ("labelled",)),
     "detection": Row(draw_detection, ("boxes",), "detect"),
 }
 
@@ -2807,8 +2686,6 @@ def pictures_to_draw(model, data, tasks):
     usual = set(PICTURES)
     if not model.encode_words:
         usual.remove("words")  # only STAIR has an encoding that consists of words
-    if model.encode_text:
-        usual.remove("similarities")  # BAM's picture, of models that learn from images alone
     if model.detect:
         usual = {"detection"}
     return {name: picture for name, picture in PICTURES.items() if name in (tasks or usual)

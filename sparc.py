@@ -834,20 +834,6 @@ def share_on(mask, weights):
     return ((weights * patches).sum() / weights.sum()).item()
 
 
-def retrieval_errors(own, found, split, among=None):
-    """Images whose found caption is none of their own -> [(row number, K-Precision)] (D.9).
-
-    own: for n images the list of their captions. found: n captions, the nearest of each image.
-    split(text) -> list of words. among: the words that count, by default all.
-    """
-    errors = []
-    for i, (captions, nearest) in enumerate(zip(own, found)):
-        if nearest not in captions:
-            truth = [split(" ".join(captions))]
-            errors.append((i, k_precision([split(nearest)], truth, among)))
-    return errors
-
-
 # Open-vocabulary detection (Sec. 4.5, Table 5) --------------------------------------------
 #
 # `train.py --method detector --finetune RUN` trains OWL-ViT (arXiv 2205.06230) on the encoders of

@@ -578,11 +578,6 @@ def announce(args, data, model, tokenizer, device, progress):
     if tokenizer:
         print(f"First caption: {data.sample_captions(1)[0]!r}")
         check_vocabulary(args, data, tokenizer)
-    if isinstance(tokenizer, common.WordPiece):
-        dead = [word for word in tokenizer.vocab if word != word.lower() and word[0] != "["]
-        if dead:
-            print(f"note: {len(dead):,} tokens of the vocabulary have capitals, such as "
-                  f"{dead[0]}, and never occur: give --vocab of an uncased model")
     if args.keep_every:
         n = args.steps // args.keep_every - progress.step // args.keep_every
         size, free = checkpoint_size(args, model), shutil.disk_usage(args.out).free
@@ -1170,8 +1165,8 @@ class Progress:
 
 
 def save(args, model, optimizer, scaler, progress, stage_ends=False):
-    """Write stage-N.pt at the end of a stage, step-S.pt if it is due, last.pt, and the curves.
-    Every rank must call it."""
+    """Write stage-N.pt at the end of a stage, step-S.pt if it is due, and last.pt. Every rank must
+    call it."""
     state = {"method": args.method, "model": model.state_dict(), "scaler": scaler.state_dict(),
              "optimizer": optimizer.state_dict(), **progress.state(args.workers)}
     names = []
@@ -1182,7 +1177,6 @@ def save(args, model, optimizer, scaler, progress, stage_ends=False):
     names.append("last.pt")  # last, because a resumed run does not write earlier files again
     if this_rank()[0] == 0:
         common.save_checkpoint([Path(args.out, name) for name in names], state)
-        evaluation.write_pictures(evaluation.draw_log(args.out))
 
 
 def load_state(args, data, model, scaler, progress, device):

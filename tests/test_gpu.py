@@ -19,7 +19,6 @@ import eval as evaluation
 import train
 from helpers import ROOT, SMALL, assert_same_weights, read_log, tiny_model, train_alone, weights
 from test_gpu_fake import CASES, RAGGED, batch_of, cost_of_a_step, fake_cuda, group_of_8
-from test_memory import switch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ALONE = "tiny-patch:width=16,heads=2,depth=1"  # an image encoder without BatchNorm
