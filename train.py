@@ -1426,15 +1426,17 @@ def dry_run(args, method, model):
     chance_loss = model.chance_loss(args.batch, batch.get("mask"), patches)
     words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
     hours = 3 * in_batch * args.batch * args.steps / H100 / 3600  # a backward pass is two forward
+    summed = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     record = {"params": params, **words, "flops_per_sample": int(of_one),
               "multiply_adds_per_sample": int(of_one) // 2,
               "flops_per_sample_in_batch": round(in_batch), "h100_hours": round(hours, 2),
-              "chance_loss": chance_loss}
+              "gradient_bytes": summed, "chance_loss": chance_loss}
     chance = "none" if math.isnan(chance_loss) else f"{chance_loss:.4g}"  # a detector has none
     print_once(f"parameters: {params / 1e6:.1f} M\nforward pass: {of_one / 1e9:.4g} GFLOPs for "
                f"each sample, or {of_one / 2e9:.4g} G multiply-adds; {in_batch / 1e9:.4g} GFLOPs "
                f"in a batch of {args.batch:,}\n{args.steps:,} steps: {hours:,.1f} hours of one "
-               f"H100 at {H100 / 1e12:.0f} TFLOPs a second\nloss of a random guess: {chance}\n"
+               f"H100 at {H100 / 1e12:.0f} TFLOPs a second; ranks sum {summed / 1e6:,.1f} MB of "
+               f"gradients in a step\nloss of a random guess: {chance}\n"
                f"{json.dumps(common.without_nan(record))}")
 
 

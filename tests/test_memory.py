@@ -144,7 +144,7 @@ def compiled_on_a_rank(rank):
             results = []
             for compiled in (False, True):
                 torch.manual_seed(0)
-                model = build(f"sparc {K}", depth=2)
+                model = build(f"sparc {K}")
                 model.image_encoder.blocks.grad_checkpoint = recompute
                 batch = tree_map(lambda x: x.chunk(2)[rank], batch_of("sparc"))
                 wrapped = train.wrap(SimpleNamespace(compile=compiled), model, 2)

@@ -1303,6 +1303,7 @@ def test_a_dry_run_counts_the_pairs_of_the_whole_batch(tmp_path, capsys, flags, 
     args = train.parse_args(flags)
     seconds = 3 * expected * args.batch * args.steps / 200e12
     assert record["h100_hours"] == pytest.approx(seconds / 3600, abs=0.01)
+    assert record["gradient_bytes"] == 4 * record["params"]
     assert record["multiply_adds_per_sample"] == record["flops_per_sample"] // 2
 
 
