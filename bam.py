@@ -73,13 +73,11 @@ def in_fp32(*tensors):
         yield [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
-def identity(x):
-    """The default gather, for one process: returns x. On several ranks copy _Gather and Gather from
-    common.py. To use another function, call check_gather (below) once on all ranks. gather(x) joins
-    the tensors x (B, ...) of the ranks, of one shape and any dtype, to (world * B, ...) in the
-    order of the ranks. Its backward must sum the gradients of all ranks; DDP averages later."""
-    check_alone()
-    return x
+def all_ranks(x):
+    """The default gather: joins the tensors x (B, ...) of the ranks, of one shape and any dtype, to
+    (world * B, ...) in the order of the ranks, with gradients (below); without ranks x. A loss
+    that one rank computes alone needs gather=lambda x: x."""
+    return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
 # a_i^j = softmax(s_i^j / tau)                                                       (Eq. 1)
@@ -108,7 +106,7 @@ def similarities(z, c, row_ids, column_ids, mask):
 
 
 # B = argmin_B' <-S, B'> - tau_B h(B'),  B' doubly stochastic                        (Eq. 4)
-def sinkhorn(S, tau, iters, *, gather=identity):
+def sinkhorn(S, tau, iters, *, gather=all_ranks):
     """S (..., rows, columns) -> B: exp(S / tau), with columns and rows normalised in turn.
 
     Each row of B sums to 1. Each column sums to about rows / columns (bam_loss.py:289), which is 1
@@ -168,12 +166,12 @@ def arrange(z, n_views, n_global, teacher, mask, gather):
 
 
 def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, iters=3,
-             mask="exclude", gather=identity, entropies=False):
+             mask="exclude", gather=all_ranks, entropies=False):
     """BAM's loss. z (n_views * n, E): latents of n images, view after view, large views first.
 
     teacher: latents in the same order, for targets and columns (App. C); None: z serves for both.
     n_global: number of large views; None: all views are large. tau, tau_b, iters, mask: see Config
-    (iters is sinkhorn_iters there). gather: see identity. All ranks have n images. No check can
+    (iters is sinkhorn_iters there). gather: see all_ranks. All ranks have n images. No check can
     tell another order of views or of images, or an n_global that is missing.
     Returns the loss, a scalar; with entropies=True also the mean entropies of A's and B's rows.
     """
@@ -208,7 +206,7 @@ class Projector(nn.ModuleList):
             else:
                 nn.init.zeros_(self[-1].bias)
 
-    def forward(self, h, gather):  # h (k, n, d) -> z (k, n, E)
+    def forward(self, h, gather=all_ranks):  # h (k, n, d) -> z (k, n, E)
         if h.ndim != 3:
             raise ValueError(f"The projector needs h (k, n, d), not {tuple(h.shape)}.")
         for layer in self:
@@ -251,7 +249,7 @@ class Model(nn.Module):
         h = h.unflatten(0, (len(views), -1))
         return h, projector(h, gather)
 
-    def forward(self, batch, gather=identity):
+    def forward(self, batch, gather=all_ranks):
         """batch["views"]: list of k views (n, 3, s, s), two large first -> {"loss", scalars}."""
         views, z_m = checked_views(batch["views"]), None
         if self.teacher:  # before the student, whose activations stay in memory until backward
@@ -300,38 +298,46 @@ class Model(nn.Module):
 # To read BAM, stop here. ------------------------------------------------------------------
 #
 # BAM's loss for another `backbone`, a function of images (n, 3, s, s) -> h (n, d). `views` is a
-# list of two or more tensors (n, 3, s, s), the G large views first. For `gather` see identity.
+# list of two or more tensors (n, 3, s, s), the G large views first.
 #     projector = Projector(d, Config(teacher=False))                   # once; with BatchNorm
 #     parameters = [*backbone.parameters(), *projector.parameters()]    # once
 #     optimizer = torch.optim.AdamW(parameters, lr=5e-4)                # once
 #     h = torch.stack([backbone(view) for view in views])               # (k, n, d)
-#     z = projector(h, gather).flatten(0, 1)                            # (k n, E)
-#     loss = bam_loss(z, len(views), n_global=G, gather=gather)
+#     z = projector(h).flatten(0, 1)                                    # (k n, E)
+#     loss = bam_loss(z, len(views), n_global=G)
 #     loss.backward(), optimizer.step(), optimizer.zero_grad()          # update
 
 
+# Ranks --------------------------------------------------------------------------------------
+
+
+class Gather(torch.autograd.Function):
+    """x (B, ...) of each rank -> (world * B, ...). The backward pass sums the gradients that all
+    ranks have for this rank's rows; DDP averages later. torch's all_gather has no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        rows = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
+        # torch 2.14 has a new name for this function and warns about the old name
+        join = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        join(rows, x.contiguous())
+        return rows
+
+    @staticmethod
+    def backward(ctx, gradient):
+        world = dist.get_world_size()
+        if dist.get_backend() == "gloo":  # gloo has no reduce_scatter before torch 2.8
+            # all_reduce writes into its tensor, and autograd may use the same tensor elsewhere
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(gradient)
+            return gradient.chunk(world)[dist.get_rank()]
+        rows = gradient.new_empty(len(gradient) // world, *gradient.shape[1:])
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(rows, gradient.contiguous())
+        return rows
+
+
 # Checks -----------------------------------------------------------------------------------
-
-
-def check_gather(gather):
-    """Raise ValueError, on every rank, if `gather` is wrong for the losses above."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    x = torch.full((2, 3), float(rank), device=device, requires_grad=True)
-    ((rank + 1) * gather(x) + 0 * x.sum()).sum().backward()
-    if (x.grad != world * (world + 1) / 2).any():
-        raise ValueError("The backward pass of gather does not sum over the ranks: see identity.")
-    if gather(x.long())[::2, 0].tolist() != [*range(world)]:
-        raise ValueError("gather does not join the rows in the order of the ranks: see identity.")
-
-
-def check_alone():
-    """Raise ValueError if a rank trains without the rows of the other ranks. A rank may be alone to
-    evaluate, without gradients. A loss of its own rows alone needs gather=lambda x: x."""
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if ranks > 1 and torch.is_grad_enabled():
-        raise ValueError(f"There are {ranks} ranks, but no gather: pass one to the model and to "
-                         "each loss, such as Gather() of common.py (see identity).")
 
 
 def checked_views(views):
@@ -658,7 +664,7 @@ class Ablation(FullModel):
         return loss - math.log(2) if self.config.normalization == "block" else loss
 
 
-def ablated_loss(z, n_views, teacher, n_global, config, gather=identity):
+def ablated_loss(z, n_views, teacher, n_global, config, gather=all_ranks):
     """bam_loss with the target and the normalization of `config` (Settings) -> the loss, the mean
     entropies of the rows of A and of B. Raises ValueError or KeyError for a wrong setting."""
     cfg, k, G = config, n_views, n_views if n_global is None else n_global
@@ -726,7 +732,7 @@ def block_loss(S, S_m, tau, target):
 
 
 # L = 2 tau [CE(q1 . k2 / tau) + CE(q2 . k1 / tau)]                              (Algorithm 1)
-def moco_loss(q, k, tau, *, gather=identity):
+def moco_loss(q, k, tau, *, gather=all_ranks):
     """q, k (2, n, E): queries and keys of two views of n images -> scalar. A query must find the key
     of its image's other view among the keys that all ranks have for that view. Keys have no
     gradient."""
@@ -775,7 +781,7 @@ class MoCo(FullModel):
         h = torch.stack([self.readout(encoder(view)) for view in views])     # (2, n, d)
         return h, projector(h, gather)                                       # (2, n, E)
 
-    def forward(self, batch, gather=identity):
+    def forward(self, batch, gather=all_ranks):
         views = checked_views(batch["views"])
         with torch.no_grad():
             k = self.latents(self.teacher, views, gather)[1]
@@ -858,7 +864,7 @@ class Classifier(nn.Module):
     def encode_image(self, images):  # -> (B, d), normalised
         return F.normalize(self.readout(images).float(), dim=-1)
 
-    def forward(self, batch, gather=identity):
+    def forward(self, batch, gather=all_ranks):
         """batch: images (B, 3, H, W) and labels, (B,) or, for mixed images, shares (B, C)."""
         scores, smoothing = self.class_scores(batch["images"]), self.config.smoothing
         return {"loss": F.cross_entropy(scores, batch["labels"], label_smoothing=smoothing)}

@@ -76,13 +76,11 @@ def in_fp32(*tensors):
         yield [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
-def identity(x):
-    """The default gather, for one process: returns x. On several ranks copy _Gather and Gather from
-    common.py. To use another function, call check_gather (below) once on all ranks. gather(x) joins
-    the tensors x (B, ...) of the ranks, of one shape and any dtype, to (world * B, ...) in the
-    order of the ranks. Its backward must sum the gradients of all ranks; DDP averages later."""
-    check_alone()
-    return x
+def all_ranks(x):
+    """The default gather: joins the tensors x (B, ...) of the ranks, of one shape and any dtype, to
+    (world * B, ...) in the order of the ranks, with gradients (below); without ranks x. A loss
+    that one rank computes alone needs gather=lambda x: x."""
+    return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
 def own_columns(logits):
@@ -97,10 +95,10 @@ def own_columns(logits):
 
 # L_g = -1/2B sum_i [ log softmax_j(cos(vbar_i, tbar_j) / tau)_i
 #                   + log softmax_j(cos(tbar_i, vbar_j) / tau)_i ]               (Eq. 1)
-def global_loss(v, t, scale, *, gather=identity):
+def global_loss(v, t, scale, *, gather=all_ranks):
     """CLIP's loss of the embeddings v, t (B, E) of B pairs, this rank's rows only, normalised here
     -> scalar. scale: 1 / tau, from 1 to 100, not its logarithm. A log-scale that went through clamp
-    or a product cannot be told. gather: see identity. Gradients accumulated over small batches
+    or a product cannot be told. gather: see all_ranks. Gradients accumulated over small batches
     differ from those of one large batch: each small batch has fewer negatives."""
     check_scale(scale)
     if v.shape != t.shape or v.ndim != 2:
@@ -111,7 +109,7 @@ def global_loss(v, t, scale, *, gather=identity):
         return contrast(scale * v @ gather(t).T, gather)            # of (B, world * B) logits
 
 
-def contrast(logits, gather=identity):
+def contrast(logits, gather=all_ranks):
     """Eq. 1 for any logits (B, world * B) of this rank's images and all captions -> scalar."""
     i = own_columns(logits)
     positive = logits.take_along_dim(i[:, None], 1)[:, 0]           # (B,)
@@ -161,7 +159,7 @@ def sequence_losses(c, t, mask, scale):
         return -0.5 * log_p.masked_fill(~mask, 0.0).sum(1)
 
 
-def mean_of_words(losses, mask, token_mean="caption", gather=identity):
+def mean_of_words(losses, mask, token_mean="caption", gather=all_ranks):
     """The losses (B,) of sequence_losses -> scalar.
 
     "caption" is Eq. 6: the mean over the words of each caption, then over captions. "batch" is
@@ -180,7 +178,7 @@ def mean_of_words(losses, mask, token_mean="caption", gather=identity):
 
 # c_l = sum_p a_lp v_p                                                           (Eq. 5)
 def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
-                      token_mean="caption", gather=identity):
+                      token_mean="caption", gather=all_ranks):
     """SPARC's loss for words, L_f. tokens (B, L, E), patches (B, P, E), not normalised: Eq. 6
     normalises here -> scalar.
 
@@ -248,7 +246,7 @@ class Model(nn.Module):
         nn.init.normal_(self.g_t.weight, std=text_width**-0.5)
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
 
-    def forward(self, batch, gather=identity):
+    def forward(self, batch, gather=all_ranks):
         """batch: images (B, 3, H, W), tokens (B, L), mask (B, L), True at tokens, then False at
         padding -> {"loss": Eq. 7, others to log}."""
         cfg, words = self.config, words_only(batch["mask"])
@@ -301,8 +299,7 @@ class Model(nn.Module):
 #   * Negatives come from all captions of the batch; Eq. 6 has the words of one caption.
 #   * sigma is missing, or is 1 / 196 for every number of patches.
 #
-# To add L_f to OpenCLIP's CLIP (`model`): `images` and `ids` are the model's inputs. For `gather`
-# see identity.
+# To add L_f to OpenCLIP's CLIP (`model`): `images` and `ids` are the model's inputs.
 #     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)       # once
 #     out = model.forward_intermediates(images, ids, image_indices=1, text_indices=1,
 #                                       normalize_intermediates=True, image_output_fmt="NLC")
@@ -311,7 +308,7 @@ class Model(nn.Module):
 #     words = (ids > 0) & (ids < 49406)                                # (B, L)
 #     v, t, scale = out["image_features"], out["text_features"], model.logit_scale.exp()
 #     loss_f = fine_grained_loss(tokens, patches, words, scale)
-#     loss = 0.5 * global_loss(v, t, scale, gather=gather) + loss_f
+#     loss = 0.5 * global_loss(v, t, scale) + loss_f
 #     loss.backward(), optimizer.step(), optimizer.zero_grad()         # update
 #     model.logit_scale.data.clamp_(0, math.log(100))                  # update
 
@@ -337,31 +334,39 @@ class Model(nn.Module):
 #     captions = lm.generate(ids[:, :1], encoder_hidden_states=seen, max_new_tokens=20)  # caption
 
 
+# Ranks --------------------------------------------------------------------------------------
+
+
+class Gather(torch.autograd.Function):
+    """x (B, ...) of each rank -> (world * B, ...). The backward pass sums the gradients that all
+    ranks have for this rank's rows; DDP averages later. torch's all_gather has no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        rows = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
+        # torch 2.14 has a new name for this function and warns about the old name
+        join = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        join(rows, x.contiguous())
+        return rows
+
+    @staticmethod
+    def backward(ctx, gradient):
+        world = dist.get_world_size()
+        if dist.get_backend() == "gloo":  # gloo has no reduce_scatter before torch 2.8
+            # all_reduce writes into its tensor, and autograd may use the same tensor elsewhere
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(gradient)
+            return gradient.chunk(world)[dist.get_rank()]
+        rows = gradient.new_empty(len(gradient) // world, *gradient.shape[1:])
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(rows, gradient.contiguous())
+        return rows
+
+
 # Checks -----------------------------------------------------------------------------------
 #
 # The values of masks and scales are checked only on a CPU, because a GPU would have to wait. So
 # run one batch on a CPU first.
-
-
-def check_gather(gather):
-    """Raise ValueError, on every rank, if `gather` is wrong for the losses above."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    x = torch.full((2, 3), float(rank), device=device, requires_grad=True)
-    ((rank + 1) * gather(x) + 0 * x.sum()).sum().backward()
-    if (x.grad != world * (world + 1) / 2).any():
-        raise ValueError("The backward pass of gather does not sum over the ranks: see identity.")
-    if gather(x.long())[::2, 0].tolist() != [*range(world)]:
-        raise ValueError("gather does not join the rows in the order of the ranks: see identity.")
-
-
-def check_alone():
-    """Raise ValueError if a rank trains without the rows of the other ranks. A rank may be alone to
-    evaluate, without gradients. A loss of its own rows alone needs gather=lambda x: x."""
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if ranks > 1 and torch.is_grad_enabled():
-        raise ValueError(f"There are {ranks} ranks, but no gather: pass one to the model and to "
-                         "each loss, such as Gather() of common.py (see identity).")
 
 
 def readable(x):
@@ -469,7 +474,7 @@ class FullModel(Model):
         patches = self.g_v(self.f_v(images))                        # (B, P, E)
         wrong = fine_grained_loss(tokens, patches.roll(1, 0), words_only(mask),
                                   self.log_scale.exp(), align=self.align,
-                                  token_mean=self.config.token_mean)
+                                  token_mean=self.config.token_mean, gather=lambda x: x)
         used = patches_per_word(self.align(tokens, patches), words_only(mask))
         return {"local_wrong_image": wrong, "patches_per_word": used}
 
@@ -567,7 +572,7 @@ def most_similar(x, y, keep):
     return x.take_along_dim(index[..., None], 1) * kept[..., None]
 
 
-def filip_loss(tokens, patches, mask, scale, *, keep=0.2, gather=identity):
+def filip_loss(tokens, patches, mask, scale, *, keep=0.2, gather=all_ranks):
     """FILIP (arXiv 2111.07783). tokens (b, L, E), patches (b, P, E), mask (b, L) -> scalar.
 
     Each rank sends only its most similar tokens, and chooses them by its own b pairs. So N ranks
@@ -596,7 +601,7 @@ def pacl_scores(patches, t):
     return (s.softmax(1) * s).sum(1)
 
 
-def pacl_loss(t, patches, scale, *, gather=identity):
+def pacl_loss(t, patches, scale, *, gather=all_ranks):
     """PACL (arXiv 2212.04994). t (b, E): embeddings of captions; patches (b, P, E) -> scalar."""
     check_scale(scale)
     with in_fp32(patches, t) as (patches, t):
@@ -606,7 +611,7 @@ def pacl_loss(t, patches, scale, *, gather=identity):
 
 # a_ijlp = softmax_p(t_jl . v_ip / sqrt(E)),  c_ijl = sum_p a_ijlp v_ip
 # Z_ij = tau log sum_l exp(cos(c_ijl, t_jl) / tau)
-def gloria_loss(tokens, patches, mask, scale, *, gather=identity):
+def gloria_loss(tokens, patches, mask, scale, *, gather=all_ranks):
     """GLoRIA's local loss (ICCV 2021). tokens (b, L, E), patches (b, P, E), mask (b, L) -> scalar.
 
     As D.3 says, tokens are not merged into words, and s is divided by sqrt(E).
@@ -651,7 +656,7 @@ def mgca_loss(tokens, patches, mask, word_context, patch_context, scale):
     return (mean_of_words(of_words, mask) + mean_of_words(of_patches, patch_mask)) / 2
 
 
-def prototype_loss(v, t, prototypes, scale, *, gather=identity):
+def prototype_loss(v, t, prototypes, scale, *, gather=all_ranks):
     """MGCA's prototype loss: an image predicts the prototypes of its caption, and a caption the
     prototypes of its image. v, t (b, E), prototypes (K, E) -> scalar.
 
@@ -717,7 +722,7 @@ class Baseline(FullModel):
             prototypes = torch.randn(config.mgca_prototypes, config.embed_dim)
             self.prototypes = nn.Parameter(F.normalize(prototypes, dim=-1))
 
-    def forward(self, batch, gather=identity):
+    def forward(self, batch, gather=all_ranks):
         cfg, words = self.config, words_only(batch["mask"])
         f_v = self.f_v(batch["images"])                                 # (b, P, d)
         f_t = self.text_encoder(batch["tokens"], batch["mask"])         # (b, L, d)
@@ -1004,7 +1009,7 @@ class Detector(nn.Module):
         for p in (self.class_head.bias, self.box_head[-1].weight, self.box_head[-1].bias):
             nn.init.zeros_(p)
 
-    def forward(self, batch, gather=identity):
+    def forward(self, batch, gather=all_ranks):
         """batch: images (B, 3, S, S); tokens and mask (Q, L) of the queries; asked (B, Q), boxes
         (B, M, 4) and classes (B, M, Q), see detection_losses -> the loss and others to log. The
         loss is a mean over images, so ranks need not gather."""

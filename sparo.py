@@ -72,13 +72,11 @@ def in_fp32(*tensors):
         yield [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
-def identity(x):
-    """The default gather, for one process: returns x. On several ranks copy _Gather and Gather from
-    common.py. To use another function, call check_gather (below) once on all ranks. gather(x) joins
-    the tensors x (B, ...) of the ranks, of one shape and any dtype, to (world * B, ...) in the
-    order of the ranks. Its backward must sum the gradients of all ranks; DDP averages later."""
-    check_alone()
-    return x
+def all_ranks(x):
+    """The default gather: joins the tensors x (B, ...) of the ranks, of one shape and any dtype, to
+    (world * B, ...) in the order of the ranks, with gradients (below); without ranks x. A loss
+    that one rank computes alone needs gather=lambda x: x."""
+    return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
 def own_columns(logits):
@@ -168,13 +166,13 @@ def normalize_slots(y):
         return F.normalize(y, dim=-1).flatten(1) / y.shape[1] ** 0.5
 
 
-def clip_loss(v, t, scale, *, gather=identity):
+def clip_loss(v, t, scale, *, gather=all_ranks):
     """CLIP's loss of B pairs, a scalar (Sec. 3.3).
 
     v, t: slots (B, L, V) of the images and of their captions, or encodings (B, M), which count as
     one slot; both are normalised here, and are this rank's rows only. scale: 1 / temperature, from
     1 to 100, not its logarithm. A log-scale that went through clamp or a product cannot be told.
-    gather: see identity. Gradients accumulated over small batches differ from those of one large
+    gather: see all_ranks. Gradients accumulated over small batches differ from those of one large
     batch: each small batch has fewer negatives.
     """
     check_scale(scale)
@@ -213,7 +211,7 @@ class Model(nn.Module):
         cfg = self.config
         return [Sparo(d, cfg.L, cfg.V, cfg.D, cfg.grp_size) for d in widths]
 
-    def forward(self, batch, gather=identity):
+    def forward(self, batch, gather=all_ranks):
         """batch: images (B, 3, H, W), tokens (B, n), mask (B, n), True at tokens, False at padding.
         Returns {"loss": scalar, "scale": scalar to log}."""
         y_i = self.image_slots(batch["images"])                    # (B, L, V)
@@ -245,8 +243,7 @@ class Model(nn.Module):
 # To read SPARO, stop here. ----------------------------------------------------------------
 #
 # To add SPARO to Hugging Face's CLIP (`model`): `images` are pixels, `ids` are tokens with the
-# attention mask `mask`. For `gather` see identity. Run lines marked "once" before DDP, lines marked
-# "update" after each batch.
+# attention mask `mask`. Run lines marked "once" before DDP, lines marked "update" after each batch.
 #     model.image_sparo, model.text_sparo = Sparo(768, 64, 64, 64), Sparo(512, 64, 64, 64)  # once
 #     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)                            # once
 #     x = model.vision_model(pixel_values=images).last_hidden_state             # (B, n, 768)
@@ -255,36 +252,44 @@ class Model(nn.Module):
 #     v = model.image_sparo(x)                                                  # (B, L, V)
 #     ends = checked_mask(mask, ids.shape).sum(1) - 1                           # (B,)
 #     t = model.text_sparo(h, eos_idx=ends)                                     # (B, L, V)
-#     loss = clip_loss(v, t, model.logit_scale.exp(), gather=gather)
+#     loss = clip_loss(v, t, model.logit_scale.exp())
 #     loss.backward(), optimizer.step(), optimizer.zero_grad()                  # update
 #     model.logit_scale.data.clamp_(0, math.log(100))                           # update
+
+
+# Ranks --------------------------------------------------------------------------------------
+
+
+class Gather(torch.autograd.Function):
+    """x (B, ...) of each rank -> (world * B, ...). The backward pass sums the gradients that all
+    ranks have for this rank's rows; DDP averages later. torch's all_gather has no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        rows = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
+        # torch 2.14 has a new name for this function and warns about the old name
+        join = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        join(rows, x.contiguous())
+        return rows
+
+    @staticmethod
+    def backward(ctx, gradient):
+        world = dist.get_world_size()
+        if dist.get_backend() == "gloo":  # gloo has no reduce_scatter before torch 2.8
+            # all_reduce writes into its tensor, and autograd may use the same tensor elsewhere
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(gradient)
+            return gradient.chunk(world)[dist.get_rank()]
+        rows = gradient.new_empty(len(gradient) // world, *gradient.shape[1:])
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(rows, gradient.contiguous())
+        return rows
 
 
 # Checks -----------------------------------------------------------------------------------
 #
 # The values of masks, scales and eos_idx are checked only on a CPU, because a GPU would have to
 # wait. So run one batch on a CPU first.
-
-
-def check_gather(gather):
-    """Raise ValueError, on every rank, if `gather` is wrong for the losses above."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    x = torch.full((2, 3), float(rank), device=device, requires_grad=True)
-    ((rank + 1) * gather(x) + 0 * x.sum()).sum().backward()
-    if (x.grad != world * (world + 1) / 2).any():
-        raise ValueError("The backward pass of gather does not sum over the ranks: see identity.")
-    if gather(x.long())[::2, 0].tolist() != [*range(world)]:
-        raise ValueError("gather does not join the rows in the order of the ranks: see identity.")
-
-
-def check_alone():
-    """Raise ValueError if a rank trains without the rows of the other ranks. A rank may be alone to
-    evaluate, without gradients. A loss of its own rows alone needs gather=lambda x: x."""
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if ranks > 1 and torch.is_grad_enabled():
-        raise ValueError(f"There are {ranks} ranks, but no gather: pass one to the model and to "
-                         "each loss, such as Gather() of common.py (see identity).")
 
 
 def readable(x):
@@ -692,7 +697,7 @@ class Dino(nn.Module):
         y = torch.cat([encode(x).flatten(1) for x in by_size])     # (V B, M)
         return head(y).unflatten(0, (len(views), -1))
 
-    def forward(self, batch, gather=identity):
+    def forward(self, batch, gather=all_ranks):
         """batch: views, a list of (B, 3, s, s), the two large ones first. Returns {"loss": scalar,
         "entropy": the mean entropy of P_t, "entropy_mean": the entropy of the mean of P_t over
         images and views}.

@@ -63,13 +63,11 @@ def in_fp32(*tensors):
         yield [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
-def identity(x):
-    """The default gather, for one process: returns x. On several ranks copy _Gather and Gather from
-    common.py. To use another function, call check_gather (below) once on all ranks. gather(x) joins
-    the tensors x (B, ...) of the ranks, of one shape and any dtype, to (world * B, ...) in the
-    order of the ranks. Its backward must sum the gradients of all ranks; DDP averages later."""
-    check_alone()
-    return x
+def all_ranks(x):
+    """The default gather: joins the tensors x (B, ...) of the ranks, of one shape and any dtype, to
+    (world * B, ...) in the order of the ranks, with gradients (below); without ranks x. A loss
+    that one rank computes alone needs gather=lambda x: x."""
+    return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
 def own_columns(logits):
@@ -84,12 +82,12 @@ def own_columns(logits):
 
 # M(x, y) = cos(enc(x), enc(y))                                                      (Eq. 2)
 # L_con = -1/B sum_i log( exp(M(x_i, y_i) / T) / sum_j exp(M(x_i, y_j) / T) )        (Eq. 3)
-def contrastive_loss(v, t, scale, *, gather=identity):
+def contrastive_loss(v, t, scale, *, gather=all_ranks):
     """The mean of Eq. 3 from image to text and of Eq. 3 from text to image, a scalar.
 
     v, t (B, |V|): enc of B images and of their captions, this rank's rows only, normalised here.
     scale: 1 / T, from 1 to 100, not its logarithm. A log-scale that went through clamp or a product
-    cannot be told. gather: see identity. Gradients accumulated over small batches differ from those
+    cannot be told. gather: see all_ranks. Gradients accumulated over small batches differ from those
     of one large batch: each small batch has fewer negatives.
     """
     check_scale(scale)
@@ -111,7 +109,7 @@ def contrastive_loss(v, t, scale, *, gather=identity):
 
 
 # L_FLOPs = sum_k ( 1/N sum_i enc_k^(i) )^2,  N: the size of the global batch        (Eq. 6)
-def flops_loss(enc, *, gather=identity):
+def flops_loss(enc, *, gather=all_ranks):
     """enc (B, |V|) of Eq. 5 as it is, not normalised -> scalar, a differentiable count of the
     multiplications in the dot product of two encodings. The loss is small if few words are active,
     and if each word is active in few samples."""
@@ -195,7 +193,7 @@ class Model(nn.Module):
         parallel = DDP(model) if ranks > 1 else model    # again, because stage 2 freezes parameters
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
         for step in range(steps):                        # the steps of this stage
-            parallel(batch, gather=gather)["loss"].backward()
+            parallel(batch)["loss"].backward()
             optimizer.step(), optimizer.zero_grad(), model.after_update(step, steps)
     """
 
@@ -258,7 +256,7 @@ class Model(nn.Module):
         """tokens, mask (B, L) -> mask(y) without the special tokens, (B, |V|), 0 or 1."""
         return caption_mask(tokens, mask, len(self.text_head.valid)) * self.text_head.valid
 
-    def forward(self, batch, gather=identity):
+    def forward(self, batch, gather=all_ranks):
         """batch: images (B, 3, H, W), tokens (B, L), mask (B, L), True at tokens, False at padding.
         Returns {"loss": scalar, and scalars to log}."""
         cfg, scale = self.config, self.log_scale.exp()
@@ -298,7 +296,7 @@ class Model(nn.Module):
 # To read STAIR, stop here. ------------------------------------------------------------------
 #
 # To turn Hugging Face's CLIP (`model`) into STAIR: `images` are pixels, `ids` are tokens with the
-# attention mask `mask`. For `gather` see identity. Lines marked "once" come before DDP. The lines
+# attention mask `mask`. Lines marked "once" come before DDP. The lines
 # are those of stage 3, and words get new meanings without stage 1 (Table 7). For stage 1 multiply t
 # by caption_mask(ids, mask, t.shape[1]).
 #     e, special = model.text_model.embeddings.token_embedding, (49406, 49407)  # once
@@ -309,37 +307,45 @@ class Model(nn.Module):
 #     v = model.image_head(model.vision_model.post_layernorm(h))                # (B, |V|)
 #     h = model.text_model(input_ids=ids, attention_mask=mask).last_hidden_state  # (B, n, 512)
 #     t = model.text_head(h, mask)                                              # (B, |V|)
-#     loss = contrastive_loss(v, t, model.logit_scale.exp(), gather=gather)
-#     loss = loss + 1e-3 * (flops_loss(v, gather=gather) + flops_loss(t, gather=gather))
+#     loss = contrastive_loss(v, t, model.logit_scale.exp())
+#     loss = loss + 1e-3 * (flops_loss(v) + flops_loss(t))
 #     loss.backward(), optimizer.step(), optimizer.zero_grad()                  # update
 #     model.logit_scale.data.clamp_(0, math.log(100))                           # update
+
+
+# Ranks --------------------------------------------------------------------------------------
+
+
+class Gather(torch.autograd.Function):
+    """x (B, ...) of each rank -> (world * B, ...). The backward pass sums the gradients that all
+    ranks have for this rank's rows; DDP averages later. torch's all_gather has no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        rows = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
+        # torch 2.14 has a new name for this function and warns about the old name
+        join = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        join(rows, x.contiguous())
+        return rows
+
+    @staticmethod
+    def backward(ctx, gradient):
+        world = dist.get_world_size()
+        if dist.get_backend() == "gloo":  # gloo has no reduce_scatter before torch 2.8
+            # all_reduce writes into its tensor, and autograd may use the same tensor elsewhere
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(gradient)
+            return gradient.chunk(world)[dist.get_rank()]
+        rows = gradient.new_empty(len(gradient) // world, *gradient.shape[1:])
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(rows, gradient.contiguous())
+        return rows
 
 
 # Checks --------------------------------------------------------------------------------------
 #
 # The values of masks and scales are checked only on a CPU, because a GPU would have to wait. So
 # run one batch on a CPU first.
-
-
-def check_gather(gather):
-    """Raise ValueError, on every rank, if `gather` is wrong for the losses above."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    x = torch.full((2, 3), float(rank), device=device, requires_grad=True)
-    ((rank + 1) * gather(x) + 0 * x.sum()).sum().backward()
-    if (x.grad != world * (world + 1) / 2).any():
-        raise ValueError("The backward pass of gather does not sum over the ranks: see identity.")
-    if gather(x.long())[::2, 0].tolist() != [*range(world)]:
-        raise ValueError("gather does not join the rows in the order of the ranks: see identity.")
-
-
-def check_alone():
-    """Raise ValueError if a rank trains without the rows of the other ranks. A rank may be alone to
-    evaluate, without gradients. A loss of its own rows alone needs gather=lambda x: x."""
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if ranks > 1 and torch.is_grad_enabled():
-        raise ValueError(f"There are {ranks} ranks, but no gather: pass one to the model and to "
-                         "each loss, such as Gather() of common.py (see identity).")
 
 
 def readable(x):

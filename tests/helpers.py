@@ -295,7 +295,7 @@ def train_models(rank, directory, world, build, names):
             longest = int(batch["mask"].sum(1).max())
             batch |= {key: batch[key][:, :longest] for key in ("tokens", "mask")}
         parallel = DistributedDataParallel(model)  # needs a name: without one its hooks are freed
-        out = parallel(batch, common.gather)
+        out = parallel(batch)  # Model's own gather
         out["loss"].backward()
         gradients = {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
         out = {key: value.detach() for key, value in out.items()}

@@ -109,7 +109,7 @@ def test_loss_and_gradient_equal_those_of_dense_matrices(case, monkeypatch):
         torch.testing.assert_close((loss, gradient), expected, rtol=1e-10, atol=1e-12)
 
 
-def loss_of(z, k, teacher=None, G=None, gather=bam.identity, **settings):
+def loss_of(z, k, teacher=None, G=None, gather=bam.all_ranks, **settings):
     """bam_loss, or ablated_loss for settings that only the latter has."""
     if not settings.keys() & {"target", "normalization"}:
         return bam.bam_loss(z, k, teacher, G, gather=gather, **settings)
@@ -244,12 +244,12 @@ def test_the_teacher_encodes_all_views(sizes):
     model = tiny_model("bam", batch_norm=True, sinkhorn_iters=2, **settings)
     nn.init.normal_(model.teacher[1][0].weight)  # so that the teacher differs from the student
     batch, k = make_views(5, sizes), len(sizes)
-    z, z_m = (model.latents(network, batch["views"], bam.identity)[1].flatten(0, 1)
+    z, z_m = (model.latents(network, batch["views"], bam.all_ranks)[1].flatten(0, 1)
               for network in (model.student(), model.teacher))
     assert z.shape == z_m.shape == (5 * k, 6)
     loss, out = bam.bam_loss(z, k, z_m, 2, iters=2, **settings), model(batch)
     torch.testing.assert_close(out["loss"], loss)
-    h = model.latents(model.student(), batch["views"], bam.identity)[0]
+    h = model.latents(model.student(), batch["views"], bam.all_ranks)[0]
     torch.testing.assert_close(out["effective_rank"], bam.effective_rank(h[0]))
     torch.testing.assert_close(out["similarity"], bam.mean_cosine(z[:5]))
 
@@ -257,7 +257,7 @@ def test_the_teacher_encodes_all_views(sizes):
 def test_batch_norm_normalises_each_view_by_itself():
     """Statistics over all views would allow latents that tell views apart but not images."""
     model, views = build("alone"), make_views(6)["views"]
-    z, alone = (model.latents(model.student(), v, bam.identity)[1] for v in (views, views[:2]))
+    z, alone = (model.latents(model.student(), v, bam.all_ranks)[1] for v in (views, views[:2]))
     torch.testing.assert_close(z.mean(1), torch.zeros(4, 6), atol=1e-5, rtol=0)
     torch.testing.assert_close(z[:2], alone, atol=1e-5, rtol=0)
 
@@ -287,7 +287,7 @@ def test_batch_norm_equals_torchs_and_is_the_default_without_a_teacher():
         getattr(reference, name).data.copy_(getattr(norm, name))
     x = torch.randn(3, 7, 5)
     expected = torch.stack([reference(view) for view in x])
-    torch.testing.assert_close(norm(x, bam.identity), expected)
+    torch.testing.assert_close(norm(x, bam.all_ranks), expected)
     kinds = {name: [type(layer).__name__ for layer in build(name).projector] for name in MODELS}
     assert kinds["alone"] == ["Linear", "BatchNorm"] * 3 == kinds["teacher"]
     assert kinds["bn-free"] == ["Linear"] * 3
@@ -295,7 +295,7 @@ def test_batch_norm_equals_torchs_and_is_the_default_without_a_teacher():
     for name, f in (("gelu", nn.functional.gelu), ("relu", nn.functional.relu)):
         a, b, c = projector = tiny_model("bam", activation=name).projector
         nn.init.normal_(a.bias)
-        torch.testing.assert_close(projector(h, bam.identity), c(f(b(f(a(h))))))
+        torch.testing.assert_close(projector(h, bam.all_ranks), c(f(b(f(a(h))))))
 
 
 def test_effective_rank_counts_directions_and_mean_cosine_averages_pairs():

@@ -135,81 +135,58 @@ def test_more_rows_without_ranks_raise_an_error(loss):
         loss(v, t, 1.0, gather=lambda x: torch.cat([x, x]))
 
 
-def all_gather(x):
-    rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, x.detach())
-    return rows
-
-
-class OwnRows(torch.autograd.Function):
-    """The backward pass takes the own rows of the gradient and does not sum them over ranks."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return torch.cat(all_gather(x))
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def with_own_gradient(x):  # OpenCLIP's default
-    rows = all_gather(x)
-    rows[dist.get_rank()] = x
-    return torch.cat(rows)
-
-
-def errors_of_check_gather(rank):
-    """Return what check_gather says of the right gather and of four wrong ones."""
-    wrong = [lambda x: torch.cat(all_gather(x)), with_own_gradient, OwnRows.apply,
-             lambda x: common.gather(x).flip(0)]
-    found = []
-    for gather in [common.gather, *wrong]:
-        try:
-            sparc.check_gather(gather)
-            found.append("")
-        except ValueError as error:
-            found.append(str(error))
-    return found
+TRAIN_ALONE = """
+import sys, torch, torch.distributed as dist
+sys.path.insert(0, ".")
+sys.modules.update(dict.fromkeys(("common", "train", "eval", "torchvision", "numpy", "PIL")))
+import sparo, stair, sparc, bam
+rank, store = int(sys.argv[1]), dist.FileStore("store", 2)
+pairs = torch.rand(2, 6, 4, 5, generator=torch.Generator().manual_seed(0)).double() + 0.1
+LOSSES = {"sparo": lambda v, t: sparo.clip_loss(v, t, 9.0),
+          "stair": lambda v, t: stair.contrastive_loss(v.sum(1), t.sum(1), 9.0)
+                   + stair.flops_loss(v.sum(1)),
+          "sparc": lambda v, t: sparc.global_loss(v.sum(1), t.sum(1), 9.0)
+                   + sparc.fine_grained_loss(t, v, v.new_ones(v.shape[:2]).bool(), 9.0,
+                                             token_mean="batch"),
+          "bam": lambda v, t: bam.bam_loss(torch.cat([v.sum(1), t.sum(1)]), 2)}
+found = {}
+for ranks in (1, 2):
+    if ranks == 2:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    for name, loss in LOSSES.items():
+        v, t = (x.chunk(ranks)[rank % ranks].clone().requires_grad_() for x in pairs)
+        value = loss(v, t)
+        gradients = torch.autograd.grad(value, (v, t))
+        if ranks == 2:  # DDP averages over the ranks
+            one = found[name]
+            joined = [torch.zeros_like(value) + value.detach(), *gradients]
+            dist.all_reduce(joined[0])
+            for x, whole in zip(joined[1:], one[1:]):
+                torch.testing.assert_close(x / 2, whole.chunk(2)[rank], rtol=1e-10, atol=1e-14)
+            torch.testing.assert_close(joined[0] / 2, one[0], rtol=1e-10, atol=1e-14)
+        found[name] = [value.detach(), *gradients]
+"""
 
 
 @pytest.mark.ranks
-def test_check_gather_raises_on_every_rank_for_each_wrong_gather(tmp_path):
-    for found in run_ranks(tmp_path, errors_of_check_gather):
-        assert found[0] == "" and ["sum over" in error for error in found[1:4]] == 3 * [True]
-        assert "order of the ranks" in found[4]
+def test_copied_files_are_right_on_two_ranks_with_nothing_passed(tmp_path):
+    """Losses and gradients of both ranks are those of one process on all rows."""
+    for name in ("sparo", "stair", "sparc", "bam"):
+        shutil.copy(ROOT / f"{name}.py", tmp_path)
+    ranks = [subprocess.Popen([sys.executable, "-I", "-c", TRAIN_ALONE, str(rank)], cwd=tmp_path,
+                              stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    for process in ranks:
+        _, printed = process.communicate(timeout=120)
+        assert process.returncode == 0, printed
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_a_rank_that_trains_without_a_gather_is_told(name, monkeypatch):
-    """Such a rank would compare its own rows alone. It may evaluate, and lambda x: x is a choice."""
-    model, batch = tiny_model(name), batch_of(name)
-
-    def loss(**options):
-        return copy.deepcopy(model)(batch, **options)["loss"]
-
-    expected = loss()
-    two_ranks = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True,
-                                get_world_size=lambda: 2)
-    for method in (sparo, stair, sparc, bam):
-        monkeypatch.setattr(method, "dist", two_ranks)
-    if name != "classifier":  # its loss compares no rows
-        with pytest.raises(ValueError, match="2 ranks.*gather"):
-            loss()
-    with torch.no_grad():
-        assert torch.equal(loss(), expected)
-    assert torch.equal(loss(gather=lambda x: x), expected)
-
-
-REPEATED = """in_fp32 identity own_columns check_gather check_alone readable check_scale as_bools
-    checked_mask"""
+REPEATED = "in_fp32 all_ranks Gather own_columns readable check_scale as_bools checked_mask"
 
 
 @pytest.mark.parametrize("name", REPEATED.split())
 def test_what_every_method_file_repeats_is_the_same_text(name):
     files = [file for file in (sparo, stair, sparc, bam) if hasattr(file, name)]
     assert len(files) >= 3 and len({inspect.getsource(getattr(file, name)) for file in files}) == 1
-    assert name != "check_gather" or len(inspect.getsource(sparc.check_gather).splitlines()) <= 10
 
 
 @pytest.mark.ranks
@@ -537,7 +514,7 @@ def test_a_mask_of_words_may_leave_out_any_word():
     (lambda: tiny_model("bam")({"views": torch.randn(2, 4, 3, 16, 16)}), "views needs a list"),
     (lambda: tiny_model("bam")(UNEQUAL_VIEWS), "one number n of images"),
     (lambda: tiny_model("dino")(UNEQUAL_VIEWS), "one number B of images"),
-    (lambda: PROJECTOR(TOKENS[0], bam.identity), r"\(k, n, d\), not \(6, 5\)"),
+    (lambda: PROJECTOR(TOKENS[0], bam.all_ranks), r"\(k, n, d\), not \(6, 5\)"),
     (lambda: bam.bam_loss(TOKENS[0], 2, iters=0), "iters is 0"),
     (lambda: bam.bam_loss(TOKENS[0], 2, tau=0.0), "tau 0.0"),
     (lambda: bam.bam_loss(TOKENS[0], 2, tau=10), "tau 10")])

@@ -86,8 +86,8 @@ def test_a_model_computes_queries_and_keys_as_algorithm_1_does(name, size):
         for network, found in ((model.student(), q), (model.teacher, k)):
             tokens = network[0](view)
             h = tokens[:, 0] if name == "vit" else tokens.mean(1)
-            found.append(network[1](h[None], bam.identity)[0])
-        q[-1] = model.predictor(q[-1][None], bam.identity)[0]
+            found.append(network[1](h[None], bam.all_ranks)[0])
+        q[-1] = model.predictor(q[-1][None], bam.all_ranks)[0]
     expected = bam.moco_loss(torch.stack(q), torch.stack(k), 0.2)
     out = model(batch)
     torch.testing.assert_close(out["loss"], expected)
@@ -114,8 +114,8 @@ def test_heads_are_those_of_builder_py():
     assert all(layer.bias is None for layer in vit.projector if isinstance(layer, nn.Linear))
     x = torch.randn(1, 5, 6)
     a, b, c = resnet.predictor
-    expected = c((b(a(x), bam.identity)).relu())
-    torch.testing.assert_close(resnet.predictor(x, bam.identity), expected)
+    expected = c((b(a(x), bam.all_ranks)).relu())
+    torch.testing.assert_close(resnet.predictor(x, bam.all_ranks), expected)
 
 
 def test_initial_weights_are_those_of_vits_py():
