@@ -33,8 +33,8 @@ Differs from the paper, as the authors' code does (search for "differs" for all 
 Not here: see the comment at Settings.
 """
 
-import contextlib
 import copy
+import functools
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -65,12 +65,10 @@ class Config:
     activation: Literal["gelu", "relu"] = "gelu"  # in the projector; relu for ResNet-50 (App. C)
 
 
-@contextlib.contextmanager
-def in_fp32(*tensors):
-    """Inside `with in_fp32(x, y) as (x, y):` half-precision tensors are float32 and autocast is
-    off, because losses need this precision. float64 tensors stay float64."""
-    with torch.autocast(tensors[0].device.type, enabled=False):
-        yield [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
+def fp32(function):
+    """A decorator of losses: half-precision arguments become float32, float64 stays, and autocast
+    is off (in_fp32, below)."""
+    return functools.wraps(function)(lambda *args, **options: in_fp32(function, *args, **options))
 
 
 def all_ranks(x):
@@ -81,11 +79,11 @@ def all_ranks(x):
 
 
 # a_i^j = softmax(s_i^j / tau)                                                       (Eq. 1)
+@fp32
 def attention(S, tau, log=False):
     """S (..., rows, columns) -> A, whose rows sum to 1; with log=True log A, without underflow."""
-    with in_fp32(S) as (S,):
-        log_A = (S / tau).log_softmax(-1)
-        return log_A if log else log_A.exp()
+    log_A = (S / tau).log_softmax(-1)
+    return log_A if log else log_A.exp()
 
 
 # S hat(i, j) = 0 if i = j (mod n), else S(i, j)                                     (Eq. 3)
@@ -98,23 +96,23 @@ def mask_positives(S, row_ids, column_ids, mask="exclude"):
 
 
 # S_jj'(i, i') = cos(z_i^j, z_i'^j'),  then S hat                                (Sec. 3.1)
+@fp32
 def similarities(z, c, row_ids, column_ids, mask):
     """z (k, p, E), all views of p images, and c (m, E), both of length 1; row_ids (k, p),
     column_ids (m,) -> S hat (k p, m)."""
-    with in_fp32(z, c) as (z, c):
-        return mask_positives(z.flatten(0, 1) @ c.T, row_ids.flatten(), column_ids, mask)
+    return mask_positives(z.flatten(0, 1) @ c.T, row_ids.flatten(), column_ids, mask)
 
 
 # B = argmin_B' <-S, B'> - tau_B h(B'),  B' doubly stochastic                        (Eq. 4)
+@fp32
+@torch.no_grad()
 def sinkhorn(S, tau, iters, *, gather=all_ranks):
     """S (..., rows, columns) -> B: exp(S / tau), with columns and rows normalised in turn.
 
     Each row of B sums to 1. Each column sums to about rows / columns (bam_loss.py:289), which is 1
     if S is square. Each rank has its own rows of S, so columns need `gather`. B has no gradient.
     """
-    with in_fp32(S.detach()) as (S,):
-        log_K = S / tau
-    del S  # frees memory for the loop, if the caller holds no S
+    log_K = S / tau
     for _ in range(iters):
         log_K -= gather(log_K.logsumexp(-2, keepdim=True)[None]).logsumexp(0)  # columns
         log_K -= log_K.logsumexp(-1, keepdim=True)                             # rows
@@ -145,24 +143,16 @@ def matching_loss(z, B, c, row_ids, column_ids, mask, tau):
     return losses.mean(), entropies.mean(), entropy(B).mean()
 
 
+@fp32
 def arrange(z, n_views, n_global, teacher, mask, gather):
     """The latents (k n, E) of all views, as the equations need them: z and z_m (k, n, E) and the
     columns c (m, E), of length 1; ids of rows (k, n) and columns (m,): of images, or of views."""
-    k, G, n = n_views, n_global, len(z) // max(1, n_views)
-    shapes = [tuple(x.shape) for x in (z, teacher) if x is not None]
-    if k < 2 or not 1 <= G <= k or z.ndim != 2 or {*shapes} != {(k * n, z.shape[1])}:
-        raise ValueError(f"z and teacher have the shapes {shapes}, n_views is {k}, n_global {G}: "
-                         "both need (n_views * n, E), n_views 2 or more, n_global 1 to n_views.")
-    with in_fp32(z, z if teacher is None else teacher.detach()) as (z, z_m):
-        z = F.normalize(z, dim=-1).view(k, n, -1)
-        z_m = z if teacher is None else F.normalize(z_m, dim=-1).view(k, n, -1)
-    c = gather(z_m[:G].flatten(0, 1))                                    # (m, E), columns of S
-    if len(c) < 2 * G:
-        raise ValueError("The loss compares images: the global batch needs two or more.")
-    rank = dist.get_rank() if len(c) > G * n else 0
-    view = torch.arange(k, device=z.device)[:, None] if mask == "self" else 0
-    row_ids = rank * n + torch.arange(n, device=z.device).expand(k, n) + len(c) * view   # (k, n)
-    return z, z_m, c, row_ids, gather(row_ids[:G].flatten())
+    check_latents(z, n_views, n_global, teacher)
+    z = F.normalize(z, dim=-1).unflatten(0, (n_views, -1))               # (k, n, E)
+    z_m = z if teacher is None else F.normalize(teacher.detach(), dim=-1).view(z.shape)
+    c = gather(z_m[:n_global].flatten(0, 1))                             # (m, E), columns of S
+    row_ids = image_ids(z, n_global, c, mask)                            # (k, n); below
+    return z, z_m, c, row_ids, gather(row_ids[:n_global].flatten())
 
 
 def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, iters=3,
@@ -176,8 +166,7 @@ def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, it
     Returns the loss, a scalar; with entropies=True also the mean entropies of A's and B's rows.
     """
     G = n_views if n_global is None else n_global
-    if iters < 1 or not 0 < min(tau, tau_b) <= max(tau, tau_b) <= 1:
-        raise ValueError(f"iters is {iters} (1 or more), tau {tau}, tau_b {tau_b} (above 0 to 1).")
+    check_temperatures(tau, tau_b, iters)
     z, z_m, c, row_ids, column_ids = arrange(z, n_views, G, teacher, mask, gather)
     with torch.no_grad():  # targets have no gradient (Sec. 4.1)
         B = sinkhorn(similarities(z_m, c, row_ids, column_ids, mask), tau_b, iters, gather=gather)
@@ -207,8 +196,7 @@ class Projector(nn.ModuleList):
                 nn.init.zeros_(self[-1].bias)
 
     def forward(self, h, gather=all_ranks):  # h (k, n, d) -> z (k, n, E)
-        if h.ndim != 3:
-            raise ValueError(f"The projector needs h (k, n, d), not {tuple(h.shape)}.")
+        check_views(h)
         for layer in self:
             if isinstance(layer, BatchNorm):
                 h = layer(h, gather)
@@ -226,9 +214,7 @@ class Model(nn.Module):
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
         self.config, self.image_encoder = config, image_encoder
-        no_cls = image_encoder.cls is None or image_encoder.cls is False
-        if {"cls": no_cls, "gap": False}[config.readout]:
-            raise ValueError("readout cls needs [CLS], but image_encoder.cls is None: choose gap.")
+        check_readout(config.readout, image_encoder)
         self.projector = Projector(image_width, config)
         self.teacher = None
         if config.teacher:
@@ -278,8 +264,7 @@ class Model(nn.Module):
     @torch.no_grad()
     def after_update(self, step, steps):
         """teacher = momentum * teacher + (1 - momentum) * student (App. C)."""
-        if step >= steps:
-            raise ValueError(f"step {step} is not within {steps} steps: count all updates from 0.")
+        check_step(step, steps)
         if self.teacher:
             # The momentum rises to 1 (main_pretrain.py:261). The authors update the teacher at the
             # start of the next step (wrappers.py:103), so the momentum is that of step + 1.
@@ -340,6 +325,62 @@ class Gather(torch.autograd.Function):
 # Checks -----------------------------------------------------------------------------------
 
 
+def in_fp32(function, *args, **kwargs):
+    """Call the function with all arguments (...) in one dtype, float32 or float64. A scale, which
+    has no dimension, keeps its own."""
+    def is_cast(x):
+        return torch.is_tensor(x) and x.is_floating_point() and x.ndim > 0
+
+    tensors = [x for x in (*args, *kwargs.values()) if is_cast(x)]
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
+    args = [x.to(dtype) if is_cast(x) else x for x in args]
+    kwargs = {name: x.to(dtype) if is_cast(x) else x for name, x in kwargs.items()}
+    device = tensors[0].device.type.replace("meta", "cpu")  # autocast does not know "meta"
+    with torch.autocast(device, enabled=False):
+        return function(*args, **kwargs)
+
+
+def image_ids(z, n_global, c, mask):
+    """The ids of the rows z (k, n, E) in the columns c (m, E) of all ranks -> (k, n): the number of
+    the image in the global batch, with mask="self" the number of the view."""
+    k, n = z.shape[:2]
+    if len(c) < 2 * n_global:
+        raise ValueError("The loss compares images: the global batch needs two or more.")
+    rank = dist.get_rank() if len(c) > n_global * n else 0
+    view = torch.arange(k, device=z.device)[:, None] if mask == "self" else 0
+    return rank * n + torch.arange(n, device=z.device).expand(k, n) + len(c) * view
+
+
+def check_latents(z, k, G, teacher):
+    """Raise ValueError if latents, a tensor for each of z and teacher, are not (k * n, E)."""
+    n = len(z) // max(1, k)
+    shapes = [tuple(x.shape) for x in (z, teacher) if x is not None]
+    if k < 2 or not 1 <= G <= k or z.ndim != 2 or {*shapes} != {(k * n, z.shape[1])}:
+        raise ValueError(f"z and teacher have the shapes {shapes}, n_views is {k}, n_global {G}: "
+                         "both need (n_views * n, E), n_views 2 or more, n_global 1 to n_views.")
+
+
+def check_temperatures(tau, tau_b, iters):
+    if iters < 1 or not 0 < min(tau, tau_b) <= max(tau, tau_b) <= 1:
+        raise ValueError(f"iters is {iters} (1 or more), tau {tau}, tau_b {tau_b} (above 0 to 1).")
+
+
+def check_views(h):
+    if h.ndim != 3:
+        raise ValueError(f"The projector needs h (k, n, d), not {tuple(h.shape)}.")
+
+
+def check_readout(readout, image_encoder):
+    no_cls = image_encoder.cls is None or image_encoder.cls is False
+    if {"cls": no_cls, "gap": False}[readout]:
+        raise ValueError("readout cls needs [CLS], but image_encoder.cls is None: choose gap.")
+
+
+def check_step(step, steps):
+    if step >= steps:
+        raise ValueError(f"step {step} is not within {steps} steps: count all updates from 0.")
+
+
 def checked_views(views):
     """Raise ValueError if `views` is a tensor, or has unequal numbers of images, or small views
     first."""
@@ -392,20 +433,20 @@ def entropy(P):
     return torch.special.entr(P).sum(-1)
 
 
+@fp32
 def mean_cosine(z):
     """The mean cosine of two different rows of z (B, E); 1 if all latents are equal."""
-    with in_fp32(z) as (z,):
-        z = F.normalize(z, dim=-1)
-        return (z.sum(0).square().sum() - len(z)) / (len(z) * max(1, len(z) - 1))
+    z = F.normalize(z, dim=-1)
+    return (z.sum(0).square().sum() - len(z)) / (len(z) * max(1, len(z) - 1))
 
 
+@fp32
 def effective_rank(h):
     """(sum e)^2 / sum e^2 for the eigenvalues e of the covariance of h (B, d): 1 if h varies along
     one line, d if h varies equally in all directions."""
-    with in_fp32(h) as (h,):
-        h = h - h.mean(0)
-        gram = h @ h.T if len(h) < h.shape[1] else h.T @ h   # both have the same eigenvalues
-        return gram.trace().square() / gram.square().sum().clamp(min=1e-30)
+    h = h - h.mean(0)
+    gram = h @ h.T if len(h) < h.shape[1] else h.T @ h   # both have the same eigenvalues
+    return gram.trace().square() / gram.square().sum().clamp(min=1e-30)
 
 
 # Settings, views, ContrastiveCrop, optimizer ----------------------------------------------
@@ -732,17 +773,17 @@ def block_loss(S, S_m, tau, target):
 
 
 # L = 2 tau [CE(q1 . k2 / tau) + CE(q2 . k1 / tau)]                              (Algorithm 1)
+@fp32
 def moco_loss(q, k, tau, *, gather=all_ranks):
     """q, k (2, n, E): queries and keys of two views of n images -> scalar. A query must find the key
     of its image's other view among the keys that all ranks have for that view. Keys have no
     gradient."""
-    with in_fp32(q, k.detach()) as (q, k):
-        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-        k1, k2 = gather(k.transpose(0, 1)).unbind(1)                         # (W n, E) each
-        n, rank = q.shape[1], dist.get_rank() if len(k1) > q.shape[1] else 0
-        own = rank * n + torch.arange(n, device=q.device)                    # (n,)
-        losses = [F.cross_entropy(q[0] @ k2.T / tau, own), F.cross_entropy(q[1] @ k1.T / tau, own)]
-        return 2 * tau * sum(losses)
+    q, k = F.normalize(q, dim=-1), F.normalize(k.detach(), dim=-1)
+    k1, k2 = gather(k.transpose(0, 1)).unbind(1)                         # (W n, E) each
+    n, rank = q.shape[1], dist.get_rank() if len(k1) > q.shape[1] else 0
+    own = rank * n + torch.arange(n, device=q.device)                    # (n,)
+    losses = [F.cross_entropy(q[0] @ k2.T / tau, own), F.cross_entropy(q[1] @ k1.T / tau, own)]
+    return 2 * tau * sum(losses)
 
 
 class MoCoHead(Projector):

@@ -38,7 +38,7 @@ Run:     python train.py --method sparc       (--objective clip, filip, ...: the
          python eval.py RUN --templates FILE  (FILE: D.5's prompts, each prefix + suffix)
 """
 
-import contextlib
+import functools
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -68,12 +68,10 @@ class Config:
     token_mean: Literal["caption", "batch"] = "caption"
 
 
-@contextlib.contextmanager
-def in_fp32(*tensors):
-    """Inside `with in_fp32(x, y) as (x, y):` half-precision tensors are float32 and autocast is
-    off, because losses need this precision. float64 tensors stay float64."""
-    with torch.autocast(tensors[0].device.type, enabled=False):
-        yield [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
+def fp32(function):
+    """A decorator of losses: half-precision arguments become float32, float64 stays, and autocast
+    is off (in_fp32, below)."""
+    return functools.wraps(function)(lambda *args, **options: in_fp32(function, *args, **options))
 
 
 def all_ranks(x):
@@ -83,35 +81,22 @@ def all_ranks(x):
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
-def own_columns(logits):
-    """The columns (B,) of this rank's captions in logits (B, world * B)."""
-    B, columns = logits.shape
-    if columns < 2 or columns % B:
-        raise ValueError(f"The loss compares pairs: {B} images and {columns} captions need to be "
-                         f"equally many on each rank, and two or more on all ranks.")
-    rank = dist.get_rank() if columns > B else 0
-    return rank * B + torch.arange(B, device=logits.device)
-
-
 # L_g = -1/2B sum_i [ log softmax_j(cos(vbar_i, tbar_j) / tau)_i
 #                   + log softmax_j(cos(tbar_i, vbar_j) / tau)_i ]               (Eq. 1)
+@fp32
 def global_loss(v, t, scale, *, gather=all_ranks):
     """CLIP's loss of the embeddings v, t (B, E) of B pairs, this rank's rows only, normalised here
     -> scalar. scale: 1 / tau, from 1 to 100, not its logarithm. A log-scale that went through clamp
     or a product cannot be told. gather: see all_ranks. Gradients accumulated over small batches
     differ from those of one large batch: each small batch has fewer negatives."""
-    check_scale(scale)
-    if v.shape != t.shape or v.ndim != 2:
-        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}: both "
-                         "need (B, E).")
-    with in_fp32(v, t) as (v, t):
-        v, t = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
-        return contrast(scale * v @ gather(t).T, gather)            # of (B, world * B) logits
+    check_pairs(v, t, scale)
+    v, t = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
+    return contrast(scale * v @ gather(t).T, gather)            # of (B, world * B) logits
 
 
 def contrast(logits, gather=all_ranks):
     """Eq. 1 for any logits (B, world * B) of this rank's images and all captions -> scalar."""
-    i = own_columns(logits)
+    i = own_columns(logits)                                         # (B,), below
     positive = logits.take_along_dim(i[:, None], 1)[:, 0]           # (B,)
     v_to_t = positive - logits.logsumexp(1)   # (B,)  log softmax_j(cos(vbar_i, tbar_j) / tau)_i
     # A caption's softmax is over the images of all ranks. Each rank sums over its own images; the
@@ -125,58 +110,50 @@ def contrast(logits, gather=all_ranks):
 # shat_lp = (s_lp - min_k s_lk) / (max_k s_lk - min_k s_lk)                      (Eq. 2)
 # stil_lp = shat_lp if shat_lp >= sigma else 0                                   (Eq. 3)
 # a_lp = stil_lp / sum_r stil_lr                                                 (Eq. 4)
+@fp32
 def alignment_weights(tokens, patches, threshold=None):
     """The weight that each token gives each patch; the weights of a token sum to 1.
     tokens (B, L, E), patches (B, P, E) -> a (B, L, P). threshold: sigma, at most 1; None: 1 / P."""
     sigma = 1 / patches.shape[1] if threshold is None else threshold
-    if not 0 <= sigma <= 1:
-        raise ValueError(f"The threshold sigma must lie in [0, 1]: {sigma}.")
-    with in_fp32(tokens, patches) as (tokens, patches):
-        s = tokens @ patches.transpose(1, 2)                        # (B, L, P)
-        low, high = s.amin(-1, keepdim=True), s.amax(-1, keepdim=True)  # (B, L, 1)
-        equal = high == low  # differs from Eq. 2, which is 0 / 0: all weights are equal
-        s_hat = torch.where(equal, 1.0, (s - low) / (high - low).masked_fill(equal, 1.0))
-        s_til = torch.where(s_hat < sigma, 0.0, s_hat)
-        return s_til / s_til.sum(-1, keepdim=True)
+    check_sigma(sigma)
+    s = tokens @ patches.transpose(1, 2)                        # (B, L, P)
+    low, high = s.amin(-1, keepdim=True), s.amax(-1, keepdim=True)  # (B, L, 1)
+    equal = high == low  # differs from Eq. 2, which is 0 / 0: all weights are equal
+    s_hat = torch.where(equal, 1.0, (s - low) / (high - low).masked_fill(equal, 1.0))
+    s_til = torch.where(s_hat < sigma, 0.0, s_hat)
+    return s_til / s_til.sum(-1, keepdim=True)
 
 
 # L_f = -1/2B sum_i 1/L_i sum_j [ log softmax_k(cos(c_ij, t_ik) / tau)_j
 #                               + log softmax_k(cos(t_ij, c_ik) / tau)_j ]       (Eq. 6)
+@fp32
 def sequence_losses(c, t, mask, scale):
     """-1/2 sum_j [...] of Eq. 6 for each caption -> (B,), 0 for a caption without words.
 
     c, t (B, L, E), mask (B, L): True on words; scale: 1 / tau. The negatives of a word are the
     other words of its caption, so no other caption is needed.
     """
-    with in_fp32(c, t) as (c, t):
-        c, t = F.normalize(c, dim=-1), F.normalize(t, dim=-1)
-        logits = scale * c @ t.transpose(1, 2)   # (B, L, L), [i, j, k] is cos(c_ij, t_ik) / tau
-        no_word = ~mask[:, None, :]              # (B, 1, L)
-        lowest = torch.finfo(logits.dtype).min   # -inf would be NaN in a caption without words
-        c_to_t = logits.masked_fill(no_word, lowest).log_softmax(-1)
-        t_to_c = logits.transpose(1, 2).masked_fill(no_word, lowest).log_softmax(-1)
-        log_p = c_to_t.diagonal(dim1=1, dim2=2) + t_to_c.diagonal(dim1=1, dim2=2)   # (B, L)
-        return -0.5 * log_p.masked_fill(~mask, 0.0).sum(1)
+    c, t = F.normalize(c, dim=-1), F.normalize(t, dim=-1)
+    logits = scale * c @ t.transpose(1, 2)   # (B, L, L), [i, j, k] is cos(c_ij, t_ik) / tau
+    no_word = ~mask[:, None, :]              # (B, 1, L)
+    lowest = torch.finfo(logits.dtype).min   # -inf would be NaN in a caption without words
+    c_to_t = logits.masked_fill(no_word, lowest).log_softmax(-1)
+    t_to_c = logits.transpose(1, 2).masked_fill(no_word, lowest).log_softmax(-1)
+    log_p = c_to_t.diagonal(dim1=1, dim2=2) + t_to_c.diagonal(dim1=1, dim2=2)   # (B, L)
+    return -0.5 * log_p.masked_fill(~mask, 0.0).sum(1)
 
 
 def mean_of_words(losses, mask, token_mean="caption", gather=all_ranks):
-    """The losses (B,) of sequence_losses -> scalar.
-
-    "caption" is Eq. 6: the mean over the words of each caption, then over captions. "batch" is
-    listing 1: the mean over the words of all captions on all ranks. There each rank divides its sum
-    by the same number, the mean number of words per rank. The mean of the ranks' losses is then the
-    loss of one process.
-    """
+    """The losses (B,) of sequence_losses -> scalar. "caption" is Eq. 6: the mean over the words of
+    each caption, then over captions. "batch" is listing 1, below."""
     count = mask.sum(1)                      # (B,), L_i
-    if token_mean not in ("caption", "batch"):
-        raise ValueError(f"token_mean must be caption or batch, not {token_mean!r}.")
-    if token_mean == "batch":
-        words = gather(count.to(losses.dtype)[:, None]).mean()  # words of a caption, on average
-        return losses.sum() / (len(count) * words).clamp(min=1)
+    if token_mean != "caption":
+        return mean_of_batch(losses, count, token_mean, gather)
     return (losses / count.clamp(min=1)).mean()
 
 
 # c_l = sum_p a_lp v_p                                                           (Eq. 5)
+@fp32
 def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
                       token_mean="caption", gather=all_ranks):
     """SPARC's loss for words, L_f. tokens (B, L, E), patches (B, P, E), not normalised: Eq. 6
@@ -193,16 +170,11 @@ def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
         grouped = align(tokens, patches) @ patches   # (B, L, E), c_l
         return sequence_losses(grouped, tokens, mask, scale)
 
-    check_scale(scale)
-    if not tokens.ndim == patches.ndim == 3 or tokens.shape[::2] != patches.shape[::2]:
-        raise ValueError(f"tokens need (B, L, E), patches (B, P, E), with one B and one E, not "
-                         f"{tuple(tokens.shape)} and {tuple(patches.shape)}.")
-    mask = as_bools(mask, tokens.shape[:2])
-    with in_fp32(tokens.masked_fill(~mask[..., None], 0.0), patches) as (tokens, patches):
-        size = tokens.shape[1] * patches.shape[1]        # L * P weights for each caption
-        # (B,); in_rows (below) is losses(tokens, patches, mask) in less memory
-        sums = in_rows(losses, tokens, patches, mask, size=size)
-        return mean_of_words(sums, mask, token_mean, gather)
+    mask = checked_words(tokens, patches, mask, scale)
+    tokens = tokens.masked_fill(~mask[..., None], 0.0)              # 0 * NaN would be NaN
+    # (B,); in_rows (below) is losses(tokens, patches, mask) in less memory
+    sums = in_rows(losses, tokens, patches, mask, size=tokens.shape[1] * patches.shape[1])
+    return mean_of_words(sums, mask, token_mean, gather)
 
 
 def words_only(mask):
@@ -234,8 +206,7 @@ class Model(nn.Module):
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
-        if image_encoder.cls is False:
-            raise ValueError("image_encoder.cls is False, but must be None if there is no [CLS].")
+        check_encoder(image_encoder)
         self.config = config
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
         h_v = {"plain": nn.Sequential, "residual": Residual}[config.h_v]
@@ -271,8 +242,7 @@ class Model(nn.Module):
     def align(self, tokens, patches):
         """Eq. 2-4, or an ablation of Table 8. (B, L, E), (B, P, E) -> a (B, L, P)."""
         if self.config.align == "softmax":
-            with in_fp32(tokens, patches) as (tokens, patches):     # the paper names no temperature
-                return (tokens @ patches.transpose(1, 2)).softmax(-1)
+            return softmax_weights(tokens, patches)                 # below
         sigma = {"sparse": self.config.sigma, "dense": 0.0}[self.config.align]
         return alignment_weights(tokens, patches, sigma)
 
@@ -369,6 +339,31 @@ class Gather(torch.autograd.Function):
 # run one batch on a CPU first.
 
 
+def in_fp32(function, *args, **kwargs):
+    """Call the function with all arguments (...) in one dtype, float32 or float64. A scale, which
+    has no dimension, keeps its own."""
+    def is_cast(x):
+        return torch.is_tensor(x) and x.is_floating_point() and x.ndim > 0
+
+    tensors = [x for x in (*args, *kwargs.values()) if is_cast(x)]
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
+    args = [x.to(dtype) if is_cast(x) else x for x in args]
+    kwargs = {name: x.to(dtype) if is_cast(x) else x for name, x in kwargs.items()}
+    device = tensors[0].device.type.replace("meta", "cpu")  # autocast does not know "meta"
+    with torch.autocast(device, enabled=False):
+        return function(*args, **kwargs)
+
+
+def own_columns(logits):
+    """The columns (B,) of this rank's captions in logits (B, world * B)."""
+    B, columns = logits.shape
+    if columns < 2 or columns % B:
+        raise ValueError(f"The loss compares pairs: {B} images and {columns} captions need to be "
+                         f"equally many on each rank, and two or more on all ranks.")
+    rank = dist.get_rank() if columns > B else 0
+    return rank * B + torch.arange(B, device=logits.device)
+
+
 def readable(x):
     """Whether the values of a tensor can be read without a wait for a GPU."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -385,6 +380,34 @@ def check_scale(scale):
     # NaN passes: the loss of a training that diverges is NaN, and is not the fault of an argument
     if (not torch.is_tensor(scale) or readable(scale)) and (scale < 1 or scale > 101):
         raise ValueError(f"scale is 1 / temperature, from 1 to 100, not {float(scale):g}.")
+
+
+def check_pairs(v, t, scale):
+    """Raise ValueError if v and t are not (B, E), or scale is wrong."""
+    check_scale(scale)
+    if v.shape != t.shape or v.ndim != 2:
+        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}: both "
+                         "need (B, E).")
+
+
+def check_sigma(sigma):
+    if not 0 <= sigma <= 1:
+        raise ValueError(f"The threshold sigma must lie in [0, 1]: {sigma}.")
+
+
+def check_encoder(image_encoder):
+    if image_encoder.cls is False:
+        raise ValueError("image_encoder.cls is False, but must be None if there is no [CLS].")
+
+
+def checked_words(tokens, patches, mask, scale):
+    """The mask of words (B, L) as bools. Raises ValueError if tokens are not (B, L, E), patches not
+    (B, P, E), or mask or scale are wrong."""
+    check_scale(scale)
+    if not tokens.ndim == patches.ndim == 3 or tokens.shape[::2] != patches.shape[::2]:
+        raise ValueError(f"tokens need (B, L, E), patches (B, P, E), with one B and one E, not "
+                         f"{tuple(tokens.shape)} and {tuple(patches.shape)}.")
+    return as_bools(mask, tokens.shape[:2])
 
 
 def as_bools(mask, shape):
@@ -508,13 +531,31 @@ def in_rows(function, *rows, size, limit=2**24):
                       for part in parts])
 
 
+def mean_of_batch(losses, count, token_mean, gather):
+    """Listing 1: the mean of L_f over the words of all captions on all ranks. losses, count (B,):
+    sums over the words of a caption, and their number -> scalar. Each rank divides its sum by the
+    same number, the mean number of words of a rank. The mean of the ranks' losses is then the loss
+    of one process."""
+    if token_mean != "batch":
+        raise ValueError(f"token_mean must be caption or batch, not {token_mean!r}.")
+    words = gather(count.to(losses.dtype)[:, None]).mean()  # words of a caption, on average
+    return losses.sum() / (len(count) * words).clamp(min=1)
+
+
+@fp32
+def softmax_weights(tokens, patches):
+    """Table 8's softmax in place of Eq. 2-4; the paper names no temperature. tokens (B, L, E),
+    patches (B, P, E) -> a (B, L, P)."""
+    return (tokens @ patches.transpose(1, 2)).softmax(-1)
+
+
+@fp32
 def patches_per_word(a, mask):
     """The effective number of patches of a word, 1 / sum_p a_lp^2: 1 if one patch has all the
     weight, as softmax weights tend to (App. A), P if all weights are equal.
     a (B, L, P), mask (B, L): True on words -> scalar, the mean over all words."""
-    with in_fp32(a) as (a,):
-        used = 1 / a.square().sum(-1)                                   # (B, L)
-        return (used * mask).sum() / mask.sum().clamp(min=1)
+    used = 1 / a.square().sum(-1)                                   # (B, L)
+    return (used * mask).sum() / mask.sum().clamp(min=1)
 
 
 # Baselines (Sec. 4) -----------------------------------------------------------------------
@@ -572,6 +613,7 @@ def most_similar(x, y, keep):
     return x.take_along_dim(index[..., None], 1) * kept[..., None]
 
 
+@fp32
 def filip_loss(tokens, patches, mask, scale, *, keep=0.2, gather=all_ranks):
     """FILIP (arXiv 2111.07783). tokens (b, L, E), patches (b, P, E), mask (b, L) -> scalar.
 
@@ -581,17 +623,16 @@ def filip_loss(tokens, patches, mask, scale, *, keep=0.2, gather=all_ranks):
     FLOPs (--preset b16 --dry-run 256), and 80 % takes 7.5 times. Table 11 has 2.98. PACL and GLoRIA
     cost less here than there (1.08 and 1.40, 2.42 and 5.77), because their forms are cheaper.
     """
-    check_scale(scale)
-    mask = as_bools(mask, tokens.shape[:2])
-    with in_fp32(tokens.masked_fill(~mask[..., None], 0.0), patches) as (tokens, patches):
-        patches = F.normalize(patches, dim=-1)
-        tokens = F.normalize(tokens, dim=-1)                            # 0 where no word is
-        words = gather_captions(most_similar(tokens, patches, keep), gather)    # (B, L', E)
-        images = gather(most_similar(patches, tokens, keep))            # (B, P', E)
-        i_to_t = scale * in_chunks(filip_scores, patches, words)        # (b, B)
-        t_to_i = scale * in_chunks(filip_scores, tokens, images)        # (b, B)
-        i = own_columns(i_to_t)
-        return (F.cross_entropy(i_to_t, i) + F.cross_entropy(t_to_i, i)) / 2
+    mask = checked_words(tokens, patches, mask, scale)
+    tokens = tokens.masked_fill(~mask[..., None], 0.0)
+    patches = F.normalize(patches, dim=-1)
+    tokens = F.normalize(tokens, dim=-1)                            # 0 where no word is
+    words = gather_captions(most_similar(tokens, patches, keep), gather)    # (B, L', E)
+    images = gather(most_similar(patches, tokens, keep))            # (B, P', E)
+    i_to_t = scale * in_chunks(filip_scores, patches, words)        # (b, B)
+    t_to_i = scale * in_chunks(filip_scores, tokens, images)        # (b, B)
+    i = own_columns(i_to_t)
+    return (F.cross_entropy(i_to_t, i) + F.cross_entropy(t_to_i, i)) / 2
 
 
 # phi_ij = sum_p softmax_p(cos(v_ip, t_j)) cos(v_ip, t_j)
@@ -601,16 +642,17 @@ def pacl_scores(patches, t):
     return (s.softmax(1) * s).sum(1)
 
 
+@fp32
 def pacl_loss(t, patches, scale, *, gather=all_ranks):
     """PACL (arXiv 2212.04994). t (b, E): embeddings of captions; patches (b, P, E) -> scalar."""
     check_scale(scale)
-    with in_fp32(patches, t) as (patches, t):
-        patches, t = F.normalize(patches, dim=-1), F.normalize(t, dim=-1)
-        return contrast(scale * in_chunks(pacl_scores, patches, gather(t)[:, None]), gather)
+    patches, t = F.normalize(patches, dim=-1), F.normalize(t, dim=-1)
+    return contrast(scale * in_chunks(pacl_scores, patches, gather(t)[:, None]), gather)
 
 
 # a_ijlp = softmax_p(t_jl . v_ip / sqrt(E)),  c_ijl = sum_p a_ijlp v_ip
 # Z_ij = tau log sum_l exp(cos(c_ijl, t_jl) / tau)
+@fp32
 def gloria_loss(tokens, patches, mask, scale, *, gather=all_ranks):
     """GLoRIA's local loss (ICCV 2021). tokens (b, L, E), patches (b, P, E), mask (b, L) -> scalar.
 
@@ -633,12 +675,11 @@ def gloria_loss(tokens, patches, mask, scale, *, gather=all_ranks):
         z = (scale * cos).masked_fill(~words, torch.finfo(s.dtype).min).logsumexp(2)
         return z.masked_fill(~words.any(1), 0.0)                        # (b, c), Z / tau
 
-    check_scale(scale)
-    mask = as_bools(mask, tokens.shape[:2])
-    with in_fp32(tokens.masked_fill(~mask[..., None], 0.0), patches) as (tokens, patches):
-        gram = patches @ patches.transpose(1, 2)                        # (b, P, P)
-        captions = gather_captions(tokens, gather)                      # (B, L', E)
-        return contrast(in_chunks(scores, patches, captions), gather)
+    mask = checked_words(tokens, patches, mask, scale)
+    tokens = tokens.masked_fill(~mask[..., None], 0.0)
+    gram = patches @ patches.transpose(1, 2)                        # (b, P, P)
+    captions = gather_captions(tokens, gather)                      # (B, L', E)
+    return contrast(in_chunks(scores, patches, captions), gather)
 
 
 def mgca_loss(tokens, patches, mask, word_context, patch_context, scale):
@@ -656,6 +697,7 @@ def mgca_loss(tokens, patches, mask, word_context, patch_context, scale):
     return (mean_of_words(of_words, mask) + mean_of_words(of_patches, patch_mask)) / 2
 
 
+@fp32
 def prototype_loss(v, t, prototypes, scale, *, gather=all_ranks):
     """MGCA's prototype loss: an image predicts the prototypes of its caption, and a caption the
     prototypes of its image. v, t (b, E), prototypes (K, E) -> scalar.
@@ -665,19 +707,15 @@ def prototype_loss(v, t, prototypes, scale, *, gather=all_ranks):
     learned tau: zero-shot was .941. Zero-shot was .855 with three learned tau that start at the
     constants of MGCA's code (36 patches, --data shapes, seed 0).
     """
-    check_scale(scale)
-    if v.shape != t.shape or v.ndim != 2:
-        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}: both "
-                         "need (b, E).")
-    with in_fp32(v, t, prototypes) as (v, t, prototypes):
-        v, t, prototypes = (F.normalize(x, dim=-1) for x in (v, t, prototypes))
-        s = torch.stack([v @ prototypes.T, t @ prototypes.T])           # (2, b, K)
-        # Sinkhorn-Knopp, 3 iterations (D.4): scale columns to sum 1 over all ranks, then rows
-        q = (s.detach() / 0.05).exp()  # epsilon is .05 (D.4)
-        for _ in range(3):
-            q = q / gather(q.sum(1)[None]).sum(0)[:, None]
-            q = q / q.sum(2, keepdim=True)
-        return (F.cross_entropy(scale * s[0], q[1]) + F.cross_entropy(scale * s[1], q[0])) / 2
+    check_pairs(v, t, scale)
+    v, t, prototypes = (F.normalize(x, dim=-1) for x in (v, t, prototypes))
+    s = torch.stack([v @ prototypes.T, t @ prototypes.T])           # (2, b, K)
+    # Sinkhorn-Knopp, 3 iterations (D.4): scale columns to sum 1 over all ranks, then rows
+    q = (s.detach() / 0.05).exp()  # epsilon is .05 (D.4)
+    for _ in range(3):
+        q = q / gather(q.sum(1)[None]).sum(0)[:, None]
+        q = q / q.sum(2, keepdim=True)
+    return (F.cross_entropy(scale * s[0], q[1]) + F.cross_entropy(scale * s[1], q[0])) / 2
 
 
 class CrossAttention(nn.Module):
@@ -943,6 +981,7 @@ def centre_and_size(boxes):
     return torch.cat([(low + high) / 2, high - low], -1)
 
 
+@fp32
 def detection_losses(logits, boxes, asked, classes, truth):
     """The losses of classes, L1 and GIoU (3,). Each is the mean over images of a sum divided by the
     number of true classes, or boxes, of the image.
@@ -951,44 +990,43 @@ def detection_losses(logits, boxes, asked, classes, truth):
     truth (B, M, 4): true boxes; classes (B, M, Q): True for the classes of a true box (overlapping
     boxes are merged, and have several), False for padding.
     """
-    is_box, dtype = classes.any(2), torch.promote_types(logits.dtype, torch.float32)
-    with in_fp32(logits, boxes, truth, classes.to(dtype)) as (logits, boxes, truth, classes):
-        there, elsewhere = focal_losses(logits)                             # (B, P, Q)
-        with torch.no_grad():
-            change = classes @ (there - elsewhere).transpose(1, 2)          # (B, M, P)
-            pairs = truth[:, :, None], boxes[:, None]
-            apart = (centre_and_size(pairs[0]) - centre_and_size(pairs[1])).abs().sum(-1)
-            patches = match(change + apart - generalized_iou(*pairs), is_box)[..., None]
-            target = torch.zeros_like(logits).scatter_add(1, patches.expand_as(classes), classes)
-        found = boxes.take_along_dim(patches, 1)                            # (B, M, 4)
-        of_classes = torch.where(target > 0, there, elsewhere) * asked[:, None]
-        l1 = (found - truth).abs().sum(-1) * is_box                         # (B, M)
-        giou = (1 - generalized_iou(found, truth)) * is_box
-        labels, count = classes.sum((1, 2)).clamp(min=1), is_box.sum(1).clamp(min=1)    # (B,)
-        sums = of_classes.sum((1, 2)) / labels, l1.sum(1) / count, giou.sum(1) / count
-        return torch.stack(sums).mean(1)
+    is_box, classes = classes.any(2), classes.to(logits.dtype)
+    there, elsewhere = focal_losses(logits)                             # (B, P, Q)
+    with torch.no_grad():
+        change = classes @ (there - elsewhere).transpose(1, 2)          # (B, M, P)
+        pairs = truth[:, :, None], boxes[:, None]
+        apart = (centre_and_size(pairs[0]) - centre_and_size(pairs[1])).abs().sum(-1)
+        patches = match(change + apart - generalized_iou(*pairs), is_box)[..., None]
+        target = torch.zeros_like(logits).scatter_add(1, patches.expand_as(classes), classes)
+    found = boxes.take_along_dim(patches, 1)                            # (B, M, 4)
+    of_classes = torch.where(target > 0, there, elsewhere) * asked[:, None]
+    l1 = (found - truth).abs().sum(-1) * is_box                         # (B, M)
+    giou = (1 - generalized_iou(found, truth)) * is_box
+    labels, count = classes.sum((1, 2)).clamp(min=1), is_box.sum(1).clamp(min=1)    # (B,)
+    sums = of_classes.sum((1, 2)) / labels, l1.sum(1) / count, giou.sum(1) / count
+    return torch.stack(sums).mean(1)
 
 
 # (cos(e_p, q) + shift_p) (elu(scale_p) + 1)
+@fp32
 def query_logits(e, queries, shift, scale):
     """Class embeddings e (B, P, E), queries (Q, E), shift and scale (B, P, 1) -> (B, P, Q)."""
-    with in_fp32(e, queries, shift, scale) as (e, queries, shift, scale):
-        return (F.normalize(e, dim=-1) @ queries.T + shift) * (F.elu(scale) + 1)
+    return (F.normalize(e, dim=-1) @ queries.T + shift) * (F.elu(scale) + 1)
 
 
+@fp32
 def patch_boxes(x):
     """What the head of boxes returns (B, P, 4) -> boxes (B, P, 4). Where x is 0 it is the patch.
 
     differs: OWL-ViT's code adds 1 to a patch's row and column, so that a box begins at the lower
     right corner of its patch. The paper and the code's comment name the centre, as here.
     """
-    with in_fp32(x) as (x,):
-        grid = math.isqrt(x.shape[1])
-        places = (torch.arange(grid, device=x.device) + 0.5) / grid
-        centres = torch.cartesian_prod(places, places).flip(1)              # (P, 2), x and y
-        patch = F.pad(centres, (0, 2), value=1 / grid)                      # (P, 4), with the sizes
-        centre, size = (x + patch.logit()).sigmoid().split(2, -1)
-        return torch.cat([centre - size / 2, centre + size / 2], -1)
+    grid = math.isqrt(x.shape[1])
+    places = (torch.arange(grid, device=x.device) + 0.5) / grid
+    centres = torch.cartesian_prod(places, places).flip(1)              # (P, 2), x and y
+    patch = F.pad(centres, (0, 2), value=1 / grid)                      # (P, 4), with the sizes
+    centre, size = (x + patch.logit()).sigmoid().split(2, -1)
+    return torch.cat([centre - size / 2, centre + size / 2], -1)
 
 
 class Detector(nn.Module):

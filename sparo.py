@@ -14,6 +14,9 @@ and g = grp_size slots share one K_l (App. A). K' is K transposed.
     q_l       Sparo.q          (1, L/g, g, 1, D)  Eq. 1; learned query of slot l
     K_l       Sparo.KVproj     d -> (L/g) D       Eq. 1; learned key projection
     W         Sparo.Wproj      D -> V             Eq. 1; learned, shared by all slots
+    u_l       u                (L/g, g, d)        above Sparo; what slot l looks for in H
+    a_l       attn             (B, L, n)          Eq. 1; its attention over the outputs
+    p_l       p                (B, L/g, g, d)     above Sparo; H, weighted by a_l
     y_l       y                (B, L, V)          Eq. 1; Model.image_slots, Model.text_slots
     y         normalize_slots  (B, L V)           Sec. 3.3; encoding, of length 1
     y^i, y^t  v, t             (B, L V)           Eq. 2; encodings of images and captions
@@ -24,7 +27,6 @@ https://github.com/facebookresearch/dino at 7c446df. (FILE:LINE) names a line of
 `python tests/parity.py sparo PATH` trains both for 60 steps; losses differ by about 1e-14.
 
 Differs from the paper (search for "differs" for the variants):
-  * Sparo.forward returns what the listing of App. A returns (Eq. 1 with biases), but costs less.
   * Captions are WordPiece tokens and end at [SEP]. The paper's tokens are CLIP's, which
     --vocab bpe_simple_vocab_16e6.txt.gz selects.
   * Embeddings, positions, queries and FDT's codebook do not decay; the authors' do
@@ -41,8 +43,8 @@ Run:     python train.py --method sparo                   (the world of shapes, 
          python train.py --method sparo --objective dino  (DINO; --readout sparo, cls, gap)
 """
 
-import contextlib
 import copy
+import functools
 import math
 import re
 import time
@@ -64,12 +66,10 @@ class Config:
     init_scale: float = 1 / 0.07   # initial 1 / temperature of CLIP's loss (CLIP, Sec. 2.5)
 
 
-@contextlib.contextmanager
-def in_fp32(*tensors):
-    """Inside `with in_fp32(x, y) as (x, y):` half-precision tensors are float32 and autocast is
-    off, because losses need this precision. float64 tensors stay float64."""
-    with torch.autocast(tensors[0].device.type, enabled=False):
-        yield [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
+def fp32(function):
+    """A decorator of losses: half-precision arguments become float32, float64 stays, and autocast
+    is off (in_fp32, below)."""
+    return functools.wraps(function)(lambda *args, **options: in_fp32(function, *args, **options))
 
 
 def all_ranks(x):
@@ -79,36 +79,12 @@ def all_ranks(x):
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
-def own_columns(logits):
-    """The columns (B,) of this rank's captions in logits (B, world * B)."""
-    B, columns = logits.shape
-    if columns < 2 or columns % B:
-        raise ValueError(f"The loss compares pairs: {B} images and {columns} captions need to be "
-                         f"equally many on each rank, and two or more on all ranks.")
-    rank = dist.get_rank() if columns > B else 0
-    return rank * B + torch.arange(B, device=logits.device)
-
-
-def after_end(eos_idx, x):
-    """The padding of captions (B, n): True at the positions after the last token. eos_idx (B,) has
-    the index of each caption's last token; x (B, n, d) are the outputs. An empty caption has the
-    index -1. Its first position is not padding, because softmax needs one position."""
-    B, n, _ = x.shape
-    if eos_idx.shape != (B,) or eos_idx.is_floating_point() or eos_idx.dtype == torch.bool:
-        raise ValueError(f"eos_idx needs {B} indices of last tokens, not {tuple(eos_idx.shape)} "
-                         f"and {eos_idx.dtype}.")
-    if readable(eos_idx) and not ((eos_idx >= -1) & (eos_idx < n)).all():
-        raise ValueError(f"eos_idx has indices from {eos_idx.min()} to {eos_idx.max()}, but there "
-                         f"are {n} outputs.")
-    return torch.arange(n, device=eos_idx.device) > eos_idx.clamp(min=0)[:, None]
-
-
-class Keys(nn.Linear):
-    """An nn.Linear whose weight Sparo reads. torch's dynamic quantisation would replace the class
-    nn.Linear by one without a weight, but replaces no subclass."""
-
-
 # y_l = W K_l H' softmax(H K_l' q_l / sqrt(D))                                      (Eq. 1)
+#
+# What runs has the same numbers. q_l is the same for all images, so K_l' q_l comes first, and K_l
+# projects one pooled vector of a slot in place of n outputs:
+#
+#     u_l = K_l' q_l / sqrt(D),   a_l = softmax(H u_l),   p_l = H' a_l,   y_l = W (K_l p_l)
 class Sparo(nn.Module):
     """Separate-head attention (Sec. 3.2): outputs (B, n, d) -> slots (B, L, V). Parameters have the
     names of App. A's listing. Raises ValueError if grp_size does not divide L."""
@@ -131,41 +107,35 @@ class Sparo(nn.Module):
         eos_idx (B,): the index of each caption's last token, length - 1. Slots ignore the positions
         after it.
         """
-        if x.ndim != 3 or x.shape[2] != self.KVproj.in_features:
-            raise ValueError(f"Sparo needs x (B, n, {self.KVproj.in_features}), not "
-                             f"{tuple(x.shape)}.")
-        B, n, d = x.shape
+        check_outputs(x, self.KVproj.in_features)
         if eos_idx is not None:
-            padding = after_end(eos_idx, x)                        # (B, n)
+            padding = after_end(eos_idx, x)                        # (B, n), below
             x = x.masked_fill(padding[..., None], 0.0)             # 0 * NaN would be NaN
-        K = self.KVproj.weight.view(self.nkeys, self.D, d)         # (L/g, D, d)
+        K = self.KVproj.weight.unflatten(0, (self.nkeys, self.D))  # (L/g, D, d)
+        # differs: App. A's listing has biases. b_l adds one number to all scores of a slot, which
+        # softmax ignores, and b_l to the value K_l p_l, because a_l sums to 1.
         b = self.KVproj.bias.view(self.nkeys, 1, self.D)           # (L/g, 1, D)
 
-        # differs: the listing projects all n positions to keys, (B, n, (L/g) D). The query q_l is
-        # the same for all images, so K_l' q_l can be computed first, and the scores are H u_l.
-        # K_l then projects one pooled vector p_l for each slot instead of n positions. The bias
-        # b_l of K_l adds one number to all scores of a slot, which softmax ignores. The values are
-        # K_l p_l + b_l, because the attention of a slot sums to 1.
-        u = self.q[0, :, :, 0] @ K * self.D**-0.5    # (L/g, g, d)  u_l = K_l' q_l / sqrt(D)
+        u = self.q[0, :, :, 0] @ K * self.D**-0.5                  # (L/g, g, d)  K_l' q_l / sqrt(D)
         scores = F.linear(x, u.flatten(0, 1)).transpose(1, 2)      # (B, L, n)  H u_l
         if eos_idx is not None:
             scores = scores.masked_fill(padding[:, None], -torch.inf)
         attn = scores.softmax(-1)                                  # (B, L, n)  a_l
-        pooled = (attn @ x).view(B, self.nkeys, self.grp_size, d)  # (B, L/g, g, d)  p_l = H' a_l
-        values = torch.einsum("bkgd,kDd->bkgD", pooled, K) + b     # (B, L/g, g, D)  K_l p_l + b_l
+        p = (attn @ x).unflatten(1, (self.nkeys, self.grp_size))   # (B, L/g, g, d)  H' a_l
+        values = torch.einsum("bkgd,kDd->bkgD", p, K) + b          # (B, L/g, g, D)  K_l p_l + b_l
         y = self.Wproj(values.flatten(1, 2))                       # (B, L, V)
         return (y, attn) if return_attn else y
 
 
 # y = concat(y_l / |y_l|) / sqrt(L),  so  y^i . y^t = mean_l sim(y^i_l, y^t_l)        (Eq. 2)
+@fp32
 def normalize_slots(y):
     """Slots (B, L, V) -> encodings (B, L V) of length 1."""
-    if y.ndim != 3:
-        raise ValueError(f"Slots need the shape (B, L, V), not {tuple(y.shape)}.")
-    with in_fp32(y) as (y,):
-        return F.normalize(y, dim=-1).flatten(1) / y.shape[1] ** 0.5
+    check_slots(y)
+    return F.normalize(y, dim=-1).flatten(1) / y.shape[1] ** 0.5
 
 
+@fp32
 def clip_loss(v, t, scale, *, gather=all_ranks):
     """CLIP's loss of B pairs, a scalar (Sec. 3.3).
 
@@ -175,21 +145,17 @@ def clip_loss(v, t, scale, *, gather=all_ranks):
     gather: see all_ranks. Gradients accumulated over small batches differ from those of one large
     batch: each small batch has fewer negatives.
     """
-    check_scale(scale)
-    if v.shape != t.shape or v.ndim not in (2, 3):
-        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}: both "
-                         "need (B, L, V) or (B, M).")
+    check_pairs(v, t, scale)
     v, t = (normalize_slots(y if y.ndim == 3 else y[:, None]) for y in (v, t))   # (B, M)
-    with in_fp32(v, t) as (v, t):
-        logits = scale * v @ gather(t).T                           # (B, world * B)
-        pair = own_columns(logits)
-        positive = logits.take_along_dim(pair[:, None], 1)[:, 0]   # (B,)
-        image_to_text = logits.logsumexp(1) - positive             # (B,)
-        # A text is compared with the images of all ranks. Each rank sends one number for each
-        # text, the logsumexp over its own images, instead of the encodings of its images.
-        sums = gather(logits.logsumexp(0, keepdim=True)).logsumexp(0)  # (world * B,)
-        text_to_image = sums[pair] - positive                      # (B,)
-        return (image_to_text + text_to_image).mean() / 2
+    logits = scale * v @ gather(t).T                           # (B, world * B)
+    pair = own_columns(logits)                                 # (B,), below
+    positive = logits.take_along_dim(pair[:, None], 1)[:, 0]   # (B,)
+    image_to_text = logits.logsumexp(1) - positive             # (B,)
+    # A text is compared with the images of all ranks. Each rank sends one number for each
+    # text, the logsumexp over its own images, instead of the encodings of its images.
+    sums = gather(logits.logsumexp(0, keepdim=True)).logsumexp(0)  # (world * B,)
+    text_to_image = sums[pair] - positive                      # (B,)
+    return (image_to_text + text_to_image).mean() / 2
 
 
 class Model(nn.Module):
@@ -286,10 +252,54 @@ class Gather(torch.autograd.Function):
         return rows
 
 
+class Keys(nn.Linear):
+    """An nn.Linear whose weight Sparo reads. torch's dynamic quantisation would replace the class
+    nn.Linear by one without a weight, but replaces no subclass."""
+
+
 # Checks -----------------------------------------------------------------------------------
 #
 # The values of masks, scales and eos_idx are checked only on a CPU, because a GPU would have to
 # wait. So run one batch on a CPU first.
+
+
+def in_fp32(function, *args, **kwargs):
+    """Call the function with all arguments (...) in one dtype, float32 or float64. A scale, which
+    has no dimension, keeps its own."""
+    def is_cast(x):
+        return torch.is_tensor(x) and x.is_floating_point() and x.ndim > 0
+
+    tensors = [x for x in (*args, *kwargs.values()) if is_cast(x)]
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
+    args = [x.to(dtype) if is_cast(x) else x for x in args]
+    kwargs = {name: x.to(dtype) if is_cast(x) else x for name, x in kwargs.items()}
+    device = tensors[0].device.type.replace("meta", "cpu")  # autocast does not know "meta"
+    with torch.autocast(device, enabled=False):
+        return function(*args, **kwargs)
+
+
+def own_columns(logits):
+    """The columns (B,) of this rank's captions in logits (B, world * B)."""
+    B, columns = logits.shape
+    if columns < 2 or columns % B:
+        raise ValueError(f"The loss compares pairs: {B} images and {columns} captions need to be "
+                         f"equally many on each rank, and two or more on all ranks.")
+    rank = dist.get_rank() if columns > B else 0
+    return rank * B + torch.arange(B, device=logits.device)
+
+
+def after_end(eos_idx, x):
+    """The padding of captions (B, n): True at the positions after the last token. eos_idx (B,) has
+    the index of each caption's last token; x (B, n, d) are the outputs. An empty caption has the
+    index -1. Its first position is not padding, because softmax needs one position."""
+    B, n, _ = x.shape
+    if eos_idx.shape != (B,) or eos_idx.is_floating_point() or eos_idx.dtype == torch.bool:
+        raise ValueError(f"eos_idx needs {B} indices of last tokens, not {tuple(eos_idx.shape)} "
+                         f"and {eos_idx.dtype}.")
+    if readable(eos_idx) and not ((eos_idx >= -1) & (eos_idx < n)).all():
+        raise ValueError(f"eos_idx has indices from {eos_idx.min()} to {eos_idx.max()}, but there "
+                         f"are {n} outputs.")
+    return torch.arange(n, device=eos_idx.device) > eos_idx.clamp(min=0)[:, None]
 
 
 def readable(x):
@@ -308,6 +318,23 @@ def check_scale(scale):
     # NaN passes: the loss of a training that diverges is NaN, and is not the fault of an argument
     if (not torch.is_tensor(scale) or readable(scale)) and (scale < 1 or scale > 101):
         raise ValueError(f"scale is 1 / temperature, from 1 to 100, not {float(scale):g}.")
+
+
+def check_pairs(v, t, scale):
+    check_scale(scale)
+    if v.shape != t.shape or v.ndim not in (2, 3):
+        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}: both "
+                         "need (B, L, V) or (B, M).")
+
+
+def check_outputs(x, d):
+    if x.ndim != 3 or x.shape[2] != d:
+        raise ValueError(f"Sparo needs x (B, n, {d}), not {tuple(x.shape)}.")
+
+
+def check_slots(y):
+    if y.ndim != 3:
+        raise ValueError(f"Slots need the shape (B, L, V), not {tuple(y.shape)}.")
 
 
 def as_bools(mask, shape):
@@ -591,16 +618,16 @@ class FDT(nn.Module):
         return (sparsemax(scores.amax(1)) @ self.codebook)[:, None]  # (B, 1, E)
 
 
+@fp32
 def sparsemax(z):
     """Scores (..., C) -> the nearest weights (..., C) that are not negative and sum to 1; many are
     exactly 0 (Martins & Astudillo 2016)."""
-    with in_fp32(z) as (z,):
-        k = torch.arange(1, z.shape[-1] + 1, device=z.device)
-        sums = z.sort(-1, descending=True).values.cumsum(-1)       # (..., C), sum of the k largest
-        # Each k gives a threshold. The largest threshold is the right one, and the k that gives it
-        # is the number of weights above 0.
-        threshold = ((sums - 1) / k).amax(-1, keepdim=True)
-        return (z - threshold).clamp(min=0)
+    k = torch.arange(1, z.shape[-1] + 1, device=z.device)
+    sums = z.sort(-1, descending=True).values.cumsum(-1)       # (..., C), sum of the k largest
+    # Each k gives a threshold. The largest threshold is the right one, and the k that gives it
+    # is the number of weights above 0.
+    threshold = ((sums - 1) / k).amax(-1, keepdim=True)
+    return (z - threshold).clamp(min=0)
 
 
 # DINO (arXiv 2104.14294) with SPARO (Sec. 3.4) --------------------------------------------
@@ -608,21 +635,27 @@ def sparsemax(z):
 
 # P_s = softmax(g_s / tau_s),  P_t = softmax((g_t - c) / tau_t)
 # mean over large views x and views x' != x of - P_t(x) . log P_s(x')          (DINO, Eq. 3)
+@fp32
 def dino_loss(student, teacher, center, student_temp, teacher_temp):
     """DINO's loss, a scalar, and P_t (G, B, K).
 
     student: logits g_s (V, B, K) of V views, of which the G large ones come first. teacher: logits
     g_t (G, B, K) of the large views; they get no gradient. center: c (K,).
     """
-    with in_fp32(student, teacher) as (student, teacher):
-        p_t = ((teacher.detach() - center) / teacher_temp).softmax(-1)
-        log_p_s = (student / student_temp).log_softmax(-1)
-        G, V = len(teacher), len(student)
-        # The sum over all pairs of views is a product of two sums, which is cheap. The G pairs of
-        # a view with itself are then subtracted.
-        every = (p_t.sum(0) * log_p_s.sum(0)).sum(-1).mean()
-        same = (p_t * log_p_s[:G]).sum((0, 2)).mean()
-        return (same - every) / (G * (V - 1)), p_t
+    p_t = ((teacher.detach() - center) / teacher_temp).softmax(-1)
+    log_p_s = (student / student_temp).log_softmax(-1)
+    G, V = len(teacher), len(student)
+    # The sum over all pairs of views is a product of two sums, which is cheap. The G pairs of
+    # a view with itself are then subtracted.
+    every = (p_t.sum(0) * log_p_s.sum(0)).sum(-1).mean()
+    same = (p_t * log_p_s[:G]).sum((0, 2)).mean()
+    return (same - every) / (G * (V - 1)), p_t
+
+
+@fp32
+def cosines(x, y):
+    """x (B, M), y (K, M) -> (B, K)."""
+    return F.normalize(x, dim=-1) @ F.normalize(y, dim=-1).T
 
 
 class DinoHead(nn.Module):
@@ -639,8 +672,7 @@ class DinoHead(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x):
-        with in_fp32(self.mlp(x), self.last.weight) as (x, directions):
-            return F.normalize(x, dim=-1) @ F.normalize(directions, dim=-1).T
+        return cosines(self.mlp(x), self.last.weight)
 
 
 class Dino(nn.Module):

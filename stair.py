@@ -33,7 +33,7 @@ Not here: the authors' private pairs (App. B); an index (App. D) of other featur
 """
 
 import array
-import contextlib
+import functools
 import math
 import re
 from dataclasses import dataclass
@@ -55,12 +55,10 @@ class Config:
     init_scale: float = 1 / 0.07  # initial 1 / T of the contrastive loss (Eq. 3; CLIP, Sec. 2.5)
 
 
-@contextlib.contextmanager
-def in_fp32(*tensors):
-    """Inside `with in_fp32(x, y) as (x, y):` half-precision tensors are float32 and autocast is
-    off, because losses need this precision. float64 tensors stay float64."""
-    with torch.autocast(tensors[0].device.type, enabled=False):
-        yield [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
+def fp32(function):
+    """A decorator of losses: half-precision arguments become float32, float64 stays, and autocast
+    is off (in_fp32, below)."""
+    return functools.wraps(function)(lambda *args, **options: in_fp32(function, *args, **options))
 
 
 def all_ranks(x):
@@ -70,54 +68,40 @@ def all_ranks(x):
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
-def own_columns(logits):
-    """The columns (B,) of this rank's captions in logits (B, world * B)."""
-    B, columns = logits.shape
-    if columns < 2 or columns % B:
-        raise ValueError(f"The loss compares pairs: {B} images and {columns} captions need to be "
-                         f"equally many on each rank, and two or more on all ranks.")
-    rank = dist.get_rank() if columns > B else 0
-    return rank * B + torch.arange(B, device=logits.device)
-
-
 # M(x, y) = cos(enc(x), enc(y))                                                      (Eq. 2)
 # L_con = -1/B sum_i log( exp(M(x_i, y_i) / T) / sum_j exp(M(x_i, y_j) / T) )        (Eq. 3)
+@fp32
 def contrastive_loss(v, t, scale, *, gather=all_ranks):
     """The mean of Eq. 3 from image to text and of Eq. 3 from text to image, a scalar.
 
     v, t (B, |V|): enc of B images and of their captions, this rank's rows only, normalised here.
     scale: 1 / T, from 1 to 100, not its logarithm. A log-scale that went through clamp or a product
-    cannot be told. gather: see all_ranks. Gradients accumulated over small batches differ from those
-    of one large batch: each small batch has fewer negatives.
+    cannot be told. gather: see all_ranks. Gradients accumulated over small batches differ from
+    those of one large batch: each small batch has fewer negatives.
     """
-    check_scale(scale)
-    if v.shape != t.shape or v.ndim != 2:
-        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}: both "
-                         "need (B, |V|).")
-    with in_fp32(v, t) as (v, t):
-        v = F.normalize(v, dim=-1, eps=0.5)  # differs: eps bounds the gradient
-        t = F.normalize(t, dim=-1, eps=0.5)
-        M = scale * v @ gather(t).T                                      # (B, world * B): Eq. 3
-        i = own_columns(M)
-        positive = M.take_along_dim(i[:, None], 1)[:, 0]                 # (B,)
-        image_to_text = M.logsumexp(1) - positive                        # (B,)
-        # A text is compared with the images of all ranks. Each rank sends one number for each
-        # text, the logsumexp over its own images, instead of the encodings of its images.
-        sums = gather(M.logsumexp(0, keepdim=True)).logsumexp(0)         # (world * B,)
-        text_to_image = sums[i] - positive                               # (B,)
-        return (image_to_text + text_to_image).mean() / 2
+    check_pairs(v, t, scale)
+    v = F.normalize(v, dim=-1, eps=0.5)  # differs: eps bounds the gradient
+    t = F.normalize(t, dim=-1, eps=0.5)
+    M = scale * v @ gather(t).T                                      # (B, world * B): Eq. 3
+    i = own_columns(M)                                               # (B,), below
+    positive = M.take_along_dim(i[:, None], 1)[:, 0]                 # (B,)
+    image_to_text = M.logsumexp(1) - positive                        # (B,)
+    # A text is compared with the images of all ranks. Each rank sends one number for each
+    # text, the logsumexp over its own images, instead of the encodings of its images.
+    sums = gather(M.logsumexp(0, keepdim=True)).logsumexp(0)         # (world * B,)
+    text_to_image = sums[i] - positive                               # (B,)
+    return (image_to_text + text_to_image).mean() / 2
 
 
 # L_FLOPs = sum_k ( 1/N sum_i enc_k^(i) )^2,  N: the size of the global batch        (Eq. 6)
+@fp32
 def flops_loss(enc, *, gather=all_ranks):
     """enc (B, |V|) of Eq. 5 as it is, not normalised -> scalar, a differentiable count of the
     multiplications in the dot product of two encodings. The loss is small if few words are active,
     and if each word is active in few samples."""
-    if enc.ndim != 2:
-        raise ValueError(f"flops_loss needs encodings (B, |V|), not {tuple(enc.shape)}.")
-    with in_fp32(enc) as (enc,):
-        mean = enc.mean(0, keepdim=True)                                 # (1, |V|), of this rank
-        return gather(mean).mean(0).square().sum()
+    check_encodings(enc)
+    mean = enc.mean(0, keepdim=True)                                 # (1, |V|), of this rank
+    return gather(mean).mean(0).square().sum()
 
 
 # p(h_j) = e . transform(h_j) + b                                                    (Eq. 4)
@@ -142,8 +126,7 @@ class TokenProjectionHead(nn.Module):
     def __init__(self, d, embedding, special=()):
         super().__init__()
         V, E = embedding.weight.shape
-        if not all(type(i) is int and 0 <= i < V for i in special):
-            raise ValueError(f"special needs ids (int) from 0 to {V - 1}, not {list(special)}.")
+        check_special(special, V)
         self.embedding = embedding
         self.transform = nn.Sequential(nn.Linear(d, E), nn.GELU(), nn.LayerNorm(E))
         self.bias = nn.Parameter(torch.zeros(V))
@@ -154,9 +137,7 @@ class TokenProjectionHead(nn.Module):
         """h (B, N, d) -> enc (B, |V|). mask (B, N): True at tokens, then False at padding; None: no
         padding. e (|V|, E) replaces the shared embedding. revived (B, |V|), a mask: words with
         True get a gradient even if their weight is 0."""
-        if h.ndim != 3 or h.shape[2] != self.transform[0].in_features:
-            raise ValueError(f"The head needs h (B, N, {self.transform[0].in_features}), not "
-                             f"{tuple(h.shape)}.")
+        check_outputs(h, self.transform[0].in_features)
         if revived is not None:
             revived = as_bools(revived, (len(h), len(self.valid)))
         if mask is not None:
@@ -164,11 +145,8 @@ class TokenProjectionHead(nn.Module):
             h = h.masked_fill(~mask[..., None], 0.0)                     # 0 * NaN would be NaN
         e = self.embedding.weight if e is None else e
         b = self.bias.masked_fill(~self.valid, -math.inf)
-        if torch.jit.is_tracing() or (torch.compiler.is_compiling() and not self.training):
-            # torch.export would unroll the loop of StreamedEncoding for a single size of batch
-            return encode(self.transform(h), e, b, mask)
         # differs: the words in `revived` get a gradient, even at weight 0.
-        return StreamedEncoding.apply(self.transform(h), e, b, mask, revived)
+        return streamed(self.transform(h), e, b, mask, revived, self.training)  # encode; below
 
 
 # mask(y)_k = 1 if token k is in the caption y                                       (Eq. 8)
@@ -209,12 +187,12 @@ class Model(nn.Module):
         self.register_buffer("strength", torch.tensor(0.0))  # factor of both lambdas, 0 to 1
         self.register_buffer("stage", torch.tensor(1))  # for checkpoints and the log
         self.number = 1  # the stage as an int: reading the tensor would wait for the GPU
+        self.register_load_state_dict_post_hook(continue_stage)  # below
 
     def begin_stage(self, number, fresh):
         """Enter stage 1, 2 or 3 (Sec. 3). fresh: True if the stage begins, False if a checkpoint of
         this stage was loaded."""
-        if number not in (1, 2, 3):
-            raise ValueError(f"There are stages 1, 2 and 3, not {number}.")
+        check_stage(number)
         self.number = number
         self.stage.fill_(number)
         # Stage 2 freezes the image encoder and its head, but not e, which the text encoder trains.
@@ -233,11 +211,6 @@ class Model(nn.Module):
         super().train(mode)
         self.image_encoder.train(mode and self.number != 2)
         return self
-
-    def load_state_dict(self, *args, **kwargs):  # continues the stage of the checkpoint
-        result = super().load_state_dict(*args, **kwargs)
-        self.begin_stage(int(self.stage), fresh=False)
-        return result
 
     def image_e(self):  # in stage 2 the copy of e from the end of stage 1, else the shared e
         return self.image_embedding if self.number == 2 else self.image_head.embedding.weight
@@ -280,8 +253,7 @@ class Model(nn.Module):
     def after_update(self, step, steps):
         """Let the lambdas grow with the square of the step (Sec. 4.2) until the fraction `ramp` of
         the stage is over. Keep the scale within [1, 100], as CLIP does."""
-        if step >= steps:
-            raise ValueError(f"step {step} is not within {steps} steps: count from 0 in a stage.")
+        check_step(step, steps)
         self.log_scale.data.clamp_(0, math.log(100))
         ramp_steps = max(1, self.config.ramp * steps)
         self.strength.fill_(min(1.0, ((step + 1) / ramp_steps) ** 2))
@@ -348,6 +320,31 @@ class Gather(torch.autograd.Function):
 # run one batch on a CPU first.
 
 
+def in_fp32(function, *args, **kwargs):
+    """Call the function with all arguments (...) in one dtype, float32 or float64. A scale, which
+    has no dimension, keeps its own."""
+    def is_cast(x):
+        return torch.is_tensor(x) and x.is_floating_point() and x.ndim > 0
+
+    tensors = [x for x in (*args, *kwargs.values()) if is_cast(x)]
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
+    args = [x.to(dtype) if is_cast(x) else x for x in args]
+    kwargs = {name: x.to(dtype) if is_cast(x) else x for name, x in kwargs.items()}
+    device = tensors[0].device.type.replace("meta", "cpu")  # autocast does not know "meta"
+    with torch.autocast(device, enabled=False):
+        return function(*args, **kwargs)
+
+
+def own_columns(logits):
+    """The columns (B,) of this rank's captions in logits (B, world * B)."""
+    B, columns = logits.shape
+    if columns < 2 or columns % B:
+        raise ValueError(f"The loss compares pairs: {B} images and {columns} captions need to be "
+                         f"equally many on each rank, and two or more on all ranks.")
+    rank = dist.get_rank() if columns > B else 0
+    return rank * B + torch.arange(B, device=logits.device)
+
+
 def readable(x):
     """Whether the values of a tensor can be read without a wait for a GPU."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -364,6 +361,43 @@ def check_scale(scale):
     # NaN passes: the loss of a training that diverges is NaN, and is not the fault of an argument
     if (not torch.is_tensor(scale) or readable(scale)) and (scale < 1 or scale > 101):
         raise ValueError(f"scale is 1 / temperature, from 1 to 100, not {float(scale):g}.")
+
+
+def check_pairs(v, t, scale):
+    check_scale(scale)
+    if v.shape != t.shape or v.ndim != 2:
+        raise ValueError(f"Images have the shape {tuple(v.shape)}, captions {tuple(t.shape)}: both "
+                         "need (B, |V|).")
+
+
+def check_encodings(enc):
+    if enc.ndim != 2:
+        raise ValueError(f"flops_loss needs encodings (B, |V|), not {tuple(enc.shape)}.")
+
+
+def check_special(special, V):
+    if not all(type(i) is int and 0 <= i < V for i in special):
+        raise ValueError(f"special needs ids (int) from 0 to {V - 1}, not {list(special)}.")
+
+
+def check_outputs(h, d):
+    if h.ndim != 3 or h.shape[2] != d:
+        raise ValueError(f"The head needs h (B, N, {d}), not {tuple(h.shape)}.")
+
+
+def check_stage(number):
+    if number not in (1, 2, 3):
+        raise ValueError(f"There are stages 1, 2 and 3, not {number}.")
+
+
+def check_step(step, steps):
+    if step >= steps:
+        raise ValueError(f"step {step} is not within {steps} steps: count from 0 in a stage.")
+
+
+def continue_stage(model, keys):
+    """Continue the stage of a checkpoint that was loaded, also into a module around the model."""
+    model.begin_stage(int(model.stage), fresh=False)
 
 
 def as_bools(mask, shape):
@@ -477,6 +511,14 @@ class FullModel(Model):
 
 
 # Eq. 4 and 5 in less memory ------------------------------------------------------------------
+
+
+def streamed(t, e, b, mask, revived, training):
+    """`encode` by StreamedEncoding. torch.export would unroll its loop for a single size of batch,
+    and gets `encode` itself."""
+    if torch.jit.is_tracing() or (torch.compiler.is_compiling() and not training):
+        return encode(t, e, b, mask)
+    return StreamedEncoding.apply(t, e, b, mask, revived)
 
 
 class StreamedEncoding(torch.autograd.Function):

@@ -180,7 +180,7 @@ def test_copied_files_are_right_on_two_ranks_with_nothing_passed(tmp_path):
         assert process.returncode == 0, printed
 
 
-REPEATED = "in_fp32 all_ranks Gather own_columns readable check_scale as_bools checked_mask"
+REPEATED = "fp32 in_fp32 all_ranks Gather own_columns readable check_scale as_bools checked_mask"
 
 
 @pytest.mark.parametrize("name", REPEATED.split())
