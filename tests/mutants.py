@@ -32,7 +32,7 @@ TABLE = r"""
 nn.Parameter(«torch.randn => 0.02 * torch.randn»(1, self.nkeys # App. A: initial queries
 «nn.init.xavier_uniform_ => nn.init.xavier_normal_»(self.KVproj.weight) # App. A: initial keys
 @ K * self.D**-«0.5 => 1» # sqrt(D) in Eq. 1 ;; >« => =» eos_idx.clamp(min=0) # a slot sees the last token
-attn = scores.softmax(«-1 => 1») # softmax over positions ;; pooled, K) + «b => 0 * b»  # bias of the values
+attn = scores.softmax(«-1 => 1») # softmax over positions ;; , p, K) + «b => 0 * b»  # bias of the values
 .flatten(1) / y.shape[«1 => 2»] ** 0.5 # sqrt(L) in Sec. 3.3
 return «rank => 0» * B + torch.arange(B, device # positives of this rank
 (image_to_text + text_to_image).mean()« / 2 => » # the mean of both directions
@@ -87,7 +87,7 @@ self.image_encoder.requires_grad_(«number != 2 => True») # stage 2 freezes
 self.image_head.bias.requires_grad_(«number != 2 => True») # stage 2
 if «fresh and number => number» == 2: # a resume of stage 2 keeps the copy of e
 «self.strength.zero_() => pass» # each stage begins with lambda 0
-self.begin_stage(int(self.stage), fresh=«False => True») # a resume
+model.begin_stage(int(model.stage), fresh=«False => True») # a resume
 return self.image_embedding if self.number «== 2 => > 1» else # stage 3
 self.image_encoder.train(«mode and self.number != 2 => mode») # BatchNorm
 if self.number «== 1 => <= 2»:  # enc_mask # only stage 1 masks
@@ -157,13 +157,13 @@ filip_keep: float = «0.2 => 0.8» # D.4 ;; context=«55 => 77»,vocab_size=3200
 steps=200_000, lr=«9e-4 => 1e-3» # D.4: the sweep ;; weight_decay=0.2, warmup=«2500 => 2000» # D.4
 == bam.py | bam | test_statistics test_details test_presets test_dino test_bam test_finetune -k "not crop"
 log_A = (S / tau).log_softmax(-«1 => 2») # Eq. 1: rows ;; "zero": «0.0 => -1.0», # Eq. 3
-in_fp32(«S.detach() => S») as (S,) # B has no gradient
+@fp32«\n@torch.no_grad() => »\ndef sinkhorn # B has no gradient
 log_K -= «gather(log_K.logsumexp(-2, keepdim=True)[None]).logsumexp(0 => log_K.logsumexp(-2, True») # one rank
 if other «!= => >» j: # Eq. 5: all pairs of views
 return loss / (len(B) * «(len(log_A) - 1 => len(log_A»)) # a mean over pairs
-z if teacher is None else «teacher.detach() => teacher») as (z, z_m) # the teacher has no gradient
-c = gather(«z_m => z»[:G].flatten(0, 1)) # App. C: columns of the teacher
-row_ids = «rank => 0» * n + torch # positives of this rank
+F.normalize(«teacher.detach() => teacher», dim=-1).view # the teacher has no gradient
+c = gather(«z_m => z»[:n_global].flatten(0, 1)) # App. C: columns of the teacher
+return «rank => 0» * n + torch.arange(n, device # positives of this rank
 sinkhorn(S, «cfg.tau_b => cfg.tau», cfg.sinkhorn_iters # tau_B of an ablation
 B = B[«: row_ids[:G].numel() => -row_ids[:G].numel() :»].view(G # large views are targets
 expand(k, n)« + len(c) * view => » # views of an image are no positives with --mask self ;; return tokens[:, «0 => 1»] if self.config.readout == "cls" # App. C
