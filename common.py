@@ -676,7 +676,7 @@ class ModelDefaults:
     before_update = lambda self, step: None
     after_update = lambda self, step, steps: None
 
-    # called on rank 0, in evaluation mode, when a step is logged; returns more scalars to log
+    # called on each rank, in evaluation mode, when a step is logged; returns more scalars to log
     diagnose = lambda self, batch: {}
 
     # a logged record -> a warning to print, or None
@@ -1070,10 +1070,11 @@ def merge_pair(pieces, pair, merged):
 # Images and views ---------------------------------------------------------------------
 #
 # A DataLoader's workers decode and crop, image by image, because files have different sizes:
-# Stream.load calls open_image, then train_transform, Views or Augment. All crops of a view have the
-# same size. So `distort` changes the colours of a batch of views at once, and blurs them, on the
-# model's device, which is cheaper. The worker draws the random numbers of these changes, so that
-# the numbers depend only on the seed and on the position in the data.
+# Stream.load calls open_image, then train_transform, Views, Augment or crop_boxes. All of them, and
+# the views of a probe in eval.py, crop by random_crop. All crops of a view have the same size. So
+# `distort` changes the colours of a batch of views at once, and blurs them, on the model's device,
+# which is cheaper. The worker draws the random numbers of these changes, so that the numbers depend
+# only on the seed and on the position in the data.
 #
 # Images are uint8 or floats in [0, 1] everywhere, and only the encoder normalises them (Pixels).
 # Crops stay uint8 until they are on the model's device, as floats have four times as many bytes.
@@ -1094,19 +1095,57 @@ def to_unit(images):
     return v2.functional.to_dtype(images, scale=True)
 
 
-def train_transform(size, min_scale=0.9):
-    """A transform, PIL image -> uint8 (3, size, size): a random crop, then a random flip.
+def random_crop(image, scale, generator=None):
+    """A PIL image or (3, H, W) -> (top, left, height, width) of a random crop, in pixels.
 
-    The crop has `min_scale` to 1 of the image's area.
+    The crop's area, as a fraction of the image's, is drawn from `scale`, and its aspect ratio from
+    3/4 to 4/3, as in torchvision's RandomResizedCrop. If ten such crops do not fit into the image,
+    the ratio is drawn around the image's own, where every area fits. A square is then taken whole.
 
-    differs: SPARO's authors do not flip (open_clip/transform.py:105). SPARC resizes the image
-    without a crop (Sec. 4.1).
+    differs: torchvision then takes the largest crop of such a ratio from the middle. With areas
+    from .9 to 1, it takes all crops of a photo of 3:2 or 16:9 so, each time the same.
+
+    generator: gives the random numbers; None for torch's own.
     """
-    crop = v2.RandomResizedCrop(size, (min_scale, 1.0), interpolation=BICUBIC)
-    # The image becomes a tensor before the crop, because torch resizes a tensor three times as fast
-    # as PIL resizes an image. (This holds for CPUs with AVX2; on other CPUs torch is half as fast
-    # as PIL.) Pixels differ from PIL's by rounding, .05 of 255 on average.
-    return v2.Compose([v2.PILToTensor(), crop, v2.RandomHorizontalFlip()])
+    height, width = v2.functional.get_size(image)
+
+    def uniform(low, high):
+        return torch.empty(1).uniform_(low, high, generator=generator).item()
+
+    for attempt in range(11):
+        if attempt == 10 and height == width:
+            return 0, 0, height, width
+        area, low, high = uniform(*scale), 3 / 4, 4 / 3
+        if attempt == 10:  # around the image's own ratio, and never wider or higher than the image
+            own = width / height
+            low, high = own * max(low, area), own * min(high, 1 / area)
+        ratio = math.exp(uniform(math.log(low), math.log(high)))
+        h = max(1, round(math.sqrt(height * width * area / ratio)))
+        w = max(1, round(math.sqrt(height * width * area * ratio)))
+        if h <= height and w <= width:
+            break
+    top = torch.randint(height - h + 1, (1,), generator=generator).item()
+    left = torch.randint(width - w + 1, (1,), generator=generator).item()
+    return top, left, h, w
+
+
+def crop_and_flip(image, size, scale, flip, generator=None):
+    """A PIL image, or (3, H, W), uint8 or floats -> (3, size, size): a random crop, see
+    random_crop, mirrored with probability `flip`."""
+    if not torch.is_tensor(image):
+        # The image becomes a tensor before the crop, because torch resizes a tensor three times as
+        # fast as PIL resizes an image. (This holds for CPUs with AVX2; on other CPUs torch is half
+        # as fast as PIL.) Pixels differ from PIL's by rounding, .05 of 255 on average.
+        image = v2.functional.pil_to_tensor(image)
+    crop = random_crop(image, scale, generator)
+    image = v2.functional.resized_crop(image, *crop, [size, size], BICUBIC)
+    return image.flip(2) if torch.rand((), generator=generator) < flip else image
+
+
+def train_transform(size, min_scale=0.9, flip=0.0):
+    """A transform, image -> (3, size, size), see crop_and_flip. The crop has `min_scale` to 1 of
+    the image's area; 1 resizes the whole image."""
+    return functools.partial(crop_and_flip, size=size, scale=(min_scale, 1.0), flip=flip)
 
 
 def eval_transform(size, resize=None):
@@ -1150,8 +1189,8 @@ class Augment(v2.Compose):
     bilinearly (timm's bicubically) and fills with black. Erased pixels become grey (timm's: noise).
     """
 
-    def __init__(self, size, classes, min_scale, rand_augment, erasing, mixup, cutmix):
-        steps = [train_transform(size, min_scale)]
+    def __init__(self, size, classes, min_scale, rand_augment, erasing, mixup, cutmix, flip=0.5):
+        steps = [train_transform(size, min_scale, flip)]
         if rand_augment:
             bilinear = v2.InterpolationMode.BILINEAR
             # The magnitude is 27 of 30.
@@ -1222,7 +1261,7 @@ def to_rgb(image):
 class View:
     """The settings of one random view of an image (BYOL, 2006.07733, App. B; DINO, 2104.14294).
 
-    Every view is flipped with probability .5, jittered in colour with .8 and made grey with .2.
+    Every view is jittered in colour with probability .8 and made grey with .2.
     """
 
     size: int                # side of the crop in pixels, after resizing
@@ -1235,8 +1274,8 @@ class View:
 def decoded_side(size, least):
     """How many pixels the sides of a decoded image need, so that no crop has a side below `size`.
 
-    least: the smallest area of a crop, as a fraction of the image's. The smallest crop has the
-    aspect ratio 3/4.
+    least: the smallest area of a crop, as a fraction of the image's. Of a square, the smallest crop
+    has the aspect ratio 3/4.
     """
     return math.ceil(size / (0.75 * least) ** 0.5)
 
@@ -1248,11 +1287,11 @@ class Views:
     the whole batch, on the model's device.
 
     views: list of View. image_size: the side of the largest view, to which the width of the blur is
-    relative.
+    relative. flip: the probability that a view is mirrored; BYOL's is .5.
     """
 
-    def __init__(self, views, image_size):
-        self.views, self.image_size = views, image_size
+    def __init__(self, views, image_size, flip=0.5):
+        self.views, self.image_size, self.flip = views, image_size, flip
         self.betas = [torch.distributions.Beta(view.alpha, view.alpha) for view in views]
         # open_image must leave enough pixels for the smallest crop of every view
         self.min_side = max(decoded_side(view.size, view.scale[0]) for view in views)
@@ -1267,11 +1306,10 @@ class Views:
         this box (ContrastiveCrop, arXiv 2202.03278).
         """
         if not torch.is_tensor(image):
-            image = v2.functional.pil_to_tensor(image)       # see train_transform
+            image = v2.functional.pil_to_tensor(image)       # see crop_and_flip
         crops = []
         for view, beta in zip(self.views, self.betas):
-            ratio = 3 / 4, 4 / 3
-            top, left, h, w = v2.RandomResizedCrop.get_params(image, view.scale, ratio)
+            top, left, h, w = random_crop(image, view.scale)
             if box is not None:
                 height, width = v2.functional.get_size(image)
                 x, y = beta.sample((2,)).tolist()
@@ -1298,7 +1336,7 @@ class Views:
         (n, 11), the changes of colour, as `jitter` needs them;
         (n,), the standard deviation of the blur in pixels.
         """
-        flipped, jittered = torch.rand(n) < 0.5, torch.rand(n) < 0.8
+        flipped, jittered = torch.rand(n) < self.flip, torch.rand(n) < 0.8
         colours = draw_colours(n, 0.4, 0.4, 0.2, 0.1)
         grey, blurred = torch.rand(n) < 0.2, torch.rand(n) < view.blur
         sigma = torch.zeros(n)
@@ -1410,8 +1448,10 @@ def blur(x, sigma):
 #                            captions for the training of a vocabulary, evenly spread. A large
 #                            source leaves out the captions of sample_captions(skip), on which the
 #                            vocabulary is then checked.
-#   fingerprint              identifies the data. A checkpoint keeps the fingerprint, because the
-#                            positions in the checkpoint are wrong for other data.
+#   fingerprint              identifies the images and their order. A checkpoint keeps it, because
+#                            the positions and boxes in the checkpoint are wrong for other images.
+#   annotations              a hash of the paths below the root, the captions, labels and boxes;
+#                            None if the fingerprint is enough. Ranks compare both.
 #
 # CaptionTable and TarShards also have
 #   samples(seed, part, parts, start)
@@ -1555,7 +1595,8 @@ class CaptionTable:
 
     def __init__(self, rows, name, root="", content="caption"):
         self.content = content
-        captions, self.skipped, names = defaultdict(list), {}, 0
+        captions, self.skipped = defaultdict(list), {}
+        names, self.annotations, directory = 0, 0, str(root or name)
         for row in usable(itertools.starmap(Sample, rows), self.skipped):
             path = os.path.join(root, row.file)
             # JSON can hold half of a character (a lone surrogate), which UTF-8 cannot encode: "?"
@@ -1563,7 +1604,11 @@ class CaptionTable:
             caption = row.value.strip().encode(errors="replace").decode()
             if is_printed(caption) or content is None:
                 captions[path].append(caption)
-                names = zlib.crc32(os.path.basename(path).encode(errors="replace"), names)
+                below = path.removeprefix(directory).lstrip("/")
+                last = "/".join(below.rsplit("/", 2)[-2:])  # 1.jpg is in each class folder
+                names = zlib.crc32(last.encode(errors="replace"), names)
+                text = f"{below}\n{caption}\n{row.number}"
+                self.annotations = zlib.crc32(text.encode(errors="replace"), self.annotations)
             else:
                 count_problem(left_out("empty caption", path), self.skipped)
         if not captions:
@@ -1581,7 +1626,7 @@ class CaptionTable:
         # image i has the captions first[i] to first[i + 1] - 1
         self.first = np.cumsum([0, *map(len, captions.values())])
 
-        # made from the names without directories, so that a run can resume with data that moved
+        # made from the ends of paths below the root, so that a run can resume with data that moved
         self.fingerprint = f"{len(self)} images, {names}"
 
     def __len__(self):
@@ -1597,7 +1642,7 @@ class CaptionTable:
 
     def only(self, rows):
         """A new table with these rows of a labelled table."""
-        captions = [(self.path(i), self.captions[i]) for i in rows]
+        captions = [(self.path(i), self.captions[i], "", self.labels[i]) for i in rows]
         table = CaptionTable(captions, self.name, content="label")
         table.classes, table.labels = self.classes, self.labels[rows]
         table.skipped = self.skipped
@@ -1639,7 +1684,7 @@ class TarShards:
 
     pattern: DIR/{00000..00012}.tar, or DIR/*.tar where numbers are missing, or several of these,
         joined by "::".
-    on_ranks: see file_sizes.
+    on_ranks: see look_at_shards.
 
     Each epoch shuffles the shards and deals them to ranks and workers. A worker reads four shards
     in turn, each from its start to its end, and shuffles encoded samples in a buffer of 240 MB,
@@ -1659,7 +1704,7 @@ class TarShards:
     # place to resume from is (bytes and samples read before it, the next shard to open, (shard,
     # offset) of each open shard).
     start = 0, -1, -1, (0, 0, 0, ())
-    content, classes = "caption", None
+    content, classes, annotations = "caption", None, None
 
     def __init__(self, pattern, on_ranks=False):
         self.name, self.skipped, self.paths = pattern, {}, []
@@ -1667,14 +1712,14 @@ class TarShards:
             # glob would look at each plain name on the disk
             found = sorted(glob.glob(name)) if glob.has_magic(name) else []
             self.paths += found or [name]
-        looks = [*zip(self.paths, file_sizes(self.paths, on_ranks))]
-        missing = [f"{path} ({size})" for path, size in looks if isinstance(size, str)]
+        looks = [*zip(self.paths, look_at_shards(self.paths, on_ranks))]
+        missing = [f"{path} ({look})" for path, look in looks if isinstance(look, str)]
         if missing:
             raise UserError(f"{len(missing)} of the {len(self.paths)} shards of {pattern} are "
                             f"missing; the first is {missing[0]}: name others, or all that exist "
                             f"by DIR/*.tar.")
         # without directories, so that a run can resume with data that moved
-        names = [(os.path.basename(path), size) for path, size in looks]
+        names = [(os.path.basename(path), *look) for path, look in looks]
         self.fingerprint = f"{len(self.paths)} shards, {zlib.crc32(repr(names).encode())}"
 
     def __len__(self):
@@ -1781,28 +1826,38 @@ def expand_braces(pattern):
     return paths
 
 
-def file_sizes(paths, on_ranks):
-    """The size of each file in bytes, or in words why it cannot be read.
+def look_at_shards(paths, on_ranks):
+    """The size of each shard in bytes and the CRC of its first header, or in words why the shard
+    cannot be read. Shards of equal names and sizes are often others: sizes are rounded to 10,240
+    bytes. The first header has the name, the size and the time of the first file.
 
     on_ranks: whether all ranks call this function with the same paths. Then each rank looks at its
-    share of the files, and learns the rest from the other ranks of its machine. A look at a
+    share of the shards, and learns the rest from the other ranks of its machine. A look at a
     network's disk takes milliseconds, and large data have 40,000 shards.
     """
     def look(path):
         try:
             found = os.stat(path)
+            if not stat.S_ISREG(found.st_mode):
+                return "is no file"
+            with open(path, "rb", 0) as file:
+                return found.st_size, zlib.crc32(file.read(tarfile.BLOCKSIZE))
         except OSError as error:
             return error.strerror
-        return found.st_size if stat.S_ISREG(found.st_mode) else "is no file"
 
-    rank, ranks = local_rank() if on_ranks else (0, 1)
-    with ThreadPool(16) as pool:
-        sizes = pool.map(look, paths[rank::ranks])
-    if on_ranks:
-        first = gather.rank - rank  # the first rank of this machine
-        rows = itertools.zip_longest(*gather_objects(sizes)[first : first + ranks])
-        sizes = [size for row in rows for size in row][: len(paths)]
-    return sizes
+    (rank, ranks), found = local_rank() if on_ranks else (0, 1), {}
+
+    def look_at(paths):
+        with ThreadPool(16) as pool:
+            return dict(zip(paths, pool.map(look, paths)))
+
+    mine = look_at(paths[rank::ranks])
+    first = gather.rank - rank  # the first rank of this machine
+    for looks in gather_objects(mine)[first : first + ranks] if on_ranks else [mine]:
+        found |= looks
+    # others may have other paths, which check_ranks refuses later
+    found |= look_at([path for path in paths if path not in found])
+    return [found[path] for path in paths]
 
 
 KEY = re.compile(r"(.*/)?[^/.]*")  # a file's name up to the first dot behind the directory
@@ -2091,7 +2146,7 @@ def texts_of(value):
 
 def formats(on_ranks=False):
     """The formats of --data, one row each: (endings of the name, opener, the default of each
-    setting, the form of the SPEC for --help and errors). on_ranks: see file_sizes.
+    setting, the form of the SPEC for --help and errors). on_ranks: see look_at_shards.
 
     opener(name, content, image_root, **settings) returns a source. To add a format, add a row.
     """
@@ -2574,40 +2629,37 @@ class WorldStream(Stream):
         return parts[0]
 
 
-class EachImage(IterableDataset):
+class EachImage(Stream):
     """Batches of the images of a CaptionTable. For each image a model finds the box in which Views
     places the centres of crops (BAM, App. G).
 
-    Each image comes once. part, parts: this rank reads every parts-th image, from number `part` on.
-    A batch is (the numbers of the images, uint8 images (B, 3, S, S)). Images are squeezed to a
-    square without a crop, so that a box in fractions of the sides is valid for the file too.
-    stopped: a function that returns whether to end before the next image.
+    Each image comes once. rank, world_size: this rank reads every world_size-th image. A batch is
+    (the numbers of the images, uint8 images (B, 3, S, S)). Images are squeezed to a square without
+    a crop, so that a box in fractions of the sides is valid for the file too. stopped: a function
+    that returns whether to end before the next image.
     """
 
-    def __init__(self, table, image_size, batch_size, part=0, parts=1, stopped=lambda: False):
-        self.table, self.size, self.stopped = table, (image_size, image_size), stopped
-        self.batch_size, self.part, self.parts = batch_size, part, parts
+    def __init__(self, table, image_size, batch_size, rank=0, world_size=1, stopped=lambda: False):
+        squeeze = v2.Compose([v2.Resize((image_size, image_size), BICUBIC), v2.PILToTensor()])
+        super().__init__(table, None, squeeze, image_size, None, batch_size, 0, rank, world_size)
+        self.stopped = stopped
 
     def __iter__(self):
         worker, workers = this_worker({})
-        rows = range(self.part * workers + worker, len(self.table), self.parts * workers)
-        disk = Disk()
+        first, step = self.rank * workers + worker, self.world_size * workers
+        rows, disk = range(first, len(self.source), step), Disk()
         for i in range(0, len(rows), self.batch_size):
-            found, images = [], []
+            samples = []
             for row in rows[i : i + self.batch_size]:
                 if self.stopped():
                     return
-                sample = Sample(self.table.path(row))
-                try:
-                    image = patiently(open_image, sample.file, self.size[0])
-                    image = image.resize(self.size, Image.Resampling.BICUBIC)
-                    images.append(v2.functional.pil_to_tensor(image))
-                    found.append(row)
-                except Exception as error:  # a damaged image gets no box; Stream counts it
-                    sample = left_out(problem_of(error, "damaged"), sample.file)
-                disk.check(sample)  # a sample that was read ends a row of failures
+                path = self.source.path(row)
+                samples.append(self.load(Sample(path, name=path, number=row)))
+                disk.check(samples[-1])  # a sample that was read ends a row of failures
+            # a damaged image gets no box; the training counts it
+            found = [sample for sample in samples if not sample.problem]
             if found:
-                yield found, torch.stack(images)
+                yield [x.number for x in found], torch.stack([x.file for x in found])
 
 
 @contextlib.contextmanager
@@ -3264,6 +3316,8 @@ class BoxTable(CaptionTable):
             table = table[~torch.isin(table[:, 1], rare)]
         self.table = table[table[:, 0].argsort(stable=True)]
         self.ends = torch.searchsorted(self.table[:, 0].contiguous(), torch.arange(len(files) + 1))
+        boxes = zlib.crc32(self.table.numpy(), self.annotations)
+        self.annotations = zlib.crc32(repr(self.names).encode(), boxes)
         self.queries = [article(name) for name in self.names]
         self.trained = sorted(set(ids.values()) - set(self.groups["rare"]))
 
@@ -3329,17 +3383,16 @@ def check_sides(image, truth):
                          f"file: turn the image or its boxes")
 
 
-def crop_boxes(image, truth, size, min_scale):
-    """A random crop of a PIL image, with min_scale to 1 of its area, perhaps flipped, `squared` ->
-    uint8 (3, size, size), and the Boxes in it: no crowds, and those of which 60 % are left (OWL-
-    ViT's code)."""
-    crop = v2.RandomResizedCrop.get_params(image, (min_scale, 1), (3 / 4, 4 / 3))
-    top, left, height, width = crop
+def crop_boxes(image, truth, size, min_scale, flip=0.5):
+    """A random crop of a PIL image, with min_scale to 1 of its area, mirrored with probability
+    `flip`, `squared` -> uint8 (3, size, size), and the Boxes in it: no crowds, and those of which
+    60 % are left (OWL-ViT's code)."""
+    top, left, height, width = crop = random_crop(image, (min_scale, 1))
     whole = truth.boxes * max(image.size) - torch.tensor([left, top, left, top])
     image = v2.functional.crop(image, *crop)
     boxes = whole.clamp(min=0).minimum(torch.tensor([width, height, width, height]))
     kept = (box_area(boxes) >= 0.6 * box_area(whole)) & (box_area(boxes) > 0) & ~truth.crowd
-    if torch.rand(()) < 0.5:
+    if torch.rand(()) < flip:
         image = v2.functional.hflip(image)
         boxes[:, [0, 2]] = width - boxes[:, [2, 0]]
     boxes = boxes[kept] / max(width, height)
@@ -3451,8 +3504,7 @@ class World:
     fillers: bool = True      # whether captions have openings and closings, which describe nothing
     words: int = 0            # number of made-up words; a caption has at most two of them
 
-    fingerprint = "shapes"
-    content, classes = "caption", SHAPE_NAMES
+    content, classes, annotations = "caption", SHAPE_NAMES, None
 
     def __post_init__(self):
         limits = {"size": (16, 1024), "objects": (1, 7), "noise": (0, 1), "background": (0, 0.5),
@@ -3462,6 +3514,7 @@ class World:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise UserError(f"shapes: {name}={value} must be from {low} to {high}.")
+        self.fingerprint = repr(self)
         # The picture is a grid of cells x cells, and a cell has at most one object.
         self.cells = max(2, math.ceil(math.sqrt(self.objects)))
         # A radius is at least 2 pixels, and so small that no object hides another object in the

@@ -48,7 +48,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torchvision.ops import nms
-from torchvision.transforms.v2.functional import pil_to_tensor, resized_crop, to_pil_image
+from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 from tqdm import tqdm
 
 import bam
@@ -1766,19 +1766,6 @@ def kmeans(embedder, data, options):
     return result
 
 
-def random_box(height, width, min_scale, draw):
-    """(top, left, height, width) of a random crop of at least `min_scale` of an image's area, as
-    v2.RandomResizedCrop draws it. draw: a random.Random."""
-    for _ in range(10):
-        area = height * width * draw.uniform(min_scale, 1)
-        ratio = math.exp(draw.uniform(-1, 1) * math.log(4 / 3))
-        h, w = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
-        if 0 < h <= height and 0 < w <= width:
-            return draw.randint(0, height - h), draw.randint(0, width - w), h, w
-    h, w = min(height, round(width * 4 / 3)), min(width, round(height * 4 / 3))
-    return (height - h) // 2, (width - w) // 2, h, w
-
-
 def random_view(embedder, min_scale):
     """A function that encode_pairs reads with: an image or file, its number -> a random crop of at
     least `min_scale` of the image's area, flipped with probability 1/2.
@@ -1792,12 +1779,10 @@ def random_view(embedder, min_scale):
     side = size * math.ceil(1 / math.sqrt(min_scale))
 
     def read(image, number):
-        draw = random.Random(seed + number)
+        generator = torch.Generator().manual_seed(seed + number)
         if not torch.is_tensor(image):
-            image = pil_to_tensor(common.open_image(image, side))
-        box = random_box(*image.shape[1:], min_scale, draw)
-        crop = resized_crop(image, *box, [size, size], common.BICUBIC)
-        return crop.flip(2) if draw.random() < 0.5 else crop
+            image = common.open_image(image, side)
+        return common.crop_and_flip(image, size, (min_scale, 1.0), 0.5, generator)
 
     return read
 

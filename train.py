@@ -125,9 +125,14 @@ class Config:
     # side of an image in pixels; without it the size in the SPEC of shapes, for other data the
     # encoder's input size
     image_size: int | None = None
-    # smallest area of a training crop, as a fraction of the image's area; pictures of `shapes` with
-    # captions are not cropped
+    # smallest area of a training crop, as a fraction of the image's area; 1 resizes the whole
+    # image; pictures of `shapes` with captions are neither cropped nor mirrored
     crop_scale: float = 0.9
+    # probability that a training image is mirrored; without it 0 if captions are read, because a
+    # caption that says "left" would become wrong (OpenCLIP and SPARO's authors, transform.py:105,
+    # do not mirror), and .5 otherwise, as BYOL (for BAM and DINO), OWL-ViT's code (for boxes),
+    # DeiT and MoCo-v3 (for labels)
+    flip: float | None = None
     # number of processes per rank that load data; with 0 the training process loads the data;
     # without it 0 for shapes and on macOS, for files the least of 8, the machine's usable cores for
     # each of its ranks, and a rank's shards, or its images / its part of --batch
@@ -221,9 +226,9 @@ def train(args, out, device):
     autocast, scaler, is_half = mixed_precision(args, device)
 
     # Resume. `progress` holds all that changes, see Progress.
-    progress = Progress(data.fingerprint, tokenizer and tokenizer.hash())
+    progress = Progress(data.fingerprint, tokenizer and tokenizer.hash(), args.seed)
     saved = load_state(args, data, model, scaler, progress, device) if args.resume else None
-    progress.check_ranks(scaler)
+    progress.check_ranks(data.annotations, scaler)
     if out:
         announce(args, data, model, tokenizer, device, progress)
         write_run(args, tokenizer, out)
@@ -240,12 +245,13 @@ def train(args, out, device):
 
         while progress.step < end:
             # BAM crops where [CLS] looks. --bench measures updates alone.
-            if progress.step in method.box_refreshes(args) and not args.bench:
+            if progress.needs_boxes(method.box_refreshes(args)) and not args.bench:
                 batches = None  # ends the workers, which crop by the old boxes
-                progress.boxes, stopping = find_boxes(args, data, model, device, autocast, stop)
+                boxes, stopping = find_boxes(args, data, model, device, autocast, stop)
                 if stopping:  # the resumed run will look for the boxes again
                     save(args, model, optimizer, scaler, progress)
                     return end_early(args, log, progress.step, stopping, stop)
+                progress.boxes = boxes
             if batches is None:
                 batches = open_loader(args, data, transform, tokenizer, model, progress, device,
                                       stop)
@@ -298,10 +304,10 @@ def train(args, out, device):
 
             # Log, and evaluate on all ranks. A run that must stop has no time for an evaluation.
             record = {}
-            if log_due and rank == 0:
-                record = progress.facts() | {"lr": optimizer.param_groups[0]["lr"]}
+            if log_due:
+                record = {"lr": optimizer.param_groups[0]["lr"]}
                 record |= measure(args, model, batch, autocast, outputs, grad_norm)
-                record |= clock.rates(args.batch)
+                record = progress.facts(record | clock.rates(args.batch))
             if evaluate_due and not stopping:
                 record |= evaluate_unnoticed(args, embedder, eval_data, log, progress.step)
             if log_due and rank == 0:
@@ -381,8 +387,10 @@ def default_settings(given):
     settings of the resumed run. Otherwise they are the settings of the preset and, with --finetune,
     of that run's image encoder. given: {name: value} of the flags that are given."""
     if given.get("resume"):
-        # an earlier --checkpoint was for that command alone
-        return vars(evaluation.settings_of_run(given["out"])[1]) | {"checkpoint": "last.pt"}
+        # A run whose config.json has no flip mirrors half of its images. An earlier --checkpoint
+        # was for that command alone.
+        saved = vars(evaluation.settings_of_run(given["out"])[1])
+        return {"flip": 0.5} | saved | {"checkpoint": "last.pt"}
     method = given.get("method", "classifier" if "finetune" in given else None)
     if method is None:
         return {}
@@ -420,7 +428,7 @@ POSITIVE = set("""vocab_size image_size crop_scale steps epochs batch log_every 
     crop_least crop_border tau tau_b sinkhorn_iters projector_width projector_dim crop_every
     crop_alpha""".split())
 BELOW_ONE = {"beta2", "smoothing", "drop_path"}
-AT_MOST_ONE = {"crop_scale", "sigma", "filip_keep", "center_momentum", "ema", "crop_least",
+AT_MOST_ONE = {"crop_scale", "flip", "sigma", "filip_keep", "center_momentum", "ema", "crop_least",
                "crop_border", "crop_threshold", "share_1", "share_2", "ramp", "erasing"}
 # methods that start from a run
 FINE_TUNED = "classifier", "detector"
@@ -684,8 +692,8 @@ def print_once(line):
 
 def open_training_data(args, method):
     """Open --data. Also set args.image_size: for shapes, to the size of the drawn images; for other
-    data without --image-size, to the encoder's image size. Also set args.workers if it is not
-    given and, with --epochs, args.steps.
+    data without --image-size, to the encoder's image size. Also set args.workers and args.flip if
+    they are not given and, with --epochs, args.steps.
     args.data_path and args.folder_captions tell eval.py what the run has learned from."""
     _, world_size = this_rank()
     if args.batch % world_size:
@@ -707,6 +715,8 @@ def open_training_data(args, method):
             raise UserError(f"--image-size {args.image_size} is not the size of {args.data}: "
                             "leave out one of them.")
     args.image_size = image_size
+    if args.flip is None:
+        args.flip = 0.0 if content == "caption" else 0.5
     # eval.py may run in another directory, or when the data are gone
     args.data_path = str(Path(common.parse_spec(args.data)[0]).resolve())
     args.folder_captions = is_table and data.classes is not None
@@ -874,17 +884,17 @@ def build_transform(args, method, encoder):
     views = method.views(args)
     if method.content(args) == "boxes":
         return functools.partial(common.crop_boxes, size=args.image_size,
-                                 min_scale=args.crop_scale)
+                                 min_scale=args.crop_scale, flip=args.flip)
     if settings := method.augment(args):
-        return common.Augment(args.image_size, **settings)
+        return common.Augment(args.image_size, flip=args.flip, **settings)
     if views is None:
-        return common.train_transform(args.image_size, args.crop_scale)
+        return common.train_transform(args.image_size, args.crop_scale, args.flip)
     patch = encoder.image_size // encoder.grid
     for view in views:
         if view["size"] % patch or view["size"] > args.image_size:
             raise UserError(f"--local-size {view['size']} must be a multiple of the patch size "
                             f"{patch} and at most --image-size {args.image_size}.")
-    return common.Views([common.View(**view) for view in views], args.image_size)
+    return common.Views([common.View(**view) for view in views], args.image_size, args.flip)
 
 
 def open_loader(args, data, transform, tokenizer, model, progress, device, stop):
@@ -1096,8 +1106,9 @@ def to_device(batch, device):
 class Progress:
     """All that changes during training and is saved, apart from weights, optimizer, loss scale."""
 
-    data: str = common.World.fingerprint  # fingerprint of the data to which the positions belong
+    data: str = ""  # fingerprint of the data to which the positions and boxes belong
     words: int | None = None  # hash of the vocabulary, if there is one
+    seed: int = 0  # --seed, to which the positions belong, too
     step: int = 0
     samples: int = 0  # of all steps, as --batch may change when a run is resumed
     stage: int = 1  # the stage of the last step
@@ -1110,9 +1121,16 @@ class Progress:
         """Whether an action that is due once in `every` steps is due after this step; 0: never."""
         return every > 0 and self.step % every == 0
 
-    def check_ranks(self, scaler):
+    def needs_boxes(self, refreshes):
+        """Whether the boxes are computed before this step: at the steps `refreshes`, and after the
+        first of them if there are none, because the data are others than those of last.pt."""
+        is_late = len(refreshes) > 0 and self.step > refreshes[0]
+        return self.step in refreshes or (is_late and self.boxes is None)
+
+    def check_ranks(self, annotations, scaler):
         """Raise UserError if ranks would train on other data, words or steps."""
         common.check_ranks({"data": self.data, "a vocabulary with the hash": self.words,
+                            "captions, labels or boxes with the hash": annotations,
                             "a last.pt after step": self.step, "fp16": scaler.is_enabled()})
 
     def advance(self, batch, size):
@@ -1121,11 +1139,16 @@ class Progress:
         self.positions |= batch["position"]
         self.skipped |= batch["skipped"]
 
-    def facts(self):
-        """{"step": number}, with "skipped": {reason: count} if this rank has skipped samples."""
-        total = common.total_skipped(self.skipped.values())
+    def facts(self, record):
+        """{"step": number}, the means of a record's numbers over ranks and, if samples were
+        skipped, "skipped": {reason: count over all ranks}. Every rank must call it."""
+        ranks = common.gather_objects((record, common.total_skipped(self.skipped.values())))
+        records, skipped = zip(*ranks)
+        means = {name: sum(x[name] for x in records) / len(records) for name in record}
+        means["peak_memory_bytes"] = max(x["peak_memory_bytes"] for x in records)
+        total = common.total_skipped(skipped)
         counts = {reason: count for reason, (count, _) in total.items()}
-        return {"step": self.step} | ({"skipped": counts} if counts else {})
+        return {"step": self.step} | means | ({"skipped": counts} if counts else {})
 
     def state(self, workers):
         """What a checkpoint keeps. Every rank must call it."""
@@ -1134,15 +1157,15 @@ class Progress:
                  "positions": self.positions, "skipped": self.skipped}
         return {"step": self.step, "samples": self.samples, "stage": self.stage,
                 "order": self.order, "workers": workers, "data": self.data, "words": self.words,
-                "boxes": self.boxes, "part": common.Stream.part,
+                "boxes": self.boxes, "part": common.Stream.part, "seed": self.seed,
                 "ranks": common.gather_objects(local)}
 
     def restore(self, state, workers):
         """Continue from a checkpoint's state, with this rank's random numbers.
 
-        If the data, the number of ranks, the number of workers or the samples of a message changed,
-        the saved positions are not valid. The data then begin again, in an order that the run has
-        not used before.
+        If the data, --seed, the number of ranks, the number of workers or the samples of a message
+        changed, the saved positions are not valid. The data then begin again, in an order that the
+        run has not used before.
         """
         rank, world_size = this_rank()
         if state["words"] != self.words:
@@ -1151,12 +1174,12 @@ class Progress:
         self.stage, self.order = state["stage"], state["order"]
         if state["boxes"] is not None and state["data"] == self.data:
             self.boxes = state["boxes"].cpu()
-        saved = len(state["ranks"]), state["workers"], state["data"], state.get("part")
-        if saved != (world_size, workers, self.data, common.Stream.part):
+        saved = len(state["ranks"]), *map(state.get, ("workers", "data", "part", "seed"))
+        if saved != (world_size, workers, self.data, common.Stream.part, self.seed):
             self.order += self.step
-            return print_once("note: the data, the number of ranks or of workers changed since "
-                              "the run was saved, or an older version read the data otherwise: "
-                              "the data begin again, in another order")
+            return print_once("note: the data, --seed, the number of ranks or of workers changed "
+                              "since the run was saved, or an older version read the data "
+                              "otherwise: the data begin again, in another order")
         local = state["ranks"][rank]
         self.positions, self.skipped = local["positions"], local["skipped"]
         torch.set_rng_state(local["rng"].cpu())
@@ -1339,8 +1362,7 @@ def measure(args, model, batch, autocast, outputs, grad_norm):
 
 def warning(args, data, model, scaler, record):
     """A warning about a logged step, or None: about gradients that overflow whatever the scale of
-    the loss is, one of the method, or that more than a tenth of this rank's samples were skipped.
-    """
+    the loss is, one of the method, or that more than a tenth of the samples were skipped."""
     if scaler.get_scale() < 1:
         return ("gradients overflow in fp16, and updates are skipped: if this goes on, nothing is "
                 "learned and the run ends")
@@ -1348,9 +1370,9 @@ def warning(args, data, model, scaler, record):
 
 
 def lost_samples(args, data, record):
-    """A warning if more than a tenth of this rank's samples were skipped, or None."""
+    """A warning if more than a tenth of the samples were skipped, or None."""
     skipped = record.get("skipped", {})
-    lost, used = sum(skipped.values()), record["step"] * args.batch // this_rank()[1]
+    lost, used = sum(skipped.values()), record["step"] * args.batch
     if isinstance(data, common.CaptionTable):  # whose broken rows are counted at the start
         used = max(used, len(data))
     if lost <= 0.1 * (lost + used):

@@ -457,6 +457,34 @@ def test_contrastive_crop_changes_the_trained_weights(tmp_path):
     assert boxes.shape == (12, 4) and (boxes[:, :2] < boxes[:, 2:]).all()
 
 
+def test_a_run_whose_photos_were_renamed_finds_its_boxes_anew(tmp_path, capsys):
+    """The names of the images alone, 0.png in each folder, would look the same."""
+    photos, run = make_photos(tmp_path / "photos"), tmp_path / "run"
+    for path in photos.glob("*/*.png"):
+        path.rename(path.with_name(path.name[-5:]))
+    flags = [*SMALL["bam"], "--data", photos, "--image-size", "16", "--contrastive-crop",
+             "--crop-start", "2", "--crop-every", "99", "--crop-threshold", "0.9", "--out", run,
+             "--steps"]
+    train_alone([*flags, "4"])
+    before = common.load_checkpoint(run / "last.pt")["boxes"]
+    train_alone([*flags, "5", "--resume"])
+    assert torch.equal(common.load_checkpoint(run / "last.pt")["boxes"], before)
+    (photos / "left").rename(photos / "zebra")
+    capsys.readouterr()
+    train_alone([*flags, "6", "--resume"])
+    after = common.load_checkpoint(run / "last.pt")["boxes"]
+    assert "the data begin again" in capsys.readouterr().out and after.shape == before.shape
+    assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("step, has_boxes, needed", [
+    (1, False, False), (2, False, True), (2, True, True), (3, True, False), (3, False, True),
+    (5, True, True), (9, True, False)])
+def test_boxes_are_found_at_their_steps_and_where_there_are_none(step, has_boxes, needed):
+    progress = train.Progress(step=step, boxes=torch.rand(3, 4) if has_boxes else None)
+    assert progress.needs_boxes(range(2, 8, 3)) == needed and not progress.needs_boxes(())
+
+
 def test_bench_finds_no_boxes_so_that_it_ends(tmp_path, capsys):
     photos = str(make_photos(tmp_path / "photos"))
     train.main([*SMALL["bam"], "--data", photos, "--image-size", "16",

@@ -480,8 +480,45 @@ def test_a_pattern_names_the_shards_that_exist(tmp_path):
         assert [Path(path).stem for path in source.paths] == names.split()
 
 
-def test_shards_are_identified_by_their_names_and_sizes(tmp_path):
+def identity(files, texts=("x", "y"), root="/data"):
+    """Return the fingerprint and the annotations of a table of two images."""
+    table = CaptionTable([*zip(files, texts)], "a.csv", root)
+    return table.fingerprint, table.annotations
+
+
+def test_a_table_is_identified_by_paths_and_ranks_also_compare_captions():
+    """A run continues with data that moved, or whose captions were mended: its positions and boxes
+    are those of the last two parts of each path. Ranks compare whole paths below the root."""
+    fingerprint, annotations = identity(["a/0.jpg", "b/0.jpg"])
+    assert identity(["a/0.jpg", "b/0.jpg"], root="/moved/") == (fingerprint, annotations)
+    for files, texts in ((["a/0.jpg", "b/0.jpg"], ("x", "z")), (["c/a/0.jpg", "b/0.jpg"], ("x", "y"))):
+        found = identity(files, texts)
+        assert found[0] == fingerprint and found[1] != annotations
+    for files in ["c/0.jpg", "b/0.jpg"], ["b/0.jpg", "a/0.jpg"]:
+        assert identity(files)[0] != fingerprint
+
+
+def test_class_folders_are_identified_by_their_names_and_labels(tmp_path):
+    for name in "ab":
+        write_files(tmp_path, {f"data/{name}/0.jpg": picture()})
+    old = open_data(str(tmp_path / "data"), content=None)
+    (tmp_path / "data/0").mkdir()                            # shifts the labels
+    shifted = open_data(str(tmp_path / "data"), content=None)
+    assert shifted.fingerprint == old.fingerprint and shifted.annotations != old.annotations
+    assert shifted.only([1]).annotations != old.only([1]).annotations
+    (tmp_path / "data/b").rename(tmp_path / "data/c")
+    assert open_data(str(tmp_path / "data"), content=None).fingerprint != old.fingerprint
+    assert World().fingerprint == World().fingerprint != World(objects=2).fingerprint
+
+
+def test_shards_are_identified_by_their_names_sizes_and_first_headers(tmp_path):
     """A run that resumes on other shards begins them anew, as its positions belong to others."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        write_tar(tmp_path / name / "0.tar", {f"{name}.jpg": bytes(99), f"{name}.txt": "a text"})
+    a, b = (tmp_path / name / "0.tar" for name in "ab")
+    assert a.stat().st_size == b.stat().st_size
+    assert open_data(str(a)).fingerprint != open_data(str(b)).fingerprint
     found = [open_data(write_shards(tmp_path, [3, 2])).fingerprint]
     shutil.copytree(tmp_path, tmp_path / "moved")
     found.append(open_data(f"{tmp_path}/moved/*.tar").fingerprint)
@@ -528,17 +565,21 @@ def test_ranks_of_a_machine_share_the_looks_at_shards(tmp_path):
 
 
 def test_a_rank_knows_the_shards_of_its_own_machine(tmp_path, monkeypatch):
-    """Rank 3 is on the second of two machines, which have two ranks and three."""
+    """Rank 3 is on the second of two machines, which have two ranks and three. It looks by itself
+    at shards that no other rank of its machine has."""
     pattern, gone = write_shards(tmp_path, [1, 2, 3, 4]), "No such file"
     alone = TarShards(pattern)
-    a, b, c, d = sizes = common.file_sizes(alone.paths, False)
+    a, b, c, d = looks = [*zip(alone.paths, common.look_at_shards(alone.paths, False))]
+    lacking = dict.fromkeys(alone.paths, gone)
     monkeypatch.setattr(common.Gather, "rank", 3)
     monkeypatch.setattr(common, "local_rank", lambda: (1, 3))
-    monkeypatch.setattr(common, "gather_objects",
-                        lambda own: [[gone, gone], [gone, gone], [a, d], own, [c]])
-    assert common.file_sizes(alone.paths, True) == sizes
-    assert TarShards(pattern, True).fingerprint == alone.fingerprint
-    monkeypatch.setattr(common, "gather_objects", lambda own: [[a, c], [b, d], [a, d], own, [gone]])
+    for others in [dict([a, d]), dict([c])], [{"/other/a.tar": 1}, {"/other/b.tar": 2}]:
+        monkeypatch.setattr(common, "gather_objects",
+                            lambda own: [lacking, lacking, others[0], own, others[1]])
+        assert common.look_at_shards(alone.paths, True) == [look for _, look in looks]
+        assert TarShards(pattern, True).fingerprint == alone.fingerprint
+    monkeypatch.setattr(common, "gather_objects", lambda own: [
+        dict([a, c]), dict([b, d]), dict([a, d]), own, {c[0]: gone}])
     with pytest.raises(UserError, match=r"1 of the 4 .* first is .*/002.tar \(No such file\): name"):
         TarShards(pattern, True)
 
@@ -992,7 +1033,8 @@ def test_captions_of_a_shards_image_alternate_between_epochs(tmp_path):
 
 def test_augmentation_changes_between_epochs_and_leaves_torchs_generator_unchanged(tmp_path):
     source, before = open_data(write_table(tmp_path, 1)), torch.get_rng_state()
-    images = take(stream(source, 4), 1)[0]["images"]
+    crops = stream(source, 4, transform=common.train_transform(8, 0.5))
+    images = take(crops, 1)[0]["images"]
     assert len({image.numpy().tobytes() for image in images}) > 1
     assert torch.equal(before, torch.get_rng_state())
 
@@ -1240,7 +1282,7 @@ def assert_pixels_of_pil(found, expected):
 
 
 def test_training_crops_equal_those_of_pil_up_to_rounding():
-    image = Image.open(io.BytesIO(picture(250, 140))).convert("RGB")
+    image = Image.open(io.BytesIO(picture(200, 200))).convert("RGB")
     reference = v2.Compose([
         v2.RandomResizedCrop(64, (0.5, 1.0), interpolation=v2.InterpolationMode.BICUBIC),
         v2.RandomHorizontalFlip(), v2.PILToTensor()])
@@ -1248,11 +1290,60 @@ def test_training_crops_equal_those_of_pil_up_to_rounding():
     view = v2.RandomResizedCrop(48, (0.2, 1.0), interpolation=v2.InterpolationMode.BICUBIC)
     for seed in range(6):
         torch.manual_seed(seed)
-        crops = [common.train_transform(64, 0.5)(image), *views(image)]
+        crops = [common.train_transform(64, 0.5, 0.5)(image), *views(image)]
         torch.manual_seed(seed)
         expected = [reference(image), v2.functional.pil_to_tensor(view(image))]
         for ours, pils in zip(crops, expected):
             assert_pixels_of_pil(ours, pils)
+
+
+SHAPES = {"1:1": (96, 96), "4:3": (96, 128), "3:2": (96, 144), "16:9": (90, 160), "9:16": (160, 90)}
+
+
+@pytest.mark.parametrize("least", [0.08, 0.3, 0.9, 1.0])
+def test_crops_of_squares_are_torchvisions(least):
+    """So are the random numbers that follow a crop."""
+    image, found = torch.zeros(3, 96, 96), []
+    for crop in (lambda: common.random_crop(image, (least, 1)),
+                 lambda: v2.RandomResizedCrop.get_params(image, (least, 1), (3 / 4, 4 / 3))):
+        torch.manual_seed(0)
+        found.append([[tuple(crop()), torch.rand(1)] for _ in range(200)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_crops_vary_for_every_shape_of_photo(shape):
+    """torchvision has 1 crop of a 3:2 or a 16:9 photo with 75 % of the area. Crops reach each edge,
+    and none is smaller than asked, up to half a pixel of each side."""
+    H, W = size = SHAPES[shape]
+    image = torch.zeros(3, *size)
+    torch.manual_seed(0)
+    crops = torch.tensor([common.random_crop(image, (0.9, 1)) for _ in range(300)])
+    top, left, h, w = crops.T
+    assert len(crops.unique(dim=0)) > 150
+    assert ((h + 0.5) * (w + 0.5) >= 0.9 * H * W).all() and (h * w > 0.99 * H * W).any()
+    assert (top >= 0).all() and (left >= 0).all() and (top + h <= H).all() and (left + w <= W).all()
+    if H != W:
+        assert (top == 0).any() and (top + h == H).any() and (left == 0).any() and (left + w == W).any()
+        ratio = w / h * H / W  # beside the image's own
+        assert ratio.min() < 0.94 and ratio.max() > 1.06
+    assert common.random_crop(image, (1.0, 1.0)) == (0, 0, H, W)  # the whole image, without a crop
+
+
+def test_crops_of_a_thin_image_fit_and_keep_enough_pixels():
+    """decoded_side: no crop has less than (3/4 least area) ** .5 of a side."""
+    for size in ((10, 900), (1, 5), (700, 30)):
+        for _ in range(100):
+            top, left, h, w = common.random_crop(torch.zeros(3, *size), (0.08, 1))
+            assert 0 <= top <= size[0] - h and 0 <= left <= size[1] - w
+            assert min(h / size[0], w / size[1]) > (0.75 * 0.08) ** 0.5 * 0.9 or min(size) == 1
+
+
+def test_a_crop_depends_on_its_generator_alone():
+    image = torch.rand(3, 20, 30)
+    crops = [common.crop_and_flip(image, 8, (0.5, 1), 0.5, torch.Generator().manual_seed(seed))
+             for seed in (3, 3, 4)]
+    assert torch.equal(crops[0], crops[1]) and not torch.equal(crops[0], crops[2])
 
 
 CONSTANTS = {  # {name: (mean, standard deviation)}

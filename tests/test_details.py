@@ -423,20 +423,18 @@ def test_views_are_drawn_with_byols_probabilities_and_bounds():
 
 
 def test_crops_of_views_have_the_area_and_the_aspect_of_their_settings(monkeypatch):
-    asked = []
-    crop = common.v2.RandomResizedCrop.get_params
-    monkeypatch.setattr(common.v2.RandomResizedCrop, "get_params", lambda image, scale, ratio: (
-        asked.append((scale, ratio)) or crop(image, scale, ratio)))
+    asked, crop = [], common.random_crop
+    monkeypatch.setattr(common, "random_crop", lambda image, scale: (
+        asked.append(scale) or crop(image, scale)))
     view = common.View(size=8, scale=(0.3, 0.6))
     common.Views([view], 8)(torch.rand(3, 20, 30))
-    assert asked == [((0.3, 0.6), (3 / 4, 4 / 3))]
+    assert asked == [(0.3, 0.6)]
 
 
 def test_training_transforms_have_the_settings_of_their_sources():
     """OpenCLIP crops .9 to 1; RandAugment has two operations with magnitude 9 of 10 (DeiT)."""
-    crop, flip = common.train_transform(8, 0.7).transforms[1:]
-    assert crop.scale == (0.7, 1.0) and flip.p == 0.5
     steps = common.Augment(8, 3, 0.08, True, 0.25, 0.8, 1.0).transforms
+    assert steps[0].keywords == dict(size=8, scale=(0.08, 1.0), flip=0.5)
     rand, = [step for step in steps if isinstance(step, common.v2.RandAugment)]
     assert (rand.num_ops, rand.magnitude, rand.num_magnitude_bins) == (2, 27, 31)
     erase, = [step for step in steps if isinstance(step, common.v2.RandomErasing)]
@@ -652,14 +650,14 @@ def test_a_slot_is_interpreted_only_by_a_word_it_looks_at():
 
 def test_probes_crops_have_at_least_8_percent_of_the_image(monkeypatch):
     """BAM, D.1 (eval_linear.py: torchvision's RandomResizedCrop)."""
-    asked, box = [], evaluation.random_box
-    monkeypatch.setattr(evaluation, "random_box", lambda height, width, min_scale, draw: (
-        asked.append(min_scale) or box(height, width, min_scale, draw)))
+    asked, crop = [], common.crop_and_flip
+    monkeypatch.setattr(common, "crop_and_flip", lambda image, size, scale, flip, generator: (
+        asked.append((scale, flip)) or crop(image, size, scale, flip, generator)))
     embedder = SimpleNamespace(image_size=4, workers=0, model=SimpleNamespace(
         encode_words=None, probe_features=None), encode_pairs=lambda pairs, encode, read: (
         read(pairs[0][0], 0), [0]))
     assert evaluation.random_crops(embedder, [(picture(), 0)])[0].shape == (3, 4, 4)
-    assert asked == [0.08]
+    assert asked == [((0.08, 1.0), 0.5)]
 
 
 def test_lbfgs_probe_ends_where_the_gradient_of_its_objective_is_0():
@@ -721,13 +719,14 @@ def test_each_rank_has_random_numbers_of_its_own(monkeypatch, tmp_path):
 def test_a_checkpoint_of_other_data_workers_or_ranks_begins_a_new_order(monkeypatch):
     rng, local = torch.get_rng_state(), {"cuda_rng": None, "positions": {0: (2, 9)}, "skipped": {}}
     state = {"step": 7, "samples": 56, "stage": 1, "order": 2, "workers": 0, "data": "a",
-             "words": None, "boxes": torch.rand(3, 4), "part": 64, "ranks": [local | {"rng": rng}]}
+             "words": None, "boxes": torch.rand(3, 4), "part": 64, "seed": 4,
+             "ranks": [local | {"rng": rng}]}
     torch.rand(3)
-    same = train.Progress("a")
+    same = train.Progress("a", seed=4)
     older = {name: value for name, value in state.items() if name != "part"}
     for saved, data, workers, ranks in ((state, "b", 0, 1), (state, "a", 1, 1), (state, "a", 0, 2),
-                                        (older, "a", 0, 1)):
-        other = train.Progress(data)
+                                        (older, "a", 0, 1), (state | {"seed": 5}, "a", 0, 1)):
+        other = train.Progress(data, seed=4)
         other.restore(saved | {"ranks": ranks * state["ranks"]}, workers)
         assert (other.step, other.order, other.positions) == (7, 2 + 7, {})
         assert (other.boxes is None) == (data == "b")  # boxes are those of the images

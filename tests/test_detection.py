@@ -270,6 +270,14 @@ def test_files_of_another_form_are_refused_by_name(tmp_path, changes, named):
         common.BoxTable(file)
 
 
+def test_ranks_compare_boxes_and_classes(tmp_path):
+    tables = [common.BoxTable(write_coco(tmp_path, **changes)) for changes in (
+        {}, dict(annotations=lambda rows: rows[0].update(bbox=[9, 5, 20, 10])),
+        dict(categories=lambda rows: rows[0].update(name="dog")))]
+    assert len({table.annotations for table in tables}) == 3
+    assert len({table.fingerprint for table in tables}) == 1
+
+
 def test_an_image_is_padded_to_a_square_to_the_right_or_below():
     x = common.squared(Image.new("RGB", (40, 20), "red"), 8)
     assert (x[:, :4] == torch.tensor([255, 0, 0]).view(3, 1, 1)).all() and (x[:, 4:] == 128).all()
@@ -299,7 +307,7 @@ def test_boxes_move_with_crops_and_flips():
 
 def test_a_box_of_which_less_than_60_percent_is_left_is_left_out(monkeypatch):
     crop = 0, 0, 100, 62  # top, left, height, width
-    monkeypatch.setattr(common.v2.RandomResizedCrop, "get_params", lambda *_: crop)
+    monkeypatch.setattr(common, "random_crop", lambda *_: crop)
     truth = boxes_of((0, 0.4, 0, 0.9, 0.5), (1, 0.3, 0, 0.8, 0.5))          # 44 % and 64 % are left
     found = [common.crop_boxes(Image.new("RGB", (100, 100)), truth, 10, 0.5)[1] for _ in range(50)]
     assert [boxes.labels.tolist() for boxes in found] == [[1]] * 50

@@ -622,7 +622,7 @@ def test_resume_notices_changed_words_and_changed_data_of_equal_size(tmp_path, c
     write_files(tmp_path, {name: "\n".join(lines) for name, lines in tables.items()})
     for i in range(9):
         shutil.copy(tmp_path / f"{i}.jpg", tmp_path / "moved")
-    run, notice = tmp_path / "run", "note: the data, the number of ranks or of workers changed"
+    run, notice = tmp_path / "run", "note: the data, --seed, the number of ranks or of workers"
     flags = [*SPARC, "--image-size", "16", "--out", run, "--data"]
     train_alone([*flags, tmp_path / "table.csv", "--steps", "1"])
     for steps, (name, expected) in enumerate((("moved/a.csv", 0), ("b.csv", 1)), 2):
@@ -943,6 +943,7 @@ def test_a_rank_with_another_flag_is_refused_before_the_run_begins(tmp_path, mon
 @pytest.mark.parametrize("change, message", [
     ({"data": "8 images"}, "data 8 images, rank 0 has 9 images"),
     ({"words": 6}, "vocabulary with the hash 6, rank 0 has 5"),
+    ({"annotations": 9}, "captions, labels or boxes with the hash 9, rank 0 has 8"),
     ({"step": 4}, "last.pt after step 4, rank 0 has 3"), ({"fp16": True}, "fp16 True")])
 def test_ranks_that_would_train_otherwise_are_refused(monkeypatch, change, message):
     facts = []
@@ -952,7 +953,8 @@ def test_ranks_that_would_train_otherwise_are_refused(monkeypatch, change, messa
         scaler = torch.amp.GradScaler("cpu", enabled=settings.pop("fp16"))
         refused = pytest.raises(UserError, match=message)
         with refused if more is change else contextlib.nullcontext():
-            train.Progress(**settings).check_ranks(scaler)
+            annotations = settings.pop("annotations", 8)
+            train.Progress(**settings).check_ranks(annotations, scaler)
 
 
 def test_a_rank_whose_checkpoint_is_of_another_step_is_refused(tmp_path, monkeypatch, run_of):
@@ -990,6 +992,42 @@ def test_ranks_with_other_rows_are_refused_and_learn_the_words_of_rank_0(tmp_pat
                                         str(tmp_path / "run"))
     assert other == (words, message) and "n8" in words
     assert "Rank 1 has data 8 images" in message and "rank 0 has 9 images" in message
+
+
+WHOLE = ["--image-size", "16", "--crop-scale", "1", "--workers", "0"]
+
+
+def train_on_ranks(rank, table, roots, out):
+    """Train on one table, then on this rank's copy of the images, of which rank 1 lacks some."""
+    flags = [*SPARC, *WHOLE, "--data", table, "--out"]
+    train_on_rank(rank, [*flags, f"{out}/same", "--steps", 4])
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train_on_rank(rank, [*flags, f"{out}/part", "--image-root", roots[rank], "--steps", 3])
+    return printed.getvalue()
+
+
+@pytest.mark.ranks
+def test_the_log_of_two_ranks_is_that_of_one_process(tmp_path):
+    """Each step has the whole table, and no image is cropped. The log and its warning count what
+    any rank skipped."""
+    table = write_table(tmp_path, 8)
+    train_alone([*SPARC, *WHOLE, "--data", table, "--steps", 4, "--out", tmp_path / "alone"])
+    (tmp_path / "copy").mkdir()
+    for i in (3, 5):
+        shutil.copy(tmp_path / f"{i}.jpg", tmp_path / "copy")
+    printed, _ = run_ranks(tmp_path, train_on_ranks, 2, table,
+                           [str(tmp_path), str(tmp_path / "copy")], str(tmp_path))
+    alone, same = read_log(tmp_path / "alone"), read_log(tmp_path / "same")
+    assert len(alone) == len(same) == 4
+    names = {"loss", "global", "local", "scale", "grad_norm", "chance_loss", "lr", "step"}
+    for one, two in zip(alone, same):
+        assert one.keys() == two.keys() > names and "skipped" not in two
+        assert {name: two[name] for name in names} == pytest.approx(
+            {name: one[name] for name in names}, rel=1e-4)
+    lost = [record.get("skipped", {}).get("image that does not exist", 0)
+            for record in read_log(tmp_path / "part")]
+    assert lost == sorted(lost) and lost[-1] >= 3
+    assert "more than a tenth of the samples are skipped" in printed
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE",
@@ -1395,13 +1433,10 @@ def test_a_warning_says_that_a_network_collapses_or_too_few_or_too_many_words_ar
     assert found is None if words is None else re.search(words, found or "")
 
 
-def test_a_warning_says_that_many_samples_are_skipped(monkeypatch):
+def test_a_warning_says_that_many_samples_are_skipped():
     args = SimpleNamespace(batch=8)
     record = {"step": 5, "skipped": {"no .txt": 3, "no image": 1}}
     assert train.lost_samples(args, None, record) is None                  # 4 of 44
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "this_rank", lambda: (0, 2))                  # 4 of this rank's 24
-        assert train.lost_samples(args, None, record) is not None
     record["skipped"]["no .txt"] = 5
     assert "this reason: no .txt (" in train.lost_samples(args, None, record)
 
