@@ -28,8 +28,8 @@ Differs from the paper (search for "differs" for all other places):
   * A word whose similarities are equal to the last bit has equal weights; Eq. 2 would be 0 / 0.
   * [CLS] and [SEP] are not words: tbar and L_f leave them out. 53 of Sec. 4.1's 55 tokens remain.
   * vbar and tbar follow Sec. 2. Listing 1's vbar has no h_v, its tbar includes the padding.
-  * Training crops images a little and flips them. Evaluation crops the centre, but segmentation
-    does not crop. Sec. 4.1 resizes the whole image to 224 x 224.
+  * Evaluation crops the centre, but segmentation does not crop. Sec. 4.1 resizes the whole image to
+    224 x 224, as the presets of the paper do in training.
   * `tiny` has lambda_f 0.1 and the learning rate 2e-3. With 0.5, the paper's smallest lambda_f, or
     with a lower rate, words do not find their objects. `tiny` has sigma 0.9 and a residual h_v.
 Not here: see the comment at Settings.
@@ -454,7 +454,7 @@ class Settings(Config):
 # temperature in Table 8's softmax, CLIP's beta2 and epsilon for AdamW, no weight decay of norms,
 # biases, embeddings and positions, 1 / tau within [1, 100], gradients clipped at norm 1.
 PAPER = dict(text_encoder="12x768:context=55,vocab_size=32000", vocab_size=32_000, batch=16384,
-             steps=200_000, lr=9e-4, weight_decay=0.2, warmup=2500)
+             steps=200_000, lr=9e-4, weight_decay=0.2, warmup=2500, crop_scale=1.0, flip=0.0)
 GLORIA = PAPER | dict(objective="gloria", batch=4096, steps=800_000)  # Sec. D.3
 TINY = dict(data="shapes:objects=4,together=0.85,small=0.13,large=0.18,background=0,fillers=0", embed_dim=128,
             text_encoder="tiny", h_v="residual", lambda_f=0.1, batch=128, lr=2e-3, weight_decay=0.1, warmup=50)

@@ -31,7 +31,8 @@ Differs from the paper (search for "differs" for the variants):
     --vocab bpe_simple_vocab_16e6.txt.gz selects.
   * Embeddings, positions, queries and FDT's codebook do not decay; the authors' do
     (training/main.py:310).
-  * Photographs are flipped at random; the authors' are not (transform.py:105).
+  * Crops of photos vary; those of 3:2 and 16:9 are always the same in the authors' code, which is
+    torchvision's (transform.py:105; see common.random_crop).
   * The image encoder is initialised as CLIP's text encoder is (transformer.py:703). The authors'
     image encoder has torch's initial weights; its [CLS] and positions have a deviation of width^-.5
     (transformer.py:503, 430).
@@ -394,8 +395,9 @@ class Settings(Config):
     crop_border: float = 0.4
 
 
+# The authors' images are OpenCLIP's: crops of .9 to 1 of the area, not mirrored (transform.py:105).
 PAPER = dict(text_encoder="clip-b16", lr=5e-4, weight_decay=0.5, warmup=3600, batch=4096,
-             clip_grad=0.0)
+             clip_grad=0.0, crop_scale=0.9, flip=0.0)
 # OpenCLIP's AdamW has another beta2 and epsilon for a ResNet than for a ViT (params.py:11).
 R50 = PAPER | dict(image_encoder="ResNet-50", steps=78_280, beta2=0.999, adam_eps=1e-8)
 PRESETS = {  # the values of --preset: settings of this file and of train.py; flags override them

@@ -439,8 +439,7 @@ class Settings(Config):
 # adam_eps are LAMB's defaults. The CLIP of the paper's tables is the preset stair-clip of sparo.py.
 # The paper leaves open how its encoders modify CLIP-B/16. Here the image encoder has no [CLS] and
 # no LayerNorm before its blocks, and the text encoder attends in both directions. Ours, too: each
-# stage has a new optimizer, the lambdas grow from 0 in its first half, photos are cropped and
-# flipped.
+# stage has a new optimizer, the lambdas grow from 0 in its first half, photos are cropped a little.
 B16 = dict(image_encoder="ViT-B/16", text_encoder="12x512:context=76,vocab_size=30522",
            batch=16384, steps=1_200_000, optimizer="lamb", beta2=0.999, adam_eps=1e-6, lr=1e-3,
            schedule="linear", weight_decay=1e-2, warmup=10_000, clip_grad=0.0, revive_until=0)

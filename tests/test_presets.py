@@ -36,7 +36,7 @@ CLIP_TEXT = dict(width=512, depth=12, heads=8, context=77, vocab_size=49_408, ca
 # CLIP, Tables 18 and 20, Sec. 2.5; OpenCLIP's defaults, which SPARO keeps (C.1)
 OPENCLIP = dict(lr=5e-4, beta2=0.98, adam_eps=1e-6, schedule="cosine", optimizer="adamw",
                 clip_grad=0.0, weight_decay_end=None, init_scale=1 / 0.07, crop_scale=0.9,
-                probe="adamw")
+                flip=0.0, probe="adamw")  # transform.py: no mirror
 # SPARO, Table C.3 and Sec. 4
 CC = OPENCLIP | dict(batch=4096, warmup=3600, weight_decay=0.5, text=CLIP_TEXT)
 SLOTS = dict(L=64, V=64, D=64, grp_size=1, replace_block=True, readout="sparo", objective="clip")
@@ -69,6 +69,7 @@ SPARC = dict(text=dict(width=768, depth=12, heads=12, context=55, vocab_size=32_
              batch=differs(16_348, 16_384), embed_dim=512, lambda_g=0.5, sigma=None, h_v="plain",
              align="sparse", token_mean="caption", mgca_prototypes=500, init_scale=1 / 0.07,
              filip_keep=differs(0.8, 0.2), lr=9e-4, weight_decay=0.2, lambda_f=1.0,
+             crop_scale=1.0, flip=0.0,  # "We resize images to the 224 x 224 resolution"
              objective="sparc", beta2=0.98, adam_eps=1e-6, clip_grad=1.0)  # the last three are ours
 SWEEPS = dict(lr=(7e-4, 9e-4, 1.1e-3), weight_decay=(0.1, 0.2, 0.3), lambda_f=(0.5, 1.0, 5.0, 10.0))
 GLORIA = SPARC | dict(objective="gloria", batch=4096, steps=800_000)

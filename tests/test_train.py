@@ -27,6 +27,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 from torch.distributed.elastic.agent.server import local_elastic_agent as elastic
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -1392,6 +1393,46 @@ def test_bench_prints_rates_and_writes_nothing(tmp_path, capsys, monkeypatch):
     assert words.startswith(f"{record['images_per_s']:.1f} images per second; ")
     assert words.endswith(f"peak memory {record['peak_memory_bytes'] / 2**30:.2f} GiB")
     assert not (tmp_path / "run").exists() and counts == [2]  # without the steps of the warm-up
+
+
+def share_mirrored(transform):
+    """The share of images that a transform mirrors. Each image is red on its left."""
+    if isinstance(transform, common.Views):                  # `distort` mirrors the rows 0
+        return transform.draw(2000, transform.views[0])[0][0].float().mean().item()
+    if isinstance(transform, common.Augment):                # the first step mirrors
+        transform = transform.transforms[0]
+    image = Image.new("RGB", (16, 16), "blue")
+    image.paste((255, 0, 0), (0, 0, 8, 16))
+    truth = common.Boxes(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.bool))
+    inputs = (image, truth) if transform.func is common.crop_boxes else (image,)
+    pixels = [transform(*inputs) for _ in range(100)]
+    pixels = [x[0] if isinstance(x, tuple) else x for x in pixels]
+    return sum(bool(x[0, 4, 0] < 128) for x in pixels) / len(pixels)
+
+
+@pytest.mark.parametrize("name, usual", [
+    ("sparc", 0), ("stair", 0), ("sparo", 0), ("dino", 0.5), ("bam", 0.5), ("classifier", 0.5),
+    ("detector", 0.5)])
+def test_images_with_captions_are_not_mirrored_and_others_half_of_the_time(name, usual, monkeypatch):
+    """A mirror makes a caption with "left" wrong. --flip replaces the default of each method."""
+    monkeypatch.setattr(train, "check_method", lambda args: None)  # a detector needs a run
+    for given, flip in (([], usual), (["--flip", "1"], 1), (["--flip", "0"], 0)):
+        args = train.parse_args([*SMALL.get(name, ["--method", name]), *given])
+        method = evaluation.METHODS[args.method]
+        train.open_training_data(args, method)
+        encoder = SimpleNamespace(image_size=args.image_size, grid=args.image_size // 8)
+        torch.manual_seed(0)
+        found = share_mirrored(train.build_transform(args, method, encoder))
+        assert args.flip == flip and found == pytest.approx(flip, abs=0.15 * (0 < flip < 1))
+
+
+def test_a_resumed_run_without_a_flip_mirrors_half_of_its_images(tmp_path, run_of):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    for flip in (0.0, 0.5):
+        assert train.parse_args(["--resume", "--out", str(run)]).flip == flip
+        config = common.read_config(run)
+        config.pop("flip", None)
+        (run / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("scale, side", [(0.9, 12), (0.25, 19), (0.01, 93)])
