@@ -48,7 +48,6 @@ import pickle
 import random
 import re
 import signal
-import stat
 import string
 import subprocess
 import sys
@@ -1109,17 +1108,15 @@ def random_crop(image, scale, generator=None):
     """
     height, width = v2.functional.get_size(image)
 
-    def uniform(low, high):
-        return torch.empty(1).uniform_(low, high, generator=generator).item()
-
+    uniform = functools.partial(torch.empty(1).uniform_, generator=generator)
     for attempt in range(11):
         if attempt == 10 and height == width:
             return 0, 0, height, width
-        area, low, high = uniform(*scale), 3 / 4, 4 / 3
+        area, low, high = uniform(*scale).item(), 3 / 4, 4 / 3
         if attempt == 10:  # around the image's own ratio, and never wider or higher than the image
             own = width / height
             low, high = own * max(low, area), own * min(high, 1 / area)
-        ratio = math.exp(uniform(math.log(low), math.log(high)))
+        ratio = math.exp(uniform(math.log(low), math.log(high)).item())
         h = max(1, round(math.sqrt(height * width * area / ratio)))
         w = max(1, round(math.sqrt(height * width * area * ratio)))
         if h <= height and w <= width:
@@ -1197,7 +1194,6 @@ class Augment(v2.Compose):
             steps += [to_bytes, v2.RandAugment(2, magnitude=27, interpolation=bilinear)]
         steps += [to_unit, v2.RandomErasing(erasing, value=PIXELS["clip"][0])]
         super().__init__(steps)
-        self.classes = classes
         kinds = (v2.MixUp, mixup), (v2.CutMix, cutmix)
         self.mixtures = [kind(alpha=alpha, num_classes=classes) for kind, alpha in kinds if alpha]
 
@@ -1831,33 +1827,27 @@ def look_at_shards(paths, on_ranks):
     cannot be read. Shards of equal names and sizes are often others: sizes are rounded to 10,240
     bytes. The first header has the name, the size and the time of the first file.
 
-    on_ranks: whether all ranks call this function with the same paths. Then each rank looks at its
+    on_ranks: whether all ranks call this function. If their paths are equal, each rank looks at its
     share of the shards, and learns the rest from the other ranks of its machine. A look at a
     network's disk takes milliseconds, and large data have 40,000 shards.
     """
     def look(path):
         try:
-            found = os.stat(path)
-            if not stat.S_ISREG(found.st_mode):
-                return "is no file"
             with open(path, "rb", 0) as file:
-                return found.st_size, zlib.crc32(file.read(tarfile.BLOCKSIZE))
+                size = os.fstat(file.fileno()).st_size
+                return size, zlib.crc32(file.read(tarfile.BLOCKSIZE))
         except OSError as error:
             return error.strerror
 
-    (rank, ranks), found = local_rank() if on_ranks else (0, 1), {}
-
-    def look_at(paths):
-        with ThreadPool(16) as pool:
-            return dict(zip(paths, pool.map(look, paths)))
-
-    mine = look_at(paths[rank::ranks])
-    first = gather.rank - rank  # the first rank of this machine
-    for looks in gather_objects(mine)[first : first + ranks] if on_ranks else [mine]:
-        found |= looks
-    # others may have other paths, which check_ranks refuses later
-    found |= look_at([path for path in paths if path not in found])
-    return [found[path] for path in paths]
+    shared = on_ranks and len({*gather_objects(zlib.crc32(repr(paths).encode()))}) == 1
+    rank, ranks = local_rank() if shared else (0, 1)
+    with ThreadPool(16) as pool:
+        looks = pool.map(look, paths[rank::ranks])
+    if shared:
+        first = gather.rank - rank  # the first rank of this machine
+        rows = itertools.zip_longest(*gather_objects(looks)[first : first + ranks])
+        looks = [look for row in rows for look in row][: len(paths)]
+    return looks
 
 
 KEY = re.compile(r"(.*/)?[^/.]*")  # a file's name up to the first dot behind the directory
@@ -2635,14 +2625,12 @@ class EachImage(Stream):
 
     Each image comes once. rank, world_size: this rank reads every world_size-th image. A batch is
     (the numbers of the images, uint8 images (B, 3, S, S)). Images are squeezed to a square without
-    a crop, so that a box in fractions of the sides is valid for the file too. stopped: a function
-    that returns whether to end before the next image.
+    a crop, so that a box in fractions of the sides is valid for the file too.
     """
 
-    def __init__(self, table, image_size, batch_size, rank=0, world_size=1, stopped=lambda: False):
+    def __init__(self, table, image_size, batch_size, rank=0, world_size=1):
         squeeze = v2.Compose([v2.Resize((image_size, image_size), BICUBIC), v2.PILToTensor()])
         super().__init__(table, None, squeeze, image_size, None, batch_size, 0, rank, world_size)
-        self.stopped = stopped
 
     def __iter__(self):
         worker, workers = this_worker({})
@@ -2651,8 +2639,6 @@ class EachImage(Stream):
         for i in range(0, len(rows), self.batch_size):
             samples = []
             for row in rows[i : i + self.batch_size]:
-                if self.stopped():
-                    return
                 path = self.source.path(row)
                 samples.append(self.load(Sample(path, name=path, number=row)))
                 disk.check(samples[-1])  # a sample that was read ends a row of failures

@@ -1000,8 +1000,7 @@ def find_boxes(args, data, model, device, autocast, stop):
     """-> the box of each image (n, 4), in which the centres of its crops lie (BAM, App. G), and the
     signal that ended the search, or 0. Each rank finds the boxes of its part of the data."""
     model.eval()
-    images = common.EachImage(data, args.image_size, common.Stream.part, *this_rank(),
-                              lambda: stop.noted)
+    images = common.EachImage(data, args.image_size, common.Stream.part, *this_rank())
     rows, boxes = [], []
     try:
         for numbers, x in read_in_workers(images, args.workers):
@@ -1146,8 +1145,7 @@ class Progress:
         records, skipped = zip(*ranks)
         means = {name: sum(x[name] for x in records) / len(records) for name in record}
         means["peak_memory_bytes"] = max(x["peak_memory_bytes"] for x in records)
-        total = common.total_skipped(skipped)
-        counts = {reason: count for reason, (count, _) in total.items()}
+        counts = {reason: n for reason, (n, _) in common.total_skipped(skipped).items()}
         return {"step": self.step} | means | ({"skipped": counts} if counts else {})
 
     def state(self, workers):

@@ -491,8 +491,8 @@ def test_a_table_is_identified_by_paths_and_ranks_also_compare_captions():
     are those of the last two parts of each path. Ranks compare whole paths below the root."""
     fingerprint, annotations = identity(["a/0.jpg", "b/0.jpg"])
     assert identity(["a/0.jpg", "b/0.jpg"], root="/moved/") == (fingerprint, annotations)
-    for files, texts in ((["a/0.jpg", "b/0.jpg"], ("x", "z")), (["c/a/0.jpg", "b/0.jpg"], ("x", "y"))):
-        found = identity(files, texts)
+    for first, texts in (("a/0.jpg", ("x", "z")), ("c/a/0.jpg", ("x", "y"))):
+        found = identity([first, "b/0.jpg"], texts)
         assert found[0] == fingerprint and found[1] != annotations
     for files in ["c/0.jpg", "b/0.jpg"], ["b/0.jpg", "a/0.jpg"]:
         assert identity(files)[0] != fingerprint
@@ -531,10 +531,13 @@ def test_shards_are_identified_by_their_names_sizes_and_first_headers(tmp_path):
 
 def looks_of(monkeypatch, pattern, **settings):
     """Return the shards, and how often the disk was asked about a file."""
-    looks, stat, lstat = [], os.stat, os.lstat
+    looks = []
     with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", lambda path, **more: looks.append(path) or stat(path, **more))
-        patch.setattr(os, "lstat", lambda path, **more: looks.append(path) or lstat(path, **more))
+        for module, name in ((os, "stat"), (os, "lstat"), (common, "open")):
+            def look(path, *more, real=getattr(module, name, open), **named):
+                looks.append(path)
+                return real(path, *more, **named)
+            patch.setattr(module, name, look, raising=False)
         source = TarShards(pattern, **settings)
     return source, len(looks)
 
@@ -565,34 +568,37 @@ def test_ranks_of_a_machine_share_the_looks_at_shards(tmp_path):
 
 
 def test_a_rank_knows_the_shards_of_its_own_machine(tmp_path, monkeypatch):
-    """Rank 3 is on the second of two machines, which have two ranks and three. It looks by itself
-    at shards that no other rank of its machine has."""
+    """Rank 3 is on the second of two machines, which have two ranks and three. It looks at all
+    shards itself if another rank has other paths."""
     pattern, gone = write_shards(tmp_path, [1, 2, 3, 4]), "No such file"
     alone = TarShards(pattern)
-    a, b, c, d = looks = [*zip(alone.paths, common.look_at_shards(alone.paths, False))]
-    lacking = dict.fromkeys(alone.paths, gone)
+    a, b, c, d = looks = common.look_at_shards(alone.paths, False)
     monkeypatch.setattr(common.Gather, "rank", 3)
     monkeypatch.setattr(common, "local_rank", lambda: (1, 3))
-    for others in [dict([a, d]), dict([c])], [{"/other/a.tar": 1}, {"/other/b.tar": 2}]:
-        monkeypatch.setattr(common, "gather_objects",
-                            lambda own: [lacking, lacking, others[0], own, others[1]])
-        assert common.look_at_shards(alone.paths, True) == [look for _, look in looks]
+
+    def ranks(*looks, hashes=()):
+        """Each rank gives a hash of its paths, then what it has seen."""
+        monkeypatch.setattr(common, "gather_objects", lambda own: [
+            own, *hashes] if isinstance(own, int) else [*looks[:3], own, *looks[3:]])
+
+    for others, hashes in (([[a, d], [c]], ()), ([[gone, gone], [gone]], [7])):
+        ranks([gone, gone], [gone, gone], *others, hashes=hashes)
+        assert common.look_at_shards(alone.paths, True) == looks
         assert TarShards(pattern, True).fingerprint == alone.fingerprint
-    monkeypatch.setattr(common, "gather_objects", lambda own: [
-        dict([a, c]), dict([b, d]), dict([a, d]), own, {c[0]: gone}])
+    ranks([a, c], [b, d], [a, d], [gone])
     with pytest.raises(UserError, match=r"1 of the 4 .* first is .*/002.tar \(No such file\): name"):
         TarShards(pattern, True)
 
 
 def test_an_error_of_the_disk_is_told(tmp_path, monkeypatch):
-    def stale(path):
+    def stale(*arguments):
         raise OSError(errno.ESTALE, "Stale file handle")
 
     pattern = write_shards(tmp_path, [1])
     (tmp_path / "folder.tar").mkdir()
-    with pytest.raises(UserError, match=r"first is .*folder.tar \(is no file\): name"):
+    with pytest.raises(UserError, match=r"first is .*folder.tar \(Is a directory\): name"):
         TarShards(f"{tmp_path}/*.tar")
-    monkeypatch.setattr(os, "stat", stale)
+    monkeypatch.setattr(common, "open", stale, raising=False)
     with pytest.raises(UserError, match=rf"first is .*000.tar \(Stale file handle\): name"):
         TarShards(pattern)
 
@@ -654,7 +660,8 @@ def test_a_broken_shard_gives_its_complete_samples_and_is_counted_once(tmp_path)
 
 
 def test_the_end_of_a_run_names_each_reason_for_skipping_once(tmp_path, monkeypatch, capsys):
-    """The log has the counts of rank 0. A second rank, which skipped as many, is made up."""
+    """The log has the counts of one rank. At the end a second one, which skipped as many, is made
+    up."""
     shards = write_shards(tmp_path, [4] * 8, broken=[3, 9])
     for i in (2, 5):
         (tmp_path / f"{i:03}.tar").write_bytes(b"")
@@ -1324,7 +1331,8 @@ def test_crops_vary_for_every_shape_of_photo(shape):
     assert ((h + 0.5) * (w + 0.5) >= 0.9 * H * W).all() and (h * w > 0.99 * H * W).any()
     assert (top >= 0).all() and (left >= 0).all() and (top + h <= H).all() and (left + w <= W).all()
     if H != W:
-        assert (top == 0).any() and (top + h == H).any() and (left == 0).any() and (left + w == W).any()
+        assert (top == 0).any() and (top + h == H).any()
+        assert (left == 0).any() and (left + w == W).any()
         ratio = w / h * H / W  # beside the image's own
         assert ratio.min() < 0.94 and ratio.max() > 1.06
     assert common.random_crop(image, (1.0, 1.0)) == (0, 0, H, W)  # the whole image, without a crop
