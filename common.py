@@ -1834,8 +1834,7 @@ def look_at_shards(paths, on_ranks):
     def look(path):
         try:
             with open(path, "rb", 0) as file:
-                size = os.fstat(file.fileno()).st_size
-                return size, zlib.crc32(file.read(tarfile.BLOCKSIZE))
+                return os.fstat(file.fileno()).st_size, zlib.crc32(file.read(tarfile.BLOCKSIZE))
         except OSError as error:
             return error.strerror
 
