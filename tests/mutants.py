@@ -209,7 +209,7 @@ ids.append(«last + 256 => last») # </w> ;; («-pair_counts => pair_counts»[pa
 v2.RandAugment(2, magnitude=«27 => 9» # 9 of 10
 image.draft("RGB", («min_side, min_side => min_side // 2, min_side // 2»)) # decoded sides
 x = x / «256 => 255» # 16 bits ;; (size / «(0.75 * least) ** 0.5 => least**0.5») # the aspect ratio of crops
-ratio = «3 / 4, 4 / 3 => 1, 1» # BYOL ;; torch.rand(n) < 0.5, torch.rand(n) < «0.8 => 0.5» # BYOL: jitter
+uniform(*scale).item(), «3 / 4, 4 / 3 => 1, 1» # BYOL ;; torch.rand(n) < self.flip, torch.rand(n) < «0.8 => 0.5» # BYOL: jitter
 draw_colours(n, 0.4, 0.4, «0.2 => 0.4», 0.1) # BYOL: saturation
 uniform_(0.1, 2)« * self.image_size / 224 => » # BYOL: sigma for 224 pixels
 x[flipped].flip(«3 => 2») # left and right ;; captions[«(epoch + i) => epoch» % len(captions)] # captions take turns
@@ -289,7 +289,7 @@ maps = maps - maps.amin(«1 => 0», keepdim=True) # the lowest score of each wor
 == train.py | ranks | test_train test_data -k "train_otherwise or another_step or reason_for_skipping"
 common.check_ranks({"data": «self.data => 0», # other data ;; "a vocabulary with the hash": «self.words => 0», # other words
 "a last.pt after step": «self.step => 0», # other steps ;; "fp16": «scaler.is_enabled() => False»}) # other precision
-    «progress.check_ranks(scaler) => pass»\n    if out: # nothing is compared
+    «progress.check_ranks(data.annotations, scaler) => pass»\n    if out: # nothing is compared
 every_rank = «common.gather_objects(common.total_skipped(progress.skipped.values())) => [common.total_skipped(progress.skipped.values())]» # rank 0's samples alone
 == train.py | training | test_details test_train test_stair -k "details or resume or pixels or keep or stages"
 step = «progress.step - start => progress.step» # a step counts within its stage
