@@ -237,7 +237,8 @@ def test_stage_2_freezes_the_image_encoder_and_its_embedding():
     assert all(map(torch.equal, statistics, model.image_encoder.buffers()))
     assert not torch.equal(model.text_encoder.embedding.weight, words)
     again = tiny_stair(3)
-    again.load_state_dict(model.state_dict())
+    wrapped = torch.nn.ModuleDict({"model": again})  # as another project may wrap it
+    wrapped.load_state_dict({f"model.{key}": x for key, x in model.state_dict().items()})
     assert torch.equal(again.image_encoding(batch["images"]), before)
     assert not any(p.requires_grad for p in again.image_encoder.parameters())
     model.begin_stage(3, fresh=True)
