@@ -1640,12 +1640,6 @@ def caption_words(*captions):
     return [word for word in common.split_words(" ".join(captions)) if word.isalnum()]
 
 
-def nearest_captions(embedder, x, y):
-    """Encodings x (n, ...) of images and y (m, ...) of captions -> a list of n row numbers: for
-    each image, the row of y whose caption scores highest."""
-    return torch.cat([embedder.similarity(part, y).argmax(1) for part in x.split(256)]).tolist()
-
-
 def retrieval(embedder, data, options):
     """Recall at 1, 5, 10: images find captions (i2t), captions find images (t2i).
 
@@ -1695,7 +1689,8 @@ def rank_pairs(embedder, data, options, x, captions):
     result = {f"i2t/R@{k}": recall for k, recall in i2t.items()}
     result |= {f"t2i/R@{k}": recall for k, recall in t2i.items()}
     result["i2t/R@1/at_most"], result["t2i/R@1/at_most"] = best_recalls(captions)
-    retrieved = [caption_words(flat[j]) for j in nearest_captions(embedder, x, y)]
+    nearest = torch.cat([embedder.similarity(part, y).argmax(1) for part in x.split(256)])
+    retrieved = [caption_words(flat[j]) for j in nearest.tolist()]
     truths = [set(caption_words(*group)) for group in captions]
     result["faithfulness/K-P"] = sparc.k_precision(retrieved, truths)
     if data.content_words:
