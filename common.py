@@ -2618,35 +2618,6 @@ class WorldStream(Stream):
         return parts[0]
 
 
-class EachImage(Stream):
-    """Batches of the images of a CaptionTable. For each image a model finds the box in which Views
-    places the centres of crops (BAM, App. G).
-
-    Each image comes once. rank, world_size: this rank reads every world_size-th image. A batch is
-    (the numbers of the images, uint8 images (B, 3, S, S)). Images are squeezed to a square without
-    a crop, so that a box in fractions of the sides is valid for the file too.
-    """
-
-    def __init__(self, table, image_size, batch_size, rank=0, world_size=1):
-        squeeze = v2.Compose([v2.Resize((image_size, image_size), BICUBIC), v2.PILToTensor()])
-        super().__init__(table, None, squeeze, image_size, None, batch_size, 0, rank, world_size)
-
-    def __iter__(self):
-        worker, workers = this_worker({})
-        first, step = self.rank * workers + worker, self.world_size * workers
-        rows, disk = range(first, len(self.source), step), Disk()
-        for i in range(0, len(rows), self.batch_size):
-            samples = []
-            for row in rows[i : i + self.batch_size]:
-                path = self.source.path(row)
-                samples.append(self.load(Sample(path, name=path, number=row)))
-                disk.check(samples[-1])  # a sample that was read ends a row of failures
-            # a damaged image gets no box; the training counts it
-            found = [sample for sample in samples if not sample.problem]
-            if found:
-                yield [x.number for x in found], torch.stack([x.file for x in found])
-
-
 @contextlib.contextmanager
 def fixed_seed(*numbers):
     """A context in which torch's CPU random numbers depend on `numbers` only.

@@ -1145,20 +1145,24 @@ def open_voc(options, image_size, _):
         """An id -> image (3, S, S), {"": map (H, W)}."""
         files = [directory / "JPEGImages" / f"{name}{suffix}" for suffix in common.IMAGE_SUFFIXES]
         image = common.open_image(next(filter(Path.is_file, files), files[0]))
-        image = image.resize((image_size, image_size), Image.Resampling.BICUBIC)
         path = directory / "SegmentationClass" / f"{name}.png"
         truth = read_ids(path)
         highest = truth.masked_fill(truth == 255, 0).max()
         if highest > len(names):
             raise UserError(f"{path} holds class {highest}, but there are {len(names)} names: give "
                             f"all with --classes.")
-        return pil_to_tensor(image), {"": truth}
+        return squeezed(image, image_size), {"": truth}
 
     def maps(purpose):
         pairs = ((name, None) for name in ids)
         return (pair for pair, _ in read_images(pairs, read, options.workers))
 
     return EvalSet(named=classes, map_classes={"": classes}, maps=maps)
+
+
+def squeezed(image, size):
+    """A PIL image -> uint8 (3, size, size), squeezed into a square, not cropped."""
+    return pil_to_tensor(image.resize((size, size), Image.Resampling.BICUBIC))
 
 
 def open_boxes(options, image_size, _):

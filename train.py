@@ -995,20 +995,24 @@ def ignore_signals(worker):
         signal.signal(number, signal.SIG_IGN)
 
 
+@common.rank_0_prints()
 @torch.no_grad()
 def find_boxes(args, data, model, device, autocast, stop):
     """-> the box of each image (n, 4), in which the centres of its crops lie (BAM, App. G), and the
     signal that ended the search, or 0. Each rank finds the boxes of its part of the data."""
     model.eval()
-    images = common.EachImage(data, args.image_size, common.Stream.part, *this_rank())
+    (rank, world_size), size = this_rank(), args.image_size
+    pairs = ((data.path(row), row) for row in range(rank, len(data), world_size))
+    # squeezed, so that a box in fractions of the sides is valid for the file too
+    read = lambda file: evaluation.squeezed(common.open_image(file, size), size)
+    images = evaluation.read_images(pairs, read, args.workers)
     rows, boxes = [], []
     try:
-        for numbers, x in read_in_workers(images, args.workers):
-            if stop.noted:
-                break
+        while not stop.noted and (part := [*itertools.islice(images, common.Stream.part)]):
+            x, numbers = zip(*part)
             rows += numbers
             with autocast():
-                boxes += model.boxes(x.to(device)).tolist()
+                boxes += model.boxes(torch.stack(x).to(device)).tolist()
     except common.DiskError as error:
         stop.fail(error)
     model.train()

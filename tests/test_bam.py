@@ -409,26 +409,33 @@ def make_photos(root):
     return root
 
 
-def test_the_workers_of_all_ranks_read_each_image_once(tmp_path, monkeypatch):
-    source, rows = common.open_data(str(make_photos(tmp_path)), content=None), []
-    for rank, worker in itertools.product(range(2), range(2)):
-        monkeypatch.setattr(common, "this_worker", lambda _, worker=worker: (worker, 2))
-        rows += [row for found, _ in common.EachImage(source, 16, 4, rank, 2) for row in found]
-    assert sorted(rows) == [*range(12)]
+class RedBoxes(nn.Module):
+    """Finds the columns in which the middle row of an image is red."""
+
+    def boxes(self, x):
+        assert x.dtype == torch.uint8 and x.shape[1:] == (3, 16, 16)
+        is_red = x[:, :, 8].argmax(1) == 0                   # (B, 16)
+        return torch.tensor([[min(red), 0.0, max(red), 1] for red in
+                             (row.nonzero()[:, 0].tolist() for row in is_red)])
+
+
+def test_each_rank_finds_the_boxes_of_its_images(tmp_path, monkeypatch):
+    """Images are squeezed, not cropped: 40 columns become 16."""
+    source = common.open_data(str(make_photos(tmp_path)), content=None)
+    (tmp_path / "left/left3.png").write_bytes(b"no image")
+    monkeypatch.setattr(common.Stream, "part", 2)
+    args, stop = SimpleNamespace(image_size=16, workers=2), SimpleNamespace(noted=0)
+    for rank, rows in enumerate(([0, 2, 4, 6, 8, 10], [1, 5, 7, 9, 11])):
+        monkeypatch.setattr(train, "this_rank", lambda rank=rank: (rank, 2))
+        found, stopping = train.find_boxes(args, source, RedBoxes(), torch.device("cpu"),
+                                           contextlib.nullcontext, stop)
+        assert stopping == 0 and (~found.isnan()).all(1).nonzero()[:, 0].tolist() == rows
+        assert found[rows[0], 0] <= 2 and found[rows[-1], 2] >= 13
 
 
 def test_every_image_is_cropped_in_its_own_box(tmp_path):
-    """EachImage reads every row once, in two parts. Then Stream crops each image in its own box."""
     source = common.open_data(str(make_photos(tmp_path)), content=None)
     (tmp_path / "left/left3.png").write_bytes(b"no image")
-    parts = []
-    for part in range(2):
-        parts += [row for rows, _ in common.EachImage(source, 16, 4, part, 2) for row in rows]
-    assert sorted(parts) == [0, 1, 2, *range(4, 12)]
-    _, images = next(iter(common.EachImage(source, 16, 12)))
-    squeezed = images[0]
-    assert images.dtype == torch.uint8 and squeezed.shape == (3, 16, 16)
-    assert squeezed[:, 8, 3].argmax() == 0                   # nothing is cut off
     boxes = torch.tensor(6 * [[0.1, 0.5, 0.1, 0.5]] + 6 * [[0.9, 0.5, 0.9, 0.5]])
     boxes[7] = math.nan                                      # an image without a box
     calls = []

@@ -886,14 +886,14 @@ def test_a_signal_ends_the_search_for_boxes_and_the_resumed_run_repeats_it(tmp_p
     flags = [*SMALL["bam"], "--steps", "6", "--contrastive-crop", "--crop-start", "3",
              "--data", str(tmp_path / "data"), "--image-size", "16", "--out"]
     train_alone([*flags, tmp_path / "whole"])
-    read = common.EachImage.__iter__
+    read = train.evaluation.read_images
 
-    def each(images):
-        for batch in read(images):
+    def each(*args):
+        for pair in read(*args):
             signal.raise_signal(signal.SIGTERM)
-            yield batch
+            yield pair
 
-    monkeypatch.setattr(common.EachImage, "__iter__", each)
+    monkeypatch.setattr(train.evaluation, "read_images", each)
     assert train.main([*flags, str(tmp_path / "run")]) == signal.SIGTERM
     assert common.load_checkpoint(tmp_path / "run/last.pt")["step"] == 3
     monkeypatch.undo()
