@@ -727,15 +727,9 @@ def build_model(method, args, image_encoder, text_encoder):
     A ValueError of the Model's constructor (settings that exclude each other) becomes a UserError.
     """
     text_width = text_encoder.width if text_encoder else None
+    complete_class = type("Model", (method.model_class(args), ModelDefaults), {})
     with explained(ValueError, args.method):
-        return complete_class(method.model_class(args))(
-            args, image_encoder, text_encoder, image_encoder.width, text_width)
-
-
-@functools.cache
-def complete_class(model_class):
-    """A method's class and, for what that class leaves out, ModelDefaults."""
-    return type("Model", (model_class, ModelDefaults), {})
+        return complete_class(args, image_encoder, text_encoder, image_encoder.width, text_width)
 
 
 def copy_encoder(encoder, source, run):
@@ -2985,30 +2979,6 @@ def gather_objects(value):
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def exchange(value):
-    """gather_objects, but a UserError of one rank, given as its value, is raised on all ranks."""
-    values = gather_objects(value)
-    for error in values:
-        if isinstance(error, UserError):
-            error.is_known = True  # to all ranks
-            raise error
-    return values
-
-
-@contextlib.contextmanager
-def errors_of_all_ranks():
-    """A context that raises a UserError of one rank on all ranks. Within it, ranks may `exchange`,
-    but must not gather: a rank with an error meets the next exchange of the others."""
-    mine = None
-    try:
-        yield
-    except UserError as error:
-        mine = error
-    if hasattr(mine, "is_known"):
-        raise mine
-    exchange(mine)
 
 
 def check_ranks(facts):

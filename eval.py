@@ -497,7 +497,7 @@ class Embedder:
                 size = math.ceil(len(part) / ranks)
                 piece = part[rank * size : (rank + 1) * size]
                 mine = len(part), compute(piece) if piece else None
-                found = common.exchange(mine) if ranks > 1 else [mine]
+                found = common.gather_objects(mine) if ranks > 1 else [mine]
                 if len({n for n, _ in found}) > 1:  # else samples would count twice, or not at all
                     raise UserError(f"Ranks found different numbers of {what} to encode: give all "
                                     f"ranks the same files.")
@@ -2735,15 +2735,14 @@ def evaluate(embedder, data, options, report=lambda result, new: None):
     the metrics of the task) is called. Raises UserError if a task cannot run.
     """
     result, embedder = {}, dataclasses.replace(embedder, share=common.this_rank())
-    with common.errors_of_all_ranks():
-        for name in tasks_to_run(options, data, embedder.model):
-            new = {}
-            for metric, found in TASKS[name].run(embedder, data, options).items():
-                new[metric] = to_float(found)
-                if isinstance(found, tuple):
-                    new[f"{metric}/chance"] = found[1]
-            result |= new
-            report(result, new)
+    for name in tasks_to_run(options, data, embedder.model):
+        new = {}
+        for metric, found in TASKS[name].run(embedder, data, options).items():
+            new[metric] = to_float(found)
+            if isinstance(found, tuple):
+                new[f"{metric}/chance"] = found[1]
+        result |= new
+        report(result, new)
     return result
 
 
@@ -3127,14 +3126,13 @@ def evaluate_run(run, given, device):
     run may still be training. given: {name: value} of the flags that are given, in which `data` is
     one SPEC. With --query the function searches instead, and returns None."""
     own = common.explained(UserError, f"The data of {run}, which --data can replace")
-    with common.errors_of_all_ranks():
-        embedder, args = load_run(run, device, given.get("checkpoint", Flags.checkpoint))
-        options = options_of(given, args)
-        embedder.chunk, embedder.workers = options.batch, options.workers
-        embedder.amp = options.amp
-        captions = embedder.tokenizer is not None and not options.query  # a search needs none
-        with contextlib.nullcontext() if "data" in given else own:
-            data = open_eval_set(options, embedder.image_size, captions)
+    embedder, args = load_run(run, device, given.get("checkpoint", Flags.checkpoint))
+    options = options_of(given, args)
+    embedder.chunk, embedder.workers = options.batch, options.workers
+    embedder.amp = options.amp
+    captions = embedder.tokenizer is not None and not options.query  # a search needs none
+    with contextlib.nullcontext() if "data" in given else own:
+        data = open_eval_set(options, embedder.image_size, captions)
     so_far = "" if embedder.step == args.steps else f", step {embedder.step} of {args.steps},"
     print(f"{run}{so_far} on {describe(options)}:")
     if options.query:
@@ -3159,7 +3157,7 @@ def main(argv=None):
 @common.rank_0_prints()
 def run_command(runs, given, device):
     """Each --data is evaluated for all runs. Raises UserError at the end if a run failed; the other
-    runs are evaluated first."""
+    runs are evaluated first, unless there are several ranks."""
     flags = Flags(**given)
     if flags.export is not None:
         return export(runs[0], flags.checkpoint, flags.export)
@@ -3180,6 +3178,8 @@ def run_command(runs, given, device):
                     evaluated[run] = found
                     metrics[run][spec.get("data")] = found[1]
             except UserError as error:  # an error in one run must not stop the other runs
+                if common.this_rank()[1] > 1:  # but ranks may wait for this one
+                    raise
                 failed.append(f"{run}: {error}" if len(runs) > 1 else str(error))
         if len(runs) > 1 and any(found for _, found in evaluated.values()):
             compare_runs(evaluated)

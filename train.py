@@ -790,7 +790,7 @@ def open_evaluation(args, model):
                                    "leave out --eval-data, then run eval.py RUN --data TEST "
                                    "--train-data TRAIN")
     try:
-        with common.errors_of_all_ranks(), common.explained(UserError, "No evaluation", remedy):
+        with common.explained(UserError, "No evaluation", remedy):
             data = evaluation.open_eval_set(options, args.image_size, with_text)
             evaluation.tasks_to_run(options, data, model)
             pairs = data.labelled or data.captioned
@@ -949,7 +949,7 @@ def read_in_workers(dataset, workers, ahead=2):
         # forked workers share the table's memory; Python 3.14 does not fork by default
         multiprocessing_context="fork" if workers else None,
         generator=torch.Generator()))  # else the loader draws from the training's random numbers
-    waited, received = 0, 0
+    waited = 0
     while True:
         try:
             batch = next(batches)
@@ -961,32 +961,11 @@ def read_in_workers(dataset, workers, ahead=2):
             if waited >= PATIENCE or not str(error).startswith("DataLoader timed out"):
                 raise
             if waited >= FIRST_NOTE and (waited - FIRST_NOTE) % NEXT_NOTE < LOOK:
-                turn = received % workers  # workers send batches in turn
-                tqdm.write(f"note: rank {this_rank()[0]} has had no batch for {waited:.0f} s. "
-                           f"It waits for {awaited(turn, batches._workers[turn].pid)}")
+                tqdm.write(f"note: rank {this_rank()[0]} has had no batch for {waited:.0f} s. The "
+                           "disk may be slow, or /dev/shm full: lower --workers or --batch")
             continue
-        waited, received = 0, received + 1
+        waited = 0
         yield batch
-
-
-def awaited(worker, pid):
-    """What a rank without a batch waits for, in words: a worker, and the files that the worker has
-    open. The words also tell how much shared memory is free."""
-    words = f"worker {worker} (process {pid})"
-    with contextlib.suppress(OSError):  # the worker has ended, or the system has no /proc
-        files = [path for path in open_files(pid) - open_files("self")
-                 if path.startswith("/") and not path.startswith("/dev/")]
-        memory = shutil.disk_usage("/dev/shm")
-        words += (f", which has {', '.join(sorted(files)) or 'no file'} open; /dev/shm has "
-                  f"{memory.free / 1e6:,.0f} of {memory.total / 1e6:,.0f} MB free: if that is too "
-                  "little, lower --workers or --batch, or raise the container's --shm-size")
-    return words
-
-
-def open_files(pid):
-    """The paths of the files that a process has open, read without a look at their disk, which may
-    not answer."""
-    return {os.readlink(link) for link in os.scandir(f"/proc/{pid}/fd")}
 
 
 def ignore_signals(worker):
