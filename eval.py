@@ -2727,12 +2727,12 @@ def tasks_to_run(options, data, model):
     return tasks
 
 
-def evaluate(embedder, data, options, report=lambda result, new: None):
+def evaluate(embedder, data, options, report=lambda new: None):
     """Run the tasks -> {metric: float}. METRIC/chance is what a random guess gives, if the task
     knows it.
 
-    All ranks must call it: they divide the encoding. When a task ends, report(all metrics so far,
-    the metrics of the task) is called. Raises UserError if a task cannot run.
+    All ranks must call it: they divide the encoding. When a task ends, report(the metrics of the
+    task) is called. Raises UserError if a task cannot run.
     """
     result, embedder = {}, dataclasses.replace(embedder, share=common.this_rank())
     for name in tasks_to_run(options, data, embedder.model):
@@ -2742,7 +2742,7 @@ def evaluate(embedder, data, options, report=lambda result, new: None):
             if isinstance(found, tuple):
                 new[f"{metric}/chance"] = found[1]
         result |= new
-        report(result, new)
+        report(new)
     return result
 
 
@@ -2760,26 +2760,19 @@ def print_metrics(metrics):
 
 def evaluate_and_show(embedder, data, options, run):
     """Evaluate, print a table, write the metrics and the pictures into RUN -> {metric: float}. What
-    a task has found is printed and written when the task ends. Rank 0 alone draws and writes."""
+    a task has found is printed when the task ends. Rank 0 alone draws and writes."""
     if common.gather.rank > 0:
         return evaluate(embedder, data, options)
-    line, is_whole = b"", options.is_own and not options.tasks
-
-    def report(result, new):
-        nonlocal line
-        print_metrics(new)
-        with noted():
-            line = write_metrics(embedder, data, options, run, result, line)
-
-    result = evaluate(embedder, data, options, report)
+    is_whole = options.is_own and not options.tasks
+    result = evaluate(embedder, data, options, print_metrics)
     print_notes(embedder, data)
+    if result:  # a picture alone measures nothing
+        with noted():
+            write_metrics(run, metrics_record(embedder, data, options, result), is_whole)
     pages = draw_log(run) if is_whole else {}
     drawn = draw_pictures(embedder, data, options.tasks)
     pages |= {output_path(run, options, f"{name}.png"): page for name, page in drawn.items()}
     with noted():
-        if line and is_whole:
-            with common.replacing(Path(run, "eval.json")) as file:
-                file.write(json.dumps(json.loads(line), indent=2).encode() + b"\n")
         save_pictures(pages)
     return result
 
@@ -2831,24 +2824,24 @@ def metric_options(options):
     return {name: value for name, value in vars(options).items() if name not in NOT_OF_METRICS}
 
 
-def write_metrics(embedder, data, options, run, result, previous):
-    """Append the metrics and all that they depend on to RUN/evals.jsonl -> the line, as bytes. The
-    line replaces the line `previous`, if this is the last line of the file."""
+def metrics_record(embedder, data, options, result):
+    """The metrics and all that they depend on, a dict."""
     depends_on = metric_options(options) | {"step": embedder.step, "git": common.revision()}
     classes = data.classes if data.is_world else data.named
     if classes:
         depends_on |= {"class_names": classes.source, "prompts": classes.templates}
-    record = {"settings": depends_on} | common.without_nan(result)
-    path, line = Path(run, "evals.jsonl"), json.dumps(record).encode() + b"\n"
-    with common.writing(path), open(path, "a+b") as file:
-        file.seek(0)
-        old = file.read()
-        if previous and old.endswith(previous):
-            file.truncate(len(old) - len(previous))
-        elif old[-1:] not in (b"", b"\n"):
-            file.write(b"\n")  # a killed process has left half a line
-        file.write(line)
-    return line
+    return {"settings": depends_on} | common.without_nan(result)
+
+
+def write_metrics(run, record, is_whole):
+    """Append a record to RUN/evals.jsonl. The record of a whole evaluation also becomes
+    RUN/eval.json."""
+    path = Path(run, "evals.jsonl")
+    with common.writing(path), open(path, "a") as file:
+        file.write(json.dumps(record) + "\n")
+    if is_whole:
+        with common.replacing(Path(run, "eval.json")) as file:
+            file.write(json.dumps(record, indent=2).encode() + b"\n")
 
 
 def output_path(run, options, name):
