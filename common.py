@@ -2912,7 +2912,7 @@ def wait_for_rank_0():
 @contextlib.contextmanager
 def rank_0_prints():
     """A context in which the other ranks print nothing."""
-    with contextlib.redirect_stdout(sys.stdout if gather.rank == 0 else io.StringIO()):
+    with contextlib.redirect_stdout(sys.stdout if this_rank()[0] == 0 else io.StringIO()):
         yield
 
 
@@ -2949,25 +2949,16 @@ class _Gather(torch.autograd.Function):
         return rows
 
 
-class Gather:
-    """gather(x): (B, ...) on each rank -> (world * B, ...), in the order of the ranks.
+def gather(x):
+    """(B, ...) on each rank -> (world * B, ...), in the order of the ranks.
 
-    Row i of this rank's x is row gather.rank * B + i of the result. x must have the same shape on
-    all ranks. Without ranks gather returns x.
+    Row i of this rank's x is row rank * B + i of the result. x must have the same shape on all
+    ranks. Without ranks gather returns x.
 
     gather is differentiable. torch's all_gather is not: the gradients that the losses of other
     ranks have for this rank's rows would be lost.
     """
-
-    def __call__(self, x):
-        return _Gather.apply(x) if dist.is_initialized() else x
-
-    @property
-    def rank(self):
-        return dist.get_rank() if dist.is_initialized() else 0
-
-
-gather = Gather()
+    return _Gather.apply(x) if dist.is_initialized() else x
 
 
 def gather_objects(value):

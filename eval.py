@@ -328,7 +328,7 @@ def progress(items, what, **more):
     seconds."""
     interval = 0.1 if sys.stderr.isatty() else 10
     return tqdm(items, what, delay=5, leave=False, mininterval=interval,
-                disable=common.gather.rank > 0, **more)
+                disable=common.this_rank()[0] > 0, **more)
 
 
 def check_images(images):
@@ -2689,9 +2689,6 @@ def tasks_to_run(options, data, model):
             print(f"note: {name}.png is drawn without metrics. {why}")
     wanted = asked or default_tasks(data, model)
     tasks = [name for name in usable if name in wanted]
-    if options.caption_prefix and "retrieval" not in tasks:
-        raise UserError(f"--caption-prefix {options.caption_prefix!r} has no effect here: only the "
-                        "task retrieval uses this flag. Leave it out.")
     if "zeroshot" in tasks:
         data.classes  # raises UserError if folders lack class names
     if "classification" in tasks:
@@ -2735,7 +2732,7 @@ def print_metrics(metrics):
 def evaluate_and_show(embedder, data, options, run):
     """Evaluate, print a table, write the metrics and the pictures into RUN -> {metric: float}. What
     a task has found is printed when the task ends. Rank 0 alone draws and writes."""
-    if common.gather.rank > 0:
+    if common.this_rank()[0] > 0:
         return evaluate(embedder, data, options)
     is_whole = options.is_own and not options.tasks
     result = evaluate(embedder, data, options, print_metrics)
@@ -3111,7 +3108,7 @@ def main(argv=None):
     common.turn_off_tf32()
     device = common.init_distributed()
     # the ranks share an evaluation; what encodes few images, or writes alone, is rank 0's
-    if common.gather.rank == 0 or not given.keys() & {"export", "image", "query"}:
+    if common.this_rank()[0] == 0 or not given.keys() & {"export", "image", "query"}:
         run_command(runs, given, given.get("device", device))
     common.wait_for_rank_0()  # all ranks end together
 

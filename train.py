@@ -600,12 +600,7 @@ def announce(args, data, model, tokenizer, device, progress):
 
 def check_vocabulary(args, data, tokenizer):
     """Print a note about words that the vocabulary lacks and about captions that are cut. Raises
-    UserError if the vocabulary lacks most of the captions' tokens, or if the text encoder is made
-    for a larger vocabulary."""
-    asked = common.asked_words(args.text_encoder)
-    if asked > len(tokenizer) and not args.vocab:
-        raise UserError(f"--text-encoder {args.text_encoder} is for {asked} tokens, a vocabulary "
-                        f"trained from these captions has {len(tokenizer)}: give --vocab FILE.")
+    UserError if the vocabulary lacks most of the captions' tokens."""
     rows = [tokenizer.encode(caption) for caption in data.sample_captions(CHECKED)]
     ids = [i for row in rows for i in row[1:-1]]
     unknown = ids.count(tokenizer.unk) / max(1, len(ids))

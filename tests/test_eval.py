@@ -727,13 +727,6 @@ def test_more_than_a_tenth_of_unknown_words_is_noted(capsys):
     assert shares == ["", "18%"]
 
 
-def test_a_caption_prefix_without_retrieval_is_refused(tmp_path):
-    make_folders(tmp_path)
-    data, options = opened(tmp_path, caption_prefix="blue", task="zeroshot")
-    with pytest.raises(common.UserError, match="--caption-prefix 'blue' has no effect"):
-        evaluation.evaluate(embedder(), data, options)
-
-
 def test_caption_prefix_is_encoded_but_not_counted_as_words(tmp_path):
     make_folders(tmp_path)
     table = "image,caption\nred/0.png,red\ngreen/1.png,green and\nblue/0.png,blue\n"
@@ -1234,7 +1227,7 @@ def test_a_run_draws_its_pictures(run_of, name, pictures):
     assert (run_of(name) / "words.png").exists() == (name == "stair")  # others need --task words
     for shown in pictures:
         with Image.open(run_of(name) / f"{shown}.png") as page:
-            assert page.width > 600 and len(page.getcolors(10**6)) > 20
+            assert page.width > 600 and len(page.getcolors(10**6)) > 10
 
 
 def encode_on(rank, run, tables, lacks=0):
