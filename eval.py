@@ -678,9 +678,6 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
     tokenizer = common.open_tokenizer(Path(run, "vocab.txt")) if method.uses_text(args) else None
     model = common.build_model(method, args, *common.build_encoders(method, args, tokenizer))
     state = common.load_checkpoint(Path(run, checkpoint), remedy=common.NO_LAST)
-    if not isinstance(state, dict) or state.get("method") != args.method:
-        raise UserError(f"{run}/{checkpoint} holds no {args.method} model, which config.json asks "
-                        f"for: give a checkpoint that this run wrote.")
     common.restore_model(model, state["model"], f"{run}/{checkpoint}", "config.json and vocab.txt "
                          "next to it must be those that the run wrote")
     if tokenizer and state["words"] != tokenizer.hash():

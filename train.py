@@ -535,10 +535,10 @@ def claim_run(args):
         try:
             yield out
         finally:
-            log, of_a_start = out / "log.jsonl", {"lock", "config.json", "vocab.txt", "log.jsonl"}
-            nothing_logged = not log.exists() or log.stat().st_size == 0
-            if is_new and out.exists() and nothing_logged and of_a_start >= {*os.listdir(out)}:
-                shutil.rmtree(out)
+            # the lock is empty, and so is the log before its first line
+            written = {path.name for path in out.glob("*") if path.stat().st_size}
+            if is_new and written <= {"config.json", "vocab.txt"}:
+                shutil.rmtree(out, ignore_errors=True)
 
 
 def lock_run(out):
