@@ -1837,7 +1837,7 @@ def look_at_shards(paths, on_ranks):
     with ThreadPool(16) as pool:
         looks = pool.map(look, paths[rank::ranks])
     if shared:
-        first = gather.rank - rank  # the first rank of this machine
+        first = this_rank()[0] - rank  # the first rank of this machine
         rows = itertools.zip_longest(*gather_objects(looks)[first : first + ranks])
         looks = [look for row in rows for look in row][: len(paths)]
     return looks

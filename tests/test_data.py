@@ -573,7 +573,7 @@ def test_a_rank_knows_the_shards_of_its_own_machine(tmp_path, monkeypatch):
     pattern, gone = write_shards(tmp_path, [1, 2, 3, 4]), "No such file"
     alone = TarShards(pattern)
     a, b, c, d = looks = common.look_at_shards(alone.paths, False)
-    monkeypatch.setattr(common.Gather, "rank", 3)
+    monkeypatch.setattr(common, "this_rank", lambda: (3, 5))
     monkeypatch.setattr(common, "local_rank", lambda: (1, 3))
 
     def ranks(*looks, hashes=()):
