@@ -2809,7 +2809,7 @@ def read_config(run):
 
 def restore_model(model, weights, path, remedy):
     """Load weights, {name: tensor}, into a model. Raises UserError with the remedy if a tensor is
-    missing, extra or of another shape. path: the file, for the message."""
+    missing, extra, of another shape or not finite. path: the file, for the message."""
     # Weights that do not say which pixels they expect (older checkpoints) keep those of the model.
     constants = {name: x for name, x in model.state_dict().items() if "pixels." in name}
     try:
@@ -2819,6 +2819,8 @@ def restore_model(model, weights, path, remedy):
         lines = [textwrap.shorten(line, 150) for line in str(error).splitlines()[1:4]]
         raise UserError(f"{path} holds a model of another size or kind ({' '.join(lines)}): "
                         f"{remedy}.") from None
+    if not all(x.isfinite().all() for x in model.state_dict().values()):
+        raise UserError(f"{path} holds weights that are NaN or infinite: give another file.")
 
 
 # advice if a run's last.pt cannot be read
@@ -3048,6 +3050,11 @@ def unwrapped(state):
         # "state_dict": OpenCLIP, timm, Lightning; "model": DeiT, BAM; "teacher": DINO
         for key in ("state_dict", "model", "teacher"):
             if isinstance(state.get(key), dict):
+                # Some files also hold an average of the weights (EMA), which is often better.
+                averages = [name for name in state if "ema" in str(name).split("_")]
+                if averages and gather.rank == 0:
+                    print(f"note: the weights are those under {key!r}, not those under "
+                          f"{', '.join(averages)}.")
                 state = state[key]
     names = state.keys() if isinstance(state, dict) else ()
     if not any(torch.is_tensor(state[name]) for name in names):

@@ -331,6 +331,19 @@ def progress(items, what, **more):
                 disable=common.this_rank()[0] > 0, **more)
 
 
+def concatenate(parts):
+    """Concatenate a list of tensors as torch.cat does. The function empties the list and frees each
+    tensor after copying it, so that memory never holds all rows twice. (STAIR's encodings of COCO's
+    captions take 3 GB.)"""
+    rows = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
+    end = len(rows)
+    while parts:
+        part = parts.pop()
+        rows[end - len(part) : end] = part
+        end -= len(part)
+    return rows
+
+
 def check_images(images):
     """Return a tensor (n, 3, H, W) of uint8 or of floats in [0, 1]. Raises UserError for another:
     an encoder normalises its pixels, so normalised images would be encoded wrongly."""
@@ -519,7 +532,7 @@ class Embedder:
         if parts[0].ndim == 3:
             longest = max(x.shape[1] for x in parts)
             parts = [F.pad(x, (0, 0, 0, longest - x.shape[1])) for x in parts]
-        return torch.cat(parts)
+        return concatenate(parts)
 
     def images(self, images, encode="encode_image"):
         """Encode n images -> (n, E), or (n, P, E) if `encode` encodes patches.
@@ -574,10 +587,10 @@ class Embedder:
 
     def encode_batches(self, batches, encode="encode_image"):
         """Batches of images (b, 3, S, S) -> encodings (n, E) or (n, P, E), on this rank alone."""
-        return torch.cat([self.compute(encode, x.to(self.device)) for x in batches])
+        return concatenate([self.compute(encode, x.to(self.device)) for x in batches])
 
-    def encode_pairs(self, pairs, encode="encode_image", collect=lambda parts: torch.cat([*parts]),
-                     read=None):
+    def encode_pairs(self, pairs, encode="encode_image",
+                     collect=lambda parts: concatenate([*parts]), read=None):
         """Pairs (image or file, value) -> encodings (n, E) or (n, P, E) of the n images that can be
         read, and the list of the n values of these images. collect(parts) joins the encodings of
         many images at a time. read(file, number of the pair) -> image; without it a centre crop."""
@@ -726,6 +739,9 @@ def read_templates(given):
         source += f" {given[0]}"
         given = common.read_lines(given[0], "--templates") or given
     for template in given:
+        if template.startswith("lambda"):
+            raise UserError(f"{source}: {template!r} is Python code: write one template a line, "
+                            f"such as a photo of {{a}}.")
         if re.findall(r"\{\w*\}|[{}]", template) not in (["{}"], ["{a}"], ["{c}"]):
             raise UserError(f"{source}: {template!r} needs one placeholder: write {{}} for the "
                             f"name of a class, or {{a}} for the name with its article; or give a "
@@ -852,7 +868,8 @@ def options_of(given, args):
         options.image_root, options.limit = args.image_root, TEST_LIMIT
         options.learn_limit = LEARN_LIMIT
     vars(options).update(given)
-    options.split = chosen_split(given, options.data)
+    refuse_useless_options(given, options.data, options.probe)
+    options.split = options.split or default_split(options.data)
     options.train_data = options.train_data or spec_to_learn_from(options.data, args)
     options.templates = (read_templates(options.templates) if options.templates
                          else learned_templates(options.data, args))
@@ -893,20 +910,29 @@ def is_trained_on(spec, split, args):
     return split in ("all", learned[1].get("split", "train"))
 
 
+def refuse_useless_options(given, spec, probe):
+    """Raise UserError if one of the flags `given` has no effect on the data or the probe. Without
+    an error, a user would believe that the flag had an effect."""
+    reasons = []
+    if probe != "sgd":
+        reasons.append(("probe_lr", f"the probe is {probe}, not sgd"))
+    if default_split(spec) == "all":
+        reasons.append(("split", f"{spec} has no splits"))
+    if "split" in common.parse_spec(spec)[1]:
+        reasons.append(("split", f"{spec} names its split itself"))
+    if is_shapes(spec):
+        reasons.append(("train_data", "shapes have a training split of their own"))
+        reasons.append(("classes", "the names of the classes of shapes are fixed"))
+    for option, reason in reasons:
+        if option in given:
+            flag = common.flag_of(option)
+            raise UserError(f"{flag} {given[option]} has no effect: {reason}. Leave it out.")
+
+
 def default_split(spec):
     """The split to evaluate if --split is not given; "all" for data without splits."""
     split = kind_of(spec).split
     return split if split == "all" else common.parse_spec(spec)[1].get("split", split)
-
-
-def chosen_split(given, spec):
-    """The split to evaluate. Raises UserError for a --split that has no effect, which a user would
-    not notice."""
-    usual = default_split(spec)
-    if "split" in given and (usual == "all" or "split" in common.parse_spec(spec)[1]):
-        raise UserError(f"--split {given['split']} has no effect: {spec} has no splits, or names "
-                        "its split itself. Leave it out.")
-    return given.get("split", usual)
 
 
 class EvalSet:
@@ -3060,11 +3086,16 @@ def parse_args(argv=None):
     return given.pop("runs"), given
 
 
-def check_flags(given):
+def check_flags(runs, given):
     """Raise UserError for flags that do not fit together, before any run is evaluated."""
     known = TASKS | PICTURES
     if unknown := set(Flags(**given).tasks) - known.keys():
         raise UserError(f"There is no task {', '.join(unknown)}; there are {', '.join(known)}.")
+    for name, least in {"limit": 1, "batch": 1, "workers": 0}.items():
+        if given.get(name, least) < least:
+            raise UserError(f"{common.flag_of(name)} {given[name]} must be at least {least}.")
+    if "export" in given and len(runs) > 1:
+        raise UserError(f"--export writes the weights of one run: give one run, not {len(runs)}.")
     if ("image" in given) != ("caption" in given):
         raise UserError("--image and --caption belong together: give both.")
 
@@ -3101,7 +3132,7 @@ def evaluate_run(run, given, device):
 def main(argv=None):
     """Evaluate, search or export, as the command line says."""
     runs, given = parse_args(argv)
-    check_flags(given)
+    check_flags(runs, given)
     common.turn_off_tf32()
     device = common.init_distributed()
     # the ranks share an evaluation; what encodes few images, or writes alone, is rank 0's
@@ -3116,9 +3147,7 @@ def run_command(runs, given, device):
     runs are evaluated first, unless there are several ranks."""
     flags = Flags(**given)
     if flags.export is not None:
-        for run in runs:  # a second run finds the file of the first, and fails
-            export(run, flags.checkpoint, flags.export)
-        return
+        return export(runs[0], flags.checkpoint, flags.export)
     if flags.image is not None:
         pages = {}
         for run in runs:

@@ -356,8 +356,7 @@ def parse_args(argv):
         own = METHODS[method].Settings
         usual = vars(Config()) | vars(own()) | usual
         common.add_flags(parser, own, {}, f"settings of {method}")
-    defaults = {name: x for name, x in usual.items() if x is not None and name != "method"}
-    parser.set_defaults(**defaults)  # for the help
+    parser.set_defaults(**{name: x for name, x in usual.items() if x is not None})  # for the help
     parser.epilog = lists_of_names([method] if method else METHODS)
     parser.add_argument("-h", "--help", action="help", help="show this and stop")
     args = parser.parse_args(rest, argparse.Namespace(**usual | given))
@@ -587,6 +586,11 @@ def announce(args, data, model, tokenizer, device, progress):
     if tokenizer:
         print(f"First caption: {data.sample_captions(1)[0]!r}")
         check_vocabulary(args, data, tokenizer)
+    if args.keep_every:
+        n = args.steps // args.keep_every - progress.step // args.keep_every
+        size, free = checkpoint_size(args, model), shutil.disk_usage(args.out).free
+        print(f"--keep-every {args.keep_every}: {n} more checkpoints need about "
+              f"{n * size / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free")
     # an image may be twice in a batch with labels or boxes, but not in a contrastive loss
     has_labels = METHODS[args.method].content(args) in ("label", "boxes")
     if isinstance(data, common.CaptionTable) and len(data) < args.batch and not has_labels:
@@ -596,6 +600,14 @@ def announce(args, data, model, tokenizer, device, progress):
     if shortest < args.warmup:
         print(f"note: --warmup {args.warmup} is longer than the {shortest} steps of a stage: the "
               f"learning rate does not reach its peak")
+
+
+def checkpoint_size(args, model):
+    """The size of a checkpoint in bytes: the model's tensors, and the optimizer's moments of what
+    is trained."""
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    moments = 2 if args.optimizer in ("adamw", "lamb") else 1
+    return sum(x.nbytes for x in model.state_dict().values()) + moments * trained
 
 
 def check_vocabulary(args, data, tokenizer):
@@ -847,6 +859,9 @@ def initial_encoders(args, method, tokenizer):
 
 def save_memory(args, model):
     """Apply --grad-checkpoint and --accum-freq to all encoders, a teacher's included."""
+    if args.grad_checkpoint and isinstance(model.image_encoder, common.ResNet):
+        raise UserError(f"--grad-checkpoint recomputes the blocks of a ViT; {args.image_encoder} "
+                        f"has none: leave the flag out, or lower --batch.")
     for module in model.modules():
         if isinstance(module, common.Blocks):
             module.grad_checkpoint = args.grad_checkpoint

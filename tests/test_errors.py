@@ -4,6 +4,7 @@ A message names the wrong value and the remedy in one line. The command must not
 """
 
 import io
+import math
 import pickle
 import shlex
 import shutil
@@ -14,7 +15,7 @@ import torch
 
 import eval as evaluation
 import train
-from common import BAD_SHARD, SPECIAL_TOKENS, UserError, open_directory
+from common import BAD_SHARD, SPECIAL_TOKENS, UserError, open_directory, restore_model
 from helpers import SMALL, picture, write_files
 from test_weights import made_up_clip_file
 
@@ -131,6 +132,7 @@ ERRORS = [
     (lambda: open_directory("gone", "label", None), "^Cannot read gone: No such file"),
     ("sparc --data mixed", "^1 of the 2 class folders of mixed have no images .*, such as cat: add"),
     ("sparc --data numbers --vocab poor.txt", f"{NUMBER} instead of a name: rename the folder. eval.py .* --classes FILE"),
+    ("sparc --grad-checkpoint --image-encoder ResNet-50 --data shapes:size=32", "leave the flag out, or"),
     ("sparc --image-encoder tiny:patch_size=4", "must multiply to patch_size 4"),
     ("bam --data photos --eval-every 1",
      "^No evaluation: .*train.py --eval-data"),
@@ -189,7 +191,11 @@ ERRORS = [
      saved({"patch_embed": torch.ones(2)})),
     ("bam --init-weights 0", "--init-weights 0: the file holds .*Missing.* such as ViT-S/16:cls=1",
      saved({"patch_embed.proj.weight": torch.ones(2)})),
+    (lambda: restore_model(torch.nn.Linear(1, 1), {"weight": torch.tensor([[math.nan]]),
+                                                   "bias": torch.ones(1)}, "a.pt", ""),
+     "a.pt holds weights that are NaN or infinite: give another file"),
     ("eval runs/sparo --export out.pt", "--export writes a ViT of timm's architecture, but this"),
+    ("eval runs/bam runs/sparc --export out.pt", "--export writes the weights of one run: .*not 2"),
 
     # Directories of runs
     ("sparc --out table.csv", "table.csv cannot be written: File exists"),
@@ -232,14 +238,17 @@ ERRORS = [
     ("eval bare", "^bare/config.json cannot be read: No such file.* Give .* runs/sparc"),
     ("eval runs/sparc --image none.jpg --caption dog", "--image none.jpg cannot be read"),
     ("eval runs/sparc --task dance", "no task dance; there are zeroshot, "),
+    ("eval runs/sparc --limit 0", "--limit 0 must be at least 1"),
+    ("eval runs/sparc --classes names.txt", "--classes names.txt has no effect: .* shapes"),
     *(("eval runs/sparc --data crepe", "crepe/swap_att.json: .* must have filename, caption and",
        {"crepe/swap_att.json": text}) for text in (CREPE[:-1], CREPE.replace("filename", "file"))),
     *((f"eval runs/sparc {flag} {'n' * 300}", message) for flag, message in {
         "--data": "n does not exist. Give", "--templates": "n' needs one placeholder",
         "--data photos --task knn --train-data": "n does not exist. Give"}.items()),
     ("eval runs/sparc --task slots", "this model can run .*; slots needs the slots of SPARO"),
+    ("eval runs/sparc --probe-lr .002", "--probe-lr 0.002 has no effect: the probe is adamw, not sgd"),
     ("eval runs/sparc --data photos --split val", "--split val has no effect: photos has no splits"),
-    ("eval runs/sparc --data a.json:split=val --split test", "a.json:split=val .* names its split"),
+    ("eval runs/sparc --data a.json:split=val --split test", "a.json:split=val names its split"),
     ("eval runs/sparc --data photos --task segmentation",
      "^On photos this model can run .*; segmentation needs Pascal VOC's layout.$"),
     ("eval runs/sparc --data table.csv --task zeroshot",
@@ -260,6 +269,8 @@ ERRORS = [
     ("eval runs/sparo --data photos --task masks --select others", "SugarCrepe's files"),
     ("eval runs/sparc --data photos --classes 0", "--classes 0 cannot be read", b"\xff"),
     ("eval runs/sparc --data photos --classes 0", "0 has 1 names for 2 class folders: give", "a\n"),
+    ("eval runs/sparc --templates 0", '"lambda c: .*" is Python code: write one template a line',
+     "lambda c: f'a {c}.',"),
     ("bam --data parts", "parts has the folders test, train, .* no classes: give parts/train",
      {"parts/test/a.png": picture(), "parts/train/a.png": picture()}),
     ("eval runs/sparc --templates 0", PROMPT.format("red"), "red\n"),

@@ -248,6 +248,8 @@ def test_options_tell_whether_the_split_was_trained_on(tmp_path):
     for split, seen in (("test", False), ("val", True)):
         options = evaluation.options_of({"data": "kar.json", "split": split}, args)
         assert options.on_training_images == seen
+    with pytest.raises(common.UserError, match="--train-data x has no effect: shapes have a train"):
+        evaluation.options_of({"data": "shapes", "train_data": "x"}, args)
 
 
 def test_what_a_probe_chose_is_no_accuracy_and_a_record_names_the_revision(

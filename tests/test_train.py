@@ -1127,6 +1127,34 @@ def test_files_that_stay_are_written_before_last_pt(tmp_path, monkeypatch):
         "stage-1.pt", "last.pt", "stage-2.pt", "step-2.pt", "last.pt", "step-4.pt", "last.pt"]
 
 
+@pytest.mark.parametrize("optimizer", train.OPTIMIZERS)
+def test_the_size_of_a_checkpoint_is_known_before_the_first_step(optimizer):
+    args = train.parse_args([*SPARC, "--image-encoder", "tiny:width=128,heads=2,depth=1",
+                             "--optimizer", optimizer, "--image-size", "16"])
+    model, file = train.new_model(args, train.METHODS["sparc"], range(50)), io.BytesIO()
+    updates = train.build_optimizer(args, model, None)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    expected = train.checkpoint_size(args, model)
+    updates.step()
+    torch.save({"model": model.state_dict(), "optimizer": updates.state_dict()}, file)
+    assert expected == pytest.approx(file.tell(), rel=0.05)
+
+
+def test_the_start_says_how_much_disk_space_kept_checkpoints_need(
+        tmp_path, capsys, monkeypatch):
+    """A resumed run still has to write those after its step."""
+    monkeypatch.setattr(train, "checkpoint_size", lambda args, model: 2e9)
+    flags = [*SPARC, "--keep-every", 2, "--out", tmp_path]
+    train_alone([*flags, "--steps", 2])
+    train_alone([*flags, "--resume", "--steps", 9])
+    line = "--keep-every 2: (.*) more checkpoints need about (.*) GB, and (.*) GB are free"
+    first, resumed = re.findall(line, capsys.readouterr().out)
+    assert (first[:2], resumed[:2]) == (("1", "2.00"), ("3", "6.00"))
+    free = shutil.disk_usage(tmp_path).free / 1e9
+    assert float(resumed[2].replace(",", "")) == pytest.approx(free, rel=0.1)
+
+
 DIVERGE = ["--lr", "1e30", "--warmup", "1", "--clip-grad", "0"]
 
 
@@ -1516,6 +1544,7 @@ def test_a_vocabulary_is_checked_on_captions_that_it_did_not_learn_from(monkeypa
     rows = [(f"{i}.jpg", "ba"[i % 20 == 0]) for i in range(40)]
     train.check_vocabulary(args, common.CaptionTable(rows, "x"), tokenizer)
     assert "note: the vocabulary lacks 5.0% of the captions' tokens" in capsys.readouterr().out
+
 
 
 def test_a_run_is_saved_before_it_is_evaluated(tmp_path, monkeypatch):
