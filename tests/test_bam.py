@@ -409,25 +409,11 @@ def make_photos(root):
     return root
 
 
-def test_the_workers_of_all_ranks_read_each_image_once(tmp_path, monkeypatch):
-    source, rows = common.open_data(str(make_photos(tmp_path)), content=None), []
-    for rank, worker in itertools.product(range(2), range(2)):
-        monkeypatch.setattr(common, "this_worker", lambda _, worker=worker: (worker, 2))
-        rows += [row for found, _ in common.EachImage(source, 16, 4, rank, 2) for row in found]
-    assert sorted(rows) == [*range(12)]
-
-
 def test_every_image_is_cropped_in_its_own_box(tmp_path):
-    """EachImage reads every row once, in two parts. Then Stream crops each image in its own box."""
     source = common.open_data(str(make_photos(tmp_path)), content=None)
     (tmp_path / "left/left3.png").write_bytes(b"no image")
-    parts = []
-    for part in range(2):
-        parts += [row for rows, _ in common.EachImage(source, 16, 4, part, 2) for row in rows]
-    assert sorted(parts) == [0, 1, 2, *range(4, 12)]
-    _, images = next(iter(common.EachImage(source, 16, 12)))
-    squeezed = images[0]
-    assert images.dtype == torch.uint8 and squeezed.shape == (3, 16, 16)
+    squeezed = common.squeezed(common.open_image(source.path(0), 16), 16)
+    assert squeezed.dtype == torch.uint8 and squeezed.shape == (3, 16, 16)
     assert squeezed[:, 8, 3].argmax() == 0                   # nothing is cut off
     boxes = torch.tensor(6 * [[0.1, 0.5, 0.1, 0.5]] + 6 * [[0.9, 0.5, 0.9, 0.5]])
     boxes[7] = math.nan                                      # an image without a box
