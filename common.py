@@ -1452,8 +1452,8 @@ def blur(x, sigma):
 #                            captions for the training of a vocabulary, evenly spread. A large
 #                            source leaves out the captions of sample_captions(skip), on which the
 #                            vocabulary is then checked.
-#   each(content, limit)     yields (path or bytes, value) of every image, for an evaluation; a World
-#                            has none
+#   each(content, limit)     yields (path or bytes, value) of every image, for an evaluation (a
+#                            World has no such member)
 #   fingerprint              identifies the images and their order. A checkpoint keeps it, because
 #                            the positions and boxes in the checkpoint are wrong for other images.
 #   annotations              a hash of the paths below the root, the captions, labels and boxes;
