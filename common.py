@@ -16,10 +16,9 @@ them. So a method file works in another project without this file. The sections:
     Weights of others   reading CLIP's and timm's weights, writing timm's
     The world of shapes drawn scenes with captions; skip this section if you have data
 
-To add a table of file names, write a function that yields (path, caption) rows, and add a row to
-formats(). A new layout of .json needs a branch in read_json and, if it has splits, a row of
-eval.KINDS. A format whose files hold the images themselves needs a new class, such as TarShards,
-and a row of eval.KINDS; the head of "Data files" lists the members of such a class. To add a size
+To add a table of file names, write a reader, a function that yields rows (path, captions) or
+Samples, and add a row to formats(). A format whose files hold the images themselves needs a new
+class, such as TarShards; the head of "Data files" lists the members of such a class. To add a size
 of ViT or of text encoder, add a row to VIT_PRESETS or TEXT_PRESETS. To add an image encoder, write
 a class with the members of ResNet (image_size, grid, width, cls, norm, pixels, left_out), and add
 a row to IMAGE_ENCODERS; --compile needs it in COMPILED. To add a method, read Method and
@@ -27,14 +26,16 @@ ModelDefaults.
 """
 
 import argparse
+import ast
 import collections
 import contextlib
 import csv
 import dataclasses
 import datetime
 import errno
+import fnmatch
 import functools
-import glob
+import hashlib
 import gzip
 import heapq
 import html
@@ -48,6 +49,7 @@ import pickle
 import random
 import re
 import signal
+import stat
 import string
 import subprocess
 import sys
@@ -127,7 +129,7 @@ def parse_spec(spec):
     shards with "::" is not split either.
     """
     match = re.fullmatch(r"(.*?):(\w+=[^,=]*(?:,\w+=[^,=]*)*)", spec)
-    if not match or "::" in spec or os.path.exists(spec):
+    if not match or "::" in spec or look_at(spec):
         return spec, {}
     return match[1], dict(item.split("=") for item in match[2].split(","))
 
@@ -1149,6 +1151,12 @@ def eval_transform(size, resize=None):
     return v2.Compose([cut_thin, resize, v2.CenterCrop(size), v2.PILToTensor()])
 
 
+def squeezed(image, size):
+    """A PIL image -> uint8 (3, size, size), without a crop, so that a place in fractions of the
+    sides is valid for the file too."""
+    return v2.functional.pil_to_tensor(image.resize((size, size), Image.Resampling.BICUBIC))
+
+
 def cut_thin(image):
     """A picture more than 8 times as long as wide -> its middle part, 4 times as long as wide.
 
@@ -1438,6 +1446,8 @@ def blur(x, sigma):
 #                            captions for the training of a vocabulary, evenly spread. A large
 #                            source leaves out the captions of sample_captions(skip), on which the
 #                            vocabulary is then checked.
+#   each(content, limit)     yields (path or bytes, value) of every image, for an evaluation (a
+#                            World has no such member)
 #   fingerprint              identifies the images and their order. A checkpoint keeps it, because
 #                            the positions and boxes in the checkpoint are wrong for other images.
 #   annotations              a hash of the paths below the root, the captions, labels and boxes;
@@ -1454,22 +1464,24 @@ def blur(x, sigma):
 #   skipped                  {problem: [count, last example]} of the rows left out at the start
 #   max_bad                  a run ends after so many unusable samples in a row
 #
-# open_data sets `content` after the opener, which raises UserError for a content that it lacks. For
-# an evaluation, the source's row of eval.KINDS returns an EvalSet, whose pairs are (path or bytes,
-# captions) or (path or bytes, class id).
+# A reader turns a file of one format into rows and does nothing else. What holds for the rows of
+# every format is done once, in CaptionTable: paths, splits, captions. find_label looks up labels,
+# with_image opens images. open_data sets `content` after the opener, which raises UserError for a
+# content that it lacks.
 #
 # Web data always have broken files. A broken sample is skipped, so that it does not end the run. It
 # is counted by its problem and reported, so that the user hears of it.
 
 
 class Sample(NamedTuple):
-    """An image and what comes with it, on the way from a file to a batch."""
+    """An image and what comes with it, from a row of a reader to a batch."""
 
     file: object               # a path, the image's bytes, an open shard, or the decoded image
     value: object = ""         # a caption, a list of captions, a label, or a key's files in a shard
     name: str = ""             # what messages call the sample: a path, "shard:key"
     number: int | None = None  # row in a table, image label, or a key's place in a shard
     problem: str = ""          # why the sample is left out; samples are counted by this text
+    split: str = ""            # the split of a row; "" belongs to every split
 
 
 # errors of a network's disk that often pass
@@ -1530,6 +1542,19 @@ def left_out(problem, name):
     return Sample(None, name=name, problem=problem)
 
 
+def with_image(sample, read, *arguments):
+    """A sample with a file -> the sample with read(file, *arguments), or left_out."""
+    try:
+        return sample._replace(file=patiently(read, sample.file, *arguments))
+    except UserError:  # wrong data, such as a map of unknown classes, must not be skipped
+        raise
+    except FileNotFoundError:
+        return left_out("image that does not exist", sample.name)
+    except Exception as error:  # PIL raises errors of any type for damaged files
+        problem = problem_of(error, "unreadable image")
+        return left_out(problem, f"{sample.name} ({type(error).__name__}: {error!s:.200})")
+
+
 def count_problem(sample, counts):
     """Add a sample that is left out to `counts`, {problem: [count, last example]}."""
     n, _ = counts.get(sample.problem, [0, ""])
@@ -1562,59 +1587,88 @@ def describe_skipped(counts):
                      for problem, (n, example) in counts.items())
 
 
-def is_printed(caption):
-    """Whether a caption has a visible character; a zero-width space is none."""
-    return any(map(str.isprintable, caption.replace(" ", "")))
+def clean_captions(value):
+    """The captions of a row, a text or a list -> [text, ...]. A text is "" if it has no visible
+    character (a zero-width space is none), or is no text, such as null and NaN of JSON."""
+    captions = []
+    for text in itertools.chain(*map(texts_of, value if isinstance(value, list) else [value])):
+        # JSON can hold half of a character (a lone surrogate), which UTF-8 cannot encode: "?"
+        # replaces the surrogate.
+        text = text.strip().encode(errors="replace").decode() if isinstance(text, str) else ""
+        captions.append(text if any(map(str.isprintable, text.replace(" ", ""))) else "")
+    return captions or [""]
+
+
+def texts_of(cell):
+    """A cell -> the texts in it. Several are written as a list, by JSON or by Python."""
+    for read in (json.loads, ast.literal_eval) if str(cell).startswith("[") else ():
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            found = read(cell)
+            if isinstance(found, list) and all(isinstance(text, str) for text in found):
+                return found
+    return [cell]
 
 
 class CaptionTable:
     """Image files with one or more captions each. Images of class folders also have labels.
 
-    rows: (path, caption) or left_out. Rows with the same path are captions of one image.
+    rows: what a reader yields: Samples, or tuples that begin as Sample does, (path, captions). What
+        holds for the rows of every reader is done here.
     name: what messages call the table.
     root: the directory that the paths are relative to, or "".
     content: what each image needs, see open_data. If it is None, an empty caption is allowed.
+    split: the split to keep, if the rows have splits.
 
-    An epoch shows each image once, over all ranks and workers. The next epoch shows the image with
-    its next caption. Raises UserError if no row can be used.
+    Rows with the same path are captions of one image. An epoch shows each image once, over all
+    ranks and workers. The next epoch shows the image with its next caption. Raises UserError if no
+    row can be used.
     """
 
     max_bad, unit = 1000, "images"
     start = 0                 # a position is the number of samples so far
     classes = labels = None   # for class folders: the folders' names, and (n,) the images' labels
 
-    def __init__(self, rows, name, root="", content="caption"):
-        self.content = content
-        captions, self.skipped = defaultdict(list), {}
-        names, self.annotations, directory = 0, 0, str(root or name)
+    def __init__(self, rows, name, root="", content="caption", split="train"):
+        # "restval" is the part of COCO's val set that Karpathy adds to the training images
+        kept, splits = {"", split, "restval" if split == "train" else ""}, set()
+        self.content, self.name = content, name
+        captions, labels, self.skipped = defaultdict(list), [], {}
+        names, self.annotations, directory = 0, 0, str(Path(root or name))
         for row in usable(itertools.starmap(Sample, rows), self.skipped):
+            splits.add(row.split)
+            if row.split not in kept:
+                continue
             path = os.path.join(root, row.file)
-            # JSON can hold half of a character (a lone surrogate), which UTF-8 cannot encode: "?"
-            # replaces the surrogate.
-            caption = row.value.strip().encode(errors="replace").decode()
-            if is_printed(caption) or content is None:
-                captions[path].append(caption)
-                below = path.removeprefix(directory).lstrip("/")
-                last = "/".join(below.rsplit("/", 2)[-2:])  # 1.jpg is in each class folder
-                names = zlib.crc32(last.encode(errors="replace"), names)
-                text = f"{below}\n{caption}\n{row.number}"
-                self.annotations = zlib.crc32(text.encode(errors="replace"), self.annotations)
-            else:
-                count_problem(left_out("empty caption", path), self.skipped)
+            if "//" in path or "/./" in path or path.startswith("./"):  # Path costs time
+                path = str(Path(path))
+            if row.number is not None and path not in captions:
+                labels.append(row.number)
+            below = path.removeprefix(directory).lstrip("/")
+            last = "/".join(below.rsplit("/", 2)[-2:])  # 1.jpg is in each class folder
+            for caption in clean_captions(row.value):
+                if caption or content is None:
+                    captions[path].append(caption)
+                    names = zlib.crc32(last.encode(errors="replace"), names)
+                    text = f"{below}\n{caption}\n{row.number}"
+                    self.annotations = zlib.crc32(text.encode(errors="replace"), self.annotations)
+                else:
+                    count_problem(left_out("empty caption", path), self.skipped)
         if not captions:
+            others = ", ".join(sorted(splits - kept)[:9])
+            nothing = f"the rows of the splits {others}" if others else "nothing, no row fits"
             raise UserError(f"{name} has no image that can be used (left out: "
-                            f"{describe_skipped(self.skipped) or 'nothing, no row fits'}).")
+                            f"{describe_skipped(self.skipped) or nothing}).")
 
         # Paths and captions are kept in numpy's buffers, which forked workers share. If they were
         # lists of strings, reading a string would write its reference count, and each worker would
         # copy every page of memory. Not all paths are UTF-8, so their bytes are kept as Latin-1.
-        self.name = name
         paths = [path.encode(errors="surrogatepass").decode("latin-1") for path in captions]
         self.paths = np.array(paths, np.dtypes.StringDType())
         texts = list(itertools.chain.from_iterable(captions.values()))
         self.captions = np.array(texts, np.dtypes.StringDType())
         # image i has the captions first[i] to first[i + 1] - 1
         self.first = np.cumsum([0, *map(len, captions.values())])
+        self.labels = np.array(labels) if labels else None
 
         # made from the ends of paths below the root, so that a run can resume with data that moved
         self.fingerprint = f"{len(self)} images, {names}"
@@ -1630,12 +1684,23 @@ class CaptionTable:
         """The list of the captions of image i."""
         return self.captions[self.first[i] : self.first[i + 1]].tolist()
 
+    def value(self, i, content):
+        """What comes with image i: its label, the list of its captions."""
+        return int(self.labels[i]) if content == "label" else self.captions_of(i)
+
+    def each(self, content, limit=None):
+        """Yield (path, value) of every image, for an evaluation. limit: only so many images, the
+        first, or random ones of class folders, whose first images have few classes."""
+        rows = range(len(self))
+        if self.labels is not None:
+            rows = torch.randperm(len(self), generator=torch.Generator().manual_seed(0)).tolist()
+        return ((self.path(i), self.value(i, content)) for i in rows[:limit])
+
     def only(self, rows):
         """A new table with these rows of a labelled table."""
-        captions = [(self.path(i), self.captions[i], "", self.labels[i]) for i in rows]
-        table = CaptionTable(captions, self.name, content="label")
-        table.classes, table.labels = self.classes, self.labels[rows]
-        table.skipped = self.skipped
+        kept = [Sample(self.path(i), self.captions[i], number=self.labels[i]) for i in rows]
+        table = CaptionTable(kept, self.name, content="label")
+        table.classes, table.skipped = self.classes, self.skipped
         return table
 
     def samples(self, seed, part, parts, start=start):
@@ -1647,11 +1712,10 @@ class CaptionTable:
             # all parts draw the same permutation; each takes every parts-th image of it
             order = np.random.default_rng((seed, epoch)).permutation(len(self))[part::parts]
             for i in order[start % size :].tolist():
-                path, captions, start = self.path(i), self.captions_of(i), start + 1
-                # + i: otherwise the first epoch would show nothing but first captions
-                value = captions[(epoch + i) % len(captions)]
-                if self.content == "label":
-                    value = int(self.labels[i])
+                path, value, start = self.path(i), self.value(i, self.content), start + 1
+                if isinstance(value, list):
+                    # + i: otherwise the first epoch would show nothing but first captions
+                    value = value[(epoch + i) % len(value)]
                 yield Sample(path, value, path, i), start
 
     def sample_captions(self, limit, skip=0):
@@ -1699,9 +1763,7 @@ class TarShards:
     def __init__(self, pattern, on_ranks=False):
         self.name, self.skipped, self.paths = pattern, {}, []
         for name in itertools.chain(*map(expand_braces, pattern.split("::"))):
-            # glob would look at each plain name on the disk
-            found = sorted(glob.glob(name)) if glob.has_magic(name) else []
-            self.paths += found or [name]
+            self.paths += matching(name) or [name]
         looks = [*zip(self.paths, look_at_shards(self.paths, on_ranks))]
         missing = [f"{path} ({look})" for path, look in looks if isinstance(look, str)]
         if missing:
@@ -1766,7 +1828,7 @@ class TarShards:
             if end is not None:
                 shards.append((i, end, keys))
             if samples:
-                samples = [read_sample(sample, self.content) for sample in samples]
+                samples = [read_sample(sample, self.content, self.classes) for sample in samples]
                 yield samples, following, tuple((i, start) for i, start, _ in shards)
         yield [], following, ()
 
@@ -1776,14 +1838,16 @@ class TarShards:
         content: "label", "caption", or None for images alone, whose second item is "shard:key".
         limit: read only so many samples, drawn at random and in random order; every call draws the
         same samples. Prints at the end what was left out. Raises UserError if no image has a label
-        or a caption.
+        or a caption, or if a label is not among the classes, as figures would then be wrong.
         """
         sample, counts = None, {}
-        for sample in usable(read_tars(self.paths, content, limit), counts):
+        for sample in usable(read_tars(self.paths, content, limit, self.classes), counts):
+            if BAD_LABEL in counts:
+                break
             yield sample.file, sample.value if content else sample.name
-        if sample is None:
-            raise UserError(f"{self.name} has no image that can be used (left out: "
-                            f"{describe_skipped(counts)}).")
+        if sample is None or BAD_LABEL in counts:
+            missing = "wrong labels" if BAD_LABEL in counts else "no image that can be used"
+            raise UserError(f"{self.name} has {missing} (left out: {describe_skipped(counts)}).")
         if counts:
             print(f"left out of {self.name}: {describe_skipped(counts)}")
 
@@ -1814,6 +1878,17 @@ def expand_braces(pattern):
     for i in range(first, last + 1):
         paths += expand_braces(pattern.replace(braces[0], str(i).zfill(len(braces[1])), 1))
     return paths
+
+
+def matching(pattern):
+    """The paths that a pattern with *, ? or [ ] names, in natural order; [] if there are none. What
+    exists is taken as it is, directories as well, so that brackets in a name are no pattern."""
+    if not re.search(r"[*?[]", pattern) or look_at(pattern):
+        return [pattern]
+    directory, name = os.path.split(pattern)
+    places = [place for place in matching(directory) if look_at(place or ".") == "directory"]
+    return [os.path.join(place, entry.name) for place in places
+            for entry in list_directory(place or ".") if fnmatch.fnmatchcase(entry.name, name)]
 
 
 def look_at_shards(paths, on_ranks):
@@ -1849,13 +1924,14 @@ SHARD_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, 
                 MemoryError)
 BAD_SHARD = "unreadable, truncated or compressed shard"
 NO_IMAGE = "no image of a known ending (the files of a key must be neighbours in the tar)"
+BAD_LABEL = "label above those of the classes (perhaps labels are numbered from 1)"
 NO_CAPTION = "no .txt (the files of a key must be neighbours in the tar)"
 UNUSED = "image that no sample uses (a second image of its key, or a key with a dot)"
 
 READ = 2**20  # bytes of one read from a shard, because each read from a network's disk takes time
 
 
-def read_tars(paths, content, limit=None):
+def read_tars(paths, content, limit=None, classes=None):
     """Yield read_sample's result for each key of the shards, in order; one shard is open at a time.
 
     limit: only so many keys, drawn at random and in random order; every call draws the same keys.
@@ -1869,7 +1945,7 @@ def read_tars(paths, content, limit=None):
         samples = (key if key.problem else next(read_keys(key.file, key.number, 2**16))[0][0]
                    for key in keys)
     for sample in samples:
-        yield read_sample(sample, content)
+        yield read_sample(sample, content, classes)
 
 
 def read_files(file, start):
@@ -1950,11 +2026,11 @@ def image_suffix(places):
     return next((suffix for suffix in IMAGE_SUFFIXES if suffix in places), None)
 
 
-def read_sample(key, content):
+def read_sample(key, content, classes=None):
     """A Sample of read_keys -> the Sample with the image's bytes, and its captions or its label.
 
-    content: "caption" reads KEY.txt, one caption per line. "label" reads the number in KEY.cls, or
-    "label" in KEY.json. None reads the image only.
+    content: "caption" reads KEY.txt, one caption per line. "label" reads KEY.cls, or "label" in
+    KEY.json: a number from 0, or the name of one of the classes. None reads the image only.
     """
     if key.problem:
         return key
@@ -1964,7 +2040,10 @@ def read_sample(key, content):
     if content == "caption":
         value, problem = find_captions(key.value.get(".txt"))
     elif content == "label":
-        value, problem = find_label(key.value.get(".cls", b""), key.value.get(".json", b""))
+        text = label_text(key.value.get(".cls", b""), key.value.get(".json", b""))
+        value, problem = find_label(text, classes or ())
+        if problem:
+            return left_out(problem, f"{key.name} (label {text!r:.50})")
     return key._replace(file=key.value[image], value=value, problem=problem)
 
 
@@ -1973,20 +2052,30 @@ def find_captions(text):
     if text is None:
         return [], NO_CAPTION
     lines = text.decode("utf-8-sig", "replace").split("\n")
-    captions = [line.strip() for line in lines if is_printed(line.strip())]
+    captions = [caption for caption in clean_captions(lines) if caption]
     if captions and b"\0" in text:  # UTF-16, whose bytes would be read as other letters
         return captions, "caption that is not UTF-8"
     return captions, "" if captions else "empty caption"
 
 
-def find_label(cls, data):
-    """The bytes of KEY.cls and of KEY.json -> (the label, a number >= 0, ""), or (None, what is
-    wrong)."""
+def label_text(cls, data):
+    """The bytes of KEY.cls and of KEY.json -> the label as text, "" if there is none."""
     text = cls.decode("utf-8-sig", "replace").strip()
     if not text:
         with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
             text = str(json.loads(data)["label"])
-    return (int(text), "") if re.fullmatch("[0-9]{1,9}", text) else (None, "no label")
+    return text
+
+
+def find_label(text, classes):
+    """A class's number or name -> (the number, ""), or (None, what is wrong). Without the names of
+    the classes every number is right."""
+    label = int(text) if re.fullmatch("[0-9]{1,9}", text) else None
+    if label is None and text in classes:
+        label = classes.index(text)
+    if label is not None and classes and label >= len(classes):
+        return None, BAD_LABEL
+    return label, "no label" if label is None else ""
 
 
 BROKEN_ROW = "broken row (perhaps an open quote, or a comma outside quotes)"
@@ -1994,16 +2083,25 @@ LONG_FIELD = "field of more than 131,072 characters (perhaps a quote is not clos
 ROW_LINES = 100  # a row in quotes has at most so many lines
 
 
+def read_header(path):
+    """A CSV or TSV file -> its delimiter and the names of its columns."""
+    with explained((OSError, UnicodeError), f"Cannot read {path}"):
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            first = file.readline()
+    delimiter = "\t" if "\t" in first else ","
+    return delimiter, read_cells([first], delimiter)[0]
+
+
 def read_table(path, image, caption):
-    """Yield (path, caption) or left_out for each row of a CSV or TSV file with a header.
+    """Yield a Sample or left_out for each row of a CSV or TSV file with a header. A column `split`
+    holds the splits of the rows.
 
     image, caption: the names of the two columns. If they are "", the columns are filepath and title
     (OpenCLIP's names) or image and caption (Flickr's). Raises UserError if a column is missing.
     """
+    delimiter, columns = read_header(path)
     with open(path, newline="", encoding="utf-8-sig") as file:
-        first = file.readline()
-        delimiter = "\t" if "\t" in first else ","
-        columns, _ = read_cells([first], delimiter)
+        next(file, None)
         image = image or ("filepath" if "filepath" in columns else "image")
         caption = caption or ("title" if "title" in columns else "caption")
         for column in (image, caption):
@@ -2013,9 +2111,10 @@ def read_table(path, image, caption):
                                 f"tabs between them, or give {path}:image=COLUMN,caption=COLUMN.")
 
         i, j = columns.index(image), columns.index(caption)
+        k = columns.index("split") if "split" in columns else None
         for number, cells, problem in read_rows(file, delimiter, len(columns)):
             if cells and cells[i]:
-                yield cells[i], cells[j]
+                yield Sample(cells[i], cells[j], split="" if k is None else cells[k].strip())
             else:
                 yield left_out(problem or BROKEN_ROW, f"{path}, line {number}")
 
@@ -2081,14 +2180,9 @@ def read_token_file(path):
             yield name.rpartition("#")[0] or name, caption
 
 
-def read_json(path, split):
-    """Yield (path, caption) or left_out for each caption of COCO's JSON or of Karpathy's.
-
-    split: Karpathy's train, val or test. COCO has a file for each split. Raises UserError if the
-    file is neither.
-    """
-    # "restval" is the part of COCO's val set that Karpathy adds to the training images
-    splits = ("train", "restval") if split == "train" else (split,)
+def read_json(path):
+    """Yield a row or left_out for each caption of COCO's JSON or of Karpathy's, which has splits.
+    Raises UserError if the file is neither."""
     text = Path(path).read_text(encoding="utf-8-sig")
     with explained((ValueError, KeyError, TypeError, AttributeError),
                    f"{path} is neither COCO captions nor Karpathy's JSON"):
@@ -2098,17 +2192,15 @@ def read_json(path, split):
             for annotation in data["annotations"]:
                 number = annotation["image_id"]
                 if number in images:
-                    name = str(images[number]["file_name"])
-                    yield from ((name, text) for text in texts_of(annotation["caption"]))
+                    yield str(images[number]["file_name"]), annotation["caption"]
                 else:
                     yield left_out("caption without image", f"{path}, image_id {number}")
             return
 
         for image in data["images"]:  # Karpathy
-            if image["split"] in splits:
-                name = os.path.join(image.get("filepath", ""), image["filename"])
-                for sentence in image["sentences"]:
-                    yield from ((name, text) for text in texts_of(sentence["raw"]))
+            name = os.path.join(image.get("filepath", ""), image["filename"])
+            for sentence in image["sentences"]:
+                yield Sample(name, sentence["raw"], split=image["split"])
 
 
 def by_id(path, part, rows):
@@ -2121,35 +2213,56 @@ def by_id(path, part, rows):
     return found
 
 
-def texts_of(value):
-    """The value of a caption in JSON -> its texts. A list has several; null and NaN are empty."""
-    texts = value if isinstance(value, list) else [value]
-    return [text if isinstance(text, str) else "" for text in texts] or [""]
+class Format(NamedTuple):
+    """A row of formats()."""
+
+    endings: list    # of the name
+    open: object     # (name, content, image_root, split, **settings) -> source
+    settings: dict   # {setting of the SPEC: its default}
+    form: str        # of the SPEC, for --help and errors
+    has_splits: object = lambda name: False  # (name) -> whether the rows are of several splits
 
 
-def formats(on_ranks=False):
-    """The formats of --data, one row each: (endings of the name, opener, the default of each
-    setting, the form of the SPEC for --help and errors). on_ranks: see look_at_shards.
-
-    opener(name, content, image_root, **settings) returns a source. To add a format, add a row.
-    """
+def formats(on_ranks=False, image_size=48):
+    """The formats of --data. The arguments are those of open_data. To add a format of files' names,
+    write a reader, which yields rows, and add a row with functools.partial(open_table, reader)."""
     columns = {"image": "", "caption": ""}
+    world = dataclasses.asdict(World()) | {"size": image_size}
     return [
-        (["shapes"], lambda name, content, root, **settings: World(**settings),
-         dataclasses.asdict(World()), "shapes[:SETTING=VALUE,...]"),
-        ([".csv", ".tsv", ".txt"], functools.partial(open_table, read_table), columns,
-         "FILE.csv, .tsv or .txt[:image=COLUMN,caption=COLUMN]"),
-        ([".tar"], lambda name, content, root: TarShards(name, on_ranks), {},
-         "'DIR/{00000..00012}.tar' or 'DIR/*.tar', several of them joined by '::'"),
-        ([".json"], functools.partial(open_table, read_json), {"split": "train"},
-         "FILE.json of COCO or Karpathy[:split=NAME]"),
-        ([".token"], functools.partial(open_table, read_token_file), {}, "FILE.token of Flickr"),
-        (["/"], open_directory, {}, "DIR of class folders, or of any images for BAM and DINO")]
+        Format(["shapes"], lambda name, content, root, split, **settings: World(**settings),
+               world, "shapes[:SETTING=VALUE,...]", lambda name: True),
+        Format([".csv", ".tsv", ".txt"], functools.partial(open_table, read_table), columns,
+               "FILE.csv, .tsv or .txt[:image=COLUMN,caption=COLUMN,split=NAME]",
+               lambda name: "split" in read_header(name)[1]),
+        Format([".tar"], lambda name, *_: TarShards(name, on_ranks), {},
+               "'DIR/{00000..00012}.tar' or 'DIR/*.tar', several of them joined by '::'"),
+        Format([".json"], functools.partial(open_table, read_json), {},
+               "FILE.json of COCO or Karpathy[:split=NAME]",
+               lambda name: not file_holds(name, "annotations")),
+        Format([".token"], functools.partial(open_table, read_token_file), {},
+               "FILE.token of Flickr"),
+        Format(["/"], open_directory, {},
+               "DIR of class folders, or of any images for BAM and DINO")]
 
 
-def spec_forms():
-    """The forms of a SPEC, for --help and errors."""
-    return "; ".join(form for *_, form in formats())
+def file_holds(name, field):
+    """Whether a file of JSON has a field of this name."""
+    is_json = name.lower().endswith(".json") and look_at(name) == "file"
+    return is_json and b'"%s"' % field.encode() in Path(name).read_bytes()
+
+
+def format_of(name, *arguments):
+    """The Format of a SPEC's name, or None."""
+    ending = Path(name).suffix.lower() or name
+    if name != "shapes" and look_at(name) == "directory":
+        ending = "/"
+    return next((row for row in formats(*arguments) if ending in row.endings), None)
+
+
+def has_splits(spec):
+    """Whether the rows of a SPEC are of several splits."""
+    name, kind = parse_spec(spec)[0], format_of(parse_spec(spec)[0])
+    return kind is not None and kind.has_splits(name)
 
 
 def open_data(spec, image_root=None, split="train", image_size=48, content="caption",
@@ -2160,8 +2273,8 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
 
     image_root: the directory that the file names in a table are relative to; None for the table's
         own directory.
-    split: Karpathy's split ("train" includes restval). image_size: the side of the world's pictures
-        in pixels. The SPEC's own settings override `split` and `image_size`.
+    split: the split to read ("train" includes Karpathy's restval). image_size: the side of the
+        world's pictures in pixels. The SPEC's own settings override `split` and `image_size`.
     content: what each image needs. "caption"; "label", which class folders, shards and the world
         have; "boxes", which the world and a BoxTable have; or None for images only, so that shards
         need no captions and directories no class folders.
@@ -2171,28 +2284,22 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
     an evaluation.)
     """
     name, settings = parse_spec(spec)
+    kind = format_of(name, on_ranks, image_size)
+    if kind is None:
+        problem = "is a file of an unknown format" if look_at(name) else "does not exist"
+        forms = "; ".join(row.form for row in formats())
+        raise UserError(f"{name} {problem}. Give one of: {forms}.")
     if content == "boxes" and name != "shapes":
-        return BoxTable(spec, image_root, split)
-    ending = Path(name).suffix.lower() or name
-    if os.path.isdir(name) and name != "shapes":
-        ending = "/"
-    for endings, opener, defaults, _ in formats(on_ranks):
-        if ending in endings:
-            break
-    else:
-        problem = "is a file of an unknown format" if os.path.exists(name) else "does not exist"
-        raise UserError(f"{name} {problem}. Give one of: {spec_forms()}.")
-
-    # the defaults of the format, then this call's values, then the SPEC's own settings
-    asked = {"split": split, "size": image_size}
-    asked = {key: asked[key] for key in asked.keys() & defaults.keys()}
-    settings = defaults | asked | cast_settings(settings, defaults, name)
-    source = opener(name, content, image_root, **settings)
+        return BoxTable(name, image_root, split)
+    if kind.has_splits(name) and name != "shapes":
+        split = settings.pop("split", split)
+    settings = kind.settings | cast_settings(settings, kind.settings, name)
+    source = kind.open(name, content, image_root, split, **settings)
     source.content = content
     return source
 
 
-def open_table(read, name, content, image_root, **settings):
+def open_table(read, name, content, image_root, split, **settings):
     """Open a file of captions -> CaptionTable. read(name, **settings) yields the rows.
 
     Raises UserError if the file cannot be read, or is not UTF-8.
@@ -2200,17 +2307,17 @@ def open_table(read, name, content, image_root, **settings):
     if content == "label":
         raise UserError(f"{name} has no labels: give class folders, shards or shapes.")
     with explained((OSError, UnicodeError), f"Cannot read {name}"):
-        return CaptionTable(read(name, **settings), name, image_root or Path(name).parent, content)
+        root = image_root or Path(name).parent
+        return CaptionTable(read(name, **settings), name, root, content, split)
 
 
-def open_directory(directory, content, image_root):
+def open_directory(directory, content, *_):
     """DIR/class folder/image.jpg -> CaptionTable with labels and captions "a photo of a NAME.".
 
     Label i is the i-th of the sorted class folders. If content is None, DIR may also be a folder of
     images, at any depth and without labels. Raises UserError if the folders are no classes.
     """
-    with explained(OSError, f"Cannot read {directory}"):
-        entries = [entry for entry in os.scandir(directory) if not entry.name.startswith(HIDDEN)]
+    entries = list_directory(directory)
     classes = sort_classes([entry.name for entry in entries if entry.is_dir()])
     files = sorted(entry.path for entry in entries if not entry.is_dir())
     if content is None and (not classes or any(map(is_image, files))):
@@ -2223,7 +2330,7 @@ def open_directory(directory, content, image_root):
     rows = [left_out("file next to the class folders", path) for path in files]
     rows += rows_of_classes(directory, classes)
     table = CaptionTable(rows, directory)
-    table.classes, table.labels = classes, np.array([x.number for x in rows if not x.problem])
+    table.classes = classes
     empty = [classes[label] for label in {*range(len(classes))}.difference(table.labels.tolist())]
     if content and empty:
         raise UserError(f"{len(empty)} of the {len(classes)} class folders of {directory} have no "
@@ -2263,19 +2370,43 @@ FOLDER_CAPTION = "a photo of {a}."  # {a}: the name of the class with its articl
 HIDDEN = (".", "__MACOSX", "@eaDir")
 
 
-def list_files(folder):
-    """The sorted paths of all files of a folder, at any depth. Links are followed."""
-    paths, seen = [], set()
-    for place, folders, files in os.walk(folder, followlinks=True):
-        here = os.path.realpath(place)
-        # A link can lead back to a folder above, so that the walk would never end, or to a folder
-        # that was read before.
-        if here in seen:
-            folders.clear()
-            continue
+def look_at(path):
+    """What there is at a path: "file", "directory", or "" for nothing. Raises UserError if the disk
+    cannot tell, where os.path.exists would say that there is nothing."""
+    try:
+        mode = patiently(os.stat, path).st_mode
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            raise UserError(f"Cannot look at {path}: {error.strerror}.") from None
+        return ""
+    return "directory" if stat.S_ISDIR(mode) else "file"
+
+
+def natural(name):
+    """A key that sorts names with their numbers as numbers: 2.tar before 10.tar."""
+    return [(int(part), part) if part.isdecimal() else (0, part)
+            for part in re.split(r"(\d+)", name)]
+
+
+def list_directory(directory):
+    """The entries of a directory in natural order, without hidden ones. Raises UserError if the
+    directory cannot be listed."""
+    with explained(OSError, f"Cannot read {directory}"):
+        entries = [entry for entry in os.scandir(directory) if not entry.name.startswith(HIDDEN)]
+    return sorted(entries, key=lambda entry: natural(entry.name))
+
+
+def list_files(directory, seen=()):
+    """The sorted paths of all files of a directory, at any depth. Links are followed.
+
+    seen: the directories that were read before. A link can lead back to one of them, so that the
+    walk would never end. Raises UserError if a directory cannot be listed.
+    """
+    seen, paths, here = seen or set(), [], os.path.realpath(directory)
+    if here not in seen:
         seen.add(here)
-        folders[:] = sorted(name for name in folders if not name.startswith(HIDDEN))
-        paths += [os.path.join(place, name) for name in files if not name.startswith(HIDDEN)]
+        for entry in list_directory(directory):
+            paths += list_files(entry.path, seen) if entry.is_dir() else [entry.path]
     return sorted(paths)
 
 
@@ -2455,6 +2586,7 @@ class Stream(IterableDataset):
         "draws"              what Views.draws returns; not in a part
         "tokens", "mask"     (B, L), with a tokenizer
         "labels"             (B,) if the source has labels; (B, C), shares, if Augment mixes
+        "samples"            (B,), a number that identifies each sample
         "skipped"            {worker: {problem: [count, last example]}}
         "position"           {worker: (messages, position in the source, skipped)}
 
@@ -2515,28 +2647,26 @@ class Stream(IterableDataset):
 
     def load(self, sample):
         """Decode and augment the image of a sample -> the sample with the image or its crops."""
-        if sample.problem:
-            return sample
-        try:
-            image = patiently(open_image, sample.file, self.min_side)
+        def read(file):
+            image = open_image(file, self.min_side)
             if self.source.content == "boxes":
                 check_sides(image, sample.value)
-        except FileNotFoundError:
-            return left_out("image that does not exist", sample.name)
-        except Exception as error:
-            problem = f"{sample.name} ({type(error).__name__}: {error})"
-            return left_out(problem_of(error, "unreadable image"), problem)
+            return image
+
+        found = sample if sample.problem else with_image(sample, read)
+        if found.problem:
+            return found
         if self.source.content == "boxes":
-            image, truth = self.transform(image, sample.value)
+            image, truth = self.transform(found.file, sample.value)
             return sample._replace(file=image, value=truth)
         box = () if self.boxes is None else self.boxes[sample.number].tolist()
         if not box or math.isnan(box[0]):
-            return sample._replace(file=self.transform(image))
-        return sample._replace(file=self.transform(image, box))
+            return sample._replace(file=self.transform(found.file))
+        return sample._replace(file=self.transform(found.file, box))
 
     def collate(self, samples):
         """Loaded samples -> a part of a batch without "skipped" and "position"."""
-        images, values, *_ = zip(*samples)
+        images, values, names, numbers, *_ = zip(*samples)
         if isinstance(self.transform, Views):
             part = {"views": [torch.stack(column) for column in zip(*images)]}
         else:
@@ -2547,6 +2677,8 @@ class Stream(IterableDataset):
             part["tokens"], part["mask"] = self.tokenizer.batch(values, self.context)
         if self.source.content == "label":
             part["labels"] = torch.tensor(values)
+        if any(names):  # the world's samples have none
+            part["samples"] = torch.tensor([*map(identity, names, numbers)])
         return part
 
     def join(self, parts, number):
@@ -2579,6 +2711,11 @@ class Stream(IterableDataset):
             longest, pad = max(x.shape[1] for x in values), self.tokenizer.pad * (name == "tokens")
             values = [F.pad(x, (0, longest - x.shape[1]), value=pad) for x in values]
         return torch.cat(values)
+
+
+def identity(*names):
+    """Names -> a number of 63 bits that other names do not have."""
+    return int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:8], "big") >> 1
 
 
 class WorldStream(Stream):
@@ -3052,7 +3189,7 @@ def unwrapped(state):
             if isinstance(state.get(key), dict):
                 # Some files also hold an average of the weights (EMA), which is often better.
                 averages = [name for name in state if "ema" in str(name).split("_")]
-                if averages and gather.rank == 0:
+                if averages and this_rank()[0] == 0:
                     print(f"note: the weights are those under {key!r}, not those under "
                           f"{', '.join(averages)}.")
                 state = state[key]
@@ -3158,7 +3295,7 @@ def timm_weights(encoder):
 # A source with the content "boxes" also has
 #   queries    a text for each class, "a red circle"
 #   trained    the numbers of the classes to train on: all but the rare ones
-#   truth(i)   the Boxes of image i; the world has world_boxes instead
+#   value(i)   the Boxes of image i; the world has world_boxes instead
 
 
 class Boxes(NamedTuple):
@@ -3184,11 +3321,9 @@ class BoxTable(CaptionTable):
     """
 
     def __init__(self, path, image_root=None, split="train"):
-        with explained((OSError, ValueError), f"{path} is no JSON of boxes"):
+        with explained((OSError, ValueError, KeyError, TypeError, AttributeError), f"{path} is no "
+                       "JSON of boxes as COCO or LVIS writes it; this is missing or wrong"):
             data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-        with explained((KeyError, TypeError, AttributeError, ValueError), f"{path} has not the "
-                       f"images, categories and annotations of COCO or LVIS; this is missing or "
-                       f"wrong"):
             images = [*by_id(path, "images", data["images"]).values()]
             classes = by_id(path, "categories", data["categories"]).values()
             classes = sorted(classes, key=lambda c: c["id"])
@@ -3238,16 +3373,11 @@ class BoxTable(CaptionTable):
         self.queries = [article(name) for name in self.names]
         self.trained = sorted(set(ids.values()) - set(self.groups["rare"]))
 
-    def truth(self, i):
+    def value(self, i, content="boxes"):
         """The Boxes of image i."""
         rows, side = self.table[self.ends[i] : self.ends[i + 1]], self.sizes[i].max()
         return Boxes(rows[:, 3:] / side, rows[:, 1].long(), rows[:, 2] > 0,
                      tuple(self.sizes[i] / side), self.absent[i], self.partial[i])
-
-    def samples(self, *arguments):
-        """See the head of the section on data files. Boxes take the place of a caption."""
-        for sample, position in super().samples(*arguments):
-            yield sample._replace(value=self.truth(sample.number)), position
 
     def sample_captions(self, limit, skip=0):
         return self.queries[:limit]

@@ -355,41 +355,23 @@ def check_images(images):
     return images
 
 
-def attempts(pool, read, files, disk):
-    """Read files by the threads of a pool -> yields (image, None), or (None, the reason why a file
-    cannot be read). files: tuples of the arguments of `read`, a file first. Raises DiskError if the
-    disk fails again and again."""
-    def attempt(arguments):
-        try:
-            return common.patiently(read, *arguments), common.Sample(None)
-        except UserError:  # wrong data, such as a map of unknown classes, must not be skipped
-            raise
-        except Exception as error:  # PIL raises errors of any type for damaged files
-            file = arguments[0]
-            name = "a file" if isinstance(file, bytes) else f"{file!s:.200}"
-            problem = common.problem_of(error, "unreadable image")
-            reason = f"{name} ({type(error).__name__}: {error!s:.200})"
-            return None, common.left_out(problem, reason)
-
-    for image, sample in pool.imap(attempt, files):
-        disk.check(sample)
-        yield image, sample.name or None
+def sample_of(file, value=None):
+    name = f"{file!s:.200}" if isinstance(file, (str, Path)) else "a file"
+    return common.Sample(file, value, name)
 
 
-def report_unreadable(reasons):
-    """Print how many files were skipped, and why the last of them was skipped. `reasons` has the
-    reason for each file, or None for a file that was read. Raises UserError if there are no files
-    or no file could be read."""
-    unreadable = [reason for reason in reasons if reason]
-    if not reasons:
+def report_unreadable(counts, used):
+    """Print how many files were left out, and why. counts: {problem: [count, last example]}. used:
+    the number of the others. Raises UserError if there are no files or no file could be read."""
+    unread, reasons = sum(n for n, _ in counts.values()), common.describe_skipped(counts)
+    if used + unread == 0:
         raise UserError("There is no image to read: the list of images is empty, or "
                         "--label-fraction leaves none.")
-    if len(unreadable) == len(reasons):
-        raise UserError(f"None of the {len(reasons)} images could be read, the last is "
-                        f"{unreadable[-1]}: check its path and --image-root.")
-    if unreadable:
-        print(f"skipped {len(unreadable)} of {len(reasons)} images that cannot be read, the last "
-              f"one: {unreadable[-1]}")
+    if used == 0:
+        raise UserError(f"None of the {unread} images could be read: {reasons}: check the path and "
+                        "--image-root.")
+    if unread:
+        print(f"skipped {unread} of {used + unread} images that cannot be read: {reasons}")
 
 
 def read_images(pairs, read, workers=0):
@@ -398,15 +380,14 @@ def read_images(pairs, read, workers=0):
 
     read(file) -> image; `workers` threads call `read`.
     """
-    reasons, disk = [], common.Disk()
+    counts, used = {}, 0
     with ThreadPool(max(1, workers)) as pool:
-        for part in chunks(pairs, 256):
-            tried = attempts(pool, read, [(file,) for file, _ in part], disk)
-            for (_, value), (image, reason) in zip(part, tried):
-                reasons.append(reason)
-                if not reason:
-                    yield image, value
-    report_unreadable(reasons)
+        parts = chunks(itertools.starmap(sample_of, pairs), 256)
+        tried = (pool.imap(lambda sample: common.with_image(sample, read), part) for part in parts)
+        samples = common.usable(itertools.chain.from_iterable(tried), counts)
+        for used, sample in enumerate(samples, 1):
+            yield sample.file, sample.value
+    report_unreadable(counts, used)
 
 
 @dataclasses.dataclass
@@ -594,22 +575,28 @@ class Embedder:
         """Pairs (image or file, value) -> encodings (n, E) or (n, P, E) of the n images that can be
         read, and the list of the n values of these images. collect(parts) joins the encodings of
         many images at a time. read(file, number of the pair) -> image; without it a centre crop."""
-        values, reasons, disk = [], [], common.Disk()
+        values, counts, disk = [], {}, common.Disk()
         centre = lambda image, number: image if torch.is_tensor(image) else self.read(image)
 
+        def attempt(row):
+            number, (file, _) = row
+            return common.with_image(sample_of(file), read or centre, number)
+
         def compute(piece):
-            files = [(file, number) for number, (file, _) in piece]
-            images, unread = zip(*attempts(pool, read or centre, files, disk))
-            images = [image for image in images if image is not None]
+            images, unread = [], []
+            for sample in pool.imap(attempt, piece):
+                disk.check(sample)
+                images += [] if sample.problem else [sample.file]
+                unread.append(sample._replace(file=None))
             return images and self.encode_batches([torch.stack(images)], encode), unread
 
         def encoded():
             for part, found in self.in_parts(enumerate(pairs), compute, "images"):
-                unread = [reason for _, of_rank in found for reason in of_rank]
-                values.extend(value for (_, (_, value)), reason in zip(part, unread) if not reason)
-                reasons.extend(unread)
+                tried = [sample for _, of_rank in found for sample in of_rank]
+                rows = [sample._replace(value=pair[1]) for sample, (_, pair) in zip(tried, part)]
+                values.extend(sample.value for sample in common.usable(rows, counts))
                 yield from (x for x, _ in found if len(x))
-            report_unreadable(reasons)
+            report_unreadable(counts, len(values))
 
         with ThreadPool(max(1, self.workers)) as pool:
             return collect(encoded()), values
@@ -735,7 +722,7 @@ def read_templates(given):
     """The values of --templates, either templates or one file of templates -> list of templates.
     Raises UserError for a template without exactly one placeholder."""
     source = "--templates"
-    if len(given) == 1 and os.path.isfile(given[0]):
+    if len(given) == 1 and common.look_at(given[0]) == "file":
         source += f" {given[0]}"
         given = common.read_lines(given[0], "--templates") or given
     for template in given:
@@ -963,6 +950,8 @@ class EvalSet:
     is_world: bool = False         # whether the data are the world, which has splits of its own
                                    # to learn from and to choose slots and masks by
     options: Options = None        # the options with which the data were opened
+    source: object = None          # what common.open_data has opened. Labels of shards are looked
+                                   # up in its `classes`, as soon as these are known
     labelled: Callable = None      # (purpose) -> pairs (image, class id)
     captioned: Callable = None     # (purpose) -> pairs (image, list of captions)
     hard_negatives: Callable = None  # () -> pairs (image, [(kind, caption, wrong caption), ...])
@@ -993,34 +982,31 @@ class EvalSet:
             yield image, names[0] if names else str(i)
 
 
-class TableSet(EvalSet):
-    """Image files with captions, or class folders. The images of folders are shuffled, so that
-    --limit keeps images of all classes. The shuffled order is the same each time."""
+class FileSet(EvalSet):
+    """Images of a SPEC of train.py, with captions, boxes, or labels of class folders or shards.
 
-    def __init__(self, table, options):
-        self.table, rows = table, range(len(table))[: options.limit]
-        if table.skipped:
-            print(f"left out of {table.name}: {common.describe_skipped(table.skipped)}")
-        if table.classes is None:
-            self.captioned = lambda purpose: ((table.path(i), table.captions_of(i)) for i in rows)
-            return
-        generator = torch.Generator().manual_seed(0)
-        rows = torch.randperm(len(table), generator=generator)[: options.limit].tolist()
-        self.groups = {"": (torch.arange(len(table.classes)), table.classes)}
-        if table.classes == [str(i) for i in range(len(table.classes))]:
-            self.label_ids = range(len(table.classes))
-        if options.classes:
-            common.class_names(table.classes, options.classes)  # raises if the file does not fit
-            # If the lines are the folders' names in another order, line i names the class of label
-            # i in the shards. Otherwise line i is a new name for folder i of the sorted folders.
-            lines = common.read_lines(options.classes, "--classes")
-            same = common.match_names(lines, table.classes)
-            self.label_ids = same or range(len(table.classes))
-        self.labelled = lambda purpose: ((table.path(i), int(table.labels[i])) for i in rows)
+    The labels of shards have no names. So k-NN and probes can learn from shards, but only a
+    classifier can be evaluated on them.
+    """
+
+    def __init__(self, source, options, content):
+        def each(purpose):  # a random sample of shards needs all headers, the first pair does not
+            return source.each(content, None if purpose == "first" else options.limit)
+
+        self.source = source
+        if source.skipped:
+            print(f"left out of {source.name}: {common.describe_skipped(source.skipped)}")
+        if content == "caption":
+            self.captioned = each
+        elif content != "boxes":
+            self.labelled = each
+        if source.classes:
+            self.groups = {"": (torch.arange(len(source.classes)), source.classes)}
+            self.label_ids = numbered_labels(source.classes, options.classes)
 
     @functools.cached_property  # only tasks with text need names, which may be missing
     def classes(self):
-        folders = self.table.classes
+        folders = self.source.classes
         names, source = common.class_names(folders, self.options.classes)
         if self.options.classes:  # to see at a glance whether the order is right
             print(f"classes: {folders[0]} = {names[0]}, ..., {folders[-1]} = {names[-1]}")
@@ -1028,13 +1014,18 @@ class TableSet(EvalSet):
         return self.named
 
 
-def known_labels(pairs, spec, names, source):
-    """Yield the pairs (image, class id) of `spec`. Raises UserError for an id without a name."""
-    for image, label in pairs:
-        if label >= len(names):
-            raise UserError(f"{spec} holds class {label}, but {source} has {len(names)} names, for "
-                            f"the classes 0 to {len(names) - 1}: every class needs a name.")
-        yield image, label
+def numbered_labels(classes, file):
+    """The class of each label of shards, as far as class folders tell it -> list, or None.
+
+    If the lines of --classes are the folders' names in another order, line i names the class of
+    label i. Otherwise line i is a new name for folder i of the sorted folders. Raises UserError if
+    the file does not fit.
+    """
+    if file:
+        common.class_names(classes, file)
+        lines = common.read_lines(file, "--classes")
+        return common.match_names(lines, classes) or range(len(classes))
+    return range(len(classes)) if classes == [*map(str, range(len(classes)))] else None
 
 
 def open_benchmark(options, *_):
@@ -1049,7 +1040,7 @@ def open_benchmark(options, *_):
     split = Path(directory, options.split)
     with common.explained(ValueError, f"{split}/nshards.txt", "; it is the number of tars"):
         n = int(common.read_text(split / "nshards.txt", "--data"))
-    found = len(list(split.glob("[0-9]*.tar")))
+    found = len(common.matching(f"{split}/[0-9]*.tar"))
     if found > n:  # a part of the set would be left out
         raise UserError(f"{split}/nshards.txt holds {n}, but {found} tars are there: write "
                         f"{found}, or remove the tars that do not belong to the set.")
@@ -1057,7 +1048,7 @@ def open_benchmark(options, *_):
     if options.query:  # a search needs images alone
         return EvalSet(labelled=lambda purpose: shards.each(None, limit))
     kind = Path(directory, "dataset_type.txt")
-    kind = common.read_text(kind, "--data").strip().lower() if kind.is_file() else ""
+    kind = common.read_text(kind, "--data").strip().lower() if common.look_at(kind) else ""
     if kind == "retrieval":
         return EvalSet(captioned=lambda purpose: itertools.islice(shards.each("caption"), limit))
     source = str(options.classes or Path(directory, "classnames.txt"))
@@ -1065,14 +1056,13 @@ def open_benchmark(options, *_):
     # Empty lines stay, because CLEVR has a class without a name, but not those at the end.
     names = [line.strip() for line in lines]
     templates, file = options.templates, f"{directory}/zeroshot_classification_templates.txt"
-    if not templates and Path(file).is_file():
+    if not templates and common.look_at(file):
         templates = read_templates([file])
     classes, groups = Classes(names, templates, source), {"": (torch.arange(len(names)), names)}
 
-    def label_pairs(purpose):
-        return known_labels(shards.each("label", limit), shards.name, names, source)
-
-    return EvalSet(classes=classes, named=classes, groups=groups, labelled=label_pairs,
+    shards.classes = names
+    return EvalSet(classes=classes, named=classes, groups=groups, source=shards,
+                   labelled=lambda purpose: shards.each("label", limit),
                    label_ids=range(len(names)))
 
 
@@ -1096,8 +1086,9 @@ def read_winoground(options):
 
 def sugarcrepe_files(directory):
     """The JSON files of a directory that have SugarCrepe's own field in their first 4,000 bytes."""
-    found = sorted(Path(directory).glob("*.json")) if os.path.isdir(directory) else []
-    field = b'"negative_caption"'
+    found, field = [], b'"negative_caption"'
+    if common.look_at(directory) == "directory":
+        found = map(Path, common.matching(f"{directory}/*.json"))
     return [file for file in found if file.is_file() and field in file.read_bytes()[:4000]]
 
 
@@ -1148,7 +1139,7 @@ def open_voc(options, image_size, _):
         if highest > len(names):
             raise UserError(f"{path} holds class {highest}, but there are {len(names)} names: give "
                             f"all with --classes.")
-        return squeezed(image, image_size), {"": truth}
+        return common.squeezed(image, image_size), {"": truth}
 
     def maps(purpose):
         pairs = ((name, None) for name in ids)
@@ -1157,29 +1148,21 @@ def open_voc(options, image_size, _):
     return EvalSet(named=classes, map_classes={"": classes}, maps=maps)
 
 
-def squeezed(image, size):
-    """A PIL image -> uint8 (3, size, size), squeezed into a square, not cropped."""
-    return pil_to_tensor(image.resize((size, size), Image.Resampling.BICUBIC))
+class BoxSet(FileSet):
+    """Images of a common.BoxTable."""
 
+    def __init__(self, source, options, image_size):
+        super().__init__(source, options, "boxes")
+        truths = dict(source.each("boxes", options.limit))
 
-def open_boxes(options, image_size, _):
-    """A file of boxes (common.BoxTable) -> EvalSet with boxes."""
-    table = common.open_data(options.data, options.image_root, options.split, content="boxes")
-    if table.skipped:
-        print(f"left out of {table.name}: {common.describe_skipped(table.skipped)}")
-    classes = Classes(table.names, options.templates, table.name)
-    rows = range(len(table))[: options.limit]
-    row_of = {table.path(i): i for i in rows}
+        def read(file):
+            image = common.open_image(file)
+            common.check_sides(image, truths[file])
+            return common.squared(image, image_size)
 
-    def read(file):
-        image = common.open_image(file)
-        common.check_sides(image, table.truth(row_of[file]))
-        return common.squared(image, image_size)
-
-    return EvalSet(
-        boxes=lambda: read_images(((table.path(i), table.truth(i)) for i in rows), read,
-                                  options.workers),
-        box_classes=classes, named=classes, box_groups=table.groups)
+        self.named = self.box_classes = Classes(source.names, options.templates, source.name)
+        self.box_groups = source.groups
+        self.boxes = lambda: read_images(truths.items(), read, options.workers)
 
 
 def read_ids(path):
@@ -1213,7 +1196,8 @@ def davis_files(directory, name):
     """The files of a video: a list of pairs (frame, map)."""
     frames, maps = directory / "JPEGImages/480p" / name, directory / "Annotations/480p" / name
     stems = {path.stem for path in [*frames.glob("*.jpg"), *maps.glob("*.png")]}
-    return [(frames / f"{stem}.jpg", maps / f"{stem}.png") for stem in sorted(stems)]
+    stems = sorted(stems, key=common.natural)
+    return [(frames / f"{stem}.jpg", maps / f"{stem}.png") for stem in stems]
 
 
 def read_objects(files):
@@ -1244,69 +1228,39 @@ def read_frames(files, patch_size):
         yield pil_to_tensor(image)
 
 
-def open_shapes(options, image_size, _):
-    return WorldSet(common.open_data(options.data, None, options.split, image_size), options)
-
-
-def open_shards(options, *_):
-    """Tar shards -> EvalSet. The labels of shards have no names. So k-NN and probes can learn from
-    shards, but only a classifier can be evaluated on them."""
-    shards = common.open_data(options.data)
-    wanted = None if options.query else "label"  # a search needs images alone
-
-    def pairs(purpose):  # a random sample needs the headers of all shards, the first pair does not
-        return shards.each(wanted, None if purpose == "first" else options.limit)
-
-    return EvalSet(labelled=pairs)
-
-
-def open_table(options, image_size, content):
-    """Class folders, or a table of captions -> EvalSet."""
-    table = common.open_data(options.data, options.image_root, options.split, image_size, content)
-    return TableSet(table, options)
+def open_source(options, image_size, content):
+    """A SPEC of train.py -> EvalSet."""
+    is_boxes = common.file_holds(common.parse_spec(options.data)[0], "bbox")
+    source = common.open_data(options.data, options.image_root, options.split, image_size,
+                              "boxes" if is_boxes else content)
+    if is_shapes(options.data):
+        return WorldSet(source, options)
+    if is_boxes:
+        return BoxSet(source, options, image_size)
+    if source.unit == "shards":
+        return FileSet(source, options, None if options.query else "label")
+    return FileSet(source, options, "label" if source.classes else "caption")
 
 
 def is_shapes(spec):
     return common.parse_spec(spec)[0] == "shapes"
 
 
-def is_shards(spec):
-    return spec.lower().endswith(".tar") and not os.path.isdir(spec)
-
-
-def json_has(spec, field):
-    """Whether a SPEC is a JSON file that has a field of this name."""
-    name, _ = common.parse_spec(spec)
-    return (name.lower().endswith(".json") and os.path.isfile(name)
-            and b'"%s"' % field.encode() in Path(name).read_bytes())
-
-
-def is_boxes(spec):
-    return json_has(spec, "bbox")
-
-
-def is_karpathy(spec):
-    """Whether a SPEC is Karpathy's JSON, which holds all splits. COCO has one file for each."""
-    name, _ = common.parse_spec(spec)
-    return name.lower().endswith(".json") and not json_has(spec, "annotations")
-
-
 def has(name):
     """The name of a file or directory -> a function (SPEC) -> whether the SPEC's directory has it.
     """
-    return lambda spec: os.path.exists(f"{spec}/{name}")
+    return lambda spec: common.look_at(f"{spec}/{name}")
 
 
 def lists_in(directory):
     """A directory of lists -> a function (SPEC) -> the names of the splits that have a list."""
-    return lambda spec: sorted(path.stem for path in Path(spec, directory).glob("*.txt"))
+    return lambda spec: [Path(path).stem for path in common.matching(f"{spec}/{directory}/*.txt")]
 
 
 def benchmark_splits(spec):
     """The splits of a directory in CLIP_benchmark's layout."""
-    # glob would raise for a name that is too long; isdir does not
-    found = Path(spec).glob("*/nshards.txt") if os.path.isdir(spec) else []
-    return sorted(path.parent.name for path in found)
+    found = common.list_directory(spec) if common.look_at(spec) == "directory" else []
+    return [entry.name for entry in found if common.look_at(f"{entry.path}/nshards.txt")]
 
 
 class Kind(NamedTuple):
@@ -1325,11 +1279,8 @@ KINDS = [  # the first row that fits a SPEC is its kind
     Kind(benchmark_splits, open_benchmark, "test", benchmark_splits),
     Kind(has("examples.jsonl"), open_winoground),
     Kind(sugarcrepe_files, open_sugarcrepe),
-    Kind(is_shapes, open_shapes, "test"),
-    Kind(is_shards, open_shards),
-    Kind(is_boxes, open_boxes),
-    Kind(is_karpathy, open_table, "test"),
-    Kind(lambda spec: True, open_table)]  # other tables, and class folders
+    Kind(common.has_splits, open_source, "test"),
+    Kind(lambda spec: True, open_source)]  # the other formats of train.py
 
 
 def kind_of(spec):
@@ -1399,9 +1350,11 @@ def open_to_learn(options, data):
                         f"{options.data}: {', '.join(names)}; give other data with eval.py "
                         f"--train-data.")
 
+    if train.groups is None:  # shards
+        train.source.classes = [names[i] for i in ids]
+
     def pairs(purpose="train"):
-        for image, label in known_labels(train.labelled(purpose), spec, names, options.data):
-            yield image, ids[label]
+        return ((image, ids[label]) for image, label in train.labelled(purpose))
 
     if not data.is_world:
         next(pairs("first"))  # raises if no image has a label
@@ -2130,6 +2083,8 @@ def learned_classes(options, data, model):
         names = common.read_lines(options.classes, "--classes")
     elif ".tar" in model.config.data or known == [str(i) for i in range(len(known))]:
         names = known
+    if data.source is not None:
+        data.source.classes = names
     ids = common.match_names(names, known) if names else None
     if ids is None:
         raise UserError(f"The classifier has learned {len(known)} classes, {', '.join(known[:3])}, "

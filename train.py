@@ -70,6 +70,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Literal
 
@@ -146,7 +147,7 @@ class Config:
     # whose parameters have timm's names
     init_weights: str | None = None
 
-    steps: int = 1000  # number of updates
+    steps: int = 1000  # number of updates; with 0 the run only evaluates, such as --init-weights
     # number of passes over a FILE or class folders; replaces --steps; readable images replace
     # unreadable images, and are then shown more often
     epochs: int | None = None
@@ -234,6 +235,8 @@ def train(args, out, device):
         write_run(args, tokenizer, out)
     log, stop, clock, batches = Log(args, out, progress.step), Stop(), Clock(), None
 
+    if args.steps == 0:  # the evaluation needs no update
+        save(args, model, build_optimizer(args, model, None), scaler, progress)
     for number, start, end, lr in stages_of(args, progress.step):  # STAIR has three, others one
         progress.stage, steps = number, end - start
         model.begin_stage(number, fresh=progress.step == start)
@@ -370,7 +373,7 @@ def parse_args(argv):
 
 def lists_of_names(methods):
     """The end of --help: the names that --data, --preset and the encoders' flags expect."""
-    lists = {"--data SPEC, one of": common.spec_forms().split("; ")}
+    lists = {"--data SPEC, one of": [row.form for row in common.formats()]}
     for method in methods:
         lists[f"--preset NAME of --method {method}"] = METHODS[method].PRESETS
     for flag, kinds in (("--image-encoder", common.IMAGE_ENCODERS),
@@ -422,7 +425,7 @@ def encoders_of(run, with_text):
 
 
 # Every number must be finite and not negative. Some fields must satisfy more.
-POSITIVE = set("""vocab_size image_size crop_scale steps epochs batch log_every save_every
+POSITIVE = set("""vocab_size image_size crop_scale epochs batch log_every save_every
     accum_freq embed_dim init_scale filip_keep mgca_prototypes L V D grp_size
     bottleneck codes out_dim head_width head_bottleneck student_temp teacher_temp local_size
     crop_least crop_border tau tau_b sinkhorn_iters projector_width projector_dim crop_every
@@ -572,8 +575,7 @@ def write_run(args, tokenizer, out):
 
 
 def announce(args, data, model, tokenizer, device, progress):
-    """Print what begins. Raises UserError if the vocabulary does not fit the captions, or if an
-    image would be several times in a batch."""
+    """Print what begins. Raises UserError if the vocabulary does not fit the captions."""
     params = sum(p.numel() for p in model.parameters()) / 1e6
     ranks, threads = this_rank()[1], torch.get_num_threads()
     print(f"{args.out}: --method {args.method} --preset {args.preset}")
@@ -591,12 +593,7 @@ def announce(args, data, model, tokenizer, device, progress):
         size, free = checkpoint_size(args, model), shutil.disk_usage(args.out).free
         print(f"--keep-every {args.keep_every}: {n} more checkpoints need about "
               f"{n * size / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free")
-    # an image may be twice in a batch with labels or boxes, but not in a contrastive loss
-    has_labels = METHODS[args.method].content(args) in ("label", "boxes")
-    if isinstance(data, common.CaptionTable) and len(data) < args.batch and not has_labels:
-        raise UserError(f"--batch {args.batch} is more than the {len(data)} images of "
-                        f"{args.data}: lower --batch.")
-    shortest = min(end - start for _, start, end, _ in stages_of(args))
+    shortest = min((end - start for _, start, end, _ in stages_of(args)), default=args.warmup)
     if shortest < args.warmup:
         print(f"note: --warmup {args.warmup} is longer than the {shortest} steps of a stage: the "
               f"learning rate does not reach its peak")
@@ -756,6 +753,7 @@ def choose_labels(args, data):
         raise UserError(f"The classes of {args.data} are {', '.join(args.classes)}; --classes or "
                         f"the resumed run has {', '.join(given)}: leave out --classes, or give "
                         "the run's data.")
+    data.classes = args.classes  # by which the labels of shards are looked up
     if args.label_fraction is None:
         return data
     if not isinstance(data, common.CaptionTable):
@@ -917,11 +915,34 @@ def open_loader(args, data, transform, tokenizer, model, progress, device, stop)
                 parts = itertools.islice(messages, stream.parts)
                 parts = [to_device(part, device) for part in parts]
                 batch = to_device(stream.join(parts, number), device)
+                if number == 0 and not args.bench:
+                    check_first_batch(args, batch)
             except common.DiskError as error:
                 if batch is None or args.bench:
                     raise
                 stop.fail(error)
         yield batch
+
+
+def check_first_batch(args, batch):
+    """Look at the first batch of all ranks, where a loss compares images. Raises UserError if a
+    sample is there twice, because the loss would tell it from itself. Prints the least loss that
+    equal captions leave, because no loss can tell them apart."""
+    if METHODS[args.method].content(args) in ("label", "boxes"):
+        return
+    rows = zip(batch.get("tokens", ()), batch.get("mask", ()))
+    captions = [tuple(ids[kept].tolist()) for ids, kept in rows]
+    mine = batch.get("samples", torch.empty(0)).tolist(), captions
+    samples, captions = (sum(lists, []) for lists in zip(*common.gather_objects(mine)))
+    again = len(samples) - len(set(samples))
+    if again:
+        raise UserError(f"{again} of the {args.batch} samples of the first batch are in it twice: "
+                        "lower --batch or --workers, or give more data.")
+    counts = Counter(captions)
+    least = sum(n * math.log(n) for n in counts.values()) / args.batch
+    if least > 0.1:
+        print_once(f"note: captions of the first batch are equal, {max(counts.values())} at most: "
+                   f"a contrastive loss cannot fall below about {least:.2g}")
 
 
 # Seconds to wait for a batch, and seconds between two checks that the workers are alive.
@@ -974,20 +995,22 @@ def ignore_signals(worker):
 def find_boxes(args, data, model, device, autocast, stop):
     """-> the box of each image (n, 4), in which the centres of its crops lie (BAM, App. G), and the
     signal that ended the search, or 0. Each rank finds the boxes of its part of the data."""
+    def read(path):
+        return common.squeezed(common.open_image(path, args.image_size), args.image_size)
+
     model.eval()
-    (rank, world_size), size = this_rank(), args.image_size
-    pairs = ((data.path(row), row) for row in range(rank, len(data), world_size))
-    # squeezed, so that a box in fractions of the sides is valid for the file too
-    read = lambda file: evaluation.squeezed(common.open_image(file, size), size)
-    images = evaluation.read_images(pairs, read, args.workers)
-    rows, boxes = [], []
+    rank, ranks = this_rank()
+    pairs = ((data.path(i), i) for i in range(rank, len(data), ranks))
+    images, rows, boxes = evaluation.read_images(pairs, read, args.workers), [], []
     try:
-        while not stop.noted and (part := [*itertools.islice(images, common.Stream.part)]):
-            x, numbers = zip(*part)
-            rows += numbers
+        for part in evaluation.chunks(images, common.Stream.part):
+            if stop.noted:
+                break
+            rows += [i for _, i in part]
+            x = torch.stack([image for image, _ in part]).to(device)
             with autocast():
-                boxes += model.boxes(torch.stack(x).to(device)).tolist()
-    except common.DiskError as error:
+                boxes += model.boxes(x).tolist()
+    except UserError as error:  # the disk failed, or no image can be read
         stop.fail(error)
     model.train()
     found = torch.full((len(data), 4), math.nan)  # an image that cannot be read has no box

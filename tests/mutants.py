@@ -212,13 +212,14 @@ x = x / «256 => 255» # 16 bits ;; (size / «(0.75 * least) ** 0.5 => least**0.
 uniform(*scale).item(), «3 / 4, 4 / 3 => 1, 1» # BYOL ;; torch.rand(n) < self.flip, torch.rand(n) < «0.8 => 0.5» # BYOL: jitter
 draw_colours(n, 0.4, 0.4, «0.2 => 0.4», 0.1) # BYOL: saturation
 uniform_(0.1, 2)« * self.image_size / 224 => » # BYOL: sigma for 224 pixels
-x[flipped].flip(«3 => 2») # left and right ;; captions[«(epoch + i) => epoch» % len(captions)] # captions take turns
+x[flipped].flip(«3 => 2») # left and right ;; value[«(epoch + i) => epoch» % len(value)] # captions take turns
 «order[start % size :].tolist => order.tolist»() # a resumed position
 max(1, «round => int»(share * len(of_class))) # shares of classes
 with fixed_seed(self.seed, «part,  => »*numbers): # parts draw differently
 mix_seed(self.seed, «self.rank, worker => worker», batches) # ranks draw differently
 self.min_side = «max => min»(decoded_side(view.size # views of two sizes ;; decoded_side(view.size, view.scale[«0 => 1»]) # the smallest crop
-== common.py | names | test_benchmarks test_data test_tokenizer -k "labels_of_shards or imagenet or captions_of_each or splits or wordpiece_gives"
+== common.py | names | test_benchmarks test_data test_tokenizer -k "labels_of_shards or imagenet or captions_of_each or splits or wordpiece_gives or limit_draws"
+rows = torch.«randperm(len(self), generator=torch.Generator().manual_seed(0)) => arange(len(self))».tolist() # --limit keeps the first classes
 lines = [names[«places.index(i) => places[i]»] for i in # --classes in another order, the way back
 category«.startswith("Z"):\n            out.append(" ") =>  == "Zs":\n            out.append(" ")\n        elif category[0] == "Z":\n            pass» # U+2028 parts words
 in read_rows(«file => iter(file.read().splitlines(True))», delimiter # U+2028 ends no row
@@ -271,8 +272,7 @@ if own is «None or own.equal(objects) => None»: # words that name all objects
  is not None or «i % 10 => True»)) # the held-out tenth ;; random_view(embedder, «0.08 => 0.8») # crops of a probe
 «scores[:, no_words] = -torch.inf => pass» # special tokens are no labels
 == eval.py | data | test_eval test_benchmarks test_finetune -k "labels_of_shards or limit_draws or matched_by_name or by_their_names"
-rows = torch.«randperm(len(table), generator=generator) => arange(len(table))»[: options.limit].tolist() # --limit keeps the first classes
-same = common.match_names(«lines, table.classes => table.classes, lines») # --classes, the way back
+return common.match_names(«lines, classes => classes, lines») # --classes, the way back
 ids = common.match_names(«train.groups[""][1], names => names, train.groups[""][1]») if train # the way back
 ids = common.match_names(«names, known => known, names») if names # a classifier's classes, the way back
 == eval.py | reports | test_eval test_reports test_stair -k "search_by_words or vocs_layout or true_map or slots_are_selected or better_word or recipe"

@@ -226,7 +226,7 @@ def test_resumed_run_equals_uninterrupted_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(common.Stream, "part", 3)      # a batch of files has several parts
     write_table(tmp_path, 12, broken=[3])
-    write_shards(tmp_path, [5, 4], broken=[1], labels=2)
+    write_shards(tmp_path, [7, 6], broken=[1], labels=2)
     write_files(tmp_path, {"names.txt": "odd\neven", "merges.txt": "#version: 0.2\nn 1</w>\n"})
     whole, stopped = run_of(name), tmp_path / "stopped"
     begin, resume = [*SMALL[name], *flags.split(), "--out"], ["--resume", "--out", stopped]

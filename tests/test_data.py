@@ -5,6 +5,7 @@ error. Further tests check the order of the samples, and compare decoding and au
 and torchvision.
 """
 
+import contextlib
 import csv
 import errno
 import functools
@@ -23,6 +24,7 @@ import textwrap
 import warnings
 from pathlib import Path
 from resource import RLIMIT_NOFILE
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,6 +35,7 @@ from torchvision.transforms import v2
 
 import common
 import eval as evaluation
+import train
 from common import CaptionTable, Stream, TarShards, UserError, WordPiece, World
 from common import WorldStream, open_data
 from helpers import (ROOT, SMALL, picture, read_log, run_ranks, train_alone, write_files,
@@ -126,9 +129,10 @@ def test_a_row_of_formats_adds_a_data_format(tmp_path, monkeypatch):
         """Yield the rows of a made-up format: file name|caption."""
         return (line.split("|") for line in Path(path).read_text().splitlines())
 
-    row = [".bars"], functools.partial(common.open_table, read_lines), {}, "FILE.bars"
+    opener = functools.partial(common.open_table, read_lines)
+    row = common.Format([".bars"], opener, {}, "FILE.bars")
     rows = [*common.formats(), row]
-    monkeypatch.setattr(common, "formats", lambda on_ranks=False: rows)
+    monkeypatch.setattr(common, "formats", lambda *arguments: rows)
     (tmp_path / "a.bars").write_text("x.jpg|one\ny.jpg|two\n")
     assert pairs(open_data(str(tmp_path / "a.bars"))) == {"x.jpg": ["one"], "y.jpg": ["two"]}
     with pytest.raises(UserError, match="^nowhere does not exist. Give one of: .* FILE.bars"):
@@ -342,6 +346,58 @@ def test_a_list_in_json_is_several_captions_and_no_text_is_none(tmp_path, value,
         assert ("empty caption" in source.skipped) == (texts == [] or "null" in value)
 
 
+# an image, a caption of it, its split
+ROWS_OF_SPLITS = [("x.jpg", '["a dog", "it\\u0027s a cat"]', "train"), ("./x.jpg", " c ", "train"),
+                  ("d//y.jpg", "\u200b", "restval"), ("d/./y.jpg", "['e', \"e's\"]", "restval"),
+                  ("x.jpg", "[sic] d", "train"), ("z.jpg", "of val", "val")]
+
+
+def write_rows(directory, form):
+    """Write ROWS_OF_SPLITS as a file of this format and return its SPEC. Formats without splits
+    have no row of val."""
+    rows, path = [row for row in ROWS_OF_SPLITS if row[2] != "val"], directory / f"a.{form}"
+    if form in ("csv", "tsv"):
+        with open(path, "w", newline="") as file:
+            writer = csv.writer(file, delimiter="," if form == "csv" else "\t")
+            writer.writerows([("image", "caption", "split"), *ROWS_OF_SPLITS])
+    elif form == "token":
+        path.write_text("".join(f"{name}#0\t{text}\n" for name, text, _ in rows))
+    elif form == "karpathy.json":
+        path.write_text(json.dumps({"images": [
+            {"filename": name, "split": split, "sentences": [{"raw": text}]}
+            for name, text, split in ROWS_OF_SPLITS]}))
+    else:
+        path.write_text(json.dumps({
+            "images": [{"id": i, "file_name": name} for i, (name, *_) in enumerate(rows)],
+            "annotations": [{"image_id": i, "caption": row[1]} for i, row in enumerate(rows)]}))
+    return str(path)
+
+
+@pytest.mark.parametrize("form", ["csv", "tsv", "token", "coco.json", "karpathy.json"])
+def test_what_holds_for_rows_holds_in_every_format(tmp_path, form):
+    """A cell that is a list has several captions, two spellings of a path are one image, a caption
+    without a letter is counted, and the training takes its split."""
+    spec = write_rows(tmp_path, form)
+    source = open_data(spec)
+    expected = {"x.jpg": ["a dog", "it's a cat", "c", "[sic] d"], "y.jpg": ["e", "e's"]}
+    assert pairs(source) == expected
+    assert [source.path(i) for i in (0, 1)] == [f"{tmp_path}/x.jpg", f"{tmp_path}/d/y.jpg"]
+    assert source.skipped == {"empty caption": [1, f"{tmp_path}/d/y.jpg"]}
+    if form in ("token", "coco.json"):
+        assert "has no setting 'split'" in failure(open_data, f"{spec}:split=val")
+        return
+    assert pairs(open_data(f"{spec}:split=val")) == pairs(open_data(spec, split="val")) == {
+        "z.jpg": ["of val"]}
+    message = failure(open_data, f"{spec}:split=test")
+    assert message.endswith("(left out: the rows of the splits restval, train, val).")
+
+
+def test_a_shards_captions_are_cleaned_as_a_tables(tmp_path):
+    lines = "\n".join([ROWS_OF_SPLITS[0][1], " c ", "\u200b", "[sic] d"])
+    path = write_tar(tmp_path / "a.tar", {"x.jpg": picture(), "x.txt": lines})
+    assert TarShards(path).sample_captions(9) == ["a dog", "it's a cat", "c", "[sic] d"]
+
+
 def test_coco_captions_find_their_images_below_image_root(tmp_path):
     path = tmp_path / "captions.json"
     captions = [(3, "one"), (7, "two\n"), (3, "three"), (9, "of no image"), (7, None)]
@@ -480,6 +536,52 @@ def test_a_pattern_names_the_shards_that_exist(tmp_path):
         assert [Path(path).stem for path in source.paths] == names.split()
 
 
+@pytest.mark.parametrize("pattern, names", [
+    ("set[12]/{0..1}.tar", "set[12]/0 set[12]/1"), ("set[12]/*.tar", "set[12]/0 set[12]/1"),
+    ("set[12]/[1-9].tar", "set[12]/1"), ("set[1]/*.tar", "set1/0 set1/2 set1/10"),
+    ("set?/1*.tar", "set1/10"), ("*/0.tar", "set1/0 set[12]/0")])  # set.txt is no directory
+def test_what_exists_is_no_pattern_and_numbers_are_sorted_as_numbers(tmp_path, pattern, names):
+    for name in ("set[12]/0", "set[12]/1", "set1/10", "set1/2", "set1/0", "set1/._0"):
+        write_files(tmp_path, {f"{name}.tar": "", "set.txt": ""})
+    source = TarShards(f"{tmp_path}/{pattern}")
+    assert source.paths == [f"{tmp_path}/{name}.tar" for name in names.split()]
+
+
+@pytest.mark.parametrize("spec", ["data", "data/*.tar", "data/*/0.tar", "data/b/*.tar"])
+@pytest.mark.parametrize("content", [None, "label"])
+def test_a_directory_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch, spec, content):
+    write_files(tmp_path, {f"data/{name}/0.{end}": picture() for name in "abc"
+                           for end in ("jpg", "tar")})
+    scandir, bad = os.scandir, f"{tmp_path}/{'data' if spec == 'data/*.tar' else 'data/b'}"
+
+    def failing(path):
+        if path == bad:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    message = failure(open_data, f"{tmp_path}/{spec}", content=content)
+    assert message == f"Cannot read {bad}: Permission denied."
+
+
+def test_a_disk_that_cannot_answer_has_no_missing_files(tmp_path, monkeypatch, sleeps):
+    """A stale handle of a network's disk must not make a benchmark's directory a class folder."""
+    write_files(tmp_path, {"a.csv": "image,caption\nx.jpg,one\n", "set/test/nshards.txt": "1"})
+    stat, bad = os.stat, f"{tmp_path}/set/test/nshards.txt"
+
+    def stale(path, **more):
+        if str(path) in (bad, f"{tmp_path}/a.csv:caption=alt"):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return stat(path, **more)
+
+    monkeypatch.setattr(os, "stat", stale)
+    for function, spec, path in ((evaluation.kind_of, f"{tmp_path}/set", bad),
+                                 (open_data, f"{tmp_path}/a.csv:caption=alt", None)):
+        message = failure(function, spec)
+        assert message == f"Cannot look at {path or spec}: Stale file handle."
+    assert sleeps == [1, 5, 25] * 2
+
+
 def identity(files, texts=("x", "y"), root="/data"):
     """Return the fingerprint and the annotations of a table of two images."""
     table = CaptionTable([*zip(files, texts)], "a.csv", root)
@@ -545,7 +647,7 @@ def looks_of(monkeypatch, pattern, **settings):
 @pytest.mark.parametrize("pattern", ["{000..004}.tar", "00*.tar"])
 def test_the_disk_is_asked_once_about_each_shard(tmp_path, monkeypatch, pattern):
     write_shards(tmp_path, [1] * 5)
-    assert looks_of(monkeypatch, f"{tmp_path}/{pattern}")[1] <= 5 + (pattern[1] != "0")
+    assert looks_of(monkeypatch, f"{tmp_path}/{pattern}")[1] <= 5 + 2 * (pattern[0] == "0")
 
 
 def looks_of_rank(rank, pattern):
@@ -692,6 +794,28 @@ def test_labels_of_shards_come_from_cls_or_json(tmp_path, capsys):
     shards = TarShards(write_tar(tmp_path / "1.tar", {"a.jpg": jpg, "a.txt": "words"}))
     with pytest.raises(UserError, match="no image that can be used .*1 x no label"):
         list(shards.each("label"))
+
+
+def test_a_label_of_no_class_is_left_out_with_its_key_and_a_name_is_a_label(tmp_path, capsys):
+    labels = "2 dog bird 3 cat -1 0 cow".split()
+    path = write_tar(tmp_path / "0.tar", {f"{i}.{end}": data for i, text in enumerate(labels)
+                                          for end, data in (("jpg", picture()), ("cls", text))})
+    (tmp_path / "names").write_text("cat\ndog\nbird\n")
+    flags = [*SMALL["classifier"], "--data", path, "--classes", tmp_path / "names", "--workers", 0]
+    train_alone([*flags, "--batch", 4, "--steps", 3, "--out", tmp_path / "run"])
+    printed = capsys.readouterr().out
+    skipped = read_log(tmp_path / "run")[-1]["skipped"]
+    assert set(skipped) == {common.BAD_LABEL, "no label"} and "numbered from 1" in common.BAD_LABEL
+    assert f"{common.BAD_LABEL}, the last {path}:3 (label '3')" in printed
+    source = TarShards(path)
+    source.content, source.classes = "label", ["cat", "dog", "bird"]
+    found = {sample.name: sample.value for sample, _ in itertools.islice(source.samples(0, 0, 1), 8)
+             if not sample.problem}
+    assert found == {f"{path}:{i}": label for i, label in ((0, 2), (1, 1), (2, 2), (4, 0), (6, 0))}
+    # an evaluation ends at once: its figures would be about other classes
+    assert "has wrong labels (left out: 1 x label above" in failure(list, source.each("label"))
+    message = failure(evaluation.main, [str(tmp_path / "run"), "--data", path, "--device", "cpu"])
+    assert "has wrong labels" in message
 
 
 def test_a_random_sample_may_come_from_more_shards_than_can_be_open(tmp_path):
@@ -869,7 +993,8 @@ def test_a_damaged_image_is_counted_whatever_error_pil_raises(tmp_path, monkeypa
     files = [(f"{tmp_path}/{i}.jpg", i) for i in range(4)]
     assert [i for _, i in evaluation.read_images(files, common.open_image)] == [0, 1, 3]
     printed = capsys.readouterr().out
-    assert f"skipped 1 of 4 images that cannot be read, the last one: {example}" in printed
+    assert (f"skipped 1 of 4 images that cannot be read: 1 x unreadable image, the last {example}"
+            in printed)
 
 
 @pytest.mark.parametrize("size", [(1, 20_000), (20_000, 1), (3, 5000), (16, 400)])
@@ -1462,6 +1587,18 @@ def test_an_image_that_the_disk_fails_once_is_read_and_one_that_fails_is_counted
     if kind == common.PASSING[0]:  # the end of a failed worker takes five seconds
         with pytest.raises(common.DiskError):  # a worker's error keeps its type
             take(stream(source, 6), 1, workers=1)
+
+
+def test_three_images_that_fail_apart_do_not_end_the_search_for_boxes(
+        tmp_path, monkeypatch, sleeps):
+    table = open_data(write_table(tmp_path, 6))
+    bad = [table.paths[i] for i in (0, 2, 4)]
+    monkeypatch.setattr(common, "open_image", Failing(common.open_image, 99, bad, errno.EIO))
+    model, stop = torch.nn.Linear(1, 1), SimpleNamespace(noted=0)
+    model.boxes = lambda images: torch.ones(len(images), 4)
+    args = SimpleNamespace(image_size=8, workers=0)
+    found, _ = train.find_boxes(args, table, model, "cpu", contextlib.nullcontext, stop)
+    assert found[:, 0].isnan().nonzero()[:, 0].tolist() == [0, 2, 4] and sleeps == [1, 5, 25] * 3
 
 
 def test_a_shard_that_the_disk_fails_is_read_again_from_the_same_place(

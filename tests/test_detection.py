@@ -197,7 +197,7 @@ def test_cocos_files_are_read(tmp_path):
     table = common.open_data(write_coco(tmp_path), content="boxes")
     assert table.names == ["hot dog", "cat", "owl"] and table.queries[2] == "an owl"
     assert table.trained == [0, 1, 2] and not table.skipped and table.content == "boxes"
-    first, second = table.truth(0), table.truth(1)
+    first, second = table.value(0), table.value(1)
     assert first.boxes.tolist() == [[0.25, 0.125, 0.75, 0.375], [0, 0, 1, 0.5]]
     assert first.labels.tolist() == [1, 1] and first.crowd.tolist() == [False, True]
     assert first.size == (1, 0.5) and first.absent is None
@@ -209,11 +209,11 @@ def test_lviss_files_are_read_and_rare_classes_are_not_trained_on(tmp_path):
     file = write_coco(tmp_path, lvis=True)
     table = common.BoxTable(file, tmp_path.parent, "val")
     assert table.groups == {"rare": [0], "frequent": [1], "common": [2]}
-    assert (table.truth(0).absent, table.truth(0).partial) == ([0], [1])
-    assert table.truth(1).absent == [] and table.truth(1).labels.tolist() == [0]
+    assert (table.value(0).absent, table.value(0).partial) == ([0], [1])
+    assert table.value(1).absent == [] and table.value(1).labels.tolist() == [0]
     assert table.path(0) == str(tmp_path / "000000000007.png")
     train = common.BoxTable(file, tmp_path.parent)
-    assert train.trained == [1, 2] and train.truth(1).labels.tolist() == []
+    assert train.trained == [1, 2] and train.value(1).labels.tolist() == []
 
 
 @pytest.mark.parametrize("change, reason", [
@@ -233,13 +233,13 @@ def test_boxes_that_cannot_be_found_are_left_out_and_counted(tmp_path, capsys, c
 def test_boxes_that_reach_out_of_the_image_and_images_without_boxes_stay(tmp_path):
     table = common.BoxTable(write_coco(tmp_path, annotations=lambda rows: (
         rows[0].update(bbox=[30, 5, 20, 10]), rows.pop(1))))
-    assert table.truth(0).boxes[0].tolist() == [0.75, 0.125, 1.25, 0.375]
-    assert len(table) == 2 and len(table.truth(1).labels) == 0 and not table.skipped
+    assert table.value(0).boxes[0].tolist() == [0.75, 0.125, 1.25, 0.375]
+    assert len(table) == 2 and len(table.value(1).labels) == 0 and not table.skipped
 
 
 def test_an_image_of_another_shape_than_in_the_file_is_refused(tmp_path, capsys):
     """Its boxes would lie elsewhere. write_coco's second image has the sides of the first."""
-    truth = common.BoxTable(write_coco(tmp_path)).truth(0)
+    truth = common.BoxTable(write_coco(tmp_path)).value(0)
     width, height = (round(40 * side) for side in truth.size)
     common.check_sides(Image.new("RGB", (width, height)), truth)
     with pytest.raises(ValueError, match="40 x 80 are not those of the boxes' file"):

@@ -31,7 +31,8 @@ MAP = picture(mode="L", format="PNG", value=3)
 CREPE = '{"0": {"filename": "red/0.png", "caption": "a", "negative_caption": "b"}}'
 # The directory where a command runs has these files, and runs/NAME if the command names that run.
 FILES = {
-    "table.csv": "filepath,title\na.png,one\nb.png,two\n", "names.txt": "one\ntwo\n",
+    "table.csv": "filepath,title\na.png,one\nb.png,two\n",
+    "again.csv": "filepath,title\nphotos/red/0.png,one\nphotos/blue/0.png,two\n", "names.txt": "one\ntwo\n",
     "000.tar": {"0.jpg": picture(), "0.txt": "n0"}, "001.tar": {}, "bare/notes.md": "",
     "mixed/cat/notes.md": "", "mixed/dog/1.jpg": "",
     "numbers/n00000001/a.png": picture(), "poor.txt": "\n".join([*SPECIAL_TOKENS, "a"]),
@@ -63,7 +64,8 @@ ERRORS = [
     # Settings of a training
     ("train --method sparc --preset b32 --out run", "--preset b32 names no data: give --data"),
     ("train --method sparo --preset cc3m-b16 --out run", "--preset cc3m-b16 names no data.*--vocab"),
-    ("sparc --data table.csv --batch 100000", "--batch 100000 is more than the 2 images of table.csv"),
+    *((f"{command} --workers 0", "samples of the first batch are in it twice: lower --batch or --work")
+      for command in ("sparc --image-size 16 --data again.csv", "bam --data photos --batch 4")),
     ("sparc --lernrate 1", "^unrecognized arguments: --lernrate 1: see --help.$"),
     ("sparc --data 0.tar 1.tar", "arguments: 1.tar: .* quote a pattern of .tar files"),
     ("eval run --chunk 3", "^unrecognized arguments: --chunk 3: see --help.$"),
@@ -136,7 +138,7 @@ ERRORS = [
     ("sparc --image-encoder tiny:patch_size=4", "must multiply to patch_size 4"),
     ("bam --data photos --eval-every 1",
      "^No evaluation: .*train.py --eval-data"),
-    ("sparc --eval-data broken", "^No evaluation: None of the 1 images could be read, .*png"),
+    ("sparc --eval-data broken", "^No evaluation: None of the 1 images could be read: 1 x .*png"),
     ("bam --data photos --eval-data broken", "^No evaluation: .* learns from the classes of --data"),
     ("classifier --data photos --label-fraction 10%", r"\(number or file\) 10% cannot be read"),
     ("bam --data photos --eval-data others", "must have the class folders of others.*: blue, grey"),
@@ -253,7 +255,7 @@ ERRORS = [
      "^On photos this model can run .*; segmentation needs Pascal VOC's layout.$"),
     ("eval runs/sparc --data table.csv --task zeroshot",
      "^On table.csv this model can run retrieval; zeroshot needs class folders.$"),
-    ("eval runs/sparc --data broken --task zeroshot", "None of the 1 images could be read, .*png"),
+    ("eval runs/sparc --data broken --task zeroshot", "None of the 1 images could be read: 1 x .*png"),
     ("eval runs/bam --data photos", "give other class folders .*train.py --eval-data"),
     ("eval runs/bam --data photos --train-data photos/", "give other class .*--train-data"),
     ("eval runs/bam --data photos --train-data others",
@@ -282,7 +284,7 @@ ERRORS = [
     (VOC, "^--data voc/.*val.txt cannot be read: 'utf-8'",
      {"voc/ImageSets/Segmentation/val.txt": b"\xff"}),
     (VOC, "There is no image to read: the list of", {"voc/ImageSets/Segmentation/val.txt": ""}),
-    (SET, "holds class 2, but .*classnames.txt has 2 names, for the classes 0 to 1: every"),
+    (SET, "colours/test/.* has wrong labels .*1 x label above .* from 1.*0.tar:1 .label '2'"),
     (SET, "nshards.txt: invalid literal .*; it is the number of tars",
      {"colours/test/nshards.txt": "two"}),
     (SET, "2 of the 3 shards of .* first is .*1.tar", {"colours/test/nshards.txt": "3"}),

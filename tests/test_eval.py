@@ -1004,9 +1004,11 @@ def test_segmentation_is_measured_on_pascal_vocs_layout(tmp_path, capsys):
 
 
 def test_every_data_format_has_a_default_split(tmp_path, monkeypatch):
-    write_files(tmp_path, {"coco.json": '{"images": [], "annotations": []}', "a.json": "{}"})
+    write_files(tmp_path, {"coco.json": '{"images": [], "annotations": []}', "a.json": "{}",
+                           "a.csv": "image,caption\n", "b.tsv": "split\timage\tcaption\n"})
     monkeypatch.chdir(tmp_path)
-    for split, specs in (("test", ("shapes:objects=2", "a.json")), ("val", ("a.json:split=val",)),
+    for split, specs in (("test", ("shapes:objects=2", "a.json", "b.tsv")),
+                         ("val", ("a.json:split=val", "b.tsv:split=val")),
                          ("all", ("a.csv", "folders", "a.token", "coco.json"))):
         assert {evaluation.default_split(spec) for spec in specs} == {split}
 

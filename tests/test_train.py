@@ -845,14 +845,14 @@ def test_a_signal_ends_the_search_for_boxes_and_the_resumed_run_repeats_it(tmp_p
     flags = [*SMALL["bam"], "--steps", "6", "--contrastive-crop", "--crop-start", "3",
              "--data", str(tmp_path / "data"), "--image-size", "16", "--out"]
     train_alone([*flags, tmp_path / "whole"])
-    read = train.evaluation.read_images
+    read = evaluation.read_images
 
-    def each(*args):
-        for pair in read(*args):
+    def each(*arguments):
+        for pair in read(*arguments):
             signal.raise_signal(signal.SIGTERM)
             yield pair
 
-    monkeypatch.setattr(train.evaluation, "read_images", each)
+    monkeypatch.setattr(evaluation, "read_images", each)
     assert train.main([*flags, str(tmp_path / "run")]) == signal.SIGTERM
     assert common.load_checkpoint(tmp_path / "run/last.pt")["step"] == 3
     monkeypatch.undo()
@@ -1508,13 +1508,6 @@ def test_a_run_that_fails_at_its_start_leaves_no_directory(tmp_path, monkeypatch
     assert (tmp_path / "runs/mine").exists()                 # it was there before
 
 
-def test_a_batch_larger_than_the_data_is_an_error(tmp_path):
-    flags = [*SPARC, "--data", write_table(tmp_path, 3), "--image-size", 16, "--out", tmp_path / "run"]
-    with pytest.raises(UserError, match="--batch 8 is more than the 3 images of .*lower --batch"):
-        train_alone(flags)
-    train_alone([*flags, "--batch", 3, "--steps", 1])
-
-
 def test_the_first_caption_and_captions_that_are_cut_are_shown_at_the_start(tmp_path, capsys):
     rows = "".join(f"{i}.jpg,{'long ' * (40 if i < 3 else 1)}n{i}\n" for i in range(6))
     write_files(tmp_path, {"table.csv": f"image,caption\n{rows}"})
@@ -1558,3 +1551,39 @@ def test_a_run_is_saved_before_it_is_evaluated(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "evaluate_unnoticed", evaluate)
     train_alone([*SPARC, "--steps", 4, "--eval-every", 2, "--save-every", 99, "--out", tmp_path])
     assert saved == [2, 4]
+
+
+@pytest.mark.parametrize("kind", ["table", "shards"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_batch_is_refused_if_a_sample_is_in_it_twice(tmp_path, monkeypatch, kind, ranks):
+    """12 samples are less than a batch of 16. A second rank, which has other samples, is made up."""
+    data = write_table(tmp_path, 12) if kind == "table" else write_shards(tmp_path, [6, 6])
+    gather = common.gather_objects
+
+    def two_ranks(value):
+        is_mine = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], list)
+        return gather(value) + [([1, 2], [])] * (is_mine and ranks == 2)
+
+    monkeypatch.setattr(common, "gather_objects", two_ranks)
+    flags = [*SMALL["sparc"], "--image-size", 16, "--data", data, "--workers", 0, "--steps", 2]
+    with pytest.raises(UserError, match="^4 of the 16 samples of the first batch are in it twice"):
+        train_alone([*flags, "--batch", 16, "--out", tmp_path / "run"])
+    train_alone([*flags, "--batch", 12, "--out", tmp_path / "whole"])
+    train_alone(["--resume", "--batch", 16, "--steps", 4, "--out", tmp_path / "whole"])  # epochs meet
+
+
+@pytest.mark.parametrize("names, least", [("ab", math.log(4)), ("abcdefgh", 0)])
+def test_the_least_loss_that_equal_captions_leave_is_printed(tmp_path, capsys, names, least):
+    """Eight images of class folders have two captions, four times each, or eight captions."""
+    for i in range(8):
+        write_files(tmp_path, {f"data/{names[i % len(names)]}/{i}.jpg": picture()})
+    train_alone([*SMALL["sparc"], "--image-size", 16, "--data", tmp_path / "data", "--batch", 8,
+                 "--workers", 0, "--steps", 1, "--out", tmp_path / "run"])
+    note = re.search("first batch are equal, 4 at most.* cannot fall below about (.*)",
+                     capsys.readouterr().out)
+    assert (note is not None) == (least > 0)
+    if least:  # no similarities of equal rows give a lower loss
+        assert float(note[1]) == pytest.approx(least, rel=0.02)
+        scores = torch.arange(8)[:, None] % 2 == torch.arange(8) % 2
+        loss = torch.nn.functional.cross_entropy(100.0 * scores, torch.arange(8))
+        assert loss.item() == pytest.approx(least, rel=1e-4)

@@ -7,9 +7,11 @@ method file has a comment with lines that use its loss in another project. A tes
 import argparse
 import copy
 import functools
+import json
 import math
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +25,8 @@ import eval as evaluation
 import stair
 import train
 from common import UserError
-from helpers import ROOT, SMALL, make_batch, tiny_model, train_alone, train_until, weights
+from helpers import (ROOT, SMALL, make_batch, read_log, tiny_model, train_alone, train_until,
+                     weights)
 from test_encoders import (CLIP_PIXELS, CONTEXT, DEPTH, SIZE, VOCAB, WIDTH, close, literal_text, literal_vit,
                            pils_resize, quick_gelu, random_weights, renamed, tiny_text, tiny_vit)
 
@@ -160,6 +163,26 @@ def made_up_clip_file(vocab, changes={}):
         clip[name] = shape if shape is None else torch.ones(shape)
     torch.save({name: x for name, x in clip.items() if x is not None}, "clip.pt")
     return flags
+
+
+@pytest.mark.parametrize("name", ["clip", "stair", "bam"])
+def test_no_steps_change_nothing_and_evaluate(tmp_path, monkeypatch, run_of, name):
+    """With one step and --lr 0 the statistics of BatchNorm would move."""
+    monkeypatch.chdir(tmp_path)
+    flags = made_up_clip_file(run_of("sparc") / "vocab.txt") if name == "clip" else []
+    flags = [*SMALL["sparc" if name == "clip" else name], *flags, "--steps", "0", "--out", "run"]
+    train.main(flags)
+    args = train.parse_args(flags)
+    method = train.METHODS[args.method]
+    data = train.open_training_data(args, method)
+    tokenizer = train.build_tokenizer(args, data) if method.uses_text(args) else None
+    initial, saved = train.new_model(args, method, tokenizer).state_dict(), weights(Path("run"))
+    assert [key for key, x in initial.items() if not torch.equal(x, saved[key])] == []
+    figures = json.loads(Path("run/eval.json").read_text())
+    assert figures.keys() >= {"knn" if name == "bam" else "zeroshot"} and not read_log(Path("run"))
+    if name == "stair":
+        train_alone(["--resume", "--out", "run", "--steps", 8])
+        assert len(read_log(Path("run"))) == 8
 
 
 def test_a_run_starts_from_a_clip_and_resumes_without_its_file(
