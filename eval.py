@@ -331,19 +331,6 @@ def progress(items, what, **more):
                 disable=common.this_rank()[0] > 0, **more)
 
 
-def concatenate(parts):
-    """Concatenate a list of tensors as torch.cat does. The function empties the list and frees each
-    tensor after copying it, so that memory never holds all rows twice. (STAIR's encodings of COCO's
-    captions take 3 GB.)"""
-    rows = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
-    end = len(rows)
-    while parts:
-        part = parts.pop()
-        rows[end - len(part) : end] = part
-        end -= len(part)
-    return rows
-
-
 def check_images(images):
     """Return a tensor (n, 3, H, W) of uint8 or of floats in [0, 1]. Raises UserError for another:
     an encoder normalises its pixels, so normalised images would be encoded wrongly."""
@@ -513,7 +500,7 @@ class Embedder:
         if parts[0].ndim == 3:
             longest = max(x.shape[1] for x in parts)
             parts = [F.pad(x, (0, 0, 0, longest - x.shape[1])) for x in parts]
-        return concatenate(parts)
+        return torch.cat(parts)
 
     def images(self, images, encode="encode_image"):
         """Encode n images -> (n, E), or (n, P, E) if `encode` encodes patches.
@@ -568,10 +555,10 @@ class Embedder:
 
     def encode_batches(self, batches, encode="encode_image"):
         """Batches of images (b, 3, S, S) -> encodings (n, E) or (n, P, E), on this rank alone."""
-        return concatenate([self.compute(encode, x.to(self.device)) for x in batches])
+        return torch.cat([self.compute(encode, x.to(self.device)) for x in batches])
 
     def encode_pairs(self, pairs, encode="encode_image",
-                     collect=lambda parts: concatenate([*parts]), read=None):
+                     collect=lambda parts: torch.cat([*parts]), read=None):
         """Pairs (image or file, value) -> encodings (n, E) or (n, P, E) of the n images that can be
         read, and the list of the n values of these images. collect(parts) joins the encodings of
         many images at a time. read(file, number of the pair) -> image; without it a centre crop."""
@@ -678,6 +665,9 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
     tokenizer = common.open_tokenizer(Path(run, "vocab.txt")) if method.uses_text(args) else None
     model = common.build_model(method, args, *common.build_encoders(method, args, tokenizer))
     state = common.load_checkpoint(Path(run, checkpoint), remedy=common.NO_LAST)
+    if not isinstance(state, dict) or state.get("method") != args.method:
+        raise UserError(f"{run}/{checkpoint} holds no {args.method} model, which config.json asks "
+                        f"for: give a checkpoint that this run wrote.")
     common.restore_model(model, state["model"], f"{run}/{checkpoint}", "config.json and vocab.txt "
                          "next to it must be those that the run wrote")
     if tokenizer and state["words"] != tokenizer.hash():
@@ -2667,6 +2657,9 @@ def tasks_to_run(options, data, model):
             print(f"note: {name}.png is drawn without metrics. {why}")
     wanted = asked or default_tasks(data, model)
     tasks = [name for name in usable if name in wanted]
+    if options.caption_prefix and "retrieval" not in tasks:
+        raise UserError(f"--caption-prefix {options.caption_prefix!r} has no effect here: only the "
+                        "task retrieval uses this flag. Leave it out.")
     if "zeroshot" in tasks:
         data.classes  # raises UserError if folders lack class names
     if "classification" in tasks:

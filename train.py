@@ -782,19 +782,21 @@ def open_evaluation(args, model):
     remedy = "" if with_text else (" k-NN learns from the classes of --data. If --data have none, "
                                    "leave out --eval-data, then run eval.py RUN --data TEST "
                                    "--train-data TRAIN")
+    data = None
     try:
         with common.explained(UserError, "No evaluation", remedy):
-            data = evaluation.open_eval_set(options, args.image_size, with_text)
-            evaluation.tasks_to_run(options, data, model)
-            pairs = data.labelled or data.captioned
-            if pairs and not data.is_world:
+            opened = evaluation.open_eval_set(options, args.image_size, with_text)
+            evaluation.tasks_to_run(options, opened, model)
+            pairs = opened.labelled or opened.captioned
+            if pairs and not opened.is_world:
                 next(evaluation.read_images(pairs("first"), common.open_image))
-        return data
+        data = opened
     except UserError as error:
         if args.eval_data or args.eval_every:
             raise
         print(f"note: {error}")
-        return None
+    # a rank without data would leave the others waiting in the evaluation
+    return data if all(common.gather_objects(data is not None)) else None
 
 
 def build_tokenizer(args, data):
@@ -965,7 +967,7 @@ def read_in_workers(dataset, workers, ahead=2):
         # forked workers share the table's memory; Python 3.14 does not fork by default
         multiprocessing_context="fork" if workers else None,
         generator=torch.Generator()))  # else the loader draws from the training's random numbers
-    waited = 0
+    waited, received = 0, 0
     while True:
         try:
             batch = next(batches)
@@ -977,11 +979,32 @@ def read_in_workers(dataset, workers, ahead=2):
             if waited >= PATIENCE or not str(error).startswith("DataLoader timed out"):
                 raise
             if waited >= FIRST_NOTE and (waited - FIRST_NOTE) % NEXT_NOTE < LOOK:
-                tqdm.write(f"note: rank {this_rank()[0]} has had no batch for {waited:.0f} s. The "
-                           "disk may be slow, or /dev/shm full: lower --workers or --batch")
+                turn = received % workers  # workers send batches in turn
+                tqdm.write(f"note: rank {this_rank()[0]} has had no batch for {waited:.0f} s. "
+                           f"It waits for {awaited(turn, batches._workers[turn].pid)}")
             continue
-        waited = 0
+        waited, received = 0, received + 1
         yield batch
+
+
+def awaited(worker, pid):
+    """What a rank without a batch waits for, in words: a worker, and the files that the worker has
+    open. The words also tell how much shared memory is free."""
+    words = f"worker {worker} (process {pid})"
+    with contextlib.suppress(OSError):  # the worker has ended, or the system has no /proc
+        files = [path for path in open_files(pid) - open_files("self")
+                 if path.startswith("/") and not path.startswith("/dev/")]
+        memory = shutil.disk_usage("/dev/shm")
+        words += (f", which has {', '.join(sorted(files)) or 'no file'} open; /dev/shm has "
+                  f"{memory.free / 1e6:,.0f} of {memory.total / 1e6:,.0f} MB free: if that is too "
+                  "little, lower --workers or --batch, or raise the container's --shm-size")
+    return words
+
+
+def open_files(pid):
+    """The paths of the files that a process has open, read without a look at their disk, which may
+    not answer."""
+    return {os.readlink(link) for link in os.scandir(f"/proc/{pid}/fd")}
 
 
 def ignore_signals(worker):

@@ -390,7 +390,7 @@ class Silent:
     """A loader whose workers send one batch and then nothing. Each wait is a timeout at once."""
 
     def __init__(self, *arguments, **settings):
-        self.left = [1]
+        self.left, self._workers = [1], [SimpleNamespace(pid=n) for n in (111, 222)]
 
     __iter__ = lambda self: self
 
@@ -402,13 +402,43 @@ class Silent:
 
 def test_a_run_without_a_batch_says_what_it_waits_for_every_5_minutes(monkeypatch, capsys):
     monkeypatch.setattr(torch.utils.data, "DataLoader", Silent)
+    monkeypatch.setattr(train, "awaited", lambda worker, pid: f"worker {worker}, {pid}.")
     batches = train.read_in_workers(None, 2)
     next(batches)
     with pytest.raises(RuntimeError, match="timed out"):
         next(batches)
-    notes = re.findall("note: rank 0 has had no batch for (.*) s. .* lower --workers or --batch",
+    notes = re.findall("note: rank 0 has had no batch for (.*) s. It waits for worker 1, 222.",
                        capsys.readouterr().out)
     assert notes == ["60", "360", "660", "960", "1260", "1560"]
+
+
+class Slow(torch.utils.data.IterableDataset):
+    """Opens a file, waits, and yields a batch."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __iter__(self):
+        with open(self.path):
+            time.sleep(0.5)
+        yield 1
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_the_file_of_a_waiting_worker_and_the_free_shared_memory_are_named(
+        tmp_path, monkeypatch, capsys, has_file):
+    monkeypatch.setattr(train, "LOOK", 0.1)
+    monkeypatch.setattr(train, "FIRST_NOTE", 0.2)
+    monkeypatch.setattr(train.shutil, "disk_usage", lambda path: SimpleNamespace(
+        total=64e6, free=6e6))
+    write_files(tmp_path, {"00012.tar": "", "mine": ""})
+    path = tmp_path / "00012.tar" if has_file else "/dev/null"
+    with open(tmp_path / "mine"):  # the worker has it open, too
+        assert list(train.read_in_workers(Slow(path), 1)) == [1]
+    note, = capsys.readouterr().out.splitlines()
+    line = (rf"note: rank 0 .* worker 0 \(process \d+\), which has {path if has_file else 'no file'}"
+            " open; /dev/shm has 6 of 64 MB free: .* lower --workers or --batch, .* --shm-size")
+    assert re.fullmatch(line, note)
 
 
 @pytest.mark.parametrize("data, batch, cores, ranks, local, expected", [
