@@ -332,6 +332,8 @@ def in_fp32(function, *args, **kwargs):
         return torch.is_tensor(x) and x.is_floating_point() and x.ndim > 0
 
     tensors = [x for x in (*args, *kwargs.values()) if is_cast(x)]
+    if not tensors:
+        raise TypeError(f"{function.__name__} needs tensors of floats.")
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
     args = [x.to(dtype) if is_cast(x) else x for x in args]
     kwargs = {name: x.to(dtype) if is_cast(x) else x for name, x in kwargs.items()}
@@ -352,7 +354,7 @@ def image_ids(z, n_global, c, mask):
 
 
 def check_latents(z, k, G, teacher):
-    """Raise ValueError if latents, a tensor for each of z and teacher, are not (k * n, E)."""
+    """Raise ValueError if z, or the teacher's latents where given, are not (k * n, E)."""
     n = len(z) // max(1, k)
     shapes = [tuple(x.shape) for x in (z, teacher) if x is not None]
     if k < 2 or not 1 <= G <= k or z.ndim != 2 or {*shapes} != {(k * n, z.shape[1])}:

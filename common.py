@@ -1601,7 +1601,8 @@ def clean_captions(value):
 
 def texts_of(cell):
     """A cell -> the texts in it. Several are written as a list, by JSON or by Python."""
-    for read in (json.loads, ast.literal_eval) if str(cell).startswith("[") else ():
+    is_list = str(cell).startswith("[") and not re.search(r"['\"]\s+['\"]", str(cell))  # numpy
+    for read in (json.loads, ast.literal_eval) if is_list else ():
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             found = read(cell)
             if isinstance(found, list) and all(isinstance(text, str) for text in found):
@@ -1654,7 +1655,7 @@ class CaptionTable:
                 else:
                     count_problem(left_out("empty caption", path), self.skipped)
         if not captions:
-            others = ", ".join(sorted(splits - kept)[:9])
+            others = ", ".join(sorted(map(str, splits - kept))[:9])
             nothing = f"the rows of the splits {others}" if others else "nothing, no row fits"
             raise UserError(f"{name} has no image that can be used (left out: "
                             f"{describe_skipped(self.skipped) or nothing}).")
@@ -1881,8 +1882,9 @@ def expand_braces(pattern):
 
 
 def matching(pattern):
-    """The paths that a pattern with *, ? or [ ] names, in natural order; [] if there are none. What
-    exists is taken as it is, directories as well, so that brackets in a name are no pattern."""
+    """The paths that a pattern with *, ? or [ ] names, in natural order; [] if nothing fits. A name
+    without these is returned as it is. What exists is taken as it is, directories as well, so that
+    brackets in a name are no pattern."""
     if not re.search(r"[*?[]", pattern) or look_at(pattern):
         return [pattern]
     directory, name = os.path.split(pattern)
@@ -2290,6 +2292,7 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
         forms = "; ".join(row.form for row in formats())
         raise UserError(f"{name} {problem}. Give one of: {forms}.")
     if content == "boxes" and name != "shapes":
+        cast_settings(settings, {}, name)  # a file of boxes has none
         return BoxTable(name, image_root, split)
     if kind.has_splits(name) and name != "shapes":
         split = settings.pop("split", split)
@@ -2406,7 +2409,7 @@ def list_files(directory, seen=()):
     if here not in seen:
         seen.add(here)
         for entry in list_directory(directory):
-            paths += list_files(entry.path, seen) if entry.is_dir() else [entry.path]
+            paths += list_files(entry.path, seen) if os.path.isdir(entry.path) else [entry.path]
     return sorted(paths)
 
 

@@ -1250,7 +1250,8 @@ def lists_in(directory):
 def benchmark_splits(spec):
     """The splits of a directory in CLIP_benchmark's layout."""
     found = common.list_directory(spec) if common.look_at(spec) == "directory" else []
-    return [entry.name for entry in found if common.look_at(f"{entry.path}/nshards.txt")]
+    return [entry.name for entry in found
+            if os.path.isdir(entry.path) and common.look_at(f"{entry.path}/nshards.txt")]
 
 
 class Kind(NamedTuple):
@@ -2580,12 +2581,13 @@ def draw_log(run):
     # a run that is being trained may have written half of the last line
     log = [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
     for title, keys in CHARTS.items():
-        curves = [[(record["step"], record[key]) for record in log
-                   if record.get(key) is not None] for key in keys]
-        if len(log) > 1 and all(curves):
-            ends = [f"{colour}: {key} {curve[0][1]:.3g} to {curve[-1][1]:.3g}"
-                    for colour, key, curve in zip(COLOURS, keys, curves)]
-            cells.append((chart(curves), f"{title}. {', '.join(ends)}"))
+        curves = {key: [(record["step"], record[key]) for record in log
+                        if record.get(key) is not None] for key in keys}
+        curves = {key: points for key, points in curves.items() if points}  # a detector's chance
+        if len(log) > 1 and curves.keys() & {keys[0]}:
+            ends = [f"{colour}: {key} {points[0][1]:.3g} to {points[-1][1]:.3g}"
+                    for colour, (key, points) in zip(COLOURS, curves.items())]
+            cells.append((chart([*curves.values()]), f"{title}. {', '.join(ends)}"))
     if not cells:
         return {}
     note = ("A vertical axis begins at 0 and ends at the highest value. A curve's name stands "

@@ -938,8 +938,10 @@ def check_first_batch(args, batch):
     samples, captions = (sum(lists, []) for lists in zip(*common.gather_objects(mine)))
     again = len(samples) - len(set(samples))
     if again:
+        workers = " or --workers" if args.workers > 1 else ""
         raise UserError(f"{again} of the {args.batch} samples of the first batch are in it twice: "
-                        "lower --batch or --workers, or give more data.")
+                        f"lower --batch{workers}, give more data, or mend images that cannot be "
+                        "read.")
     counts = Counter(captions)
     least = sum(n * math.log(n) for n in counts.values()) / args.batch
     if least > 0.1:
@@ -1240,8 +1242,9 @@ def load_state(args, data, model, scaler, progress, device):
         rest = args.epochs * len(data) - progress.samples
         args.steps = progress.step + math.ceil(rest / args.batch)
         check_method(args)
-    if not any(number == progress.stage and start < max(1, progress.step) <= end
-               for number, start, end, _ in stages_of(args)):
+    if args.steps + progress.step and not any(
+            number == progress.stage and start < max(1, progress.step) <= end
+            for number, start, end, _ in stages_of(args)):
         raise UserError(f"{args.out} has made {progress.step} steps, the last in stage "
                         f"{progress.stage}. With these flags that step is in another stage or "
                         "past the end: leave out flags such as --steps, --epochs or --share-1.")
@@ -1469,7 +1472,7 @@ def dry_run(args, method, model):
     in_batch += max(0, of_rank) * (args.batch / args.dry_run - 2)
     chance_loss = model.chance_loss(args.batch, batch.get("mask"), patches)
     words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
-    hours = 3 * in_batch * args.batch * args.steps / H100 / 3600  # a backward pass is two forward
+    hours = 3 * in_batch * args.batch * args.steps / H100 / 3600  # a teacher has no backward
     summed = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     record = {"params": params, **words, "flops_per_sample": int(of_one),
               "multiply_adds_per_sample": int(of_one) // 2,
@@ -1478,9 +1481,9 @@ def dry_run(args, method, model):
     chance = "none" if math.isnan(chance_loss) else f"{chance_loss:.4g}"  # a detector has none
     print_once(f"parameters: {params / 1e6:.1f} M\nforward pass: {of_one / 1e9:.4g} GFLOPs for "
                f"each sample, or {of_one / 2e9:.4g} G multiply-adds; {in_batch / 1e9:.4g} GFLOPs "
-               f"in a batch of {args.batch:,}\n{args.steps:,} steps: {hours:,.1f} hours of one "
-               f"H100 at {H100 / 1e12:.0f} TFLOPs a second; ranks sum {summed / 1e6:,.1f} MB of "
-               f"gradients in a step\nloss of a random guess: {chance}\n"
+               f"in a batch of {args.batch:,}\n{args.steps:,} steps: at most {hours:,.1f} hours of "
+               f"one H100 at {H100 / 1e12:.0f} TFLOPs a second; ranks sum {summed / 1e6:,.1f} MB "
+               f"of gradients in a step\nloss of a random guess: {chance}\n"
                f"{json.dumps(common.without_nan(record))}")
 
 

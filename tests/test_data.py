@@ -701,7 +701,7 @@ def test_an_error_of_the_disk_is_told(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"first is .*folder.tar \(Is a directory\): name"):
         TarShards(f"{tmp_path}/*.tar")
     monkeypatch.setattr(common, "open", stale, raising=False)
-    with pytest.raises(UserError, match=rf"first is .*000.tar \(Stale file handle\): name"):
+    with pytest.raises(UserError, match=r"first is .*000.tar \(Stale file handle\): name"):
         TarShards(pattern)
 
 
@@ -1673,3 +1673,18 @@ def test_a_run_whose_disk_is_gone_saves_and_ends_with_the_error(
     train_alone(["--resume", "--out", run])
     assert step == 3  # two batches, and the last again, for which other ranks would have waited
     assert [record["step"] for record in read_log(run)] == [*range(1, 7)]
+
+
+def test_a_link_to_itself_is_a_file_that_cannot_be_read(tmp_path):
+    write_files(tmp_path, {"a/0.jpg": picture(), "b/1.jpg": picture()})
+    os.symlink("loop", tmp_path / "a" / "loop")
+    assert [os.path.basename(path) for path in common.list_files(tmp_path)] == [
+        "0.jpg", "loop", "1.jpg"]
+
+
+@pytest.mark.parametrize("cell, texts", [
+    ("['a cat', 'a dog']", ["a cat", "a dog"]), ('["a", "b"]', ["a", "b"]),
+    ("['a cat' 'a dog']", ["['a cat' 'a dog']"]), ("[1, 2]", ["[1, 2]"])])
+def test_a_cell_with_a_list_of_texts_has_several_captions(cell, texts):
+    """Python would join the two texts of numpy's form to one."""
+    assert common.clean_captions(cell) == texts

@@ -1210,6 +1210,11 @@ def test_curves_show_parts_of_the_loss_and_metrics_of_some_steps(tmp_path, monke
     assert titles[0].startswith("Loss. red: loss 2 to 2, green: chance_loss 3 to 3")
     assert "Eq. 7). red: global 1 to 0.333, " in titles[1] and "--eval-every" in titles[2]
     assert len(titles) == 3
+    log = [{"step": step, "loss": 2.0, "chance_loss": None} for step in (1, 2)]  # a detector's
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log))
+    rows = rows_of(monkeypatch, lambda: evaluation.draw_log(tmp_path))
+    (_, ((_, title),)), = rows[tmp_path / "curves.png"]
+    assert title == "Loss. red: loss 2 to 2"
 
 
 def test_a_task_without_metrics_still_draws_its_picture(run_of, tmp_path, capsys):
