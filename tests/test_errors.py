@@ -64,7 +64,7 @@ ERRORS = [
     # Settings of a training
     ("train --method sparc --preset b32 --out run", "--preset b32 names no data: give --data"),
     ("train --method sparo --preset cc3m-b16 --out run", "--preset cc3m-b16 names no data.*--vocab"),
-    *((f"{command} --workers 0", "samples of the first batch are in it twice: lower --batch, give more data")
+    *((f"{command} --workers 0", "samples of the first batch are in it twice: lower --batch, give")
       for command in ("sparc --image-size 16 --data again.csv", "bam --data photos --batch 4")),
     ("sparc --lernrate 1", "^unrecognized arguments: --lernrate 1: see --help.$"),
     ("sparc --data 0.tar 1.tar", "arguments: 1.tar: .* quote a pattern of .tar files"),
