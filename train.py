@@ -595,8 +595,8 @@ def announce(args, data, model, tokenizer, device, progress):
               f"{n * size / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free")
     shortest = min((end - start for _, start, end, _ in stages_of(args)), default=args.warmup)
     if shortest < args.warmup:
-        print(f"note: --warmup {args.warmup} is longer than the {shortest} steps of a stage: the "
-              f"learning rate does not reach its peak")
+        print(f"note: --warmup {args.warmup} is longer than {shortest} steps, the length of the "
+              f"run or of a stage: the learning rate does not reach its peak")
 
 
 def checkpoint_size(args, model):
@@ -1442,8 +1442,9 @@ def finish(args, log, embedder, eval_data, progress):
     elif this_rank()[0] == 0:
         evaluation.save_pictures(evaluation.draw_log(args.out))
     written = "" if eval_data is None else "eval.json (these metrics), "
+    data = "--data TEST --train-data TRAIN" if by_knn(embedder.model) else "--data SPEC"
     print(f"{args.out} holds last.pt (weights), {written}log.jsonl and the pictures. Next: "
-          f"python eval.py {shlex.quote(args.out)} --data SPEC")
+          f"python eval.py {shlex.quote(args.out)} {data}")
     common.wait_for_rank_0()  # all ranks end together
 
 
