@@ -1103,7 +1103,6 @@ def random_crop(image, scale, generator=None):
     generator: gives the random numbers; None for torch's own.
     """
     height, width = v2.functional.get_size(image)
-
     uniform = functools.partial(torch.empty(1).uniform_, generator=generator)
     for attempt in range(11):
         if attempt == 10 and height == width:
@@ -1272,7 +1271,7 @@ class View:
 def decoded_side(size, least):
     """How many pixels the sides of a decoded image need, so that no crop has a side below `size`.
 
-    least: the smallest area of a crop, as a fraction of the image's. Of a square, the smallest crop
+    least: the smallest area of a crop, as a fraction of the image's. The smallest crop of a square
     has the aspect ratio 3/4.
     """
     return math.ceil(size / (0.75 * least) ** 0.5)
@@ -2294,8 +2293,9 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
     if content == "boxes" and name != "shapes":
         cast_settings(settings, {}, name)  # a file of boxes has none
         return BoxTable(name, image_root, split)
-    if kind.has_splits(name) and name != "shapes":
-        split = settings.pop("split", split)
+    # has_splits may read the whole file, so it is asked only where the SPEC names a split
+    if "split" in settings and kind.has_splits(name) and name != "shapes":
+        split = settings.pop("split")
     settings = kind.settings | cast_settings(settings, kind.settings, name)
     source = kind.open(name, content, image_root, split, **settings)
     source.content = content
@@ -2321,8 +2321,8 @@ def open_directory(directory, content, *_):
     images, at any depth and without labels. Raises UserError if the folders are no classes.
     """
     entries = list_directory(directory)
-    classes = sort_classes([entry.name for entry in entries if entry.is_dir()])
-    files = sorted(entry.path for entry in entries if not entry.is_dir())
+    classes = sort_classes([entry.name for entry in entries if is_directory(entry)])
+    files = sorted(entry.path for entry in entries if not is_directory(entry))
     if content is None and (not classes or any(map(is_image, files))):
         return CaptionTable(rows_of_images(directory, "an image"), directory)
     parts = [name for name in classes if PART.fullmatch(name.lower())]
@@ -2379,7 +2379,7 @@ def look_at(path):
     try:
         mode = patiently(os.stat, path).st_mode
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
             raise UserError(f"Cannot look at {path}: {error.strerror}.") from None
         return ""
     return "directory" if stat.S_ISDIR(mode) else "file"
@@ -2399,6 +2399,15 @@ def list_directory(directory):
     return sorted(entries, key=lambda entry: natural(entry.name))
 
 
+def is_directory(entry):
+    """Whether an entry of list_directory is a directory. Most disks tell this with the entry, so
+    that a folder of a million images costs no look at each of them. A link to itself is none."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return look_at(entry.path) == "directory"
+
+
 def list_files(directory, seen=()):
     """The sorted paths of all files of a directory, at any depth. Links are followed.
 
@@ -2409,7 +2418,7 @@ def list_files(directory, seen=()):
     if here not in seen:
         seen.add(here)
         for entry in list_directory(directory):
-            paths += list_files(entry.path, seen) if os.path.isdir(entry.path) else [entry.path]
+            paths += list_files(entry.path, seen) if is_directory(entry) else [entry.path]
     return sorted(paths)
 
 
@@ -3066,26 +3075,27 @@ def let_rank_0_speak():
         time.sleep(10)
 
 
-class _Gather(torch.autograd.Function):
-    """(B, ...) on each rank -> (world * B, ...). The backward pass sums the gradients that all
-    ranks have for this rank's rows."""
+class Gather(torch.autograd.Function):
+    """x (B, ...) of each rank -> (world * B, ...). The backward pass sums the gradients that all
+    ranks have for this rank's rows; DDP averages later. torch's all_gather has no gradient."""
 
     @staticmethod
     def forward(ctx, x):
         rows = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
         # torch 2.14 has a new name for this function and warns about the old name
-        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        all_gather(rows, x.contiguous())
+        join = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        join(rows, x.contiguous())
         return rows
 
     @staticmethod
     def backward(ctx, gradient):
+        world = dist.get_world_size()
         if dist.get_backend() == "gloo":  # gloo has no reduce_scatter before torch 2.8
             # all_reduce writes into its tensor, and autograd may use the same tensor elsewhere
             gradient = gradient.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(gradient)
-            return gradient.chunk(dist.get_world_size())[dist.get_rank()]
-        rows = gradient.new_empty(len(gradient) // dist.get_world_size(), *gradient.shape[1:])
+            return gradient.chunk(world)[dist.get_rank()]
+        rows = gradient.new_empty(len(gradient) // world, *gradient.shape[1:])
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         scatter(rows, gradient.contiguous())
         return rows
@@ -3100,7 +3110,7 @@ def gather(x):
     gather is differentiable. torch's all_gather is not: the gradients that the losses of other
     ranks have for this rank's rows would be lost.
     """
-    return _Gather.apply(x) if dist.is_initialized() else x
+    return Gather.apply(x) if dist.is_initialized() else x
 
 
 def gather_objects(value):

@@ -1251,7 +1251,7 @@ def benchmark_splits(spec):
     """The splits of a directory in CLIP_benchmark's layout."""
     found = common.list_directory(spec) if common.look_at(spec) == "directory" else []
     return [entry.name for entry in found
-            if os.path.isdir(entry.path) and common.look_at(f"{entry.path}/nshards.txt")]
+            if common.is_directory(entry) and common.look_at(f"{entry.path}/nshards.txt")]
 
 
 class Kind(NamedTuple):

@@ -113,8 +113,8 @@ class Sparo(nn.Module):
             padding = after_end(eos_idx, x)                        # (B, n), below
             x = x.masked_fill(padding[..., None], 0.0)             # 0 * NaN would be NaN
         K = self.KVproj.weight.unflatten(0, (self.nkeys, self.D))  # (L/g, D, d)
-        # differs: App. A's listing has biases. b_l adds one number to all scores of a slot, which
-        # softmax ignores, and b_l to the value K_l p_l, because a_l sums to 1.
+        # differs: App. A's listing has biases. The bias b_l changes all scores of a slot by one
+        # number, which softmax ignores. The value is K_l p_l + b_l, because a_l sums to 1.
         b = self.KVproj.bias.view(self.nkeys, 1, self.D)           # (L/g, 1, D)
 
         u = self.q[0, :, :, 0] @ K * self.D**-0.5                  # (L/g, g, d)  K_l' q_l / sqrt(D)

@@ -188,7 +188,7 @@ REPEATED = "fp32 in_fp32 all_ranks Gather own_columns readable check_scale as_bo
 
 @pytest.mark.parametrize("name", REPEATED.split())
 def test_what_every_method_file_repeats_is_the_same_text(name):
-    files = [file for file in (sparo, stair, sparc, bam) if hasattr(file, name)]
+    files = [file for file in (sparo, stair, sparc, bam, common) if hasattr(file, name)]
     assert len(files) >= 3 and len({inspect.getsource(getattr(file, name)) for file in files}) == 1
 
 

@@ -1675,11 +1675,18 @@ def test_a_run_whose_disk_is_gone_saves_and_ends_with_the_error(
     assert [record["step"] for record in read_log(run)] == [*range(1, 7)]
 
 
-def test_a_link_to_itself_is_a_file_that_cannot_be_read(tmp_path):
+def test_a_link_to_itself_is_a_file_that_cannot_be_read(tmp_path, monkeypatch):
+    """It alone is looked at. The other entries tell what they are."""
     write_files(tmp_path, {"a/0.jpg": picture(), "b/1.jpg": picture()})
-    os.symlink("loop", tmp_path / "a" / "loop")
+    for folder in ("", "a"):  # among the class folders, and in one of them
+        os.symlink("loop", tmp_path / folder / "loop")
+    looked, look = [], common.look_at
+    assert open_data(str(tmp_path), content="label").classes == ["a", "b"]
+    (tmp_path / "loop").unlink()
+    monkeypatch.setattr(common, "look_at", lambda path: looked.append(path) or look(path))
     assert [os.path.basename(path) for path in common.list_files(tmp_path)] == [
         "0.jpg", "loop", "1.jpg"]
+    assert looked == [f"{tmp_path}/a/loop"]
 
 
 @pytest.mark.parametrize("cell, texts", [

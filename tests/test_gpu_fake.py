@@ -252,7 +252,7 @@ def test_our_own_backward_passes_stay_on_the_gpu(fake, waits, ranks, monkeypatch
         for x, gradient in zip(inputs, gradients):
             assert gradient.is_cuda and gradient.dtype == x.dtype and gradient.shape == x.shape
         turned = torch.zeros(5, 16, device="cuda").t()  # NCCL takes contiguous tensors alone
-        rows = common._Gather.backward(None, turned)
+        rows = common.Gather.backward(None, turned)
         assert rows.shape == (2, 5) and rows.is_cuda
         common.gather(turned)
     assert waits == ["nonzero"]
