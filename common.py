@@ -1888,8 +1888,11 @@ def matching(pattern):
         return [pattern]
     directory, name = os.path.split(pattern)
     places = [place for place in matching(directory) if look_at(place or ".") == "directory"]
-    return [os.path.join(place, entry.name) for place in places
-            for entry in list_directory(place or ".") if fnmatch.fnmatchcase(entry.name, name)]
+    paths = []
+    for place in places:
+        names = fnmatch.filter([entry.name for entry in list_directory(place or ".")], name)
+        paths += [os.path.join(place, found) for found in sorted(names, key=natural)]
+    return paths
 
 
 def look_at_shards(paths, on_ranks):
@@ -2392,11 +2395,10 @@ def natural(name):
 
 
 def list_directory(directory):
-    """The entries of a directory in natural order, without hidden ones. Raises UserError if the
+    """The entries of a directory in any order, without hidden ones. Raises UserError if the
     directory cannot be listed."""
     with explained(OSError, f"Cannot read {directory}"):
-        entries = [entry for entry in os.scandir(directory) if not entry.name.startswith(HIDDEN)]
-    return sorted(entries, key=lambda entry: natural(entry.name))
+        return [entry for entry in os.scandir(directory) if not entry.name.startswith(HIDDEN)]
 
 
 def is_directory(entry):

@@ -1250,8 +1250,9 @@ def lists_in(directory):
 def benchmark_splits(spec):
     """The splits of a directory in CLIP_benchmark's layout."""
     found = common.list_directory(spec) if common.look_at(spec) == "directory" else []
-    return [entry.name for entry in found
-            if common.is_directory(entry) and common.look_at(f"{entry.path}/nshards.txt")]
+    names = [entry.name for entry in found
+             if common.is_directory(entry) and common.look_at(f"{entry.path}/nshards.txt")]
+    return sorted(names, key=common.natural)
 
 
 class Kind(NamedTuple):
