@@ -168,6 +168,8 @@ for ranks in (1, 2):
                 torch.testing.assert_close(x / 2, whole.chunk(2)[rank], rtol=1e-10, atol=1e-14)
             torch.testing.assert_close(joined[0] / 2, one[0], rtol=1e-10, atol=1e-14)
         found[name] = [value.detach(), *gradients]
+dist.barrier()  # a rank that ends before the other may abort it
+dist.destroy_process_group()
 """
 
 
