@@ -2528,7 +2528,7 @@ def label_rows(names, labels, fraction):
             of_class = generator.permutation(np.flatnonzero(labels == label))
             rows += of_class[: max(1, round(share * len(of_class)))].tolist()
         return sorted(rows)
-    wanted = {Path(line).name for line in read_lines(fraction, "--label-fraction (number or file)")}
+    wanted = {Path(line).name for line in read_list(fraction, "--label-fraction (number or file)")}
     names = [name and Path(name).name for name in names]
     rows = [i for i, name in enumerate(names) if name in wanted]
     missing = len(wanted - set(names))
@@ -2550,8 +2550,18 @@ def read_text(path, flag):
 
 
 def read_lines(path, flag):
-    """The lines of a text file without spaces around them; empty lines are left out."""
-    return [line.strip() for line in read_text(path, flag).splitlines() if line.strip()]
+    """The lines of a text file without spaces around them. The number of a line can be a label, so
+    an empty line stays unless no text follows it."""
+    return [line.strip() for line in read_text(path, flag).rstrip().splitlines()]
+
+
+def read_list(path, flag):
+    """The lines of a text file that lists names: each name once, without empty lines. Raises
+    UserError if the file lists nothing."""
+    names = [name for name in dict.fromkeys(read_lines(path, flag)) if name]
+    if not names:
+        raise UserError(f"{flag} {path} is empty: write one name a line.")
+    return names
 
 
 # Streams and seeds --------------------------------------------------------------------
@@ -2664,7 +2674,7 @@ class Stream(IterableDataset):
         def read(file):
             image = open_image(file, self.min_side)
             if self.source.content == "boxes":
-                check_sides(image, sample.value)
+                check_sides(image, sample.value.size)
             return image
 
         found = sample if sample.problem else with_image(sample, read)
@@ -3435,14 +3445,15 @@ def squared(image, size):
     return v2.functional.pil_to_tensor(page)
 
 
-def check_sides(image, truth):
-    """Raise ValueError if an image has another shape than in the file of its Boxes. The boxes then
-    lie elsewhere, as in a photo that EXIF turns."""
+def check_sides(image, sides):
+    """Raise ValueError if an image has another shape than its annotation. Boxes or a map then lie
+    elsewhere, as in a photo that EXIF turns. sides: width and height of a map, or of the image in
+    the file of its boxes, in any unit."""
     longer = max(image.size)
-    off = [abs(side - longer * share) for side, share in zip(image.size, truth.size)]
+    off = [abs(side - longer * other / max(sides)) for side, other in zip(image.size, sides)]
     if max(off) > max(2, 0.01 * longer):  # a JPEG that is decoded at a part of its size is rounded
-        raise ValueError(f"its sides {image.width} x {image.height} are not those of the boxes' "
-                         f"file: turn the image or its boxes")
+        raise ValueError(f"its sides {image.width} x {image.height} do not fit those of its boxes "
+                         f"or map, {sides[0]:.4g} x {sides[1]:.4g}: turn the image or these")
 
 
 def crop_boxes(image, truth, size, min_scale, flip=0.5):

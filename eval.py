@@ -714,7 +714,7 @@ def read_templates(given):
     source = "--templates"
     if len(given) == 1 and common.look_at(given[0]) == "file":
         source += f" {given[0]}"
-        given = common.read_lines(given[0], "--templates") or given
+        given = common.read_list(given[0], "--templates")
     for template in given:
         if template.startswith("lambda"):
             raise UserError(f"{source}: {template!r} is Python code: write one template a line, "
@@ -730,7 +730,8 @@ def read_templates(given):
 # uses all images of SPEC.
 TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # images to evaluate, images to learn from
 # Options that change no metric, and so are not recorded in evals.jsonl
-NOT_OF_METRICS = {"query", "image", "caption", "export", "workers", "batch", "device", "is_own"}
+NOT_OF_METRICS = {"query", "image", "caption", "export", "workers", "batch", "device", "is_own",
+                  "given"}
 
 
 @dataclasses.dataclass
@@ -829,6 +830,8 @@ class Options(Flags):
     learn_limit: int | None = None    # how many images k-NN and probes learn from; None: all
     on_training_images: bool = False  # whether the images are from the training data of the run
     is_own: bool = False              # whether this is the evaluation that ends the training
+    # names of the flags that the command line gives
+    given: tuple = dataclasses.field(default=(), compare=False)
 
 
 def options_of(given, args):
@@ -844,8 +847,7 @@ def options_of(given, args):
     if "data" not in given:
         options.image_root, options.limit = args.image_root, TEST_LIMIT
         options.learn_limit = LEARN_LIMIT
-    vars(options).update(given)
-    refuse_useless_options(given, options.data, options.probe)
+    vars(options).update(given, given=tuple(given))
     options.split = options.split or default_split(options.data)
     options.train_data = options.train_data or spec_to_learn_from(options.data, args)
     options.templates = (read_templates(options.templates) if options.templates
@@ -887,23 +889,22 @@ def is_trained_on(spec, split, args):
     return split in ("all", learned[1].get("split", "train"))
 
 
-def refuse_useless_options(given, spec, probe):
-    """Raise UserError if one of the flags `given` has no effect on the data or the probe. Without
-    an error, a user would believe that the flag had an effect."""
-    reasons = []
-    if probe != "sgd":
-        reasons.append(("probe_lr", f"the probe is {probe}, not sgd"))
-    if default_split(spec) == "all":
-        reasons.append(("split", f"{spec} has no splits"))
+def refuse_useless_flags(options, rows=()):
+    """Raise UserError for a flag of the command line that neither the data nor the tasks and
+    pictures `rows` use. Without an error, a user would believe that the flag had an effect."""
+    spec, reasons = options.data, {}
+    for flag in {flag for row in [*TASKS.values(), *PICTURES.values()] for flag in row.flags}:
+        users = [name for table in (TASKS, PICTURES) for name in table if flag in table[name].flags]
+        if not any(flag in row.flags for row in rows):
+            reasons[flag] = f"it belongs to --task {', '.join(dict.fromkeys(users))}"
+    if options.probe != "sgd":
+        reasons["probe_lr"] = f"the probe is {options.probe}, not sgd"
+    reasons |= dict.fromkeys(kind_of(spec).ignores, f"{spec} does not use this flag")
     if "split" in common.parse_spec(spec)[1]:
-        reasons.append(("split", f"{spec} names its split itself"))
-    if is_shapes(spec):
-        reasons.append(("train_data", "shapes have a training split of their own"))
-        reasons.append(("classes", "the names of the classes of shapes are fixed"))
-    for option, reason in reasons:
-        if option in given:
-            flag = common.flag_of(option)
-            raise UserError(f"{flag} {given[option]} has no effect: {reason}. Leave it out.")
+        reasons["split"] = f"{spec} names its split itself"
+    for flag in reasons.keys() & options.given:
+        raise UserError(f"{common.flag_of(flag)} {getattr(options, flag)} has no effect here: "
+                        f"{reasons[flag]}. Leave it out.")
 
 
 def default_split(spec):
@@ -1042,9 +1043,7 @@ def open_benchmark(options, *_):
     if kind == "retrieval":
         return EvalSet(captioned=lambda purpose: itertools.islice(shards.each("caption"), limit))
     source = str(options.classes or Path(directory, "classnames.txt"))
-    lines = common.read_text(source, "--classes").rstrip().splitlines()
-    # Empty lines stay, because CLEVR has a class without a name, but not those at the end.
-    names = [line.strip() for line in lines]
+    names = common.read_lines(source, "--classes")  # an empty line is CLEVR's class without a name
     templates, file = options.templates, f"{directory}/zeroshot_classification_templates.txt"
     if not templates and common.look_at(file):
         templates = read_templates([file])
@@ -1066,7 +1065,7 @@ def read_winoground(options):
     directory of the images NAME.png. Raises UserError for a line without the four fields."""
     file = Path(options.data, "examples.jsonl")
     root = options.image_root or Path(options.data, "images")
-    for number, line in enumerate(common.read_lines(file, "--data")[: options.limit]):
+    for number, line in enumerate(common.read_list(file, "--data")[: options.limit]):
         with common.explained((ValueError, KeyError, TypeError), f"{file}, sample {number + 1}",
                               "; it must have image_0, image_1, caption_0, caption_1"):
             row = json.loads(line)
@@ -1099,7 +1098,8 @@ def read_sugarcrepe(options):
             for item in json.loads(file.read_text(encoding="utf-8")).values():
                 negative = (file.stem, item["caption"], item["negative_caption"])
                 negatives_of[str(Path(root, item["filename"]))].append(negative)
-    return itertools.islice(negatives_of.items(), options.limit)
+    pairs = ((path, [*dict.fromkeys(found)]) for path, found in negatives_of.items())
+    return itertools.islice(pairs, options.limit)
 
 
 def open_voc(options, image_size, _):
@@ -1113,7 +1113,7 @@ def open_voc(options, image_size, _):
     """
     directory = Path(options.data)
     file = directory / "ImageSets" / "Segmentation" / f"{options.split}.txt"
-    ids = common.read_text(file, "--data").split()[: options.limit]
+    ids = common.read_list(file, "--data")[: options.limit]
     names = common.read_lines(options.classes, "--classes") if options.classes else VOC_CLASSES
     if names and names[0].strip("_").lower() == "background":
         names = names[1:]  # the name of class 0, which is no object
@@ -1122,9 +1122,10 @@ def open_voc(options, image_size, _):
     def read(name):
         """An id -> image (3, S, S), {"": map (H, W)}."""
         files = [directory / "JPEGImages" / f"{name}{suffix}" for suffix in common.IMAGE_SUFFIXES]
-        image = common.open_image(next(filter(Path.is_file, files), files[0]))
         path = directory / "SegmentationClass" / f"{name}.png"
         truth = read_ids(path)
+        image = common.open_image(next(filter(Path.is_file, files), files[0]))
+        common.check_sides(image, truth.shape[::-1])
         highest = truth.masked_fill(truth == 255, 0).max()
         if highest > len(names):
             raise UserError(f"{path} holds class {highest}, but there are {len(names)} names: give "
@@ -1147,7 +1148,7 @@ class BoxSet(FileSet):
 
         def read(file):
             image = common.open_image(file)
-            common.check_sides(image, truths[file])
+            common.check_sides(image, truths[file].size)
             return common.squared(image, image_size)
 
         self.named = self.box_classes = Classes(source.names, options.templates, source.name)
@@ -1170,12 +1171,12 @@ def open_davis(options, *_):
 
     ImageSets/2017/SPLIT.txt lists videos. JPEGImages/480p/VIDEO/NAME.jpg is a frame, and
     Annotations/480p/VIDEO/NAME.png its map of object ids. 0 is the background, and 255 counts as
-    background. Raises UserError for a frame or a map that is missing, and for a map of another form
-    or size.
+    background. Raises UserError for a video without frames to measure or objects to follow, and for
+    a map of another form or size.
     """
     directory = Path(options.data)
     file = directory / "ImageSets" / "2017" / f"{options.split}.txt"
-    names = common.read_lines(file, "--data")[: options.limit]
+    names = common.read_list(file, "--data")[: options.limit]
     files = [davis_files(directory, name) for name in names]
     return EvalSet(videos=lambda patch_size: (
         (functools.partial(read_frames, pairs, patch_size), read_objects(pairs))
@@ -1185,32 +1186,37 @@ def open_davis(options, *_):
 def davis_files(directory, name):
     """The files of a video: a list of pairs (frame, map)."""
     frames, maps = directory / "JPEGImages/480p" / name, directory / "Annotations/480p" / name
-    stems = {path.stem for path in [*frames.glob("*.jpg"), *maps.glob("*.png")]}
-    stems = sorted(stems, key=common.natural)
-    return [(frames / f"{stem}.jpg", maps / f"{stem}.png") for stem in stems]
+    of_frames = {path.stem for path in frames.glob("*.jpg")}
+    stems = sorted({path.stem for path in maps.glob("*.png")}, key=common.natural)
+    files = [(frames / f"{stem}.jpg", maps / f"{stem}.png") for stem in stems]
+    # the first frame is given, and the last does not count
+    if len(stems) < 3 or of_frames != {*stems} or not read_objects(files[:1]).any():
+        raise UserError(f"The video {name} needs at least three frames NAME.jpg, a map NAME.png "
+                        f"for each, and objects 1, 2, ... in the first map (not 255, which DAVIS "
+                        f"2016 writes): {frames} has {len(of_frames)} frames, {maps} has "
+                        f"{len(stems)} maps.")
+    return files
 
 
 def read_objects(files):
     """Pairs (frame, map) of files -> object ids (f, H, W), uint8, 0 for the background."""
     truth = []
-    for frame, path in files:
-        with common.explained(BROKEN, f"{frame} or its map {path} cannot be read"):
-            with Image.open(frame) as image:
-                size = image.height, image.width
-            ids = read_ids(path)
-        if tuple(ids.shape) != size:
-            raise UserError(f"{path} has {ids.shape[0]} rows and {ids.shape[1]} columns, its frame "
-                            f"{size[0]} and {size[1]}: give maps of the size of the frames.")
-        truth.append(ids.masked_fill(ids == 255, 0))
-    return torch.stack(truth)
+    for _, path in files:
+        with common.explained(BROKEN, f"The map {path} cannot be read"):
+            truth.append(common.patiently(read_ids, path))
+            if truth[-1].shape != truth[0].shape:
+                raise ValueError(f"its size is not that of the first map, {files[0][1]}")
+    truth = torch.stack(truth)
+    return truth.masked_fill(truth == 255, 0)
 
 
 def read_frames(files, patch_size):
     """Pairs (frame, map) of files -> yields the frames (3, h, w). The shorter side is 480, the
     longer one a multiple of 64, as in DINO's code; each is cut to a multiple of patch_size."""
-    for file, _ in files:
-        with common.explained(BROKEN, f"{file} cannot be read"):
+    for file, path in files:
+        with common.explained(BROKEN, f"{file} cannot be read"), Image.open(path) as ids:
             image = common.patiently(common.open_image, file)
+            common.check_sides(image, ids.size)
         sides = [side * 480 // min(image.size) for side in image.size]
         sides = [side if side == 480 else side // 64 * 64 for side in sides]
         sides = [side // patch_size * patch_size for side in sides]
@@ -1255,6 +1261,9 @@ def benchmark_splits(spec):
     return sorted(names, key=common.natural)
 
 
+ROOT = "image_root",
+
+
 class Kind(NamedTuple):
     """A row of KINDS."""
 
@@ -1263,16 +1272,20 @@ class Kind(NamedTuple):
                                         # see common.open_data
     split: str = "all"                  # the split to evaluate without --split; "all": no splits
     splits: Callable = lambda spec: []  # (SPEC) -> names of the splits of a directory
+    ignores: tuple = ()                 # flags that change nothing for these data
 
 
 KINDS = [  # the first row that fits a SPEC is its kind
-    Kind(has("SegmentationClass"), open_voc, "val", lists_in("ImageSets/Segmentation")),
-    Kind(has("ImageSets/2017"), open_davis, "val", lists_in("ImageSets/2017")),
-    Kind(benchmark_splits, open_benchmark, "test", benchmark_splits),
-    Kind(has("examples.jsonl"), open_winoground),
-    Kind(sugarcrepe_files, open_sugarcrepe),
+    Kind(has("SegmentationClass"), open_voc, "val", lists_in("ImageSets/Segmentation"), ROOT),
+    Kind(has("ImageSets/2017"), open_davis, "val", lists_in("ImageSets/2017"), ROOT),
+    Kind(benchmark_splits, open_benchmark, "test", benchmark_splits, ROOT),
+    Kind(has("examples.jsonl"), open_winoground, ignores=("split",)),
+    Kind(sugarcrepe_files, open_sugarcrepe, ignores=("split",)),
+    Kind(is_shapes, open_source, "test", ignores=(*ROOT, "train_data", "classes")),
     Kind(common.has_splits, open_source, "test"),
-    Kind(lambda spec: True, open_source)]  # the other formats of train.py
+    # the other formats of train.py: tables, class folders and shards
+    Kind(lambda spec: common.look_at(spec) == "file", open_source, ignores=("split",)),
+    Kind(lambda spec: True, open_source, ignores=("split", *ROOT))]
 
 
 def kind_of(spec):
@@ -1292,8 +1305,8 @@ def open_eval_set(options, image_size, captions=True):
     data = kind.open(options, image_size, "caption" if captions else None)
     data.image_size, data.options = image_size, options
     if options.nouns_adjectives:
-        lines = common.read_lines(options.nouns_adjectives, "--nouns-adjectives")
-        data.content_words = {word.lower() for word in lines}
+        words = common.read_list(options.nouns_adjectives, "--nouns-adjectives")
+        data.content_words = {word.lower() for word in words}
     return data
 
 
@@ -2154,6 +2167,7 @@ class Row(NamedTuple):
     run: Callable
     data: tuple                  # attributes of EvalSet; the data must have one
     model: str = "encode_image"  # attribute of the model that must not be None or 0
+    flags: tuple = ()            # flags of eval.py that it reads, besides those of data and machine
 
     def fits(self, data):
         """Whether the data, an EvalSet, have what the task needs."""
@@ -2164,25 +2178,29 @@ class Row(NamedTuple):
         return bool(getattr(model, self.model))
 
 
+PROMPTS, CAPTIONS = ("classes", "templates"), ("caption_prefix", "nouns_adjectives")
+LEARNED = "train_data", "label_fraction", "classes"
+CHOSEN_BY = *PROMPTS, *CAPTIONS, "select", "select_root"
+
 TASKS = {
-    "zeroshot": Row(zeroshot, ("groups",), "encode_text"),
-    "retrieval": Row(retrieval, ("captioned",), "encode_text"),
+    "zeroshot": Row(zeroshot, ("groups",), "encode_text", PROMPTS),
+    "retrieval": Row(retrieval, ("captioned",), "encode_text", CAPTIONS),
     "negatives": Row(negatives, ("hard_negatives",), "encode_text"),
     "winoground": Row(winoground, ("examples",), "encode_text"),
-    "segmentation": Row(segmentation, ("maps",), "encode_patches"),
-    "words": Row(words, ("groups",), "encode_text"),
-    "textfree": Row(textfree, ("groups", "captioned"), "encode_words"),
-    "sparsity": Row(sparsity, IMAGES, "encode_words"),
-    "knn": Row(knn, ("groups",)),
-    "linear": Row(linear, ("groups",)),
+    "segmentation": Row(segmentation, ("maps",), "encode_patches", PROMPTS),
+    "words": Row(words, ("groups",), "encode_text", ("classes",)),
+    "textfree": Row(textfree, ("groups", "captioned"), "encode_words", PROMPTS + CAPTIONS),
+    "sparsity": Row(sparsity, IMAGES, "encode_words", ("classes",)),
+    "knn": Row(knn, ("groups",), flags=LEARNED),
+    "linear": Row(linear, ("groups",), flags=(*LEARNED, "probe", "probe_lr")),
     "kmeans": Row(kmeans, ("groups",)),
     "video": Row(video, ("videos",)),
-    "slots": Row(slots, ("groups", "captioned", "hard_negatives"), "slots"),
-    "masks": Row(masks, ("groups", "captioned"), "mask_parts"),
+    "slots": Row(slots, ("groups", "captioned", "hard_negatives"), "slots", CHOSEN_BY),
+    "masks": Row(masks, ("groups", "captioned"), "mask_parts", CHOSEN_BY),
     "alignment": Row(alignment, ("word_masks",), "align_words"),
     "slot_alignment": Row(slot_alignment, ("word_masks",), "slots"),
-    "classification": Row(classification, ("labelled",), "class_scores"),
-    "detection": Row(detection, ("boxes",), "detect"),
+    "classification": Row(classification, ("labelled",), "class_scores", ("classes",)),
+    "detection": Row(detection, ("boxes",), "detect", ("templates",)),
 }
 
 IN_WORDS = {  # a phrase for each member that rows of TASKS and PICTURES name
@@ -2598,14 +2616,14 @@ def draw_log(run):
 
 
 PICTURES = {
-    "alignment": Row(draw_word_maps, IMAGES, "align_words"),
-    "segmentation": Row(draw_segmentation, ("maps",), "encode_patches"),
-    "slots": Row(draw_slots, IMAGES, "slots"),
-    "words": Row(draw_words, IMAGES, "encode_text"),
-    "queries": Row(draw_word_maps, IMAGES, "word_maps"),
+    "alignment": Row(draw_word_maps, IMAGES, "align_words", ("classes",)),
+    "segmentation": Row(draw_segmentation, ("maps",), "encode_patches", PROMPTS),
+    "slots": Row(draw_slots, IMAGES, "slots", ("classes",)),
+    "words": Row(draw_words, IMAGES, "encode_text", ("classes",)),
+    "queries": Row(draw_word_maps, IMAGES, "word_maps", ("classes",)),
     "heads": Row(draw_heads, IMAGES, "head_maps"),
     "neighbours": Row(draw_neighbours, ("captioned", "labelled")),
-    "detection": Row(draw_detection, ("boxes",), "detect"),
+    "detection": Row(draw_detection, ("boxes",), "detect", ("templates",)),
 }
 
 
@@ -2649,20 +2667,18 @@ def tasks_to_run(options, data, model):
     if not usable and not PICTURES.keys() & asked:
         raise UserError(f"{can}: give class folders, a table of captions or shapes; tar shards "
                         f"are for training, unless they have CLIP_benchmark's layout.")
-    drawn = pictures_to_draw(model, data, asked)
+    pictures = pictures_to_draw(model, data, asked)
     for name in asked:
-        if name not in usable and (name in TASKS or name not in drawn):
+        if name not in usable and (name in TASKS or name not in pictures):
             row = (PICTURES | TASKS)[name]
             needs = [row.model] if row.fits(data) else row.data
             why = f"{can}; {name} needs {' or '.join(IN_WORDS[member] for member in needs)}."
-            if name not in drawn:
+            if name not in pictures:
                 raise UserError(why)
             print(f"note: {name}.png is drawn without metrics. {why}")
     wanted = asked or default_tasks(data, model)
     tasks = [name for name in usable if name in wanted]
-    if options.caption_prefix and "retrieval" not in tasks:
-        raise UserError(f"--caption-prefix {options.caption_prefix!r} has no effect here: only the "
-                        "task retrieval uses this flag. Leave it out.")
+    refuse_useless_flags(options, [*map(TASKS.get, tasks), *pictures.values()])
     if "zeroshot" in tasks:
         data.classes  # raises UserError if folders lack class names
     if "classification" in tasks:
@@ -2842,6 +2858,7 @@ class CosineIndex:
 def search(embedder, data, options, run):
     """Answer --query about the images of `data`, and draw search.png. A query is a caption or, for
     STAIR, words with AND, OR, NOT (STAIR, App. D)."""
+    refuse_useless_flags(options)
     model, is_stair = embedder.model, bool(embedder.model.encode_words)
     if not model.encode_text:
         raise UserError(f"--query needs a run with a text encoder, {run} has none: give another "
@@ -3021,9 +3038,14 @@ def compare_runs(evaluated):
 
 
 def list_rows(table):
-    """A line for each row of TASKS or PICTURES: its name, and the first line of its docstring."""
-    about = {name: (row.run.__doc__ or "").partition("\n")[0] for name, row in table.items()}
-    return "\n".join(f"  {name:15} {line}" for name, line in about.items())
+    """Lines for each row of TASKS or PICTURES: its name, the first line of its docstring, and its
+    flags."""
+    lines = []
+    for name, row in table.items():
+        lines.append(f"  {name:15} {(row.run.__doc__ or '').partition(chr(10))[0]}")
+        if row.flags:
+            lines.append(f"  {'':15} reads {', '.join(map(common.flag_of, row.flags))}")
+    return "\n".join(lines)
 
 
 def parse_args(argv=None):

@@ -168,6 +168,7 @@ def write_winoground(directory):
             {"id": 1, "image_0": "c", "image_1": "d", "caption_0": "green", "caption_1": "red"},
             {"id": 2, "image_0": "c", "image_1": "a", "caption_0": "green", "caption_1": "red"}]
     images = {f"images/{name}.png": plain(c) for name, c in zip("abc", ("red", "blue", "green"))}
+    rows.append(rows[0])  # a line that stands in the file twice counts once
     write_files(directory, images | {"examples.jsonl": "\n".join(map(json.dumps, rows))})
 
 

@@ -241,9 +241,10 @@ def test_an_image_of_another_shape_than_in_the_file_is_refused(tmp_path, capsys)
     """Its boxes would lie elsewhere. write_coco's second image has the sides of the first."""
     truth = common.BoxTable(write_coco(tmp_path)).value(0)
     width, height = (round(40 * side) for side in truth.size)
-    common.check_sides(Image.new("RGB", (width, height)), truth)
-    with pytest.raises(ValueError, match="40 x 80 are not those of the boxes' file"):
-        common.check_sides(Image.new("RGB", (40, 80)), truth)
+    common.check_sides(Image.new("RGB", (width, height)), truth.size)
+    common.check_sides(Image.new("RGB", (30, 60)), (15, 30))
+    with pytest.raises(ValueError, match="40 x 80 do not fit those of its boxes or map, 1 x 0.5"):
+        common.check_sides(Image.new("RGB", (40, 80)), truth.size)
     file = write_coco(tmp_path, images=lambda rows: rows[0].update(height=7 * rows[0]["height"]))
     list(opened(file)[0].boxes())
     assert "skipped 1 of 2 images" in capsys.readouterr().out

@@ -5,6 +5,7 @@ pictures, so that the right figures are known. Probes are compared with the code
 """
 
 import base64
+import contextlib
 import dataclasses
 import io
 import json
@@ -749,7 +750,8 @@ def sugarcrepe(*pairs):
 
 def test_negatives_are_measured_on_sugarcrepes_files(tmp_path):
     make_folders(tmp_path)
-    write_files(tmp_path, {"swap_att.json": sugarcrepe(("red", "blue"), ("blue", "red")),
+    twice = "red", "blue"  # an item that stands in a file twice counts once
+    write_files(tmp_path, {"swap_att.json": sugarcrepe(twice, ("blue", "red"), twice),
                            "add_obj.json": sugarcrepe(("red", "red"))})
     data, options = opened(tmp_path, image_root=str(tmp_path))
     result = evaluation.evaluate(embedder(), data, options)
@@ -1001,6 +1003,47 @@ def test_segmentation_is_measured_on_pascal_vocs_layout(tmp_path, capsys):
     assert len(opened(tmp_path)[0].map_classes[""].names) == 20             # Pascal's classes
     (tmp_path / "classes.txt").write_text("__background__\nred\ngreen\nblue\n")
     assert opened(tmp_path, **flags)[0].map_classes[""].names == ["red", "green", "blue"]
+    (tmp_path / "classes.txt").write_text("red\n\nblue\n\n")                # class 2 has no name
+    assert opened(tmp_path, **flags)[0].map_classes[""].names == ["red", "", "blue"]
+
+
+def test_a_name_listed_twice_is_one_image_and_a_turned_photo_lies_across_its_map(tmp_path, capsys):
+    make_voc_folder(tmp_path)
+    exif = Image.Exif()
+    exif[common.ORIENTATION] = 6
+    for name in ("turned", "a b"):
+        shutil.copy(tmp_path / "SegmentationClass/a.png", tmp_path / f"SegmentationClass/{name}.png")
+        with Image.open(tmp_path / "JPEGImages/a.jpg") as image:
+            image.save(tmp_path / f"JPEGImages/{name}.jpg", exif=exif if name == "turned" else b"")
+    write_files(tmp_path, {"ImageSets/Segmentation/val.txt": "a\nturned\n\na b\na\n"})
+    assert len([*opened(tmp_path)[0].maps("segmentation")]) == 2            # a, "a b"
+    assert "skipped 1 of 3 images" in (said := capsys.readouterr().out)
+    assert "turned (ValueError: its sides 16 x 40 do not fit those of its boxes or map, 40 x 16" in said
+
+
+def test_each_flag_of_a_task_is_refused_where_no_task_reads_it(tmp_path):
+    """A flag that one of the tasks reads is accepted."""
+    make_folders(tmp_path)
+    general = {"data", "image_root", "split", "limit", "task", "query", "image", "caption",
+               "checkpoint", "export", "workers", "batch", "device", "amp"}
+    rows = [*evaluation.TASKS.values(), *evaluation.PICTURES.values()]
+    read = {flag for row in rows for flag in row.flags}
+    assert {field.name for field in dataclasses.fields(evaluation.Flags)} == general | read
+    data, options = opened(tmp_path)
+    options.probe, options.train_data = "sgd", str(tmp_path)
+    for flag in sorted(read):
+        for tasks in ([], ["zeroshot"], ["linear"], ["zeroshot", "linear"]):
+            options.given = (flag,)
+            known = any(flag in evaluation.TASKS[task].flags for task in tasks)
+            with contextlib.nullcontext() if known else pytest.raises(
+                    common.UserError, match=f"{common.flag_of(flag)} .* has no effect here: it belongs"):
+                evaluation.refuse_useless_flags(options, [evaluation.TASKS[task] for task in tasks])
+    for spec, flag in (("shapes", "image_root"), ("shapes", "train_data"), ("shapes", "classes"),
+                       (tmp_path, "split"), (tmp_path, "image_root"), ("a/{0..1}.tar", "split"),
+                       ("a/{0..1}.tar", "image_root")):
+        options.data, options.given = str(spec), (flag,)
+        with pytest.raises(common.UserError, match=f"here: {re.escape(str(spec))} does not use"):
+            evaluation.refuse_useless_flags(options, [evaluation.TASKS["linear"]])
 
 
 def test_every_data_format_has_a_default_split(tmp_path, monkeypatch):

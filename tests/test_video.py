@@ -211,7 +211,12 @@ def test_objects_of_a_video_in_davis_folders(tmp_path):
         assert result[f"video/T{T}/F"] == pytest.approx((f + (f + 1 + f) / 3) / 2)
         both = (result[f"video/T{T}/J"] + result[f"video/T{T}/F"]) / 2
         assert result[f"video/T{T}"] == pytest.approx(both)
-    write_files(tmp_path, {"ImageSets/2017/val.txt": "squares\nsquares\n"})
+    write_files(tmp_path, {"ImageSets/2017/val.txt": "squares\n\nsquares\n"})
+    assert len([*opened(tmp_path)[0].videos(80)]) == 1                      # listed twice
+    shutil.copytree(tmp_path / "JPEGImages/480p/squares", tmp_path / "JPEGImages/480p/a b")
+    shutil.copytree(tmp_path / "Annotations/480p/squares", tmp_path / "Annotations/480p/a b")
+    write_files(tmp_path, {"ImageSets/2017/val.txt": "squares\na b\n"})
+    assert len([*opened(tmp_path)[0].videos(80)]) == 2
     assert len([*opened(tmp_path, limit=1)[0].videos(80)]) == 1
 
 
@@ -220,21 +225,26 @@ def test_objects_of_a_video_in_davis_folders(tmp_path):
     ((480, 480), 32, (480, 480))])
 def test_frames_are_as_large_as_in_dinos_code(tmp_path, size, patch, expected):
     Image.new("RGB", size).save(tmp_path / "0.jpg")
-    image, = evaluation.read_frames([(tmp_path / "0.jpg", None)], patch)
+    Image.new("L", size).save(tmp_path / "0.png")
+    image, = evaluation.read_frames([(tmp_path / "0.jpg", tmp_path / "0.png")], patch)
     assert image.shape == (3, *expected)
 
 
 SMALL_MAP = picture(20, 10, "L", "PNG", 1)
+MAPS = [f"Annotations/480p/a/{t:05}.png" for t in range(3)]
 
 
 @pytest.mark.parametrize("files, flags, error", [
     ({}, dict(split="test-dev"), "has no split test-dev: give --split, one of train, val"),
-    ({"Annotations/480p/a/00001.png": None}, {}, "480p/a/00001.png cannot be read: No such file"),
-    ({"JPEGImages/480p/a/00002.jpg": None}, {}, "480p/a/00002.jpg or its map .*: No such file"),
+    ({MAPS[1]: None}, {}, "The video a needs at least three frames .* 3 frames, .* 2 maps"),
+    ({"JPEGImages/480p/a/00002.jpg": None}, {}, "The video a needs .* 2 frames, .* 3 maps"),
+    ({MAPS[2]: None, "JPEGImages/480p/a/00002.jpg": None}, {}, "The video a needs at least three"),
+    ({MAPS[0]: picture(20, 20, "L", "PNG", 255)}, {}, "a needs .* objects 1, 2, .*not 255"),
+    ({name: SMALL_MAP for name in MAPS}, {}, "00000.jpg cannot be read: its sides 20 x 20 do not fit"),
     ({"Annotations/480p/a/00001.png": picture(20, 20, format="PNG")}, {},
      "a/00001.png is no map of class"),
     ({"Annotations/480p/a/00001.png": SMALL_MAP}, {},
-     "a/00001.png has 10 rows and 20 columns, its frame 20 and 20: give maps of"),
+     "a/00001.png cannot be read: its size is not that of the first map, .*a/00000.png"),
     ({"JPEGImages/480p/a/00002.jpg": "no image"}, {}, "a/00002.jpg .*cannot be read"),
     ({"Annotations/480p/a/00002.png": "no map"}, {}, "map .*a/00002.png cannot be read")])
 def test_errors_of_davis_folders_name_the_file(tmp_path, files, flags, error):
