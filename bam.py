@@ -1217,15 +1217,22 @@ def logistic_regression(head, x, labels, l2):
 
 
 if __name__ == "__main__":
+    # Sinkhorn's balancing (Sec. 3.3): image 0 is a hub, similar to all other images. Without
+    # balancing all images would have the hub as their target, and become equal.
+    S = torch.tensor([[-1e30, 0.5, 0.5, 0.5], [0.5, -1e30, 0.4, 0.0],
+                      [0.5, 0.4, -1e30, 0.0], [0.5, 0.0, 0.0, -1e30]])    # masked (Eq. 3)
+    for name, B in ("without balancing", attention(S, 0.1)), ("balanced", sinkhorn(S, 0.1, 50)):
+        sums = " ".join(f"{share:.2f}" for share in B.sum(0).tolist())
+        print(f"{name:17}  how much of all targets each of four images gets: {sums}")
     # The loss never compares the two views of an image, and yet they become similar (Sec. 3.2).
     torch.manual_seed(0)
     z = torch.randn(256, 32, requires_grad=True)  # two views of 128 images
-    for step in range(241):
+    for step in range(121):
         loss, entropy_a, entropy_b = bam_loss(z, 2, entropies=True)
         loss.backward()
-        if step % 60 == 0:
+        if step % 40 == 0:
             cosine = F.cosine_similarity(*z.detach().chunk(2)).mean()
-            print(f"step {step}: loss {loss:.5f}, entropy of A {entropy_a:.2f}, of B "
-                  f"{entropy_b:.2f}, cosine of the two views {cosine:.2f}")
+            print(f"step {step:3}: loss {loss:.3f}, cosine of the two views {cosine:.2f}, entropy "
+                  f"of attention A {entropy_a:.2f}, of targets B {entropy_b:.2f}")
         z.data -= 200 * z.grad
         z.grad = None

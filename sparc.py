@@ -1204,10 +1204,12 @@ if __name__ == "__main__":
     tokens, patches = torch.randn(64, 4, 32), 0.3 * torch.randn(64, 9, 32)
     place = torch.rand(64, 9).argsort(1)[:, :4]                         # (B, L)
     patches.scatter_add_(1, place[..., None].expand(-1, -1, 32), tokens)
-    print("Words 0 to 3 are shown by the patches", place[0].tolist())
-    print("The weights of the 9 patches, a row for each word:")
-    print(alignment_weights(tokens, patches)[0])
+    print(f"A word's weights of 9 patches in %; patch {place[0, 0]} shows the word")
+    for name, sigma in ("without threshold (Eq. 2, 4)", 0.0), ("sparse (Eq. 2 to 4)", 1 / 9):
+        row = alignment_weights(tokens, patches, sigma)[0, 0]           # (P,)
+        print(f"  {name:29}", *[f"{weight:3.0f}" for weight in (100 * row).tolist()])
+    # Its patches (Eq. 5) must be nearer to a word than to the other words of the caption (Eq. 6).
     mask = torch.ones(64, 4, dtype=torch.bool)
     right = fine_grained_loss(tokens, patches, mask, 10.0)
     wrong = fine_grained_loss(tokens, patches.roll(1, 0), mask, 10.0)
-    print(f"L_f with the right images {right:.3f}, with wrong images {wrong:.3f}")
+    print(f"L_f (Eq. 6) with the right images {right:.3f}, with wrong images {wrong:.3f}")

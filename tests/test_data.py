@@ -1269,8 +1269,11 @@ def test_class_folders_give_classes_labels_and_captions(tmp_path):
     assert source.sample_captions(9) == ["a photo of an airplane.", truck, truck]
     assert common.class_names(source.classes) == (["airplane", "fire truck"], "folders")
     file = tmp_path / "names.txt"
-    file.write_text("aeroplane\n\nfire engine\n")
+    file.write_text("aeroplane\nfire engine\n\n")
     assert common.class_names(source.classes, file) == (["aeroplane", "fire engine"], str(file))
+    file.write_text("aeroplane\n\nfire engine\n")  # the number of a line can be a label
+    with pytest.raises(UserError, match="has 3 names for 2 class folders"):
+        common.class_names(source.classes, file)
 
 
 @pytest.mark.parametrize("folders, refused", [

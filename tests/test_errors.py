@@ -5,6 +5,7 @@ A message names the wrong value and the remedy in one line. The command must not
 
 import io
 import math
+import json
 import pickle
 import shlex
 import shutil
@@ -250,7 +251,9 @@ ERRORS = [
     ("eval runs/sparc --task slots", "this model can run .*; slots needs the slots of SPARO"),
     ("eval runs/sparc --probe-lr .002", "--probe-lr 0.002 has no effect .* the probe is adamw, not sgd"),
     ("eval runs/sparc --data photos --split val", "--split val has no effect here: photos does not use"),
-    ("eval runs/sparc --data a.json:split=val --split test", "a.json:split=val names its split"),
+    ("eval runs/sparc --data a.json:split=val --split test", "a.json:split=val names its split",
+     {"a.json": json.dumps({"images": [{"filename": "a.jpg", "split": "val",
+                                        "sentences": [{"raw": "a dog"}]}]})}),
     ("eval runs/sparc --data photos --task segmentation",
      "^On photos this model can run .*; segmentation needs Pascal VOC's layout.$"),
     ("eval runs/sparc --data table.csv --task zeroshot",
