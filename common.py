@@ -2055,11 +2055,12 @@ def find_captions(text):
     """The bytes of KEY.txt, or None -> ([captions], ""), or ([...], what is wrong)."""
     if text is None:
         return [], NO_CAPTION
-    lines = text.decode("utf-8-sig", "replace").split("\n")
-    captions = [caption for caption in clean_captions(lines) if caption]
-    if captions and b"\0" in text:  # UTF-16, whose bytes would be read as other letters
-        return captions, "caption that is not UTF-8"
-    return captions, "" if captions else "empty caption"
+    if b"\0" not in text:  # which UTF-16 has in each letter
+        with contextlib.suppress(UnicodeError):
+            lines = text.decode("utf-8-sig").split("\n")
+            captions = [caption for caption in clean_captions(lines) if caption]
+            return captions, "" if captions else "empty caption"
+    return [], "caption that is not UTF-8"
 
 
 def label_text(cls, data):
@@ -3376,9 +3377,10 @@ class BoxTable(CaptionTable):
             for i, c in enumerate(classes):
                 if "frequency" in c:
                     self.groups[letters[c["frequency"]]].append(i)
-        if not found:
-            raise UserError(f"{path} has no box that can be used (left out: "
-                            f"{describe_skipped(skipped) or 'nothing'}).")
+        # crowds teach nothing; boxes of one pixel are shares of the sides
+        if all(is_crowd or max(w, h) <= 1 for _, _, is_crowd, _, _, w, h in found):
+            raise UserError(f"{path} has no box that can be used: {len(found)} are crowds, or not "
+                            f"in pixels (left out: {describe_skipped(skipped) or 'nothing'}).")
         super().__init__([(file, "") for file in files], path, image_root or Path(path).parent,
                          content=None)
         if len(self) < len(files):
@@ -3388,6 +3390,11 @@ class BoxTable(CaptionTable):
         # columns: row of the image, class, crowd, left, top, right, bottom
         table = torch.tensor(found, dtype=torch.float64).view(-1, 7)
         table[:, 5:] += table[:, 3:5]
+        ends, sizes = table[:, 5:].numpy(), self.sizes[table[:, 0].long().numpy()]
+        outside = (ends > sizes + 1).any(1).mean()
+        if outside > 0.1:
+            print(f"note: {outside:.0%} of the boxes of {path} reach out of their image: a bbox is "
+                  "left, top, width, height, not two corners")
         rare = torch.tensor(self.groups["rare"], dtype=torch.float64)
         if split == "train":
             table = table[~torch.isin(table[:, 1], rare)]

@@ -1172,7 +1172,8 @@ def test_augmentation_changes_between_epochs_and_leaves_torchs_generator_unchang
 BAD_SHARDS = {  # {reason for skipping: members of the shard}
     common.BAD_SHARD: b"", "empty caption": {"0.jpg": picture(), "0.txt": ""},
     "unreadable image": {"0.jpg": b"no image", "0.txt": "n0"},
-    "caption that is not UTF-8": {"0.jpg": picture(), "0.txt": "n0".encode("utf-16")},
+    "caption that is not UTF-8": {"0.jpg": picture(), "0.txt": "n0".encode("utf-16-le"),
+                                  "1.jpg": picture(), "1.txt": "né".encode("latin-1")},
     common.NO_IMAGE: {f"{i}.txt": "n0" for i in range(30)}}
 
 

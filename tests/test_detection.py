@@ -193,6 +193,21 @@ def write_coco(root, lvis=False, **changes):
     return str(root / "boxes.json")
 
 
+@pytest.mark.parametrize("change", [
+    lambda row: row.update(iscrowd=1), lambda row: row.update(bbox=[x / 40 for x in row["bbox"]])])
+def test_crowds_alone_and_shares_of_the_sides_are_no_boxes(tmp_path, change):
+    file = write_coco(tmp_path, annotations=lambda rows: [*map(change, rows)])
+    with pytest.raises(UserError, match="has no box that can be used: 3 are crowds, or not in pix"):
+        common.BoxTable(file)
+
+
+def test_boxes_that_are_two_corners_are_told(tmp_path, capsys):
+    common.BoxTable(write_coco(tmp_path))
+    assert not capsys.readouterr().out
+    common.BoxTable(write_coco(tmp_path, annotations=lambda rows: rows[0].update(bbox=[10, 5, 40, 15])))
+    assert "note: 33% of the boxes of" in capsys.readouterr().out
+
+
 def test_cocos_files_are_read(tmp_path):
     table = common.open_data(write_coco(tmp_path), content="boxes")
     assert table.names == ["hot dog", "cat", "owl"] and table.queries[2] == "an owl"
