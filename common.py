@@ -2083,8 +2083,7 @@ def find_label(text, classes):
     return label, "no label" if label is None else ""
 
 
-BROKEN_ROW = "broken row (perhaps an open quote, or a comma outside quotes)"
-LONG_FIELD = "field of more than 131,072 characters (perhaps a quote is not closed)"  # csv's limit
+BROKEN_ROW = "broken row (perhaps an open quote, a comma outside quotes, or a very long cell)"
 ROW_LINES = 100  # a row in quotes has at most so many lines
 
 
@@ -2094,7 +2093,7 @@ def read_header(path):
         with open(path, newline="", encoding="utf-8-sig") as file:
             first = file.readline()
     delimiter = "\t" if "\t" in first else ","
-    return delimiter, read_cells([first], delimiter)[0]
+    return delimiter, read_cells([first], delimiter)
 
 
 def read_table(path, image, caption):
@@ -2117,21 +2116,21 @@ def read_table(path, image, caption):
 
         i, j = columns.index(image), columns.index(caption)
         k = columns.index("split") if "split" in columns else None
-        for number, cells, problem in read_rows(file, delimiter, len(columns)):
+        for number, cells in read_rows(file, delimiter, len(columns)):
             if cells and cells[i]:
                 yield Sample(cells[i], cells[j], split="" if k is None else cells[k].strip())
             else:
-                yield left_out(problem or BROKEN_ROW, f"{path}, line {number}")
+                yield left_out(BROKEN_ROW, f"{path}, line {number}")
 
 
 def read_rows(lines, delimiter, width):
-    """Yield (number of the row's first line, cells, "") for each row below a table's header.
+    """Yield (number of the row's first line, cells) for each row below a table's header; a broken
+    row has no cells.
 
-    A broken row has no cells; the third item says what is wrong. A cell in quotes may have line
-    breaks, as pandas writes them. So lines are added to a row until its quotes are closed and the
-    row has `width` cells. If ROW_LINES lines do not complete the row, or one of these lines is a
-    row with the name of an image, the quote is a mistake. Then only the line with the quote is
-    broken, and the lines after that line are rows of their own.
+    A cell in quotes may have line breaks, as pandas writes them. So lines are added to a row until
+    its quotes are closed and the row has `width` cells. If ROW_LINES lines do not complete the row,
+    or one of these lines is a row with the name of an image, the quote is a mistake. Then only the
+    line with the quote is broken, and the lines after that line are rows of their own.
     """
     ahead, number = collections.deque(), 2
 
@@ -2140,13 +2139,13 @@ def read_rows(lines, delimiter, width):
 
     while (line := take()) is not None:
         row = [line]
-        cells, problem = read_cells(row, delimiter)
+        cells = read_cells(row, delimiter)
         while not cells and '"' in line and len(row) < ROW_LINES and (more := take()) is not None:
             row.append(more)
-            alone, _ = read_cells([more], delimiter)
+            alone = read_cells([more], delimiter)
             if len(alone) == width and any(map(is_image, alone)):
                 break  # a row by itself, so the quote before it is a mistake
-            cells, problem = read_cells(row, delimiter)
+            cells = read_cells(row, delimiter)
             if len(cells) != width:
                 cells = []
 
@@ -2154,27 +2153,25 @@ def read_rows(lines, delimiter, width):
             ahead.extendleft(reversed(row[1:]))
             row = [line]
         if len(cells) == width:
-            yield number, cells, ""
+            yield number, cells
         elif cells or line.strip():  # an empty line is no row
-            yield number, [], problem or BROKEN_ROW
+            yield number, []
         number += len(row)
 
 
 def read_cells(lines, delimiter):
-    """The lines of one row -> (cells, ""). If they are not exactly one row: ([], what is wrong)."""
+    """The lines of one row -> its cells, or [] if the lines are not exactly one row."""
     # Quotes within a cell can be text, as in: a 5" pipe and a 3" pipe. But an odd number of quotes,
     # or a second line, means that a cell is in quotes. Then a quote left open is an error (strict).
     # Otherwise an open quote is found by its effect: the last cell ends with the newline.
     strict = sum(line.count('"') for line in lines) % 2 == 1 or len(lines) > 1
     rows = csv.reader(lines, delimiter=delimiter, strict=strict)
-    try:
+    with contextlib.suppress(csv.Error):  # also of a cell of more than 131,072 characters
         cells = next(rows, [])
-    except csv.Error as error:
-        return [], LONG_FIELD if "field limit" in str(error) else BROKEN_ROW
-    is_open = len(lines) == 1 and cells and cells[-1].endswith(("\n", "\r"))
-    if is_open or rows.line_num != len(lines):
-        return [], BROKEN_ROW
-    return cells, ""
+        is_open = len(lines) == 1 and cells and cells[-1].endswith(("\n", "\r"))
+        if not is_open and rows.line_num == len(lines):
+            return cells
+    return []
 
 
 def read_token_file(path):

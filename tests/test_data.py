@@ -140,7 +140,7 @@ def test_a_row_of_formats_adds_a_data_format(tmp_path, monkeypatch):
 
 
 ROWS = "".join(f"{i}.jpg,n{i}\n" for i in range(9))
-BROKEN, LONG = common.BROKEN_ROW, common.LONG_FIELD
+BROKEN = common.BROKEN_ROW
 
 
 def test_rows_without_a_file_name_or_a_caption_are_skipped_and_counted(tmp_path, monkeypatch):
@@ -186,7 +186,7 @@ def test_a_quote_that_a_later_row_closes_swallows_no_rows(tmp_path):
 def test_a_field_above_csvs_limit_is_named_with_its_line(tmp_path, row):
     (tmp_path / "a.csv").write_text("image,caption\na.jpg,b\n" + row + "\nz.jpg,c\n")
     source = open_data(str(tmp_path / "a.csv"))
-    assert source.skipped == {LONG: [1, f"{tmp_path}/a.csv, line 3"]}
+    assert source.skipped == {BROKEN: [1, f"{tmp_path}/a.csv, line 3"]}
     assert {"a.jpg", "z.jpg"} <= set(pairs(source))          # the other rows are used
 
 
