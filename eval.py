@@ -1242,6 +1242,10 @@ def is_shapes(spec):
     return common.parse_spec(spec)[0] == "shapes"
 
 
+def is_table(spec):
+    return common.look_at(common.parse_spec(spec)[0]) == "file"
+
+
 def has(name):
     """The name of a file or directory -> a function (SPEC) -> whether the SPEC's directory has it.
     """
@@ -1283,8 +1287,8 @@ KINDS = [  # the first row that fits a SPEC is its kind
     Kind(sugarcrepe_files, open_sugarcrepe, ignores=("split",)),
     Kind(is_shapes, open_source, "test", ignores=(*ROOT, "train_data", "classes")),
     Kind(common.has_splits, open_source, "test"),
-    # the other formats of train.py: tables, class folders and shards
-    Kind(lambda spec: common.look_at(spec) == "file", open_source, ignores=("split",)),
+    # the other formats of train.py: tables without splits, class folders and shards
+    Kind(is_table, open_source, ignores=("split",)),
     Kind(lambda spec: True, open_source, ignores=("split", *ROOT))]
 
 

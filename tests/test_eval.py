@@ -1044,6 +1044,9 @@ def test_each_flag_of_a_task_is_refused_where_no_task_reads_it(tmp_path):
         options.data, options.given = str(spec), (flag,)
         with pytest.raises(common.UserError, match=f"here: {re.escape(str(spec))} does not use"):
             evaluation.refuse_useless_flags(options, [evaluation.TASKS["linear"]])
+    (tmp_path / "a.csv").write_text("url,caption\na.png,a cat\n")
+    options.data, options.given = f"{tmp_path}/a.csv:image=url", ("image_root",)
+    evaluation.refuse_useless_flags(options)
 
 
 def test_every_data_format_has_a_default_split(tmp_path, monkeypatch):
