@@ -1095,6 +1095,7 @@ def spread_rows(x, k, generator):
 def lloyd(x, k, generator, restarts=10, iterations=300):
     """k-means: features x (N, E) -> cluster ids (N,) from 0 to k - 1. The best of `restarts` runs
     has the smallest sum of squared distances to the centres, as in scikit-learn's KMeans."""
+    x = x - x.mean(0)  # cdist subtracts squared norms, which would hide small distances in fp32
     least, best = math.inf, None
     for _ in range(restarts):
         centres, ids = spread_rows(x, k, generator), torch.full((len(x),), -1)
@@ -1118,44 +1119,51 @@ def contingency(labels, clusters):
 
 def nmi(labels, clusters):
     """Normalized mutual information of labels (n,) and clusters (n,): 1 if they are the same
-    partition. It is divided by the mean of the two entropies, as scikit-learn divides it. There
-    must be two labels or more."""
+    partition. It is divided by the mean of the two entropies, as scikit-learn divides it."""
     p = contingency(labels, clusters) / len(labels)
     entropy = lambda q: -q.xlogy(q).sum()
-    p_l, p_c = p.sum(1), p.sum(0)
-    return (2 - 2 * entropy(p) / (entropy(p_l) + entropy(p_c))).item()
+    both = entropy(p.sum(1)) + entropy(p.sum(0))
+    return (2 - 2 * entropy(p) / both).item() if both > 0 else 1.0  # one label and one cluster
 
 
 def ari(labels, clusters):
     """Adjusted Rand index of labels (n,) and clusters (n,): 1 if they are the same partition, 0 on
-    average if the clusters are random. There must be two labels or more."""
+    average if the clusters are random."""
     n = contingency(labels, clusters)
     pairs = lambda count: (count * (count - 1) / 2).sum()
     same, same_l, same_c = pairs(n), pairs(n.sum(1)), pairs(n.sum(0))
-    expected = same_l * same_c / pairs(n.sum())
-    return ((same - expected) / ((same_l + same_c) / 2 - expected)).item()
+    expected, largest = same_l * same_c / pairs(n.sum()).clamp(min=1), (same_l + same_c) / 2
+    # the two are equal if all rows, or no two rows, are together in both partitions
+    return ((same - expected) / (largest - expected)).item() if largest > expected else 1.0
 
 
 def clustering(x, labels):
-    """How well clusters of features x (N, E) agree with the labels (N,) -> {t: (NMI, ARI)}.
+    """How well clusters of features x (N, E) agree with the labels (N,) -> {"t/NMI" and "t/ARI" for
+    each number of classes t: (value, chance)}.
 
     For each number of classes t, t classes are drawn ten times, and their images are divided into t
-    clusters. NMI and ARI are means over the draws.
+    clusters. NMI and ARI are means over the draws. Their chance is what the same clusters get with
+    the labels in random order, ten orders a draw. It is 1 if each class has one image.
 
     differs: the paper says "standard k-means". The length 1 of encodings, the start by k-means++
     and the ten restarts are our choices. t of 2 and 5 serve data with few classes.
     """
-    present, generator, result = labels.unique(), torch.Generator().manual_seed(0), {}
-    for t in (2, 5, 10, 20, 40, 80, 160):
-        if t > len(present):
-            break
+    present, result = labels.unique(), {}
+    generator, for_chance = (torch.Generator().manual_seed(seed) for seed in (0, 1))
+    sizes = [t for t in (2, 5, 10, 20, 40, 80, 160) if t <= len(present)]
+    for t in sizes or [1]:  # one class is one cluster, whatever its features are
         scores = []
         for _ in range(10):
             drawn = present[torch.randperm(len(present), generator=generator)[:t]]
             rows = torch.isin(labels, drawn)
-            clusters = lloyd(x[rows], t, generator)
-            scores.append((nmi(labels[rows], clusters), ari(labels[rows], clusters)))
-        result[t] = tuple(sum(values) / 10 for values in zip(*scores))
+            truth, clusters = labels[rows], lloyd(x[rows], t, generator)
+            orders = torch.rand(10, len(truth), generator=for_chance).argsort(1)
+            scores.append([(agree(truth, clusters),
+                            sum(agree(truth[order], clusters) for order in orders) / 10)
+                           for agree in (nmi, ari)])
+        means = torch.tensor(scores, dtype=torch.float64).mean(0)           # (2, 2)
+        means = means.round(decimals=9) + 0.0  # 1 without an error of rounding, and no -0
+        result[f"{t}/NMI"], result[f"{t}/ARI"] = map(tuple, means.tolist())
     return result
 
 

@@ -98,6 +98,43 @@ def recall_at_k(queries, keys, positives, chunk=1024, similarity=torch.inner):
     return {k: (ranks < k).sum().item() / len(queries) for k in (1, 5, 10)}
 
 
+def differ(x, y):
+    """Encodings x, y (n, ...) -> (n,): whether x[i] and y[i] differ by more than rounding."""
+    x, y = x.flatten(1), y.flatten(1)
+    return (x - y).abs().amax(1) > 1e-5 * x.abs().amax(1)
+
+
+def equal_rows(x):
+    """Encodings x (n, ...) -> numbers (n,); rows that are equal, except for rounding, have the same
+    number.
+
+    No model can rank equal encodings. Images have equal encodings if their pixels are equal, and
+    captions if their tokens are equal: the texts may differ in unknown words or behind the context.
+    """
+    x = x.flatten(1)
+    direction = torch.randn(x.shape[1], generator=torch.Generator().manual_seed(0))
+    order = (x @ direction).argsort()  # equal rows come one after the other
+    pairs = zip(order[:-1].split(1024), order[1:].split(1024))  # copies of 1,024 rows are small
+    is_new = torch.cat([differ(x[a], x[b]) for a, b in pairs])              # (n - 1,)
+    return order.new_zeros(len(x)).index_put((order[1:],), is_new.cumsum(0))
+
+
+def largest_recall(queries, keys, positives):
+    """The largest R@1 that a model can reach with equal queries or keys.
+
+    queries (Q,), keys (K,): their numbers by equal_rows; positives: see recall_at_k. A key that
+    equals a key of another id is never found, because ties count as wrong. Equal queries find the
+    same key, which is right for the queries of one id.
+    """
+    owners, found = (collections.defaultdict(collections.Counter) for _ in range(2))
+    for key, i in zip(keys.tolist(), positives[1].tolist()):
+        owners[key][i] += 1
+    findable = {i for ids in owners.values() if len(ids) == 1 for i in ids}
+    for query, i in zip(queries.tolist(), positives[0].tolist()):
+        found[query][i] += i in findable
+    return sum(max(ids.values()) for ids in found.values()) / len(queries)
+
+
 def class_embeddings(encode_text, classes, kept=1):
     """Zero-shot classifier (C, E): the normalised mean of the encoded prompts of each class (CLIP).
 
@@ -145,16 +182,22 @@ CHOSEN = tuple(f"/{setting}" for setting, _ in PROBES.values())  # no accuracies
 RATES = (0.002, 0.01, 0.05, 0.3, 1.0)
 
 
-def split_held_out(x):
-    """Row numbers of features (N, E): a random fifth to hold out, and the other four fifths.
+def hold_out(labels, step):
+    """Labels (N,) -> (N,): True for the images to hold out, one in `step`, drawn class by class.
 
-    A probe's strength of regularisation is chosen on the held-out rows. If the strength were chosen
-    on the test images, the accuracy would be too high. SPARO (C.1) does not say how many rows are
-    held out; a fifth is our choice. The split is the same each time, so that results can be
-    reproduced.
+    A setting of a probe is chosen on the held-out images. If the setting were chosen on the test
+    images, the accuracy would be too high. SPARO (C.1) does not say how many images are held out; a
+    fifth is our choice. At least one image of each class stays to learn from. So nothing is held
+    out if no class has two images, and each probe takes the middle one of its settings. The split
+    is the same each time, so that results can be reproduced.
     """
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
-    return order.tensor_split([len(x) // 5])
+    labels = labels.cpu()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))
+    order = order[labels[order].argsort(stable=True)]
+    several = order[labels.bincount()[labels[order]] > 1]
+    if not len(several):
+        print("No class has two images to learn from, so the probe takes the middle setting.")
+    return torch.zeros(len(labels), dtype=torch.bool).index_fill(0, several[::step], True)
 
 
 @torch.no_grad()
@@ -189,7 +232,8 @@ def adamw_probe(x, labels, epochs, device="cpu"):
     smallest value, and we take the middle one.
     """
     decays, classes = np.logspace(-6, 2, 97).tolist(), int(labels.max()) + 1
-    held, fitted = split_held_out(x)
+    is_held = hold_out(labels, 5)
+    held, fitted = is_held.nonzero()[:, 0], (~is_held).nonzero()[:, 0]
 
     @common.fixed_seed(0)  # every fit starts from the same weights and sees the same batches
     def fit(learned, decay):
@@ -213,7 +257,7 @@ def adamw_probe(x, labels, epochs, device="cpu"):
 
     scores = [score(i) for i in range(0, 97, 16)]
     best = 16 * middle_best(scores)
-    for step in (8, 4, 2, 1):
+    for step in (8, 4, 2, 1) if len(held) else ():
         best = max((max(best - step, 0), best, min(best + step, 96)), key=score)
     return fit(torch.arange(len(x)), decays[best]), decays[best]
 
@@ -258,9 +302,9 @@ def lbfgs_probe(x, labels, strengths=STRENGTHS):
 
     differs: the paper chooses the strength on validation images.
     """
-    x, (held, fitted) = x.double(), split_held_out(x)
+    x, held = x.double(), hold_out(labels, 5)
     head, right = torch.nn.Linear(x.shape[1], int(labels.max()) + 1).to(x), []
-    x_fitted, labels_fitted = x[fitted], labels[fitted]
+    x_fitted, labels_fitted = x[~held], labels[~held]
     for l2 in strengths:
         bam.logistic_regression(head, x_fitted, labels_fitted, l2)
         right.append((head(x[held]).argmax(1) == labels[held]).sum().item())
@@ -1540,27 +1584,38 @@ def label_maps(sample, grouping):
 #
 # A task is a function of an Embedder, an EvalSet and the options of eval.py. It returns
 # {metric: result}. A result is a number, or a tensor whose mean is the metric. If it is known what
-# a random guess gives, the result is a pair (value, chance). Most metrics are called TASK or
-# TASK/NAME. For all other metrics, TASK_OF in tests/claims.py gives the name of the task. Tasks for
-# any model come first.
+# a random guess gives, the result is a tuple (value, chance), or (value, chance, largest value).
+# The largest value is what a model can reach where encodings are equal, see equal_rows. Most
+# metrics are called TASK or TASK/NAME. For all other metrics, TASK_OF in tests/claims.py gives the
+# name of the task. Tasks for any model come first.
 #
 # A task reads pairs by data.captioned(purpose) or data.labelled(purpose); WorldSet.scenes lists the
 # purposes. embedder.encode_pairs(pairs, embedder.model.encode_image) gives vectors (n, E).
 # default_tasks lists the tasks that run without --task.
 
 
-def encode_labelled(embedder, pairs, encode="encode_image", **options):
-    """Pairs (image, class id) -> features (n, E) and class ids (n,) of the n readable images."""
-    x, ids = embedder.encode_pairs(pairs, encode, **options)
+def encode_labelled(embedder, data, pairs, encode="encode_image", **options):
+    """Pairs (image, class id) -> features (n, E) and class ids (n,) of the n readable images. Names
+    the classes without a readable image."""
+    tried = set()
+
+    def noted(pair):
+        tried.add(pair[1])
+        return pair
+
+    x, ids = embedder.encode_pairs(map(noted, pairs), encode, **options)
+    if lost := sorted(tried.difference(ids)):
+        names = [data.groups[""][1][c] if data.groups else str(c) for c in lost]
+        print(f"no image of these classes can be read: {', '.join(names)}")
     return x, torch.tensor(ids)
 
 
-def probed(embedder, pairs, **options):
+def probed(embedder, data, pairs, **options):
     """Pairs (image, class id) -> the features that the method's paper probes, and class ids (n,).
     Encodings that are words are mostly 0."""
     if embedder.model.encode_words:
         options["collect"] = stair.SparseRows
-    return encode_labelled(embedder, pairs, embedder.model.probe_features, **options)
+    return encode_labelled(embedder, data, pairs, embedder.model.probe_features, **options)
 
 
 def take(embedder, data, n):
@@ -1577,6 +1632,12 @@ def take(embedder, data, n):
     return torch.stack(images), list(captions)
 
 
+def learnable(data):
+    """An index of the classes that k-NN and probes can learn. They count for the chance, with or
+    without a readable image."""
+    return slice(None) if data.unseen is None else ~data.unseen
+
+
 def accuracies(task, data, predicted, ids, classes=slice(None)):
     """Predicted and true class ids (n,) -> {TASK and key of a grouping: (correct (n,), chance)}.
     classes: an index of the classes that count for the chance."""
@@ -1588,10 +1649,13 @@ def zeroshot(embedder, data, options):
     """Zero-shot accuracy (CLIP): top-1, and top-5 if there are more than five classes.
 
     `mean_per_class_recall` is the accuracy within each class, averaged over the images' classes."""
-    x, ids = encode_labelled(embedder, data.labelled("zeroshot"))
+    x, ids = encode_labelled(embedder, data, data.labelled("zeroshot"))
     scores = embedder.classify(x, data.classes)                                # (n, C)
     predicted, chance = scores.argmax(1), 1 / scores.shape[1]
     result = accuracies("zeroshot", data, predicted, ids)
+    every = torch.arange(scores.shape[1])  # classes with equal prompts have equal columns
+    most = largest_recall(equal_rows(scores.T)[ids], every, (ids, every))
+    result["zeroshot"] = *result["zeroshot"], most
     if scores.shape[1] > 5:
         result["zeroshot/acc5"] = (scores.topk(5).indices == ids[:, None]).any(1), 5 * chance
     result["zeroshot/mean_per_class_recall"] = mean_per_class(predicted, ids), chance
@@ -1616,27 +1680,14 @@ def retrieval(embedder, data, options):
     starts = range(0, len(x) - n + 1, n)
     pools = [rank_pairs(embedder, data, options, x[i : i + n], captions[i : i + n]) for i in starts]
     result = {name: mean([found[name] for found in pools]) for name in pools[0]}
-    # t2i: a caption has one image, so k guesses among n images have the chance k / n.
-    # i2t: an image may have several captions. R@1 then still has the chance 1 / n, but R@5 and R@10
-    # have no simple chance.
-    result["i2t/R@1"] = result["i2t/R@1"], 1 / n
-    result |= {f"t2i/R@{k}": (result[f"t2i/R@{k}"], min(1, k / n)) for k in (1, 5, 10)}
+    sizes = [len(group) for group in captions[: n * len(pools)]]
+    m = round(sum(sizes) / len(pools))  # captions of a pool
+    for k in (1, 5, 10):
+        # k guesses among m captions miss the s captions of an image, or a caption's only image
+        missed = [math.comb(m - s, k) / max(1, math.comb(m, k)) for s in sizes]
+        result[f"i2t/R@{k}"] = result[f"i2t/R@{k}"], 1 - mean(missed)
+        result[f"t2i/R@{k}"] = result[f"t2i/R@{k}"], min(1, k / n)
     return result | {"retrieval/images": n * len(pools)}
-
-
-def best_recalls(captions):
-    """n lists of captions -> the largest R@1 of images and of captions that a model can reach.
-
-    If several images have the same caption, the encodings of these captions are equal. An image
-    finds only a caption that no other image has. One of the images comes first for the caption.
-    """
-    owners = collections.defaultdict(collections.Counter)  # {caption: {image: how often}}
-    for i, group in enumerate(captions):
-        for caption in group:
-            owners[" ".join(caption.lower().split())][i] += 1
-    found = {i for images in owners.values() if len(images) == 1 for i in images}
-    first = sum(max(images.values()) for images in owners.values())
-    return len(found) / len(captions), first / sum(map(len, captions))
 
 
 def rank_pairs(embedder, data, options, x, captions):
@@ -1651,7 +1702,9 @@ def rank_pairs(embedder, data, options, x, captions):
                       similarity=lambda texts, images: embedder.similarity(images, texts).T)
     result = {f"i2t/R@{k}": recall for k, recall in i2t.items()}
     result |= {f"t2i/R@{k}": recall for k, recall in t2i.items()}
-    result["i2t/R@1/at_most"], result["t2i/R@1/at_most"] = best_recalls(captions)
+    images, texts = equal_rows(x), equal_rows(y)
+    result["i2t/R@1/at_most"] = largest_recall(images, texts, (image_ids, text_ids))
+    result["t2i/R@1/at_most"] = largest_recall(texts, images, (text_ids, image_ids))
     nearest = torch.cat([embedder.similarity(part, y).argmax(1) for part in x.split(256)])
     retrieved = [caption_words(flat[j]) for j in nearest.tolist()]
     truths = [set(caption_words(*group)) for group in captions]
@@ -1663,23 +1716,22 @@ def rank_pairs(embedder, data, options, x, captions):
 
 def negative_pairs(embedder, data):
     """The hard negatives of the data, n pairs of a right and a wrong caption -> the n kinds of the
-    pairs, encodings (n, E) of their images, the n right captions, the n wrong captions."""
+    pairs, encodings (n, E) of their images, of the right captions and of the wrong captions."""
     x, groups = embedder.encode_pairs(data.hard_negatives())
     rows = [i for i, group in enumerate(groups) for _ in group]
     kinds, captions, wrong = zip(*itertools.chain(*groups))
-    return kinds, x[rows], captions, wrong
+    return kinds, x[rows], *embedder.texts([*captions, *wrong]).chunk(2)
 
 
 def negatives(embedder, data, options):
     """Share of captions that score strictly higher than their hard negative (SugarCrepe).
 
     There is a metric for each kind of negative, and the mean over kinds."""
-    kinds, x, captions, wrong = negative_pairs(embedder, data)
-    right = embedder.pair_scores(x, embedder.texts(captions))
-    wrong = embedder.pair_scores(x, embedder.texts(wrong))
-    of_kinds = sparo.right_by_kind(right > wrong, kinds)
-    result = {f"negatives/{kind}": (value, 1 / 2) for kind, value in of_kinds.items()}
-    return result | {"negatives": (mean(of_kinds.values()), 1 / 2)}
+    kinds, x, right, wrong = negative_pairs(embedder, data)
+    better = embedder.pair_scores(x, right) > embedder.pair_scores(x, wrong)
+    of_kinds, most = (sparo.right_by_kind(y, kinds) for y in (better, differ(right, wrong)))
+    result = {f"negatives/{kind}": (of_kinds[kind], 1 / 2, most[kind]) for kind in of_kinds}
+    return result | {"negatives": (mean(of_kinds.values()), 1 / 2, mean(most.values()))}
 
 
 def winoground(embedder, data, options):
@@ -1696,32 +1748,30 @@ def winoground(embedder, data, options):
     x, y = x[rows].unflatten(0, (-1, 2)), y.unflatten(0, (-1, 2))           # (n, 2, E)
     scores = torch.stack([embedder.similarity(*pair).T for pair in zip(x, y)])
     text, image, group = sparo.winoground_scores(scores)
+    most = differ(x[:, 0], x[:, 1]) & differ(y[:, 0], y[:, 1])  # else two scores are always equal
     # the chance that four scores in random order satisfy the inequalities
-    return {"winoground/text": (text, 1 / 4), "winoground/image": (image, 1 / 4),
-            "winoground/group": (group, 1 / 6)}
+    return {"winoground/text": (text, 1 / 4, most), "winoground/image": (image, 1 / 4, most),
+            "winoground/group": (group, 1 / 6, most)}
 
 
 def knn(embedder, data, options):
     """Accuracy of the 20 nearest neighbours by image encodings (DINO; SPARO, Table 3)."""
     encode = embedder.model.encode_image
-    x, ids = encode_labelled(embedder, data.learn(), encode)
-    test, labels = encode_labelled(embedder, data.labelled("test"), encode)
+    x, ids = encode_labelled(embedder, data, data.learn(), encode)
+    test, labels = encode_labelled(embedder, data, data.labelled("test"), encode)
     x, test = x.to(embedder.device), test.to(embedder.device)
     result = {}
     for grouping, (group, _) in data.groups.items():
         learned, truth = group[ids].to(embedder.device), group[labels].to(embedder.device)
         accuracy = knn_accuracy(x, learned, test, truth)
-        result[f"knn{grouping}"] = accuracy, 1 / len(learned.unique())
+        result[f"knn{grouping}"] = accuracy, 1 / len(group[learnable(data)].unique())
     return result
 
 
 def kmeans(embedder, data, options):
     """How well clusters of image encodings agree with the labels (BAM, App. I, Fig. 7)."""
-    x, ids = encode_labelled(embedder, data.labelled("test"), embedder.model.encode_image)
-    result = {}
-    for t, scores in bam.clustering(x, ids).items():
-        result[f"kmeans/{t}/NMI"], result[f"kmeans/{t}/ARI"] = scores
-    return result
+    x, ids = encode_labelled(embedder, data, data.labelled("test"))
+    return {f"kmeans/{metric}": found for metric, found in bam.clustering(x, ids).items()}
 
 
 def random_view(embedder, min_scale):
@@ -1745,10 +1795,10 @@ def random_view(embedder, min_scale):
     return read
 
 
-def random_crops(embedder, pairs):
+def random_crops(embedder, data, pairs):
     """Pairs (image, label) -> features (n, E) for a probe, and labels (n,). Each feature comes from
     one random crop of an image, flipped with probability 1/2."""
-    return probed(embedder, pairs, read=random_view(embedder, 0.08))
+    return probed(embedder, data, pairs, read=random_view(embedder, 0.08))
 
 
 def linear(embedder, data, options):
@@ -1757,29 +1807,29 @@ def linear(embedder, data, options):
     The result also has the setting that the probe chose by itself."""
     pairs, device = data.learn, embedder.device
     setting, epochs = PROBES[options.probe]
-    # Here adamw and lbfgs get all images, and hold out a fifth of them themselves. sgd gets every
-    # tenth image here, to choose its learning rate, and trains on random crops of all other images.
-    # With --probe-lr there is nothing to choose, and sgd trains on random crops of all images.
-    step = 10 if options.probe == "sgd" else 1
     if options.probe == "lbfgs":  # BAM (D.3) resizes the shorter side to the size of the crop
         embedder = dataclasses.replace(embedder, resize=embedder.image_size)
-    x, learned = probed(embedder, itertools.islice(pairs(), 0, None, step))
-    if options.probe == "adamw":
-        head, value = adamw_probe(x, learned, epochs, device)
-    elif options.probe == "lbfgs":  # its objective needs all rows at once
-        x = x[torch.arange(len(x))].to(device)
-        head, value = lbfgs_probe(x, learned.to(device))
+    if options.probe == "sgd":
+        # sgd trains on random crops of the images that are not held out. If there is nothing to
+        # choose, it trains on all images, and a hundred of them tell the size of the features.
+        labels = torch.tensor([label for _, label in pairs()])
+        held = hold_out(labels, 10) if options.probe_lr is None else labels < 0
+        rates = RATES if held.any() else [options.probe_lr or RATES[2]]
+        some = held.tolist() if held.any() else 100 * [True]
+        x, learned = probed(embedder, data, itertools.compress(pairs(), some))
+        rest = (~held).tolist()
+        crops = lambda: random_crops(embedder, data, itertools.compress(pairs(), rest))
+        head, value = sgd_probe(crops, x, learned, len(data.groups[""][1]), epochs, device, rates)
     else:
-        crops = lambda: random_crops(embedder, (
-            pair for i, pair in enumerate(pairs()) if options.probe_lr is not None or i % 10))
-        rates = RATES if options.probe_lr is None else [options.probe_lr]
-        classes = len(data.groups[""][1])
-        head, value = sgd_probe(crops, x, learned, classes, epochs, device, rates)
-    x, ids = probed(embedder, data.labelled("test"))
+        x, learned = probed(embedder, data, pairs())
+        if options.probe == "adamw":
+            head, value = adamw_probe(x, learned, epochs, device)
+        else:  # its objective needs all rows at once
+            x = x[torch.arange(len(x))].to(device)
+            head, value = lbfgs_probe(x, learned.to(device))
+    x, ids = probed(embedder, data, data.labelled("test"))
     predicted = predict(head, x)
-    # chance counts only the classes that the probe can learn
-    learned = slice(None) if data.unseen is None else ~data.unseen
-    result = accuracies("linear", data, predicted, ids, learned)
+    result = accuracies("linear", data, predicted, ids, learnable(data))
     return result | {"linear/mean_per_class": mean_per_class(predicted, ids),
                      f"linear/{setting}": value}
 
@@ -1885,7 +1935,8 @@ def slots(embedder, data, options):
     evaluated on --data."""
     needed = "class folders to rank the slots on"
     selection = open_selection(options, data, "slots", "zeroshot", needed)
-    x, ids = encode_labelled(embedder, selection.labelled("slots"), embedder.model.image_slots)
+    pairs = selection.labelled("slots")
+    x, ids = encode_labelled(embedder, selection, pairs, embedder.model.image_slots)
     y = embedder.texts(selection.classes.prompts, embedder.model.text_slots)      # (C * T, L, V)
     y = F.normalize(y, dim=-1).unflatten(0, (len(selection.classes.names), -1)).mean(1)
     accuracies = sparo.slot_accuracies(x, y, ids)                           # (L,)
@@ -1945,8 +1996,7 @@ def masks(embedder, data, options):
     """
     needed = "SugarCrepe's files to train the mask on"
     selection = open_selection(options, data, "masks", "negatives", needed)
-    kinds, x, captions, wrong = negative_pairs(embedder, selection)
-    y_p, y_n = embedder.texts(captions), embedder.texts(wrong)
+    kinds, x, y_p, y_n = negative_pairs(embedder, selection)
     tasks, result = ("zeroshot", "retrieval"), {}
     before = headlines(embedder, data, options, tasks)
     result |= {f"masks/{key}_before": found for key, found in before.items()}
@@ -2002,7 +2052,7 @@ def words(embedder, data, options):
 
     An image of the world has two labels, its colour and its shape. There `words` counts the label
     with the better rank."""
-    x, ids = encode_labelled(embedder, data.labelled("zeroshot"))
+    x, ids = encode_labelled(embedder, data, data.labelled("zeroshot"))
     tokenizer, scores, ranks = embedder.tokenizer, vocabulary_scores(embedder, x), {}
     for grouping, (group, names) in data.groups.items():
         if grouping == "" and len(data.groups) > 1:
@@ -2109,7 +2159,8 @@ def classification(embedder, data, options):
     On the world, the scenes of this task have one object, whose shape is the class.
     `mean_per_class` is the accuracy within each class, averaged over classes.
     """
-    scores, labels = encode_labelled(embedder, data.labelled("test"), embedder.model.class_scores)
+    pairs, encode = data.labelled("test"), embedder.model.class_scores
+    scores, labels = encode_labelled(embedder, data, pairs, encode)
     if data.is_world:
         labels = data.groups["/shape"][0][labels]
     labels = torch.tensor(learned_classes(options, data, embedder.model)).to(labels.device)[labels]
@@ -2236,7 +2287,7 @@ def default_tasks(data, model):
 
 def to_float(found):
     """A task's result for one metric -> float: a number, the mean of a tensor, or the first item of
-    a pair (result, chance)."""
+    a tuple (result, chance, ...)."""
     value = found[0] if isinstance(found, tuple) else found
     return value.float().mean().item() if torch.is_tensor(value) else value
 
@@ -2703,9 +2754,8 @@ def evaluate(embedder, data, options, report=lambda new: None):
     for name in tasks_to_run(options, data, embedder.model):
         new = {}
         for metric, found in TASKS[name].run(embedder, data, options).items():
-            new[metric] = to_float(found)
-            if isinstance(found, tuple):
-                new[f"{metric}/chance"] = found[1]
+            found = found if isinstance(found, tuple) else (found,)
+            new |= zip((metric, f"{metric}/chance", f"{metric}/at_most"), map(to_float, found))
         result |= new
         report(new)
     return result
@@ -2716,11 +2766,14 @@ def print_metrics(metrics):
     for metric in metrics_of_table(metrics):
         chance, most = metrics.get(f"{metric}/chance"), metrics.get(f"{metric}/at_most", 1)
         level = "" if chance is None else f"  chance {chance:.4f}"
-        level += "" if most == 1 else f"  at most {most:.4f}: several images have the same caption"
+        level += "" if most == 1 else f"  at most {most:.4f}: some candidates are equal"
         print(f"  {metric:36}  {in_digits(metrics[metric], 4)}{level}")
+    if certain := [metric for metric in metrics if metrics.get(f"{metric}/chance") == 1]:
+        print(f"  {', '.join(certain)}: every guess is right, as with one class, with one image of "
+              "each class, or with k candidates or fewer")
     for metric, value in metrics.items():
         if metric.endswith(CHOSEN):
-            print(f"  {metric} {value:.3g} was chosen on held-out training images or is --probe-lr")
+            print(f"  {metric} {value:.3g} was chosen on held-out images, if any, or is --probe-lr")
 
 
 def evaluate_and_show(embedder, data, options, run):
@@ -2772,7 +2825,7 @@ def print_notes(embedder, data):
 def metrics_of_table(result):
     """The metrics of evals.jsonl that tables show. Tables leave out numbers of images, chance
     levels, largest values and what a probe has chosen. They also leave out metrics with chance 1,
-    because with one class every guess is right.
+    because every guess is right.
     """
     left_out = "/images", "/chance", "/at_most", *CHOSEN
     return [metric for metric in result if not metric.endswith(left_out)
@@ -2819,17 +2872,12 @@ def output_path(run, options, name):
     return Path(run, f"{data}-{split}{name}")
 
 
-def write_pictures(pages):
-    """Write {path: picture} as PNG files of 256 colours."""
+def save_pictures(pages):
+    """Write {path: picture} as PNG files of 256 colours, and print the paths."""
     for path, page in pages.items():
         with common.replacing(path) as file:
             # MAXCOVERAGE keeps rare colours, which other methods merge
             page.quantize(256, Image.Quantize.MAXCOVERAGE).save(file, "PNG")
-
-
-def save_pictures(pages):
-    """Write {path: picture} and print the paths."""
-    write_pictures(pages)
     if pages:
         print("pictures: " + ", ".join(map(str, pages)))
 

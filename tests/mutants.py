@@ -247,7 +247,11 @@ Pixels(encoder.pixels.name or «"imagenet" => "clip"») # the pixels of timm's w
 if «name.startswith(replaced) => False» else found)[name] # the block that SPARO replaces
 == bam.py | probes | test_eval test_details -k "probe"
 max(64, math.ceil(len(x) / «1024 => 512»)) # Table 9b: 1,024 ;; l2 «/ 2  => »* head.weight.square() # BAM, D.3
-== bam.py | clusters | test_eval -k "kmeans or lloyd"
+== bam.py | clusters | test_eval -k "kmeans or lloyd or nmi or clusters or every_guess"
+x = x - «x.mean(0) => 0» # fp32 far from the origin
+entropy(p) / both).item() if both > 0 else «1.0 => 0.0» # one label, one cluster
+if largest > expected else «1.0 => 0.0» # one image of each label
+sum(agree(truth[«order => :»], clusters) # the chance
 drawn = present[«torch.randperm(len(present), generator=generator)[:t] => :t»] # ten times the same classes
 nearer = «nearest[:, None].minimum( => (»torch.cdist(x, x[rows]).square()) # the last centre alone
 == sparo.py | analyses | test_eval test_details test_sparo -k "wino or interpreted or relative or vtab or mask_learns"
@@ -258,18 +262,32 @@ F.cosine_similarity(y_i, y_t, dim=-1) > «0.75 => 0.5» # Sec. 5.4 ;; is_word = 
 == eval.py | metrics | test_eval test_details -k "details or recall or class_emb or knn or probe or wino or resized"
 (s.masked_fill(positive, -torch.inf) >«= => » best) # ties ;; (ranks <« => =» k).sum() # recall at k
 rows.append(«F.normalize(kept * prompts.mean(1), dim=-1 => kept * prompts.mean(1»)) # CLIP's prompts
-tensor_split([len(x) // «5 => 4»]) # a fifth is held out
+is_held = hold_out(labels, «5 => 4») # a fifth is held out
+order = «order[labels[order].argsort(stable=True)] => order» # held out class by class
+labels.bincount()[labels[order]] > «1 => 0»] # a class of one image stays to learn from
+for step in (8, 4, 2, 1) if «len(held) => True» # nothing to choose by
 return best[«len(best) // 2 => 0»] # the middle of equally good ones
 np.logspace(-6, «2 => 3», 97) # CLIP_benchmark's range
 common.cosine(step, len(batches), «0.1 => 0.01», 0.0) # SPARO, C.1
 «round(self.image_size * 256 / 224) => self.image_size» # DINO's evaluation
+== eval.py | equal | test_eval test_benchmarks -k "equal or largest or guess or damaged or holds_out or negatives_are"
+«1e-5 => 0» * x.abs().amax(1) # rounding ;; «len(ids) == 1 => ids» for i in ids} # a tie is found
+found[query][i] += «i in findable => 1» # each query finds a key
+differ(x[:, 0], x[:, 1]) «& => |» differ(y # two scores are equal
+largest_recall(«images, texts, => torch.arange(len(x)), texts,» (image_ids # equal pictures
+«equal_rows(scores.T)[ids] => ids», every # classes with equal prompts
+math.comb(m - «s => 1», k) # the captions of an image
+(better, «differ(right, wrong) => right > -9») # equal captions
+accuracy, 1 / len(group[«learnable(data) => ids»].unique()) # a lost class counts
+compress(pairs(), «rest => some») # crops of the images that are not held out
+hold_out(labels, «10 => 2») # a tenth chooses the rate
 == eval.py | tasks | test_details test_eval -k "details or slots or weights_on or zeroshot or holds_out or vtab"
 "slots": (WORLD_N, «"val" => self.split», 8, 1) # slots: val
 torch.arange(64) «// => %» 8 >= world.palette # colours that are not drawn
 accuracies.argsort(«descending=True => ») # the best slots
 tokens.cpu(), over_image[:, :, «-patches: => :patches»] # [CLS] is no patch
 if own is «None or own.equal(objects) => None»: # words that name all objects
- is not None or «i % 10 => True»)) # the held-out tenth ;; random_view(embedder, «0.08 => 0.8») # crops of a probe
+random_view(embedder, «0.08 => 0.8») # crops of a probe
 «scores[:, no_words] = -torch.inf => pass» # special tokens are no labels
 == eval.py | data | test_eval test_benchmarks test_finetune -k "labels_of_shards or limit_draws or matched_by_name or by_their_names"
 return common.match_names(«lines, classes => classes, lines») # --classes, the way back
@@ -284,7 +302,7 @@ ASIDE = ("seed «out => lr out» argv # another recipe ;; "keep_every eval_every
 (f"true {what}", «truth), (f"predicted {what}", predicted => predicted), (f"predicted {what}", truth») # two maps
 shade = torch.where(truth == 0, «0.35 => 1.0», 1.0) # a dimmed background
 == eval.py | own | test_benchmarks test_reports -k "winoground_is or relative_paths or have_maps"
-"winoground/text": (text, 1 / «4 => 2») # chance ;; ("data", "eval_data"«, "image_root" => »): # a path of the training
+"winoground/text": (text, 1 / «4 => 2», most) # chance ;; ("data", "eval_data"«, "image_root" => »): # a path of the training
 maps = maps - maps.amin(«1 => 0», keepdim=True) # the lowest score of each word's map
 == train.py | ranks | test_train test_data -k "train_otherwise or another_step or reason_for_skipping"
 common.check_ranks({"data": «self.data => 0», # other data ;; "a vocabulary with the hash": «self.words => 0», # other words

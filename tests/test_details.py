@@ -655,8 +655,9 @@ def test_probes_crops_have_at_least_8_percent_of_the_image(monkeypatch):
         asked.append((scale, flip)) or crop(image, size, scale, flip, generator)))
     embedder = SimpleNamespace(image_size=4, workers=0, model=SimpleNamespace(
         encode_words=None, probe_features=None), encode_pairs=lambda pairs, encode, read: (
-        read(pairs[0][0], 0), [0]))
-    assert evaluation.random_crops(embedder, [(picture(), 0)])[0].shape == (3, 4, 4)
+        read([*pairs][0][0], 0), [0]))
+    pairs = [(picture(), 0)]
+    assert evaluation.random_crops(embedder, evaluation.EvalSet(), pairs)[0].shape == (3, 4, 4)
     assert asked == [((0.08, 1.0), 0.5)]
 
 

@@ -8,6 +8,7 @@ import base64
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import math
 import os
@@ -133,10 +134,34 @@ def noisy_features(n, classes=20, width=64):
     return F.normalize(centres[y] + 2.5 * torch.randn(n, width), dim=-1), y
 
 
+def held_out(labels, step):
+    """Rows in the order of torch.randperm, class by class; every `step`-th is held out, but no row
+    that is its class's only one. Return the held-out rows and the others, each sorted."""
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1)).tolist()
+    rows = []
+    for c in sorted({*labels.tolist()}):
+        of_class = [i for i in order if labels[i] == c]
+        rows += of_class if len(of_class) > 1 else []
+    held = sorted(rows[::step])
+    return held, [i for i in range(len(labels)) if i not in held]
+
+
+def test_images_are_held_out_within_their_classes(capsys):
+    """Labels in rounds, where every tenth image is of one class, and classes of few images."""
+    rounds = torch.arange(10).repeat(8)
+    for labels, step in ((rounds, 10), (rounds, 5), (torch.arange(7).repeat_interleave(2), 5),
+                         (torch.tensor([5, 0, 5, 1, 5, 3, 3]), 5), (torch.tensor([2, 2]), 10)):
+        held = evaluation.hold_out(labels, step)
+        assert held.nonzero()[:, 0].tolist() == held_out(labels, step)[0]
+        assert {*labels[~held].tolist()} == {*labels.tolist()} and held.any()
+    assert evaluation.hold_out(rounds, 10).sum() == 8 and not capsys.readouterr().out
+    assert not evaluation.hold_out(torch.tensor([4, 0, 2]), 5).any()
+    assert "No class has two images" in capsys.readouterr().out
+
+
 def test_adamw_probe_equals_clip_benchmarks_probe():
     x, y = noisy_features(750)
-    order = torch.randperm(750, generator=torch.Generator().manual_seed(1))
-    val, train = [(x[rows], y[rows]) for rows in (order[:150], order[150:])]
+    val, train = [(x[rows], y[rows]) for rows in held_out(y, 5)]
     decay, model = clip_benchmarks_probe(train, val, (x, y))
     head, chosen = evaluation.adamw_probe(x, y, epochs=10)
     assert chosen == pytest.approx(decay) and 1e-6 < decay < 1e2
@@ -162,20 +187,19 @@ def test_sparse_rows_are_the_dense_rows_and_a_probe_learns_the_same_from_both():
 def test_a_probe_of_word_encodings_stores_sparse_rows(tmp_path, monkeypatch):
     make_folders(tmp_path)
     embed = embedder()
-    assert torch.is_tensor(evaluation.probed(embed, opened(tmp_path)[0].labelled("test"))[0])
+    data, _ = opened(tmp_path)
+    assert torch.is_tensor(evaluation.probed(embed, data, data.labelled("test"))[0])
     embed.model.encode_words = embed.model.encode_image
-    x, ids = evaluation.probed(embed, opened(tmp_path)[0].labelled("test"))
+    x, ids = evaluation.probed(embed, data, data.labelled("test"))
     assert isinstance(x, stair.SparseRows) and len(x) == len(ids) == 6
 
 
 def test_a_probe_uses_the_middle_one_of_equally_good_strengths():
-    """Each class has one image, so a held-out image has a class that was not learned.
-
-    All strengths therefore have the score 0.
-    """
+    """Each class has one image, so no image is held out, and all strengths have the score 0."""
     x, y = F.one_hot(torch.arange(20)).float() + 0.1 * torch.randn(20, 20), torch.arange(20)
     head, l2 = evaluation.lbfgs_probe(x, y)
     assert l2 == evaluation.STRENGTHS[22]
+    assert evaluation.adamw_probe(x, y, epochs=1)[1] == pytest.approx(1e-2)  # of 1e-6 to 1e2
     assert (head(x).argmax(1) == y).all()
     assert [evaluation.middle_best(scores) for scores in ([1, 3, 3, 2, 3], [5], [2, 2])] == [2, 0, 1]
 
@@ -236,8 +260,7 @@ def logistic_objective(head, x, y, l2):
 
 def test_lbfgs_probe_minimises_its_objective_and_chooses_on_held_out_images():
     x, y = noisy_features(150, classes=4, width=8)
-    order = torch.randperm(150, generator=torch.Generator().manual_seed(1))
-    held, rest = order[:30], order[30:]
+    held, rest = held_out(y, 5)
     right = {}
     for l2 in (10.0, 0.02, 1e-5):                                           # a new head for each
         head = torch.nn.Linear(8, 4).double()
@@ -416,7 +439,7 @@ def test_zeroshot_equals_values_computed_by_hand():
     scores[5, :4] = 2                                                       # rank 5: in the top 5
     scores[6, :5] = 2                                                       # rank 6: not in it
     groups = {"": (torch.arange(7), list("abcdefg"))}
-    data = evaluation.EvalSet(groups=groups, labelled=lambda purpose: None)
+    data = evaluation.EvalSet(groups=groups, labelled=lambda purpose: [])
     model = SimpleNamespace(encode_pairs=lambda pairs, encode: (None, labels),
                             classify=lambda x, classes: scores)
     result = evaluation.zeroshot(model, data, None)
@@ -536,7 +559,7 @@ def test_random_crops_keep_the_colours_of_files_tensors_and_bytes(tmp_path):
     model.probe_features = lambda images: seen.append(images) or model.encode_image(images)
     for pairs, each in ((tensors, 1), (files, 2), (in_shards, 2)):
         seen.clear()
-        x, y = evaluation.random_crops(embedder(model), pairs)
+        x, y = evaluation.random_crops(embedder(model), evaluation.EvalSet(), pairs)
         assert torch.cat(seen).shape == (len(y), 3, 8, 8)
         assert y.bincount().tolist() == [each] * 3
         found = common.to_unit(torch.cat(seen)).mean((2, 3))            # (n, 3)
@@ -552,7 +575,7 @@ def test_crops_do_not_depend_on_the_threads_that_read(tmp_path):
         with common.fixed_seed(3):
             embed = dataclasses.replace(embedder(), workers=workers)
             embed.model.probe_features = lambda images: seen.append(images) or images.flatten(1)
-            seen.append(evaluation.random_crops(embed, paths)[1])
+            seen.append(evaluation.random_crops(embed, evaluation.EvalSet(), paths)[1])
     assert seen[-1].tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
     one, four = seen[: len(seen) // 2], seen[len(seen) // 2 :]
     assert all(map(torch.equal, one, four)) and not torch.equal(one[0][0], one[0][1])
@@ -583,13 +606,25 @@ def test_sgd_probe_holds_out_a_tenth_of_the_images_or_has_one_rate(tmp_path, mon
     data, options = opened("shapes:size=16", probe="sgd")
     pairs = list(data.labelled("train"))
     with common.fixed_seed(1):
-        crops = [evaluation.random_crops(embedder(), pairs) for _ in range(2)]
+        crops = [evaluation.random_crops(embedder(), data, pairs) for _ in range(2)]
     assert [labels.tolist() for _, labels in crops] == [[label for _, label in pairs]] * 2
     assert not torch.isclose(crops[0][0], crops[1][0]).all(1).any()         # new crops each time
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "sgd_probe", spy)
         assert evaluation.linear(embedder(), data, options)["linear/lr"] in evaluation.RATES
-    assert seen == [len(pairs) * 9 // 10, math.ceil(len(pairs) / 10)]
+    held, rest = held_out(torch.tensor([label for _, label in pairs]), 10)
+    assert seen == [len(rest), len(held)] and len(held) >= len(pairs) // 12
+
+    # labels in rounds: the probe learns all classes; one image of each class: it has one rate
+    many, few = [(pairs[i][0], i % 10) for i in range(40)], [*zip((x for x, _ in pairs), range(10))]
+    for rows, learned, rates in ((many, 36, evaluation.RATES), (few, 10, [0.05])):
+        data.learn = lambda: iter(rows)
+        with monkeypatch.context() as patch:
+            patch.setattr(evaluation, "sgd_probe", lambda crops, x, y, *rest: (
+                {*crops()[1].tolist()} == {*range(10)} and len(crops()[1]) == learned
+                and [*rest[-1]] == [*rates]) and probe(crops, x, y, *rest))
+            assert evaluation.linear(embedder(), data, options)["linear/lr"] in rates
+    data.learn = lambda: iter(pairs)
 
     # BAM (Table 9b): one rate, and all training images
     rates, train_heads = [], bam.train_heads
@@ -694,22 +729,107 @@ def test_faithfulness_counts_the_words_of_the_retrieved_caption(tmp_path):
     assert "faithfulness/K-Pna" not in result
 
 
-def test_images_that_share_captions_have_a_largest_recall(tmp_path, capsys):
-    """An oracle reaches the largest recall. Images 0, 1 and 2 have "red"; 0 and 1 have no other."""
-    captions = [["red", "Red"], ["red "], ["red", "blue"], ["green"]]
-    found = evaluation.best_recalls(captions)
-    assert found == (2 / 4, (2 + 1 + 1) / 6)
-    ids = torch.tensor([0, 0, 1, 2, 2, 3])
-    kinds = torch.eye(3)[[0, 0, 0, 0, 1, 2]]                                # what captions say
-    images = torch.stack([kinds[ids == i].sum(0) for i in range(4)])
-    assert evaluation.recall_at_k(images, kinds, (torch.arange(4), ids))[1] <= found[0]
+def test_equal_rows_have_one_number_apart_from_rounding():
+    x = torch.randn(5, 3, 4)[[0, 1, 0, 2, 3, 1, 0, 4]]
+    x[2] *= 1 + 1e-7
+    numbers = evaluation.equal_rows(x).tolist()
+    assert [numbers.index(n) for n in numbers] == [0, 1, 0, 3, 4, 1, 0, 7]
+    x[7] = 1.001 * x[4]
+    assert len({*evaluation.equal_rows(x).tolist()}) == 5
+    assert evaluation.equal_rows(torch.zeros(3, 2)).tolist() == [0, 0, 0]
+    assert evaluation.equal_rows(x[:1]).tolist() == [0]
+
+
+def test_the_largest_recall_is_that_of_the_best_of_all_rankings():
+    """The oracle tries each key as the best one for each group of equal queries. Equal keys have
+    equal scores."""
+    for _ in range(20):
+        queries, keys = torch.randint(4, (9,)), torch.randint(6, (8,))
+        ids = torch.randint(4, (9,)), torch.arange(8) % 4
+        best = 0
+        for query in queries.unique():
+            rows = queries == query
+            best += max(rows.sum() * evaluation.recall_at_k(
+                torch.zeros(rows.sum(), 1), (keys == key).float()[:, None], (ids[0][rows], ids[1]),
+                similarity=lambda x, y: y.T.expand(len(x), -1))[1] for key in keys)
+        assert evaluation.largest_recall(queries, keys, ids) == pytest.approx(best.item() / 9)
+
+
+def test_the_chance_of_retrieval_is_that_of_k_guesses(tmp_path):
+    """The oracle tries all sets of k captions. The images have three, one and two captions."""
     make_folders(tmp_path)
-    table = "image,caption\nred/0.png,red\nred/1.png,red\nblue/0.png,blue\n"
-    write_files(tmp_path, {"captions.csv": table})
-    data, options = opened(tmp_path / "captions.csv")
+    names = ["red"] * 3 + ["green"] + ["blue"] * 2
+    table = "".join(f"{name}/0.png,{name} {i}\n" for i, name in enumerate(names))
+    write_files(tmp_path, {"c.csv": "image,caption\n" + table})
+    result = evaluation.retrieval(embedder(), *opened(tmp_path / "c.csv"))
+    owners = [0, 0, 0, 1, 2, 2]
+    for k in (1, 5, 10):
+        sets = [*itertools.combinations(owners, min(k, 6))]
+        chance = sum(i in guessed for guessed in sets for i in range(3)) / (3 * len(sets))
+        assert result[f"i2t/R@{k}"][1] == pytest.approx(chance)
+        assert result[f"t2i/R@{k}"][1] == min(1, k / 3)
+
+
+def test_candidates_with_equal_encodings_have_a_largest_figure(tmp_path, capsys):
+    """The words car and bus are unknown, so "red car" and "red bus" are one caption for the model.
+    The two pictures of a colour are equal. An oracle reaches each largest figure."""
+    make_folders(tmp_path)
+    table = "image,caption\nred/0.png,red car\ngreen/0.png,red bus\nblue/0.png,blue\n"
+    write_files(tmp_path, {"captions.csv": table, "pictures.csv": table.replace("green/0", "red/1")
+                           .replace("red bus", "green")})
+    for name, i2t, t2i in (("captions", 1 / 3, 2 / 3), ("pictures", 2 / 3, 1 / 3)):
+        data, options = opened(tmp_path / f"{name}.csv")
+        result = evaluation.evaluate(embedder(), data, options, evaluation.print_metrics)
+        assert result["i2t/R@1"] == result["i2t/R@1/at_most"] == pytest.approx(i2t)
+        assert result["t2i/R@1"] == result["t2i/R@1/at_most"] == pytest.approx(t2i)
+        assert "i2t/R@1/at_most" not in evaluation.metrics_of_table(result)
+        assert capsys.readouterr().out.count("  at most ") == 2
+    write_files(tmp_path, {"examples.jsonl": "\n".join(json.dumps(dict(zip(
+        ("image_0", "image_1", "caption_0", "caption_1"), row))) for row in (
+            ("red/0", "blue/0", "red car", "blue"), ("red/0", "blue/0", "red car", "red bus"),
+            ("red/0", "red/1", "red", "blue"), ("green/0", "blue/0", "green", "blue")))})
+    data, options = opened(tmp_path, image_root=str(tmp_path))
     result = evaluation.evaluate(embedder(), data, options)
-    assert result["i2t/R@1"] == result["i2t/R@1/at_most"] == pytest.approx(1 / 3)
-    assert "i2t/R@1/at_most" not in evaluation.metrics_of_table(result)
+    assert result == {f"winoground/{part}{level}": value for part, chance in
+                      (("text", 1 / 4), ("image", 1 / 4), ("group", 1 / 6)) for level, value in
+                      (("", 2 / 4), ("/at_most", 2 / 4), ("/chance", chance))}
+    make_folders(tmp_path / "folders")
+    for name, new in (("green", "car"), ("blue", "bus")):
+        (tmp_path / "folders" / name).rename(tmp_path / "folders" / new)
+    result = evaluation.evaluate(embedder(), *opened(tmp_path / "folders", task="zeroshot"))
+    assert [result["zeroshot"], result["zeroshot/at_most"]] == pytest.approx([4 / 6, 4 / 6])
+
+
+def test_a_figure_that_every_guess_gets_is_named_and_not_shown(tmp_path, capsys):
+    """One class alone, and classes of one image."""
+    make_folders(tmp_path / "single")
+    for file in [*tmp_path.glob("single/*/1.png"), tmp_path / "single/red/broken.png"]:
+        file.unlink()
+    (tmp_path / "one").mkdir()
+    (tmp_path / "single/red").rename(tmp_path / "one/red")
+    for name, t in (("one", 1), ("single", 2)):
+        data, options = opened(tmp_path / name, task="kmeans")
+        found = evaluation.evaluate(embedder(), data, options, evaluation.print_metrics)
+        metrics = [f"kmeans/{t}/NMI", f"kmeans/{t}/ARI"]
+        assert found == {f"{x}{level}": 1 for x in metrics for level in ("", "/chance")}
+        said, = capsys.readouterr().out.splitlines()
+        assert said.startswith(f"  {', '.join(metrics)}: every guess is right")
+
+
+def test_a_class_whose_images_are_damaged_is_named_and_counts_for_the_chance(tmp_path, capsys):
+    for part in ("train", "test"):
+        make_folders(tmp_path / part)
+    for i in (0, 1):
+        (tmp_path / f"train/red/{i}.png").write_text("no image")
+    data, options = opened(tmp_path / "test", train_data=str(tmp_path / "train"),
+                           task="zeroshot,knn,linear")
+    found = evaluation.evaluate(embedder(), data, options, evaluation.print_metrics)
+    assert {found[f"{task}/chance"] for task in ("zeroshot", "knn", "linear")} == {1 / 3}
+    assert [found["knn"], found["linear"]] == pytest.approx([4 / 6, 4 / 6])
+    assert capsys.readouterr().out.count("no image of these classes can be read: red\n") == 2
+    data, _ = opened(tmp_path / "train")
+    evaluation.encode_labelled(embedder(), evaluation.EvalSet(), data.labelled("test"))
+    assert "can be read: 2\n" in capsys.readouterr().out                   # labels without names
 
 
 def test_captions_beyond_the_context_are_counted():
@@ -756,7 +876,8 @@ def test_negatives_are_measured_on_sugarcrepes_files(tmp_path):
     data, options = opened(tmp_path, image_root=str(tmp_path))
     result = evaluation.evaluate(embedder(), data, options)
     expected = {"negatives/swap_att": 1, "negatives/add_obj": 0, "negatives": 0.5}  # ties are wrong
-    assert result == expected | {f"{metric}/chance": 0.5 for metric in expected}
+    assert result == (expected | {f"{metric}/chance": 0.5 for metric in expected}
+                      | {f"{metric}/at_most": value for metric, value in expected.items()})
 
 
 def test_active_words_of_images_and_captions_are_counted(tmp_path):
@@ -823,6 +944,11 @@ def test_nmi_and_ari_of_known_partitions():
         clusters = torch.tensor(clusters)
         assert bam.nmi(labels, clusters) == pytest.approx(mutual, abs=1e-12)
         assert bam.ari(labels, clusters) == pytest.approx(rand, abs=1e-12)
+    same, single = torch.zeros(4, dtype=torch.long), torch.arange(4)        # as scikit-learn has it
+    for labels, clusters, value in ((same, same, 1), (single, single.flip(0), 1), (same, single, 0),
+                                    (same[:1], same[:1], 1)):
+        assert bam.nmi(labels, clusters) == pytest.approx(value)
+        assert bam.ari(labels, clusters) == value
 
 
 def test_lloyd_finds_clouds_and_the_best_of_its_restarts():
@@ -847,6 +973,25 @@ def test_lloyd_finds_clouds_and_the_best_of_its_restarts():
     assert same.unique().tolist() == [0]
 
 
+def test_lloyd_finds_clouds_far_from_the_origin_in_fp32():
+    """The squared norms are 1e8 times the squared distances, which fp32 cannot hold."""
+    truth = torch.arange(5).repeat_interleave(12)
+    x = 1e4 * torch.ones(8) + torch.eye(8)[truth] + 0.05 * torch.randn(60, 8)
+    assert bam.ari(truth, bam.lloyd(x, 5, torch.Generator().manual_seed(0))) == 1
+
+
+def test_the_chance_of_clusters_is_that_of_labels_in_random_order():
+    """Of the 24 orders of four labels, 8 give NMI and ARI 1, and 16 give 0 and -.5."""
+    labels = torch.tensor([3, 3, 7, 7])
+    found = bam.clustering(labels[:, None].float(), labels)
+    assert found["2/NMI"] == (1, pytest.approx(1 / 3, abs=0.2))
+    assert found["2/ARI"] == (1, pytest.approx(0, abs=0.3))
+    x = torch.randn(5, 2)
+    assert bam.clustering(x, torch.arange(5)) == {
+        f"{t}/{name}": (1, 1) for t in (2, 5) for name in ("NMI", "ARI")}
+    assert bam.clustering(x, torch.full((5,), 4)) == {"1/NMI": (1, 1), "1/ARI": (1, 1)}
+
+
 def test_an_empty_cluster_of_lloyd_stays_in_its_place(monkeypatch):
     start = torch.tensor([[2.0], [21.0], [100.0]])  # no row is nearest to 100
     monkeypatch.setattr(bam, "spread_rows", lambda *_: start.clone())
@@ -859,10 +1004,10 @@ def test_kmeans_draws_classes_and_clusters_their_images(tmp_path):
     classes have equal images, some of the ten draws have two classes that can be told apart."""
     make_folders(tmp_path)
     found = evaluation.kmeans(embedder(), *opened(tmp_path))
-    assert found == pytest.approx({"kmeans/2/NMI": 1, "kmeans/2/ARI": 1})
+    assert [*found] == ["kmeans/2/NMI", "kmeans/2/ARI"] and all(x[0] == 1 for x in found.values())
     labels = torch.arange(3).repeat(4)
-    information, rand = bam.clustering((labels == 0)[:, None].float(), labels)[2]
-    assert information == pytest.approx(rand) and 0.2 < information < 0.9
+    found = bam.clustering((labels == 0)[:, None].float(), labels)
+    assert found["2/NMI"][0] == pytest.approx(found["2/ARI"][0]) and 0.2 < found["2/NMI"][0] < 0.9
 
 
 def test_share_on_is_the_share_of_weights_on_an_object():
@@ -957,7 +1102,7 @@ def test_slots_are_selected_and_masks_are_trained_on_files(tmp_path, monkeypatch
     assert found["slots/accuracy_mean"] == pytest.approx((1 + 1 / 3 + 1) / 3)
     assert found["slots/best_half/zeroshot"][0].all() and "slots/best_half/i2t/R@1" not in found
     on_crepe = evaluation.slots(embed, *opened(crepe, select=val, image_root=test, **flags))
-    assert on_crepe["slots/best_half/negatives"] == (1, 1 / 2)
+    assert on_crepe["slots/best_half/negatives"] == (1, 1 / 2, 1)
     found = evaluation.masks(embed, *opened(test, select=crepe, **flags))
     assert found["masks/slots/pairs"] == 1 and found["masks/slots/zeroshot"][0].all()
     wrong_slot = torch.tensor([0.0, 1, 0]).repeat_interleave(3)
@@ -1295,7 +1440,7 @@ def encode_on(rank, run, tables, lacks=0):
         rows = range(n - lacks if rank == 1 else n)
         files = [(str(Path(table).parent / f"{i}.jpg"), i) for i in rows]
         x, values = embed.encode_pairs(files)
-        crops, _ = evaluation.random_crops(embed, files)
+        crops, _ = evaluation.random_crops(embed, evaluation.EvalSet(), files)
         y = embed.texts([f"n{i} " * (1 + i) for i in rows])
         found.append((x, values, crops, y, dict(embed.counted)))
     return found

@@ -210,7 +210,7 @@ def test_classification_equals_values_computed_by_hand():
     config = SimpleNamespace(classes=list("abc"), data="0.tar")    # learned from numbers, too
     model = SimpleNamespace(config=config, class_scores=one_hot(predicted, 3))
     embed = SimpleNamespace(model=model, encode_pairs=lambda pairs, encode: (encode, labels))
-    data = evaluation.EvalSet(labelled=lambda purpose: None)
+    data = evaluation.EvalSet(labelled=lambda purpose: [])
     result = evaluation.classification(embed, data, SimpleNamespace(classes=None))
     assert evaluation.to_float(result["classification"]) == 2 / 4
     assert result["classification/mean_per_class"] == (pytest.approx((2 / 3 + 0) / 2), 1 / 3)
@@ -225,7 +225,7 @@ def test_a_classifier_knows_classes_by_their_names(tmp_path, groups, lines):
     config = SimpleNamespace(classes=["a", "b b", "c"], data="folders")
     model = SimpleNamespace(config=config, class_scores=one_hot(torch.tensor([2, 0, 1]), 3))
     embed = SimpleNamespace(model=model, encode_pairs=lambda pairs, encode: (encode, [0, 1, 2]))
-    data = evaluation.EvalSet(labelled=lambda purpose: None, groups=groups)
+    data = evaluation.EvalSet(labelled=lambda purpose: [], groups=groups)
     assert evaluation.to_float(evaluation.classification(embed, data, options)["classification"]) == 1
     config.classes = ["a", "b", "d"]
     with pytest.raises(UserError, match="has learned 3 classes, a, b, d, ...; x has .* --classes"):

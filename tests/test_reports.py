@@ -256,7 +256,7 @@ def test_what_a_probe_chose_is_no_accuracy_and_a_record_names_the_revision(
     monkeypatch.setattr(common, "revision", lambda: "abc")
     evaluation.main([str(run), "--task", "linear"])
     out = capsys.readouterr().out
-    assert "linear/weight_decay " in out and "was chosen on held-out training images" in out
+    assert "linear/weight_decay " in out and "was chosen on held-out images" in out
     record = lines(run)[-1]
     assert record["settings"]["git"] == "abc" and "linear/weight_decay" in record
     assert "linear/weight_decay" not in evaluation.metrics_of_table(record)
@@ -372,7 +372,7 @@ def test_figures_that_cannot_be_high_say_so(run_of, tmp_path, capsys):
     write_files(tmp_path, {"c.csv": f"image,caption\nred/0.png,{long}\nred/1.png,{long}\n"})
     evaluation.main([run, "--data", str(tmp_path / "c.csv"), "--task", "retrieval"])
     out = capsys.readouterr().out
-    assert "0.0000  chance 0.5000  at most 0.0000: several images have the same caption" in out
+    assert "0.0000  chance 0.5000  at most 0.0000: some candidates are equal" in out
     assert "2 of 2 captions and prompts are longer than the context of 32 tokens" in out
 
 

@@ -372,7 +372,7 @@ def test_the_better_word_of_an_images_two_labels_counts():
     embed = SimpleNamespace(tokenizer=common.WordPiece([*common.SPECIAL_TOKENS, *names]),
                             encode_pairs=lambda pairs, encode: (x, [0, 1]),
                             model=SimpleNamespace(encode_words=True))
-    data = evaluation.EvalSet(groups=groups, labelled=lambda purpose: None)
+    data = evaluation.EvalSet(groups=groups, labelled=lambda purpose: [])
     found = evaluation.words(embed, data, None)
     assert {name: found[f"words{name}/top1"].tolist() for name in ("", "/colour", "/shape")} == {
         "": [True, False], "/colour": [True, False], "/shape": [False, False]}
