@@ -295,14 +295,15 @@ STRENGTHS = np.logspace(5, -6, 45)
 @common.fixed_seed(0)
 def lbfgs_probe(x, labels, strengths=STRENGTHS):
     """Fit bam.logistic_regression to features (N, E) and labels (N,) (BAM, D.3, Table 5)
-    -> torch.nn.Linear, the strength of the l2 penalty.
+    -> torch.nn.Linear, the strength of the l2 penalty. x is a tensor or stair.SparseRows; all rows
+    are needed at once. The fit runs on the device of the labels.
 
     One of 45 strengths is chosen: the best on a held-out fifth of the rows. The classifier that is
     returned learns from all rows with this strength.
 
     differs: the paper chooses the strength on validation images.
     """
-    x, held = x.double(), hold_out(labels, 5)
+    x, held = x[torch.arange(len(x))].to(labels.device).double(), hold_out(labels, 5)
     head, right = torch.nn.Linear(x.shape[1], int(labels.max()) + 1).to(x), []
     x_fitted, labels_fitted = x[~held], labels[~held]
     for l2 in strengths:
@@ -1597,16 +1598,12 @@ def label_maps(sample, grouping):
 def encode_labelled(embedder, data, pairs, encode="encode_image", **options):
     """Pairs (image, class id) -> features (n, E) and class ids (n,) of the n readable images. Names
     the classes without a readable image."""
-    tried = set()
-
-    def noted(pair):
-        tried.add(pair[1])
-        return pair
-
-    x, ids = embedder.encode_pairs(map(noted, pairs), encode, **options)
-    if lost := sorted(tried.difference(ids)):
+    tried = {}
+    pairs = ((image, tried.setdefault(c, c)) for image, c in pairs)  # notes the classes
+    x, ids = embedder.encode_pairs(pairs, encode, **options)
+    if lost := sorted(tried.keys() - set(ids)):
         names = [data.groups[""][1][c] if data.groups else str(c) for c in lost]
-        print(f"no image of these classes can be read: {', '.join(names)}")
+        print(f"none of the images read is of these classes: {', '.join(names)}")
     return x, torch.tensor(ids)
 
 
@@ -1824,8 +1821,7 @@ def linear(embedder, data, options):
         x, learned = probed(embedder, data, pairs())
         if options.probe == "adamw":
             head, value = adamw_probe(x, learned, epochs, device)
-        else:  # its objective needs all rows at once
-            x = x[torch.arange(len(x))].to(device)
+        else:
             head, value = lbfgs_probe(x, learned.to(device))
     x, ids = probed(embedder, data, data.labelled("test"))
     predicted = predict(head, x)

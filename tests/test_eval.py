@@ -826,10 +826,10 @@ def test_a_class_whose_images_are_damaged_is_named_and_counts_for_the_chance(tmp
     found = evaluation.evaluate(embedder(), data, options, evaluation.print_metrics)
     assert {found[f"{task}/chance"] for task in ("zeroshot", "knn", "linear")} == {1 / 3}
     assert [found["knn"], found["linear"]] == pytest.approx([4 / 6, 4 / 6])
-    assert capsys.readouterr().out.count("no image of these classes can be read: red\n") == 2
+    assert capsys.readouterr().out.count("is of these classes: red\n") == 2
     data, _ = opened(tmp_path / "train")
     evaluation.encode_labelled(embedder(), evaluation.EvalSet(), data.labelled("test"))
-    assert "can be read: 2\n" in capsys.readouterr().out                   # labels without names
+    assert "of these classes: 2\n" in capsys.readouterr().out                   # labels without names
 
 
 def test_captions_beyond_the_context_are_counted():
