@@ -618,12 +618,16 @@ def test_sgd_probe_holds_out_a_tenth_of_the_images_or_has_one_rate(tmp_path, mon
     # labels in rounds: the probe learns all classes; one image of each class: it has one rate
     many, few = [(pairs[i][0], i % 10) for i in range(40)], [*zip((x for x, _ in pairs), range(10))]
     for rows, learned, rates in ((many, 36, evaluation.RATES), (few, 10, [0.05])):
-        data.learn = lambda: iter(rows)
+        def stub(crops, x, y, classes, epochs, device, rates):
+            labels = crops()[1].tolist()
+            asked.append(({*labels}, len(labels), [*rates]))
+            return torch.nn.Linear(x.shape[1], classes), rates[0]
+
+        asked, data.learn = [], lambda: iter(rows)
         with monkeypatch.context() as patch:
-            patch.setattr(evaluation, "sgd_probe", lambda crops, x, y, *rest: (
-                {*crops()[1].tolist()} == {*range(10)} and len(crops()[1]) == learned
-                and [*rest[-1]] == [*rates]) and probe(crops, x, y, *rest))
-            assert evaluation.linear(embedder(), data, options)["linear/lr"] in rates
+            patch.setattr(evaluation, "sgd_probe", stub)
+            evaluation.linear(embedder(), data, options)
+        assert asked == [({*range(10)}, learned, [*rates])]
     data.learn = lambda: iter(pairs)
 
     # BAM (Table 9b): one rate, and all training images
@@ -743,7 +747,7 @@ def test_equal_rows_have_one_number_apart_from_rounding():
 def test_the_largest_recall_is_that_of_the_best_of_all_rankings():
     """The oracle tries each key as the best one for each group of equal queries. Equal keys have
     equal scores."""
-    for _ in range(20):
+    for _ in range(6):
         queries, keys = torch.randint(4, (9,)), torch.randint(6, (8,))
         ids = torch.randint(4, (9,)), torch.arange(8) % 4
         best = 0
@@ -986,10 +990,9 @@ def test_the_chance_of_clusters_is_that_of_labels_in_random_order():
     found = bam.clustering(labels[:, None].float(), labels)
     assert found["2/NMI"] == (1, pytest.approx(1 / 3, abs=0.2))
     assert found["2/ARI"] == (1, pytest.approx(0, abs=0.3))
-    x = torch.randn(5, 2)
-    assert bam.clustering(x, torch.arange(5)) == {
-        f"{t}/{name}": (1, 1) for t in (2, 5) for name in ("NMI", "ARI")}
-    assert bam.clustering(x, torch.full((5,), 4)) == {"1/NMI": (1, 1), "1/ARI": (1, 1)}
+    x = torch.randn(2, 3)
+    assert bam.clustering(x, torch.arange(2)) == {"2/NMI": (1, 1), "2/ARI": (1, 1)}
+    assert bam.clustering(x, torch.tensor([4, 4])) == {"1/NMI": (1, 1), "1/ARI": (1, 1)}
 
 
 def test_an_empty_cluster_of_lloyd_stays_in_its_place(monkeypatch):
