@@ -156,7 +156,7 @@ ERRORS = [
     ("sparc --data a.csv", "left out: 1 x empty caption, the last ", "filepath,title\nx.jpg,\n"),
     ("sparc --data a.csv", "^Cannot read a.csv: 'utf-8' codec can't decode",
      b"filepath,title\nx.jpg,caf\xe9\n"),
-    ("sparc --data a.tsv", "1 x field of more than 131,072 .* not closed.*, the last a.tsv, line 2",
+    ("sparc --data a.tsv", "1 x broken row .* very long cell.*, the last a.tsv, line 2",
      'filepath\ttitle\nx.jpg\t"never closed' + "x" * 200_000),
     ("sparc --data a.json", f"a.json is {NO_CAPTIONS}: Expecting property name", "{"),
     ("sparc --data a.json", f"a.json is {NO_CAPTIONS}", "[1]"),
