@@ -1446,7 +1446,7 @@ WORLD_N = 1000
 
 
 class WorldSet(EvalSet):
-    """The world of shapes. It has every member that a task can need, except Winoground's pairs."""
+    """The world of shapes. It has what each task needs, but no videos and no pairs of Winoground."""
 
     groups = {"": (torch.arange(64), PAIRS), "/colour": (torch.arange(64) // 8, COLOURS),
               "/shape": (torch.arange(64) % 8, SHAPES)}
@@ -1532,26 +1532,6 @@ class WorldSet(EvalSet):
     def boxes(self):
         sample = self.scenes("boxes")
         return zip(sample["images"], common.world_boxes(sample))
-
-    def videos(self, patch_size):
-        """10 videos of 40 frames. Each object moves on a straight line, by up to .04 of the picture
-        in a frame, and turns back at the edges. Background and tones stay. Frames are twice as wide
-        as images, as DAVIS's 480 pixels are beside 224."""
-        world = dataclasses.replace(self.world, size=2 * self.world.size)
-        generator = torch.Generator().manual_seed(10)
-        for _ in range(min(math.ceil(WORLD_N / 100), self.limit or WORLD_N)):
-            scene = world.scenes(1, self.split, generator)
-            edge = scene["radius"][..., None]                   # centres come no nearer to an edge
-            room = world.size - 2 * edge
-            speed = 2 * torch.rand(1, world.objects, 2, generator=generator) - 1
-            speed = 0.04 * world.size * speed                   # (1, K, 2), pixels per frame
-            state, drawn = generator.get_state(), []
-            for t in range(40):
-                way = (scene["centre"] - edge + t * speed) % (2 * room)        # there and back
-                scene_t = scene | {"centre": edge + torch.minimum(way, 2 * room - way)}
-                drawn.append(world.render(scene_t, generator.set_state(state)))
-            images, truths = map(torch.cat, zip(*drawn))
-            yield functools.partial(iter, images), truths.byte()
 
     def word_masks(self):
         """Yields image, (caption, masks, objects). The dict `masks` has a mask for each colour and
@@ -2079,44 +2059,30 @@ def sparsity(embedder, data, options):
 
 # BAM's task: video ------------------------------------------------------------------------
 #
-# bam.py has the functions that follow objects and compute the metrics. The world's shapes only show
-# that the task runs: raw pixels follow drawn shapes better than networks do.
-
-
-def video_features(embedder):
-    """{name: function of frames (B, 3, h, w) -> features (B, P, d) of their patches}: the patches
-    of the model, and raw pixels, normalised."""
-    encoder, patch = embedder.model.evaluation_encoder(), patch_size(embedder)
-    first = int(encoder.cls is not None)
-    return {"": lambda frames: encoder(frames)[:, first:],
-            "/pixels": lambda frames: F.unfold(encoder.pixels(frames), patch, stride=patch).mT}
-
-
-def patch_size(embedder):
-    """Side of a patch in pixels. A token of a ResNet stands for a patch, too."""
-    encoder = embedder.model.evaluation_encoder()
-    return encoder.image_size // encoder.grid
+# bam.py has the functions that follow objects and compute the metrics.
 
 
 def video(embedder, data, options):
     """J and F of objects that are followed through a video (BAM, Table 6).
 
     J, F and their mean are reported for each T, the number of last frames that a frame gets its
-    labels from. They are means over the objects of all videos. video/pixels/... is the same with
-    raw pixels as features. A video of 80 frames of 854 x 480, in patches of 16, takes 2 GB.
+    labels from. They are means over the objects of all videos. A video of 80 frames of 854 x 480,
+    in patches of 16, takes 2 GB.
     """
-    found, patch = collections.defaultdict(list), patch_size(embedder)
+    encoder = embedder.model.evaluation_encoder()
+    patch = encoder.image_size // encoder.grid  # a token of a ResNet stands for a patch, too
+    features = lambda frames: encoder(frames)[:, int(encoder.cls is not None) :]
+    found = collections.defaultdict(list)
     for frames, truth in progress(data.videos(patch), "videos"):
         truth = truth.to(embedder.device)
         grid = [side // patch for side in next(frames()).shape[1:]]
         start = bam.first_map(truth[0], grid)                               # (C, P)
-        for name, encode in video_features(embedder).items():
-            # one frame at a time, as 80 of them take gigabytes
-            x = embedder.encode_batches((frame[None] for frame in frames()), encode)  # (f, P, d)
-            for T, soft in bam.propagate(x.to(embedder.device), start, grid).items():
-                scores = bam.j_and_f(soft, truth, grid, patch)              # (2, objects)
-                for part, values in (("", scores.mean(0)), ("/J", scores[0]), ("/F", scores[1])):
-                    found[f"video{name}/T{T}{part}"] += values.tolist()
+        # one frame at a time, as 80 of them take gigabytes
+        x = embedder.encode_batches((frame[None] for frame in frames()), features)  # (f, P, d)
+        for T, soft in bam.propagate(x.to(embedder.device), start, grid).items():
+            scores = bam.j_and_f(soft, truth, grid, patch)                  # (2, objects)
+            for part, values in (("", scores.mean(0)), ("/J", scores[0]), ("/F", scores[1])):
+                found[f"video/T{T}{part}"] += values.tolist()
     return {metric: mean(values) for metric, values in found.items()}
 
 
@@ -2268,7 +2234,7 @@ IN_WORDS = {  # a phrase for each member that rows of TASKS and PICTURES name
 
 def default_tasks(data, model):
     """Names of the usual tasks of a model, which run if --task is not given."""
-    if data.videos and not data.is_world:
+    if data.videos:
         return ["video"]
     if model.class_scores:
         return ["classification"]
