@@ -1147,25 +1147,13 @@ def eval_transform(size, resize=None):
     pixels equal those of OpenCLIP's and DINO's evaluation.
     """
     resize = v2.Resize(resize or size, BICUBIC)
-    return v2.Compose([cut_thin, resize, v2.CenterCrop(size), v2.PILToTensor()])
+    return v2.Compose([resize, v2.CenterCrop(size), v2.PILToTensor()])
 
 
 def squeezed(image, size):
     """A PIL image -> uint8 (3, size, size), without a crop, so that a place in fractions of the
     sides is valid for the file too."""
     return v2.functional.pil_to_tensor(image.resize((size, size), Image.Resampling.BICUBIC))
-
-
-def cut_thin(image):
-    """A picture more than 8 times as long as wide -> its middle part, 4 times as long as wide.
-
-    The crop that follows keeps a square. Without this cut, a row of 20,000 pixels would be resized
-    to full length and need 6 GB.
-    """
-    short = min(image.size)
-    if max(image.size) <= 8 * short:
-        return image
-    return v2.functional.center_crop(image, [min(side, 4 * short) for side in image.size[::-1]])
 
 
 def to_bytes(image):
@@ -3335,7 +3323,7 @@ class Boxes(NamedTuple):
 class BoxTable(CaptionTable):
     """Images with boxes, of a file like COCO's instances_val2017.json or LVIS's lvis_v1_val.json.
 
-    names: the classes in the order of their ids. groups: {"rare": numbers of classes, ...} in LVIS.
+    names: the classes in the order of their ids. rare: the numbers of the rare classes of LVIS.
     split: "train" leaves out the boxes of rare classes (SPARC, Sec. 4.5), other splits have them.
 
     Boxes that no detector can find are left out and counted. Boxes that reach out of the image stay
@@ -3359,21 +3347,19 @@ class BoxTable(CaptionTable):
             ids = {c["id"]: i for i, c in enumerate(classes)}
             found, skipped = [], {}
             for a in data["annotations"]:
-                row, box = rows.get(a["image_id"]), a.get("bbox")
-                if reason := why_no_box(box, a["category_id"] in ids, row, self.sizes):
-                    count_problem(left_out(reason, f"{path}, annotation {a.get('id')}"), skipped)
+                row, label, box = rows.get(a["image_id"]), ids.get(a["category_id"]), a.get("bbox")
+                is_known = row is not None and label is not None
+                if is_known and is_in_image(box, self.sizes[row]):
+                    found.append((row, label, a.get("iscrowd", 0), *box))
                 else:
-                    found.append((row, ids[a["category_id"]], a.get("iscrowd", 0), *box))
+                    problem = "annotation that has no box in its image, or an unknown category"
+                    count_problem(left_out(problem, f"{path}, annotation {a.get('id')}"), skipped)
             # LVIS looks for few classes in an image
             absent = [image.get("neg_category_ids") for image in images]
             self.absent = [known and [ids[c] for c in known] for known in absent]
             partial = [image.get("not_exhaustive_category_ids", ()) for image in images]
             self.partial = [[ids[c] for c in known] for known in partial]
-            letters = {"r": "rare", "c": "common", "f": "frequent"}
-            self.groups = defaultdict(list)
-            for i, c in enumerate(classes):
-                if "frequency" in c:
-                    self.groups[letters[c["frequency"]]].append(i)
+            self.rare = [i for i, c in enumerate(classes) if c.get("frequency") == "r"]
         # crowds teach nothing; boxes of one pixel are shares of the sides
         if all(is_crowd or max(w, h) <= 1 for _, _, is_crowd, _, _, w, h in found):
             raise UserError(f"{path} has no box that can be used: {len(found)} are crowds, or not "
@@ -3392,7 +3378,7 @@ class BoxTable(CaptionTable):
         if outside > 0.1:
             print(f"note: {outside:.0%} of the boxes of {path} reach out of their image: a bbox is "
                   "left, top, width, height, not two corners")
-        rare = torch.tensor(self.groups["rare"], dtype=torch.float64)
+        rare = torch.tensor(self.rare, dtype=torch.float64)
         if split == "train":
             table = table[~torch.isin(table[:, 1], rare)]
         self.table = table[table[:, 0].argsort(stable=True)]
@@ -3400,7 +3386,7 @@ class BoxTable(CaptionTable):
         boxes = zlib.crc32(self.table.numpy(), self.annotations)
         self.annotations = zlib.crc32(repr(self.names).encode(), boxes)
         self.queries = [article(name) for name in self.names]
-        self.trained = sorted(set(ids.values()) - set(self.groups["rare"]))
+        self.trained = sorted(set(ids.values()) - set(self.rare))
 
     def value(self, i, content="boxes"):
         """The Boxes of image i."""
@@ -3412,20 +3398,13 @@ class BoxTable(CaptionTable):
         return self.queries[:limit]
 
 
-def why_no_box(box, has_class, row, sizes):
-    """Why an annotation of BoxTable has no box that can be used; None if it has one."""
-    if row is None:
-        return "box of an image that the file does not name"
-    if not has_class:
-        return "box of a category that the file does not name"
+def is_in_image(box, size):
+    """Whether a box [left, top, width, height] is four numbers, with an area inside an image of
+    this size (width, height)."""
     if not isinstance(box, list) or len(box) != 4:
-        return "annotation without a bbox of four numbers"
-    (x, y, w, h), (width, height) = box, sizes[row]
-    if not (w > 0 and h > 0):
-        return "box without an area"
-    if not (x < width and y < height and x + w > 0 and y + h > 0):
-        return "box outside its image"
-    return None
+        return False
+    (x, y, w, h), (width, height) = box, size
+    return w > 0 and h > 0 and x < width and y < height and x + w > 0 and y + h > 0
 
 
 def world_boxes(sample):
@@ -3594,13 +3573,6 @@ class World:
         self.fingerprint = repr(self)
         # The picture is a grid of cells x cells, and a cell has at most one object.
         self.cells = max(2, math.ceil(math.sqrt(self.objects)))
-        # A radius is at least 2 pixels, and so small that no object hides another object in the
-        # next cell.
-        low, high = 2.2 / self.size, 0.64 / self.cells
-        if not low <= self.small < self.large <= high:
-            raise UserError(
-                f"shapes: small={self.small} must be less than large={self.large}, both from "
-                f"{low:.3f} to {high:.3f} with size={self.size} and objects={self.objects}.")
         # The pairs use all eight colours before a colour comes again, with another shape.
         self.heldout_pairs = [(i % 8, (3 * i + i // 8 + 1) % 8) for i in range(self.heldout)]
         # a box has the class 8 * colour + shape

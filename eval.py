@@ -47,7 +47,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont, ImageOps
-from torchvision.ops import nms
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 from tqdm import tqdm
 
@@ -998,7 +997,7 @@ class EvalSet:
                                    # (3, h, w) of a video, object ids (f, H, W) from 1)
     boxes: Callable = None         # () -> pairs (image, padded to a square; common.Boxes)
     box_classes: Classes = None    # classes of `boxes`
-    box_groups: dict = None        # {"rare": numbers of classes, ...}; the world has only "rare"
+    rare_classes: list = None      # numbers of the classes without boxes in training
     word_masks: Callable = None    # () -> pairs (image, (caption, {(kind, word): mask (S, S)}))
 
     def __init__(self, **members):
@@ -1197,7 +1196,7 @@ class BoxSet(FileSet):
             return common.squared(image, image_size)
 
         self.named = self.box_classes = Classes(source.names, options.templates, source.name)
-        self.box_groups = source.groups
+        self.rare_classes = source.rare
         self.boxes = lambda: read_images(truths.items(), read, options.workers)
 
 
@@ -1446,7 +1445,7 @@ WORLD_N = 1000
 
 
 class WorldSet(EvalSet):
-    """The world of shapes. It has what each task needs, but no videos and no pairs of Winoground."""
+    """The world of shapes. It has all that tasks need, except videos and pairs of Winoground."""
 
     groups = {"": (torch.arange(64), PAIRS), "/colour": (torch.arange(64) // 8, COLOURS),
               "/shape": (torch.arange(64) % 8, SHAPES)}
@@ -1463,11 +1462,11 @@ class WorldSet(EvalSet):
         self.classes = Classes(PAIRS, templates or usual, "shapes")
         self.named = self.classes if templates else None
         self.map_classes = {"/colour": Classes(COLOURS, [f"{{a}} {shape}" for shape in SHAPES]),
-                            "/shape": Classes(SHAPES, usual), "/pair": Classes(PAIRS, usual)}
+                            "/shape": Classes(SHAPES, usual)}
         self.unseen = torch.arange(64) // 8 >= world.palette
         self.unseen[[8 * colour + shape for colour, shape in world.heldout_pairs]] = True
         self.box_classes = self.classes
-        self.box_groups = {"rare": self.unseen.nonzero()[:, 0].tolist()}
+        self.rare_classes = self.unseen.nonzero()[:, 0].tolist()
 
     def scenes(self, purpose):
         """The sample of World.sample for a purpose. Each call with this purpose returns the same
@@ -1482,17 +1481,14 @@ class WorldSet(EvalSet):
             "negatives": (WORLD_N, self.split, 3, few),
             "segmentation": (WORLD_N // 2, self.split, 5, most),
             "samples": (WORLD_N // 2, self.split, 6, few),
-            "picture": (8, self.split, 7, most),
             "search": (WORLD_N, self.split, 7, None),
             "test": (WORLD_N, self.split, 9, 1),
             "boxes": (WORLD_N // 2, self.split, 11, None),
         }[purpose]
         if self.limit and purpose not in ("train", "slots"):
             # With a limit of at most TEST_LIMIT, no purpose gets more scenes than the limit. A
-            # larger limit multiplies the number of scenes of each purpose by limit / TEST_LIMIT,
-            # except for pictures.
-            more = 0 if purpose == "picture" else n * self.limit // TEST_LIMIT
-            n = max(min(n, self.limit), more)
+            # larger limit multiplies the number of scenes of each purpose by limit / TEST_LIMIT.
+            n = max(min(n, self.limit), n * self.limit // TEST_LIMIT)
         return self.world.sample(n, split, seed, objects)
 
     def labelled(self, purpose):
@@ -1500,8 +1496,9 @@ class WorldSet(EvalSet):
         "slots" need no training images, so only these two keep the classes that training never
         shows."""
         sample = self.scenes(purpose)
-        ids = class_ids(sample["scene"], "/pair")[:, 0].tolist()
-        for image, c in zip(sample["images"], ids):
+        scene = sample["scene"]
+        ids = scene["colour"] * 8 + scene["shape"]                          # (n, 1)
+        for image, c in zip(sample["images"], ids[:, 0].tolist()):
             if purpose in ("zeroshot", "slots") or not self.unseen[c]:
                 yield image, c
 
@@ -1522,10 +1519,9 @@ class WorldSet(EvalSet):
             yield image, [(kind, *pairs[kind]) for kind in sorted(pairs)]
 
     def maps(self, purpose):
-        """Maps of colours, shapes and pairs. A picture has no map of pairs, to stay small."""
+        """Maps of colours and of shapes."""
         sample = self.scenes(purpose)
-        groupings = ["/colour", "/shape"] if purpose == "picture" else list(self.map_classes)
-        truths = {grouping: label_maps(sample, grouping) for grouping in groupings}
+        truths = {grouping: label_maps(sample, grouping) for grouping in self.map_classes}
         for i, image in enumerate(sample["images"]):
             yield image, {grouping: ids[i] for grouping, ids in truths.items()}
 
@@ -1549,14 +1545,9 @@ class WorldSet(EvalSet):
             yield image, (caption, masks, ids > 0)
 
 
-def class_ids(scene, grouping):
-    """A World scene -> ids (n, K) of its objects, by "/colour", "/shape" or "/pair"."""
-    return scene["colour"] * 8 + scene["shape"] if grouping == "/pair" else scene[grouping[1:]]
-
-
 def label_maps(sample, grouping):
     """A World sample -> maps (n, S, S): 1 + the class id on an object, 0 on the background."""
-    ids = F.pad(class_ids(sample["scene"], grouping) + 1, (1, 0))           # (n, 1 + K)
+    ids = F.pad(sample["scene"][grouping[1:]] + 1, (1, 0))                  # (n, 1 + K)
     segmentation = sample["segmentation"]
     return ids.gather(1, segmentation.flatten(1)).view_as(segmentation)
 
@@ -1917,9 +1908,8 @@ def slots(embedder, data, options):
     y = F.normalize(y, dim=-1).unflatten(0, (len(selection.classes.names), -1)).mean(1)
     accuracies = sparo.slot_accuracies(x, y, ids)                           # (L,)
     order, (L, V) = accuracies.argsort(descending=True), y.shape[1:]
-    result = {"slots/accuracy_best": accuracies.max(), "slots/accuracy_mean": accuracies.mean()}
-    choices = {"all": order, "best_half": order[: L // 2], "best_quarter": order[: L // 4],
-               "worst_half": order[L // 2 :]}
+    result = {"slots/accuracy_best": accuracies.max()}
+    choices = {"all": order, "best_half": order[: L // 2], "best_quarter": order[: L // 4]}
     for name, chosen in choices.items():
         mask = torch.zeros(L).index_fill(0, chosen, 1).repeat_interleave(V)
         found = headlines(dataclasses.replace(embedder, mask=mask), data, options)
@@ -2146,8 +2136,8 @@ def query_embeddings(embedder, data):
 def detection(embedder, data, options):
     """AP of boxes (COCO, LVIS): the mean over ten IoUs and over the classes with a true box.
 
-    The IoUs are .5 to .95. AP_rare, AP_common and AP_frequent are means over these classes of LVIS.
-    On shapes the pairs of colour and shape that the training images never show are rare.
+    The IoUs are .5 to .95. AP_rare is the mean over the rare classes of LVIS. On shapes the
+    pairs of colour and shape that the training images never show are rare.
     """
     queries = query_embeddings(embedder, data)
     encode = lambda images: sparc.best_boxes(*embedder.model.detect(images, queries))
@@ -2163,9 +2153,8 @@ def detection(embedder, data, options):
     ap = torch.stack([*aps.values()])                                       # (classes, 10)
     result = {"detection/AP": ap.mean(), "detection/AP50": ap[:, 0].mean(),
               "detection/AP75": ap[:, 5].mean(), "detection/images": len(x)}
-    for group, classes in data.box_groups.items():
-        if rows := [row for c, row in aps.items() if c in classes]:
-            result[f"detection/AP_{group}"] = torch.stack(rows).mean()
+    if rare := [row for c, row in aps.items() if c in data.rare_classes]:
+        result["detection/AP_rare"] = torch.stack(rare).mean()
     return result
 
 
@@ -2220,16 +2209,11 @@ TASKS = {
     "detection": Row(detection, ("boxes",), "detect", ("templates",)),
 }
 
-IN_WORDS = {  # a phrase for each member that rows of TASKS and PICTURES name
+IN_WORDS = {  # a phrase for each attribute of EvalSet that rows of TASKS and PICTURES name
     "groups": "class folders", "captioned": "captions", "hard_negatives": "SugarCrepe's files",
     "examples": "Winoground's files", "maps": "Pascal VOC's layout", "word_masks": "shapes",
-    "videos": "DAVIS 2017's layout", "labelled": "labelled images", "encode_text": "a text encoder",
-    "encode_patches": "a model of sparc.py", "align_words": "a model of sparc.py",
-    "encode_words": "a model of stair.py", "mask_parts": "a model of sparo.py",
-    "slots": "the slots of SPARO", "class_scores": "a classifier",
-    "word_maps": "a model of stair.py", "head_maps": "a ViT of bam.py or DINO",
-    "boxes": "boxes of COCO or LVIS",
-    "detect": "a detector", "encode_image": "a model of images"}
+    "videos": "DAVIS 2017's layout", "labelled": "labelled images",
+    "boxes": "boxes of COCO or LVIS"}
 
 
 def default_tasks(data, model):
@@ -2260,12 +2244,6 @@ def to_float(found):
 # to show. PICTURES, at the end of this section, has a row for each of these functions. draw_log,
 # which draws curves.png, has no row.
 
-BACKGROUND, NOT_COUNTED = (40, 40, 40), (150, 150, 150)
-CLASS_COLOURS = [  # colours that can be told apart; the first eight are those of the world
-    (217, 38, 38), (38, 166, 51), (51, 77, 230), (242, 217, 51), (140, 51, 179),
-    (242, 140, 26), (242, 153, 191), (242, 242, 242), (0, 250, 250), (130, 80, 30),
-    (200, 160, 255), (200, 250, 150), (250, 0, 220), (110, 110, 0), (0, 110, 160),
-    (130, 0, 50), (0, 150, 136), (255, 215, 180), (130, 130, 255), (20, 80, 40)]
 BRIGHTNESS = ("Brightness shows the weight of a patch: black is 0, full brightness is the largest "
               "weight of the map.")
 SCORES = ("Brightness shows the score of a patch for a word, p(h_j) in Eq. 4: black is the lowest "
@@ -2280,8 +2258,7 @@ def draw_text(string, width, size=13):
     text in another script.
     """
     if not string.isascii():
-        plain = unicodedata.normalize("NFKD", string).encode("ascii", "ignore").decode()
-        string = plain if re.search("[A-Za-z]", plain) else "(...)"
+        string = unicodedata.normalize("NFKD", string).encode("ascii", "ignore").decode() or "(...)"
     font = ImageFont.load_default(size)
     lines = textwrap.wrap(string, max(1, int(width / font.getlength("n"))), break_long_words=False)
     width = max([width, *[math.ceil(font.getlength(line)) for line in lines]])
@@ -2393,48 +2370,22 @@ def draw_word_maps(embedder, data):
     return lit_sheet(title, note, rows)
 
 
-def class_legends(data, groupings):
-    """Return two dicts, whose keys are the groupings. The first dict holds tables of colours
-    (256, 3), in which row i is the colour of class id i. The second dict holds legends, lists with
-    one picture for each class. Groupings share no colour, as long as there are enough colours."""
-    palette, tables, legends = itertools.cycle(CLASS_COLOURS), {}, {}
-    for grouping in groupings:
-        names = data.map_classes[grouping].names
-        colours = list(itertools.islice(palette, len(names)))
-        legends[grouping] = [join([Image.new("RGB", (12, 12), colour), draw_text(name, 60)])
-                             for name, colour in zip(names, colours)]
-        rest = [NOT_COUNTED] * (255 - len(names))
-        tables[grouping] = torch.tensor([BACKGROUND, *colours, *rest])
-    return tables, legends
-
-
 def draw_segmentation(embedder, data):
-    """An image, its true map and the map that the model predicts (SPARC, Fig. 3)."""
+    """Which patches are predicted as each class of the true map (SPARC, Fig. 3)."""
     classes, rows = patch_classes(embedder, data), []
-    samples = list(itertools.islice(data.maps("picture"), 8))
-    colours, legends = class_legends(data, samples[0][1])
-    for image, truths in samples:
+    for image, truths in itertools.islice(data.maps("segmentation"), 8):
         patches = embedder.encode_batches([image[None]], embedder.model.encode_patches)[0]
-        cells = []
+        maps = []
         for grouping, truth in truths.items():
-            what = grouping[1:] or "class"
-            size = 144, 144 * truth.shape[0] // truth.shape[1]
-            predicted = sparc.segment(patches, classes[grouping], truth.shape)
-            for label, ids in ((f"true {what}", truth), (f"predicted {what}", predicted)):
-                shade = torch.where(truth == 0, 0.35, 1.0)[..., None]
-                painted = (colours[grouping][ids.long()] * shade).byte().permute(2, 0, 1)
-                picture = to_pil_image(painted).resize(size, Image.Resampling.NEAREST)
-                shown = ids[(truth != 0) & (truth != 255)].unique().tolist()  # on the objects
-                if shown:
-                    legend = join([legends[grouping][c - 1] for c in shown], True, 2)
-                    picture = join([picture, legend])
-                cells.append((picture, label))
-        rows.append(("", [(to_picture(image, size), "image"), *cells]))
-    title = "Zero-shot segmentation: each patch gets the class whose text embedding is nearest."
-    note = ("The background is black in a true map and dimmed in a predicted one, as no class "
-            "stands for it. A legend names the classes of the pixels that are not background. Grey "
-            "pixels of a true map do not count.")
-    return sheet(title, note, rows)
+            nearest = (patches @ classes[grouping].T).argmax(1)             # (P,)
+            for c, name in enumerate(data.map_classes[grouping].names):
+                if (truth == c + 1).any():
+                    maps.append((name, (nearest == c).float()))
+        rows.append(("", image, maps))
+    title = "Zero-shot segmentation by patches (SPARC, Fig. 3)."
+    note = ("Each patch gets the class whose text embedding is nearest, and is bright below this "
+            "name. The names are those of the classes in the true map.")
+    return lit_sheet(title, note, rows)
 
 
 def draw_slots(embedder, data):
@@ -2472,13 +2423,13 @@ def draw_slots(embedder, data):
 
 def word_cloud(words, scores):
     """Words, their scores (n,) -> a picture of the best 20 words with their scores (STAIR, Table
-    9). The font grows with the score. A word with score 0 is not in STAIR's encoding, and is left
-    out."""
+    9). The font grows with the score. Words that are not in the encoding, with score 0, and special
+    tokens, with score -inf, are left out."""
     best, ids = scores.topk(min(20, len(words)))
-    sizes = 11 + 6 * (best / best[0].clamp(min=1e-6)).clamp(min=0)  # similarities may be negative
+    sizes = 11 + 6 * best / best[0].clamp(min=1e-6)
     pages = []
     for k, size, score in zip(ids, sizes, best):
-        if score.isfinite() and score != 0:
+        if score > 0:
             number = draw_text(f"{score:.2f}", 1, 11)
             pair = join([draw_text(words[k], 1, int(size)), number], gap=4)
             pages.append(ImageOps.expand(pair, (0, 0, max(0, 112 - pair.width), 0), "white"))
@@ -2489,15 +2440,14 @@ def word_cloud(words, scores):
 def draw_words(embedder, data):
     """The words that score highest for an image (STAIR, Fig. 4)."""
     images, captions = take(embedder, data, 16)
-    encode, cells = embedder.model.image_encoding or "encode_image", []
-    scores = vocabulary_scores(embedder, embedder.encode_batches([images], encode))  # (n, |V|)
+    x, cells = embedder.encode_batches([images], embedder.model.image_encoding), []
+    scores = vocabulary_scores(embedder, x)                                 # (n, |V|)
     for image, caption, of_image in zip(images, captions, scores):
         cloud = word_cloud(embedder.tokenizer.vocab, of_image)
         cells.append((join([to_picture(image, (144, 144)), cloud]), caption))
     title = "The 20 words that score highest for an image, and their scores."
-    note = ("STAIR's score is the weight of the word, before the encoding gets length 1. The score "
-            "of another method is the similarity of the image and the word. The model does not see "
-            "the caption.")
+    note = ("A score is the weight of the word, before the encoding gets length 1. The model does "
+            "not see the caption.")
     return sheet(title, note, [("", cells)], columns=2)
 
 
@@ -2526,109 +2476,61 @@ def draw_neighbours(embedder, data):
 
     The first row has the images whose encodings are nearest, the second has those whose pixels
     are nearest. The comparison shows what the encoder adds."""
-    def encode(images):
-        """(B, 3, S, S) -> (B, E + 3 * 32 * 32): encodings, then the pixels of small copies, because
-        all pixels of 1,000 photographs (224 x 224) would take 600 MB."""
-        pixels = F.adaptive_avg_pool2d(common.to_unit(images), 32).flatten(1)
-        return torch.cat([embedder.model.encode_image(images), pixels], 1)
-
-    pairs = ((image, image) for image, _ in itertools.islice(data.images("search"), 1000))
-    x, files = embedder.encode_pairs(pairs, encode)
-    encodings, pixels = x.tensor_split([x.shape[1] - 3 * 32 * 32], 1)
+    found = read_images(data.images("search"), embedder.read, embedder.workers)
+    images = torch.stack([image for image, _ in itertools.islice(found, 1000)])
+    parts = images.split(embedder.chunk)
+    encodings = embedder.encode_batches(parts, embedder.model.encode_image)
+    # of small copies, because all pixels of 1,000 photographs (224 x 224) would take 600 MB
+    small = [F.adaptive_avg_pool2d(common.to_unit(part), 32).flatten(1) for part in parts]
+    pixels = torch.cat(small)                                               # (n, 3 * 32 * 32)
     features = {"encoding": F.normalize(encodings, dim=-1),
                 "pixels": F.normalize(pixels - pixels.mean(0), dim=-1)}
     rows = []
-    for i in range(min(4, len(files))):
+    for i in range(min(4, len(images))):
         for name, x in features.items():
             cosines = x @ x[i]                                              # (n,)
             cosines[i] = math.inf  # the query comes first, even before a copy of the query
-            scores, nearest = cosines.topk(min(10, len(files)))
+            scores, nearest = cosines.topk(min(10, len(images)))
             labels = ["query", *[f"{score:.2f}" for score in scores[1:]]]
-            shown = read_images(zip([files[k] for k in nearest], labels), embedder.read)
-            cells = [(to_picture(image, (80, 80)), label) for image, label in shown]
-            rows.append((f"Nearest by {name}", cells))
-    title = f"Which of {len(files):,} images are nearest to a query, by encoding and by pixels."
+            shown = [to_picture(image, (80, 80)) for image in images[nearest]]
+            rows.append((f"Nearest by {name}", [*zip(shown, labels)]))
+    title = f"Which of {len(images):,} images are nearest to a query, by encoding and by pixels."
     means = [f"{(x @ x.T).mean():.2f} by {name}" for name, x in features.items()]
     note = (f"The numbers are cosines. The mean cosine of two images is {' and '.join(means)}. "
             f"The pixels are those of a copy of 32 x 32, minus the mean copy.")
     return sheet(title, note, rows)
 
 
-def draw_detection(embedder, data):
-    """True and found boxes of eight images."""
-    names, queries, cells = data.box_classes.names, query_embeddings(embedder, data), []
-    for image, truth in itertools.islice(data.boxes(), 8):
-        true = [(box, names[c]) for box, c in zip(truth.boxes, truth.labels)]
-        logits, boxes = embedder.model.detect(image[None].to(embedder.device), queries)
-        scores, classes = logits[0].sigmoid().max(1)                        # (P,)
-        found = [(boxes[0, i], f"{names[classes[i]]} {scores[i]:.2f}")
-                 for i in nms(boxes[0], scores, 0.5).tolist() if scores[i] >= 0.3]
-        cells += [(draw_boxes(image, true), "true"), (draw_boxes(image, found), "found")]
-    title = "Objects that are found by the names of their classes (SPARC, Table 5)."
-    note = ("A patch finds one box. Shown are boxes with a score of .3 or more; of boxes that "
-            "overlap by more than half, the one with the largest score.")
-    return sheet(title, note, [("", cells)], columns=4)
-
-
-def draw_boxes(image, boxes):
-    """A picture of an image (3, S, S) with pairs (box (4,), label)."""
-    picture = to_picture(image, (336, 336))
-    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(15)
-    for i, (box, label) in enumerate(boxes):
-        corners, colour = (336 * box).tolist(), CLASS_COLOURS[i % len(CLASS_COLOURS)]
-        draw.rectangle(corners, outline=colour, width=2)
-        place = [max(3, corner + 3) for corner in corners[:2]]
-        draw.text(place, label, "white", font, stroke_width=2, stroke_fill="black")
-    return picture
-
-
-# {title: keys of log.jsonl whose curves are drawn together}
-CHARTS = {
-    "Loss": ("loss", "chance_loss"),
-    "Parts of the loss (SPARC, Eq. 7)": ("global", "local", "local_wrong_image"),
-    "Active words of an encoding (STAIR)": ("active_image", "active_text"),
-    "Images and captions that find their partner first (--eval-every)": ("i2t/R@1", "t2i/R@1"),
-    "Accuracy of the nearest neighbours (--eval-every)": ("knn",),
-    "Learning rate": ("lr",),
-    "Norm of the gradient, before it is clipped": ("grad_norm",),
-    "Images per second": ("images_per_s",),
-    "Entropy of the attention to other images, in nats (BAM, Fig. 3)": (
-        "entropy_a", "entropy_b", "chance_loss")}
-
-
-def chart(curves, width=360, height=140):
-    """Draw curves, [points (step, value)]. The x axis goes from the first to the last step, the y
+def chart(points, width=240, height=120):
+    """Draw a curve of points (step, value). The x axis goes from the first to the last step, the y
     axis from 0 to the highest value."""
-    points = list(itertools.chain(*curves))
-    first, last = points[0][0], max(step for step, _ in points)
+    first, last = points[0][0], points[-1][0]
     highest = max(1e-12, *[value for _, value in points])
     page = Image.new("RGB", (width, height), "#eeeeee")
-    draw = ImageDraw.Draw(page)
-    for curve, colour in zip(curves, CLASS_COLOURS):
-        draw.line([((width - 1) * (step - first) / max(1, last - first),
-                    (height - 1) * (1 - max(0, value) / highest)) for step, value in curve],
-                  colour, 2)
+    line = [((width - 1) * (step - first) / max(1, last - first),
+             (height - 1) * (1 - max(0, value) / highest)) for step, value in points]
+    ImageDraw.Draw(page).line(line, "red", 2)
     return page
 
 
 def draw_log(run):
-    """{RUN/curves.png: the curves of RUN/log.jsonl}, or {} if the log has fewer than two steps."""
+    """{RUN/curves.png: a curve of each number in RUN/log.jsonl}, or {} if the log has fewer than
+    two steps."""
     file, cells = Path(run, "log.jsonl"), []
     # a run that is being trained may have written half of the last line
     log = [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
-    for title, keys in CHARTS.items():
-        curves = {key: [(record["step"], record[key]) for record in log
-                        if record.get(key) is not None] for key in keys}
-        curves = {key: points for key, points in curves.items() if points}  # a detector's chance
-        if len(log) > 1 and curves.keys() & {keys[0]}:
-            ends = [f"{colour}: {key} {points[0][1]:.3g} to {points[-1][1]:.3g}"
-                    for colour, (key, points) in zip(COLOURS, curves.items())]
-            cells.append((chart([*curves.values()]), f"{title}. {', '.join(ends)}"))
-    if not cells:
+    if len(log) < 2:
         return {}
+    for key in dict.fromkeys(itertools.chain(*log)):
+        points = [(record["step"], record[key]) for record in log
+                  if isinstance(record.get(key), float | int)]
+        is_shown = "/" not in key or key.endswith("R@1")  # of the metrics of --eval-every
+        if points and is_shown and key != "step":
+            label = f"{key}: {points[0][1]:.3g} to {points[-1][1]:.3g}"
+            cells.append((chart(points), label))
     note = ("A vertical axis begins at 0 and ends at the highest value. A curve's name stands "
             "before its first and its last value.")
-    page = sheet("The training, step by step.", note, [("", cells)], columns=2)
+    page = sheet("The training, step by step.", note, [("", cells)], columns=3)
     return {Path(run, "curves.png"): page}
 
 
@@ -2636,23 +2538,17 @@ PICTURES = {
     "alignment": Row(draw_word_maps, IMAGES, "align_words", ("classes",)),
     "segmentation": Row(draw_segmentation, ("maps",), "encode_patches", PROMPTS),
     "slots": Row(draw_slots, IMAGES, "slots", ("classes",)),
-    "words": Row(draw_words, IMAGES, "encode_text", ("classes",)),
+    "words": Row(draw_words, IMAGES, "image_encoding", ("classes",)),
     "queries": Row(draw_word_maps, IMAGES, "word_maps", ("classes",)),
     "heads": Row(draw_heads, IMAGES, "head_maps"),
     "neighbours": Row(draw_neighbours, ("captioned", "labelled")),
-    "detection": Row(draw_detection, ("boxes",), "detect", ("templates",)),
 }
 
 
 def pictures_to_draw(model, data, tasks):
-    """The pictures that `tasks` names, or the usual pictures if it is empty -> {name: Row}.
+    """The pictures that `tasks` names, or all pictures if it is empty -> {name: Row}.
     A picture is left out if the data or the model lack what the picture needs."""
-    usual = set(PICTURES)
-    if not model.encode_words:
-        usual.remove("words")  # only STAIR has an encoding that consists of words
-    if model.detect:
-        usual = {"detection"}
-    return {name: picture for name, picture in PICTURES.items() if name in (tasks or usual)
+    return {name: picture for name, picture in PICTURES.items() if name in (tasks or PICTURES)
             and picture.fits(data) and picture.suits(model)}
 
 
@@ -2688,8 +2584,9 @@ def tasks_to_run(options, data, model):
     for name in asked:
         if name not in usable and (name in TASKS or name not in pictures):
             row = (PICTURES | TASKS)[name]
-            needs = [row.model] if row.fits(data) else row.data
-            why = f"{can}; {name} needs {' or '.join(IN_WORDS[member] for member in needs)}."
+            needs = " or ".join(IN_WORDS[member] for member in row.data)
+            needs = f"a model with {row.model}" if row.fits(data) else needs
+            why = f"{can}; {name} needs {needs}."
             if name not in pictures:
                 raise UserError(why)
             print(f"note: {name}.png is drawn without metrics. {why}")
@@ -3024,10 +2921,6 @@ def compare_runs(evaluated):
     Runs that differ only in their seed share a column. The headings name the settings that differ
     between the columns.
     """
-    tested = {settings["eval_data"] for settings, _ in evaluated.values()}
-    if len(tested) > 1:
-        print("warning: the runs were tested on different data, so do not compare their figures: "
-              f"give --data ({', '.join(sorted(tested))})")
     columns = collections.defaultdict(list)
     for run, (settings, _) in evaluated.items():
         own = {key: value for key, value in settings.items() if key not in ASIDE}

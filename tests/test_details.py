@@ -555,8 +555,7 @@ def test_worlds_tasks_use_the_classes_that_they_may_use():
 SCENES = {"train": (4, "train", 9, 1), "slots": (1, "val", 8, 1), "zeroshot": (1, "test", 1, 1),
           "captioned": (1 / 2, "test", 2, 4), "negatives": (1, "test", 3, 3),
           "segmentation": (1 / 2, "test", 5, 4), "samples": (1 / 2, "test", 6, 3),
-          "picture": (8 / 24, "test", 7, 4), "search": (1, "test", 7, None),
-          "test": (1, "test", 9, 1), "boxes": (1 / 2, "test", 11, None)}
+          "search": (1, "test", 7, None), "test": (1, "test", 9, 1), "boxes": (1 / 2, "test", 11, None)}
 
 
 def test_scenes_of_each_purpose_stay_those_of_the_recorded_figures():

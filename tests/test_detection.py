@@ -20,7 +20,7 @@ from common import Boxes, UserError
 from helpers import (assert_one_process, assert_same_weights, assert_same_with_gradients,
                      read_log, run_ranks, train_alone, train_models, train_on_rank, train_until,
                      weights)
-from test_eval import embedder, opened, rows_of
+from test_eval import embedder, opened
 
 A, B = (0, 0, 0, 0.5, 0.5), (0, 0.5, 0.5, 1, 1)  # two boxes of class 0
 
@@ -223,7 +223,7 @@ def test_cocos_files_are_read(tmp_path):
 def test_lviss_files_are_read_and_rare_classes_are_not_trained_on(tmp_path):
     file = write_coco(tmp_path, lvis=True)
     table = common.BoxTable(file, tmp_path.parent, "val")
-    assert table.groups == {"rare": [0], "frequent": [1], "common": [2]}
+    assert table.rare == [0]
     assert (table.value(0).absent, table.value(0).partial) == ([0], [1])
     assert table.value(1).absent == [] and table.value(1).labels.tolist() == [0]
     assert table.path(0) == str(tmp_path / "000000000007.png")
@@ -231,16 +231,14 @@ def test_lviss_files_are_read_and_rare_classes_are_not_trained_on(tmp_path):
     assert train.trained == [1, 2] and train.value(1).labels.tolist() == []
 
 
-@pytest.mark.parametrize("change, reason", [
-    (dict(bbox=[50, 0, 5, 5]), "outside its image"), (dict(bbox=[-9, 0, 9, 5]), "outside its"),
-    (dict(bbox=[1, 1, 0, 5]), "without an area"), (dict(bbox=[1, 1, -3, 5]), "without an area"),
-    (dict(bbox=[1, math.nan, 5, 5]), "outside its image"), (dict(bbox=[1, 1]), "four numbers"),
-    (dict(bbox=None), "four numbers"), (dict(image_id=99), "image that the file does not name"),
-    (dict(category_id=99), "category that the file does not name")])
-def test_boxes_that_cannot_be_found_are_left_out_and_counted(tmp_path, capsys, change, reason):
+@pytest.mark.parametrize("change", [
+    dict(bbox=[50, 0, 5, 5]), dict(bbox=[-9, 0, 9, 5]), dict(bbox=[1, 1, 0, 5]),
+    dict(bbox=[1, 1, -3, 5]), dict(bbox=[1, math.nan, 5, 5]), dict(bbox=[1, 1]), dict(bbox=None),
+    dict(image_id=99), dict(category_id=99)])
+def test_boxes_that_cannot_be_found_are_left_out_and_counted(tmp_path, capsys, change):
     file = write_coco(tmp_path, annotations=lambda rows: rows[0].update(change))
     [(why, (count, where))] = common.BoxTable(file).skipped.items()
-    assert reason in why and count == 1 and where == f"{file}, annotation 1"
+    assert count == 1 and where == f"{file}, annotation 1"
     opened(file)
     assert f"left out of {file}: 1 x {why}" in capsys.readouterr().out
 
@@ -267,7 +265,7 @@ def test_an_image_of_another_shape_than_in_the_file_is_refused(tmp_path, capsys)
 
 def test_a_file_without_a_box_that_can_be_used_is_refused(tmp_path):
     file = write_coco(tmp_path, annotations=lambda rows: [row.update(category_id=99) for row in rows])
-    with pytest.raises(UserError, match=f"{file} has no box .*category that the file does not"):
+    with pytest.raises(UserError, match=f"{file} has no box .*annotation that has no box"):
         common.BoxTable(file)
 
 
@@ -510,7 +508,7 @@ def test_the_task_by_hand(monkeypatch):
     """Class 2 is rare. Another model finds the boxes of the second image in the third."""
     truths = [boxes_of(A, (2, 0, 0, 1, 0.75), size=(1, 0.75)), boxes_of((1, *B[1:])), boxes_of()]
     classes = evaluation.Classes(["red", "green", "blue"], ["{}"])
-    data = evaluation.EvalSet(box_classes=classes, box_groups={"rare": [2], "common": []})
+    data = evaluation.EvalSet(box_classes=classes, rare_classes=[2])
     data.boxes = lambda: [(torch.full((3, 8, 8), 4.0 + i), t) for i, t in enumerate(truths)]
     too_high = boxes_of(A, (2, 0, 0, 1, 1))  # reaches into the padding, which is cut off
     for model in (truths, [too_high, *truths[1:]]):
@@ -534,23 +532,6 @@ def test_the_task_by_hand(monkeypatch):
     data.boxes = lambda: [(torch.full((3, 8, 8), 4.0), boxes_of())]
     with pytest.raises(UserError, match="nothing.json .* no true box"):
         evaluation.detection(embedder(wrong), data, SimpleNamespace(data="nothing.json"))
-
-
-def test_true_and_found_boxes_are_drawn(monkeypatch):
-    truth, red = boxes_of(A), evaluation.CLASS_COLOURS[0]
-    data = evaluation.EvalSet(box_classes=evaluation.Classes(["red", "green", "blue"], ["{}"]))
-    data.boxes = lambda: [(torch.full((3, 8, 8), 4.0), truth)]
-    draw, labels = evaluation.draw_boxes, []
-    monkeypatch.setattr(evaluation, "draw_boxes", lambda image, boxes: (
-        labels.append([label for _, label in boxes]) or draw(image / 255, boxes)))
-    model = Finder([boxes_of((2, *B[1:]))])
-    (_, cells), = rows_of(monkeypatch, evaluation.draw_detection, embedder(model), data)
-    assert [label for _, label in cells] == ["true", "found"] and labels == [["red"], ["blue 0.73"]]
-    upper_edges = (84, 0), (252, 168)                                       # of A and of B
-    assert [[picture.getpixel(place) == red for place in upper_edges] for picture, _ in cells] == [
-        [True, False], [False, True]]
-    name = cells[0][0].crop((0, 0, 60, 25)).getcolors(10**4)                # white letters
-    assert (255, 255, 255) in [colour for _, colour in name]
 
 
 FLAGS = "--method detector --batch 4 --steps 4 --log-every 1 --warmup 1 --lr 0.01 --finetune"
@@ -593,7 +574,6 @@ def test_a_resumed_detector_equals_an_uninterrupted_one_and_is_evaluated(
     assert record["loss"] == pytest.approx(sum(record[part] for part in ("class", "l1", "giou")))
     result = json.loads((whole / "eval.json").read_text())
     assert 0 <= result["detection/AP"] <= result["detection/AP50"] <= 1
-    assert (whole / "detection.png").exists()
     assert ("detection/AP_rare" in result) == ("shapes" in flags)
     evaluation.main([str(whole), "--data", write_coco(tmp_path)])
     again = json.loads((whole / "evals.jsonl").read_text().splitlines()[-1])

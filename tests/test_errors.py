@@ -167,7 +167,7 @@ ERRORS = [
 
     # The world
     *((f"sparc --data shapes:{name}={value}", f"shapes.*{name}.*{value}")
-      for name, value in {"size": "big", "noise": "nan", "large": "0.1"}.items()),
+      for name, value in {"size": "big", "noise": "nan"}.items()),
     ("sparc --data shapes:colour=3", "shapes has no setting 'colour'; its settings: background"),
 
     # A whole CLIP
@@ -248,7 +248,7 @@ ERRORS = [
     *((f"eval runs/sparc {flag} {'n' * 300}", message) for flag, message in {
         "--data": "n does not exist. Give", "--templates": "n' needs one placeholder",
         "--data photos --task knn --train-data": "n does not exist. Give"}.items()),
-    ("eval runs/sparc --task slots", "this model can run .*; slots needs the slots of SPARO"),
+    ("eval runs/sparc --task slots", "this model can run .*; slots needs a model with slots"),
     ("eval runs/sparc --probe-lr .002", "--probe-lr 0.002 has no effect .* the probe is adamw, not sgd"),
     ("eval runs/sparc --data photos --split val", "--split val has no effect here: photos does not use"),
     ("eval runs/sparc --data a.json:split=val --split test", "a.json:split=val names its split",

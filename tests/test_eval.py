@@ -332,9 +332,8 @@ def test_segment_gives_each_patch_its_nearest_class():
 def test_label_maps_name_the_classes_of_the_segmentation():
     data, _ = opened("shapes:size=48", split="val")
     sample = data.world.sample(20, "val", 0)
-    names = {"/colour": "{colour}", "/shape": "{shape}", "/pair": "{colour} {shape}"}
-    for purpose, drawn in (("segmentation", {*names}), ("picture", {"/colour", "/shape"})):
-        assert next(data.maps(purpose))[1].keys() == drawn  # a picture stays small
+    names = {"/colour": "{colour}", "/shape": "{shape}"}
+    assert next(data.maps("segmentation"))[1].keys() == names.keys()
     for way, name in names.items():
         maps, classes = evaluation.label_maps(sample, way), data.map_classes[way].names
         assert ((maps == 0) == (sample["segmentation"] == 0)).all()
@@ -1102,7 +1101,6 @@ def test_slots_are_selected_and_masks_are_trained_on_files(tmp_path, monkeypatch
     embed, flags = embedder(SlotOracle()), dict(templates=["{}", "{}", "a {}"], select_root=test)
     found = evaluation.slots(embed, *opened(test, select=val, **flags))
     assert found["slots/accuracy_best"] == 1
-    assert found["slots/accuracy_mean"] == pytest.approx((1 + 1 / 3 + 1) / 3)
     assert found["slots/best_half/zeroshot"][0].all() and "slots/best_half/i2t/R@1" not in found
     on_crepe = evaluation.slots(embed, *opened(crepe, select=val, image_root=test, **flags))
     assert on_crepe["slots/best_half/negatives"] == (1, 1 / 2, 1)
@@ -1262,9 +1260,6 @@ def test_a_cloud_shows_the_words_of_an_encoding_the_largest_first(monkeypatch):
         drawn.append((string, size)) or draw_text(string, width, size)))
     evaluation.word_cloud(["a", "b", "c", "d"], torch.tensor([0.5, 0, 2, -math.inf]))
     assert drawn == [("2.00", 11), ("c", 17), ("0.50", 11), ("a", 12)]
-    drawn.clear()
-    evaluation.word_cloud(["a", "b"], torch.tensor([-0.5, -0.25]))          # similarities
-    assert drawn == [("-0.25", 11), ("b", 11), ("-0.50", 11), ("a", 11)]
 
 
 def test_slots_are_shown_that_agree_in_four_images_and_repeat_no_words(monkeypatch):
@@ -1307,6 +1302,7 @@ def test_images_have_their_best_words(tmp_path, monkeypatch):
     table = "image,caption\nred/0.png,blue\nblue/0.png,red\ngreen/0.png,green\n"
     write_files(tmp_path, {"a.csv": table})
     embed, (data, _) = embedder(), opened(tmp_path / "a.csv")
+    embed.model.image_encoding = embed.model.encode_image
     clouds, cloud = [], evaluation.word_cloud
     monkeypatch.setattr(evaluation, "word_cloud", lambda words, scores: (
         clouds.append(words[scores.argmax()]) or cloud(words, scores)))
@@ -1354,18 +1350,14 @@ def test_attention_of_cls_is_drawn_at_the_size_of_the_papers_figure(tmp_path, mo
         "image", "mean of heads", "head 1", "head 2"]
 
 
-def test_a_predicted_map_stands_beside_the_true_map(tmp_path, monkeypatch):
+def test_the_patches_of_each_true_class_are_bright(tmp_path, monkeypatch):
     make_voc_folder(tmp_path)
     data, _ = opened(tmp_path, classes=str(tmp_path / "classes.txt"), templates=["{}"])
     rows = rows_of(monkeypatch, evaluation.draw_segmentation, embedder(), data)
-    assert [[label for _, label in cells] for _, cells in rows] == 2 * [
-        ["image", "true class", "predicted class"]]
-    _, *maps = [picture for picture, _ in rows[1][1]]                       # the green picture
-    green = evaluation.CLASS_COLOURS[1]                                     # of class 2
-    above, below = ([page.getpixel((9, y)) for page in maps]
-                    for y in (maps[0].height // 4, maps[0].height - 30))
-    assert below == [green, green]
-    assert max(above[0]) < 20 and above[1] == tuple(int(0.35 * x) for x in green)  # dimmed
+    assert [[label for _, label in cells] for _, cells in rows] == [
+        ["image", "red", "blue"], ["image", "green"]]
+    image, bright, *_ = [picture for picture, _ in rows[1][1]]
+    assert ImageChops.difference(image, bright).getbbox() is None
 
 
 def test_pictures_of_other_data_or_another_split_have_other_names():
@@ -1386,29 +1378,23 @@ def test_other_json_files_next_to_class_folders_are_not_sugarcrepe(tmp_path):
 
 def test_a_curve_has_the_height_of_its_values():
     """Half of the largest value lies in the middle of the axis, and 0 at its bottom."""
-    page = np.array(evaluation.chart([[(0, 0.0), (10, 2.0), (20, 4.0), (30, 4.0)]], 301, 141))
-    red = evaluation.CLASS_COLOURS[0]
-    heights = [(page[:, 10 * step] == red).all(1).nonzero()[0].mean() for step in (0, 10, 20, 30)]
+    page = np.array(evaluation.chart([(0, 0.0), (10, 2.0), (20, 4.0), (30, 4.0)], 301, 141))
+    heights = [(page[:, 10 * step] == (255, 0, 0)).all(1).nonzero()[0].mean()
+               for step in (0, 10, 20, 30)]
     assert heights == pytest.approx([140, 70, 0, 0], abs=1.5)
 
 
-def test_curves_show_parts_of_the_loss_and_metrics_of_some_steps(tmp_path, monkeypatch):
-    """A gradient that overflowed is null."""
-    log = [{"step": step, "loss": 2.0, "chance_loss": 3, "global": 1.0 / step, "local": 0.5,
-            "local_wrong_image": 0.9, "grad_norm": None}
-           | ({"i2t/R@1": 0.1, "t2i/R@1": 0.2} if step == 2 else {}) for step in (1, 2, 3)]
+def test_each_number_of_the_log_has_a_curve(tmp_path, monkeypatch):
+    """A gradient that overflowed is null. A detector's chance loss is null."""
+    log = [{"step": step, "loss": 2.0, "chance_loss": None, "global": 1.0 / step, "grad_norm": None,
+            "skipped": {"unreadable image": 2}}
+           | ({"i2t/R@1": 0.1, "i2t/R@1/chance": 0.2} if step == 2 else {}) for step in (1, 2, 3)]
+    log[1]["grad_norm"] = 5.0
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log))
     rows = rows_of(monkeypatch, lambda: evaluation.draw_log(tmp_path))
     (_, cells), = rows[tmp_path / "curves.png"]
-    titles = [title for _, title in cells]
-    assert titles[0].startswith("Loss. red: loss 2 to 2, green: chance_loss 3 to 3")
-    assert "Eq. 7). red: global 1 to 0.333, " in titles[1] and "--eval-every" in titles[2]
-    assert len(titles) == 3
-    log = [{"step": step, "loss": 2.0, "chance_loss": None} for step in (1, 2)]  # a detector's
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log))
-    rows = rows_of(monkeypatch, lambda: evaluation.draw_log(tmp_path))
-    (_, ((_, title),)), = rows[tmp_path / "curves.png"]
-    assert title == "Loss. red: loss 2 to 2"
+    assert [label for _, label in cells] == [
+        "loss: 2 to 2", "global: 1 to 0.333", "grad_norm: 5 to 5", "i2t/R@1: 0.1 to 0.1"]
 
 
 def test_a_task_without_metrics_still_draws_its_picture(run_of, tmp_path, capsys):
@@ -1425,7 +1411,7 @@ def test_a_task_without_metrics_still_draws_its_picture(run_of, tmp_path, capsys
     ("sparc", ["alignment", "segmentation"]), ("stair", ["words", "queries"]),
     ("bam", ["heads", "curves", "neighbours"])])
 def test_a_run_draws_its_pictures(run_of, name, pictures):
-    assert (run_of(name) / "words.png").exists() == (name == "stair")  # others need --task words
+    assert (run_of(name) / "words.png").exists() == (name == "stair")
     for shown in pictures:
         with Image.open(run_of(name) / f"{shown}.png") as page:
             assert page.width > 600 and len(page.getcolors(10**6)) > 10
