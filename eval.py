@@ -1846,19 +1846,14 @@ def weights_on_objects(task, embedder, data, words_of):
     """Where a word's weights lie in a scene of several objects (our measure).
 
     words_of(embedder, image, caption) -> pairs (word, weights (P,) of the image's patches).
-    Returns two pairs (value, chance) for each kind of word, colour and shape:
-
-        TASK/own/KIND      weight on the objects that the word names / weight on all objects
-        TASK/objects/KIND  weight on all objects / all weight
-
-    A network that lights up all objects alike, as untrained networks may do, has a high second
-    value, but a first value at chance. So the first value is the one to compare. The chance is
-    what equal weights would give. Values and chances are means over the words of the kind; they are
-    nan if there are none. A word that names all objects of its scene is skipped, as its first value
-    is always 1. A word without any weight on objects has no first value.
+    Returns a pair (value, chance) for each kind of word, colour and shape, TASK/own/KIND: the
+    weight on the objects that the word names / the weight on all objects. A network that lights up
+    all objects alike, as untrained networks may do, is at chance, which is what equal weights would
+    give. Values and chances are means over the words of the kind; they are nan if there are none. A
+    word that names all objects of its scene is skipped, as its value is always 1. A word without
+    any weight on objects is skipped, too.
     """
-    found = {f"{task}/{figure}/{kind}": []
-             for kind in ("colour", "shape") for figure in ("own", "objects")}
+    found = {f"{task}/own/{kind}": [] for kind in ("colour", "shape")}
     for image, (caption, masks, objects) in data.word_masks():
         for word, weights in words_of(embedder, image, caption):
             for kind in ("colour", "shape"):
@@ -1866,7 +1861,6 @@ def weights_on_objects(task, embedder, data, words_of):
                 if own is None or own.equal(objects):
                     continue
                 share = sparc.share_on(objects, weights)
-                found[f"{task}/objects/{kind}"].append((share, objects.float().mean().item()))
                 if share > 0:
                     even = (own.sum() / objects.sum()).item()
                     found[f"{task}/own/{kind}"].append((sparc.share_on(own, weights) / share, even))
@@ -1930,23 +1924,19 @@ def attention_of_slots(embedder, images, captions):
     return tokens.cpu(), over_image[:, :, -patches:], *chosen               # without [CLS]
 
 
-def words_of_slots(embedder, image, caption, every=False):
-    """Yield (word, weights (P,)) for each slot that can be interpreted (see attention_of_slots), or
-    for every slot. `weights` is 1 at the patch to which the slot gives the highest weight, and 0
-    elsewhere."""
+def words_of_slots(embedder, image, caption):
+    """Yield (word, weights (P,)) for each slot that can be interpreted (see attention_of_slots).
+    `weights` is 1 at the patch to which the slot gives the highest weight, and 0 elsewhere."""
     tokens, weights, word, _, agree = attention_of_slots(embedder, image[None], [caption])
-    for slot in (agree[0] | every).nonzero()[:, 0].tolist():
+    for slot in agree[0].nonzero()[:, 0].tolist():
         best = F.one_hot(weights[0, slot].argmax(), weights.shape[2])
         yield embedder.tokenizer.vocab[tokens[0, word[0, slot]]], best
 
 
 def slot_alignment(embedder, data, options):
-    """Whether a slot's brightest patch shows the objects that the slot's word names (SPARO).
-
-    Slots that can be interpreted are few and the best ones. `all` counts every slot."""
-    every = functools.partial(words_of_slots, every=True)
-    return (weights_on_objects("slot_alignment", embedder, data, words_of_slots)
-            | weights_on_objects("slot_alignment/all", embedder, data, every))
+    """Whether a slot's brightest patch shows the objects that the slot's word names (SPARO), for
+    the few slots that can be interpreted."""
+    return weights_on_objects("slot_alignment", embedder, data, words_of_slots)
 
 
 def masks(embedder, data, options):

@@ -1040,28 +1040,28 @@ def weights_in_scene(**words):
 
 
 @pytest.mark.parametrize("words, expected", [
-    # (own, chance of own, objects, chance of objects) for colours, for shapes
-    ({"blue": {6: 2.0, 7: 1.0, 0: 1.0, 8: 4.0}}, [(3 / 4, 2 / 8, 4 / 8, 8 / 16), None]),
-    ({"red": {1: 1.0, 4: 1.0, 6: 2.0}}, [(2 / 4, 6 / 8, 1, 8 / 16), None]),     # two red objects
-    ({"rings": {0: 1.0, 6: 1.0, 5: 2.0}}, [None, (2 / 4, 6 / 8, 1, 8 / 16)]),   # a plural
+    # (own, chance of own) for colours, for shapes
+    ({"blue": {6: 2.0, 7: 1.0, 0: 1.0, 8: 4.0}}, [(3 / 4, 2 / 8), None]),
+    ({"red": {1: 1.0, 4: 1.0, 6: 2.0}}, [(2 / 4, 6 / 8), None]),                # two red objects
+    ({"rings": {0: 1.0, 6: 1.0, 5: 2.0}}, [None, (2 / 4, 6 / 8)]),              # a plural
     ({"object": {0: 1.0}, "a": {0: 1.0}}, [None, None]),  # it names all objects; it names none
     # a mean over words; a word without weight on objects has no value of its own
     ({"star": {4: 1.0}, "ring": {4: 1.0, 9: 1.0}, "rings": {15: 1.0}},
-     [None, ((1 + 0) / 2, (2 / 8 + 6 / 8) / 2, (1 + 1 / 2 + 0) / 3, 8 / 16)])])
+     [None, ((1 + 0) / 2, (2 / 8 + 6 / 8) / 2)])])
 def test_weights_on_own_objects_are_a_share_of_those_on_all_objects(words, expected):
     found = weights_in_scene(**words)
     for kind, figures in zip(("colour", "shape"), expected):
-        pair = found[f"task/own/{kind}"] + found[f"task/objects/{kind}"]
-        assert pair == pytest.approx(figures or [math.nan] * 4, nan_ok=True)
+        pair = found[f"task/own/{kind}"]
+        assert pair == pytest.approx(figures or [math.nan] * 2, nan_ok=True)
 
 
 def test_a_network_that_lights_up_all_objects_alike_has_own_weights_at_chance():
-    """It puts all its weight on objects, so the share of all weight would flatter it."""
+    """The share of all weight that lies on objects would flatter it."""
     found = weights_in_scene(**dict.fromkeys(["red", "blue", "ring", "star"],
                                              {pixel: 1.0 for pixel in range(8)}))
     for kind in ("colour", "shape"):
         value, even = found[f"task/own/{kind}"]
-        assert value == pytest.approx(even) and found[f"task/objects/{kind}"] == (1, 0.5)
+        assert value == pytest.approx(even)
 
 
 def test_alignment_is_1_for_a_perfect_model_and_chance_for_a_blind_one():
@@ -1086,7 +1086,7 @@ def test_alignment_is_1_for_a_perfect_model_and_chance_for_a_blind_one():
         known = iter([pair for _, pair in pairs])
         embed = SimpleNamespace(maps=maps, model=SimpleNamespace(word_maps=None))
         found = evaluation.alignment(embed, data, None)
-        assert len(found) == 4 and found["alignment/own/colour"][1] < 0.7
+        assert len(found) == 2 and found["alignment/own/colour"][1] < 0.7
         for value, chance in found.values():
             assert value == pytest.approx(1.0 if sees else chance, abs=1e-4)
 
@@ -1286,14 +1286,11 @@ def test_a_slot_that_agrees_gives_its_word_and_its_brightest_patch(monkeypatch):
     found = (torch.tensor([[2, 4, 5, 3]]), weights, torch.tensor([[1, 2, 1]]), None,
              torch.tensor([[True, True, False]]))
     monkeypatch.setattr(evaluation, "attention_of_slots", lambda *given: found)
-    for every, expected in ((False, [("red", [0, 1]), ("green", [1, 0])]),
-                            (True, [("red", [0, 1]), ("green", [1, 0]), ("red", [0, 1])])):
-        words = evaluation.words_of_slots(embedder(), torch.zeros(3, 8, 8), "red green", every)
-        assert [(word, best.tolist()) for word, best in words] == expected
-    monkeypatch.setattr(evaluation, "weights_on_objects", lambda task, embedder, data, words_of: {
-        task: [word for word, _ in words_of(embedder, torch.zeros(3, 8, 8), "red green")]})
-    assert evaluation.slot_alignment(embedder(), None, None) == {
-        "slot_alignment": ["red", "green"], "slot_alignment/all": ["red", "green", "red"]}
+    words = evaluation.words_of_slots(embedder(), torch.zeros(3, 8, 8), "red green")
+    assert [(word, best.tolist()) for word, best in words] == [("red", [0, 1]), ("green", [1, 0])]
+    monkeypatch.setattr(evaluation, "weights_on_objects", lambda *given: given)
+    assert evaluation.slot_alignment("embedder", "data", None) == (
+        "slot_alignment", "embedder", "data", evaluation.words_of_slots)
 
 
 def test_images_have_their_best_words(tmp_path, monkeypatch):
