@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import sys
-from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # models are so small that more threads only slow them down
@@ -24,7 +23,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 import common
 import eval as evaluation
 import train
-from helpers import SMALL
+from helpers import SMALL, rank_process
 
 SIGNALS = *train.SIGNALS, signal.SIGCHLD
 # All tests but those of test_gpu.py run on the CPU, where results are exact. There a test may also
@@ -42,7 +41,8 @@ def pytest_collection_finish(session):
     if any(item.get_closest_marker("ranks") for item in session.items):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CUDA_VISIBLE_DEVICES", "")
-            forkserver.ensure_running()  # imports torch for run_ranks while the first tests run
+            for rank in range(3):
+                rank_process(rank)
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def short_runs():
     os.fsync = lambda file: None
     yield
     for child in multiprocessing.active_children():
-        if isinstance(child, multiprocessing.context.ForkProcess):  # the others are run_ranks' pool
+        if "Pool" not in child.name:  # a process of run_ranks
             child.kill()
 
 

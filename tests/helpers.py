@@ -243,14 +243,18 @@ class LiveMemory(TorchDispatchMode):
         return out
 
 
-RANKS = multiprocessing.get_context("forkserver")
-RANKS.set_forkserver_preload(["torch", "torchvision", "pytest"])
-
-
 @functools.cache
 def rank_process(rank):
-    """Return the process that is this rank in every test, a fork of a server with torch."""
-    return RANKS.Pool(1)
+    """Return the process that is this rank in every test.
+
+    It is a fork of pytest, which has imported all modules, from before the first test.
+    """
+    return multiprocessing.get_context("fork").Pool(1, initializer=print_nothing)
+
+
+def print_nothing():
+    """Let this process print nothing, for its output would interrupt pytest's."""
+    sys.stdout = open(os.devnull, "w")
 
 
 def as_rank(rank, directory, world, function, arguments):

@@ -4,14 +4,18 @@ The tests run for each method in METHODS. A fifth method, toy.py, has only the m
 required, and must train, resume and be evaluated, too.
 """
 
+import contextlib
 import copy
 import dataclasses
 import inspect
 import json
+import multiprocessing
 import operator
+import os
+import runpy
 import shutil
-import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -59,15 +63,18 @@ PRINTED = {
 ON_FILES = "--image-size 16 --data "
 WORDS = {"sparo": 49_408, "stair": 30_522, "stair-clip": 30_522, "sparc": 32_000,
          "detector": 32_000}
-RUN_ALONE = """
-import runpy, sys
-for other in ("common", "train", "eval", "torchvision", "numpy", "PIL", "tqdm", "pytest"):
-    sys.modules[other] = None  # cannot be imported
-for name in sys.argv[1:]:
-    print("file", name)
-    sys.argv = [name]
-    runpy.run_path(name, run_name="__main__")
-"""
+
+
+def run_alone(file, output):
+    """Run a copied method file in its directory, where it can import torch alone."""
+    for name in [*sys.modules]:
+        if name in METHODS or name.partition(".")[0] in ("common", "train", "eval", "torchvision",
+                                                         "numpy", "PIL", "tqdm", "pytest"):
+            sys.modules[name] = None  # cannot be imported
+    os.chdir(Path(file).parent)
+    sys.path[:] = [path for path in sys.path if not path.startswith(str(ROOT))]
+    with open(output, "w") as printed, contextlib.redirect_stdout(printed):
+        runpy.run_path(Path(file).name, run_name="__main__")
 
 
 def batch_of(name, B=4):
@@ -77,20 +84,15 @@ def batch_of(name, B=4):
     return make_views(B) if name in ("dino", "bam") else make_batch(B)
 
 
-def test_each_method_file_runs_alone_in_an_empty_directory(tmp_path):
+@pytest.mark.parametrize("name", ["sparo", "stair", "sparc", "bam"])
+def test_each_method_file_runs_alone_in_an_empty_directory(tmp_path, name):
     """Each file prints a demonstration. No other file of ours and no package but torch is there."""
-    files = [f"{name}.py" for name in METHODS if (ROOT / f"{name}.py").exists()]
-    for file in files:
-        shutil.copy(ROOT / file, tmp_path)
-    running = [subprocess.Popen([sys.executable, "-I", "-c", RUN_ALONE, *files[i::2]], cwd=tmp_path,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-               for i in range(2)]
-    for i, process in enumerate(running):
-        printed, error = process.communicate()
-        assert process.returncode == 0, error
-        shown = printed.split("file ")[1:]
-        assert [text.splitlines()[0] for text in shown] == files[i::2]
-        assert all(len(text.splitlines()) > 1 for text in shown)
+    (tmp_path / "empty").mkdir()
+    file, output = shutil.copy(ROOT / f"{name}.py", tmp_path / "empty"), tmp_path / "printed"
+    process = multiprocessing.get_context("fork").Process(target=run_alone, args=(file, output))
+    process.start()
+    process.join()
+    assert process.exitcode == 0 and len(output.read_text().splitlines()) > 1
 
 
 def two_products(v, t, scale, gather):
@@ -100,30 +102,47 @@ def two_products(v, t, scale, gather):
     return (image_to_text + F.cross_entropy(scale * t @ gather(v).T, i)) / 2
 
 
-def contrastive_losses(rank):
-    """Return [loss, gradients] of the printed loss and of each file's loss, in float64."""
+# Losses of images and captions v, t (B, E), and of their tokens (B, L, E), with nothing passed.
+CONTRASTIVE = sparo.clip_loss, stair.contrastive_loss, sparc.global_loss
+WITH_DEFAULTS = [
+    *(lambda v, t, loss=loss: loss(v.sum(1), t.sum(1), 9.0) for loss in CONTRASTIVE),
+    lambda v, t: stair.flops_loss(v.sum(1)) + stair.flops_loss(t.sum(1)),
+    lambda v, t: sparc.fine_grained_loss(t, v, v.new_ones(v.shape[:2]).bool(), 9.0,
+                                         token_mean="batch"),
+    lambda v, t: bam.bam_loss(torch.cat([v.sum(1), t.sum(1)]), 2)]
+
+
+def losses_of_rank(rank):
+    """Return [loss, its gradients] of the printed loss, of each file's loss with a plain gather,
+    and of losses with nothing passed, in float64. Without a process group the rank has all rows.
+    """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    pairs = torch.rand(2, 6, 5, generator=torch.Generator().manual_seed(0)).double() + 0.1
+    pairs = torch.rand(2, 6, 4, 5, generator=torch.Generator().manual_seed(0)).double() + 0.1
     results = []
-    for loss in (two_products, sparc.global_loss, sparo.clip_loss, stair.contrastive_loss):
-        v, t = (F.normalize(x, dim=-1).chunk(world)[rank].requires_grad_() for x in pairs)
+    for loss in (two_products, *CONTRASTIVE):
+        v, t = (F.normalize(x[:, 0], dim=-1).chunk(world)[rank].requires_grad_() for x in pairs)
         scale = torch.tensor(9.0, dtype=torch.float64, requires_grad=True)
         v_n, t_n = (x / x.norm(dim=-1, keepdim=True) for x in (v, t))  # as all files do
         value = loss(v_n, t_n, scale, gather=lambda x: common.gather(x))  # a plain function
         results.append([value.detach(), *torch.autograd.grad(value, (v, t, scale))])
+    for loss in WITH_DEFAULTS:
+        v, t = (x.chunk(world)[rank].requires_grad_() for x in pairs)
+        value = loss(v, t)
+        results.append([value.detach(), *torch.autograd.grad(value, (v, t))])
     return results
 
 
 @pytest.mark.ranks
-def test_contrastive_losses_of_all_files_equal_the_printed_loss(tmp_path):
+def test_losses_of_all_files_equal_the_printed_loss_and_need_nothing_passed_on_ranks(tmp_path):
     """The files compute one product of images and captions for both directions."""
-    alone = contrastive_losses(0)
-    ranks = run_ranks(tmp_path, contrastive_losses)
-    for one, *of_ranks in zip(alone, *ranks):
-        losses, by_v, by_t, by_scale = zip(*of_ranks)  # DDP averages over the ranks
-        joined = [sum(losses) / 2, torch.cat(by_v) / 2, torch.cat(by_t) / 2, sum(by_scale) / 2]
-        for result in (one, joined):
-            torch.testing.assert_close(result, alone[0], rtol=1e-12, atol=1e-14)
+    alone = losses_of_rank(0)
+    for one, *of_ranks in zip(alone, *run_ranks(tmp_path, losses_of_rank)):
+        losses, by_v, by_t, *by_scale = zip(*of_ranks)  # DDP averages over the ranks
+        joined = [sum(losses) / 2, torch.cat(by_v) / 2, torch.cat(by_t) / 2]
+        joined += [sum(gradients) / 2 for gradients in by_scale]
+        torch.testing.assert_close(joined, one, rtol=1e-10, atol=1e-14)
+    for one in alone[1 : 1 + len(CONTRASTIVE)]:
+        torch.testing.assert_close(one, alone[0], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("loss", [
@@ -136,53 +155,6 @@ def test_more_rows_without_ranks_raise_an_error(loss):
     v, t = torch.randn(2, 4, 5)
     with pytest.raises(ValueError, match="process group"):
         loss(v, t, 1.0, gather=lambda x: torch.cat([x, x]))
-
-
-TRAIN_ALONE = """
-import sys, torch, torch.distributed as dist
-sys.path.insert(0, ".")
-sys.modules.update(dict.fromkeys(("common", "train", "eval", "torchvision", "numpy", "PIL")))
-import sparo, stair, sparc, bam
-rank, store = int(sys.argv[1]), dist.FileStore("store", 2)
-pairs = torch.rand(2, 6, 4, 5, generator=torch.Generator().manual_seed(0)).double() + 0.1
-LOSSES = {"sparo": lambda v, t: sparo.clip_loss(v, t, 9.0),
-          "stair": lambda v, t: stair.contrastive_loss(v.sum(1), t.sum(1), 9.0)
-                   + stair.flops_loss(v.sum(1)),
-          "sparc": lambda v, t: sparc.global_loss(v.sum(1), t.sum(1), 9.0)
-                   + sparc.fine_grained_loss(t, v, v.new_ones(v.shape[:2]).bool(), 9.0,
-                                             token_mean="batch"),
-          "bam": lambda v, t: bam.bam_loss(torch.cat([v.sum(1), t.sum(1)]), 2)}
-found = {}
-for ranks in (1, 2):
-    if ranks == 2:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    for name, loss in LOSSES.items():
-        v, t = (x.chunk(ranks)[rank % ranks].clone().requires_grad_() for x in pairs)
-        value = loss(v, t)
-        gradients = torch.autograd.grad(value, (v, t))
-        if ranks == 2:  # DDP averages over the ranks
-            one = found[name]
-            joined = [torch.zeros_like(value) + value.detach(), *gradients]
-            dist.all_reduce(joined[0])
-            for x, whole in zip(joined[1:], one[1:]):
-                torch.testing.assert_close(x / 2, whole.chunk(2)[rank], rtol=1e-10, atol=1e-14)
-            torch.testing.assert_close(joined[0] / 2, one[0], rtol=1e-10, atol=1e-14)
-        found[name] = [value.detach(), *gradients]
-dist.barrier()  # a rank that ends before the other may abort it
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.ranks
-def test_copied_files_are_right_on_two_ranks_with_nothing_passed(tmp_path):
-    """Losses and gradients of both ranks are those of one process on all rows."""
-    for name in ("sparo", "stair", "sparc", "bam"):
-        shutil.copy(ROOT / f"{name}.py", tmp_path)
-    ranks = [subprocess.Popen([sys.executable, "-I", "-c", TRAIN_ALONE, str(rank)], cwd=tmp_path,
-                              stderr=subprocess.PIPE, text=True) for rank in range(2)]
-    for process in ranks:
-        _, printed = process.communicate(timeout=120)
-        assert process.returncode == 0, printed
 
 
 REPEATED = "fp32 in_fp32 all_ranks Gather own_columns readable check_scale as_bools checked_mask"
@@ -395,7 +367,6 @@ FINE, PROJECTOR = sparc.fine_grained_loss, bam.Projector(E, bam.Config(
     teacher=False, projector_width=4, projector_dim=4))
 NO_CLS = SimpleNamespace(cls=False)
 UNEQUAL_VIEWS = {"views": [torch.randn(n, 3, 16, 16) for n in (3, 1)]}
-CONTRASTIVE = sparo.clip_loss, stair.contrastive_loss, sparc.global_loss
 
 
 @pytest.mark.parametrize("loss", CONTRASTIVE)

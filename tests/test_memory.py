@@ -139,17 +139,15 @@ def compiled_on_a_rank(rank):
         patch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1024)
         patch.setattr(torch, "compile", compile)
         patch.setattr(train, "DistributedDataParallel", parallel)
-        for recompute, K in ((False, 1), (True, 2)):
-            torch.compiler.reset()  # else the second graph is compiled for all sizes
-            results = []
-            for compiled in (False, True):
-                torch.manual_seed(0)
-                model = build(f"sparc {K}")
-                model.image_encoder.blocks.grad_checkpoint = recompute
-                batch = tree_map(lambda x: x.chunk(2)[rank], batch_of("sparc"))
-                wrapped = train.wrap(SimpleNamespace(compile=compiled), model, 2)
-                results.append(gradients(model, batch, wrapped))
-            assert_equal(*results)
+        results = []
+        for compiled in (False, True):
+            torch.manual_seed(0)
+            model = build("sparc 2")
+            model.image_encoder.blocks.grad_checkpoint = True
+            batch = tree_map(lambda x: x.chunk(2)[rank], batch_of("sparc"))
+            wrapped = train.wrap(SimpleNamespace(compile=compiled), model, 2)
+            results.append(gradients(model, batch, wrapped))
+        assert_equal(*results)
     return rank
 
 
