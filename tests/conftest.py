@@ -71,6 +71,7 @@ def short_runs():
     they ignore, and wait for ever.
     """
     evaluation.WORLD_N, train.CHECKED, train.MOST_WORKERS = 24, 50, 0
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # seconds to wait for a failed worker
     vocabulary = functools.cache(common.train_wordpiece)
     common.train_wordpiece = lambda captions, size: list(vocabulary(tuple(captions), size))
     draw = common.World.sample_captions

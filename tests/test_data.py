@@ -1576,7 +1576,7 @@ def test_an_image_that_the_disk_fails_once_is_read_and_one_that_fails_is_counted
     message = failure(take, stream(source, 6), 1)
     assert message.startswith("The disk failed to read three samples in a row, the last") and (
         len(sleeps) == 6 + 9)
-    if kind == common.PASSING[0]:  # the end of a failed worker takes five seconds
+    if kind == common.PASSING[0]:  # the end of a failed worker takes half a second
         with pytest.raises(common.DiskError):  # a worker's error keeps its type
             take(stream(source, 6), 1, workers=1)
 
