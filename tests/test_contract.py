@@ -33,8 +33,9 @@ import stair
 import toy
 import train
 from helpers import (METHOD, MODELS, ROOT, SMALL, assert_one_process, assert_same_weights,
-                     make_batch, make_views, on_ranks, read_log, run_ranks, tiny_model, train_alone,
-                     train_on_rank, train_until, write_files, write_shards, write_table)
+                     make_batch, make_views, on_ranks, read_log, run_ranks, shapes_alone, tiny_model,
+                     train_alone, train_on_rank, train_until, write_files, write_shards,
+                     write_table)
 from train import METHODS
 
 STABLE_FLAGS = """--preset tiny --data shapes --out DIR --steps 1 --batch 8 --lr 0.1 --amp bf16
@@ -280,7 +281,7 @@ def test_presets_have_the_papers_parameters_and_vocabularies(name, preset):
     """A preset needs no further flag. The meta device counts parameters without memory for them."""
     method, args = METHODS[name], train.parse_args(["--method", name, "--preset", preset])
     args.classes = ["a", "b"]  # for classifiers
-    with torch.device("meta"):
+    with shapes_alone():
         encoders = common.build_encoders(method, args, range(4))
         model = common.build_model(method, args, *encoders)
     text = method.uses_text(args)

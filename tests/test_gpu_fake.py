@@ -26,7 +26,7 @@ import eval as evaluation
 import gpu_bench
 import stair
 import train
-from helpers import LiveMemory, make_batch, make_views, tiny_model
+from helpers import LiveMemory, make_batch, make_views, shapes_alone, tiny_model
 from test_memory import OBJECTIVES
 
 CASES = OBJECTIVES | {  # {name: (model in helpers.MODELS, settings of its Config)}
@@ -291,7 +291,7 @@ def cost_of_a_step(fake, calls, waits, method, preset, *flags):
     method = train.METHODS[method]
     _, encoder = common.encoder_settings(args.image_encoder, common.IMAGE_ENCODERS)
     args.image_size = args.image_size or encoder["image_size"]
-    with torch.device("meta"):  # a fake teacher cannot be copied
+    with shapes_alone():  # a fake teacher cannot be copied
         model, kept, sent = train.new_model(args, method, range(4)), [], []
     with fake, torch.device("cuda"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)

@@ -16,6 +16,7 @@ import eval as evaluation
 import sparc
 import sparo
 import train
+from helpers import shapes_alone
 
 IMAGENET = 1_281_167  # images (SPARO, Table C.1)
 
@@ -268,7 +269,7 @@ def test_small_presets_have_the_settings_of_the_recorded_figures(
     """No paper has these settings, but README's figures and the recorded ones do."""
     method, args = train.METHODS[name], train.parse_args(["--method", name, "--preset", preset])
     args.classes = ["a", "b"]  # for classifiers
-    with torch.device("meta"):
+    with shapes_alone():
         model = common.build_model(method, args, *common.build_encoders(method, args, range(1000)))
     assert sum(p.numel() for p in model.parameters()) == parameters
     found = args.batch, args.steps, args.lr, args.weight_decay
