@@ -101,7 +101,7 @@ def test_parts_give_the_gradients_of_the_full_batch(name):
 
     expected = gradients(model, batch)
     with register_module_forward_pre_hook(spy):
-        for K in (2, 3, 4, 100):
+        for K in (3, 100):
             switch(model, K)
             seen.clear()
             assert_equal(gradients(model, batch), expected, FP32.get(name, 1e-12))
@@ -111,7 +111,7 @@ def test_parts_give_the_gradients_of_the_full_batch(name):
 
 
 def parts_on_a_rank(rank):
-    """Compare K parts with one part, both inside DDP, on this rank's half of each batch.
+    """Compare two parts with one part, both inside DDP, on this rank's half of each batch.
 
     Return the number of objectives.
     """
@@ -121,9 +121,8 @@ def parts_on_a_rank(rank):
         batch = tree_map(lambda x: x.chunk(2)[rank], batch_of(name))
         parallel = DistributedDataParallel(model)
         expected = gradients(model, batch, parallel)
-        for K in (2, 4):
-            switch(model, K)
-            assert_equal(gradients(model, batch, parallel), expected, FP32.get(name, 1e-12))
+        switch(model, 2)
+        assert_equal(gradients(model, batch, parallel), expected, FP32.get(name, 1e-12))
     return len(OBJECTIVES)
 
 
