@@ -147,30 +147,34 @@ def batch_of(method, name="", **sizes):
     return make_batch(**sizes)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_objectives_leave_no_tensor_on_the_cpu_and_never_wait(fake, waits, name):
+def assert_computed_on_the_gpu(model, batch, waits, *gather, expected=0):
+    """Run the forward pass in bf16. It must leave no tensor on the CPU, and wait so many times."""
+    waits.clear()
+    with torch.autocast("cuda", torch.bfloat16):
+        layer = torch.nn.Linear(2, 2, device="cuda")
+        assert layer(layer.weight).dtype == torch.bfloat16
+        with Calls(waits):
+            outputs = model(batch, *gather)
+    assert len(waits) == expected, waits
+    assert {x.device.type for x in outputs.values()} == {"cuda"}
+    assert outputs["loss"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["sparc", "sparo", "dino", "stair3", "bam", "classifier"])
+def test_methods_without_ranks_leave_no_tensor_on_the_cpu_and_never_wait(fake, waits, name):
     method, settings = CASES[name]
     model, batch = tiny_model(method, **settings), batch_of(method, name)
     with fake:
         move(model)
-        batch = train.to_device(batch, "cuda")
-        waits.clear()
-        with torch.autocast("cuda", torch.bfloat16):
-            layer = torch.nn.Linear(2, 2, device="cuda")
-            assert layer(layer.weight).dtype == torch.bfloat16
-            with Calls(waits):
-                outputs = model(batch)
-            outputs |= model.diagnose(batch)
-        assert {x.device.type for x in outputs.values()} == {"cuda"}
-        assert outputs["loss"].dtype == torch.float32
-    assert waits == []
+        assert_computed_on_the_gpu(model, train.to_device(batch, "cuda"), waits)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_exchange_tensors_of_the_gpu_in_the_same_order(fake, waits, ranks, name):
     """Two batches stand for two ranks, whose longest captions differ.
 
-    Ranks whose collectives had different orders or types would wait for each other forever.
+    Ranks whose collectives had different orders or types would wait for each other forever. A step
+    waits once, for the length of the longest caption on all ranks, or never.
     """
     method, settings = CASES[name]
     model, orders = tiny_model(method, **settings), []
@@ -179,13 +183,14 @@ def test_ranks_exchange_tensors_of_the_gpu_in_the_same_order(fake, waits, ranks,
         for L in (9, 6) if getattr(model, "text_encoder", None) else (9,):
             batch = train.to_device(batch_of(method, name, L=L), "cuda")
             ranks.clear()
-            waits.clear()
-            with torch.autocast("cuda", torch.bfloat16):
-                model(batch, common.gather)
+            assert_computed_on_the_gpu(model, batch, waits, common.gather,
+                                       expected=RAGGED.count(name))
             assert {x.device.type for _, x in ranks} <= {"cuda"}
             orders.append([(call, x.dtype, x.ndim, x.shape[:1]) for call, x in ranks])
-            # a step waits once, for the length of the longest caption on all ranks
-            assert len(waits) == RAGGED.count(name)
+        waits.clear()
+        with torch.autocast("cuda", torch.bfloat16):
+            assert {x.device.type for x in model.diagnose(batch).values()} <= {"cuda"}
+        assert waits == []
     assert {call for order in orders for call, *_ in order} <= {ALL_GATHER}
     assert {dtype for order in orders for _, dtype, *_ in order} <= {torch.float32, torch.int64}
     if name not in RAGGED:
