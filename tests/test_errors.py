@@ -30,7 +30,7 @@ def saved(state):
 
 MAP = picture(mode="L", format="PNG", value=3)
 CREPE = '{"0": {"filename": "red/0.png", "caption": "a", "negative_caption": "b"}}'
-# The directory where a command runs has these files, and runs/NAME if the command names that run.
+# The directory where a command runs has these files, and the runs runs/NAME.
 FILES = {
     "table.csv": "filepath,title\na.png,one\nb.png,two\n",
     "again.csv": "filepath,title\nphotos/red/0.png,one\nphotos/blue/0.png,two\n", "names.txt": "one\ntwo\n",
@@ -298,37 +298,48 @@ ERRORS = [
 
 
 def files_in(directory):
-    """Return {path: bytes} of all files below the directory, without lock files."""
-    return {path: path.read_bytes() for path in directory.rglob("*")
-            if path.is_file() and path.name != "lock"}
+    """Return {path: size and time of the last change} of all files below it but lock files."""
+    found = {path: path.stat() for path in directory.rglob("*") if path.name != "lock"}
+    return {path: (x.st_size, x.st_mtime_ns) for path, x in found.items() if path.is_file()}
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory, run_of):
+    """A directory with FILES and runs, in which no command changes a file."""
+    place = tmp_path_factory.mktemp("errors")
+    write_files(place, FILES)
+    for name in ("sparc", "sparo", "stair", "bam"):
+        shutil.copytree(run_of(name), place / "runs" / name)
+    return place
 
 
 @pytest.mark.parametrize("row", ERRORS, ids=lambda row: str(row[0]))
-def test_errors_name_the_mistake_and_change_no_file(
-        tmp_path, monkeypatch, run_of, row):
+def test_errors_name_the_mistake_and_change_no_file(tmp_path, monkeypatch, run_of, shared, row):
     command, message, more = (*row, {})[:3]
-    monkeypatch.chdir(tmp_path)
-    write_files(tmp_path, FILES)
+    place = tmp_path if len(row) == 3 else shared
+    monkeypatch.chdir(place)
     if callable(command):
         program, arguments = command, []
     else:
         first, *flags = shlex.split(command)
-        for word in flags:
-            if word.startswith("runs/"):
-                shutil.copytree(run_of(word.removeprefix("runs/")), word)
+        if place is tmp_path:
+            write_files(place, FILES)
+            for word in flags:
+                if word.startswith("runs/"):
+                    shutil.copytree(run_of(word.removeprefix("runs/")), word)
         if first == "clip":
             flags = made_up_clip_file(run_of("sparc") / "vocab.txt", more) + flags
-        else:
-            write_files(tmp_path, more if isinstance(more, dict) else {flags[-1]: more})
+        elif place is tmp_path:
+            write_files(place, more if isinstance(more, dict) else {flags[-1]: more})
         name = {"clip": "sparc"}.get(first, first)
         if name in SMALL:
             flags = [*SMALL[name], "--out", "run", *flags]
         program, arguments = (evaluation if name == "eval" else train).main, [flags]
-    before = files_in(tmp_path)
+    before = files_in(place)
     if "ResNet-50" in str(command):  # its weights need no values
         for name in ("kaiming_normal_", "kaiming_uniform_"):
             monkeypatch.setattr(torch.nn.init, name, lambda weights, **settings: weights)
     with pytest.raises(UserError, match=message) as error:
         program(*arguments)
     assert "\n" not in str(error.value)
-    assert files_in(tmp_path) == before and not Path("run").exists()
+    assert files_in(place) == before and not Path("run").exists()
