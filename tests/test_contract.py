@@ -182,7 +182,8 @@ def test_two_ranks_equal_one_process_and_every_parameter_has_a_gradient(tmp_path
 
 # stops: the steps after which the run is stopped
 @pytest.mark.parametrize("name, stops", [
-    *((name, [3]) for name in SMALL), ("stair", [1, 2, 4, 6])])  # within each stage and at its end
+    *((name, [3]) for name in SMALL if name != "stair"),
+    ("stair", [1, 2, 3, 4, 6])])                       # within each stage and at its end
 def test_resumed_run_equals_uninterrupted_run(tmp_path, run_of, name, stops):
     out = ["--out", tmp_path]
     for before, step in zip([0, *stops], stops):
