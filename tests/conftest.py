@@ -29,6 +29,9 @@ SIGNALS = *train.SIGNALS, signal.SIGCHLD
 # All tests but those of test_gpu.py run on the CPU, where results are exact. There a test may also
 # fork, which a process that has used a GPU cannot.
 HAS_GPU, torch.cuda.is_available = torch.cuda.is_available, lambda: False
+if not HAS_GPU():  # then a seed of the CPU would keep a stack for each other kind of device
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        device.manual_seed_all = lambda seed: None
 
 
 def pytest_configure(config):
@@ -38,6 +41,7 @@ def pytest_configure(config):
 
 def pytest_collection_finish(session):
     gc.freeze()  # else each collection looks again at all that was imported, 5 % of the time
+    gc.set_threshold(10_000)
     if any(item.get_closest_marker("ranks") for item in session.items):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CUDA_VISIBLE_DEVICES", "")
