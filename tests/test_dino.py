@@ -170,6 +170,7 @@ def test_the_teacher_encodes_images_in_an_evaluation():
     y = readout(encoder(images)).flatten(1)
     torch.testing.assert_close(model.encode_image(images), nn.functional.normalize(y, dim=1))
     torch.testing.assert_close(model.head_maps(images), encoder.cls_attention(images))
+    assert model.evaluation_encoder() is encoder
 
 
 @pytest.mark.parametrize("readout, replace, depth, layers, cls", [

@@ -216,9 +216,20 @@ def test_text_encodings_ignore_padding():
     torch.testing.assert_close(text, model.encode_text(*padded(batch)))
 
 
-def test_scale_stays_between_1_and_100():
-    model = tiny_model("sparc")
-    for value, kept in ((10.0, 100.0), (-3.0, 1.0), (2.0, math.exp(2.0))):
-        torch.nn.init.constant_(model.log_scale, value)
-        model.after_update(0, 1)
-        assert model.log_scale.exp().item() == pytest.approx(kept)
+@pytest.mark.parametrize("objective", ["sparc", "filip", "clip+filip", "pacl", "gloria", "mgca"])
+def test_cls_is_no_patch(objective):
+    """Sec. 2. All that depends on the patches is that of the patches alone."""
+    model = tiny_model("sparc", vit=dict(cls=True, depth=2), objective=objective)
+    batch = make_batch()
+    images = batch["images"]
+
+    def outputs():
+        return [model(batch)["loss"], model.encode_image(images), model.encode_patches(images),
+                model.align_words(*batch.values())]
+
+    found, encoder = outputs(), model.image_encoder
+    found[0].backward()
+    assert [key for key, p in model.named_parameters() if p.grad is None] == []
+    tokens = encoder(images)
+    encoder.cls, encoder.forward = None, lambda images: tokens[:, 1:]       # only the patches
+    assert all(map(torch.equal, found, outputs()))

@@ -189,11 +189,12 @@ def test_lamb_equals_the_algorithm_of_its_paper():
 
 
 def test_model_loss_equals_equation_7():
-    model, batch = tiny_stair(lambda_image=0.3, lambda_text=0.7), make_batch()
+    model, batch = tiny_stair(lambda_image=3.0, lambda_text=0.5), make_batch()
+    model.strength.fill_(0.25)                                              # of the ramp
     v = model.image_encoding(batch["images"])
     t = model.text_encoding(batch["tokens"], batch["mask"])
-    flops = 0.3 * stair.flops_loss(v) + 0.7 * stair.flops_loss(t)
-    loss = stair.contrastive_loss(v, t, 1 / 0.07) + flops
+    flops = 3.0 * stair.flops_loss(v) + 0.5 * stair.flops_loss(t)
+    loss = stair.contrastive_loss(v, t, 1 / 0.07) + 0.25 * flops
     out = model(batch)
     torch.testing.assert_close(out["loss"], loss)
     for side, enc in ("image", v), ("text", t):

@@ -212,25 +212,6 @@ def test_a_file_that_cannot_be_read_is_named_with_torchs_reason(tmp_path, monkey
         common.load_checkpoint("last.pt", remedy="begin anew")
 
 
-@pytest.mark.parametrize("objective", ["sparc", "filip", "clip+filip", "pacl", "gloria", "mgca"])
-def test_sparc_drops_the_cls_token(objective):
-    model = tiny_model("sparc", vit=dict(cls=True, depth=2), objective=objective)
-    batch = make_batch()
-    images = batch["images"]
-
-    def outputs():
-        """Return all that depends on the patches."""
-        return [model(batch)["loss"], model.encode_image(images), model.encode_patches(images),
-                model.align_words(*batch.values())]
-
-    found, encoder = outputs(), model.image_encoder
-    found[0].backward()
-    assert [key for key, p in model.named_parameters() if p.grad is None] == []
-    tokens = encoder(images)
-    encoder.cls, encoder.forward = None, lambda images: tokens[:, 1:]       # only the patches
-    assert all(map(torch.equal, found, outputs()))
-
-
 TIMM_NAMES = [("cls_token", "cls"), ("pos_embed", "pos"), ("patch_embed.proj.", "patch_embed.")]
 TIMM_BLOCK = """
     norm1.weight norm1.bias attn.qkv.weight attn.qkv.bias attn.proj.weight attn.proj.bias
