@@ -33,9 +33,9 @@ import stair
 import toy
 import train
 from helpers import (METHOD, MODELS, ROOT, SMALL, assert_one_process, assert_same_weights,
-                     make_batch, make_views, on_ranks, read_log, run_ranks, shapes_alone, tiny_model,
-                     train_alone, train_on_rank, train_until, write_files, write_shards,
-                     write_table)
+                     make_batch, make_views, on_ranks, read_log, run_ranks, shapes_alone,
+                     tiny_model, train_alone, train_on_rank, train_until, write_files,
+                     write_shards, write_table)
 from train import METHODS
 
 STABLE_FLAGS = """--preset tiny --data shapes --out DIR --steps 1 --batch 8 --lr 0.1 --amp bf16

@@ -2,6 +2,7 @@
 
 import io
 import math
+import shutil
 
 import numpy as np
 import pytest
