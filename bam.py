@@ -74,7 +74,8 @@ def fp32(function):
 def all_ranks(x):
     """The default gather: joins the tensors x (B, ...) of the ranks, of one shape and any dtype, to
     (world * B, ...) in the order of the ranks, with gradients (below); without ranks x. A loss
-    that one rank computes alone needs gather=lambda x: x."""
+    that one rank computes alone needs gather=lambda x: x. A gather of some of the ranks gives wrong
+    pairs: rank i is taken to have the i-th part."""
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
@@ -191,7 +192,7 @@ class Projector(nn.ModuleList):
             nn.init.normal_(self[-1].weight, std=0.02)       # as heads.py:44
             if batch_norm:
                 # differs: the last BatchNorm has no scale and shift, as in heads.py:36
-                self.append(BatchNorm(widths[i + 1], affine=i < 2, track_running_stats=False))
+                self.append(BatchNorm(widths[i + 1], affine=i < 2))
             else:
                 nn.init.zeros_(self[-1].bias)
 
@@ -302,6 +303,8 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
+        if not torch.compiler.is_compiling():
+            compare_shapes(tuple(x.shape))
         rows = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
         # torch 2.14 has a new name for this function and warns about the old name
         join = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -322,18 +325,32 @@ class Gather(torch.autograd.Function):
         return rows
 
 
+@functools.cache
+def compare_shapes(shape):
+    """Raise ValueError on all ranks if they gather tensors of different shapes. To save time, ranks
+    compare a shape once. So if some ranks alone have a smaller last batch, the backend fails."""
+    shapes = [None] * dist.get_world_size()
+    dist.all_gather_object(shapes, shape)
+    if len({*shapes}) > 1:
+        raise ValueError(f"The ranks gather tensors of the shapes {shapes}, but need batches of "
+                         "one size: give the loader drop_last=True.")
+
+
 # Checks -----------------------------------------------------------------------------------
 
 
 def in_fp32(function, *args, **kwargs):
     """Call the function with all arguments (...) in one dtype, float32 or float64. A scale, which
-    has no dimension, keeps its own."""
+    has no dimension, keeps its own. Raises ValueError if a loss gets no samples: its mean would be
+    NaN."""
     def is_cast(x):
         return torch.is_tensor(x) and x.is_floating_point() and x.ndim > 0
 
     tensors = [x for x in (*args, *kwargs.values()) if is_cast(x)]
-    if not tensors:
-        raise TypeError(f"{function.__name__} needs tensors of floats.")
+    is_loss = function.__name__.endswith(("loss", "losses"))
+    if not tensors or is_loss and not tensors[0].numel():
+        raise ValueError(f"{function.__name__} needs tensors of floats with one sample or more, "
+                         f"not of the shapes {[tuple(x.shape) for x in tensors]}.")
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
     args = [x.to(dtype) if is_cast(x) else x for x in args]
     kwargs = {name: x.to(dtype) if is_cast(x) else x for name, x in kwargs.items()}
@@ -386,10 +403,11 @@ def check_step(step, steps):
 def checked_views(views):
     """Raise ValueError if `views` is a tensor, or has unequal numbers of images, or small views
     first."""
-    if torch.is_tensor(views) or len({len(view) for view in views}) != 1:
-        raise ValueError("views needs a list of tensors (n, 3, s, s) with one number n of images.")
-    if views[0].shape[-1] < views[-1].shape[-1]:
-        raise ValueError("The first view is smaller than the last: large views come first.")
+    shapes = [tuple(view.shape) for view in views]
+    is_list = not torch.is_tensor(views) and len({shape[0] for shape in shapes}) == 1
+    if not is_list or shapes[0][-1] < shapes[-1][-1]:
+        raise ValueError(f"views needs a list of tensors (n, 3, s, s) with one number n of images; "
+                         f"large views come first. It has {shapes}.")
     return views
 
 
@@ -414,8 +432,15 @@ def in_parts(function, *inputs, size):
     return [torch.cat(values) for values in zip(*found)]
 
 
-class BatchNorm(nn.BatchNorm1d):
-    """BatchNorm over the images of all ranks, at least in float32: N ranks normalise as one."""
+class BatchNorm(nn.Module):
+    """BatchNorm over the images of all ranks, at least in float32: N ranks normalise as one. Not a
+    subclass of torch's, so that convert_sync_batchnorm leaves the layer as it is."""
+
+    def __init__(self, d, affine=True):
+        super().__init__()
+        self.eps = 1e-5
+        self.weight = nn.Parameter(torch.ones(d)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(d)) if affine else None
 
     def forward(self, x, gather):  # x (k, n, d) -> the same shape
         # differs: each view has its own statistics. With statistics over all views, the tiny
@@ -662,6 +687,7 @@ class LARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
@@ -683,6 +709,7 @@ class LARS(torch.optim.Optimizer):
             torch._foreach_mul_(momentum, group["betas"][0])
             torch._foreach_add_(momentum, update)
             torch._foreach_sub_(params, torch._foreach_mul(momentum, group["lr"]))
+        return loss
 
 
 # Ablations (Table 1) and SimCLR (App. H) --------------------------------------------------
@@ -799,8 +826,7 @@ class MoCoHead(Projector):
             self.append(nn.Linear(widths[i], widths[i + 1], bias=False))
             is_last = i == len(widths) - 2
             if last_norm or not is_last:
-                norm = BatchNorm(widths[i + 1], affine=not is_last, track_running_stats=False)
-                self.append(norm)
+                self.append(BatchNorm(widths[i + 1], affine=not is_last))
 
 
 class MoCo(FullModel):

@@ -1207,7 +1207,7 @@ def open_image(file, min_side=None):
     """
     if isinstance(file, Image.Image):
         return to_rgb(file)
-    if isinstance(file, bytes):
+    if isinstance(file, (bytes, bytearray, memoryview)):
         file = io.BytesIO(file)
     with Image.open(file) as image:
         if min_side:
@@ -2983,7 +2983,9 @@ def load_checkpoint(path, map_location="cpu", remedy="give another file"):
     # DINO's checkpoints hold their settings as a Namespace, which is harmless
     safe = torch.serialization.safe_globals([argparse.Namespace])
     with safe, explained(Exception, f"{path} cannot be read", f". Remedy: {remedy}"):
-        return torch.load(path, map_location=map_location, weights_only=True)
+        with contextlib.suppress(pickle.UnpicklingError):  # its text advises weights_only=False
+            return torch.load(path, map_location=map_location, weights_only=True)
+        raise ValueError("it holds more than tensors and plain values, or is no file of torch.save")
 
 
 # Distributed --------------------------------------------------------------------------
@@ -3079,6 +3081,8 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
+        if not torch.compiler.is_compiling():
+            compare_shapes(tuple(x.shape))
         rows = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
         # torch 2.14 has a new name for this function and warns about the old name
         join = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -3099,11 +3103,18 @@ class Gather(torch.autograd.Function):
         return rows
 
 
+@functools.cache
+def compare_shapes(shape):
+    """Raise UserError on all ranks if they gather tensors of different shapes. To save time, ranks
+    compare a shape once. So if some ranks alone have a smaller last batch, the backend fails."""
+    check_ranks({"a batch of the shape": shape})
+
+
 def gather(x):
     """(B, ...) on each rank -> (world * B, ...), in the order of the ranks.
 
-    Row i of this rank's x is row rank * B + i of the result. x must have the same shape on all
-    ranks. Without ranks gather returns x.
+    Row i of this rank's x is row rank * B + i of the result. Without ranks gather returns x.
+    Raises UserError if x has different shapes on the ranks.
 
     gather is differentiable. torch's all_gather is not: the gradients that the losses of other
     ranks have for this rank's rows would be lost.
@@ -3158,6 +3169,16 @@ CLIP_PARTS = ("visual.proj", "text_projection", "logit_scale")
 OPENAI_ONLY = ("input_resolution", "context_length", "vocab_size")  # tensors that are no weights
 TIMM_NAMES = [  # (the name in timm's VisionTransformer, ours), where they differ
     ("cls_token", "cls"), ("pos_embed", "pos"), ("patch_embed.proj.", "patch_embed.")]
+OWNERS = {  # {a part of a tensor's name: whose names these are}
+    "resblocks.": "CLIP", "patch_embed.proj.": "timm", "layer4.": "torchvision",
+    "encoder_layer_": "torchvision's ViT", "embeddings.": "Hugging Face's transformers"}
+
+
+def check_owner(state, wanted):
+    """Raise UserError if the names of {name: tensor} are those of another project."""
+    owner = next((OWNERS[part] for part in OWNERS if part in " ".join(state)), wanted)
+    if owner != wanted:
+        raise UserError(f"its tensors have the names of {owner}: give a file with {wanted}'s.")
 
 
 def load_clip(encoders, state_dict, tokenizer):
@@ -3169,6 +3190,7 @@ def load_clip(encoders, state_dict, tokenizer):
     """
     # "text." begins the names of the text encoder in OpenCLIP's CustomTextCLIP
     state = {key.removeprefix("text."): x for key, x in unwrapped(state_dict).items()}
+    check_owner(state, "CLIP")
     parts = {key: x for key, x in state.items() if key in CLIP_PARTS}
     rest = {key: x for key, x in state.items() if key not in CLIP_PARTS + OPENAI_ONLY}
     image = {key.removeprefix("visual."): x for key, x in rest.items() if "visual." in key}
@@ -3192,7 +3214,8 @@ def unwrapped(state):
     """The content of a checkpoint -> {name: tensor}, only the weights.
 
     Training loops save weights together with other things, under a key. DDP and torch.compile put
-    "module." and "_orig_mod." before the names. Raises UserError if there are no weights.
+    "module." and "_orig_mod." before the names, and a module around the model (Lightning) its own
+    name. Raises UserError if there are no weights.
     """
     if isinstance(state, dict):
         # "state_dict": OpenCLIP, timm, Lightning; "model": DeiT, BAM; "teacher": DINO
@@ -3208,8 +3231,10 @@ def unwrapped(state):
     if not any(torch.is_tensor(state[name]) for name in names):
         held = ", ".join(map(str, [*names][:5])) or f"a {type(state).__name__}"
         raise UserError(f"the file holds no weights, but {held}: save only model.state_dict().")
-    return {re.sub(r"^(module\.|_orig_mod\.)*", "", name): x for name, x in state.items()
-            if isinstance(name, str) and torch.is_tensor(x)}
+    state = {re.sub(r"^(module\.|_orig_mod\.)*", "", name): x for name, x in state.items()
+             if isinstance(name, str) and torch.is_tensor(x)}
+    shared = os.path.commonprefix([*state]).rpartition(".")[0]
+    return {name.removeprefix(f"{shared}."): x for name, x in state.items()}
 
 
 def load_encoder(encoder, tensors, names, remedy):
@@ -3217,7 +3242,8 @@ def load_encoder(encoder, tensors, names, remedy):
 
     names: [(their name, ours)]. The positions of a ViT are interpolated to the grid of `encoder`.
     Blocks that the method replaces are left out, and returned. Raises UserError if a tensor is
-    missing, extra or of another shape. remedy: what to do if the sizes differ.
+    missing, extra or of another shape. remedy: what to do if the sizes differ; where tensors are
+    only missing, the file may be a part of a checkpoint.
     """
     found, left_over = {}, {}
     replaced = tuple(f"blocks.{len(encoder.blocks) + i}." for i in range(encoder.left_out))
@@ -3235,6 +3261,9 @@ def load_encoder(encoder, tensors, names, remedy):
         # Positions that are no square grid stay as they are, and restore_model refuses them.
         if patches > 0 and patches == math.isqrt(patches) ** 2:
             found["pos"] = resize_positions(found["pos"], has_cls, encoder.grid, encoder.grid)
+    ours = {name for name in encoder.state_dict() if "pixels." not in name}
+    if ours > {name for name in found if "pixels." not in name}:
+        remedy = f"give one file with all tensors, or {remedy}"
     restore_model(encoder, found, "the file", remedy)
     return left_over
 
@@ -3268,6 +3297,7 @@ def load_timm(encoder, state_dict):
     the tensors that were not loaded, {name: tensor}. Raises UserError if the file does not fit.
     """
     found, left_over, state = {}, {}, unwrapped(state_dict)
+    check_owner(state, "timm" if isinstance(encoder, ViT) else "torchvision")
     prefix = re.compile(r"(module\.|teacher\.|backbone\.|base_encoder\.|_orig_mod\.)*")
     backbone = re.compile(r"backbone\.|base_encoder\.")
     has_backbone = any(backbone.search(prefix.match(name)[0]) for name in state)
@@ -3276,7 +3306,7 @@ def load_timm(encoder, state_dict):
         is_head = re.match(r"(student|head\w*|fc|classifier|proj\w*|pred\w*)\.", name)
         is_left_over = is_head or (has_backbone and not backbone.search(before))
         (left_over if is_left_over else found)[name] = value
-    remedy = "give --image-encoder the sizes of the file's ViT, such as ViT-S/16:cls=1 for DINO's"
+    remedy = "give --image-encoder the file's width, depth, [CLS], such as ViT-S/16:cls=1"
     # a name in the spec, such as ViT-B/16:pixels=half, comes before ImageNet's constants
     constants = Pixels(encoder.pixels.name or "imagenet").state_dict()
     found |= {f"pixels.{name}": x for name, x in constants.items()}

@@ -38,6 +38,7 @@ import random
 import re
 import sys
 import textwrap
+import threading
 import unicodedata
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -352,6 +353,7 @@ def interval(differences):
 
 IMAGE_FORMS = ("Give paths, bytes, PIL images (of an array: Image.fromarray), or tensors "
                "(3, H, W) of uint8 or of floats in [0, 1]")
+LOADING = threading.Lock()  # of PIL images: see Embedder.read_given
 
 
 def chunks(items, n):
@@ -362,9 +364,11 @@ def chunks(items, n):
 
 
 def as_list(items):
-    """Return the items as a list. A caption, path or PIL image becomes a list with one item."""
-    is_one = isinstance(items, (str, bytes, Path, Image.Image))
-    return [items] if is_one else list(items)
+    """Return the items as a list. A caption or an image, also an open file, becomes a list with one
+    item, and so does what is no list."""
+    forms = str, bytes, bytearray, memoryview, os.PathLike, Image.Image
+    is_many = hasattr(items, "__iter__") and not hasattr(items, "read")
+    return list(items) if is_many and not isinstance(items, forms) else [items]
 
 
 def progress(items, what, **more):
@@ -395,12 +399,9 @@ def report_unreadable(counts, used):
     """Print how many files were left out, and why. counts: {problem: [count, last example]}. used:
     the number of the others. Raises UserError if there are no files or no file could be read."""
     unread, reasons = sum(n for n, _ in counts.values()), common.describe_skipped(counts)
-    if used + unread == 0:
-        raise UserError("There is no image to read: the list of images is empty, or "
-                        "--label-fraction leaves none.")
     if used == 0:
-        raise UserError(f"None of the {unread} images could be read: {reasons}: check the path and "
-                        "--image-root.")
+        raise UserError(f"None of the {unread} images could be read: {reasons or 'there is none'}: "
+                        "check the path, --image-root and --label-fraction.")
     if unread:
         print(f"skipped {unread} of {used + unread} images that cannot be read: {reasons}")
 
@@ -446,6 +447,7 @@ class Embedder:
     resize: int | None = None            # the shorter side before the crop; None: see `read`
     amp: str = "off"                     # precision of the encoders, "bf16" or "off"
     share: tuple = (0, 1)                # (number of this rank, ranks) that divide the work
+    tells: bool = False                  # print at once what the model does not see of captions
     # counts over the encoded captions so far, see count; copies of an Embedder share them
     counted: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
@@ -483,9 +485,11 @@ class Embedder:
         """n captions -> token ids and mask (n, L) on the model's device. Raises UserError if the
         model has no text encoder."""
         if self.tokenizer is None:
-            raise UserError("This run has no text encoder, so it cannot encode captions: choose a "
-                            "task that needs only images, such as knn.")
+            raise UserError("This run has no text encoder, so it cannot encode captions and "
+                            "queries: choose a task that needs only images, such as knn.")
         tokens, mask = self.tokenizer.batch(captions, self.context)
+        if self.tells:
+            print_unseen(self.count(captions, tokens, mask), self.context)
         return tokens.to(self.device), mask.to(self.device)
 
     def count(self, captions, tokens, mask):
@@ -531,41 +535,58 @@ class Embedder:
 
     def texts(self, captions, encode="encode_text"):
         """Encode n captions -> (n, E), or (n, L, E), padded with zeros, if `encode` gives each
-        caption L vectors. A single string is one caption."""
+        caption L vectors. A single string is one caption. Raises UserError for another type."""
+        captions = as_list(captions)
+        for i, caption in enumerate(captions):
+            if not isinstance(caption, str):
+                raise UserError(f"Caption {i} is {caption!r:.50}: give strings.")
+
         def compute(captions):
             inputs = self.tokenize(captions)
             return self.compute(encode, *inputs), self.count(captions, *inputs)
 
         parts = []
-        for _, found in self.in_parts(as_list(captions), compute, "captions"):
+        for _, found in self.in_parts(captions or [""], compute, "captions"):
             for x, counts in found:
                 parts.append(x)
                 self.counted.update(counts)
         if parts[0].ndim == 3:
             longest = max(x.shape[1] for x in parts)
             parts = [F.pad(x, (0, 0, 0, longest - x.shape[1])) for x in parts]
-        return torch.cat(parts)
+        return torch.cat(parts)[: len(captions)]
 
     def images(self, images, encode="encode_image"):
         """Encode n images -> (n, E), or (n, P, E) if `encode` encodes patches.
 
-        The argument is a path, bytes or a PIL image, a list of these, which are cropped, and of
-        tensors (3, S, S), or a tensor (n, 3, S, S). A tensor has uint8 or floats in [0, 1].
-        `workers` threads read the images, `chunk` at a time. Raises UserError for another argument,
-        or if an image cannot be read.
+        The argument is a path, bytes, an open file or a PIL image, a list of these, which are
+        cropped, and of tensors (3, S, S), or a tensor (n, 3, S, S). A tensor has uint8 or floats in
+        [0, 1]. `workers` threads read the images, `chunk` at a time. Raises UserError for another
+        argument, or if an image cannot be read.
         """
-        if torch.is_tensor(images) and images.ndim == 4:
+        if torch.is_tensor(images) and images.ndim == 4 and len(images):
             return self.encode_batches(check_images(images).split(self.chunk), encode)
-        with ThreadPool(max(1, self.workers)) as pool:
-            parts = chunks(progress(as_list(images), "images"), self.chunk)
-            batches = (torch.stack(pool.map(self.read_given, part)) for part in parts)
-            return self.encode_batches(batches, encode)
+        images = as_list(images)
+        blank = torch.zeros(3, self.image_size, self.image_size)
 
-    def read_given(self, image):
+        def stacked(part):
+            with common.explained(RuntimeError, "Tensors of a list need one size"):
+                return torch.stack(pool.starmap(self.read_given, part))
+
+        with ThreadPool(max(1, self.workers)) as pool:
+            rows = zip(progress(images or [blank], "images"), itertools.count())
+            parts = map(stacked, chunks(rows, self.chunk))
+            return self.encode_batches(parts, encode)[: len(images)]
+
+    def read_given(self, image, place=0):
         """`read` an image that a caller has given -> floats, as a list may mix uint8 and floats.
-        Raises UserError if this fails."""
-        name = image if isinstance(image, (str, Path)) else f"a {type(image).__name__}"
+        Raises UserError, with the place in the list, if this fails."""
+        is_path = isinstance(image, (str, os.PathLike))
+        name = image if is_path else f"Image {place}, a {type(image).__name__},"
         with common.explained(Exception, f"{name!s:.200} cannot be read", f". {IMAGE_FORMS}"):
+            with LOADING:  # the image may be another thread's, too, and reads its file only here
+                image = Image.open(image) if hasattr(image, "read") else image
+                if isinstance(image, Image.Image):
+                    image.load()
             return common.to_unit(self.read(image))
 
     @torch.no_grad()
@@ -593,8 +614,10 @@ class Embedder:
             maps, found["words"] = over_image, over_text.cpu().numpy()      # (n, [1 +] P), (n, L)
         else:
             maps = model.word_maps(x, ids=tokens[0])[0].T                   # (L, [1 +] P)
-        grid = model.image_encoder.grid
-        maps = maps[:, -grid**2 :].unflatten(1, (grid, grid))               # without [CLS]
+        encoder = model.image_encoder
+        has_cls = encoder.cls is not None and not model.align_words
+        grid = [side * encoder.grid // encoder.image_size for side in x.shape[2:]]
+        maps = maps[:, int(has_cls) :].unflatten(1, grid)                   # (n, h, w)
         return found | {"patches": maps.cpu().numpy()}
 
     def encode_batches(self, batches, encode="encode_image"):
@@ -718,7 +741,7 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
         raise UserError(f"{run}/vocab.txt has other words than when the run was saved: put back "
                         f"the file that the run wrote.")
     embedder = new_embedder(model.to(device), tokenizer, args, device)
-    embedder.step = state["step"]
+    embedder.step, embedder.tells = state["step"], True
     return embedder, args
 
 
@@ -2659,11 +2682,14 @@ def print_notes(embedder, data):
     if data.named and embedder.tokenizer:
         print(f"Class names: {data.named.source}. First of {len(data.named.templates)} prompts: "
               f"{data.named.prompts[0]!r}")
-    counted = embedder.counted
+    print_unseen(embedder.counted, embedder.context)
+
+
+def print_unseen(counted, context):
+    """Print what a text encoder does not see of captions. counted: see Embedder.count."""
     if counted["cut_captions"]:
         print(f"{counted['cut_captions']:,} of {counted['captions']:,} captions and prompts are "
-              f"longer than the context of {embedder.context} tokens: the model does not see their "
-              f"ends.")
+              f"longer than the context of {context} tokens: the model does not see their ends.")
     if counted["unknown_tokens"] > 0.1 * counted["tokens"]:
         fraction = counted["unknown_tokens"] / counted["tokens"]
         print(f"{fraction:.0%} of the tokens of captions and prompts are [UNK], words that the "
@@ -2711,12 +2737,17 @@ def write_metrics(run, record, is_whole):
             file.write(json.dumps(record, indent=2).encode() + b"\n")
 
 
+def path_words(path):
+    """The words of a path, for the name of a file: folders keep files of one name apart."""
+    return re.sub("[^A-Za-z0-9]+", "-", str(path))[-60:].strip("-")
+
+
 def output_path(run, options, name):
     """RUN/NAME for the run's own evaluation, RUN/DATA-SPLIT-NAME for any other, so that pictures of
     other data or another split do not replace each other."""
     if options.is_own:
         return Path(run, name)
-    data = re.sub("[^A-Za-z0-9]+", "-", options.data)[-60:].strip("-")
+    data = path_words(options.data)
     split = "" if options.split == "all" else f"{options.split}-"  # "all": data without splits
     return Path(run, f"{data}-{split}{name}")
 
@@ -2746,7 +2777,7 @@ class CosineIndex:
 
     def add(self, ids, x):
         """Add n images: a list of their ids, and their encodings (n, ...)."""
-        self.ids += ids
+        self.ids.extend(ids)  # += would add the numbers of an array
         self.parts.append(x)
 
     def search(self, query, k):
@@ -2756,14 +2787,19 @@ class CosineIndex:
         return [(self.ids[i], score) for score, i in zip(best.values.tolist(), best.indices)]
 
 
+def numbered(pairs):
+    """Pairs (image, name) -> pairs whose names differ: k.png, k.png (2), ..."""
+    seen = collections.Counter()
+    for image, name in pairs:
+        seen[name] += 1
+        yield image, name if seen[name] == 1 else f"{name} ({seen[name]})"
+
+
 def search(embedder, data, options, run):
     """Answer --query about the images of `data`, and draw search.png. A query is a caption or, for
     STAIR, words with AND, OR, NOT (STAIR, App. D)."""
     refuse_useless_flags(options)
-    model, is_stair = embedder.model, bool(embedder.model.encode_words)
-    if not model.encode_text:
-        raise UserError(f"--query needs a run with a text encoder, {run} has none: give another "
-                        f"run.")
+    is_stair = bool(embedder.model.encode_words)
     if not (data.captioned or data.labelled):
         raise UserError(f"--query needs images to search: give a folder of images, a table or "
                         f"shapes in place of {options.data}.")
@@ -2777,9 +2813,10 @@ def search(embedder, data, options, run):
                     raise ValueError(f"{query!r} has AND, OR or NOT, which only STAIR knows: write "
                                      f"a caption")
                 stair.boolean_query(query, index)
-            elif set(embedder.tokenizer.encode(query)[1:-1]) <= {embedder.tokenizer.unk}:
+            elif set(embedder.tokenize([query])[0][0, 1:-1].tolist()) <= {embedder.tokenizer.unk}:
                 raise ValueError(f"the vocabulary has no word of {query!r}")
-    pairs = read_images(data.images("search"), embedder.read, embedder.workers)
+    embedder = dataclasses.replace(embedder, tells=False)  # `tokenize` has told what is cut
+    pairs = read_images(numbered(data.images("search")), embedder.read, embedder.workers)
     for part in progress(chunks(pairs, embedder.chunk), f"images, {embedder.chunk} at a time"):
         x, names = embedder.encode_pairs(part)
         index.add(names, word_columns(embedder, x) if is_stair else x)
@@ -2790,7 +2827,7 @@ def search(embedder, data, options, run):
         found.append((heading, best))
     # Only names were kept, as all images may not fit in memory: the images found are read again.
     wanted = {name for _, best in found for name, _ in best}
-    images = {name: image for image, name in data.images("search") if name in wanted}
+    images = {name: image for image, name in numbered(data.images("search")) if name in wanted}
     rows = []
     for heading, best in found:
         pairs = [(images[name], f"{score:.2f}") for name, score in best]
@@ -2835,8 +2872,9 @@ def export(run, checkpoint, file):
     DINO's evaluation of videos, UPerNet, Mask R-CNN and DeiT's fine-tuning start from such a file
     (BAM, Tables 3, 6, 7). Raises UserError if the file exists, or if the encoder is no plain ViT.
     """
-    if not file or os.path.lexists(file):
-        raise UserError(f"--export {file!r} must be a new file: give a name that does not exist.")
+    if not file or os.path.lexists(file) or file.endswith(".safetensors"):
+        raise UserError(f"--export {file!r} must be a new file of torch's format: give a name that "
+                        "does not exist and ends in .pt.")
     encoder = load_run(run, checkpoint=checkpoint)[0].model.evaluation_encoder()
     weights = common.timm_weights(encoder)
     mean, std = weights["mean"].flatten().numpy(), weights["std"].flatten().numpy()
@@ -2986,6 +3024,7 @@ def evaluate_run(run, given, device):
     embedder, args = load_run(run, device, given.get("checkpoint", Flags.checkpoint))
     options = options_of(given, args)
     embedder.chunk, embedder.workers = options.batch, options.workers
+    embedder.tells = bool(options.query)  # an evaluation tells at its end
     embedder.amp = options.amp
     captions = embedder.tokenizer is not None and not options.query  # a search needs none
     with contextlib.nullcontext() if "data" in given else own:
@@ -3022,7 +3061,7 @@ def run_command(runs, given, device):
         pages = {}
         for run in runs:
             embedder, _ = load_run(run, device, flags.checkpoint)
-            path = Path(run, f"{Path(flags.image).stem}-pair.png")
+            path = Path(run, f"{path_words(Path(flags.image).with_suffix(''))}-pair.png")
             pages[path] = draw_pair(embedder, flags.image, flags.caption)
         return save_pictures(pages)
     failed = []

@@ -77,7 +77,8 @@ def fp32(function):
 def all_ranks(x):
     """The default gather: joins the tensors x (B, ...) of the ranks, of one shape and any dtype, to
     (world * B, ...) in the order of the ranks, with gradients (below); without ranks x. A loss
-    that one rank computes alone needs gather=lambda x: x."""
+    that one rank computes alone needs gather=lambda x: x. A gather of some of the ranks gives wrong
+    pairs: rank i is taken to have the i-th part."""
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
@@ -313,6 +314,8 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
+        if not torch.compiler.is_compiling():
+            compare_shapes(tuple(x.shape))
         rows = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
         # torch 2.14 has a new name for this function and warns about the old name
         join = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -333,6 +336,17 @@ class Gather(torch.autograd.Function):
         return rows
 
 
+@functools.cache
+def compare_shapes(shape):
+    """Raise ValueError on all ranks if they gather tensors of different shapes. To save time, ranks
+    compare a shape once. So if some ranks alone have a smaller last batch, the backend fails."""
+    shapes = [None] * dist.get_world_size()
+    dist.all_gather_object(shapes, shape)
+    if len({*shapes}) > 1:
+        raise ValueError(f"The ranks gather tensors of the shapes {shapes}, but need batches of "
+                         "one size: give the loader drop_last=True.")
+
+
 # Checks -----------------------------------------------------------------------------------
 #
 # The values of masks and scales are checked only on a CPU, because a GPU would have to wait. So
@@ -341,13 +355,16 @@ class Gather(torch.autograd.Function):
 
 def in_fp32(function, *args, **kwargs):
     """Call the function with all arguments (...) in one dtype, float32 or float64. A scale, which
-    has no dimension, keeps its own."""
+    has no dimension, keeps its own. Raises ValueError if a loss gets no samples: its mean would be
+    NaN."""
     def is_cast(x):
         return torch.is_tensor(x) and x.is_floating_point() and x.ndim > 0
 
     tensors = [x for x in (*args, *kwargs.values()) if is_cast(x)]
-    if not tensors:
-        raise TypeError(f"{function.__name__} needs tensors of floats.")
+    is_loss = function.__name__.endswith(("loss", "losses"))
+    if not tensors or is_loss and not tensors[0].numel():
+        raise ValueError(f"{function.__name__} needs tensors of floats with one sample or more, "
+                         f"not of the shapes {[tuple(x.shape) for x in tensors]}.")
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
     args = [x.to(dtype) if is_cast(x) else x for x in args]
     kwargs = {name: x.to(dtype) if is_cast(x) else x for name, x in kwargs.items()}
@@ -684,6 +701,7 @@ def gloria_loss(tokens, patches, mask, scale, *, gather=all_ranks):
     return contrast(in_chunks(scores, patches, captions), gather)
 
 
+@fp32
 def mgca_loss(tokens, patches, mask, word_context, patch_context, scale):
     """MGCA's token-wise loss (arXiv 2210.06044) -> scalar. All tokens have the same weight (D.3);
     MGCA weights a token by the attention of [CLS] to the token.
@@ -831,8 +849,8 @@ def model_class(args):
 
 
 def segment(patches, classes, size):
-    """patches (P, E), classes (C, E) -> map (H, W) of `size`: 1 + the class with the largest inner
-    product with each pixel's patch (D.7)."""
+    """patches (P, E) of a square grid, classes (C, E) -> map (H, W) of `size`: 1 + the class with
+    the largest inner product with each pixel's patch (D.7)."""
     ids, grid = (patches @ classes.T).argmax(1) + 1, math.isqrt(len(patches))  # (P,)
     return F.interpolate(ids.view(1, 1, grid, grid).float(), size, mode="nearest")[0, 0].long()
 
@@ -873,8 +891,8 @@ def k_precision(retrieved, truths, among=None):
 
 
 def share_on(mask, weights):
-    """The fraction of the weights (P,) of patches that lies on an object. mask (S, S): the object's
-    pixels. A patch that the mask covers by half counts half."""
+    """The fraction of the weights (P,) of a square grid of patches that lies on an object. mask
+    (S, S): the object's pixels. A patch that the mask covers by half counts half."""
     patches = F.adaptive_avg_pool2d(mask[None].float(), math.isqrt(len(weights))).flatten()  # (P,)
     return ((weights * patches).sum() / weights.sum()).item()
 
@@ -1018,7 +1036,8 @@ def query_logits(e, queries, shift, scale):
 
 @fp32
 def patch_boxes(x):
-    """What the head of boxes returns (B, P, 4) -> boxes (B, P, 4). Where x is 0 it is the patch.
+    """What the head of boxes returns (B, P, 4), P patches of a square grid -> boxes (B, P, 4).
+    Where x is 0 it is the patch.
 
     differs: OWL-ViT's code adds 1 to a patch's row and column, so that a box begins at the lower
     right corner of its patch. The paper and the code's comment name the centre, as here.

@@ -75,7 +75,8 @@ def fp32(function):
 def all_ranks(x):
     """The default gather: joins the tensors x (B, ...) of the ranks, of one shape and any dtype, to
     (world * B, ...) in the order of the ranks, with gradients (below); without ranks x. A loss
-    that one rank computes alone needs gather=lambda x: x."""
+    that one rank computes alone needs gather=lambda x: x. A gather of some of the ranks gives wrong
+    pairs: rank i is taken to have the i-th part."""
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
@@ -87,7 +88,8 @@ def all_ranks(x):
 #     u_l = K_l' q_l / sqrt(D),   a_l = softmax(H u_l),   p_l = H' a_l,   y_l = W (K_l p_l)
 class Sparo(nn.Module):
     """Separate-head attention (Sec. 3.2): outputs (B, n, d) -> slots (B, L, V). Parameters have the
-    names of App. A's listing. Raises ValueError if grp_size does not divide L."""
+    names and dimensions of App. A's listing; q has five, so convert only the image encoder to
+    channels_last. Raises ValueError if grp_size does not divide L."""
 
     def __init__(self, d, L, V, D, grp_size=1):
         super().__init__()
@@ -232,6 +234,8 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
+        if not torch.compiler.is_compiling():
+            compare_shapes(tuple(x.shape))
         rows = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
         # torch 2.14 has a new name for this function and warns about the old name
         join = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -252,9 +256,21 @@ class Gather(torch.autograd.Function):
         return rows
 
 
+@functools.cache
+def compare_shapes(shape):
+    """Raise ValueError on all ranks if they gather tensors of different shapes. To save time, ranks
+    compare a shape once. So if some ranks alone have a smaller last batch, the backend fails."""
+    shapes = [None] * dist.get_world_size()
+    dist.all_gather_object(shapes, shape)
+    if len({*shapes}) > 1:
+        raise ValueError(f"The ranks gather tensors of the shapes {shapes}, but need batches of "
+                         "one size: give the loader drop_last=True.")
+
+
 class Keys(nn.Linear):
-    """An nn.Linear whose weight Sparo reads. torch's dynamic quantisation would replace the class
-    nn.Linear by one without a weight, but replaces no subclass."""
+    """An nn.Linear whose weight is read, and which is not called. torch's dynamic quantisation
+    would replace the class nn.Linear by one without a weight, but replaces no subclass. Leave Keys
+    out of LoRA, pruning and other quantisation: these change what a call computes."""
 
 
 # Checks -----------------------------------------------------------------------------------
@@ -265,13 +281,16 @@ class Keys(nn.Linear):
 
 def in_fp32(function, *args, **kwargs):
     """Call the function with all arguments (...) in one dtype, float32 or float64. A scale, which
-    has no dimension, keeps its own."""
+    has no dimension, keeps its own. Raises ValueError if a loss gets no samples: its mean would be
+    NaN."""
     def is_cast(x):
         return torch.is_tensor(x) and x.is_floating_point() and x.ndim > 0
 
     tensors = [x for x in (*args, *kwargs.values()) if is_cast(x)]
-    if not tensors:
-        raise TypeError(f"{function.__name__} needs tensors of floats.")
+    is_loss = function.__name__.endswith(("loss", "losses"))
+    if not tensors or is_loss and not tensors[0].numel():
+        raise ValueError(f"{function.__name__} needs tensors of floats with one sample or more, "
+                         f"not of the shapes {[tuple(x.shape) for x in tensors]}.")
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
     args = [x.to(dtype) if is_cast(x) else x for x in args]
     kwargs = {name: x.to(dtype) if is_cast(x) else x for name, x in kwargs.items()}
@@ -508,12 +527,20 @@ class Baseline(FullModel):
             return [Pool(nn.Sequential(projection(d, m), nn.Linear(m, E))) for d in widths]
         if config.readout == "fdt":
             codebook = nn.Parameter(torch.randn(config.codes, E))
-            return [FDT(d, codebook) for d in widths]
+            readouts = [FDT(d, codebook) for d in widths]
+            del readouts[1].codebook  # one name for the codes; text_slots gives them
+            readouts[1].register_load_state_dict_pre_hook(read_older_name)
+            return readouts
         if config.readout != "attpool":
             raise ValueError(f"readout must be cls, gap, attpool, bottleneck or fdt, not "
                              f"{config.readout!r}.")
         return [CrossAttention(d, config.L, config.V, config.D, config.heads, config.slot_norm,
                                config.slot_projection) for d in widths]
+
+    def text_slots(self, tokens, mask, **options):
+        if self.config.readout == "fdt":
+            options["codebook"] = self.image_readout.codebook
+        return super().text_slots(tokens, mask, **options)
 
     def clip_parameters(self):
         """Only a model with --readout cls is CLIP and has CLIP's projections."""
@@ -522,6 +549,11 @@ class Baseline(FullModel):
             places["visual.proj"] = self.image_readout.proj.weight
             places["text_projection"] = self.text_readout.proj.weight
         return places
+
+
+def read_older_name(readout, state, prefix, *_):
+    """Older checkpoints have FDT's codes under the names of both read-outs."""
+    state.pop(prefix + "codebook", None)
 
 
 class Pool(nn.Module):
@@ -599,8 +631,9 @@ class CrossAttention(nn.Module):
 class FDT(nn.Module):
     """Finite Discrete Tokens (App. B.2): an encoding is a mixture of codes.
 
-    Both encoders share the codes (C, E). Each position scores all codes, each code keeps its
-    largest score, and sparsemax turns the C scores into the weights of the mixture.
+    Both encoders share the codes (C, E), the codebook; `forward` gets that of the other read-out.
+    Each position scores all codes, each code keeps its largest score, and sparsemax turns the C
+    scores into the weights of the mixture.
 
     differs: the outputs are normalised and include [CLS]. The authors do not normalise them
     (model.py:448) and leave out [CLS] (transformer.py:565). Positions after a caption's end score
@@ -614,11 +647,12 @@ class FDT(nn.Module):
         self.query = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, E), nn.GELU(), nn.LayerNorm(E),
                                    nn.Linear(E, E))
 
-    def forward(self, x, eos_idx=None):
-        scores = self.query(x) @ self.codebook.T / self.temperature  # (B, n, C)
+    def forward(self, x, eos_idx=None, codebook=None):
+        codebook = self.codebook if codebook is None else codebook
+        scores = self.query(x) @ codebook.T / self.temperature     # (B, n, C)
         if eos_idx is not None:
             scores = scores.masked_fill(after_end(eos_idx, x)[..., None], -torch.inf)
-        return (sparsemax(scores.amax(1)) @ self.codebook)[:, None]  # (B, 1, E)
+        return (sparsemax(scores.amax(1)) @ codebook)[:, None]     # (B, 1, E)
 
 
 @fp32
@@ -669,7 +703,7 @@ class DinoHead(nn.Module):
         super().__init__()
         self.mlp = nn.Sequential(nn.Linear(M, width), nn.GELU(), nn.Linear(width, width),
                                  nn.GELU(), nn.Linear(width, bottleneck))
-        self.last = nn.Linear(bottleneck, K, bias=False)
+        self.last = Keys(bottleneck, K, bias=False)
         for layer in self.mlp[::2]:
             nn.init.normal_(layer.weight, std=0.02)
             nn.init.zeros_(layer.bias)
@@ -741,10 +775,10 @@ class Dino(nn.Module):
         log K, or both are near 0.
         """
         config, views = self.config, batch["views"]
-        if views[0].shape[-1] < views[-1].shape[-1]:
-            raise ValueError("The first view is smaller than the last: large views come first.")
-        if len({len(view) for view in views}) != 1:
-            raise ValueError("views needs tensors (B, 3, s, s) with one number B of images.")
+        shapes = [tuple(view.shape) for view in views]
+        if len({shape[0] for shape in shapes}) != 1 or shapes[0][-1] < shapes[-1][-1]:
+            raise ValueError(f"views needs tensors (B, 3, s, s) with one number B of images; large "
+                             f"views come first. It has {shapes}.")
         with torch.no_grad():
             teacher = self.logits(self.teacher, views[:2])         # (2, B, K)
         student = self.logits(self.student(), views)               # (V, B, K)

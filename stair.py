@@ -36,6 +36,7 @@ import array
 import functools
 import math
 import re
+import unicodedata
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,7 +65,8 @@ def fp32(function):
 def all_ranks(x):
     """The default gather: joins the tensors x (B, ...) of the ranks, of one shape and any dtype, to
     (world * B, ...) in the order of the ranks, with gradients (below); without ranks x. A loss
-    that one rank computes alone needs gather=lambda x: x."""
+    that one rank computes alone needs gather=lambda x: x. A gather of some of the ranks gives wrong
+    pairs: rank i is taken to have the i-th part."""
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
@@ -120,7 +122,9 @@ class TokenProjectionHead(nn.Module):
     """Eq. 4 and 5: an encoder's outputs (B, N, d) -> enc (B, |V|).
 
     embedding: the nn.Embedding (|V|, E) that the text encoder reads, so that a weight belongs to a
-    word. Both heads share it. special: ids of tokens that are never active, from 0 to |V| - 1.
+    word. Both heads share it; a model that has it under another name deletes it here and gives
+    `forward` its weight, as Model does. The weight is read, not looked up: an adapter (LoRA) of the
+    embedding changes nothing here. special: ids of tokens that are never active, 0 to |V| - 1.
     """
 
     def __init__(self, d, embedding, special=()):
@@ -130,7 +134,7 @@ class TokenProjectionHead(nn.Module):
         self.embedding = embedding
         self.transform = nn.Sequential(nn.Linear(d, E), nn.GELU(), nn.LayerNorm(E))
         self.bias = nn.Parameter(torch.zeros(V))
-        self.register_buffer("valid", torch.ones(V, dtype=torch.bool), persistent=False)
+        self.register_buffer("valid", torch.ones(V, dtype=torch.bool))
         self.valid[list(special)] = False
 
     def forward(self, h, mask=None, e=None, revived=None):
@@ -182,11 +186,14 @@ class Model(nn.Module):
         e, special = text_encoder.embedding, text_encoder.special
         self.image_head = TokenProjectionHead(image_width, e, special)
         self.text_head = TokenProjectionHead(text_width, e, special)
+        del self.image_head.embedding, self.text_head.embedding  # e keeps one name
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
         self.register_buffer("image_embedding", e.weight.detach().clone())  # of image_e in stage 2
         self.register_buffer("strength", torch.tensor(0.0))  # factor of both lambdas, 0 to 1
-        self.register_buffer("stage", torch.tensor(1))  # for checkpoints and the log
-        self.number = 1  # the stage as an int: reading the tensor would wait for the GPU
+        # Encodings depend on the tensor, which averages of the model copy. Gradients depend on the
+        # int, because reading the tensor would wait for the GPU.
+        self.register_buffer("stage", torch.tensor(1))
+        self.number = 1
         self.register_load_state_dict_post_hook(continue_stage)  # below
 
     def begin_stage(self, number, fresh):
@@ -197,8 +204,7 @@ class Model(nn.Module):
         self.stage.fill_(number)
         # Stage 2 freezes the image encoder and its head, but not e, which the text encoder trains.
         self.image_encoder.requires_grad_(number != 2)
-        self.image_head.transform.requires_grad_(number != 2)
-        self.image_head.bias.requires_grad_(number != 2)
+        self.image_head.requires_grad_(number != 2)
         if fresh:
             self.strength.zero_()
             self.zero_grad()  # gradients of the last stage would move what this stage freezes
@@ -213,17 +219,18 @@ class Model(nn.Module):
         return self
 
     def image_e(self):  # in stage 2 the copy of e from the end of stage 1, else the shared e
-        return self.image_embedding if self.number == 2 else self.image_head.embedding.weight
+        e, learns = self.text_encoder.embedding.weight, self.number != 2
+        return torch.where(self.stage == 2, self.image_embedding, e if learns else e.detach())
 
     def image_encoding(self, images, revived=None):  # (B, 3, H, W) -> enc (B, |V|)
         return self.image_head(self.image_encoder(images), None, self.image_e(), revived)
 
     def text_encoding(self, tokens, mask, revived=None):
         """tokens, mask (B, L) -> enc (B, |V|), or in stage 1 enc_mask of Eq. 8."""
-        enc = self.text_head(self.text_encoder(tokens, mask), mask, revived=revived)
-        if self.number == 1:  # enc_mask = g(f(y)) mask(y)                         (Eq. 8)
-            enc = enc * self.caption_words(tokens, mask)
-        return enc
+        h, e = self.text_encoder(tokens, mask), self.text_encoder.embedding.weight
+        enc = self.text_head(h, mask, e, revived)
+        # enc_mask = g(f(y)) mask(y)                                               (Eq. 8)
+        return torch.where(self.stage == 1, enc * self.caption_words(tokens, mask), enc)
 
     def caption_words(self, tokens, mask):
         """tokens, mask (B, L) -> mask(y) without the special tokens, (B, |V|), 0 or 1."""
@@ -274,11 +281,12 @@ class Model(nn.Module):
 #     e, special = model.text_model.embeddings.token_embedding, (49406, 49407)  # once
 #     model.image_head = TokenProjectionHead(768, e, special)                   # once
 #     model.text_head = TokenProjectionHead(512, e, special)                    # once
+#     del model.image_head.embedding, model.text_head.embedding  # once; e keeps one name
 #     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)                # once
 #     h = model.vision_model(pixel_values=images).last_hidden_state             # (B, n, 768)
-#     v = model.image_head(model.vision_model.post_layernorm(h))                # (B, |V|)
+#     v = model.image_head(model.vision_model.post_layernorm(h), e=e.weight)    # (B, |V|)
 #     h = model.text_model(input_ids=ids, attention_mask=mask).last_hidden_state  # (B, n, 512)
-#     t = model.text_head(h, mask)                                              # (B, |V|)
+#     t = model.text_head(h, mask, e.weight)                                    # (B, |V|)
 #     loss = contrastive_loss(v, t, model.logit_scale.exp())
 #     loss = loss + 1e-3 * (flops_loss(v) + flops_loss(t))
 #     loss.backward(), optimizer.step(), optimizer.zero_grad()                  # update
@@ -294,6 +302,8 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
+        if not torch.compiler.is_compiling():
+            compare_shapes(tuple(x.shape))
         rows = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
         # torch 2.14 has a new name for this function and warns about the old name
         join = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -314,6 +324,17 @@ class Gather(torch.autograd.Function):
         return rows
 
 
+@functools.cache
+def compare_shapes(shape):
+    """Raise ValueError on all ranks if they gather tensors of different shapes. To save time, ranks
+    compare a shape once. So if some ranks alone have a smaller last batch, the backend fails."""
+    shapes = [None] * dist.get_world_size()
+    dist.all_gather_object(shapes, shape)
+    if len({*shapes}) > 1:
+        raise ValueError(f"The ranks gather tensors of the shapes {shapes}, but need batches of "
+                         "one size: give the loader drop_last=True.")
+
+
 # Checks --------------------------------------------------------------------------------------
 #
 # The values of masks and scales are checked only on a CPU, because a GPU would have to wait. So
@@ -322,13 +343,16 @@ class Gather(torch.autograd.Function):
 
 def in_fp32(function, *args, **kwargs):
     """Call the function with all arguments (...) in one dtype, float32 or float64. A scale, which
-    has no dimension, keeps its own."""
+    has no dimension, keeps its own. Raises ValueError if a loss gets no samples: its mean would be
+    NaN."""
     def is_cast(x):
         return torch.is_tensor(x) and x.is_floating_point() and x.ndim > 0
 
     tensors = [x for x in (*args, *kwargs.values()) if is_cast(x)]
-    if not tensors:
-        raise TypeError(f"{function.__name__} needs tensors of floats.")
+    is_loss = function.__name__.endswith(("loss", "losses"))
+    if not tensors or is_loss and not tensors[0].numel():
+        raise ValueError(f"{function.__name__} needs tensors of floats with one sample or more, "
+                         f"not of the shapes {[tuple(x.shape) for x in tensors]}.")
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors], torch.float32)
     args = [x.to(dtype) if is_cast(x) else x for x in args]
     kwargs = {name: x.to(dtype) if is_cast(x) else x for name, x in kwargs.items()}
@@ -481,6 +505,11 @@ def model_class(args):
 class FullModel(Model):
     """Model, and what eval.py and --init-weights also ask of it."""
 
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        for head in (self.image_head, self.text_head):
+            head.register_load_state_dict_pre_hook(read_older_names)
+
     def clip_parameters(self):
         """{CLIP's name: parameter} that --init-weights sets, in addition to the encoders. STAIR has
         no parameters for CLIP's projections."""
@@ -509,6 +538,12 @@ class FullModel(Model):
             if grown and active > len(self.text_head.valid) / 4:
                 return f"{side} encodings have over a quarter of all words active: raise {flag}."
         return None
+
+
+def read_older_names(head, state, prefix, *_):
+    """Older checkpoints have e under the names of both heads, too, and no `valid`."""
+    state.pop(prefix + "embedding.weight", None)
+    state.setdefault(prefix + "valid", head.valid)
 
 
 # Eq. 4 and 5 in less memory ------------------------------------------------------------------
@@ -606,6 +641,7 @@ class LAMB(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
@@ -634,6 +670,7 @@ class LAMB(torch.optim.Optimizer):
             is_scaled = (size > 0) & (update_size > 0) & decays
             trust = torch.where(is_scaled, size / update_size, 1.0)
             torch._foreach_sub_(params, torch._foreach_mul(update, list(group["lr"] * trust)))
+        return loss
 
 
 # Interpretability (Sec. 5.1, Table 4) --------------------------------------------------------
@@ -655,8 +692,8 @@ def label_ranks(scores, pieces, labels):
 class SparseRows:
     """Features (N, E) that are mostly 0, such as STAIR's: the other numbers alone are stored.
 
-    parts: tensors (n, E), one after the other; x[rows] -> the dense rows (n, E). ImageNet's
-    1.3 million training images take 156 GB as dense encodings of 30,522 words.
+    parts: tensors (n, E), one after the other; x[rows] -> the dense rows (n, E) in float32.
+    ImageNet's 1.3 million training images take 156 GB as dense encodings of 30,522 words.
     """
 
     def __init__(self, parts):
@@ -666,7 +703,7 @@ class SparseRows:
             kept = x != 0
             counts += kept.sum(1).tolist()
             columns.frombytes(kept.nonzero()[:, 1].int().numpy().tobytes())
-            values.frombytes(x[kept].numpy().tobytes())
+            values.frombytes(x[kept].float().numpy().tobytes())
         self.count = torch.tensor(counts)
         # frombuffer refuses an array without numbers
         self.columns = torch.frombuffer(columns or array.array("i", [0]), dtype=torch.int32)
@@ -701,18 +738,20 @@ class InvertedIndex:
 
     def __init__(self, vocabulary):
         self.word_ids, self.ids = {word: k for k, word in enumerate(vocabulary)}, []
-        self.parts = [torch.zeros(len(self.word_ids), 0).to_sparse()]  # joined: (|V|, n)
+        none = torch.zeros(len(self.word_ids), 0, dtype=torch.float32)
+        self.parts = [none.to_sparse()]                               # joined: (|V|, n)
 
     def add(self, ids, enc):
         """Add n documents: a list of their ids, and their encodings (n, |V|). Raises
         ValueError if the two do not fit, or if a weight is negative or not finite."""
-        if isinstance(ids, str) or enc.shape != (len(ids), len(self.word_ids)):
-            raise ValueError(f"Give a list of n ids and encodings (n, {len(self.word_ids)}), not "
-                             f"{str(ids):.50} and encodings {tuple(enc.shape)}.")
-        enc = enc.detach().to("cpu", torch.float32).to_sparse().coalesce()
-        if not (enc.values() >= 0).all() or enc.values().isinf().any():
-            raise ValueError("The weights of an encoding must be finite and not negative.")
-        self.ids += ids
+        enc, size = enc.detach().to("cpu", torch.float32).to_sparse().coalesce(), len(self.word_ids)
+        weights = enc.values()
+        fits = not isinstance(ids, str) and enc.shape == (len(ids), size)
+        if not fits or not (weights >= 0).all() or weights.isinf().any():
+            raise ValueError(f"Give a list of n ids and encodings (n, {size}), finite and not "
+                             f"negative, not {str(ids):.50} and encodings {tuple(enc.shape)}: "
+                             f"{str(weights):.50}.")
+        self.ids.extend(ids)  # += would add the numbers of an array
         self.parts.append(enc.T)
 
     def joined(self):
@@ -723,21 +762,23 @@ class InvertedIndex:
         return self.parts[0]
 
     def vector(self, weights):
-        """{word: weight} -> (|V|,). A word that is not in the vocabulary is tried in lower case.
-        Raises ValueError if the vocabulary lacks the lower case, too."""
-        result = torch.zeros(len(self.word_ids))
+        """{word: weight} -> (|V|,). A word that is not in the vocabulary is tried in lower case,
+        then without accents. Raises ValueError if the vocabulary lacks all three."""
+        result = torch.zeros(len(self.word_ids), dtype=torch.float32)
         for word, weight in weights.items():
-            k = self.word_ids.get(word, self.word_ids.get(word.lower()))
-            if k is None:
+            lower = unicodedata.normalize("NFD", word.lower())  # a letter, then its accent (Mn)
+            plain = "".join(char for char in lower if unicodedata.category(char) != "Mn")
+            known = [form for form in (word, lower, plain) if form in self.word_ids]
+            if not known:
                 raise ValueError(f"The vocabulary has no word {word!r}: give words of vocab.txt.")
-            result[k] += weight
+            result[self.word_ids[known[0]]] += weight
         return result
 
     def scores(self, query):
         """query (|V|,) -> its dot products with all documents (n,)."""
         enc = self.joined()
         words, documents = enc.indices()                          # (m,), of all weights above 0
-        result = torch.zeros(len(self.ids))
+        result = torch.zeros(len(self.ids), dtype=torch.float32)
         for k in query.nonzero()[:, 0].tolist():
             i, j = torch.searchsorted(words, torch.tensor([k, k + 1]))  # entries of word k
             result.index_add_(0, documents[i:j], enc.values()[i:j], alpha=query[k].item())
@@ -750,21 +791,22 @@ class InvertedIndex:
     def search(self, query, k=10, where=None, allow=None, block=()):
         """The k documents with the largest dot products, [(id, score)], best first.
 
-        query: {word: weight} or an encoding (|V|,). where (n,): True at the documents that may be
-        found, even if their score is 0; None: all documents with a score above 0. allow: the only
+        query: {word: weight} or an encoding (|V|,). where (n,): True (or 1) at the documents that
+        may be found, even if their score is 0; None: all with a score above 0. allow: the only
         words of the query that count. block: words of the query that do not count. Raises
         ValueError for a word that the vocabulary lacks.
         """
         if isinstance(allow, str) or isinstance(block, str):
             raise ValueError("Give lists of words for allow and block, not one string.")
-        query = self.vector(query) if isinstance(query, dict) else query.detach().cpu()
+        query = self.vector(query) if isinstance(query, dict) else query.detach().cpu().float()
         if query.shape != (len(self.word_ids),):
             raise ValueError(f"A query has {len(self.word_ids)} weights, not {tuple(query.shape)}.")
         query = query * (self.vector(dict.fromkeys(block, 1.0)) == 0)
         if allow is not None:
             query = query * (self.vector(dict.fromkeys(allow, 1.0)) > 0)
         scores = self.scores(query)
-        scores = scores.masked_fill(scores <= 0 if where is None else ~where, -math.inf)
+        found = scores > 0 if where is None else as_bools(torch.as_tensor(where), scores.shape)
+        scores = scores.masked_fill(~found, -math.inf)
         best = scores.topk(min(k, len(scores)))
         found = zip(best.indices.tolist(), best.values.tolist())
         return [(self.ids[row], score) for row, score in found if score > -math.inf]
@@ -788,7 +830,8 @@ def boolean_query(text, index):
 
     def need(condition):
         if not condition:
-            raise ValueError(f"{text!r} is not a boolean query: join words by AND, OR, NOT, ( ).")
+            raise ValueError(f"{text!r} is not a boolean query: join words by AND, OR, NOT, ( ), "
+                             "at least one without NOT.")
 
     def any_of(negated):  # red OR blue star
         found = all_of(negated)
@@ -811,8 +854,7 @@ def boolean_query(text, index):
             return ~one(not negated)
         if part == "(":
             found = any_of(negated)
-            if parts.pop(0) != ")":
-                raise ValueError(f"{text!r} has an open parenthesis: close it by ).")
+            need(parts.pop(0) == ")")
             return found
         need(part not in ("AND", "OR", ")", ""))
         if not negated:
@@ -820,9 +862,7 @@ def boolean_query(text, index):
         return index.has(part)
 
     where = any_of(negated=False)
-    need(parts == [""])
-    if not words:
-        raise ValueError(f"{text!r} has no word to rank by: give one without NOT.")
+    need(parts == [""] and words)  # `words` rank the documents
     return where, words
 
 

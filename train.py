@@ -144,7 +144,9 @@ class Config:
     # text encoder, NAME or NAME:setting=value,...; the end of this help lists the names
     text_encoder: str = "12x512"
     # file of pretrained weights to start from: a whole CLIP or, for methods without captions, a ViT
-    # whose parameters have timm's names
+    # whose parameters have timm's names; a file cannot say, and --image-encoder must: heads,
+    # quick_gelu, eps and pixels, and that strides are blurred or norms come after the attention,
+    # which no encoder here has
     init_weights: str | None = None
 
     steps: int = 1000  # number of updates; with 0 the run only evaluates, such as --init-weights

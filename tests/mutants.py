@@ -84,13 +84,13 @@ scatter_reduce_(1, tokens, mask, "«amax => sum»") # Eq. 8: 0 or 1
 scatter_reduce_(1, tokens, «mask => torch.ones_like(mask)», "amax") # padding is no word
 «round => int»(args.share_1 * args.steps) # rounding of shares
 self.image_encoder.requires_grad_(«number != 2 => True») # stage 2 freezes
-self.image_head.bias.requires_grad_(«number != 2 => True») # stage 2
+self.image_head.requires_grad_(«number != 2 => True») # stage 2
 if «fresh and number => number» == 2: # a resume of stage 2 keeps the copy of e
 «self.strength.zero_() => pass» # each stage begins with lambda 0
 model.begin_stage(int(model.stage), fresh=«False => True») # a resume
-return self.image_embedding if self.number «== 2 => > 1» else # stage 3
+torch.where(self.stage «== 2 => > 1», self.image_embedding # stage 3
 self.image_encoder.train(«mode and self.number != 2 => mode») # BatchNorm
-if self.number «== 1 => <= 2»:  # enc_mask # only stage 1 masks
+torch.where(self.stage «== 1 => <= 2», enc * self # only stage 1 masks
 self.number <«= => » cfg.revive_until else None # the last stage revives, too
 flops = «cfg.lambda_image => cfg.lambda_text» * flops_image # Eq. 7
 loss = contrast + «self.strength * flops => flops» # the ramp
@@ -171,7 +171,7 @@ math.cos(math.pi * («(step + 1) => step» / steps)) # the next step's momentum 
 return «self.teacher[0] => self.image_encoder» if self.teacher else # the teacher
 torch.cat([tokens[:, 0], «tokens[:, 1:].mean => tokens.mean»(1)], 1) # D.1: patches
 mean = «gather(y.mean(1)[None]).mean(0 => y.mean(1») # BatchNorm of one rank
-affine=«i < 2 => True», track_running_stats # the last has no scale
+affine=«i < 2 => True») # the last has no scale
 nn.init.normal_(self[-1].weight, std=«0.02 => 0.2») # initial projector
 «not config.teacher => config.teacher» if config.batch_norm is None # App. C ;; trust=1e-«3 => 2»): # LARS
             if «decays => True»: # biases are not scaled

@@ -276,7 +276,7 @@ def test_the_teacher_encodes_images_in_an_evaluation(readout):
 
 
 def test_batch_norm_equals_torchs_and_is_the_default_without_a_teacher():
-    norm, reference = bam.BatchNorm(5, track_running_stats=False), nn.BatchNorm1d(5)
+    norm, reference = bam.BatchNorm(5), nn.BatchNorm1d(5)
     for name in ("weight", "bias"):
         nn.init.normal_(getattr(norm, name))
         getattr(reference, name).data.copy_(getattr(norm, name))

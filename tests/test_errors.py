@@ -52,7 +52,7 @@ EMPTY = r"has no column 'image', only \[\]: "
 VOC, SET = "eval runs/sparc --task segmentation --data voc", "eval runs/sparc --data colours"
 PROMPT = "'{}' needs one placeholder: write .* or give a file with one template a line"
 CLIP = "clip-b32:width=16,heads=2,image_size=16,patch_size=8,depth=1,"
-IMAGE = "^--init-weights clip.pt: the file holds a model of .*{}.*: give --image-encoder the"
+IMAGE = "^--init-weights clip.pt: the file holds a model of .*{}.*: give .*--image-encoder the"
 TEXT = IMAGE.replace("image", "text")
 BLOCK = "transformer.resblocks.0."
 
@@ -267,7 +267,7 @@ ERRORS = [
     ("eval runs/stair --query 'red AND qqq'", "--query.* no word 'qqq': give words of vocab.txt"),
     ("eval runs/sparc --image a.jpg", "--image and --caption belong together: give both"),
     ("eval runs/sparc --query 'red AND ring'", "--query.* only STAIR knows: write a caption"),
-    ("eval runs/bam --query red", "--query needs a run with a text encoder, runs/bam has none"),
+    ("eval runs/bam --query red", "This run has no text encoder, so it cannot encode captions and queries"),
     ("eval runs/sparo --data numbers --task slots --select photos", f"{NUMBER} .* --classes"),
     ("eval runs/sparo --data photos --task slots", "slots needs --select"),
     ("eval runs/sparo --data photos --task slots --select photos", "not the data to evaluate"),

@@ -299,8 +299,8 @@ def test_a_task_that_fails_costs_no_figure_of_the_tasks_before(
 def test_an_export_writes_only_a_new_file(run_of, tmp_path):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     before = {path: path.read_bytes() for path in run.iterdir()}
-    for file in (run / "last.pt", run / "config.json", "/dev/null", ""):
-        with pytest.raises(common.UserError, match="must be a new file: give a name that does not"):
+    for file in (run / "last.pt", run / "config.json", "/dev/null", "", tmp_path / "a.safetensors"):
+        with pytest.raises(common.UserError, match="new file of torch's .* not exist and ends in .pt"):
             evaluation.main([str(run), "--export", str(file)])
     assert {path: path.read_bytes() for path in run.iterdir()} == before
 
@@ -427,8 +427,8 @@ def test_images_in_any_form_have_the_same_encodings(run_of, tmp_path):
             model.images(wrong)
     with pytest.raises(common.UserError, match="gone.jpg cannot be read: No such file"):
         model.images([tmp_path / "0.png", tmp_path / "gone.jpg"])
-    for wrong in (["a cat", float("nan")], [b"a cat"]):
-        with pytest.raises((TypeError, AttributeError)):
+    for wrong, place in ((["a cat", float("nan")], 1), ([b"a cat"], 0), (None, 0), ([["a cat"]], 0)):
+        with pytest.raises(common.UserError, match=f"Caption {place} is .*: give strings"):
             model.texts(wrong)
     for encode, item in ((model.texts, "a cat"), (model.images, pixels)):
         with pytest.raises(TypeError, match="'NoneType' object is not callable"):
@@ -461,7 +461,8 @@ def test_one_image_and_one_caption_have_maps(run_of, tmp_path, monkeypatch, caps
     rows_of(monkeypatch, evaluation.draw_pictures, model, data, {"alignment", "queries"})
     rows_of(monkeypatch, evaluation.draw_pair, model, tmp_path / "a.jpg", "a red ring")
     evaluation.main(flags)
-    assert str(run / "a-pair.png") in capsys.readouterr().out and (run / "a-pair.png").exists()
+    path, = run.glob("*a-pair.png")  # the name has the folders, too
+    assert str(path) in capsys.readouterr().out
     found = model.maps(Image.open(tmp_path / "a.jpg"), "a red ring")
     ids, mask = model.tokenize(["a red ring"])
     x, grid = model.read(tmp_path / "a.jpg")[None], model.model.image_encoder.grid

@@ -560,7 +560,7 @@ def test_a_search_in_a_folder_of_images_needs_no_captions(run_of, tmp_path, caps
 @pytest.mark.parametrize("query, message", [
     *((query, "not a boolean query") for query in
       ["", "red AND", "red)", "NOT", "OR red", "()", "red OR OR blue"]),
-    ("(red", "open parenthesis"), ("NOT (red OR blue)", "no word to rank by"),
+    ("(red", "join words by"), ("NOT (red OR blue)", "at least one without NOT"),
     ("red NOT green", "no word 'green'")])
 def test_invalid_boolean_queries_raise_errors_that_name_them(query, message):
     with pytest.raises(ValueError, match=message):
@@ -577,7 +577,7 @@ def test_invalid_boolean_queries_raise_errors_that_name_them(query, message):
     (stair.InvertedIndex.search, [torch.ones(3)], r"has 6 weights, not \(3,\)"),
     (stair.InvertedIndex.add, [["a"], torch.ones(2, 6)], r"encodings \(2, 6\)"),
     (stair.InvertedIndex.add, ["xy", torch.ones(2, 6)], "Give a list of n ids"),
-    *((stair.InvertedIndex.add, [["a"], torch.full((1, 6), x)], "must be finite and not negative")
+    *((stair.InvertedIndex.add, [["a"], torch.full((1, 6), x)], "finite and not negative")
       for x in (-1.0, math.nan, math.inf))])
 def test_bad_arguments_of_the_index_raise_errors_that_name_them(function, arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -71,7 +71,7 @@ def ablated(z, gather, **settings):
 
 def batch_norm(z, gather):
     """BAM's BatchNorm of (n, k, E), whose rows are images."""
-    norm = bam.BatchNorm(z.shape[-1], track_running_stats=False).double()
+    norm = bam.BatchNorm(z.shape[-1]).double()
     return norm(z.transpose(0, 1), gather).transpose(0, 1)
 
 

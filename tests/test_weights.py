@@ -318,7 +318,7 @@ def test_a_vits_positions_are_interpolated_and_its_replaced_block_is_left_out():
         close(vit.pos[0], torch.cat([state["pos_embed"][0, :int(cls)], grid]), 1e-6)
     vit, state = tiny_vit(depth=DEPTH - 1), made_up_timm(tiny_vit())
     for encoder, word in ((vit, "Unexpected"), (tiny_vit(depth=DEPTH + 1), "Missing")):
-        with pytest.raises(UserError, match=f"{word} .* sizes of the file's ViT, such as ViT-S/16"):
+        with pytest.raises(UserError, match=f"{word} .* the file's width, depth.* such as ViT-S/16"):
             common.load_timm(encoder, state)
     with pytest.raises(UserError, match="Unexpected .*reg_token.* sizes of the file's ViT"):
         common.load_timm(tiny_vit(), state | {"reg_token": torch.ones(2)})
