@@ -3174,13 +3174,6 @@ OWNERS = {  # {a part of a tensor's name: whose names these are}
     "encoder_layer_": "torchvision's ViT", "embeddings.": "Hugging Face's transformers"}
 
 
-def check_owner(state, wanted):
-    """Raise UserError if the names of {name: tensor} are those of another project."""
-    owner = next((OWNERS[part] for part in OWNERS if part in " ".join(state)), wanted)
-    if owner != wanted:
-        raise UserError(f"its tensors have the names of {owner}: give a file with {wanted}'s.")
-
-
 def load_clip(encoders, state_dict, tokenizer):
     """Load a CLIP, as OpenCLIP or OpenAI saved it, into the encoders (image, text).
 
@@ -3189,8 +3182,7 @@ def load_clip(encoders, state_dict, tokenizer):
     text encoder.
     """
     # "text." begins the names of the text encoder in OpenCLIP's CustomTextCLIP
-    state = {key.removeprefix("text."): x for key, x in unwrapped(state_dict).items()}
-    check_owner(state, "CLIP")
+    state = {key.removeprefix("text."): x for key, x in unwrapped(state_dict, "CLIP").items()}
     parts = {key: x for key, x in state.items() if key in CLIP_PARTS}
     rest = {key: x for key, x in state.items() if key not in CLIP_PARTS + OPENAI_ONLY}
     image = {key.removeprefix("visual."): x for key, x in rest.items() if "visual." in key}
@@ -3210,12 +3202,12 @@ def load_clip(encoders, state_dict, tokenizer):
     return parts
 
 
-def unwrapped(state):
-    """The content of a checkpoint -> {name: tensor}, only the weights.
+def unwrapped(state, wanted):
+    """The content of a checkpoint -> {name: tensor}, only the weights. wanted: one of OWNERS.
 
     Training loops save weights together with other things, under a key. DDP and torch.compile put
     "module." and "_orig_mod." before the names, and a module around the model (Lightning) its own
-    name. Raises UserError if there are no weights.
+    name. Raises UserError if there are no weights, or if they have the names of another project.
     """
     if isinstance(state, dict):
         # "state_dict": OpenCLIP, timm, Lightning; "model": DeiT, BAM; "teacher": DINO
@@ -3233,6 +3225,9 @@ def unwrapped(state):
         raise UserError(f"the file holds no weights, but {held}: save only model.state_dict().")
     state = {re.sub(r"^(module\.|_orig_mod\.)*", "", name): x for name, x in state.items()
              if isinstance(name, str) and torch.is_tensor(x)}
+    owner = next((OWNERS[part] for part in OWNERS if part in " ".join(state)), wanted)
+    if owner != wanted:
+        raise UserError(f"its tensors have the names of {owner}: give a file with {wanted}'s.")
     shared = os.path.commonprefix([*state]).rpartition(".")[0]
     return {name.removeprefix(f"{shared}."): x for name, x in state.items()}
 
@@ -3296,8 +3291,8 @@ def load_timm(encoder, state_dict):
     of the encoder, MoCo-v3's "base_encoder.", and heads or a momentum encoder beside it. Returns
     the tensors that were not loaded, {name: tensor}. Raises UserError if the file does not fit.
     """
-    found, left_over, state = {}, {}, unwrapped(state_dict)
-    check_owner(state, "timm" if isinstance(encoder, ViT) else "torchvision")
+    state = unwrapped(state_dict, "timm" if isinstance(encoder, ViT) else "torchvision")
+    found, left_over = {}, {}
     prefix = re.compile(r"(module\.|teacher\.|backbone\.|base_encoder\.|_orig_mod\.)*")
     backbone = re.compile(r"backbone\.|base_encoder\.")
     has_backbone = any(backbone.search(prefix.match(name)[0]) for name in state)

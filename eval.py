@@ -353,7 +353,7 @@ def interval(differences):
 
 IMAGE_FORMS = ("Give paths, bytes, PIL images (of an array: Image.fromarray), or tensors "
                "(3, H, W) of uint8 or of floats in [0, 1]")
-LOADING = threading.Lock()  # of PIL images: see Embedder.read_given
+LOADING = threading.Lock()  # see Embedder.read_given
 
 
 def chunks(items, n):
@@ -582,11 +582,11 @@ class Embedder:
         Raises UserError, with the place in the list, if this fails."""
         is_path = isinstance(image, (str, os.PathLike))
         name = image if is_path else f"Image {place}, a {type(image).__name__},"
-        with common.explained(Exception, f"{name!s:.200} cannot be read", f". {IMAGE_FORMS}"):
-            with LOADING:  # the image may be another thread's, too, and reads its file only here
-                image = Image.open(image) if hasattr(image, "read") else image
-                if isinstance(image, Image.Image):
-                    image.load()
+        # another thread may read the same open file, from which a PIL image is not yet loaded
+        is_open = hasattr(image, "read") or isinstance(image, Image.Image)
+        alone = LOADING if is_open else contextlib.nullcontext()
+        problem = f"{name!s:.200} cannot be read"
+        with alone, common.explained(Exception, problem, f". {IMAGE_FORMS}"):
             return common.to_unit(self.read(image))
 
     @torch.no_grad()
