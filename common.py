@@ -3223,8 +3223,7 @@ def unwrapped(state, wanted):
     if not any(torch.is_tensor(state[name]) for name in names):
         held = ", ".join(map(str, [*names][:5])) or f"a {type(state).__name__}"
         raise UserError(f"the file holds no weights, but {held}: save only model.state_dict().")
-    state = {re.sub(r"^(module\.|_orig_mod\.)*", "", name): x for name, x in state.items()
-             if isinstance(name, str) and torch.is_tensor(x)}
+    state = {name: x for name, x in state.items() if isinstance(name, str) and torch.is_tensor(x)}
     owner = next((OWNERS[part] for part in OWNERS if part in " ".join(state)), wanted)
     if owner != wanted:
         raise UserError(f"its tensors have the names of {owner}: give a file with {wanted}'s.")

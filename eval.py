@@ -537,9 +537,8 @@ class Embedder:
         """Encode n captions -> (n, E), or (n, L, E), padded with zeros, if `encode` gives each
         caption L vectors. A single string is one caption. Raises UserError for another type."""
         captions = as_list(captions)
-        for i, caption in enumerate(captions):
-            if not isinstance(caption, str):
-                raise UserError(f"Caption {i} is {caption!r:.50}: give strings.")
+        with common.explained(TypeError, "Captions need strings"):
+            "".join(captions)  # whose error names the item
 
         def compute(captions):
             inputs = self.tokenize(captions)
@@ -566,14 +565,14 @@ class Embedder:
         if torch.is_tensor(images) and images.ndim == 4 and len(images):
             return self.encode_batches(check_images(images).split(self.chunk), encode)
         images = as_list(images)
-        blank = torch.zeros(3, self.image_size, self.image_size)
 
         def stacked(part):
             with common.explained(RuntimeError, "Tensors of a list need one size"):
                 return torch.stack(pool.starmap(self.read_given, part))
 
         with ThreadPool(max(1, self.workers)) as pool:
-            rows = zip(progress(images or [blank], "images"), itertools.count())
+            some = images or [torch.zeros(3, self.image_size, self.image_size)]  # for the width E
+            rows = zip(progress(some, "images"), itertools.count())
             parts = map(stacked, chunks(rows, self.chunk))
             return self.encode_batches(parts, encode)[: len(images)]
 
@@ -2820,11 +2819,10 @@ def search(embedder, data, options, run):
     for part in progress(chunks(pairs, embedder.chunk), f"images, {embedder.chunk} at a time"):
         x, names = embedder.encode_pairs(part)
         index.add(names, word_columns(embedder, x) if is_stair else x)
-    found = []
-    for heading, best in answers(embedder, index, options.query):
+    found = [*answers(embedder, index, options.query)]
+    for heading, best in found:
         names = ", ".join(f"{name} ({score:.2f})" for name, score in best) or "nothing"
         print(f"{heading}: {names}")
-        found.append((heading, best))
     # Only names were kept, as all images may not fit in memory: the images found are read again.
     wanted = {name for _, best in found for name, _ in best}
     images = {name: image for image, name in numbered(data.images("search")) if name in wanted}

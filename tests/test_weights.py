@@ -320,7 +320,7 @@ def test_a_vits_positions_are_interpolated_and_its_replaced_block_is_left_out():
     for encoder, word in ((vit, "Unexpected"), (tiny_vit(depth=DEPTH + 1), "Missing")):
         with pytest.raises(UserError, match=f"{word} .* the file's width, depth.* such as ViT-S/16"):
             common.load_timm(encoder, state)
-    with pytest.raises(UserError, match="Unexpected .*reg_token.* sizes of the file's ViT"):
+    with pytest.raises(UserError, match="Unexpected .*reg_token.* the file's width, depth"):
         common.load_timm(tiny_vit(), state | {"reg_token": torch.ones(2)})
     args = train.parse_args(SMALL["sparo"])
     built = common.build_encoders(train.METHODS["sparo"], args, range(4))
