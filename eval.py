@@ -1956,8 +1956,9 @@ def words_of_slots(embedder, image, caption):
 
 
 def slot_alignment(embedder, data, options):
-    """Whether a slot's brightest patch shows the objects that the slot's word names (SPARO), for
-    the few slots that can be interpreted."""
+    """Whether a slot's brightest patch shows the objects that the slot's word names (SPARO).
+
+    Only the slots that can be interpreted count, see attention_of_slots."""
     return weights_on_objects("slot_alignment", embedder, data, words_of_slots)
 
 
