@@ -11,7 +11,7 @@ them. So a method file works in another project without this file. The sections:
     Streams and seeds   endless batches that a resumed run continues
     Command line        flags from the fields of a dataclass and their comments
     Schedules           learning rate, weight decay
-    Groups, checkpoints parameter groups; files that a killed process leaves intact
+    Groups, files       parameter groups; files that a killed process leaves intact
     Distributed         ranks, and a gather with gradients
     Weights of others   reading CLIP's and timm's weights, writing timm's
     The world of shapes drawn scenes with captions; skip this section if you have data
@@ -33,6 +33,7 @@ import csv
 import dataclasses
 import datetime
 import errno
+import fcntl
 import fnmatch
 import functools
 import hashlib
@@ -58,6 +59,7 @@ import textwrap
 import time
 import unicodedata
 import warnings
+import zipfile
 import zlib
 from collections import Counter, OrderedDict, defaultdict
 from multiprocessing.pool import ThreadPool
@@ -112,6 +114,8 @@ def explained(kinds, what, remedy=""):
         # strerror is an OSError's text without the path. `what` names the path already.
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         reason = reason or type(error).__name__
+        # torch advises to trust the file
+        reason = re.split(" In PyTorch| This file can", reason)[0].rstrip(".")
         raise UserError(f"{what}: {reason}{remedy}".rstrip(".") + ".") from None
 
 
@@ -857,7 +861,7 @@ def read_vocabulary(path):
     """The lines of a text file or of a .gz file. Raises UserError if it cannot be read."""
     opener = gzip.open if str(path).endswith(".gz") else open
     kinds = OSError, EOFError, UnicodeDecodeError, zlib.error
-    remedy = ". Give a BERT vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz"
+    remedy = f". Give BERT's vocab.txt or CLIP's bpe_simple_vocab_16e6.txt.gz. {SAME_FILE}"
     reading = explained(kinds, f"Cannot read the vocabulary {path}", remedy)
     with reading, opener(path, "rt", encoding="utf-8-sig") as file:
         return file.read().rstrip("\n").split("\n")
@@ -2870,7 +2874,7 @@ def linear_lr(step, steps, warmup, peak):
     return peak * ((steps - step) / max(1, steps - warmup))
 
 
-# Parameter groups and checkpoints -----------------------------------------------------
+# Parameter groups and files of a run ----------------------------------------------------
 #
 # A run may be killed at any moment, also while it writes. So a new file is written under a
 # temporary name and then renamed. Renaming replaces the old file in one step.
@@ -2904,14 +2908,14 @@ def writing(path):
 
 
 @contextlib.contextmanager
-def replacing(path, suffix=None):
-    """A context with a binary file PATH + suffix to write to. At the end the file is renamed to
-    `path`. The default suffix has the number of this process.
+def replacing(path):
+    """A context with a binary file to write to, under a temporary name that has the number of this
+    process. At the end the file is renamed to `path`.
 
     A killed process leaves the old file or the new file under `path`, never a part of the new file.
     An error leaves the old file.
     """
-    temporary = Path(f"{path}{suffix or f'.{os.getpid()}.tmp'}")
+    temporary = Path(f"{path}.{os.getpid()}.tmp")
     try:
         with writing(path), open(temporary, "wb") as file:
             yield file
@@ -2926,15 +2930,29 @@ def replacing(path, suffix=None):
         raise
 
 
-def save_checkpoint(paths, state):
-    """Write a checkpoint under each of the paths."""
-    for path in paths:
-        # torch.save raises a RuntimeError where the disk is full
-        full = explained(RuntimeError, f"{path} cannot be written", " (is the disk full?)")
-        # Only one process writes in a run's directory, so the temporary name needs no process id. A
-        # killed run leaves at most one unfinished file, and the next save overwrites this file.
-        with replacing(path, ".tmp") as file, full:
-            torch.save(state, file)
+def write_file(path, content):
+    """Write a record (.json), a picture in 256 colours (.png), or tensors in dicts and lists."""
+    # torch.save raises a RuntimeError where the disk is full
+    full = explained(RuntimeError, f"{path} cannot be written", " (is the disk full?)")
+    with replacing(path) as file, full:
+        if path.suffix == ".json":
+            file.write(json.dumps(content, indent=2).encode() + b"\n")
+        elif path.suffix == ".png":  # MAXCOVERAGE keeps rare colours, which other methods merge
+            content.quantize(256, Image.Quantize.MAXCOVERAGE).save(file, "PNG")
+        else:
+            torch.save(content, file)
+
+
+@contextlib.contextmanager
+def locked(directory):
+    """A context that one process at a time enters, to replace files of the directory. On a disk
+    without such locks (NFS), or without the right to read, nobody waits."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            opened = os.open(directory, os.O_RDONLY)
+            stack.callback(os.close, opened)
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
 
 
 @functools.cache
@@ -2946,10 +2964,22 @@ def revision():
     return found.stdout.strip() or None
 
 
+# remedy for a run that has lost its config.json or vocab.txt
+SAME_FILE = "The command that began the run writes an equal file into another --out"
+
+
+def checkpoints(run):
+    """The names of a run's checkpoints, the newest first."""
+    names = os.listdir(run) if os.path.isdir(run) else []
+    names = [name for name in names if re.fullmatch(r"(last|step-\d+|stage-\d+)\.pt", name)]
+    return sorted(names, key=lambda name: os.path.getmtime(Path(run, name)), reverse=True)
+
+
 def read_config(run):
     """The directory of a run -> the settings in its config.json, a dict. Raises UserError if the
     file is missing or broken."""
-    path, remedy = Path(run, "config.json"), ". Give the directory of a run, such as runs/sparc"
+    path = Path(run, "config.json")
+    remedy = f". Give a run's directory, such as runs/sparc. {SAME_FILE}"
     with explained((OSError, ValueError, TypeError), f"{path} cannot be read", remedy):
         return dict(json.loads(path.read_text(encoding="utf-8")))
 
@@ -2959,30 +2989,35 @@ def restore_model(model, weights, path, remedy):
     missing, extra, of another shape or not finite. path: the file, for the message."""
     # Weights that do not say which pixels they expect (older checkpoints) keep those of the model.
     constants = {name: x for name, x in model.state_dict().items() if "pixels." in name}
+    problem = None
     try:
         model.load_state_dict(constants | weights)
+        if not all(x.isfinite().all() for x in model.state_dict().values()):
+            problem = "holds weights that are NaN or infinite: give another file"
     except RuntimeError as error:
         # the first differences of torch's long list; its first line names the class only
         lines = [textwrap.shorten(line, 150) for line in str(error).splitlines()[1:4]]
-        raise UserError(f"{path} holds a model of another size or kind ({' '.join(lines)}): "
-                        f"{remedy}.") from None
-    if not all(x.isfinite().all() for x in model.state_dict().values()):
-        raise UserError(f"{path} holds weights that are NaN or infinite: give another file.")
+        problem = f"holds a model of another size or kind ({' '.join(lines)}): {remedy}"
+    if problem:
+        raise UserError(f"{path} {problem}.")
 
 
-# advice if a run's last.pt cannot be read
-NO_LAST = "give --checkpoint stage-N.pt or step-S.pt of the run, or if it has none, begin a new run"
-
-
-def load_checkpoint(path, map_location="cpu", remedy="give another file"):
-    """Read a checkpoint. Raises UserError with the remedy if `path` cannot be read.
+def load_checkpoint(path, map_location="cpu"):
+    """Read a checkpoint. Raises UserError if `path` cannot be read.
 
     A pickle can execute any code when it is read. weights_only=True refuses everything but tensors
-    and plain values. torch raises errors of any type for damaged files.
+    and plain values. torch raises errors of any type for damaged files. torch.load looks at no
+    checksum; to look takes about a second for a GB, so one rank of a machine does.
     """
     # DINO's checkpoints hold their settings as a Namespace, which is harmless
-    safe = torch.serialization.safe_globals([argparse.Namespace])
+    safe, path = torch.serialization.safe_globals([argparse.Namespace]), Path(path)
+    others = [name for name in checkpoints(path.parent) if name != path.name]
+    remedy = "begin a new run" if path.name == "last.pt" else "give another file"
+    remedy = f"give --checkpoint {others[0]}" if others else remedy
     with safe, explained(Exception, f"{path} cannot be read", f". Remedy: {remedy}"):
+        if local_rank()[0] == 0 and zipfile.is_zipfile(path):
+            if damaged := zipfile.ZipFile(path).testzip():
+                raise ValueError(f"its part {damaged} is damaged")
         with contextlib.suppress(pickle.UnpicklingError):  # its text advises weights_only=False
             return torch.load(path, map_location=map_location, weights_only=True)
         raise ValueError("it holds more than tensors and plain values, or is no file of torch.save")

@@ -730,7 +730,7 @@ def load_run(run, device="cpu", checkpoint="last.pt"):
     method, args = settings_of_run(run)
     tokenizer = common.open_tokenizer(Path(run, "vocab.txt")) if method.uses_text(args) else None
     model = common.build_model(method, args, *common.build_encoders(method, args, tokenizer))
-    state = common.load_checkpoint(Path(run, checkpoint), remedy=common.NO_LAST)
+    state = common.load_checkpoint(Path(run, checkpoint))
     if not isinstance(state, dict) or state.get("method") != args.method:
         raise UserError(f"{run}/{checkpoint} holds no {args.method} model, which config.json asks "
                         f"for: give a checkpoint that this run wrote.")
@@ -2648,33 +2648,44 @@ def print_metrics(metrics):
             print(f"  {metric} {value:.3g} was chosen on held-out images, if any, or is --probe-lr")
 
 
-def evaluate_and_show(embedder, data, options, run):
+def evaluate_and_show(embedder, data, options, run, failed, again=False):
     """Evaluate, print a table, write the metrics and the pictures into RUN -> {metric: float}. What
-    a task has found is printed when the task ends. Rank 0 alone draws and writes."""
+    a task has found is printed and written when the task ends. Rank 0 alone draws and writes.
+    failed: a list that gets a message for each file that cannot be written. again: whether a killed
+    training may have made this evaluation before."""
     if common.this_rank()[0] > 0:
         return evaluate(embedder, data, options)
-    is_whole = options.is_own and not options.tasks
-    result = evaluate(embedder, data, options, print_metrics)
+    is_whole, so_far = options.is_own and not options.tasks, {}
+
+    def report(new):
+        so_far.update(new)
+        print_metrics(new)
+        with noted([]):  # only the line of all tasks must be written
+            write_line(run, metrics_record(embedder, data, options, so_far), is_complete=False)
+
+    result = evaluate(embedder, data, options, report)
     print_notes(embedder, data)
     if result:  # a picture alone measures nothing
-        with noted():
-            write_metrics(run, metrics_record(embedder, data, options, result), is_whole)
+        record = metrics_record(embedder, data, options, result)
+        with noted(failed):
+            write_line(run, record, again=again)
+        if is_whole:
+            failed += save_figures({Path(run, "eval.json"): record}, embedder.step)
     pages = draw_log(run) if is_whole else {}
     drawn = draw_pictures(embedder, data, options.tasks)
     pages |= {output_path(run, options, f"{name}.png"): page for name, page in drawn.items()}
-    with noted():
-        save_pictures(pages)
+    failed += save_figures(pages, embedder.step)
     return result
 
 
 @contextlib.contextmanager
-def noted():
-    """A context that prints a UserError. The directory may be that of another user's run, and its
-    metrics are worth printing all the same."""
+def noted(failed):
+    """A context that appends the message of a UserError to a list. The directory may be that of
+    another user's run, and its metrics are worth printing all the same."""
     try:
         yield
     except UserError as error:
-        print(f"note: {error}")
+        failed.append(str(error))
 
 
 def print_notes(embedder, data):
@@ -2726,15 +2737,19 @@ def metrics_record(embedder, data, options, result):
     return {"settings": depends_on} | common.without_nan(result)
 
 
-def write_metrics(run, record, is_whole):
-    """Append a record to RUN/evals.jsonl. The record of a whole evaluation also becomes
-    RUN/eval.json."""
-    path = Path(run, "evals.jsonl")
-    with common.writing(path), open(path, "a") as file:
-        file.write(json.dumps(record) + "\n")
-    if is_whole:
-        with common.replacing(Path(run, "eval.json")) as file:
-            file.write(json.dumps(record, indent=2).encode() + b"\n")
+def write_line(run, record, is_complete=True, again=False):
+    """Write a record as the last line of RUN/evals.jsonl, in place of the line of the tasks so far,
+    which says "complete": false. again: also in place of an equal line. The file is replaced as a
+    whole, so that neither a killed process nor a full disk loses a line."""
+    path, mark = Path(run, "evals.jsonl"), {"complete": False}
+    begun = json.dumps(mark | {"settings": record["settings"]})[:-1].encode()
+    new = json.dumps(record if is_complete else mark | record).encode()
+    with common.locked(run), common.writing(path):
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        kept = [line for line in lines
+                if not (line.startswith(begun) or (again and line == new))]
+        with common.replacing(path) as file:
+            file.write(b"\n".join([*kept, new, b""]))
 
 
 def path_words(path):
@@ -2752,14 +2767,27 @@ def output_path(run, options, name):
     return Path(run, f"{data}-{split}{name}")
 
 
-def save_pictures(pages):
-    """Write {path: picture} as PNG files of 256 colours, and print the paths."""
-    for path, page in pages.items():
-        with common.replacing(path) as file:
-            # MAXCOVERAGE keeps rare colours, which other methods merge
-            page.quantize(256, Image.Quantize.MAXCOVERAGE).save(file, "PNG")
-    if pages:
-        print("pictures: " + ", ".join(map(str, pages)))
+def step_of(run):
+    """The step of RUN/eval.json, -1 if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads(Path(run, "eval.json").read_bytes())["settings"]["step"]
+    return -1
+
+
+def save_figures(figures, step):
+    """Write {path: record or picture} and print the paths -> messages of the files that cannot be
+    written. An evaluation that began during the training may end after it: where eval.json is of a
+    later step, it writes step-S-NAME."""
+    failed, written = [], []
+    for path, figure in figures.items():
+        with noted(failed), common.locked(path.parent):
+            if step_of(path.parent) > step:
+                path = path.with_name(f"step-{step}-{path.name}")
+            common.write_file(path, figure)
+            written.append(str(path))
+    if written:
+        print("written: " + ", ".join(written))
+    return failed
 
 
 # Search -----------------------------------------------------------------------------------
@@ -2837,7 +2865,7 @@ def search(embedder, data, options, run):
             "STAIR's words alone need no text encoder. The score of a query with AND, OR, NOT is "
             "the sum of its words' weights.")
     page = sheet("The images that each query finds, and their scores.", note, rows)
-    save_pictures({output_path(run, options, "search.png"): page})
+    return save_figures({output_path(run, options, "search.png"): page}, embedder.step)
 
 
 def answers(embedder, index, queries):
@@ -2877,8 +2905,7 @@ def export(run, checkpoint, file):
     encoder = load_run(run, checkpoint=checkpoint)[0].model.evaluation_encoder()
     weights = common.timm_weights(encoder)
     mean, std = weights["mean"].flatten().numpy(), weights["std"].flatten().numpy()
-    with common.replacing(file) as opened:
-        torch.save(weights, opened)
+    common.write_file(Path(file), weights)
     block, has_cls = encoder.blocks[0], encoder.cls is not None
     gelu = "quick_gelu" if isinstance(block.mlp.act, common.QuickGELU) else "gelu"
     pre_norm = not isinstance(encoder.norm_pre, torch.nn.Identity)
@@ -3015,10 +3042,11 @@ def describe(options):
     return f"{options.data}, split {options.split}{most}{seen}{amp}"
 
 
-def evaluate_run(run, given, device):
+def evaluate_run(run, given, device, failed):
     """Evaluate a run -> (its settings, its metrics), two dicts. The settings include `step`, as a
     run may still be training. given: {name: value} of the flags that are given, in which `data` is
-    one SPEC. With --query the function searches instead, and returns None."""
+    one SPEC. With --query the function searches instead, and returns None. failed: a list that gets
+    a message for each file that cannot be written."""
     own = common.explained(UserError, f"The data of {run}, which --data can replace")
     embedder, args = load_run(run, device, given.get("checkpoint", Flags.checkpoint))
     options = options_of(given, args)
@@ -3031,10 +3059,10 @@ def evaluate_run(run, given, device):
     so_far = "" if embedder.step == args.steps else f", step {embedder.step} of {args.steps},"
     print(f"{run}{so_far} on {describe(options)}:")
     if options.query:
-        search(embedder, data, options, run)
+        failed += search(embedder, data, options, run)
         return None
     settings = vars(args) | {"step": embedder.step, "eval_data": options.data}
-    return settings, evaluate_and_show(embedder, data, options, run)
+    return settings, evaluate_and_show(embedder, data, options, run, failed)
 
 
 def main(argv=None):
@@ -3056,20 +3084,20 @@ def run_command(runs, given, device):
     flags = Flags(**given)
     if flags.export is not None:
         return export(runs[0], flags.checkpoint, flags.export)
+    failed, specs = [], [{"data": spec} for spec in flags.data] if flags.data else [{}]
     if flags.image is not None:
-        pages = {}
+        specs = []
         for run in runs:
             embedder, _ = load_run(run, device, flags.checkpoint)
             path = Path(run, f"{path_words(Path(flags.image).with_suffix(''))}-pair.png")
-            pages[path] = draw_pair(embedder, flags.image, flags.caption)
-        return save_pictures(pages)
-    failed = []
+            page = draw_pair(embedder, flags.image, flags.caption)
+            failed += save_figures({path: page}, embedder.step)
     metrics = collections.defaultdict(dict)  # {run: {--data: its metrics}}
-    for spec in [{"data": spec} for spec in flags.data] if flags.data else [{}]:
+    for spec in specs:
         evaluated = {}
         for run in runs:
             try:
-                if found := evaluate_run(run, given | spec, device):
+                if found := evaluate_run(run, given | spec, device, failed):
                     evaluated[run] = found
                     metrics[run][spec.get("data")] = found[1]
             except UserError as error:  # an error in one run must not stop the other runs

@@ -234,8 +234,10 @@ def train(args, out, device):
     progress.check_ranks(data.annotations, scaler)
     if out:
         announce(args, data, model, tokenizer, device, progress)
-        write_run(args, tokenizer, out)
+        write_run(args, tokenizer, out, progress.step)
     log, stop, clock, batches = Log(args, out, progress.step), Stop(), Clock(), None
+    if common.gather_objects(log.lacks(progress.record))[0]:  # killed after it had saved
+        end_step(args, data, embedder, eval_data, log, progress, scaler)
 
     if args.steps == 0:  # the evaluation needs no update
         save(args, model, build_optimizer(args, model, None), scaler, progress)
@@ -301,22 +303,19 @@ def train(args, out, device):
                     return stopping
                 continue
 
-            # Save, if the loss is finite.
+            # Save, if the loss is finite, what the log will say of this step, too.
             if log_due or stopping:
                 check_finite(args, progress.step, outputs["loss"], grad_norm, scaler)
+            if log_due:
+                record = {"lr": optimizer.param_groups[0]["lr"]} | clock.rates(args.batch)
+                progress.note(record | measure(args, model, batch, autocast, outputs, grad_norm))
             if save_due or stopping:
                 save(args, model, optimizer, scaler, progress, stage_ends=progress.step == end)
 
-            # Log, and evaluate on all ranks. A run that must stop has no time for an evaluation.
-            record = {}
-            if log_due:
-                record = {"lr": optimizer.param_groups[0]["lr"]}
-                record |= measure(args, model, batch, autocast, outputs, grad_norm)
-                record = progress.facts(record | clock.rates(args.batch))
-            if evaluate_due and not stopping:
-                record |= evaluate_unnoticed(args, embedder, eval_data, log, progress.step)
-            if log_due and rank == 0:
-                log.write(record, warning(args, data, model, scaler, record))
+            # Evaluate on all ranks, and log. A run that must stop leaves an evaluation and the line
+            # of its step to the resumed run.
+            if log_due and not (evaluate_due and stopping):
+                end_step(args, data, embedder, eval_data, log, progress, scaler)
             if log_due:
                 clock.reset()
 
@@ -324,7 +323,9 @@ def train(args, out, device):
             if stopping:
                 return end_early(args, log, progress.step, stopping, stop)
     stop.restore()  # from here on a signal ends the program at once
-    finish(args, log, embedder, eval_data, progress)
+    if failed := finish(args, log, embedder, eval_data, progress):
+        stop.fail(" ".join(failed))
+        return end_early(args, log, progress.step, stop.FAILED, stop)
 
 
 # Command line -----------------------------------------
@@ -352,7 +353,10 @@ def parse_args(argv):
     if "checkpoint" in given and given.get("resume") is not True:
         raise UserError("--checkpoint needs --resume, without auto.")
     if given.get("resume") == "auto":
-        given["resume"] = os.path.exists(f"{given['out']}/last.pt")
+        names = common.checkpoints(given["out"])
+        given["resume"] = bool(names)
+        if names and "last.pt" not in names:  # killed between its first milestone and last.pt
+            given["checkpoint"] = names[0]
 
     # Then read the method's flags. Defaults come from the preset, or from the run that is resumed.
     usual = default_settings(given)
@@ -528,7 +532,7 @@ def claim_run(args):
     """The run's directory, locked; None if this process writes nothing.
 
     The lock is taken before train() reads or writes anything there. A new directory is removed if
-    the run fails before it logs or saves a step.
+    the run fails, or a signal ends it, before it logs or saves a step.
     """
     out = None if args.dry_run or args.bench else choose_run(args)
     if out is None or this_rank()[0] > 0:
@@ -536,6 +540,7 @@ def claim_run(args):
         return
     is_new = not out.exists()
     with lock_run(out):
+        stop = Stop(at_once=True)  # until the training begins, and after its end
         try:
             yield out
         finally:
@@ -543,6 +548,7 @@ def claim_run(args):
             written = {path.name for path in out.glob("*") if path.stat().st_size}
             if is_new and written <= {"config.json", "vocab.txt"}:
                 shutil.rmtree(out, ignore_errors=True)
+            stop.restore()
 
 
 def lock_run(out):
@@ -556,6 +562,9 @@ def lock_run(out):
         file = open(out / "lock", "a")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with common.locked(out):  # an evaluation may write
+            for path in [*out.glob("*.[0-9]*.tmp"), *out.glob("*.pt.tmp")]:  # of killed processes
+                path.unlink()
     except BlockingIOError:
         raise UserError(f"{out} is in use by another run: stop it, or give another "
                         f"--out.") from None
@@ -564,16 +573,18 @@ def lock_run(out):
     return file
 
 
-def write_run(args, tokenizer, out):
-    """Write config.json and vocab.txt, from which eval.py and --resume build the model again."""
+def write_run(args, tokenizer, out, step):
+    """Write config.json and vocab.txt, from which eval.py and --resume build the model again.
+    Remove an eval.json of a later step than the step from which the run continues."""
     # argv and directory are those of this command; paths in the settings are relative to directory
     record = vars(args) | {"argv": sys.argv, "git": common.revision(),
                            "torch": str(torch.__version__), "threads": torch.get_num_threads(),
                            "directory": os.getcwd()}
-    with common.replacing(out / "config.json") as file:
-        file.write(json.dumps(record, indent=2).encode() + b"\n")
+    common.write_file(out / "config.json", record)
     if tokenizer and not args.resume:
         tokenizer.save(out / "vocab.txt")
+    if evaluation.step_of(out) > step:
+        (out / "eval.json").unlink()
 
 
 def announce(args, data, model, tokenizer, device, progress):
@@ -632,6 +643,7 @@ class Log:
 
     def __init__(self, args, out, step):
         self.warned, self.steps, self.last_line = set(), args.steps, -math.inf
+        self.last = {}  # the record of the last line
         self.title = args.method
         # disable=None: tqdm shows the bar on a terminal only
         self.bar = tqdm(total=args.steps, initial=step, desc=args.method, unit="step",
@@ -653,10 +665,21 @@ class Log:
         for number, line in enumerate(lines, 1):
             what = f"Line {number} of {self.path} is damaged, delete it"
             with common.explained((ValueError, TypeError, KeyError), what):
-                if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                if line.endswith(b"\n") and (record := json.loads(line))["step"] <= step:
                     kept.append(line)
+                    self.last = record
         with common.replacing(self.path) as file:
             file.writelines(kept)
+
+    def lacks(self, record):
+        """Whether the line of a record is due, which rank 0 knows."""
+        end, step = self.last.get("step", 0), record.get("step", 0)
+        if end < step:
+            print_once(f"note: log.jsonl ends at step {end}, below the checkpoint, which adds the "
+                       f"line of step {step}")
+        if error := self.last.get("evaluation_error"):
+            print_once(f"note: no evaluation after step {end}, where it ended the run: {error}")
+        return end < step
 
     def write(self, record, warning):
         """Append a step's record; print each warning once."""
@@ -664,6 +687,8 @@ class Log:
         plain = common.without_nan(record)  # a gradient that overflowed in fp16 is null
         with common.writing(self.path), open(self.path, "a") as file:
             file.write(json.dumps(plain, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # before the next checkpoint, which counts on it
         self.bar.set_postfix(loss=record["loss"], images_per_s=record["images_per_s"])
         if self.bar.disable and (time.monotonic() > self.last_line + 10 or step == self.steps):
             self.last_line = time.monotonic()
@@ -1143,6 +1168,7 @@ class Progress:
     positions: dict = dataclasses.field(default_factory=dict)  # {worker: how far it has read}
     skipped: dict = dataclasses.field(default_factory=dict)  # {worker: {reason: [count, example]}}
     boxes: torch.Tensor | None = None  # (n, 4), regions of crop centres (BAM, App. G)
+    record: dict = dataclasses.field(default_factory=dict)  # of the last logged step
 
     def due(self, every):
         """Whether an action that is due once in `every` steps is due after this step; 0: never."""
@@ -1166,15 +1192,16 @@ class Progress:
         self.positions |= batch["position"]
         self.skipped |= batch["skipped"]
 
-    def facts(self, record):
-        """{"step": number}, the means of a record's numbers over ranks and, if samples were
-        skipped, "skipped": {reason: count over all ranks}. Every rank must call it."""
+    def note(self, record):
+        """Keep what the log will say of this step: {"step": number}, the means of a record's
+        numbers over ranks and, if samples were skipped, "skipped": {reason: count over all ranks}.
+        Every rank must call it."""
         ranks = common.gather_objects((record, common.total_skipped(self.skipped.values())))
         records, skipped = zip(*ranks)
         means = {name: sum(x[name] for x in records) / len(records) for name in record}
         means["peak_memory_bytes"] = max(x["peak_memory_bytes"] for x in records)
         counts = {reason: n for reason, (n, _) in common.total_skipped(skipped).items()}
-        return {"step": self.step} | means | ({"skipped": counts} if counts else {})
+        self.record = {"step": self.step} | means | ({"skipped": counts} if counts else {})
 
     def state(self, workers):
         """What a checkpoint keeps. Every rank must call it."""
@@ -1184,6 +1211,7 @@ class Progress:
         return {"step": self.step, "samples": self.samples, "stage": self.stage,
                 "order": self.order, "workers": workers, "data": self.data, "words": self.words,
                 "boxes": self.boxes, "part": common.Stream.part, "seed": self.seed,
+                "record": self.record,
                 "ranks": common.gather_objects(local)}
 
     def restore(self, state, workers):
@@ -1198,6 +1226,7 @@ class Progress:
             raise UserError("vocab.txt has other words than the run: put the old file back.")
         self.step, self.samples = state["step"], state["samples"]
         self.stage, self.order = state["stage"], state["order"]
+        self.record = state.get("record", {})  # which older checkpoints lack
         if state["boxes"] is not None and state["data"] == self.data:
             self.boxes = state["boxes"].cpu()
         saved = len(state["ranks"]), *map(state.get, ("workers", "data", "part", "seed"))
@@ -1225,7 +1254,8 @@ def save(args, model, optimizer, scaler, progress, stage_ends=False):
         names.append(f"step-{progress.step}.pt")
     names.append("last.pt")  # last, because a resumed run does not write earlier files again
     if this_rank()[0] == 0:
-        common.save_checkpoint([Path(args.out, name) for name in names], state)
+        for name in names:
+            common.write_file(Path(args.out, name), state)
 
 
 def load_state(args, data, model, scaler, progress, device):
@@ -1234,7 +1264,7 @@ def load_state(args, data, model, scaler, progress, device):
     UserError if the run has made more than --steps steps, or if the current flags put the run's
     last step into another stage."""
     path = Path(args.out, args.checkpoint)
-    state = common.load_checkpoint(path, device, common.NO_LAST)
+    state = common.load_checkpoint(path, device)
     common.restore_model(model, state["model"], path, "leave out flags that change the model; "
                          "vocab.txt and config.json must be those of the run")
     if state["scaler"]:
@@ -1265,13 +1295,13 @@ class Stop:
 
     A signal that is ignored stays ignored, as SIGHUP under nohup. A second Ctrl-C ends the run at
     once. With several ranks it does not, because Slurm and torchrun may both send a signal for one
-    Ctrl-C.
+    Ctrl-C. at_once: any signal ends the run at once.
     """
 
     FAILED = 10_000  # noted after the disk has failed, above all signals
 
-    def __init__(self):
-        self.noted, self.error = 0, None
+    def __init__(self, at_once=False):
+        self.noted, self.error, self.at_once = 0, None, at_once
         self.steps, self.left, self.asked = 1, 1, time.monotonic()
         self.before = {number: signal.signal(number, self.note) for number in SIGNALS
                        if signal.getsignal(number) != signal.SIG_IGN}
@@ -1281,8 +1311,9 @@ class Stop:
             signal.signal(number, handler)
 
     def note(self, number, frame):
-        if self.noted and number == signal.SIGINT and not dist.is_initialized():
-            raise KeyboardInterrupt
+        again = self.noted and number == signal.SIGINT and not dist.is_initialized()
+        if again or self.at_once:
+            raise KeyboardInterrupt(number)
         self.noted = max(self.noted, int(number))
 
     def fail(self, error):
@@ -1425,29 +1456,47 @@ def evaluate_unnoticed(args, embedder, eval_data, log, step):
     return metrics
 
 
+def end_step(args, data, embedder, eval_data, log, progress, scaler):
+    """Evaluate after a logged step if that is due, then write its line, which says that the step is
+    done: a run that is killed before calls this function when it is resumed. After an error the
+    line says why it has no metrics, and the resumed run does not evaluate again. Every rank must
+    call it."""
+    record, write = progress.record, log.write if this_rank()[0] == 0 else lambda *_: None
+    if progress.due(args.eval_every) and record["step"] == progress.step:
+        try:
+            record = record | evaluate_unnoticed(args, embedder, eval_data, log, progress.step)
+        finally:
+            if isinstance(error := sys.exc_info()[1], Exception):
+                write(record | {"evaluation_error": str(error)}, None)
+    write(record, warning(args, data, embedder.model, scaler, record))
+
+
 @common.rank_0_prints()
 def finish(args, log, embedder, eval_data, progress):
     """Print what the workers of all ranks skipped, evaluate on all ranks, draw on rank 0, and say
-    where the results are. Every rank must call it."""
+    where the results are -> what could not be written, in words. Every rank must call it."""
     log.bar.close()
     every_rank = common.gather_objects(common.total_skipped(progress.skipped.values()))
     if skipped := common.describe_skipped(common.total_skipped(every_rank)):
         print(f"skipped {skipped}")
     if not opens_early(args, embedder.model):
         eval_data = open_evaluation(args, embedder.model)
+    failed = []
     if eval_data is not None:
         options = evaluation.options_of({}, args)
         print(f"Evaluation on {evaluation.describe(options)}, in fp32:")
         embedder.model.eval()
         embedder.step = progress.step
-        evaluation.evaluate_and_show(embedder, eval_data, options, args.out)
+        evaluation.evaluate_and_show(embedder, eval_data, options, args.out, failed, args.resume)
     elif this_rank()[0] == 0:
-        evaluation.save_pictures(evaluation.draw_log(args.out))
-    written = "" if eval_data is None else "eval.json (these metrics), "
+        failed += evaluation.save_figures(evaluation.draw_log(args.out), progress.step)
+    is_there = eval_data is not None and evaluation.step_of(args.out) == progress.step
+    written = "eval.json (these metrics), " if is_there else ""
     data = "--data TEST --train-data TRAIN" if by_knn(embedder.model) else "--data SPEC"
     print(f"{args.out} holds last.pt (weights), {written}log.jsonl and the pictures. Next: "
           f"python eval.py {shlex.quote(args.out)} {data}")
     common.wait_for_rank_0()  # all ranks end together
+    return common.gather_objects(failed)[0]
 
 
 @torch.no_grad()
@@ -1551,8 +1600,8 @@ if __name__ == "__main__":
     common.prepare_output()
     try:
         stopped_by = main()
-    except KeyboardInterrupt:
-        stopped_by = signal.SIGINT
+    except KeyboardInterrupt as error:
+        stopped_by = next(iter(error.args), signal.SIGINT)
     except Exception as error:
         common.let_rank_0_speak()
         for bar in list(tqdm._instances):

@@ -119,7 +119,7 @@ ERRORS = [
     ("sparc --vocab 0", r"0.* lacks \[PAD\] \[UNK\] \[CLS\] \[SEP\]", b""),
     ("sparc --vocab 0", "0: A line is not a pair of known.*CLIP's bpe", "#version: 0\na b\nab\n"),
     ("sparc --vocab 0", "No </w> in the vocabulary: give CLIP's bpe_simple", "#version: 0\n\u0120 t\nh e\n"),
-    ("sparc --vocab a.gz", "Cannot read the vocabulary a.gz: .*Give a BERT vocab.txt", "broken"),
+    ("sparc --vocab a.gz", "Cannot read the vocabulary a.gz: .*Give BERT's vocab.txt", "broken"),
     ("sparc --vocab poor.txt", "^84% of the captions' tokens are .UNK., .* give another --vocab"),
 
     # Data
@@ -209,12 +209,12 @@ ERRORS = [
       for out, name in ((".", "config.json"), ("mine", "vocab.txt"), (".", "log.jsonl"),
                         (".", "eval.json"), ("mine", "step-2.pt"))),
     (f"sparc --out {'n' * 300}", "n cannot be written: File name too long"),
-    ("sparc --resume", "^run/config.json cannot be read: No such file or directory. Give the dir"),
+    ("sparc --resume", "^run/config.json cannot be read: No such file or directory. Give a run's dir"),
     ("train --resume", "--resume needs --out"),
     *((f"{command} --checkpoint a.pt --out runs/sparc", "^--checkpoint needs --resume, without auto")
       for command in ("sparc", "train --resume auto")),
     ("train --resume --checkpoint step-9.pt --out runs/sparc",
-     "step-9.pt cannot be read: No such .* Remedy: give --checkpoint stage-N.pt or step-S.pt of"),
+     "step-9.pt cannot be read: No such .* Remedy: give --checkpoint last.pt"),
     ("train --resume --out other", "other/config.json has the method 'resnet', which is none of",
      {"other/config.json": '{"method": "resnet"}'}),
     ("stair --resume --out runs/sparc", "was begun with --method sparc, .* leave out --method stair"),
@@ -234,7 +234,7 @@ ERRORS = [
           ("config.json", "^runs/sparc/config.json cannot be read: Unterm", '{"method": "sp'),
           ("config.json", "^runs/sparc/config.json cannot be read: 'int'", "7"),
           ("vocab.txt", "last.pt holds a model of another size.*vocab.txt", FILES["poor.txt"]),
-          *(("last.pt", "last.pt cannot be read: .* Remedy: .* stage-N.pt .* begin a new", damaged)
+          *(("last.pt", "last.pt cannot be read: .* Remedy: .* begin a new run", damaged)
             for damaged in ("", saved({"method": "sparc"})[:99], pickle.dumps([{}]))))),
 
     # Evaluation

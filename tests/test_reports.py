@@ -180,13 +180,13 @@ def test_a_run_that_cannot_be_written_is_compared_all_the_same(
         run_of, tmp_path, monkeypatch, capsys):
     runs = [shutil.copytree(run_of("sparc"), tmp_path / name) for name in "ab"]
 
-    def write(*arguments):
+    def write(*arguments, **more):
         raise common.UserError("evals.jsonl cannot be written")
 
-    monkeypatch.setattr(evaluation, "write_metrics", write)
-    evaluation.main([*map(str, runs), "--task", "retrieval", "--limit", "3"])
-    out = capsys.readouterr().out
-    assert f"A (n = 2): {runs[0]}\n" in out and "note: evals.jsonl cannot be written" in out
+    monkeypatch.setattr(evaluation, "write_line", write)
+    with pytest.raises(common.UserError, match="evals.jsonl cannot be written"):
+        evaluation.main([*map(str, runs), "--task", "retrieval", "--limit", "3"])
+    assert f"A (n = 2): {runs[0]}\n" in capsys.readouterr().out
 
 
 def test_options_are_the_runs_own_unless_flags_say_otherwise(tmp_path):
@@ -340,7 +340,7 @@ def test_limit_means_the_same_for_every_kind_of_data(tmp_path):
 
 def test_workers_batch_and_device_are_flags_and_tf32_is_off(run_of, monkeypatch):
     run, used = str(run_of("sparc")), []
-    monkeypatch.setattr(evaluation, "evaluate_and_show", lambda embed, data, options, run: used.append(
+    monkeypatch.setattr(evaluation, "evaluate_and_show", lambda embed, data, options, *_: used.append(
         (embed.workers, embed.chunk, embed.device, options.workers)) or {})
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
     evaluation.main([run, *"--workers 3 --batch 7 --device cpu".split()])
