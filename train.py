@@ -42,6 +42,7 @@ What a signal does:
     (a closed terminal, without nohup)      ranks need up to 2 seconds more.
     SIGUSR1, SIGUSR2, SIGXCPU               The same. torchrun itself dies of these signals, so send
     (Slurm, SGE, LSF)                       SIGTERM to torchrun.
+    any, before the first step              The run ends at once. A new directory is removed.
     any, while BAM looks for boxes          The run saves and ends after the present batch. The
                                             resumed run looks again.
     any, during --eval-every                The run was saved before. It ends after the evaluation.

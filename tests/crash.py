@@ -1,5 +1,4 @@
 """Break a run at each write, resume it, and compare every file: python tests/crash.py [--method M].
-
 A write is a file that is opened to write, an fsync or a rename. There the run is killed (SIGKILL),
 or the write fails (EIO). The same command then continues the run. The files must be those of an
 uninterrupted run: weights and optimizer bit for bit, lines, metrics, pixels, but not the times. A
@@ -88,8 +87,7 @@ def start(flags, ranks, log, *fault):
     return processes[0].exitcode
 
 
-def timeless(x):
-    """Return a value of a file without what may differ."""
+def timeless(x):  # a value of a file without what may differ
     if isinstance(x, dict):
         return {name: timeless(value) for name, value in x.items() if name not in MAY_DIFFER}
     return [*map(timeless, x)] if isinstance(x, (list, tuple)) else x

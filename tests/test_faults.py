@@ -23,8 +23,8 @@ from helpers import SMALL, read_log, train_alone, train_until, write_files
 SPARC = SMALL["sparc"]
 EVALUATED = [*SPARC, "--eval-every", "2"]
 # what a checkpoint of revision 02e567a holds
-OF_02E567A = {"boxes", "data", "method", "model", "optimizer", "order", "ranks", "samples", "scaler",
-              "stage", "step", "words", "workers"}
+OF_02E567A = {"boxes", "data", "method", "model", "optimizer", "order", "ranks", "samples",
+              "scaler", "stage", "step", "words", "workers"}
 
 
 def test_a_run_survives_faults_at_its_writes(tmp_path, monkeypatch):
@@ -101,7 +101,8 @@ def damage(path, change):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("change", [lambda old: bytes([old[0] ^ 1, *old[1:]]), lambda old: bytes(64)])
+@pytest.mark.parametrize("change", [lambda old: bytes([old[0] ^ 1, *old[1:]]),
+                                    lambda old: bytes(64)])
 def test_a_damaged_checkpoint_is_refused_and_another_one_named(tmp_path, run_of, change):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
     damage(run / "last.pt", change)
@@ -151,7 +152,8 @@ def test_a_new_run_continues_from_the_milestone_if_it_has_no_last_pt_yet(tmp_pat
 
 def test_the_next_start_removes_temporary_files_of_killed_processes(tmp_path, run_of):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
-    write_files(run, {"last.pt.12.tmp": "a", "eval.json.7.tmp": "", "last.pt.tmp": "", "my.tmp": ""})
+    left = "last.pt.12.tmp", "eval.json.7.tmp", "last.pt.tmp", "my.tmp"
+    write_files(run, dict.fromkeys(left, ""))
     train_alone(["--resume", "--out", run])
     assert [path.name for path in run.glob("*.tmp")] == ["my.tmp"]
 
