@@ -234,7 +234,7 @@ ERRORS = [
           ("config.json", "^runs/sparc/config.json cannot be read: Unterm", '{"method": "sp'),
           ("config.json", "^runs/sparc/config.json cannot be read: 'int'", "7"),
           ("vocab.txt", "last.pt holds a model of another size.*vocab.txt", FILES["poor.txt"]),
-          *(("last.pt", "last.pt cannot be read: .* Remedy: .* begin a new run", damaged)
+          *(("last.pt", "last.pt cannot be read: .* Remedy: begin a new run", damaged)
             for damaged in ("", saved({"method": "sparc"})[:99], pickle.dumps([{}]))))),
 
     # Evaluation
