@@ -2615,17 +2615,25 @@ def tasks_to_run(options, data, model):
     return tasks
 
 
-def evaluate(embedder, data, options, report=lambda new: None):
+def evaluate(embedder, data, options, report=lambda new: None, failed=None):
     """Run the tasks -> {metric: float}. METRIC/chance is what a random guess gives, if the task
     knows it.
 
     All ranks must call it: they divide the encoding. When a task ends, report(the metrics of the
-    task) is called. Raises UserError if a task cannot run.
+    task) is called. Raises UserError if a task cannot run. With a list `failed` in one process, the
+    list gets the message, and the other tasks run.
     """
     result, embedder = {}, dataclasses.replace(embedder, share=common.this_rank())
     for name in tasks_to_run(options, data, embedder.model):
         new = {}
-        for metric, found in TASKS[name].run(embedder, data, options).items():
+        try:
+            results = TASKS[name].run(embedder, data, options)
+        except UserError as error:
+            if failed is None or embedder.share[1] > 1:  # other ranks may wait for this one
+                raise
+            failed.append(f"Task {name}: {error}")
+            continue
+        for metric, found in results.items():
             found = found if isinstance(found, tuple) else (found,)
             new |= zip((metric, f"{metric}/chance", f"{metric}/at_most"), map(to_float, found))
         result |= new
@@ -2639,6 +2647,7 @@ def print_metrics(metrics):
         chance, most = metrics.get(f"{metric}/chance"), metrics.get(f"{metric}/at_most", 1)
         level = "" if chance is None else f"  chance {chance:.4f}"
         level += "" if most == 1 else f"  at most {most:.4f}: some candidates are equal"
+        level = "  there is nothing to average" if math.isnan(metrics[metric]) else level
         print(f"  {metric:36}  {in_digits(metrics[metric], 4)}{level}")
     if certain := [metric for metric in metrics if metrics.get(f"{metric}/chance") == 1]:
         print(f"  {', '.join(certain)}: every guess is right, as with one class, with one image of "
@@ -2655,7 +2664,7 @@ def evaluate_and_show(embedder, data, options, run, failed, again=False):
     training may have made this evaluation before."""
     if common.this_rank()[0] > 0:
         return evaluate(embedder, data, options)
-    is_whole, so_far = options.is_own and not options.tasks, {}
+    is_whole, so_far, before = options.is_own and not options.tasks, {}, len(failed)
 
     def report(new):
         so_far.update(new)
@@ -2663,13 +2672,14 @@ def evaluate_and_show(embedder, data, options, run, failed, again=False):
         with noted([]):  # only the line of all tasks must be written
             write_line(run, metrics_record(embedder, data, options, so_far), is_complete=False)
 
-    result = evaluate(embedder, data, options, report)
+    result = evaluate(embedder, data, options, report, failed)
+    is_complete = len(failed) == before  # or a task has failed
     print_notes(embedder, data)
     if result:  # a picture alone measures nothing
         record = metrics_record(embedder, data, options, result)
         with noted(failed):
-            write_line(run, record, again=again)
-        if is_whole:
+            write_line(run, record, is_complete, again)
+        if is_whole and is_complete:
             failed += save_figures({Path(run, "eval.json"): record}, embedder.step)
     pages = draw_log(run) if is_whole else {}
     drawn = draw_pictures(embedder, data, options.tasks)

@@ -7,6 +7,7 @@ defaults, and the Python functions that the README shows.
 import dataclasses
 import io
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -110,6 +111,23 @@ def test_evaluations_with_other_options_overwrite_nothing(run_of, tmp_path):
     evaluation.main([str(run), "--task", "alignment"])
     assert (run / "alignment.png").exists() and not (run / "segmentation.png").exists()
     assert {key.partition("/")[0] for key in lines(run)[-1]} == {"settings", "alignment"}
+
+
+def test_a_task_that_fails_costs_no_figure_of_the_others(run_of, tmp_path, monkeypatch, capsys):
+    def fail(*given):
+        raise common.UserError("no image")
+
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    monkeypatch.setitem(evaluation.TASKS, "negatives", evaluation.TASKS["negatives"]._replace(run=fail))
+    with pytest.raises(common.UserError, match="^Task negatives: no image"):
+        evaluation.main([str(run), "--task", "zeroshot,negatives,alignment"])
+    record = lines(run)[-1]
+    assert {"zeroshot", "alignment/own/colour"} <= record.keys() and record["complete"] is False
+    monkeypatch.setitem(evaluation.TASKS, "negatives", evaluation.TASKS["negatives"]._replace(
+        run=lambda *given: {"negatives": math.nan}))
+    evaluation.main([str(run), "--task", "zeroshot,negatives"])
+    assert re.search("negatives +nan  there is nothing to average", capsys.readouterr().out)
+    assert "complete" not in lines(run)[-1]
 
 
 def test_a_table_is_read_only_once_before_training(tmp_path, monkeypatch):
