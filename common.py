@@ -2923,7 +2923,7 @@ def replacing(path):
             # leave an empty file under the name of a checkpoint.
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary, path)
+            patiently(os.replace, temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()

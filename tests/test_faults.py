@@ -1,6 +1,7 @@
 """What a run and its evaluations leave behind after a kill, a failing disk or a damaged file."""
 
 import contextlib
+import errno
 import json
 import multiprocessing
 import os
@@ -173,7 +174,7 @@ def unwritable(monkeypatch, *names):
 
     def failing(old, new):
         if Path(new).name in names:
-            raise OSError(5, "Input/output error")
+            raise OSError(errno.ENOSPC, "No space left on device")
         replace(old, new)
 
     with monkeypatch.context() as patch:
@@ -182,7 +183,7 @@ def unwritable(monkeypatch, *names):
 
 
 def test_what_cannot_be_written_at_the_end_is_not_claimed(tmp_path, monkeypatch, capsys):
-    message = "eval.json cannot be written: Input/output error. Step 6 is saved: start the same"
+    message = "eval.json cannot be written: No space left on device. Step 6 is saved: start the same"
     with unwritable(monkeypatch, "eval.json"), pytest.raises(UserError, match=message):
         train.main([*SPARC, "--out", str(tmp_path)])
     out = capsys.readouterr().out
