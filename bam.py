@@ -6,27 +6,26 @@ attention of a view is the softmax of its similarities to the views of all other
 match a target that is made from another view of the same image. Sinkhorn balances the targets, so
 that all columns get the same total weight. A lower temperature sharpens the targets.
 
-There are W ranks. Each rank has n images. Each image has k views. G of the k views are large, and
-m = W G n. A representation has d numbers, a latent has E numbers.
+There are W ranks. Each rank has n images, so the paper's n is W n. Each image has k views. G of
+them are large (global) and come first. A representation has d numbers, a latent has E numbers.
 
     symbol    name here                  shape         where
     h = f(x)  image_encoder, readout     (k, n, d)     Sec. 3; the representation, used later
-    z = g(h)  projector, z               (k, n, E)     Sec. 3; latents; large views come first
-    Z_m       teacher, z_m               (k, n, E)     App. C; latents of a moving average
-              c                          (m, E)        latents of the large views of all ranks
+    z = g(h)  projector, z               (k, n, E)     Sec. 3; latents; arrange: of length 1
+    Z_m       z_m                        (k, n, E)     App. C; latents of the teacher, or z
+    (none)    c                          (m, E)        z_m of the m = W G n large views of all ranks
     S, S hat  similarities               (k n, m)      Sec. 3.1, Eq. 3; cosines of z and c
     A         attention                  (k n, m)      Eq. 1; row a_i^j: view j of image i
     B         sinkhorn                   (k n, m)      Eq. 4; the targets; App. C calls them T
     tau       tau                        scalar        Eq. 1; temperature of A
-    tau_B     tau_b                      scalar        Eq. 4 (tau), App. F (lambda); B's temperature
-    L_BAM     matching, bam_loss         (n,), scalar  Eq. 5
+    tau_B     tau_b                      scalar        Sec. 3.4; B's; Eq. 4: tau, App. F: lambda
+    L_BAM     matching, bam_loss         (n,), scalar  Eq. 5; CE: cross-entropy
 
 The authors' code is https://github.com/DanielShalam/BAM at fd85871; (FILE:LINE) is a place in it.
 `python tests/parity.py bam PATH` trains both for 40 steps; losses differ by about 1e-15.
 Differs from the paper, as the authors' code does (search for "differs" for all other places):
   * Only large views are columns of S (bam_loss.py:141) and targets (bam_loss.py:106).
-  * S leaves out similarities of views of the same image (bam_loss.py:63, 115). Eq. 3 sets these
-    similarities to 0, as `--mask zero` does.
+  * S leaves out similarities of views of one image (bam_loss.py:63, 115). --mask zero is Eq. 3.
   * Sinkhorn has three iterations (bam_loss.py:34) and normalises columns first (bam_loss.py:292).
   * The loss is a mean over pairs of views and over images (bam_loss.py:128); Eq. 5 is a sum.
   * A run with a teacher is evaluated with the teacher (eval_linear.py:129, utils.py:106).
@@ -52,8 +51,8 @@ class Config:
     tau: float = 0.1      # temperature of the attention (Sec. 3.1)
     tau_b: float = 0.05   # temperature of the targets, below tau to sharpen them (Sec. 3.4, App. F)
     sinkhorn_iters: int = 3  # Sinkhorn iterations for the targets (authors' bam_loss.py:34)
-    # similarities of views of one image: exclude, or set to zero (Eq. 3); two readings of Table 1:
-    # self sets only those of a view with itself to zero, none keeps all
+    # what happens to similarities of views of one image. exclude: left out. zero: 0 (Eq. 3).
+    # self: 0 only between a view and itself. none: kept. The last two are readings of Table 1.
     mask: Literal["exclude", "zero", "self", "none"] = "exclude"
     teacher: bool = True  # use a teacher, a moving average of the network, for targets (App. C)
     ema: float = 0.995    # first momentum of the teacher, rises to 1 (authors' main_pretrain.py:99)
@@ -66,20 +65,30 @@ class Config:
 
 
 def fp32(function):
-    """A decorator of losses: half-precision arguments become float32, float64 stays, and autocast
-    is off (in_fp32, below)."""
+    """A decorator for losses. It casts half-precision arguments to float32, keeps float64, and
+    turns autocast off (in_fp32, below)."""
     return functools.wraps(function)(lambda *args, **options: in_fp32(function, *args, **options))
 
 
 def all_ranks(x):
-    """The default gather: joins the tensors x (B, ...) of the ranks, of one shape and any dtype, to
-    (world * B, ...) in the order of the ranks, with gradients (below); without ranks x. A loss
-    that one rank computes alone needs gather=lambda x: x. A gather of some of the ranks gives wrong
-    pairs: rank i is taken to have the i-th part."""
+    """The default gather. It joins the rows x (B, ...) of all ranks to (world * B, ...), in the
+    order of the ranks. Gradients flow back (Gather, below). An initialised process group suffices.
+    Without one, it returns x. All ranks must call it, with one shape. A loss takes the rows of this
+    rank. DDP averages the gradients. To validate on one rank, call the model itself, not its DDP
+    wrapper, with gather=lambda x: x. DDP's forward sends buffers and would wait for all ranks."""
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
+# S_jj'(i, i') = cos(z_i^j, z_i'^j')                                             (Sec. 3.1)
+@fp32
+def similarities(z, c, row_ids, column_ids, mask):
+    """All views z (k, p, E) of p images, columns c (m, E), both of length 1; row_ids (k, p),
+    column_ids (m,) -> S hat (k p, m): S, masked by Eq. 3."""
+    return mask_positives(z.flatten(0, 1) @ c.T, row_ids.flatten(), column_ids, mask)
+
+
 # a_i^j = softmax(s_i^j / tau)                                                       (Eq. 1)
+# L_SA-matching = L_BAM (Eq. 5) with A in place of B. `Ablation` (below) runs it.    (Eq. 2)
 @fp32
 def attention(S, tau, log=False):
     """S (..., rows, columns) -> A, whose rows sum to 1; with log=True log A, without underflow."""
@@ -89,69 +98,61 @@ def attention(S, tau, log=False):
 
 # S hat(i, j) = 0 if i = j (mod n), else S(i, j)                                     (Eq. 3)
 def mask_positives(S, row_ids, column_ids, mask="exclude"):
-    """S (R, C), row_ids (R,), column_ids (C,) -> S hat (R, C), masked where ids are equal."""
-    # differs: "exclude" removes positives from softmax and Sinkhorn (bam_loss.py:63, 115), where
-    # exp(-1e30) is 0. With -inf, 0 * log A in Eq. 5 would be NaN. For "self" and "none" see below.
+    """S (R, C) -> S hat. i = j (mod n) where the image ids row_ids (R,), column_ids (C,) are equal."""
+    # differs: "exclude", the default, has -inf for 0: softmax and Sinkhorn leave positives out
+    # (bam_loss.py:63, 115). The value is -1e30, because 0 * log A would be NaN with -inf.
     value = {"exclude": -1e30, "zero": 0.0, "self": 0.0, "none": None}[mask]
     return S if mask == "none" else S.masked_fill(row_ids[:, None] == column_ids, value)
 
 
-# S_jj'(i, i') = cos(z_i^j, z_i'^j'),  then S hat                                (Sec. 3.1)
-@fp32
-def similarities(z, c, row_ids, column_ids, mask):
-    """z (k, p, E), all views of p images, and c (m, E), both of length 1; row_ids (k, p),
-    column_ids (m,) -> S hat (k p, m)."""
-    return mask_positives(z.flatten(0, 1) @ c.T, row_ids.flatten(), column_ids, mask)
-
-
-# B = argmin_B' <-S, B'> - tau_B h(B'),  B' doubly stochastic                        (Eq. 4)
+# B = argmin_B' <-S, B'> - tau_B entropy(B'),  B' doubly stochastic                  (Eq. 4)
+# What runs: K = exp(S / tau_B), then in turn K / sums of columns, K / sums of rows (Sec. 3.3)
 @fp32
 @torch.no_grad()
 def sinkhorn(S, tau, iters, *, gather=all_ranks):
-    """S (..., rows, columns) -> B: exp(S / tau), with columns and rows normalised in turn.
-
-    Each row of B sums to 1. Each column sums to about rows / columns (bam_loss.py:289), which is 1
-    if S is square. Each rank has its own rows of S, so columns need `gather`. B has no gradient.
-    """
+    """S (..., rows, columns), tau_B -> B, without gradient. A row sums to 1. A column sums to about
+    rows / columns (bam_loss.py:289). This is 1 for the square S of the paper. Each rank has its own
+    rows of S, so columns need `gather`."""
     log_K = S / tau
-    for _ in range(iters):
+    for _ in range(iters):  # differs: columns first (bam_loss.py:292); the paper begins with rows
         log_K -= gather(log_K.logsumexp(-2, keepdim=True)[None]).logsumexp(0)  # columns
         log_K -= log_K.logsumexp(-1, keepdim=True)                             # rows
     return log_K.exp_()
 
 
 # L_BAM = sum_{j != j'} sum_i CE(b_i^j, a_i^j'),  CE(b, a) = -<b, log a>             (Eq. 5)
+# sum_{j != j'} runs in matching, sum_i in matching_loss.
 def matching(B, log_A):
-    """B (G, p, m), log A (k, p, m) -> the loss of each image (p,), a mean over pairs of views."""
+    """B (G, p, m), log A (k, p, m) of p images -> the loss of each image (p,)."""
     loss = 0
     for j, b in enumerate(B):
-        for other, log_a in enumerate(log_A):
-            if other != j:
-                loss = loss - (b * log_a).sum(-1)
-    return loss / (len(B) * (len(log_A) - 1))
+        for j2, log_a in enumerate(log_A):           # j2 is j'
+            if j2 != j:
+                loss = loss - (b * log_a).sum(-1)    # (p,)  CE(b_i^j, a_i^j')
+    return loss / (len(B) * (len(log_A) - 1))        # differs: a mean over pairs (bam_loss.py:128)
 
 
 def matching_loss(z, B, c, row_ids, column_ids, mask, tau):
-    """The loss of latents z (k, n, E) and columns c (m, E) for given targets B (G, n, m)
-    -> loss, mean entropy of A's rows, mean entropy of B's rows."""
+    """L_BAM of latents z (k, n, E), columns c (m, E) and given targets B (G, n, m) -> loss, mean
+    entropy of A's rows, mean entropy of B's rows."""
     def of_images(z, B, row_ids):
-        S = similarities(z, c, row_ids, column_ids, mask)                # (k p, m)
-        log_A = attention(S, tau, log=True).unflatten(0, row_ids.shape)  # (k, p, m)
+        S_hat = similarities(z, c, row_ids, column_ids, mask)                # (k p, m)
+        log_A = attention(S_hat, tau, log=True).unflatten(0, row_ids.shape)  # (k, p, m)
         return matching(B, log_A), entropy(log_A.detach().exp()).mean(0)
 
     # (n,) each; in_parts (below) is of_images(z, B, row_ids) in less memory
-    losses, entropies = in_parts(of_images, z, B, row_ids, size=len(z) * len(c))
-    return losses.mean(), entropies.mean(), entropy(B).mean()
+    losses, entropy_a = in_parts(of_images, z, B, row_ids, size=len(z) * len(c))
+    return losses.mean(), entropy_a.mean(), entropy(B).mean()  # differs: a mean over images
 
 
 @fp32
-def arrange(z, n_views, n_global, teacher, mask, gather):
-    """The latents (k n, E) of all views, as the equations need them: z and z_m (k, n, E) and the
-    columns c (m, E), of length 1; ids of rows (k, n) and columns (m,): of images, or of views."""
-    check_latents(z, n_views, n_global, teacher)
+def arrange(z, n_views, n_global, z_teacher, mask, gather):
+    """Normalises the latents (k n, E) and gathers the columns of all ranks -> z, z_m (k, n, E),
+    c (m, E), image ids of rows (k, n) and of columns (m,); with mask="self" ids of views."""
+    check_latents(z, n_views, n_global, z_teacher)
     z = F.normalize(z, dim=-1).unflatten(0, (n_views, -1))               # (k, n, E)
-    z_m = z if teacher is None else F.normalize(teacher.detach(), dim=-1).view(z.shape)
-    c = gather(z_m[:n_global].flatten(0, 1))                             # (m, E), columns of S
+    z_m = z if z_teacher is None else F.normalize(z_teacher.detach(), dim=-1).view(z.shape)
+    c = gather(z_m[:n_global].flatten(0, 1))  # (m, E)  differs: columns of large views alone
     row_ids = image_ids(z, n_global, c, mask)                            # (k, n); below
     return z, z_m, c, row_ids, gather(row_ids[:n_global].flatten())
 
@@ -160,10 +161,10 @@ def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, it
              mask="exclude", gather=all_ranks, entropies=False):
     """BAM's loss. z (n_views * n, E): latents of n images, view after view, large views first.
 
-    teacher: latents in the same order, for targets and columns (App. C); None: z serves for both.
-    n_global: number of large views; None: all views are large. tau, tau_b, iters, mask: see Config
-    (iters is sinkhorn_iters there). gather: see all_ranks. All ranks have n images. No check can
-    tell another order of views or of images, or an n_global that is missing.
+    teacher: the teacher's latents, in the order of z. Targets and columns use them (App. C). None:
+    z. n_global: number of large views; None: all views are large. tau, tau_b, iters, mask: see
+    Config (iters is sinkhorn_iters there). gather: see all_ranks. All ranks have n images. A wrong
+    order of views or images, or a forgotten n_global, raises no error.
     Returns the loss, a scalar; with entropies=True also the mean entropies of A's and B's rows.
     """
     G = n_views if n_global is None else n_global
@@ -171,9 +172,8 @@ def bam_loss(z, n_views, teacher=None, n_global=None, *, tau=0.1, tau_b=0.05, it
     z, z_m, c, row_ids, column_ids = arrange(z, n_views, G, teacher, mask, gather)
     with torch.no_grad():  # targets have no gradient (Sec. 4.1)
         B = sinkhorn(similarities(z_m, c, row_ids, column_ids, mask), tau_b, iters, gather=gather)
-    # differs: only large views are targets, as in the authors' code (bam_loss.py:106). Sec. 3.5 has
-    # small ones, too. Sinkhorn still balances the rows of all views.
-    B = B[: row_ids[:G].numel()].view(G, row_ids.shape[1], -1)           # (G, n, m)
+    # differs: small views are balanced, but are no targets (bam_loss.py:106). In Sec. 3.5 they are.
+    B = B.unflatten(0, row_ids.shape)[:G]                                # (G, n, m)
     found = matching_loss(z, B, c, row_ids, column_ids, mask, tau)
     return found if entropies else found[0]
 
@@ -208,7 +208,7 @@ class Projector(nn.ModuleList):
 
 class Model(nn.Module):
     """An image encoder, a projector and, with config.teacher, a moving average of both.
-    image_encoder(images of any size) -> tokens (B, N, image_width), [CLS] first; image_encoder.cls
+    image_encoder(images of any size) -> tokens (n, N, image_width), [CLS] first; image_encoder.cls
     is None if there is no [CLS]. text_encoder and text_width are not used. Call after_update after
     each update, or the teacher keeps its first weights."""
 
@@ -225,7 +225,7 @@ class Model(nn.Module):
     def student(self):
         return nn.ModuleList([self.image_encoder, self.projector])
 
-    def readout(self, tokens):  # (B, N, d) -> h (B, d)
+    def readout(self, tokens):  # N tokens of each image (n, N, d) -> h (n, d)
         return tokens[:, 0] if self.config.readout == "cls" else tokens.mean(1)
 
     def latents(self, network, views, gather):
@@ -267,8 +267,8 @@ class Model(nn.Module):
         """teacher = momentum * teacher + (1 - momentum) * student (App. C)."""
         check_step(step, steps)
         if self.teacher:
-            # The momentum rises to 1 (main_pretrain.py:261). The authors update the teacher at the
-            # start of the next step (wrappers.py:103), so the momentum is that of step + 1.
+            # The momentum rises to 1 (main_pretrain.py:261). The authors update at the start of the
+            # next step, hence step + 1 (wrappers.py:103).
             cosine = math.cos(math.pi * ((step + 1) / steps))
             momentum = 1 - (1 - self.config.ema) * (1 + cosine) / 2
             students = list(self.student().parameters())
@@ -277,7 +277,7 @@ class Model(nn.Module):
     def evaluation_encoder(self):  # the teacher's, if there is a teacher (eval_linear.py:129)
         return self.teacher[0] if self.teacher else self.image_encoder
 
-    def encode_image(self, images):  # (B, 3, H, W) -> h (B, d), normalised
+    def encode_image(self, images):  # (n, 3, s, s) -> h (n, d), normalised
         return F.normalize(self.readout(self.evaluation_encoder()(images)).float(), dim=-1)
 
 
@@ -361,7 +361,8 @@ def in_fp32(function, *args, **kwargs):
 
 def image_ids(z, n_global, c, mask):
     """The ids of the rows z (k, n, E) in the columns c (m, E) of all ranks -> (k, n): the number of
-    the image in the global batch, with mask="self" the number of the view."""
+    the image in the global batch, with mask="self" the number of the view. Rank i is taken to have
+    the i-th part of c, so a gather that joins only some ranks gives wrong pairs."""
     k, n = z.shape[:2]
     if len(c) < 2 * n_global:
         raise ValueError("The loss compares images: the global batch needs two or more.")
@@ -755,7 +756,7 @@ def ablated_loss(z, n_views, teacher, n_global, config, gather=all_ranks):
     if not is_global:
         S = similarities(z, c, row_ids, column_ids, mask).view(*row_ids.shape, -1)
         return block_loss(S, S_m.view(*row_ids.shape, -1)[:G], cfg.tau, target)
-    B = target(S_m)[: row_ids[:G].numel()].view(G, row_ids.shape[1], -1)
+    B = target(S_m).unflatten(0, row_ids.shape)[:G]                           # (G, n, m)
     return matching_loss(z, B, c, row_ids, column_ids, mask, cfg.tau)
 
 

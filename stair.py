@@ -57,16 +57,17 @@ class Config:
 
 
 def fp32(function):
-    """A decorator of losses: half-precision arguments become float32, float64 stays, and autocast
-    is off (in_fp32, below)."""
+    """A decorator for losses. It casts half-precision arguments to float32, keeps float64, and
+    turns autocast off (in_fp32, below)."""
     return functools.wraps(function)(lambda *args, **options: in_fp32(function, *args, **options))
 
 
 def all_ranks(x):
-    """The default gather: joins the tensors x (B, ...) of the ranks, of one shape and any dtype, to
-    (world * B, ...) in the order of the ranks, with gradients (below); without ranks x. A loss
-    that one rank computes alone needs gather=lambda x: x. A gather of some of the ranks gives wrong
-    pairs: rank i is taken to have the i-th part."""
+    """The default gather. It joins the rows x (B, ...) of all ranks to (world * B, ...), in the
+    order of the ranks. Gradients flow back (Gather, below). An initialised process group suffices.
+    Without one, it returns x. All ranks must call it, with one shape. A loss takes the rows of this
+    rank. DDP averages the gradients. To validate on one rank, call the model itself, not its DDP
+    wrapper, with gather=lambda x: x. DDP's forward sends buffers and would wait for all ranks."""
     return Gather.apply(x) if dist.is_available() and dist.is_initialized() else x
 
 
@@ -362,7 +363,8 @@ def in_fp32(function, *args, **kwargs):
 
 
 def own_columns(logits):
-    """The columns (B,) of this rank's captions in logits (B, world * B)."""
+    """The columns (B,) of this rank's captions in logits (B, world * B). Rank i is taken to have
+    the i-th part, so a gather that joins only some ranks gives wrong pairs."""
     B, columns = logits.shape
     if columns < 2 or columns % B:
         raise ValueError(f"The loss compares pairs: {B} images and {columns} captions need to be "

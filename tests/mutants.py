@@ -159,13 +159,13 @@ steps=200_000, lr=«9e-4 => 1e-3» # D.4: the sweep ;; weight_decay=0.2, warmup=
 log_A = (S / tau).log_softmax(-«1 => 2») # Eq. 1: rows ;; "zero": «0.0 => -1.0», # Eq. 3
 @fp32«\n@torch.no_grad() => »\ndef sinkhorn # B has no gradient
 log_K -= «gather(log_K.logsumexp(-2, keepdim=True)[None]).logsumexp(0 => log_K.logsumexp(-2, True») # one rank
-if other «!= => >» j: # Eq. 5: all pairs of views
+if j2 «!= => >» j: # Eq. 5: all pairs of views
 return loss / (len(B) * «(len(log_A) - 1 => len(log_A»)) # a mean over pairs
-F.normalize(«teacher.detach() => teacher», dim=-1).view # the teacher has no gradient
+F.normalize(«z_teacher.detach() => z_teacher», dim=-1).view # the teacher has no gradient
 c = gather(«z_m => z»[:n_global].flatten(0, 1)) # App. C: columns of the teacher
 return «rank => 0» * n + torch.arange(n, device # positives of this rank
 sinkhorn(S, «cfg.tau_b => cfg.tau», cfg.sinkhorn_iters # tau_B of an ablation
-B = B[«: row_ids[:G].numel() => -row_ids[:G].numel() :»].view(G # large views are targets
+B = B.unflatten(0, row_ids.shape)[«:G => -G:»] # large views are targets
 expand(k, n)« + len(c) * view => » # views of an image are no positives with --mask self ;; return tokens[:, «0 => 1»] if self.config.readout == "cls" # App. C
 math.cos(math.pi * («(step + 1) => step» / steps)) # the next step's momentum ;; self.config.ema) * (1 + cosine)« / 2 => » # momentum
 return «self.teacher[0] => self.image_encoder» if self.teacher else # the teacher
