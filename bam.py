@@ -98,7 +98,7 @@ def attention(S, tau, log=False):
 
 # S hat(i, j) = 0 if i = j (mod n), else S(i, j)                                     (Eq. 3)
 def mask_positives(S, row_ids, column_ids, mask="exclude"):
-    """S (R, C) -> S hat. i = j (mod n) where the image ids row_ids (R,), column_ids (C,) are equal."""
+    """S (R, C) -> S hat. i = j (mod n) where the image ids (R,), (C,) are equal."""
     # differs: "exclude", the default, has -inf for 0: softmax and Sinkhorn leave positives out
     # (bam_loss.py:63, 115). The value is -1e30, because 0 * log A would be NaN with -inf.
     value = {"exclude": -1e30, "zero": 0.0, "self": 0.0, "none": None}[mask]

@@ -6,26 +6,26 @@ single words (L_f). A word gives each patch of the image a weight that grows wit
 patches below a threshold get 0. The weighted mean of the patches must resemble this word more than
 the other words of the caption. We know of no code by the authors; their App. C has a listing.
 
-There are B pairs, P patches in an image, L tokens in the longest caption. Encoders have the width
-d, embeddings the width E, which is the paper's d.
+There are B pairs on each rank, P patches in an image (the paper's P and R), L tokens in the longest
+caption. Encoders have the width d, embeddings the width E, which is the paper's d.
 
     symbol      name here               shape       where
-    f_v         Model.f_v               (B, P, d)   Sec. 2; all patches, without [CLS]
+    f_v         Model.patch_outputs     (B, P, d)   Sec. 2; all patches, without [CLS]
     f_t         text_encoder            (B, L, d)   Sec. 2; all tokens
     h_v         Model.h_v               d -> d      Sec. 2; "a single non-linear layer"
     g_v, g_t    Model.g_v, Model.g_t    d -> E      Sec. 2, D.1; linear, E = 512
-    v_p         patches                 (B, P, E)   Sec. 2; g_v(f_v)
-    t_l         tokens                  (B, L, E)   Sec. 2; g_t(f_t)
-    vbar, tbar  v, t                    (B, E)      Sec. 2; global embeddings
+    v_p         patches, v              (B, P, E)   Sec. 2; g_v(f_v)
+    t_l         tokens, t               (B, L, E)   Sec. 2; g_t(f_t)
+    vbar, tbar  vbar, tbar              (B, E)      Sec. 2; global embeddings
     a           alignment_weights       (B, L, P)   Eq. 2-4
     sigma       threshold               scalar      Eq. 3; 1 / P by default
-    c_l         grouped                 (B, L, E)   Eq. 5; language-grouped vision embedding
+    c_l         c                       (B, L, E)   Eq. 5; language-grouped vision embedding
     tau         1 / scale               scalar      Eq. 1, 6; learned, shared by both losses
     L_g         global_loss             scalar      Eq. 1
-    L_f         fine_grained_loss       scalar      Eq. 6
+    L_f         fine_grained_loss       scalar      Eq. 6; the fine-grained loss
 
 Differs from the paper (search for "differs" for all other places):
-  * A word whose similarities are equal to the last bit has equal weights; Eq. 2 would be 0 / 0.
+  * If all similarities of a word are equal, Eq. 2 is 0 / 0. Each patch then gets 1 / P.
   * [CLS] and [SEP] are not words: tbar and L_f leave them out. 53 of Sec. 4.1's 55 tokens remain.
   * vbar and tbar follow Sec. 2. Listing 1's vbar has no h_v, its tbar includes the padding.
   * Evaluation crops the centre, but segmentation does not crop. Sec. 4.1 resizes the whole image to
@@ -55,9 +55,9 @@ from torch.utils.checkpoint import checkpoint
 class Config:
     embed_dim: int = 512         # width of the shared embedding space (Sec. D.1)
     lambda_g: float = 0.5        # weight of the global loss L_g (Eq. 7, Sec. D.4)
-    lambda_f: float = 1.0        # weight of the word loss L_f; the paper has 0.5, 1, 5, 10 (D.4)
-    # similarity, scaled to [0, 1], below which a patch gets weight 0 (Eq. 3); None, if neither flag
-    # nor preset sets it: 1 / (number of patches)
+    lambda_f: float = 1.0        # weight of the fine-grained loss L_f; 0.5, 1, 5, 10 in D.4
+    # sigma of Eq. 3: patches with a lower scaled similarity get weight 0; None, if neither flag nor
+    # preset sets it: 1 / P
     sigma: float | None = None
     init_scale: float = 1 / 0.07  # 1 / temperature at the start of training (CLIP, Sec. 2.5)
     # weights of patches: sparse (Eq. 2-4), dense (no threshold), or softmax (Table 8)
@@ -87,22 +87,22 @@ def all_ranks(x):
 #                   + log softmax_j(cos(tbar_i, vbar_j) / tau)_i ]               (Eq. 1)
 @fp32
 def global_loss(v, t, scale, *, gather=all_ranks):
-    """CLIP's loss of the embeddings v, t (B, E) of B pairs, this rank's rows only, normalised here
-    -> scalar. scale: 1 / tau, from 1 to 100, not its logarithm. A log-scale that went through clamp
-    or a product cannot be told. gather: see all_ranks. Gradients accumulated over small batches
-    differ from those of one large batch: each small batch has fewer negatives."""
+    """CLIP's loss of vbar (v) and tbar (t), (B, E), this rank's rows, normalised here -> scalar.
+    scale: 1 / tau, from 1 to 100, not its logarithm. A bare nn.Parameter is refused. A clamped
+    log-scale can pass the check unseen. gather: see all_ranks. Gradients accumulated over small
+    batches differ from those of one large batch: each small batch has fewer negatives."""
     check_pairs(v, t, scale)
-    v, t = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
-    return contrast(scale * v @ gather(t).T, gather)            # of (B, world * B) logits
+    vbar, tbar = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
+    return contrast(scale * vbar @ gather(tbar).T, gather)      # logits (B, world * B)
 
 
 def contrast(logits, gather=all_ranks):
-    """Eq. 1 for any logits (B, world * B) of this rank's images and all captions -> scalar."""
+    """Eq. 1 of logits (B, world * B). Rows are this rank's images, columns all ranks' captions."""
     i = own_columns(logits)                                         # (B,), below
     positive = logits.take_along_dim(i[:, None], 1)[:, 0]           # (B,)
     v_to_t = positive - logits.logsumexp(1)   # (B,)  log softmax_j(cos(vbar_i, tbar_j) / tau)_i
-    # A caption's softmax is over the images of all ranks. Each rank sums over its own images; the
-    # ranks exchange one such sum per caption, which is less than all images' embeddings.
+    # A caption's softmax is over the images of all ranks. Each rank sums over its own images and
+    # sends one sum per caption. This is less to send than the embeddings of the images.
     sums = gather(logits.logsumexp(0, keepdim=True)).logsumexp(0)   # (world * B,)
     t_to_v = positive - sums[i]               # (B,)  log softmax_j(cos(tbar_i, vbar_j) / tau)_i
     return -(v_to_t + t_to_v).mean() / 2
@@ -111,7 +111,7 @@ def contrast(logits, gather=all_ranks):
 # s_lp = t_l . v_p
 # shat_lp = (s_lp - min_k s_lk) / (max_k s_lk - min_k s_lk)                      (Eq. 2)
 # stil_lp = shat_lp if shat_lp >= sigma else 0                                   (Eq. 3)
-# a_lp = stil_lp / sum_r stil_lr                                                 (Eq. 4)
+# a_lp = stil_lp / sum_{r=1..P} stil_lr                                          (Eq. 4)
 @fp32
 def alignment_weights(tokens, patches, threshold=None):
     """The weight that each token gives each patch; the weights of a token sum to 1.
@@ -126,15 +126,37 @@ def alignment_weights(tokens, patches, threshold=None):
     return s_til / s_til.sum(-1, keepdim=True)
 
 
+# c_l = sum_{r=1..P} a_lr v_r                                                    (Eq. 5)
 # L_f = -1/2B sum_i 1/L_i sum_j [ log softmax_k(cos(c_ij, t_ik) / tau)_j
 #                               + log softmax_k(cos(t_ij, c_ik) / tau)_j ]       (Eq. 6)
 @fp32
-def sequence_losses(c, t, mask, scale):
-    """-1/2 sum_j [...] of Eq. 6 for each caption -> (B,), 0 for a caption without words.
+def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
+                      token_mean="caption", gather=all_ranks):
+    """The fine-grained loss L_f. tokens t_l (B, L, E) and patches v_p (B, P, E), not normalised ->
+    scalar. mask (B, L): True on words, words_only(mask of tokens). scale: 1 / tau, from 1 to 100.
+    align(tokens, patches) -> a (B, L, P), Eq. 2-4. Only token_mean="batch" uses gather. An inverted
+    mask raises no error. Swapped tokens and patches raise none if L = P.
 
-    c, t (B, L, E), mask (B, L): True on words; scale: 1 / tau. The negatives of a word are the
-    other words of its caption, so no other caption is needed.
+    L_f can fall although the model ignores the images. To see this, log also L_f with
+    patches.roll(1, 0) (FullModel.diagnose). This second loss must be much larger than L_f.
     """
+    def of_captions(tokens, patches, words):
+        c = align(tokens, patches) @ patches                # (B, L, E)  Eq. 5
+        return sequence_losses(c, tokens, words, scale)     # (B,)  l_i of Eq. 6
+
+    words = checked_words(tokens, patches, mask, scale)     # (B, L)
+    tokens = tokens.masked_fill(~words[..., None], 0.0)     # 0 * NaN would be NaN
+    # (B,); in_rows (below) is of_captions(tokens, patches, words) in less memory
+    losses = in_rows(of_captions, tokens, patches, words, size=tokens.shape[1] * patches.shape[1])
+    return mean_of_words(losses, words, token_mean, gather)
+
+
+# l_i = -1/2 sum_j [ log softmax_k(cos(c_ij, t_ik) / tau)_j
+#                  + log softmax_k(cos(t_ij, c_ik) / tau)_j ]      (Eq. 6, inner half)
+@fp32
+def sequence_losses(c, t, mask, scale):
+    """c, t (B, L, E), mask (B, L), True on words -> l (B,), 0 for a caption without words. The
+    negatives of a word are the other words of its caption, so no other caption is needed."""
     c, t = F.normalize(c, dim=-1), F.normalize(t, dim=-1)
     logits = scale * c @ t.transpose(1, 2)   # (B, L, L), [i, j, k] is cos(c_ij, t_ik) / tau
     no_word = ~mask[:, None, :]              # (B, 1, L)
@@ -145,44 +167,20 @@ def sequence_losses(c, t, mask, scale):
     return -0.5 * log_p.masked_fill(~mask, 0.0).sum(1)
 
 
+# L_f = 1/B sum_i l_i / L_i                                        (Eq. 6, outer half)
 def mean_of_words(losses, mask, token_mean="caption", gather=all_ranks):
-    """The losses (B,) of sequence_losses -> scalar. "caption" is Eq. 6: the mean over the words of
-    each caption, then over captions. "batch" is listing 1, below."""
+    """losses l (B,), mask (B, L), True on words -> scalar. token_mean "batch" is listing 1, below.
+    """
     count = mask.sum(1)                      # (B,), L_i
     if token_mean != "caption":
         return mean_of_batch(losses, count, token_mean, gather)
     return (losses / count.clamp(min=1)).mean()
 
 
-# c_l = sum_p a_lp v_p                                                           (Eq. 5)
-@fp32
-def fine_grained_loss(tokens, patches, mask, scale, *, align=alignment_weights,
-                      token_mean="caption", gather=all_ranks):
-    """SPARC's loss for words, L_f. tokens (B, L, E), patches (B, P, E), not normalised: Eq. 6
-    normalises here -> scalar.
-
-    mask (B, L): True on words, words_only(mask of tokens); scale: 1 / tau, from 1 to 100;
-    align(tokens, patches) -> a (B, L, P). Only token_mean="batch" uses gather. No check can tell an
-    inverted mask of words, or tokens and patches that are swapped if L = P.
-
-    With other data L_f may learn nothing from the images. Log it with wrong images, too,
-    patches.roll(1, 0) (FullModel.diagnose): it must be much larger.
-    """
-    def losses(tokens, patches, mask):
-        grouped = align(tokens, patches) @ patches   # (B, L, E), c_l
-        return sequence_losses(grouped, tokens, mask, scale)
-
-    mask = checked_words(tokens, patches, mask, scale)
-    tokens = tokens.masked_fill(~mask[..., None], 0.0)              # 0 * NaN would be NaN
-    # (B,); in_rows (below) is losses(tokens, patches, mask) in less memory
-    sums = in_rows(losses, tokens, patches, mask, size=tokens.shape[1] * patches.shape[1])
-    return mean_of_words(sums, mask, token_mean, gather)
-
-
 def words_only(mask):
     """The mask of tokens (B, L) -> the mask of words (B, L), without [CLS], the first token, and
-    [SEP], the last token. Padding comes last. For a tokenizer without [CLS] and [SEP] give its own
-    mask."""
+    [SEP], the last token. Padding comes last. If your tokenizer adds neither, use its mask as the
+    mask of words."""
     mask = checked_mask(mask, mask.shape)
     return F.pad(mask[:, 2:], (1, 1))  # token l > 0 is a word if there is a token l + 1
 
@@ -193,9 +191,9 @@ def masked_mean(x, mask):
 
 
 class Residual(nn.Sequential):
-    """x + h_v(x). differs: the paper adds no x. Segmentation compares g_v(h_v(patches)) with
-    classes (D.7), but L_f trains g_v(patches). As g_v is linear, g_v(x + h_v(x)) is
-    g_v(x) + g_v(h_v(x)), so that segmentation uses what L_f trains."""
+    """x + h_v(x). differs: the paper adds no x. Segmentation compares g_v(h_v(x)) of patches x with
+    classes (D.7). g_v is linear, so g_v(x + h_v(x)) = g_v(x) + g_v(h_v(x)). L_f trains the first
+    term, so the segmentation uses what L_f trains."""
 
     def forward(self, x):
         return x + super().forward(x)
@@ -222,27 +220,27 @@ class Model(nn.Module):
     def forward(self, batch, gather=all_ranks):
         """batch: images (B, 3, H, W), tokens (B, L), mask (B, L), True at tokens, then False at
         padding -> {"loss": Eq. 7, others to log}."""
-        cfg, words = self.config, words_only(batch["mask"])
-        f_v = self.f_v(batch["images"])                             # (B, P, d)
+        cfg, words = self.config, words_only(batch["mask"])  # differs: without [CLS] and [SEP]
+        f_v = self.patch_outputs(batch["images"])                   # (B, P, d)
         f_t = self.text_encoder(batch["tokens"], batch["mask"])     # (B, L, d)
-        v = self.g_v(self.h_v(f_v.mean(1)))                         # (B, E)
-        t = self.g_t(masked_mean(f_t, words))                       # (B, E)
-        patches, tokens = self.g_v(f_v), self.g_t(f_t)              # (B, P, E), (B, L, E)
+        vbar = self.g_v(self.h_v(f_v.mean(1)))                      # (B, E)
+        tbar = self.g_t(masked_mean(f_t, words))                    # (B, E)
+        v, t = self.g_v(f_v), self.g_t(f_t)                         # (B, P, E), (B, L, E)
         scale = self.log_scale.exp()
-        loss_g = global_loss(v, t, scale, gather=gather)
-        loss_f = fine_grained_loss(tokens, patches, words, scale, align=self.align,
+        loss_g = global_loss(vbar, tbar, scale, gather=gather)
+        loss_f = fine_grained_loss(t, v, words, scale, align=self.align,
                                    token_mean=cfg.token_mean, gather=gather)
         loss = cfg.lambda_g * loss_g + cfg.lambda_f * loss_f        # Eq. 7
         return {"loss": loss, "global": loss_g.detach(), "local": loss_f.detach(),
                 "scale": scale.detach()}
 
-    def f_v(self, images):
-        """(B, 3, H, W) -> all patches (B, P, d), without [CLS], which the paper does not use."""
-        tokens = self.image_encoder(images)
-        return tokens if self.image_encoder.cls is None else tokens[:, 1:]
+    def patch_outputs(self, images):
+        """(B, 3, H, W) -> f_v (B, P, d): all patches. The paper does not use [CLS]."""
+        outputs = self.image_encoder(images)
+        return outputs if self.image_encoder.cls is None else outputs[:, 1:]
 
     def align(self, tokens, patches):
-        """Eq. 2-4, or an ablation of Table 8. (B, L, E), (B, P, E) -> a (B, L, P)."""
+        """Eq. 2-4, or what config.align names of Table 8. (B, L, E), (B, P, E) -> a (B, L, P)."""
         if self.config.align == "softmax":
             return softmax_weights(tokens, patches)                 # below
         sigma = {"sparse": self.config.sigma, "dense": 0.0}[self.config.align]
@@ -254,12 +252,12 @@ class Model(nn.Module):
 
     def encode_image(self, images):
         """(B, 3, H, W) -> vbar (B, E), normalised."""
-        return F.normalize(self.g_v(self.h_v(self.f_v(images).mean(1))).float(), dim=-1)
+        return F.normalize(self.g_v(self.h_v(self.patch_outputs(images).mean(1))).float(), dim=-1)
 
     def encode_text(self, tokens, mask):
         """(B, L), (B, L) -> tbar (B, E), normalised."""
-        t = self.g_t(masked_mean(self.text_encoder(tokens, mask), words_only(mask)))
-        return F.normalize(t.float(), dim=-1)
+        tbar = self.g_t(masked_mean(self.text_encoder(tokens, mask), words_only(mask)))
+        return F.normalize(tbar.float(), dim=-1)
 
 
 # To read SPARC, stop here. ----------------------------------------------------------------
@@ -298,11 +296,11 @@ class Model(nn.Module):
 #     trained = [*into_lm.parameters(), *[p for p in lm.parameters() if p.requires_grad]]  # once
 #     optimizer = torch.optim.AdamW(trained, lr=1e-4)                               # once
 #     schedule = get_cosine_schedule_with_warmup(optimizer, 5_000, 250_000)         # once
-#     seen = into_lm(model.f_v(images))                                # (B, P, n_embd)
+#     seen = into_lm(model.patch_outputs(images))                                # (B, P, n_embd)
 #     labels = ids.masked_fill(mask == 0, -100)                        # (B, L)
 #     loss = lm(ids, attention_mask=mask, labels=labels, encoder_hidden_states=seen).loss
 #     loss.backward(), optimizer.step(), schedule.step(), optimizer.zero_grad()     # update
-#     seen = into_lm(model.f_v(images))                                             # caption
+#     seen = into_lm(model.patch_outputs(images))                                   # caption
 #     captions = lm.generate(ids[:, :1], encoder_hidden_states=seen, max_new_tokens=20)  # caption
 
 
@@ -501,12 +499,12 @@ class FullModel(Model):
         """(B, 3, H, W) -> g_v(h_v(patches)) (B, P, E), normalised (D.7). eval.py compares patches
         with all classes of a data set, which is our reading of D.7. With only the classes that
         the image shows, segmentation would be easier."""
-        return F.normalize(self.g_v(self.h_v(self.f_v(images))).float(), dim=-1)
+        return F.normalize(self.g_v(self.h_v(self.patch_outputs(images))).float(), dim=-1)
 
     def align_words(self, images, tokens, mask):
         """(B, 3, H, W), (B, L), (B, L) -> the alignment weights of the pairs (B, L, P)."""
         tokens = self.g_t(self.text_encoder(tokens, mask))          # (B, L, E)
-        return self.align(tokens, self.g_v(self.f_v(images)))
+        return self.align(tokens, self.g_v(self.patch_outputs(images)))
 
     def diagnose(self, batch):
         """Scalars to log: L_f of captions with WRONG images, and how many patches a word uses. If
@@ -515,7 +513,7 @@ class FullModel(Model):
         if len(images) < 2:
             return {}  # there is no wrong image
         tokens = self.g_t(self.text_encoder(ids, mask))             # (B, L, E)
-        patches = self.g_v(self.f_v(images))                        # (B, P, E)
+        patches = self.g_v(self.patch_outputs(images))                        # (B, P, E)
         wrong = fine_grained_loss(tokens, patches.roll(1, 0), words_only(mask),
                                   self.log_scale.exp(), align=self.align,
                                   token_mean=self.config.token_mean, gather=lambda x: x)
@@ -784,7 +782,7 @@ class Baseline(FullModel):
 
     def forward(self, batch, gather=all_ranks):
         cfg, words = self.config, words_only(batch["mask"])
-        f_v = self.f_v(batch["images"])                                 # (b, P, d)
+        f_v = self.patch_outputs(batch["images"])                                 # (b, P, d)
         f_t = self.text_encoder(batch["tokens"], batch["mask"])         # (b, L, d)
         v = self.g_v(self.h_v(f_v.mean(1)))                             # (b, E)
         t = self.g_t(masked_mean(f_t, words))                           # (b, E)
@@ -1055,7 +1053,7 @@ def patch_boxes(x):
 class Detector(nn.Module):
     """The encoders and g_t of a run of this file, with OWL-ViT's heads."""
 
-    f_v, encode_text = Model.f_v, Model.encode_text
+    patch_outputs, encode_text = Model.patch_outputs, Model.encode_text
 
     def __init__(self, config, image_encoder, text_encoder, image_width, text_width):
         super().__init__()
@@ -1084,13 +1082,13 @@ class Detector(nn.Module):
     def detect(self, images, queries):
         """images (B, 3, S, S); queries (Q, E): normalised, or means of several that are -> logits
         (B, P, Q) and boxes (B, P, 4): left, top, right, bottom, as fractions of S."""
-        x = self.f_v(images)                                                # (B, P, d)
+        x = self.patch_outputs(images)                                                # (B, P, d)
         logits = query_logits(self.class_head(x), queries, self.shift(x), self.scale(x))
         return logits, patch_boxes(self.box_head(x))
 
     def encode_image(self, images):
         """(B, 3, S, S) -> the mean class embedding of the patches (B, E), normalised."""
-        return F.normalize(self.class_head(self.f_v(images)).mean(1).float(), dim=-1)
+        return F.normalize(self.class_head(self.patch_outputs(images)).mean(1).float(), dim=-1)
 
     def text_parameters(self):
         return [*self.text_encoder.parameters(), *self.g_t.parameters()]
