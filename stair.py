@@ -7,28 +7,28 @@ would give words new meanings, so training has three stages. In stage 1 only a c
 may be active in its vector, and the image encoder learns these words. Stage 2 freezes the image
 encoder, and the text encoder learns to activate other words that fit. Stage 3 trains both encoders.
 
-B images or captions have N outputs of width d each; the vocabulary has |V| words of width E.
+B images or captions have n outputs of width d each. The vocabulary has |V| words of width D.
 
     symbol      name here            shape            where
     f, g        image_encoder, image_head             Eq. 1; for texts: text_encoder, text_head
-    h_j         h                    (B, N, d)        Eq. 4; an encoder's output at position j
-    transform   transform            d -> E           Eq. 4; `encode` gets t = transform(h)
-    e, b        e, b                 (|V|, E), (|V|,) Eq. 4; e: the text encoder's embedding
-    p(h_j)      p                    (B, N, |V|)      Eq. 4
-    enc         v of images, t of texts  (B, |V|)     Eq. 5; the weights of the words
-    mask(y)     caption_mask         (B, |V|)         Eq. 8; 1 if the caption has the token
+    h_j         h                    (B, n, d)        Eq. 4; an encoder's output at position j
+    transform   transform            d -> D           Eq. 4; `encode` gets h_e = transform(h)
+    e, b        e, b                 (|V|, D), (|V|,) Eq. 4; e: the text encoder's embedding
+    p(h_j)      p                    (B, n, |V|)      Eq. 4
+    enc         v of images, t of texts  (B, |V|)     Eq. 5; the weights of the words; E() of Eq. 1
+    mask(y)     caption_mask, mask_y (B, |V|)         Eq. 8; 1 if the caption has the token
     lambda_1,2  lambda_image, _text  scalar           Eq. 7
     1 / T       scale                scalar           Eq. 3; learned
 
 Differs from the paper:
-  * A word of the caption gets a gradient even where its weight is 0, up to stage `revive_until`
-    (in b16 never). The paper's ReLU stops this gradient, so that a word that the image encoder does
-    not see at first can never come back.
-  * The cosine in the loss counts an encoding shorter than 0.5 as 0.5 long, to bound its gradient.
-  * Where the paper is silent, these choices are ours: special tokens ([CLS], [SEP], ...) are never
-    active. Stage 2 trains e with the text encoder, and the frozen image head keeps a copy of e
-    until stage 3 begins. The mean of Eq. 6 is over the global batch. Eq. 3 has both directions. See
-    also PRESETS and LAMB.
+  * Up to stage `revive_until`, a word of the caption gets a gradient even at weight 0. The preset
+    b16 does not do this. The paper's ReLU stops this gradient, so a word that the image encoder
+    does not see at first can never come back.
+  * The loss divides an encoding by max(0.5, its length). This bounds the gradient.
+Where the paper is silent, these choices are ours (see also PRESETS and LAMB):
+  * The loss is the mean of Eq. 3 and its mirror, from text to image.
+  * Special tokens ([CLS], [SEP], ...) are never active.
+  * Stage 2 trains e with the text encoder. The frozen image head keeps a copy of e until stage 3.
 Not here: the authors' private pairs (App. B); an index (App. D) of other features than words.
 """
 
@@ -73,56 +73,55 @@ def all_ranks(x):
 
 # M(x, y) = cos(enc(x), enc(y))                                                      (Eq. 2)
 # L_con = -1/B sum_i log( exp(M(x_i, y_i) / T) / sum_j exp(M(x_i, y_j) / T) )        (Eq. 3)
+# What runs: -log(exp(M_ii / T) / sum_j exp(M_ij / T)) = log sum_j exp(M_ij / T) - M_ii / T
 @fp32
 def contrastive_loss(v, t, scale, *, gather=all_ranks):
-    """The mean of Eq. 3 from image to text and of Eq. 3 from text to image, a scalar.
-
-    v, t (B, |V|): enc of B images and of their captions, this rank's rows only, normalised here.
-    scale: 1 / T, from 1 to 100, not its logarithm. A log-scale that went through clamp or a product
-    cannot be told. gather: see all_ranks. Gradients accumulated over small batches differ from
-    those of one large batch: each small batch has fewer negatives.
-    """
+    """The mean of Eq. 3 and its mirror, from text to image, a scalar. v, t (B, |V|): enc of this
+    rank's images and of their captions, normalised here. scale: 1 / T, from 1 to 100, not its
+    logarithm. A bare nn.Parameter is refused. A clamped log-scale can pass the check unseen.
+    gather: see all_ranks. Gradients accumulated over small batches differ from those of one large
+    batch: each small batch has fewer negatives."""
     check_pairs(v, t, scale)
     v = F.normalize(v, dim=-1, eps=0.5)  # differs: eps bounds the gradient
     t = F.normalize(t, dim=-1, eps=0.5)
-    M = scale * v @ gather(t).T                                      # (B, world * B): Eq. 3
-    i = own_columns(M)                                               # (B,), below
-    positive = M.take_along_dim(i[:, None], 1)[:, 0]                 # (B,)
-    image_to_text = M.logsumexp(1) - positive                        # (B,)
-    # A text is compared with the images of all ranks. Each rank sends one number for each
-    # text, the logsumexp over its own images, instead of the encodings of its images.
-    sums = gather(M.logsumexp(0, keepdim=True)).logsumexp(0)         # (world * B,)
+    logits = scale * v @ gather(t).T                                 # (B, world * B)  M / T
+    i = own_columns(logits)                                          # (B,), below
+    positive = logits.take_along_dim(i[:, None], 1)[:, 0]            # (B,)  M_ii / T
+    image_to_text = logits.logsumexp(1) - positive                   # (B,)
+    # A text is compared with the images of all ranks. Each rank sums over its own images and sends
+    # one sum per text. This is less to send than the encodings of the images.
+    sums = gather(logits.logsumexp(0, keepdim=True)).logsumexp(0)    # (world * B,)
     text_to_image = sums[i] - positive                               # (B,)
     return (image_to_text + text_to_image).mean() / 2
 
 
-# L_FLOPs = sum_k ( 1/N sum_i enc_k^(i) )^2,  N: the size of the global batch        (Eq. 6)
+# L_FLOPs = sum_k ( 1/N sum_i enc_k^(i) )^2,  N: the images or captions of all ranks (Eq. 6)
 @fp32
 def flops_loss(enc, *, gather=all_ranks):
-    """enc (B, |V|) of Eq. 5 as it is, not normalised -> scalar, a differentiable count of the
-    multiplications in the dot product of two encodings. The loss is small if few words are active,
+    """enc (B, |V|), not normalised -> scalar, the same on all ranks. The loss approximates how many
+    multiplications a dot product of two encodings needs. The loss is small if few words are active,
     and if each word is active in few samples."""
     check_encodings(enc)
     mean = enc.mean(0, keepdim=True)                                 # (1, |V|), of this rank
     return gather(mean).mean(0).square().sum()
 
 
-# p(h_j) = e . transform(h_j) + b                                                    (Eq. 4)
+# p(h_j) = e . transform(h_j) + b,   transform(h) = LayerNorm(GELU(FC(h)))           (Eq. 4)
 # enc = log(1 + relu(max_j p(h_j)))                                                  (Eq. 5)
-def encode(t, e, b, mask=None):
-    """t = transform(h) (B, N, E), e (|V|, E), b (|V|,) -> enc (B, |V|). mask (B, N) is False at
+def encode(h_e, e, b, mask=None):
+    """h_e = transform(h) (B, n, D), e (|V|, D), b (|V|,) -> enc (B, |V|). mask (B, n) is False at
     padding. The position with the largest p decides a word's weight; the log dampens large weights.
-    What runs is StreamedEncoding (below), the same function in less memory."""
-    p = t @ e.T + b                                                      # (B, N, |V|)
+    The head calls `streamed` (below), the same function for a few samples at a time."""
+    p = h_e @ e.T + b                                                    # (B, n, |V|)
     if mask is not None:
         p = p.masked_fill(~mask[:, :, None], -math.inf)
     return torch.log1p(p.max(1).values.relu())                           # (B, |V|)
 
 
 class TokenProjectionHead(nn.Module):
-    """Eq. 4 and 5: an encoder's outputs (B, N, d) -> enc (B, |V|).
+    """Eq. 4 and 5: an encoder's outputs (B, n, d) -> enc (B, |V|).
 
-    embedding: the nn.Embedding (|V|, E) that the text encoder reads, so that a weight belongs to a
+    embedding: the nn.Embedding (|V|, D) that the text encoder reads, so that a weight belongs to a
     word. Both heads share it; a model that has it under another name deletes it here and gives
     `forward` its weight, as Model does. The weight is read, not looked up: an adapter (LoRA) of the
     embedding changes nothing here. special: ids of tokens that are never active, 0 to |V| - 1.
@@ -130,17 +129,17 @@ class TokenProjectionHead(nn.Module):
 
     def __init__(self, d, embedding, special=()):
         super().__init__()
-        V, E = embedding.weight.shape
-        check_special(special, V)
+        vocab, D = embedding.weight.shape                                # |V|, D
+        check_special(special, vocab)
         self.embedding = embedding
-        self.transform = nn.Sequential(nn.Linear(d, E), nn.GELU(), nn.LayerNorm(E))
-        self.bias = nn.Parameter(torch.zeros(V))
-        self.register_buffer("valid", torch.ones(V, dtype=torch.bool))
+        self.transform = nn.Sequential(nn.Linear(d, D), nn.GELU(), nn.LayerNorm(D))
+        self.bias = nn.Parameter(torch.zeros(vocab))
+        self.register_buffer("valid", torch.ones(vocab, dtype=torch.bool))
         self.valid[list(special)] = False
 
     def forward(self, h, mask=None, e=None, revived=None):
-        """h (B, N, d) -> enc (B, |V|). mask (B, N): True at tokens, then False at padding; None: no
-        padding. e (|V|, E) replaces the shared embedding. revived (B, |V|), a mask: words with
+        """h (B, n, d) -> enc (B, |V|). mask (B, n): True at tokens, then False at padding; None: no
+        padding. e (|V|, D) replaces the shared embedding. revived (B, |V|), a mask: words with
         True get a gradient even if their weight is 0."""
         check_outputs(h, self.transform[0].in_features)
         if revived is not None:
@@ -150,27 +149,25 @@ class TokenProjectionHead(nn.Module):
             h = h.masked_fill(~mask[..., None], 0.0)                     # 0 * NaN would be NaN
         e = self.embedding.weight if e is None else e
         b = self.bias.masked_fill(~self.valid, -math.inf)
-        # differs: the words in `revived` get a gradient, even at weight 0.
-        return streamed(self.transform(h), e, b, mask, revived, self.training)  # encode; below
+        # streamed (below) is encode in less memory. differs: `revived` words get a gradient at 0
+        return streamed(self.transform(h), e, b, mask, revived, self.training)
 
 
 # mask(y)_k = 1 if token k is in the caption y                                       (Eq. 8)
 def caption_mask(tokens, mask, size):
-    """tokens (B, L), mask (B, L), False at padding -> mask(y) (B, size), 0 or 1."""
+    """tokens, mask (B, n), False at padding; size: |V| -> mask(y) (B, |V|), 0 or 1."""
     result = torch.zeros(len(tokens), size, device=tokens.device)
     mask = checked_mask(mask, tokens.shape).to(result.dtype)
     return result.scatter_reduce_(1, tokens, mask, "amax")
 
 
 class Model(nn.Module):
-    """Two encoders, each with a head.
-
-    image_encoder(images) -> (B, N, image_width); text_encoder(tokens, mask) -> (B, L, text_width).
-    text_encoder.embedding is the nn.Embedding (|V|, E) that the encoder reads; text_encoder.special
-    has the ids of tokens that are not words. The model begins in stage 1. Three mistakes raise no
-    error. Without after_update both lambdas stay 0. With the optimizer of stage 2 the image encoder
-    does not learn in stage 3. With the DDP of stage 2 the ranks' image encoders differ in stage 3.
-    A training loop needs these lines per stage:
+    """Two encoders, each with a head: image_encoder(images) -> (B, n, image_width) and
+    text_encoder(tokens, mask) -> (B, n, text_width). text_encoder.embedding is the nn.Embedding
+    (|V|, D) that the encoder reads; text_encoder.special has the ids of tokens that are not words.
+    The model begins in stage 1. Call after_update after each update, or both lambdas stay 0. Make a
+    new optimizer and a new DDP for each stage, or in stage 3 the image encoder does not learn, or
+    differs between ranks. No error tells of this. A training loop needs these lines per stage:
 
         model.begin_stage(number, fresh=True)            # 1, then 2, then 3
         parallel = DDP(model) if ranks > 1 else model    # again, because stage 2 freezes parameters
@@ -184,15 +181,15 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
-        e, special = text_encoder.embedding, text_encoder.special
-        self.image_head = TokenProjectionHead(image_width, e, special)
-        self.text_head = TokenProjectionHead(text_width, e, special)
+        embedding, special = text_encoder.embedding, text_encoder.special
+        self.image_head = TokenProjectionHead(image_width, embedding, special)
+        self.text_head = TokenProjectionHead(text_width, embedding, special)
         del self.image_head.embedding, self.text_head.embedding  # e keeps one name
         self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
-        self.register_buffer("image_embedding", e.weight.detach().clone())  # of image_e in stage 2
+        self.register_buffer("image_embedding", embedding.weight.detach().clone())  # see image_e
         self.register_buffer("strength", torch.tensor(0.0))  # factor of both lambdas, 0 to 1
-        # Encodings depend on the tensor, which averages of the model copy. Gradients depend on the
-        # int, because reading the tensor would wait for the GPU.
+        # Encodings depend on the tensor, which averages of the model copy. Gradients depend on
+        # `number`, the same stage as an int, because reading the tensor would wait for the GPU.
         self.register_buffer("stage", torch.tensor(1))
         self.number = 1
         self.register_load_state_dict_post_hook(continue_stage)  # below
@@ -223,29 +220,29 @@ class Model(nn.Module):
         e, learns = self.text_encoder.embedding.weight, self.number != 2
         return torch.where(self.stage == 2, self.image_embedding, e if learns else e.detach())
 
+    # E(x) = g(f(x)), here enc                                                       (Eq. 1)
     def image_encoding(self, images, revived=None):  # (B, 3, H, W) -> enc (B, |V|)
         return self.image_head(self.image_encoder(images), None, self.image_e(), revived)
 
     def text_encoding(self, tokens, mask, revived=None):
-        """tokens, mask (B, L) -> enc (B, |V|), or in stage 1 enc_mask of Eq. 8."""
+        """tokens, mask (B, n) -> enc (B, |V|), or in stage 1 enc_mask of Eq. 8."""
         h, e = self.text_encoder(tokens, mask), self.text_encoder.embedding.weight
         enc = self.text_head(h, mask, e, revived)
-        # enc_mask = g(f(y)) mask(y)                                               (Eq. 8)
+        # enc_mask = g(f(y)) mask(y)                                                 (Eq. 8)
         return torch.where(self.stage == 1, enc * self.caption_words(tokens, mask), enc)
 
     def caption_words(self, tokens, mask):
-        """tokens, mask (B, L) -> mask(y) without the special tokens, (B, |V|), 0 or 1."""
+        """tokens, mask (B, n) -> mask(y) (B, |V|), 0 or 1. differs: without the special tokens."""
         return caption_mask(tokens, mask, len(self.text_head.valid)) * self.text_head.valid
 
     def forward(self, batch, gather=all_ranks):
-        """batch: images (B, 3, H, W), tokens (B, L), mask (B, L), True at tokens, False at padding.
+        """batch: images (B, 3, H, W), tokens (B, n), mask (B, n), True at tokens, False at padding.
         Returns {"loss": scalar, and scalars to log}."""
         cfg, scale = self.config, self.log_scale.exp()
         tokens, mask = batch["tokens"], batch["mask"]
-        words = self.caption_words(tokens, mask)                  # (B, |V|)
-        # differs: until the end of stage revive_until, a caption's words get a gradient even at
-        # weight 0.
-        revived = words > 0 if self.number <= cfg.revive_until else None
+        mask_y = self.caption_words(tokens, mask)                 # (B, |V|)
+        # differs: up to stage revive_until, a caption's words get a gradient even at weight 0.
+        revived = mask_y > 0 if self.number <= cfg.revive_until else None
         v = self.image_encoding(batch["images"], revived)         # (B, |V|)
         t = self.text_encoding(tokens, mask, revived)             # (B, |V|)
         contrast = contrastive_loss(v, t, scale, gather=gather)
@@ -266,10 +263,10 @@ class Model(nn.Module):
         ramp_steps = max(1, self.config.ramp * steps)
         self.strength.fill_(min(1.0, ((step + 1) / ramp_steps) ** 2))
 
-    def encode_image(self, images):  # (B, 3, H, W) -> (B, |V|), normalised, unlike in Table 9
+    def encode_image(self, images):  # -> (B, |V|), of length 1; Table 9 shows weights before this
         return F.normalize(self.image_encoding(images), dim=-1)
 
-    def encode_text(self, tokens, mask):  # (B, L), (B, L) -> (B, |V|), normalised
+    def encode_text(self, tokens, mask):  # (B, n), (B, n) -> (B, |V|), of length 1
         return F.normalize(self.text_encoding(tokens, mask), dim=-1)
 
 
@@ -403,14 +400,14 @@ def check_encodings(enc):
         raise ValueError(f"flops_loss needs encodings (B, |V|), not {tuple(enc.shape)}.")
 
 
-def check_special(special, V):
-    if not all(type(i) is int and 0 <= i < V for i in special):
-        raise ValueError(f"special needs ids (int) from 0 to {V - 1}, not {list(special)}.")
+def check_special(special, vocab):
+    if not all(type(i) is int and 0 <= i < vocab for i in special):
+        raise ValueError(f"special needs ids (int) from 0 to {vocab - 1}, not {list(special)}.")
 
 
 def check_outputs(h, d):
     if h.ndim != 3 or h.shape[2] != d:
-        raise ValueError(f"The head needs h (B, N, {d}), not {tuple(h.shape)}.")
+        raise ValueError(f"The head needs h (B, n, {d}), not {tuple(h.shape)}.")
 
 
 def check_stage(number):
@@ -518,16 +515,16 @@ class FullModel(Model):
         return {"logit_scale": self.log_scale}
 
     def encode_words(self, tokens, mask):
-        """tokens, mask (B, L) -> (B, |V|): a query without the text encoder. Its tokens have equal
+        """tokens, mask (B, n) -> (B, |V|): a query without the text encoder. Its tokens have equal
         weights (Sec. 7.1). The query of a class includes the words of the prompt, such as "photo";
         the paper does not say whether they count."""
         return F.normalize(self.caption_words(tokens, mask), dim=-1)
 
     def word_maps(self, images, ids):
-        """Images (B, 3, H, W), ids (n,) of words -> p(h_j) of these words (B, N, n): where in the
+        """Images (B, 3, H, W), ids (m,) of words -> p(h_j) of these words (B, n, m): where in the
         images the words are (Sec. 7.2)."""
-        t = self.image_head.transform(self.image_encoder(images))  # (B, N, E)
-        return F.linear(t, self.image_e()[ids], self.image_head.bias[ids])
+        h_e = self.image_head.transform(self.image_encoder(images))  # (B, n, D)
+        return F.linear(h_e, self.image_e()[ids], self.image_head.bias[ids])
 
     def warn(self, record):
         """A warning if too few or too many words are active, else None. record: a line of the
@@ -551,16 +548,16 @@ def read_older_names(head, state, prefix, *_):
 # Eq. 4 and 5 in less memory ------------------------------------------------------------------
 
 
-def streamed(t, e, b, mask, revived, training):
+def streamed(h_e, e, b, mask, revived, training):
     """`encode` by StreamedEncoding. torch.export would unroll its loop for a single size of batch,
     and gets `encode` itself."""
     if torch.jit.is_tracing() or (torch.compiler.is_compiling() and not training):
-        return encode(t, e, b, mask)
-    return StreamedEncoding.apply(t, e, b, mask, revived)
+        return encode(h_e, e, b, mask)
+    return StreamedEncoding.apply(h_e, e, b, mask, revived)
 
 
 class StreamedEncoding(torch.autograd.Function):
-    """`encode` in O(B |V|) memory instead of O(B N |V|), because p is never held in full.
+    """`encode` in O(B |V|) memory instead of O(B n |V|), because p is never held in full.
 
     Forward computes p for a few samples at a time. For each word it keeps the maximum of p(h_j)
     over j and the position j of the maximum. Backward sends the gradient of an entry of enc to this
@@ -573,13 +570,13 @@ class StreamedEncoding(torch.autograd.Function):
     CHUNK = 2**23
 
     @staticmethod
-    def forward(ctx, t, e, b, mask=None, revived=None):
+    def forward(ctx, h_e, e, b, mask=None, revived=None):
         maxima, positions = [], []
-        ctx.chunk = StreamedEncoding.CHUNK * (8 if t.is_cuda else 1)  # small chunks idle a GPU
-        size = max(1, ctx.chunk // (t.shape[1] * len(e)))
-        e_cast = e.to((t[:1, :1] @ e[:1].T).dtype)  # else autocast casts e for each chunk
-        for i in range(0, len(t), size):
-            p = t[i : i + size] @ e_cast.T                        # (size, N, |V|)
+        ctx.chunk = StreamedEncoding.CHUNK * (8 if h_e.is_cuda else 1)  # small chunks idle a GPU
+        size = max(1, ctx.chunk // (h_e.shape[1] * len(e)))
+        e_cast = e.to((h_e[:1, :1] @ e[:1].T).dtype)  # else autocast casts e for each chunk
+        for i in range(0, len(h_e), size):
+            p = h_e[i : i + size] @ e_cast.T                      # (size, n, |V|)
             if mask is not None:
                 p.masked_fill_(~mask[i : i + size, :, None], -math.inf)
             maximum, position = p.max(1)                          # (size, |V|)
@@ -589,41 +586,41 @@ class StreamedEncoding(torch.autograd.Function):
         enc = torch.log1p(max_p.relu())
         if revived is not None:
             revived = revived & max_p.isfinite()                  # special tokens have b = -inf
-        ctx.save_for_backward(t, e, enc, torch.cat(positions), revived)
+        ctx.save_for_backward(h_e, e, enc, torch.cat(positions), revived)
         return enc
 
     @staticmethod
     def backward(ctx, gradient):
-        t, e, enc, positions, revived = ctx.saved_tensors
+        h_e, e, enc, positions, revived = ctx.saved_tensors
         passes = enc > 0
         if revived is not None:
             passes |= revived & (gradient < 0)
         grad_p = gradient * torch.exp(-enc) * passes              # (B, |V|)
-        grad_e, grad_t = e.new_zeros(e.shape), t.new_zeros(t.shape)  # contiguous
-        N, V, E = t.shape[1], *e.shape
-        sample, word = grad_p.nonzero(as_tuple=True)              # (n,), the entries that pass
-        if len(word) * E > ctx.chunk and len(word) > grad_p.numel() / 5:
+        grad_e, grad_h = e.new_zeros(e.shape), h_e.new_zeros(h_e.shape)  # contiguous
+        n, vocab, D = h_e.shape[1], *e.shape
+        sample, word = grad_p.nonzero(as_tuple=True)              # (m,), the entries that pass
+        if len(word) * D > ctx.chunk and len(word) > grad_p.numel() / 5:
             # Many words are active, as in a new head. Matrix products with all words then take less
-            # time than sums over the active words. (8 samples, N = 50, |V| = 49,408, one thread:
+            # time than sums over the active words. (8 samples, n = 50, |V| = 49,408, one thread:
             # products .6 s, always; sums 2.5 s if all words are active, .3 s if an eighth is, .05 s
             # if .08 % are. `encode` takes .4 s.)
-            size = max(1, ctx.chunk // (N * V))
-            for i in range(0, len(t), size):
-                some_t, some_p = t[i : i + size], grad_p[i : i + size, None]
-                some = grad_p.new_zeros(len(some_t), N, V)        # the gradient of p
+            size = max(1, ctx.chunk // (n * vocab))
+            for i in range(0, len(h_e), size):
+                some_h, some_p = h_e[i : i + size], grad_p[i : i + size, None]
+                some = grad_p.new_zeros(len(some_h), n, vocab)    # the gradient of p
                 some.scatter_(1, positions[i : i + size, None].long(), some_p)
-                grad_t[i : i + size] = some @ e
-                grad_e += some.flatten(0, 1).T @ some_t.flatten(0, 1).to(some.dtype)
-            return grad_t, grad_e, grad_p.sum(0), None, None
+                grad_h[i : i + size] = some @ e
+                grad_e += some.flatten(0, 1).T @ some_h.flatten(0, 1).to(some.dtype)
+            return grad_h, grad_e, grad_p.sum(0), None, None
 
-        row = sample * N + positions[sample, word]                # (n,), their rows of flat_t
-        values = grad_p[sample, word][:, None]                    # (n, 1)
-        flat_t, flat_grad = t.flatten(0, 1), grad_t.flatten(0, 1)  # (B N, E)
-        size = max(1, ctx.chunk // E)
+        row = sample * n + positions[sample, word]                # (m,), their rows of flat_h
+        values = grad_p[sample, word][:, None]                    # (m, 1)
+        flat_h, flat_grad = h_e.flatten(0, 1), grad_h.flatten(0, 1)  # (B n, D)
+        size = max(1, ctx.chunk // D)
         for i, k, g in zip(row.split(size), word.split(size), values.split(size)):
-            flat_grad.index_add_(0, i, (g * e[k]).to(t.dtype))
-            grad_e.index_add_(0, k, (g * flat_t[i]).to(e.dtype))
-        return grad_t, grad_e, grad_p.sum(0), None, None
+            flat_grad.index_add_(0, i, (g * e[k]).to(h_e.dtype))
+            grad_e.index_add_(0, k, (g * flat_h[i]).to(e.dtype))
+        return grad_h, grad_e, grad_p.sum(0), None, None
 
 
 # Optimizer (Sec. 4.2) ------------------------------------------------------------------------

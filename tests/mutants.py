@@ -77,8 +77,8 @@ v = F.normalize(v, dim=-«1, eps=0.5 => 1») # short encodings ;; mean = «enc.m
 «gather(mean).mean => mean.mean»(0).square().sum() # Eq. 6 of one rank
 gather(mean)«.mean(0).square( => .square().mean(0»).sum() # the square of the mean
 p = «p.masked_fill(~mask[:, :, None], -math.inf) => p * mask[:, :, None]» # padding is never the maximum
-nn.GELU(), «nn.LayerNorm(E => nn.Identity(»)) # TRANSFORM in Eq. 4
-self.bias = nn.Parameter(«torch.zeros => torch.ones»(V)) # initial b
+nn.GELU(), «nn.LayerNorm(D => nn.Identity(»)) # TRANSFORM in Eq. 4
+self.bias = nn.Parameter(«torch.zeros => torch.ones»(vocab)) # initial b
 self.valid[list(special)] = «False => True» # special tokens are never active
 scatter_reduce_(1, tokens, mask, "«amax => sum»") # Eq. 8: 0 or 1
 scatter_reduce_(1, tokens, «mask => torch.ones_like(mask)», "amax") # padding is no word
