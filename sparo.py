@@ -6,20 +6,20 @@ short vector, its slot. The encoding is the concatenation of the L slots. A slot
 from a single head, so it tends to hold a single concept. Both encoders of CLIP get L slots, and the
 similarity of an image and a caption is the mean of the L cosines between their slots.
 
-B images or captions give n outputs of width d each, and L slots of width V. Queries have width D,
-and g = grp_size slots share one K_l (App. A). K' is K transposed.
+B images or captions give n outputs of width d each (a caption has n tokens), and L slots of width
+V. Queries have width D, and g = grp_size slots share one K_l (App. A). K' is K transposed.
 
     symbol    name here        shape              where
-    H         x                (B, n, d)          Sec. 3.2; the outputs of a transformer
+    H         H                (B, n, d)          Sec. 3.2; the outputs of a transformer
     q_l       Sparo.q          (1, L/g, g, 1, D)  Eq. 1; learned query of slot l
     K_l       Sparo.KVproj     d -> (L/g) D       Eq. 1; learned key projection
     W         Sparo.Wproj      D -> V             Eq. 1; learned, shared by all slots
-    u_l       u                (L/g, g, d)        above Sparo; what slot l looks for in H
+    u_l       u                (L/g, g, d)        Sparo.forward; what slot l looks for in H
     a_l       attn             (B, L, n)          Eq. 1; its attention over the outputs
-    p_l       p                (B, L/g, g, d)     above Sparo; H, weighted by a_l
-    y_l       y                (B, L, V)          Eq. 1; Model.image_slots, Model.text_slots
-    y         normalize_slots  (B, L V)           Sec. 3.3; encoding, of length 1
-    y^i, y^t  v, t             (B, L V)           Eq. 2; encodings of images and captions
+    p_l       p                (B, L/g, g, d)     Sparo.forward; H, weighted by a_l
+    y_l       y, slots_i, _t   (B, L, V)          Eq. 1; the slots, of images and of captions
+    y         normalize_slots  (B, M)             Sec. 3.3; encoding, of length 1; M = L V
+    y^i, y^t  y_i, y_t         (B, M)             Eq. 2; encodings of images and captions
     tau       1 / scale        scalar             Sec. 3.3; temperature of CLIP's loss, learned
 
 The authors' code is https://github.com/ankitkv/sparo-clip at 6621a31, a fork of OpenCLIP; DINO's is
@@ -31,8 +31,8 @@ Differs from the paper (search for "differs" for the variants):
     --vocab bpe_simple_vocab_16e6.txt.gz selects.
   * Embeddings, positions, queries and FDT's codebook do not decay; the authors' do
     (training/main.py:310).
-  * Crops of photos vary; those of 3:2 and 16:9 are always the same in the authors' code, which is
-    torchvision's (transform.py:105; see common.random_crop).
+  * Random crops vary for every photo. The authors use torchvision's, which crop a photo of 3:2
+    or 16:9 always alike (transform.py:105; see common.random_crop).
   * The image encoder is initialised as CLIP's text encoder is (transformer.py:703). The authors'
     image encoder has torch's initial weights; its [CLS] and positions have a deviation of width^-.5
     (transformer.py:503, 430).
@@ -83,10 +83,8 @@ def all_ranks(x):
 
 # y_l = W K_l H' softmax(H K_l' q_l / sqrt(D))                                      (Eq. 1)
 #
-# What runs has the same numbers. q_l is the same for all images, so K_l' q_l comes first, and K_l
-# projects one pooled vector of a slot in place of n outputs:
-#
-#     u_l = K_l' q_l / sqrt(D),   a_l = softmax(H u_l),   p_l = H' a_l,   y_l = W (K_l p_l)
+# The code computes the same function in another order. q_l does not depend on the image, so
+# K_l' q_l comes first. K_l then projects one pooled vector p_l per slot, not n outputs.
 class Sparo(nn.Module):
     """Separate-head attention (Sec. 3.2): outputs (B, n, d) -> slots (B, L, V). Parameters have the
     names and dimensions of App. A's listing; q has five, so convert only the image encoder to
@@ -105,59 +103,60 @@ class Sparo(nn.Module):
         nn.init.zeros_(self.Wproj.bias)
 
     def forward(self, x, eos_idx=None, return_attn=False):
-        """x (B, n, d) -> slots (B, L, V); with return_attn also the attention (B, L, n).
-
-        eos_idx (B,): the index of each caption's last token, length - 1. Slots ignore the positions
-        after it.
+        """Outputs x (B, n, d) -> slots (B, L, V); with return_attn also the attention (B, L, n).
+        eos_idx (B,): the index of each caption's last token. Slots ignore the positions after it.
         """
-        check_outputs(x, self.KVproj.in_features)
+        H = checked_outputs(x, self.KVproj.in_features)
         if eos_idx is not None:
             padding = after_end(eos_idx, x)                        # (B, n), below
-            x = x.masked_fill(padding[..., None], 0.0)             # 0 * NaN would be NaN
+            H = H.masked_fill(padding[..., None], 0.0)             # 0 * NaN would be NaN
         K = self.KVproj.weight.unflatten(0, (self.nkeys, self.D))  # (L/g, D, d)
-        # differs: App. A's listing has biases. The bias b_l changes all scores of a slot by one
-        # number, which softmax ignores. The value is K_l p_l + b_l, because a_l sums to 1.
+        # differs: App. A's listing has biases b_l of K_l and of W. b_l adds the number q_l' b_l to
+        # all scores of a slot. Softmax ignores it. The value is K_l p_l + b_l, as a_l sums to 1.
         b = self.KVproj.bias.view(self.nkeys, 1, self.D)           # (L/g, 1, D)
-
-        u = self.q[0, :, :, 0] @ K * self.D**-0.5                  # (L/g, g, d)  K_l' q_l / sqrt(D)
-        scores = F.linear(x, u.flatten(0, 1)).transpose(1, 2)      # (B, L, n)  H u_l
+        # u_l = K_l' q_l / sqrt(D)
+        u = self.q[0, :, :, 0] @ K * self.D**-0.5                  # (L/g, g, d)
+        # a_l = softmax(H u_l)
+        scores = F.linear(H, u.flatten(0, 1)).transpose(1, 2)      # (B, L, n)
         if eos_idx is not None:
             scores = scores.masked_fill(padding[:, None], -torch.inf)
-        attn = scores.softmax(-1)                                  # (B, L, n)  a_l
-        p = (attn @ x).unflatten(1, (self.nkeys, self.grp_size))   # (B, L/g, g, d)  H' a_l
-        values = torch.einsum("bkgd,kDd->bkgD", p, K) + b          # (B, L/g, g, D)  K_l p_l + b_l
+        attn = scores.softmax(-1)                                  # (B, L, n)
+        # p_l = H' a_l
+        p = (attn @ H).unflatten(1, (self.nkeys, self.grp_size))   # (B, L/g, g, d)
+        # y_l = W (K_l p_l + b_l);  i: image or caption, k: one of L/g keys, g: slot of a key
+        values = torch.einsum("ikgd,kDd->ikgD", p, K) + b          # (B, L/g, g, D)
         y = self.Wproj(values.flatten(1, 2))                       # (B, L, V)
         return (y, attn) if return_attn else y
 
 
-# y = concat(y_l / |y_l|) / sqrt(L),  so  y^i . y^t = mean_l sim(y^i_l, y^t_l)        (Eq. 2)
+# y^i . y^t = mean_l sim(y^i_l, y^t_l)                                              (Eq. 2)
+# What runs: y = concat(y_l / |y_l|) / sqrt(L), then the dot product y^i . y^t in clip_loss
 @fp32
 def normalize_slots(y):
-    """Slots (B, L, V) -> encodings (B, L V) of length 1."""
+    """Slots (B, L, V) -> encodings (B, M) of length 1, M = L V."""
     check_slots(y)
     return F.normalize(y, dim=-1).flatten(1) / y.shape[1] ** 0.5
 
 
+# -1/2B sum_j [ log softmax_j'(y^i_j . y^t_j' / tau)_j
+#             + log softmax_j'(y^t_j . y^i_j' / tau)_j ],  j, j': pairs     (CLIP's loss, Sec. 3.3)
 @fp32
 def clip_loss(v, t, scale, *, gather=all_ranks):
-    """CLIP's loss of B pairs, a scalar (Sec. 3.3).
-
-    v, t: slots (B, L, V) of the images and of their captions, or encodings (B, M), which count as
-    one slot; both are normalised here, and are this rank's rows only. scale: 1 / temperature, from
-    1 to 100, not its logarithm. A log-scale that went through clamp or a product cannot be told.
+    """v, t: slots (B, L, V) or encodings (B, M) of this rank's images and captions -> scalar. An
+    encoding counts as one slot. The loss normalises v and t. scale: 1 / tau, from 1 to 100, not its
+    logarithm. A bare nn.Parameter is refused. A clamped log-scale can pass the check unseen.
     gather: see all_ranks. Gradients accumulated over small batches differ from those of one large
-    batch: each small batch has fewer negatives.
-    """
+    batch: each small batch has fewer negatives."""
     check_pairs(v, t, scale)
-    v, t = (normalize_slots(y if y.ndim == 3 else y[:, None]) for y in (v, t))   # (B, M)
-    logits = scale * v @ gather(t).T                           # (B, world * B)
+    y_i, y_t = (normalize_slots(s if s.ndim == 3 else s[:, None]) for s in (v, t))   # (B, M)
+    logits = scale * y_i @ gather(y_t).T                       # (B, world * B)  y^i_j . y^t_j' / tau
     pair = own_columns(logits)                                 # (B,), below
     positive = logits.take_along_dim(pair[:, None], 1)[:, 0]   # (B,)
-    image_to_text = logits.logsumexp(1) - positive             # (B,)
-    # A text is compared with the images of all ranks. Each rank sends one number for each
-    # text, the logsumexp over its own images, instead of the encodings of its images.
+    image_to_text = logits.logsumexp(1) - positive             # (B,)  -log softmax_j'(y^i_j ...)_j
+    # A text is compared with the images of all ranks. Each rank sums over its own images and sends
+    # one sum per text. This is less to send than the encodings of the images.
     sums = gather(logits.logsumexp(0, keepdim=True)).logsumexp(0)  # (world * B,)
-    text_to_image = sums[pair] - positive                      # (B,)
+    text_to_image = sums[pair] - positive                      # (B,)  -log softmax_j'(y^t_j ...)_j
     return (image_to_text + text_to_image).mean() / 2
 
 
@@ -181,12 +180,12 @@ class Model(nn.Module):
         return [Sparo(d, cfg.L, cfg.V, cfg.D, cfg.grp_size) for d in widths]
 
     def forward(self, batch, gather=all_ranks):
-        """batch: images (B, 3, H, W), tokens (B, n), mask (B, n), True at tokens, False at padding.
-        Returns {"loss": scalar, "scale": scalar to log}."""
-        y_i = self.image_slots(batch["images"])                    # (B, L, V)
-        y_t = self.text_slots(batch["tokens"], batch["mask"])      # (B, L, V)
+        """batch: images (B, 3, size, size), tokens (B, n), mask (B, n), True at tokens, False at
+        padding. Returns {"loss": scalar, "scale": scalar to log}."""
+        slots_i = self.image_slots(batch["images"])                # (B, L, V)
+        slots_t = self.text_slots(batch["tokens"], batch["mask"])  # (B, L, V)
         scale = self.log_scale.exp()
-        return {"loss": clip_loss(y_i, y_t, scale, gather=gather), "scale": scale.detach()}
+        return {"loss": clip_loss(slots_i, slots_t, scale, gather=gather), "scale": scale.detach()}
 
     @torch.no_grad()
     def after_update(self, step, steps):
@@ -194,13 +193,13 @@ class Model(nn.Module):
         self.log_scale.clamp_(0, math.log(100))
 
     def encode_image(self, images):
-        return normalize_slots(self.image_slots(images))           # (B, L V)
+        return normalize_slots(self.image_slots(images))           # (B, M)
 
     def encode_text(self, tokens, mask):
-        return normalize_slots(self.text_slots(tokens, mask))      # (B, L V)
+        return normalize_slots(self.text_slots(tokens, mask))      # (B, M)
 
     def image_slots(self, images, **options):
-        """Images (B, 3, H, W) -> slots (B, L, V), with return_attn=True also (B, L, n)."""
+        """Images (B, 3, size, size) -> slots (B, L, V), with return_attn=True also (B, L, n)."""
         return self.image_readout(self.image_encoder(images), **options)
 
     def text_slots(self, tokens, mask, **options):
@@ -350,9 +349,10 @@ def check_pairs(v, t, scale):
                          "need (B, L, V) or (B, M).")
 
 
-def check_outputs(x, d):
+def checked_outputs(x, d):
     if x.ndim != 3 or x.shape[2] != d:
         raise ValueError(f"Sparo needs x (B, n, {d}), not {tuple(x.shape)}.")
+    return x
 
 
 def check_slots(y):
