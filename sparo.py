@@ -149,7 +149,7 @@ def clip_loss(v, t, scale, *, gather=all_ranks):
     batch: each small batch has fewer negatives."""
     check_pairs(v, t, scale)
     y_i, y_t = (normalize_slots(s if s.ndim == 3 else s[:, None]) for s in (v, t))   # (B, M)
-    logits = scale * y_i @ gather(y_t).T                       # (B, world * B)  y^i_j . y^t_j' / tau
+    logits = scale * y_i @ gather(y_t).T                       # (B, world * B)  sim(y^i, y^t) / tau
     pair = own_columns(logits)                                 # (B,), below
     positive = logits.take_along_dim(pair[:, None], 1)[:, 0]   # (B,)
     image_to_text = logits.logsumexp(1) - positive             # (B,)  -log softmax_j'(y^i_j ...)_j
