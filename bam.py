@@ -110,9 +110,9 @@ def mask_positives(S, row_ids, column_ids, mask="exclude"):
 @fp32
 @torch.no_grad()
 def sinkhorn(S, tau, iters, *, gather=all_ranks):
-    """S (..., rows, columns), tau_B -> B, without gradient. A row sums to 1. A column sums to about
-    rows / columns (bam_loss.py:289). This is 1 for the square S of the paper. Each rank has its own
-    rows of S, so columns need `gather`."""
+    """S (..., rows, columns), tau: tau_B -> B, without gradient. A row sums to 1. A column sums to
+    about rows / columns (bam_loss.py:289). This is 1 for the square S of the paper. Each rank has
+    its own rows of S, so columns need `gather`."""
     log_K = S / tau
     for _ in range(iters):  # differs: columns first (bam_loss.py:292); the paper begins with rows
         log_K -= gather(log_K.logsumexp(-2, keepdim=True)[None]).logsumexp(0)  # columns
