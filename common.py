@@ -12,7 +12,7 @@ them. So a method file works in another project without this file. The sections:
     Command line        flags from the fields of a dataclass and their comments
     Schedules           learning rate, weight decay
     Groups, files       parameter groups; files that a killed process leaves intact
-    Distributed         ranks, and a gather with gradients
+    Distributed         ranks, and what they tell one another
     Weights of others   reading CLIP's and timm's weights, writing timm's
     The world of shapes drawn scenes with captions; skip this section if you have data
 
@@ -334,12 +334,11 @@ class BatchNorm(nn.BatchNorm2d):
 
         # The backward pass computes the statistics again. Otherwise autograd would keep a second
         # copy of x, in fp32.
-        variances, means = checkpoint(statistics, x, use_reentrant=False, preserve_rng_state=False)
-        means, variances = gather(torch.stack([means, variances])[None]).unbind(1)  # (world, C)
-
+        variance, own_mean = checkpoint(statistics, x, use_reentrant=False, preserve_rng_state=False)
+        mean = SumOverRanks.apply(own_mean) / dist.get_world_size()          # (C,)
         # The total variance is the mean variance within ranks plus the variance between ranks.
-        mean = means.mean(0)                                 # (C,)
-        variance = (variances + (means - mean).square()).mean(0)  # (C,)
+        variance = variance + (own_mean - mean).square()
+        variance = SumOverRanks.apply(variance) / dist.get_world_size()      # (C,)
         with torch.no_grad():
             # Each channel has n values. The factor n / (n - 1) makes the running variance unbiased,
             # as in torch.
@@ -3029,8 +3028,8 @@ def load_checkpoint(path, map_location="cpu"):
 # global batch. A contrastive loss compares all pairs of the global batch, so the ranks exchange
 # encodings.
 #
-# N ranks must give the gradients of one process on the global batch. Losses exchange tensors
-# through Gather only. Its backward pass sums the gradients from the losses of all ranks, and DDP
+# N ranks must give the gradients of one process on the global batch. Each method file has a gather
+# for its losses. Its backward pass sums the gradients from the losses of all ranks, and DDP
 # averages over ranks: the result is the gradient of the mean loss.
 
 
@@ -3110,51 +3109,20 @@ def let_rank_0_speak():
         time.sleep(10)
 
 
-class Gather(torch.autograd.Function):
-    """x (B, ...) of each rank -> (world * B, ...). The backward pass sums the gradients that all
-    ranks have for this rank's rows; DDP averages later. torch's all_gather has no gradient."""
+class SumOverRanks(torch.autograd.Function):
+    """x of each rank -> the sum over all ranks. The backward pass sums the gradients that all ranks
+    have for the sum; DDP averages later. torch's all_reduce has no gradient."""
 
     @staticmethod
     def forward(ctx, x):
-        if not torch.compiler.is_compiling():
-            compare_shapes(tuple(x.shape))
-        rows = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
-        # torch 2.14 has a new name for this function and warns about the old name
-        join = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        join(rows, x.contiguous())
-        return rows
+        # all_reduce writes into its tensor, and autograd may use the same tensor elsewhere
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
 
     @staticmethod
     def backward(ctx, gradient):
-        world = dist.get_world_size()
-        if dist.get_backend() == "gloo":  # gloo has no reduce_scatter before torch 2.8
-            # all_reduce writes into its tensor, and autograd may use the same tensor elsewhere
-            gradient = gradient.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(gradient)
-            return gradient.chunk(world)[dist.get_rank()]
-        rows = gradient.new_empty(len(gradient) // world, *gradient.shape[1:])
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        scatter(rows, gradient.contiguous())
-        return rows
-
-
-@functools.cache
-def compare_shapes(shape):
-    """Raise UserError on all ranks if they gather tensors of different shapes. To save time, ranks
-    compare a shape once. So if some ranks alone have a smaller last batch, the backend fails."""
-    check_ranks({"a batch of the shape": shape})
-
-
-def gather(x):
-    """(B, ...) on each rank -> (world * B, ...), in the order of the ranks.
-
-    Row i of this rank's x is row rank * B + i of the result. Without ranks gather returns x.
-    Raises UserError if x has different shapes on the ranks.
-
-    gather is differentiable. torch's all_gather is not: the gradients that the losses of other
-    ranks have for this rank's rows would be lost.
-    """
-    return Gather.apply(x) if dist.is_initialized() else x
+        return SumOverRanks.forward(ctx, gradient)
 
 
 def gather_objects(value):

@@ -272,7 +272,7 @@ def train(args, out, device):
             # may use TF32: the errors of TF32 are far smaller than the errors of bf16 encoders.
             torch.backends.cuda.matmul.allow_tf32 = is_half
             with autocast():
-                outputs = parallel(batch, common.gather)  # Model.forward: {"loss": scalar, ...}
+                outputs = parallel(batch)  # Model.forward: {"loss": scalar, ...}
 
             # The backward pass. The scaler multiplies the loss, else gradients of fp16 become 0.
             scaler.scale(outputs["loss"]).backward()

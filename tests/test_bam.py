@@ -131,7 +131,7 @@ def losses_of_rank(rank, world):
             return x.detach().unflatten(0, (k, world, -1))[:, rank].flatten(0, 1)
 
         z, teacher = mine(z).requires_grad_(), None if teacher is None else mine(teacher)
-        loss = loss_of(z, k, teacher, G, common.gather, **settings)
+        loss = loss_of(z, k, teacher, G, bam.all_ranks, **settings)
         results.append((loss.detach(), torch.autograd.grad(loss, z)[0] / world))
     return results
 

@@ -124,7 +124,7 @@ def losses_of_rank(rank):
         v, t = (F.normalize(x[:, 0], dim=-1).chunk(world)[rank].requires_grad_() for x in pairs)
         scale = torch.tensor(9.0, dtype=torch.float64, requires_grad=True)
         v_n, t_n = (x / x.norm(dim=-1, keepdim=True) for x in (v, t))  # as all files do
-        value = loss(v_n, t_n, scale, gather=lambda x: common.gather(x))  # a plain function
+        value = loss(v_n, t_n, scale, gather=lambda x: sparc.all_ranks(x))  # a plain function
         results.append([value.detach(), *torch.autograd.grad(value, (v, t, scale))])
     for loss in WITH_DEFAULTS:
         v, t = (x.chunk(world)[rank].requires_grad_() for x in pairs)
@@ -390,7 +390,7 @@ def test_contrastive_losses_normalise_and_take_options_by_name(loss):
     unit = F.normalize(v, dim=-1), F.normalize(t, dim=-1)
     torch.testing.assert_close(loss(7 * v, 3 * t, 10.0), loss(*unit, 10.0))
     with pytest.raises(TypeError, match="positional"):
-        loss(v, t, 10.0, common.gather)
+        loss(v, t, 10.0, sparc.all_ranks)
 
 
 SCALED = [

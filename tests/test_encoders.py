@@ -15,6 +15,7 @@ from torch.nn.functional import gelu, layer_norm
 from torchvision.models import resnet
 
 import common
+import sparc
 from helpers import assert_same_with_gradients, run_ranks, shapes_alone, tiny_model
 
 WIDTH, HEADS, DEPTH, PATCH, SIZE = 12, 3, 2, 4, 12  # of the tiny ViT: a grid of 3 x 3 patches
@@ -255,11 +256,11 @@ def normalise_on(rank):
     y = norm(x)
     (y * weights[part]).sum().backward()
     own, every = torch.ones(2, 2, requires_grad=True), torch.ones(6, 2, requires_grad=True)
-    ((common.gather(own) + every) * (rank + 1)).sum().backward()
+    ((sparc.all_ranks(own) + every) * (rank + 1)).sum().backward()
     return {"y": y.detach(), "gradient": x.grad, "rank": common.this_rank()[0], "own": own.grad,
             "every": every.grad, "gradients": [p.grad for p in norm.parameters()],
             "state": norm.state_dict(), "half": norm(x.bfloat16()).detach(),
-            "gathered": common.gather(torch.tensor([[rank, 0], [rank, 1]])),
+            "gathered": sparc.all_ranks(torch.tensor([[rank, 0], [rank, 1]])),
             "objects": common.gather_objects({"rank": rank})}
 
 
@@ -289,7 +290,7 @@ def test_batch_norm_on_three_ranks_equals_one_process(ranks):
 
 @pytest.mark.ranks
 def test_gather_keeps_the_order_of_the_ranks_and_sums_their_gradients(ranks):
-    assert common.this_rank()[0] == 0 and common.gather(ranks) is ranks  # in one process
+    assert common.this_rank()[0] == 0 and sparc.all_ranks(ranks) is ranks  # in one process
     for i, result in enumerate(ranks):
         assert result["rank"] == i
         assert result["gathered"].tolist() == [[rank, row] for rank in range(3) for row in (0, 1)]

@@ -45,7 +45,7 @@ def gradient_of(model, batch, device="cpu", dtype=torch.float64, amp=None):
     batch = train.to_device(batch, device)
     state = tree_map(torch.clone, model.state_dict())
     with torch.autocast(device, amp, enabled=amp is not None):
-        loss = model(batch, common.gather)["loss"]
+        loss = model(batch)["loss"]
     loss.backward()
     model.load_state_dict(state)  # a forward pass moves DINO's centre and BatchNorm's means
     gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
@@ -173,7 +173,7 @@ def test_an_update_does_not_wait_for_the_gpu(name, amp):
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
             with torch.autocast("cuda", DTYPES[amp]):
-                loss = model(batch, common.gather)["loss"]
+                loss = model(batch)["loss"]
             scaler.scale(loss).backward()
             model.before_update(step)
             scaler.unscale_(optimizer)
@@ -201,7 +201,7 @@ def test_the_forward_pass_keeps_the_computed_memory(row, monkeypatch):
             batch = train.made_up_batch(args, method, model, n)
             before = torch.cuda.memory_allocated()
             with torch.autocast("cuda", torch.bfloat16):
-                outputs = model(batch, common.gather)
+                outputs = model(batch)
             kept.append(torch.cuda.memory_allocated() - before)
             del outputs
     per_image = (kept[1] - kept[0]) / 4 / 2**20

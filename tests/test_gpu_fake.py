@@ -149,14 +149,14 @@ def batch_of(method, name="", **sizes):
     return make_batch(**sizes)
 
 
-def assert_computed_on_the_gpu(model, batch, waits, *gather, expected=0):
+def assert_computed_on_the_gpu(model, batch, waits, expected=0):
     """Run the forward pass in bf16. It must leave no tensor on the CPU, and wait so many times."""
     waits.clear()
     with torch.autocast("cuda", torch.bfloat16):
         layer = torch.nn.Linear(2, 2, device="cuda")
         assert layer(layer.weight).dtype == torch.bfloat16
         with Calls(waits):
-            outputs = model(batch, *gather)
+            outputs = model(batch)
     assert len(waits) == expected, waits
     assert {x.device.type for x in outputs.values()} == {"cuda"}
     assert outputs["loss"].dtype == torch.float32
@@ -185,8 +185,7 @@ def test_ranks_exchange_tensors_of_the_gpu_in_the_same_order(fake, waits, ranks,
         for L in (9, 6) if getattr(model, "text_encoder", None) else (9,):
             batch = train.to_device(batch_of(method, name, L=L), "cuda")
             ranks.clear()
-            assert_computed_on_the_gpu(model, batch, waits, common.gather,
-                                       expected=RAGGED.count(name))
+            assert_computed_on_the_gpu(model, batch, waits, expected=RAGGED.count(name))
             assert {x.device.type for _, x in ranks} <= {"cuda"}
             orders.append([(call, x.dtype, x.ndim, x.shape[:1]) for call, x in ranks])
         waits.clear()
@@ -259,9 +258,9 @@ def test_our_own_backward_passes_stay_on_the_gpu(fake, waits, ranks, monkeypatch
         for x, gradient in zip(inputs, gradients):
             assert gradient.is_cuda and gradient.dtype == x.dtype and gradient.shape == x.shape
         turned = torch.zeros(5, 16, device="cuda").t()  # NCCL takes contiguous tensors alone
-        rows = common.Gather.backward(None, turned)
+        rows = stair.Gather.backward(None, turned)
         assert rows.shape == (2, 5) and rows.is_cuda
-        common.gather(turned)
+        stair.all_ranks(turned)
     assert waits == ["nonzero"]
     assert sum("index_add" in name for name in calls.names) == sums
     assert [(call, x.is_contiguous()) for call, x in ranks] == [(SCATTER, True), (ALL_GATHER, True)]
@@ -308,7 +307,7 @@ def cost_of_a_step(fake, calls, waits, method, preset, *flags):
             calls.clear()
             waits.clear()
             with LiveMemory() as memory, torch.autocast("cuda", torch.bfloat16):
-                outputs = model(batch, common.gather)
+                outputs = model(batch)
             kept.append(memory.bytes)
             sent.append(sum(x.numel() * x.element_size() for _, x in calls))
             del outputs

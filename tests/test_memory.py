@@ -73,7 +73,7 @@ def gradients(model, batch, parallel=None):
     """
     state = tree_map(torch.clone, model.state_dict())
     model.zero_grad()
-    loss = (parallel or model)(batch, common.gather)["loss"]
+    loss = (parallel or model)(batch)["loss"]
     loss.backward()
     model.load_state_dict(state)  # DINO's centre moves in the forward pass
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()

@@ -46,7 +46,7 @@ def loss_of_rank(rank, world):
     """Return this rank's loss, and its gradient divided by the number of ranks, as DDP does."""
     q, k = (x.chunk(world, 1)[rank] for x in drawn(6))
     q = q.clone().requires_grad_()
-    loss = bam.moco_loss(q, k, 0.2, gather=common.gather)
+    loss = bam.moco_loss(q, k, 0.2, gather=bam.all_ranks)
     loss.backward()
     return loss.detach(), q.grad / world
 

@@ -260,7 +260,7 @@ def loop_of_the_docstring(rank, ranks):
     states = []
     for number in (1, 2, 3):
         known = dict(model=model, number=number, ranks=ranks, steps=4, torch=torch, batch=make_batch(),
-                     gather=common.gather, DDP=nn.parallel.DistributedDataParallel)
+                     gather=stair.all_ranks, DDP=nn.parallel.DistributedDataParallel)
         exec(lines, known)
         states.append({name: x.clone() for name, x in model.state_dict().items()})
     return states
