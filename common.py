@@ -1455,7 +1455,7 @@ def blur(x, sigma):
 #   max_bad                  a run ends after so many unusable samples in a row
 #
 # A reader turns a file of one format into rows and does nothing else. What holds for the rows of
-# every format is done once, in CaptionTable: paths, splits, captions. find_label looks up labels,
+# every format is done once, in CaptionTable: paths, splits, captions. find_label checks labels,
 # with_image opens images. open_data sets `content` after the opener, which raises UserError for a
 # content that it lacks.
 #
@@ -2015,8 +2015,8 @@ def image_suffix(places):
 def read_sample(key, content, classes=None):
     """A Sample of read_keys -> the Sample with the image's bytes, and its captions or its label.
 
-    content: "caption" reads KEY.txt, one caption per line. "label" reads KEY.cls, a number
-    from 0, or the name of one of the classes. None reads the image only.
+    content: "caption" reads KEY.txt, one caption per line. "label" reads KEY.cls, the
+    number of a class, from 0. None reads the image only.
     """
     if key.problem:
         return key
@@ -2046,11 +2046,9 @@ def find_captions(text):
 
 
 def find_label(text, classes):
-    """A class's number or name -> (the number, ""), or (None, what is wrong). Without the names of
-    the classes every number is right."""
+    """A class's number -> (the number, ""), or (None, what is wrong). Without the names of the
+    classes every number is right."""
     label = int(text) if re.fullmatch("[0-9]{1,9}", text) else None
-    if label is None and text in classes:
-        label = classes.index(text)
     if label is not None and classes and label >= len(classes):
         return None, BAD_LABEL
     return label, "no label" if label is None else ""
@@ -2187,7 +2185,7 @@ def formats(on_ranks=False, image_size=48):
     world = dataclasses.asdict(World()) | {"size": image_size}
     return [
         Format(["shapes"], lambda name, content, root, split, **settings: World(**settings),
-               world, "shapes[:SETTING=VALUE,...]", lambda name: True),
+               world, "shapes[:SETTING=VALUE,...]"),
         Format([".csv", ".tsv", ".txt"], functools.partial(open_table, read_table), columns,
                "FILE.csv, .tsv or .txt[:image=COLUMN,caption=COLUMN,split=NAME]",
                lambda name: "split" in read_header(name)[1]),
@@ -2250,7 +2248,7 @@ def open_data(spec, image_root=None, split="train", image_size=48, content="capt
         cast_settings(settings, {}, name)  # a file of boxes has none
         return BoxTable(name, image_root, split)
     # has_splits may read the whole file, so it is asked only where the SPEC names a split
-    if "split" in settings and kind.has_splits(name) and name != "shapes":
+    if "split" in settings and kind.has_splits(name):
         split = settings.pop("split")
     settings = kind.settings | cast_settings(settings, kind.settings, name)
     source = kind.open(name, content, image_root, split, **settings)
@@ -2287,8 +2285,7 @@ def open_directory(directory, content, *_):
                         f"give {os.path.join(directory, parts[-1])}.")
 
     rows = [left_out("file next to the class folders", path) for path in files]
-    rows += rows_of_classes(directory, classes)
-    table = CaptionTable(rows, directory)
+    table = CaptionTable([*rows, *rows_of_classes(directory, classes)], directory)
     table.classes = classes
     return table
 
@@ -2741,8 +2738,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         """Raise UserError, which one rank of each machine prints."""
-        quotes = ", and quote a pattern of .tar files" if ".tar" in message else ""
-        raise UserError(f"{message}: see --help{quotes}.")
+        raise UserError(f"{message}: see --help.")
 
 
 @functools.cache  # inspect searches the file for the source of a class
@@ -3004,9 +3000,7 @@ def init_distributed():
 
 
 def local_rank():
-    """(rank, number of ranks) among the ranks of this machine; (0, 1) without ranks."""
-    if not dist.is_initialized():
-        return 0, 1
+    """(rank, number of ranks) among the ranks of this machine; (0, 1) without torchrun."""
     return int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
@@ -3317,8 +3311,7 @@ class BoxTable(CaptionTable):
             found, skipped = [], {}
             for a in data["annotations"]:
                 row, label, box = rows.get(a["image_id"]), ids.get(a["category_id"]), a.get("bbox")
-                is_known = row is not None and label is not None
-                if is_known and is_in_image(box, self.sizes[row]):
+                if None not in (row, label) and is_in_image(box, self.sizes[row]):
                     found.append((row, label, a.get("iscrowd", 0), *box))
                 else:
                     problem = "annotation that has no box in its image, or an unknown category"
@@ -3339,12 +3332,11 @@ class BoxTable(CaptionTable):
             raise UserError(f"{path} names {len(files) - len(self)} files twice: make file names "
                             "unique.")
         self.content, self.skipped = "boxes", skipped
+        not_learned = {*self.rare} if split == "train" else ()
+        found = [row for row in found if row[1] not in not_learned]
         # columns: row of the image, class, crowd, left, top, right, bottom
         table = torch.tensor(found, dtype=torch.float64).view(-1, 7)
         table[:, 5:] += table[:, 3:5]
-        if split == "train":
-            rare = torch.tensor(self.rare, dtype=torch.float64)
-            table = table[~torch.isin(table[:, 1], rare)]
         self.table = table[table[:, 0].argsort(stable=True)]
         self.ends = torch.searchsorted(self.table[:, 0].contiguous(), torch.arange(len(files) + 1))
         boxes = zlib.crc32(self.table.numpy(), self.annotations)
