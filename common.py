@@ -1455,7 +1455,7 @@ def blur(x, sigma):
 #   max_bad                  a run ends after so many unusable samples in a row
 #
 # A reader turns a file of one format into rows and does nothing else. What holds for the rows of
-# every format is done once, in CaptionTable: paths, splits, captions. find_label checks labels,
+# every format is done once, in CaptionTable: paths, splits, captions. find_label looks up labels,
 # with_image opens images. open_data sets `content` after the opener, which raises UserError for a
 # content that it lacks.
 #
@@ -1538,6 +1538,8 @@ def with_image(sample, read, *arguments):
         return sample._replace(file=patiently(read, sample.file, *arguments))
     except UserError:  # wrong data, such as a map of unknown classes, must not be skipped
         raise
+    except FileNotFoundError:
+        return left_out("image that does not exist", sample.name)
     except Exception as error:  # PIL raises errors of any type for damaged files
         problem = problem_of(error, "unreadable image")
         return left_out(problem, f"{sample.name} ({type(error).__name__}: {error!s:.200})")
@@ -1712,6 +1714,10 @@ class CaptionTable:
         class folders are read one after the other."""
         if self.classes:
             class_names(self.classes)  # raises UserError for ImageNet's n01440764
+            if len(self.classes) == 1 or all(map(str.isdecimal, self.classes)):
+                raise UserError(f"{self.name}: captions such as {self.captions[0]!r} teach "
+                                "nothing: give class folders with names, a table, or shards with "
+                                "captions.")
         size = len(self.captions)
         n, start = min(limit, size), int(skip > 0 and size > limit)
         return [self.captions[start + i * size // n] for i in range(n)]
@@ -2015,8 +2021,8 @@ def image_suffix(places):
 def read_sample(key, content, classes=None):
     """A Sample of read_keys -> the Sample with the image's bytes, and its captions or its label.
 
-    content: "caption" reads KEY.txt, one caption per line. "label" reads KEY.cls, the
-    number of a class, from 0. None reads the image only.
+    content: "caption" reads KEY.txt, one caption per line. "label" reads KEY.cls, or "label" in
+    KEY.json: a number from 0, or the name of one of the classes. None reads the image only.
     """
     if key.problem:
         return key
@@ -2026,7 +2032,7 @@ def read_sample(key, content, classes=None):
     if content == "caption":
         value, problem = find_captions(key.value.get(".txt"))
     elif content == "label":
-        text = key.value.get(".cls", b"").decode("utf-8-sig", "replace").strip()
+        text = label_text(key.value.get(".cls", b""), key.value.get(".json", b""))
         value, problem = find_label(text, classes or ())
         if problem:
             return left_out(problem, f"{key.name} (label {text!r:.50})")
@@ -2045,10 +2051,21 @@ def find_captions(text):
     return [], "caption that is not UTF-8"
 
 
+def label_text(cls, data):
+    """The bytes of KEY.cls and of KEY.json -> the label as text, "" if there is none."""
+    text = cls.decode("utf-8-sig", "replace").strip()
+    if not text:
+        with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
+            text = str(json.loads(data)["label"])
+    return text
+
+
 def find_label(text, classes):
-    """A class's number -> (the number, ""), or (None, what is wrong). Without the names of the
-    classes every number is right."""
+    """A class's number or name -> (the number, ""), or (None, what is wrong). Without the names of
+    the classes every number is right."""
     label = int(text) if re.fullmatch("[0-9]{1,9}", text) else None
+    if label is None and text in classes:
+        label = classes.index(text)
     if label is not None and classes and label >= len(classes):
         return None, BAD_LABEL
     return label, "no label" if label is None else ""
@@ -2285,9 +2302,21 @@ def open_directory(directory, content, *_):
                         f"give {os.path.join(directory, parts[-1])}.")
 
     rows = [left_out("file next to the class folders", path) for path in files]
-    table = CaptionTable([*rows, *rows_of_classes(directory, classes)], directory)
+    rows += rows_of_classes(directory, classes)
+    table = CaptionTable(rows, directory)
     table.classes = classes
+    empty = [classes[label] for label in {*range(len(classes))}.difference(table.labels.tolist())]
+    if content and empty:
+        raise UserError(f"{len(empty)} of the {len(classes)} class folders of {directory} have no "
+                        f"images that you may read, such as {empty[0]}: add images, or remove "
+                        "these folders.")
+    texts = {x.name[:-4] for x in rows if x.name.endswith(".txt")}
+    captioned = [x.file for x in rows if not x.problem and os.path.splitext(x.file)[0] in texts]
+    if content and len(captioned) > len(table) / 2:
+        raise UserError(f"{directory} has a caption beside each image, such as {captioned[0]}: "
+                        "write the captions into a table or into tar shards.")
     return table
+
 
 
 def rows_of_classes(directory, classes):
@@ -2347,12 +2376,17 @@ def is_directory(entry):
     return look_at(entry.path) == "directory" if entry.is_symlink() else entry.is_dir()
 
 
-def list_files(directory):
-    """The sorted paths of all files of a directory, at any depth. Links are followed. Raises
-    UserError if a directory cannot be listed."""
-    paths = []
-    for entry in list_directory(directory):
-        paths += list_files(entry.path) if is_directory(entry) else [entry.path]
+def list_files(directory, seen=()):
+    """The sorted paths of all files of a directory, at any depth. Links are followed.
+
+    seen: the directories that were read before. A link can lead back to one of them, so that the
+    walk would never end. Raises UserError if a directory cannot be listed.
+    """
+    seen, paths, here = seen or set(), [], os.path.realpath(directory)
+    if here not in seen:
+        seen.add(here)
+        for entry in list_directory(directory):
+            paths += list_files(entry.path, seen) if is_directory(entry) else [entry.path]
     return sorted(paths)
 
 
@@ -2448,7 +2482,8 @@ def label_rows(names, labels, fraction):
     rounded, but at least one image; every call keeps the same images. The file lists image names,
     one per line, such as SimCLR's lists of 1 % and 10 % of ImageNet, which BAM uses (Table 4).
 
-    Raises UserError if a name of the file is not the name of exactly one image.
+    Raises UserError if a name of the file is not the name of exactly one image, or if a class has
+    no image left.
     """
     if re.fullmatch(r"-?\d*\.?\d+(e-?\d+)?", fraction):
         share, rows, labels = float(fraction), [], np.asarray(labels)
@@ -2468,7 +2503,11 @@ def label_rows(names, labels, fraction):
                         f"{missing} of them are missing from the training data, which have "
                         f"{len(rows)} images with these names: each name must be the name of one "
                         "image.")
+    if lacking := set(np.asarray(labels).tolist()) - {int(labels[i]) for i in rows}:
+        raise UserError(f"--label-fraction {fraction} lists no image of {len(lacking)} classes, "
+                        f"for example of class {min(lacking)}: list an image of each class.")
     return rows
+
 
 
 def read_text(path, flag):
@@ -2738,7 +2777,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         """Raise UserError, which one rank of each machine prints."""
-        raise UserError(f"{message}: see --help.")
+        quotes = ", and quote a pattern of .tar files" if ".tar" in message else ""
+        raise UserError(f"{message}: see --help{quotes}.")
+
 
 
 @functools.cache  # inspect searches the file for the source of a class
@@ -3337,6 +3378,11 @@ class BoxTable(CaptionTable):
         # columns: row of the image, class, crowd, left, top, right, bottom
         table = torch.tensor(found, dtype=torch.float64).view(-1, 7)
         table[:, 5:] += table[:, 3:5]
+        ends, sizes = table[:, 5:].numpy(), self.sizes[table[:, 0].long().numpy()]
+        outside = (ends > sizes + 1).any(1).mean() if found else 0
+        if outside > 0.1:
+            print(f"note: {outside:.0%} of the boxes of {path} reach out of their image: a bbox is "
+                  "left, top, width, height, not two corners")
         self.table = table[table[:, 0].argsort(stable=True)]
         self.ends = torch.searchsorted(self.table[:, 0].contiguous(), torch.arange(len(files) + 1))
         boxes = zlib.crc32(self.table.numpy(), self.annotations)
@@ -3355,8 +3401,10 @@ class BoxTable(CaptionTable):
 
 
 def is_in_image(box, size):
-    """Whether a box [left, top, width, height] has an area inside an image of this size (width,
-    height)."""
+    """Whether a box [left, top, width, height] is four numbers, with an area inside an image of
+    this size (width, height)."""
+    if not isinstance(box, list) or len(box) != 4:
+        return False
     (x, y, w, h), (width, height) = box, size
     return w > 0 and h > 0 and x < width and y < height and x + w > 0 and y + h > 0
 

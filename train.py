@@ -781,7 +781,7 @@ def choose_labels(args, data):
         raise UserError(f"The classes of {args.data} are {', '.join(args.classes)}; --classes or "
                         f"the resumed run has {', '.join(given)}: leave out --classes, or give "
                         "the run's data.")
-    data.classes = args.classes  # by which the labels of shards are checked
+    data.classes = args.classes  # by which the labels of shards are looked up
     if args.label_fraction is None:
         return data
     if not isinstance(data, common.CaptionTable):

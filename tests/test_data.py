@@ -785,12 +785,12 @@ def test_the_end_of_a_run_names_each_reason_for_skipping_once(tmp_path, monkeypa
         assert line.count(f" {2 * count} x {reason}, the last {tmp_path}/00") == 1
 
 
-def test_labels_of_shards_come_from_cls(tmp_path, capsys):
+def test_labels_of_shards_come_from_cls_or_json(tmp_path, capsys):
     jpg = picture()
     path = write_tar(tmp_path / "0.tar", {
-        "a.jpg": jpg, "a.cls": "3", "b.jpg": jpg, "b.cls": "1",
-        "c.jpg": jpg, "c.json": '{"label": 1}', "d.cls": "2", "e.jpg": jpg, "e.cls": "-1",
-        "f.jpg": jpg, "f.cls": "0", "g.jpg": jpg, "g.cls": "9" * 5000})
+        "a.jpg": jpg, "a.cls": "3", "b.jpg": jpg, "b.json": '{"label": 1}',
+        "c.jpg": jpg, "c.json": '{"x": 1}', "d.cls": "2", "e.jpg": jpg, "e.cls": "-1",
+        "f.jpg": jpg, "f.json": '{"label": 0}', "g.jpg": jpg, "g.cls": "9" * 5000})
     assert [label for _, label in TarShards(path).each("label")] == [3, 1, 0]
     output = capsys.readouterr().out
     assert "3 x no label" in output and "1 x no image" in output
@@ -802,8 +802,8 @@ def test_labels_of_shards_come_from_cls(tmp_path, capsys):
         list(shards.each("label"))
 
 
-def test_a_label_of_no_class_is_left_out_with_its_key(tmp_path, capsys):
-    labels = "2 1 2 3 0 -1 0 cow".split()
+def test_a_label_of_no_class_is_left_out_with_its_key_and_a_name_is_a_label(tmp_path, capsys):
+    labels = "2 dog bird 3 cat -1 0 cow".split()
     path = write_tar(tmp_path / "0.tar", {f"{i}.{end}": data for i, text in enumerate(labels)
                                           for end, data in (("jpg", picture()), ("cls", text))})
     (tmp_path / "names").write_text("cat\ndog\nbird\n")
@@ -1193,8 +1193,8 @@ def test_a_useless_shard_is_counted_and_only_useless_shards_raise_an_error(
 @pytest.mark.parametrize("n", [3, 2000])
 def test_a_table_of_missing_images_raises_an_error_after_1000_samples(n):
     source = CaptionTable([(f"gone/{i}.jpg", "n1") for i in range(n)], "a.csv")
-    assert re.fullmatch(r"a.csv: 1,000 samples in a row could not be used; the last: unreadable "
-                        r"image, gone/\d+.jpg .FileNotFoundError: .* Repair .* --image-root.",
+    assert re.fullmatch(r"a.csv: 1,000 samples in a row could not be used; the last: image that does "
+                        r"not exist, gone/\d+.jpg. Repair .* --image-root.",
                         failure(take, stream(source), 1))
 
 
@@ -1285,11 +1285,30 @@ def test_parts_of_a_data_set_are_no_classes(tmp_path, folders, refused):
             assert open_data(str(tmp_path), content=content).classes == sorted(folders.split())
 
 
+@pytest.mark.parametrize("folders", ["photos", "00000 00001", "7"])
+def test_folders_that_name_nothing_teach_no_captions(tmp_path, folders):
+    write_files(tmp_path, {f"{name}/1.jpg": picture() for name in folders.split()})
+    source = open_data(str(tmp_path))
+    assert f"'a photo of a {folders.split()[0]}.'" in failure(source.sample_captions, 9)
+
+
+def test_captions_beside_the_images_of_class_folders_are_not_ignored(tmp_path):
+    names = [f"{folder}/{i}" for folder in "ab" for i in range(4)]
+    files = {f"{name}.{end}": "" for name in names for end in ("jpg", "json")}
+    write_files(tmp_path, files | {f"{name}.txt": "a dog" for name in names if name[2] in "01"})
+    assert open_data(str(tmp_path)).classes == ["a", "b"]    # half of the images
+    write_files(tmp_path, {"a/2.txt": "a dog"})
+    message = failure(open_data, str(tmp_path))
+    assert "a/0.jpg" in message and "tar shards" in message
+    assert len(open_data(str(tmp_path), content=None)) == 8
+
+
 def test_links_below_class_folders_are_followed_and_hidden_names_are_not_read(tmp_path):
     files = ("data/cat/1.jpg data/cat/.ipynb_checkpoints/1-checkpoint.jpg data/cat/@eaDir/1.jpg "
              "data/cat/._1.jpg data/dog/deep/er/1.pgm data/dog/1.jfif elsewhere/2.jpg")
     write_files(tmp_path, dict.fromkeys(files.split(), picture()))
     (tmp_path / "data/cat/more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data/dog/deep/up").symlink_to(tmp_path / "data/dog")        # circular
     source = open_data(f"{tmp_path}/data", content="label")
     paths = [os.path.relpath(source.path(i), tmp_path / "data") for i in range(len(source))]
     assert paths == ["cat/1.jpg", "cat/more/2.jpg", "dog/1.jfif", "dog/deep/er/1.pgm"]
@@ -1303,7 +1322,8 @@ def test_training_without_labels_reads_images_at_every_depth(tmp_path):
     source = open_data(str(tmp_path), content=None)
     assert [os.path.basename(source.path(i)) for i in range(len(source))] == [
         "1.jpg", "2.jpg", "3.jpg"] and source.classes is None
-    assert open_data(str(tmp_path)).classes == ["more", "none"]  # a class may have no image
+    with pytest.raises(UserError, match="1 of the 2 class folders"):
+        open_data(str(tmp_path))
 
 
 def test_folders_named_by_numbers_are_sorted_as_numbers(tmp_path):
@@ -1495,6 +1515,8 @@ def test_label_fraction_is_a_share_of_each_class_or_a_list_of_images(tmp_path):
     (tmp_path / "1percent.txt").write_text("7.jpg\n44.jpg\nelsewhere/52.jpg\n\n")
     file = str(tmp_path / "1percent.txt")
     assert common.label_rows(names, labels, file) == [7, 44, 52]
+    with pytest.raises(UserError, match="1percent.txt lists no image of 2 classes, .* class 3:"):
+        common.label_rows([*names, "a", "b"], np.array([*labels, 4, 3]), file)
     with pytest.raises(UserError, match="lists 3 names of images. 1 of them are missing"):
         common.label_rows(names[:50] + [None], labels, file)
     with pytest.raises(UserError, match="have 4 images with these names: each name must"):

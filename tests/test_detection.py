@@ -201,6 +201,13 @@ def test_crowds_alone_and_shares_of_the_sides_are_no_boxes(tmp_path, change):
         common.BoxTable(file)
 
 
+def test_boxes_that_are_two_corners_are_told(tmp_path, capsys):
+    common.BoxTable(write_coco(tmp_path))
+    assert not capsys.readouterr().out
+    common.BoxTable(write_coco(tmp_path, annotations=lambda rows: rows[0].update(bbox=[10, 5, 40, 15])))
+    assert "note: 33% of the boxes of" in capsys.readouterr().out
+
+
 def test_cocos_files_are_read(tmp_path):
     table = common.open_data(write_coco(tmp_path), content="boxes")
     assert table.names == ["hot dog", "cat", "owl"] and table.queries[2] == "an owl"
@@ -226,7 +233,7 @@ def test_lviss_files_are_read_and_rare_classes_are_not_trained_on(tmp_path):
 
 @pytest.mark.parametrize("change", [
     dict(bbox=[50, 0, 5, 5]), dict(bbox=[-9, 0, 9, 5]), dict(bbox=[1, 1, 0, 5]),
-    dict(bbox=[1, 1, -3, 5]), dict(bbox=[1, math.nan, 5, 5]),
+    dict(bbox=[1, 1, -3, 5]), dict(bbox=[1, math.nan, 5, 5]), dict(bbox=[1, 1]), dict(bbox=None),
     dict(image_id=99), dict(category_id=99)])
 def test_boxes_that_cannot_be_found_are_left_out_and_counted(tmp_path, capsys, change):
     file = write_coco(tmp_path, annotations=lambda rows: rows[0].update(change))

@@ -1018,7 +1018,7 @@ def test_the_log_of_two_ranks_is_that_of_one_process(tmp_path):
         assert one.keys() == two.keys() > names and "skipped" not in two
         assert {name: two[name] for name in names} == pytest.approx(
             {name: one[name] for name in names}, rel=1e-4)
-    lost = [record.get("skipped", {}).get("unreadable image", 0)
+    lost = [record.get("skipped", {}).get("image that does not exist", 0)
             for record in read_log(tmp_path / "part")]
     assert lost == sorted(lost) and lost[-1] >= 3
     assert "more than a tenth of the samples are skipped" in printed
