@@ -2508,9 +2508,7 @@ def draw_neighbours(embedder, data):
             shown = [to_picture(image, (80, 80)) for image in images[nearest]]
             rows.append((f"Nearest by {name}", [*zip(shown, labels)]))
     title = f"Which of {len(images):,} images are nearest to a query, by encoding and by pixels."
-    means = [f"{(x @ x.T).mean():.2f} by {name}" for name, x in features.items()]
-    note = (f"The numbers are cosines. The mean cosine of two images is {' and '.join(means)}. "
-            f"The pixels are those of a copy of 32 x 32, minus the mean copy.")
+    note = "The numbers are cosines. Pixels are those of a copy of 32 x 32, minus the mean copy."
     return sheet(title, note, rows)
 
 
@@ -2963,7 +2961,8 @@ def print_table(columns, unit):
         cells.append(in_digits(mean(chance), 3) if chance else "")
         for found in values[1:]:
             pairs = [found[key] - values[0][key] for key in found if key in values[0]]
-            cells.append(f"{mean(pairs):+.3f}" if pairs else f"no common {unit}")
+            alone = f"no common {unit}" if found and values[0] else "not measured in both"
+            cells.append(f"{mean(pairs):+.3f}" if pairs else alone)
             if between := interval(pairs):
                 cells[-1] += f": {between[0]:+.3f} to {between[1]:+.3f} (n = {len(pairs)})"
         print(f"| {metric} | " + " | ".join(cells) + " |")
