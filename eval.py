@@ -443,7 +443,7 @@ class Embedder:
     workers: int = 0                     # threads that read images
     mask: torch.Tensor | None = None     # (E,), multiplies the encodings of images (SPARO)
     text_free: bool = False              # encode a caption as the set of its words (STAIR)
-    step: int | None = None              # number of training steps
+    step: int = 0                        # number of training steps
     resize: int | None = None            # the shorter side before the crop; None: see `read`
     amp: str = "off"                     # precision of the encoders, "bf16" or "off"
     share: tuple = (0, 1)                # (number of this rank, ranks) that divide the work

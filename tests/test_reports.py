@@ -90,7 +90,7 @@ def test_evaluations_with_other_options_overwrite_nothing(run_of, tmp_path):
             (["--nouns-adjectives", words], {"nouns_adjectives": words}),
             (["--task", "retrieval", "--caption-prefix", "a photo of"],
              {"task": "retrieval", "caption_prefix": "a photo of"}),
-            ("--task linear --probe sgd".split(), {"task": "linear", "probe": "sgd"}),
+            ("--task knn --label-fraction .5".split(), {"task": "knn", "label_fraction": ".5"}),
             (["--task", ",".join(pictures), "--limit", "2"],
              {"task": ",".join(pictures), "limit": 2})):
         evaluation.main([str(run), *flags])

@@ -217,13 +217,13 @@ def test_epochs_count_the_images_of_all_batch_sizes(tmp_path, three_epochs, batc
 
 @pytest.mark.parametrize("amp", ["bf16", "off"])
 def test_tf32_is_used_only_in_updates_of_half_precision(tmp_path, monkeypatch, amp):
-    seen, f_v, matmul = [], sparc.Model.f_v, torch.backends.cuda.matmul
+    seen, encode, matmul = [], sparc.Model.patch_outputs, torch.backends.cuda.matmul
 
     def spy(model, images):  # a logged step computes another loss in evaluation mode
         seen.append((model.training, matmul.allow_tf32))
-        return f_v(model, images)
+        return encode(model, images)
 
-    monkeypatch.setattr(sparc.Model, "f_v", spy)
+    monkeypatch.setattr(sparc.Model, "patch_outputs", spy)
     monkeypatch.setattr(
         evaluation, "evaluate_and_show", lambda embedder, *_: seen.append(
             ("end", embedder.model.training, matmul.allow_tf32)))
@@ -732,11 +732,12 @@ def test_a_second_run_in_a_directory_is_refused(tmp_path, run_of):
 
 @pytest.mark.ranks
 def test_a_signal_has_its_usual_effect_in_the_final_evaluation(tmp_path, monkeypatch):
-    found, handlers = [], lambda *_: [signal.getsignal(number) for number in train.SIGNALS]
-    usual = handlers()
-    monkeypatch.setattr(train, "finish", lambda *_: found.extend(handlers()))
-    train.main([*SPARC, "--steps", "1", "--out", str(tmp_path)])
-    assert found == usual
+    usual = [signal.getsignal(number) for number in train.SIGNALS]
+    monkeypatch.setattr(train, "finish", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(KeyboardInterrupt) as ended:
+        train.main([*SPARC, "--steps", "1", "--out", str(tmp_path)])
+    assert ended.value.args == (signal.SIGTERM,)
+    assert [signal.getsignal(number) for number in train.SIGNALS] == usual
 
 
 def test_workers_do_not_hold_the_lock_of_a_killed_run(tmp_path):
