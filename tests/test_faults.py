@@ -32,8 +32,8 @@ def test_a_run_survives_faults_at_its_writes(tmp_path, monkeypatch):
     """The short form of tests/crash.py, with one task and one picture."""
     monkeypatch.setattr(evaluation, "default_tasks", lambda *_: ["knn"])
     monkeypatch.setattr(evaluation, "draw_pictures", lambda *_: {})
-    counts = crash.campaign("bam", 1, 20, tmp_path)
-    assert counts["survived"] == counts["trials"] == 20
+    counts = crash.campaign("bam", 1, 12, tmp_path)
+    assert counts["survived"] == counts["trials"] == 12
 
 
 class Killed(BaseException):
