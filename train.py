@@ -622,21 +622,17 @@ def checkpoint_size(args, model):
 
 
 def check_vocabulary(args, data, tokenizer):
-    """Print a note about words that the vocabulary lacks and about captions that are cut. Raises
-    UserError if the vocabulary lacks most of the captions' tokens."""
+    """Print what the model does not see of captions. Raises UserError if the vocabulary lacks most
+    of their tokens."""
     rows = [tokenizer.encode(caption) for caption in data.sample_captions(CHECKED)]
     ids = [i for row in rows for i in row[1:-1]]
-    unknown = ids.count(tokenizer.unk) / max(1, len(ids))
-    if unknown > 0.5:
-        raise UserError(f"{unknown:.0%} of the captions' tokens are [UNK], which the vocabulary "
-                        "lacks: give another --vocab FILE.")
-    if unknown > 0.01:
-        print(f"note: the vocabulary lacks {unknown:.1%} of the captions' tokens, they are [UNK]")
     context = common.encoder_settings(args.text_encoder, common.TEXT_ENCODERS)[1]["context"]
-    cut = sum(len(row) > context for row in rows) / len(rows)
-    if cut > 0.01:
-        print(f"note: {cut:.1%} of the captions are cut: raise the context in --text-encoder, "
-              f"which is {context} tokens")
+    counts = {"captions": len(rows), "cut_captions": sum(len(row) > context for row in rows),
+              "tokens": len(ids), "unknown_tokens": ids.count(tokenizer.unk)}
+    if counts["unknown_tokens"] > len(ids) / 2:
+        raise UserError(f"{counts['unknown_tokens'] / len(ids):.0%} of the captions' tokens are "
+                        "[UNK], which the vocabulary lacks: give another --vocab FILE.")
+    evaluation.print_unseen(counts, context)
 
 
 class Log:
