@@ -1416,10 +1416,9 @@ def open_to_learn(options, data):
                             "with labels, by eval.py --train-data or train.py --eval-data.")
         ids = common.match_names(train.groups[""][1], names) if train.groups else data.label_ids
     if ids is None and train.labelled and train.groups is None:  # shards
-        raise UserError(f"{spec} numbers its classes, {options.data} names them. In training, "
-                        f"leave out --eval-data. Then run eval.py --classes FILE, with the "
-                        f"folders' names, one a line, that of label 0 first. Or name the folders "
-                        f"0, 1, ..., or learn from class folders (eval.py --train-data).")
+        raise UserError(f"{spec} numbers its classes, {options.data} names them: give eval.py "
+                        f"--classes FILE with the folders' names, one a line, that of label 0 "
+                        f"first; in training, leave out --eval-data.")
     if ids is None or train.labelled is None:
         raise UserError(f"k-NN and probes learn from {spec}, which must have the class folders of "
                         f"{options.data}: {', '.join(names)}; give other data with eval.py "

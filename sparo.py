@@ -1020,7 +1020,7 @@ if __name__ == "__main__":
         x[:, :2] += looks[torch.arange(2), ids]
         return x, words[torch.arange(2), ids]
 
-    print("                looks at       finds alone (chance 12 %)")
+    print("            weights on the    finds the caption's (chance 12 %)")
     print("             colour   shape   colour   shape")
     for name, L, V in ("one head", 1, 32), ("slot {}", 4, 8):
         torch.manual_seed(0)
