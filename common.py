@@ -2318,7 +2318,6 @@ def open_directory(directory, content, *_):
     return table
 
 
-
 def rows_of_classes(directory, classes):
     """Yield a row for each file of the class folders; the number of an image's row is its label."""
     names = classes
@@ -2507,7 +2506,6 @@ def label_rows(names, labels, fraction):
         raise UserError(f"--label-fraction {fraction} lists no image of {len(lacking)} classes, "
                         f"for example of class {min(lacking)}: list an image of each class.")
     return rows
-
 
 
 def read_text(path, flag):
@@ -2781,7 +2779,6 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}: see --help{quotes}.")
 
 
-
 @functools.cache  # inspect searches the file for the source of a class
 def comments_of(config_class):
     """{field of a dataclass: the comment behind it, or the comment lines above it}."""
@@ -2924,7 +2921,8 @@ def write_file(path, content):
 @contextlib.contextmanager
 def locked(directory):
     """A context that one process at a time enters, to replace files of the directory. On a disk
-    without such locks (NFS), or without the right to read, nobody waits."""
+    without such locks (NFS), or without the right to read, nobody waits: two writers at once may
+    lose a line of evals.jsonl or a temporary file."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             opened = os.open(directory, os.O_RDONLY)
@@ -2943,7 +2941,7 @@ def revision():
 
 
 # remedy for a run that has lost its config.json or vocab.txt
-SAME_FILE = "The command that began the run writes an equal file into another --out"
+SAME_FILE = "If a run has lost it, the run's first command writes an equal one into another --out"
 
 
 def checkpoints(run):

@@ -797,7 +797,7 @@ def read_templates(given):
 TEST_LIMIT, LEARN_LIMIT = 1000, 20_000  # images to evaluate, images to learn from
 # Options that change no metric, and so are not recorded in evals.jsonl
 NOT_OF_METRICS = {"query", "image", "caption", "export", "workers", "batch", "device", "is_own",
-                  "given"}
+                  "given", "several"}
 
 
 @dataclasses.dataclass
@@ -898,6 +898,7 @@ class Options(Flags):
     is_own: bool = False              # whether this is the evaluation that ends the training
     # names of the flags that the command line gives
     given: tuple = dataclasses.field(default=(), compare=False)
+    several: bool = False             # whether the command evaluates other --data, too
 
 
 def options_of(given, args):
@@ -957,7 +958,8 @@ def is_trained_on(spec, split, args):
 
 def refuse_useless_flags(options, rows=()):
     """Raise UserError for a flag of the command line that neither the data nor the tasks and
-    pictures `rows` use. Without an error, a user would believe that the flag had an effect."""
+    pictures `rows` use. Without an error, a user would believe that the flag had an effect. With
+    several --data, of which another may use the flag, a note is printed instead."""
     spec, reasons = options.data, {}
     for flag in {flag for row in [*TASKS.values(), *PICTURES.values()] for flag in row.flags}:
         users = [name for table in (TASKS, PICTURES) for name in table if flag in table[name].flags]
@@ -969,8 +971,10 @@ def refuse_useless_flags(options, rows=()):
     if "split" in common.parse_spec(spec)[1]:
         reasons["split"] = f"{spec} names its split itself"
     for flag in reasons.keys() & options.given:
-        raise UserError(f"{common.flag_of(flag)} {getattr(options, flag)} has no effect here: "
-                        f"{reasons[flag]}. Leave it out.")
+        useless = f"{common.flag_of(flag)} {getattr(options, flag)} has no effect here: "
+        if not options.several:
+            raise UserError(f"{useless}{reasons[flag]}. Leave it out.")
+        print(f"note: {useless}{reasons[flag]}")
 
 
 def default_split(spec):
@@ -2201,6 +2205,7 @@ class Row(NamedTuple):
 PROMPTS, CAPTIONS = ("classes", "templates"), ("caption_prefix", "nouns_adjectives")
 LEARNED = "train_data", "label_fraction", "classes"
 CHOSEN_BY = *PROMPTS, *CAPTIONS, "select", "select_root"
+NAMED_WORDS = "classes", "nouns_adjectives"
 
 TASKS = {
     "zeroshot": Row(zeroshot, ("groups",), "encode_text", PROMPTS),
@@ -2547,11 +2552,11 @@ def draw_log(run):
 
 
 PICTURES = {
-    "alignment": Row(draw_word_maps, IMAGES, "align_words", ("classes",)),
+    "alignment": Row(draw_word_maps, IMAGES, "align_words", NAMED_WORDS),
     "segmentation": Row(draw_segmentation, ("maps",), "encode_patches", PROMPTS),
     "slots": Row(draw_slots, IMAGES, "slots", ("classes",)),
     "words": Row(draw_words, IMAGES, "image_encoding", ("classes",)),
-    "queries": Row(draw_word_maps, IMAGES, "word_maps", ("classes",)),
+    "queries": Row(draw_word_maps, IMAGES, "word_maps", NAMED_WORDS),
     "heads": Row(draw_heads, IMAGES, "head_maps"),
     "neighbours": Row(draw_neighbours, ("captioned", "labelled")),
 }
@@ -2659,8 +2664,8 @@ def print_metrics(metrics):
 def evaluate_and_show(embedder, data, options, run, failed, again=False):
     """Evaluate, print a table, write the metrics and the pictures into RUN -> {metric: float}. What
     a task has found is printed and written when the task ends. Rank 0 alone draws and writes.
-    failed: a list that gets a message for each file that cannot be written. again: whether a killed
-    training may have made this evaluation before."""
+    failed: a list that gets a message for each task that fails and each file that cannot be
+    written. again: whether a killed training may have made this evaluation before."""
     if common.this_rank()[0] > 0:
         return evaluate(embedder, data, options)
     is_whole, so_far, before = options.is_own and not options.tasks, {}, len(failed)
@@ -3056,7 +3061,7 @@ def evaluate_run(run, given, device, failed):
     """Evaluate a run -> (its settings, its metrics), two dicts. The settings include `step`, as a
     run may still be training. given: {name: value} of the flags that are given, in which `data` is
     one SPEC. With --query the function searches instead, and returns None. failed: a list that gets
-    a message for each file that cannot be written."""
+    a message for each task that fails and each file that cannot be written."""
     own = common.explained(UserError, f"The data of {run}, which --data can replace")
     embedder, args = load_run(run, device, given.get("checkpoint", Flags.checkpoint))
     options = options_of(given, args)
@@ -3094,7 +3099,8 @@ def run_command(runs, given, device):
     flags = Flags(**given)
     if flags.export is not None:
         return export(runs[0], flags.checkpoint, flags.export)
-    failed, specs = [], [{"data": spec} for spec in flags.data] if flags.data else [{}]
+    several = len(flags.data or []) > 1
+    failed, specs = [], [{"data": spec, "several": several} for spec in flags.data or ()] or [{}]
     if flags.image is not None:
         specs = []
         for run in runs:
@@ -3116,7 +3122,7 @@ def run_command(runs, given, device):
                 failed.append(f"{run}: {error}" if len(runs) > 1 else str(error))
         if len(runs) > 1 and any(found for _, found in evaluated.values()):
             compare_runs(evaluated)
-    if len(flags.data or []) > 1 and metrics:
+    if several and metrics:
         print_table({f"{run}, mean over data": rows for run, rows in metrics.items()}, "data")
         for run, rows in metrics.items():
             for metric, change in sparo.change_of_means([*rows.values()]).items():

@@ -994,7 +994,7 @@ def change_of_means(rows):
         known = [row[metric] for row in rows if row.get(metric) is not None]
         return sum(known) / len(known) if known else math.nan
 
-    for metric in rows[0]:
+    for metric in dict.fromkeys(name for row in rows for name in row):
         match = re.fullmatch(r"masks/(slots|dimensions)/(.+)/relative_change", metric)
         if match:
             name, key = match.groups()

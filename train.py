@@ -145,9 +145,9 @@ class Config:
     # text encoder, NAME or NAME:setting=value,...; the end of this help lists the names
     text_encoder: str = "12x512"
     # file of pretrained weights to start from: a whole CLIP or, for methods without captions, a ViT
-    # whose parameters have timm's names; a file cannot say, and --image-encoder must: heads,
-    # quick_gelu, eps and pixels, and that strides are blurred or norms come after the attention,
-    # which no encoder here has
+    # whose parameters have timm's names; --image-encoder must give heads, quick_gelu, eps and
+    # pixels, which the file does not hold; no error tells of blurred strides, or of norms after the
+    # attention, which no encoder here has
     init_weights: str | None = None
 
     steps: int = 1000  # number of updates; with 0 the run only evaluates, such as --init-weights
@@ -1295,7 +1295,7 @@ class Stop:
     Ctrl-C. at_once: any signal ends the run at once.
     """
 
-    FAILED = 10_000  # noted after the disk has failed, above all signals
+    FAILED = 10_000  # noted after the disk or the last evaluation failed, above all signals
 
     def __init__(self, at_once=False):
         self.noted, self.error, self.at_once = 0, None, at_once
@@ -1337,7 +1337,7 @@ class Stop:
 
 def end_early(args, log, step, number, stop):
     """Say how to continue a run that a signal stopped, and return the signal's number. Raises
-    UserError if the disk failed, of this rank or of another."""
+    UserError if the disk of a rank failed, or the evaluation at the end."""
     log.bar.close()
     if number == stop.FAILED:
         error = next(filter(None, common.gather_objects(stop.error)))

@@ -130,6 +130,17 @@ def test_a_task_that_fails_costs_no_figure_of_the_others(run_of, tmp_path, monke
     assert "complete" not in lines(run)[-1]
 
 
+def test_a_flag_that_one_of_several_data_sets_uses_is_no_error(run_of, tmp_path, capsys):
+    run = shutil.copytree(run_of("sparc"), tmp_path / "run")
+    make_folders(tmp_path / "photos")
+    flags = [str(run), "--task", "zeroshot", "--split", "val", "--data", str(tmp_path / "photos")]
+    with pytest.raises(common.UserError, match="--split val has no effect here: .*photos does not"):
+        evaluation.main(flags)
+    evaluation.main([*flags, "shapes:size=16"])
+    assert "photos does not use this flag" in capsys.readouterr().out
+    assert [line["settings"]["split"] for line in lines(run)[-2:]] == ["val", "val"]
+
+
 def test_a_table_is_read_only_once_before_training(tmp_path, monkeypatch):
     spec, opened, at_start = make_table(tmp_path), [], []
     open_data, wrap = common.open_data, train.wrap
@@ -234,8 +245,9 @@ def test_a_table_over_several_data_sets_has_the_metrics_of_each(capsys):
     assert capsys.readouterr().out.splitlines() == [
         "A (n = 2): run", "B (n = 2): other",
         "|  | A | B | chance | B - A, 95 % interval |", "|---|---|---|---|---|",
-        "| x | 0.300 ± 0.141 |  |  | no common data |", "| y | 1.000 (n = 1) |  |  | no common data |",
-        "| z |  | 1.000 (n = 1) |  | no common data |"]
+        "| x | 0.300 ± 0.141 |  |  | not measured in both |",
+        "| y | 1.000 (n = 1) |  |  | not measured in both |",
+        "| z |  | 1.000 (n = 1) |  | not measured in both |"]
 
 
 def test_differences_are_paired_and_have_students_interval(capsys):
@@ -527,7 +539,7 @@ def test_a_table_of_several_runs_averages_over_seeds(run_of, tmp_path, monkeypat
         f"A (n = 2): {runs[0]}, sigma 0.1", f"B (n = 1): {runs[2]}, sigma 1.1",
         "|  | A | B | chance | B - A, 95 % interval |", "|---|---|---|---|---|",
         "| x | 0.200 ± 0.141 | 0.500 |  | no common seed |",
-        "| y | 1.000 ± 0.000 |  |  | no common seed |"]
+        "| y | 1.000 ± 0.000 |  |  | not measured in both |"]
     evaluation.main([*map(str, runs), "--task", "neighbours"])  # a picture alone measures nothing
     assert "A (n = " not in capsys.readouterr().out
     config["data"] = "shapes:size=16,objects=3"
