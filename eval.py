@@ -856,7 +856,8 @@ class Flags:
     probe_lr: float | None = None
 
     # search the images of --data instead of evaluating: a query is a caption or, for STAIR, words
-    # with AND, OR, NOT and parentheses (STAIR, App. D)
+    # with AND, OR, NOT and parentheses (STAIR, App. D); each call encodes all images, so give
+    # several queries at once
     query: list[str] | None = None
 
     # instead of evaluating, draw the weights of this image's patches for each word of --caption
