@@ -130,8 +130,8 @@ def test_one_rank_of_a_machine_looks_at_checksums(tmp_path, run_of, monkeypatch)
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("config.json", b"", "config.json cannot be read: .*an equal file into another --out"),
-    ("vocab.txt", None, "vocab.txt: No such file.*an equal file into another --out"),
+    ("config.json", b"", "config.json cannot be read: .*an equal one into another --out"),
+    ("vocab.txt", None, "vocab.txt: No such file.*an equal one into another --out"),
     ("last.pt", bytes(4000), "last.pt cannot be read: .*Remedy: begin a new run")])
 def test_the_remedy_helps(tmp_path, run_of, name, content, message):
     run = shutil.copytree(run_of("sparc"), tmp_path / "run")
