@@ -334,10 +334,10 @@ class BatchNorm(nn.BatchNorm2d):
 
         # The backward pass computes the statistics again. Otherwise autograd would keep a second
         # copy of x, in fp32.
-        own = checkpoint(statistics, x, use_reentrant=False, preserve_rng_state=False)
-        mean = SumOverRanks.apply(own[1]) / dist.get_world_size()            # (C,)
+        var, own = checkpoint(statistics, x, use_reentrant=False, preserve_rng_state=False)
+        mean = SumOverRanks.apply(own) / dist.get_world_size()               # (C,)
         # The total variance is the mean variance within ranks plus the variance between ranks.
-        variance = own[0] + (own[1] - mean).square()
+        variance = var + (own - mean).square()
         variance = SumOverRanks.apply(variance) / dist.get_world_size()      # (C,)
         with torch.no_grad():
             # Each channel has n values. The factor n / (n - 1) makes the running variance unbiased,
@@ -1150,13 +1150,25 @@ def eval_transform(size, resize=None):
     pixels equal those of OpenCLIP's and DINO's evaluation.
     """
     resize = v2.Resize(resize or size, BICUBIC)
-    return v2.Compose([resize, v2.CenterCrop(size), v2.PILToTensor()])
+    return v2.Compose([cut_thin, resize, v2.CenterCrop(size), v2.PILToTensor()])
 
 
 def squeezed(image, size):
     """A PIL image -> uint8 (3, size, size), without a crop, so that a place in fractions of the
     sides is valid for the file too."""
     return v2.functional.pil_to_tensor(image.resize((size, size), Image.Resampling.BICUBIC))
+
+
+def cut_thin(image):
+    """A picture more than 8 times as long as wide -> its middle part, 4 times as long as wide.
+
+    The crop that follows keeps a square. Without this cut, a row of 20,000 pixels would be resized
+    to full length and need 6 GB.
+    """
+    short = min(image.size)
+    if max(image.size) <= 8 * short:
+        return image
+    return v2.functional.center_crop(image, [min(side, 4 * short) for side in image.size[::-1]])
 
 
 def to_bytes(image):
@@ -2129,10 +2141,12 @@ def read_rows(lines, delimiter, width):
     while True:
         row, alone, cells = [], [], []
         with contextlib.suppress(csv.Error, StopIteration):  # a cell of more than 131,072 letters
-            next(csv.reader(noted(row), delimiter=delimiter))
-            alone = [next(csv.reader([line], delimiter=delimiter)) for line in row[1:]]
-            # A quote within a line can be text: a 5" pipe. One that joins lines must be complete.
-            cells = next(csv.reader(row, delimiter=delimiter, strict=len(row) > 1))
+            found = next(csv.reader(noted(row), delimiter=delimiter))
+            if len(row) > 1:
+                alone = [next(csv.reader([line], delimiter=delimiter)) for line in row[1:]]
+                # A quote in a line can be text: a 5" pipe. One that joins lines must be complete.
+                found = next(csv.reader(row, delimiter=delimiter, strict=True))
+            cells = found
         if not row:
             return
         joined = any(len(line) == width and any(map(is_image, line)) for line in alone)
@@ -2849,7 +2863,7 @@ def linear_lr(step, steps, warmup, peak):
     return peak * ((steps - step) / max(1, steps - warmup))
 
 
-# Parameter groups and files of a run ----------------------------------------------------
+# Parameter groups and files of a run --------------------------------------------------
 #
 # A run may be killed at any moment, also while it writes. So a new file is written under a
 # temporary name and then renamed. Renaming replaces the old file in one step.
@@ -2941,12 +2955,12 @@ def revision():
 
 
 # remedy for a run that has lost its config.json or vocab.txt
-SAME_FILE = "If a run has lost it, the run's first command writes an equal one into another --out"
+SAME_FILE = "If a run has lost this file, its first command writes an equal one into another --out"
 
 
 def checkpoints(run):
     """The names of a run's checkpoints, the newest first."""
-    names = os.listdir(run) if os.path.isdir(run) else []
+    names = os.listdir(run) if os.path.isdir(run) and os.access(run, os.R_OK) else []
     names = [name for name in names if re.fullmatch(r"(last|step-\d+|stage-\d+)\.pt", name)]
     return sorted(names, key=lambda name: os.path.getmtime(Path(run, name)), reverse=True)
 
@@ -3573,6 +3587,13 @@ class World:
         self.fingerprint = repr(self)
         # The picture is a grid of cells x cells, and a cell has at most one object.
         self.cells = max(2, math.ceil(math.sqrt(self.objects)))
+        # A radius is at least 2 pixels, and so small that no object hides another object in the
+        # next cell.
+        low, high = 2.2 / self.size, 0.64 / self.cells
+        if not low <= self.small < self.large <= high:
+            raise UserError(
+                f"shapes: small={self.small} must be less than large={self.large}, both from "
+                f"{low:.3f} to {high:.3f} with size={self.size} and objects={self.objects}.")
         # The pairs use all eight colours before a colour comes again, with another shape.
         self.heldout_pairs = [(i % 8, (3 * i + i // 8 + 1) % 8) for i in range(self.heldout)]
         # a box has the class 8 * colour + shape

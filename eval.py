@@ -957,10 +957,10 @@ def is_trained_on(spec, split, args):
     return split in ("all", learned[1].get("split", "train"))
 
 
-def refuse_useless_flags(options, rows=()):
-    """Raise UserError for a flag of the command line that neither the data nor the tasks and
-    pictures `rows` use. Without an error, a user would believe that the flag had an effect. With
-    several --data, of which another may use the flag, a note is printed instead."""
+def refuse_useless_flags(options, kind, rows=()):
+    """Raise UserError for a flag of the command line that neither data of the kind, a row of KINDS,
+    nor the tasks and pictures `rows` use. Without an error, a user would believe that the flag had
+    an effect. With several --data, of which another may use the flag, a note is printed instead."""
     spec, reasons = options.data, {}
     for flag in {flag for row in [*TASKS.values(), *PICTURES.values()] for flag in row.flags}:
         users = [name for table in (TASKS, PICTURES) for name in table if flag in table[name].flags]
@@ -968,10 +968,11 @@ def refuse_useless_flags(options, rows=()):
             reasons[flag] = f"it belongs to --task {', '.join(dict.fromkeys(users))}"
     if options.probe != "sgd":
         reasons["probe_lr"] = f"the probe is {options.probe}, not sgd"
-    reasons |= dict.fromkeys(kind_of(spec).ignores, f"{spec} does not use this flag")
+    ignored = [*kind.ignores, "split"] if kind.split == "all" else kind.ignores
+    reasons |= dict.fromkeys(ignored, f"{spec} does not use this flag")
     if "split" in common.parse_spec(spec)[1]:
         reasons["split"] = f"{spec} names its split itself"
-    for flag in reasons.keys() & options.given:
+    for flag in filter(reasons.get, options.given):
         useless = f"{common.flag_of(flag)} {getattr(options, flag)} has no effect here: "
         if not options.several:
             raise UserError(f"{useless}{reasons[flag]}. Leave it out.")
@@ -1012,6 +1013,7 @@ class EvalSet:
     is_world: bool = False         # whether the data are the world, which has splits of its own
                                    # to learn from and to choose slots and masks by
     options: Options = None        # the options with which the data were opened
+    kind: object = None            # their row of KINDS
     source: object = None          # what common.open_data has opened. Labels of shards are looked
                                    # up in its `classes`, as soon as these are known
     labelled: Callable = None      # (purpose) -> pairs (image, class id)
@@ -1249,9 +1251,13 @@ def open_davis(options, *_):
     file = directory / "ImageSets" / "2017" / f"{options.split}.txt"
     names = common.read_list(file, "--data")[: options.limit]
     files = [davis_files(directory, name) for name in names]
-    return EvalSet(videos=lambda patch_size: (
-        (functools.partial(read_frames, pairs, patch_size), read_objects(pairs))
-        for pairs in files))
+
+    def videos(patch_size):
+        for pairs in files:
+            truth = read_objects(pairs)
+            yield functools.partial(read_frames, pairs, truth.shape[:0:-1], patch_size), truth
+
+    return EvalSet(videos=videos)
 
 
 def davis_files(directory, name):
@@ -1281,13 +1287,14 @@ def read_objects(files):
     return truth.masked_fill(truth == 255, 0)
 
 
-def read_frames(files, patch_size):
-    """Pairs (frame, map) of files -> yields the frames (3, h, w). The shorter side is 480, the
-    longer one a multiple of 64, as in DINO's code; each is cut to a multiple of patch_size."""
-    for file, path in files:
-        with common.explained(BROKEN, f"{file} cannot be read"), Image.open(path) as ids:
+def read_frames(files, size, patch_size):
+    """Pairs (frame, map) of files, (width, height) of the maps -> yields the frames (3, h, w). The
+    shorter side is 480, the longer one a multiple of 64, as in DINO's code; each is cut to a
+    multiple of patch_size."""
+    for file, _ in files:
+        with common.explained(BROKEN, f"{file} cannot be read"):
             image = common.patiently(common.open_image, file)
-            common.check_sides(image, ids.size)
+            common.check_sides(image, size)
         sides = [side * 480 // min(image.size) for side in image.size]
         sides = [side if side == 480 else side // 64 * 64 for side in sides]
         sides = [side // patch_size * patch_size for side in sides]
@@ -1347,20 +1354,20 @@ class Kind(NamedTuple):
                                         # see common.open_data
     split: str = "all"                  # the split to evaluate without --split; "all": no splits
     splits: Callable = lambda spec: []  # (SPEC) -> names of the splits of a directory
-    ignores: tuple = ()                 # flags that change nothing for these data
+    ignores: tuple = ()                 # flags that change nothing for these data, but --split
 
 
 KINDS = [  # the first row that fits a SPEC is its kind
     Kind(has("SegmentationClass"), open_voc, "val", lists_in("ImageSets/Segmentation"), ROOT),
     Kind(has("ImageSets/2017"), open_davis, "val", lists_in("ImageSets/2017"), ROOT),
     Kind(benchmark_splits, open_benchmark, "test", benchmark_splits, ROOT),
-    Kind(has("examples.jsonl"), open_winoground, ignores=("split",)),
-    Kind(sugarcrepe_files, open_sugarcrepe, ignores=("split",)),
+    Kind(has("examples.jsonl"), open_winoground),
+    Kind(sugarcrepe_files, open_sugarcrepe),
     Kind(is_shapes, open_source, "test", ignores=(*ROOT, "train_data", "classes")),
     Kind(common.has_splits, open_source, "test"),
     # the other formats of train.py: tables without splits, class folders and shards
-    Kind(is_table, open_source, ignores=("split",)),
-    Kind(lambda spec: True, open_source, ignores=("split", *ROOT))]
+    Kind(is_table, open_source),
+    Kind(lambda spec: True, open_source, ignores=ROOT)]
 
 
 def kind_of(spec):
@@ -1378,7 +1385,7 @@ def open_eval_set(options, image_size, captions=True):
         raise UserError(f"{spec} has no split {options.split}: give --split, one of "
                         f"{', '.join(splits)}; for --select and --train-data DIR:split=NAME.")
     data = kind.open(options, image_size, "caption" if captions else None)
-    data.image_size, data.options = image_size, options
+    data.image_size, data.options, data.kind = image_size, options, kind
     if options.nouns_adjectives:
         words = common.read_list(options.nouns_adjectives, "--nouns-adjectives")
         data.content_words = {word.lower() for word in words}
@@ -1806,12 +1813,13 @@ def linear(embedder, data, options):
     if options.probe == "sgd":
         # sgd trains on random crops of the images that are not held out. If there is nothing to
         # choose, it trains on all images, and a hundred of them tell the size of the features.
-        labels = torch.tensor([label for _, label in pairs()])
-        held = hold_out(labels, 10) if options.probe_lr is None else labels < 0
-        rates = RATES if held.any() else [options.probe_lr or RATES[2]]
-        some = held.tolist() if held.any() else 100 * [True]
-        x, learned = probed(embedder, data, itertools.compress(pairs(), some))
-        rest = (~held).tolist()
+        rates, held, rest = [options.probe_lr], 100 * [True], itertools.repeat(True)
+        if options.probe_lr is None:
+            is_held = hold_out(torch.tensor([label for _, label in pairs()]), 10)
+            rates = [RATES[2]]
+            if is_held.any():
+                rates, held, rest = RATES, is_held.tolist(), (~is_held).tolist()
+        x, learned = probed(embedder, data, itertools.compress(pairs(), held))
         crops = lambda: random_crops(embedder, data, itertools.compress(pairs(), rest))
         head, value = sgd_probe(crops, x, learned, len(data.groups[""][1]), epochs, device, rates)
     else:
@@ -2602,15 +2610,16 @@ def tasks_to_run(options, data, model):
     for name in asked:
         if name not in usable and (name in TASKS or name not in pictures):
             row = (PICTURES | TASKS)[name]
-            needs = " or ".join(IN_WORDS[member] for member in row.data)
-            needs = f"a model with {row.model}" if row.fits(data) else needs
+            needs = f"a model with {row.model}"
+            if not row.fits(data):
+                needs = " or ".join(IN_WORDS[member] for member in row.data)
             why = f"{can}; {name} needs {needs}."
             if name not in pictures:
                 raise UserError(why)
             print(f"note: {name}.png is drawn without metrics. {why}")
     wanted = asked or default_tasks(data, model)
     tasks = [name for name in usable if name in wanted]
-    refuse_useless_flags(options, [*map(TASKS.get, tasks), *pictures.values()])
+    refuse_useless_flags(options, data.kind, [*map(TASKS.get, tasks), *pictures.values()])
     if "zeroshot" in tasks:
         data.classes  # raises UserError if folders lack class names
     if "classification" in tasks:
@@ -2841,7 +2850,7 @@ def numbered(pairs):
 def search(embedder, data, options, run):
     """Answer --query about the images of `data`, and draw search.png. A query is a caption or, for
     STAIR, words with AND, OR, NOT (STAIR, App. D)."""
-    refuse_useless_flags(options)
+    refuse_useless_flags(options, data.kind)
     is_stair = bool(embedder.model.encode_words)
     if not (data.captioned or data.labelled):
         raise UserError(f"--query needs images to search: give a folder of images, a table or "
@@ -3019,7 +3028,8 @@ def list_rows(table):
     flags."""
     lines = []
     for name, row in table.items():
-        lines.append(f"  {name:15} {(row.run.__doc__ or '').partition(chr(10))[0]}")
+        about, _, _ = (row.run.__doc__ or "").partition("\n")
+        lines.append(f"  {name:15} {about}")
         if row.flags:
             lines.append(f"  {'':15} reads {', '.join(map(common.flag_of, row.flags))}")
     return "\n".join(lines)

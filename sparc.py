@@ -296,7 +296,7 @@ class Model(nn.Module):
 #     trained = [*into_lm.parameters(), *[p for p in lm.parameters() if p.requires_grad]]  # once
 #     optimizer = torch.optim.AdamW(trained, lr=1e-4)                               # once
 #     schedule = get_cosine_schedule_with_warmup(optimizer, 5_000, 250_000)         # once
-#     seen = into_lm(model.patch_outputs(images))                                # (B, P, n_embd)
+#     seen = into_lm(model.patch_outputs(images))                      # (B, P, n_embd)
 #     labels = ids.masked_fill(mask == 0, -100)                        # (B, L)
 #     loss = lm(ids, attention_mask=mask, labels=labels, encoder_hidden_states=seen).loss
 #     loss.backward(), optimizer.step(), schedule.step(), optimizer.zero_grad()     # update
@@ -338,7 +338,8 @@ class Gather(torch.autograd.Function):
 @functools.cache
 def compare_shapes(shape):
     """Raise ValueError on all ranks if they gather tensors of different shapes. To save time, ranks
-    compare a shape once. So if some ranks alone have a smaller last batch, the backend fails."""
+    compare a shape once. If later only some ranks have a smaller batch, the ranks may wait for each
+    other until the backend fails."""
     shapes = [None] * dist.get_world_size()
     dist.all_gather_object(shapes, shape)
     if len({*shapes}) > 1:
@@ -513,7 +514,7 @@ class FullModel(Model):
         if len(images) < 2:
             return {}  # there is no wrong image
         tokens = self.g_t(self.text_encoder(ids, mask))             # (B, L, E)
-        patches = self.g_v(self.patch_outputs(images))                        # (B, P, E)
+        patches = self.g_v(self.patch_outputs(images))              # (B, P, E)
         wrong = fine_grained_loss(tokens, patches.roll(1, 0), words_only(mask),
                                   self.log_scale.exp(), align=self.align,
                                   token_mean=self.config.token_mean, gather=lambda x: x)
@@ -782,7 +783,7 @@ class Baseline(FullModel):
 
     def forward(self, batch, gather=all_ranks):
         cfg, words = self.config, words_only(batch["mask"])
-        f_v = self.patch_outputs(batch["images"])                                 # (b, P, d)
+        f_v = self.patch_outputs(batch["images"])                       # (b, P, d)
         f_t = self.text_encoder(batch["tokens"], batch["mask"])         # (b, L, d)
         v = self.g_v(self.h_v(f_v.mean(1)))                             # (b, E)
         t = self.g_t(masked_mean(f_t, words))                           # (b, E)
@@ -1082,7 +1083,7 @@ class Detector(nn.Module):
     def detect(self, images, queries):
         """images (B, 3, S, S); queries (Q, E): normalised, or means of several that are -> logits
         (B, P, Q) and boxes (B, P, 4): left, top, right, bottom, as fractions of S."""
-        x = self.patch_outputs(images)                                                # (B, P, d)
+        x = self.patch_outputs(images)                                      # (B, P, d)
         logits = query_logits(self.class_head(x), queries, self.shift(x), self.scale(x))
         return logits, patch_boxes(self.box_head(x))
 

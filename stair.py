@@ -325,7 +325,8 @@ class Gather(torch.autograd.Function):
 @functools.cache
 def compare_shapes(shape):
     """Raise ValueError on all ranks if they gather tensors of different shapes. To save time, ranks
-    compare a shape once. So if some ranks alone have a smaller last batch, the backend fails."""
+    compare a shape once. If later only some ranks have a smaller batch, the ranks may wait for each
+    other until the backend fails."""
     shapes = [None] * dist.get_world_size()
     dist.all_gather_object(shapes, shape)
     if len({*shapes}) > 1:

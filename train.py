@@ -564,8 +564,9 @@ def lock_run(out):
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with common.locked(out):  # an evaluation may write
-            for path in [*out.glob("*.[0-9]*.tmp"), *out.glob("*.pt.tmp")]:  # of killed processes
-                path.unlink()
+            for path in out.glob("*.tmp"):  # of killed processes, and no file of the user
+                if re.fullmatch(r".+\.(pt|jsonl?|png|txt)\.\d+\.tmp|.+\.pt\.tmp", path.name):
+                    path.unlink(missing_ok=True)
     except BlockingIOError:
         raise UserError(f"{out} is in use by another run: stop it, or give another "
                         f"--out.") from None
@@ -1454,24 +1455,25 @@ def evaluate_unnoticed(args, embedder, eval_data, log, step):
 
 
 def end_step(args, data, embedder, eval_data, log, progress, scaler):
-    """Evaluate after a logged step if that is due, then write its line, which says that the step is
-    done: a run that is killed before calls this function when it is resumed. After an error the
-    line says why it has no metrics, and the resumed run does not evaluate again. Every rank must
-    call it."""
+    """Evaluate after a logged step if that is due, then write the step's line. The line says that
+    the step is done: if the line is missing, the resumed run calls this function. After an error
+    the line says why it has no metrics, and the resumed run does not evaluate again. Every rank
+    must call it."""
     record, write = progress.record, log.write if this_rank()[0] == 0 else lambda *_: None
     if progress.due(args.eval_every) and record["step"] == progress.step:
         try:
             record = record | evaluate_unnoticed(args, embedder, eval_data, log, progress.step)
-        finally:
-            if isinstance(error := sys.exc_info()[1], Exception):
-                write(record | {"evaluation_error": str(error)}, None)
+        except Exception as error:
+            write(record | {"evaluation_error": str(error)}, None)
+            raise
     write(record, warning(args, data, embedder.model, scaler, record))
 
 
 @common.rank_0_prints()
 def finish(args, log, embedder, eval_data, progress):
     """Print what the workers of all ranks skipped, evaluate on all ranks, draw on rank 0, and say
-    where the results are -> what could not be written, in words. Every rank must call it."""
+    where the results are -> which tasks failed and what could not be written, in words. Every rank
+    must call it."""
     log.bar.close()
     every_rank = common.gather_objects(common.total_skipped(progress.skipped.values()))
     if skipped := common.describe_skipped(common.total_skipped(every_rank)):

@@ -190,7 +190,7 @@ x * torch.sigmoid(«1.702 => 1.7» * x) # QuickGELU
 block.attn.qkv.weight, std=«width**-0.5 => 0.02» # CLIP's initial weights
 block.attn.proj.weight, std=(«2 * width => width» * depth) # CLIP's initial weights
 outputs = [*outputs, x][«-n: => :n»] # the last blocks
-variance = own[0]« + (own[1] - mean).square() => » # the variance between ranks
+variance = var« + (own - mean).square() => » # the variance between ranks
 «variance * n / (n - 1) => variance» # unbiased running variance
 torch.randn(1, 1, width) * «0.02 => 0.2» # initial [CLS] ;; self.grid**2, width) * «0.02 => 0.2» # initial positions
 "imagenet": ((«0.485 => 0.5», 0.456 # torchvision ;; return (images - self.mean) «/ => *» self.std # pixels

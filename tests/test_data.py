@@ -1003,6 +1003,18 @@ def test_a_damaged_image_is_counted_whatever_error_pil_raises(tmp_path, monkeypa
             in printed)
 
 
+@pytest.mark.parametrize("size", [(1, 20_000), (20_000, 1), (3, 5000), (16, 400)])
+def test_a_thin_image_needs_little_memory_and_keeps_its_middle(size):
+    """Resized without a crop, a row of 20,000 pixels would need 6 GB."""
+    x = np.linspace(0, 255, max(size)).astype(np.uint8)
+    x = np.tile(x, (min(size), 1)) if size[0] > size[1] else np.tile(x[:, None], (1, size[0]))
+    image, transform = Image.fromarray(x).convert("RGB"), common.eval_transform(16)
+    seen, resize = [], transform.transforms[1]
+    transform.transforms[1] = lambda x: seen.append(x.size) or resize(x)
+    pixels = transform(image) / 255
+    assert max(seen[0]) <= 8 * min(size) and (pixels - 0.5).abs().max() < 0.05
+
+
 @pytest.mark.parametrize("size", [(40, 30), (8, 64), (64, 8), (1, 1)])
 def test_evaluation_images_have_the_pixels_of_openclips_transform(size):
     image = Image.open(io.BytesIO(picture(*size))).convert("RGB")

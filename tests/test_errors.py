@@ -167,7 +167,7 @@ ERRORS = [
 
     # The world
     *((f"sparc --data shapes:{name}={value}", f"shapes.*{name}.*{value}")
-      for name, value in {"size": "big", "noise": "nan"}.items()),
+      for name, value in {"size": "big", "noise": "nan", "large": "0.1"}.items()),
     ("sparc --data shapes:colour=3", "shapes has no setting 'colour'; its settings: background"),
 
     # A whole CLIP

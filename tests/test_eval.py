@@ -1185,16 +1185,18 @@ def test_each_flag_of_a_task_is_refused_where_no_task_reads_it(tmp_path):
             known = any(flag in evaluation.TASKS[task].flags for task in tasks)
             with contextlib.nullcontext() if known else pytest.raises(
                     common.UserError, match=f"{common.flag_of(flag)} .* has no effect here: it belongs"):
-                evaluation.refuse_useless_flags(options, [evaluation.TASKS[task] for task in tasks])
+                evaluation.refuse_useless_flags(options, data.kind, [
+                    evaluation.TASKS[task] for task in tasks])
     for spec, flag in (("shapes", "image_root"), ("shapes", "train_data"), ("shapes", "classes"),
                        (tmp_path, "split"), (tmp_path, "image_root"), ("a/{0..1}.tar", "split"),
                        ("a/{0..1}.tar", "image_root")):
         options.data, options.given = str(spec), (flag,)
         with pytest.raises(common.UserError, match=f"here: {re.escape(str(spec))} does not use"):
-            evaluation.refuse_useless_flags(options, [evaluation.TASKS["linear"]])
+            evaluation.refuse_useless_flags(options, evaluation.kind_of(options.data),
+                                            [evaluation.TASKS["linear"]])
     (tmp_path / "a.csv").write_text("url,caption\na.png,a cat\n")
     options.data, options.given = f"{tmp_path}/a.csv:image=url", ("image_root",)
-    evaluation.refuse_useless_flags(options)
+    evaluation.refuse_useless_flags(options, evaluation.kind_of(options.data))
 
 
 def test_every_data_format_has_a_default_split(tmp_path, monkeypatch):

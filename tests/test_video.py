@@ -227,9 +227,8 @@ def test_objects_of_a_video_in_davis_folders(tmp_path):
     ((480, 480), 32, (480, 480))])
 def test_frames_are_as_large_as_in_dinos_code(tmp_path, size, patch, expected):
     Image.new("RGB", size).save(tmp_path / "0.jpg")
-    Image.new("L", size).save(tmp_path / "0.png")
-    image, = evaluation.read_frames([(tmp_path / "0.jpg", tmp_path / "0.png")], patch)
-    assert image.shape == (3, *expected)
+    images = [*evaluation.read_frames(2 * [(tmp_path / "0.jpg", None)], size, patch)]
+    assert [image.shape for image in images] == 2 * [(3, *expected)]
 
 
 SMALL_MAP = picture(20, 10, "L", "PNG", 1)

@@ -288,7 +288,11 @@ def test_settings_have_bounds(name, low, high):
             World(**{name: value})
 
 
-def test_one_object_has_no_companion():
+def test_objects_fit_into_their_cells_and_one_object_has_no_companion():
+    World(size=44, small=0.05, large=0.32)
+    for wrong in (dict(large=0.33), dict(small=0.04), dict(small=0.2), dict(objects=5, large=0.22)):
+        with pytest.raises(UserError, match="from 0.046 to 0.(32|213)"):
+            World(**wrong)
     with pytest.raises(UserError, match="together=0.5 must be from 0 to 0"):
         World(objects=1, together=0.5)
 
