@@ -279,7 +279,7 @@ largest_recall(«images, texts, => torch.arange(len(x)), texts,» (image_ids # e
 math.comb(m - «s => 1», k) # the captions of an image
 (better, «differ(right, wrong) => right > -9») # equal captions
 accuracy, 1 / len(group[«learnable(data) => ids»].unique()) # a lost class counts
-compress(pairs(), «rest => some») # crops of the images that are not held out
+compress(pairs(), «rest => held») # crops of the images that are not held out
 for _, label in pairs()]), «10 => 2») # a tenth chooses the rate
 == eval.py | tasks | test_details test_eval -k "details or slots or weights_on or zeroshot or holds_out or vtab"
 "slots": (WORLD_N, «"val" => self.split», 8, 1) # slots: val
