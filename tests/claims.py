@@ -58,6 +58,9 @@ A group has "title", "seeds", "rate_seeds" (for the choice of a rate; by default
         rates     the rates to try, by default RATES. A single rate is used as it is.
         seeds     the seeds, by default those of the group
         about     what the run is, printed below the table
+    "table": {"rows": {label: run}, "columns": {heading: {metric: names of runs}}}
+        a table of all runs side by side, if the group has one; its metrics are those of the test
+        split, and a run that a column does not name has no such metric
     "claims": [a claim]
         claim     the claim as a sentence
         source    the table, figure or section of the paper
@@ -232,6 +235,44 @@ def cells(found, why_not=None):
             " ".join(f"{x:+.3f}" for x in differences), between, holds)
 
 
+def side_by_side(method, figure):
+    """Return {column: {run: its values by seed, or None if a figure is missing}} of the group's
+    "table"."""
+    found = {}
+    for heading, metrics in TABLES[method]["table"]["columns"].items():
+        found[heading] = {}
+        for metric, names in metrics.items():
+            for name in names.split():
+                rate, (base, _) = rate_of(method, name, figure), trained(method, name)
+                place = METRIC.match(metric).groups("")
+                values = [None] if rate is None else [figure(base, rate, seed, "test", *place)
+                                                      for seed in seeds_of(method, [name])]
+                found[heading][name] = None if None in values else values
+    return found
+
+
+def lines_side_by_side(method, figure):
+    """Return the lines of the group's "table": a row for each method, a column for each metric. A
+    column's largest mean is bold if verdict() says that the largest is above the second largest."""
+    found, lines = side_by_side(method, figure), []
+    best = {}  # {column: the run with the bold mean}
+    for heading, values in found.items():
+        measured = {name: x for name, x in values.items() if x}
+        first, second, *_ = [*sorted(measured, key=lambda name: -mean(measured[name])), "", ""]
+        if second and measured.keys() == values.keys():
+            differences = [a - b for a, b in zip(measured[first], measured[second])]
+            best[heading] = first if verdict(differences).startswith("holds") else None
+    lines += [f"| | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
+    for label, name in TABLES[method]["table"]["rows"].items():
+        row = [label]
+        for heading, values in found.items():
+            cell = spread(values[name]) if values.get(name) else "not run yet"
+            cell = f"**{cell}**" if best.get(heading) == name else cell
+            row.append(cell if name in values else "–")
+        lines.append(f"| {' | '.join(row)} |")
+    return [*lines, ""]
+
+
 HEADER = ("claim: A above B", "source", "in the paper", "here", "untrained", "difference by seed",
           "95 % interval", "verdict")
 HEADINGS = "What the paper claims", "What we asked in addition"
@@ -245,7 +286,7 @@ def lines_of(method):
         """Return a recorded figure, or None."""
         return records.get(key_of({"method": method} | dict(zip(PLACE, place))), {}).get("value")
 
-    lines = []
+    lines = lines_side_by_side(method, figure) if "table" in table else []
     for heading, is_paper in zip(HEADINGS, (True, False)):
         claims = [claim for claim in table["claims"] if bool(claim["paper"]) == is_paper]
         if claims:
@@ -406,6 +447,8 @@ def train_again(method):
                           "torch": config.get("torch"), "threads": config.get("threads")})
         return value
 
+    if "table" in TABLES[method]:
+        side_by_side(method, figure)
     for claim in TABLES[method]["claims"]:
         compare(method, claim, figure)
     add_records(found)
