@@ -2588,6 +2588,7 @@ class Stream(IterableDataset):
         "views"              with Views, instead of "images": [(B, 3, size, size) for each view]
         "draws"              what Views.draws returns; not in a part
         "tokens", "mask"     (B, L), with a tokenizer
+        "captions"           the B captions as they were written, with a tokenizer
         "labels"             (B,) if the source has labels; (B, C), shares, if Augment mixes
         "samples"            (B,), a number that identifies each sample
         "skipped"            {worker: {problem: [count, last example]}}
@@ -2678,6 +2679,7 @@ class Stream(IterableDataset):
             part["truths"] = pickle.dumps(values)  # one message for many small tensors
         elif self.tokenizer:
             part["tokens"], part["mask"] = self.tokenizer.batch(values, self.context)
+            part["captions"] = list(values)
         if self.source.content == "label":
             part["labels"] = torch.tensor(values)
         if any(names):  # the world's samples have none
@@ -2706,6 +2708,8 @@ class Stream(IterableDataset):
         """What the parts of a batch have by one name -> what the batch has by it."""
         if name in ("position", "skipped"):  # a worker's last part counts
             return {worker: x for value in values for worker, x in value.items()}
+        if name == "captions":
+            return [caption for value in values for caption in value]
         if name == "truths":
             return [truth for value in values for truth in pickle.loads(value)]
         if name == "views":

@@ -2279,7 +2279,7 @@ SCORES = ("Brightness shows the score of a patch for a word, p(h_j) in Eq. 4: bl
 STOP_WORDS = set("a an the and of in on at to by with from for is are it its his her".split())
 
 
-def draw_text(string, width, size=13):
+def draw_text(string, width, size=13, colour="black"):
     """Draw text that wraps at `width` pixels. A word that is longer makes the picture wider.
 
     The font has only Latin letters without accents. Accents are dropped, and "(...)" replaces a
@@ -2291,7 +2291,7 @@ def draw_text(string, width, size=13):
     lines = textwrap.wrap(string, max(1, int(width / font.getlength("n"))), break_long_words=False)
     width = max([width, *[math.ceil(font.getlength(line)) for line in lines]])
     page = Image.new("RGB", (width, (size + 3) * len(lines)), "white")
-    ImageDraw.Draw(page).multiline_text((0, 0), "\n".join(lines), "black", font, spacing=2)
+    ImageDraw.Draw(page).multiline_text((0, 0), "\n".join(lines), colour, font, spacing=2)
     return page
 
 
@@ -2539,6 +2539,41 @@ def chart(points, width=240, height=120):
     return page
 
 
+def as_read(tokenizer, tokens, mask, captions):
+    """Tokens and mask (n, L) of n captions -> pairs (what the model reads, what is cut off)."""
+    pairs = []
+    for ids, kept, caption in zip(tokens.cpu(), mask.cpu(), captions):
+        read = ids[kept].tolist()
+        cut = tokenizer.encode(caption)[len(read) - 1 : -1]  # between the last token and [SEP]
+        pairs.append([" ".join(tokenizer.vocab[i] for i in part) for part in (read, cut)])
+    return pairs
+
+
+def draw_box(picture, box, names):
+    """Draw a box, as fractions of the sides of a square picture, and its names into the picture."""
+    corners, pen = [side * picture.width for side in box.tolist()], ImageDraw.Draw(picture)
+    if names:  # a row that fills a batch up has no class
+        pen.rectangle(corners, outline="red")
+        pen.text(corners[:2], ", ".join(names), "red")
+
+
+def sheet_of_samples(pictures, texts, note):
+    """Pictures of samples, and for each a pair (what the model reads, what is cut off) -> a sheet
+    on which the text stands above its picture, and what is cut off is grey."""
+    cells = []
+    for picture, (read, cut) in zip(pictures, texts):
+        words = [draw_text(read, picture.width), draw_text(cut, picture.width, colour="grey")]
+        cells.append((join([*words, picture], True, 2), ""))
+    return sheet("Samples as the model reads them.", note, [("", cells)], columns=4)
+
+
+def draw_samples(embedder, data):
+    """Eight samples as the model reads them: images, and captions in tokens."""
+    images, captions = take(embedder, data, 8)
+    texts = as_read(embedder.tokenizer, *embedder.tokenize(captions), captions)
+    return sheet_of_samples(map(to_picture, images), texts, "What is cut off is grey.")
+
+
 def draw_log(run):
     """{RUN/curves.png: a curve of each number in RUN/log.jsonl}, or {} if the log has fewer than
     two steps."""
@@ -2567,6 +2602,7 @@ PICTURES = {
     "words": Row(draw_words, IMAGES, "image_encoding", ("classes",)),
     "queries": Row(draw_word_maps, IMAGES, "word_maps", NAMED_WORDS),
     "heads": Row(draw_heads, IMAGES, "head_maps"),
+    "samples": Row(draw_samples, IMAGES, "encode_text", ("classes",)),
     "neighbours": Row(draw_neighbours, ("captioned", "labelled")),
 }
 

@@ -71,7 +71,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Literal
 
@@ -224,6 +223,10 @@ def train(args, out, device):
     eval_data = open_evaluation(args, model) if opens_early(args, model) else None
     transform = build_transform(args, method, model.image_encoder)
     if args.dry_run:
+        if args.out:
+            batch = next(open_loader(args, data, transform, tokenizer, model, Progress(), device,
+                                     Stop(at_once=True)))
+            show_first_batch(args, tokenizer, common.distort(batch))
         return dry_run(args, method, model) if rank == 0 else None
     embedder = evaluation.new_embedder(model.to(device), tokenizer, args, device)
     torch.manual_seed(args.seed + rank)  # stochastic depth differs between ranks
@@ -265,6 +268,9 @@ def train(args, out, device):
                                       stop)
                 clock.reset()
             batch = common.distort(clock.wait_for(batches))
+            if progress.step == 0 and not args.bench:
+                show_first_batch(args, tokenizer, batch)
+                clock.reset()
             step = progress.step - start  # within the stage
             set_schedules(optimizer, args, step, steps, lr)
 
@@ -547,7 +553,7 @@ def claim_run(args):
         finally:
             # the lock is empty, and so is the log before its first line
             written = {path.name for path in out.glob("*") if path.stat().st_size}
-            if is_new and written <= {"config.json", "vocab.txt"}:
+            if is_new and written <= {"config.json", "vocab.txt", "first-batch.png"}:
                 shutil.rmtree(out, ignore_errors=True)
             stop.restore()
 
@@ -601,7 +607,6 @@ def announce(args, data, model, tokenizer, device, progress):
     if isinstance(data, common.CaptionTable):
         print(f"{len(data):,} images, {len(data) / args.batch:.1f} steps per epoch")
     if tokenizer:
-        print(f"First caption: {data.sample_captions(1)[0]!r}")
         check_vocabulary(args, data, tokenizer)
     if args.keep_every:
         n = args.steps // args.keep_every - progress.step // args.keep_every
@@ -953,25 +958,17 @@ def open_loader(args, data, transform, tokenizer, model, progress, device, stop)
 
 def check_first_batch(args, batch):
     """Look at the first batch of all ranks, where a loss compares images. Raises UserError if a
-    sample is there twice, because the loss would tell it from itself. Prints the least loss that
-    equal captions leave, because no loss can tell them apart."""
+    sample is there twice, because the loss would tell it from itself."""
     if METHODS[args.method].content(args) in ("label", "boxes"):
         return
-    rows = zip(batch.get("tokens", ()), batch.get("mask", ()))
-    captions = [tuple(ids[kept].tolist()) for ids, kept in rows]
-    mine = batch.get("samples", torch.empty(0)).tolist(), captions
-    samples, captions = (sum(lists, []) for lists in zip(*common.gather_objects(mine)))
+    ranks = common.gather_objects(batch.get("samples", torch.empty(0)).tolist())
+    samples = sum(ranks, [])
     again = len(samples) - len(set(samples))
     if again:
         workers = " or --workers" if args.workers > 1 else ""
         raise UserError(f"{again} of the {args.batch} samples of the first batch are in it twice: "
                         f"lower --batch{workers}, give more data, or mend images that cannot be "
                         "read.")
-    counts = Counter(captions)
-    least = sum(n * math.log(n) for n in counts.values()) / args.batch
-    if least > 0.1:
-        print_once(f"note: captions of the first batch are equal, {max(counts.values())} at most: "
-                   f"a contrastive loss cannot fall below about {least:.2g}")
 
 
 # Seconds to wait for a batch, and seconds between two checks that the workers are alive.
@@ -1435,6 +1432,52 @@ def lost_samples(args, data, record):
         return None
     return (f"more than a tenth of the samples are skipped, most of them for this reason: "
             f"{max(skipped, key=skipped.get)} (counts are in log.jsonl)")
+
+
+def show_first_batch(args, tokenizer, batch):
+    """Draw eight samples of rank 0's first batch into first-batch.png, as the model reads them, and
+    print what the whole batch holds."""
+    if this_rank()[0] > 0:
+        return
+    views = [view[:8].cpu() for view in batch.get("views") or [batch["images"]]]
+    pictures = [evaluation.join([*map(evaluation.to_picture, crops)], gap=2)
+                for crops in zip(*views)]
+    texts, facts = [("", "")] * len(pictures), f"{args.batch // this_rank()[1]:,} images"
+    if "captions" in batch:
+        inputs = batch["tokens"], batch["mask"], batch["captions"]
+        texts = evaluation.as_read(tokenizer, *inputs)
+        facts += describe_captions(tokenizer, *inputs, texts)
+    elif "labels" in batch:
+        texts = [(text, "") for text in label_texts(batch["labels"], args.classes)]
+    elif "boxes" in batch:
+        names = evaluation.as_read(tokenizer, batch["tokens"], batch["mask"], itertools.repeat(""))
+        for picture, boxes, classes in zip(pictures, batch["boxes"], batch["classes"]):
+            for box, own in zip(boxes, classes):
+                evaluation.draw_box(picture, box, [names[q][0] for q in own.nonzero()[:, 0]])
+    if left_out := common.total_skipped(batch["skipped"].values()):
+        facts += f"; left out so far: {common.describe_skipped(left_out)}"
+    path = Path(args.out, "first-batch.png")
+    path.parent.mkdir(parents=True, exist_ok=True)  # --dry-run has not made the directory
+    common.write_file(path, evaluation.sheet_of_samples(pictures, texts, f"First batch: {facts}."))
+    print(f"{path} shows eight samples of the first batch as the model reads them. Look at it "
+          f"first. The batch: {facts}.")
+
+
+def describe_captions(tokenizer, tokens, mask, captions, texts):
+    """How many captions a batch has, how long they are, and what the model does not read."""
+    n, length = len(captions), int(mask.sum()) - 2 * len(captions)  # without [CLS] and [SEP]
+    unknown = int((tokens == tokenizer.unk).sum()) / max(1, length)
+    cut, again = sum(bool(cut) for _, cut in texts) / n, 1 - len(set(captions)) / n
+    return (f", captions of {length / n:.1f} tokens; {unknown:.0%} of the tokens are [UNK], "
+            f"{cut:.0%} of the captions are cut, {again:.0%} repeat another")
+
+
+def label_texts(labels, classes):
+    """Labels (B,), or shares of classes (B, C) after MixUp or CutMix -> names."""
+    if labels.ndim == 1:
+        return [classes[label] for label in labels]
+    return [", ".join(f"{row[c]:.2f} {classes[c]}" for c in row.nonzero()[:, 0])
+            for row in labels.cpu()]
 
 
 @common.rank_0_prints()
