@@ -2924,14 +2924,14 @@ def replacing(path):
 
 
 def write_file(path, content):
-    """Write a record (.json), a picture in 256 colours (.png), or tensors in dicts and lists."""
+    """Write a record (.json), a picture (.png), or tensors in dicts and lists."""
     # torch.save raises a RuntimeError where the disk is full
     full = explained(RuntimeError, f"{path} cannot be written", " (is the disk full?)")
     with replacing(path) as file, full:
         if path.suffix == ".json":
             file.write(json.dumps(content, indent=2).encode() + b"\n")
-        elif path.suffix == ".png":  # MAXCOVERAGE keeps rare colours, which other methods merge
-            content.quantize(256, Image.Quantize.MAXCOVERAGE).save(file, "PNG")
+        elif path.suffix == ".png":
+            content.save(file, "PNG")
         else:
             torch.save(content, file)
 

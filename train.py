@@ -58,6 +58,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import io
 import itertools
 import json
 import math
@@ -809,7 +810,7 @@ def open_evaluation(args, model):
     """The data of the run's own evaluation, or None if no task can use them. Raises UserError
     instead of returning None if --eval-data or --eval-every is given."""
     options, with_text = evaluation.options_of({}, args), model.encode_text is not None
-    remedy = "" if with_text else (" k-NN learns from the classes of --data. If --data have none, "
+    remedy = "" if with_text else (". k-NN learns from the classes of --data. If --data have none, "
                                    "leave out --eval-data, then run eval.py RUN --data TEST "
                                    "--train-data TRAIN")
     data = None
@@ -1544,18 +1545,51 @@ def finish(args, log, embedder, eval_data, progress):
 @torch.no_grad()
 def dry_run(args, method, model):
     """Print what the settings cost, in words and as JSON. A multiply-add is 2 FLOPs."""
-    params = sum(p.numel() for p in model.parameters())
     model.eval()  # else, on several GPUs, BatchNorm would gather CPU tensors
-    flops, patches = {}, model.image_encoder.grid**2
     with contextlib.ExitStack() as stack:
         if not dist.is_initialized():  # a loss that gets samples of several ranks asks for its own
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             stack.callback(dist.destroy_process_group)
-        for n, ranks in ((2, 1), (4, 1), (2, 2)):  # n samples on each rank
-            batch = made_up_batch(args, method, model, n)
-            with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-                model(batch, lambda x: torch.cat([x] * ranks))
-            flops[n, ranks] = counter.get_total_flops() / n
+        of_one, in_batch = forward_flops(args, method, model)
+        batches = [made_up_batch(args, method, model, n) for n in (2, 4)]
+        kept = [kept_bytes(model, batch) for batch in batches]
+    chance_loss = model.chance_loss(args.batch, batches[0].get("mask"), model.image_encoder.grid**2)
+    params = sum(p.numel() for p in model.parameters())
+    words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
+    images_per_s = H100 / (3 * in_batch)  # at most: a teacher has no backward pass
+    hours = args.batch * args.steps / images_per_s / 3600
+    cores = images_per_s * seconds_per_image(args, method, model)
+    summed = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    # weights, moments, gradients, and what the forward pass keeps of each sample of a rank
+    of_rank = args.batch // args.dry_run
+    memory = checkpoint_size(args, model) + summed + (kept[1] - kept[0]) / 2 * of_rank
+    record = {"params": params, **words, "flops_per_sample": int(of_one),
+              "multiply_adds_per_sample": int(of_one) // 2,
+              "flops_per_sample_in_batch": round(in_batch), "h100_hours": round(hours, 2),
+              "gradient_bytes": summed, "memory_bytes": round(memory), "cores": round(cores, 1),
+              "chance_loss": chance_loss}
+    more = " and what a recomputed block needs" if args.grad_checkpoint else ""
+    print_once(
+        f"parameters: {params / 1e6:.1f} M\n"
+        f"forward pass of a sample: {of_one / 1e9:.4g} GFLOPs, or {of_one / 2e9:.4g} G "
+        f"multiply-adds; {in_batch / 1e9:.4g} GFLOPs in a batch of {args.batch:,}\n"
+        f"one H100 at {H100 / 1e12:.0f} TFLOPs a second: {args.steps:,} steps take at most "
+        f"{hours:,.1f} hours, and {cores:.1f} cores like this one read {images_per_s:,.0f} JPEGs "
+        f"of 500 x 375 a second\n"
+        f"memory of a GPU in bf16: about {memory / 2**30:,.1f} GiB for {of_rank:,} samples{more}\n"
+        f"ranks sum in a step: {summed / 1e6:,.1f} MB of gradients\n"
+        f"loss of a random guess: {chance_loss:.4g}\n"  # nan: a detector has none
+        f"{json.dumps(common.without_nan(record))}")
+
+
+def forward_flops(args, method, model):
+    """The FLOPs of the forward pass of a sample alone, and in a whole batch."""
+    flops = {}
+    for n, ranks in ((2, 1), (4, 1), (2, 2)):  # n samples on each rank
+        batch = made_up_batch(args, method, model, n)
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            model(batch, lambda x: torch.cat([x] * ranks))
+        flops[n, ranks] = counter.get_total_flops() / n
     # A loss that compares all pairs adds the same number of FLOPs for each sample of the batch, and
     # FILIP's choice of tokens adds one for each sample of the rank. A detector's images share their
     # queries, so that a larger batch adds nothing.
@@ -1563,22 +1597,35 @@ def dry_run(args, method, model):
     of_all = (flops[2, 2] - of_one) / 2
     of_rank = (flops[4, 1] - of_one) / 2 - of_all
     in_batch = of_one + of_all * (args.batch - 2)
-    in_batch += max(0, of_rank) * (args.batch / args.dry_run - 2)
-    chance_loss = model.chance_loss(args.batch, batch.get("mask"), patches)
-    words = {"vocab_size": model.text_encoder.vocab_size} if method.uses_text(args) else {}
-    hours = 3 * in_batch * args.batch * args.steps / H100 / 3600  # a teacher has no backward
-    summed = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    record = {"params": params, **words, "flops_per_sample": int(of_one),
-              "multiply_adds_per_sample": int(of_one) // 2,
-              "flops_per_sample_in_batch": round(in_batch), "h100_hours": round(hours, 2),
-              "gradient_bytes": summed, "chance_loss": chance_loss}
-    chance = "none" if math.isnan(chance_loss) else f"{chance_loss:.4g}"  # a detector has none
-    print_once(f"parameters: {params / 1e6:.1f} M\nforward pass: {of_one / 1e9:.4g} GFLOPs for "
-               f"each sample, or {of_one / 2e9:.4g} G multiply-adds; {in_batch / 1e9:.4g} GFLOPs "
-               f"in a batch of {args.batch:,}\n{args.steps:,} steps: at most {hours:,.1f} hours of "
-               f"one H100 at {H100 / 1e12:.0f} TFLOPs a second; ranks sum {summed / 1e6:,.1f} MB "
-               f"of gradients in a step\nloss of a random guess: {chance}\n"
-               f"{json.dumps(common.without_nan(record))}")
+    return of_one, in_batch + max(0, of_rank) * (args.batch / args.dry_run - 2)
+
+
+def kept_bytes(model, batch):
+    """The bytes that a forward pass in bf16 keeps for the backward pass, with fused attention."""
+    kept = {}  # by address; a tensor may be kept several times
+
+    def keep(x):
+        storage = x.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return x
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
+    with torch.enable_grad(), hooks, torch.autocast("cpu", torch.bfloat16):
+        model(batch, lambda x: x)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def seconds_per_image(args, method, model):
+    """The CPU seconds that it takes to decode and crop a JPEG of 500 x 375; nan with boxes."""
+    if method.content(args) == "boxes":
+        return math.nan
+    noise = torch.nn.functional.interpolate(torch.rand(1, 3, 12, 16), (375, 500), mode="bicubic")
+    file = io.BytesIO()
+    evaluation.to_pil_image(common.to_bytes(noise[0])).save(file, "JPEG")
+    transform, start = build_transform(args, method, model.image_encoder), time.process_time()
+    for _ in range(10):
+        transform(common.open_image(file))
+    return (time.process_time() - start) / 10
 
 
 def bench(args, clock, step):

@@ -16,7 +16,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # models are so small that more threads onl
 
 import pytest
 import torch
-from PIL import Image
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
@@ -82,8 +81,6 @@ def short_runs():
     captions = functools.cache(lambda world, limit: draw(common.World(*world), limit))
     common.World.sample_captions = lambda world, limit, skip=0: list(
         captions(dataclasses.astuple(world), limit))
-    quantize = Image.Image.quantize
-    Image.Image.quantize = lambda page, *_: quantize(page, 256, Image.Quantize.FASTOCTREE)
     evaluation.draw_text = functools.cache(evaluation.draw_text)
     os.fsync = lambda file: None
     yield

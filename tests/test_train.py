@@ -1278,16 +1278,30 @@ def test_a_dry_run_ends_with_json(tmp_path, capsys, name):
     has_text = name not in ("dino", "bam", "classifier")
     words = ["--text-encoder", "tiny:vocab_size=9000"] if has_text else []
     words += ["--init-weights", "gone.pt"]
-    train.main([*SMALL[name], *words, "--dry-run", "--out", str(tmp_path / "unused")])
+    train.main([*SMALL[name], *words, "--dry-run"])
     *lines, last = capsys.readouterr().out.splitlines()
     record = json.loads(last)
     assert lines[0] == f"parameters: {record['params'] / 1e6:.1f} M"
-    assert f"{record['flops_per_sample'] / 1e9:.4g} GFLOPs for each sample" in lines[1]
-    assert lines[3] == f"loss of a random guess: {record['chance_loss']:.4g}"
+    assert f"sample: {record['flops_per_sample'] / 1e9:.4g} GFLOPs" in lines[1]
+    assert lines[5] == f"loss of a random guess: {record['chance_loss']:.4g}"
+    assert record["memory_bytes"] > 4 * record["gradient_bytes"] and record["cores"] > 0
     assert record.get("vocab_size") == (9000 if has_text else None)
     assert record["params"] > 1000 and record["flops_per_sample"] > 1000
     assert record["chance_loss"] > 1
-    assert not (tmp_path / "unused").exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_forward_pass_keeps_for_the_backward_pass():
+    """A layer keeps its input of 3 numbers in bf16, and the square keeps its two factors, which are
+    one tensor of 5 numbers. The sum keeps nothing."""
+    layer = torch.nn.Linear(3, 5)
+
+    def model(x, gather):
+        y = layer(x)
+        return (y * y).sum()
+
+    few, many = (train.kept_bytes(model, torch.randn(n, 3)) for n in (2, 10))
+    assert (many - few) / 8 == 2 * (3 + 5)
 
 
 def test_a_dry_run_of_a_papers_preset_needs_no_data():
@@ -1299,13 +1313,13 @@ def test_a_dry_run_of_a_papers_preset_needs_no_data():
 @pytest.mark.parametrize("flags, ranks", [
     (SMALL["bam"], 1), ([*SPARC, "--objective", "filip"], 1), ([*SPARC, "--objective", "filip"], 3),
     ([*SPARC, "--objective", "gloria"], 1)])
-def test_a_dry_run_counts_the_pairs_of_the_whole_batch(tmp_path, capsys, flags, ranks):
+def test_a_dry_run_counts_the_pairs_of_the_whole_batch(capsys, flags, ranks):
     """SPARC, Table 11: FLOPs of FILIP and GLoRIA grow with the batch.
 
     A rank of FILIP chooses tokens among its own pairs alone. Of BAM each rank computes the same
     effective rank, which is here a part in 1,000.
     """
-    flags = [*flags, "--batch", "24", "--dry-run", str(ranks), "--out", str(tmp_path / "unused")]
+    flags = [*flags, "--batch", "24", "--dry-run", str(ranks)]
     train.main(flags)
     record, args = last_json(capsys), train.parse_args(flags)
     method = train.METHODS[args.method]
