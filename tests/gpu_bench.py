@@ -3,8 +3,9 @@
 Each row trains with train.py's own loop. The images and captions are random numbers on the GPU,
 captions have full length, and a batch is the largest power of two that fits into --gib GiB, at most
 the paper's batch. The rows "world" and "shards" read data by workers, so that waits show. The rows
-"open_clip" are OpenCLIP's model, loss and optimizer, if open_clip is installed. The loss compares
-the images of one GPU alone.
+"open_clip" (OpenCLIP's model, loss and optimizer) and "lightly" (DINO with timm's ViT and lightly's
+head and loss) have the batch of the row before them, if these libraries are installed. A loss
+compares the images of one GPU alone.
 
 Rows come in the order of ROWS until --minutes are over. The table is printed and written to
 tests/gpu.json: images per second, the peak memory, and the share of the card's bf16 peak (FLOPs of
@@ -51,6 +52,7 @@ ROWS = [
     ("sparc", "b32", CLIP_B32, "tensors"), ("open_clip", "ViT-B-32", "", "tensors"),
     ("sparo", "cc15m-r50", "", "tensors"), ("bam", "r50", "", "tensors"),
     ("sparo", "dino-s16", "--objective dino", "tensors"),
+    ("lightly", "vit_small_patch16_224", "", "tensors"),
     ("sparc", "b32", "", "shards"), ("sparc", "b16", "", "world"),
     ("sparc", "b32", COMPILE, "tensors"), ("sparc", "b16", COMPILE, "tensors"),
     ("sparc", "l14", CHECKPOINT, "tensors"), ("bam", "vit-b16", CHECKPOINT, "tensors"),
@@ -185,22 +187,19 @@ def train_row(row, limit, directory, toy):
     return row | json.loads(printed.getvalue().splitlines()[-1])
 
 
-def open_clip_row(row):
-    """Time OpenCLIP's ViT-B-32 with its loss, AdamW and clipping, on row["batch"] pairs in bf16."""
+def open_clip_update(row, device, toy):
+    """Return a function that makes an update of OpenCLIP's ViT-B-32 with its loss, AdamW and
+    clipping, on row["batch"] pairs in bf16."""
     import open_clip
 
-    model = open_clip.create_model("ViT-B-32").cuda().train()
-    loss, n = open_clip.ClipLoss(), row["batch"]
+    model, loss = open_clip.create_model("ViT-B-32").to(device).train(), open_clip.ClipLoss()
+    n = row["batch"]
     optimizer = torch.optim.AdamW(model.parameters(), 5e-4, (0.9, 0.98), 1e-6, weight_decay=0.2)
-    images = torch.rand(n, 3, 224, 224, device="cuda")
-    texts = torch.randint(1, 49_000, (n, 77), device="cuda")
-    steps = 20
-    for step in range(WARMUP + steps):
-        if step == WARMUP:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            start = time.perf_counter()
-        with torch.autocast("cuda", torch.bfloat16):
+    images = torch.rand(n, 3, 224, 224, device=device)
+    texts = torch.randint(1, 49_000, (n, 77), device=device)
+
+    def update():
+        with torch.autocast(device.type, torch.bfloat16):
             total = loss(*model(images, texts))
         total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -208,10 +207,60 @@ def open_clip_row(row):
         optimizer.zero_grad()
         with torch.no_grad():
             model.logit_scale.clamp_(0, math.log(100))
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    return row | {"images_per_s": steps * n / seconds, "data_share": 0.0,
-                  "peak_memory_bytes": torch.cuda.max_memory_allocated()}
+
+    return update
+
+
+def lightly_update(row, device, toy):
+    """Return a function that makes an update of DINO with timm's ViT-S/16 and lightly's head and
+    loss, on two views of 224 and eight of 96 pixels of row["batch"] images in bf16."""
+    import timm
+    from lightly.loss import DINOLoss
+    from lightly.models.modules import DINOProjectionHead
+    from lightly.models.utils import update_momentum
+
+    width, depth, codes, large, side = (12, 1, 64, 32, 16) if toy else (384, 12, 65_536, 224, 96)
+
+    def model():
+        vit = timm.create_model("vit_small_patch16_224", num_classes=0, img_size=large,
+                                dynamic_img_size=True, embed_dim=width, depth=depth)
+        return torch.nn.Sequential(vit, DINOProjectionHead(width, output_dim=codes)).to(device)
+
+    student, teacher, loss = model(), model(), DINOLoss(codes).to(device)
+    teacher.load_state_dict(student.state_dict())
+    optimizer = torch.optim.AdamW(student.parameters(), 5e-4, weight_decay=0.04)
+    views = [torch.rand(row["batch"], 3, size, size, device=device)
+             for size in 2 * [large] + 8 * [side]]
+
+    def update():
+        with torch.autocast(device.type, torch.bfloat16):
+            with torch.no_grad():
+                targets = [teacher(view) for view in views[:2]]
+            total = loss(targets, [student(view) for view in views], epoch=0)
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 3.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        update_momentum(student, teacher, 0.996)
+
+    return update
+
+
+PEERS = {"open_clip": open_clip_update, "lightly": lightly_update}
+
+
+def peer_row(row, toy):
+    """Time the updates of another library, on as many images as the row of ours before it."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    update, steps = PEERS[row["method"]](row, device, toy), 1 if toy else 20
+    for step in range(WARMUP + steps):
+        if step == WARMUP:
+            peak_since_last(device)  # waits for the GPU
+            start = time.perf_counter()
+        update()
+    peak, seconds = peak_since_last(device), time.perf_counter() - start
+    return row | {"images_per_s": steps * row["batch"] / seconds, "data_share": 0.0,
+                  "peak_memory_bytes": peak}
 
 
 def measure(row, found, limit, directory, toy):
@@ -221,8 +270,8 @@ def measure(row, found, limit, directory, toy):
     if COMPILE in row["flags"] and same:  # a compiled model sees one size of batch alone
         row["batch"] = same[0]["batch"]
     try:
-        if row["method"] == "open_clip":
-            row = open_clip_row(row | {"batch": found[-1]["batch"]})
+        if row["method"] in PEERS:
+            row = peer_row(row | {"batch": found[-1]["batch"]}, toy)
         else:
             row = train_row(row, limit, directory, toy)
     except torch.cuda.OutOfMemoryError:

@@ -405,10 +405,12 @@ def test_the_bench_for_a_gpu_runs_on_a_cpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_bench, "FIRST", 4)
     monkeypatch.setattr(gpu_bench, "SECONDS", 0)
     monkeypatch.setattr(gpu_bench, "TOY", [("sparc", "tiny", "--image-encoder tiny-patch", source)
-                                           for source in ("tensors", "world", "shards")])
+                                           for source in ("tensors", "world", "shards")]
+                        + [("lightly", "", "", "tensors")])
     gpu_bench.main(["--toy", "--out", str(tmp_path / "gpu.json")])
-    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    *rows, lightly = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert [row["source"] for row in rows] == ["tensors", "world", "shards"]
+    assert lightly.get("images_per_s", 0) > 0 or lightly["error"] == "not installed"
     assert all(row["images_per_s"] > 0 for row in rows)
     assert rows[0]["flops_per_image"] > 0
     assert capsys.readouterr().out.count("| `sparc`, `tiny`") == 3
