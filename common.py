@@ -518,9 +518,10 @@ class ResNet(resnet.ResNet):
         self.width, self.norm = self.fc.in_features, nn.Identity()  # CLIP+GAP moves `norm`
         self.pixels = Pixels(pixels)
         del self.avgpool, self.fc
+        # convolutions are faster with channels last, of weights and images
+        self.to(memory_format=torch.channels_last)
 
     def forward(self, images):
-        # convolutions are faster with channels last
         images = self.pixels(images).contiguous(memory_format=torch.channels_last)
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         x = self.layer2(self.layer1(x))                      # (B, 512, H/8, W/8)

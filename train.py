@@ -614,10 +614,6 @@ def announce(args, data, model, tokenizer, device, progress):
         size, free = checkpoint_size(args, model), shutil.disk_usage(args.out).free
         print(f"--keep-every {args.keep_every}: {n} more checkpoints need about "
               f"{n * size / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free")
-    shortest = min((end - start for _, start, end, _ in stages_of(args)), default=args.warmup)
-    if shortest < args.warmup:
-        print(f"note: --warmup {args.warmup} is longer than {shortest} steps, the length of the "
-              f"run or of a stage: the learning rate does not reach its peak")
 
 
 def checkpoint_size(args, model):

@@ -198,6 +198,9 @@ def test_resnet_returns_torchvisions_last_feature_map():
         theirs((images - mean) / std)
         torch.testing.assert_close(ours(images), maps[0].flatten(2).transpose(1, 2))
     assert (ours.width, ours.grid, ours.cls) == (2048, 2, None)
+    kernels = [p for p in ours.parameters() if p.ndim == 4]
+    ours.train()(images).sum().backward()  # DDP copies gradients whose strides are not the weights'
+    assert all(p.grad.is_contiguous(memory_format=torch.channels_last) for p in kernels)
     settings = dict(image_size=224, blocks=(3, 4, 6, 3), pixels="")
     assert common.encoder_settings("ResNet-50", common.IMAGE_ENCODERS) == (common.ResNet, settings)
 
