@@ -69,8 +69,7 @@ def short_runs():
     have workers.
 
     Runs with the same captions share one vocabulary, which is trained once. Equal worlds share
-    their captions, the colours of pictures are chosen by a faster method, and no file waits for the
-    disk. At the end, workers of failed tests are killed: Python would end them by SIGTERM, which
+    their captions, and no file waits for the disk. At the end, workers of failed tests are killed: Python would end them by SIGTERM, which
     they ignore, and wait for ever.
     """
     evaluation.WORLD_N, train.CHECKED, train.MOST_WORKERS = 24, 50, 0
