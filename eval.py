@@ -1276,15 +1276,19 @@ def davis_files(directory, name):
 
 
 def read_objects(files):
-    """Pairs (frame, map) of files -> object ids (f, H, W), uint8, 0 for the background."""
+    """Pairs (frame, map) of files -> object ids (f, H, W), uint8, 0 for the background. The objects
+    of the first map get the ids 1, 2, ..., because an id without an object would count as found.
+    Other objects are background, as in DAVIS's code."""
     truth = []
     for _, path in files:
         with common.explained(BROKEN, f"The map {path} cannot be read"):
             truth.append(common.patiently(read_ids, path))
             if truth[-1].shape != truth[0].shape:
                 raise ValueError(f"its size is not that of the first map, {files[0][1]}")
-    truth = torch.stack(truth)
-    return truth.masked_fill(truth == 255, 0)
+    objects = [i for i in truth[0].unique().tolist() if 0 < i < 255]
+    numbers = torch.zeros(256, dtype=torch.uint8)
+    numbers[objects] = torch.arange(1, 1 + len(objects), dtype=torch.uint8)
+    return numbers[torch.stack(truth).int()]
 
 
 def read_frames(files, size, patch_size):
