@@ -2981,14 +2981,16 @@ def read_config(run):
 
 def restore_model(model, weights, path, remedy):
     """Load weights, {name: tensor}, into a model. Raises UserError with the remedy if a tensor is
-    missing, extra, of another shape or not finite. path: the file, for the message."""
+    missing, extra, of another shape, not finite or no float. path: the file, for the message."""
     # Weights that do not say which pixels they expect (older checkpoints) keep those of the model.
     constants = {name: x for name, x in model.state_dict().items() if "pixels." in name}
     problem = None
     try:
         model.load_state_dict(constants | weights)
-        if not all(x.isfinite().all() for x in model.state_dict().values()):
-            problem = "holds weights that are NaN or infinite: give another file"
+        for name, x in model.state_dict().items():
+            theirs = weights.get(name, x)  # torch copies integers into floats without an error
+            if x.is_floating_point() > theirs.is_floating_point() or not x.isfinite().all():
+                problem = f"holds weights that are NaN, infinite or no floats, {name}: give another"
     except RuntimeError as error:
         # the first differences of torch's long list; its first line names the class only
         lines = [textwrap.shorten(line, 150) for line in str(error).splitlines()[1:4]]
@@ -3270,8 +3272,8 @@ def load_clip_parts(model, parts):
         theirs = parts.get(name)
         if theirs is not None and theirs.squeeze().ndim <= 2:
             theirs = theirs.squeeze().t()
-        if theirs is None or theirs.shape != ours.shape:
-            raise UserError(f"the file has no {name} of shape {tuple(ours.t().shape)}: give a "
+        if theirs is None or theirs.shape != ours.shape or not theirs.float().isfinite().all():
+            raise UserError(f"the file has no finite {name} of shape {tuple(ours.t().shape)}: give a "
                             "CLIP with projections, and their width as --embed-dim.")
         ours.data.copy_(theirs)
     return {name: x for name, x in parts.items() if name not in model.clip_parameters()}
