@@ -2792,6 +2792,14 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS,
                          formatter_class=HelpFormatter, **more)
 
+    def parse_known_args(self, args=None, namespace=None):
+        """Parse, after ~ and $NAME at the start of a path are expanded. A shell expands them neither
+        in quotes, which a pattern of .tar files needs, nor in --flag=VALUE."""
+        start = re.compile(r"(^|=|::)(~|\$\w+)(?=/|$)")
+        expanded = lambda found: found[1] + os.path.expandvars(os.path.expanduser(found[2]))
+        args = [start.sub(expanded, arg) for arg in (sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(args, namespace)
+
     def error(self, message):
         """Raise UserError, which one rank of each machine prints."""
         quotes = ", and quote a pattern of .tar files" if ".tar" in message else ""

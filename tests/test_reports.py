@@ -603,3 +603,15 @@ def test_class_folders_are_evaluated_with_the_caption_of_training(tmp_path):
         other = train.parse_args([*SMALL["sparc"], "--data", spec])
         train.open_training_data(other, train.METHODS["sparc"])
         assert evaluation.options_of({"data": str(folders)}, other).templates is None
+
+
+def test_a_path_may_start_with_home_or_a_variable(monkeypatch):
+    """A shell expands neither in quotes, which a pattern of shards needs, nor behind --flag=."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    args = train.parse_args(["--method", "sparc", "--out=~/a", "--vocab", "a~b/$HOME", "--data",
+                             "~/{0..3}.tar::$SCRATCH/b.tar"])
+    assert (args.out, args.vocab) == ("/home/me/a", "a~b/$HOME")
+    assert args.data == "/home/me/{0..3}.tar::/scratch/b.tar"
+    runs, given = evaluation.parse_args(["~", "--data=$SCRATCH", "--query", "~5 $NONE", "$5"])
+    assert (runs, given) == (["/home/me"], {"data": ["/scratch"], "query": ["~5 $NONE", "$5"]})
