@@ -3152,10 +3152,15 @@ def check_ranks(facts):
                                 "start all ranks with the same flags, files and --out.")
 
 
-def turn_off_tf32():
-    """Compute fp32 operations in fp32 on GPUs too. TF32 keeps 10 bits of the mantissa, fp32 23."""
-    torch.backends.cudnn.allow_tf32 = False  # torch's default is True, for convolutions
-    torch.backends.cuda.matmul.allow_tf32 = False  # NVIDIA's containers set True
+@contextlib.contextmanager
+def without_tf32():
+    """A context in which GPUs compute fp32 operations in fp32. TF32 keeps 10 bits of the mantissa,
+    fp32 23. torch's default is TF32 for convolutions, NVIDIA's containers set it for products."""
+    with contextlib.ExitStack() as stack:
+        for backend in (torch.backends.cudnn, torch.backends.cuda.matmul):
+            stack.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
+            backend.allow_tf32 = False
+        yield
 
 
 # Weights of others --------------------------------------------------------------------

@@ -521,6 +521,7 @@ class Embedder:
                 bar.update(len(part))
 
     @torch.no_grad()
+    @common.without_tf32()
     def compute(self, encode, *inputs):
         """encode(*inputs), or the method of this name -> fp32 on the CPU. Raises UserError if a
         number is NaN or infinite."""
@@ -3131,11 +3132,11 @@ def evaluate_run(run, given, device, failed):
     return settings, evaluate_and_show(embedder, data, options, run, failed)
 
 
+@common.without_tf32()
 def main(argv=None):
     """Evaluate, search or export, as the command line says."""
     runs, given = parse_args(argv)
     check_flags(runs, given)
-    common.turn_off_tf32()
     device = common.init_distributed()
     # the ranks share an evaluation; what encodes few images, or writes alone, is rank 0's
     if common.this_rank()[0] == 0 or not given.keys() & {"export", "image", "query"}:

@@ -371,10 +371,15 @@ def test_limit_means_the_same_for_every_kind_of_data(tmp_path):
 def test_workers_batch_and_device_are_flags_and_tf32_is_off(run_of, monkeypatch):
     run, used = str(run_of("sparc")), []
     monkeypatch.setattr(evaluation, "evaluate_and_show", lambda embed, data, options, *_: used.append(
-        (embed.workers, embed.chunk, embed.device, options.workers)) or {})
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+        (embed.workers, embed.chunk, embed.device, options.workers,
+         any(backend.allow_tf32 for backend in backends))) or {})
+    backends = torch.backends.cudnn, torch.backends.cuda.matmul
+    for backend in backends:
+        backend.allow_tf32 = True
+    model = evaluation.load_run(run)[0]
+    assert model.encode_batches([torch.ones(1)], lambda x: x * backends[0].allow_tf32) == 0
     evaluation.main([run, *"--workers 3 --batch 7 --device cpu".split()])
-    assert used == [(3, 7, "cpu", 3)]
+    assert used == [(3, 7, "cpu", 3, False)]
     monkeypatch.setattr(evaluation, "load_run", lambda run, device, checkpoint: used.append(device)
                         or 1 / 0)
     for device in ("cuda:1", "cpu"):
@@ -382,7 +387,7 @@ def test_workers_batch_and_device_are_flags_and_tf32_is_off(run_of, monkeypatch)
         with pytest.raises(ZeroDivisionError):
             evaluation.main(["run"])
     assert used[1:] == ["cuda:1", "cpu"]
-    assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+    assert all(backend.allow_tf32 for backend in backends)                  # as before
 
 
 def test_printed_metrics_have_their_chance_levels(run_of, tmp_path, capsys):
